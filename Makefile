@@ -1,0 +1,43 @@
+# `make` lists what one can do.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+EXAMPLE := data/sort_digits
+RUN := runs/sort_digits
+
+.PHONY: help install train test check format docs bench clean
+
+help:  ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(VENV)/.installed  ## Make the virtual environment, with pinned versions
+
+# torch first and alone: a looser request for it by another package would fetch another build.
+$(VENV)/.installed: constraints.txt pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[train,dev]'
+	touch $@
+
+train: install $(EXAMPLE)/done  ## Train the example: sorting digits, with rollout correction
+	$(BIN)/python train.py --custom-config-path examples/sort_digits/train.yaml \
+		--save $(RUN)/checkpoints --save-hf $(RUN)/hf --output-dir $(RUN)
+
+$(EXAMPLE)/done: examples/sort_digits/prepare.py | install
+	$(BIN)/python examples/sort_digits/prepare.py --out $(EXAMPLE)
+
+test: install  ## Run the tests
+	$(BIN)/python -m pytest tests
+
+check: install  ## Lint and type-check
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: install  ## Format and mend what the linter can
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:  ## Remove caches and builds; data, runs and the virtual environment stay
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +

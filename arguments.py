@@ -1,0 +1,503 @@
+"""The command line of train.py: flags, YAML and presets, checked once, as one frozen config per room.
+
+A flag is a field of a config: the field gives its name, type, choices and default, the docstring under the
+field is its help. Every source is read by the same rules, so a YAML file may hold whatever a flag may hold.
+
+Precedence: command line > YAML (`--custom-config-path`) > preset (`--rollout-correction-preset`) > defaults.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar, get_origin
+
+from slime_tis.correction.config import (
+    LEVELS,
+    MODES,
+    NONFINITE_POLICIES,
+    NORMALIZERS,
+    OLD_LOGPROBS,
+    POLICY_LOSSES,
+    RolloutCorrectionConfig,
+)
+from slime_tis.correction.presets import PRESETS
+from slime_tis.inputs import check_files, check_model
+from slime_tis.megatron.config import MegatronConfig
+from slime_tis.options import Option, declare_options, nearest, read_value
+from slime_tis.policy.config import PolicyConfig
+from slime_tis.reporting.config import ReportingConfig
+from slime_tis.rollout.config import RolloutConfig
+from slime_tis.yaml_options import read_yaml
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopConfig:
+    """How long the loop runs, how a rollout is cut into optimizer steps, and what is dumped or replayed."""
+
+    num_rollout: int | None = None
+    """Rollouts of the whole run, a count; unset means num_epoch passes over the prompts."""
+
+    num_epoch: int | None = None
+    """Passes over the training prompts, a count; num_rollout, where given, wins."""
+
+    global_batch_size: int | None = None
+    """Samples of one optimizer step over all ranks, a count; unset means the rollout's samples divided by
+    num_steps_per_rollout."""
+
+    num_steps_per_rollout: int | None = None
+    """Optimizer steps per rollout, a count; unset means the rollout's samples divided by global_batch_size,
+    or 1."""
+
+    debug_rollout_only: bool = False
+    """Sample and score without training."""
+
+    save_debug_rollout_data: str | None = None
+    """File that samples are saved to; {rollout_id} in it becomes the rollout's number."""
+
+    load_debug_rollout_data: str | None = None
+    """File that samples are read from, not generated; {rollout_id} in it becomes the rollout's number."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_rollout", "num_epoch", "global_batch_size", "num_steps_per_rollout"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{_flag(name)} is {value} but must be 1 or more.")
+        if self.num_rollout is None and self.num_epoch is None:
+            raise ValueError("--num-rollout is unset and so is --num-epoch; add one of them to bound the run.")
+        if self.debug_rollout_only and self.load_debug_rollout_data is not None:
+            raise ValueError(
+                f"--load-debug-rollout-data is {self.load_debug_rollout_data!r} but --debug-rollout-only "
+                "does not train; leave one of the two out."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceConfig:
+    """Where options and code come from besides the command line."""
+
+    use_rollout_correction: bool = False
+    """Turn the correction on as preset or YAML say, and as --use-tis where neither says anything."""
+
+    rollout_correction_preset: str | None = None
+    """Name of a preset of correction options, for example decoupled_token_is."""
+
+    custom_config_path: str | None = None
+    """YAML file of options, with flag names as keys or verl's algorithm.rollout_correction block."""
+
+    custom_tis_function_path: str | None = None
+    """Correction function of your own, as pkg.module.function or path/file.py:function."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Everything a run is configured by."""
+
+    correction: RolloutCorrectionConfig
+    policy: PolicyConfig
+    megatron: MegatronConfig
+    rollout: RolloutConfig
+    loop: LoopConfig
+    reporting: ReportingConfig
+    custom_tis_function_path: str | None
+    """Path of the user's correction function, or None for the library's own."""
+
+    namespace: argparse.Namespace
+    """The same options flat, under slime's attribute names; custom functions get it as `args`."""
+
+
+CONFIGS = (
+    RolloutCorrectionConfig,
+    PolicyConfig,
+    MegatronConfig,
+    RolloutConfig,
+    LoopConfig,
+    ReportingConfig,
+    SourceConfig,
+)
+
+OPTIONS = declare_options(CONFIGS)
+YAML_OPTIONS = {name: option for name, option in OPTIONS.items() if name != "custom_config_path"}
+
+GROUPS = {
+    "model and data": (
+        "hf_checkpoint ref_load prompt_data input_key label_key metadata_key apply_chat_template rollout_shuffle"
+    ),
+    "rollout": (
+        "rollout_engine rollout_precision update_weights_interval rollout_batch_size "
+        "n_samples_per_prompt rollout_max_prompt_len rollout_max_response_len "
+        "rollout_max_context_len"
+    ),
+    "sampling": "rollout_temperature rollout_top_p rollout_top_k rollout_stop_token_ids rollout_seed",
+    "rewards": "rm_type custom_rm_path",
+    "evaluation": (
+        "eval_prompt_data eval_interval eval_input_key eval_label_key n_samples_per_eval_prompt "
+        "eval_temperature eval_top_p eval_max_response_len skip_eval_before_train"
+    ),
+    "training loop": (
+        "num_rollout num_epoch num_steps_per_rollout global_batch_size micro_batch_size "
+        "use_dynamic_batch_size max_tokens_per_gpu log_probs_chunk_size seed"
+    ),
+    "optimizer": (
+        "lr min_lr lr_warmup_iters lr_decay_style lr_decay_iters weight_decay adam_beta1 adam_beta2 adam_eps clip_grad"
+    ),
+    "policy loss": (
+        "advantage_estimator disable_grpo_std_normalization normalize_advantages policy_loss "
+        "eps_clip eps_clip_high eps_clip_c use_kl_loss kl_loss_coef kl_loss_type entropy_coef "
+        "calculate_per_token_loss"
+    ),
+    "rollout correction": (
+        "use_rollout_correction rollout_correction_preset custom_config_path use_rollout_logprobs "
+        "old_logprobs get_mismatch_metrics use_tis tis_mode tis_level tis_lower_bound "
+        "tis_upper_bound tis_batch_normalize use_rs rs_level rs_lower_bound rs_upper_bound "
+        "rs_veto_threshold rs_veto_upper_threshold rs_second_moment_bound rollout_rs "
+        "rollout_rs_threshold rejection_normalizer nonfinite_policy custom_tis_function_path"
+    ),
+    "parallelism and precision": (
+        "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
+        "expert_model_parallel_size sequence_parallel use_distributed_optimizer bf16 "
+        "recompute_granularity recompute_method recompute_num_layers num_threads"
+    ),
+    "checkpoints": "load save save_interval save_retain save_hf",
+    "reporting": (
+        "output_dir progress use_tensorboard tb_project_name tb_experiment_name use_wandb "
+        "wandb_project wandb_group wandb_mode wandb_dir"
+    ),
+    "debugging": "debug_rollout_only save_debug_rollout_data load_debug_rollout_data",
+}
+"""Titled groups of --help, and the options of each in their order there."""
+
+ALIASES = {
+    "tis_clip": "tis_upper_bound",
+    "tis_clip_low": "tis_lower_bound",
+    "mis_mode": "tis_mode",
+    "mis_level": "tis_level",
+    "mis_lower_bound": "tis_lower_bound",
+    "mis_upper_bound": "tis_upper_bound",
+    "mis_batch_normalize": "tis_batch_normalize",
+    "mis_veto_threshold": "rs_veto_threshold",
+    "save_retain_count": "save_retain",
+}
+"""Old names of options and the name each one has now; both are read on the command line and in YAML."""
+
+CORRECTION_SWITCHES = {
+    "use_tis",
+    "use_rs",
+    "rollout_rs",
+    "rs_veto_threshold",
+    "rs_veto_upper_threshold",
+    "rs_second_moment_bound",
+}
+"""Options that say what --use-rollout-correction turns on."""
+
+CHOICES: dict[str, Sequence[str]] = {
+    "tis_mode": MODES,
+    "tis_level": LEVELS,
+    "rs_level": LEVELS,
+    "rejection_normalizer": NORMALIZERS,
+    "nonfinite_policy": NONFINITE_POLICIES,
+    "old_logprobs": OLD_LOGPROBS,
+    "policy_loss": POLICY_LOSSES,
+}
+"""What --help shows as the values of options whose type is text and whose config checks them."""
+
+METAVARS = {
+    "DIR": "hf_checkpoint ref_load load save save_hf output_dir wandb_dir",
+    "FILE": "prompt_data save_debug_rollout_data load_debug_rollout_data",
+    "FILE.yaml": "custom_config_path",
+    "FUNCTION": "custom_rm_path custom_tis_function_path",
+    "KEY": "input_key label_key metadata_key eval_input_key eval_label_key",
+    "[NAME] PATH": "eval_prompt_data",
+    "ID": "rollout_stop_token_ids",
+    "NAME": "rollout_correction_preset rm_type tb_project_name tb_experiment_name wandb_project wandb_group",
+}
+"""What --help shows as the value, and the options it stands for; numbers show N (whole) or X."""
+
+
+def parse_args(argv: Sequence[str] | None = None) -> Arguments:
+    """Reads and checks the whole configuration of a run.
+
+    Args:
+        argv: the command line without the program's name; None means that of this process.
+
+    Returns:
+        One frozen config per room, ready to build engines from.
+
+    Raises:
+        SystemExit: code 2 with one sentence on stderr for anything that is refused; code 0 for --help.
+    """
+    try:
+        arguments = configure(sys.argv[1:] if argv is None else argv, os.environ)
+    except (ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(2) from None
+    if os.environ.get("RANK", "0") == "0":
+        for warning in _warnings(arguments):
+            print(f"warning: {warning}", file=sys.stderr)
+    return arguments
+
+
+def configure(argv: Sequence[str], environ: Mapping[str, str]) -> Arguments:
+    """What parse_args does, with the environment passed in and ValueError instead of an exit."""
+    values = _merge(_read_command_line(argv))
+    rollout = _build(RolloutConfig, values)
+    arguments = Arguments(
+        correction=_build(RolloutCorrectionConfig, values),
+        policy=_build(PolicyConfig, values),
+        megatron=_build(MegatronConfig, values),
+        rollout=rollout,
+        loop=_resolve_steps(rollout, _build(LoopConfig, values)),
+        reporting=_build(ReportingConfig, values),
+        custom_tis_function_path=values.get("custom_tis_function_path"),
+        namespace=argparse.Namespace(),
+    )
+    _check_correction(arguments)
+    _check_ranks(arguments, int(environ.get("WORLD_SIZE", "1")))
+    check_files(arguments.rollout, arguments.megatron)
+    check_model(arguments.megatron, arguments.rollout)
+    return dataclasses.replace(arguments, namespace=_slime_namespace(arguments))
+
+
+def effective_config(arguments: Arguments) -> dict[str, Any]:
+    """The configuration in force as plain values, in the order of the groups.
+
+    Written as YAML and fed back by --custom-config-path it gives the same arguments: presets, aliases and
+    derived sizes are resolved in it.
+    """
+    rooms = (
+        arguments.correction,
+        arguments.policy,
+        arguments.megatron,
+        arguments.rollout,
+        arguments.loop,
+        arguments.reporting,
+    )
+    values = {field.name: getattr(room, field.name) for room in rooms for field in dataclasses.fields(room)}
+    values["custom_tis_function_path"] = arguments.custom_tis_function_path
+    ordered = [name for names in GROUPS.values() for name in names.split() if name in values]
+    return {name: list(values[name]) if isinstance(values[name], tuple) else values[name] for name in ordered}
+
+
+def describe(arguments: Arguments) -> str:
+    """The options that depart from their defaults, one group a line, as a command line would give them."""
+    values = effective_config(arguments)
+    lines = []
+    for title, names in GROUPS.items():
+        changed = [name for name in names.split() if name in values and values[name] != OPTIONS[name].default]
+        if changed:
+            lines.append(f"{title}: " + " ".join(_as_flag(name, values[name]) for name in changed))
+    return "\n".join(lines)
+
+
+def _as_flag(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return _flag(name if value else "no_" + name)
+    return f"{_flag(name)} {' '.join(map(str, value)) if isinstance(value, list) else value}"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message.removeprefix("argument ").replace(": ", " ", 1) + ".")
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=34)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        values = "" if action.nargs == 0 else f" {action.metavar}"
+        return ", ".join(action.option_strings) + values
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the command line: titled groups of flags, whose values it keeps as text."""
+    parser = _Parser(
+        prog="train.py",
+        usage="train.py --hf-checkpoint DIR --prompt-data FILE [options]",
+        description="Trains a language model by reinforcement learning on Megatron-core, with the mismatch "
+        "between rollout and training log-probs measured and corrected.",
+        epilog="Every switch has a --no- form, and the value none unsets an option, so that the command line "
+        "can take back what YAML or a preset says.",
+        formatter_class=_HelpFormatter,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    for title, names in GROUPS.items():
+        group = parser.add_argument_group(title)
+        for name in names.split():
+            _add_flag(group, OPTIONS[name])
+    return parser
+
+
+def _add_flag(group: argparse._ArgumentGroup, option: Option) -> None:
+    names = [option.name, *(old for old, new in ALIASES.items() if new == option.name)]
+    text = f"{option.help} ({option.default_text})".replace("%", "%%")
+    if option.kind is bool:
+        _add_switch(group, option, names, text)
+        return
+    group.add_argument(
+        *map(_flag, names),
+        dest=option.name,
+        nargs="+" if get_origin(option.kind) is tuple else None,
+        metavar=_metavar(option),
+        help=text,
+    )
+
+
+def _add_switch(group: argparse._ArgumentGroup, option: Option, names: list[str], text: str) -> None:
+    """Both forms of a switch; the help shows the one that departs from the default."""
+    for value, prefix in ((True, ""), (False, "no_")):
+        group.add_argument(
+            *(_flag(prefix + name) for name in names),
+            dest=option.name,
+            action="store_const",
+            const=str(value),
+            help=argparse.SUPPRESS if option.default == value else text,
+        )
+
+
+def _metavar(option: Option) -> str:
+    choices = option.choices or CHOICES.get(option.name)
+    if choices:
+        return "{" + ",".join(choices) + "}"
+    named = (metavar for metavar, names in METAVARS.items() if option.name in names.split())
+    return next(named, "X" if option.kind in (float, str) else "N")
+
+
+def _read_command_line(argv: Sequence[str]) -> dict[str, Any]:
+    known, unknown = build_parser().parse_known_args(argv)
+    if unknown:
+        mend = nearest(unknown[0].split("=")[0], map(_flag, (*OPTIONS, *ALIASES)))
+        raise ValueError(f"{unknown[0]} is not a flag; {mend}")
+    return {name: read_value(_flag(name), OPTIONS[name], text) for name, text in vars(known).items()}
+
+
+def _merge(given: dict[str, Any]) -> dict[str, Any]:
+    """Values by precedence: command line, then YAML, then preset; defaults are the configs' own."""
+    path = given.get("custom_config_path")
+    values = {**({} if path is None else read_yaml(Path(path), YAML_OPTIONS, ALIASES)), **given}
+    preset = values.get("rollout_correction_preset")
+    if preset is not None:
+        if preset not in PRESETS:
+            raise ValueError(f"--rollout-correction-preset is {preset!r}; {nearest(preset, PRESETS)}")
+        chosen = PRESETS[preset].items()
+        values = {**{name: read_value(name, OPTIONS[name], str(value)) for name, value in chosen}, **values}
+    says_something = preset is not None or not CORRECTION_SWITCHES.isdisjoint(values)
+    if values.get("use_rollout_correction") and not says_something:
+        values["use_tis"] = True
+    if values.get("tis_lower_bound") == 0 and values.get("tis_mode", "truncate") == "truncate":
+        values["tis_lower_bound"] = None  # slime's default of --tis-clip-low: no lower bound
+    for option in OPTIONS.values():
+        if option.default is MISSING and option.name not in values:
+            flag = _flag(option.name)
+            raise ValueError(f"{flag} is unset but required; add {flag} {_metavar(option)}.")
+    return values
+
+
+Room = TypeVar("Room")
+
+
+def _build(config: type[Room], values: dict[str, Any]) -> Room:
+    names = [field.name for field in dataclasses.fields(config) if field.name in values]  # type: ignore[arg-type]
+    return config(**{name: values[name] for name in names})
+
+
+def _resolve_steps(rollout: RolloutConfig, loop: LoopConfig) -> LoopConfig:
+    """The loop with both global_batch_size and num_steps_per_rollout set, each derived from the other."""
+    samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
+    made = (
+        f"a rollout has {samples} samples (--rollout-batch-size {rollout.rollout_batch_size} × "
+        f"--n-samples-per-prompt {rollout.n_samples_per_prompt})"
+    )
+    steps, size = loop.num_steps_per_rollout, loop.global_batch_size
+    if size is not None and samples % size:
+        raise ValueError(f"--global-batch-size is {size} but {made}; choose a divisor of {samples}.")
+    if size is None and steps is not None and samples % steps:
+        raise ValueError(f"--num-steps-per-rollout is {steps} but {made}; choose a divisor of {samples}.")
+    if size is not None and steps is not None and size * steps != samples:
+        raise ValueError(
+            f"--num-steps-per-rollout is {steps} and --global-batch-size is {size} but {made}; "
+            f"leave one of the two out or make their product {samples}."
+        )
+    steps = steps or samples // (size or samples)
+    return dataclasses.replace(loop, num_steps_per_rollout=steps, global_batch_size=samples // steps)
+
+
+def _check_correction(arguments: Arguments) -> None:
+    correction, function = arguments.correction, arguments.custom_tis_function_path
+    if function is not None and not (correction.corrects or correction.get_mismatch_metrics):
+        raise ValueError(
+            f"--custom-tis-function-path is {function!r} but nothing calls it; "
+            "add --use-tis, --use-rs or --get-mismatch-metrics."
+        )
+    if correction.policy_loss == "reinforce" and not correction.use_rollout_logprobs:
+        raise ValueError(
+            "--policy-loss is reinforce but it has no old policy to recompute log-probs of; add --use-rollout-logprobs."
+        )
+    group, estimator = arguments.rollout.n_samples_per_prompt, arguments.policy.advantage_estimator
+    if group < 2:
+        raise ValueError(
+            f"--n-samples-per-prompt is {group} but --advantage-estimator {estimator} compares the "
+            "samples of a prompt; raise it to 2 or more."
+        )
+
+
+def _check_ranks(arguments: Arguments, world_size: int) -> None:
+    """Whether the samples of a step divide over the data-parallel ranks and their micro-batches."""
+    megatron, size = arguments.megatron, arguments.loop.global_batch_size or 0
+    replica = megatron.model_parallel_size
+    if world_size % replica:
+        raise ValueError(
+            f"WORLD_SIZE is {world_size} but --tensor-model-parallel-size × --pipeline-model-parallel-size × "
+            f"--context-parallel-size is {replica}; start a multiple of that with torchrun --nproc-per-node."
+        )
+    data_parallel = world_size // replica
+    if size % data_parallel:
+        raise ValueError(
+            f"--global-batch-size is {size} but {data_parallel} data-parallel ranks share it; "
+            f"choose a multiple of {data_parallel}."
+        )
+    micro = megatron.micro_batch_size
+    if micro is not None and (size // data_parallel) % micro:
+        raise ValueError(
+            f"--micro-batch-size is {micro} but a rank has {size // data_parallel} samples in a step; "
+            f"choose a divisor of {size // data_parallel}."
+        )
+
+
+def _warnings(arguments: Arguments) -> list[str]:
+    rollout, correction = arguments.rollout, arguments.correction
+    sentences = [
+        f"{flag} is {value}, so rollout log-probs are those of the truncated distribution, and mismatch "
+        "figures and weights include the truncation."
+        for flag, value, everything in (
+            ("--rollout-top-p", rollout.rollout_top_p, 1.0),
+            ("--rollout-top-k", rollout.rollout_top_k, -1),
+        )
+        if value != everything
+    ]
+    bounds_rejection = correction.use_rs and correction.rs_upper_bound is None
+    if correction.use_tis and correction.tis_mode == "truncate" and not bounds_rejection and correction.tis_lower_bound:
+        sentences.append(
+            f"--tis-lower-bound is {correction.tis_lower_bound} but --tis-mode truncate has no lower bound; "
+            "choose clip or mask for both."
+        )
+    return sentences
+
+
+def _slime_namespace(arguments: Arguments) -> argparse.Namespace:
+    """Every option under its name, and under the names that slime's correction functions read."""
+    values = effective_config(arguments)
+    values |= {old: values[new] for old, new in ALIASES.items()}
+    values["eps_clip_high"] = arguments.policy.clip_high
+    values["tis_clip_low"] = values["tis_lower_bound"] or 0.0
+    return argparse.Namespace(**values)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

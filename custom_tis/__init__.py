@@ -1,0 +1,1 @@
+"""Custom TIS functions in slime's contract: to use by path, or to copy and change."""

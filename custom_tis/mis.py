@@ -1,0 +1,227 @@
+"""Masked importance sampling: slime's `mis.py`, its signatures and metric names, on this library.
+
+`--custom-tis-function-path custom_tis.mis.compute_mis_weights_with_cp`, in train.py, slime and miles.
+
+What differs from slime's file, deliberately: rejection works without `use_tis` and veto without `use_rs`; the
+mask mode gives weight 0 outside the bounds; geometric weights can be batch-normalised; a sequence without valid
+tokens has no part in the batch mean; a non-finite log-prob rejects its token, and does nothing where masked.
+"""
+
+import math
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime_tis import Correction, RolloutCorrectionConfig, batch_norm_factor, correct
+from slime_tis.integrations.slime import (
+    ContextParallel,
+    config_from_args,
+    context_parallel,
+    response_slices,
+    whole_masks,
+)
+
+Spread = Callable[[Tensor], Tensor]
+
+LOG_RATIO_BOUND = 20.0
+"""exp is taken of log values clamped to ±20, against overflow."""
+
+
+def compute_mis_weights(
+    args: Namespace,
+    *,
+    train_log_probs: Sequence[Tensor],
+    rollout_log_probs: Sequence[Tensor | None],
+    loss_masks: Sequence[Tensor],
+) -> tuple[list[Tensor] | None, list[Tensor], dict[str, list[Tensor]]]:
+    """Importance weights, rejection masks and metrics of whole responses.
+
+    Args:
+        args: Reads use_tis, tis_*, use_rs, rs_* where they are there.
+        train_log_probs: Per response, [T_i].
+        rollout_log_probs: Per response, [T_i].
+        loss_masks: Per response, [T_i].
+
+    Returns:
+        Weights per response, None without `use_tis`; masks per response; metrics per response, [T_i] each.
+
+    Raises:
+        ValueError: if the lists or the lengths disagree, or the options mean nothing.
+    """
+    config = config_from_args(args)
+    found = correct(config, train_log_probs, rollout_log_probs, loss_masks)
+    metrics = _metrics(config, found, train_log_probs, rollout_log_probs, loss_masks, ContextParallel())
+    lengths = [len(mask) for mask in loss_masks]
+    masks = [mask.to(original.dtype) for mask, original in zip(found.mask, loss_masks, strict=True)]
+    return (
+        list(found.weights) if config.use_tis else None,
+        masks,
+        {name: list(values.split(lengths)) for name, values in metrics.items()},
+    )
+
+
+def compute_mis_weights_with_cp(
+    args: Namespace,
+    *,
+    pg_loss: Tensor,
+    train_log_probs: Sequence[Tensor],
+    rollout_log_probs: Sequence[Tensor | None],
+    loss_masks: Sequence[Tensor],
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    **kwargs: Any,
+) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
+    """The same behind slime's custom TIS contract, on this rank's slices.
+
+    Sequence sums are one all-reduce over the context-parallel group; tokens are never gathered.
+
+    Args:
+        args: As for `compute_mis_weights`.
+        pg_loss: [N], flat over this rank's response tokens.
+        train_log_probs: Per response, this rank's tokens.
+        rollout_log_probs: The same of the rollout engine.
+        loss_masks: Whole responses.
+        total_lengths: Tokens of prompt and response.
+        response_lengths: Tokens of the response.
+        kwargs: `cp_group` or `parallel_state` name the context-parallel group where there is one.
+
+    Returns:
+        pg_loss times the weights, whole-response masks, and metrics [N] with the prefix mis_.
+    """
+    config, context = config_from_args(args), context_parallel(kwargs)
+    slices = response_slices(total_lengths, response_lengths, context, kwargs.get("max_seq_lens"))
+    local_masks = slices.take(loss_masks)
+    found = correct(config, train_log_probs, rollout_log_probs, local_masks, reduce_sequences=context.reduce_sum)
+    metrics = _metrics(config, found, train_log_probs, rollout_log_probs, local_masks, context)
+    if config.use_tis:
+        weights = torch.cat(list(found.weights))
+        pg_loss = torch.where(weights > 0, pg_loss * weights, 0.0)
+    masks = whole_masks(list(found.mask), loss_masks, slices, context)
+    return pg_loss, masks, {f"mis_{name}": values for name, values in metrics.items()}
+
+
+@torch.no_grad()
+def _metrics(
+    config: RolloutCorrectionConfig,
+    found: Correction,
+    train_log_probs: Sequence[Tensor],
+    rollout_log_probs: Sequence[Tensor | None],
+    loss_masks: Sequence[Tensor],
+    context: ContextParallel,
+) -> dict[str, Tensor]:
+    """slime's metrics, flat over the tokens of this rank, a sequence's value at each of its tokens."""
+    spread = _spread_over_tokens(loss_masks)
+    log_ratio = _log_ratio(train_log_probs, rollout_log_probs, loss_masks)
+    metrics = _mismatch_metrics(found.per_sequence, log_ratio, spread)
+    if config.use_tis:
+        bounded = torch.cat(list(found.weights)) * batch_norm_factor(config, found.statistics).to(torch.float32)
+        metrics |= _weight_metrics(config, found, log_ratio, bounded, spread)
+    if config.use_rs:
+        ratio = _ratio(config.rs_level, found.per_sequence, log_ratio, spread)
+        metrics |= _fractions("rs_mask", ratio, *config.rs_bounds)
+    if config.vetoes:
+        floor = -math.inf if config.rs_veto_threshold is None else math.log(config.rs_veto_threshold)
+        ceiling = math.inf if config.rs_veto_upper_threshold is None else math.log(config.rs_veto_upper_threshold)
+        metrics["rs_catastrophic_token_fraction"] = ((log_ratio < floor) | (log_ratio > ceiling)).float()
+        metrics["rs_catastrophic_seq_fraction"] = spread(found.per_sequence["catastrophic"] > 0)
+    if config.use_tis:
+        metrics |= _final_metrics(config, found, loss_masks, context, spread)
+    return metrics
+
+
+def _spread_over_tokens(loss_masks: Sequence[Tensor]) -> Spread:
+    """A function from one value per sequence to that value at each of its tokens on this rank."""
+    lengths = [len(mask) for mask in loss_masks]
+    counts = torch.tensor(lengths, device=loss_masks[0].device)
+    return lambda values_S: values_S.to(torch.float32).repeat_interleave(counts, output_size=sum(lengths))
+
+
+def _log_ratio(
+    train_log_probs: Sequence[Tensor], rollout_log_probs: Sequence[Tensor | None], loss_masks: Sequence[Tensor]
+) -> Tensor:
+    """Δ of this rank's tokens, flat, 0 where masked or not finite."""
+    pairs = zip(train_log_probs, rollout_log_probs, strict=True)
+    rollout = torch.cat([torch.full_like(train, torch.nan) if r is None else r for train, r in pairs])
+    difference = torch.cat(list(train_log_probs)) - rollout
+    usable = torch.cat(list(loss_masks)).bool() & difference.isfinite()
+    return torch.where(usable, difference, 0.0).to(torch.float32)
+
+
+def _mismatch_metrics(table: dict[str, Tensor], log_ratio: Tensor, spread: Spread) -> dict[str, Tensor]:
+    n = table["valid"].clamp_min(1)
+    training, difference = -table["train"] / n, -table["log_ratio"] / n
+    rollout = training - difference
+    return {
+        "training_log_ppl": spread(training),
+        "training_ppl": spread(_exp(training)),
+        "rollout_log_ppl": spread(rollout),
+        "rollout_ppl": spread(_exp(rollout)),
+        "kl": -log_ratio,
+        "k3_kl": _exp(log_ratio) - log_ratio - 1,
+        "log_ppl_diff": spread(difference),
+        "log_ppl_abs_diff": spread(difference.abs()),
+        "ppl_ratio": spread(_exp(difference)),
+        "chi2_token": spread((table["excess_squared"] + 2 * table["excess"]) / n),
+        "chi2_seq": spread(_exp(table["log_ratio"]).square() - 1),
+    }
+
+
+def _weight_metrics(
+    config: RolloutCorrectionConfig, found: Correction, log_ratio: Tensor, bounded: Tensor, spread: Spread
+) -> dict[str, Tensor]:
+    """Before and after the mode; before it only where the level is one of slime's."""
+    metrics = {"tis_weight_after_bound": bounded, "is_ratio_mean_after_tis_rs": bounded}
+    if config.tis_level not in ("token", "sequence", "geometric"):
+        return metrics
+    raw = _ratio(config.tis_level, found.per_sequence, log_ratio, spread)
+    if config.tis_mode == "truncate":
+        touched = {"tis_truncate_fraction": (raw > config.tis_upper_bound).float()}
+    else:
+        touched = _fractions(f"tis_{config.tis_mode}", raw, *config.is_bounds)
+    return {"tis_weight_before_bound": raw, **touched, **metrics}
+
+
+def _final_metrics(
+    config: RolloutCorrectionConfig,
+    found: Correction,
+    loss_masks: Sequence[Tensor],
+    context: ContextParallel,
+    spread: Spread,
+) -> dict[str, Tensor]:
+    """Mean, minimum and maximum of each whole sequence's weights as applied; 0 where it has no valid token."""
+    weights, valid = torch.cat(list(found.weights)), torch.cat(list(loss_masks)).bool()
+    counts = torch.tensor([len(mask) for mask in loss_masks], device=weights.device)
+    total = torch.segment_reduce(weights.to(torch.float64), "sum", lengths=counts, initial=0)
+    lowest = torch.segment_reduce(torch.where(valid, -weights, -torch.inf), "max", lengths=counts, initial=-torch.inf)
+    highest = torch.segment_reduce(weights, "max", lengths=counts, initial=0)
+    if context.reduce_sum is not None and context.reduce_max is not None:
+        total, lowest, highest = context.reduce_sum(total), context.reduce_max(lowest), context.reduce_max(highest)
+    n, present = found.per_sequence["valid"].clamp_min(1), found.per_sequence["valid"] > 0
+    metrics = {
+        "is_ratio_mean_final": spread(total / n),
+        "is_ratio_min_final": spread(torch.where(present, -lowest, 0.0)),
+        "is_ratio_max_final": spread(highest),
+    }
+    if config.tis_batch_normalize:
+        factor = batch_norm_factor(config, found.statistics)
+        metrics["batch_norm_factor"] = factor.to(torch.float32).expand_as(weights)
+    return metrics
+
+
+def _ratio(level: str, table: dict[str, Tensor], log_ratio: Tensor, spread: Spread) -> Tensor:
+    """exp of the log-ratio at one of slime's three levels, at every token."""
+    if level == "token":
+        return _exp(log_ratio)
+    per_sequence = table["log_ratio"] / (table["valid"].clamp_min(1) if level == "geometric" else 1)
+    return spread(_exp(per_sequence))
+
+
+def _fractions(name: str, ratio: Tensor, lower: float, upper: float) -> dict[str, Tensor]:
+    return {f"{name}_fraction_low": (ratio < lower).float(), f"{name}_fraction_high": (ratio > upper).float()}
+
+
+def _exp(log_value: Tensor) -> Tensor:
+    return log_value.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()

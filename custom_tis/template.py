@@ -1,0 +1,42 @@
+"""A custom TIS function to copy: the whole contract, with a soft weight in place of a hard bound.
+
+    train.py … --use-tis --custom-tis-function-path my_correction.py:soft_tis
+
+What the trainer hands over, on this context-parallel rank:
+    pg_loss              [N]: the token losses, one response after another
+    train_log_probs      list of [T_i]: log π_train of the same tokens, without gradient
+    rollout_log_probs    list of [T_i]: log π_rollout
+    loss_masks           list of whole responses: 1 at tokens that count
+    total_lengths        list of int: prompt and response
+    response_lengths     list of int: response
+    kwargs               log_probs (the current policy, without gradient), advantages, cp_group
+What it wants back:
+    pg_loss              [N], with its gradient
+    masks                list of whole responses: what the loss is averaged over
+    metrics              name to [N]: averaged over the tokens of `loss_masks`, and logged
+"""
+
+from argparse import Namespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def soft_tis(
+    args: Namespace,
+    *,
+    pg_loss: Tensor,
+    train_log_probs: list[Tensor],
+    rollout_log_probs: list[Tensor],
+    loss_masks: list[Tensor],
+    total_lengths: list[int],
+    response_lengths: list[int],
+    **kwargs: Any,
+) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
+    """pg_loss · C·tanh(w/C): close to w for small weights, never above C = tis_upper_bound."""
+    bound = getattr(args, "tis_upper_bound", 2.0)
+    log_ratio = torch.cat(train_log_probs) - torch.cat(rollout_log_probs)
+    ratio = log_ratio.nan_to_num().clamp(-20, 20).exp()
+    weight = bound * torch.tanh(ratio / bound)
+    return pg_loss * weight, loss_masks, {"soft_tis_ratio": ratio, "soft_tis_weight": weight}

@@ -1,0 +1,47 @@
+"""Truncated importance sampling as slime has it built in.
+
+`--custom-tis-function-path custom_tis.tis.vanilla_tis`, in train.py, slime and miles.
+Source: "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"
+(https://fengyao.notion.site/off-policy-rl).
+"""
+
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime_tis.integrations.slime import token_ratios
+
+
+def vanilla_tis(
+    args: Namespace,
+    *,
+    pg_loss: Tensor,
+    train_log_probs: Sequence[Tensor],
+    rollout_log_probs: Sequence[Tensor | None],
+    loss_masks: Sequence[Tensor],
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    **kwargs: Any,
+) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
+    """pg_loss · clamp(π_train/π_rollout, tis_clip_low, tis_clip), token by token; what is masked becomes 0.
+
+    Args:
+        args: Reads tis_clip (2.0 if missing) and tis_clip_low (0.0 if missing).
+        pg_loss: [N], flat over this rank's response tokens.
+        train_log_probs: Per response, this rank's tokens.
+        rollout_log_probs: The same of the rollout engine.
+        loss_masks: Whole responses.
+        total_lengths: Tokens of prompt and response.
+        response_lengths: Tokens of the response.
+        kwargs: `cp_group` or `parallel_state` name the context-parallel group where there is one.
+
+    Returns:
+        pg_loss, the loss masks without non-finite tokens, and tis (the raw ratio), tis_clipfrac, tis_abs, [N] each.
+    """
+    ratio, masks = token_ratios(train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths, kwargs)
+    weight = ratio.clamp(getattr(args, "tis_clip_low", 0.0), getattr(args, "tis_clip", 2.0))
+    metrics = {"tis": ratio, "tis_clipfrac": (weight != ratio).to(ratio.dtype), "tis_abs": (ratio - 1).abs()}
+    return torch.where(ratio > 0, pg_loss * weight, 0.0), masks, metrics

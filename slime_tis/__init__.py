@@ -1,0 +1,29 @@
+"""Measures and corrects the mismatch between rollout and training log-probs in RL for language models."""
+
+from slime_tis.correction import (
+    PRESETS,
+    Correction,
+    Criterion,
+    RolloutCorrectionConfig,
+    Statistics,
+    batch_norm_factor,
+    context_parallel_slices,
+    correct,
+    figures,
+    interpolate_old_log_probs,
+    off_policy_sequence_mask,
+)
+
+__all__ = [
+    "PRESETS",
+    "Correction",
+    "Criterion",
+    "RolloutCorrectionConfig",
+    "Statistics",
+    "batch_norm_factor",
+    "context_parallel_slices",
+    "correct",
+    "figures",
+    "interpolate_old_log_probs",
+    "off_policy_sequence_mask",
+]

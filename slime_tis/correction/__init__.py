@@ -1,0 +1,26 @@
+"""Rollout correction: from the log-probs of two policies to weights, masks and mergeable statistics."""
+
+from slime_tis.correction.config import RolloutCorrectionConfig
+from slime_tis.correction.context_parallel import context_parallel_slices
+from slime_tis.correction.correct import Correction, correct
+from slime_tis.correction.criteria import Criterion, parse_criteria
+from slime_tis.correction.metrics import batch_norm_factor, figures
+from slime_tis.correction.off_policy_mask import off_policy_sequence_mask
+from slime_tis.correction.presets import PRESETS
+from slime_tis.correction.proximal import interpolate_old_log_probs
+from slime_tis.correction.statistics import Statistics
+
+__all__ = [
+    "PRESETS",
+    "Correction",
+    "Criterion",
+    "RolloutCorrectionConfig",
+    "Statistics",
+    "batch_norm_factor",
+    "context_parallel_slices",
+    "correct",
+    "figures",
+    "interpolate_old_log_probs",
+    "off_policy_sequence_mask",
+    "parse_criteria",
+]

@@ -1,0 +1,163 @@
+"""The front door: log-probs of two policies in, weights, mask and mergeable statistics out."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slime_tis.correction.config import RolloutCorrectionConfig
+from slime_tis.correction.layout import LogProbs, as_layout
+from slime_tis.correction.metrics import mean_weight
+from slime_tis.correction.sequence_pass import SequencePass, sequence_pass
+from slime_tis.correction.statistics import MINIMA, Reduction, Statistics, sum_names
+from slime_tis.correction.token_pass import TokenPass, column_names, token_pass
+from slime_tis.correction.trimming import trim_second_moment
+
+
+@dataclass(frozen=True)
+class Correction:
+    """What to multiply into the loss, what to leave out, what was measured. Nothing carries a gradient."""
+
+    weights: Tensor | list[Tensor]
+    """float32, in the layout of the input: 0 at invalid tokens, 1 at valid ones when IS is off."""
+    mask: Tensor | list[Tensor]
+    """bool, in the layout of the input: the loss mask without what was rejected."""
+    statistics: Statistics
+    """To be merged over micro-batches and ranks, then read with `figures`."""
+    valid_per_sequence: Tensor
+    """[S] float64: tokens of the loss mask, over the whole sequence."""
+    kept_per_sequence: Tensor
+    """[S] float64: those of them that were kept."""
+    per_sequence: dict[str, Tensor]
+    """The table of sequences, name to [S] float64, over whole sequences: `valid` tokens, sums of `train`
+    log-probs, of the `log_ratio` Δ and its absolute value, of the `excess` ρ − 1 and its square, and what the
+    options add."""
+
+
+@torch.no_grad()
+def correct(
+    config: RolloutCorrectionConfig,
+    train_log_probs: LogProbs,
+    rollout_log_probs: LogProbs,
+    loss_mask: LogProbs,
+    *,
+    lengths: Sequence[int] | None = None,
+    reduce_sequences: Reduction | None = None,
+    batch_norm_factor: Tensor | None = None,
+    reduce_batch: Reduction | None = None,
+) -> Correction:
+    """Importance weights, rejection mask and statistics of a batch.
+
+    Δ_t = log π_train − log π_rollout on valid tokens; L aggregates Δ at the level; w = exp(clamp(L, −20, 20)),
+    bounded by the mode and divided by the batch mean if asked; what is out of bounds leaves the mask.
+
+    Source: "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch"
+    (Liu, Li et al. 2025, https://richardli.xyz/rl-collapse).
+
+    Args:
+        config: What to correct and how.
+        train_log_probs: log π_train (π_old, or the current policy): a list of [T_i], [B, T], or packed [N].
+        rollout_log_probs: log π_rollout in the same layout; in a list, None for a sample that has none.
+        loss_mask: bool, int or float, nonzero at valid tokens, in the same layout.
+        lengths: Lengths of the sequences in packed [N] tensors.
+        reduce_sequences: Sums a float64 [S, k] table over context-parallel ranks, each of which passes its
+            slices of the same sequences; called once. None when sequences are whole.
+        batch_norm_factor: Scalar, the mean weight of the global batch, when the caller already knows it.
+        reduce_batch: Sums the (sum, count) of the weights over data-parallel ranks, when this call is to find
+            the factor itself. None on one rank.
+
+    Returns:
+        Weights, mask, statistics, and tokens per sequence. Nothing synchronises with the host.
+
+    Raises:
+        ValueError: if the layouts disagree, naming the sequence and both lengths; if a token is not finite
+            under the "raise" policy; if a level needs whole sequences and `reduce_sequences` is given.
+    """
+    if reduce_sequences is not None:
+        _refuse_sliced_levels(config)
+    layout = as_layout(train_log_probs, rollout_log_probs, loss_mask, lengths)
+    tokens = [token_pass(config, chunk) for chunk in layout.chunks()]
+    names = column_names(config)
+    if config.rs_second_moment_bound is not None:
+        kept, trimmed = names.index("kept"), names.index("trimmed")
+        tokens = trim_second_moment(tokens, config.rs_second_moment_bound, kept, trimmed)
+    table = torch.cat(
+        [torch.zeros(0, len(names), dtype=torch.float64, device=layout.device), *(t.table_S for t in tokens)]
+    )
+    if reduce_sequences is not None:
+        table = reduce_sequences(table)
+    columns = dict(zip(names, table.unbind(1), strict=True))
+    sequences = sequence_pass(config, columns)
+    statistics = _statistics(tokens, sequences)
+    scale = _scale(config, sequences, batch_norm_factor, reduce_batch)
+    weights, mask = _finish(config, tokens, sequences, scale)
+    return Correction(
+        weights=layout.restore(weights),
+        mask=layout.restore(mask),
+        statistics=statistics,
+        valid_per_sequence=columns["original"],
+        kept_per_sequence=sequences.kept_S,
+        per_sequence=columns,
+    )
+
+
+def _refuse_sliced_levels(config: RolloutCorrectionConfig) -> None:
+    levels = {
+        "--tis-level": config.tis_level if config.use_tis else "",
+        "--rs-level": config.rs_level if config.use_rs else "",
+    }
+    for flag, level in levels.items():
+        if level in ("prefix", "segment"):
+            raise ValueError(
+                f"{flag} {level} needs whole sequences, but they are sliced over context-parallel ranks; "
+                f"choose another level."
+            )
+
+
+def _statistics(tokens: list[TokenPass], sequences: SequencePass) -> Statistics:
+    """The statistics of the sequences, and the extremes of weights that differ from token to token."""
+    weight = MINIMA.index("weight")
+    mins, maxs = sequences.mins, sequences.maxs
+    if tokens and tokens[0].weight_min is not None and tokens[0].weight_max is not None:
+        mins[weight] = torch.stack([part.weight_min for part in tokens if part.weight_min is not None]).amin()
+        maxs[weight] = torch.stack([part.weight_max for part in tokens if part.weight_max is not None]).amax()
+    return Statistics(sums=sequences.sums, mins=mins, maxs=maxs)
+
+
+def _scale(
+    config: RolloutCorrectionConfig,
+    sequences: SequencePass,
+    batch_norm_factor: Tensor | None,
+    reduce_batch: Reduction | None,
+) -> Tensor | None:
+    """What the weight block of a sequence is multiplied with, [S] or scalar; None for 1."""
+    scale = sequences.weight_S
+    if not (config.use_tis and config.tis_batch_normalize):
+        return scale
+    if batch_norm_factor is None:
+        names = sum_names(config)
+        pair = torch.stack([sequences.sums[names.index(name)] for name in ("weight", "weights")])
+        batch_norm_factor = mean_weight(*(pair if reduce_batch is None else reduce_batch(pair)))
+    factor = batch_norm_factor.to(torch.float64)
+    return factor.reciprocal() if scale is None else scale / factor
+
+
+def _finish(
+    config: RolloutCorrectionConfig, tokens: list[TokenPass], sequences: SequencePass, scale: Tensor | None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Blocks of final weights and masks: what each token got, times what its sequence got."""
+    weights, masks, first = [], [], 0
+    while tokens:
+        part = tokens.pop(0)
+        owner_R = part.sequence_R + first
+        first += part.table_S.shape[0]
+        weight, keep = part.weight_RK, part.keep_RK
+        if scale is not None:
+            row_scale = scale if scale.dim() == 0 else scale.index_select(0, owner_R)[:, None]
+            weight = weight * row_scale.to(weight.dtype)
+        if config.touches_loss:
+            keep = keep * sequences.keep_S.index_select(0, owner_R).to(keep.dtype)[:, None]
+        weights.append(weight.to(torch.float32))
+        masks.append(keep.bool())
+    return weights, masks

@@ -1,0 +1,100 @@
+"""Rejection criteria: verl's names and thresholds, and the levels of this library, as one kind of object."""
+
+import math
+from dataclasses import dataclass
+
+TOKEN_AGGREGATIONS = ("token", "prefix", "segment")
+
+# verl's names of a criterion: how the divergence is aggregated, and which divergence.
+CRITERIA = {
+    "token_k1": ("token", "k1"),
+    "token_k2": ("token", "k2"),
+    "token_k3": ("token", "k3"),
+    "seq_sum_k1": ("sum", "k1"),
+    "seq_sum_k2": ("sum", "k2"),
+    "seq_sum_k3": ("sum", "k3"),
+    "seq_mean_k1": ("mean", "k1"),
+    "seq_mean_k2": ("mean", "k2"),
+    "seq_mean_k3": ("mean", "k3"),
+    "seq_max_k2": ("max", "k2"),
+    "seq_max_k3": ("max", "k3"),
+}
+LEVEL_AGGREGATION = {
+    "token": "token",
+    "sequence": "sum",
+    "geometric": "mean",
+    "prefix": "prefix",
+    "segment": "segment",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Criterion:
+    """One rejection criterion: keep where lower ≤ statistic ≤ upper."""
+
+    name: str
+    """Name in the metrics: verl's for `rollout_rs` criteria, the level's for `rs_level`."""
+    aggregation: str
+    """token, prefix or segment (a verdict per token); sum, mean or max (a verdict per sequence)."""
+    divergence: str
+    """k1 = Δ, bounded on the ratio exp(Δ); k2 = Δ²/2 and k3 = exp(Δ) − Δ − 1, bounded above."""
+    lower: float | None
+    """Lower bound on the ratio (k1), None for k2 and k3."""
+    upper: float
+    """Upper bound: on the ratio for k1, on the divergence itself for k2 and k3."""
+
+    @property
+    def per_token(self) -> bool:
+        """Whether the verdict is taken token by token."""
+        return self.aggregation in TOKEN_AGGREGATIONS
+
+
+def parse_criteria(names: str | None, thresholds: str | float | None) -> tuple[Criterion, ...]:
+    """verl's comma-separated criteria and thresholds, repeated names taken once.
+
+    Args:
+        names: `token_k1,seq_max_k3`, or None for no criterion.
+        thresholds: `0.5_2.0,0.01`: one for all or one each; `lower_upper` or `upper` for k1, else `upper`.
+
+    Raises:
+        ValueError: if a name is unknown, a threshold is missing or not a positive number, or counts differ.
+    """
+    options = list(dict.fromkeys(part.strip() for part in (names or "").split(",") if part.strip()))
+    if not options:
+        return ()
+    unknown = [option for option in options if option not in CRITERIA]
+    if unknown:
+        raise ValueError(f"--rollout-rs names {unknown[0]!r}; choose from {', '.join(CRITERIA)}.")
+    if thresholds is None:
+        raise ValueError(
+            f"--rollout-rs {names} needs --rollout-rs-threshold; give one value for all criteria or one each."
+        )
+    specs = [part.strip() for part in str(thresholds).split(",") if part.strip()]
+    if len(specs) not in (1, len(options)):
+        raise ValueError(
+            f"--rollout-rs-threshold gives {len(specs)} values for {len(options)} criteria of --rollout-rs; "
+            f"give one for all or one each."
+        )
+    specs = specs * len(options) if len(specs) == 1 else specs
+    return tuple(_criterion(option, spec) for option, spec in zip(options, specs, strict=True))
+
+
+def _criterion(option: str, spec: str) -> Criterion:
+    aggregation, divergence = CRITERIA[option]
+    parts = spec.split("_")
+    if len(parts) > (2 if divergence == "k1" else 1):
+        raise ValueError(
+            f"--rollout-rs-threshold {spec!r} for {option}: give "
+            + ("lower_upper or a single upper bound." if divergence == "k1" else "a single upper bound.")
+        )
+    try:
+        numbers = [float(part) for part in parts]
+    except ValueError as error:
+        raise ValueError(
+            f"--rollout-rs-threshold {spec!r} for {option} is not a number; write 0.5_2.0 or 0.01."
+        ) from error
+    if not all(0 < number < math.inf for number in numbers):
+        raise ValueError(f"--rollout-rs-threshold {spec!r} for {option}; give finite numbers above 0.")
+    upper = numbers[-1]
+    lower = None if divergence != "k1" else (numbers[0] if len(numbers) == 2 else 1.0 / upper)
+    return Criterion(name=option, aggregation=aggregation, divergence=divergence, lower=lower, upper=upper)

@@ -1,0 +1,122 @@
+"""The named figures, computed from merged statistics once per step, with one host synchronisation."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from slime_tis.correction.config import RolloutCorrectionConfig
+from slime_tis.correction.statistics import MAXIMA, MINIMA, Statistics, sum_names
+
+SMALLEST_BATCH_MEAN = 1e-8
+"""Weights whose mean is not above this are not normalised."""
+
+
+def batch_norm_factor(config: RolloutCorrectionConfig, statistics: Statistics) -> Tensor:
+    """Mean of the bounded weights, over valid tokens, or over sequences where weights are sequence-wide.
+
+    1 where there is no weight, where all are zero, or where the configuration does not normalise.
+    """
+    names = sum_names(config)
+    if not (config.use_tis and config.tis_batch_normalize):
+        return torch.ones_like(statistics.sums[0])
+    return mean_weight(statistics.sums[names.index("weight")], statistics.sums[names.index("weights")])
+
+
+def mean_weight(total: Tensor, count: Tensor) -> Tensor:
+    """total / count, or 1 where that is not a usable divisor."""
+    mean = total / count.clamp_min(1)
+    return torch.where(mean > SMALLEST_BATCH_MEAN, mean, torch.ones_like(mean))
+
+
+def figures(config: RolloutCorrectionConfig, statistics: Statistics) -> dict[str, float]:
+    """All figures that apply to the configuration, by their names in the log.
+
+    Args:
+        config: The options under which the statistics were made.
+        statistics: Merged over all micro-batches and ranks.
+
+    Returns:
+        Name to value; empty where there is no valid token at all. No value is ever NaN or infinite.
+    """
+    values = torch.cat([statistics.sums, statistics.mins, statistics.maxs]).tolist()
+    names = sum_names(config)
+    sums = dict(zip(names, values, strict=False))
+    mins = dict(zip(MINIMA, values[len(names) :], strict=False))
+    maxs = dict(zip(MAXIMA, values[len(names) + len(MINIMA) :], strict=True))
+
+    found = {}
+    if sums["original_tokens"]:
+        found["nonfinite_token_fraction"] = sums["nonfinite_tokens"] / sums["original_tokens"]
+        if config.corrects:
+            found["gradient_kept_fraction"] = sums["kept_tokens"] / sums["original_tokens"]
+    if not sums["tokens"]:
+        return found
+    found |= _mismatch_figures(sums, mins, maxs)
+    if config.use_tis:
+        found |= _weight_figures(config, sums, mins, maxs)
+    if config.rejections:
+        found |= _rejection_figures(config, sums)
+    if config.vetoes:
+        found["mis_catastrophic_token_fraction"] = sums["catastrophic_tokens"] / sums["tokens"]
+        found["mis_catastrophic_seq_fraction"] = sums["catastrophic_sequences"] / sums["sequences"]
+    if config.rs_second_moment_bound is not None:
+        found["mis_second_moment_masked_fraction"] = sums["trimmed_tokens"] / sums["tokens"]
+    return found
+
+
+def _mismatch_figures(sums: dict[str, float], mins: dict[str, float], maxs: dict[str, float]) -> dict[str, float]:
+    tokens, sequences = sums["tokens"], sums["sequences"]
+    return {
+        "mismatch_training_log_ppl": sums["training_log_ppl"] / sequences,
+        "mismatch_training_ppl": sums["training_ppl"] / sequences,
+        "mismatch_rollout_log_ppl": sums["rollout_log_ppl"] / sequences,
+        "mismatch_rollout_ppl": sums["rollout_ppl"] / sequences,
+        "mismatch_kl": -sums["log_ratio"] / tokens,
+        "mismatch_k3_kl": (sums["excess"] - sums["log_ratio"]) / tokens,
+        "mismatch_log_ppl_diff": sums["log_ppl_diff"] / sequences,
+        "mismatch_log_ppl_abs_diff": sums["log_ppl_abs_diff"] / sequences,
+        "mismatch_log_ppl_diff_max": maxs["log_ppl_diff"],
+        "mismatch_log_ppl_diff_min": mins["log_ppl_diff"],
+        "mismatch_ppl_ratio": sums["ppl_ratio"] / sequences,
+        "mismatch_chi2_token": sums["ratio_squared_excess"] / tokens,
+        "mismatch_chi2_seq": sums["sequence_ratio_squared_excess"] / sequences,
+        "train_rollout_logprob_abs_diff": sums["abs_log_ratio"] / tokens,
+    }
+
+
+def _weight_figures(
+    config: RolloutCorrectionConfig, sums: dict[str, float], mins: dict[str, float], maxs: dict[str, float]
+) -> dict[str, float]:
+    """Mean before and after the mode; minimum, maximum, deviation and sample size of the weights as applied."""
+    count = sums["weights"]
+    mean, mean_square = sums["weight"] / count, sums["weight_squared"] / count
+    normalizer = mean if config.tis_batch_normalize and mean > SMALLEST_BATCH_MEAN else 1.0
+    found = {
+        "mis_mean_is_weight_before_clip": 1 + sums["raw_weight_excess"] / count,
+        "mis_ratio_mean_after_mis": mean,
+        "mis_weight_min": mins["weight"] / normalizer,
+        "mis_weight_max": maxs["weight"] / normalizer,
+        "mis_weight_std": math.sqrt(max(mean_square - mean * mean, 0.0)) / normalizer,
+        "mis_eff_sample_size": mean * mean / mean_square if mean_square else 0.0,
+    }
+    if config.tis_mode == "truncate":
+        found["mis_truncate_fraction"] = sums["weight_high"] / count
+    else:
+        found[f"mis_{config.tis_mode}_fraction_low"] = sums["weight_low"] / count
+        found[f"mis_{config.tis_mode}_fraction_high"] = sums["weight_high"] / count
+    if config.tis_batch_normalize:
+        found["mis_batch_norm_factor"] = normalizer
+    return found
+
+
+def _rejection_figures(config: RolloutCorrectionConfig, sums: dict[str, float]) -> dict[str, float]:
+    tokens, sequences = sums["tokens"], sums["sequences"]
+    found = {
+        "mis_rs_masked_fraction": sums["rs_tokens"] / tokens,
+        "mis_rs_seq_masked_fraction": sums["rs_sequences"] / sequences,
+    }
+    for criterion in config.rejections:
+        found[f"mis_rs_{criterion.name}_masked_fraction"] = sums[f"rs_tokens:{criterion.name}"] / tokens
+        found[f"mis_rs_{criterion.name}_seq_masked_fraction"] = sums[f"rs_sequences:{criterion.name}"] / sequences
+    return found

@@ -1,0 +1,54 @@
+"""Off-policy sequence masking (OPSM): bad samples that the current policy has moved away from are left out."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from slime_tis.correction.config import RolloutCorrectionConfig
+from slime_tis.correction.correct import correct
+from slime_tis.correction.layout import LogProbs
+from slime_tis.correction.statistics import Reduction
+
+_MEASURE = RolloutCorrectionConfig(use_rollout_logprobs=True, policy_loss="reinforce")
+
+
+@torch.no_grad()
+def off_policy_sequence_mask(
+    log_probs: LogProbs,
+    old_log_probs: LogProbs,
+    advantages: Tensor,
+    loss_mask: LogProbs,
+    *,
+    delta: float,
+    lengths: Sequence[int] | None = None,
+    reduce_sequences: Reduction | None = None,
+) -> Tensor:
+    """keep = not (A < 0 and mean_t(log π_old − log π_θ) > δ), one verdict a sequence.
+
+    Source: "DeepSeek-V3.2" (https://arxiv.org/abs/2512.02556), section 3.1, off-policy sequence masking.
+
+    Args:
+        log_probs: log π_θ, as a list of [T_i], padded [B, T], or packed [N] with `lengths`.
+        old_log_probs: log π_old in the same layout.
+        advantages: One per sequence, [S].
+        loss_mask: Nonzero at valid tokens, in the same layout.
+        delta: Bound on the mean log-ratio, above 0; slime's default is 1e-4.
+        lengths: Lengths of packed sequences.
+        reduce_sequences: Sums a table over context-parallel ranks, as for `correct`.
+
+    Returns:
+        bool [S], True where the sequence is kept.
+
+    Raises:
+        ValueError: if there is not one advantage per sequence.
+    """
+    table = correct(
+        _MEASURE, log_probs, old_log_probs, loss_mask, lengths=lengths, reduce_sequences=reduce_sequences
+    ).per_sequence
+    if advantages.shape != table["valid"].shape:
+        raise ValueError(
+            f"advantages has shape {tuple(advantages.shape)} for {table['valid'].numel()} sequences; pass one each."
+        )
+    divergence = -table["log_ratio"] / table["valid"].clamp_min(1)
+    return ~((advantages < 0) & (divergence > delta))

@@ -1,0 +1,128 @@
+"""Log-ratios between the training and the rollout policy, cleaned, and aggregated at a level.
+
+Shapes: suffix _RK is [rows, row width] of a `Chunk`, _S is per sequence.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slime_tis.correction.layout import Chunk
+
+LOG_RATIO_BOUND = 20.0
+"""exp is taken of log-ratios clamped to ±20 (2e-9 to 5e8): against overflow, never a modelling choice."""
+LOG_RATIO_LIMIT = 1e6
+"""A log-ratio of this size is an engine's stand-in for minus infinity, and is treated as non-finite."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The cleaned tokens of a chunk. Everything is 0 where `valid_RK` is."""
+
+    original_RK: Tensor
+    """1.0 where the loss mask is."""
+    valid_RK: Tensor
+    """1.0 where the loss mask is and the token may be used: all of it under the neutral policy."""
+    nonfinite_RK: Tensor | None
+    """1.0 where the loss mask is and the log-ratio is not finite; None where that is original − valid."""
+    train_RK: Tensor
+    """log π_train."""
+    log_ratio_RK: Tensor
+    """Δ = log π_train − log π_rollout."""
+
+
+def clean(chunk: Chunk, nonfinite_policy: str) -> Tokens:
+    """Δ_t = where(valid, log π_train − log π_rollout, 0), with non-finite tokens dealt with.
+
+    A value is taken out by multiplication with a mask and `nan_to_num` (inf·0 is NaN) because that vectorises
+    on a CPU where `where` and boolean tensors do not.
+
+    Args:
+        nonfinite_policy: "reject" makes such a token invalid, "neutral" gives it Δ = 0, "raise" refuses it.
+
+    Raises:
+        ValueError: under "raise", naming the sequence and the position of the first such token.
+    """
+    difference = chunk.train_RK - chunk.rollout_RK
+    finite = indicator(torch.lt, difference.abs(), LOG_RATIO_LIMIT)
+    finite.mul_(chunk.mask_RK)
+    log_ratio = difference.mul_(finite).nan_to_num_(0.0)
+    if nonfinite_policy == "raise":
+        _raise_nonfinite(chunk, chunk.mask_RK - finite)
+    valid = chunk.mask_RK if nonfinite_policy == "neutral" else finite
+    train = chunk.train_RK.mul(valid).nan_to_num_(0.0, LOG_RATIO_LIMIT, -LOG_RATIO_LIMIT)
+    nonfinite = chunk.mask_RK - finite if nonfinite_policy == "neutral" else None
+    return Tokens(chunk.mask_RK, valid, nonfinite, train, log_ratio)
+
+
+def token_log_weights(level: str, tokens: Tokens, chunk: Chunk) -> Tensor:
+    """L_t of the levels whose weight differs from token to token.
+
+    token: Δ_t. prefix: Σ_{s≤t} Δ_s, the per-decision weight ("Eligibility Traces for Off-Policy Policy
+    Evaluation", Precup et al. 2000, eq. 3). segment: Σ over the contiguous run of valid tokens, a turn.
+    """
+    return TOKEN_LEVELS[level](tokens, chunk)
+
+
+def sequence_log_weights(aggregation: str, log_ratio_sum_S: Tensor, valid_S: Tensor) -> Tensor:
+    """L of a whole sequence: "sum" Σ_t Δ_t, or "mean" Σ_t Δ_t / n, 0 where there is no valid token."""
+    return log_ratio_sum_S if aggregation == "sum" else log_ratio_sum_S / valid_S.clamp_min(1)
+
+
+def safe_exp(log_weight: Tensor) -> Tensor:
+    """exp(clamp(L, −20, 20))."""
+    return log_weight.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp_()
+
+
+def indicator(compare: Callable[..., Tensor], x: Tensor, bound: float) -> Tensor:
+    """1.0 where `compare(x, bound)` holds, 0.0 elsewhere, in the dtype of x.
+
+    A comparison written into floats vectorises on a CPU; one into bools, and sums of bools, do not.
+    """
+    return compare(x, bound, out=torch.empty_like(x))
+
+
+def _token(tokens: Tokens, chunk: Chunk) -> Tensor:
+    return tokens.log_ratio_RK
+
+
+def _prefix(tokens: Tokens, chunk: Chunk) -> Tensor:
+    within_row = tokens.log_ratio_RK.cumsum(-1, dtype=torch.float64)
+    totals = within_row[:, -1]
+    before_row = totals.cumsum(0) - totals
+    first_row = torch.searchsorted(chunk.sequence_R, chunk.sequence_R)
+    carried = before_row - before_row.index_select(0, first_row)
+    return (within_row + carried[:, None]).to(tokens.log_ratio_RK.dtype)
+
+
+def _segment(tokens: Tokens, chunk: Chunk) -> Tensor:
+    shape = tokens.original_RK.shape
+    inside = tokens.original_RK.reshape(-1)
+    previous = torch.cat([inside.new_zeros(1), inside])[:-1].view(shape)
+    new_sequence = torch.cat([chunk.sequence_R.new_full((1,), -1), chunk.sequence_R])[:-1].ne(chunk.sequence_R)
+    previous[:, 0].mul_(new_sequence.logical_not())
+    starts = inside * (1 - previous.reshape(-1))
+    run = starts.cumsum(0, dtype=torch.float64).to(torch.int64)
+    sums = torch.zeros(run.numel() + 1, dtype=torch.float64, device=run.device)
+    sums.index_add_(0, run, tokens.log_ratio_RK.reshape(-1).to(torch.float64))
+    return sums.index_select(0, run).view(shape).to(tokens.log_ratio_RK.dtype)
+
+
+TOKEN_LEVELS = {"token": _token, "prefix": _prefix, "segment": _segment}
+
+
+def _raise_nonfinite(chunk: Chunk, nonfinite_RK: Tensor) -> None:
+    """The one deliberate synchronisation with the host."""
+    if not nonfinite_RK.any():
+        return
+    row, column = nonfinite_RK.nonzero()[0].tolist()
+    sequence = int(chunk.sequence_R[row])
+    first_row = int(torch.searchsorted(chunk.sequence_R, chunk.sequence_R[row]))
+    position = (row - first_row) * nonfinite_RK.shape[1] + column
+    raise ValueError(
+        f"sequence {chunk.first + sequence}, position {position}: train log-prob "
+        f"{chunk.train_RK[row, column].item()}, rollout log-prob {chunk.rollout_RK[row, column].item()}; "
+        f"mend the sample or choose --nonfinite-policy reject or neutral."
+    )

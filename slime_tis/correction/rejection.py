@@ -1,0 +1,68 @@
+"""Rejection: which tokens and sequences leave the loss.
+
+A criterion bounds a divergence between the two policies: k1 = Δ (on the ratio, from both sides), k2 = Δ²/2,
+k3 = exp(Δ) − Δ − 1 ("Approximating KL Divergence", Schulman 2020, http://joschu.net/blog/kl-approx.html),
+taken per token, or summed, averaged or maximised over a sequence. Ratios are compared in log space, unclamped.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from slime_tis.correction.config import RolloutCorrectionConfig
+from slime_tis.correction.criteria import Criterion
+from slime_tis.correction.layout import Chunk
+from slime_tis.correction.ratio import (
+    LOG_RATIO_BOUND,
+    Tokens,
+    indicator,
+    sequence_log_weights,
+    token_log_weights,
+)
+
+
+def token_statistic(criterion: Criterion, tokens: Tokens, chunk: Chunk) -> Tensor:
+    """The per-token quantity of a criterion: L_t for k1, the divergence of Δ_t for k2 and k3."""
+    if criterion.divergence == "k1":
+        level = criterion.aggregation if criterion.per_token else "token"
+        return token_log_weights(level, tokens, chunk)
+    if criterion.divergence == "k2":
+        return tokens.log_ratio_RK.square().mul_(0.5)
+    bounded = tokens.log_ratio_RK.clamp(max=LOG_RATIO_BOUND)
+    return torch.expm1(bounded).sub_(bounded)
+
+
+def accepted(criterion: Criterion, statistic: Tensor) -> Tensor:
+    """1.0 where a statistic (of any shape) lies within the bounds of the criterion."""
+    if criterion.lower is None:
+        return indicator(torch.le, statistic, criterion.upper)
+    within = indicator(torch.le, statistic, math.log(criterion.upper))
+    return within.mul_(indicator(torch.ge, statistic, math.log(criterion.lower)))
+
+
+def catastrophic_tokens(config: RolloutCorrectionConfig, tokens: Tokens) -> Tensor:
+    """1.0 at tokens whose unclamped ratio is below the veto threshold or above the upper one, 0 elsewhere."""
+    found = None
+    if config.rs_veto_threshold is not None:
+        found = indicator(torch.lt, tokens.log_ratio_RK, math.log(config.rs_veto_threshold))
+    if config.rs_veto_upper_threshold is not None:
+        above = indicator(torch.gt, tokens.log_ratio_RK, math.log(config.rs_veto_upper_threshold))
+        found = above if found is None else found.add_(above)
+    assert found is not None, "called without a veto threshold"
+    return found
+
+
+def sequence_accepted(criterion: Criterion, columns: dict[str, Tensor]) -> Tensor:
+    """1.0 for each sequence that a sequence-wide criterion keeps; a sequence without valid tokens is kept.
+
+    Args:
+        criterion: With aggregation sum, mean or max.
+        columns: The reduced table of sequences, name to [S]: for max, the count of offending tokens, so that
+            a sum over ranks is all that context parallelism needs.
+    """
+    if criterion.aggregation == "max":
+        return indicator(torch.eq, columns[f"outside:{criterion.name}"], 0.0)
+    total = columns["log_ratio" if criterion.divergence == "k1" else f"divergence:{criterion.name}"]
+    statistic = sequence_log_weights(criterion.aggregation, total, columns["valid"])
+    return torch.where(columns["valid"] > 0, accepted(criterion, statistic), 1.0)

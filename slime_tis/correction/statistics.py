@@ -1,0 +1,131 @@
+"""The mergeable table: sums, minima and maxima from which every figure is computed.
+
+Micro-batches and ranks merge by adding and by min and max; nothing in here is an average. Which entries there
+are depends on the options alone, so that a rank with no sequence merges with the others.
+
+Shapes: suffix _S is per sequence.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slime_tis.correction.config import RolloutCorrectionConfig
+from slime_tis.correction.ratio import LOG_RATIO_BOUND
+
+Reduction = Callable[[Tensor], Tensor]
+
+LOG_PPL_BOUND = 80.0
+"""exp of a perplexity is taken up to e^80, so that sums of perplexities stay finite."""
+
+MISMATCH_SUMS = (
+    "sequences",
+    "original_tokens",
+    "tokens",
+    "nonfinite_tokens",
+    "kept_tokens",
+    "training_log_ppl",
+    "training_ppl",
+    "rollout_log_ppl",
+    "rollout_ppl",
+    "log_ratio",
+    "abs_log_ratio",
+    "excess",
+    "ratio_squared_excess",
+    "log_ppl_diff",
+    "log_ppl_abs_diff",
+    "ppl_ratio",
+    "sequence_ratio_squared_excess",
+)
+WEIGHT_SUMS = ("weights", "raw_weight_excess", "weight", "weight_squared", "weight_high", "weight_low")
+REJECTION_SUMS = ("rs_tokens", "rs_sequences")
+VETO_SUMS = ("catastrophic_tokens", "catastrophic_sequences")
+MINIMA = ("log_ppl_diff", "weight")
+MAXIMA = ("log_ppl_diff", "weight")
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Sums [K], minima [M] and maxima [M], float64, in the order of `sum_names`, `MINIMA`, `MAXIMA`."""
+
+    sums: Tensor
+    """Over whole sequences: the same on every context-parallel rank, to be added over data-parallel ranks."""
+    mins: Tensor
+    """Over this rank's tokens and sequences."""
+    maxs: Tensor
+    """Over this rank's tokens and sequences."""
+
+    @classmethod
+    def empty(cls, config: RolloutCorrectionConfig, device: torch.device | str = "cpu") -> "Statistics":
+        """The neutral element of `merge`."""
+        zero = torch.zeros(1, dtype=torch.float64, device=device)
+        return cls(
+            sums=zero.repeat(len(sum_names(config))),
+            mins=(zero + torch.inf).repeat(len(MINIMA)),
+            maxs=(zero - torch.inf).repeat(len(MAXIMA)),
+        )
+
+    def merge(self, other: "Statistics") -> "Statistics":
+        """The statistics of both together."""
+        return Statistics(
+            sums=self.sums + other.sums,
+            mins=torch.minimum(self.mins, other.mins),
+            maxs=torch.maximum(self.maxs, other.maxs),
+        )
+
+    def reduce(self, sum_fn: Reduction, min_fn: Reduction, max_fn: Reduction) -> "Statistics":
+        """The statistics of all ranks: sums over data-parallel ones, extremes over context-parallel ones too."""
+        return Statistics(sums=sum_fn(self.sums), mins=min_fn(self.mins), maxs=max_fn(self.maxs))
+
+
+def sum_names(config: RolloutCorrectionConfig) -> tuple[str, ...]:
+    """Names of the entries of `Statistics.sums`."""
+    names = list(MISMATCH_SUMS)
+    if config.use_tis:
+        names += WEIGHT_SUMS
+    if config.rejections:
+        names += REJECTION_SUMS
+    for criterion in config.rejections:
+        names += [f"rs_tokens:{criterion.name}", f"rs_sequences:{criterion.name}"]
+    if config.vetoes:
+        names += VETO_SUMS
+    if config.rs_second_moment_bound is not None:
+        names.append("trimmed_tokens")
+    return tuple(names)
+
+
+def mismatch_terms(columns: dict[str, Tensor], present_S: Tensor) -> dict[str, Tensor]:
+    """What each sequence adds to the sums that measure the gap; nothing where it has no valid token.
+
+    Args:
+        columns: The table of sequences, name to [S].
+        present_S: 1.0 where the sequence has a valid token.
+    """
+    log_ratio, n = columns["log_ratio"], columns["valid"].clamp_min(1)
+    training = -columns["train"] / n
+    difference = -log_ratio / n
+    rollout = training - difference
+    return {
+        "sequences": present_S,
+        "original_tokens": columns["original"],
+        "tokens": columns["valid"],
+        "nonfinite_tokens": columns["nonfinite"],
+        "training_log_ppl": training,
+        "training_ppl": _exp(training) * present_S,
+        "rollout_log_ppl": rollout,
+        "rollout_ppl": _exp(rollout) * present_S,
+        "log_ratio": log_ratio,
+        "abs_log_ratio": columns["abs_log_ratio"],
+        "excess": columns["excess"],
+        "ratio_squared_excess": columns["excess_squared"] + 2 * columns["excess"],
+        "log_ppl_diff": difference,
+        "log_ppl_abs_diff": difference.abs(),
+        "ppl_ratio": _exp(difference) * present_S,
+        "sequence_ratio_squared_excess": torch.expm1(2 * log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)),
+    }
+
+
+def _exp(log_value_S: Tensor) -> Tensor:
+    return log_value_S.clamp(-LOG_PPL_BOUND, LOG_PPL_BOUND).exp_()

@@ -1,0 +1,182 @@
+"""The one pass over the tokens of a chunk: weight, verdict, and the row sums of everything that is measured.
+
+This is the seam of a fused kernel: `token_pass` reads a chunk once and returns two blocks and a table; all that
+follows works on that table, one line per sequence.
+
+Shapes: suffix _RK is [rows, row width], _R per row, _S per sequence.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slime_tis.correction.config import RolloutCorrectionConfig
+from slime_tis.correction.criteria import TOKEN_AGGREGATIONS, Criterion
+from slime_tis.correction.layout import Chunk
+from slime_tis.correction.ratio import Tokens, clean, safe_exp, token_log_weights
+from slime_tis.correction.rejection import accepted, catastrophic_tokens, token_statistic
+from slime_tis.correction.weights import Weights, bounded_weights, inside
+
+MISMATCH_COLUMNS = (
+    "original",
+    "valid",
+    "nonfinite",
+    "train",
+    "log_ratio",
+    "abs_log_ratio",
+    "excess",
+    "excess_squared",
+)
+WEIGHT_COLUMNS = ("raw_excess", "weight", "weight_squared", "high", "low")
+BEYOND_ANY_WEIGHT = 1e30
+"""Added at invalid tokens before a minimum is taken; weights end at exp(20)."""
+
+
+@dataclass(frozen=True)
+class TokenPass:
+    """What one pass over a chunk yields."""
+
+    weight_RK: Tensor
+    """Bounded weight of the token, 0 at invalid tokens; 1 at valid ones where the level is sequence-wide."""
+    keep_RK: Tensor
+    """1.0 at valid tokens that no per-token criterion rejects."""
+    valid_RK: Tensor
+    """1.0 at valid tokens."""
+    log_ratio_RK: Tensor | None
+    """Δ, kept only for second-moment trimming."""
+    table_S: Tensor
+    """[sequences of the chunk, columns], float64, in the order of `column_names`."""
+    weight_min: Tensor | None
+    """Smallest bounded weight of a valid token; None where weights are sequence-wide or off."""
+    weight_max: Tensor | None
+    """Largest one."""
+    sequence_R: Tensor
+    """Which sequence of the chunk owns the row."""
+
+
+def column_names(config: RolloutCorrectionConfig) -> tuple[str, ...]:
+    """Names of the columns of the table of sequences; they depend on the options only, never on data."""
+    names = list(MISMATCH_COLUMNS)
+    if has_token_weights(config):
+        names += WEIGHT_COLUMNS
+    for criterion in config.rejections:
+        if criterion.per_token or criterion.aggregation == "max":
+            names.append(f"outside:{criterion.name}")
+        elif criterion.divergence != "k1":
+            names.append(f"divergence:{criterion.name}")
+    if config.vetoes:
+        names.append("catastrophic")
+    if config.rs_second_moment_bound is not None:
+        names.append("trimmed")
+    return (*names, "rs_kept", "kept")
+
+
+def token_pass(config: RolloutCorrectionConfig, chunk: Chunk) -> TokenPass:
+    """Weights, verdicts and row sums of one chunk."""
+    tokens = clean(chunk, config.nonfinite_policy)
+    ratio = safe_exp(tokens.log_ratio_RK)
+    columns = _mismatch_columns(tokens, ratio)
+    rs_keep = _apply_criteria(config.rejections, tokens, chunk, columns)
+    if config.vetoes:
+        columns["catastrophic"] = catastrophic_tokens(config, tokens).sum(-1)
+
+    weight, keep = (tokens.valid_RK, rs_keep) if config.touches_loss else (tokens.original_RK, tokens.original_RK)
+    lowest = highest = None
+    if has_token_weights(config):
+        weights = _token_weights(config, tokens, chunk, ratio)
+        weight = weights.bounded * tokens.valid_RK
+        lowest = torch.add(weights.bounded, 1 - tokens.valid_RK, alpha=BEYOND_ANY_WEIGHT).amin()
+        highest = weight.amax()
+        columns |= _weight_columns(config, weights, weight, tokens, columns["excess"])
+        if config.tis_mode == "mask":
+            keep = rs_keep * inside(weights.high, weights.low)
+
+    if config.rs_second_moment_bound is not None:
+        columns["trimmed"] = torch.zeros_like(columns["valid"])
+    columns["rs_kept"] = rs_keep.sum(-1)
+    columns["kept"] = keep.sum(-1)
+    return TokenPass(
+        weight_RK=weight,
+        keep_RK=keep,
+        valid_RK=tokens.valid_RK,
+        log_ratio_RK=tokens.log_ratio_RK if config.rs_second_moment_bound is not None else None,
+        table_S=_add_rows(config, columns, chunk),
+        weight_min=lowest,
+        weight_max=highest,
+        sequence_R=chunk.sequence_R,
+    )
+
+
+def has_token_weights(config: RolloutCorrectionConfig) -> bool:
+    """Whether importance weights differ from token to token."""
+    return config.use_tis and config.tis_level in TOKEN_AGGREGATIONS
+
+
+def _mismatch_columns(tokens: Tokens, ratio_RK: Tensor) -> dict[str, Tensor]:
+    """Row sums of what is measured in every configuration.
+
+    excess is ρ − 1, 0 at invalid tokens: Σ(e^Δ − Δ − 1), Σρ and Σ(ρ² − 1) all follow from Σ(ρ − 1) and
+    Σ(ρ − 1)² without a large sum being subtracted from another.
+    """
+    excess = ratio_RK - 1
+    original, valid = tokens.original_RK.sum(-1), tokens.valid_RK.sum(-1)
+    return {
+        "original": original,
+        "valid": valid,
+        "nonfinite": original - valid if tokens.nonfinite_RK is None else tokens.nonfinite_RK.sum(-1),
+        "train": tokens.train_RK.sum(-1),
+        "log_ratio": tokens.log_ratio_RK.sum(-1),
+        "abs_log_ratio": tokens.log_ratio_RK.abs().sum(-1),
+        "excess": excess.sum(-1),
+        "excess_squared": _sum_of_squares(excess),
+    }
+
+
+def _apply_criteria(
+    criteria: tuple[Criterion, ...], tokens: Tokens, chunk: Chunk, columns: dict[str, Tensor]
+) -> Tensor:
+    """1.0 at valid tokens that all per-token criteria keep; `columns` gets what the other criteria need."""
+    keep = tokens.valid_RK
+    for criterion in criteria:
+        if not criterion.per_token and criterion.divergence == "k1":
+            continue
+        statistic = token_statistic(criterion, tokens, chunk)
+        if criterion.aggregation in ("sum", "mean"):
+            columns[f"divergence:{criterion.name}"] = statistic.sum(-1)
+            continue
+        within = accepted(criterion, statistic).mul_(tokens.valid_RK)
+        columns[f"outside:{criterion.name}"] = columns["valid"] - within.sum(-1)
+        if criterion.per_token:
+            keep = within if keep is tokens.valid_RK else keep * within
+    return keep
+
+
+def _token_weights(config: RolloutCorrectionConfig, tokens: Tokens, chunk: Chunk, ratio_RK: Tensor) -> Weights:
+    raw = ratio_RK if config.tis_level == "token" else safe_exp(token_log_weights(config.tis_level, tokens, chunk))
+    return bounded_weights(raw, config.tis_mode, *config.is_bounds)
+
+
+def _weight_columns(
+    config: RolloutCorrectionConfig, weights: Weights, weight_RK: Tensor, tokens: Tokens, excess_R: Tensor
+) -> dict[str, Tensor]:
+    valid = tokens.valid_RK
+    return {
+        "raw_excess": excess_R if config.tis_level == "token" else ((weights.raw - 1) * valid).sum(-1),
+        "weight": weight_RK.sum(-1),
+        "weight_squared": _sum_of_squares(weight_RK),
+        "high": (weights.high * valid).sum(-1),
+        "low": torch.zeros_like(excess_R) if weights.low is None else (weights.low * valid).sum(-1),
+    }
+
+
+def _sum_of_squares(x_RK: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x_RK, dim=-1).square_()
+
+
+def _add_rows(config: RolloutCorrectionConfig, columns: dict[str, Tensor], chunk: Chunk) -> Tensor:
+    """Rows added into sequences, in float64."""
+    names = column_names(config)
+    rows = torch.stack([columns[name] for name in names], 1).to(torch.float64)
+    table = torch.zeros(chunk.count, len(names), dtype=torch.float64, device=rows.device)
+    return table.index_add_(0, chunk.sequence_R, rows)

@@ -1,0 +1,80 @@
+"""The files that a run starts from, looked at before any process group or model is built."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from slime_tis.megatron.config import MegatronConfig
+from slime_tis.rollout.config import RolloutConfig
+
+ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+
+def check_files(rollout: RolloutConfig, megatron: MegatronConfig) -> None:
+    """Looks for the prompt files and directories of a run.
+
+    Raises:
+        ValueError: one sentence, for a file that is missing or empty or a directory that is not one.
+    """
+    prompts = [("--prompt-data", rollout.prompt_data)]
+    prompts += [("--eval-prompt-data", path) for _, path in rollout.eval_prompt_sets]
+    for flag, path in prompts:
+        if not Path(path).is_file():
+            raise ValueError(f"{flag} is {path!r} but there is no such file; give a JSONL or parquet file.")
+        if Path(path).stat().st_size == 0:
+            raise ValueError(f"{flag} is {path!r} but the file is empty; give one prompt a row.")
+    if megatron.load is not None and megatron.load != megatron.save and not Path(megatron.load).is_dir():
+        raise ValueError(
+            f"--load is {megatron.load!r} but there is no such directory; leave --load out to start afresh."
+        )
+    for flag, directory in (("--save", megatron.save), ("--save-hf", megatron.save_hf)):
+        if directory is not None and Path(directory).exists() and not Path(directory).is_dir():
+            raise ValueError(f"{flag} is {directory!r} but that is a file; give a directory.")
+
+
+def check_model(megatron: MegatronConfig, rollout: RolloutConfig) -> None:
+    """Reads the checkpoint's config.json, and whether the model divides over the ranks and holds the responses.
+
+    Raises:
+        ValueError: one sentence, for a checkpoint that cannot be loaded or sizes that do not fit it.
+    """
+    if megatron.ref_load is not None:
+        _read_model_config("--ref-load", megatron.ref_load)
+    model = _read_model_config("--hf-checkpoint", megatron.hf_checkpoint)
+    for flag, ranks, part in (
+        ("--tensor-model-parallel-size", megatron.tensor_model_parallel_size, "num_attention_heads"),
+        ("--tensor-model-parallel-size", megatron.tensor_model_parallel_size, "num_key_value_heads"),
+        ("--pipeline-model-parallel-size", megatron.pipeline_model_parallel_size, "num_hidden_layers"),
+    ):
+        if model.get(part, ranks) % ranks:
+            raise ValueError(f"{flag} is {ranks} but the model's {part} is {model[part]}; choose a divisor of it.")
+    if megatron.expert_model_parallel_size > 1:
+        raise ValueError(
+            f"--expert-model-parallel-size is {megatron.expert_model_parallel_size} but the model has no "
+            "experts; leave it at 1."
+        )
+    context, response = model.get("max_position_embeddings"), rollout.rollout_max_response_len
+    if context is not None and response >= context:
+        raise ValueError(
+            f"--rollout-max-response-len is {response} but the model's context of {context} tokens holds the "
+            "prompt too; choose fewer tokens."
+        )
+
+
+def _read_model_config(flag: str, directory: str) -> dict[str, Any]:
+    path = Path(directory) / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{flag} is {directory!r} but holds no config.json; give a Hugging Face directory.")
+    try:
+        model = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{flag} is {directory!r} but its config.json is not JSON: {error}.") from None
+    architectures = (model.get("architectures") if isinstance(model, dict) else None) or ["unknown"]
+    if architectures[0] not in ARCHITECTURES:
+        raise ValueError(
+            f"{flag} is {directory!r} of the architecture {architectures[0]} but supported are "
+            f"{', '.join(ARCHITECTURES)}; give a checkpoint of one of these."
+        )
+    return model

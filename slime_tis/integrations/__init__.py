@@ -1,0 +1,1 @@
+"""The same library behind other projects' signatures."""

@@ -1,0 +1,178 @@
+"""What slime and miles hand to a custom TIS function, read as this library wants it: options, ranks and slices.
+
+Neither is imported. `args` may lack any attribute (slime's parser knows only some of them), and the
+context-parallel group is looked up in the call, then in Megatron-core if the trainer has loaded it.
+"""
+
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime_tis.correction import RolloutCorrectionConfig, context_parallel_slices, correct
+
+DEFAULT_UPPER_BOUND = 2.0
+UNBOUNDED = RolloutCorrectionConfig(use_tis=True, tis_upper_bound=1e9)
+"""Token ratios as they are: exp is bounded by exp(20) before this."""
+
+
+def config_from_args(args: Namespace) -> RolloutCorrectionConfig:
+    """slime's options as a configuration.
+
+    Missing attributes take their defaults; `tis_clip` and `tis_clip_low` stand in for the bounds; a lower bound
+    of 0, slime's default, is none. Missing rejection bounds are those of the weight, as in slime's `mis.py`.
+    """
+    upper = _first(args, "tis_upper_bound", "tis_clip") or DEFAULT_UPPER_BOUND
+    lower = _first(args, "tis_lower_bound", "tis_clip_low") or 1.0 / upper
+    return RolloutCorrectionConfig(
+        use_tis=bool(getattr(args, "use_tis", False)),
+        tis_mode=getattr(args, "tis_mode", None) or "truncate",
+        tis_level=getattr(args, "tis_level", None) or "token",
+        tis_lower_bound=lower,
+        tis_upper_bound=upper,
+        tis_batch_normalize=bool(getattr(args, "tis_batch_normalize", False)),
+        use_rs=bool(getattr(args, "use_rs", False)),
+        rs_level=getattr(args, "rs_level", None) or "token",
+        rs_lower_bound=_first(args, "rs_lower_bound") or lower,
+        rs_upper_bound=_first(args, "rs_upper_bound") or upper,
+        rs_veto_threshold=_first(args, "rs_veto_threshold"),
+        rs_veto_upper_threshold=_first(args, "rs_veto_upper_threshold"),
+        rollout_rs=getattr(args, "rollout_rs", None),
+        rollout_rs_threshold=getattr(args, "rollout_rs_threshold", None),
+        nonfinite_policy=getattr(args, "nonfinite_policy", None) or "reject",
+        policy_loss="reinforce",
+        get_mismatch_metrics=True,
+    )
+
+
+@dataclass(frozen=True)
+class ContextParallel:
+    """This rank's place in its context-parallel group; alone when size is 1."""
+
+    rank: int = 0
+    size: int = 1
+    group: Any = None
+
+    @property
+    def reduce_sum(self) -> Callable[[Tensor], Tensor] | None:
+        """Sums a tensor over the group; None when alone."""
+        return None if self.size == 1 else self._all_reduce(torch.distributed.ReduceOp.SUM)
+
+    @property
+    def reduce_max(self) -> Callable[[Tensor], Tensor] | None:
+        """Maximum of a tensor over the group; None when alone."""
+        return None if self.size == 1 else self._all_reduce(torch.distributed.ReduceOp.MAX)
+
+    def _all_reduce(self, operation: Any) -> Callable[[Tensor], Tensor]:
+        def reduce(tensor: Tensor) -> Tensor:
+            reduced = tensor.clone()
+            torch.distributed.all_reduce(reduced, op=operation, group=self.group)
+            return reduced
+
+        return reduce
+
+
+def context_parallel(kwargs: Mapping[str, Any]) -> ContextParallel:
+    """The context-parallel group of a call: `cp_group`, miles' `parallel_state`, or Megatron-core's own."""
+    group = kwargs.get("cp_group")
+    if group is not None:
+        return ContextParallel(torch.distributed.get_rank(group), torch.distributed.get_world_size(group), group)
+    state = kwargs.get("parallel_state")
+    if state is not None:
+        place = getattr(state, "cp", None)
+        if place is not None:
+            return ContextParallel(place.rank, place.size, place.group)
+        return ContextParallel(state.cp_rank, state.cp_size, state.cp_group)
+    megatron = sys.modules.get("megatron.core.parallel_state")
+    if megatron is None or not megatron.model_parallel_is_initialized():
+        return ContextParallel()
+    return ContextParallel(
+        megatron.get_context_parallel_rank(),
+        megatron.get_context_parallel_world_size(),
+        megatron.get_context_parallel_group(),
+    )
+
+
+@dataclass(frozen=True)
+class ResponseSlices:
+    """Where this rank's tokens lie in the responses: five consecutive pieces each, of which it owns two."""
+
+    pieces: tuple[int, ...]
+    """Lengths: gap, first slice, gap, second slice, gap, response after response."""
+    local_lengths: tuple[int, ...]
+    """Tokens of each response on this rank."""
+    lengths: tuple[int, ...]
+    """Tokens of each whole response."""
+
+    def take(self, whole: Sequence[Tensor]) -> list[Tensor]:
+        """This rank's slice of each whole response."""
+        if self.local_lengths == self.lengths:
+            return list(whole)
+        pieces = torch.cat(list(whole)).split(self.pieces)
+        owned = [piece for i, piece in enumerate(pieces) if i % 5 in (1, 3)]
+        return list(torch.cat(owned).split(self.local_lengths))
+
+    def spread(self, local: Tensor) -> Tensor:
+        """This rank's flat tokens at their places in the flat whole responses, 0 elsewhere."""
+        owned = iter(local.split([size for i, size in enumerate(self.pieces) if i % 5 in (1, 3)]))
+        gaps = [size for i, size in enumerate(self.pieces) if i % 5 in (0, 2, 4)]
+        zeros = iter(local.new_zeros(sum(gaps)).split(gaps))
+        return torch.cat([next(owned) if i % 5 in (1, 3) else next(zeros) for i in range(len(self.pieces))])
+
+
+def response_slices(
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    context: ContextParallel,
+    padded_lengths: Sequence[int] | None = None,
+) -> ResponseSlices:
+    """The slices of all responses that a rank holds.
+
+    Args:
+        padded_lengths: miles' `max_seq_lens`, where sequences are padded to one length before they are cut.
+    """
+    pieces: list[int] = []
+    local = []
+    for i, (total, response) in enumerate(zip(total_lengths, response_lengths, strict=True)):
+        padded = None if padded_lengths is None else padded_lengths[i]
+        first, second = context_parallel_slices(total, response, context.rank, context.size, padded)
+        a, b = first.start, first.stop
+        c, d = (second.start, second.stop) if second.stop > second.start else (response, response)
+        pieces += [a, b - a, c - b, d - c, response - d]
+        local.append(b - a + d - c)
+    return ResponseSlices(tuple(pieces), tuple(local), tuple(response_lengths))
+
+
+def whole_masks(
+    masks: Sequence[Tensor], loss_masks: Sequence[Tensor], slices: ResponseSlices, context: ContextParallel
+) -> list[Tensor]:
+    """Masks of this rank's slices as masks of whole responses, the same on every rank, in their own dtype."""
+    if context.reduce_sum is None:
+        return [mask.to(original.dtype) for mask, original in zip(masks, loss_masks, strict=True)]
+    whole = context.reduce_sum(slices.spread(torch.cat(list(masks)).to(torch.float32)))
+    pieces = whole.split(slices.lengths)
+    return [piece.to(original.dtype) for piece, original in zip(pieces, loss_masks, strict=True)]
+
+
+def token_ratios(
+    train_log_probs: Sequence[Tensor],
+    rollout_log_probs: Sequence[Tensor | None],
+    loss_masks: Sequence[Tensor],
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    kwargs: Mapping[str, Any],
+) -> tuple[Tensor, list[Tensor]]:
+    """π_train/π_rollout of this rank's tokens, flat, 0 where masked; whole masks without non-finite tokens."""
+    context = context_parallel(kwargs)
+    slices = response_slices(total_lengths, response_lengths, context, kwargs.get("max_seq_lens"))
+    found = correct(UNBOUNDED, train_log_probs, rollout_log_probs, slices.take(loss_masks))
+    return torch.cat(list(found.weights)), whole_masks(list(found.mask), loss_masks, slices, context)
+
+
+def _first(args: Namespace, *names: str) -> float | None:
+    """The first of the attributes that is there and not None."""
+    return next((value for name in names if (value := getattr(args, name, None)) is not None), None)

@@ -1,0 +1,250 @@
+"""verl 0.9.1's `rollout_corr_helper`: its public functions, signatures and metric names, on this library.
+
+Also the older API of the documents: `rollout_rs="token"|"sequence"|"geometric"` with `rollout_rs_threshold_lower`
+and `rollout_token_veto_threshold`. What differs, deliberately: k1 bounds are on the ratio π_train/π_rollout, where
+verl inverts them (`verl_compat=True` brings that back); rows without a valid token count nowhere; padding may hold
+anything; weights that are all zero give a sample size of 0 instead of an error.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime_tis.correction import RolloutCorrectionConfig, batch_norm_factor, correct, figures, parse_criteria
+from slime_tis.integrations import verl_metrics
+from slime_tis.integrations.verl_config import RolloutCorrectionConfig as VerlConfig
+from slime_tis.integrations.verl_config import rejection_options, weight_options
+
+MISMATCH = RolloutCorrectionConfig(get_mismatch_metrics=True)
+
+
+@dataclass
+class WeightsProto:
+    """Stands in for verl's DataProto where verl is absent."""
+
+    batch: dict[str, Tensor]
+
+
+def compute_rollout_correction_and_rejection_mask(
+    old_log_prob: Tensor,
+    rollout_log_prob: Tensor,
+    response_mask: Tensor,
+    rollout_is: str | None = None,
+    rollout_is_threshold: str | float | None = 2.0,
+    rollout_is_batch_normalize: bool = False,
+    rollout_rs: str | None = None,
+    rollout_rs_threshold: str | float | None = None,
+    rollout_rs_threshold_lower: float | None = None,
+    rollout_token_veto_threshold: float | None = None,
+    *,
+    verl_compat: bool = False,
+) -> tuple[Any, Tensor, dict[str, float]]:
+    """Weights, rejection mask and metrics of a padded batch.
+
+    Args:
+        old_log_prob: log π_train, [B, T].
+        rollout_log_prob: log π_rollout, [B, T].
+        response_mask: 1 at valid tokens, [B, T].
+        rollout_is: Level of the weights, token or sequence; None for none.
+        rollout_is_threshold: Upper bound, or `lower_upper` for IcePop.
+        rollout_is_batch_normalize: Divide by the mean weight of the batch, over all ranks of the default group.
+        rollout_rs: Criteria, or a level of the older API; None for none.
+        rollout_rs_threshold: One threshold or one per criterion.
+        rollout_rs_threshold_lower: Lower bound of the older API, 1/upper when None.
+        rollout_token_veto_threshold: Reject a sequence with a token ratio below this.
+        verl_compat: Invert the bounds of k1 criteria as verl does.
+
+    Returns:
+        An object with `.batch["rollout_is_weights"]` (None without weights), the mask in its own dtype, and the
+        metrics with the prefix rollout_corr/.
+
+    Raises:
+        ValueError: if there is no valid token, shapes differ, or an option means nothing.
+    """
+    _check(old_log_prob, rollout_log_prob, response_mask)
+    log_ratio = (old_log_prob - rollout_log_prob).detach()
+    metrics: dict[str, float] = {}
+    weights = None
+    if rollout_is is not None and rollout_is_threshold is not None:
+        weights, found = compute_rollout_correction_weights(
+            log_ratio, response_mask, rollout_is, rollout_is_threshold, rollout_is_batch_normalize
+        )
+        metrics |= found
+    mask = response_mask.clone()
+    if rollout_rs is not None or rollout_token_veto_threshold is not None:
+        options = rejection_options(rollout_rs, rollout_rs_threshold, rollout_rs_threshold_lower)
+        config = RolloutCorrectionConfig(**options, rs_veto_threshold=rollout_token_veto_threshold)
+        mask, found = _reject(config, log_ratio, response_mask, verl_compat)
+        metrics |= found
+    metrics |= compute_offpolicy_metrics(old_log_prob, rollout_log_prob, response_mask)
+    return _proto(weights), mask, {f"rollout_corr/{name}": value for name, value in metrics.items()}
+
+
+def compute_rollout_correction_weights(
+    log_ratio: Tensor,
+    response_mask: Tensor,
+    rollout_is: str = "token",
+    rollout_is_threshold: str | float = 2.0,
+    rollout_is_batch_normalize: bool = False,
+) -> tuple[Tensor, dict[str, float]]:
+    """Bounded weights [B, T], 0 at padding, and their metrics without prefix."""
+    config = RolloutCorrectionConfig(
+        **weight_options(rollout_is, rollout_is_threshold), tis_batch_normalize=rollout_is_batch_normalize
+    )
+    reduce = _sum_over_ranks() if rollout_is_batch_normalize else None
+    found = correct(config, log_ratio, torch.zeros_like(log_ratio), response_mask, reduce_batch=reduce)
+    metrics = verl_metrics.weight_metrics(config, log_ratio, response_mask)
+    if rollout_is_batch_normalize:
+        everyone = found.statistics.reduce(reduce or (lambda sums: sums), lambda mins: mins, lambda maxs: maxs)
+        metrics["rollout_is_batch_norm_factor"] = batch_norm_factor(config, everyone).item()
+    return found.weights.to(log_ratio.dtype), metrics
+
+
+def compute_rollout_rejection_mask(
+    log_ratio: Tensor,
+    response_mask: Tensor,
+    rollout_rs: str = "token_k1",
+    rollout_rs_threshold: str | float | None = None,
+    *,
+    verl_compat: bool = False,
+) -> tuple[Tensor, dict[str, float]]:
+    """The mask without what the criteria reject, and their metrics without prefix."""
+    if not isinstance(rollout_rs, str) or not rollout_rs:
+        raise ValueError("rollout_rs must be a non-empty string (comma separated for multiple options).")
+    if log_ratio.shape[0] == 0:
+        return response_mask, {}
+    config = RolloutCorrectionConfig(**rejection_options(rollout_rs, rollout_rs_threshold, None))
+    return _reject(config, log_ratio, response_mask, verl_compat)
+
+
+def compute_offpolicy_metrics(
+    old_log_prob: Tensor, rollout_log_prob: Tensor | None, response_mask: Tensor
+) -> dict[str, float]:
+    """Perplexities and divergences without prefix; those of the training policy alone without rollout log-probs."""
+    reference = old_log_prob if rollout_log_prob is None else rollout_log_prob
+    _check(old_log_prob, reference, response_mask)
+    found = figures(MISMATCH, correct(MISMATCH, old_log_prob, reference, response_mask).statistics)
+    metrics = {name.removeprefix("mismatch_"): value for name, value in found.items() if name.startswith("mismatch_")}
+    if rollout_log_prob is None:
+        return {name: metrics[name] for name in ("training_ppl", "training_log_ppl")}
+    return metrics
+
+
+def compute_rollout_corr_metrics_from_logprobs(
+    log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor
+) -> dict[str, float]:
+    """The same between the current policy and the rollout, with the prefix rollout_corr/."""
+    metrics = compute_offpolicy_metrics(log_prob, rollout_log_prob, response_mask)
+    return {f"rollout_corr/{name}": value for name, value in metrics.items()}
+
+
+def compute_rollout_correction_and_add_to_batch(batch: Any, rollout_corr_config: Any) -> tuple[Any, dict[str, float]]:
+    """Corrects a DataProto in place: `response_mask` always, `rollout_is_weights` where there are weights.
+
+    Args:
+        batch: With old_log_probs, rollout_log_probs and response_mask in `.batch`.
+        rollout_corr_config: verl's options, read with `.get`.
+    """
+    defaults = VerlConfig(rollout_is=None)
+    names = (
+        "rollout_is",
+        "rollout_is_threshold",
+        "rollout_is_batch_normalize",
+        "rollout_rs",
+        "rollout_rs_threshold",
+        "rollout_rs_threshold_lower",
+        "rollout_token_veto_threshold",
+    )
+    proto, mask, metrics = compute_rollout_correction_and_rejection_mask(
+        batch.batch["old_log_probs"],
+        batch.batch["rollout_log_probs"],
+        batch.batch["response_mask"],
+        **{name: rollout_corr_config.get(name, defaults.get(name)) for name in names},
+    )
+    batch.batch["response_mask"] = mask
+    if proto is not None:
+        batch.batch["rollout_is_weights"] = proto.batch["rollout_is_weights"]
+    return batch, metrics
+
+
+def apply_bypass_mode(batch: Any, rollout_corr_config: Any = None, policy_loss_config: Any = None) -> None:
+    """Bypass: `old_log_probs` of the batch become `rollout_log_probs`, and the policy loss is told.
+
+    Raises:
+        ValueError: if the batch has no rollout log-probs.
+    """
+    if "rollout_log_probs" not in batch.batch:
+        raise ValueError(
+            "bypass_mode=True requires rollout_log_probs in batch. "
+            "Ensure rollout worker is configured to calculate_log_probs=true."
+        )
+    batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
+    if policy_loss_config is not None:
+        policy_loss_config["rollout_correction"] = rollout_corr_config
+        policy_loss_config["loss_mode"] = "bypass_mode"
+
+
+def _reject(
+    config: RolloutCorrectionConfig, log_ratio: Tensor, response_mask: Tensor, inverted: bool
+) -> tuple[Tensor, dict[str, float]]:
+    acting = _with_inverted_bounds(config) if inverted else config
+    found = correct(acting, log_ratio, torch.zeros_like(log_ratio), response_mask)
+    values = figures(acting, found.statistics)
+    metrics = {}
+    for criterion in parse_criteria(config.rollout_rs, config.rollout_rs_threshold):
+        metrics |= verl_metrics.criterion_metrics(criterion, log_ratio, response_mask, inverted)
+    metrics |= {name.removeprefix("mis_"): v for name, v in values.items() if name.startswith("mis_rs_")}
+    metrics = {f"rollout_{name}" if name.startswith("rs_") else name: value for name, value in metrics.items()}
+    if config.vetoes:
+        metrics["rollout_is_veto_fraction"] = values["mis_catastrophic_seq_fraction"]
+        metrics["rollout_is_catastrophic_token_fraction"] = values["mis_catastrophic_token_fraction"]
+    return found.mask.to(response_mask.dtype), metrics
+
+
+def _with_inverted_bounds(config: RolloutCorrectionConfig) -> RolloutCorrectionConfig:
+    """k1 bounds as verl reads them: on π_rollout/π_train."""
+    specs = [
+        str(c.upper) if c.lower is None else f"{1 / c.upper}_{1 / c.lower}"
+        for c in parse_criteria(config.rollout_rs, config.rollout_rs_threshold)
+    ]
+    return replace(config, rollout_rs_threshold=",".join(specs) or None)
+
+
+def _check(old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor) -> None:
+    if not response_mask.any():
+        raise ValueError("response_mask must contain at least one valid token (1).")
+    if old_log_prob.shape != rollout_log_prob.shape:
+        raise ValueError(
+            f"old_log_prob shape {old_log_prob.shape} does not match rollout_log_prob shape {rollout_log_prob.shape}."
+        )
+    if old_log_prob.shape != response_mask.shape:
+        raise ValueError(
+            f"log_prob shape {old_log_prob.shape} does not match response_mask shape {response_mask.shape}."
+        )
+
+
+def _proto(weights: Tensor | None) -> Any:
+    """verl's DataProto where verl is loaded, a stand-in with the same `.batch` elsewhere."""
+    if weights is None:
+        return None
+    protocol = sys.modules.get("verl.protocol")
+    if protocol is None:
+        return WeightsProto({"rollout_is_weights": weights})
+    return protocol.DataProto.from_dict(tensors={"rollout_is_weights": weights})
+
+
+def _sum_over_ranks() -> Callable[[Tensor], Tensor] | None:
+    """A sum over the default process group, as verl normalises; None where there is none."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return None
+
+    def reduce(tensor: Tensor) -> Tensor:
+        reduced = tensor.clone()
+        torch.distributed.all_reduce(reduced)
+        return reduced
+
+    return reduce

@@ -1,0 +1,194 @@
+"""A Hugging Face configuration → megatron-core's GPTModel, for the dense Llama, Qwen2 and Qwen3 families."""
+
+import importlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from slime_tis.megatron.attention import TorchAttention, TorchRMSNorm
+from slime_tis.megatron.config import MegatronConfig
+from slime_tis.megatron.packing import RotaryAngles
+from slime_tis.megatron.parallel import Parallel
+
+
+@dataclass(frozen=True)
+class Family:
+    """What distinguishes one family of dense decoders from another."""
+
+    rotary_class: str
+    """Class in transformers that computes the rotary frequencies, as `module:name`."""
+    qkv_bias: bool | None
+    """Bias on the query, key and value projections; None where the configuration's attention_bias says."""
+    qk_norm: bool
+    """RMSNorm on queries and keys, per head."""
+
+
+FAMILIES = {
+    "LlamaForCausalLM": Family("transformers.models.llama.modeling_llama:LlamaRotaryEmbedding", None, False),
+    "Qwen2ForCausalLM": Family("transformers.models.qwen2.modeling_qwen2:Qwen2RotaryEmbedding", True, False),
+    "Qwen3ForCausalLM": Family("transformers.models.qwen3.modeling_qwen3:Qwen3RotaryEmbedding", None, True),
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    """A GPTModel (this rank's part) and what its inputs need."""
+
+    module: GPTModel
+    config: TransformerConfig
+    hf_config: Any
+    rotary: RotaryAngles | None
+    """Rotary angles that the packing computes; None where the layers apply their own."""
+
+
+def read_hf_config(directory: str | Path) -> Any:
+    """Loads a checkpoint's configuration.
+
+    Raises:
+        ValueError: no configuration there, or an architecture (or a variant of it) that is not supported.
+    """
+    from transformers import AutoConfig
+
+    if not (Path(directory) / "config.json").is_file():
+        raise ValueError(f"no config.json in {directory}: pass a Hugging Face checkpoint directory")
+    hf = AutoConfig.from_pretrained(directory)
+    name = (hf.architectures or ["?"])[0]
+    if name not in FAMILIES:
+        raise ValueError(f"{directory} holds a {name}; supported are {', '.join(sorted(FAMILIES))}")
+    unsupported = {
+        "hidden_act": hf.hidden_act not in ("silu", "swish"),
+        "mlp_bias": bool(getattr(hf, "mlp_bias", False)),
+        "attention_bias": FAMILIES[name].qkv_bias is None and bool(getattr(hf, "attention_bias", False)),
+        "use_sliding_window": bool(getattr(hf, "use_sliding_window", False)),
+    }
+    for field, bad in unsupported.items():
+        if bad:
+            raise ValueError(f"{directory}: {field}={getattr(hf, field)!r} is not supported for {name}")
+    return hf
+
+
+def build_model(directory: str | Path, config: MegatronConfig, parallel: Parallel) -> Model:
+    """Builds this rank's part of the model, with uninitialised weights, on its device."""
+    hf = read_hf_config(directory)
+    family = FAMILIES[hf.architectures[0]]
+    transformer = transformer_config(hf, config, parallel)
+    engine = parallel.backend.transformer_engine
+    inverse_frequency, scaling = rotary_frequencies(hf, family)
+    module = GPTModel(
+        transformer,
+        _transformer_engine_spec(family) if engine else _torch_spec(family, transformer),
+        vocab_size=padded_vocab_size(hf.vocab_size, parallel.tensor_size),
+        max_sequence_length=hf.max_position_embeddings,
+        pre_process=parallel.is_first_stage,
+        post_process=parallel.is_last_stage,
+        share_embeddings_and_output_weights=hf.tie_word_embeddings,
+        position_embedding_type="rope" if engine else "none",
+        parallel_output=True,
+    )
+    module.to(parallel.backend.device)
+    if engine:
+        if scaling != 1.0:
+            raise ValueError(f"{directory}: rotary scaling by {scaling} (YaRN) is supported on plain torch layers only")
+        module.rotary_pos_emb.inv_freq = inverse_frequency.to(parallel.backend.device)
+        return Model(module, transformer, hf, None)
+    return Model(module, transformer, hf, RotaryAngles(inverse_frequency, scaling))
+
+
+def transformer_config(hf: Any, config: MegatronConfig, parallel: Parallel) -> TransformerConfig:
+    """megatron-core's configuration of a Hugging Face model under the parallel layout.
+
+    Raises:
+        ValueError: heads, groups or layers that the parallel sizes do not divide.
+    """
+    tensor, pipeline = parallel.tensor_size, parallel.pipeline_size
+    for name, value, size, flag in (
+        ("num_attention_heads", hf.num_attention_heads, tensor, "--tensor-model-parallel-size"),
+        ("num_key_value_heads", hf.num_key_value_heads, tensor, "--tensor-model-parallel-size"),
+        ("intermediate_size", hf.intermediate_size, tensor, "--tensor-model-parallel-size"),
+        ("num_hidden_layers", hf.num_hidden_layers, pipeline, "--pipeline-model-parallel-size"),
+    ):
+        if value % size:
+            raise ValueError(f"{name}={value} of the checkpoint is not divisible by {flag} {size}")
+    family = FAMILIES[hf.architectures[0]]
+    dtype = torch.bfloat16 if config.bf16 else torch.float32
+    on_cpu = parallel.backend.device.type == "cpu"
+    return TransformerConfig(
+        num_layers=hf.num_hidden_layers,
+        hidden_size=hf.hidden_size,
+        num_attention_heads=hf.num_attention_heads,
+        num_query_groups=hf.num_key_value_heads,
+        kv_channels=getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
+        ffn_hidden_size=hf.intermediate_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=hf.rms_norm_eps,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        add_qkv_bias=bool(family.qkv_bias),
+        qk_layernorm=family.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=config.bf16,
+        autocast_dtype=dtype,
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=pipeline,
+        context_parallel_size=parallel.context_size,
+        sequence_parallel=config.sequence_parallel,
+        # Sums over tokens or sequences are divided once, by their number in the global batch.
+        calculate_per_token_loss=True,
+        variable_seq_lengths=pipeline > 1,
+        moe_token_dispatcher_type="alltoall",  # required with variable_seq_lengths, dense or not
+        use_cpu_initialization=on_cpu,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        apply_rope_fusion=parallel.backend.transformer_engine,
+        persist_layer_norm=False,
+        batch_p2p_comm=not on_cpu,
+        batch_p2p_sync=not on_cpu,
+        recompute_granularity=config.recompute_granularity,
+        recompute_method=config.recompute_method,
+        recompute_num_layers=config.recompute_num_layers,
+    )
+
+
+def padded_vocab_size(vocab_size: int, tensor_size: int) -> int:
+    """The vocabulary, rounded up so that every tensor-parallel rank holds as many rows."""
+    return -(-vocab_size // tensor_size) * tensor_size
+
+
+def rotary_frequencies(hf: Any, family: Family) -> tuple[torch.Tensor, float]:
+    """(inverse frequencies [d/2], factor on cosine and sine), as transformers computes them for this model."""
+    module, name = family.rotary_class.split(":")
+    rotary = getattr(importlib.import_module(module), name)(config=hf)
+    return rotary.inv_freq.float(), float(rotary.attention_scaling)
+
+
+def _transformer_engine_spec(family: Family) -> Any:
+    return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=family.qk_norm)
+
+
+def _torch_spec(family: Family, config: TransformerConfig) -> TransformerBlockSubmodules:
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm")
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = TorchAttention
+    if family.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = TorchRMSNorm
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = TorchRMSNorm
+    layers = [layer] * get_num_layers_to_build(config)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=TorchRMSNorm)

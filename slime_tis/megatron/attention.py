@@ -1,0 +1,105 @@
+"""Attention and RMSNorm in plain torch, as megatron-core spec modules.
+
+They serve where transformer-engine is absent: on a CPU, and on a GPU without it. megatron-core's own local attention
+knows neither packed sequences nor context parallelism, and its torch RMSNorm refuses sequence parallelism.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from slime_tis.megatron.packing import PackedSequences
+
+
+class TorchAttention(MegatronModule):
+    """Rotary embedding and causal attention over packed sequences, by `scaled_dot_product_attention`.
+
+    Under context parallelism keys and values are gathered over the ranks, queries stay. The rotary embedding is
+    applied here, with angles gathered by position once a micro-batch, since megatron-core's own splits and joins the
+    packed tokens per sequence, layer and tensor.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        softmax_scale: float | None = None,
+        pg_collection: Any = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        self.softmax_scale = softmax_scale
+        self.context_group = pg_collection.cp
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSequences | None = None,
+    ) -> Tensor:
+        """query [tokens, heads, d], key and value [tokens, groups, d] → [tokens, heads·d]."""
+        layout = packed_seq_params
+        if layout is None or layout.cos is None or layout.sin is None:
+            raise ValueError("TorchAttention takes packed sequences with rotary angles: pass packed_seq_params")
+        query, key = rotate(query, layout.cos, layout.sin), rotate(key, layout.cos, layout.sin)
+        if self.context_group.size() > 1:
+            key, value = all_gather_tokens(torch.stack([key, value], 1), self.context_group).unbind(1)
+        repeats = query.shape[1] // key.shape[1]
+        output = F.scaled_dot_product_attention(
+            layout.query_rows(query),
+            layout.key_rows(key).repeat_interleave(repeats, 1),
+            layout.key_rows(value).repeat_interleave(repeats, 1),
+            attn_mask=layout.attention_mask,
+            is_causal=layout.attention_mask is None,
+            scale=self.softmax_scale,
+        )
+        return layout.tokens(output).flatten(1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of x [tokens, heads, d] by the angles of its tokens, cos and sin [tokens, 1, d]."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos.to(x.dtype) + torch.cat([-second, first], dim=-1) * sin.to(x.dtype)
+
+
+def all_gather_tokens(x: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
+    """[tokens, …] of every rank, one after another: [ranks·tokens, …]. Its gradient is the sum over the ranks."""
+    return _AllGatherTokens.apply(x, group)
+
+
+class _AllGatherTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
+        ctx.group = group
+        gathered = [torch.empty_like(x) for _ in range(group.size())]
+        torch.distributed.all_gather(gathered, x.contiguous(), group=group)
+        return torch.cat(gathered)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        grad = grads[0].contiguous()
+        torch.distributed.all_reduce(grad, group=ctx.group)
+        return grad.chunk(ctx.group.size())[ctx.group.rank()], None
+
+
+class TorchRMSNorm(torch.nn.Module):
+    """x / sqrt(mean(x²) + ε) · weight, with the mark that makes megatron-core reduce its gradient under SP."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)

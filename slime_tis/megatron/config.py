@@ -1,0 +1,212 @@
+"""Options of the training engine: model, parallel sizes, precision, optimizer and checkpoints."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+LR_DECAY_STYLES = ("constant", "linear", "cosine")
+RECOMPUTE_GRANULARITIES = ("full", "selective")
+RECOMPUTE_METHODS = ("uniform", "block")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronConfig:
+    """How Megatron-core builds, shards, optimizes and saves the policy."""
+
+    hf_checkpoint: str
+    """Hugging Face directory of the policy to train: config.json, safetensors and tokenizer."""
+
+    ref_load: str | None = None
+    """Hugging Face directory of the reference policy for the KL loss; unset means hf_checkpoint."""
+
+    load: str | None = None
+    """Directory of training checkpoints whose newest complete one is resumed; an empty one starts afresh."""
+
+    save: str | None = None
+    """Directory that training checkpoints are written to; unset means none are."""
+
+    save_interval: int | None = None
+    """Rollouts between two training checkpoints, a count; unset means only the last one is saved."""
+
+    save_hf: str | None = None
+    """Directory that the trained policy is written to as a Hugging Face checkpoint at the end."""
+
+    save_retain: int = 2
+    """Newest complete training checkpoints that are kept, a count; older ones are removed."""
+
+    tensor_model_parallel_size: int = 1
+    """Ranks that share every layer's matrices, a count."""
+
+    pipeline_model_parallel_size: int = 1
+    """Ranks that hold consecutive stages of the layers, a count."""
+
+    context_parallel_size: int = 1
+    """Ranks that hold zigzag slices of every sequence, a count."""
+
+    expert_model_parallel_size: int = 1
+    """Ranks that share the experts of a mixture-of-experts layer, a count."""
+
+    sequence_parallel: bool = False
+    """Shard activations outside the matrix products along the sequence over the tensor-parallel ranks."""
+
+    use_distributed_optimizer: bool = False
+    """Shard optimizer state over the data-parallel ranks."""
+
+    micro_batch_size: int | None = None
+    """Samples in one forward pass of a rank, a count; unset means all of the rank's samples of a step."""
+
+    use_dynamic_batch_size: bool = False
+    """Pack samples into micro-batches of at most max_tokens_per_gpu tokens instead of a fixed count."""
+
+    max_tokens_per_gpu: int | None = None
+    """Token budget of one packed micro-batch on one rank, in tokens; needs use_dynamic_batch_size."""
+
+    log_probs_chunk_size: int = -1
+    """Tokens whose log-probs are computed at a time from logits, a count; -1 means all at once."""
+
+    lr: float = 1e-6
+    """Peak learning rate of Adam, per step."""
+
+    min_lr: float = 0.0
+    """Learning rate that the decay ends at, per step."""
+
+    lr_warmup_iters: int = 0
+    """Optimizer steps over which the learning rate rises linearly from 0, a count."""
+
+    lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the learning rate after warm-up."""
+
+    lr_decay_iters: int | None = None
+    """Optimizer steps until the decay reaches min_lr, a count; unset means the whole run."""
+
+    weight_decay: float = 0.01
+    """Decoupled weight decay of Adam, per unit of learning rate; biases and norms are exempt."""
+
+    adam_beta1: float = 0.9
+    """Decay rate of Adam's first moment, per step."""
+
+    adam_beta2: float = 0.98
+    """Decay rate of Adam's second moment, per step."""
+
+    adam_eps: float = 1e-8
+    """Constant added to the root of Adam's second moment."""
+
+    clip_grad: float = 1.0
+    """Largest global gradient norm, an L2 norm; 0 means no clipping."""
+
+    bf16: bool = False
+    """Train in bfloat16 with float32 master weights instead of in float32."""
+
+    recompute_granularity: Literal["full", "selective"] | None = None
+    """Activations recomputed in the backward pass: full layers or only attention; unset means none."""
+
+    recompute_method: Literal["uniform", "block"] | None = None
+    """Which layers full recomputation takes: uniform groups or the first block of each stage."""
+
+    recompute_num_layers: int | None = None
+    """Layers in a group (uniform) or in the block (block) of full recomputation, a count."""
+
+    seed: int = 1234
+    """Seed of everything random in training, an integer; sampling has rollout_seed."""
+
+    num_threads: int | None = None
+    """CPU threads of each process, a count; unset means torch's own choice."""
+
+    def __post_init__(self) -> None:
+        _check_counts(self)
+        _check_optimizer(self)
+        _check_batching(self)
+        _check_recomputation(self)
+        if self.sequence_parallel and self.tensor_model_parallel_size == 1:
+            raise ValueError(
+                "--sequence-parallel is on but --tensor-model-parallel-size is 1; "
+                "raise the size to 2 or more or leave --sequence-parallel out."
+            )
+        if self.save_interval is not None and self.save is None:
+            raise ValueError(f"--save-interval is {self.save_interval} but --save is unset; add --save DIR.")
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that together hold one replica of the model: tensor × pipeline × context."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+
+def _check_counts(config: MegatronConfig) -> None:
+    for name in (
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "context_parallel_size",
+        "expert_model_parallel_size",
+        "save_retain",
+        "save_interval",
+        "micro_batch_size",
+        "max_tokens_per_gpu",
+        "lr_decay_iters",
+        "recompute_num_layers",
+        "num_threads",
+    ):
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{_flag(name)} is {value} but must be 1 or more.")
+    if config.log_probs_chunk_size != -1 and config.log_probs_chunk_size < 1:
+        raise ValueError(
+            f"--log-probs-chunk-size is {config.log_probs_chunk_size} but must be 1 or more, "
+            "or -1 for all tokens at once."
+        )
+
+
+def _check_optimizer(config: MegatronConfig) -> None:
+    for name in ("lr", "min_lr", "lr_warmup_iters", "weight_decay", "clip_grad"):
+        value = getattr(config, name)
+        if not (value >= 0 and math.isfinite(value)):
+            raise ValueError(f"{_flag(name)} is {value} but must be 0 or more and finite.")
+    for name in ("adam_beta1", "adam_beta2"):
+        value = getattr(config, name)
+        if not 0.0 <= value < 1.0:
+            raise ValueError(f"{_flag(name)} is {value} but must be at least 0 and below 1.")
+    if config.adam_eps <= 0.0:
+        raise ValueError(f"--adam-eps is {config.adam_eps} but must be above 0.")
+    if config.min_lr > config.lr:
+        raise ValueError(f"--min-lr is {config.min_lr} but must not exceed --lr, which is {config.lr}.")
+    if config.lr_decay_style not in LR_DECAY_STYLES:
+        raise ValueError(
+            f"--lr-decay-style is {config.lr_decay_style!r} but must be one of {', '.join(LR_DECAY_STYLES)}."
+        )
+
+
+def _check_batching(config: MegatronConfig) -> None:
+    if config.use_dynamic_batch_size and config.max_tokens_per_gpu is None:
+        raise ValueError("--use-dynamic-batch-size is on but --max-tokens-per-gpu is unset; add a token budget.")
+    if config.max_tokens_per_gpu is not None and not config.use_dynamic_batch_size:
+        raise ValueError(
+            f"--max-tokens-per-gpu is {config.max_tokens_per_gpu} but has no effect alone; "
+            "add --use-dynamic-batch-size."
+        )
+    if config.micro_batch_size is not None and config.use_dynamic_batch_size:
+        raise ValueError(
+            f"--micro-batch-size is {config.micro_batch_size} but --use-dynamic-batch-size packs by tokens; "
+            "leave one of the two out."
+        )
+
+
+def _check_recomputation(config: MegatronConfig) -> None:
+    granularity = config.recompute_granularity
+    if granularity is not None and granularity not in RECOMPUTE_GRANULARITIES:
+        raise ValueError(
+            f"--recompute-granularity is {granularity!r} but must be one of {', '.join(RECOMPUTE_GRANULARITIES)}."
+        )
+    if config.recompute_method is not None and config.recompute_method not in RECOMPUTE_METHODS:
+        raise ValueError(
+            f"--recompute-method is {config.recompute_method!r} but must be one of {', '.join(RECOMPUTE_METHODS)}."
+        )
+    if granularity == "full" and (config.recompute_method is None or config.recompute_num_layers is None):
+        raise ValueError(
+            "--recompute-granularity is 'full' but --recompute-method or --recompute-num-layers is unset; "
+            "add both, for example --recompute-method uniform --recompute-num-layers 1."
+        )
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,100 @@
+"""Lets megatron-core run on a machine without CUDA.
+
+megatron-core 0.16.1 names the CUDA device literally in places that have nothing to do with CUDA (a loss counter,
+a gradient norm, a checkpoint's `synchronize`). Where no CUDA device exists, `install` adds an import hook that
+rewrites those literals in the sources of `megatron.core` while they are imported. Nothing in torch is patched, no
+file is changed, and where CUDA exists the sources are imported as they are.
+"""
+
+import ast
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Sequence
+from types import CodeType, ModuleType
+from typing import Any
+
+PACKAGE = "megatron.core"
+LITERALS = {
+    "cuda": "cpu",
+    "torch.cuda.FloatTensor": "torch.FloatTensor",
+    "torch.cuda.HalfTensor": "torch.HalfTensor",
+    "torch.cuda.BFloat16Tensor": "torch.BFloat16Tensor",
+}
+REPLACED_CALLS = {
+    "torch.cuda.current_device": "torch.device('cpu')",
+    "torch.cuda.synchronize": "None",
+    "torch.cuda.empty_cache": "None",
+    "torch.cuda.manual_seed": "None",
+}
+
+
+def install() -> None:
+    """Installs the import hook, which does nothing where there is CUDA. Safe to call again.
+
+    Raises:
+        RuntimeError: megatron.core was imported before, with its CUDA literals in place.
+    """
+    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return
+    if PACKAGE in sys.modules and not _has_cuda():
+        raise RuntimeError("megatron.core is already imported: import slime_tis.megatron before it")
+    sys.meta_path.insert(0, _Finder())
+
+
+def rewrite(source: str | bytes, path: str) -> ast.Module:
+    """Parses a megatron.core source file and returns its tree with the CUDA literals replaced."""
+    return ast.fix_missing_locations(_CudaToCpu().visit(ast.parse(source, path)))
+
+
+class _CudaToCpu(ast.NodeTransformer):
+    def visit_Constant(self, node: ast.Constant) -> ast.Constant:
+        if isinstance(node.value, str) and node.value in LITERALS:
+            return ast.copy_location(ast.Constant(LITERALS[node.value]), node)
+        return node
+
+    def visit_keyword(self, node: ast.keyword) -> ast.keyword:
+        self.generic_visit(node)
+        if node.arg == "pin_memory":
+            node.value = ast.copy_location(ast.Constant(False), node.value)
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        name = ast.unparse(node.func)
+        if name in REPLACED_CALLS:
+            replacement = ast.parse(REPLACED_CALLS[name], mode="eval").body
+            return ast.copy_location(replacement, node)
+        if isinstance(node.func, ast.Attribute) and node.func.attr == "cuda" and name != "torch.cuda":
+            return node.func.value  # tensor.cuda(...) → tensor
+        return node
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    def source_to_code(  # type: ignore[override]
+        self, data: Any, path: Any, *, _optimize: int = -1
+    ) -> CodeType:
+        return compile(rewrite(data, str(path)), path, "exec", dont_inherit=True, optimize=_optimize)
+
+    def get_code(self, fullname: str) -> CodeType:
+        # Straight from the source: a cached .pyc would hold the code of the file as it stands.
+        path = self.get_filename(fullname)
+        return self.source_to_code(self.get_data(path), path)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != PACKAGE and not fullname.startswith(PACKAGE + "."):
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if not _has_cuda() and spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+            spec.loader = _Loader(spec.loader.name, spec.loader.path)
+        return spec
+
+
+def _has_cuda() -> bool:
+    import torch  # late: nothing is asked of the device until megatron-core is imported
+
+    return torch.cuda.is_available()

@@ -1,0 +1,305 @@
+"""The training engine: a Megatron-core model, its optimizer, and the passes that train.py makes over a batch."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial, reduce
+from typing import Any, TypeVar
+
+import torch
+from megatron.core import parallel_state as mpu
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
+from torch import Tensor
+
+from slime_tis.megatron.architecture import build_model, padded_vocab_size
+from slime_tis.megatron.batch import TrainingBatch, fixed_partition, token_budget_partitions
+from slime_tis.megatron.config import MegatronConfig
+from slime_tis.megatron.hf_weights import load_hf_weights, named_hf_tensors
+from slime_tis.megatron.log_probs import vocab_parallel_log_probs
+from slime_tis.megatron.packing import MicroBatch, pack
+from slime_tis.megatron.parallel import Parallel
+
+R = TypeVar("R")
+Objective = Callable[[TrainingBatch, Tensor, Tensor], tuple[Tensor, Tensor, Any]]
+"""(batch, log-probs, entropies of this rank's response tokens) → (numerator, units, mergeable report)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """One optimizer step, as this rank saw it."""
+
+    report: Any
+    """The objective's reports of all micro-batches merged; None but on the last pipeline stage."""
+    grad_norm: float
+    learning_rate: float
+    units: int
+    """What the loss of the global batch was divided by: tokens or sequences; 0 means that no step was made."""
+
+
+class TrainingEngine:
+    """A policy in Megatron-core: log-probs, training steps, and its weights under Hugging Face names."""
+
+    def __init__(
+        self,
+        config: MegatronConfig,
+        parallel: Parallel,
+        *,
+        temperature: float,
+        total_steps: int,
+        keep_reference: bool = False,
+        entropy_gradient: bool = False,
+        timer: Callable[[str], AbstractContextManager[Any]] | None = None,
+    ) -> None:
+        """Builds the model, loads `config.hf_checkpoint` and prepares the optimizer.
+
+        Args:
+            config: sizes, precision, optimizer.
+            parallel: this process's place in the layout.
+            temperature: of the sampling distribution, whose log-probs are wanted.
+            total_steps: optimizer steps of the run; the learning rate decays over them unless configured.
+            keep_reference: keep a frozen copy of the reference policy's weights.
+            entropy_gradient: whether the objective differentiates the entropy.
+            timer: `timer(name)` is a context manager that adds to the time of `name`.
+        """
+        self.config, self.parallel, self.temperature = config, parallel, temperature
+        self.entropy_gradient = entropy_gradient
+        self.timer = timer or (lambda name: nullcontext())
+        self.model = build_model(config.hf_checkpoint, config, parallel)
+        self.reference = self._load_weights(keep_reference)
+        self.ddp = self._wrap()
+        self.optimizer = get_megatron_optimizer(_optimizer_config(config), [self.ddp], use_gloo_process_groups=False)
+        self.scheduler = _scheduler(config, self.optimizer, total_steps)
+        self.model.config.finalize_model_grads_func = self._finalize
+        self.units = torch.zeros([], dtype=torch.int)
+
+    def log_probs(self, batch: TrainingBatch, partition: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Log-probs of the batch's response tokens under the present weights, without gradient.
+
+        Args:
+            batch: this data-parallel rank's samples.
+            partition: indices of the samples of each micro-batch.
+
+        Returns:
+            One tensor per sample: this context-parallel rank's slice on the last pipeline stage, empty elsewhere.
+        """
+        with torch.no_grad():
+            outputs = self._run(batch, partition, self._collect_log_probs, forward_only=True)
+        log_probs = [torch.empty(0, device=self.parallel.backend.device)] * len(batch)
+        for indices, values in zip(partition, outputs, strict=False):
+            for index, value in zip(indices, values, strict=True):
+                log_probs[index] = value
+        return log_probs
+
+    def reference_log_probs(self, batch: TrainingBatch, partition: Sequence[Sequence[int]]) -> list[Tensor]:
+        """The same under the reference policy."""
+        with self._reference_weights():
+            return self.log_probs(batch, partition)
+
+    def train_step(self, batch: TrainingBatch, partition: Sequence[Sequence[int]], objective: Objective) -> StepResult:
+        """Forward and backward over the micro-batches, gradients averaged over the global batch, one Adam step.
+
+        Where no unit of the global batch was kept (everything rejected) the weights stay as they are: a step on a
+        zero gradient would still move them by momentum and weight decay.
+        """
+        self.ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        with self.timer("forward_backward"):
+            reports = self._run(batch, partition, partial(self._loss, objective=objective), forward_only=False)
+        units = int(self.units)
+        grad_norm = 0.0
+        if units > 0:
+            with self.timer("optimizer_step"):
+                self.scheduler.step(1)
+                _, norm, _ = self.optimizer.step()
+                grad_norm = float(norm or 0.0)
+        return StepResult(
+            report=reduce(lambda a, b: a.merge(b), reports) if reports else None,
+            grad_norm=grad_norm,
+            learning_rate=self.optimizer.param_groups[0]["lr"],
+            units=units,
+        )
+
+    def partitions(self, lengths_of_ranks: list[list[int]]) -> list[list[int]]:
+        """This data-parallel rank's micro-batches, from the sequence lengths of every rank's samples."""
+        if self.config.use_dynamic_batch_size:
+            assert self.config.max_tokens_per_gpu is not None
+            budget = self.config.max_tokens_per_gpu * self.parallel.context_size
+            return token_budget_partitions(lengths_of_ranks, budget)[self.parallel.data_rank]
+        return fixed_partition(len(lengths_of_ranks[self.parallel.data_rank]), self.config.micro_batch_size)
+
+    def named_hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights as whole tensors under Hugging Face names; a collective (see hf_weights)."""
+        return named_hf_tensors(self.model, self.parallel)
+
+    def _load_weights(self, keep_reference: bool) -> dict[str, Tensor] | None:
+        """Loads the policy's weights; returns a copy of the reference's where one is to be kept."""
+        config = self.config
+        reference = None
+        if keep_reference and config.ref_load not in (None, config.hf_checkpoint):
+            load_hf_weights(self.model, config.ref_load, self.parallel)
+            reference = self._copy_weights()
+        load_hf_weights(self.model, config.hf_checkpoint, self.parallel)
+        return self._copy_weights() if keep_reference and reference is None else reference
+
+    def _copy_weights(self) -> dict[str, Tensor]:
+        return {name: weight.detach().clone() for name, weight in self.model.module.named_parameters()}
+
+    @contextmanager
+    def _reference_weights(self) -> Iterator[None]:
+        if self.reference is None:
+            raise ValueError("no reference policy was kept: build the engine with keep_reference=True")
+        policy = self._copy_weights()
+        self._set_weights(self.reference)
+        try:
+            yield
+        finally:
+            self._set_weights(policy)
+
+    @torch.no_grad()
+    def _set_weights(self, weights: dict[str, Tensor]) -> None:
+        for name, weight in self.model.module.named_parameters():
+            weight.copy_(weights[name])
+
+    def _wrap(self) -> DistributedDataParallel:
+        module = self.model.module
+        module = Float16Module(self.model.config, module) if self.config.bf16 else module
+        options = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=False,
+            use_distributed_optimizer=self.config.use_distributed_optimizer,
+            check_for_nan_in_grad=True,
+        )
+        return DistributedDataParallel(self.model.config, options, module)
+
+    def _run(
+        self,
+        batch: TrainingBatch,
+        partition: Sequence[Sequence[int]],
+        on_log_probs: Callable[[MicroBatch, Tensor, Tensor], Any],
+        *,
+        forward_only: bool,
+    ) -> list[Any]:
+        """megatron-core's pipeline schedule over the micro-batches; what the last stage returned for each."""
+        self.ddp.train(not forward_only)
+        packed = (self._pack(batch.select(indices)) for indices in partition)
+        tokens = max(sum(batch.total_lengths[i] for i in indices) for indices in partition)
+        return get_forward_backward_func()(
+            forward_step_func=partial(self._forward_step, on_log_probs=on_log_probs),
+            data_iterator=packed,
+            model=[self.ddp],
+            num_microbatches=len(partition),
+            seq_length=tokens,
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+
+    def _pack(self, batch: TrainingBatch) -> MicroBatch:
+        parallel = self.parallel
+        return pack(
+            batch,
+            rotary=self.model.rotary,
+            context_rank=parallel.context_rank,
+            context_size=parallel.context_size,
+            tensor_size=parallel.tensor_size if self.config.sequence_parallel else 1,
+            device=parallel.backend.device,
+        )
+
+    def _forward_step(
+        self,
+        micro_batches: Iterator[MicroBatch],
+        module: torch.nn.Module,
+        on_log_probs: Callable[[MicroBatch, Tensor, Tensor], Any],
+    ) -> tuple[Tensor, Callable[..., Any]]:
+        micro = next(micro_batches)
+        clock = partial(self.timer, "forward") if module.training else nullcontext
+        with clock():
+            output = module(
+                input_ids=micro.input_ids,
+                position_ids=micro.position_ids,
+                attention_mask=None,
+                packed_seq_params=micro.layout,
+            )
+
+        def last_stage(logits: Tensor, non_loss_data: bool = False) -> Any:
+            with clock():
+                return on_log_probs(micro, *self._response_log_probs(logits[0], micro))
+
+        return output, last_stage
+
+    def _response_log_probs(self, logits: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        """(log-probs, entropies) of the response tokens on this rank."""
+        parallel, vocab = self.parallel, self.model.hf_config.vocab_size
+        width = padded_vocab_size(vocab, parallel.tensor_size) // parallel.tensor_size
+        start = parallel.tensor_rank * width
+        if start + width > vocab:
+            logits.detach()[:, max(vocab - start, 0) :] = -torch.inf  # rows that only pad the vocabulary
+        log_prob_T, entropy_T = vocab_parallel_log_probs(
+            logits,
+            micro.target_T,
+            mpu.get_tensor_model_parallel_group(),
+            vocab_start=start,
+            temperature=self.temperature,
+            chunk_size=self.config.log_probs_chunk_size,
+            entropy_gradient=self.entropy_gradient,
+        )
+        rows = micro.response_rows
+        return log_prob_T.index_select(0, rows), entropy_T.index_select(0, rows)
+
+    @staticmethod
+    def _collect_log_probs(micro: MicroBatch, log_prob_R: Tensor, entropy_R: Tensor) -> list[Tensor]:
+        return list(log_prob_R.split([len(mask) for mask in micro.batch.local["loss_masks"]]))
+
+    @staticmethod
+    def _loss(
+        micro: MicroBatch, log_prob_R: Tensor, entropy_R: Tensor, objective: Objective
+    ) -> tuple[Tensor, Tensor, Any]:
+        return objective(micro.batch, log_prob_R, entropy_R)
+
+    def _finalize(self, model: list[torch.nn.Module], num_tokens: Tensor, **kwargs: Any) -> None:
+        """megatron-core's gradient reduction, which divides by the units of the global batch; remembers them."""
+        finalize_model_grads(model, num_tokens, **kwargs)
+        self.units = num_tokens
+
+
+def _optimizer_config(config: MegatronConfig) -> OptimizerConfig:
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=config.lr,
+        min_lr=config.min_lr,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.adam_beta1,
+        adam_beta2=config.adam_beta2,
+        adam_eps=config.adam_eps,
+        clip_grad=config.clip_grad,
+        bf16=config.bf16,
+        params_dtype=torch.bfloat16 if config.bf16 else torch.float32,
+        use_distributed_optimizer=config.use_distributed_optimizer,
+    )
+
+
+def _scheduler(config: MegatronConfig, optimizer: Any, total_steps: int) -> OptimizerParamScheduler:
+    decay_steps = max(config.lr_decay_iters or total_steps, config.lr_warmup_iters + 1)
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=config.lr,
+        min_lr=config.min_lr,
+        lr_warmup_steps=config.lr_warmup_iters,
+        lr_decay_steps=decay_steps,
+        lr_decay_style=config.lr_decay_style,
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=decay_steps,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+    )

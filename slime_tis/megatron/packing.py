@@ -1,0 +1,214 @@
+"""Sequences → one packed row: context-parallel slices, next-token targets, and the layout attention works on.
+
+Shapes: suffix _T the packed tokens of this context-parallel rank, _S the sequences of the micro-batch.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from slime_tis.megatron.batch import TrainingBatch
+
+
+@dataclass
+class PackedSequences(PackedSeqParams):
+    """megatron-core's packed-sequence parameters, with what `TorchAttention` needs beside them."""
+
+    cos: Tensor | None = None
+    """[tokens, 1, d] cosines of the rotary angles; None where transformer-engine applies its own."""
+    sin: Tensor | None = None
+    query_index: Tensor | None = None
+    """[S·Lq] packed token at every place of the padded batch; None when all sequences are of one length."""
+    key_index: Tensor | None = None
+    """[S·Lk] the same for keys, into the tokens of all context-parallel ranks one after another."""
+    token_index: Tensor | None = None
+    """[tokens] place of every packed token in the padded batch."""
+    attention_mask: Tensor | None = None
+    """[S, 1, Lq, Lk] True where a query sees a key; None when plain causal attention is right."""
+    sequences: int = 0
+
+    def query_rows(self, x: Tensor) -> Tensor:
+        """Packed [tokens, heads, d] → padded batch [S, heads, Lq, d]."""
+        return self._rows(x, self.query_index)
+
+    def key_rows(self, x: Tensor) -> Tensor:
+        """Packed keys or values of all context-parallel ranks → padded batch [S, heads, Lk, d]."""
+        return self._rows(x, self.key_index)
+
+    def tokens(self, rows: Tensor) -> Tensor:
+        """Padded batch [S, heads, Lq, d] → packed [tokens, heads, d]."""
+        flat = rows.transpose(1, 2).flatten(0, 1)
+        return flat if self.token_index is None else flat.index_select(0, self.token_index)
+
+    def _rows(self, x: Tensor, index: Tensor | None) -> Tensor:
+        x = x if index is None else x.index_select(0, index)
+        return x.unflatten(0, (self.sequences, -1)).transpose(1, 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """One packed micro-batch on one context-parallel rank."""
+
+    batch: TrainingBatch
+    input_ids: Tensor
+    """[1, T]"""
+    position_ids: Tensor
+    """[1, T] position of every token in its own sequence."""
+    target_T: Tensor
+    """The token that follows each token in its sequence, 0 after the last."""
+    response_rows: Tensor
+    """[R] rows of T whose logits predict the response tokens this rank owns, in the order of `batch.local`."""
+    layout: PackedSequences
+
+
+def pack(
+    batch: TrainingBatch,
+    *,
+    rotary: "RotaryAngles | None" = None,
+    context_rank: int = 0,
+    context_size: int = 1,
+    tensor_size: int = 1,
+    device: torch.device | str = "cpu",
+) -> MicroBatch:
+    """Packs whole sequences into one row, cut for this context-parallel rank.
+
+    With context parallelism every sequence is cut into 2·size chunks of ceil(total / 2·size) tokens and rank r holds
+    chunks r and 2·size−1−r, so that each has as much causal attention to do. A filler sequence makes the row
+    divisible by the tensor-parallel size, as sequence parallelism requires; nothing is trained on it.
+    """
+    totals = batch.total_lengths
+    prompts = [total - response for total, response in zip(totals, batch.response_lengths, strict=True)]
+    filler = _filler_length(totals, context_size, tensor_size)
+    flat = torch.cat([*batch.tokens, torch.zeros(filler, dtype=torch.int64)])
+    total_S = torch.tensor(totals + [filler] * (filler > 0))
+    prompt_S = torch.tensor(prompts + [filler] * (filler > 0))
+    chunk_S = (total_S + 2 * context_size - 1) // (2 * context_size)
+    local_S = total_S if context_size == 1 else 2 * chunk_S
+
+    sequence_T = torch.repeat_interleave(torch.arange(len(local_S)), local_S)
+    start_S = local_S.cumsum(0) - local_S
+    place_T = torch.arange(len(sequence_T)) - start_S[sequence_T]
+    position_T = _positions(place_T, chunk_S[sequence_T], context_rank, context_size)
+    total_T = total_S[sequence_T]
+    offset_T = (total_S.cumsum(0) - total_S)[sequence_T]
+
+    def token_at(position: Tensor) -> Tensor:
+        return torch.where(position < total_T, flat[offset_T + torch.minimum(position, total_T - 1)], 0)
+
+    predicts_response_T = (position_T >= prompt_S[sequence_T] - 1) & (position_T < total_T - 1)
+    layout = _layout(local_S, start_S, sequence_T, place_T, position_T, chunk_S, context_rank, context_size)
+    if rotary is not None:
+        layout.cos, layout.sin = rotary(position_T)
+    packed = MicroBatch(
+        batch=batch,
+        input_ids=token_at(position_T)[None],
+        position_ids=position_T[None],
+        target_T=token_at(position_T + 1),
+        response_rows=predicts_response_T.nonzero().squeeze(1),
+        layout=layout,
+    )
+    return packed if torch.device(device).type == "cpu" else _to(packed, device)
+
+
+def _filler_length(totals: list[int], context_size: int, tensor_size: int) -> int:
+    if context_size == 1:
+        return -sum(totals) % tensor_size
+    local = sum(2 * -(-total // (2 * context_size)) for total in totals)
+    return (-local % (2 * tensor_size)) * context_size
+
+
+def _positions(place_T: Tensor, chunk_T: Tensor, rank: int, size: int) -> Tensor:
+    if size == 1:
+        return place_T
+    first = rank * chunk_T + place_T
+    second = (2 * size - 2 - rank) * chunk_T + place_T
+    return torch.where(place_T < chunk_T, first, second)
+
+
+def _layout(
+    local_S: Tensor,
+    start_S: Tensor,
+    sequence_T: Tensor,
+    place_T: Tensor,
+    position_T: Tensor,
+    chunk_S: Tensor,
+    rank: int,
+    size: int,
+) -> PackedSequences:
+    longest = int(local_S.max())
+    cu_seqlens = torch.cat([local_S.new_zeros(1), local_S.cumsum(0)]).to(torch.int32) * size
+    layout = PackedSequences(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=longest * size,
+        max_seqlen_kv=longest * size,
+        sequences=len(local_S),
+    )
+    if size == 1 and int(local_S.min()) == longest:
+        return layout
+    place = torch.arange(longest)
+    layout.query_index = (start_S[:, None] + torch.minimum(place, local_S[:, None] - 1)).flatten()
+    layout.token_index = sequence_T * longest + place_T
+    layout.key_index = layout.query_index
+    if size > 1:
+        key_index, seen = _gathered_keys(local_S, start_S, chunk_S, rank, size)
+        layout.key_index, layout.attention_mask = key_index, seen
+    return layout
+
+
+def _gathered_keys(local_S: Tensor, start_S: Tensor, chunk_S: Tensor, rank: int, size: int) -> tuple[Tensor, Tensor]:
+    """Where each position's key lies among all ranks' tokens, and which keys each of this rank's queries sees."""
+    tokens = int(local_S.sum())
+    chunk = chunk_S[:, None]
+    key_position = torch.arange(int(chunk_S.max()) * 2 * size)[None]
+    part = torch.minimum(key_position // chunk, torch.tensor(2 * size - 1))
+    owner = torch.where(part < size, part, 2 * size - 1 - part)
+    place = key_position % chunk + torch.where(part < size, 0, chunk)
+    key_index = (owner * tokens + start_S[:, None] + place).flatten()
+    query_place = torch.arange(int(local_S.max()))[None].expand(len(local_S), -1)
+    query_position = _positions(query_place, chunk.expand_as(query_place), rank, size)
+    inside = key_position < 2 * size * chunk
+    seen = (key_position[:, None, :] <= query_position[:, :, None]) & inside[:, None, :]
+    return key_index, seen[:, None]
+
+
+def _to(packed: MicroBatch, device: torch.device | str) -> MicroBatch:
+    def move(value: Tensor) -> Tensor:
+        return value.to(device, non_blocking=True)
+
+    moved: dict[str, Any] = {
+        name: move(value) for name, value in vars(packed.layout).items() if isinstance(value, Tensor)
+    }
+    layout = replace(packed.layout, **moved)
+    batch = replace(
+        packed.batch,
+        local={name: [move(value) for value in values] for name, values in packed.batch.local.items()},
+    )
+    return MicroBatch(
+        batch=batch,
+        input_ids=move(packed.input_ids),
+        position_ids=move(packed.position_ids),
+        target_T=move(packed.target_T),
+        response_rows=move(packed.response_rows),
+        layout=layout,
+    )
+
+
+@dataclass(frozen=True)
+class RotaryAngles:
+    """Rotary embedding of a Hugging Face model: angle = position · inverse_frequency, scaled as the model says."""
+
+    inverse_frequency: Tensor
+    """[d/2] radians per position."""
+    scaling: float = 1.0
+    """Factor on cosine and sine (1 but for YaRN)."""
+
+    def __call__(self, position_T: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine [tokens, 1, d] of integer positions [tokens]."""
+        angle = position_T[:, None].float() * self.inverse_frequency
+        angle = torch.cat([angle, angle], dim=-1)[:, None]
+        return angle.cos() * self.scaling, angle.sin() * self.scaling

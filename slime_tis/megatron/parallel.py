@@ -1,0 +1,156 @@
+"""The process groups, and the one place where device, collective library and layer implementation are chosen."""
+
+import importlib.util
+import os
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.rerun_state_machine import RerunMode, initialize_rerun_state_machine
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from torch import Tensor
+
+from slime_tis.megatron.config import MegatronConfig
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backend:
+    """What this machine offers."""
+
+    device: torch.device
+    collectives: str
+    """Backend of torch.distributed: nccl or gloo."""
+    transformer_engine: bool
+    """Layers from transformer-engine, or from megatron-core and plain torch."""
+
+
+def choose_backend() -> Backend:
+    """CUDA, NCCL and transformer-engine where they are; otherwise CPU, gloo and plain torch layers."""
+    if not torch.cuda.is_available():
+        return Backend(device=torch.device("cpu"), collectives="gloo", transformer_engine=False)
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    has_engine = importlib.util.find_spec("transformer_engine") is not None
+    return Backend(device=device, collectives="nccl", transformer_engine=has_engine)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parallel:
+    """This process's place in the model- and data-parallel layout, and the reductions over it."""
+
+    backend: Backend
+    tensor_rank: int
+    tensor_size: int
+    pipeline_rank: int
+    pipeline_size: int
+    context_rank: int
+    context_size: int
+    data_rank: int
+    data_size: int
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pipeline_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pipeline_rank == self.pipeline_size - 1
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes files and talks to the user."""
+        return dist.get_rank() == 0
+
+    @property
+    def context_group(self) -> dist.ProcessGroup:
+        """The context-parallel process group."""
+        return mpu.get_context_parallel_group()
+
+    def sum_over_context(self, table: Tensor) -> Tensor:
+        """Sums over the context-parallel ranks, in place."""
+        if self.context_size > 1:
+            dist.all_reduce(table, group=mpu.get_context_parallel_group())
+        return table
+
+    def sum_over_data(self, values: Tensor) -> Tensor:
+        """Sums over the data-parallel ranks (not over context-parallel ones), in place."""
+        if self.data_size > 1:
+            dist.all_reduce(values, group=mpu.get_data_parallel_group())
+        return values
+
+    def sum_over_data_and_context(self, values: Tensor) -> Tensor:
+        """Sums over the data- and context-parallel ranks, in place."""
+        return self._reduce_all(values, dist.ReduceOp.SUM)
+
+    def min_over_data_and_context(self, values: Tensor) -> Tensor:
+        """Minimum over the data- and context-parallel ranks, in place."""
+        return self._reduce_all(values, dist.ReduceOp.MIN)
+
+    def max_over_data_and_context(self, values: Tensor) -> Tensor:
+        """Maximum over the data- and context-parallel ranks, in place."""
+        return self._reduce_all(values, dist.ReduceOp.MAX)
+
+    def from_last_stage(self, value: T) -> T:
+        """A small Python object of the last pipeline stage, on every stage."""
+        if self.pipeline_size == 1:
+            return value
+        box: list[T] = [value]
+        dist.broadcast_object_list(
+            box, mpu.get_pipeline_model_parallel_last_rank(), mpu.get_pipeline_model_parallel_group()
+        )
+        return box[0]
+
+    def _reduce_all(self, values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
+        if self.data_size * self.context_size > 1:
+            dist.all_reduce(values, operation, group=mpu.get_data_parallel_group(with_context_parallel=True))
+        return values
+
+
+def initialize(config: MegatronConfig) -> Parallel:
+    """Starts torch.distributed (alone, or as torchrun says) and megatron-core's groups, and seeds every rank."""
+    backend = choose_backend()
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    if backend.device.type == "cuda":
+        torch.cuda.set_device(backend.device)
+    if not dist.is_initialized():
+        _start_process_group(backend)
+    mpu.initialize_model_parallel(
+        config.tensor_model_parallel_size,
+        config.pipeline_model_parallel_size,
+        context_parallel_size=config.context_parallel_size,
+        expert_model_parallel_size=config.expert_model_parallel_size,
+        create_gloo_process_groups=False,
+    )
+    initialize_rerun_state_machine(mode=RerunMode.DISABLED)
+    torch.manual_seed(config.seed)
+    # megatron-core's other random-state tracker asks the CUDA driver for its state.
+    model_parallel_cuda_manual_seed(config.seed, inference_rng_tracker=backend.device.type == "cpu")
+    return Parallel(
+        backend=backend,
+        tensor_rank=mpu.get_tensor_model_parallel_rank(),
+        tensor_size=mpu.get_tensor_model_parallel_world_size(),
+        pipeline_rank=mpu.get_pipeline_model_parallel_rank(),
+        pipeline_size=mpu.get_pipeline_model_parallel_world_size(),
+        context_rank=mpu.get_context_parallel_rank(),
+        context_size=mpu.get_context_parallel_world_size(),
+        data_rank=mpu.get_data_parallel_rank(),
+        data_size=mpu.get_data_parallel_world_size(),
+    )
+
+
+def _start_process_group(backend: Backend) -> None:
+    if "RANK" in os.environ:
+        dist.init_process_group(backend.collectives)
+    else:
+        dist.init_process_group(backend.collectives, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def shut_down() -> None:
+    """Ends megatron-core's groups and torch.distributed."""
+    mpu.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,182 @@
+"""A config field as an option: its type and help taken from the class, its value read from text.
+
+The command line and YAML both hand over text, so one rule reads both: `1e-4` is a number, `0.5_2.0` is text,
+and `true`, `yes` and `on` are the same switch wherever they stand.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import inspect
+import itertools
+import math
+import types
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import MISSING, dataclass
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+FEW = 30
+"""Names that one sentence can list, a count."""
+
+NULLS = ("", "~", "null", "none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One field of a config, as the command line and YAML see it."""
+
+    name: str
+    """Name of the field."""
+
+    kind: Any
+    """Type of the field without None: a key of KINDS or a Literal."""
+
+    nullable: bool
+    """Whether None is a value."""
+
+    default: Any
+    """Default of the field; dataclasses.MISSING where some source has to give it."""
+
+    help: str
+    """The docstring under the field, on one line."""
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The values allowed, empty where any value of the kind is."""
+        return get_args(self.kind) if get_origin(self.kind) is Literal else ()
+
+    @property
+    def default_text(self) -> str:
+        """The default in the words of --help."""
+        if self.default is MISSING:
+            return "required"
+        if self.kind is bool:
+            return f"default: {'on' if self.default else 'off'}"
+        return "default: unset" if self.default is None else f"default: {self.default}"
+
+
+def declare_options(configs: Sequence[type]) -> dict[str, Option]:
+    """The fields of dataclasses as options by name.
+
+    Args:
+        configs: dataclasses with a docstring under each field and no field name in common.
+    """
+    options = {}
+    for config in configs:
+        hints, docs = get_type_hints(config), _field_docs(config)
+        for field in dataclasses.fields(config):
+            kind, nullable = _without_none(hints[field.name])
+            options[field.name] = Option(
+                name=field.name, kind=kind, nullable=nullable, default=field.default, help=docs[field.name]
+            )
+    return options
+
+
+def read_value(label: str, option: Option, value: Any) -> Any:
+    """Reads the value of an option from text.
+
+    Args:
+        label: what the sentence of a refusal calls the option, for example `--lr` or `lr in run.yaml`.
+        option: the option.
+        value: text, or a list or mapping of texts for options that are lists.
+
+    Returns:
+        The value in the option's type, or None where the text says so and the option allows it.
+
+    Raises:
+        ValueError: one sentence, where the text is not of the type or not among the choices.
+    """
+    if value is None or (isinstance(value, str) and value.lower() in NULLS):
+        if option.nullable:
+            return None
+        raise ValueError(f"{label} is unset but must be {_wanted(option)}.")
+    try:
+        return _read_kind(option, value)
+    except ValueError:
+        raise ValueError(f"{label} is {value!r} but must be {_wanted(option)}.") from None
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The mend for an unknown word: the nearest known one, or all of them where none is near and they are few."""
+    known = list(known)
+    matches = difflib.get_close_matches(word, known, n=1)
+    if matches:
+        return f"did you mean {matches[0]}?"
+    return f"known are {', '.join(known)}." if len(known) <= FEW else "--help lists what there is."
+
+
+def _read_kind(option: Option, value: Any) -> Any:
+    if get_origin(option.kind) is tuple:
+        return _read_list(option.kind, value)
+    if not isinstance(value, str):
+        raise ValueError(value)
+    if option.choices:
+        if value not in option.choices:
+            raise ValueError(value)
+        return value
+    return READERS[option.kind](value)
+
+
+def _read_list(kind: Any, value: Any) -> tuple[Any, ...]:
+    read_item = READERS[get_args(kind)[0]]
+    if isinstance(value, dict):
+        value = [part for pair in value.items() for part in pair]
+    items = [value] if isinstance(value, str) else value
+    if not all(isinstance(item, str) for item in items):
+        raise ValueError(value)
+    return tuple(read_item(item) for item in items)
+
+
+def _read_switch(text: str) -> bool:
+    if text.lower() not in SWITCHES:
+        raise ValueError(text)
+    return SWITCHES[text.lower()]
+
+
+def _read_int(text: str) -> int:
+    if "_" in text:
+        raise ValueError(text)
+    return int(text)
+
+
+def _read_float(text: str) -> float:
+    number = float(text.replace(".inf", "inf"))
+    if "_" in text or math.isnan(number):
+        raise ValueError(text)
+    return number
+
+
+READERS: dict[Any, Callable[[str], Any]] = {bool: _read_switch, int: _read_int, float: _read_float, str: str}
+WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+
+
+def _wanted(option: Option) -> str:
+    if option.choices:
+        return "one of " + ", ".join(option.choices)
+    if get_origin(option.kind) is tuple:
+        return f"a list, each {WORDS[get_args(option.kind)[0]]}"
+    return WORDS[option.kind]
+
+
+def _without_none(hint: Any) -> tuple[Any, bool]:
+    """The type that text is read as, and whether None is allowed; text itself where the hint has str."""
+    if get_origin(hint) not in (Union, types.UnionType):
+        return hint, False
+    kinds = [part for part in get_args(hint) if part is not type(None)]
+    return (str if str in kinds else kinds[0]), type(None) in get_args(hint)
+
+
+def _field_docs(config: type) -> dict[str, str]:
+    (body,) = (node.body for node in ast.parse(inspect.getsource(config)).body if isinstance(node, ast.ClassDef))
+    return {
+        field.target.id: " ".join(doc.value.value.split())
+        for field, doc in itertools.pairwise(body)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(field.target, ast.Name)
+        and isinstance(doc, ast.Expr)
+        and isinstance(doc.value, ast.Constant)
+        and isinstance(doc.value.value, str)
+    }

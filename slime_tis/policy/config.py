@@ -1,0 +1,73 @@
+"""Options of the policy objective: advantages, clipping, the KL penalty and the entropy bonus."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+ADVANTAGE_ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus_baseline")
+KL_LOSS_TYPES = ("k1", "k2", "k3", "low_var_kl")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyConfig:
+    """What the policy maximises, apart from the rollout correction."""
+
+    advantage_estimator: Literal["grpo", "rloo", "reinforce_plus_plus_baseline"] = "grpo"
+    """How rewards become advantages: grpo (group mean and deviation), rloo (leave-one-out mean) or
+    reinforce_plus_plus_baseline (group mean, then the deviation of the batch)."""
+
+    disable_grpo_std_normalization: bool = False
+    """Leave out the division by the group's standard deviation in grpo (Dr. GRPO)."""
+
+    normalize_advantages: bool = False
+    """Shift and scale the advantages of the global batch to mean 0 and deviation 1 over valid tokens."""
+
+    eps_clip: float = 0.2
+    """PPO clip range below 1, a distance of the ratio from 1: the lower clip is 1 - eps_clip."""
+
+    eps_clip_high: float | None = None
+    """PPO clip range above 1, a distance of the ratio from 1; unset means eps_clip."""
+
+    eps_clip_c: float | None = None
+    """Dual-clip bound on the ratio at negative advantages, a ratio above 1; unset means no dual clip."""
+
+    use_kl_loss: bool = False
+    """Add kl_loss_coef times the KL divergence from the reference policy to the loss."""
+
+    kl_loss_coef: float = 0.0
+    """Coefficient of the KL loss, in loss per nat; 0 only reports the KL."""
+
+    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = "k1"
+    """Estimator of the KL from the reference policy, per token in nats; low_var_kl is k3 clamped to ±10."""
+
+    entropy_coef: float = 0.0
+    """Coefficient of the entropy bonus, in loss per nat; 0 leaves the bonus out."""
+
+    calculate_per_token_loss: bool = False
+    """Average the loss over all tokens of the global batch instead of over samples of their token means."""
+
+    def __post_init__(self) -> None:
+        for flag, value, known in (
+            ("--advantage-estimator", self.advantage_estimator, ADVANTAGE_ESTIMATORS),
+            ("--kl-loss-type", self.kl_loss_type, KL_LOSS_TYPES),
+        ):
+            if value not in known:
+                raise ValueError(f"{flag} is {value!r} but must be one of {', '.join(known)}.")
+        if not 0.0 < self.eps_clip < 1.0:
+            raise ValueError(f"--eps-clip is {self.eps_clip} but must lie between 0 and 1; 0.2 is customary.")
+        if self.eps_clip_high is not None and not self.eps_clip_high > 0.0:
+            raise ValueError(
+                f"--eps-clip-high is {self.eps_clip_high} but must be above 0; leave it out for --eps-clip."
+            )
+        if self.eps_clip_c is not None and not self.eps_clip_c > 1.0:
+            raise ValueError(f"--eps-clip-c is {self.eps_clip_c} but must be above 1; leave it out for no dual clip.")
+        if self.kl_loss_coef != 0.0 and not self.use_kl_loss:
+            raise ValueError(f"--kl-loss-coef is {self.kl_loss_coef} but has no effect alone; add --use-kl-loss.")
+        if self.kl_loss_coef < 0.0:
+            raise ValueError(f"--kl-loss-coef is {self.kl_loss_coef} but must be 0 or more.")
+
+    @property
+    def clip_high(self) -> float:
+        """The upper clip range in force: eps_clip_high, or eps_clip where it is unset."""
+        return self.eps_clip if self.eps_clip_high is None else self.eps_clip_high

@@ -1,0 +1,206 @@
+"""The objective of one micro-batch: which policy is the anchor, correction, loss, and what it is averaged over.
+
+A micro-batch returns a numerator and a count of units (tokens or sequences); the training engine sums both over all
+micro-batches and ranks and divides once, so that the mean is that of the global batch however it was split.
+
+Shapes: suffix _R the response tokens this rank holds, one sequence after another; _S the sequences.
+"""
+
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from slime_tis.correction import (
+    Correction,
+    RolloutCorrectionConfig,
+    Statistics,
+    context_parallel_slices,
+    correct,
+)
+from slime_tis.custom import call_custom_tis
+from slime_tis.policy import losses
+from slime_tis.policy.config import PolicyConfig
+from slime_tis.policy.report import SUMS, Reducer, Report, metrics_only
+
+
+class Responses(Protocol):
+    """What the objective reads of a micro-batch: whole-response facts, and this rank's slices by name."""
+
+    @property
+    def total_lengths(self) -> list[int]: ...
+
+    @property
+    def response_lengths(self) -> list[int]: ...
+
+    @property
+    def loss_masks(self) -> list[Tensor]: ...
+
+    @property
+    def local(self) -> dict[str, list[Tensor]]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyObjective:
+    """Loss of one micro-batch: DESIGN's table of algorithms, from the configuration."""
+
+    correction: RolloutCorrectionConfig
+    policy: PolicyConfig
+    recompute_old: bool
+    """Whether `old_log_probs` of the batch anchor the loss; otherwise π_old is π_θ of this very forward, detached."""
+    custom_tis: Callable[..., Any] | None = None
+    """A user's function in slime's contract, in place of the library's correction."""
+    args: Namespace | None = None
+    """The command line as slime names it, for the custom function alone."""
+    context_rank: int = 0
+    context_size: int = 1
+    context_group: Any = None
+    reduce_sequences: Callable[[Tensor], Tensor] | None = None
+    """Sums a [sequences, k] table over the context-parallel ranks."""
+    batch_norm_factor: Tensor | None = None
+    """Mean weight of the global batch, where the weights are normalised by it."""
+
+    def __call__(self, batch: Responses, log_prob_R: Tensor, entropy_R: Tensor) -> tuple[Tensor, Tensor, Report]:
+        """Returns (numerator, units, report); the loss of the step is Σ numerator / Σ units.
+
+        Args:
+            batch: the micro-batch.
+            log_prob_R: log π_θ of this rank's response tokens, with gradient.
+            entropy_R: entropies of the distributions they were predicted from.
+        """
+        lengths = [len(mask) for mask in batch.local["loss_masks"]]
+        flat = {name: torch.cat(values) for name, values in batch.local.items()}
+        old_R = self._anchor(flat, log_prob_R)
+        correction = self._correct(flat, old_R, log_prob_R, lengths)
+        weight_R, mask_R = correction.weights, correction.mask
+        assert isinstance(weight_R, Tensor) and isinstance(mask_R, Tensor)  # packed in, packed out
+
+        # What is masked or not finite gets ratio 1 before any arithmetic: a NaN behind a mask would still poison
+        # the gradient.
+        log_prob_R = torch.where(mask_R, log_prob_R, log_prob_R.detach().nan_to_num())
+        old_R = torch.where(mask_R & old_R.isfinite(), old_R, log_prob_R.detach())
+        loss_R, clipped_R = self._token_loss(log_prob_R, old_R, flat["advantages"])
+        counts_S = correction.kept_per_sequence
+        custom: dict[str, Tensor] = {}
+        if self.custom_tis is not None:
+            new_loss_R, new_mask_R, new_counts_S, custom = self._custom(batch, flat, loss_R, old_R, log_prob_R)
+            if self.correction.corrects:  # otherwise metrics alone: the loss stays as it was, to the bit
+                loss_R, mask_R, counts_S = new_loss_R, new_mask_R, new_counts_S
+        elif self.correction.use_tis:
+            loss_R = loss_R * weight_R
+
+        kept = self._reducer(mask_R, counts_S, correction.valid_per_sequence, lengths)
+        ratio_R = (log_prob_R - old_R).exp()
+        terms = {
+            "pg_loss": loss_R,
+            "pg_clipfrac": clipped_R,
+            "ppo_kl": old_R - log_prob_R,
+            "ois": ratio_R,
+            "entropy_loss": entropy_R,
+            "kl_loss": self._reference_kl(flat, log_prob_R),
+        }
+        objective_R = terms["pg_loss"] - self.policy.entropy_coef * entropy_R
+        numerator = kept.sum(objective_R + self.policy.kl_loss_coef * terms["kl_loss"])
+        original = self._reducer(
+            flat["loss_masks"] > 0, correction.valid_per_sequence, correction.valid_per_sequence, lengths
+        )
+        report = Report(
+            sums=kept.sum_each([terms[name] for name in SUMS]),
+            units=torch.stack([kept.units, original.units, counts_S.sum(), correction.valid_per_sequence.sum()])
+            * float(self.context_rank == 0),
+            statistics=correction.statistics,
+            recomputed=self._recomputed_statistics(flat, lengths),
+            custom={name: original.sum_each([value])[0] for name, value in custom.items()},
+        )
+        return numerator, report.units[0].to(torch.int), report
+
+    def _anchor(self, flat: dict[str, Tensor], log_prob_R: Tensor) -> Tensor:
+        """log π_old: the rollout's (bypass), the recomputed one, or that of this forward."""
+        if self.correction.use_rollout_logprobs:
+            return flat["rollout_log_probs"]
+        return flat["old_log_probs"] if self.recompute_old else log_prob_R.detach()
+
+    def _correct(self, flat: dict[str, Tensor], old_R: Tensor, log_prob_R: Tensor, lengths: list[int]) -> Correction:
+        train_R = log_prob_R.detach() if self.correction.use_rollout_logprobs else old_R
+        return correct(
+            metrics_only(self.correction) if self.custom_tis is not None else self.correction,
+            train_R,
+            flat["rollout_log_probs"],
+            flat["loss_masks"],
+            lengths=lengths,
+            reduce_sequences=self.reduce_sequences,
+            batch_norm_factor=self.batch_norm_factor,
+        )
+
+    def _token_loss(self, log_prob_R: Tensor, old_R: Tensor, advantage_R: Tensor) -> tuple[Tensor, Tensor]:
+        if self.correction.policy_loss == "reinforce":
+            return losses.reinforce(log_prob_R, advantage_R), torch.zeros_like(advantage_R)
+        return losses.ppo_clip(
+            log_prob_R,
+            old_R,
+            advantage_R,
+            clip_low=self.policy.eps_clip,
+            clip_high=self.policy.clip_high,
+            dual_clip=self.policy.eps_clip_c,
+        )
+
+    def _reference_kl(self, flat: dict[str, Tensor], log_prob_R: Tensor) -> Tensor:
+        if not self.policy.use_kl_loss:
+            return torch.zeros_like(log_prob_R)
+        return losses.kl_estimate(log_prob_R, flat["ref_log_probs"], self.policy.kl_loss_type)
+
+    def _recomputed_statistics(self, flat: dict[str, Tensor], lengths: list[int]) -> Statistics:
+        config = metrics_only(self.correction)
+        if not self.correction.get_mismatch_metrics:
+            return Statistics.empty(config, flat["loss_masks"].device)
+        return correct(
+            config,
+            flat["old_log_probs"],
+            flat["rollout_log_probs"],
+            flat["loss_masks"],
+            lengths=lengths,
+            reduce_sequences=self.reduce_sequences,
+        ).statistics
+
+    def _custom(
+        self,
+        batch: Responses,
+        flat: dict[str, Tensor],
+        loss_R: Tensor,
+        old_R: Tensor,
+        log_prob_R: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+        """Calls the user's function: (loss, local mask, kept tokens per sequence, figures per token)."""
+        assert self.custom_tis is not None
+        lengths = [len(mask) for mask in batch.local["loss_masks"]]
+        train_R = log_prob_R.detach() if self.correction.use_rollout_logprobs else old_R
+        new_loss_R, masks, figures = call_custom_tis(
+            self.custom_tis,
+            self.args,
+            pg_loss=loss_R,
+            train_log_probs=list(train_R.split(lengths)),
+            rollout_log_probs=list(flat["rollout_log_probs"].split(lengths)),
+            loss_masks=batch.loss_masks,
+            total_lengths=batch.total_lengths,
+            response_lengths=batch.response_lengths,
+            log_probs=list(log_prob_R.detach().split(lengths)),
+            advantages=list(flat["advantages"].split(lengths)),
+            cp_group=self.context_group,
+        )
+        mask_R = torch.cat(self._local_masks(batch, masks)) > 0
+        counts_S = torch.stack([(mask > 0).sum() for mask in masks]).double()
+        return new_loss_R, mask_R, counts_S, figures
+
+    def _local_masks(self, batch: Responses, masks: Sequence[Tensor]) -> list[Tensor]:
+        cuts = (
+            context_parallel_slices(total, length, self.context_rank, self.context_size)
+            for total, length in zip(batch.total_lengths, batch.response_lengths, strict=True)
+        )
+        return [torch.cat([mask[a], mask[b]]) for mask, (a, b) in zip(masks, cuts, strict=True)]
+
+    def _reducer(self, mask_R: Tensor, kept_S: Tensor, valid_S: Tensor, lengths: list[int]) -> Reducer:
+        counts_S = valid_S if self.correction.rejection_normalizer == "original" else kept_S
+        return Reducer.build(mask_R, counts_S, lengths, per_token=self.policy.calculate_per_token_loss)

@@ -1,0 +1,134 @@
+"""What a micro-batch's objective reports, how it merges over micro-batches and ranks, and the figures of a step.
+
+Shapes: suffix _R the response tokens a rank holds, one sequence after another; _S the sequences.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from slime_tis.correction import RolloutCorrectionConfig, Statistics, figures
+from slime_tis.policy.config import PolicyConfig
+
+SUMS = ("pg_loss", "pg_clipfrac", "ppo_kl", "ois", "entropy_loss", "kl_loss")
+Reduction = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """The mergeable part of what a micro-batch reports. Figures come from the merged report, once per step."""
+
+    sums: Tensor
+    """float64 [len(SUMS)] numerators over kept units, of this rank's tokens."""
+    units: Tensor
+    """float64 [4]: kept units, original units, kept tokens, original tokens; counted by context-parallel rank 0."""
+    statistics: Statistics
+    """The correction's table."""
+    recomputed: Statistics
+    """The table between π_old of the forward pass and π_rollout, under --get-mismatch-metrics; else empty."""
+    custom: dict[str, Tensor]
+    """Numerators over original units of the figures that a custom function returned, float64."""
+
+    def merge(self, other: "Report") -> "Report":
+        """The report of both micro-batches together."""
+        return Report(
+            sums=self.sums + other.sums,
+            units=self.units + other.units,
+            statistics=self.statistics.merge(other.statistics),
+            recomputed=self.recomputed.merge(other.recomputed),
+            custom={name: value + other.custom[name] for name, value in self.custom.items()},
+        )
+
+    def over_ranks(
+        self, *, sum_data: Reduction, sum_all: Reduction, min_all: Reduction, max_all: Reduction
+    ) -> "Report":
+        """The report of all ranks; a collective of the last pipeline stage.
+
+        Args:
+            sum_data: sums over data-parallel ranks; the statistics already are whole sequences on each
+                context-parallel rank.
+            sum_all: sums over data- and context-parallel ranks.
+            min_all: minimum over them.
+            max_all: maximum over them.
+        """
+        flat = sum_all(torch.cat([self.sums, self.units, *(value.reshape(1) for value in self.custom.values())]))
+        n = len(SUMS)
+        return Report(
+            sums=flat[:n],
+            units=flat[n : n + 4],
+            statistics=self.statistics.reduce(sum_data, min_all, max_all),
+            recomputed=self.recomputed.reduce(sum_data, min_all, max_all),
+            custom=dict(zip(self.custom, flat[n + 4 :], strict=True)),
+        )
+
+
+def step_figures(
+    report: Report, correction: RolloutCorrectionConfig, policy: PolicyConfig, *, custom: bool
+) -> dict[str, float]:
+    """The named figures of one optimizer step, from the report of all its micro-batches and ranks.
+
+    Args:
+        report: merged over micro-batches and ranks.
+        correction: the configuration it was made under.
+        policy: the configuration it was made under.
+        custom: a user's function did the correction, so the library's table holds mismatch statistics alone.
+    """
+    kept, original, kept_tokens, original_tokens = report.units.tolist()
+    kept, original = max(kept, 1.0), max(original, 1.0)
+    means = dict(zip(SUMS, (report.sums / kept).tolist(), strict=True))
+    means["loss"] = (
+        means["pg_loss"] - policy.entropy_coef * means["entropy_loss"] + policy.kl_loss_coef * means["kl_loss"]
+    )
+    if not policy.use_kl_loss:
+        del means["kl_loss"]
+    means |= figures(metrics_only(correction) if custom else correction, report.statistics)
+    means["gradient_kept_fraction"] = kept_tokens / max(original_tokens, 1.0)
+    if correction.get_mismatch_metrics:
+        recomputed = figures(metrics_only(correction), report.recomputed)
+        means |= {name: value for name, value in recomputed.items() if name != "gradient_kept_fraction"}
+    means |= {name: float(value) / original for name, value in report.custom.items()}
+    return means
+
+
+@dataclass(frozen=True)
+class Reducer:
+    """Masked sums whose quotient by `units` is the mean over tokens, or over sequences of their token means."""
+
+    scale_R: Tensor
+    """float32: what one token counts, 0 where it is masked."""
+    units: Tensor
+    """float64 scalar: tokens, or sequences that have any."""
+
+    @classmethod
+    def build(cls, mask_R: Tensor, counts_S: Tensor, lengths: list[int], *, per_token: bool) -> "Reducer":
+        """From the kept tokens on this rank and the tokens each whole sequence is averaged over."""
+        if per_token:
+            return cls(mask_R.float(), counts_S.sum())
+        inverse_S = torch.where(counts_S > 0, 1 / counts_S.clamp_min(1), 0.0).float()
+        repeats = torch.tensor(lengths, device=inverse_S.device)
+        inverse_R = inverse_S.repeat_interleave(repeats, output_size=len(mask_R))
+        return cls(torch.where(mask_R, inverse_R, 0.0), (counts_S > 0).sum().to(counts_S.dtype))
+
+    def sum(self, term_R: Tensor) -> Tensor:
+        """Σ scale · term, with gradient; a masked token contributes nothing, whatever stands there."""
+        return torch.where(self.scale_R > 0, term_R, 0.0) @ self.scale_R
+
+    def sum_each(self, terms_R: Sequence[Tensor]) -> Tensor:
+        """The sums of several terms, float64 [len(terms)], without gradient."""
+        seen_R = self.scale_R > 0
+        terms = torch.stack([torch.where(seen_R, term_R.detach(), 0.0) for term_R in terms_R])
+        return terms.double() @ self.scale_R.double()
+
+
+def metrics_only(config: RolloutCorrectionConfig) -> RolloutCorrectionConfig:
+    """The same configuration with weights and rejection off: statistics alone."""
+    return replace(
+        config,
+        use_tis=False,
+        use_rs=False,
+        rs_veto_threshold=None,
+        rollout_rs=None,
+        rollout_rs_threshold=None,
+    )

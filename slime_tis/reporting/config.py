@@ -1,0 +1,56 @@
+"""Options of the reports: the run directory, the progress bar, TensorBoard and Weights & Biases."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from typing import Literal
+
+WANDB_MODES = ("online", "offline", "disabled")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportingConfig:
+    """Where the figures of a run go."""
+
+    output_dir: str = "runs/latest"
+    """Run directory: config.yaml, metrics.jsonl, summary.png and TensorBoard events."""
+
+    use_tensorboard: bool = False
+    """Write TensorBoard events below the run directory."""
+
+    tb_project_name: str | None = None
+    """Sub-directory of the TensorBoard events that groups runs."""
+
+    tb_experiment_name: str | None = None
+    """Sub-directory of the TensorBoard events that names the run."""
+
+    use_wandb: bool = False
+    """Log to Weights & Biases; the key comes from the environment variable WANDB_API_KEY only."""
+
+    wandb_project: str | None = None
+    """Weights & Biases project; unset means slime_tis."""
+
+    wandb_group: str | None = None
+    """Weights & Biases group of the run."""
+
+    wandb_mode: Literal["online", "offline", "disabled"] | None = None
+    """Weights & Biases mode; unset means the one of the environment."""
+
+    wandb_dir: str | None = None
+    """Directory of Weights & Biases files; unset means the run directory."""
+
+    progress: bool = True
+    """Progress bar on stderr, where that is a terminal."""
+
+    def __post_init__(self) -> None:
+        if not self.output_dir:
+            raise ValueError("--output-dir is empty but must name a directory, for example runs/latest.")
+        for flag, used, package in (
+            ("--use-tensorboard", self.use_tensorboard, "tensorboard"),
+            ("--use-wandb", self.use_wandb, "wandb"),
+        ):
+            if used and importlib.util.find_spec(package) is None:
+                raise ValueError(f"{flag} is on but {package} is not installed; run pip install {package}.")
+        if self.wandb_mode is not None and self.wandb_mode not in WANDB_MODES:
+            raise ValueError(f"--wandb-mode is {self.wandb_mode!r} but must be one of {', '.join(WANDB_MODES)}.")

@@ -1,0 +1,218 @@
+"""Where the figures of a step go: one `log(metrics, step)` for the console, JSONL, TensorBoard and W&B."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from tqdm import tqdm
+
+from slime_tis.reporting.config import ReportingConfig
+from slime_tis.reporting.run_directory import METRICS, TENSORBOARD, prepare_run_directory, write_atomically
+from slime_tis.reporting.summary import plot_summary
+
+COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("reward", "rollout/raw_reward", "{:.3f}".format),
+    ("loss", "train/loss", "{:+.4f}".format),
+    ("grad norm", "train/grad_norm", "{:.3f}".format),
+    ("kl", "train/mismatch_kl", "{:+.1e}".format),
+    ("weight", "train/mis_ratio_mean_after_mis", "{:.3f}".format),
+    ("rejected", "train/gradient_kept_fraction", lambda kept: f"{1 - kept:.1%}"),
+    ("time", "perf/step_time", "{:.2f} s".format),
+)
+"""What the console shows of a step: a word, the metric and its format; one that is not there is left out."""
+
+
+class Reporter(Protocol):
+    """Somewhere that figures go."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Reports the figures of a step; steps rise from call to call."""
+
+    def close(self) -> None:
+        """Finishes what is still open."""
+
+
+class Reporters:
+    """Several reporters as one; with none of them, a rank that reports nothing."""
+
+    def __init__(self, reporters: Sequence[Reporter]) -> None:
+        self._reporters = reporters
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Reports to each."""
+        for reporter in self._reporters:
+            reporter.log(metrics, step)
+
+    def close(self) -> None:
+        """Closes each."""
+        for reporter in self._reporters:
+            reporter.close()
+
+
+class JsonLines:
+    """metrics.jsonl: one object a line, whole after every step. A figure that is not finite becomes null."""
+
+    def __init__(self, path: Path, resume_step: int = 0) -> None:
+        _keep_steps_before(path, resume_step)
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (open as long as the run)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Appends a line and flushes it."""
+        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        self._file.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+class Console:
+    """One readable line a step on stdout, above a progress bar on stderr where that is a terminal.
+
+    Steps count from 1; step 0 is what is reported before training.
+    """
+
+    def __init__(self, total_steps: int, resume_step: int = 0, progress: bool = True) -> None:
+        shown = progress and sys.stderr.isatty()
+        self._total = total_steps
+        self._bar = tqdm(
+            total=total_steps, initial=max(resume_step - 1, 0), unit="step", disable=not shown, leave=False
+        )
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Prints the line of a step."""
+        tqdm.write(format_step(metrics, step, self._total), file=sys.stdout)
+        sys.stdout.flush()
+        self._bar.update(max(step - self._bar.n, 0))
+
+    def close(self) -> None:
+        """Takes the bar away."""
+        self._bar.close()
+
+
+class TensorBoard:
+    """Scalars as TensorBoard events; a resumed run hides what an earlier one logged at its steps.
+
+    A step is one event of all its scalars: written one by one they would take 1 % of a small step.
+    """
+
+    def __init__(self, directory: Path, resume_step: int = 0) -> None:
+        # slow to import, and only when asked for
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
+        from tensorboard.compat.proto.summary_pb2 import Summary as Scalars  # type: ignore[import-untyped]
+        from torch.utils.tensorboard import FileWriter
+
+        self._scalars = Scalars
+        self._writer = FileWriter(str(directory), flush_secs=10)
+        self._writer.add_event(Event(session_log=SessionLog(status=SessionLog.START)), resume_step)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Adds one scalar a metric."""
+        values = [self._scalars.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._writer.add_summary(self._scalars(value=values), step)
+
+    def close(self) -> None:
+        """Flushes and closes the event file."""
+        self._writer.close()
+
+
+class WandB:
+    """Scalars to Weights & Biases; the key comes from WANDB_API_KEY in the environment."""
+
+    def __init__(self, config: ReportingConfig, directory: Path, effective_config: Mapping[str, Any]) -> None:
+        import wandb  # an optional package
+
+        self._run = wandb.init(
+            project=config.wandb_project or "slime_tis",
+            group=config.wandb_group,
+            mode=config.wandb_mode,
+            dir=config.wandb_dir or str(directory),
+            config=dict(effective_config),
+        )
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Sends the figures of a step."""
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """Uploads the rest and ends the run."""
+        self._run.finish()
+
+
+class Summary:
+    """summary.png, drawn from metrics.jsonl when the run ends."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Leaves the figures to metrics.jsonl."""
+
+    def close(self) -> None:
+        """Draws the picture."""
+        plot_summary(self._directory)
+
+
+def open_reporters(
+    config: ReportingConfig,
+    effective_config: Mapping[str, Any],
+    *,
+    total_steps: int,
+    resume_step: int = 0,
+    rank: int = 0,
+) -> Reporter:
+    """The reporters that a run asks for, with its directory prepared.
+
+    Args:
+        config: which reporters, and where they write.
+        effective_config: plain values of the whole configuration, written as config.yaml and sent to W&B.
+        total_steps: steps of the whole run, a count.
+        resume_step: first step that will be logged; whatever was logged at or beyond it is dropped.
+        rank: rank of this process; all but rank 0 report nothing.
+
+    Returns:
+        One reporter; close it when the run ends.
+    """
+    if rank != 0:
+        return Reporters(())
+    directory = prepare_run_directory(config.output_dir, effective_config, resume_step)
+    reporters: list[Reporter] = [
+        JsonLines(directory / METRICS, resume_step),
+        Console(total_steps, resume_step, config.progress),
+    ]
+    if config.use_tensorboard:
+        names = [name for name in (config.tb_project_name, config.tb_experiment_name) if name]
+        reporters.append(TensorBoard(directory.joinpath(TENSORBOARD, *names), resume_step))
+    if config.use_wandb:
+        reporters.append(WandB(config, directory, effective_config))
+    return Reporters([*reporters, Summary(directory)])
+
+
+def format_step(metrics: Mapping[str, float], step: int, total_steps: int) -> str:
+    """The console's line of a step: its number, the columns there are, the score of every evaluation."""
+    width = len(str(total_steps))
+    parts = [f"step {step:>{width}}/{total_steps}"]
+    parts += [f"{word} {show(metrics[name])}" for word, name, show in COLUMNS if name in metrics]
+    evaluations = (name for name in metrics if name.startswith("eval/") and name.count("/") == 1)
+    parts += [f"{name} {metrics[name]:.3f}" for name in evaluations]
+    return "  ".join(parts)
+
+
+def _keep_steps_before(path: Path, resume_step: int) -> None:
+    """Drops the lines at or beyond a step, and a last line that was cut off."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            if json.loads(line)["step"] < resume_step:
+                kept.append(line + "\n")
+        except json.JSONDecodeError:
+            continue
+    write_atomically(path, "".join(kept))

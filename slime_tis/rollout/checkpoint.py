@@ -1,0 +1,71 @@
+"""Loads a Hugging Face checkpoint directory for sampling."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+
+def load_model(path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
+    """The causal language model of a directory, in evaluation mode and without gradients.
+
+    Raises:
+      ValueError: no checkpoint there, or one of an architecture that transformers does not know.
+    """
+    _check_directory(Path(path))
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ValueError(
+            f"--hf-checkpoint is {str(path)!r}, which does not load: {_first_line(error)}"
+        ) from error
+    return model.eval().requires_grad_(False)
+
+
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a checkpoint directory.
+
+    Raises:
+      ValueError: no checkpoint there, or no tokenizer in it.
+    """
+    _check_directory(Path(path))
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ValueError(
+            f"--hf-checkpoint is {str(path)!r}, whose tokenizer does not load: {_first_line(error)}"
+        ) from error
+
+
+def linear_weight_names(model: PreTrainedModel) -> frozenset[str]:
+    """Names of the weights of all linear layers but the output layer: those that 8-bit engines round."""
+    output_layer = model.get_output_embeddings()
+    return frozenset(
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not output_layer
+    )
+
+
+def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """End-of-sequence tokens of the generation configuration, or the tokenizer's where that names none."""
+    ids = model.generation_config.eos_token_id
+    ids = tokenizer.eos_token_id if ids is None else ids
+    if ids is None:
+        return ()
+    return tuple(ids) if isinstance(ids, (list, tuple)) else (ids,)
+
+
+def _check_directory(path: Path) -> None:
+    if not (path / "config.json").is_file():
+        raise ValueError(
+            f"--hf-checkpoint is {str(path)!r}, which has no config.json; give a directory that holds a "
+            "Hugging Face checkpoint."
+        )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

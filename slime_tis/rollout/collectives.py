@@ -1,0 +1,53 @@
+"""Shares independent work over the ranks of a torch.distributed job, or does it all where there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch.distributed as dist
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def map_over_ranks(function: Callable[[Sequence[Item]], list[Result]], items: Sequence[Item]) -> list[Result]:
+    """`function(items)`, each rank working on every world-size-th item.
+
+    A collective: every rank passes the same items and gets all results, in the items' order. An error on one
+    rank is raised on all of them, so that none is left waiting for the others.
+
+    Args:
+      function: maps a list of items to a list of as many picklable results.
+      items: the work.
+
+    Raises:
+      ValueError: the function's ValueError on whichever rank met it.
+      RuntimeError: any other error, on the ranks that did not meet it.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return function(items)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    outcome: list[Result] | Exception
+    try:
+        outcome = function(items[rank::size])
+    except Exception as error:
+        outcome = error
+    sent = _portable(outcome) if isinstance(outcome, Exception) else outcome
+    outcomes: list[list[Result] | Exception] = [[] for _ in range(size)]
+    dist.all_gather_object(outcomes, sent)
+    if isinstance(outcome, Exception):
+        raise outcome
+    results: list[Result] = [None] * len(items)  # type: ignore[list-item]
+    for other, part in enumerate(outcomes):
+        if isinstance(part, Exception):
+            raise part
+        results[other::size] = part
+    return results
+
+
+def _portable(error: Exception) -> Exception:
+    """The same message in a built-in type, which every rank can unpickle."""
+    if isinstance(error, ValueError):
+        return ValueError(str(error))
+    return RuntimeError(f"{type(error).__name__}: {error}")

@@ -1,0 +1,184 @@
+"""Options of the rollouts: the sampling engine, prompts, sampling, rewards and evaluation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+ROLLOUT_ENGINES = ("local",)
+ROLLOUT_PRECISIONS = ("fp32", "bf16", "fp8", "int8")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """Where prompts come from, how responses are sampled, and how they are scored."""
+
+    rollout_engine: Literal["local"] = "local"
+    """Engine that samples the responses: local runs transformers inside the training process."""
+
+    rollout_precision: Literal["fp32", "bf16", "fp8", "int8"] = "fp32"
+    """Precision of the engine's own copy of the weights; below fp32 the mismatch with training is real."""
+
+    update_weights_interval: int = 1
+    """Rollouts between two weight updates of the engine, a count; N makes samples up to N steps stale."""
+
+    prompt_data: str
+    """File of training prompts, JSONL or parquet, one prompt a row."""
+
+    input_key: str = "input"
+    """Key of a row that holds the prompt: a string, or a list of chat messages."""
+
+    label_key: str | None = None
+    """Key of a row that holds the label given to the reward; unset means no label."""
+
+    metadata_key: str = "metadata"
+    """Key of a row that holds a mapping handed to custom rewards."""
+
+    apply_chat_template: bool = False
+    """Render prompts with the tokenizer's chat template instead of tokenizing them as they are."""
+
+    rollout_batch_size: int
+    """Prompts sampled per rollout, a count."""
+
+    n_samples_per_prompt: int = 1
+    """Responses sampled per prompt, a count; the group that baselines are taken over."""
+
+    rollout_max_response_len: int
+    """Longest response, in tokens."""
+
+    rollout_max_prompt_len: int | None = None
+    """Longest prompt, in tokens; longer ones are left out of the data; unset means the context's limit."""
+
+    rollout_max_context_len: int | None = None
+    """Longest prompt and response together, in tokens; unset means the model's own limit."""
+
+    rollout_temperature: float = 1.0
+    """Sampling temperature that divides the logits."""
+
+    rollout_top_p: float = 1.0
+    """Nucleus sampling keeps the likeliest tokens of this total probability; 1 keeps all."""
+
+    rollout_top_k: int = -1
+    """Top-k sampling keeps this many of the likeliest tokens, a count; -1 keeps all."""
+
+    rollout_shuffle: bool = False
+    """Visit the prompts in a new order every epoch."""
+
+    rollout_seed: int = 42
+    """Seed of sampling and shuffling, an integer."""
+
+    rollout_stop_token_ids: tuple[int, ...] | None = None
+    """Token ids that end a response besides the tokenizer's end of sequence."""
+
+    rm_type: str | None = None
+    """Name of a built-in reward, for example exact_match."""
+
+    custom_rm_path: str | None = None
+    """Reward function of your own, as pkg.module.function or path/file.py:function."""
+
+    eval_interval: int | None = None
+    """Rollouts between two evaluations, a count; unset means before and after training only."""
+
+    eval_prompt_data: tuple[str, ...] | None = None
+    """Held-out prompt files as NAME PATH pairs; a single PATH is named eval."""
+
+    n_samples_per_eval_prompt: int = 1
+    """Responses sampled per held-out prompt, a count."""
+
+    eval_temperature: float = 0.0
+    """Sampling temperature of evaluation; 0 is greedy."""
+
+    eval_top_p: float = 1.0
+    """Nucleus probability of evaluation; 1 keeps all tokens."""
+
+    eval_max_response_len: int | None = None
+    """Longest response in evaluation, in tokens; unset means rollout_max_response_len."""
+
+    eval_input_key: str | None = None
+    """Key of a held-out row that holds the prompt; unset means input_key."""
+
+    eval_label_key: str | None = None
+    """Key of a held-out row that holds the label; unset means label_key."""
+
+    skip_eval_before_train: bool = False
+    """Leave out the evaluation before the first step."""
+
+    def __post_init__(self) -> None:
+        _check_choices(self)
+        _check_counts(self)
+        _check_sampling(self)
+        _check_evaluation(self)
+        if self.rm_type is None and self.custom_rm_path is None:
+            raise ValueError("--rm-type is unset and so is --custom-rm-path; add one of them to score responses.")
+        if self.rm_type is not None and self.custom_rm_path is not None:
+            raise ValueError(
+                f"--rm-type is {self.rm_type!r} and --custom-rm-path is {self.custom_rm_path!r}; "
+                "leave one of the two out."
+            )
+
+    @property
+    def eval_prompt_sets(self) -> tuple[tuple[str, str], ...]:
+        """The held-out prompt files as (name, path) pairs, empty without evaluation."""
+        parts = self.eval_prompt_data or ()
+        if len(parts) == 1:
+            return (("eval", parts[0]),)
+        return tuple(zip(parts[::2], parts[1::2], strict=True))
+
+
+def _check_choices(config: RolloutConfig) -> None:
+    for name, known in (("rollout_engine", ROLLOUT_ENGINES), ("rollout_precision", ROLLOUT_PRECISIONS)):
+        value = getattr(config, name)
+        if value not in known:
+            raise ValueError(f"{_flag(name)} is {value!r} but must be one of {', '.join(known)}.")
+
+
+def _check_counts(config: RolloutConfig) -> None:
+    for name in (
+        "update_weights_interval",
+        "rollout_batch_size",
+        "n_samples_per_prompt",
+        "rollout_max_response_len",
+        "rollout_max_prompt_len",
+        "rollout_max_context_len",
+        "eval_interval",
+        "n_samples_per_eval_prompt",
+        "eval_max_response_len",
+    ):
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{_flag(name)} is {value} but must be 1 or more.")
+
+
+def _check_sampling(config: RolloutConfig) -> None:
+    if config.rollout_temperature <= 0.0:
+        raise ValueError(
+            f"--rollout-temperature is {config.rollout_temperature} but must be above 0; greedy samples of a "
+            "group are all alike and teach nothing."
+        )
+    if config.eval_temperature < 0.0:
+        raise ValueError(f"--eval-temperature is {config.eval_temperature} but must be 0 (greedy) or more.")
+    for name in ("rollout_top_p", "eval_top_p"):
+        value = getattr(config, name)
+        if not 0.0 < value <= 1.0:
+            raise ValueError(f"{_flag(name)} is {value} but must be above 0 and at most 1; 1 keeps all tokens.")
+    if config.rollout_top_k != -1 and config.rollout_top_k < 1:
+        raise ValueError(f"--rollout-top-k is {config.rollout_top_k} but must be 1 or more, or -1 for all tokens.")
+
+
+def _check_evaluation(config: RolloutConfig) -> None:
+    parts = config.eval_prompt_data
+    if config.eval_interval is not None and not parts:
+        raise ValueError(
+            f"--eval-interval is {config.eval_interval} but --eval-prompt-data is unset; add --eval-prompt-data FILE."
+        )
+    if parts is not None and len(parts) != 1 and len(parts) % 2 == 1:
+        raise ValueError(
+            f"--eval-prompt-data is {' '.join(parts)!r}, {len(parts)} values, but needs one PATH or NAME PATH pairs."
+        )
+    names = [name for name, _ in config.eval_prompt_sets]
+    if len(set(names)) < len(names):
+        raise ValueError(f"--eval-prompt-data names {', '.join(names)} but each name may stand only once.")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,149 @@
+"""Batched decoding of a Hugging Face causal language model, each prompt run once for all of its samples.
+
+Shape suffixes: P prompts, B samples (each prompt's stand together), R samples still in the batch, L tokens of
+the longest prompt, T tokens of the longest response, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from slime_tis.rollout.kv_cache import growing_cache
+from slime_tis.rollout.sample import Sampling
+from slime_tis.rollout.sampling import sample_tokens
+
+DROP_BELOW = (
+    0.5  # finished samples leave the batch once they are more than half of it: each time copies the cache
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoded:
+    """What a batch of samples came to; entries past a sample's length mean nothing."""
+
+    tokens_BT: Tensor
+    """Sampled tokens, int64."""
+
+    log_probs_BT: Tensor
+    """Their log-probs, float32."""
+
+    lengths_B: Tensor
+    """Tokens of each response, its stop token included."""
+
+    stopped_B: Tensor
+    """True where a stop token ended the response."""
+
+
+@torch.inference_mode()
+def decode(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    limits: Sequence[int],
+    uniforms_BT: Tensor,
+    sampling: Sampling,
+    stop_token_ids: Sequence[int],
+) -> Decoded:
+    """Samples `sampling.n_samples` responses to each prompt.
+
+    Args:
+      model: in evaluation mode.
+      prompts: P lists of token ids, padded on the left to the longest of them.
+      limits: P counts, the most tokens a response to each prompt may have.
+      uniforms_BT: [B, T] float64 in [0, 1) with T the largest limit; sample b draws token t with [b, t].
+      sampling: temperature, top-p, top-k and the number of samples.
+      stop_token_ids: tokens that end a response, and belong to it.
+
+    Returns:
+      B samples, those of a prompt next to each other, on the model's device.
+    """
+    device, n_samples = model.device, sampling.n_samples
+    uniforms_BT = uniforms_BT.to(device)
+    stops = torch.tensor(stop_token_ids, device=device)
+    limits_R = torch.tensor(limits, device=device).repeat_interleave(n_samples)
+    batch = _Batch(model, prompts, limits, n_samples)
+    tokens_BT = torch.zeros_like(uniforms_BT, dtype=torch.int64)
+    log_probs_BT = torch.zeros_like(uniforms_BT, dtype=torch.float32)
+    lengths_B = torch.zeros_like(limits_R)
+    stopped_B = torch.zeros_like(limits_R, dtype=torch.bool)
+    rows_R = torch.arange(len(limits_R), device=device)
+    alive_R = torch.ones_like(stopped_B)
+    for step in range(uniforms_BT.shape[1]):
+        tokens_R, log_probs_R = sample_tokens(
+            batch.logits_RV,
+            uniforms_BT[rows_R, step],
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+        )
+        tokens_BT[rows_R, step], log_probs_BT[rows_R, step] = tokens_R, log_probs_R
+        lengths_B[rows_R] += alive_R
+        stop_R = (tokens_R[:, None] == stops).any(-1)
+        stopped_B[rows_R] |= stop_R & alive_R
+        alive_R = alive_R & ~stop_R & (limits_R > step + 1)
+        n_alive = int(alive_R.sum())
+        if n_alive == 0:
+            break
+        if n_alive < DROP_BELOW * len(alive_R):
+            kept = alive_R.nonzero().squeeze(-1)
+            batch.keep(kept)
+            rows_R, limits_R, alive_R, tokens_R = rows_R[kept], limits_R[kept], alive_R[kept], tokens_R[kept]
+        batch.extend(tokens_R)
+    return Decoded(tokens_BT=tokens_BT, log_probs_BT=log_probs_BT, lengths_B=lengths_B, stopped_B=stopped_B)
+
+
+class _Batch:
+    """The samples being decoded: their shared past in the cache, and the logits of the token to come.
+
+    Prompts of one length need neither attention mask nor position ids, and models are faster without.
+    """
+
+    logits_RV: Tensor
+
+    def __init__(
+        self, model: PreTrainedModel, prompts: Sequence[Sequence[int]], limits: Sequence[int], n_samples: int
+    ) -> None:
+        """Runs each prompt once and shares its cache among its samples."""
+        self._model, self._cache = model, growing_cache(model.config)
+        self._length = max(len(prompt) for prompt in prompts)
+        padding = [self._length - len(prompt) for prompt in prompts]
+        ids_PL = torch.tensor(
+            [[0] * pad + list(prompt) for pad, prompt in zip(padding, prompts, strict=True)]
+        )
+        self._padding_R: Tensor | None = torch.tensor(padding, device=model.device) if any(padding) else None
+        # A finished sample is decoded on until it is dropped; its positions must stay inside the context.
+        self._last_position = (
+            max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True)) - 1
+        )
+        self._forward(ids_PL.to(model.device))
+        self._cache.batch_repeat_interleave(n_samples)
+        self.logits_RV = self.logits_RV.repeat_interleave(n_samples, 0)
+        if self._padding_R is not None:
+            self._padding_R = self._padding_R.repeat_interleave(n_samples)
+
+    def extend(self, tokens_R: Tensor) -> None:
+        """Appends one token to each sample."""
+        self._length += 1
+        self._forward(tokens_R[:, None])
+
+    def keep(self, kept: Tensor) -> None:
+        """Drops all samples but those at the given places, before `extend` makes new logits."""
+        self._cache.batch_select_indices(kept)
+        if self._padding_R is not None:
+            self._padding_R = self._padding_R[kept]
+
+    def _forward(self, ids_RN: Tensor) -> None:
+        """Runs the last N tokens of the `_length` that each sample has."""
+        masking: dict[str, Tensor] = {}
+        if self._padding_R is not None:
+            places_RL = torch.arange(self._length, device=ids_RN.device) - self._padding_R[:, None]
+            masking["attention_mask"] = places_RL >= 0
+            masking["position_ids"] = places_RL[:, -ids_RN.shape[1] :].clamp(0, self._last_position)
+        output = self._model(
+            input_ids=ids_RN, past_key_values=self._cache, use_cache=True, logits_to_keep=1, **masking
+        )
+        self.logits_RV = output.logits[:, -1]

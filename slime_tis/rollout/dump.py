@@ -1,0 +1,72 @@
+"""Samples in a file: one JSON object a line, to look at, to analyse, or to train on again."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from slime_tis.rollout.sample import Prompt, Sample
+
+
+def save_samples(path: str | Path, groups: Sequence[Sequence[Sample]]) -> None:
+    """Writes every sample of a rollout, under another name until the file is whole.
+
+    A log-prob that is no finite number becomes null.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    with unfinished.open("w", encoding="utf-8") as lines:
+        for sample in (sample for group in groups for sample in group):
+            lines.write(json.dumps(_plain(sample), allow_nan=False) + "\n")
+    unfinished.rename(path)
+
+
+def load_samples(path: str | Path) -> list[list[Sample]]:
+    """Reads the groups of a rollout back.
+
+    Raises:
+      ValueError: no file, or a line that is no sample, with its number.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(
+            f"the rollout data {str(path)!r} does not exist; --save-debug-rollout-data writes it."
+        )
+    groups: dict[int, list[Sample]] = {}
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            sample = _sample(line, f"{path}, line {number}")
+            groups.setdefault(sample.group_index, []).append(sample)
+    if not groups:
+        raise ValueError(f"the rollout data {str(path)!r} is empty.")
+    return list(groups.values())
+
+
+def _plain(sample: Sample) -> dict[str, Any]:
+    row = dataclasses.asdict(sample)
+    row["rollout_log_probs"] = [
+        value if value is not None and math.isfinite(value) else None for value in row["rollout_log_probs"]
+    ]
+    return row
+
+
+def _sample(line: str, place: str) -> Sample:
+    try:
+        row = json.loads(line)
+        row["prompt"] = Prompt(**{**row["prompt"], "token_ids": tuple(row["prompt"]["token_ids"])})
+        sample = Sample(**row)
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{place} is not a sample: {error}.") from error
+    lengths = {
+        name: len(getattr(sample, name))
+        for name in ("response_ids", "rollout_log_probs", "loss_mask", "weight_versions")
+    }
+    if len(set(lengths.values())) > 1:
+        listed = ", ".join(f"{name} {length}" for name, length in lengths.items())
+        raise ValueError(f"{place} has lists of different lengths: {listed}.")
+    return sample

@@ -1,0 +1,259 @@
+"""The in-process rollout engine: batched decoding with transformers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from slime_tis.rollout.checkpoint import eos_token_ids, linear_weight_names, load_model
+from slime_tis.rollout.collectives import map_over_ranks
+from slime_tis.rollout.decode import Decoded, decode
+from slime_tis.rollout.quantize import round_fp8, round_int8
+from slime_tis.rollout.sample import FinishReason, Prompt, Sample, Sampling
+from slime_tis.rollout.sampling import prompt_uniforms
+
+COMPUTE_DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp8": torch.float32,
+    "int8": torch.float32,
+}
+WEIGHTS = "rollout_weights.safetensors"
+ROUNDINGS: dict[str, Callable[[Tensor], Tensor]] = {"fp8": round_fp8, "int8": round_int8}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Request:
+    prompt: Prompt
+    occurrence: int  # how often the same prompt stands earlier in the batch
+    limit: int  # tokens that a response may have
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Response:
+    """One sample without its prompt, which the other ranks have."""
+
+    token_ids: list[int]
+    log_probs: list[float]
+    finish_reason: FinishReason
+    text: str
+
+
+class LocalEngine:
+    """Samples with a Hugging Face model held in this process, as `engine.RolloutEngine` asks.
+
+    Each prompt is run once and its cache shared by its samples. What a sample is depends on nothing but the
+    seed, its prompt and the weights: neither on the batch nor on the rank it is made in. In a
+    torch.distributed job every rank holds the whole model and samples its share of the prompts.
+
+    Precisions: fp32; bf16 runs the whole model in bfloat16; fp8 and int8 round the weights of the linear
+    layers (not embeddings, norms, biases and the output layer) and compute in float32, which emulates the
+    weight rounding of such engines and not their rounding of activations.
+    """
+
+    def __init__(
+        self,
+        hf_checkpoint: str | Path,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        precision: str = "fp32",
+        max_batch: int = 512,
+        max_batch_tokens: int = 131072,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Loads the checkpoint as weight version 0.
+
+        Args:
+          hf_checkpoint: directory with config.json and weights of a causal language model.
+          tokenizer: of the checkpoint.
+          precision: fp32, bf16, fp8 or int8.
+          max_batch: most samples decoded at a time, which bounds the memory of logits.
+          max_batch_tokens: most prompt and response tokens of samples decoded at a time, which bounds that of
+            the key/value cache. The samples of one prompt are decoded together whatever the bounds.
+          device: where the model lives.
+        """
+        if precision not in COMPUTE_DTYPES:
+            raise ValueError(
+                f"rollout precision is {precision!r} but must be one of {', '.join(COMPUTE_DTYPES)}."
+            )
+        self.weight_version = 0
+        self._tokenizer = tokenizer
+        self._max_batch = max_batch
+        self._max_batch_tokens = max_batch_tokens
+        self._model = load_model(hf_checkpoint, COMPUTE_DTYPES[precision]).to(device)
+        self._parameters = dict(self._model.named_parameters(remove_duplicate=False))
+        self._round = ROUNDINGS.get(precision)
+        self._rounded_names = linear_weight_names(self._model) if self._round else frozenset()
+        for name in self._rounded_names:
+            self._assign(name, self._parameters[name])
+        self._eos_token_ids = eos_token_ids(self._model, tokenizer)
+        self._context_len = getattr(self._model.config, "max_position_embeddings", None)
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> list[list[Sample]]:
+        """Samples `sampling.n_samples` responses to each prompt; see `engine.RolloutEngine`.
+
+        Raises:
+          ValueError: a prompt leaves no room for a response in the context.
+        """
+        requests = self._requests(prompts, sampling)
+        groups = map_over_ranks(lambda share: self._respond(share, sampling, seed), requests)
+        return [
+            [
+                self._sample(prompt, response, group_index, group_index * sampling.n_samples + place)
+                for place, response in enumerate(responses)
+            ]
+            for group_index, (prompt, responses) in enumerate(zip(prompts, groups, strict=True))
+        ]
+
+    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Takes a whole set of weights.
+
+        Args:
+          named_tensors: Hugging Face names and whole tensors; each is rounded as it arrives. The output layer
+            may be missing where it is tied to the embedding.
+          version: that the tokens sampled from now on carry.
+
+        Raises:
+          ValueError: an unknown name, a shape that differs from the checkpoint's, or a missing parameter.
+        """
+        arrived = set()
+        for name, tensor in named_tensors:
+            self._check(name, tensor, version)
+            self._assign(name, tensor)
+            arrived.add(id(self._parameters[name]))
+        missing = [name for name, parameter in self._parameters.items() if id(parameter) not in arrived]
+        if missing:
+            raise ValueError(
+                f"weight update {version} lacks {len(missing)} parameters of the rollout model, the first of "
+                f"them {missing[0]!r}."
+            )
+        self.weight_version = version
+
+    def save_weights(self, directory: Path) -> None:
+        """Writes the weights in use, rounded as they are, into a checkpoint."""
+        save_file({name: weight.detach().cpu() for name, weight in self._model.named_parameters()}, directory / WEIGHTS)
+
+    def load_weights(self, directory: Path, version: int) -> None:
+        """Takes up the weights that `save_weights` wrote, which are not rounded again."""
+        with safe_open(str(directory / WEIGHTS), "pt") as file, torch.no_grad():
+            for name, weight in self._model.named_parameters():
+                weight.copy_(file.get_tensor(name))
+        self.weight_version = version
+
+    def close(self) -> None:
+        """Lets the model go."""
+        del self._model, self._parameters
+
+    def _check(self, name: str, tensor: Tensor, version: int) -> None:
+        if name not in self._parameters:
+            raise ValueError(f"weight update {version} has {name!r}, which the rollout model does not have.")
+        expected = self._parameters[name].shape
+        if tensor.shape != expected:
+            raise ValueError(
+                f"weight update {version} has {name!r} of shape {tuple(tensor.shape)}, but the rollout model "
+                f"has it of shape {tuple(expected)}."
+            )
+
+    def _assign(self, name: str, tensor: Tensor) -> None:
+        with torch.no_grad():
+            value = self._round(tensor) if self._round and name in self._rounded_names else tensor
+            self._parameters[name].copy_(value)
+
+    def _requests(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[_Request]:
+        seen: Counter[int] = Counter()
+        requests = []
+        for prompt in prompts:
+            limit = self._response_limit(prompt, sampling)
+            requests.append(_Request(prompt=prompt, occurrence=seen[prompt.index], limit=limit))
+            seen[prompt.index] += 1
+        return requests
+
+    def _response_limit(self, prompt: Prompt, sampling: Sampling) -> int:
+        length = len(prompt.token_ids)
+        if length == 0:
+            raise ValueError(f"prompt {prompt.index} has no tokens; a response needs at least one to follow.")
+        contexts = [limit for limit in (sampling.max_context_len, self._context_len) if limit is not None]
+        room = min([sampling.max_response_len, *(context - length for context in contexts)])
+        if room < 1:
+            raise ValueError(
+                f"prompt {prompt.index} has {length} tokens, which leaves no room for a response in a "
+                f"context of {min(contexts)}; set --rollout-max-prompt-len to leave such prompts out."
+            )
+        return room
+
+    def _respond(self, requests: Sequence[_Request], sampling: Sampling, seed: int) -> list[list[_Response]]:
+        """The responses to some of the prompts, decoded in batches of prompts of like length."""
+        groups: dict[int, list[_Response]] = {}
+        for places in self._batches(requests, sampling.n_samples):
+            responses = self._respond_batch([requests[place] for place in places], sampling, seed)
+            groups.update(zip(places, responses, strict=True))
+        return [groups[place] for place in range(len(requests))]
+
+    def _batches(self, requests: Sequence[_Request], n_samples: int) -> Iterator[list[int]]:
+        """Places of prompts, shortest first, cut where a batch would pass one of the two bounds."""
+        batch: list[int] = []
+        limit = 0
+        for place in sorted(range(len(requests)), key=lambda place: len(requests[place].prompt.token_ids)):
+            request, samples = requests[place], (len(batch) + 1) * n_samples
+            limit = max(limit, request.limit)
+            tokens = samples * (len(request.prompt.token_ids) + limit)
+            if batch and (samples > self._max_batch or tokens > self._max_batch_tokens):
+                yield batch
+                batch, limit = [], request.limit
+            batch.append(place)
+        if batch:
+            yield batch
+
+    def _respond_batch(
+        self, requests: list[_Request], sampling: Sampling, seed: int
+    ) -> list[list[_Response]]:
+        n_samples, longest = sampling.n_samples, max(request.limit for request in requests)
+        uniforms = [
+            prompt_uniforms(
+                seed, request.prompt.index, request.occurrence, n_samples, sampling.max_response_len
+            )[:, :longest]
+            for request in requests
+        ]
+        decoded = decode(
+            self._model,
+            [request.prompt.token_ids for request in requests],
+            [request.limit for request in requests],
+            torch.cat(uniforms),
+            sampling,
+            [*self._eos_token_ids, *sampling.stop_token_ids],
+        )
+        responses = self._responses(decoded)
+        return [responses[start : start + n_samples] for start in range(0, len(responses), n_samples)]
+
+    def _responses(self, decoded: Decoded) -> list[_Response]:
+        lengths = decoded.lengths_B.tolist()
+        tokens = [ids[:length] for ids, length in zip(decoded.tokens_BT.tolist(), lengths, strict=True)]
+        log_probs = [row[:length] for row, length in zip(decoded.log_probs_BT.tolist(), lengths, strict=True)]
+        texts = self._tokenizer.batch_decode(tokens, skip_special_tokens=True)
+        return [
+            _Response(token_ids=ids, log_probs=row, finish_reason="stop" if stopped else "length", text=text)
+            for ids, row, stopped, text in zip(
+                tokens, log_probs, decoded.stopped_B.tolist(), texts, strict=True
+            )
+        ]
+
+    def _sample(self, prompt: Prompt, response: _Response, group_index: int, sample_index: int) -> Sample:
+        return Sample(
+            prompt=prompt,
+            group_index=group_index,
+            sample_index=sample_index,
+            response_ids=response.token_ids,
+            response=response.text,
+            rollout_log_probs=response.log_probs,
+            loss_mask=[1] * len(response.token_ids),
+            weight_versions=[self.weight_version] * len(response.token_ids),
+            finish_reason=response.finish_reason,
+        )

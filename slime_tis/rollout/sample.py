@@ -1,0 +1,118 @@
+"""The data of a rollout: prompts in, sampled responses out, and how to sample them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One row of a prompt file."""
+
+    index: int
+    """Row of the file, from 0."""
+
+    text: str
+    """The prompt as it was tokenized, after the chat template where one is applied."""
+
+    token_ids: tuple[int, ...]
+    """Tokens of the text."""
+
+    label: str | None = None
+    """What the reward compares the response with."""
+
+    metadata: dict[str, Any] = field(default_factory=dict)
+    """Anything else that the row hands to the reward."""
+
+
+@dataclass(kw_only=True)
+class Sample:
+    """One response to a prompt, with the log-probs of the policy that sampled it.
+
+    The four lists are one entry per response token, the end-of-sequence token included.
+    """
+
+    prompt: Prompt
+    """What was answered."""
+
+    group_index: int
+    """Place of the prompt in the batch; the samples of one prompt share it."""
+
+    sample_index: int
+    """Place of this sample in the batch."""
+
+    response_ids: list[int]
+    """Sampled tokens."""
+
+    response: str
+    """Their text, without special tokens."""
+
+    rollout_log_probs: list[float]
+    """Log-probability of each token in the distribution it was sampled from."""
+
+    loss_mask: list[int]
+    """1 where a token is trained on, 0 where it is not the policy's own (tool output)."""
+
+    weight_versions: list[int]
+    """Version of the weights that sampled each token."""
+
+    finish_reason: FinishReason
+    """Why sampling ended: stop token, length limit, or aborted from outside."""
+
+    reward: float | None = None
+    """Score of the response, once it has one."""
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Prompt and response tokens."""
+        return [*self.prompt.token_ids, *self.response_ids]
+
+    @property
+    def label(self) -> str | None:
+        """The prompt's label, under the name that reward functions written for slime read."""
+        return self.prompt.label
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """The prompt's metadata, under the name that reward functions written for slime read."""
+        return self.prompt.metadata
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How responses are drawn."""
+
+    temperature: float = 1.0
+    """Divides the logits; 0 takes the likeliest token and reports log-probs at temperature 1."""
+
+    top_p: float = 1.0
+    """Nucleus probability: the likeliest tokens that reach it together are kept; 1 keeps all."""
+
+    top_k: int = -1
+    """Number of likeliest tokens kept; -1 keeps all."""
+
+    max_response_len: int
+    """Longest response, in tokens."""
+
+    max_context_len: int | None = None
+    """Longest prompt and response together, in tokens; unset means the model's own limit."""
+
+    n_samples: int = 1
+    """Responses per prompt, a count."""
+
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end a response besides the model's end-of-sequence tokens."""
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0.0:
+            raise ValueError(f"temperature is {self.temperature} but must be 0 (greedy) or more.")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"top_p is {self.top_p} but must be above 0 and at most 1; 1 keeps all tokens.")
+        if self.top_k != -1 and self.top_k < 1:
+            raise ValueError(f"top_k is {self.top_k} but must be 1 or more, or -1 for all tokens.")
+        for name in ("max_response_len", "n_samples"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)} but must be 1 or more.")

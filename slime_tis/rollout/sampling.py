@@ -1,0 +1,127 @@
+"""Draws tokens from logits, with the log-probs of exactly the distribution they are drawn from.
+
+Shape suffixes: B rows, V vocabulary, K blocks of it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+CDF_BLOCK = 512  # tokens per block of the two-level search: the first level of 150k tokens has 300 entries
+
+
+def sample_tokens(
+    logits_BV: Tensor, uniforms_B: Tensor, *, temperature: float, top_p: float, top_k: int
+) -> tuple[Tensor, Tensor]:
+    """Draws one token a row by inverse CDF.
+
+    Args:
+      logits_BV: [B, V] next-token logits, any floating type.
+      uniforms_B: [B] float64 in [0, 1), not read when temperature is 0.
+      temperature: divides the logits; 0 takes the likeliest token, whose log-prob is that of temperature 1.
+      top_p: nucleus probability in (0, 1].
+      top_k: number of likeliest tokens kept, or -1.
+
+    Returns:
+      tokens [B] int64 and their log-probs [B] float32.
+    """
+    if temperature == 0.0:
+        log_probs_BV = logits_BV.float().log_softmax(-1)
+        tokens_B = log_probs_BV.argmax(-1)
+    else:
+        log_probs_BV = filtered_log_probs(logits_BV, temperature=temperature, top_p=top_p, top_k=top_k)
+        tokens_B = inverse_cdf(log_probs_BV.exp(), uniforms_B)
+    return tokens_B, log_probs_BV.gather(-1, tokens_B[:, None]).squeeze(-1)
+
+
+def filtered_log_probs(logits_BV: Tensor, *, temperature: float, top_p: float, top_k: int) -> Tensor:
+    """Log-probs after temperature, then top-k, then top-p of what top-k left, renormalised.
+
+      log softmax(where(kept, logits / temperature, -inf))
+
+    Sources: "Hierarchical Neural Story Generation", Fan et al. (https://arxiv.org/abs/1805.04833), section 5
+    for top-k; "The Curious Case of Neural Text Degeneration", Holtzman et al.
+    (https://arxiv.org/abs/1904.09751), eq. 2-3 for top-p. The order is that of transformers.
+
+    Args:
+      logits_BV: [B, V] logits, any floating type.
+      temperature: above 0.
+      top_p: in (0, 1]; the smallest set of likeliest tokens whose probability reaches it is kept.
+      top_k: tokens as likely as the k-th are kept too; -1 keeps all.
+
+    Returns:
+      [B, V] float32, -inf at tokens that are left out.
+    """
+    scaled_BV = logits_BV.float() / temperature
+    if 0 < top_k < scaled_BV.shape[-1]:
+        kth_B1 = scaled_BV.topk(top_k, dim=-1).values[:, -1:]
+        scaled_BV = scaled_BV.masked_fill(scaled_BV < kth_B1, -torch.inf)
+    if top_p < 1.0:
+        ordered_BV, order_BV = scaled_BV.sort(dim=-1, descending=True, stable=True)
+        probs_BV = ordered_BV.softmax(-1)
+        above_BV = probs_BV.cumsum(-1, dtype=torch.float64) - probs_BV  # what the likelier tokens sum to
+        left_out_BV = torch.zeros_like(order_BV, dtype=torch.bool).scatter(-1, order_BV, above_BV >= top_p)
+        scaled_BV = scaled_BV.masked_fill(left_out_BV, -torch.inf)
+    return scaled_BV.log_softmax(-1)
+
+
+def inverse_cdf(probs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
+    """The first token whose cumulative probability exceeds u · Σ p.
+
+    Searched in two levels, blocks of tokens and then tokens of a block, both summed in float64: the draw is
+    exact for any vocabulary, and no [B, V] table of cumulative sums is made of a large one. A token of
+    probability 0 is never drawn.
+
+    Args:
+      probs_BV: [B, V] non-negative, each row with a positive sum; they need not sum to 1.
+      uniforms_B: [B] float64 in [0, 1).
+
+    Returns:
+      [B] int64.
+    """
+    rows, vocab = probs_BV.shape
+    if vocab <= CDF_BLOCK:
+        tokens_B, _ = _search(probs_BV.double(), uniforms_B * probs_BV.sum(-1, dtype=torch.float64))
+        return tokens_B
+    padded_BV = torch.nn.functional.pad(probs_BV, (0, -vocab % CDF_BLOCK))
+    blocks_BKV = padded_BV.view(rows, -1, CDF_BLOCK)
+    sums_BK = blocks_BKV.sum(-1, dtype=torch.float64)
+    block_B, rest_B = _search(sums_BK, uniforms_B * sums_BK.sum(-1))
+    within_BV = blocks_BKV[torch.arange(rows, device=probs_BV.device), block_B].double()
+    tokens_B, _ = _search(within_BV, rest_B)
+    return block_B * CDF_BLOCK + tokens_B
+
+
+def _search(weights_BV: Tensor, targets_B: Tensor) -> tuple[Tensor, Tensor]:
+    """The first column whose cumulative weight exceeds the target, and how far into it the target lies."""
+    cumulative_BV = weights_BV.cumsum(-1)
+    total_B = cumulative_BV[:, -1]
+    below_total_B = torch.nextafter(total_B, torch.zeros_like(total_B))  # rounding may lift u · Σ to Σ
+    targets_B = torch.minimum(targets_B, below_total_B)
+    columns_B = (cumulative_BV <= targets_B[:, None]).sum(-1)
+    before_BV = torch.nn.functional.pad(cumulative_BV, (1, 0))
+    return columns_B, targets_B - before_BV.gather(-1, columns_B[:, None]).squeeze(-1)
+
+
+def prompt_uniforms(seed: int, index: int, occurrence: int, n_samples: int, length: int) -> Tensor:
+    """The uniforms that all samples of one prompt are drawn with.
+
+    They depend on nothing but the arguments, so that a sample does not depend on the batch or the rank that
+    makes it. A counter-based generator (numpy's Philox) keyed by (seed, index) gives unrelated streams
+    without mixing the two into one number.
+
+    Args:
+      seed: of the rollout.
+      index: of the prompt in its file.
+      occurrence: how often the same prompt stands earlier in the batch.
+      n_samples: rows.
+      length: columns, the tokens of the longest response.
+
+    Returns:
+      [n_samples, length] float64 in [0, 1).
+    """
+    key = np.array([seed, index], dtype=np.int64).astype(np.uint64)
+    philox = np.random.Philox(key=key, counter=np.array([0, 0, 0, occurrence], dtype=np.uint64))
+    return torch.from_numpy(np.random.Generator(philox).random((n_samples, length)))

@@ -1,0 +1,101 @@
+"""Tiny random Hugging Face checkpoints, one per model family, made where a test asks for them."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+FAMILIES: dict[str, tuple[type, type]] = {
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "llama": (LlamaConfig, LlamaForCausalLM),
+}
+PAD, BOS, EOS = 0, 1, 2
+CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNO >+-*=:.,?"
+VOCAB_SIZE = 3 + len(CHARACTERS)
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] + ':' + message['content'] + '.' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+)
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+}
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE without merges: every character is a token, and `<bos>` is put before each text.
+
+    Byte-level BPE is the one form that transformers loads alike for every family; for qwen2 it replaces the
+    post-processor by Qwen's own, which adds no `<bos>`.
+    """
+    characters = ["Ġ" if character == " " else character for character in CHARACTERS]  # byte-level space
+    vocab = {token: index for index, token in enumerate(["<pad>", "<bos>", "<eos>", *characters])}
+    tokenizer = Tokenizer(models.BPE(vocab, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        padding_side="left",
+        model_max_length=128,
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def make_checkpoint(path: str | Path, family: str, *, seed: int = 0, **sizes: Any) -> Path:
+    """Writes a random float32 model of `family` with its tokenizer to `path`, and returns that path.
+
+    Weights are drawn ten times as wide as the families' own initialisation, so that the next-token
+    distribution is far from uniform, and norm weights and biases differ from their trivial values, so that
+    a converter that mixes them up is found out.
+
+    Args:
+      path: directory to write, made when missing.
+      family: a key of `FAMILIES`.
+      seed: of the weights.
+      **sizes: fields of the family's configuration that replace those of `SIZES`.
+    """
+    config_class, model_class = FAMILIES[family]
+    config = config_class(
+        **{**SIZES, "initializer_range": 0.2, **sizes},
+        pad_token_id=PAD,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+        dtype="float32",
+    )
+    generator = torch.Generator().manual_seed(seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = model_class(config).float()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(0.0, 0.1, generator=generator)
+            elif "norm" in name:
+                parameter.normal_(1.0, 0.1, generator=generator)
+    model.generation_config = GenerationConfig(pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS)
+    model.save_pretrained(path)
+    make_tokenizer().save_pretrained(path)
+    return Path(path)

@@ -1,0 +1,62 @@
+"""Hypothesis strategies: configurations over every combination of options, and batches of short sequences."""
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from slime_tis import RolloutCorrectionConfig
+from slime_tis.correction.config import LEVELS, MODES, NONFINITE_POLICIES
+from slime_tis.correction.criteria import CRITERIA
+
+# Bounds between the values that Δ takes below, so that no statistic of one token lies on a bound.
+THRESHOLDS = {"k1": "0.61_1.93", "k2": "0.0617", "k3": "0.0523"}
+
+
+@st.composite
+def configurations(draw: Any, policies: tuple[str, ...] = ("reject", "neutral")) -> RolloutCorrectionConfig:
+    """Any valid combination of weights, rejection, veto, normalisation and policy for non-finite tokens."""
+    assert set(policies) <= set(NONFINITE_POLICIES)
+    names = draw(st.lists(st.sampled_from(list(CRITERIA)), unique=True, max_size=3))
+    lower = draw(st.sampled_from([None, 0.437, 0.811]))
+    return RolloutCorrectionConfig(
+        use_tis=draw(st.booleans()),
+        tis_mode=draw(st.sampled_from(MODES)),
+        tis_level=draw(st.sampled_from(LEVELS)),
+        tis_lower_bound=lower,
+        tis_upper_bound=draw(st.sampled_from([1.37, 2.03])),
+        tis_batch_normalize=draw(st.booleans()),
+        use_rs=draw(st.booleans()),
+        rs_level=draw(st.sampled_from(LEVELS)),
+        rs_lower_bound=draw(st.sampled_from([None, 0.563])),
+        rs_upper_bound=draw(st.sampled_from([None, 1.719])),
+        rs_veto_threshold=draw(st.sampled_from([None, 0.173])),
+        rs_veto_upper_threshold=draw(st.sampled_from([None, 4.19])),
+        rollout_rs=",".join(names) or None,
+        rollout_rs_threshold=",".join(THRESHOLDS[CRITERIA[name][1]] for name in names) or None,
+        nonfinite_policy=draw(st.sampled_from(policies)),
+        use_rollout_logprobs=draw(st.booleans()),
+        policy_loss="reinforce",
+    )
+
+
+LOG_PROBS = st.floats(-6.0, 0.5, width=32)
+DELTAS = st.floats(-2.5, 2.5, width=32) | st.floats(-0.0625, 0.0625, width=32)
+WILD = st.sampled_from([float("nan"), float("inf"), float("-inf"), -3.0e38, 3.0e38, -1.0e9, 2.0e6, -25.0, 30.0])
+
+
+@st.composite
+def batches(draw: Any, wild: bool = False, max_sequences: int = 5, max_length: int = 9) -> tuple[list, list, list]:
+    """(train, rollout, mask) as lists of numbers; with `wild`, non-finite and absurd values are planted."""
+    train, rollout, masks = [], [], []
+    for length in draw(st.lists(st.integers(0, max_length), max_size=max_sequences)):
+        r = draw(st.lists(LOG_PROBS, min_size=length, max_size=length))
+        d = draw(st.lists(DELTAS, min_size=length, max_size=length))
+        t = [a + b for a, b in zip(r, d, strict=True)]
+        if wild and length:
+            for values in (t, r):
+                for position in draw(st.lists(st.integers(0, length - 1), max_size=3)):
+                    values[position] = draw(WILD)
+        train.append(t)
+        rollout.append(r)
+        masks.append(draw(st.lists(st.booleans(), min_size=length, max_size=length)))
+    return train, rollout, masks

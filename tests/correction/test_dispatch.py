@@ -1,0 +1,83 @@
+"""Operations do not grow with the number of sequences, and none waits for the device."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from slime_tis import RolloutCorrectionConfig, correct
+
+SYNCHRONISING = ("_local_scalar_dense", "item", "nonzero", "masked_select", "is_nonzero", "unique", "bincount")
+EVERYTHING = RolloutCorrectionConfig(
+    use_tis=True,
+    tis_mode="mask",
+    tis_batch_normalize=True,
+    use_rs=True,
+    rs_level="geometric",
+    rs_veto_threshold=1e-4,
+    rs_veto_upper_threshold=100.0,
+    rollout_rs="token_k1,token_k3,seq_sum_k2,seq_mean_k3,seq_max_k2",
+    rollout_rs_threshold="2.0,0.1,1.0,0.1,1.0",
+    rs_second_moment_bound=0.04,
+)
+
+
+class DispatchCounter(TorchDispatchMode):
+    """Counts dispatched operations, and refuses those that hand a value or a data-dependent shape to the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in SYNCHRONISING:
+            raise AssertionError(f"{func} synchronises with the host")
+        if name.startswith("index") and any(
+            isinstance(i, torch.Tensor) and i.dtype == torch.bool for i in torch.utils._pytree.tree_leaves(args[1:])
+        ):
+            raise AssertionError(f"{func} indexes with a bool tensor")
+        self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    with DispatchCounter() as mode:
+        yield mode.counts
+
+
+def batch(sequences: int, tokens: int = 4096) -> tuple[list, list, list]:
+    lengths = [tokens // sequences + (1 if i % 2 else -1) for i in range(sequences)]
+    generator = torch.Generator().manual_seed(0)
+    rollout = [-torch.rand(n, generator=generator) for n in lengths]
+    return [x + 0.01 for x in rollout], rollout, [torch.ones(n, dtype=torch.bool) for n in lengths]
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric", "prefix", "segment"])
+def test_operations_do_not_depend_on_the_number_of_sequences(level: str) -> None:
+    config = RolloutCorrectionConfig.preset("decoupled_token_is", tis_level=level, rs_veto_threshold=1e-4)
+    totals = []
+    for sequences in (2, 16, 512):
+        inputs = batch(sequences)
+        with counted() as counts:
+            correct(config, *inputs)
+        totals.append(sum(counts.values()))
+    assert totals[0] == totals[1] == totals[2] <= 250
+
+
+@pytest.mark.parametrize("layout", ["list", "padded", "packed"])
+def test_no_host_synchronisation(layout: str) -> None:
+    train, rollout, mask = batch(16)
+    lengths = None
+    if layout != "list":
+        lengths = [len(x) for x in train] if layout == "packed" else None
+        join = torch.cat if layout == "packed" else lambda x: torch.nn.utils.rnn.pad_sequence(x, batch_first=True)
+        train, rollout, mask = join(train), join(rollout), join(mask)
+    with counted() as counts:
+        correct(EVERYTHING, train, rollout, mask, lengths=lengths)
+    assert sum(counts.values()) <= 350

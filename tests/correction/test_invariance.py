@@ -1,0 +1,120 @@
+"""The order of sequences, padding, layout and micro-batches change nothing."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slime_tis import RolloutCorrectionConfig, Statistics, batch_norm_factor, correct, figures
+from slime_tis.correction import layout
+from tests.correction.strategies import batches, configurations
+from tests.correction.test_twin import tensors
+
+Inputs = tuple[list, list, list]
+
+
+def assert_same(config: RolloutCorrectionConfig, a: tuple, b: tuple) -> None:
+    """(weights, mask, statistics) of both, within 1e-6."""
+    for x, y in zip(a[0], b[0], strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-6)
+    assert [x.tolist() for x in a[1]] == [x.tolist() for x in b[1]]
+    assert figures(config, a[2]) == pytest.approx(figures(config, b[2]), rel=1e-6, abs=1e-6)
+
+
+@settings(max_examples=100, deadline=None)
+@given(configurations(), batches(), st.randoms())
+def test_permutation(config: RolloutCorrectionConfig, batch: Inputs, random: object) -> None:
+    inputs = tensors(batch)
+    order = list(range(len(inputs[0])))
+    random.shuffle(order)  # type: ignore[attr-defined]
+    whole = correct(config, *inputs)
+    shuffled = correct(config, *([x[i] for i in order] for x in inputs))
+    expected = ([whole.weights[i] for i in order], [whole.mask[i] for i in order], whole.statistics)
+    assert_same(config, expected, (shuffled.weights, shuffled.mask, shuffled.statistics))
+
+
+@settings(max_examples=100, deadline=None)
+@given(configurations(), batches(), st.integers(0, 40))
+def test_layout_and_padding(config: RolloutCorrectionConfig, batch: Inputs, extra: int) -> None:
+    inputs = tensors(batch)
+    lengths = [len(x) for x in inputs[0]]
+    listed = correct(config, *inputs)
+    expected = (listed.weights, listed.mask, listed.statistics)
+    if lengths:
+        packed = correct(config, *(torch.cat(x) for x in inputs), lengths=lengths)
+        assert_same(config, expected, (packed.weights.split(lengths), packed.mask.split(lengths), packed.statistics))
+        padded = correct(config, *(pad(x, max(lengths) + extra) for x in inputs))
+        rows = [[x[i, :n] for i, n in enumerate(lengths)] for x in (padded.weights, padded.mask)]
+        assert_same(config, expected, (*rows, padded.statistics))
+
+
+def pad(sequences: list[torch.Tensor], width: int) -> torch.Tensor:
+    """[B, width], with junk in the padding of floats and 0 in that of masks."""
+    junk = 0 if sequences[0].dtype == torch.bool else torch.nan
+    out = torch.full((len(sequences), width), junk, dtype=sequences[0].dtype)
+    for row, sequence in zip(out, sequences, strict=True):
+        row[: len(sequence)] = sequence
+    return out
+
+
+@settings(max_examples=100, deadline=None)
+@given(configurations(), batches(), st.integers(0, 5))
+def test_micro_batches_merge(config: RolloutCorrectionConfig, batch: Inputs, cut: int) -> None:
+    inputs = tensors(batch)
+    whole = correct(config, *inputs)
+    parts = [[x[:cut] for x in inputs], [x[cut:] for x in inputs]]
+    statistics = Statistics.empty(config)
+    for part in parts:
+        statistics = statistics.merge(correct(config, *part).statistics)
+    factor = batch_norm_factor(config, statistics)
+    found = [correct(config, *part, batch_norm_factor=factor) for part in parts]
+    weights = [w for f in found for w in f.weights]
+    mask = [m for f in found for m in f.mask]
+    assert_same(config, (whole.weights, whole.mask, whole.statistics), (weights, mask, statistics))
+
+
+@settings(max_examples=60, deadline=None)
+@given(configurations(), batches(max_sequences=8))
+def test_chunks(config: RolloutCorrectionConfig, batch: Inputs) -> None:
+    inputs = tensors(batch)
+    whole = correct(config, *inputs)
+    usual = layout.CPU_CHUNK_TOKENS
+    try:
+        layout.CPU_CHUNK_TOKENS = 16
+        chunked = correct(config, *inputs)
+    finally:
+        layout.CPU_CHUNK_TOKENS = usual
+    assert_same(
+        config,
+        (whole.weights, whole.mask, whole.statistics),
+        (chunked.weights, chunked.mask, chunked.statistics),
+    )
+
+
+def test_rows_of_long_sequences_join() -> None:
+    """Sequences longer than a row, of several row widths, at every level, against the same sums taken whole."""
+    generator = torch.Generator().manual_seed(1)
+    for lengths in ([3000, 1, 129, 128, 0], [700, 650, 3], [40, 300]):
+        delta = [0.02 * torch.randn(n, generator=generator) for n in lengths]
+        mask = [torch.rand(n, generator=generator) > 0.2 for n in lengths]
+        zeros = [torch.zeros(n) for n in lengths]
+        for level in ("token", "sequence", "geometric", "prefix", "segment"):
+            config = RolloutCorrectionConfig(use_tis=True, tis_level=level, tis_upper_bound=1e6)
+            found = correct(config, delta, zeros, mask)
+            for d, m, w in zip(delta, mask, found.weights, strict=True):
+                torch.testing.assert_close(w, expected_weight(level, d.double(), m), rtol=2e-6, atol=1e-6)
+
+
+def expected_weight(level: str, delta: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    masked = torch.where(mask, delta, 0.0)
+    if level == "prefix":
+        log_weight = masked.cumsum(0)
+    elif level == "segment":
+        run = (mask & ~torch.cat([torch.zeros(1, dtype=torch.bool), mask])[:-1]).cumsum(0)
+        log_weight = torch.stack([masked[run == r].sum() for r in run]) if len(run) else masked
+    elif level == "token":
+        log_weight = masked
+    else:
+        total = masked.sum() / (mask.sum().clamp_min(1) if level == "geometric" else 1)
+        log_weight = total.expand_as(masked)
+    return torch.where(mask, log_weight.exp(), 0.0).float()

@@ -1,0 +1,149 @@
+"""Whatever goes in, nothing non-finite comes out, and what is wrong is said in a sentence."""
+
+import math
+import os
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from slime_tis import RolloutCorrectionConfig, correct, figures
+from tests.correction.strategies import batches, configurations
+
+EXAMPLES = int(os.environ.get("SLIME_TIS_SAFETY_EXAMPLES", "300"))
+TOKEN_IS = RolloutCorrectionConfig(use_tis=True)
+NAN, INF = math.nan, math.inf
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(configurations(), batches(wild=True))
+def test_nothing_non_finite_comes_out(config: RolloutCorrectionConfig, batch: tuple[list, list, list]) -> None:
+    train, rollout, mask = batch
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        found = correct(
+            config,
+            [torch.tensor(x, dtype=dtype) for x in train],
+            [torch.tensor(x, dtype=dtype) for x in rollout],
+            [torch.tensor(x, dtype=torch.int64) for x in mask],
+        )
+        for weights, kept, original in zip(found.weights, found.mask, mask, strict=True):
+            assert weights.dtype == torch.float32 and kept.dtype == torch.bool
+            assert torch.isfinite(weights).all() and (weights >= 0).all()
+            assert not (kept & ~torch.tensor(original, dtype=torch.bool)).any()
+        assert all(math.isfinite(value) for value in figures(config, found.statistics).values())
+        assert (found.kept_per_sequence <= found.valid_per_sequence).all()
+
+
+def test_reject_takes_out_exactly_the_token() -> None:
+    train = [torch.tensor([-1.0, NAN, -2.0, -INF, -1.0])]
+    rollout = [torch.tensor([-1.5, -1.0, -2.0, -INF, INF])]
+    clean = correct(TOKEN_IS, [train[0][[0, 2]]], [rollout[0][[0, 2]]], [torch.ones(2)])
+    found = correct(TOKEN_IS, train, rollout, [torch.ones(5)])
+    assert found.weights[0].tolist() == pytest.approx([math.exp(0.5), 0.0, 1.0, 0.0, 0.0])
+    assert found.mask[0].tolist() == [True, False, True, False, False]
+    assert found.valid_per_sequence.tolist() == [5] and found.kept_per_sequence.tolist() == [2]
+    expected = figures(TOKEN_IS, clean.statistics) | {"nonfinite_token_fraction": 0.6, "gradient_kept_fraction": 0.4}
+    assert figures(TOKEN_IS, found.statistics) == pytest.approx(expected)
+
+
+def test_neutral_gives_ratio_one() -> None:
+    config = RolloutCorrectionConfig(use_tis=True, nonfinite_policy="neutral")
+    found = correct(config, [torch.tensor([-1.0, NAN])], [torch.tensor([-1.5, -1.0])], [torch.ones(2)])
+    assert found.weights[0].tolist() == pytest.approx([math.exp(0.5), 1.0])
+    assert found.mask[0].tolist() == [True, True]
+    values = figures(config, found.statistics)
+    assert values["nonfinite_token_fraction"] == 0.5 and values["gradient_kept_fraction"] == 1.0
+    assert values["mismatch_kl"] == pytest.approx(-0.25)
+
+
+def test_raise_names_sequence_and_position() -> None:
+    config = RolloutCorrectionConfig(use_tis=True, nonfinite_policy="raise")
+    train = [torch.zeros(7), torch.zeros(200)]
+    train[1][150] = -INF
+    masks = [torch.ones(7), torch.ones(200)]
+    rollout = [torch.zeros(7), torch.zeros(200)]
+    with pytest.raises(ValueError, match=r"sequence 1, position 150: train log-prob -inf, rollout log-prob 0\.0"):
+        correct(config, train, rollout, masks)
+    masks[1][150] = 0
+    assert correct(config, train, rollout, masks).kept_per_sequence.tolist() == [7, 199]
+
+
+def test_missing_rollout_log_probs_of_a_sample() -> None:
+    found = correct(TOKEN_IS, [torch.zeros(2), torch.zeros(3)], [None, torch.zeros(3)], [torch.ones(2), torch.ones(3)])
+    assert [mask.tolist() for mask in found.mask] == [[False, False], [True, True, True]]
+    assert figures(TOKEN_IS, found.statistics)["nonfinite_token_fraction"] == 0.4
+
+
+def test_a_masked_position_never_contributes() -> None:
+    values = torch.tensor([-1.0, NAN, -2.0])
+    mask = torch.tensor([1, 0, 1])
+    found = correct(TOKEN_IS, [values], [torch.tensor([-1.0, INF, -2.0])], [mask])
+    assert found.weights[0].tolist() == [1.0, 0.0, 1.0]
+    assert figures(TOKEN_IS, found.statistics)["nonfinite_token_fraction"] == 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.int64, torch.float32, torch.bfloat16])
+def test_masks_of_any_dtype(dtype: torch.dtype) -> None:
+    mask = [torch.tensor([1, 0, 1]).to(dtype)]
+    found = correct(TOKEN_IS, [torch.zeros(3)], [torch.zeros(3)], mask)
+    assert found.mask[0].tolist() == [True, False, True] and found.weights[0].tolist() == [1.0, 0.0, 1.0]
+
+
+def test_half_precision_is_subtracted_in_float32() -> None:
+    train, rollout = torch.tensor([-10.0625], dtype=torch.bfloat16), torch.tensor([-10.0], dtype=torch.float16)
+    found = correct(TOKEN_IS, [train], [rollout], [torch.ones(1)])
+    assert found.weights[0].item() == pytest.approx(math.exp(-0.0625), rel=1e-6)
+
+
+def test_log_probs_above_zero_are_ordinary() -> None:
+    found = correct(TOKEN_IS, [torch.tensor([0.75])], [torch.tensor([0.25])], [torch.ones(1)])
+    assert found.weights[0].item() == pytest.approx(math.exp(0.5))
+
+
+def test_empty_batches_and_sequences() -> None:
+    config = RolloutCorrectionConfig(use_tis=True, use_rs=True, rs_veto_threshold=1e-4, tis_batch_normalize=True)
+    assert correct(config, [], [], []).weights == []
+    padded = correct(config, torch.zeros(0, 4), torch.zeros(0, 4), torch.zeros(0, 4))
+    assert padded.weights.shape == (0, 4) and figures(config, padded.statistics) == {}
+    packed = correct(config, torch.zeros(0), torch.zeros(0), torch.zeros(0), lengths=[0, 0])
+    assert packed.mask.shape == (0,) and packed.kept_per_sequence.tolist() == [0, 0]
+    masked = correct(config, [torch.zeros(3)], [torch.zeros(3)], [torch.zeros(3)])
+    assert masked.weights[0].tolist() == [0, 0, 0] and figures(config, masked.statistics) == {}
+
+
+def test_one_token() -> None:
+    found = correct(TOKEN_IS, torch.tensor([[-1.0]]), torch.tensor([[-1.25]]), torch.ones(1, 1))
+    assert found.weights.item() == pytest.approx(math.exp(0.25))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (([torch.zeros(2)], [torch.zeros(2)], []), "1 sequences, rollout_log_probs 1, loss_mask 0"),
+        (
+            ([torch.zeros(2), torch.zeros(5)], [torch.zeros(2), torch.zeros(4)], [torch.ones(2), torch.ones(5)]),
+            "sequence 1: train_log_probs has 5 tokens, rollout_log_probs 4, loss_mask 5",
+        ),
+        ((torch.zeros(2, 3), torch.zeros(2, 4), torch.ones(2, 3)), r"\(2, 3\), rollout_log_probs \(2, 4\)"),
+        ((torch.zeros(2, 3), [torch.zeros(3)], torch.ones(2, 3)), "pass three tensors of one shape"),
+        (([torch.zeros(3)], torch.zeros(1, 3), [torch.ones(3)]), "pass rollout_log_probs and loss_mask as lists"),
+        ((torch.zeros(3), torch.zeros(3), torch.ones(3)), r"pass \[B, T\], or \[N\] with lengths"),
+    ],
+)
+def test_layouts_that_disagree(arguments: tuple, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        correct(TOKEN_IS, *arguments)
+
+
+def test_lengths_that_do_not_sum() -> None:
+    with pytest.raises(ValueError, match="lengths sum to 4 but the tensors have shape"):
+        correct(TOKEN_IS, torch.zeros(5), torch.zeros(5), torch.ones(5), lengths=[1, 3])
+
+
+def test_no_gradient_flows() -> None:
+    config = RolloutCorrectionConfig(use_tis=True, use_rs=True, tis_batch_normalize=True)
+    train = torch.tensor([-1.0, -2.0], requires_grad=True)
+    found = correct(config, [train], [torch.tensor([-1.5, -2.0])], [torch.ones(2)])
+    assert not found.weights[0].requires_grad and not found.statistics.sums.requires_grad
+    (found.weights[0] * train).sum().backward()
+    assert train.grad is not None and train.grad.tolist() == found.weights[0].tolist()

@@ -1,0 +1,44 @@
+"""The library against its slow twin, over every combination of options."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from slime_tis import RolloutCorrectionConfig, correct, figures
+from tests.correction.strategies import batches, configurations
+from tests.correction.twin import Twin, correct_slowly
+
+
+def tensors(batch: tuple[list, list, list], dtype: torch.dtype = torch.float64) -> tuple[list, list, list]:
+    train, rollout, mask = batch
+    return (
+        [torch.tensor(x, dtype=dtype) for x in train],
+        [torch.tensor(x, dtype=dtype) for x in rollout],
+        [torch.tensor(x, dtype=torch.bool) for x in mask],
+    )
+
+
+def assert_agrees(config: RolloutCorrectionConfig, batch: tuple[list, list, list], twin: Twin) -> None:
+    found = correct(config, *tensors(batch))
+    for weights, expected in zip(found.weights, twin.weights, strict=True):
+        assert weights.tolist() == pytest.approx(expected, rel=2e-6, abs=1e-7)
+    assert [mask.tolist() for mask in found.mask] == twin.mask
+    assert found.kept_per_sequence.tolist() == [sum(mask) for mask in twin.mask]
+    assert found.valid_per_sequence.tolist() == [sum(mask) for mask in batch[2]]
+    assert figures(config, found.statistics) == pytest.approx(twin.figures, rel=1e-6, abs=1e-7)
+
+
+@settings(max_examples=400, deadline=None)
+@given(configurations(), batches())
+def test_finite_batches(config: RolloutCorrectionConfig, batch: tuple[list, list, list]) -> None:
+    assert_agrees(config, batch, correct_slowly(config, *batch))
+
+
+@settings(max_examples=200, deadline=None)
+@given(configurations(policies=("reject",)), batches(wild=True))
+def test_batches_with_non_finite_values(config: RolloutCorrectionConfig, batch: tuple[list, list, list]) -> None:
+    twin = correct_slowly(config, *batch)
+    found = correct(config, *tensors(batch))
+    assert [mask.tolist() for mask in found.mask] == twin.mask
+    for weights, expected in zip(found.weights, twin.weights, strict=True):
+        assert weights.tolist() == pytest.approx(expected, rel=2e-6, abs=1e-7)

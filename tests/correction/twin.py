@@ -1,0 +1,240 @@
+"""A slow twin of the correction: Python loops over float64 numbers, written from the formulas alone."""
+
+import math
+from dataclasses import dataclass, field
+
+from slime_tis import Criterion, RolloutCorrectionConfig
+
+Sequences = list[list[float]]
+
+
+@dataclass
+class Twin:
+    """What the twin says about a batch."""
+
+    weights: Sequences = field(default_factory=list)
+    mask: list[list[bool]] = field(default_factory=list)
+    figures: dict[str, float] = field(default_factory=dict)
+
+
+def correct_slowly(
+    config: RolloutCorrectionConfig, train: Sequences, rollout: Sequences, loss_mask: list[list[bool]]
+) -> Twin:
+    """Weights, mask and figures of a batch of lists of numbers."""
+    pairs = [_log_ratios(config, t, r, m) for t, r, m in zip(train, rollout, loss_mask, strict=True)]
+    ratios, valid = [p[0] for p in pairs], [p[1] for p in pairs]
+    train = [
+        [t if v and math.isfinite(t) else 0.0 for t, v in zip(ts, vs, strict=True)]
+        for ts, vs in zip(train, valid, strict=True)
+    ]
+    twin = Twin()
+    twin.weights, weight_rejects, weight_figures = _weights(config, ratios, valid, loss_mask)
+    rejected, rejection_figures = _rejection(config, ratios, valid, loss_mask)
+    touches_loss = config.corrects or config.use_rollout_logprobs
+    for s, mask in enumerate(loss_mask):
+        if touches_loss:
+            twin.mask.append(
+                [valid[s][t] and not rejected[s][t] and not weight_rejects[s][t] for t in range(len(mask))]
+            )
+        else:
+            twin.mask.append(list(mask))
+            twin.weights[s] = [1.0 if m else 0.0 for m in mask]
+    twin.figures = _mismatch(train, ratios, valid, loss_mask, pairs) | weight_figures | rejection_figures
+    total = sum(map(sum, loss_mask))
+    if config.corrects and total:
+        twin.figures["gradient_kept_fraction"] = sum(map(sum, twin.mask)) / total
+    return twin
+
+
+def _log_ratios(
+    config: RolloutCorrectionConfig, train: list[float], rollout: list[float], mask: list[bool]
+) -> tuple[list[float], list[bool], int]:
+    """Δ, which tokens are valid, and how many are not finite."""
+    ratios, valid, lost = [], [], 0
+    for t, r, m in zip(train, rollout, mask, strict=True):
+        difference = t - r
+        finite = math.isfinite(difference) and abs(difference) < 1e6
+        lost += m and not finite
+        valid.append(m and (finite or config.nonfinite_policy == "neutral"))
+        ratios.append(difference if m and finite else 0.0)
+    return ratios, valid, lost
+
+
+def aggregate(aggregation: str, values: list[float], valid: list[bool], mask: list[bool]) -> list[float]:
+    """The statistic at every token: its own, that of its prefix, its turn, or its sequence."""
+    picked = [v for v, ok in zip(values, valid, strict=True) if ok]
+    if aggregation == "token":
+        return list(values)
+    if aggregation == "prefix":
+        return [math.fsum(values[: t + 1]) for t in range(len(values))]
+    if aggregation == "segment":
+        return [_turn_sum(values, mask, t) for t in range(len(values))]
+    whole = {
+        "sum": math.fsum(picked),
+        "mean": math.fsum(picked) / max(len(picked), 1),
+        "max": max(picked, default=-math.inf),
+    }[aggregation]
+    return [whole] * len(values)
+
+
+def _turn_sum(values: list[float], mask: list[bool], position: int) -> float:
+    if not mask[position]:
+        return 0.0
+    first = last = position
+    while first > 0 and mask[first - 1]:
+        first -= 1
+    while last + 1 < len(mask) and mask[last + 1]:
+        last += 1
+    return math.fsum(values[first : last + 1])
+
+
+LEVELS = {"token": "token", "sequence": "sum", "geometric": "mean", "prefix": "prefix", "segment": "segment"}
+
+
+def _weights(
+    config: RolloutCorrectionConfig, ratios: Sequences, valid: list[list[bool]], masks: list[list[bool]]
+) -> tuple[Sequences, list[list[bool]], dict[str, float]]:
+    if not config.use_tis:
+        ones = [[1.0 if ok else 0.0 for ok in v] for v in valid]
+        return ones, [[False] * len(v) for v in valid], {}
+    lower, upper = config.is_bounds
+    raw_of, bounded_of, rejects = [], [], []
+    for values, ok, mask in zip(ratios, valid, masks, strict=True):
+        levels = aggregate(LEVELS[config.tis_level], values, ok, mask)
+        raw = [math.exp(min(max(level, -20.0), 20.0)) for level in levels]
+        outside = [not lower <= w <= upper for w in raw]
+        if config.tis_mode == "truncate":
+            bounded = [min(w, upper) for w in raw]
+        elif config.tis_mode == "clip":
+            bounded = [min(max(w, lower), upper) for w in raw]
+        else:
+            bounded = [0.0 if out else w for w, out in zip(raw, outside, strict=True)]
+        raw_of.append(raw)
+        bounded_of.append(bounded)
+        rejects.append([config.tis_mode == "mask" and out for out in outside])
+    once = config.tis_level in ("sequence", "geometric")
+    units = [
+        (w, b)
+        for raw, bounded, ok in zip(raw_of, bounded_of, valid, strict=True)
+        for w, b in _units(raw, bounded, ok, once)
+    ]
+    if not units:
+        return [[0.0] * len(v) for v in valid], rejects, {}
+    mean = math.fsum(b for _, b in units) / len(units)
+    factor = mean if config.tis_batch_normalize and mean > 1e-8 else 1.0
+    weights = [
+        [b / factor if ok else 0.0 for b, ok in zip(bounded, v, strict=True)]
+        for bounded, v in zip(bounded_of, valid, strict=True)
+    ]
+    square = math.fsum(b * b for _, b in units) / len(units)
+    figures = {
+        "mis_mean_is_weight_before_clip": math.fsum(w for w, _ in units) / len(units),
+        "mis_ratio_mean_after_mis": mean,
+        "mis_weight_min": min(b for _, b in units) / factor,
+        "mis_weight_max": max(b for _, b in units) / factor,
+        "mis_weight_std": math.sqrt(math.fsum((b - mean) ** 2 for _, b in units) / len(units)) / factor,
+        "mis_eff_sample_size": mean**2 / square if square else 0.0,
+    }
+    high, low = sum(w > upper for w, _ in units) / len(units), sum(w < lower for w, _ in units) / len(units)
+    if config.tis_mode == "truncate":
+        figures["mis_truncate_fraction"] = high
+    else:
+        figures |= {f"mis_{config.tis_mode}_fraction_low": low, f"mis_{config.tis_mode}_fraction_high": high}
+    if config.tis_batch_normalize:
+        figures["mis_batch_norm_factor"] = factor
+    return weights, rejects, figures
+
+
+def _units(raw: list[float], bounded: list[float], valid: list[bool], once: bool) -> list[tuple[float, float]]:
+    """What counts in the figures of the weights: each valid token, or each sequence with one."""
+    picked = [(w, b) for w, b, ok in zip(raw, bounded, valid, strict=True) if ok]
+    return picked[:1] if once else picked
+
+
+def divergence(kind: str, delta: float) -> float:
+    """k1, k2 or k3 of one log-ratio."""
+    bounded = min(delta, 20.0)
+    return {"k1": delta, "k2": delta * delta / 2, "k3": math.expm1(bounded) - bounded}[kind]
+
+
+def _outside(criterion: Criterion, values: list[float], valid: list[bool], mask: list[bool]) -> list[bool]:
+    if not any(valid):
+        return [False] * len(values)
+    statistics = aggregate(criterion.aggregation, [divergence(criterion.divergence, v) for v in values], valid, mask)
+    if criterion.lower is None:
+        bad = [x > criterion.upper for x in statistics]
+    else:
+        bad = [not math.log(criterion.lower) <= x <= math.log(criterion.upper) for x in statistics]
+    return [b and ok for b, ok in zip(bad, valid, strict=True)]
+
+
+def _rejection(
+    config: RolloutCorrectionConfig, ratios: Sequences, valid: list[list[bool]], masks: list[list[bool]]
+) -> tuple[list[list[bool]], dict[str, float]]:
+    """Which valid tokens are rejected by criteria and veto, and the figures of that."""
+    tokens, sequences = sum(map(sum, valid)), sum(any(v) for v in valid)
+    by_rs = [[False] * len(v) for v in valid]
+    figures = {}
+    for criterion in config.rejections:
+        out = [_outside(criterion, *three) for three in zip(ratios, valid, masks, strict=True)]
+        by_rs = [[a or b for a, b in zip(x, y, strict=True)] for x, y in zip(by_rs, out, strict=True)]
+        if tokens:
+            figures[f"mis_rs_{criterion.name}_masked_fraction"] = sum(map(sum, out)) / tokens
+            figures[f"mis_rs_{criterion.name}_seq_masked_fraction"] = sum(map(any, out)) / sequences
+    if config.rejections and tokens:
+        figures["mis_rs_masked_fraction"] = sum(map(sum, by_rs)) / tokens
+        figures["mis_rs_seq_masked_fraction"] = sum(map(any, by_rs)) / sequences
+    rejected = by_rs
+    if config.vetoes:
+        floor = -math.inf if config.rs_veto_threshold is None else math.log(config.rs_veto_threshold)
+        ceiling = math.inf if config.rs_veto_upper_threshold is None else math.log(config.rs_veto_upper_threshold)
+        bad = [
+            [ok and not floor <= x <= ceiling for x, ok in zip(xs, v, strict=True)]
+            for xs, v in zip(ratios, valid, strict=True)
+        ]
+        rejected = [[any(b)] * len(r) if any(b) else r for b, r in zip(bad, rejected, strict=True)]
+        if tokens:
+            figures["mis_catastrophic_token_fraction"] = sum(map(sum, bad)) / tokens
+            figures["mis_catastrophic_seq_fraction"] = sum(map(any, bad)) / sequences
+    return rejected, figures
+
+
+def _mismatch(
+    train: Sequences,
+    ratios: Sequences,
+    valid: list[list[bool]],
+    masks: list[list[bool]],
+    pairs: list[tuple[list[float], list[bool], int]],
+) -> dict[str, float]:
+    total = sum(map(sum, masks))
+    figures = {"nonfinite_token_fraction": sum(p[2] for p in pairs) / total} if total else {}
+    deltas = [x for xs, v in zip(ratios, valid, strict=True) for x, ok in zip(xs, v, strict=True) if ok]
+    if not deltas:
+        return figures
+    present = [s for s, v in enumerate(valid) if any(v)]
+    training = [-math.fsum(train[s]) / sum(valid[s]) for s in present]
+    difference = [-math.fsum(ratios[s]) / sum(valid[s]) for s in present]
+    rollout = [a - b for a, b in zip(training, difference, strict=True)]
+
+    def mean(values: list[float]) -> float:
+        return math.fsum(values) / len(values)
+
+    def ratio(delta: float) -> float:
+        return math.exp(min(max(delta, -20.0), 20.0))
+
+    return figures | {
+        "mismatch_training_log_ppl": mean(training),
+        "mismatch_training_ppl": mean([math.exp(min(x, 80.0)) for x in training]),
+        "mismatch_rollout_log_ppl": mean(rollout),
+        "mismatch_rollout_ppl": mean([math.exp(min(x, 80.0)) for x in rollout]),
+        "mismatch_kl": -mean(deltas),
+        "mismatch_k3_kl": mean([ratio(x) - 1 - x for x in deltas]),
+        "mismatch_log_ppl_diff": mean(difference),
+        "mismatch_log_ppl_abs_diff": mean([abs(x) for x in difference]),
+        "mismatch_log_ppl_diff_max": max(difference),
+        "mismatch_log_ppl_diff_min": min(difference),
+        "mismatch_ppl_ratio": mean([math.exp(min(x, 80.0)) for x in difference]),
+        "mismatch_chi2_token": mean([ratio(x) ** 2 - 1 for x in deltas]),
+        "mismatch_chi2_seq": mean([ratio(math.fsum(ratios[s])) ** 2 - 1 for s in present]),
+        "train_rollout_logprob_abs_diff": mean([abs(x) for x in deltas]),
+    }

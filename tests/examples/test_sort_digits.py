@@ -1,0 +1,117 @@
+"""The example's preparation, at a size that trains in a second."""
+
+import json
+
+import pytest
+import torch
+
+from examples.sort_digits import prepare
+from slime_tis.rollout.checkpoint import load_tokenizer
+from slime_tis.rollout.config import RolloutConfig
+from slime_tis.rollout.evaluate import evaluate
+from slime_tis.rollout.local import LocalEngine
+from slime_tis.rollout.prompts import load_prompts
+from slime_tis.rollout.rewards import build_reward
+from slime_tis.rollout.sample import Sampling
+
+SMALL = prepare.Example(
+    digits=2,
+    train_prompts=40,
+    eval_prompts=30,
+    supervised_prompts=40,
+    hidden_size=32,
+    layers=1,
+    lr=1e-2,
+    batch_size=40,
+    accuracy=(0.2, 0.9),
+    sampled_accuracy=0.0,
+)
+
+
+def answers(directory, **sampling):
+    """Figures of the engine's answers to eval.jsonl."""
+    tokenizer = load_tokenizer(directory / "checkpoint")
+    prompts = load_prompts(directory / "eval.jsonl", tokenizer, input_key="prompt", label_key="label")
+    config = RolloutConfig(prompt_data="p", rollout_batch_size=1, rollout_max_response_len=1, rm_type="exact_match")
+    engine = LocalEngine(directory / "checkpoint", tokenizer)
+    return evaluate(engine, prompts, build_reward(config), Sampling(max_response_len=4, **sampling))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("example") / "sort"
+    return directory, prepare.prepare(directory, seed=3, example=SMALL)
+
+
+def test_the_accuracies_are_those_of_the_engine(made):
+    directory, report = made
+    assert json.loads((directory / "complete.json").read_text())["accuracy"] == report["accuracy"]
+    assert 0.2 <= report["accuracy"] <= 0.9
+    assert answers(directory, temperature=0.0)["accuracy"] == pytest.approx(report["accuracy"])
+    sampled = answers(directory, n_samples=400)["accuracy"]
+    assert sampled == pytest.approx(report["sampled_accuracy"], abs=0.02)  # 12,000 samples: 4 standard errors
+
+
+def test_rows_are_sorted_digits_and_none_is_held_out_and_trained_on(made):
+    directory, _ = made
+    rows = {
+        name: [json.loads(line) for line in (directory / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("train", "eval")
+    }
+    assert (len(rows["train"]), len(rows["eval"])) == (40, 30)
+    for row in rows["train"] + rows["eval"]:
+        digits, end = row["prompt"][:-1], row["prompt"][-1]
+        assert end == ">" and len(digits) == 2
+        assert row["label"] == "".join(sorted(digits))
+    assert len({row["prompt"] for row in rows["train"] + rows["eval"]}) == 70
+
+
+def test_the_tokenizer_takes_a_character_a_token(made):
+    tokenizer = load_tokenizer(made[0] / "checkpoint")
+    ids = tokenizer("407>")["input_ids"]
+    assert len(ids) == 5 and ids[0] == tokenizer.bos_token_id
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "407>"
+    assert tokenizer("4x")["input_ids"][-1] == tokenizer.unk_token_id
+
+
+def test_the_same_seed_makes_the_same_example(made, tmp_path):
+    directory, report = made
+    again = prepare.prepare(tmp_path / "again", seed=3, example=SMALL)
+    assert {**again, "seconds": 0} == {**report, "seconds": 0}
+    for name in ("train.jsonl", "eval.jsonl", "checkpoint/model.safetensors"):
+        assert (directory / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+
+
+def test_a_step_past_the_range_is_taken_back(tmp_path):
+    narrow = prepare.Example(**{**vars(SMALL), "accuracy": (0.30, 0.40), "lr": 3e-2})
+    assert 0.30 <= prepare.prepare(tmp_path / "narrow", seed=0, example=narrow)["accuracy"] <= 0.40
+
+
+def test_an_interrupted_run_leaves_nothing_half_made(tmp_path, monkeypatch):
+    def full_disk(path, rows):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(prepare, "write_jsonl", full_disk)
+    with pytest.raises(OSError, match="no space left"):
+        prepare.prepare(tmp_path / "sort", example=SMALL)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_accuracy_out_of_reach_is_said_so():
+    hopeless = prepare.Example(**{**vars(SMALL), "accuracy": (1.1, 1.2), "max_steps": 2})
+    rows, held_out = prepare.make_rows(hopeless, 0)
+    tokenizer, model = prepare.make_tokenizer(48), prepare.make_model(hopeless, 0)
+    with pytest.raises(RuntimeError, match=r"seed 0 did not reach a greedy accuracy of 1\.1 to 1\.2 in 2"):
+        prepare.train_supervised(
+            model,
+            prepare.answered(rows, tokenizer),
+            prepare.answered(held_out, tokenizer),
+            hopeless,
+            seed=0,
+        )
+
+
+def test_the_default_model_is_the_size_that_the_readme_says():
+    model = prepare.make_model(prepare.Example(), 0)
+    assert sum(parameter.numel() for parameter in model.parameters()) == 592_960
+    assert torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)

@@ -1,0 +1,62 @@
+"""Run under torchrun by test_hf_parity: loads each checkpoint with all ranks tensor-parallel and compares."""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+from slime_tis.megatron.batch import make_batch
+from slime_tis.megatron.config import MegatronConfig
+from slime_tis.megatron.engine import TrainingEngine
+from slime_tis.megatron.packing import pack
+from slime_tis.megatron.parallel import Parallel, initialize, shut_down
+
+LENGTHS = (7, 13, 20)
+
+
+def compare(directory: Path, parallel: Parallel) -> None:
+    reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    vocab = reference.config.vocab_size
+    engine = TrainingEngine(_config(directory, parallel), parallel, temperature=1.0, total_steps=1)
+    generator = torch.Generator().manual_seed(0)
+    tokens = [torch.randint(vocab, (length,), generator=generator).tolist() for length in LENGTHS]
+    batch = make_batch(tokens, [1] * len(tokens), [[1]] * len(tokens), {})
+
+    packed = pack(batch, rotary=engine.model.rotary)
+    with torch.no_grad():
+        shard = engine.model.module(packed.input_ids, packed.position_ids, None, packed_seq_params=packed.layout)[0]
+        shards = [torch.empty_like(shard) for _ in range(parallel.tensor_size)]
+        dist.all_gather(shards, shard.contiguous())
+        logits = torch.cat(shards, 1)[:, :vocab]
+        expected = torch.cat([reference(torch.tensor([ids])).logits[0] for ids in tokens])
+    difference = (logits - expected).abs().max().item()
+    assert difference <= 1e-5, f"{directory.name}: logits differ by {difference}"
+
+    names = dict(reference.named_parameters())
+    for name, tensor in engine.named_hf_tensors():
+        assert torch.equal(tensor, names.pop(name)), f"{directory.name}: {name} changed on its way"
+    assert not names, f"{directory.name}: {sorted(names)} were not exported"
+    sys.stdout.write(f"{directory.name} parity\n")  # one write, so that lines of two ranks do not mix
+
+
+def _config(directory: Path, parallel: Parallel) -> MegatronConfig:
+    return MegatronConfig(hf_checkpoint=str(directory), tensor_model_parallel_size=parallel.tensor_size)
+
+
+def main() -> None:
+    directories = sorted(path for path in Path(sys.argv[1]).iterdir() if path.is_dir())
+    parallel = initialize(
+        MegatronConfig(
+            hf_checkpoint=str(directories[0]), tensor_model_parallel_size=int(os.environ["WORLD_SIZE"])
+        )
+    )
+    for directory in directories:
+        compare(directory, parallel)
+    shut_down()
+
+
+if __name__ == "__main__":
+    main()

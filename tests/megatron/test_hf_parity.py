@@ -1,0 +1,41 @@
+"""Every supported family against Hugging Face: logits, and weights there and back, at tensor-parallel size 1 and 2."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoints import make_checkpoint
+from tests.runs import ROOT
+
+# A vocabulary that 2 does not divide, so that the padding of a tensor-parallel vocabulary is in play.
+CASES = {
+    "qwen2": {},
+    "qwen3": {"tie_word_embeddings": True},
+    "llama": {
+        "vocab_size": 67,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_logits_and_weights_are_those_of_transformers(ranks: int, tmp_path: Path) -> None:
+    for family, sizes in CASES.items():
+        make_checkpoint(tmp_path / family, family, **sizes)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [sys.executable, *launcher, "-m", "tests.megatron.parity_worker", str(tmp_path)]
+    result = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert result.stdout.count("parity") == ranks * len(CASES)

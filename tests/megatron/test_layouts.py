@@ -1,0 +1,68 @@
+"""train.py under torchrun: every parallel layout gives the figures of one process on the same data."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.runs import make_task, read_metrics, run_apart, training_figures
+
+TWO_RANKS = {
+    "data": [],
+    "data, distributed optimizer, token budget": [
+        *("--use-distributed-optimizer", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "64")
+    ],
+    "tensor": ["--tensor-model-parallel-size", "2"],
+    "tensor and sequence": ["--tensor-model-parallel-size", "2", "--sequence-parallel"],
+    "pipeline": ["--pipeline-model-parallel-size", "2", "--micro-batch-size", "8"],
+    "context": ["--context-parallel-size", "2"],
+    "context, token budget": [
+        *("--context-parallel-size", "2", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "32")
+    ],
+}
+CORRECTION = [
+    *("--use-tis", "--tis-upper-bound", "1.05", "--tis-batch-normalize"),
+    *("--use-rs", "--rs-level", "geometric", "--rs-upper-bound", "1.01", "--rs-veto-threshold", "0.9"),
+    *("--use-kl-loss", "--kl-loss-coef", "0.1", "--kl-loss-type", "k3", "--entropy-coef", "0.01"),
+]
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[str], list[dict[str, Any]]]]:
+    """Flags that replay the rollouts of a run in one process, and the rows of that run."""
+    directory = tmp_path_factory.mktemp("layouts")
+    flags = [*make_task(directory), *CORRECTION]
+    data = str(directory / "rollout_{rollout_id}.jsonl")
+    result = run_apart([*flags, "--save-debug-rollout-data", data], directory / "one")
+    assert result.returncode == 0, result.stderr[-4000:]
+    rows = read_metrics(directory / "one")
+    assert 0 < rows[0]["train/gradient_kept_fraction"] < 1  # the comparison is about rejection too
+    yield [*flags, "--load-debug-rollout-data", data], rows
+
+
+@pytest.mark.parametrize("layout", TWO_RANKS)
+def test_two_ranks_agree_with_one(
+    layout: str, one_process: tuple[list[str], list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    flags, expected = one_process
+    result = run_apart([*flags, *TWO_RANKS[layout]], tmp_path, ranks=2)
+    assert result.returncode == 0, result.stderr[-4000:]
+    rows = read_metrics(tmp_path)
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    for row, one in zip(rows, expected, strict=True):
+        figures = training_figures(one)
+        assert training_figures(row) == pytest.approx(figures, rel=1e-4, abs=1e-4)
+
+
+def test_samples_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
+    flags = [*make_task(tmp_path), "--num-rollout", "1", "--rollout-precision", "fp32"]
+    texts = {}
+    for ranks in (1, 2):
+        data = tmp_path / f"samples_{ranks}.jsonl"
+        saved = ["--save-debug-rollout-data", str(data)]
+        result = run_apart([*flags, *saved], tmp_path / f"run_{ranks}", ranks)
+        assert result.returncode == 0, result.stderr[-4000:]
+        texts[ranks] = [json.loads(line)["response_ids"] for line in data.read_text().splitlines()]
+    assert texts[1] == texts[2]

@@ -1,0 +1,64 @@
+"""Advantages by hand."""
+
+import pytest
+import torch
+
+from slime_tis.policy.advantages import estimate, grpo, reinforce_plus_plus_baseline, rloo, whiten
+
+REWARDS = torch.tensor([[1.0, 0.0, 0.0, 1.0], [2.0, 2.0, 2.0, 2.0]], dtype=torch.float64)
+ONES = torch.ones_like(REWARDS)
+
+
+def test_grpo_is_the_distance_from_the_group_mean_in_unbiased_deviations() -> None:
+    expected = 0.5 / (1 / 3) ** 0.5  # deviation of 1, 0, 0, 1 with n − 1 = 3 below
+    torch.testing.assert_close(
+        grpo(REWARDS),
+        torch.tensor([[expected, -expected, -expected, expected], [0.0] * 4], dtype=torch.float64),
+        atol=5e-6,
+        rtol=0,
+    )
+
+
+def test_grpo_without_the_deviation() -> None:
+    assert grpo(REWARDS, normalize_std=False)[0].tolist() == [0.5, -0.5, -0.5, 0.5]
+
+
+def test_rloo_compares_with_the_siblings() -> None:
+    rewards = torch.tensor([[3.0, 0.0, 6.0]])
+    assert rloo(rewards).tolist() == [[0.0, -4.5, 4.5]]
+
+
+def test_reinforce_plus_plus_scales_by_the_batch_over_tokens() -> None:
+    rewards = torch.tensor([[1.0, -1.0], [0.0, 4.0]], dtype=torch.float64)
+    tokens = torch.tensor([[1.0, 3.0], [2.0, 2.0]], dtype=torch.float64)
+    # Centred: 1, −1, −2, 2. Token-weighted mean (1 − 3 − 4 + 4) / 8 = −0.25, E x² = (1 + 3 + 8 + 8) / 8 = 2.5.
+    deviation = (2.5 - 0.0625) ** 0.5
+    expected = torch.tensor([[1.25, -0.75], [-1.75, 2.25]], dtype=torch.float64) / deviation
+    torch.testing.assert_close(reinforce_plus_plus_baseline(rewards, tokens), expected, atol=1e-5, rtol=0)
+
+
+def test_whitened_values_have_weighted_mean_0_and_deviation_1() -> None:
+    torch.manual_seed(0)
+    values, weights = torch.randn(3, 5, dtype=torch.float64), torch.rand(3, 5, dtype=torch.float64)
+    white = whiten(values, weights)
+    assert ((white * weights).sum() / weights.sum()).item() == pytest.approx(0, abs=1e-12)
+    assert ((white.square() * weights).sum() / weights.sum()).item() == pytest.approx(1, abs=1e-5)
+
+
+def test_a_group_of_equal_rewards_and_an_empty_batch_give_finite_advantages() -> None:
+    for estimator in ("grpo", "rloo", "reinforce_plus_plus_baseline"):
+        assert estimate(estimator, torch.full((2, 3), 7.0), torch.zeros(2, 3)).tolist() == [[0.0] * 3] * 2
+
+
+def test_estimate_names_and_options() -> None:
+    torch.testing.assert_close(estimate("rloo", REWARDS, ONES), rloo(REWARDS))
+    torch.testing.assert_close(
+        estimate("grpo", REWARDS, ONES, normalize_std=False, normalize_batch=True),
+        whiten(grpo(REWARDS, normalize_std=False), ONES),
+    )
+
+
+@pytest.mark.parametrize("function", [grpo, rloo])
+def test_a_group_of_one_is_refused(function: object) -> None:
+    with pytest.raises(ValueError, match=r"\[groups, n ≥ 2\], got \(4, 1\)"):
+        function(torch.ones(4, 1))  # type: ignore[operator]

@@ -1,0 +1,226 @@
+"""The objective of a micro-batch: anchors, weights, masks, denominators, and what a custom function may do."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slime_tis.correction import RolloutCorrectionConfig
+from slime_tis.policy.config import PolicyConfig
+from slime_tis.policy.objective import PolicyObjective
+from slime_tis.policy.report import Report, step_figures
+
+NAN = float("nan")
+
+
+@dataclass
+class Batch:
+    total_lengths: list[int]
+    response_lengths: list[int]
+    loss_masks: list[Tensor]
+    local: dict[str, list[Tensor]]
+
+
+def make(masks: Sequence[Sequence[int]], **values: Sequence[Sequence[float]]) -> Batch:
+    lengths = [len(mask) for mask in masks]
+    loss_masks = [torch.tensor(mask, dtype=torch.float32) for mask in masks]
+    local = {name: [torch.tensor(row, dtype=torch.float32) for row in rows] for name, rows in values.items()}
+    return Batch([n + 2 for n in lengths], lengths, loss_masks, {**local, "loss_masks": loss_masks})
+
+
+def build(policy: dict[str, Any] | None = None, recompute_old: bool = False, **correction: Any) -> PolicyObjective:
+    return PolicyObjective(
+        correction=RolloutCorrectionConfig(**correction),
+        policy=PolicyConfig(**(policy or {})),
+        recompute_old=recompute_old,
+    )
+
+
+def loss_of(objective: PolicyObjective, batch: Batch, log_probs: list[float]) -> tuple[float, Tensor, Report]:
+    """(loss, gradient at the log-probs, report) of a step with this micro-batch alone."""
+    leaf = torch.tensor(log_probs, requires_grad=True)
+    numerator, units, report = objective(batch, leaf, torch.zeros(len(log_probs)))
+    (numerator / units.clamp_min(1)).backward()
+    assert leaf.grad is not None
+    return (numerator / units.clamp_min(1)).item(), leaf.grad, report
+
+
+MASKS = [[1, 1, 0, 1], [1, 1]]
+ROLLOUT = [[-1.0, -2.0, -9.0, -0.5], [-1.5, -0.25]]
+CURRENT = [-1.0, -1.0, -1.0, -1.0, -1.5, -0.5]
+ADVANTAGES = [[1.0] * 4, [-2.0] * 2]
+
+
+def test_plain_ppo_on_policy_has_the_policy_gradient_averaged_per_sequence_then_over_sequences() -> None:
+    _, grad, _ = loss_of(build(), make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES), CURRENT)
+    torch.testing.assert_close(grad, torch.tensor([-1 / 6, -1 / 6, 0, -1 / 6, 2 / 4, 2 / 4]))
+
+
+def test_per_token_loss_averages_over_all_tokens() -> None:
+    objective = build({"calculate_per_token_loss": True})
+    _, grad, _ = loss_of(objective, make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES), CURRENT)
+    torch.testing.assert_close(grad, torch.tensor([-0.2, -0.2, 0, -0.2, 0.4, 0.4]))
+
+
+def test_token_weights_multiply_the_loss_and_rejected_tokens_leave_the_denominator() -> None:
+    # Ratios: 1, e, (masked), e^−0.5 | 1, e^−0.25. Rejection keeps [0.5, 2], so the second token goes.
+    objective = build(use_tis=True, tis_upper_bound=2.0, use_rs=True, rs_lower_bound=0.7, rs_upper_bound=2.0)
+    _, grad, report = loss_of(objective, make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES), CURRENT)
+    quarter = 0.7788008
+    torch.testing.assert_close(grad, torch.tensor([-1 / 2, 0, 0, 0, 2 / 4, 2 / 4 * quarter]))
+    assert report.units.tolist() == [2, 2, 3, 5]
+
+
+def test_the_original_denominator_keeps_counting_what_was_rejected() -> None:
+    objective = build(use_rs=True, rs_lower_bound=0.7, rs_upper_bound=2.0, rejection_normalizer="original")
+    _, grad, _ = loss_of(objective, make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES), CURRENT)
+    torch.testing.assert_close(grad, torch.tensor([-1 / 6, 0, 0, 0, 2 / 4, 2 / 4]))
+
+
+def test_a_rejected_sequence_is_no_unit() -> None:
+    objective = build(use_rs=True, rs_level="sequence", rs_lower_bound=0.5, rs_upper_bound=1.2)
+    _, grad, report = loss_of(objective, make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES), CURRENT)
+    torch.testing.assert_close(grad, torch.tensor([0, 0, 0, 0, 1.0, 1.0]))
+    assert report.units.tolist() == [1, 2, 2, 5]
+
+
+def test_bypass_clips_against_the_rollout_policy() -> None:
+    objective = build(use_rollout_logprobs=True)
+    _, grad, _ = loss_of(objective, make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES), CURRENT)
+    # A > 0: ratio e > 1.2 is clipped, e^−0.5 is not; A < 0: ratio e^−0.25 < 0.8 is clipped.
+    torch.testing.assert_close(grad, torch.tensor([-1 / 6, 0, 0, -0.60653066 / 6, 2 / 4, 0]))
+
+
+def test_reinforce_weights_the_log_prob_by_the_current_ratio() -> None:
+    objective = build(use_rollout_logprobs=True, policy_loss="reinforce", use_tis=True, tis_upper_bound=2.0)
+    loss, grad, _ = loss_of(objective, make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES), CURRENT)
+    weights = torch.tensor([1.0, 2.0, 0.0, 0.60653066, 1.0, 0.7788008])
+    expected = weights * torch.tensor([-1 / 6, -1 / 6, 0, -1 / 6, 2 / 4, 2 / 4])
+    torch.testing.assert_close(grad, expected)
+    assert loss == pytest.approx((expected @ torch.tensor(CURRENT)).item())
+
+
+def test_several_steps_per_rollout_anchor_on_the_recomputed_log_probs() -> None:
+    old = [[-1.0, -1.1, -9.0, -2.0], [-1.5, -0.4]]
+    batch = make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES, old_log_probs=old)
+    _, grad, report = loss_of(build(recompute_old=True), batch, CURRENT)
+    ratio = (torch.tensor(CURRENT) - torch.cat(batch.local["old_log_probs"])).exp()
+    scale = torch.tensor([-1 / 6, -1 / 6, 0, 0, 2 / 4, 2 / 4])  # the fourth ratio, e, is clipped
+    torch.testing.assert_close(grad, ratio * scale)
+    figures = step_figures(report, RolloutCorrectionConfig(), PolicyConfig(), custom=False)
+    assert figures["ois"] == pytest.approx(((1 + ratio[1] + ratio[3]) / 3 + (1 + ratio[5]) / 2).item() / 2, rel=1e-6)
+
+
+@pytest.mark.parametrize("bad", [NAN, float("inf"), float("-inf")])
+@pytest.mark.parametrize("bypass", [False, True])
+def test_a_log_prob_that_is_not_finite_is_rejected_without_a_trace(bad: float, bypass: bool) -> None:
+    options: dict[str, Any] = {"use_rollout_logprobs": True} if bypass else {"use_tis": True}
+    poisoned = make(MASKS, rollout_log_probs=[[-1.0, bad, bad, -0.5], ROLLOUT[1]], advantages=ADVANTAGES)
+    masked = make([[1, 0, 0, 1], [1, 1]], rollout_log_probs=ROLLOUT, advantages=ADVANTAGES)
+    _, grad, report = loss_of(build(**options), poisoned, CURRENT)
+    _, expected, _ = loss_of(build(**options), masked, CURRENT)
+    assert torch.equal(grad, expected)
+    figures = step_figures(report, RolloutCorrectionConfig(**options), PolicyConfig(), custom=False)
+    assert figures["nonfinite_token_fraction"] == pytest.approx(1 / 5)
+    assert all(value == value for value in figures.values())
+
+
+def test_a_neutral_token_has_ratio_one_in_bypass_mode() -> None:
+    batch = make(MASKS, rollout_log_probs=[[-1.0, NAN, -9.0, -1.0], [-1.5, -0.5]], advantages=ADVANTAGES)
+    objective = build(use_rollout_logprobs=True, nonfinite_policy="neutral")
+    _, grad, _ = loss_of(objective, batch, CURRENT)
+    torch.testing.assert_close(grad, torch.tensor([-1 / 6, -1 / 6, 0, -1 / 6, 2 / 4, 2 / 4]))
+
+
+def test_metrics_only_leaves_the_loss_as_it_is_to_the_bit() -> None:
+    values = {"rollout_log_probs": [[-1.0, NAN, -9.0, -0.5], ROLLOUT[1]], "advantages": ADVANTAGES}
+    old = [[-1.2, -1.1, -1.0, -2.0], [-1.5, -0.4]]
+    _, plain, _ = loss_of(build(), make(MASKS, **values), CURRENT)
+    measured = build(get_mismatch_metrics=True)
+    _, grad, report = loss_of(measured, make(MASKS, old_log_probs=old, **values), CURRENT)
+    assert torch.equal(grad, plain)
+    figures = step_figures(report, measured.correction, PolicyConfig(), custom=False)
+    # π_old of the separate forward pass: Δ = −0.2, −1.5 | 0, −0.15 on finite tokens.
+    assert figures["mismatch_kl"] == pytest.approx((0.2 + 1.5 + 0.0 + 0.15) / 4, rel=1e-6)
+
+
+def test_kl_and_entropy_enter_the_loss() -> None:
+    objective = build({"use_kl_loss": True, "kl_loss_coef": 0.5, "entropy_coef": 0.1, "calculate_per_token_loss": True})
+    batch = make([[1, 1]], rollout_log_probs=[[-1.0, -1.0]], ref_log_probs=[[-1.5, -1.0]], advantages=[[1.0, 1.0]])
+    leaf, entropy = torch.tensor([-1.0, -2.0], requires_grad=True), torch.tensor([0.3, 0.5], requires_grad=True)
+    numerator, units, report = objective(batch, leaf, entropy)
+    (numerator / units).backward()
+    torch.testing.assert_close(leaf.grad, torch.tensor([-0.5 + 0.25, -0.5 + 0.25]))
+    torch.testing.assert_close(entropy.grad, torch.tensor([-0.05, -0.05]))
+    figures = step_figures(report, objective.correction, objective.policy, custom=False)
+    assert figures["loss"] == pytest.approx(-1.0 - 0.1 * 0.4 + 0.5 * (0.5 - 1.0) / 2)
+
+
+def test_a_batch_split_into_micro_batches_sums_to_the_same_loss_and_figures() -> None:
+    objective = build(use_tis=True, use_rs=True, rs_lower_bound=0.7, rs_upper_bound=2.0)
+    whole = make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES)
+    _, expected, report = loss_of(objective, whole, CURRENT)
+    leaf = torch.tensor(CURRENT, requires_grad=True)
+    first = objective(make(MASKS[:1], rollout_log_probs=ROLLOUT[:1], advantages=ADVANTAGES[:1]), leaf[:4], leaf[:4])
+    second = objective(make(MASKS[1:], rollout_log_probs=ROLLOUT[1:], advantages=ADVANTAGES[1:]), leaf[4:], leaf[4:])
+    ((first[0] + second[0]) / (first[1] + second[1])).backward()
+    torch.testing.assert_close(leaf.grad, expected)
+    merged = step_figures(first[2].merge(second[2]), objective.correction, objective.policy, custom=False)
+    del merged["entropy_loss"]
+    figures = step_figures(report, objective.correction, objective.policy, custom=False)
+    assert merged == pytest.approx({name: figures[name] for name in merged}, rel=1e-6, abs=1e-7)
+
+
+def custom(function: Callable[..., Any], **correction: Any) -> PolicyObjective:
+    return PolicyObjective(
+        correction=RolloutCorrectionConfig(**correction),
+        policy=PolicyConfig(),
+        recompute_old=False,
+        custom_tis=function,
+    )
+
+
+def test_a_custom_function_sees_slimes_arguments_and_ours_and_replaces_loss_and_mask() -> None:
+    seen: dict[str, Any] = {}
+
+    def halve(args: Any, *, pg_loss: Tensor, loss_masks: list[Tensor], **kwargs: Any) -> Any:
+        seen.update(kwargs)
+        masks = [mask.clone() for mask in loss_masks]
+        masks[0][0] = 0
+        return pg_loss / 2, masks, {"flat": torch.arange(6.0)}
+
+    objective = custom(halve, use_tis=True)
+    _, grad, report = loss_of(objective, make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES), CURRENT)
+    torch.testing.assert_close(grad, torch.tensor([0, -1 / 8, 0, -1 / 8, 1 / 4, 1 / 4]))
+    assert [len(values) for values in seen["train_log_probs"]] == [4, 2]
+    assert seen["total_lengths"] == [6, 4] and seen["response_lengths"] == [4, 2]
+    assert [values.tolist() for values in seen["advantages"]] == ADVANTAGES
+    assert not seen["log_probs"][0].requires_grad
+    figures = step_figures(report, objective.correction, objective.policy, custom=True)
+    assert figures["flat"] == pytest.approx(((0 + 1 + 3) / 3 + (4 + 5) / 2) / 2)  # over the mask before rejection
+    assert figures["gradient_kept_fraction"] == pytest.approx(4 / 5)
+
+
+def test_a_custom_function_for_metrics_alone_leaves_the_loss() -> None:
+    def destroy(args: Any, *, pg_loss: Tensor, loss_masks: list[Tensor], **_: Any) -> Any:
+        return pg_loss * 0, [torch.zeros_like(mask) for mask in loss_masks], {"seen": torch.ones(6)}
+
+    values = {"rollout_log_probs": ROLLOUT, "advantages": ADVANTAGES}
+    _, plain, _ = loss_of(build(), make(MASKS, **values), CURRENT)
+    objective = custom(destroy, get_mismatch_metrics=True)
+    batch = make(MASKS, old_log_probs=ROLLOUT, **values)
+    _, grad, report = loss_of(objective, batch, CURRENT)
+    assert torch.equal(grad, plain)
+    assert step_figures(report, objective.correction, objective.policy, custom=True)["seen"] == pytest.approx(1)
+
+
+def test_a_custom_function_with_the_wrong_return_is_named() -> None:
+    def forgetful(args: Any, *, pg_loss: Tensor, **_: Any) -> Any:
+        return pg_loss
+
+    batch = make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES)
+    with pytest.raises(ValueError, match="forgetful returned a tensor of shape"):
+        loss_of(custom(forgetful, use_tis=True), batch, CURRENT)

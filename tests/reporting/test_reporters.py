@@ -1,0 +1,164 @@
+"""What the reporters really write, read back by the programs that read it."""
+
+import fcntl
+import json
+import math
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from slime_tis.reporting.config import ReportingConfig
+from slime_tis.reporting.reporters import JsonLines, Reporters, format_step, open_reporters
+
+ROOT = Path(__file__).parents[2]
+METRICS = {
+    "rollout/raw_reward": 0.4375,
+    "train/loss": -0.01234,
+    "train/grad_norm": 0.5,
+    "train/mismatch_kl": 1.2e-4,
+    "train/mis_ratio_mean_after_mis": 0.998,
+    "train/gradient_kept_fraction": 0.996,
+    "perf/step_time": 0.31,
+}
+
+
+def lines_of(path):
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def test_jsonl_is_one_valid_object_a_step_at_once(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    reporter = JsonLines(path)
+    reporter.log({"train/loss": 0.5, "train/kl": math.nan, "train/max": math.inf}, 1)
+    assert path.read_text() == '{"step": 1, "train/loss": 0.5, "train/kl": null, "train/max": null}\n'
+    reporter.log({"train/loss": 0.25}, 2)
+    assert lines_of(path)[1] == {"step": 2, "train/loss": 0.25}
+    reporter.close()
+
+
+def test_jsonl_of_a_resumed_run_has_every_step_once(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": step, "run": 1}) + "\n" for step in range(6)) + '{"step": 6, "r')
+    reporter = JsonLines(path, resume_step=4)
+    reporter.log({"run": 2}, 4)
+    reporter.close()
+    assert [(row["step"], row["run"]) for row in lines_of(path)] == [(0, 1), (1, 1), (2, 1), (3, 1), (4, 2)]
+
+
+def test_console_line_has_the_figures_a_reader_follows():
+    assert format_step(METRICS, 7, 120) == (
+        "step   7/120  reward 0.438  loss -0.0123  grad norm 0.500  kl +1.2e-04  weight 0.998  "
+        "rejected 0.4%  time 0.31 s"
+    )
+
+
+def test_console_line_leaves_out_what_was_not_measured():
+    figures = {"eval/sort_digits": 0.34, "eval/sort_digits/response_len": 11.0}
+    assert format_step(figures, 0, 9) == "step 0/9  eval/sort_digits 0.340"
+
+
+def test_tensorboard_reads_back_every_scalar(tmp_path):
+    config = ReportingConfig(
+        output_dir=str(tmp_path), use_tensorboard=True, tb_project_name="sort", tb_experiment_name="one"
+    )
+    reporter = open_reporters(config, {"lr": 1e-4}, total_steps=2)
+    for step in (1, 2):
+        reporter.log({"train/loss": 0.5 / step, "eval/a": float(step)}, step)
+    reporter.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard" / "sort" / "one")).Reload()
+    assert events.Tags()["scalars"] == ["train/loss", "eval/a"]
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 0.5), (2, 0.25)]
+
+
+def test_tensorboard_of_a_resumed_run_hides_the_steps_done_again(tmp_path):
+    config = ReportingConfig(output_dir=str(tmp_path), use_tensorboard=True)
+    for resume_step, steps, value in ((0, (1, 2, 3), 1.0), (2, (2, 3), 2.0)):
+        reporter = open_reporters(config, {}, total_steps=3, resume_step=resume_step)
+        for step in steps:
+            reporter.log({"x": value}, step)
+        reporter.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("x")] == [(1, 1.0), (2, 2.0), (3, 2.0)]
+    assert [(row["step"], row["x"]) for row in lines_of(tmp_path / "metrics.jsonl")] == [(1, 1), (2, 2), (3, 2)]
+
+
+def test_a_run_leaves_its_files_and_prints_its_lines(tmp_path, capsys):
+    reporter = open_reporters(ReportingConfig(output_dir=str(tmp_path)), {"lr": 1e-4}, total_steps=3)
+    for step in (1, 2, 3):
+        reporter.log(METRICS, step)
+    reporter.close()
+    captured = capsys.readouterr()
+    assert [line[:9] for line in captured.out.splitlines()] == ["step 1/3 ", "step 2/3 ", "step 3/3 "]
+    assert captured.err == ""
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "metrics.jsonl", "summary.png"]
+
+
+def test_other_ranks_write_and_print_nothing(tmp_path, capsys):
+    reporter = open_reporters(ReportingConfig(output_dir=str(tmp_path / "r")), {}, total_steps=3, rank=1)
+    reporter.log(METRICS, 1)
+    reporter.close()
+    assert isinstance(reporter, Reporters) and not (tmp_path / "r").exists() and capsys.readouterr().out == ""
+
+
+PROGRAM = """
+import sys
+from slime_tis.reporting.config import ReportingConfig
+from slime_tis.reporting.reporters import Console
+console = Console(3, progress=sys.argv[1] == "on")
+for step in (1, 2, 3):
+    console.log({"rollout/raw_reward": step / 4}, step)
+console.close()
+"""
+
+
+@pytest.mark.parametrize("progress", ["on", "off"])
+def test_progress_bar_on_a_terminal_does_not_tear_the_lines(progress):
+    screen = _run_on_a_terminal([sys.executable, "-c", PROGRAM, progress])
+    assert ("/3 [" in screen) == (progress == "on")
+    shown = [line for line in _rendered(screen) if line.startswith("step")]
+    assert shown == ["step 1/3  reward 0.250", "step 2/3  reward 0.500", "step 3/3  reward 0.750"]
+
+
+def _run_on_a_terminal(command):
+    """Everything a command writes to a pseudo-terminal."""
+    controller, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
+    process = subprocess.Popen(command, stdout=terminal, stderr=terminal, cwd=ROOT)
+    os.close(terminal)
+    written = b""
+    while True:
+        try:
+            piece = os.read(controller, 4096)
+        except OSError:  # the other end is closed
+            break
+        if not piece:
+            break
+        written += piece
+    os.close(controller)
+    assert process.wait() == 0
+    return written.decode()
+
+
+def _rendered(screen):
+    """The lines as a terminal shows them: a carriage return goes back to the start of its line."""
+    lines = []
+    for line in re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", screen).replace("\r\n", "\n").split("\n"):
+        shown = ""
+        for part in line.split("\r"):
+            shown = part + shown[len(part) :]
+        lines.append(shown.rstrip())
+    return lines
+
+
+def test_wandb_that_is_not_installed_is_one_sentence(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
+    with pytest.raises(ValueError, match=r"^--use-wandb is on but wandb is not installed; run pip install wandb\.$"):
+        ReportingConfig(use_wandb=True)

@@ -1,0 +1,58 @@
+"""Checkpoint directories: what is read from them, and what is refused."""
+
+import json
+
+import pytest
+import torch
+
+from slime_tis.rollout.checkpoint import eos_token_ids, linear_weight_names, load_model, load_tokenizer
+from tests.checkpoints import EOS, make_checkpoint
+
+
+def test_a_directory_without_a_checkpoint_is_refused(tmp_path):
+    for load in (load_tokenizer, lambda path: load_model(path, torch.float32)):
+        with pytest.raises(ValueError) as refusal:
+            load(tmp_path / "none")
+        assert str(refusal.value) == (
+            f"--hf-checkpoint is '{tmp_path / 'none'}', which has no config.json; give a directory that holds a "
+            "Hugging Face checkpoint."
+        )
+
+
+def test_an_unknown_architecture_is_refused_in_one_line(tmp_path):
+    path = make_checkpoint(tmp_path, "llama")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "model_type": "llamb"}))
+    with pytest.raises(ValueError, match=r"which does not load: .*`llamb`") as refusal:
+        load_model(path, torch.float32)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_checkpoint_without_weights_is_refused(tmp_path):
+    path = make_checkpoint(tmp_path, "llama")
+    (path / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"which does not load: .*no file named model\.safetensors"):
+        load_model(path, torch.float32)
+
+
+@pytest.mark.parametrize(("tied", "family"), [(True, "qwen3"), (False, "qwen2")])
+def test_linear_weights_are_the_projections(tmp_path, tied, family):
+    model = load_model(make_checkpoint(tmp_path, family, tie_word_embeddings=tied), torch.bfloat16)
+    attention, mlp = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+    assert linear_weight_names(model) == {
+        f"model.layers.{layer}.{part}.{name}.weight"
+        for layer in range(2)
+        for part, names in (("self_attn", attention), ("mlp", mlp))
+        for name in names
+    }
+    assert model.dtype == torch.bfloat16
+    assert not model.training
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("configured", "expected"), [(7, (7,)), ([7, 9], (7, 9)), (None, (EOS,))])
+def test_eos_is_the_generation_configurations_or_the_tokenizers(tmp_path, configured, expected):
+    path = make_checkpoint(tmp_path, "llama")
+    model = load_model(path, torch.float32)
+    model.generation_config.eos_token_id = configured
+    assert eos_token_ids(model, load_tokenizer(path)) == expected

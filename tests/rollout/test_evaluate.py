@@ -1,0 +1,45 @@
+"""Figures of an evaluation, from answers that are known."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from slime_tis.rollout.checkpoint import load_tokenizer
+from slime_tis.rollout.evaluate import evaluate
+from slime_tis.rollout.local import LocalEngine
+from slime_tis.rollout.rewards import exact_match
+from slime_tis.rollout.sample import Prompt, Sampling
+from tests.checkpoints import EOS, make_checkpoint
+
+
+def reward(samples):
+    return [exact_match(sample.response, sample.label) for sample in samples]
+
+
+def test_figures_are_means_over_the_answers(tmp_path):
+    path = make_checkpoint(tmp_path, "qwen3")
+    tokenizer = load_tokenizer(path)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    prompts, lengths, truncated = [], [], 0
+    for index, text in enumerate(["12>", "abc", "7?", "Q:", "x", "hello"]):
+        ids = tokenizer(text, return_tensors="pt")["input_ids"]
+        mask = torch.ones_like(ids)
+        output = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=6)[0, ids.shape[1] :]
+        answer = tokenizer.decode(output, skip_special_tokens=True)
+        label = answer if index % 3 else answer + "!"  # right at four prompts of six
+        prompts.append(Prompt(index=index, text=text, token_ids=tuple(ids[0].tolist()), label=label))
+        lengths.append(len(output))
+        truncated += output[-1].item() != EOS
+    figures = evaluate(LocalEngine(path, tokenizer), prompts, reward, Sampling(temperature=0.0, max_response_len=6))
+    assert figures == {
+        "accuracy": pytest.approx(4 / 6),
+        "response_length": pytest.approx(sum(lengths) / 6),
+        "truncated_fraction": pytest.approx(truncated / 6),
+    }
+
+
+def test_no_prompts_are_refused(tmp_path):
+    path = make_checkpoint(tmp_path, "qwen3")
+    engine = LocalEngine(path, load_tokenizer(path))
+    with pytest.raises(ValueError, match="there are no prompts to evaluate on"):
+        evaluate(engine, [], reward, Sampling(max_response_len=1))

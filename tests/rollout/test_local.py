@@ -1,0 +1,281 @@
+"""The in-process engine against independent forward passes, against transformers, and against itself."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from slime_tis.rollout import decode
+from slime_tis.rollout.checkpoint import load_tokenizer
+from slime_tis.rollout.local import LocalEngine
+from slime_tis.rollout.quantize import round_fp8, round_int8
+from slime_tis.rollout.sample import Prompt, Sample, Sampling
+from slime_tis.rollout.sampling import filtered_log_probs
+from tests.checkpoints import EOS, make_checkpoint
+
+TEXTS = ["31415>", "7>", "abc def + 12>", "Q: 2*3?", "00"]
+EXACT = {"rtol": 0.0, "atol": 1e-5}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """Two checkpoints of each family, which differ in their weights."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    return {
+        (family, seed): make_checkpoint(root / f"{family}{seed}", family, seed=seed)
+        for family, seed in [("qwen2", 0), ("qwen3", 0), ("llama", 0), ("qwen3", 1)]
+    }
+
+
+def make_engine(path, **options) -> LocalEngine:
+    return LocalEngine(path, load_tokenizer(path), **options)
+
+
+def make_prompts(path, texts=TEXTS) -> list[Prompt]:
+    tokenizer = load_tokenizer(path)
+    return [
+        Prompt(index=index, text=text, token_ids=tuple(tokenizer(text)["input_ids"]))
+        for index, text in enumerate(texts)
+    ]
+
+
+def weights(path):
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict().items()
+
+
+def flat(groups) -> list[Sample]:
+    return [sample for group in groups for sample in group]
+
+
+def forward_log_probs(path, sample: Sample, sampling: Sampling) -> torch.Tensor:
+    """Log-probs of the response by one forward pass over the unpadded sequence, without a cache."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    ids, start = torch.tensor([sample.token_ids]), len(sample.prompt.token_ids)
+    with torch.no_grad():
+        logits = model(input_ids=ids, use_cache=False).logits[0, start - 1 : -1]
+    log_probs = filtered_log_probs(logits, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k)
+    return log_probs.gather(-1, ids[0, start:, None]).squeeze(-1)
+
+
+def assert_same_samples(one, other):
+    for a, b in zip(flat(one), flat(other), strict=True):
+        assert a.response_ids == b.response_ids
+        assert (a.response, a.finish_reason) == (b.response, b.finish_reason)
+        torch.testing.assert_close(torch.tensor(a.rollout_log_probs), torch.tensor(b.rollout_log_probs), **EXACT)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("filters", [{}, {"temperature": 0.6}, {"temperature": 1.3, "top_p": 0.8, "top_k": 20}])
+def test_log_probs_are_those_of_an_independent_forward(checkpoints, family, filters):
+    path = checkpoints[family, 0]
+    sampling = Sampling(max_response_len=10, n_samples=2, **filters)
+    groups = make_engine(path).generate(make_prompts(path), sampling, seed=5)
+    assert [len(group) for group in groups] == [2] * len(TEXTS)
+    for sample in flat(groups):
+        torch.testing.assert_close(
+            torch.tensor(sample.rollout_log_probs), forward_log_probs(path, sample, sampling), **EXACT
+        )
+
+
+def test_samples_say_what_they_are(checkpoints):
+    path = checkpoints["qwen3", 0]
+    prompts, tokenizer = make_prompts(path), load_tokenizer(path)
+    samples = flat(make_engine(path).generate(prompts, Sampling(max_response_len=5, n_samples=3), seed=0))
+    assert [sample.sample_index for sample in samples] == list(range(15))
+    assert [sample.group_index for sample in samples] == [place // 3 for place in range(15)]
+    for sample in samples:
+        assert sample.prompt is prompts[sample.group_index]
+        assert sample.response == tokenizer.decode(sample.response_ids, skip_special_tokens=True)
+        assert sample.token_ids == [*sample.prompt.token_ids, *sample.response_ids]
+        length = len(sample.response_ids)
+        assert (sample.loss_mask, sample.weight_versions) == ([1] * length, [0] * length)
+        assert sample.reward is None
+
+
+def test_responses_end_with_their_stop_token_or_at_their_limit(checkpoints):
+    path = checkpoints["qwen3", 0]
+    sampling = Sampling(max_response_len=30, n_samples=8, stop_token_ids=(7, 9))
+    samples = flat(make_engine(path).generate(make_prompts(path), sampling, seed=0))
+    ends = {EOS, 7, 9}
+    for sample in samples:
+        assert not ends & set(sample.response_ids[:-1])
+        stopped = sample.response_ids[-1] in ends
+        assert sample.finish_reason == ("stop" if stopped else "length")
+        assert stopped or len(sample.response_ids) == 30
+    assert {sample.response_ids[-1] for sample in samples} >= ends
+
+
+def test_dropping_finished_samples_changes_nothing(checkpoints, monkeypatch):
+    path = checkpoints["llama", 0]
+    sampling = Sampling(max_response_len=40, n_samples=6, stop_token_ids=tuple(range(3, 9)))
+    engine, prompts = make_engine(path), make_prompts(path)
+    monkeypatch.setattr(decode, "DROP_BELOW", 0.0)
+    kept = engine.generate(prompts, sampling, seed=1)
+    assert len({len(sample.response_ids) for sample in flat(kept)}) > 5
+    for share in (0.5, 1.1):
+        monkeypatch.setattr(decode, "DROP_BELOW", share)
+        assert_same_samples(kept, engine.generate(prompts, sampling, seed=1))
+
+
+def test_a_sample_does_not_depend_on_its_batch(checkpoints):
+    path = checkpoints["qwen3", 0]
+    prompts, sampling = make_prompts(path), Sampling(max_response_len=12, n_samples=4)
+    together = make_engine(path).generate(prompts, sampling, seed=3)
+    engine = make_engine(path)
+    assert_same_samples(together, [engine.generate([prompt], sampling, seed=3)[0] for prompt in prompts])
+    assert_same_samples(together[::-1], engine.generate(prompts[::-1], sampling, seed=3))
+    for bounds in ({"max_batch": 1}, {"max_batch": 9}, {"max_batch_tokens": 150}):
+        assert_same_samples(together, make_engine(path, **bounds).generate(prompts, sampling, seed=3))
+    fewer = engine.generate(prompts, Sampling(max_response_len=12, n_samples=2), seed=3)
+    assert_same_samples([group[:2] for group in together], fewer)
+
+
+def test_seeds_and_repeated_prompts_give_other_samples(checkpoints):
+    path = checkpoints["qwen3", 0]
+    prompt, sampling = make_prompts(path)[0], Sampling(max_response_len=20)
+    engine = make_engine(path)
+    first, second = flat(engine.generate([prompt, prompt], sampling, seed=0))
+    assert first.response_ids != second.response_ids
+    assert first.response_ids == engine.generate([prompt], sampling, seed=0)[0][0].response_ids
+    assert first.response_ids != engine.generate([prompt], sampling, seed=1)[0][0].response_ids
+
+
+def test_first_tokens_follow_the_model(checkpoints):
+    path = checkpoints["qwen3", 0]
+    prompt, draws = make_prompts(path)[0], 20_000
+    (group,) = make_engine(path).generate([prompt], Sampling(max_response_len=1, n_samples=draws), seed=0)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.no_grad():
+        probs = model(torch.tensor([prompt.token_ids])).logits[0, -1].double().softmax(-1)
+    counts = torch.bincount(torch.tensor([sample.response_ids[0] for sample in group]), minlength=len(probs))
+    chi_square = ((counts - draws * probs) ** 2 / (draws * probs)).sum().item()
+    assert chi_square < 103.4  # the 0.999 quantile at 63 degrees of freedom
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+def test_greedy_is_that_of_transformers(checkpoints, family):
+    path = checkpoints[family, 0]
+    prompts = make_prompts(path)
+    groups = make_engine(path).generate(prompts, Sampling(temperature=0.0, max_response_len=25), seed=0)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    for prompt, (sample,) in zip(prompts, groups, strict=True):
+        ids = torch.tensor([prompt.token_ids])
+        expected = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=25)
+        assert sample.token_ids == expected[0].tolist()
+        torch.testing.assert_close(
+            torch.tensor(sample.rollout_log_probs),
+            forward_log_probs(path, sample, Sampling(max_response_len=25)),
+            **EXACT,
+        )
+
+
+def test_updated_weights_are_sampled_from_under_their_version(checkpoints):
+    old, new = checkpoints["qwen3", 0], checkpoints["qwen3", 1]
+    engine, sampling = make_engine(old), Sampling(max_response_len=8, n_samples=2)
+    engine.update_weights(iter(weights(new)), version=7)
+    groups = engine.generate(make_prompts(old), sampling, seed=0)
+    for sample in flat(groups):
+        assert sample.weight_versions == [7] * len(sample.response_ids)
+        torch.testing.assert_close(
+            torch.tensor(sample.rollout_log_probs), forward_log_probs(new, sample, sampling), **EXACT
+        )
+    assert_same_samples(groups, make_engine(new).generate(make_prompts(new), sampling, seed=0))
+
+
+def test_a_tied_output_layer_may_be_missing_from_an_update(tmp_path):
+    old = make_checkpoint(tmp_path / "old", "qwen3", tie_word_embeddings=True)
+    new = make_checkpoint(tmp_path / "new", "qwen3", tie_word_embeddings=True, seed=1)
+    engine, sampling = make_engine(old), Sampling(max_response_len=8)
+    expected = make_engine(new).generate(make_prompts(new), sampling, seed=0)
+    engine.update_weights([(name, w) for name, w in weights(new) if name != "lm_head.weight"], version=1)
+    assert_same_samples(expected, engine.generate(make_prompts(old), sampling, seed=0))
+    engine.update_weights(weights(new), version=2)
+    assert_same_samples(expected, engine.generate(make_prompts(old), sampling, seed=0))
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (
+            lambda w: {**w, "model.layers.9.mlp.up_proj.weight": torch.zeros(2)},
+            "weight update 3 has 'model.layers.9.mlp.up_proj.weight', which the rollout model does not have.",
+        ),
+        (
+            lambda w: {**w, "model.norm.weight": torch.zeros(5)},
+            "weight update 3 has 'model.norm.weight' of shape (5,), but the rollout model has it of shape (32,).",
+        ),
+        (
+            lambda w: {name: tensor for name, tensor in w.items() if "q_norm" not in name},
+            "weight update 3 lacks 2 parameters of the rollout model, the first of them "
+            "'model.layers.0.self_attn.q_norm.weight'.",
+        ),
+        (
+            lambda w: {name: tensor for name, tensor in w.items() if name != "lm_head.weight"},
+            "weight update 3 lacks 1 parameters of the rollout model, the first of them 'lm_head.weight'.",
+        ),
+    ],
+)
+def test_an_update_that_does_not_fit_is_refused(checkpoints, edit, message):
+    path = checkpoints["qwen3", 0]
+    engine = make_engine(path)
+    with pytest.raises(ValueError) as refusal:
+        engine.update_weights(edit(dict(weights(path))).items(), version=3)
+    assert str(refusal.value) == message
+    assert engine.weight_version == 0
+
+
+@pytest.mark.parametrize(("precision", "rounding"), [("fp8", round_fp8), ("int8", round_int8)])
+def test_eight_bit_engines_round_linear_weights_and_nothing_else(checkpoints, tmp_path, precision, rounding):
+    path, sampling = checkpoints["qwen3", 0], Sampling(max_response_len=8, n_samples=2)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "_proj" in name:
+                parameter.copy_(rounding(parameter))
+    model.save_pretrained(tmp_path)
+    engine = make_engine(path, precision=precision)
+    for _ in range(2):  # as loaded, and as updated
+        samples = flat(engine.generate(make_prompts(path), sampling, seed=0))
+        gap = []
+        for sample in samples:
+            log_probs = torch.tensor(sample.rollout_log_probs)
+            torch.testing.assert_close(log_probs, forward_log_probs(tmp_path, sample, sampling), **EXACT)
+            gap.append((log_probs - forward_log_probs(path, sample, sampling)).abs())
+        assert 1e-3 < torch.cat(gap).mean() < 0.5
+        engine.update_weights(weights(path), version=1)
+
+
+def test_a_bfloat16_engine_has_a_mismatch(checkpoints):
+    path, sampling = checkpoints["qwen3", 0], Sampling(max_response_len=8, n_samples=2)
+    engine = make_engine(path, precision="bf16")
+    engine.update_weights(weights(path), version=1)
+    samples = flat(engine.generate(make_prompts(path), sampling, seed=0))
+    gap = torch.cat(
+        [torch.tensor(sample.rollout_log_probs) - forward_log_probs(path, sample, sampling) for sample in samples]
+    )
+    assert 1e-3 < gap.abs().mean() < 0.1
+    assert gap.abs().max() < 0.5
+
+
+def test_the_context_bounds_responses_and_refuses_prompts_that_fill_it(checkpoints):
+    path = checkpoints["llama", 0]
+    engine, prompts = make_engine(path), make_prompts(path)
+    sampling = Sampling(max_response_len=50, max_context_len=16, stop_token_ids=())
+    groups = engine.generate(prompts, sampling, seed=2)
+    assert {len(s.token_ids) for s in flat(groups) if s.finish_reason == "length"} == {16}
+    whole = engine.generate(prompts, Sampling(max_response_len=50), seed=2)
+    for cut, sample in zip(flat(groups), flat(whole), strict=True):
+        assert cut.response_ids == sample.response_ids[: len(cut.response_ids)]
+    full = Prompt(index=4, text="", token_ids=(5,) * 128)
+    with pytest.raises(ValueError) as refusal:
+        engine.generate([full], Sampling(max_response_len=1), seed=0)
+    assert str(refusal.value) == (
+        "prompt 4 has 128 tokens, which leaves no room for a response in a context of 128; "
+        "set --rollout-max-prompt-len to leave such prompts out."
+    )
+    with pytest.raises(ValueError, match="prompt 4 has no tokens"):
+        engine.generate([Prompt(index=4, text="", token_ids=())], Sampling(max_response_len=1), seed=0)
+
+
+def test_an_unknown_precision_is_refused(checkpoints):
+    with pytest.raises(ValueError, match="rollout precision is 'fp4' but must be one of fp32, bf16, fp8, int8"):
+        make_engine(checkpoints["llama", 0], precision="fp4")

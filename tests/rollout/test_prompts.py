@@ -1,0 +1,186 @@
+"""Prompt files: what they become, what is refused, and the order they are visited in."""
+
+import json
+import logging
+import sys
+
+import pytest
+
+from slime_tis.rollout.config import RolloutConfig
+from slime_tis.rollout.prompts import PromptDataset, load_prompts
+from tests.checkpoints import make_tokenizer
+
+TOKENIZER = make_tokenizer()
+BOS = 1
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def make_config(**options) -> RolloutConfig:
+    required = {"prompt_data": "p", "rollout_batch_size": 2, "rollout_max_response_len": 4, "rm_type": "f1"}
+    return RolloutConfig(**{**required, "input_key": "prompt", **options})
+
+
+def load(path, **options):
+    return load_prompts(path, TOKENIZER, **{"input_key": "prompt", "label_key": "label", **options})
+
+
+def encode(text):
+    return tuple(TOKENIZER(text, add_special_tokens=False)["input_ids"])
+
+
+def test_rows_become_prompts(tmp_path):
+    rows = [
+        {"prompt": "31>", "label": "13", "metadata": {"level": 2}},
+        {"prompt": "7>", "label": 7},
+        {"prompt": "8>", "label": ["a"], "metadata": '{"tools": []}'},
+    ]
+    first, second, third = load(write(tmp_path / "p.jsonl", rows))
+    assert (first.index, first.text, first.label, first.metadata) == (0, "31>", "13", {"level": 2})
+    assert first.token_ids == (BOS, *encode("31>"))
+    assert (second.index, second.label, second.metadata) == (1, "7", {})
+    assert (third.label, third.metadata) == ('["a"]', {"tools": []})
+    assert load(tmp_path / "p.jsonl", label_key=None)[0].label is None
+
+
+def test_blank_lines_do_not_count(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text('\n{"prompt": "1"}\n\n{"prompt": "2"}\n')
+    assert [(p.index, p.text) for p in load(path, label_key=None)] == [(0, "1"), (1, "2")]
+
+
+def test_the_chat_template_takes_strings_and_messages_and_adds_no_bos(tmp_path):
+    messages = [{"role": "system", "content": "sort"}, {"role": "user", "content": "31"}]
+    path = write(tmp_path / "p.jsonl", [{"prompt": "31"}, {"prompt": messages}])
+    string, chat = load(path, label_key=None, apply_chat_template=True)
+    assert string.text == "user:31.assistant:"
+    assert chat.text == "system:sort.user:31.assistant:"
+    assert string.token_ids == encode("user:31.assistant:")
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "message"),
+    [
+        ("", {}, "the prompt file '{path}' is empty."),
+        ("\n\n", {}, "the prompt file '{path}' is empty."),
+        (
+            '{"prompt": "1", "label": "1"}\n{"prompt": }\n',
+            {},
+            "{path}, line 2 is not JSON: Expecting value at column 12.",
+        ),
+        ('\n["a"]\n', {}, "{path}, line 2 is JSON of type list, but each line must be an object."),
+        ('{"input": "1"}\n', {}, "{path}, line 1 has no key 'prompt'; its keys are 'input'."),
+        ('{"prompt": "1"}\n', {}, "{path}, line 1 has no key 'label'; its keys are 'prompt'."),
+        ('{"prompt": "", "label": "1"}\n', {}, "{path}, line 1 has an empty prompt."),
+        (
+            '{"prompt": [{"role": "user", "content": "1"}], "label": "1"}\n',
+            {},
+            "{path}, line 1 has a prompt of type list where a string is needed; a list of messages needs "
+            "--apply-chat-template.",
+        ),
+        (
+            '{"prompt": "1", "label": "1", "metadata": "x"}\n',
+            {},
+            "{path}, line 1 has 'metadata' that is no mapping.",
+        ),
+        (
+            '{"prompt": "12345", "label": "1"}\n{"prompt": "123", "label": "1"}\n',
+            {"max_prompt_len": 3},
+            "--rollout-max-prompt-len is 3, but the shortest prompt of '{path}' has 4 tokens; raise it.",
+        ),
+    ],
+)
+def test_bad_files_are_refused_in_one_sentence(tmp_path, content, options, message):
+    path = tmp_path / "p.jsonl"
+    path.write_text(content)
+    with pytest.raises(ValueError) as refusal:
+        load(path, **options)
+    assert str(refusal.value) == message.replace("{path}", str(path))
+
+
+def test_messages_that_do_not_fit_the_template_are_refused(tmp_path):
+    path = write(tmp_path / "p.jsonl", [{"prompt": "1"}, {"prompt": [{"role": "user"}]}])
+    with pytest.raises(ValueError, match="line 2 does not fit the chat template"):
+        load(path, label_key=None, apply_chat_template=True)
+
+
+def test_a_chat_template_that_is_not_there_is_refused(tmp_path):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = None
+    path = write(tmp_path / "p.jsonl", [{"prompt": "1"}])
+    with pytest.raises(ValueError, match="--apply-chat-template is set, but the tokenizer has no chat template"):
+        load_prompts(path, tokenizer, input_key="prompt", apply_chat_template=True)
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"the prompt file '.*none.jsonl' does not exist\."):
+        load(tmp_path / "none.jsonl")
+
+
+def test_long_prompts_are_left_out_and_counted(tmp_path, caplog):
+    path = write(tmp_path / "p.jsonl", [{"prompt": "123456"}, {"prompt": "123"}, {"prompt": "12345"}])
+    with caplog.at_level(logging.WARNING):
+        prompts = load(path, label_key=None, max_prompt_len=4)
+    assert [(prompt.index, prompt.text) for prompt in prompts] == [(1, "123")]
+    assert caplog.messages == [f"2 of 3 prompts of {path} are longer than --rollout-max-prompt-len 4 and are left out."]
+
+
+def test_parquet_rows_become_prompts(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    path = tmp_path / "p.parquet"
+    rows = [{"prompt": "31>", "label": "13"}, {"prompt": "7>", "label": None}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    assert [(p.text, p.label) for p in load(path)] == [("31>", "13"), ("7>", None)]
+
+
+def test_parquet_without_pyarrow_says_how_to_install_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    path = tmp_path / "p.parquet"
+    path.write_bytes(b"")
+    with pytest.raises(ValueError) as refusal:
+        load(path)
+    assert str(refusal.value) == (
+        f"'{path}' is parquet, which needs pyarrow; install it with: pip install 'slime_tis[parquet]'."
+    )
+
+
+@pytest.fixture
+def digits(tmp_path):
+    return write(tmp_path / "digits.jsonl", [{"prompt": str(digit)} for digit in range(5)])
+
+
+def texts(dataset, *sizes):
+    return ["".join(prompt.text for prompt in dataset.next_batch(size)) for size in sizes]
+
+
+def test_batches_follow_the_file_and_go_on_into_the_next_epoch(digits):
+    dataset = PromptDataset(digits, TOKENIZER, make_config())
+    assert texts(dataset, 2, 2, 2, 5, 12) == ["01", "23", "40", "12340", "123401234012"]
+    assert dataset.state_dict() == {"epoch": 4, "position": 3}
+
+
+def test_each_epoch_is_shuffled_anew_and_the_same_for_the_same_seed(digits):
+    dataset = PromptDataset(digits, TOKENIZER, make_config(rollout_shuffle=True, rollout_seed=1))
+    epochs = texts(dataset, 5, 5, 5, 5)
+    assert all(sorted(epoch) == list("01234") for epoch in epochs)
+    assert len(set(epochs)) > 1
+    again = PromptDataset(digits, TOKENIZER, make_config(rollout_shuffle=True, rollout_seed=1))
+    assert "".join(texts(again, 3, 7, 10)) == "".join(epochs)
+    other = PromptDataset(digits, TOKENIZER, make_config(rollout_shuffle=True, rollout_seed=2))
+    assert texts(other, 5, 5, 5, 5) != epochs
+
+
+def test_a_saved_place_is_gone_on_from(digits):
+    config = make_config(rollout_shuffle=True)
+    dataset = PromptDataset(digits, TOKENIZER, config)
+    dataset.next_batch(8)
+    resumed = PromptDataset(digits, TOKENIZER, config)
+    resumed.load_state_dict(json.loads(json.dumps(dataset.state_dict())))
+    assert texts(dataset, 4, 4) == texts(resumed, 4, 4)
+    with pytest.raises(ValueError, match="stopped at prompt 9 of an epoch, but --prompt-data has 5 prompts"):
+        resumed.load_state_dict({"epoch": 0, "position": 9})

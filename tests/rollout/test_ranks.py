@@ -1,0 +1,81 @@
+"""Two gloo processes sample and score what one process does, and fail together."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from slime_tis.rollout.checkpoint import load_tokenizer
+from slime_tis.rollout.collectives import map_over_ranks
+from slime_tis.rollout.config import RolloutConfig
+from slime_tis.rollout.local import LocalEngine
+from slime_tis.rollout.rewards import build_reward
+from slime_tis.rollout.sample import Prompt, Sampling
+from tests.checkpoints import make_checkpoint
+
+SIZE = 2
+
+
+def rollout(path):
+    """Samples and scores of three prompts, then of one, which leaves the second of two ranks without work."""
+    tokenizer = load_tokenizer(path)
+    prompts = [
+        Prompt(index=index, text=text, token_ids=tuple(tokenizer(text)["input_ids"]))
+        for index, text in enumerate(["31415>", "7>", "abc def"])
+    ]
+    engine = LocalEngine(path, tokenizer)
+    reward = build_reward(
+        RolloutConfig(
+            prompt_data="p",
+            rollout_batch_size=1,
+            rollout_max_response_len=1,
+            custom_rm_path="tests.rollout.test_ranks.share_of_digits",
+        )
+    )
+    sampling = Sampling(max_response_len=12, n_samples=3)
+    samples = [s for batch in (prompts, prompts[:1]) for g in engine.generate(batch, sampling, 4) for s in g]
+    for sample, score in zip(samples, reward(samples), strict=True):
+        sample.reward = score
+    return samples
+
+
+def share_of_digits(args, sample):
+    return sum(character.isdigit() for character in sample.response) / (1 + len(sample.response))
+
+
+def fail_on_rank_1(items):
+    if dist.get_rank() == 1:
+        raise ValueError(f"item {items[0]} is bad.")
+    return items
+
+
+def work(rank, path, out):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=SIZE)
+    try:
+        map_over_ranks(fail_on_rank_1, [10, 11, 12])
+    except ValueError as error:
+        failure = str(error)
+    torch.save({"samples": rollout(path), "failure": failure}, f"{out}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_two_ranks_sample_and_score_as_one(tmp_path):
+    path = make_checkpoint(tmp_path / "checkpoint", "qwen3")
+    mp.spawn(work, args=(str(path), str(tmp_path)), nprocs=SIZE)
+    alone = rollout(path)
+    assert len({sample.reward for sample in alone}) > 1
+    for rank in range(SIZE):
+        result = torch.load(tmp_path / f"{rank}.pt", weights_only=False)
+        assert result["failure"] == "item 11 is bad."
+        assert [sample.response_ids for sample in result["samples"]] == [s.response_ids for s in alone]
+        for shared, own in zip(result["samples"], alone, strict=True):
+            assert shared.prompt == own.prompt
+            assert (shared.group_index, shared.sample_index) == (own.group_index, own.sample_index)
+            assert shared.reward == own.reward
+            assert shared.rollout_log_probs == pytest.approx(own.rollout_log_probs, abs=1e-5)
+
+
+def test_without_a_process_group_all_items_are_mapped_here():
+    assert map_over_ranks(lambda items: [2 * item for item in items], [1, 2, 3]) == [2, 4, 6]

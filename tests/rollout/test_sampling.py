@@ -1,0 +1,106 @@
+"""Drawing tokens: hand-computed distributions, and draws that follow them."""
+
+import math
+
+import pytest
+import torch
+
+from slime_tis.rollout import sampling
+from slime_tis.rollout.sampling import filtered_log_probs, inverse_cdf, prompt_uniforms, sample_tokens
+
+PROBS = [0.4, 0.3, 0.15, 0.1, 0.05]
+LOGITS = torch.tensor([PROBS]).log() + 3.0  # logits are known up to a constant
+OUT = 0.0
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "top_k", "expected"),
+    [
+        (1.0, 1.0, -1, PROBS),
+        (1.0, 1.0, 9, PROBS),
+        (0.5, 1.0, -1, [0.16 / 0.285, 0.09 / 0.285, 0.0225 / 0.285, 0.01 / 0.285, 0.0025 / 0.285]),
+        (1.0, 1.0, 2, [4 / 7, 3 / 7, OUT, OUT, OUT]),
+        (1.0, 0.65, -1, [4 / 7, 3 / 7, OUT, OUT, OUT]),
+        (1.0, 0.75, -1, [0.4 / 0.85, 0.3 / 0.85, 0.15 / 0.85, OUT, OUT]),
+        (1.0, 0.01, -1, [1.0, OUT, OUT, OUT, OUT]),
+        # of top-k's 0.4, 0.3, 0.15 the first two are 0.82 of what is left, so that 0.8 keeps two
+        (1.0, 0.8, 3, [4 / 7, 3 / 7, OUT, OUT, OUT]),
+        # at temperature 0.5 the first token is 0.56, the second 0.32
+        (0.5, 0.6, -1, [0.16 / 0.25, 0.09 / 0.25, OUT, OUT, OUT]),
+    ],
+)
+@pytest.mark.parametrize("order", [[0, 1, 2, 3, 4], [3, 0, 4, 2, 1]])
+def test_filtered_log_probs_are_those_of_the_table(temperature, top_p, top_k, expected, order):
+    log_probs = filtered_log_probs(LOGITS[:, order], temperature=temperature, top_p=top_p, top_k=top_k)
+    torch.testing.assert_close(log_probs.exp(), torch.tensor([expected])[:, order], rtol=0.0, atol=1e-6)
+
+
+def test_top_k_keeps_tokens_that_tie_with_the_last_one_kept():
+    logits = torch.tensor([[1.0, 2.0, 1.0, 0.0]])
+    probs = filtered_log_probs(logits, temperature=1.0, top_p=1.0, top_k=2).exp()
+    assert probs[0].tolist() == pytest.approx([1 / (2 + math.e), math.e / (2 + math.e), 1 / (2 + math.e), 0.0])
+
+
+def test_bfloat16_logits_are_filtered_in_float32():
+    log_probs = filtered_log_probs(LOGITS.bfloat16(), temperature=1.0, top_p=1.0, top_k=-1)
+    assert log_probs.dtype == torch.float32
+    assert log_probs.exp().sum().item() == pytest.approx(1.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("block", [2, 3, 512])
+def test_inverse_cdf_takes_the_first_token_past_the_uniform(monkeypatch, block):
+    monkeypatch.setattr(sampling, "CDF_BLOCK", block)
+    probs = torch.tensor([[0.0, 0.25, 0.0, 0.5, 0.25, 0.0]])
+    expected = {0.0: 1, 0.2499: 1, 0.25: 3, 0.7499: 3, 0.75: 4, math.nextafter(1.0, 0.0): 4}
+    for uniform, token in expected.items():
+        assert inverse_cdf(probs, torch.tensor([uniform], dtype=torch.float64)).tolist() == [token]
+
+
+def test_inverse_cdf_of_a_large_vocabulary_is_that_of_a_float64_table():
+    generator = torch.Generator().manual_seed(0)
+    probs = (3.0 * torch.randn(64, 50_021, generator=generator)).softmax(-1)
+    uniforms = torch.rand(64, dtype=torch.float64, generator=generator)
+    tokens = inverse_cdf(probs, uniforms)
+    cumulative = probs.double().cumsum(-1)
+    below = torch.nn.functional.pad(cumulative, (1, 0)).gather(-1, tokens[:, None]).squeeze(-1)
+    above = cumulative.gather(-1, tokens[:, None]).squeeze(-1)
+    targets = uniforms * cumulative[:, -1]
+    assert ((below <= targets + 1e-12) & (targets < above + 1e-12)).all()
+
+
+def test_a_row_of_nan_gives_a_token_of_the_vocabulary_and_a_nan_log_prob():
+    tokens, log_probs = sample_tokens(
+        torch.full((1, 5), torch.nan), torch.tensor([0.5]).double(), temperature=1.0, top_p=1.0, top_k=-1
+    )
+    assert 0 <= tokens.item() < 5
+    assert math.isnan(log_probs.item())
+
+
+@pytest.mark.parametrize(("temperature", "top_p", "top_k"), [(1.0, 1.0, -1), (0.7, 0.9, -1), (1.0, 1.0, 3)])
+def test_draws_follow_the_probabilities_that_are_reported(temperature, top_p, top_k):
+    draws = 40_000
+    logits = torch.randn(1, 12, generator=torch.Generator().manual_seed(3)).expand(draws, -1)
+    uniforms = prompt_uniforms(7, 0, 0, draws, 1)[:, 0]
+    tokens, log_probs = sample_tokens(logits, uniforms, temperature=temperature, top_p=top_p, top_k=top_k)
+    table = filtered_log_probs(logits[:1], temperature=temperature, top_p=top_p, top_k=top_k)[0]
+    torch.testing.assert_close(log_probs, table[tokens], rtol=0.0, atol=1e-6)
+    counts, expected = torch.bincount(tokens, minlength=12).double(), draws * table.double().exp()
+    kept = expected > 0
+    assert counts[~kept].sum() == 0
+    chi_square = ((counts - expected)[kept] ** 2 / expected[kept]).sum().item()
+    assert chi_square < 31.3  # the 0.999 quantile at 11 degrees of freedom; fewer where tokens are left out
+
+
+def test_temperature_zero_is_greedy_with_log_probs_at_temperature_one():
+    tokens, log_probs = sample_tokens(LOGITS, torch.tensor([0.99]).double(), temperature=0.0, top_p=0.5, top_k=1)
+    assert tokens.tolist() == [0]
+    assert log_probs.item() == pytest.approx(math.log(0.4), abs=1e-6)
+
+
+def test_uniforms_depend_on_seed_prompt_and_occurrence_and_on_nothing_else():
+    table = prompt_uniforms(1, 2, 0, 4, 6)
+    assert table.dtype == torch.float64
+    assert torch.equal(table, prompt_uniforms(1, 2, 0, 4, 6))
+    assert torch.equal(table[:2], prompt_uniforms(1, 2, 0, 2, 6))  # more samples leave the first ones be
+    others = [prompt_uniforms(*key, 4, 6) for key in [(2, 2, 0), (1, 3, 0), (2, 1, 0), (1, 2, 1), (-1, 2, 0)]]
+    assert all(not torch.isin(table, other).any() for other in others)

@@ -1,0 +1,105 @@
+"""The pages under docs/: flags up to date, command lines and YAML accepted, every figure in the glossary."""
+
+import importlib.util
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+from arguments import configure
+from slime_tis.correction import RolloutCorrectionConfig, correct, figures
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+
+
+def blocks(page, language):
+    """The fenced blocks of a page in a language, none for a plain one."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", (DOCS / page).read_text(), re.M | re.S)
+
+
+@pytest.fixture
+def task(tmp_path, monkeypatch):
+    """The paths that the pages name, and the flags that every run needs."""
+    monkeypatch.chdir(tmp_path)
+    data = tmp_path / "data" / "sort_digits"
+    (data / "checkpoint").mkdir(parents=True)
+    (data / "checkpoint" / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"]}))
+    for name in ("train.jsonl", "eval.jsonl"):
+        (data / name).write_text('{"prompt": "21>", "label": "12"}\n')
+    return (
+        "--hf-checkpoint data/sort_digits/checkpoint --prompt-data data/sort_digits/train.jsonl --num-rollout 1 "
+        "--rollout-batch-size 4 --n-samples-per-prompt 2 --rollout-max-response-len 12 --rm-type exact_match "
+    )
+
+
+def test_flags_page_is_what_its_writer_writes():
+    spec = importlib.util.spec_from_file_location("write_flags", DOCS / "write_flags.py")
+    writer = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(writer)
+    assert (DOCS / "flags.md").read_text() == writer.render(), "run `make docs`"
+
+
+def test_whole_command_on_the_quick_start_is_accepted(task):
+    (command,) = [block for block in blocks("quick_start.md", "") if block.startswith("python train.py \\")]
+    got = configure(shlex.split(command.replace("\\\n", " "))[2:], {})
+    assert got.correction.rs_bounds == (pytest.approx(1 / 1.1), 1.1)
+    assert got.rollout.eval_prompt_sets == (("sort_digits", "data/sort_digits/eval.jsonl"),)
+    assert got.loop.global_batch_size == 256
+
+
+def test_every_correction_on_the_quick_start_is_accepted(task):
+    (choices,) = [block for block in blocks("quick_start.md", "") if block.startswith("--use-tis\n")]
+    corrections = [configure(shlex.split(task + line), {}).correction for line in choices.splitlines()]
+    assert [c.use_rollout_logprobs for c in corrections] == [False, False, False, True, True, True, False]
+    assert [c.corrects for c in corrections] == [True, True, True, False, True, True, True]
+
+
+def test_refusal_on_the_quick_start_is_the_one_given(task):
+    (block,) = [block for block in blocks("quick_start.md", "") if block.startswith("$ ")]
+    command, sentence = block.splitlines()
+    with pytest.raises(ValueError) as error:
+        configure(shlex.split(task + command.split("…")[1]), {})
+    assert str(error.value) == sentence
+
+
+@pytest.mark.parametrize("page", ["flags.md", "quick_start.md"])
+def test_yaml_on_the_pages_is_accepted(task, tmp_path, page):
+    (block,) = blocks(page, "yaml")
+    (tmp_path / "page.yaml").write_text(block)
+    got = configure(shlex.split(task + "--custom-config-path page.yaml"), {}).correction
+    assert got.use_tis and got.rs_veto_threshold == 1e-4
+
+
+CORRECTIONS = [
+    {"get_mismatch_metrics": True},
+    {"use_tis": True, "use_rs": True, "rs_veto_threshold": 1e-4, "tis_batch_normalize": True},
+    {"use_tis": True, "tis_mode": "clip", "rollout_rs": "token_k1,seq_max_k3", "rollout_rs_threshold": 2.0},
+    {"use_tis": True, "tis_mode": "mask", "tis_level": "sequence"},
+    {"use_rs": True, "rs_level": "geometric"},
+]
+
+
+@pytest.mark.parametrize("options", CORRECTIONS, ids=str)
+def test_every_figure_of_the_correction_is_in_the_glossary(options):
+    config = RolloutCorrectionConfig(**options)
+    train = [torch.tensor([-1.0, -2.0]), torch.tensor([-0.5])]
+    rollout = [torch.tensor([-1.1, -1.9]), torch.tensor([-0.4])]
+    mask = [torch.ones(2), torch.ones(1)]
+    names = figures(config, correct(config, train, rollout, mask).statistics)
+    criteria = "|".join(criterion.name for criterion in config.rejections) or "none"
+    documented = set(re.findall(r"`(train/[^`]+)`", (DOCS / "metrics.md").read_text()))
+    general = {re.sub(rf"mis_rs_({criteria})_", "mis_rs_CRITERION_", f"train/{name}") for name in names}
+    assert len(names) >= 15 and general - documented == set()
+
+
+def test_every_timed_part_and_rollout_figure_is_in_the_glossary():
+    program = "".join(path.read_text() for path in (ROOT / "train.py", *(ROOT / "slime_tis" / "megatron").glob("*.py")))
+    timed = {f"perf/{name}_time" for name in re.findall(r'\btimer[(,] ?"(\w+)"', program)}
+    logged = timed | set(re.findall(r'"(rollout/\w+)"', program))
+    documented = set(re.findall(r"`((?:perf|rollout)/\w+)`", (DOCS / "metrics.md").read_text()))
+    assert len(timed) >= 10 and "rollout/raw_reward" in logged
+    assert logged - documented == set()

@@ -1,0 +1,436 @@
+"""Trains a language model by reinforcement learning on Megatron-core, with rollout correction.
+
+    parse the command line → start the process groups → build the training engine, the rollout engine and the data
+    for every rollout:
+        prompts → responses → rewards → advantages
+        for every step: old log-probs where needed → correction and loss → optimizer step
+        weights to the rollout engine → evaluation → checkpoint → report
+    write the policy as a Hugging Face directory
+
+`python train.py --help` lists the flags; docs/quick_start.md walks through a run.
+"""
+
+import logging
+import math
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers.utils.logging import disable_progress_bar
+
+from arguments import Arguments, effective_config, parse_args
+from slime_tis.correction import batch_norm_factor, correct
+from slime_tis.custom import load_function
+from slime_tis.megatron import checkpoint
+from slime_tis.megatron.batch import TrainingBatch, make_batch
+from slime_tis.megatron.engine import StepResult, TrainingEngine
+from slime_tis.megatron.parallel import Parallel, initialize, shut_down
+from slime_tis.policy.advantages import estimate
+from slime_tis.policy.objective import PolicyObjective
+from slime_tis.policy.report import step_figures
+from slime_tis.reporting.reporters import open_reporters
+from slime_tis.reporting.timing import Timer
+from slime_tis.rollout.checkpoint import load_tokenizer
+from slime_tis.rollout.config import RolloutConfig
+from slime_tis.rollout.dump import load_samples, save_samples
+from slime_tis.rollout.engine import RolloutEngine, build_engine, evaluation_sampling, training_sampling
+from slime_tis.rollout.evaluate import evaluate
+from slime_tis.rollout.local import LocalEngine
+from slime_tis.rollout.prompts import PromptDataset, load_prompts
+from slime_tis.rollout.rewards import RewardFunction, build_reward
+from slime_tis.rollout.sample import Prompt, Sample
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the program; returns its exit status. What the user can mend ends in one sentence on stderr."""
+    arguments = parse_args(argv)
+    quiet_libraries()
+    parallel = initialize(arguments.megatron)
+    try:
+        Trainer(arguments, parallel).run()
+    except (ValueError, OSError, checkpoint.CheckpointError) as error:
+        if os.environ.get("SLIME_TIS_TRACEBACK"):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    finally:
+        shut_down()
+    return 0
+
+
+class Trainer:
+    """The rooms of a run, built once, and the loop through them."""
+
+    def __init__(self, arguments: Arguments, parallel: Parallel) -> None:
+        self.arguments, self.parallel = arguments, parallel
+        megatron, rollout = arguments.megatron, arguments.rollout
+        self.timer = Timer()
+        self.tokenizer = load_tokenizer(megatron.hf_checkpoint)
+        self.dataset = PromptDataset(rollout.prompt_data, self.tokenizer, rollout)
+        self.eval_prompts = load_eval_prompts(rollout, self.tokenizer)
+        self.reward = build_reward(rollout, arguments.namespace)
+        path = arguments.custom_tis_function_path
+        self.custom_tis = None if path is None else load_function(path)
+        self.num_rollout = self._num_rollout()
+        self.engine = TrainingEngine(
+            megatron,
+            parallel,
+            temperature=rollout.rollout_temperature,
+            total_steps=self.num_rollout * self.steps_per_rollout,
+            keep_reference=arguments.policy.use_kl_loss,
+            entropy_gradient=arguments.policy.entropy_coef != 0,
+            timer=self.timer,
+        )
+        self.sampler = build_engine(rollout, megatron.hf_checkpoint, self.tokenizer, device=parallel.backend.device)
+        self.step = self.rollout_id = 0
+        self.evaluator: RolloutEngine | None = None
+        self.first_accuracy = self.last_accuracy = float("nan")
+        self._resume()
+        self.reporters = open_reporters(
+            arguments.reporting,
+            effective_config(arguments),
+            total_steps=self.num_rollout * self.steps_per_rollout,
+            resume_step=self.step + 1 if self.step else 0,
+            rank=0 if parallel.is_main else 1,
+        )
+
+    def run(self) -> None:
+        """The loop of the module's docstring."""
+        try:
+            if self._evaluates_before_training():
+                self.reporters.log(self._evaluate(), self.step)
+            while self.rollout_id < self.num_rollout:
+                groups = self._sample()
+                sampled = rollout_figures(groups, self.step)
+                rows = [] if self.arguments.loop.debug_rollout_only else self._train(groups)
+                self.rollout_id += 1
+                self._update_sampler()
+                last = {**sampled, **self._evaluate_when_due()}
+                self._save_when_due()
+                last |= self.timer.take()
+                for offset, row in enumerate(rows[:-1]):
+                    self.reporters.log(row, self.step - len(rows) + 1 + offset)
+                self.reporters.log({**(rows[-1] if rows else {}), **last}, self.step or self.rollout_id)
+            self._finish()
+        finally:
+            self.reporters.close()
+
+    @property
+    def steps_per_rollout(self) -> int:
+        steps = self.arguments.loop.num_steps_per_rollout
+        assert steps is not None  # arguments.py derives it
+        return steps
+
+    def _num_rollout(self) -> int:
+        loop, prompts = self.arguments.loop, self.arguments.rollout.rollout_batch_size
+        if loop.num_rollout is not None:
+            return loop.num_rollout
+        assert loop.num_epoch is not None  # arguments.py requires one of the two
+        return max(loop.num_epoch * len(self.dataset) // prompts, 1)
+
+    def _sample(self) -> list[list[Sample]]:
+        """Prompts → scored responses; the same groups on every rank."""
+        loop, rollout = self.arguments.loop, self.arguments.rollout
+        if loop.load_debug_rollout_data is not None:
+            return load_samples(loop.load_debug_rollout_data.format(rollout_id=self.rollout_id))
+        prompts = self.dataset.next_batch(rollout.rollout_batch_size)
+        with self.timer("generate"):
+            seed = (rollout.rollout_seed << 32) + self.rollout_id
+            groups = self.sampler.generate(prompts, training_sampling(rollout), seed)
+        with self.timer("reward"):
+            score(groups, self.reward)
+        if loop.save_debug_rollout_data is not None and self.parallel.is_main:
+            save_samples(loop.save_debug_rollout_data.format(rollout_id=self.rollout_id), groups)
+        return groups
+
+    def _train(self, groups: list[list[Sample]]) -> list[dict[str, float]]:
+        """All optimizer steps on one rollout; the figures of each."""
+        with self.timer("advantages"):
+            samples, advantages = advantages_of(groups, self.arguments)
+        size = len(samples) // self.steps_per_rollout
+        steps = [
+            self._prepare(samples[start : start + size], advantages[start : start + size])
+            for start in range(0, size * self.steps_per_rollout, size)
+        ]
+        return [self._train_step(batch, partition) for batch, partition in steps]
+
+    def _prepare(self, samples: list[Sample], advantages: list[float]) -> tuple[TrainingBatch, list[list[int]]]:
+        """This rank's share of one step's samples, with old and reference log-probs, and its micro-batches."""
+        ranks = [samples[rank :: self.parallel.data_size] for rank in range(self.parallel.data_size)]
+        partition = self.engine.partitions([[len(sample.token_ids) for sample in mine] for mine in ranks])
+        mine = slice(self.parallel.data_rank, None, self.parallel.data_size)
+        batch = training_batch(samples[mine], advantages[mine], self.parallel)
+        if needs_old_log_probs(self.arguments):
+            with self.timer("old_log_probs"):
+                batch = batch.with_local("old_log_probs", self.engine.log_probs(batch, partition))
+        if self.arguments.policy.use_kl_loss:
+            with self.timer("ref_log_probs"):
+                batch = batch.with_local("ref_log_probs", self.engine.reference_log_probs(batch, partition))
+        return batch, partition
+
+    def _train_step(self, batch: TrainingBatch, partition: list[list[int]]) -> dict[str, float]:
+        result = self.engine.train_step(batch, partition, self._objective(batch, partition))
+        self.step += 1
+        with self.timer("metrics"):
+            return self._step_metrics(result)
+
+    def _objective(self, batch: TrainingBatch, partition: list[list[int]]) -> PolicyObjective:
+        arguments, parallel = self.arguments, self.parallel
+        return PolicyObjective(
+            correction=arguments.correction,
+            policy=arguments.policy,
+            recompute_old=anchors_on_recomputed(arguments),
+            custom_tis=self.custom_tis,
+            args=arguments.namespace,
+            context_rank=parallel.context_rank,
+            context_size=parallel.context_size,
+            context_group=parallel.context_group,
+            reduce_sequences=parallel.sum_over_context if parallel.context_size > 1 else None,
+            batch_norm_factor=self._batch_norm_factor(batch, partition),
+        )
+
+    def _batch_norm_factor(self, batch: TrainingBatch, partition: list[list[int]]) -> torch.Tensor | None:
+        """Mean weight of the step's global batch, known before its first micro-batch is trained on."""
+        config = self.arguments.correction
+        if not (config.use_tis and config.tis_batch_normalize):
+            return None
+        train = batch.local["old_log_probs"]
+        if config.use_rollout_logprobs:  # π_θ is what is weighted, and it moves with every step
+            with self.timer("old_log_probs"):
+                train = self.engine.log_probs(batch, partition)
+        if not self.parallel.is_last_stage:
+            return None
+        device = self.parallel.backend.device
+        statistics = correct(
+            config,
+            train,
+            [values.to(device) for values in batch.local["rollout_log_probs"]],
+            [mask.to(device) for mask in batch.local["loss_masks"]],
+            reduce_sequences=self.parallel.sum_over_context,
+            reduce_batch=self.parallel.sum_over_data,
+        ).statistics
+        merged = statistics.reduce(
+            self.parallel.sum_over_data,
+            self.parallel.min_over_data_and_context,
+            self.parallel.max_over_data_and_context,
+        )
+        return batch_norm_factor(config, merged)
+
+    def _step_metrics(self, result: StepResult) -> dict[str, float]:
+        """train/… figures of a step, on every rank."""
+        parallel, arguments = self.parallel, self.arguments
+        figures: dict[str, float] = {}
+        if parallel.is_last_stage:
+            report = result.report.over_ranks(
+                sum_data=parallel.sum_over_data,
+                sum_all=parallel.sum_over_data_and_context,
+                min_all=parallel.min_over_data_and_context,
+                max_all=parallel.max_over_data_and_context,
+            )
+            figures = step_figures(report, arguments.correction, arguments.policy, custom=self.custom_tis is not None)
+        figures = parallel.from_last_stage(figures)
+        figures |= {
+            "grad_norm": result.grad_norm,
+            "lr": result.learning_rate,
+            "loss_units": float(result.units),
+            "old_log_prob_forwards": float(needs_old_log_probs(arguments)),
+            "skipped_steps": float(result.units == 0),
+        }
+        return {f"train/{name}": value for name, value in figures.items()}
+
+    def _update_sampler(self) -> None:
+        if self.rollout_id % self.arguments.rollout.update_weights_interval == 0:
+            with self.timer("update_weights"):
+                self.sampler.update_weights(self.engine.named_hf_tensors(), self.step)
+
+    def _evaluates_before_training(self) -> bool:
+        return bool(self.eval_prompts) and self.rollout_id == 0 and not self.arguments.rollout.skip_eval_before_train
+
+    def _evaluate_when_due(self) -> dict[str, float]:
+        interval = self.arguments.rollout.eval_interval
+        last = self.rollout_id == self.num_rollout
+        return self._evaluate() if last or (interval and self.rollout_id % interval == 0) else {}
+
+    def _evaluate(self) -> dict[str, float]:
+        """Held-out accuracy of the training policy itself: its present weights, unrounded."""
+        if not self.eval_prompts:
+            return {}
+        figures: dict[str, float] = {}
+        with self.timer("eval"):
+            if self.evaluator is None:
+                self.evaluator = LocalEngine(
+                    self.arguments.megatron.hf_checkpoint,
+                    self.tokenizer,
+                    precision="bf16" if self.arguments.megatron.bf16 else "fp32",
+                    device=self.parallel.backend.device,
+                )
+            self.evaluator.update_weights(self.engine.named_hf_tensors(), self.step)
+            for name, prompts in self.eval_prompts.items():
+                found = evaluate(self.evaluator, prompts, self.reward, evaluation_sampling(self.arguments.rollout))
+                figures |= {f"eval/{name}": found.pop("accuracy")}
+                figures |= {f"eval/{name}/{figure}": value for figure, value in found.items()}
+        self.last_accuracy = figures[f"eval/{next(iter(self.eval_prompts))}"]
+        if math.isnan(self.first_accuracy):
+            self.first_accuracy = self.last_accuracy
+        return figures
+
+    def _save_when_due(self) -> None:
+        config = self.arguments.megatron
+        last = self.rollout_id == self.num_rollout
+        if config.save is None or not (last or (config.save_interval and self.rollout_id % config.save_interval == 0)):
+            return
+        state = {
+            "step": self.step,
+            "rollout_id": self.rollout_id,
+            "dataset": self.dataset.state_dict(),
+            "sampler_weight_version": self.sampler.weight_version,
+            "first_accuracy": None if math.isnan(self.first_accuracy) else self.first_accuracy,
+        }
+        stale = self.sampler.weight_version != self.step
+        with self.timer("save"):
+            checkpoint.save(
+                config.save,
+                self.step,
+                self.engine,
+                state,
+                retain=config.save_retain,
+                write_extra=self.sampler.save_weights if stale else None,
+            )
+
+    def _resume(self) -> None:
+        """Goes on from the newest complete checkpoint under --load, if there is one."""
+        found = self.arguments.megatron.load and checkpoint.newest(self.arguments.megatron.load)
+        if not found:
+            return
+        state = checkpoint.load(found, self.engine)
+        self.step, self.rollout_id = state["step"], state["rollout_id"]
+        self.dataset.load_state_dict(state["dataset"])
+        self.first_accuracy = math.nan if state["first_accuracy"] is None else state["first_accuracy"]
+        if state["sampler_weight_version"] == self.step:
+            self.sampler.update_weights(self.engine.named_hf_tensors(), self.step)
+        else:
+            self.sampler.load_weights(found, state["sampler_weight_version"])
+        if self.parallel.is_main:
+            print(f"resumed from {found}, after step {self.step}", flush=True)
+
+    def _finish(self) -> None:
+        """Writes the policy for everybody else, and says how it did."""
+        save_hf = self.arguments.megatron.save_hf
+        if save_hf is not None and not self.arguments.loop.debug_rollout_only:
+            checkpoint.save_hf(save_hf, self.engine)
+        if self.eval_prompts and math.isnan(self.last_accuracy):
+            self._evaluate()  # resumed after the last rollout
+        if self.parallel.is_main and self.eval_prompts:
+            print(f"eval accuracy: {self.first_accuracy:.2f} -> {self.last_accuracy:.2f}", flush=True)
+
+
+def needs_old_log_probs(arguments: Arguments) -> bool:
+    """Whether a forward pass recomputes log π_old before training on a rollout.
+
+    With one step per rollout the old policy is that of the training forward itself, detached; then only batch
+    normalisation (the mean weight must be known beforehand) and --get-mismatch-metrics ask for the pass.
+    """
+    return arguments.correction.get_mismatch_metrics or anchors_on_recomputed(arguments)
+
+
+def anchors_on_recomputed(arguments: Arguments) -> bool:
+    """Whether the loss takes log π_old from that forward pass."""
+    correction = arguments.correction
+    if correction.use_rollout_logprobs:
+        return False
+    normalizes = correction.use_tis and correction.tis_batch_normalize
+    return normalizes or arguments.loop.num_steps_per_rollout != 1
+
+
+def score(groups: list[list[Sample]], reward: RewardFunction) -> None:
+    """Sets every sample's reward."""
+    samples = [sample for group in groups for sample in group]
+    for sample, value in zip(samples, reward(samples), strict=True):
+        sample.reward = value
+
+
+def advantages_of(groups: list[list[Sample]], arguments: Arguments) -> tuple[list[Sample], list[float]]:
+    """The rollout's samples in order, and the advantage of each."""
+    samples = [sample for group in groups for sample in group]
+    shape = (len(groups), len(groups[0]))
+    rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float64).view(shape)
+    valid = torch.tensor([sum(sample.loss_mask) for sample in samples], dtype=torch.float64).view(shape)
+    policy = arguments.policy
+    advantages = estimate(
+        policy.advantage_estimator,
+        rewards,
+        valid,
+        normalize_std=not policy.disable_grpo_std_normalization,
+        normalize_batch=policy.normalize_advantages,
+    )
+    return samples, advantages.flatten().tolist()
+
+
+def training_batch(samples: list[Sample], advantages: list[float], parallel: Parallel) -> TrainingBatch:
+    """What Megatron trains on: sequences, masks and per-token values. A missing log-prob is NaN."""
+    return make_batch(
+        [sample.token_ids for sample in samples],
+        [len(sample.response_ids) for sample in samples],
+        [sample.loss_mask for sample in samples],
+        {
+            "rollout_log_probs": [rollout_log_probs(sample) for sample in samples],
+            "advantages": [
+                torch.full((len(sample.response_ids),), advantage)
+                for sample, advantage in zip(samples, advantages, strict=True)
+            ],
+        },
+        parallel.context_rank,
+        parallel.context_size,
+    )
+
+
+def rollout_log_probs(sample: Sample) -> torch.Tensor:
+    """The sample's log-probs, NaN where the engine gave none."""
+    values = [math.nan if value is None else value for value in sample.rollout_log_probs]
+    return torch.tensor(values, dtype=torch.float32)
+
+
+def rollout_figures(groups: list[list[Sample]], step: int) -> dict[str, float]:
+    """rollout/… figures of a rollout."""
+    samples = [sample for group in groups for sample in group]
+    count = len(samples)
+    lags = [step - version for sample in samples for version in sample.weight_versions]
+    return {
+        "rollout/raw_reward": sum(sample.reward or 0.0 for sample in samples) / count,
+        "rollout/response_len": sum(len(sample.response_ids) for sample in samples) / count,
+        "rollout/truncated": sum(sample.finish_reason == "length" for sample in samples) / count,
+        "rollout/aborted": sum(sample.finish_reason == "abort" for sample in samples) / count,
+        "rollout/weight_lag": sum(lags) / max(len(lags), 1),
+        "rollout/zero_std_groups": sum(len({s.reward for s in group}) == 1 for group in groups) / len(groups),
+    }
+
+
+def load_eval_prompts(config: RolloutConfig, tokenizer: Any) -> dict[str, list[Prompt]]:
+    """The held-out prompt sets by name."""
+    return {
+        name: load_prompts(
+            path,
+            tokenizer,
+            input_key=config.eval_input_key or config.input_key,
+            label_key=config.eval_label_key or config.label_key,
+            metadata_key=config.metadata_key,
+            apply_chat_template=config.apply_chat_template,
+            max_prompt_len=config.rollout_max_prompt_len,
+        )
+        for name, path in config.eval_prompt_sets
+    }
+
+
+def quiet_libraries() -> None:
+    """Leaves the terminal to this program: what libraries only remark goes unsaid."""
+    warnings.filterwarnings("ignore")
+    for name in ("megatron", "transformers", "torch.distributed"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    disable_progress_bar()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
