@@ -16,6 +16,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -100,23 +101,30 @@ class Trainer:
     def run(self) -> None:
         """The loop of the module's docstring."""
         try:
-            if self._evaluates_before_training():
-                self.reporters.log(self._evaluate(), self.step)
-            while self.rollout_id < self.num_rollout:
+            self._loop()
+        except BaseException:
+            with suppress(OSError):  # the disk may be what failed
+                self.reporters.close()
+            raise
+        self.reporters.close()
+
+    def _loop(self) -> None:
+        if self._evaluates_before_training():
+            self.reporters.log(self._evaluate(), self.step)
+            self.timer.take()
+        while self.rollout_id < self.num_rollout:
+            with self.timer("step"):
                 groups = self._sample()
                 sampled = rollout_figures(groups, self.step)
-                rows = [] if self.arguments.loop.debug_rollout_only else self._train(groups)
+                rows = [{}] if self.arguments.loop.debug_rollout_only else self._train(groups)
                 self.rollout_id += 1
                 self._update_sampler()
-                last = {**sampled, **self._evaluate_when_due()}
-                self._save_when_due()
-                last |= self.timer.take()
-                for offset, row in enumerate(rows[:-1]):
-                    self.reporters.log(row, self.step - len(rows) + 1 + offset)
-                self.reporters.log({**(rows[-1] if rows else {}), **last}, self.step or self.rollout_id)
-            self._finish()
-        finally:
-            self.reporters.close()
+            rows[-1] |= {**sampled, **self._evaluate_when_due()}
+            self._save_when_due()
+            rows[-1] |= self.timer.take()
+            for step, row in enumerate(rows, start=self.step - len(rows) + 1):
+                self.reporters.log(row, step if self.step else self.rollout_id)
+        self._finish()
 
     @property
     def steps_per_rollout(self) -> int:

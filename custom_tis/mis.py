@@ -57,7 +57,7 @@ def compute_mis_weights(
     lengths = [len(mask) for mask in loss_masks]
     masks = [mask.to(original.dtype) for mask, original in zip(found.mask, loss_masks, strict=True)]
     return (
-        list(found.weights) if config.use_tis else None,
+        found.weights if config.use_tis else None,
         masks,
         {name: list(values.split(lengths)) for name, values in metrics.items()},
     )
@@ -97,16 +97,16 @@ def compute_mis_weights_with_cp(
     found = correct(config, train_log_probs, rollout_log_probs, local_masks, reduce_sequences=context.reduce_sum)
     metrics = _metrics(config, found, train_log_probs, rollout_log_probs, local_masks, context)
     if config.use_tis:
-        weights = torch.cat(list(found.weights))
+        weights = torch.cat(found.weights)
         pg_loss = torch.where(weights > 0, pg_loss * weights, 0.0)
-    masks = whole_masks(list(found.mask), loss_masks, slices, context)
+    masks = whole_masks(found.mask, loss_masks, slices, context)
     return pg_loss, masks, {f"mis_{name}": values for name, values in metrics.items()}
 
 
 @torch.no_grad()
 def _metrics(
     config: RolloutCorrectionConfig,
-    found: Correction,
+    found: Correction[list[Tensor]],
     train_log_probs: Sequence[Tensor],
     rollout_log_probs: Sequence[Tensor | None],
     loss_masks: Sequence[Tensor],
@@ -117,7 +117,7 @@ def _metrics(
     log_ratio = _log_ratio(train_log_probs, rollout_log_probs, loss_masks)
     metrics = _mismatch_metrics(found.per_sequence, log_ratio, spread)
     if config.use_tis:
-        bounded = torch.cat(list(found.weights)) * batch_norm_factor(config, found.statistics).to(torch.float32)
+        bounded = torch.cat(found.weights) * batch_norm_factor(config, found.statistics).to(torch.float32)
         metrics |= _weight_metrics(config, found, log_ratio, bounded, spread)
     if config.use_rs:
         ratio = _ratio(config.rs_level, found.per_sequence, log_ratio, spread)
@@ -186,13 +186,13 @@ def _weight_metrics(
 
 def _final_metrics(
     config: RolloutCorrectionConfig,
-    found: Correction,
+    found: Correction[list[Tensor]],
     loss_masks: Sequence[Tensor],
     context: ContextParallel,
     spread: Spread,
 ) -> dict[str, Tensor]:
     """Mean, minimum and maximum of each whole sequence's weights as applied; 0 where it has no valid token."""
-    weights, valid = torch.cat(list(found.weights)), torch.cat(list(loss_masks)).bool()
+    weights, valid = torch.cat(found.weights), torch.cat(list(loss_masks)).bool()
     counts = torch.tensor([len(mask) for mask in loss_masks], device=weights.device)
     total = torch.segment_reduce(weights.to(torch.float64), "sum", lengths=counts, initial=0)
     lowest = torch.segment_reduce(torch.where(valid, -weights, -torch.inf), "max", lengths=counts, initial=-torch.inf)

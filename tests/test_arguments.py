@@ -157,7 +157,7 @@ LANDINGS = [
     ("--rollout-shuffle", "rollout", "rollout_shuffle", True),
     ("--rollout-seed 3", "rollout", "rollout_seed", 3),
     ("--rm-type none --custom-rm-path mine.py:score", "rollout", "custom_rm_path", "mine.py:score"),
-    ("--eval-prompt-data eval.jsonl", "rollout", "eval_prompt_sets", (("eval", "eval.jsonl"),)),
+    ("--eval-prompt-data eval.jsonl", "rollout", "eval_prompt_sets", (("accuracy", "eval.jsonl"),)),
     (
         "--eval-prompt-data easy eval.jsonl hard hard.jsonl --eval-interval 10",
         "rollout",

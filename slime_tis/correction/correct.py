@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -14,14 +15,16 @@ from slime_tis.correction.statistics import MINIMA, Reduction, Statistics, sum_n
 from slime_tis.correction.token_pass import TokenPass, column_names, token_pass
 from slime_tis.correction.trimming import trim_second_moment
 
+LayoutT = TypeVar("LayoutT", Tensor, list[Tensor])
+
 
 @dataclass(frozen=True)
-class Correction:
+class Correction(Generic[LayoutT]):
     """What to multiply into the loss, what to leave out, what was measured. Nothing carries a gradient."""
 
-    weights: Tensor | list[Tensor]
+    weights: LayoutT
     """float32, in the layout of the input: 0 at invalid tokens, 1 at valid ones when IS is off."""
-    mask: Tensor | list[Tensor]
+    mask: LayoutT
     """bool, in the layout of the input: the loss mask without what was rejected."""
     statistics: Statistics
     """To be merged over micro-batches and ranks, then read with `figures`."""
@@ -35,6 +38,33 @@ class Correction:
     options add."""
 
 
+@overload
+def correct(
+    config: RolloutCorrectionConfig,
+    train_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    loss_mask: Tensor,
+    *,
+    lengths: Sequence[int] | None = ...,
+    reduce_sequences: Reduction | None = ...,
+    batch_norm_factor: Tensor | None = ...,
+    reduce_batch: Reduction | None = ...,
+) -> Correction[Tensor]: ...
+
+
+@overload
+def correct(
+    config: RolloutCorrectionConfig,
+    train_log_probs: Sequence[Tensor],
+    rollout_log_probs: Sequence[Tensor | None],
+    loss_mask: Sequence[Tensor],
+    *,
+    reduce_sequences: Reduction | None = ...,
+    batch_norm_factor: Tensor | None = ...,
+    reduce_batch: Reduction | None = ...,
+) -> Correction[list[Tensor]]: ...
+
+
 @torch.no_grad()
 def correct(
     config: RolloutCorrectionConfig,
@@ -46,7 +76,7 @@ def correct(
     reduce_sequences: Reduction | None = None,
     batch_norm_factor: Tensor | None = None,
     reduce_batch: Reduction | None = None,
-) -> Correction:
+) -> Correction[Any]:
     """Importance weights, rejection mask and statistics of a batch.
 
     Δ_t = log π_train − log π_rollout on valid tokens; L aggregates Δ at the level; w = exp(clamp(L, −20, 20)),
@@ -155,7 +185,8 @@ def _finish(
         weight, keep = part.weight_RK, part.keep_RK
         if scale is not None:
             row_scale = scale if scale.dim() == 0 else scale.index_select(0, owner_R)[:, None]
-            weight = weight * row_scale.to(weight.dtype)
+            row_scale = row_scale.to(weight.dtype)
+            weight = weight * row_scale if weight is part.valid_RK else weight.mul_(row_scale)
         if config.touches_loss:
             keep = keep * sequences.keep_S.index_select(0, owner_R).to(keep.dtype)[:, None]
         weights.append(weight.to(torch.float32))

@@ -218,7 +218,7 @@ def _chunk(train: Tensor, rollout: Tensor, mask: Tensor, rows: list[int], first:
     return Chunk(
         train_RK=train.to(working),
         rollout_RK=rollout.to(working),
-        mask_RK=mask.to(working),
+        mask_RK=mask.to(working, copy=True),
         sequence_R=torch.repeat_interleave(owners, counts, output_size=sum(rows)),
         first=first,
         count=len(rows),

@@ -1,6 +1,7 @@
 """Off-policy sequence masking (OPSM): bad samples that the current policy has moved away from are left out."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,9 +44,9 @@ def off_policy_sequence_mask(
     Raises:
         ValueError: if there is not one advantage per sequence.
     """
-    table = correct(
-        _MEASURE, log_probs, old_log_probs, loss_mask, lengths=lengths, reduce_sequences=reduce_sequences
-    ).per_sequence
+    layout: dict[str, Any] = {"lengths": lengths, "reduce_sequences": reduce_sequences}
+    inputs: tuple[Any, Any, Any] = (log_probs, old_log_probs, loss_mask)
+    table = correct(_MEASURE, *inputs, **layout).per_sequence
     if advantages.shape != table["valid"].shape:
         raise ValueError(
             f"advantages has shape {tuple(advantages.shape)} for {table['valid'].numel()} sequences; pass one each."

@@ -46,8 +46,7 @@ def clean(chunk: Chunk, nonfinite_policy: str) -> Tokens:
         ValueError: under "raise", naming the sequence and the position of the first such token.
     """
     difference = chunk.train_RK - chunk.rollout_RK
-    finite = indicator(torch.lt, difference.abs(), LOG_RATIO_LIMIT)
-    finite.mul_(chunk.mask_RK)
+    finite = difference.abs().lt_(LOG_RATIO_LIMIT).mul_(chunk.mask_RK)
     log_ratio = difference.mul_(finite).nan_to_num_(0.0)
     if nonfinite_policy == "raise":
         _raise_nonfinite(chunk, chunk.mask_RK - finite)

@@ -75,31 +75,31 @@ def column_names(config: RolloutCorrectionConfig) -> tuple[str, ...]:
 def token_pass(config: RolloutCorrectionConfig, chunk: Chunk) -> TokenPass:
     """Weights, verdicts and row sums of one chunk."""
     tokens = clean(chunk, config.nonfinite_policy)
+    valid = tokens.valid_RK
     ratio = safe_exp(tokens.log_ratio_RK)
+    weights = _token_weights(config, tokens, chunk, ratio) if has_token_weights(config) else None
     columns = _mismatch_columns(tokens, ratio)
-    rs_keep = _apply_criteria(config.rejections, tokens, chunk, columns)
-    if config.vetoes:
-        columns["catastrophic"] = catastrophic_tokens(config, tokens).sum(-1)
-
-    weight, keep = (tokens.valid_RK, rs_keep) if config.touches_loss else (tokens.original_RK, tokens.original_RK)
-    lowest = highest = None
-    if has_token_weights(config):
-        weights = _token_weights(config, tokens, chunk, ratio)
-        weight = weights.bounded * tokens.valid_RK
-        lowest = torch.add(weights.bounded, 1 - tokens.valid_RK, alpha=BEYOND_ANY_WEIGHT).amin()
+    rs_keep = keep = _apply_criteria(config.rejections, tokens, chunk, columns)
+    weight, lowest, highest = valid, None, None
+    if weights is not None:
+        lowest = _smallest(config, weights, valid)
+        weight = weights.bounded.mul_(valid)
         highest = weight.amax()
-        columns |= _weight_columns(config, weights, weight, tokens, columns["excess"])
+        columns |= _weight_columns(config, weights, valid, columns["excess"])
         if config.tis_mode == "mask":
             keep = rs_keep * inside(weights.high, weights.low)
-
+    if config.vetoes:
+        columns["catastrophic"] = catastrophic_tokens(config, tokens).sum(-1)
     if config.rs_second_moment_bound is not None:
         columns["trimmed"] = torch.zeros_like(columns["valid"])
-    columns["rs_kept"] = rs_keep.sum(-1)
-    columns["kept"] = keep.sum(-1)
+    if not config.touches_loss:
+        weight = keep = tokens.original_RK
+    columns["rs_kept"] = columns["valid"] if rs_keep is valid else rs_keep.sum(-1)
+    columns["kept"] = columns["rs_kept"] if keep is rs_keep else keep.sum(-1)
     return TokenPass(
         weight_RK=weight,
         keep_RK=keep,
-        valid_RK=tokens.valid_RK,
+        valid_RK=valid,
         log_ratio_RK=tokens.log_ratio_RK if config.rs_second_moment_bound is not None else None,
         table_S=_add_rows(config, columns, chunk),
         weight_min=lowest,
@@ -114,12 +114,12 @@ def has_token_weights(config: RolloutCorrectionConfig) -> bool:
 
 
 def _mismatch_columns(tokens: Tokens, ratio_RK: Tensor) -> dict[str, Tensor]:
-    """Row sums of what is measured in every configuration.
+    """Row sums of what is measured in every configuration; takes `ratio_RK` over.
 
     excess is ρ − 1, 0 at invalid tokens: Σ(e^Δ − Δ − 1), Σρ and Σ(ρ² − 1) all follow from Σ(ρ − 1) and
     Σ(ρ − 1)² without a large sum being subtracted from another.
     """
-    excess = ratio_RK - 1
+    excess = ratio_RK.sub_(1)
     original, valid = tokens.original_RK.sum(-1), tokens.valid_RK.sum(-1)
     return {
         "original": original,
@@ -157,16 +157,27 @@ def _token_weights(config: RolloutCorrectionConfig, tokens: Tokens, chunk: Chunk
     return bounded_weights(raw, config.tis_mode, *config.is_bounds)
 
 
+def _smallest(config: RolloutCorrectionConfig, weights: Weights, valid_RK: Tensor) -> Tensor:
+    """The smallest bounded weight of a valid token: division by the mask makes the others infinite.
+
+    The mask mode has weights of 0, and 0/0 is no number, so there a large number is added to the others.
+    """
+    if config.tis_mode == "mask":
+        return torch.add(weights.bounded, 1 - valid_RK, alpha=BEYOND_ANY_WEIGHT).amin()
+    return torch.div(weights.bounded, valid_RK).amin()
+
+
 def _weight_columns(
-    config: RolloutCorrectionConfig, weights: Weights, weight_RK: Tensor, tokens: Tokens, excess_R: Tensor
+    config: RolloutCorrectionConfig, weights: Weights, valid_RK: Tensor, excess_R: Tensor
 ) -> dict[str, Tensor]:
-    valid = tokens.valid_RK
+    """Row sums of the weights; takes the blocks of `weights` over, of which `bounded` is masked already."""
+    per_token = config.tis_level == "token"
     return {
-        "raw_excess": excess_R if config.tis_level == "token" else ((weights.raw - 1) * valid).sum(-1),
-        "weight": weight_RK.sum(-1),
-        "weight_squared": _sum_of_squares(weight_RK),
-        "high": (weights.high * valid).sum(-1),
-        "low": torch.zeros_like(excess_R) if weights.low is None else (weights.low * valid).sum(-1),
+        "raw_excess": excess_R if per_token else (weights.raw - 1).mul_(valid_RK).sum(-1),
+        "weight": weights.bounded.sum(-1),
+        "weight_squared": _sum_of_squares(weights.bounded),
+        "high": weights.high.mul_(valid_RK).sum(-1),
+        "low": torch.zeros_like(excess_R) if weights.low is None else weights.low.mul_(valid_RK).sum(-1),
     }
 
 

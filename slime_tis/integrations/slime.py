@@ -170,7 +170,7 @@ def token_ratios(
     context = context_parallel(kwargs)
     slices = response_slices(total_lengths, response_lengths, context, kwargs.get("max_seq_lens"))
     found = correct(UNBOUNDED, train_log_probs, rollout_log_probs, slices.take(loss_masks))
-    return torch.cat(list(found.weights)), whole_masks(list(found.mask), loss_masks, slices, context)
+    return torch.cat(found.weights), whole_masks(found.mask, loss_masks, slices, context)
 
 
 def _first(args: Namespace, *names: str) -> float | None:

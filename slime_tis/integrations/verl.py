@@ -194,7 +194,7 @@ def _reject(
     acting = _with_inverted_bounds(config) if inverted else config
     found = correct(acting, log_ratio, torch.zeros_like(log_ratio), response_mask)
     values = figures(acting, found.statistics)
-    metrics = {}
+    metrics: dict[str, float] = {}
     for criterion in parse_criteria(config.rollout_rs, config.rollout_rs_threshold):
         metrics |= verl_metrics.criterion_metrics(criterion, log_ratio, response_mask, inverted)
     metrics |= {name.removeprefix("mis_"): v for name, v in values.items() if name.startswith("mis_rs_")}

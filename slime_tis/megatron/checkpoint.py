@@ -19,6 +19,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
 
 from slime_tis.megatron.engine import TrainingEngine
 
@@ -71,7 +72,7 @@ def save(
             for old in _complete(directory)[:-retain]:
                 shutil.rmtree(old)
         dist.barrier()
-    except Exception as error:
+    except (Exception, CheckpointException) as error:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise CheckpointError(
             f"could not write checkpoint {final}: {_reason(error)}; earlier checkpoints are intact, "
@@ -92,12 +93,12 @@ def load(checkpoint: Path, engine: TrainingEngine) -> dict[str, Any]:
         with torch.no_grad():
             state = dist_checkpointing.load(_sharded_state(engine, is_loading=True), str(checkpoint))
             engine.model.module.load_state_dict(state["model"])
-            engine.optimizer.load_state_dict(state["optimizer"])
-            engine.optimizer.reload_model_params()
+            engine.optimizer.load_state_dict(_with_step_count(state["optimizer"]))
+            _separate_adam_steps(engine.optimizer)
         engine.scheduler.load_state_dict(state["scheduler"])
         torch.set_rng_state(state["random_state"])
         return json.loads((checkpoint / TRAINER_STATE).read_text())
-    except Exception as error:
+    except (Exception, CheckpointException) as error:
         raise CheckpointError(
             f"could not load checkpoint {checkpoint}: {_reason(error)}; was it saved with another model or layout?"
         ) from error
@@ -151,7 +152,7 @@ def _sharded_state(engine: TrainingEngine, *, is_loading: bool) -> dict[str, Any
     metadata = {}
     if engine.config.use_distributed_optimizer:
         metadata = {"distrib_optim_sharding_type": "fully_reshardable"}
-        _ignore_unsaved_optimizer_state(engine.optimizer)
+    _make_adam_state(engine.optimizer)
     return {
         "model": model,
         "optimizer": engine.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata),
@@ -160,23 +161,48 @@ def _sharded_state(engine: TrainingEngine, *, is_loading: bool) -> dict[str, Any
     }
 
 
-def _ignore_unsaved_optimizer_state(optimizer: Any) -> None:
-    """torch's Adam keeps its step count per parameter, transformer-engine's does not.
-
-    megatron-core's distributed optimizer saves what the latter has, and on loading stumbles over the former's `step`,
-    which it restores elsewhere.
-    """
-
-    def copy_saved(self: Any, model_param: Tensor, tensors: dict[str, Tensor]) -> None:
-        group, order = self.model_param_group_index_map[model_param]
-        main_param = self.optimizer.param_groups[group]["params"][order]
-        state = {"param": main_param, **self.optimizer.state[main_param]}
-        for key in state.keys() & tensors.keys():
-            state[key].copy_(tensors[key])
-
+def _torch_adams(optimizer: Any) -> Iterator[Any]:
+    """The megatron-core optimizers that step with torch's Adam, which serves where transformer-engine is not."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, torch.optim.Optimizer):
-            part._set_main_param_and_optimizer_states = MethodType(copy_saved, part)
+        if isinstance(part.optimizer, torch.optim.AdamW):
+            yield part
+
+
+def _make_adam_state(optimizer: Any) -> None:
+    """Gives torch's Adam the state it has after no step; megatron-core expects one to save and to load into."""
+    for part in _torch_adams(optimizer):
+        for parameter in (parameter for group in part.optimizer.param_groups for parameter in group["params"]):
+            state = part.optimizer.state[parameter]
+            state.setdefault("step", torch.tensor(0.0))
+            for moment in ("exp_avg", "exp_avg_sq"):
+                if moment not in state:
+                    state[moment] = torch.zeros_like(parameter)
+        if isinstance(part, DistributedOptimizer):
+            part._set_main_param_and_optimizer_states = MethodType(_copy_saved_state, part)
+
+
+def _copy_saved_state(self: Any, model_param: Tensor, tensors: dict[str, Tensor]) -> None:
+    """megatron-core's method of this purpose stumbles over Adam's `step`, which is not saved per parameter."""
+    group, order = self.model_param_group_index_map[model_param]
+    main_param = self.optimizer.param_groups[group]["params"][order]
+    state = {"param": main_param, **self.optimizer.state[main_param]}
+    for key in state.keys() & tensors.keys():
+        state[key].copy_(tensors[key])
+
+
+def _with_step_count(optimizer_state: dict[str, Any]) -> dict[str, Any]:
+    """megatron-core leaves the step count out of a checkpoint where it is 0, and asks for it when loading."""
+    parameters = optimizer_state.get("optimizer", optimizer_state).get("state")
+    if parameters is not None:
+        parameters.setdefault("common_step", torch.tensor(0.0))
+    return optimizer_state
+
+
+def _separate_adam_steps(optimizer: Any) -> None:
+    """Parameters share one loaded step count, which each of them would advance."""
+    for part in _torch_adams(optimizer):
+        for state in part.optimizer.state.values():
+            state["step"] = torch.as_tensor(state.get("step", 0.0), dtype=torch.float32).clone()
 
 
 def _write_safetensors(directory: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:

@@ -8,7 +8,11 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
-from megatron.core.rerun_state_machine import RerunMode, initialize_rerun_state_machine
+from megatron.core.rerun_state_machine import (
+    RerunMode,
+    destroy_rerun_state_machine,
+    initialize_rerun_state_machine,
+)
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor
 
@@ -152,5 +156,6 @@ def _start_process_group(backend: Backend) -> None:
 def shut_down() -> None:
     """Ends megatron-core's groups and torch.distributed."""
     mpu.destroy_model_parallel()
+    destroy_rerun_state_machine()
     if dist.is_initialized():
         dist.destroy_process_group()

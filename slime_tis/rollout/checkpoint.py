@@ -19,9 +19,7 @@ def load_model(path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ValueError(
-            f"--hf-checkpoint is {str(path)!r}, which does not load: {_first_line(error)}"
-        ) from error
+        raise ValueError(f"--hf-checkpoint is {str(path)!r}, which does not load: {_first_line(error)}") from error
     return model.eval().requires_grad_(False)
 
 

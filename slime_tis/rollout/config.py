@@ -80,7 +80,7 @@ class RolloutConfig:
     """Rollouts between two evaluations, a count; unset means before and after training only."""
 
     eval_prompt_data: tuple[str, ...] | None = None
-    """Held-out prompt files as NAME PATH pairs; a single PATH is named eval."""
+    """Held-out prompt files as NAME PATH pairs; a single PATH is named accuracy, so that its figure is eval/accuracy."""
 
     n_samples_per_eval_prompt: int = 1
     """Responses sampled per held-out prompt, a count."""
@@ -121,7 +121,7 @@ class RolloutConfig:
         """The held-out prompt files as (name, path) pairs, empty without evaluation."""
         parts = self.eval_prompt_data or ()
         if len(parts) == 1:
-            return (("eval", parts[0]),)
+            return (("accuracy", parts[0]),)
         return tuple(zip(parts[::2], parts[1::2], strict=True))
 
 

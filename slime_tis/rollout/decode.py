@@ -17,9 +17,7 @@ from slime_tis.rollout.kv_cache import growing_cache
 from slime_tis.rollout.sample import Sampling
 from slime_tis.rollout.sampling import sample_tokens
 
-DROP_BELOW = (
-    0.5  # finished samples leave the batch once they are more than half of it: each time copies the cache
-)
+DROP_BELOW = 0.5  # finished samples leave the batch once they are more than half of it: each time copies the cache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,14 +109,10 @@ class _Batch:
         self._model, self._cache = model, growing_cache(model.config)
         self._length = max(len(prompt) for prompt in prompts)
         padding = [self._length - len(prompt) for prompt in prompts]
-        ids_PL = torch.tensor(
-            [[0] * pad + list(prompt) for pad, prompt in zip(padding, prompts, strict=True)]
-        )
+        ids_PL = torch.tensor([[0] * pad + list(prompt) for pad, prompt in zip(padding, prompts, strict=True)])
         self._padding_R: Tensor | None = torch.tensor(padding, device=model.device) if any(padding) else None
         # A finished sample is decoded on until it is dropped; its positions must stay inside the context.
-        self._last_position = (
-            max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True)) - 1
-        )
+        self._last_position = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True)) - 1
         self._forward(ids_PL.to(model.device))
         self._cache.batch_repeat_interleave(n_samples)
         self.logits_RV = self.logits_RV.repeat_interleave(n_samples, 0)
@@ -143,7 +137,5 @@ class _Batch:
             places_RL = torch.arange(self._length, device=ids_RN.device) - self._padding_R[:, None]
             masking["attention_mask"] = places_RL >= 0
             masking["position_ids"] = places_RL[:, -ids_RN.shape[1] :].clamp(0, self._last_position)
-        output = self._model(
-            input_ids=ids_RN, past_key_values=self._cache, use_cache=True, logits_to_keep=1, **masking
-        )
+        output = self._model(input_ids=ids_RN, past_key_values=self._cache, use_cache=True, logits_to_keep=1, **masking)
         self.logits_RV = output.logits[:, -1]

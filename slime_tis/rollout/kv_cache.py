@@ -15,8 +15,8 @@ MIN_ROOM = 32  # tokens; growing by half alone would copy short sequences at alm
 class GrowingLayer(DynamicLayer):
     """Keys and values of one layer in a buffer with room for tokens to come.
 
-    transformers' own layer concatenates, which copies the whole cache for every token: a third of the time of
-    decoding a small model. Here `keys` and `values` are views of a buffer that grows by half when it is full.
+    transformers' own layer concatenates, which copies the whole cache for every token: three tenths of the time
+    of decoding 256 tokens with a small model. Here `keys` and `values` are views of a buffer that grows by half when it is full.
     """
 
     def __init__(self) -> None:
@@ -25,9 +25,7 @@ class GrowingLayer(DynamicLayer):
         self._value_buffer = torch.empty(0)
         self._room = 0  # tokens that still fit behind the views
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Appends [batch, heads, tokens, head_dim] states and returns all of them."""
         if self.get_seq_length() == 0:
             return super().update(key_states, value_states)

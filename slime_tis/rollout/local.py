@@ -81,9 +81,7 @@ class LocalEngine:
           device: where the model lives.
         """
         if precision not in COMPUTE_DTYPES:
-            raise ValueError(
-                f"rollout precision is {precision!r} but must be one of {', '.join(COMPUTE_DTYPES)}."
-            )
+            raise ValueError(f"rollout precision is {precision!r} but must be one of {', '.join(COMPUTE_DTYPES)}.")
         self.weight_version = 0
         self._tokenizer = tokenizer
         self._max_batch = max_batch
@@ -212,14 +210,12 @@ class LocalEngine:
         if batch:
             yield batch
 
-    def _respond_batch(
-        self, requests: list[_Request], sampling: Sampling, seed: int
-    ) -> list[list[_Response]]:
+    def _respond_batch(self, requests: list[_Request], sampling: Sampling, seed: int) -> list[list[_Response]]:
         n_samples, longest = sampling.n_samples, max(request.limit for request in requests)
         uniforms = [
-            prompt_uniforms(
-                seed, request.prompt.index, request.occurrence, n_samples, sampling.max_response_len
-            )[:, :longest]
+            prompt_uniforms(seed, request.prompt.index, request.occurrence, n_samples, sampling.max_response_len)[
+                :, :longest
+            ]
             for request in requests
         ]
         decoded = decode(
@@ -240,9 +236,7 @@ class LocalEngine:
         texts = self._tokenizer.batch_decode(tokens, skip_special_tokens=True)
         return [
             _Response(token_ids=ids, log_probs=row, finish_reason="stop" if stopped else "length", text=text)
-            for ids, row, stopped, text in zip(
-                tokens, log_probs, decoded.stopped_B.tolist(), texts, strict=True
-            )
+            for ids, row, stopped, text in zip(tokens, log_probs, decoded.stopped_B.tolist(), texts, strict=True)
         ]
 
     def _sample(self, prompt: Prompt, response: _Response, group_index: int, sample_index: int) -> Sample:

@@ -116,12 +116,8 @@ def load_prompts(
     if not rows:
         raise ValueError(f"the prompt file {str(path)!r} is empty.")
     if apply_chat_template and not tokenizer.chat_template:
-        raise ValueError(
-            "--apply-chat-template is set, but the tokenizer has no chat template; leave it out."
-        )
-    texts = [
-        _text(_value(row, input_key, place), place, tokenizer, apply_chat_template) for place, row in rows
-    ]
+        raise ValueError("--apply-chat-template is set, but the tokenizer has no chat template; leave it out.")
+    texts = [_text(_value(row, input_key, place), place, tokenizer, apply_chat_template) for place, row in rows]
     token_ids = tokenizer(texts, add_special_tokens=not apply_chat_template)["input_ids"]
     prompts = [
         Prompt(
@@ -169,9 +165,7 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             except json.JSONDecodeError as error:
                 raise ValueError(f"{place} is not JSON: {error.msg} at column {error.colno}.") from error
             if not isinstance(row, dict):
-                raise ValueError(
-                    f"{place} is JSON of type {type(row).__name__}, but each line must be an object."
-                )
+                raise ValueError(f"{place} is JSON of type {type(row).__name__}, but each line must be an object.")
             yield place, row
 
 
@@ -180,8 +174,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         from pyarrow import parquet
     except ImportError as error:
         raise ValueError(
-            f"{str(path)!r} is parquet, which needs pyarrow; install it with: "
-            "pip install 'slime_tis[parquet]'."
+            f"{str(path)!r} is parquet, which needs pyarrow; install it with: pip install 'slime_tis[parquet]'."
         ) from error
     number = 0
     for batch in parquet.ParquetFile(path).iter_batches():

@@ -152,8 +152,7 @@ def _checked(scores: Any, group: list[Sample], path: str) -> list[float]:
             finite = False
         if not finite:
             raise ValueError(
-                f"reward function {path} returned {score!r} for prompt {index}; it must return a finite "
-                "number."
+                f"reward function {path} returned {score!r} for prompt {index}; it must return a finite number."
             )
     return [float(score) for score in scores]
 

@@ -70,9 +70,8 @@ def _max(tensor: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _sliced(rank: int, size: int, port: int, folder: str) -> None:
+def _sliced(rank: int, size: int) -> list[Any]:
     """Every rank holds its zigzag slices of all sequences."""
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
     local = [[take(x, shape, rank, size) for x, shape in zip(xs, SHAPES, strict=True)] for xs in batch()]
     results = []
     for config in CONFIGS:
@@ -86,52 +85,58 @@ def _sliced(rank: int, size: int, port: int, folder: str) -> None:
         assert len(calls) == 1 and calls[0][0] == len(SHAPES)
         statistics = found.statistics.reduce(lambda x: x, _min, _max)
         results.append((found.weights, found.mask, found.kept_per_sequence, figures(config, statistics)))
-    Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(results))
-    dist.destroy_process_group()
+    return results
 
 
-def _sharded(rank: int, size: int, port: int, folder: str) -> None:
+def _sharded(rank: int, size: int) -> list[Any]:
     """Sequences are dealt out over data-parallel ranks; the last rank has none."""
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
     local = [xs[rank :: size - 1] if rank < size - 1 else [] for xs in batch()]
     results = []
     for config in CONFIGS:
         found = correct(config, *local, reduce_batch=_sum)
         statistics = found.statistics.reduce(_sum, _min, _max)
-        results.append((found.weights, found.mask, found.kept_per_sequence, figures(config, statistics)))
-    Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(results))
+        results.append((found.weights, found.mask, figures(config, statistics)))
+    return results
+
+
+def _rank(rank: int, size: int, port: int, folder: str) -> None:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    found = {"sliced": _sliced(rank, size), "sharded": _sharded(rank, size)}
+    Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(found))
     dist.destroy_process_group()
 
 
-def run(target: Any, size: int, folder: Path) -> list[Any]:
+@pytest.fixture(scope="module", params=[2, 4])
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of 2 and of 4 processes found."""
+    size, folder = request.param, tmp_path_factory.mktemp("ranks")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    mp.spawn(target, args=(size, port, str(folder)), nprocs=size)
+    mp.spawn(_rank, args=(size, port, str(folder)), nprocs=size)
     return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(size)]
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_context_parallel_ranks_agree_with_one(size: int, tmp_path: Path) -> None:
-    ranks = run(_sliced, size, tmp_path)
+def test_context_parallel_ranks_agree_with_one(ranks: list[dict[str, Any]]) -> None:
+    size = len(ranks)
     for c, config in enumerate(CONFIGS):
         whole = correct(config, *batch())
         for rank in range(size):
-            weights, mask, kept, values = ranks[rank][c]
+            weights, mask, kept, values = ranks[rank]["sliced"][c]
             for i, shape in enumerate(SHAPES):
-                torch.testing.assert_close(weights[i], take(whole.weights[i], shape, rank, size), rtol=1e-6, atol=1e-6)
+                expected = take(whole.weights[i], shape, rank, size)
+                torch.testing.assert_close(weights[i], expected, rtol=1e-6, atol=1e-6)
                 assert mask[i].tolist() == take(whole.mask[i], shape, rank, size).tolist()
             assert kept.tolist() == whole.kept_per_sequence.tolist()
             assert values == pytest.approx(figures(config, whole.statistics), rel=1e-6, abs=1e-6)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_data_parallel_ranks_agree_with_one(size: int, tmp_path: Path) -> None:
-    ranks = run(_sharded, size, tmp_path)
+def test_data_parallel_ranks_agree_with_one(ranks: list[dict[str, Any]]) -> None:
+    size = len(ranks)
     for c, config in enumerate(CONFIGS):
         whole = correct(config, *batch())
         for rank in range(size - 1):
-            weights, mask, _, values = ranks[rank][c]
+            weights, mask, values = ranks[rank]["sharded"][c]
             for x, y in zip(weights, whole.weights[rank :: size - 1], strict=True):
                 torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-6)
             assert [x.tolist() for x in mask] == [x.tolist() for x in whole.mask[rank :: size - 1]]

@@ -1,10 +1,13 @@
 """The example's preparation, at a size that trains in a second."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
 
+from arguments import parse_args
 from examples.sort_digits import prepare
 from slime_tis.rollout.checkpoint import load_tokenizer
 from slime_tis.rollout.config import RolloutConfig
@@ -115,3 +118,18 @@ def test_the_default_model_is_the_size_that_the_readme_says():
     model = prepare.make_model(prepare.Example(), 0)
     assert sum(parameter.numel() for parameter in model.parameters()) == 592_960
     assert torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
+
+
+def test_the_flags_that_the_readme_shows_parse(tmp_path, monkeypatch):
+    readme = (Path(prepare.__file__).parent / "README.md").read_text()
+    command, flags = re.findall(r"```\n(.*?)```", readme, flags=re.DOTALL)
+    assert command.split()[:2] == ["python", "examples/sort_digits/prepare.py"]
+    directory = command.split()[-1]
+    prepare.prepare(tmp_path / directory, example=SMALL)
+    monkeypatch.chdir(tmp_path)
+    rollout = parse_args(
+        [*flags.split(), "--rollout-batch-size", "32", "--n-samples-per-prompt", "8", "--num-rollout", "1"]
+    ).rollout
+    assert (rollout.input_key, rollout.label_key, rollout.rm_type) == ("prompt", "label", "exact_match")
+    assert rollout.prompt_data == f"{directory}/train.jsonl"
+    assert rollout.eval_prompt_sets == (("eval", f"{directory}/eval.jsonl"),)

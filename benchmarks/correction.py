@@ -1,0 +1,296 @@
+"""Rollout correction alone: this library, verl, slime's mis.py and a memory copy, in one run.
+
+    python benchmarks/correction.py [--slime-mis PATH/mis.py] [--rounds 9]
+
+Everything on: truncated weights, batch normalisation, geometric rejection, veto, all metrics read; lists in and lists out
+(verl: padded in, padded out). CPU time of one thread; contenders take turns within a round, and the figure is the
+median over rounds. verl is installed from PyPI without its dependencies into `.venv-verl`. Appends rows to
+correction.csv and draws correction.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import importlib.util
+import math
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+import venv
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+TABLE, PLOT = HERE / "correction.csv", HERE / "correction.png"
+VERL_VENV, VERL_PACKAGE = ROOT / ".venv-verl", "verl==0.9.1"
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "MALLOC_MMAP_THRESHOLD_": "4294967296",
+    "MALLOC_TRIM_THRESHOLD_": "4294967296",
+    "MALLOC_TOP_PAD_": "268435456",
+}
+"""One thread, and an allocator that keeps its pages, as a training process's does; else page faults drown everything."""
+COLUMNS = (
+    "date",
+    "machine",
+    "torch",
+    "size",
+    "tokens",
+    "valid",
+    "contender",
+    "median_ms",
+    "times_copy",
+    "peak_per_valid",
+)
+
+if any(os.environ.get(name) != value for name, value in ENVIRONMENT.items()):
+    os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **ENVIRONMENT})
+
+sys.path[:0] = [str(ROOT), str(HERE)]
+
+import torch  # noqa: E402
+from peers.verl_helper import load_verl_helper  # noqa: E402
+
+from slime_tis import RolloutCorrectionConfig, correct, figures  # noqa: E402
+
+LOWER, UPPER, VETO = 0.99, 1.01, 1e-4
+SIZES = {
+    "64 x 512": (64, 512, 512, False),
+    "512 x 2048": (512, 2048, 2048, False),
+    "512 x 2k ragged": (512, 2000, 8192, True),
+    "4096 x 2k ragged": (4096, 2000, 8192, True),
+}
+"""Name to sequences, mean length, longest, and whether lengths vary; a fifth of the tokens is masked in spans."""
+
+
+@dataclass
+class Batch:
+    """The same tokens as lists, packed and padded."""
+
+    train: list[torch.Tensor]
+    rollout: list[torch.Tensor]
+    mask: list[torch.Tensor]
+
+    def __post_init__(self) -> None:
+        self.lengths = [len(x) for x in self.train]
+        self.packed = tuple(torch.cat(x) for x in (self.train, self.rollout, self.mask))
+        pad = torch.nn.utils.rnn.pad_sequence
+        self.padded = tuple(pad(x, batch_first=True) for x in (self.train, self.rollout, self.mask))
+        self.int_mask = [mask.int() for mask in self.mask]
+
+
+def make_batch(sequences: int, mean: int, longest: int, ragged: bool) -> Batch:
+    """Log-probs with precision noise and a few outliers; masked spans of 16 to 256 tokens."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.full((sequences,), float(mean))
+    if ragged:
+        lengths = (torch.randn(sequences, generator=generator) * 0.8 + math.log(mean) - 0.32).exp().clamp(16, longest)
+    batch: tuple[list, list, list] = ([], [], [])
+    for length in lengths.int().tolist():
+        rollout = -torch.empty(length).exponential_(2.0, generator=generator)
+        outlier = torch.rand(length, generator=generator) < 5e-5
+        noise = torch.randn(length, generator=generator) * torch.where(outlier, 4.0, 0.02)
+        spans = torch.rand(-(-length // 64), generator=generator) > 0.2
+        for part, values in zip(batch, (rollout + noise, rollout, spans.repeat_interleave(64)[:length]), strict=True):
+            part.append(values)
+    return Batch(*batch)
+
+
+def contenders(batch: Batch, slime: Any, verl: Any) -> dict[str, Callable[[], Any]]:
+    """Name to one whole call, metrics read."""
+    found: dict[str, Callable[[], Any]] = {"copy": _copy(batch)}
+    for level in ("token", "sequence"):
+        config = RolloutCorrectionConfig(
+            use_tis=True,
+            tis_level=level,  # type: ignore[arg-type]
+            tis_batch_normalize=True,
+            use_rs=True,
+            rs_level="geometric",
+            rs_lower_bound=LOWER,
+            rs_upper_bound=UPPER,
+            rs_veto_threshold=VETO,
+        )
+        found[f"ours, {level}, lists"] = lambda c=config: _ours(c, batch.train, batch.rollout, batch.mask)
+        found[f"ours, {level}, packed"] = lambda c=config: _ours(c, *batch.packed, lengths=batch.lengths)
+    if slime is not None:
+        args = Namespace(
+            **{"use_tis": True, "tis_mode": "truncate", "tis_level": "token", "tis_batch_normalize": True},
+            **{"tis_lower_bound": None, "tis_upper_bound": 2.0, "use_rs": True, "rs_level": "geometric"},
+            **{"rs_lower_bound": LOWER, "rs_upper_bound": UPPER, "rs_veto_threshold": VETO},
+        )
+        lists = {"train_log_probs": batch.train, "rollout_log_probs": batch.rollout, "loss_masks": batch.int_mask}
+        found["slime mis.py"] = lambda: slime.compute_mis_weights(args, **lists)
+    if verl is not None:
+        options = {
+            "rollout_is": "token",
+            "rollout_is_batch_normalize": True,
+            "rollout_rs": "seq_mean_k1,seq_max_k3",
+            "rollout_rs_threshold": f"{LOWER}_{UPPER},8.2",
+        }
+        found["verl 0.9.1"] = lambda: verl.compute_rollout_correction_and_rejection_mask(*batch.padded, **options)
+    return found
+
+
+def _ours(config: RolloutCorrectionConfig, *inputs: Any, lengths: list[int] | None = None) -> Any:
+    correction = correct(config, *inputs, lengths=lengths)
+    return correction, figures(config, correction.statistics)
+
+
+def _copy(batch: Batch) -> Callable[[], Any]:
+    """14 bytes a token: two float32 and a bool read, one float32 and a bool written."""
+    train, rollout, mask = batch.packed
+    out, kept = torch.empty_like(train), torch.empty_like(mask)
+
+    def copy() -> None:
+        torch.add(train, rollout, out=out)
+        kept.copy_(mask)
+
+    return copy
+
+
+def measure(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    """Median CPU milliseconds of each call; fast ones are repeated within a round."""
+    repeats = {}
+    for name, call in calls.items():
+        call()
+        repeats[name] = max(1, int(0.02 / max(_seconds(call, 1), 1e-6)))
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            times[name].append(_seconds(call, repeats[name]))
+    return {name: statistics.median(values) * 1e3 for name, values in times.items()}
+
+
+def _seconds(call: Callable[[], Any], repeats: int) -> float:
+    start = time.process_time()
+    for _ in range(repeats):
+        call()
+    return (time.process_time() - start) / repeats
+
+
+def peak_bytes(call: Callable[[], Any]) -> int:
+    """The most memory that tensors made within one call hold at a time, from the profiler's allocation events."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        result = call()
+    del result
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+def prepare_verl() -> Any:
+    """verl's helper from its own environment, made on the first run; None with a word where it cannot be had."""
+    try:
+        if not list(VERL_VENV.glob("lib/python*/site-packages/verl")):
+            venv.create(VERL_VENV, with_pip=True)
+            pip = [str(VERL_VENV / "bin" / "python"), "-m", "pip", "install", "--quiet", "--no-deps", VERL_PACKAGE]
+            subprocess.run(pip, check=True)
+        return load_verl_helper(next(VERL_VENV.glob("lib/python*/site-packages")))
+    except (subprocess.CalledProcessError, OSError) as error:
+        print(f"verl is left out: {error}", file=sys.stderr)
+        return None
+
+
+def prepare_slime(path: Path | None) -> Any:
+    """slime's mis.py from a path; None with a word where there is none."""
+    if path is None or not path.is_file():
+        print("slime is left out: give --slime-mis PATH/mis.py (examples/train_infer_mismatch_helper)", file=sys.stderr)
+        return None
+    spec = importlib.util.spec_from_file_location("slime_mis", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--slime-mis", type=Path, help="slime's examples/train_infer_mismatch_helper/mis.py")
+    parser.add_argument("--rounds", type=int, default=9, help="times that all contenders take their turn")
+    parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES), help="which batches")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    slime, verl = prepare_slime(options.slime_mis), prepare_verl()
+    rows = []
+    for size in options.sizes:
+        batch = make_batch(*SIZES[size])
+        calls = contenders(batch, slime, verl)
+        times = measure(calls, options.rounds)
+        valid = int(batch.packed[2].sum())
+        peaks = {name: peak_bytes(call) / (4 * valid) for name, call in calls.items()}
+        rows += [row(size, batch, valid, name, times, peaks[name]) for name in calls]
+        report(size, times, peaks)
+    append(rows)
+    plot(rows)
+
+
+def row(size: str, batch: Batch, valid: int, name: str, times: dict[str, float], peak: float) -> dict[str, Any]:
+    return {
+        "date": datetime.date.today().isoformat(),
+        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
+        "torch": torch.__version__,
+        "size": size,
+        "tokens": sum(batch.lengths),
+        "valid": valid,
+        "contender": name,
+        "median_ms": round(times[name], 4),
+        "times_copy": round(times[name] / times["copy"], 1),
+        "peak_per_valid": round(peak, 2),
+    }
+
+
+def report(size: str, times: dict[str, float], peaks: dict[str, float]) -> None:
+    """One line per contender: milliseconds, times the copy, times ours, peak memory over fp32 of the valid tokens."""
+    print(f"\n{size}")
+    ours = times["ours, token, lists"]
+    for name, value in times.items():
+        print(
+            f"  {name:24s} {value:10.3f} ms  {value / times['copy']:8.1f} x copy  {value / ours:7.2f} x ours  "
+            f"peak {peaks[name]:5.2f}"
+        )
+
+
+def append(rows: list[dict[str, Any]]) -> None:
+    new = not TABLE.exists()
+    with TABLE.open("a", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        if new:
+            writer.writeheader()
+        writer.writerows(rows)
+
+
+def plot(rows: list[dict[str, Any]]) -> None:
+    """Times by size, one bar per contender, logarithmic."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    sizes = list(dict.fromkeys(row["size"] for row in rows))
+    names = list(dict.fromkeys(row["contender"] for row in rows))
+    figure, axes = pyplot.subplots(figsize=(9, 4.5))
+    for i, name in enumerate(names):
+        values = [r["median_ms"] for r in rows if r["contender"] == name]
+        axes.bar([s + (i - len(names) / 2) * 0.1 for s in range(len(sizes))], values, 0.09, label=name)
+    axes.set_yscale("log")
+    axes.set_ylabel("CPU time of one thread, ms")
+    axes.set_xticks(range(len(sizes)), sizes)
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(PLOT, dpi=120)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""A table of figures computed by hand, and which figures appear when."""
+
+import math
+
+import pytest
+import torch
+
+from slime_tis import RolloutCorrectionConfig, Statistics, batch_norm_factor, correct, figures
+
+# Two sequences: Δ = [ln 2, 0, masked] and [−ln 4].
+TRAIN = [torch.tensor([-1.0, -2.0, -9.0]), torch.tensor([-3.0])]
+ROLLOUT = [torch.tensor([-1.0 - math.log(2), -2.0, -1.0]), torch.tensor([-3.0 + math.log(4)])]
+MASK = [torch.tensor([1, 1, 0]), torch.tensor([1])]
+LN2 = math.log(2)
+
+MISMATCH = {
+    "nonfinite_token_fraction": 0.0,
+    "mismatch_training_log_ppl": (1.5 + 3.0) / 2,
+    "mismatch_training_ppl": (math.exp(1.5) + math.exp(3.0)) / 2,
+    "mismatch_rollout_log_ppl": (1.5 + LN2 / 2 + 3.0 - 2 * LN2) / 2,
+    "mismatch_rollout_ppl": (math.exp(1.5 + LN2 / 2) + math.exp(3.0 - 2 * LN2)) / 2,
+    "mismatch_kl": (-LN2 + 0 + 2 * LN2) / 3,
+    "mismatch_k3_kl": ((2 - LN2 - 1) + 0 + (0.25 + 2 * LN2 - 1)) / 3,
+    "mismatch_log_ppl_diff": (-LN2 / 2 + 2 * LN2) / 2,
+    "mismatch_log_ppl_abs_diff": (LN2 / 2 + 2 * LN2) / 2,
+    "mismatch_log_ppl_diff_max": 2 * LN2,
+    "mismatch_log_ppl_diff_min": -LN2 / 2,
+    "mismatch_ppl_ratio": (2**-0.5 + 4) / 2,
+    "mismatch_chi2_token": (4 + 1 + 1 / 16) / 3 - 1,
+    "mismatch_chi2_seq": (4 + 1 / 16) / 2 - 1,
+    "train_rollout_logprob_abs_diff": (LN2 + 0 + 2 * LN2) / 3,
+}
+
+
+def figures_of(**options: object) -> dict[str, float]:
+    config = RolloutCorrectionConfig(**options)  # type: ignore[arg-type]
+    return figures(config, correct(config, TRAIN, ROLLOUT, MASK).statistics)
+
+
+def test_mismatch_alone() -> None:
+    assert figures_of(get_mismatch_metrics=True) == pytest.approx(MISMATCH, abs=1e-6)
+
+
+def test_token_weights() -> None:
+    """Weights 2, 1, 1/4 bounded to 1.5, 1, 1/4: mean 11/12, mean square (9/4 + 1 + 1/16)/3."""
+    mean, square = 11 / 12, (2.25 + 1 + 0.0625) / 3
+    found = figures_of(use_tis=True, tis_upper_bound=1.5)
+    assert {name: found[name] for name in found if name not in MISMATCH} == pytest.approx(
+        {
+            "gradient_kept_fraction": 1.0,
+            "mis_mean_is_weight_before_clip": 3.25 / 3,
+            "mis_ratio_mean_after_mis": mean,
+            "mis_weight_min": 0.25,
+            "mis_weight_max": 1.5,
+            "mis_weight_std": math.sqrt(square - mean**2),
+            "mis_eff_sample_size": mean**2 / square,
+            "mis_truncate_fraction": 1 / 3,
+        },
+        abs=1e-6,
+    )
+
+
+def test_sequence_weights_count_each_sequence_once() -> None:
+    """Weights 2 and 1/4; clipped to [1/2, 3/2]; mean 1."""
+    found = figures_of(
+        use_tis=True,
+        tis_level="sequence",
+        tis_mode="clip",
+        tis_lower_bound=0.5,
+        tis_upper_bound=1.5,
+        tis_batch_normalize=True,
+    )
+    assert {name: found[name] for name in found if name not in MISMATCH} == pytest.approx(
+        {
+            "gradient_kept_fraction": 1.0,
+            "mis_mean_is_weight_before_clip": 1.125,
+            "mis_ratio_mean_after_mis": 1.0,
+            "mis_weight_min": 0.5,
+            "mis_weight_max": 1.5,
+            "mis_weight_std": 0.5,
+            "mis_eff_sample_size": 0.8,
+            "mis_clip_fraction_low": 0.5,
+            "mis_clip_fraction_high": 0.5,
+            "mis_batch_norm_factor": 1.0,
+        },
+        abs=1e-6,
+    )
+
+
+def test_rejection_and_veto() -> None:
+    found = figures_of(
+        use_rs=True, rs_upper_bound=1.5, rs_veto_threshold=0.3, rollout_rs="seq_mean_k1", rollout_rs_threshold=1.3
+    )
+    assert {name: found[name] for name in found if name not in MISMATCH} == pytest.approx(
+        {
+            "gradient_kept_fraction": 0.0,
+            "mis_rs_masked_fraction": 1.0,
+            "mis_rs_seq_masked_fraction": 1.0,
+            "mis_rs_token_masked_fraction": 2 / 3,
+            "mis_rs_token_seq_masked_fraction": 1.0,
+            "mis_rs_seq_mean_k1_masked_fraction": 1.0,
+            "mis_rs_seq_mean_k1_seq_masked_fraction": 1.0,
+            "mis_catastrophic_token_fraction": 1 / 3,
+            "mis_catastrophic_seq_fraction": 0.5,
+        },
+        abs=1e-6,
+    )
+
+
+def test_mask_mode() -> None:
+    found = figures_of(use_tis=True, tis_mode="mask", tis_lower_bound=0.5, tis_upper_bound=1.5)
+    assert found["mis_mask_fraction_low"] == found["mis_mask_fraction_high"] == pytest.approx(1 / 3)
+    assert found["gradient_kept_fraction"] == pytest.approx(1 / 3) and found["mis_weight_min"] == 0.0
+
+
+def test_reading_figures_leaves_nothing_out_of_an_empty_rank() -> None:
+    config = RolloutCorrectionConfig(use_tis=True, tis_batch_normalize=True)
+    full = correct(config, TRAIN, ROLLOUT, MASK).statistics
+    merged = Statistics.empty(config).merge(full).merge(correct(config, [], [], []).statistics)
+    assert figures(config, merged) == figures(config, full)
+    assert figures(config, Statistics.empty(config)) == {}
+    assert batch_norm_factor(config, merged).item() == pytest.approx((2 + 1 + 0.25) / 3)
+    assert batch_norm_factor(config, Statistics.empty(config)).item() == 1.0
+    assert batch_norm_factor(RolloutCorrectionConfig(use_tis=True), Statistics.empty(config)).item() == 1.0
+
+
+def test_metrics_only_leaves_weights_and_mask() -> None:
+    config = RolloutCorrectionConfig(get_mismatch_metrics=True)
+    train = [TRAIN[0].clone()]
+    train[0][1] = torch.nan
+    found = correct(config, train, ROLLOUT[:1], MASK[:1])
+    assert found.weights[0].tolist() == [1, 1, 0] and found.mask[0].tolist() == [True, True, False]
+    assert "gradient_kept_fraction" not in figures(config, found.statistics)

@@ -1,0 +1,159 @@
+"""custom_tis.mis against slime's own output, its deliberate differences, and its contract."""
+
+import json
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from custom_tis.mis import compute_mis_weights, compute_mis_weights_with_cp
+from slime_tis.custom import call_custom_tis
+
+GOLDEN = json.loads((Path(__file__).parent.parent / "golden" / "slime_mis.json").read_text())
+TRAIN = [torch.tensor(s["train"]) for s in GOLDEN["sequences"]]
+ROLLOUT = [torch.tensor(s["rollout"]) for s in GOLDEN["sequences"]]
+MASKS = [torch.tensor(s["mask"]) for s in GOLDEN["sequences"]]
+
+# Every deliberate difference from slime's mis.py that its golden output can show, with its reason.
+DIFFERENCES = {
+    "mask mode": (
+        lambda args: args["use_tis"] and args["tis_mode"] == "mask",
+        # slime leaves the raw weight at rejected tokens, and lets it into the batch mean and all figures.
+        {
+            "tis_weight_after_bound",
+            "is_ratio_mean_after_tis_rs",
+            "is_ratio_mean_final",
+            "is_ratio_min_final",
+            "is_ratio_max_final",
+            "batch_norm_factor",
+        },
+    ),
+}
+
+
+def deliberate(args: dict[str, Any]) -> set[str]:
+    return {name for applies, names in DIFFERENCES.values() if applies(args) for name in names}
+
+
+def sample_mean(values: list[torch.Tensor]) -> float:
+    """slime's reduction: masked mean of each sequence, then the mean over sequences."""
+    means = [((v * m).sum() / m.sum().clamp_min(1)).item() for v, m in zip(values, MASKS, strict=True)]
+    return sum(means) / len(means)
+
+
+@pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda case: "-".join(map(str, case["args"].values())))
+def test_golden(case: dict[str, Any]) -> None:
+    weights, masks, metrics = compute_mis_weights(
+        Namespace(**case["args"]), train_log_probs=TRAIN, rollout_log_probs=ROLLOUT, loss_masks=MASKS
+    )
+    assert [mask.tolist() for mask in masks] == case["masks"]
+    different = deliberate(case["args"])
+    if case["weights"] is None:
+        assert weights is None
+    elif not different:
+        assert weights is not None
+        for found, expected in zip(weights, case["weights"], strict=True):
+            assert found.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    assert set(metrics) == set(case["metrics"])
+    for name, expected in case["metrics"].items():
+        if name not in different:
+            assert sample_mean(metrics[name]) == pytest.approx(expected, rel=1e-5, abs=1e-6), name
+
+
+def test_mask_mode_keeps_the_weight_inside_and_zeroes_it_outside() -> None:
+    args = Namespace(use_tis=True, tis_mode="mask", tis_upper_bound=2.0, tis_lower_bound=0.5)
+    delta = [torch.tensor([0.1, 1.0, -1.0])]
+    weights, masks, _ = compute_mis_weights(
+        args, train_log_probs=delta, rollout_log_probs=[torch.zeros(3)], loss_masks=[torch.ones(3)]
+    )
+    assert weights is not None and weights[0].tolist() == pytest.approx([1.105171, 0.0, 0.0])
+    assert masks[0].tolist() == [1, 0, 0]
+
+
+def test_rejection_without_weights_and_veto_without_rejection() -> None:
+    delta, zeros, ones = [torch.tensor([0.0, -12.0])], [torch.zeros(2)], [torch.ones(2)]
+    weights, masks, _ = compute_mis_weights(
+        Namespace(use_rs=True), train_log_probs=delta, rollout_log_probs=zeros, loss_masks=ones
+    )
+    assert weights is None and masks[0].tolist() == [1, 0]
+    _, masks, metrics = compute_mis_weights(
+        Namespace(rs_veto_threshold=1e-4), train_log_probs=delta, rollout_log_probs=zeros, loss_masks=ones
+    )
+    assert masks[0].tolist() == [0, 0]
+    assert metrics["rs_catastrophic_token_fraction"][0].tolist() == [0, 1]
+    assert metrics["rs_catastrophic_seq_fraction"][0].tolist() == [1, 1]
+
+
+def test_geometric_weights_can_be_normalised_and_empty_sequences_do_not_count() -> None:
+    args = Namespace(use_tis=True, tis_level="geometric", tis_batch_normalize=True)
+    weights, _, _ = compute_mis_weights(
+        args,
+        train_log_probs=[torch.tensor([0.2, 0.4]), torch.tensor([-0.3]), torch.tensor([9.0])],
+        rollout_log_probs=[torch.zeros(2), torch.zeros(1), torch.zeros(1)],
+        loss_masks=[torch.ones(2), torch.ones(1), torch.zeros(1)],
+    )
+    mean = (1.3498588 + 0.7408182) / 2
+    assert weights is not None
+    assert weights[0].tolist() == pytest.approx([1.3498588 / mean] * 2)
+    assert weights[1].tolist() == pytest.approx([0.7408182 / mean]) and weights[2].tolist() == [0]
+
+
+def test_nan_where_masked_changes_nothing() -> None:
+    args = Namespace(use_tis=True, tis_batch_normalize=True)
+    mask = [torch.tensor([1, 0, 1])]
+    results = [
+        compute_mis_weights(
+            args,
+            train_log_probs=[torch.tensor([-1.0, filler, -1.0])],
+            rollout_log_probs=[torch.tensor([-1.25, filler, -1.0])],
+            loss_masks=mask,
+        )
+        for filler in (0.0, torch.nan)
+    ]
+    assert results[0][0] is not None and results[1][0] is not None
+    assert results[0][0][0].tolist() == results[1][0][0].tolist()
+    for name, values in results[0][2].items():
+        assert values[0].tolist() == results[1][2][name][0].tolist(), name
+
+
+def contract(**args: Any) -> tuple[torch.Tensor, list[torch.Tensor], dict[str, torch.Tensor]]:
+    pg_loss = torch.arange(1.0, 1.0 + sum(map(len, TRAIN)), requires_grad=True)
+    return call_custom_tis(
+        compute_mis_weights_with_cp,
+        Namespace(**args),
+        pg_loss=pg_loss,
+        train_log_probs=TRAIN,
+        rollout_log_probs=ROLLOUT,
+        loss_masks=MASKS,
+        total_lengths=[len(x) + 5 for x in TRAIN],
+        response_lengths=[len(x) for x in TRAIN],
+        advantages=None,
+    )
+
+
+def test_the_contract() -> None:
+    args = {"use_tis": True, "use_rs": True, "rs_upper_bound": 3.0, "tis_batch_normalize": True}
+    weights, masks, _ = compute_mis_weights(
+        Namespace(**args), train_log_probs=TRAIN, rollout_log_probs=ROLLOUT, loss_masks=MASKS
+    )
+    assert weights is not None
+    pg_loss, whole, metrics = contract(**args)
+    flat = torch.cat(weights)
+    assert pg_loss.tolist() == pytest.approx((torch.arange(1.0, 1.0 + len(flat)) * flat).tolist())
+    assert pg_loss.requires_grad and [m.tolist() for m in whole] == [m.tolist() for m in masks]
+    assert "mis_tis_truncate_fraction" in metrics and all(name.startswith("mis_") for name in metrics)
+    assert all(value.shape == flat.shape and not value.requires_grad for value in metrics.values())
+
+
+def test_metrics_only_leaves_the_loss_bitwise() -> None:
+    pg_loss, masks, metrics = contract()
+    assert torch.equal(pg_loss, torch.arange(1.0, 1.0 + sum(map(len, TRAIN))))
+    assert [m.tolist() for m in masks] == [m.tolist() for m in MASKS] and "mis_kl" in metrics
+
+
+@pytest.mark.parametrize("level", ["prefix", "segment"])
+def test_levels_beyond_slime_have_the_metrics_that_apply(level: str) -> None:
+    _, _, metrics = contract(use_tis=True, tis_level=level)
+    assert "mis_tis_weight_after_bound" in metrics and "mis_tis_weight_before_bound" not in metrics

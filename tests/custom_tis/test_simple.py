@@ -1,0 +1,134 @@
+"""Vanilla TIS, IcePop and the template: numbers, slime's metric names, both path forms, context parallelism."""
+
+import pickle
+import socket
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from slime_tis import context_parallel_slices
+from slime_tis.custom import call_custom_tis, load_function
+
+TRAIN = [torch.tensor([0.1, 1.0, -1.0, 0.0]), torch.tensor([0.3])]
+ROLLOUT = [torch.zeros(4), torch.zeros(1)]
+MASKS = [torch.tensor([1, 1, 1, 0]), torch.tensor([1])]
+RATIO = torch.cat([TRAIN[0], TRAIN[1]]).exp()
+FOLDER = Path(__file__).parents[2] / "custom_tis"
+
+
+def call(path: str, **args: Any) -> tuple[torch.Tensor, list[torch.Tensor], dict[str, torch.Tensor]]:
+    return call_custom_tis(
+        load_function(path),
+        Namespace(**args),
+        pg_loss=torch.full((5,), 2.0, requires_grad=True),
+        train_log_probs=TRAIN,
+        rollout_log_probs=ROLLOUT,
+        loss_masks=MASKS,
+        total_lengths=[6, 4],
+        response_lengths=[4, 1],
+    )
+
+
+@pytest.mark.parametrize("path", ["custom_tis.tis.vanilla_tis", f"{FOLDER / 'tis.py'}:vanilla_tis"])
+def test_vanilla_tis(path: str) -> None:
+    pg_loss, masks, metrics = call(path, tis_clip=2.0, tis_clip_low=0.5)
+    assert pg_loss.tolist() == pytest.approx([2 * 1.105171, 4.0, 1.0, 0.0, 2 * 1.349859])
+    assert [m.tolist() for m in masks] == [m.tolist() for m in MASKS]
+    assert metrics["tis"].tolist()[:3] == pytest.approx(RATIO.tolist()[:3])
+    assert metrics["tis_clipfrac"].tolist()[:3] == [0, 1, 1]
+    assert metrics["tis_abs"].tolist()[:2] == pytest.approx([0.105171, 1.718282], abs=1e-6)
+
+
+@pytest.mark.parametrize("path", ["custom_tis.icepop.icepop", f"{FOLDER / 'icepop.py'}:icepop"])
+def test_icepop(path: str) -> None:
+    pg_loss, masks, metrics = call(path, tis_clip=2.0, tis_clip_low=0.5)
+    assert pg_loss.tolist() == pytest.approx([2 * 1.105171, 0.0, 0.0, 0.0, 2 * 1.349859])
+    assert [m.tolist() for m in masks] == [m.tolist() for m in MASKS]
+    assert metrics["tis_clipfrac"].tolist()[:3] == [0, 1, 1]
+
+
+@pytest.mark.parametrize("path", ["custom_tis.template.soft_tis", f"{FOLDER / 'template.py'}:soft_tis"])
+def test_template(path: str) -> None:
+    pg_loss, _, metrics = call(path)
+    assert pg_loss.tolist() == pytest.approx((4 * torch.tanh(RATIO / 2)).tolist())
+    assert set(metrics) == {"soft_tis_ratio", "soft_tis_weight"}
+
+
+def test_missing_attributes_take_their_defaults() -> None:
+    pg_loss, _, _ = call("custom_tis.tis.vanilla_tis")
+    assert pg_loss.tolist()[1] == 4.0
+
+
+SHAPES = [(3, 20), (1, 5), (9, 2)]
+
+
+def whole() -> tuple[list, list, list]:
+    generator = torch.Generator().manual_seed(0)
+    rollout = [-torch.rand(n, generator=generator) for _, n in SHAPES]
+    train = [r + 0.5 * torch.randn(len(r), generator=generator) for r in rollout]
+    train[0][3] = torch.nan
+    return train, rollout, [(torch.rand(n, generator=generator) > 0.2).long() for _, n in SHAPES]
+
+
+def _rank(rank: int, size: int, port: int, folder: str) -> None:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(both(rank, size, dist.group.WORLD)))
+    dist.destroy_process_group()
+
+
+def both(rank: int, size: int, group: Any) -> list[Any]:
+    """mis and vanilla TIS on the slices of one rank."""
+    train, rollout, masks = whole()
+    parts = [context_parallel_slices(p + n, n, rank, size) for p, n in SHAPES]
+    local = [[torch.cat([x[a], x[b]]) for x, (a, b) in zip(xs, parts, strict=True)] for xs in (train, rollout)]
+    args = Namespace(
+        use_tis=True,
+        tis_level="sequence",
+        tis_batch_normalize=True,
+        use_rs=True,
+        rs_level="token",
+        rs_veto_threshold=0.1,
+    )
+    results = []
+    for path in ("custom_tis.mis.compute_mis_weights_with_cp", "custom_tis.tis.vanilla_tis"):
+        results.append(
+            call_custom_tis(
+                load_function(path),
+                args,
+                pg_loss=torch.ones(sum(map(len, local[0]))),
+                train_log_probs=local[0],
+                rollout_log_probs=local[1],
+                loss_masks=masks,
+                total_lengths=[p + n for p, n in SHAPES],
+                response_lengths=[n for _, n in SHAPES],
+                cp_group=group,
+            )
+        )
+    return results
+
+
+def test_context_parallel(tmp_path: Path) -> None:
+    """Two ranks: losses and metrics are the slices of one rank's, masks are whole and the same on both."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mp.spawn(_rank, args=(2, port, str(tmp_path)), nprocs=2)
+    alone = both(0, 1, None)
+    for rank in range(2):
+        found = pickle.loads((tmp_path / f"{rank}.pickle").read_bytes())
+        for (loss, masks, metrics), (one_loss, one_masks, one_metrics) in zip(found, alone, strict=True):
+            assert [m.tolist() for m in masks] == [m.tolist() for m in one_masks]
+            torch.testing.assert_close(loss, sliced(one_loss, rank), rtol=1e-5, atol=1e-6)
+            for name, values in metrics.items():
+                torch.testing.assert_close(values, sliced(one_metrics[name], rank), rtol=1e-5, atol=1e-6, msg=name)
+
+
+def sliced(flat: torch.Tensor, rank: int) -> torch.Tensor:
+    pieces = flat.split([n for _, n in SHAPES])
+    parts = [context_parallel_slices(p + n, n, rank, 2) for p, n in SHAPES]
+    return torch.cat([torch.cat([x[a], x[b]]) for x, (a, b) in zip(pieces, parts, strict=True)])

@@ -1,0 +1,91 @@
+"""Who imports whom, downward only, by the source of every file; and what `import slime_tis` pulls in."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# Layer to the project's modules it may import, besides itself. `slime_tis` is the package's public names.
+ALLOWED: dict[str, set[str]] = {
+    "slime_tis.correction": set(),
+    "slime_tis.custom": set(),
+    "slime_tis": {"slime_tis.correction"},
+    "slime_tis.integrations": {"slime_tis.correction"},
+    "custom_tis": {"slime_tis", "slime_tis.integrations"},
+    "slime_tis.options": set(),
+    "slime_tis.inputs": {"slime_tis.megatron", "slime_tis.rollout", "slime_tis.policy", "slime_tis.reporting"},
+    "slime_tis.yaml_options": {"slime_tis.options"},
+    "slime_tis.policy": {"slime_tis", "slime_tis.correction", "slime_tis.custom"},
+    "slime_tis.megatron": {"slime_tis", "slime_tis.correction", "slime_tis.custom", "slime_tis.policy"},
+    "slime_tis.rollout": {"slime_tis", "slime_tis.correction", "slime_tis.custom"},
+    "slime_tis.reporting": {"slime_tis", "slime_tis.correction"},
+}
+HEAVY = (
+    "megatron",
+    "transformers",
+    "sglang",
+    "tensorboard",
+    "transformer_engine",
+    "verl",
+    "matplotlib",
+    "numpy.testing",
+)
+
+
+def sources() -> list[Path]:
+    return sorted([*(ROOT / "slime_tis").rglob("*.py"), *(ROOT / "custom_tis").rglob("*.py")])
+
+
+def layer_of(module: str) -> str | None:
+    """The most specific layer that a dotted name belongs to."""
+    return max((layer for layer in ALLOWED if f"{module}.".startswith(f"{layer}.")), key=len, default=None)
+
+
+def imports(path: Path) -> set[str]:
+    """Modules of the project that a file imports, wherever in the file."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: import by the full name"
+            assert node.module is not None
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if layer_of(name) != layer_of(node.module) else node.module for name in names}
+    return {name for name in found if name.split(".")[0] in ("slime_tis", "custom_tis", "train", "arguments")}
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_point_downward(path: Path) -> None:
+    module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    own = layer_of(module)
+    assert own is not None, f"{module} has no layer; give it one in ALLOWED"
+    for name in imports(path):
+        layer = layer_of(name)
+        assert layer == own or layer in ALLOWED[own], f"{module} imports {name}"
+
+
+@pytest.mark.parametrize("folder", ["custom_tis", "slime_tis/integrations"])
+def test_the_outside_uses_public_names_of_the_correction(folder: str) -> None:
+    for path in (ROOT / folder).rglob("*.py"):
+        assert not {name for name in imports(path) if name.startswith("slime_tis.correction.")}, path
+
+
+def test_config_modules_need_the_standard_library_alone() -> None:
+    for name in ("config", "criteria", "presets"):
+        for node in ast.walk(ast.parse((ROOT / f"slime_tis/correction/{name}.py").read_text())):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                module = node.module if isinstance(node, ast.ImportFrom) else node.names[0].name
+                assert module and module.split(".")[0] in ("math", "dataclasses", "typing", "slime_tis"), module
+
+
+def test_import_is_light() -> None:
+    script = "import sys, slime_tis, slime_tis.custom; print('\\n'.join(sys.modules))"
+    loaded = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    modules = loaded.stdout.split()
+    assert "torch" in modules
+    assert not [name for name in modules if name in HEAVY or name.startswith(tuple(f"{h}." for h in HEAVY))]

@@ -1,0 +1,274 @@
+"""train.py as a whole, on a tiny model: algorithms, resuming, stale weights, masks, and one sentence for bad input."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from transformers import AutoModelForCausalLM
+
+import train
+from tests.runs import ROOT, make_task, read_metrics, run_apart, run_here, training_figures
+
+Run = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return make_task(tmp_path_factory.mktemp("task"))
+
+
+@pytest.fixture
+def run(task: list[str], tmp_path: Path) -> Run:
+    """Runs train.py on the task with more flags; the rows of metrics.jsonl."""
+
+    def go(*flags: str, name: str = "run") -> list[dict[str, Any]]:
+        return run_here([*task, *flags], tmp_path / name)
+
+    return go
+
+
+TWO_STEPS = ("--num-rollout", "2", "--num-steps-per-rollout", "2")
+ALGORITHMS = {
+    # flags: forward passes for the old log-probs, with one optimizer step per rollout and with two
+    (): (0, 1),
+    ("--use-rollout-logprobs",): (0, 0),
+    ("--use-tis",): (0, 1),
+    ("--use-rs", "--rs-level", "sequence"): (0, 1),
+    ("--use-tis", "--tis-mode", "mask", "--use-rs", "--rs-veto-threshold", "1e-4"): (0, 1),
+    ("--use-tis", "--tis-level", "geometric", "--tis-batch-normalize"): (1, 1),
+    ("--use-rollout-logprobs", "--use-rs"): (0, 0),
+    ("--use-rollout-logprobs", "--policy-loss", "reinforce", "--use-tis", "--tis-level", "sequence"): (0, 0),
+    ("--get-mismatch-metrics",): (1, 1),
+    ("--get-mismatch-metrics", "--use-rollout-logprobs"): (1, 1),
+    ("--rollout-rs", "token_k1,seq_max_k3", "--rollout-rs-threshold", "0.5_2.0,0.01"): (0, 1),
+    ("--rollout-correction-preset", "bypass_pg_is"): (0, 0),
+    ("--use-rollout-correction",): (0, 1),
+}
+
+
+@pytest.mark.parametrize("flags", ALGORITHMS, ids=" ".join)
+def test_every_algorithm_trains_and_skips_the_forward_pass_it_can(flags: tuple[str, ...], run: Run) -> None:
+    once, twice = ALGORITHMS[flags]
+    rows = run(*flags, "--num-rollout", "2", name="one")
+    assert [row["train/old_log_prob_forwards"] for row in rows] == [once] * 2
+    rows = run(*flags, *TWO_STEPS, name="two")
+    assert [row["train/old_log_prob_forwards"] for row in rows] == [twice] * 4
+    for row in rows:
+        assert row["train/grad_norm"] > 0
+        assert all(value is not None for value in row.values())  # nothing that was not finite
+        assert row["train/train_rollout_logprob_abs_diff"] > 0  # int8 weights: the mismatch is real
+
+
+@pytest.mark.parametrize("base", [(), ("--use-rollout-logprobs",), TWO_STEPS], ids=["one", "bypass", "two"])
+def test_metrics_only_leaves_training_as_it_is_to_the_bit(base: tuple[str, ...], run: Run) -> None:
+    plain = run(*base, name="plain")
+    measured = run(*base, "--get-mismatch-metrics", name="measured")
+    for row, other in zip(plain, measured, strict=True):
+        for name in ("train/loss", "train/grad_norm", "train/pg_clipfrac", "rollout/raw_reward"):
+            assert row.get(name) == other.get(name)
+
+
+def test_on_policy_samples_of_the_same_weights_have_weight_one(run: Run) -> None:
+    rows = run("--use-tis", "--rollout-precision", "fp32")
+    for row in rows:
+        assert row["rollout/weight_lag"] == 0
+        assert row["train/mis_ratio_mean_after_mis"] == pytest.approx(1, abs=1e-5)
+        assert row["train/mismatch_kl"] == pytest.approx(0, abs=1e-5)
+        assert row["train/train_rollout_logprob_abs_diff"] < 1e-5
+
+
+def test_stale_rollouts_by_the_update_interval(run: Run) -> None:
+    rows = run("--update-weights-interval", "3", "--num-rollout", "5", "--rollout-precision", "fp32")
+    assert [row["rollout/weight_lag"] for row in rows] == [0, 1, 2, 0, 1]
+    differences = [row["train/train_rollout_logprob_abs_diff"] for row in rows]
+    assert max(differences[0], differences[3]) < 1e-5 < min(differences[1], differences[2], differences[4])
+
+
+def test_one_step_and_several_micro_batches_give_the_same_step(run: Run) -> None:
+    flags = ("--use-tis", "--use-rs", "--rs-lower-bound", "0.98", "--rs-upper-bound", "1.02", "--num-rollout", "1")
+    (whole,) = run(*flags, name="whole")
+    (split,) = run(*flags, "--micro-batch-size", "4", name="split")
+    assert training_figures(split) == pytest.approx(training_figures(whole), rel=1e-4, abs=1e-5)
+    assert whole["train/gradient_kept_fraction"] < 1
+
+
+def test_everything_rejected_makes_no_step(run: Run, tmp_path: Path) -> None:
+    rows = run("--use-rs", "--rs-level", "token", "--rs-lower-bound", "8", "--rs-upper-bound", "9", name="none")
+    assert [row["train/skipped_steps"] for row in rows] == [1, 1, 1]
+    assert rows[-1]["train/gradient_kept_fraction"] == 0
+    kept = run("--lr", "1e-30", "--weight-decay", "0", name="still")
+    assert rows[-1]["train/mismatch_training_log_ppl"] == pytest.approx(kept[-1]["train/mismatch_training_log_ppl"])
+
+
+def test_a_run_killed_and_resumed_gives_the_same_figures(task: list[str], tmp_path: Path) -> None:
+    flags = [*task, "--use-tis", "--use-kl-loss", "--kl-loss-coef", "0.1", "--rollout-shuffle"]
+    flags += ["--update-weights-interval", "3", "--lr-decay-style", "cosine", "--num-rollout", "6"]
+    flags += ["--save-interval", "2"]
+    uninterrupted = run_here([*flags, "--save", str(tmp_path / "other")], tmp_path / "whole")
+
+    flags += ["--load", str(tmp_path / "saved"), "--save", str(tmp_path / "saved")]
+    command = [sys.executable, "train.py", *flags, "--output-dir", str(tmp_path / "run")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    killed = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+    assert killed.stdout is not None
+    for line in killed.stdout:
+        if line.startswith("step 5/6"):
+            break
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    killed.stdout.close()
+
+    run_here(flags, tmp_path / "run")
+    resumed = read_metrics(tmp_path / "run")
+    assert [row["step"] for row in resumed] == [1, 2, 3, 4, 5, 6]
+    expected = [training_figures(row) for row in uninterrupted]
+    assert [training_figures(row) for row in resumed] == expected
+
+
+def test_a_finished_run_has_left_everything(task: list[str], tmp_path: Path) -> None:
+    prompts = tmp_path / "eval.jsonl"
+    prompts.write_text('{"prompt": "31>", "label": "13"}\n{"prompt": "52>", "label": "25"}\n')
+    output = tmp_path / "run"
+    flags = [*task, "--eval-prompt-data", str(prompts), "--use-tensorboard", "--eval-interval", "2"]
+    flags += ["--save", str(output / "checkpoints"), "--save-hf", str(output / "hf")]
+    rows = run_here(flags, output)
+    assert [row["step"] for row in rows if "eval/accuracy" in row] == [0, 2, 3]
+    config = yaml.safe_load((output / "config.yaml").read_text())
+    assert config["lr"] == 1e-3 and config["rollout_precision"] == "int8"
+    assert (output / "summary.png").stat().st_size > 10_000
+    assert list((output / "tensorboard").rglob("events.out.tfevents.*"))
+    assert (output / "checkpoints" / "iter_0000003" / "metadata.json").exists()
+    AutoModelForCausalLM.from_pretrained(output / "hf")
+
+
+def test_evaluation_is_of_the_training_policy(task: list[str], tmp_path: Path) -> None:
+    """With weights that never reach the sampler, evaluation still follows training."""
+    flags = [*task, "--update-weights-interval", "99", "--lr", "3e-2", "--eval-interval", "1", "--num-rollout", "2"]
+    prompts = tmp_path / "eval.jsonl"
+    prompts.write_text('{"prompt": "31>", "label": "13"}\n')
+    rows = run_here([*flags, "--eval-prompt-data", str(prompts)], tmp_path / "run")
+    assert len({row["eval/accuracy"] for row in rows}) > 1  # the reward of the task grades any answer
+
+
+def test_tool_tokens_are_neither_trained_on_nor_measured(task: list[str], run: Run, tmp_path: Path) -> None:
+    """Multi-turn samples: whatever stands in the log-probs under a loss mask of 0, nothing changes."""
+    plain = tmp_path / "plain.jsonl"
+    run("--save-debug-rollout-data", str(plain), "--num-rollout", "1", name="sample")
+    samples = [json.loads(line) for line in plain.read_text().splitlines()]
+    found = []
+    for name, garbage in (("zero", 0.0), ("null", None), ("huge", 1e30)):
+        data = tmp_path / f"{name}.jsonl"
+        with data.open("w") as lines:
+            for sample in samples:
+                masked = {**sample, "loss_mask": [int(i % 3 != 1) for i in range(len(sample["loss_mask"]))]}
+                masked["rollout_log_probs"] = [
+                    value if keep else garbage
+                    for value, keep in zip(sample["rollout_log_probs"], masked["loss_mask"], strict=True)
+                ]
+                lines.write(json.dumps(masked) + "\n")
+        flags = ("--use-tis", "--use-rs", "--rs-level", "geometric", "--rs-veto-threshold", "1e-4")
+        rows = run(*flags, "--load-debug-rollout-data", str(data), "--num-rollout", "1", name=name)
+        found.append(training_figures(rows[0]))
+    assert found[0] == found[1] == found[2]
+    assert found[0]["train/nonfinite_token_fraction"] == 0
+    assert found[0]["train/gradient_kept_fraction"] > 0.5
+
+
+@pytest.mark.parametrize(
+    "path", ["custom_tis.tis.vanilla_tis", "custom_tis/mis.py:compute_mis_weights_with_cp", "custom_tis.icepop.icepop"]
+)
+def test_the_shipped_custom_functions_train(path: str, run: Run) -> None:
+    rows = run("--use-tis", "--custom-tis-function-path", path, "--num-rollout", "2")
+    assert all(row["train/grad_norm"] > 0 for row in rows)
+    assert all(row["train/train_rollout_logprob_abs_diff"] > 0 for row in rows)
+
+
+def test_the_custom_mis_function_trains_as_the_library_does(run: Run) -> None:
+    flags = ("--use-tis", "--tis-upper-bound", "1.01", "--use-rs", "--rs-level", "geometric")
+    flags += ("--rs-lower-bound", "0.99", "--rs-upper-bound", "1.02")
+    library = run(*flags, name="library")
+    custom = run(*flags, "--custom-tis-function-path", "custom_tis.mis.compute_mis_weights_with_cp", name="custom")
+    assert library[0]["train/gradient_kept_fraction"] < 1
+    for row, other in zip(library, custom, strict=True):
+        for name in ("train/loss", "train/grad_norm", "train/gradient_kept_fraction"):
+            assert other[name] == pytest.approx(row[name], rel=1e-4, abs=1e-6)
+
+
+def refused(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line that a refused run leaves on stderr."""
+    try:
+        status = train.main([*flags, "--output-dir", str(tmp_path / "run")])
+    except SystemExit as exit:
+        status = int(exit.code or 0)
+    assert status != 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
+    assert len(lines) == 1, lines
+    return lines[0]
+
+
+BAD_DATA = {
+    "not JSON": ('{"prompt": "1>", "label": "1"}\nnonsense\n', "line 2 is not JSON"),
+    "missing key": ('{"label": "1"}\n', "line 1 has no key 'prompt'"),
+    "empty": ("", "is empty"),
+    "too long": (json.dumps({"prompt": "1" * 200 + ">", "label": "1"}) + "\n", "leaves no room for a response"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_DATA)
+def test_bad_prompts_are_named(case: str, task: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, sentence = BAD_DATA[case]
+    (tmp_path / "bad.jsonl").write_text(text)
+    assert sentence in refused([*task, "--prompt-data", str(tmp_path / "bad.jsonl")], tmp_path, capsys)
+
+
+BAD_CODE = {
+    "reward": (
+        ["--custom-rm-path", "{file}:function"],
+        "def function(args, sample):\n    return float('nan')\n",
+        "returned nan for prompt",
+    ),
+    "custom function": (
+        ["--use-tis", "--custom-tis-function-path", "{file}:function"],
+        "def function(args, *, pg_loss, **kwargs):\n    return pg_loss\n",
+        "function returned a tensor of shape",
+    ),
+    "no such function": (
+        ["--use-tis", "--custom-tis-function-path", "{file}:other"],
+        "def function():\n    pass\n",
+        "has no function 'other'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CODE)
+def test_bad_functions_are_named(
+    case: str, task: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags, code, sentence = BAD_CODE[case]
+    file = tmp_path / "user_code.py"
+    file.write_text(code)
+    assert sentence in refused([*task, *(flag.format(file=file) for flag in flags)], tmp_path, capsys)
+
+
+def test_sizes_that_do_not_divide_are_named(
+    task: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "--global-batch-size is 5" in refused([*task, "--global-batch-size", "5"], tmp_path, capsys)
+
+
+def test_a_full_disk_stops_the_run_and_keeps_the_earlier_checkpoint(task: list[str], tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    flags = [*task, "--save", str(saved), "--save-interval", "1", "--num-rollout", "1"]
+    assert run_apart(flags, tmp_path / "first").returncode == 0
+    limit = f"import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000)); sys.argv = {['train.py', *flags, '--load', str(saved), '--num-rollout', '2', '--output-dir', str(tmp_path / 'second')]!r}; import runpy; runpy.run_path('train.py', run_name='__main__')"
+    result = subprocess.run([sys.executable, "-c", limit], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert "earlier checkpoints are intact" in result.stderr.splitlines()[-1]
+    assert [path.name for path in saved.iterdir()] == ["iter_0000001"]
