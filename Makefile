@@ -19,11 +19,11 @@ $(VENV)/.installed: constraints.txt pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[train,dev]'
 	touch $@
 
-train: install $(EXAMPLE)/done  ## Train the example: sorting digits, with rollout correction
+train: install $(EXAMPLE)/complete.json  ## Train the example: sorting digits, with rollout correction
 	$(BIN)/python train.py --custom-config-path examples/sort_digits/train.yaml \
 		--save $(RUN)/checkpoints --save-hf $(RUN)/hf --output-dir $(RUN)
 
-$(EXAMPLE)/done: examples/sort_digits/prepare.py | install
+$(EXAMPLE)/complete.json: examples/sort_digits/prepare.py | install
 	$(BIN)/python examples/sort_digits/prepare.py --out $(EXAMPLE)
 
 test: install  ## Run the tests

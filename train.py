@@ -17,32 +17,31 @@ import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
 
 import torch
 from transformers.utils.logging import disable_progress_bar
 
 from arguments import Arguments, effective_config, parse_args
-from slime_tis.correction import batch_norm_factor, correct
 from slime_tis.custom import load_function
 from slime_tis.megatron import checkpoint
 from slime_tis.megatron.batch import TrainingBatch, make_batch
 from slime_tis.megatron.engine import StepResult, TrainingEngine
 from slime_tis.megatron.parallel import Parallel, initialize, shut_down
-from slime_tis.policy.advantages import estimate
+from slime_tis.policy.advantages import advantages
+from slime_tis.policy.anchor import anchors_on_recomputed, global_weight_mean, needs_old_log_probs, normalizes
 from slime_tis.policy.objective import PolicyObjective
 from slime_tis.policy.report import step_figures
 from slime_tis.reporting.reporters import open_reporters
 from slime_tis.reporting.timing import Timer
 from slime_tis.rollout.checkpoint import load_tokenizer
-from slime_tis.rollout.config import RolloutConfig
 from slime_tis.rollout.dump import load_samples, save_samples
 from slime_tis.rollout.engine import RolloutEngine, build_engine, evaluation_sampling, training_sampling
-from slime_tis.rollout.evaluate import evaluate
+from slime_tis.rollout.evaluate import evaluate, load_evaluation_prompts
+from slime_tis.rollout.figures import rollout_figures
 from slime_tis.rollout.local import LocalEngine
-from slime_tis.rollout.prompts import PromptDataset, load_prompts
-from slime_tis.rollout.rewards import RewardFunction, build_reward
-from slime_tis.rollout.sample import Prompt, Sample
+from slime_tis.rollout.prompts import PromptDataset
+from slime_tis.rollout.rewards import build_reward, score
+from slime_tis.rollout.sample import Sample
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,7 +70,7 @@ class Trainer:
         self.timer = Timer()
         self.tokenizer = load_tokenizer(megatron.hf_checkpoint)
         self.dataset = PromptDataset(rollout.prompt_data, self.tokenizer, rollout)
-        self.eval_prompts = load_eval_prompts(rollout, self.tokenizer)
+        self.eval_prompts = load_evaluation_prompts(rollout, self.tokenizer)
         self.reward = build_reward(rollout, arguments.namespace)
         path = arguments.custom_tis_function_path
         self.custom_tis = None if path is None else load_function(path)
@@ -86,7 +85,7 @@ class Trainer:
             timer=self.timer,
         )
         self.sampler = build_engine(rollout, megatron.hf_checkpoint, self.tokenizer, device=parallel.backend.device)
-        self.step = self.rollout_id = 0
+        self.step = self.rollout_id = self.old_log_prob_forwards = 0
         self.evaluator: RolloutEngine | None = None
         self.first_accuracy = self.last_accuracy = float("nan")
         self._resume()
@@ -143,7 +142,8 @@ class Trainer:
         """Prompts → scored responses; the same groups on every rank."""
         loop, rollout = self.arguments.loop, self.arguments.rollout
         if loop.load_debug_rollout_data is not None:
-            return load_samples(loop.load_debug_rollout_data.format(rollout_id=self.rollout_id))
+            path = loop.load_debug_rollout_data.format(rollout_id=self.rollout_id)
+            return load_samples(path, rollout.rollout_batch_size, rollout.n_samples_per_prompt)
         prompts = self.dataset.next_batch(rollout.rollout_batch_size)
         with self.timer("generate"):
             seed = (rollout.rollout_seed << 32) + self.rollout_id
@@ -156,11 +156,11 @@ class Trainer:
 
     def _train(self, groups: list[list[Sample]]) -> list[dict[str, float]]:
         """All optimizer steps on one rollout; the figures of each."""
-        with self.timer("advantages"):
-            samples, advantages = advantages_of(groups, self.arguments)
+        samples = [sample for group in groups for sample in group]
+        per_sample = advantages_of(samples, self.arguments)
         size = len(samples) // self.steps_per_rollout
         steps = [
-            self._prepare(samples[start : start + size], advantages[start : start + size])
+            self._prepare(samples[start : start + size], per_sample[start : start + size])
             for start in range(0, size * self.steps_per_rollout, size)
         ]
         return [self._train_step(batch, partition) for batch, partition in steps]
@@ -171,13 +171,17 @@ class Trainer:
         partition = self.engine.partitions([[len(sample.token_ids) for sample in mine] for mine in ranks])
         mine = slice(self.parallel.data_rank, None, self.parallel.data_size)
         batch = training_batch(samples[mine], advantages[mine], self.parallel)
-        if needs_old_log_probs(self.arguments):
-            with self.timer("old_log_probs"):
-                batch = batch.with_local("old_log_probs", self.engine.log_probs(batch, partition))
+        if needs_old_log_probs(self.arguments.correction, self.steps_per_rollout):
+            batch = batch.with_local("old_log_probs", self._old_log_probs(batch, partition))
         if self.arguments.policy.use_kl_loss:
             with self.timer("ref_log_probs"):
                 batch = batch.with_local("ref_log_probs", self.engine.reference_log_probs(batch, partition))
         return batch, partition
+
+    def _old_log_probs(self, batch: TrainingBatch, partition: list[list[int]]) -> list[torch.Tensor]:
+        self.old_log_prob_forwards += 1
+        with self.timer("old_log_probs"):
+            return self.engine.log_probs(batch, partition)
 
     def _train_step(self, batch: TrainingBatch, partition: list[list[int]]) -> dict[str, float]:
         result = self.engine.train_step(batch, partition, self._objective(batch, partition))
@@ -190,7 +194,7 @@ class Trainer:
         return PolicyObjective(
             correction=arguments.correction,
             policy=arguments.policy,
-            recompute_old=anchors_on_recomputed(arguments),
+            recompute_old=anchors_on_recomputed(arguments.correction, self.steps_per_rollout),
             custom_tis=self.custom_tis,
             args=arguments.namespace,
             context_rank=parallel.context_rank,
@@ -202,30 +206,23 @@ class Trainer:
 
     def _batch_norm_factor(self, batch: TrainingBatch, partition: list[list[int]]) -> torch.Tensor | None:
         """Mean weight of the step's global batch, known before its first micro-batch is trained on."""
-        config = self.arguments.correction
-        if not (config.use_tis and config.tis_batch_normalize):
+        correction = self.arguments.correction
+        if not normalizes(correction):
             return None
-        train = batch.local["old_log_probs"]
-        if config.use_rollout_logprobs:  # π_θ is what is weighted, and it moves with every step
-            with self.timer("old_log_probs"):
-                train = self.engine.log_probs(batch, partition)
+        train = batch.local.get("old_log_probs", [])
+        if correction.use_rollout_logprobs:  # π_θ is what is weighted, and it moves with every step
+            train = self._old_log_probs(batch, partition)
         if not self.parallel.is_last_stage:
             return None
         device = self.parallel.backend.device
-        statistics = correct(
-            config,
+        return global_weight_mean(
+            correction,
             train,
             [values.to(device) for values in batch.local["rollout_log_probs"]],
             [mask.to(device) for mask in batch.local["loss_masks"]],
-            reduce_sequences=self.parallel.sum_over_context,
-            reduce_batch=self.parallel.sum_over_data,
-        ).statistics
-        merged = statistics.reduce(
-            self.parallel.sum_over_data,
-            self.parallel.min_over_data_and_context,
-            self.parallel.max_over_data_and_context,
+            sum_context=self.parallel.sum_over_context,
+            sum_data=self.parallel.sum_over_data,
         )
-        return batch_norm_factor(config, merged)
 
     def _step_metrics(self, result: StepResult) -> dict[str, float]:
         """train/… figures of a step, on every rank."""
@@ -244,9 +241,10 @@ class Trainer:
             "grad_norm": result.grad_norm,
             "lr": result.learning_rate,
             "loss_units": float(result.units),
-            "old_log_prob_forwards": float(needs_old_log_probs(arguments)),
+            "old_log_prob_forwards": float(self.old_log_prob_forwards),
             "skipped_steps": float(result.units == 0),
         }
+        self.old_log_prob_forwards = 0
         return {f"train/{name}": value for name, value in figures.items()}
 
     def _update_sampler(self) -> None:
@@ -335,46 +333,12 @@ class Trainer:
             print(f"eval accuracy: {self.first_accuracy:.2f} -> {self.last_accuracy:.2f}", flush=True)
 
 
-def needs_old_log_probs(arguments: Arguments) -> bool:
-    """Whether a forward pass recomputes log π_old before training on a rollout.
-
-    With one step per rollout the old policy is that of the training forward itself, detached; then only batch
-    normalisation (the mean weight must be known beforehand) and --get-mismatch-metrics ask for the pass.
-    """
-    return arguments.correction.get_mismatch_metrics or anchors_on_recomputed(arguments)
-
-
-def anchors_on_recomputed(arguments: Arguments) -> bool:
-    """Whether the loss takes log π_old from that forward pass."""
-    correction = arguments.correction
-    if correction.use_rollout_logprobs:
-        return False
-    normalizes = correction.use_tis and correction.tis_batch_normalize
-    return normalizes or arguments.loop.num_steps_per_rollout != 1
-
-
-def score(groups: list[list[Sample]], reward: RewardFunction) -> None:
-    """Sets every sample's reward."""
-    samples = [sample for group in groups for sample in group]
-    for sample, value in zip(samples, reward(samples), strict=True):
-        sample.reward = value
-
-
-def advantages_of(groups: list[list[Sample]], arguments: Arguments) -> tuple[list[Sample], list[float]]:
-    """The rollout's samples in order, and the advantage of each."""
-    samples = [sample for group in groups for sample in group]
-    shape = (len(groups), len(groups[0]))
-    rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float64).view(shape)
-    valid = torch.tensor([sum(sample.loss_mask) for sample in samples], dtype=torch.float64).view(shape)
-    policy = arguments.policy
-    advantages = estimate(
-        policy.advantage_estimator,
-        rewards,
-        valid,
-        normalize_std=not policy.disable_grpo_std_normalization,
-        normalize_batch=policy.normalize_advantages,
-    )
-    return samples, advantages.flatten().tolist()
+def advantages_of(samples: list[Sample], arguments: Arguments) -> list[float]:
+    """The advantage of every sample; the samples of a prompt stand together."""
+    groups = (-1, arguments.rollout.n_samples_per_prompt)
+    rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float64).view(groups)
+    valid = torch.tensor([sum(sample.loss_mask) for sample in samples], dtype=torch.float64).view(groups)
+    return advantages(rewards, valid, arguments.policy).flatten().tolist()
 
 
 def training_batch(samples: list[Sample], advantages: list[float], parallel: Parallel) -> TrainingBatch:
@@ -399,37 +363,6 @@ def rollout_log_probs(sample: Sample) -> torch.Tensor:
     """The sample's log-probs, NaN where the engine gave none."""
     values = [math.nan if value is None else value for value in sample.rollout_log_probs]
     return torch.tensor(values, dtype=torch.float32)
-
-
-def rollout_figures(groups: list[list[Sample]], step: int) -> dict[str, float]:
-    """rollout/… figures of a rollout."""
-    samples = [sample for group in groups for sample in group]
-    count = len(samples)
-    lags = [step - version for sample in samples for version in sample.weight_versions]
-    return {
-        "rollout/raw_reward": sum(sample.reward or 0.0 for sample in samples) / count,
-        "rollout/response_len": sum(len(sample.response_ids) for sample in samples) / count,
-        "rollout/truncated": sum(sample.finish_reason == "length" for sample in samples) / count,
-        "rollout/aborted": sum(sample.finish_reason == "abort" for sample in samples) / count,
-        "rollout/weight_lag": sum(lags) / max(len(lags), 1),
-        "rollout/zero_std_groups": sum(len({s.reward for s in group}) == 1 for group in groups) / len(groups),
-    }
-
-
-def load_eval_prompts(config: RolloutConfig, tokenizer: Any) -> dict[str, list[Prompt]]:
-    """The held-out prompt sets by name."""
-    return {
-        name: load_prompts(
-            path,
-            tokenizer,
-            input_key=config.eval_input_key or config.input_key,
-            label_key=config.eval_label_key or config.label_key,
-            metadata_key=config.metadata_key,
-            apply_chat_template=config.apply_chat_template,
-            max_prompt_len=config.rollout_max_prompt_len,
-        )
-        for name, path in config.eval_prompt_sets
-    }
 
 
 def quiet_libraries() -> None:

@@ -185,10 +185,9 @@ def _finish(
         weight, keep = part.weight_RK, part.keep_RK
         if scale is not None:
             row_scale = scale if scale.dim() == 0 else scale.index_select(0, owner_R)[:, None]
-            row_scale = row_scale.to(weight.dtype)
-            weight = weight * row_scale if weight is part.valid_RK else weight.mul_(row_scale)
+            weight.mul_(row_scale.to(weight.dtype))
         if config.touches_loss:
-            keep = keep * sequences.keep_S.index_select(0, owner_R).to(keep.dtype)[:, None]
+            keep.view(torch.uint8).mul_(sequences.keep_S.index_select(0, owner_R).to(torch.uint8)[:, None])
         weights.append(weight.to(torch.float32))
-        masks.append(keep.bool())
+        masks.append(keep)
     return weights, masks

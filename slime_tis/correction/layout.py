@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-CPU_CHUNK_TOKENS = 1 << 17
+CPU_CHUNK_TOKENS = 1 << 18
 """Tokens of a chunk on a CPU: a dozen float32 temporaries of this size live in its caches."""
 GPU_CHUNK_TOKENS = 1 << 24
 """Tokens of a chunk elsewhere, where the number of launched kernels is what costs."""

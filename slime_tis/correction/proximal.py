@@ -13,8 +13,8 @@ def interpolate_old_log_probs(
     is the one before the current: it lies all of the way but one step. A token sampled by the current version
     (v = v_θ) or the one before has α = 0, so that its old policy is the one that sampled it.
 
-    Source: AReaL, "A Large-Scale Asynchronous Reinforcement Learning System" (https://arxiv.org/abs/2505.24298) and
-    its option `prox_logp_method: loglinear`.
+    Source: AReaL, "Proximal Log-Probability Approximation"
+    (https://inclusionai.github.io/AReaL/algorithms/prox_approx.html), the method `loglinear`.
 
     Args:
         log_probs: log π_θ of the tokens, any shape.

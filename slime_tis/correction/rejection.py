@@ -45,7 +45,7 @@ def catastrophic_tokens(config: RolloutCorrectionConfig, tokens: Tokens) -> Tens
     """1.0 at tokens whose unclamped ratio is below the veto threshold or above the upper one, 0 elsewhere."""
     found = None
     if config.rs_veto_threshold is not None:
-        found = indicator(torch.lt, tokens.log_ratio_RK, math.log(config.rs_veto_threshold))
+        found = indicator(torch.lt, tokens.log_ratio_RK, math.log(config.rs_veto_threshold), tokens.scratch_RK)
     if config.rs_veto_upper_threshold is not None:
         above = indicator(torch.gt, tokens.log_ratio_RK, math.log(config.rs_veto_upper_threshold))
         found = above if found is None else found.add_(above)

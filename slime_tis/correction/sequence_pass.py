@@ -14,7 +14,7 @@ from slime_tis.correction.ratio import safe_exp, sequence_log_weights
 from slime_tis.correction.rejection import sequence_accepted
 from slime_tis.correction.statistics import MINIMA, mismatch_terms, sum_names
 from slime_tis.correction.token_pass import has_token_weights
-from slime_tis.correction.weights import Weights, bounded_weights, inside
+from slime_tis.correction.weights import bounded_weights, inside
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,11 @@ def sequence_pass(config: RolloutCorrectionConfig, columns: dict[str, Tensor]) -
     """
     present = (columns["valid"] > 0).to(torch.float64)
     terms = mismatch_terms(columns, present)
-    weights = _sequence_weights(config, columns)
-    if weights is not None:
-        terms |= _weight_terms(weights, present)
+    bounded = None
+    if config.use_tis and not has_token_weights(config):
+        raw = _sequence_weights(config, columns)
+        bounded = bounded_weights(raw, config.tis_mode, *config.is_bounds)
+        terms |= _weight_terms(config, raw, bounded * present, present)
     elif config.use_tis:
         terms |= {name: columns[source] for name, source in TOKEN_WEIGHT_TERMS.items()}
 
@@ -56,13 +58,13 @@ def sequence_pass(config: RolloutCorrectionConfig, columns: dict[str, Tensor]) -
         keep = keep * (offending == 0)
     if config.rs_second_moment_bound is not None:
         terms["trimmed_tokens"] = columns["trimmed"]
-    if weights is not None and config.tis_mode == "mask":
-        keep = keep * inside(weights.high, weights.low)
+    if bounded is not None and config.tis_mode == "mask":
+        keep = keep * inside(bounded)
     terms["kept_tokens"] = kept = keep * columns["kept"]
 
-    lowest, highest = _extremes(terms["log_ppl_diff"], None if weights is None else weights.bounded, present)
+    lowest, highest = _extremes(terms["log_ppl_diff"], bounded, present)
     return SequencePass(
-        weight_S=None if weights is None else weights.bounded,
+        weight_S=bounded,
         keep_S=keep,
         kept_S=kept,
         sums=torch.stack([terms[name] for name in sum_names(config)], 1).sum(0),
@@ -71,12 +73,10 @@ def sequence_pass(config: RolloutCorrectionConfig, columns: dict[str, Tensor]) -
     )
 
 
-def _sequence_weights(config: RolloutCorrectionConfig, columns: dict[str, Tensor]) -> Weights | None:
-    if not config.use_tis or has_token_weights(config):
-        return None
+def _sequence_weights(config: RolloutCorrectionConfig, columns: dict[str, Tensor]) -> Tensor:
+    """exp(clamp(L, −20, 20)) of every sequence."""
     aggregation = LEVEL_AGGREGATION[config.tis_level]
-    log_weight = sequence_log_weights(aggregation, columns["log_ratio"], columns["valid"])
-    return bounded_weights(safe_exp(log_weight), config.tis_mode, *config.is_bounds)
+    return safe_exp(sequence_log_weights(aggregation, columns["log_ratio"], columns["valid"]))
 
 
 TOKEN_WEIGHT_TERMS = {
@@ -90,16 +90,19 @@ TOKEN_WEIGHT_TERMS = {
 """Weights that differ from token to token count once per valid token: name of the sum to column of the table."""
 
 
-def _weight_terms(weights: Weights, present_S: Tensor) -> dict[str, Tensor]:
+def _weight_terms(
+    config: RolloutCorrectionConfig, raw_S: Tensor, bounded_S: Tensor, present_S: Tensor
+) -> dict[str, Tensor]:
     """Sequence-wide weights count once per sequence with a valid token."""
-    bounded = weights.bounded * present_S
+    lower, upper = config.is_bounds
+    truncates = config.tis_mode == "truncate"
     return {
         "weights": present_S,
-        "raw_weight_excess": (weights.raw - 1) * present_S,
-        "weight": bounded,
-        "weight_squared": bounded.square(),
-        "weight_high": weights.high * present_S,
-        "weight_low": torch.zeros_like(present_S) if weights.low is None else weights.low * present_S,
+        "raw_weight_excess": (raw_S - 1) * present_S,
+        "weight": bounded_S,
+        "weight_squared": bounded_S.square(),
+        "weight_high": (raw_S > upper) * present_S,
+        "weight_low": torch.zeros_like(raw_S) if truncates else (raw_S < lower) * present_S,
     }
 
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from slime_tis.correction.config import RolloutCorrectionConfig
 from slime_tis.correction.criteria import TOKEN_AGGREGATIONS, Criterion
 from slime_tis.correction.layout import Chunk
-from slime_tis.correction.ratio import Tokens, clean, safe_exp, token_log_weights
+from slime_tis.correction.ratio import Tokens, clean, indicator, safe_exp, token_log_weights
 from slime_tis.correction.rejection import accepted, catastrophic_tokens, token_statistic
-from slime_tis.correction.weights import Weights, bounded_weights, inside
+from slime_tis.correction.weights import bounded_weights, inside
 
 MISMATCH_COLUMNS = (
     "original",
@@ -40,11 +40,9 @@ class TokenPass:
     weight_RK: Tensor
     """Bounded weight of the token, 0 at invalid tokens; 1 at valid ones where the level is sequence-wide."""
     keep_RK: Tensor
-    """1.0 at valid tokens that no per-token criterion rejects."""
-    valid_RK: Tensor
-    """1.0 at valid tokens."""
-    log_ratio_RK: Tensor | None
-    """Δ, kept only for second-moment trimming."""
+    """bool, True at valid tokens that no per-token criterion rejects."""
+    squares_RK: Tensor | None
+    """Δ² at valid tokens and +inf elsewhere, kept only for second-moment trimming."""
     table_S: Tensor
     """[sequences of the chunk, columns], float64, in the order of `column_names`."""
     weight_min: Tensor | None
@@ -77,17 +75,21 @@ def token_pass(config: RolloutCorrectionConfig, chunk: Chunk) -> TokenPass:
     tokens = clean(chunk, config.nonfinite_policy)
     valid = tokens.valid_RK
     ratio = safe_exp(tokens.log_ratio_RK)
-    weights = _token_weights(config, tokens, chunk, ratio) if has_token_weights(config) else None
-    columns = _mismatch_columns(tokens, ratio)
-    rs_keep = keep = _apply_criteria(config.rejections, tokens, chunk, columns)
-    weight, lowest, highest = valid, None, None
-    if weights is not None:
-        lowest = _smallest(config, weights, valid)
-        weight = weights.bounded.mul_(valid)
+    weight, lowest, highest, columns = valid, None, None, {}
+    if has_token_weights(config):
+        raw = ratio if config.tis_level == "token" else safe_exp(token_log_weights(config.tis_level, tokens, chunk))
+        bounded = bounded_weights(raw, config.tis_mode, *config.is_bounds)
+        lowest = _smallest(config, bounded, tokens)
+        weight = bounded.mul_(valid)
         highest = weight.amax()
-        columns |= _weight_columns(config, weights, valid, columns["excess"])
-        if config.tis_mode == "mask":
-            keep = rs_keep * inside(weights.high, weights.low)
+        columns = _weight_columns(config, raw, weight, tokens)
+    columns |= _mismatch_columns(tokens, ratio)
+    if has_token_weights(config):
+        per_token = config.tis_level == "token"
+        columns["raw_excess"] = columns["excess"] if per_token else raw.sub_(1).mul_(valid).sum(-1)
+    rs_keep = keep = _apply_criteria(config.rejections, tokens, chunk, columns)
+    if has_token_weights(config) and config.tis_mode == "mask":
+        keep = rs_keep * inside(weight)
     if config.vetoes:
         columns["catastrophic"] = catastrophic_tokens(config, tokens).sum(-1)
     if config.rs_second_moment_bound is not None:
@@ -98,9 +100,8 @@ def token_pass(config: RolloutCorrectionConfig, chunk: Chunk) -> TokenPass:
     columns["kept"] = columns["rs_kept"] if keep is rs_keep else keep.sum(-1)
     return TokenPass(
         weight_RK=weight,
-        keep_RK=keep,
-        valid_RK=valid,
-        log_ratio_RK=tokens.log_ratio_RK if config.rs_second_moment_bound is not None else None,
+        keep_RK=keep.bool(),
+        squares_RK=_squares(tokens) if config.rs_second_moment_bound is not None else None,
         table_S=_add_rows(config, columns, chunk),
         weight_min=lowest,
         weight_max=highest,
@@ -125,9 +126,9 @@ def _mismatch_columns(tokens: Tokens, ratio_RK: Tensor) -> dict[str, Tensor]:
         "original": original,
         "valid": valid,
         "nonfinite": original - valid if tokens.nonfinite_RK is None else tokens.nonfinite_RK.sum(-1),
-        "train": tokens.train_RK.sum(-1),
+        "train": tokens.train_R,
         "log_ratio": tokens.log_ratio_RK.sum(-1),
-        "abs_log_ratio": tokens.log_ratio_RK.abs().sum(-1),
+        "abs_log_ratio": torch.abs(tokens.log_ratio_RK, out=tokens.scratch_RK).sum(-1),
         "excess": excess.sum(-1),
         "excess_squared": _sum_of_squares(excess),
     }
@@ -152,33 +153,36 @@ def _apply_criteria(
     return keep
 
 
-def _token_weights(config: RolloutCorrectionConfig, tokens: Tokens, chunk: Chunk, ratio_RK: Tensor) -> Weights:
-    raw = ratio_RK if config.tis_level == "token" else safe_exp(token_log_weights(config.tis_level, tokens, chunk))
-    return bounded_weights(raw, config.tis_mode, *config.is_bounds)
-
-
-def _smallest(config: RolloutCorrectionConfig, weights: Weights, valid_RK: Tensor) -> Tensor:
+def _smallest(config: RolloutCorrectionConfig, bounded_RK: Tensor, tokens: Tokens) -> Tensor:
     """The smallest bounded weight of a valid token: division by the mask makes the others infinite.
 
     The mask mode has weights of 0, and 0/0 is no number, so there a large number is added to the others.
     """
     if config.tis_mode == "mask":
-        return torch.add(weights.bounded, 1 - valid_RK, alpha=BEYOND_ANY_WEIGHT).amin()
-    return torch.div(weights.bounded, valid_RK).amin()
+        return torch.add(bounded_RK, 1 - tokens.valid_RK, alpha=BEYOND_ANY_WEIGHT).amin()
+    return torch.div(bounded_RK, tokens.valid_RK, out=tokens.scratch_RK).amin()
 
 
 def _weight_columns(
-    config: RolloutCorrectionConfig, weights: Weights, valid_RK: Tensor, excess_R: Tensor
+    config: RolloutCorrectionConfig, raw_RK: Tensor, weight_RK: Tensor, tokens: Tokens
 ) -> dict[str, Tensor]:
-    """Row sums of the weights; takes the blocks of `weights` over, of which `bounded` is masked already."""
-    per_token = config.tis_level == "token"
+    """Row sums of weights that differ from token to token."""
+    lower, upper = config.is_bounds
+    valid, scratch = tokens.valid_RK, tokens.scratch_RK
+    total = weight_RK.sum(-1)
+    truncates = config.tis_mode == "truncate"
     return {
-        "raw_excess": excess_R if per_token else (weights.raw - 1).mul_(valid_RK).sum(-1),
-        "weight": weights.bounded.sum(-1),
-        "weight_squared": _sum_of_squares(weights.bounded),
-        "high": weights.high.mul_(valid_RK).sum(-1),
-        "low": torch.zeros_like(excess_R) if weights.low is None else weights.low.mul_(valid_RK).sum(-1),
+        "weight": total,
+        "weight_squared": _sum_of_squares(weight_RK),
+        "high": indicator(torch.gt, raw_RK, upper, scratch).mul_(valid).sum(-1),
+        "low": torch.zeros_like(total)
+        if truncates
+        else indicator(torch.lt, raw_RK, lower, scratch).mul_(valid).sum(-1),
     }
+
+
+def _squares(tokens: Tokens) -> Tensor:
+    return torch.where(tokens.valid_RK > 0, tokens.log_ratio_RK.square(), torch.inf)
 
 
 def _sum_of_squares(x_RK: Tensor) -> Tensor:

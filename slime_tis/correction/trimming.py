@@ -22,11 +22,11 @@ def trim_second_moment(passes: list[TokenPass], bound: float, kept: int, trimmed
         kept: Column of the table that counts kept tokens.
         trimmed: Column that counts trimmed tokens.
     """
-    squares = [part.log_ratio_RK.square() for part in passes if part.log_ratio_RK is not None]
-    valid = [part.valid_RK for part in passes]
-    flat = [torch.where(v > 0, s, torch.inf).reshape(-1) for s, v in zip(squares, valid, strict=True)]
-    limit = second_moment_limit(torch.cat(flat), bound) if flat else torch.tensor(torch.inf)
-    return [_apply(part, square, limit, kept, trimmed) for part, square in zip(passes, squares, strict=True)]
+    squares = [part.squares_RK for part in passes if part.squares_RK is not None]
+    if not squares:
+        return passes
+    limit = second_moment_limit(torch.cat([block.reshape(-1) for block in squares]), bound)
+    return [_apply(part, block, limit, kept, trimmed) for part, block in zip(passes, squares, strict=True)]
 
 
 def second_moment_limit(squares_N: Tensor, bound: float) -> Tensor:
@@ -46,12 +46,11 @@ def second_moment_limit(squares_N: Tensor, bound: float) -> Tensor:
     return beyond.index_select(0, within.reshape(1))[0]
 
 
-def _apply(part: TokenPass, square_RK: Tensor, limit: Tensor, kept: int, trimmed: int) -> TokenPass:
-    below = (square_RK < limit.to(square_RK.dtype)).to(square_RK.dtype)
-    keep = part.keep_RK * below
-    out = part.valid_RK * (1 - below)
+def _apply(part: TokenPass, squares_RK: Tensor, limit: Tensor, kept: int, trimmed: int) -> TokenPass:
+    beyond = (squares_RK >= limit.to(squares_RK.dtype)) & squares_RK.isfinite()
+    keep = part.keep_RK & ~beyond
     table = part.table_S.clone()
-    for column, block in ((kept, keep), (trimmed, out)):
-        rows = block.sum(-1).to(torch.float64)
+    for column, block in ((kept, keep), (trimmed, beyond)):
+        rows = block.sum(-1, dtype=torch.float64)
         table[:, column] = table.new_zeros(table.shape[0]).index_add_(0, part.sequence_R, rows)
     return replace(part, keep_RK=keep, table_S=table)

@@ -1,6 +1,10 @@
 """Rewards → advantages, per sample. Shapes: G groups (prompts) of n samples each."""
 
+from collections.abc import Callable
+
 from torch import Tensor
+
+from slime_tis.policy.config import PolicyConfig
 
 EPSILON = 1e-6  # keeps a group whose rewards are all equal at advantage 0 instead of 0/0
 
@@ -73,21 +77,27 @@ def whiten(values: Tensor, weights: Tensor) -> Tensor:
     return (values - mean) / (variance.sqrt() + EPSILON)
 
 
-def estimate(
-    estimator: str,
-    rewards: Tensor,
-    valid_tokens: Tensor,
-    *,
-    normalize_std: bool = True,
-    normalize_batch: bool = False,
-) -> Tensor:
-    """The advantages [G, n] of rewards [G, n] by the estimator's command-line name."""
-    advantages = {
-        "grpo": lambda: grpo(rewards, normalize_std=normalize_std),
-        "rloo": lambda: rloo(rewards),
-        "reinforce_plus_plus_baseline": lambda: reinforce_plus_plus_baseline(rewards, valid_tokens),
-    }[estimator]()
-    return whiten(advantages, valid_tokens) if normalize_batch else advantages
+def advantages(rewards: Tensor, valid_tokens: Tensor, config: PolicyConfig) -> Tensor:
+    """The advantages that the options ask for.
+
+    Args:
+        rewards: [G, n].
+        valid_tokens: [G, n] trained tokens of each sample.
+        config: the estimator and its options.
+
+    Returns:
+        [G, n].
+    """
+    found = ESTIMATORS[config.advantage_estimator](rewards, valid_tokens, config)
+    return whiten(found, valid_tokens) if config.normalize_advantages else found
+
+
+ESTIMATORS: dict[str, Callable[[Tensor, Tensor, PolicyConfig], Tensor]] = {
+    "grpo": lambda rewards, _, config: grpo(rewards, normalize_std=not config.disable_grpo_std_normalization),
+    "rloo": lambda rewards, _, config: rloo(rewards),
+    "reinforce_plus_plus_baseline": lambda rewards, valid, _: reinforce_plus_plus_baseline(rewards, valid),
+}
+"""Estimators by their command-line name."""
 
 
 def _check_groups(rewards: Tensor, name: str) -> None:

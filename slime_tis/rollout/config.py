@@ -80,7 +80,7 @@ class RolloutConfig:
     """Rollouts between two evaluations, a count; unset means before and after training only."""
 
     eval_prompt_data: tuple[str, ...] | None = None
-    """Held-out prompt files as NAME PATH pairs; a single PATH is named accuracy, so that its figure is eval/accuracy."""
+    """Held-out prompt files as NAME PATH pairs; a single PATH is named accuracy."""
 
     n_samples_per_eval_prompt: int = 1
     """Responses sampled per held-out prompt, a count."""

@@ -26,24 +26,31 @@ def save_samples(path: str | Path, groups: Sequence[Sequence[Sample]]) -> None:
     unfinished.rename(path)
 
 
-def load_samples(path: str | Path) -> list[list[Sample]]:
+def load_samples(path: str | Path, prompts: int, n_samples: int) -> list[list[Sample]]:
     """Reads the groups of a rollout back.
 
+    Args:
+      path: of the file.
+      prompts: groups that must be there.
+      n_samples: samples that each must have.
+
     Raises:
-      ValueError: no file, or a line that is no sample, with its number.
+      ValueError: no file, a line that is no sample, with its number, or another number of samples.
     """
     path = Path(path)
     if not path.is_file():
-        raise ValueError(
-            f"the rollout data {str(path)!r} does not exist; --save-debug-rollout-data writes it."
-        )
+        raise ValueError(f"the rollout data {str(path)!r} does not exist; --save-debug-rollout-data writes it.")
     groups: dict[int, list[Sample]] = {}
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             sample = _sample(line, f"{path}, line {number}")
             groups.setdefault(sample.group_index, []).append(sample)
-    if not groups:
-        raise ValueError(f"the rollout data {str(path)!r} is empty.")
+    found = sorted({len(group) for group in groups.values()})
+    if len(groups) != prompts or found != [n_samples]:
+        raise ValueError(
+            f"the rollout data {str(path)!r} has {len(groups)} prompts with {found} samples each, but "
+            f"--rollout-batch-size is {prompts} and --n-samples-per-prompt {n_samples}; set them to what it holds."
+        )
     return list(groups.values())
 
 

@@ -3,9 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from slime_tis.rollout.engine import RolloutEngine
+from slime_tis.rollout.prompts import load_prompts
 from slime_tis.rollout.sample import Prompt, Sample, Sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from slime_tis.rollout.config import RolloutConfig
+
+
+def load_evaluation_prompts(config: RolloutConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[Prompt]]:
+    """The held-out prompt sets by name; see `load_prompts`."""
+    return {
+        name: load_prompts(
+            path,
+            tokenizer,
+            input_key=config.eval_input_key or config.input_key,
+            label_key=config.eval_label_key or config.label_key,
+            metadata_key=config.metadata_key,
+            apply_chat_template=config.apply_chat_template,
+            max_prompt_len=config.rollout_max_prompt_len,
+        )
+        for name, path in config.eval_prompt_sets
+    }
 
 
 def evaluate(

@@ -16,7 +16,8 @@ class GrowingLayer(DynamicLayer):
     """Keys and values of one layer in a buffer with room for tokens to come.
 
     transformers' own layer concatenates, which copies the whole cache for every token: three tenths of the time
-    of decoding 256 tokens with a small model. Here `keys` and `values` are views of a buffer that grows by half when it is full.
+    of decoding 256 tokens with a small model. Here `keys` and `values` are views of a buffer that grows by half
+    when it is full.
     """
 
     def __init__(self) -> None:

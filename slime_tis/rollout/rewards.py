@@ -101,17 +101,24 @@ def build_reward(config: RolloutConfig, args: Namespace | None = None) -> Reward
     return reward
 
 
+def score(groups: Sequence[Sequence[Sample]], reward: RewardFunction) -> None:
+    """Sets the reward of every sample; a collective, as the reward is."""
+    samples = [sample for group in groups for sample in group]
+    for sample, value in zip(samples, reward(samples), strict=True):
+        sample.reward = value
+
+
 def _builtin_reward(name: str) -> Callable[[Sequence[list[Sample]]], list[list[float]]]:
     function = RM_TYPES[name]
 
-    def score(sample: Sample) -> float:
+    def score_one(sample: Sample) -> float:
         if sample.label is None:
             raise ValueError(
                 f"prompt {sample.prompt.index} has no label, which --rm-type {name} needs; set --label-key."
             )
         return function(sample.response, sample.label)
 
-    return lambda groups: [[score(sample) for sample in group] for group in groups]
+    return lambda groups: [[score_one(sample) for sample in group] for group in groups]
 
 
 def _custom_reward(

@@ -132,4 +132,4 @@ def test_the_flags_that_the_readme_shows_parse(tmp_path, monkeypatch):
     ).rollout
     assert (rollout.input_key, rollout.label_key, rollout.rm_type) == ("prompt", "label", "exact_match")
     assert rollout.prompt_data == f"{directory}/train.jsonl"
-    assert rollout.eval_prompt_sets == (("eval", f"{directory}/eval.jsonl"),)
+    assert [path for _, path in rollout.eval_prompt_sets] == [f"{directory}/eval.jsonl"]

@@ -49,9 +49,7 @@ def _config(directory: Path, parallel: Parallel) -> MegatronConfig:
 def main() -> None:
     directories = sorted(path for path in Path(sys.argv[1]).iterdir() if path.is_dir())
     parallel = initialize(
-        MegatronConfig(
-            hf_checkpoint=str(directories[0]), tensor_model_parallel_size=int(os.environ["WORLD_SIZE"])
-        )
+        MegatronConfig(hf_checkpoint=str(directories[0]), tensor_model_parallel_size=int(os.environ["WORLD_SIZE"]))
     )
     for directory in directories:
         compare(directory, parallel)

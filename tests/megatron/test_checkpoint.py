@@ -54,9 +54,7 @@ def build(model: Path, parallel: Parallel, **options: Any) -> TrainingEngine:
 
 
 @pytest.mark.parametrize("options", [{}, {"use_distributed_optimizer": True}, {"bf16": True}], ids=str)
-def test_training_goes_on_to_the_bit(
-    options: dict[str, Any], model: Path, parallel: Parallel, tmp_path: Path
-) -> None:
+def test_training_goes_on_to_the_bit(options: dict[str, Any], model: Path, parallel: Parallel, tmp_path: Path) -> None:
     engine = build(model, parallel, **options)
     steps(engine, 2)
     checkpoint.save(tmp_path, 2, engine, {"step": 2}, retain=2)

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from slime_tis.policy.advantages import estimate, grpo, reinforce_plus_plus_baseline, rloo, whiten
+from slime_tis.policy.advantages import ESTIMATORS, advantages, grpo, reinforce_plus_plus_baseline, rloo, whiten
+from slime_tis.policy.config import PolicyConfig
 
 REWARDS = torch.tensor([[1.0, 0.0, 0.0, 1.0], [2.0, 2.0, 2.0, 2.0]], dtype=torch.float64)
 ONES = torch.ones_like(REWARDS)
@@ -45,15 +46,16 @@ def test_whitened_values_have_weighted_mean_0_and_deviation_1() -> None:
     assert ((white.square() * weights).sum() / weights.sum()).item() == pytest.approx(1, abs=1e-5)
 
 
-def test_a_group_of_equal_rewards_and_an_empty_batch_give_finite_advantages() -> None:
-    for estimator in ("grpo", "rloo", "reinforce_plus_plus_baseline"):
-        assert estimate(estimator, torch.full((2, 3), 7.0), torch.zeros(2, 3)).tolist() == [[0.0] * 3] * 2
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_a_group_of_equal_rewards_and_an_empty_batch_give_finite_advantages(estimator: str) -> None:
+    config = PolicyConfig(advantage_estimator=estimator)  # type: ignore[arg-type]
+    assert advantages(torch.full((2, 3), 7.0), torch.zeros(2, 3), config).tolist() == [[0.0] * 3] * 2
 
 
-def test_estimate_names_and_options() -> None:
-    torch.testing.assert_close(estimate("rloo", REWARDS, ONES), rloo(REWARDS))
+def test_options_choose_the_estimator_and_what_follows() -> None:
+    torch.testing.assert_close(advantages(REWARDS, ONES, PolicyConfig(advantage_estimator="rloo")), rloo(REWARDS))
     torch.testing.assert_close(
-        estimate("grpo", REWARDS, ONES, normalize_std=False, normalize_batch=True),
+        advantages(REWARDS, ONES, PolicyConfig(disable_grpo_std_normalization=True, normalize_advantages=True)),
         whiten(grpo(REWARDS, normalize_std=False), ONES),
     )
 

@@ -1,0 +1,31 @@
+"""The figures of a rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from slime_tis.rollout.sample import Sample
+
+
+def rollout_figures(groups: Sequence[Sequence[Sample]], version: int) -> dict[str, float]:
+    """Means over the samples of a rollout, as rollout/NAME.
+
+    Args:
+      groups: the scored samples of every prompt.
+      version: of the training policy's weights, in optimizer steps, when training on the samples begins.
+    """
+    samples = [sample for group in groups for sample in group]
+    lags = [version - sampled_by for sample in samples for sampled_by in sample.weight_versions]
+    figures = {
+        "raw_reward": _mean([sample.reward or 0.0 for sample in samples]),
+        "response_len": _mean([len(sample.response_ids) for sample in samples]),
+        "truncated": _mean([sample.finish_reason == "length" for sample in samples]),
+        "aborted": _mean([sample.finish_reason == "abort" for sample in samples]),
+        "weight_lag": _mean(lags),
+        "zero_std_groups": _mean([len({sample.reward for sample in group}) == 1 for group in groups]),
+    }
+    return {f"rollout/{name}": value for name, value in figures.items()}
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

@@ -1,0 +1,64 @@
+"""docs/math.md and docs/choosing.md name functions, figures, presets and flags that exist."""
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from slime_tis import PRESETS, RolloutCorrectionConfig, correct, figures
+from slime_tis.correction.config import LEVELS
+
+DOCS = Path(__file__).parents[2] / "docs"
+MATH, CHOOSING = (DOCS / "math.md").read_text(), (DOCS / "choosing.md").read_text()
+
+
+def all_figures() -> set[str]:
+    names: set[str] = set()
+    for mode in ("truncate", "clip", "mask"):
+        config = RolloutCorrectionConfig(
+            use_tis=True,
+            tis_mode=mode,  # type: ignore[arg-type]
+            tis_batch_normalize=True,
+            use_rs=True,
+            rs_veto_threshold=1e-4,
+            rs_second_moment_bound=0.04,
+        )
+        ones = [torch.ones(1)]
+        names |= set(figures(config, correct(config, ones, ones, ones).statistics))
+    return names
+
+
+@pytest.mark.parametrize("function", sorted(set(re.findall(r"`(\w+\.\w+)` \|", MATH))))
+def test_functions_exist(function: str) -> None:
+    module, name = function.split(".")
+    assert callable(getattr(importlib.import_module(f"slime_tis.correction.{module}"), name))
+
+
+def test_every_figure_is_in_the_table_of_the_maths() -> None:
+    section = MATH.split("## 5.")[1]
+    for name in all_figures() - {"mis_batch_norm_factor"}:
+        stems = [name, re.sub(r"_(abs_diff|diff_max|diff_min|max|std|seq_fraction)$", "", name)]
+        patterns = [
+            re.sub(r"_(low|high)$", "_*", name),
+            re.sub(r"^mis_rs_(.*_)?(seq_)?masked", r"mis_rs_*_\2masked", name),
+        ]
+        assert any(candidate in section for candidate in stems + patterns), name
+
+
+def test_figures_presets_and_levels_of_the_guide_exist() -> None:
+    known = all_figures()
+    for name in re.findall(r"`((?:mismatch|mis|nonfinite|gradient)_\w+)`", CHOOSING):
+        assert name in known, name
+    table = CHOOSING.split("## 6.")[1].split("## 7.")[0]
+    for name in re.findall(r"`(\w+)`", table):
+        assert name in PRESETS, name
+    levels = CHOOSING.split("## 3.")[1].split("## 4.")[0]
+    assert re.findall(r"^\| `(\w+)` \|", levels, re.M) == list(LEVELS)
+
+
+def test_flags_of_the_guide_are_fields() -> None:
+    fields = RolloutCorrectionConfig.__dataclass_fields__
+    for flag in re.findall(r"--([a-z][a-z-]*)", CHOOSING):
+        assert flag.replace("-", "_") in fields, flag
