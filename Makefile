@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 EXAMPLE := data/sort_digits
 RUN := runs/sort_digits
 
-.PHONY: help install train test check format docs bench clean
+.PHONY: help install train test check format docs clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,6 +37,9 @@ check: install  ## Lint and type-check
 format: install  ## Format and mend what the linter can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+docs: install  ## Write docs/flags.md anew from the command line's declarations
+	$(BIN)/python docs/write_flags.py
 
 clean:  ## Remove caches and builds; data, runs and the virtual environment stay
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

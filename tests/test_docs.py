@@ -11,6 +11,7 @@ import torch
 
 from arguments import configure
 from slime_tis.correction import RolloutCorrectionConfig, correct, figures
+from slime_tis.rollout.figures import rollout_figures
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -74,6 +75,12 @@ def test_yaml_on_the_pages_is_accepted(task, tmp_path, page):
     assert got.use_tis and got.rs_veto_threshold == 1e-4
 
 
+def test_configuration_of_the_example_is_accepted(task):
+    example = ROOT / "examples" / "sort_digits" / "train.yaml"
+    got = configure(["--custom-config-path", str(example)], {})
+    assert got.correction.use_tis and got.loop.global_batch_size == 256
+
+
 CORRECTIONS = [
     {"get_mismatch_metrics": True},
     {"use_tis": True, "use_rs": True, "rs_veto_threshold": 1e-4, "tis_batch_normalize": True},
@@ -97,9 +104,10 @@ def test_every_figure_of_the_correction_is_in_the_glossary(options):
 
 
 def test_every_timed_part_and_rollout_figure_is_in_the_glossary():
-    program = "".join(path.read_text() for path in (ROOT / "train.py", *(ROOT / "slime_tis" / "megatron").glob("*.py")))
+    sources = [ROOT / "train.py", *(ROOT / "slime_tis").rglob("*.py")]
+    program = "".join(path.read_text() for path in sources if path.parent.name != "reporting")
     timed = {f"perf/{name}_time" for name in re.findall(r'\btimer[(,] ?"(\w+)"', program)}
-    logged = timed | set(re.findall(r'"(rollout/\w+)"', program))
+    logged = timed | rollout_figures([[]], 0).keys()
     documented = set(re.findall(r"`((?:perf|rollout)/\w+)`", (DOCS / "metrics.md").read_text()))
     assert len(timed) >= 10 and "rollout/raw_reward" in logged
     assert logged - documented == set()

@@ -75,18 +75,9 @@ def token_pass(config: RolloutCorrectionConfig, chunk: Chunk) -> TokenPass:
     tokens = clean(chunk, config.nonfinite_policy)
     valid = tokens.valid_RK
     ratio = safe_exp(tokens.log_ratio_RK)
-    weight, lowest, highest, columns = valid, None, None, {}
-    if has_token_weights(config):
-        raw = ratio if config.tis_level == "token" else safe_exp(token_log_weights(config.tis_level, tokens, chunk))
-        bounded = bounded_weights(raw, config.tis_mode, *config.is_bounds)
-        lowest = _smallest(config, bounded, tokens)
-        weight = bounded.mul_(valid)
-        highest = weight.amax()
-        columns = _weight_columns(config, raw, weight, tokens)
+    weight, lowest, highest, columns = _weigh(config, tokens, chunk, ratio)
     columns |= _mismatch_columns(tokens, ratio)
-    if has_token_weights(config):
-        per_token = config.tis_level == "token"
-        columns["raw_excess"] = columns["excess"] if per_token else raw.sub_(1).mul_(valid).sum(-1)
+    columns.setdefault("raw_excess", columns["excess"])
     rs_keep = keep = _apply_criteria(config.rejections, tokens, chunk, columns)
     if has_token_weights(config) and config.tis_mode == "mask":
         keep = rs_keep * inside(weight)
@@ -153,6 +144,22 @@ def _apply_criteria(
     return keep
 
 
+def _weigh(
+    config: RolloutCorrectionConfig, tokens: Tokens, chunk: Chunk, ratio_RK: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor | None, dict[str, Tensor]]:
+    """Weight of every token, the smallest and the largest, and the row sums; 1 where weights are sequence-wide or off."""
+    if not has_token_weights(config):
+        return tokens.valid_RK, None, None, {}
+    if config.tis_level == "token":
+        raw = ratio_RK
+    else:
+        raw = safe_exp(token_log_weights(config.tis_level, tokens, chunk))
+    bounded = bounded_weights(raw, config.tis_mode, *config.is_bounds)
+    lowest = _smallest(config, bounded, tokens)
+    weight = bounded.mul_(tokens.valid_RK)
+    return weight, lowest, weight.amax(), _weight_columns(config, raw, weight, tokens)
+
+
 def _smallest(config: RolloutCorrectionConfig, bounded_RK: Tensor, tokens: Tokens) -> Tensor:
     """The smallest bounded weight of a valid token: division by the mask makes the others infinite.
 
@@ -166,19 +173,21 @@ def _smallest(config: RolloutCorrectionConfig, bounded_RK: Tensor, tokens: Token
 def _weight_columns(
     config: RolloutCorrectionConfig, raw_RK: Tensor, weight_RK: Tensor, tokens: Tokens
 ) -> dict[str, Tensor]:
-    """Row sums of weights that differ from token to token."""
+    """Row sums of the weights; for the token level Σ(w − 1) before the mode is `excess`, measured anyway."""
     lower, upper = config.is_bounds
     valid, scratch = tokens.valid_RK, tokens.scratch_RK
-    total = weight_RK.sum(-1)
-    truncates = config.tis_mode == "truncate"
-    return {
-        "weight": total,
+    columns = {
+        "weight": weight_RK.sum(-1),
         "weight_squared": _sum_of_squares(weight_RK),
         "high": indicator(torch.gt, raw_RK, upper, scratch).mul_(valid).sum(-1),
-        "low": torch.zeros_like(total)
-        if truncates
-        else indicator(torch.lt, raw_RK, lower, scratch).mul_(valid).sum(-1),
     }
+    if config.tis_mode == "truncate":
+        columns["low"] = torch.zeros_like(columns["high"])
+    else:
+        columns["low"] = indicator(torch.lt, raw_RK, lower, scratch).mul_(valid).sum(-1)
+    if config.tis_level != "token":
+        columns["raw_excess"] = torch.sub(raw_RK, 1, out=scratch).mul_(valid).sum(-1)
+    return columns
 
 
 def _squares(tokens: Tokens) -> Tensor:

@@ -40,7 +40,7 @@ PANELS = (
     Panel(
         title="Reward and held-out accuracy",
         left_label="share",
-        left={"rollout/raw_reward": "rollout reward", "eval/": "accuracy"},
+        left={"rollout/raw_reward": "rollout reward", "eval/": "held-out"},
     ),
     Panel(
         title="Mismatch of training and rollout log-probs",
@@ -175,7 +175,7 @@ def _chosen(wanted: dict[str, str], series: dict[str, Series]) -> dict[str, Seri
             chosen |= {label: series[name]} if name in series else {}
             continue
         below = {metric.removeprefix(name): points for metric, points in series.items() if metric.startswith(name)}
-        chosen |= {f"{rest} {label}": points for rest, points in below.items() if "/" not in rest}
+        chosen |= {f"{label} {rest}": points for rest, points in below.items() if "/" not in rest}
     return chosen
 
 

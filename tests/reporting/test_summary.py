@@ -64,9 +64,9 @@ def test_panels_hold_the_logged_series_and_leave_out_the_rest(tmp_path, drawn):
     left = {axis.get_title(loc="left"): axis for axis in figure.axes if axis.get_title(loc="left")}
     assert list(left) == [panel.title for panel in PANELS]
     reward = {line.get_label(): line.get_xydata().tolist() for line in left[PANELS[0].title].lines}
-    assert reward == {"rollout reward": [[1, 0.25], [2, 0.5]], "digits accuracy": [[1, 0.5], [2, 1.0]]}
+    assert reward == {"rollout reward": [[1, 0.25], [2, 0.5]], "held-out digits": [[1, 0.5], [2, 1.0]]}
     legends = [[text.get_text() for text in axis.get_legend().texts] for axis in left.values() if axis.get_legend()]
-    assert legends == [["rollout reward", "digits accuracy"], ["mean |Δ|", "KL", "k3 KL"], ["gradient norm"]]
+    assert legends == [["rollout reward", "held-out digits"], ["mean |Δ|", "KL", "k3 KL"], ["gradient norm"]]
     assert [text.get_text() for text in left[PANELS[2].title].texts] == ["not logged in this run"]
     assert all(axis.get_ylabel() for axis in figure.axes) and left[PANELS[0].title].get_xlabel() == "step"
 
