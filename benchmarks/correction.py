@@ -2,8 +2,8 @@
 
     python benchmarks/correction.py [--slime-mis PATH/mis.py] [--rounds 9]
 
-Everything on: truncated weights, batch normalisation, geometric rejection, veto, all metrics read; lists in and lists out
-(verl: padded in, padded out). CPU time of one thread; contenders take turns within a round, and the figure is the
+Everything on: truncated weights, batch normalisation, geometric rejection, veto, all metrics read; lists in and lists
+out (verl: padded in, padded out). CPU time of one thread; contenders take turns within a round, and the figure is the
 median over rounds. verl is installed from PyPI without its dependencies into `.venv-verl`. Appends rows to
 correction.csv and draws correction.png.
 """
@@ -38,7 +38,7 @@ ENVIRONMENT = {
     "MALLOC_TRIM_THRESHOLD_": "4294967296",
     "MALLOC_TOP_PAD_": "268435456",
 }
-"""One thread, and an allocator that keeps its pages, as a training process's does; else page faults drown everything."""
+"""One thread, and an allocator that keeps its pages, as in training; else page faults drown everything."""
 COLUMNS = (
     "date",
     "machine",

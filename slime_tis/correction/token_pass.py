@@ -147,13 +147,10 @@ def _apply_criteria(
 def _weigh(
     config: RolloutCorrectionConfig, tokens: Tokens, chunk: Chunk, ratio_RK: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor | None, dict[str, Tensor]]:
-    """Weight of every token, the smallest and the largest, and the row sums; 1 where weights are sequence-wide or off."""
+    """Weight of every token (1 where weights are sequence-wide or off), smallest, largest, and row sums."""
     if not has_token_weights(config):
         return tokens.valid_RK, None, None, {}
-    if config.tis_level == "token":
-        raw = ratio_RK
-    else:
-        raw = safe_exp(token_log_weights(config.tis_level, tokens, chunk))
+    raw = ratio_RK if config.tis_level == "token" else safe_exp(token_log_weights(config.tis_level, tokens, chunk))
     bounded = bounded_weights(raw, config.tis_mode, *config.is_bounds)
     lowest = _smallest(config, bounded, tokens)
     weight = bounded.mul_(tokens.valid_RK)

@@ -1,0 +1,72 @@
+"""The commands and the code that README.md shows."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+from arguments import configure
+from tests.checkpoints import make_checkpoint
+from tests.runs import ROOT
+
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.M | re.S)
+
+
+def test_the_make_targets_are_there() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    shown = re.findall(r"^make ([\w-]+)", blocks("")[0], re.M)
+    assert shown == ["train", "test"]
+    assert all(re.search(rf"^{target}:", makefile, re.M) for target in shown)
+
+
+def test_the_command_is_accepted(tmp_path: Path) -> None:
+    (command,) = [block for block in blocks("") if block.startswith("python train.py")]
+    make_checkpoint(tmp_path / "model", "qwen3", max_position_embeddings=4096)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n')
+    command = command.replace("DIR", str(tmp_path / "model")).replace("FILE.jsonl", str(tmp_path / "prompts.jsonl"))
+    got = configure(shlex.split(command.replace("\\\n", " "))[2:], {})
+    assert got.correction.is_bounds[1] == 2.0 and got.correction.rs_bounds[1] == 1.001
+
+
+def test_the_slime_flags_name_a_function_that_is_there() -> None:
+    from slime_tis.custom import load_function
+
+    (flags,) = [block for block in blocks("") if block.startswith("--use-tis --custom")]
+    assert callable(load_function(flags.split()[-1]))
+
+
+@pytest.mark.parametrize("layout", ["list", "padded"])
+def test_the_five_lines_run(layout: str) -> None:
+    rollout_log_probs = torch.tensor([[-1.0, -2.0, -0.5], [-0.5, -1.5, -1.0]])
+    loss_mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    names = {
+        "old_log_probs": rollout_log_probs + 1e-4,
+        "rollout_log_probs": rollout_log_probs,
+        "loss_mask": loss_mask,
+        "token_loss": torch.ones(2, 3),
+    }
+    if layout == "list":
+        names = {name: list(value) if name != "token_loss" else value for name, value in names.items()}
+        code = blocks("python")[0].split("loss =")[0]  # lists come back as lists
+    else:
+        code = blocks("python")[0]
+    exec(code, names)
+    assert names["correction"].weights is not None
+    if layout == "padded":
+        assert names["loss"].item() == pytest.approx(1.0001, abs=1e-6)
+        assert names["metrics"]["mismatch_kl"] == pytest.approx(-1e-4, rel=1e-2)
+
+
+def test_every_flag_and_path_named_is_there() -> None:
+    from arguments import ALIASES, OPTIONS
+
+    known = {"--" + name.replace("_", "-") for name in (*OPTIONS, *ALIASES)} | {"--help"}
+    assert set(re.findall(r"(?<![\w-])--[a-z][\w-]+", README)) <= known
+    links = re.findall(r"\]\((?!https?:)([^)]+)\)", README)
+    assert links and all((ROOT / link).exists() for link in links)
