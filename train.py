@@ -21,7 +21,7 @@ from contextlib import suppress
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from arguments import Arguments, effective_config, parse_args
+from arguments import Arguments, describe, effective_config, parse_args
 from slime_tis.custom import load_function
 from slime_tis.megatron import checkpoint
 from slime_tis.megatron.batch import TrainingBatch, make_batch
@@ -49,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_args(argv)
     quiet_libraries()
     parallel = initialize(arguments.megatron)
+    if parallel.is_main:
+        print(describe(arguments), flush=True)
     try:
         Trainer(arguments, parallel).run()
     except (ValueError, OSError, checkpoint.CheckpointError) as error:
@@ -112,12 +114,11 @@ class Trainer:
             self.reporters.log(self._evaluate(), self.step)
             self.timer.take()
         while self.rollout_id < self.num_rollout:
-            with self.timer("step"):
-                groups = self._sample()
-                sampled = rollout_figures(groups, self.step)
-                rows = [{}] if self.arguments.loop.debug_rollout_only else self._train(groups)
-                self.rollout_id += 1
-                self._update_sampler()
+            groups = self._sample()
+            sampled = rollout_figures(groups, self.step)
+            rows = [{}] if self.arguments.loop.debug_rollout_only else self._train(groups)
+            self.rollout_id += 1
+            self._update_sampler()
             rows[-1] |= {**sampled, **self._evaluate_when_due()}
             self._save_when_due()
             rows[-1] |= self.timer.take()

@@ -16,6 +16,9 @@ LOG_RATIO_BOUND = 20.0
 LOG_RATIO_LIMIT = 1e6
 """A log-ratio of this size is an engine's stand-in for minus infinity, and is treated as non-finite."""
 
+LARGEST_ROW_SUM = 1e30
+"""Two log-probs of −3e38 make a ratio of 1 and a sum that overflows; sums of rows are kept below this."""
+
 
 @dataclass(frozen=True)
 class Tokens:
@@ -53,8 +56,8 @@ def clean(chunk: Chunk, nonfinite_policy: str) -> Tokens:
     if nonfinite_policy == "raise":
         _raise_nonfinite(chunk, chunk.mask_RK - finite)
     valid = chunk.mask_RK if nonfinite_policy == "neutral" else finite
-    scratch = torch.mul(chunk.train_RK, valid)
-    train = scratch.nan_to_num_(0.0, LOG_RATIO_LIMIT, -LOG_RATIO_LIMIT).sum(-1)
+    scratch = torch.mul(chunk.train_RK, valid).nan_to_num_(0.0, LOG_RATIO_LIMIT, -LOG_RATIO_LIMIT)
+    train = scratch.sum(-1).nan_to_num_(0.0).clamp_(-LARGEST_ROW_SUM, LARGEST_ROW_SUM)
     nonfinite = chunk.mask_RK - finite if nonfinite_policy == "neutral" else None
     return Tokens(chunk.mask_RK, valid, nonfinite, train, log_ratio, scratch)
 

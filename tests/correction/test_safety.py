@@ -95,6 +95,15 @@ def test_half_precision_is_subtracted_in_float32() -> None:
     assert found.weights[0].item() == pytest.approx(math.exp(-0.0625), rel=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sums_of_absurd_log_probs_do_not_overflow(dtype: torch.dtype) -> None:
+    huge = torch.full((300,), torch.finfo(dtype).min, dtype=dtype)
+    found = correct(TOKEN_IS, [huge], [huge], [torch.ones(300)])
+    values = figures(TOKEN_IS, found.statistics)
+    assert found.weights[0].tolist() == [1.0] * 300 and values["mismatch_kl"] == 0.0
+    assert all(math.isfinite(value) for value in values.values())
+
+
 def test_log_probs_above_zero_are_ordinary() -> None:
     found = correct(TOKEN_IS, [torch.tensor([0.75])], [torch.tensor([0.25])], [torch.ones(1)])
     assert found.weights[0].item() == pytest.approx(math.exp(0.5))
