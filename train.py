@@ -22,6 +22,7 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from arguments import Arguments, describe, effective_config, parse_args
+from slime_tis.correction import interpolate_old_log_probs
 from slime_tis.custom import load_function
 from slime_tis.megatron import checkpoint
 from slime_tis.megatron.batch import TrainingBatch, make_batch
@@ -198,6 +199,7 @@ class Trainer:
             recompute_old=anchors_on_recomputed(arguments.correction, self.steps_per_rollout),
             custom_tis=self.custom_tis,
             args=arguments.namespace,
+            version=self.step,
             context_rank=parallel.context_rank,
             context_size=parallel.context_size,
             context_group=parallel.context_group,
@@ -210,11 +212,18 @@ class Trainer:
         correction = self.arguments.correction
         if not normalizes(correction):
             return None
-        train = batch.local.get("old_log_probs", [])
-        if correction.use_rollout_logprobs:  # π_θ is what is weighted, and it moves with every step
+        if anchors_on_recomputed(correction, self.steps_per_rollout):
+            train = batch.local["old_log_probs"]
+        else:  # what is weighted follows π_θ, and that moves with every step
             train = self._old_log_probs(batch, partition)
         if not self.parallel.is_last_stage:
             return None
+        if correction.old_logprobs == "interpolate":
+            of_rollout, versions = batch.local["rollout_log_probs"], batch.local["weight_versions"]
+            train = [
+                interpolate_old_log_probs(current, rollout.to(current), self.step, version.to(current.device))
+                for current, rollout, version in zip(train, of_rollout, versions, strict=True)
+            ]
         device = self.parallel.backend.device
         return global_weight_mean(
             correction,
@@ -350,6 +359,7 @@ def training_batch(samples: list[Sample], advantages: list[float], parallel: Par
         [sample.loss_mask for sample in samples],
         {
             "rollout_log_probs": [rollout_log_probs(sample) for sample in samples],
+            "weight_versions": [torch.tensor(sample.weight_versions) for sample in samples],
             "advantages": [
                 torch.full((len(sample.response_ids),), advantage)
                 for sample, advantage in zip(samples, advantages, strict=True)

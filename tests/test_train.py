@@ -50,6 +50,9 @@ ALGORITHMS = {
     ("--rollout-rs", "token_k1,seq_max_k3", "--rollout-rs-threshold", "0.5_2.0,0.01"): (0, 1),
     ("--rollout-correction-preset", "bypass_pg_is"): (0, 0),
     ("--use-rollout-correction",): (0, 1),
+    ("--use-tis", "--policy-loss", "gspo", "--eps-clip", "3e-4", "--eps-clip-high", "4e-4"): (0, 1),
+    ("--use-rs", "--policy-loss", "cispo"): (0, 1),
+    ("--use-tis", "--old-logprobs", "interpolate", "--update-weights-interval", "2"): (0, 0),
 }
 
 

@@ -15,7 +15,7 @@ def anchors_on_recomputed(correction: RolloutCorrectionConfig, steps_per_rollout
     With one step per rollout π_old is the policy of the training forward itself, detached; then only batch
     normalisation asks for the pass, whose mean weight must be known beforehand.
     """
-    if correction.use_rollout_logprobs:
+    if correction.use_rollout_logprobs or correction.old_logprobs == "interpolate":
         return False
     return normalizes(correction) or steps_per_rollout > 1
 

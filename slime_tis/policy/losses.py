@@ -34,7 +34,73 @@ def ppo_clip(
     Returns:
         (loss_T, clipped_T): the losses, and 1.0 where a clip took the gradient away.
     """
-    ratio_T = (log_prob_T - old_log_prob_T).exp()
+    return _clipped((log_prob_T - old_log_prob_T).exp(), advantage_T, clip_low, clip_high, dual_clip)
+
+
+def gspo(
+    log_prob_T: Tensor,
+    mean_log_ratio_T: Tensor,
+    advantage_T: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> tuple[Tensor, Tensor]:
+    """Sequence-level clipped objective: the ratio is the geometric mean over the sequence.
+
+        s = exp(mean_t log(π_θ/π_old)),   s_t = sg(s) π_θ / sg(π_θ),
+        L_t = −min(s_t A_t, clip(s_t, 1−ε_low, 1+ε_high) A_t)
+
+    Averaged over the tokens of a sequence its gradient is that of −min(s A, clip(s) A), without a gradient having to
+    cross context-parallel ranks.
+
+    Source: "Group Sequence Policy Optimization", Zheng et al. (https://arxiv.org/abs/2507.18071), eq. 5, 7 and 13.
+
+    Args:
+        log_prob_T: log π_θ, with gradient.
+        mean_log_ratio_T: mean over the sequence of log π_θ − log π_old, at each of its tokens, without gradient.
+        advantage_T: advantages.
+        clip_low: ε_low; the paper's are about 3e-4.
+        clip_high: ε_high.
+
+    Returns:
+        (loss_T, clipped_T), as `ppo_clip`.
+    """
+    ratio_T = (mean_log_ratio_T + log_prob_T - log_prob_T.detach()).exp()
+    return _clipped(ratio_T, advantage_T, clip_low, clip_high, None)
+
+
+def cispo(
+    log_prob_T: Tensor,
+    old_log_prob_T: Tensor,
+    advantage_T: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> tuple[Tensor, Tensor]:
+    """Clipped importance weights on a policy gradient: a clipped token still has a gradient.
+
+        L_t = −sg(clip(r_t, 1−ε_low, 1+ε_high)) A_t log π_θ
+
+    Source: "MiniMax-M1", MiniMax (https://arxiv.org/abs/2506.13585), eq. 4 and 5.
+
+    Args:
+        log_prob_T: log π_θ, with gradient.
+        old_log_prob_T: log π_old.
+        advantage_T: advantages.
+        clip_low: ε_low; 1 or more leaves small ratios as they are.
+        clip_high: ε_high.
+
+    Returns:
+        (loss_T, clipped_T): the losses, and 1.0 where the weight was clipped.
+    """
+    ratio_T = (log_prob_T.detach() - old_log_prob_T).exp()
+    weight_T = ratio_T.clamp(1 - clip_low, 1 + clip_high)
+    return -weight_T * advantage_T * log_prob_T, (weight_T != ratio_T).to(ratio_T.dtype)
+
+
+def _clipped(
+    ratio_T: Tensor, advantage_T: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
+) -> tuple[Tensor, Tensor]:
     plain_T = -ratio_T * advantage_T
     clipped_T = -ratio_T.clamp(1 - clip_low, 1 + clip_high) * advantage_T
     loss_T = maximum(plain_T, clipped_T)

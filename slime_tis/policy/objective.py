@@ -20,6 +20,7 @@ from slime_tis.correction import (
     Statistics,
     context_parallel_slices,
     correct,
+    interpolate_old_log_probs,
 )
 from slime_tis.custom import call_custom_tis
 from slime_tis.policy import losses
@@ -55,6 +56,8 @@ class PolicyObjective:
     """A user's function in slime's contract, in place of the library's correction."""
     args: Namespace | None = None
     """The command line as slime names it, for the custom function alone."""
+    version: int = 0
+    """Version of the policy's weights, in optimizer steps; what interpolated old log-probs go by."""
     context_rank: int = 0
     context_size: int = 1
     context_group: Any = None
@@ -82,7 +85,7 @@ class PolicyObjective:
         # the gradient.
         log_prob_R = torch.where(mask_R, log_prob_R, log_prob_R.detach().nan_to_num())
         old_R = torch.where(mask_R & old_R.isfinite(), old_R, log_prob_R.detach())
-        loss_R, clipped_R = self._token_loss(log_prob_R, old_R, flat["advantages"])
+        loss_R, clipped_R = self._token_loss(log_prob_R, old_R, flat["advantages"], mask_R, lengths)
         counts_S = correction.kept_per_sequence
         custom: dict[str, Tensor] = {}
         if self.custom_tis is not None:
@@ -118,9 +121,13 @@ class PolicyObjective:
         return numerator, report.units[0].to(torch.int), report
 
     def _anchor(self, flat: dict[str, Tensor], log_prob_R: Tensor) -> Tensor:
-        """log π_old: the rollout's (bypass), the recomputed one, or that of this forward."""
+        """log π_old: the rollout's (bypass), an interpolated or recomputed one, or that of this forward."""
         if self.correction.use_rollout_logprobs:
             return flat["rollout_log_probs"]
+        if self.correction.old_logprobs == "interpolate":
+            return interpolate_old_log_probs(
+                log_prob_R, flat["rollout_log_probs"], self.version, flat["weight_versions"]
+            )
         return flat["old_log_probs"] if self.recompute_old else log_prob_R.detach()
 
     def _correct(self, flat: dict[str, Tensor], old_R: Tensor, log_prob_R: Tensor, lengths: list[int]) -> Correction:
@@ -135,17 +142,31 @@ class PolicyObjective:
             batch_norm_factor=self.batch_norm_factor,
         )
 
-    def _token_loss(self, log_prob_R: Tensor, old_R: Tensor, advantage_R: Tensor) -> tuple[Tensor, Tensor]:
+    def _token_loss(
+        self, log_prob_R: Tensor, old_R: Tensor, advantage_R: Tensor, mask_R: Tensor, lengths: list[int]
+    ) -> tuple[Tensor, Tensor]:
+        clip: dict[str, Any] = {"clip_low": self.policy.eps_clip, "clip_high": self.policy.clip_high}
         if self.correction.policy_loss == "reinforce":
             return losses.reinforce(log_prob_R, advantage_R), torch.zeros_like(advantage_R)
-        return losses.ppo_clip(
-            log_prob_R,
-            old_R,
-            advantage_R,
-            clip_low=self.policy.eps_clip,
-            clip_high=self.policy.clip_high,
-            dual_clip=self.policy.eps_clip_c,
+        if self.correction.policy_loss == "cispo":
+            return losses.cispo(log_prob_R, old_R, advantage_R, **clip)
+        if self.correction.policy_loss == "gspo":
+            mean_R = self._mean_log_ratio((log_prob_R - old_R).detach(), mask_R, lengths)
+            return losses.gspo(log_prob_R, mean_R, advantage_R, **clip)
+        return losses.ppo_clip(log_prob_R, old_R, advantage_R, **clip, dual_clip=self.policy.eps_clip_c)
+
+    def _mean_log_ratio(self, log_ratio_R: Tensor, mask_R: Tensor, lengths: list[int]) -> Tensor:
+        """Mean over the kept tokens of the whole sequence, at each of its tokens on this rank."""
+        sizes_S = torch.tensor(lengths, device=log_ratio_R.device)
+        owner_R = torch.arange(len(lengths), device=log_ratio_R.device).repeat_interleave(
+            sizes_S, output_size=len(log_ratio_R)
         )
+        columns = torch.stack([torch.where(mask_R, log_ratio_R, 0.0), mask_R.to(log_ratio_R.dtype)], 1).double()
+        table_S = columns.new_zeros(len(lengths), 2).index_add_(0, owner_R, columns)
+        if self.reduce_sequences is not None:
+            table_S = self.reduce_sequences(table_S)
+        mean_S = table_S[:, 0] / table_S[:, 1].clamp_min(1)
+        return mean_S.to(log_ratio_R.dtype).index_select(0, owner_R)
 
     def _reference_kl(self, flat: dict[str, Tensor], log_prob_R: Tensor) -> Tensor:
         if not self.policy.use_kl_loss:

@@ -114,6 +114,30 @@ def test_several_steps_per_rollout_anchor_on_the_recomputed_log_probs() -> None:
     assert figures["ois"] == pytest.approx(((1 + ratio[1] + ratio[3]) / 3 + (1 + ratio[5]) / 2).item() / 2, rel=1e-6)
 
 
+def test_gspo_takes_the_mean_over_valid_tokens() -> None:
+    old = [[-1.2, -1.3, -9.0, -1.1], [-1.5, -0.5]]
+    batch = make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES, old_log_probs=old)
+    objective = build({"eps_clip": 0.3}, recompute_old=True, policy_loss="gspo")
+    _, grad, _ = loss_of(objective, batch, CURRENT)
+    s = 2.718281828 ** ((0.2 + 0.3 + 0.1) / 3)
+    torch.testing.assert_close(grad, torch.tensor([-s / 6, -s / 6, 0, -s / 6, 2 / 4, 2 / 4]))
+
+
+def test_interpolated_old_log_probs_follow_the_versions() -> None:
+    versions = [[0, 1, 2, 3], [3, 3]]
+    batch = make(MASKS, rollout_log_probs=ROLLOUT, advantages=[[1.0] * 4, [1.0] * 2], weight_versions=versions)
+    objective = PolicyObjective(
+        correction=RolloutCorrectionConfig(old_logprobs="interpolate"),
+        policy=PolicyConfig(eps_clip=0.9, eps_clip_high=9.0),
+        recompute_old=False,
+        version=3,
+    )
+    _, grad, _ = loss_of(objective, batch, CURRENT)
+    # α = (lag − 1) / lag: 2/3 and 1/2 for lags 3 and 2, 0 for lags 1 and 0; log π_θ − log π_old = (1 − α) Δ.
+    ratio = torch.tensor([0.0, 1.0 / 2, 0.0, -0.5, 0.0, -0.25]).exp()
+    torch.testing.assert_close(grad, -ratio * torch.tensor([1 / 6, 1 / 6, 0, 1 / 6, 1 / 4, 1 / 4]))
+
+
 @pytest.mark.parametrize("bad", [NAN, float("inf"), float("-inf")])
 @pytest.mark.parametrize("bypass", [False, True])
 def test_a_log_prob_that_is_not_finite_is_rejected_without_a_trace(bad: float, bypass: bool) -> None:
