@@ -67,9 +67,42 @@ class TorchAttention(MegatronModule):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of x [tokens, heads, d] by the angles of its tokens, cos and sin [tokens, 1, d]."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos.to(x.dtype) + torch.cat([-second, first], dim=-1) * sin.to(x.dtype)
+    """Rotary embedding: each pair (x_i, x_{i+d/2}) turned by its angle.
+
+        y_i = x_i cos − x_{i+d/2} sin,   y_{i+d/2} = x_{i+d/2} cos + x_i sin
+
+    Source: "RoFormer: Enhanced Transformer with Rotary Position Embedding", Su et al.
+    (https://arxiv.org/abs/2104.09864), eq. 34, with the pairs of Hugging Face's layout.
+
+    Args:
+        x: [tokens, heads, d].
+        cos: [tokens, 1, d/2] of each token's angles.
+        sin: [tokens, 1, d/2].
+
+    Returns:
+        [tokens, heads, d], differentiable in x; the gradient is the rotation back.
+    """
+    return _Rotate.apply(x, cos.to(x.dtype), sin.to(x.dtype))
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turned(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turned(grads[0], cos, -sin), None, None
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    turned = x.unflatten(-1, (2, half)) * cos.unsqueeze(-2)
+    turned[..., 0, :].addcmul_(x[..., half:], sin, value=-1)
+    turned[..., 1, :].addcmul_(x[..., :half], sin)
+    return turned.flatten(-2)
 
 
 def all_gather_tokens(x: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:

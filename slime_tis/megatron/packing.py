@@ -18,7 +18,7 @@ class PackedSequences(PackedSeqParams):
     """megatron-core's packed-sequence parameters, with what `TorchAttention` needs beside them."""
 
     cos: Tensor | None = None
-    """[tokens, 1, d] cosines of the rotary angles; None where transformer-engine applies its own."""
+    """[tokens, 1, d/2] cosines of the rotary angles; None where transformer-engine applies its own."""
     sin: Tensor | None = None
     query_index: Tensor | None = None
     """[S·Lq] packed token at every place of the padded batch; None when all sequences are of one length."""
@@ -208,7 +208,6 @@ class RotaryAngles:
     """Factor on cosine and sine (1 but for YaRN)."""
 
     def __call__(self, position_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine [tokens, 1, d] of integer positions [tokens]."""
-        angle = position_T[:, None].float() * self.inverse_frequency
-        angle = torch.cat([angle, angle], dim=-1)[:, None]
+        """Cosine and sine [tokens, 1, d/2] of integer positions [tokens]."""
+        angle = (position_T[:, None].float() * self.inverse_frequency)[:, None]
         return angle.cos() * self.scaling, angle.sin() * self.scaling

@@ -88,3 +88,16 @@ def test_rotary_angles_turn_pairs_by_position_times_frequency() -> None:
     turned = rotate(torch.tensor([[[1.0, 0.0]]]).expand(3, 1, 2), cos, sin)
     expected = [[[1.0, 0.0]], [[0.0, 1.0]], [[-1.0, 0.0]]]
     torch.testing.assert_close(turned, torch.tensor(expected), atol=1e-6, rtol=0)
+
+
+def test_the_gradient_of_a_rotation_is_that_of_its_formula() -> None:
+    torch.manual_seed(0)
+    x, direction = torch.randn(2, 5, 3, 8, dtype=torch.float64)
+    cos, sin = RotaryAngles(torch.rand(4), scaling=1.5)(torch.arange(5))
+    leaf, reference = x.clone().requires_grad_(), x.clone().requires_grad_()
+    (rotate(leaf, cos, sin) * direction).sum().backward()
+    first, second = reference.chunk(2, -1)
+    expected = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+    torch.testing.assert_close(rotate(x, cos, sin), expected.detach())
+    (expected * direction).sum().backward()
+    torch.testing.assert_close(leaf.grad, reference.grad)
