@@ -122,10 +122,17 @@ class Trainer:
             self._update_sampler()
             rows[-1] |= {**sampled, **self._evaluate_when_due()}
             self._save_when_due()
-            rows[-1] |= self.timer.take()
+            rows[-1] |= self._times()
             for step, row in enumerate(rows, start=self.step - len(rows) + 1):
                 self.reporters.log(row, step if self.step else self.rollout_id)
         self._finish()
+
+    def _times(self) -> dict[str, float]:
+        """perf/… seconds since the last row; the backward is what the forward leaves of both."""
+        times = self.timer.take()
+        if "perf/forward_time" in times:
+            times["perf/backward_time"] = times["perf/forward_backward_time"] - times["perf/forward_time"]
+        return times
 
     @property
     def steps_per_rollout(self) -> int:
@@ -378,8 +385,8 @@ def rollout_log_probs(sample: Sample) -> torch.Tensor:
 
 def quiet_libraries() -> None:
     """Leaves the terminal to this program: what libraries only remark goes unsaid."""
-    warnings.filterwarnings("ignore")
-    for name in ("megatron", "transformers", "torch.distributed"):
+    for name in ("megatron", "transformers", "torch"):
+        warnings.filterwarnings("ignore", module=rf"{name}\.")
         logging.getLogger(name).setLevel(logging.ERROR)
     disable_progress_bar()
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from slime_tis.inputs import ARCHITECTURES
+from slime_tis.megatron.architecture import FAMILIES
 from tests.checkpoints import make_checkpoint
 from tests.runs import ROOT
 
@@ -39,3 +41,7 @@ def test_logits_and_weights_are_those_of_transformers(ranks: int, tmp_path: Path
     )
     assert result.returncode == 0, result.stderr[-4000:]
     assert result.stdout.count("parity") == ranks * len(CASES)
+
+
+def test_the_command_line_accepts_the_families_that_can_be_built() -> None:
+    assert set(ARCHITECTURES) == set(FAMILIES)
