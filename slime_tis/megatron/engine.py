@@ -190,7 +190,8 @@ class TrainingEngine:
         """megatron-core's pipeline schedule over the micro-batches; what the last stage returned for each."""
         self.ddp.train(not forward_only)
         packed = (self._pack(batch.select(indices)) for indices in partition)
-        tokens = max(sum(batch.total_lengths[i] for i in indices) for indices in partition)
+        lengths = batch.total_lengths
+        tokens = max(sum(lengths[i] for i in indices) for indices in partition)
         return get_forward_backward_func()(
             forward_step_func=partial(self._forward_step, on_log_probs=on_log_probs),
             data_iterator=packed,
