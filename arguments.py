@@ -147,8 +147,8 @@ GROUPS = {
         "lr min_lr lr_warmup_iters lr_decay_style lr_decay_iters weight_decay adam_beta1 adam_beta2 adam_eps clip_grad"
     ),
     "policy loss": (
-        "advantage_estimator disable_grpo_std_normalization normalize_advantages policy_loss "
-        "eps_clip eps_clip_high eps_clip_c use_kl_loss kl_loss_coef kl_loss_type entropy_coef "
+        "advantage_estimator disable_grpo_std_normalization normalize_advantages reject_before_advantage policy_loss "
+        "eps_clip eps_clip_high eps_clip_c use_opsm opsm_delta use_kl_loss kl_loss_coef kl_loss_type entropy_coef "
         "calculate_per_token_loss"
     ),
     "rollout correction": (

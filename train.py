@@ -10,6 +10,8 @@
 `python train.py --help` lists the flags; docs/quick_start.md walks through a run.
 """
 
+from __future__ import annotations
+
 import logging
 import math
 import os
@@ -17,6 +19,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 
 import torch
 from transformers.utils.logging import disable_progress_bar
@@ -29,7 +32,13 @@ from slime_tis.megatron.batch import TrainingBatch, make_batch
 from slime_tis.megatron.engine import StepResult, TrainingEngine
 from slime_tis.megatron.parallel import Parallel, initialize, shut_down
 from slime_tis.policy.advantages import advantages
-from slime_tis.policy.anchor import anchors_on_recomputed, global_weight_mean, needs_old_log_probs, normalizes
+from slime_tis.policy.anchor import (
+    anchors_on_recomputed,
+    global_weight_mean,
+    kept_samples,
+    needs_old_log_probs,
+    normalizes,
+)
 from slime_tis.policy.objective import PolicyObjective
 from slime_tis.policy.report import step_figures
 from slime_tis.reporting.reporters import open_reporters
@@ -166,34 +175,55 @@ class Trainer:
     def _train(self, groups: list[list[Sample]]) -> list[dict[str, float]]:
         """All optimizer steps on one rollout; the figures of each."""
         samples = [sample for group in groups for sample in group]
-        per_sample = advantages_of(samples, self.arguments)
         size = len(samples) // self.steps_per_rollout
-        steps = [
-            self._prepare(samples[start : start + size], per_sample[start : start + size])
-            for start in range(0, size * self.steps_per_rollout, size)
-        ]
-        return [self._train_step(batch, partition) for batch, partition in steps]
+        steps = [self._prepare(samples[start : start + size]) for start in range(0, len(samples), size)]
+        early = self.arguments.policy.reject_before_advantage
+        kept = [keep for step in steps for keep in self._kept(step.batch)] if early else None
+        per_sample = advantages_of(samples, kept, self.arguments)
+        rows = []
+        for number, step in enumerate(steps):
+            mine = per_sample[number * size : (number + 1) * size][self.parallel.data_rank :: self.parallel.data_size]
+            rows.append(self._train_step(step.with_advantages(mine)))
+        return rows
 
-    def _prepare(self, samples: list[Sample], advantages: list[float]) -> tuple[TrainingBatch, list[list[int]]]:
+    def _prepare(self, samples: list[Sample]) -> Step:
         """This rank's share of one step's samples, with old and reference log-probs, and its micro-batches."""
         ranks = [samples[rank :: self.parallel.data_size] for rank in range(self.parallel.data_size)]
         partition = self.engine.partitions([[len(sample.token_ids) for sample in mine] for mine in ranks])
-        mine = slice(self.parallel.data_rank, None, self.parallel.data_size)
-        batch = training_batch(samples[mine], advantages[mine], self.parallel)
-        if needs_old_log_probs(self.arguments.correction, self.steps_per_rollout):
+        batch = training_batch(ranks[self.parallel.data_rank], self.parallel)
+        policy = self.arguments.policy
+        if needs_old_log_probs(self.arguments.correction, self.steps_per_rollout, policy.reject_before_advantage):
             batch = batch.with_local("old_log_probs", self._old_log_probs(batch, partition))
-        if self.arguments.policy.use_kl_loss:
+        if policy.use_kl_loss:
             with self.timer("ref_log_probs"):
                 batch = batch.with_local("ref_log_probs", self.engine.reference_log_probs(batch, partition))
-        return batch, partition
+        return Step(batch=batch, partition=partition)
+
+    def _kept(self, batch: TrainingBatch) -> list[bool]:
+        """Which samples of the step have a token left after rejection, in their order, on every rank."""
+        kept: list[bool] = []
+        if self.parallel.is_last_stage:
+            kept = kept_samples(
+                self.arguments.correction,
+                batch.local["old_log_probs"],
+                self._on_device(batch.local["rollout_log_probs"]),
+                self._on_device(batch.local["loss_masks"]),
+                sum_context=self.parallel.sum_over_context,
+            )
+        shares = self.parallel.from_data_ranks(self.parallel.from_last_stage(kept))
+        return [keep for together in zip(*shares, strict=True) for keep in together]
+
+    def _on_device(self, values: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [value.to(self.parallel.backend.device) for value in values]
 
     def _old_log_probs(self, batch: TrainingBatch, partition: list[list[int]]) -> list[torch.Tensor]:
         self.old_log_prob_forwards += 1
         with self.timer("old_log_probs"):
             return self.engine.log_probs(batch, partition)
 
-    def _train_step(self, batch: TrainingBatch, partition: list[list[int]]) -> dict[str, float]:
-        result = self.engine.train_step(batch, partition, self._objective(batch, partition))
+    def _train_step(self, step: Step) -> dict[str, float]:
+        objective = self._objective(step.batch, step.partition)
+        result = self.engine.train_step(step.batch, step.partition, objective)
         self.step += 1
         with self.timer("metrics"):
             return self._step_metrics(result)
@@ -231,12 +261,11 @@ class Trainer:
                 interpolate_old_log_probs(current, rollout.to(current), self.step, version.to(current.device))
                 for current, rollout, version in zip(train, of_rollout, versions, strict=True)
             ]
-        device = self.parallel.backend.device
         return global_weight_mean(
             correction,
             train,
-            [values.to(device) for values in batch.local["rollout_log_probs"]],
-            [mask.to(device) for mask in batch.local["loss_masks"]],
+            self._on_device(batch.local["rollout_log_probs"]),
+            self._on_device(batch.local["loss_masks"]),
             sum_context=self.parallel.sum_over_context,
             sum_data=self.parallel.sum_over_data,
         )
@@ -350,15 +379,36 @@ class Trainer:
             print(f"eval accuracy: {self.first_accuracy:.2f} -> {self.last_accuracy:.2f}", flush=True)
 
 
-def advantages_of(samples: list[Sample], arguments: Arguments) -> list[float]:
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One optimizer step's samples on this data-parallel rank."""
+
+    batch: TrainingBatch
+    partition: list[list[int]]
+    """The samples of each micro-batch."""
+
+    def with_advantages(self, per_sample: list[float]) -> Step:
+        """The same step with every sample's advantage at each of its tokens."""
+        per_token = [
+            torch.full((len(mask),), advantage)
+            for mask, advantage in zip(self.batch.local["loss_masks"], per_sample, strict=True)
+        ]
+        return replace(self, batch=self.batch.with_local("advantages", per_token))
+
+
+def advantages_of(samples: list[Sample], kept: list[bool] | None, arguments: Arguments) -> list[float]:
     """The advantage of every sample; the samples of a prompt stand together."""
-    groups = (-1, arguments.rollout.n_samples_per_prompt)
-    rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float64).view(groups)
-    valid = torch.tensor([sum(sample.loss_mask) for sample in samples], dtype=torch.float64).view(groups)
-    return advantages(rewards, valid, arguments.policy).flatten().tolist()
+
+    def grouped(values: list[float] | list[bool]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float64).view(-1, arguments.rollout.n_samples_per_prompt)
+
+    rewards = grouped([sample.reward or 0.0 for sample in samples])
+    valid = grouped([float(sum(sample.loss_mask)) for sample in samples])
+    found = advantages(rewards, valid, arguments.policy, None if kept is None else grouped(kept) > 0)
+    return found.flatten().tolist()
 
 
-def training_batch(samples: list[Sample], advantages: list[float], parallel: Parallel) -> TrainingBatch:
+def training_batch(samples: list[Sample], parallel: Parallel) -> TrainingBatch:
     """What Megatron trains on: sequences, masks and per-token values. A missing log-prob is NaN."""
     return make_batch(
         [sample.token_ids for sample in samples],
@@ -367,10 +417,6 @@ def training_batch(samples: list[Sample], advantages: list[float], parallel: Par
         {
             "rollout_log_probs": [rollout_log_probs(sample) for sample in samples],
             "weight_versions": [torch.tensor(sample.weight_versions) for sample in samples],
-            "advantages": [
-                torch.full((len(sample.response_ids),), advantage)
-                for sample, advantage in zip(samples, advantages, strict=True)
-            ],
         },
         parallel.context_rank,
         parallel.context_size,

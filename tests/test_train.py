@@ -52,6 +52,9 @@ ALGORITHMS = {
     ("--use-rollout-correction",): (0, 1),
     ("--use-tis", "--policy-loss", "gspo", "--eps-clip", "3e-4", "--eps-clip-high", "4e-4"): (0, 1),
     ("--use-rs", "--policy-loss", "cispo"): (0, 1),
+    ("--use-tis", "--use-opsm"): (0, 1),
+    ("--use-rs", "--rs-level", "sequence", "--reject-before-advantage"): (1, 1),
+    ("--use-rollout-logprobs", "--use-rs", "--rs-level", "sequence", "--reject-before-advantage"): (1, 1),
     ("--use-tis", "--old-logprobs", "interpolate", "--update-weights-interval", "2"): (0, 0),
 }
 
@@ -100,6 +103,25 @@ def test_one_step_and_several_micro_batches_give_the_same_step(run: Run) -> None
     (split,) = run(*flags, "--micro-batch-size", "4", name="split")
     assert training_figures(split) == pytest.approx(training_figures(whole), rel=1e-4, abs=1e-5)
     assert whole["train/gradient_kept_fraction"] < 1
+
+
+def test_rejected_siblings_shift_no_baseline(run: Run, tmp_path: Path) -> None:
+    """With the reward of a rejected sample made huge, nothing that is trained on changes."""
+    data = tmp_path / "rollout.jsonl"
+    bounds = ("--use-rs", "--rs-level", "geometric", "--rs-lower-bound", "0.99", "--rs-upper-bound", "1.01")
+    flags = (*bounds, "--reject-before-advantage", "--num-rollout", "1")
+    (row,) = run(*flags, "--save-debug-rollout-data", str(data), name="sample")
+    assert 0 < row["train/mis_rs_seq_masked_fraction"] < 1
+    samples = [json.loads(line) for line in data.read_text().splitlines()]
+    losses = []
+    for index, sample in enumerate(samples):
+        changed = [{**other, "reward": 1e6} if other is sample else other for other in samples]
+        (tmp_path / "changed.jsonl").write_text("".join(json.dumps(other) + "\n" for other in changed))
+        (found,) = run(*flags, "--load-debug-rollout-data", str(tmp_path / "changed.jsonl"), name=f"run_{index}")
+        losses.append(found["train/grad_norm"])
+    unchanged = sum(loss == row["train/grad_norm"] for loss in losses)
+    rejected = round(row["train/mis_rs_seq_masked_fraction"] * len(samples))
+    assert rejected <= unchanged < len(samples)  # a kept sample without kept siblings shifts nothing either
 
 
 def test_everything_rejected_makes_no_step(run: Run, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from slime_tis.policy.config import PolicyConfig
@@ -9,7 +10,7 @@ from slime_tis.policy.config import PolicyConfig
 EPSILON = 1e-6  # keeps a group whose rewards are all equal at advantage 0 instead of 0/0
 
 
-def grpo(rewards: Tensor, *, normalize_std: bool = True) -> Tensor:
+def grpo(rewards: Tensor, *, normalize_std: bool = True, kept: Tensor | None = None) -> Tensor:
     """Group-relative advantage.
 
         A_i = (r_i − mean_group r) / (std_group r + ε)
@@ -21,18 +22,19 @@ def grpo(rewards: Tensor, *, normalize_std: bool = True) -> Tensor:
     Args:
         rewards: [G, n], n ≥ 2.
         normalize_std: divide by the group's standard deviation (the unbiased one).
+        kept: [G, n] bool, the samples that the mean and the deviation are of; the others get 0. None for all.
 
     Returns:
         [G, n].
     """
-    _check_groups(rewards, "grpo")
-    centred = rewards - rewards.mean(dim=1, keepdim=True)
+    centred, count = _centred(rewards, kept, "grpo")
     if not normalize_std:
         return centred
-    return centred / (rewards.std(dim=1, keepdim=True) + EPSILON)
+    deviation = (centred.square().sum(1, keepdim=True) / (count - 1).clamp_min(1)).sqrt()
+    return centred / (deviation + EPSILON)
 
 
-def rloo(rewards: Tensor) -> Tensor:
+def rloo(rewards: Tensor, *, kept: Tensor | None = None) -> Tensor:
     """Leave-one-out advantage: the baseline of a sample is the mean of its siblings.
 
         A_i = r_i − 1/(n−1) Σ_{j≠i} r_j = n/(n−1) · (r_i − mean_group r)
@@ -42,16 +44,16 @@ def rloo(rewards: Tensor) -> Tensor:
 
     Args:
         rewards: [G, n], n ≥ 2.
+        kept: [G, n] bool, the samples that are siblings; the others get 0. None for all.
 
     Returns:
         [G, n].
     """
-    _check_groups(rewards, "rloo")
-    n = rewards.shape[1]
-    return (rewards - rewards.mean(dim=1, keepdim=True)) * (n / (n - 1))
+    centred, count = _centred(rewards, kept, "rloo")
+    return centred * (count / (count - 1).clamp_min(1))
 
 
-def reinforce_plus_plus_baseline(rewards: Tensor, valid_tokens: Tensor) -> Tensor:
+def reinforce_plus_plus_baseline(rewards: Tensor, valid_tokens: Tensor, *, kept: Tensor | None = None) -> Tensor:
     """Group mean as the baseline, then one scale for the whole batch.
 
         A_i = whiten(r_i − mean_group r), mean and variance over all valid tokens of the batch
@@ -60,48 +62,62 @@ def reinforce_plus_plus_baseline(rewards: Tensor, valid_tokens: Tensor) -> Tenso
     (https://arxiv.org/abs/2501.03262), §3.
 
     Args:
-        rewards: [G, n].
+        rewards: [G, n], n ≥ 2.
         valid_tokens: [G, n] trained tokens of each sample, the weights of the batch statistics.
+        kept: [G, n] bool, the samples that the statistics are of; the others get 0. None for all.
 
     Returns:
         [G, n].
     """
-    return whiten(rewards - rewards.mean(dim=1, keepdim=True), valid_tokens)
+    centred, _ = _centred(rewards, kept, "reinforce_plus_plus_baseline")
+    return whiten(centred, valid_tokens if kept is None else valid_tokens * kept)
 
 
 def whiten(values: Tensor, weights: Tensor) -> Tensor:
-    """(x − μ) / (σ + ε) with weighted mean and (population) standard deviation; unchanged shape."""
+    """(x − μ) / (σ + ε) with weighted mean and (population) standard deviation; 0 where the weight is."""
     total = weights.sum().clamp_min(1)
     mean = (values * weights).sum() / total
     variance = ((values - mean).square() * weights).sum() / total
-    return (values - mean) / (variance.sqrt() + EPSILON)
+    return torch.where(weights > 0, (values - mean) / (variance.sqrt() + EPSILON), 0.0)
 
 
-def advantages(rewards: Tensor, valid_tokens: Tensor, config: PolicyConfig) -> Tensor:
+def advantages(rewards: Tensor, valid_tokens: Tensor, config: PolicyConfig, kept: Tensor | None = None) -> Tensor:
     """The advantages that the options ask for.
 
     Args:
         rewards: [G, n].
         valid_tokens: [G, n] trained tokens of each sample.
         config: the estimator and its options.
+        kept: [G, n] bool, the samples that baselines are made of; the others get 0. None for all.
 
     Returns:
         [G, n].
     """
-    found = ESTIMATORS[config.advantage_estimator](rewards, valid_tokens, config)
-    return whiten(found, valid_tokens) if config.normalize_advantages else found
+    found = ESTIMATORS[config.advantage_estimator](rewards, valid_tokens, config, kept)
+    if not config.normalize_advantages:
+        return found
+    return whiten(found, valid_tokens if kept is None else valid_tokens * kept)
 
 
-ESTIMATORS: dict[str, Callable[[Tensor, Tensor, PolicyConfig], Tensor]] = {
-    "grpo": lambda rewards, _, config: grpo(rewards, normalize_std=not config.disable_grpo_std_normalization),
-    "rloo": lambda rewards, _, config: rloo(rewards),
-    "reinforce_plus_plus_baseline": lambda rewards, valid, _: reinforce_plus_plus_baseline(rewards, valid),
+Estimator = Callable[[Tensor, Tensor, PolicyConfig, Tensor | None], Tensor]
+ESTIMATORS: dict[str, Estimator] = {
+    "grpo": lambda rewards, _, config, kept: grpo(
+        rewards, normalize_std=not config.disable_grpo_std_normalization, kept=kept
+    ),
+    "rloo": lambda rewards, _, config, kept: rloo(rewards, kept=kept),
+    "reinforce_plus_plus_baseline": lambda rewards, valid, _, kept: reinforce_plus_plus_baseline(
+        rewards, valid, kept=kept
+    ),
 }
 """Estimators by their command-line name."""
 
 
-def _check_groups(rewards: Tensor, name: str) -> None:
+def _centred(rewards: Tensor, kept: Tensor | None, name: str) -> tuple[Tensor, Tensor]:
+    """(rewards less the mean of the kept of their group, 0 where not kept; kept samples [G, 1])."""
     if rewards.dim() != 2 or rewards.shape[1] < 2:
-        raise ValueError(
-            f"{name} compares samples of one prompt: rewards must be [groups, n ≥ 2], got {tuple(rewards.shape)}"
-        )
+        shape = tuple(rewards.shape)
+        raise ValueError(f"{name} compares samples of one prompt: rewards must be [groups, n ≥ 2], got {shape}")
+    weight = torch.ones_like(rewards) if kept is None else kept.to(rewards)
+    count = weight.sum(1, keepdim=True)
+    mean = (rewards * weight).sum(1, keepdim=True) / count.clamp_min(1)
+    return (rewards - mean) * weight, count

@@ -20,9 +20,31 @@ def anchors_on_recomputed(correction: RolloutCorrectionConfig, steps_per_rollout
     return normalizes(correction) or steps_per_rollout > 1
 
 
-def needs_old_log_probs(correction: RolloutCorrectionConfig, steps_per_rollout: int) -> bool:
-    """Whether that forward pass is made: for the loss, or to measure the mismatch of π_old itself."""
-    return correction.get_mismatch_metrics or anchors_on_recomputed(correction, steps_per_rollout)
+def needs_old_log_probs(
+    correction: RolloutCorrectionConfig, steps_per_rollout: int, reject_before_advantage: bool = False
+) -> bool:
+    """Whether that forward pass is made: for the loss, to measure the mismatch of π_old itself, or to reject early."""
+    asked_for = correction.get_mismatch_metrics or reject_before_advantage
+    return asked_for or anchors_on_recomputed(correction, steps_per_rollout)
+
+
+def kept_samples(
+    correction: RolloutCorrectionConfig,
+    train_log_probs: Sequence[Tensor],
+    rollout_log_probs: Sequence[Tensor],
+    loss_masks: Sequence[Tensor],
+    *,
+    sum_context: Reduction,
+) -> list[bool]:
+    """Which of a rank's samples have a token left after rejection; a collective of context-parallel ranks."""
+    found = correct(
+        correction,
+        list(train_log_probs),
+        list(rollout_log_probs),
+        list(loss_masks),
+        reduce_sequences=sum_context,
+    )
+    return (found.kept_per_sequence > 0).tolist()
 
 
 def normalizes(correction: RolloutCorrectionConfig) -> bool:

@@ -47,6 +47,15 @@ class PolicyConfig:
     calculate_per_token_loss: bool = False
     """Average the loss over all tokens of the global batch instead of over samples of their token means."""
 
+    use_opsm: bool = False
+    """Off-policy sequence masking: leave out sequences with a negative advantage that the policy moved away from."""
+
+    opsm_delta: float = 1e-4
+    """Mean log π_old − log π_θ of a sequence, in nats, above which use_opsm leaves it out."""
+
+    reject_before_advantage: bool = False
+    """Keep rejected samples out of their group's mean and deviation; takes a forward pass before training."""
+
     def __post_init__(self) -> None:
         for flag, value, known in (
             ("--advantage-estimator", self.advantage_estimator, ADVANTAGE_ESTIMATORS),
@@ -64,6 +73,8 @@ class PolicyConfig:
             raise ValueError(f"--eps-clip-c is {self.eps_clip_c} but must be above 1; leave it out for no dual clip.")
         if self.kl_loss_coef != 0.0 and not self.use_kl_loss:
             raise ValueError(f"--kl-loss-coef is {self.kl_loss_coef} but has no effect alone; add --use-kl-loss.")
+        if not self.opsm_delta > 0.0:
+            raise ValueError(f"--opsm-delta is {self.opsm_delta} but must be above 0; 1e-4 is customary.")
         if self.kl_loss_coef < 0.0:
             raise ValueError(f"--kl-loss-coef is {self.kl_loss_coef} but must be 0 or more.")
 

@@ -21,6 +21,7 @@ from slime_tis.correction import (
     context_parallel_slices,
     correct,
     interpolate_old_log_probs,
+    off_policy_sequence_mask,
 )
 from slime_tis.custom import call_custom_tis
 from slime_tis.policy import losses
@@ -78,7 +79,13 @@ class PolicyObjective:
         flat = {name: torch.cat(values) for name, values in batch.local.items()}
         old_R = self._anchor(flat, log_prob_R)
         correction = self._correct(flat, old_R, log_prob_R, lengths)
-        weight_R, mask_R = correction.weights, correction.mask
+        weight_R, mask_R, counts_S = correction.weights, correction.mask, correction.kept_per_sequence
+        custom: dict[str, Tensor] = {}
+        if self.policy.use_opsm:
+            near_S = self._near_policy(flat, log_prob_R, old_R, lengths)
+            near_R = near_S.repeat_interleave(torch.tensor(lengths, device=near_S.device), output_size=len(mask_R))
+            mask_R, counts_S = mask_R & near_R, counts_S * near_S
+            custom["opsm_clipfrac"] = (~near_R).float()
         assert isinstance(weight_R, Tensor) and isinstance(mask_R, Tensor)  # packed in, packed out
 
         # What is masked or not finite gets ratio 1 before any arithmetic: a NaN behind a mask would still poison
@@ -86,10 +93,9 @@ class PolicyObjective:
         log_prob_R = torch.where(mask_R, log_prob_R, log_prob_R.detach().nan_to_num())
         old_R = torch.where(mask_R & old_R.isfinite(), old_R, log_prob_R.detach())
         loss_R, clipped_R = self._token_loss(log_prob_R, old_R, flat["advantages"], mask_R, lengths)
-        counts_S = correction.kept_per_sequence
-        custom: dict[str, Tensor] = {}
         if self.custom_tis is not None:
-            new_loss_R, new_mask_R, new_counts_S, custom = self._custom(batch, flat, loss_R, old_R, log_prob_R)
+            new_loss_R, new_mask_R, new_counts_S, figures = self._custom(batch, flat, loss_R, old_R, log_prob_R)
+            custom |= figures
             if self.correction.corrects:  # otherwise metrics alone: the loss stays as it was, to the bit
                 loss_R, mask_R, counts_S = new_loss_R, new_mask_R, new_counts_S
         elif self.correction.use_tis:
@@ -154,6 +160,21 @@ class PolicyObjective:
             mean_R = self._mean_log_ratio((log_prob_R - old_R).detach(), mask_R, lengths)
             return losses.gspo(log_prob_R, mean_R, advantage_R, **clip)
         return losses.ppo_clip(log_prob_R, old_R, advantage_R, **clip, dual_clip=self.policy.eps_clip_c)
+
+    def _near_policy(self, flat: dict[str, Tensor], log_prob_R: Tensor, old_R: Tensor, lengths: list[int]) -> Tensor:
+        """True for sequences that off-policy sequence masking keeps."""
+        advantage_S = torch.stack([part.sum() for part in flat["advantages"].split(lengths)]).double()
+        if self.reduce_sequences is not None:  # the sign is what counts, and all tokens of a sequence share it
+            advantage_S = self.reduce_sequences(advantage_S[:, None])[:, 0]
+        return off_policy_sequence_mask(
+            log_prob_R,
+            old_R,
+            advantage_S,
+            flat["loss_masks"],
+            delta=self.policy.opsm_delta,
+            lengths=lengths,
+            reduce_sequences=self.reduce_sequences,
+        )
 
     def _mean_log_ratio(self, log_ratio_R: Tensor, mask_R: Tensor, lengths: list[int]) -> Tensor:
         """Mean over the kept tokens of the whole sequence, at each of its tokens on this rank."""

@@ -60,6 +60,32 @@ def test_options_choose_the_estimator_and_what_follows() -> None:
     )
 
 
+def test_rejected_samples_are_in_no_baseline_and_get_no_advantage() -> None:
+    rewards = torch.tensor([[1.0, 0.0, 5.0, 2.0], [1.0, 3.0, 3.0, 3.0], [1.0, 2.0, 3.0, 4.0]], dtype=torch.float64)
+    kept = torch.tensor([[True, True, False, True], [True, False, False, False], [False] * 4])
+    assert grpo(rewards, normalize_std=False, kept=kept).tolist() == [[0, -1, 0, 1], [0] * 4, [0] * 4]
+    torch.testing.assert_close(
+        grpo(rewards, kept=kept)[0], torch.tensor([0.0, -1.0, 0.0, 1.0], dtype=torch.float64), atol=2e-6, rtol=0
+    )
+    assert rloo(rewards, kept=kept).tolist() == [[0, -1.5, 0, 1.5], [0] * 4, [0] * 4]
+    tokens = torch.full_like(rewards, 7.0)
+    plus = reinforce_plus_plus_baseline(rewards, tokens, kept=kept)
+    # Over the kept: 0, −1, 1 and 0, mean 0 and variance 1/2.
+    torch.testing.assert_close(plus[0], torch.tensor([0, -(2**0.5), 0, 2**0.5], dtype=torch.float64), atol=1e-5, rtol=0)
+    assert plus[1:].tolist() == [[0] * 4] * 2
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_keeping_all_is_keeping_nothing_back(estimator: str) -> None:
+    config = PolicyConfig(advantage_estimator=estimator, normalize_advantages=True)  # type: ignore[arg-type]
+    torch.manual_seed(0)
+    rewards, tokens = torch.randn(3, 4, dtype=torch.float64), torch.ones(3, 4, dtype=torch.float64)
+    every = torch.ones(3, 4, dtype=torch.bool)
+    torch.testing.assert_close(
+        advantages(rewards, tokens, config, every), advantages(rewards, tokens, config), atol=1e-12, rtol=0
+    )
+
+
 @pytest.mark.parametrize("function", [grpo, rloo])
 def test_a_group_of_one_is_refused(function: object) -> None:
     with pytest.raises(ValueError, match=r"\[groups, n ≥ 2\], got \(4, 1\)"):

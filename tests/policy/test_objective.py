@@ -138,6 +138,20 @@ def test_interpolated_old_log_probs_follow_the_versions() -> None:
     torch.testing.assert_close(grad, -ratio * torch.tensor([1 / 6, 1 / 6, 0, 1 / 6, 1 / 4, 1 / 4]))
 
 
+def test_off_policy_sequence_masking_takes_out_bad_sequences_that_the_policy_left() -> None:
+    # log π_old − log π_θ: 0.1 on average in both; only the second sequence has a negative advantage.
+    old = [[-0.9, -0.9, -9.0, -0.9], [-1.4, -0.4]]
+    batch = make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES, old_log_probs=old)
+    objective = build({"use_opsm": True, "opsm_delta": 0.05}, recompute_old=True)
+    _, grad, report = loss_of(objective, batch, CURRENT)
+    ratio = 2.718281828**-0.1
+    torch.testing.assert_close(grad, torch.tensor([-ratio / 3, -ratio / 3, 0, -ratio / 3, 0, 0]))
+    assert report.units.tolist() == [1, 2, 3, 5]
+    figures = step_figures(report, objective.correction, objective.policy, custom=False)
+    assert figures["opsm_clipfrac"] == pytest.approx(0.5)
+    assert figures["gradient_kept_fraction"] == pytest.approx(3 / 5)
+
+
 @pytest.mark.parametrize("bad", [NAN, float("inf"), float("-inf")])
 @pytest.mark.parametrize("bypass", [False, True])
 def test_a_log_prob_that_is_not_finite_is_rejected_without_a_trace(bad: float, bypass: bool) -> None:
