@@ -28,7 +28,7 @@ from arguments import Arguments, describe, effective_config, parse_args
 from slime_tis.correction import interpolate_old_log_probs
 from slime_tis.custom import load_function
 from slime_tis.megatron import checkpoint
-from slime_tis.megatron.batch import TrainingBatch, make_batch
+from slime_tis.megatron.batch import TrainingBatch, make_batch, tensors
 from slime_tis.megatron.engine import StepResult, TrainingEngine
 from slime_tis.megatron.parallel import Parallel, initialize, shut_down
 from slime_tis.policy.advantages import advantages
@@ -415,18 +415,17 @@ def training_batch(samples: list[Sample], parallel: Parallel) -> TrainingBatch:
         [len(sample.response_ids) for sample in samples],
         [sample.loss_mask for sample in samples],
         {
-            "rollout_log_probs": [rollout_log_probs(sample) for sample in samples],
-            "weight_versions": [torch.tensor(sample.weight_versions) for sample in samples],
+            "rollout_log_probs": tensors([rollout_log_probs(sample) for sample in samples], torch.float32),
+            "weight_versions": tensors([sample.weight_versions for sample in samples], torch.int64),
         },
         parallel.context_rank,
         parallel.context_size,
     )
 
 
-def rollout_log_probs(sample: Sample) -> torch.Tensor:
+def rollout_log_probs(sample: Sample) -> list[float]:
     """The sample's log-probs, NaN where the engine gave none."""
-    values = [math.nan if value is None else value for value in sample.rollout_log_probs]
-    return torch.tensor(values, dtype=torch.float32)
+    return [math.nan if value is None else value for value in sample.rollout_log_probs]
 
 
 def quiet_libraries() -> None:

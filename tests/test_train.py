@@ -69,7 +69,8 @@ def test_every_algorithm_trains_and_skips_the_forward_pass_it_can(flags: tuple[s
     for row in rows:
         assert row["train/grad_norm"] > 0
         assert all(value is not None for value in row.values())  # nothing that was not finite
-        assert row["train/train_rollout_logprob_abs_diff"] > 0  # int8 weights: the mismatch is real
+        if "interpolate" not in flags:  # at a lag of one step or none the interpolated π_old is π_rollout
+            assert row["train/train_rollout_logprob_abs_diff"] > 0  # int8 weights: the mismatch is real
 
 
 @pytest.mark.parametrize("base", [(), ("--use-rollout-logprobs",), TWO_STEPS], ids=["one", "bypass", "two"])

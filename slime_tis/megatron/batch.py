@@ -52,7 +52,7 @@ def make_batch(
     context_size: int = 1,
 ) -> TrainingBatch:
     """Builds a batch from whole sequences, cutting every per-token value to this context-parallel rank's slices."""
-    masks = [torch.as_tensor(mask, dtype=torch.float32) for mask in loss_masks]
+    masks = tensors(loss_masks, torch.float32)
     cuts = [
         context_parallel_slices(len(ids), length, context_rank, context_size)
         for ids, length in zip(tokens, response_lengths, strict=True)
@@ -64,11 +64,17 @@ def make_batch(
         return [torch.cat([value[a], value[b]]) for value, (a, b) in zip(values, cuts, strict=True)]
 
     return TrainingBatch(
-        tokens=[torch.as_tensor(ids, dtype=torch.int64) for ids in tokens],
+        tokens=tensors(tokens, torch.int64),
         response_lengths=list(response_lengths),
         loss_masks=masks,
         local={name: cut(values) for name, values in {**per_token, "loss_masks": masks}.items()},
     )
+
+
+def tensors(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> list[Tensor]:
+    """One tensor per row, all cut from one: a tensor is slow to make from Python numbers, whatever its size."""
+    flat = torch.tensor([value for row in rows for value in row], dtype=dtype)
+    return list(flat.split([len(row) for row in rows]))
 
 
 def fixed_partition(count: int, micro_batch_size: int | None) -> list[list[int]]:
