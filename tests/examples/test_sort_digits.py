@@ -122,11 +122,13 @@ def test_the_default_model_is_the_size_that_the_readme_says():
 
 def test_the_flags_that_the_readme_shows_parse(tmp_path, monkeypatch):
     readme = (Path(prepare.__file__).parent / "README.md").read_text()
-    command, flags = re.findall(r"```\n(.*?)```", readme, flags=re.DOTALL)
+    command, flags, run = re.findall(r"```\n(.*?)```", readme, flags=re.DOTALL)
     assert command.split()[:2] == ["python", "examples/sort_digits/prepare.py"]
     directory = command.split()[-1]
     prepare.prepare(tmp_path / directory, example=SMALL)
     monkeypatch.chdir(tmp_path)
+    config = Path(prepare.__file__).parents[2] / run.split()[3]
+    assert parse_args(["--custom-config-path", str(config), *run.split()[4:]]).correction.use_tis
     rollout = parse_args(
         [*flags.split(), "--rollout-batch-size", "32", "--n-samples-per-prompt", "8", "--num-rollout", "1"]
     ).rollout
