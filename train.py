@@ -25,7 +25,7 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from arguments import Arguments, describe, effective_config, parse_args
-from slime_tis.correction import interpolate_old_log_probs
+from slime_tis.correction import Correction, batch_norm_factor, correct, interpolate_old_log_probs
 from slime_tis.custom import load_function
 from slime_tis.megatron import checkpoint
 from slime_tis.megatron.batch import TrainingBatch, make_batch, tensors
@@ -34,8 +34,6 @@ from slime_tis.megatron.parallel import Parallel, initialize, shut_down
 from slime_tis.policy.advantages import advantages
 from slime_tis.policy.anchor import (
     anchors_on_recomputed,
-    global_weight_mean,
-    kept_samples,
     needs_old_log_probs,
     normalizes,
 )
@@ -203,18 +201,24 @@ class Trainer:
         """Which samples of the step have a token left after rejection, in their order, on every rank."""
         kept: list[bool] = []
         if self.parallel.is_last_stage:
-            kept = kept_samples(
-                self.arguments.correction,
-                batch.local["old_log_probs"],
-                self._on_device(batch.local["rollout_log_probs"]),
-                self._on_device(batch.local["loss_masks"]),
-                sum_context=self.parallel.sum_over_context,
-            )
+            found = self._correct(batch, batch.local["old_log_probs"])
+            kept = (found.kept_per_sequence > 0).tolist()
         shares = self.parallel.from_data_ranks(self.parallel.from_last_stage(kept))
         return [keep for together in zip(*shares, strict=True) for keep in together]
 
-    def _on_device(self, values: list[torch.Tensor]) -> list[torch.Tensor]:
-        return [value.to(self.parallel.backend.device) for value in values]
+    def _correct(self, batch: TrainingBatch, train_log_probs: list[torch.Tensor]) -> Correction[list[torch.Tensor]]:
+        """The correction of a whole batch, before training on it; a collective of context-parallel ranks."""
+        rollout_log_probs, loss_masks = (
+            [value.to(self.parallel.backend.device) for value in batch.local[name]]
+            for name in ("rollout_log_probs", "loss_masks")
+        )
+        return correct(
+            self.arguments.correction,
+            train_log_probs,
+            rollout_log_probs,
+            loss_masks,
+            reduce_sequences=self.parallel.reduce_sequences,
+        )
 
     def _old_log_probs(self, batch: TrainingBatch, partition: list[list[int]]) -> list[torch.Tensor]:
         self.old_log_prob_forwards += 1
@@ -240,7 +244,7 @@ class Trainer:
             context_rank=parallel.context_rank,
             context_size=parallel.context_size,
             context_group=parallel.context_group,
-            reduce_sequences=parallel.sum_over_context if parallel.context_size > 1 else None,
+            reduce_sequences=parallel.reduce_sequences,
             batch_norm_factor=self._batch_norm_factor(batch, partition),
         )
 
@@ -261,14 +265,9 @@ class Trainer:
                 interpolate_old_log_probs(current, rollout.to(current), self.step, version.to(current.device))
                 for current, rollout, version in zip(train, of_rollout, versions, strict=True)
             ]
-        return global_weight_mean(
-            correction,
-            train,
-            self._on_device(batch.local["rollout_log_probs"]),
-            self._on_device(batch.local["loss_masks"]),
-            sum_context=self.parallel.sum_over_context,
-            sum_data=self.parallel.sum_over_data,
-        )
+        statistics = self._correct(batch, train).statistics
+        sums = self.parallel.sum_over_data(statistics.sums)
+        return batch_norm_factor(correction, replace(statistics, sums=sums))
 
     def _step_metrics(self, result: StepResult) -> dict[str, float]:
         """train/… figures of a step, on every rank."""

@@ -53,6 +53,8 @@ ALGORITHMS = {
     ("--use-tis", "--policy-loss", "gspo", "--eps-clip", "3e-4", "--eps-clip-high", "4e-4"): (0, 1),
     ("--use-rs", "--policy-loss", "cispo"): (0, 1),
     ("--use-tis", "--use-opsm"): (0, 1),
+    ("--use-tis", "--tis-level", "prefix", "--tis-batch-normalize"): (1, 1),
+    ("--use-rs", "--rs-level", "segment", "--reject-before-advantage"): (1, 1),
     ("--use-rs", "--rs-level", "sequence", "--reject-before-advantage"): (1, 1),
     ("--use-rollout-logprobs", "--use-rs", "--rs-level", "sequence", "--reject-before-advantage"): (1, 1),
     ("--use-tis", "--old-logprobs", "interpolate", "--update-weights-interval", "2"): (0, 0),

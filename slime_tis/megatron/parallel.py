@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -73,10 +74,14 @@ class Parallel:
         """The context-parallel process group."""
         return mpu.get_context_parallel_group()
 
+    @property
+    def reduce_sequences(self) -> Callable[[Tensor], Tensor] | None:
+        """What makes sums over sequences whole: `sum_over_context`, or None where they are whole already."""
+        return self.sum_over_context if self.context_size > 1 else None
+
     def sum_over_context(self, table: Tensor) -> Tensor:
         """Sums over the context-parallel ranks, in place."""
-        if self.context_size > 1:
-            dist.all_reduce(table, group=mpu.get_context_parallel_group())
+        dist.all_reduce(table, group=mpu.get_context_parallel_group())
         return table
 
     def sum_over_data(self, values: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ TWO_RANKS = {
 CORRECTION = [
     *("--use-tis", "--tis-upper-bound", "1.05", "--tis-batch-normalize"),
     *("--use-rs", "--rs-level", "geometric", "--rs-upper-bound", "1.01", "--rs-veto-threshold", "0.9"),
+    "--reject-before-advantage",
     *("--use-kl-loss", "--kl-loss-coef", "0.1", "--kl-loss-type", "k3", "--entropy-coef", "0.01"),
 ]
 
