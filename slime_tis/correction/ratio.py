@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slime_tis.correction.layout import Chunk
+from slime_tis.correction.blocks import LONGEST_SEQUENCE, Chunk
 
 LOG_RATIO_BOUND = 20.0
 """exp is taken of log-ratios clamped to ±20 (2e-9 to 5e8): against overflow, never a modelling choice."""
@@ -94,25 +94,30 @@ def _token(tokens: Tokens, chunk: Chunk) -> Tensor:
 
 
 def _prefix(tokens: Tokens, chunk: Chunk) -> Tensor:
+    order_R = chunk.order()
+    sequence_R = chunk.sequence_R.index_select(0, order_R)
     within_row = tokens.log_ratio_RK.cumsum(-1, dtype=torch.float64)
-    totals = within_row[:, -1]
+    totals = within_row[:, -1].index_select(0, order_R)
     before_row = totals.cumsum(0) - totals
-    first_row = torch.searchsorted(chunk.sequence_R, chunk.sequence_R)
-    carried = before_row - before_row.index_select(0, first_row)
-    return (within_row + carried[:, None]).to(tokens.log_ratio_RK.dtype)
+    carried = before_row - before_row.index_select(0, torch.searchsorted(sequence_R, sequence_R))
+    within_row += torch.empty_like(carried).index_copy_(0, order_R, carried)[:, None]
+    return within_row.to(tokens.log_ratio_RK.dtype)
 
 
 def _segment(tokens: Tokens, chunk: Chunk) -> Tensor:
-    shape = tokens.original_RK.shape
-    inside = tokens.original_RK.reshape(-1)
-    previous = torch.cat([inside.new_zeros(1), inside])[:-1].view(shape)
-    new_sequence = torch.cat([chunk.sequence_R.new_full((1,), -1), chunk.sequence_R])[:-1].ne(chunk.sequence_R)
+    order_R = chunk.order()
+    sequence_R = chunk.sequence_R.index_select(0, order_R)
+    inside = tokens.original_RK.index_select(0, order_R)
+    log_ratio = tokens.log_ratio_RK.index_select(0, order_R)
+    previous = torch.cat([inside.new_zeros(1), inside.view(-1)])[:-1].view(inside.shape)
+    new_sequence = torch.cat([sequence_R.new_full((1,), -1), sequence_R])[:-1].ne(sequence_R)
     previous[:, 0].mul_(new_sequence.logical_not())
-    starts = inside * (1 - previous.reshape(-1))
-    run = starts.cumsum(0, dtype=torch.float64).to(torch.int64)
+    starts = inside * (1 - previous)
+    run = starts.view(-1).cumsum(0, dtype=torch.float64).to(torch.int64)
     sums = torch.zeros(run.numel() + 1, dtype=torch.float64, device=run.device)
-    sums.index_add_(0, run, tokens.log_ratio_RK.reshape(-1).to(torch.float64))
-    return sums.index_select(0, run).view(shape).to(tokens.log_ratio_RK.dtype)
+    sums.index_add_(0, run, log_ratio.view(-1).to(torch.float64))
+    of_run = sums.index_select(0, run).view(inside.shape).to(log_ratio.dtype)
+    return log_ratio.index_copy_(0, order_R, of_run)
 
 
 TOKEN_LEVELS = {"token": _token, "prefix": _prefix, "segment": _segment}
@@ -122,10 +127,10 @@ def _raise_nonfinite(chunk: Chunk, nonfinite_RK: Tensor) -> None:
     """The one deliberate synchronisation with the host."""
     if not nonfinite_RK.any():
         return
-    row, column = nonfinite_RK.nonzero()[0].tolist()
-    sequence = int(chunk.sequence_R[row])
-    first_row = int(torch.searchsorted(chunk.sequence_R, chunk.sequence_R[row]))
-    position = (row - first_row) * nonfinite_RK.shape[1] + column
+    rows, columns = nonfinite_RK.nonzero().unbind(1)
+    first = int((chunk.sequence_R[rows] * LONGEST_SEQUENCE + chunk.offset_R[rows] + columns).argmin())
+    row, column = int(rows[first]), int(columns[first])
+    sequence, position = int(chunk.sequence_R[row]), int(chunk.offset_R[row]) + column
     raise ValueError(
         f"sequence {chunk.first + sequence}, position {position}: train log-prob "
         f"{chunk.train_RK[row, column].item()}, rollout log-prob {chunk.rollout_RK[row, column].item()}; "

@@ -10,9 +10,9 @@ import math
 import torch
 from torch import Tensor
 
+from slime_tis.correction.blocks import Chunk
 from slime_tis.correction.config import RolloutCorrectionConfig
 from slime_tis.correction.criteria import Criterion
-from slime_tis.correction.layout import Chunk
 from slime_tis.correction.ratio import (
     LOG_RATIO_BOUND,
     Tokens,

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from slime_tis.correction.blocks import Chunk
 from slime_tis.correction.config import RolloutCorrectionConfig
 from slime_tis.correction.criteria import TOKEN_AGGREGATIONS, Criterion
-from slime_tis.correction.layout import Chunk
 from slime_tis.correction.ratio import Tokens, clean, indicator, safe_exp, token_log_weights
 from slime_tis.correction.rejection import accepted, catastrophic_tokens, token_statistic
 from slime_tis.correction.weights import bounded_weights, inside
@@ -173,18 +173,24 @@ def _weight_columns(
     """Row sums of the weights; for the token level Σ(w − 1) before the mode is `excess`, measured anyway."""
     lower, upper = config.is_bounds
     valid, scratch = tokens.valid_RK, tokens.scratch_RK
+    varies = config.tis_level != "token"
     columns = {
         "weight": weight_RK.sum(-1),
         "weight_squared": _sum_of_squares(weight_RK),
-        "high": indicator(torch.gt, raw_RK, upper, scratch).mul_(valid).sum(-1),
+        "high": _count_valid(indicator(torch.gt, raw_RK, upper, scratch), valid, needed=varies or upper < 1),
     }
     if config.tis_mode == "truncate":
         columns["low"] = torch.zeros_like(columns["high"])
     else:
-        columns["low"] = indicator(torch.lt, raw_RK, lower, scratch).mul_(valid).sum(-1)
-    if config.tis_level != "token":
+        columns["low"] = _count_valid(indicator(torch.lt, raw_RK, lower, scratch), valid, needed=varies or lower > 1)
+    if varies:
         columns["raw_excess"] = torch.sub(raw_RK, 1, out=scratch).mul_(valid).sum(-1)
     return columns
+
+
+def _count_valid(found_RK: Tensor, valid_RK: Tensor, *, needed: bool) -> Tensor:
+    """Valid tokens where something was found; not needed where nothing can be found at the others, of ratio 1."""
+    return (found_RK.mul_(valid_RK) if needed else found_RK).sum(-1)
 
 
 def _squares(tokens: Tokens) -> Tensor:
