@@ -1,13 +1,14 @@
 """The front door: log-probs of two policies in, weights, mask and mergeable statistics out."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar, overload
 
 import torch
 from torch import Tensor
 
 from slime_tis.correction.config import RolloutCorrectionConfig
+from slime_tis.correction.context_parallel import ResponseSlices, join_slices, whole_sequence_levels
 from slime_tis.correction.layout import LogProbs, as_layout
 from slime_tis.correction.metrics import mean_weight
 from slime_tis.correction.sequence_pass import SequencePass, sequence_pass
@@ -47,6 +48,7 @@ def correct(
     *,
     lengths: Sequence[int] | None = ...,
     reduce_sequences: Reduction | None = ...,
+    slices: ResponseSlices | None = ...,
     batch_norm_factor: Tensor | None = ...,
     reduce_batch: Reduction | None = ...,
 ) -> Correction[Tensor]: ...
@@ -60,6 +62,7 @@ def correct(
     loss_mask: Sequence[Tensor],
     *,
     reduce_sequences: Reduction | None = ...,
+    slices: ResponseSlices | None = ...,
     batch_norm_factor: Tensor | None = ...,
     reduce_batch: Reduction | None = ...,
 ) -> Correction[list[Tensor]]: ...
@@ -74,6 +77,7 @@ def correct(
     *,
     lengths: Sequence[int] | None = None,
     reduce_sequences: Reduction | None = None,
+    slices: ResponseSlices | None = None,
     batch_norm_factor: Tensor | None = None,
     reduce_batch: Reduction | None = None,
 ) -> Correction[Any]:
@@ -93,6 +97,8 @@ def correct(
         lengths: Lengths of the sequences in packed [N] tensors.
         reduce_sequences: Sums a float64 [S, k] table over context-parallel ranks, each of which passes its
             slices of the same sequences; called once. None when sequences are whole.
+        slices: Where those slices lie, as `response_slices` says. Needed at the levels prefix and segment alone,
+            whose one reduction is of the [N, 3] tokens of the whole responses; lists or packed tokens only.
         batch_norm_factor: Scalar, the mean weight of the global batch, when the caller already knows it.
         reduce_batch: Sums the (sum, count) of the weights over data-parallel ranks, when this call is to find
             the factor itself. None on one rank.
@@ -102,10 +108,16 @@ def correct(
 
     Raises:
         ValueError: if the layouts disagree, naming the sequence and both lengths; if a token is not finite
-            under the "raise" policy; if a level needs whole sequences and `reduce_sequences` is given.
+            under the "raise" policy; if a level needs whole sequences and there are slices without their places.
     """
-    if reduce_sequences is not None:
-        _refuse_sliced_levels(config)
+    if reduce_sequences is not None and whole_sequence_levels(config):
+        where = _places(config, slices)
+        whole = join_slices(train_log_probs, rollout_log_probs, loss_mask, lengths, where, reduce_sequences)
+        found: Correction[Any] = correct(
+            config, *whole, lengths=where.lengths, batch_norm_factor=batch_norm_factor, reduce_batch=reduce_batch
+        )
+        cut = where.cut if isinstance(train_log_probs, Tensor) else where.parts
+        return replace(found, weights=cut(found.weights), mask=cut(found.mask))
     layout = as_layout(train_log_probs, rollout_log_probs, loss_mask, lengths)
     tokens = [token_pass(config, chunk) for chunk in layout.chunks()]
     names = column_names(config)
@@ -132,17 +144,13 @@ def correct(
     )
 
 
-def _refuse_sliced_levels(config: RolloutCorrectionConfig) -> None:
-    levels = {
-        "--tis-level": config.tis_level if config.use_tis else "",
-        "--rs-level": config.rs_level if config.use_rs else "",
-    }
-    for flag, level in levels.items():
-        if level in ("prefix", "segment"):
-            raise ValueError(
-                f"{flag} {level} needs whole sequences, but they are sliced over context-parallel ranks; "
-                f"choose another level."
-            )
+def _places(config: RolloutCorrectionConfig, slices: ResponseSlices | None) -> ResponseSlices:
+    if slices is None:
+        raise ValueError(
+            f"{whole_sequence_levels(config)[0]} needs whole sequences, but they are sliced over context-parallel "
+            f"ranks; say where the slices lie with slices=response_slices(…), or choose another level."
+        )
+    return slices
 
 
 def _statistics(tokens: list[TokenPass], sequences: SequencePass) -> Statistics:
