@@ -25,7 +25,7 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from arguments import Arguments, describe, effective_config, parse_args
-from slime_tis.correction import Correction, batch_norm_factor, correct, interpolate_old_log_probs
+from slime_tis.correction import Correction, batch_norm_factor, correct, interpolate_old_log_probs, response_slices
 from slime_tis.custom import load_function
 from slime_tis.megatron import checkpoint
 from slime_tis.megatron.batch import TrainingBatch, make_batch, tensors
@@ -212,12 +212,14 @@ class Trainer:
             [value.to(self.parallel.backend.device) for value in batch.local[name]]
             for name in ("rollout_log_probs", "loss_masks")
         )
+        rank, size = self.parallel.context_rank, self.parallel.context_size
         return correct(
             self.arguments.correction,
             train_log_probs,
             rollout_log_probs,
             loss_masks,
             reduce_sequences=self.parallel.reduce_sequences,
+            slices=response_slices(batch.total_lengths, batch.response_lengths, rank, size),
         )
 
     def _old_log_probs(self, batch: TrainingBatch, partition: list[list[int]]) -> list[torch.Tensor]:
