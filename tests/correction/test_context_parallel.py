@@ -19,31 +19,40 @@ from slime_tis import (
     response_slices,
 )
 
-CONFIGS = [
-    RolloutCorrectionConfig(
+
+def options(level: str, mode: str, rs_level: str, second_moment: float | None = None) -> RolloutCorrectionConfig:
+    return RolloutCorrectionConfig(
         use_tis=True,
-        tis_level=level,
-        tis_mode=mode,
+        tis_level=level,  # type: ignore[arg-type]
+        tis_mode=mode,  # type: ignore[arg-type]
         tis_batch_normalize=True,
         use_rs=True,
-        rs_level=rs_level,
+        rs_level=rs_level,  # type: ignore[arg-type]
         rs_lower_bound=0.7,
         rs_upper_bound=1.5,
         rs_veto_threshold=0.05,
+        rs_second_moment_bound=second_moment,
         rollout_rs="token_k3,seq_mean_k2,seq_max_k3",
         rollout_rs_threshold="0.4,0.2,1.5",
     )
-    for level, mode, rs_level in [
-        ("token", "truncate", "geometric"),
-        ("sequence", "clip", "token"),
-        ("geometric", "mask", "sequence"),
-        ("token", "mask", "token"),
-        ("prefix", "truncate", "segment"),
-        ("segment", "mask", "prefix"),
-        ("sequence", "clip", "prefix"),
-        ("segment", "truncate", "geometric"),
-    ]
+
+
+BY_TABLE = [
+    options("token", "truncate", "geometric"),
+    options("sequence", "clip", "token"),
+    options("geometric", "mask", "sequence"),
+    options("token", "mask", "token"),
+    options("token", "truncate", "geometric", 0.07),
+    options("sequence", "truncate", "token", 0.02),
 ]
+BY_JOINING = [
+    options("prefix", "truncate", "segment"),
+    options("segment", "mask", "prefix"),
+    options("sequence", "clip", "prefix"),
+    options("segment", "truncate", "geometric"),
+    options("prefix", "clip", "token", 0.05),
+]
+CONFIGS = BY_TABLE + BY_JOINING
 # (prompt, response): longer than a row, shorter than the group, a single token.
 SHAPES = [(5, 300), (1, 9), (40, 3), (2, 1), (7, 64), (1, 2)]
 
@@ -107,10 +116,14 @@ def _sliced(rank: int, size: int) -> list[Any]:
             return _sum(table)
 
         found = correct(config, *local, reduce_sequences=reduce_once, slices=places(rank, size))
-        joined = {config.tis_level, config.rs_level} & {"prefix", "segment"}
-        assert [call[0] for call in calls] == [sum(r for _, r in SHAPES) if joined else len(SHAPES)]
+        if config in BY_JOINING:
+            assert calls == [(sum(r for _, r in SHAPES), 3)]
+        else:
+            assert calls[:-1] == ([(512, 2)] * 7 if config.rs_second_moment_bound else [])
+            assert calls[-1][0] == len(SHAPES)
         statistics = found.statistics.reduce(lambda x: x, _min, _max)
-        results.append((found.weights, found.mask, found.kept_per_sequence, figures(config, statistics)))
+        limit = found.second_moment_limit
+        results.append((found.weights, found.mask, found.kept_per_sequence, limit, figures(config, statistics)))
     return results
 
 
@@ -118,13 +131,13 @@ def _sliced_wild(rank: int, size: int) -> list[Any]:
     """The same of the wild batch, packed, and as a list with a sample that has no rollout log-probs."""
     local = [[take(x, shape, rank, size) for x, shape in zip(xs, SHAPES, strict=True)] for xs in wild()]
     results = []
-    for config in CONFIGS[4:]:
+    for config in BY_JOINING:
         rollout = [torch.full_like(t, torch.nan) if r is None else r for t, r in zip(*local[:2], strict=True)]
         packed = [torch.cat(xs) for xs in (local[0], rollout, local[2])]
         lengths = [len(x) for x in local[0]]
-        options: dict[str, Any] = {"reduce_sequences": _sum, "slices": places(rank, size)}
-        found = correct(config, *packed, lengths=lengths, **options)
-        listed = correct(config, *local, **options)
+        ranks: dict[str, Any] = {"reduce_sequences": _sum, "slices": places(rank, size)}
+        found = correct(config, *packed, lengths=lengths, **ranks)
+        listed = correct(config, *local, **ranks)
         assert torch.cat(listed.weights).tolist() == found.weights.tolist()
         assert torch.cat(listed.mask).tolist() == found.mask.tolist()
         results.append((found.weights.split(lengths), found.mask.split(lengths), found.per_sequence))
@@ -138,7 +151,7 @@ def _sharded(rank: int, size: int) -> list[Any]:
     for config in CONFIGS:
         found = correct(config, *local, reduce_batch=_sum)
         statistics = found.statistics.reduce(_sum, _min, _max)
-        results.append((found.weights, found.mask, figures(config, statistics)))
+        results.append((found.weights, found.mask, found.second_moment_limit, figures(config, statistics)))
     return results
 
 
@@ -165,18 +178,19 @@ def test_context_parallel_ranks_agree_with_one(ranks: list[dict[str, Any]]) -> N
     for c, config in enumerate(CONFIGS):
         whole = correct(config, *batch())
         for rank in range(size):
-            weights, mask, kept, values = ranks[rank]["sliced"][c]
+            weights, mask, kept, limit, values = ranks[rank]["sliced"][c]
             for i, shape in enumerate(SHAPES):
                 expected = take(whole.weights[i], shape, rank, size)
                 torch.testing.assert_close(weights[i], expected, rtol=1e-6, atol=1e-6)
                 assert mask[i].tolist() == take(whole.mask[i], shape, rank, size).tolist()
             assert kept.tolist() == whole.kept_per_sequence.tolist()
+            assert limit == whole.second_moment_limit
             assert values == pytest.approx(figures(config, whole.statistics), rel=1e-6, abs=1e-6)
 
 
 def test_joined_slices_carry_every_value_to_the_bit(ranks: list[dict[str, Any]]) -> None:
     size = len(ranks)
-    for c, config in enumerate(CONFIGS[4:]):
+    for c, config in enumerate(BY_JOINING):
         whole = correct(config, *wild())
         assert whole.per_sequence["nonfinite"].tolist() == [whole.per_sequence["original"][0].item(), 0, 0, 0, 2, 0]
         for rank in range(size):
@@ -194,7 +208,8 @@ def test_data_parallel_ranks_agree_with_one(ranks: list[dict[str, Any]]) -> None
     for c, config in enumerate(CONFIGS):
         whole = correct(config, *batch())
         for rank in range(size - 1):
-            weights, mask, values = ranks[rank]["sharded"][c]
+            weights, mask, limit, values = ranks[rank]["sharded"][c]
+            assert limit == whole.second_moment_limit
             for x, y in zip(weights, whole.weights[rank :: size - 1], strict=True):
                 torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-6)
             assert [x.tolist() for x in mask] == [x.tolist() for x in whole.mask[rank :: size - 1]]
@@ -245,15 +260,15 @@ def test_levels_that_need_whole_sequences_say_so(level: str) -> None:
 
 def test_slices_of_other_sequences_are_refused() -> None:
     config = RolloutCorrectionConfig(use_tis=True, tis_level="prefix")
-    options: dict[str, Any] = {"reduce_sequences": lambda x: x, "slices": response_slices([10], [7], 1, 2)}
+    ranks: dict[str, Any] = {"reduce_sequences": lambda x: x, "slices": response_slices([10], [7], 1, 2)}
     six, five = torch.zeros(6), torch.zeros(5)
-    assert correct(config, [six], [six], [six], **options).weights[0].tolist() == [0] * 6
+    assert correct(config, [six], [six], [six], **ranks).weights[0].tolist() == [0] * 6
     with pytest.raises(ValueError, match="sequence 0: rollout_log_probs has 5 tokens but slices has 6 on this rank"):
-        correct(config, [six], [five], [six], **options)
+        correct(config, [six], [five], [six], **ranks)
     with pytest.raises(ValueError, match="train_log_probs has 2 sequences but slices has 1; pass one of each"):
-        correct(config, [six, six], [six, six], [six, six], **options)
+        correct(config, [six, six], [six, six], [six, six], **ranks)
     with pytest.raises(ValueError, match=r"train_log_probs has shape \(1, 6\) and lengths is None.*pass lists"):
-        correct(config, six[None], six[None], six[None], **options)
+        correct(config, six[None], six[None], six[None], **ranks)
 
 
 def test_no_sequences_are_joined_too() -> None:
