@@ -67,6 +67,8 @@ class PolicyObjective:
     """Sums a [sequences, k] table over the context-parallel ranks."""
     batch_norm_factor: Tensor | None = None
     """Mean weight of the global batch, where the weights are normalised by it."""
+    second_moment_limit: Tensor | None = None
+    """Δ² from which tokens of the global batch are trimmed, where they are."""
 
     def __call__(self, batch: Responses, log_prob_R: Tensor, entropy_R: Tensor) -> tuple[Tensor, Tensor, Report]:
         """Returns (numerator, units, report); the loss of the step is Σ numerator / Σ units.
@@ -148,6 +150,7 @@ class PolicyObjective:
             reduce_sequences=self.reduce_sequences,
             slices=self._slices(batch),
             batch_norm_factor=self.batch_norm_factor,
+            second_moment_limit=self.second_moment_limit,
         )
 
     def _token_loss(

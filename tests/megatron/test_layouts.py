@@ -63,6 +63,11 @@ MORE = {
         ["--context-parallel-size", "2"],
         ["--tis-level", "prefix", "--rs-level", "segment"],
     ),
+    "data, two micro-batches, trimming": (["--micro-batch-size", "4"], ["--rs-second-moment-bound", "2e-4"]),
+    "context, trimming, bypass": (
+        ["--context-parallel-size", "2"],
+        [*("--no-use-tis", "--use-rollout-logprobs", "--rs-second-moment-bound", "2e-4")],
+    ),
 }
 
 
@@ -78,6 +83,7 @@ def test_two_ranks_agree_with_one_on_more(
         assert result.returncode == 0, result.stderr[-4000:]
         rows[ranks] = [training_figures(row) for row in read_metrics(tmp_path / str(ranks))]
     assert 0 < rows[1][0]["train/gradient_kept_fraction"] < 1
+    assert 0 < rows[1][0].get("train/mis_second_moment_masked_fraction", 0.5) < 1
     assert rows[2] == [pytest.approx(row, rel=1e-4, abs=1e-4) for row in rows[1]]
 
 
