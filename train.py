@@ -25,18 +25,14 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from arguments import Arguments, describe, effective_config, parse_args
-from slime_tis.correction import Correction, batch_norm_factor, correct, interpolate_old_log_probs
+from slime_tis.correction import Correction, batch_norm_factor, correct, interpolate_old_log_probs, response_slices
 from slime_tis.custom import load_function
 from slime_tis.megatron import checkpoint
 from slime_tis.megatron.batch import TrainingBatch, make_batch, tensors
 from slime_tis.megatron.engine import StepResult, TrainingEngine
 from slime_tis.megatron.parallel import Parallel, initialize, shut_down
 from slime_tis.policy.advantages import advantages
-from slime_tis.policy.anchor import (
-    anchors_on_recomputed,
-    needs_old_log_probs,
-    normalizes,
-)
+from slime_tis.policy.anchor import anchors_on_recomputed, needs_global_batch, needs_old_log_probs
 from slime_tis.policy.objective import PolicyObjective
 from slime_tis.policy.report import step_figures
 from slime_tis.reporting.reporters import open_reporters
@@ -207,17 +203,20 @@ class Trainer:
         return [keep for together in zip(*shares, strict=True) for keep in together]
 
     def _correct(self, batch: TrainingBatch, train_log_probs: list[torch.Tensor]) -> Correction[list[torch.Tensor]]:
-        """The correction of a whole batch, before training on it; a collective of context-parallel ranks."""
+        """The correction of the step's global batch, before training on it; a collective of the last stage's ranks."""
         rollout_log_probs, loss_masks = (
             [value.to(self.parallel.backend.device) for value in batch.local[name]]
             for name in ("rollout_log_probs", "loss_masks")
         )
+        rank, size = self.parallel.context_rank, self.parallel.context_size
         return correct(
             self.arguments.correction,
             train_log_probs,
             rollout_log_probs,
             loss_masks,
             reduce_sequences=self.parallel.reduce_sequences,
+            slices=response_slices(batch.total_lengths, batch.response_lengths, rank, size),
+            reduce_batch=self.parallel.sum_over_data,
         )
 
     def _old_log_probs(self, batch: TrainingBatch, partition: list[list[int]]) -> list[torch.Tensor]:
@@ -234,6 +233,7 @@ class Trainer:
 
     def _objective(self, batch: TrainingBatch, partition: list[list[int]]) -> PolicyObjective:
         arguments, parallel = self.arguments, self.parallel
+        factor, limit = self._of_global_batch(batch, partition)
         return PolicyObjective(
             correction=arguments.correction,
             policy=arguments.policy,
@@ -245,29 +245,32 @@ class Trainer:
             context_size=parallel.context_size,
             context_group=parallel.context_group,
             reduce_sequences=parallel.reduce_sequences,
-            batch_norm_factor=self._batch_norm_factor(batch, partition),
+            batch_norm_factor=factor,
+            second_moment_limit=limit,
         )
 
-    def _batch_norm_factor(self, batch: TrainingBatch, partition: list[list[int]]) -> torch.Tensor | None:
-        """Mean weight of the step's global batch, known before its first micro-batch is trained on."""
+    def _of_global_batch(
+        self, batch: TrainingBatch, partition: list[list[int]]
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Mean weight and second-moment limit of the step, known before its first micro-batch is trained on."""
         correction = self.arguments.correction
-        if not normalizes(correction):
-            return None
+        if not needs_global_batch(correction):
+            return None, None
         if anchors_on_recomputed(correction, self.steps_per_rollout):
             train = batch.local["old_log_probs"]
         else:  # what is weighted follows π_θ, and that moves with every step
             train = self._old_log_probs(batch, partition)
         if not self.parallel.is_last_stage:
-            return None
+            return None, None
         if correction.old_logprobs == "interpolate":
             of_rollout, versions = batch.local["rollout_log_probs"], batch.local["weight_versions"]
             train = [
                 interpolate_old_log_probs(current, rollout.to(current), self.step, version.to(current.device))
                 for current, rollout, version in zip(train, of_rollout, versions, strict=True)
             ]
-        statistics = self._correct(batch, train).statistics
-        sums = self.parallel.sum_over_data(statistics.sums)
-        return batch_norm_factor(correction, replace(statistics, sums=sums))
+        found = self._correct(batch, train)
+        sums = self.parallel.sum_over_data(found.statistics.sums)
+        return batch_norm_factor(correction, replace(found.statistics, sums=sums)), found.second_moment_limit
 
     def _step_metrics(self, result: StepResult) -> dict[str, float]:
         """train/… figures of a step, on every rank."""

@@ -20,12 +20,13 @@ from slime_tis.integrations.slime import (
     ContextParallel,
     config_from_args,
     context_parallel,
-    response_slices,
     whole_masks,
 )
 
 Spread = Callable[[Tensor], Tensor]
 
+SLIME_LEVELS = ("token", "sequence", "geometric")
+"""Levels whose ratio before the bounds is a metric of slime's."""
 LOG_RATIO_BOUND = 20.0
 """exp is taken of log values clamped to ±20, against overflow."""
 
@@ -76,7 +77,8 @@ def compute_mis_weights_with_cp(
 ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
     """The same behind slime's custom TIS contract, on this rank's slices.
 
-    Sequence sums are one all-reduce over the context-parallel group; tokens are never gathered.
+    Sequence sums are one all-reduce over the context-parallel group; at the levels prefix and segment that
+    all-reduce joins the tokens themselves.
 
     Args:
         args: As for `compute_mis_weights`.
@@ -92,9 +94,11 @@ def compute_mis_weights_with_cp(
         pg_loss times the weights, whole-response masks, and metrics [N] with the prefix mis_.
     """
     config, context = config_from_args(args), context_parallel(kwargs)
-    slices = response_slices(total_lengths, response_lengths, context, kwargs.get("max_seq_lens"))
+    slices = context.slices(total_lengths, response_lengths, kwargs.get("max_seq_lens"))
     local_masks = slices.take(loss_masks)
-    found = correct(config, train_log_probs, rollout_log_probs, local_masks, reduce_sequences=context.reduce_sum)
+    found = correct(
+        config, train_log_probs, rollout_log_probs, local_masks, reduce_sequences=context.reduce_sum, slices=slices
+    )
     metrics = _metrics(config, found, train_log_probs, rollout_log_probs, local_masks, context)
     if config.use_tis:
         weights = torch.cat(found.weights)
@@ -119,7 +123,7 @@ def _metrics(
     if config.use_tis:
         bounded = torch.cat(found.weights) * batch_norm_factor(config, found.statistics).to(torch.float32)
         metrics |= _weight_metrics(config, found, log_ratio, bounded, spread)
-    if config.use_rs:
+    if config.use_rs and config.rs_level in SLIME_LEVELS:
         ratio = _ratio(config.rs_level, found.per_sequence, log_ratio, spread)
         metrics |= _fractions("rs_mask", ratio, *config.rs_bounds)
     if config.vetoes:
@@ -174,7 +178,7 @@ def _weight_metrics(
 ) -> dict[str, Tensor]:
     """Before and after the mode; before it only where the level is one of slime's."""
     metrics = {"tis_weight_after_bound": bounded, "is_ratio_mean_after_tis_rs": bounded}
-    if config.tis_level not in ("token", "sequence", "geometric"):
+    if config.tis_level not in SLIME_LEVELS:
         return metrics
     raw = _ratio(config.tis_level, found.per_sequence, log_ratio, spread)
     if config.tis_mode == "truncate":

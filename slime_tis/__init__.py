@@ -4,6 +4,7 @@ from slime_tis.correction import (
     PRESETS,
     Correction,
     Criterion,
+    ResponseSlices,
     RolloutCorrectionConfig,
     Statistics,
     batch_norm_factor,
@@ -12,12 +13,14 @@ from slime_tis.correction import (
     figures,
     interpolate_old_log_probs,
     off_policy_sequence_mask,
+    response_slices,
 )
 
 __all__ = [
     "PRESETS",
     "Correction",
     "Criterion",
+    "ResponseSlices",
     "RolloutCorrectionConfig",
     "Statistics",
     "batch_norm_factor",
@@ -26,4 +29,5 @@ __all__ = [
     "figures",
     "interpolate_old_log_probs",
     "off_policy_sequence_mask",
+    "response_slices",
 ]

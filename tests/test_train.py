@@ -57,6 +57,7 @@ ALGORITHMS = {
     ("--use-rs", "--rs-level", "segment", "--reject-before-advantage"): (1, 1),
     ("--use-rs", "--rs-level", "sequence", "--reject-before-advantage"): (1, 1),
     ("--use-rollout-logprobs", "--use-rs", "--rs-level", "sequence", "--reject-before-advantage"): (1, 1),
+    ("--rs-second-moment-bound", "3e-4"): (1, 1),
     ("--use-tis", "--old-logprobs", "interpolate", "--update-weights-interval", "2"): (0, 0),
 }
 
@@ -106,6 +107,20 @@ def test_one_step_and_several_micro_batches_give_the_same_step(run: Run) -> None
     (split,) = run(*flags, "--micro-batch-size", "4", name="split")
     assert training_figures(split) == pytest.approx(training_figures(whole), rel=1e-4, abs=1e-5)
     assert whole["train/gradient_kept_fraction"] < 1
+
+
+@pytest.mark.parametrize(
+    "mode", [("--use-tis", "--tis-batch-normalize"), ("--use-rollout-logprobs",), ("--old-logprobs", "interpolate")]
+)
+def test_trimming_goes_by_the_whole_step(mode: tuple[str, ...], run: Run) -> None:
+    """One limit for all micro-batches, from one forward pass before them."""
+    flags = (*mode, "--rs-second-moment-bound", "3e-4", *TWO_STEPS, "--update-weights-interval", "2")
+    whole, split = run(*flags, name="whole"), run(*flags, "--micro-batch-size", "2", name="split")
+    for one, other in zip(whole, split, strict=True):
+        assert training_figures(other) == pytest.approx(training_figures(one), rel=1e-4, abs=1e-5)
+    forwards = [row["train/old_log_prob_forwards"] for row in whole]
+    assert forwards == ([2, 0, 2, 0] if "--use-tis" in mode else [1, 1, 1, 1])
+    assert any(0 < row["train/mis_second_moment_masked_fraction"] < 0.9 for row in whole)
 
 
 def test_rejected_siblings_shift_no_baseline(run: Run, tmp_path: Path) -> None:

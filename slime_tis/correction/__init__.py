@@ -1,7 +1,7 @@
 """Rollout correction: from the log-probs of two policies to weights, masks and mergeable statistics."""
 
 from slime_tis.correction.config import RolloutCorrectionConfig
-from slime_tis.correction.context_parallel import context_parallel_slices
+from slime_tis.correction.context_parallel import ResponseSlices, context_parallel_slices, response_slices
 from slime_tis.correction.correct import Correction, correct
 from slime_tis.correction.criteria import Criterion, parse_criteria
 from slime_tis.correction.metrics import batch_norm_factor, figures
@@ -14,6 +14,7 @@ __all__ = [
     "PRESETS",
     "Correction",
     "Criterion",
+    "ResponseSlices",
     "RolloutCorrectionConfig",
     "Statistics",
     "batch_norm_factor",
@@ -23,4 +24,5 @@ __all__ = [
     "interpolate_old_log_probs",
     "off_policy_sequence_mask",
     "parse_criteria",
+    "response_slices",
 ]

@@ -57,7 +57,8 @@ class RolloutCorrectionConfig:
     rs_veto_upper_threshold: float | None = None
     """Reject a sequence with any token ratio above this (for example 100); off when None."""
     rs_second_moment_bound: float | None = None
-    """Drop the tokens with the largest Δ² until the mean Δ² of the rest is at most this; off when None."""
+    """Drop the tokens of the global batch with the largest Δ² until the mean Δ² of the rest is at most this; off
+    when None."""
     rollout_rs: str | None = None
     """verl's comma-separated criteria, all of which must hold: `token_k1,seq_max_k3`."""
     rollout_rs_threshold: str | float | None = None

@@ -1,4 +1,19 @@
-"""Which tokens of a response a context-parallel rank holds."""
+"""Which tokens of a response a context-parallel rank holds, and whole responses from the slices of all ranks.
+
+Shapes: suffix _N is per token of the whole responses, one response after another; _L per token of this rank's slices.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slime_tis.correction.config import RolloutCorrectionConfig
+from slime_tis.correction.layout import LogProbs
+
+WHOLE_SEQUENCE_LEVELS = ("prefix", "segment")
+"""Levels at which a token's weight depends on tokens of other slices in more than their sum."""
 
 
 def context_parallel_slices(
@@ -33,6 +48,136 @@ def context_parallel_slices(
     return _share(rank, chunk, prompt_length, total_length), _share(
         2 * size - 1 - rank, chunk, prompt_length, total_length
     )
+
+
+@dataclass(frozen=True)
+class ResponseSlices:
+    """Where this rank's tokens lie in the responses: five consecutive pieces each, of which it owns two."""
+
+    pieces: tuple[int, ...]
+    """Lengths: gap, first slice, gap, second slice, gap, response after response."""
+    local_lengths: tuple[int, ...]
+    """Tokens of each response on this rank."""
+    lengths: tuple[int, ...]
+    """Tokens of each whole response."""
+
+    def take(self, whole: Sequence[Tensor]) -> list[Tensor]:
+        """This rank's slice of each whole response."""
+        if self.local_lengths == self.lengths:
+            return list(whole)
+        return self.parts(torch.cat(list(whole)))
+
+    def cut(self, whole_N: Tensor) -> Tensor:
+        """This rank's tokens [L] of the flat whole responses [N]."""
+        owned = [piece for i, piece in enumerate(whole_N.split(self.pieces)) if i % 5 in (1, 3)]
+        return torch.cat([whole_N[:0], *owned])
+
+    def parts(self, whole_N: Tensor) -> list[Tensor]:
+        """The same, one tensor a response."""
+        return list(self.cut(whole_N).split(self.local_lengths))
+
+    def spread(self, local_L: Tensor) -> Tensor:
+        """This rank's flat tokens [L, …] at their places in the flat whole responses [N, …], 0 elsewhere."""
+        owned = iter(local_L.split([size for i, size in enumerate(self.pieces) if i % 5 in (1, 3)]))
+        gaps = [size for i, size in enumerate(self.pieces) if i % 5 in (0, 2, 4)]
+        zeros = iter(local_L.new_zeros(sum(gaps), *local_L.shape[1:]).split(gaps))
+        places = [next(owned) if i % 5 in (1, 3) else next(zeros) for i in range(len(self.pieces))]
+        return torch.cat([local_L[:0], *places])
+
+
+def response_slices(
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    rank: int,
+    size: int,
+    padded_lengths: Sequence[int] | None = None,
+) -> ResponseSlices:
+    """The slices of all responses that rank `rank` of `size` holds; arguments as of `context_parallel_slices`.
+
+    Raises:
+        ValueError: if the lengths or the rank are impossible.
+    """
+    pieces: list[int] = []
+    local = []
+    for i, (total, response) in enumerate(zip(total_lengths, response_lengths, strict=True)):
+        padded = None if padded_lengths is None else padded_lengths[i]
+        first, second = context_parallel_slices(total, response, rank, size, padded)
+        a, b = first.start, first.stop
+        c, d = (second.start, second.stop) if second.stop > second.start else (response, response)
+        pieces += [a, b - a, c - b, d - c, response - d]
+        local.append(b - a + d - c)
+    return ResponseSlices(tuple(pieces), tuple(local), tuple(response_lengths))
+
+
+def whole_sequence_levels(config: RolloutCorrectionConfig) -> list[str]:
+    """The flags in force whose level needs whole sequences; for all others a table of sums is enough."""
+    levels = {
+        "--tis-level": config.tis_level if config.use_tis else "",
+        "--rs-level": config.rs_level if config.use_rs else "",
+    }
+    return [f"{flag} {level}" for flag, level in levels.items() if level in WHOLE_SEQUENCE_LEVELS]
+
+
+def join_slices(
+    train_log_probs: LogProbs,
+    rollout_log_probs: LogProbs,
+    loss_mask: LogProbs,
+    lengths: Sequence[int] | None,
+    slices: ResponseSlices,
+    reduce_sequences: Callable[[Tensor], Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Whole responses from the slices of all ranks: train and rollout log-probs and the mask, packed [N].
+
+    Every rank puts its tokens at their places among zeros, and one sum joins them. A token has one owner and
+    x + 0 = x, for NaN and ±inf too, so that each value arrives as it was sent.
+
+    Args:
+        train_log_probs: This rank's tokens of each response, as a list or packed [L].
+        rollout_log_probs: Those of the rollout engine; in a list, None for a sample that has none.
+        loss_mask: Those of the loss mask.
+        lengths: Tokens of each response on this rank, where they are packed.
+        slices: Where they lie.
+        reduce_sequences: Sums the float64 [N, 3] table over the context-parallel ranks.
+
+    Raises:
+        ValueError: if these are not the tokens that `slices` speaks of, or they are a padded batch.
+    """
+    inputs = {"train_log_probs": train_log_probs, "rollout_log_probs": rollout_log_probs, "loss_mask": loss_mask}
+    columns = [_packed(name, values, lengths, slices, _device(train_log_probs)) for name, values in inputs.items()]
+    working = torch.promote_types(columns[0].dtype, columns[1].dtype)
+    table_L = torch.stack([column.to(torch.float64) for column in columns], 1)
+    train_N, rollout_N, mask_N = reduce_sequences(slices.spread(table_L)).to(working).unbind(1)
+    return train_N, rollout_N, mask_N
+
+
+def _packed(
+    name: str, values: LogProbs, lengths: Sequence[int] | None, slices: ResponseSlices, device: torch.device
+) -> Tensor:
+    """The tokens [L] in float32 or float64, NaN for a sample that has none."""
+    expected = slices.local_lengths
+    if isinstance(values, Tensor):
+        if values.dim() != 1 or lengths is None or sum(lengths) != len(values):
+            raise ValueError(
+                f"{name} has shape {tuple(values.shape)} and lengths is {lengths}; where slices are joined pass lists, "
+                f"or packed [L] tensors with lengths that sum to L."
+            )
+        values = values.split(list(lengths))
+    if len(values) != len(expected):
+        raise ValueError(f"{name} has {len(values)} sequences but slices has {len(expected)}; pass one of each.")
+    tokens = []
+    for i, (value, size) in enumerate(zip(values, expected, strict=True)):
+        tokens.append(torch.full((size,), torch.nan, device=device) if value is None else value)
+        if len(tokens[i]) != size:
+            raise ValueError(
+                f"sequence {i}: {name} has {len(tokens[i])} tokens but slices has {size} on this rank; "
+                f"pass this rank's tokens, and the slices of these sequences."
+            )
+    return torch.cat([torch.zeros(0, device=device), *tokens])
+
+
+def _device(values: LogProbs) -> torch.device:
+    first = values if isinstance(values, Tensor) else next(iter(values), None)
+    return torch.device("cpu") if first is None else first.device
 
 
 def _share(index: int, chunk: int, prompt_length: int, total_length: int) -> slice:

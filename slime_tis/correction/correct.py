@@ -1,19 +1,20 @@
 """The front door: log-probs of two policies in, weights, mask and mergeable statistics out."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar, overload
 
 import torch
 from torch import Tensor
 
 from slime_tis.correction.config import RolloutCorrectionConfig
+from slime_tis.correction.context_parallel import ResponseSlices, join_slices, whole_sequence_levels
 from slime_tis.correction.layout import LogProbs, as_layout
 from slime_tis.correction.metrics import mean_weight
 from slime_tis.correction.sequence_pass import SequencePass, sequence_pass
 from slime_tis.correction.statistics import MINIMA, Reduction, Statistics, sum_names
 from slime_tis.correction.token_pass import TokenPass, column_names, token_pass
-from slime_tis.correction.trimming import trim_second_moment
+from slime_tis.correction.trimming import limit_of_batch, trim_second_moment
 
 LayoutT = TypeVar("LayoutT", Tensor, list[Tensor])
 
@@ -36,6 +37,8 @@ class Correction(Generic[LayoutT]):
     """The table of sequences, name to [S] float64, over whole sequences: `valid` tokens, sums of `train`
     log-probs, of the `log_ratio` Δ and its absolute value, of the `excess` ρ − 1 and its square, and what the
     options add."""
+    second_moment_limit: Tensor | None
+    """Scalar, the smallest Δ² that was trimmed, +inf where none had to be; None without a second-moment bound."""
 
 
 @overload
@@ -47,7 +50,9 @@ def correct(
     *,
     lengths: Sequence[int] | None = ...,
     reduce_sequences: Reduction | None = ...,
+    slices: ResponseSlices | None = ...,
     batch_norm_factor: Tensor | None = ...,
+    second_moment_limit: Tensor | None = ...,
     reduce_batch: Reduction | None = ...,
 ) -> Correction[Tensor]: ...
 
@@ -60,7 +65,9 @@ def correct(
     loss_mask: Sequence[Tensor],
     *,
     reduce_sequences: Reduction | None = ...,
+    slices: ResponseSlices | None = ...,
     batch_norm_factor: Tensor | None = ...,
+    second_moment_limit: Tensor | None = ...,
     reduce_batch: Reduction | None = ...,
 ) -> Correction[list[Tensor]]: ...
 
@@ -74,7 +81,9 @@ def correct(
     *,
     lengths: Sequence[int] | None = None,
     reduce_sequences: Reduction | None = None,
+    slices: ResponseSlices | None = None,
     batch_norm_factor: Tensor | None = None,
+    second_moment_limit: Tensor | None = None,
     reduce_batch: Reduction | None = None,
 ) -> Correction[Any]:
     """Importance weights, rejection mask and statistics of a batch.
@@ -92,26 +101,45 @@ def correct(
         loss_mask: bool, int or float, nonzero at valid tokens, in the same layout.
         lengths: Lengths of the sequences in packed [N] tensors.
         reduce_sequences: Sums a float64 [S, k] table over context-parallel ranks, each of which passes its
-            slices of the same sequences; called once. None when sequences are whole.
+            slices of the same sequences; called once, and a few times more where this call is to find the
+            second-moment limit. None when sequences are whole.
+        slices: Where those slices lie, as `response_slices` says. Needed at the levels prefix and segment alone,
+            whose one reduction is of the [N, 3] tokens of the whole responses; lists or packed tokens only.
         batch_norm_factor: Scalar, the mean weight of the global batch, when the caller already knows it.
-        reduce_batch: Sums the (sum, count) of the weights over data-parallel ranks, when this call is to find
-            the factor itself. None on one rank.
+        second_moment_limit: Scalar, the Δ² from which tokens of the global batch are trimmed, likewise; where
+            micro-batches are corrected one by one it has to be found before, by a call with all of them.
+        reduce_batch: Sums small float64 tables over data-parallel ranks, when this call is to find factor or limit
+            itself. None on one rank.
 
     Returns:
         Weights, mask, statistics, and tokens per sequence. Nothing synchronises with the host.
 
     Raises:
         ValueError: if the layouts disagree, naming the sequence and both lengths; if a token is not finite
-            under the "raise" policy; if a level needs whole sequences and `reduce_sequences` is given.
+            under the "raise" policy; if a level needs whole sequences and there are slices without their places.
     """
-    if reduce_sequences is not None:
-        _refuse_sliced_levels(config)
+    if reduce_sequences is not None and whole_sequence_levels(config):
+        where = _places(config, slices)
+        whole = join_slices(train_log_probs, rollout_log_probs, loss_mask, lengths, where, reduce_sequences)
+        found: Correction[Any] = correct(
+            config,
+            *whole,
+            lengths=where.lengths,
+            batch_norm_factor=batch_norm_factor,
+            second_moment_limit=second_moment_limit,
+            reduce_batch=reduce_batch,
+        )
+        cut = where.cut if isinstance(train_log_probs, Tensor) else where.parts
+        return replace(found, weights=cut(found.weights), mask=cut(found.mask))
     layout = as_layout(train_log_probs, rollout_log_probs, loss_mask, lengths)
     tokens = [token_pass(config, chunk) for chunk in layout.chunks()]
     names = column_names(config)
     if config.rs_second_moment_bound is not None:
+        if second_moment_limit is None:
+            bound, ranks = config.rs_second_moment_bound, (reduce_sequences, reduce_batch)
+            second_moment_limit = limit_of_batch(tokens, bound, layout.device, *ranks)
         kept, trimmed = names.index("kept"), names.index("trimmed")
-        tokens = trim_second_moment(tokens, config.rs_second_moment_bound, kept, trimmed)
+        tokens = trim_second_moment(tokens, second_moment_limit, kept, trimmed)
     table = torch.cat(
         [torch.zeros(0, len(names), dtype=torch.float64, device=layout.device), *(t.table_S for t in tokens)]
     )
@@ -129,20 +157,17 @@ def correct(
         valid_per_sequence=columns["original"],
         kept_per_sequence=sequences.kept_S,
         per_sequence=columns,
+        second_moment_limit=second_moment_limit,
     )
 
 
-def _refuse_sliced_levels(config: RolloutCorrectionConfig) -> None:
-    levels = {
-        "--tis-level": config.tis_level if config.use_tis else "",
-        "--rs-level": config.rs_level if config.use_rs else "",
-    }
-    for flag, level in levels.items():
-        if level in ("prefix", "segment"):
-            raise ValueError(
-                f"{flag} {level} needs whole sequences, but they are sliced over context-parallel ranks; "
-                f"choose another level."
-            )
+def _places(config: RolloutCorrectionConfig, slices: ResponseSlices | None) -> ResponseSlices:
+    if slices is None:
+        raise ValueError(
+            f"{whole_sequence_levels(config)[0]} needs whole sequences, but they are sliced over context-parallel "
+            f"ranks; say where the slices lie with slices=response_slices(…), or choose another level."
+        )
+    return slices
 
 
 def _statistics(tokens: list[TokenPass], sequences: SequencePass) -> Statistics:

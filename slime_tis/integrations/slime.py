@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime_tis.correction import RolloutCorrectionConfig, context_parallel_slices, correct
+from slime_tis.correction import ResponseSlices, RolloutCorrectionConfig, correct, response_slices
 
 DEFAULT_UPPER_BOUND = 2.0
 UNBOUNDED = RolloutCorrectionConfig(use_tis=True, tis_upper_bound=1e9)
@@ -67,6 +67,12 @@ class ContextParallel:
         """Maximum of a tensor over the group; None when alone."""
         return None if self.size == 1 else self._all_reduce(torch.distributed.ReduceOp.MAX)
 
+    def slices(
+        self, total_lengths: Sequence[int], response_lengths: Sequence[int], padded_lengths: Sequence[int] | None
+    ) -> ResponseSlices:
+        """Where this rank's tokens lie; `padded_lengths` are miles' `max_seq_lens`, which it cuts instead."""
+        return response_slices(total_lengths, response_lengths, self.rank, self.size, padded_lengths)
+
     def _all_reduce(self, operation: Any) -> Callable[[Tensor], Tensor]:
         def reduce(tensor: Tensor) -> Tensor:
             reduced = tensor.clone()
@@ -97,56 +103,6 @@ def context_parallel(kwargs: Mapping[str, Any]) -> ContextParallel:
     )
 
 
-@dataclass(frozen=True)
-class ResponseSlices:
-    """Where this rank's tokens lie in the responses: five consecutive pieces each, of which it owns two."""
-
-    pieces: tuple[int, ...]
-    """Lengths: gap, first slice, gap, second slice, gap, response after response."""
-    local_lengths: tuple[int, ...]
-    """Tokens of each response on this rank."""
-    lengths: tuple[int, ...]
-    """Tokens of each whole response."""
-
-    def take(self, whole: Sequence[Tensor]) -> list[Tensor]:
-        """This rank's slice of each whole response."""
-        if self.local_lengths == self.lengths:
-            return list(whole)
-        pieces = torch.cat(list(whole)).split(self.pieces)
-        owned = [piece for i, piece in enumerate(pieces) if i % 5 in (1, 3)]
-        return list(torch.cat(owned).split(self.local_lengths))
-
-    def spread(self, local: Tensor) -> Tensor:
-        """This rank's flat tokens at their places in the flat whole responses, 0 elsewhere."""
-        owned = iter(local.split([size for i, size in enumerate(self.pieces) if i % 5 in (1, 3)]))
-        gaps = [size for i, size in enumerate(self.pieces) if i % 5 in (0, 2, 4)]
-        zeros = iter(local.new_zeros(sum(gaps)).split(gaps))
-        return torch.cat([next(owned) if i % 5 in (1, 3) else next(zeros) for i in range(len(self.pieces))])
-
-
-def response_slices(
-    total_lengths: Sequence[int],
-    response_lengths: Sequence[int],
-    context: ContextParallel,
-    padded_lengths: Sequence[int] | None = None,
-) -> ResponseSlices:
-    """The slices of all responses that a rank holds.
-
-    Args:
-        padded_lengths: miles' `max_seq_lens`, where sequences are padded to one length before they are cut.
-    """
-    pieces: list[int] = []
-    local = []
-    for i, (total, response) in enumerate(zip(total_lengths, response_lengths, strict=True)):
-        padded = None if padded_lengths is None else padded_lengths[i]
-        first, second = context_parallel_slices(total, response, context.rank, context.size, padded)
-        a, b = first.start, first.stop
-        c, d = (second.start, second.stop) if second.stop > second.start else (response, response)
-        pieces += [a, b - a, c - b, d - c, response - d]
-        local.append(b - a + d - c)
-    return ResponseSlices(tuple(pieces), tuple(local), tuple(response_lengths))
-
-
 def whole_masks(
     masks: Sequence[Tensor], loss_masks: Sequence[Tensor], slices: ResponseSlices, context: ContextParallel
 ) -> list[Tensor]:
@@ -168,7 +124,7 @@ def token_ratios(
 ) -> tuple[Tensor, list[Tensor]]:
     """π_train/π_rollout of this rank's tokens, flat, 0 where masked; whole masks without non-finite tokens."""
     context = context_parallel(kwargs)
-    slices = response_slices(total_lengths, response_lengths, context, kwargs.get("max_seq_lens"))
+    slices = context.slices(total_lengths, response_lengths, kwargs.get("max_seq_lens"))
     found = correct(UNBOUNDED, train_log_probs, rollout_log_probs, slices.take(loss_masks))
     return torch.cat(found.weights), whole_masks(found.mask, loss_masks, slices, context)
 

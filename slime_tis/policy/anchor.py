@@ -6,12 +6,12 @@ from slime_tis.correction import RolloutCorrectionConfig
 def anchors_on_recomputed(correction: RolloutCorrectionConfig, steps_per_rollout: int) -> bool:
     """Whether the loss takes log π_old from a forward pass before the rollout's first step.
 
-    With one step per rollout π_old is the policy of the training forward itself, detached; then only batch
-    normalisation asks for the pass, whose mean weight must be known beforehand.
+    With one step per rollout π_old is the policy of the training forward itself, detached; then only a correction
+    that must know something of the global batch beforehand asks for the pass.
     """
     if correction.use_rollout_logprobs or correction.old_logprobs == "interpolate":
         return False
-    return normalizes(correction) or steps_per_rollout > 1
+    return needs_global_batch(correction) or steps_per_rollout > 1
 
 
 def needs_old_log_probs(
@@ -22,6 +22,10 @@ def needs_old_log_probs(
     return asked_for or anchors_on_recomputed(correction, steps_per_rollout)
 
 
-def normalizes(correction: RolloutCorrectionConfig) -> bool:
-    """Whether the weights are divided by their mean over the global batch."""
-    return correction.use_tis and correction.tis_batch_normalize
+def needs_global_batch(correction: RolloutCorrectionConfig) -> bool:
+    """Whether a micro-batch's correction goes by what all of the step's have in common.
+
+    That is the mean weight of batch normalisation, and the limit of second-moment trimming.
+    """
+    normalizes = correction.use_tis and correction.tis_batch_normalize
+    return normalizes or correction.rs_second_moment_bound is not None

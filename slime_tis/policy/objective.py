@@ -7,7 +7,7 @@ Shapes: suffix _R the response tokens this rank holds, one sequence after anothe
 """
 
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,12 +16,13 @@ from torch import Tensor
 
 from slime_tis.correction import (
     Correction,
+    ResponseSlices,
     RolloutCorrectionConfig,
     Statistics,
-    context_parallel_slices,
     correct,
     interpolate_old_log_probs,
     off_policy_sequence_mask,
+    response_slices,
 )
 from slime_tis.custom import call_custom_tis
 from slime_tis.policy import losses
@@ -66,6 +67,8 @@ class PolicyObjective:
     """Sums a [sequences, k] table over the context-parallel ranks."""
     batch_norm_factor: Tensor | None = None
     """Mean weight of the global batch, where the weights are normalised by it."""
+    second_moment_limit: Tensor | None = None
+    """Δ² from which tokens of the global batch are trimmed, where they are."""
 
     def __call__(self, batch: Responses, log_prob_R: Tensor, entropy_R: Tensor) -> tuple[Tensor, Tensor, Report]:
         """Returns (numerator, units, report); the loss of the step is Σ numerator / Σ units.
@@ -78,7 +81,7 @@ class PolicyObjective:
         lengths = [len(mask) for mask in batch.local["loss_masks"]]
         flat = {name: torch.cat(values) for name, values in batch.local.items()}
         old_R = self._anchor(flat, log_prob_R)
-        correction = self._correct(flat, old_R, log_prob_R, lengths)
+        correction = self._correct(batch, flat, old_R, log_prob_R)
         weight_R, mask_R, counts_S = correction.weights, correction.mask, correction.kept_per_sequence
         custom: dict[str, Tensor] = {}
         if self.policy.use_opsm:
@@ -136,16 +139,18 @@ class PolicyObjective:
             )
         return flat["old_log_probs"] if self.recompute_old else log_prob_R.detach()
 
-    def _correct(self, flat: dict[str, Tensor], old_R: Tensor, log_prob_R: Tensor, lengths: list[int]) -> Correction:
+    def _correct(self, batch: Responses, flat: dict[str, Tensor], old_R: Tensor, log_prob_R: Tensor) -> Correction:
         train_R = log_prob_R.detach() if self.correction.use_rollout_logprobs else old_R
         return correct(
             metrics_only(self.correction) if self.custom_tis is not None else self.correction,
             train_R,
             flat["rollout_log_probs"],
             flat["loss_masks"],
-            lengths=lengths,
+            lengths=[len(mask) for mask in batch.local["loss_masks"]],
             reduce_sequences=self.reduce_sequences,
+            slices=self._slices(batch),
             batch_norm_factor=self.batch_norm_factor,
+            second_moment_limit=self.second_moment_limit,
         )
 
     def _token_loss(
@@ -232,16 +237,12 @@ class PolicyObjective:
             advantages=list(flat["advantages"].split(lengths)),
             cp_group=self.context_group,
         )
-        mask_R = torch.cat(self._local_masks(batch, masks)) > 0
+        mask_R = torch.cat(self._slices(batch).take(masks)) > 0
         counts_S = torch.stack([(mask > 0).sum() for mask in masks]).double()
         return new_loss_R, mask_R, counts_S, figures
 
-    def _local_masks(self, batch: Responses, masks: Sequence[Tensor]) -> list[Tensor]:
-        cuts = (
-            context_parallel_slices(total, length, self.context_rank, self.context_size)
-            for total, length in zip(batch.total_lengths, batch.response_lengths, strict=True)
-        )
-        return [torch.cat([mask[a], mask[b]]) for mask, (a, b) in zip(masks, cuts, strict=True)]
+    def _slices(self, batch: Responses) -> ResponseSlices:
+        return response_slices(batch.total_lengths, batch.response_lengths, self.context_rank, self.context_size)
 
     def _reducer(self, mask_R: Tensor, kept_S: Tensor, valid_S: Tensor, lengths: list[int]) -> Reducer:
         counts_S = valid_S if self.correction.rejection_normalizer == "original" else kept_S

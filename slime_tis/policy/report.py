@@ -129,6 +129,8 @@ def metrics_only(config: RolloutCorrectionConfig) -> RolloutCorrectionConfig:
         use_tis=False,
         use_rs=False,
         rs_veto_threshold=None,
+        rs_veto_upper_threshold=None,
+        rs_second_moment_bound=None,
         rollout_rs=None,
         rollout_rs_threshold=None,
     )

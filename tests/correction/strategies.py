@@ -31,6 +31,7 @@ def configurations(draw: Any, policies: tuple[str, ...] = ("reject", "neutral"))
         rs_upper_bound=draw(st.sampled_from([None, 1.719])),
         rs_veto_threshold=draw(st.sampled_from([None, 0.173])),
         rs_veto_upper_threshold=draw(st.sampled_from([None, 4.19])),
+        rs_second_moment_bound=draw(st.sampled_from([None, 0.0719, 1.137])),
         rollout_rs=",".join(names) or None,
         rollout_rs_threshold=",".join(THRESHOLDS[CRITERIA[name][1]] for name in names) or None,
         nonfinite_policy=draw(st.sampled_from(policies)),

@@ -10,29 +10,49 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from slime_tis import RolloutCorrectionConfig, context_parallel_slices, correct, figures
+from slime_tis import (
+    ResponseSlices,
+    RolloutCorrectionConfig,
+    context_parallel_slices,
+    correct,
+    figures,
+    response_slices,
+)
 
-CONFIGS = [
-    RolloutCorrectionConfig(
+
+def options(level: str, mode: str, rs_level: str, second_moment: float | None = None) -> RolloutCorrectionConfig:
+    return RolloutCorrectionConfig(
         use_tis=True,
-        tis_level=level,
-        tis_mode=mode,
+        tis_level=level,  # type: ignore[arg-type]
+        tis_mode=mode,  # type: ignore[arg-type]
         tis_batch_normalize=True,
         use_rs=True,
-        rs_level=rs_level,
+        rs_level=rs_level,  # type: ignore[arg-type]
         rs_lower_bound=0.7,
         rs_upper_bound=1.5,
         rs_veto_threshold=0.05,
+        rs_second_moment_bound=second_moment,
         rollout_rs="token_k3,seq_mean_k2,seq_max_k3",
         rollout_rs_threshold="0.4,0.2,1.5",
     )
-    for level, mode, rs_level in [
-        ("token", "truncate", "geometric"),
-        ("sequence", "clip", "token"),
-        ("geometric", "mask", "sequence"),
-        ("token", "mask", "token"),
-    ]
+
+
+BY_TABLE = [
+    options("token", "truncate", "geometric"),
+    options("sequence", "clip", "token"),
+    options("geometric", "mask", "sequence"),
+    options("token", "mask", "token"),
+    options("token", "truncate", "geometric", 0.07),
+    options("sequence", "truncate", "token", 0.02),
 ]
+BY_JOINING = [
+    options("prefix", "truncate", "segment"),
+    options("segment", "mask", "prefix"),
+    options("sequence", "clip", "prefix"),
+    options("segment", "truncate", "geometric"),
+    options("prefix", "clip", "token", 0.05),
+]
+CONFIGS = BY_TABLE + BY_JOINING
 # (prompt, response): longer than a row, shorter than the group, a single token.
 SHAPES = [(5, 300), (1, 9), (40, 3), (2, 1), (7, 64), (1, 2)]
 
@@ -46,7 +66,21 @@ def batch() -> tuple[list, list, list]:
     return train, rollout, mask
 
 
-def take(whole: torch.Tensor, shape: tuple[int, int], rank: int, size: int) -> torch.Tensor:
+def wild() -> tuple[list, list, list]:
+    """The same batch with infinities, holes over the cuts, float64, and a sample without rollout log-probs."""
+    train, rollout, mask = batch()
+    train[0][200], train[4][20], rollout[4][40] = torch.inf, -torch.inf, -torch.inf
+    mask[0][70:80], mask[0][140:155], mask[4][:] = False, False, True
+    return [x.double() for x in train], [None, *rollout[1:]], [x.long() for x in mask]
+
+
+def places(rank: int, size: int) -> ResponseSlices:
+    return response_slices([p + r for p, r in SHAPES], [r for _, r in SHAPES], rank, size)
+
+
+def take(whole: torch.Tensor | None, shape: tuple[int, int], rank: int, size: int) -> torch.Tensor | None:
+    if whole is None:
+        return None
     prompt, response = shape
     first, second = context_parallel_slices(prompt + response, response, rank, size)
     return torch.cat([whole[first], whole[second]])
@@ -81,10 +115,32 @@ def _sliced(rank: int, size: int) -> list[Any]:
             calls.append(table.shape)
             return _sum(table)
 
-        found = correct(config, *local, reduce_sequences=reduce_once)
-        assert len(calls) == 1 and calls[0][0] == len(SHAPES)
+        found = correct(config, *local, reduce_sequences=reduce_once, slices=places(rank, size))
+        if config in BY_JOINING:
+            assert calls == [(sum(r for _, r in SHAPES), 3)]
+        else:
+            assert calls[:-1] == ([(512, 2)] * 7 if config.rs_second_moment_bound else [])
+            assert calls[-1][0] == len(SHAPES)
         statistics = found.statistics.reduce(lambda x: x, _min, _max)
-        results.append((found.weights, found.mask, found.kept_per_sequence, figures(config, statistics)))
+        limit = found.second_moment_limit
+        results.append((found.weights, found.mask, found.kept_per_sequence, limit, figures(config, statistics)))
+    return results
+
+
+def _sliced_wild(rank: int, size: int) -> list[Any]:
+    """The same of the wild batch, packed, and as a list with a sample that has no rollout log-probs."""
+    local = [[take(x, shape, rank, size) for x, shape in zip(xs, SHAPES, strict=True)] for xs in wild()]
+    results = []
+    for config in BY_JOINING:
+        rollout = [torch.full_like(t, torch.nan) if r is None else r for t, r in zip(*local[:2], strict=True)]
+        packed = [torch.cat(xs) for xs in (local[0], rollout, local[2])]
+        lengths = [len(x) for x in local[0]]
+        ranks: dict[str, Any] = {"reduce_sequences": _sum, "slices": places(rank, size)}
+        found = correct(config, *packed, lengths=lengths, **ranks)
+        listed = correct(config, *local, **ranks)
+        assert torch.cat(listed.weights).tolist() == found.weights.tolist()
+        assert torch.cat(listed.mask).tolist() == found.mask.tolist()
+        results.append((found.weights.split(lengths), found.mask.split(lengths), found.per_sequence))
     return results
 
 
@@ -95,13 +151,13 @@ def _sharded(rank: int, size: int) -> list[Any]:
     for config in CONFIGS:
         found = correct(config, *local, reduce_batch=_sum)
         statistics = found.statistics.reduce(_sum, _min, _max)
-        results.append((found.weights, found.mask, figures(config, statistics)))
+        results.append((found.weights, found.mask, found.second_moment_limit, figures(config, statistics)))
     return results
 
 
 def _rank(rank: int, size: int, port: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
-    found = {"sliced": _sliced(rank, size), "sharded": _sharded(rank, size)}
+    found = {"sliced": _sliced(rank, size), "wild": _sliced_wild(rank, size), "sharded": _sharded(rank, size)}
     Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(found))
     dist.destroy_process_group()
 
@@ -122,13 +178,29 @@ def test_context_parallel_ranks_agree_with_one(ranks: list[dict[str, Any]]) -> N
     for c, config in enumerate(CONFIGS):
         whole = correct(config, *batch())
         for rank in range(size):
-            weights, mask, kept, values = ranks[rank]["sliced"][c]
+            weights, mask, kept, limit, values = ranks[rank]["sliced"][c]
             for i, shape in enumerate(SHAPES):
                 expected = take(whole.weights[i], shape, rank, size)
                 torch.testing.assert_close(weights[i], expected, rtol=1e-6, atol=1e-6)
                 assert mask[i].tolist() == take(whole.mask[i], shape, rank, size).tolist()
             assert kept.tolist() == whole.kept_per_sequence.tolist()
+            assert limit == whole.second_moment_limit
             assert values == pytest.approx(figures(config, whole.statistics), rel=1e-6, abs=1e-6)
+
+
+def test_joined_slices_carry_every_value_to_the_bit(ranks: list[dict[str, Any]]) -> None:
+    size = len(ranks)
+    for c, config in enumerate(BY_JOINING):
+        whole = correct(config, *wild())
+        assert whole.per_sequence["nonfinite"].tolist() == [whole.per_sequence["original"][0].item(), 0, 0, 0, 2, 0]
+        for rank in range(size):
+            weights, mask, table = ranks[rank]["wild"][c]
+            for i, shape in enumerate(SHAPES):
+                assert torch.equal(weights[i], take(whole.weights[i], shape, rank, size))
+                assert torch.equal(mask[i], take(whole.mask[i], shape, rank, size))
+            assert {name: x.tolist() for name, x in table.items()} == {
+                name: x.tolist() for name, x in whole.per_sequence.items()
+            }
 
 
 def test_data_parallel_ranks_agree_with_one(ranks: list[dict[str, Any]]) -> None:
@@ -136,7 +208,8 @@ def test_data_parallel_ranks_agree_with_one(ranks: list[dict[str, Any]]) -> None
     for c, config in enumerate(CONFIGS):
         whole = correct(config, *batch())
         for rank in range(size - 1):
-            weights, mask, values = ranks[rank]["sharded"][c]
+            weights, mask, limit, values = ranks[rank]["sharded"][c]
+            assert limit == whole.second_moment_limit
             for x, y in zip(weights, whole.weights[rank :: size - 1], strict=True):
                 torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-6)
             assert [x.tolist() for x in mask] == [x.tolist() for x in whole.mask[rank :: size - 1]]
@@ -162,8 +235,52 @@ def test_slices_of_a_worked_example() -> None:
     assert context_parallel_slices(10, 7, 0, 2, padded_length=16) == (slice(0, 2), slice(0, 0))
 
 
+def test_slices_are_taken_and_spread() -> None:
+    """The worked example after a response of 2 tokens, which rank 1 holds alone."""
+    whole = torch.arange(1.0, 10.0)
+    of_ranks = [response_slices([4, 10], [2, 7], rank, 2) for rank in (0, 1)]
+    assert [slices.local_lengths for slices in of_ranks] == [(0, 1), (2, 6)]
+    assert [slices.cut(whole).tolist() for slices in of_ranks] == [[3], [1, 2, 4, 5, 6, 7, 8, 9]]
+    assert [x.tolist() for x in of_ranks[1].take(list(whole.split([2, 7])))] == [[1, 2], [4, 5, 6, 7, 8, 9]]
+    table = torch.stack([whole, -whole], 1)
+    spread = [slices.spread(slices.cut(table)) for slices in of_ranks]
+    assert spread[0].tolist() == [[0, 0], [0, 0], [3, -3], *[[0, 0]] * 6]
+    assert torch.equal(sum(spread), table)
+
+
 @pytest.mark.parametrize("level", ["prefix", "segment"])
 def test_levels_that_need_whole_sequences_say_so(level: str) -> None:
     config = RolloutCorrectionConfig(use_tis=True, tis_level=level)
-    with pytest.raises(ValueError, match=f"--tis-level {level} needs whole sequences"):
+    with pytest.raises(ValueError, match=f"--tis-level {level} needs whole sequences.*slices=response_slices"):
         correct(config, [], [], [], reduce_sequences=lambda x: x)
+    config = RolloutCorrectionConfig(use_rs=True, rs_level=level)
+    with pytest.raises(ValueError, match=f"--rs-level {level} needs whole sequences"):
+        correct(config, [], [], [], reduce_sequences=lambda x: x)
+
+
+def test_slices_of_other_sequences_are_refused() -> None:
+    config = RolloutCorrectionConfig(use_tis=True, tis_level="prefix")
+    ranks: dict[str, Any] = {"reduce_sequences": lambda x: x, "slices": response_slices([10], [7], 1, 2)}
+    six, five = torch.zeros(6), torch.zeros(5)
+    assert correct(config, [six], [six], [six], **ranks).weights[0].tolist() == [0] * 6
+    with pytest.raises(ValueError, match="sequence 0: rollout_log_probs has 5 tokens but slices has 6 on this rank"):
+        correct(config, [six], [five], [six], **ranks)
+    with pytest.raises(ValueError, match="train_log_probs has 2 sequences but slices has 1; pass one of each"):
+        correct(config, [six, six], [six, six], [six, six], **ranks)
+    with pytest.raises(ValueError, match=r"train_log_probs has shape \(1, 6\) and lengths is None.*pass lists"):
+        correct(config, six[None], six[None], six[None], **ranks)
+
+
+def test_no_sequences_are_joined_too() -> None:
+    config = RolloutCorrectionConfig(use_tis=True, tis_level="segment", tis_batch_normalize=True)
+    calls: list[torch.Size] = []
+
+    def reduce(table: torch.Tensor) -> torch.Tensor:
+        calls.append(table.shape)
+        return table
+
+    empty = torch.zeros(0)
+    slices = response_slices([], [], 0, 2)
+    assert correct(config, [], [], [], reduce_sequences=reduce, slices=slices).weights == []
+    packed = correct(config, empty, empty, empty, lengths=[], reduce_sequences=reduce, slices=slices)
+    assert packed.weights.shape == (0,) and calls == [(0, 3), (0, 3)]

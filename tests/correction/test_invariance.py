@@ -1,5 +1,7 @@
 """The order of sequences, padding, layout and micro-batches change nothing."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -65,9 +67,13 @@ def test_micro_batches_merge(config: RolloutCorrectionConfig, batch: Inputs, cut
     parts = [[x[:cut] for x in inputs], [x[cut:] for x in inputs]]
     statistics = Statistics.empty(config)
     for part in parts:
-        statistics = statistics.merge(correct(config, *part).statistics)
-    factor = batch_norm_factor(config, statistics)
-    found = [correct(config, *part, batch_norm_factor=factor) for part in parts]
+        first = correct(config, *part, second_moment_limit=whole.second_moment_limit)
+        statistics = statistics.merge(first.statistics)
+    known: dict[str, Any] = {
+        "batch_norm_factor": batch_norm_factor(config, statistics),
+        "second_moment_limit": whole.second_moment_limit,
+    }
+    found = [correct(config, *part, **known) for part in parts]
     weights = [w for f in found for w in f.weights]
     mask = [m for f in found for m in f.mask]
     assert_same(config, (whole.weights, whole.mask, whole.statistics), (weights, mask, statistics))

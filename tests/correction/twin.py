@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 from slime_tis import Criterion, RolloutCorrectionConfig
 
@@ -196,7 +197,26 @@ def _rejection(
         if tokens:
             figures["mis_catastrophic_token_fraction"] = sum(map(sum, bad)) / tokens
             figures["mis_catastrophic_seq_fraction"] = sum(map(any, bad)) / sequences
+    if config.rs_second_moment_bound is not None:
+        squares = [x * x for xs, v in zip(ratios, valid, strict=True) for x, ok in zip(xs, v, strict=True) if ok]
+        limit = second_moment_limit(squares, config.rs_second_moment_bound)
+        large = [
+            [ok and x * x >= limit for x, ok in zip(xs, v, strict=True)] for xs, v in zip(ratios, valid, strict=True)
+        ]
+        rejected = [[a or b for a, b in zip(x, y, strict=True)] for x, y in zip(large, rejected, strict=True)]
+        if tokens:
+            figures["mis_second_moment_masked_fraction"] = sum(map(sum, large)) / tokens
     return rejected, figures
+
+
+def second_moment_limit(squares: list[float], bound: float) -> float:
+    """The first value, in rising order, with which the mean is above the bound; +inf if there is none."""
+    ordered, total = sorted(squares), Fraction(0)
+    for count, value in enumerate(ordered, start=1):
+        total += Fraction(value)
+        if total > count * Fraction(bound):
+            return value
+    return math.inf
 
 
 def _mismatch(

@@ -157,3 +157,5 @@ def test_metrics_only_leaves_the_loss_bitwise() -> None:
 def test_levels_beyond_slime_have_the_metrics_that_apply(level: str) -> None:
     _, _, metrics = contract(use_tis=True, tis_level=level)
     assert "mis_tis_weight_after_bound" in metrics and "mis_tis_weight_before_bound" not in metrics
+    _, _, metrics = contract(use_rs=True, rs_level=level)
+    assert "mis_kl" in metrics and "mis_rs_mask_fraction_low" not in metrics

@@ -82,24 +82,29 @@ def _rank(rank: int, size: int, port: int, folder: str) -> None:
 
 
 def both(rank: int, size: int, group: Any) -> list[Any]:
-    """mis and vanilla TIS on the slices of one rank."""
+    """mis at levels with a table and with joined slices, and vanilla TIS, on the slices of one rank."""
     train, rollout, masks = whole()
     parts = [context_parallel_slices(p + n, n, rank, size) for p, n in SHAPES]
     local = [[torch.cat([x[a], x[b]]) for x, (a, b) in zip(xs, parts, strict=True)] for xs in (train, rollout)]
-    args = Namespace(
-        use_tis=True,
-        tis_level="sequence",
-        tis_batch_normalize=True,
-        use_rs=True,
-        rs_level="token",
-        rs_veto_threshold=0.1,
-    )
+    mis = "custom_tis.mis.compute_mis_weights_with_cp"
     results = []
-    for path in ("custom_tis.mis.compute_mis_weights_with_cp", "custom_tis.tis.vanilla_tis"):
+    for path, tis_level, rs_level in (
+        (mis, "sequence", "token"),
+        (mis, "prefix", "segment"),
+        (mis, "segment", "prefix"),
+        ("custom_tis.tis.vanilla_tis", "sequence", "token"),
+    ):
         results.append(
             call_custom_tis(
                 load_function(path),
-                args,
+                Namespace(
+                    use_tis=True,
+                    tis_level=tis_level,
+                    tis_batch_normalize=True,
+                    use_rs=True,
+                    rs_level=rs_level,
+                    rs_veto_threshold=0.1,
+                ),
                 pg_loss=torch.ones(sum(map(len, local[0]))),
                 train_log_probs=local[0],
                 rollout_log_probs=local[1],

@@ -57,6 +57,36 @@ def test_two_ranks_agree_with_one(
         assert training_figures(row) == pytest.approx(figures, rel=1e-4, abs=1e-4)
 
 
+# A correction that asks more of the ranks than sums: the layout it is tried in, and its flags.
+MORE = {
+    "context, levels of whole sequences": (
+        ["--context-parallel-size", "2"],
+        ["--tis-level", "prefix", "--rs-level", "segment"],
+    ),
+    "data, two micro-batches, trimming": (["--micro-batch-size", "4"], ["--rs-second-moment-bound", "2e-4"]),
+    "context, trimming, bypass": (
+        ["--context-parallel-size", "2"],
+        [*("--no-use-tis", "--use-rollout-logprobs", "--rs-second-moment-bound", "2e-4")],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MORE)
+def test_two_ranks_agree_with_one_on_more(
+    case: str, one_process: tuple[list[str], list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    layout, correction = MORE[case]
+    flags = [*one_process[0], *correction, "--num-rollout", "2"]
+    rows = {}
+    for ranks in (1, 2):
+        result = run_apart([*flags, *(layout if ranks == 2 else [])], tmp_path / str(ranks), ranks)
+        assert result.returncode == 0, result.stderr[-4000:]
+        rows[ranks] = [training_figures(row) for row in read_metrics(tmp_path / str(ranks))]
+    assert 0 < rows[1][0]["train/gradient_kept_fraction"] < 1
+    assert 0 < rows[1][0].get("train/mis_second_moment_masked_fraction", 0.5) < 1
+    assert rows[2] == [pytest.approx(row, rel=1e-4, abs=1e-4) for row in rows[1]]
+
+
 def test_samples_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
     flags = [*make_task(tmp_path), "--num-rollout", "1", "--rollout-precision", "fp32"]
     texts = {}

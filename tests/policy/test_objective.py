@@ -1,7 +1,7 @@
 """The objective of a micro-batch: anchors, weights, masks, denominators, and what a custom function may do."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -212,6 +212,19 @@ def test_a_batch_split_into_micro_batches_sums_to_the_same_loss_and_figures() ->
     assert merged == pytest.approx({name: figures[name] for name in merged}, rel=1e-6, abs=1e-7)
 
 
+def test_trimming_takes_the_limit_that_it_is_given() -> None:
+    # Δ²: 0, 1, (masked), 0.25 | 0, 0.0625: over all five the mean of all but the 1 is 0.078.
+    options = {"rs_second_moment_bound": 0.1}
+    whole = make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES)
+    _, grad, report = loss_of(build(**options), whole, CURRENT)
+    torch.testing.assert_close(grad, torch.tensor([-1 / 4, 0, 0, -1 / 4, 2 / 4, 2 / 4]))
+    first = make(MASKS[:1], rollout_log_probs=ROLLOUT[:1], advantages=ADVANTAGES[:1])
+    for limit, kept in ((None, 1), (1.0, 2), (torch.inf, 3)):  # alone: the mean of 0 and 0.25 is 0.125
+        known = None if limit is None else torch.tensor(limit, dtype=torch.float64)
+        _, _, report = loss_of(replace(build(**options), second_moment_limit=known), first, CURRENT[:4])
+        assert report.units.tolist() == [1, 1, kept, 3]
+
+
 def custom(function: Callable[..., Any], **correction: Any) -> PolicyObjective:
     return PolicyObjective(
         correction=RolloutCorrectionConfig(**correction),
@@ -240,6 +253,18 @@ def test_a_custom_function_sees_slimes_arguments_and_ours_and_replaces_loss_and_
     figures = step_figures(report, objective.correction, objective.policy, custom=True)
     assert figures["flat"] == pytest.approx(((0 + 1 + 3) / 3 + (4 + 5) / 2) / 2)  # over the mask before rejection
     assert figures["gradient_kept_fraction"] == pytest.approx(4 / 5)
+
+
+def test_a_custom_function_stands_in_for_veto_and_trimming_too() -> None:
+    def keep(args: Any, *, pg_loss: Tensor, loss_masks: list[Tensor], **_: Any) -> Any:
+        return pg_loss, loss_masks, {}
+
+    objective = custom(keep, use_tis=True, rs_second_moment_bound=0.1, rs_veto_upper_threshold=2.0)
+    batch = make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES)
+    _, grad, report = loss_of(objective, batch, CURRENT)
+    torch.testing.assert_close(grad, torch.tensor([-1 / 6, -1 / 6, 0, -1 / 6, 2 / 4, 2 / 4]))
+    figures = step_figures(report, objective.correction, objective.policy, custom=True)
+    assert not any("second_moment" in name or "catastrophic" in name for name in figures)
 
 
 def test_a_custom_function_for_metrics_alone_leaves_the_loss() -> None:

@@ -1,0 +1,158 @@
+"""Second-moment trimming: by hand, against a slow twin, and of a batch that is split over micro-batches and ranks."""
+
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
+from itertools import pairwise
+from threading import Barrier
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from slime_tis import RolloutCorrectionConfig, correct, figures
+from slime_tis.correction.trimming import second_moment_limit
+from tests.correction import twin
+
+INF, NAN = math.inf, math.nan
+
+
+def limit_over_ranks(parts: list[torch.Tensor], bound: float) -> list[float]:
+    """The limit that each of the ranks finds, one thread a rank."""
+    barrier, tables = Barrier(len(parts)), [torch.zeros(0)] * len(parts)
+
+    def rank_sum(rank: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        def reduce(table: torch.Tensor) -> torch.Tensor:
+            tables[rank] = table
+            barrier.wait()
+            total = torch.stack(tables).sum(0)
+            barrier.wait()
+            return total
+
+        return reduce
+
+    with ThreadPoolExecutor(len(parts)) as pool:
+        limits = pool.map(lambda rank: second_moment_limit(parts[rank], bound, [rank_sum(rank)]), range(len(parts)))
+        return [limit.item() for limit in limits]
+
+
+def test_trimming_by_hand() -> None:
+    """Δ² = 0.01, 0.04, 0.25, 1: the mean of the first three is 0.1, of all 0.325."""
+    config = RolloutCorrectionConfig(rs_second_moment_bound=0.11)
+    delta = [torch.tensor([0.1, 1.0, 5.0]), torch.tensor([-0.5, 0.2])]
+    masks = [torch.tensor([1, 1, 0]), torch.ones(2)]
+    found = correct(config, delta, [torch.zeros(3), torch.zeros(2)], masks)
+    assert [m.tolist() for m in found.mask] == [[True, False, False], [True, True]]
+    assert found.kept_per_sequence.tolist() == [1, 2]
+    values = figures(config, found.statistics)
+    assert values["mis_second_moment_masked_fraction"] == 0.25 and values["gradient_kept_fraction"] == 0.75
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.floats(-2, 2, width=32), min_size=1, max_size=30), st.floats(0.01, 2.0))
+def test_trimming_drops_the_largest_and_no_more_than_needed(values: list[float], bound: float) -> None:
+    config = RolloutCorrectionConfig(rs_second_moment_bound=bound)
+    delta = torch.tensor(values, dtype=torch.float64)
+    kept = correct(config, [delta], [torch.zeros_like(delta)], [torch.ones_like(delta)]).mask[0]
+    squares = sorted(v * v for v in values)
+    inside, outside = delta[kept].square(), delta[~kept].square()
+    assert inside.numel() == 0 or inside.mean() <= bound * (1 + 1e-9)
+    if outside.numel():
+        assert inside.numel() == 0 or inside.max() < outside.min()
+        prefix = [math.fsum(squares[: m + 1]) / (m + 1) for m in range(len(squares))]
+        within = sum(mean <= bound for mean in prefix)
+        assert outside.min().item() == pytest.approx(squares[within])
+
+
+BY_HAND = {
+    # Δ², bound → the smallest that leaves
+    "the mean of three is 0.5, of four 0.75": ([1.5, 0.25, 0.5, 0.75], 0.5, 1.5),
+    "the same just below": ([1.5, 0.25, 0.5, 0.75], 0.4999, 0.75),
+    "ties leave together": ([0.25, 1.0, 1.0, 1.0], 0.75, 1.0),
+    "ties stay together": ([0.25, 1.0, 1.0, 1.0], 0.8125, INF),
+    "everything leaves": ([2.0, 2.0], 1.0, 2.0),
+    "all zero": ([0.0, 0.0, 0.0], 1e-30, INF),
+    "nothing valid": ([INF, INF], 1.0, INF),
+    "no tokens": ([], 1.0, INF),
+    "not a number": ([NAN, 0.5, INF, 3.0, NAN], 1.0, 3.0),
+    "not a number alone": ([NAN, NAN], 1.0, INF),
+    "subnormal": ([0.0, 5e-324], 1e-324 * 2, INF),
+    "neighbours": ([1.0, 1.0 + 2**-23], 1.0, 1.0 + 2**-23),
+    "the largest numbers": ([1e308, 1e12, 1.0], 1e11, 1e12),
+}
+
+
+@pytest.mark.parametrize("case", BY_HAND)
+def test_limit_by_hand(case: str) -> None:
+    squares, bound, expected = BY_HAND[case]
+    whole = torch.tensor(squares, dtype=torch.float64)
+    assert second_moment_limit(whole, bound).item() == expected
+    assert limit_over_ranks([whole], bound) == [expected]
+    assert limit_over_ranks([whole[:1], whole[1:1], whole[1:]], bound) == [expected] * 3
+
+
+SQUARES = st.floats(0, 4, width=32) | st.sampled_from([0.0, 0.25, 0.3, 1.0])
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(SQUARES, max_size=40),
+    st.floats(1e-3, 4),
+    st.lists(st.integers(0, 40), min_size=1, max_size=3),
+    st.sampled_from([torch.float32, torch.float64]),
+)
+def test_limit_of_split_batches_is_that_of_the_twin(
+    squares: list[float], bound: float, cuts: list[int], dtype: torch.dtype
+) -> None:
+    whole = torch.tensor(squares, dtype=dtype)
+    values = whole.tolist()
+    means = [sum(map(Fraction, sorted(values)[:m])) / m for m in range(1, len(values) + 1)]
+    assume(all(abs(mean - Fraction(bound)) > 1e-9 for mean in means))  # no verdict hangs on rounding
+    expected = twin.second_moment_limit(values, bound)
+    assert second_moment_limit(whole, bound).item() == expected
+    edges = [0, *sorted(min(cut, len(values)) for cut in cuts), len(values)]
+    parts = [whole[first:last] for first, last in pairwise(edges)]
+    assert limit_over_ranks(parts, bound) == [expected] * len(parts)
+
+
+def test_a_million_tokens_over_ranks() -> None:
+    squares = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0)).square()
+    alone = second_moment_limit(squares, 0.5).item()
+    assert limit_over_ranks([squares[:17], squares[17:300_000], squares[300_000:]], 0.5) == [alone] * 3
+    assert squares[squares < alone].double().mean() <= 0.5 < squares[squares <= alone].double().mean()
+
+
+def test_the_limit_of_the_batch_makes_micro_batches_agree() -> None:
+    """One micro-batch has all the large log-ratios; with limits of their own the other would lose tokens too."""
+    config = RolloutCorrectionConfig(rs_second_moment_bound=0.12)
+    deltas = [torch.tensor([0.1, 0.2, 0.5, 1.0]), torch.tensor([0.3, 0.4])]
+    zeros, ones = [torch.zeros_like(d) for d in deltas], [torch.ones_like(d) for d in deltas]
+    whole = correct(config, deltas, zeros, ones)
+    assert whole.second_moment_limit is not None and whole.second_moment_limit.item() == 1.0
+    parts = [
+        correct(config, [d], [z], [o], second_moment_limit=whole.second_moment_limit)
+        for d, z, o in zip(deltas, zeros, ones, strict=True)
+    ]
+    assert [m.tolist() for part in parts for m in part.mask] == [[True, True, True, False], [True, True]]
+    own = correct(config, deltas[1:], zeros[1:], ones[1:])
+    assert own.mask[0].tolist() == [True, False]
+    assert parts[0].second_moment_limit is whole.second_moment_limit
+
+
+def test_no_bound_means_no_limit() -> None:
+    assert correct(RolloutCorrectionConfig(), [], [], []).second_moment_limit is None
+    config = RolloutCorrectionConfig(rs_second_moment_bound=0.1)
+    limit = correct(config, [], [], []).second_moment_limit
+    assert limit is not None and limit.item() == INF
+
+
+def test_trimming_leaves_the_batch_mean_of_the_weights() -> None:
+    inputs = [torch.tensor([0.1, 2.0, -0.3])], [torch.zeros(3)], [torch.ones(3)]
+    plain = correct(RolloutCorrectionConfig(use_tis=True, tis_batch_normalize=True), *inputs)
+    trimmed = correct(
+        RolloutCorrectionConfig(use_tis=True, tis_batch_normalize=True, rs_second_moment_bound=0.1), *inputs
+    )
+    assert trimmed.mask[0].tolist() == [True, False, True]
+    assert trimmed.weights[0].tolist() == plain.weights[0].tolist()

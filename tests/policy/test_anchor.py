@@ -1,0 +1,33 @@
+"""Which forward passes the options ask for."""
+
+import pytest
+
+from slime_tis.correction import RolloutCorrectionConfig
+from slime_tis.policy.anchor import anchors_on_recomputed, needs_global_batch, needs_old_log_probs
+
+NORMALIZES = {"use_tis": True, "tis_batch_normalize": True}
+TRIMS = {"rs_second_moment_bound": 0.1}
+BYPASS = {"use_rollout_logprobs": True, "policy_loss": "reinforce"}
+INTERPOLATES = {"old_logprobs": "interpolate"}
+# options: what is needed of the global batch; the loss anchors on a recomputed π_old with 1 step, with 2; pass with 1
+CASES = [
+    ({}, False, False, True, False),
+    ({"use_tis": True}, False, False, True, False),
+    ({"tis_batch_normalize": True}, False, False, True, False),
+    (NORMALIZES, True, True, True, True),
+    (TRIMS, True, True, True, True),
+    ({"get_mismatch_metrics": True}, False, False, True, True),
+    (BYPASS, False, False, False, False),
+    ({**BYPASS, **NORMALIZES}, True, False, False, False),
+    ({**BYPASS, **TRIMS}, True, False, False, False),
+    ({**INTERPOLATES, **TRIMS}, True, False, False, False),
+]
+
+
+@pytest.mark.parametrize(("options", "of_batch", "once", "twice", "forward"), CASES)
+def test_forward_passes(options: dict, of_batch: bool, once: bool, twice: bool, forward: bool) -> None:
+    config = RolloutCorrectionConfig(**options)
+    assert needs_global_batch(config) == of_batch
+    assert [anchors_on_recomputed(config, steps) for steps in (1, 2)] == [once, twice]
+    assert needs_old_log_probs(config, 1) == forward
+    assert needs_old_log_probs(config, 1, reject_before_advantage=True)
