@@ -151,8 +151,8 @@ def correct(
     scale = _scale(config, sequences, batch_norm_factor, reduce_batch)
     weights, mask = _finish(config, tokens, sequences, scale)
     return Correction(
-        weights=layout.restore(weights),
-        mask=layout.restore(mask),
+        weights=layout.restore(weights, torch.float32),
+        mask=layout.restore(mask, torch.bool),
         statistics=statistics,
         valid_per_sequence=columns["original"],
         kept_per_sequence=sequences.kept_S,

@@ -33,9 +33,6 @@ class Packed:
     def device(self) -> torch.device:
         return self.train.device
 
-    def empty(self) -> Tensor:
-        return self.train.new_empty(0)
-
     def read(self, first: int, last: int, start: int, held: int) -> Iterator[Tensor]:
         """`held` tokens of each tensor from token `start`; whatever follows the last token is masked."""
         for x in (self.train, self.rollout, self.mask):
@@ -55,9 +52,6 @@ class Listed:
     @property
     def device(self) -> torch.device:
         return self.train[0].device if self.train else torch.device("cpu")
-
-    def empty(self) -> Tensor:
-        return torch.empty(0, device=self.device)
 
     def read(self, first: int, last: int, start: int, held: int) -> Iterator[Tensor]:
         """Tensors first … last of each list joined by one copy; `held` tokens, masked after the last."""
@@ -110,11 +104,11 @@ class Layout:
             yield Rows(end_S[first:last] - start, length_S[first:last], tokens, self._width, aligned)
             start += tokens
 
-    def restore(self, blocks: list[Tensor]) -> Tensor | list[Tensor]:
-        """Blocks of all chunks, in order and 0 where masked, in the layout of the input."""
+    def restore(self, blocks: list[Tensor], dtype: torch.dtype) -> Tensor | list[Tensor]:
+        """Blocks of all chunks, in order and 0 where masked, in the layout of the input; `dtype` is theirs."""
         parts = [rows.join(block)[: rows.tokens] for rows, block in zip(self._rows, blocks, strict=True)]
         if not parts:
-            parts = [self._tokens.empty()]
+            parts = [torch.empty(0, dtype=dtype, device=self.device)]
         flat = parts[0] if len(parts) == 1 else torch.cat(parts)
         return list(flat.split(self._lengths)) if self._shape is None else flat.view(self._shape)
 

@@ -113,6 +113,7 @@ def test_empty_batches_and_sequences() -> None:
     config = RolloutCorrectionConfig(use_tis=True, use_rs=True, rs_veto_threshold=1e-4, tis_batch_normalize=True)
     assert correct(config, [], [], []).weights == []
     padded = correct(config, torch.zeros(0, 4), torch.zeros(0, 4), torch.zeros(0, 4))
+    assert (padded.weights.dtype, padded.mask.dtype) == (torch.float32, torch.bool)
     assert padded.weights.shape == (0, 4) and figures(config, padded.statistics) == {}
     packed = correct(config, torch.zeros(0), torch.zeros(0), torch.zeros(0), lengths=[0, 0])
     assert packed.mask.shape == (0,) and packed.kept_per_sequence.tolist() == [0, 0]
