@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 EXAMPLE := data/sort_digits
 RUN := runs/sort_digits
 
-.PHONY: help install train test check format docs clean
+.PHONY: help install data train test sglang-env test-sglang check format docs clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,11 +23,20 @@ train: install $(EXAMPLE)/complete.json  ## Train the example: sorting digits, w
 	$(BIN)/python train.py --custom-config-path examples/sort_digits/train.yaml \
 		--save $(RUN)/checkpoints --save-hf $(RUN)/hf --output-dir $(RUN)
 
+data: $(EXAMPLE)/complete.json  ## Make the example's model and prompts
+
 $(EXAMPLE)/complete.json: examples/sort_digits/prepare.py | install
 	$(BIN)/python examples/sort_digits/prepare.py --out $(EXAMPLE)
 
 test: install  ## Run the tests
 	$(BIN)/python -m pytest tests
+
+# The servers' own environment: SGLang's pinned libraries are not those of training.
+sglang-env:  ## Make the environment of SGLang servers on a CPU, 1.6 GB
+	PYTHON=$(PYTHON) tools/sglang_cpu/build.sh .venv-sglang
+
+test-sglang: install sglang-env  ## Run the tests against real SGLang servers, which they start
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/sglang_server
 
 check: install  ## Lint and type-check
 	$(BIN)/ruff format --check .

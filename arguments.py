@@ -1,10 +1,4 @@
-"""The command line of train.py: flags, YAML and presets, checked once, as one frozen config per room.
-
-A flag is a field of a config: the field gives its name, type, choices and default, the docstring under the
-field is its help. Every source is read by the same rules, so a YAML file may hold whatever a flag may hold.
-
-Precedence: command line > YAML (`--custom-config-path`) > preset (`--rollout-correction-preset`) > defaults.
-"""
+"""The command line of train.py: flags, YAML and presets, checked once, as one frozen config per room."""
 
 from __future__ import annotations
 
@@ -13,27 +7,28 @@ import dataclasses
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass
-from pathlib import Path
-from typing import Any, NoReturn, TypeVar, get_origin
+from dataclasses import dataclass
+from typing import Any
 
-from slime_tis.correction.config import (
-    LEVELS,
-    MODES,
-    NONFINITE_POLICIES,
-    NORMALIZERS,
-    OLD_LOGPROBS,
-    POLICY_LOSSES,
-    RolloutCorrectionConfig,
+from slime_tis.command_line import (
+    CORRECTION_ALIASES,
+    CommandLine,
+    SourceConfig,
+    build,
+    flag,
+    make_parser,
+    merge_sources,
+    read_flags,
 )
-from slime_tis.correction.presets import PRESETS
+from slime_tis.correction.config import RolloutCorrectionConfig
 from slime_tis.inputs import check_files, check_model
 from slime_tis.megatron.config import MegatronConfig
-from slime_tis.options import Option, declare_options, nearest, read_value
+from slime_tis.options import declare_options, nearest
 from slime_tis.policy.config import PolicyConfig
 from slime_tis.reporting.config import ReportingConfig
 from slime_tis.rollout.config import RolloutConfig
-from slime_tis.yaml_options import read_yaml
+from slime_tis.rollout.sglang.config import SGLangConfig
+from slime_tis.rollout.sglang.server_flags import split_server_flags
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +62,7 @@ class LoopConfig:
         for name in ("num_rollout", "num_epoch", "global_batch_size", "num_steps_per_rollout"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ValueError(f"{_flag(name)} is {value} but must be 1 or more.")
+                raise ValueError(f"{flag(name)} is {value} but must be 1 or more.")
         if self.num_rollout is None and self.num_epoch is None:
             raise ValueError("--num-rollout is unset and so is --num-epoch; add one of them to bound the run.")
         if self.debug_rollout_only and self.load_debug_rollout_data is not None:
@@ -78,17 +73,8 @@ class LoopConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SourceConfig:
-    """Where options and code come from besides the command line."""
-
-    use_rollout_correction: bool = False
-    """Turn the correction on as preset or YAML say, and as --use-tis where neither says anything."""
-
-    rollout_correction_preset: str | None = None
-    """Name of a preset of correction options, for example decoupled_token_is."""
-
-    custom_config_path: str | None = None
-    """YAML file of options, with flag names as keys or verl's algorithm.rollout_correction block."""
+class CodeConfig:
+    """Code of the user's own."""
 
     custom_tis_function_path: str | None = None
     """Correction function of your own, as pkg.module.function or path/file.py:function."""
@@ -102,6 +88,7 @@ class Arguments:
     policy: PolicyConfig
     megatron: MegatronConfig
     rollout: RolloutConfig
+    sglang: SGLangConfig
     loop: LoopConfig
     reporting: ReportingConfig
     custom_tis_function_path: str | None
@@ -116,28 +103,36 @@ CONFIGS = (
     PolicyConfig,
     MegatronConfig,
     RolloutConfig,
+    SGLangConfig,
     LoopConfig,
     ReportingConfig,
     SourceConfig,
+    CodeConfig,
 )
 
 OPTIONS = declare_options(CONFIGS)
-YAML_OPTIONS = {name: option for name, option in OPTIONS.items() if name != "custom_config_path"}
 
 GROUPS = {
     "model and data": (
         "hf_checkpoint ref_load prompt_data input_key label_key metadata_key apply_chat_template rollout_shuffle"
     ),
     "rollout": (
-        "rollout_engine rollout_precision update_weights_interval rollout_batch_size "
+        "rollout_engine rollout_precision update_weights_interval check_weight_sync weight_sync_bound "
+        "rollout_lookahead max_weight_staleness partial_rollout over_sampling_batch_size rollout_batch_size "
         "n_samples_per_prompt rollout_max_prompt_len rollout_max_response_len "
         "rollout_max_context_len"
+    ),
+    "SGLang servers": (
+        "sglang_url sglang_router_ip sglang_router_port sglang_launch sglang_server_args sglang_python "
+        "sglang_base_port sglang_log_dir sglang_startup_timeout sglang_request_timeout sglang_concurrency "
+        "sglang_max_retries sglang_recovery_timeout sglang_weight_sync sglang_weight_dir sglang_sync_address "
+        "sglang_bucket_mb sglang_api_key_env"
     ),
     "sampling": "rollout_temperature rollout_top_p rollout_top_k rollout_stop_token_ids rollout_seed",
     "rewards": "rm_type custom_rm_path",
     "evaluation": (
         "eval_prompt_data eval_interval eval_input_key eval_label_key n_samples_per_eval_prompt "
-        "eval_temperature eval_top_p eval_max_response_len skip_eval_before_train"
+        "eval_temperature eval_top_p eval_max_response_len eval_engine skip_eval_before_train"
     ),
     "training loop": (
         "num_rollout num_epoch num_steps_per_rollout global_batch_size micro_batch_size "
@@ -172,51 +167,27 @@ GROUPS = {
 }
 """Titled groups of --help, and the options of each in their order there."""
 
-ALIASES = {
-    "tis_clip": "tis_upper_bound",
-    "tis_clip_low": "tis_lower_bound",
-    "mis_mode": "tis_mode",
-    "mis_level": "tis_level",
-    "mis_lower_bound": "tis_lower_bound",
-    "mis_upper_bound": "tis_upper_bound",
-    "mis_batch_normalize": "tis_batch_normalize",
-    "mis_veto_threshold": "rs_veto_threshold",
-    "save_retain_count": "save_retain",
-}
+ALIASES = {**CORRECTION_ALIASES, "save_retain_count": "save_retain"}
 """Old names of options and the name each one has now; both are read on the command line and in YAML."""
 
-CORRECTION_SWITCHES = {
-    "use_tis",
-    "use_rs",
-    "rollout_rs",
-    "rs_veto_threshold",
-    "rs_veto_upper_threshold",
-    "rs_second_moment_bound",
-}
-"""Options that say what --use-rollout-correction turns on."""
-
-CHOICES: dict[str, Sequence[str]] = {
-    "tis_mode": MODES,
-    "tis_level": LEVELS,
-    "rs_level": LEVELS,
-    "rejection_normalizer": NORMALIZERS,
-    "nonfinite_policy": NONFINITE_POLICIES,
-    "old_logprobs": OLD_LOGPROBS,
-    "policy_loss": POLICY_LOSSES,
-}
-"""What --help shows as the values of options whose type is text and whose config checks them."""
-
 METAVARS = {
-    "DIR": "hf_checkpoint ref_load load save save_hf output_dir wandb_dir",
+    "DIR": "hf_checkpoint ref_load load save save_hf output_dir wandb_dir sglang_log_dir sglang_weight_dir",
+    "URL": "sglang_url",
+    "ADDRESS": "sglang_router_ip sglang_sync_address",
+    "WORD": "sglang_server_args",
+    "PYTHON": "sglang_python",
     "FILE": "prompt_data save_debug_rollout_data load_debug_rollout_data",
     "FILE.yaml": "custom_config_path",
     "FUNCTION": "custom_rm_path custom_tis_function_path",
     "KEY": "input_key label_key metadata_key eval_input_key eval_label_key",
     "[NAME] PATH": "eval_prompt_data",
     "ID": "rollout_stop_token_ids",
-    "NAME": "rollout_correction_preset rm_type tb_project_name tb_experiment_name wandb_project wandb_group",
+    "NAME": "rollout_correction_preset rm_type tb_project_name tb_experiment_name wandb_project wandb_group "
+    "sglang_api_key_env",
 }
 """What --help shows as the value, and the options it stands for; numbers show N (whole) or X."""
+
+COMMAND_LINE = CommandLine(options=OPTIONS, groups=GROUPS, aliases=ALIASES, metavars=METAVARS)
 
 
 def parse_args(argv: Sequence[str] | None = None) -> Arguments:
@@ -244,15 +215,16 @@ def parse_args(argv: Sequence[str] | None = None) -> Arguments:
 
 def configure(argv: Sequence[str], environ: Mapping[str, str]) -> Arguments:
     """What parse_args does, with the environment passed in and ValueError instead of an exit."""
-    values = _merge(_read_command_line(argv))
-    rollout = _build(RolloutConfig, values)
+    values = merge_sources(COMMAND_LINE, _read_command_line(argv))
+    rollout = build(RolloutConfig, values)
     arguments = Arguments(
-        correction=_build(RolloutCorrectionConfig, values),
-        policy=_build(PolicyConfig, values),
-        megatron=_build(MegatronConfig, values),
+        correction=build(RolloutCorrectionConfig, values),
+        policy=build(PolicyConfig, values),
+        megatron=build(MegatronConfig, values),
         rollout=rollout,
-        loop=_resolve_steps(rollout, _build(LoopConfig, values)),
-        reporting=_build(ReportingConfig, values),
+        sglang=_build_sglang(rollout, values),
+        loop=_resolve_steps(rollout, build(LoopConfig, values)),
+        reporting=build(ReportingConfig, values),
         custom_tis_function_path=values.get("custom_tis_function_path"),
         namespace=argparse.Namespace(),
     )
@@ -274,6 +246,7 @@ def effective_config(arguments: Arguments) -> dict[str, Any]:
         arguments.policy,
         arguments.megatron,
         arguments.rollout,
+        arguments.sglang,
         arguments.loop,
         arguments.reporting,
     )
@@ -296,115 +269,39 @@ def describe(arguments: Arguments) -> str:
 
 def _as_flag(name: str, value: Any) -> str:
     if isinstance(value, bool):
-        return _flag(name if value else "no_" + name)
-    return f"{_flag(name)} {' '.join(map(str, value)) if isinstance(value, list) else value}"
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message.removeprefix("argument ").replace(": ", " ", 1) + ".")
-
-
-class _HelpFormatter(argparse.HelpFormatter):
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=34)
-
-    def _format_action_invocation(self, action: argparse.Action) -> str:
-        values = "" if action.nargs == 0 else f" {action.metavar}"
-        return ", ".join(action.option_strings) + values
+        return flag(name if value else "no_" + name)
+    return f"{flag(name)} {' '.join(map(str, value)) if isinstance(value, list) else value}"
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the command line: titled groups of flags, whose values it keeps as text."""
-    parser = _Parser(
+    return make_parser(
+        COMMAND_LINE,
         prog="train.py",
         usage="train.py --hf-checkpoint DIR --prompt-data FILE [options]",
         description="Trains a language model by reinforcement learning on Megatron-core, with the mismatch "
         "between rollout and training log-probs measured and corrected.",
-        epilog="Every switch has a --no- form, and the value none unsets an option, so that the command line "
-        "can take back what YAML or a preset says.",
-        formatter_class=_HelpFormatter,
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
     )
-    for title, names in GROUPS.items():
-        group = parser.add_argument_group(title)
-        for name in names.split():
-            _add_flag(group, OPTIONS[name])
-    return parser
-
-
-def _add_flag(group: argparse._ArgumentGroup, option: Option) -> None:
-    names = [option.name, *(old for old, new in ALIASES.items() if new == option.name)]
-    text = f"{option.help} ({option.default_text})".replace("%", "%%")
-    if option.kind is bool:
-        _add_switch(group, option, names, text)
-        return
-    group.add_argument(
-        *map(_flag, names),
-        dest=option.name,
-        nargs="+" if get_origin(option.kind) is tuple else None,
-        metavar=_metavar(option),
-        help=text,
-    )
-
-
-def _add_switch(group: argparse._ArgumentGroup, option: Option, names: list[str], text: str) -> None:
-    """Both forms of a switch; the help shows the one that departs from the default."""
-    for value, prefix in ((True, ""), (False, "no_")):
-        group.add_argument(
-            *(_flag(prefix + name) for name in names),
-            dest=option.name,
-            action="store_const",
-            const=str(value),
-            help=argparse.SUPPRESS if option.default == value else text,
-        )
-
-
-def _metavar(option: Option) -> str:
-    choices = option.choices or CHOICES.get(option.name)
-    if choices:
-        return "{" + ",".join(choices) + "}"
-    named = (metavar for metavar, names in METAVARS.items() if option.name in names.split())
-    return next(named, "X" if option.kind in (float, str) else "N")
 
 
 def _read_command_line(argv: Sequence[str]) -> dict[str, Any]:
-    known, unknown = build_parser().parse_known_args(argv)
-    if unknown:
-        mend = nearest(unknown[0].split("=")[0], map(_flag, (*OPTIONS, *ALIASES)))
-        raise ValueError(f"{unknown[0]} is not a flag; {mend}")
-    return {name: read_value(_flag(name), OPTIONS[name], text) for name, text in vars(known).items()}
+    """The values of the flags; unknown ones for SGLang are the servers' own, where the run may start some."""
+    rest, server_args = split_server_flags(argv, set(map(flag, OPTIONS)))
+    given = read_flags(COMMAND_LINE, build_parser(), rest)
+    if server_args and {"sglang_launch", "custom_config_path"}.isdisjoint(given):
+        unknown = f"--sglang-{server_args[0][2:]}"
+        raise ValueError(f"{unknown} is not a flag; {nearest(unknown, map(flag, OPTIONS))}")
+    return given | ({"sglang_server_args": tuple(server_args)} if server_args else {})
 
 
-def _merge(given: dict[str, Any]) -> dict[str, Any]:
-    """Values by precedence: command line, then YAML, then preset; defaults are the configs' own."""
-    path = given.get("custom_config_path")
-    values = {**({} if path is None else read_yaml(Path(path), YAML_OPTIONS, ALIASES)), **given}
-    preset = values.get("rollout_correction_preset")
-    if preset is not None:
-        if preset not in PRESETS:
-            raise ValueError(f"--rollout-correction-preset is {preset!r}; {nearest(preset, PRESETS)}")
-        chosen = PRESETS[preset].items()
-        values = {**{name: read_value(name, OPTIONS[name], str(value)) for name, value in chosen}, **values}
-    says_something = preset is not None or not CORRECTION_SWITCHES.isdisjoint(values)
-    if values.get("use_rollout_correction") and not says_something:
-        values["use_tis"] = True
-    if values.get("tis_lower_bound") == 0 and values.get("tis_mode", "truncate") == "truncate":
-        values["tis_lower_bound"] = None  # slime's default of --tis-clip-low: no lower bound
-    for option in OPTIONS.values():
-        if option.default is MISSING and option.name not in values:
-            flag = _flag(option.name)
-            raise ValueError(f"{flag} is unset but required; add {flag} {_metavar(option)}.")
-    return values
-
-
-Room = TypeVar("Room")
-
-
-def _build(config: type[Room], values: dict[str, Any]) -> Room:
-    names = [field.name for field in dataclasses.fields(config) if field.name in values]  # type: ignore[arg-type]
-    return config(**{name: values[name] for name in names})
+def _build_sglang(rollout: RolloutConfig, values: dict[str, Any]) -> SGLangConfig:
+    sglang = build(SGLangConfig, values)
+    if rollout.rollout_engine == "sglang":
+        sglang.check_has_servers()
+    elif sglang != SGLangConfig():
+        field = next(f.name for f in dataclasses.fields(sglang) if getattr(sglang, f.name) != f.default)
+        raise ValueError(f"{flag(field)} is set but --rollout-engine is {rollout.rollout_engine}; make it sglang.")
+    return sglang
 
 
 def _resolve_steps(rollout: RolloutConfig, loop: LoopConfig) -> LoopConfig:
@@ -497,7 +394,3 @@ def _slime_namespace(arguments: Arguments) -> argparse.Namespace:
     values["eps_clip_high"] = arguments.policy.clip_high
     values["tis_clip_low"] = values["tis_lower_bound"] or 0.0
     return argparse.Namespace(**values)
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

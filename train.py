@@ -2,7 +2,7 @@
 
     parse the command line → start the process groups → build the training engine, the rollout engine and the data
     for every rollout:
-        prompts → responses → rewards → advantages
+        prompts → responses (of this rollout, and of the next ones in the background) → rewards → advantages
         for every step: old log-probs where needed → correction and loss → optimizer step
         weights to the rollout engine → evaluation → checkpoint → report
     write the policy as a Hugging Face directory
@@ -19,33 +19,39 @@ import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 
-import torch
 from transformers.utils.logging import disable_progress_bar
 
 from arguments import Arguments, describe, effective_config, parse_args
-from slime_tis.correction import Correction, batch_norm_factor, correct, interpolate_old_log_probs, response_slices
 from slime_tis.custom import load_function
+from slime_tis.learner import Learner
 from slime_tis.megatron import checkpoint
-from slime_tis.megatron.batch import TrainingBatch, make_batch, tensors
-from slime_tis.megatron.engine import StepResult, TrainingEngine
+from slime_tis.megatron.engine import TrainingEngine
 from slime_tis.megatron.parallel import Parallel, initialize, shut_down
-from slime_tis.policy.advantages import advantages
-from slime_tis.policy.anchor import anchors_on_recomputed, needs_global_batch, needs_old_log_probs
-from slime_tis.policy.objective import PolicyObjective
-from slime_tis.policy.report import step_figures
+from slime_tis.megatron.sync_check import log_prob_gap
 from slime_tis.reporting.reporters import open_reporters
 from slime_tis.reporting.timing import Timer
 from slime_tis.rollout.checkpoint import load_tokenizer
-from slime_tis.rollout.dump import load_samples, save_samples
-from slime_tis.rollout.engine import RolloutEngine, build_engine, evaluation_sampling, training_sampling
+from slime_tis.rollout.dump import from_plain, load_samples, plain, save_samples
+from slime_tis.rollout.engine import (
+    EngineLost,
+    Pending,
+    RolloutEngine,
+    build_engine,
+    evaluation_sampling,
+    training_sampling,
+)
 from slime_tis.rollout.evaluate import evaluate, load_evaluation_prompts
 from slime_tis.rollout.figures import rollout_figures
 from slime_tis.rollout.local import LocalEngine
+from slime_tis.rollout.lookahead import Lookahead
 from slime_tis.rollout.prompts import PromptDataset
 from slime_tis.rollout.rewards import build_reward, score
-from slime_tis.rollout.sample import Sample
+from slime_tis.rollout.sample import Prompt, Sample
+from slime_tis.rollout.staleness import leave_out_stale
+
+PROBE_TOKENS = 512
+"""Longest prompt on which --check-weight-sync compares the engines."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(describe(arguments), flush=True)
     try:
         Trainer(arguments, parallel).run()
-    except (ValueError, OSError, checkpoint.CheckpointError) as error:
+    except (ValueError, OSError, EngineLost, checkpoint.CheckpointError) as error:
         if os.environ.get("SLIME_TIS_TRACEBACK"):
             raise
         print(f"error: {error}", file=sys.stderr)
@@ -78,8 +84,6 @@ class Trainer:
         self.dataset = PromptDataset(rollout.prompt_data, self.tokenizer, rollout)
         self.eval_prompts = load_evaluation_prompts(rollout, self.tokenizer)
         self.reward = build_reward(rollout, arguments.namespace)
-        path = arguments.custom_tis_function_path
-        self.custom_tis = None if path is None else load_function(path)
         self.num_rollout = self._num_rollout()
         self.engine = TrainingEngine(
             megatron,
@@ -90,8 +94,28 @@ class Trainer:
             entropy_gradient=arguments.policy.entropy_coef != 0,
             timer=self.timer,
         )
-        self.sampler = build_engine(rollout, megatron.hf_checkpoint, self.tokenizer, device=parallel.backend.device)
-        self.step = self.rollout_id = self.old_log_prob_forwards = 0
+        custom_tis = arguments.custom_tis_function_path
+        self.learner = Learner(
+            engine=self.engine,
+            correction=arguments.correction,
+            policy=arguments.policy,
+            steps_per_rollout=self.steps_per_rollout,
+            leaves_out_samples=rollout.max_weight_staleness is not None,
+            custom_tis=None if custom_tis is None else load_function(custom_tis),
+            args=arguments.namespace,
+        )
+        self.rollout_id = 0
+        self.sampler = build_engine(
+            rollout,
+            arguments.sglang,
+            megatron.hf_checkpoint,
+            self.tokenizer,
+            weights=self.engine.named_hf_tensors,
+            weights_version=lambda: self.step,
+            output_dir=arguments.reporting.output_dir,
+            device=parallel.backend.device,
+        )
+        self.ahead = Lookahead(self.dataset, self._submit, prompts=self._fresh_prompts, depth=rollout.rollout_lookahead)
         self.evaluator: RolloutEngine | None = None
         self.first_accuracy = self.last_accuracy = float("nan")
         self._resume()
@@ -104,13 +128,19 @@ class Trainer:
         )
 
     def run(self) -> None:
-        """The loop of the module's docstring."""
+        """The loop of the module's docstring; where the rollout engine is lost, a checkpoint ends it."""
         try:
             self._loop()
-        except BaseException:
+        except BaseException as error:
             with suppress(OSError):  # the disk may be what failed
-                self.reporters.close()
+                self._close()
+            if isinstance(error, EngineLost):
+                raise EngineLost(f"{error} {self._save_before_stopping()}") from error
             raise
+        self._close()
+
+    def _close(self) -> None:
+        self.sampler.close()
         self.reporters.close()
 
     def _loop(self) -> None:
@@ -119,10 +149,14 @@ class Trainer:
             self.timer.take()
         while self.rollout_id < self.num_rollout:
             groups = self._sample()
-            sampled = rollout_figures(groups, self.step)
-            rows = [{}] if self.arguments.loop.debug_rollout_only else self._train(groups)
+            sampled = rollout_figures(groups, self.step) | self.sampler.figures()
+            groups, sampled["rollout/left_out_samples"] = leave_out_stale(
+                groups, self.step, self.arguments.rollout.max_weight_staleness
+            )
+            rows = [{}] if self.arguments.loop.debug_rollout_only else self.learner.train(groups)
             self.rollout_id += 1
-            self._update_sampler()
+            if self.rollout_id % self.arguments.rollout.update_weights_interval == 0:
+                self._update_sampler()
             rows[-1] |= {**sampled, **self._evaluate_when_due()}
             self._save_when_due()
             rows[-1] |= self._times()
@@ -136,6 +170,11 @@ class Trainer:
         if "perf/forward_time" in times:
             times["perf/backward_time"] = times["perf/forward_backward_time"] - times["perf/forward_time"]
         return times
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps made so far: the version of the policy's weights."""
+        return self.learner.step
 
     @property
     def steps_per_rollout(self) -> int:
@@ -156,149 +195,42 @@ class Trainer:
         if loop.load_debug_rollout_data is not None:
             path = loop.load_debug_rollout_data.format(rollout_id=self.rollout_id)
             return load_samples(path, rollout.rollout_batch_size, rollout.n_samples_per_prompt)
-        prompts = self.dataset.next_batch(rollout.rollout_batch_size)
         with self.timer("generate"):
-            seed = (rollout.rollout_seed << 32) + self.rollout_id
-            groups = self.sampler.generate(prompts, training_sampling(rollout), seed)
+            groups = self.ahead.take(self.rollout_id, self.num_rollout - 1)
         with self.timer("reward"):
             score(groups, self.reward)
         if loop.save_debug_rollout_data is not None and self.parallel.is_main:
             save_samples(loop.save_debug_rollout_data.format(rollout_id=self.rollout_id), groups)
         return groups
 
-    def _train(self, groups: list[list[Sample]]) -> list[dict[str, float]]:
-        """All optimizer steps on one rollout; the figures of each."""
-        samples = [sample for group in groups for sample in group]
-        size = len(samples) // self.steps_per_rollout
-        steps = [self._prepare(samples[start : start + size]) for start in range(0, len(samples), size)]
-        early = self.arguments.policy.reject_before_advantage
-        kept = [keep for step in steps for keep in self._kept(step.batch)] if early else None
-        per_sample = advantages_of(samples, kept, self.arguments)
-        rows = []
-        for number, step in enumerate(steps):
-            mine = per_sample[number * size : (number + 1) * size][self.parallel.data_rank :: self.parallel.data_size]
-            rows.append(self._train_step(step.with_advantages(mine)))
-        return rows
+    def _submit(self, prompts: list[Prompt], number: int) -> Pending:
+        rollout = self.arguments.rollout
+        want = rollout.rollout_batch_size if rollout.partial_rollout else None
+        seed = (rollout.rollout_seed << 32) + number
+        return self.sampler.submit(prompts, training_sampling(rollout), seed, want=want)
 
-    def _prepare(self, samples: list[Sample]) -> Step:
-        """This rank's share of one step's samples, with old and reference log-probs, and its micro-batches."""
-        ranks = [samples[rank :: self.parallel.data_size] for rank in range(self.parallel.data_size)]
-        partition = self.engine.partitions([[len(sample.token_ids) for sample in mine] for mine in ranks])
-        batch = training_batch(ranks[self.parallel.data_rank], self.parallel)
-        policy = self.arguments.policy
-        if needs_old_log_probs(self.arguments.correction, self.steps_per_rollout, policy.reject_before_advantage):
-            batch = batch.with_local("old_log_probs", self._old_log_probs(batch, partition))
-        if policy.use_kl_loss:
-            with self.timer("ref_log_probs"):
-                batch = batch.with_local("ref_log_probs", self.engine.reference_log_probs(batch, partition))
-        return Step(batch=batch, partition=partition)
-
-    def _kept(self, batch: TrainingBatch) -> list[bool]:
-        """Which samples of the step have a token left after rejection, in their order, on every rank."""
-        kept: list[bool] = []
-        if self.parallel.is_last_stage:
-            found = self._correct(batch, batch.local["old_log_probs"])
-            kept = (found.kept_per_sequence > 0).tolist()
-        shares = self.parallel.from_data_ranks(self.parallel.from_last_stage(kept))
-        return [keep for together in zip(*shares, strict=True) for keep in together]
-
-    def _correct(self, batch: TrainingBatch, train_log_probs: list[torch.Tensor]) -> Correction[list[torch.Tensor]]:
-        """The correction of the step's global batch, before training on it; a collective of the last stage's ranks."""
-        rollout_log_probs, loss_masks = (
-            [value.to(self.parallel.backend.device) for value in batch.local[name]]
-            for name in ("rollout_log_probs", "loss_masks")
-        )
-        rank, size = self.parallel.context_rank, self.parallel.context_size
-        return correct(
-            self.arguments.correction,
-            train_log_probs,
-            rollout_log_probs,
-            loss_masks,
-            reduce_sequences=self.parallel.reduce_sequences,
-            slices=response_slices(batch.total_lengths, batch.response_lengths, rank, size),
-            reduce_batch=self.parallel.sum_over_data,
-        )
-
-    def _old_log_probs(self, batch: TrainingBatch, partition: list[list[int]]) -> list[torch.Tensor]:
-        self.old_log_prob_forwards += 1
-        with self.timer("old_log_probs"):
-            return self.engine.log_probs(batch, partition)
-
-    def _train_step(self, step: Step) -> dict[str, float]:
-        objective = self._objective(step.batch, step.partition)
-        result = self.engine.train_step(step.batch, step.partition, objective)
-        self.step += 1
-        with self.timer("metrics"):
-            return self._step_metrics(result)
-
-    def _objective(self, batch: TrainingBatch, partition: list[list[int]]) -> PolicyObjective:
-        arguments, parallel = self.arguments, self.parallel
-        factor, limit = self._of_global_batch(batch, partition)
-        return PolicyObjective(
-            correction=arguments.correction,
-            policy=arguments.policy,
-            recompute_old=anchors_on_recomputed(arguments.correction, self.steps_per_rollout),
-            custom_tis=self.custom_tis,
-            args=arguments.namespace,
-            version=self.step,
-            context_rank=parallel.context_rank,
-            context_size=parallel.context_size,
-            context_group=parallel.context_group,
-            reduce_sequences=parallel.reduce_sequences,
-            batch_norm_factor=factor,
-            second_moment_limit=limit,
-        )
-
-    def _of_global_batch(
-        self, batch: TrainingBatch, partition: list[list[int]]
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Mean weight and second-moment limit of the step, known before its first micro-batch is trained on."""
-        correction = self.arguments.correction
-        if not needs_global_batch(correction):
-            return None, None
-        if anchors_on_recomputed(correction, self.steps_per_rollout):
-            train = batch.local["old_log_probs"]
-        else:  # what is weighted follows π_θ, and that moves with every step
-            train = self._old_log_probs(batch, partition)
-        if not self.parallel.is_last_stage:
-            return None, None
-        if correction.old_logprobs == "interpolate":
-            of_rollout, versions = batch.local["rollout_log_probs"], batch.local["weight_versions"]
-            train = [
-                interpolate_old_log_probs(current, rollout.to(current), self.step, version.to(current.device))
-                for current, rollout, version in zip(train, of_rollout, versions, strict=True)
-            ]
-        found = self._correct(batch, train)
-        sums = self.parallel.sum_over_data(found.statistics.sums)
-        return batch_norm_factor(correction, replace(found.statistics, sums=sums)), found.second_moment_limit
-
-    def _step_metrics(self, result: StepResult) -> dict[str, float]:
-        """train/… figures of a step, on every rank."""
-        parallel, arguments = self.parallel, self.arguments
-        figures: dict[str, float] = {}
-        if parallel.is_last_stage:
-            report = result.report.over_ranks(
-                sum_data=parallel.sum_over_data,
-                sum_all=parallel.sum_over_data_and_context,
-                min_all=parallel.min_over_data_and_context,
-                max_all=parallel.max_over_data_and_context,
-            )
-            figures = step_figures(report, arguments.correction, arguments.policy, custom=self.custom_tis is not None)
-        figures = parallel.from_last_stage(figures)
-        figures |= {
-            "grad_norm": result.grad_norm,
-            "lr": result.learning_rate,
-            "loss_units": float(result.units),
-            "old_log_prob_forwards": float(self.old_log_prob_forwards),
-            "skipped_steps": float(result.units == 0),
-        }
-        self.old_log_prob_forwards = 0
-        return {f"train/{name}": value for name, value in figures.items()}
+    def _fresh_prompts(self) -> int:
+        """Prompts that the next rollout takes from the data, besides those that are not finished."""
+        rollout = self.arguments.rollout
+        return (rollout.over_sampling_batch_size or rollout.rollout_batch_size) - len(self.sampler.unfinished())
 
     def _update_sampler(self) -> None:
-        if self.rollout_id % self.arguments.rollout.update_weights_interval == 0:
-            with self.timer("update_weights"):
-                self.sampler.update_weights(self.engine.named_hf_tensors(), self.step)
+        """The policy's present weights to the rollout engine."""
+        with self.timer("update_weights"):
+            self.sampler.update_weights(self.engine.named_hf_tensors(), self.step)
+        rollout = self.arguments.rollout
+        if not rollout.check_weight_sync:
+            return
+        probe = list(max((prompt.token_ids for prompt in self.dataset.prompts[:64]), key=len)[:PROBE_TOKENS])
+        for name, log_probs in self.sampler.score(probe).items():
+            gap = log_prob_gap(self.engine, probe, log_probs)
+            if not gap <= rollout.weight_sync_bound:
+                raise ValueError(
+                    f"parameter-sync error: after the update to step {self.step} the log-probs of a probe prompt "
+                    f"differ by {gap:.3g} on average between training and {name}, more than --weight-sync-bound "
+                    f"{rollout.weight_sync_bound}; see that both run the same model, and raise the bound if the "
+                    "rollout engine is meant to be that coarse."
+                )
 
     def _evaluates_before_training(self) -> bool:
         return bool(self.eval_prompts) and self.rollout_id == 0 and not self.arguments.rollout.skip_eval_before_train
@@ -309,21 +241,16 @@ class Trainer:
         return self._evaluate() if last or (interval and self.rollout_id % interval == 0) else {}
 
     def _evaluate(self) -> dict[str, float]:
-        """Held-out accuracy of the training policy itself: its present weights, unrounded."""
+        """Held-out accuracy of the training policy itself, with its present weights."""
         if not self.eval_prompts:
             return {}
         figures: dict[str, float] = {}
         with self.timer("eval"):
-            if self.evaluator is None:
-                self.evaluator = LocalEngine(
-                    self.arguments.megatron.hf_checkpoint,
-                    self.tokenizer,
-                    precision="bf16" if self.arguments.megatron.bf16 else "fp32",
-                    device=self.parallel.backend.device,
-                )
-            self.evaluator.update_weights(self.engine.named_hf_tensors(), self.step)
+            evaluator = self._evaluator()
+            if evaluator.weight_version != self.step:
+                evaluator.update_weights(self.engine.named_hf_tensors(), self.step)
             for name, prompts in self.eval_prompts.items():
-                found = evaluate(self.evaluator, prompts, self.reward, evaluation_sampling(self.arguments.rollout))
+                found = evaluate(evaluator, prompts, self.reward, evaluation_sampling(self.arguments.rollout))
                 figures |= {f"eval/{name}": found.pop("accuracy")}
                 figures |= {f"eval/{name}/{figure}": value for figure, value in found.items()}
         self.last_accuracy = figures[f"eval/{next(iter(self.eval_prompts))}"]
@@ -331,15 +258,42 @@ class Trainer:
             self.first_accuracy = self.last_accuracy
         return figures
 
+    def _evaluator(self) -> RolloutEngine:
+        """A copy of the weights as they are trained, unrounded, in this process; or the rollout engine itself."""
+        if not self.arguments.rollout.evaluates_locally:
+            return self.sampler
+        if self.evaluator is None:
+            self.evaluator = LocalEngine(
+                self.arguments.megatron.hf_checkpoint,
+                self.tokenizer,
+                precision="bf16" if self.arguments.megatron.bf16 else "fp32",
+                device=self.parallel.backend.device,
+            )
+        return self.evaluator
+
     def _save_when_due(self) -> None:
         config = self.arguments.megatron
         last = self.rollout_id == self.num_rollout
-        if config.save is None or not (last or (config.save_interval and self.rollout_id % config.save_interval == 0)):
+        if last or (config.save_interval and self.rollout_id % config.save_interval == 0):
+            self._save()
+
+    def _save_before_stopping(self) -> str:
+        """Saves what was trained; says where."""
+        save = self.arguments.megatron.save
+        if save is None:
+            return f"The run stops after step {self.step}, unsaved: --save is unset."
+        self._save()
+        return f"The run stops after step {self.step}, saved under {save}; --load {save} goes on from there."
+
+    def _save(self) -> None:
+        config = self.arguments.megatron
+        if config.save is None:
             return
         state = {
             "step": self.step,
             "rollout_id": self.rollout_id,
-            "dataset": self.dataset.state_dict(),
+            "dataset": self.ahead.state_dict(),
+            "unfinished": [[plain(sample) for sample in group] for group in self.sampler.unfinished()],
             "sampler_weight_version": self.sampler.weight_version,
             "first_accuracy": None if math.isnan(self.first_accuracy) else self.first_accuracy,
         }
@@ -351,20 +305,23 @@ class Trainer:
                 self.engine,
                 state,
                 retain=config.save_retain,
-                write_extra=self.sampler.save_weights if stale else None,
+                write_extra=self.sampler.save_weights if stale and self.sampler.stale_weights_travel else None,
             )
 
     def _resume(self) -> None:
         """Goes on from the newest complete checkpoint under --load, if there is one."""
         found = self.arguments.megatron.load and checkpoint.newest(self.arguments.megatron.load)
         if not found:
+            if not self.sampler.stale_weights_travel:  # its weights are whatever its servers were started with
+                self._update_sampler()
             return
         state = checkpoint.load(found, self.engine)
-        self.step, self.rollout_id = state["step"], state["rollout_id"]
+        self.learner.step, self.rollout_id = state["step"], state["rollout_id"]
         self.dataset.load_state_dict(state["dataset"])
         self.first_accuracy = math.nan if state["first_accuracy"] is None else state["first_accuracy"]
-        if state["sampler_weight_version"] == self.step:
-            self.sampler.update_weights(self.engine.named_hf_tensors(), self.step)
+        self.sampler.resume_unfinished([[from_plain(row) for row in group] for group in state["unfinished"]])
+        if state["sampler_weight_version"] == self.step or not self.sampler.stale_weights_travel:
+            self._update_sampler()
         else:
             self.sampler.load_weights(found, state["sampler_weight_version"])
         if self.parallel.is_main:
@@ -379,55 +336,6 @@ class Trainer:
             self._evaluate()  # resumed after the last rollout
         if self.parallel.is_main and self.eval_prompts:
             print(f"eval accuracy: {self.first_accuracy:.2f} -> {self.last_accuracy:.2f}", flush=True)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """One optimizer step's samples on this data-parallel rank."""
-
-    batch: TrainingBatch
-    partition: list[list[int]]
-    """The samples of each micro-batch."""
-
-    def with_advantages(self, per_sample: list[float]) -> Step:
-        """The same step with every sample's advantage at each of its tokens."""
-        per_token = [
-            torch.full((len(mask),), advantage)
-            for mask, advantage in zip(self.batch.local["loss_masks"], per_sample, strict=True)
-        ]
-        return replace(self, batch=self.batch.with_local("advantages", per_token))
-
-
-def advantages_of(samples: list[Sample], kept: list[bool] | None, arguments: Arguments) -> list[float]:
-    """The advantage of every sample; the samples of a prompt stand together."""
-
-    def grouped(values: list[float] | list[bool]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float64).view(-1, arguments.rollout.n_samples_per_prompt)
-
-    rewards = grouped([sample.reward or 0.0 for sample in samples])
-    valid = grouped([float(sum(sample.loss_mask)) for sample in samples])
-    found = advantages(rewards, valid, arguments.policy, None if kept is None else grouped(kept) > 0)
-    return found.flatten().tolist()
-
-
-def training_batch(samples: list[Sample], parallel: Parallel) -> TrainingBatch:
-    """What Megatron trains on: sequences, masks and per-token values. A missing log-prob is NaN."""
-    return make_batch(
-        [sample.token_ids for sample in samples],
-        [len(sample.response_ids) for sample in samples],
-        [sample.loss_mask for sample in samples],
-        {
-            "rollout_log_probs": tensors([rollout_log_probs(sample) for sample in samples], torch.float32),
-            "weight_versions": tensors([sample.weight_versions for sample in samples], torch.int64),
-        },
-        parallel.context_rank,
-        parallel.context_size,
-    )
-
-
-def rollout_log_probs(sample: Sample) -> list[float]:
-    """The sample's log-probs, NaN where the engine gave none."""
-    return [math.nan if value is None else value for value in sample.rollout_log_probs]
 
 
 def quiet_libraries() -> None:

@@ -144,6 +144,89 @@ LANDINGS = [
     ("--seed 7", "megatron", "seed", 7),
     ("--num-threads 2", "megatron", "num_threads", 2),
     ("--rollout-engine local", "rollout", "rollout_engine", "local"),
+    ("--rollout-lookahead 2", "rollout", "rollout_lookahead", 2),
+    ("--max-weight-staleness 4", "rollout", "max_weight_staleness", 4),
+    ("--check-weight-sync", "rollout", "check_weight_sync", True),
+    ("--weight-sync-bound 1e-3", "rollout", "weight_sync_bound", 1e-3),
+    ("--eval-engine rollout", "rollout", "evaluates_locally", False),
+    (
+        "--rollout-engine sglang --sglang-url http://a:1 --partial-rollout --over-sampling-batch-size 6",
+        "rollout",
+        "over_sampling_batch_size",
+        6,
+    ),
+    (
+        "--rollout-engine sglang --sglang-url http://a:1 http://b:2",
+        "sglang",
+        "server_urls",
+        ("http://a:1", "http://b:2"),
+    ),
+    (
+        "--rollout-engine sglang --sglang-router-ip 10.0.0.1 --sglang-router-port 8000",
+        "sglang",
+        "router_url",
+        "http://10.0.0.1:8000",
+    ),
+    ("--rollout-engine sglang --sglang-launch 2", "sglang", "sglang_launch", 2),
+    (
+        "--rollout-engine sglang --sglang-launch 2 --sglang-tp-size 2 --sglang-disable-x --sglang-dtype=float32",
+        "sglang",
+        "sglang_server_args",
+        ("--tp-size", "2", "--disable-x", "--dtype=float32"),
+    ),
+    (
+        "--rollout-engine sglang --sglang-launch 2 --sglang-python /v/bin/python",
+        "sglang",
+        "sglang_python",
+        "/v/bin/python",
+    ),
+    ("--rollout-engine sglang --sglang-launch 2 --sglang-base-port 31000", "sglang", "sglang_base_port", 31000),
+    ("--rollout-engine sglang --sglang-launch 2 --sglang-log-dir logs", "sglang", "sglang_log_dir", "logs"),
+    (
+        "--rollout-engine sglang --sglang-url http://a:1 --sglang-startup-timeout 60",
+        "sglang",
+        "sglang_startup_timeout",
+        60.0,
+    ),
+    (
+        "--rollout-engine sglang --sglang-url http://a:1 --sglang-request-timeout 90",
+        "sglang",
+        "sglang_request_timeout",
+        90.0,
+    ),
+    (
+        "--rollout-engine sglang --sglang-url http://a:1 --sglang-recovery-timeout 5",
+        "sglang",
+        "sglang_recovery_timeout",
+        5.0,
+    ),
+    ("--rollout-engine sglang --sglang-url http://a:1 --sglang-concurrency 8", "sglang", "sglang_concurrency", 8),
+    ("--rollout-engine sglang --sglang-url http://a:1 --sglang-max-retries 0", "sglang", "sglang_max_retries", 0),
+    (
+        "--rollout-engine sglang --sglang-url http://a:1 --sglang-weight-sync disk --sglang-weight-dir w",
+        "sglang",
+        "sglang_weight_dir",
+        "w",
+    ),
+    (
+        "--rollout-engine sglang --sglang-url http://a:1 --sglang-weight-sync disk",
+        "sglang",
+        "sglang_weight_sync",
+        "disk",
+    ),
+    (
+        "--rollout-engine sglang --sglang-url http://a:1 --sglang-sync-address 10.0.0.9",
+        "sglang",
+        "sglang_sync_address",
+        "10.0.0.9",
+    ),
+    ("--rollout-engine sglang --sglang-url http://a:1 --sglang-bucket-mb 64", "sglang", "sglang_bucket_mb", 64),
+    (
+        "--rollout-engine sglang --sglang-url http://a:1 --sglang-api-key-env MY_KEY",
+        "sglang",
+        "sglang_api_key_env",
+        "MY_KEY",
+    ),
     ("--rollout-precision int8", "rollout", "rollout_precision", "int8"),
     ("--update-weights-interval 3", "rollout", "update_weights_interval", 3),
     ("--input-key prompt", "rollout", "input_key", "prompt"),
@@ -205,11 +288,36 @@ def test_every_option_is_landed_or_named_here(base):
         hf_checkpoint prompt_data rollout_batch_size n_samples_per_prompt rollout_max_response_len num_rollout
         custom_config_path rollout_correction_preset custom_tis_function_path use_wandb
         tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size
-        expert_model_parallel_size sequence_parallel
+        expert_model_parallel_size sequence_parallel sglang_server_args
     """
     landed = {word.removeprefix("--").replace("-", "_") for row in LANDINGS for word in row[0].split()}
     landed = {ALIASES.get(name, name).removeprefix("no_") for name in landed}
     assert set(OPTIONS) - landed == set(elsewhere.split())
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--rollout-engine sglang", "no server is named"),
+        ("--sglang-url http://a:1", "--sglang-url is set but --rollout-engine is local"),
+        ("--rollout-engine sglang --sglang-launch 1 --sglang-api-key s3cret", "--sglang-api-key-env names"),
+        ("--rollout-engine sglang --sglang-launch 1 --sglang-port 1", "--sglang-base-port"),
+        ("--rollout-engine sglang --sglang-ulr http://a:1", "did you mean --sglang-url?"),
+        ("--rollout-engine sglang --sglang-url http://a:1 --rollout-top-p 0.9", "could not use the same distribution"),
+        ("--partial-rollout --over-sampling-batch-size 6", "--rollout-engine sglang"),
+        ("--over-sampling-batch-size 6", "--partial-rollout is unset"),
+        ("--rollout-engine sglang --sglang-launch 1 --partial-rollout", "--over-sampling-batch-size is None"),
+        (
+            "--rollout-engine sglang --sglang-launch 1 --partial-rollout --over-sampling-batch-size 6 "
+            "--rollout-lookahead 1",
+            "leave one of them out",
+        ),
+        ("--rollout-lookahead -1", "--rollout-lookahead is -1"),
+    ],
+)
+def test_engines_that_mean_nothing_are_refused(base, flags, words):
+    said = refusal(base + flags)
+    assert words in said and "s3cret" not in said
 
 
 @pytest.mark.parametrize(("old", "new"), ALIASES.items())

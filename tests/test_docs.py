@@ -11,6 +11,7 @@ import torch
 
 from arguments import configure
 from slime_tis.correction import RolloutCorrectionConfig, correct, figures
+from slime_tis.policy.lag import LAGS, lag_figures, lag_table
 from slime_tis.rollout.figures import rollout_figures
 
 ROOT = Path(__file__).parents[1]
@@ -19,7 +20,8 @@ DOCS = ROOT / "docs"
 
 def blocks(page, language):
     """The fenced blocks of a page in a language, none for a plain one."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", (DOCS / page).read_text(), re.M | re.S)
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", (DOCS / page).read_text(), re.M | re.S)
+    return [text for name, text in fenced if name == language]
 
 
 def documented(pattern):
@@ -55,6 +57,14 @@ def test_whole_command_on_the_quick_start_is_accepted(task):
     assert got.correction.rs_bounds == (pytest.approx(1 / 1.1), 1.1)
     assert got.rollout.eval_prompt_sets == (("sort_digits", "data/sort_digits/eval.jsonl"),)
     assert got.loop.global_batch_size == 256
+
+
+def test_commands_on_the_sglang_page_are_accepted(task):
+    (commands,) = [block for block in blocks("sglang.md", "") if block.startswith("python train.py")]
+    found = [configure(shlex.split(task + line.split("…")[1]), {}).sglang for line in commands.splitlines()]
+    assert [config.sglang_launch for config in found] == [1, None, None]
+    assert found[0].sglang_server_args == ("--mem-fraction-static", "0.8")
+    assert len(found[1].server_urls) == 2 and found[2].router_url == "http://10.0.0.4:8000"
 
 
 def test_every_correction_on_the_quick_start_is_accepted(task):
@@ -111,8 +121,16 @@ def test_every_figure_of_a_rollout_is_in_the_glossary():
     assert set(rollout_figures([], 0)) - documented(r"rollout/\w+") == set()
 
 
+def test_every_figure_by_lag_is_in_the_glossary():
+    table = lag_table(torch.zeros(6), torch.ones(6), torch.ones(6), torch.tensor([0, 1, 2, 4, 7, 12]))
+    names = {re.sub("_lag_.*", "_lag_LAG", f"train/{name}") for name in lag_figures(table)}
+    assert len(names) == 4 and names - documented(r"train/\w+") == set()
+    page = (DOCS / "metrics.md").read_text()
+    assert all(f"`{lag}`" in page for lag in LAGS)
+
+
 def test_every_timed_part_is_in_the_glossary():
-    sources = [ROOT / "train.py", *(ROOT / "slime_tis" / "megatron").glob("*.py")]
+    sources = [ROOT / "train.py", ROOT / "slime_tis" / "learner.py", *(ROOT / "slime_tis" / "megatron").glob("*.py")]
     parts = re.findall(r'\btimer[(,] ?"(\w+)"', "".join(path.read_text() for path in sources))
     assert len(parts) >= 10
     assert {f"perf/{name}_time" for name in parts} - documented(r"perf/\w+") == set()

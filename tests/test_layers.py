@@ -19,10 +19,12 @@ ALLOWED: dict[str, set[str]] = {
     "slime_tis.options": set(),
     "slime_tis.inputs": {"slime_tis.megatron", "slime_tis.rollout", "slime_tis.policy", "slime_tis.reporting"},
     "slime_tis.yaml_options": {"slime_tis.options"},
+    "slime_tis.command_line": {"slime_tis.options", "slime_tis.yaml_options", "slime_tis.correction"},
     "slime_tis.policy": {"slime_tis", "slime_tis.correction", "slime_tis.custom"},
     "slime_tis.megatron": {"slime_tis", "slime_tis.correction", "slime_tis.custom", "slime_tis.policy"},
     "slime_tis.rollout": {"slime_tis", "slime_tis.correction", "slime_tis.custom"},
     "slime_tis.reporting": {"slime_tis", "slime_tis.correction"},
+    "slime_tis.learner": {"slime_tis.correction", "slime_tis.megatron", "slime_tis.policy", "slime_tis.rollout"},
 }
 HEAVY = (
     "megatron",

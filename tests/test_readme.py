@@ -15,7 +15,7 @@ README = (ROOT / "README.md").read_text()
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.M | re.S)
+    return [text for name, text in re.findall(r"^```(\w*)\n(.*?)^```$", README, re.M | re.S) if name == language]
 
 
 def test_the_make_targets_are_there() -> None:
@@ -32,6 +32,20 @@ def test_the_command_is_accepted(tmp_path: Path) -> None:
     command = command.replace("DIR", str(tmp_path / "model")).replace("FILE.jsonl", str(tmp_path / "prompts.jsonl"))
     got = configure(shlex.split(command.replace("\\\n", " "))[2:], {})
     assert got.correction.is_bounds[1] == 2.0 and got.correction.rs_bounds[1] == 1.001
+
+
+def test_the_sglang_commands_are_accepted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (commands,) = [block for block in blocks("") if "sglang-env" in block]
+    targets = re.findall(r"^make ([\w-]+)", commands, re.M)
+    makefile = (ROOT / "Makefile").read_text()
+    assert targets == ["sglang-env", "data"] and all(re.search(rf"^{t}:", makefile, re.M) for t in targets)
+    (path,) = re.findall(r"train.py --custom-config-path (\S+)$", commands, re.M)
+    make_checkpoint(tmp_path / "data/sort_digits/checkpoint", "qwen3")
+    for name in ("train.jsonl", "eval.jsonl"):
+        (tmp_path / "data/sort_digits" / name).write_text('{"prompt": "21>", "label": "12"}\n')
+    monkeypatch.chdir(tmp_path)
+    got = configure(["--custom-config-path", str(ROOT / path)], {})
+    assert got.sglang.sglang_launch == 1 and got.rollout.rollout_lookahead == 1
 
 
 def test_the_slime_flags_name_a_function_that_is_there() -> None:
@@ -67,6 +81,7 @@ def test_every_flag_and_path_named_is_there() -> None:
     from arguments import ALIASES, OPTIONS
 
     known = {"--" + name.replace("_", "-") for name in (*OPTIONS, *ALIASES)} | {"--help"}
+    known |= {"--sglang-tp-size"}  # passed through to the servers
     assert set(re.findall(r"(?<![\w-])--[a-z][\w-]+", README)) <= known
     links = re.findall(r"\]\((?!https?:)([^)]+)\)", README)
     assert links and all((ROOT / link).exists() for link in links)

@@ -98,6 +98,15 @@ class TrainingEngine:
                 log_probs[index] = value
         return log_probs
 
+    @contextmanager
+    def at_temperature(self, temperature: float) -> Iterator[None]:
+        """Log-probs within are those of another temperature."""
+        usual, self.temperature = self.temperature, temperature
+        try:
+            yield
+        finally:
+            self.temperature = usual
+
     def reference_log_probs(self, batch: TrainingBatch, partition: Sequence[Sequence[int]]) -> list[Tensor]:
         """The same under the reference policy."""
         with self._reference_weights():

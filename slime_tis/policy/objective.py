@@ -27,6 +27,7 @@ from slime_tis.correction import (
 from slime_tis.custom import call_custom_tis
 from slime_tis.policy import losses
 from slime_tis.policy.config import PolicyConfig
+from slime_tis.policy.lag import lag_table
 from slime_tis.policy.report import SUMS, Reducer, Report, metrics_only
 
 
@@ -81,7 +82,8 @@ class PolicyObjective:
         lengths = [len(mask) for mask in batch.local["loss_masks"]]
         flat = {name: torch.cat(values) for name, values in batch.local.items()}
         old_R = self._anchor(flat, log_prob_R)
-        correction = self._correct(batch, flat, old_R, log_prob_R)
+        train_R = log_prob_R.detach() if self.correction.use_rollout_logprobs else old_R
+        correction = self._correct(batch, flat, train_R)
         weight_R, mask_R, counts_S = correction.weights, correction.mask, correction.kept_per_sequence
         custom: dict[str, Tensor] = {}
         if self.policy.use_opsm:
@@ -125,6 +127,9 @@ class PolicyObjective:
             * float(self.context_rank == 0),
             statistics=correction.statistics,
             recomputed=self._recomputed_statistics(flat, lengths),
+            lags=lag_table(
+                train_R, flat["rollout_log_probs"], flat["loss_masks"], self.version - flat["weight_versions"]
+            ),
             custom={name: original.sum_each([value])[0] for name, value in custom.items()},
         )
         return numerator, report.units[0].to(torch.int), report
@@ -139,8 +144,7 @@ class PolicyObjective:
             )
         return flat["old_log_probs"] if self.recompute_old else log_prob_R.detach()
 
-    def _correct(self, batch: Responses, flat: dict[str, Tensor], old_R: Tensor, log_prob_R: Tensor) -> Correction:
-        train_R = log_prob_R.detach() if self.correction.use_rollout_logprobs else old_R
+    def _correct(self, batch: Responses, flat: dict[str, Tensor], train_R: Tensor) -> Correction:
         return correct(
             metrics_only(self.correction) if self.custom_tis is not None else self.correction,
             train_R,

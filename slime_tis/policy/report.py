@@ -11,6 +11,7 @@ from torch import Tensor
 
 from slime_tis.correction import RolloutCorrectionConfig, Statistics, figures
 from slime_tis.policy.config import PolicyConfig
+from slime_tis.policy.lag import lag_figures
 
 SUMS = ("pg_loss", "pg_clipfrac", "ppo_kl", "ois", "entropy_loss", "kl_loss")
 Reduction = Callable[[Tensor], Tensor]
@@ -28,6 +29,8 @@ class Report:
     """The correction's table."""
     recomputed: Statistics
     """The table between π_old of the forward pass and π_rollout, under --get-mismatch-metrics; else empty."""
+    lags: Tensor
+    """The mismatch by lag of the weights, of this rank's tokens."""
     custom: dict[str, Tensor]
     """Numerators over original units of the figures that a custom function returned, float64."""
 
@@ -38,6 +41,7 @@ class Report:
             units=self.units + other.units,
             statistics=self.statistics.merge(other.statistics),
             recomputed=self.recomputed.merge(other.recomputed),
+            lags=self.lags + other.lags,
             custom={name: value + other.custom[name] for name, value in self.custom.items()},
         )
 
@@ -53,14 +57,16 @@ class Report:
             min_all: minimum over them.
             max_all: maximum over them.
         """
-        flat = sum_all(torch.cat([self.sums, self.units, *(value.reshape(1) for value in self.custom.values())]))
-        n = len(SUMS)
+        custom = [value.reshape(1) for value in self.custom.values()]
+        flat = sum_all(torch.cat([self.sums, self.units, self.lags.view(-1), *custom]))
+        n, end = len(SUMS), len(SUMS) + 4 + self.lags.numel()
         return Report(
             sums=flat[:n],
             units=flat[n : n + 4],
             statistics=self.statistics.reduce(sum_data, min_all, max_all),
             recomputed=self.recomputed.reduce(sum_data, min_all, max_all),
-            custom=dict(zip(self.custom, flat[n + 4 :], strict=True)),
+            lags=flat[n + 4 : end].view_as(self.lags),
+            custom=dict(zip(self.custom, flat[end:], strict=True)),
         )
 
 
@@ -88,6 +94,7 @@ def step_figures(
     if correction.get_mismatch_metrics:
         recomputed = figures(metrics_only(correction), report.recomputed)
         means |= {name: value for name, value in recomputed.items() if name != "gradient_kept_fraction"}
+    means |= lag_figures(report.lags)
     means |= {name: float(value) / original for name, value in report.custom.items()}
     return means
 

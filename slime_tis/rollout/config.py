@@ -5,22 +5,47 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-ROLLOUT_ENGINES = ("local",)
+ROLLOUT_ENGINES = ("local", "sglang")
 ROLLOUT_PRECISIONS = ("fp32", "bf16", "fp8", "int8")
+EVAL_ENGINES = ("local", "rollout")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
     """Where prompts come from, how responses are sampled, and how they are scored."""
 
-    rollout_engine: Literal["local"] = "local"
-    """Engine that samples the responses: local runs transformers inside the training process."""
+    rollout_engine: Literal["local", "sglang"] = "local"
+    """Engine that samples the responses: local runs transformers inside the training process, sglang asks
+    SGLang servers over HTTP."""
 
     rollout_precision: Literal["fp32", "bf16", "fp8", "int8"] = "fp32"
-    """Precision of the engine's own copy of the weights; below fp32 the mismatch with training is real."""
+    """Precision of the local engine's own copy of the weights; below fp32 the mismatch with training is real."""
 
     update_weights_interval: int = 1
     """Rollouts between two weight updates of the engine, a count; N makes samples up to N steps stale."""
+
+    rollout_lookahead: int = 0
+    """Rollouts that are generated ahead while the present one is trained on, a count; K makes samples up to K
+    rollouts stale."""
+
+    max_weight_staleness: int | None = None
+    """Optimizer steps between the weights that sampled a response's oldest token and those it would train, a count;
+    staler responses are left out and counted, and unset keeps all."""
+
+    partial_rollout: bool = False
+    """Abort the slowest responses once enough prompts are answered, and continue them in the next rollout from
+    their tokens; needs over_sampling_batch_size and the sglang engine."""
+
+    over_sampling_batch_size: int | None = None
+    """Prompts in flight per rollout under partial_rollout, a count above rollout_batch_size."""
+
+    check_weight_sync: bool = False
+    """After each weight update compare the log-probs of a probe prompt between the two engines, and stop where
+    they disagree."""
+
+    weight_sync_bound: float = 0.1
+    """Largest mean absolute difference of the probe's log-probs under check_weight_sync; bf16 servers come to
+    0.01 or so."""
 
     prompt_data: str
     """File of training prompts, JSONL or parquet, one prompt a row."""
@@ -100,6 +125,10 @@ class RolloutConfig:
     eval_label_key: str | None = None
     """Key of a held-out row that holds the label; unset means label_key."""
 
+    eval_engine: Literal["local", "rollout"] | None = None
+    """Engine that answers held-out prompts: local keeps a second, unrounded copy of the weights in the training
+    process, rollout asks the rollout engine; unset means local for the local engine and rollout for sglang."""
+
     skip_eval_before_train: bool = False
     """Leave out the evaluation before the first step."""
 
@@ -108,6 +137,7 @@ class RolloutConfig:
         _check_counts(self)
         _check_sampling(self)
         _check_evaluation(self)
+        _check_asynchronous(self)
         if self.rm_type is None and self.custom_rm_path is None:
             raise ValueError("--rm-type is unset and so is --custom-rm-path; add one of them to score responses.")
         if self.rm_type is not None and self.custom_rm_path is not None:
@@ -115,6 +145,11 @@ class RolloutConfig:
                 f"--rm-type is {self.rm_type!r} and --custom-rm-path is {self.custom_rm_path!r}; "
                 "leave one of the two out."
             )
+
+    @property
+    def evaluates_locally(self) -> bool:
+        """Whether held-out prompts are answered by a model in the training process."""
+        return (self.eval_engine or ("local" if self.rollout_engine == "local" else "rollout")) == "local"
 
     @property
     def eval_prompt_sets(self) -> tuple[tuple[str, str], ...]:
@@ -126,9 +161,14 @@ class RolloutConfig:
 
 
 def _check_choices(config: RolloutConfig) -> None:
-    for name, known in (("rollout_engine", ROLLOUT_ENGINES), ("rollout_precision", ROLLOUT_PRECISIONS)):
+    choices = (
+        ("rollout_engine", ROLLOUT_ENGINES),
+        ("rollout_precision", ROLLOUT_PRECISIONS),
+        ("eval_engine", EVAL_ENGINES),
+    )
+    for name, known in choices:
         value = getattr(config, name)
-        if value not in known:
+        if value is not None and value not in known:
             raise ValueError(f"{_flag(name)} is {value!r} but must be one of {', '.join(known)}.")
 
 
@@ -143,6 +183,7 @@ def _check_counts(config: RolloutConfig) -> None:
         "eval_interval",
         "n_samples_per_eval_prompt",
         "eval_max_response_len",
+        "over_sampling_batch_size",
     ):
         value = getattr(config, name)
         if value is not None and value < 1:
@@ -157,6 +198,12 @@ def _check_sampling(config: RolloutConfig) -> None:
         )
     if config.eval_temperature < 0.0:
         raise ValueError(f"--eval-temperature is {config.eval_temperature} but must be 0 (greedy) or more.")
+    if config.rollout_engine == "sglang" and (config.rollout_top_p, config.rollout_top_k) != (1.0, -1):
+        raise ValueError(
+            f"--rollout-top-p is {config.rollout_top_p} and --rollout-top-k {config.rollout_top_k}, but an SGLang "
+            "server does not say which tokens they left, so that training could not use the same distribution; "
+            "leave them out or use --rollout-engine local."
+        )
     for name in ("rollout_top_p", "eval_top_p"):
         value = getattr(config, name)
         if not 0.0 < value <= 1.0:
@@ -178,6 +225,35 @@ def _check_evaluation(config: RolloutConfig) -> None:
     names = [name for name, _ in config.eval_prompt_sets]
     if len(set(names)) < len(names):
         raise ValueError(f"--eval-prompt-data names {', '.join(names)} but each name may stand only once.")
+
+
+def _check_asynchronous(config: RolloutConfig) -> None:
+    for name in ("rollout_lookahead", "max_weight_staleness"):
+        value = getattr(config, name)
+        if value is not None and value < 0:
+            raise ValueError(f"{_flag(name)} is {value} but must be 0 or more.")
+    if not config.weight_sync_bound > 0.0:
+        raise ValueError(f"--weight-sync-bound is {config.weight_sync_bound} but must be above 0.")
+    size = config.over_sampling_batch_size
+    if not config.partial_rollout:
+        if size is not None:
+            raise ValueError(f"--over-sampling-batch-size is {size} but --partial-rollout is unset; add it.")
+        return
+    if config.rollout_engine != "sglang":
+        raise ValueError(
+            f"--partial-rollout needs --rollout-engine sglang, but it is {config.rollout_engine}: the local engine "
+            "decodes whole batches and has no stragglers."
+        )
+    if size is None or size <= config.rollout_batch_size:
+        raise ValueError(
+            f"--over-sampling-batch-size is {size} but --partial-rollout needs more prompts in flight than the "
+            f"--rollout-batch-size {config.rollout_batch_size} that it waits for."
+        )
+    if config.rollout_lookahead:
+        raise ValueError(
+            f"--rollout-lookahead is {config.rollout_lookahead} and --partial-rollout is set; leave one of them out: "
+            "with rollouts in flight there are no stragglers to wait for."
+        )
 
 
 def _flag(name: str) -> str:

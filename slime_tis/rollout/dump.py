@@ -22,7 +22,7 @@ def save_samples(path: str | Path, groups: Sequence[Sequence[Sample]]) -> None:
     unfinished = path.with_name(f".{path.name}.unfinished")
     with unfinished.open("w", encoding="utf-8") as lines:
         for sample in (sample for group in groups for sample in group):
-            lines.write(json.dumps(_plain(sample), allow_nan=False) + "\n")
+            lines.write(json.dumps(plain(sample), allow_nan=False) + "\n")
     unfinished.rename(path)
 
 
@@ -54,7 +54,8 @@ def load_samples(path: str | Path, prompts: int, n_samples: int) -> list[list[Sa
     return list(groups.values())
 
 
-def _plain(sample: Sample) -> dict[str, Any]:
+def plain(sample: Sample) -> dict[str, Any]:
+    """The sample as JSON takes it."""
     row = dataclasses.asdict(sample)
     row["rollout_log_probs"] = [
         value if value is not None and math.isfinite(value) else None for value in row["rollout_log_probs"]
@@ -62,18 +63,31 @@ def _plain(sample: Sample) -> dict[str, Any]:
     return row
 
 
-def _sample(line: str, place: str) -> Sample:
+def from_plain(row: dict[str, Any]) -> Sample:
+    """The sample that `plain` was given.
+
+    Raises:
+      ValueError: the row is no sample, or its lists differ in length.
+    """
     try:
-        row = json.loads(line)
-        row["prompt"] = Prompt(**{**row["prompt"], "token_ids": tuple(row["prompt"]["token_ids"])})
-        sample = Sample(**row)
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"{place} is not a sample: {error}.") from error
+        prompt = Prompt(**{**row["prompt"], "token_ids": tuple(row["prompt"]["token_ids"])})
+        sample = Sample(**{**row, "prompt": prompt})
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"is not a sample: {error}.") from error
     lengths = {
         name: len(getattr(sample, name))
         for name in ("response_ids", "rollout_log_probs", "loss_mask", "weight_versions")
     }
     if len(set(lengths.values())) > 1:
         listed = ", ".join(f"{name} {length}" for name, length in lengths.items())
-        raise ValueError(f"{place} has lists of different lengths: {listed}.")
+        raise ValueError(f"has lists of different lengths: {listed}.")
     return sample
+
+
+def _sample(line: str, place: str) -> Sample:
+    try:
+        return from_plain(json.loads(line))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{place} is not a sample: {error}.") from error
+    except ValueError as error:
+        raise ValueError(f"{place} {error}") from error

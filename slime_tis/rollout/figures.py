@@ -22,6 +22,8 @@ def rollout_figures(groups: Sequence[Sequence[Sample]], version: int) -> dict[st
         "truncated": _mean([sample.finish_reason == "length" for sample in samples]),
         "aborted": _mean([sample.finish_reason == "abort" for sample in samples]),
         "weight_lag": _mean(lags),
+        "weight_lag_max": float(max(lags, default=0)),
+        "mixed_versions": _mean([len(set(sample.weight_versions)) > 1 for sample in samples]),
         "zero_std_groups": _mean([len({sample.reward for sample in group}) == 1 for group in groups]),
     }
     return {f"rollout/{name}": value for name, value in figures.items()}

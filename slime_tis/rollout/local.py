@@ -17,7 +17,7 @@ from slime_tis.rollout.checkpoint import eos_token_ids, linear_weight_names, loa
 from slime_tis.rollout.collectives import map_over_ranks
 from slime_tis.rollout.decode import Decoded, decode
 from slime_tis.rollout.quantize import round_fp8, round_int8
-from slime_tis.rollout.sample import FinishReason, Prompt, Sample, Sampling
+from slime_tis.rollout.sample import FinishReason, Prompt, Sample, Sampling, response_limit
 from slime_tis.rollout.sampling import prompt_uniforms
 
 COMPUTE_DTYPES = {
@@ -28,6 +28,23 @@ COMPUTE_DTYPES = {
 }
 WEIGHTS = "rollout_weights.safetensors"
 ROUNDINGS: dict[str, Callable[[Tensor], Tensor]] = {"fp8": round_fp8, "int8": round_int8}
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A rollout that is there already."""
+
+    groups: list[list[Sample]]
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Responses that are complete, and all."""
+        total = sum(map(len, self.groups))
+        return total, total
+
+    def result(self) -> list[list[Sample]]:
+        """The groups."""
+        return self.groups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +75,8 @@ class LocalEngine:
     layers (not embeddings, norms, biases and the output layer) and compute in float32, which emulates the
     weight rounding of such engines and not their rounding of activations.
     """
+
+    stale_weights_travel = True
 
     def __init__(
         self,
@@ -94,6 +113,12 @@ class LocalEngine:
             self._assign(name, self._parameters[name])
         self._eos_token_ids = eos_token_ids(self._model, tokenizer)
         self._context_len = getattr(self._model.config, "max_position_embeddings", None)
+
+    def submit(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int, *, want: int | None = None) -> Finished:
+        """Samples at once: there is nothing in the background, and no straggler to leave out."""
+        if want is not None:
+            raise ValueError("the local engine decodes whole batches: it has no stragglers to leave out.")
+        return Finished(self.generate(prompts, sampling, seed))
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> list[list[Sample]]:
         """Samples `sampling.n_samples` responses to each prompt; see `engine.RolloutEngine`.
@@ -135,6 +160,29 @@ class LocalEngine:
             )
         self.weight_version = version
 
+    @torch.no_grad()
+    def score(self, token_ids: Sequence[int]) -> dict[str, list[float]]:
+        """Log-probs of a text's tokens but the first; see `engine.RolloutEngine`."""
+        ids = torch.tensor([list(token_ids)], device=self._model.device)
+        log_probs = self._model(ids).logits[0, :-1].float().log_softmax(-1)
+        return {"the local engine": log_probs.gather(-1, ids[0, 1:, None])[:, 0].tolist()}
+
+    def unfinished(self) -> list[list[Sample]]:
+        """Nothing ever is."""
+        return []
+
+    def resume_unfinished(self, groups: list[list[Sample]]) -> None:
+        """Refuses what another engine left."""
+        if groups:
+            raise ValueError(
+                f"the checkpoint has {len(groups)} unfinished groups of a partial rollout; resume with "
+                "--rollout-engine sglang --partial-rollout."
+            )
+
+    def figures(self) -> dict[str, float]:
+        """Nothing to count."""
+        return {}
+
     def save_weights(self, directory: Path) -> None:
         """Writes the weights in use, rounded as they are, into a checkpoint."""
         save_file({name: weight.detach().cpu() for name, weight in self._model.named_parameters()}, directory / WEIGHTS)
@@ -169,23 +217,10 @@ class LocalEngine:
         seen: Counter[int] = Counter()
         requests = []
         for prompt in prompts:
-            limit = self._response_limit(prompt, sampling)
+            limit = response_limit(prompt, sampling, self._context_len)
             requests.append(_Request(prompt=prompt, occurrence=seen[prompt.index], limit=limit))
             seen[prompt.index] += 1
         return requests
-
-    def _response_limit(self, prompt: Prompt, sampling: Sampling) -> int:
-        length = len(prompt.token_ids)
-        if length == 0:
-            raise ValueError(f"prompt {prompt.index} has no tokens; a response needs at least one to follow.")
-        contexts = [limit for limit in (sampling.max_context_len, self._context_len) if limit is not None]
-        room = min([sampling.max_response_len, *(context - length for context in contexts)])
-        if room < 1:
-            raise ValueError(
-                f"prompt {prompt.index} has {length} tokens, which leaves no room for a response in a "
-                f"context of {min(contexts)}; set --rollout-max-prompt-len to leave such prompts out."
-            )
-        return room
 
     def _respond(self, requests: Sequence[_Request], sampling: Sampling, seed: int) -> list[list[_Response]]:
         """The responses to some of the prompts, decoded in batches of prompts of like length."""

@@ -116,3 +116,35 @@ class Sampling:
         for name in ("max_response_len", "n_samples"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)} but must be 1 or more.")
+
+
+def response_limit(
+    prompt: Prompt, sampling: Sampling, context_len: int | None, longest_prompt: int | None = None
+) -> int:
+    """The most tokens that a response to a prompt may have.
+
+    Args:
+      prompt: to be answered.
+      sampling: its limits.
+      context_len: the model's own limit on prompt and response together; None where there is none.
+      longest_prompt: most tokens that the engine takes; None where only the context limits them.
+
+    Raises:
+      ValueError: the prompt leaves no room for a response.
+    """
+    length = len(prompt.token_ids)
+    if length == 0:
+        raise ValueError(f"prompt {prompt.index} has no tokens; a response needs at least one to follow.")
+    contexts = [limit for limit in (sampling.max_context_len, context_len) if limit is not None]
+    room = min([sampling.max_response_len, *(context - length for context in contexts)])
+    if room < 1:
+        raise ValueError(
+            f"prompt {prompt.index} has {length} tokens, which leaves no room for a response in a "
+            f"context of {min(contexts)}; set --rollout-max-prompt-len to leave such prompts out."
+        )
+    if longest_prompt is not None and length > longest_prompt:
+        raise ValueError(
+            f"prompt {prompt.index} has {length} tokens, but the servers take {longest_prompt} at most; set "
+            "--rollout-max-prompt-len to leave such prompts out."
+        )
+    return room

@@ -1,5 +1,6 @@
 """The objective of a micro-batch: anchors, weights, masks, denominators, and what a custom function may do."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from slime_tis.correction import RolloutCorrectionConfig
 from slime_tis.policy.config import PolicyConfig
+from slime_tis.policy.lag import lag_figures
 from slime_tis.policy.objective import PolicyObjective
 from slime_tis.policy.report import Report, step_figures
 
@@ -27,6 +29,7 @@ class Batch:
 def make(masks: Sequence[Sequence[int]], **values: Sequence[Sequence[float]]) -> Batch:
     lengths = [len(mask) for mask in masks]
     loss_masks = [torch.tensor(mask, dtype=torch.float32) for mask in masks]
+    values = {"weight_versions": [[0.0] * n for n in lengths], **values}
     local = {name: [torch.tensor(row, dtype=torch.float32) for row in rows] for name, rows in values.items()}
     return Batch([n + 2 for n in lengths], lengths, loss_masks, {**local, "loss_masks": loss_masks})
 
@@ -183,6 +186,22 @@ def test_metrics_only_leaves_the_loss_as_it_is_to_the_bit() -> None:
     figures = step_figures(report, measured.correction, PolicyConfig(), custom=False)
     # π_old of the separate forward pass: Δ = −0.2, −1.5 | 0, −0.15 on finite tokens.
     assert figures["mismatch_kl"] == pytest.approx((0.2 + 1.5 + 0.0 + 0.15) / 4, rel=1e-6)
+
+
+def test_the_mismatch_is_reported_by_lag_of_the_weights() -> None:
+    # Δ: 0, 1, (masked), −0.5 at versions 3, 3, 3, 2 | 0, −0.25 at versions 1, 0; the policy is at version 3.
+    versions = [[3.0, 3.0, 3.0, 2.0], [1.0, 0.0]]
+    batch = make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES, weight_versions=versions)
+    report = loss_of(replace(build(), version=3), batch, CURRENT)[2]
+    found = lag_figures(report.merge(report).lags)
+    assert found["mismatch_kl_lag_0"] == pytest.approx(-0.5)
+    assert found["mismatch_kl_lag_1"] == pytest.approx(0.5)
+    assert found["mismatch_kl_lag_2"] == 0.0
+    assert found["mismatch_k3_kl_lag_3_to_4"] == pytest.approx(math.exp(-0.25) - 1 + 0.25)
+    assert found["token_fraction_lag_0"] == pytest.approx(0.4)
+    assert found["train_rollout_logprob_abs_diff_lag_3_to_4"] == pytest.approx(0.25)
+    fresh = loss_of(build(), make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES), CURRENT)[2]
+    assert lag_figures(fresh.lags) == {}
 
 
 def test_kl_and_entropy_enter_the_loss() -> None:

@@ -1,0 +1,244 @@
+"""Scored samples in, optimizer steps and their figures out.
+
+samples → advantages, per rollout
+for every step: batch → old log-probs where needed → correction of the global batch → objective → optimizer step
+"""
+
+from __future__ import annotations
+
+import math
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from slime_tis.correction import (
+    Correction,
+    RolloutCorrectionConfig,
+    batch_norm_factor,
+    correct,
+    interpolate_old_log_probs,
+    response_slices,
+)
+from slime_tis.megatron.batch import TrainingBatch, make_batch, tensors
+from slime_tis.megatron.engine import StepResult, TrainingEngine
+from slime_tis.megatron.parallel import Parallel
+from slime_tis.policy.advantages import advantages
+from slime_tis.policy.anchor import anchors_on_recomputed, needs_global_batch, needs_old_log_probs
+from slime_tis.policy.config import PolicyConfig
+from slime_tis.policy.objective import PolicyObjective
+from slime_tis.policy.report import step_figures
+from slime_tis.rollout.sample import Sample
+
+
+@dataclass(kw_only=True)
+class Learner:
+    """What turns rollouts into optimizer steps."""
+
+    engine: TrainingEngine
+    correction: RolloutCorrectionConfig
+    policy: PolicyConfig
+    steps_per_rollout: int
+    leaves_out_samples: bool
+    """Whether samples may come without a token to train on, and are then no part of their group's baseline."""
+    custom_tis: Callable[..., Any] | None
+    """A user's correction function, in slime's contract."""
+    args: Namespace
+    """The command line as that function gets it."""
+    step: int = 0
+    """Optimizer steps made so far: the version of the weights."""
+    _old_log_prob_forwards: int = 0
+
+    @property
+    def parallel(self) -> Parallel:
+        return self.engine.parallel
+
+    def train(self, groups: list[list[Sample]]) -> list[dict[str, float]]:
+        """All optimizer steps on one rollout; the figures of each."""
+        samples = [sample for group in groups for sample in group]
+        size = len(samples) // self.steps_per_rollout
+        steps = [self._prepare(samples[start : start + size]) for start in range(0, len(samples), size)]
+        kept = None
+        if self.policy.reject_before_advantage:
+            kept = [keep for step in steps for keep in self._kept(step.batch)]
+        elif self.leaves_out_samples:
+            kept = [any(sample.loss_mask) for sample in samples]
+        per_sample = advantages_of(groups, kept, self.policy)
+        rows = []
+        for number, step in enumerate(steps):
+            mine = per_sample[number * size : (number + 1) * size][self.parallel.data_rank :: self.parallel.data_size]
+            rows.append(self._train_step(step.with_advantages(mine)))
+        return rows
+
+    def _prepare(self, samples: list[Sample]) -> Step:
+        """This rank's share of one step's samples, with old and reference log-probs, and its micro-batches."""
+        ranks = [samples[rank :: self.parallel.data_size] for rank in range(self.parallel.data_size)]
+        partition = self.engine.partitions([[len(sample.token_ids) for sample in mine] for mine in ranks])
+        batch = training_batch(ranks[self.parallel.data_rank], self.parallel)
+        policy = self.policy
+        if needs_old_log_probs(self.correction, self.steps_per_rollout, policy.reject_before_advantage):
+            batch = batch.with_local("old_log_probs", self._old_log_probs(batch, partition))
+        if policy.use_kl_loss:
+            with self.engine.timer("ref_log_probs"):
+                batch = batch.with_local("ref_log_probs", self.engine.reference_log_probs(batch, partition))
+        return Step(batch=batch, partition=partition)
+
+    def _kept(self, batch: TrainingBatch) -> list[bool]:
+        """Which samples of the step have a token left after rejection, in their order, on every rank."""
+        kept: list[bool] = []
+        if self.parallel.is_last_stage:
+            found = self._correct(batch, batch.local["old_log_probs"])
+            kept = (found.kept_per_sequence > 0).tolist()
+        shares = self.parallel.from_data_ranks(self.parallel.from_last_stage(kept))
+        return [keep for together in zip(*shares, strict=True) for keep in together]
+
+    def _correct(self, batch: TrainingBatch, train_log_probs: list[torch.Tensor]) -> Correction[list[torch.Tensor]]:
+        """The correction of the step's global batch, before training on it; a collective of the last stage's ranks."""
+        rollout_log_probs, loss_masks = (
+            [value.to(self.parallel.backend.device) for value in batch.local[name]]
+            for name in ("rollout_log_probs", "loss_masks")
+        )
+        rank, size = self.parallel.context_rank, self.parallel.context_size
+        return correct(
+            self.correction,
+            train_log_probs,
+            rollout_log_probs,
+            loss_masks,
+            reduce_sequences=self.parallel.reduce_sequences,
+            slices=response_slices(batch.total_lengths, batch.response_lengths, rank, size),
+            reduce_batch=self.parallel.sum_over_data,
+        )
+
+    def _old_log_probs(self, batch: TrainingBatch, partition: list[list[int]]) -> list[torch.Tensor]:
+        self._old_log_prob_forwards += 1
+        with self.engine.timer("old_log_probs"):
+            return self.engine.log_probs(batch, partition)
+
+    def _train_step(self, step: Step) -> dict[str, float]:
+        objective = self._objective(step.batch, step.partition)
+        result = self.engine.train_step(step.batch, step.partition, objective)
+        self.step += 1
+        with self.engine.timer("metrics"):
+            return self._step_metrics(result)
+
+    def _objective(self, batch: TrainingBatch, partition: list[list[int]]) -> PolicyObjective:
+        parallel = self.parallel
+        factor, limit = self._of_global_batch(batch, partition)
+        return PolicyObjective(
+            correction=self.correction,
+            policy=self.policy,
+            recompute_old=anchors_on_recomputed(self.correction, self.steps_per_rollout),
+            custom_tis=self.custom_tis,
+            args=self.args,
+            version=self.step,
+            context_rank=parallel.context_rank,
+            context_size=parallel.context_size,
+            context_group=parallel.context_group,
+            reduce_sequences=parallel.reduce_sequences,
+            batch_norm_factor=factor,
+            second_moment_limit=limit,
+        )
+
+    def _of_global_batch(
+        self, batch: TrainingBatch, partition: list[list[int]]
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Mean weight and second-moment limit of the step, known before its first micro-batch is trained on."""
+        correction = self.correction
+        if not needs_global_batch(correction):
+            return None, None
+        if anchors_on_recomputed(correction, self.steps_per_rollout):
+            train = batch.local["old_log_probs"]
+        else:  # what is weighted follows π_θ, and that moves with every step
+            train = self._old_log_probs(batch, partition)
+        if not self.parallel.is_last_stage:
+            return None, None
+        if correction.old_logprobs == "interpolate":
+            of_rollout, versions = batch.local["rollout_log_probs"], batch.local["weight_versions"]
+            train = [
+                interpolate_old_log_probs(current, rollout.to(current), self.step, version.to(current.device))
+                for current, rollout, version in zip(train, of_rollout, versions, strict=True)
+            ]
+        found = self._correct(batch, train)
+        sums = self.parallel.sum_over_data(found.statistics.sums)
+        return batch_norm_factor(correction, replace(found.statistics, sums=sums)), found.second_moment_limit
+
+    def _step_metrics(self, result: StepResult) -> dict[str, float]:
+        """train/… figures of a step, on every rank."""
+        parallel = self.parallel
+        figures: dict[str, float] = {}
+        if parallel.is_last_stage:
+            report = result.report.over_ranks(
+                sum_data=parallel.sum_over_data,
+                sum_all=parallel.sum_over_data_and_context,
+                min_all=parallel.min_over_data_and_context,
+                max_all=parallel.max_over_data_and_context,
+            )
+            figures = step_figures(report, self.correction, self.policy, custom=self.custom_tis is not None)
+        figures = parallel.from_last_stage(figures)
+        figures |= {
+            "grad_norm": result.grad_norm,
+            "lr": result.learning_rate,
+            "loss_units": float(result.units),
+            "old_log_prob_forwards": float(self._old_log_prob_forwards),
+            "skipped_steps": float(result.units == 0),
+        }
+        self._old_log_prob_forwards = 0
+        return {f"train/{name}": value for name, value in figures.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One optimizer step's samples on this data-parallel rank."""
+
+    batch: TrainingBatch
+    partition: list[list[int]]
+    """The samples of each micro-batch."""
+
+    def with_advantages(self, per_sample: list[float]) -> Step:
+        """The same step with every sample's advantage at each of its tokens."""
+        per_token = [
+            torch.full((len(mask),), advantage)
+            for mask, advantage in zip(self.batch.local["loss_masks"], per_sample, strict=True)
+        ]
+        return replace(self, batch=self.batch.with_local("advantages", per_token))
+
+
+def advantages_of(groups: Sequence[Sequence[Sample]], kept: Sequence[bool] | None, policy: PolicyConfig) -> list[float]:
+    """The advantage of every sample, group after group.
+
+    Args:
+        groups: as many samples of each prompt.
+        kept: which samples baselines are made of; None for all.
+        policy: the estimator.
+    """
+    samples = [sample for group in groups for sample in group]
+
+    def grouped(values: Sequence[float] | Sequence[bool]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float64).view(len(groups), -1)
+
+    rewards = grouped([sample.reward or 0.0 for sample in samples])
+    valid = grouped([float(sum(sample.loss_mask)) for sample in samples])
+    found = advantages(rewards, valid, policy, None if kept is None else grouped(kept) > 0)
+    return found.flatten().tolist()
+
+
+def training_batch(samples: list[Sample], parallel: Parallel) -> TrainingBatch:
+    """What Megatron trains on: sequences, masks and per-token values. A missing log-prob is NaN."""
+    return make_batch(
+        [sample.token_ids for sample in samples],
+        [len(sample.response_ids) for sample in samples],
+        [sample.loss_mask for sample in samples],
+        {
+            "rollout_log_probs": tensors([rollout_log_probs(sample) for sample in samples], torch.float32),
+            "weight_versions": tensors([sample.weight_versions for sample in samples], torch.int64),
+        },
+        parallel.context_rank,
+        parallel.context_size,
+    )
+
+
+def rollout_log_probs(sample: Sample) -> list[float]:
+    """The sample's log-probs, NaN where the engine gave none."""
+    return [math.nan if value is None else value for value in sample.rollout_log_probs]

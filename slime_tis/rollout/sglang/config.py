@@ -1,0 +1,248 @@
+"""Options of the SGLang rollout engine: which servers, how they are asked, and how they get new weights."""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+from urllib.parse import SplitResult, urlsplit
+
+from slime_tis.rollout.sglang.server_flags import OWN
+
+WEIGHT_SYNCS = ("distributed", "disk")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGLangConfig:
+    """Servers that run already, a router in front of some, or servers to start; and how they are used."""
+
+    sglang_url: tuple[str, ...] | None = None
+    """URLs of SGLang servers that run already, as http://HOST:PORT."""
+
+    sglang_router_ip: str | None = None
+    """Address of an SGLang router that runs already; requests go to it, weights to the servers it names."""
+
+    sglang_router_port: int | None = None
+    """Port of the router at sglang_router_ip."""
+
+    sglang_launch: int | None = None
+    """Servers to start on this machine, watch and stop at the end, a count."""
+
+    sglang_server_args: tuple[str, ...] | None = None
+    """Flags of the servers that sglang_launch starts, as a list of words; on the command line any --sglang-NAME
+    that is no flag of this program is passed to them as --NAME."""
+
+    sglang_python: str | None = None
+    """Python interpreter of the environment that has sglang; unset means the one of this program."""
+
+    sglang_base_port: int = 30000
+    """First port that sglang_launch tries; ports in use are passed over."""
+
+    sglang_log_dir: str | None = None
+    """Directory for the output of launched servers, one file each; unset means the run's output directory."""
+
+    sglang_startup_timeout: float = 600.0
+    """Longest wait for servers to come up, in seconds."""
+
+    sglang_request_timeout: float = 600.0
+    """Longest wait for the answer to one request, in seconds."""
+
+    sglang_concurrency: int = 64
+    """Requests in flight per server, a count."""
+
+    sglang_max_retries: int = 5
+    """Times that one request is tried again after its server failed, a count."""
+
+    sglang_recovery_timeout: float = 120.0
+    """Longest wait, with no server left, for one to come back before the run saves and stops, in seconds."""
+
+    sglang_weight_sync: Literal["distributed", "disk"] = "distributed"
+    """Way of new weights to the servers: distributed broadcasts them over NCCL, or gloo without GPUs; disk writes
+    safetensors to a directory that the servers read."""
+
+    sglang_weight_dir: str | None = None
+    """Directory that this program and the servers see, for weights by disk; unset means a temporary one of this
+    machine."""
+
+    sglang_sync_address: str | None = None
+    """Address at which servers reach this program for distributed weights; unset means 127.0.0.1 for servers on this
+    machine, and for others the address of this machine that faces them."""
+
+    sglang_bucket_mb: int = 512
+    """Weights sent or written at once, in MiB; about this much is held besides the model."""
+
+    sglang_api_key_env: str = "SGLANG_API_KEY"
+    """Name of the environment variable that holds the servers' API key; the key itself is never a flag."""
+
+    def __post_init__(self) -> None:
+        if self.sglang_weight_sync not in WEIGHT_SYNCS:
+            known = ", ".join(WEIGHT_SYNCS)
+            raise ValueError(f"--sglang-weight-sync is {self.sglang_weight_sync!r} but must be one of {known}.")
+        _check_numbers(self)
+        _check_sources(self)
+        _check_only_with(self)
+        _check_server_args(self.sglang_server_args or ())
+        _check_key_name(self.sglang_api_key_env)
+
+    @property
+    def server_urls(self) -> tuple[str, ...]:
+        """The URLs of `sglang_url` in one form, without a trailing slash; empty where none are given."""
+        return tuple(normalized_url(url) for url in self.sglang_url or ())
+
+    @property
+    def router_url(self) -> str | None:
+        """The router's URL, or None without one."""
+        if self.sglang_router_ip is None:
+            return None
+        return f"http://{bracketed(self.sglang_router_ip)}:{self.sglang_router_port}"
+
+    @property
+    def api_key(self) -> str | None:
+        """The key in the environment variable, or None where it is unset or empty; not to be logged."""
+        return os.environ.get(self.sglang_api_key_env) or None
+
+    def check_has_servers(self) -> None:
+        """Refuses a configuration that names no server.
+
+        Raises:
+          ValueError: none of --sglang-url, --sglang-router-ip and --sglang-launch is given.
+        """
+        if not _sources(self):
+            raise ValueError(
+                "--rollout-engine is sglang but no server is named; add --sglang-url URL, --sglang-router-ip with "
+                "--sglang-router-port, or --sglang-launch N."
+            )
+
+
+def normalized_url(url: str) -> str:
+    """`http://HOST:PORT` or `https://…`, without a trailing slash; a host in lower case.
+
+    Raises:
+      ValueError: another scheme, no host, a bad port, or more than an address: credentials, a query, a fragment.
+    """
+    parts = _split(url)
+    if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"--sglang-url is {_shown(url)!r} but must be http://HOST:PORT or https://HOST:PORT.")
+    if parts.username is not None or parts.password is not None:
+        raise ValueError(
+            f"--sglang-url for {parts.hostname} holds a user name or password; put a key into the environment "
+            "variable that --sglang-api-key-env names."
+        )
+    if parts.query or parts.fragment:
+        raise ValueError(f"--sglang-url is {_shown(url)!r} but must end with the port or a path.")
+    port = "" if parts.port is None else f":{parts.port}"
+    return f"{parts.scheme}://{bracketed(parts.hostname)}{port}{parts.path.rstrip('/')}"
+
+
+def is_loopback(url: str) -> bool:
+    """Whether a URL's host is this machine's loopback."""
+    host = urlsplit(url).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def bracketed(host: str) -> str:
+    """A host as it stands in a URL: IPv6 addresses in brackets."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
+def _split(url: str) -> SplitResult | None:
+    """The parts of a URL, or None where it is malformed."""
+    try:
+        parts = urlsplit(url.strip())
+        return parts if parts.port != 0 else None
+    except ValueError:
+        return None
+
+
+def _shown(url: str) -> str:
+    """A URL for a sentence, without what may be secret."""
+    return url.split("?")[0].rsplit("@", 1)[-1]
+
+
+def _sources(config: SGLangConfig) -> dict[str, object]:
+    named = {
+        "--sglang-url": " ".join(_shown(url) for url in config.sglang_url or ()) or None,
+        "--sglang-router-ip": config.sglang_router_ip,
+        "--sglang-launch": config.sglang_launch,
+    }
+    return {flag: value for flag, value in named.items() if value is not None}
+
+
+def _check_numbers(config: SGLangConfig) -> None:
+    for name in ("sglang_launch", "sglang_concurrency", "sglang_bucket_mb"):
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{_flag(name)} is {value} but must be 1 or more.")
+    if config.sglang_max_retries < 0:
+        raise ValueError(f"--sglang-max-retries is {config.sglang_max_retries} but must be 0 or more.")
+    for name in ("sglang_startup_timeout", "sglang_request_timeout", "sglang_recovery_timeout"):
+        value = getattr(config, name)
+        if not 0.0 < value < math.inf:
+            raise ValueError(f"{_flag(name)} is {value} but must be a number of seconds above 0.")
+    for name in ("sglang_router_port", "sglang_base_port"):
+        value = getattr(config, name)
+        if value is not None and not 0 < value < 65536:
+            raise ValueError(f"{_flag(name)} is {value} but must be a port, 1 to 65535.")
+
+
+def _check_sources(config: SGLangConfig) -> None:
+    if config.sglang_url is not None and not config.sglang_url:
+        raise ValueError("--sglang-url names no server; give URLs or leave it out.")
+    urls = config.server_urls
+    for url in urls:
+        if urls.count(url) > 1:
+            raise ValueError(f"--sglang-url names {url} {urls.count(url)} times; name each server once.")
+    given = _sources(config)
+    if len(given) > 1:
+        words = " and ".join(f"{flag} is {value}" for flag, value in given.items())
+        raise ValueError(f"{words}; servers come from one source, leave out all but one.")
+    ip, port = config.sglang_router_ip, config.sglang_router_port
+    if (ip is None) != (port is None):
+        raise ValueError(f"--sglang-router-ip is {ip} and --sglang-router-port {port}; give both or neither.")
+    if ip is not None and _split(f"http://{bracketed(ip)}") != SplitResult("http", bracketed(ip), "", "", ""):
+        raise ValueError(f"--sglang-router-ip is {_shown(ip)!r} but must be an address or a host name.")
+
+
+def _check_only_with(config: SGLangConfig) -> None:
+    for name in ("sglang_server_args", "sglang_python", "sglang_log_dir"):
+        if getattr(config, name) is not None and config.sglang_launch is None:
+            raise ValueError(f"{_flag(name)} is set but --sglang-launch is not; add --sglang-launch N or leave it out.")
+    for name, sync in (("sglang_weight_dir", "disk"), ("sglang_sync_address", "distributed")):
+        value = getattr(config, name)
+        if value is not None and config.sglang_weight_sync != sync:
+            raise ValueError(
+                f"{_flag(name)} is {value!r} but --sglang-weight-sync is {config.sglang_weight_sync}; make it {sync} "
+                f"or leave {_flag(name)} out."
+            )
+    if config.sglang_sync_address in ("", "0.0.0.0", "::"):
+        raise ValueError(
+            f"--sglang-sync-address is {config.sglang_sync_address!r} but must be an address that servers reach."
+        )
+
+
+def _check_server_args(args: Sequence[str]) -> None:
+    """Refuses flags that the run sets itself, in any spelling that argparse takes."""
+    for flag in (arg.split("=")[0] for arg in args if arg.startswith("--")):
+        for own, instead in OWN.items():
+            if own.startswith(flag[2:]) and len(flag) > 3:
+                raise ValueError(f"--sglang-server-args has {flag}, which the run sets itself; {instead}.")
+    if args and not args[0].startswith("-"):
+        raise ValueError(f"--sglang-server-args begins with {args[0]!r} but must begin with a flag, such as --tp-size.")
+
+
+def _check_key_name(name: str) -> None:
+    """The name of a variable, not a key that was put there by mistake: the value is not repeated."""
+    if not name.isidentifier():
+        raise ValueError(
+            "--sglang-api-key-env must be the name of an environment variable, such as SGLANG_API_KEY, not the key."
+        )
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,124 @@
+"""Runs one SGLang server as its child: python supervise.py KEY_VARIABLE LOG SERVER_FLAG …
+
+The Python is the one that has sglang, where slime_tis is not installed: standard library only.
+
+* The API key goes from the environment variable KEY_VARIABLE into the server's memory, so that no list of processes
+  shows it, and is blotted out of the server's output, which repeats all flags, before that reaches LOG.
+* The server ends with whoever started this: that holds standard input open, and its end is the sign.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import runpy
+import select
+import signal
+import sys
+import time
+
+MODULE = "sglang.launch_server"
+GRACE = 30.0
+"""Time that the server has to end by itself, in seconds."""
+TICK = 0.2
+"""Time between two looks at whether it has, in seconds."""
+LONGEST_LINE = 1 << 20
+"""Output without an end of line that is held back, in bytes."""
+
+
+def main(key_variable: str, log: str, flags: list[str]) -> int:
+    """Starts the server, writes its output to the log until it ends, and returns its exit status."""
+    key = os.environ.get(key_variable, "")
+    output, server_end = os.pipe()
+    server = os.fork()
+    if server == 0:
+        os.close(output)
+        become_server(flags, key, server_end)
+        return 0
+    os.close(server_end)
+    signal.signal(signal.SIGTERM, lambda *_: end(server))
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    return watch(server, output, Redacted(file, key))
+
+
+def become_server(flags: list[str], key: str, output: int) -> None:
+    """Runs the server in this process, as `python -m` would."""
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((nothing, 0), (output, 1), (output, 2)):
+        os.dup2(source, target)
+    os.close(nothing)
+    os.close(output)
+    here = os.path.dirname(os.path.abspath(__file__))  # its modules are not the server's
+    sys.path[:] = [path for path in sys.path if os.path.abspath(path) != here]
+    sys.argv = [MODULE, *flags, *([f"--api-key={key}"] if key else [])]
+    runpy.run_module(MODULE, run_name="__main__", alter_sys=True)
+
+
+class Redacted:
+    """A file that a secret never reaches, in whole lines."""
+
+    def __init__(self, file: int, secret: str) -> None:
+        self._file, self._held = file, b""
+        spellings = {secret, repr(secret)[1:-1], json.dumps(secret)[1:-1]} if secret else set()
+        self._secrets = [spelling.encode() for spelling in spellings]
+
+    def write(self, text: bytes) -> None:
+        """Writes the whole lines of what has come, and holds the rest back."""
+        self._held += text
+        cut = self._held.rfind(b"\n") + 1
+        if not cut and len(self._held) > LONGEST_LINE:
+            cut = len(self._held) - LONGEST_LINE // 2
+        self._put(self._held[:cut])
+        self._held = self._held[cut:]
+
+    def finish(self) -> None:
+        """Writes what was held back."""
+        self._put(self._held)
+        self._held = b""
+
+    def _put(self, text: bytes) -> None:
+        for secret in self._secrets:
+            text = text.replace(secret, b"***")
+        while text:
+            text = text[os.write(self._file, text) :]
+
+
+def watch(server: int, output: int, log: Redacted) -> int:
+    """Copies output until the server has ended; ends it when standard input does."""
+    sources, deadline = [output, 0], float("inf")
+    while True:
+        ready, _, _ = select.select(sources, [], [], TICK)
+        if output in ready and not copy(output, log):
+            sources.remove(output)
+        if 0 in ready and not os.read(0, 1):
+            sources.remove(0)
+            end(server)
+            deadline = time.monotonic() + GRACE
+        ended, status = os.waitpid(server, os.WNOHANG)
+        if ended:
+            break
+        if time.monotonic() > deadline:
+            os.killpg(0, signal.SIGKILL)  # this process too
+    while select.select([output], [], [], 0)[0] and copy(output, log):
+        pass
+    log.finish()
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else 128 - code
+
+
+def copy(output: int, log: Redacted) -> bool:
+    """Copies what there is; False at the end."""
+    text = os.read(output, 1 << 16)
+    log.write(text)
+    return bool(text)
+
+
+def end(server: int) -> None:
+    """Asks the server to end."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(server, signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2], sys.argv[3:]))

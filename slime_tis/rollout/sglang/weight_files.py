@@ -1,0 +1,202 @@
+"""New weights for SGLang servers through a directory that both sides see."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import re
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import IO
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from slime_tis.rollout.sglang.buckets import Bucket, Source, buckets, source_thread
+from slime_tis.rollout.sglang.control import UpdateFailed, each, pause, release, resume
+from slime_tis.rollout.sglang.server import Server
+
+FINISHED, UNFINISHED = "weights_", "unfinished_"
+OWN = re.compile(rf"({FINISHED}|{UNFINISHED})\d{{8}}_[0-9a-f]{{8}}")
+"""Names of the directories that are written, and that may be removed."""
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
+"""Ends of the names of files that hold or list weights; all others are copied from the checkpoint."""
+
+
+class DiskSync:
+    """Writes weights as a Hugging Face checkpoint, which the servers then read."""
+
+    def __init__(
+        self,
+        directory: str | Path | None,
+        *,
+        hf_checkpoint: str | Path,
+        device: torch.device | str,
+        bucket_bytes: int,
+        timeout: float,
+    ) -> None:
+        """Takes hold of the directory, and removes what an earlier run left there.
+
+        Args:
+          directory: for this run alone, made where missing; None takes a temporary one of this machine.
+          hf_checkpoint: whose configuration and tokenizer go along.
+          device: of this process, where weights come from.
+          bucket_bytes: in one file at most, but for larger tensors.
+          timeout: longest wait for a server to read the weights, in seconds.
+
+        Raises:
+          ValueError: another run uses the directory, or it cannot be written.
+        """
+        self.reasons: dict[str, str] = {}
+        self._temporary = directory is None
+        self._directory = Path(directory or tempfile.mkdtemp(prefix="slime_tis_weights_")).absolute()
+        self._lock = _take(self._directory)
+        self._hf_checkpoint = Path(hf_checkpoint)
+        self._bucket_bytes, self._timeout = bucket_bytes, timeout
+        self._source_thread = source_thread(torch.device(device))
+        self._current: tuple[Path, int] | None = None
+        _remove_own(self._directory)
+
+    async def push(self, servers: Sequence[Server], source: Source, version: int) -> list[Server]:
+        """See WeightSync; generation is held back while servers read, not while the files are written."""
+        self.reasons = {}
+        stream = buckets(source, self._bucket_bytes, _to_cpu)
+        write = partial(write_checkpoint, self._directory, stream, version, self._hf_checkpoint)
+        written = await asyncio.get_running_loop().run_in_executor(self._source_thread, write)
+        self._current = written, version
+        failed = await self._hand_out(servers)
+        _remove_own(self._directory, but=written)
+        return failed
+
+    async def restore(self, server: Server) -> bool:
+        """Has a server read the newest weights again, if some were written."""
+        self.reasons.pop(server.url, None)
+        return self._current is not None and not await self._hand_out([server])
+
+    async def close(self) -> None:
+        """Removes the temporary directory; in one that was given the newest weights stay."""
+        self._source_thread.shutdown(wait=False)
+        self._lock.close()
+        if self._temporary:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    async def _hand_out(self, servers: Sequence[Server]) -> list[Server]:
+        await each(servers, self._load, self.reasons)
+        failed = [server for server in servers if server.url in self.reasons]
+        await asyncio.gather(*map(release, failed))
+        return failed
+
+    async def _load(self, server: Server) -> None:
+        assert self._current is not None
+        path, version = self._current
+        body: dict[str, object] = {
+            "model_path": str(path),
+            "weight_version": str(version),
+            "load_format": "auto",  # not that of the start, which may be dummy
+            "flush_cache": False,  # it is empty since the pause
+        }
+        await pause(server)
+        answer = await server.post("/update_weights_from_disk", body, timeout=self._timeout)
+        if answer.get("success") is False:
+            raise UpdateFailed(str(answer.get("message")))
+        await resume(server, version)
+
+
+def write_checkpoint(directory: Path, stream: Iterable[Bucket], version: int, hf_checkpoint: Path) -> Path:
+    """Writes weights with the other files of a checkpoint; the directory appears under its name when complete.
+
+    Args:
+      directory: to make the new one in.
+      stream: the weights, on the CPU; consumed lazily, a file for each bucket.
+      version: stands in the name.
+      hf_checkpoint: directory that files without weights are copied from.
+
+    Returns:
+      the new directory.
+
+    Raises:
+      RuntimeError: the disk is full, or the like; what was there before is left as it was.
+    """
+    name = f"{version:08d}_{secrets.token_hex(4)}"
+    unfinished, finished = directory / f"{UNFINISHED}{name}", directory / f"{FINISHED}{name}"
+    try:
+        unfinished.mkdir()
+        _copy_others(hf_checkpoint, unfinished)
+        _write_shards(unfinished, stream)
+        unfinished.rename(finished)
+    except (OSError, SafetensorError) as error:
+        for _ in stream:  # other ranks take part in it
+            pass
+        raise RuntimeError(
+            f"the weights of version {version} could not be written to {directory} ({error}); make room or choose "
+            "another --sglang-weight-dir."
+        ) from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return finished
+
+
+def _write_shards(directory: Path, stream: Iterable[Bucket]) -> None:
+    """One file for each bucket under Hugging Face's names, and the index where there is more than one."""
+    shards: list[list[str]] = []
+    total = 0
+    for bucket in stream:
+        save_file(dict(zip(bucket.names, bucket.tensors, strict=True)), _part(directory, len(shards)), {"format": "pt"})
+        shards.append(bucket.names)
+        total += sum(tensor.nbytes for tensor in bucket.tensors)
+        del bucket
+    if len(shards) == 1:
+        _part(directory, 0).rename(directory / "model.safetensors")
+        return
+    files = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    for i, file in enumerate(files):
+        _part(directory, i).rename(directory / file)
+    weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _part(directory: Path, index: int) -> Path:
+    return directory / f"part-{index:05d}"
+
+
+def _copy_others(source: Path, target: Path) -> None:
+    for file in source.iterdir():
+        if file.is_file() and not file.name.startswith(".") and not file.name.endswith(WEIGHT_SUFFIXES):
+            shutil.copyfile(file, target / file.name)
+
+
+def _take(directory: Path) -> IO[str]:
+    """A lock on a directory, held until the file is closed or the process ends."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = open(directory / ".lock", "w")  # noqa: SIM115
+    except OSError as error:
+        raise ValueError(f"--sglang-weight-dir is {directory}, which cannot be written: {error.strerror}.") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        lock.close()
+        raise ValueError(
+            f"--sglang-weight-dir is {directory}, which another run is using; give each run its own."
+        ) from error
+    except OSError:  # a file system without locks
+        pass
+    return lock
+
+
+def _remove_own(directory: Path, but: Path | None = None) -> None:
+    for path in directory.iterdir():
+        if path != but and OWN.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _to_cpu(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True).contiguous()

@@ -1,0 +1,56 @@
+"""The shell recipes under examples/: every flag that they pass is one that train.py takes."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from arguments import configure
+from tests.checkpoints import make_checkpoint
+from tests.runs import ROOT
+
+
+def command_line(recipe: str, **environment: str) -> list[str]:
+    """What a recipe would pass to train.py."""
+    found = subprocess.run(
+        ["bash", str(ROOT / recipe)],
+        env={"PATH": os.environ["PATH"], "LAUNCH": "printf %s\\n", **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    program, *arguments = found.stdout.splitlines()
+    assert program == "train.py"
+    return arguments
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, str]:
+    make_checkpoint(tmp_path / "model", "qwen3", max_position_embeddings=40960, num_key_value_heads=4)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"messages": [{"role": "user", "content": "1+1?"}], "label": "2"}) + "\n")
+    return {"MODEL": str(tmp_path / "model"), "TRAIN": str(rows), "EVAL": str(rows), "OUT": str(tmp_path / "out")}
+
+
+def test_qwen3_on_gsm8k(files: dict[str, str]) -> None:
+    found = configure(command_line("examples/qwen3_gsm8k/run.sh", **files), {"WORLD_SIZE": "4"})
+    assert found.sglang.sglang_launch == 2
+    assert found.sglang.sglang_server_args is not None
+    assert found.sglang.sglang_server_args[:2] == ("--tp-size", "2")
+    assert found.rollout.rollout_lookahead == 1 and found.correction.use_rs
+
+
+def test_several_machines(files: dict[str, str]) -> None:
+    servers = "http://10.0.0.5:30000 http://10.0.0.6:30000"
+    line = command_line("examples/clusters/torchrun.sh", SERVERS=servers, MASTER="10.0.0.1", **files)
+    found = configure(line, {"WORLD_SIZE": "16"})
+    assert found.sglang.sglang_url == tuple(servers.split())
+    assert found.sglang.sglang_sync_address == "10.0.0.1"
+
+
+def test_slurm_runs_the_recipe_of_several_machines() -> None:
+    script = (ROOT / "examples/clusters/slurm.sbatch").read_text()
+    assert "bash examples/clusters/torchrun.sh" in script
+    subprocess.run(["bash", "-n", str(ROOT / "examples/clusters/slurm.sbatch")], check=True)

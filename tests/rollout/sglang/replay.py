@@ -1,0 +1,304 @@
+"""An HTTP server for tests that answers as SGLang does, in the words of recorded answers, and fails on demand.
+
+Its model is a rule: the next token follows from the tokens before it, and the log-prob from token and weights, so that
+a test knows what every sample has to be, whoever samples it and however often that was tried.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import threading
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+RECORDED = Path(__file__).parent / "recorded"
+STOP = 2
+FIRST, LAST = 3, 63
+
+
+def recorded(name: str) -> Any:
+    """The body of an answer of the real server."""
+    return json.loads((RECORDED / f"{name}.json").read_text())["body"]
+
+
+def next_token(ids: list[int]) -> int:
+    """What the model says after these tokens; it stops now and then."""
+    mixed = (sum(ids) * 37 + ids[-1] * 11 + len(ids) * 5) % 211
+    return STOP if mixed < 6 else FIRST + mixed % (LAST - FIRST + 1)
+
+
+def log_prob(token: int, version: int) -> float:
+    """Of a token under some weights; exact in binary, as all of it is."""
+    return -(1 + token % 8) / 4 - version / 256
+
+
+def continuation(ids: list[int], limit: int) -> list[int]:
+    """The response that the model gives to a prompt."""
+    found: list[int] = []
+    while len(found) < limit and (not found or found[-1] != STOP):
+        found.append(next_token([*ids, *found]))
+    return found
+
+
+class Replay:
+    """One server. Fields may be set from the test at any time."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.weight_version = "default"
+        self.version = 0
+        self.healthy = True
+        self.has_spans = True
+        self.stop_after: int | None = None
+        """Tokens after which every request waits until this is None or more."""
+        self.faults: deque[Any] = deque()
+        """What becomes of the next requests: a status, drop, hang, or a function that spoils the answer."""
+        self.requests: list[dict[str, Any]] = []
+        """Bodies of POST /generate, in their order."""
+        self.calls: list[str] = []
+        """Method and path of everything else."""
+        self.headers: list[dict[str, str]] = []
+        self.key: str | None = None
+        self.updates_fail = False
+        self.spoken: Any = None
+        """What POST /speak is refused with."""
+        self.workers: list[Replay] = []
+        """Where a router hands requests on to."""
+        self.most_at_once = self.at_once = 0
+        self.aborted: set[str] = set()
+        self.live: set[str] = set()
+        self.deaf = False
+        """Whether aborts are heard and not followed."""
+        self.paused = False
+        self._loop = loop
+        self._server: asyncio.Server | None = None
+        self._open: set[asyncio.StreamWriter] = set()
+        self._handlers: set[asyncio.Task[None]] = set()
+        self.port = 0
+        self._do(self._listen())
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def die(self) -> None:
+        """As with SIGKILL: connections break, nobody listens."""
+        self._do(self._die())
+
+    def come_back(self, weight_version: str = "default") -> None:
+        """A new process at the same address."""
+        self.weight_version, self.version = weight_version, 0
+        self.paused, self.healthy = False, True
+        self._do(self._listen())
+
+    def count(self, path: str) -> int:
+        """Calls of a path so far."""
+        return sum(call.endswith(f" {path}") for call in self.calls)
+
+    def _do(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    async def _listen(self) -> None:
+        self._server = await asyncio.start_server(self._connected, "127.0.0.1", self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def _die(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        for writer in list(self._open):
+            writer.transport.abort()
+        for task in list(self._handlers):
+            task.cancel()
+        await asyncio.gather(*self._handlers, return_exceptions=True)
+        self.at_once = 0
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._handlers.add(task)
+        self._open.add(writer)
+        try:
+            while await self._one_request(reader, writer):
+                pass
+        except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
+            pass
+        finally:
+            self._handlers.discard(task)
+            self._open.discard(writer)
+            writer.transport.abort()
+
+    async def _one_request(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+        method, path, _ = head[0].split(" ")
+        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:]) if name}
+        body = await reader.readexactly(int(headers.get("content-length", 0)))
+        self.headers.append(headers)
+        answer = await self._answer(method, path, json.loads(body) if body else {}, headers)
+        if answer is None:
+            return False
+        status, content = answer
+        text = content if isinstance(content, str) else json.dumps(content)
+        writer.write(f"HTTP/1.1 {status} X\r\nContent-Length: {len(text.encode())}\r\n\r\n{text}".encode())
+        await writer.drain()
+        return True
+
+    async def _answer(self, method: str, path: str, body: dict[str, Any], headers: dict[str, str]) -> Any:
+        if path == "/generate":
+            return await self._generate_or_fail(body)
+        self.calls.append(f"{method} {path}")
+        if path == "/health":
+            return (200, "") if self.healthy and not self.paused else (503, "")
+        if self.key is not None and headers.get("authorization") != f"Bearer {self.key}":
+            return 401, recorded("error_401")
+        if path == "/model_info":
+            return 200, {**recorded("model_info"), "weight_version": self.weight_version}
+        if path == "/server_info":
+            return 200, recorded("server_info")
+        if path == "/workers" and self.workers:
+            return 200, {"workers": [{"url": worker.url} for worker in self.workers]}
+        if method == "POST":
+            return self._control(path, body)
+        return 404, recorded("error_404")
+
+    def _control(self, path: str, body: dict[str, Any]) -> Any:
+        if path == "/speak":
+            return 400, self.spoken
+        if path == "/abort_request":
+            self.aborted |= {"*"} if body.get("abort_all") else {body["rid"]}
+            return 200, ""
+        if path in ("/pause_generation", "/continue_generation"):
+            self.paused = path == "/pause_generation"
+            return 200, recorded(path[1:])
+        if path == "/flush_cache":
+            return 200, "Cache flushed."
+        if path == "/update_weights_from_disk":
+            if self.updates_fail:
+                return 400, {"success": False, "message": "no such directory", "num_paused_requests": 0}
+            self.weight_version, self.version = body["weight_version"], int(body["weight_version"])
+            return 200, recorded("update_from_disk")
+        return 404, recorded("error_404")
+
+    async def _generate_or_fail(self, body: dict[str, Any]) -> Any:
+        self.requests.append(body)
+        fault = self.faults.popleft() if self.faults else None
+        if isinstance(fault, int):
+            return fault, recorded("error_400")
+        if fault == "drop":
+            return None
+        if fault == "hang":
+            await asyncio.sleep(3600)
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        rid = body.get("rid", f"no-id-{len(self.requests)}")
+        if rid in self.live:
+            self.at_once -= 1
+            return 400, recorded("error_duplicate_rid")
+        self.live.add(rid)
+        try:
+            if self.workers:
+                return await self._hand_on(body)
+            answer = self._scores(body) if body["sampling_params"]["max_new_tokens"] == 0 else await self._sample(body)
+        finally:
+            self.at_once -= 1
+            self.live.discard(rid)
+        return (200, fault(answer)) if callable(fault) else (200, answer)
+
+    async def _hand_on(self, body: dict[str, Any]) -> Any:
+        """A router: to one of its servers that is there, in turn."""
+        there = [worker for worker in self.workers if worker._server is not None]
+        if not there:
+            return 503, "no server"
+        worker = there[len(self.requests) % len(there)]
+        asked = asyncio.ensure_future(worker._generate_or_fail(body))
+        worker._handlers.add(asked)  # type: ignore[arg-type]
+        try:
+            return await asked or (502, "the server broke the connection")
+        except asyncio.CancelledError:
+            if asked.cancelled():
+                return 502, "the server died"
+            raise
+        finally:
+            worker._handlers.discard(asked)  # type: ignore[arg-type]
+
+    async def _sample(self, body: dict[str, Any]) -> Any:
+        limit, found, versions = body["sampling_params"]["max_new_tokens"], [], []
+        finish: dict[str, Any] = {"type": "length", "length": limit}
+        while len(found) < limit:
+            waiting = True
+            while waiting:
+                await asyncio.sleep(0.0005 if self.paused or self.stop_after is not None else 0)
+                if self.aborted & {"*", body["rid"]} and not self.deaf:
+                    return self._formed(body, found, versions, {"type": "abort", "message": "Aborted"})
+                waiting = self.paused or (self.stop_after is not None and len(found) >= self.stop_after)
+            token = next_token([*body["input_ids"], *found])
+            found.append(token)
+            versions.append(self.version)
+            if token == STOP or token in body["sampling_params"].get("stop_token_ids", []):
+                finish = {"type": "stop", "matched": token}
+                break
+        return self._formed(body, found, versions, finish)
+
+    def _formed(self, body: dict[str, Any], found: list[int], versions: list[int], finish: dict[str, Any]) -> Any:
+        answer = recorded("generate_length")
+        meta = answer["meta_info"]
+        answer["output_ids"], meta["id"], meta["finish_reason"] = found, body["rid"], finish
+        meta["output_token_logprobs"] = [
+            [log_prob(token, version), token, None] for token, version in zip(found, versions, strict=True)
+        ]
+        meta["completion_tokens"] = meta["output_token_logprobs_length"] = len(found)
+        meta["weight_version"] = self.weight_version
+        del meta["weight_versions"]
+        if self.has_spans:
+            meta["weight_versions"] = list(self._spans(versions))
+        return answer
+
+    def _spans(self, versions: list[int]) -> Iterator[dict[str, Any]]:
+        cuts = [i for i in range(1, len(versions)) if versions[i] != versions[i - 1]]
+        bounds = [0, *cuts, len(versions)]
+        for start, end in pairwise(bounds):
+            version = versions[start] if versions else self.version
+            name = self.weight_version if version == 0 and not self.weight_version.isdecimal() else str(version)
+            yield {"version": name, "start": start, "end": end}
+
+    def _scores(self, body: dict[str, Any]) -> Any:
+        answer = recorded("score")
+        first, *rest = body["input_ids"]
+        answer["meta_info"]["input_token_logprobs"] = [
+            [None, first, None],
+            *([log_prob(token, self.version), token, None] for token in rest),
+        ]
+        return answer
+
+
+@contextmanager
+def replays(count: int) -> Iterator[list[Replay]]:
+    """Some servers on a thread of their own."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    servers = [Replay(loop) for _ in range(count)]
+    try:
+        yield servers
+    finally:
+        for server in servers:
+            server.die()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+def spoiled(edit: Callable[[dict[str, Any]], Any]) -> Callable[[Any], Any]:
+    """A fault that edits a copy of the answer in place."""
+
+    def spoil(answer: Any) -> Any:
+        answer = copy.deepcopy(answer)
+        edit(answer)
+        return answer
+
+    return spoil

@@ -1,0 +1,360 @@
+"""Servers that are started, watched and stopped: a small server stands in for SGLang's module of the same name."""
+
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from slime_tis.rollout.engine import EngineLost
+from slime_tis.rollout.sglang import launch
+from slime_tis.rollout.sglang.config import SGLangConfig
+from slime_tis.rollout.sglang.launch import LaunchedServers, free_ports
+from slime_tis.rollout.sglang.server_process import server_command
+
+SECRET = "k'ey\\with-quotes"
+FAKE = """
+import argparse, http.server, json, multiprocessing, os, signal, sys, time
+
+parser = argparse.ArgumentParser()
+for name in ("model-path", "host", "port", "api-key", "base-gpu-id", "say"):
+    parser.add_argument("--" + name)
+for name in ("delay", "die-after", "unwell"):
+    parser.add_argument("--" + name, type=float)
+for name in ("stubborn", "family"):
+    parser.add_argument("--" + name, action="store_true")
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if time.monotonic() > well_at else 503)
+        self.end_headers()
+        self.wfile.write(json.dumps(facts).encode())
+
+    def log_message(self, *args):
+        pass
+
+
+def child():
+    time.sleep(600)
+
+
+if __name__ == "__main__":
+    options = parser.parse_args()
+    print("server_args=" + repr(vars(options)), json.dumps(sys.argv), flush=True)
+    if options.stubborn:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(options.delay or 0)
+    if options.say:
+        print(options.say, file=sys.stderr)
+        sys.exit(7)
+    well_at = time.monotonic() + (options.unwell or 0)
+    family = []
+    if options.family:
+        family.append(multiprocessing.get_context("spawn").Process(target=child))
+        family[0].start()
+    facts = {
+        "pid": os.getpid(), "argv": sys.argv, "path": sys.path, "environ": dict(os.environ),
+        "family": [one.pid for one in family],
+    }
+    server = http.server.HTTPServer((options.host, int(options.port)), Handler)
+    if options.die_after is not None:
+        signal.setitimer(signal.ITIMER_REAL, options.die_after)  # whose signal kills
+    server.serve_forever()
+"""
+
+
+@pytest.fixture(autouse=True)
+def fake_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "packages/sglang"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "launch_server.py").write_text(FAKE)
+    monkeypatch.setenv("PYTHONPATH", str(package.parent))
+    monkeypatch.delenv("SGLANG_API_KEY", raising=False)
+
+
+def servers(tmp_path: Path, *flags: str, count: int = 1, **options: Any) -> LaunchedServers:
+    config = SGLangConfig(
+        sglang_launch=count,
+        sglang_server_args=flags or None,
+        sglang_base_port=options.pop("sglang_base_port", 21000 + os.getpid() % 4000 * 2),
+        **{"sglang_startup_timeout": 30.0, **options},
+    )
+    return LaunchedServers(config, "the/model", tmp_path / "logs")
+
+
+def facts(url: str) -> dict[str, Any]:
+    return httpx.get(f"{url}/any", trust_env=False).json()
+
+
+def gone(pid: int, *, within: float = 5.0) -> bool:
+    deadline = time.monotonic() + within
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def test_start_and_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "3", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "x", "KEPT": "yes"}.items():
+        monkeypatch.setenv(name, value)
+    started = servers(tmp_path, "--delay", "0.3", "--unwell", "0.5", "--family", count=2)
+    began = time.monotonic()
+    urls = started.start()
+    try:
+        assert time.monotonic() - began > 0.8
+        found = [facts(url) for url in urls]
+        ports = [url.rsplit(":")[-1] for url in urls]
+        for each, port, log in zip(found, ports, ("sglang_0.log", "sglang_1.log"), strict=True):
+            assert each["argv"][1:7] == ["--model-path", "the/model", "--host", "127.0.0.1", "--port", port]
+            assert not {"RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID"} & set(each["environ"])
+            assert each["environ"]["KEPT"] == "yes"
+            assert not [path for path in each["path"] if path.endswith("rollout/sglang")]
+            assert "server_args=" in (tmp_path / "logs" / log).read_text()
+            assert stat.S_IMODE((tmp_path / "logs" / log).stat().st_mode) == 0o600
+            assert os.getpgid(each["pid"]) not in (os.getpid(), os.getpgid(0))
+        assert started.poll() == [] and started.restarts == 0
+    finally:
+        started.stop()
+    assert all(gone(pid) for each in found for pid in (each["pid"], *each["family"]))
+    started.stop()
+
+
+def test_early_death_is_told_with_the_end_of_the_log(tmp_path: Path) -> None:
+    log = tmp_path / "logs/sglang_0.log"
+    log.parent.mkdir()
+    log.write_text("of an earlier run\n")
+    started = servers(tmp_path, "--say", "RuntimeError: no such model")
+    with pytest.raises(EngineLost) as lost:
+        started.start()
+    sentence = str(lost.value)
+    assert sentence.startswith(f"the SGLang server at {started.urls[0]} ended before it was up, with exit status 7; ")
+    assert sentence.endswith("| RuntimeError: no such model") and "earlier" not in sentence
+
+
+def test_one_early_death_stops_the_others(tmp_path: Path) -> None:
+    started = servers(tmp_path, "--delay", "0.5", count=2)
+    started._servers[1].command += ["--say", "not me"]
+    with pytest.raises(EngineLost, match="not me"):
+        started.start()
+    for server in started._servers:
+        assert server.process is None
+        socket.create_server(("127.0.0.1", server.port)).close()
+
+
+def test_startup_timeout(tmp_path: Path) -> None:
+    started = servers(tmp_path, "--unwell", "60", sglang_startup_timeout=1.0)
+    with pytest.raises(
+        EngineLost, match=r"is not up after --sglang-startup-timeout 1 s; its log .* ends: server_args="
+    ):
+        started.start()
+
+
+def test_python_that_does_not_run(tmp_path: Path) -> None:
+    with pytest.raises(EngineLost, match="--sglang-python is '/no/python', which does not run: No such file"):
+        servers(tmp_path, sglang_python="/no/python").start()
+
+
+def test_python_without_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONPATH")
+    with pytest.raises(EngineLost, match="No module named 'sglang'"):
+        servers(tmp_path).start()
+
+
+def test_programs_of_the_other_python_come_first(tmp_path: Path) -> None:
+    other = tmp_path / "other/bin/python"
+    other.parent.mkdir(parents=True)
+    other.symlink_to(sys.executable)
+    started = servers(tmp_path, sglang_python=str(other))
+    (url,) = started.start()
+    try:
+        assert facts(url)["environ"]["PATH"].split(os.pathsep)[0] == str(other.parent)
+    finally:
+        started.stop()
+
+
+def test_death_and_new_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = servers(tmp_path, "--family", count=2)
+    urls = started.start()
+    try:
+        before = [facts(url) for url in urls]
+        os.kill(before[0]["pid"], signal.SIGKILL)
+        sentences = poll_until(started, lambda told: started.restarts == 1)
+        assert len(sentences) == 1
+        assert sentences[0].startswith(
+            f"the SGLang server at {urls[0]} ended with exit status 137 and is started again (1 of 3); its log "
+        )
+        assert gone(before[0]["family"][0])
+        wait_for(urls[0])
+        after = [facts(url) for url in urls]
+        assert after[0]["pid"] != before[0]["pid"] and after[1]["pid"] == before[1]["pid"]
+        assert (tmp_path / "logs/sglang_0.log").read_text().count("server_args=") == 2
+    finally:
+        started.stop()
+
+
+def test_left_alone_after_three_new_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = servers(tmp_path, sglang_startup_timeout=60.0)
+    started.start()
+    now = time.monotonic()
+    monkeypatch.setattr(launch, "time", SimpleNamespace(monotonic=lambda: now))
+    try:
+        started._servers[0].command += ["--say", "broken"]
+        os.kill(facts(started.urls[0])["pid"], signal.SIGKILL)
+        told = []
+        for wait in (1, 2, 4):
+            told += poll_until(started, bool)
+            now += wait - 0.01
+            assert started.poll() == [] and started.restarts == len(told) - 1, "no new start before it is due"
+            now += 0.01
+            assert started.poll() == [] and started.restarts == len(told)
+        told += poll_until(started, bool)
+        assert [sentence.split("(")[-1][:6] for sentence in told[:3]] == ["1 of 3", "2 of 3", "3 of 3"]
+        assert "exit status 7 and is left alone after 3 new starts; its log" in told[3]
+        assert told[3].endswith("| broken")
+        now += 1000.0
+        assert started.poll() == [] and started.restarts == 3
+    finally:
+        monkeypatch.undo()
+        started.stop()
+
+
+def test_a_long_life_clears_the_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = servers(tmp_path, sglang_startup_timeout=60.0)
+    started.start()
+    try:
+        started._servers[0].failures = 3
+        started._servers[0].started -= 61.0
+        os.kill(facts(started.urls[0])["pid"], signal.SIGKILL)
+        assert "(1 of 3)" in poll_until(started, bool)[0]
+    finally:
+        started.stop()
+
+
+def test_a_server_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "GRACE", 0.5)
+    started = servers(tmp_path, "--stubborn", "--family")
+    (url,) = started.start()
+    found = facts(url)
+    began = time.monotonic()
+    started.stop()
+    assert 0.5 <= time.monotonic() - began < 5.0
+    assert gone(found["pid"]) and gone(found["family"][0])
+
+
+def test_servers_end_with_this_program(tmp_path: Path) -> None:
+    script = f"""
+import sys, time
+from pathlib import Path
+from slime_tis.rollout.sglang.config import SGLangConfig
+from slime_tis.rollout.sglang.launch import LaunchedServers
+config = SGLangConfig(sglang_launch=1, sglang_base_port=29000, sglang_server_args=("--family",))
+print(LaunchedServers(config, "m", Path({str(tmp_path)!r})).start()[0], flush=True)
+time.sleep(600)
+"""
+    program = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert program.stdout is not None
+    found = facts(program.stdout.readline().strip())
+    program.kill()
+    program.wait()
+    assert gone(found["pid"])
+
+
+def test_ports_in_use_are_passed_over(tmp_path: Path) -> None:
+    first = free_ports(25000, 1)[0]
+    with socket.create_server(("0.0.0.0", first)), socket.create_server(("127.0.0.1", first + 2)):
+        found = free_ports(first, 2)
+        assert found[0] == first + 1 and found[1] > first + 2
+    assert free_ports(65535, 0) == []
+    with pytest.raises(ValueError, match=r"--sglang-base-port is 65535 but only . ports from there on are free"):
+        free_ports(65535, 2)
+
+
+def test_an_answer_of_another_program_is_not_taken_for_the_servers(tmp_path: Path) -> None:
+    started = servers(tmp_path, "--delay", "60")
+    other = [sys.executable, "-m", "sglang.launch_server", "--host", "127.0.0.1", "--port", started.urls[0][-5:]]
+    process = subprocess.Popen(other, stdout=subprocess.DEVNULL)
+    try:
+        wait_for(started.urls[0])
+        with pytest.raises(
+            EngineLost, match=r"another program answers at http://127\.0\.0\.1:[0-9]+; choose free ports"
+        ):
+            started.start()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_the_key_is_in_no_list_of_processes_and_no_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_KEY", SECRET)
+    started = servers(tmp_path, "--family", sglang_api_key_env="MY_KEY")
+    (url,) = started.start()
+    try:
+        found = facts(url)
+        assert found["argv"][-1] == f"--api-key={SECRET}", "the server has it"
+        assert started._servers[0].process is not None
+        supervisor = psutil.Process(started._servers[0].process._process.pid)
+        lines = [word for one in (supervisor, *supervisor.children(recursive=True)) for word in one.cmdline()]
+        assert "--model-path" in lines and not [word for word in lines if "with-quotes" in word]
+        log = (tmp_path / "logs/sglang_0.log").read_text()
+        assert "'api_key': " in log and "--api-key=***" in log and "with-quotes" not in log
+        assert SECRET not in repr(vars(started)["_servers"])
+    finally:
+        started.stop()
+
+
+@pytest.mark.parametrize(
+    ("flags", "firsts"),
+    [
+        ((), [None, "1", "2"]),
+        (("--base-gpu-id", "4", "--tp-size", "2"), ["4", "6", "8"]),
+        (("--tensor-parallel-size=2", "--pp", "2", "--base-gpu-id=1"), ["1", "5", "9"]),
+        (("--device", "cpu"), [None, None, None]),
+    ],
+)
+def test_servers_share_the_gpus_out(flags: tuple[str, ...], firsts: list[str | None]) -> None:
+    config = SGLangConfig(sglang_launch=3, sglang_server_args=flags or None)
+    for index, first in enumerate(firsts):
+        words = server_command(config, "m", index, 1, Path("log"))
+        words = [part for word in words for part in word.split("=")]
+        last = len(words) - 1 - words[::-1].index("--base-gpu-id") if "--base-gpu-id" in words else None
+        assert (last and words[last + 1]) == first, json.dumps(words)
+
+
+def test_a_size_that_is_no_number() -> None:
+    config = SGLangConfig(sglang_launch=2, sglang_server_args=("--tp-size", "two"))
+    with pytest.raises(ValueError, match="--sglang-tp-size is 'two' but must be a whole number"):
+        server_command(config, "m", 1, 1, Path("log"))
+
+
+def poll_until(started: LaunchedServers, enough: Any) -> list[str]:
+    told: list[str] = []
+    deadline = time.time() + 20.0
+    while not enough(told):
+        assert time.time() < deadline, told
+        told += started.poll()
+        time.sleep(0.05)
+    return told
+
+
+def wait_for(url: str) -> None:
+    deadline = time.time() + 20.0
+    while True:
+        try:
+            httpx.get(url, trust_env=False)
+            return
+        except httpx.HTTPError:
+            assert time.time() < deadline
+            time.sleep(0.05)

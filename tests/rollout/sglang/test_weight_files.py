@@ -1,0 +1,241 @@
+"""Weights on disk: whole directories or none, read by other programs, and by servers."""
+
+import asyncio
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from slime_tis.rollout.sglang.buckets import Bucket
+from slime_tis.rollout.sglang.server import Server
+from slime_tis.rollout.sglang.weight_files import DiskSync, write_checkpoint
+from tests.checkpoints import make_checkpoint
+from tests.rollout.sglang.weight_servers import WeightServer, digests, running, some_weights, with_clients
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3")
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[list[WeightServer]]:
+    servers = [WeightServer(), WeightServer()]
+    with running(*servers):
+        yield servers
+
+
+def sync(directory: Path | None, checkpoint: Path, bucket_bytes: int = 1 << 30) -> DiskSync:
+    return DiskSync(directory, hf_checkpoint=checkpoint, device="cpu", bucket_bytes=bucket_bytes, timeout=60.0)
+
+
+def push(weights: DiskSync, named: dict[str, Tensor], version: int) -> None:
+    assert asyncio.run(weights.push([], named.items, version)) == []
+
+
+def directories(path: Path) -> list[str]:
+    return sorted(each.name.split("_")[0] + "_" + each.name.split("_")[1] for each in path.iterdir() if each.is_dir())
+
+
+@pytest.mark.parametrize("bucket_bytes", [1 << 30, 20_000])
+def test_transformers_reads_what_is_written(tmp_path: Path, checkpoint: Path, bucket_bytes: int) -> None:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    named = {name: tensor + 0.125 for name, tensor in model.state_dict().items()}
+    weights = sync(tmp_path, checkpoint, bucket_bytes)
+    push(weights, named, 3)
+    (written,) = (each for each in tmp_path.iterdir() if each.is_dir())
+    loaded = AutoModelForCausalLM.from_pretrained(written)
+    assert {name: tensor.dtype for name, tensor in loaded.state_dict().items()} == dict.fromkeys(named, torch.float32)
+    for name, tensor in loaded.state_dict().items():
+        assert torch.equal(tensor, named[name]), name
+    prompt = "sort 312>"
+    assert AutoTokenizer.from_pretrained(written)(prompt) == AutoTokenizer.from_pretrained(checkpoint)(prompt)
+    others = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+    shards = {each.name for each in written.iterdir()} - others - {"chat_template.jinja"}
+    if bucket_bytes > 20_000:
+        assert shards == {"model.safetensors"}
+        return
+    index = json.loads((written / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in named.values())
+    assert set(index["weight_map"]) == set(named)
+    files = sorted(set(index["weight_map"].values()))
+    assert len(files) > 3 and shards == {*files, "model.safetensors.index.json"}
+    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    for file in files:
+        with safe_open(str(written / file), "pt") as tensors:
+            assert set(tensors.keys()) == {name for name, where in index["weight_map"].items() if where == file}
+            size = sum(tensors.get_tensor(name).nbytes for name in tensors.keys())  # noqa: SIM118
+            assert size <= bucket_bytes or len(tensors.keys()) == 1
+
+
+def test_servers_read_it_to_the_bit(pair: list[WeightServer], tmp_path: Path, checkpoint: Path) -> None:
+    for server in pair:
+        server.behave()
+    weights = sync(tmp_path, checkpoint, 300)
+
+    async def work(clients: list[Server]) -> None:
+        for version in (1, 2):
+            assert await weights.push(clients, some_weights(version).items, version) == []
+            assert directories(tmp_path) == [f"weights_{version:08d}"], "only the newest is kept"
+        await weights.close()
+
+    with_clients(pair, work)
+    for server in pair:
+        state = server.state()
+        assert state["weights"] == [digests(some_weights(2))]
+        assert (state["version"], state["paused"]) == ("2", False)
+        one = ["pause_generation", "flush_cache", "update_weights_from_disk", "continue_generation"]
+        assert server.calls() == one * 2
+        body = server.bodies("/update_weights_from_disk")[1]
+        assert body.pop("model_path").startswith(f"{tmp_path}/weights_00000002_")
+        assert body == {"weight_version": "2", "load_format": "auto", "flush_cache": False}
+
+
+def test_a_server_that_comes_back_reads_the_newest(pair: list[WeightServer], tmp_path: Path, checkpoint: Path) -> None:
+    pair[0].behave(refuse={"/update_weights_from_disk": 2})
+    pair[1].behave()
+    weights = sync(tmp_path, checkpoint)
+
+    async def work(clients: list[Server]) -> None:
+        assert await weights.restore(clients[0]) is False, "nothing has been written yet"
+        assert await weights.push(clients, some_weights(1).items, 1) == [clients[0]]
+        assert "refused on purpose" in weights.reasons[clients[0].url]
+        assert pair[0].calls()[-2:] == ["abort_request", "continue_generation"]
+        assert await weights.restore(clients[0]) is False
+        assert await weights.restore(clients[0]) is True
+        assert weights.reasons == {}
+        await weights.close()
+
+    with_clients(pair, work)
+    assert [server.state()["weights"] for server in pair] == [[digests(some_weights(1))]] * 2
+    assert [server.state()["version"] for server in pair] == ["1", "1"]
+
+
+def test_a_source_that_fails_leaves_the_old_weights(tmp_path: Path, checkpoint: Path) -> None:
+    weights = sync(tmp_path, checkpoint, 300)
+    push(weights, some_weights(1), 1)
+
+    def source() -> Iterator[tuple[str, Tensor]]:
+        yield from list(some_weights(2).items())[:5]
+        raise RuntimeError("rank 3 went away")
+
+    with pytest.raises(RuntimeError, match="rank 3 went away"):
+        asyncio.run(weights.push([], source, 2))
+    assert directories(tmp_path) == ["weights_00000001"]
+
+
+def test_a_full_disk_is_told_and_the_source_exhausted(tmp_path: Path, checkpoint: Path) -> None:
+    weights, given = sync(tmp_path, checkpoint, 100_000), []
+    push(weights, some_weights(1), 1)
+
+    def source() -> Iterator[tuple[str, Tensor]]:
+        for i in range(8):
+            given.append(i)
+            yield f"w{i}", torch.zeros(100_000, dtype=torch.uint8)
+
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    try:
+        with pytest.raises(RuntimeError) as failure:
+            asyncio.run(weights.push([], source, 2))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert str(failure.value).startswith(f"the weights of version 2 could not be written to {tmp_path} (")
+    assert str(failure.value).endswith("; make room or choose another --sglang-weight-dir.")
+    assert given == list(range(8))
+    assert directories(tmp_path) == ["weights_00000001"]
+
+
+def test_a_crash_in_between_leaves_the_old_one_and_the_next_run_cleans_up(tmp_path: Path, checkpoint: Path) -> None:
+    script = f"""
+import asyncio, os, torch
+from pathlib import Path
+from slime_tis.rollout.sglang.weight_files import DiskSync
+weights = DiskSync(Path({str(tmp_path)!r}), hf_checkpoint={str(checkpoint)!r}, device="cpu", bucket_bytes=10, timeout=1)
+asyncio.run(weights.push([], lambda: [("a", torch.zeros(9))], 1))
+def source():
+    yield "a", torch.ones(9)
+    yield "b", torch.ones(9)
+    os.kill(os.getpid(), 9)
+asyncio.run(weights.push([], source, 2))
+"""
+    assert subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[3]).returncode == -9
+    assert directories(tmp_path) == ["unfinished_00000002", "weights_00000001"]
+    (old,) = tmp_path.glob("weights_*")
+    with safe_open(str(old / "model.safetensors"), "pt") as tensors:
+        assert torch.equal(tensors.get_tensor("a"), torch.zeros(9))
+    (tmp_path / "weights_of_mine").mkdir()
+    (tmp_path / "weights_00000007_abcdef01").touch()
+    os.symlink(checkpoint, tmp_path / "weights_00000008_abcdef01")
+    weights = sync(tmp_path, checkpoint)
+    assert sorted(each.name for each in tmp_path.iterdir()) == [
+        ".lock",
+        "weights_00000007_abcdef01",
+        "weights_00000008_abcdef01",
+        "weights_of_mine",
+    ]
+    asyncio.run(weights.close())
+
+
+def test_a_directory_is_for_one_run_at_a_time(tmp_path: Path, checkpoint: Path) -> None:
+    first = sync(tmp_path, checkpoint)
+    push(first, some_weights(1), 1)
+    with pytest.raises(ValueError, match="which another run is using; give each run its own"):
+        sync(tmp_path, checkpoint)
+    assert directories(tmp_path) == ["weights_00000001"]
+    asyncio.run(first.close())
+    assert directories(tmp_path) == ["weights_00000001"], "servers may still be told to read it"
+    second = sync(tmp_path, checkpoint)
+    assert directories(tmp_path) == []
+    asyncio.run(second.close())
+
+
+def test_a_directory_that_cannot_be(tmp_path: Path, checkpoint: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="file/w, which cannot be written: Not a directory"):
+        sync(tmp_path / "file/w", checkpoint)
+
+
+def test_the_temporary_directory_is_private_and_goes(checkpoint: Path) -> None:
+    weights = sync(None, checkpoint)
+    push(weights, some_weights(1), 1)
+    path = weights._directory
+    assert path.stat().st_mode & 0o077 == 0 and directories(path) == ["weights_00000001"]
+    asyncio.run(weights.close())
+    assert not path.exists()
+
+
+def test_weights_of_the_checkpoint_are_not_copied(tmp_path: Path) -> None:
+    source = tmp_path / "hf"
+    source.mkdir()
+    for name in (
+        "config.json",
+        "tokenizer.model",
+        "merges.txt",
+        "model-00001-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "pytorch_model.bin",
+        ".gitattributes",
+    ):
+        (source / name).write_text(name)
+    (source / "original").mkdir()
+    stream = iter([Bucket(names=["a"], tensors=[torch.zeros(1)], last=True)])
+    written = write_checkpoint(tmp_path, stream, 0, source)
+    assert sorted(each.name for each in written.iterdir()) == [
+        "config.json",
+        "merges.txt",
+        "model.safetensors",
+        "tokenizer.model",
+    ]

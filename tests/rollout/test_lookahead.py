@@ -1,0 +1,67 @@
+"""Which prompts are in flight when, and where a resumed run begins."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from slime_tis.rollout.lookahead import Lookahead
+
+
+class Counting:
+    """A data set of numbers, two a batch, that remembers its place."""
+
+    def __init__(self) -> None:
+        self.place = 0
+
+    def next_batch(self, size: int) -> list[int]:
+        self.place += size
+        return list(range(self.place - size, self.place))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place}
+
+
+@dataclass
+class Done:
+    groups: list[int]
+
+    def result(self) -> list[int]:
+        return self.groups
+
+
+@dataclass
+class Log:
+    """What was submitted, in order."""
+
+    submitted: list[tuple[int, list[int]]] = field(default_factory=list)
+
+    def submit(self, prompts: list[int], number: int) -> Done:
+        self.submitted.append((number, prompts))
+        return Done(prompts)
+
+
+def run(depth: int, rollouts: int = 4) -> tuple[list[list[int]], Log, list[int]]:
+    log, found, places = Log(), [], []
+    ahead: Any = Lookahead(Counting(), log.submit, prompts=lambda: 2, depth=depth)  # type: ignore[arg-type]
+    for number in range(rollouts):
+        found.append(ahead.take(number, rollouts - 1))
+        places.append(ahead.state_dict()["place"])
+    return found, log, places
+
+
+def test_without_lookahead_each_rollout_is_submitted_when_it_is_taken() -> None:
+    found, log, places = run(0)
+    assert found == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert [number for number, _ in log.submitted] == [0, 1, 2, 3]
+    assert places == [2, 4, 6, 8]
+
+
+def test_lookahead_keeps_rollouts_in_flight_and_stops_at_the_last() -> None:
+    for depth in (1, 2, 9):
+        found, log, places = run(depth)
+        assert found == [[0, 1], [2, 3], [4, 5], [6, 7]]
+        assert log.submitted == list(enumerate(found))
+        assert places == [2, 4, 6, 8]  # what is in flight is taken again by a resumed run
+    log = Log()
+    ahead: Any = Lookahead(Counting(), log.submit, prompts=lambda: 2, depth=2)  # type: ignore[arg-type]
+    ahead.take(0, 3)
+    assert [number for number, _ in log.submitted] == [0, 1, 2]
