@@ -20,6 +20,7 @@ ALLOWED: dict[str, set[str]] = {
     "slime_tis.inputs": {"slime_tis.megatron", "slime_tis.rollout", "slime_tis.policy", "slime_tis.reporting"},
     "slime_tis.yaml_options": {"slime_tis.options"},
     "slime_tis.command_line": {"slime_tis.options", "slime_tis.yaml_options", "slime_tis.correction"},
+    "slime_tis.diffusion": {"slime_tis.correction"},
     "slime_tis.policy": {"slime_tis", "slime_tis.correction", "slime_tis.custom"},
     "slime_tis.megatron": {"slime_tis", "slime_tis.correction", "slime_tis.custom", "slime_tis.policy"},
     "slime_tis.rollout": {"slime_tis", "slime_tis.correction", "slime_tis.custom"},
@@ -71,7 +72,7 @@ def test_imports_point_downward(path: Path) -> None:
         assert layer == own or layer in ALLOWED[own], f"{module} imports {name}"
 
 
-@pytest.mark.parametrize("folder", ["custom_tis", "slime_tis/integrations"])
+@pytest.mark.parametrize("folder", ["custom_tis", "slime_tis/integrations", "slime_tis/diffusion"])
 def test_the_outside_uses_public_names_of_the_correction(folder: str) -> None:
     for path in (ROOT / folder).rglob("*.py"):
         assert not {name for name in imports(path) if name.startswith("slime_tis.correction.")}, path

@@ -1,0 +1,197 @@
+"""The loss of SDE steps: FlowGRPO's clipped one or a plain policy gradient, corrected, and what it is averaged over.
+
+Shapes: suffix _BT is [B, T] of B trajectories with T steps, or [B] where there is one; a loss may be taken of all
+steps at once, or step by step.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slime_tis.correction import RolloutCorrectionConfig
+from slime_tis.diffusion.statistics import StepStatistics
+from slime_tis.diffusion.trajectories import check_shapes, correct_trajectories
+
+CLIP_RANGE = 1e-3
+"""Distance of the ratio from 1 that is not clipped, for log-probs that are means over latent dimensions: such a ratio
+is the D-th root of the step's, and so has to be clipped about D times closer than the customary 0.2."""
+
+
+@dataclass(frozen=True)
+class DiffusionLoss:
+    """The loss of some steps. Over several calls the exact mean is Σ numerator / Σ units."""
+
+    loss: Tensor
+    """0-dim: numerator / units, 0 where nothing was kept."""
+    numerator: Tensor
+    """0-dim, with gradient: Σ of the loss over kept steps."""
+    units: Tensor
+    """0-dim: steps that it is averaged over, kept ones or all, as `rejection_normalizer` says."""
+    kept: Tensor
+    """0-dim: kept steps. kept / total is what a mean over all steps shrinks the gradient by."""
+    total: Tensor
+    """0-dim: all steps."""
+    sums: dict[str, Tensor]
+    """Σ over kept steps, 0-dim, without gradient: `clipped`, `kl` (log π_old − log π_θ) and `ratio` (π_θ/π_old)."""
+    statistics: StepStatistics | None
+    """What was measured; None unless in bypass mode, where the correction is made here."""
+
+
+def flow_grpo(
+    log_prob_BT: Tensor, old_log_prob_BT: Tensor, advantage_BT: Tensor, *, clip_range: float = CLIP_RANGE
+) -> tuple[Tensor, Tensor]:
+    """Clipped surrogate objective of each SDE step.
+
+        r_t = π_θ/π_old (x_{t−1} | x_t),   L_t = −min(r_t A, clip(r_t, 1−ε, 1+ε) A)
+
+    Source: "Flow-GRPO: Training Flow Matching Models via Online RL", Liu et al. (https://arxiv.org/abs/2505.05470),
+    section 4.1.
+
+    Args:
+        log_prob_BT: log π_θ, with gradient.
+        old_log_prob_BT: log π_old, without.
+        advantage_BT: A, the same for all steps of a trajectory.
+        clip_range: ε.
+
+    Returns:
+        (loss_BT, clipped_BT): the losses, and 1.0 where the clip took the gradient away.
+    """
+    ratio_BT = (log_prob_BT - old_log_prob_BT).exp()
+    plain_BT = -ratio_BT * advantage_BT
+    clipped_BT = -ratio_BT.clamp(1 - clip_range, 1 + clip_range) * advantage_BT
+    return torch.maximum(plain_BT, clipped_BT), (clipped_BT > plain_BT).detach().to(plain_BT.dtype)
+
+
+def policy_gradient(
+    log_prob_BT: Tensor, old_log_prob_BT: Tensor, advantage_BT: Tensor, *, clip_range: float = CLIP_RANGE
+) -> tuple[Tensor, Tensor]:
+    """Policy gradient without ratio and clip: L_t = −A log π_θ(x_{t−1} | x_t).
+
+    Source: "Training Diffusion Models with Reinforcement Learning", Black et al. (https://arxiv.org/abs/2305.13301),
+    section 4.3 (DDPO_SF).
+
+    Args and returns as `flow_grpo`; π_old and the clip range have no part in it.
+    """
+    return -advantage_BT * log_prob_BT, torch.zeros_like(log_prob_BT.detach())
+
+
+LOSSES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {"ppo": flow_grpo, "reinforce": policy_gradient}
+"""Losses by the name that `--policy-loss` has for them."""
+
+
+def diffusion_loss(
+    config: RolloutCorrectionConfig,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    *,
+    weights: Tensor | None = None,
+    mask: Tensor | None = None,
+    clip_range: float = CLIP_RANGE,
+    timesteps: Tensor | None = None,
+    latent_dims: int = 1,
+    batch_norm_factor: Tensor | None = None,
+    second_moment_limit: Tensor | None = None,
+) -> DiffusionLoss:
+    """The corrected loss of SDE steps.
+
+        decoupled: Σ_kept w_t·L_t(π_θ, π_old) / units,   w and the kept steps from `correct_trajectories`
+        bypass:    Σ_kept L_t(π_θ, π_rollout) / units,   kept by π_θ/π_rollout here; a plain policy gradient is
+                   multiplied with w_t of the same ratio where `--use-tis` is on
+
+    Args:
+        config: What to correct and how; `policy_loss` is ppo (`flow_grpo`) or reinforce (`policy_gradient`).
+        log_probs: log π_θ, [B, T] or [B], with gradient.
+        old_log_probs: log π_old, of the same shape; in bypass mode log π_rollout (`apply_bypass_mode`).
+        advantages: Of the same shape, or [B].
+        weights: Decoupled, those of these steps: `TrajectoryCorrection.folded`, or `weights` with the `mask`.
+        mask: The steps that are kept; None where weights are folded, and a weight of 0 says rejected.
+        clip_range: ε of `flow_grpo`.
+        timesteps: As in `correct_trajectories`, for bypass mode.
+        latent_dims: Likewise. The ratio of the loss itself stays on the scale of the log-probs.
+        batch_norm_factor: Likewise.
+        second_moment_limit: Likewise.
+
+    Raises:
+        ValueError: if the loss is another, shapes differ (naming both), or weights are given or missing where the
+            configuration says otherwise.
+    """
+    if config.policy_loss not in LOSSES:
+        raise ValueError(f"--policy-loss is {config.policy_loss}, but SDE steps have ppo and reinforce; choose one.")
+    check_shapes(log_probs, old_log_probs, "log_probs", "old_log_probs")
+    advantage = _per_step(advantages, log_probs)
+    statistics = None
+    if config.use_rollout_logprobs:
+        _refuse_weights(weights, mask)
+        found = correct_trajectories(
+            config,
+            log_probs,
+            old_log_probs,
+            timesteps=timesteps,
+            latent_dims=latent_dims,
+            batch_norm_factor=batch_norm_factor,
+            second_moment_limit=second_moment_limit,
+        )
+        weights, mask, statistics = found.weights, found.mask, found.statistics
+    else:
+        weights, mask = _given(config, weights, mask, log_probs)
+
+    # A step that is rejected or not finite gets ratio 1 before any arithmetic: a NaN behind a mask would still
+    # poison the gradient.
+    current = torch.where(mask, log_probs, log_probs.detach().nan_to_num())
+    old = torch.where(mask & old_log_probs.isfinite(), old_log_probs.detach(), current.detach())
+    loss_BT, clipped_BT = LOSSES[config.policy_loss](current, old, advantage, clip_range=clip_range)
+    kept, total = mask.sum(), mask.new_ones(mask.shape).sum()
+    units = kept if config.rejection_normalizer == "kept" else total
+    numerator = torch.where(mask, loss_BT * weights.to(loss_BT.dtype), 0.0).sum()
+    difference = current.detach() - old
+    terms = {"clipped": clipped_BT, "kl": -difference, "ratio": difference.exp()}
+    return DiffusionLoss(
+        loss=numerator / units.clamp_min(1),
+        numerator=numerator,
+        units=units,
+        kept=kept,
+        total=total,
+        sums={name: torch.where(mask, value, 0.0).sum() for name, value in terms.items()},
+        statistics=statistics,
+    )
+
+
+def _per_step(advantages: Tensor, log_probs: Tensor) -> Tensor:
+    """Advantages in the shape of the log-probs, without gradient."""
+    if advantages.shape == log_probs.shape:
+        return advantages.detach()
+    if advantages.shape != log_probs.shape[:1]:
+        raise ValueError(
+            f"advantages has shape {tuple(advantages.shape)}, log_probs {tuple(log_probs.shape)}; pass one advantage "
+            f"per step, or one per trajectory, {tuple(log_probs.shape[:1])}."
+        )
+    return advantages.detach()[:, None].expand_as(log_probs)
+
+
+def _refuse_weights(weights: Tensor | None, mask: Tensor | None) -> None:
+    if weights is not None or mask is not None:
+        raise ValueError(
+            "weights or mask are given, but with --use-rollout-logprobs the correction is made inside the loss and "
+            "would be applied twice; leave them out, or recompute log π_old and leave the flag out."
+        )
+
+
+def _given(
+    config: RolloutCorrectionConfig, weights: Tensor | None, mask: Tensor | None, log_probs: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The weights and mask of the decoupled correction, those of no correction where there is none."""
+    if weights is None and config.corrects:
+        raise ValueError(
+            "weights are missing, but the configuration corrects; pass those of correct_trajectories, made once of "
+            "the global batch, for the steps at hand."
+        )
+    if weights is None:
+        weights = torch.ones_like(log_probs, dtype=torch.float32)
+    check_shapes(log_probs, weights, "log_probs", "weights")
+    if mask is None:
+        mask = weights > 0
+    check_shapes(log_probs, mask, "log_probs", "mask")
+    return weights.detach(), mask.bool()

@@ -1,0 +1,120 @@
+"""Sampling a flow model by an SDE instead of its ODE, so that every step has a log-prob.
+
+Flow matching interpolates x_t = (1 − t)·x_0 + t·ε between data (t = 0) and noise (t = 1), and the model predicts the
+velocity v = ε − x_0. Sampling goes from t = 1 down to t = 0.
+
+Shapes: suffix _BL is [B, *latent dimensions], _B per trajectory; a time is a float for all of them or [B].
+"""
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Reduction = Literal["mean", "sum"]
+
+
+def sde_step(
+    velocity_BL: Tensor,
+    sample_BL: Tensor,
+    time: float | Tensor,
+    next_time: float | Tensor,
+    *,
+    noise_level: float,
+    ceiling: float,
+) -> tuple[Tensor, Tensor]:
+    """Mean and deviation of the Gaussian that one step samples x at `next_time` from.
+
+        σ_t = a·√(t / (1 − min(t, ceiling))),   Δ = next_time − t < 0,
+        μ = x + [v + σ_t²/(2t)·(x + (1 − t)·v)]·Δ,   s = σ_t·√(−Δ)
+
+    x + (1 − t)·v is the expected noise, and −1/t times that the score: for any σ_t the SDE has the marginals of the
+    ODE x + v·Δ, which it is at a = 0. Everything is computed in float32 at least, whatever the model computes in.
+
+    Source: "Flow-GRPO: Training Flow Matching Models via Online RL", Liu et al. (https://arxiv.org/abs/2505.05470),
+    section 4.2. At t = 1 their σ_t is infinite, and their code puts the second time of the schedule into 1 − t;
+    that time is the `ceiling` to give for the same.
+
+    Args:
+        velocity_BL: v of the model at (x, t).
+        sample_BL: x at `time`.
+        time: t in (0, 1].
+        next_time: A time below it, 0 at the last step.
+        noise_level: a; 0.7 is customary, 0 is the ODE.
+        ceiling: Largest t that 1 − t is taken of, below 1.
+
+    Returns:
+        (μ, s): [B, *latent dimensions], and 0-dim or [B, 1, …].
+
+    Raises:
+        ValueError: if the shapes differ, the ceiling is not in (0, 1), or the noise level is negative.
+    """
+    _check_same("velocity", velocity_BL, "sample", sample_BL)
+    if not 0.0 < ceiling < 1.0:
+        raise ValueError(f"ceiling is {ceiling}; give a time between 0 and 1, such as the second of the schedule.")
+    if noise_level < 0.0:
+        raise ValueError(f"noise_level is {noise_level}; give 0 for the ODE, or a positive number such as 0.7.")
+    velocity, sample = _at_least_float32(velocity_BL), _at_least_float32(sample_BL)
+    t, next_t = _as_latent(time, sample), _as_latent(next_time, sample)
+    delta = next_t - t
+    variance_rate = noise_level**2 * t / (1 - t.clamp(max=ceiling))
+    drift = velocity + variance_rate / (2 * t) * (sample + (1 - t) * velocity)
+    return sample + drift * delta, (-variance_rate * delta).sqrt()
+
+
+def gaussian_log_prob(
+    next_sample_BL: Tensor, mean_BL: Tensor, std: float | Tensor, *, reduction: Reduction = "mean"
+) -> Tensor:
+    """log N(x; μ, s²) of the step that was sampled, over all latent dimensions of a trajectory.
+
+        log p_d = −(x_d − μ_d)²/(2s²) − log s − ½·log 2π;   mean: 1/D·Σ_d log p_d,   sum: Σ_d log p_d
+
+    The sum is the log-density of the step. The mean, which FlowGRPO trains on, is that divided by D: its ratio is the
+    D-th root of the step's, comparable between image sizes, and close to 1 however far the policies are apart. The
+    corrections take either; `latent_dims=D` brings means back to the scale of the sum.
+
+    Source: as `sde_step`.
+
+    Args:
+        next_sample_BL: x that was sampled, without gradient.
+        mean_BL: μ, with gradient where the policy is trained.
+        std: s above 0; a tensor of it must broadcast against μ.
+        reduction: Over latent dimensions, "mean" or "sum".
+
+    Returns:
+        [B].
+
+    Raises:
+        ValueError: if the shapes differ, or the reduction is neither of the two.
+    """
+    _check_same("next_sample", next_sample_BL, "mean", mean_BL)
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction is {reduction!r}; choose mean or sum.")
+    mean = _at_least_float32(mean_BL)
+    std = torch.as_tensor(std, dtype=mean.dtype, device=mean.device)
+    standard = (next_sample_BL.to(mean.dtype) - mean) / std
+    log_prob = (-0.5 * standard.square() - std.log() - 0.5 * math.log(2 * math.pi)).flatten(1)
+    return log_prob.mean(1) if reduction == "mean" else log_prob.sum(1)
+
+
+def _at_least_float32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _as_latent(time: float | Tensor, sample_BL: Tensor) -> Tensor:
+    """A time as a tensor that broadcasts against the sample."""
+    t = torch.as_tensor(time, dtype=sample_BL.dtype, device=sample_BL.device)
+    if t.dim() == 0:
+        return t
+    if t.shape != sample_BL.shape[:1]:
+        raise ValueError(f"time has shape {tuple(t.shape)}, sample {tuple(sample_BL.shape)}; pass a float or [B].")
+    return t.view(-1, *[1] * (sample_BL.dim() - 1))
+
+
+def _check_same(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
+    if x.shape != other.shape or x.dim() < 2:
+        raise ValueError(
+            f"{name} has shape {tuple(x.shape)}, {other_name} {tuple(other.shape)}; "
+            f"pass two tensors of one shape, [B, *latent dimensions]."
+        )

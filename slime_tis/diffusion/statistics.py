@@ -1,0 +1,149 @@
+"""What is measured of a batch of trajectories, mergeable, and its names in the log.
+
+Shapes: suffix _BT is [B, T] of B trajectories with T steps, _K per different timestep.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slime_tis.correction import LOG_RATIO_LIMIT, Correction, RolloutCorrectionConfig, Statistics, figures
+
+DECOUPLED, BYPASS = "rollout_corr/", "actor/rollout_corr/"
+
+
+@dataclass(frozen=True)
+class StepStatistics:
+    """The core's statistics with trajectories for sequences, and the sizes of Δ that depend on the step."""
+
+    core: Statistics
+    """Of the correction that acts on the loss."""
+    weights: Statistics | None
+    """Of weights that are only measured, under `weight_report`; None where the weights act, or there are none."""
+    sequences: Tensor
+    """[2] float64: sequences, and those of them with a rejected step."""
+    highest: Tensor
+    """0-dim float64: largest |Δ|; −inf where there is none."""
+    timesteps_K: Tensor
+    """float64, ascending: the timesteps there were."""
+    abs_diff_K: Tensor
+    """float64: Σ|Δ| at each."""
+    count_K: Tensor
+    """float64: finite Δ at each."""
+
+    def merge(self, other: StepStatistics) -> StepStatistics:
+        """The statistics of both together: micro-batches, steps of one trajectory, or ranks."""
+        timesteps, index = torch.cat([self.timesteps_K, other.timesteps_K]).unique(return_inverse=True)
+        weights = None if self.weights is None or other.weights is None else self.weights.merge(other.weights)
+        return StepStatistics(
+            core=self.core.merge(other.core),
+            weights=weights,
+            sequences=self.sequences + other.sequences,
+            highest=torch.maximum(self.highest, other.highest),
+            timesteps_K=timesteps,
+            abs_diff_K=_added(torch.cat([self.abs_diff_K, other.abs_diff_K]), index, timesteps),
+            count_K=_added(torch.cat([self.count_K, other.count_K]), index, timesteps),
+        )
+
+
+def step_statistics(
+    correction: Correction[Tensor],
+    reported: Correction[Tensor] | None,
+    train_BT: Tensor,
+    rollout_BT: Tensor,
+    timesteps_BT: Tensor | None,
+) -> StepStatistics:
+    """Everything that is measured of one batch.
+
+    Args:
+        correction: The one that acts.
+        reported: The one whose weights are only measured.
+        train_BT: log π_train on the scale that was corrected on.
+        rollout_BT: log π_rollout likewise.
+        timesteps_BT: Of the steps; None leaves the mismatch by timestep out.
+    """
+    difference = (train_BT - rollout_BT).abs().to(torch.float64)
+    finite = difference < LOG_RATIO_LIMIT
+    size = torch.where(finite, difference, 0.0)
+    lost = correction.kept_per_sequence < correction.valid_per_sequence
+    none = size.new_zeros(0)
+    timesteps, abs_diff, count = none, none, none
+    if timesteps_BT is not None:
+        timesteps, index = timesteps_BT.to(torch.float64).flatten().unique(return_inverse=True)
+        abs_diff = _added(size.flatten(), index, timesteps)
+        count = _added(finite.to(torch.float64).flatten(), index, timesteps)
+    return StepStatistics(
+        core=correction.statistics,
+        weights=None if reported is None else reported.statistics,
+        sequences=torch.stack([torch.ones_like(lost), lost]).sum(1, dtype=torch.float64),
+        highest=torch.cat(
+            [torch.where(finite, difference, -torch.inf).flatten(), none.new_full((1,), -torch.inf)]
+        ).amax(),
+        timesteps_K=timesteps,
+        abs_diff_K=abs_diff,
+        count_K=count,
+    )
+
+
+def step_figures(config: RolloutCorrectionConfig, statistics: StepStatistics) -> dict[str, float]:
+    """All figures by their names in the log.
+
+    The core's, those of weights that are only measured among them, under `rollout_corr/`, or `actor/rollout_corr/` in
+    bypass mode; and there `logprob_abs_diff_mean`, `logprob_abs_diff_max`, `logprob_abs_diff/ts_VALUE` for each
+    timestep, and `rejected_sequence_fraction`.
+
+    Args:
+        config: The options under which the statistics were made.
+        statistics: Merged over everything that belongs to the step.
+
+    Returns:
+        Name to value, none of them NaN or infinite; empty where there was no finite log-ratio at all.
+    """
+    found = figures(config, statistics.core)
+    if statistics.weights is not None:
+        measured = figures(weight_report(config), statistics.weights)
+        found |= {name: value for name, value in measured.items() if name.startswith("mis_") and name not in found}
+    if "train_rollout_logprob_abs_diff" in found:
+        found["logprob_abs_diff_mean"] = found["train_rollout_logprob_abs_diff"]
+        found |= _sizes_of_steps(statistics)
+    sequences, lost = statistics.sequences.tolist()
+    if config.corrects and sequences:
+        found["rejected_sequence_fraction"] = lost / sequences
+    prefix = BYPASS if config.use_rollout_logprobs else DECOUPLED
+    return {prefix + name: value for name, value in found.items()}
+
+
+def reports_weights(config: RolloutCorrectionConfig) -> bool:
+    """Whether weights are measured but not applied: in bypass mode, where the ratio of the loss is the weight."""
+    return config.use_rollout_logprobs and not config.use_tis
+
+
+def weight_report(config: RolloutCorrectionConfig) -> RolloutCorrectionConfig:
+    """The configuration under which those weights are measured: IS alone."""
+    return RolloutCorrectionConfig(
+        use_tis=True,
+        tis_mode=config.tis_mode,
+        tis_level=config.tis_level,
+        tis_lower_bound=config.tis_lower_bound,
+        tis_upper_bound=config.tis_upper_bound,
+        nonfinite_policy=config.nonfinite_policy,
+    )
+
+
+def _sizes_of_steps(statistics: StepStatistics) -> dict[str, float]:
+    """Largest |Δ|, and its mean at each timestep; timesteps that print alike are one."""
+    table: dict[str, tuple[float, float]] = {}
+    columns = torch.stack([statistics.timesteps_K, statistics.abs_diff_K, statistics.count_K], 1)
+    for timestep, total, count in columns.tolist():
+        name = f"logprob_abs_diff/ts_{timestep:g}"
+        before = table.get(name, (0.0, 0.0))
+        table[name] = (before[0] + total, before[1] + count)
+    highest = statistics.highest.clamp_min(0.0).item()
+    return {"logprob_abs_diff_max": highest} | {name: total / n for name, (total, n) in table.items() if n}
+
+
+def _added(values_N: Tensor, index_N: Tensor, timesteps_K: Tensor) -> Tensor:
+    return torch.zeros_like(timesteps_K).index_add_(0, index_N, values_N)

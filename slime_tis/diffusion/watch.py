@@ -1,0 +1,92 @@
+"""Sentences about figures that want attention."""
+
+from collections.abc import Mapping
+
+from slime_tis.correction import RolloutCorrectionConfig
+from slime_tis.diffusion.statistics import BYPASS, DECOUPLED
+
+REJECTED_SHARE = 0.05
+"""Share of sequences rejected above which training is on a selected set."""
+LASTING = 10
+"""Steps in a row after which something is not chance."""
+FIRST_STEPS = 50
+"""Steps of a run in which a gap is one of the set-up."""
+LARGEST_LOG_PPL_GAP = 1.0
+"""Mean log-prob of a step, in nats, by which two engines that compute the same thing never differ."""
+
+
+class Watch:
+    """Reads the figures of each step, and says once each what wants attention.
+
+    What it says is for whoever logs: it neither prints nor stops a run.
+    """
+
+    def __init__(self, config: RolloutCorrectionConfig) -> None:
+        self._config = config
+        self._prefix = BYPASS if config.use_rollout_logprobs else DECOUPLED
+        self._steps = 0
+        self._rejecting = 0
+        self._pinned = 0
+        self._said: set[str] = set()
+
+    def read(self, metrics: Mapping[str, float]) -> list[str]:
+        """What is to be said after a step.
+
+        Args:
+            metrics: The figures of the step, `step_figures` among them.
+
+        Returns:
+            Sentences, each with the mend; mostly none.
+        """
+        found = {name.removeprefix(self._prefix): value for name, value in metrics.items()}
+        self._steps += 1
+        rejected = found.get("rejected_sequence_fraction", 0.0)
+        self._rejecting = self._rejecting + 1 if rejected > REJECTED_SHARE else 0
+        self._pinned = self._pinned + 1 if _is_pinned(self._config, found) else 0
+        wanted = {"rejected": _about_rejection(self._config, found) if self._rejecting >= LASTING else ""}
+        if self._steps <= FIRST_STEPS:
+            gap = found.get("mismatch_log_ppl_abs_diff", 0.0)
+            wanted["gap"] = _about_gap(gap, self._steps) if gap > LARGEST_LOG_PPL_GAP else ""
+            wanted["pinned"] = _about_bound(self._config) if self._pinned >= LASTING else ""
+        new = {name: sentence for name, sentence in wanted.items() if sentence and name not in self._said}
+        self._said |= set(new)
+        return list(new.values())
+
+
+def _is_pinned(config: RolloutCorrectionConfig, found: Mapping[str, float]) -> bool:
+    """Whether the largest weight is the upper bound: some went beyond it. The mask mode has none at its bound."""
+    beyond = {"truncate": "mis_truncate_fraction", "clip": "mis_clip_fraction_high"}.get(config.tis_mode)
+    return beyond is not None and found.get(beyond, 0.0) > 0.0
+
+
+def _about_rejection(config: RolloutCorrectionConfig, found: Mapping[str, float]) -> str:
+    sentence = (
+        f"{found['rejected_sequence_fraction']:.1%} of the sequences lost a step to rejection, and more than "
+        f"{REJECTED_SHARE:.0%} did in each of the last {LASTING} steps: training is on a selected set. Bring the "
+        f"rollout closer (newer weights, higher precision), or widen the bounds that reject."
+    )
+    if config.rejection_normalizer == "original":
+        sentence += (
+            f" The gradient is shrunk to {found['gradient_kept_fraction']:.0%} by it; "
+            f"--rejection-normalizer kept takes the mean over what is kept."
+        )
+    if config.use_rollout_logprobs:
+        sentence += " Without --use-rollout-logprobs rejection compares π_old, not the moving π_θ, with the rollout."
+    return sentence
+
+
+def _about_gap(gap: float, step: int) -> str:
+    return (
+        f"mismatch_log_ppl_abs_diff is {gap:.2f} nats at step {step}, above {LARGEST_LOG_PPL_GAP:g}: rollout and "
+        f"training disagree about a step by more than precision explains. Compare their timesteps, noise level and "
+        f"guidance, and the scale of their log-probs (mean or sum over latent dimensions); then raise the precision "
+        f"of the rollout or update its weights more often."
+    )
+
+
+def _about_bound(config: RolloutCorrectionConfig) -> str:
+    return (
+        f"The largest weight was at its bound --tis-upper-bound {config.tis_upper_bound:g} in each of the last "
+        f"{LASTING} steps: the bound is doing the work. Bring the rollout closer (newer weights, higher precision), or "
+        f"raise the bound."
+    )

@@ -1,0 +1,381 @@
+"""The loss of SDE steps: its twin, its gradients, what it is without a mismatch, its expectation by quadrature."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slime_tis import PRESETS, RolloutCorrectionConfig
+from slime_tis.diffusion import (
+    apply_bypass_mode,
+    correct_trajectories,
+    diffusion_loss,
+    flow_grpo,
+    gaussian_log_prob,
+    policy_gradient,
+    sde_step,
+    step_figures,
+)
+from tests.correction.strategies import configurations
+from tests.diffusion.strategies import Rows, trajectories
+from tests.diffusion.test_trajectories import tensors
+from tests.diffusion.twin import clipped_loss, figures_slowly, loss_slowly
+
+OFF = RolloutCorrectionConfig()
+
+
+def test_flow_grpo_by_hand() -> None:
+    """Ratios 1.1, 0.9, 1.3, 0.7 at ε = 0.2: clipped where the step would go further out than it has gone."""
+    log_probs = torch.tensor([1.1, 0.9, 1.3, 0.7], dtype=torch.float64).log().requires_grad_()
+    loss, clipped = flow_grpo(log_probs, torch.zeros(4), torch.ones(4), clip_range=0.2)
+    (gradient,) = torch.autograd.grad(loss.sum(), log_probs)
+    assert loss.tolist() == pytest.approx([-1.1, -0.9, -1.2, -0.7])
+    assert gradient.tolist() == pytest.approx([-1.1, -0.9, 0, -0.7])
+    assert clipped.tolist() == [0, 0, 1, 0]
+    loss, clipped = flow_grpo(log_probs, torch.zeros(4), torch.full((4,), -2.0), clip_range=0.2)
+    (gradient,) = torch.autograd.grad(loss.sum(), log_probs)
+    assert loss.tolist() == pytest.approx([2.2, 1.8, 2.6, 1.6]) and gradient.tolist() == pytest.approx(
+        [2.2, 1.8, 2.6, 0]
+    )
+    assert clipped.tolist() == [0, 0, 0, 1]
+
+
+def test_policy_gradient_by_hand() -> None:
+    log_probs = torch.tensor([-1.0, -2.0], requires_grad=True)
+    loss, clipped = policy_gradient(log_probs, torch.zeros(2), torch.tensor([3.0, -0.5]))
+    (gradient,) = torch.autograd.grad(loss.sum(), log_probs)
+    assert loss.tolist() == [3.0, -1.0] and gradient.tolist() == [-3.0, 0.5] and clipped.tolist() == [0, 0]
+
+
+def drawn(rows: Rows, draw: st.DataObject, values: st.SearchStrategy[float]) -> Rows:
+    return [draw.draw(st.lists(values, min_size=len(row), max_size=len(row))) for row in rows]
+
+
+@settings(max_examples=300, deadline=None)
+@given(configurations(), trajectories(), st.data(), st.booleans(), st.sampled_from(["kept", "original"]))
+def test_against_the_twin(
+    config: RolloutCorrectionConfig, batch: tuple[Rows, Rows], draw: st.DataObject, clipped: bool, normalizer: str
+) -> None:
+    config = replace(clipped_loss(config) if clipped else config, rejection_normalizer=normalizer)  # type: ignore
+    old, rollout = batch
+    moves = drawn(old, draw, st.floats(-0.5, 0.5, width=32))
+    current = [[a + b for a, b in zip(*pair, strict=True)] for pair in zip(old, moves, strict=True)]
+    advantages = drawn(old, draw, st.sampled_from([-1.5, -0.25, 0.5, 2.0]))
+    twin = loss_slowly(config, current, old, rollout, advantages, clip_range=0.1737)
+
+    log_probs, old_log_probs, rollout_log_probs, advantage = tensors(current, old, rollout, advantages)
+    log_probs.requires_grad_()
+    if config.use_rollout_logprobs:
+        data = apply_bypass_mode({"rollout_log_probs": rollout_log_probs})
+        found = diffusion_loss(config, log_probs, data["old_log_probs"], advantage, clip_range=0.1737)
+        assert found.statistics is not None
+        measured = step_figures(config, found.statistics)
+        assert measured == pytest.approx(figures_slowly(config, current, rollout), rel=1e-6, abs=1e-7)
+    else:
+        folded = correct_trajectories(config, old_log_probs, rollout_log_probs).folded
+        found = diffusion_loss(config, log_probs, old_log_probs, advantage, weights=folded, clip_range=0.1737)
+        assert found.statistics is None
+    assert found.loss.item() == pytest.approx(twin.loss, rel=1e-6, abs=1e-6)
+    assert found.units.item() == twin.units
+    assert (found.numerator / found.units.clamp_min(1)).item() == found.loss.item()
+    (gradient,) = torch.autograd.grad(found.loss, log_probs)
+    for row, expected in zip(gradient.tolist(), twin.gradient, strict=True):
+        assert row == pytest.approx(expected, rel=1e-6, abs=1e-7)
+    sums = {name: value.item() for name, value in found.sums.items()}
+    assert sums == pytest.approx({"clipped": twin.clipped, "kl": twin.kl, "ratio": twin.ratio}, abs=1e-6)
+
+
+@settings(max_examples=150, deadline=None)
+@given(configurations(), trajectories(wild=True), st.booleans())
+def test_nothing_non_finite_comes_out(config: RolloutCorrectionConfig, batch: tuple[Rows, Rows], clipped: bool) -> None:
+    """Neither in the loss nor in the gradient, where a step is rejected or neutral for not being finite."""
+    config = replace(clipped_loss(config) if clipped else config, nonfinite_policy="reject")
+    train, rollout = tensors(*batch)
+    train.requires_grad_()
+    advantages = torch.linspace(-1, 1, len(train), dtype=torch.float64)
+    weights = None
+    if not config.use_rollout_logprobs:
+        if not config.corrects:
+            return
+        weights = correct_trajectories(config, train, rollout).folded
+    found = diffusion_loss(config, train, rollout if weights is None else train.detach(), advantages, weights=weights)
+    (gradient,) = torch.autograd.grad(found.loss, train)
+    assert found.loss.isfinite() and gradient.isfinite().all()
+    assert all(value.isfinite() for value in found.sums.values())
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("shape", [(5,), (5, 3)])
+def test_without_a_mismatch_the_loss_is_the_uncorrected_one(name: str, shape: tuple[int, ...]) -> None:
+    """To the bit, and so is its gradient: under every preset, decoupled and in bypass mode."""
+    config = RolloutCorrectionConfig.preset(name)
+    generator = torch.Generator().manual_seed(3)
+    log_probs = torch.randn(shape, generator=generator).requires_grad_()
+    advantages = torch.randn(5, generator=generator)
+    old = log_probs.detach().clone()
+    plain = replace(OFF, policy_loss=config.policy_loss)
+    uncorrected = diffusion_loss(plain, log_probs, old, advantages)
+    if config.use_rollout_logprobs:
+        corrected = diffusion_loss(config, log_probs, old, advantages)
+    else:
+        found = correct_trajectories(config, old, old.clone())
+        corrected = diffusion_loss(config, log_probs, old, advantages, weights=found.folded)
+        apart = diffusion_loss(config, log_probs, old, advantages, weights=found.weights, mask=found.mask)
+        assert torch.equal(apart.loss, corrected.loss)
+    assert torch.equal(corrected.loss, uncorrected.loss)
+    gradients = [torch.autograd.grad(found.loss, log_probs, retain_graph=True)[0] for found in (corrected, uncorrected)]
+    assert torch.equal(*gradients)
+    kind = flow_grpo if config.policy_loss == "ppo" else policy_gradient
+    expected = kind(log_probs, old, advantages if len(shape) == 1 else advantages[:, None].expand(shape))[0].mean()
+    assert torch.equal(uncorrected.loss, expected)
+
+
+def test_metrics_alone_leave_the_loss_to_the_bit() -> None:
+    config = RolloutCorrectionConfig(get_mismatch_metrics=True)
+    log_probs, rollout = torch.randn(4, 2, requires_grad=True), torch.randn(4, 2)
+    old, advantages = log_probs.detach() + 0.1, torch.randn(4)
+    found = correct_trajectories(config, old, rollout)
+    assert step_figures(config, found.statistics)["rollout_corr/logprob_abs_diff_mean"] > 0
+    measured = diffusion_loss(config, log_probs, old, advantages, weights=found.folded)
+    assert torch.equal(measured.loss, diffusion_loss(OFF, log_probs, old, advantages).loss)
+
+
+def test_weights_in_bypass_mode_are_reported_and_do_not_act() -> None:
+    """Ratio 3 against the bound 2: the figures say so, the clipped loss is the uncorrected one."""
+    config = RolloutCorrectionConfig(use_rollout_logprobs=True, tis_level="sequence")
+    log_probs, old = torch.zeros(1, 2), torch.tensor([[0.0, -math.log(3)]])
+    found = diffusion_loss(config, log_probs, old, torch.tensor([-1.0]))
+    assert found.loss.item() == pytest.approx((1 + 3) / 2) and found.statistics is not None
+    figures = step_figures(config, found.statistics)
+    assert figures["actor/rollout_corr/mis_mean_is_weight_before_clip"] == pytest.approx(3.0)
+    assert figures["actor/rollout_corr/mis_weight_max"] == 2.0
+    assert figures["actor/rollout_corr/mis_truncate_fraction"] == 1.0
+    assert "actor/rollout_corr/gradient_kept_fraction" not in figures
+
+
+def test_denominators() -> None:
+    """Two of four steps rejected: over what is kept the mean is 1.5, over all of them half of that."""
+    log_probs = torch.zeros(2, 2, requires_grad=True)
+    old = torch.tensor([[0.0, 5.0], [0.0, 5.0]])
+    advantages = torch.tensor([-1.0, -2.0])
+    losses = {}
+    for normalizer, units in (("kept", 2), ("original", 4)):
+        config = RolloutCorrectionConfig(use_rollout_logprobs=True, use_rs=True, rejection_normalizer=normalizer)  # type: ignore
+        losses[normalizer] = found = diffusion_loss(config, log_probs, old, advantages)
+        assert (found.units.item(), found.kept.item(), found.total.item()) == (units, 2, 4)
+        assert found.statistics is not None
+        assert step_figures(config, found.statistics)["actor/rollout_corr/gradient_kept_fraction"] == 0.5
+    assert losses["kept"].loss.item() == 1.5 and losses["original"].loss.item() == 0.75
+
+
+def test_everything_rejected_is_a_loss_of_zero() -> None:
+    config = RolloutCorrectionConfig(use_rollout_logprobs=True, use_rs=True)
+    log_probs = torch.zeros(2, 2, requires_grad=True)
+    found = diffusion_loss(config, log_probs, torch.full((2, 2), 9.0), torch.ones(2))
+    (gradient,) = torch.autograd.grad(found.loss, log_probs)
+    assert found.loss.item() == 0.0 and found.units.item() == 0 and not gradient.any()
+
+
+@settings(max_examples=60, deadline=None)
+@given(configurations(), trajectories(), st.booleans())
+def test_steps_and_micro_batches_add_up(
+    config: RolloutCorrectionConfig, batch: tuple[Rows, Rows], by_step: bool
+) -> None:
+    """Decoupled: the loss of the whole is Σ numerator / Σ units of its parts, cut along either dimension."""
+    config = replace(config, use_rollout_logprobs=False)
+    old, rollout = tensors(*batch)
+    log_probs, advantages = old + 0.1, torch.linspace(-1, 2, len(old), dtype=torch.float64)
+    folded = correct_trajectories(config, old, rollout).folded
+    whole = diffusion_loss(config, log_probs, old, advantages, weights=folded)
+    if by_step:
+        cuts = [(log_probs[:, t], old[:, t], advantages, folded[:, t]) for t in range(old.shape[1])]
+    else:
+        cuts = [tuple(x[i : i + 1] for x in (log_probs, old, advantages, folded)) for i in range(len(old))]
+    parts = [diffusion_loss(config, a, b, c, weights=d) for a, b, c, d in cuts]
+    numerator, units = sum(p.numerator for p in parts), sum(p.units for p in parts)
+    torch.testing.assert_close(numerator / max(units, 1), whole.loss, rtol=1e-6, atol=1e-7)
+    assert units == whole.units
+
+
+class TwoSteps:
+    """Two SDE steps in two latent dimensions with the velocity θ_0·x + θ_1, and all that they may lead to.
+
+    Gauss-Hermite quadrature in the four Gaussian dimensions takes the place of enumeration: expectations are exact
+    for polynomials of high degree, and to many digits for what is smooth.
+    """
+
+    TIMES = (0.6, 0.45, 0.3)
+    START = torch.tensor([0.4, -0.7], dtype=torch.float64)
+
+    def __init__(self, nodes: int = 14) -> None:
+        x, w = (torch.tensor(values, dtype=torch.float64) for values in _hermite(nodes))
+        grid = torch.cartesian_prod(x, x, x, x)
+        self.noise = grid.view(-1, 2, 2)
+        self.probability = torch.cartesian_prod(w, w, w, w).prod(1)
+
+    def sample(self, theta: torch.Tensor) -> torch.Tensor:
+        """[nodes, 3, 2]: x at the three times, reparametrised."""
+        xs = [self.START.expand(len(self.noise), 2)]
+        for i in range(2):
+            mean, std = self.step(theta, xs[-1], i)
+            xs.append(mean + std * self.noise[:, i])
+        return torch.stack(xs, 1)
+
+    def step(self, theta: torch.Tensor, x: torch.Tensor, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        velocity = theta[0] * x + theta[1]
+        return sde_step(velocity, x, self.TIMES[i], self.TIMES[i + 1], noise_level=0.8, ceiling=0.9)
+
+    def log_probs(self, theta: torch.Tensor, xs: torch.Tensor, reduction: str) -> torch.Tensor:
+        """[nodes, 2]."""
+        return torch.stack(
+            [
+                gaussian_log_prob(xs[:, i + 1], *self.step(theta, xs[:, i], i), reduction=reduction)  # type: ignore
+                for i in range(2)
+            ],
+            1,
+        )
+
+    @staticmethod
+    def reward(xs: torch.Tensor) -> torch.Tensor:
+        return torch.sin(xs[:, -1, 0]) + 0.5 * xs[:, -1, 1] * xs[:, -1, 0]
+
+    def pathwise_gradient(self, theta: torch.Tensor) -> torch.Tensor:
+        """∇E[R] through the samples: no log-prob is part of it."""
+        theta = theta.clone().requires_grad_()
+        (self.probability * self.reward(self.sample(theta))).sum().backward()
+        assert theta.grad is not None
+        return theta.grad
+
+    def estimate(
+        self, config: RolloutCorrectionConfig, theta: torch.Tensor, rollout: torch.Tensor, reduction: str, dims: int
+    ) -> torch.Tensor:
+        """−∇ of the expected loss over samples of the rollout policy, on the scale of sums."""
+        xs = self.sample(rollout)
+        theta = theta.clone().requires_grad_()
+        log_probs = self.log_probs(theta, xs, reduction)
+        of_rollout = self.log_probs(rollout, xs, reduction)
+        advantages = self.probability * self.reward(xs)
+        found = diffusion_loss(config, log_probs, of_rollout, advantages, latent_dims=dims)
+        (gradient,) = torch.autograd.grad(found.numerator, theta)
+        return -gradient * (2 if reduction == "mean" else 1)
+
+
+def _hermite(nodes: int) -> tuple[list[float], list[float]]:
+    import numpy
+
+    x, w = numpy.polynomial.hermite_e.hermegauss(nodes)
+    return x.tolist(), (w / w.sum()).tolist()
+
+
+WORLD = TwoSteps()
+THETA = torch.tensor([-0.5, 0.3], dtype=torch.float64)
+ROLLOUT = torch.tensor([-0.3, 0.15], dtype=torch.float64)
+UNBOUNDED = RolloutCorrectionConfig(
+    use_tis=True, tis_level="sequence", tis_upper_bound=1e9, use_rollout_logprobs=True, policy_loss="reinforce"
+)
+
+
+@pytest.mark.parametrize(("reduction", "dims"), [("sum", 1), ("mean", 2)])
+def test_the_weight_of_the_whole_trajectory_is_unbiased(reduction: str, dims: int) -> None:
+    """Samples of another policy give the pathwise gradient of the current one; so do means, once summed again."""
+    found = WORLD.estimate(UNBOUNDED, THETA, ROLLOUT, reduction, dims)
+    torch.testing.assert_close(found, WORLD.pathwise_gradient(THETA), rtol=0, atol=2e-6)
+
+
+def test_without_weights_there_is_a_bias_and_means_hide_it() -> None:
+    """The ratio of means is the D-th root of the step's: it takes away a part of the bias only."""
+    exact = WORLD.pathwise_gradient(THETA)
+    none = WORLD.estimate(replace(UNBOUNDED, use_tis=False), THETA, ROLLOUT, "sum", 1)
+    means = WORLD.estimate(UNBOUNDED, THETA, ROLLOUT, "mean", 1)
+    biases = [(found - exact).norm().item() for found in (none, means)]
+    assert biases[0] > biases[1] > 0.02, "ten thousand times what the weight of the whole trajectory leaves"
+
+
+@pytest.mark.parametrize(
+    ("options", "closed_form"),
+    [
+        ({"tis_level": "token"}, lambda ratio: ratio),
+        ({"tis_level": "geometric"}, lambda ratio: ratio.log().mean(1, keepdim=True).exp().expand_as(ratio)),
+        ({"tis_level": "token", "tis_upper_bound": 1.1}, lambda ratio: ratio.clamp(max=1.1)),
+        (
+            {"tis_level": "sequence", "use_rs": True, "rs_level": "sequence", "rs_upper_bound": 1.25},
+            lambda ratio: torch.where(
+                ((product := ratio.prod(1, keepdim=True)) <= 1.25) & (product >= 0.8), product, 0.0
+            ).expand_as(ratio),
+        ),
+    ],
+)
+def test_the_bias_is_its_closed_form(options: dict, closed_form) -> None:
+    """The expected loss is −E_rollout[R·Σ_t w_t·∇log π_θ(t)] with the weights that the formulas give."""
+    found = WORLD.estimate(replace(UNBOUNDED, **options), THETA, ROLLOUT, "sum", 1)
+    xs = WORLD.sample(ROLLOUT)
+    theta = THETA.clone().requires_grad_()
+    log_probs = WORLD.log_probs(theta, xs, "sum")
+    weights = closed_form((log_probs.detach() - WORLD.log_probs(ROLLOUT, xs, "sum")).exp())
+    ((WORLD.probability * WORLD.reward(xs))[:, None] * weights * log_probs).sum().backward()
+    torch.testing.assert_close(found, theta.grad, rtol=0, atol=2e-6)
+
+
+def test_the_clipped_loss_has_the_policy_gradient_at_the_old_policy() -> None:
+    """On-policy, decoupled or bypass: the first step's gradient is the pathwise one."""
+    for config in (OFF, RolloutCorrectionConfig(use_rollout_logprobs=True)):
+        found = WORLD.estimate(config, THETA, THETA, "sum", 1)
+        torch.testing.assert_close(found, WORLD.pathwise_gradient(THETA), rtol=0, atol=2e-6)
+
+
+def test_decoupled_weights_lead_back_to_the_old_policy() -> None:
+    """Three policies: samples of the rollout, weighted to π_old, clipped loss at π_θ = π_old."""
+    config = RolloutCorrectionConfig(use_tis=True, tis_level="sequence", tis_upper_bound=1e9)
+    xs = WORLD.sample(ROLLOUT)
+    theta = THETA.clone().requires_grad_()
+    log_probs, of_rollout = WORLD.log_probs(theta, xs, "sum"), WORLD.log_probs(ROLLOUT, xs, "sum")
+    weights = correct_trajectories(config, log_probs.detach(), of_rollout).folded
+    advantages = WORLD.probability * WORLD.reward(xs)
+    found = diffusion_loss(config, log_probs, log_probs.detach(), advantages, weights=weights)
+    (gradient,) = torch.autograd.grad(found.numerator, theta)
+    torch.testing.assert_close(-gradient, WORLD.pathwise_gradient(THETA), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (
+            lambda z: diffusion_loss(OFF, z, torch.zeros(4, 2), torch.zeros(4)),
+            r"log_probs has shape \(4, 3\), old_log_probs \(4, 2\)",
+        ),
+        (
+            lambda z: diffusion_loss(OFF, z, z, torch.zeros(3)),
+            r"advantages has shape \(3,\), log_probs \(4, 3\); pass one advantage per step, or one .*, \(4,\)\.",
+        ),
+        (
+            lambda z: diffusion_loss(OFF, z[:, 0], z[:, 0], torch.zeros(4, 3)),
+            r"advantages has shape \(4, 3\), log_probs \(4,\)",
+        ),
+        (
+            lambda z: diffusion_loss(OFF, z, z, torch.zeros(4), weights=torch.ones(4)),
+            r"log_probs has shape \(4, 3\), weights \(4,\)",
+        ),
+        (
+            lambda z: diffusion_loss(OFF, z, z, torch.zeros(4), weights=torch.ones(4, 3), mask=torch.ones(3)),
+            r"log_probs has shape \(4, 3\), mask \(3,\)",
+        ),
+        (
+            lambda z: diffusion_loss(replace(OFF, use_tis=True), z, z, torch.zeros(4)),
+            "weights are missing, but the configuration corrects",
+        ),
+        (
+            lambda z: diffusion_loss(replace(OFF, use_rollout_logprobs=True), z, z, torch.zeros(4), weights=z),
+            "weights or mask are given, but with --use-rollout-logprobs",
+        ),
+        (
+            lambda z: diffusion_loss(replace(OFF, policy_loss="gspo"), z, z, torch.zeros(4)),
+            "--policy-loss is gspo, but SDE steps have ppo and reinforce",
+        ),
+    ],
+)
+def test_refusals(call, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        call(torch.zeros(4, 3))

@@ -1,0 +1,114 @@
+"""A slow twin of the diffusion room: Python loops over float64 numbers, written from the formulas alone.
+
+Weights, masks and the core's figures are those of the core's own twin.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+from slime_tis import RolloutCorrectionConfig
+from tests.correction.twin import Twin, correct_slowly
+from tests.diffusion.strategies import Rows
+
+Mask = list[list[bool]]
+
+
+@dataclass
+class LossTwin:
+    """What the twin says about a loss."""
+
+    loss: float
+    units: int
+    gradient: Rows
+    """∂loss/∂log π_θ."""
+    clipped: int
+    kl: float
+    ratio: float
+
+
+def correct_trajectories_slowly(config: RolloutCorrectionConfig, train: Rows, rollout: Rows) -> Twin:
+    """The core's twin, every step being valid."""
+    return correct_slowly(config, train, rollout, [[True] * len(row) for row in train])
+
+
+def figures_slowly(
+    config: RolloutCorrectionConfig, train: Rows, rollout: Rows, timesteps: Rows | None = None
+) -> dict[str, float]:
+    """All figures of a batch, by their names in the log."""
+    twin = correct_trajectories_slowly(config, train, rollout)
+    found = dict(twin.figures)
+    if config.use_rollout_logprobs and not config.use_tis:
+        reported = RolloutCorrectionConfig(
+            use_tis=True,
+            tis_mode=config.tis_mode,
+            tis_level=config.tis_level,
+            tis_lower_bound=config.tis_lower_bound,
+            tis_upper_bound=config.tis_upper_bound,
+            nonfinite_policy=config.nonfinite_policy,
+        )
+        measured = correct_trajectories_slowly(reported, train, rollout).figures
+        found |= {name: value for name, value in measured.items() if name.startswith("mis_")}
+    if "train_rollout_logprob_abs_diff" in found:
+        found["logprob_abs_diff_mean"] = found["train_rollout_logprob_abs_diff"]
+        sizes = [[abs(t - r) for t, r in zip(ts, rs, strict=True)] for ts, rs in zip(train, rollout, strict=True)]
+        finite = [x for row in sizes for x in row if math.isfinite(x) and x < 1e6]
+        found["logprob_abs_diff_max"] = max(finite, default=0.0)
+        for timestep in sorted({t for row in timesteps or [] for t in row}):
+            assert timesteps is not None
+            at = [
+                x
+                for row, times in zip(sizes, timesteps, strict=True)
+                for x, t in zip(row, times, strict=True)
+                if t == timestep and math.isfinite(x) and x < 1e6
+            ]
+            if at:
+                found[f"logprob_abs_diff/ts_{timestep:g}"] = math.fsum(at) / len(at)
+    if config.corrects:
+        found["rejected_sequence_fraction"] = sum(not all(row) for row in twin.mask) / len(train)
+    prefix = "actor/rollout_corr/" if config.use_rollout_logprobs else "rollout_corr/"
+    return {prefix + name: value for name, value in found.items()}
+
+
+def loss_slowly(
+    config: RolloutCorrectionConfig, current: Rows, old: Rows, rollout: Rows, advantages: Rows, clip_range: float
+) -> LossTwin:
+    """The loss of a batch: decoupled from `old` and `rollout`, in bypass mode from `current` and `rollout`."""
+    bypass = config.use_rollout_logprobs
+    if bypass:
+        old = rollout
+    twin = correct_trajectories_slowly(config, current if bypass else old, rollout)
+    kept, total = sum(map(sum, twin.mask)), sum(map(len, current))
+    units = kept if config.rejection_normalizer == "kept" else total
+    loss, clipped, kl, ratios = 0.0, 0, 0.0, 0.0
+    gradient = [[0.0] * len(row) for row in current]
+    for i, row in enumerate(current):
+        for t, log_prob in enumerate(row):
+            if not twin.mask[i][t]:
+                continue
+            anchor = old[i][t] if math.isfinite(old[i][t]) else log_prob
+            value, slope, cut = _step(config, log_prob, anchor, advantages[i][t], clip_range)
+            loss += twin.weights[i][t] * value
+            gradient[i][t] = twin.weights[i][t] * slope / max(units, 1)
+            clipped += cut
+            kl += anchor - log_prob
+            ratios += math.exp(log_prob - anchor)
+    return LossTwin(loss / max(units, 1), units, gradient, clipped, kl, ratios)
+
+
+def _step(
+    config: RolloutCorrectionConfig, log_prob: float, old: float, advantage: float, clip_range: float
+) -> tuple[float, float, bool]:
+    """(loss, its derivative by log π_θ, whether the clip is active) of one step."""
+    if config.policy_loss == "reinforce":
+        return -advantage * log_prob, -advantage, False
+    ratio = math.exp(log_prob - old)
+    near = min(max(ratio, 1 - clip_range), 1 + clip_range)
+    plain, cut = -ratio * advantage, -near * advantage
+    if cut > plain:
+        return cut, 0.0, True
+    return plain, -ratio * advantage, False
+
+
+def clipped_loss(config: RolloutCorrectionConfig) -> RolloutCorrectionConfig:
+    """The same options with the clipped loss, whose ratio in bypass mode allows no weights."""
+    return replace(config, policy_loss="ppo", use_tis=config.use_tis and not config.use_rollout_logprobs)
