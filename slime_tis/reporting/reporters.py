@@ -13,15 +13,18 @@ from tqdm import tqdm
 
 from slime_tis.reporting.config import ReportingConfig
 from slime_tis.reporting.run_directory import METRICS, TENSORBOARD, prepare_run_directory, write_atomically
-from slime_tis.reporting.summary import plot_summary
+from slime_tis.reporting.summary import CORRECTION_PREFIXES, plot_summary
 
 COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("reward", "rollout/raw_reward", "{:.3f}".format),
     ("loss", "train/loss", "{:+.4f}".format),
     ("grad norm", "train/grad_norm", "{:.3f}".format),
-    ("kl", "train/mismatch_kl", "{:+.1e}".format),
-    ("weight", "train/mis_ratio_mean_after_mis", "{:.3f}".format),
-    ("rejected", "train/gradient_kept_fraction", lambda kept: f"{1 - kept:.1%}"),
+    *(("kl", f"{prefix}mismatch_kl", "{:+.1e}".format) for prefix in CORRECTION_PREFIXES),
+    *(("weight", f"{prefix}mis_ratio_mean_after_mis", "{:.3f}".format) for prefix in CORRECTION_PREFIXES),
+    *(
+        ("rejected", f"{prefix}gradient_kept_fraction", lambda kept: f"{1 - kept:.1%}")
+        for prefix in CORRECTION_PREFIXES
+    ),
     ("time", "perf/step_time", "{:.2f} s".format),
 )
 """What the console shows of a step: a word, the metric and its format; one that is not there is left out."""

@@ -36,6 +36,15 @@ class Panel:
     right: dict[str, str] = field(default_factory=dict)
 
 
+CORRECTION_PREFIXES = ("train/", "rollout_corr/", "actor/rollout_corr/")
+"""What the figures of a correction stand under: one of them in a run."""
+
+
+def _measured(figures: dict[str, str]) -> dict[str, str]:
+    """Figures of the correction and their labels, under every prefix they may have."""
+    return {prefix + name: label for prefix in CORRECTION_PREFIXES for name, label in figures.items()}
+
+
 PANELS = (
     Panel(
         title="Reward and held-out accuracy",
@@ -45,23 +54,27 @@ PANELS = (
     Panel(
         title="Mismatch of training and rollout log-probs",
         left_label="mean |Δ|, nats",
-        left={"train/train_rollout_logprob_abs_diff": "mean |Δ|"},
+        left=_measured({"train_rollout_logprob_abs_diff": "mean |Δ|"}),
         right_label="KL, nats",
-        right={"train/mismatch_kl": "KL", "train/mismatch_k3_kl": "k3 KL"},
+        right=_measured({"mismatch_kl": "KL", "mismatch_k3_kl": "k3 KL"}),
     ),
     Panel(
         title="Weights and rejections",
         left_label="mean weight, share",
-        left={
-            "train/mis_mean_is_weight_before_clip": "mean weight before bounds",
-            "train/mis_ratio_mean_after_mis": "after bounds",
-            "train/mis_eff_sample_size": "effective sample size",
-        },
+        left=_measured(
+            {
+                "mis_mean_is_weight_before_clip": "mean weight before bounds",
+                "mis_ratio_mean_after_mis": "after bounds",
+                "mis_eff_sample_size": "effective sample size",
+            }
+        ),
         right_label="share rejected",
-        right={
-            "train/mis_rs_masked_fraction": "tokens rejected by RS",
-            "train/mis_catastrophic_seq_fraction": "sequences vetoed",
-        },
+        right=_measured(
+            {
+                "mis_rs_masked_fraction": "tokens rejected by RS",
+                "mis_catastrophic_seq_fraction": "sequences vetoed",
+            }
+        ),
     ),
     Panel(
         title="Gradient norm and loss",
