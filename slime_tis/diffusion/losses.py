@@ -21,7 +21,7 @@ is the D-th root of the step's, and so has to be clipped about D times closer th
 
 @dataclass(frozen=True)
 class DiffusionLoss:
-    """The loss of some steps. Over several calls the exact mean is Σ numerator / Σ units."""
+    """The loss of some steps. Over several calls, and over ranks, the exact mean is Σ numerator / Σ units."""
 
     loss: Tensor
     """0-dim: numerator / units, 0 where nothing was kept."""
@@ -138,25 +138,34 @@ def diffusion_loss(
     else:
         weights, mask = _given(config, weights, mask, log_probs)
 
-    # A step that is rejected or not finite gets ratio 1 before any arithmetic: a NaN behind a mask would still
-    # poison the gradient.
-    current = torch.where(mask, log_probs, log_probs.detach().nan_to_num())
-    old = torch.where(mask & old_log_probs.isfinite(), old_log_probs.detach(), current.detach())
+    current, old = _usable(log_probs, old_log_probs, mask)
     loss_BT, clipped_BT = LOSSES[config.policy_loss](current, old, advantage, clip_range=clip_range)
-    kept, total = mask.sum(), mask.new_ones(mask.shape).sum()
-    units = kept if config.rejection_normalizer == "kept" else total
     numerator = torch.where(mask, loss_BT * weights.to(loss_BT.dtype), 0.0).sum()
-    difference = current.detach() - old
-    terms = {"clipped": clipped_BT, "kl": -difference, "ratio": difference.exp()}
+    kept, total = mask.sum(), torch.ones_like(mask).sum()
+    units = kept if config.rejection_normalizer == "kept" else total
     return DiffusionLoss(
         loss=numerator / units.clamp_min(1),
         numerator=numerator,
         units=units,
         kept=kept,
         total=total,
-        sums={name: torch.where(mask, value, 0.0).sum() for name, value in terms.items()},
+        sums=_sums(current.detach() - old, clipped_BT, mask),
         statistics=statistics,
     )
+
+
+def _usable(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """log π_θ and log π_old with a ratio of 1 where a step is rejected or not finite.
+
+    That is done before any arithmetic: a NaN behind a mask would still poison the gradient.
+    """
+    current = torch.where(mask, log_probs, log_probs.detach().nan_to_num())
+    return current, torch.where(mask & old_log_probs.isfinite(), old_log_probs.detach(), current.detach())
+
+
+def _sums(log_ratio_BT: Tensor, clipped_BT: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    terms = {"clipped": clipped_BT, "kl": -log_ratio_BT, "ratio": log_ratio_BT.exp()}
+    return {name: torch.where(mask, value, 0.0).sum() for name, value in terms.items()}
 
 
 def _per_step(advantages: Tensor, log_probs: Tensor) -> Tensor:

@@ -80,7 +80,8 @@ def correct_trajectories(
         train_log_probs: log π_train, [B, T], or [B] for a single step; every level is then the token's.
         rollout_log_probs: log π_rollout, of the same shape.
         timesteps: Of the steps, as the scheduler counts them: of the same shape, or [T] or 0-dim where all
-            trajectories share theirs. Adds the mismatch by timestep to what is measured.
+            trajectories share theirs. Adds the mismatch by timestep to what is measured, and a synchronisation
+            with the host, which is what finding the different ones takes.
         latent_dims: D, where the log-probs are means over D latent dimensions and bounds are to be on the ratio of
             the sum; 1 takes them as they are.
         batch_norm_factor: As in `slime_tis.correct`, where micro-batches are corrected one by one.
