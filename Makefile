@@ -4,11 +4,13 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 EXAMPLE := data/sort_digits
 RUN := runs/sort_digits
+DIFFUSION := -m examples.diffusion_digits.train --custom-config-path examples/diffusion_digits/train.yaml
+DIFFUSION_RUN := runs/diffusion_digits
 
-.PHONY: help install data train test sglang-env test-sglang check format docs clean
+.PHONY: help install data train train-diffusion test sglang-env test-sglang check format docs clean
 
 help:  ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(VENV)/.installed  ## Make the virtual environment, with pinned versions
 
@@ -28,7 +30,16 @@ data: $(EXAMPLE)/complete.json  ## Make the example's model and prompts
 $(EXAMPLE)/complete.json: examples/sort_digits/prepare.py | install
 	$(BIN)/python examples/sort_digits/prepare.py --out $(EXAMPLE)
 
-test: install  ## Run the tests
+$(VENV)/.installed-diffusion: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[diffusion]'
+	touch $@
+
+train-diffusion: $(VENV)/.installed-diffusion  ## Train a flow model of digits, without and with correction
+	$(BIN)/python $(DIFFUSION) --get-mismatch-metrics --output-dir $(DIFFUSION_RUN)/uncorrected
+	$(BIN)/python $(DIFFUSION) --use-tis --rs-veto-threshold 1e-4 --output-dir $(DIFFUSION_RUN)/corrected \
+		--compare-with $(DIFFUSION_RUN)/uncorrected
+
+test: $(VENV)/.installed-diffusion  ## Run the tests
 	$(BIN)/python -m pytest tests
 
 # The servers' own environment: SGLang's pinned libraries are not those of training.

@@ -1,0 +1,182 @@
+"""Options of the example, and its command line: the flags of train.py where they mean the same."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_type_hints
+
+from slime_tis.command_line import (
+    CORRECTION_ALIASES,
+    CommandLine,
+    SourceConfig,
+    build,
+    flag,
+    make_parser,
+    merge_sources,
+    read_flags,
+)
+from slime_tis.correction.config import RolloutCorrectionConfig
+from slime_tis.options import declare_options
+from slime_tis.reporting.config import ReportingConfig
+
+PIXELS = 64
+"""Latent dimensions of a step: the digits are 8×8 and no autoencoder is in between."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DigitsConfig:
+    """The model, its reinforcement learning, and what it is compared with."""
+
+    seed: int = 0
+    """Seed of everything: data split, captions, weights, noise."""
+
+    hidden_size: int = 256
+    """Width of the velocity model."""
+
+    layers: int = 3
+    """Residual blocks of the velocity model, a count."""
+
+    pretrain_steps: int = 600
+    """Flow-matching steps before reinforcement learning, a count."""
+
+    caption_noise: float = 0.5
+    """Share of the images that flow matching sees with a caption drawn at random, as captions off the web are."""
+
+    judge_steps: int = 400
+    """Training steps of each classifier, a count."""
+
+    num_rollout: int = 100
+    """Rollouts of the whole run, a count."""
+
+    rollout_batch_size: int = 16
+    """Digits asked for in a rollout, a count."""
+
+    n_samples_per_prompt: int = 16
+    """Images of each digit asked for, a count; their rewards are compared with each other."""
+
+    num_steps_per_rollout: int = 1
+    """Optimizer steps per rollout, a count; each trains on a share of the trajectories."""
+
+    sde_steps: int = 10
+    """Steps of the SDE sampler, a count."""
+
+    noise_level: float = 0.7
+    """Noise level a of the SDE sampler; more of it explores more."""
+
+    rollout_precision: Literal["fp32", "bf16", "fp8"] = "fp32"
+    """Precision of the copy that samples: fp32, bf16 (weights and arithmetic) or fp8 (weights)."""
+
+    update_weights_interval: int = 1
+    """Rollouts that the copy keeps its weights for, a count."""
+
+    log_ratio_scale: Literal["sum", "mean"] = "sum"
+    """Scale of the log-ratios that are corrected: that of the step's density (sum over pixels), or its 64th root
+    (mean), which the loss is trained on and which bounds hardly ever reach."""
+
+    lr: float = 3e-4
+    """Learning rate of reinforcement learning, Adam."""
+
+    clip_grad: float = 1.0
+    """Largest norm of the gradient of a step."""
+
+    eps_clip: float = 3e-3
+    """Clip range of the ratio, a distance from 1, on the scale of means over pixels."""
+
+    eval_interval: int = 10
+    """Rollouts between evaluations, a count; the first and the last are evaluated in any case."""
+
+    eval_samples: int = 30
+    """Images of each digit that an evaluation samples, a count."""
+
+    compare_with: str | None = None
+    """Run directory of another run, to be drawn beside this one."""
+
+    def __post_init__(self) -> None:
+        for name, kind in get_type_hints(type(self)).items():
+            value = getattr(self, name)
+            if kind in (int, float) and not value > 0 and name not in ("seed", "caption_noise"):
+                raise ValueError(f"{flag(name)} is {value} but must be above 0.")
+        if not 0.0 <= self.caption_noise <= 1.0:
+            raise ValueError(f"--caption-noise is {self.caption_noise} but must lie between 0 and 1.")
+        if self.n_samples_per_prompt < 2:
+            raise ValueError(
+                f"--n-samples-per-prompt is {self.n_samples_per_prompt} but the images of a digit are compared with "
+                "each other; raise it to 2 or more."
+            )
+        if self.trajectories % self.num_steps_per_rollout:
+            raise ValueError(
+                f"--num-steps-per-rollout is {self.num_steps_per_rollout} but a rollout has {self.trajectories} "
+                f"trajectories; choose a divisor of {self.trajectories}."
+            )
+
+    @property
+    def trajectories(self) -> int:
+        """Trajectories of a rollout."""
+        return self.rollout_batch_size * self.n_samples_per_prompt
+
+    @property
+    def latent_dims(self) -> int:
+        """What brings the mean log-prob of a step to the scale that is corrected on."""
+        return PIXELS if self.log_ratio_scale == "sum" else 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Everything a run is configured by."""
+
+    digits: DigitsConfig
+    correction: RolloutCorrectionConfig
+    reporting: ReportingConfig
+
+
+CONFIGS = (DigitsConfig, RolloutCorrectionConfig, ReportingConfig)
+OPTIONS = declare_options((*CONFIGS, SourceConfig))
+GROUPS = {
+    "digits": " ".join(field.name for field in dataclasses.fields(DigitsConfig)),
+    "rollout correction": " ".join(
+        field.name for config in (SourceConfig, RolloutCorrectionConfig) for field in dataclasses.fields(config)
+    ),
+    "reporting": " ".join(field.name for field in dataclasses.fields(ReportingConfig)),
+}
+COMMAND_LINE = CommandLine(
+    options=OPTIONS,
+    groups=GROUPS,
+    aliases=CORRECTION_ALIASES,
+    metavars={
+        "DIR": "output_dir wandb_dir compare_with",
+        "FILE.yaml": "custom_config_path",
+        "NAME": "rollout_correction_preset tb_project_name tb_experiment_name wandb_project wandb_group",
+    },
+)
+
+
+def configure(argv: Sequence[str]) -> Arguments:
+    """Reads and checks the whole configuration of a run.
+
+    Raises:
+        ValueError: one sentence, for anything that is refused.
+    """
+    parser = make_parser(
+        COMMAND_LINE,
+        prog="train.py",
+        usage="python -m examples.diffusion_digits.train [options]",
+        description="Trains a flow model of handwritten digits to draw the digit that it is asked for, with the "
+        "mismatch between rollout and training log-probs measured and corrected.",
+    )
+    values = merge_sources(COMMAND_LINE, read_flags(COMMAND_LINE, parser, argv))
+    correction = build(RolloutCorrectionConfig, values)
+    if correction.policy_loss not in ("ppo", "reinforce"):
+        raise ValueError(f"--policy-loss is {correction.policy_loss} but SDE steps have ppo and reinforce; choose one.")
+    if correction.old_logprobs == "interpolate":
+        raise ValueError("--old-logprobs is interpolate but SDE steps have no version per token; make it recompute.")
+    return Arguments(
+        digits=build(DigitsConfig, values), correction=correction, reporting=build(ReportingConfig, values)
+    )
+
+
+def effective_config(arguments: Arguments) -> dict[str, Any]:
+    """The configuration in force as plain values; as YAML, --custom-config-path takes it back."""
+    rooms = (arguments.digits, arguments.correction, arguments.reporting)
+    return {field.name: getattr(room, field.name) for room in rooms for field in dataclasses.fields(room)}

@@ -1,0 +1,227 @@
+"""FlowGRPO on handwritten digits, with rollouts by a low-precision copy whose weights lag behind.
+
+    python -m examples.diffusion_digits.train --custom-config-path examples/diffusion_digits/train.yaml
+
+Flow matching on digits, half of which have a caption drawn at random, makes a model that draws what it is asked for
+about half of the time. Reinforcement learning takes it from there: the reward is the probability that a classifier
+gives to the digit asked for. What is reported as evaluation is the opinion of another classifier, trained on images
+that neither the model nor the reward has seen.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from dataclasses import dataclass, replace
+from functools import reduce
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from examples.diffusion_digits.config import Arguments, configure, effective_config
+from examples.diffusion_digits.data import CLASSES, load_halves, miscaptioned, reward, train_judge
+from examples.diffusion_digits.model import VelocityModel, pretrain, rollout_copy
+from examples.diffusion_digits.picture import PICTURE_ROWS, draw, save_samples
+from examples.diffusion_digits.sampling import (
+    Trajectories,
+    sample_images,
+    sample_trajectories,
+    schedule,
+    trajectory_log_probs,
+)
+from slime_tis.diffusion import (
+    DiffusionLoss,
+    StepStatistics,
+    Watch,
+    apply_bypass_mode,
+    correct_trajectories,
+    diffusion_loss,
+    step_figures,
+)
+from slime_tis.policy.advantages import grpo
+from slime_tis.reporting.reporters import open_reporters
+
+TIMESTEPS = 1000
+"""Timesteps at t = 1, as the schedulers of diffusion models count them."""
+POLICY = "policy.pt"
+
+
+def main(argv: list[str] | None = None) -> int:
+    try:
+        arguments = configure(sys.argv[1:] if argv is None else argv)
+    except (ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    torch.set_num_threads(1)  # more gain little at this size, and sums stay in one order
+    directory = Path(arguments.reporting.output_dir)
+    first, last = Run(arguments).train(directory)
+    draw(directory, arguments.digits.compare_with and Path(arguments.digits.compare_with))
+    print(f"eval reward: {first:.2f} -> {last:.2f}", flush=True)
+    return 0
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Trajectories with everything that the loss needs. Shapes: B trajectories, T steps."""
+
+    trajectories: Trajectories
+    advantages_B: Tensor
+    old_log_probs_BT: Tensor
+    """log π_old; in bypass mode that of the rollout."""
+    weights_BT: Tensor | None
+    """Weights × mask of the decoupled correction; None in bypass mode, where the loss corrects itself."""
+
+    def of(self, index: Tensor) -> Batch:
+        """Some of the trajectories."""
+        return Batch(
+            trajectories=self.trajectories.of(index),
+            advantages_B=self.advantages_B[index],
+            old_log_probs_BT=self.old_log_probs_BT[index],
+            weights_BT=None if self.weights_BT is None else self.weights_BT[index],
+        )
+
+
+class Run:
+    """The model, the classifiers, the sampling copy, and the loop over rollouts."""
+
+    def __init__(self, arguments: Arguments) -> None:
+        self.arguments, self.config, self.correction = arguments, arguments.digits, arguments.correction
+        config = self.config
+        seen, unseen = load_halves(config.seed)
+        generator = torch.Generator().manual_seed(config.seed)
+        self.teacher = train_judge(seen, 128, config, generator)
+        self.examiner = train_judge(unseen, 96, config, generator)
+        self.real_spread = spread(unseen.pixels_BP, unseen.digits_B)
+        self.model = pretrain(miscaptioned(seen, config.caption_noise, generator), config)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), config.lr)
+        self.timesteps_T = TIMESTEPS * schedule(config.sde_steps)[:-1]
+        self.watch = Watch(self.correction)
+        self.sampler, self.steps_behind = self.model, 0
+
+    def train(self, directory: Path) -> tuple[float, float]:
+        """All rollouts; the evaluation's reward before and after."""
+        config, total = self.config, self.config.num_rollout
+        reporter = open_reporters(self.arguments.reporting, effective_config(self.arguments), total_steps=total)
+        before, first = self.grid(), self.evaluate()
+        reporter.log(first, 0)
+        for rollout in range(total):
+            start = time.monotonic()
+            metrics = self.train_rollout(rollout)
+            for sentence in self.watch.read(metrics):
+                print(f"warning: {sentence}", file=sys.stderr, flush=True)
+            if rollout + 1 == total or (rollout + 1) % config.eval_interval == 0:
+                metrics |= self.evaluate()
+            reporter.log(metrics | {"perf/step_time": time.monotonic() - start}, rollout + 1)
+        reporter.close()
+        save_samples(directory, before, self.grid())
+        save_policy(directory, self.model)
+        return first["eval/reward"], metrics["eval/reward"]
+
+    def train_rollout(self, rollout: int) -> dict[str, float]:
+        """Samples, scores, corrects and trains; the figures of it."""
+        config = self.config
+        if rollout % config.update_weights_interval == 0:
+            self.sampler, self.steps_behind = rollout_copy(self.model, config.rollout_precision), 0
+        figures = {"rollout/weight_lag": float(self.steps_behind)}
+        generator = torch.Generator().manual_seed((config.seed << 32) + rollout)
+        asked = torch.randint(CLASSES, (config.rollout_batch_size,), generator=generator)
+        digits = asked.repeat_interleave(config.n_samples_per_prompt)
+        trajectories = sample_trajectories(self.sampler, digits, config, generator)
+        rewards = reward(self.teacher, trajectories.images_BP, digits)
+        figures["rollout/raw_reward"] = rewards.mean().item()
+        advantages = grpo(rewards.view(-1, config.n_samples_per_prompt)).flatten()
+        batch, measured = self.prepare(trajectories, advantages)
+        shares = torch.randperm(len(digits), generator=generator).chunk(config.num_steps_per_rollout)
+        losses, norms = zip(*(self.train_step(batch.of(share)) for share in shares), strict=True)
+        measured += [loss.statistics for loss in losses if loss.statistics is not None]
+        if measured:
+            figures |= step_figures(self.correction, reduce(StepStatistics.merge, measured))
+        return figures | loss_figures(losses, norms)
+
+    def prepare(self, trajectories: Trajectories, advantages_B: Tensor) -> tuple[Batch, list[StepStatistics]]:
+        """Old log-probs; where the correction is decoupled, also its weights, made once of the whole rollout."""
+        rollout_log_probs = trajectories.rollout_log_probs_BT
+        if self.correction.use_rollout_logprobs:
+            data = apply_bypass_mode({"rollout_log_probs": rollout_log_probs})
+            return Batch(trajectories, advantages_B, data["old_log_probs"], None), []
+        with torch.no_grad():
+            old_log_probs = trajectory_log_probs(self.model, trajectories, self.config)
+        if not self.correction.needs_rollout_log_probs:
+            return Batch(trajectories, advantages_B, old_log_probs, None), []
+        found = correct_trajectories(
+            self.correction,
+            old_log_probs,
+            rollout_log_probs,
+            timesteps=self.timesteps_T,
+            latent_dims=self.config.latent_dims,
+        )
+        return Batch(trajectories, advantages_B, old_log_probs, found.folded), [found.statistics]
+
+    def train_step(self, batch: Batch) -> tuple[DiffusionLoss, float]:
+        """One optimizer step: the loss and the norm of its gradient. One without a finite gradient is left out."""
+        found = diffusion_loss(
+            self.correction,
+            trajectory_log_probs(self.model, batch.trajectories, self.config),
+            batch.old_log_probs_BT,
+            batch.advantages_B,
+            weights=batch.weights_BT,
+            clip_range=self.config.eps_clip,
+            timesteps=self.timesteps_T,
+            latent_dims=self.config.latent_dims,
+        )
+        self.optimizer.zero_grad()
+        found.loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_grad).item()
+        if math.isfinite(norm) and found.units > 0:
+            self.optimizer.step()
+            self.steps_behind += 1
+        return replace(found, loss=found.loss.detach(), numerator=found.numerator.detach()), norm
+
+    def evaluate(self) -> dict[str, float]:
+        """What the examiner says of images by the ODE, and how different those of one digit are."""
+        digits = torch.arange(CLASSES).repeat_interleave(self.config.eval_samples)
+        images = sample_images(self.model, digits, seed=self.config.seed)
+        return {
+            "eval/reward": reward(self.examiner, images, digits).mean().item(),
+            "eval/reward/right": (self.examiner(images).argmax(1) == digits).float().mean().item(),
+            "eval/reward/spread": spread(images, digits) / self.real_spread,
+        }
+
+    def grid(self) -> Tensor:
+        """[rows, 10, 64]: images for the picture, the same noise whenever it is asked for."""
+        digits = torch.arange(CLASSES).repeat(PICTURE_ROWS)
+        return sample_images(self.model, digits, seed=self.config.seed + 1).view(PICTURE_ROWS, CLASSES, -1)
+
+
+def spread(pixels_BP: Tensor, digits_B: Tensor) -> float:
+    """Root of the mean variance of a pixel among the images of one digit."""
+    variances = [pixels_BP[digits_B == digit].var(0).mean() for digit in range(CLASSES)]
+    return torch.stack(variances).mean().sqrt().item()
+
+
+def loss_figures(losses: tuple[DiffusionLoss, ...], norms: tuple[float, ...]) -> dict[str, float]:
+    """train/… figures of a rollout's optimizer steps together."""
+    kept, units = (max(sum(getattr(loss, name).item() for loss in losses), 1) for name in ("kept", "units"))
+    sums = {name: sum(loss.sums[name].item() for loss in losses) / kept for name in losses[0].sums}
+    return {
+        "train/loss": sum(loss.numerator.item() for loss in losses) / units,
+        "train/grad_norm": sum(norms) / len(norms),
+        "train/skipped_steps": float(sum(not math.isfinite(norm) for norm in norms)),
+        "train/pg_clipfrac": sums["clipped"],
+        "train/ppo_kl": sums["kl"],
+        "train/ois": sums["ratio"],
+    }
+
+
+def save_policy(directory: Path, model: VelocityModel) -> None:
+    """The weights, whole or not at all."""
+    partial = directory / f".{POLICY}.partial"
+    torch.save(model.state_dict(), partial)
+    os.replace(partial, directory / POLICY)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

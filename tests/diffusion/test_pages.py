@@ -1,0 +1,109 @@
+"""docs/diffusion.md and the README's section: their code runs, their names exist."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import slime_tis
+from arguments import ALIASES, OPTIONS
+from examples.diffusion_digits.config import OPTIONS as DIGITS_OPTIONS
+from slime_tis import RolloutCorrectionConfig, diffusion
+from slime_tis.correction import parse_criteria
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "diffusion.md").read_text()
+README = (ROOT / "README.md").read_text().split("## Diffusion and flow models")[1].split("\n## ")[0]
+
+
+def blocks(text: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
+
+
+def test_the_code_of_the_page_runs(capsys):
+    torch.manual_seed(0)
+    names: dict = {}
+    for block in blocks(PAGE):
+        exec(block, names)
+    assert len(blocks(PAGE)) == 6
+    assert names["log_prob"].shape == (4,) and names["correction"].folded.shape == (16, 2)
+    assert names["log_probs"].grad.abs().sum() > 0
+    assert names["merged"] is names["correction"].statistics
+    assert "actor/rollout_corr/logprob_abs_diff/ts_900" in names["metrics"]
+    assert capsys.readouterr().out == "", "bypass of equal policies has nothing to be said about"
+
+
+def test_the_code_of_the_readme_runs():
+    (block,) = blocks(README)
+    log_probs = torch.zeros(4, 2, requires_grad=True)
+    names = {
+        "config": RolloutCorrectionConfig(use_tis=True),
+        "log_probs": log_probs,
+        "old_log_probs": torch.zeros(4, 2),
+        "rollout_log_probs": torch.full((4, 2), 1 / 64),
+        "advantages": torch.ones(4),
+    }
+    exec(block, names)
+    assert names["correction"].weights.unique().item() == pytest.approx(0.36788, abs=1e-5)
+    assert names["found"].loss.item() == pytest.approx(-0.36788, abs=1e-5)
+
+
+def test_functions_named_on_the_page_exist():
+    for name in re.findall(r"`(\w+)\(", PAGE):
+        known = hasattr(diffusion, name) or hasattr(torch.distributed, name)
+        assert known or name.startswith(("apply_", "compute_")), name
+    for name in diffusion.__all__:
+        assert name in PAGE, f"{name} is public, so the page tells of it"
+
+
+def test_presets_fields_and_criteria_named_on_the_page_exist():
+    for name in re.findall(r"preset\(\"(\w+)\"\)", PAGE):
+        assert name in slime_tis.PRESETS
+    fields = RolloutCorrectionConfig.__dataclass_fields__
+    named = re.findall(r"\b(use_tis|tis_\w+|rs_\w+|rollout_rs\w*|rejection_normalizer|nonfinite_policy)\b", PAGE)
+    verl_omni = {"rollout_rs_masked_fraction", "rollout_rs_seq_masked_fraction", "rs_masked_fraction"}
+    assert len(named) > 10 and {name for name in named if name not in fields} <= verl_omni
+    assert parse_criteria("seq_mean_k1", "0.5_2.0")[0].upper == 2.0
+
+
+def test_every_option_is_on_the_page():
+    for name in RolloutCorrectionConfig.__dataclass_fields__:
+        assert f"`{name}`" in PAGE.split("## 8.")[1], name
+
+
+def test_flags_named_on_the_page_exist():
+    known = {"--" + name.replace("_", "-") for name in (*OPTIONS, *ALIASES, *DIGITS_OPTIONS)}
+    assert set(re.findall(r"(?<![\w-])--[a-z][\w-]+", PAGE)) <= known
+
+
+def test_links_of_the_page_lead_somewhere():
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", PAGE)
+    assert links and all((ROOT / "docs" / link).exists() for link in links)
+
+
+def test_every_figure_is_in_a_glossary():
+    glossary = (ROOT / "docs" / "metrics.md").read_text()
+    for bypass in (False, True):
+        config = RolloutCorrectionConfig(use_rollout_logprobs=bypass, use_rs=True, rs_veto_threshold=1e-4)
+        found = diffusion.correct_trajectories(
+            config, torch.zeros(2, 2), torch.ones(2, 2), timesteps=torch.tensor([900.0, 600.0])
+        )
+        for name in diffusion.step_figures(config, found.statistics):
+            bare = name.split("rollout_corr/")[1]
+            own = f"`{re.sub('ts_.*', 'ts_VALUE', bare)}`"
+            general = re.sub(r"mis_rs_token_(seq_)?masked", r"mis_rs_CRITERION_\1masked", bare)
+            assert own in PAGE or f"`train/{general}`" in glossary, name
+
+
+def test_sentences_are_said_when_the_page_says_so():
+    from slime_tis.diffusion import watch
+
+    assert (watch.REJECTED_SHARE, watch.LASTING, watch.FIRST_STEPS, watch.LARGEST_LOG_PPL_GAP) == (0.05, 10, 50, 1.0)
+    section = PAGE.split("## 7.")[1].split("## 8.")[0]
+    for words in (
+        "above 5 % for ten steps",
+        "above 1 in one of the first 50 steps",
+        "ten steps in a row, in the first 50",
+    ):
+        assert words in section
