@@ -199,7 +199,13 @@ class SGLangEngine:
                 f"prompt {prompt.index} has token {max(prompt.token_ids)}, but the model's vocabulary ends at "
                 f"{self._vocab_size - 1}; use the tokenizer of --hf-checkpoint."
             )
-        return Job(prompt=prompt, limit=limit)
+        return Job(prompt=prompt, limit=int(min(limit, max(self._servers_context() - len(prompt.token_ids), 1))))
+
+    def _servers_context(self) -> float:
+        """Tokens of prompt and response that any server may be asked for: 0.5.9 refuses the whole context, and a server
+        may have been started with a shorter one than the checkpoint's, six more than its longest input."""
+        context = float("inf") if self._context_len is None else self._context_len - 1
+        return context if self._longest_input is None else min(context, self._longest_input + 6)
 
     def _resumed(self, sample: Sample, sampling: Sampling) -> Job:
         return Job.from_sample(sample, self._job(sample.prompt, sampling).limit)

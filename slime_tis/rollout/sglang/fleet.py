@@ -25,7 +25,7 @@ from slime_tis.rollout.sglang.messages import MalformedAnswer, parse_scores, sco
 from slime_tis.rollout.sglang.pool import Pool
 from slime_tis.rollout.sglang.router import workers_of
 from slime_tis.rollout.sglang.server import Server, ServerError, make_client
-from slime_tis.rollout.sglang.tasks import end
+from slime_tis.rollout.sglang.tasks import end, within
 from slime_tis.rollout.sglang.weights import WeightSync, build_weight_sync
 
 Weights = Callable[[], Iterable[tuple[str, Tensor]]]
@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 POLL_INTERVAL = 1.0
 """Time between two looks at whether the servers that were started still run, in seconds."""
+ROUTER_TIMEOUT = 60.0
+"""Longest wait for a router to name its servers, in seconds."""
 WAIT = 1.0
 """Longest time, in seconds, before a change that was missed is noticed."""
 
@@ -65,8 +67,6 @@ class Fleet:
           ValueError: they refuse the key, or there is no room for them.
         """
         config.check_has_servers()
-        self.longest_input: int | None = None
-        """Most tokens that all servers take, where they tell."""
         self._config, self._patience = config, patience or Patience(recovery=config.sglang_recovery_timeout)
         self._launched: LaunchedServers | None = None
         self._changed = threading.Event()
@@ -85,13 +85,18 @@ class Fleet:
             stack.callback(self._loop.close)
             stack.callback(lambda: self._loop.run(client.aclose()))
             if config.router_url is not None:
-                urls = self._loop.run(workers_of(client, config.router_url))
+                urls = self._loop.run(_workers_of(client, config.router_url))
             self._sync = weight_sync or build_weight_sync(config, hf_checkpoint, urls, device=device)
             stack.callback(lambda: self._loop.run(self._sync.close()))
             self._servers, self._pool = self._assemble(client, urls)
             stack.callback(lambda: self._loop.run(self._stop_asking()))
             self._loop.run(self._open())
             self._stack = stack.pop_all()
+
+    @property
+    def longest_input(self) -> int | None:
+        """Most tokens that all servers take, where they tell."""
+        return self._pool.longest_input
 
     def start(
         self, name: str, groups: Sequence[Sequence[Job]], sampling: Sampling, want: int | None
@@ -161,8 +166,6 @@ class Fleet:
 
     async def _open(self) -> None:
         await self._pool.start(self._config.sglang_startup_timeout)
-        infos = await asyncio.gather(*(server.info() for server in self._pool.reachable_servers()))
-        self.longest_input = min((info.longest_input for info in infos if info.longest_input), default=None)
         if self._launched is not None:
             self._spawn(self._look_after(self._launched))
 
@@ -248,3 +251,13 @@ class Fleet:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+async def _workers_of(client: httpx.AsyncClient, router_url: str) -> tuple[str, ...]:
+    try:
+        return await within(ROUTER_TIMEOUT, workers_of(client, router_url))
+    except TimeoutError:
+        raise ValueError(
+            f"the SGLang router at {router_url} does not name its servers within {ROUTER_TIMEOUT:g} s; look into its "
+            "output, or give the servers with --sglang-url."
+        ) from None

@@ -35,6 +35,8 @@ class Member:
     holds_weights: bool = True
     """False for a router."""
     state: Literal["live", "suspect", "dead", "returned"] = "dead"
+    longest_input: int | None = None
+    """Most tokens that it takes, where it tells."""
     version: int = -1
     """Of the weights it has; -1 where they are not known."""
     trusted: bool = True

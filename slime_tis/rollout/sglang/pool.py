@@ -66,6 +66,11 @@ class Pool:
         """Of the weights that servers must have to be asked."""
         return self._roster.version
 
+    @property
+    def longest_input(self) -> int | None:
+        """Most tokens that all servers take, where they tell."""
+        return min((m.longest_input for m in self._roster.members.values() if m.longest_input), default=None)
+
     async def start(self, timeout: float) -> None:
         """Waits until all servers answer, or some of them after `timeout` seconds, and goes on watching them.
 
@@ -102,8 +107,8 @@ class Pool:
                 failures += 1
                 if failures > self._max_retries:
                     raise EngineLost(
-                        f"a request failed {failures} times, at last so: {error} Look into the servers' output, and "
-                        "resume with --load."
+                        f"a request failed {failures} time{'s' * (failures > 1)}, at last so: {error} Look into the "
+                        "servers' output, and resume with --load."
                     ) from None
             finally:
                 member.in_flight -= 1

@@ -215,9 +215,10 @@ class Roster:
         name = None
         if member.holds_weights:
             try:
-                name = (await member.server.info()).weight_version
+                info = await member.server.info()
             except ServerError:
                 return
+            name, member.longest_input = info.weight_version, info.longest_input
         if not self.idle.is_set() or member.state != "dead":
             return  # the next look finds which weights are wanted
         # A number is a name that a run gave: at the first sight, an earlier run.

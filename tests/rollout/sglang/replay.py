@@ -72,6 +72,8 @@ class Replay:
         self.most_at_once = self.at_once = 0
         self.aborted: set[str] = set()
         self.live: set[str] = set()
+        self.longest: int | None = None
+        """What /server_info says that inputs must be shorter than; None is as recorded."""
         self.deaf = False
         """Whether aborts are heard and not followed."""
         self.paused = False
@@ -159,7 +161,8 @@ class Replay:
         if path == "/model_info":
             return 200, {**recorded("model_info"), "weight_version": self.weight_version}
         if path == "/server_info":
-            return 200, recorded("server_info")
+            info = recorded("server_info")
+            return 200, info if self.longest is None else {**info, "max_req_input_len": self.longest}
         if path == "/workers" and self.workers:
             return 200, {"workers": [{"url": worker.url} for worker in self.workers]}
         if method == "POST":
@@ -167,6 +170,9 @@ class Replay:
         return 404, recorded("error_404")
 
     def _control(self, path: str, body: dict[str, Any]) -> Any:
+        if path == "/faults":
+            self.faults.extend(body["faults"])
+            return 200, ""
         if path == "/speak":
             return 400, self.spoken
         if path == "/abort_request":

@@ -1,0 +1,82 @@
+"""Two gloo processes with one engine: the first alone talks to the servers, and both get, or raise, the same."""
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from slime_tis.rollout.checkpoint import load_tokenizer
+from slime_tis.rollout.engine import EngineLost
+from slime_tis.rollout.sample import Sampling
+from slime_tis.rollout.sglang.config import SGLangConfig
+from slime_tis.rollout.sglang.engine import SGLangEngine
+from tests.checkpoints import make_checkpoint
+from tests.rollout.sglang.replay import log_prob, replays
+from tests.rollout.sglang.test_engine import EARLY, LATE, PROMPTS, QUICK, SAMPLING, ByHand, Weights, assert_exact, flat
+
+SIZE = 2
+
+
+def work(rank: int, checkpoint: str, url: str, out: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=SIZE)
+    torch.save(play(rank, checkpoint, url), f"{out}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def play(rank: int, checkpoint: str, url: str) -> dict[str, Any]:
+    """What one rank sees of a run on a server that begins with the weights of another run."""
+    weights, sync = Weights(), ByHand()
+    engine = SGLangEngine(
+        SGLangConfig(sglang_url=(url,), sglang_max_retries=0),
+        checkpoint,
+        load_tokenizer(checkpoint),
+        output_dir=Path(checkpoint),
+        weights=weights,
+        patience=QUICK,
+        weight_sync=sync,
+    )
+    seen: dict[str, Any] = {"first": engine.generate(PROMPTS, SAMPLING, 0), "iterated": [weights.iterated]}
+    engine.update_weights(weights(), 4)
+    seen["iterated"].append(weights.iterated)
+    seen["second"] = engine.generate(PROMPTS, SAMPLING, 0)
+    seen["scores"] = engine.score([1, 7, 20])
+    for kind in (400, 500):
+        if rank == 0:
+            httpx.post(f"{url}/faults", json={"faults": [kind]})
+        dist.barrier()
+        try:
+            engine.generate(PROMPTS, SAMPLING, 0)
+        except (ValueError, EngineLost) as error:
+            seen[kind] = type(error) is EngineLost, isinstance(error, ValueError), str(error)
+    seen["third"] = engine.submit([LATE[0], EARLY[0]], Sampling(max_response_len=30), 0, want=1).result()
+    seen["left"] = engine.unfinished()
+    seen["figures"] = engine.figures()
+    engine.close()
+    return seen
+
+
+@pytest.mark.slow
+def test_two_ranks_see_the_same(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", "qwen3")
+    with replays(1) as (server,):
+        server.weight_version, server.version = "7", 7
+        mp.spawn(work, args=(str(checkpoint), server.url, str(tmp_path)), nprocs=SIZE)
+        first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(SIZE))
+    assert_exact(first["first"], PROMPTS)
+    assert_exact(first["second"], PROMPTS)
+    assert {version for sample in flat(first["first"]) for version in sample.weight_versions} == {0}
+    assert {version for sample in flat(first["second"]) for version in sample.weight_versions} == {4}
+    assert first["iterated"] == [1, 2]
+    assert first["scores"] == {server.url: [log_prob(7, 4), log_prob(20, 4)]}
+    assert first[400][:2] == (False, True) and "HTTP 400: max_new_tokens must be" in first[400][2]
+    assert first[500][:2] == (True, False) and "a request failed 1 time," in first[500][2]
+    assert sorted(group[0].prompt.index for group in [*first["third"], *first["left"]]) == sorted(
+        (LATE[0].index, EARLY[0].index)
+    )
+    assert first["figures"]["rollout/sglang_live_servers"] == 1 and second.pop("figures") == {}
+    assert {name: first[name] for name in second} == second

@@ -1,0 +1,116 @@
+"""Servers and engines for tests against the real SGLang; `make test-sglang` runs them."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slime_tis.rollout.checkpoint import load_tokenizer
+from slime_tis.rollout.sample import Prompt
+from slime_tis.rollout.sglang.config import SGLangConfig
+from slime_tis.rollout.sglang.engine import SGLangEngine
+from tests.checkpoints import BOS, make_checkpoint
+from tests.sglang_server.references import Reference
+from tests.sglang_server.servers import PYTHON, RealServer
+
+# Large enough for several buckets of 1 MiB; of a wide vocabulary, so that end-of-sequence is rare and responses long.
+SIZES = {"hidden_size": 128, "intermediate_size": 512, "vocab_size": 1024, "max_position_embeddings": 512}
+
+MakeEngine = Callable[..., SGLangEngine]
+
+
+def pytest_sessionstart() -> None:
+    """These tests are not skipped where they cannot run."""
+    if not PYTHON.exists():
+        pytest.exit(f"{PYTHON} does not exist: run `make sglang-env`, which builds the servers' environment.", 1)
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where checkpoints and the servers' logs go."""
+    return tmp_path_factory.mktemp("sglang")
+
+
+@pytest.fixture(scope="session")
+def checkpoint(directory: Path) -> Path:
+    """The model that servers start with."""
+    return make_checkpoint(directory / "model", "qwen3", **SIZES)
+
+
+@pytest.fixture(scope="session")
+def other_checkpoint(directory: Path) -> Path:
+    """The same model with other weights."""
+    return make_checkpoint(directory / "other", "qwen3", seed=1, **SIZES)
+
+
+@pytest.fixture(scope="session")
+def reference(checkpoint: Path) -> Reference:
+    """What log-probs of `checkpoint` ought to be."""
+    return Reference(checkpoint)
+
+
+@pytest.fixture(scope="session")
+def other_reference(other_checkpoint: Path) -> Reference:
+    """What log-probs of `other_checkpoint` ought to be."""
+    return Reference(other_checkpoint)
+
+
+@pytest.fixture(scope="session")
+def started(checkpoint: Path, directory: Path) -> Iterator[list[RealServer]]:
+    """Two servers that come up at the same time; not waited for."""
+    servers = [RealServer(checkpoint, directory / f"server_{i}.log", "--dtype", "float32") for i in range(2)]
+    yield servers
+    for server in servers:
+        server.stop()
+
+
+@pytest.fixture
+def server(started: list[RealServer]) -> RealServer:
+    """A server that runs."""
+    return started[0].wait()
+
+
+@pytest.fixture
+def two_servers(started: list[RealServer]) -> list[RealServer]:
+    """Two servers that run."""
+    return [server.wait() for server in started]
+
+
+@pytest.fixture
+def make_engine(checkpoint: Path, reference: Reference, tmp_path: Path) -> Iterator[MakeEngine]:
+    """Makes engines, on given servers or ones that they start; they push the reference's weights as version 0."""
+    with ExitStack() as engines:
+
+        def make(
+            *servers: RealServer,
+            weights: Callable[[], Any] = reference.named_tensors,
+            push: bool = True,
+            **options: Any,
+        ) -> SGLangEngine:
+            urls = {"sglang_url": tuple(server.url for server in servers)} if servers else {}
+            config = SGLangConfig(sglang_bucket_mb=1, **urls, **options)
+            engine = SGLangEngine(
+                config,
+                str(checkpoint),
+                load_tokenizer(str(checkpoint)),
+                output_dir=tmp_path,
+                weights=weights,
+                device="cpu",
+            )
+            engines.callback(engine.close)
+            if push:
+                engine.update_weights(reference.named_tensors(), 0)
+            return engine
+
+        yield make
+
+
+@pytest.fixture(scope="session")
+def prompts() -> list[Prompt]:
+    """Prompts of several lengths."""
+    texts = [[BOS, *(3 + (7 * i + 5 * j) % 60 for j in range(2 + 3 * i))] for i in range(8)]
+    return [Prompt(index=i, text=str(i), token_ids=tuple(ids)) for i, ids in enumerate(texts)]

@@ -1,0 +1,37 @@
+"""What log-probs ought to be: by transformers and by the training engine, in float32."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from slime_tis.rollout.sample import Sample
+
+
+class Reference:
+    """A model in transformers, float32."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Its weights, as a training engine gives them."""
+        yield from self._model.state_dict().items()
+
+    @torch.no_grad()
+    def log_probs(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
+        """Of all tokens but the first, each after those before it."""
+        ids = torch.tensor([list(token_ids)])
+        logits = self._model(ids).logits[0, :-1].double() / temperature
+        return logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].tolist()
+
+    def gap(self, sample: Sample, temperature: float = 1.0) -> float:
+        """Largest difference to what the server said of a sample's tokens."""
+        return max(self.differences(sample, temperature))
+
+    def differences(self, sample: Sample, temperature: float = 1.0) -> list[float]:
+        """Difference to what the server said, for each token of a response."""
+        expected = self.log_probs(sample.token_ids, temperature)[len(sample.prompt.token_ids) - 1 :]
+        return [abs(one - other) for one, other in zip(expected, sample.rollout_log_probs, strict=True)]

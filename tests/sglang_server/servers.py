@@ -1,0 +1,81 @@
+"""Real SGLang servers as a user would have started them: by hand, before the run, from their own environment."""
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import httpx
+
+from tests.runs import ROOT
+
+PYTHON = ROOT / ".venv-sglang" / "bin" / "python"
+FLAGS = ROOT / "tools" / "sglang_cpu" / "server.yaml"
+STARTUP = 180.0
+"""Longest wait for a server to come up, in seconds."""
+
+
+def server_environment() -> dict[str, str]:
+    """The environment of a server on a CPU, with one thread."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+class RealServer:
+    """A server on the loopback; `wait` for it, and `stop` or `kill` it, by the process that was started."""
+
+    def __init__(self, checkpoint: Path, log: Path, *flags: str, port: int | None = None) -> None:
+        """Starts it, without waiting; `port` is a free one when not given."""
+        self.port = port or free_port()
+        self.url, self.log = f"http://127.0.0.1:{self.port}", log
+        self._command = [str(PYTHON), "-m", "sglang.launch_server", "--config", str(FLAGS)]
+        self._command += ["--model-path", str(checkpoint), "--port", str(self.port), *flags]
+        self._start()
+
+    def wait(self) -> "RealServer":
+        """Waits until it samples tokens, once after every start."""
+        deadline = time.monotonic() + STARTUP
+        while not self._ready:
+            self._ready = self._is_up()
+            assert self._process.poll() is None, f"the server ended; its log says: {self.log.read_text()[-3000:]}"
+            assert time.monotonic() < deadline, f"the server is not up after {STARTUP} s; see {self.log}"
+            time.sleep(0.0 if self._ready else 0.5)
+        return self
+
+    def kill(self) -> None:
+        """SIGKILL, at once; SGLang's own processes end with it."""
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait()
+
+    def stop(self) -> None:
+        """Asks it to end, and kills it where it does not."""
+        self._process.terminate()
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+    def restart(self) -> None:
+        """Starts a server that has ended again, at the same address, without waiting."""
+        assert self._process.poll() is not None
+        self._start()
+
+    def _start(self) -> None:
+        self._ready = False
+        with self.log.open("a") as log:
+            self._process = subprocess.Popen(
+                self._command, env=server_environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
+
+    def _is_up(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/health", timeout=30.0, trust_env=False).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+
+def free_port() -> int:
+    """A port that nobody listens at."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])

@@ -1,0 +1,60 @@
+"""A real server that dies in the middle of a batch, and comes back."""
+
+import time
+
+import httpx
+import pytest
+
+from slime_tis.rollout.sample import Prompt, Sampling
+from tests.sglang_server.conftest import MakeEngine
+from tests.sglang_server.references import Reference
+from tests.sglang_server.servers import RealServer
+from tests.sglang_server.test_weights import BOUND, all_samples, wait_for_decoding, worst_by_version
+
+SAMPLES = 3
+
+
+@pytest.mark.parametrize("sync", ["distributed", "disk"])
+def test_a_server_killed_in_mid_batch_loses_nothing_and_comes_back_with_the_current_weights(
+    sync: str,
+    two_servers: list[RealServer],
+    make_engine: MakeEngine,
+    prompts: list[Prompt],
+    reference: Reference,
+    other_reference: Reference,
+) -> None:
+    victim = two_servers[1]
+    weights = {0: reference, 1: other_reference}
+    current = [reference]
+    engine = make_engine(*two_servers, weights=lambda: current[0].named_tensors(), sglang_weight_sync=sync)
+
+    pending = engine.submit(prompts, Sampling(max_response_len=300, n_samples=SAMPLES), seed=0)
+    wait_for_decoding(victim.log)
+    victim.kill()
+    groups = pending.result()
+    assert [[sample.prompt for sample in group] for group in groups] == [[prompt] * SAMPLES for prompt in prompts]
+    samples = all_samples(groups)
+    assert [sample.sample_index for sample in samples] == list(range(SAMPLES * len(prompts)))
+    assert all(sample.finish_reason in ("stop", "length") for sample in samples)
+    assert all(worst_by_version(sample, weights) < BOUND for sample in samples)
+    figures = engine.figures()
+    assert figures["rollout/sglang_retries"] >= 1 and figures["rollout/sglang_deaths"] == 1
+
+    current[0] = other_reference
+    engine.update_weights(other_reference.named_tensors(), 1)
+    victim.restart()
+    victim.wait()
+    deadline = time.monotonic() + 60.0
+    while weight_version(victim) != "1":
+        assert time.monotonic() < deadline, "the server that came back was not given the current weights"
+        samples = all_samples(engine.generate(prompts, Sampling(max_response_len=32), seed=0))
+        assert all(worst_by_version(sample, weights) < BOUND for sample in samples)
+    answered = victim.log.read_text().count("POST /generate")
+    samples = all_samples(engine.generate(prompts, Sampling(max_response_len=32, n_samples=2), seed=0))
+    assert victim.log.read_text().count("POST /generate") > answered
+    assert all(set(sample.weight_versions) == {1} and worst_by_version(sample, weights) < BOUND for sample in samples)
+    assert engine.figures()["rollout/sglang_returns"] == 1
+
+
+def weight_version(server: RealServer) -> str:
+    return str(httpx.get(f"{server.url}/model_info").json()["weight_version"])

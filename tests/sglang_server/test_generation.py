@@ -1,0 +1,114 @@
+"""What a real server samples, and what it says of it, against transformers and the training engine."""
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from slime_tis.megatron.batch import make_batch
+from slime_tis.megatron.config import MegatronConfig
+from slime_tis.megatron.engine import TrainingEngine
+from slime_tis.megatron.parallel import Parallel, initialize, shut_down
+from slime_tis.rollout.sample import Prompt, Sample, Sampling
+from tests.checkpoints import EOS
+from tests.sglang_server.conftest import MakeEngine
+from tests.sglang_server.references import Reference
+from tests.sglang_server.servers import RealServer
+
+BOUND = 1e-4
+
+
+@pytest.fixture(scope="module")
+def parallel(checkpoint: Path) -> Iterator[Parallel]:
+    yield initialize(MegatronConfig(hf_checkpoint=str(checkpoint)))
+    shut_down()
+
+
+def training_log_probs(engine: TrainingEngine, samples: list[Sample]) -> list[torch.Tensor]:
+    batch = make_batch(
+        [sample.token_ids for sample in samples],
+        [len(sample.response_ids) for sample in samples],
+        [sample.loss_mask for sample in samples],
+        {},
+    )
+    return engine.log_probs(batch, [[i] for i in range(len(samples))])
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_are_those_of_transformers_and_of_training(
+    temperature: float,
+    server: RealServer,
+    make_engine: MakeEngine,
+    prompts: list[Prompt],
+    checkpoint: Path,
+    reference: Reference,
+    parallel: Parallel,
+) -> None:
+    engine = make_engine(server)
+    sampling = Sampling(temperature=temperature, max_response_len=48, n_samples=3)
+    groups = engine.generate(prompts, sampling, seed=0)
+    assert [[sample.prompt for sample in group] for group in groups] == [[prompt] * 3 for prompt in prompts]
+    samples = [sample for group in groups for sample in group]
+    assert [sample.sample_index for sample in samples] == list(range(24))
+    assert len({tuple(sample.response_ids) for sample in samples}) == 24
+    for sample in samples:
+        assert sample.finish_reason == ("stop" if sample.response_ids[-1] == EOS else "length")
+        assert sample.finish_reason == "stop" or len(sample.response_ids) == 48
+        assert sample.loss_mask == [1] * len(sample.response_ids)
+        assert sample.weight_versions == [0] * len(sample.response_ids)
+        assert reference.gap(sample, temperature) < BOUND
+    training = TrainingEngine(
+        MegatronConfig(hf_checkpoint=str(checkpoint)), parallel, temperature=temperature, total_steps=1
+    )
+    for sample, expected in zip(samples, training_log_probs(training, samples), strict=True):
+        torch.testing.assert_close(torch.tensor(sample.rollout_log_probs), expected, atol=BOUND, rtol=0)
+
+
+def test_greedy_answers_are_the_likeliest_tokens(
+    server: RealServer, make_engine: MakeEngine, prompts: list[Prompt], reference: Reference
+) -> None:
+    greedy = Sampling(temperature=0.0, max_response_len=16)
+    (sample,), *_ = groups = make_engine(server).generate(prompts[:2], greedy, seed=0)
+    assert all(reference.gap(sample) < BOUND for (sample,) in groups)
+    for count in range(len(sample.response_ids)):
+        before = [*sample.prompt.token_ids, *sample.response_ids[:count]]
+        likeliest = max(reference.log_probs([*before, token])[-1] for token in range(0, 1024, 37))
+        assert sample.rollout_log_probs[count] >= likeliest - BOUND
+
+
+def test_a_stop_token_ends_a_response_and_is_part_of_it(
+    server: RealServer, make_engine: MakeEngine, prompts: list[Prompt], reference: Reference
+) -> None:
+    stops = tuple(range(3, 1024, 8))
+    sampling = Sampling(max_response_len=200, n_samples=4, stop_token_ids=stops)
+    for group in make_engine(server).generate(prompts, sampling, seed=0):
+        for sample in group:
+            assert sample.finish_reason == "stop"
+            assert [token in (EOS, *stops) for token in sample.response_ids].index(True) == len(sample.response_ids) - 1
+            assert reference.gap(sample) < BOUND
+
+
+def test_a_response_ends_with_the_context_and_no_prompt_is_sent_that_leaves_none(
+    server: RealServer, make_engine: MakeEngine, prompts: list[Prompt], reference: Reference
+) -> None:
+    engine = make_engine(server)
+    long = dataclasses.replace(prompts[0], token_ids=tuple(3 + i % 60 for i in range(500)))
+    ((sample,),) = engine.generate([long], Sampling(max_response_len=400), seed=0)
+    assert sample.finish_reason == "stop" or len(sample.token_ids) >= 510
+    assert reference.gap(sample) < BOUND
+    written = server.log.read_text().count("POST /generate")
+    too_long = dataclasses.replace(long, token_ids=tuple(3 for _ in range(600)))
+    with pytest.raises(ValueError, match="600"):
+        engine.generate([prompts[0], too_long], Sampling(max_response_len=4), seed=0)
+    assert server.log.read_text().count("POST /generate") == written
+
+
+def test_scores_are_log_probs_at_temperature_one(
+    server: RealServer, make_engine: MakeEngine, prompts: list[Prompt], reference: Reference
+) -> None:
+    ids = prompts[7].token_ids
+    scores = make_engine(server).score(ids)
+    assert list(scores) == [server.url]
+    assert scores[server.url] == pytest.approx(reference.log_probs(ids), abs=BOUND)

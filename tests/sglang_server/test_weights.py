@@ -1,0 +1,97 @@
+"""New weights in a real server: between rollouts, and in the middle of its requests."""
+
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from slime_tis.rollout.sample import Prompt, Sample, Sampling
+from tests.sglang_server.conftest import MakeEngine
+from tests.sglang_server.references import Reference
+from tests.sglang_server.servers import RealServer
+
+BOUND = 1e-4
+LONG = Sampling(max_response_len=400, n_samples=2)
+
+pytestmark = pytest.mark.parametrize("sync", ["distributed", "disk"])
+
+
+def all_samples(groups: list[list[Sample]]) -> list[Sample]:
+    return [sample for group in groups for sample in group]
+
+
+def wait_for_decoding(log: Path) -> None:
+    """Until a server has made some steps with a batch: it says so every 40."""
+    before = log.read_text().count("Decode batch")
+    deadline = time.monotonic() + 60.0
+    while log.read_text().count("Decode batch") == before:
+        assert time.monotonic() < deadline, "the server decodes nothing"
+        time.sleep(0.02)
+
+
+def test_log_probs_are_those_of_the_weights_that_it_was_given(
+    sync: str,
+    server: RealServer,
+    make_engine: MakeEngine,
+    prompts: list[Prompt],
+    reference: Reference,
+    other_reference: Reference,
+) -> None:
+    engine = make_engine(server, sglang_weight_sync=sync)
+    sampling = Sampling(max_response_len=32, n_samples=2)
+    for version, weights in ((1, other_reference), (2, reference), (7, other_reference)):
+        engine.update_weights(weights.named_tensors(), version)
+        assert engine.weight_version == version
+        assert httpx.get(f"{server.url}/model_info").json()["weight_version"] == str(version)
+        for sample in all_samples(engine.generate(prompts, sampling, seed=0)):
+            assert set(sample.weight_versions) == {version}
+            assert weights.gap(sample) < BOUND
+        ids = prompts[5].token_ids
+        assert engine.score(ids)[server.url] == pytest.approx(weights.log_probs(ids), abs=BOUND)
+
+
+def test_every_token_has_the_version_and_log_prob_of_its_weights(
+    sync: str,
+    server: RealServer,
+    make_engine: MakeEngine,
+    prompts: list[Prompt],
+    reference: Reference,
+    other_reference: Reference,
+) -> None:
+    weights = {0: reference, 1: other_reference, 2: reference}
+    engine = make_engine(server, sglang_weight_sync=sync)
+    pending = engine.submit(prompts, LONG, seed=0)
+    for version in (1, 2):
+        wait_for_decoding(server.log)
+        engine.update_weights(weights[version].named_tensors(), version)
+    samples = all_samples(pending.result())
+    assert len(samples) == 2 * len(prompts)
+    for sample in samples:
+        assert sample.weight_versions == sorted(sample.weight_versions)
+        assert worst_by_version(sample, weights) < BOUND
+    seen = [len(set(sample.weight_versions)) for sample in samples]
+    assert seen.count(3) >= 2  # or the updates came too early, or too late, to show anything
+
+
+def test_a_server_with_the_weights_of_an_earlier_run_samples_nothing_before_it_has_ours(
+    sync: str,
+    server: RealServer,
+    make_engine: MakeEngine,
+    prompts: list[Prompt],
+    reference: Reference,
+    other_reference: Reference,
+) -> None:
+    earlier = make_engine(server)
+    earlier.update_weights(other_reference.named_tensors(), 12)
+    earlier.close()
+    engine = make_engine(server, sglang_weight_sync=sync, push=False)
+    for sample in all_samples(engine.generate(prompts, Sampling(max_response_len=8), seed=0)):
+        assert set(sample.weight_versions) == {0}
+        assert reference.gap(sample) < BOUND
+
+
+def worst_by_version(sample: Sample, weights: dict[int, Reference]) -> float:
+    """Largest difference of a token's log-prob to that of the weights whose version it carries."""
+    differences = {version: weights[version].differences(sample) for version in set(sample.weight_versions)}
+    return max(differences[version][place] for place, version in enumerate(sample.weight_versions))
