@@ -29,6 +29,7 @@ from slime_tis.megatron import checkpoint
 from slime_tis.megatron.engine import TrainingEngine
 from slime_tis.megatron.parallel import Parallel, initialize, shut_down
 from slime_tis.megatron.sync_check import log_prob_gap
+from slime_tis.reporting.progress import shown_progress
 from slime_tis.reporting.reporters import open_reporters
 from slime_tis.reporting.timing import Timer
 from slime_tis.rollout.checkpoint import load_tokenizer
@@ -195,7 +196,8 @@ class Trainer:
         if loop.load_debug_rollout_data is not None:
             path = loop.load_debug_rollout_data.format(rollout_id=self.rollout_id)
             return load_samples(path, rollout.rollout_batch_size, rollout.n_samples_per_prompt)
-        with self.timer("generate"):
+        shown = self.parallel.is_main and self.arguments.reporting.progress
+        with self.timer("generate"), shown_progress(self.ahead.progress, "responses", shown=shown):
             groups = self.ahead.take(self.rollout_id, self.num_rollout - 1)
         with self.timer("reward"):
             score(groups, self.reward)

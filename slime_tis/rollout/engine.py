@@ -25,6 +25,10 @@ class EngineLost(RuntimeError):
 class Pending(Protocol):
     """A rollout that is being generated."""
 
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Responses that are complete, and all; from any thread."""
+
     def result(self) -> list[list[Sample]]:
         """Waits for it; a collective. One list of samples per prompt, the same on every rank.
 

@@ -54,6 +54,10 @@ class Lookahead:
         self._queue.popleft()
         return groups
 
+    def progress(self) -> tuple[int, int]:
+        """Responses that are complete, and all, of the rollout that is taken next."""
+        return self._queue[0].pending.progress if self._queue else (0, 0)
+
     def state_dict(self) -> dict[str, Any]:
         """State of the data before the prompts in flight, which a resumed run therefore takes again."""
         return self._queue[0].dataset if self._queue else self._dataset.state_dict()
