@@ -100,14 +100,14 @@ class Learner:
             [value.to(self.parallel.backend.device) for value in batch.local[name]]
             for name in ("rollout_log_probs", "loss_masks")
         )
-        rank, size = self.parallel.context_rank, self.parallel.context_size
+        reduce, rank, size = self.parallel.reduce_sequences, self.parallel.context_rank, self.parallel.context_size
         return correct(
             self.correction,
             train_log_probs,
             rollout_log_probs,
             loss_masks,
-            reduce_sequences=self.parallel.reduce_sequences,
-            slices=response_slices(batch.total_lengths, batch.response_lengths, rank, size),
+            reduce_sequences=reduce,
+            slices=None if reduce is None else response_slices(batch.total_lengths, batch.response_lengths, rank, size),
             reduce_batch=self.parallel.sum_over_data,
         )
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from slime_tis.correction import context_parallel_slices
+from slime_tis.correction import response_slices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,21 +53,12 @@ def make_batch(
 ) -> TrainingBatch:
     """Builds a batch from whole sequences, cutting every per-token value to this context-parallel rank's slices."""
     masks = tensors(loss_masks, torch.float32)
-    cuts = [
-        context_parallel_slices(len(ids), length, context_rank, context_size)
-        for ids, length in zip(tokens, response_lengths, strict=True)
-    ]
-
-    def cut(values: list[Tensor]) -> list[Tensor]:
-        if context_size == 1:
-            return values
-        return [torch.cat([value[a], value[b]]) for value, (a, b) in zip(values, cuts, strict=True)]
-
+    slices = response_slices([len(ids) for ids in tokens], response_lengths, context_rank, context_size)
     return TrainingBatch(
         tokens=tensors(tokens, torch.int64),
         response_lengths=list(response_lengths),
         loss_masks=masks,
-        local={name: cut(values) for name, values in {**per_token, "loss_masks": masks}.items()},
+        local={name: slices.take(values) for name, values in {**per_token, "loss_masks": masks}.items()},
     )
 
 

@@ -152,7 +152,7 @@ class PolicyObjective:
             flat["loss_masks"],
             lengths=[len(mask) for mask in batch.local["loss_masks"]],
             reduce_sequences=self.reduce_sequences,
-            slices=self._slices(batch),
+            slices=None if self.reduce_sequences is None else self._slices(batch),
             batch_norm_factor=self.batch_norm_factor,
             second_moment_limit=self.second_moment_limit,
         )
