@@ -8,10 +8,11 @@ from slime_tis.correction.metrics import batch_norm_factor, figures
 from slime_tis.correction.off_policy_mask import off_policy_sequence_mask
 from slime_tis.correction.presets import PRESETS
 from slime_tis.correction.proximal import interpolate_old_log_probs
-from slime_tis.correction.ratio import LOG_RATIO_LIMIT
+from slime_tis.correction.ratio import LOG_RATIO_BOUND, LOG_RATIO_LIMIT
 from slime_tis.correction.statistics import Statistics
 
 __all__ = [
+    "LOG_RATIO_BOUND",
     "LOG_RATIO_LIMIT",
     "PRESETS",
     "Correction",

@@ -9,12 +9,11 @@ Shapes: suffix _R the response tokens a rank holds.
 import torch
 from torch import Tensor
 
+from slime_tis.correction import LOG_RATIO_BOUND, LOG_RATIO_LIMIT
+
 LAGS = ("0", "1", "2", "3_to_4", "5_to_8", "9_or_more")
 FIRST_LAGS = (1, 2, 3, 5, 9)
 """Where each of `LAGS` but the first begins."""
-COLUMNS = 4
-LARGEST = 20.0
-"""exp is taken of log-ratios clamped to ±20, against overflow."""
 
 
 @torch.no_grad()
@@ -24,18 +23,19 @@ def lag_table(train_R: Tensor, rollout_R: Tensor, mask_R: Tensor, lag_R: Tensor)
     Args:
         train_R: log-probs of the training policy.
         rollout_R: those of the rollout policy.
-        mask_R: nonzero at valid tokens; those whose Δ is not finite are left out.
+        mask_R: nonzero at valid tokens; those whose Δ is not finite, or reaches ±`LOG_RATIO_LIMIT`, are left out.
         lag_R: int64, optimizer steps.
 
     Returns:
-        float64 [len(LAGS), COLUMNS], to be added over micro-batches and ranks.
+        float64 [len(LAGS), 4], to be added over micro-batches and ranks.
     """
     delta_R = (train_R - rollout_R).double()
-    valid_R = (mask_R != 0) & delta_R.isfinite()
+    valid_R = (mask_R != 0) & (delta_R.abs() < LOG_RATIO_LIMIT)
     delta_R = torch.where(valid_R, delta_R, 0.0)
-    columns = torch.stack([valid_R.double(), delta_R, delta_R.clamp(-LARGEST, LARGEST).expm1(), delta_R.abs()], 1)
+    excess_R = delta_R.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).expm1()
+    columns = torch.stack([valid_R.double(), delta_R, excess_R, delta_R.abs()], 1)
     bucket_R = torch.bucketize(lag_R, torch.tensor(FIRST_LAGS, device=lag_R.device), right=True)
-    return columns.new_zeros(len(LAGS), COLUMNS).index_add_(0, bucket_R, columns)
+    return columns.new_zeros(len(LAGS), columns.shape[1]).index_add_(0, bucket_R, columns)
 
 
 def lag_figures(table: Tensor) -> dict[str, float]:
