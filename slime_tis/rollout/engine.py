@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from slime_tis.rollout.sglang.config import SGLangConfig
 
 
+WeightSource = Callable[[], Iterable[tuple[str, Tensor]]]
+"""Yields weights under their Hugging Face names, whole tensors, one after the other."""
+
+
 class EngineLost(RuntimeError):
     """No rollout engine is left that could answer; the run saves what it has and stops with this sentence."""
 
@@ -97,7 +101,7 @@ def build_engine(
     hf_checkpoint: str,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    weights: Callable[[], Iterable[tuple[str, Tensor]]],
+    weights: WeightSource,
     weights_version: Callable[[], int],
     output_dir: str,
     device: torch.device | str = "cpu",

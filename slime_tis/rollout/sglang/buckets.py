@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-Source = Callable[[], Iterable[tuple[str, Tensor]]]
-"""Yields the weights under their Hugging Face names, whole tensors, one after the other."""
+from slime_tis.rollout.engine import WeightSource
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +26,7 @@ class Bucket:
     """Whether no bucket follows."""
 
 
-def buckets(source: Source, limit: int, place: Callable[[Tensor], Tensor]) -> Iterator[Bucket]:
+def buckets(source: WeightSource, limit: int, place: Callable[[Tensor], Tensor]) -> Iterator[Bucket]:
     """Cuts weights into buckets of at most `limit` bytes; a larger tensor has one of its own.
 
     The source is called at the first bucket, and consumed as far as the tensor after each and no further. Of what

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from slime_tis.rollout.engine import WeightSource
 from slime_tis.rollout.sample import Prompt, Sample, Sampling, response_limit
 from slime_tis.rollout.sglang.batch import Batch
 from slime_tis.rollout.sglang.config import SGLangConfig
 from slime_tis.rollout.sglang.fleet import Fleet
 from slime_tis.rollout.sglang.job import Job
 from slime_tis.rollout.sglang.member import Patience
-from slime_tis.rollout.sglang.ranks import Ranks, Weights
+from slime_tis.rollout.sglang.ranks import Ranks
 from slime_tis.rollout.sglang.weights import WeightSync
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class SGLangEngine:
         tokenizer: PreTrainedTokenizerBase,
         *,
         output_dir: Path,
-        weights: Weights,
+        weights: WeightSource,
         device: torch.device | str = "cpu",
         weights_version: Callable[[], int] | None = None,
         patience: Patience | None = None,

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
 import torch
-from torch import Tensor
 
+from slime_tis.rollout.engine import WeightSource
 from slime_tis.rollout.sample import Sampling
 from slime_tis.rollout.sglang.batch import Batch
 from slime_tis.rollout.sglang.config import SGLangConfig
@@ -28,7 +28,6 @@ from slime_tis.rollout.sglang.server import Server, ServerError, make_client
 from slime_tis.rollout.sglang.tasks import end, within
 from slime_tis.rollout.sglang.weights import WeightSync, build_weight_sync
 
-Weights = Callable[[], Iterable[tuple[str, Tensor]]]
 logger = logging.getLogger(__name__)
 
 POLL_INTERVAL = 1.0
@@ -107,7 +106,7 @@ class Fleet:
         future.add_done_callback(lambda _: self._changed.set())
         return batch, future
 
-    def wait(self, future: Future[None], weights: Weights, version: Callable[[], int]) -> None:
+    def wait(self, future: Future[None], weights: WeightSource, version: Callable[[], int]) -> None:
         """Waits for a batch, and meanwhile brings weights to servers that come back without.
 
         Args:
@@ -129,7 +128,7 @@ class Fleet:
         except CancelledError:
             raise RuntimeError("the engine was closed while a rollout was in flight.") from None
 
-    def update(self, weights: Weights, version: int) -> None:
+    def update(self, weights: WeightSource, version: int) -> None:
         """Gives all servers that answer new weights; those that fail are taken out."""
         self._loop.run(self._update(weights, version))
 
@@ -185,14 +184,14 @@ class Fleet:
             self._batches.discard(batch)
             self._tasks.discard(task)
 
-    async def _update(self, weights: Weights, version: int) -> None:
+    async def _update(self, weights: WeightSource, version: int) -> None:
         async with self._lock, self._pool.updating(version):
             # Servers that do not tell the version of every token answer before it changes.
             await asyncio.gather(*(batch.interrupt(lambda server: not server.has_spans) for batch in self._batches))
             await self._push(self._pool.reachable_servers(), weights, version)
             self._pool.require(version)
 
-    async def _bring_back(self, weights: Weights, version: int) -> None:
+    async def _bring_back(self, weights: WeightSource, version: int) -> None:
         async with self._lock:
             servers = [server for server in self._pool.returned_servers() if server in self._needing]
             if servers:
@@ -212,7 +211,7 @@ class Fleet:
                 self._needing.add(server)
                 self._changed.set()
 
-    async def _push(self, servers: Sequence[Server], weights: Weights, version: int) -> None:
+    async def _push(self, servers: Sequence[Server], weights: WeightSource, version: int) -> None:
         self._needing.difference_update(servers)
         self._pool.expect(version)
         try:

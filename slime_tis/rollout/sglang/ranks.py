@@ -10,9 +10,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
-from slime_tis.rollout.engine import EngineLost
+from slime_tis.rollout.engine import EngineLost, WeightSource
 
-Weights = Callable[[], Iterable[tuple[str, Tensor]]]
 Result = TypeVar("Result")
 
 LONGEST_ROLLOUT = timedelta(days=30)
@@ -33,7 +32,7 @@ class Ranks:
         self._group = dist.new_group(backend="gloo", timeout=LONGEST_ROLLOUT) if several else None
         self.is_first = not several or dist.get_rank() == 0
 
-    def together(self, work: Callable[[], Result], weights: Weights) -> Result:
+    def together(self, work: Callable[[], Result], weights: WeightSource) -> Result:
         """Runs work on the first rank and returns its result on all of them.
 
         Args:
@@ -54,7 +53,7 @@ class Ranks:
         self._tell(("result", result))
         return result
 
-    def iterate(self, weights: Weights) -> Iterable[tuple[str, Tensor]]:
+    def iterate(self, weights: WeightSource) -> Iterable[tuple[str, Tensor]]:
         """The weights, on the first rank within `together`; the others iterate theirs at the same time."""
         self._tell(("weights", None))
         return weights()
@@ -65,7 +64,7 @@ class Ranks:
             dist.destroy_process_group(self._group)
         self._group = None
 
-    def _follow(self, weights: Weights) -> Any:
+    def _follow(self, weights: WeightSource) -> Any:
         while True:
             told: list[tuple[str, Any]] = [("", None)]
             dist.broadcast_object_list(told, src=0, group=self._group)

@@ -19,8 +19,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from slime_tis.rollout.engine import EngineLost
-from slime_tis.rollout.sglang.buckets import Bucket, Source, buckets, source_thread
+from slime_tis.rollout.engine import EngineLost, WeightSource
+from slime_tis.rollout.sglang.buckets import Bucket, buckets, source_thread
 from slime_tis.rollout.sglang.control import UpdateFailed, each, pause, release, resume
 from slime_tis.rollout.sglang.server import Server
 
@@ -65,7 +65,7 @@ class DiskSync:
         self._current: tuple[Path, int] | None = None
         _remove_own(self._directory)
 
-    async def push(self, servers: Sequence[Server], source: Source, version: int) -> list[Server]:
+    async def push(self, servers: Sequence[Server], source: WeightSource, version: int) -> list[Server]:
         """See WeightSync; generation is held back while servers read, not while the files are written."""
         self.reasons = {}
         stream = buckets(source, self._bucket_bytes, _to_cpu)

@@ -11,7 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from slime_tis.rollout.sglang.buckets import Bucket, Source, buckets, source_thread
+from slime_tis.rollout.engine import WeightSource
+from slime_tis.rollout.sglang.buckets import Bucket, buckets, source_thread
 from slime_tis.rollout.sglang.config import SGLangConfig, is_loopback
 from slime_tis.rollout.sglang.control import (
     UpdateFailed,
@@ -37,7 +38,7 @@ class WeightSync(Protocol):
     reasons: dict[str, str]
     """Why servers failed in the last `push`, by URL."""
 
-    async def push(self, servers: Sequence[Server], source: Source, version: int) -> list[Server]:
+    async def push(self, servers: Sequence[Server], source: WeightSource, version: int) -> list[Server]:
         """Gives servers new weights, and names these `version`.
 
         Requests in flight are held back meanwhile and go on with the new weights. `source` is called once, and what
@@ -78,7 +79,7 @@ class DistributedSync:
         self._groups: dict[str, tuple[Server, UpdateGroup]] = {}
         self._source_thread = source_thread(self._device)
 
-    async def push(self, servers: Sequence[Server], source: Source, version: int) -> list[Server]:
+    async def push(self, servers: Sequence[Server], source: WeightSource, version: int) -> list[Server]:
         """See WeightSync."""
         self.reasons = {}
         loop = asyncio.get_running_loop()

@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from slime_tis.rollout.checkpoint import load_tokenizer
 from slime_tis.rollout.dump import from_plain, plain
-from slime_tis.rollout.engine import EngineLost
+from slime_tis.rollout.engine import EngineLost, WeightSource
 from slime_tis.rollout.local import LocalEngine
 from slime_tis.rollout.sample import Prompt, Sample, Sampling
 from slime_tis.rollout.sglang.config import SGLangConfig
@@ -62,9 +62,7 @@ class ByHand:
         self.between: Callable[[], None] = lambda: None
         """Called while servers are paused."""
 
-    async def push(
-        self, servers: Sequence[Server], source: Callable[[], Iterable[tuple[str, Tensor]]], version: int
-    ) -> list[Server]:
+    async def push(self, servers: Sequence[Server], source: WeightSource, version: int) -> list[Server]:
         self.reasons = {}
         self.pushes.append(([server.url for server in servers], version))
         assert [name for name, _ in source()] == ["model.norm.weight"]
