@@ -9,6 +9,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from arguments import ALIASES, GROUPS, OPTIONS, build_parser
+from slime_tis.command_line import flag
 from slime_tis.correction.presets import PRESETS
 
 PAGE = Path(__file__).with_name("flags.md")
@@ -46,13 +47,13 @@ def render() -> str:
     parts = [HEAD]
     for title, names in GROUPS.items():
         rows = [
-            f"| `{_flag(name)}` | {_values(metavars.get(name))} | {_default(name)} | {_escape(OPTIONS[name].help)} |"
+            f"| `{flag(name)}` | {_values(metavars.get(name))} | {_default(name)} | {_escape(OPTIONS[name].help)} |"
             for name in names.split()
         ]
         parts.append(
             "\n".join([f"## {title}\n", "| flag | value | default | meaning |", "|---|---|---|---|", *rows, ""])
         )
-    old = [f"| `{_flag(name)}` | `{_flag(new)}` |" for name, new in ALIASES.items()]
+    old = [f"| `{flag(name)}` | `{flag(new)}` |" for name, new in ALIASES.items()]
     parts.append("\n".join(["## old names\n", "| old | now |", "|---|---|", *old, ""]))
     presets = [f"| `{name}` | {_preset(name)} |" for name in PRESETS]
     parts.append("\n".join(["## presets\n", "| preset | means |", "|---|---|", *presets, ""]))
@@ -61,7 +62,7 @@ def render() -> str:
 
 def _preset(name: str) -> str:
     values = PRESETS[name].items()
-    return " ".join(f"`{_flag(key)}`" if value is True else f"`{_flag(key)} {value}`" for key, value in values)
+    return " ".join(f"`{flag(key)}`" if value is True else f"`{flag(key)} {value}`" for key, value in values)
 
 
 def _values(metavar: str | tuple[str, ...] | None) -> str:
@@ -74,10 +75,6 @@ def _default(name: str) -> str:
 
 def _escape(text: str) -> str:
     return text.replace("|", "\\|")
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 if __name__ == "__main__":

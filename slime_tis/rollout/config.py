@@ -169,7 +169,7 @@ def _check_choices(config: RolloutConfig) -> None:
     for name, known in choices:
         value = getattr(config, name)
         if value is not None and value not in known:
-            raise ValueError(f"{_flag(name)} is {value!r} but must be one of {', '.join(known)}.")
+            raise ValueError(f"{flag(name)} is {value!r} but must be one of {', '.join(known)}.")
 
 
 def _check_counts(config: RolloutConfig) -> None:
@@ -187,7 +187,7 @@ def _check_counts(config: RolloutConfig) -> None:
     ):
         value = getattr(config, name)
         if value is not None and value < 1:
-            raise ValueError(f"{_flag(name)} is {value} but must be 1 or more.")
+            raise ValueError(f"{flag(name)} is {value} but must be 1 or more.")
 
 
 def _check_sampling(config: RolloutConfig) -> None:
@@ -207,7 +207,7 @@ def _check_sampling(config: RolloutConfig) -> None:
     for name in ("rollout_top_p", "eval_top_p"):
         value = getattr(config, name)
         if not 0.0 < value <= 1.0:
-            raise ValueError(f"{_flag(name)} is {value} but must be above 0 and at most 1; 1 keeps all tokens.")
+            raise ValueError(f"{flag(name)} is {value} but must be above 0 and at most 1; 1 keeps all tokens.")
     if config.rollout_top_k != -1 and config.rollout_top_k < 1:
         raise ValueError(f"--rollout-top-k is {config.rollout_top_k} but must be 1 or more, or -1 for all tokens.")
 
@@ -231,7 +231,7 @@ def _check_asynchronous(config: RolloutConfig) -> None:
     for name in ("rollout_lookahead", "max_weight_staleness"):
         value = getattr(config, name)
         if value is not None and value < 0:
-            raise ValueError(f"{_flag(name)} is {value} but must be 0 or more.")
+            raise ValueError(f"{flag(name)} is {value} but must be 0 or more.")
     if not config.weight_sync_bound > 0.0:
         raise ValueError(f"--weight-sync-bound is {config.weight_sync_bound} but must be above 0.")
     size = config.over_sampling_batch_size
@@ -256,5 +256,6 @@ def _check_asynchronous(config: RolloutConfig) -> None:
         )
 
 
-def _flag(name: str) -> str:
+def flag(name: str) -> str:
+    """The flag of an option."""
     return "--" + name.replace("_", "-")

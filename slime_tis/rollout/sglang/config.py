@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import SplitResult, urlsplit
 
+from slime_tis.rollout.config import flag
 from slime_tis.rollout.sglang.server_flags import OWN
 
 WEIGHT_SYNCS = ("distributed", "disk")
@@ -171,24 +172,24 @@ def _sources(config: SGLangConfig) -> dict[str, object]:
         "--sglang-router-ip": config.sglang_router_ip,
         "--sglang-launch": config.sglang_launch,
     }
-    return {flag: value for flag, value in named.items() if value is not None}
+    return {source: value for source, value in named.items() if value is not None}
 
 
 def _check_numbers(config: SGLangConfig) -> None:
     for name in ("sglang_launch", "sglang_concurrency", "sglang_bucket_mb"):
         value = getattr(config, name)
         if value is not None and value < 1:
-            raise ValueError(f"{_flag(name)} is {value} but must be 1 or more.")
+            raise ValueError(f"{flag(name)} is {value} but must be 1 or more.")
     if config.sglang_max_retries < 0:
         raise ValueError(f"--sglang-max-retries is {config.sglang_max_retries} but must be 0 or more.")
     for name in ("sglang_startup_timeout", "sglang_request_timeout", "sglang_recovery_timeout"):
         value = getattr(config, name)
         if not 0.0 < value < math.inf:
-            raise ValueError(f"{_flag(name)} is {value} but must be a number of seconds above 0.")
+            raise ValueError(f"{flag(name)} is {value} but must be a number of seconds above 0.")
     for name in ("sglang_router_port", "sglang_base_port"):
         value = getattr(config, name)
         if value is not None and not 0 < value < 65536:
-            raise ValueError(f"{_flag(name)} is {value} but must be a port, 1 to 65535.")
+            raise ValueError(f"{flag(name)} is {value} but must be a port, 1 to 65535.")
 
 
 def _check_sources(config: SGLangConfig) -> None:
@@ -200,7 +201,7 @@ def _check_sources(config: SGLangConfig) -> None:
             raise ValueError(f"--sglang-url names {url} {urls.count(url)} times; name each server once.")
     given = _sources(config)
     if len(given) > 1:
-        words = " and ".join(f"{flag} is {value}" for flag, value in given.items())
+        words = " and ".join(f"{source} is {value}" for source, value in given.items())
         raise ValueError(f"{words}; servers come from one source, leave out all but one.")
     ip, port = config.sglang_router_ip, config.sglang_router_port
     if (ip is None) != (port is None):
@@ -212,13 +213,13 @@ def _check_sources(config: SGLangConfig) -> None:
 def _check_only_with(config: SGLangConfig) -> None:
     for name in ("sglang_server_args", "sglang_python", "sglang_log_dir"):
         if getattr(config, name) is not None and config.sglang_launch is None:
-            raise ValueError(f"{_flag(name)} is set but --sglang-launch is not; add --sglang-launch N or leave it out.")
+            raise ValueError(f"{flag(name)} is set but --sglang-launch is not; add --sglang-launch N or leave it out.")
     for name, sync in (("sglang_weight_dir", "disk"), ("sglang_sync_address", "distributed")):
         value = getattr(config, name)
         if value is not None and config.sglang_weight_sync != sync:
             raise ValueError(
-                f"{_flag(name)} is {value!r} but --sglang-weight-sync is {config.sglang_weight_sync}; make it {sync} "
-                f"or leave {_flag(name)} out."
+                f"{flag(name)} is {value!r} but --sglang-weight-sync is {config.sglang_weight_sync}; make it {sync} "
+                f"or leave {flag(name)} out."
             )
     if config.sglang_sync_address in ("", "0.0.0.0", "::"):
         raise ValueError(
@@ -228,10 +229,10 @@ def _check_only_with(config: SGLangConfig) -> None:
 
 def _check_server_args(args: Sequence[str]) -> None:
     """Refuses flags that the run sets itself, in any spelling that argparse takes."""
-    for flag in (arg.split("=")[0] for arg in args if arg.startswith("--")):
+    for name in (arg.split("=")[0] for arg in args if arg.startswith("--")):
         for own, instead in OWN.items():
-            if own.startswith(flag[2:]) and len(flag) > 3:
-                raise ValueError(f"--sglang-server-args has {flag}, which the run sets itself; {instead}.")
+            if own.startswith(name[2:]) and len(name) > 3:
+                raise ValueError(f"--sglang-server-args has {name}, which the run sets itself; {instead}.")
     if args and not args[0].startswith("-"):
         raise ValueError(f"--sglang-server-args begins with {args[0]!r} but must begin with a flag, such as --tp-size.")
 
@@ -242,7 +243,3 @@ def _check_key_name(name: str) -> None:
         raise ValueError(
             "--sglang-api-key-env must be the name of an environment variable, such as SGLANG_API_KEY, not the key."
         )
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
