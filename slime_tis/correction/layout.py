@@ -70,7 +70,6 @@ class Layout:
         shape: Of the results; None for a list of sequences.
         """
         self._tokens, self._lengths, self._shape = tokens, lengths, shape
-        self.sequences = len(lengths)
         self.device = tokens.device
         self._width = row_width(lengths)
         self._spans = _spans(lengths, CPU_CHUNK_TOKENS if self.device.type == "cpu" else GPU_CHUNK_TOKENS)

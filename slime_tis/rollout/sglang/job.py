@@ -69,12 +69,9 @@ class Job:
 
     def end_where_full(self, longest_input: int | None = None) -> None:
         """Ends it by its length when no token is left, or the server takes no input that long."""
-        full = self.left < 1 or (longest_input is not None and len(self.token_ids) > 0 and self._passes(longest_input))
-        if self.finish_reason is None and full:
+        too_long = longest_input is not None and len(self.input_ids) > longest_input and len(self.token_ids) > 0
+        if self.finish_reason is None and (self.left < 1 or too_long):
             self.finish_reason = "length"
-
-    def _passes(self, longest_input: int) -> bool:
-        return len(self.prompt.token_ids) + len(self.token_ids) > longest_input
 
     def sample(self, tokenizer: PreTrainedTokenizerBase, group_index: int, sample_index: int) -> Sample:
         """As it stands; unfinished ones have the finish reason abort."""
