@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.checkpoints import make_checkpoint
-
 ROOT = Path(__file__).parent.parent
 REWARD = """
 def reward(args, sample):
@@ -20,6 +18,8 @@ def reward(args, sample):
 
 def make_task(directory: Path, family: str = "qwen3", prompts: int = 16, **sizes: Any) -> list[str]:
     """A checkpoint, prompts of several lengths and a reward without ties; the flags that train on them."""
+    from tests.checkpoints import make_checkpoint  # slow to import, and this file is part of every session
+
     make_checkpoint(directory / "model", family, **sizes)
     chance = random.Random(0)
     rows = ["".join(chance.choices("0123456789", k=chance.randint(3, 12))) for _ in range(prompts)]

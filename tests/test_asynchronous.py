@@ -1,6 +1,5 @@
 """train.py with rollouts in flight: how stale they are, what is left out, what resuming and the sync check do."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,22 +8,8 @@ import pytest
 import train
 from slime_tis.rollout.engine import EngineLost
 from slime_tis.rollout.local import LocalEngine
-from tests.runs import make_task, read_metrics, run_here
-
-Run = Callable[..., list[dict[str, Any]]]
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    return make_task(tmp_path_factory.mktemp("task"))
-
-
-@pytest.fixture
-def run(task: list[str], tmp_path: Path) -> Run:
-    def go(*flags: str, name: str = "run") -> list[dict[str, Any]]:
-        return run_here([*task, *flags], tmp_path / name)
-
-    return go
+from tests.conftest import Run
+from tests.runs import read_metrics, run_here
 
 
 def test_lookahead_makes_samples_as_many_rollouts_stale(run: Run) -> None:

@@ -5,34 +5,15 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 from transformers import AutoModelForCausalLM
 
 import train
-from tests.runs import ROOT, make_task, read_metrics, run_apart, run_here, training_figures
-
-Run = Callable[..., list[dict[str, Any]]]
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    return make_task(tmp_path_factory.mktemp("task"))
-
-
-@pytest.fixture
-def run(task: list[str], tmp_path: Path) -> Run:
-    """Runs train.py on the task with more flags; the rows of metrics.jsonl."""
-
-    def go(*flags: str, name: str = "run") -> list[dict[str, Any]]:
-        return run_here([*task, *flags], tmp_path / name)
-
-    return go
-
+from tests.conftest import Run
+from tests.runs import ROOT, read_metrics, run_apart, run_here, training_figures
 
 TWO_STEPS = ("--num-rollout", "2", "--num-steps-per-rollout", "2")
 ALGORITHMS = {
