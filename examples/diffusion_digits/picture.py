@@ -7,7 +7,6 @@ draws it anew.
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime_tis.reporting.run_directory import METRICS
+from slime_tis.reporting.run_directory import METRICS, written_whole
 from slime_tis.reporting.summary import COLORS, Series, read_series, running_mean
 
 SAMPLES, PICTURE = "samples.pt", "diffusion_digits.png"
@@ -32,9 +31,8 @@ WEIGHTS = {
 
 def save_samples(directory: Path, before: Tensor, after: Tensor) -> None:
     """Images before and after, [rows, 10, 64], whole or not at all."""
-    partial = directory / f".{SAMPLES}.partial"
-    torch.save({"before": before, "after": after}, partial)
-    os.replace(partial, directory / SAMPLES)
+    with written_whole(directory / SAMPLES) as partial:
+        torch.save({"before": before, "after": after}, partial)
 
 
 def draw(directory: Path, compare_with: Path | None = None) -> Path:
@@ -67,10 +65,9 @@ def draw(directory: Path, compare_with: Path | None = None) -> Path:
     _draw_weights(axes[1, 1], directory.name, series[directory.name])
     _draw_images(images, runs)
     path = directory / PICTURE
-    partial = path.with_name(f".{path.name}.partial")
-    figure.savefig(partial, dpi=110, format="png")
+    with written_whole(path) as partial:
+        figure.savefig(partial, dpi=110, format="png")
     pyplot.close(figure)
-    partial.replace(path)
     return path
 
 

@@ -11,7 +11,6 @@ that neither the model nor the reward has seen.
 from __future__ import annotations
 
 import math
-import os
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -43,6 +42,7 @@ from slime_tis.diffusion import (
 )
 from slime_tis.policy.advantages import grpo
 from slime_tis.reporting.reporters import open_reporters
+from slime_tis.reporting.run_directory import written_whole
 
 TIMESTEPS = 1000
 """Timesteps at t = 1, as the schedulers of diffusion models count them."""
@@ -218,9 +218,8 @@ def loss_figures(losses: tuple[DiffusionLoss, ...], norms: tuple[float, ...]) ->
 
 def save_policy(directory: Path, model: VelocityModel) -> None:
     """The weights, whole or not at all."""
-    partial = directory / f".{POLICY}.partial"
-    torch.save(model.state_dict(), partial)
-    os.replace(partial, directory / POLICY)
+    with written_whole(directory / POLICY) as partial:
+        torch.save(model.state_dict(), partial)
 
 
 if __name__ == "__main__":

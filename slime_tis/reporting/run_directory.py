@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,21 @@ def prepare_run_directory(directory: str, effective_config: Mapping[str, Any], r
 
 def write_atomically(path: Path, text: str) -> None:
     """Writes a text file that is either the old one or the whole new one, whenever the process dies."""
-    partial = path.with_name(f".{path.name}.partial")
-    with open(partial, "w", encoding="utf-8") as file:
+    with written_whole(path) as partial, open(partial, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(partial, path)
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """Where to write what takes the place of `path` at the end, whole; after an error the old file is there still."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        yield partial
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _set_aside(path: Path) -> None:

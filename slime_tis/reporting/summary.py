@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slime_tis.reporting.run_directory import METRICS, SUMMARY
+from slime_tis.reporting.run_directory import METRICS, SUMMARY, written_whole
 
 Series = list[tuple[int, float]]
 LONG = 40
@@ -109,10 +109,9 @@ def plot_summary(run_directory: Path) -> Path:
     for axis, panel in zip(axes.flat, PANELS, strict=True):
         _draw_panel(axis, panel, series)
     path = run_directory / SUMMARY
-    partial = path.with_name(f".{path.name}.partial")
-    figure.savefig(partial, dpi=110, format="png")
+    with written_whole(path) as partial:
+        figure.savefig(partial, dpi=110, format="png")
     pyplot.close(figure)
-    partial.replace(path)
     return path
 
 

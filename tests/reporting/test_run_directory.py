@@ -5,7 +5,7 @@ import os
 import pytest
 import yaml
 
-from slime_tis.reporting.run_directory import prepare_run_directory, write_atomically
+from slime_tis.reporting.run_directory import prepare_run_directory, write_atomically, written_whole
 
 
 def test_configuration_is_written_in_order(tmp_path):
@@ -38,4 +38,9 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path):
     write_atomically(path, "old\n")
     with pytest.raises(UnicodeEncodeError):
         write_atomically(path, "new \ud800\n")
+    with pytest.raises(KeyboardInterrupt), written_whole(path) as partial:
+        partial.write_text("ne")
+        assert path.read_text() == "old\n"
+        raise KeyboardInterrupt
     assert path.read_text() == "old\n"
+    assert list(tmp_path.iterdir()) == [path]
