@@ -55,7 +55,7 @@ def sde_step(
         raise ValueError(f"ceiling is {ceiling}; give a time between 0 and 1, such as the second of the schedule.")
     if noise_level < 0.0:
         raise ValueError(f"noise_level is {noise_level}; give 0 for the ODE, or a positive number such as 0.7.")
-    velocity, sample = _at_least_float32(velocity_BL), _at_least_float32(sample_BL)
+    velocity, sample = at_least_float32(velocity_BL), at_least_float32(sample_BL)
     t, next_t = _as_latent(time, sample), _as_latent(next_time, sample)
     delta = next_t - t
     variance_rate = noise_level**2 * t / (1 - t.clamp(max=ceiling))
@@ -91,14 +91,15 @@ def gaussian_log_prob(
     _check_same("next_sample", next_sample_BL, "mean", mean_BL)
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction is {reduction!r}; choose mean or sum.")
-    mean = _at_least_float32(mean_BL)
+    mean = at_least_float32(mean_BL)
     std = torch.as_tensor(std, dtype=mean.dtype, device=mean.device)
     standard = (next_sample_BL.to(mean.dtype) - mean) / std
     log_prob = (-0.5 * standard.square() - std.log() - 0.5 * math.log(2 * math.pi)).flatten(1)
     return log_prob.mean(1) if reduction == "mean" else log_prob.sum(1)
 
 
-def _at_least_float32(x: Tensor) -> Tensor:
+def at_least_float32(x: Tensor) -> Tensor:
+    """As it is where it is float32 or float64, in float32 where it is less."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 

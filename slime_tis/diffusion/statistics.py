@@ -12,8 +12,6 @@ from torch import Tensor
 
 from slime_tis.correction import LOG_RATIO_LIMIT, Correction, RolloutCorrectionConfig, Statistics, figures
 
-DECOUPLED, BYPASS = "rollout_corr/", "actor/rollout_corr/"
-
 
 @dataclass(frozen=True)
 class StepStatistics:
@@ -112,8 +110,12 @@ def step_figures(config: RolloutCorrectionConfig, statistics: StepStatistics) ->
     sequences, lost = statistics.sequences.tolist()
     if config.corrects and sequences:
         found["rejected_sequence_fraction"] = lost / sequences
-    prefix = BYPASS if config.use_rollout_logprobs else DECOUPLED
-    return {prefix + name: value for name, value in found.items()}
+    return {prefix_of(config) + name: value for name, value in found.items()}
+
+
+def prefix_of(config: RolloutCorrectionConfig) -> str:
+    """What the figures of a correction stand under: in bypass mode they are the actor's, which corrects in its loss."""
+    return "actor/rollout_corr/" if config.use_rollout_logprobs else "rollout_corr/"
 
 
 def reports_weights(config: RolloutCorrectionConfig) -> bool:

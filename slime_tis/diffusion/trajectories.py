@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from slime_tis.correction import Correction, RolloutCorrectionConfig, correct
+from slime_tis.diffusion.sde import at_least_float32
 from slime_tis.diffusion.statistics import StepStatistics, reports_weights, step_statistics, weight_report
 
 
@@ -128,7 +129,7 @@ def check_shapes(x: Tensor, other: Tensor, name: str, other_name: str) -> None:
 
 def _as_sequences(log_probs_BT: Tensor, latent_dims: int) -> Tensor:
     """[B, T], detached, in float32 at least, as sums over latent dimensions."""
-    log_probs = log_probs_BT.detach().to(torch.promote_types(log_probs_BT.dtype, torch.float32))
+    log_probs = at_least_float32(log_probs_BT.detach())
     return (log_probs if log_probs.dim() == 2 else log_probs[:, None]) * latent_dims
 
 

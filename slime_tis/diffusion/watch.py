@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from slime_tis.correction import RolloutCorrectionConfig
-from slime_tis.diffusion.statistics import BYPASS, DECOUPLED
+from slime_tis.diffusion.statistics import prefix_of
 
 REJECTED_SHARE = 0.05
 """Share of sequences rejected above which training is on a selected set."""
@@ -23,7 +23,7 @@ class Watch:
 
     def __init__(self, config: RolloutCorrectionConfig) -> None:
         self._config = config
-        self._prefix = BYPASS if config.use_rollout_logprobs else DECOUPLED
+        self._prefix = prefix_of(config)
         self._steps = 0
         self._rejecting = 0
         self._pinned = 0
