@@ -10,7 +10,7 @@ from typing import TextIO
 from tqdm import tqdm
 
 INTERVAL = 0.5
-"""Time between two looks at how far it is, in seconds."""
+"""Time between two looks at how far it is, in seconds; what takes less has no bar, which would only flicker."""
 
 
 @contextmanager
@@ -31,10 +31,12 @@ def shown_progress(
     over = threading.Event()
 
     def watch() -> None:
-        with tqdm(desc=title, unit="", leave=False, file=file, disable=None if file is None else False) as bar:
+        disable = None if file is None else False
+        with tqdm(desc=title, unit="", leave=False, delay=INTERVAL, file=file, disable=disable) as bar:
             while not over.wait(INTERVAL):
                 bar.n, bar.total = look()
                 bar.refresh()
+                bar.delay = 0  # otherwise it believes that it was never shown, and is not cleared
 
     thread = threading.Thread(target=watch, name="progress", daemon=True)
     thread.start()

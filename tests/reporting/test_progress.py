@@ -25,6 +25,13 @@ def test_an_error_ends_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ValueError("mine")
 
 
+def test_what_is_over_at_once_has_no_bar() -> None:
+    written = io.StringIO()
+    with progress.shown_progress(lambda: (0, 1), "responses", shown=True, file=written):
+        pass
+    assert written.getvalue() == ""
+
+
 def test_nothing_is_shown_where_it_is_not_wanted() -> None:
     written = io.StringIO()
     with progress.shown_progress(lambda: (0, 1), "responses", shown=False, file=written):
