@@ -17,9 +17,12 @@ def anchors_on_recomputed(correction: RolloutCorrectionConfig, steps_per_rollout
 def needs_old_log_probs(
     correction: RolloutCorrectionConfig, steps_per_rollout: int, reject_before_advantage: bool = False
 ) -> bool:
-    """Whether that forward pass is made: for the loss, to measure the mismatch of π_old itself, or to reject early."""
-    asked_for = correction.get_mismatch_metrics or reject_before_advantage
-    return asked_for or anchors_on_recomputed(correction, steps_per_rollout)
+    """Whether that forward pass is made: for the loss, to measure the mismatch of π_old itself, or to reject early.
+
+    Measuring takes none with one step per rollout, where the training forward is that of π_old.
+    """
+    measures = correction.get_mismatch_metrics and steps_per_rollout > 1
+    return measures or reject_before_advantage or anchors_on_recomputed(correction, steps_per_rollout)
 
 
 def needs_global_batch(correction: RolloutCorrectionConfig) -> bool:

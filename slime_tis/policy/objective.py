@@ -84,6 +84,7 @@ class PolicyObjective:
         old_R = self._anchor(flat, log_prob_R)
         train_R = log_prob_R.detach() if self.correction.use_rollout_logprobs else old_R
         correction = self._correct(batch, flat, train_R)
+        recomputed = self._recomputed_statistics(flat, log_prob_R, lengths)
         weight_R, mask_R, counts_S = correction.weights, correction.mask, correction.kept_per_sequence
         custom: dict[str, Tensor] = {}
         if self.policy.use_opsm:
@@ -126,7 +127,7 @@ class PolicyObjective:
             units=torch.stack([kept.units, original.units, counts_S.sum(), correction.valid_per_sequence.sum()])
             * float(self.context_rank == 0),
             statistics=correction.statistics,
-            recomputed=self._recomputed_statistics(flat, lengths),
+            recomputed=recomputed,
             lags=lag_table(
                 train_R, flat["rollout_log_probs"], flat["loss_masks"], self.version - flat["weight_versions"]
             ),
@@ -203,13 +204,14 @@ class PolicyObjective:
             return torch.zeros_like(log_prob_R)
         return losses.kl_estimate(log_prob_R, flat["ref_log_probs"], self.policy.kl_loss_type)
 
-    def _recomputed_statistics(self, flat: dict[str, Tensor], lengths: list[int]) -> Statistics:
+    def _recomputed_statistics(self, flat: dict[str, Tensor], log_prob_R: Tensor, lengths: list[int]) -> Statistics:
+        """Of π_old itself, which is the policy of this forward where no other pass was made for it."""
         config = metrics_only(self.correction)
         if not self.correction.get_mismatch_metrics:
             return Statistics.empty(config, flat["loss_masks"].device)
         return correct(
             config,
-            flat["old_log_probs"],
+            flat.get("old_log_probs", log_prob_R.detach()),
             flat["rollout_log_probs"],
             flat["loss_masks"],
             lengths=lengths,

@@ -28,7 +28,7 @@ class Report:
     statistics: Statistics
     """The correction's table."""
     recomputed: Statistics
-    """The table between π_old of the forward pass and π_rollout, under --get-mismatch-metrics; else empty."""
+    """The table between π_old itself and π_rollout, under --get-mismatch-metrics; else empty."""
     lags: Tensor
     """The mismatch by lag of the weights, of this rank's tokens."""
     custom: dict[str, Tensor]

@@ -16,8 +16,9 @@ CASES = [
     ({"tis_batch_normalize": True}, False, False, True, False),
     (NORMALIZES, True, True, True, True),
     (TRIMS, True, True, True, True),
-    ({"get_mismatch_metrics": True}, False, False, True, True),
+    ({"get_mismatch_metrics": True}, False, False, True, False),
     (BYPASS, False, False, False, False),
+    ({**BYPASS, "get_mismatch_metrics": True}, False, False, False, False),
     ({**BYPASS, **NORMALIZES}, True, False, False, False),
     ({**BYPASS, **TRIMS}, True, False, False, False),
     ({**INTERPOLATES, **TRIMS}, True, False, False, False),
@@ -30,4 +31,5 @@ def test_forward_passes(options: dict, of_batch: bool, once: bool, twice: bool, 
     assert needs_global_batch(config) == of_batch
     assert [anchors_on_recomputed(config, steps) for steps in (1, 2)] == [once, twice]
     assert needs_old_log_probs(config, 1) == forward
+    assert needs_old_log_probs(config, 2) == (twice or config.get_mismatch_metrics)
     assert needs_old_log_probs(config, 1, reject_before_advantage=True)

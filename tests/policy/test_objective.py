@@ -188,6 +188,19 @@ def test_metrics_only_leaves_the_loss_as_it_is_to_the_bit() -> None:
     assert figures["mismatch_kl"] == pytest.approx((0.2 + 1.5 + 0.0 + 0.15) / 4, rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"use_rollout_logprobs": True}, {"old_logprobs": "interpolate"}, {"use_rs": True}], ids=str
+)
+def test_the_mismatch_of_the_only_step_is_that_of_its_own_forward_pass(options: dict[str, Any]) -> None:
+    batch = make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES)
+    measured = build(get_mismatch_metrics=True, **options)
+    figures = step_figures(loss_of(measured, batch, CURRENT)[2], measured.correction, PolicyConfig(), custom=False)
+    assert figures["mismatch_kl"] == pytest.approx(-(1.0 - 0.5 - 0.25) / 5)
+    _, _, report = loss_of(measured, batch, [NAN, *CURRENT[1:]])
+    figures = step_figures(report, measured.correction, PolicyConfig(), custom=False)
+    assert figures["mismatch_kl"] == pytest.approx(-(1.0 - 0.5 - 0.25) / 4)
+
+
 def test_the_mismatch_is_reported_by_lag_of_the_weights() -> None:
     # Δ: 0, 1, (masked), −0.5 at versions 3, 3, 3, 2 | 0, −0.25 at versions 1, 0; the policy is at version 3.
     versions = [[3.0, 3.0, 3.0, 2.0], [1.0, 0.0]]
