@@ -49,6 +49,8 @@ class Learner:
     """The command line as that function gets it."""
     step: int = 0
     """Optimizer steps made so far: the version of the weights."""
+    _old_version: int = 0
+    """Version of π_old: the weights before the rollout's first step."""
     _old_log_prob_forwards: int = 0
 
     @property
@@ -59,6 +61,7 @@ class Learner:
         """All optimizer steps on one rollout; the figures of each."""
         samples = [sample for group in groups for sample in group]
         size = len(samples) // self.steps_per_rollout
+        self._old_version = self.step
         steps = [self._prepare(samples[start : start + size]) for start in range(0, len(samples), size)]
         kept = None
         if self.policy.reject_before_advantage:
@@ -148,7 +151,8 @@ class Learner:
         correction = self.correction
         if not needs_global_batch(correction):
             return None, None
-        if anchors_on_recomputed(correction, self.steps_per_rollout):
+        of_old = anchors_on_recomputed(correction, self.steps_per_rollout) or self.step == self._old_version
+        if of_old and "old_log_probs" in batch.local:
             train = batch.local["old_log_probs"]
         else:  # what is weighted follows π_θ, and that moves with every step
             train = self._old_log_probs(batch, partition)

@@ -66,6 +66,18 @@ def test_metrics_only_leaves_training_as_it_is_to_the_bit(base: tuple[str, ...],
             assert row.get(name) == other.get(name)
 
 
+def test_the_first_step_of_a_rollout_takes_no_pass_twice(run: Run) -> None:
+    """What is known of π_old is known of π_θ, too, as long as no step was made: the loss is the same to the bit."""
+    flags = ("--use-rollout-logprobs", "--policy-loss", "reinforce", "--use-tis", "--tis-batch-normalize", *TWO_STEPS)
+    plain = run(*flags, name="plain")
+    measured = run(*flags, "--get-mismatch-metrics", name="measured")
+    assert [row["train/old_log_prob_forwards"] for row in plain] == [1, 1, 1, 1]
+    assert [row["train/old_log_prob_forwards"] for row in measured] == [2, 1, 2, 1]  # both steps', and the second anew
+    for row, other in zip(plain, measured, strict=True):
+        for name in ("train/loss", "train/grad_norm", "train/mis_batch_norm_factor"):
+            assert row[name] == other[name]
+
+
 def test_on_policy_samples_of_the_same_weights_have_weight_one(run: Run) -> None:
     rows = run("--use-tis", "--rollout-precision", "fp32")
     for row in rows:
