@@ -6,8 +6,9 @@ EXAMPLE := data/sort_digits
 RUN := runs/sort_digits
 DIFFUSION := -m examples.diffusion_digits.train --custom-config-path examples/diffusion_digits/train.yaml
 DIFFUSION_RUN := runs/diffusion_digits
+SEEDS ?= 0
 
-.PHONY: help install data train train-diffusion test sglang-env test-sglang check format docs clean
+.PHONY: help install data train train-diffusion study test sglang-env test-sglang check format docs clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +40,9 @@ train-diffusion: $(VENV)/.installed-diffusion  ## Train a flow model of digits, 
 	$(BIN)/python $(DIFFUSION) --use-tis --rs-veto-threshold 1e-4 --output-dir $(DIFFUSION_RUN)/corrected \
 		--compare-with $(DIFFUSION_RUN)/uncorrected
 
+study: install $(EXAMPLE)/complete.json  ## Run the study of collapse, all corrections; SEEDS="0 1 2" for the whole grid
+	$(BIN)/python -m examples.collapse_study.run --seeds $(SEEDS)
+
 test: $(VENV)/.installed-diffusion  ## Run the tests
 	$(BIN)/python -m pytest tests
 
@@ -58,8 +62,10 @@ format: install  ## Format and mend what the linter can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-docs: install  ## Write docs/flags.md anew from the command line's declarations
+docs: install  ## Write anew what docs/ has from the program: flags, and the study's figures and tables
 	$(BIN)/python docs/write_flags.py
+	$(BIN)/python -m examples.collapse_study.report
+	$(BIN)/python -m examples.collapse_study.gradient --draw
 
 clean:  ## Remove caches and builds; data, runs and the virtual environment stay
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

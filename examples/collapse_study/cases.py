@@ -1,0 +1,107 @@
+"""The runs of the study: scenarios × corrections × seeds, as command lines of train.py."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+COMMON, GRID = HERE / "train.yaml", HERE / "grid.yaml"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One run."""
+
+    scenario: str
+    correction: str
+    seed: int
+    flags: tuple[str, ...]
+    """Of train.py, on top of train.yaml and without the seeds."""
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """What tells it from the others."""
+        return self.scenario, self.correction, self.seed
+
+    @property
+    def name(self) -> str:
+        """Scenario, correction and seed as a path below the directory of all runs."""
+        correction = "_".join(word for word in self.correction.lower().split() if word != "+")
+        return f"{self.scenario}/{correction}/seed_{self.seed}"
+
+    def command(self, directory: Path) -> list[str]:
+        """Arguments of train.py for this run, written to a directory."""
+        seeds = ("--seed", str(self.seed), "--rollout-seed", str(self.seed))
+        common = ("--custom-config-path", str(COMMON.relative_to(ROOT)))
+        return [*common, *self.flags, *seeds, "--output-dir", str(directory)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """Flags of every scenario and correction, by name."""
+
+    scenarios: Mapping[str, str]
+    corrections: Mapping[str, str]
+    only: Mapping[str, Sequence[str]]
+    """Scenarios that are run with some of the corrections alone."""
+
+    @classmethod
+    def load(cls, path: Path = GRID) -> Grid:
+        """Reads grid.yaml."""
+        return cls(**yaml.safe_load(path.read_text(encoding="utf-8")))
+
+    def cases(self, seeds: Sequence[int], more: Sequence[str] = ()) -> list[Case]:
+        """All runs, one seed after another, so that an interrupted study has whole seeds.
+
+        Args:
+            seeds: of the training and of the sampling.
+            more: flags for every run.
+        """
+        return [
+            Case(
+                scenario=scenario,
+                correction=correction,
+                seed=seed,
+                flags=(*shlex.split(circumstances), *shlex.split(remedy), *more),
+            )
+            for seed in seeds
+            for scenario, circumstances in self.scenarios.items()
+            for correction, remedy in self.corrections.items()
+            if correction in self.only.get(scenario, self.corrections)
+        ]
+
+    def position(self, key: tuple[str, str, int]) -> tuple[int, int, int]:
+        """Where a run stands among all, by seed within its case; what is not in the grid comes last."""
+        scenario, correction, seed = key
+        places = [
+            [*names].index(name) if name in names else len(names)
+            for name, names in ((scenario, self.scenarios), (correction, self.corrections))
+        ]
+        return places[0], places[1], seed
+
+    def chosen(self, scenarios: Sequence[str] | None, corrections: Sequence[str] | None) -> Grid:
+        """The part of the grid that is named; None for all.
+
+        Raises:
+            ValueError: a name is not in the grid.
+        """
+        return Grid(
+            scenarios=_chosen("scenario", self.scenarios, scenarios),
+            corrections=_chosen("correction", self.corrections, corrections),
+            only=self.only,
+        )
+
+
+def _chosen(kind: str, all_of_them: Mapping[str, str], names: Sequence[str] | None) -> dict[str, str]:
+    if names is None:
+        return dict(all_of_them)
+    for name in names:
+        if name not in all_of_them:
+            raise ValueError(f"there is no {kind} {name!r} in grid.yaml; it has {', '.join(map(repr, all_of_them))}.")
+    return {name: all_of_them[name] for name in names}

@@ -1,0 +1,157 @@
+"""The figure and the tables of the study, from results.csv.
+
+python -m examples.collapse_study.report    # writes both into docs/; part of `make docs`
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from examples.collapse_study.cases import HERE, ROOT
+from examples.collapse_study.results import Row, read_table
+from slime_tis.reporting.run_directory import write_atomically, written_whole
+
+PAGE = ROOT / "docs" / "collapse_study.md"
+PICTURE = ROOT / "docs" / "collapse_study.png"
+BEGIN, END = "<!-- table: make docs -->\n", "<!-- end of table -->\n"
+
+REFERENCE = "none"
+"""The scenario without a mismatch, drawn into the panels of the others."""
+
+LOOKS = {
+    "standard PPO, no mismatch": ("grey", ":"),
+    "standard PPO": ("black", "-"),
+    "token TIS": ("tab:blue", "-"),
+    "token MIS": ("tab:blue", "--"),
+    "sequence TIS": ("tab:orange", "-"),
+    "sequence MIS": ("tab:orange", "--"),
+    "geometric RS + veto": ("tab:green", "-"),
+    "bypass PPO": ("tab:purple", "-"),
+    "bypass PPO + RS": ("tab:purple", "--"),
+    "policy gradient + sequence IS": ("tab:red", ":"),
+}
+"""Colour and style of a line, one colour a family; what is not named here gets a colour of its own."""
+
+COLUMNS: dict[str, Callable[[Sequence[Row]], str]] = {
+    "final accuracy": lambda rows: spread([row.final_accuracy for row in rows]),
+    "last quarter": lambda rows: spread([row.late_accuracy for row in rows]),
+    "mean accuracy": lambda rows: spread([row.accuracy_area for row in rows]),
+    "collapse at step": lambda rows: collapses(rows),
+    "k3 KL": lambda rows: middle([row.mismatch_k3_kl for row in rows], "{:.2g}"),
+    "k3 KL, new → old": lambda rows: ages(rows),
+    "ESS": lambda rows: middle([row.ess for row in rows], "{:.2f}"),
+    "kept": lambda rows: middle([row.kept_fraction for row in rows], "{:.0%}"),
+}
+"""Columns of the table, each from the seeds of one case."""
+
+
+def main() -> None:
+    rows = list(read_table(HERE / "results.csv").values())
+    print(draw(rows, PICTURE))
+    print(replace_table(PAGE, table(rows)))
+
+
+def replace_table(page: Path, text: str) -> Path:
+    """Puts a table between the marks of a page."""
+    before, rest = page.read_text(encoding="utf-8").split(BEGIN)
+    after = rest.split(END)[1]
+    write_atomically(page, f"{before}{BEGIN}{text}\n{END}{after}")
+    return page
+
+
+def table(rows: Iterable[Row]) -> str:
+    """A Markdown table a scenario: medians over seeds, in brackets the lowest and highest."""
+    parts = []
+    for scenario, cases in by_case(rows).items():
+        parts += [
+            "",
+            f"**{scenario}**",
+            "",
+            f"| correction | {' | '.join(COLUMNS)} |",
+            "|---" * (len(COLUMNS) + 1) + "|",
+        ]
+        for correction, seeds in cases.items():
+            parts.append(f"| {correction} | {' | '.join(column(seeds) for column in COLUMNS.values())} |")
+    return "\n".join(parts[1:])
+
+
+def by_case(rows: Iterable[Row]) -> dict[str, dict[str, list[Row]]]:
+    """The rows by scenario and correction, in the order they are in."""
+    found: dict[str, dict[str, list[Row]]] = {}
+    for row in rows:
+        found.setdefault(row.scenario, {}).setdefault(row.correction, []).append(row)
+    return found
+
+
+def spread(values: Sequence[float]) -> str:
+    """Median, lowest and highest; of a single value that value."""
+    median = f"{statistics.median(values):.2f}"
+    return median if len(values) == 1 else f"{median} [{min(values):.2f}, {max(values):.2f}]"
+
+
+def middle(values: Sequence[float | None], form: str) -> str:
+    """The median of those that are there."""
+    there = [value for value in values if value is not None]
+    return form.format(statistics.median(there)) if there else "–"
+
+
+def collapses(rows: Sequence[Row]) -> str:
+    """Median step of the runs that lost half of their best, and how many of the seeds did."""
+    steps = [row.collapse_step for row in rows if row.collapse_step is not None]
+    return f"{statistics.median_low(steps)} ({len(steps)} of {len(rows)})" if steps else "–"
+
+
+def ages(rows: Sequence[Row]) -> str:
+    """The k3 KL of the samples of the newest and of the oldest weights, medians over seeds."""
+    youngest, oldest = (middle([row.k3_by_lag[end][1] for row in rows if row.k3_by_lag], "{:.2g}") for end in (0, -1))
+    return youngest if all(len(row.k3_by_lag) == 1 for row in rows) else f"{youngest} → {oldest}"
+
+
+def draw(rows: Sequence[Row], path: Path) -> Path:
+    """Held-out accuracy against steps, a panel a scenario: medians over seeds, and their range."""
+    import matplotlib  # slow to import
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    scenarios = by_case(rows)
+    panels = {name: cases for name, cases in scenarios.items() if name != REFERENCE} or scenarios
+    reference = [row for cases in scenarios.get(REFERENCE, {}).values() for row in cases]
+    figure, axes = pyplot.subplots(
+        1, len(panels), figsize=(5 * len(panels), 5.2), sharey=True, squeeze=False, layout="constrained"
+    )
+    lines: dict[str, Any] = {}
+    for axis, (scenario, cases) in zip(axes[0], panels.items(), strict=True):
+        if reference:
+            _draw_case(axis, reference, "standard PPO, no mismatch", lines)
+        for correction, seeds in cases.items():
+            _draw_case(axis, seeds, correction, lines)
+        axis.set_title(scenario, loc="left", fontweight="bold")
+        axis.set_xlabel("optimizer step")
+        axis.grid(alpha=0.25)
+        axis.set_ylim(0, 1)
+    axes[0][0].set_ylabel("held-out accuracy of the training policy")
+    figure.legend(handles=lines.values(), loc="outside lower center", ncols=5, frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with written_whole(path) as partial:
+        figure.savefig(partial, dpi=110, format="png")
+    pyplot.close(figure)
+    return path
+
+
+def _draw_case(axis: Any, seeds: Sequence[Row], label: str, lines: dict[str, Any]) -> None:
+    """The median over seeds as a line, their range as a band; steps that some seed lacks are left out."""
+    curves = [dict(row.accuracy) for row in seeds]
+    steps = sorted(set.intersection(*map(set, curves)))
+    heights = [[curve[step] for curve in curves] for step in steps]
+    color, style = LOOKS.get(label, (None, "-"))
+    (line,) = axis.plot(steps, list(map(statistics.median, heights)), style, color=color, label=label)
+    axis.fill_between(steps, list(map(min, heights)), list(map(max, heights)), color=line.get_color(), alpha=0.1)
+    lines[label] = line
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""What a run came to, read off its metrics.jsonl: one row of results.csv."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+from slime_tis.reporting.run_directory import METRICS, write_atomically
+
+ACCURACY, K3, LAG = "eval/accuracy", "train/mismatch_k3_kl", "rollout/weight_lag"
+MEANS = {
+    "mismatch_kl": "train/mismatch_kl",
+    "mismatch_k3_kl": K3,
+    "ess": "train/mis_eff_sample_size",
+    "kept_fraction": "train/gradient_kept_fraction",
+    "reward": "rollout/raw_reward",
+}
+"""Columns that are means over all steps of a figure of train.py; empty where it was not logged."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One run. Accuracy is that of the training policy on held-out prompts, greedy."""
+
+    scenario: str
+    correction: str
+    seed: int
+    final_accuracy: float
+    late_accuracy: float
+    """Mean of the evaluations in the last quarter of the steps."""
+    accuracy_area: float
+    """Mean of the accuracy over the steps: the area under its curve, by the trapezoid rule, over their number."""
+    collapse_step: int | None
+    """First evaluation that finds less than half of the highest accuracy until then; None if there is none."""
+    mismatch_kl: float | None
+    mismatch_k3_kl: float | None
+    ess: float | None
+    """Effective sample size of the weights, a share of 1; None where there are no weights."""
+    kept_fraction: float | None
+    reward: float | None
+    steps: int
+    seconds: float
+    """Wall time of the process, beside what else the machine was doing."""
+    accuracy: tuple[tuple[int, float], ...]
+    """The curve: (step, accuracy) of every evaluation."""
+    k3_by_lag: tuple[tuple[int, float], ...]
+    """(optimizer steps between the weights that sampled and those trained, median k3 KL of such steps)."""
+    flags: str
+    date: str
+    machine: str
+    versions: str
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """What tells a row from the others."""
+        return self.scenario, self.correction, self.seed
+
+
+def summarize(rows: Sequence[Mapping[str, Any]], **facts: Any) -> Row:
+    """The row of a run.
+
+    Args:
+        rows: its metrics.jsonl.
+        facts: the columns that are not in there.
+    """
+    curve = tuple((row["step"], row[ACCURACY]) for row in rows if ACCURACY in row)
+    means = {name: mean_of([row.get(figure) for row in rows]) for name, figure in MEANS.items()}
+    return Row(
+        **means,
+        **facts,
+        final_accuracy=curve[-1][1],
+        late_accuracy=statistics.fmean(value for step, value in curve if step > 0.75 * curve[-1][0]),
+        accuracy_area=area(curve),
+        collapse_step=collapse_step(curve),
+        steps=rows[-1]["step"],
+        accuracy=curve,
+        k3_by_lag=by_lag(rows),
+    )
+
+
+def by_lag(rows: Iterable[Mapping[str, Any]]) -> tuple[tuple[int, float], ...]:
+    """The median mismatch of the steps of each lag."""
+    found: dict[int, list[float]] = {}
+    for row in rows:
+        if row.get(LAG) is not None and row.get(K3) is not None:
+            found.setdefault(round(row[LAG]), []).append(row[K3])
+    return tuple((lag, statistics.median(values)) for lag, values in sorted(found.items()))
+
+
+def area(curve: Sequence[tuple[int, float]]) -> float:
+    """Mean height of a piecewise linear curve."""
+    total = sum((after - before) * (left + right) / 2 for (before, left), (after, right) in pairwise(curve))
+    return total / (curve[-1][0] - curve[0][0])
+
+
+def collapse_step(curve: Sequence[tuple[int, float]]) -> int | None:
+    """The first step at which less than half of the highest accuracy so far is left."""
+    highest = accumulate((accuracy for _, accuracy in curve), max)
+    return next((step for (step, accuracy), best in zip(curve, highest, strict=True) if accuracy < best / 2), None)
+
+
+def mean_of(values: Iterable[float | None]) -> float | None:
+    """The mean of those that are there; None of none."""
+    there = [value for value in values if value is not None]
+    return statistics.fmean(there) if there else None
+
+
+def read_metrics(directory: Path) -> list[dict[str, Any]]:
+    """The rows of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (directory / METRICS).read_text(encoding="utf-8").splitlines()]
+
+
+def read_table(path: Path) -> dict[tuple[str, str, int], Row]:
+    """The rows of a results.csv by run; none where there is no such file.
+
+    Raises:
+        ValueError: it has other columns.
+    """
+    if not path.exists():
+        return {}
+    with open(path, newline="", encoding="utf-8") as file:
+        lines = csv.DictReader(file)
+        if lines.fieldnames != COLUMNS:
+            raise ValueError(f"{path} has not the columns {', '.join(COLUMNS)}; move it away, and it is made anew.")
+        rows = [Row(**{name: _parsed(name, text) for name, text in line.items()}) for line in lines]
+    return {row.key: row for row in rows}
+
+
+def write_table(path: Path, rows: Iterable[Row]) -> None:
+    """Writes results.csv, whole or not at all."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    writer.writerows([_written(value) for value in asdict(row).values()] for row in rows)
+    write_atomically(path, text.getvalue())
+
+
+COLUMNS = [field.name for field in fields(Row)]
+NUMBERS = {"seed": int, "collapse_step": int, "steps": int} | dict.fromkeys(
+    ("final_accuracy", "late_accuracy", "accuracy_area", "seconds", *MEANS), float
+)
+
+
+def _parsed(name: str, text: str) -> Any:
+    if name in ("accuracy", "k3_by_lag"):
+        return tuple((int(place), float(value)) for place, value in (point.split(":") for point in text.split()))
+    if name not in NUMBERS:
+        return text
+    return NUMBERS[name](text) if text else None
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, tuple):
+        return " ".join(f"{place}:{height:.4g}" for place, height in value)
+    if isinstance(value, float):
+        return f"{value:.5g}" if math.isfinite(value) else ""
+    return "" if value is None else str(value)

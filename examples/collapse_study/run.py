@@ -1,0 +1,179 @@
+"""Runs train.py over the grid of the study, several runs at a time, and writes a row per run into results.csv.
+
+    python -m examples.collapse_study.run                  # every scenario and correction, one seed
+    python -m examples.collapse_study.run --seeds 0 1 2    # the whole grid
+
+A run that ended before, with the same flags, is not made again: a study that was interrupted goes on with a second
+call. The row of a run takes the place of the one that results.csv has of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from arguments import configure
+from examples.collapse_study.cases import HERE, ROOT, Case, Grid
+from examples.collapse_study.report import draw, table
+from examples.collapse_study.results import Row, read_metrics, read_table, summarize, write_table
+from slime_tis.reporting.run_directory import write_atomically
+
+RESULTS = HERE / "results.csv"
+RUNS = Path("runs/collapse_study")
+FINISHED = "finished.json"
+"""Written below a run's directory when it has ended: its flags, and what of its row is not in metrics.jsonl."""
+LOG = "train.log"
+LAST_LINES = 5
+"""Lines of a failed run's log that are shown, a count."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parse(argv)
+    grid = Grid.load()
+    try:
+        rows = read_table(options.results)
+        cases = grid.chosen(options.scenarios, options.corrections).cases(sorted({*options.seeds}), options.more)
+        for case in cases:
+            configure(case.command(options.runs / case.name), {})  # what train.py would refuse, before any run
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"{len(cases)} runs, {options.jobs} at a time; logs and figures of each below {options.runs}", flush=True)
+    finished = 0
+    for row in run_all(cases, options.runs, options.jobs):
+        finished += 1
+        rows[row.key] = row
+        write_table(options.results, sorted(rows.values(), key=lambda row: grid.position(row.key)))
+        print(f"{finished}/{len(cases)}  {told(row)}", flush=True)
+    if finished:
+        mine = [rows[case.key] for case in cases if case.key in rows]
+        print(f"\n{table(mine)}\n\n{options.results}\n{draw(mine, options.runs / 'study.png')}")
+    return 0 if finished == len(cases) else 1
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m examples.collapse_study.run", description=__doc__.split("\n")[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="one run of each case per seed (default 0)")
+    parser.add_argument("--scenarios", nargs="+", metavar="NAME", help="those of grid.yaml to run (default all)")
+    parser.add_argument("--corrections", nargs="+", metavar="NAME", help="those of grid.yaml to run (default all)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time (default the cores)")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="table that the rows go to")
+    parser.add_argument("--runs", type=Path, default=RUNS, help="directory of the runs' own directories")
+    parser.add_argument("more", nargs="*", help="after --: flags of train.py for every run")
+    options = parser.parse_args(argv)
+    if options.jobs < 1:
+        parser.error(f"--jobs is {options.jobs}; it must be at least 1.")
+    return options
+
+
+def run_all(cases: Sequence[Case], runs: Path, jobs: int) -> Iterator[Row]:
+    """The rows of the runs as they end; one that fails is told on stderr and has none."""
+    processes: set[subprocess.Popen[bytes]] = set()
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the runs end too
+    with ThreadPoolExecutor(jobs) as pool:
+        futures = [pool.submit(run, case, runs / case.name, processes) for case in cases]
+        try:
+            for future in as_completed(futures):
+                try:
+                    yield future.result()
+                except RuntimeError as error:
+                    print(f"error: {error}", file=sys.stderr, flush=True)
+        finally:
+            for future in futures:
+                future.cancel()
+            for process in list(processes):
+                process.terminate()
+            signal.signal(signal.SIGTERM, before)
+
+
+def run(case: Case, directory: Path, processes: set[subprocess.Popen[bytes]]) -> Row:
+    """Runs a case in a process of its own, unless it ended before.
+
+    Args:
+        case: what to run.
+        directory: of its reports.
+        processes: those that are running; this one is among them meanwhile.
+
+    Raises:
+        RuntimeError: it failed; with the end of what it printed.
+    """
+    command = case.command(directory)
+    finished = directory / FINISHED
+    if facts := facts_of(finished, command):
+        return summarize(read_metrics(directory), **facts)
+    directory.mkdir(parents=True, exist_ok=True)
+    finished.unlink(missing_ok=True)
+    start = time.monotonic()
+    with open(directory / LOG, "wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, str(ROOT / "train.py"), *command],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+        processes.add(process)
+        status = process.wait()
+        processes.discard(process)
+    if status:
+        last = (directory / LOG).read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
+        raise RuntimeError(f"{case.name} ended with status {status}; {directory / LOG} ends with:\n" + "\n".join(last))
+    facts = {
+        "scenario": case.scenario,
+        "correction": case.correction,
+        "seed": case.seed,
+        "seconds": time.monotonic() - start,
+        "flags": " ".join(case.flags),
+        "date": datetime.date.today().isoformat(),
+        "machine": f"{os.cpu_count()} cores of {processor()}",
+        "versions": versions(),
+    }
+    write_atomically(finished, json.dumps({"command": command, "facts": facts}, indent=2) + "\n")
+    return summarize(read_metrics(directory), **facts)
+
+
+def facts_of(finished: Path, command: Sequence[str]) -> dict[str, Any]:
+    """What was written when a run with this command ended; nothing if none did."""
+    if not finished.exists():
+        return {}
+    found = json.loads(finished.read_text(encoding="utf-8"))
+    return found["facts"] if found["command"] == list(command) else {}
+
+
+def told(row: Row) -> str:
+    """A line about a run."""
+    collapsed = "" if row.collapse_step is None else f", less than half of its best at step {row.collapse_step}"
+    accuracy = f"accuracy {row.accuracy[0][1]:.2f} -> {row.final_accuracy:.2f}"
+    return f"{row.scenario}, {row.correction}, seed {row.seed}: {accuracy}{collapsed} ({row.seconds:.0f} s)"
+
+
+def processor() -> str:
+    """The processor's name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def versions() -> str:
+    """Of Python and of the libraries that train."""
+    libraries = (f"{name} {version(name)}" for name in ("slime_tis", "torch", "megatron-core", "transformers"))
+    return f"python {platform.python_version()}, {', '.join(libraries)}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

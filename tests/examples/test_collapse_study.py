@@ -1,0 +1,213 @@
+"""The study of collapse: its grid, its runs and their rows, its report, and the commands that its pages show."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from arguments import configure
+from examples.collapse_study import report, run
+from examples.collapse_study.cases import HERE, Grid
+from examples.collapse_study.results import Row, area, collapse_step, read_table, summarize, write_table
+from tests.runs import ROOT, make_task
+
+# The grid
+
+
+@pytest.fixture
+def data(monkeypatch, tmp_path):
+    """The paths that train.yaml names, in a checkout that has not made them."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    checkpoint = tmp_path / "data" / "sort_digits" / "checkpoint"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"]}))
+    for name in ("train.jsonl", "eval.jsonl"):
+        (checkpoint.parent / name).write_text('{"prompt": "21>", "label": "12"}\n')
+    monkeypatch.chdir(tmp_path)
+
+
+def test_every_case_is_a_command_line_that_train_accepts(data):
+    found = {}
+    for case in Grid.load().cases([3]):
+        got = configure(case.command(Path("runs/x")), {})
+        assert (got.megatron.seed, got.rollout.rollout_seed, got.loop.num_steps_per_rollout) == (3, 3, 1)
+        found[case.scenario, case.correction] = got
+    assert len(found) == 28, "nine corrections in three scenarios, and standard PPO without a mismatch"
+    scenarios = {name: found[name, "standard PPO"].rollout for name in ("none", "precision", "staleness", "both")}
+    assert {name: (got.rollout_precision, got.update_weights_interval) for name, got in scenarios.items()} == {
+        "none": ("fp32", 1),
+        "precision": ("fp8", 1),
+        "staleness": ("fp32", 16),
+        "both": ("fp8", 16),
+    }
+    corrections = {name: got.correction for (scenario, name), got in found.items() if scenario == "both"}
+    assert not corrections["standard PPO"].corrects and not corrections["standard PPO"].use_rollout_logprobs
+    assert {name: (c.tis_level, c.tis_mode, c.tis_upper_bound) for name, c in corrections.items() if c.use_tis} == {
+        "token TIS": ("token", "truncate", 2.0),
+        "token MIS": ("token", "mask", 2.0),
+        "sequence TIS": ("sequence", "truncate", 2.0),
+        "sequence MIS": ("sequence", "mask", 2.0),
+        "policy gradient + sequence IS": ("sequence", "truncate", 2.0),
+    }
+    assert [name for name, c in corrections.items() if c.use_rollout_logprobs] == [
+        "bypass PPO",
+        "bypass PPO + RS",
+        "policy gradient + sequence IS",
+    ]
+    assert corrections["policy gradient + sequence IS"].policy_loss == "reinforce"
+    assert corrections["geometric RS + veto"].rs_bounds == (0.95, 1.05)
+    assert corrections["geometric RS + veto"].rs_veto_threshold == 1e-4
+
+
+def test_seeds_come_one_after_another_and_names_are_paths():
+    cases = Grid.load().cases([0, 5], ["--num-rollout", "2"])
+    assert [case.seed for case in cases] == [0] * 28 + [5] * 28
+    assert len({case.name for case in cases}) == 56
+    assert cases[-1].name == "both/policy_gradient_sequence_is/seed_5"
+    assert cases[-1].flags[-2:] == ("--num-rollout", "2")
+
+
+def test_an_unknown_name_is_refused(capsys, tmp_path):
+    assert run.main(["--scenarios", "precison", "--results", str(tmp_path / "r.csv")]) == 2
+    assert "there is no scenario 'precison' in grid.yaml; it has 'none', 'precision'" in capsys.readouterr().err
+
+
+# Rows
+
+
+def test_figures_of_a_curve_by_hand():
+    curve = [(0, 0.4), (10, 0.6), (20, 0.2), (40, 0.3)]
+    assert area(curve) == pytest.approx((10 * 0.5 + 10 * 0.4 + 20 * 0.25) / 40)
+    assert collapse_step(curve) == 20, "0.2 is less than half of 0.6"
+    assert collapse_step([(0, 0.4), (10, 0.2), (20, 0.21)]) is None, "half is not less than half"
+
+
+FACTS = {
+    "scenario": "both",
+    "correction": "token TIS",
+    "seed": 1,
+    "seconds": 12.5,
+    "flags": "--use-tis --tis-upper-bound 2",
+    "date": "2026-01-02",
+    "machine": "2 cores of X, Y",
+    "versions": "python 3",
+}
+
+
+def test_a_row_from_the_metrics_of_a_run_and_back_from_csv(tmp_path):
+    metrics = [
+        {"step": 0, "eval/accuracy": 0.5},
+        {"step": 1, "train/mismatch_k3_kl": 0.1, "train/gradient_kept_fraction": 1.0, "rollout/raw_reward": 0.5},
+        {"step": 2, "train/mismatch_k3_kl": 0.3, "train/gradient_kept_fraction": 0.5, "eval/accuracy": 0.125},
+    ]
+    lags = [0.0, 3.0]
+    metrics[1:] = [row | {"rollout/weight_lag": lag} for row, lag in zip(metrics[1:], lags, strict=True)]
+    row = summarize(metrics, **FACTS)
+    assert (row.final_accuracy, row.accuracy_area, row.collapse_step, row.steps) == (0.125, 0.3125, 2, 2)
+    assert row.mismatch_k3_kl == pytest.approx(0.2)
+    assert (row.kept_fraction, row.reward, row.ess, row.mismatch_kl) == (0.75, 0.5, None, None)
+    assert row.late_accuracy == 0.125
+    assert row.k3_by_lag == ((0, 0.1), (3, 0.3))
+    write_table(tmp_path / "r.csv", [row])
+    assert read_table(tmp_path / "r.csv") == {("both", "token TIS", 1): row}
+    assert read_table(tmp_path / "none.csv") == {}
+    (tmp_path / "other.csv").write_text("seed,accuracy\n0,0.5\n")
+    with pytest.raises(ValueError, match=r"other\.csv has not the columns scenario, correction, seed"):
+        read_table(tmp_path / "other.csv")
+
+
+# Runs
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    """A call of the runner, on a tiny model."""
+    directory = tmp_path_factory.mktemp("study")
+    task = make_task(directory)
+
+    def call(*more: str, flags: tuple[str, ...] = ()) -> int:
+        where = ["--results", str(directory / "results.csv"), "--runs", str(directory / "runs")]
+        names = ["--scenarios", "both", "--corrections", "token TIS", "standard PPO", "--jobs", "2"]
+        sizes = ["--num-rollout", "2", "--eval-interval", "1", "--eval-prompt-data", str(directory / "train.jsonl")]
+        return run.main([*where, *names, *more, "--", *task, "--rm-type", "none", *sizes, *flags])
+
+    return directory, call
+
+
+def test_runs_end_in_rows_are_resumed_and_fail_by_themselves(study, capsys):
+    directory, call = study
+    assert call() == 0
+    rows = read_table(directory / "results.csv")
+    assert set(rows) == {("both", "token TIS", 0), ("both", "standard PPO", 0)}
+    corrected = rows["both", "token TIS", 0]
+    assert (corrected.steps, [step for step, _ in corrected.accuracy]) == (2, [0, 1, 2])
+    assert corrected.mismatch_k3_kl > 0 and 0 < corrected.ess <= 1 and rows["both", "standard PPO", 0].ess is None
+    assert corrected.flags.startswith("--rollout-precision fp8 --update-weights-interval 16 --use-tis")
+    assert "torch 2" in corrected.versions and "cores of" in corrected.machine
+    printed = capsys.readouterr().out
+    assert "2/2  both, " in printed and "| token TIS |" in printed
+    assert (directory / "runs" / "study.png").stat().st_size > 10_000
+
+    log = directory / "runs" / "both" / "token_tis" / "seed_0" / "train.log"
+    before = log.stat().st_mtime_ns
+    (directory / "results.csv").unlink()
+    assert call() == 0
+    assert log.stat().st_mtime_ns == before, "a run that ended with these flags is not made again"
+    assert read_table(directory / "results.csv") == rows
+
+    assert call(flags=("--lr", "-1")) == 2
+    assert "--lr" in capsys.readouterr().err
+    assert log.stat().st_mtime_ns == before, "what train.py refuses is refused before any run"
+
+    (directory / "broken.py").write_text("def reward(args, sample):\n    raise ValueError('no reward today')\n")
+    broken = ("--custom-rm-path", f"{directory / 'broken.py'}:reward")
+    assert call("--corrections", "token TIS", flags=broken) == 1
+    error = capsys.readouterr().err
+    assert "error: both/token_tis/seed_0 ended with status 1; " in error and "no reward today" in error
+    assert read_table(directory / "results.csv") == rows, "what there was stays"
+
+
+# The report
+
+
+def row_of(correction: str, seed: int, *accuracy: float, scenario: str = "both") -> Row:
+    curve = [{"step": 10 * i, "eval/accuracy": value} for i, value in enumerate(accuracy)]
+    for lag, row in enumerate(curve):
+        row |= {"train/mismatch_k3_kl": 0.01 + 0.02 * lag, "rollout/weight_lag": float(lag)}
+    return summarize(curve, **FACTS | {"scenario": scenario, "correction": correction, "seed": seed})
+
+
+def test_the_table_has_medians_and_ranges_over_seeds():
+    rows = [row_of("a", 0, 0.4, 0.1), row_of("a", 1, 0.4, 0.3), row_of("a", 2, 0.4, 0.0), row_of("b", 0, 0.4, 0.8)]
+    assert report.table(rows).splitlines() == [
+        "**both**",
+        "",
+        f"| correction | {' | '.join(report.COLUMNS)} |",
+        "|---|---|---|---|---|---|---|---|---|",
+        "| a | 0.10 [0.00, 0.30] | 0.10 [0.00, 0.30] | 0.25 [0.20, 0.35] | 10 (2 of 3) | 0.02 | 0.01 → 0.03 | – | – |",
+        "| b | 0.80 | 0.80 | 0.60 | – | 0.02 | 0.01 → 0.03 | – | – |",
+    ]
+
+
+def test_the_page_shows_what_the_table_of_results_says():
+    rows = read_table(HERE / "results.csv")
+    assert set(rows) == {case.key for case in Grid.load().cases([0, 1, 2])}, "the whole grid is in results.csv"
+    flags = {case.key: " ".join(case.flags) for case in Grid.load().cases([0, 1, 2])}
+    assert {key: row.flags for key, row in rows.items()} == flags, "grid.yaml says something else than was run"
+    page = report.PAGE.read_text(encoding="utf-8")
+    assert f"{report.BEGIN}{report.table(rows.values())}\n{report.END}" in page, "run `make docs`"
+
+
+def test_the_commands_shown_are_accepted(data):
+    text = (HERE / "README.md").read_text(encoding="utf-8") + report.PAGE.read_text(encoding="utf-8")
+    targets = set(re.findall(r"^make (\w+)", text, re.M))
+    makefile = (ROOT / "Makefile").read_text()
+    assert targets == {"study"} and re.search("^study:", makefile, re.M)
+    shown = re.findall(r"^python -m examples\.collapse_study\.run (?:.*\\\n)*.*$", text, re.M)
+    assert shown
+    for command in shown:
+        options = run.parse(shlex.split(command.replace("\\\n", " "))[3:])
+        cases = Grid.load().chosen(options.scenarios, options.corrections).cases(options.seeds, options.more)
+        assert cases and all(configure(case.command(options.runs), {}) for case in cases)
