@@ -1,0 +1,233 @@
+"""How biased and how noisy each estimator of the policy gradient is, against the size of the mismatch and the length.
+
+    python -m examples.collapse_study.gradient           # computes gradient.csv anew, minutes on one core
+    python -m examples.collapse_study.gradient --draw    # writes its figure and table into docs/; part of `make docs`
+
+`estimators.py` says what is computed; what can be enumerated is exact, the rest simulated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import itertools
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from examples.collapse_study.cases import HERE, ROOT
+from examples.collapse_study.estimators import ENUMERABLE, ESTIMATORS, Mismatch, enumerated, simulated, true_gradient
+from examples.collapse_study.report import LOOKS, replace_table
+from slime_tis.reporting.run_directory import write_atomically, written_whole
+
+TABLE = HERE / "gradient.csv"
+PAGE, PICTURE = ROOT / "docs" / "math.md", ROOT / "docs" / "gradient_bias_variance.png"
+
+LENGTHS = (4, 64, 512, 4096)
+SIGMAS = tuple(float(f"{10 ** (exponent / 4):.3g}") for exponent in range(-12, 1))
+CORRELATIONS = {0.1: "noise", 0.7: "drift"}
+"""κ, and what such a mismatch is."""
+SIMULATED_TOKENS = 2**23
+"""Tokens that a simulated point is made of, a count."""
+BATCH = 256
+"""Responses of the batch whose standard deviation is shown, a count."""
+SHOWN_SIGMAS = (0.01, 0.0316, 0.1, 0.316)
+"""Columns of the table of the smallest errors."""
+ABOUT_EQUAL = 1.05
+"""How many times the smallest error still counts as none needed."""
+HOPELESS = 0.8
+"""Relative error from which on no estimator is worth naming: zero would have 1."""
+
+STYLES = LOOKS | {
+    "uncorrected": ("black", "-"),
+    "sequence IS, unbounded": ("tab:orange", ":"),
+    "geometric RS": ("tab:green", "-"),
+    "prefix TIS": ("tab:cyan", "none"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One estimator at one length and mismatch; bias and deviation are relative to the norm of the true gradient."""
+
+    correlation: float
+    length: int
+    sigma: float
+    estimator: str
+    responses: int
+    """Simulated, a count; 0 where the figures are exact."""
+    bias: float
+    """‖E ĝ − g‖ / ‖g‖."""
+    bias_low: float
+    """95 % confidence interval of the bias."""
+    bias_high: float
+    deviation: float
+    """Standard deviation of one response's estimate: √(tr Cov ĝ) / ‖g‖; a batch of N has 1/√N of it."""
+    deviation_error: float
+    """Half of its 95 % confidence interval."""
+    kept: float
+
+    def error(self, batch: int) -> float:
+        """Root of the mean squared error of a batch's mean."""
+        return math.sqrt(self.bias**2 + self.deviation**2 / batch)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.collapse_study.gradient", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("--draw", action="store_true", help="write figure and table from gradient.csv as it is")
+    parser.add_argument("--table", type=Path, default=TABLE, help="file that the points go to")
+    options = parser.parse_args(argv)
+    if options.draw:
+        found = read_points(options.table)
+        print(draw(found, PICTURE))
+        print(replace_table(PAGE, smallest_errors(found)))
+        return
+    torch.set_num_threads(1)
+    cases = list(itertools.product(CORRELATIONS, LENGTHS, SIGMAS, ESTIMATORS))
+    write_points(options.table, list(tqdm(points(cases), total=len(cases), unit="points", mininterval=5)))
+    print(options.table)
+
+
+def points(cases: Sequence[tuple[float, int, float, str]]) -> Iterator[Point]:
+    """The points of (correlation, length, sigma, estimator)."""
+    truth = {length: true_gradient(length) for length in {case[1] for case in cases}}
+    for correlation, length, sigma, name in cases:
+        mismatch = Mismatch.of_size(sigma, correlation)
+        responses = 0 if name in ENUMERABLE else SIMULATED_TOKENS // length
+        found = simulated(name, mismatch, length, responses) if responses else enumerated(name, mismatch, length)
+        gradient_V = truth[length]
+        norm = float(gradient_V.norm())
+        bias, deviation = float((found.mean_V - gradient_V).norm()) / norm, math.sqrt(found.variance) / norm
+        radius = found.mean_radius(responses) / norm if responses else 0.0
+        yield Point(
+            correlation=correlation,
+            length=length,
+            sigma=sigma,
+            estimator=name,
+            responses=responses,
+            bias=bias,
+            bias_low=max(bias - radius, 0.0),
+            bias_high=bias + radius,
+            deviation=deviation,
+            deviation_error=found.deviation_radius(responses) / norm if responses else 0.0,
+            kept=found.kept,
+        )
+
+
+def write_points(path: Path, rows: Sequence[Point]) -> None:
+    """Writes gradient.csv, whole or not at all."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(field.name for field in fields(Point))
+    writer.writerows([f"{x:.5g}" if isinstance(x, float) else x for x in asdict(row).values()] for row in rows)
+    write_atomically(path, text.getvalue())
+
+
+def read_points(path: Path) -> list[Point]:
+    """The rows of a gradient.csv."""
+    kinds = {"estimator": str, "length": int, "responses": int}
+    with open(path, newline="", encoding="utf-8") as file:
+        return [
+            Point(**{name: kinds.get(name, float)(text) for name, text in row.items()}) for row in csv.DictReader(file)
+        ]
+
+
+def smallest_errors(found: Sequence[Point]) -> str:
+    """A Markdown table: the enumerated estimator with the smallest error in a batch, and the error."""
+    by_case: dict[tuple[float, int, float], list[Point]] = {}
+    for point in found:
+        if not point.responses and not math.isnan(point.bias):
+            by_case.setdefault((point.correlation, point.length, point.sigma), []).append(point)
+    lines = [
+        f"| mismatch | tokens | {' | '.join(f'σ = {sigma:.2g}' for sigma in SHOWN_SIGMAS)} |",
+        "|---" * (len(SHOWN_SIGMAS) + 2) + "|",
+    ]
+    for correlation, length in itertools.product(CORRELATIONS, LENGTHS):
+        cells = [_cell(by_case[correlation, length, sigma]) for sigma in SHOWN_SIGMAS]
+        lines.append(f"| {CORRELATIONS[correlation]} | {length} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _cell(points_there: Sequence[Point]) -> str:
+    best = min(points_there, key=lambda point: point.error(BATCH))
+    if best.error(BATCH) > HOPELESS:
+        return f"nothing helps, {best.error(BATCH):.2f}"
+    (plain,) = (point.error(BATCH) for point in points_there if point.estimator == "uncorrected")
+    if plain <= ABOUT_EQUAL * best.error(BATCH):
+        return f"none needed, {plain:.2f}"
+    return f"{best.estimator}, {best.error(BATCH):.2f} (uncorrected {plain:.2f})"
+
+
+def draw(found: Sequence[Point], path: Path) -> Path:
+    """Bias and standard deviation against σ: a column a length, two rows a kind of mismatch."""
+    import matplotlib  # slow to import
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    lengths = sorted({point.length for point in found})
+    kinds = list(itertools.product(CORRELATIONS, ("bias", "deviation")))
+    figure, axes = pyplot.subplots(
+        len(kinds), len(lengths), figsize=(4 * len(lengths), 3 * len(kinds)), sharex=True, sharey="row",
+        squeeze=False, layout="constrained",
+    )  # fmt: skip
+    for (row, (correlation, what)), (column, length) in itertools.product(enumerate(kinds), enumerate(lengths)):
+        axis = axes[row][column]
+        for name in ESTIMATORS:
+            there = [p for p in found if (p.correlation, p.length, p.estimator) == (correlation, length, name)]
+            _draw_line(axis, there, what, name, width=3.2 - 0.3 * list(ESTIMATORS).index(name))  # equals stay visible
+        axis.set_xscale("log")
+        axis.set_yscale("log")
+        axis.set_ylim((1e-4, 3) if what == "bias" else (0.03, 10))
+        axis.grid(alpha=0.25)
+        if row == 0:
+            axis.set_title(f"{length} tokens", fontweight="bold")
+        if row == len(kinds) - 1:
+            axis.set_xlabel("σ of the log-ratio of a token")
+        if column == 0:
+            told = "relative bias" if what == "bias" else f"relative deviation, {BATCH} responses"
+            axis.set_ylabel(f"{CORRELATIONS[correlation]} (κ = {correlation:g})\n{told}")
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
+    with written_whole(path) as partial:
+        figure.savefig(partial, dpi=90, format="png")
+    pyplot.close(figure)
+    return path
+
+
+def _draw_line(axis: Any, there: Sequence[Point], what: str, name: str, width: float) -> None:
+    color, style = STYLES[name]
+    sigmas = [point.sigma for point in there]
+    if what == "bias":
+        heights = [point.bias for point in there]
+        below = [point.bias - point.bias_low for point in there]
+        above = [point.bias_high - point.bias for point in there]
+    else:
+        heights = [point.deviation / math.sqrt(BATCH) for point in there]
+        below = above = [point.deviation_error / math.sqrt(BATCH) for point in there]
+    if any(point.responses for point in there):
+        axis.errorbar(
+            sigmas,
+            heights,
+            [below, above],
+            color=color,
+            fmt="o",
+            markersize=3,
+            linewidth=1,
+            label=f"{name} (simulated)",
+        )
+    else:
+        axis.plot(sigmas, heights, style, color=color, label=name, linewidth=width)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

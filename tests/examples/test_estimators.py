@@ -1,0 +1,146 @@
+"""Bias and variance of gradient estimators: moments by counts against all responses one by one, and simulation."""
+
+import dataclasses
+import itertools
+import math
+
+import pytest
+import torch
+
+from examples.collapse_study import gradient, report
+from examples.collapse_study.estimators import (
+    BYPASS,
+    ENUMERABLE,
+    ESTIMATORS,
+    QUALITY_V,
+    TRAIN_V,
+    Mismatch,
+    enumerated,
+    likely_counts,
+    simulated,
+    true_gradient,
+)
+from slime_tis import correct
+
+SEQUENCES_NT = torch.tensor(list(itertools.product(range(3), repeat=4)))
+MEAN = float(TRAIN_V @ QUALITY_V)
+RIGHT_N = (QUALITY_V[SEQUENCES_NT].sum(1) >= 4 * MEAN + 0.5 * 2 * math.sqrt(1 - MEAN**2)).double()
+
+
+def brute_force(name: str, mismatch: Mismatch) -> tuple[torch.Tensor, float, float]:
+    """Mean, variance and kept share over all 81 responses of four tokens, each corrected as it is."""
+    probability_N = mismatch.rollout_V[SEQUENCES_NT].prod(1)
+    advantage_N = RIGHT_N - probability_N @ RIGHT_N
+    log_ratio_NT = mismatch.log_ratio_V[SEQUENCES_NT]
+    if name == BYPASS:
+        ratio_NT = log_ratio_NT.exp()
+        clipped_NT = torch.where(advantage_N[:, None] > 0, ratio_NT > 1.28, ratio_NT < 0.8)
+        weight_NT, mask_NT = torch.where(clipped_NT, 0.0, ratio_NT), torch.ones_like(ratio_NT)
+    else:
+        found = correct(ESTIMATORS[name], log_ratio_NT, torch.zeros_like(log_ratio_NT), torch.ones_like(log_ratio_NT))
+        weight_NT, mask_NT = found.weights.double(), found.mask.double()
+    score_NTV = torch.nn.functional.one_hot(SEQUENCES_NT, 3) - TRAIN_V
+    kept_N = mask_NT.sum(1)
+    mean_NV = torch.einsum("nt,ntv->nv", weight_NT * mask_NT, score_NTV) / kept_N.clamp_min(1)[:, None]
+    estimate_NV = 4 * advantage_N[:, None] * mean_NV
+    share = float(probability_N[kept_N > 0].sum())
+    if share == 0:
+        return torch.full((3,), math.nan, dtype=torch.float64), math.nan, 0.0
+    conditional_N = torch.where(kept_N > 0, probability_N, 0.0) / share
+    mean_V = conditional_N @ estimate_NV
+    return mean_V, float(conditional_N @ ((estimate_NV - mean_V) ** 2).sum(1)) / share, share
+
+
+@pytest.mark.parametrize("correlation", [0.1, 0.7])
+@pytest.mark.parametrize("sigma", [0.05, 0.4, 0.9])
+@pytest.mark.parametrize("name", ENUMERABLE)
+def test_counts_give_the_moments_of_all_responses(name, sigma, correlation):
+    mismatch = Mismatch.of_size(sigma, correlation)
+    mean_V, variance, kept = brute_force(name, mismatch)
+    found = enumerated(name, mismatch, 4)
+    torch.testing.assert_close(found.mean_V, mean_V, rtol=1e-6, atol=1e-7, equal_nan=True)
+    assert found.variance == pytest.approx(variance, rel=1e-5, nan_ok=True)
+    assert found.kept == pytest.approx(kept, rel=1e-9)
+
+
+def test_the_true_gradient_is_that_of_the_expected_reward():
+    logits_V = TRAIN_V.log().requires_grad_()
+    expected_reward = logits_V.softmax(0)[SEQUENCES_NT].prod(1) @ RIGHT_N
+    (gradient_V,) = torch.autograd.grad(expected_reward, logits_V)
+    torch.testing.assert_close(true_gradient(4), gradient_V, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("correlation", "sigma"), [(0.1, 0.01), (0.7, 0.3)])
+def test_the_mismatch_is_as_large_as_asked_for(correlation, sigma):
+    mismatch = Mismatch.of_size(sigma, correlation)
+    torch.testing.assert_close(mismatch.rollout_V * mismatch.log_ratio_V.exp(), TRAIN_V)
+    centered_V = mismatch.log_ratio_V - TRAIN_V @ mismatch.log_ratio_V
+    assert float((TRAIN_V @ centered_V**2).sqrt()) == pytest.approx(sigma, rel=1e-9)
+    quality_V = QUALITY_V - MEAN
+    covariance = TRAIN_V @ (centered_V * quality_V)
+    spread = (TRAIN_V @ centered_V**2 * (TRAIN_V @ quality_V**2)).sqrt()
+    assert float(covariance / spread) == pytest.approx(correlation, abs=1e-9)
+
+
+def test_counts_are_all_that_matter():
+    for length, policy_V in ((7, TRAIN_V), (300, Mismatch.of_size(0.5, 0.7).rollout_V)):
+        counts_CV, probability_C = likely_counts(policy_V, length)
+        assert float(probability_C.sum()) == pytest.approx(1, abs=1e-11)
+        torch.testing.assert_close(probability_C @ counts_CV, length * policy_V, rtol=1e-10, atol=0)
+        assert (counts_CV.sum(1) == length).all() and (counts_CV >= 0).all()
+    assert len(likely_counts(TRAIN_V, 7)[0]) == 36, "8·9/2: of short responses none is left out"
+
+
+def test_whole_sequence_weights_are_unbiased_and_their_variance_is_closed_form():
+    """With T tokens E[(Πρ)²] is (Σ π²/π_rollout)^T: it multiplies the variance of a reward-blind estimator."""
+    mismatch = Mismatch.of_size(0.2, 0.1)
+    found = enumerated("sequence IS, unbounded", mismatch, 64)
+    torch.testing.assert_close(found.mean_V, true_gradient(64), rtol=1e-6, atol=1e-7)
+    counts_CV, probability_C = likely_counts(mismatch.rollout_V, 64)
+    weight_C = (counts_CV @ mismatch.log_ratio_V).exp()
+    assert float(probability_C @ weight_C**2) == pytest.approx(float((TRAIN_V**2 / mismatch.rollout_V).sum()) ** 64)
+
+
+@pytest.mark.parametrize("name", ENUMERABLE)
+def test_simulated_responses_agree_within_their_interval(name):
+    mismatch, responses = Mismatch.of_size(0.1, 0.7), 20_000
+    exact, found = enumerated(name, mismatch, 32), simulated(name, mismatch, 32, responses)
+    assert float((found.mean_V - exact.mean_V).norm()) < 1.5 * found.mean_radius(responses)
+    radius = found.deviation_radius(responses)
+    assert abs(math.sqrt(found.variance) - math.sqrt(exact.variance)) < 2 * radius < 0.1 * math.sqrt(exact.variance)
+    assert found.kept == pytest.approx(exact.kept, abs=0.015)
+
+
+def test_prefix_weights_simulated_and_by_brute_force():
+    mismatch, responses = Mismatch.of_size(0.4, 0.7), 100_000
+    mean_V, variance, kept = brute_force("prefix TIS", mismatch)
+    found = simulated("prefix TIS", mismatch, 4, responses)
+    assert float((found.mean_V - mean_V).norm()) < 1.5 * found.mean_radius(responses)
+    assert (found.kept, kept) == (1.0, pytest.approx(1.0))
+    assert abs(math.sqrt(found.variance) - math.sqrt(variance)) < 2 * found.deviation_radius(responses)
+
+
+def test_the_points_in_the_repository_are_those_computed():
+    stored = {(p.correlation, p.length, p.sigma, p.estimator): p for p in gradient.read_points(gradient.TABLE)}
+    assert set(stored) == set(
+        itertools.product(gradient.CORRELATIONS, gradient.LENGTHS, gradient.SIGMAS, gradient.ESTIMATORS)
+    )
+    again = [key for key in stored if key[1] <= 64 and key[2] in (0.001, 0.1, 1.0) and key[3] in ENUMERABLE]
+    for key, point in zip(again, gradient.points(again), strict=True):
+        figures = [dataclasses.asdict(row) for row in (stored[key], point)]
+        assert figures[0].pop("estimator") == figures[1].pop("estimator") == key[3]
+        assert figures[0] == pytest.approx(figures[1], rel=1e-3, abs=1e-7, nan_ok=True)
+
+
+def test_the_page_of_maths_shows_the_table_of_errors():
+    text = gradient.smallest_errors(gradient.read_points(gradient.TABLE))
+    assert f"{report.BEGIN}{text}\n{report.END}" in gradient.PAGE.read_text(encoding="utf-8"), "run `make docs`"
+
+
+def test_the_figure_of_the_points_is_drawn(tmp_path):
+    cases = [(0.1, 4, sigma, name) for sigma in (0.01, 0.1) for name in ("token TIS", "sequence TIS")]
+    points = [*gradient.points(cases)]
+    gradient.write_points(tmp_path / "g.csv", points)
+    assert [p.estimator for p in gradient.read_points(tmp_path / "g.csv")] == [case[3] for case in cases]
+    gradient.draw(points, tmp_path / "g.png")
+    assert (tmp_path / "g.png").stat().st_size > 10_000
