@@ -221,9 +221,9 @@ def estimates(advantage: Tensor, terms_V: Tensor) -> Tensor:
 
 def likely_counts(policy_V: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """How often each token occurs, [C, 3] float64, and the multinomial probability of that, [C]."""
-    spread = math.sqrt(-2 * NEGLIGIBLE * length) / 2 + 1 - NEGLIGIBLE / 3  # Bernstein: no likely count is further off
+    reach = math.sqrt(-NEGLIGIBLE * length / 2)  # Hoeffding: P(|n − Tp| > reach) is at most exp(−2·reach²/T) a side
     first, second = (
-        torch.arange(max(0, math.floor(length * p - spread)), min(length, math.ceil(length * p + spread)) + 1)
+        torch.arange(max(0, math.floor(length * p - reach)), min(length, math.ceil(length * p + reach)) + 1)
         for p in policy_V[:2].tolist()
     )
     first_C, second_C = (value.flatten() for value in torch.meshgrid(first, second, indexing="ij"))

@@ -13,7 +13,6 @@ import csv
 import io
 import itertools
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -230,4 +229,4 @@ def _draw_line(axis: Any, there: Sequence[Point], what: str, name: str, width: f
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

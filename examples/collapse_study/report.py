@@ -35,18 +35,6 @@ LOOKS = {
 }
 """Colour and style of a line, one colour a family; what is not named here gets a colour of its own."""
 
-COLUMNS: dict[str, Callable[[Sequence[Row]], str]] = {
-    "final accuracy": lambda rows: spread([row.final_accuracy for row in rows]),
-    "last quarter": lambda rows: spread([row.late_accuracy for row in rows]),
-    "mean accuracy": lambda rows: spread([row.accuracy_area for row in rows]),
-    "collapse at step": lambda rows: collapses(rows),
-    "k3 KL": lambda rows: middle([row.mismatch_k3_kl for row in rows], "{:.2g}"),
-    "k3 KL, new → old": lambda rows: ages(rows),
-    "ESS": lambda rows: middle([row.ess for row in rows], "{:.2f}"),
-    "kept": lambda rows: middle([row.kept_fraction for row in rows], "{:.0%}"),
-}
-"""Columns of the table, each from the seeds of one case."""
-
 
 def main() -> None:
     rows = list(read_table(HERE / "results.csv").values())
@@ -108,6 +96,19 @@ def ages(rows: Sequence[Row]) -> str:
     """The k3 KL of the samples of the newest and of the oldest weights, medians over seeds."""
     youngest, oldest = (middle([row.k3_by_lag[end][1] for row in rows if row.k3_by_lag], "{:.2g}") for end in (0, -1))
     return youngest if all(len(row.k3_by_lag) == 1 for row in rows) else f"{youngest} → {oldest}"
+
+
+COLUMNS: dict[str, Callable[[Sequence[Row]], str]] = {
+    "final accuracy": lambda rows: spread([row.final_accuracy for row in rows]),
+    "last quarter": lambda rows: spread([row.late_accuracy for row in rows]),
+    "mean accuracy": lambda rows: spread([row.accuracy_area for row in rows]),
+    "collapse at step": collapses,
+    "k3 KL": lambda rows: middle([row.mismatch_k3_kl for row in rows], "{:.2g}"),
+    "k3 KL, new → old": ages,
+    "ESS": lambda rows: middle([row.ess for row in rows], "{:.2f}"),
+    "kept": lambda rows: middle([row.kept_fraction for row in rows], "{:.0%}"),
+}
+"""Columns of the table, each from the seeds of one case."""
 
 
 def draw(rows: Sequence[Row], path: Path) -> Path:

@@ -64,6 +64,12 @@ class Row:
         return self.scenario, self.correction, self.seed
 
 
+COLUMNS = [field.name for field in fields(Row)]
+NUMBERS = {"seed": int, "collapse_step": int, "steps": int} | dict.fromkeys(
+    ("final_accuracy", "late_accuracy", "accuracy_area", "seconds", *MEANS), float
+)
+
+
 def summarize(rows: Sequence[Mapping[str, Any]], **facts: Any) -> Row:
     """The row of a run.
 
@@ -141,12 +147,6 @@ def write_table(path: Path, rows: Iterable[Row]) -> None:
     writer.writerow(COLUMNS)
     writer.writerows([_written(value) for value in asdict(row).values()] for row in rows)
     write_atomically(path, text.getvalue())
-
-
-COLUMNS = [field.name for field in fields(Row)]
-NUMBERS = {"seed": int, "collapse_step": int, "steps": int} | dict.fromkeys(
-    ("final_accuracy", "late_accuracy", "accuracy_area", "seconds", *MEANS), float
-)
 
 
 def _parsed(name: str, text: str) -> Any:

@@ -51,16 +51,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"{len(cases)} runs, {options.jobs} at a time; logs and figures of each below {options.runs}", flush=True)
-    finished = 0
-    for row in run_all(cases, options.runs, options.jobs):
-        finished += 1
-        rows[row.key] = row
-        write_table(options.results, sorted(rows.values(), key=lambda row: grid.position(row.key)))
-        print(f"{finished}/{len(cases)}  {told(row)}", flush=True)
-    if finished:
-        mine = [rows[case.key] for case in cases if case.key in rows]
-        print(f"\n{table(mine)}\n\n{options.results}\n{draw(mine, options.runs / 'study.png')}")
-    return 0 if finished == len(cases) else 1
+    found: list[Row] = []
+    try:
+        for row in run_all(cases, options.runs, options.jobs):
+            found.append(row)
+            rows[row.key] = row
+            write_table(options.results, sorted(rows.values(), key=lambda row: grid.position(row.key)))
+            print(f"{len(found)}/{len(cases)}  {told(row)}", flush=True)
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from here.", file=sys.stderr)
+        return 128 + signal.SIGINT
+    if found:
+        found.sort(key=lambda row: grid.position(row.key))
+        print(f"\n{table(found)}\n\n{options.results}\n{draw(found, options.runs / 'study.png')}")
+    return 0 if len(found) == len(cases) else 1
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
