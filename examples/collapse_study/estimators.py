@@ -46,7 +46,6 @@ CHI2_2_95 = 5.991
 AT_ONCE = 2**21
 """Tokens that are simulated at a time, a count."""
 UNBOUNDED = 1e9  # the library's own clamp of the log-weight at 20 remains
-BYPASS = "bypass PPO"
 ESTIMATORS: dict[str, RolloutCorrectionConfig] = {
     "uncorrected": RolloutCorrectionConfig(),
     "token TIS": RolloutCorrectionConfig(use_tis=True),
@@ -57,7 +56,7 @@ ESTIMATORS: dict[str, RolloutCorrectionConfig] = {
     "geometric RS": RolloutCorrectionConfig(
         use_rs=True, rs_level="geometric", rs_lower_bound=0.95, rs_upper_bound=1.05
     ),
-    BYPASS: RolloutCorrectionConfig(use_rollout_logprobs=True),
+    "bypass PPO": RolloutCorrectionConfig(use_rollout_logprobs=True),
     "prefix TIS": RolloutCorrectionConfig(use_tis=True, tis_level="prefix"),
 }
 """What is compared, by name: weights are bounded by 2 where not said otherwise."""
@@ -147,19 +146,18 @@ def true_gradient(length: int) -> Tensor:
     return probability_C @ estimates(advantage_C, counts_CV)
 
 
-def enumerated(name: str, mismatch: Mismatch, length: int) -> Moments:
+def enumerated(config: RolloutCorrectionConfig, mismatch: Mismatch, length: int) -> Moments:
     """The moments of an estimator, over all counts that are not negligibly rare.
 
     Args:
-        name: an estimator of `ENUMERABLE`.
+        config: the correction, of any level but those that go by the order of the tokens.
         mismatch: the two policies.
         length: T, in tokens.
     """
-    config = ESTIMATORS[name]
     counts_CV, probability_C = likely_counts(mismatch.rollout_V, length)
     reward_C = reward(counts_CV, length)
     advantage_C = reward_C - probability_C @ reward_C
-    if name == BYPASS:
+    if config.use_rollout_logprobs:
         weight_CV = clipped_ratios(mismatch.log_ratio_V)[reward_C.long()]
         mask_CV = torch.ones_like(weight_CV)
     elif {config.tis_level, config.rs_level} == {"token"}:
@@ -174,11 +172,13 @@ def enumerated(name: str, mismatch: Mismatch, length: int) -> Moments:
     return Moments.of(probability_C, estimates(advantage_C, terms_CV), kept_C > 0)
 
 
-def simulated(name: str, mismatch: Mismatch, length: int, responses: int, seed: int = 0) -> Moments:
+def simulated(
+    config: RolloutCorrectionConfig, mismatch: Mismatch, length: int, responses: int, seed: int = 0
+) -> Moments:
     """The moments of an estimator from sampled responses, corrected by the library as they are.
 
     Args:
-        name: any estimator.
+        config: any correction.
         mismatch: the two policies.
         length: T, in tokens.
         responses: how many are drawn.
@@ -187,25 +187,30 @@ def simulated(name: str, mismatch: Mismatch, length: int, responses: int, seed: 
     generator = torch.Generator().manual_seed(seed)
     baseline = right_answers(mismatch.rollout_V, length)
     sizes = [len(part) for part in torch.arange(responses).split(max(AT_ONCE // length, 1))]
-    parts = [_simulated_estimates(name, mismatch, length, baseline, size, generator) for size in sizes]
+    parts = [_simulated_estimates(config, mismatch, length, baseline, size, generator) for size in sizes]
     estimate_NV, kept_N = (torch.cat(values) for values in zip(*parts, strict=True))
     return Moments.of(torch.full((responses,), 1 / responses, dtype=torch.float64), estimate_NV, kept_N)
 
 
 def _simulated_estimates(
-    name: str, mismatch: Mismatch, length: int, baseline: float, responses: int, generator: torch.Generator
+    config: RolloutCorrectionConfig,
+    mismatch: Mismatch,
+    length: int,
+    baseline: float,
+    responses: int,
+    generator: torch.Generator,
 ) -> tuple[Tensor, Tensor]:
     """ĝ of sampled responses, [N, 3], and which of them have a token left."""
     uniform_NT = torch.rand(responses, length, generator=generator, dtype=torch.float64)
     tokens_NT = torch.bucketize(uniform_NT, mismatch.rollout_V.cumsum(0)[:2])
     reward_N = reward(torch.stack([(tokens_NT == v).sum(1) for v in range(3)], 1).double(), length)
     log_ratio_NT = mismatch.log_ratio_V[tokens_NT]
-    if name == BYPASS:
+    if config.use_rollout_logprobs:
         weight_NT = clipped_ratios(mismatch.log_ratio_V)[reward_N.long()[:, None], tokens_NT]
         mask_NT = torch.ones_like(weight_NT)
     else:
         found = correct(
-            ESTIMATORS[name], log_ratio_NT, torch.zeros_like(log_ratio_NT), torch.ones_like(tokens_NT, dtype=torch.bool)
+            config, log_ratio_NT, torch.zeros_like(log_ratio_NT), torch.ones_like(tokens_NT, dtype=torch.bool)
         )
         weight_NT, mask_NT = found.weights.double(), found.mask.double()
     kept_N = mask_NT.sum(1)

@@ -24,6 +24,7 @@ from tqdm import tqdm
 from examples.collapse_study.cases import HERE, ROOT
 from examples.collapse_study.estimators import ENUMERABLE, ESTIMATORS, Mismatch, enumerated, simulated, true_gradient
 from examples.collapse_study.report import LOOKS, replace_table
+from slime_tis import RolloutCorrectionConfig
 from slime_tis.reporting.run_directory import write_atomically, written_whole
 
 TABLE = HERE / "gradient.csv"
@@ -43,6 +44,13 @@ ABOUT_EQUAL = 1.05
 """How many times the smallest error still counts as none needed."""
 HOPELESS = 0.8
 """Relative error from which on no estimator is worth naming: zero would have 1."""
+
+BOUNDS = (1.2, 1.5, 2.0, 3.0, 5.0, 10.0, 100.0)
+"""Upper bounds of a sequence weight that are compared."""
+BOUNDS_LENGTH, BOUNDS_SPREADS = 128, (0.25, 0.7, 1.4, 2.8)
+"""Tokens, and σ√T, at which they are."""
+LARGE_BATCH = 4096
+"""Responses of the larger batch that they are compared in, a count."""
 
 STYLES = LOOKS | {
     "uncorrected": ("black", "-"),
@@ -88,7 +96,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.draw:
         found = read_points(options.table)
         print(draw(found, PICTURE))
-        print(replace_table(PAGE, smallest_errors(found)))
+        replace_table(PAGE, "errors", smallest_errors(found))
+        print(replace_table(PAGE, "bounds", errors_by_bound()))
         return
     torch.set_num_threads(1)
     cases = list(itertools.product(CORRELATIONS, LENGTHS, SIGMAS, ESTIMATORS))
@@ -102,7 +111,8 @@ def points(cases: Sequence[tuple[float, int, float, str]]) -> Iterator[Point]:
     for correlation, length, sigma, name in cases:
         mismatch = Mismatch.of_size(sigma, correlation)
         responses = 0 if name in ENUMERABLE else SIMULATED_TOKENS // length
-        found = simulated(name, mismatch, length, responses) if responses else enumerated(name, mismatch, length)
+        config = ESTIMATORS[name]
+        found = simulated(config, mismatch, length, responses) if responses else enumerated(config, mismatch, length)
         gradient_V = truth[length]
         norm = float(gradient_V.norm())
         bias, deviation = float((found.mean_V - gradient_V).norm()) / norm, math.sqrt(found.variance) / norm
@@ -164,6 +174,26 @@ def _cell(points_there: Sequence[Point]) -> str:
     if plain <= ABOUT_EQUAL * best.error(BATCH):
         return f"none needed, {plain:.2f}"
     return f"{best.estimator}, {best.error(BATCH):.2f} (uncorrected {plain:.2f})"
+
+
+def errors_by_bound() -> str:
+    """A Markdown table: the errors of token and of truncated sequence weights, in a small and in a large batch."""
+    configs = {"token, ≤ 2": RolloutCorrectionConfig(use_tis=True)} | {
+        f"≤ {bound:g}": RolloutCorrectionConfig(use_tis=True, tis_level="sequence", tis_upper_bound=bound)
+        for bound in BOUNDS
+    }
+    lines = [f"| mismatch | σ√T | {' | '.join(configs)} |", "|---" * (len(configs) + 2) + "|"]
+    gradient_V = true_gradient(BOUNDS_LENGTH)
+    for correlation, spread in itertools.product(CORRELATIONS, BOUNDS_SPREADS):
+        mismatch = Mismatch.of_size(spread / math.sqrt(BOUNDS_LENGTH), correlation)
+        cells = []
+        for config in configs.values():
+            found = enumerated(config, mismatch, BOUNDS_LENGTH)
+            squared_bias = float((found.mean_V - gradient_V).square().sum())
+            errors = [math.sqrt(squared_bias + found.variance / batch) for batch in (BATCH, LARGE_BATCH)]
+            cells.append(" · ".join(f"{error / float(gradient_V.norm()):.2f}" for error in errors))
+        lines.append(f"| {CORRELATIONS[correlation]} | {spread:g} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def draw(found: Sequence[Point], path: Path) -> Path:

@@ -16,7 +16,7 @@ from slime_tis.reporting.run_directory import write_atomically, written_whole
 
 PAGE = ROOT / "docs" / "collapse_study.md"
 PICTURE = ROOT / "docs" / "collapse_study.png"
-BEGIN, END = "<!-- table: make docs -->\n", "<!-- end of table -->\n"
+END = "<!-- end of table -->\n"
 
 REFERENCE = "none"
 """The scenario without a mismatch, drawn into the panels of the others."""
@@ -39,15 +39,20 @@ LOOKS = {
 def main() -> None:
     rows = list(read_table(HERE / "results.csv").values())
     print(draw(rows, PICTURE))
-    print(replace_table(PAGE, table(rows)))
+    print(replace_table(PAGE, "results", table(rows)))
 
 
-def replace_table(page: Path, text: str) -> Path:
-    """Puts a table between the marks of a page."""
-    before, rest = page.read_text(encoding="utf-8").split(BEGIN)
-    after = rest.split(END)[1]
-    write_atomically(page, f"{before}{BEGIN}{text}\n{END}{after}")
+def replace_table(page: Path, name: str, text: str) -> Path:
+    """Puts a table between its marks on a page."""
+    before, rest = page.read_text(encoding="utf-8").split(begin(name))
+    after = rest.split(END, 1)[1]
+    write_atomically(page, f"{before}{begin(name)}{text}\n{END}{after}")
     return page
+
+
+def begin(name: str) -> str:
+    """The mark before a table."""
+    return f"<!-- table of {name}: make docs -->\n"
 
 
 def table(rows: Iterable[Row]) -> str:

@@ -197,7 +197,7 @@ def test_the_page_shows_what_the_table_of_results_says():
     flags = {case.key: " ".join(case.flags) for case in Grid.load().cases([0, 1, 2])}
     assert {key: row.flags for key, row in rows.items()} == flags, "grid.yaml says something else than was run"
     page = report.PAGE.read_text(encoding="utf-8")
-    assert f"{report.BEGIN}{report.table(rows.values())}\n{report.END}" in page, "run `make docs`"
+    assert f"{report.begin('results')}{report.table(rows.values())}\n{report.END}" in page, "run `make docs`"
 
 
 def test_the_commands_shown_are_accepted(data):

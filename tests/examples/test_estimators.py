@@ -9,7 +9,6 @@ import torch
 
 from examples.collapse_study import gradient, report
 from examples.collapse_study.estimators import (
-    BYPASS,
     ENUMERABLE,
     ESTIMATORS,
     QUALITY_V,
@@ -32,7 +31,7 @@ def brute_force(name: str, mismatch: Mismatch) -> tuple[torch.Tensor, float, flo
     probability_N = mismatch.rollout_V[SEQUENCES_NT].prod(1)
     advantage_N = RIGHT_N - probability_N @ RIGHT_N
     log_ratio_NT = mismatch.log_ratio_V[SEQUENCES_NT]
-    if name == BYPASS:
+    if name == "bypass PPO":
         ratio_NT = log_ratio_NT.exp()
         clipped_NT = torch.where(advantage_N[:, None] > 0, ratio_NT > 1.28, ratio_NT < 0.8)
         weight_NT, mask_NT = torch.where(clipped_NT, 0.0, ratio_NT), torch.ones_like(ratio_NT)
@@ -57,7 +56,7 @@ def brute_force(name: str, mismatch: Mismatch) -> tuple[torch.Tensor, float, flo
 def test_counts_give_the_moments_of_all_responses(name, sigma, correlation):
     mismatch = Mismatch.of_size(sigma, correlation)
     mean_V, variance, kept = brute_force(name, mismatch)
-    found = enumerated(name, mismatch, 4)
+    found = enumerated(ESTIMATORS[name], mismatch, 4)
     torch.testing.assert_close(found.mean_V, mean_V, rtol=1e-6, atol=1e-7, equal_nan=True)
     assert found.variance == pytest.approx(variance, rel=1e-5, nan_ok=True)
     assert found.kept == pytest.approx(kept, rel=1e-9)
@@ -94,7 +93,7 @@ def test_counts_are_all_that_matter():
 def test_whole_sequence_weights_are_unbiased_and_their_variance_is_closed_form():
     """With T tokens E[(Πρ)²] is (Σ π²/π_rollout)^T: it multiplies the variance of a reward-blind estimator."""
     mismatch = Mismatch.of_size(0.2, 0.1)
-    found = enumerated("sequence IS, unbounded", mismatch, 64)
+    found = enumerated(ESTIMATORS["sequence IS, unbounded"], mismatch, 64)
     torch.testing.assert_close(found.mean_V, true_gradient(64), rtol=1e-6, atol=1e-7)
     counts_CV, probability_C = likely_counts(mismatch.rollout_V, 64)
     weight_C = (counts_CV @ mismatch.log_ratio_V).exp()
@@ -104,7 +103,8 @@ def test_whole_sequence_weights_are_unbiased_and_their_variance_is_closed_form()
 @pytest.mark.parametrize("name", ENUMERABLE)
 def test_simulated_responses_agree_within_their_interval(name):
     mismatch, responses = Mismatch.of_size(0.1, 0.7), 20_000
-    exact, found = enumerated(name, mismatch, 32), simulated(name, mismatch, 32, responses)
+    config = ESTIMATORS[name]
+    exact, found = enumerated(config, mismatch, 32), simulated(config, mismatch, 32, responses)
     assert float((found.mean_V - exact.mean_V).norm()) < 1.5 * found.mean_radius(responses)
     radius = found.deviation_radius(responses)
     assert abs(math.sqrt(found.variance) - math.sqrt(exact.variance)) < 2 * radius < 0.1 * math.sqrt(exact.variance)
@@ -114,7 +114,7 @@ def test_simulated_responses_agree_within_their_interval(name):
 def test_prefix_weights_simulated_and_by_brute_force():
     mismatch, responses = Mismatch.of_size(0.4, 0.7), 100_000
     mean_V, variance, kept = brute_force("prefix TIS", mismatch)
-    found = simulated("prefix TIS", mismatch, 4, responses)
+    found = simulated(ESTIMATORS["prefix TIS"], mismatch, 4, responses)
     assert float((found.mean_V - mean_V).norm()) < 1.5 * found.mean_radius(responses)
     assert (found.kept, kept) == (1.0, pytest.approx(1.0))
     assert abs(math.sqrt(found.variance) - math.sqrt(variance)) < 2 * found.deviation_radius(responses)
@@ -132,9 +132,11 @@ def test_the_points_in_the_repository_are_those_computed():
         assert figures[0] == pytest.approx(figures[1], rel=1e-3, abs=1e-7, nan_ok=True)
 
 
-def test_the_page_of_maths_shows_the_table_of_errors():
-    text = gradient.smallest_errors(gradient.read_points(gradient.TABLE))
-    assert f"{report.BEGIN}{text}\n{report.END}" in gradient.PAGE.read_text(encoding="utf-8"), "run `make docs`"
+def test_the_page_of_maths_shows_the_tables() -> None:
+    errors = gradient.smallest_errors(gradient.read_points(gradient.TABLE))
+    page = gradient.PAGE.read_text(encoding="utf-8")
+    for name, text in (("errors", errors), ("bounds", gradient.errors_by_bound())):
+        assert f"{report.begin(name)}{text}\n{report.END}" in page, "run `make docs`"
 
 
 def test_the_figure_of_the_points_is_drawn(tmp_path):
