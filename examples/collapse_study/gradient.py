@@ -13,16 +13,25 @@ import csv
 import io
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from examples.collapse_study.cases import HERE, ROOT
-from examples.collapse_study.estimators import ENUMERABLE, ESTIMATORS, Mismatch, enumerated, simulated, true_gradient
+from examples.collapse_study.estimators import (
+    ENUMERABLE,
+    ESTIMATORS,
+    Mismatch,
+    Moments,
+    enumerated,
+    simulated,
+    true_gradient,
+)
 from examples.collapse_study.report import LOOKS, replace_table
 from slime_tis import RolloutCorrectionConfig
 from slime_tis.reporting.run_directory import write_atomically, written_whole
@@ -41,7 +50,7 @@ BATCH = 256
 SHOWN_SIGMAS = (0.01, 0.0316, 0.1, 0.316)
 """Columns of the table of the smallest errors."""
 ABOUT_EQUAL = 1.05
-"""How many times the smallest error still counts as none needed."""
+"""How many times the smallest error that of no correction may be and still be named."""
 HOPELESS = 0.8
 """Relative error from which on no estimator is worth naming: zero would have 1."""
 
@@ -49,8 +58,6 @@ BOUNDS = (1.2, 1.5, 2.0, 3.0, 5.0, 10.0, 100.0)
 """Upper bounds of a sequence weight that are compared."""
 BOUNDS_LENGTH, BOUNDS_SPREADS = 128, (0.25, 0.7, 1.4, 2.8)
 """Tokens, and σ√T, at which they are."""
-LARGE_BATCH = 4096
-"""Responses of the larger batch that they are compared in, a count."""
 
 STYLES = LOOKS | {
     "uncorrected": ("black", "-"),
@@ -75,6 +82,8 @@ class Point:
     bias_low: float
     """95 % confidence interval of the bias."""
     bias_high: float
+    projection: float
+    """⟨E ĝ, g⟩ / ‖g‖²: how much of the gradient is found; 1 has all of it."""
     deviation: float
     """Standard deviation of one response's estimate: √(tr Cov ĝ) / ‖g‖; a batch of N has 1/√N of it."""
     deviation_error: float
@@ -82,8 +91,17 @@ class Point:
     kept: float
 
     def error(self, batch: int) -> float:
-        """Root of the mean squared error of a batch's mean."""
+        """Root of the mean squared error of a batch's mean, relative to ‖g‖."""
         return math.sqrt(self.bias**2 + self.deviation**2 / batch)
+
+    def error_up_to_scale(self, batch: int) -> float:
+        """The same of c·ĝ for the best c: √(1 − ⟨E ĝ, g⟩² / (‖g‖²·E‖ĝ‖²)); 1 where ĝ points away from g.
+
+        A gradient that is merely too small is no error here, as it is none to Adam or after clipping the norm.
+        """
+        squared_length = self.bias**2 + 2 * self.projection - 1 + self.deviation**2 / batch
+        found = max(self.projection, 0.0) ** 2 / squared_length if squared_length > 0 else 0.0
+        return math.sqrt(max(1 - found, 0.0))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -96,8 +114,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.draw:
         found = read_points(options.table)
         print(draw(found, PICTURE))
-        replace_table(PAGE, "errors", smallest_errors(found))
-        print(replace_table(PAGE, "bounds", errors_by_bound()))
+        for name, text in tables(found).items():
+            replace_table(PAGE, name, text)
+        print(PAGE)
         return
     torch.set_num_threads(1)
     cases = list(itertools.product(CORRELATIONS, LENGTHS, SIGMAS, ESTIMATORS))
@@ -113,23 +132,30 @@ def points(cases: Sequence[tuple[float, int, float, str]]) -> Iterator[Point]:
         responses = 0 if name in ENUMERABLE else SIMULATED_TOKENS // length
         config = ESTIMATORS[name]
         found = simulated(config, mismatch, length, responses) if responses else enumerated(config, mismatch, length)
-        gradient_V = truth[length]
-        norm = float(gradient_V.norm())
-        bias, deviation = float((found.mean_V - gradient_V).norm()) / norm, math.sqrt(found.variance) / norm
-        radius = found.mean_radius(responses) / norm if responses else 0.0
         yield Point(
             correlation=correlation,
             length=length,
             sigma=sigma,
             estimator=name,
             responses=responses,
-            bias=bias,
-            bias_low=max(bias - radius, 0.0),
-            bias_high=bias + radius,
-            deviation=deviation,
-            deviation_error=found.deviation_radius(responses) / norm if responses else 0.0,
-            kept=found.kept,
+            **relative(found, truth[length], responses),
         )
+
+
+def relative(found: Moments, gradient_V: Tensor, responses: int = 0) -> dict[str, float]:
+    """Moments as figures of a point, relative to the true gradient; exact where no responses were simulated."""
+    norm = float(gradient_V.norm())
+    bias = float((found.mean_V - gradient_V).norm()) / norm
+    radius = found.mean_radius(responses) / norm if responses else 0.0
+    return {
+        "bias": bias,
+        "bias_low": max(bias - radius, 0.0),
+        "bias_high": bias + radius,
+        "projection": float(found.mean_V @ gradient_V) / norm**2,
+        "deviation": math.sqrt(found.variance) / norm,
+        "deviation_error": found.deviation_radius(responses) / norm if responses else 0.0,
+        "kept": found.kept,
+    }
 
 
 def write_points(path: Path, rows: Sequence[Point]) -> None:
@@ -150,7 +176,16 @@ def read_points(path: Path) -> list[Point]:
         ]
 
 
-def smallest_errors(found: Sequence[Point]) -> str:
+def tables(found: Sequence[Point]) -> dict[str, str]:
+    """The tables of the page, by the names of their marks."""
+    return {
+        "errors": smallest_errors(found, Point.error),
+        "errors up to scale": smallest_errors(found, Point.error_up_to_scale),
+        "bounds": errors_by_bound(),
+    }
+
+
+def smallest_errors(found: Sequence[Point], error: Callable[[Point, int], float]) -> str:
     """A Markdown table: the enumerated estimator with the smallest error in a batch, and the error."""
     by_case: dict[tuple[float, int, float], list[Point]] = {}
     for point in found:
@@ -161,23 +196,25 @@ def smallest_errors(found: Sequence[Point]) -> str:
         "|---" * (len(SHOWN_SIGMAS) + 2) + "|",
     ]
     for correlation, length in itertools.product(CORRELATIONS, LENGTHS):
-        cells = [_cell(by_case[correlation, length, sigma]) for sigma in SHOWN_SIGMAS]
+        cells = [
+            _smallest({point.estimator: error(point, BATCH) for point in by_case[correlation, length, sigma]})
+            for sigma in SHOWN_SIGMAS
+        ]
         lines.append(f"| {CORRELATIONS[correlation]} | {length} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def _cell(points_there: Sequence[Point]) -> str:
-    best = min(points_there, key=lambda point: point.error(BATCH))
-    if best.error(BATCH) > HOPELESS:
-        return f"nothing helps, {best.error(BATCH):.2f}"
-    (plain,) = (point.error(BATCH) for point in points_there if point.estimator == "uncorrected")
-    if plain <= ABOUT_EQUAL * best.error(BATCH):
-        return f"none needed, {plain:.2f}"
-    return f"{best.estimator}, {best.error(BATCH):.2f} (uncorrected {plain:.2f})"
+def _smallest(errors: dict[str, float]) -> str:
+    best, plain = min(errors, key=errors.__getitem__), errors["uncorrected"]
+    if errors[best] > HOPELESS:
+        return f"nothing helps, {errors[best]:.2f}"
+    if plain <= ABOUT_EQUAL * errors[best]:
+        return f"uncorrected, {plain:.2f}"
+    return f"{best}, {errors[best]:.2f} (uncorrected {plain:.2f})"
 
 
 def errors_by_bound() -> str:
-    """A Markdown table: the errors of token and of truncated sequence weights, in a small and in a large batch."""
+    """A Markdown table: the errors of token and of truncated sequence weights, as they are and up to scale."""
     configs = {"token, ≤ 2": RolloutCorrectionConfig(use_tis=True)} | {
         f"≤ {bound:g}": RolloutCorrectionConfig(use_tis=True, tis_level="sequence", tis_upper_bound=bound)
         for bound in BOUNDS
@@ -185,13 +222,13 @@ def errors_by_bound() -> str:
     lines = [f"| mismatch | σ√T | {' | '.join(configs)} |", "|---" * (len(configs) + 2) + "|"]
     gradient_V = true_gradient(BOUNDS_LENGTH)
     for correlation, spread in itertools.product(CORRELATIONS, BOUNDS_SPREADS):
-        mismatch = Mismatch.of_size(spread / math.sqrt(BOUNDS_LENGTH), correlation)
+        sigma = spread / math.sqrt(BOUNDS_LENGTH)
+        where = {"correlation": correlation, "length": BOUNDS_LENGTH, "sigma": sigma, "responses": 0}
         cells = []
-        for config in configs.values():
-            found = enumerated(config, mismatch, BOUNDS_LENGTH)
-            squared_bias = float((found.mean_V - gradient_V).square().sum())
-            errors = [math.sqrt(squared_bias + found.variance / batch) for batch in (BATCH, LARGE_BATCH)]
-            cells.append(" · ".join(f"{error / float(gradient_V.norm()):.2f}" for error in errors))
+        for name, config in configs.items():
+            found = enumerated(config, Mismatch.of_size(sigma, correlation), BOUNDS_LENGTH)
+            point = Point(estimator=name, **where, **relative(found, gradient_V))
+            cells.append(f"{point.error(BATCH):.2f} · {point.error_up_to_scale(BATCH):.2f}")
         lines.append(f"| {CORRELATIONS[correlation]} | {spread:g} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

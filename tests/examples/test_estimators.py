@@ -14,6 +14,7 @@ from examples.collapse_study.estimators import (
     QUALITY_V,
     TRAIN_V,
     Mismatch,
+    Moments,
     enumerated,
     likely_counts,
     simulated,
@@ -132,11 +133,28 @@ def test_the_points_in_the_repository_are_those_computed():
         assert figures[0] == pytest.approx(figures[1], rel=1e-3, abs=1e-7, nan_ok=True)
 
 
-def test_the_page_of_maths_shows_the_tables() -> None:
-    errors = gradient.smallest_errors(gradient.read_points(gradient.TABLE))
+def test_the_page_of_maths_shows_the_tables():
     page = gradient.PAGE.read_text(encoding="utf-8")
-    for name, text in (("errors", errors), ("bounds", gradient.errors_by_bound())):
+    for name, text in gradient.tables(gradient.read_points(gradient.TABLE)).items():
         assert f"{report.begin(name)}{text}\n{report.END}" in page, "run `make docs`"
+
+
+@pytest.mark.parametrize(
+    ("mean", "deviation", "error", "up_to_scale"),
+    [
+        ((1.0, 0.0), 0.0, 0.0, 0.0),
+        ((0.25, 0.0), 0.0, 0.75, 0.0),  # too small, and nothing else
+        ((0.5, 0.5), 0.0, math.sqrt(0.5), math.sqrt(0.5)),  # 45° off
+        ((1.0, 0.0), 2.0, 1.0, math.sqrt(0.5)),  # four responses: half of the squared length is noise
+        ((-1.0, 0.0), 0.0, 2.0, 1.0),
+    ],
+)
+def test_errors_by_hand(mean, deviation, error, up_to_scale):
+    mean_V, gradient_V = torch.tensor([*mean, 0.0]), torch.tensor([1.0, 0.0, 0.0])
+    figures = gradient.relative(Moments(mean_V, deviation**2, 1.0, 0.0), gradient_V)
+    point = gradient.Point(correlation=0.1, length=4, sigma=0.1, estimator="x", responses=0, **figures)
+    assert point.error(4) == pytest.approx(error)
+    assert point.error_up_to_scale(4) == pytest.approx(up_to_scale, abs=1e-6)
 
 
 def test_the_figure_of_the_points_is_drawn(tmp_path):
