@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import io
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -33,8 +32,9 @@ from examples.collapse_study.estimators import (
     true_gradient,
 )
 from examples.collapse_study.report import LOOKS, replace_table
+from examples.collapse_study.results import write_csv
 from slime_tis import RolloutCorrectionConfig
-from slime_tis.reporting.run_directory import write_atomically, written_whole
+from slime_tis.reporting.run_directory import written_whole
 
 TABLE = HERE / "gradient.csv"
 PAGE, PICTURE = ROOT / "docs" / "math.md", ROOT / "docs" / "gradient_bias_variance.png"
@@ -160,11 +160,8 @@ def relative(found: Moments, gradient_V: Tensor, responses: int = 0) -> dict[str
 
 def write_points(path: Path, rows: Sequence[Point]) -> None:
     """Writes gradient.csv, whole or not at all."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(field.name for field in fields(Point))
-    writer.writerows([f"{x:.5g}" if isinstance(x, float) else x for x in asdict(row).values()] for row in rows)
-    write_atomically(path, text.getvalue())
+    lines = ([f"{x:.5g}" if isinstance(x, float) else x for x in asdict(row).values()] for row in rows)
+    write_csv(path, [field.name for field in fields(Point)], lines)
 
 
 def read_points(path: Path) -> list[Point]:
@@ -223,10 +220,11 @@ def errors_by_bound() -> str:
     gradient_V = true_gradient(BOUNDS_LENGTH)
     for correlation, spread in itertools.product(CORRELATIONS, BOUNDS_SPREADS):
         sigma = spread / math.sqrt(BOUNDS_LENGTH)
+        mismatch = Mismatch.of_size(sigma, correlation)
         where = {"correlation": correlation, "length": BOUNDS_LENGTH, "sigma": sigma, "responses": 0}
         cells = []
         for name, config in configs.items():
-            found = enumerated(config, Mismatch.of_size(sigma, correlation), BOUNDS_LENGTH)
+            found = enumerated(config, mismatch, BOUNDS_LENGTH)
             point = Point(estimator=name, **where, **relative(found, gradient_V))
             cells.append(f"{point.error(BATCH):.2f} · {point.error_up_to_scale(BATCH):.2f}")
         lines.append(f"| {CORRELATIONS[correlation]} | {spread:g} | {' | '.join(cells)} |")

@@ -142,10 +142,15 @@ def read_table(path: Path) -> dict[tuple[str, str, int], Row]:
 
 def write_table(path: Path, rows: Iterable[Row]) -> None:
     """Writes results.csv, whole or not at all."""
+    write_csv(path, COLUMNS, ([_written(value) for value in asdict(row).values()] for row in rows))
+
+
+def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """Writes a CSV file, whole or not at all."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(COLUMNS)
-    writer.writerows([_written(value) for value in asdict(row).values()] for row in rows)
+    writer.writerow(columns)
+    writer.writerows(rows)
     write_atomically(path, text.getvalue())
 
 
