@@ -8,7 +8,7 @@ DIFFUSION := -m examples.diffusion_digits.train --custom-config-path examples/di
 DIFFUSION_RUN := runs/diffusion_digits
 SEEDS ?= 0
 
-.PHONY: help install data train train-diffusion study test sglang-env test-sglang check format docs clean
+.PHONY: help install data train train-diffusion study test test-faults sglang-env test-sglang check format docs clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,6 +45,9 @@ study: install $(EXAMPLE)/complete.json  ## Run the study of collapse, all corre
 
 test: $(VENV)/.installed-diffusion  ## Run the tests
 	$(BIN)/python -m pytest tests
+
+test-faults: $(VENV)/.installed-diffusion  ## Run the fault tests: hostile input, signals, killed processes
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/faults -n 2 --dist loadfile
 
 # The servers' own environment: SGLang's pinned libraries are not those of training.
 sglang-env:  ## Make the environment of SGLang servers on a CPU, 1.6 GB

@@ -24,6 +24,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from arguments import Arguments, describe, effective_config, parse_args
 from slime_tis.custom import load_function
+from slime_tis.errors import CustomFunctionError
 from slime_tis.learner import Learner
 from slime_tis.megatron import checkpoint
 from slime_tis.megatron.engine import TrainingEngine
@@ -68,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("SLIME_TIS_TRACEBACK"):
             raise
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, CustomFunctionError) else 1
     finally:
         shut_down()
     return 0

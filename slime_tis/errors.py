@@ -1,0 +1,15 @@
+"""Exceptions that end a run with one message, and the exit status of each.
+
+    ValueError
+     └── CustomFunctionError      a function of the user's own cannot be loaded or breaks its contract: status 2
+
+Everything else that the program reports ends with status 1, a refused command line with 2, a signal with 128 + its
+number.
+"""
+
+
+class CustomFunctionError(ValueError):
+    """A function of the user's own could not be loaded, raised, or returned what its contract does not allow.
+
+    The message names the function, the file and line where there is one, and how to fix it.
+    """
