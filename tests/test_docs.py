@@ -4,6 +4,7 @@ import importlib.util
 import json
 import re
 import shlex
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,8 @@ DOCS = ROOT / "docs"
 
 def blocks(page, language):
     """The fenced blocks of a page in a language, none for a plain one."""
-    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", (DOCS / page).read_text(), re.M | re.S)
-    return [text for name, text in fenced if name == language]
+    fenced = re.findall(r"^( *)```(\w*)\n(.*?)^ *```$", (DOCS / page).read_text(), re.M | re.S)
+    return [textwrap.dedent(text) for _, name, text in fenced if name == language]
 
 
 def documented(pattern):
@@ -88,6 +89,19 @@ def test_yaml_on_the_pages_is_accepted(task, tmp_path, page):
     (tmp_path / "page.yaml").write_text(block)
     got = configure(shlex.split(task + "--custom-config-path page.yaml"), {}).correction
     assert got.use_tis and got.rs_veto_threshold == 1e-4
+
+
+def test_the_staged_roll_out_is_accepted_stage_by_stage(task, tmp_path):
+    found = []
+    for block in blocks("off_policy.md", "yaml"):
+        (tmp_path / "stage.yaml").write_text(block)
+        found.append(configure(shlex.split(task + "--custom-config-path stage.yaml"), {}).correction)
+    ours, verls = found[:3], found[3:]
+    for stages in (ours, verls):
+        assert [(stage.use_rs, stage.use_tis) for stage in stages] == [(False, False), (True, False), (True, True)]
+    assert not any(stage.use_rollout_logprobs for stage in ours)
+    assert all(stage.use_rollout_logprobs and stage.policy_loss == "reinforce" for stage in verls)
+    assert verls[2].tis_level == verls[2].rs_level == "sequence" and verls[2].rs_bounds == (0.5, 2.0)
 
 
 def test_configuration_of_the_example_is_accepted(task):
