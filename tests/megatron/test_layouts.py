@@ -1,4 +1,4 @@
-"""train.py under torchrun: every parallel layout gives the figures of one process on the same data."""
+"""train.py on two ranks: every parallel layout gives the figures of one process on the same data."""
 
 import json
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.runs import make_task, read_metrics, run_apart, training_figures
+from tests.runs import make_task, read_metrics, run_apart, run_program, training_figures
 
 TWO_RANKS = {
     "data": [],
@@ -48,7 +48,8 @@ def test_two_ranks_agree_with_one(
     layout: str, one_process: tuple[list[str], list[dict[str, Any]]], tmp_path: Path
 ) -> None:
     flags, expected = one_process
-    result = run_apart([*flags, *TWO_RANKS[layout]], tmp_path, ranks=2)
+    launch = run_program if layout == "tensor and sequence" else run_apart  # one of them under torchrun itself
+    result = launch([*flags, *TWO_RANKS[layout]], tmp_path, ranks=2)
     assert result.returncode == 0, result.stderr[-4000:]
     rows = read_metrics(tmp_path)
     assert [row["step"] for row in rows] == [1, 2, 3]
