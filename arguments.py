@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from slime_tis.command_line import (
@@ -23,12 +25,14 @@ from slime_tis.command_line import (
 from slime_tis.correction.config import RolloutCorrectionConfig
 from slime_tis.inputs import check_files, check_model
 from slime_tis.megatron.config import MegatronConfig
-from slime_tis.options import declare_options, nearest
+from slime_tis.options import declare_options
 from slime_tis.policy.config import PolicyConfig
 from slime_tis.reporting.config import ReportingConfig
 from slime_tis.rollout.config import RolloutConfig
 from slime_tis.rollout.sglang.config import SGLangConfig
 from slime_tis.rollout.sglang.server_flags import split_server_flags
+from slime_tis.slime_flags import RENAMED
+from slime_tis.unknown_flags import UnknownFlag, refusal, split_unknown_flags
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,6 +191,12 @@ METAVARS = {
 }
 """What --help shows as the value, and the options it stands for; numbers show N (whole) or X."""
 
+FLAGS = {flag(prefix + name) for name in (*OPTIONS, *ALIASES) for prefix in ("", "no_")} | {"--help"}
+"""Every flag that is read here, --no- forms included."""
+
+NOT_FOR_SERVERS = {*RENAMED, "--sglang-config"}
+"""Flags that begin like those of the servers and are slime's own."""
+
 COMMAND_LINE = CommandLine(options=OPTIONS, groups=GROUPS, aliases=ALIASES, metavars=METAVARS)
 
 
@@ -215,7 +225,8 @@ def parse_args(argv: Sequence[str] | None = None) -> Arguments:
 
 def configure(argv: Sequence[str], environ: Mapping[str, str]) -> Arguments:
     """What parse_args does, with the environment passed in and ValueError instead of an exit."""
-    values = merge_sources(COMMAND_LINE, _read_command_line(argv))
+    given, restated = _read_command_line(argv)
+    values = merge_sources(COMMAND_LINE, given)
     rollout = build(RolloutConfig, values)
     arguments = Arguments(
         correction=build(RolloutCorrectionConfig, values),
@@ -231,7 +242,8 @@ def configure(argv: Sequence[str], environ: Mapping[str, str]) -> Arguments:
     _check_correction(arguments)
     _check_ranks(arguments, int(environ.get("WORLD_SIZE", "1")))
     check_files(arguments.rollout, arguments.megatron)
-    check_model(arguments.megatron, arguments.rollout)
+    model = check_model(arguments.megatron, arguments.rollout)
+    _refuse_unknown(restated, model)
     return dataclasses.replace(arguments, namespace=_slime_namespace(arguments))
 
 
@@ -284,14 +296,39 @@ def build_parser() -> argparse.ArgumentParser:
     )
 
 
-def _read_command_line(argv: Sequence[str]) -> dict[str, Any]:
-    """The values of the flags; unknown ones for SGLang are the servers' own, where the run may start some."""
-    rest, server_args = split_server_flags(argv, set(map(flag, OPTIONS)))
+def _read_command_line(argv: Sequence[str]) -> tuple[dict[str, Any], list[UnknownFlag]]:
+    """The values of the flags, and the flags that repeat config.json, which is still to be compared with them.
+
+    Unknown flags for SGLang are the servers' own, where the run may start some.
+    """
+    names = {token.split("=")[0] for token in argv}
+    rest, server_args = list(argv), list[str]()
+    if not names.isdisjoint(("--sglang-launch", "--custom-config-path")):
+        rest, server_args = split_server_flags(argv, FLAGS | NOT_FOR_SERVERS)
+    rest, unknown = split_unknown_flags(rest, FLAGS)
+    _refuse_unknown(unknown, _peek_at_model(rest))
     given = read_flags(COMMAND_LINE, build_parser(), rest)
     if server_args and {"sglang_launch", "custom_config_path"}.isdisjoint(given):
-        unknown = f"--sglang-{server_args[0][2:]}"
-        raise ValueError(f"{unknown} is not a flag; {nearest(unknown, map(flag, OPTIONS))}")
-    return given | ({"sglang_server_args": tuple(server_args)} if server_args else {})
+        raise ValueError(f"--sglang-{server_args[0][2:]} is a flag of servers; add --sglang-launch N.")
+    return given | ({"sglang_server_args": tuple(server_args)} if server_args else {}), unknown
+
+
+def _refuse_unknown(unknown: Sequence[UnknownFlag], model: Mapping[str, Any] | None) -> None:
+    message = refusal(unknown, list(map(flag, (*OPTIONS, *ALIASES))), model)
+    if message:
+        raise ValueError(message)
+
+
+def _peek_at_model(argv: Sequence[str]) -> dict[str, Any] | None:
+    """The config.json of --hf-checkpoint, so that one message can also say what differs from it; None without one."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--hf-checkpoint")
+    try:
+        directory = parser.parse_known_args(list(argv))[0].hf_checkpoint
+        model = json.loads((Path(directory or "") / "config.json").read_text(encoding="utf-8"))
+    except (argparse.ArgumentError, OSError, ValueError, RecursionError):
+        return None
+    return model if isinstance(model, dict) else None
 
 
 def _build_sglang(rollout: RolloutConfig, values: dict[str, Any]) -> SGLangConfig:

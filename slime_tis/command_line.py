@@ -24,7 +24,7 @@ from slime_tis.correction.config import (
     POLICY_LOSSES,
 )
 from slime_tis.correction.presets import PRESETS
-from slime_tis.options import Option, nearest, read_value
+from slime_tis.options import LONGEST, Option, nearest, read_value
 from slime_tis.yaml_options import read_yaml
 
 
@@ -165,8 +165,9 @@ def read_flags(line: CommandLine, parser: argparse.ArgumentParser, argv: Sequenc
     """The values that the flags of a command line give, by option."""
     known, unknown = parser.parse_known_args(argv)
     if unknown:
-        mend = nearest(unknown[0].split("=")[0], map(flag, (*line.options, *line.aliases)))
-        raise ValueError(f"{unknown[0]} is not a flag; {mend}")
+        names = [token.split("=")[0] for token in unknown if token.startswith("-")] or unknown
+        flags = list(map(flag, (*line.options, *line.aliases)))
+        raise ValueError("\n".join(f"{name[:LONGEST]} is not a flag; {nearest(name, flags)}" for name in names))
     return {name: read_value(flag(name), line.options[name], text) for name, text in vars(known).items()}
 
 

@@ -34,8 +34,11 @@ def check_files(rollout: RolloutConfig, megatron: MegatronConfig) -> None:
             raise ValueError(f"{flag} is {directory!r} but that is a file; give a directory.")
 
 
-def check_model(megatron: MegatronConfig, rollout: RolloutConfig) -> None:
+def check_model(megatron: MegatronConfig, rollout: RolloutConfig) -> dict[str, Any]:
     """Reads the checkpoint's config.json, and whether the model divides over the ranks and holds the responses.
+
+    Returns:
+        the object of config.json.
 
     Raises:
         ValueError: one sentence, for a checkpoint that cannot be loaded or sizes that do not fit it.
@@ -61,6 +64,7 @@ def check_model(megatron: MegatronConfig, rollout: RolloutConfig) -> None:
             f"--rollout-max-response-len is {response} but the model's context of {context} tokens holds the "
             "prompt too; choose fewer tokens."
         )
+    return model
 
 
 def _read_model_config(flag: str, directory: str) -> dict[str, Any]:

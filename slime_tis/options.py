@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import difflib
 import inspect
 import itertools
 import math
@@ -20,6 +19,9 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 FEW = 30
 """Names that one sentence can list, a count."""
+
+LONGEST = 80
+"""Letters of an unknown word that are compared with known ones, a count."""
 
 NULLS = ("", "~", "null", "none")
 
@@ -100,12 +102,58 @@ def read_value(label: str, option: Option, value: Any) -> Any:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """The mend for an unknown word: the nearest known one, or all of them where none is near and they are few."""
+    """The hint for an unknown word: one that is similar, or all of them where none is and they are few."""
     known = list(known)
-    matches = difflib.get_close_matches(word, known, n=1)
-    if matches:
-        return f"did you mean {matches[0]}?"
+    match = similar(word, known)
+    if match is not None:
+        return f"did you mean {match}?"
     return f"known are {', '.join(known)}." if len(known) <= FEW else "--help lists what there is."
+
+
+def similar(word: str, known: Iterable[str]) -> str | None:
+    """The known word that a typing error makes of this one, or None where none is near enough.
+
+    Near is a letter in every four that is wrong, missing, too many or swapped with its neighbour, or a name whose
+    words are those of the other and one or two more: `tis_upper` is near `tis_upper_bound`, `colocate` is not near
+    `load`.
+    """
+    word, known = word[:LONGEST], list(known)
+    bound = max(1, len(word.strip("-")) // 4)
+    alike = [name for name in known if abs(len(name) - len(word)) <= bound]
+    scored = sorted((edit_distance(word, name), name) for name in alike)
+    if scored and scored[0][0] <= bound:
+        return scored[0][1]
+    longer = [name for name in known if _extends(_parts(word), _parts(name))]
+    return min(longer, key=len) if longer else None
+
+
+def edit_distance(a: str, b: str) -> int:
+    """Letters to insert, delete, replace or swap with their neighbour that turn one word into another.
+
+    Source: "A technique for computer detection and correction of spelling errors", Damerau
+    (https://doi.org/10.1145/363958.363994), in its optimal string alignment form.
+    """
+    before: list[int] = []
+    last = list(range(len(b) + 1))
+    for i, x in enumerate(a, start=1):
+        row = [i]
+        for j, y in enumerate(b, start=1):
+            best = min(last[j] + 1, row[j - 1] + 1, last[j - 1] + (x != y))
+            if i > 1 and j > 1 and x == b[j - 2] and a[i - 2] == y:
+                best = min(best, before[j - 2] + 1)
+            row.append(best)
+        before, last = last, row
+    return last[-1]
+
+
+def _parts(word: str) -> list[str]:
+    return word.strip("-").replace("-", "_").split("_")
+
+
+def _extends(parts: Sequence[str], others: Sequence[str]) -> bool:
+    """Whether the longer of two names begins with the shorter, and has at most two words more."""
+    short, long = sorted((parts, others), key=len)
+    return len(short) > 1 and 0 < len(long) - len(short) <= 2 and list(long[: len(short)]) == list(short)
 
 
 def _read_kind(option: Option, value: Any) -> Any:

@@ -775,7 +775,7 @@ def test_unusable_checkpoint_is_refused(base, tmp_path, config, sentence):
     ("text", "sentence"),
     [
         ("tis_upper: 2.0", "tis_upper in run.yaml is not an option; did you mean tis_upper_bound?"),
-        ("custom_config_path: a.yaml", "custom_config_path in run.yaml is not an option; did you mean "),
+        ("custom_config_path: a.yaml", "custom_config_path in run.yaml is not an option; --help lists what there is."),
         ("use_tis: 3", "use_tis in run.yaml is '3' but must be true or false."),
         ("lr: true", "lr in run.yaml is 'true' but must be a number."),
         ("lr: [1, 2]", "lr in run.yaml is ['1', '2'] but must be a number."),

@@ -18,6 +18,8 @@ ALLOWED: dict[str, set[str]] = {
     "slime_tis.integrations": {"slime_tis.correction"},
     "custom_tis": {"slime_tis", "slime_tis.integrations"},
     "slime_tis.options": set(),
+    "slime_tis.slime_flags": set(),
+    "slime_tis.unknown_flags": {"slime_tis.options", "slime_tis.slime_flags"},
     "slime_tis.inputs": {"slime_tis.megatron", "slime_tis.rollout", "slime_tis.policy", "slime_tis.reporting"},
     "slime_tis.yaml_options": {"slime_tis.options"},
     "slime_tis.command_line": {"slime_tis.options", "slime_tis.yaml_options", "slime_tis.correction"},

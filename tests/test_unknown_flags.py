@@ -1,0 +1,229 @@
+"""Flags that this program lacks: refused all at once in groups, or compared with config.json and accepted."""
+
+import json
+import shlex
+
+import pytest
+
+from arguments import ALIASES, FLAGS, OPTIONS, configure
+from slime_tis.command_line import flag
+from slime_tis.megatron.architecture import FAMILIES
+from slime_tis.options import edit_distance, similar
+from slime_tis.slime_flags import (
+    ADVICE,
+    FIXED,
+    QK_NORM_ARCHITECTURES,
+    QKV_BIAS_ARCHITECTURES,
+    RENAMED,
+    RESTATED,
+    advice_for,
+    checkpoint_facts,
+)
+from slime_tis.unknown_flags import UnknownFlag, refusal, split_unknown_flags
+
+KNOWN = list(map(flag, (*OPTIONS, *ALIASES)))
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "num_hidden_layers": 36,
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+}
+LLAMA31 = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_attention_heads": 32,
+    "hidden_size": 4096,
+    "mlp_bias": False,
+    "tie_word_embeddings": False,
+    "rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0},
+}
+
+
+def unknown(line):
+    rest, flags = split_unknown_flags(shlex.split(line), FLAGS)
+    assert rest == []
+    return flags
+
+
+def said(line, model=None):
+    return refusal(unknown(line), KNOWN, model)
+
+
+def test_unknown_flags_take_their_values_with_them():
+    line = "--use-tis --num-layers 36 --lr 1e-6 --colocate --spec a b --vocab-size=7 --no-use-rs stray"
+    rest, flags = split_unknown_flags(line.split(), FLAGS)
+    assert rest == ["--use-tis", "--lr", "1e-6", "--no-use-rs", "stray"]
+    assert flags == [
+        UnknownFlag("--num-layers", ("36",)),
+        UnknownFlag("--colocate", ()),
+        UnknownFlag("--spec", ("a", "b")),
+        UnknownFlag("--vocab-size", ("7",)),
+    ]
+
+
+def test_all_unknown_flags_are_one_message_in_groups():
+    line = (
+        "--num-layers 36 --colocate --sglang-server-concurrency 512 --sglang-mem-fraction-static 0.7 --hidden-dropout "
+        "0.1 --roll-out-batch-size 4 --zzz"
+    )
+    assert said(line, {**QWEN3, "num_hidden_layers": 28}) == (
+        "7 flags are refused (slime-tis port SCRIPT rewrites a launch script of slime):\n"
+        "read from config.json, or fixed:\n"
+        "  --num-layers is '36' but num_hidden_layers of config.json is 28; leave it out, or give the directory of "
+        "that model.\n"
+        "  --hidden-dropout is '0.1' but always 0 here; leave it out.\n"
+        "renamed:\n"
+        "  --sglang-server-concurrency is --sglang-concurrency here.\n"
+        "not supported:\n"
+        "  --colocate is not supported: training and SGLang do not take turns on the same GPUs; give the servers GPUs "
+        "of their own with --sglang-base-gpu-id, or sample in the training process with --rollout-engine local.\n"
+        "  --sglang-mem-fraction-static is a flag of SGLang servers, which this run does not start; add "
+        "--rollout-engine sglang --sglang-launch N.\n"
+        "not known:\n"
+        "  --roll-out-batch-size is not a flag; did you mean --rollout-batch-size?\n"
+        "  --zzz is not a flag; --help lists what there is."
+    )
+
+
+# What slime's own files for these models say, against what their config.json says.
+@pytest.mark.parametrize(
+    ("line", "model"),
+    [
+        (
+            "--swiglu --num-layers 36 --hidden-size 2560 --ffn-hidden-size 9728 --num-attention-heads 32 "
+            "--group-query-attention --num-query-groups 8 --use-rotary-position-embeddings --disable-bias-linear "
+            "--normalization RMSNorm --norm-epsilon 1e-6 --rotary-base 1000000 --vocab-size 151936 --kv-channels 128 "
+            "--qk-layernorm --attention-dropout 0.0 --hidden-dropout 0.0 --accumulate-allreduce-grads-in-fp32 "
+            "--attention-softmax-in-fp32 --optimizer adam --expert-tensor-parallel-size 1",
+            QWEN3,
+        ),
+        (
+            "--use-rope-scaling --rotary-scaling-factor 8.0 --rotary-base 500000 --kv-channels 128 "
+            "--untie-embeddings-and-output-weights --position-embedding-type rope --rotary-percent 1.0",
+            LLAMA31,
+        ),
+        ("--add-qkv-bias", {"architectures": ["Qwen2ForCausalLM"]}),
+        ("--num-layers 7 --rotary-base 3", {}),
+        ("--num-layers 7 --rotary-base 3", None),
+    ],
+    ids=["qwen3", "llama3.1", "qwen2.5", "empty config.json", "no config.json"],
+)
+def test_flags_that_repeat_config_json_are_accepted(line, model):
+    assert said(line, model) == ""
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--kv-channels 64", "--kv-channels is '64' but head_dim of config.json is 128; leave it out, or give the"),
+        ("--norm-epsilon 1e-5", "--norm-epsilon is '1e-5' but rms_norm_eps of config.json is 1e-06; leave it out"),
+        ("--num-layers", "--num-layers has 0 values but needs one; leave it out, config.json says it."),
+        ("--num-layers many", "--num-layers is 'many' but num_hidden_layers of config.json is 36; leave it out"),
+        ("--normalization LayerNorm", "--normalization is 'LayerNorm' but normalization of config.json is RMSNorm"),
+        ("--add-qkv-bias", "--add-qkv-bias is set but attention_bias of config.json is false; leave it out"),
+        (
+            "--untie-embeddings-and-output-weights",
+            "--untie-embeddings-and-output-weights is set but tie_word_embeddings of config.json is true; leave it",
+        ),
+        ("--use-rope-scaling", "--use-rope-scaling is set but rope_scaling of config.json is false; leave it out"),
+        ("--swiglu please", "--swiglu is 'please' but is a switch; leave it out."),
+        ("--optimizer sgd", "--optimizer is 'sgd' but always adam here; leave it out."),
+        ("--optimizer", "--optimizer is without a value but always adam here; leave it out."),
+        ("--attention-softmax-in-fp32 false", "--attention-softmax-in-fp32 is 'false' but cannot be turned off"),
+    ],
+)
+def test_flags_that_contradict_config_json_are_refused_with_both_values(line, message):
+    assert said(line, QWEN3).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("word", "found"),
+    [
+        ("--use-tiss", "--use-tis"),
+        ("--tis-uper-bound", "--tis-upper-bound"),
+        ("--hf-chekcpoint", "--hf-checkpoint"),
+        ("--rollout-batchsize", "--rollout-batch-size"),
+        ("--tis-upper", "--tis-upper-bound"),
+        ("--colocate", None),
+        ("--hidden-dropout", None),
+        ("--attention-dropout", None),
+        ("--rotary-base", None),
+        ("--swiglu", None),
+        ("--vocab-size", None),
+        ("--custom-generate-function-path", None),
+        ("--" + "x" * 100_000, None),
+    ],
+)
+def test_a_suggestion_is_made_where_it_is_plausible(word, found):
+    assert similar(word, KNOWN) == found
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "distance"),
+    [("", "", 0), ("", "abc", 3), ("kitten", "sitting", 3), ("ab", "ba", 1), ("hight", "height", 1), ("ca", "abc", 3)],
+)
+def test_edit_distance(a, b, distance):
+    assert edit_distance(a, b) == edit_distance(b, a) == distance
+
+
+def test_no_table_names_a_flag_of_this_program_or_one_flag_twice():
+    advised = [name for advice in ADVICE for name in advice.flags.split()]
+    names = [*RESTATED, *FIXED, *RENAMED, *(name for name in advised if not name.endswith("*"))]
+    assert not FLAGS.intersection(names)
+    assert len(set(names)) == len(names)
+    assert not [name for name in FLAGS if advice_for(name)]
+
+
+def test_every_new_name_is_a_flag_here_or_one_of_the_servers():
+    assert {new.name for new in RENAMED.values()} - FLAGS == {"--sglang-tp-size"}
+
+
+def test_facts_of_the_architectures_are_those_that_the_model_is_built_with():
+    assert {name for name, family in FAMILIES.items() if family.qk_norm} == set(QK_NORM_ARCHITECTURES)
+    assert {name for name, family in FAMILIES.items() if family.qkv_bias} == set(QKV_BIAS_ARCHITECTURES)
+
+
+def test_facts_follow_from_config_json():
+    facts = checkpoint_facts(LLAMA31)
+    assert (facts["head_dim"], facts["num_key_value_heads"], facts["rope_theta"]) == (128, 32, 500000.0)
+    assert (facts["rope_scaling"], facts["rope_scaling_factor"], facts["qk_norm"]) == (True, 8.0, False)
+
+
+@pytest.fixture
+def base(tmp_path, monkeypatch):
+    """A command line that is accepted, with its files in the current directory."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(QWEN3))
+    (tmp_path / "train.jsonl").write_text('{"input": "21>", "label": "12"}\n')
+    return (
+        "--prompt-data train.jsonl --rollout-batch-size 4 --n-samples-per-prompt 8 --rollout-max-response-len 12 "
+        "--num-rollout 3 --rm-type exact_match "
+    )
+
+
+def test_the_command_line_checks_restated_flags_wherever_the_checkpoint_is_named(base, tmp_path):
+    configure(shlex.split(base + "--hf-checkpoint model --num-layers 36 --hidden-dropout 0"), {})
+    (tmp_path / "run.yaml").write_text("hf_checkpoint: model\n")
+    for source in ("--hf-checkpoint model", "--custom-config-path run.yaml"):
+        with pytest.raises(ValueError) as error:
+            configure(shlex.split(f"{base} {source} --num-layers 28"), {})
+        assert str(error.value) == (
+            "--num-layers is '28' but num_hidden_layers of config.json is 36; leave it out, or give the directory of "
+            "that model."
+        )
+
+
+def test_a_flag_of_slime_is_not_passed_to_the_servers(base):
+    line = base + "--hf-checkpoint model --rollout-engine sglang --sglang-launch 1 --sglang-server-concurrency 8"
+    with pytest.raises(ValueError, match=r"^--sglang-server-concurrency is --sglang-concurrency here\.$"):
+        configure(shlex.split(line), {})
