@@ -17,13 +17,14 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any
 
 from transformers.utils.logging import disable_progress_bar
 
 from arguments import Arguments, describe, effective_config, parse_args
-from slime_tis.custom import load_function
+from slime_tis.custom import load_custom_tis
 from slime_tis.errors import CustomFunctionError
 from slime_tis.learner import Learner
 from slime_tis.megatron import checkpoint
@@ -81,11 +82,12 @@ class Trainer:
     def __init__(self, arguments: Arguments, parallel: Parallel) -> None:
         self.arguments, self.parallel = arguments, parallel
         megatron, rollout = arguments.megatron, arguments.rollout
+        custom_tis = self._custom_tis()  # code of the user's own is loaded before anything is built
+        self.reward = build_reward(rollout, arguments.namespace)
         self.timer = Timer()
         self.tokenizer = load_tokenizer(megatron.hf_checkpoint)
         self.dataset = PromptDataset(rollout.prompt_data, self.tokenizer, rollout)
         self.eval_prompts = load_evaluation_prompts(rollout, self.tokenizer)
-        self.reward = build_reward(rollout, arguments.namespace)
         self.num_rollout = self._num_rollout()
         self.engine = TrainingEngine(
             megatron,
@@ -96,14 +98,13 @@ class Trainer:
             entropy_gradient=arguments.policy.entropy_coef != 0,
             timer=self.timer,
         )
-        custom_tis = arguments.custom_tis_function_path
         self.learner = Learner(
             engine=self.engine,
             correction=arguments.correction,
             policy=arguments.policy,
             steps_per_rollout=self.steps_per_rollout,
             leaves_out_samples=rollout.max_weight_staleness is not None,
-            custom_tis=None if custom_tis is None else load_function(custom_tis),
+            custom_tis=custom_tis,
             args=arguments.namespace,
         )
         self.rollout_id = 0
@@ -183,6 +184,10 @@ class Trainer:
         steps = self.arguments.loop.num_steps_per_rollout
         assert steps is not None  # arguments.py derives it
         return steps
+
+    def _custom_tis(self) -> Callable[..., Any] | None:
+        path = self.arguments.custom_tis_function_path
+        return None if path is None else load_custom_tis(path, self.arguments.namespace)
 
     def _num_rollout(self) -> int:
         loop, prompts = self.arguments.loop, self.arguments.rollout.rollout_batch_size

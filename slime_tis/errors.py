@@ -13,3 +13,10 @@ class CustomFunctionError(ValueError):
 
     The message names the function, the file and line where there is one, and how to fix it.
     """
+
+
+def one_line(text: str, limit: int = 80) -> str:
+    """The text for use inside an error message: on one line, cut to `limit` characters, control characters escaped."""
+    text = " ".join(text.split())
+    text = text if len(text) <= limit else text[: limit - 1] + "…"
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)

@@ -1,41 +1,275 @@
-"""Loading a user's function, and holding it to the contract."""
+"""Loading a user's function, calling it so that every failure is one message, and holding it to the contract."""
 
+import asyncio
+import functools
+import os
+import random
+import re
+import signal
+import sys
+import textwrap
+from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from slime_tis.custom import call_custom_tis, load_function
+from slime_tis.custom import call_custom_tis, calling, check_signature, describe, load_custom_tis, load_function
+from slime_tis.errors import CustomFunctionError, one_line
 
 MASKS = [torch.ones(2), torch.ones(1)]
 
 
-def call(function: Any) -> Any:
-    loss = torch.ones(3, requires_grad=True)
-    return call_custom_tis(function, None, pg_loss=loss, loss_masks=MASKS)
+def call(function: Any, **given: Any) -> Any:
+    loss = torch.ones(3, requires_grad=True) * 1
+    return call_custom_tis(function, None, **{"pg_loss": loss, "loss_masks": MASKS, **given})
+
+
+def written(directory: Path, text: str, name: str = "mine.py") -> Path:
+    file = directory / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(textwrap.dedent(text))
+    return file
 
 
 def test_both_path_forms(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text("def double(x):\n    return 2 * x\n")
+    file = written(tmp_path, "def double(x):\n    return 2 * x\n")
     assert load_function(f"{file}:double")(4) == 8
     assert load_function("math.sqrt")(9) == 3
 
 
 @pytest.mark.parametrize(
-    ("path", "sentence"),
+    "path",
+    ["./mine.py:f", "~/mine.py:f", "link.py:f", "some.dots/a.b-c.py:f", "mine.py:Group.f", "pkg/mod.py:f"],
+)
+def test_files_are_found(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = "from helper import value\n\ndef f():\n    return value\n\nclass Group:\n    f = staticmethod(f)\n"
+    for name in ("mine.py", "some.dots/a.b-c.py"):
+        written(tmp_path, body, name)
+        written((tmp_path / name).parent, "value = 7", "helper.py")
+    written(tmp_path, "from .helper import value\nfrom . import helper\n\ndef f():\n    return value", "pkg/mod.py")
+    written(tmp_path, "value = 7", "pkg/helper.py")
+    (tmp_path / "links").mkdir()
+    (tmp_path / "link.py").symlink_to("mine.py")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    before = list(sys.path)
+    assert load_function(path)() == 7
+    assert sys.path == before
+
+
+def test_a_file_is_run_once_and_knows_its_own_names(tmp_path: Path) -> None:
+    file = written(
+        tmp_path,
+        """
+        from __future__ import annotations
+        import dataclasses, sys, typing
+
+        runs = getattr(sys, "_runs_of_mine", 0) + 1
+        sys._runs_of_mine = runs
+
+        @dataclasses.dataclass
+        class Bounds:
+            upper: float = 2.0
+
+        def f():
+            return runs, typing.get_type_hints(Bounds)["upper"]
+
+        def g():
+            return runs
+        """,
+    )
+    (tmp_path / "same.py").symlink_to(file)
+    assert load_function(f"{file}:f")() == (1, float)
+    assert load_function(f"{file}:g")() == load_function(f"{tmp_path / 'same.py'}:g")() == 1
+
+
+def test_helpers_of_the_same_name_do_not_mix(tmp_path: Path) -> None:
+    paths = []
+    for name in ("a", "b"):
+        written(tmp_path / name, f"value = {name!r}", "helper.py")
+        file = written(tmp_path / name, "import helper\n\ndef f():\n    return helper.value\n")
+        paths.append(f"{file}:f")
+    assert [load_function(path)() for path in paths] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
     [
-        ("sqrt", "'sqrt' names no module; write package.module.function or path/file.py:function"),
+        ("sqrt", "'sqrt' names no module and function; write package.module.function or path/file.py:function"),
+        ("", "'' names no module and function"),
+        ("file.py:", "'file.py:' names no module and function"),
         ("nowhere.sqrt", "there is no module 'nowhere'; is its directory on PYTHONPATH?"),
+        ("..tis.x", "'..tis.x': ..tis is not a module's name. For a file, write path/file.py:function."),
+        ("dir/file.f", "'dir/file.f': dir/file is not a module's name. For a file, write path/file.py:function."),
         ("math.square", "math has no function 'square'; it has"),
-        ("nowhere/file.py:f", "there is no file nowhere/file.py"),
-        ("README:f", "there is no file README|README is not a Python file"),
+        ("math.pi", "'math.pi': pi in math is a float, and cannot be called"),
+        ("nowhere/file.py:f", "there is no file nowhere/file.py in /"),
+        ("pyproject.toml:f", "pyproject.toml is not a Python file; its name must end in .py"),
+        ("docs:f", "'docs:f': docs is a directory; write path/file.py:function"),
+        ("a\0b.py:f", "is no path: embedded null byte"),
+        ("~nobody/x.py:f", "is no path: Could not determine home directory|there is no file"),
+        ("x" * 5000 + ".py:f", "…': .* is no path: .*File name too long"),
     ],
 )
-def test_what_cannot_be_loaded_is_said(path: str, sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
+def test_what_cannot_be_found_is_said(path: str, message: str) -> None:
+    with pytest.raises(CustomFunctionError, match=message) as caught:
         load_function(path)
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("def f(:", r"importing it raised SyntaxError: invalid syntax \(.*/mine.py, line 1\); correct the file\."),
+        ("def f():\n  return 1\n return", r"raised IndentationError: .* \(.*/mine.py, line 3\)"),
+        ("x = 1\nraise KeyError('no')", r"raised KeyError: 'no' \(.*/mine.py, line 2\); SLIME_TIS_TRACEBACK=1 shows"),
+        ("import os\n1 / 0", r"raised ZeroDivisionError: division by zero \(.*/mine.py, line 2\)"),
+        ("import not_there_at_all", r"No module named 'not_there_at_all' \(.*line 1\); install it, put it beside the"),
+        ("from .. import x", r"attempted relative import beyond top-level package \(.*\); for imports beyond the file"),
+        ("from slime.utils.misc import x", "slime is not installed, and of its modules this program has slime.back"),
+        ("from slime.backends.megatron_utils.cp_utils import y", "cannot import name 'y'.*all_gather_with_cp"),
+        ("import sys\nsys.exit(0)", r"called sys.exit\(0\); return a value, .* \(.*/mine.py, line 2\)"),
+        ("raise SystemExit", r"called sys.exit\(None\)"),
+        ("raise KeyboardInterrupt", r"raised KeyboardInterrupt \(.*/mine.py, line 1\)"),
+        ("from helper_with_a_fault import x", r"raised RuntimeError: deep \(.*/helper_with_a_fault.py, line 2\)"),
+        ("\0", "raised (SyntaxError|ValueError): source code string cannot contain null bytes"),
+        ("g = 1", "mine.py has no function 'f'; it has none"),
+    ],
+)
+def test_a_file_that_cannot_be_imported_is_said_with_its_line(tmp_path: Path, text: str, message: str) -> None:
+    written(tmp_path, "\nraise RuntimeError('deep')", "helper_with_a_fault.py")
+    file = written(tmp_path, text)
+    for _ in range(2):  # what failed is not taken for loaded
+        with pytest.raises(CustomFunctionError, match=message) as caught:
+            load_function(f"{file}:f")
+        assert str(caught.value).startswith(f"'{one_line(str(file) + ':f')}'"[:60])
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_bytes_that_are_no_text_are_said(tmp_path: Path) -> None:
+    file = written(tmp_path, "")
+    file.write_bytes(b"x = '\xff'\ndef f(): pass\n")
+    with pytest.raises(CustomFunctionError, match=r"raised SyntaxError: .*utf-8.*mine.py"):
+        load_function(f"{file}:f")
+
+
+def failing(args: Any, **kwargs: Any) -> Any:
+    return args["missing"]
+
+
+@functools.wraps(failing)
+def wrapped(*args: Any, **kwargs: Any) -> Any:
+    return failing(*args, **kwargs)
+
+
+class Callables:
+    def __call__(self, args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("a\nb\x1b[2J" + "x" * 1000)
+
+
+def message_of(function: Callable[..., Any], *args: Any) -> str:
+    with pytest.raises(CustomFunctionError) as caught, calling(function):
+        function(*args)
+    return str(caught.value)
+
+
+def test_an_exception_is_one_message_with_the_line_in_the_users_file() -> None:
+    line = failing.__code__.co_firstlineno + 1
+    expected = (
+        f"failing ({__file__}, line {line}) raised KeyError: 'missing'. SLIME_TIS_TRACEBACK=1 shows the traceback."
+    )
+    assert message_of(failing, {}) == expected
+    assert message_of(functools.partial(failing, {})) == expected
+    assert message_of(wrapped, {}) == expected
+    long = message_of(Callables(), {})
+    assert re.search(r"Callables \(.*test_custom.py, line \d+\) raised RuntimeError: a b\\x1b\[2Jx+…", long)
+    assert len(long) < 600 and "\n" not in long
+    assert "raised TypeError: failing() missing 1 required positional argument" in message_of(failing)
+
+
+class Silent(Exception):
+    def __str__(self) -> str:
+        raise ValueError
+
+
+def test_every_kind_of_exception_is_caught_and_signals_are_not() -> None:
+    def raises(error: Any) -> None:
+        raise error
+
+    assert "raises (" in message_of(raises, ValueError()) and "raised ValueError. " in message_of(raises, ValueError())
+    assert "raised Silent. " in message_of(raises, Silent("x"))
+    assert "called sys.exit('bye'); return a value" in message_of(raises, SystemExit("bye"))
+    assert "raised KeyboardInterrupt. " in message_of(raises, KeyboardInterrupt())
+
+    def interrupted() -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt), calling(interrupted):
+        interrupted()
+
+    async def cancelled() -> None:
+        task = asyncio.create_task(asyncio.sleep(60))
+        task.cancel()
+        with calling(raises):
+            await task
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(cancelled())
+
+
+def slimes(args: Any, *, pg_loss: Any, train_log_probs: Any, rollout_log_probs: Any, loss_masks: Any,
+           total_lengths: Any, response_lengths: Any) -> Any:  # fmt: skip
+    return pg_loss, loss_masks, {}
+
+
+def keyword(*, args: Any, pg_loss: Any, loss_masks: Any, **_: Any) -> Any:
+    return pg_loss, loss_masks, {"seen": pg_loss.detach() * args.value}
+
+
+def test_slimes_signature_without_kwargs_and_args_by_keyword_work() -> None:
+    more = {"train_log_probs": [], "rollout_log_probs": [], "total_lengths": [], "response_lengths": []}
+    loss, _, _ = call(slimes, **more, log_probs=[], cp_group=None)
+    assert loss.tolist() == [1, 1, 1]
+    given = {"pg_loss": torch.ones(3), "loss_masks": MASKS}
+    assert call_custom_tis(keyword, Namespace(value=5), **given)[2]["seen"].tolist() == [5, 5, 5]
+
+
+def test_a_signature_that_does_not_fit_is_refused_before_it_is_called(tmp_path: Path) -> None:
+    cases = {
+        "def f(): pass": "too many positional arguments",
+        "def f(args, pg_loss): pass": "got an unexpected keyword argument",
+        "def f(args, *, other, **kw): pass": "missing a required( keyword-only)? argument: 'other'",
+        "def f(args, pg_loss, /, **kw): pass": "'pg_loss'",
+    }
+    for number, (text, message) in enumerate(cases.items()):
+        file = written(tmp_path, text, f"case_{number}.py")
+        with pytest.raises(
+            CustomFunctionError, match=rf"f \(.*, line 1\) cannot be called as f\(args, pg_loss=….*{message}"
+        ):
+            load_custom_tis(f"{file}:f", Namespace())
+    file = written(tmp_path, "async def f(args, **kw): pass", "asynchronous.py")
+    with pytest.raises(CustomFunctionError, match="is a coroutine or a generator; write a plain"):
+        load_custom_tis(f"{file}:f", Namespace())
+    assert load_custom_tis("custom_tis.template.soft_tis", Namespace())
+    check_signature(max, ["args"], ["key"])
+
+
+def test_a_module_may_refuse_options(tmp_path: Path) -> None:
+    text = """
+    def check_args(args):
+        if args.use_rs:
+            raise ValueError("--use-rs is not followed")
+
+    def f(args, **kwargs):
+        return None
+    """
+    path = f"{written(tmp_path, text)}:f"
+    assert load_custom_tis(path, Namespace(use_rs=False))
+    with pytest.raises(CustomFunctionError, match=r"--custom-tis-function-path .*mine.py:f: --use-rs is not followed"):
+        load_custom_tis(path, Namespace(use_rs=True))
 
 
 def test_a_good_function_passes() -> None:
@@ -43,25 +277,134 @@ def test_a_good_function_passes() -> None:
     assert loss.tolist() == [2, 2, 2] and len(masks) == 2 and metrics["m"].tolist() == [1, 1, 1]
 
 
+def test_double_precision_is_taken_back_to_the_dtype_given() -> None:
+    loss, _, _ = call(lambda args, **kw: [kw["pg_loss"].double() / 3, tuple(kw["loss_masks"]), {}])
+    assert loss.dtype == torch.float32 and loss.requires_grad
+    assert loss.tolist() == pytest.approx([1 / 3] * 3)
+
+
+def test_what_a_function_does_in_place_has_no_effect_but_by_what_it_returns() -> None:
+    given = {"pg_loss": torch.ones(3, requires_grad=True) * 1, "loss_masks": [torch.ones(2), torch.ones(1)]}
+    given |= {"train_log_probs": [torch.zeros(2), torch.zeros(1)], "advantages": [torch.ones(2), torch.ones(1)]}
+
+    def careless(args: Any, *, pg_loss: Any, loss_masks: Any, train_log_probs: Any, advantages: Any) -> Any:
+        pg_loss.mul_(0.5)
+        for values in (*loss_masks, *train_log_probs, *advantages):
+            values.zero_()
+        loss_masks.clear()
+        return pg_loss, [torch.ones(2), torch.zeros(1)], {}
+
+    loss, masks, _ = call_custom_tis(careless, None, **given)
+    assert loss.tolist() == [0.5] * 3 and [mask.tolist() for mask in masks] == [[1, 1], [0]]
+    assert given["pg_loss"].tolist() == [1] * 3 and given["loss_masks"][0].tolist() == [1, 1]
+    assert given["train_log_probs"][0].tolist() == [0, 0] and given["advantages"][1].tolist() == [1]
+    (gradient,) = torch.autograd.grad(loss.sum(), given["pg_loss"])
+    assert gradient.tolist() == [0.5] * 3
+
+
+def test_global_settings_and_random_numbers_are_put_back(tmp_path: Path) -> None:
+    drawn: list[float] = []
+
+    def meddler(args: Any, *, pg_loss: Any, loss_masks: Any) -> Any:
+        result = pg_loss * 2
+        drawn.append(torch.rand(()).item() + random.random())
+        torch.set_grad_enabled(False)
+        torch.set_default_dtype(torch.float64)
+        torch.set_default_device("meta")
+        torch.use_deterministic_algorithms(True)
+        torch.set_float32_matmul_precision("medium")
+        torch.set_num_threads(torch.get_num_threads() + 1)
+        torch.manual_seed(1)
+        random.seed(1)
+        os.chdir(tmp_path)
+        return result, loss_masks, {}
+
+    def settings() -> tuple[Any, ...]:
+        flags = torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
+        kinds = torch.get_default_dtype(), torch.get_default_device(), torch.get_float32_matmul_precision()
+        return (*flags, *kinds, os.getcwd(), random.getstate(), torch.get_rng_state().tolist())
+
+    before = settings()
+    for seed in (1, 2, 1):
+        call(meddler, seed=seed)
+        assert settings() == before
+    assert drawn[0] == drawn[2] != drawn[1]
+
+
 def shorter(args: Any, *, pg_loss: torch.Tensor, loss_masks: list) -> Any:
     return pg_loss[:2], loss_masks, {}
 
 
+def returning(**changed: Any) -> Callable[..., Any]:
+    """A function that returns what it got, but for what `changed` makes of the keyword arguments."""
+
+    def function(args: Any, **kw: Any) -> Any:
+        parts = {"loss": kw["pg_loss"], "masks": kw["loss_masks"], "metrics": {}}
+        parts |= {name: change(kw) for name, change in changed.items()}
+        return tuple(parts.values())
+
+    return function
+
+
+@torch.no_grad()
+def without_grad(args: Any, *, pg_loss: torch.Tensor, loss_masks: list) -> Any:
+    return pg_loss * 1, loss_masks, {}
+
+
+NAN = float("nan")
+
+
 @pytest.mark.parametrize(
-    ("function", "sentence"),
+    ("function", "message"),
     [
         (lambda args, **kw: kw["pg_loss"], r"returned a tensor of shape \(3,\); return the tuple"),
-        (lambda args, **kw: (None, kw["loss_masks"], {}), "returned NoneType as pg_loss"),
-        (shorter, r"tests.test_custom.shorter returned a tensor of shape \(2,\) as pg_loss"),
-        (lambda args, **kw: (kw["pg_loss"].long(), kw["loss_masks"], {}), "a pg_loss of torch.int64"),
-        (lambda args, **kw: (kw["pg_loss"].detach(), kw["loss_masks"], {}), "lost the gradient of pg_loss"),
-        (lambda args, **kw: (kw["pg_loss"] * torch.nan, kw["loss_masks"], {}), "made a finite pg_loss NaN or infinite"),
-        (lambda args, **kw: (kw["pg_loss"], kw["loss_masks"][:1], {}), "a list of 1 as masks; return a list of 2"),
-        (lambda args, **kw: (kw["pg_loss"], [torch.ones(1), torch.ones(1)], {}), r"as mask 0; return the whole"),
-        (lambda args, **kw: (kw["pg_loss"], kw["loss_masks"], None), "returned NoneType as metrics"),
-        (lambda args, **kw: (kw["pg_loss"], kw["loss_masks"], {"m": 1.0}), "returned float as metric 'm'"),
+        (lambda args, **kw: None, "returned NoneType; return the tuple"),
+        (lambda args, **kw: (kw["pg_loss"], kw["loss_masks"]), "returned a tuple of 2; return the tuple"),
+        (returning(loss=lambda kw: None), r"function \(.*, line \d+\) returned NoneType as pg_loss"),
+        (shorter, r"shorter \(.*tests/test_custom.py, line \d+\) returned a tensor of shape \(2,\) as pg_loss"),
+        (returning(loss=lambda kw: kw["pg_loss"].sum()), r"a tensor of shape \(\) as pg_loss"),
+        (returning(loss=lambda kw: kw["pg_loss"].to("meta")), r"a tensor of shape \(3,\) on meta as pg_loss"),
+        (returning(loss=lambda kw: kw["pg_loss"].to_sparse()), r"a sparse_coo tensor of shape \(3,\) as pg_loss"),
+        (returning(loss=lambda kw: kw["pg_loss"].long()), "a pg_loss of torch.int64; return torch.float32"),
+        (returning(loss=lambda kw: kw["pg_loss"].half()), "a pg_loss of torch.float16; return torch.float32"),
+        (returning(loss=lambda kw: kw["pg_loss"].bfloat16()), "a pg_loss of torch.bfloat16; return torch.float32"),
+        (returning(loss=lambda kw: kw["pg_loss"].detach()), "lost the gradient of pg_loss"),
+        (without_grad, "without_grad .*lost the gradient of pg_loss"),
+        (returning(loss=lambda kw: torch.zeros_like(kw["pg_loss"], requires_grad=True)), "lost the gradient"),
+        (returning(loss=lambda kw: kw["pg_loss"].detach() * torch.ones(3, requires_grad=True)), "lost the gradient"),
+        (returning(loss=lambda kw: kw["pg_loss"] * NAN), "made a finite pg_loss NaN or infinite, at 3 of 3 tokens"),
+        (returning(loss=lambda kw: kw["pg_loss"].double() * 1e300), "made a finite pg_loss NaN or infinite"),
+        (returning(masks=lambda kw: kw["loss_masks"][:1]), "a list of 1 as masks; return a list of 2"),
+        (returning(masks=lambda kw: None), "returned NoneType as masks"),
+        (returning(masks=lambda kw: torch.ones(3)), r"returned a tensor of shape \(3,\) as masks"),
+        (returning(masks=lambda kw: [torch.ones(1), torch.ones(1)]), r"as mask 0; return the whole response"),
+        (returning(masks=lambda kw: [[1, 1], [1]]), r"a list of 2 as mask 0; return the whole response"),
+        (returning(masks=lambda kw: [torch.ones(2), torch.tensor([NAN])]), "a mask with nan in it"),
+        (returning(masks=lambda kw: [-torch.ones(2), torch.ones(1)]), "a mask with -1 in it"),
+        (returning(masks=lambda kw: [torch.ones(2) / 2, torch.ones(1)]), "a mask with 0.5 in it; a mask is 1"),
+        (returning(metrics=lambda kw: None), "returned NoneType as metrics"),
+        (returning(metrics=lambda kw: {"m": 1.0}), "returned float as metric 'm'"),
+        (returning(metrics=lambda kw: {"m": torch.ones(2)}), r"a tensor of shape \(2,\) as metric 'm'"),
+        (returning(metrics=lambda kw: {"m": torch.ones(3, dtype=torch.complex64)}), "as metric 'm'"),
+        (returning(metrics=lambda kw: {3: torch.ones(3)}), "returned a metric named 3"),
+        (returning(metrics=lambda kw: {"": torch.ones(3)}), "returned a metric named ''"),
+        (returning(metrics=lambda kw: {"a\nb": torch.ones(3)}), r"returned a metric named 'a\\nb'"),
     ],
-)
-def test_a_wrong_return_is_named(function: Any, sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
+)  # fmt: skip
+def test_a_wrong_return_is_named(function: Any, message: str) -> None:
+    with pytest.raises(CustomFunctionError, match=message):
         call(function)
+
+
+def test_a_mask_cannot_take_in_what_the_loss_mask_leaves_out() -> None:
+    masks = [torch.tensor([1, 0]), torch.ones(1)]
+    with pytest.raises(CustomFunctionError, match="a mask with 1 where the loss mask is 0"):
+        call(returning(masks=lambda kw: [torch.ones(2), torch.ones(1)]), loss_masks=masks)
+    _, found, _ = call(returning(masks=lambda kw: [m.bool() for m in kw["loss_masks"]]), loss_masks=masks)
+    assert [mask.tolist() for mask in found] == [[True, False], [True]]
+
+
+def test_describe_names_file_and_line() -> None:
+    assert describe(shorter) == f"shorter ({__file__}, line {shorter.__code__.co_firstlineno})"
+    assert describe(len) == "len"
+    assert describe(Callables()).startswith(f"Callables ({__file__}, line ")

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 ALLOWED: dict[str, set[str]] = {
     "slime_tis.correction": set(),
     "slime_tis.errors": set(),
-    "slime_tis.custom": {"slime_tis.errors"},
+    "slime_tis.custom": {"slime_tis.errors", "slime_tis.integrations"},
     "slime_tis": {"slime_tis.correction"},
     "slime_tis.integrations": {"slime_tis.correction"},
     "custom_tis": {"slime_tis", "slime_tis.integrations"},
@@ -24,11 +24,14 @@ ALLOWED: dict[str, set[str]] = {
     "slime_tis.yaml_options": {"slime_tis.options"},
     "slime_tis.command_line": {"slime_tis.options", "slime_tis.yaml_options", "slime_tis.correction"},
     "slime_tis.diffusion": {"slime_tis.correction"},
-    "slime_tis.policy": {"slime_tis", "slime_tis.correction", "slime_tis.custom"},
+    "slime_tis.policy": {"slime_tis", "slime_tis.correction", "slime_tis.custom", "slime_tis.errors"},
     "slime_tis.megatron": {"slime_tis", "slime_tis.correction", "slime_tis.custom", "slime_tis.policy"},
     "slime_tis.rollout": {"slime_tis", "slime_tis.correction", "slime_tis.custom"},
     "slime_tis.reporting": {"slime_tis", "slime_tis.correction"},
-    "slime_tis.learner": {"slime_tis.correction", "slime_tis.megatron", "slime_tis.policy", "slime_tis.rollout"},
+    "slime_tis.learner": {
+        *("slime_tis.correction", "slime_tis.custom", "slime_tis.errors", "slime_tis.megatron"),
+        *("slime_tis.policy", "slime_tis.rollout"),
+    },
 }
 HEAVY = (
     "megatron",
