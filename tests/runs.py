@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import multiprocessing.context
 import os
 import random
 import socket
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,17 +68,14 @@ def run_apart(flags: Sequence[str], output: Path, ranks: int = 1, timeout: float
     Returns:
         The largest exit status of the ranks and what they wrote, rank after rank.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["train", "tests.runs"])
-    with tempfile.TemporaryDirectory() as logs, socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-        free.close()
-        environment = {} if ranks == 1 else {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        argv = [*flags, "--output-dir", str(output)]
+    context = fork_server()
+    port = free_port()
+    argv = [*flags, "--output-dir", str(output)]
+    with tempfile.TemporaryDirectory() as logs:
         processes = []
         for rank in range(ranks):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)} if ranks > 1 else {}
-            arguments = (argv, {**environment, **own}, str(Path(logs) / str(rank)))
+            environment = {} if ranks == 1 else rank_environment(rank, ranks, port)
+            arguments = (argv, environment, f"{logs}/{rank}")
             processes.append(context.Process(target=_run_rank, args=arguments))
             processes[-1].start()
         deadline = time.monotonic() + timeout
@@ -90,6 +88,38 @@ def run_apart(flags: Sequence[str], output: Path, ranks: int = 1, timeout: float
         written = [[Path(f"{logs}/{rank}.{name}").read_text() for rank in range(ranks)] for name in ("out", "err")]
     statuses = [abs(process.exitcode or 0) for process in processes]
     return Completed(max(statuses), "".join(written[0]), "".join(written[1]))
+
+
+def fork_server() -> multiprocessing.context.ForkServerContext:
+    """Makes processes by forking one that has imported train.py and has never run autograd."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["train", "tests.runs"])
+    return context
+
+
+def spawn(function: Callable[..., None], args: tuple[Any, ...], nprocs: int) -> None:
+    """Calls `function(rank, *args)` in `nprocs` forked processes, and fails where one of them does."""
+    import torch.multiprocessing
+
+    fork_server()
+    torch.multiprocessing.start_processes(function, args, nprocs, start_method="forkserver")
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """The variables that torchrun gives to a rank."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
 
 
 def _run_rank(argv: list[str], environment: Mapping[str, str], log: str) -> None:

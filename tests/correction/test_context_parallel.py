@@ -1,14 +1,12 @@
 """Context-parallel slices, data-parallel ranks and empty ranks give what one rank gives (gloo, 2 and 4 processes)."""
 
 import pickle
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from slime_tis import (
     ResponseSlices,
@@ -18,6 +16,7 @@ from slime_tis import (
     figures,
     response_slices,
 )
+from tests.runs import free_port, spawn
 
 
 def options(level: str, mode: str, rs_level: str, second_moment: float | None = None) -> RolloutCorrectionConfig:
@@ -166,10 +165,7 @@ def _rank(rank: int, size: int, port: int, folder: str) -> None:
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of 2 and of 4 processes found."""
     size, folder = request.param, tmp_path_factory.mktemp("ranks")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(_rank, args=(size, port, str(folder)), nprocs=size)
+    spawn(_rank, args=(size, free_port(), str(folder)), nprocs=size)
     return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(size)]
 
 

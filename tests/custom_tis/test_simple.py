@@ -1,7 +1,6 @@
 """Vanilla TIS, IcePop and the template: numbers, slime's metric names, both path forms, context parallelism."""
 
 import pickle
-import socket
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -9,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from slime_tis import context_parallel_slices
 from slime_tis.custom import call_custom_tis, load_function
+from tests.runs import free_port, spawn
 
 TRAIN = [torch.tensor([0.1, 1.0, -1.0, 0.0]), torch.tensor([0.3])]
 ROLLOUT = [torch.zeros(4), torch.zeros(1)]
@@ -119,10 +118,7 @@ def both(rank: int, size: int, group: Any) -> list[Any]:
 
 def test_context_parallel(tmp_path: Path) -> None:
     """Two ranks: losses and metrics are the slices of one rank's, masks are whole and the same on both."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(_rank, args=(2, port, str(tmp_path)), nprocs=2)
+    spawn(_rank, args=(2, free_port(), str(tmp_path)), nprocs=2)
     alone = both(0, 1, None)
     for rank in range(2):
         found = pickle.loads((tmp_path / f"{rank}.pickle").read_bytes())

@@ -1,7 +1,6 @@
-"""Run under torchrun by test_hf_parity: loads each checkpoint with all ranks tensor-parallel and compares."""
+"""Spawned by test_hf_parity: loads each checkpoint with all ranks tensor-parallel and compares."""
 
 import os
-import sys
 from pathlib import Path
 
 import torch
@@ -13,6 +12,7 @@ from slime_tis.megatron.config import MegatronConfig
 from slime_tis.megatron.engine import TrainingEngine
 from slime_tis.megatron.packing import pack
 from slime_tis.megatron.parallel import Parallel, initialize, shut_down
+from tests.runs import rank_environment
 
 LENGTHS = (7, 13, 20)
 
@@ -39,22 +39,19 @@ def compare(directory: Path, parallel: Parallel) -> None:
     for name, tensor in engine.named_hf_tensors():
         assert torch.equal(tensor, names.pop(name)), f"{directory.name}: {name} changed on its way"
     assert not names, f"{directory.name}: {sorted(names)} were not exported"
-    sys.stdout.write(f"{directory.name} parity\n")  # one write, so that lines of two ranks do not mix
 
 
 def _config(directory: Path, parallel: Parallel) -> MegatronConfig:
     return MegatronConfig(hf_checkpoint=str(directory), tensor_model_parallel_size=parallel.tensor_size)
 
 
-def main() -> None:
-    directories = sorted(path for path in Path(sys.argv[1]).iterdir() if path.is_dir())
-    parallel = initialize(
-        MegatronConfig(hf_checkpoint=str(directories[0]), tensor_model_parallel_size=int(os.environ["WORLD_SIZE"]))
-    )
+def compare_all(rank: int, ranks: int, port: int, path: str) -> None:
+    """Compares every checkpoint under `path`, as one of `ranks` tensor-parallel ranks."""
+    torch.set_num_threads(1)
+    os.environ.update(rank_environment(rank, ranks, port))
+    directories = sorted(directory for directory in Path(path).iterdir() if directory.is_dir())
+    parallel = initialize(MegatronConfig(hf_checkpoint=str(directories[0]), tensor_model_parallel_size=ranks))
     for directory in directories:
         compare(directory, parallel)
+        (directory / f"parity_{rank}").touch()
     shut_down()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,8 +1,5 @@
 """Every supported family against Hugging Face: logits, and weights there and back, at tensor-parallel size 1 and 2."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +7,8 @@ import pytest
 from slime_tis.inputs import ARCHITECTURES
 from slime_tis.megatron.architecture import FAMILIES
 from tests.checkpoints import make_checkpoint
-from tests.runs import ROOT
+from tests.megatron.parity_worker import compare_all
+from tests.runs import free_port, spawn
 
 # A vocabulary that 2 does not divide, so that the padding of a tensor-parallel vocabulary is in play.
 CASES = {
@@ -34,13 +32,8 @@ CASES = {
 def test_logits_and_weights_are_those_of_transformers(ranks: int, tmp_path: Path) -> None:
     for family, sizes in CASES.items():
         make_checkpoint(tmp_path / family, family, **sizes)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command = [sys.executable, *launcher, "-m", "tests.megatron.parity_worker", str(tmp_path)]
-    result = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
-    assert result.stdout.count("parity") == ranks * len(CASES)
+    spawn(compare_all, (ranks, free_port(), str(tmp_path)), ranks)
+    assert len(list(tmp_path.glob("*/parity_*"))) == ranks * len(CASES)
 
 
 def test_the_command_line_accepts_the_families_that_can_be_built() -> None:

@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from slime_tis.rollout.checkpoint import load_tokenizer
 from slime_tis.rollout.collectives import map_over_ranks
@@ -12,6 +11,7 @@ from slime_tis.rollout.local import LocalEngine
 from slime_tis.rollout.rewards import build_reward
 from slime_tis.rollout.sample import Prompt, Sampling
 from tests.checkpoints import make_checkpoint
+from tests.runs import spawn
 
 SIZE = 2
 
@@ -63,7 +63,7 @@ def work(rank, path, out):
 @pytest.mark.slow
 def test_two_ranks_sample_and_score_as_one(tmp_path):
     path = make_checkpoint(tmp_path / "checkpoint", "qwen3")
-    mp.spawn(work, args=(str(path), str(tmp_path)), nprocs=SIZE)
+    spawn(work, args=(str(path), str(tmp_path)), nprocs=SIZE)
     alone = rollout(path)
     assert len({sample.reward for sample in alone}) > 1
     for rank in range(SIZE):

@@ -7,7 +7,6 @@ import httpx
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from slime_tis.rollout.checkpoint import load_tokenizer
 from slime_tis.rollout.engine import EngineLost
@@ -17,6 +16,7 @@ from slime_tis.rollout.sglang.engine import SGLangEngine
 from tests.checkpoints import make_checkpoint
 from tests.rollout.sglang.replay import log_prob, replays
 from tests.rollout.sglang.test_engine import EARLY, LATE, PROMPTS, QUICK, SAMPLING, ByHand, Weights, assert_exact, flat
+from tests.runs import spawn
 
 SIZE = 2
 
@@ -65,7 +65,7 @@ def test_two_ranks_see_the_same(tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path / "checkpoint", "qwen3")
     with replays(1) as (server,):
         server.weight_version, server.version = "7", 7
-        mp.spawn(work, args=(str(checkpoint), server.url, str(tmp_path)), nprocs=SIZE)
+        spawn(work, args=(str(checkpoint), server.url, str(tmp_path)), nprocs=SIZE)
         first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(SIZE))
     assert_exact(first["first"], PROMPTS)
     assert_exact(first["second"], PROMPTS)
