@@ -2,11 +2,13 @@
 
 from slime_tis.correction import (
     PRESETS,
+    AdaptiveBounds,
     Correction,
     Criterion,
     ResponseSlices,
     RolloutCorrectionConfig,
     Statistics,
+    adaptive_bounds,
     batch_norm_factor,
     context_parallel_slices,
     correct,
@@ -18,11 +20,13 @@ from slime_tis.correction import (
 
 __all__ = [
     "PRESETS",
+    "AdaptiveBounds",
     "Correction",
     "Criterion",
     "ResponseSlices",
     "RolloutCorrectionConfig",
     "Statistics",
+    "adaptive_bounds",
     "batch_norm_factor",
     "context_parallel_slices",
     "correct",

@@ -23,7 +23,7 @@ from slime_tis.correction.config import (
     OLD_LOGPROBS,
     POLICY_LOSSES,
 )
-from slime_tis.correction.presets import PRESETS
+from slime_tis.correction.presets import PRESETS, preset_values
 from slime_tis.options import LONGEST, Option, nearest, read_value
 from slime_tis.yaml_options import read_yaml
 
@@ -188,7 +188,7 @@ def merge_sources(line: CommandLine, given: Mapping[str, Any]) -> dict[str, Any]
     if preset is not None:
         if preset not in PRESETS:
             raise ValueError(f"--rollout-correction-preset is {preset!r}; {nearest(preset, PRESETS)}")
-        chosen = PRESETS[preset].items()
+        chosen = preset_values(preset, values).items()
         values = {**{name: read_value(name, line.options[name], str(value)) for name, value in chosen}, **values}
     says_something = preset is not None or not CORRECTION_SWITCHES.isdisjoint(values)
     if values.get("use_rollout_correction") and not says_something:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from slime_tis.correction import (
+    AdaptiveBounds,
     Correction,
     RolloutCorrectionConfig,
     batch_norm_factor,
@@ -128,7 +129,7 @@ class Learner:
 
     def _objective(self, batch: TrainingBatch, partition: list[list[int]]) -> PolicyObjective:
         parallel = self.parallel
-        factor, limit = self._of_global_batch(batch, partition)
+        factor, limit, bounds = self._of_global_batch(batch, partition)
         return PolicyObjective(
             correction=self.correction,
             policy=self.policy,
@@ -142,22 +143,23 @@ class Learner:
             reduce_sequences=parallel.reduce_sequences,
             batch_norm_factor=factor,
             second_moment_limit=limit,
+            adaptive_bounds=bounds,
         )
 
     def _of_global_batch(
         self, batch: TrainingBatch, partition: list[list[int]]
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Mean weight and second-moment limit of the step, known before its first micro-batch is trained on."""
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, AdaptiveBounds | None]:
+        """Mean weight, second-moment limit and adaptive bounds of the step, known before its first micro-batch."""
         correction = self.correction
         if not needs_global_batch(correction):
-            return None, None
+            return None, None, None
         of_old = anchors_on_recomputed(correction, self.steps_per_rollout) or self.step == self._old_version
         if of_old and "old_log_probs" in batch.local:
             train = batch.local["old_log_probs"]
         else:  # what is weighted follows π_θ, and that moves with every step
             train = self._old_log_probs(batch, partition)
         if not self.parallel.is_last_stage:
-            return None, None
+            return None, None, None
         if correction.old_logprobs == "interpolate":
             of_rollout, versions = batch.local["rollout_log_probs"], batch.local["weight_versions"]
             train = [
@@ -166,7 +168,8 @@ class Learner:
             ]
         found = self._correct(batch, train)
         sums = self.parallel.sum_over_data(found.statistics.sums)
-        return batch_norm_factor(correction, replace(found.statistics, sums=sums)), found.second_moment_limit
+        factor = batch_norm_factor(correction, replace(found.statistics, sums=sums))
+        return factor, found.second_moment_limit, found.adaptive_bounds
 
     def _step_metrics(self, result: StepResult) -> dict[str, float]:
         """train/… figures of a step, on every rank."""

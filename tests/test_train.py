@@ -116,6 +116,19 @@ def test_trimming_goes_by_the_whole_step(mode: tuple[str, ...], run: Run) -> Non
     assert any(0 < row["train/mis_second_moment_masked_fraction"] < 0.9 for row in whole)
 
 
+@pytest.mark.parametrize("mode", [("--use-tis",), ("--use-rollout-logprobs",)], ids=["decoupled", "bypass"])
+def test_adaptive_bounds_go_by_the_whole_step(mode: tuple[str, ...], run: Run) -> None:
+    """A share of 3/8 leaves of every step's 8 samples, however they are cut into micro-batches."""
+    bounds = ("--use-rs", "--rs-level", "sequence", "--rs-target-fraction", "0.375")
+    flags = (*mode, *bounds, *TWO_STEPS, "--update-weights-interval", "2", "--num-rollout", "2")
+    whole, split = run(*flags, name="whole"), run(*flags, "--micro-batch-size", "2", name="split")
+    for one, other in zip(whole, split, strict=True):
+        assert training_figures(other) == pytest.approx(training_figures(one), rel=1e-4, abs=1e-5)
+    assert [row["train/mis_rs_seq_masked_fraction"] for row in whole] == [0.375] * 4
+    forwards = [row["train/old_log_prob_forwards"] for row in whole]
+    assert forwards == ([2, 0, 2, 0] if "--use-tis" in mode else [1, 1, 1, 1])
+
+
 def test_rejected_siblings_shift_no_baseline(run: Run, tmp_path: Path) -> None:
     """With the reward of a rejected sample made huge, nothing that is trained on changes."""
     data = tmp_path / "rollout.jsonl"

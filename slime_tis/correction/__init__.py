@@ -1,5 +1,6 @@
 """Rollout correction: from the log-probs of two policies to weights, masks and mergeable statistics."""
 
+from slime_tis.correction.adaptive import AdaptiveBounds, adaptive_bounds
 from slime_tis.correction.config import RolloutCorrectionConfig
 from slime_tis.correction.context_parallel import ResponseSlices, context_parallel_slices, response_slices
 from slime_tis.correction.correct import Correction, correct
@@ -15,11 +16,13 @@ __all__ = [
     "LOG_RATIO_BOUND",
     "LOG_RATIO_LIMIT",
     "PRESETS",
+    "AdaptiveBounds",
     "Correction",
     "Criterion",
     "ResponseSlices",
     "RolloutCorrectionConfig",
     "Statistics",
+    "adaptive_bounds",
     "batch_norm_factor",
     "context_parallel_slices",
     "correct",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from slime_tis.correction.criteria import LEVEL_AGGREGATION, Criterion, parse_criteria
-from slime_tis.correction.presets import PRESETS
+from slime_tis.correction.presets import PRESETS, preset_values
 
 Level = Literal["token", "sequence", "geometric", "prefix", "segment"]
 Mode = Literal["truncate", "clip", "mask"]
@@ -23,6 +23,8 @@ NORMALIZERS: tuple[Normalizer, ...] = get_args(Normalizer)
 NONFINITE_POLICIES: tuple[NonfinitePolicy, ...] = get_args(NonfinitePolicy)
 OLD_LOGPROBS: tuple[OldLogprobs, ...] = get_args(OldLogprobs)
 POLICY_LOSSES: tuple[PolicyLoss, ...] = get_args(PolicyLoss)
+SEQUENCE_LEVELS = ("geometric", "sequence")
+"""Levels at which a sequence has one ratio."""
 RATIO_LOSSES = ("ppo", "cispo", "gspo")
 """Losses whose own ratio is the importance weight when the rollout policy is the old policy."""
 
@@ -52,6 +54,13 @@ class RolloutCorrectionConfig:
     """Lower bound for rejection; 1/`rs_upper_bound`, or the weight's lower bound when neither is given."""
     rs_upper_bound: float | None = None
     """Upper bound for rejection; `tis_upper_bound` when None."""
+    rs_z_score: float | None = None
+    """Reject a sequence whose log-ratio is more than this many standard deviations from its mean, both of them from
+    its length and the k3 of the global batch; 3 for example. In place of the bounds, at level geometric or
+    sequence; off when None."""
+    rs_target_fraction: float | None = None
+    """Reject this share of the sequences of the global batch, those with the largest z-scores; 0.02 for example. In
+    place of the bounds, as `rs_z_score`; off when None."""
     rs_veto_threshold: float | None = None
     """Reject a sequence with any token ratio below this (1e-4 to 1e-6); off when None."""
     rs_veto_upper_threshold: float | None = None
@@ -97,7 +106,9 @@ class RolloutCorrectionConfig:
 
     def _check_numbers(self) -> None:
         for field in fields(self):
-            if not field.name.endswith(("_bound", "_threshold")) or field.name == "rollout_rs_threshold":
+            if not field.name.endswith(("_bound", "_threshold", "_z_score", "_target_fraction")):
+                continue
+            if field.name == "rollout_rs_threshold":
                 continue
             value = getattr(self, field.name)
             if value is None:
@@ -119,6 +130,7 @@ class RolloutCorrectionConfig:
             raise ValueError(
                 f"--rs-veto-upper-threshold is {self.rs_veto_upper_threshold}; give a ratio above 1, such as 100."
             )
+        self._check_adaptive()
         for criterion in self.rejections:
             if criterion.lower is not None and criterion.lower >= criterion.upper:
                 flag = "--rs-lower-bound" if criterion.name in LEVELS else "--rollout-rs-threshold"
@@ -136,6 +148,30 @@ class RolloutCorrectionConfig:
             raise ValueError(
                 "--old-logprobs interpolate has no meaning with --use-rollout-logprobs, which takes the "
                 "rollout log-probs as the old ones; drop one of them."
+            )
+
+    def _check_adaptive(self) -> None:
+        given = [name for name in ("rs_z_score", "rs_target_fraction") if getattr(self, name) is not None]
+        if not given:
+            return
+        if len(given) > 1:
+            raise ValueError("--rs-z-score and --rs-target-fraction both say what is rejected; drop one of them.")
+        flag = _flag(given[0])
+        fixed = [name for name in ("rs_lower_bound", "rs_upper_bound") if getattr(self, name) is not None]
+        if fixed:
+            raise ValueError(
+                f"{flag} stands in place of fixed bounds; drop {' and '.join(map(_flag, fixed))}, or {flag}."
+            )
+        if not self.use_rs:
+            raise ValueError(f"{flag} acts on the rejection of --use-rs, which is off; add --use-rs, or drop {flag}.")
+        if self.rs_level not in SEQUENCE_LEVELS:
+            raise ValueError(
+                f"{flag} judges whole sequences but --rs-level is {self.rs_level}; "
+                f"choose --rs-level {' or '.join(SEQUENCE_LEVELS)}."
+            )
+        if self.rs_target_fraction is not None and self.rs_target_fraction >= 1:
+            raise ValueError(
+                f"--rs-target-fraction is {self.rs_target_fraction}; give a share of the sequences, such as 0.02."
             )
 
     @property
@@ -157,10 +193,24 @@ class RolloutCorrectionConfig:
         """All rejection criteria in force: `rs_level` with its bounds, then those of `rollout_rs`."""
         own: tuple[Criterion, ...] = ()
         if self.use_rs:
-            lower, upper = self.rs_bounds
+            lower, upper = (None, math.inf) if self.adaptive else self.rs_bounds
             aggregation = LEVEL_AGGREGATION[self.rs_level]
-            own = (Criterion(name=self.rs_level, aggregation=aggregation, divergence="k1", lower=lower, upper=upper),)
+            own = (
+                Criterion(
+                    name=self.rs_level,
+                    aggregation=aggregation,
+                    divergence="k1",
+                    lower=lower,
+                    upper=upper,
+                    adaptive=self.adaptive,
+                ),
+            )
         return own + parse_criteria(self.rollout_rs, self.rollout_rs_threshold)
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether `rs_level` rejects by the length of a sequence and the noise of the global batch."""
+        return self.rs_z_score is not None or self.rs_target_fraction is not None
 
     @property
     def vetoes(self) -> bool:
@@ -193,12 +243,14 @@ class RolloutCorrectionConfig:
     def preset(cls, name: str, **overrides: Any) -> "RolloutCorrectionConfig":
         """The preset `name` of `PRESETS`, with any field replaced by `overrides`.
 
+        Fixed bounds among the overrides replace a preset's adaptive ones, and the other way round.
+
         Raises:
             ValueError: if there is no such preset.
         """
         if name not in PRESETS:
             raise ValueError(f"--rollout-correction-preset is {name!r}; choose one of {', '.join(PRESETS)}.")
-        return cls(**{**PRESETS[name], **overrides})
+        return cls(**{**preset_values(name, overrides), **overrides})
 
 
 def _flag(field: str) -> str:

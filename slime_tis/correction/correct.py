@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, Literal, TypeVar, get_args, overload
 
 import torch
 from torch import Tensor
 
-from slime_tis.correction.config import RolloutCorrectionConfig
+from slime_tis.correction.adaptive import AdaptiveBounds
+from slime_tis.correction.adaptive import adaptive_bounds as bounds_of_tables
+from slime_tis.correction.config import Normalizer, RolloutCorrectionConfig
 from slime_tis.correction.context_parallel import ResponseSlices, join_slices, whole_sequence_levels
 from slime_tis.correction.layout import LogProbs, as_layout
 from slime_tis.correction.metrics import mean_weight
@@ -17,6 +19,8 @@ from slime_tis.correction.token_pass import TokenPass, column_names, token_pass
 from slime_tis.correction.trimming import limit_of_batch, trim_second_moment
 
 LayoutT = TypeVar("LayoutT", Tensor, list[Tensor])
+Aggregation = Literal["token-mean", "seq-mean-token-mean"]
+AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,59 @@ class Correction(Generic[LayoutT]):
     options add."""
     second_moment_limit: Tensor | None
     """Scalar, the smallest Δ² that was trimmed, +inf where none had to be; None without a second-moment bound."""
+    adaptive_bounds: AdaptiveBounds | None
+    """What sequences were judged by under `rs_z_score` or `rs_target_fraction`; else None."""
+    lengths: tuple[int, ...]
+    """Tokens of each sequence here, masked ones too; of a slice under context parallelism."""
+    rejection_normalizer: Normalizer
+    """Whether `mean` divides by what was kept or by all of the loss mask."""
+
+    def units(self, aggregation: Aggregation = "token-mean") -> Tensor:
+        """What `mean` divides by, a float64 scalar: tokens, or sequences that have any, kept or of the loss mask.
+
+        Those of several micro-batches and data-parallel ranks add up to those of the global batch.
+        """
+        counts_S = self._counts_per_sequence()
+        return counts_S.sum() if aggregation == "token-mean" else (counts_S > 0).sum().to(torch.float64)
+
+    def mean(
+        self, token_loss: LayoutT, *, aggregation: Aggregation = "token-mean", units: Tensor | None = None
+    ) -> Tensor:
+        """The corrected loss: Σ_t mask·weight·loss / units, and 0 with gradients of 0 where nothing is kept.
+
+        Args:
+            token_loss: Loss of each token in the layout of the input, with gradient. What stands at tokens that are
+                not kept does not count, whatever it is; their gradient is 0, which a loss that is not finite there
+                turns into NaN on its way back to the model.
+            aggregation: verl's word for what is averaged: "token-mean" over all tokens, "seq-mean-token-mean" over
+                the sequences' means.
+            units: Of the global batch, where this is one of its micro-batches; `units(aggregation)` when None.
+
+        Returns:
+            Scalar of the loss's dtype, float32 at least. Nothing synchronises with the host.
+
+        Raises:
+            ValueError: if the loss is not in the layout of the mask, or the aggregation is unknown.
+        """
+        if aggregation not in AGGREGATIONS:
+            raise ValueError(f"aggregation is {aggregation!r}; choose one of {', '.join(AGGREGATIONS)}.")
+        self._check_layout(token_loss)
+        loss_N, weight_N, mask_N = (_flat(x) for x in (token_loss, self.weights, self.mask))
+        terms_N = torch.where(mask_N.bool(), loss_N, 0.0) * weight_N
+        if aggregation == "seq-mean-token-mean":
+            inverse_S = self._counts_per_sequence().clamp_min(1).reciprocal()
+            repeats_S = torch.tensor(self.lengths, dtype=torch.int64, device=inverse_S.device)
+            terms_N = terms_N * inverse_S.repeat_interleave(repeats_S, output_size=terms_N.numel()).to(terms_N.dtype)
+        divisor = self.units(aggregation) if units is None else units
+        return terms_N.sum() / divisor.clamp_min(1).to(terms_N.dtype)
+
+    def _counts_per_sequence(self) -> Tensor:
+        return self.kept_per_sequence if self.rejection_normalizer == "kept" else self.valid_per_sequence
+
+    def _check_layout(self, token_loss: LayoutT) -> None:
+        given, own = _shapes(token_loss), _shapes(self.mask)
+        if given != own:
+            raise ValueError(f"token_loss has shape {given} but the mask {own}; pass the loss in the mask's layout.")
 
 
 @overload
@@ -53,6 +110,7 @@ def correct(
     slices: ResponseSlices | None = ...,
     batch_norm_factor: Tensor | None = ...,
     second_moment_limit: Tensor | None = ...,
+    adaptive_bounds: AdaptiveBounds | None = ...,
     reduce_batch: Reduction | None = ...,
 ) -> Correction[Tensor]: ...
 
@@ -68,6 +126,7 @@ def correct(
     slices: ResponseSlices | None = ...,
     batch_norm_factor: Tensor | None = ...,
     second_moment_limit: Tensor | None = ...,
+    adaptive_bounds: AdaptiveBounds | None = ...,
     reduce_batch: Reduction | None = ...,
 ) -> Correction[list[Tensor]]: ...
 
@@ -84,6 +143,7 @@ def correct(
     slices: ResponseSlices | None = None,
     batch_norm_factor: Tensor | None = None,
     second_moment_limit: Tensor | None = None,
+    adaptive_bounds: AdaptiveBounds | None = None,
     reduce_batch: Reduction | None = None,
 ) -> Correction[Any]:
     """Importance weights, rejection mask and statistics of a batch.
@@ -108,8 +168,10 @@ def correct(
         batch_norm_factor: Scalar, the mean weight of the global batch, when the caller already knows it.
         second_moment_limit: Scalar, the Δ² from which tokens of the global batch are trimmed, likewise; where
             micro-batches are corrected one by one it has to be found before, by a call with all of them.
-        reduce_batch: Sums small float64 tables over data-parallel ranks, when this call is to find factor or limit
-            itself. None on one rank.
+        adaptive_bounds: What `rs_z_score` or `rs_target_fraction` come to for the global batch, likewise: from a
+            call with all of them, or by `adaptive_bounds` from the tables of one call with each.
+        reduce_batch: Sums small float64 tables over data-parallel ranks, when this call is to find factor, limit or
+            bounds itself. None on one rank.
 
     Returns:
         Weights, mask, statistics, and tokens per sequence. Nothing synchronises with the host.
@@ -127,10 +189,11 @@ def correct(
             lengths=where.lengths,
             batch_norm_factor=batch_norm_factor,
             second_moment_limit=second_moment_limit,
+            adaptive_bounds=adaptive_bounds,
             reduce_batch=reduce_batch,
         )
         cut = where.cut if isinstance(train_log_probs, Tensor) else where.parts
-        return replace(found, weights=cut(found.weights), mask=cut(found.mask))
+        return replace(found, weights=cut(found.weights), mask=cut(found.mask), lengths=where.local_lengths)
     layout = as_layout(train_log_probs, rollout_log_probs, loss_mask, lengths)
     tokens = [token_pass(config, chunk) for chunk in layout.chunks()]
     names = column_names(config)
@@ -146,7 +209,9 @@ def correct(
     if reduce_sequences is not None:
         table = reduce_sequences(table)
     columns = dict(zip(names, table.unbind(1), strict=True))
-    sequences = sequence_pass(config, columns)
+    if config.adaptive and adaptive_bounds is None:
+        adaptive_bounds = bounds_of_tables(config, [columns], reduce_batch)
+    sequences = sequence_pass(config, columns, adaptive_bounds if config.adaptive else None)
     statistics = _statistics(tokens, sequences)
     scale = _scale(config, sequences, batch_norm_factor, reduce_batch)
     weights, mask = _finish(config, tokens, sequences, scale)
@@ -158,7 +223,21 @@ def correct(
         kept_per_sequence=sequences.kept_S,
         per_sequence=columns,
         second_moment_limit=second_moment_limit,
+        adaptive_bounds=adaptive_bounds,
+        lengths=tuple(layout.lengths),
+        rejection_normalizer=config.rejection_normalizer,
     )
+
+
+def _flat(values: Tensor | list[Tensor]) -> Tensor:
+    """All tokens, one sequence after another."""
+    if isinstance(values, Tensor):
+        return values.reshape(-1)
+    return torch.cat(values) if values else torch.zeros(0)
+
+
+def _shapes(values: Tensor | list[Tensor]) -> tuple[int, ...] | list[tuple[int, ...]]:
+    return tuple(values.shape) if isinstance(values, Tensor) else [tuple(value.shape) for value in values]
 
 
 def _places(config: RolloutCorrectionConfig, slices: ResponseSlices | None) -> ResponseSlices:

@@ -42,6 +42,8 @@ class Criterion:
     """Lower bound on the ratio (k1), None for k2 and k3."""
     upper: float
     """Upper bound: on the ratio for k1, on the divergence itself for k2 and k3."""
+    adaptive: bool = False
+    """Whether the bounds are those of `AdaptiveBounds`, in place of `lower` and `upper`."""
 
     @property
     def per_token(self) -> bool:

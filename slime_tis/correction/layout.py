@@ -69,7 +69,7 @@ class Layout:
         lengths: Of the sequences.
         shape: Of the results; None for a list of sequences.
         """
-        self._tokens, self._lengths, self._shape = tokens, lengths, shape
+        self._tokens, self.lengths, self._shape = tokens, lengths, shape
         self.device = tokens.device
         self._width = row_width(lengths)
         self._spans = _spans(lengths, CPU_CHUNK_TOKENS if self.device.type == "cpu" else GPU_CHUNK_TOKENS)
@@ -94,9 +94,9 @@ class Layout:
 
     def _cut(self) -> Iterator[Rows]:
         """The rows of each chunk."""
-        ends = list(accumulate(self._lengths))
-        aligned = all(length % self._width == 0 and length for length in self._lengths)
-        end_S, length_S = torch.tensor([ends, self._lengths]).to(self.device, non_blocking=True)
+        ends = list(accumulate(self.lengths))
+        aligned = all(length % self._width == 0 and length for length in self.lengths)
+        end_S, length_S = torch.tensor([ends, self.lengths]).to(self.device, non_blocking=True)
         start = 0
         for first, last in self._spans:
             tokens = ends[last - 1] - start
@@ -109,7 +109,7 @@ class Layout:
         if not parts:
             parts = [torch.empty(0, dtype=dtype, device=self.device)]
         flat = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return list(flat.split(self._lengths)) if self._shape is None else flat.view(self._shape)
+        return list(flat.split(self.lengths)) if self._shape is None else flat.view(self._shape)
 
 
 def as_layout(

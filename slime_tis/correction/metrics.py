@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from slime_tis.correction.config import RolloutCorrectionConfig
+from slime_tis.correction.ratio import LOG_RATIO_BOUND
 from slime_tis.correction.statistics import MAXIMA, MINIMA, Statistics, sum_names
 
 SMALLEST_BATCH_MEAN = 1e-8
@@ -119,4 +120,10 @@ def _rejection_figures(config: RolloutCorrectionConfig, sums: dict[str, float]) 
     for criterion in config.rejections:
         found[f"mis_rs_{criterion.name}_masked_fraction"] = sums[f"rs_tokens:{criterion.name}"] / tokens
         found[f"mis_rs_{criterion.name}_seq_masked_fraction"] = sums[f"rs_sequences:{criterion.name}"] / sequences
+    if config.adaptive:
+        found["mis_rs_k3"] = sums["rs_k3"] / sequences
+        found["mis_rs_z_score"] = sums["rs_z_score"] / sequences
+        for side in ("lower", "upper"):
+            log_bound = sums[f"rs_log_{side}"] / sequences
+            found[f"mis_rs_{side}_bound"] = math.exp(min(max(log_bound, -LOG_RATIO_BOUND), LOG_RATIO_BOUND))
     return found

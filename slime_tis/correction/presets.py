@@ -1,4 +1,5 @@
-"""Named configurations: verl's presets, old and new spelling, as overrides of the defaults."""
+"""Named configurations as overrides of the defaults: verl's presets, old and new spelling, with verl's numbers, and
+those with adaptive bounds, which verl has not."""
 
 from typing import Any
 
@@ -15,6 +16,7 @@ _TOKEN_ICEPOP = {
     "rejection_normalizer": "original",
 }
 _GEOMETRIC_RS = {"use_rs": True, "rs_level": "geometric", "rs_lower_bound": 0.999, "rs_upper_bound": 1.001}
+_ADAPTIVE_RS = {"use_rs": True, "rs_level": "geometric", "rs_z_score": 3.0}
 _K3_RS = {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01}
 _VETO = {"rs_veto_threshold": 1e-4}
 
@@ -47,4 +49,19 @@ PRESETS: dict[str, dict[str, Any]] = {
     "bypass_pg_geo_rs": {**_PURE_GRADIENT, **_GEOMETRIC_RS},
     "bypass_pg_geo_rs_seq_tis": {**_PURE_GRADIENT, **_SEQUENCE_IS, **_GEOMETRIC_RS},
     "bypass_pg_geo_rs_token_tis": {**_PURE_GRADIENT, **_TOKEN_IS, **_GEOMETRIC_RS},
+    "decoupled_geo_rs_adaptive": {**_ADAPTIVE_RS, **_VETO},
+    "decoupled_geo_rs_token_tis_adaptive": {**_TOKEN_IS, **_ADAPTIVE_RS, **_VETO},
+    "bypass_ppo_clip_geo_rs_adaptive": {**_BYPASS, **_ADAPTIVE_RS, **_VETO},
 }
+
+FIXED_BOUNDS = ("rs_lower_bound", "rs_upper_bound")
+ADAPTIVE_BOUNDS = ("rs_z_score", "rs_target_fraction")
+
+
+def preset_values(name: str, given: dict[str, Any]) -> dict[str, Any]:
+    """The options of a preset, without the rejection bounds of one kind where `given` has the other kind."""
+    values = dict(PRESETS[name])
+    for theirs, replaced in ((FIXED_BOUNDS, ADAPTIVE_BOUNDS), (ADAPTIVE_BOUNDS, FIXED_BOUNDS)):
+        if any(given.get(field) is not None for field in theirs):
+            values = {field: value for field, value in values.items() if field not in replaced}
+    return values

@@ -10,6 +10,7 @@ import math
 import torch
 from torch import Tensor
 
+from slime_tis.correction.adaptive import AdaptiveBounds
 from slime_tis.correction.blocks import Chunk
 from slime_tis.correction.config import RolloutCorrectionConfig
 from slime_tis.correction.criteria import Criterion
@@ -29,8 +30,13 @@ def token_statistic(criterion: Criterion, tokens: Tokens, chunk: Chunk) -> Tenso
         return token_log_weights(level, tokens, chunk)
     if criterion.divergence == "k2":
         return tokens.log_ratio_RK.square().mul_(0.5)
-    bounded = tokens.log_ratio_RK.clamp(max=LOG_RATIO_BOUND)
-    return torch.expm1(bounded).sub_(bounded)
+    return k3_divergence(tokens.log_ratio_RK)
+
+
+def k3_divergence(log_ratio: Tensor) -> Tensor:
+    """k3 = exp(Δ) − 1 − Δ, never negative."""
+    bounded = log_ratio.clamp(max=LOG_RATIO_BOUND)
+    return torch.expm1(bounded).sub_(bounded).clamp_min_(0)
 
 
 def accepted(criterion: Criterion, statistic: Tensor) -> Tensor:
@@ -53,14 +59,18 @@ def catastrophic_tokens(config: RolloutCorrectionConfig, tokens: Tokens) -> Tens
     return found
 
 
-def sequence_accepted(criterion: Criterion, columns: dict[str, Tensor]) -> Tensor:
+def sequence_accepted(criterion: Criterion, columns: dict[str, Tensor], bounds: AdaptiveBounds | None) -> Tensor:
     """1.0 for each sequence that a sequence-wide criterion keeps; a sequence without valid tokens is kept.
 
     Args:
         criterion: With aggregation sum, mean or max.
         columns: The reduced table of sequences, name to [S]: for max, the count of offending tokens, so that
             a sum over ranks is all that context parallelism needs.
+        bounds: Of the global batch, for an adaptive criterion.
     """
+    if criterion.adaptive:
+        assert bounds is not None, "called without the bounds of the global batch"
+        return bounds.accepted(columns)
     if criterion.aggregation == "max":
         return indicator(torch.eq, columns[f"outside:{criterion.name}"], 0.0)
     total = columns["log_ratio" if criterion.divergence == "k1" else f"divergence:{criterion.name}"]

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from slime_tis.correction.adaptive import AdaptiveBounds
 from slime_tis.correction.config import RolloutCorrectionConfig
 from slime_tis.correction.criteria import LEVEL_AGGREGATION
 from slime_tis.correction.ratio import safe_exp, sequence_log_weights
 from slime_tis.correction.rejection import sequence_accepted
-from slime_tis.correction.statistics import MINIMA, mismatch_terms, sum_names
+from slime_tis.correction.statistics import ADAPTIVE_SUMS, MINIMA, mismatch_terms, sum_names
 from slime_tis.correction.token_pass import has_token_weights
 from slime_tis.correction.weights import bounded_weights, inside
 
@@ -35,11 +36,14 @@ class SequencePass:
     """`Statistics.maxs` likewise."""
 
 
-def sequence_pass(config: RolloutCorrectionConfig, columns: dict[str, Tensor]) -> SequencePass:
+def sequence_pass(
+    config: RolloutCorrectionConfig, columns: dict[str, Tensor], bounds: AdaptiveBounds | None = None
+) -> SequencePass:
     """Sequence-wide weights, rejection and statistics.
 
     Args:
         columns: The table of sequences, name to [S] float64, reduced over context-parallel ranks.
+        bounds: Of the global batch, where rejection is adaptive.
     """
     present = (columns["valid"] > 0).to(torch.float64)
     terms = mismatch_terms(columns, present)
@@ -51,7 +55,7 @@ def sequence_pass(config: RolloutCorrectionConfig, columns: dict[str, Tensor]) -
     elif config.use_tis:
         terms |= {name: columns[source] for name, source in TOKEN_WEIGHT_TERMS.items()}
 
-    keep = _rejection(config, columns, present, terms)
+    keep = _rejection(config, columns, bounds, present, terms)
     if config.vetoes:
         offending = columns["catastrophic"]
         terms |= {"catastrophic_tokens": offending, "catastrophic_sequences": (offending > 0).to(torch.float64)}
@@ -107,7 +111,11 @@ def _weight_terms(
 
 
 def _rejection(
-    config: RolloutCorrectionConfig, columns: dict[str, Tensor], present_S: Tensor, terms: dict[str, Tensor]
+    config: RolloutCorrectionConfig,
+    columns: dict[str, Tensor],
+    bounds: AdaptiveBounds | None,
+    present_S: Tensor,
+    terms: dict[str, Tensor],
 ) -> Tensor:
     """1.0 where all sequence-wide criteria keep the sequence; `terms` gets what is rejected, together and each."""
     keep = torch.ones_like(present_S)
@@ -115,7 +123,7 @@ def _rejection(
         if criterion.per_token:
             rejected = columns[f"outside:{criterion.name}"]
         else:
-            accepted = sequence_accepted(criterion, columns)
+            accepted = sequence_accepted(criterion, columns, bounds)
             keep = keep * accepted
             rejected = (1 - accepted) * columns["valid"]
         terms[f"rs_tokens:{criterion.name}"] = rejected
@@ -123,6 +131,9 @@ def _rejection(
     if config.rejections:
         rejected = columns["valid"] - keep * columns["rs_kept"]
         terms |= {"rs_tokens": rejected, "rs_sequences": (rejected > 0).to(torch.float64)}
+    if bounds is not None:
+        judged_by = (bounds.k3, bounds.z_score, *bounds.log_bounds(config.rs_level))
+        terms |= {name: value * present_S for name, value in zip(ADAPTIVE_SUMS, judged_by, strict=True)}
     return keep
 
 

@@ -41,6 +41,8 @@ MISMATCH_SUMS = (
 )
 WEIGHT_SUMS = ("weights", "raw_weight_excess", "weight", "weight_squared", "weight_high", "weight_low")
 REJECTION_SUMS = ("rs_tokens", "rs_sequences")
+ADAPTIVE_SUMS = ("rs_k3", "rs_z_score", "rs_log_lower", "rs_log_upper")
+"""What all sequences of a global batch are judged by, once per sequence, so that merging leaves it as it is."""
 VETO_SUMS = ("catastrophic_tokens", "catastrophic_sequences")
 MINIMA = ("log_ppl_diff", "weight")
 MAXIMA = ("log_ppl_diff", "weight")
@@ -89,6 +91,8 @@ def sum_names(config: RolloutCorrectionConfig) -> tuple[str, ...]:
         names += REJECTION_SUMS
     for criterion in config.rejections:
         names += [f"rs_tokens:{criterion.name}", f"rs_sequences:{criterion.name}"]
+    if config.adaptive:
+        names += ADAPTIVE_SUMS
     if config.vetoes:
         names += VETO_SUMS
     if config.rs_second_moment_bound is not None:

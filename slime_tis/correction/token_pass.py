@@ -15,7 +15,7 @@ from slime_tis.correction.blocks import Chunk
 from slime_tis.correction.config import RolloutCorrectionConfig
 from slime_tis.correction.criteria import TOKEN_AGGREGATIONS, Criterion
 from slime_tis.correction.ratio import Tokens, clean, indicator, safe_exp, token_log_weights
-from slime_tis.correction.rejection import accepted, catastrophic_tokens, token_statistic
+from slime_tis.correction.rejection import accepted, catastrophic_tokens, k3_divergence, token_statistic
 from slime_tis.correction.weights import bounded_weights, inside
 
 MISMATCH_COLUMNS = (
@@ -63,6 +63,8 @@ def column_names(config: RolloutCorrectionConfig) -> tuple[str, ...]:
             names.append(f"outside:{criterion.name}")
         elif criterion.divergence != "k1":
             names.append(f"divergence:{criterion.name}")
+    if config.adaptive:
+        names.append("k3")
     if config.vetoes:
         names.append("catastrophic")
     if config.rs_second_moment_bound is not None:
@@ -81,6 +83,8 @@ def token_pass(config: RolloutCorrectionConfig, chunk: Chunk) -> TokenPass:
     rs_keep = keep = _apply_criteria(config.rejections, tokens, chunk, columns)
     if has_token_weights(config) and config.tis_mode == "mask":
         keep = rs_keep * inside(weight)
+    if config.adaptive:
+        columns["k3"] = k3_divergence(tokens.log_ratio_RK.double()).sum(-1)  # float32 keeps three digits of 1e-4
     if config.vetoes:
         columns["catastrophic"] = catastrophic_tokens(config, tokens).sum(-1)
     if config.rs_second_moment_bound is not None:

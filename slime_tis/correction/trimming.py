@@ -10,13 +10,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from slime_tis.correction.selection import largest_value
 from slime_tis.correction.statistics import Reduction
 from slime_tis.correction.token_pass import TokenPass
-
-DIGIT_BITS = 9
-"""Bits of the limit that a round of the search over ranks finds: seven rounds for the 63 of a float64 without sign."""
-INFINITY_BITS = 0x7FF0 << 48
-"""+inf as an integer; the bits beyond it are no numbers."""
 
 
 def trim_second_moment(passes: list[TokenPass], limit: Tensor, kept: int, trimmed: int) -> list[TokenPass]:
@@ -57,38 +53,12 @@ def second_moment_limit(squares_N: Tensor, bound: float, reductions: Sequence[Re
         float64 scalar, the same on all ranks. Nothing synchronises with the host.
     """
     ordered = squares_N.nan_to_num(torch.inf, torch.inf).sort().values.to(torch.float64)
-    below = torch.cat([ordered.new_zeros(1), ordered.cumsum(0)])
-    if reductions:
-        return _search(ordered, below, bound, reductions)
+    if reductions:  # all Δ² below the limit are within the bound, and together with those that equal it they are not
+        return largest_value(ordered, ordered, lambda count, total: total / count.clamp_min(1) <= bound, reductions)
     counts = torch.arange(1, ordered.numel() + 1, dtype=torch.float64, device=ordered.device)
-    within = (below[1:] / counts <= bound).sum()
+    within = (ordered.cumsum(0) / counts <= bound).sum()
     beyond = torch.cat([ordered, ordered.new_full((1,), torch.inf)])
     return beyond.index_select(0, within.reshape(1))[0]
-
-
-def _search(ordered_N: Tensor, below: Tensor, bound: float, reductions: Sequence[Reduction]) -> Tensor:
-    """The largest v with mean(Δ² < v) ≤ bound, its bits found from the highest down, some a round.
-
-    It is the limit: all Δ² below it are within the bound, and together with those that equal it they are not. Floats
-    that are not negative are ordered as their bits are. A round asks, for every value of the next bits, how many
-    tokens of all ranks lie below, and for the sum of their Δ².
-
-    Args:
-        ordered_N: Δ² of this rank, ascending.
-        below: [N + 1], the sum of the first 0, 1, …, N of them.
-    """
-    digits = torch.arange(1 << DIGIT_BITS, device=ordered_N.device)
-    found = digits[:1]
-    for shift in range(63 - DIGIT_BITS, -1, -DIGIT_BITS):
-        candidates = (found + (digits << shift)).clamp_max(INFINITY_BITS)
-        counts = torch.searchsorted(ordered_N, candidates.view(torch.float64))
-        table = torch.stack([counts.to(torch.float64), below.index_select(0, counts)], 1)
-        for reduction in reductions:
-            table = reduction(table)
-        within = table[:, 1] / table[:, 0].clamp_min(1) <= bound
-        last = within.sum().sub(1).clamp_min(0)  # the first was within a round ago, but for rounding between ranks
-        found = candidates.index_select(0, last.reshape(1))
-    return found.view(torch.float64)[0]
 
 
 def _apply(part: TokenPass, squares_RK: Tensor, limit: Tensor, kept: int, trimmed: int) -> TokenPass:

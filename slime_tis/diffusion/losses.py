@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slime_tis.correction import RolloutCorrectionConfig
+from slime_tis.correction import AdaptiveBounds, RolloutCorrectionConfig
 from slime_tis.diffusion.statistics import StepStatistics
 from slime_tis.diffusion.trajectories import check_shapes, correct_trajectories
 
@@ -94,6 +94,7 @@ def diffusion_loss(
     latent_dims: int = 1,
     batch_norm_factor: Tensor | None = None,
     second_moment_limit: Tensor | None = None,
+    adaptive_bounds: AdaptiveBounds | None = None,
 ) -> DiffusionLoss:
     """The corrected loss of SDE steps.
 
@@ -113,6 +114,7 @@ def diffusion_loss(
         latent_dims: Likewise. The ratio of the loss itself stays on the scale of the log-probs.
         batch_norm_factor: Likewise.
         second_moment_limit: Likewise.
+        adaptive_bounds: Likewise.
 
     Raises:
         ValueError: if the loss is another, shapes differ (naming both), or weights are given or missing where the
@@ -133,6 +135,7 @@ def diffusion_loss(
             latent_dims=latent_dims,
             batch_norm_factor=batch_norm_factor,
             second_moment_limit=second_moment_limit,
+            adaptive_bounds=adaptive_bounds,
         )
         weights, mask, statistics = found.weights, found.mask, found.statistics
     else:

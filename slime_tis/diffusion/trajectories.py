@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slime_tis.correction import Correction, RolloutCorrectionConfig, correct
+from slime_tis.correction import AdaptiveBounds, Correction, RolloutCorrectionConfig, correct
 from slime_tis.diffusion.sde import at_least_float32
 from slime_tis.diffusion.statistics import StepStatistics, reports_weights, step_statistics, weight_report
 
@@ -29,6 +29,8 @@ class TrajectoryCorrection:
     """To be merged over micro-batches and ranks, then read with `step_figures`."""
     second_moment_limit: Tensor | None
     """As in the core's `Correction`."""
+    adaptive_bounds: AdaptiveBounds | None
+    """Likewise."""
 
     @property
     def folded(self) -> Tensor:
@@ -66,6 +68,7 @@ def correct_trajectories(
     latent_dims: int = 1,
     batch_norm_factor: Tensor | None = None,
     second_moment_limit: Tensor | None = None,
+    adaptive_bounds: AdaptiveBounds | None = None,
     reduce_batch: Callable[[Tensor], Tensor] | None = None,
 ) -> TrajectoryCorrection:
     """Weights and mask of every step of a batch of trajectories, with all levels, modes and criteria of the core.
@@ -87,6 +90,7 @@ def correct_trajectories(
             the sum; 1 takes them as they are.
         batch_norm_factor: As in `slime_tis.correct`, where micro-batches are corrected one by one.
         second_moment_limit: Likewise.
+        adaptive_bounds: Likewise.
         reduce_batch: Likewise, where data-parallel ranks share the global batch.
 
     Raises:
@@ -102,6 +106,7 @@ def correct_trajectories(
         every_step,
         batch_norm_factor=batch_norm_factor,
         second_moment_limit=second_moment_limit,
+        adaptive_bounds=adaptive_bounds,
         reduce_batch=reduce_batch,
     )
     reported: Correction[Tensor] | None = None
@@ -115,6 +120,7 @@ def correct_trajectories(
         mask=found.mask.view(shape),
         statistics=statistics,
         second_moment_limit=found.second_moment_limit,
+        adaptive_bounds=found.adaptive_bounds,
     )
 
 

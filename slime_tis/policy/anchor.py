@@ -28,7 +28,7 @@ def needs_old_log_probs(
 def needs_global_batch(correction: RolloutCorrectionConfig) -> bool:
     """Whether a micro-batch's correction goes by what all of the step's have in common.
 
-    That is the mean weight of batch normalisation, and the limit of second-moment trimming.
+    That is the mean weight of batch normalisation, the limit of second-moment trimming, and adaptive bounds.
     """
     normalizes = correction.use_tis and correction.tis_batch_normalize
-    return normalizes or correction.rs_second_moment_bound is not None
+    return normalizes or correction.rs_second_moment_bound is not None or correction.adaptive

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from slime_tis.correction import (
+    AdaptiveBounds,
     Correction,
     ResponseSlices,
     RolloutCorrectionConfig,
@@ -70,6 +71,8 @@ class PolicyObjective:
     """Mean weight of the global batch, where the weights are normalised by it."""
     second_moment_limit: Tensor | None = None
     """Δ² from which tokens of the global batch are trimmed, where they are."""
+    adaptive_bounds: AdaptiveBounds | None = None
+    """What sequences of the global batch are rejected by, where that follows their length and its noise."""
 
     def __call__(self, batch: Responses, log_prob_R: Tensor, entropy_R: Tensor) -> tuple[Tensor, Tensor, Report]:
         """Returns (numerator, units, report); the loss of the step is Σ numerator / Σ units.
@@ -156,6 +159,7 @@ class PolicyObjective:
             slices=None if self.reduce_sequences is None else self._slices(batch),
             batch_norm_factor=self.batch_norm_factor,
             second_moment_limit=self.second_moment_limit,
+            adaptive_bounds=self.adaptive_bounds,
         )
 
     def _token_loss(

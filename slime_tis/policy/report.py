@@ -135,6 +135,8 @@ def metrics_only(config: RolloutCorrectionConfig) -> RolloutCorrectionConfig:
         config,
         use_tis=False,
         use_rs=False,
+        rs_z_score=None,
+        rs_target_fraction=None,
         rs_veto_threshold=None,
         rs_veto_upper_threshold=None,
         rs_second_moment_bound=None,

@@ -5,11 +5,18 @@ from typing import Any
 from hypothesis import strategies as st
 
 from slime_tis import RolloutCorrectionConfig
-from slime_tis.correction.config import LEVELS, MODES, NONFINITE_POLICIES
+from slime_tis.correction.config import LEVELS, MODES, NONFINITE_POLICIES, SEQUENCE_LEVELS
 from slime_tis.correction.criteria import CRITERIA
 
 # Bounds between the values that Δ takes below, so that no statistic of one token lies on a bound.
 THRESHOLDS = {"k1": "0.61_1.93", "k2": "0.0617", "k3": "0.0523"}
+FIXED_BOUNDS: list[dict[str, float]] = [
+    {},
+    {"rs_lower_bound": 0.563},
+    {"rs_upper_bound": 1.719},
+    {"rs_lower_bound": 0.563, "rs_upper_bound": 1.719},
+]
+ALL_BOUNDS = [*FIXED_BOUNDS, *({name: x} for name in ("rs_z_score", "rs_target_fraction") for x in (0.537, 0.917))]
 
 
 @st.composite
@@ -18,6 +25,8 @@ def configurations(draw: Any, policies: tuple[str, ...] = ("reject", "neutral"))
     assert set(policies) <= set(NONFINITE_POLICIES)
     names = draw(st.lists(st.sampled_from(list(CRITERIA)), unique=True, max_size=3))
     lower = draw(st.sampled_from([None, 0.437, 0.811]))
+    use_rs, rs_level = draw(st.booleans()), draw(st.sampled_from(LEVELS))
+    bounds = draw(st.sampled_from(FIXED_BOUNDS if not use_rs or rs_level not in SEQUENCE_LEVELS else ALL_BOUNDS))
     return RolloutCorrectionConfig(
         use_tis=draw(st.booleans()),
         tis_mode=draw(st.sampled_from(MODES)),
@@ -25,10 +34,9 @@ def configurations(draw: Any, policies: tuple[str, ...] = ("reject", "neutral"))
         tis_lower_bound=lower,
         tis_upper_bound=draw(st.sampled_from([1.37, 2.03])),
         tis_batch_normalize=draw(st.booleans()),
-        use_rs=draw(st.booleans()),
-        rs_level=draw(st.sampled_from(LEVELS)),
-        rs_lower_bound=draw(st.sampled_from([None, 0.563])),
-        rs_upper_bound=draw(st.sampled_from([None, 1.719])),
+        use_rs=use_rs,
+        rs_level=rs_level,
+        **bounds,
         rs_veto_threshold=draw(st.sampled_from([None, 0.173])),
         rs_veto_upper_threshold=draw(st.sampled_from([None, 4.19])),
         rs_second_moment_bound=draw(st.sampled_from([None, 0.0719, 1.137])),

@@ -51,6 +51,9 @@ def test_criteria() -> None:
     assert parse_criteria(None, None) == () == parse_criteria("", "1.0")
 
 
+GEOMETRIC = {"use_rs": True, "rs_level": "geometric"}
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
@@ -82,6 +85,16 @@ def test_criteria() -> None:
             "--use-rollout-logprobs with --use-tis applies the correction",
         ),
         ({"use_rollout_logprobs": True, "old_logprobs": "interpolate"}, "--old-logprobs interpolate has no meaning"),
+        ({"rs_z_score": 3.0}, "--rs-z-score acts on the rejection of --use-rs, which is off; add --use-rs, or drop"),
+        ({"use_rs": True, "rs_z_score": 3.0}, "--rs-level is token; choose --rs-level geometric or sequence"),
+        ({**GEOMETRIC, "rs_z_score": 0.0}, "--rs-z-score is 0.0; give a finite number above 0"),
+        ({**GEOMETRIC, "rs_target_fraction": True}, "--rs-target-fraction is True; give a number"),
+        ({**GEOMETRIC, "rs_target_fraction": 2.0}, "--rs-target-fraction is 2.0; give a share of the sequences"),
+        ({**GEOMETRIC, "rs_z_score": 3.0, "rs_target_fraction": 0.1}, "both say what is rejected; drop one of them"),
+        (
+            {**GEOMETRIC, "rs_z_score": 3.0, "rs_lower_bound": 0.9, "rs_upper_bound": 1.1},
+            "stands in place of fixed bounds; drop --rs-lower-bound and --rs-upper-bound, or --rs-z-score",
+        ),
     ],
 )
 def test_what_means_nothing_is_refused(options: dict[str, Any], sentence: str) -> None:
@@ -93,6 +106,7 @@ def test_a_truncation_bound_of_one_is_allowed() -> None:
     assert RolloutCorrectionConfig(use_tis=True, tis_upper_bound=1.0).is_bounds == (1.0, 1.0)
 
 
+ADAPTIVE = (("geometric", None, float("inf")),)
 # name: (bypass, loss, IS level or None, mode, RS criteria, veto)
 EXPECTED = {
     "decoupled_token_is": (False, "ppo", "token", "truncate", (), None),
@@ -117,6 +131,9 @@ EXPECTED = {
     "bypass_pg_geo_rs": (True, "reinforce", None, "truncate", (("geometric", 0.999, 1.001),), None),
     "bypass_pg_geo_rs_seq_tis": (True, "reinforce", "sequence", "truncate", (("geometric", 0.999, 1.001),), None),
     "bypass_pg_geo_rs_token_tis": (True, "reinforce", "token", "truncate", (("geometric", 0.999, 1.001),), None),
+    "decoupled_geo_rs_adaptive": (False, "ppo", None, "truncate", ADAPTIVE, 1e-4),
+    "decoupled_geo_rs_token_tis_adaptive": (False, "ppo", "token", "truncate", ADAPTIVE, 1e-4),
+    "bypass_ppo_clip_geo_rs_adaptive": (True, "ppo", None, "truncate", ADAPTIVE, 1e-4),
 }
 
 
@@ -141,6 +158,10 @@ def test_every_preset() -> None:
 
 def test_preset_overrides_and_unknown_presets() -> None:
     assert RolloutCorrectionConfig.preset("decoupled_token_is", tis_upper_bound=3.0).tis_upper_bound == 3.0
+    fitted = RolloutCorrectionConfig.preset("decoupled_geo_rs", rs_target_fraction=0.05)
+    assert fitted.rs_target_fraction == 0.05 and fitted.rs_lower_bound is None and fitted.rs_upper_bound is None
+    fixed = RolloutCorrectionConfig.preset("decoupled_geo_rs_adaptive", rs_upper_bound=1.2)
+    assert fixed.rs_z_score is None and not fixed.adaptive and fixed.rs_bounds[1] == 1.2
     with pytest.raises(ValueError, match="--rollout-correction-preset is 'tis'; choose one of decoupled_token_is"):
         RolloutCorrectionConfig.preset("tis")
 
@@ -153,6 +174,7 @@ def test_preset_overrides_and_unknown_presets() -> None:
         ({"rs_veto_threshold": 1e-4}, True, True),
         ({"rollout_rs": "token_k1", "rollout_rs_threshold": 2.0}, True, True),
         ({"rs_second_moment_bound": 0.04}, True, True),
+        ({**GEOMETRIC, "rs_z_score": 3.0}, True, True),
         ({"use_rollout_logprobs": True}, False, True),
         ({"get_mismatch_metrics": True}, False, True),
         ({"old_logprobs": "interpolate"}, False, True),

@@ -19,7 +19,9 @@ from slime_tis import (
 from tests.runs import free_port, spawn
 
 
-def options(level: str, mode: str, rs_level: str, second_moment: float | None = None) -> RolloutCorrectionConfig:
+def options(
+    level: str, mode: str, rs_level: str, second_moment: float | None = None, **adaptive: float
+) -> RolloutCorrectionConfig:
     return RolloutCorrectionConfig(
         use_tis=True,
         tis_level=level,  # type: ignore[arg-type]
@@ -27,8 +29,7 @@ def options(level: str, mode: str, rs_level: str, second_moment: float | None = 
         tis_batch_normalize=True,
         use_rs=True,
         rs_level=rs_level,  # type: ignore[arg-type]
-        rs_lower_bound=0.7,
-        rs_upper_bound=1.5,
+        **(adaptive or {"rs_lower_bound": 0.7, "rs_upper_bound": 1.5}),
         rs_veto_threshold=0.05,
         rs_second_moment_bound=second_moment,
         rollout_rs="token_k3,seq_mean_k2,seq_max_k3",
@@ -43,6 +44,8 @@ BY_TABLE = [
     options("token", "mask", "token"),
     options("token", "truncate", "geometric", 0.07),
     options("sequence", "truncate", "token", 0.02),
+    options("token", "truncate", "geometric", rs_z_score=1.1),
+    options("sequence", "clip", "sequence", rs_target_fraction=0.4),
 ]
 BY_JOINING = [
     options("prefix", "truncate", "segment"),
@@ -50,6 +53,7 @@ BY_JOINING = [
     options("sequence", "clip", "prefix"),
     options("segment", "truncate", "geometric"),
     options("prefix", "clip", "token", 0.05),
+    options("segment", "clip", "geometric", rs_target_fraction=0.4),
 ]
 CONFIGS = BY_TABLE + BY_JOINING
 # (prompt, response): longer than a row, shorter than the group, a single token.

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime_tis import RolloutCorrectionConfig, Statistics, batch_norm_factor, correct, figures
+from slime_tis import RolloutCorrectionConfig, Statistics, adaptive_bounds, batch_norm_factor, correct, figures
 from slime_tis.correction import layout
 from tests.correction.strategies import batches, configurations
 from tests.correction.test_twin import tensors
@@ -65,13 +65,16 @@ def test_micro_batches_merge(config: RolloutCorrectionConfig, batch: Inputs, cut
     inputs = tensors(batch)
     whole = correct(config, *inputs)
     parts = [[x[:cut] for x in inputs], [x[cut:] for x in inputs]]
+    limits: dict[str, Any] = {"second_moment_limit": whole.second_moment_limit}
+    if config.adaptive:
+        limits["adaptive_bounds"] = adaptive_bounds(config, [correct(config, *part).per_sequence for part in parts])
     statistics = Statistics.empty(config)
     for part in parts:
-        first = correct(config, *part, second_moment_limit=whole.second_moment_limit)
+        first = correct(config, *part, **limits)
         statistics = statistics.merge(first.statistics)
     known: dict[str, Any] = {
         "batch_norm_factor": batch_norm_factor(config, statistics),
-        "second_moment_limit": whole.second_moment_limit,
+        **limits,
     }
     found = [correct(config, *part, **known) for part in parts]
     weights = [w for f in found for w in f.weights]

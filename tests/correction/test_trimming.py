@@ -19,8 +19,8 @@ from tests.correction import twin
 INF, NAN = math.inf, math.nan
 
 
-def limit_over_ranks(parts: list[torch.Tensor], bound: float) -> list[float]:
-    """The limit that each of the ranks finds, one thread a rank."""
+def over_ranks(parts: list[torch.Tensor], find: Callable[..., torch.Tensor]) -> list[float]:
+    """What each rank finds in its part with a reduction over all ranks, one thread per rank."""
     barrier, tables = Barrier(len(parts)), [torch.zeros(0)] * len(parts)
 
     def rank_sum(rank: int) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -34,8 +34,13 @@ def limit_over_ranks(parts: list[torch.Tensor], bound: float) -> list[float]:
         return reduce
 
     with ThreadPoolExecutor(len(parts)) as pool:
-        limits = pool.map(lambda rank: second_moment_limit(parts[rank], bound, [rank_sum(rank)]), range(len(parts)))
-        return [limit.item() for limit in limits]
+        found = pool.map(lambda rank: find(parts[rank], rank_sum(rank)), range(len(parts)))
+        return [value.item() for value in found]
+
+
+def limit_over_ranks(parts: list[torch.Tensor], bound: float) -> list[float]:
+    """The limit that each of the ranks finds."""
+    return over_ranks(parts, lambda part, reduction: second_moment_limit(part, bound, [reduction]))
 
 
 def test_trimming_by_hand() -> None:

@@ -1,6 +1,7 @@
 """A slow twin of the correction: Python loops over float64 numbers, written from the formulas alone."""
 
 import math
+import statistics
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -169,6 +170,44 @@ def _outside(criterion: Criterion, values: list[float], valid: list[bool], mask:
     return [b and ok for b, ok in zip(bad, valid, strict=True)]
 
 
+def _outside_adaptive(
+    config: RolloutCorrectionConfig, ratios: Sequences, valid: list[list[bool]]
+) -> tuple[list[list[bool]], dict[str, float]]:
+    """z = max(|Σ Δ + k3·n| − 5e-5·n, 0) / √(2·k3·n) of every sequence against the z-score of the batch."""
+    picked = [[x for x, ok in zip(xs, v, strict=True) if ok] for xs, v in zip(ratios, valid, strict=True)]
+    present = [xs for xs in picked if xs]
+    if not present:
+        return [[False] * len(v) for v in valid], {}
+    means = [math.fsum(divergence("k3", x) for x in xs) / len(xs) for xs in present]
+    median = statistics.median_low([m for m in means if m > 0] or [0.0])
+    tokens = sum(map(len, present))
+    k3 = math.fsum(len(xs) * min(m, 10 * median) for xs, m in zip(present, means, strict=True)) / tokens
+
+    def score(xs: list[float]) -> float:
+        if not xs:
+            return 0.0
+        beyond = max(abs(math.fsum(xs) + k3 * len(xs)) - 5e-5 * len(xs), 0.0)
+        return beyond / math.sqrt(2 * max(k3, 1e-12) * len(xs))
+
+    if config.rs_z_score is not None:
+        limit = config.rs_z_score
+    else:
+        assert config.rs_target_fraction is not None
+        rejected = math.floor(Fraction(str(config.rs_target_fraction)) * len(present))
+        limit = sorted(map(score, present))[len(present) - 1 - rejected] * (1 + 1e-5)
+    length = statistics.median_low(map(len, present))
+    half = limit * math.sqrt(2 * k3 / length) + 5e-5
+    scale = length if config.rs_level == "sequence" else 1
+    figures = {
+        "mis_rs_k3": k3,
+        "mis_rs_z_score": limit,
+        "mis_rs_lower_bound": math.exp(max(scale * (-k3 - half), -20.0)),
+        "mis_rs_upper_bound": math.exp(min(scale * (-k3 + half), 20.0)),
+    }
+    out = [[ok and score(xs) > limit for ok in v] for xs, v in zip(picked, valid, strict=True)]
+    return out, figures
+
+
 def _rejection(
     config: RolloutCorrectionConfig, ratios: Sequences, valid: list[list[bool]], masks: list[list[bool]]
 ) -> tuple[list[list[bool]], dict[str, float]]:
@@ -177,7 +216,11 @@ def _rejection(
     by_rs = [[False] * len(v) for v in valid]
     figures = {}
     for criterion in config.rejections:
-        out = [_outside(criterion, *three) for three in zip(ratios, valid, masks, strict=True)]
+        if criterion.adaptive:
+            out, adaptive_figures = _outside_adaptive(config, ratios, valid)
+            figures |= adaptive_figures
+        else:
+            out = [_outside(criterion, *three) for three in zip(ratios, valid, masks, strict=True)]
         by_rs = [[a or b for a, b in zip(x, y, strict=True)] for x, y in zip(by_rs, out, strict=True)]
         if tokens:
             figures[f"mis_rs_{criterion.name}_masked_fraction"] = sum(map(sum, out)) / tokens

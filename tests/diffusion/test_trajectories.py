@@ -63,6 +63,7 @@ def test_micro_batches_merge(config: RolloutCorrectionConfig, batch: tuple[Rows,
     of_the_whole = {
         "batch_norm_factor": batch_norm_factor(config, whole.statistics.core),
         "second_moment_limit": whole.second_moment_limit,
+        "adaptive_bounds": whole.adaptive_bounds,
     }
     parts = [
         correct_trajectories(config, train[span], rollout[span], timesteps=times[span], **of_the_whole)

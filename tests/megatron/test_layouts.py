@@ -64,10 +64,16 @@ MORE = {
         ["--context-parallel-size", "2"],
         ["--tis-level", "prefix", "--rs-level", "segment"],
     ),
-    "data, two micro-batches, trimming": (["--micro-batch-size", "4"], ["--rs-second-moment-bound", "2e-4"]),
-    "context, trimming, bypass": (
+    "data, two micro-batches, trimming, a share of the sequences": (
+        ["--micro-batch-size", "4"],
+        ["--rs-second-moment-bound", "2e-4", "--rs-upper-bound", "none", "--rs-target-fraction", "0.25"],
+    ),
+    "context, trimming, bypass, bounds by z-score": (
         ["--context-parallel-size", "2"],
-        [*("--no-use-tis", "--use-rollout-logprobs", "--rs-second-moment-bound", "2e-4")],
+        [
+            *("--no-use-tis", "--use-rollout-logprobs", "--rs-second-moment-bound", "2e-4"),
+            *("--rs-upper-bound", "none", "--rs-z-score", "1"),
+        ],
     ),
 }
 

@@ -7,6 +7,7 @@ from slime_tis.policy.anchor import anchors_on_recomputed, needs_global_batch, n
 
 NORMALIZES = {"use_tis": True, "tis_batch_normalize": True}
 TRIMS = {"rs_second_moment_bound": 0.1}
+ADAPTS = {"use_rs": True, "rs_level": "geometric", "rs_z_score": 3.0}
 BYPASS = {"use_rollout_logprobs": True, "policy_loss": "reinforce"}
 INTERPOLATES = {"old_logprobs": "interpolate"}
 # options: what is needed of the global batch; the loss anchors on a recomputed π_old with 1 step, with 2; pass with 1
@@ -16,11 +17,13 @@ CASES = [
     ({"tis_batch_normalize": True}, False, False, True, False),
     (NORMALIZES, True, True, True, True),
     (TRIMS, True, True, True, True),
+    (ADAPTS, True, True, True, True),
     ({"get_mismatch_metrics": True}, False, False, True, False),
     (BYPASS, False, False, False, False),
     ({**BYPASS, "get_mismatch_metrics": True}, False, False, False, False),
     ({**BYPASS, **NORMALIZES}, True, False, False, False),
     ({**BYPASS, **TRIMS}, True, False, False, False),
+    ({**BYPASS, **ADAPTS}, True, False, False, False),
     ({**INTERPOLATES, **TRIMS}, True, False, False, False),
 ]
 

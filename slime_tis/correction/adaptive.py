@@ -1,0 +1,134 @@
+"""Rejection bounds that follow the length of a sequence and the noise of the global batch.
+
+Sampled by π_rollout, Δ_t has mean −KL_t and variance about 2·KL_t, and Σ_t (Δ_t + KL_t) is a martingale, so that the
+variances add up. With k3 for the KL of an average token, a sequence of n tokens has
+
+    Σ_t Δ_t ≈ −k3·n ± √(2·k3·n),        mean_t Δ_t ≈ −k3 ± √(2·k3/n)
+
+and is judged by how many of these deviations it is away:  z = |Σ_t Δ_t + k3·n| / √(2·k3·n). No fixed bound does that:
+what is wide at 3,000 tokens is narrow at 12. The sum (sequence level) and the mean (geometric level) have the same z.
+docs/choosing.md has the simulation behind the three constants below.
+
+Shapes: suffix _S is per sequence.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slime_tis.correction.config import RolloutCorrectionConfig
+from slime_tis.correction.selection import order_statistic
+from slime_tis.correction.statistics import Reduction
+
+K3_CLIP = 10.0
+"""A sequence counts in the batch's k3 with at most this many times the median sequence's. What is to be rejected must
+not widen the bounds it is rejected by: a token of +20 nats would raise the plain mean by e^20/N."""
+LOG_PROB_TOLERANCE = 5e-5
+"""Mean log-ratio, in nats per token, that is never a reason to reject: float32 log-probs of large vocabularies differ
+by 1e-5 to 2e-5 with one sign, which over thousands of otherwise equal tokens is many deviations of nothing."""
+SMALLEST_K3 = 1e-12
+"""Divisor where two engines agree exactly; their deviations are 0 by the tolerance above."""
+TIE = 1e-5
+"""Scores this close, relatively, are equal: a sum is rounded differently where micro-batches are cut differently."""
+
+
+@dataclass(frozen=True)
+class AdaptiveBounds:
+    """What the sequences of one global batch are judged by; float64 scalars, the same on all ranks."""
+
+    k3: Tensor
+    """Noise in nats per token: mean of exp(Δ) − 1 − Δ over tokens, no sequence above `K3_CLIP` medians."""
+    z_score: Tensor
+    """Deviations from −k3·n that a sequence may have: `rs_z_score`, or what `rs_target_fraction` comes to."""
+    median_length: Tensor
+    """Valid tokens of the median sequence, at which the bounds are reported."""
+
+    def accepted(self, columns: Mapping[str, Tensor]) -> Tensor:
+        """1.0 for each sequence within the bounds; a sequence without valid tokens is kept.
+
+        Args:
+            columns: The table of sequences, name to [S] float64, with `valid` and `log_ratio`.
+        """
+        return (_z_scores(columns, self.k3) <= self.z_score).to(torch.float64)
+
+    def log_bounds(self, level: str) -> tuple[Tensor, Tensor]:
+        """Logarithms of the lower and upper bound on the ratio of a sequence of median length.
+
+        Args:
+            level: "geometric" for the bounds of exp(mean Δ), "sequence" for those of exp(Σ Δ).
+        """
+        n = self.median_length
+        half = self.z_score * (2 * self.k3 / n.clamp_min(1)).sqrt() + LOG_PROB_TOLERANCE
+        scale = n if level == "sequence" else torch.ones_like(n)
+        return scale * (-self.k3 - half), scale * (-self.k3 + half)
+
+
+def adaptive_bounds(
+    config: RolloutCorrectionConfig, tables: Sequence[Mapping[str, Tensor]], reduce_batch: Reduction | None = None
+) -> AdaptiveBounds:
+    """The bounds of a global batch from the tables of its micro-batches.
+
+    Args:
+        config: With `rs_z_score` or `rs_target_fraction`.
+        tables: `Correction.per_sequence` of each micro-batch of this rank, made under the same config.
+        reduce_batch: Sums small float64 tables over the data-parallel ranks that share the batch; None on one rank.
+
+    Returns:
+        To be passed to `correct` with each of the micro-batches. Nothing synchronises with the host.
+
+    Raises:
+        ValueError: if the config has neither option, or there is no table.
+    """
+    if not config.adaptive:
+        raise ValueError("adaptive bounds need --rs-z-score or --rs-target-fraction; set one of them in the config.")
+    if not tables:
+        raise ValueError("adaptive_bounds got no table; pass Correction.per_sequence of each micro-batch.")
+    columns = {name: torch.cat([table[name] for table in tables]) for name in ("valid", "log_ratio", "k3")}
+    reductions = () if reduce_batch is None else (reduce_batch,)
+    n = columns["valid"]
+    k3 = _clipped_k3(n, columns["k3"], reductions)
+    present = _total((n > 0).sum(), reductions)
+    median_length = order_statistic(_where_positive(n, n), (present - 1).div(2).floor(), reductions)
+    if config.rs_z_score is not None:
+        z_score = torch.full_like(k3, config.rs_z_score)
+    else:
+        assert config.rs_target_fraction is not None
+        rejected = (config.rs_target_fraction * present + 1e-9).floor()  # 0.29 · 100 is 28.999999999999996
+        scores = _where_positive(n, _z_scores(columns, k3))
+        z_score = order_statistic(scores, present - 1 - rejected, reductions) * (1 + TIE)
+    return AdaptiveBounds(k3, z_score, median_length)
+
+
+def _clipped_k3(n_S: Tensor, k3_S: Tensor, reductions: Sequence[Reduction]) -> Tensor:
+    """Σ_s n_s·min(k̄3_s, c·median k̄3) / Σ_s n_s with k̄3_s the mean over the tokens of a sequence.
+
+    The median is that of the sequences whose k3 is not 0, so that it is a scale also where most agree exactly.
+    """
+    mean_S = k3_S / n_S.clamp_min(1)
+    noisy = _total((mean_S > 0).sum(), reductions)
+    median = order_statistic(_where_positive(mean_S, mean_S), (noisy - 1).div(2).floor(), reductions)
+    clipped = torch.stack([(n_S * mean_S.clamp_max(K3_CLIP * median)).sum(), n_S.sum()])
+    total, tokens = _total(clipped, reductions).unbind()
+    return total / tokens.clamp_min(1)
+
+
+def _z_scores(columns: Mapping[str, Tensor], k3: Tensor) -> Tensor:
+    """z = max(|Σ_t Δ_t + k3·n| − tolerance·n, 0) / √(2·k3·n) of each sequence, 0 where it has no valid token."""
+    n = columns["valid"]
+    beyond = (columns["log_ratio"] + k3 * n).abs() - LOG_PROB_TOLERANCE * n
+    return beyond.clamp_min(0) / (2 * k3.clamp_min(SMALLEST_K3) * n.clamp_min(1)).sqrt()
+
+
+def _where_positive(x_S: Tensor, values_S: Tensor) -> Tensor:
+    """The values where x > 0, +inf elsewhere, which no order statistic counts."""
+    return torch.where(x_S > 0, values_S, math.inf)
+
+
+def _total(value: Tensor, reductions: Sequence[Reduction]) -> Tensor:
+    total = value.to(torch.float64)
+    for reduction in reductions:
+        total = reduction(total)
+    return total

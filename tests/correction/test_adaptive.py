@@ -1,0 +1,174 @@
+"""Bounds that follow length and noise: by hand, robust to what they reject, and of a batch that is split."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from slime_tis import Correction, RolloutCorrectionConfig, adaptive_bounds, correct, figures
+from slime_tis.correction.selection import order_statistic
+from tests.correction.test_trimming import over_ranks
+
+UP, DOWN = [0.1] * 4, [-0.1] * 4
+BY_HAND = [[0.1, -0.1, 0.1, -0.1], UP, [-0.1, 0.1, -0.1, 0.1], DOWN]
+K3 = (math.exp(0.1) + math.exp(-0.1)) / 2 - 1  # 0.0050042
+SD = math.sqrt(2 * K3 * 4)  # 0.2000833
+Z_UP = (0.4 + 4 * K3 - 4 * 5e-5) / SD  # 2.0982
+Z_DOWN = (0.4 - 4 * K3 - 4 * 5e-5) / SD  # 1.8981
+
+
+def reject(level: str = "geometric", **options: Any) -> RolloutCorrectionConfig:
+    return RolloutCorrectionConfig(use_rs=True, rs_level=level, **options)  # type: ignore[arg-type]
+
+
+def of_log_ratios(config: RolloutCorrectionConfig, deltas: list[Any], **known: Any) -> Correction[list[Tensor]]:
+    train = [torch.as_tensor(delta, dtype=torch.float64) for delta in deltas]
+    return correct(config, train, [torch.zeros_like(x) for x in train], [torch.ones_like(x) for x in train], **known)
+
+
+def kept(found: Correction[list[Tensor]]) -> list[bool]:
+    return (found.kept_per_sequence > 0).tolist()
+
+
+def noise(lengths: list[int], sd: float, seed: int = 0) -> list[Tensor]:
+    """Log-ratios of healthy sequences: normal, with E[exp Δ] = 1."""
+    generator = torch.Generator().manual_seed(seed)
+    return [sd * torch.randn(n, generator=generator, dtype=torch.float64) - sd * sd / 2 for n in lengths]
+
+
+@pytest.mark.parametrize("level", ["geometric", "sequence"])
+@pytest.mark.parametrize(
+    ("options", "expected", "z_score"),
+    [
+        ({"rs_z_score": 1.89}, [True, False, True, False], 1.89),
+        ({"rs_z_score": 1.91}, [True, False, True, True], 1.91),
+        ({"rs_z_score": 2.11}, [True, True, True, True], 2.11),
+        ({"rs_target_fraction": 0.24}, [True, True, True, True], Z_UP),
+        ({"rs_target_fraction": 0.25}, [True, False, True, True], Z_DOWN),
+        ({"rs_target_fraction": 0.5}, [True, False, True, False], (4 * K3 - 4 * 5e-5) / SD),
+    ],
+)
+def test_by_hand(level: str, options: dict[str, float], expected: list[bool], z_score: float) -> None:
+    config = reject(level, **options)
+    found = of_log_ratios(config, BY_HAND)
+    assert kept(found) == expected
+    values = figures(config, found.statistics)
+    assert values["mis_rs_k3"] == pytest.approx(K3, rel=1e-12)
+    assert values["mis_rs_z_score"] == pytest.approx(z_score, rel=2e-5)
+    half = values["mis_rs_z_score"] * SD / 4 + 5e-5
+    scale = 4 if level == "sequence" else 1
+    assert values["mis_rs_lower_bound"] == pytest.approx(math.exp(scale * (-K3 - half)))
+    assert values["mis_rs_upper_bound"] == pytest.approx(math.exp(scale * (-K3 + half)))
+    assert values[f"mis_rs_{level}_seq_masked_fraction"] == expected.count(False) / 4
+
+
+def test_the_length_counts() -> None:
+    """A mean of 0.02 is 2 deviations of 100 tokens with sd 0.1, and 6.3 of 1000."""
+    alternating = torch.tensor([0.1, -0.1], dtype=torch.float64).repeat(500)
+    batch = [alternating[:100] + 0.02, *[alternating] * 20, alternating + 0.02]
+    assert kept(of_log_ratios(reject(rs_z_score=3.0), batch)) == [*[True] * 21, False]
+
+
+@pytest.mark.parametrize(
+    ("token", "most"), [(-30.0, 1.2), (20.0, 1.2), (5.0, 1.2)], ids=["minus 30", "plus 20", "plus 5"]
+)
+@pytest.mark.parametrize("sd", [0.005, 0.1])
+def test_what_is_to_be_rejected_does_not_widen_the_bounds(token: float, most: float, sd: float) -> None:
+    config = reject(rs_z_score=4.0)
+    healthy = noise([12, 64, 300] * 20, sd)
+    clean = of_log_ratios(config, healthy).adaptive_bounds
+    corrupted = [delta.clone() for delta in healthy]
+    corrupted[4][7] = token
+    found = of_log_ratios(config, corrupted)
+    assert clean is not None and found.adaptive_bounds is not None
+    assert clean.k3.item() == pytest.approx(sd * sd / 2, rel=0.1)
+    assert found.adaptive_bounds.k3.item() < most * clean.k3.item()
+    assert kept(found) == [i != 4 for i in range(60)]
+
+
+@pytest.mark.parametrize("options", [{"rs_z_score": 3.0}, {"rs_target_fraction": 0.5}], ids=["z-score", "share"])
+def test_equal_engines_lose_nothing(options: dict[str, float]) -> None:
+    """No difference at all, and one of 4e-5 nats with one sign, as float32 log-softmax has it."""
+    for delta in (0.0, 4e-5, -4e-5):
+        found = of_log_ratios(reject(**options), [[delta] * n for n in (1, 12, 3000, 100_000)])
+        assert kept(found) == [True] * 4
+    values = figures(reject(**options), of_log_ratios(reject(**options), [[0.0] * 9]).statistics)
+    assert values["mis_rs_k3"] == 0.0 and values["mis_rs_lower_bound"] == pytest.approx(math.exp(-5e-5))
+
+
+def test_most_sequences_exact_and_some_noisy() -> None:
+    """The scale is that of the noisy ones, or every one of them would be rejected."""
+    batch = [*[torch.zeros(64, dtype=torch.float64)] * 30, *noise([64] * 10, 0.02)]
+    assert kept(of_log_ratios(reject(rs_z_score=6.0), batch)) == [True] * 40
+
+
+@pytest.mark.parametrize("options", [{"rs_z_score": 3.0}, {"rs_target_fraction": 0.3}], ids=["z-score", "share"])
+def test_small_batches(options: dict[str, float]) -> None:
+    config = reject(**options)
+    assert of_log_ratios(config, []).mask == []
+    assert kept(of_log_ratios(config, [[0.7]])) == [True]  # one token is its own scale: z is about 1
+    nothing_valid = correct(config, [torch.ones(3)], [torch.zeros(3)], [torch.zeros(3)])
+    assert nothing_valid.mask[0].tolist() == [False] * 3
+    assert "mis_rs_k3" not in figures(config, nothing_valid.statistics)
+    with_an_empty_one = of_log_ratios(config, [[], *BY_HAND])
+    assert kept(with_an_empty_one)[0] is False and with_an_empty_one.adaptive_bounds is not None
+    assert with_an_empty_one.adaptive_bounds.k3.item() == pytest.approx(K3)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 40), st.floats(0.01, 0.9), st.integers(0, 1000))
+def test_the_share_is_rejected_to_the_sequence(count: int, share: float, seed: int) -> None:
+    found = of_log_ratios(reject(rs_target_fraction=share), noise([5 + i for i in range(count)], 0.05, seed))
+    assert kept(found).count(False) == math.floor(share * count + 1e-9)
+
+
+def test_equal_sequences_leave_or_stay_together() -> None:
+    """Three equal worst ones and a share of one: none leaves; rounding that depends on the cut does not part them."""
+    batch = [*BY_HAND, [0.3] * 4, [0.3] * 4, [0.3 + 1e-9] * 4]
+    assert kept(of_log_ratios(reject(rs_target_fraction=1 / 7), batch)) == [True] * 7
+    assert kept(of_log_ratios(reject(rs_target_fraction=3 / 7), batch)) == [*[True] * 4, *[False] * 3]
+
+
+@pytest.mark.parametrize("options", [{"rs_z_score": 2.08}, {"rs_target_fraction": 0.25}], ids=["z-score", "share"])
+def test_micro_batches_take_the_bounds_of_all(options: dict[str, float]) -> None:
+    """Alone, the rejected sequence is its own scale: z is 2.07 there, and 2.098 in the whole batch."""
+    config = reject(**options)
+    whole = of_log_ratios(config, BY_HAND)
+    assert kept(whole) == [True, False, True, True]
+    alone = [of_log_ratios(config, [delta]) for delta in BY_HAND]
+    assert [kept(found) for found in alone] == [[True]] * 4
+    bounds = adaptive_bounds(config, [found.per_sequence for found in alone])
+    assert bounds == whole.adaptive_bounds
+    parts = [of_log_ratios(config, [delta], adaptive_bounds=bounds) for delta in BY_HAND]
+    assert [kept(found)[0] for found in parts] == [True, False, True, True]
+    with pytest.raises(ValueError, match=r"pass Correction\.per_sequence of each micro-batch"):
+        adaptive_bounds(config, [])
+    with pytest.raises(ValueError, match="need --rs-z-score or --rs-target-fraction"):
+        adaptive_bounds(reject(), [alone[0].per_sequence])
+
+
+def test_padded_and_packed_batches() -> None:
+    config = reject(rs_z_score=2.0)
+    padded = torch.tensor(BY_HAND, dtype=torch.float64)
+    found = correct(config, padded, torch.zeros_like(padded), torch.ones_like(padded))
+    assert found.mask.tolist() == [[True] * 4, [False] * 4, [True] * 4, [True] * 4]
+    packed = correct(config, padded.view(-1), torch.zeros(16), torch.ones(16), lengths=[4] * 4)
+    assert packed.mask.tolist() == found.mask.view(-1).tolist()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.floats(0, 4) | st.sampled_from([0.0, 0.25, 5e-324, 1e300, math.inf]), max_size=20),
+    st.integers(0, 20),
+    st.integers(0, 20),
+)
+def test_order_statistics_of_split_values(values: list[float], index: int, cut: int) -> None:
+    whole, rank = torch.tensor(values, dtype=torch.float64), torch.tensor(float(index))
+    expected = (sorted(values) + [math.inf] * 21)[index]
+    assert order_statistic(whole, rank).item() == expected
+    found = over_ranks([whole[:cut], whole[cut:]], lambda part, reduction: order_statistic(part, rank, [reduction]))
+    assert found == [expected] * 2

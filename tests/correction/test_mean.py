@@ -1,0 +1,97 @@
+"""The mean of the corrected loss: by hand in every layout, 0 where everything is rejected, and over micro-batches."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from slime_tis import Correction, RolloutCorrectionConfig, correct
+
+# Two sequences; the third token of the first is masked, its fourth is rejected, ratios are 1, 2, -, 9 | 0.5, 1.
+DELTA = [torch.tensor([1.0, 2.0, 1.0, 9.0]).log(), torch.tensor([0.5, 1.0]).log()]
+MASK = [torch.tensor([1, 1, 0, 1]), torch.tensor([1, 1])]
+LOSS = [torch.tensor([1.0, 2.0, torch.nan, torch.inf]), torch.tensor([4.0, 8.0])]
+WEIGHTED = {"use_tis": True, "tis_upper_bound": 4.0, "use_rs": True, "rs_lower_bound": 0.1, "rs_upper_bound": 4.0}
+
+
+def mean(layout: str, aggregation: Any, **options: Any) -> torch.Tensor:
+    config = RolloutCorrectionConfig(**{**WEIGHTED, **options})
+    if layout == "list":
+        return correct(config, DELTA, [torch.zeros(4), torch.zeros(2)], MASK).mean(LOSS, aggregation=aggregation)
+    if layout == "packed":
+        delta, loss, mask = (torch.cat(x) for x in (DELTA, LOSS, MASK))
+        found = correct(config, delta, torch.zeros(6), mask, lengths=[4, 2])
+        return found.mean(loss, aggregation=aggregation)
+    padded = [torch.nn.utils.rnn.pad_sequence(x, batch_first=True) for x in (DELTA, LOSS, MASK)]
+    found = correct(config, padded[0], torch.zeros(2, 4), padded[2])
+    return found.mean(padded[1], aggregation=aggregation)
+
+
+@pytest.mark.parametrize("layout", ["list", "packed", "padded"])
+@pytest.mark.parametrize(
+    ("aggregation", "normalizer", "expected"),
+    [
+        # weight · loss: 1, 4, -, - | 2, 8
+        ("token-mean", "kept", (1 + 4 + 2 + 8) / 4),
+        ("token-mean", "original", (1 + 4 + 2 + 8) / 5),
+        ("seq-mean-token-mean", "kept", ((1 + 4) / 2 + (2 + 8) / 2) / 2),
+        ("seq-mean-token-mean", "original", ((1 + 4) / 3 + (2 + 8) / 2) / 2),
+    ],
+)
+def test_by_hand(layout: str, aggregation: str, normalizer: str, expected: float) -> None:
+    assert mean(layout, aggregation, rejection_normalizer=normalizer).item() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("layout", ["list", "packed", "padded", "nothing"])
+@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean"])
+@pytest.mark.parametrize("normalizer", ["kept", "original"])
+def test_everything_rejected_is_zero_with_a_gradient_of_zero(layout: str, aggregation: Any, normalizer: Any) -> None:
+    config = RolloutCorrectionConfig(
+        use_rs=True, rs_lower_bound=8.0, rs_upper_bound=9.0, rejection_normalizer=normalizer
+    )
+    logits = torch.tensor([[0.3, -1.0], [2.0, 0.5]], requires_grad=True)
+    loss = logits.exp()
+    zeros, ones = torch.zeros(2, 2), torch.ones(2, 2)
+    if layout == "list":
+        found: Correction[Any] = correct(config, list(zeros), list(zeros), list(ones))
+        value = found.mean(list(loss), aggregation=aggregation)
+    elif layout == "packed":
+        found = correct(config, zeros.view(-1), zeros.view(-1), ones.view(-1), lengths=[2, 2])
+        value = found.mean(loss.view(-1), aggregation=aggregation)
+    else:
+        found = correct(config, zeros, zeros, zeros if layout == "nothing" else ones)
+        value = found.mean(loss, aggregation=aggregation)
+    assert not torch.cat([m.view(-1) for m in found.mask]).any()
+    value.backward()
+    assert value.item() == 0.0 and logits.grad is not None and logits.grad.tolist() == [[0, 0], [0, 0]]
+
+
+def test_the_gradient_is_that_of_the_kept_tokens() -> None:
+    config = RolloutCorrectionConfig(**WEIGHTED)  # type: ignore[arg-type]
+    leaf = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], requires_grad=True)
+    delta, mask = torch.cat(DELTA), torch.cat(MASK)
+    found = correct(config, delta, torch.zeros(6), mask, lengths=[4, 2])
+    found.mean(leaf * 3).backward()
+    assert leaf.grad is not None
+    assert leaf.grad.tolist() == pytest.approx([3 / 4, 6 / 4, 0, 0, 1.5 / 4, 3 / 4])
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean"])
+def test_micro_batches_with_the_units_of_all_add_up(aggregation: Any) -> None:
+    config = RolloutCorrectionConfig(**WEIGHTED)  # type: ignore[arg-type]
+    parts = [correct(config, [d], [torch.zeros_like(d)], [m]) for d, m in zip(DELTA, MASK, strict=True)]
+    units = sum((part.units(aggregation) for part in parts), torch.zeros(()))
+    total = sum(
+        part.mean([loss], aggregation=aggregation, units=units).item() for part, loss in zip(parts, LOSS, strict=True)
+    )
+    assert total == pytest.approx(mean("list", aggregation).item())
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    config = RolloutCorrectionConfig(**WEIGHTED)  # type: ignore[arg-type]
+    found = correct(config, torch.zeros(2, 4), torch.zeros(2, 4), torch.ones(2, 4))
+    with pytest.raises(ValueError, match=r"token_loss has shape \(2, 3\) but the mask \(2, 4\); pass the loss in"):
+        found.mean(torch.zeros(2, 3))
+    with pytest.raises(ValueError, match="aggregation is 'sum'; choose one of token-mean, seq-mean-token-mean"):
+        found.mean(torch.zeros(2, 4), aggregation="sum")  # type: ignore[arg-type]
+    assert correct(config, [], [], []).mean([]).item() == 0.0
