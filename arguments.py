@@ -26,6 +26,7 @@ from slime_tis.correction.config import RolloutCorrectionConfig
 from slime_tis.correction.criteria import Criterion
 from slime_tis.inputs import check_files, check_model
 from slime_tis.megatron.config import MegatronConfig
+from slime_tis.megatron.environment import read_environment
 from slime_tis.options import declare_options
 from slime_tis.policy.config import PolicyConfig
 from slime_tis.reporting.config import ReportingConfig
@@ -241,7 +242,7 @@ def configure(argv: Sequence[str], environ: Mapping[str, str]) -> Arguments:
         namespace=argparse.Namespace(),
     )
     _check_correction(arguments)
-    _check_ranks(arguments, int(environ.get("WORLD_SIZE", "1")))
+    _check_ranks(arguments, read_environment(environ).world_size)
     check_files(arguments.rollout, arguments.megatron)
     model = check_model(arguments.megatron, arguments.rollout)
     _refuse_unknown(restated, model)

@@ -12,24 +12,32 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import math
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until main() runs: no traceback through the imports below
 
 from transformers.utils.logging import disable_progress_bar
 
 from arguments import Arguments, describe, effective_config, parse_args
 from slime_tis.custom import load_custom_tis
-from slime_tis.errors import CustomFunctionError
+from slime_tis.errors import CustomFunctionError, NonFiniteGradient, OtherRankFailed, RunStopped
+from slime_tis.interrupt import Interrupted, Interrupts, stops_because
 from slime_tis.learner import Learner
 from slime_tis.megatron import checkpoint
 from slime_tis.megatron.engine import TrainingEngine
-from slime_tis.megatron.parallel import Parallel, initialize, shut_down
+from slime_tis.megatron.parallel import Parallel, connect_store, initialize, lost_contact, shut_down
 from slime_tis.megatron.sync_check import log_prob_gap
 from slime_tis.reporting.progress import shown_progress
 from slime_tis.reporting.reporters import open_reporters
@@ -57,33 +65,80 @@ PROBE_TOKENS = 512
 """Longest prompt on which --check-weight-sync compares the engines."""
 
 
+EXPECTED = (ValueError, OSError, EngineLost, Interrupted, RunStopped, checkpoint.CheckpointError)
+"""What ends a run with one message; any other exception is a defect of this program or of a library."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the program; returns its exit status. What the user can mend ends in one sentence on stderr."""
-    arguments = parse_args(argv)
-    quiet_libraries()
-    parallel = initialize(arguments.megatron)
-    if parallel.is_main:
-        print(describe(arguments), flush=True)
-    try:
-        Trainer(arguments, parallel).run()
-    except (ValueError, OSError, EngineLost, checkpoint.CheckpointError) as error:
-        if os.environ.get("SLIME_TIS_TRACEBACK"):
+    """Runs the program; returns its exit status. Every expected error ends in one message on stderr."""
+    with Interrupts() as interrupts:
+        arguments = parse_args(argv)
+        prepare_terminal()
+        rank = 0
+        try:
+            parallel = initialize(arguments.megatron)
+            rank = parallel.rank
+            interrupts.share(connect_store(), rank)
+            if parallel.is_main:
+                print(describe(arguments), flush=True)
+            Trainer(arguments, parallel, interrupts).run()
+        except Exception as error:
+            if os.environ.get("SLIME_TIS_TRACEBACK"):
+                raise
+            if _report(error, rank, interrupts):
+                return exit_status(error)
             raise
-        print(f"error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, CustomFunctionError) else 1
-    finally:
-        shut_down()
+        finally:
+            shut_down()
     return 0
+
+
+def exit_status(error: Exception) -> int:
+    """The exit status of a run that an error ended; errors.py has the table."""
+    if isinstance(error, (RunStopped, Interrupted)):
+        return error.status
+    return 2 if isinstance(error, CustomFunctionError) else 1
+
+
+def _report(error: Exception, rank: int, interrupts: Interrupts) -> bool:
+    """Says on stderr why the run ends, once for all ranks; False for a defect, whose traceback is wanted."""
+    if isinstance(error, OtherRankFailed) or lost_contact(error):
+        print(f"error: {stops_because(rank, interrupts.failure_elsewhere())}", file=sys.stderr)
+        return True
+    message = message_of(error)
+    first = interrupts.report_failure(message)
+    if first.rank == rank:
+        if isinstance(error, EXPECTED):
+            print(message if isinstance(error, (RunStopped, Interrupted)) else f"error: {message}", file=sys.stderr)
+        return isinstance(error, EXPECTED)
+    if first.message != message:
+        print(f"error: {stops_because(rank, first)}", file=sys.stderr)
+    return True
+
+
+def message_of(error: Exception) -> str:
+    """An error's message on one line, or its type where it has none."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """Where a resumed run goes on: after the last rollout that was trained on as a whole."""
+
+    step: int
+    rollout_id: int
+    dataset: dict[str, Any]
+    unfinished: list[list[Sample]]
 
 
 class Trainer:
     """The rooms of a run, built once, and the loop through them."""
 
-    def __init__(self, arguments: Arguments, parallel: Parallel) -> None:
-        self.arguments, self.parallel = arguments, parallel
+    def __init__(self, arguments: Arguments, parallel: Parallel, interrupts: Interrupts) -> None:
+        self.arguments, self.parallel, self.interrupts = arguments, parallel, interrupts
         megatron, rollout = arguments.megatron, arguments.rollout
         custom_tis = self._custom_tis()  # code of the user's own is loaded before anything is built
-        self.reward = build_reward(rollout, arguments.namespace)
+        self.reward = build_reward(rollout, arguments.namespace, interrupts.check)
         self.timer = Timer()
         self.tokenizer = load_tokenizer(megatron.hf_checkpoint)
         self.dataset = PromptDataset(rollout.prompt_data, self.tokenizer, rollout)
@@ -97,6 +152,7 @@ class Trainer:
             keep_reference=arguments.policy.use_kl_loss,
             entropy_gradient=arguments.policy.entropy_coef != 0,
             timer=self.timer,
+            safe_point=self._between_micro_batches,
         )
         self.learner = Learner(
             engine=self.engine,
@@ -117,11 +173,15 @@ class Trainer:
             weights_version=lambda: self.step,
             output_dir=arguments.reporting.output_dir,
             device=parallel.backend.device,
+            safe_point=interrupts.check,
         )
         self.ahead = Lookahead(self.dataset, self._submit, prompts=self._fresh_prompts, depth=rollout.rollout_lookahead)
         self.evaluator: RolloutEngine | None = None
         self.first_accuracy = self.last_accuracy = float("nan")
+        self.evaluation_due = False
+        self.saved_step: int | None = None
         self._resume()
+        self.position = self._position()
         self.reporters = open_reporters(
             arguments.reporting,
             effective_config(arguments),
@@ -131,33 +191,50 @@ class Trainer:
         )
 
     def run(self) -> None:
-        """The loop of the module's docstring; where the rollout engine is lost, a checkpoint ends it."""
+        """The loop of the module's docstring.
+
+        Raises:
+            RunStopped: a signal, a lost rollout engine or a gradient that is not finite ended it, with a checkpoint.
+        """
+        self.interrupts.started()
         try:
-            self._loop()
-        except BaseException as error:
+            self._loop_or_save()
+        except BaseException:
             with suppress(OSError):  # the disk may be what failed
                 self._close()
-            if isinstance(error, EngineLost):
-                raise EngineLost(f"{error} {self._save_before_stopping()}") from error
             raise
         self._close()
+
+    def _loop_or_save(self) -> None:
+        try:
+            self._loop()
+        except Interrupted as error:
+            raise RunStopped(f"stopped by {error.name}. {self._save_before_stopping()}", error.status) from error
+        except (EngineLost, NonFiniteGradient) as error:
+            raise RunStopped(f"error: {message_of(error)} {self._save_before_stopping()}", 1) from error
 
     def _close(self) -> None:
         self.sampler.close()
         self.reporters.close()
 
     def _loop(self) -> None:
-        if self._evaluates_before_training():
-            self.reporters.log(self._evaluate(), self.step)
+        if self._evaluates_first():
+            with self.interrupts.abandonable():
+                self.reporters.log(self._evaluate(), self.step)
             self.timer.take()
         while self.rollout_id < self.num_rollout:
-            groups = self._sample()
-            sampled = rollout_figures(groups, self.step) | self.sampler.figures()
-            groups, sampled["rollout/left_out_samples"] = leave_out_stale(
-                groups, self.step, self.arguments.rollout.max_weight_staleness
-            )
-            rows = [{}] if self.arguments.loop.debug_rollout_only else self.learner.train(groups)
+            self._safe_point()
+            self.position = self._position()
+            with self.interrupts.abandonable():
+                groups = self._sample()
+                sampled = rollout_figures(groups, self.step) | self.sampler.figures()
+                groups, sampled["rollout/left_out_samples"] = leave_out_stale(
+                    groups, self.step, self.arguments.rollout.max_weight_staleness
+                )
+                self._safe_point()
+                rows = [{}] if self.arguments.loop.debug_rollout_only else self.learner.train(groups)
             self.rollout_id += 1
+            self.position = self._position()
             if self.rollout_id % self.arguments.rollout.update_weights_interval == 0:
                 self._update_sampler()
             rows[-1] |= {**sampled, **self._evaluate_when_due()}
@@ -166,6 +243,25 @@ class Trainer:
             for step, row in enumerate(rows, start=self.step - len(rows) + 1):
                 self.reporters.log(row, step if self.step else self.rollout_id)
         self._finish()
+
+    def _position(self) -> Position:
+        return Position(
+            step=self.step,
+            rollout_id=self.rollout_id,
+            dataset=self.ahead.state_dict(),
+            unfinished=self.sampler.unfinished(),
+        )
+
+    def _safe_point(self) -> None:
+        """Stops the run where any rank was asked to; a collective."""
+        number = self.parallel.largest(self.interrupts.number)
+        if number:
+            raise Interrupted(signal.Signals(number).name)
+
+    def _between_micro_batches(self) -> None:
+        """Gives a rollout up as long as no step was made on it; of several ranks none can do so alone."""
+        if self.interrupts.number and self.parallel.size == 1 and self.step == self.position.step:
+            self.interrupts.check()
 
     def _times(self) -> dict[str, float]:
         """perf/… seconds since the last row; the backward is what the forward leaves of both."""
@@ -240,13 +336,22 @@ class Trainer:
                     "rollout engine is meant to be that coarse."
                 )
 
-    def _evaluates_before_training(self) -> bool:
-        return bool(self.eval_prompts) and self.rollout_id == 0 and not self.arguments.rollout.skip_eval_before_train
+    def _evaluates_first(self) -> bool:
+        """Whether the loop begins with an evaluation: before training, or the one that a signal ended."""
+        before = self.rollout_id == 0 and not self.arguments.rollout.skip_eval_before_train
+        return bool(self.eval_prompts) and (before or self.evaluation_due)
 
     def _evaluate_when_due(self) -> dict[str, float]:
         interval = self.arguments.rollout.eval_interval
         last = self.rollout_id == self.num_rollout
-        return self._evaluate() if last or (interval and self.rollout_id % interval == 0) else {}
+        if not (last or (interval and self.rollout_id % interval == 0)):
+            return {}
+        try:
+            with self.interrupts.abandonable():
+                return self._evaluate()
+        except Interrupted:  # the run stops at the next safe point; it evaluates when it is resumed
+            self.evaluation_due = bool(self.eval_prompts)
+            return {}
 
     def _evaluate(self) -> dict[str, float]:
         """Held-out accuracy of the training policy itself, with its present weights."""
@@ -264,6 +369,7 @@ class Trainer:
         self.last_accuracy = figures[f"eval/{next(iter(self.eval_prompts))}"]
         if math.isnan(self.first_accuracy):
             self.first_accuracy = self.last_accuracy
+        self.evaluation_due = False
         return figures
 
     def _evaluator(self) -> RolloutEngine:
@@ -276,6 +382,7 @@ class Trainer:
                 self.tokenizer,
                 precision="bf16" if self.arguments.megatron.bf16 else "fp32",
                 device=self.parallel.backend.device,
+                safe_point=self.interrupts.check,
             )
         return self.evaluator
 
@@ -286,22 +393,27 @@ class Trainer:
             self._save()
 
     def _save_before_stopping(self) -> str:
-        """Saves what was trained; says where."""
+        """Saves what was trained, unless that is done; says where."""
         save = self.arguments.megatron.save
+        if self.position.rollout_id == 0:
+            return "The run stops before its first rollout was trained on; there is nothing to save."
         if save is None:
             return f"The run stops after step {self.step}, unsaved: --save is unset."
-        self._save()
-        return f"The run stops after step {self.step}, saved under {save}; --load {save} goes on from there."
+        if self.saved_step != self.step:
+            self._save()
+        return f"The run stops after step {self.step}, saved under {save}; the same command with --load {save} resumes."
 
     def _save(self) -> None:
+        """Writes a checkpoint of the last rollout that was trained on as a whole."""
         config = self.arguments.megatron
         if config.save is None:
             return
         state = {
             "step": self.step,
-            "rollout_id": self.rollout_id,
-            "dataset": self.ahead.state_dict(),
-            "unfinished": [[plain(sample) for sample in group] for group in self.sampler.unfinished()],
+            "rollout_id": self.position.rollout_id,
+            "dataset": self.position.dataset,
+            "unfinished": [[plain(sample) for sample in group] for group in self.position.unfinished],
+            "evaluation_due": self.evaluation_due,
             "sampler_weight_version": self.sampler.weight_version,
             "first_accuracy": None if math.isnan(self.first_accuracy) else self.first_accuracy,
         }
@@ -315,6 +427,7 @@ class Trainer:
                 retain=config.save_retain,
                 write_extra=self.sampler.save_weights if stale and self.sampler.stale_weights_travel else None,
             )
+        self.saved_step = self.step
 
     def _resume(self) -> None:
         """Goes on from the newest complete checkpoint under --load, if there is one."""
@@ -327,6 +440,9 @@ class Trainer:
         self.learner.step, self.rollout_id = state["step"], state["rollout_id"]
         self.dataset.load_state_dict(state["dataset"])
         self.first_accuracy = math.nan if state["first_accuracy"] is None else state["first_accuracy"]
+        self.evaluation_due = bool(self.eval_prompts) and state.get("evaluation_due", False)
+        if found.parent.resolve() == Path(self.arguments.megatron.save or "").resolve() and not self.evaluation_due:
+            self.saved_step = self.step
         self.sampler.resume_unfinished([[from_plain(row) for row in group] for group in state["unfinished"]])
         if state["sampler_weight_version"] == self.step or not self.sampler.stale_weights_travel:
             self._update_sampler()
@@ -337,17 +453,23 @@ class Trainer:
 
     def _finish(self) -> None:
         """Writes the policy for everybody else, and says how it did."""
+        if self.arguments.megatron.save is not None:
+            self._safe_point()  # what follows a resumed run does
         save_hf = self.arguments.megatron.save_hf
         if save_hf is not None and not self.arguments.loop.debug_rollout_only:
             checkpoint.save_hf(save_hf, self.engine)
+        if self.evaluation_due:
+            self._safe_point()
         if self.eval_prompts and math.isnan(self.last_accuracy):
             self._evaluate()  # resumed after the last rollout
         if self.parallel.is_main and self.eval_prompts:
             print(f"eval accuracy: {self.first_accuracy:.2f} -> {self.last_accuracy:.2f}", flush=True)
 
 
-def quiet_libraries() -> None:
-    """Leaves the terminal to this program: what libraries only remark goes unsaid."""
+def prepare_terminal() -> None:
+    """Leaves the terminal to this program: what libraries only remark goes unsaid, and any path can be printed."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     for name in ("megatron", "transformers", "torch"):
         warnings.filterwarnings("ignore", module=rf"{name}\.")
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -2,6 +2,10 @@
 
     ValueError
      └── CustomFunctionError      a function of the user's own cannot be loaded or breaks its contract: status 2
+    RuntimeError
+     ├── NonFiniteGradient        a gradient is NaN or infinite, and no step was made: status 1
+     ├── OtherRankFailed          another rank raised what this one has to stop for: status 1
+     └── RunStopped               the run ended early and says where it saved: a status of its own
 
 Everything else that the program reports ends with status 1, a refused command line with 2, a signal with 128 + its
 number.
@@ -13,6 +17,22 @@ class CustomFunctionError(ValueError):
 
     The message names the function, the file and line where there is one, and how to fix it.
     """
+
+
+class NonFiniteGradient(RuntimeError):
+    """The gradient of a step is NaN or infinite; the weights are those of the step before."""
+
+
+class OtherRankFailed(RuntimeError):
+    """Another rank raised an error in work that the ranks share; the message is that error's."""
+
+
+class RunStopped(RuntimeError):
+    """The run ended before its last rollout; the message says why, where it was saved and how to go on."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 def one_line(text: str, limit: int = 80) -> str:

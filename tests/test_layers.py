@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[1]
 ALLOWED: dict[str, set[str]] = {
     "slime_tis.correction": set(),
     "slime_tis.errors": set(),
+    "slime_tis.interrupt": set(),
     "slime_tis.custom": {"slime_tis.errors", "slime_tis.integrations"},
     "slime_tis": {"slime_tis.correction"},
     "slime_tis.integrations": {"slime_tis.correction"},
@@ -26,7 +27,13 @@ ALLOWED: dict[str, set[str]] = {
     "slime_tis.diffusion": {"slime_tis.correction"},
     "slime_tis.policy": {"slime_tis", "slime_tis.correction", "slime_tis.custom", "slime_tis.errors"},
     "slime_tis.megatron": {"slime_tis", "slime_tis.correction", "slime_tis.custom", "slime_tis.policy"},
-    "slime_tis.rollout": {"slime_tis", "slime_tis.correction", "slime_tis.custom"},
+    "slime_tis.rollout": {
+        "slime_tis",
+        "slime_tis.correction",
+        "slime_tis.custom",
+        "slime_tis.errors",
+        "slime_tis.interrupt",
+    },
     "slime_tis.reporting": {"slime_tis", "slime_tis.correction"},
     "slime_tis.learner": {
         *("slime_tis.correction", "slime_tis.custom", "slime_tis.errors", "slime_tis.megatron"),

@@ -57,6 +57,7 @@ class TrainingEngine:
         keep_reference: bool = False,
         entropy_gradient: bool = False,
         timer: Callable[[str], AbstractContextManager[Any]] | None = None,
+        safe_point: Callable[[], None] = lambda: None,
     ) -> None:
         """Builds the model, loads `config.hf_checkpoint` and prepares the optimizer.
 
@@ -68,9 +69,10 @@ class TrainingEngine:
             keep_reference: keep a frozen copy of the reference policy's weights.
             entropy_gradient: whether the objective differentiates the entropy.
             timer: `timer(name)` is a context manager that adds to the time of `name`.
+            safe_point: called before each micro-batch; what it raises gives the pass up, and the weights stay.
         """
         self.config, self.parallel, self.temperature = config, parallel, temperature
-        self.entropy_gradient = entropy_gradient
+        self.entropy_gradient, self.safe_point = entropy_gradient, safe_point
         self.timer = timer or (lambda name: nullcontext())
         self.model = build_model(config.hf_checkpoint, config, parallel)
         self.reference = self._load_weights(keep_reference)
@@ -198,7 +200,7 @@ class TrainingEngine:
     ) -> list[Any]:
         """megatron-core's pipeline schedule over the micro-batches; what the last stage returned for each."""
         self.ddp.train(not forward_only)
-        packed = (self._pack(batch.select(indices)) for indices in partition)
+        packed = self._packed(batch, partition)
         lengths = batch.total_lengths
         tokens = max(sum(lengths[i] for i in indices) for indices in partition)
         return get_forward_backward_func()(
@@ -211,6 +213,11 @@ class TrainingEngine:
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
+
+    def _packed(self, batch: TrainingBatch, partition: Sequence[Sequence[int]]) -> Iterator[MicroBatch]:
+        for indices in partition:
+            self.safe_point()
+            yield self._pack(batch.select(indices))
 
     def _pack(self, batch: TrainingBatch) -> MicroBatch:
         parallel = self.parallel

@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor
 
 from slime_tis.megatron.config import MegatronConfig
+from slime_tis.megatron.environment import Environment, read_environment
 
 T = TypeVar("T")
 
@@ -33,11 +34,11 @@ class Backend:
     """Layers from transformer-engine, or from megatron-core and plain torch."""
 
 
-def choose_backend() -> Backend:
+def choose_backend(local_rank: int = 0) -> Backend:
     """CUDA, NCCL and transformer-engine where they are; otherwise CPU, gloo and plain torch layers."""
     if not torch.cuda.is_available():
         return Backend(device=torch.device("cpu"), collectives="gloo", transformer_engine=False)
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    device = torch.device("cuda", local_rank)
     has_engine = importlib.util.find_spec("transformer_engine") is not None
     return Backend(device=device, collectives="nccl", transformer_engine=has_engine)
 
@@ -67,7 +68,25 @@ class Parallel:
     @property
     def is_main(self) -> bool:
         """Whether this process writes files and talks to the user."""
-        return dist.get_rank() == 0
+        return self.rank == 0
+
+    @property
+    def rank(self) -> int:
+        """This process among all."""
+        return dist.get_rank()
+
+    @property
+    def size(self) -> int:
+        """Processes of the job, a count."""
+        return dist.get_world_size()
+
+    def largest(self, value: int) -> int:
+        """The largest value of all ranks; a collective with one host synchronisation, where there are several."""
+        if self.size == 1:
+            return value
+        largest = torch.tensor([value], device=self.backend.device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return int(largest)
 
     @property
     def context_group(self) -> dist.ProcessGroup:
@@ -127,14 +146,19 @@ class Parallel:
 
 
 def initialize(config: MegatronConfig) -> Parallel:
-    """Starts torch.distributed (alone, or as torchrun says) and megatron-core's groups, and seeds every rank."""
-    backend = choose_backend()
+    """Starts torch.distributed (alone, or as torchrun says) and megatron-core's groups, and seeds every rank.
+
+    Raises:
+        ValueError: the environment is not that of a rank, or the ranks do not meet.
+    """
+    environment = read_environment(os.environ)
+    backend = choose_backend(environment.local_rank)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     if backend.device.type == "cuda":
         torch.cuda.set_device(backend.device)
     if not dist.is_initialized():
-        _start_process_group(backend)
+        _start_process_group(backend, environment)
     mpu.initialize_model_parallel(
         config.tensor_model_parallel_size,
         config.pipeline_model_parallel_size,
@@ -159,11 +183,39 @@ def initialize(config: MegatronConfig) -> Parallel:
     )
 
 
-def _start_process_group(backend: Backend) -> None:
-    if "RANK" in os.environ:
-        dist.init_process_group(backend.collectives)
-    else:
+def _start_process_group(backend: Backend, environment: Environment) -> None:
+    if not environment.launched:
         dist.init_process_group(backend.collectives, store=dist.HashStore(), rank=0, world_size=1)
+        return
+    try:
+        dist.init_process_group(backend.collectives)
+    except (RuntimeError, ValueError) as error:  # torch has a dozen kinds of them
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(
+            f"rank {environment.rank} of {environment.world_size} did not meet the others at {address}: "
+            f"{reason[:200]}; see that MASTER_ADDR and MASTER_PORT are the same on all ranks and that the port is free."
+        ) from error
+
+
+def connect_store() -> dist.Store | None:
+    """A connection of its own to the key-value store that the ranks met at; None where there is one rank."""
+    if dist.get_world_size() == 1:
+        return None
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False
+    )
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the store outlives a restart of the ranks
+    return dist.PrefixStore(f"slime_tis/{attempt}", store)
+
+
+def lost_contact(error: BaseException | None) -> bool:
+    """Whether an error, or what led to it, is that of a collective whose other ranks are gone."""
+    while error is not None:
+        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def shut_down() -> None:

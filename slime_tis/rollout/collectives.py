@@ -7,6 +7,9 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from slime_tis.errors import OtherRankFailed
+from slime_tis.interrupt import Interrupted
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -22,8 +25,9 @@ def map_over_ranks(function: Callable[[Sequence[Item]], list[Result]], items: Se
       items: the work.
 
     Raises:
+      Interrupted: on every rank, where any was interrupted.
       ValueError: the function's ValueError on whichever rank met it.
-      RuntimeError: any other error, on the ranks that did not meet it.
+      OtherRankFailed: any other error, on the ranks that did not meet it.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return function(items)
@@ -36,18 +40,23 @@ def map_over_ranks(function: Callable[[Sequence[Item]], list[Result]], items: Se
     sent = _portable(outcome) if isinstance(outcome, Exception) else outcome
     outcomes: list[list[Result] | Exception] = [[] for _ in range(size)]
     dist.all_gather_object(outcomes, sent)
+    for other in outcomes:
+        if isinstance(other, Interrupted):
+            raise other
     if isinstance(outcome, Exception):
         raise outcome
     results: list[Result] = [None] * len(items)  # type: ignore[list-item]
-    for other, part in enumerate(outcomes):
+    for place, part in enumerate(outcomes):
         if isinstance(part, Exception):
             raise part
-        results[other::size] = part
+        results[place::size] = part
     return results
 
 
 def _portable(error: Exception) -> Exception:
-    """The same message in a built-in type, which every rank can unpickle."""
+    """The same message in a type that every rank can unpickle."""
+    if isinstance(error, Interrupted):
+        return error
     if isinstance(error, ValueError):
         return ValueError(str(error))
-    return RuntimeError(f"{type(error).__name__}: {error}")
+    return OtherRankFailed(f"{type(error).__name__}: {error}")

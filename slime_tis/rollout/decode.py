@@ -6,7 +6,7 @@ the longest prompt, T tokens of the longest response, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,6 +45,7 @@ def decode(
     uniforms_BT: Tensor,
     sampling: Sampling,
     stop_token_ids: Sequence[int],
+    safe_point: Callable[[], None] = lambda: None,
 ) -> Decoded:
     """Samples `sampling.n_samples` responses to each prompt.
 
@@ -55,6 +56,7 @@ def decode(
       uniforms_BT: [B, T] float64 in [0, 1) with T the largest limit; sample b draws token t with [b, t].
       sampling: temperature, top-p, top-k and the number of samples.
       stop_token_ids: tokens that end a response, and belong to it.
+      safe_point: called before each token; what it raises ends the decoding.
 
     Returns:
       B samples, those of a prompt next to each other, on the model's device.
@@ -71,6 +73,7 @@ def decode(
     rows_R = torch.arange(len(limits_R), device=device)
     alive_R = torch.ones_like(stopped_B)
     for step in range(uniforms_BT.shape[1]):
+        safe_point()
         tokens_R, log_probs_R = sample_tokens(
             batch.logits_RV,
             uniforms_BT[rows_R, step],

@@ -105,6 +105,7 @@ def build_engine(
     weights_version: Callable[[], int],
     output_dir: str,
     device: torch.device | str = "cpu",
+    safe_point: Callable[[], None] = lambda: None,
 ) -> RolloutEngine:
     """The engine that `--rollout-engine` names.
 
@@ -117,6 +118,7 @@ def build_engine(
       weights_version: their version.
       output_dir: where logs of servers go.
       device: of this process.
+      safe_point: called while a rollout is sampled or waited for; raises where it is to be given up.
     """
     if config.rollout_engine == "sglang":
         from slime_tis.rollout.sglang.engine import SGLangEngine
@@ -129,10 +131,12 @@ def build_engine(
             weights_version=weights_version,
             output_dir=Path(output_dir),
             device=device,
+            safe_point=safe_point,
         )
     from slime_tis.rollout.local import LocalEngine
 
-    return LocalEngine(hf_checkpoint, tokenizer, precision=config.rollout_precision, device=device)
+    precision = config.rollout_precision
+    return LocalEngine(hf_checkpoint, tokenizer, precision=precision, device=device, safe_point=safe_point)
 
 
 def training_sampling(config: RolloutConfig) -> Sampling:

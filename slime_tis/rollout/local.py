@@ -87,6 +87,7 @@ class LocalEngine:
         max_batch: int = 512,
         max_batch_tokens: int = 131072,
         device: torch.device | str = "cpu",
+        safe_point: Callable[[], None] = lambda: None,
     ) -> None:
         """Loads the checkpoint as weight version 0.
 
@@ -98,12 +99,14 @@ class LocalEngine:
           max_batch_tokens: most prompt and response tokens of samples decoded at a time, which bounds that of
             the key/value cache. The samples of one prompt are decoded together whatever the bounds.
           device: where the model lives.
+          safe_point: called before each token, and raises where sampling is to be given up.
         """
         if precision not in COMPUTE_DTYPES:
             raise ValueError(f"rollout precision is {precision!r} but must be one of {', '.join(COMPUTE_DTYPES)}.")
         self.weight_version = 0
         self._tokenizer = tokenizer
         self._max_batch = max_batch
+        self._safe_point = safe_point
         self._max_batch_tokens = max_batch_tokens
         self._model = load_model(hf_checkpoint, COMPUTE_DTYPES[precision]).to(device)
         self._parameters = dict(self._model.named_parameters(remove_duplicate=False))
@@ -260,6 +263,7 @@ class LocalEngine:
             torch.cat(uniforms),
             sampling,
             [*self._eos_token_ids, *sampling.stop_token_ids],
+            self._safe_point,
         )
         responses = self._responses(decoded)
         return [responses[start : start + n_samples] for start in range(0, len(responses), n_samples)]

@@ -26,6 +26,8 @@ DECIMAL = r"[-+]?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)"
 NUMBER = re.compile(rf"{DECIMAL}(?:\s*/\s*{DECIMAL})?")
 LATEX_FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]+)\}\s*\{([^{}]+)\}")
 ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+POLL = 1.0
+"""Time between two safe points while scores are awaited, in seconds."""
 
 
 def exact_match(response: str, label: str) -> float:
@@ -70,7 +72,9 @@ RM_TYPES: dict[str, Callable[[str, str], float]] = {
 }
 
 
-def build_reward(config: RolloutConfig, args: Namespace | None = None) -> RewardFunction:
+def build_reward(
+    config: RolloutConfig, args: Namespace | None = None, safe_point: Callable[[], None] = lambda: None
+) -> RewardFunction:
     """The function that scores a list of samples, as `--rm-type` or `--custom-rm-path` says.
 
     A function of the user's own is called as `fn(args, sample)` and returns a number, or, where its second
@@ -81,13 +85,15 @@ def build_reward(config: RolloutConfig, args: Namespace | None = None) -> Reward
     Args:
       config: with `rm_type` or `custom_rm_path`.
       args: given to the user's function.
+      safe_point: called before each call of the user's function and while one is awaited; what it raises ends the
+        scoring.
 
     Raises:
       ValueError: here for an unknown name; when scoring for a missing label or a score that is no finite
         number.
     """
     if config.custom_rm_path is not None:
-        score_group = _custom_reward(load_function(config.custom_rm_path), config.custom_rm_path, args)
+        score_group = _custom_reward(load_function(config.custom_rm_path), config.custom_rm_path, args, safe_point)
     elif config.rm_type in RM_TYPES:
         score_group = _builtin_reward(config.rm_type)
     else:
@@ -122,26 +128,31 @@ def _builtin_reward(name: str) -> Callable[[Sequence[list[Sample]]], list[list[f
 
 
 def _custom_reward(
-    function: Callable[..., Any], path: str, args: Namespace | None
+    function: Callable[..., Any], path: str, args: Namespace | None, safe_point: Callable[[], None]
 ) -> Callable[[Sequence[list[Sample]]], list[list[float]]]:
     parameters = list(inspect.signature(function).parameters)
     whole_groups = len(parameters) > 1 and parameters[1] == "samples"
 
+    async def call(samples: Sample | list[Sample]) -> Any:
+        safe_point()
+        found = function(args, samples)
+        return await found if inspect.isawaitable(found) else found
+
     async def score(group: list[Sample]) -> list[float]:
         if whole_groups:
-            scores = await _awaited(function(args, group))
+            scores = await call(group)
         else:
-            scores = await asyncio.gather(*(_awaited(function(args, sample)) for sample in group))
+            scores = await asyncio.gather(*map(call, group))
         return _checked(scores, group, path)
 
     async def score_all(groups: Sequence[list[Sample]]) -> list[list[float]]:
-        return list(await asyncio.gather(*(score(group) for group in groups)))
+        scores = asyncio.gather(*(score(group) for group in groups))
+        while not scores.done():
+            await asyncio.wait([scores], timeout=POLL)
+            safe_point()
+        return list(await scores)
 
     return lambda groups: asyncio.run(score_all(groups))
-
-
-async def _awaited(value: Any) -> Any:
-    return await value if inspect.isawaitable(value) else value
 
 
 def _checked(scores: Any, group: list[Sample], path: str) -> list[float]:

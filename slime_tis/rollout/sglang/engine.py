@@ -50,6 +50,7 @@ class SGLangEngine:
         weights_version: Callable[[], int] | None = None,
         patience: Patience | None = None,
         weight_sync: WeightSync | None = None,
+        safe_point: Callable[[], None] = lambda: None,
     ) -> None:
         """Waits for the servers, and starts them where that is asked for; a collective.
 
@@ -63,13 +64,14 @@ class SGLangEngine:
           weights_version: version of what `weights` yields; None where that is always the one in use.
           patience: how long to wait for servers; None is as the config says.
           weight_sync: the way of new weights; None is as the config says.
+          safe_point: called while a rollout is waited for; raises where it is to be given up.
 
         Raises:
           EngineLost: no server comes up.
           ValueError: the servers refuse the key, or the config names none.
         """
         self.weight_version = 0
-        self._tokenizer, self._weights = tokenizer, weights
+        self._tokenizer, self._weights, self._safe_point = tokenizer, weights, safe_point
         self._weights_version = weights_version or (lambda: self.weight_version)
         self._context_len, self._vocab_size = _model_sizes(Path(hf_checkpoint))
         self._run, self._submitted = secrets.token_hex(4), 0
@@ -169,7 +171,9 @@ class SGLangEngine:
 
         def wait() -> tuple[Groups, Groups]:
             assert batch is not None and future is not None
-            self._first().wait(future, lambda: self._ranks.iterate(self._weights), self._weights_version)
+            self._first().wait(
+                future, lambda: self._ranks.iterate(self._weights), self._weights_version, self._safe_point
+            )
             return self._sorted(batch.groups, want)
 
         if want is not None:

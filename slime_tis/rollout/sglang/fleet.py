@@ -106,13 +106,20 @@ class Fleet:
         future.add_done_callback(lambda _: self._changed.set())
         return batch, future
 
-    def wait(self, future: Future[None], weights: WeightSource, version: Callable[[], int]) -> None:
+    def wait(
+        self,
+        future: Future[None],
+        weights: WeightSource,
+        version: Callable[[], int],
+        safe_point: Callable[[], None] = lambda: None,
+    ) -> None:
         """Waits for a batch, and meanwhile brings weights to servers that come back without.
 
         Args:
           future: of `start`.
           weights: what to bring.
           version: of these weights.
+          safe_point: called every second or so; what it raises ends the wait, while the batch goes on.
 
         Raises:
           EngineLost: no server is left.
@@ -121,6 +128,7 @@ class Fleet:
         while not future.done():
             self._changed.wait(WAIT)
             self._changed.clear()
+            safe_point()
             if self._needing and not future.done():
                 self._loop.run(self._bring_back(weights, version()))
         try:

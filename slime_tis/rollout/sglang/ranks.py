@@ -10,13 +10,15 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
+from slime_tis.errors import OtherRankFailed
+from slime_tis.interrupt import Interrupted
 from slime_tis.rollout.engine import EngineLost, WeightSource
 
 Result = TypeVar("Result")
 
 LONGEST_ROLLOUT = timedelta(days=30)
 """Others wait that long for the first rank: a rollout may take longer than a collective's usual timeout."""
-ERRORS = {error.__name__: error for error in (EngineLost, ValueError, RuntimeError)}
+ERRORS = {error.__name__: error for error in (EngineLost, Interrupted, ValueError)}
 
 
 class Ranks:
@@ -40,7 +42,8 @@ class Ranks:
           weights: that the others iterate as often as the first one does.
 
         Raises:
-          Exception: what the work raises; EngineLost, ValueError or RuntimeError on the other ranks.
+          Exception: what the work raises; on the other ranks EngineLost, Interrupted, ValueError, or OtherRankFailed
+            for any other.
         """
         if not self.is_first:
             return self._follow(weights)
@@ -73,7 +76,7 @@ class Ranks:
                 return content
             if kind == "error":
                 name, sentence = content
-                raise ERRORS[name](sentence)
+                raise ERRORS.get(name, OtherRankFailed)(sentence)
             for _ in weights():
                 pass
 
@@ -83,4 +86,4 @@ class Ranks:
 
 
 def _kind(error: Exception) -> str:
-    return next(name for name, kind in ERRORS.items() if isinstance(error, kind) or kind is RuntimeError)
+    return next((name for name, kind in ERRORS.items() if isinstance(error, kind)), "")

@@ -1,0 +1,202 @@
+"""SIGINT, SIGTERM and SIGUSR1 at any moment of a run: it saves and ends, nothing is left running, and a resumed run
+goes on as if nothing had happened, to the bit."""
+
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.forked import ForkedRun, Outcome, run_forked
+from tests.runs import make_task, read_metrics, training_figures
+
+STEPS = 12
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+HANG = 60.0
+"""Seconds after which a run that was sent a signal counts as hanging; on a busy machine they end within ten."""
+SEEDS, INTERRUPTS = 2, 7
+"""Runs that are interrupted, and how often each of them is."""
+SLOW_REWARDS = """
+import asyncio, time
+
+async def awaited(args, sample):
+    print("scoring", flush=True)
+    await asyncio.sleep(100)
+
+def blocking(args, samples):
+    print("scoring", flush=True)
+    time.sleep(100)
+"""
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    task = make_task(tmp_path_factory.mktemp("task"))
+    prompts = task[task.index("--prompt-data") + 1]
+    return [*task, "--num-rollout", str(STEPS), "--eval-prompt-data", prompts, "--eval-interval", "2", "--use-tis",
+            "--update-weights-interval", "2"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def expected(flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, float]]:
+    """The metrics of an uninterrupted run, by step."""
+    directory = tmp_path_factory.mktemp("whole")
+    arguments = [*flags, "--save", str(directory / "save"), "--output-dir", str(directory / "run")]
+    outcome = run_forked(arguments, directory, timeout=120)
+    assert outcome.status == 0, outcome.error
+    return by_step(directory / "run")
+
+
+def by_step(run: Path) -> dict[int, dict[str, float]]:
+    """The rows of metrics.jsonl by step; an evaluation that a signal ended comes in a row of its own."""
+    found: dict[int, dict[str, float]] = {}
+    for row in read_metrics(run):
+        metrics = training_figures(row)
+        assert not found.get(row["step"], {}).keys() & metrics.keys(), f"step {row['step']} is reported twice"
+        found.setdefault(row["step"], {}).update(metrics)
+    return found
+
+
+def group_is_empty(group: int) -> bool:
+    """Whether no living process is in a process group."""
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = status.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[2]) == group and fields[0] != "Z":
+            return False
+    return True
+
+
+def wrong(run: ForkedRun, outcome: Outcome, number: signal.Signals) -> str | None:
+    """What an interrupted run did wrong, or None."""
+    words = outcome.error.strip().splitlines()
+    if outcome.status is None:
+        return f"hangs: {outcome.error}"
+    if outcome.traceback or "Exception ignored" in outcome.error:
+        return outcome.error
+    if not group_is_empty(run.pid):
+        return "left a process behind"
+    if outcome.status == 0:  # it came when nothing was left to do
+        return None
+    if outcome.status not in (128 + number, -number):  # the latter once the program has given the signals back
+        return f"status {outcome.status}: {outcome.error}"
+    if outcome.status == 128 + number and not any(number.name in line for line in words):
+        return f"does not say {number.name}: {outcome.error}"
+    return None
+
+
+def until(condition: Callable[[], bool], run: ForkedRun, timeout: float) -> bool:
+    """Waits for a condition while the run goes on; whether it came true."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline and not has_ended(run):
+        if condition():
+            return True
+        time.sleep(0.0005)
+    return False
+
+
+def has_ended(run: ForkedRun) -> bool:
+    """Whether the run is over; a run that is over is not yet reaped."""
+    return "Z" in Path(f"/proc/{run.pid}/stat").read_text().rpartition(")")[2].split()[:1]
+
+
+def prints(run: ForkedRun, words: str) -> Callable[[], bool]:
+    """A condition: the run has printed the words."""
+    return lambda: any(path.exists() and words in path.read_text() for path in (run.stdout, run.stderr))
+
+
+def test_runs_interrupted_at_random_moments_resume_bitwise(
+    flags: list[str], expected: dict[int, dict[str, float]], tmp_path: Path, tally: Any
+) -> None:
+    """Each run is interrupted several times, as a process or as a group, resumed each time, and then left to end."""
+    tries = tally("a signal at a random moment")
+    for seed in range(SEEDS):
+        chance = random.Random(seed)
+        save, directory = str(tmp_path / f"save{seed}"), tmp_path / f"run{seed}"
+        arguments = [*flags, "--save", save, "--load", save, "--save-interval", "3", "--output-dir", str(directory)]
+        for attempt in range(INTERRUPTS):
+            number, group = chance.choice(SIGNALS), chance.random() < 0.5
+            run = ForkedRun(arguments, tmp_path / f"log{seed}_{attempt}")
+            until(lambda: False, run, chance.uniform(0.0, 3.0))
+            if not has_ended(run):
+                run.kill(number, group=group)
+            tries.record(f"{number.name}, seed {seed}, try {attempt}", wrong(run, run.wait(HANG), number))
+        outcome = run_forked(arguments, tmp_path / f"last{seed}", timeout=120)
+        failure = outcome.error if outcome.status else None
+        if by_step(directory) != expected:
+            failure = f"the metrics differ from those of an uninterrupted run: {by_step(directory)}"
+        tries.record(f"the resumed run, seed {seed}", failure)
+    tries.check(at_least=SEEDS * (INTERRUPTS + 1))
+
+
+def test_a_signal_during_a_save_is_not_lost(
+    flags: list[str], expected: dict[int, dict[str, float]], tmp_path: Path, tally: Any
+) -> None:
+    tries = tally("a signal during a save")
+    save, directory = tmp_path / "save", tmp_path / "run"
+    arguments = [*flags, "--save", str(save), "--load", str(save), "--output-dir", str(directory)]
+    for attempt in range(8):
+        number = SIGNALS[attempt % 3]
+        run = ForkedRun([*arguments, "--save-interval", "1"], tmp_path / f"log{attempt}")
+        until(lambda: any(save.glob(".iter_*")), run, HANG)
+        if not has_ended(run):
+            run.kill(number, group=attempt % 2 == 1)
+        tries.record(f"{number.name} try {attempt}", wrong(run, run.wait(HANG), number))
+    outcome = run_forked(arguments, tmp_path / "last", timeout=120)
+    differs = outcome.status != 0 or by_step(directory) != expected
+    tries.record("the resumed run", f"{outcome.error} {by_step(directory)}" if differs else None)
+    tries.check(at_least=9)
+
+
+@pytest.mark.parametrize("reward", ["awaited", "blocking"])
+def test_slow_rewards_are_abandoned_or_end_at_the_second_signal(
+    reward: str, flags: list[str], tmp_path: Path, tally: Any
+) -> None:
+    """A coroutine is cancelled at the first signal; a call that never returns is ended by the second one."""
+    tries = tally("a signal while rewards take for ever")
+    (tmp_path / "slow.py").write_text(SLOW_REWARDS)
+    for number in SIGNALS:
+        arguments = [*flags, "--custom-rm-path", f"{tmp_path / 'slow.py'}:{reward}", "--skip-eval-before-train"]
+        run = ForkedRun([*arguments, "--output-dir", str(tmp_path / number.name)], tmp_path / f"log_{number.name}")
+        until(prints(run, "scoring"), run, HANG)
+        run.kill(number)
+        if reward == "blocking":
+            until(prints(run, number.name), run, HANG)
+            until(lambda: False, run, 1.0)  # a second signal comes later than those that launchers pass on
+            run.kill(signal.SIGTERM, group=True)
+            outcome = run.wait(HANG)
+            failure = wrong(run, outcome, signal.SIGTERM)
+        else:
+            outcome = run.wait(HANG)
+            failure = wrong(run, outcome, number)
+        tries.record(
+            f"{number.name}, {reward}", failure or (f"took {outcome.seconds} s" if not outcome.status else None)
+        )
+    tries.check(at_least=3)
+
+
+def test_a_signal_during_the_export_leaves_a_whole_export_or_none(flags: list[str], tmp_path: Path, tally: Any) -> None:
+    tries = tally("a signal during the export")
+    arguments = [*flags, "--num-rollout", "1", "--skip-eval-before-train"]
+    for attempt, number in enumerate(SIGNALS):
+        export = tmp_path / f"hf{attempt}"
+        run = ForkedRun(
+            [*arguments, "--save-hf", str(export), "--output-dir", str(tmp_path / f"run{attempt}")],
+            tmp_path / f"log{attempt}",
+        )
+        until(lambda export=export: any(export.parent.glob(f".{export.name}*")) or export.exists(), run, HANG)
+        if not has_ended(run):
+            run.kill(number)
+        outcome = run.wait(HANG)
+        failure = wrong(run, outcome, number)
+        if export.exists() and not (export / "model.safetensors").exists():
+            failure = "the export is not whole"
+        if outcome.status == 0 and not export.exists():
+            failure = "ended as complete without the export"
+        tries.record(f"{number.name}", failure)
+    tries.check(at_least=3)

@@ -1,0 +1,146 @@
+"""Signals are noticed at once, obeyed where the caller allows it, and shared over the ranks' store."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from torch import distributed as dist
+
+from slime_tis.interrupt import Failure, Interrupted, Interrupts, stops_because
+
+
+def until(condition) -> None:
+    """Waits for what another thread does, at most a few seconds."""
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 138)])
+def test_a_signal_is_raised_at_a_safe_point_that_may_be_abandoned(number: signal.Signals, status: int) -> None:
+    before = signal.getsignal(number)
+    with Interrupts() as interrupts:
+        interrupts.started()
+        os.kill(os.getpid(), number)
+        until(lambda: interrupts.number)
+        interrupts.check()  # nothing may be abandoned here
+        with pytest.raises(Interrupted) as raised, interrupts.abandonable():
+            interrupts.check()
+    assert (raised.value.status, str(raised.value)) == (status, number.name)
+    assert signal.getsignal(number) is before
+
+
+def test_a_signal_is_noticed_while_the_main_thread_is_in_one_long_call() -> None:
+    with Interrupts() as interrupts:
+        interrupts.started()
+        lock, seen = threading.Lock(), []
+        lock.acquire()
+
+        def look() -> None:
+            until(lambda: interrupts.number)
+            seen.append(interrupts.number)
+            lock.release()
+
+        threading.Thread(target=look).start()
+        os.kill(os.getpid(), signal.SIGTERM)
+        lock.acquire()  # released by what the thread of signals has noticed
+    assert seen == [signal.SIGTERM]
+
+
+def test_a_signal_that_a_launcher_passes_on_is_the_same_one() -> None:
+    with Interrupts() as interrupts:
+        interrupts.started()
+        for _ in range(5):
+            os.kill(os.getpid(), signal.SIGINT)
+        until(lambda: interrupts.number)
+    assert interrupts.number == signal.SIGINT
+
+
+def run_child(body) -> int:
+    """Runs a function in a forked process with default signals; its exit status as a shell would say it."""
+    pid = os.fork()
+    if pid == 0:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_DFL)
+        body()
+        os._exit(99)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_a_signal_during_start_up_ends_the_process(capfd: pytest.CaptureFixture[str]) -> None:
+    def body() -> None:
+        with Interrupts():
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(30)
+
+    assert run_child(body) == 143
+    assert capfd.readouterr().err == "SIGTERM: the run ends before training began; nothing was saved.\n"
+
+
+def test_a_second_signal_ends_the_process_and_its_children(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    def body() -> None:
+        with Interrupts() as interrupts:
+            interrupts.started()
+            child = os.fork()
+            if child == 0:
+                time.sleep(60)
+                os._exit(0)
+            (tmp_path / "child").write_text(str(child))
+            os.kill(os.getpid(), signal.SIGINT)
+            until(lambda: interrupts.number)
+            time.sleep(0.6)
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(30)
+
+    assert run_child(body) == 143
+    said = capfd.readouterr().err.splitlines()
+    assert said == [
+        "SIGINT: the run saves and stops; a second signal ends it at once.",
+        "SIGTERM: the run ends at once.",
+    ]
+    child = int((tmp_path / "child").read_text())
+    until(lambda: not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text().split()[2])
+
+
+def test_a_forked_child_has_its_own_signals() -> None:
+    with Interrupts() as interrupts:
+        interrupts.started()
+
+        def body() -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(30)
+
+        assert run_child(body) == -signal.SIGTERM
+        time.sleep(0.05)
+        assert interrupts.number == 0
+
+
+def test_an_ignored_signal_stays_ignored() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with Interrupts() as interrupts:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.05)
+            assert interrupts.number == 0
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_ranks_share_signals_and_the_first_failure() -> None:
+    store = dist.HashStore()
+    first, second = Interrupts(), Interrupts()
+    first.share(store, 0)
+    second.share(store, 1)
+    store.set("signal", str(int(signal.SIGUSR1)))
+    second._look_at_others()
+    assert second.number == signal.SIGUSR1
+    assert second.failure_elsewhere(0.0) is None
+    assert first.report_failure("no memory") == Failure(0, "no memory")
+    assert second.report_failure("the same, later") == Failure(0, "no memory")
+    assert first.failure_elsewhere(0.0) is None
+    assert stops_because(1, second.failure_elsewhere(0.0)) == "rank 1 stops because rank 0 failed: no memory"
+    assert stops_because(1, None).startswith("rank 1 stops because another rank ended without a message")
