@@ -52,7 +52,8 @@ def base(tmp_path, monkeypatch):
 
 
 def configured(line, world_size=1) -> Arguments:
-    return configure(shlex.split(line), {"WORLD_SIZE": str(world_size)})
+    torchrun = {"RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    return configure(shlex.split(line), {"WORLD_SIZE": str(world_size), **torchrun})
 
 
 def refusal(line, world_size=1) -> str:

@@ -286,7 +286,7 @@ BAD_CODE = {
     "custom function": (
         ["--use-tis", "--custom-tis-function-path", "{file}:function"],
         "def function(args, *, pg_loss, **kwargs):\n    return pg_loss\n",
-        "function returned a tensor of shape",
+        "returned a tensor of shape",
     ),
     "no such function": (
         ["--use-tis", "--custom-tis-function-path", "{file}:other"],
