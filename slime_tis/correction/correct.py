@@ -12,9 +12,9 @@ from slime_tis.correction.adaptive import adaptive_bounds as bounds_of_tables
 from slime_tis.correction.config import Normalizer, RolloutCorrectionConfig
 from slime_tis.correction.context_parallel import ResponseSlices, join_slices, whole_sequence_levels
 from slime_tis.correction.layout import LogProbs, as_layout
-from slime_tis.correction.metrics import mean_weight
+from slime_tis.correction.metrics import mean_weight, usable_mean
 from slime_tis.correction.sequence_pass import SequencePass, sequence_pass
-from slime_tis.correction.statistics import MINIMA, Reduction, Statistics, sum_names
+from slime_tis.correction.statistics import MAXIMA, MINIMA, Reduction, Statistics, sum_names
 from slime_tis.correction.token_pass import TokenPass, column_names, token_pass
 from slime_tis.correction.trimming import limit_of_batch, trim_second_moment
 
@@ -251,11 +251,12 @@ def _places(config: RolloutCorrectionConfig, slices: ResponseSlices | None) -> R
 
 def _statistics(tokens: list[TokenPass], sequences: SequencePass) -> Statistics:
     """The statistics of the sequences, and the extremes of weights that differ from token to token."""
-    weight = MINIMA.index("weight")
     mins, maxs = sequences.mins, sequences.maxs
-    if tokens and tokens[0].weight_min is not None and tokens[0].weight_max is not None:
-        mins[weight] = torch.stack([part.weight_min for part in tokens if part.weight_min is not None]).amin()
-        maxs[weight] = torch.stack([part.weight_max for part in tokens if part.weight_max is not None]).amax()
+    found = [part.extremes for part in tokens if part.extremes is not None]
+    if found:
+        mins[MINIMA.index("ratio")] = torch.stack([part.ratio_min for part in found]).amin()
+        maxs[MAXIMA.index("ratio")] = torch.stack([part.ratio_max for part in found]).amax()
+        maxs[MAXIMA.index("weight")] = torch.stack([part.weight_max for part in found]).amax()
     return Statistics(sums=sequences.sums, mins=mins, maxs=maxs)
 
 
@@ -273,7 +274,7 @@ def _scale(
         names = sum_names(config)
         pair = torch.stack([sequences.sums[names.index(name)] for name in ("weight", "weights")])
         batch_norm_factor = mean_weight(*(pair if reduce_batch is None else reduce_batch(pair)))
-    factor = batch_norm_factor.to(torch.float64)
+    factor = usable_mean(batch_norm_factor.to(torch.float64))
     return factor.reciprocal() if scale is None else scale / factor
 
 

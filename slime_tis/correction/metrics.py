@@ -7,7 +7,8 @@ from torch import Tensor
 
 from slime_tis.correction.config import RolloutCorrectionConfig
 from slime_tis.correction.ratio import LOG_RATIO_BOUND
-from slime_tis.correction.statistics import MAXIMA, MINIMA, Statistics, sum_names
+from slime_tis.correction.statistics import MAXIMA, MINIMA, PERPLEXITIES, Statistics, sum_names
+from slime_tis.correction.token_pass import has_token_weights
 
 SMALLEST_BATCH_MEAN = 1e-8
 """Weights whose mean is not above this are not normalised."""
@@ -26,7 +27,11 @@ def batch_norm_factor(config: RolloutCorrectionConfig, statistics: Statistics) -
 
 def mean_weight(total: Tensor, count: Tensor) -> Tensor:
     """total / count, or 1 where that is not a usable divisor."""
-    mean = total / count.clamp_min(1)
+    return usable_mean(total / count.clamp_min(1))
+
+
+def usable_mean(mean: Tensor) -> Tensor:
+    """The mean weight, or 1 where weights cannot be divided by it: too small, or no number."""
     return torch.where(mean > SMALLEST_BATCH_MEAN, mean, torch.ones_like(mean))
 
 
@@ -56,6 +61,8 @@ def figures(config: RolloutCorrectionConfig, statistics: Statistics) -> dict[str
     found |= _mismatch_figures(sums, mins, maxs)
     if config.use_tis:
         found |= _weight_figures(config, sums, mins, maxs)
+    if has_token_weights(config):
+        found |= _sequence_mean_figures(sums, mins, maxs)
     if config.rejections:
         found |= _rejection_figures(config, sums)
     if config.vetoes:
@@ -67,48 +74,85 @@ def figures(config: RolloutCorrectionConfig, statistics: Statistics) -> dict[str
 
 
 def _mismatch_figures(sums: dict[str, float], mins: dict[str, float], maxs: dict[str, float]) -> dict[str, float]:
-    tokens, sequences = sums["tokens"], sums["sequences"]
-    return {
-        "mismatch_training_log_ppl": sums["training_log_ppl"] / sequences,
-        "mismatch_training_ppl": sums["training_ppl"] / sequences,
-        "mismatch_rollout_log_ppl": sums["rollout_log_ppl"] / sequences,
-        "mismatch_rollout_ppl": sums["rollout_ppl"] / sequences,
+    """Divergences over valid tokens and sequences; perplexities over the sequences with a finite log-prob."""
+    tokens, sequences, measured = sums["tokens"], sums["sequences"], sums["measured_sequences"]
+    found = {
         "mismatch_kl": -sums["log_ratio"] / tokens,
-        "mismatch_k3_kl": (sums["excess"] - sums["log_ratio"]) / tokens,
-        "mismatch_log_ppl_diff": sums["log_ppl_diff"] / sequences,
-        "mismatch_log_ppl_abs_diff": sums["log_ppl_abs_diff"] / sequences,
-        "mismatch_log_ppl_diff_max": maxs["log_ppl_diff"],
-        "mismatch_log_ppl_diff_min": mins["log_ppl_diff"],
-        "mismatch_ppl_ratio": sums["ppl_ratio"] / sequences,
+        "mismatch_k3_kl": max(sums["excess"] - sums["log_ratio"], 0.0) / tokens,  # never negative but by rounding
         "mismatch_chi2_token": sums["ratio_squared_excess"] / tokens,
         "mismatch_chi2_seq": sums["sequence_ratio_squared_excess"] / sequences,
         "train_rollout_logprob_abs_diff": sums["abs_log_ratio"] / tokens,
     }
+    if measured:
+        means = (*PERPLEXITIES, "log_ppl_diff", "log_ppl_abs_diff", "ppl_ratio")
+        found |= {f"mismatch_{name}": sums[name] / measured for name in means}
+        found["mismatch_log_ppl_diff_max"] = maxs["log_ppl_diff"]
+        found["mismatch_log_ppl_diff_min"] = mins["log_ppl_diff"]
+    return found
 
 
 def _weight_figures(
     config: RolloutCorrectionConfig, sums: dict[str, float], mins: dict[str, float], maxs: dict[str, float]
 ) -> dict[str, float]:
-    """Mean before and after the mode; minimum, maximum, deviation and sample size of the weights as applied."""
+    """Mean and extremes before the mode; mean, extremes, deviation and sample size of the weights after it."""
     count = sums["weights"]
-    mean, mean_square = sums["weight"] / count, sums["weight_squared"] / count
+    mean = sums["weight"] / count
+    deviation = _deviation(sums["weight_excess"], sums["weight_excess_squared"], count)
+    mean_square = deviation * deviation + mean * mean
     normalizer = mean if config.tis_batch_normalize and mean > SMALLEST_BATCH_MEAN else 1.0
+    lowest, highest = _weight_of(config, mins["ratio"]), _weight_of(config, maxs["ratio"])
+    if config.tis_mode == "mask":
+        lowest = 0.0 if sums["weight_low"] + sums["weight_high"] else lowest
+        highest = maxs["weight"]
     found = {
         "mis_mean_is_weight_before_clip": 1 + sums["raw_weight_excess"] / count,
+        "mis_weight_max_before_clip": maxs["ratio"],
+        "mis_weight_min_before_clip": mins["ratio"],
         "mis_ratio_mean_after_mis": mean,
-        "mis_weight_min": mins["weight"] / normalizer,
-        "mis_weight_max": maxs["weight"] / normalizer,
-        "mis_weight_std": math.sqrt(max(mean_square - mean * mean, 0.0)) / normalizer,
+        "mis_weight_min": lowest / normalizer,
+        "mis_weight_max": highest / normalizer,
+        "mis_weight_std": deviation / normalizer,
         "mis_eff_sample_size": mean * mean / mean_square if mean_square else 0.0,
     }
     if config.tis_mode == "truncate":
         found["mis_truncate_fraction"] = sums["weight_high"] / count
+        found["mis_ratio_fraction_low"] = sums["weight_low"] / count
     else:
         found[f"mis_{config.tis_mode}_fraction_low"] = sums["weight_low"] / count
         found[f"mis_{config.tis_mode}_fraction_high"] = sums["weight_high"] / count
     if config.tis_batch_normalize:
         found["mis_batch_norm_factor"] = normalizer
     return found
+
+
+def _sequence_mean_figures(sums: dict[str, float], mins: dict[str, float], maxs: dict[str, float]) -> dict[str, float]:
+    """Of the mean weight of each sequence, after the mode and before batch normalisation."""
+    sequences = sums["sequences"]
+    excess, squared = sums["sequence_weight_excess"], sums["sequence_weight_excess_squared"]
+    lowest, highest = mins["sequence_weight"], maxs["sequence_weight"]
+    return {
+        "mis_seq_weight_mean": 1 + excess / sequences,
+        "mis_seq_weight_std": _deviation(excess, squared, sequences),
+        "mis_seq_weight_min": lowest,
+        "mis_seq_weight_max": highest,
+        "mis_seq_weight_max_deviation": max(abs(lowest - 1), abs(highest - 1)),
+        "mis_seq_weight_fraction_high": sums["sequence_weight_high"] / sequences,
+        "mis_seq_weight_fraction_low": sums["sequence_weight_low"] / sequences,
+    }
+
+
+def _deviation(excess: float, excess_squared: float, count: float) -> float:
+    """Standard deviation of w from Σ(w − 1) and Σ(w − 1)²."""
+    return math.sqrt(max(excess_squared / count - (excess / count) ** 2, 0.0))
+
+
+def _weight_of(config: RolloutCorrectionConfig, ratio: float) -> float:
+    """The weight after the mode of a ratio that mask mode does not reject."""
+    lower, upper = config.is_bounds
+    weight = min(max(ratio, math.exp(-LOG_RATIO_BOUND)), math.exp(LOG_RATIO_BOUND))
+    if config.tis_mode == "mask":
+        return weight
+    return min(weight if config.tis_mode == "truncate" else max(weight, lower), upper)
 
 
 def _rejection_figures(config: RolloutCorrectionConfig, sums: dict[str, float]) -> dict[str, float]:

@@ -11,7 +11,8 @@ def interpolate_old_log_probs(
 
     Between the policy that sampled a token, of version v, and the current one, of version v_θ, the proximal policy
     is the one before the current: it lies all of the way but one step. A token sampled by the current version
-    (v = v_θ) or the one before has α = 0, so that its old policy is the one that sampled it.
+    (v = v_θ) or the one before has α = 0, so that its old policy is the one that sampled it; so has a token whose
+    version is not known (v < 0).
 
     Source: AReaL, "Proximal Log-Probability Approximation"
     (https://inclusionai.github.io/AReaL/algorithms/prox_approx.html), the method `loglinear`.
@@ -20,10 +21,10 @@ def interpolate_old_log_probs(
         log_probs: log π_θ of the tokens, any shape.
         rollout_log_probs: log π_rollout, of the same shape.
         current_version: v_θ, the number of the weights that are trained.
-        rollout_versions: v of each token, of the same shape.
+        rollout_versions: v of each token, of the same shape; below 0 where it is not known.
 
     Returns:
-        Detached old log-probs. Where v > v_θ, or either log-prob is not finite, those of the rollout.
+        Detached old log-probs. Where v < 0 or v > v_θ, or either log-prob is not finite, those of the rollout.
 
     Raises:
         ValueError: if the shapes differ.
@@ -38,4 +39,5 @@ def interpolate_old_log_probs(
     lag = (current_version - rollout_versions).to(rollout.dtype)
     fraction = ((lag - 1) / lag.clamp_min(1)).clamp(0, 1)
     difference = log_probs - rollout
-    return torch.where(difference.isfinite(), rollout + fraction * difference, rollout)
+    known = (rollout_versions >= 0) & difference.isfinite()
+    return torch.where(known, rollout + fraction * difference, rollout)

@@ -13,9 +13,12 @@ from slime_tis.correction.config import RolloutCorrectionConfig
 from slime_tis.correction.criteria import LEVEL_AGGREGATION
 from slime_tis.correction.ratio import safe_exp, sequence_log_weights
 from slime_tis.correction.rejection import sequence_accepted
-from slime_tis.correction.statistics import ADAPTIVE_SUMS, MINIMA, mismatch_terms, sum_names
+from slime_tis.correction.statistics import ADAPTIVE_SUMS, MAXIMA, MINIMA, mismatch_terms, sum_names
 from slime_tis.correction.token_pass import has_token_weights
 from slime_tis.correction.weights import bounded_weights, inside
+
+LARGEST_EXPONENT = 700.0
+"""The ratio of a whole sequence is reported up to e^700, where float64 ends; its weight ends at e^20."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class SequencePass:
     sums: Tensor
     """`Statistics.sums`, in the order of `sum_names`."""
     mins: Tensor
-    """`Statistics.mins` of what is measured per sequence; +inf for weights that differ from token to token."""
+    """`Statistics.mins` of what is measured per sequence; +inf for what differs from token to token."""
     maxs: Tensor
     """`Statistics.maxs` likewise."""
 
@@ -47,13 +50,19 @@ def sequence_pass(
     """
     present = (columns["valid"] > 0).to(torch.float64)
     terms = mismatch_terms(columns, present)
+    extremes = {"log_ppl_diff": (terms["log_ppl_diff"], terms["measured_sequences"])}
     bounded = None
     if config.use_tis and not has_token_weights(config):
-        raw = _sequence_weights(config, columns)
+        log_weight = sequence_log_weights(LEVEL_AGGREGATION[config.tis_level], columns["log_ratio"], columns["valid"])
+        raw = safe_exp(log_weight)
         bounded = bounded_weights(raw, config.tis_mode, *config.is_bounds)
         terms |= _weight_terms(config, raw, bounded * present, present)
+        unbounded = log_weight.clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT).exp_()
+        extremes |= {"ratio": (unbounded, present), "weight": (bounded, present)}
     elif config.use_tis:
         terms |= {name: columns[source] for name, source in TOKEN_WEIGHT_TERMS.items()}
+        terms |= _sequence_means(config, columns, present)
+        extremes["sequence_weight"] = (1 + terms["sequence_weight_excess"], present)
 
     keep = _rejection(config, columns, bounds, present, terms)
     if config.vetoes:
@@ -66,7 +75,7 @@ def sequence_pass(
         keep = keep * inside(bounded)
     terms["kept_tokens"] = kept = keep * columns["kept"]
 
-    lowest, highest = _extremes(terms["log_ppl_diff"], bounded, present)
+    lowest, highest = _extremes(extremes)
     return SequencePass(
         weight_S=bounded,
         keep_S=keep,
@@ -77,17 +86,12 @@ def sequence_pass(
     )
 
 
-def _sequence_weights(config: RolloutCorrectionConfig, columns: dict[str, Tensor]) -> Tensor:
-    """exp(clamp(L, −20, 20)) of every sequence."""
-    aggregation = LEVEL_AGGREGATION[config.tis_level]
-    return safe_exp(sequence_log_weights(aggregation, columns["log_ratio"], columns["valid"]))
-
-
 TOKEN_WEIGHT_TERMS = {
     "weights": "valid",
     "raw_weight_excess": "raw_excess",
     "weight": "weight",
-    "weight_squared": "weight_squared",
+    "weight_excess": "weight_excess",
+    "weight_excess_squared": "weight_excess_squared",
     "weight_high": "high",
     "weight_low": "low",
 }
@@ -99,14 +103,15 @@ def _weight_terms(
 ) -> dict[str, Tensor]:
     """Sequence-wide weights count once per sequence with a valid token."""
     lower, upper = config.is_bounds
-    truncates = config.tis_mode == "truncate"
+    excess = (bounded_S - 1) * present_S
     return {
         "weights": present_S,
         "raw_weight_excess": (raw_S - 1) * present_S,
         "weight": bounded_S,
-        "weight_squared": bounded_S.square(),
+        "weight_excess": excess,
+        "weight_excess_squared": excess.square(),
         "weight_high": (raw_S > upper) * present_S,
-        "weight_low": torch.zeros_like(raw_S) if truncates else (raw_S < lower) * present_S,
+        "weight_low": (raw_S < lower) * present_S,
     }
 
 
@@ -137,13 +142,30 @@ def _rejection(
     return keep
 
 
-def _extremes(log_ppl_diff_S: Tensor, weight_S: Tensor | None, present_S: Tensor) -> tuple[Tensor, Tensor]:
-    """Minima and maxima in the order of `MINIMA` and `MAXIMA`, over sequences with a valid token."""
-    measured = [log_ppl_diff_S] if weight_S is None else [log_ppl_diff_S, weight_S]
-    values = torch.stack(measured, 1)
-    values = torch.cat([values, values.new_zeros(1, len(measured))])
-    absent = torch.cat([present_S, present_S.new_zeros(1)])[:, None] == 0
-    lowest = values.masked_fill(absent, torch.inf).amin(0)
-    highest = values.masked_fill(absent, -torch.inf).amax(0)
-    missing = lowest.new_full((len(MINIMA) - len(measured),), torch.inf)
-    return torch.cat([lowest, missing]), torch.cat([highest, -missing])
+def _sequence_means(
+    config: RolloutCorrectionConfig, columns: dict[str, Tensor], present_S: Tensor
+) -> dict[str, Tensor]:
+    """The mean weight of each sequence after the mode, and whether that before it is out of bounds."""
+    lower, upper = config.is_bounds
+    n = columns["valid"].clamp_min(1)
+    excess, raw = columns["weight_excess"] / n, 1 + columns["raw_excess"] / n
+    return {
+        "sequence_weight_excess": excess,
+        "sequence_weight_excess_squared": excess.square(),
+        "sequence_weight_high": (raw > upper) * present_S,
+        "sequence_weight_low": (raw < lower) * present_S,
+    }
+
+
+def _extremes(measured: dict[str, tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Minima and maxima in the order of `MINIMA` and `MAXIMA`; ±inf for what is not measured.
+
+    Args:
+        measured: Name to values [S], and 1.0 where they count.
+    """
+    nothing = torch.zeros_like(next(iter(measured.values()))[0])
+    pairs = [measured.get(name, (nothing, nothing)) for name in MAXIMA]
+    values, present = (torch.nn.functional.pad(torch.stack(part), (0, 1)) for part in zip(*pairs, strict=True))
+    lowest = values.masked_fill(present == 0, torch.inf).amin(1)
+    highest = values.masked_fill(present == 0, -torch.inf).amax(1)
+    return lowest[: len(MINIMA)], highest

@@ -14,22 +14,22 @@ from torch import Tensor
 
 from slime_tis.correction.config import RolloutCorrectionConfig
 from slime_tis.correction.ratio import LOG_RATIO_BOUND
+from slime_tis.correction.token_pass import has_token_weights
 
 Reduction = Callable[[Tensor], Tensor]
 
 LOG_PPL_BOUND = 80.0
 """exp of a perplexity is taken up to e^80, so that sums of perplexities stay finite."""
 
+PERPLEXITIES = ("training_log_ppl", "training_ppl", "rollout_log_ppl", "rollout_ppl")
 MISMATCH_SUMS = (
     "sequences",
+    "measured_sequences",
     "original_tokens",
     "tokens",
     "nonfinite_tokens",
     "kept_tokens",
-    "training_log_ppl",
-    "training_ppl",
-    "rollout_log_ppl",
-    "rollout_ppl",
+    *PERPLEXITIES,
     "log_ratio",
     "abs_log_ratio",
     "excess",
@@ -39,13 +39,30 @@ MISMATCH_SUMS = (
     "ppl_ratio",
     "sequence_ratio_squared_excess",
 )
-WEIGHT_SUMS = ("weights", "raw_weight_excess", "weight", "weight_squared", "weight_high", "weight_low")
+WEIGHT_SUMS = (
+    "weights",
+    "raw_weight_excess",
+    "weight",
+    "weight_excess",
+    "weight_excess_squared",
+    "weight_high",
+    "weight_low",
+)
+SEQUENCE_WEIGHT_SUMS = (
+    "sequence_weight_excess",
+    "sequence_weight_excess_squared",
+    "sequence_weight_high",
+    "sequence_weight_low",
+)
+"""Of the mean weight of each sequence, where weights differ from token to token."""
 REJECTION_SUMS = ("rs_tokens", "rs_sequences")
 ADAPTIVE_SUMS = ("rs_k3", "rs_z_score", "rs_log_lower", "rs_log_upper")
 """What all sequences of a global batch are judged by, once per sequence, so that merging leaves it as it is."""
 VETO_SUMS = ("catastrophic_tokens", "catastrophic_sequences")
-MINIMA = ("log_ppl_diff", "weight")
-MAXIMA = ("log_ppl_diff", "weight")
+MINIMA = ("log_ppl_diff", "ratio", "sequence_weight")
+MAXIMA = (*MINIMA, "weight")
+"""ratio: the weight before the mode. sequence_weight: the mean weight of a sequence. weight: inside the bounds in
+mask mode; in the other modes the same as ratio."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +104,8 @@ def sum_names(config: RolloutCorrectionConfig) -> tuple[str, ...]:
     names = list(MISMATCH_SUMS)
     if config.use_tis:
         names += WEIGHT_SUMS
+    if has_token_weights(config):
+        names += SEQUENCE_WEIGHT_SUMS
     if config.rejections:
         names += REJECTION_SUMS
     for criterion in config.rejections:
@@ -103,30 +122,36 @@ def sum_names(config: RolloutCorrectionConfig) -> tuple[str, ...]:
 def mismatch_terms(columns: dict[str, Tensor], present_S: Tensor) -> dict[str, Tensor]:
     """What each sequence adds to the sums that measure the gap; nothing where it has no valid token.
 
+    Perplexities are of the tokens whose log-probs are finite. A token that counts as ratio 1 (the neutral policy) has
+    no log-prob of its own.
+
     Args:
         columns: The table of sequences, name to [S].
         present_S: 1.0 where the sequence has a valid token.
     """
-    log_ratio, n = columns["log_ratio"], columns["valid"].clamp_min(1)
+    finite = columns["original"] - columns["nonfinite"]
+    measured = (finite > 0).to(torch.float64)
+    log_ratio, n = columns["log_ratio"], finite.clamp_min(1)
     training = -columns["train"] / n
     difference = -log_ratio / n
     rollout = training - difference
     return {
         "sequences": present_S,
+        "measured_sequences": measured,
         "original_tokens": columns["original"],
         "tokens": columns["valid"],
         "nonfinite_tokens": columns["nonfinite"],
         "training_log_ppl": training,
-        "training_ppl": _exp(training) * present_S,
+        "training_ppl": _exp(training) * measured,
         "rollout_log_ppl": rollout,
-        "rollout_ppl": _exp(rollout) * present_S,
+        "rollout_ppl": _exp(rollout) * measured,
         "log_ratio": log_ratio,
         "abs_log_ratio": columns["abs_log_ratio"],
         "excess": columns["excess"],
         "ratio_squared_excess": columns["excess_squared"] + 2 * columns["excess"],
         "log_ppl_diff": difference,
         "log_ppl_abs_diff": difference.abs(),
-        "ppl_ratio": _exp(difference) * present_S,
+        "ppl_ratio": _exp(difference) * measured,
         "sequence_ratio_squared_excess": torch.expm1(2 * log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)),
     }
 

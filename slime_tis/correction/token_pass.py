@@ -14,7 +14,7 @@ from torch import Tensor
 from slime_tis.correction.blocks import Chunk
 from slime_tis.correction.config import RolloutCorrectionConfig
 from slime_tis.correction.criteria import TOKEN_AGGREGATIONS, Criterion
-from slime_tis.correction.ratio import Tokens, clean, indicator, safe_exp, token_log_weights
+from slime_tis.correction.ratio import Tokens, clean, indicator, ratio_excess_, safe_exp, token_log_weights
 from slime_tis.correction.rejection import accepted, catastrophic_tokens, k3_divergence, token_statistic
 from slime_tis.correction.weights import bounded_weights, inside
 
@@ -28,9 +28,7 @@ MISMATCH_COLUMNS = (
     "excess",
     "excess_squared",
 )
-WEIGHT_COLUMNS = ("raw_excess", "weight", "weight_squared", "high", "low")
-BEYOND_ANY_WEIGHT = 1e30
-"""Added at invalid tokens before a minimum is taken; weights end at exp(20)."""
+WEIGHT_COLUMNS = ("raw_excess", "weight", "weight_excess", "weight_excess_squared", "high", "low")
 
 
 @dataclass(frozen=True)
@@ -45,12 +43,22 @@ class TokenPass:
     """Δ² at valid tokens and +inf elsewhere, kept only for second-moment trimming."""
     table_S: Tensor
     """[sequences of the chunk, columns], float64, in the order of `column_names`."""
-    weight_min: Tensor | None
-    """Smallest bounded weight of a valid token; None where weights are sequence-wide or off."""
-    weight_max: Tensor | None
-    """Largest one."""
+    extremes: "Extremes | None"
+    """Of the weights of valid tokens; None where weights are sequence-wide or off."""
     sequence_R: Tensor
     """Which sequence of the chunk owns the row."""
+
+
+@dataclass(frozen=True)
+class Extremes:
+    """Smallest and largest weight of a chunk's valid tokens; where there is none, +inf and 0."""
+
+    ratio_min: Tensor
+    """Of the weights before the mode."""
+    ratio_max: Tensor
+    """Of the weights before the mode."""
+    weight_max: Tensor
+    """Of the weights inside the bounds in mask mode; in other modes `ratio_max`, which the mode then bounds."""
 
 
 def column_names(config: RolloutCorrectionConfig) -> tuple[str, ...]:
@@ -77,7 +85,7 @@ def token_pass(config: RolloutCorrectionConfig, chunk: Chunk) -> TokenPass:
     tokens = clean(chunk, config.nonfinite_policy)
     valid = tokens.valid_RK
     ratio = safe_exp(tokens.log_ratio_RK)
-    weight, lowest, highest, columns = _weigh(config, tokens, chunk, ratio)
+    weight, extremes, columns = _weigh(config, tokens, chunk, ratio)
     columns |= _mismatch_columns(tokens, ratio)
     columns.setdefault("raw_excess", columns["excess"])
     rs_keep = keep = _apply_criteria(config.rejections, tokens, chunk, columns)
@@ -98,8 +106,7 @@ def token_pass(config: RolloutCorrectionConfig, chunk: Chunk) -> TokenPass:
         keep_RK=keep.bool(),
         squares_RK=_squares(tokens) if config.rs_second_moment_bound is not None else None,
         table_S=_add_rows(config, columns, chunk),
-        weight_min=lowest,
-        weight_max=highest,
+        extremes=extremes,
         sequence_R=chunk.sequence_R,
     )
 
@@ -115,15 +122,15 @@ def _mismatch_columns(tokens: Tokens, ratio_RK: Tensor) -> dict[str, Tensor]:
     excess is ρ − 1, 0 at invalid tokens: Σ(e^Δ − Δ − 1), Σρ and Σ(ρ² − 1) all follow from Σ(ρ − 1) and
     Σ(ρ − 1)² without a large sum being subtracted from another.
     """
-    excess = ratio_RK.sub_(1)
-    original, valid = tokens.original_RK.sum(-1), tokens.valid_RK.sum(-1)
+    excess = ratio_excess_(ratio_RK, tokens.log_ratio_RK, tokens.scratch_RK)
+    original, valid = tokens.original_RK.sum(-1), tokens.valid_R
     return {
         "original": original,
         "valid": valid,
         "nonfinite": original - valid if tokens.nonfinite_RK is None else tokens.nonfinite_RK.sum(-1),
         "train": tokens.train_R,
         "log_ratio": tokens.log_ratio_RK.sum(-1),
-        "abs_log_ratio": torch.abs(tokens.log_ratio_RK, out=tokens.scratch_RK).sum(-1),
+        "abs_log_ratio": torch.linalg.vector_norm(tokens.log_ratio_RK, ord=1, dim=-1),
         "excess": excess.sum(-1),
         "excess_squared": _sum_of_squares(excess),
     }
@@ -150,51 +157,51 @@ def _apply_criteria(
 
 def _weigh(
     config: RolloutCorrectionConfig, tokens: Tokens, chunk: Chunk, ratio_RK: Tensor
-) -> tuple[Tensor, Tensor | None, Tensor | None, dict[str, Tensor]]:
-    """Weight of every token (1 where weights are sequence-wide or off), smallest, largest, and row sums."""
-    if not has_token_weights(config):
-        return tokens.valid_RK, None, None, {}
-    raw = ratio_RK if config.tis_level == "token" else safe_exp(token_log_weights(config.tis_level, tokens, chunk))
-    bounded = bounded_weights(raw, config.tis_mode, *config.is_bounds)
-    lowest = _smallest(config, bounded, tokens)
-    weight = bounded.mul_(tokens.valid_RK)
-    return weight, lowest, weight.amax(), _weight_columns(config, raw, weight, tokens)
+) -> tuple[Tensor, Extremes | None, dict[str, Tensor]]:
+    """Weight of every token (1 where weights are sequence-wide or off), the extremes, and row sums.
 
-
-def _smallest(config: RolloutCorrectionConfig, bounded_RK: Tensor, tokens: Tokens) -> Tensor:
-    """The smallest bounded weight of a valid token: division by the mask makes the others infinite.
-
-    The mask mode has weights of 0, and 0/0 is no number, so there a large number is added to the others.
+    At the token level `ratio_RK` is 0 at invalid tokens afterwards.
     """
-    if config.tis_mode == "mask":
-        return torch.add(bounded_RK, 1 - tokens.valid_RK, alpha=BEYOND_ANY_WEIGHT).amin()
-    return torch.div(bounded_RK, tokens.valid_RK, out=tokens.scratch_RK).amin()
+    valid = tokens.valid_RK
+    if not has_token_weights(config):
+        return valid, None, {}
+    raw = ratio_RK if config.tis_level == "token" else safe_exp(token_log_weights(config.tis_level, tokens, chunk))
+    lowest = torch.div(raw, valid, out=tokens.scratch_RK).amin()  # x/0 is +inf: no minimum
+    raw.mul_(valid)
+    weight = bounded_weights(raw, config.tis_mode, *config.is_bounds)
+    if config.tis_mode == "clip":
+        weight.mul_(valid)
+    highest = raw.amax()
+    extremes = Extremes(lowest, highest, weight.amax() if config.tis_mode == "mask" else highest)
+    return weight, extremes, _weight_columns(config, raw, weight, tokens)
 
 
 def _weight_columns(
     config: RolloutCorrectionConfig, raw_RK: Tensor, weight_RK: Tensor, tokens: Tokens
 ) -> dict[str, Tensor]:
-    """Row sums of the weights; for the token level Σ(w − 1) before the mode is `excess`, measured anyway."""
+    """Row sums of the weights; for the token level Σ(w − 1) before the mode is `excess`, measured anyway.
+
+    The deviation is taken from Σ(w − 1)²: that of weights near 1 is lost in the float32 sum of w².
+
+    Args:
+        config: The options.
+        raw_RK: The weight before the mode, 0 at invalid tokens.
+        weight_RK: The weight after it, 0 at invalid tokens.
+        tokens: Of the chunk.
+    """
     lower, upper = config.is_bounds
     valid, scratch = tokens.valid_RK, tokens.scratch_RK
-    varies = config.tis_level != "token"
+    invalid = valid.shape[-1] - tokens.valid_R  # their ratio of 0 is below any bound
     columns = {
         "weight": weight_RK.sum(-1),
-        "weight_squared": _sum_of_squares(weight_RK),
-        "high": _count_valid(indicator(torch.gt, raw_RK, upper, scratch), valid, needed=varies or upper < 1),
+        "high": indicator(torch.gt, raw_RK, upper, scratch).sum(-1),
+        "low": indicator(torch.lt, raw_RK, lower, scratch).sum(-1).sub_(invalid),
     }
-    if config.tis_mode == "truncate":
-        columns["low"] = torch.zeros_like(columns["high"])
-    else:
-        columns["low"] = _count_valid(indicator(torch.lt, raw_RK, lower, scratch), valid, needed=varies or lower > 1)
-    if varies:
-        columns["raw_excess"] = torch.sub(raw_RK, 1, out=scratch).mul_(valid).sum(-1)
+    excess = torch.sub(weight_RK, valid, out=scratch)
+    columns |= {"weight_excess": excess.sum(-1), "weight_excess_squared": _sum_of_squares(excess)}
+    if config.tis_level != "token":
+        columns["raw_excess"] = torch.sub(raw_RK, valid, out=scratch).sum(-1)
     return columns
-
-
-def _count_valid(found_RK: Tensor, valid_RK: Tensor, *, needed: bool) -> Tensor:
-    """Valid tokens where something was found; not needed where nothing can be found at the others, of ratio 1."""
-    return (found_RK.mul_(valid_RK) if needed else found_RK).sum(-1)
 
 
 def _squares(tokens: Tokens) -> Tensor:

@@ -8,7 +8,7 @@ IcePop) for the mask.
 import torch
 from torch import Tensor
 
-from slime_tis.correction.ratio import indicator
+from slime_tis.correction.ratio import in_float32, indicator
 
 
 def bounded_weights(raw: Tensor, mode: str, lower: float, upper: float) -> Tensor:
@@ -23,9 +23,9 @@ def bounded_weights(raw: Tensor, mode: str, lower: float, upper: float) -> Tenso
         upper: Upper bound on the ratio.
     """
     if mode == "truncate":
-        return raw.clamp_max(upper)
+        return raw.clamp_max(in_float32(upper))
     if mode == "clip":
-        return raw.clamp(lower, upper)
+        return raw.clamp(in_float32(lower), in_float32(upper))
     return indicator(torch.le, raw, upper).mul_(indicator(torch.ge, raw, lower)).mul_(raw)
 
 

@@ -51,7 +51,7 @@ def lag_figures(table: Tensor) -> dict[str, float]:
     for name, (count, log_ratio, excess, difference) in zip(LAGS, rows, strict=True):
         if count:
             figures[f"mismatch_kl_lag_{name}"] = -log_ratio / count
-            figures[f"mismatch_k3_kl_lag_{name}"] = (excess - log_ratio) / count
+            figures[f"mismatch_k3_kl_lag_{name}"] = max(excess - log_ratio, 0.0) / count
             figures[f"train_rollout_logprob_abs_diff_lag_{name}"] = difference / count
             figures[f"token_fraction_lag_{name}"] = count / total
     return figures

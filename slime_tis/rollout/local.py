@@ -18,7 +18,7 @@ from slime_tis.rollout.collectives import map_over_ranks
 from slime_tis.rollout.decode import Decoded, decode
 from slime_tis.rollout.quantize import round_fp8, round_int8
 from slime_tis.rollout.sample import FinishReason, Prompt, Sample, Sampling, response_limit
-from slime_tis.rollout.sampling import prompt_uniforms
+from slime_tis.rollout.sampling import log_softmax, prompt_uniforms
 
 COMPUTE_DTYPES = {
     "fp32": torch.float32,
@@ -167,7 +167,7 @@ class LocalEngine:
     def score(self, token_ids: Sequence[int]) -> dict[str, list[float]]:
         """Log-probs of a text's tokens but the first; see `engine.RolloutEngine`."""
         ids = torch.tensor([list(token_ids)], device=self._model.device)
-        log_probs = self._model(ids).logits[0, :-1].float().log_softmax(-1)
+        log_probs = log_softmax(self._model(ids).logits[0, :-1])
         return {"the local engine": log_probs.gather(-1, ids[0, 1:, None])[:, 0].tolist()}
 
     def unfinished(self) -> list[list[Sample]]:

@@ -49,12 +49,22 @@ def test_token_weights() -> None:
         {
             "gradient_kept_fraction": 1.0,
             "mis_mean_is_weight_before_clip": 3.25 / 3,
+            "mis_weight_min_before_clip": 0.25,
+            "mis_weight_max_before_clip": 2.0,
             "mis_ratio_mean_after_mis": mean,
             "mis_weight_min": 0.25,
             "mis_weight_max": 1.5,
             "mis_weight_std": math.sqrt(square - mean**2),
             "mis_eff_sample_size": mean**2 / square,
             "mis_truncate_fraction": 1 / 3,
+            "mis_ratio_fraction_low": 1 / 3,
+            "mis_seq_weight_mean": (1.25 + 0.25) / 2,
+            "mis_seq_weight_std": 0.5,
+            "mis_seq_weight_min": 0.25,
+            "mis_seq_weight_max": 1.25,
+            "mis_seq_weight_max_deviation": 0.75,
+            "mis_seq_weight_fraction_high": 0.0,
+            "mis_seq_weight_fraction_low": 0.5,
         },
         abs=1e-6,
     )
@@ -74,6 +84,8 @@ def test_sequence_weights_count_each_sequence_once() -> None:
         {
             "gradient_kept_fraction": 1.0,
             "mis_mean_is_weight_before_clip": 1.125,
+            "mis_weight_min_before_clip": 0.25,
+            "mis_weight_max_before_clip": 2.0,
             "mis_ratio_mean_after_mis": 1.0,
             "mis_weight_min": 0.5,
             "mis_weight_max": 1.5,
@@ -111,6 +123,58 @@ def test_mask_mode() -> None:
     found = figures_of(use_tis=True, tis_mode="mask", tis_lower_bound=0.5, tis_upper_bound=1.5)
     assert found["mis_mask_fraction_low"] == found["mis_mask_fraction_high"] == pytest.approx(1 / 3)
     assert found["gradient_kept_fraction"] == pytest.approx(1 / 3) and found["mis_weight_min"] == 0.0
+
+
+def test_the_deviation_of_weights_near_one_is_not_lost_in_float32() -> None:
+    """w = 1 + 1e-4·x: a sum of w² in float32 has an error of the size of the variance, 1e-8."""
+    generator = torch.Generator().manual_seed(0)
+    log_ratio = 1e-4 * torch.randn(64, 512, generator=generator)
+    config = RolloutCorrectionConfig(use_tis=True)
+    values = figures(config, correct(config, log_ratio, torch.zeros(64, 512), torch.ones(64, 512)).statistics)
+    exact = log_ratio.double().exp()
+    assert values["mis_weight_std"] == pytest.approx(exact.std(correction=0).item(), rel=1e-4)
+    assert 1 - values["mis_eff_sample_size"] == pytest.approx(exact.var(correction=0).item(), rel=1e-4)
+    assert values["mis_seq_weight_std"] == pytest.approx(exact.mean(1).std(correction=0).item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("size", [1e-6, 1e-5, 1e-4, 1e-2, 1.0])
+def test_k3_of_small_log_ratios_is_accurate_and_never_negative(size: float) -> None:
+    """exp(Δ) − 1 in float32 has an error of 6e-8, more than the k3 of 1e-11 that fp32 engines have."""
+    generator = torch.Generator().manual_seed(1)
+    log_ratio = size * torch.randn(26, 32, generator=generator)
+    config = RolloutCorrectionConfig(get_mismatch_metrics=True)
+    values = figures(config, correct(config, log_ratio, torch.zeros(26, 32), torch.ones(26, 32)).statistics)
+    exact = (log_ratio.double().expm1() - log_ratio.double()).mean().item()
+    assert values["mismatch_k3_kl"] == pytest.approx(exact, rel=max(2e-7 / size, 1e-6))
+    assert figures(
+        config, correct(config, *[torch.full((1, 3), 1e-8 * k) for k in (1, 2)], torch.ones(1, 3)).statistics
+    )["mismatch_k3_kl"] == pytest.approx(5e-17, abs=1e-16)
+
+
+def test_the_largest_ratio_is_reported_unbounded() -> None:
+    """ΣΔ = 30: the weight ends at e^20, what is reported of the ratio before the mode does not."""
+    config = RolloutCorrectionConfig(use_tis=True, tis_level="sequence")
+    train, rollout, mask = torch.full((2, 3), 10.0), torch.tensor([[0.0] * 3, [10.0] * 3]), torch.ones(2, 3)
+    values = figures(config, correct(config, train, rollout, mask).statistics)
+    assert values["mis_weight_max_before_clip"] == pytest.approx(math.exp(30)) and values["mis_weight_max"] == 2.0
+    assert values["mis_weight_min_before_clip"] == values["mis_weight_min"] == 1.0
+
+
+@pytest.mark.parametrize("mode", ["truncate", "clip", "mask"])
+@pytest.mark.parametrize("level", ["token", "sequence", "prefix"])
+@pytest.mark.parametrize("upper", [5e-324, 1e-300, 1e39, 1.7e308])
+def test_bounds_beyond_float32_are_ordinary_bounds(mode: str, level: str, upper: float) -> None:
+    """An upper bound that no ratio reaches, and one below any ratio; nothing raises, nothing is NaN."""
+    lower = min(upper / 2, 1e-310) or None
+    if lower is None and mode != "truncate":
+        pytest.skip("there is no bound below the smallest number")
+    options = {"tis_mode": mode, "tis_level": level, "tis_upper_bound": upper, "tis_lower_bound": lower}
+    config = RolloutCorrectionConfig(use_tis=True, **options)  # type: ignore[arg-type]
+    found = correct(config, TRAIN, ROLLOUT, MASK)
+    values = figures(config, found.statistics)
+    assert all(math.isfinite(value) for value in values.values())
+    assert all(weights.isfinite().all() for weights in found.weights)
+    assert values["mis_weight_max"] == (pytest.approx(2.0, rel=1e-6) if upper > 1 else pytest.approx(0.0, abs=1e-300))
 
 
 def test_reading_figures_leaves_nothing_out_of_an_empty_rank() -> None:

@@ -24,6 +24,12 @@ def test_interpolation_carries_no_gradient_and_checks_shapes() -> None:
         interpolate_old_log_probs(current, torch.ones(3), 3, torch.tensor([1, 1]))
 
 
+def test_a_token_of_unknown_version_keeps_the_log_prob_of_the_rollout() -> None:
+    """v = −1 is no version 6 steps ago, whose α would be 5/6."""
+    old = interpolate_old_log_probs(torch.tensor([-1.0, -1.0]), torch.tensor([-2.0, -2.0]), 5, torch.tensor([-1, 3]))
+    assert old.tolist() == [-2.0, -1.5]
+
+
 def test_off_policy_sequence_mask() -> None:
     """Mean log-ratios old − current: 0.2, 0.2, 0.05, and a sequence without valid tokens."""
     old = [torch.tensor([0.1, 0.3]), torch.tensor([0.2, 9.0]), torch.tensor([0.05]), torch.tensor([5.0])]

@@ -39,7 +39,7 @@ def test_functions_exist(function: str) -> None:
 def test_every_figure_is_in_the_table_of_the_maths() -> None:
     section = MATH.split("## 5.")[1]
     for name in all_figures() - {"mis_batch_norm_factor"}:
-        stems = [name, re.sub(r"_(abs_diff|diff_max|diff_min|max|std|seq_fraction)$", "", name)]
+        stems = [name, re.sub(r"_(abs_diff|diff_max|diff_min|min|max|std|max_deviation|seq_fraction)$", "", name)]
         patterns = [
             re.sub(r"_(low|high)$", "_*", name),
             re.sub(r"^mis_rs_(.*_)?(seq_)?masked", r"mis_rs_*_\2masked", name),

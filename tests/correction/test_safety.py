@@ -56,6 +56,19 @@ def test_neutral_gives_ratio_one() -> None:
     assert values["mismatch_kl"] == pytest.approx(-0.25)
 
 
+def test_neutral_tokens_have_no_part_in_perplexities() -> None:
+    """One infinite log-prob among tokens of −1 and −1.5 leaves both perplexities as they are without it."""
+    config = RolloutCorrectionConfig(get_mismatch_metrics=True, nonfinite_policy="neutral")
+    expected = {"mismatch_training_ppl": math.e, "mismatch_rollout_ppl": math.exp(1.5), "mismatch_log_ppl_diff": -0.5}
+    for train, rollout in ((-INF, -1.5), (-1.0, -INF), (NAN, NAN), (-1e9, -1.0)):
+        inputs = torch.tensor([[-1.0, -1.0, train]]), torch.tensor([[-1.5, -1.5, rollout]]), torch.ones(1, 3)
+        values = figures(config, correct(config, *inputs).statistics)
+        assert {name: values[name] for name in expected} == pytest.approx(expected)
+    lost = figures(config, correct(config, torch.full((1, 2), NAN), torch.zeros(1, 2), torch.ones(1, 2)).statistics)
+    assert lost["mismatch_kl"] == 0.0 and lost["nonfinite_token_fraction"] == 1.0
+    assert not [name for name in lost if "ppl" in name]
+
+
 def test_raise_names_sequence_and_position() -> None:
     config = RolloutCorrectionConfig(use_tis=True, nonfinite_policy="raise")
     train = [torch.zeros(7), torch.zeros(200)]

@@ -26,8 +26,8 @@ def correct_slowly(
     pairs = [_log_ratios(config, t, r, m) for t, r, m in zip(train, rollout, loss_mask, strict=True)]
     ratios, valid = [p[0] for p in pairs], [p[1] for p in pairs]
     train = [
-        [t if v and math.isfinite(t) else 0.0 for t, v in zip(ts, vs, strict=True)]
-        for ts, vs in zip(train, valid, strict=True)
+        [t if v and _is_finite(t - r) else 0.0 for t, r, v in zip(*three, strict=True)]
+        for three in zip(train, rollout, valid, strict=True)
     ]
     twin = Twin()
     twin.weights, weight_rejects, weight_figures = _weights(config, ratios, valid, loss_mask)
@@ -55,11 +55,15 @@ def _log_ratios(
     ratios, valid, lost = [], [], 0
     for t, r, m in zip(train, rollout, mask, strict=True):
         difference = t - r
-        finite = math.isfinite(difference) and abs(difference) < 1e6
+        finite = _is_finite(difference)
         lost += m and not finite
         valid.append(m and (finite or config.nonfinite_policy == "neutral"))
         ratios.append(difference if m and finite else 0.0)
     return ratios, valid, lost
+
+
+def _is_finite(log_ratio: float) -> bool:
+    return math.isfinite(log_ratio) and abs(log_ratio) < 1e6
 
 
 def aggregate(aggregation: str, values: list[float], valid: list[bool], mask: list[bool]) -> list[float]:
@@ -100,7 +104,7 @@ def _weights(
         ones = [[1.0 if ok else 0.0 for ok in v] for v in valid]
         return ones, [[False] * len(v) for v in valid], {}
     lower, upper = config.is_bounds
-    raw_of, bounded_of, rejects = [], [], []
+    raw_of, bounded_of, rejects, unclamped_of = [], [], [], []
     for values, ok, mask in zip(ratios, valid, masks, strict=True):
         levels = aggregate(LEVELS[config.tis_level], values, ok, mask)
         raw = [math.exp(min(max(level, -20.0), 20.0)) for level in levels]
@@ -112,6 +116,7 @@ def _weights(
         else:
             bounded = [0.0 if out else w for w, out in zip(raw, outside, strict=True)]
         raw_of.append(raw)
+        unclamped_of.append([math.exp(min(max(level, -700.0), 700.0)) for level in levels])
         bounded_of.append(bounded)
         rejects.append([config.tis_mode == "mask" and out for out in outside])
     once = config.tis_level in ("sequence", "geometric")
@@ -129,8 +134,14 @@ def _weights(
         for bounded, v in zip(bounded_of, valid, strict=True)
     ]
     square = math.fsum(b * b for _, b in units) / len(units)
+    before = [w for w, _ in units]
+    if once:  # the ratio of a whole sequence is reported without the clamp at ±20
+        pairs = zip(unclamped_of, bounded_of, valid, strict=True)
+        before = [w for raw, bounded, ok in pairs for w, _ in _units(raw, bounded, ok, once)]
     figures = {
         "mis_mean_is_weight_before_clip": math.fsum(w for w, _ in units) / len(units),
+        "mis_weight_min_before_clip": min(before),
+        "mis_weight_max_before_clip": max(before),
         "mis_ratio_mean_after_mis": mean,
         "mis_weight_min": min(b for _, b in units) / factor,
         "mis_weight_max": max(b for _, b in units) / factor,
@@ -139,12 +150,36 @@ def _weights(
     }
     high, low = sum(w > upper for w, _ in units) / len(units), sum(w < lower for w, _ in units) / len(units)
     if config.tis_mode == "truncate":
-        figures["mis_truncate_fraction"] = high
+        figures |= {"mis_truncate_fraction": high, "mis_ratio_fraction_low": low}
     else:
         figures |= {f"mis_{config.tis_mode}_fraction_low": low, f"mis_{config.tis_mode}_fraction_high": high}
     if config.tis_batch_normalize:
         figures["mis_batch_norm_factor"] = factor
+    if not once:
+        figures |= _sequence_means(raw_of, bounded_of, valid, lower, upper)
     return weights, rejects, figures
+
+
+def _sequence_means(
+    raw_of: Sequences, bounded_of: Sequences, valid: list[list[bool]], lower: float, upper: float
+) -> dict[str, float]:
+    """Of the mean weight of each sequence with a valid token."""
+
+    def means(values_of: Sequences) -> list[float]:
+        picked = [[v for v, ok in zip(vs, oks, strict=True) if ok] for vs, oks in zip(values_of, valid, strict=True)]
+        return [math.fsum(vs) / len(vs) for vs in picked if vs]
+
+    raw, bounded = means(raw_of), means(bounded_of)
+    mean = math.fsum(bounded) / len(bounded)
+    return {
+        "mis_seq_weight_mean": mean,
+        "mis_seq_weight_std": math.sqrt(math.fsum((w - mean) ** 2 for w in bounded) / len(bounded)),
+        "mis_seq_weight_min": min(bounded),
+        "mis_seq_weight_max": max(bounded),
+        "mis_seq_weight_max_deviation": max(abs(w - 1) for w in bounded),
+        "mis_seq_weight_fraction_high": sum(w > upper for w in raw) / len(raw),
+        "mis_seq_weight_fraction_low": sum(w < lower for w in raw) / len(raw),
+    }
 
 
 def _units(raw: list[float], bounded: list[float], valid: list[bool], once: bool) -> list[tuple[float, float]]:
@@ -275,8 +310,10 @@ def _mismatch(
     if not deltas:
         return figures
     present = [s for s, v in enumerate(valid) if any(v)]
-    training = [-math.fsum(train[s]) / sum(valid[s]) for s in present]
-    difference = [-math.fsum(ratios[s]) / sum(valid[s]) for s in present]
+    finite = [sum(mask) - p[2] for mask, p in zip(masks, pairs, strict=True)]
+    measured = [s for s, n in enumerate(finite) if n]
+    training = [-math.fsum(train[s]) / finite[s] for s in measured]
+    difference = [-math.fsum(ratios[s]) / finite[s] for s in measured]
     rollout = [a - b for a, b in zip(training, difference, strict=True)]
 
     def mean(values: list[float]) -> float:
@@ -285,19 +322,23 @@ def _mismatch(
     def ratio(delta: float) -> float:
         return math.exp(min(max(delta, -20.0), 20.0))
 
+    figures |= {
+        "mismatch_kl": -mean(deltas),
+        "mismatch_k3_kl": mean([ratio(x) - 1 - x for x in deltas]),
+        "mismatch_chi2_token": mean([ratio(x) ** 2 - 1 for x in deltas]),
+        "mismatch_chi2_seq": mean([ratio(math.fsum(ratios[s])) ** 2 - 1 for s in present]),
+        "train_rollout_logprob_abs_diff": mean([abs(x) for x in deltas]),
+    }
+    if not measured:
+        return figures
     return figures | {
         "mismatch_training_log_ppl": mean(training),
         "mismatch_training_ppl": mean([math.exp(min(x, 80.0)) for x in training]),
         "mismatch_rollout_log_ppl": mean(rollout),
         "mismatch_rollout_ppl": mean([math.exp(min(x, 80.0)) for x in rollout]),
-        "mismatch_kl": -mean(deltas),
-        "mismatch_k3_kl": mean([ratio(x) - 1 - x for x in deltas]),
         "mismatch_log_ppl_diff": mean(difference),
         "mismatch_log_ppl_abs_diff": mean([abs(x) for x in difference]),
         "mismatch_log_ppl_diff_max": max(difference),
         "mismatch_log_ppl_diff_min": min(difference),
         "mismatch_ppl_ratio": mean([math.exp(min(x, 80.0)) for x in difference]),
-        "mismatch_chi2_token": mean([ratio(x) ** 2 - 1 for x in deltas]),
-        "mismatch_chi2_seq": mean([ratio(math.fsum(ratios[s])) ** 2 - 1 for s in present]),
-        "train_rollout_logprob_abs_diff": mean([abs(x) for x in deltas]),
     }
