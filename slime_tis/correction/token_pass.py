@@ -130,7 +130,7 @@ def _mismatch_columns(tokens: Tokens, ratio_RK: Tensor) -> dict[str, Tensor]:
         "nonfinite": original - valid if tokens.nonfinite_RK is None else tokens.nonfinite_RK.sum(-1),
         "train": tokens.train_R,
         "log_ratio": tokens.log_ratio_RK.sum(-1),
-        "abs_log_ratio": torch.linalg.vector_norm(tokens.log_ratio_RK, ord=1, dim=-1),
+        "abs_log_ratio": torch.abs(tokens.log_ratio_RK, out=tokens.scratch_RK).sum(-1),
         "excess": excess.sum(-1),
         "excess_squared": _sum_of_squares(excess),
     }
