@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
-from slime_tis.correction.criteria import LEVEL_AGGREGATION, Criterion, parse_criteria
+from slime_tis.correction.criteria import LEVEL_AGGREGATION, TOKEN_AGGREGATIONS, Criterion, parse_criteria
 from slime_tis.correction.presets import PRESETS, preset_values
 
 Level = Literal["token", "sequence", "geometric", "prefix", "segment"]
@@ -179,6 +179,11 @@ class RolloutCorrectionConfig:
         """Lower and upper bound of the importance weight."""
         lower = 1.0 / self.tis_upper_bound if self.tis_lower_bound is None else self.tis_lower_bound
         return lower, self.tis_upper_bound
+
+    @property
+    def has_token_weights(self) -> bool:
+        """Whether importance weights differ from token to token."""
+        return self.use_tis and self.tis_level in TOKEN_AGGREGATIONS
 
     @property
     def rs_bounds(self) -> tuple[float, float]:

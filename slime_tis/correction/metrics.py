@@ -8,7 +8,6 @@ from torch import Tensor
 from slime_tis.correction.config import RolloutCorrectionConfig
 from slime_tis.correction.ratio import LOG_RATIO_BOUND
 from slime_tis.correction.statistics import MAXIMA, MINIMA, PERPLEXITIES, Statistics, sum_names
-from slime_tis.correction.token_pass import has_token_weights
 
 SMALLEST_BATCH_MEAN = 1e-8
 """Weights whose mean is not above this are not normalised."""
@@ -61,7 +60,7 @@ def figures(config: RolloutCorrectionConfig, statistics: Statistics) -> dict[str
     found |= _mismatch_figures(sums, mins, maxs)
     if config.use_tis:
         found |= _weight_figures(config, sums, mins, maxs)
-    if has_token_weights(config):
+    if config.has_token_weights:
         found |= _sequence_mean_figures(sums, mins, maxs)
     if config.rejections:
         found |= _rejection_figures(config, sums)

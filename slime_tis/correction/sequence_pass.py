@@ -14,7 +14,6 @@ from slime_tis.correction.criteria import LEVEL_AGGREGATION
 from slime_tis.correction.ratio import safe_exp, sequence_log_weights
 from slime_tis.correction.rejection import sequence_accepted
 from slime_tis.correction.statistics import ADAPTIVE_SUMS, MAXIMA, MINIMA, mismatch_terms, sum_names
-from slime_tis.correction.token_pass import has_token_weights
 from slime_tis.correction.weights import bounded_weights, inside
 
 LARGEST_EXPONENT = 700.0
@@ -52,7 +51,7 @@ def sequence_pass(
     terms = mismatch_terms(columns, present)
     extremes = {"log_ppl_diff": (terms["log_ppl_diff"], terms["measured_sequences"])}
     bounded = None
-    if config.use_tis and not has_token_weights(config):
+    if config.use_tis and not config.has_token_weights:
         log_weight = sequence_log_weights(LEVEL_AGGREGATION[config.tis_level], columns["log_ratio"], columns["valid"])
         raw = safe_exp(log_weight)
         bounded = bounded_weights(raw, config.tis_mode, *config.is_bounds)

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from slime_tis.correction.config import RolloutCorrectionConfig
 from slime_tis.correction.ratio import LOG_RATIO_BOUND
-from slime_tis.correction.token_pass import has_token_weights
 
 Reduction = Callable[[Tensor], Tensor]
 
@@ -104,7 +103,7 @@ def sum_names(config: RolloutCorrectionConfig) -> tuple[str, ...]:
     names = list(MISMATCH_SUMS)
     if config.use_tis:
         names += WEIGHT_SUMS
-    if has_token_weights(config):
+    if config.has_token_weights:
         names += SEQUENCE_WEIGHT_SUMS
     if config.rejections:
         names += REJECTION_SUMS

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slime_tis.correction.blocks import Chunk
 from slime_tis.correction.config import RolloutCorrectionConfig
-from slime_tis.correction.criteria import TOKEN_AGGREGATIONS, Criterion
+from slime_tis.correction.criteria import Criterion
 from slime_tis.correction.ratio import Tokens, clean, indicator, ratio_excess_, safe_exp, token_log_weights
 from slime_tis.correction.rejection import accepted, catastrophic_tokens, k3_divergence, token_statistic
 from slime_tis.correction.weights import bounded_weights, inside
@@ -64,7 +64,7 @@ class Extremes:
 def column_names(config: RolloutCorrectionConfig) -> tuple[str, ...]:
     """Names of the columns of the table of sequences; they depend on the options only, never on data."""
     names = list(MISMATCH_COLUMNS)
-    if has_token_weights(config):
+    if config.has_token_weights:
         names += WEIGHT_COLUMNS
     for criterion in config.rejections:
         if criterion.per_token or criterion.aggregation == "max":
@@ -89,7 +89,7 @@ def token_pass(config: RolloutCorrectionConfig, chunk: Chunk) -> TokenPass:
     columns |= _mismatch_columns(tokens, ratio)
     columns.setdefault("raw_excess", columns["excess"])
     rs_keep = keep = _apply_criteria(config.rejections, tokens, chunk, columns)
-    if has_token_weights(config) and config.tis_mode == "mask":
+    if config.has_token_weights and config.tis_mode == "mask":
         keep = rs_keep * inside(weight)
     if config.adaptive:
         columns["k3"] = k3_divergence(tokens.log_ratio_RK.double()).sum(-1)  # float32 keeps three digits of 1e-4
@@ -109,11 +109,6 @@ def token_pass(config: RolloutCorrectionConfig, chunk: Chunk) -> TokenPass:
         extremes=extremes,
         sequence_R=chunk.sequence_R,
     )
-
-
-def has_token_weights(config: RolloutCorrectionConfig) -> bool:
-    """Whether importance weights differ from token to token."""
-    return config.use_tis and config.tis_level in TOKEN_AGGREGATIONS
 
 
 def _mismatch_columns(tokens: Tokens, ratio_RK: Tensor) -> dict[str, Tensor]:
@@ -163,7 +158,7 @@ def _weigh(
     At the token level `ratio_RK` is 0 at invalid tokens afterwards.
     """
     valid = tokens.valid_RK
-    if not has_token_weights(config):
+    if not config.has_token_weights:
         return valid, None, {}
     raw = ratio_RK if config.tis_level == "token" else safe_exp(token_log_weights(config.tis_level, tokens, chunk))
     lowest = torch.div(raw, valid, out=tokens.scratch_RK).amin()  # x/0 is +inf: no minimum
