@@ -23,6 +23,7 @@ $(VENV)/.installed: constraints.txt pyproject.toml
 	touch $@
 
 train: install $(EXAMPLE)/complete.json  ## Train the example: sorting digits, with rollout correction
+	@test ! -d $(RUN) || { earlier=$(RUN)-$$(date +%Y%m%d-%H%M%S); mv $(RUN) $$earlier; echo "the earlier run is now $$earlier"; }
 	$(BIN)/python train.py --custom-config-path examples/sort_digits/train.yaml \
 		--save $(RUN)/checkpoints --save-hf $(RUN)/hf --output-dir $(RUN)
 

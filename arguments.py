@@ -28,6 +28,7 @@ from slime_tis.inputs import check_files, check_model
 from slime_tis.megatron.config import MegatronConfig
 from slime_tis.megatron.environment import read_environment
 from slime_tis.options import declare_options
+from slime_tis.output_paths import check_outputs, check_resumption
 from slime_tis.policy.config import PolicyConfig
 from slime_tis.reporting.config import ReportingConfig
 from slime_tis.rollout.config import RolloutConfig
@@ -246,6 +247,8 @@ def configure(argv: Sequence[str], environ: Mapping[str, str]) -> Arguments:
     check_files(arguments.rollout, arguments.megatron)
     model = check_model(arguments.megatron, arguments.rollout)
     _refuse_unknown(restated, model)
+    check_outputs(arguments.rollout, arguments.megatron, arguments.reporting)
+    check_resumption(arguments.megatron, effective_config(arguments))
     return dataclasses.replace(arguments, namespace=_slime_namespace(arguments))
 
 

@@ -12,16 +12,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import logging
 import math
 import os
 import signal
 import sys
+import uuid
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +39,13 @@ from slime_tis.interrupt import Interrupted, Interrupts, stops_because
 from slime_tis.learner import Learner
 from slime_tis.megatron import checkpoint
 from slime_tis.megatron.engine import TrainingEngine
+from slime_tis.megatron.export import save_hf
 from slime_tis.megatron.parallel import Parallel, connect_store, initialize, lost_contact, shut_down
 from slime_tis.megatron.sync_check import log_prob_gap
+from slime_tis.output_paths import held_outputs
 from slime_tis.reporting.progress import shown_progress
 from slime_tis.reporting.reporters import open_reporters
+from slime_tis.reporting.run_directory import check_metrics
 from slime_tis.reporting.timing import Timer
 from slime_tis.rollout.checkpoint import load_tokenizer
 from slime_tis.rollout.dump import from_plain, load_samples, plain, save_samples
@@ -60,9 +65,26 @@ from slime_tis.rollout.prompts import PromptDataset
 from slime_tis.rollout.rewards import build_reward, score
 from slime_tis.rollout.sample import Prompt, Sample
 from slime_tis.rollout.staleness import leave_out_stale
+from slime_tis.storage.directories import same_path
+from slime_tis.storage.resumption import (
+    TrainerState,
+    changed,
+    changed_options,
+    check_options,
+    read_trainer_state,
+)
 
 PROBE_TOKENS = 512
 """Longest prompt on which --check-weight-sync compares the engines."""
+
+EVALUATION = (
+    "eval_prompt_data",
+    "n_samples_per_eval_prompt",
+    "eval_temperature",
+    "eval_top_p",
+    "eval_max_response_len",
+)
+"""Options that decide what a held-out accuracy means."""
 
 
 EXPECTED = (ValueError, OSError, EngineLost, Interrupted, RunStopped, checkpoint.CheckpointError)
@@ -74,22 +96,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     with Interrupts() as interrupts:
         arguments = parse_args(argv)
         prepare_terminal()
-        rank = 0
+        outputs = ExitStack()
         try:
-            parallel = initialize(arguments.megatron)
-            rank = parallel.rank
-            interrupts.share(connect_store(), rank)
-            if parallel.is_main:
-                print(describe(arguments), flush=True)
-            Trainer(arguments, parallel, interrupts).run()
-        except Exception as error:
-            if os.environ.get("SLIME_TIS_TRACEBACK"):
-                raise
-            if _report(error, rank, interrupts):
-                return exit_status(error)
+            main_process = os.environ.get("RANK", "0") == "0"
+            outputs.enter_context(held_outputs(arguments.megatron, arguments.reporting, main=main_process))
+        except ValueError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        with outputs:
+            return _run(arguments, interrupts)
+
+
+def _run(arguments: Arguments, interrupts: Interrupts) -> int:
+    rank = 0
+    try:
+        parallel = initialize(arguments.megatron)
+        rank = parallel.rank
+        interrupts.share(connect_store(), rank)
+        if parallel.is_main:
+            print(describe(arguments), flush=True)
+        Trainer(arguments, parallel, interrupts).run()
+    except Exception as error:
+        if os.environ.get("SLIME_TIS_TRACEBACK"):
             raise
-        finally:
-            shut_down()
+        if _report(error, rank, interrupts):
+            return exit_status(error)
+        raise
+    finally:
+        shut_down()
     return 0
 
 
@@ -140,8 +174,15 @@ class Trainer:
         custom_tis = self._custom_tis()  # code of the user's own is loaded before anything is built
         self.reward = build_reward(rollout, arguments.namespace, interrupts.check)
         self.timer = Timer()
+        self.options = effective_config(arguments)
+        self.model = model_identity(megatron.hf_checkpoint)
+        self.resumed = self._find_checkpoint()
+        self.run_id = uuid.uuid4().hex if self.resumed is None else self.resumed[1].run
+        check_metrics(arguments.reporting.output_dir, self.run_id)
         self.tokenizer = load_tokenizer(megatron.hf_checkpoint)
         self.dataset = PromptDataset(rollout.prompt_data, self.tokenizer, rollout)
+        if self.resumed is not None:
+            self.dataset.load_state_dict(self.resumed[1].dataset)
         self.eval_prompts = load_evaluation_prompts(rollout, self.tokenizer)
         self.num_rollout = self._num_rollout()
         self.engine = TrainingEngine(
@@ -184,9 +225,10 @@ class Trainer:
         self.position = self._position()
         self.reporters = open_reporters(
             arguments.reporting,
-            effective_config(arguments),
+            self.options,
             total_steps=self.num_rollout * self.steps_per_rollout,
             resume_step=self.step + 1 if self.step else 0,
+            run=self.run_id,
             rank=0 if parallel.is_main else 1,
         )
 
@@ -408,62 +450,96 @@ class Trainer:
         config = self.arguments.megatron
         if config.save is None:
             return
-        state = {
-            "step": self.step,
-            "rollout_id": self.position.rollout_id,
-            "dataset": self.position.dataset,
-            "unfinished": [[plain(sample) for sample in group] for group in self.position.unfinished],
-            "evaluation_due": self.evaluation_due,
-            "sampler_weight_version": self.sampler.weight_version,
-            "first_accuracy": None if math.isnan(self.first_accuracy) else self.first_accuracy,
-        }
+        state = TrainerState(
+            run=self.run_id,
+            step=self.step,
+            rollout_id=self.position.rollout_id,
+            dataset=self.position.dataset,
+            unfinished=[[plain(sample) for sample in group] for group in self.position.unfinished],
+            evaluation_due=self.evaluation_due,
+            sampler_weight_version=self.sampler.weight_version,
+            first_accuracy=None if math.isnan(self.first_accuracy) else self.first_accuracy,
+            options=self.options,
+            model=self.model,
+        )
         stale = self.sampler.weight_version != self.step
         with self.timer("save"):
             checkpoint.save(
                 config.save,
                 self.step,
                 self.engine,
-                state,
+                asdict(state),
+                run=self.run_id,
                 retain=config.save_retain,
                 write_extra=self.sampler.save_weights if stale and self.sampler.stale_weights_travel else None,
             )
         self.saved_step = self.step
 
+    def _find_checkpoint(self) -> tuple[Path, TrainerState] | None:
+        """The newest whole checkpoint under --load and its state, checked against the options of this run."""
+        megatron = self.arguments.megatron
+        found = None if megatron.load is None else checkpoint.newest_whole(megatron.load)
+        if found is None:
+            return None
+        if self.parallel.is_main:
+            for damaged in found.damaged:
+                print(f"warning: passed over {megatron.load}/{damaged}", file=sys.stderr)
+        state = read_trainer_state(found.checkpoint)
+        check_options(state.options, self.options)
+        if state.model != self.model:
+            raise ValueError(
+                f"--hf-checkpoint is {megatron.hf_checkpoint!r}, a model with another config.json than that of "
+                f"{state.options.get('hf_checkpoint')!r}, which {found.checkpoint} trains; give that one."
+            )
+        return found.checkpoint, state
+
     def _resume(self) -> None:
-        """Goes on from the newest complete checkpoint under --load, if there is one."""
-        found = self.arguments.megatron.load and checkpoint.newest(self.arguments.megatron.load)
-        if not found:
+        """Goes on from the checkpoint that was found, if one was."""
+        if self.resumed is None:
             if not self.sampler.stale_weights_travel:  # its weights are whatever its servers were started with
                 self._update_sampler()
             return
-        state = checkpoint.load(found, self.engine)
-        self.learner.step, self.rollout_id = state["step"], state["rollout_id"]
-        self.dataset.load_state_dict(state["dataset"])
-        self.first_accuracy = math.nan if state["first_accuracy"] is None else state["first_accuracy"]
-        self.evaluation_due = bool(self.eval_prompts) and state.get("evaluation_due", False)
-        if found.parent.resolve() == Path(self.arguments.megatron.save or "").resolve() and not self.evaluation_due:
+        found, state = self.resumed
+        checkpoint.load(found, self.engine)
+        self.learner.step, self.rollout_id = state.step, state.rollout_id
+        if state.first_accuracy is not None and not changed(state.options, self.options, EVALUATION):
+            self.first_accuracy = state.first_accuracy
+        self.evaluation_due = bool(self.eval_prompts) and state.evaluation_due
+        save = self.arguments.megatron.save
+        if save is not None and same_path(found.parent, save) and not self.evaluation_due:
             self.saved_step = self.step
-        self.sampler.resume_unfinished([[from_plain(row) for row in group] for group in state["unfinished"]])
-        if state["sampler_weight_version"] == self.step or not self.sampler.stale_weights_travel:
-            self._update_sampler()
+        self.sampler.resume_unfinished([[from_plain(row) for row in group] for group in state.unfinished])
+        same_engine = not changed(state.options, self.options, ("rollout_engine", "rollout_precision"))
+        if state.sampler_weight_version != self.step and same_engine and self.sampler.stale_weights_travel:
+            self.sampler.load_weights(found, state.sampler_weight_version)
         else:
-            self.sampler.load_weights(found, state["sampler_weight_version"])
+            self._update_sampler()
         if self.parallel.is_main:
             print(f"resumed from {found}, after step {self.step}", flush=True)
+            difference = changed_options(state.options, self.options)
+            if difference:
+                print(f"options changed since then: {difference}", flush=True)
 
     def _finish(self) -> None:
         """Writes the policy for everybody else, and says how it did."""
         if self.arguments.megatron.save is not None:
             self._safe_point()  # what follows a resumed run does
-        save_hf = self.arguments.megatron.save_hf
-        if save_hf is not None and not self.arguments.loop.debug_rollout_only:
-            checkpoint.save_hf(save_hf, self.engine)
+        directory = self.arguments.megatron.save_hf
+        if directory is not None and not self.arguments.loop.debug_rollout_only:
+            written = save_hf(directory, self.engine)
+            if written is not None and written != Path(directory).resolve():
+                print(f"warning: {directory} holds other files by now; the policy is at {written}", file=sys.stderr)
         if self.evaluation_due:
             self._safe_point()
         if self.eval_prompts and math.isnan(self.last_accuracy):
             self._evaluate()  # resumed after the last rollout
         if self.parallel.is_main and self.eval_prompts:
             print(f"eval accuracy: {self.first_accuracy:.2f} -> {self.last_accuracy:.2f}", flush=True)
+
+
+def model_identity(hf_checkpoint: str) -> str:
+    """SHA-256 of a model's config.json."""
+    return hashlib.sha256((Path(hf_checkpoint) / "config.json").read_bytes()).hexdigest()
 
 
 def prepare_terminal() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from slime_tis.megatron.config import MegatronConfig
 from slime_tis.rollout.config import RolloutConfig
+from slime_tis.storage.directories import same_path
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
@@ -25,13 +26,11 @@ def check_files(rollout: RolloutConfig, megatron: MegatronConfig) -> None:
             raise ValueError(f"{flag} is {path!r} but there is no such file; give a JSONL or parquet file.")
         if Path(path).stat().st_size == 0:
             raise ValueError(f"{flag} is {path!r} but the file is empty; give one prompt a row.")
-    if megatron.load is not None and megatron.load != megatron.save and not Path(megatron.load).is_dir():
+    resumes_own = None not in (megatron.load, megatron.save) and same_path(str(megatron.load), str(megatron.save))
+    if megatron.load is not None and not resumes_own and not Path(megatron.load).is_dir():
         raise ValueError(
             f"--load is {megatron.load!r} but there is no such directory; leave --load out to start afresh."
         )
-    for flag, directory in (("--save", megatron.save), ("--save-hf", megatron.save_hf)):
-        if directory is not None and Path(directory).exists() and not Path(directory).is_dir():
-            raise ValueError(f"{flag} is {directory!r} but that is a file; give a directory.")
 
 
 def check_model(megatron: MegatronConfig, rollout: RolloutConfig) -> dict[str, Any]:

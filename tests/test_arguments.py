@@ -682,7 +682,7 @@ REFUSALS = [
         "--load gone",
         "--load is 'gone' but there is no such directory; leave --load out to start afresh.",
     ),
-    ("--save train.jsonl", "--save is 'train.jsonl' but that is a file; give a directory."),
+    ("--save train.jsonl", "--save is 'train.jsonl' but that is a file; give a directory that can be written."),
     (
         "--hf-checkpoint gone",
         "--hf-checkpoint is 'gone' but holds no config.json; give a Hugging Face directory.",

@@ -35,6 +35,7 @@ def test_a_resumed_run_takes_the_prompts_in_flight_again(task: list[str], tmp_pa
     run_here([*flags, "--num-rollout", "4", "--save-debug-rollout-data", data], tmp_path / "whole")
     again = str(tmp_path / "again_{rollout_id}.jsonl")
     resumed = [*flags, "--num-rollout", "4", "--load", str(tmp_path / "copy"), "--save-debug-rollout-data", again]
+    resumed += ["--save", str(tmp_path / "resumed_save")]
     (tmp_path / "copy").mkdir()
     (tmp_path / "copy" / "iter_0000002").symlink_to(tmp_path / "save" / "iter_0000002")
     rows = run_here(resumed, tmp_path / "resumed")

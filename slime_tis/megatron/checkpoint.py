@@ -1,17 +1,18 @@
-"""Training checkpoints (resumable, complete or absent) and Hugging Face directories (for everybody else).
+"""Training checkpoints: resumable, complete or absent, their files checked before they are loaded.
 
-A training checkpoint is `DIR/iter_0000010/`: megatron-core's distributed checkpoint of model, optimizer and scheduler,
-and `trainer_state.json`. It is written under another name and renamed when whole, so a directory with that name is
-complete; one left by a run that was killed is ignored and overwritten.
+A checkpoint holds megatron-core's distributed checkpoint of model, optimizer, scheduler and random state, and the
+trainer's state; `slime_tis.storage.checkpoints` has the names of its files. All functions here are collectives.
 """
 
 import json
 import queue
-import shutil
+import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,13 +23,16 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
 
 from slime_tis.megatron.engine import TrainingEngine
+from slime_tis.storage import checkpoints as files
 
-TRAINER_STATE = "trainer_state.json"
-SHARD_BYTES = 5 * 2**30  # of one safetensors file, as the Hugging Face hub has them
+T = TypeVar("T")
+
+SET_BY_STATE = ("params", "step", "lr", "weight_decay")
+"""Entries of an optimizer's parameter groups that are not options: parameters, and what the scheduler sets."""
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read; the message is a sentence for the user."""
+    """A checkpoint could not be written or read; the message is for the user."""
 
 
 def save(
@@ -37,114 +41,193 @@ def save(
     engine: TrainingEngine,
     trainer_state: dict[str, Any],
     *,
+    run: str,
     retain: int,
     write_extra: Callable[[Path], None] | None = None,
 ) -> Path:
-    """Writes `directory/iter_STEP`; a collective.
+    """Writes `directory/iter_STEP`.
 
     Args:
         directory: where checkpoints of this run live.
         step: optimizer steps made so far, which names the checkpoint.
         engine: its model, optimizer, scheduler and random state are saved.
         trainer_state: what else the loop needs to go on, JSON-serialisable.
-        retain: how many of the newest checkpoints stay; older ones are removed once this one is complete.
+        run: identity of the run, which stands in the checkpoint; only checkpoints that have it are removed.
+        retain: how many of the run's newest checkpoints stay; older ones are removed once this one is complete.
         write_extra: called by the main process with the unfinished directory, to put more files in it.
 
     Raises:
-        CheckpointError: it could not be written (a full disk, say); earlier ones are as they were.
+        CheckpointError: it could not be written (a full disk, say), on every rank; earlier ones are as they were.
     """
-    final = Path(directory) / f"iter_{step:07d}"
-    unfinished = Path(directory) / f".iter_{step:07d}.unfinished"
+    final = files.checkpoint_path(directory, step)
+    unfinished = final.with_name(f".{final.name}.unfinished")
     main = engine.parallel.is_main
+
+    def write_state() -> None:
+        if write_extra is not None:
+            write_extra(unfinished)
+        state = json.dumps({"run": run, **trainer_state}, indent=2)
+        (unfinished / files.TRAINER_STATE).write_text(state + "\n", encoding="utf-8")
+
+    def finish(sums: dict[str, str]) -> None:
+        files.write_manifest(unfinished, sums)
+        files.finish(unfinished, final, run)
+
     try:
-        if main:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            unfinished.mkdir(parents=True)
-        dist.barrier()
-        _use_plain_results_queue()
-        dist_checkpointing.save(_sharded_state(engine, is_loading=False), str(unfinished))
-        if main:
-            if write_extra is not None:
-                write_extra(unfinished)
-            (unfinished / TRAINER_STATE).write_text(json.dumps(trainer_state, indent=2) + "\n")
-            shutil.rmtree(final, ignore_errors=True)
-            unfinished.rename(final)
-            for old in _complete(directory)[:-retain]:
-                shutil.rmtree(old)
-        dist.barrier()
+        _on_main(main, lambda: files.begin(final))
+        _write_sharded(_sharded_state(engine, is_loading=False), unfinished)
+        _on_main(main, write_state)
+        shares = _on_every_rank(lambda: files.checksums(unfinished, _share(files.files_of(unfinished))))
+        _on_main(main, lambda: finish({name: value for share in shares for name, value in share.items()}))
     except (Exception, CheckpointException) as error:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        if main:
+            files.discard(unfinished)
         raise CheckpointError(
             f"could not write checkpoint {final}: {_reason(error)}; earlier checkpoints are intact, "
             "make room (or fix the path) and go on with --load"
         ) from error
+    if main:
+        _prune(final, run, retain)
     return final
 
 
-def newest(directory: str | Path) -> Path | None:
-    """The newest complete checkpoint under `directory`, or None."""
-    complete = _complete(directory)
-    return complete[-1] if complete else None
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """The checkpoint that a run goes on from."""
+
+    checkpoint: Path
+    damaged: tuple[str, ...]
+    """Newer checkpoints that are passed over: of each, its name and what is wrong with it."""
 
 
-def load(checkpoint: Path, engine: TrainingEngine) -> dict[str, Any]:
-    """Restores model, optimizer, scheduler and random state; returns the trainer's state. A collective."""
+def newest_whole(directory: str | Path) -> Found | None:
+    """The newest checkpoint under `directory` of which every file is as it was written; None where there is none.
+
+    Every rank reads its share of the files and compares their SHA-256; all ranks come to the same answer.
+
+    Raises:
+        CheckpointError: there are checkpoints, and all are damaged.
+    """
+    (candidates, *_) = _on_every_rank(lambda: files.checkpoints(directory))
+    damaged: list[str] = []
+    for checkpoint in reversed(candidates):
+        problem = next((found for found in _on_every_rank(partial(_damage, checkpoint)) if found is not None), None)
+        if problem is None:
+            return Found(checkpoint=checkpoint, damaged=tuple(damaged))
+        damaged.append(f"{checkpoint.name}: {problem}")
+    if damaged:
+        raise CheckpointError(
+            f"no checkpoint under {directory} is whole ({'; '.join(damaged)}); restore one, or start afresh by "
+            "leaving --load out and giving another --save"
+        )
+    return None
+
+
+def load(checkpoint: Path, engine: TrainingEngine) -> None:
+    """Restores model, optimizer, scheduler and random state; options of the optimizer are those of the engine.
+
+    Raises:
+        CheckpointError: it is of another model or layout.
+    """
+    options = [
+        {name: value for name, value in group.items() if name not in SET_BY_STATE}
+        for group in engine.optimizer.param_groups
+    ]
     try:
         with torch.no_grad():
             state = dist_checkpointing.load(_sharded_state(engine, is_loading=True), str(checkpoint))
             engine.model.module.load_state_dict(state["model"])
             engine.optimizer.load_state_dict(_with_step_count(state["optimizer"]))
             _separate_adam_steps(engine.optimizer)
+        for group, own in zip(engine.optimizer.param_groups, options, strict=True):
+            group.update(own)  # megatron-core restores the learning rates, betas and epsilon of then
         engine.scheduler.load_state_dict(state["scheduler"])
         torch.set_rng_state(state["random_state"])
-        return json.loads((checkpoint / TRAINER_STATE).read_text())
     except (Exception, CheckpointException) as error:
         raise CheckpointError(
             f"could not load checkpoint {checkpoint}: {_reason(error)}; was it saved with another model or layout?"
         ) from error
 
 
-def save_hf(directory: str | Path, engine: TrainingEngine) -> None:
-    """Writes the policy as a Hugging Face directory, under another name until it is whole; a collective."""
-    final = Path(directory)
-    unfinished = final.parent / f".{final.name}.unfinished"
-    tensors = engine.named_hf_tensors()
-    if not engine.parallel.is_main:
-        for _ in tensors:
-            pass
-        return
+def _write_sharded(state: dict[str, Any], directory: Path) -> None:
+    """megatron-core's save, with its files written by this process.
+
+    By itself it forks a process per file and waits for ever where one of them is killed.
+    """
+    # Without a queue given, megatron-core starts a manager process, which imports train.py anew.
+    filesystem_async._results_queue = queue.Queue()
+    request = dist_checkpointing.save(state, str(directory), async_sharded_save=True)
+    assert request is not None
+    if request.async_fn is not None:  # this rank has something to write
+        transforms, _ = request.async_fn.args
+        request = request._replace(async_fn=partial(_write_buckets, transforms))
+    request.execute_sync()
+
+
+def _write_buckets(transforms: list[Any], rank: int, buckets: list[Any], results: "queue.Queue[Any]") -> None:
+    """Writes the files of this rank one by one; what became of each goes to `results`, as megatron-core expects it."""
+    written: queue.Queue[tuple[int, Any]] = queue.Queue()
+    for number, bucket in enumerate(buckets):
+        under_way: queue.Queue[int] = queue.Queue()
+        under_way.put(number)
+        filesystem_async.FileSystemWriterAsync.write_preloaded_data(
+            transforms, number, bucket, written, under_way, use_fsync=True
+        )
+    outcomes = dict(written.get() for _ in buckets)
+    failure = next((outcome for outcome in outcomes.values() if isinstance(outcome, Exception)), None)
+    results.put(outcomes if failure is None else failure)
+
+
+def _damage(checkpoint: Path) -> str | None:
+    """What is wrong with this rank's share of the files of a checkpoint."""
     try:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        for file in Path(engine.config.hf_checkpoint).iterdir():
-            if file.is_file() and file.suffix in (".json", ".jinja", ".txt", ".model") and "index" not in file.name:
-                shutil.copy(file, unfinished)
-        _write_safetensors(unfinished, tensors)
-        _set_dtype(unfinished / "config.json", engine.config.bf16)
-        shutil.rmtree(final, ignore_errors=True)
-        unfinished.rename(final)
+        sums = files.read_manifest(checkpoint)
+        files.check(checkpoint, {name: sums[name] for name in _share(sorted(sums))})
+    except files.Damaged as error:
+        return str(error)
+    return None
+
+
+def _prune(newest: Path, run: str, retain: int) -> None:
+    try:
+        files.prune(newest, run, retain)
     except OSError as error:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise CheckpointError(f"could not write {final}: {_reason(error)}") from error
+        print(f"warning: an earlier checkpoint could not be removed: {error}", file=sys.stderr)
 
 
-def _complete(directory: str | Path) -> list[Path]:
-    return sorted(path.parent for path in Path(directory).glob(f"iter_*/{TRAINER_STATE}"))
+def _share(names: list[str]) -> list[str]:
+    """Those of the names that this rank takes care of."""
+    return names[dist.get_rank() :: dist.get_world_size()]
+
+
+def _on_main(main: bool, action: Callable[[], object]) -> None:
+    """Lets the main process act while the others wait; raises on every rank where it fails."""
+    _on_every_rank(action if main else lambda: None)
+
+
+def _on_every_rank(action: Callable[[], T]) -> list[T]:
+    """What `action` returned on each rank; raises on every rank where it failed on one."""
+    result, failure = None, None
+    try:
+        result = action()
+    except Exception as error:
+        failure = error
+    outcomes: list[Any] = [(result, None if failure is None else _reason(failure))]
+    if dist.get_world_size() > 1:
+        outcomes *= dist.get_world_size()
+        dist.all_gather_object(outcomes, outcomes[0])
+    if failure is not None:
+        raise failure
+    problem = next((problem for _, problem in outcomes if problem is not None), None)
+    if problem is not None:
+        raise CheckpointError(problem)
+    return [result for result, _ in outcomes]
 
 
 def _reason(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     return (str(error).strip().splitlines() or [type(error).__name__])[-1]
-
-
-def _use_plain_results_queue() -> None:
-    """megatron-core collects what its writers did through a manager process, which would import train.py anew.
-
-    That serves saving in the background; here the collecting process is the saving one, and a plain queue does.
-    """
-    if filesystem_async._results_queue is None:
-        filesystem_async._results_queue = queue.Queue()
 
 
 def _sharded_state(engine: TrainingEngine, *, is_loading: bool) -> dict[str, Any]:
@@ -203,43 +286,3 @@ def _separate_adam_steps(optimizer: Any) -> None:
     for part in _torch_adams(optimizer):
         for state in part.optimizer.state.values():
             state["step"] = torch.as_tensor(state.get("step", 0.0), dtype=torch.float32).clone()
-
-
-def _write_safetensors(directory: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
-    from safetensors.torch import save_file
-
-    files: list[list[str]] = []
-    held: dict[str, Tensor] = {}
-    size = total = 0
-
-    def flush() -> None:
-        if held:
-            save_file(held, str(directory / f"part-{len(files)}.safetensors"), metadata={"format": "pt"})
-            files.append(list(held))
-            held.clear()
-
-    for name, tensor in tensors:
-        bytes_ = tensor.numel() * tensor.element_size()
-        if size + bytes_ > SHARD_BYTES:
-            flush()
-            size = 0
-        held[name] = tensor.cpu().contiguous().clone()
-        size, total = size + bytes_, total + bytes_
-    flush()
-    if len(files) == 1:
-        (directory / "part-0.safetensors").rename(directory / "model.safetensors")
-        return
-    weight_map = {}
-    for index, names in enumerate(files):
-        name = f"model-{index + 1:05d}-of-{len(files):05d}.safetensors"
-        (directory / f"part-{index}.safetensors").rename(directory / name)
-        weight_map.update(dict.fromkeys(names, name))
-    index_file = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index_file, indent=2) + "\n")
-
-
-def _set_dtype(config_file: Path, bf16: bool) -> None:
-    config = json.loads(config_file.read_text())
-    config.pop("torch_dtype", None)
-    config["dtype"] = "bfloat16" if bf16 else "float32"
-    config_file.write_text(json.dumps(config, indent=2) + "\n")

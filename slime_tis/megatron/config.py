@@ -22,19 +22,20 @@ class MegatronConfig:
     """Hugging Face directory of the reference policy for the KL loss; unset means hf_checkpoint."""
 
     load: str | None = None
-    """Directory of training checkpoints whose newest complete one is resumed; an empty one starts afresh."""
+    """Directory of training checkpoints whose newest whole one is resumed; an empty one starts afresh."""
 
     save: str | None = None
-    """Directory that training checkpoints are written to; unset means none are."""
+    """Directory that training checkpoints are written to, empty or that of load; unset means none are."""
 
     save_interval: int | None = None
     """Rollouts between two training checkpoints, a count; unset means only the last one is saved."""
 
     save_hf: str | None = None
-    """Directory that the trained policy is written to as a Hugging Face checkpoint at the end."""
+    """Directory that the trained policy is written to as a Hugging Face checkpoint at the end: absent, empty or an
+    earlier export."""
 
     save_retain: int = 2
-    """Newest complete training checkpoints that are kept, a count; older ones are removed."""
+    """Newest training checkpoints of the run that are kept, a count; its older ones are removed."""
 
     tensor_model_parallel_size: int = 1
     """Ranks that share every layer's matrices, a count."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Literal
 
 WANDB_MODES = ("online", "offline", "disabled")
@@ -46,6 +47,14 @@ class ReportingConfig:
     def __post_init__(self) -> None:
         if not self.output_dir:
             raise ValueError("--output-dir is empty but must name a directory, for example runs/latest.")
+        for flag, name in (
+            ("--tb-project-name", self.tb_project_name),
+            ("--tb-experiment-name", self.tb_experiment_name),
+        ):
+            if name is not None and (PurePath(name).is_absolute() or ".." in PurePath(name).parts):
+                raise ValueError(
+                    f"{flag} is {name!r}, which leads out of the run directory; give a name, for example mine."
+                )
         for flag, used, package in (
             ("--use-tensorboard", self.use_tensorboard, "tensorboard"),
             ("--use-wandb", self.use_wandb, "wandb"),

@@ -12,7 +12,13 @@ from typing import Any, Protocol
 from tqdm import tqdm
 
 from slime_tis.reporting.config import ReportingConfig
-from slime_tis.reporting.run_directory import METRICS, TENSORBOARD, prepare_run_directory, write_atomically
+from slime_tis.reporting.run_directory import (
+    METRICS,
+    TENSORBOARD,
+    metrics_before,
+    prepare_run_directory,
+    write_atomically,
+)
 from slime_tis.reporting.summary import CORRECTION_PREFIXES, plot_summary
 
 COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
@@ -61,7 +67,8 @@ class JsonLines:
     """metrics.jsonl: one object a line, whole after every step. A figure that is not finite becomes null."""
 
     def __init__(self, path: Path, resume_step: int = 0) -> None:
-        _keep_steps_before(path, resume_step)
+        if path.exists():
+            write_atomically(path, "".join(metrics_before(path, resume_step)))
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (open as long as the run)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -168,6 +175,7 @@ def open_reporters(
     *,
     total_steps: int,
     resume_step: int = 0,
+    run: str | None = None,
     rank: int = 0,
 ) -> Reporter:
     """The reporters that a run asks for, with its directory prepared.
@@ -177,6 +185,7 @@ def open_reporters(
         effective_config: plain values of the whole configuration, written as config.yaml and sent to W&B.
         total_steps: steps of the whole run, a count.
         resume_step: first step that will be logged; whatever was logged at or beyond it is dropped.
+        run: identity of the run; None makes one.
         rank: rank of this process; all but rank 0 report nothing.
 
     Returns:
@@ -184,7 +193,7 @@ def open_reporters(
     """
     if rank != 0:
         return Reporters(())
-    directory = prepare_run_directory(config.output_dir, effective_config, resume_step)
+    directory = prepare_run_directory(config.output_dir, effective_config, resume_step, run)
     reporters: list[Reporter] = [
         JsonLines(directory / METRICS, resume_step),
         Console(total_steps, resume_step, config.progress),
@@ -205,17 +214,3 @@ def format_step(metrics: Mapping[str, float], step: int, total_steps: int) -> st
     evaluations = (name for name in metrics if name.startswith("eval/") and name.count("/") == 1)
     parts += [f"{name} {metrics[name]:.3f}" for name in evaluations]
     return "  ".join(parts)
-
-
-def _keep_steps_before(path: Path, resume_step: int) -> None:
-    """Drops the lines at or beyond a step, and a last line that was cut off."""
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            if json.loads(line)["step"] < resume_step:
-                kept.append(line + "\n")
-        except json.JSONDecodeError:
-            continue
-    write_atomically(path, "".join(kept))

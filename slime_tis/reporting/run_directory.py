@@ -1,9 +1,11 @@
-"""The directory of a run: made once, its configuration written, an earlier run in it set aside."""
+"""The directory of a run: made once, its configuration and identity written, an earlier run in it set aside."""
 
 from __future__ import annotations
 
+import json
 import os
 import time
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,28 +14,84 @@ from typing import Any
 import yaml
 
 CONFIG, METRICS, SUMMARY, TENSORBOARD = "config.yaml", "metrics.jsonl", "summary.png", "tensorboard"
+IDENTITY, EARLIER = "run.json", "earlier"
+REPORTS = (CONFIG, METRICS, SUMMARY, TENSORBOARD, IDENTITY)
+OWN_NAMES = frozenset((*REPORTS, EARLIER, "wandb"))
+"""Names in a run directory that belong to the run."""
 
 
-def prepare_run_directory(directory: str, effective_config: Mapping[str, Any], resume_step: int) -> Path:
-    """Makes the directory of a run and writes its configuration.
+def prepare_run_directory(
+    directory: str, effective_config: Mapping[str, Any], resume_step: int, run: str | None = None
+) -> Path:
+    """Makes the directory of a run and writes its configuration and identity.
 
-    Where a run starts afresh in a directory that another one has used, the reports of that one move to
-    `earlier/TIME/`: nothing is lost and no two runs are mixed. A resumed run goes on with what it finds.
+    Where another run has used the directory, or this one starts afresh, the reports that are there move to
+    `earlier/TIME/`: nothing is lost and no two runs are mixed. A resumed run goes on with its own.
 
     Args:
         directory: path of the run directory.
         effective_config: plain values, written as config.yaml.
         resume_step: first step that will be logged; 0 starts afresh.
+        run: identity of the run, the one in its checkpoints; None makes one.
 
     Returns:
         The directory.
     """
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
-    if resume_step == 0 and (path / METRICS).exists():
+    if not (resume_step > 0 and continues(path, run)):
         _set_aside(path)
+    write_atomically(path / IDENTITY, json.dumps({"run": run or uuid.uuid4().hex}) + "\n")
     write_atomically(path / CONFIG, yaml.safe_dump(dict(effective_config), sort_keys=False, allow_unicode=True))
     return path
+
+
+def continues(directory: Path, run: str | None) -> bool:
+    """Whether the reports in a directory are those of a run."""
+    try:
+        return json.loads((directory / IDENTITY).read_text(encoding="utf-8"))["run"] == run
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return False
+
+
+def foreign_file(directory: Path) -> str | None:
+    """A file with the name of a report in a directory that no run has used; None where there is none."""
+    if any((directory / name).exists() for name in (IDENTITY, METRICS)):
+        return None
+    return next((name for name in REPORTS if (directory / name).exists()), None)
+
+
+def check_metrics(directory: str, run: str) -> None:
+    """Reads the metrics.jsonl that a resumed run goes on with.
+
+    Raises:
+        ValueError: a line is damaged.
+    """
+    if continues(Path(directory), run):
+        metrics_before(Path(directory) / METRICS, 0)
+
+
+def metrics_before(path: Path, step: int) -> list[str]:
+    """The lines of a metrics.jsonl before a step; a last line that was cut off is left out.
+
+    Raises:
+        ValueError: a line is not the metrics of a step; the message names file and line.
+    """
+    kept = []
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    for number, line in enumerate(lines, start=1):
+        try:
+            text = line.decode("utf-8").strip()
+            if json.loads(text)["step"] < step:
+                kept.append(text + "\n")
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            if number == len(lines) and not line.endswith(b"\n"):
+                break
+            raise ValueError(
+                f"{path}, line {number}, is not the metrics of a step ({type(error).__name__}: {error}); "
+                "remove that line, or give another --output-dir."
+            ) from None
+    return kept
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -56,9 +114,16 @@ def written_whole(path: Path) -> Iterator[Path]:
 
 
 def _set_aside(path: Path) -> None:
-    written = time.localtime((path / METRICS).stat().st_mtime)
-    earlier = path / "earlier" / time.strftime("%Y%m%d-%H%M%S", written)
+    """Moves the reports of an earlier run to `earlier/TIME/`, where TIME is that of its last report."""
+    found = [path / name for name in REPORTS if (path / name).exists()]
+    if not found:
+        return
+    reports = path / METRICS if (path / METRICS).exists() else found[0]
+    name = time.strftime("%Y%m%d-%H%M%S", time.localtime(reports.stat().st_mtime))
+    number, earlier = 1, path / EARLIER / name
+    while earlier.exists():
+        number += 1
+        earlier = path / EARLIER / f"{name}-{number}"
     earlier.mkdir(parents=True)
-    for name in (CONFIG, METRICS, SUMMARY, TENSORBOARD):
-        if (path / name).exists():
-            (path / name).rename(earlier / name)
+    for report in found:
+        report.rename(earlier / report.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from collections.abc import Iterator, Sequence
@@ -38,6 +39,7 @@ class PromptDataset:
             apply_chat_template=config.apply_chat_template,
             max_prompt_len=config.rollout_max_prompt_len,
         )
+        self._digest = _digest(self.prompts)
         self._seed = config.rollout_seed if config.rollout_shuffle else None
         self._epoch = 0
         self._position = 0
@@ -57,22 +59,34 @@ class PromptDataset:
                 self._epoch, self._position = self._epoch + 1, 0
         return batch
 
-    def state_dict(self) -> dict[str, int]:
-        """Where the next batch begins."""
-        return {"epoch": self._epoch, "position": self._position}
+    def state_dict(self) -> dict[str, Any]:
+        """Where the next batch begins, and which prompts these are."""
+        return {"epoch": self._epoch, "position": self._position, "prompts": self._digest}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from a saved place.
 
         Raises:
-          ValueError: the place lies outside the file, which therefore is another than the one saved from.
+          ValueError: the place is of other prompts than these, or is none.
         """
-        if not 0 <= state["position"] < len(self.prompts):
+        epoch, position, digest = (state.get(name) for name in ("epoch", "position", "prompts"))
+        if digest != self._digest:
             raise ValueError(
-                f"the checkpoint stopped at prompt {state['position']} of an epoch, but --prompt-data has "
-                f"{len(self.prompts)} prompts; resume with the file that the run was started with."
+                "the prompts of --prompt-data are not those that the run was started with, so that it cannot go on "
+                "where it stopped; give the same file and the same options of reading it (--input-key, "
+                "--apply-chat-template, --rollout-max-prompt-len), or start afresh with another --save."
             )
-        self._epoch, self._position = state["epoch"], state["position"]
+        if not (isinstance(epoch, int) and isinstance(position, int) and 0 <= position < len(self.prompts)):
+            raise ValueError(f"the checkpoint stopped at {state!r}, which is no place in --prompt-data.")
+        self._epoch, self._position = epoch, position
+
+
+def _digest(prompts: Sequence[Prompt]) -> str:
+    """SHA-256 of the prompts' tokens in their order."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(np.asarray(prompt.token_ids, dtype=np.int64).tobytes() + b"|")
+    return digest.hexdigest()
 
 
 def epoch_order(size: int, seed: int | None, epoch: int) -> Sequence[int]:

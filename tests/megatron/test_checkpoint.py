@@ -1,7 +1,9 @@
-"""Training checkpoints: exact, complete or absent, newest found, old ones removed; and Hugging Face directories."""
+"""Training checkpoints: exact, complete or absent, checked before they are loaded, old ones removed."""
 
-import json
+import dataclasses
+import os
 import resource
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slime_tis.megatron import checkpoint
 from slime_tis.megatron.batch import TrainingBatch, make_batch
 from slime_tis.megatron.config import MegatronConfig
 from slime_tis.megatron.engine import TrainingEngine
 from slime_tis.megatron.parallel import Parallel, initialize, shut_down
+from slime_tis.storage.checkpoints import read_state
 from tests.checkpoints import make_checkpoint
 
 TOKENS = [[3, 4, 5, 6, 7], [8, 9, 10], [11, 12, 13, 14]]
@@ -57,12 +59,13 @@ def build(model: Path, parallel: Parallel, **options: Any) -> TrainingEngine:
 def test_training_goes_on_to_the_bit(options: dict[str, Any], model: Path, parallel: Parallel, tmp_path: Path) -> None:
     engine = build(model, parallel, **options)
     steps(engine, 2)
-    checkpoint.save(tmp_path, 2, engine, {"step": 2}, retain=2)
+    checkpoint.save(tmp_path, 2, engine, {"step": 2}, run="a", retain=2)
     expected = steps(engine, 2)
     resumed = build(model, parallel, **options)
-    found = checkpoint.newest(tmp_path)
+    found = checkpoint.newest_whole(tmp_path)
     assert found is not None
-    assert checkpoint.load(found, resumed) == {"step": 2}
+    checkpoint.load(found.checkpoint, resumed)
+    assert read_state(found.checkpoint) == {"run": "a", "step": 2}
     assert steps(resumed, 2) == expected
     for name, tensor in resumed.named_hf_tensors():
         assert torch.equal(tensor, dict(engine.named_hf_tensors())[name])
@@ -70,53 +73,109 @@ def test_training_goes_on_to_the_bit(options: dict[str, Any], model: Path, paral
 
 def test_the_newest_complete_one_is_found_and_old_ones_go(model: Path, parallel: Parallel, tmp_path: Path) -> None:
     engine = build(model, parallel)
-    assert checkpoint.newest(tmp_path) is None
+    assert checkpoint.newest_whole(tmp_path) is None
     for step in (9, 10, 11):
-        checkpoint.save(tmp_path, step, engine, {}, retain=2)
+        checkpoint.save(tmp_path, step, engine, {}, run="a", retain=2)
     (tmp_path / "iter_0000012").mkdir()  # a directory without a trainer's state is no checkpoint
+    (tmp_path / "iter_abc").mkdir()
     (tmp_path / ".iter_0000013.unfinished").mkdir()  # what a killed run leaves
-    assert checkpoint.newest(tmp_path) == tmp_path / "iter_0000011"
+    found = checkpoint.newest_whole(tmp_path)
+    assert found is not None and found.checkpoint == tmp_path / "iter_0000011"
+    assert found.damaged == ("iter_0000012: SHA256SUMS is missing",)
     assert not (tmp_path / "iter_0000009").exists()
-    checkpoint.save(tmp_path, 13, engine, {}, retain=2)
-    assert checkpoint.newest(tmp_path) == tmp_path / "iter_0000013"
+    checkpoint.save(tmp_path, 13, engine, {}, run="a", retain=2)
+    found = checkpoint.newest_whole(tmp_path)
+    assert found is not None and found.checkpoint == tmp_path / "iter_0000013"
     assert not list(tmp_path.glob(".*"))
 
 
 def test_a_disk_that_fills_up_leaves_the_earlier_checkpoint(model: Path, parallel: Parallel, tmp_path: Path) -> None:
     engine = build(model, parallel)
-    checkpoint.save(tmp_path, 1, engine, {"step": 1}, retain=1)
+    checkpoint.save(tmp_path, 1, engine, {"step": 1}, run="a", retain=1)
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, unlimited[1]))  # writes beyond it fail, as on a full disk
     try:
         with pytest.raises(checkpoint.CheckpointError, match="earlier checkpoints are intact") as failure:
-            checkpoint.save(tmp_path, 2, engine, {"step": 2}, retain=1)
+            checkpoint.save(tmp_path, 2, engine, {"step": 2}, run="a", retain=1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
     assert "\n" not in str(failure.value)
     assert [path.name for path in tmp_path.iterdir()] == ["iter_0000001"]
-    found = checkpoint.newest(tmp_path)
-    assert found is not None and checkpoint.load(found, engine) == {"step": 1}
+    found = checkpoint.newest_whole(tmp_path)
+    assert found is not None and found.checkpoint == tmp_path / "iter_0000001"
+    checkpoint.load(found.checkpoint, engine)
 
 
 def test_a_checkpoint_of_another_model_is_refused(model: Path, parallel: Parallel, tmp_path: Path) -> None:
-    checkpoint.save(tmp_path / "runs", 1, build(model, parallel), {}, retain=1)
+    checkpoint.save(tmp_path / "runs", 1, build(model, parallel), {}, run="a", retain=1)
     make_checkpoint(tmp_path / "other", "qwen3", num_hidden_layers=3)
     with pytest.raises(checkpoint.CheckpointError, match="another model or layout"):
         checkpoint.load(tmp_path / "runs" / "iter_0000001", build(tmp_path / "other", parallel))
 
 
-@pytest.mark.parametrize("shard_bytes", [2**40, 10_000])
-def test_the_hugging_face_directory_loads_with_the_trained_weights(
-    shard_bytes: int, model: Path, parallel: Parallel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("distributed", [False, True])
+def test_options_of_the_optimizer_are_those_of_the_resumed_run(
+    distributed: bool, model: Path, parallel: Parallel, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(checkpoint, "SHARD_BYTES", shard_bytes)
+    engine = build(model, parallel, use_distributed_optimizer=distributed)
+    steps(engine, 2)
+    checkpoint.save(tmp_path, 2, engine, {}, run="a", retain=1)
+    options = {"adam_beta1": 0.5, "adam_beta2": 0.6, "adam_eps": 1e-4, "weight_decay": 0.3}
+    config = MegatronConfig(
+        hf_checkpoint=str(model), lr=1e-2, min_lr=2e-3, use_distributed_optimizer=distributed, **options
+    )
+    config = dataclasses.replace(config, lr_decay_style="linear")
+    resumed = TrainingEngine(config, parallel, temperature=1.0, total_steps=4)
+    checkpoint.load(tmp_path / "iter_0000002", resumed)
+    batch = make_batch(TOKENS, [3, 2, 2], [[1] * 3, [1] * 2, [1] * 2], {})
+    found = resumed.train_step(batch, [[0, 2], [1]], likelihood)
+    assert found.learning_rate == pytest.approx(2e-3 + (1e-2 - 2e-3) * (1 - 3 / 4))  # step 3 of 4
+    for group in resumed.optimizer.param_groups:
+        assert (tuple(group["betas"]), group["eps"]) == ((0.5, 0.6), 1e-4)
+        assert group["weight_decay"] == 0.3 * group["wd_mult"]
+    states = [state for part in checkpoint._torch_adams(resumed.optimizer) for state in part.optimizer.state.values()]
+    assert {float(state["step"]) for state in states} == {3.0}  # the state is the checkpoint's
+
+
+def test_no_process_is_forked_to_write(
+    model: Path, parallel: Parallel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = build(model, parallel)
-    steps(engine, 1)
-    checkpoint.save_hf(tmp_path / "hf", engine)
-    checkpoint.save_hf(tmp_path / "hf", engine)  # again, over the first
-    loaded = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "hf").named_parameters())
-    for name, tensor in engine.named_hf_tensors():
-        assert torch.equal(loaded[name], tensor)
-    assert AutoTokenizer.from_pretrained(tmp_path / "hf").get_vocab()
-    assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "float32"
-    assert (tmp_path / "hf" / "model.safetensors.index.json").exists() == (shard_bytes == 10_000)
+
+    def no_fork() -> int:
+        raise AssertionError("a process was forked")
+
+    monkeypatch.setattr(os, "fork", no_fork)
+    checkpoint.save(tmp_path, 1, engine, {}, run="a", retain=1)
+    assert {path.name for path in (tmp_path / "iter_0000001").iterdir()} == {
+        *("__0_0.distcp", "__0_1.distcp", ".metadata", "common.pt", "metadata.json"),
+        *("trainer_state.json", "SHA256SUMS"),
+    }
+    subprocess.run(
+        ["sha256sum", "--check", "--strict", "--quiet", "SHA256SUMS"], cwd=tmp_path / "iter_0000001", check=True
+    )
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_newest_whole_one(
+    model: Path, parallel: Parallel, tmp_path: Path
+) -> None:
+    engine = build(model, parallel)
+    for step in (1, 2, 3):
+        checkpoint.save(tmp_path, step, engine, {}, run="a", retain=3)
+    weights = tmp_path / "iter_0000003" / "__0_0.distcp"
+    data = bytearray(weights.read_bytes())
+    data[len(data) // 2] ^= 1
+    weights.write_bytes(data)
+    (tmp_path / "iter_0000002" / "common.pt").unlink()
+    found = checkpoint.newest_whole(tmp_path)
+    assert found == checkpoint.Found(
+        checkpoint=tmp_path / "iter_0000001",
+        damaged=(
+            "iter_0000003: __0_0.distcp is not as it was written (its SHA-256 differs)",
+            "iter_0000002: common.pt is missing",
+        ),
+    )
+    (tmp_path / "iter_0000001" / "SHA256SUMS").unlink()
+    with pytest.raises(checkpoint.CheckpointError, match=r"no checkpoint under .* is whole") as failure:
+        checkpoint.newest_whole(tmp_path)
+    assert "iter_0000001: SHA256SUMS is missing" in str(failure.value) and "\n" not in str(failure.value)

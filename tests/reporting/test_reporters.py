@@ -81,7 +81,7 @@ def test_tensorboard_reads_back_every_scalar(tmp_path):
 def test_tensorboard_of_a_resumed_run_hides_the_steps_done_again(tmp_path):
     config = ReportingConfig(output_dir=str(tmp_path), use_tensorboard=True)
     for resume_step, steps, value in ((0, (1, 2, 3), 1.0), (2, (2, 3), 2.0)):
-        reporter = open_reporters(config, {}, total_steps=3, resume_step=resume_step)
+        reporter = open_reporters(config, {}, total_steps=3, resume_step=resume_step, run="r")
         for step in steps:
             reporter.log({"x": value}, step)
         reporter.close()
@@ -98,7 +98,9 @@ def test_a_run_leaves_its_files_and_prints_its_lines(tmp_path, capsys):
     captured = capsys.readouterr()
     assert [line[:9] for line in captured.out.splitlines()] == ["step 1/3 ", "step 2/3 ", "step 3/3 "]
     assert captured.err == ""
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "metrics.jsonl", "summary.png"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        *("config.yaml", "metrics.jsonl", "run.json", "summary.png")
+    ]
 
 
 def test_other_ranks_write_and_print_nothing(tmp_path, capsys):

@@ -1,36 +1,98 @@
 """The run directory: configuration written whole, earlier runs set aside, resumed ones gone on with."""
 
+import json
 import os
 
 import pytest
 import yaml
 
-from slime_tis.reporting.run_directory import prepare_run_directory, write_atomically, written_whole
+from slime_tis.reporting.run_directory import (
+    foreign_file,
+    metrics_before,
+    prepare_run_directory,
+    write_atomically,
+    written_whole,
+)
+
+
+def names(directory):
+    return sorted(path.name for path in directory.iterdir())
 
 
 def test_configuration_is_written_in_order(tmp_path):
-    directory = prepare_run_directory(str(tmp_path / "a" / "b"), {"lr": 1e-4, "bf16": False, "ids": [2]}, 0)
+    directory = prepare_run_directory(str(tmp_path / "a" / "b"), {"lr": 1e-4, "bf16": False, "ids": [2]}, 0, "r1")
     text = (directory / "config.yaml").read_text()
     assert text == "lr: 0.0001\nbf16: false\nids:\n- 2\n"
     assert yaml.safe_load(text) == {"lr": 1e-4, "bf16": False, "ids": [2]}
-    assert sorted(path.name for path in directory.iterdir()) == ["config.yaml"]
+    assert json.loads((directory / "run.json").read_text()) == {"run": "r1"}
+    assert names(directory) == ["config.yaml", "run.json"]
 
 
 def test_a_fresh_run_sets_an_earlier_one_aside_and_a_resumed_one_does_not(tmp_path):
-    directory = prepare_run_directory(str(tmp_path), {"seed": 1}, 0)
+    directory = prepare_run_directory(str(tmp_path), {"seed": 1}, 0, "r1")
     (directory / "metrics.jsonl").write_text('{"step": 1}\n')
     (directory / "tensorboard").mkdir()
     (directory / "checkpoints").mkdir()
-    prepare_run_directory(str(tmp_path), {"seed": 1}, 2)
+    prepare_run_directory(str(tmp_path), {"seed": 1}, 2, "r1")
     assert (directory / "metrics.jsonl").exists() and not (directory / "earlier").exists()
     os.utime(directory / "metrics.jsonl", (0, 86400 * 365))
-    prepare_run_directory(str(tmp_path), {"seed": 2}, 0)
+    prepare_run_directory(str(tmp_path), {"seed": 2}, 0, "r2")
     (earlier,) = (directory / "earlier").iterdir()
     assert earlier.name.startswith("1971010") or earlier.name.startswith("19701231")
-    assert sorted(path.name for path in earlier.iterdir()) == ["config.yaml", "metrics.jsonl", "tensorboard"]
+    assert names(earlier) == ["config.yaml", "metrics.jsonl", "run.json", "tensorboard"]
     assert (earlier / "config.yaml").read_text() == "seed: 1\n"
-    assert sorted(path.name for path in directory.iterdir()) == ["checkpoints", "config.yaml", "earlier"]
+    assert names(directory) == ["checkpoints", "config.yaml", "earlier", "run.json"]
     assert (directory / "config.yaml").read_text() == "seed: 2\n"
+
+
+def test_a_resumed_run_does_not_mix_its_metrics_with_another_ones(tmp_path):
+    prepare_run_directory(str(tmp_path), {}, 0, "r1")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    os.utime(tmp_path / "metrics.jsonl", (0, 86400 * 365))
+    prepare_run_directory(str(tmp_path), {}, 2, "r2")
+    assert not (tmp_path / "metrics.jsonl").exists()
+    (tmp_path / "metrics.jsonl").write_text('{"step": 2}\n')
+    os.utime(tmp_path / "metrics.jsonl", (0, 86400 * 365))
+    prepare_run_directory(str(tmp_path), {}, 0, "r3")  # in the same second of the clock
+    first, second = sorted((tmp_path / "earlier").iterdir())
+    assert second.name == f"{first.name}-2"
+    assert [(path / "metrics.jsonl").read_text() for path in (first, second)] == ['{"step": 1}\n', '{"step": 2}\n']
+
+
+def test_a_file_that_no_run_wrote_is_found(tmp_path):
+    assert foreign_file(tmp_path) is None
+    (tmp_path / "config.yaml").write_text("mine: 1\n")
+    assert foreign_file(tmp_path) == "config.yaml"
+    (tmp_path / "metrics.jsonl").write_text("")  # of an earlier version's run
+    assert foreign_file(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (b"[1]", "TypeError"),
+        (b'{"loss": 1}', "KeyError: 'step'"),
+        (b'{"step": "1"}', "TypeError"),
+        (b'{"step": 1, "x": "\xff"}', "UnicodeDecodeError"),
+        (b'{"step": 1', "JSONDecodeError"),
+        (b"[" * 100_000, "RecursionError"),
+    ],
+    ids=["list", "no step", "text", "bytes", "cut", "deep"],
+)
+def test_a_damaged_line_is_named(line, words, tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 3}\n')
+    with pytest.raises(ValueError, match=f"metrics.jsonl, line 2, is not the metrics of a step .{words}"):
+        metrics_before(path, 9)
+
+
+def test_lines_before_a_step_are_kept_and_one_cut_off_is_not(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3')
+    assert metrics_before(path, 2) == ['{"step": 1}\n']
+    assert metrics_before(path, 9) == ['{"step": 1}\n', '{"step": 2}\n']
+    path.write_text('{"step": 1}\n{"step": 2}')
+    assert metrics_before(path, 9) == ['{"step": 1}\n', '{"step": 2}\n']
 
 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path):

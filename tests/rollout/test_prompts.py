@@ -161,7 +161,8 @@ def texts(dataset, *sizes):
 def test_batches_follow_the_file_and_go_on_into_the_next_epoch(digits):
     dataset = PromptDataset(digits, TOKENIZER, make_config())
     assert texts(dataset, 2, 2, 2, 5, 12) == ["01", "23", "40", "12340", "123401234012"]
-    assert dataset.state_dict() == {"epoch": 4, "position": 3}
+    state = dataset.state_dict()
+    assert (state["epoch"], state["position"], len(state["prompts"])) == (4, 3, 64)
 
 
 def test_each_epoch_is_shuffled_anew_and_the_same_for_the_same_seed(digits):
@@ -182,5 +183,17 @@ def test_a_saved_place_is_gone_on_from(digits):
     resumed = PromptDataset(digits, TOKENIZER, config)
     resumed.load_state_dict(json.loads(json.dumps(dataset.state_dict())))
     assert texts(dataset, 4, 4) == texts(resumed, 4, 4)
-    with pytest.raises(ValueError, match="stopped at prompt 9 of an epoch, but --prompt-data has 5 prompts"):
-        resumed.load_state_dict({"epoch": 0, "position": 9})
+    with pytest.raises(ValueError, match="which is no place in --prompt-data"):
+        resumed.load_state_dict({**dataset.state_dict(), "position": 9})
+
+
+def test_a_place_in_other_prompts_is_refused(digits, tmp_path):
+    state = PromptDataset(digits, TOKENIZER, make_config()).state_dict()
+    lines = digits.read_text().splitlines(keepends=True)
+    for name, changed in (("swapped", [lines[1], lines[0], *lines[2:]]), ("longer", [*lines, lines[0]])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(changed))
+        other = PromptDataset(tmp_path / f"{name}.jsonl", TOKENIZER, make_config())
+        with pytest.raises(ValueError, match="not those that the run was started with"):
+            other.load_state_dict(state)
+    (tmp_path / "moved.jsonl").write_text("".join(lines))
+    PromptDataset(tmp_path / "moved.jsonl", TOKENIZER, make_config()).load_state_dict(state)

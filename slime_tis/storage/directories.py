@@ -1,0 +1,149 @@
+"""Directories that a run writes: whether it can, who holds them, and replacing one by another in a single step."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import IO
+
+LOCK = ".lock"
+RENAME_EXCHANGE = 2  # linux/fs.h
+AT_FDCWD = -100  # fcntl.h
+
+
+class DirectoryInUse(ValueError):
+    """Another process holds the directory; the message names it."""
+
+
+def unwritable(path: str | Path) -> str | None:
+    """Why a directory cannot be made or written, as the end of a sentence; None where it can.
+
+    Looks at the nearest path above that exists, and makes nothing.
+    """
+    try:
+        path = Path(path).absolute()
+        for place in (path, *path.parents):
+            try:
+                os.lstat(place)
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            subject = "that" if place == path else repr(str(place))
+            if not place.is_dir():
+                return f"{subject} is a file" if place.exists() else f"{subject} is a link that leads nowhere"
+            return None if os.access(place, os.W_OK | os.X_OK) else f"{subject} cannot be written"
+    except (OSError, ValueError) as error:  # a name too long, a NUL character
+        return f"it cannot be used: {getattr(error, 'strerror', None) or error}"
+    return None
+
+
+def same_path(one: str | Path, other: str | Path) -> bool:
+    """Whether two paths lead to the same place, through links, `..` and names in another case."""
+    one, other = Path(one).resolve(), Path(other).resolve()
+    return one == other or (one.exists() and other.exists() and os.path.samefile(one, other))
+
+
+@contextmanager
+def held(locks: Mapping[Path, str]) -> Iterator[None]:
+    """Holds directories for this process alone from entry to exit, by a lock file each.
+
+    The lock is a POSIX record lock: it ends with the process, however that ends, and a forked process does not inherit
+    it. Over NFS it needs the lock service that NFS brings; where a file system has no locks, a warning says so.
+
+    Args:
+        locks: the flag that names the directory, by the lock file. Directories are made where missing.
+
+    Raises:
+        DirectoryInUse: another process holds one; the message names process, host and flag.
+        ValueError: a lock file cannot be made.
+    """
+    with ExitStack() as stack:
+        for path, flag in locks.items():
+            stack.enter_context(_lock(path, flag))
+        yield
+
+
+@contextmanager
+def _lock(path: Path, flag: str) -> Iterator[None]:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = _open_locked(path, flag)
+        _write_holder(file)
+    except OSError as error:
+        raise ValueError(f"{flag} cannot be written: {error.strerror} ({str(path.parent)!r}).") from error
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)  # before the lock ends, so that nobody holds a file that is gone
+        file.close()
+
+
+def _open_locked(path: Path, flag: str) -> IO[str]:
+    while True:
+        file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 (open as long as the run)
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                print(f"warning: {str(path.parent)!r} is on a file system without locks.", file=sys.stderr)
+                return file
+            holder = _holder(file)
+            file.close()
+            raise DirectoryInUse(
+                f"{flag} is {str(path.parent)!r}, which {holder} is writing; "
+                "wait for it, stop it, or choose another directory."
+            ) from None
+        if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            return file
+        file.close()  # another run let it go between the opening and the lock
+
+
+def _write_holder(file: IO[str]) -> None:
+    file.truncate(0)
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": since}) + "\n")
+    file.flush()
+
+
+def _holder(file: IO[str]) -> str:
+    try:
+        file.seek(0)
+        found = json.loads(file.read(1000))
+        return f"the run with process id {found['pid']} on {found['host']} (since {found['since']})"
+    except (ValueError, KeyError, TypeError):  # not written yet
+        return "another run"
+
+
+def exchange(one: Path, other: Path) -> None:
+    """Swaps two directories of one file system: in a single step by Linux's renameat2.
+
+    Where the file system cannot (NFS), `other` is missing for the moment between two renames.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if hasattr(libc, "renameat2"):
+        names = (os.fsencode(one), os.fsencode(other))
+        if libc.renameat2(AT_FDCWD, names[0], AT_FDCWD, names[1], RENAME_EXCHANGE) == 0:
+            return
+        if ctypes.get_errno() not in (errno.ENOSYS, errno.EINVAL):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(one), None, str(other))
+    aside = one.with_name(f"{one.name}.exchanged")
+    other.rename(aside)
+    one.rename(other)
+    aside.rename(one)
+
+
+def remove_files(directory: Path, names: Iterator[str] | list[str]) -> None:
+    """Removes files of a directory, the directories in it that this leaves empty, and itself where it is left empty."""
+    for name in names:
+        (directory / name).unlink(missing_ok=True)
+    for folder, _, _ in os.walk(directory, topdown=False):
+        if not os.listdir(folder):
+            os.rmdir(folder)

@@ -1,0 +1,89 @@
+"""Exports: whole or absent, loadable by everybody, and never in place of what somebody else wrote."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from slime_tis.megatron import export
+from slime_tis.megatron.config import MegatronConfig
+from slime_tis.megatron.engine import TrainingEngine
+from slime_tis.megatron.export import save_hf
+from slime_tis.megatron.parallel import Parallel, initialize, shut_down
+from tests.checkpoints import make_checkpoint
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    make_checkpoint(directory, "qwen3", tie_word_embeddings=True)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def parallel(model: Path) -> Iterator[Parallel]:
+    yield initialize(MegatronConfig(hf_checkpoint=str(model)))
+    shut_down()
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path, parallel: Parallel) -> TrainingEngine:
+    return TrainingEngine(MegatronConfig(hf_checkpoint=str(model)), parallel, temperature=1.0, total_steps=10)
+
+
+@pytest.mark.parametrize("shard_bytes", [2**40, 10_000])
+def test_the_hugging_face_directory_loads_with_the_weights(
+    shard_bytes: int, engine: TrainingEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export, "SHARD_BYTES", 20_000)
+    assert save_hf(tmp_path / "hf", engine) == tmp_path / "hf"
+    monkeypatch.setattr(export, "SHARD_BYTES", shard_bytes)
+    save_hf(tmp_path / "hf", engine)  # again, over the first
+    loaded = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "hf").named_parameters())
+    for name, tensor in engine.named_hf_tensors():
+        assert torch.equal(loaded[name], tensor)
+    assert AutoTokenizer.from_pretrained(tmp_path / "hf").get_vocab()
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "float32"
+    assert (tmp_path / "hf" / "model.safetensors.index.json").exists() == (shard_bytes == 10_000)
+    listed = json.loads((tmp_path / "hf" / ".slime_tis_export.json").read_text())["files"]
+    assert {path.name for path in (tmp_path / "hf").iterdir()} == {*listed, ".slime_tis_export.json"}
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_what_somebody_else_wrote_stays(engine: TrainingEngine, tmp_path: Path) -> None:
+    target = tmp_path / "hf"
+    save_hf(target, engine)
+    (target / "thesis.txt").write_text("mine")
+    assert save_hf(target, engine) == tmp_path / "hf-2"
+    assert (target / "thesis.txt").read_text() == "mine" and (target / "model.safetensors").exists()
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf-2") is not None
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "hf-2"]
+
+
+def test_a_link_to_an_export_stays_one(engine: TrainingEngine, tmp_path: Path) -> None:
+    save_hf(tmp_path / "real", engine)
+    (tmp_path / "link").symlink_to("real")
+    (tmp_path / "real" / "model.safetensors").write_bytes(b"old")
+    assert save_hf(tmp_path / "link", engine) == tmp_path / "real"
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "real" / "model.safetensors").stat().st_size > 10_000
+
+
+def test_what_a_killed_run_left_is_swept(engine: TrainingEngine, tmp_path: Path) -> None:
+    left = tmp_path / ".hf.unfinished"
+    left.mkdir()
+    (left / ".slime_tis_export.json").write_text('{"files": ["config.json"]}')
+    for name in ("config.json", "part-0.safetensors", "model-00001-of-00002.safetensors"):
+        (left / name).write_text("")
+    save_hf(tmp_path / "hf", engine)
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_model_that_is_itself_an_export_is_copied_without_its_marker(engine: TrainingEngine, tmp_path: Path) -> None:
+    save_hf(tmp_path / "first", engine)
+    config = MegatronConfig(hf_checkpoint=str(tmp_path / "first"))
+    save_hf(tmp_path / "hf", TrainingEngine(config, engine.parallel, temperature=1.0, total_steps=1))
+    listed = json.loads((tmp_path / "hf" / ".slime_tis_export.json").read_text())["files"]
+    assert "model.safetensors" in listed and ".slime_tis_export.json" not in listed

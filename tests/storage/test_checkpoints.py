@@ -1,0 +1,125 @@
+"""The files of training checkpoints: names, checksums, owners, and what is removed."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from slime_tis.storage import checkpoints as files
+
+
+def write(directory: Path, step: int, run: str, *, extra: str | None = None) -> Path:
+    """A checkpoint of two files, whole, as a run would leave it."""
+    checkpoint = files.checkpoint_path(directory, step)
+    unfinished = files.begin(checkpoint)
+    (unfinished / "__0_0.distcp").write_bytes(bytes(range(100)) * step)
+    (unfinished / files.TRAINER_STATE).write_text(json.dumps({"run": run, "step": step}))
+    files.write_manifest(unfinished, files.checksums(unfinished, files.files_of(unfinished)))
+    files.finish(unfinished, checkpoint, run)
+    if extra is not None:
+        (checkpoint / extra).write_text("mine")
+    return checkpoint
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_checkpoints_are_sorted_by_number_and_odd_names_are_passed_over(tmp_path: Path) -> None:
+    for name in (
+        "iter_9999999",
+        "iter_10000000",
+        "iter_0000002",
+        "iter_abc",
+        "iter_",
+        "iter_-1",
+        "iter_1.5",
+        "xiter_1",
+    ):
+        (tmp_path / name).mkdir()
+    (tmp_path / "iter_0000003").write_text("a file")
+    (tmp_path / "iter_\u0663").mkdir()  # a digit, but none of ours
+    found = [path.name for path in files.checkpoints(tmp_path)]
+    assert found == ["iter_0000002", "iter_9999999", "iter_10000000"]
+    assert files.checkpoints(tmp_path / "absent") == []
+
+
+def test_checksums_are_those_of_sha256sum(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("abc")
+    assert files.checksums(tmp_path, ["a"]) == {"a": "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"}
+
+
+DAMAGES = {
+    "flipped bit": ("__0_0.distcp", lambda data: data[:50] + bytes([data[50] ^ 4]) + data[51:]),
+    "truncated": ("__0_0.distcp", lambda data: data[:-1]),
+    "empty": ("trainer_state.json", lambda data: b""),
+    "longer": ("trainer_state.json", lambda data: data + b" "),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGES)
+def test_a_damaged_file_is_named(case: str, tmp_path: Path) -> None:
+    checkpoint = write(tmp_path, 1, "a")
+    files.check(checkpoint, files.read_manifest(checkpoint))
+    name, damage = DAMAGES[case]
+    (checkpoint / name).write_bytes(damage((checkpoint / name).read_bytes()))
+    with pytest.raises(files.Damaged, match=f"^{name} is not as it was written"):
+        files.check(checkpoint, files.read_manifest(checkpoint))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "SHA256SUMS does not list trainer_state.json"),
+        ("nonsense\n", "line 1 of SHA256SUMS is not a checksum and a name"),
+        ("0" * 64 + "  ../../etc/passwd\n", "line 1 of SHA256SUMS is not a checksum and a name"),
+        ("0" * 64 + "  /etc/passwd\n", "line 1 of SHA256SUMS is not a checksum and a name"),
+        (None, "SHA256SUMS is missing"),
+    ],
+    ids=["empty", "nonsense", "leads out", "absolute", "missing"],
+)
+def test_a_damaged_manifest_is_named(text: str | None, message: str, tmp_path: Path) -> None:
+    checkpoint = write(tmp_path, 1, "a")
+    (checkpoint / files.MANIFEST).unlink()
+    if text is not None:
+        (checkpoint / files.MANIFEST).write_text(text)
+    with pytest.raises(files.Damaged) as failure:
+        files.read_manifest(checkpoint)
+    assert str(failure.value) == message
+
+
+def test_only_earlier_checkpoints_of_the_run_are_removed(tmp_path: Path) -> None:
+    for step in (1, 2, 4, 6, 7, 9):
+        write(tmp_path, step, "other" if step == 2 else "mine", extra="notes.txt" if step == 4 else None)
+    files.prune(tmp_path / "iter_0000007", "mine", retain=2)
+    kept = ["iter_0000002", "iter_0000004", "iter_0000006", "iter_0000007", "iter_0000009"]
+    assert names(tmp_path) == kept  # another run's, one with a strange file, the last two, and a later one
+    assert (tmp_path / "iter_0000004" / "notes.txt").read_text() == "mine"
+    files.prune(tmp_path / "iter_0000007", "mine", retain=1)
+    assert names(tmp_path) == ["iter_0000002", "iter_0000004", "iter_0000007", "iter_0000009"]
+
+
+def test_the_same_step_again_takes_the_place_of_the_first(tmp_path: Path) -> None:
+    write(tmp_path, 1, "a")
+    write(tmp_path, 1, "a")
+    assert names(tmp_path) == ["iter_0000001"]
+    write(tmp_path, 1, "b")
+    assert names(tmp_path) == ["iter_0000001", "iter_0000001.replaced"]
+    assert [files.run_of(tmp_path / name) for name in names(tmp_path)] == ["b", "a"]
+    (tmp_path / "iter_0000001" / files.TRAINER_STATE).write_text("damaged")
+    write(tmp_path, 1, "b")
+    assert names(tmp_path) == ["iter_0000001", "iter_0000001.replaced", "iter_0000001.replaced.2"]
+
+
+def test_what_killed_runs_left_is_swept_and_a_strange_file_in_it_is_not(tmp_path: Path) -> None:
+    for name in (".iter_0000003.unfinished", ".iter_0000001.removed"):
+        (tmp_path / name).mkdir()
+        for file in ("__0_1.distcp", ".metadata.tmp", "common.pt"):
+            (tmp_path / name / file).write_text("")
+    write(tmp_path, 4, "a")
+    assert names(tmp_path) == ["iter_0000004"]
+    (tmp_path / ".iter_0000005.unfinished").mkdir()
+    (tmp_path / ".iter_0000005.unfinished" / "thesis.txt").write_text("mine")
+    with pytest.raises(OSError, match="holds files that this program did not write"):
+        write(tmp_path, 5, "a")
+    assert (tmp_path / ".iter_0000005.unfinished" / "thesis.txt").read_text() == "mine"

@@ -1,0 +1,153 @@
+"""Where a run may write: checked before anything is built, with one message that says what is in the way."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from arguments import configure
+from slime_tis.output_paths import held_outputs
+from slime_tis.storage.checkpoints import MANIFEST, TRAINER_STATE
+
+
+@pytest.fixture
+def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A model, data and checkpoints of an earlier run below the working directory; the flags that every run needs."""
+    monkeypatch.chdir(tmp_path)
+    for directory in ("data/model", "data/ref", "old/iter_0000003", "export", "project", "empty", "runs/x/checkpoints"):
+        Path(directory).mkdir(parents=True)
+    for model in ("data/model", "data/ref"):
+        Path(model, "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"]}))
+    for name in ("train", "eval"):
+        Path(f"data/{name}.jsonl").write_text('{"input": "1"}\n')
+    Path("project/thesis.txt").write_text("mine")
+    Path("export/config.json").write_text("{}")
+    Path("export/.slime_tis_export.json").write_text('{"files": ["config.json"]}')
+    Path("link").symlink_to("data")
+    (Path("old/iter_0000003") / TRAINER_STATE).write_text(json.dumps({"run": "a", "options": {"seed": 7}}))
+    return [
+        *("--hf-checkpoint", "data/model", "--ref-load", "data/ref", "--use-kl-loss", "--kl-loss-coef", "0.1"),
+        *(
+            "--prompt-data",
+            "data/train.jsonl",
+            "--eval-prompt-data",
+            "e",
+            "data/eval.jsonl",
+            "--rm-type",
+            "exact_match",
+        ),
+        *("--num-rollout", "1", "--rollout-batch-size", "4", "--n-samples-per-prompt", "2"),
+        *("--rollout-max-response-len", "12"),
+    ]
+
+
+WHOLE = "an export replaces its whole directory, so give it one of its own."
+FREE = "give a directory that is absent, empty or an earlier export."
+REFUSED = {
+    "--save-hf data/model": f"--save-hf is 'data/model', which is the same as --hf-checkpoint 'data/model'; {WHOLE}",
+    "--save-hf data/model/": f"--save-hf is 'data/model/', which is the same as --hf-checkpoint 'data/model'; {WHOLE}",
+    "--save-hf link/model": f"--save-hf is 'link/model', which is the same as --hf-checkpoint 'data/model'; {WHOLE}",
+    "--save-hf data/model/hf": f"--save-hf is 'data/model/hf', which is inside --hf-checkpoint 'data/model'; {WHOLE}",
+    "--save-hf data": f"--save-hf is 'data', which is above --hf-checkpoint 'data/model'; {WHOLE}",
+    "--save-hf runs/../data": f"--save-hf is 'runs/../data', which is above --hf-checkpoint 'data/model'; {WHOLE}",
+    "--save-hf data/ref/x": f"--save-hf is 'data/ref/x', which is inside --ref-load 'data/ref'; {WHOLE}",
+    "--save-hf .": f"--save-hf is '.', which is above --hf-checkpoint 'data/model'; {WHOLE}",
+    "--save-hf /": f"--save-hf is '/', which is above --hf-checkpoint 'data/model'; {WHOLE}",
+    "--save c --save-hf c": f"--save-hf is 'c', which is the same as --save 'c'; {WHOLE}",
+    "--save c --save-hf c/hf": f"--save-hf is 'c/hf', which is inside --save 'c'; {WHOLE}",
+    "--save c/d --save-hf c": f"--save-hf is 'c', which is above --save 'c/d'; {WHOLE}",
+    "--load old --seed 7 --save-hf old/x": f"--save-hf is 'old/x', which is inside --load 'old'; {WHOLE}",
+    "--output-dir r --save-hf r": f"--save-hf is 'r', which is the same as --output-dir 'r'; {WHOLE}",
+    "--output-dir r/s --save-hf r": f"--save-hf is 'r', which is above --output-dir 'r/s'; {WHOLE}",
+    "--output-dir r --save-hf r/tensorboard/hf": (
+        f"--save-hf is 'r/tensorboard/hf', which is inside the run directory's own tensorboard 'r/tensorboard'; {WHOLE}"
+    ),
+    "--save-hf project": f"--save-hf is 'project' but it holds 'thesis.txt', which this program did not write; {FREE}",
+    "--save-hf data/train.jsonl": (
+        "--save-hf is 'data/train.jsonl' but that is a file; give a directory that can be written."
+    ),
+    "--save-hf /proc": f"--save-hf is '/proc' but that is a mount point; {FREE}",
+    "--output-dir data/train.jsonl": (
+        "--output-dir is 'data/train.jsonl' but that is a file; give a directory that can be written."
+    ),
+    "--save data/train.jsonl/x": (
+        "--save is 'data/train.jsonl/x' but '{cwd}/data/train.jsonl' is a file; give a directory that can be written."
+    ),
+    "--save old": (
+        "--save is 'old' but another run's checkpoints are there, up to iter_0000003; go on from them with "
+        "--load old, or give another --save."
+    ),
+    "--save old --load runs/x/checkpoints": (
+        "--save is 'old' but another run's checkpoints are there, up to iter_0000003; go on from them with "
+        "--load old, or give another --save."
+    ),
+    "--load old": (
+        "--seed is 1234 but the run that --load resumes has 7, and the random state is the checkpoint's; "
+        "set it back to 7 or start afresh with another --save."
+    ),
+    "--use-tensorboard --tb-project-name ../../..": (
+        "--tb-project-name is '../../..', which leads out of the run directory; give a name, for example mine."
+    ),
+    "--use-tensorboard --tb-experiment-name /tmp/x": (
+        "--tb-experiment-name is '/tmp/x', which leads out of the run directory; give a name, for example mine."
+    ),
+}
+
+
+@pytest.mark.parametrize("flags", REFUSED)
+def test_a_place_that_is_not_the_runs_own_is_refused(flags: str, base: list[str]) -> None:
+    before = sorted(Path.cwd().rglob("*"))
+    with pytest.raises(ValueError, match=r"^--") as refusal:
+        configure([*base, *flags.split()], {})
+    assert str(refusal.value) == REFUSED[flags].replace("{cwd}", str(Path.cwd()))
+    assert sorted(Path.cwd().rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--save-hf new/hf",
+        "--save-hf empty",
+        "--save-hf export",
+        "--save-hf export/",
+        "--save-hf data/hf",
+        "--output-dir runs/x --save runs/x/checkpoints --save-hf runs/x/hf",
+        "--load old --save old --seed 7",
+        "--load link/../old --save ./old/ --seed 7",
+        "--load fresh --save ./fresh",
+        "--save empty",
+        "--use-tensorboard --tb-project-name a/b",
+    ],
+)
+def test_a_place_of_its_own_is_accepted(flags: str, base: list[str]) -> None:
+    configure([*base, *flags.split()], {})
+
+
+def test_a_file_with_the_name_of_a_report_is_not_overwritten(base: list[str]) -> None:
+    Path("project/config.yaml").write_text("mine: 1\n")
+    with pytest.raises(ValueError, match=r"--output-dir is 'project' but its config\.yaml is of no run"):
+        configure([*base, "--output-dir", "project"], {})
+
+
+def test_what_stands_in_the_way_of_an_unfinished_export_is_named(base: list[str]) -> None:
+    Path(".hf.unfinished").mkdir()
+    configure([*base, "--save-hf", "hf"], {})
+    Path(".hf.unfinished/thesis.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"--save-hf is 'hf' but '.*/\.hf\.unfinished' is in its way"):
+        configure([*base, "--save-hf", "hf"], {})
+
+
+def test_checkpoints_that_came_after_the_check_are_seen_under_the_lock(base: list[str]) -> None:
+    def hold(arguments: Any) -> None:
+        with held_outputs(arguments.megatron, arguments.reporting, main=True):
+            assert sorted(path.name for path in Path("new").iterdir()) == [".lock"]
+            assert sorted(path.name for path in Path("r").iterdir()) == [".export.lock", ".lock"]
+
+    arguments = configure([*base, "--save", "new", "--output-dir", "r", "--save-hf", "r/export"], {})
+    hold(arguments)
+    assert not list(Path("new").iterdir()) and not list(Path("r").iterdir())
+    Path("new/iter_0000001").mkdir()
+    (Path("new/iter_0000001") / MANIFEST).write_text("")
+    with pytest.raises(ValueError, match="another run's checkpoints are there, up to iter_0000001"):
+        hold(arguments)
