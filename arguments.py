@@ -133,7 +133,7 @@ GROUPS = {
         "sglang_url sglang_router_ip sglang_router_port sglang_launch sglang_server_args sglang_python "
         "sglang_base_port sglang_log_dir sglang_startup_timeout sglang_request_timeout sglang_concurrency "
         "sglang_max_retries sglang_recovery_timeout sglang_weight_sync sglang_weight_dir sglang_sync_address "
-        "sglang_bucket_mb sglang_api_key_env"
+        "sglang_bucket_mb sglang_api_key_env sglang_admin_api_key_env"
     ),
     "sampling": "rollout_temperature rollout_top_p rollout_top_k rollout_stop_token_ids rollout_seed",
     "rewards": "rm_type custom_rm_path",
@@ -190,7 +190,7 @@ METAVARS = {
     "[NAME] PATH": "eval_prompt_data",
     "ID": "rollout_stop_token_ids",
     "NAME": "rollout_correction_preset rm_type tb_project_name tb_experiment_name wandb_project wandb_group "
-    "sglang_api_key_env",
+    "sglang_api_key_env sglang_admin_api_key_env",
 }
 """What --help shows as the value, and the options it stands for; numbers show N (whole) or X."""
 

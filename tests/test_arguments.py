@@ -232,6 +232,12 @@ LANDINGS = [
         "sglang_api_key_env",
         "MY_KEY",
     ),
+    (
+        "--rollout-engine sglang --sglang-url http://a:1 --sglang-admin-api-key-env MY_KEY",
+        "sglang",
+        "sglang_admin_api_key_env",
+        "MY_KEY",
+    ),
     ("--rollout-precision int8", "rollout", "rollout_precision", "int8"),
     ("--update-weights-interval 3", "rollout", "update_weights_interval", 3),
     ("--input-key prompt", "rollout", "input_key", "prompt"),
@@ -306,6 +312,18 @@ def test_every_option_is_landed_or_named_here(base):
         ("--rollout-engine sglang", "no server is named"),
         ("--sglang-url http://a:1", "--sglang-url is set but --rollout-engine is local"),
         ("--rollout-engine sglang --sglang-launch 1 --sglang-api-key s3cret", "--sglang-api-key-env names"),
+        (
+            "--rollout-engine sglang --sglang-launch 1 --sglang-admin-api-key s3cret",
+            "--sglang-admin-api-key-env names",
+        ),
+        (
+            "--rollout-engine sglang --sglang-launch 1 --sglang-ssl-keyfile-password=s3cret",
+            "--sglang-ssl-keyfile-password-env VARIABLE",
+        ),
+        (
+            "--rollout-engine sglang --sglang-launch 1 --rollout-precision fp8",
+            "--rollout-precision is fp8 but --rollout-engine is sglang, whose servers have a precision of their own",
+        ),
         ("--rollout-engine sglang --sglang-launch 1 --sglang-port 1", "--sglang-base-port"),
         ("--rollout-engine sglang --sglang-ulr http://a:1", "did you mean --sglang-url?"),
         ("--rollout-engine sglang --sglang-url http://a:1 --rollout-top-p 0.9", "could not use the same distribution"),

@@ -19,7 +19,8 @@ class RolloutConfig:
     SGLang servers over HTTP."""
 
     rollout_precision: Literal["fp32", "bf16", "fp8", "int8"] = "fp32"
-    """Precision of the local engine's own copy of the weights; below fp32 the mismatch with training is real."""
+    """Precision of the local engine's own copy of the weights; below fp32 the mismatch with training is real. SGLang
+    servers have their own (--sglang-dtype, --sglang-quantization)."""
 
     update_weights_interval: int = 1
     """Rollouts between two weight updates of the engine, a count; N makes samples up to N steps stale."""
@@ -90,7 +91,8 @@ class RolloutConfig:
     """Visit the prompts in a new order every epoch."""
 
     rollout_seed: int = 42
-    """Seed of sampling and shuffling, an integer."""
+    """Seed of sampling and shuffling, an integer; SGLang servers sample by it only where they are started with
+    --enable-deterministic-inference."""
 
     rollout_stop_token_ids: tuple[int, ...] | None = None
     """Token ids that end a response besides the tokenizer's end of sequence."""
@@ -170,6 +172,11 @@ def _check_choices(config: RolloutConfig) -> None:
         value = getattr(config, name)
         if value is not None and value not in known:
             raise ValueError(f"{flag(name)} is {value!r} but must be one of {', '.join(known)}.")
+    if config.rollout_engine == "sglang" and config.rollout_precision != "fp32":
+        raise ValueError(
+            f"--rollout-precision is {config.rollout_precision} but --rollout-engine is sglang, whose servers have a "
+            "precision of their own; leave it out, and start them with --dtype or --quantization."
+        )
 
 
 def _check_counts(config: RolloutConfig) -> None:

@@ -27,6 +27,7 @@ class Batch:
         *,
         want: int | None = None,
         longest_input: int | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         """Asks nothing yet.
 
@@ -37,9 +38,11 @@ class Batch:
           pool: of servers.
           want: groups after which the rest is aborted; None waits for all.
           longest_input: most tokens that all servers take.
+          vocab_size: ids of the model, which no answer may exceed; None does not look.
         """
         self.groups = groups
-        self._name, self._sampling, self._pool, self._longest_input = name, sampling, pool, longest_input
+        self._name, self._sampling, self._pool = name, sampling, pool
+        self._longest_input, self._vocab_size = longest_input, vocab_size
         self._want = len(groups) if want is None else want
         self._open = [sum(job.finish_reason is None for job in group) for group in groups]
         self._complete = self._open.count(0)
@@ -107,13 +110,14 @@ class Batch:
         request_id = f"{name}-t{job.tries % 1000:03d}"
         job.tries += 1
         job.request = server, request_id
+        seed = job.seed if self._pool.takes_seeds(server) else None
         try:
             answer = await server.generate(
-                generate_payload(job.input_ids, self._sampling, limit=job.left, request_id=request_id)
+                generate_payload(job.input_ids, self._sampling, limit=job.left, request_id=request_id, seed=seed)
             )
-            completion = parse_generation(answer, limit=job.left)
+            completion = parse_generation(answer, limit=job.left, vocab_size=self._vocab_size)
         except MalformedAnswer as error:
-            raise ServerError(f"{server.url} gave an answer that cannot be used: {error}.") from None
+            raise server.malformed("/generate", str(error)) from None
         finally:
             job.request = None
         versions = [first] * len(completion.token_ids) if completion.versions is None else completion.versions

@@ -11,7 +11,7 @@ from typing import Literal
 from urllib.parse import SplitResult, urlsplit
 
 from slime_tis.rollout.config import flag
-from slime_tis.rollout.sglang.server_flags import OWN
+from slime_tis.rollout.sglang.server_flags import OWN, check_server_flag
 
 WEIGHT_SYNCS = ("distributed", "disk")
 
@@ -78,6 +78,10 @@ class SGLangConfig:
     sglang_api_key_env: str = "SGLANG_API_KEY"
     """Name of the environment variable that holds the servers' API key; the key itself is never a flag."""
 
+    sglang_admin_api_key_env: str = "SGLANG_ADMIN_API_KEY"
+    """Name of the environment variable that holds the servers' admin key, which SGLang wants for weights, pauses and
+    aborts where it was started with one; unset or empty means that the API key does."""
+
     def __post_init__(self) -> None:
         if self.sglang_weight_sync not in WEIGHT_SYNCS:
             known = ", ".join(WEIGHT_SYNCS)
@@ -86,7 +90,8 @@ class SGLangConfig:
         _check_sources(self)
         _check_only_with(self)
         _check_server_args(self.sglang_server_args or ())
-        _check_key_name(self.sglang_api_key_env)
+        for name in ("sglang_api_key_env", "sglang_admin_api_key_env"):
+            _check_key_name(flag(name), getattr(self, name))
 
     @property
     def server_urls(self) -> tuple[str, ...]:
@@ -104,6 +109,11 @@ class SGLangConfig:
     def api_key(self) -> str | None:
         """The key in the environment variable, or None where it is unset or empty; not to be logged."""
         return os.environ.get(self.sglang_api_key_env) or None
+
+    @property
+    def admin_api_key(self) -> str | None:
+        """The admin key in its environment variable, or None where it is unset or empty; not to be logged."""
+        return os.environ.get(self.sglang_admin_api_key_env) or None
 
     def check_has_servers(self) -> None:
         """Refuses a configuration that names no server.
@@ -125,7 +135,7 @@ def normalized_url(url: str) -> str:
       ValueError: another scheme, no host, a bad port, or more than an address: credentials, a query, a fragment.
     """
     parts = _split(url)
-    if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
+    if parts is None or not url.isprintable() or parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(f"--sglang-url is {_shown(url)!r} but must be http://HOST:PORT or https://HOST:PORT.")
     if parts.username is not None or parts.password is not None:
         raise ValueError(
@@ -228,8 +238,12 @@ def _check_only_with(config: SGLangConfig) -> None:
 
 
 def _check_server_args(args: Sequence[str]) -> None:
-    """Refuses flags that the run sets itself, in any spelling that argparse takes."""
-    for name in (arg.split("=")[0] for arg in args if arg.startswith("--")):
+    """Refuses flags that the run sets itself, in any spelling that argparse takes, and secrets, unseen."""
+    for place, (name, equals, value) in enumerate(arg.partition("=") for arg in args):
+        if not name.startswith("--"):
+            continue
+        variable = value if equals else next(iter(args[place + 1 : place + 2]), "")
+        check_server_flag(f"--sglang-server-args has {name}", name[2:], variable)
         for own, instead in OWN.items():
             if own.startswith(name[2:]) and len(name) > 3:
                 raise ValueError(f"--sglang-server-args has {name}, which the run sets itself; {instead}.")
@@ -237,9 +251,7 @@ def _check_server_args(args: Sequence[str]) -> None:
         raise ValueError(f"--sglang-server-args begins with {args[0]!r} but must begin with a flag, such as --tp-size.")
 
 
-def _check_key_name(name: str) -> None:
+def _check_key_name(name: str, value: str) -> None:
     """The name of a variable, not a key that was put there by mistake: the value is not repeated."""
-    if not name.isidentifier():
-        raise ValueError(
-            "--sglang-api-key-env must be the name of an environment variable, such as SGLANG_API_KEY, not the key."
-        )
+    if not value.isidentifier():
+        raise ValueError(f"{name} must be the name of an environment variable, such as SGLANG_API_KEY, not the key.")

@@ -40,7 +40,7 @@ async def each(
     passed = []
     for server, outcome in zip(servers, outcomes, strict=True):
         if isinstance(outcome, (ServerError, RequestRefused, UpdateFailed)):
-            reasons[server.url] = str(outcome)
+            reasons[server.url] = server.quoted(str(outcome))
         elif isinstance(outcome, BaseException):
             raise outcome
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import secrets
 from collections.abc import Callable, Iterable, Sequence
@@ -32,8 +33,9 @@ class SGLangEngine:
     """Samples with SGLang servers, as `engine.RolloutEngine` asks.
 
     The first rank of a torch.distributed job talks to the servers, from a thread of its own, so that rollouts go on
-    while the caller trains; all ranks get the same samples. Servers draw their own random numbers: a seed does not
-    make their samples the same again.
+    while the caller trains; all ranks get the same samples. Servers draw their own random numbers, so that samples
+    are not the same again in an equal run, unless they are started with --enable-deterministic-inference: then each
+    response has a seed of its own.
     """
 
     stale_weights_travel = False
@@ -82,7 +84,13 @@ class SGLangEngine:
 
         def open_fleet() -> int | None:
             self._fleet = Fleet(
-                config, hf_checkpoint, log_dir=output_dir, device=device, patience=patience, weight_sync=weight_sync
+                config,
+                hf_checkpoint,
+                log_dir=output_dir,
+                device=device,
+                vocab_size=self._vocab_size,
+                patience=patience,
+                weight_sync=weight_sync,
             )
             return self._fleet.longest_input
 
@@ -96,7 +104,7 @@ class SGLangEngine:
         Args:
           prompts: a group of responses each.
           sampling: how to sample.
-          seed: not used: servers draw their own random numbers.
+          seed: of the rollout; it has an effect on servers that take a seed with each request.
           want: groups that are waited for, the earliest of those that are complete; the others are aborted, kept as
             `unfinished`, and gone on with by the next call that has a `want`, before its own prompts.
 
@@ -107,6 +115,9 @@ class SGLangEngine:
         fresh = [[self._job(prompt, sampling) for _ in range(sampling.n_samples)] for prompt in prompts]
         carried = [] if want is None else [[self._resumed(sample, sampling) for sample in g] for g in self._unfinished]
         groups = [*carried, *fresh]
+        for group, jobs in enumerate(groups):
+            for place, job in enumerate(jobs):
+                job.seed = response_seed(seed, group, place)
         self._check_want(want, len(groups))
         batch, future = None, None
         if self._fleet is not None:
@@ -243,12 +254,17 @@ class InFlight:
         """Waits for the groups; a collective.
 
         Raises:
-          EngineLost: no server is left to finish it.
-          ValueError: a server says that a request is wrong.
+          EngineLost: no server is left to finish it, or one says that a request is wrong.
         """
         if self._groups is None:
             self._groups = self._engine.collect(self._batch, self._future, self._want)
         return self._groups
+
+
+def response_seed(seed: int, group: int, place: int) -> int:
+    """The seed of one response of a rollout, 63 bits of a hash: equal seeds would give a group equal responses."""
+    digest = hashlib.sha256(f"{seed} {group} {place}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
 
 
 def _model_sizes(hf_checkpoint: Path) -> tuple[int | None, int | None]:

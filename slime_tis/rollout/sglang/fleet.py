@@ -13,9 +13,10 @@ from pathlib import Path
 import httpx
 import torch
 
-from slime_tis.rollout.engine import WeightSource
+from slime_tis.rollout.engine import EngineLost, WeightSource
 from slime_tis.rollout.sample import Sampling
 from slime_tis.rollout.sglang.batch import Batch
+from slime_tis.rollout.sglang.client import make_client
 from slime_tis.rollout.sglang.config import SGLangConfig
 from slime_tis.rollout.sglang.job import Job
 from slime_tis.rollout.sglang.launch import LaunchedServers
@@ -24,7 +25,7 @@ from slime_tis.rollout.sglang.member import Patience
 from slime_tis.rollout.sglang.messages import MalformedAnswer, parse_scores, scoring_payload
 from slime_tis.rollout.sglang.pool import Pool
 from slime_tis.rollout.sglang.router import workers_of
-from slime_tis.rollout.sglang.server import Server, ServerError, make_client
+from slime_tis.rollout.sglang.server import MalformedResponse, RequestRefused, Server, ServerError
 from slime_tis.rollout.sglang.tasks import end, within
 from slime_tis.rollout.sglang.weights import WeightSync, build_weight_sync
 
@@ -48,6 +49,7 @@ class Fleet:
         *,
         log_dir: Path,
         device: torch.device | str,
+        vocab_size: int | None = None,
         patience: Patience | None = None,
         weight_sync: WeightSync | None = None,
     ) -> None:
@@ -58,6 +60,7 @@ class Fleet:
           hf_checkpoint: of the model.
           log_dir: for the output of servers that are started.
           device: of this process.
+          vocab_size: ids of the model, which no answer may exceed; None does not look.
           patience: how long to wait for servers; None is as the config says.
           weight_sync: the way of new weights; None is as the config says.
 
@@ -67,6 +70,7 @@ class Fleet:
         """
         config.check_has_servers()
         self._config, self._patience = config, patience or Patience(recovery=config.sglang_recovery_timeout)
+        self._vocab_size = vocab_size
         self._launched: LaunchedServers | None = None
         self._changed = threading.Event()
         self._needing: set[Server] = set()
@@ -79,7 +83,7 @@ class Fleet:
                 self._launched = LaunchedServers(config, hf_checkpoint, log_dir)
                 stack.callback(self._launched.stop)
                 urls = self._launched.start()
-            client = make_client(config.api_key)
+            client = make_client(config.api_key, config.admin_api_key)
             self._loop = LoopThread("sglang")
             stack.callback(self._loop.close)
             stack.callback(lambda: self._loop.run(client.aclose()))
@@ -101,7 +105,15 @@ class Fleet:
         self, name: str, groups: Sequence[Sequence[Job]], sampling: Sampling, want: int | None
     ) -> tuple[Batch, Future[None]]:
         """Starts sampling; the future is done when the batch is."""
-        batch = Batch(name, groups, sampling, self._pool, want=want, longest_input=self.longest_input)
+        batch = Batch(
+            name,
+            groups,
+            sampling,
+            self._pool,
+            want=want,
+            longest_input=self.longest_input,
+            vocab_size=self._vocab_size,
+        )
         future = self._loop.start(self._run(batch))
         future.add_done_callback(lambda _: self._changed.set())
         return batch, future
@@ -122,8 +134,7 @@ class Fleet:
           safe_point: called every second or so; what it raises ends the wait, while the batch goes on.
 
         Raises:
-          EngineLost: no server is left.
-          ValueError: a server says that a request is wrong.
+          EngineLost: no server is left, or one says that a request is wrong.
         """
         while not future.done():
             self._changed.wait(WAIT)
@@ -135,6 +146,8 @@ class Fleet:
             future.result()
         except CancelledError:
             raise RuntimeError("the engine was closed while a rollout was in flight.") from None
+        except RequestRefused as error:
+            raise EngineLost(str(error)) from None
 
     def update(self, weights: WeightSource, version: int) -> None:
         """Gives all servers that answer new weights; those that fail are taken out."""
@@ -144,7 +157,7 @@ class Fleet:
         """Log-probs of all tokens but the first, by the URL of each server that may be asked.
 
         Raises:
-          ValueError: a server gives none that could be used.
+          EngineLost: a server gives none that could be used.
         """
         return self._loop.run(self._score(token_ids))
 
@@ -239,7 +252,9 @@ class Fleet:
             try:
                 return parse_scores(await server.generate(scoring_payload(token_ids)), token_ids)
             except MalformedAnswer as error:
-                raise ValueError(f"{server.url} gives log-probs that cannot be used: {error}.") from None
+                raise EngineLost(str(server.malformed("/generate", str(error)))) from None
+            except (MalformedResponse, RequestRefused) as error:
+                raise EngineLost(str(error)) from None
             except ServerError as error:
                 logger.warning("a probe of the weights failed: %s", error)
                 return None

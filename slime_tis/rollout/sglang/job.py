@@ -21,6 +21,8 @@ class Job:
     prompt: Prompt
     limit: int
     """Most tokens of the response."""
+    seed: int | None = None
+    """Of its random numbers, for servers that take one."""
     token_ids: list[int] = field(default_factory=list)
     """Sampled so far."""
     log_probs: list[float] = field(default_factory=list)

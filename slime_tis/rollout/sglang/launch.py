@@ -183,8 +183,9 @@ def _check_runs(server: _Launched) -> None:
 def _is_up(client: httpx.Client, server: _Launched) -> bool:
     """Whether it answers that it is well; that another program's server does is an error."""
     try:
-        if client.get(f"{server.url}/health").status_code != 200:
-            return False
+        with client.stream("GET", f"{server.url}/health") as response:  # what it says is not read
+            if response.status_code != 200:
+                return False
     except httpx.HTTPError:
         return False
     assert server.process is not None

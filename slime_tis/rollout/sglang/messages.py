@@ -1,9 +1,13 @@
-"""What is said to an SGLang server and what it answers; pure functions, checked against answers of real servers."""
+"""What is said to an SGLang server and what it answers; pure functions, checked against answers of real servers.
+
+Nothing in an answer is believed unchecked: a server may be broken, another program, or run another model.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import cast
 
@@ -12,6 +16,20 @@ from slime_tis.rollout.sample import FinishReason, Sampling
 FINISH_REASONS = ("stop", "length", "abort")
 LARGEST_LOG_PROB = 1e-3
 """A probability of 1 may come out a little above it in half precision; what exceeds this is no log-prob."""
+BYTES_PER_TOKEN = 256
+"""Most of an answer that one token takes, in bytes, averaged over the answer: its id, its log-prob at full precision, a
+span of weight versions and its text, which real answers put into 50 to 80."""
+ANSWER_BYTES = 256 << 10
+"""Of an answer besides its tokens, at most, in bytes."""
+LONGEST_SHOWN = 80
+"""Characters of a value in a message."""
+LONGEST_NAME = 128
+"""Characters of a name of weights."""
+LARGEST_VERSION = 2**53
+LARGEST_COUNT = 1 << 16
+"""Ranks of one kind that a server can have."""
+LONGEST_CONTEXT = 1 << 32
+"""Tokens."""
 NEUTRAL = {"min_p": 0.0, "repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
 """Sent along, so that defaults of the server or of the checkpoint cannot change the distribution."""
 
@@ -65,8 +83,13 @@ class Capabilities:
     dp_size: int = 1
     """Replicas behind one address."""
 
+    is_deterministic: bool = False
+    """Whether it samples with the seed that a request names, under --enable-deterministic-inference."""
 
-def generate_payload(input_ids: Sequence[int], sampling: Sampling, *, limit: int, request_id: str) -> dict[str, object]:
+
+def generate_payload(
+    input_ids: Sequence[int], sampling: Sampling, *, limit: int, request_id: str, seed: int | None = None
+) -> dict[str, object]:
     """The body of POST /generate for one sample.
 
     Args:
@@ -75,6 +98,7 @@ def generate_payload(input_ids: Sequence[int], sampling: Sampling, *, limit: int
       limit: most tokens that may still be sampled.
       request_id: to abort it by. The server aborts all that begin with the same characters, so that ids must have
         one width.
+      seed: of the response, for a server that takes one: the token at a place follows from seed, place and weights.
     """
     parameters: dict[str, object] = {
         "temperature": sampling.temperature,
@@ -85,6 +109,8 @@ def generate_payload(input_ids: Sequence[int], sampling: Sampling, *, limit: int
     }
     if sampling.stop_token_ids:
         parameters["stop_token_ids"] = list(sampling.stop_token_ids)
+    if seed is not None:
+        parameters["sampling_seed"] = seed
     return {
         "rid": request_id,
         "input_ids": list(input_ids),
@@ -103,30 +129,49 @@ def scoring_payload(input_ids: Sequence[int]) -> dict[str, object]:
     }
 
 
-def parse_generation(answer: object, *, limit: int, default_version: int = 0) -> Completion:
+def answer_bytes(payload: Mapping[str, object]) -> int:
+    """The largest answer to POST /generate that a server can have good reason to give, in bytes.
+
+    `ANSWER_BYTES` + `BYTES_PER_TOKEN` · (tokens to sample + tokens to score). Decoding that much JSON holds up the
+    other requests of the loop for less than half a second at 32,768 tokens.
+
+    Args:
+      payload: of `generate_payload` or `scoring_payload`.
+    """
+    tokens = cast(Mapping[str, int], payload["sampling_params"])["max_new_tokens"]
+    if "logprob_start_len" in payload:
+        tokens += len(cast(Sequence[int], payload["input_ids"]))
+    return ANSWER_BYTES + BYTES_PER_TOKEN * tokens
+
+
+def parse_generation(
+    answer: object, *, limit: int, vocab_size: int | None = None, default_version: int = 0
+) -> Completion:
     """Takes the answer to `generate_payload` apart, and believes none of it unchecked.
 
     Args:
       answer: decoded JSON.
       limit: most tokens that were asked for; fewer may come, at the end of the context.
+      vocab_size: ids that the model has; None does not look.
       default_version: of weights whose name is no number, which are those the server started with.
 
     Raises:
-      MalformedAnswer: log-probs are missing, too few, NaN, null or positive, belong to other tokens, or versions do
-        not cover the tokens.
+      MalformedAnswer: log-probs are missing, too few, NaN, null or positive, belong to other tokens, tokens lie
+        outside of the vocabulary, or versions do not cover the tokens or go backwards.
     """
     meta = _mapping(_field(answer, "meta_info"), "meta_info")
     reason = _mapping(_field(meta, "finish_reason"), "finish_reason").get("type")
     if reason not in FINISH_REASONS:
-        raise MalformedAnswer(f"finish_reason is {reason!r}")
+        raise MalformedAnswer(f"finish_reason is {shown(reason)}")
     output_ids = _mapping(answer, "the answer").get("output_ids")
     found = [] if output_ids == [] else _field(meta, "output_token_logprobs")
     entries = _sequence(found, "output_token_logprobs")
     token_ids = [_entry(entry)[1] for entry in entries] if output_ids is None else _token_ids(output_ids)
+    _check_vocabulary(token_ids, vocab_size)
     log_probs = _log_probs(entries, token_ids)
     told = meta.get("completion_tokens")
     if told is not None and told != len(token_ids):
-        raise MalformedAnswer(f"it has {len(token_ids)} tokens and says that they are {told}")
+        raise MalformedAnswer(f"it has {len(token_ids)} tokens and says that they are {shown(told)}")
     if len(token_ids) > limit:
         raise MalformedAnswer(f"it has {len(token_ids)} tokens where {limit} were asked for")
     if not token_ids and reason != "abort":
@@ -157,24 +202,58 @@ def parse_info(model_info: Mapping[str, object], server_info: Mapping[str, objec
     """What /model_info and /server_info say; the latter also holds the API key, and is not to be logged.
 
     The weight version stands in the former: the latter keeps that of the start.
+
+    Raises:
+      MalformedAnswer: sizes that no server has, or a name of weights that cannot be one.
     """
     longest = server_info.get("max_req_input_len")
     version, weight_version = server_info.get("version"), model_info.get("weight_version")
+    if weight_version is not None:
+        version_number(weight_version)
     return Capabilities(
-        version=None if version is None else str(version),
+        version=None if version is None else shown(version).strip("'"),
         weight_version=None if weight_version is None else str(weight_version),
-        longest_input=longest - 1 if isinstance(longest, int) else None,
-        **{name: _count(server_info.get(name)) for name in ("tp_size", "pp_size", "dp_size")},
+        longest_input=None if longest is None else _count(longest, "max_req_input_len", LONGEST_CONTEXT) - 1,
+        is_deterministic=server_info.get("enable_deterministic_inference") is True,
+        **{
+            name: 1 if server_info.get(name) is None else _count(server_info[name], name, LARGEST_COUNT)
+            for name in ("tp_size", "pp_size", "dp_size")
+        },
     )
 
 
-def version_number(name: str | None, default_version: int = 0) -> int:
-    """Our version of the weights that a server names: a decimal number, else those it started with."""
-    return int(name) if name is not None and name.isascii() and name.isdecimal() else default_version
+def version_number(name: object, default_version: int = 0) -> int:
+    """Our version of the weights that a server names: a decimal number, else those it started with.
+
+    Raises:
+      MalformedAnswer: the name is neither of the two: no text, far too long, or a number that no version has.
+    """
+    if name is None:
+        return default_version
+    if type(name) is int:
+        name = str(name) if 0 <= name <= LARGEST_VERSION else "-1"
+    if not isinstance(name, str) or len(name) > LONGEST_NAME:
+        raise MalformedAnswer(f"the name of its weights is {shown(name)}")
+    if name.isascii() and name.isdecimal() and int(name) <= LARGEST_VERSION:
+        return int(name)
+    if name.isascii() and name.lstrip("+-").replace(".", "", 1).isdecimal():
+        raise MalformedAnswer(f"the version of its weights is {shown(name)}")
+    return default_version
 
 
-def _count(value: object) -> int:
-    return value if isinstance(value, int) and value > 0 else 1
+def shown(value: object, longest: int = LONGEST_SHOWN) -> str:
+    """A value of an answer for a message: its repr, in which control characters are escaped, cut."""
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # nested deeply, or a number of thousands of digits
+        return f"a {type(value).__name__} that cannot be shown"
+    return text if len(text) <= longest else text[:longest] + "…"
+
+
+def _count(value: object, name: str, largest: int) -> int:
+    if type(value) is not int or not 0 < value <= largest:
+        raise MalformedAnswer(f"{name} is {shown(value)}")
+    return value
 
 
 def _field(answer: object, name: str) -> object:
@@ -200,8 +279,17 @@ def _token_ids(value: object) -> list[int]:
     ids = _sequence(value, "output_ids")
     for token in ids:
         if type(token) is not int or token < 0:
-            raise MalformedAnswer(f"output_ids has {token!r}")
+            raise MalformedAnswer(f"output_ids has {shown(token)}")
     return cast(list[int], ids)
+
+
+def _check_vocabulary(token_ids: Sequence[int], vocab_size: int | None) -> None:
+    if vocab_size is None or not token_ids or max(token_ids) < vocab_size:
+        return
+    raise MalformedAnswer(
+        f"it has token {shown(max(token_ids))}, but the vocabulary of --hf-checkpoint ends at {vocab_size - 1}; see "
+        "that the server runs the same model"
+    )
 
 
 def _log_probs(entries: list[object], token_ids: list[int]) -> list[float]:
@@ -212,7 +300,7 @@ def _log_probs(entries: list[object], token_ids: list[int]) -> list[float]:
     for place, (entry, token_id) in enumerate(zip(entries, token_ids, strict=True)):
         log_prob, of_token = _entry(entry)
         if of_token != token_id:
-            raise MalformedAnswer(f"log-prob {place} is of token {of_token}, but the token is {token_id}")
+            raise MalformedAnswer(f"log-prob {place} is of token {shown(of_token)}, but the token is {token_id}")
         if not math.isfinite(log_prob) or log_prob > LARGEST_LOG_PROB:
             raise MalformedAnswer(f"log-prob {place} is {log_prob}")
         log_probs.append(min(log_prob, 0.0))
@@ -221,23 +309,33 @@ def _log_probs(entries: list[object], token_ids: list[int]) -> list[float]:
 
 def _entry(entry: object) -> tuple[float, int]:
     match entry:
-        case [float() | int() as log_prob, int() as token_id, *_] if not isinstance(log_prob, bool):
-            return float(log_prob), token_id
-    raise MalformedAnswer(f"a log-prob is {str(entry)[:60]}")
+        case [float() | int() as log_prob, int() as token_id, *_] if not (
+            isinstance(log_prob, bool) or isinstance(token_id, bool)
+        ):
+            with suppress(OverflowError):  # an integer of hundreds of digits
+                return float(log_prob), token_id
+    raise MalformedAnswer(f"a log-prob is {shown(entry)}")
 
 
 def _versions(meta: Mapping[str, object], length: int, default_version: int) -> list[int] | None:
     spans = meta.get("weight_versions")
     if spans is None:
         name = meta.get("weight_version")
-        return None if name is None else [version_number(str(name), default_version)] * length
+        return None if name is None else [version_number(name, default_version)] * length
     versions: list[int] = []
+    newest = 0
     for span in _sequence(spans, "weight_versions"):
         match span:
             case {"version": name, "start": int() as start, "end": int() as end} if start == len(versions) <= end:
-                versions += [version_number(str(name), default_version)] * (end - start)
+                version = version_number(name, default_version)
             case _:
-                raise MalformedAnswer(f"weight_versions has {str(span)[:80]} after {len(versions)} tokens")
+                raise MalformedAnswer(f"weight_versions has {shown(span)} after {len(versions)} tokens")
+        if end > length:
+            raise MalformedAnswer(f"weight_versions covers {shown(end)} tokens of {length}")
+        if version < newest:
+            raise MalformedAnswer(f"weight_versions goes back from {newest} to {version}")
+        versions += [version] * (end - start)
+        newest = version
     if len(versions) != length:
         raise MalformedAnswer(f"weight_versions covers {len(versions)} tokens of {length}")
     return versions

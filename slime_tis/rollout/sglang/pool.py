@@ -12,10 +12,13 @@ from typing import TypeVar
 from slime_tis.rollout.engine import EngineLost
 from slime_tis.rollout.sglang.member import Member, Patience
 from slime_tis.rollout.sglang.roster import Roster
-from slime_tis.rollout.sglang.server import Server, ServerError
+from slime_tis.rollout.sglang.server import RequestRefused, Server, ServerError
 from slime_tis.rollout.sglang.tasks import end
 
 Result = TypeVar("Result")
+
+ELSEWHERE = (401, 403, 404, 405)
+"""Refusals of a request that say nothing of the request: another key, or another program at the address."""
 
 
 class WeightsLost(ServerError):
@@ -102,7 +105,9 @@ class Pool:
                 result = await _attempt(member, request)
                 member.answered = True
                 return result
-            except ServerError as error:
+            except (ServerError, RequestRefused) as error:
+                if isinstance(error, RequestRefused) and error.status not in ELSEWHERE:
+                    raise
                 self._note_failure(member, error)
                 failures += 1
                 if failures > self._max_retries:
@@ -121,6 +126,12 @@ class Pool:
         """The weights that a request to this server begins with; for a router, those that its servers must have."""
         member = self._roster.members.get(server)
         return self.version if member is None else member.version
+
+    def takes_seeds(self, server: Server) -> bool:
+        """Whether a request to this server may name a seed; of a router, whether one of its servers takes them."""
+        return (
+            server.takes_seeds if server in self._roster.members else any(m.takes_seeds for m in self._roster.members)
+        )
 
     def check_versions(self, server: Server, first: int, versions: Iterable[int]) -> None:
         """Looks whether an answer comes from weights that its server was given.
@@ -178,9 +189,10 @@ class Pool:
             "deaths": roster.deaths,
             "returns": roster.returns,
             "live_servers": len(roster.fit()),
+            "malformed_responses": sum(member.server.malformed_responses for member in roster.everyone),
         }
 
-    def _note_failure(self, member: Member, error: ServerError) -> None:
+    def _note_failure(self, member: Member, error: ServerError | RequestRefused) -> None:
         if isinstance(error, WeightsLost):
             self._roster.weights_lost(member, str(error))
         else:

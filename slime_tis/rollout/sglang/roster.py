@@ -64,6 +64,11 @@ class Roster:
         self._dark_since: float | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
+    @property
+    def everyone(self) -> list[Member]:
+        """The servers, and the router where there is one."""
+        return [*self.members.values(), *([self.router] if self.router else [])]
+
     async def start(self, timeout: float) -> None:
         """Waits until all servers answer, or some of them after `timeout` seconds, and goes on watching them.
 
@@ -71,7 +76,7 @@ class Roster:
           EngineLost: none answers.
           RequestRefused: the key is wrong, or something else than an SGLang server answers.
         """
-        everyone = [*self.members.values(), *([self.router] if self.router else [])]
+        everyone = self.everyone
         looks = [asyncio.ensure_future(self._first_answer(member)) for member in everyone]
         try:
             done, _ = await asyncio.wait(looks, timeout=timeout, return_when=asyncio.FIRST_EXCEPTION)
@@ -216,7 +221,8 @@ class Roster:
         if member.holds_weights:
             try:
                 info = await member.server.info()
-            except ServerError:
+            except ServerError as error:
+                member.reason = member.reason if member.seen else str(error)
                 return
             name, member.longest_input = info.weight_version, info.longest_input
         if not self.idle.is_set() or member.state != "dead":
@@ -241,7 +247,8 @@ class Roster:
                 continue
             lost = version_number(name) != member.version and pushes == member.pushes
             if lost and member.state == "live" and self.idle.is_set():
-                self.weights_lost(member, f"it has weights {name!r}, not those it was given.")
+                reason = member.server.quoted(f"it has weights {name!r}, not those it was given.")
+                self.weights_lost(member, reason)
 
     async def _keep_time(self) -> None:
         """Gives up once no server has been left for long enough."""

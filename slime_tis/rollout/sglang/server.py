@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 import httpx
 
-from slime_tis.rollout.sglang.messages import Capabilities, parse_info
+from slime_tis.rollout.sglang.client import CONTROL_BYTES, ERROR_BYTES, Answer, UnusableAnswer, fetch, redactor_of
+from slime_tis.rollout.sglang.messages import Capabilities, MalformedAnswer, answer_bytes, parse_info, shown
 from slime_tis.rollout.sglang.tasks import end, within
 
-CONNECT_TIMEOUT = 10.0
-"""Longest wait for a connection, in seconds."""
 HEALTH_TIMEOUT = 25.0
 """Longest wait for /health, in seconds: it samples a token and gives up by itself after 20."""
 ABORT_TIMEOUT = 20.0
@@ -22,17 +20,16 @@ ABORT_INTERVAL = 0.5
 """Time between two tries to abort a request, in seconds: the server ignores one that it has not read yet."""
 LEAVE_TIMEOUT = 5.0
 """Longest wait for a server to take note that a request is to be aborted, in seconds."""
-IDLE_TIMEOUT = 2.0
-"""Time after which an idle connection is given up, in seconds: servers do so after 5, and a request that is sent
-while they do is lost."""
-LONGEST_WORDS = 400
-"""Characters of a server's own words in a sentence."""
 RETRIED_STATUS = (408, 425, 429)
 """Refusals that are none of the request's fault, besides 5xx."""
 
 
 class ServerError(Exception):
     """A server failed at a request that another one may answer; the sentence says which and how."""
+
+
+class MalformedResponse(ServerError):
+    """A server answered, but not what can be used: too much, compressed, no JSON, or contents that cannot be."""
 
 
 class RequestRefused(ValueError):
@@ -45,44 +42,6 @@ class RequestRefused(ValueError):
         """
         super().__init__(sentence)
         self.status = status
-
-
-class _Bearer(httpx.Auth):
-    """Puts the API key on requests as they leave, so that it stands nowhere else."""
-
-    def __init__(self, api_key: str) -> None:
-        self.api_key = api_key
-
-    def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
-        request.headers["Authorization"] = f"Bearer {self.api_key}"
-        yield request
-
-    async def async_auth_flow(self, request: httpx.Request) -> AsyncGenerator[httpx.Request, httpx.Response]:
-        request.headers["Authorization"] = f"Bearer {self.api_key}"
-        yield request
-
-
-def make_client(api_key: str | None) -> httpx.AsyncClient:
-    """The HTTP client of all servers; the pool bounds the requests, and the client does not.
-
-    Args:
-      api_key: of the servers; it appears in no log, exception or representation.
-
-    Raises:
-      ValueError: a key that cannot stand in a header.
-    """
-    if api_key is not None and not (api_key.isascii() and api_key.isprintable() and " " not in api_key):
-        raise ValueError(
-            "the API key has characters that cannot be sent; set the variable that --sglang-api-key-env names anew, "
-            "without spaces and line ends."
-        )
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # else a line for every request
-    return httpx.AsyncClient(
-        auth=None if api_key is None else _Bearer(api_key),
-        timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT),
-        limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=IDLE_TIMEOUT),
-        trust_env=False,
-    )
 
 
 class Server:
@@ -111,7 +70,11 @@ class Server:
         self.url = url
         self.has_spans: bool | None = None
         """Whether its answers tell the weights of every token; None before the first."""
-        self._client, self._timeout = client, timeout
+        self.takes_seeds = False
+        """Whether it samples with the seed of each request; its own flag decides, which `info` reads."""
+        self.malformed_responses = 0
+        """Answers so far that could not be used, a count."""
+        self._client, self._timeout, self._redactor = client, timeout, redactor_of(client)
         self._abort_timeout, self._health_timeout = abort_timeout, health_timeout
         self._behind = behind
         self._leaving: set[asyncio.Task[None]] = set()
@@ -135,24 +98,29 @@ class Server:
         """What it says about itself.
 
         Raises:
-          ServerError: it does not answer.
+          ServerError: it does not answer, or not what could be true.
           RequestRefused: the key is wrong, or this is no SGLang server.
         """
         model_info = await self._first_known("/model_info", "/get_model_info")
         server_info = await self._first_known("/server_info", "/get_server_info")
-        return parse_info(model_info, server_info)
+        try:
+            info = parse_info(model_info, server_info)
+        except MalformedAnswer as error:
+            raise self.malformed("/server_info", str(error)) from None
+        self.takes_seeds = info.is_deterministic
+        return info
 
     async def generate(self, payload: Mapping[str, object]) -> object:
-        """The answer to a request as decoded JSON; what is in it is not looked at.
+        """The answer to a request as decoded JSON; what is in it is not looked at, but its size.
 
         One that takes too long is aborted, and answered with what has been sampled. When this call is cancelled the
         request is aborted, too.
 
         Raises:
-          ServerError: no answer, or none that is JSON.
+          ServerError: no answer, none that is JSON, or a larger one than the tokens asked for can make.
           RequestRefused: the server says that the request is wrong.
         """
-        request = asyncio.ensure_future(self._ask("POST", "/generate", payload, None))
+        request = asyncio.ensure_future(self._ask("POST", "/generate", payload, None, answer_bytes(payload)))
         request_id = payload.get("rid")
         try:
             await asyncio.wait({request}, timeout=self._timeout)
@@ -160,7 +128,7 @@ class Server:
                 await self._abort_until_done(request, request_id)
             if not request.done():
                 raise ServerError(f"{self.url} did not answer within {self._timeout:g} s.")
-            return self._json(request.result())
+            return self._json("/generate", request.result())
         finally:
             if not request.done() and isinstance(request_id, str):
                 self._leave(request_id)
@@ -190,32 +158,52 @@ class Server:
           ServerError: no answer, or one of the server's own failure.
           RequestRefused: the server refuses; `status` says how.
         """
-        response = await self._ask("POST", endpoint, body, self._timeout if timeout is None else timeout)
-        with suppress(ValueError):
-            answer = response.json()
-            if isinstance(answer, dict):
-                return answer
-        return {"message": response.text.strip()} if response.text.strip() else {}
+        answer = await self._ask("POST", endpoint, body, self._timeout if timeout is None else timeout)
+        with suppress(UnusableAnswer):
+            content = answer.json()
+            if isinstance(content, dict):
+                return content
+        return {"message": answer.text} if answer.text else {}
+
+    def malformed(self, endpoint: str, words: str) -> MalformedResponse:
+        """Counts an answer that cannot be used, and says what is wrong with it."""
+        self.malformed_responses += 1
+        return MalformedResponse(self.quoted(f"{self.url}{endpoint} gave an answer that cannot be used: {words}."))
+
+    def quoted(self, text: str) -> str:
+        """Text that came from this server, for a message: without keys and control characters, and cut."""
+        return self._redactor.quoted(text)
 
     async def close(self) -> None:
         """Waits for aborts that are under way."""
         await asyncio.gather(*self._leaving, return_exceptions=True)
 
     async def _ask(
-        self, method: str, endpoint: str, body: Mapping[str, object] | None, timeout: float | None
-    ) -> httpx.Response:
+        self,
+        method: str,
+        endpoint: str,
+        body: Mapping[str, object] | None,
+        timeout: float | None,
+        limit: int = CONTROL_BYTES,
+    ) -> Answer:
         try:
-            response = await within(timeout, self._client.request(method, self.url + endpoint, json=body))
+            answer = await within(timeout, fetch(self._client, method, self.url + endpoint, body, limit=limit))
         except TimeoutError:
             raise ServerError(f"{self.url}{endpoint} did not answer within {timeout:g} s.") from None
+        except UnusableAnswer as error:
+            raise self.malformed(endpoint, f"it {error}") from None
         except (httpx.HTTPError, OSError) as error:  # its request holds the key: the cause is left out
-            raise ServerError(f"{self.url}{endpoint} failed: {_reason(error)}.") from None
-        status = response.status_code
-        if 200 <= status < 300:
-            return response
-        sentence = f"{self.url}{endpoint} answered HTTP {status}: {self._blotted(_words(response))}"
+            raise ServerError(f"{self.url}{endpoint} failed: {self.quoted(_reason(error))}.") from None
+        if answer.is_success:
+            return answer
+        status = answer.status
+        sentence = f"{self.url}{endpoint} answered HTTP {status}: {self.quoted(_words(answer)).rstrip('.')}"
         if status in (401, 403):
-            sentence += "; put its key into the environment variable that --sglang-api-key-env names."
+            sentence += (
+                "; put its key into the environment variable that --sglang-api-key-env names, or an admin key into "
+                "that of --sglang-admin-api-key-env"
+            )
+        sentence += "."
         if 400 <= status < 500 and status not in RETRIED_STATUS:
             raise RequestRefused(sentence, status)
         raise ServerError(sentence)
@@ -224,7 +212,7 @@ class Server:
         """The answer of the first endpoint that this version of the server has."""
         for endpoint in endpoints:
             try:
-                answer = self._json(await self._ask("GET", endpoint, None, self._timeout))
+                answer = self._json(endpoint, await self._ask("GET", endpoint, None, self._timeout))
             except RequestRefused as error:
                 if error.status not in (404, 405) or endpoint == endpoints[-1]:
                     raise
@@ -232,17 +220,13 @@ class Server:
                 return answer if isinstance(answer, dict) else {}
         return {}
 
-    def _json(self, response: httpx.Response) -> object:
+    def _json(self, endpoint: str, answer: Answer) -> object:
         try:
-            return response.json()
-        except ValueError:
-            raise ServerError(f"{self.url}{response.url.path} answered what is no JSON.") from None
+            return answer.json()
+        except UnusableAnswer as error:
+            raise self.malformed(endpoint, f"it {error}") from None
 
-    def _blotted(self, text: str) -> str:
-        auth = self._client.auth
-        return text.replace(auth.api_key, "***") if isinstance(auth, _Bearer) else text
-
-    async def _abort_until_done(self, request: asyncio.Future[httpx.Response], request_id: str) -> None:
+    async def _abort_until_done(self, request: asyncio.Future[Answer], request_id: str) -> None:
         loop = asyncio.get_running_loop()
         end = loop.time() + self._abort_timeout
         while not request.done() and loop.time() < end:
@@ -266,14 +250,13 @@ def _reason(error: Exception) -> str:
     return str(error).strip().rstrip(".") or type(error).__name__
 
 
-def _words(response: httpx.Response) -> str:
+def _words(answer: Answer) -> str:
     """The server's own words, in any of the forms that versions of SGLang and routers give them."""
     try:
-        body = response.json()
-    except ValueError:
-        body = response.text
+        body = answer.json()
+    except UnusableAnswer:
+        body = answer.text
     for name in ("error", "message", "detail"):
         if isinstance(body, dict) and body.get(name) is not None:
             body = body[name]
-    words = " ".join(str(body).split())
-    return words if len(words) <= LONGEST_WORDS else words[:LONGEST_WORDS] + " …"
+    return body if isinstance(body, str) else shown(body, ERROR_BYTES)

@@ -15,6 +15,7 @@ import torch
 from slime_tis.rollout.engine import EngineLost
 from slime_tis.rollout.sglang import supervise
 from slime_tis.rollout.sglang.config import SGLangConfig
+from slime_tis.rollout.sglang.redaction import printable
 
 HOST = "127.0.0.1"
 LOG_LINES, LOG_BYTES = 8, 4096
@@ -88,13 +89,16 @@ class ServerProcess:
         except OSError:
             text = ""
         lines = [line.strip() for line in text.splitlines() if line.strip()][-LOG_LINES:]
-        return f"its log {self._log} ends: {' | '.join(lines)}" if lines else f"its log {self._log} is empty."
+        return (
+            f"its log {self._log} ends: {printable(' | '.join(lines))}" if lines else f"its log {self._log} is empty."
+        )
 
 
 def server_command(config: SGLangConfig, hf_checkpoint: str | Path, index: int, port: int, log: Path) -> list[str]:
-    """The command line of the `index`-th server of a run; the API key is not in it."""
+    """The command line of the `index`-th server of a run; of keys it has the names of their variables."""
     flags = ["--model-path", str(hf_checkpoint), "--host", HOST, "--port", str(port), *_passed_flags(config, index)]
-    return [config.sglang_python or sys.executable, supervise.__file__, config.sglang_api_key_env, str(log), *flags]
+    keys = ["--admin-api-key-env", config.sglang_admin_api_key_env, "--api-key-env", config.sglang_api_key_env]
+    return [config.sglang_python or sys.executable, supervise.__file__, str(log), *flags, *keys]
 
 
 def server_environment(config: SGLangConfig) -> dict[str, str]:

@@ -1,9 +1,10 @@
-"""Runs one SGLang server as its child: python supervise.py KEY_VARIABLE LOG SERVER_FLAG …
+"""Runs one SGLang server as its child: python supervise.py LOG SERVER_FLAG …
 
 The Python is the one that has sglang, where slime_tis is not installed: standard library only.
 
-* The API key goes from the environment variable KEY_VARIABLE into the server's memory, so that no list of processes
-  shows it, and is blotted out of the server's output, which repeats all flags, before that reaches LOG.
+* `--NAME-env VARIABLE` becomes the server's `--NAME=VALUE OF THE VARIABLE` in its memory, so that no list of processes
+  shows API keys and passwords; they are blotted out of the server's output, which repeats all flags, before that
+  reaches LOG.
 * The server ends with whoever started this: that holds standard input open, and its end is the sign.
 """
 
@@ -17,7 +18,10 @@ import select
 import signal
 import sys
 import time
+from collections.abc import Mapping
 
+VARIABLE = "-env"
+"""What ends the name of a flag whose value stands in the environment variable that follows."""
 MODULE = "sglang.launch_server"
 GRACE = 30.0
 """Time that the server has to end by itself, in seconds."""
@@ -27,22 +31,43 @@ LONGEST_LINE = 1 << 20
 """Output without an end of line that is held back, in bytes."""
 
 
-def main(key_variable: str, log: str, flags: list[str]) -> int:
+def main(log: str, flags: list[str]) -> int:
     """Starts the server, writes its output to the log until it ends, and returns its exit status."""
-    key = os.environ.get(key_variable, "")
+    flags, secrets = with_secrets(flags, os.environ)
     output, server_end = os.pipe()
     server = os.fork()
     if server == 0:
         os.close(output)
-        become_server(flags, key, server_end)
+        become_server(flags, server_end)
         return 0
     os.close(server_end)
     signal.signal(signal.SIGTERM, lambda *_: end(server))
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    return watch(server, output, Redacted(file, key))
+    return watch(server, output, Redacted(file, secrets))
 
 
-def become_server(flags: list[str], key: str, output: int) -> None:
+def with_secrets(flags: list[str], environ: Mapping[str, str]) -> tuple[list[str], list[str]]:
+    """The flags with the values of the variables that they name, and these values; a variable without one is left out.
+
+    The secrets come last: where one stands, a list of flags is hard to read.
+    """
+    plain: list[str] = []
+    named: list[str] = []
+    secrets: list[str] = []
+    words = iter(flags)
+    for word in words:
+        name, equals, variable = word.partition("=")
+        if not (name.startswith("--") and name.endswith(VARIABLE)):
+            plain.append(word)
+            continue
+        value = environ.get(variable if equals else next(words, ""), "")
+        if value:
+            named.append(f"{name.removesuffix(VARIABLE)}={value}")
+            secrets.append(value)
+    return [*plain, *named], secrets
+
+
+def become_server(flags: list[str], output: int) -> None:
     """Runs the server in this process, as `python -m` would."""
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((nothing, 0), (output, 1), (output, 2)):
@@ -51,17 +76,17 @@ def become_server(flags: list[str], key: str, output: int) -> None:
     os.close(output)
     here = os.path.dirname(os.path.abspath(__file__))  # its modules are not the server's
     sys.path[:] = [path for path in sys.path if os.path.abspath(path) != here]
-    sys.argv = [MODULE, *flags, *([f"--api-key={key}"] if key else [])]
+    sys.argv = [MODULE, *flags]
     runpy.run_module(MODULE, run_name="__main__", alter_sys=True)
 
 
 class Redacted:
-    """A file that a secret never reaches, in whole lines."""
+    """A file that secrets never reach, in whole lines."""
 
-    def __init__(self, file: int, secret: str) -> None:
+    def __init__(self, file: int, secrets: list[str]) -> None:
         self._file, self._held = file, b""
-        spellings = {secret, repr(secret)[1:-1], json.dumps(secret)[1:-1]} if secret else set()
-        self._secrets = [spelling.encode() for spelling in spellings]
+        spellings = {text for secret in secrets for text in (secret, repr(secret)[1:-1], json.dumps(secret)[1:-1])}
+        self._secrets = [spelling.encode() for spelling in sorted(spellings, key=len, reverse=True)]
 
     def write(self, text: bytes) -> None:
         """Writes the whole lines of what has come, and holds the rest back."""
@@ -121,4 +146,4 @@ def end(server: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2], sys.argv[3:]))
+    sys.exit(main(sys.argv[1], sys.argv[2:]))

@@ -74,6 +74,8 @@ class Replay:
         self.live: set[str] = set()
         self.longest: int | None = None
         """What /server_info says that inputs must be shorter than; None is as recorded."""
+        self.deterministic = False
+        """Whether /server_info says that it takes seeds."""
         self.deaf = False
         """Whether aborts are heard and not followed."""
         self.paused = False
@@ -161,7 +163,7 @@ class Replay:
         if path == "/model_info":
             return 200, {**recorded("model_info"), "weight_version": self.weight_version}
         if path == "/server_info":
-            info = recorded("server_info")
+            info = {**recorded("server_info"), "enable_deterministic_inference": self.deterministic}
             return 200, info if self.longest is None else {**info, "max_req_input_len": self.longest}
         if path == "/workers" and self.workers:
             return 200, {"workers": [{"url": worker.url} for worker in self.workers]}

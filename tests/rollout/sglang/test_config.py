@@ -73,6 +73,24 @@ def test_one_source_is_enough(given: dict) -> None:
         # Spellings that the server's argparse takes too: a beginning, and SGLang's short --model.
         ({"sglang_launch": 1, "sglang_server_args": ("--model", "m")}, "has --model, which the run sets itself"),
         ({"sglang_launch": 1, "sglang_server_args": ("--api", SECRET)}, "has --api, which the run sets itself"),
+        ({"sglang_launch": 1, "sglang_server_args": ("--admin-api-key", SECRET)}, "has --admin-api-key, which the run"),
+        ({"sglang_launch": 1, "sglang_server_args": (f"--admin-api={SECRET}",)}, "has --admin-api, which the run sets"),
+        (
+            {"sglang_launch": 1, "sglang_server_args": ("--ssl-keyfile-password", SECRET)},
+            "has --ssl-keyfile-password, but a secret would be seen in the list of processes, in config.yaml and in "
+            "reports; put it into an environment variable and name that: --sglang-ssl-keyfile-password-env VARIABLE.",
+        ),
+        ({"sglang_launch": 1, "sglang_server_args": (f"--ssl-keyfile-pass={SECRET}",)}, "has --ssl-keyfile-pass, but"),
+        ({"sglang_launch": 1, "sglang_server_args": ("--hf-token", SECRET)}, "--sglang-hf-token-env VARIABLE"),
+        (
+            {"sglang_launch": 1, "sglang_server_args": ("--ssl-keyfile-password-env", SECRET)},
+            "has --ssl-keyfile-password-env, but what follows is not the name of an environment variable",
+        ),
+        (
+            {"sglang_launch": 1, "sglang_server_args": ("--ssl-keyfile-password-env", "NO_SUCH_VARIABLE")},
+            "the environment variable NO_SUCH_VARIABLE is not set; set it to the secret.",
+        ),
+        ({"sglang_url": ("http://a\x1b[2J:1",)}, r"--sglang-url is 'http://a\x1b[2J:1' but must be http://HOST:PORT"),
     ],
 )
 def test_refused(given: dict, sentence: str) -> None:
@@ -85,6 +103,7 @@ def test_refused(given: dict, sentence: str) -> None:
 
 def test_server_flags_pass() -> None:
     flags = ("--mem-fraction-static", "0.7", "--disable-cuda-graph", "--host-memory-ratio=2")
+    flags += ("--ssl-keyfile", "key.pem", "--bucket-time-to-first-token", "1", "--tokenizer-path", "t")
     assert SGLangConfig(sglang_launch=1, sglang_server_args=flags).sglang_server_args == flags
 
 

@@ -174,6 +174,7 @@ def test_samples_are_those_of_the_model_in_the_prompts_order(start: Callable[...
         "rollout/sglang_deaths": 0,
         "rollout/sglang_returns": 0,
         "rollout/sglang_live_servers": 3,
+        "rollout/sglang_malformed_responses": 0,
     }
 
 
@@ -528,9 +529,47 @@ def test_inputs_that_servers_do_not_take_are_not_sent(start: Callable[..., Run])
 def test_a_refused_request_stops_the_rollout_with_the_servers_words(start: Callable[..., Run]) -> None:
     run = start(2)
     run.servers[0].faults.append(400)
-    with pytest.raises(ValueError, match=f"{run.servers[0].url}/generate answered HTTP 400: max_new_tokens must be"):
+    with pytest.raises(EngineLost, match=f"{run.servers[0].url}/generate answered HTTP 400: max_new_tokens must be"):
         run.engine.generate(PROMPTS, SAMPLING, seed=0)
     assert_exact(run.engine.generate(PROMPTS, SAMPLING, seed=0), PROMPTS)
+
+
+def test_every_response_has_a_seed_of_its_own_where_servers_take_one(start: Callable[..., Run]) -> None:
+    def seeds(run: Run, seed: int) -> dict[tuple[int, ...], list[int]]:
+        """Of the responses to each prompt."""
+        for server in run.servers:
+            server.requests.clear()
+        assert_exact(run.engine.generate(PROMPTS, SAMPLING, seed=seed), PROMPTS)
+        found: dict[tuple[int, ...], list[int]] = {}
+        for body in sorted(run.requests, key=lambda body: body["rid"]):
+            found.setdefault(tuple(body["input_ids"]), []).append(body["sampling_params"]["sampling_seed"])
+        return found
+
+    def deterministic(servers: list[Replay]) -> None:
+        for server in servers:
+            server.deterministic = True
+
+    run = start(2, deterministic)
+    first = seeds(run, seed=5)
+    assert len({one for ones in first.values() for one in ones}) == 36, "none twice, least of all within a group"
+    assert all(0 <= one < 2**63 for ones in first.values() for one in ones)
+    assert seeds(run, seed=5) == first
+    assert not {one for ones in seeds(run, seed=6).values() for one in ones} & {
+        one for o in first.values() for one in o
+    }
+
+
+def test_servers_that_take_no_seed_get_none(start: Callable[..., Run]) -> None:
+    run = start(1)
+    assert_exact(run.engine.generate(PROMPTS, SAMPLING, seed=5), PROMPTS)
+    assert not [body for body in run.requests if "sampling_seed" in body["sampling_params"]]
+
+
+def test_a_server_with_another_key_is_left_to_the_others(start: Callable[..., Run]) -> None:
+    run = start(2)
+    run.servers[0].faults.extend([401, 403, 404])
+    assert_exact(run.engine.generate(PROMPTS, SAMPLING, seed=0), PROMPTS)
+    assert run.engine.figures()["rollout/sglang_retries"] == 3
 
 
 def test_when_no_server_is_left_the_rollout_ends_and_what_is_unfinished_stays(start: Callable[..., Run]) -> None:
@@ -598,7 +637,7 @@ def test_every_server_scores_a_probe(start: Callable[..., Run]) -> None:
         for server, version in zip(run.servers, (5, 6), strict=True)
     }
     run.servers[0].faults.append(spoiled(lambda answer: answer["meta_info"]["input_token_logprobs"].pop()))
-    with pytest.raises(ValueError, match=f"{run.servers[0].url} gives log-probs that cannot be used: it has 2"):
+    with pytest.raises(EngineLost, match=f"{run.servers[0].url}/generate gave an answer that cannot be used: it has 2"):
         run.engine.score(ids)
 
 

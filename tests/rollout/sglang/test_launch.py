@@ -27,7 +27,8 @@ FAKE = """
 import argparse, http.server, json, multiprocessing, os, signal, sys, time
 
 parser = argparse.ArgumentParser()
-for name in ("model-path", "host", "port", "api-key", "base-gpu-id", "say"):
+for name in ("model-path", "host", "port", "api-key", "base-gpu-id", "say", "admin-api-key",
+             "ssl-keyfile-password"):
     parser.add_argument("--" + name)
 for name in ("delay", "die-after", "unwell"):
     parser.add_argument("--" + name, type=float)
@@ -311,6 +312,26 @@ def test_the_key_is_in_no_list_of_processes_and_no_log(tmp_path: Path, monkeypat
         log = (tmp_path / "logs/sglang_0.log").read_text()
         assert "'api_key': " in log and "--api-key=***" in log and "with-quotes" not in log
         assert SECRET not in repr(vars(started)["_servers"])
+    finally:
+        started.stop()
+
+
+def test_admin_keys_and_passwords_come_from_variables_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SGLANG_API_KEY", "SGLANG_ADMIN_API_KEY", "PASSWORD"):
+        monkeypatch.setenv(name, f"value-of-{name.lower()}")
+    started = servers(tmp_path, "--ssl-keyfile-password-env", "PASSWORD", "--say-env=NO_SUCH_VARIABLE")
+    (url,) = started.start()
+    try:
+        assert facts(url)["argv"][7:] == [
+            "--ssl-keyfile-password=value-of-password",
+            "--admin-api-key=value-of-sglang_admin_api_key",
+            "--api-key=value-of-sglang_api_key",
+        ]
+        assert started._servers[0].process is not None
+        supervisor = psutil.Process(started._servers[0].process._process.pid)
+        lines = [word for one in (supervisor, *supervisor.children(recursive=True)) for word in one.cmdline()]
+        assert "--ssl-keyfile-password-env" in lines and not [word for word in lines if "value-of" in word]
+        assert "value-of" not in (tmp_path / "logs/sglang_0.log").read_text()
     finally:
         started.stop()
 

@@ -11,6 +11,7 @@ from slime_tis.rollout.sample import Sampling
 from slime_tis.rollout.sglang.messages import (
     Capabilities,
     MalformedAnswer,
+    answer_bytes,
     generate_payload,
     parse_generation,
     parse_info,
@@ -117,6 +118,16 @@ def set_spans(*spans: tuple[int, int]) -> Any:
     return edit
 
 
+def set_versions(*names: Any) -> Any:
+    """Two spans of four tokens each under these names."""
+
+    def edit(answer: dict[str, Any]) -> None:
+        spans = [{"version": name, "start": 4 * i, "end": 4 * i + 4} for i, name in enumerate(names)]
+        answer["meta_info"]["weight_versions"] = spans
+
+    return edit
+
+
 @pytest.mark.parametrize(
     ("edit", "words"),
     [
@@ -144,6 +155,18 @@ def set_spans(*spans: tuple[int, int]) -> Any:
         (set_spans((0, 9)), "covers 9 tokens of 8"),
         (set_spans((1, 8)), "after 0 tokens"),
         (lambda a: a["meta_info"].update(weight_versions="1"), "weight_versions is no list"),
+        (set_spans((0, 200_000_000)), "covers 200000000 tokens of 8"),
+        (set_spans((0, 2**70)), "covers 1180591620717411303424 tokens of 8"),
+        (set_versions("3", "1"), "goes back from 3 to 1"),
+        (set_versions("-3", "1"), "the version of its weights is '-3'"),
+        (set_versions("1.5", "1"), r"the version of its weights is '1\.5'"),
+        (set_versions(str(2**60), "1"), "the version of its weights is '1152921504606846976'"),
+        (set_versions({}, "1"), "the name of its weights is {}"),
+        (set_versions("x" * 500, "1"), "the name of its weights is 'x{79}…$"),
+        (set_log_prob(-(10**400)), "a log-prob is "),
+        (set_log_prob("\x1b[2J\u202e"), r"a log-prob is \['\\x1b\[2J\\u202e', 11, None\]"),
+        (lambda a: a["output_ids"].__setitem__(2, True), "output_ids has True"),
+        (lambda a: a["meta_info"].update(completion_tokens="\x07" * 200), r"says that they are '(\\x07){19}\\x0…$"),
     ],
 )
 def test_a_spoiled_answer_is_refused(edit: Any, words: str) -> None:
@@ -151,6 +174,31 @@ def test_a_spoiled_answer_is_refused(edit: Any, words: str) -> None:
     edit(answer)
     with pytest.raises(MalformedAnswer, match=words):
         parse_generation(json.loads(json.dumps(answer)), limit=8)
+
+
+def test_tokens_beyond_the_vocabulary_are_refused() -> None:
+    answer = recorded("generate_length")
+    assert max(answer["output_ids"]) == 59
+    assert parse_generation(answer, limit=8, vocab_size=60).token_ids == answer["output_ids"]
+    with pytest.raises(
+        MalformedAnswer, match="has token 59, but the vocabulary of --hf-checkpoint ends at 58; see that"
+    ):
+        parse_generation(answer, limit=8, vocab_size=59)
+    answer["output_ids"][0] = answer["meta_info"]["output_token_logprobs"][0][1] = 2**70
+    with pytest.raises(MalformedAnswer, match=f"has token {2**70}, but"):
+        parse_generation(answer, limit=8, vocab_size=64)
+
+
+def test_an_answer_may_be_as_large_as_its_tokens_make_it() -> None:
+    payload = generate_payload((1, 5), Sampling(max_response_len=100), limit=60, request_id="r1")
+    assert answer_bytes(payload) == 256 * 1024 + 60 * 256
+    assert answer_bytes(scoring_payload([1] * 512)) == 256 * 1024 + 512 * 256
+    assert len(json.dumps(recorded("generate_spans"))) < answer_bytes(payload) / 4
+
+
+def test_a_seed_goes_along_where_there_is_one() -> None:
+    payload = generate_payload((1, 5), Sampling(max_response_len=9), limit=6, request_id="r1", seed=7)
+    assert payload["sampling_params"]["sampling_seed"] == 7  # type: ignore[index]
 
 
 def test_more_tokens_than_asked_for_or_none_are_refused() -> None:
@@ -194,8 +242,29 @@ def test_what_a_server_says_of_itself() -> None:
     assert info == Capabilities(version="0.5.23", weight_version="11", longest_input=longest)
     assert parse_info({}, {}) == Capabilities()
     assert parse_info({}, {"tp_size": 4, "pp_size": None, "dp_size": 2}).tp_size == 4
+    assert not info.is_deterministic
+    assert parse_info({}, {"enable_deterministic_inference": True}).is_deterministic
 
 
-@pytest.mark.parametrize(("name", "number"), [("12", 12), ("default", 5), (None, 5), ("-1", 5), ("²", 5), ("", 5)])
-def test_names_of_weights_that_are_no_numbers_are_those_of_the_start(name: str | None, number: int) -> None:
+@pytest.mark.parametrize(
+    ("model_info", "server_info", "words"),
+    [
+        ({"weight_version": "-3"}, {}, "the version of its weights is '-3'"),
+        ({"weight_version": ["1"]}, {}, r"the name of its weights is \['1'\]"),
+        ({}, {"max_req_input_len": -5}, "max_req_input_len is -5"),
+        ({}, {"max_req_input_len": 2**40}, "max_req_input_len is 1099511627776"),
+        ({}, {"tp_size": 10**12}, "tp_size is 1000000000000"),
+        ({}, {"dp_size": "2"}, "dp_size is '2'"),
+        ({}, {"pp_size": True}, "pp_size is True"),
+    ],
+)
+def test_what_no_server_can_say_of_itself_is_refused(model_info: Any, server_info: Any, words: str) -> None:
+    with pytest.raises(MalformedAnswer, match=words):
+        parse_info(model_info, server_info)
+
+
+@pytest.mark.parametrize(
+    ("name", "number"), [("12", 12), (12, 12), ("default", 5), (None, 5), ("²", 5), ("", 5), ("step-3", 5)]
+)
+def test_names_of_weights_that_are_no_numbers_are_those_of_the_start(name: object, number: int) -> None:
     assert version_number(name, 5) == number

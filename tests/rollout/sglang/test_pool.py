@@ -11,10 +11,11 @@ import pytest
 
 from slime_tis.rollout.engine import EngineLost
 from slime_tis.rollout.sample import Sampling
+from slime_tis.rollout.sglang.client import make_client
 from slime_tis.rollout.sglang.member import Patience
 from slime_tis.rollout.sglang.messages import generate_payload, parse_generation
 from slime_tis.rollout.sglang.pool import Pool
-from slime_tis.rollout.sglang.server import RequestRefused, Server, ServerError, make_client
+from slime_tis.rollout.sglang.server import RequestRefused, Server, ServerError
 from tests.rollout.sglang.replay import Replay, continuation, replays
 
 QUICK = Patience(recovery=30.0, first_wait=0.005, longest_wait=0.02, probe=0.01)
@@ -106,7 +107,8 @@ def test_a_failed_request_is_tried_again_elsewhere(fault: Any) -> None:
         assert asked.tries == {3: 2, 4: 1, 5: 1, 6: 1}
         assert asked.at[:2] == [both[0].url, both[1].url]
         await until(lambda: len(pool.live_servers()) == 2)  # its health was asked for, and is good
-        assert pool.figures() == {"retries": 1, "deaths": 0, "returns": 0, "live_servers": 2}
+        counts = {"retries": 1, "deaths": 0, "returns": 0, "live_servers": 2}
+        assert pool.figures() == {**counts, "malformed_responses": int(callable(fault))}
 
     with replays(2) as both:
         with_pool(both, use)
@@ -160,7 +162,7 @@ def test_a_server_that_dies_in_mid_batch_loses_nothing(caplog: pytest.LogCapture
         both[1].stop_after = None
         await asyncio.to_thread(both[1].come_back)
         await until(lambda: len(pool.live_servers()) == 2)
-        assert pool.figures() == {"retries": 8, "deaths": 1, "returns": 1, "live_servers": 2}
+        assert pool.figures() == {"retries": 8, "deaths": 1, "returns": 1, "live_servers": 2, "malformed_responses": 0}
 
     with caplog.at_level(logging.WARNING), replays(2) as both:
         with_pool(both, use, concurrency=8)
@@ -191,7 +193,7 @@ def test_one_slow_health_check_takes_no_server_out() -> None:
             await until(lambda n=checks: alone[0].count("/health") > n)
             alone[0].healthy = True
             await asyncio.sleep(0.05)
-        assert pool.figures() == {"retries": 0, "deaths": 0, "returns": 0, "live_servers": 1}
+        assert pool.figures() == {"retries": 0, "deaths": 0, "returns": 0, "live_servers": 1, "malformed_responses": 0}
 
     with replays(1) as alone:
         with_pool(alone, use, patience=replace(QUICK, probe=0.03))

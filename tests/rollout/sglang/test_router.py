@@ -1,7 +1,7 @@
 """The servers that a router names, in the forms of its versions."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 import httpx
 import pytest
@@ -12,8 +12,19 @@ ROUTER = "http://router:3000"
 
 
 def ask(answers: Callable[[httpx.Request], httpx.Response]) -> tuple[str, ...]:
+    class Body(httpx.AsyncByteStream):
+        def __init__(self, content: bytes) -> None:
+            self.content = content
+
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            yield self.content
+
+    def streamed(request: httpx.Request) -> httpx.Response:
+        answer = answers(request)
+        return httpx.Response(answer.status_code, headers=answer.headers, stream=Body(answer.content))
+
     async def run() -> tuple[str, ...]:
-        async with httpx.AsyncClient(transport=httpx.MockTransport(answers)) as client:
+        async with httpx.AsyncClient(transport=httpx.MockTransport(streamed)) as client:
             return await workers_of(client, ROUTER)
 
     return asyncio.run(run())
@@ -55,6 +66,9 @@ def test_list_workers_of_old_routers(status: int) -> None:
         (httpx.Response(200, json=[]), "answers, but not as an SGLang router does"),
         (httpx.Response(200, json={"workers": ["http://a:1"]}), "answers, but not as an SGLang router does"),
         (httpx.Response(200, json={"urls": [None]}), "answers, but not as an SGLang router does"),
+        (httpx.Response(200, json={"urls": ["http://a\x1b[2J:1"]}), "answers, but not as an SGLang router does"),
+        (httpx.Response(200, text="[" * 100_000), "answers, but not as an SGLang router does"),
+        (httpx.Response(200, text=" " * 5_000_000), "gave an answer that is larger than the 4194304 bytes"),
         (httpx.Response(200, json={"urls": ["grpc://a:1"]}), "answers, but not as an SGLang router does"),
     ],
 )

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from slime_tis.rollout.sample import Sampling
+from slime_tis.rollout.sglang.client import make_client
 from slime_tis.rollout.sglang.messages import generate_payload, parse_generation
-from slime_tis.rollout.sglang.server import RequestRefused, Server, ServerError, make_client
+from slime_tis.rollout.sglang.server import RequestRefused, Server, ServerError
 from tests.rollout.sglang.replay import Replay, continuation, recorded, replays
 
 KEY = "sk-not-to-be-seen"
@@ -97,7 +98,7 @@ def test_broken_connections_are_server_errors(replay: Replay) -> None:
 
 def test_what_is_no_json_is_a_server_error(replay: Replay) -> None:
     replay.faults.append(lambda answer: "<html>no</html>")
-    with pytest.raises(ServerError, match="answered what is no JSON"):
+    with pytest.raises(ServerError, match="/generate gave an answer that cannot be used: it is no JSON"):
         ask(replay, lambda server: server.generate(payload()))
 
 
@@ -188,6 +189,22 @@ def test_the_key_is_sent_and_shown_nowhere(replay: Replay, caplog: pytest.LogCap
     assert {headers["authorization"] for headers in replay.headers} == {f"Bearer {KEY}"}
     assert len(shown) == 5 and "Bearer ***" in shown[-1]
     assert not any(KEY in text for text in [*shown, caplog.text])
+
+
+def test_the_admin_key_goes_to_the_endpoints_that_change_a_server_alone(replay: Replay) -> None:
+    async def work() -> None:
+        async with make_client("user-key", "admin-key") as client:
+            server = Server(replay.url, client, timeout=10.0)
+            await server.info()
+            await server.generate(payload(limit=2))
+            await server.post("/pause_generation", {"mode": "retract"})
+            await server.post("/update_weights_from_disk", {"weight_version": "1"})
+            await server.abort("r1")
+
+    asyncio.run(work())
+    keys = [headers["authorization"].removeprefix("Bearer ") for headers in replay.headers]
+    assert keys == ["user-key"] * 3 + ["admin-key"] * 3
+    assert {headers["accept-encoding"] for headers in replay.headers} == {"identity"}
 
 
 def test_a_wrong_key_is_refused_with_the_mend(replay: Replay) -> None:

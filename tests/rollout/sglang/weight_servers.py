@@ -14,7 +14,8 @@ import httpx
 import torch
 from torch import Tensor
 
-from slime_tis.rollout.sglang.server import Server, make_client
+from slime_tis.rollout.sglang.client import make_client
+from slime_tis.rollout.sglang.server import Server
 
 Result = TypeVar("Result")
 

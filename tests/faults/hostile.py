@@ -1,0 +1,326 @@
+"""Answers that no SGLang server should give, and a server that gives them: python hostile.py NAME AFTER
+
+The server is that of `tests/rollout/sglang/replay.py`; here its `faults` may also be a `Raw` answer, sent as it is.
+As a program it prints its port, answers AFTER requests well, and all later ones with the hostile answer NAME.
+"""
+
+import asyncio
+import gzip
+import json
+import sys
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import repeat
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tests.rollout.sglang.replay import Replay
+
+KEY = "sk-7Hq2vX9tLw4Rz8Kd"
+ADMIN_KEY = "adm-5Tn8bY3cGf6Jp1Ms"
+STEERING = "\x1b[2J\x1b]0;owned\x07\x00\x9b31m\u202e\u2066\u2028\r"
+"""Clears the terminal, sets its title, rings, and turns the direction of text."""
+
+
+@dataclass
+class Raw:
+    """Bytes of an answer, HTTP and all."""
+
+    head: bytes
+    chunks: Iterator[bytes] = field(default_factory=lambda: iter(()))
+    pause: float = 0.0
+    """Between two chunks, in seconds."""
+
+
+def http(body: bytes, *headers: str, status: str = "200 OK") -> Raw:
+    lines = [f"HTTP/1.1 {status}", *headers, f"Content-Length: {len(body)}"]
+    return Raw("\r\n".join(lines).encode(errors="surrogateescape") + b"\r\n\r\n" + body)
+
+
+def endless(chunk: bytes, *headers: str, pause: float = 0.0) -> Raw:
+    lines = ["HTTP/1.1 200 OK", "Transfer-Encoding: chunked", *headers]
+    framed = f"{len(chunk):x}\r\n".encode() + chunk + b"\r\n"
+    return Raw("\r\n".join(lines).encode() + b"\r\n\r\n", repeat(framed), pause)
+
+
+class Hostile(Replay):
+    """A server of recorded answers that can send anything at all."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.answers: dict[str, Callable[[Any], Any]] = {}
+        """What becomes of the good answer of each path, but /generate's, which `faults` has."""
+        self.later: tuple[int, Callable[[Any], Any]] | None = None
+        """Good answers to /generate, and what becomes of all after them."""
+        super().__init__(loop)
+
+    async def _one_request(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+        method, path, _ = head[0].split(" ")
+        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:]) if name}
+        body = json.loads(await reader.readexactly(int(headers.get("content-length", 0))) or b"{}")
+        self.headers.append(headers)
+        if path == "/generate" and self.later is not None and len(self.requests) >= self.later[0]:
+            self.faults.append(self.later[1])
+        answer = await self._answer(method, path, body, headers)
+        if answer is None:
+            return False
+        status, content = answer
+        if path in self.answers:
+            content = self.answers[path](content)
+        if not isinstance(content, Raw):
+            text = content if isinstance(content, str) else json.dumps(content)
+            content = http(text.encode(errors="surrogatepass"), status=f"{status} X")
+        writer.write(content.head)
+        for chunk in content.chunks:
+            writer.write(chunk)
+            await writer.drain()
+            await asyncio.sleep(content.pause)
+        await writer.drain()
+        return b"Connection: close" not in content.head
+
+
+@contextmanager
+def hostiles(count: int) -> Iterator[list[Hostile]]:
+    """Some servers on a thread of their own."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    servers = [Hostile(loop) for _ in range(count)]
+    try:
+        yield servers
+    finally:
+        for server in servers:
+            server.die()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+def edited(edit: Callable[[dict[str, Any]], Any]) -> Callable[[Any], Any]:
+    """A good answer with something changed in place."""
+
+    def spoil(answer: Any) -> Any:
+        answer = json.loads(json.dumps(answer))
+        edit(answer)
+        return answer
+
+    return spoil
+
+
+def meta(**fields: Any) -> Callable[[Any], Any]:
+    return edited(lambda answer: answer["meta_info"].update(fields))
+
+
+def entry(place: int, value: Any) -> Callable[[Any], Any]:
+    """Another log-prob for one token."""
+    return edited(lambda answer: answer["meta_info"]["output_token_logprobs"][0].__setitem__(place, value))
+
+
+def token(value: Any) -> Callable[[Any], Any]:
+    """Another token, and its log-prob along with it."""
+
+    def edit(answer: Any) -> None:
+        answer["output_ids"][0] = answer["meta_info"]["output_token_logprobs"][0][1] = value
+
+    return edited(edit)
+
+
+def text(content: str) -> Callable[[Any], Any]:
+    """A body that is not what it should be."""
+    return lambda answer: content
+
+
+def raw_number(name: str, digits: str) -> Callable[[Any], Any]:
+    """A number as it stands in the JSON, which Python's own encoder would not write."""
+    return lambda answer: json.dumps(edited(lambda a: a["meta_info"].update({name: "NUMBER"}))(answer)).replace(
+        '"NUMBER"', digits
+    )
+
+
+def spans(*entries: Any) -> Callable[[Any], Any]:
+    """Weight versions as (version, start, end); an end of None is the answer's."""
+
+    def edit(answer: Any) -> None:
+        length = len(answer["output_ids"])
+        answer["meta_info"]["weight_versions"] = [
+            {"version": version, "start": start, "end": length if end is None else end}
+            for version, start, end in entries
+        ]
+
+    return edited(edit)
+
+
+def bomb(kind: str) -> Callable[[Any], Any]:
+    """A gigabyte of blanks in a megabyte."""
+
+    def make(answer: Any) -> Raw:
+        if kind == "gzip":
+            body = gzip.compress(bytes(1 << 24)) * 64
+        else:
+            squeeze = zlib.compressobj()
+            body = b"".join(squeeze.compress(bytes(1 << 20)) for _ in range(64)) + squeeze.flush()
+        return http(body, f"Content-Encoding: {kind}")
+
+    return make
+
+
+def nested(depth: int, opening: str = "[", closing: str = "]") -> str:
+    return opening * depth + closing * depth
+
+
+GENERATE: dict[str, Callable[[Any], Any]] = {
+    # Sizes and forms.
+    "gzip bomb": bomb("gzip"),
+    "deflate bomb": bomb("deflate"),
+    "a good answer, compressed": lambda answer: http(
+        gzip.compress(json.dumps(answer).encode()), "Content-Encoding: gzip"
+    ),
+    "an unknown encoding": lambda answer: http(b"{}", "Content-Encoding: br, zstd"),
+    "endless spaces": lambda answer: endless(b" " * 65536),
+    "endless array": lambda answer: endless(b"[1,2,3," * 4096),
+    "endless bomb": lambda answer: endless(gzip.compress(bytes(1 << 20)), "Content-Encoding: gzip"),
+    "30 MB of JSON": lambda answer: {**answer, "text": "x" * 30_000_000},
+    "a declared length of 10**18": lambda answer: Raw(
+        b"HTTP/1.1 200 OK\r\nContent-Length: 1000000000000000000\r\n\r\n", repeat(b"x" * 65536)
+    ),
+    "a million empty spans": edited(
+        lambda a: a["meta_info"].update(weight_versions=[{"version": "0", "start": 0, "end": 0}] * 10**6)
+    ),
+    "nothing": text(""),
+    "a page of HTML": text("<html><body>502</body></html>"),
+    "half an answer": lambda answer: json.dumps(answer)[:-30],
+    "binary": lambda answer: http(bytes(range(256))),
+    "UTF-16": lambda answer: http("{".encode("utf-16")),
+    "lone surrogates": lambda answer: http(b'{"text": "\xed\xa0\x80"}'),
+    "arrays nested 100,000 deep": text(nested(100_000)),
+    "objects nested 20,000 deep": text(nested(20_000, '{"a":', "}")),
+    "arrays nested 900 deep": text(nested(900)),
+    "a nested finish_reason": edited(lambda a: a["meta_info"].update(finish_reason=json.loads(nested(500)))),
+    "a null": text("null"),
+    "a number": text("1e999"),
+    "a list": text("[1]"),
+    "an empty object": text("{}"),
+    # Tokens.
+    "a token beyond the vocabulary": token(64),
+    "a token of a larger model": token(151_643),
+    "a token of 2**31": token(2**31),
+    "a token of 2**70": token(2**70),
+    "a negative token": token(-1),
+    "a token of text": token("5"),
+    "a token that is true": token(True),
+    "a token of 1.5": token(1.5),
+    "tokens that are no list": edited(lambda a: a.update(output_ids={"0": 1})),
+    "more tokens than asked for": edited(
+        lambda a: (
+            a.update(output_ids=[5] * 3000),
+            a["meta_info"].update(output_token_logprobs=[[-1.0, 5, None]] * 3000, completion_tokens=3000),
+        )
+    ),
+    "other tokens than the log-probs'": edited(lambda a: a["output_ids"].__setitem__(0, 4)),
+    "a count of another length": meta(completion_tokens=10**30),
+    # Log-probs.
+    "a log-prob of 400 digits": entry(0, -(10**400)),
+    "a count of 5,000 digits": raw_number("completion_tokens", "9" * 5000),
+    "a log-prob of -1e400": lambda answer: json.dumps(entry(0, "NUMBER")(answer)).replace('"NUMBER"', "-1e400"),
+    "a log-prob that is NaN": entry(0, float("nan")),
+    "a log-prob of null": entry(0, None),
+    "a log-prob above 0": entry(0, 0.7),
+    "a log-prob of text": entry(0, "-1.0"),
+    "a log-prob that is false": entry(0, False),
+    "log-probs that are no list": meta(output_token_logprobs="abc"),
+    "log-probs of lists": meta(output_token_logprobs=[[[[]]]]),
+    "log-probs of numbers": meta(output_token_logprobs=[1, 2]),
+    "a log-prob missing": edited(lambda a: a["meta_info"]["output_token_logprobs"].pop()),
+    # Versions.
+    "a span of 2e8 tokens": spans(("0", 0, 200_000_000)),
+    "a span of 1e12 tokens": spans(("0", 0, 10**12)),
+    "a span of 2**70 tokens": spans(("0", 0, 2**70)),
+    "a span that ends before it begins": spans(("0", 0, -5)),
+    "spans with a gap": spans(("0", 0, 1), ("0", 2, None)),
+    "spans that overlap": spans(("0", 0, None), ("0", 0, None)),
+    "a span of text": spans(("0", "0", "1")),
+    "spans that go back": spans(("1", 0, 1), ("0", 1, None)),
+    "a negative version": spans(("-3", 0, None)),
+    "a version of 1.5": spans(("1.5", 0, None)),
+    "a version of 2**64": spans((str(2**64), 0, None)),
+    "a version of 5,000 digits": spans(("9" * 5000, 0, None)),
+    "a version that is an object": spans(({"a": 1}, 0, None)),
+    "a version that is true": spans((True, 0, None)),
+    "spans that are no list": meta(weight_versions={"version": "0"}),
+    # Reasons and words.
+    "an unknown finish_reason": meta(finish_reason={"type": "error"}),
+    "a finish_reason that is a list": meta(finish_reason=["stop"]),
+    "a finish_reason that steers the terminal": meta(finish_reason={"type": STEERING}),
+    "a version that steers the terminal": spans((STEERING * 40, 0, None)),
+    "a log-prob that steers the terminal": entry(0, STEERING),
+    "a finish_reason with the key": meta(finish_reason={"type": f"Bearer {KEY}"}),
+    "a log-prob with the key": entry(0, [KEY, ADMIN_KEY]),
+    "a version with the key": spans((f"{'x' * 120}{KEY}", 0, None)),
+}
+"""Answers to POST /generate that are to be thrown away and counted, by what is wrong with them."""
+
+PROTOCOL: dict[str, Callable[[Any], Any]] = {
+    "no HTTP": lambda answer: Raw(b"SSH-2.0-OpenSSH_9.6\r\n\r\n"),
+    "a wrong status line": lambda answer: Raw(b"HTTP/1.1 \x1b[2J\r\n\r\n"),
+    "a status of 999": lambda answer: http(b"{}", status="999 Strange"),
+    "a redirect": lambda answer: http(b"", "Location: http://127.0.0.1:1/", status="307 Temporary Redirect"),
+    "a header of a megabyte": lambda answer: http(b"{}", f"X-Long: {'x' * 1_000_000}"),
+    "100,000 headers": lambda answer: http(b"{}", *(f"X-{i}: {i}" for i in range(100_000))),
+    "two lengths": lambda answer: http(b"{}", "Content-Length: 1"),
+    "a negative length": lambda answer: Raw(b"HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\n{}"),
+    "a chunk of no number": lambda answer: Raw(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n"),
+    "a body cut off": lambda answer: Raw(
+        b"HTTP/1.1 200 OK\r\nContent-Length: 500\r\nConnection: close\r\n\r\n{", iter([b"x"])
+    ),
+    "a status line with the key": lambda answer: Raw(f"HTTP/1.1 {KEY} {ADMIN_KEY}\r\n\r\n".encode()),
+    "a status line that steers the terminal": lambda answer: Raw(f"HTTP/1.1 {STEERING}\n\r\n".encode()),
+}
+"""Answers that are no HTTP, or an odd one, which are to be asked for elsewhere."""
+
+
+def refusal(words: Any, status: str = "503 X") -> Callable[[Any], Any]:
+    return lambda answer: http(words if isinstance(words, bytes) else json.dumps(words).encode(), status=status)
+
+
+ERRORS: dict[str, Callable[[Any], Any]] = {
+    "an error with the key": refusal({"error": {"message": f"bad key {KEY}"}}),
+    "an error with the admin key": refusal({"detail": f"bad key {ADMIN_KEY}"}),
+    "an error with the key across the cut": refusal({"message": "x" * 390 + KEY}),
+    "an error with the key far behind": refusal({"message": "x" * 8185 + KEY}),
+    "an error with the beginning of the key": refusal({"message": f"key {KEY[:9]}… is wrong"}),
+    "an error with the end of the key": refusal({"message": f"key …{KEY[6:]} is wrong"}),
+    "an error with the key in quotes": refusal(json.dumps({"error": json.dumps({"key": KEY})}).encode()),
+    "an error with the key in base64": refusal(b"Basic c2stN0hxMnZYOXRMdzRSejhLZA=="),
+    "an error with the key, repeated": refusal((KEY * 3000).encode()),
+    "an error that steers the terminal": refusal({"message": STEERING + "words"}),
+    "an error that steers the terminal, raw": refusal(STEERING.encode() * 500),
+    "an error of binary": refusal(bytes(range(256)) * 50),
+    "an error nested deeply": refusal(nested(30_000).encode()),
+    "an error nested a little": refusal(nested(950).encode()),
+    "an endless error": lambda answer: Raw(
+        b"HTTP/1.1 500 X\r\nTransfer-Encoding: chunked\r\n\r\n", repeat(b"10000\r\n" + b"e" * 65536 + b"\r\n")
+    ),
+    "a compressed error": lambda answer: http(gzip.compress(bytes(1 << 26)), "Content-Encoding: gzip", status="500 X"),
+    "a reason with the key": lambda answer: http(b"{}", status=f"502 {KEY}"),
+    "a reason that steers the terminal": lambda answer: http(b"{}", status="502 \x1b[2J"),
+    "401 with the key": refusal({"message": KEY}, "401 X"),
+    "404": refusal({"detail": "Not Found"}, "404 X"),
+}
+"""Errors that are answered instead, which are to be tried elsewhere."""
+
+
+def main(name: str, after: str) -> None:
+    """Serves until it is killed."""
+    with hostiles(1) as (server,):
+        server.later = (int(after), {**GENERATE, **PROTOCOL, **ERRORS}[name]) if name else None
+        print(server.port, flush=True)
+        threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,387 @@
+"""Hostile servers: their answers are thrown away, asked for elsewhere and counted; the terminal sees nothing of them.
+
+Each is given to the real client on a real connection: once beside a good server, which the samples then come from, and
+once alone, where the run stops with a message and, in whole runs, a checkpoint.
+"""
+
+import base64
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from slime_tis.rollout.checkpoint import load_tokenizer
+from slime_tis.rollout.engine import EngineLost
+from slime_tis.rollout.sample import Sampling
+from slime_tis.rollout.sglang.config import SGLangConfig
+from slime_tis.rollout.sglang.engine import SGLangEngine
+from slime_tis.rollout.sglang.member import Patience
+from tests.checkpoints import make_checkpoint
+from tests.faults.forked import run_forked
+from tests.faults.hostile import (
+    ADMIN_KEY,
+    ERRORS,
+    GENERATE,
+    KEY,
+    PROTOCOL,
+    STEERING,
+    Hostile,
+    endless,
+    hostiles,
+    http,
+    nested,
+)
+from tests.rollout.sglang.test_engine import LATE, Weights, assert_exact
+from tests.runs import make_task, read_metrics
+
+QUICK = Patience(recovery=0.3, first_wait=0.002, longest_wait=0.01, probe=0.01)
+SAMPLING = Sampling(max_response_len=12, n_samples=2)
+PROMPTS = LATE[:2]
+LONGEST_MESSAGE = 1500
+MEMORY = 300 << 20
+SECONDS = 10.0
+ECHOES = [part for key in (KEY, ADMIN_KEY) for part in (key, base64.b64encode(key.encode()).decode().rstrip("="))]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3")
+
+
+@pytest.fixture(autouse=True)
+def keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_API_KEY", KEY)
+    monkeypatch.setenv("SGLANG_ADMIN_API_KEY", ADMIN_KEY)
+
+
+@contextmanager
+def engine_on(servers: list[Hostile], checkpoint: Path, **options: Any) -> Iterator[SGLangEngine]:
+    config = {"sglang_url": tuple(server.url for server in servers), "sglang_request_timeout": 5.0, **options}
+    engine = SGLangEngine(
+        SGLangConfig(**config),
+        checkpoint,
+        load_tokenizer(checkpoint),
+        output_dir=checkpoint,
+        weights=Weights(),
+        patience=QUICK,
+    )
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def seen_in(text: str) -> str | None:
+    """What a message or a log must not show, if it does."""
+    if any(part[start : start + 8] in text for part in ECHOES for start in range(len(part) - 7)):
+        return f"shows a key: {text!r}"
+    if not text.replace("\n", "").isprintable():
+        return f"steers the terminal: {text!r}"
+    return None
+
+
+@dataclass
+class Peak:
+    """The most memory held since it was made, as the kernel counts it."""
+
+    before: int = 0
+
+    def __post_init__(self) -> None:
+        Path("/proc/self/clear_refs").write_text("5")
+        self.before = self._most()
+
+    def grown(self) -> int:
+        return self._most() - self.before
+
+    @staticmethod
+    def _most() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
+
+
+def judged(work: Callable[[], str | None], caplog: pytest.LogCaptureFixture) -> str | None:
+    """What went wrong in a try: by its own judgement, or in time, memory, or what was logged."""
+    caplog.clear()
+    peak, began = Peak(), time.monotonic()
+    try:
+        failure = work()
+    except Exception as error:
+        failure = f"{type(error).__name__}: {str(error)[:200]}"
+    if time.monotonic() - began > SECONDS:
+        failure = failure or f"took {time.monotonic() - began:.1f} s"
+    if peak.grown() > MEMORY:
+        failure = failure or f"took {peak.grown() >> 20} MB"
+    return failure or next(filter(None, (seen_in(record.getMessage()) for record in caplog.records)), None)
+
+
+def lost(engine: SGLangEngine, url: str, work: Callable[[], Any]) -> str | None:
+    """Whether work ends with EngineLost and a message that one can read."""
+    try:
+        work()
+    except EngineLost as error:
+        message = str(error)
+    else:
+        return "was believed"
+    if url not in message or "\n" in message or len(message) > LONGEST_MESSAGE or not message.endswith("."):
+        return f"ended with {message!r}"
+    return seen_in(message)
+
+
+def test_hostile_answers_are_asked_for_elsewhere(
+    tally: Any, checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    t = tally("hostile answers beside a good server")
+    with hostiles(2) as both, engine_on(both, checkpoint, sglang_max_retries=20) as engine:
+        hostile = both[0]
+        counted = dict.fromkeys(GENERATE, 1) | dict.fromkeys({**PROTOCOL, **ERRORS}, 0)
+
+        def ask(name: str, spoil: Callable[[Any], Any]) -> str | None:
+            while engine.figures()["rollout/sglang_live_servers"] < 2:
+                time.sleep(0.001)
+            before = engine.figures()
+            hostile.faults.append(spoil)
+            assert_exact(engine.generate(PROMPTS, SAMPLING, seed=0), PROMPTS, SAMPLING)
+            after = engine.figures()
+            retries, malformed = (
+                after[f"rollout/sglang_{count}"] - before[f"rollout/sglang_{count}"]
+                for count in ("retries", "malformed_responses")
+            )
+            done = retries >= 1 and malformed == counted[name]  # a busy machine may take the server for a dead one, too
+            return None if done else f"{retries} retries, {malformed} malformed"
+
+        for name, spoil in {**GENERATE, **PROTOCOL, **ERRORS}.items():
+            t.record(name, judged(lambda n=name, s=spoil: ask(n, s), caplog))
+    t.check(at_least=100)
+
+
+def test_a_hostile_server_alone_ends_in_a_message(
+    tally: Any, checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    t = tally("hostile answers without another server")
+    with hostiles(1) as (server,), engine_on([server], checkpoint, sglang_max_retries=0) as engine:
+
+        def ask(spoil: Callable[[Any], Any]) -> str | None:
+            while engine.figures()["rollout/sglang_live_servers"] < 1:
+                time.sleep(0.001)
+            server.faults.append(spoil)
+            return lost(engine, server.url, lambda: engine.generate(PROMPTS[:1], Sampling(max_response_len=5), seed=0))
+
+        for name, spoil in {**GENERATE, **PROTOCOL, **ERRORS}.items():
+            t.record(name, judged(lambda s=spoil: ask(s), caplog))
+    t.check(at_least=100)
+
+
+def test_slow_answers_are_given_up(tally: Any, checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from tests.rollout.sglang.test_server import ask as ask_server
+    from tests.rollout.sglang.test_server import payload
+
+    t = tally("slow answers")
+    with hostiles(1) as (server,):
+        for name, answer in (
+            ("a byte now and then", endless(b" ", pause=0.05)),
+            ("a header now and then", http(b"")),
+        ):
+            if name.startswith("a header"):
+                answer.head, answer.chunks, answer.pause = b"HTTP/1.1 200 OK\r\n", iter([b"X: 1\r\n"] * 99), 0.05
+            server.faults.append(lambda good, answer=answer: answer)
+
+            def generate() -> str | None:
+                try:
+                    ask_server(server, lambda s: s.generate(payload()), timeout=0.2, abort_timeout=0.1)
+                except Exception as error:
+                    return None if "did not answer within 0.2 s" in str(error) else str(error)
+                return "was believed"
+
+            t.record(name, judged(generate, caplog))
+    t.check(at_least=2)
+
+
+INFO: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "a bomb": ("/server_info", GENERATE["gzip bomb"]),
+    "an endless stream": ("/server_info", GENERATE["endless spaces"]),
+    "nested arrays": ("/server_info", lambda good: nested(100_000)),
+    "nested arrays in /model_info": ("/model_info", lambda good: nested(100_000)),
+    "no JSON": ("/model_info", lambda good: "<html>"),
+    "a number of 5,000 digits": ("/server_info", lambda good: '{"tp_size": ' + "9" * 5000 + "}"),
+    "no room": ("/server_info", lambda good: {**good, "max_req_input_len": -7}),
+    "a trillion ranks": ("/server_info", lambda good: {**good, "tp_size": 10**12}),
+    "sizes of text": ("/server_info", lambda good: {**good, "dp_size": "two"}),
+    "the key as version": ("/model_info", lambda good: {**good, "weight_version": f"-{KEY}" * 20}),
+    "a version that steers": ("/model_info", lambda good: {**good, "weight_version": STEERING * 20}),
+    "a version that is a list": ("/model_info", lambda good: {**good, "weight_version": [KEY]}),
+    "a negative version": ("/model_info", lambda good: {**good, "weight_version": "-3"}),
+    "an error with the key": ("/model_info", ERRORS["an error with the key"]),
+    "an error that steers": ("/health", ERRORS["an error that steers the terminal"]),
+    "an endless health": ("/health", GENERATE["endless spaces"]),
+}
+
+
+def test_what_a_hostile_server_says_of_itself_is_not_believed(
+    tally: Any, checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    t = tally("hostile /model_info, /server_info and /health at the start")
+
+    def start(path: str, spoil: Callable[[Any], Any]) -> str | None:
+        with hostiles(1) as (server,):
+            server.answers[path] = spoil
+            try:
+                with engine_on([server], checkpoint, sglang_startup_timeout=0.3):
+                    return "was believed"
+            except EngineLost as error:
+                return seen_in(str(error)) if server.url in str(error) else str(error)
+
+    for name, (path, spoil) in INFO.items():
+        t.record(name, judged(lambda p=path, s=spoil: start(p, s), caplog))
+    t.check(at_least=15)
+
+
+UPDATES: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "the key in a refusal": ("/update_weights_from_disk", lambda good: http(KEY.encode(), status="400 X")),
+    "the admin key in a failure": ("/update_weights_from_disk", lambda good: {"success": False, "message": ADMIN_KEY}),
+    "a failure that steers": ("/update_weights_from_disk", lambda good: {"success": False, "message": STEERING}),
+    "a failure of a list": ("/update_weights_from_disk", lambda good: {"success": False, "message": [KEY, STEERING]}),
+    "a bomb": ("/update_weights_from_disk", GENERATE["gzip bomb"]),
+    "an endless answer to a pause": ("/pause_generation", GENERATE["endless spaces"]),
+    "an error of a flush": ("/flush_cache", ERRORS["an error that steers the terminal, raw"]),
+    "the key as the new version": ("/model_info", lambda good: {**good, "weight_version": f"v-{KEY}"}),
+    "the new version steers": ("/model_info", lambda good: {**good, "weight_version": STEERING}),
+    "no end of the pause": ("/continue_generation", lambda good: http(KEY.encode(), status="503 X")),
+}
+
+
+def test_updates_that_hostile_servers_spoil(tally: Any, checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    t = tally("hostile answers to an update of the weights")
+
+    def update(path: str, spoil: Callable[[Any], Any]) -> str | None:
+        with hostiles(2) as both, engine_on(both, checkpoint, sglang_weight_sync="disk") as engine:
+            both[0].answers[path] = spoil
+            engine.update_weights(Weights()(), 1)
+            if engine.figures()["rollout/sglang_live_servers"] != 1:
+                return "was believed"
+            groups = engine.generate(PROMPTS, SAMPLING, seed=0)
+            assert_exact(groups, PROMPTS, SAMPLING)
+            if not [record for record in caplog.records if both[0].url in record.getMessage()]:
+                return "was not told"
+            return None
+
+    for name, (path, spoil) in UPDATES.items():
+        t.record(name, judged(lambda p=path, s=spoil: update(p, s), caplog))
+    t.check(at_least=10)
+
+
+WORKERS: dict[str, Callable[[Any], Any]] = {
+    "a bomb": GENERATE["gzip bomb"],
+    "an endless list": GENERATE["endless array"],
+    "nested arrays": lambda good: nested(100_000),
+    "the key in a URL": lambda good: {"workers": [{"url": f"http://127.0.0.1:1/{KEY}?key={KEY}"}]},
+    "a URL that steers": lambda good: {"workers": [{"url": f"http://{STEERING}:1"}]},
+    "an error with the key": ERRORS["an error with the key"],
+    "no HTTP": lambda good: http(b"", status=STEERING[:4]),
+}
+
+
+def test_hostile_routers(tally: Any, checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    t = tally("hostile routers")
+
+    def start(spoil: Callable[[Any], Any]) -> str | None:
+        with hostiles(1) as (router,):
+            router.workers = [router]
+            router.answers["/workers"] = spoil
+            where = urlsplit(router.url)
+            ip = {"sglang_url": None, "sglang_router_ip": where.hostname, "sglang_router_port": where.port}
+            try:
+                with engine_on([router], checkpoint, sglang_startup_timeout=0.3, **ip):
+                    return "was believed"
+            except (ValueError, EngineLost) as error:
+                return seen_in(str(error))
+
+    for name, spoil in WORKERS.items():
+        t.record(name, judged(lambda s=spoil: start(s), caplog))
+    t.check(at_least=7)
+
+
+@contextmanager
+def hostile_process(name: str, after: int) -> Iterator[str]:
+    """A server in a process of its own, which turns hostile after some good answers; its URL."""
+    command = [sys.executable, str(Path(__file__).with_name("hostile.py")), name, str(after)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        yield f"http://127.0.0.1:{int(process.stdout.readline())}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def flags_for(task: list[str], urls: list[str], directory: Path, *more: str) -> list[str]:
+    place = task.index("--rollout-precision")
+    return [
+        *(*task[:place], *task[place + 2 :]),
+        *("--rollout-engine", "sglang", "--sglang-url", *urls),
+        *("--sglang-weight-sync", "disk", "--sglang-weight-dir", str(directory / "weights")),
+        *("--save", str(directory / "checkpoints"), "--output-dir", str(directory / "run")),
+        *("--sglang-max-retries", "1", "--sglang-recovery-timeout", "2", *more),
+    ]
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return make_task(tmp_path_factory.mktemp("task"))
+
+
+def printed(directory: Path, *texts: str) -> str | None:
+    """What the terminal and the files of a run must not show."""
+    files = [path.read_text() for path in (directory / "run").rglob("*") if path.suffix in (".yaml", ".jsonl", ".log")]
+    return next(filter(None, map(seen_in, (*texts, *files))), None)
+
+
+def test_a_run_whose_only_server_turns_hostile_stops_with_a_checkpoint(
+    tally: Any, task: list[str], tmp_path: Path
+) -> None:
+    t = tally("whole runs with a hostile server")
+    for number, name in enumerate(
+        (
+            "gzip bomb",
+            "a token of a larger model",
+            "a span of 2e8 tokens",
+            "arrays nested 100,000 deep",
+            "a log-prob of 400 digits",
+            "an error with the key across the cut",
+            "an error that steers the terminal",
+        )
+    ):
+        directory = tmp_path / str(number)
+        with hostile_process(name, after=16) as url:
+            outcome = run_forked(flags_for(task, [url], directory), directory / "log")
+        checkpoints = [path.name for path in (directory / "checkpoints").glob("iter_*")]
+        failure = printed(directory, outcome.output, outcome.error)
+        if (outcome.status, outcome.traceback, checkpoints) != (1, False, ["iter_0000001"]):
+            failure = f"status {outcome.status}, checkpoints {checkpoints}: {outcome.error[-300:]}"
+        last = outcome.error.splitlines()[-1]
+        ends = f"the same command with --load {directory / 'checkpoints'} resumes."
+        if not (last.startswith("error: a request failed 2 times, at last so: ") and last.endswith(ends)):
+            failure = failure or f"ended with {last!r}"
+        t.record(name, failure)
+    t.check(at_least=7)
+
+
+def test_a_run_with_one_hostile_server_of_two_goes_on(tally: Any, task: list[str], tmp_path: Path) -> None:
+    t = tally("whole runs with a hostile server beside a good one")
+    with hostile_process("a token beyond the vocabulary", after=10) as bad, hostile_process("", after=10**9) as good:
+        flags = flags_for(task, [bad, good], tmp_path, "--sglang-max-retries", "9", "--num-rollout", "2")
+        outcome = run_forked(flags, tmp_path / "log")
+    rows = read_metrics(tmp_path / "run")
+    malformed = [row["rollout/sglang_malformed_responses"] for row in rows]
+    failure = printed(tmp_path, outcome.output, outcome.error)
+    if outcome.status != 0 or len(rows) != 2 or malformed[-1] == 0:
+        failure = f"status {outcome.status}, {malformed} malformed: {json.dumps(rows)[:200]} {outcome.error[-300:]}"
+    t.record("a token beyond the vocabulary", failure)
+    t.check(at_least=1)
