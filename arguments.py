@@ -150,8 +150,8 @@ GROUPS = {
     ),
     "policy loss": (
         "advantage_estimator disable_grpo_std_normalization normalize_advantages reject_before_advantage policy_loss "
-        "eps_clip eps_clip_high eps_clip_c use_opsm opsm_delta use_kl_loss kl_loss_coef kl_loss_type entropy_coef "
-        "calculate_per_token_loss"
+        "eps_clip eps_clip_high eps_clip_c use_opsm opsm_policy opsm_delta use_kl_loss kl_loss_coef kl_loss_type "
+        "entropy_coef calculate_per_token_loss"
     ),
     "rollout correction": (
         "use_rollout_correction rollout_correction_preset custom_config_path use_rollout_logprobs "
@@ -374,15 +374,16 @@ def _check_correction(arguments: Arguments) -> None:
             f"--custom-tis-function-path is {function!r} but nothing calls it; "
             "add --use-tis, --use-rs or --get-mismatch-metrics."
         )
-    if function is not None and correction.adaptive:
-        name = "--rs-z-score" if correction.rs_z_score is not None else "--rs-target-fraction"
-        raise ValueError(
-            f"{name} has no effect with --custom-tis-function-path, whose function sees one micro-batch at a time; "
-            "drop one of the two."
-        )
     if correction.policy_loss == "reinforce" and not correction.use_rollout_logprobs:
         raise ValueError(
             "--policy-loss is reinforce but it has no old policy to recompute log-probs of; add --use-rollout-logprobs."
+        )
+    steps = arguments.loop.num_steps_per_rollout
+    on_policy = steps == 1 and not correction.use_rollout_logprobs and correction.old_logprobs == "recompute"
+    if arguments.policy.use_opsm and arguments.policy.opsm_policy == "old" and on_policy:
+        raise ValueError(
+            "--opsm-policy is old but with one optimizer step per rollout the old policy is the one that is trained, "
+            "and nothing is ever left out; make it rollout, or raise --num-steps-per-rollout."
         )
     group, estimator = arguments.rollout.n_samples_per_prompt, arguments.policy.advantage_estimator
     if group < 2:
@@ -449,9 +450,19 @@ def _rejects_any_precision(criterion: Criterion) -> bool:
 
 
 def _slime_namespace(arguments: Arguments) -> argparse.Namespace:
-    """Every option under its name, and under the names that slime's correction functions read."""
-    values = effective_config(arguments)
+    """Every option under its name, and under the names that slime's correction functions read.
+
+    Bounds that nobody set are those that the built-in correction derives, so that whoever reads them rejects alike.
+    """
+    values, correction = effective_config(arguments), arguments.correction
+    lowest = correction.tis_lower_bound
+    lower, upper = correction.is_bounds
+    if lower < upper:  # not so where an upper bound below 1 has no lower one, as in mode truncate it may
+        values["tis_lower_bound"] = lower
+    if not correction.adaptive:
+        values["rs_lower_bound"], values["rs_upper_bound"] = correction.rs_bounds
     values |= {old: values[new] for old, new in ALIASES.items()}
     values["eps_clip_high"] = arguments.policy.clip_high
-    values["tis_clip_low"] = values["tis_lower_bound"] or 0.0
+    values["opsm_delta"] = arguments.policy.opsm_bound
+    values["tis_clip_low"] = lowest or 0.0
     return argparse.Namespace(**values)

@@ -12,7 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime_tis.integrations.slime import token_ratios
+from slime_tis.integrations.slime import refuse_unread, token_ratios
+
+
+def check_args(args: Namespace) -> None:
+    """Refuses options that `icepop` does not follow; train.py calls it before anything is built.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    refuse_unread(args, "icepop", read=("use_tis", "nonfinite_policy"))
 
 
 def icepop(
@@ -29,7 +38,7 @@ def icepop(
     """pg_loss · w, with w = π_train/π_rollout where tis_clip_low ≤ w ≤ tis_clip and 0 elsewhere.
 
     Args:
-        args: Reads tis_clip (2.0 if missing) and tis_clip_low (0.0 if missing).
+        args: Reads tis_clip (2.0 if missing), tis_clip_low (0.0 if missing) and nonfinite_policy.
         pg_loss: [N], flat over this rank's response tokens.
         train_log_probs: Per response, this rank's tokens.
         rollout_log_probs: The same of the rollout engine.
@@ -41,7 +50,9 @@ def icepop(
     Returns:
         pg_loss, the loss masks without non-finite tokens, and tis (the raw ratio), tis_clipfrac, tis_abs, [N] each.
     """
-    ratio, masks = token_ratios(train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths, kwargs)
+    ratio, masks = token_ratios(
+        args, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths, kwargs
+    )
     inside = (ratio >= getattr(args, "tis_clip_low", 0.0)) & (ratio <= getattr(args, "tis_clip", 2.0)) & (ratio > 0)
     metrics = {"tis": ratio, "tis_clipfrac": (~inside).to(ratio.dtype), "tis_abs": (ratio - 1).abs()}
     return torch.where(inside, pg_loss * ratio, 0.0), masks, metrics

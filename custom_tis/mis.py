@@ -2,9 +2,14 @@
 
 `--custom-tis-function-path custom_tis.mis.compute_mis_weights_with_cp`, in train.py, slime and miles.
 
-What differs from slime's file, deliberately: rejection works without `use_tis` and veto without `use_rs`; the
-mask mode gives weight 0 outside the bounds; geometric weights can be batch-normalised; a sequence without valid
-tokens has no part in the batch mean; a non-finite log-prob rejects its token, and does nothing where masked.
+It is the built-in correction behind slime's contract: the same options give the same weights and masks.
+
+What differs from slime's file, deliberately: rejection works without `use_tis` and veto without `use_rs`; a lower bound
+of rejection that is not given is 1/upper where the upper one is given; the mask mode gives weight 0 outside the bounds;
+geometric weights can be batch-normalised; a sequence without valid tokens has no part in the batch mean; a non-finite
+log-prob rejects its token, and does nothing where masked. What is a property of the global batch (its mean weight, its
+second moment) comes from the trainer where the trainer knows it, as train.py does; slime does not, and there the mean
+weight is that of the micro-batch, as in slime's file, and a second-moment bound is refused.
 """
 
 import math
@@ -15,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime_tis import Correction, RolloutCorrectionConfig, batch_norm_factor, correct
+from slime_tis import AdaptiveBounds, Correction, RolloutCorrectionConfig, correct
+from slime_tis import batch_norm_factor as mean_weight_of
 from slime_tis.integrations.slime import (
     ContextParallel,
     config_from_args,
@@ -54,7 +60,8 @@ def compute_mis_weights(
     """
     config = config_from_args(args)
     found = correct(config, train_log_probs, rollout_log_probs, loss_masks)
-    metrics = _metrics(config, found, train_log_probs, rollout_log_probs, loss_masks, ContextParallel())
+    factor = mean_weight_of(config, found.statistics)
+    metrics = _metrics(config, found, train_log_probs, rollout_log_probs, loss_masks, ContextParallel(), factor)
     lengths = [len(mask) for mask in loss_masks]
     masks = [mask.to(original.dtype) for mask, original in zip(found.mask, loss_masks, strict=True)]
     return (
@@ -73,6 +80,9 @@ def compute_mis_weights_with_cp(
     loss_masks: Sequence[Tensor],
     total_lengths: Sequence[int],
     response_lengths: Sequence[int],
+    batch_norm_factor: Tensor | None = None,
+    second_moment_limit: Tensor | None = None,
+    adaptive_bounds: AdaptiveBounds | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
     """The same behind slime's custom TIS contract, on this rank's slices.
@@ -88,23 +98,57 @@ def compute_mis_weights_with_cp(
         loss_masks: Whole responses.
         total_lengths: Tokens of prompt and response.
         response_lengths: Tokens of the response.
+        batch_norm_factor: Mean weight of the global batch; that of these responses when None.
+        second_moment_limit: Δ² from which tokens of the global batch are trimmed.
+        adaptive_bounds: What its sequences are judged by under rs_z_score or rs_target_fraction.
         kwargs: `cp_group` or `parallel_state` name the context-parallel group where there is one.
 
     Returns:
         pg_loss times the weights, whole-response masks, and metrics [N] with the prefix mis_.
+
+    Raises:
+        ValueError: if an option asks for the global batch, and the trainer says nothing of it.
     """
     config, context = config_from_args(args), context_parallel(kwargs)
+    _check_global_batch(config, second_moment_limit, adaptive_bounds)
     slices = context.slices(total_lengths, response_lengths, kwargs.get("max_seq_lens"))
     local_masks = slices.take(loss_masks)
     found = correct(
-        config, train_log_probs, rollout_log_probs, local_masks, reduce_sequences=context.reduce_sum, slices=slices
+        config,
+        train_log_probs,
+        rollout_log_probs,
+        local_masks,
+        reduce_sequences=context.reduce_sum,
+        slices=slices,
+        batch_norm_factor=batch_norm_factor,
+        second_moment_limit=second_moment_limit,
+        adaptive_bounds=adaptive_bounds,
     )
-    metrics = _metrics(config, found, train_log_probs, rollout_log_probs, local_masks, context)
+    factor = mean_weight_of(config, found.statistics) if batch_norm_factor is None else batch_norm_factor
+    metrics = _metrics(config, found, train_log_probs, rollout_log_probs, local_masks, context, factor)
     if config.use_tis:
         weights = torch.cat(found.weights)
         pg_loss = torch.where(weights > 0, pg_loss * weights, 0.0)
     masks = whole_masks(found.mask, loss_masks, slices, context)
     return pg_loss, masks, {f"mis_{name}": values for name, values in metrics.items()}
+
+
+def _check_global_batch(
+    config: RolloutCorrectionConfig, second_moment_limit: Tensor | None, adaptive_bounds: AdaptiveBounds | None
+) -> None:
+    """Refuses options that go by the global batch where the trainer calls with micro-batches and says no more."""
+    known = {
+        "rs_second_moment_bound": second_moment_limit is not None,
+        "rs_z_score": adaptive_bounds is not None,
+        "rs_target_fraction": adaptive_bounds is not None,
+    }
+    for name, is_known in known.items():
+        value = getattr(config, name)
+        if value is not None and not is_known:
+            raise ValueError(
+                f"{name} is {value} and goes by the global batch, but this trainer calls with micro-batches; leave it "
+                f"out, or train with train.py."
+            )
 
 
 @torch.no_grad()
@@ -115,15 +159,16 @@ def _metrics(
     rollout_log_probs: Sequence[Tensor | None],
     loss_masks: Sequence[Tensor],
     context: ContextParallel,
+    norm_factor: Tensor,
 ) -> dict[str, Tensor]:
     """slime's metrics, flat over the tokens of this rank, a sequence's value at each of its tokens."""
     spread = _spread_over_tokens(loss_masks)
     log_ratio = _log_ratio(train_log_probs, rollout_log_probs, loss_masks)
     metrics = _mismatch_metrics(found.per_sequence, log_ratio, spread)
     if config.use_tis:
-        bounded = torch.cat(found.weights) * batch_norm_factor(config, found.statistics).to(torch.float32)
+        bounded = torch.cat(found.weights) * norm_factor.to(torch.float32)
         metrics |= _weight_metrics(config, found, log_ratio, bounded, spread)
-    if config.use_rs and config.rs_level in SLIME_LEVELS:
+    if config.use_rs and config.rs_level in SLIME_LEVELS and not config.adaptive:
         ratio = _ratio(config.rs_level, found.per_sequence, log_ratio, spread)
         metrics |= _fractions("rs_mask", ratio, *config.rs_bounds)
     if config.vetoes:
@@ -131,8 +176,13 @@ def _metrics(
         ceiling = math.inf if config.rs_veto_upper_threshold is None else math.log(config.rs_veto_upper_threshold)
         metrics["rs_catastrophic_token_fraction"] = ((log_ratio < floor) | (log_ratio > ceiling)).float()
         metrics["rs_catastrophic_seq_fraction"] = spread(found.per_sequence["catastrophic"] > 0)
+    if found.second_moment_limit is not None:
+        trimmed = log_ratio.square() >= found.second_moment_limit
+        metrics["second_moment_masked_fraction"] = trimmed.float()
     if config.use_tis:
-        metrics |= _final_metrics(config, found, loss_masks, context, spread)
+        metrics |= _final_metrics(found, loss_masks, context, spread)
+        if config.tis_batch_normalize:
+            metrics["batch_norm_factor"] = norm_factor.to(torch.float32).expand_as(log_ratio)
     return metrics
 
 
@@ -189,7 +239,6 @@ def _weight_metrics(
 
 
 def _final_metrics(
-    config: RolloutCorrectionConfig,
     found: Correction[list[Tensor]],
     loss_masks: Sequence[Tensor],
     context: ContextParallel,
@@ -204,15 +253,11 @@ def _final_metrics(
     if context.reduce_sum is not None and context.reduce_max is not None:
         total, lowest, highest = context.reduce_sum(total), context.reduce_max(lowest), context.reduce_max(highest)
     n, present = found.per_sequence["valid"].clamp_min(1), found.per_sequence["valid"] > 0
-    metrics = {
+    return {
         "is_ratio_mean_final": spread(total / n),
         "is_ratio_min_final": spread(torch.where(present, -lowest, 0.0)),
         "is_ratio_max_final": spread(highest),
     }
-    if config.tis_batch_normalize:
-        factor = batch_norm_factor(config, found.statistics)
-        metrics["batch_norm_factor"] = factor.to(torch.float32).expand_as(weights)
-    return metrics
 
 
 def _ratio(level: str, table: dict[str, Tensor], log_ratio: Tensor, spread: Spread) -> Tensor:

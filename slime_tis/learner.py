@@ -23,6 +23,7 @@ from slime_tis.correction import (
     interpolate_old_log_probs,
     response_slices,
 )
+from slime_tis.custom import check_metric_names
 from slime_tis.megatron.batch import TrainingBatch, make_batch, tensors
 from slime_tis.megatron.engine import StepResult, TrainingEngine
 from slime_tis.megatron.parallel import Parallel
@@ -136,6 +137,7 @@ class Learner:
             recompute_old=anchors_on_recomputed(self.correction, self.steps_per_rollout),
             custom_tis=self.custom_tis,
             args=self.args,
+            custom_seed=hash((self.engine.config.seed, self.step, parallel.data_rank)) % 2**32,
             version=self.step,
             context_rank=parallel.context_rank,
             context_size=parallel.context_size,
@@ -176,6 +178,9 @@ class Learner:
         parallel = self.parallel
         figures: dict[str, float] = {}
         if parallel.is_last_stage:
+            if self.custom_tis is not None:
+                names = parallel.from_data_and_context_ranks(sorted(result.report.custom))
+                check_metric_names(self.custom_tis, names, "rank")
             report = result.report.over_ranks(
                 sum_data=parallel.sum_over_data,
                 sum_all=parallel.sum_over_data_and_context,

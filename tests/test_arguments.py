@@ -115,6 +115,7 @@ LANDINGS = [
     ("--eps-clip-c 3", "policy", "eps_clip_c", 3.0),
     ("--use-opsm", "policy", "use_opsm", True),
     ("--opsm-delta 1e-3", "policy", "opsm_delta", 1e-3),
+    ("--opsm-policy old", "policy", "opsm_policy", "old"),
     ("--reject-before-advantage", "policy", "reject_before_advantage", True),
     ("--use-kl-loss --kl-loss-coef 0.01", "policy", "kl_loss_coef", 0.01),
     ("--use-kl-loss", "policy", "use_kl_loss", True),
@@ -540,9 +541,26 @@ def test_namespace_has_slimes_names(base):
     assert (args.use_rs, args.rs_level, args.rs_veto_threshold) == (False, "token", 1e-4)
     assert (args.eps_clip, args.eps_clip_high, args.context_parallel_size) == (0.3, 0.3, 1)
     assert configured(base + "--tis-lower-bound 0.5").namespace.tis_clip_low == 0.5
+    assert args.opsm_delta == 0.1
+
+
+def test_namespace_has_the_bounds_that_nobody_set(base):
+    def bounds(flags):
+        args = configured(base + flags).namespace
+        return args.tis_lower_bound, args.rs_lower_bound, args.rs_upper_bound
+
+    assert bounds("--use-tis --use-rs --rs-level geometric --rs-upper-bound 1.25") == (0.5, 0.8, 1.25)
+    assert bounds("--use-tis --tis-upper-bound 4 --use-rs") == (0.25, 0.25, 4.0)
+    assert bounds("--use-tis --use-rs --rs-lower-bound 0.9") == (0.5, 0.9, 2.0)
+    assert bounds("--use-tis --tis-upper-bound 0.8")[0] is None  # mode truncate, which has no lower bound
 
 
 REFUSALS = [
+    (
+        "--use-opsm --opsm-policy old",
+        "--opsm-policy is old but with one optimizer step per rollout the old policy is the one that is trained, and "
+        "nothing is ever left out; make it rollout, or raise --num-steps-per-rollout.",
+    ),
     (
         "--use-rollout-logprobs --use-tis",
         "--use-rollout-logprobs with --use-tis applies the correction twice under --policy-loss ppo, whose "
@@ -557,11 +575,6 @@ REFUSALS = [
         "--custom-tis-function-path mine.py:fn",
         "--custom-tis-function-path is 'mine.py:fn' but nothing calls it; add --use-tis, --use-rs or "
         "--get-mismatch-metrics.",
-    ),
-    (
-        "--rollout-correction-preset decoupled_geo_rs_adaptive --custom-tis-function-path mine.py:fn",
-        "--rs-z-score has no effect with --custom-tis-function-path, whose function sees one micro-batch at a time; "
-        "drop one of the two.",
     ),
     ("--tis-upper-bound 0", "--tis-upper-bound is 0.0; give a finite number above 0."),
     ("--tis-upper-bound abc", "--tis-upper-bound is 'abc' but must be a number."),

@@ -1,12 +1,13 @@
 """Off-policy sequence masking (OPSM): bad samples that the current policy has moved away from are left out."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from slime_tis.correction.config import RolloutCorrectionConfig
+from slime_tis.correction.config import NonfinitePolicy, RolloutCorrectionConfig
 from slime_tis.correction.correct import correct
 from slime_tis.correction.layout import LogProbs
 from slime_tis.correction.statistics import Reduction
@@ -22,19 +23,27 @@ def off_policy_sequence_mask(
     loss_mask: LogProbs,
     *,
     delta: float,
+    nonfinite_policy: NonfinitePolicy = "reject",
     lengths: Sequence[int] | None = None,
     reduce_sequences: Reduction | None = None,
 ) -> Tensor:
-    """keep = not (A < 0 and mean_t(log π_old − log π_θ) > δ), one verdict a sequence.
+    """keep = not (A < 0 and mean_t(log π_old − log π_θ) > δ), one verdict per sequence.
 
-    Source: "DeepSeek-V3.2" (https://arxiv.org/abs/2512.02556), section 3.1, off-policy sequence masking.
+    The source's π_old is the policy as the inference engine sampled from it, so that what is bounded is made of both
+    staleness and the mismatch between the engines; TRL does the same. slime takes π_old of the training engine, from
+    which π_θ does not differ before the rollout's second optimizer step.
+
+    Source: "DeepSeek-V3.2" (https://arxiv.org/abs/2512.02556), section 3.1, off-policy sequence masking, eq. 9.
 
     Args:
         log_probs: log π_θ, as a list of [T_i], padded [B, T], or packed [N] with `lengths`.
-        old_log_probs: log π_old in the same layout.
+        old_log_probs: log π_rollout, or log π_old for slime's variant, in the same layout.
         advantages: One per sequence, [S].
         loss_mask: Nonzero at valid tokens, in the same layout.
-        delta: Bound on the mean log-ratio, above 0; slime's default is 1e-4.
+        delta: Bound on the mean log-ratio in nats per token, above 0; 0.1 is customary against π_rollout, and slime's
+            default against π_old is 1e-4.
+        nonfinite_policy: What a token with a log-prob that is not finite does to the mean: "reject" leaves it out,
+            "neutral" counts it with a difference of 0, "raise" refuses it.
         lengths: Lengths of packed sequences.
         reduce_sequences: Sums a table over context-parallel ranks, as for `correct`.
 
@@ -42,11 +51,11 @@ def off_policy_sequence_mask(
         bool [S], True where the sequence is kept.
 
     Raises:
-        ValueError: if there is not one advantage per sequence.
+        ValueError: if there is not one advantage per sequence, or a token is not finite under "raise".
     """
     layout: dict[str, Any] = {"lengths": lengths, "reduce_sequences": reduce_sequences}
     inputs: tuple[Any, Any, Any] = (log_probs, old_log_probs, loss_mask)
-    table = correct(_MEASURE, *inputs, **layout).per_sequence
+    table = correct(replace(_MEASURE, nonfinite_policy=nonfinite_policy), *inputs, **layout).per_sequence
     if advantages.shape != table["valid"].shape:
         raise ValueError(
             f"advantages has shape {tuple(advantages.shape)} for {table['valid'].numel()} sequences; pass one each."

@@ -1,7 +1,15 @@
 """Functions of the user's own: loaded from a path, called so that any failure is one message, held to a contract."""
 
-from slime_tis.custom.contract import call_custom_tis, load_custom_tis
+from slime_tis.custom.contract import call_custom_tis, check_metric_names, load_custom_tis
 from slime_tis.custom.loading import load_function
 from slime_tis.custom.messages import calling, check_signature, describe
 
-__all__ = ["call_custom_tis", "calling", "check_signature", "describe", "load_custom_tis", "load_function"]
+__all__ = [
+    "call_custom_tis",
+    "calling",
+    "check_metric_names",
+    "check_signature",
+    "describe",
+    "load_custom_tis",
+    "load_function",
+]

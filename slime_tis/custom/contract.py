@@ -23,8 +23,17 @@ TisResult = tuple[Tensor, list[Tensor], dict[str, Tensor]]
 
 ARGUMENTS = ("pg_loss", "train_log_probs", "rollout_log_probs", "loss_masks", "total_lengths", "response_lengths")
 """What slime passes by keyword, besides `args`."""
-MORE_ARGUMENTS = ("log_probs", "advantages", "cp_group", "batch_norm_factor", "second_moment_limit")
+MORE_ARGUMENTS = (
+    *("log_probs", "advantages", "cp_group"),
+    *("batch_norm_factor", "second_moment_limit", "adaptive_bounds"),
+)
 """What this program passes besides, to functions that take it."""
+
+OF_THE_GLOBAL_BATCH = {
+    "second_moment_limit": ("rs_second_moment_bound",),
+    "adaptive_bounds": ("rs_z_score", "rs_target_fraction"),
+}
+"""Arguments without which a function, which sees a micro-batch, cannot follow these options."""
 
 LONGEST_NAME = 100
 """Characters of a metric's name."""
@@ -47,6 +56,7 @@ def load_custom_tis(path: str, args: Namespace) -> Callable[..., Any]:
             f"{describe(function)} is a coroutine or a generator; write a plain `def` with a `return`."
         )
     check_signature(function, *_call_of(function, ARGUMENTS))
+    _check_global_batch(function, args)
     check_args = getattr(inspect.unwrap(function), "__globals__", {}).get("check_args")
     if callable(check_args):
         try:
@@ -54,6 +64,21 @@ def load_custom_tis(path: str, args: Namespace) -> Callable[..., Any]:
         except ValueError as error:
             raise CustomFunctionError(f"--custom-tis-function-path {path}: {error}") from error
     return function
+
+
+def _check_global_batch(function: Callable[..., Any], args: Namespace) -> None:
+    """Refuses options of the global batch where the function does not name the argument that it would need."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (ValueError, TypeError):
+        parameters = {}  # type: ignore[assignment]
+    for argument, options in OF_THE_GLOBAL_BATCH.items():
+        for option in options:
+            if argument not in parameters and getattr(args, option, None) is not None:
+                raise CustomFunctionError(
+                    f"--{option.replace('_', '-')} is {getattr(args, option)} and goes by the global batch, which "
+                    f"{describe(function)} does not see: it takes no argument {argument}. Leave one of the two out."
+                )
 
 
 def call_custom_tis(function: Callable[..., Any], args: Any, *, seed: int = 0, **kwargs: Any) -> TisResult:
@@ -93,6 +118,26 @@ def call_custom_tis(function: Callable[..., Any], args: Any, *, seed: int = 0, *
     _check_masks(name, masks, kwargs["loss_masks"])
     _check_metrics(name, metrics, kwargs["pg_loss"])
     return pg_loss, list(masks), dict(metrics)
+
+
+def check_metric_names(function: Callable[..., Any], names: Sequence[Sequence[str]], place: str) -> None:
+    """Checks that a custom function returned the same metrics everywhere, since they are added up.
+
+    Args:
+        function: The custom function, for the message.
+        names: The names that each call returned, sorted.
+        place: What the calls differ in: "micro-batch" or "rank".
+
+    Raises:
+        CustomFunctionError: naming two calls that differ, and in what.
+    """
+    for number, found in enumerate(names):
+        if list(found) != list(names[0]):
+            differing = sorted(set(found) ^ set(names[0]))
+            raise CustomFunctionError(
+                f"{describe(function)} returned metric {one_line(repr(differing[0]))} for one {place} and not for "
+                f"another ({place}s 0 and {number}); return the same names in every call, 0 where there is nothing."
+            )
 
 
 def _call_of(function: Callable[..., Any], names: Sequence[str]) -> tuple[list[str], list[str]]:

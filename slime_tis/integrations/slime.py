@@ -6,8 +6,8 @@ context-parallel group is looked up in the call, then in Megatron-core if the tr
 
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -15,38 +15,57 @@ from torch import Tensor
 
 from slime_tis.correction import ResponseSlices, RolloutCorrectionConfig, correct, response_slices
 
-DEFAULT_UPPER_BOUND = 2.0
 UNBOUNDED = RolloutCorrectionConfig(use_tis=True, tis_upper_bound=1e9)
 """Token ratios as they are: exp is bounded by exp(20) before this."""
 
+STAND_INS = {"tis_upper_bound": "tis_clip", "tis_lower_bound": "tis_clip_low"}
+"""Options of the correction, and slime's older names of them."""
+
+NOT_OF_THE_CORRECTION = ("policy_loss", "use_rollout_logprobs", "old_logprobs", "get_mismatch_metrics")
+"""Fields that say which loss is corrected, and not how: a custom function gets the finished loss."""
+
+FOLLOWED_BY_THE_TRAINER = (*NOT_OF_THE_CORRECTION, "rejection_normalizer")
+
+BOUNDS = ("tis_lower_bound", "tis_upper_bound", "rs_lower_bound", "rs_upper_bound")
+"""Bounds of what other options turn on; train.py hands over all of them, also those that nobody set."""
+
 
 def config_from_args(args: Namespace) -> RolloutCorrectionConfig:
-    """slime's options as a configuration.
+    """slime's options, or train.py's, as a configuration: the one that the library itself would correct by.
 
-    Missing attributes take their defaults; `tis_clip` and `tis_clip_low` stand in for the bounds; a lower bound
-    of 0, slime's default, is none. Missing rejection bounds are those of the weight, as in slime's `mis.py`.
+    Attributes that are missing or None take their defaults; `tis_clip` and `tis_clip_low` stand in for the bounds of
+    the weight, and a lower bound of 0, slime's default, is none. Bounds that are not given follow from those that are,
+    as everywhere in the library: 1/upper for a lower bound, those of the weight for rejection without any of its own.
     """
-    upper = _first(args, "tis_upper_bound", "tis_clip") or DEFAULT_UPPER_BOUND
-    lower = _first(args, "tis_lower_bound", "tis_clip_low") or 1.0 / upper
-    return RolloutCorrectionConfig(
-        use_tis=bool(getattr(args, "use_tis", False)),
-        tis_mode=getattr(args, "tis_mode", None) or "truncate",
-        tis_level=getattr(args, "tis_level", None) or "token",
-        tis_lower_bound=lower,
-        tis_upper_bound=upper,
-        tis_batch_normalize=bool(getattr(args, "tis_batch_normalize", False)),
-        use_rs=bool(getattr(args, "use_rs", False)),
-        rs_level=getattr(args, "rs_level", None) or "token",
-        rs_lower_bound=_first(args, "rs_lower_bound") or lower,
-        rs_upper_bound=_first(args, "rs_upper_bound") or upper,
-        rs_veto_threshold=_first(args, "rs_veto_threshold"),
-        rs_veto_upper_threshold=_first(args, "rs_veto_upper_threshold"),
-        rollout_rs=getattr(args, "rollout_rs", None),
-        rollout_rs_threshold=getattr(args, "rollout_rs_threshold", None),
-        nonfinite_policy=getattr(args, "nonfinite_policy", None) or "reject",
-        policy_loss="reinforce",
-        get_mismatch_metrics=True,
-    )
+    values = {}
+    for field in fields(RolloutCorrectionConfig):
+        if field.name not in NOT_OF_THE_CORRECTION:
+            values[field.name] = _first(args, field.name, STAND_INS.get(field.name, field.name))
+    for name in ("tis_lower_bound", "rs_lower_bound"):
+        values[name] = values[name] or None
+    given = {name: value for name, value in values.items() if value is not None}
+    return RolloutCorrectionConfig(**given, policy_loss="reinforce", get_mismatch_metrics=True)
+
+
+def refuse_unread(args: Namespace, function: str, read: Collection[str]) -> None:
+    """Refuses options of the correction that are set and that a custom function does not follow.
+
+    Args:
+        args: The program's options; attributes that are missing are not set.
+        function: Its name, for the message.
+        read: Options that it follows.
+
+    Raises:
+        ValueError: naming the first of the others that departs from its default.
+    """
+    for field in fields(RolloutCorrectionConfig):
+        value = getattr(args, field.name, field.default)
+        if value != field.default and field.name not in (*read, *BOUNDS, *FOLLOWED_BY_THE_TRAINER):
+            flag = "--" + field.name.replace("_", "-")
+            raise ValueError(
+                f"{flag} is {'on' if value is True else value}, and {function} does not follow it; leave it out, or "
+                f"leave out --custom-tis-function-path: the built-in correction follows every option."
+            )
 
 
 @dataclass(frozen=True)
@@ -115,6 +134,7 @@ def whole_masks(
 
 
 def token_ratios(
+    args: Namespace,
     train_log_probs: Sequence[Tensor],
     rollout_log_probs: Sequence[Tensor | None],
     loss_masks: Sequence[Tensor],
@@ -122,13 +142,17 @@ def token_ratios(
     response_lengths: Sequence[int],
     kwargs: Mapping[str, Any],
 ) -> tuple[Tensor, list[Tensor]]:
-    """π_train/π_rollout of this rank's tokens, flat, 0 where masked; whole masks without non-finite tokens."""
+    """π_train/π_rollout of this rank's tokens, flat, 0 where masked; whole masks without what is not finite.
+
+    `args.nonfinite_policy` says what becomes of a token whose log-prob is not finite: rejected where it is missing.
+    """
     context = context_parallel(kwargs)
     slices = context.slices(total_lengths, response_lengths, kwargs.get("max_seq_lens"))
-    found = correct(UNBOUNDED, train_log_probs, rollout_log_probs, slices.take(loss_masks))
+    config = replace(UNBOUNDED, nonfinite_policy=getattr(args, "nonfinite_policy", None) or "reject")
+    found = correct(config, train_log_probs, rollout_log_probs, slices.take(loss_masks))
     return torch.cat(found.weights), whole_masks(found.mask, loss_masks, slices, context)
 
 
-def _first(args: Namespace, *names: str) -> float | None:
+def _first(args: Namespace, *names: str) -> Any:
     """The first of the attributes that is there and not None."""
     return next((value for name in names if (value := getattr(args, name, None)) is not None), None)

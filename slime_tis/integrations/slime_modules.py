@@ -84,7 +84,7 @@ MODULES: dict[str, dict[str, Callable[..., Any]]] = {
 """Module of slime → what this program has of it."""
 
 
-class _Finder(MetaPathFinder, Loader):
+class Finder(MetaPathFinder, Loader):
     """Makes the modules of `MODULES`, all of them packages so that their submodules are asked for."""
 
     def find_spec(
@@ -96,7 +96,7 @@ class _Finder(MetaPathFinder, Loader):
         vars(module).update(MODULES[module.__name__])
 
 
-_FINDER = _Finder()
+_FINDER = Finder()
 
 
 def provide() -> None:

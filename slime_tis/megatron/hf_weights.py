@@ -99,8 +99,14 @@ def rule(name: str, first_layer: int) -> tuple[Layout, list[str]]:
 class HfTensors:
     """The tensors of a Hugging Face checkpoint directory, read one at a time."""
 
-    def __init__(self, directory: str | Path) -> None:
-        self.directory = Path(directory)
+    def __init__(self, directory: str | Path, *, tied: bool) -> None:
+        """Reads what there is.
+
+        Args:
+            directory: Of the checkpoint.
+            tied: Whether the output layer has the embeddings' weights, as `tie_word_embeddings` of config.json says.
+        """
+        self.directory, self.tied = Path(directory), tied
         index = self.directory / "model.safetensors.index.json"
         if index.is_file():
             self.files: dict[str, str] = json.loads(index.read_text())["weight_map"]
@@ -116,17 +122,18 @@ class HfTensors:
     def __getitem__(self, name: str) -> Tensor:
         from safetensors import safe_open
 
-        if name == "lm_head.weight" and name not in self.files:
-            name = "model.embed_tokens.weight"  # tied
+        if name == "lm_head.weight" and self.tied:
+            name = "model.embed_tokens.weight"
         if name not in self.files:
-            raise ValueError(f"{self.directory} has no tensor {name}")
+            why = ", and its config.json does not tie it to the embeddings" if name == "lm_head.weight" else ""
+            raise ValueError(f"{self.directory} has no tensor {name}{why}; the checkpoint is incomplete.")
         with safe_open(str(self.directory / self.files[name]), "pt") as file:
             return file.get_tensor(name)
 
 
 def load_hf_weights(model: Model, directory: str | Path, parallel: Parallel) -> None:
     """Fills this rank's shard of the model from a Hugging Face checkpoint."""
-    tensors = HfTensors(directory)
+    tensors = HfTensors(directory, tied=model.hf_config.tie_word_embeddings)
     first_layer = _first_layer(model, parallel)
     for name, parameter in model.module.named_parameters():
         layout, sources = rule(name, first_layer)

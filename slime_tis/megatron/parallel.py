@@ -139,6 +139,14 @@ class Parallel:
         dist.all_gather_object(gathered, value, group=mpu.get_data_parallel_group())
         return gathered
 
+    def from_data_and_context_ranks(self, value: T) -> list[T]:
+        """A small Python object of every data- and context-parallel rank, in their order."""
+        if self.data_size * self.context_size == 1:
+            return [value]
+        gathered: list[T] = [value] * (self.data_size * self.context_size)
+        dist.all_gather_object(gathered, value, group=mpu.get_data_parallel_group(with_context_parallel=True))
+        return gathered
+
     def _reduce_all(self, values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
         if self.data_size * self.context_size > 1:
             dist.all_reduce(values, operation, group=mpu.get_data_parallel_group(with_context_parallel=True))

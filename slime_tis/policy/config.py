@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 ADVANTAGE_ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus_baseline")
+OPSM_DELTAS = {"rollout": 0.1, "old": 1e-4}
+"""Customary bound for each policy, in nats per token. The engines' own noise makes a sequence of T tokens differ by
+√(2·k3/T) from the rollout policy on average, 0.03 at 12 tokens in fp8, and by nothing from the old one."""
 KL_LOSS_TYPES = ("k1", "k2", "k3", "low_var_kl")
 
 
@@ -50,8 +53,13 @@ class PolicyConfig:
     use_opsm: bool = False
     """Off-policy sequence masking: leave out sequences with a negative advantage that the policy moved away from."""
 
-    opsm_delta: float = 1e-4
-    """Mean log π_old − log π_θ of a sequence, in nats, above which use_opsm leaves it out."""
+    opsm_policy: Literal["rollout", "old"] = "rollout"
+    """The policy that use_opsm compares the current one with: rollout, which sampled (the source's), or old, which
+    began the rollout's steps (slime's)."""
+
+    opsm_delta: float | None = None
+    """Mean log-ratio of that policy to the current one over a sequence, in nats per token, above which use_opsm
+    leaves the sequence out; unset means 0.1 for rollout and 1e-4, as slime, for old."""
 
     reject_before_advantage: bool = False
     """Keep rejected samples out of their group's mean and deviation; takes a forward pass before training."""
@@ -73,8 +81,10 @@ class PolicyConfig:
             raise ValueError(f"--eps-clip-c is {self.eps_clip_c} but must be above 1; leave it out for no dual clip.")
         if self.kl_loss_coef != 0.0 and not self.use_kl_loss:
             raise ValueError(f"--kl-loss-coef is {self.kl_loss_coef} but has no effect alone; add --use-kl-loss.")
-        if not self.opsm_delta > 0.0:
-            raise ValueError(f"--opsm-delta is {self.opsm_delta} but must be above 0; 1e-4 is customary.")
+        if self.opsm_policy not in OPSM_DELTAS:
+            raise ValueError(f"--opsm-policy is {self.opsm_policy!r} but must be one of {', '.join(OPSM_DELTAS)}.")
+        if self.opsm_delta is not None and not self.opsm_delta > 0.0:
+            raise ValueError(f"--opsm-delta is {self.opsm_delta} but must be above 0; leave it out for the default.")
         if self.kl_loss_coef < 0.0:
             raise ValueError(f"--kl-loss-coef is {self.kl_loss_coef} but must be 0 or more.")
 
@@ -82,3 +92,8 @@ class PolicyConfig:
     def clip_high(self) -> float:
         """The upper clip range in force: eps_clip_high, or eps_clip where it is unset."""
         return self.eps_clip if self.eps_clip_high is None else self.eps_clip_high
+
+    @property
+    def opsm_bound(self) -> float:
+        """The bound in force of off-policy sequence masking: opsm_delta, or that of its policy where it is unset."""
+        return OPSM_DELTAS[self.opsm_policy] if self.opsm_delta is None else self.opsm_delta

@@ -8,7 +8,7 @@ Shapes: suffix _R the response tokens this rank holds, one sequence after anothe
 
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -25,7 +25,7 @@ from slime_tis.correction import (
     off_policy_sequence_mask,
     response_slices,
 )
-from slime_tis.custom import call_custom_tis
+from slime_tis.custom import call_custom_tis, check_metric_names
 from slime_tis.policy import losses
 from slime_tis.policy.config import PolicyConfig
 from slime_tis.policy.lag import lag_table
@@ -60,6 +60,10 @@ class PolicyObjective:
     """A user's function in slime's contract, in place of the library's correction."""
     args: Namespace | None = None
     """The command line as slime names it, for the custom function alone."""
+    custom_seed: int = 0
+    """Of the random numbers that the custom function may draw in the step's first micro-batch."""
+    custom_metric_names: list[list[str]] = field(default_factory=list)
+    """Names of the metrics that the custom function returned, micro-batch by micro-batch."""
     version: int = 0
     """Version of the policy's weights, in optimizer steps; what interpolated old log-probs go by."""
     context_rank: int = 0
@@ -89,24 +93,20 @@ class PolicyObjective:
         correction = self._correct(batch, flat, train_R)
         recomputed = self._recomputed_statistics(flat, log_prob_R, lengths)
         weight_R, mask_R, counts_S = correction.weights, correction.mask, correction.kept_per_sequence
-        custom: dict[str, Tensor] = {}
-        if self.policy.use_opsm:
-            near_S = self._near_policy(flat, log_prob_R, old_R, lengths)
-            near_R = near_S.repeat_interleave(torch.tensor(lengths, device=near_S.device), output_size=len(mask_R))
-            mask_R, counts_S = mask_R & near_R, counts_S * near_S
-            custom["opsm_clipfrac"] = (~near_R).float()
         assert isinstance(weight_R, Tensor) and isinstance(mask_R, Tensor)  # packed in, packed out
+        near_S, near_R = self._near_policy(flat, log_prob_R, old_R, lengths)
+        mask_R, counts_S = mask_R & near_R, counts_S * near_S
 
         # What is masked or not finite gets ratio 1 before any arithmetic: a NaN behind a mask would still poison
         # the gradient.
         log_prob_R = torch.where(mask_R, log_prob_R, log_prob_R.detach().nan_to_num())
         old_R = torch.where(mask_R & old_R.isfinite(), old_R, log_prob_R.detach())
         loss_R, clipped_R = self._token_loss(log_prob_R, old_R, flat["advantages"], mask_R, lengths)
+        custom: dict[str, Tensor] = {}
         if self.custom_tis is not None:
-            new_loss_R, new_mask_R, new_counts_S, figures = self._custom(batch, flat, loss_R, old_R, log_prob_R)
-            custom |= figures
+            new_loss_R, new_mask_R, new_counts_S, custom = self._custom(batch, flat, loss_R, train_R, log_prob_R)
             if self.correction.corrects:  # otherwise metrics alone: the loss stays as it was, to the bit
-                loss_R, mask_R, counts_S = new_loss_R, new_mask_R, new_counts_S
+                loss_R, mask_R, counts_S = new_loss_R, new_mask_R & near_R, new_counts_S * near_S
         elif self.correction.use_tis:
             loss_R = loss_R * weight_R
 
@@ -134,6 +134,7 @@ class PolicyObjective:
             lags=lag_table(
                 train_R, flat["rollout_log_probs"], flat["loss_masks"], self.version - flat["weight_versions"]
             ),
+            opsm_clipped=original.sum_each([(~near_R).float()])[0],
             custom={name: original.sum_each([value])[0] for name, value in custom.items()},
         )
         return numerator, report.units[0].to(torch.int), report
@@ -175,20 +176,28 @@ class PolicyObjective:
             return losses.gspo(log_prob_R, mean_R, advantage_R, **clip)
         return losses.ppo_clip(log_prob_R, old_R, advantage_R, **clip, dual_clip=self.policy.eps_clip_c)
 
-    def _near_policy(self, flat: dict[str, Tensor], log_prob_R: Tensor, old_R: Tensor, lengths: list[int]) -> Tensor:
-        """True for sequences that off-policy sequence masking keeps."""
+    def _near_policy(
+        self, flat: dict[str, Tensor], log_prob_R: Tensor, old_R: Tensor, lengths: list[int]
+    ) -> tuple[Tensor, Tensor]:
+        """True for sequences, and for their tokens, that off-policy sequence masking keeps; all where it is off."""
+        if not self.policy.use_opsm:
+            near_R = torch.ones_like(log_prob_R, dtype=torch.bool)
+            return near_R.new_ones(len(lengths)), near_R
         advantage_S = torch.stack([part.sum() for part in flat["advantages"].split(lengths)]).double()
         if self.reduce_sequences is not None:  # the sign is what counts, and all tokens of a sequence share it
             advantage_S = self.reduce_sequences(advantage_S[:, None])[:, 0]
-        return off_policy_sequence_mask(
+        near_S = off_policy_sequence_mask(
             log_prob_R,
-            old_R,
+            flat["rollout_log_probs"] if self.policy.opsm_policy == "rollout" else old_R,
             advantage_S,
             flat["loss_masks"],
-            delta=self.policy.opsm_delta,
+            delta=self.policy.opsm_bound,
+            nonfinite_policy=self.correction.nonfinite_policy,
             lengths=lengths,
             reduce_sequences=self.reduce_sequences,
         )
+        repeats = torch.tensor(lengths, device=near_S.device)
+        return near_S, near_S.repeat_interleave(repeats, output_size=len(log_prob_R))
 
     def _mean_log_ratio(self, log_ratio_R: Tensor, mask_R: Tensor, lengths: list[int]) -> Tensor:
         """Mean over the kept tokens of the whole sequence, at each of its tokens on this rank."""
@@ -227,29 +236,37 @@ class PolicyObjective:
         batch: Responses,
         flat: dict[str, Tensor],
         loss_R: Tensor,
-        old_R: Tensor,
+        train_R: Tensor,
         log_prob_R: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-        """Calls the user's function: (loss, local mask, kept tokens per sequence, figures per token)."""
+        """Calls the user's function: (loss, local mask, kept tokens per sequence, metrics per token)."""
         assert self.custom_tis is not None
         lengths = [len(mask) for mask in batch.local["loss_masks"]]
-        train_R = log_prob_R.detach() if self.correction.use_rollout_logprobs else old_R
-        new_loss_R, masks, figures = call_custom_tis(
+        # What was not sampled has no log-prob: NaN here and 0 in slime, whose functions multiply with the mask.
+        rollout_R = flat["rollout_log_probs"]
+        rollout_R = torch.where((flat["loss_masks"] > 0) | rollout_R.isfinite(), rollout_R, 0.0)
+        new_loss_R, masks, metrics = call_custom_tis(
             self.custom_tis,
             self.args,
+            seed=self.custom_seed + len(self.custom_metric_names),
             pg_loss=loss_R,
             train_log_probs=list(train_R.split(lengths)),
-            rollout_log_probs=list(flat["rollout_log_probs"].split(lengths)),
+            rollout_log_probs=list(rollout_R.split(lengths)),
             loss_masks=batch.loss_masks,
             total_lengths=batch.total_lengths,
             response_lengths=batch.response_lengths,
             log_probs=list(log_prob_R.detach().split(lengths)),
             advantages=list(flat["advantages"].split(lengths)),
             cp_group=self.context_group,
+            batch_norm_factor=self.batch_norm_factor,
+            second_moment_limit=self.second_moment_limit,
+            adaptive_bounds=self.adaptive_bounds,
         )
+        self.custom_metric_names.append(sorted(metrics))
+        check_metric_names(self.custom_tis, self.custom_metric_names, "micro-batch")
         mask_R = torch.cat(self._slices(batch).take(masks)) > 0
         counts_S = torch.stack([(mask > 0).sum() for mask in masks]).double()
-        return new_loss_R, mask_R, counts_S, figures
+        return new_loss_R, mask_R, counts_S, metrics
 
     def _slices(self, batch: Responses) -> ResponseSlices:
         return response_slices(batch.total_lengths, batch.response_lengths, self.context_rank, self.context_size)

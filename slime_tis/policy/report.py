@@ -31,6 +31,8 @@ class Report:
     """The table between π_old itself and π_rollout, under --get-mismatch-metrics; else empty."""
     lags: Tensor
     """The mismatch by lag of the weights, of this rank's tokens."""
+    opsm_clipped: Tensor
+    """Numerator over original units of the share that off-policy sequence masking leaves out, float64."""
     custom: dict[str, Tensor]
     """Numerators over original units of the figures that a custom function returned, float64."""
 
@@ -42,6 +44,7 @@ class Report:
             statistics=self.statistics.merge(other.statistics),
             recomputed=self.recomputed.merge(other.recomputed),
             lags=self.lags + other.lags,
+            opsm_clipped=self.opsm_clipped + other.opsm_clipped,
             custom={name: value + other.custom[name] for name, value in self.custom.items()},
         )
 
@@ -57,8 +60,9 @@ class Report:
             min_all: minimum over them.
             max_all: maximum over them.
         """
-        custom = [value.reshape(1) for value in self.custom.values()]
-        flat = sum_all(torch.cat([self.sums, self.units, self.lags.view(-1), *custom]))
+        names = sorted(self.custom)
+        custom = [self.custom[name].reshape(1) for name in names]
+        flat = sum_all(torch.cat([self.sums, self.units, self.lags.view(-1), self.opsm_clipped.reshape(1), *custom]))
         n, end = len(SUMS), len(SUMS) + 4 + self.lags.numel()
         return Report(
             sums=flat[:n],
@@ -66,7 +70,8 @@ class Report:
             statistics=self.statistics.reduce(sum_data, min_all, max_all),
             recomputed=self.recomputed.reduce(sum_data, min_all, max_all),
             lags=flat[n + 4 : end].view_as(self.lags),
-            custom=dict(zip(self.custom, flat[end:], strict=True)),
+            opsm_clipped=flat[end],
+            custom=dict(zip(names, flat[end + 1 :], strict=True)),
         )
 
 
@@ -95,8 +100,25 @@ def step_figures(
         recomputed = figures(metrics_only(correction), report.recomputed)
         means |= {name: value for name, value in recomputed.items() if name != "gradient_kept_fraction"}
     means |= lag_figures(report.lags)
-    means |= {name: float(value) / original for name, value in report.custom.items()}
-    return means
+    if policy.use_opsm:
+        means["opsm_clipfrac"] = float(report.opsm_clipped) / original
+    return means | _under_free_names({name: float(value) / original for name, value in report.custom.items()}, means)
+
+
+RESERVED = ("grad_norm", "lr", "loss_units", "old_log_prob_forwards", "skipped_steps")
+"""Metrics of a step that the training engine adds to those of the report."""
+
+
+def _under_free_names(custom: dict[str, float], own: dict[str, float]) -> dict[str, float]:
+    """The metrics of a custom function; one that is named like a metric of ours is called custom_NAME."""
+    taken = {*own, *RESERVED}
+    found = {name: value for name, value in custom.items() if name not in taken}
+    for name in sorted(taken & custom.keys()):
+        free = f"custom_{name}"
+        while free in taken or free in found:
+            free = f"custom_{free}"
+        found[free] = custom[name]
+    return found
 
 
 @dataclass(frozen=True)

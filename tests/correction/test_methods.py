@@ -42,5 +42,13 @@ def test_off_policy_sequence_mask() -> None:
         torch.cat(current), torch.cat(old), advantages, torch.cat(masks), delta=0.1, lengths=[2, 2, 1, 1]
     )
     assert packed.tolist() == kept.tolist()
+    missing = [torch.tensor([0.1, torch.nan]), *old[1:]]
+    found = {
+        policy: off_policy_sequence_mask(current, missing, advantages, masks, delta=0.08, nonfinite_policy=policy)
+        for policy in ("reject", "neutral")
+    }
+    assert [found[policy].tolist()[0] for policy in ("reject", "neutral")] == [False, True]  # means 0.1 and 0.05
+    with pytest.raises(ValueError, match=r"sequence 0, position 1: train log-prob 0.0, rollout log-prob nan"):
+        off_policy_sequence_mask(current, missing, advantages, masks, delta=0.08, nonfinite_policy="raise")
     with pytest.raises(ValueError, match="for 4 sequences; pass one each"):
         off_policy_sequence_mask(current, old, advantages[:2], masks, delta=0.1)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from slime_tis.correction import RolloutCorrectionConfig
+from slime_tis.errors import CustomFunctionError
 from slime_tis.policy.config import PolicyConfig
 from slime_tis.policy.lag import lag_figures
 from slime_tis.policy.objective import PolicyObjective
@@ -141,11 +142,11 @@ def test_interpolated_old_log_probs_follow_the_versions() -> None:
     torch.testing.assert_close(grad, -ratio * torch.tensor([1 / 6, 1 / 6, 0, 1 / 6, 1 / 4, 1 / 4]))
 
 
-def test_off_policy_sequence_masking_takes_out_bad_sequences_that_the_policy_left() -> None:
+def test_off_policy_sequence_masking_against_the_old_policy_is_slimes() -> None:
     # log π_old − log π_θ: 0.1 on average in both; only the second sequence has a negative advantage.
     old = [[-0.9, -0.9, -9.0, -0.9], [-1.4, -0.4]]
     batch = make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES, old_log_probs=old)
-    objective = build({"use_opsm": True, "opsm_delta": 0.05}, recompute_old=True)
+    objective = build({"use_opsm": True, "opsm_policy": "old", "opsm_delta": 0.05}, recompute_old=True)
     _, grad, report = loss_of(objective, batch, CURRENT)
     ratio = 2.718281828**-0.1
     torch.testing.assert_close(grad, torch.tensor([-ratio / 3, -ratio / 3, 0, -ratio / 3, 0, 0]))
@@ -153,6 +154,21 @@ def test_off_policy_sequence_masking_takes_out_bad_sequences_that_the_policy_lef
     figures = step_figures(report, objective.correction, objective.policy, custom=False)
     assert figures["opsm_clipfrac"] == pytest.approx(0.5)
     assert figures["gradient_kept_fraction"] == pytest.approx(3 / 5)
+
+
+@pytest.mark.parametrize(("delta", "kept"), [(0.1, False), (0.2, True)])
+def test_off_policy_sequence_masking_acts_with_one_step_per_rollout(delta: float, kept: bool) -> None:
+    # log π_rollout − log π_θ: −0.17 on average in the first, and 0.125 in the second, of a negative advantage.
+    batch = make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES)
+    objective = build({"use_opsm": True, "opsm_delta": delta})
+    _, grad, report = loss_of(objective, batch, CURRENT)
+    second = [2 / 4, 2 / 4] if kept else [0.0, 0.0]
+    first = -1 / 6 if kept else -1 / 3
+    torch.testing.assert_close(grad, torch.tensor([first, first, 0, first, *second]))
+    figures = step_figures(report, objective.correction, objective.policy, custom=False)
+    assert figures["opsm_clipfrac"] == pytest.approx(0.0 if kept else 0.5)
+    unset = build({"use_opsm": True}).policy, build({"opsm_policy": "old"}).policy
+    assert [policy.opsm_bound for policy in unset] == [0.1, 1e-4]
 
 
 @pytest.mark.parametrize("bad", [NAN, float("inf"), float("-inf")])
@@ -310,6 +326,83 @@ def test_a_custom_function_for_metrics_alone_leaves_the_loss() -> None:
     _, grad, report = loss_of(objective, batch, CURRENT)
     assert torch.equal(grad, plain)
     assert step_figures(report, objective.correction, objective.policy, custom=True)["seen"] == pytest.approx(1)
+
+
+def test_a_custom_function_for_metrics_alone_may_work_in_place() -> None:
+    def careless(args: Any, *, pg_loss: Tensor, **k: Any) -> Any:
+        pg_loss.mul_(0.5).add_(1)
+        for name in ("train_log_probs", "rollout_log_probs", "loss_masks", "advantages", "log_probs"):
+            for values in k[name]:
+                values.mul_(0).add_(3)
+        torch.set_grad_enabled(False)
+        return pg_loss, [mask * 0 for mask in k["loss_masks"]], {}
+
+    values = {"rollout_log_probs": ROLLOUT, "advantages": ADVANTAGES, "old_log_probs": ROLLOUT}
+    plain_loss, plain, plain_report = loss_of(build(get_mismatch_metrics=True), make(MASKS, **values), CURRENT)
+    batch = make(MASKS, **values)
+    before = {name: [value.clone() for value in found] for name, found in batch.local.items()}
+    loss, grad, report = loss_of(custom(careless, get_mismatch_metrics=True), batch, CURRENT)
+    assert loss == plain_loss and torch.equal(grad, plain)
+    assert torch.equal(report.sums, plain_report.sums)
+    for name, found in batch.local.items():
+        assert all(map(torch.equal, found, before[name])), name
+
+
+def test_a_log_prob_that_was_never_sampled_is_0_for_a_custom_function_and_one_that_is_missing_is_nan() -> None:
+    seen: list[Tensor] = []
+
+    def watch(args: Any, *, pg_loss: Tensor, loss_masks: list[Tensor], rollout_log_probs: Any, **_: Any) -> Any:
+        seen.extend(rollout_log_probs)
+        return pg_loss, loss_masks, {}
+
+    batch = make(MASKS, rollout_log_probs=[[-1.0, NAN, NAN, -0.5], ROLLOUT[1]], advantages=ADVANTAGES)
+    loss_of(custom(watch, use_tis=True), batch, CURRENT)
+    assert seen[0].nan_to_num(9.0).tolist() == [-1.0, 9.0, 0.0, -0.5] and seen[1].tolist() == ROLLOUT[1]
+
+
+def test_a_metric_of_a_custom_function_does_not_replace_one_of_ours() -> None:
+    def greedy(args: Any, *, pg_loss: Tensor, loss_masks: list[Tensor], **_: Any) -> Any:
+        names = ("loss", "grad_norm", "custom_loss", "mine", "opsm_clipfrac")
+        return pg_loss, loss_masks, {name: torch.full((6,), 99.0) for name in names}
+
+    objective = replace(custom(greedy, use_tis=True), policy=PolicyConfig(use_opsm=True, opsm_delta=9.0))
+    loss, _, report = loss_of(objective, make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES), CURRENT)
+    figures = step_figures(report, objective.correction, objective.policy, custom=True)
+    assert figures["loss"] == pytest.approx(loss) and "grad_norm" not in figures and figures["opsm_clipfrac"] == 0
+    names = ("custom_loss", "custom_custom_loss", "custom_grad_norm", "mine", "custom_opsm_clipfrac")
+    assert [figures[name] for name in names] == pytest.approx([99.0] * 5)
+
+
+def test_metrics_of_other_names_in_another_micro_batch_are_refused() -> None:
+    calls: list[int] = []
+
+    def moody(args: Any, *, pg_loss: Tensor, loss_masks: list[Tensor], **_: Any) -> Any:
+        calls.append(1)
+        return pg_loss, loss_masks, {("a", "b")[len(calls) - 1]: pg_loss.detach()}
+
+    objective = custom(moody, use_tis=True)
+    batch = make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES)
+    loss_of(objective, batch, CURRENT)
+    message = r"moody \(.*, line \d+\) returned metric 'a' for one micro-batch and not for another"
+    with pytest.raises(CustomFunctionError, match=message):
+        loss_of(objective, batch, CURRENT)
+
+
+def test_random_numbers_of_a_custom_function_follow_from_seed_and_micro_batch() -> None:
+    drawn: list[float] = []
+
+    def lottery(args: Any, *, pg_loss: Tensor, loss_masks: list[Tensor], **_: Any) -> Any:
+        drawn.append(torch.rand(()).item())
+        return pg_loss, loss_masks, {}
+
+    batch = make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES)
+    before = torch.get_rng_state()
+    for seed in (5, 5, 6):
+        objective = replace(custom(lottery, use_tis=True), custom_seed=seed, custom_metric_names=[])
+        loss_of(objective, batch, CURRENT)
+        loss_of(objective, batch, CURRENT)
+    assert drawn[:2] == drawn[2:4] != drawn[4:] and drawn[0] != drawn[1]
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_custom_function_with_the_wrong_return_is_named() -> None:

@@ -1,0 +1,214 @@
+"""custom_tis.mis behind slime's contract trains as the built-in correction does, whatever the options."""
+
+import itertools
+import random
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from custom_tis.mis import compute_mis_weights_with_cp
+from slime_tis.correction import RolloutCorrectionConfig, batch_norm_factor, correct
+from slime_tis.custom import load_custom_tis
+from slime_tis.errors import CustomFunctionError
+from slime_tis.policy.config import PolicyConfig
+from slime_tis.policy.objective import PolicyObjective
+from slime_tis.policy.report import Report, step_figures
+from tests.policy.test_objective import Batch, make
+
+LEVELS = ("token", "sequence", "geometric", "prefix", "segment")
+TIS: list[dict[str, Any]] = [{}] + [
+    {"use_tis": True, "tis_level": level, "tis_mode": mode, **bounds, **normalized}
+    for level, mode, bounds, normalized in itertools.product(
+        LEVELS,
+        ("truncate", "clip", "mask"),
+        ({}, {"tis_upper_bound": 1.2}, {"tis_upper_bound": 1.5, "tis_lower_bound": 0.9}),
+        ({}, {"tis_batch_normalize": True}),
+    )
+]
+RS: list[dict[str, Any]] = [
+    {},
+    {"use_rs": True, "rs_level": "geometric", "rs_z_score": 1.0},
+    {"use_rs": True, "rs_level": "sequence", "rs_target_fraction": 0.4},
+] + [
+    {"use_rs": True, "rs_level": level, **bounds}
+    for level, bounds in itertools.product(
+        LEVELS, ({}, {"rs_upper_bound": 1.1}, {"rs_lower_bound": 0.95}, {"rs_upper_bound": 1.3, "rs_lower_bound": 0.6})
+    )
+]
+OTHERS: list[dict[str, Any]] = [
+    {},
+    {"rs_veto_threshold": 0.6},
+    {"rs_veto_upper_threshold": 1.5},
+    {"rs_second_moment_bound": 0.02},
+    {"rollout_rs": "token_k1,seq_mean_k3", "rollout_rs_threshold": "0.6_1.8,0.05"},
+    {"rejection_normalizer": "original"},
+    {"nonfinite_policy": "neutral"},
+    {"rs_veto_threshold": 0.6, "rs_second_moment_bound": 0.03},
+]
+BYPASS: dict[str, Any] = {"use_rollout_logprobs": True, "policy_loss": "reinforce"}
+
+
+def combinations() -> Iterator[dict[str, Any]]:
+    """Every choice of TIS, RS and others, each with some of the rest."""
+    chance = random.Random(0)
+    for number, tis in enumerate(TIS):
+        options = tis | RS[number % len(RS)] | OTHERS[number % len(OTHERS)] | chance.choice(({}, BYPASS))
+        if RolloutCorrectionConfig(**options).corrects:
+            yield options
+
+
+def sequences(*, missing: bool = True) -> tuple[Batch, list[float]]:
+    """Six responses with masked tokens and two missing log-probs, and the current policy's log-probs."""
+    chance = random.Random(1)
+    lengths = [3, 7, 1, 12, 5, 4]
+    rollout = [[-chance.random() * 2 for _ in range(n)] for n in lengths]
+    current = [value + chance.gauss(0, 0.25) for row in rollout for value in row]
+    if missing:
+        rollout[1][2] = rollout[3][0] = float("nan")
+    masks = [[int(chance.random() > 0.15) for _ in range(n)] for n in lengths]
+    masks[2] = [0]
+    advantages = [[value] * n for n, value in zip(lengths, (1.0, -1.0, 0.5, -0.3, 2.0, -2.0), strict=True)]
+    return make(masks, rollout_log_probs=rollout, advantages=advantages), current
+
+
+def micro_batch(batch: Batch, first: int, last: int) -> Batch:
+    local = {name: values[first:last] for name, values in batch.local.items()}
+    parts = (batch.total_lengths[first:last], batch.response_lengths[first:last], batch.loss_masks[first:last])
+    return Batch(*parts, local)
+
+
+def trained(
+    config: RolloutCorrectionConfig, *, custom: bool, per_token: bool, missing: bool = True
+) -> tuple[Tensor, Report]:
+    """Gradient and report of a step of two micro-batches, what concerns the global batch found before them."""
+    batch, log_probs = sequences(missing=missing)
+    train = list(torch.tensor(log_probs).split(batch.response_lengths))
+    found = correct(config, train, batch.local["rollout_log_probs"], batch.loss_masks)
+    objective = PolicyObjective(
+        correction=config,
+        policy=PolicyConfig(calculate_per_token_loss=per_token),
+        recompute_old=False,
+        custom_tis=compute_mis_weights_with_cp if custom else None,
+        args=Namespace(**{name: getattr(config, name) for name in config.__dataclass_fields__}),
+        batch_norm_factor=batch_norm_factor(config, found.statistics),
+        second_moment_limit=found.second_moment_limit,
+        adaptive_bounds=found.adaptive_bounds,
+    )
+    leaf = torch.tensor(log_probs, requires_grad=True)
+    cut = sum(batch.response_lengths[:3])
+    one = objective(micro_batch(batch, 0, 3), leaf[:cut], torch.zeros(cut))
+    two = objective(micro_batch(batch, 3, 6), leaf[cut:], torch.zeros(len(log_probs) - cut))
+    ((one[0] + two[0]) / (one[1] + two[1]).clamp_min(1)).backward()
+    assert leaf.grad is not None
+    return leaf.grad, one[2].merge(two[2])
+
+
+def test_the_same_options_give_the_same_gradient_and_the_same_kept_share() -> None:
+    tried = 0
+    for options in combinations():
+        config = RolloutCorrectionConfig(**options)
+        per_token = tried % 2 == 0
+        expected, of_built_in = trained(config, custom=False, per_token=per_token)
+        gradient, report = trained(config, custom=True, per_token=per_token)
+        assert torch.allclose(gradient, expected, rtol=1e-5, atol=1e-7), options
+        assert report.units.tolist() == of_built_in.units.tolist(), options
+        torch.testing.assert_close(report.sums[:1], of_built_in.sums[:1], rtol=1e-5, atol=1e-6)
+        tried += 1
+    assert tried >= 90
+
+
+METRICS = {
+    "mis_mean_is_weight_before_clip": "mis_tis_weight_before_bound",
+    "mis_ratio_mean_after_mis": "mis_tis_weight_after_bound",
+    "mis_truncate_fraction": "mis_tis_truncate_fraction",
+    "mis_catastrophic_token_fraction": "mis_rs_catastrophic_token_fraction",
+    "mis_second_moment_masked_fraction": "mis_second_moment_masked_fraction",
+    "mis_batch_norm_factor": "mis_batch_norm_factor",
+    "mismatch_kl": "mis_kl",
+    "mismatch_k3_kl": "mis_k3_kl",
+}
+"""The built-in's metric → that of custom_tis.mis, as docs/custom_functions.md lists them; the same over tokens."""
+
+
+def test_the_metrics_of_both_are_the_same_under_their_two_names() -> None:
+    config = RolloutCorrectionConfig(
+        use_tis=True,
+        tis_upper_bound=1.2,
+        tis_batch_normalize=True,
+        rs_veto_threshold=0.8,
+        rs_second_moment_bound=0.02,
+    )
+    policy = PolicyConfig(calculate_per_token_loss=True)
+    built_in, mis = (
+        step_figures(trained(config, custom=custom, per_token=True, missing=False)[1], config, policy, custom=custom)
+        for custom in (False, True)
+    )
+    assert 0 < built_in["mis_second_moment_masked_fraction"] < 1 and 0 < built_in["mis_catastrophic_token_fraction"] < 1
+    for ours, slimes in METRICS.items():
+        assert mis[slimes] == pytest.approx(built_in[ours], rel=1e-5, abs=1e-7), ours
+
+
+def test_what_a_function_does_not_follow_is_refused_before_the_run() -> None:
+    defaults = {name: field.default for name, field in RolloutCorrectionConfig.__dataclass_fields__.items()}
+
+    def loaded(path: str, **options: Any) -> Any:
+        return load_custom_tis(path, Namespace(**{**defaults, "rs_lower_bound": 0.5, "rs_upper_bound": 2.0, **options}))
+
+    for path in ("custom_tis.tis.vanilla_tis", "custom_tis.icepop.icepop"):
+        assert loaded(path, use_tis=True, tis_upper_bound=1.5, nonfinite_policy="neutral")
+        for options, flag in (
+            ({"use_rs": True}, "--use-rs is on"),
+            ({"tis_level": "sequence"}, "--tis-level is sequence"),
+            ({"tis_mode": "mask"}, "--tis-mode is mask"),
+            ({"rs_veto_threshold": 1e-4}, "--rs-veto-threshold is 0.0001"),
+            ({"rollout_rs": "token_k1"}, "--rollout-rs is token_k1"),
+        ):
+            with pytest.raises(CustomFunctionError, match=f"{flag}, and {path.split('.')[-1]} does not follow it"):
+                loaded(path, use_tis=True, **options)
+    for path in ("custom_tis.tis.vanilla_tis", "custom_tis.template.soft_tis"):
+        with pytest.raises(CustomFunctionError, match=r"--rs-second-moment-bound is 0.1 .* no argument second_moment_"):
+            loaded(path, rs_second_moment_bound=0.1)
+    assert loaded("custom_tis.mis.compute_mis_weights_with_cp", use_rs=True, rs_second_moment_bound=0.1)
+
+
+def test_a_bound_on_the_global_batch_is_refused_where_the_trainer_does_not_know_it() -> None:
+    batch, log_probs = sequences()
+    train = list(torch.tensor(log_probs).split(batch.response_lengths))
+    with pytest.raises(
+        ValueError, match=r"rs_second_moment_bound is 0.1 and goes by the global batch, but this trainer calls"
+    ):
+        compute_mis_weights_with_cp(
+            Namespace(rs_second_moment_bound=0.1),
+            pg_loss=torch.ones(len(log_probs)),
+            train_log_probs=train,
+            rollout_log_probs=batch.local["rollout_log_probs"],
+            loss_masks=batch.loss_masks,
+            total_lengths=batch.total_lengths,
+            response_lengths=batch.response_lengths,
+        )
+
+
+def test_off_policy_sequence_masking_holds_with_a_custom_function_too() -> None:
+    config = RolloutCorrectionConfig(use_tis=True, tis_level="geometric")
+    batch, log_probs = sequences()
+    grads = []
+    for custom in (None, compute_mis_weights_with_cp):
+        leaf = torch.tensor(log_probs, requires_grad=True)
+        objective = PolicyObjective(
+            correction=config,
+            policy=PolicyConfig(use_opsm=True, opsm_delta=0.01),
+            recompute_old=False,
+            custom_tis=custom,
+            args=Namespace(use_tis=True, tis_level="geometric"),
+        )
+        numerator, units, report = replace(objective)(batch, leaf, torch.zeros(len(log_probs)))
+        (numerator / units).backward()
+        assert report.opsm_clipped > 0 and leaf.grad is not None
+        grads.append((leaf.grad, report.units.tolist()))
+    torch.testing.assert_close(grads[0][0], grads[1][0], rtol=1e-5, atol=1e-7)
+    assert grads[0][1] == grads[1][1]
