@@ -136,7 +136,7 @@ GROUPS = {
         "sglang_bucket_mb sglang_api_key_env sglang_admin_api_key_env"
     ),
     "sampling": "rollout_temperature rollout_top_p rollout_top_k rollout_stop_token_ids rollout_seed",
-    "rewards": "rm_type custom_rm_path",
+    "rewards": "rm_type custom_rm_path reward_key eval_reward_key",
     "evaluation": (
         "eval_prompt_data eval_interval eval_input_key eval_label_key n_samples_per_eval_prompt "
         "eval_temperature eval_top_p eval_max_response_len eval_engine skip_eval_before_train"
@@ -186,7 +186,7 @@ METAVARS = {
     "FILE": "prompt_data save_debug_rollout_data load_debug_rollout_data",
     "FILE.yaml": "custom_config_path",
     "FUNCTION": "custom_rm_path custom_tis_function_path",
-    "KEY": "input_key label_key metadata_key eval_input_key eval_label_key",
+    "KEY": "input_key label_key metadata_key eval_input_key eval_label_key reward_key eval_reward_key",
     "[NAME] PATH": "eval_prompt_data",
     "ID": "rollout_stop_token_ids",
     "NAME": "rollout_correction_preset rm_type tb_project_name tb_experiment_name wandb_project wandb_group "

@@ -62,7 +62,7 @@ from slime_tis.rollout.figures import rollout_figures
 from slime_tis.rollout.local import LocalEngine
 from slime_tis.rollout.lookahead import Lookahead
 from slime_tis.rollout.prompts import PromptDataset
-from slime_tis.rollout.rewards import build_reward, score
+from slime_tis.rollout.rewards import build_reward, check_prompts, score
 from slime_tis.rollout.sample import Prompt, Sample
 from slime_tis.rollout.staleness import leave_out_stale
 from slime_tis.storage.directories import same_path
@@ -173,6 +173,7 @@ class Trainer:
         megatron, rollout = arguments.megatron, arguments.rollout
         custom_tis = self._custom_tis()  # code of the user's own is loaded before anything is built
         self.reward = build_reward(rollout, arguments.namespace, interrupts.check)
+        self.eval_reward = build_reward(rollout, arguments.namespace, interrupts.check, evaluation=True)
         self.timer = Timer()
         self.options = effective_config(arguments)
         self.model = model_identity(megatron.hf_checkpoint)
@@ -184,6 +185,7 @@ class Trainer:
         if self.resumed is not None:
             self.dataset.load_state_dict(self.resumed[1].dataset)
         self.eval_prompts = load_evaluation_prompts(rollout, self.tokenizer)
+        self._check_prompts()
         self.num_rollout = self._num_rollout()
         self.engine = TrainingEngine(
             megatron,
@@ -323,6 +325,14 @@ class Trainer:
         assert steps is not None  # arguments.py derives it
         return steps
 
+    def _check_prompts(self) -> None:
+        """Whether every prompt can be scored, before a model is built."""
+        rollout = self.arguments.rollout
+        if self.arguments.loop.load_debug_rollout_data is None:  # loaded samples have their rewards
+            check_prompts(rollout, self.dataset.prompts)
+        for name, prompts in self.eval_prompts.items():
+            check_prompts(rollout, prompts, f"--label-key or --eval-label-key (--eval-prompt-data {name})")
+
     def _custom_tis(self) -> Callable[..., Any] | None:
         path = self.arguments.custom_tis_function_path
         return None if path is None else load_custom_tis(path, self.arguments.namespace)
@@ -405,7 +415,7 @@ class Trainer:
             if evaluator.weight_version != self.step:
                 evaluator.update_weights(self.engine.named_hf_tensors(), self.step)
             for name, prompts in self.eval_prompts.items():
-                found = evaluate(evaluator, prompts, self.reward, evaluation_sampling(self.arguments.rollout))
+                found = evaluate(evaluator, prompts, self.eval_reward, evaluation_sampling(self.arguments.rollout))
                 figures |= {f"eval/{name}": found.pop("accuracy")}
                 figures |= {f"eval/{name}/{figure}": value for figure, value in found.items()}
         self.last_accuracy = figures[f"eval/{next(iter(self.eval_prompts))}"]

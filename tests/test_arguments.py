@@ -255,6 +255,13 @@ LANDINGS = [
     ("--rollout-shuffle", "rollout", "rollout_shuffle", True),
     ("--rollout-seed 3", "rollout", "rollout_seed", 3),
     ("--rm-type none --custom-rm-path mine.py:score", "rollout", "custom_rm_path", "mine.py:score"),
+    ("--rm-type dapo --reward-key acc", "rollout", "reward_key", "acc"),
+    (
+        "--rm-type dapo --reward-key score --eval-prompt-data eval.jsonl --eval-reward-key acc",
+        "rollout",
+        "eval_reward_key",
+        "acc",
+    ),
     ("--eval-prompt-data eval.jsonl", "rollout", "eval_prompt_sets", (("accuracy", "eval.jsonl"),)),
     (
         "--eval-prompt-data easy eval.jsonl hard hard.jsonl --eval-interval 10",

@@ -52,6 +52,7 @@ ALLOWED: dict[str, set[str]] = {
         "slime_tis.custom",
         "slime_tis.errors",
         "slime_tis.interrupt",
+        "slime_tis.integrations",
     },
     "slime_tis.reporting": {"slime_tis", "slime_tis.correction"},
     "slime_tis.learner": {

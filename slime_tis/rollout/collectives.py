@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from slime_tis.errors import OtherRankFailed
+from slime_tis.errors import CustomFunctionError, OtherRankFailed
 from slime_tis.interrupt import Interrupted
 
 Item = TypeVar("Item")
@@ -57,6 +57,8 @@ def _portable(error: Exception) -> Exception:
     """The same message in a type that every rank can unpickle."""
     if isinstance(error, Interrupted):
         return error
+    if isinstance(error, CustomFunctionError):
+        return CustomFunctionError(str(error))
     if isinstance(error, ValueError):
         return ValueError(str(error))
     return OtherRankFailed(f"{type(error).__name__}: {error}")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from slime_tis.rollout.rm_types import check_rm_type, reward_keys
+
 ROLLOUT_ENGINES = ("local", "sglang")
 ROLLOUT_PRECISIONS = ("fp32", "bf16", "fp8", "int8")
 EVAL_ENGINES = ("local", "rollout")
@@ -98,10 +100,17 @@ class RolloutConfig:
     """Token ids that end a response besides the tokenizer's end of sequence."""
 
     rm_type: str | None = None
-    """Name of a built-in reward, for example exact_match."""
+    """Name of a built-in reward: exact_match, math, deepscaler, dapo, f1, gpqa or random, each also with boxed_ before
+    it; a row's metadata may name its own as rm_type."""
 
     custom_rm_path: str | None = None
     """Reward function of your own, as pkg.module.function or path/file.py:function."""
+
+    reward_key: str | None = None
+    """Key of the reward, where the reward function returns a dict; its other numbers are reported."""
+
+    eval_reward_key: str | None = None
+    """Key of the reward of held-out prompts; unset means reward_key."""
 
     eval_interval: int | None = None
     """Rollouts between two evaluations, a count; unset means before and after training only."""
@@ -147,6 +156,7 @@ class RolloutConfig:
                 f"--rm-type is {self.rm_type!r} and --custom-rm-path is {self.custom_rm_path!r}; "
                 "leave one of the two out."
             )
+        _check_reward(self)
 
     @property
     def evaluates_locally(self) -> bool:
@@ -160,6 +170,24 @@ class RolloutConfig:
         if len(parts) == 1:
             return (("accuracy", parts[0]),)
         return tuple(zip(parts[::2], parts[1::2], strict=True))
+
+
+def _check_reward(config: RolloutConfig) -> None:
+    name = config.rm_type
+    for key, value in (("reward_key", config.reward_key), ("eval_reward_key", config.eval_reward_key)):
+        if value == "":
+            raise ValueError(f"{flag(key)} is empty; name a key of the reward function's dict, or leave it out.")
+        if name is None:
+            continue
+        check_rm_type("--rm-type", name)
+        keys = reward_keys(name)
+        if value is not None and not keys:
+            raise ValueError(f"{flag(key)} is {value!r} but --rm-type {name} gives a number; leave it out.")
+        if value is not None and value not in keys:
+            raise ValueError(f"{flag(key)} is {value!r} but --rm-type {name} gives {' and '.join(keys)}.")
+    if name is not None and reward_keys(name) and config.reward_key is None:
+        keys = reward_keys(name)
+        raise ValueError(f"--rm-type {name} gives {' and '.join(keys)}; add --reward-key {keys[0]}.")
 
 
 def _check_choices(config: RolloutConfig) -> None:

@@ -55,8 +55,10 @@ def load_samples(path: str | Path, prompts: int, n_samples: int) -> list[list[Sa
 
 
 def plain(sample: Sample) -> dict[str, Any]:
-    """The sample as JSON takes it."""
+    """The sample as JSON takes it; metadata that is the prompt's own is left to the prompt."""
     row = dataclasses.asdict(sample)
+    if row["metadata"] == row["prompt"]["metadata"]:
+        row["metadata"] = {}
     row["rollout_log_probs"] = [
         value if value is not None and math.isfinite(value) else None for value in row["rollout_log_probs"]
     ]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from slime_tis.rollout.engine import RolloutEngine
+from slime_tis.rollout.figures import mean_parts
 from slime_tis.rollout.prompts import load_prompts
 from slime_tis.rollout.sample import Prompt, Sample, Sampling
 
@@ -50,7 +51,8 @@ def evaluate(
 
     Returns:
       accuracy: mean reward, which is the share of right answers where the reward is 0 or 1;
-      response_length: mean tokens of a response; truncated_fraction: share that the length limit ended.
+      response_length: mean tokens of a response; truncated_fraction: share that the length limit ended;
+      reward/KEY: mean of each number of rewards that are dicts.
 
     Raises:
       ValueError: no prompts.
@@ -63,4 +65,5 @@ def evaluate(
         "accuracy": sum(rewards) / len(samples),
         "response_length": sum(len(sample.response_ids) for sample in samples) / len(samples),
         "truncated_fraction": sum(sample.finish_reason == "length" for sample in samples) / len(samples),
+        **{f"reward/{key}": value for key, value in mean_parts(samples).items()},
     }

@@ -26,7 +26,14 @@ def rollout_figures(groups: Sequence[Sequence[Sample]], version: int) -> dict[st
         "mixed_versions": _mean([len(set(sample.weight_versions)) > 1 for sample in samples]),
         "zero_std_groups": _mean([len({sample.reward for sample in group}) == 1 for group in groups]),
     }
+    figures |= {f"reward/{key}": value for key, value in mean_parts(samples).items()}
     return {f"rollout/{name}": value for name, value in figures.items()}
+
+
+def mean_parts(samples: Sequence[Sample]) -> dict[str, float]:
+    """The mean of every number of rewards that are dicts, over the samples that have it."""
+    keys = dict.fromkeys(key for sample in samples for key in sample.reward_parts)
+    return {key: _mean([sample.reward_parts[key] for sample in samples if key in sample.reward_parts]) for key in keys}
 
 
 def _mean(values: Sequence[float]) -> float:

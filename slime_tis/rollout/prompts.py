@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from slime_tis.rollout.json_values import json_object
 from slime_tis.rollout.sample import Prompt
 
 if TYPE_CHECKING:
@@ -116,7 +117,8 @@ def load_prompts(
       tokenizer: of the policy.
       input_key: of the prompt, a string; with a chat template also a list of messages.
       label_key: of the label, or None. Labels that are not strings become their JSON.
-      metadata_key: of a mapping for custom rewards; a row may lack it.
+      metadata_key: of a mapping for rewards; a row may lack it. The row's other columns are metadata too, under
+        their names; where both have a name, the mapping's value counts.
       apply_chat_template: render the prompt with the tokenizer's chat template.
       max_prompt_len: longest prompt, in tokens; longer ones are left out and their number is logged.
 
@@ -139,7 +141,8 @@ def load_prompts(
             text=text,
             token_ids=tuple(ids),
             label=None if label_key is None else _label(_value(row, label_key, place)),
-            metadata=_metadata(row.get(metadata_key), metadata_key, place),
+            metadata=_other_columns(row, (input_key, label_key, metadata_key), place)
+            | _metadata(row.get(metadata_key), metadata_key, place),
         )
         for index, ((place, row), text, ids) in enumerate(zip(rows, texts, token_ids, strict=True))
     ]
@@ -235,4 +238,9 @@ def _metadata(value: Any, key: str, place: str) -> dict[str, Any]:
             value = None
     if not isinstance(value, dict):
         raise ValueError(f"{place} has {key!r} that is no mapping.")
-    return value
+    return json_object(value, f"{place}, {key!r}")
+
+
+def _other_columns(row: dict[str, Any], used: Sequence[str | None], place: str) -> dict[str, Any]:
+    """What the row has besides prompt, label and metadata."""
+    return json_object({key: value for key, value in row.items() if key not in used}, place)

@@ -1,108 +1,127 @@
-"""Scores of responses: the built-in ones by name, and functions of the user's own."""
+"""Scores of responses: the built-in ones by name, and functions of the user's own held to their contract."""
 
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import inspect
 import math
-import re
-import string
 from argparse import Namespace
-from collections import Counter
-from collections.abc import Callable, Sequence
-from fractions import Fraction
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from slime_tis.custom import load_function
+from slime_tis.custom import calling, check_signature, describe, load_function
+from slime_tis.errors import CustomFunctionError, one_line
+from slime_tis.integrations import slime_modules
+from slime_tis.rollout.builtin_rewards import WITHOUT_LABEL, builtin_reward
 from slime_tis.rollout.collectives import map_over_ranks
-from slime_tis.rollout.sample import Sample
+from slime_tis.rollout.json_values import json_object
+from slime_tis.rollout.rm_types import BOXED, check_rm_type
+from slime_tis.rollout.sample import Prompt, Sample
 
 if TYPE_CHECKING:
     from slime_tis.rollout.config import RolloutConfig
 
 RewardFunction = Callable[[list[Sample]], list[float]]
-DECIMAL = r"[-+]?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)"
-NUMBER = re.compile(rf"{DECIMAL}(?:\s*/\s*{DECIMAL})?")
-LATEX_FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]+)\}\s*\{([^{}]+)\}")
-ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+MOST_PARTS = 64
+"""Numbers of a reward that is a dict, a count."""
 POLL = 1.0
 """Time between two safe points while scores are awaited, in seconds."""
+SYMBOLIC = ("math", "deepscaler", "dapo")
+"""Built-in rewards that compare with math-verify."""
+
+slime_modules.MODULES |= {"slime.utils": {}, "slime.utils.types": {"Sample": Sample}}
 
 
-def exact_match(response: str, label: str) -> float:
-    """1 where the response is the label, white space around either aside."""
-    return float(response.strip() == label.strip())
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """What a reward function made of a sample, to be sent to the ranks that did not call it."""
+
+    value: float
+    """The reward."""
+
+    parts: dict[str, float]
+    """The other numbers of a reward that is a dict, by key."""
+
+    metadata: dict[str, Any] | None = None
+    """The sample's metadata where the function changed it, else None."""
+
+    loss_mask: list[int] | None = None
+    """The sample's loss mask where the function changed it, else None."""
+
+    remove_sample: bool = False
+    """Whether none of the sample's tokens is trained on."""
+
+    def apply(self, sample: Sample) -> None:
+        """Writes everything but the value into the sample."""
+        sample.reward_parts = self.parts
+        if self.metadata is not None:
+            sample.metadata = self.metadata
+        if self.loss_mask is not None:
+            sample.loss_mask = self.loss_mask
+        sample.remove_sample = self.remove_sample
+        if self.remove_sample:
+            sample.loss_mask = [0] * len(sample.loss_mask)
 
 
-def math_match(response: str, label: str) -> float:
-    r"""1 where the answers are the same number, or the same text where the label is no number.
-
-    The answer of a text is what its last \boxed{} holds, else what follows its last `####`, else, for a
-    number, the last one in it: the forms of MATH and GSM8K. Numbers may have thousands separators, a currency
-    or percent sign, and may be fractions; they are compared exactly. Nothing is evaluated: 2+2 is not 4.
-    """
-    expected, answer = _marked_answer(label), _marked_answer(response)
-    expected = label if expected is None else expected
-    expected_number = _number(expected)
-    if expected_number is None:
-        return float(_plain(response if answer is None else answer) == _plain(expected))
-    if answer is None:
-        answer = (NUMBER.findall(LATEX_FRACTION.sub(r"\1/\2", response)) or [""])[-1]
-    return float(_number(answer) == expected_number)
+ScoreGroups = Callable[[Sequence[list[Sample]]], list[list[Score]]]
 
 
-def token_f1(response: str, label: str) -> float:
-    """Harmonic mean of precision and recall of the label's words, as in SQuAD.
+@dataclass(frozen=True)
+class RewardKey:
+    """Which number of a reward that is a dict is the reward."""
 
-    Case, punctuation and articles do not count. Source: "SQuAD: 100,000+ Questions for Machine Comprehension
-    of Text", Rajpurkar et al. (https://arxiv.org/abs/1606.05250), section 6.1.
-    """
-    words, expected = _words(response), _words(label)
-    if not words or not expected:
-        return float(words == expected)
-    common = sum((Counter(words) & Counter(expected)).values())
-    return 2.0 * common / (len(words) + len(expected))
+    name: str | None
+    """The key; None where rewards are numbers."""
 
-
-RM_TYPES: dict[str, Callable[[str, str], float]] = {
-    "exact_match": exact_match,
-    "math": math_match,
-    "f1": token_f1,
-}
+    flag: str
+    """The flag that gives it, for messages."""
 
 
 def build_reward(
-    config: RolloutConfig, args: Namespace | None = None, safe_point: Callable[[], None] = lambda: None
+    config: RolloutConfig,
+    args: Namespace | None = None,
+    safe_point: Callable[[], None] = lambda: None,
+    *,
+    evaluation: bool = False,
 ) -> RewardFunction:
     """The function that scores a list of samples, as `--rm-type` or `--custom-rm-path` says.
 
-    A function of the user's own is called as `fn(args, sample)` and returns a number, or, where its second
-    parameter is named `samples`, as `fn(args, samples)` with all samples of one prompt, and returns a list of
-    numbers. Either may be a coroutine function. In a torch.distributed job the prompts are shared over
-    the ranks, so that each sample is scored once, and every rank gets all scores.
+    A function of the user's own is called as `fn(args, sample)`, or, where its second parameter is named `samples`, as
+    `fn(args, samples)` with all samples of one prompt, and returns a reward each: a number, or, with `--reward-key`, a
+    dict of which that key is the reward. Either may be a coroutine function. In a torch.distributed job the prompts are
+    shared over the ranks, so that each sample is scored once, and every rank gets all scores, and what the function
+    wrote into the samples.
 
     Args:
       config: with `rm_type` or `custom_rm_path`.
       args: given to the user's function.
-      safe_point: called before each call of the user's function and while one is awaited; what it raises ends the
-        scoring.
+      safe_point: called before each call of a function and while one is awaited; what it raises ends the scoring.
+      evaluation: score held-out prompts, with `eval_reward_key`.
 
     Raises:
-      ValueError: here for an unknown name; when scoring for a missing label or a score that is no finite
-        number.
+      ValueError: here for an unknown name; when scoring for a missing label.
+      CustomFunctionError: the function cannot be loaded or called, or, when scoring, it raises or breaks the contract.
     """
+    key = RewardKey(config.reward_key, "--reward-key")
+    if evaluation and config.eval_reward_key is not None:
+        key = RewardKey(config.eval_reward_key, "--eval-reward-key")
     if config.custom_rm_path is not None:
-        score_group = _custom_reward(load_function(config.custom_rm_path), config.custom_rm_path, args, safe_point)
-    elif config.rm_type in RM_TYPES:
-        score_group = _builtin_reward(config.rm_type)
+        score_groups = _custom_reward(load_function(config.custom_rm_path), args, key, safe_point)
     else:
-        raise ValueError(f"--rm-type is {config.rm_type!r} but must be one of {', '.join(RM_TYPES)}.")
+        assert config.rm_type is not None  # RolloutConfig requires one of the two
+        check_rm_type("--rm-type", config.rm_type)
+        _require_math_verify("--rm-type", config.rm_type)
+        score_groups = _builtin_reward(config.rm_type, key, safe_point)
 
     def reward(samples: list[Sample]) -> list[float]:
         groups = [list(group) for _, group in groupby(samples, key=lambda sample: sample.group_index)]
-        scores = map_over_ranks(score_group, groups)
-        return [score for group in scores for score in group]
+        scores = [score for group in map_over_ranks(score_groups, groups) for score in group]
+        for sample, score in zip(samples, scores, strict=True):
+            score.apply(sample)
+        return [score.value for score in scores]
 
     return reward
 
@@ -114,38 +133,81 @@ def score(groups: Sequence[Sequence[Sample]], reward: RewardFunction) -> None:
         sample.reward = value
 
 
-def _builtin_reward(name: str) -> Callable[[Sequence[list[Sample]]], list[list[float]]]:
-    function = RM_TYPES[name]
+def check_prompts(config: RolloutConfig, prompts: Sequence[Prompt], flags: str = "--label-key") -> None:
+    """Checks that the built-in rewards can score the prompts: their labels, and the rm_type of their metadata.
 
-    def score_one(sample: Sample) -> float:
-        if sample.label is None:
+    Args:
+      config: with `rm_type`, or nothing is checked.
+      prompts: of one file.
+      flags: what sets the labels of that file.
+
+    Raises:
+      ValueError: naming the first prompt that cannot be scored.
+    """
+    if config.rm_type is None:
+        return
+    for prompt in prompts:
+        name = _rm_type(config.rm_type, prompt.metadata)
+        if not isinstance(name, str):
+            raise ValueError(f"prompt {prompt.index} has an rm_type in its metadata that is no text: {_shown(name)}.")
+        if name != config.rm_type:
+            check_rm_type(f"the rm_type in the metadata of prompt {prompt.index}", name)
+            _require_math_verify(f"the rm_type in the metadata of prompt {prompt.index}", name)
+        if prompt.label is None and name.removeprefix(BOXED) not in WITHOUT_LABEL:
+            raise ValueError(f"prompt {prompt.index} has no label, which --rm-type {name} needs; set {flags}.")
+
+
+def _rm_type(default: str, metadata: Mapping[str, Any]) -> Any:
+    return metadata.get("rm_type") or default
+
+
+def _require_math_verify(source: str, name: str) -> None:
+    if name.removeprefix(BOXED) in SYMBOLIC and importlib.util.find_spec("math_verify") is None:
+        raise ValueError(
+            f"{source} is {name!r}, which compares answers with math-verify; install it with: "
+            "pip install 'slime_tis[train]'."
+        )
+
+
+def _builtin_reward(default: str, key: RewardKey, safe_point: Callable[[], None]) -> ScoreGroups:
+    def score_one(sample: Sample) -> Score:
+        safe_point()
+        name = str(_rm_type(default, sample.metadata))
+        if sample.label is None and name.removeprefix(BOXED) not in WITHOUT_LABEL:
             raise ValueError(
                 f"prompt {sample.prompt.index} has no label, which --rm-type {name} needs; set --label-key."
             )
-        return function(sample.response, sample.label)
+        value, parts = _chosen(builtin_reward(name, sample), key, f"--rm-type {name}", sample)
+        return Score(value=value, parts=parts)
 
     return lambda groups: [[score_one(sample) for sample in group] for group in groups]
 
 
 def _custom_reward(
-    function: Callable[..., Any], path: str, args: Namespace | None, safe_point: Callable[[], None]
-) -> Callable[[Sequence[list[Sample]]], list[list[float]]]:
-    parameters = list(inspect.signature(function).parameters)
-    whole_groups = len(parameters) > 1 and parameters[1] == "samples"
+    function: Callable[..., Any], args: Namespace | None, key: RewardKey, safe_point: Callable[[], None]
+) -> ScoreGroups:
+    whole_groups = _takes_groups(function)
+    check_signature(function, ("args", "samples" if whole_groups else "sample"), ())
 
-    async def call(samples: Sample | list[Sample]) -> Any:
+    async def call(given: Sample | list[Sample]) -> Any:
         safe_point()
-        found = function(args, samples)
-        return await found if inspect.isawaitable(found) else found
+        with calling(function):
+            found = function(args, given)
+            return await found if inspect.isawaitable(found) else found
 
-    async def score(group: list[Sample]) -> list[float]:
+    async def score(group: list[Sample]) -> list[Score]:
+        before = [_trained_on(sample) for sample in group]
+        masks = [list(sample.loss_mask) for sample in group]
         if whole_groups:
-            scores = await call(group)
+            rewards = _as_list(await call(list(group)), group, describe(function))
         else:
-            scores = await asyncio.gather(*map(call, group))
-        return _checked(scores, group, path)
+            rewards = await asyncio.gather(*map(call, group))
+        for sample, given in zip(group, before, strict=True):
+            _check_untouched(sample, given, describe(function))
+        together = zip(rewards, group, masks, strict=True)
+        return [_checked(reward, key, function, sample, mask) for reward, sample, mask in together]
 
-    async def score_all(groups: Sequence[list[Sample]]) -> list[list[float]]:
+    async def score_all(groups: Sequence[list[Sample]]) -> list[list[Score]]:
         scores = asyncio.gather(*(score(group) for group in groups))
         while not scores.done():
             await asyncio.wait([scores], timeout=POLL)
@@ -155,62 +217,119 @@ def _custom_reward(
     return lambda groups: asyncio.run(score_all(groups))
 
 
-def _checked(scores: Any, group: list[Sample], path: str) -> list[float]:
-    """The scores as floats, after refusing what is no finite number."""
-    index = group[0].prompt.index
-    if not isinstance(scores, (list, tuple)) or len(scores) != len(group):
-        raise ValueError(
-            f"reward function {path} returned {scores!r} for the {len(group)} samples of prompt {index}; "
-            "it must return a list of as many numbers."
-        )
-    for score in scores:
-        try:
-            finite = math.isfinite(score)
-        except (TypeError, ValueError):
-            finite = False
-        if not finite:
-            raise ValueError(
-                f"reward function {path} returned {score!r} for prompt {index}; it must return a finite number."
-            )
-    return [float(score) for score in scores]
-
-
-def _marked_answer(text: str) -> str | None:
-    boxed = _last_boxed(text)
-    if boxed is None and "####" in text:
-        return text.rpartition("####")[2].strip()
-    return boxed
-
-
-def _last_boxed(text: str) -> str | None:
-    r"""What the last \boxed{} holds, with braces inside it matched; None where none is closed."""
-    start = text.rfind("\\boxed{")
-    if start < 0:
-        return None
-    depth = 0
-    for place in range(start + len("\\boxed"), len(text)):
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
-        if depth == 0:
-            return text[start + len("\\boxed{") : place].strip()
-    return None
-
-
-def _number(text: str) -> Fraction | None:
-    r"""The number that the text is: 1,234.5, 3/4, \frac{3}{4}, $12 and 12% are, `12 apples` is not."""
-    text = LATEX_FRACTION.sub(r"\1/\2", text).replace("\\", "").lstrip(" \n\t$").rstrip(" \n\t$%.")
-    if not NUMBER.fullmatch(text):
-        return None
-    numerator, _, denominator = text.replace(",", "").partition("/")
+def _takes_groups(function: Callable[..., Any]) -> bool:
     try:
-        return Fraction(numerator.strip()) / Fraction(denominator.strip() or 1)
-    except (ValueError, ZeroDivisionError):  # too many digits for an integer, or a zero below
+        names = list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # a function in C without a signature
+        return False
+    return len(names) > 1 and names[1] == "samples"
+
+
+def _trained_on(sample: Sample) -> tuple[Any, ...]:
+    """What a reward function may not change, since it belongs together."""
+    return (
+        list(sample.response_ids),
+        list(sample.rollout_log_probs),
+        list(sample.weight_versions),
+        (sample.group_index, sample.sample_index, sample.finish_reason),
+    )
+
+
+def _check_untouched(sample: Sample, before: tuple[Any, ...], function: str) -> None:
+    try:
+        untouched = _trained_on(sample) == before and len(sample.loss_mask) == len(before[0])
+        untouched &= all(isinstance(value, int) and value in (0, 1) for value in sample.loss_mask)
+    except (TypeError, AttributeError):  # it put something else there
+        untouched = False
+    if not untouched:
+        raise CustomFunctionError(
+            f"{function} changed the tokens, log-probs, versions or places of a sample of prompt "
+            f"{sample.prompt.index}, or its loss_mask to other than a 0 or 1 for each response token; it may set "
+            "metadata, loss_mask and remove_sample."
+        )
+
+
+def _as_list(rewards: Any, group: list[Sample], function: str) -> list[Any]:
+    rewards = rewards.tolist() if hasattr(rewards, "tolist") else rewards
+    if not isinstance(rewards, list | tuple) or len(rewards) != len(group):
+        raise CustomFunctionError(
+            f"{function} returned {_shown(rewards)} for the {len(group)} samples of prompt {group[0].prompt.index}; it "
+            "must return a list of as many rewards."
+        )
+    return list(rewards)
+
+
+def _checked(reward: Any, key: RewardKey, function: Callable[..., Any], sample: Sample, mask: list[int]) -> Score:
+    name = describe(function)
+    value, parts = _chosen(reward, key, name, sample)
+    try:
+        metadata = json_object(sample.metadata, "the metadata")
+    except Exception as error:  # no mapping, too deep, or a __str__ of the user's own that raises
+        raise CustomFunctionError(
+            f"{name} left metadata of prompt {sample.prompt.index} that cannot be kept: {one_line(str(error))}"
+        ) from error
+    return Score(
+        value=value,
+        parts=parts,
+        metadata=None if metadata == sample.prompt.metadata else metadata,
+        loss_mask=None if sample.loss_mask == mask else [int(value) for value in sample.loss_mask],
+        remove_sample=bool(sample.remove_sample),
+    )
+
+
+def _chosen(reward: Any, key: RewardKey, function: str, sample: Sample) -> tuple[float, dict[str, float]]:
+    """The reward as a number, and the other numbers where it is a dict."""
+    index = sample.prompt.index
+    if not isinstance(reward, Mapping):
+        if key.name is not None:
+            raise CustomFunctionError(
+                f"{function} returned {_shown(reward)} for prompt {index}, but {key.flag} is {key.name!r}; return a "
+                f"dict with that key, or leave {key.flag} out."
+            )
+        return _number(reward, function, index, ""), {}
+    keys = one_line(", ".join(map(repr, reward)), 200) or "no keys"
+    if key.name is None:
+        raise CustomFunctionError(
+            f"{function} returned a dict for prompt {index}; say which of {keys} is the reward with {key.flag}."
+        )
+    if key.name not in reward:
+        raise CustomFunctionError(
+            f"{function} returned a dict without {key.name!r}, which {key.flag} names, for prompt {index}; it has "
+            f"{keys}."
+        )
+    found = {str(name): _as_number(part) for name, part in reward.items() if name != key.name}
+    parts = {name: part for name, part in found.items() if part is not None and math.isfinite(part)}
+    if len(parts) > MOST_PARTS:
+        raise CustomFunctionError(
+            f"{function} returned a dict of {len(parts) + 1} numbers for prompt {index}; {MOST_PARTS} can be reported."
+        )
+    return _number(reward[key.name], function, index, f" as {key.name!r}"), parts
+
+
+def _number(reward: Any, function: str, index: int, role: str) -> float:
+    number = _as_number(reward)
+    if number is None or not math.isfinite(number):
+        raise CustomFunctionError(
+            f"{function} returned {_shown(reward)}{role} for prompt {index}; it must return a finite number."
+        )
+    return number
+
+
+def _as_number(value: Any) -> float | None:
+    """The value as a float, None where it is no number; true is 1 and false 0."""
+    if isinstance(value, str | bytes | bytearray):
+        return None
+    try:
+        return float(value)
+    except Exception:  # also what a __float__ of the user's own raises, and integers beyond a float
         return None
 
 
-def _plain(text: str) -> str:
-    return "".join(text.split()).lower()
-
-
-def _words(text: str) -> list[str]:
-    text = text.lower().translate(str.maketrans("", "", string.punctuation))
-    return ARTICLES.sub(" ", text).split()
+def _shown(value: Any) -> str:
+    """The value's repr for a message; its type where that is no number, text or container that Python can show."""
+    if isinstance(value, int) and abs(value) >= 1 << 256:
+        return f"an integer of {value.bit_length()} bits"
+    try:
+        return one_line(repr(value))
+    except Exception:  # a __repr__ of the user's own
+        return f"a {type(value).__name__}"

@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from enum import Enum
+from typing import Any, ClassVar, Literal
 
 FinishReason = Literal["stop", "length", "abort"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Prompt:
-    """One row of a prompt file."""
+class SampleStatus(Enum):
+    """How a sample stands, under slime's names; those made here are completed, truncated or aborted."""
 
-    index: int
-    """Row of the file, from 0."""
+    PENDING = "pending"
+    COMPLETED = "completed"
+    TRUNCATED = "truncated"
+    ABORTED = "aborted"
+    FAILED = "failed"
+
+
+STATUS: dict[FinishReason, SampleStatus] = {
+    "stop": SampleStatus.COMPLETED,
+    "length": SampleStatus.TRUNCATED,
+    "abort": SampleStatus.ABORTED,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt(str):
+    """One row of a prompt file. It is its own text, as reward functions written for slime expect of `sample.prompt`."""
+
+    index: int  # type: ignore[assignment]
+    """Row of the file, from 0; in the place of the method of strings, whose like is `find`."""
 
     text: str
     """The prompt as it was tokenized, after the chat template where one is applied."""
@@ -25,7 +44,13 @@ class Prompt:
     """What the reward compares the response with."""
 
     metadata: dict[str, Any] = field(default_factory=dict)
-    """Anything else that the row hands to the reward."""
+    """Anything else that the row hands to the reward: its other columns, and its mapping of metadata."""
+
+    __hash__ = str.__hash__
+
+    def __new__(cls, text: str = "", **fields: Any) -> Prompt:
+        """Makes the string; the fields are set by the dataclass."""
+        return super().__new__(cls, text)
 
 
 @dataclass(kw_only=True)
@@ -65,20 +90,57 @@ class Sample:
     reward: float | None = None
     """Score of the response, once it has one."""
 
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    """The numbers of a reward that is a dict, by key; the score is the one that --reward-key names."""
+
+    metadata: dict[str, Any] = field(default_factory=dict)
+    """The prompt's metadata, this sample's own copy, which a reward function may write into."""
+
+    remove_sample: bool = False
+    """Whether a reward function asked to train on none of the sample's tokens."""
+
+    Status: ClassVar = SampleStatus
+
+    def __post_init__(self) -> None:
+        if not self.metadata:
+            self.metadata = copy.deepcopy(self.prompt.metadata)
+
     @property
     def token_ids(self) -> list[int]:
         """Prompt and response tokens."""
         return [*self.prompt.token_ids, *self.response_ids]
 
+    # The names that reward functions written for slime read.
+
     @property
     def label(self) -> str | None:
-        """The prompt's label, under the name that reward functions written for slime read."""
+        """The prompt's label."""
         return self.prompt.label
 
     @property
-    def metadata(self) -> dict[str, Any]:
-        """The prompt's metadata, under the name that reward functions written for slime read."""
-        return self.prompt.metadata
+    def index(self) -> int:
+        """Place of this sample in the batch."""
+        return self.sample_index
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and response tokens."""
+        return self.token_ids
+
+    @property
+    def response_length(self) -> int:
+        """Tokens of the response."""
+        return len(self.response_ids)
+
+    @property
+    def effective_response_length(self) -> int:
+        """Tokens of the response that are trained on."""
+        return sum(self.loss_mask)
+
+    @property
+    def status(self) -> SampleStatus:
+        """Why sampling ended, as slime says it."""
+        return STATUS[self.finish_reason]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,10 +4,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from slime_tis.rollout.builtin_rewards import exact_match
 from slime_tis.rollout.checkpoint import load_tokenizer
 from slime_tis.rollout.evaluate import evaluate
 from slime_tis.rollout.local import LocalEngine
-from slime_tis.rollout.rewards import exact_match
 from slime_tis.rollout.sample import Prompt, Sampling
 from tests.checkpoints import EOS, make_checkpoint
 

@@ -1,13 +1,19 @@
 """Rewards: tables of scores, and the user's own functions held to their contract."""
 
+import json
 import math
 from argparse import Namespace
 
 import pytest
 
+from slime_tis.errors import CustomFunctionError
 from slime_tis.rollout.config import RolloutConfig
-from slime_tis.rollout.rewards import build_reward, exact_match, math_match, token_f1
+from slime_tis.rollout.dump import from_plain, plain
+from slime_tis.rollout.figures import rollout_figures
+from slime_tis.rollout.rewards import build_reward, check_prompts, score
 from slime_tis.rollout.sample import Prompt, Sample
+
+NAMES = "exact_match, math, deepscaler, dapo, f1, gpqa, random, each also as boxed_NAME"
 
 
 def make_config(**options) -> RolloutConfig:
@@ -33,62 +39,6 @@ def make_samples(*groups, label: str | None = "12") -> list[Sample]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("response", "label", "score"),
-    [("0123", "0123", 1.0), (" 0123\n", "0123", 1.0), ("0132", "0123", 0.0), ("", "0123", 0.0)],
-)
-def test_exact_match(response, label, score):
-    assert exact_match(response, label) == score
-
-
-@pytest.mark.parametrize(
-    ("response", "label", "score"),
-    [
-        ("so 3 + 4 = 7 apples.", "7", 1.0),
-        ("so 3 + 4 = 7 apples.", "6 + 1 = 7\n#### 7", 1.0),
-        ("#### 1,234", "1234", 1.0),
-        ("It costs $1,234.50.", "1234.5", 1.0),
-        ("first 7, then 8", "7", 0.0),
-        ("7 at first, then \\boxed{8} (not 9)", "8", 1.0),
-        ("\\boxed{1} or \\boxed{2}", "\\boxed{2}", 1.0),
-        ("\\boxed{\\frac{3}{4}}", "0.75", 1.0),
-        ("\\boxed{\\dfrac{3}{4}}", "\\frac{6}{8}", 1.0),
-        ("x = 3/4", "0.75", 1.0),
-        ("-5", "5", 0.0),
-        ("the answer is -5", "-5", 1.0),
-        ("50\\%", "50", 1.0),
-        (".5", "0.5", 1.0),
-        ("0.30000000000000001", "0.3", 0.0),
-        ("\\boxed{x^2 + 1}", "x^2+1", 1.0),
-        ("\\boxed{x^2}", "x^3", 0.0),
-        ("\\boxed{7", "7", 1.0),
-        ("1/0", "0", 0.0),
-        ("no number", "7", 0.0),
-        ("", "7", 0.0),
-        ("2+2", "4", 0.0),
-        ("9" * 5000, "7", 0.0),
-        ("1e999999999", "7", 0.0),
-    ],
-)
-def test_math(response, label, score):
-    assert math_match(response, label) == score
-
-
-@pytest.mark.parametrize(
-    ("response", "label", "score"),
-    [
-        ("The cat sat.", "a cat sat", 1.0),
-        ("cat", "the black cat", 2 / 3),
-        ("cat cat dog", "cat dog dog", 2 / 3),
-        ("dog", "cat", 0.0),
-        ("", "cat", 0.0),
-        ("the", "a", 1.0),
-    ],
-)
-def test_f1(response, label, score):
-    assert token_f1(response, label) == pytest.approx(score)
-
-
 def test_a_reward_by_name_scores_every_sample():
     reward = build_reward(make_config(rm_type="exact_match"))
     assert reward(make_samples(["12", "21"], ["12", "12", ""])) == [1.0, 0.0, 1.0, 1.0, 0.0]
@@ -97,8 +47,14 @@ def test_a_reward_by_name_scores_every_sample():
 
 def test_an_unknown_name_and_a_missing_label_are_refused():
     with pytest.raises(ValueError) as refusal:
-        build_reward(make_config(rm_type="mathh"))
-    assert str(refusal.value) == "--rm-type is 'mathh' but must be one of exact_match, math, f1."
+        make_config(rm_type="mathh")
+    assert str(refusal.value) == f"--rm-type is 'mathh' but must be one of {NAMES}."
+    with pytest.raises(ValueError) as refusal:
+        make_config(rm_type="boxed_ifbench")
+    assert str(refusal.value) == (
+        "--rm-type is 'boxed_ifbench', a benchmark that slime downloads while it runs, which is not built in; write a "
+        f"function for --custom-rm-path, or choose one of {NAMES}."
+    )
     reward = build_reward(make_config(rm_type="math"))
     with pytest.raises(ValueError) as refusal:
         reward(make_samples(["1"], label=None))
@@ -117,15 +73,6 @@ async def slow(args, sample, **kwargs):
 
 async def group(args, samples, **kwargs):
     return [len(samples)] * len(samples)
-
-def short(args, samples):
-    return [1.0]
-
-def nan(args, sample):
-    return float("nan") if sample.prompt.index == 11 else 1
-
-def nothing(args, sample):
-    return None
 """
 
 
@@ -145,23 +92,185 @@ def test_own_functions_may_be_plain_or_coroutines_and_take_a_sample_or_a_group(c
     assert reward(make_samples(["a", "aa"], ["b"])) == scores
 
 
+def refusal_of(tmp_path, code, **options):
+    """The message about a reward function, with FILE for its file."""
+    path = tmp_path / f"reward_{len(list(tmp_path.iterdir()))}.py"
+    path.write_text(code)
+    with pytest.raises(CustomFunctionError) as refusal:
+        build_reward(make_config(custom_rm_path=f"{path}:fn", **options))(make_samples(["a", "aa"], ["b"]))
+    return str(refusal.value).replace(str(path), "FILE")
+
+
+# (body of a function of (args, sample), what the message says after its place)
+WRONG = {
+    "nan": ("return float('nan')", "returned nan for prompt 10; it must return a finite number."),
+    "inf": ("return float('inf')", "returned inf for prompt 10; it must return a finite number."),
+    "none": ("pass", "returned None for prompt 10; it must return a finite number."),
+    "text": ("return '1.0'", "returned '1.0' for prompt 10; it must return a finite number."),
+    "list": ("return [1.0]", "returned [1.0] for prompt 10; it must return a finite number."),
+    "huge": ("return 10**400", "returned an integer of 1329 bits for prompt 10; it must return a finite number."),
+    "long text": ("return 'x' * 10**6", "returned '" + "x" * 78 + "… for prompt 10; it must return a finite number."),
+    "later prompt": (
+        "return None if sample.prompt.index == 11 else 1",
+        "returned None for prompt 11; it must return a finite number.",
+    ),
+    "dict": (
+        "return {'acc': 1, 'len': 2}",
+        "returned a dict for prompt 10; say which of 'acc', 'len' is the reward with --reward-key.",
+    ),
+    "tokens": (
+        "sample.response_ids.clear(); return 1",
+        "changed the tokens, log-probs, versions or places of a sample of prompt 10, or its loss_mask to other than a "
+        "0 or 1 for each response token; it may set metadata, loss_mask and remove_sample.",
+    ),
+    "metadata": (
+        "sample.metadata = 7; return 1",
+        "left metadata of prompt 10 that cannot be kept: 'int' object has no ",
+    ),
+}
+
+
+@pytest.mark.parametrize(("body", "message"), WRONG.values(), ids=WRONG)
+def test_a_wrong_reward_is_one_message_with_function_file_and_prompt(tmp_path, body, message):
+    code = f"def fn(args, sample, **kwargs):\n    {body}\n"
+    assert refusal_of(tmp_path, code).startswith(f"fn (FILE, line 1) {message}")
+
+
+def test_a_reward_function_that_raises_is_one_message_with_its_line(tmp_path):
+    code = "async def fn(args, sample, **kwargs):\n    x = 1\n    return x / 0\n"
+    assert refusal_of(tmp_path, code) == (
+        "fn (FILE, line 3) raised ZeroDivisionError: division by zero. SLIME_TIS_TRACEBACK=1 shows the traceback."
+    )
+    code = "import sys\ndef fn(args, samples):\n    sys.exit(0)\n"
+    assert refusal_of(tmp_path, code).startswith("fn (FILE, line 3) called sys.exit(0); return a value, or raise")
+    assert refusal_of(tmp_path, "def fn(args):\n    return 1\n").startswith(
+        "fn (FILE, line 1) cannot be called as fn(args, sample): too many positional arguments; take these parameters"
+    )
+
+
+def test_a_reward_of_a_group_that_is_sized_wrong_is_refused(tmp_path):
+    message = "fn (FILE, line 1) returned {} for the 2 samples of prompt 10; it must return a list of as many rewards."
+    for returned in ("[1.0]", "1.0", "None", "[1.0, 2.0, 3.0]"):
+        code = f"async def fn(args, samples, **kwargs):\n    return {returned}\n"
+        assert refusal_of(tmp_path, code) == message.format(returned)
+
+
+def test_a_dict_gives_the_reward_of_its_key_and_the_other_numbers(tmp_path):
+    path = tmp_path / "reward.py"
+    path.write_text(
+        "def fn(args, sample):\n"
+        "    return {'score': len(sample.response), 'acc': sample.response == 'a', 'pred': 'a', 'bad': 1e999}\n"
+    )
+    config = make_config(custom_rm_path=f"{path}:fn", reward_key="score", eval_reward_key="acc")
+    samples = make_samples(["a", "aa"], ["aaa"])
+    assert build_reward(config)(samples) == [1.0, 2.0, 3.0]
+    assert [sample.reward_parts for sample in samples] == [{"acc": 1.0}, {"acc": 0.0}, {"acc": 0.0}]
+    assert rollout_figures([samples], 0)["rollout/reward/acc"] == pytest.approx(1 / 3)
+    assert build_reward(config, evaluation=True)(samples) == [1.0, 0.0, 0.0]
+    assert samples[2].reward_parts == {"score": 3.0}
+
+
+def test_a_dict_without_the_key_and_a_number_with_one_are_refused(tmp_path):
+    code = "def fn(args, sample):\n    return {'score': 1.0}\n"
+    assert refusal_of(tmp_path, code, reward_key="acc") == (
+        "fn (FILE, line 1) returned a dict without 'acc', which --reward-key names, for prompt 10; it has 'score'."
+    )
+    code = "def fn(args, sample):\n    return 1.0\n"
+    assert refusal_of(tmp_path, code, reward_key="acc") == (
+        "fn (FILE, line 1) returned 1.0 for prompt 10, but --reward-key is 'acc'; return a dict with that key, or "
+        "leave --reward-key out."
+    )
+    code = "def fn(args, sample):\n    return {'acc': None}\n"
+    assert refusal_of(tmp_path, code, reward_key="acc") == (
+        "fn (FILE, line 1) returned None as 'acc' for prompt 10; it must return a finite number."
+    )
+
+
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("options", "message"),
     [
-        ("nan", "reward function {path} returned nan for prompt 11; it must return a finite number."),
-        ("nothing", "reward function {path} returned None for prompt 10; it must return a finite number."),
+        ({"rm_type": "dapo"}, "--rm-type dapo gives score and acc; add --reward-key score."),
         (
-            "short",
-            "reward function {path} returned [1.0] for the 2 samples of prompt 10; it must return a list of as "
-            "many numbers.",
+            {"rm_type": "dapo", "reward_key": "pred"},
+            "--reward-key is 'pred' but --rm-type dapo gives score and acc.",
         ),
+        (
+            {"rm_type": "math", "eval_reward_key": "acc"},
+            "--eval-reward-key is 'acc' but --rm-type math gives a number; leave it out.",
+        ),
+        ({"rm_type": "math", "reward_key": ""}, "--reward-key is empty; name a key of the reward function's dict, or"),
     ],
 )
-def test_a_wrong_return_is_refused_by_name(custom, name, message):
-    reward = build_reward(make_config(custom_rm_path=custom(name)))
+def test_keys_are_checked_before_anything_is_built(options, message):
     with pytest.raises(ValueError) as refusal:
-        reward(make_samples(["a", "aa"], ["b"]))
-    assert str(refusal.value) == message.replace("{path}", custom(name))
+        make_config(**options)
+    assert str(refusal.value).startswith(message)
+
+
+SLIMES_OWN = """
+from slime.utils.types import Sample
+
+async def fn(args, sample: Sample, **kwargs):
+    assert sample.prompt == "?" and sample.prompt.find("?") == 0 and isinstance(sample.prompt, str)
+    assert sample.status == Sample.Status.COMPLETED and sample.status.value == "completed"
+    assert sample.tokens == [1, 3] and sample.response_length == 1 and sample.index == 0
+    assert sample.label == "12" and sample.rollout_log_probs == [-1.0] and sample.weight_versions == [0]
+    assert sample.reward is None and sample.effective_response_length == 1
+    sample.metadata["length"] = len(sample.response)
+    sample.metadata["seen"] = {1, (2,)}
+    if sample.response == "aa":
+        sample.remove_sample = True
+    if sample.response == "aaa":
+        sample.loss_mask[0] = 0
+    return sample.group_index
+"""
+
+
+def test_a_function_of_slime_reads_and_writes_the_fields_of_its_sample(tmp_path):
+    (tmp_path / "reward.py").write_text(SLIMES_OWN)
+    samples = make_samples(["a", "aa"], ["aaa", "a"])
+    groups = [samples[:2], samples[2:]]
+    score(groups, build_reward(make_config(custom_rm_path=f"{tmp_path / 'reward.py'}:fn")))
+    assert [sample.reward for sample in samples] == [0.0, 0.0, 1.0, 1.0]
+    assert [sample.loss_mask for sample in samples] == [[1], [0], [0], [1]]
+    assert [sample.remove_sample for sample in samples] == [False, True, False, False]
+    assert [sample.metadata["length"] for sample in samples] == [1, 2, 3, 1]
+    assert samples[0].metadata["group"] == 0 and "length" not in samples[0].prompt.metadata
+    assert [from_plain(json.loads(json.dumps(plain(sample)))) for sample in samples] == samples
+
+
+def test_a_row_may_name_its_own_reward():
+    samples = make_samples(["so \\boxed{12}"], ["12"], ["so \\boxed{12}"])
+    samples[1].metadata["rm_type"] = "exact_match"
+    samples[2].metadata["rm_type"] = "boxed_exact_match"
+    assert build_reward(make_config(rm_type="f1"))(samples) == [0.0, 1.0, 1.0]
+
+
+def test_prompts_are_checked_before_anything_is_sampled():
+    def prompts(**fields):
+        return [Prompt(index=3, text="?", token_ids=(1,), **{"label": "1", **fields})]
+
+    config = make_config(rm_type="math")
+    check_prompts(config, prompts())
+    check_prompts(make_config(rm_type="random"), prompts(label=None))
+    for fields, message in (
+        ({"label": None}, "prompt 3 has no label, which --rm-type math needs; set --label-key."),
+        (
+            {"metadata": {"rm_type": "mathh"}},
+            f"the rm_type in the metadata of prompt 3 is 'mathh' but must be one of {NAMES}.",
+        ),
+        ({"metadata": {"rm_type": 7}}, "prompt 3 has an rm_type in its metadata that is no text: 7."),
+    ):
+        with pytest.raises(ValueError) as refusal:
+            check_prompts(config, prompts(**fields))
+        assert str(refusal.value) == message
+
+
+def test_random_rewards_are_drawn_from_the_sample_alone():
+    samples = make_samples(*[["a"]] * 200)
+    reward = build_reward(make_config(rm_type="random"))
+    assert reward(samples) == reward(samples)
+    assert 60 < sum(reward(samples)) < 140
 
 
 def test_scores_are_plain_floats(custom):

@@ -1,0 +1,117 @@
+"""Whether two expressions are equal, by math-verify in a process of its own, which no expression can hang.
+
+sympy may work for ever on a few letters (`10^{10^{10}}`), and neither a thread nor a call into C can be stopped from
+Python. So a process compares, under limits of the operating system on the processor time of a comparison and on its
+memory; one that passes a limit is ended by the system, counts as unequal, and the next comparison gets a new process.
+Processor time, not time by the clock: a busy machine decides no differently.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+SECONDS = 5
+"""Processor time that one comparison may take."""
+MEMORY = 4 << 30
+"""Address space of the process, in bytes."""
+PATIENCE = 120.0
+"""Longest wait by the clock for the process to answer at all, in seconds."""
+WORKER = Path(__file__).with_name("symbolic_worker.py")
+
+
+@lru_cache(maxsize=8192)
+def same_expression(answer: str, expected: str, as_number: bool = False) -> bool:
+    """Whether math-verify finds two LaTeX expressions equal.
+
+    Args:
+        answer: The one to judge.
+        expected: The right one.
+        as_number: Whether the answer has to be a number as it stands, not something that evaluates to one.
+
+    Raises:
+        ValueError: math-verify is not installed, or does not start.
+    """
+    with _lock:
+        return _worker.ask(answer, expected, as_number)
+
+
+class _Worker:
+    """The process, started for the first comparison and again after one that ended it."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._owner = 0
+
+    def ask(self, answer: str, expected: str, as_number: bool) -> bool:
+        if self._process is None or self._owner != os.getpid():  # a forked child has the pipes of its parent
+            self._start()
+        assert self._process is not None and self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps([answer, expected, as_number]).encode() + b"\n")
+            self._process.stdin.flush()
+            reply = self._reply()
+        except BrokenPipeError:
+            reply = b""
+        except BaseException:  # interrupted: the reply that is still to come is not that of the next question
+            self._stop()
+            raise
+        if reply in (b"0", b"1"):
+            return reply == b"1"
+        self._stop()
+        logger.warning(
+            "comparing %.80r with %.80r took more than %d s of processor time, or too much memory; it counts as wrong.",
+            answer,
+            expected,
+            SECONDS,
+        )
+        return False
+
+    def _start(self) -> None:
+        self._owner = os.getpid()
+        arguments = [sys.executable, "-I", str(WORKER), json.dumps(sys.path), str(SECONDS), str(MEMORY)]
+        self._process = subprocess.Popen(
+            arguments,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for the run; the process ends with its standard input
+        )
+        if self._reply() != b"r":
+            self._stop()
+            raise ValueError(
+                "math-verify, which compares mathematical answers, does not start; install it with: "
+                "pip install 'slime_tis[train]'."
+            )
+
+    def _reply(self) -> bytes:
+        """One byte from the process; none where it has ended or does not answer."""
+        assert self._process is not None and self._process.stdout is not None
+        descriptor = self._process.stdout.fileno()
+        ready, _, _ = select.select([descriptor], [], [], PATIENCE)
+        return os.read(descriptor, 1) if ready else b""
+
+    def _stop(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                with suppress(BrokenPipeError):  # what was not written yet has no reader
+                    pipe.close()
+
+
+_worker = _Worker()
+_lock = threading.Lock()
