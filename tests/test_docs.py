@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import re
 import shlex
 import textwrap
@@ -12,6 +13,7 @@ import torch
 
 from arguments import configure
 from slime_tis.correction import RolloutCorrectionConfig, correct, figures
+from slime_tis.integrations import verl
 from slime_tis.policy.lag import LAGS, lag_figures, lag_table
 from slime_tis.rollout.figures import rollout_figures
 
@@ -148,3 +150,34 @@ def test_every_timed_part_is_in_the_glossary():
     parts = re.findall(r'\btimer[(,] ?"(\w+)"', "".join(path.read_text() for path in sources))
     assert len(parts) >= 10
     assert {f"perf/{name}_time" for name in parts} - documented(r"perf/\w+") == set()
+
+
+def test_python_on_the_page_for_verl_runs():
+    """Each block continues the ones before it; the tensors are those of a batch with a masked token."""
+    log_prob = torch.tensor([[-1.0, -2.0], [-0.5, -1.0]], requires_grad=True)
+    found = {
+        "log_prob": log_prob,
+        "old_log_prob": log_prob.detach(),
+        "rollout_log_prob": torch.tensor([[-1.1, -2.9], [-0.4, -1.0]]),
+        "response_mask": torch.tensor([[1, 1], [1, 0]]),
+        "advantages": torch.ones(2, 2),
+    }
+    for block in blocks("verl.md", "python"):
+        exec(block, found)
+        if block.startswith("import slime_tis"):  # w = exp(ΣΔ) = e bounded to 2, and e^-0.1; on −log π of 1, 2 and 1/2
+            row = math.exp(1.0), math.exp(-0.1)
+            assert found["loss"].item() == pytest.approx((min(row[0], 2.0) * 3 + row[1] * 0.5) / 3)
+    assert found["config"].tis_level == "token" and found["weights"].max() == 2.0
+    assert found["loss"].item() == pytest.approx(-(math.exp(0.1) + 2.0 + math.exp(-0.1)) / 3)
+
+
+def test_names_on_the_page_for_verl_exist():
+    page = (DOCS / "verl.md").read_text()
+    row = next(line for line in page.splitlines() if "`compute_is_metrics`" in line)
+    names = re.findall(r"`(\w+)`", row.split(" | ")[0])
+    assert (
+        len(names) == 12
+        and set(names) <= set(verl.__all__)
+        and set(verl.__all__) - {"RolloutCorrectionConfig"} == set(names)
+    )
+    assert callable(verl.RolloutCorrectionConfig.pg_is)

@@ -4,7 +4,7 @@ from slime_tis.correction.adaptive import AdaptiveBounds, adaptive_bounds
 from slime_tis.correction.config import RolloutCorrectionConfig
 from slime_tis.correction.context_parallel import ResponseSlices, context_parallel_slices, response_slices
 from slime_tis.correction.correct import Correction, correct
-from slime_tis.correction.criteria import Criterion, parse_criteria
+from slime_tis.correction.criteria import CRITERIA, Criterion, parse_criteria
 from slime_tis.correction.metrics import batch_norm_factor, figures
 from slime_tis.correction.off_policy_mask import off_policy_sequence_mask
 from slime_tis.correction.presets import PRESETS
@@ -13,6 +13,7 @@ from slime_tis.correction.ratio import LOG_RATIO_BOUND, LOG_RATIO_LIMIT
 from slime_tis.correction.statistics import Statistics
 
 __all__ = [
+    "CRITERIA",
     "LOG_RATIO_BOUND",
     "LOG_RATIO_LIMIT",
     "PRESETS",

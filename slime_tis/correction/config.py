@@ -1,7 +1,4 @@
-"""Options of the rollout correction: one frozen dataclass, validated when it is made.
-
-Standard library only, so that a command line can be parsed and refused before torch is loaded.
-"""
+"""Options of the rollout correction: one frozen dataclass, validated when it is made."""
 
 import math
 from dataclasses import dataclass, fields

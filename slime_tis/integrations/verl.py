@@ -1,25 +1,56 @@
-"""verl 0.9.1's `rollout_corr_helper`: its public functions, signatures and metric names, on this library.
+"""verl 0.9.1's `rollout_corr_helper`: its public names, signatures and metrics, on this library.
+
+`RolloutCorrectionConfig` is verl's class, with its fields and presets; `to_config()` makes of it the
+`slime_tis.RolloutCorrectionConfig` that `slime_tis.correct` takes.
 
 Also the older API of the documents: `rollout_rs="token"|"sequence"|"geometric"` with `rollout_rs_threshold_lower`
 and `rollout_token_veto_threshold`. What differs, deliberately: k1 bounds are on the ratio π_train/π_rollout, where
 verl inverts them (`verl_compat=True` brings that back); rows without a valid token count nowhere; padding may hold
-anything; weights that are all zero give a sample size of 0 instead of an error.
+anything; weights that are all zero, or a batch without a finite log-ratio, give metrics of 0 instead of an error.
 """
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from slime_tis.correction import RolloutCorrectionConfig, batch_norm_factor, correct, figures, parse_criteria
+from slime_tis.correction import (
+    CRITERIA,
+    LOG_RATIO_BOUND,
+    batch_norm_factor,
+    correct,
+    figures,
+    parse_criteria,
+)
+from slime_tis.correction import RolloutCorrectionConfig as Config
 from slime_tis.integrations import verl_metrics
-from slime_tis.integrations.verl_config import RolloutCorrectionConfig as VerlConfig
-from slime_tis.integrations.verl_config import rejection_options, weight_options
+from slime_tis.integrations.verl_config import RolloutCorrectionConfig, rejection_options, weight_options
+from slime_tis.integrations.verl_metrics import compute_is_metrics, compute_rs_metrics
 
-MISMATCH = RolloutCorrectionConfig(get_mismatch_metrics=True)
+__all__ = [
+    "SAFETY_BOUND",
+    "SUPPORTED_ROLLOUT_RS_OPTIONS",
+    "TOKEN_LEVEL_ROLLOUT_RS_OPTIONS",
+    "RolloutCorrectionConfig",
+    "apply_bypass_mode",
+    "compute_is_metrics",
+    "compute_offpolicy_metrics",
+    "compute_rollout_corr_metrics_from_logprobs",
+    "compute_rollout_correction_and_add_to_batch",
+    "compute_rollout_correction_and_rejection_mask",
+    "compute_rollout_correction_weights",
+    "compute_rollout_rejection_mask",
+    "compute_rs_metrics",
+]
+
+SAFETY_BOUND = LOG_RATIO_BOUND
+SUPPORTED_ROLLOUT_RS_OPTIONS: set[str] = set(CRITERIA)
+TOKEN_LEVEL_ROLLOUT_RS_OPTIONS: set[str] = {name for name in CRITERIA if name.startswith("token_")}
+MISMATCH = Config(get_mismatch_metrics=True)
 
 
 @dataclass
@@ -77,7 +108,7 @@ def compute_rollout_correction_and_rejection_mask(
     mask = response_mask.clone()
     if rollout_rs is not None or rollout_token_veto_threshold is not None:
         options = rejection_options(rollout_rs, rollout_rs_threshold, rollout_rs_threshold_lower)
-        config = RolloutCorrectionConfig(**options, rs_veto_threshold=rollout_token_veto_threshold)
+        config = Config(**options, rs_veto_threshold=rollout_token_veto_threshold)
         mask, found = _reject(config, log_ratio, response_mask, verl_compat)
         metrics |= found
     metrics |= compute_offpolicy_metrics(old_log_prob, rollout_log_prob, response_mask)
@@ -92,9 +123,7 @@ def compute_rollout_correction_weights(
     rollout_is_batch_normalize: bool = False,
 ) -> tuple[Tensor, dict[str, float]]:
     """Bounded weights [B, T], 0 at padding, and their metrics without prefix."""
-    config = RolloutCorrectionConfig(
-        **weight_options(rollout_is, rollout_is_threshold), tis_batch_normalize=rollout_is_batch_normalize
-    )
+    config = Config(**weight_options(rollout_is, rollout_is_threshold), tis_batch_normalize=rollout_is_batch_normalize)
     reduce = _sum_over_ranks() if rollout_is_batch_normalize else None
     found = correct(config, log_ratio, torch.zeros_like(log_ratio), response_mask, reduce_batch=reduce)
     metrics = verl_metrics.weight_metrics(config, log_ratio, response_mask)
@@ -117,20 +146,23 @@ def compute_rollout_rejection_mask(
         raise ValueError("rollout_rs must be a non-empty string (comma separated for multiple options).")
     if log_ratio.shape[0] == 0:
         return response_mask, {}
-    config = RolloutCorrectionConfig(**rejection_options(rollout_rs, rollout_rs_threshold, None))
+    config = Config(**rejection_options(rollout_rs, rollout_rs_threshold, None))
     return _reject(config, log_ratio, response_mask, verl_compat)
 
 
 def compute_offpolicy_metrics(
     old_log_prob: Tensor, rollout_log_prob: Tensor | None, response_mask: Tensor
 ) -> dict[str, float]:
-    """Perplexities and divergences without prefix; those of the training policy alone without rollout log-probs."""
+    """Perplexities and divergences without prefix; those of the training policy alone without rollout log-probs.
+
+    Empty where no log-prob is finite.
+    """
     reference = old_log_prob if rollout_log_prob is None else rollout_log_prob
     _check(old_log_prob, reference, response_mask)
     found = figures(MISMATCH, correct(MISMATCH, old_log_prob, reference, response_mask).statistics)
     metrics = {name.removeprefix("mismatch_"): value for name, value in found.items() if name.startswith("mismatch_")}
     if rollout_log_prob is None:
-        return {name: metrics[name] for name in ("training_ppl", "training_log_ppl")}
+        return {name: metrics[name] for name in ("training_ppl", "training_log_ppl") if name in metrics}
     return metrics
 
 
@@ -149,7 +181,7 @@ def compute_rollout_correction_and_add_to_batch(batch: Any, rollout_corr_config:
         batch: With old_log_probs, rollout_log_probs and response_mask in `.batch`.
         rollout_corr_config: verl's options, read with `.get`.
     """
-    defaults = VerlConfig(rollout_is=None)
+    defaults = RolloutCorrectionConfig(rollout_is=None)
     names = (
         "rollout_is",
         "rollout_is_threshold",
@@ -174,6 +206,12 @@ def compute_rollout_correction_and_add_to_batch(batch: Any, rollout_corr_config:
 def apply_bypass_mode(batch: Any, rollout_corr_config: Any = None, policy_loss_config: Any = None) -> None:
     """Bypass: `old_log_probs` of the batch become `rollout_log_probs`, and the policy loss is told.
 
+    Args:
+        batch: With rollout_log_probs in `.batch`.
+        rollout_corr_config: verl's options, handed on to the policy loss.
+        policy_loss_config: Mapping that gets `rollout_correction` and `loss_mode`; a struct of hydra's too, which
+            stays one.
+
     Raises:
         ValueError: if the batch has no rollout log-probs.
     """
@@ -184,12 +222,21 @@ def apply_bypass_mode(batch: Any, rollout_corr_config: Any = None, policy_loss_c
         )
     batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
     if policy_loss_config is not None:
-        policy_loss_config["rollout_correction"] = rollout_corr_config
-        policy_loss_config["loss_mode"] = "bypass_mode"
+        with _open(policy_loss_config):
+            policy_loss_config["rollout_correction"] = rollout_corr_config
+            policy_loss_config["loss_mode"] = "bypass_mode"
+
+
+def _open(config: Any) -> AbstractContextManager[Any]:
+    """Lets a struct of omegaconf's take new keys; omegaconf has been imported by whoever has one."""
+    omegaconf = sys.modules.get("omegaconf")
+    if omegaconf is None or not omegaconf.OmegaConf.is_config(config):
+        return nullcontext()
+    return omegaconf.open_dict(config)
 
 
 def _reject(
-    config: RolloutCorrectionConfig, log_ratio: Tensor, response_mask: Tensor, inverted: bool
+    config: Config, log_ratio: Tensor, response_mask: Tensor, inverted: bool
 ) -> tuple[Tensor, dict[str, float]]:
     acting = _with_inverted_bounds(config) if inverted else config
     found = correct(acting, log_ratio, torch.zeros_like(log_ratio), response_mask)
@@ -197,15 +244,16 @@ def _reject(
     metrics: dict[str, float] = {}
     for criterion in parse_criteria(config.rollout_rs, config.rollout_rs_threshold):
         metrics |= verl_metrics.criterion_metrics(criterion, log_ratio, response_mask, inverted)
-    metrics |= {name.removeprefix("mis_"): v for name, v in values.items() if name.startswith("mis_rs_")}
-    metrics = {f"rollout_{name}" if name.startswith("rs_") else name: value for name, value in metrics.items()}
+    for prefix in ["rs_", *(f"rs_{criterion.name}_" for criterion in config.rejections)] if config.rejections else []:
+        for name in (f"{prefix}masked_fraction", f"{prefix}seq_masked_fraction"):
+            metrics[f"rollout_{name}"] = values.get(f"mis_{name}", 0.0)
     if config.vetoes:
-        metrics["rollout_is_veto_fraction"] = values["mis_catastrophic_seq_fraction"]
-        metrics["rollout_is_catastrophic_token_fraction"] = values["mis_catastrophic_token_fraction"]
+        metrics["rollout_is_veto_fraction"] = values.get("mis_catastrophic_seq_fraction", 0.0)
+        metrics["rollout_is_catastrophic_token_fraction"] = values.get("mis_catastrophic_token_fraction", 0.0)
     return found.mask.to(response_mask.dtype), metrics
 
 
-def _with_inverted_bounds(config: RolloutCorrectionConfig) -> RolloutCorrectionConfig:
+def _with_inverted_bounds(config: Config) -> Config:
     """k1 bounds as verl reads them: on π_rollout/π_train."""
     specs = [
         str(c.upper) if c.lower is None else f"{1 / c.upper}_{1 / c.lower}"

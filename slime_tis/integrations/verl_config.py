@@ -219,12 +219,13 @@ def weight_options(rollout_is: str | None, threshold: str | float) -> dict[str, 
     """
     if rollout_is not in ("token", "sequence"):
         raise ValueError(f"Invalid rollout_is: {rollout_is}. Must be one of token, sequence.")
-    if isinstance(threshold, bool) or not isinstance(threshold, str | int | float):
-        raise TypeError(f"rollout_is_threshold is {threshold!r}; give a number or a 'lower_upper' string.")
-    try:
-        numbers = [float(part) for part in str(threshold).strip().split("_", 1)]
-    except ValueError as error:
-        raise ValueError(f"Invalid rollout_is_threshold '{threshold}'; give 2.0 or '0.5_5.0'.") from error
+    if isinstance(threshold, bool):
+        raise TypeError(
+            "rollout_is_threshold must be specified as a float or a string threshold specification, not a boolean."
+        )
+    if not isinstance(threshold, str | int | float):
+        raise TypeError("rollout_is_threshold must be a float or a string threshold specification.")
+    numbers = _numbers("rollout_is_threshold", threshold)
     bounds = {"tis_lower_bound": numbers[0], "tis_mode": "mask"} if len(numbers) == 2 else {}
     return {"use_tis": True, "tis_level": rollout_is, "tis_upper_bound": numbers[-1], **bounds}
 
@@ -235,20 +236,37 @@ def rejection_options(
     """verl's criteria, or a level of the older API, as fields of our configuration.
 
     Raises:
-        ValueError: if criteria are given without a threshold.
+        ValueError: if criteria are given without a threshold, or a level with one that is no number or pair.
+        TypeError: if the threshold is neither a number nor a string.
     """
     if rollout_rs is None:
         return {}
     if threshold is None:
         raise ValueError("rollout_rs_threshold must be explicitly provided when rollout_rs is enabled.")
+    if isinstance(threshold, bool) or not isinstance(threshold, str | int | float):
+        raise TypeError("rollout_rs_threshold must be a string or numeric value specifying per-option thresholds.")
     if rollout_rs not in ("token", "sequence", "geometric"):
         return {"rollout_rs": rollout_rs, "rollout_rs_threshold": threshold}
-    return {
-        "use_rs": True,
-        "rs_level": rollout_rs,
-        "rs_lower_bound": threshold_lower,
-        "rs_upper_bound": float(threshold),
-    }
+    *lower, upper = _numbers("rollout_rs_threshold", threshold)
+    if lower and threshold_lower is not None:
+        raise ValueError(
+            f"rollout_rs_threshold '{threshold}' has a lower bound, and rollout_rs_threshold_lower is "
+            f"{threshold_lower}; give one of them."
+        )
+    bounds = {"rs_lower_bound": lower[0] if lower else threshold_lower, "rs_upper_bound": upper}
+    return {"use_rs": True, "rs_level": rollout_rs, **bounds}
+
+
+def _numbers(name: str, threshold: str | float) -> list[float]:
+    """`upper` or `lower_upper` as numbers; Python itself would read 0.5_2 as 0.52."""
+    parts = str(threshold).split("_")
+    try:
+        numbers = [float(part) for part in parts]
+    except ValueError as error:
+        raise ValueError(f"Invalid {name} {str(threshold)[:80]!r}; give 2.0 or '0.5_5.0'.") from error
+    if len(numbers) > 2:
+        raise ValueError(f"Invalid {name} {str(threshold)[:80]!r}; give 2.0 or '0.5_5.0'.")
+    return numbers
 
 
 def _geometric(threshold: str | float) -> dict[str, Any]:

@@ -6,14 +6,23 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
+from omegaconf.errors import ConfigKeyError
 
 from slime_tis.integrations.verl import (
+    SAFETY_BOUND,
+    SUPPORTED_ROLLOUT_RS_OPTIONS,
+    TOKEN_LEVEL_ROLLOUT_RS_OPTIONS,
+    RolloutCorrectionConfig,
+    apply_bypass_mode,
+    compute_is_metrics,
     compute_offpolicy_metrics,
     compute_rollout_corr_metrics_from_logprobs,
     compute_rollout_correction_and_add_to_batch,
     compute_rollout_correction_and_rejection_mask,
     compute_rollout_correction_weights,
     compute_rollout_rejection_mask,
+    compute_rs_metrics,
 )
 
 GOLDEN = json.loads((Path(__file__).parent.parent / "golden" / "verl_0_9_1.json").read_text())
@@ -111,8 +120,136 @@ def test_errors_are_those_of_verl() -> None:
         compute_rollout_correction_and_rejection_mask(*inputs(), rollout_rs="token_k1")
     with pytest.raises(ValueError, match="Invalid rollout_is: geometric"):
         compute_rollout_correction_weights(torch.zeros(1, 2), torch.ones(1, 2), "geometric")
-    with pytest.raises(TypeError, match="rollout_is_threshold is True"):
+    with pytest.raises(TypeError, match="a float or a string threshold specification, not a boolean"):
         compute_rollout_correction_weights(torch.zeros(1, 2), torch.ones(1, 2), "token", True)
+
+
+def test_what_is_no_criterion_of_verl_is_refused_with_the_list() -> None:
+    """verl has a maximum of k2 and of k3, which are distances, and none of k1, which has a sign."""
+    with pytest.raises(ValueError, match=r"'seq_max_k1'; choose from token_k1, token_k2, .*seq_max_k2, seq_max_k3"):
+        compute_rollout_rejection_mask(torch.zeros(1, 2), torch.ones(1, 2), "seq_max_k1", 2.0)
+
+
+@pytest.mark.parametrize("threshold", [True, False, None, [2.0]], ids=str)
+def test_rejection_thresholds_of_other_types_are_refused(threshold: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="rollout_rs_threshold must be"):
+        compute_rollout_rejection_mask(torch.zeros(1, 2), torch.ones(1, 2), "token_k1", threshold)
+
+
+def test_a_pair_as_threshold_of_a_level_is_not_read_as_one_number() -> None:
+    """float("0.5_2") is 0.52."""
+    log_ratio = torch.tensor([[0.45, 0.55, 1.9, 2.1]]).log()
+    old = {"rollout_rs": "token", "rollout_rs_threshold": "0.5_2"}
+    _, mask, _ = compute_rollout_correction_and_rejection_mask(log_ratio, torch.zeros(1, 4), torch.ones(1, 4), **old)
+    assert mask.tolist() == [[0, 1, 1, 0]]
+    with pytest.raises(ValueError, match=r"has a lower bound, and rollout_rs_threshold_lower is 0\.4"):
+        compute_rollout_correction_and_rejection_mask(
+            log_ratio, torch.zeros(1, 4), torch.ones(1, 4), **old, rollout_rs_threshold_lower=0.4
+        )
+    with pytest.raises(ValueError, match="Invalid rollout_is_threshold '1_2_3'"):
+        compute_rollout_correction_weights(log_ratio, torch.ones(1, 4), "token", "1_2_3")
+
+
+def test_public_names_of_verl() -> None:
+    assert SAFETY_BOUND == 20.0 and {"token_k1", "token_k2", "token_k3"} == TOKEN_LEVEL_ROLLOUT_RS_OPTIONS
+    sequence = {f"seq_{aggregation}_{k}" for aggregation in ("sum", "mean", "max") for k in ("k1", "k2", "k3")}
+    assert TOKEN_LEVEL_ROLLOUT_RS_OPTIONS | sequence - {"seq_max_k1"} == SUPPORTED_ROLLOUT_RS_OPTIONS
+
+
+def test_metrics_of_given_weights_by_hand() -> None:
+    """Two rows of weights 4, 1 and 1/4, one more token masked, bounded to 2: mean (2 + 1 + 1/4)/3."""
+    raw = torch.tensor([[4.0, 1.0], [0.25, 9.0]])
+    mask = torch.tensor([[1, 1], [1, 0]])
+    found = compute_is_metrics(raw.clamp(max=2.0), raw, raw.log(), mask, "token", 2.0)
+    mean, square = 3.25 / 3, (4 + 1 + 1 / 16) / 3
+    assert found == pytest.approx(
+        {
+            "rollout_is_mean": mean,
+            "rollout_is_ratio_fraction_high": 1 / 3,
+            "rollout_is_ratio_fraction_low": 1 / 3,
+            "rollout_is_max": 2.0,
+            "rollout_is_min": 0.25,
+            "rollout_is_std": (square - mean**2) ** 0.5,
+            "rollout_is_eff_sample_size": mean**2 / square,
+            "rollout_is_seq_mean": (1.5 + 0.25) / 2,
+            "rollout_is_seq_std": 1.25 / 2**0.5,
+            "rollout_is_seq_max": 1.5,
+            "rollout_is_seq_min": 0.25,
+            "rollout_is_seq_max_deviation": 0.75,
+            "rollout_is_seq_fraction_high": 0.5,
+            "rollout_is_seq_fraction_low": 0.5,
+        }
+    )
+    rows = torch.tensor([[4.0], [0.25]])
+    by_sequence = compute_is_metrics(
+        rows.clamp(max=2.0).expand(2, 2), rows.expand(2, 2), rows.log(), mask, "sequence", 2.0
+    )
+    assert by_sequence["rollout_is_max"] == pytest.approx(4.0) and by_sequence["rollout_is_min"] == pytest.approx(0.25)
+    assert by_sequence["rollout_is_mean"] == pytest.approx((2 + 2 + 0.25) / 3)
+
+
+def test_metrics_of_a_given_statistic_by_hand() -> None:
+    """k2 of 0.5, 0 and 2, one token masked, with an upper bound of 1."""
+    statistic, mask = torch.tensor([[0.5, 0.0], [2.0, 9.0]]), torch.tensor([[1, 1], [1, 0]])
+    found = compute_rs_metrics(
+        "token_k2",
+        statistic,
+        mask,
+        torch.tensor([True, True]),
+        level="token",
+        per_sequence_values=None,
+        rollout_rs_threshold=1.0,
+        rollout_rs_threshold_lower=0.0,
+        apply_lower_threshold=False,
+    )
+    assert found == pytest.approx(
+        {
+            "rollout_rs_token_k2_mean": 2.5 / 3,
+            "rollout_rs_token_k2_max": 2.0,
+            "rollout_rs_token_k2_min": 0.0,
+            "rollout_rs_token_k2_fraction_high": 1 / 3,
+            "rollout_rs_token_k2_fraction_low": 0.0,
+            "rollout_rs_token_k2_std": (1.25 / 3 - 0.25) ** 0.5,
+            "rollout_rs_token_k2_seq_mean": 1.125,
+            "rollout_rs_token_k2_seq_std": 1.75 / 2**0.5,
+            "rollout_rs_token_k2_seq_max": 2.0,
+            "rollout_rs_token_k2_seq_min": 0.25,
+            "rollout_rs_token_k2_seq_max_deviation": 2.0,
+            "rollout_rs_token_k2_seq_fraction_high": 0.5,
+        }
+    )
+
+
+EVERY_CRITERION = ",".join(sorted(SUPPORTED_ROLLOUT_RS_OPTIONS))
+
+
+@pytest.mark.parametrize("width", [2, 0])
+@pytest.mark.parametrize("value", [0.0, float("nan"), float("-inf")])
+def test_a_batch_without_a_valid_token_gives_zeros(value: float, width: int) -> None:
+    """Masked, not finite, or without columns: nothing is measured, and nothing raises."""
+    log_ratio = torch.full((2, width), value)
+    mask = torch.full((2, width), 0.0 if value == 0.0 else 1.0)
+    kept, found = compute_rollout_rejection_mask(log_ratio, mask, EVERY_CRITERION, 2.0)
+    assert kept.sum() == 0 and len(found) > 11 * 12 and set(found.values()) == {0.0}
+    for level in ("token", "sequence"):
+        weights, found = compute_rollout_correction_weights(log_ratio, mask, level, "0.5_2.0")
+        assert weights.sum() == 0 and set(found.values()) == {0.0}
+
+
+def test_a_batch_whose_log_probs_are_all_lost() -> None:
+    lost = torch.full((2, 3), torch.nan)
+    _, mask, found = compute_rollout_correction_and_rejection_mask(
+        lost,
+        lost,
+        torch.ones(2, 3),
+        rollout_is="token",
+        rollout_is_batch_normalize=True,
+        rollout_rs="seq_max_k3",
+        rollout_rs_threshold=1.0,
+        rollout_token_veto_threshold=1e-4,
+    )
+    assert mask.sum() == 0 and all(value in (0.0, 1.0) for value in found.values())
+    assert compute_offpolicy_metrics(lost, None, torch.ones(2, 3)) == {}
 
 
 def test_training_perplexity_alone() -> None:
@@ -141,3 +278,33 @@ def test_add_to_batch() -> None:
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(
         1 - batch.batch["response_mask"].sum().item() / 94
     )
+
+
+def test_bypass_mode_writes_into_a_struct_of_hydra() -> None:
+    """As hydra hands it over: a struct, which refuses new keys."""
+    config = OmegaConf.create({"loss_mode": "vanilla", "clip_ratio": 0.2})
+    OmegaConf.set_struct(config, True)
+    with pytest.raises(ConfigKeyError):
+        config["rollout_correction"] = None
+    batch = Batch()
+    apply_bypass_mode(batch, RolloutCorrectionConfig.pg_is(threshold=3.0), config)
+    assert batch.batch["old_log_probs"] is batch.batch["rollout_log_probs"]
+    assert config["loss_mode"] == "bypass_mode" and config["rollout_correction"]["rollout_is_threshold"] == 3.0
+    assert OmegaConf.is_struct(config)
+
+
+def test_bypass_mode_writes_into_a_plain_dictionary_and_needs_rollout_log_probs() -> None:
+    batch, policy_loss = Batch(), {"loss_mode": "vanilla"}
+    apply_bypass_mode(batch, None, policy_loss)
+    assert policy_loss == {"loss_mode": "bypass_mode", "rollout_correction": None}
+    del batch.batch["rollout_log_probs"]
+    with pytest.raises(ValueError, match="bypass_mode=True requires rollout_log_probs in batch"):
+        apply_bypass_mode(batch)
+
+
+def test_options_may_be_a_struct_of_hydra() -> None:
+    options = OmegaConf.create({"rollout_is": "token", "rollout_is_threshold": 2.0})
+    OmegaConf.set_struct(options, True)
+    batch, _ = compute_rollout_correction_and_add_to_batch(Batch(), options)
+    assert batch.batch["rollout_is_weights"].max() == 2.0
+    assert RolloutCorrectionConfig(**options).to_config().tis_level == "token"
