@@ -106,6 +106,14 @@ def test_the_staged_roll_out_is_accepted_stage_by_stage(task, tmp_path):
     assert verls[2].tis_level == verls[2].rs_level == "sequence" and verls[2].rs_bounds == (0.5, 2.0)
 
 
+def test_the_block_on_the_verl_page_is_what_its_table_says(task, tmp_path):
+    (block,) = blocks("verl.md", "yaml")
+    (tmp_path / "verl.yaml").write_text(block)
+    got = configure(shlex.split(task + "--custom-config-path verl.yaml"), {}).correction
+    same = "--use-tis --tis-upper-bound 2.0 --use-rs --rs-level sequence --rs-upper-bound 2.0 --rs-lower-bound 0.5 "
+    assert got == configure(shlex.split(task + same + "--rs-veto-threshold 1e-4"), {}).correction
+
+
 def test_configuration_of_the_example_is_accepted(task):
     example = ROOT / "examples" / "sort_digits" / "train.yaml"
     got = configure(["--custom-config-path", str(example)], {})
