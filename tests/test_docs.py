@@ -57,7 +57,7 @@ def test_flags_page_is_what_its_writer_writes():
 def test_whole_command_on_the_quick_start_is_accepted(task):
     (command,) = [block for block in blocks("quick_start.md", "") if block.startswith("python train.py \\")]
     got = configure(shlex.split(command.replace("\\\n", " "))[2:], {})
-    assert got.correction.rs_bounds == (pytest.approx(1 / 1.1), 1.1)
+    assert got.correction.rs_z_score == 3.0 and got.correction.rs_level == "geometric"
     assert got.rollout.eval_prompt_sets == (("sort_digits", "data/sort_digits/eval.jsonl"),)
     assert got.loop.global_batch_size == 256
 
@@ -73,8 +73,8 @@ def test_commands_on_the_sglang_page_are_accepted(task):
 def test_every_correction_on_the_quick_start_is_accepted(task):
     (choices,) = [block for block in blocks("quick_start.md", "") if block.startswith("--use-tis\n")]
     corrections = [configure(shlex.split(task + line), {}).correction for line in choices.splitlines()]
-    assert [c.use_rollout_logprobs for c in corrections] == [False, False, False, True, True, True, False]
-    assert [c.corrects for c in corrections] == [True, True, True, False, True, True, True]
+    assert [c.use_rollout_logprobs for c in corrections] == [False] * 4 + [True] * 3 + [False]
+    assert [c.corrects for c in corrections] == [True] * 4 + [False] + [True] * 3
 
 
 def test_refusal_on_the_quick_start_is_the_one_given(task):
@@ -126,6 +126,7 @@ CORRECTIONS = [
     {"use_tis": True, "tis_mode": "clip", "rollout_rs": "token_k1,seq_max_k3", "rollout_rs_threshold": 2.0},
     {"use_tis": True, "tis_mode": "mask", "tis_level": "sequence"},
     {"use_rs": True, "rs_level": "geometric"},
+    {"use_rs": True, "rs_level": "geometric", "rs_z_score": 3.0},
 ]
 
 

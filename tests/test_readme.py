@@ -3,6 +3,7 @@
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ def test_the_command_is_accepted(tmp_path: Path) -> None:
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n')
     command = command.replace("DIR", str(tmp_path / "model")).replace("FILE.jsonl", str(tmp_path / "prompts.jsonl"))
     got = configure(shlex.split(command.replace("\\\n", " "))[2:], {})
-    assert got.correction.is_bounds[1] == 2.0 and got.correction.rs_bounds[1] == 1.001
+    assert got.correction.is_bounds[1] == 2.0 and got.correction.rs_z_score == 3.0
 
 
 def test_the_sglang_commands_are_accepted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -56,25 +57,29 @@ def test_the_slime_flags_name_a_function_that_is_there() -> None:
 
 
 @pytest.mark.parametrize("layout", ["list", "padded"])
-def test_the_five_lines_run(layout: str) -> None:
-    rollout_log_probs = torch.tensor([[-1.0, -2.0, -0.5], [-0.5, -1.5, -1.0]])
-    loss_mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
-    names = {
-        "old_log_probs": rollout_log_probs + 1e-4,
+@pytest.mark.parametrize("rejected", ["nothing", "everything"])
+def test_the_five_lines_run(layout: str, rejected: str) -> None:
+    """Healthy samples are all kept; where nothing is, the loss and its gradient are 0."""
+    generator = torch.Generator().manual_seed(0)
+    rollout_log_probs = -torch.rand(8, 12, generator=generator)
+    old_log_probs = rollout_log_probs + 0.02 * torch.randn(8, 12, generator=generator)
+    leaf = torch.ones(8, 12, requires_grad=True)
+    names: dict[str, Any] = {
+        "old_log_probs": old_log_probs + (torch.nan if rejected == "everything" else 0),
         "rollout_log_probs": rollout_log_probs,
-        "loss_mask": loss_mask,
-        "token_loss": torch.ones(2, 3),
+        "loss_mask": torch.ones(8, 12),
+        "token_loss": leaf * 3,
     }
     if layout == "list":
-        names = {name: list(value) if name != "token_loss" else value for name, value in names.items()}
-        code = blocks("python")[0].split("loss =")[0]  # lists come back as lists
-    else:
-        code = blocks("python")[0]
-    exec(code, names)
-    assert names["correction"].weights is not None
-    if layout == "padded":
-        assert names["loss"].item() == pytest.approx(1.0001, abs=1e-6)
-        assert names["metrics"]["mismatch_kl"] == pytest.approx(-1e-4, rel=1e-2)
+        names = {name: list(value) for name, value in names.items()}
+    exec(blocks("python")[0], names)
+    names["loss"].backward()
+    assert leaf.grad is not None and leaf.grad.isfinite().all()
+    if rejected == "everything":
+        assert names["loss"].item() == 0.0 and not leaf.grad.any()
+        return
+    assert names["metrics"]["gradient_kept_fraction"] == 1.0
+    assert names["loss"].item() == pytest.approx(3 * (old_log_probs - rollout_log_probs).exp().mean().item())
 
 
 def test_every_flag_and_path_named_is_there() -> None:

@@ -21,6 +21,6 @@ exec ${LAUNCH:-$TORCHRUN} train.py \
    --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer --bf16 \
    --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 \
    --use-dynamic-batch-size --max-tokens-per-gpu 16384 --lr 1e-6 \
-   --use-rollout-logprobs --use-rs --rs-level geometric --rs-lower-bound 0.999 --rs-upper-bound 1.001 \
+   --use-rollout-logprobs --use-rs --rs-level geometric --rs-lower-bound 0.95 --rs-upper-bound 1.05 \
    --rollout-engine sglang --sglang-url $SERVERS --sglang-sync-address "${ADDRESS_OF_RANK_0:-$MASTER}" \
    --rollout-lookahead 1 --output-dir "${OUT:-runs/cluster}"

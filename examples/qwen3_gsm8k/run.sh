@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Qwen3-4B on GSM8K: Megatron on four GPUs, SGLang on the other four of one machine, samples up to a rollout stale,
-# with token-level truncated importance sampling, geometric rejection and veto.
+# with token-level truncated importance sampling, geometric rejection by z-score and veto.
 #
 #   MODEL=/models/Qwen3-4B TRAIN=/data/gsm8k/train.jsonl EVAL=/data/gsm8k/test.jsonl bash examples/qwen3_gsm8k/run.sh
 #
@@ -63,8 +63,7 @@ CORRECTION_ARGS=(
    --tis-upper-bound 2.0
    --use-rs
    --rs-level geometric
-   --rs-lower-bound 0.999
-   --rs-upper-bound 1.001
+   --rs-z-score 3
    --rs-veto-threshold 1e-4
 )
 

@@ -7,7 +7,7 @@ variances add up. With k3 for the KL of an average token, a sequence of n tokens
 
 and is judged by how many of these deviations it is away:  z = |Σ_t Δ_t + k3·n| / √(2·k3·n). No fixed bound does that:
 what is wide at 3,000 tokens is narrow at 12. The sum (sequence level) and the mean (geometric level) have the same z.
-docs/choosing.md has the simulation behind the three constants below.
+docs/choosing.md has the simulation.
 
 Shapes: suffix _S is per sequence.
 """
@@ -23,9 +23,9 @@ from slime_tis.correction.config import RolloutCorrectionConfig
 from slime_tis.correction.selection import order_statistic
 from slime_tis.correction.statistics import Reduction
 
-K3_CLIP = 10.0
-"""A sequence counts in the batch's k3 with at most this many times the median sequence's. What is to be rejected must
-not widen the bounds it is rejected by: a token of +20 nats would raise the plain mean by e^20/N."""
+K3_RANGE = 1.0
+"""k3 is measured with Δ clamped to ±1, ratios of 1/e to e, where healthy tokens lie down to fp8. What is to be rejected
+must not widen the bounds it is rejected by: a token of +20 nats would raise the plain mean by e^20/N, now by 0.7/N."""
 LOG_PROB_TOLERANCE = 5e-5
 """Mean log-ratio, in nats per token, that is never a reason to reject: float32 log-probs of large vocabularies differ
 by 1e-5 to 2e-5 with one sign, which over thousands of otherwise equal tokens is many deviations of nothing."""
@@ -40,7 +40,7 @@ class AdaptiveBounds:
     """What the sequences of one global batch are judged by; float64 scalars, the same on all ranks."""
 
     k3: Tensor
-    """Noise in nats per token: mean of exp(Δ) − 1 − Δ over tokens, no sequence above `K3_CLIP` medians."""
+    """Noise in nats per token: mean over tokens of exp(Δ) − 1 − Δ with Δ clamped to ±`K3_RANGE`."""
     z_score: Tensor
     """Deviations from −k3·n that a sequence may have: `rs_z_score`, or what `rs_target_fraction` comes to."""
     median_length: Tensor
@@ -89,8 +89,8 @@ def adaptive_bounds(
     columns = {name: torch.cat([table[name] for table in tables]) for name in ("valid", "log_ratio", "k3")}
     reductions = () if reduce_batch is None else (reduce_batch,)
     n = columns["valid"]
-    k3 = _clipped_k3(n, columns["k3"], reductions)
-    present = _total((n > 0).sum(), reductions)
+    present, tokens, total = _total(torch.stack([(n > 0).sum(), n.sum(), columns["k3"].sum()]), reductions).unbind()
+    k3 = total / tokens.clamp_min(1)
     median_length = order_statistic(_where_positive(n, n), (present - 1).div(2).floor(), reductions)
     if config.rs_z_score is not None:
         z_score = torch.full_like(k3, config.rs_z_score)
@@ -102,17 +102,10 @@ def adaptive_bounds(
     return AdaptiveBounds(k3, z_score, median_length)
 
 
-def _clipped_k3(n_S: Tensor, k3_S: Tensor, reductions: Sequence[Reduction]) -> Tensor:
-    """Σ_s n_s·min(k̄3_s, c·median k̄3) / Σ_s n_s with k̄3_s the mean over the tokens of a sequence.
-
-    The median is that of the sequences whose k3 is not 0, so that it is a scale also where most agree exactly.
-    """
-    mean_S = k3_S / n_S.clamp_min(1)
-    noisy = _total((mean_S > 0).sum(), reductions)
-    median = order_statistic(_where_positive(mean_S, mean_S), (noisy - 1).div(2).floor(), reductions)
-    clipped = torch.stack([(n_S * mean_S.clamp_max(K3_CLIP * median)).sum(), n_S.sum()])
-    total, tokens = _total(clipped, reductions).unbind()
-    return total / tokens.clamp_min(1)
+def clamped_k3(log_ratio: Tensor) -> Tensor:
+    """exp(Δ) − 1 − Δ of Δ clamped to ±`K3_RANGE`, in float64: float32 would keep three digits of it at 1e-4."""
+    clamped = log_ratio.to(torch.float64).clamp(-K3_RANGE, K3_RANGE)
+    return torch.expm1(clamped).sub_(clamped)
 
 
 def _z_scores(columns: Mapping[str, Tensor], k3: Tensor) -> Tensor:

@@ -30,13 +30,8 @@ def token_statistic(criterion: Criterion, tokens: Tokens, chunk: Chunk) -> Tenso
         return token_log_weights(level, tokens, chunk)
     if criterion.divergence == "k2":
         return tokens.log_ratio_RK.square().mul_(0.5)
-    return k3_divergence(tokens.log_ratio_RK)
-
-
-def k3_divergence(log_ratio: Tensor) -> Tensor:
-    """k3 = exp(Δ) − 1 − Δ, never negative."""
-    bounded = log_ratio.clamp(max=LOG_RATIO_BOUND)
-    return torch.expm1(bounded).sub_(bounded).clamp_min_(0)
+    bounded = tokens.log_ratio_RK.clamp(max=LOG_RATIO_BOUND)
+    return torch.expm1(bounded).sub_(bounded)
 
 
 def accepted(criterion: Criterion, statistic: Tensor) -> Tensor:

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from slime_tis.correction.adaptive import clamped_k3
 from slime_tis.correction.blocks import Chunk
 from slime_tis.correction.config import RolloutCorrectionConfig
 from slime_tis.correction.criteria import Criterion
 from slime_tis.correction.ratio import Tokens, clean, indicator, ratio_excess_, safe_exp, token_log_weights
-from slime_tis.correction.rejection import accepted, catastrophic_tokens, k3_divergence, token_statistic
+from slime_tis.correction.rejection import accepted, catastrophic_tokens, token_statistic
 from slime_tis.correction.weights import bounded_weights, inside
 
 MISMATCH_COLUMNS = (
@@ -92,7 +93,7 @@ def token_pass(config: RolloutCorrectionConfig, chunk: Chunk) -> TokenPass:
     if config.has_token_weights and config.tis_mode == "mask":
         keep = rs_keep * inside(weight)
     if config.adaptive:
-        columns["k3"] = k3_divergence(tokens.log_ratio_RK.double()).sum(-1)  # float32 keeps three digits of 1e-4
+        columns["k3"] = clamped_k3(tokens.log_ratio_RK).sum(-1)
     if config.vetoes:
         columns["catastrophic"] = catastrophic_tokens(config, tokens).sum(-1)
     if config.rs_second_moment_bound is not None:

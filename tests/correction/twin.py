@@ -213,10 +213,7 @@ def _outside_adaptive(
     present = [xs for xs in picked if xs]
     if not present:
         return [[False] * len(v) for v in valid], {}
-    means = [math.fsum(divergence("k3", x) for x in xs) / len(xs) for xs in present]
-    median = statistics.median_low([m for m in means if m > 0] or [0.0])
-    tokens = sum(map(len, present))
-    k3 = math.fsum(len(xs) * min(m, 10 * median) for xs, m in zip(present, means, strict=True)) / tokens
+    k3 = math.fsum(divergence("k3", min(max(x, -1.0), 1.0)) for xs in present for x in xs) / sum(map(len, present))
 
     def score(xs: list[float]) -> float:
         if not xs:

@@ -34,8 +34,13 @@ def files(tmp_path: Path) -> dict[str, str]:
     return {"MODEL": str(tmp_path / "model"), "TRAIN": str(rows), "EVAL": str(rows), "OUT": str(tmp_path / "out")}
 
 
+def torchrun(ranks: int) -> dict[str, str]:
+    """What torchrun sets in the first of its processes."""
+    return {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+
+
 def test_qwen3_on_gsm8k(files: dict[str, str]) -> None:
-    found = configure(command_line("examples/qwen3_gsm8k/run.sh", **files), {"WORLD_SIZE": "4"})
+    found = configure(command_line("examples/qwen3_gsm8k/run.sh", **files), torchrun(4))
     assert found.sglang.sglang_launch == 2
     assert found.sglang.sglang_server_args is not None
     assert found.sglang.sglang_server_args[:2] == ("--tp-size", "2")
@@ -45,7 +50,7 @@ def test_qwen3_on_gsm8k(files: dict[str, str]) -> None:
 def test_several_machines(files: dict[str, str]) -> None:
     servers = "http://10.0.0.5:30000 http://10.0.0.6:30000"
     line = command_line("examples/clusters/torchrun.sh", SERVERS=servers, MASTER="10.0.0.1", **files)
-    found = configure(line, {"WORLD_SIZE": "16"})
+    found = configure(line, torchrun(16))
     assert found.sglang.sglang_url == tuple(servers.split())
     assert found.sglang.sglang_sync_address == "10.0.0.1"
 
