@@ -6,28 +6,37 @@ import argparse
 import dataclasses
 import json
 import os
+import shlex
+import string
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from slime_tis.command_line import (
     CORRECTION_ALIASES,
+    CORRECTION_NEEDS,
+    CORRECTION_SWITCHES,
+    REJECTS,
     CommandLine,
+    Flags,
     SourceConfig,
     build,
     flag,
     make_parser,
     merge_sources,
     read_flags,
+    unmet_needs,
 )
 from slime_tis.correction.config import RolloutCorrectionConfig
 from slime_tis.correction.criteria import Criterion
+from slime_tis.errors import quoted
 from slime_tis.inputs import check_files, check_model
+from slime_tis.limits import Limits, check_limits
 from slime_tis.megatron.config import MegatronConfig
 from slime_tis.megatron.environment import read_environment
-from slime_tis.options import declare_options
+from slime_tis.options import Given, Source, declare_options
 from slime_tis.output_paths import check_outputs, check_resumption
 from slime_tis.policy.config import PolicyConfig
 from slime_tis.reporting.config import ReportingConfig
@@ -36,23 +45,27 @@ from slime_tis.rollout.sglang.config import SGLangConfig
 from slime_tis.rollout.sglang.server_flags import split_server_flags
 from slime_tis.slime_flags import RENAMED
 from slime_tis.unknown_flags import UnknownFlag, refusal, split_unknown_flags
+from slime_tis.verl_options import is_override
+
+MOST_SAMPLES = 1_048_576
+"""Samples of one rollout, a count; a run of 4,096 prompts with 256 samples each has as many."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoopConfig:
     """How long the loop runs, how a rollout is cut into optimizer steps, and what is dumped or replayed."""
 
-    num_rollout: int | None = None
+    num_rollout: Annotated[int | None, Limits(ge=1, le=10_000_000)] = None
     """Rollouts of the whole run, a count; unset means num_epoch passes over the prompts."""
 
-    num_epoch: int | None = None
-    """Passes over the training prompts, a count; num_rollout, where given, wins."""
+    num_epoch: Annotated[int | None, Limits(ge=1, le=1_000_000)] = None
+    """Passes over the training prompts, a count; in place of num_rollout."""
 
-    global_batch_size: int | None = None
+    global_batch_size: Annotated[int | None, Limits(ge=1, le=MOST_SAMPLES)] = None
     """Samples of one optimizer step over all ranks, a count; unset means the rollout's samples divided by
     num_steps_per_rollout."""
 
-    num_steps_per_rollout: int | None = None
+    num_steps_per_rollout: Annotated[int | None, Limits(ge=1, le=MOST_SAMPLES)] = None
     """Optimizer steps per rollout, a count; unset means the rollout's samples divided by global_batch_size,
     or 1."""
 
@@ -60,23 +73,46 @@ class LoopConfig:
     """Sample and score without training."""
 
     save_debug_rollout_data: str | None = None
-    """File that samples are saved to; {rollout_id} in it becomes the rollout's number."""
+    """File that samples are saved to; {rollout_id} in it becomes the rollout's number, and has to be in it where
+    there are several rollouts."""
 
     load_debug_rollout_data: str | None = None
     """File that samples are read from, not generated; {rollout_id} in it becomes the rollout's number."""
 
     def __post_init__(self) -> None:
-        for name in ("num_rollout", "num_epoch", "global_batch_size", "num_steps_per_rollout"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{flag(name)} is {value} but must be 1 or more.")
+        check_limits(self)
         if self.num_rollout is None and self.num_epoch is None:
             raise ValueError("--num-rollout is unset and so is --num-epoch; add one of them to bound the run.")
+        if self.num_rollout is not None and self.num_epoch is not None:
+            raise ValueError(
+                f"--num-rollout is {self.num_rollout} and --num-epoch is {self.num_epoch}, but a run has one length; "
+                "leave one of the two out."
+            )
         if self.debug_rollout_only and self.load_debug_rollout_data is not None:
             raise ValueError(
-                f"--load-debug-rollout-data is {self.load_debug_rollout_data!r} but --debug-rollout-only "
+                f"--load-debug-rollout-data is {quoted(self.load_debug_rollout_data)} but --debug-rollout-only "
                 "does not train; leave one of the two out."
             )
+        for name in ("save_debug_rollout_data", "load_debug_rollout_data"):
+            _check_pattern(flag(name), getattr(self, name))
+        pattern = self.save_debug_rollout_data
+        if pattern is not None and self.num_rollout != 1 and pattern.format(rollout_id=0) == pattern:
+            raise ValueError(
+                f"--save-debug-rollout-data is {quoted(pattern)}, one file for all rollouts; put {{rollout_id}} into "
+                "it, or each would overwrite the last."
+            )
+
+
+def _check_pattern(flag: str, pattern: str | None) -> None:
+    """Whether a file's name has no field but a plain {rollout_id}."""
+    try:
+        fields = [field[1:] for field in string.Formatter().parse(pattern or "") if field[1] is not None]
+    except ValueError:
+        fields = [("unbalanced braces", "", None)]
+    if any(field != ("rollout_id", "", None) for field in fields):
+        raise ValueError(
+            f"{flag} is {quoted(pattern)} but may have no field besides {{rollout_id}}; write other braces twice."
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +236,36 @@ FLAGS = {flag(prefix + name) for name in (*OPTIONS, *ALIASES) for prefix in ("",
 NOT_FOR_SERVERS = {*RENAMED, "--sglang-config"}
 """Flags that begin like those of the servers and are slime's own."""
 
-COMMAND_LINE = CommandLine(options=OPTIONS, groups=GROUPS, aliases=ALIASES, metavars=METAVARS)
+NEEDS = {
+    **CORRECTION_NEEDS,
+    "reject_before_advantage": REJECTS,
+    "disable_grpo_std_normalization": "--advantage-estimator=grpo",
+    "eps_clip eps_clip_high": "--policy-loss=ppo --policy-loss=cispo --policy-loss=gspo",
+    "eps_clip_c": "--policy-loss=ppo",
+    "opsm_policy opsm_delta": "--use-opsm",
+    "ref_load kl_loss_coef kl_loss_type": "--use-kl-loss",
+    "lr_decay_iters min_lr": "--lr-decay-style=linear --lr-decay-style=cosine",
+    "max_tokens_per_gpu": "--use-dynamic-batch-size",
+    "recompute_method recompute_num_layers": "--recompute-granularity=full",
+    "save_interval save_retain": "--save",
+    "rollout_precision": "--rollout-engine=local",
+    "weight_sync_bound": "--check-weight-sync",
+    "over_sampling_batch_size": "--partial-rollout",
+    "eval_interval eval_input_key eval_label_key n_samples_per_eval_prompt eval_temperature eval_max_response_len "
+    "eval_engine skip_eval_before_train eval_reward_key": "--eval-prompt-data",
+    "eval_top_p": "--eval-temperature",
+    "sglang_url sglang_router_ip sglang_router_port sglang_launch sglang_startup_timeout sglang_request_timeout "
+    "sglang_concurrency sglang_max_retries sglang_recovery_timeout sglang_weight_sync sglang_bucket_mb "
+    "sglang_api_key_env sglang_admin_api_key_env": "--rollout-engine=sglang",
+    "sglang_server_args sglang_python sglang_base_port sglang_log_dir": "--sglang-launch",
+    "sglang_weight_dir": "--sglang-weight-sync=disk",
+    "sglang_sync_address": "--sglang-weight-sync=distributed",
+    "tb_project_name tb_experiment_name": "--use-tensorboard",
+    "wandb_project wandb_group wandb_mode wandb_dir": "--use-wandb",
+}
+"""Options, and the flags one of which each of them needs to have any effect; without, they are refused."""
+
+COMMAND_LINE = CommandLine(options=OPTIONS, groups=GROUPS, aliases=ALIASES, metavars=METAVARS, needs=NEEDS)
 
 
 def parse_args(argv: Sequence[str] | None = None) -> Arguments:
@@ -213,7 +278,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Arguments:
         One frozen config per room, ready to build engines from.
 
     Raises:
-        SystemExit: code 2 with one sentence on stderr for anything that is refused; code 0 for --help.
+        SystemExit: code 2 with one line on stderr for anything that is refused; code 0 for --help.
     """
     try:
         arguments = configure(sys.argv[1:] if argv is None else argv, os.environ)
@@ -244,7 +309,9 @@ def configure(argv: Sequence[str], environ: Mapping[str, str]) -> Arguments:
     )
     _check_correction(arguments)
     _check_ranks(arguments, read_environment(environ).world_size)
+    _check_warm_up(arguments)
     check_files(arguments.rollout, arguments.megatron)
+    _check_dump(arguments)
     model = check_model(arguments.megatron, arguments.rollout)
     _refuse_unknown(restated, model)
     check_outputs(arguments.rollout, arguments.megatron, arguments.reporting)
@@ -253,10 +320,9 @@ def configure(argv: Sequence[str], environ: Mapping[str, str]) -> Arguments:
 
 
 def effective_config(arguments: Arguments) -> dict[str, Any]:
-    """The configuration in force as plain values, in the order of the groups.
+    """Every option but the sources as plain values, in the order of the groups.
 
-    Written as YAML and fed back by --custom-config-path it gives the same arguments: presets, aliases and
-    derived sizes are resolved in it.
+    Presets, aliases and derived sizes are resolved in it.
     """
     rooms = (
         arguments.correction,
@@ -273,21 +339,38 @@ def effective_config(arguments: Arguments) -> dict[str, Any]:
     return {name: list(values[name]) if isinstance(values[name], tuple) else values[name] for name in ordered}
 
 
+def options_in_force(arguments: Arguments) -> dict[str, Any]:
+    """The options of `effective_config` that have an effect.
+
+    Written as YAML and fed back by --custom-config-path they give the same arguments.
+    """
+    values = effective_config(arguments)
+    every = {name: option.default for name, option in OPTIONS.items()} | values
+    return {name: value for name, value in values.items() if not unmet_needs(COMMAND_LINE, name, every)}
+
+
 def describe(arguments: Arguments) -> str:
-    """The options that depart from their defaults, one group a line, as a command line would give them."""
+    """The options that depart from their defaults, and the training precision, as a command line would give them.
+
+    One group per line.
+    """
     values = effective_config(arguments)
     lines = []
     for title, names in GROUPS.items():
         changed = [name for name in names.split() if name in values and values[name] != OPTIONS[name].default]
-        if changed:
-            lines.append(f"{title}: " + " ".join(_as_flag(name, values[name]) for name in changed))
+        shown = [_as_flag(name, values[name]) for name in changed]
+        if title == "parallelism and precision" and not arguments.megatron.bf16:
+            shown.append("--no-bf16 (trains in float32)")
+        if shown:
+            lines.append(f"{title}: {' '.join(shown)}")
     return "\n".join(lines)
 
 
 def _as_flag(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return flag(name if value else "no_" + name)
-    return f"{flag(name)} {' '.join(map(str, value)) if isinstance(value, list) else value}"
+    words = value if isinstance(value, list) else [value]
+    return " ".join([flag(name), *(shlex.quote(str(word)) for word in words)])
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -301,21 +384,27 @@ def build_parser() -> argparse.ArgumentParser:
     )
 
 
-def _read_command_line(argv: Sequence[str]) -> tuple[dict[str, Any], list[UnknownFlag]]:
+def _read_command_line(argv: Sequence[str]) -> tuple[Flags, list[UnknownFlag]]:
     """The values of the flags, and the flags that repeat config.json, which is still to be compared with them.
 
     Unknown flags for SGLang are the servers' own, where the run may start some.
     """
+    argv = sorted(argv, key=lambda word: not is_override(word))  # else they would pass for values of unknown flags
     names = {token.split("=")[0] for token in argv}
     rest, server_args = list(argv), list[str]()
     if not names.isdisjoint(("--sglang-launch", "--custom-config-path")):
         rest, server_args = split_server_flags(argv, FLAGS | NOT_FOR_SERVERS)
     rest, unknown = split_unknown_flags(rest, FLAGS)
     _refuse_unknown(unknown, _peek_at_model(rest))
-    given = read_flags(COMMAND_LINE, build_parser(), rest)
-    if server_args and {"sglang_launch", "custom_config_path"}.isdisjoint(given):
-        raise ValueError(f"--sglang-{server_args[0][2:]} is a flag of servers; add --sglang-launch N.")
-    return given | ({"sglang_server_args": tuple(server_args)} if server_args else {}), unknown
+    flags = read_flags(COMMAND_LINE, build_parser(), rest)
+    if server_args and {"sglang_launch", "custom_config_path"}.isdisjoint(flags.given):
+        raise ValueError(
+            f"{quoted('--sglang-' + server_args[0][2:])[1:-1]} is a flag of servers; add --sglang-launch N."
+        )
+    if server_args:
+        label, source = flag("sglang_server_args"), Source.COMMAND_LINE
+        flags.given["sglang_server_args"] = Given(value=tuple(server_args), label=label, source=source)
+    return flags, unknown
 
 
 def _refuse_unknown(unknown: Sequence[UnknownFlag], model: Mapping[str, Any] | None) -> None:
@@ -340,9 +429,6 @@ def _build_sglang(rollout: RolloutConfig, values: dict[str, Any]) -> SGLangConfi
     sglang = build(SGLangConfig, values)
     if rollout.rollout_engine == "sglang":
         sglang.check_has_servers()
-    elif sglang != SGLangConfig():
-        field = next(f.name for f in dataclasses.fields(sglang) if getattr(sglang, f.name) != f.default)
-        raise ValueError(f"{flag(field)} is set but --rollout-engine is {rollout.rollout_engine}; make it sglang.")
     return sglang
 
 
@@ -353,6 +439,8 @@ def _resolve_steps(rollout: RolloutConfig, loop: LoopConfig) -> LoopConfig:
         f"a rollout has {samples} samples (--rollout-batch-size {rollout.rollout_batch_size} × "
         f"--n-samples-per-prompt {rollout.n_samples_per_prompt})"
     )
+    if samples > MOST_SAMPLES:
+        raise ValueError(f"{made}, more than the {MOST_SAMPLES} that are allowed; lower one of the two.")
     steps, size = loop.num_steps_per_rollout, loop.global_batch_size
     if size is not None and samples % size:
         raise ValueError(f"--global-batch-size is {size} but {made}; choose a divisor of {samples}.")
@@ -416,6 +504,30 @@ def _check_ranks(arguments: Arguments, world_size: int) -> None:
         )
 
 
+def _check_warm_up(arguments: Arguments) -> None:
+    """Whether the learning rate ever gets where it is to rise to; num_epoch's length is known with the prompts."""
+    loop, warm_up = arguments.loop, arguments.megatron.lr_warmup_iters
+    if loop.num_rollout is not None and loop.num_steps_per_rollout is not None:
+        steps = loop.num_rollout * loop.num_steps_per_rollout
+        if warm_up >= steps:
+            raise ValueError(
+                f"--lr-warmup-iters is {warm_up} but the run has {steps} optimizer steps, so that it would never reach "
+                "--lr; lower it."
+            )
+
+
+def _check_dump(arguments: Arguments) -> None:
+    """Whether the samples to train on are there; a resumed run begins with a later file."""
+    pattern, load = arguments.loop.load_debug_rollout_data, arguments.megatron.load
+    if pattern is None or (load is not None and Path(load).is_dir()):
+        return
+    if not Path(pattern.format(rollout_id=0)).is_file():
+        raise ValueError(
+            f"--load-debug-rollout-data is {quoted(pattern)} but there is no file "
+            f"{quoted(pattern.format(rollout_id=0))}; --save-debug-rollout-data writes it."
+        )
+
+
 def _warnings(arguments: Arguments) -> list[str]:
     rollout, correction = arguments.rollout, arguments.correction
     sentences = [
@@ -440,6 +552,12 @@ def _warnings(arguments: Arguments) -> list[str]:
         for criterion in correction.rejections
         if _rejects_any_precision(criterion)
     ]
+    if correction.get_mismatch_metrics and correction.corrects:
+        acting = [name for name in CORRECTION_SWITCHES if getattr(correction, name) not in (False, None)]
+        sentences.append(
+            f"--get-mismatch-metrics measures alone only where nothing corrects, but {' and '.join(map(flag, acting))} "
+            "act on the loss; leave them out to measure alone."
+        )
     return sentences
 
 

@@ -32,7 +32,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
 
 from transformers.utils.logging import disable_progress_bar
 
-from arguments import Arguments, describe, effective_config, parse_args
+from arguments import Arguments, describe, effective_config, options_in_force, parse_args
 from slime_tis.custom import load_custom_tis
 from slime_tis.errors import CustomFunctionError, NonFiniteGradient, OtherRankFailed, RunStopped
 from slime_tis.interrupt import Interrupted, Interrupts, stops_because
@@ -227,7 +227,7 @@ class Trainer:
         self.position = self._position()
         self.reporters = open_reporters(
             arguments.reporting,
-            self.options,
+            options_in_force(arguments),
             total_steps=self.num_rollout * self.steps_per_rollout,
             resume_step=self.step + 1 if self.step else 0,
             run=self.run_id,

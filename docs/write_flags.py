@@ -8,8 +8,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from arguments import ALIASES, GROUPS, OPTIONS, build_parser
-from slime_tis.command_line import flag
+from arguments import ALIASES, COMMAND_LINE, GROUPS, OPTIONS, build_parser
+from slime_tis.command_line import flag, needs_of
 from slime_tis.correction.presets import PRESETS
 
 PAGE = Path(__file__).with_name("flags.md")
@@ -21,11 +21,17 @@ This page is written by `make docs` from the declarations that `python train.py 
 An option has one name everywhere: `--tis-upper-bound 3` on the command line is `tis_upper_bound: 3` in YAML
 (with dashes or underscores) and `tis_upper_bound` in Python. Where several sources give it, the command line
 wins over the YAML file of `--custom-config-path`, the YAML over the preset of `--rollout-correction-preset`,
-and the preset over the default. Every switch has a `--no-` form, and the value `none` unsets an option, so
-that the command line can take back what YAML or a preset says. The configuration in force is written to
-`config.yaml` in the run directory, which can itself be given to `--custom-config-path`.
+and the preset over the default. Every switch has a `--no-` form and may be written `--use-tis=true`, and the value
+`none` takes an option back to its default, so that the command line can undo what YAML or a preset says. The
+configuration in force is written to `config.yaml` in the run directory, which can itself be given to
+`--custom-config-path`.
 
-A YAML file may also hold verl's block:
+An option that has no effect is refused: `--rs-upper-bound 1.01` without `--use-rs`, for example. The table says what
+each one needs. Only where the switch is off in so many words (`use_rs: false` in the same file, or `--no-use-rs` over
+a file that turns it on) are its options passed over.
+
+A YAML file may also hold verl's block, and the command line may give its keys as verl's does
+(`algorithm.rollout_correction.bypass_mode=True`):
 
 ```yaml
 algorithm:
@@ -37,7 +43,13 @@ algorithm:
     rollout_token_veto_threshold: 1e-4
 ```
 
-What is refused is refused before anything is built, in one sentence on stderr, with exit code 2.
+`rollout_is` there is `token`, `sequence` or null, and `rollout_rs` needs its threshold. With `bypass_mode: true` and
+the PPO loss the weights are measured, not applied. `actor_rollout_ref.rollout.calculate_log_probs: true` is read, as
+rollouts always have log-probs; nothing else of a verl configuration is.
+
+In YAML a key may stand only once, there are no aliases, and a file has 64 KiB at most.
+
+What is refused is refused before anything is built, in one line on stderr, with exit code 2.
 """
 
 
@@ -47,7 +59,7 @@ def render() -> str:
     parts = [HEAD]
     for title, names in GROUPS.items():
         rows = [
-            f"| `{flag(name)}` | {_values(metavars.get(name))} | {_default(name)} | {_escape(OPTIONS[name].help)} |"
+            f"| `{flag(name)}` | {_values(name, metavars.get(name))} | {_default(name)} | {_meaning(name)} |"
             for name in names.split()
         ]
         parts.append(
@@ -65,8 +77,15 @@ def _preset(name: str) -> str:
     return " ".join(f"`{flag(key)}`" if value is True else f"`{flag(key)} {value}`" for key, value in values)
 
 
-def _values(metavar: str | tuple[str, ...] | None) -> str:
-    return "switch" if metavar is None else _escape(f"`{metavar}`")
+def _values(name: str, metavar: str | tuple[str, ...] | None) -> str:
+    limits = OPTIONS[name].limits
+    values = "switch" if metavar is None else _escape(f"`{metavar}`")
+    return values if limits is None else f"{values} {limits}"
+
+
+def _meaning(name: str) -> str:
+    needs = " or ".join(f"`{need}`" for need in needs_of(COMMAND_LINE, name) if need.suggested)
+    return _escape(OPTIONS[name].help) + (f" Needs {needs}." if needs else "")
 
 
 def _default(name: str) -> str:

@@ -24,7 +24,9 @@ from slime_tis.correction.config import (
     POLICY_LOSSES,
 )
 from slime_tis.correction.presets import PRESETS, preset_values
-from slime_tis.options import LONGEST, Option, nearest, read_value
+from slime_tis.errors import quoted
+from slime_tis.options import Given, Option, Source, nearest, read_given
+from slime_tis.verl_options import CORRECTION, split_overrides
 from slime_tis.yaml_options import read_yaml
 
 
@@ -58,6 +60,42 @@ class CommandLine:
     metavars: Mapping[str, str]
     """What --help shows as the value, and the options it stands for; numbers show N (whole) or X."""
 
+    needs: Mapping[str, str]
+    """Options, and the flags one of which each of them needs to have any effect, as in `CORRECTION_NEEDS`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What a command line gives."""
+
+    given: dict[str, Given]
+    """Values of flags, by option."""
+
+    overrides: dict[str, str]
+    """Text of Hydra overrides of verl's options, by dotted key."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """A flag that another option needs."""
+
+    option: str
+    """Name of its option."""
+
+    value: str | None
+    """The value that is needed; None where anything but off, unset and 0 will do."""
+
+    suggested: bool
+    """Whether --help and messages name it."""
+
+    def met_by(self, value: Any) -> bool:
+        """Whether a value of the option is what is needed."""
+        return bool(value) if self.value is None else str(value) == self.value
+
+    def __str__(self) -> str:
+        """The flag as one writes it."""
+        return flag(self.option) + ("" if self.value is None else f" {self.value}")
+
 
 CORRECTION_ALIASES = {
     "tis_clip": "tis_upper_bound",
@@ -71,15 +109,34 @@ CORRECTION_ALIASES = {
 }
 """Names that options of the correction have elsewhere."""
 
-CORRECTION_SWITCHES = {
+CORRECTION_SWITCHES = (
     "use_tis",
     "use_rs",
     "rollout_rs",
     "rs_veto_threshold",
     "rs_veto_upper_threshold",
     "rs_second_moment_bound",
+)
+"""Options that make the correction act on the loss: what --use-rollout-correction turns on, where any is given."""
+
+REJECTS = "--use-rs --rollout-rs --rs-veto-threshold --rs-veto-upper-threshold --rs-second-moment-bound --tis-mode=mask"
+"""Flags one of which makes something leave the mask."""
+
+CORRECTION_NEEDS = {
+    "tis_mode tis_batch_normalize": "--use-tis | --custom-tis-function-path",
+    "tis_level": "--use-tis | --use-rollout-logprobs --custom-tis-function-path",
+    "tis_lower_bound": "--use-tis --use-rs | --custom-tis-function-path",
+    "tis_upper_bound": "--use-tis --use-rs | --use-rollout-logprobs --custom-tis-function-path",
+    "rs_level rs_lower_bound rs_upper_bound": "--use-rs | --custom-tis-function-path",
+    "rs_z_score rs_target_fraction": "--use-rs",
+    "rollout_rs_threshold": "--rollout-rs",
+    "rejection_normalizer": f"{REJECTS} | --use-opsm --custom-tis-function-path",
 }
-"""Options that say what --use-rollout-correction turns on."""
+"""Options of the correction, and the flags one of which each of them needs to have any effect.
+
+Those after a bar will do, but are not what --help and messages suggest: a custom function may read any option, and in
+bypass the weights are measured, though the loss has no use for them, so their level and bound have an effect.
+"""
 
 CORRECTION_CHOICES: dict[str, Sequence[str]] = {
     "tis_mode": MODES,
@@ -95,7 +152,8 @@ CORRECTION_CHOICES: dict[str, Sequence[str]] = {
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ValueError(message.removeprefix("argument ").replace(": ", " ", 1) + ".")
+        words, _, value = message.removeprefix("argument ").replace(": ", " ", 1).partition("ignored explicit argument")
+        raise ValueError(f"{words}takes no value." if value else f"{words}.")
 
 
 class _HelpFormatter(argparse.HelpFormatter):
@@ -103,7 +161,7 @@ class _HelpFormatter(argparse.HelpFormatter):
         super().__init__(prog, max_help_position=34)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
-        values = "" if action.nargs == 0 else f" {action.metavar}"
+        values = "" if action.nargs in (0, "?") else f" {action.metavar}"
         return ", ".join(action.option_strings) + values
 
 
@@ -113,8 +171,8 @@ def make_parser(line: CommandLine, *, prog: str, usage: str, description: str) -
         prog=prog,
         usage=usage,
         description=description,
-        epilog="Every switch has a --no- form, and the value none unsets an option, so that the command line "
-        "can take back what YAML or a preset says.",
+        epilog="Every switch has a --no- form, and the value none takes an option back to its default, so that the "
+        f"command line can undo what YAML or a preset says. Presets: {', '.join(PRESETS)}.",
         formatter_class=_HelpFormatter,
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
@@ -128,7 +186,7 @@ def make_parser(line: CommandLine, *, prog: str, usage: str, description: str) -
 
 def _add_flag(group: argparse._ArgumentGroup, line: CommandLine, option: Option) -> None:
     names = [option.name, *(old for old, new in line.aliases.items() if new == option.name)]
-    text = f"{option.help} ({option.default_text})".replace("%", "%%")
+    text = f"{option.help} ({'; '.join(help_notes(line, option))})".replace("%", "%%")
     if option.kind is bool:
         _add_switch(group, option, names, text)
         return
@@ -143,14 +201,20 @@ def _add_flag(group: argparse._ArgumentGroup, line: CommandLine, option: Option)
 
 def _add_switch(group: argparse._ArgumentGroup, option: Option, names: list[str], text: str) -> None:
     """Both forms of a switch; the help shows the one that departs from the default."""
-    for value, prefix in ((True, ""), (False, "no_")):
-        group.add_argument(
-            *(flag(prefix + name) for name in names),
-            dest=option.name,
-            action="store_const",
-            const=str(value),
-            help=argparse.SUPPRESS if option.default == value else text,
-        )
+    shown, hidden = (argparse.SUPPRESS, text) if option.default else (text, argparse.SUPPRESS)
+    group.add_argument(*map(flag, names), dest=option.name, nargs="?", const="true", help=shown)
+    negative = (flag(f"no_{name}") for name in names)
+    group.add_argument(*negative, dest=option.name, action="store_const", const="false", help=hidden)
+
+
+def help_notes(line: CommandLine, option: Option) -> list[str]:
+    """What --help adds to the text of an option: its default, its limits and what it needs."""
+    needs = needs_of(line, option.name)
+    return [
+        option.default_text,
+        *([] if option.limits is None else [str(option.limits)]),
+        *([f"needs {_alternatives(needs)}"] if needs else []),
+    ]
 
 
 def _metavar(line: CommandLine, option: Option) -> str:
@@ -161,46 +225,156 @@ def _metavar(line: CommandLine, option: Option) -> str:
     return next(named, "X" if option.kind in (float, str) else "N")
 
 
-def read_flags(line: CommandLine, parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, Any]:
-    """The values that the flags of a command line give, by option."""
-    known, unknown = parser.parse_known_args(argv)
+def read_flags(line: CommandLine, parser: argparse.ArgumentParser, argv: Sequence[str]) -> Flags:
+    """What a command line gives: values of flags, and Hydra overrides of verl's options.
+
+    Raises:
+        ValueError: one line, for what is no flag, a wrong value, or one option under two names.
+    """
+    words, overrides = split_overrides(argv)
+    _check_names(line, words)
+    known, unknown = parser.parse_known_args(words)
     if unknown:
-        names = [token.split("=")[0] for token in unknown if token.startswith("-")] or unknown
-        flags = list(map(flag, (*line.options, *line.aliases)))
-        raise ValueError("\n".join(f"{name[:LONGEST]} is not a flag; {nearest(name, flags)}" for name in names))
-    return {name: read_value(flag(name), line.options[name], text) for name, text in vars(known).items()}
+        raise ValueError("\n".join(_not_a_flag(line, word) for word in _without_values(unknown)))
+    given = {
+        name: read_given(flag(name), line.options[name], text, Source.COMMAND_LINE)
+        for name, text in vars(known).items()
+    }
+    return Flags(given=given, overrides=overrides)
 
 
-def merge_sources(line: CommandLine, given: Mapping[str, Any]) -> dict[str, Any]:
+def _check_names(line: CommandLine, words: Sequence[str]) -> None:
+    """Refuses an option that is given under its own and under an old name: which of them wins would be a guess."""
+    spellings = {flag(name): name for name in line.options} | {flag(old): new for old, new in line.aliases.items()}
+    used: dict[str, str] = {}
+    for spelling in (word.split("=")[0] for word in words):
+        if spelling in spellings and used.setdefault(spellings[spelling], spelling) != spelling:
+            raise ValueError(f"{used[spellings[spelling]]} and {spelling} are one option; leave one of the two out.")
+
+
+def _without_values(words: Sequence[str]) -> Sequence[str]:
+    """The words that are flags, without those that may be their values; all of them where none is."""
+    return [word for word in words if word.startswith("-")] or words
+
+
+def _not_a_flag(line: CommandLine, word: str) -> str:
+    shown = quoted(word)[1:-1] or "An empty word"
+    if "=" in word and "." in word.split("=")[0] and not word.startswith("-"):
+        return f"{shown} is an override of Hydra, of which only {CORRECTION}.KEY=VALUE is read; give it as a flag."
+    return f"{shown} is not a flag; {nearest(word.split('=')[0], map(flag, (*line.options, *line.aliases)))}"
+
+
+def merge_sources(line: CommandLine, flags: Flags) -> dict[str, Any]:
     """Values by precedence: command line, then YAML, then preset; defaults are the configs' own.
 
     Args:
         line: the flags, those of `SourceConfig` and `RolloutCorrectionConfig` among them.
-        given: the values of the command line.
+        flags: what the command line gives.
 
     Raises:
-        ValueError: one sentence, for what YAML or preset say wrongly, or an option that no source gives.
+        ValueError: one line, for what YAML or preset say wrongly, an option that no source gives, or one without
+            effect.
     """
-    path = given.get("custom_config_path")
-    in_yaml = {name: option for name, option in line.options.items() if name != "custom_config_path"}
-    values = {**({} if path is None else read_yaml(Path(path), in_yaml, line.aliases)), **given}
-    preset = values.get("rollout_correction_preset")
-    if preset is not None:
-        if preset not in PRESETS:
-            raise ValueError(f"--rollout-correction-preset is {preset!r}; {nearest(preset, PRESETS)}")
-        chosen = preset_values(preset, values).items()
-        values = {**{name: read_value(name, line.options[name], str(value)) for name, value in chosen}, **values}
-    says_something = preset is not None or not CORRECTION_SWITCHES.isdisjoint(values)
-    if values.get("use_rollout_correction") and not says_something:
-        values["use_tis"] = True
-    if values.get("tis_lower_bound") == 0 and values.get("tis_mode", "truncate") == "truncate":
-        values["tis_lower_bound"] = None  # slime's default of --tis-clip-low: no lower bound
+    given = _with_preset(line, _with_yaml(line, flags))
+    switch = given.get("use_rollout_correction")
+    says_something = "rollout_correction_preset" in given or any(name in given for name in CORRECTION_SWITCHES)
+    if switch is not None and switch.value and not says_something:
+        given["use_tis"] = switch
+    lower = given.get("tis_lower_bound")
+    if lower is not None and lower.value == 0 and ("tis_mode" not in given or given["tis_mode"].value == "truncate"):
+        # slime's default of --tis-clip-low: no lower bound
+        given["tis_lower_bound"] = dataclasses.replace(lower, value=None, unset=True)
     for option in line.options.values():
-        if option.default is MISSING and option.name not in values:
+        if option.default is MISSING and option.name not in given:
             raise ValueError(
                 f"{flag(option.name)} is unset but required; add {flag(option.name)} {_metavar(line, option)}."
             )
-    return values
+    return {name: one.value for name, one in _with_effect(line, given).items()}
+
+
+def _with_yaml(line: CommandLine, flags: Flags) -> dict[str, Given]:
+    """The values of YAML and, over them, those of the command line."""
+    path = flags.given.get("custom_config_path")
+    in_yaml = {name: option for name, option in line.options.items() if name != "custom_config_path"}
+    file = None if path is None or path.unset else Path(path.value)
+    given = read_yaml(file, flags.overrides, in_yaml, line.aliases)
+    for name, one in flags.given.items():
+        other = given.get(name)
+        if other is not None and other.source == Source.COMMAND_LINE and other.value != one.value:
+            raise ValueError(f"{one.label} and {other.label} are one option; leave one of the two out.")
+    return {**given, **flags.given}
+
+
+def _with_preset(line: CommandLine, given: Mapping[str, Given]) -> dict[str, Given]:
+    """The values given, over those of the preset that they name."""
+    preset = given.get("rollout_correction_preset")
+    if preset is None or preset.unset:
+        return dict(given)
+    if preset.value not in PRESETS:
+        raise ValueError(f"--rollout-correction-preset is {quoted(preset.value)}; {nearest(preset.value, PRESETS)}")
+    chosen = {
+        name: read_given(f"{name} of the preset {preset.value}", line.options[name], str(value), Source.PRESET)
+        for name, value in preset_values(preset.value, {name: one.value for name, one in given.items()}).items()
+    }
+    return {**chosen, **given}
+
+
+def _with_effect(line: CommandLine, given: Mapping[str, Given]) -> dict[str, Given]:
+    """The values without those whose switch a source of at least their precedence turned off.
+
+    Raises:
+        ValueError: an option has no effect, because what it needs was not given.
+    """
+    values = {name: option.default for name, option in line.options.items()}
+    values |= {name: one.value for name, one in given.items()}
+    kept = {}
+    for name, one in given.items():
+        unmet = [] if one.unset else unmet_needs(line, name, values)
+        if not unmet:
+            kept[name] = one
+        elif not any(_turned_off(given.get(need.option), one) for need in unmet):
+            value = "set" if one.value is True else quoted(one.value)
+            which = "it" if sum(need.suggested for need in unmet) == 1 else "one of them"
+            raise ValueError(
+                f"{one.label} is {value} but has no effect without {_alternatives(unmet)}; "
+                f"add {which} or leave {one.label.split()[0]} out."
+            )
+    return kept
+
+
+def _turned_off(switch: Given | None, one: Given) -> bool:
+    """Whether an option was overruled, or stands beside the words that turn it off, as in a template."""
+    if switch is None:
+        return False
+    return switch.source > one.source or (switch.source == one.source and switch.value in (False, None))
+
+
+def unmet_needs(line: CommandLine, name: str, values: Mapping[str, Any]) -> list[Need]:
+    """The flags one of which an option lacks to have an effect under `values`; empty where it has one."""
+    needs = needs_of(line, name)
+    met = [need for need in needs if need.met_by(values[need.option])]
+    if not met:
+        return needs
+    further = [unmet_needs(line, need.option, values) for need in met]
+    return [] if [] in further else further[0]
+
+
+def needs_of(line: CommandLine, name: str) -> list[Need]:
+    """The flags one of which an option needs, of those that this command line has."""
+    words = next((words for names, words in line.needs.items() if name in names.split()), "")
+    needs = []
+    for part, suggested in zip(words.split("|"), (True, False), strict=False):
+        for word in part.split():
+            name_of_flag, _, value = word.partition("=")
+            option = name_of_flag.removeprefix("--").replace("-", "_")
+            if option in line.options:
+                needs.append(Need(option=option, value=value or None, suggested=suggested))
+    return needs
+
+
+def _alternatives(needs: Sequence[Need]) -> str:
+    *first, last = (str(need) for need in needs if need.suggested)
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 Room = TypeVar("Room")

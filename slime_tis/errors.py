@@ -40,3 +40,11 @@ def one_line(text: str, limit: int = 80) -> str:
     text = " ".join(text.split())
     text = text if len(text) <= limit else text[: limit - 1] + "…"
     return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
+
+
+def quoted(value: object, length: int = 80) -> str:
+    """The repr of a value, escaped and cut to about `length` characters, for an error message."""
+    text = repr(value)
+    if len(text) <= length:
+        return text
+    return f"{text[: length - 20]}… ({len(text)} characters)"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from slime_tis.errors import quoted
 from slime_tis.megatron.config import MegatronConfig
 from slime_tis.rollout.config import RolloutConfig
 from slime_tis.storage.directories import same_path
@@ -23,13 +25,13 @@ def check_files(rollout: RolloutConfig, megatron: MegatronConfig) -> None:
     prompts += [("--eval-prompt-data", path) for _, path in rollout.eval_prompt_sets]
     for flag, path in prompts:
         if not Path(path).is_file():
-            raise ValueError(f"{flag} is {path!r} but there is no such file; give a JSONL or parquet file.")
+            raise ValueError(f"{flag} is {quoted(path)} but there is no such file; give a JSONL or parquet file.")
         if Path(path).stat().st_size == 0:
-            raise ValueError(f"{flag} is {path!r} but the file is empty; give one prompt a row.")
+            raise ValueError(f"{flag} is {quoted(path)} but the file is empty; give one prompt a row.")
     resumes_own = None not in (megatron.load, megatron.save) and same_path(str(megatron.load), str(megatron.save))
     if megatron.load is not None and not resumes_own and not Path(megatron.load).is_dir():
         raise ValueError(
-            f"--load is {megatron.load!r} but there is no such directory; leave --load out to start afresh."
+            f"--load is {quoted(megatron.load)} but there is no such directory; leave --load out to start afresh."
         )
 
 
@@ -57,27 +59,51 @@ def check_model(megatron: MegatronConfig, rollout: RolloutConfig) -> dict[str, A
             f"--expert-model-parallel-size is {megatron.expert_model_parallel_size} but the model has no "
             "experts; leave it at 1."
         )
-    context, response = model.get("max_position_embeddings"), rollout.rollout_max_response_len
-    if context is not None and response >= context:
-        raise ValueError(
-            f"--rollout-max-response-len is {response} but the model's context of {context} tokens holds the "
-            "prompt too; choose fewer tokens."
-        )
+    _check_lengths(rollout, model.get("max_position_embeddings"))
+    _check_stop_ids(rollout.rollout_stop_token_ids or (), model.get("vocab_size"))
     return model
+
+
+def _check_lengths(rollout: RolloutConfig, of_model: Any) -> None:
+    """Whether prompts and responses fit into the model's context, and the one leaves room for the other."""
+    limit = rollout.rollout_max_context_len
+    if isinstance(of_model, int) and limit is not None and limit > of_model:
+        raise ValueError(
+            f"--rollout-max-context-len is {limit} but the model's context has {of_model} tokens; choose at most that."
+        )
+    longest_prompt = rollout.rollout_max_prompt_len
+    for flag, length, context, whose, other in (
+        ("--rollout-max-response-len", rollout.rollout_max_response_len, of_model, "the model's context", "prompt"),
+        ("--eval-max-response-len", rollout.eval_max_response_len, of_model, "the model's context", "prompt"),
+        ("--rollout-max-prompt-len", longest_prompt, of_model, "the model's context", "response"),
+        ("--rollout-max-prompt-len", longest_prompt, limit, "the --rollout-max-context-len", "response"),
+    ):
+        if length is not None and isinstance(context, int) and length >= context:
+            raise ValueError(
+                f"{flag} is {length} but {whose} of {context} tokens holds the {other} too; choose fewer tokens."
+            )
+
+
+def _check_stop_ids(ids: Sequence[int], vocabulary: Any) -> None:
+    if isinstance(vocabulary, int) and ids and max(ids) >= vocabulary:
+        raise ValueError(
+            f"--rollout-stop-token-ids has {max(ids)} but the model's vocabulary has {vocabulary} tokens, from 0; "
+            "give the ids of this model."
+        )
 
 
 def _read_model_config(flag: str, directory: str) -> dict[str, Any]:
     path = Path(directory) / "config.json"
     if not path.is_file():
-        raise ValueError(f"{flag} is {directory!r} but holds no config.json; give a Hugging Face directory.")
+        raise ValueError(f"{flag} is {quoted(directory)} but holds no config.json; give a Hugging Face directory.")
     try:
         model = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{flag} is {directory!r} but its config.json is not JSON: {error}.") from None
+        raise ValueError(f"{flag} is {quoted(directory)} but its config.json is not JSON: {error}.") from None
     architectures = (model.get("architectures") if isinstance(model, dict) else None) or ["unknown"]
     if architectures[0] not in ARCHITECTURES:
         raise ValueError(
-            f"{flag} is {directory!r} of the architecture {architectures[0]} but supported are "
+            f"{flag} is {quoted(directory)} of the architecture {architectures[0]} but supported are "
             f"{', '.join(ARCHITECTURES)}; give a checkpoint of one of these."
         )
     return model

@@ -11,19 +11,57 @@ import dataclasses
 import inspect
 import itertools
 import math
+import re
 import types
+import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, dataclass
+from enum import IntEnum
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from slime_tis.errors import quoted
+from slime_tis.limits import Limits, find_limits
 
 SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 FEW = 30
-"""Names that one sentence can list, a count."""
+"""Names that one message can list, a count."""
 
 LONGEST = 80
 """Letters of an unknown word that are compared with known ones, a count."""
 
-NULLS = ("", "~", "null", "none")
+NULLS = ("~", "null", "none")
+"""Words that unset an option."""
+
+LONGEST_TEXT = 4096
+"""Characters of a value that is text, a count: the longest path that Linux takes."""
+
+LONGEST_NUMBER = 400
+"""Characters of a number, a count: enough for every float64 written out."""
+
+
+class Source(IntEnum):
+    """Where a value is given; a larger one overrides a smaller one."""
+
+    PRESET = 1
+    YAML = 2
+    COMMAND_LINE = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """A value of an option, and where it was given."""
+
+    value: Any
+    """In the option's type; its default where the option is unset."""
+
+    label: str
+    """What messages call the option: `--lr`, or `lr in run.yaml`."""
+
+    source: Source
+    """Where it was given."""
+
+    unset: bool = False
+    """Whether it was given as `none`, which takes back what another source says."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +74,11 @@ class Option:
     kind: Any
     """Type of the field without None: a key of KINDS or a Literal."""
 
-    nullable: bool
-    """Whether None is a value."""
-
     default: Any
     """Default of the field; dataclasses.MISSING where some source has to give it."""
+
+    limits: Limits | None
+    """The numbers that it may be; None where it is no number, or its config checks it."""
 
     help: str
     """The docstring under the field, on one line."""
@@ -68,37 +106,73 @@ def declare_options(configs: Sequence[type]) -> dict[str, Option]:
     """
     options = {}
     for config in configs:
-        hints, docs = get_type_hints(config), _field_docs(config)
+        hints, docs = get_type_hints(config, include_extras=True), _field_docs(config)
         for field in dataclasses.fields(config):
-            kind, nullable = _without_none(hints[field.name])
+            hint = hints[field.name]
+            limits = find_limits(hint)
             options[field.name] = Option(
-                name=field.name, kind=kind, nullable=nullable, default=field.default, help=docs[field.name]
+                name=field.name,
+                kind=_without_none(hint if limits is None else get_args(hint)[0]),
+                default=field.default,
+                limits=limits,
+                help=docs[field.name],
             )
     return options
+
+
+def read_given(label: str, option: Option, value: Any, source: Source) -> Given:
+    """Reads a value of an option, and keeps where it was given.
+
+    Raises:
+        ValueError: As `read_value` does.
+    """
+    return Given(value=read_value(label, option, value), label=label, source=source, unset=is_unset(value))
 
 
 def read_value(label: str, option: Option, value: Any) -> Any:
     """Reads the value of an option from text.
 
     Args:
-        label: what the sentence of a refusal calls the option, for example `--lr` or `lr in run.yaml`.
+        label: what the message of a refusal calls the option, for example `--lr` or `lr in run.yaml`.
         option: the option.
-        value: text, or a list or mapping of texts for options that are lists.
+        value: text, None, or a list or mapping of texts for options that are lists.
 
     Returns:
-        The value in the option's type, or None where the text says so and the option allows it.
+        The value in the option's type, or its default where the text unsets it.
 
     Raises:
-        ValueError: one sentence, where the text is not of the type or not among the choices.
+        ValueError: one line, where the text is not of the type or not among the choices.
     """
-    if value is None or (isinstance(value, str) and value.lower() in NULLS):
-        if option.nullable:
-            return None
-        raise ValueError(f"{label} is unset but must be {_wanted(option)}.")
+    if is_unset(value):
+        if option.default is MISSING:
+            raise ValueError(f"{label} is unset but must be {_wanted(option)}.")
+        return option.default
+    if _is_blank(value):
+        raise ValueError(f"{label} is empty but must be {_wanted(option)}; write none to unset it.")
     try:
         return _read_kind(option, value)
+    except _UnfitText as error:
+        raise ValueError(f"{label} is {quoted(value)} but {error}.") from None
     except ValueError:
-        raise ValueError(f"{label} is {value!r} but must be {_wanted(option)}.") from None
+        raise ValueError(f"{label} is {quoted(value)} but must be {_wanted(option)}.") from None
+
+
+def is_unset(value: Any) -> bool:
+    """Whether a value takes an option back to its default: None, or the word none, ~ or null, also alone in a list."""
+    if isinstance(value, list | tuple) and len(value) == 1:
+        (value,) = value
+    return value is None or (isinstance(value, str) and value.strip().lower() in NULLS)
+
+
+def read_switch(text: str) -> bool:
+    """true, yes, on, false, no or off in any case, as a bool.
+
+    Raises:
+        ValueError: The text is none of them.
+    """
+    if text.strip().lower() not in SWITCHES:
+        raise ValueError(text)
+    return SWITCHES[text.strip().lower()]
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
@@ -156,6 +230,15 @@ def _extends(parts: Sequence[str], others: Sequence[str]) -> bool:
     return len(short) > 1 and 0 < len(long) - len(short) <= 2 and list(long[: len(short)]) == list(short)
 
 
+class _UnfitText(ValueError):
+    """A text that no option may be."""
+
+
+def _is_blank(value: Any) -> bool:
+    items = [value] if isinstance(value, str) else value
+    return not items or any(isinstance(item, str) and not item.strip() for item in items)
+
+
 def _read_kind(option: Option, value: Any) -> Any:
     if get_origin(option.kind) is tuple:
         return _read_list(option.kind, value)
@@ -178,43 +261,48 @@ def _read_list(kind: Any, value: Any) -> tuple[Any, ...]:
     return tuple(read_item(item) for item in items)
 
 
-def _read_switch(text: str) -> bool:
-    if text.lower() not in SWITCHES:
-        raise ValueError(text)
-    return SWITCHES[text.lower()]
-
-
 def _read_int(text: str) -> int:
-    if "_" in text:
+    if len(text) > LONGEST_NUMBER or not re.fullmatch(r"\s*[-+]?[0-9]+\s*", text):
         raise ValueError(text)
     return int(text)
 
 
 def _read_float(text: str) -> float:
-    number = float(text.replace(".inf", "inf"))
-    if "_" in text or math.isnan(number):
+    if len(text) > LONGEST_NUMBER or "_" in text or not text.isascii():
+        raise ValueError(text)
+    number = float(text.lower().replace(".inf", "inf"))
+    if math.isnan(number) or (math.isinf(number) and "inf" not in text.lower()):
         raise ValueError(text)
     return number
 
 
-READERS: dict[Any, Callable[[str], Any]] = {bool: _read_switch, int: _read_int, float: _read_float, str: str}
+def _read_text(text: str) -> str:
+    if len(text) > LONGEST_TEXT:
+        raise _UnfitText(f"may have {LONGEST_TEXT} characters at most")
+    if any(unicodedata.category(character) in ("Cc", "Cs") for character in text):
+        raise _UnfitText("must be text without control characters and in UTF-8")
+    return text
+
+
+READERS: dict[Any, Callable[[str], Any]] = {bool: read_switch, int: _read_int, float: _read_float, str: _read_text}
 WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
 def _wanted(option: Option) -> str:
     if option.choices:
         return "one of " + ", ".join(option.choices)
+    limits = "" if option.limits is None else f", {option.limits}"
     if get_origin(option.kind) is tuple:
-        return f"a list, each {WORDS[get_args(option.kind)[0]]}"
-    return WORDS[option.kind]
+        return f"a list, each {WORDS[get_args(option.kind)[0]]}{limits}"
+    return WORDS[option.kind] + limits
 
 
-def _without_none(hint: Any) -> tuple[Any, bool]:
-    """The type that text is read as, and whether None is allowed; text itself where the hint has str."""
+def _without_none(hint: Any) -> Any:
+    """The type that text is read as, None aside; text itself where the hint has str."""
     if get_origin(hint) not in (Union, types.UnionType):
-        return hint, False
+        return hint
     kinds = [part for part in get_args(hint) if part is not type(None)]
-    return (str if str in kinds else kinds[0]), type(None) in get_args(hint)
+    return str if str in kinds else kinds[0]
 
 
 def _field_docs(config: type) -> dict[str, str]:

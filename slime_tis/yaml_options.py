@@ -1,4 +1,4 @@
-"""Options from a YAML file: flag names as keys, and verl's rollout_correction block."""
+"""Options from a YAML file: flag names as keys, and verl's blocks, there or as Hydra overrides."""
 
 from __future__ import annotations
 
@@ -8,41 +8,29 @@ from typing import Any
 
 import yaml
 
-from slime_tis.options import NULLS, Option, nearest, read_value
+from slime_tis.errors import quoted
+from slime_tis.options import Given, Option, Source, nearest, read_given
+from slime_tis.verl_options import BLOCKS, from_verl
 
-VERL_NAMES = {
-    "rollout_is": "tis_level",
-    "rollout_is_threshold": "tis_upper_bound",
-    "rollout_is_batch_normalize": "tis_batch_normalize",
-    "rollout_rs": "rs_level",
-    "rollout_rs_threshold": "rs_upper_bound",
-    "rollout_rs_threshold_lower": "rs_lower_bound",
-    "rollout_token_veto_threshold": "rs_veto_threshold",
-    "bypass_mode": "use_rollout_logprobs",
-    "bypass_old_logprob_for_rollout": "use_rollout_logprobs",
-    "use_policy_gradient": "policy_loss",
-    "use_pure_rollout_correction": "policy_loss",
-    "loss_type": "policy_loss",
-}
-"""Keys of verl's algorithm.rollout_correction block and the option each one is here."""
+LARGEST_FILE = 64 * 1024
+"""Bytes of a configuration, a count; one with every option is below 8 KiB."""
 
-VERL_SWITCHES = {"rollout_is": "use_tis", "rollout_rs": "use_rs"}
-"""Keys of verl that turn something on by not being null, and the switch each one is here."""
+DEEPEST = 8
+"""Levels of nesting, a count; verl's block has three."""
 
-VERL_LOSSES = {"true": "reinforce", "false": "ppo", "ppo_clip": "ppo"}
-"""Values of verl's use_policy_gradient and loss_type and the policy_loss each one is here."""
-
-VERL_LOG_PROBS = {"rollout": {"calculate_log_probs": "true"}}
-"""The actor_rollout_ref block that verl's correction asks for; here rollouts always have log-probs."""
+YAML_NULLS = ("", "~", "null")
 
 
-def read_yaml(path: Path, options: Mapping[str, Option], aliases: Mapping[str, str]) -> dict[str, Any]:
-    """Reads the options of a YAML file.
+def read_yaml(
+    path: Path | None, overrides: Mapping[str, str], options: Mapping[str, Option], aliases: Mapping[str, str]
+) -> dict[str, Given]:
+    """Reads the options of a YAML file, with Hydra overrides over its verl blocks.
 
-    YAML's own typing is left out (BaseLoader): scalars stay text and are read as a command line's are.
+    YAML's own typing is left out: scalars stay text and are read as a command line's are.
 
     Args:
-        path: the file.
+        path: the file; None for overrides alone.
+        overrides: dotted keys of verl's blocks and their text.
         options: the options there are, by name.
         aliases: old names of options and the name each one has now.
 
@@ -50,59 +38,89 @@ def read_yaml(path: Path, options: Mapping[str, Option], aliases: Mapping[str, s
         The values given, by the option's name.
 
     Raises:
-        ValueError: one sentence, for a file that is not there or not YAML, an unknown key or a wrong value.
+        ValueError: one line, for a file that is not there or not YAML, an unknown key or a wrong value.
     """
-    if not path.is_file():
-        raise ValueError(f"--custom-config-path is '{path}' but there is no such file; give a YAML file.")
-    try:
-        document = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader) or {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"--custom-config-path is '{path}' but it is not YAML: {reason}.") from None
-    if not isinstance(document, dict):
-        raise ValueError(f"--custom-config-path is '{path}' but it holds no keys; write one `key: value` a line.")
-    values: dict[str, Any] = {}
-    for key, value in _without_verl_blocks(document, path).items():
+    document = {} if path is None else _read_document(path)
+    place = "" if path is None else f" in {_shown(path)}"
+    blocks = {name: value for name, value in document.items() if name in BLOCKS}
+    verl = from_verl(blocks, overrides, place)
+    values = {name: read_given(entry.label, options[name], entry.value, entry.source) for name, entry in verl.items()}
+    for key in [key for key in document if key not in BLOCKS]:
         name = aliases.get(key.replace("-", "_"), key.replace("-", "_"))
+        label = quoted(key)[1:-1] + place
         if name not in options:
-            raise ValueError(f"{key} in {path} is not an option; {nearest(key, (*options, *aliases))}")
-        if name in values:
-            raise ValueError(f"{key} in {path} gives {name} a second time; leave one of the two out.")
-        values[name] = read_value(f"{key} in {path}", options[name], value)
+            raise ValueError(f"{label} is not an option; {nearest(key, (*options, *aliases))}")
+        given = read_given(label, options[name], document[key], Source.YAML)
+        other = values.get(name)
+        if other is not None and (name not in verl or (other.source == Source.YAML and other.value != given.value)):
+            raise ValueError(f"{label} gives {name} a second time, besides {other.label}; leave one of the two out.")
+        values.setdefault(name, given)
     return values
 
 
-def _without_verl_blocks(document: dict[str, Any], path: Path) -> dict[str, Any]:
-    """The document with verl's nested blocks turned into options of ours, which its flat keys override."""
-    flat = dict(document)
-    if flat.get("actor_rollout_ref") == VERL_LOG_PROBS:
-        del flat["actor_rollout_ref"]
-    algorithm = flat.pop("algorithm", {})
-    block = algorithm.get("rollout_correction") if isinstance(algorithm, dict) else None
-    if algorithm and (set(algorithm) != {"rollout_correction"} or not isinstance(block, dict)):
-        raise ValueError(f"algorithm in {path} may only hold a rollout_correction block; give the rest as flags.")
-    return {**_from_verl(block or {}, path), **flat}
+def _read_document(path: Path) -> dict[str, Any]:
+    place = f"--custom-config-path is {quoted(str(path))}"
+    if not path.is_file():
+        raise ValueError(f"{place} but there is no such file; give a YAML file.")
+    if path.stat().st_size > LARGEST_FILE:
+        raise ValueError(
+            f"{place} but it has {path.stat().st_size} bytes, more than the {LARGEST_FILE} that are read; "
+            "give a file of options."
+        )
+    try:
+        document = _Loader(path.read_text(encoding="utf-8")).get_single_data()
+    except _Refused as error:
+        raise ValueError(f"{_shown(path)}, {error}.") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).replace("<unicode string>", "the file").split())
+        raise ValueError(f"{place} but it is not YAML: {quoted(reason, 220)[1:-1]}.") from None
+    if document is not None and not isinstance(document, dict):
+        raise ValueError(f"{place} but it holds no keys; write one `key: value` per line.")
+    return document or {}
 
 
-def _from_verl(block: dict[str, Any], path: Path) -> dict[str, Any]:
-    """verl's rollout_correction block, in its older and its newer keys, as options of ours."""
-    for key in block:
-        if key not in VERL_NAMES:
-            raise ValueError(
-                f"algorithm.rollout_correction.{key} in {path} is not an option; {nearest(key, VERL_NAMES)}"
+def _shown(path: Path) -> str:
+    return quoted(str(path))[1:-1]
+
+
+class _Refused(Exception):
+    """YAML that is valid but not taken here; the text begins with the line."""
+
+
+class _Loader(yaml.BaseLoader):
+    """Mappings, lists and text, null as None; refuses aliases, keys given twice and deep nesting."""
+
+    depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event = self.peek_event()
+        if isinstance(event, yaml.AliasEvent):
+            raise _Refused(
+                f"{_line(event)}: *{str(event.anchor)[:40]} is an alias, which is not read; write the value out"
             )
-    given = {key: value for key, value in block.items() if str(value).lower() not in NULLS}
-    options = {VERL_NAMES[key]: value for key, value in given.items()}
-    if "policy_loss" in options:
-        options["policy_loss"] = VERL_LOSSES.get(str(options["policy_loss"]).lower(), options["policy_loss"])
-    options |= {switch: str(key in given) for key, switch in VERL_SWITCHES.items() if key in block}
-    if options.get("rs_level", "token") not in ("token", "sequence", "geometric"):
-        options |= {"use_rs": "false", "rollout_rs": options.pop("rs_level")}
-        options["rollout_rs_threshold"] = options.pop("rs_upper_bound", "")
-    if "_" in str(options.get("tis_upper_bound")):
-        lower, upper = str(options["tis_upper_bound"]).split("_", 1)
-        options |= {"tis_mode": "mask", "tis_lower_bound": lower, "tis_upper_bound": upper}
-    bypass_ppo = options.get("use_rollout_logprobs") == "true" and options.get("policy_loss", "ppo") == "ppo"
-    if bypass_ppo and "rollout_is" in given:  # verl computes the weights there for its metrics only
-        options |= {"use_tis": "false", "get_mismatch_metrics": "true"}
-    return options
+        self.depth += 1
+        if self.depth > DEEPEST:
+            raise _Refused(f"{_line(event)}: more than {DEEPEST} levels are nested; write one `key: value` per line")
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+    def construct_scalar(self, node: Any) -> Any:
+        return None if node.style is None and node.value.lower() in YAML_NULLS else node.value
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        lines: dict[str, str] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise _Refused(f"{_line(key)}: a key must be a word; write `key: value`")
+            if key.value in lines:
+                raise _Refused(
+                    f"{_line(key)}: {quoted(key.value)} is given a second time, after {lines[key.value]}; "
+                    "leave one of the two out"
+                )
+            lines[key.value] = _line(key)
+        return {key.value: self.construct_object(value, deep=True) for key, value in node.value}
+
+
+def _line(marked: Any) -> str:
+    return f"line {marked.start_mark.line + 1}"

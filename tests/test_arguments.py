@@ -13,15 +13,19 @@ import yaml
 import arguments
 from arguments import (
     ALIASES,
+    COMMAND_LINE,
     GROUPS,
+    NEEDS,
     OPTIONS,
     Arguments,
     build_parser,
     configure,
     describe,
     effective_config,
+    options_in_force,
     parse_args,
 )
+from slime_tis.command_line import help_notes
 from slime_tis.correction.presets import PRESETS
 from slime_tis.inputs import ARCHITECTURES
 from slime_tis.megatron.architecture import FAMILIES
@@ -39,11 +43,13 @@ def base(tmp_path, monkeypatch):
         "num_key_value_heads": 2,
         "num_hidden_layers": 2,
         "max_position_embeddings": 64,
+        "vocab_size": 16,
     }
     for directory in ("model", "reference"):
         Path(directory).mkdir()
         Path(directory, "config.json").write_text(json.dumps(model))
-    for name in ("train.jsonl", "eval.jsonl", "hard.jsonl"):
+    Path("d").mkdir()
+    for name in ("train.jsonl", "eval.jsonl", "hard.jsonl", "d/0.pt"):
         Path(name).write_text('{"input": "21>", "label": "12"}\n')
     return (
         "--hf-checkpoint model --prompt-data train.jsonl --rollout-batch-size 4 --n-samples-per-prompt 8 "
@@ -65,17 +71,17 @@ def refusal(line, world_size=1) -> str:
 # (flags, room, field, value): every flag of the design and of slime that is taken over.
 LANDINGS = [
     ("--use-tis", "correction", "use_tis", True),
-    ("--tis-mode mask", "correction", "tis_mode", "mask"),
-    ("--tis-mode clip", "correction", "tis_mode", "clip"),
-    ("--tis-level sequence", "correction", "tis_level", "sequence"),
-    ("--tis-level geometric", "correction", "tis_level", "geometric"),
-    ("--tis-lower-bound 0.25", "correction", "tis_lower_bound", 0.25),
-    ("--tis-upper-bound 1e1", "correction", "tis_upper_bound", 10.0),
-    ("--tis-batch-normalize", "correction", "tis_batch_normalize", True),
+    ("--use-tis --tis-mode mask", "correction", "tis_mode", "mask"),
+    ("--use-tis --tis-mode clip", "correction", "tis_mode", "clip"),
+    ("--use-tis --tis-level sequence", "correction", "tis_level", "sequence"),
+    ("--use-tis --tis-level geometric", "correction", "tis_level", "geometric"),
+    ("--use-tis --tis-lower-bound 0.25", "correction", "tis_lower_bound", 0.25),
+    ("--use-tis --tis-upper-bound 1e1", "correction", "tis_upper_bound", 10.0),
+    ("--use-tis --tis-batch-normalize", "correction", "tis_batch_normalize", True),
     ("--use-rs", "correction", "use_rs", True),
-    ("--rs-level geometric", "correction", "rs_level", "geometric"),
-    ("--rs-lower-bound 0.999", "correction", "rs_lower_bound", 0.999),
-    ("--rs-upper-bound 1.001", "correction", "rs_upper_bound", 1.001),
+    ("--use-rs --rs-level geometric", "correction", "rs_level", "geometric"),
+    ("--use-rs --rs-lower-bound 0.999", "correction", "rs_lower_bound", 0.999),
+    ("--use-rs --rs-upper-bound 1.001", "correction", "rs_upper_bound", 1.001),
     ("--use-rs --rs-level geometric --rs-z-score 3", "correction", "rs_z_score", 3.0),
     ("--use-rs --rs-level sequence --rs-target-fraction 2e-2", "correction", "rs_target_fraction", 0.02),
     ("--rollout-correction-preset pg_rs --rs-z-score 3", "correction", "rs_upper_bound", None),
@@ -90,7 +96,7 @@ LANDINGS = [
         "0.5_2.0,0.01",
     ),
     ("--rollout-rs token_k1 --rollout-rs-threshold 0.5_2", "correction", "rollout_rs", "token_k1"),
-    ("--rejection-normalizer original", "correction", "rejection_normalizer", "original"),
+    ("--use-rs --rejection-normalizer original", "correction", "rejection_normalizer", "original"),
     ("--nonfinite-policy neutral", "correction", "nonfinite_policy", "neutral"),
     ("--nonfinite-policy raise", "correction", "nonfinite_policy", "raise"),
     ("--use-rollout-logprobs", "correction", "use_rollout_logprobs", True),
@@ -114,26 +120,26 @@ LANDINGS = [
     ("--eps-clip 0.1", "policy", "clip_high", 0.1),
     ("--eps-clip-c 3", "policy", "eps_clip_c", 3.0),
     ("--use-opsm", "policy", "use_opsm", True),
-    ("--opsm-delta 1e-3", "policy", "opsm_delta", 1e-3),
-    ("--opsm-policy old", "policy", "opsm_policy", "old"),
-    ("--reject-before-advantage", "policy", "reject_before_advantage", True),
+    ("--use-opsm --opsm-delta 1e-3", "policy", "opsm_delta", 1e-3),
+    ("--use-opsm --opsm-policy old --num-steps-per-rollout 2", "policy", "opsm_policy", "old"),
+    ("--use-rs --reject-before-advantage", "policy", "reject_before_advantage", True),
     ("--use-kl-loss --kl-loss-coef 0.01", "policy", "kl_loss_coef", 0.01),
     ("--use-kl-loss", "policy", "use_kl_loss", True),
-    ("--kl-loss-type low_var_kl", "policy", "kl_loss_type", "low_var_kl"),
+    ("--use-kl-loss --kl-loss-type low_var_kl", "policy", "kl_loss_type", "low_var_kl"),
     ("--entropy-coef 1e-3", "policy", "entropy_coef", 1e-3),
     ("--calculate-per-token-loss", "policy", "calculate_per_token_loss", True),
-    ("--ref-load reference", "megatron", "ref_load", "reference"),
+    ("--use-kl-loss --ref-load reference", "megatron", "ref_load", "reference"),
     ("--load ckpt --save ckpt", "megatron", "load", "ckpt"),
     ("--save ckpt --save-interval 5", "megatron", "save_interval", 5),
-    ("--save-retain-count 7", "megatron", "save_retain", 7),
+    ("--save ckpt --save-retain-count 7", "megatron", "save_retain", 7),
     ("--save-hf out", "megatron", "save_hf", "out"),
     ("--use-distributed-optimizer", "megatron", "use_distributed_optimizer", True),
     ("--micro-batch-size 16", "megatron", "micro_batch_size", 16),
     ("--use-dynamic-batch-size --max-tokens-per-gpu 512", "megatron", "max_tokens_per_gpu", 512),
     ("--log-probs-chunk-size 128", "megatron", "log_probs_chunk_size", 128),
     ("--lr 1e-4", "megatron", "lr", 1e-4),
-    ("--lr 1e-4 --min-lr 1e-5", "megatron", "min_lr", 1e-5),
-    ("--lr-warmup-iters 10", "megatron", "lr_warmup_iters", 10),
+    ("--lr-decay-style linear --lr 1e-4 --min-lr 1e-5", "megatron", "min_lr", 1e-5),
+    ("--num-rollout 11 --lr-warmup-iters 10", "megatron", "lr_warmup_iters", 10),
     ("--lr-decay-style cosine --lr-decay-iters 90", "megatron", "lr_decay_iters", 90),
     ("--weight-decay 0.1", "megatron", "weight_decay", 0.1),
     ("--adam-beta1 0.8", "megatron", "adam_beta1", 0.8),
@@ -153,8 +159,8 @@ LANDINGS = [
     ("--rollout-lookahead 2", "rollout", "rollout_lookahead", 2),
     ("--max-weight-staleness 4", "rollout", "max_weight_staleness", 4),
     ("--check-weight-sync", "rollout", "check_weight_sync", True),
-    ("--weight-sync-bound 1e-3", "rollout", "weight_sync_bound", 1e-3),
-    ("--eval-engine rollout", "rollout", "evaluates_locally", False),
+    ("--check-weight-sync --weight-sync-bound 1e-3", "rollout", "weight_sync_bound", 1e-3),
+    ("--eval-prompt-data eval.jsonl --eval-engine rollout", "rollout", "evaluates_locally", False),
     (
         "--rollout-engine sglang --sglang-url http://a:1 --partial-rollout --over-sampling-batch-size 6",
         "rollout",
@@ -269,14 +275,14 @@ LANDINGS = [
         "eval_prompt_sets",
         (("easy", "eval.jsonl"), ("hard", "hard.jsonl")),
     ),
-    ("--n-samples-per-eval-prompt 4", "rollout", "n_samples_per_eval_prompt", 4),
-    ("--eval-temperature 0.6", "rollout", "eval_temperature", 0.6),
-    ("--eval-top-p 0.7", "rollout", "eval_top_p", 0.7),
-    ("--eval-max-response-len 20", "rollout", "eval_max_response_len", 20),
-    ("--eval-input-key q", "rollout", "eval_input_key", "q"),
-    ("--eval-label-key a", "rollout", "eval_label_key", "a"),
-    ("--skip-eval-before-train", "rollout", "skip_eval_before_train", True),
-    ("--num-epoch 2", "loop", "num_epoch", 2),
+    ("--eval-prompt-data eval.jsonl --n-samples-per-eval-prompt 4", "rollout", "n_samples_per_eval_prompt", 4),
+    ("--eval-prompt-data eval.jsonl --eval-temperature 0.6", "rollout", "eval_temperature", 0.6),
+    ("--eval-prompt-data eval.jsonl --eval-temperature 1 --eval-top-p 0.7", "rollout", "eval_top_p", 0.7),
+    ("--eval-prompt-data eval.jsonl --eval-max-response-len 20", "rollout", "eval_max_response_len", 20),
+    ("--eval-prompt-data eval.jsonl --eval-input-key q", "rollout", "eval_input_key", "q"),
+    ("--eval-prompt-data eval.jsonl --eval-label-key a", "rollout", "eval_label_key", "a"),
+    ("--eval-prompt-data eval.jsonl --skip-eval-before-train", "rollout", "skip_eval_before_train", True),
+    ("--num-rollout none --num-epoch 2", "loop", "num_epoch", 2),
     ("", "loop", "global_batch_size", 32),
     ("", "loop", "num_steps_per_rollout", 1),
     ("--global-batch-size 16", "loop", "num_steps_per_rollout", 2),
@@ -287,12 +293,8 @@ LANDINGS = [
     ("--output-dir runs/a", "reporting", "output_dir", "runs/a"),
     ("--no-progress", "reporting", "progress", False),
     ("--use-tensorboard", "reporting", "use_tensorboard", True),
-    ("--tb-project-name p", "reporting", "tb_project_name", "p"),
-    ("--tb-experiment-name e", "reporting", "tb_experiment_name", "e"),
-    ("--wandb-project p", "reporting", "wandb_project", "p"),
-    ("--wandb-group g", "reporting", "wandb_group", "g"),
-    ("--wandb-mode offline", "reporting", "wandb_mode", "offline"),
-    ("--wandb-dir w", "reporting", "wandb_dir", "w"),
+    ("--use-tensorboard --tb-project-name p", "reporting", "tb_project_name", "p"),
+    ("--use-tensorboard --tb-experiment-name e", "reporting", "tb_experiment_name", "e"),
 ]
 
 
@@ -302,10 +304,18 @@ def test_flag_lands_in_its_field(base, flags, room, field, value):
     assert got == value and type(got) is type(value)
 
 
+def test_flags_of_weights_and_biases_land_where_it_is_installed(base, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda package: package)
+    line = "--use-wandb --wandb-project p --wandb-group g --wandb-mode offline --wandb-dir w"
+    got = configured(base + line).reporting
+    assert (got.wandb_project, got.wandb_group, got.wandb_mode, got.wandb_dir) == ("p", "g", "offline", "w")
+
+
 def test_every_option_is_landed_or_named_here(base):
     elsewhere = """
-        hf_checkpoint prompt_data rollout_batch_size n_samples_per_prompt rollout_max_response_len num_rollout
-        custom_config_path custom_tis_function_path use_wandb
+        hf_checkpoint prompt_data rollout_batch_size n_samples_per_prompt rollout_max_response_len
+        custom_config_path custom_tis_function_path
+        use_wandb wandb_project wandb_group wandb_mode wandb_dir
         tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size
         expert_model_parallel_size sequence_parallel sglang_server_args
     """
@@ -318,7 +328,10 @@ def test_every_option_is_landed_or_named_here(base):
     ("flags", "words"),
     [
         ("--rollout-engine sglang", "no server is named"),
-        ("--sglang-url http://a:1", "--sglang-url is set but --rollout-engine is local"),
+        (
+            "--sglang-url http://a:1",
+            "--sglang-url is ('http://a:1',) but has no effect without --rollout-engine sglang",
+        ),
         ("--rollout-engine sglang --sglang-launch 1 --sglang-api-key s3cret", "--sglang-api-key-env names"),
         (
             "--rollout-engine sglang --sglang-launch 1 --sglang-admin-api-key s3cret",
@@ -330,13 +343,13 @@ def test_every_option_is_landed_or_named_here(base):
         ),
         (
             "--rollout-engine sglang --sglang-launch 1 --rollout-precision fp8",
-            "--rollout-precision is fp8 but --rollout-engine is sglang, whose servers have a precision of their own",
+            "--rollout-precision is 'fp8' but has no effect without --rollout-engine local",
         ),
         ("--rollout-engine sglang --sglang-launch 1 --sglang-port 1", "--sglang-base-port"),
         ("--rollout-engine sglang --sglang-ulr http://a:1", "did you mean --sglang-url?"),
         ("--rollout-engine sglang --sglang-url http://a:1 --rollout-top-p 0.9", "could not use the same distribution"),
         ("--partial-rollout --over-sampling-batch-size 6", "--rollout-engine sglang"),
-        ("--over-sampling-batch-size 6", "--partial-rollout is unset"),
+        ("--over-sampling-batch-size 6", "has no effect without --partial-rollout"),
         ("--rollout-engine sglang --sglang-launch 1 --partial-rollout", "--over-sampling-batch-size is None"),
         (
             "--rollout-engine sglang --sglang-launch 1 --partial-rollout --over-sampling-batch-size 6 "
@@ -357,6 +370,7 @@ def test_old_names_are_read_as_the_new_ones(base, tmp_path, old, new):
     flag = "--" + old.replace("_", "-")
     flag_and_value = flag if new == "tis_batch_normalize" else f"{flag} {value}"
     (tmp_path / "run.yaml").write_text(f"{old}: {'true' if new == 'tis_batch_normalize' else value}\n")
+    base += "--use-tis --save ckpt "
     by_flag = effective_config(configured(base + flag_and_value))
     by_yaml = effective_config(configured(base + "--custom-config-path run.yaml"))
     assert by_flag == by_yaml
@@ -392,7 +406,9 @@ def test_command_line_wins_over_yaml_wins_over_preset_wins_over_default(base, tm
     assert got.correction.tis_upper_bound == 2.0  # flag over YAML, though it is the default's value
     assert got.correction.rejection_normalizer == "kept"  # default
     assert got.megatron.lr == 1e-4  # YAML reads it as text
-    other = configured(base + "--custom-config-path run.yaml --rollout-correction-preset decoupled_token_is")
+    other = configured(
+        base + "--custom-config-path run.yaml --rollout-correction-preset decoupled_token_is --no-use-rs"
+    )
     assert other.correction.tis_level == "token" and not other.correction.use_rs
 
 
@@ -472,7 +488,7 @@ VERL_BLOCKS = [
     ),
     (
         "rollout_is: token\nrollout_is_threshold: 2.0\nbypass_mode: true\nuse_policy_gradient: false",
-        {"use_tis": False, "use_rollout_logprobs": True, "policy_loss": "ppo", "get_mismatch_metrics": True},
+        {"use_tis": False, "use_rollout_logprobs": True, "policy_loss": "ppo", "get_mismatch_metrics": False},
     ),
     (
         "rollout_is: sequence\nbypass_mode: true\nrollout_rs: seq_mean_k1\nrollout_rs_threshold: 0.5_2.0\n"
@@ -481,7 +497,13 @@ VERL_BLOCKS = [
     ),
     (
         "rollout_is: token\nrollout_is_threshold: 0.5_5.0",
-        {"use_tis": True, "tis_mode": "mask", "tis_lower_bound": 0.5, "tis_upper_bound": 5.0},
+        {
+            "use_tis": True,
+            "tis_mode": "mask",
+            "tis_lower_bound": 0.5,
+            "tis_upper_bound": 5.0,
+            "rejection_normalizer": "original",
+        },
     ),
     (
         "rollout_is: sequence\nbypass_old_logprob_for_rollout: true\nuse_pure_rollout_correction: true",
@@ -501,7 +523,101 @@ def test_verl_block_is_translated(base, tmp_path, block, expected):
     assert {name: got[name] for name in expected} == expected
 
 
-def test_effective_config_round_trips_through_yaml(base, tmp_path):
+@pytest.mark.parametrize("on", ["true", "True", "TRUE", "yes", "on", "On"])
+@pytest.mark.parametrize("off", ["false", "False", "no", "off", "OFF"])
+def test_switches_read_alike_in_verls_block(base, tmp_path, on, off):
+    (tmp_path / "verl.yaml").write_text(
+        f"algorithm: {{rollout_correction: {{rollout_is: token, rollout_is_batch_normalize: {off}, bypass_mode: {on}, "
+        f"use_policy_gradient: {on}}}}}\nactor_rollout_ref: {{rollout: {{calculate_log_probs: {on}}}}}\n"
+        f"use_kl_loss: {on}\ncalculate_per_token_loss: {off}\n"
+    )
+    got = configured(base + "--custom-config-path verl.yaml")
+    correction, policy = got.correction, got.policy
+    assert (correction.use_tis, correction.use_rollout_logprobs, correction.policy_loss) == (True, True, "reinforce")
+    assert (policy.use_kl_loss, policy.calculate_per_token_loss) == (True, False)
+
+
+def test_hydra_overrides_are_read_as_verls_block_is(base, tmp_path):
+    block = "algorithm.rollout_correction."
+    words = (
+        f"{block}bypass_mode=True {block}rollout_is=token {block}rollout_rs=sequence +{block}rollout_rs_threshold=3.0"
+    )
+    got = configured(f"{words} {base} actor_rollout_ref.rollout.calculate_log_probs=True --eval-prompt-data eval.jsonl")
+    assert got.correction == arguments.RolloutCorrectionConfig(
+        use_rollout_logprobs=True, use_rs=True, rs_level="sequence", rs_upper_bound=3.0
+    )
+    (tmp_path / "verl.yaml").write_text("algorithm: {rollout_correction: {rollout_is: token, rollout_is_threshold: 3}}")
+    got = configured(base + f"--custom-config-path verl.yaml {block}bypass_mode=True").correction
+    assert (got.use_tis, got.use_rollout_logprobs, got.tis_upper_bound) == (
+        False,
+        True,
+        3.0,
+    )  # one block, translated once
+
+
+@pytest.mark.parametrize("name", ["ppo_is_bypass", "decoupled_token_icepop"])
+def test_verls_yaml_of_a_preset_is_the_preset(base, tmp_path, name):
+    block = {
+        "ppo_is_bypass": "rollout_is: token, rollout_is_threshold: 2.0, bypass_mode: True, use_policy_gradient: False",
+        "decoupled_token_icepop": "rollout_is: token, rollout_is_threshold: 0.5_5.0",
+    }[name]
+    (tmp_path / "verl.yaml").write_text(f"algorithm: {{rollout_correction: {{{block}}}}}\n")
+    by_yaml = configured(base + "--custom-config-path verl.yaml")
+    assert by_yaml == configured(base + f"--rollout-correction-preset {name}")
+
+
+SLIME_PURE_IS = """
+use_tis: true
+use_rs: false
+tis_level: "sequence"
+tis_mode: "truncate"
+tis_lower_bound: null  # 1.0 / tis_upper_bound
+tis_upper_bound: 2.0
+rs_level: null
+rs_lower_bound: null
+rs_upper_bound: null
+rs_veto_threshold: null
+tis_batch_normalize: true
+"""
+SLIME_GEO_RS = """
+use_tis: false
+use_rs: true
+tis_level: "token"
+tis_mode: "truncate"
+tis_lower_bound: null
+tis_upper_bound: 2.0
+rs_level: "geometric"
+rs_lower_bound: 0.9999
+rs_upper_bound: 1.0001
+rs_veto_threshold: 1.0e-4
+tis_batch_normalize: false
+"""
+
+
+def test_slimes_own_files_are_accepted(base, tmp_path):
+    (tmp_path / "slime.yaml").write_text(SLIME_PURE_IS)
+    got = configured(base + "--custom-config-path slime.yaml").correction
+    assert got == arguments.RolloutCorrectionConfig(use_tis=True, tis_level="sequence", tis_batch_normalize=True)
+    (tmp_path / "slime.yaml").write_text(SLIME_GEO_RS)
+    got = configured(base + "--custom-config-path slime.yaml").correction
+    assert got == arguments.RolloutCorrectionConfig(
+        use_rs=True, rs_level="geometric", rs_lower_bound=0.9999, rs_upper_bound=1.0001, rs_veto_threshold=1e-4
+    )
+
+
+LISTS = ["--eval-prompt-data eval.jsonl", "--rollout-stop-token-ids 2 5"]
+
+
+@pytest.mark.parametrize("flags", LISTS)
+def test_none_unsets_lists_and_takes_other_options_back_to_their_default(base, flags):
+    assert configured(base + f"{flags} {flags.split()[0]} none") == configured(base)
+    assert configured(base + "--rollout-engine sglang --sglang-url none --sglang-launch 1").sglang.sglang_url is None
+    assert configured(base + "--lr 1e-4 --lr none").megatron.lr == 1e-6
+    assert configured(base + "--use-tis=false") == configured(base + "--use-tis false") == configured(base)
+    assert configured(base + "--use-tis=true --tis-level=sequence").correction.use_tis
+
+
+def test_options_in_force_round_trip_through_yaml(base, tmp_path):
     lines = [
         "",
         "--rollout-correction-preset decoupled_k3_rs_token_tis --rollout-stop-token-ids 2 5 --lr 3e-5",
@@ -511,13 +627,17 @@ def test_effective_config_round_trips_through_yaml(base, tmp_path):
     ]
     for line in lines:
         first = configured(base + line)
-        (tmp_path / "config.yaml").write_text(yaml.safe_dump(effective_config(first), sort_keys=False))
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump(options_in_force(first), sort_keys=False))
         assert configured("--custom-config-path config.yaml") == first
 
 
-def test_effective_config_holds_every_option_but_the_sources(base):
+def test_options_in_force_are_all_but_those_that_lack_what_they_need(base):
     sources = {"use_rollout_correction", "rollout_correction_preset", "custom_config_path"}
-    assert set(effective_config(configured(base))) == set(OPTIONS) - sources
+    idle = {name for names in NEEDS for name in names.split()}
+    in_force = {"rollout_precision", "eps_clip", "eps_clip_high", "eps_clip_c", "disable_grpo_std_normalization"}
+    found = configured(base)
+    assert set(effective_config(found)) == set(OPTIONS) - sources
+    assert set(options_in_force(found)) == set(OPTIONS) - sources - (idle - in_force)
 
 
 def test_description_has_what_departs_from_the_defaults(base):
@@ -527,8 +647,13 @@ def test_description_has_what_departs_from_the_defaults(base):
         "sampling: --rollout-stop-token-ids 2 5\n"
         "rewards: --rm-type exact_match\n"
         "training loop: --num-rollout 3 --num-steps-per-rollout 1 --global-batch-size 32\n"
-        "rollout correction: --use-tis --tis-upper-bound 3.0"
+        "rollout correction: --use-tis --tis-upper-bound 3.0\n"
+        "parallelism and precision: --no-bf16 (trains in float32)"
     )
+    assert describe(configured(base + "--bf16 --output-dir 'a b'")).splitlines()[-2:] == [
+        "parallelism and precision: --bf16",
+        "reporting: --output-dir 'a b'",
+    ]
 
 
 def test_namespace_has_slimes_names(base):
@@ -547,7 +672,7 @@ def test_namespace_has_slimes_names(base):
     )
     assert (args.use_rs, args.rs_level, args.rs_veto_threshold) == (False, "token", 1e-4)
     assert (args.eps_clip, args.eps_clip_high, args.context_parallel_size) == (0.3, 0.3, 1)
-    assert configured(base + "--tis-lower-bound 0.5").namespace.tis_clip_low == 0.5
+    assert configured(base + "--use-tis --tis-lower-bound 0.5").namespace.tis_clip_low == 0.5
     assert args.opsm_delta == 0.1
 
 
@@ -560,6 +685,164 @@ def test_namespace_has_the_bounds_that_nobody_set(base):
     assert bounds("--use-tis --tis-upper-bound 4 --use-rs") == (0.25, 0.25, 4.0)
     assert bounds("--use-tis --use-rs --rs-lower-bound 0.9") == (0.5, 0.9, 2.0)
     assert bounds("--use-tis --tis-upper-bound 0.8")[0] is None  # mode truncate, which has no lower bound
+
+
+IDLE = [
+    ("--rs-upper-bound 1.1", "--rs-upper-bound is 1.1 but has no effect without --use-rs; add it"),
+    ("--rs-lower-bound 0.9", "--rs-lower-bound is 0.9 but has no effect without --use-rs; add it"),
+    ("--rs-level token", "--rs-level is 'token' but has no effect without --use-rs; add it"),
+    ("--tis-mode truncate", "--tis-mode is 'truncate' but has no effect without --use-tis; add it"),
+    ("--tis-level sequence", "--tis-level is 'sequence' but has no effect without --use-tis; add it"),
+    ("--mis-level sequence", "--tis-level is 'sequence' but has no effect without --use-tis; add it"),
+    ("--tis-batch-normalize", "--tis-batch-normalize is set but has no effect without --use-tis; add it"),
+    (
+        "--tis-upper-bound 2",
+        "--tis-upper-bound is 2.0 but has no effect without --use-tis or --use-rs; add one of them",
+    ),
+    (
+        "--tis-lower-bound 1",
+        "--tis-lower-bound is 1.0 but has no effect without --use-tis or --use-rs; add one of them",
+    ),
+    ("--rollout-rs-threshold 2", "--rollout-rs-threshold is '2' but has no effect without --rollout-rs; add it"),
+    (
+        "--rejection-normalizer original",
+        "--rejection-normalizer is 'original' but has no effect without --use-rs, --rollout-rs, --rs-veto-threshold, "
+        "--rs-veto-upper-threshold, --rs-second-moment-bound or --tis-mode mask; add one of them",
+    ),
+    (
+        "--use-tis --reject-before-advantage",
+        "--reject-before-advantage is set but has no effect without --use-rs, --rollout-rs, --rs-veto-threshold, "
+        "--rs-veto-upper-threshold, --rs-second-moment-bound or --tis-mode mask; add one of them",
+    ),
+    ("--kl-loss-type k2", "--kl-loss-type is 'k2' but has no effect without --use-kl-loss; add it"),
+    ("--kl-loss-coef 0", "--kl-loss-coef is 0.0 but has no effect without --use-kl-loss; add it"),
+    ("--ref-load reference", "--ref-load is 'reference' but has no effect without --use-kl-loss; add it"),
+    ("--opsm-delta 1e-4", "--opsm-delta is 0.0001 but has no effect without --use-opsm; add it"),
+    (
+        "--advantage-estimator rloo --disable-grpo-std-normalization",
+        "--disable-grpo-std-normalization is set but has no effect without --advantage-estimator grpo; add it",
+    ),
+    ("--policy-loss cispo --eps-clip-c 3", "--eps-clip-c is 3.0 but has no effect without --policy-loss ppo; add it"),
+    (
+        "--use-rollout-logprobs --policy-loss reinforce --eps-clip 0.2",
+        "--eps-clip is 0.2 but has no effect without --policy-loss ppo, --policy-loss cispo or --policy-loss gspo; add "
+        "one of them",
+    ),
+    (
+        "--lr-decay-style constant --lr-decay-iters 9",
+        "--lr-decay-iters is 9 but has no effect without --lr-decay-style linear or --lr-decay-style cosine; add one "
+        "of them",
+    ),
+    (
+        "--min-lr 0",
+        "--min-lr is 0.0 but has no effect without --lr-decay-style linear or --lr-decay-style cosine; add one of them",
+    ),
+    (
+        "--recompute-method uniform",
+        "--recompute-method is 'uniform' but has no effect without --recompute-granularity full; add it",
+    ),
+    (
+        "--recompute-num-layers 1",
+        "--recompute-num-layers is 1 but has no effect without --recompute-granularity full; add it",
+    ),
+    ("--weight-sync-bound 1", "--weight-sync-bound is 1.0 but has no effect without --check-weight-sync; add it"),
+    ("--save-interval 2", "--save-interval is 2 but has no effect without --save; add it"),
+    ("--save-retain 2", "--save-retain is 2 but has no effect without --save; add it"),
+    ("--eval-interval 2", "--eval-interval is 2 but has no effect without --eval-prompt-data; add it"),
+    ("--eval-temperature 1", "--eval-temperature is 1.0 but has no effect without --eval-prompt-data; add it"),
+    (
+        "--eval-temperature 1 --eval-top-p 1",
+        "--eval-temperature is 1.0 but has no effect without --eval-prompt-data; add it",
+    ),
+    (
+        "--eval-prompt-data eval.jsonl --eval-top-p 1",
+        "--eval-top-p is 1.0 but has no effect without --eval-temperature; add it",
+    ),
+    (
+        "--skip-eval-before-train",
+        "--skip-eval-before-train is set but has no effect without --eval-prompt-data; add it",
+    ),
+    ("--tb-project-name p", "--tb-project-name is 'p' but has no effect without --use-tensorboard; add it"),
+    ("--wandb-project p", "--wandb-project is 'p' but has no effect without --use-wandb; add it"),
+    ("--wandb-mode offline", "--wandb-mode is 'offline' but has no effect without --use-wandb; add it"),
+    ("--sglang-launch 1", "--sglang-launch is 1 but has no effect without --rollout-engine sglang; add it"),
+    (
+        "--sglang-sync-address a",
+        "--sglang-sync-address is 'a' but has no effect without --rollout-engine sglang; add it",
+    ),
+    (
+        "--rollout-engine sglang --sglang-url http://a:1 --sglang-python p",
+        "--sglang-python is 'p' but has no effect without --sglang-launch; add it",
+    ),
+    (
+        "--rollout-engine sglang --sglang-url http://a:1 --sglang-weight-dir w",
+        "--sglang-weight-dir is 'w' but has no effect without --sglang-weight-sync disk; add it",
+    ),
+    (
+        "--rollout-engine sglang --sglang-url http://a:1 --rollout-precision fp8",
+        "--rollout-precision is 'fp8' but has no effect without --rollout-engine local; add it",
+    ),
+]
+
+
+@pytest.mark.parametrize(("flags", "message"), IDLE, ids=[row[0] for row in IDLE])
+def test_an_option_without_effect_is_refused_on_the_command_line_and_in_yaml(base, tmp_path, flags, message):
+    option = message.split()[0]
+    assert refusal(base + flags) == f"{message} or leave {option} out."
+    values = {}
+    for word in shlex.split(flags):
+        if word.startswith("--"):
+            key = word[2:].replace("-", "_")
+            values[key] = "true"
+        else:
+            values[key] = word
+    (tmp_path / "run.yaml").write_text("".join(f"{key}: {value}\n" for key, value in values.items()))
+    name = option[2:].replace("-", "_")
+    found = refusal(base + "--custom-config-path run.yaml")
+    if "mis_level" not in values:
+        assert found == f"{name} in run.yaml {message.removeprefix(option).strip()} or leave {name} out."
+
+
+def test_every_option_that_needs_another_is_refused_alone():
+    tried = {row[1].split()[0][2:].replace("-", "_") for row in IDLE}
+    alike = """over_sampling_batch_size max_tokens_per_gpu eval_input_key eval_label_key n_samples_per_eval_prompt
+        eval_max_response_len eval_engine tb_experiment_name wandb_group wandb_dir eps_clip_high sglang_url
+        sglang_router_ip sglang_router_port sglang_startup_timeout sglang_request_timeout sglang_concurrency
+        sglang_max_retries sglang_recovery_timeout sglang_weight_sync sglang_bucket_mb sglang_api_key_env
+        sglang_server_args sglang_base_port sglang_log_dir rs_z_score rs_target_fraction opsm_policy eval_reward_key
+        sglang_admin_api_key_env"""
+    assert {name for names in NEEDS for name in names.split()} == tried | set(alike.split())
+
+
+@pytest.mark.parametrize(
+    ("yaml_text", "flags"),
+    [
+        ("use_tis: false\ntis_level: sequence\ntis_mode: mask\ntis_upper_bound: 9\n", ""),
+        ("use_rs: false\nrs_level: null\nrs_lower_bound: null\n", ""),
+        ("use_rs: on\nrs_level: geometric\nrs_upper_bound: 1.1\n", "--no-use-rs"),
+        ("lr_decay_style: linear\nmin_lr: 1e-7\n", "--lr-decay-style constant"),
+        ("eval_prompt_data: eval.jsonl\neval_interval: 5\n", "--eval-prompt-data none"),
+        ("eval_prompt_data: null\neval_interval: 5\n", ""),
+        ("rollout_correction_preset: decoupled_geo_rs\n", "--no-use-rs --rs-veto-threshold none"),
+    ],
+    ids=[
+        "off beside it",
+        "null beside it",
+        "off over YAML",
+        "another value over YAML",
+        "none over YAML",
+        "null",
+        "preset",
+    ],
+)
+def test_options_of_what_is_switched_off_in_so_many_words_are_passed_over(base, tmp_path, yaml_text, flags):
+    (tmp_path / "run.yaml").write_text(yaml_text)
+    assert configured(base + "--custom-config-path run.yaml " + flags) == configured(base)
+
+
+def test_a_custom_function_may_read_any_option(base):
+    line = "--get-mismatch-metrics --custom-tis-function-path custom_tis.tis.vanilla_tis --tis-upper-bound 3"
+    assert configured(base + line).namespace.tis_upper_bound == 3.0
 
 
 REFUSALS = [
@@ -583,12 +866,11 @@ REFUSALS = [
         "--custom-tis-function-path is 'mine.py:fn' but nothing calls it; add --use-tis, --use-rs or "
         "--get-mismatch-metrics.",
     ),
-    ("--tis-upper-bound 0", "--tis-upper-bound is 0.0; give a finite number above 0."),
+    ("--use-tis --tis-upper-bound 0", "--tis-upper-bound is 0.0; give a finite number above 0."),
     ("--tis-upper-bound abc", "--tis-upper-bound is 'abc' but must be a number."),
     ("--tis-upper-bound nan", "--tis-upper-bound is 'nan' but must be a number."),
-    ("--lr 0.5_2", "--lr is '0.5_2' but must be a number."),
-    ("--num-rollout 1.5", "--num-rollout is '1.5' but must be a whole number."),
-    ("--lr none", "--lr is unset but must be a number."),
+    ("--lr 0.5_2", "--lr is '0.5_2' but must be a number, 0 to 1."),
+    ("--num-rollout 1.5", "--num-rollout is '1.5' but must be a whole number, 1 to 10000000."),
     ("--lr", "--lr expected one argument."),
     ("--use-tiss", "--use-tiss is not a flag; did you mean --use-tis?"),
     ("--zzz", "--zzz is not a flag; --help lists what there is."),
@@ -597,10 +879,13 @@ REFUSALS = [
         "--rollout-correction-preset is 'decoupled_token'; did you mean decoupled_token_is?",
     ),
     ("--kl-loss-type k4", "--kl-loss-type is 'k4' but must be one of k1, k2, k3, low_var_kl."),
-    ("--kl-loss-coef 0.1", "--kl-loss-coef is 0.1 but has no effect alone; add --use-kl-loss."),
-    ("--eps-clip 1.5", "--eps-clip is 1.5 but must lie between 0 and 1; 0.2 is customary."),
+    (
+        "--kl-loss-coef 0.1",
+        "--kl-loss-coef is 0.1 but has no effect without --use-kl-loss; add it or leave --kl-loss-coef out.",
+    ),
+    ("--eps-clip 1.5", "--eps-clip is 1.5 but must be above 0 and below 1; 0.2 is customary."),
     ("--eps-clip-high -1", "--eps-clip-high is -1.0 but must be above 0; leave it out for --eps-clip."),
-    ("--eps-clip-c 0.5", "--eps-clip-c is 0.5 but must be above 1; leave it out for no dual clip."),
+    ("--eps-clip-c 0.5", "--eps-clip-c is 0.5 but must be above 1 and at most 1000000; leave it out for no dual clip."),
     (
         "--global-batch-size 12",
         "--global-batch-size is 12 but a rollout has 32 samples (--rollout-batch-size 4 × "
@@ -628,7 +913,8 @@ REFUSALS = [
     ),
     (
         "--max-tokens-per-gpu 64",
-        "--max-tokens-per-gpu is 64 but has no effect alone; add --use-dynamic-batch-size.",
+        "--max-tokens-per-gpu is 64 but has no effect without --use-dynamic-batch-size; add it or leave "
+        "--max-tokens-per-gpu out.",
     ),
     (
         "--micro-batch-size 4 --use-dynamic-batch-size --max-tokens-per-gpu 64",
@@ -662,15 +948,18 @@ REFUSALS = [
         "--expert-model-parallel-size 2",
         "--expert-model-parallel-size is 2 but the model has no experts; leave it at 1.",
     ),
-    ("--micro-batch-size 0", "--micro-batch-size is 0 but must be 1 or more."),
-    ("--rollout-batch-size 0", "--rollout-batch-size is 0 but must be 1 or more."),
+    ("--micro-batch-size 0", "--micro-batch-size is 0 but must be 1 to 1000000."),
+    ("--rollout-batch-size 0", "--rollout-batch-size is 0 but must be 1 to 65536."),
     (
         "--log-probs-chunk-size 0",
-        "--log-probs-chunk-size is 0 but must be 1 or more, or -1 for all tokens at once.",
+        "--log-probs-chunk-size is 0 but must be 1 to 100000000, or -1.",
     ),
     ("--adam-beta2 1", "--adam-beta2 is 1.0 but must be at least 0 and below 1."),
-    ("--min-lr 1", "--min-lr is 1.0 but must not exceed --lr, which is 1e-06."),
-    ("--save-interval 2", "--save-interval is 2 but --save is unset; add --save DIR."),
+    ("--lr-decay-style linear --min-lr 1", "--min-lr is 1.0 but must not exceed --lr, which is 1e-06."),
+    (
+        "--save-interval 2",
+        "--save-interval is 2 but has no effect without --save; add it or leave --save-interval out.",
+    ),
     (
         "--recompute-granularity full",
         "--recompute-granularity is 'full' but --recompute-method or --recompute-num-layers is unset; add "
@@ -679,13 +968,14 @@ REFUSALS = [
     ),
     (
         "--rollout-temperature 0",
-        "--rollout-temperature is 0.0 but must be above 0; greedy samples of a group are all alike and teach nothing.",
+        "--rollout-temperature is 0.0 but must be 0.01 to 100; greedy samples of a group are all alike and teach "
+        "nothing.",
     ),
-    ("--rollout-top-p 0", "--rollout-top-p is 0.0 but must be above 0 and at most 1; 1 keeps all tokens."),
-    ("--rollout-top-k 0", "--rollout-top-k is 0 but must be 1 or more, or -1 for all tokens."),
+    ("--rollout-top-p 0", "--rollout-top-p is 0.0 but must be above 0 and at most 1."),
+    ("--rollout-top-k 0", "--rollout-top-k is 0 but must be 1 to 10000000, or -1."),
     (
         "--eval-interval 5",
-        "--eval-interval is 5 but --eval-prompt-data is unset; add --eval-prompt-data FILE.",
+        "--eval-interval is 5 but has no effect without --eval-prompt-data; add it or leave --eval-interval out.",
     ),
     (
         "--eval-prompt-data a eval.jsonl b",
@@ -726,7 +1016,7 @@ REFUSALS = [
         "--hf-checkpoint is 'gone' but holds no config.json; give a Hugging Face directory.",
     ),
     (
-        "--ref-load gone",
+        "--use-kl-loss --ref-load gone",
         "--ref-load is 'gone' but holds no config.json; give a Hugging Face directory.",
     ),
     (
@@ -739,11 +1029,126 @@ REFUSALS = [
         "--custom-config-path gone.yaml",
         "--custom-config-path is 'gone.yaml' but there is no such file; give a YAML file.",
     ),
+    ("--save ''", "--save is empty but must be text; write none to unset it."),
+    ("--load ' '", "--load is empty but must be text; write none to unset it."),
+    ("--custom-tis-function-path ''", "--custom-tis-function-path is empty but must be text; write none to unset it."),
+    ("--eval-prompt-data a ''", "--eval-prompt-data is empty but must be a list, each text; write none to unset it."),
+    ("--hf-checkpoint none", "--hf-checkpoint is unset but must be text."),
+    ("--save a\x1bb", "--save is 'a\\x1bb' but must be text without control characters and in UTF-8."),
+    ("--output-dir \udc80", "--output-dir is '\\udc80' but must be text without control characters and in UTF-8."),
+    (f"--save {'a' * 5000}", f"--save is '{'a' * 59}… (5002 characters) but may have 4096 characters at most."),
+    (f"--seed {'9' * 5000}", f"--seed is '{'9' * 59}… (5002 characters) but must be a whole number, 0 to 2147483647."),
+    ("--seed 2147483648", "--seed is 2147483648 but must be 0 to 2147483647."),
+    ("--rollout-seed -1", "--rollout-seed is -1 but must be 0 to 2147483647."),
+    ("--num-threads 100000", "--num-threads is 100000 but must be 1 to 1024."),
+    ("--entropy-coef inf", "--entropy-coef is inf but must be -100 to 100."),
+    ("--lr 1e308", "--lr is 1e+308 but must be 0 to 1."),
+    ("--lr 1e999", "--lr is '1e999' but must be a number, 0 to 1."),
+    (
+        "--rollout-temperature 1e-300",
+        "--rollout-temperature is 1e-300 but must be 0.01 to 100; greedy samples of a "
+        "group are all alike and teach nothing.",
+    ),
+    ("--rollout-batch-size 1000000000", "--rollout-batch-size is 1000000000 but must be 1 to 65536."),
+    (
+        "--rollout-batch-size 65536 --n-samples-per-prompt 4096",
+        "a rollout has 268435456 samples (--rollout-batch-size "
+        "65536 × --n-samples-per-prompt 4096), more than the 1048576 that are allowed; lower one of the two.",
+    ),
+    ("--rollout-stop-token-ids 2 -5", "--rollout-stop-token-ids is -5 but must be 0 to 2147483647."),
+    (
+        "--rollout-stop-token-ids 2 16",
+        "--rollout-stop-token-ids has 16 but the model's vocabulary has 16 tokens, from 0; give the ids of this model.",
+    ),
+    (
+        "--rollout-max-context-len 65",
+        "--rollout-max-context-len is 65 but the model's context has 64 tokens; choose at most that.",
+    ),
+    (
+        "--rollout-max-prompt-len 64",
+        "--rollout-max-prompt-len is 64 but the model's context of 64 tokens holds the "
+        "response too; choose fewer tokens.",
+    ),
+    (
+        "--rollout-max-context-len 8 --rollout-max-prompt-len 8",
+        "--rollout-max-prompt-len is 8 but the "
+        "--rollout-max-context-len of 8 tokens holds the response too; choose fewer tokens.",
+    ),
+    (
+        "--eval-prompt-data eval.jsonl --eval-max-response-len 64",
+        "--eval-max-response-len is 64 but the model's context of 64 tokens holds the prompt too; choose fewer tokens.",
+    ),
+    (
+        "--lr-warmup-iters 3",
+        "--lr-warmup-iters is 3 but the run has 3 optimizer steps, so that it would never reach --lr; lower it.",
+    ),
+    ("--num-epoch 2", "--num-rollout is 3 and --num-epoch is 2, but a run has one length; leave one of the two out."),
+    (
+        "--use-tis --tis-clip 2 --tis-upper-bound 3",
+        "--tis-clip and --tis-upper-bound are one option; leave one of the two out.",
+    ),
+    ("--use-tis=maybe", "--use-tis is 'maybe' but must be true or false."),
+    ("--no-use-tis=true", "--no-use-tis takes no value."),
+    (
+        "--rollout-rs geometric",
+        "--rollout-rs names 'geometric', which is a level; write --use-rs --rs-level geometric with --rs-upper-bound.",
+    ),
+    (
+        "--rollout-rs ,",
+        "--rollout-rs is ',', which names no criterion; choose from token_k1, token_k2, token_k3, "
+        "seq_sum_k1, seq_sum_k2, seq_sum_k3, seq_mean_k1, seq_mean_k2, seq_mean_k3, seq_max_k2, seq_max_k3.",
+    ),
+    (
+        "--save-debug-rollout-data d/{foo}.pt",
+        "--save-debug-rollout-data is 'd/{foo}.pt' but may have no field besides "
+        "{rollout_id}; write other braces twice.",
+    ),
+    (
+        "--save-debug-rollout-data d/{}.pt",
+        "--save-debug-rollout-data is 'd/{}.pt' but may have no field besides {rollout_id}; write other braces twice.",
+    ),
+    (
+        "--save-debug-rollout-data d/{rollout_id:9999999}",
+        "--save-debug-rollout-data is 'd/{rollout_id:9999999}' but may "
+        "have no field besides {rollout_id}; write other braces twice.",
+    ),
+    (
+        "--save-debug-rollout-data d/all.pt",
+        "--save-debug-rollout-data is 'd/all.pt', one file for all rollouts; put "
+        "{rollout_id} into it, or each would overwrite the last.",
+    ),
+    (
+        "--load-debug-rollout-data d/{",
+        "--load-debug-rollout-data is 'd/{' but may have no field besides {rollout_id}; write other braces twice.",
+    ),
+    (
+        "--load-debug-rollout-data e/{rollout_id}.pt",
+        "--load-debug-rollout-data is 'e/{rollout_id}.pt' but there is no "
+        "file 'e/0.pt'; --save-debug-rollout-data writes it.",
+    ),
+    (
+        "algorithm.rollout_correction.rollout_iz=token",
+        "algorithm.rollout_correction.rollout_iz is not an option; did you mean rollout_is?",
+    ),
+    (
+        "data.train_batch_size=4",
+        "data.train_batch_size=4 is an override of Hydra, of which only "
+        "algorithm.rollout_correction.KEY=VALUE is read; give it as a flag.",
+    ),
+    (
+        "actor_rollout_ref.rollout.calculate_log_probs=false",
+        "actor_rollout_ref.rollout.calculate_log_probs is 'false' "
+        "but rollouts here always have log-probs; make it true or leave it out.",
+    ),
+    (
+        "--use-tis algorithm.rollout_correction.rollout_is=null",
+        "--use-tis and algorithm.rollout_correction.rollout_is are one option; leave one of the two out.",
+    ),
     ("--wandb-mode loud", "--wandb-mode is 'loud' but must be one of online, offline, disabled."),
 ]
 
 
-@pytest.mark.parametrize(("flags", "sentence"), REFUSALS, ids=[row[0] for row in REFUSALS])
+@pytest.mark.parametrize(("flags", "sentence"), REFUSALS, ids=[ascii(row[0][:60]) for row in REFUSALS])
 def test_refusal_is_one_sentence_with_flag_value_and_mend(base, flags, sentence):
     assert refusal(base + flags) == sentence
 
@@ -825,18 +1230,74 @@ def test_unusable_checkpoint_is_refused(base, tmp_path, config, sentence):
         ("tis_upper: 2.0", "tis_upper in run.yaml is not an option; did you mean tis_upper_bound?"),
         ("custom_config_path: a.yaml", "custom_config_path in run.yaml is not an option; --help lists what there is."),
         ("use_tis: 3", "use_tis in run.yaml is '3' but must be true or false."),
-        ("lr: true", "lr in run.yaml is 'true' but must be a number."),
-        ("lr: [1, 2]", "lr in run.yaml is ['1', '2'] but must be a number."),
-        ("seed: 1.5", "seed in run.yaml is '1.5' but must be a whole number."),
+        ("lr: true", "lr in run.yaml is 'true' but must be a number, 0 to 1."),
+        ("lr: [1, 2]", "lr in run.yaml is ['1', '2'] but must be a number, 0 to 1."),
+        ("seed: 1.5", "seed in run.yaml is '1.5' but must be a whole number, 0 to 2147483647."),
         (
             "rollout_stop_token_ids: [a]",
             "rollout_stop_token_ids in run.yaml is ['a'] but must be a list, each a whole",
         ),
         (
             "tis_clip: 2\ntis-upper-bound: 3",
-            "tis-upper-bound in run.yaml gives tis_upper_bound a second time; leave",
+            "tis-upper-bound in run.yaml gives tis_upper_bound a second time, besides tis_clip in run.yaml",
         ),
-        ("- lr", "--custom-config-path is 'run.yaml' but it holds no keys; write one `key: value` a line."),
+        (
+            "use_tis: true\nlr: 1e-5\nuse_tis: false",
+            "run.yaml, line 3: 'use_tis' is given a second time, after line 1; leave one of the two out.",
+        ),
+        (
+            "algorithm:\n  rollout_correction: {rollout_is: token, rollout_is: null}",
+            "run.yaml, line 2: 'rollout_is' is given a second time, after line 2; leave one of the two out.",
+        ),
+        (
+            "a: &x [1, 2]\nlr: *x",
+            "run.yaml, line 2: *x is an alias, which is not read; write the value out.",
+        ),
+        ("lr: " + "[" * 500, "run.yaml, line 1: more than 8 levels are nested; write one `key: value` per line."),
+        ("? [a]\n: 1", "run.yaml, line 1: a key must be a word; write `key: value`."),
+        ("#" * 70000, "--custom-config-path is 'run.yaml' but it has 70000 bytes, more than the 65536 that are read; "),
+        ("save: ''", "save in run.yaml is empty but must be text; write none to unset it."),
+        ("lr: [[1]]", "lr in run.yaml is [['1']] but must be a number, 0 to 1."),
+        ("eval_prompt_data: []", "eval_prompt_data in run.yaml is empty but must be a list, each text; write none"),
+        ("hf_checkpoint: null", "hf_checkpoint in run.yaml is unset but must be text."),
+        (
+            "algorithm: {rollout_correction: {rollout_rs: geometric}}",
+            "algorithm.rollout_correction.rollout_rs in run.yaml is 'geometric' but rollout_rs_threshold is unset; add "
+            "it, as verl requires too.",
+        ),
+        (
+            "algorithm: {rollout_correction: {rollout_is: geometric}}",
+            "algorithm.rollout_correction.rollout_is in run.yaml is 'geometric' but must be null, token or sequence; "
+            "tis_level outside of verl's block takes more.",
+        ),
+        (
+            "algorithm: {rollout_correction: {bypass_mode: perhaps}}",
+            "algorithm.rollout_correction.bypass_mode in run.yaml is 'perhaps' but must be true or false.",
+        ),
+        (
+            "algorithm: {rollout_correction: {bypass_mode: true, use_policy_gradient: true, loss_type: ppo_clip}}",
+            "algorithm.rollout_correction.loss_type in run.yaml contradicts "
+            "algorithm.rollout_correction.use_policy_gradient in run.yaml; leave one of the two out.",
+        ),
+        (
+            "algorithm: {rollout_correction: {rollout_is_threshold: 2.0}}",
+            "algorithm.rollout_correction.rollout_is_threshold in run.yaml is 2.0 but has no effect without --use-tis",
+        ),
+        (
+            "algorithm: {rollout_correction: {rollout_rs: token_k1, rollout_rs_threshold: 2, "
+            "rollout_rs_threshold_lower: 0.5}}",
+            "algorithm.rollout_correction.rollout_rs_threshold_lower in run.yaml belongs to rollout_rs token,",
+        ),
+        (
+            "algorithm: {rollout_correction: {rollout_is: token}}\nuse_tis: false",
+            "use_tis in run.yaml gives use_tis a second time, besides algorithm.rollout_correction.rollout_is",
+        ),
+        (
+            "actor_rollout_ref: {rollout: {calculate_log_probs: False}}",
+            "actor_rollout_ref.rollout.calculate_log_probs in run.yaml is 'False' but rollouts here always have "
+            "log-probs; make it true or leave it out.",
+        ),
+        ("- lr", "--custom-config-path is 'run.yaml' but it holds no keys; write one `key: value` per line."),
         ("a: [", "--custom-config-path is 'run.yaml' but it is not YAML: while parsing a flow node"),
         (
             "algorithm: {rollout_correction: {rollout_iz: token}}",
@@ -844,9 +1305,10 @@ def test_unusable_checkpoint_is_refused(base, tmp_path, config, sentence):
         ),
         (
             "algorithm: {adv_estimator: grpo}",
-            "algorithm in run.yaml may only hold a rollout_correction block; give the rest as flags.",
+            "algorithm.adv_estimator in run.yaml is not read: of verl's options algorithm.rollout_correction.* and "
+            "actor_rollout_ref.rollout.calculate_log_probs are; give it as a flag.",
         ),
-        ("actor_rollout_ref: {rollout: {n: 8}}", "actor_rollout_ref in run.yaml is not an option; "),
+        ("actor_rollout_ref: {rollout: {n: 8}}", "actor_rollout_ref.rollout.n in run.yaml is not read: of verl's"),
     ],
 )
 def test_yaml_refusals(base, tmp_path, text, sentence):
@@ -865,13 +1327,15 @@ def test_refusal_exits_with_code_2_and_the_sentence_alone(base, capsys):
 def test_truncated_sampling_warns_in_one_sentence(base, capsys):
     parse_args(shlex.split(base))
     assert capsys.readouterr().err == ""
-    parse_args(shlex.split(base + "--rollout-top-p 0.9 --use-tis --tis-lower-bound 0.5"))
+    parse_args(shlex.split(base + "--rollout-top-p 0.9 --get-mismatch-metrics --use-tis --tis-lower-bound 0.5"))
     assert capsys.readouterr().err == (
         "warning: --rollout-top-p is 0.9, so rollout log-probs are those of the truncated distribution, and "
         "mismatch "
         "figures and weights include the truncation.\n"
         "warning: --tis-lower-bound is 0.5 but --tis-mode truncate has no lower bound; choose clip or mask "
         "for both.\n"
+        "warning: --get-mismatch-metrics measures alone only where nothing corrects, but --use-tis act on the loss; "
+        "leave them out to measure alone.\n"
     )
 
 
@@ -906,7 +1370,7 @@ def test_help_is_grouped_and_every_option_has_a_sentence_and_a_default():
     unwrapped = "".join(text.split())
     for option in OPTIONS.values():
         assert option.help.endswith(".")
-        assert "".join(f"{option.help}({option.default_text})".split()) in unwrapped
+        assert "".join(f"{option.help}({'; '.join(help_notes(COMMAND_LINE, option))})".split()) in unwrapped
 
 
 def test_accepted_architectures_are_those_the_training_engine_builds():

@@ -6,6 +6,7 @@ import pytest
 
 from slime_tis.command_line import (
     CORRECTION_ALIASES,
+    CORRECTION_NEEDS,
     CommandLine,
     SourceConfig,
     build,
@@ -34,6 +35,7 @@ LINE = CommandLine(
     groups={"all": " ".join(OPTIONS)},
     aliases=CORRECTION_ALIASES,
     metavars={"FILE.yaml": "custom_config_path"},
+    needs=CORRECTION_NEEDS,
 )
 PARSER = make_parser(LINE, prog="draw.py", usage="draw.py --width N", description="Draws.")
 

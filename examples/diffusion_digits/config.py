@@ -9,6 +9,7 @@ from typing import Any, Literal, get_type_hints
 
 from slime_tis.command_line import (
     CORRECTION_ALIASES,
+    CORRECTION_NEEDS,
     CommandLine,
     SourceConfig,
     build,
@@ -16,6 +17,7 @@ from slime_tis.command_line import (
     make_parser,
     merge_sources,
     read_flags,
+    unmet_needs,
 )
 from slime_tis.correction.config import RolloutCorrectionConfig
 from slime_tis.options import declare_options
@@ -149,6 +151,11 @@ COMMAND_LINE = CommandLine(
         "FILE.yaml": "custom_config_path",
         "NAME": "rollout_correction_preset tb_project_name tb_experiment_name wandb_project wandb_group",
     },
+    needs={
+        **CORRECTION_NEEDS,
+        "tb_project_name tb_experiment_name": "--use-tensorboard",
+        "wandb_project wandb_group wandb_mode wandb_dir": "--use-wandb",
+    },
 )
 
 
@@ -179,4 +186,5 @@ def configure(argv: Sequence[str]) -> Arguments:
 def effective_config(arguments: Arguments) -> dict[str, Any]:
     """The configuration in force as plain values; as YAML, --custom-config-path takes it back."""
     rooms = (arguments.digits, arguments.correction, arguments.reporting)
-    return {field.name: getattr(room, field.name) for room in rooms for field in dataclasses.fields(room)}
+    values = {field.name: getattr(room, field.name) for room in rooms for field in dataclasses.fields(room)}
+    return {name: value for name, value in values.items() if not unmet_needs(COMMAND_LINE, name, values)}

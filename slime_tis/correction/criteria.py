@@ -61,15 +61,24 @@ def parse_criteria(names: str | None, thresholds: str | float | None) -> tuple[C
     Raises:
         ValueError: if a name is unknown, a threshold is missing or not a positive number, or counts differ.
     """
-    options = list(dict.fromkeys(part.strip() for part in (names or "").split(",") if part.strip()))
-    if not options:
+    if not names:
         return ()
-    unknown = [option for option in options if option not in CRITERIA]
-    if unknown:
-        raise ValueError(f"--rollout-rs names {unknown[0]!r}; choose from {', '.join(CRITERIA)}.")
+    options = list(dict.fromkeys(part.strip() for part in names.split(",") if part.strip()))
+    if not options:
+        raise ValueError(
+            f"--rollout-rs is {names[:80]!r}, which names no criterion; choose from {', '.join(CRITERIA)}."
+        )
+    for option in options:
+        if option in LEVEL_AGGREGATION:
+            raise ValueError(
+                f"--rollout-rs names {option!r}, which is a level; write --use-rs --rs-level {option} with "
+                "--rs-upper-bound."
+            )
+        if option not in CRITERIA:
+            raise ValueError(f"--rollout-rs names {option[:80]!r}; choose from {', '.join(CRITERIA)}.")
     if thresholds is None:
         raise ValueError(
-            f"--rollout-rs {names} needs --rollout-rs-threshold; give one value for all criteria or one each."
+            f"--rollout-rs {names[:80]} needs --rollout-rs-threshold; give one value for all criteria or one each."
         )
     specs = [part.strip() for part in str(thresholds).split(",") if part.strip()]
     if len(specs) not in (1, len(options)):
@@ -86,17 +95,17 @@ def _criterion(option: str, spec: str) -> Criterion:
     parts = spec.split("_")
     if len(parts) > (2 if divergence == "k1" else 1):
         raise ValueError(
-            f"--rollout-rs-threshold {spec!r} for {option}: give "
+            f"--rollout-rs-threshold {spec[:80]!r} for {option}: give "
             + ("lower_upper or a single upper bound." if divergence == "k1" else "a single upper bound.")
         )
     try:
         numbers = [float(part) for part in parts]
     except ValueError as error:
         raise ValueError(
-            f"--rollout-rs-threshold {spec!r} for {option} is not a number; write 0.5_2.0 or 0.01."
+            f"--rollout-rs-threshold {spec[:80]!r} for {option} is not a number; write 0.5_2.0 or 0.01."
         ) from error
     if not all(0 < number < math.inf for number in numbers):
-        raise ValueError(f"--rollout-rs-threshold {spec!r} for {option}; give finite numbers above 0.")
+        raise ValueError(f"--rollout-rs-threshold {spec[:80]!r} for {option}; give finite numbers above 0.")
     upper = numbers[-1]
     lower = None if divergence != "k1" else (numbers[0] if len(numbers) == 2 else 1.0 / upper)
     return Criterion(name=option, aggregation=aggregation, divergence=divergence, lower=lower, upper=upper)

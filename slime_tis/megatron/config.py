@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from slime_tis.limits import Limits, check_limits
 
 LR_DECAY_STYLES = ("constant", "linear", "cosine")
 RECOMPUTE_GRANULARITIES = ("full", "selective")
@@ -27,26 +28,26 @@ class MegatronConfig:
     save: str | None = None
     """Directory that training checkpoints are written to, empty or that of load; unset means none are."""
 
-    save_interval: int | None = None
+    save_interval: Annotated[int | None, Limits(ge=1, le=1_000_000)] = None
     """Rollouts between two training checkpoints, a count; unset means only the last one is saved."""
 
     save_hf: str | None = None
     """Directory that the trained policy is written to as a Hugging Face checkpoint at the end: absent, empty or an
     earlier export."""
 
-    save_retain: int = 2
+    save_retain: Annotated[int, Limits(ge=1, le=1_000_000)] = 2
     """Newest training checkpoints of the run that are kept, a count; its older ones are removed."""
 
-    tensor_model_parallel_size: int = 1
+    tensor_model_parallel_size: Annotated[int, Limits(ge=1, le=4_096)] = 1
     """Ranks that share every layer's matrices, a count."""
 
-    pipeline_model_parallel_size: int = 1
+    pipeline_model_parallel_size: Annotated[int, Limits(ge=1, le=4_096)] = 1
     """Ranks that hold consecutive stages of the layers, a count."""
 
-    context_parallel_size: int = 1
+    context_parallel_size: Annotated[int, Limits(ge=1, le=4_096)] = 1
     """Ranks that hold zigzag slices of every sequence, a count."""
 
-    expert_model_parallel_size: int = 1
+    expert_model_parallel_size: Annotated[int, Limits(ge=1, le=4_096)] = 1
     """Ranks that share the experts of a mixture-of-experts layer, a count."""
 
     sequence_parallel: bool = False
@@ -55,46 +56,46 @@ class MegatronConfig:
     use_distributed_optimizer: bool = False
     """Shard optimizer state over the data-parallel ranks."""
 
-    micro_batch_size: int | None = None
+    micro_batch_size: Annotated[int | None, Limits(ge=1, le=1_000_000)] = None
     """Samples in one forward pass of a rank, a count; unset means all of the rank's samples of a step."""
 
     use_dynamic_batch_size: bool = False
     """Pack samples into micro-batches of at most max_tokens_per_gpu tokens instead of a fixed count."""
 
-    max_tokens_per_gpu: int | None = None
+    max_tokens_per_gpu: Annotated[int | None, Limits(ge=1, le=100_000_000)] = None
     """Token budget of one packed micro-batch on one rank, in tokens; needs use_dynamic_batch_size."""
 
-    log_probs_chunk_size: int = -1
+    log_probs_chunk_size: Annotated[int, Limits(ge=1, le=100_000_000, also=(-1,))] = -1
     """Tokens whose log-probs are computed at a time from logits, a count; -1 means all at once."""
 
-    lr: float = 1e-6
+    lr: Annotated[float, Limits(ge=0, le=1)] = 1e-6
     """Peak learning rate of Adam, per step."""
 
-    min_lr: float = 0.0
+    min_lr: Annotated[float, Limits(ge=0, le=1)] = 0.0
     """Learning rate that the decay ends at, per step."""
 
-    lr_warmup_iters: int = 0
+    lr_warmup_iters: Annotated[int, Limits(ge=0, le=1_000_000_000)] = 0
     """Optimizer steps over which the learning rate rises linearly from 0, a count."""
 
     lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the learning rate after warm-up."""
 
-    lr_decay_iters: int | None = None
+    lr_decay_iters: Annotated[int | None, Limits(ge=1, le=1_000_000_000)] = None
     """Optimizer steps until the decay reaches min_lr, a count; unset means the whole run."""
 
-    weight_decay: float = 0.01
+    weight_decay: Annotated[float, Limits(ge=0, le=100)] = 0.01
     """Decoupled weight decay of Adam, per unit of learning rate; biases and norms are exempt."""
 
-    adam_beta1: float = 0.9
+    adam_beta1: Annotated[float, Limits(ge=0, lt=1)] = 0.9
     """Decay rate of Adam's first moment, per step."""
 
-    adam_beta2: float = 0.98
+    adam_beta2: Annotated[float, Limits(ge=0, lt=1)] = 0.98
     """Decay rate of Adam's second moment, per step."""
 
-    adam_eps: float = 1e-8
+    adam_eps: Annotated[float, Limits(gt=0, le=1)] = 1e-8
     """Constant added to the root of Adam's second moment."""
 
-    clip_grad: float = 1.0
+    clip_grad: Annotated[float, Limits(ge=0, le=1_000_000)] = 1.0
     """Largest global gradient norm, an L2 norm; 0 means no clipping."""
 
     bf16: bool = False
@@ -106,17 +107,17 @@ class MegatronConfig:
     recompute_method: Literal["uniform", "block"] | None = None
     """Which layers full recomputation takes: uniform groups or the first block of each stage."""
 
-    recompute_num_layers: int | None = None
+    recompute_num_layers: Annotated[int | None, Limits(ge=1, le=10_000)] = None
     """Layers in a group (uniform) or in the block (block) of full recomputation, a count."""
 
-    seed: int = 1234
+    seed: Annotated[int, Limits(ge=0, le=2**31 - 1)] = 1234
     """Seed of everything random in training, an integer; sampling has rollout_seed."""
 
-    num_threads: int | None = None
+    num_threads: Annotated[int | None, Limits(ge=1, le=1_024)] = None
     """CPU threads of each process, a count; unset means torch's own choice."""
 
     def __post_init__(self) -> None:
-        _check_counts(self)
+        check_limits(self)
         _check_optimizer(self)
         _check_batching(self)
         _check_recomputation(self)
@@ -125,8 +126,6 @@ class MegatronConfig:
                 "--sequence-parallel is on but --tensor-model-parallel-size is 1; "
                 "raise the size to 2 or more or leave --sequence-parallel out."
             )
-        if self.save_interval is not None and self.save is None:
-            raise ValueError(f"--save-interval is {self.save_interval} but --save is unset; add --save DIR.")
 
     @property
     def model_parallel_size(self) -> int:
@@ -134,41 +133,7 @@ class MegatronConfig:
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
 
-def _check_counts(config: MegatronConfig) -> None:
-    for name in (
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "context_parallel_size",
-        "expert_model_parallel_size",
-        "save_retain",
-        "save_interval",
-        "micro_batch_size",
-        "max_tokens_per_gpu",
-        "lr_decay_iters",
-        "recompute_num_layers",
-        "num_threads",
-    ):
-        value = getattr(config, name)
-        if value is not None and value < 1:
-            raise ValueError(f"{_flag(name)} is {value} but must be 1 or more.")
-    if config.log_probs_chunk_size != -1 and config.log_probs_chunk_size < 1:
-        raise ValueError(
-            f"--log-probs-chunk-size is {config.log_probs_chunk_size} but must be 1 or more, "
-            "or -1 for all tokens at once."
-        )
-
-
 def _check_optimizer(config: MegatronConfig) -> None:
-    for name in ("lr", "min_lr", "lr_warmup_iters", "weight_decay", "clip_grad"):
-        value = getattr(config, name)
-        if not (value >= 0 and math.isfinite(value)):
-            raise ValueError(f"{_flag(name)} is {value} but must be 0 or more and finite.")
-    for name in ("adam_beta1", "adam_beta2"):
-        value = getattr(config, name)
-        if not 0.0 <= value < 1.0:
-            raise ValueError(f"{_flag(name)} is {value} but must be at least 0 and below 1.")
-    if config.adam_eps <= 0.0:
-        raise ValueError(f"--adam-eps is {config.adam_eps} but must be above 0.")
     if config.min_lr > config.lr:
         raise ValueError(f"--min-lr is {config.min_lr} but must not exceed --lr, which is {config.lr}.")
     if config.lr_decay_style not in LR_DECAY_STYLES:
@@ -180,11 +145,6 @@ def _check_optimizer(config: MegatronConfig) -> None:
 def _check_batching(config: MegatronConfig) -> None:
     if config.use_dynamic_batch_size and config.max_tokens_per_gpu is None:
         raise ValueError("--use-dynamic-batch-size is on but --max-tokens-per-gpu is unset; add a token budget.")
-    if config.max_tokens_per_gpu is not None and not config.use_dynamic_batch_size:
-        raise ValueError(
-            f"--max-tokens-per-gpu is {config.max_tokens_per_gpu} but has no effect alone; "
-            "add --use-dynamic-batch-size."
-        )
     if config.micro_batch_size is not None and config.use_dynamic_batch_size:
         raise ValueError(
             f"--micro-batch-size is {config.micro_batch_size} but --use-dynamic-batch-size packs by tokens; "
@@ -207,7 +167,3 @@ def _check_recomputation(config: MegatronConfig) -> None:
             "--recompute-granularity is 'full' but --recompute-method or --recompute-num-layers is unset; "
             "add both, for example --recompute-method uniform --recompute-num-layers 1."
         )
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from slime_tis.limits import Limits, check_limits
 
 ADVANTAGE_ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus_baseline")
 OPSM_DELTAS = {"rollout": 0.1, "old": 1e-4}
@@ -26,25 +29,25 @@ class PolicyConfig:
     normalize_advantages: bool = False
     """Shift and scale the advantages of the global batch to mean 0 and deviation 1 over valid tokens."""
 
-    eps_clip: float = 0.2
+    eps_clip: Annotated[float, Limits(gt=0, lt=1, hint="0.2 is customary")] = 0.2
     """PPO clip range below 1, a distance of the ratio from 1: the lower clip is 1 - eps_clip."""
 
-    eps_clip_high: float | None = None
+    eps_clip_high: Annotated[float | None, Limits(gt=0, le=math.inf, hint="leave it out for --eps-clip")] = None
     """PPO clip range above 1, a distance of the ratio from 1; unset means eps_clip."""
 
-    eps_clip_c: float | None = None
+    eps_clip_c: Annotated[float | None, Limits(gt=1, le=1_000_000, hint="leave it out for no dual clip")] = None
     """Dual-clip bound on the ratio at negative advantages, a ratio above 1; unset means no dual clip."""
 
     use_kl_loss: bool = False
     """Add kl_loss_coef times the KL divergence from the reference policy to the loss."""
 
-    kl_loss_coef: float = 0.0
+    kl_loss_coef: Annotated[float, Limits(ge=0, le=1_000)] = 0.0
     """Coefficient of the KL loss, in loss per nat; 0 only reports the KL."""
 
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = "k1"
     """Estimator of the KL from the reference policy, per token in nats; low_var_kl is k3 clamped to ±10."""
 
-    entropy_coef: float = 0.0
+    entropy_coef: Annotated[float, Limits(ge=-100, le=100)] = 0.0
     """Coefficient of the entropy bonus, in loss per nat; 0 leaves the bonus out."""
 
     calculate_per_token_loss: bool = False
@@ -57,7 +60,7 @@ class PolicyConfig:
     """The policy that use_opsm compares the current one with: rollout, which sampled (the source's), or old, which
     began the rollout's steps (slime's)."""
 
-    opsm_delta: float | None = None
+    opsm_delta: Annotated[float | None, Limits(gt=0, le=1_000, hint="leave it out for the default")] = None
     """Mean log-ratio of that policy to the current one over a sequence, in nats per token, above which use_opsm
     leaves the sequence out; unset means 0.1 for rollout and 1e-4, as slime, for old."""
 
@@ -65,28 +68,15 @@ class PolicyConfig:
     """Keep rejected samples out of their group's mean and deviation; takes a forward pass before training."""
 
     def __post_init__(self) -> None:
+        check_limits(self)
         for flag, value, known in (
             ("--advantage-estimator", self.advantage_estimator, ADVANTAGE_ESTIMATORS),
             ("--kl-loss-type", self.kl_loss_type, KL_LOSS_TYPES),
         ):
             if value not in known:
                 raise ValueError(f"{flag} is {value!r} but must be one of {', '.join(known)}.")
-        if not 0.0 < self.eps_clip < 1.0:
-            raise ValueError(f"--eps-clip is {self.eps_clip} but must lie between 0 and 1; 0.2 is customary.")
-        if self.eps_clip_high is not None and not self.eps_clip_high > 0.0:
-            raise ValueError(
-                f"--eps-clip-high is {self.eps_clip_high} but must be above 0; leave it out for --eps-clip."
-            )
-        if self.eps_clip_c is not None and not self.eps_clip_c > 1.0:
-            raise ValueError(f"--eps-clip-c is {self.eps_clip_c} but must be above 1; leave it out for no dual clip.")
-        if self.kl_loss_coef != 0.0 and not self.use_kl_loss:
-            raise ValueError(f"--kl-loss-coef is {self.kl_loss_coef} but has no effect alone; add --use-kl-loss.")
         if self.opsm_policy not in OPSM_DELTAS:
             raise ValueError(f"--opsm-policy is {self.opsm_policy!r} but must be one of {', '.join(OPSM_DELTAS)}.")
-        if self.opsm_delta is not None and not self.opsm_delta > 0.0:
-            raise ValueError(f"--opsm-delta is {self.opsm_delta} but must be above 0; leave it out for the default.")
-        if self.kl_loss_coef < 0.0:
-            raise ValueError(f"--kl-loss-coef is {self.kl_loss_coef} but must be 0 or more.")
 
     @property
     def clip_high(self) -> float:

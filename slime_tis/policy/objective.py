@@ -29,7 +29,7 @@ from slime_tis.custom import call_custom_tis, check_metric_names
 from slime_tis.policy import losses
 from slime_tis.policy.config import PolicyConfig
 from slime_tis.policy.lag import lag_table
-from slime_tis.policy.report import SUMS, Reducer, Report, metrics_only
+from slime_tis.policy.report import SUMS, Reducer, Report, metrics_only, with_measured_weights
 
 
 class Responses(Protocol):
@@ -151,7 +151,7 @@ class PolicyObjective:
 
     def _correct(self, batch: Responses, flat: dict[str, Tensor], train_R: Tensor) -> Correction:
         return correct(
-            metrics_only(self.correction) if self.custom_tis is not None else self.correction,
+            (metrics_only if self.custom_tis is not None else with_measured_weights)(self.correction),
             train_R,
             flat["rollout_log_probs"],
             flat["loss_masks"],

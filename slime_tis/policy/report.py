@@ -94,7 +94,7 @@ def step_figures(
     )
     if not policy.use_kl_loss:
         del means["kl_loss"]
-    means |= figures(metrics_only(correction) if custom else correction, report.statistics)
+    means |= figures(metrics_only(correction) if custom else with_measured_weights(correction), report.statistics)
     means["gradient_kept_fraction"] = kept_tokens / max(original_tokens, 1.0)
     if correction.get_mismatch_metrics:
         recomputed = figures(metrics_only(correction), report.recomputed)
@@ -149,6 +149,17 @@ class Reducer:
         seen_R = self.scale_R > 0
         terms = torch.stack([torch.where(seen_R, term_R.detach(), 0.0) for term_R in terms_R])
         return terms.double() @ self.scale_R.double()
+
+
+def with_measured_weights(config: RolloutCorrectionConfig) -> RolloutCorrectionConfig:
+    """The configuration that statistics are made under: in bypass with the weights that the loss has no use for.
+
+    There π_θ/π_rollout already is the ratio of the loss; verl too measures its weights and does not apply them. They
+    are truncated, which leaves the mask as it is, and need no pass over the global batch.
+    """
+    if config.use_tis or not config.use_rollout_logprobs:
+        return config
+    return replace(config, use_tis=True, tis_mode="truncate", tis_batch_normalize=False, policy_loss="reinforce")
 
 
 def metrics_only(config: RolloutCorrectionConfig) -> RolloutCorrectionConfig:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
+from slime_tis.errors import quoted
+from slime_tis.limits import Limits, check_limits
 from slime_tis.rollout.rm_types import check_rm_type, reward_keys
 
 ROLLOUT_ENGINES = ("local", "sglang")
 ROLLOUT_PRECISIONS = ("fp32", "bf16", "fp8", "int8")
 EVAL_ENGINES = ("local", "rollout")
+GREEDY = "greedy samples of a group are all alike and teach nothing"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,14 +27,14 @@ class RolloutConfig:
     """Precision of the local engine's own copy of the weights; below fp32 the mismatch with training is real. SGLang
     servers have their own (--sglang-dtype, --sglang-quantization)."""
 
-    update_weights_interval: int = 1
+    update_weights_interval: Annotated[int, Limits(ge=1, le=1_000_000)] = 1
     """Rollouts between two weight updates of the engine, a count; N makes samples up to N steps stale."""
 
-    rollout_lookahead: int = 0
+    rollout_lookahead: Annotated[int, Limits(ge=0, le=1_000)] = 0
     """Rollouts that are generated ahead while the present one is trained on, a count; K makes samples up to K
     rollouts stale."""
 
-    max_weight_staleness: int | None = None
+    max_weight_staleness: Annotated[int | None, Limits(ge=0, le=1_000_000)] = None
     """Optimizer steps between the weights that sampled a response's oldest token and those it would train, a count;
     staler responses are left out and counted, and unset keeps all."""
 
@@ -39,14 +42,14 @@ class RolloutConfig:
     """Abort the slowest responses once enough prompts are answered, and continue them in the next rollout from
     their tokens; needs over_sampling_batch_size and the sglang engine."""
 
-    over_sampling_batch_size: int | None = None
+    over_sampling_batch_size: Annotated[int | None, Limits(ge=1, le=1_000_000)] = None
     """Prompts in flight per rollout under partial_rollout, a count above rollout_batch_size."""
 
     check_weight_sync: bool = False
     """After each weight update compare the log-probs of a probe prompt between the two engines, and stop where
     they disagree."""
 
-    weight_sync_bound: float = 0.1
+    weight_sync_bound: Annotated[float, Limits(gt=0, le=1_000)] = 0.1
     """Largest mean absolute difference of the probe's log-probs under check_weight_sync; bf16 servers come to
     0.01 or so."""
 
@@ -65,38 +68,38 @@ class RolloutConfig:
     apply_chat_template: bool = False
     """Render prompts with the tokenizer's chat template instead of tokenizing them as they are."""
 
-    rollout_batch_size: int
+    rollout_batch_size: Annotated[int, Limits(ge=1, le=65_536)]
     """Prompts sampled per rollout, a count."""
 
-    n_samples_per_prompt: int = 1
+    n_samples_per_prompt: Annotated[int, Limits(ge=1, le=4_096)] = 1
     """Responses sampled per prompt, a count; the group that baselines are taken over."""
 
-    rollout_max_response_len: int
+    rollout_max_response_len: Annotated[int, Limits(ge=1, le=10_000_000)]
     """Longest response, in tokens."""
 
-    rollout_max_prompt_len: int | None = None
+    rollout_max_prompt_len: Annotated[int | None, Limits(ge=1, le=10_000_000)] = None
     """Longest prompt, in tokens; longer ones are left out of the data; unset means the context's limit."""
 
-    rollout_max_context_len: int | None = None
+    rollout_max_context_len: Annotated[int | None, Limits(ge=2, le=10_000_000)] = None
     """Longest prompt and response together, in tokens; unset means the model's own limit."""
 
-    rollout_temperature: float = 1.0
+    rollout_temperature: Annotated[float, Limits(ge=0.01, le=100, hint=GREEDY)] = 1.0
     """Sampling temperature that divides the logits."""
 
-    rollout_top_p: float = 1.0
+    rollout_top_p: Annotated[float, Limits(gt=0, le=1)] = 1.0
     """Nucleus sampling keeps the likeliest tokens of this total probability; 1 keeps all."""
 
-    rollout_top_k: int = -1
+    rollout_top_k: Annotated[int, Limits(ge=1, le=10_000_000, also=(-1,))] = -1
     """Top-k sampling keeps this many of the likeliest tokens, a count; -1 keeps all."""
 
     rollout_shuffle: bool = False
     """Visit the prompts in a new order every epoch."""
 
-    rollout_seed: int = 42
+    rollout_seed: Annotated[int, Limits(ge=0, le=2**31 - 1)] = 42
     """Seed of sampling and shuffling, an integer; SGLang servers sample by it only where they are started with
     --enable-deterministic-inference."""
 
-    rollout_stop_token_ids: tuple[int, ...] | None = None
+    rollout_stop_token_ids: Annotated[tuple[int, ...] | None, Limits(ge=0, le=2**31 - 1)] = None
     """Token ids that end a response besides the tokenizer's end of sequence."""
 
     rm_type: str | None = None
@@ -112,22 +115,22 @@ class RolloutConfig:
     eval_reward_key: str | None = None
     """Key of the reward of held-out prompts; unset means reward_key."""
 
-    eval_interval: int | None = None
+    eval_interval: Annotated[int | None, Limits(ge=1, le=1_000_000)] = None
     """Rollouts between two evaluations, a count; unset means before and after training only."""
 
     eval_prompt_data: tuple[str, ...] | None = None
     """Held-out prompt files as NAME PATH pairs; a single PATH is named accuracy."""
 
-    n_samples_per_eval_prompt: int = 1
+    n_samples_per_eval_prompt: Annotated[int, Limits(ge=1, le=4_096)] = 1
     """Responses sampled per held-out prompt, a count."""
 
-    eval_temperature: float = 0.0
+    eval_temperature: Annotated[float, Limits(ge=0.01, le=100, also=(0,))] = 0.0
     """Sampling temperature of evaluation; 0 is greedy."""
 
-    eval_top_p: float = 1.0
+    eval_top_p: Annotated[float, Limits(gt=0, le=1)] = 1.0
     """Nucleus probability of evaluation; 1 keeps all tokens."""
 
-    eval_max_response_len: int | None = None
+    eval_max_response_len: Annotated[int | None, Limits(ge=1, le=10_000_000)] = None
     """Longest response in evaluation, in tokens; unset means rollout_max_response_len."""
 
     eval_input_key: str | None = None
@@ -144,8 +147,8 @@ class RolloutConfig:
     """Leave out the evaluation before the first step."""
 
     def __post_init__(self) -> None:
+        check_limits(self)
         _check_choices(self)
-        _check_counts(self)
         _check_sampling(self)
         _check_evaluation(self)
         _check_asynchronous(self)
@@ -153,7 +156,7 @@ class RolloutConfig:
             raise ValueError("--rm-type is unset and so is --custom-rm-path; add one of them to score responses.")
         if self.rm_type is not None and self.custom_rm_path is not None:
             raise ValueError(
-                f"--rm-type is {self.rm_type!r} and --custom-rm-path is {self.custom_rm_path!r}; "
+                f"--rm-type is {quoted(self.rm_type)} and --custom-rm-path is {quoted(self.custom_rm_path)}; "
                 "leave one of the two out."
             )
         _check_reward(self)
@@ -200,79 +203,34 @@ def _check_choices(config: RolloutConfig) -> None:
         value = getattr(config, name)
         if value is not None and value not in known:
             raise ValueError(f"{flag(name)} is {value!r} but must be one of {', '.join(known)}.")
-    if config.rollout_engine == "sglang" and config.rollout_precision != "fp32":
-        raise ValueError(
-            f"--rollout-precision is {config.rollout_precision} but --rollout-engine is sglang, whose servers have a "
-            "precision of their own; leave it out, and start them with --dtype or --quantization."
-        )
-
-
-def _check_counts(config: RolloutConfig) -> None:
-    for name in (
-        "update_weights_interval",
-        "rollout_batch_size",
-        "n_samples_per_prompt",
-        "rollout_max_response_len",
-        "rollout_max_prompt_len",
-        "rollout_max_context_len",
-        "eval_interval",
-        "n_samples_per_eval_prompt",
-        "eval_max_response_len",
-        "over_sampling_batch_size",
-    ):
-        value = getattr(config, name)
-        if value is not None and value < 1:
-            raise ValueError(f"{flag(name)} is {value} but must be 1 or more.")
 
 
 def _check_sampling(config: RolloutConfig) -> None:
-    if config.rollout_temperature <= 0.0:
-        raise ValueError(
-            f"--rollout-temperature is {config.rollout_temperature} but must be above 0; greedy samples of a "
-            "group are all alike and teach nothing."
-        )
-    if config.eval_temperature < 0.0:
-        raise ValueError(f"--eval-temperature is {config.eval_temperature} but must be 0 (greedy) or more.")
     if config.rollout_engine == "sglang" and (config.rollout_top_p, config.rollout_top_k) != (1.0, -1):
         raise ValueError(
             f"--rollout-top-p is {config.rollout_top_p} and --rollout-top-k {config.rollout_top_k}, but an SGLang "
             "server does not say which tokens they left, so that training could not use the same distribution; "
             "leave them out or use --rollout-engine local."
         )
-    for name in ("rollout_top_p", "eval_top_p"):
-        value = getattr(config, name)
-        if not 0.0 < value <= 1.0:
-            raise ValueError(f"{flag(name)} is {value} but must be above 0 and at most 1; 1 keeps all tokens.")
-    if config.rollout_top_k != -1 and config.rollout_top_k < 1:
-        raise ValueError(f"--rollout-top-k is {config.rollout_top_k} but must be 1 or more, or -1 for all tokens.")
 
 
 def _check_evaluation(config: RolloutConfig) -> None:
     parts = config.eval_prompt_data
-    if config.eval_interval is not None and not parts:
-        raise ValueError(
-            f"--eval-interval is {config.eval_interval} but --eval-prompt-data is unset; add --eval-prompt-data FILE."
-        )
     if parts is not None and len(parts) != 1 and len(parts) % 2 == 1:
         raise ValueError(
-            f"--eval-prompt-data is {' '.join(parts)!r}, {len(parts)} values, but needs one PATH or NAME PATH pairs."
+            f"--eval-prompt-data is {quoted(' '.join(parts))}, {len(parts)} values, but needs one PATH or NAME PATH "
+            "pairs."
         )
     names = [name for name, _ in config.eval_prompt_sets]
     if len(set(names)) < len(names):
-        raise ValueError(f"--eval-prompt-data names {', '.join(names)} but each name may stand only once.")
+        raise ValueError(
+            f"--eval-prompt-data names {quoted(', '.join(names))[1:-1]} but each name may stand only once."
+        )
 
 
 def _check_asynchronous(config: RolloutConfig) -> None:
-    for name in ("rollout_lookahead", "max_weight_staleness"):
-        value = getattr(config, name)
-        if value is not None and value < 0:
-            raise ValueError(f"{flag(name)} is {value} but must be 0 or more.")
-    if not config.weight_sync_bound > 0.0:
-        raise ValueError(f"--weight-sync-bound is {config.weight_sync_bound} but must be above 0.")
     size = config.over_sampling_batch_size
     if not config.partial_rollout:
-        if size is not None:
-            raise ValueError(f"--over-sampling-batch-size is {size} but --partial-rollout is unset; add it.")
         return
     if config.rollout_engine != "sglang":
         raise ValueError(

@@ -27,6 +27,7 @@ def load_evaluation_prompts(config: RolloutConfig, tokenizer: PreTrainedTokenize
             metadata_key=config.metadata_key,
             apply_chat_template=config.apply_chat_template,
             max_prompt_len=config.rollout_max_prompt_len,
+            max_context_len=config.rollout_max_context_len,
         )
         for name, path in config.eval_prompt_sets
     }

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from slime_tis.errors import quoted
 from slime_tis.rollout.json_values import json_object
 from slime_tis.rollout.sample import Prompt
 
@@ -39,6 +40,7 @@ class PromptDataset:
             metadata_key=config.metadata_key,
             apply_chat_template=config.apply_chat_template,
             max_prompt_len=config.rollout_max_prompt_len,
+            max_context_len=config.rollout_max_context_len,
         )
         self._digest = _digest(self.prompts)
         self._seed = config.rollout_seed if config.rollout_shuffle else None
@@ -106,6 +108,7 @@ def load_prompts(
     metadata_key: str = "metadata",
     apply_chat_template: bool = False,
     max_prompt_len: int | None = None,
+    max_context_len: int | None = None,
 ) -> list[Prompt]:
     """Reads and tokenizes a prompt file.
 
@@ -121,6 +124,7 @@ def load_prompts(
         their names; where both have a name, the mapping's value counts.
       apply_chat_template: render the prompt with the tokenizer's chat template.
       max_prompt_len: longest prompt, in tokens; longer ones are left out and their number is logged.
+      max_context_len: longest prompt and response together, in tokens.
 
     Raises:
       ValueError: no file, nothing in it, or a row that is not as it should be, with its line number.
@@ -146,7 +150,15 @@ def load_prompts(
         )
         for index, ((place, row), text, ids) in enumerate(zip(rows, texts, token_ids, strict=True))
     ]
-    return _drop_long(prompts, max_prompt_len, path)
+    kept = _drop_long(prompts, max_prompt_len, path)
+    longest = max(len(prompt.token_ids) for prompt in kept)
+    if max_context_len is not None and longest >= max_context_len:
+        raise ValueError(
+            f"--rollout-max-context-len is {max_context_len}, but a prompt of {quoted(str(path))} has {longest} "
+            "tokens, which leaves no room for a response; raise it, or set --rollout-max-prompt-len to leave such "
+            "prompts out."
+        )
+    return kept
 
 
 def _drop_long(prompts: list[Prompt], max_prompt_len: int | None, path: Path) -> list[Prompt]:

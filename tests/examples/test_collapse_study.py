@@ -130,7 +130,16 @@ def study(tmp_path_factory):
     def call(*more: str, flags: tuple[str, ...] = ()) -> int:
         where = ["--results", str(directory / "results.csv"), "--runs", str(directory / "runs")]
         names = ["--scenarios", "both", "--corrections", "token TIS", "standard PPO", "--jobs", "2"]
-        sizes = ["--num-rollout", "2", "--eval-interval", "1", "--eval-prompt-data", str(directory / "train.jsonl")]
+        sizes = [
+            "--num-rollout",
+            "2",
+            "--lr-warmup-iters",
+            "1",
+            "--eval-interval",
+            "1",
+            "--eval-prompt-data",
+            str(directory / "train.jsonl"),
+        ]
         return run.main([*where, *names, *more, "--", *task, "--rm-type", "none", *sizes, *flags])
 
     return directory, call
@@ -165,7 +174,7 @@ def test_runs_end_in_rows_are_resumed_and_fail_by_themselves(study, capsys):
     broken = ("--custom-rm-path", f"{directory / 'broken.py'}:reward")
     assert call("--corrections", "token TIS", flags=broken) == 1
     error = capsys.readouterr().err
-    assert "error: both/token_tis/seed_0 ended with status 1; " in error and "no reward today" in error
+    assert "error: both/token_tis/seed_0 ended with status 2; " in error and "no reward today" in error
     assert read_table(directory / "results.csv") == rows, "what there was stays"
 
 

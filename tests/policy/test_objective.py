@@ -98,6 +98,25 @@ def test_bypass_clips_against_the_rollout_policy() -> None:
     torch.testing.assert_close(grad, torch.tensor([-1 / 6, 0, 0, -0.60653066 / 6, 2 / 4, 0]))
 
 
+@pytest.mark.parametrize("loss", ["ppo", "reinforce"])
+def test_bypass_measures_the_weights_of_the_current_policy_and_does_not_apply_them(loss: str) -> None:
+    # Weights π_θ/π_rollout: 1, e, (masked), e^−0.5 | 1, e^−0.25; the second is above the bound of 2.
+    objective = build(use_rollout_logprobs=True, policy_loss=loss)
+    batch = make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES)
+    _, grad, report = loss_of(objective, batch, CURRENT)
+    found = step_figures(report, objective.correction, objective.policy, custom=False)
+    expected = {
+        "mis_mean_is_weight_before_clip": 1.2207226,
+        "mis_ratio_mean_after_mis": 1.0770663,
+        "mis_weight_max": 2.0,
+        "mis_truncate_fraction": 0.2,
+        "gradient_kept_fraction": 1.0,
+    }
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
+    if loss == "reinforce":
+        torch.testing.assert_close(grad, torch.tensor([-1 / 6, -1 / 6, 0, -1 / 6, 2 / 4, 2 / 4]))
+
+
 def test_reinforce_weights_the_log_prob_by_the_current_ratio() -> None:
     objective = build(use_rollout_logprobs=True, policy_loss="reinforce", use_tis=True, tis_upper_bound=2.0)
     loss, grad, _ = loss_of(objective, make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES), CURRENT)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ipaddress
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 from urllib.parse import SplitResult, urlsplit
 
+from slime_tis.errors import quoted
+from slime_tis.limits import Limits, check_limits
 from slime_tis.rollout.config import flag
 from slime_tis.rollout.sglang.server_flags import OWN, check_server_flag
 
@@ -26,10 +27,10 @@ class SGLangConfig:
     sglang_router_ip: str | None = None
     """Address of an SGLang router that runs already; requests go to it, weights to the servers it names."""
 
-    sglang_router_port: int | None = None
+    sglang_router_port: Annotated[int | None, Limits(ge=1, le=65_535)] = None
     """Port of the router at sglang_router_ip."""
 
-    sglang_launch: int | None = None
+    sglang_launch: Annotated[int | None, Limits(ge=1, le=1_024)] = None
     """Servers to start on this machine, watch and stop at the end, a count."""
 
     sglang_server_args: tuple[str, ...] | None = None
@@ -39,25 +40,25 @@ class SGLangConfig:
     sglang_python: str | None = None
     """Python interpreter of the environment that has sglang; unset means the one of this program."""
 
-    sglang_base_port: int = 30000
+    sglang_base_port: Annotated[int, Limits(ge=1, le=65_535)] = 30000
     """First port that sglang_launch tries; ports in use are passed over."""
 
     sglang_log_dir: str | None = None
     """Directory for the output of launched servers, one file each; unset means the run's output directory."""
 
-    sglang_startup_timeout: float = 600.0
+    sglang_startup_timeout: Annotated[float, Limits(gt=0, le=1_000_000)] = 600.0
     """Longest wait for servers to come up, in seconds."""
 
-    sglang_request_timeout: float = 600.0
+    sglang_request_timeout: Annotated[float, Limits(gt=0, le=1_000_000)] = 600.0
     """Longest wait for the answer to one request, in seconds."""
 
-    sglang_concurrency: int = 64
+    sglang_concurrency: Annotated[int, Limits(ge=1, le=65_536)] = 64
     """Requests in flight per server, a count."""
 
-    sglang_max_retries: int = 5
+    sglang_max_retries: Annotated[int, Limits(ge=0, le=1_000)] = 5
     """Times that one request is tried again after its server failed, a count."""
 
-    sglang_recovery_timeout: float = 120.0
+    sglang_recovery_timeout: Annotated[float, Limits(gt=0, le=1_000_000)] = 120.0
     """Longest wait, with no server left, for one to come back before the run saves and stops, in seconds."""
 
     sglang_weight_sync: Literal["distributed", "disk"] = "distributed"
@@ -72,7 +73,7 @@ class SGLangConfig:
     """Address at which servers reach this program for distributed weights; unset means 127.0.0.1 for servers on this
     machine, and for others the address of this machine that faces them."""
 
-    sglang_bucket_mb: int = 512
+    sglang_bucket_mb: Annotated[int, Limits(ge=1, le=1_000_000)] = 512
     """Weights sent or written at once, in MiB; about this much is held besides the model."""
 
     sglang_api_key_env: str = "SGLANG_API_KEY"
@@ -83,12 +84,12 @@ class SGLangConfig:
     aborts where it was started with one; unset or empty means that the API key does."""
 
     def __post_init__(self) -> None:
+        check_limits(self)
         if self.sglang_weight_sync not in WEIGHT_SYNCS:
             known = ", ".join(WEIGHT_SYNCS)
             raise ValueError(f"--sglang-weight-sync is {self.sglang_weight_sync!r} but must be one of {known}.")
-        _check_numbers(self)
         _check_sources(self)
-        _check_only_with(self)
+        _check_sync_address(self)
         _check_server_args(self.sglang_server_args or ())
         for name in ("sglang_api_key_env", "sglang_admin_api_key_env"):
             _check_key_name(flag(name), getattr(self, name))
@@ -136,14 +137,14 @@ def normalized_url(url: str) -> str:
     """
     parts = _split(url)
     if parts is None or not url.isprintable() or parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"--sglang-url is {_shown(url)!r} but must be http://HOST:PORT or https://HOST:PORT.")
+        raise ValueError(f"--sglang-url is {quoted(_shown(url))} but must be http://HOST:PORT or https://HOST:PORT.")
     if parts.username is not None or parts.password is not None:
         raise ValueError(
             f"--sglang-url for {parts.hostname} holds a user name or password; put a key into the environment "
             "variable that --sglang-api-key-env names."
         )
     if parts.query or parts.fragment:
-        raise ValueError(f"--sglang-url is {_shown(url)!r} but must end with the port or a path.")
+        raise ValueError(f"--sglang-url is {quoted(_shown(url))} but must end with the port or a path.")
     port = "" if parts.port is None else f":{parts.port}"
     return f"{parts.scheme}://{bracketed(parts.hostname)}{port}{parts.path.rstrip('/')}"
 
@@ -185,23 +186,6 @@ def _sources(config: SGLangConfig) -> dict[str, object]:
     return {source: value for source, value in named.items() if value is not None}
 
 
-def _check_numbers(config: SGLangConfig) -> None:
-    for name in ("sglang_launch", "sglang_concurrency", "sglang_bucket_mb"):
-        value = getattr(config, name)
-        if value is not None and value < 1:
-            raise ValueError(f"{flag(name)} is {value} but must be 1 or more.")
-    if config.sglang_max_retries < 0:
-        raise ValueError(f"--sglang-max-retries is {config.sglang_max_retries} but must be 0 or more.")
-    for name in ("sglang_startup_timeout", "sglang_request_timeout", "sglang_recovery_timeout"):
-        value = getattr(config, name)
-        if not 0.0 < value < math.inf:
-            raise ValueError(f"{flag(name)} is {value} but must be a number of seconds above 0.")
-    for name in ("sglang_router_port", "sglang_base_port"):
-        value = getattr(config, name)
-        if value is not None and not 0 < value < 65536:
-            raise ValueError(f"{flag(name)} is {value} but must be a port, 1 to 65535.")
-
-
 def _check_sources(config: SGLangConfig) -> None:
     if config.sglang_url is not None and not config.sglang_url:
         raise ValueError("--sglang-url names no server; give URLs or leave it out.")
@@ -217,23 +201,13 @@ def _check_sources(config: SGLangConfig) -> None:
     if (ip is None) != (port is None):
         raise ValueError(f"--sglang-router-ip is {ip} and --sglang-router-port {port}; give both or neither.")
     if ip is not None and _split(f"http://{bracketed(ip)}") != SplitResult("http", bracketed(ip), "", "", ""):
-        raise ValueError(f"--sglang-router-ip is {_shown(ip)!r} but must be an address or a host name.")
+        raise ValueError(f"--sglang-router-ip is {quoted(_shown(ip))} but must be an address or a host name.")
 
 
-def _check_only_with(config: SGLangConfig) -> None:
-    for name in ("sglang_server_args", "sglang_python", "sglang_log_dir"):
-        if getattr(config, name) is not None and config.sglang_launch is None:
-            raise ValueError(f"{flag(name)} is set but --sglang-launch is not; add --sglang-launch N or leave it out.")
-    for name, sync in (("sglang_weight_dir", "disk"), ("sglang_sync_address", "distributed")):
-        value = getattr(config, name)
-        if value is not None and config.sglang_weight_sync != sync:
-            raise ValueError(
-                f"{flag(name)} is {value!r} but --sglang-weight-sync is {config.sglang_weight_sync}; make it {sync} "
-                f"or leave {flag(name)} out."
-            )
+def _check_sync_address(config: SGLangConfig) -> None:
     if config.sglang_sync_address in ("", "0.0.0.0", "::"):
         raise ValueError(
-            f"--sglang-sync-address is {config.sglang_sync_address!r} but must be an address that servers reach."
+            f"--sglang-sync-address is {quoted(config.sglang_sync_address)} but must be an address that servers reach."
         )
 
 
@@ -248,7 +222,9 @@ def _check_server_args(args: Sequence[str]) -> None:
             if own.startswith(name[2:]) and len(name) > 3:
                 raise ValueError(f"--sglang-server-args has {name}, which the run sets itself; {instead}.")
     if args and not args[0].startswith("-"):
-        raise ValueError(f"--sglang-server-args begins with {args[0]!r} but must begin with a flag, such as --tp-size.")
+        raise ValueError(
+            f"--sglang-server-args begins with {quoted(args[0])} but must begin with a flag, such as --tp-size."
+        )
 
 
 def _check_key_name(name: str, value: str) -> None:
