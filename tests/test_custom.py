@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import importlib
 import os
 import random
 import re
@@ -93,6 +94,22 @@ def test_helpers_of_the_same_name_do_not_mix(tmp_path: Path) -> None:
         file = written(tmp_path / name, "import helper\n\ndef f():\n    return helper.value\n")
         paths.append(f"{file}:f")
     assert [load_function(path)() for path in paths] == ["a", "b"]
+
+
+def test_what_lies_beside_a_file_is_found_when_it_is_called_too_and_by_nobody_else(tmp_path: Path) -> None:
+    written(tmp_path, "value = 7", "late_helper.py")
+    written(tmp_path, "raise RuntimeError('not the standard library')", "wave.py")
+    text = """
+    import importlib
+
+    def f(name):
+        return importlib.import_module(name).value
+    """
+    function = load_function(f"{written(tmp_path, text)}:f")
+    assert importlib.import_module("wave").__file__ != str(tmp_path / "wave.py")
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("late_helper")
+    assert function("late_helper") == 7
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 A file is a module of its own, whatever its name and wherever it lies: it is run once however many functions are taken
 from it, is found in `sys.modules` under a unique name (dataclasses and `typing.get_type_hints` look there), imports
-what lies beside it (`from helper import x`, `from .helper import x`), and leaves `sys.path` as it was.
+what lies beside it (`from helper import x`, `from .helper import x`), and leaves `sys.path` as it is.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import importlib
 import importlib.util
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -86,7 +88,8 @@ def _module_of_file(shown: str, given: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        with _importing(shown, file), _beside(file.parent):
+        _FINDER.add(file.parent)
+        with _importing(shown, file):
             spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
@@ -116,28 +119,48 @@ def _unique_names(file: Path) -> tuple[str, str]:
     return package, f"{package}.{stem}"
 
 
-_siblings: dict[str, Path] = {}
-"""Modules that files were given from their own directory, by name, and where each lies."""
+class _SiblingFinder(MetaPathFinder):
+    """Finds what lies beside a user's file, for import statements of that directory's own code alone."""
 
+    def __init__(self) -> None:
+        self.directories: set[Path] = set()
+        """Those of the files that were loaded."""
+        self.found: dict[str, Path] = {}
+        """Modules that came from one of them, by name."""
 
-@contextmanager
-def _beside(directory: Path) -> Iterator[None]:
-    """Imports look in the directory first; a module of that name from another user's directory is set aside."""
-    for name, place in list(_siblings.items()):
-        if place != directory:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The module's place, where a file of one of the directories imports it."""
+        directory = None if path is not None else self._importer()
+        spec = None if directory is None else PathFinder.find_spec(fullname, [str(directory)])
+        if directory is None or spec is None or spec.origin is None:
+            return None
+        self.found[fullname] = directory
+        return spec
+
+    def add(self, directory: Path) -> None:
+        """Serves a directory from now on; modules from others leave their names to those of this one."""
+        self.directories.add(directory)
+        if self not in sys.meta_path:
+            sys.meta_path.insert(0, self)
+        for name in [name for name, place in self.found.items() if place != directory]:
             sys.modules.pop(name, None)
-            del _siblings[name]
-    before = set(sys.modules)
-    sys.path.insert(0, str(directory))
-    importlib.invalidate_caches()
-    try:
-        yield
-    finally:
-        sys.path.remove(str(directory))
-        for name in set(sys.modules) - before:
-            origin = getattr(sys.modules[name], "__file__", None)
-            if origin is not None and Path(origin).parent == directory and "." not in name:
-                _siblings[name] = directory
+            del self.found[name]
+        importlib.invalidate_caches()
+
+    def _importer(self) -> Path | None:
+        """The directory of the code whose import statement is being carried out, if it is one of ours."""
+        frame = sys._getframe(2)
+        while frame.f_back is not None and frame.f_code.co_filename.startswith(
+            ("<frozen importlib", importlib.__file__)
+        ):
+            frame = frame.f_back
+        place = Path(frame.f_code.co_filename).parent
+        return place if place in self.directories else None
+
+
+_FINDER = _SiblingFinder()
 
 
 def _module_of_name(shown: str, name: str) -> ModuleType:

@@ -13,10 +13,26 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from slime_tis.correction import response_slices
-from slime_tis.integrations.slime import context_parallel
+from slime_tis.integrations.slime import ContextParallel, context_parallel
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """Sum over the context-parallel group, of values and of gradients."""
+
+    @staticmethod
+    def forward(context: Any, tensor: Tensor, place: ContextParallel) -> Tensor:
+        context.place = place
+        assert place.reduce_sum is not None
+        return place.reduce_sum(tensor)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return context.place.reduce_sum(gradients[0]), None
+
 
 Values = TypeVar("Values", Tensor, list[float])
 
@@ -25,7 +41,7 @@ def all_gather_with_cp(tensor: Tensor, total_length: int, response_length: int) 
     """The whole response from the slices of all context-parallel ranks, the same on each.
 
     Every rank puts its tokens at their places among zeros, and a sum over the group joins them. The gradient of a
-    token is the sum of its gradients on all ranks, as of `torch.distributed.nn.all_reduce`.
+    token is the sum of its gradients on all ranks.
 
     Args:
         tensor: [L, …], this rank's tokens of the response.
@@ -38,9 +54,8 @@ def all_gather_with_cp(tensor: Tensor, total_length: int, response_length: int) 
     place = context_parallel({})
     if place.size == 1:
         return tensor
-    from torch.distributed.nn.functional import all_reduce
-
-    return all_reduce(place.slices([total_length], [response_length], None).spread(tensor), group=place.group)
+    spread: Tensor = place.slices([total_length], [response_length], None).spread(tensor)
+    return _SumOverRanks.apply(spread, place)
 
 
 def slice_log_prob_with_cp(log_prob: Values, total_length: int, response_length: int) -> Values:
