@@ -29,6 +29,8 @@ must not widen the bounds it is rejected by: a token of +20 nats would raise the
 LOG_PROB_TOLERANCE = 5e-5
 """Mean log-ratio, in nats per token, that is never a reason to reject: float32 log-probs of large vocabularies differ
 by 1e-5 to 2e-5 with one sign, which over thousands of otherwise equal tokens is many deviations of nothing."""
+LARGEST_Z_SCORE = 1e12
+"""Given ones are cut to this, which rejects nothing either, so that sums of them stay finite."""
 SMALLEST_K3 = 1e-12
 """Divisor where two engines agree exactly; their deviations are 0 by the tolerance above."""
 TIE = 1e-5
@@ -93,7 +95,7 @@ def adaptive_bounds(
     k3 = total / tokens.clamp_min(1)
     median_length = order_statistic(_where_positive(n, n), (present - 1).div(2).floor(), reductions)
     if config.rs_z_score is not None:
-        z_score = torch.full_like(k3, config.rs_z_score)
+        z_score = torch.full_like(k3, min(config.rs_z_score, LARGEST_Z_SCORE))
     else:
         assert config.rs_target_fraction is not None
         rejected = (config.rs_target_fraction * present + 1e-9).floor()  # 0.29 · 100 is 28.999999999999996

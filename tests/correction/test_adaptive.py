@@ -151,6 +151,15 @@ def test_micro_batches_take_the_bounds_of_all(options: dict[str, float]) -> None
         adaptive_bounds(reject(), [alone[0].per_sequence])
 
 
+@pytest.mark.parametrize("level", ["geometric", "sequence"])
+@pytest.mark.parametrize("z_score", [5e-324, 1e308])
+def test_absurd_z_scores_stay_finite(level: str, z_score: float) -> None:
+    config = reject(level, rs_z_score=z_score)
+    found = of_log_ratios(config, [[], *BY_HAND, [9e5] * 3])
+    assert kept(found)[1:] == [z_score > 1] * 5
+    assert all(math.isfinite(value) for value in figures(config, found.statistics).values())
+
+
 def test_padded_and_packed_batches() -> None:
     config = reject(rs_z_score=2.0)
     padded = torch.tensor(BY_HAND, dtype=torch.float64)

@@ -25,7 +25,10 @@ def assert_agrees(config: RolloutCorrectionConfig, batch: tuple[list, list, list
     assert [mask.tolist() for mask in found.mask] == twin.mask
     assert found.kept_per_sequence.tolist() == [sum(mask) for mask in twin.mask]
     assert found.valid_per_sequence.tolist() == [sum(mask) for mask in batch[2]]
-    assert figures(config, found.statistics) == pytest.approx(twin.figures, rel=1e-6, abs=1e-7)
+    values = figures(config, found.statistics)
+    for name in [name for name in twin.figures if name.endswith("weight_std")]:  # of float32 weights: rounding remains
+        assert values.pop(name) == pytest.approx(twin.figures.pop(name), rel=1e-6, abs=1e-6)
+    assert values == pytest.approx(twin.figures, rel=1e-6, abs=1e-7)
 
 
 @settings(max_examples=400, deadline=None)
