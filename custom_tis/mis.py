@@ -205,7 +205,7 @@ def _log_ratio(
 
 
 def _mismatch_metrics(table: dict[str, Tensor], log_ratio: Tensor, spread: Spread) -> dict[str, Tensor]:
-    n = table["valid"].clamp_min(1)
+    n = (table["original"] - table["nonfinite"]).clamp_min(1)  # a neutral token has no log-prob of its own
     training, difference = -table["train"] / n, -table["log_ratio"] / n
     rollout = training - difference
     return {
@@ -214,7 +214,7 @@ def _mismatch_metrics(table: dict[str, Tensor], log_ratio: Tensor, spread: Sprea
         "rollout_log_ppl": spread(rollout),
         "rollout_ppl": spread(_exp(rollout)),
         "kl": -log_ratio,
-        "k3_kl": _exp(log_ratio) - log_ratio - 1,
+        "k3_kl": (log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).expm1() - log_ratio).clamp_min(0),
         "log_ppl_diff": spread(difference),
         "log_ppl_abs_diff": spread(difference.abs()),
         "ppl_ratio": spread(_exp(difference)),

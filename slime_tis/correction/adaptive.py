@@ -33,6 +33,8 @@ LARGEST_Z_SCORE = 1e12
 """Given ones are cut to this, which rejects nothing either, so that sums of them stay finite."""
 SMALLEST_K3 = 1e-12
 """Divisor where two engines agree exactly; their deviations are 0 by the tolerance above."""
+LARGEST_Z_SCORE = 1e18
+"""No sequence comes near, with 1e6 nats per token and a k3 of 1e-12 neither; a larger bound would overflow sums."""
 TIE = 1e-5
 """Scores this close, relatively, are equal: a sum is rounded differently where micro-batches are cut differently."""
 

@@ -1,10 +1,11 @@
 """Options of the rollout correction: one frozen dataclass, validated when it is made."""
 
 import math
+import sys
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
-from slime_tis.correction.criteria import LEVEL_AGGREGATION, TOKEN_AGGREGATIONS, Criterion, parse_criteria
+from slime_tis.correction.criteria import LEVEL_AGGREGATION, TOKEN_AGGREGATIONS, Criterion, parse_criteria, shown
 from slime_tis.correction.presets import PRESETS, preset_values
 
 Level = Literal["token", "sequence", "geometric", "prefix", "segment"]
@@ -99,7 +100,12 @@ class RolloutCorrectionConfig:
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
-                raise ValueError(f"{_flag(name)} is {getattr(self, name)!r}; choose one of {', '.join(allowed)}.")
+                value = shown(getattr(self, name))
+                raise ValueError(f"{_flag(name)} is {value}; choose one of {', '.join(allowed)}.")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type is bool and not isinstance(value, bool):
+                raise ValueError(f"{_flag(field.name)} is {shown(value)}; give True or False.")
 
     def _check_numbers(self) -> None:
         for field in fields(self):
@@ -108,12 +114,12 @@ class RolloutCorrectionConfig:
             if field.name == "rollout_rs_threshold":
                 continue
             value = getattr(self, field.name)
-            if value is None:
+            if value is None and field.default is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int | float):
-                raise ValueError(f"{_flag(field.name)} is {value!r}; give a number.")
-            if not (0 < value < math.inf):
-                raise ValueError(f"{_flag(field.name)} is {value}; give a finite number above 0.")
+                raise ValueError(f"{_flag(field.name)} is {shown(value)}; give a number.")
+            if not 0 < value <= sys.float_info.max:
+                raise ValueError(f"{_flag(field.name)} is {shown(value)}; give a finite number above 0.")
 
     def _check_combinations(self) -> None:
         lower, upper = self.is_bounds

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from slime_tis.correction.config import RolloutCorrectionConfig
-from slime_tis.correction.layout import LogProbs
+from slime_tis.correction.inputs import LogProbs, check_tensor, checked_lengths
 
 WHOLE_SEQUENCE_LEVELS = ("prefix", "segment")
 """Levels at which a token's weight depends on tokens of other slices in more than their sum."""
@@ -156,17 +156,22 @@ def _packed(
     """The tokens [L] in float32 or float64, NaN for a sample that has none."""
     expected = slices.local_lengths
     if isinstance(values, Tensor):
-        if values.dim() != 1 or lengths is None or sum(lengths) != len(values):
+        if lengths is None:
             raise ValueError(
-                f"{name} has shape {tuple(values.shape)} and lengths is {lengths}; where slices are joined pass lists, "
+                f"{name} has shape {tuple(values.shape)} and lengths is None; where slices are joined pass lists, "
                 f"or packed [L] tensors with lengths that sum to L."
             )
-        values = values.split(list(lengths))
+        check_tensor(name, values, device)
+        values = values.split(checked_lengths(lengths, tuple(values.shape)))
+    if isinstance(values, str) or not isinstance(values, Sequence):
+        raise ValueError(f"{name} is {type(values).__name__}; pass a tensor, or a list of tensors.")
     if len(values) != len(expected):
         raise ValueError(f"{name} has {len(values)} sequences but slices has {len(expected)}; pass one of each.")
-    tokens = []
+    tokens: list[Tensor] = []
     for i, (value, size) in enumerate(zip(values, expected, strict=True)):
-        tokens.append(torch.full((size,), torch.nan, device=device) if value is None else value)
+        if value is None and name == "rollout_log_probs":
+            value = torch.full((size,), torch.nan, device=device)
+        tokens.append(check_tensor(f"{name}[{i}]", value, device, dimensions=1))
         if len(tokens[i]) != size:
             raise ValueError(
                 f"sequence {i}: {name} has {len(tokens[i])} tokens but slices has {size} on this rank; "
@@ -176,8 +181,8 @@ def _packed(
 
 
 def _device(values: LogProbs) -> torch.device:
-    first = values if isinstance(values, Tensor) else next(iter(values), None)
-    return torch.device("cpu") if first is None else first.device
+    first = values[0] if isinstance(values, Sequence) and len(values) else values
+    return first.device if isinstance(first, Tensor) else torch.device("cpu")
 
 
 def _share(index: int, chunk: int, prompt_length: int, total_length: int) -> slice:

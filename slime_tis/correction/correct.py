@@ -11,7 +11,8 @@ from slime_tis.correction.adaptive import AdaptiveBounds
 from slime_tis.correction.adaptive import adaptive_bounds as bounds_of_tables
 from slime_tis.correction.config import Normalizer, RolloutCorrectionConfig
 from slime_tis.correction.context_parallel import ResponseSlices, join_slices, whole_sequence_levels
-from slime_tis.correction.layout import LogProbs, as_layout
+from slime_tis.correction.inputs import LogProbs
+from slime_tis.correction.layout import as_layout
 from slime_tis.correction.metrics import mean_weight, usable_mean
 from slime_tis.correction.sequence_pass import SequencePass, sequence_pass
 from slime_tis.correction.statistics import MAXIMA, MINIMA, Reduction, Statistics, sum_names
@@ -177,9 +178,12 @@ def correct(
         Weights, mask, statistics, and tokens per sequence. Nothing synchronises with the host.
 
     Raises:
+        TypeError: if the configuration is of another class, verl's for example.
         ValueError: if the layouts disagree, naming the sequence and both lengths; if a token is not finite
             under the "raise" policy; if a level needs whole sequences and there are slices without their places.
     """
+    if not isinstance(config, RolloutCorrectionConfig):
+        raise TypeError(f"config is {type(config).__name__}; pass a slime_tis.RolloutCorrectionConfig.")
     if reduce_sequences is not None and whole_sequence_levels(config):
         where = _places(config, slices)
         whole = join_slices(train_log_probs, rollout_log_probs, loss_mask, lengths, where, reduce_sequences)

@@ -61,6 +61,12 @@ def parse_criteria(names: str | None, thresholds: str | float | None) -> tuple[C
     Raises:
         ValueError: if a name is unknown, a threshold is missing or not a positive number, or counts differ.
     """
+    if names is not None and not isinstance(names, str):
+        raise ValueError(f"--rollout-rs is {shown(names)}; give names separated by commas: token_k1,seq_max_k3.")
+    if isinstance(thresholds, bool) or not isinstance(thresholds, str | int | float | None):
+        raise ValueError(f"--rollout-rs-threshold is {shown(thresholds)}; write 0.5_2.0 or 0.01.")
+    if isinstance(thresholds, int) and thresholds.bit_length() > 1024:
+        raise ValueError("--rollout-rs-threshold is beyond any ratio; give finite numbers above 0.")
     if not names:
         return ()
     options = list(dict.fromkeys(part.strip() for part in names.split(",") if part.strip()))
@@ -109,3 +115,10 @@ def _criterion(option: str, spec: str) -> Criterion:
     upper = numbers[-1]
     lower = None if divergence != "k1" else (numbers[0] if len(numbers) == 2 else 1.0 / upper)
     return Criterion(name=option, aggregation=aggregation, divergence=divergence, lower=lower, upper=upper)
+
+
+def shown(value: object) -> str:
+    """A value as a message quotes it; Python refuses to write integers of more than 4300 digits."""
+    if isinstance(value, int) and value.bit_length() > 1024:
+        return f"a whole number of {value.bit_length()} bits"
+    return repr(value)[:80]

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from slime_tis.correction.blocks import Chunk, Rows, row_width
+from slime_tis.correction.inputs import LogProbs, checked_lengths, checked_lists, checked_tensors
 
 CPU_CHUNK_TOKENS = 1 << 18
 """Tokens of a chunk on a CPU: a dozen float32 temporaries of this size live in its caches."""
 GPU_CHUNK_TOKENS = 1 << 24
 """Tokens of a chunk elsewhere, where the number of launched kernels is what costs."""
-
-LogProbs = Tensor | Sequence[Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -121,60 +120,19 @@ def as_layout(
         ValueError: if the three inputs are not of one layout, number of sequences and lengths.
     """
     if not isinstance(train_log_probs, Tensor):
-        listed = Listed(*_checked_lists(train_log_probs, rollout_log_probs, loss_mask))
+        if lengths is not None:
+            raise ValueError(
+                "lengths are given but the log-probs are a list; pass lengths with packed [N] tensors only."
+            )
+        listed = Listed(*checked_lists(train_log_probs, rollout_log_probs, loss_mask))
         return Layout(listed, [x.numel() for x in listed.train], None)
-    if not isinstance(rollout_log_probs, Tensor) or not isinstance(loss_mask, Tensor):
-        raise ValueError(
-            f"train_log_probs is a tensor but rollout_log_probs is {type(rollout_log_probs).__name__} and "
-            f"loss_mask is {type(loss_mask).__name__}; pass three tensors of one shape, or three lists."
-        )
-    shapes = [tuple(x.shape) for x in (train_log_probs, rollout_log_probs, loss_mask)]
-    if len(set(shapes)) > 1:
-        raise ValueError(
-            f"train_log_probs has shape {shapes[0]}, rollout_log_probs {shapes[1]}, loss_mask {shapes[2]}; "
-            f"pass three tensors of one shape."
-        )
-    shape = shapes[0]
+    tensors = checked_tensors(train_log_probs, rollout_log_probs, loss_mask)
+    shape = tuple(train_log_probs.shape)
     if lengths is None:
         if len(shape) != 2:
             raise ValueError(f"the log-probs have shape {shape}; pass [B, T], or [N] with lengths.")
-        packed = Packed(train_log_probs.reshape(-1), rollout_log_probs.reshape(-1), loss_mask.reshape(-1))
-        return Layout(packed, [shape[1]] * shape[0], shape)
-    if len(shape) != 1 or any(length < 0 for length in lengths) or sum(lengths) != shape[0]:
-        raise ValueError(
-            f"lengths sum to {sum(lengths)} but the tensors have shape {shape}; "
-            f"pass packed [N] tensors with lengths that sum to N."
-        )
-    return Layout(Packed(train_log_probs, rollout_log_probs, loss_mask), list(lengths), shape)
-
-
-def _checked_lists(
-    train: Sequence[Tensor | None], rollout: LogProbs, mask: LogProbs
-) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """The three lists, None in the rollout list replaced by NaN."""
-    if isinstance(rollout, Tensor) or isinstance(mask, Tensor):
-        raise ValueError("train_log_probs is a list; pass rollout_log_probs and loss_mask as lists too.")
-    if not len(train) == len(rollout) == len(mask):
-        raise ValueError(
-            f"train_log_probs has {len(train)} sequences, rollout_log_probs {len(rollout)}, "
-            f"loss_mask {len(mask)}; pass one of each per sequence."
-        )
-    sizes = [x.numel() for x in train]  # type: ignore[union-attr]
-    missing = [i for i, x in enumerate(rollout) if x is None]
-    if missing:
-        absent = [sizes[i] for i in missing]
-        nan = torch.full((sum(absent),), torch.nan, device=train[0].device).split(absent)  # type: ignore[union-attr]
-        filled = dict(zip(missing, nan, strict=True))
-        rollout = [filled[i] if x is None else x for i, x in enumerate(rollout)]
-    rollout_sizes = [x.numel() for x in rollout]  # type: ignore[union-attr]
-    mask_sizes = [x.numel() for x in mask]  # type: ignore[union-attr]
-    if not sizes == rollout_sizes == mask_sizes:
-        i = next(i for i, three in enumerate(zip(sizes, rollout_sizes, mask_sizes, strict=True)) if len(set(three)) > 1)
-        raise ValueError(
-            f"sequence {i}: train_log_probs has {sizes[i]} tokens, rollout_log_probs {rollout_sizes[i]}, "
-            f"loss_mask {mask_sizes[i]}; pass tensors of one length per sequence."
-        )
-    return list(train), list(rollout), list(mask)  # type: ignore[arg-type]
+        return Layout(Packed(*(x.reshape(-1) for x in tensors)), [shape[1]] * shape[0], shape)
+    return Layout(Packed(*tensors), checked_lengths(lengths, shape), shape)
 
 
 def _indicator(mask: Tensor, working: torch.dtype) -> Tensor:

@@ -105,7 +105,7 @@ def compute_rollout_correction_and_rejection_mask(
             log_ratio, response_mask, rollout_is, rollout_is_threshold, rollout_is_batch_normalize
         )
         metrics |= found
-    mask = response_mask.clone()
+    mask = response_mask.detach().clone()
     if rollout_rs is not None or rollout_token_veto_threshold is not None:
         options = rejection_options(rollout_rs, rollout_rs_threshold, rollout_rs_threshold_lower)
         config = Config(**options, rs_veto_threshold=rollout_token_veto_threshold)
@@ -123,7 +123,9 @@ def compute_rollout_correction_weights(
     rollout_is_batch_normalize: bool = False,
 ) -> tuple[Tensor, dict[str, float]]:
     """Bounded weights [B, T], 0 at padding, and their metrics without prefix."""
-    config = Config(**weight_options(rollout_is, rollout_is_threshold), tis_batch_normalize=rollout_is_batch_normalize)
+    config = Config(
+        **weight_options(rollout_is, rollout_is_threshold), tis_batch_normalize=bool(rollout_is_batch_normalize)
+    )
     reduce = _sum_over_ranks() if rollout_is_batch_normalize else None
     found = correct(config, log_ratio, torch.zeros_like(log_ratio), response_mask, reduce_batch=reduce)
     metrics = verl_metrics.weight_metrics(config, log_ratio, response_mask)
@@ -144,9 +146,9 @@ def compute_rollout_rejection_mask(
     """The mask without what the criteria reject, and their metrics without prefix."""
     if not isinstance(rollout_rs, str) or not rollout_rs:
         raise ValueError("rollout_rs must be a non-empty string (comma separated for multiple options).")
-    if log_ratio.shape[0] == 0:
-        return response_mask, {}
     config = Config(**rejection_options(rollout_rs, rollout_rs_threshold, None))
+    if log_ratio.shape[0] == 0:
+        return response_mask.detach(), {}
     return _reject(config, log_ratio, response_mask, verl_compat)
 
 

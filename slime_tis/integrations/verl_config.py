@@ -60,9 +60,9 @@ class RolloutCorrectionConfig:
         options |= rejection_options(self.rollout_rs, self.rollout_rs_threshold, self.rollout_rs_threshold_lower)
         return Config(
             **options,
-            tis_batch_normalize=self.rollout_is_batch_normalize and applies_weights,
+            tis_batch_normalize=bool(self.rollout_is_batch_normalize) and applies_weights,
             rs_veto_threshold=self.rollout_token_veto_threshold,
-            use_rollout_logprobs=self.bypass_mode,
+            use_rollout_logprobs=bool(self.bypass_mode),
             policy_loss="reinforce" if self.loss_type == "reinforce" else "ppo",
             get_mismatch_metrics=True,
         )

@@ -149,7 +149,10 @@ def test_one_token() -> None:
         ),
         ((torch.zeros(2, 3), torch.zeros(2, 4), torch.ones(2, 3)), r"\(2, 3\), rollout_log_probs \(2, 4\)"),
         ((torch.zeros(2, 3), [torch.zeros(3)], torch.ones(2, 3)), "pass three tensors of one shape"),
-        (([torch.zeros(3)], torch.zeros(1, 3), [torch.ones(3)]), "pass rollout_log_probs and loss_mask as lists"),
+        (
+            ([torch.zeros(3)], torch.zeros(1, 3), [torch.ones(3)]),
+            "rollout_log_probs is Tensor, loss_mask is list; pass three tensors of one shape, or three lists",
+        ),
         ((torch.zeros(3), torch.zeros(3), torch.ones(3)), r"pass \[B, T\], or \[N\] with lengths"),
     ],
 )
