@@ -40,6 +40,7 @@ from slime_tis.options import Given, Source, declare_options
 from slime_tis.output_paths import check_outputs, check_resumption
 from slime_tis.policy.config import PolicyConfig
 from slime_tis.reporting.config import ReportingConfig
+from slime_tis.reporting.health import corrects_staleness
 from slime_tis.rollout.config import RolloutConfig
 from slime_tis.rollout.sglang.config import SGLangConfig
 from slime_tis.rollout.sglang.server_flags import split_server_flags
@@ -182,7 +183,8 @@ GROUPS = {
         "use_dynamic_batch_size max_tokens_per_gpu log_probs_chunk_size seed"
     ),
     "optimizer": (
-        "lr min_lr lr_warmup_iters lr_decay_style lr_decay_iters weight_decay adam_beta1 adam_beta2 adam_eps clip_grad"
+        "lr min_lr lr_warmup_iters lr_decay_style lr_decay_iters weight_decay adam_beta1 adam_beta2 adam_eps clip_grad "
+        "nonfinite_gradient"
     ),
     "policy loss": (
         "advantage_estimator disable_grpo_std_normalization normalize_advantages reject_before_advantage policy_loss "
@@ -558,7 +560,23 @@ def _warnings(arguments: Arguments) -> list[str]:
             f"--get-mismatch-metrics measures alone only where nothing corrects, but {' and '.join(map(flag, acting))} "
             "act on the loss; leave them out to measure alone."
         )
-    return sentences
+    return [*sentences, *_about_staleness(arguments)]
+
+
+def _about_staleness(arguments: Arguments) -> list[str]:
+    """A warning where samples come from older weights than those being trained, and nothing corrects that."""
+    rollout = arguments.rollout
+    lags = {
+        "--rollout-lookahead": rollout.rollout_lookahead,
+        "--update-weights-interval": rollout.update_weights_interval,
+    }
+    stale = [f"{name} is {value}" for name, value in lags.items() if value > (name == "--update-weights-interval")]
+    if not stale or corrects_staleness(arguments.correction):
+        return []
+    return [
+        f"{' and '.join(stale)}, so samples come from older weights than those being trained, and nothing corrects "
+        "that; add --use-tis, or --use-rollout-logprobs, whose ratios are to the policy that sampled."
+    ]
 
 
 def _rejects_any_precision(criterion: Criterion) -> bool:

@@ -30,6 +30,7 @@ from typing import Any
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until main() runs: no traceback through the imports below
 
+from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
 from arguments import Arguments, describe, effective_config, options_in_force, parse_args
@@ -43,6 +44,7 @@ from slime_tis.megatron.export import save_hf
 from slime_tis.megatron.parallel import Parallel, connect_store, initialize, lost_contact, shut_down
 from slime_tis.megatron.sync_check import log_prob_gap
 from slime_tis.output_paths import held_outputs
+from slime_tis.reporting.health import Health
 from slime_tis.reporting.progress import shown_progress
 from slime_tis.reporting.reporters import open_reporters
 from slime_tis.reporting.run_directory import check_metrics
@@ -65,6 +67,7 @@ from slime_tis.rollout.prompts import PromptDataset
 from slime_tis.rollout.rewards import build_reward, check_prompts, score
 from slime_tis.rollout.sample import Prompt, Sample
 from slime_tis.rollout.staleness import leave_out_stale
+from slime_tis.storage.checkpoints import checkpoints
 from slime_tis.storage.directories import same_path
 from slime_tis.storage.resumption import (
     TrainerState,
@@ -223,6 +226,9 @@ class Trainer:
         self.first_accuracy = self.last_accuracy = float("nan")
         self.evaluation_due = False
         self.saved_step: int | None = None
+        self.health = Health(arguments.correction)
+        self.rows: list[dict[str, float]] = []
+        """Metrics of the steps of a rollout that have been made and not been reported."""
         self._resume()
         self.position = self._position()
         self.reporters = open_reporters(
@@ -245,6 +251,7 @@ class Trainer:
             self._loop_or_save()
         except BaseException:
             with suppress(OSError):  # the disk may be what failed
+                self._log_rows(self.rows, self.step or self.rollout_id)
                 self._close()
             raise
         self._close()
@@ -254,7 +261,13 @@ class Trainer:
             self._loop()
         except Interrupted as error:
             raise RunStopped(f"stopped by {error.name}. {self._save_before_stopping()}", error.status) from error
-        except (EngineLost, NonFiniteGradient) as error:
+        except NonFiniteGradient as error:
+            self._log_rows(error.rows, self.step + 1)
+            if self.step > self.position.step:  # its earlier steps are made; what is left of the rollout is dropped
+                self.rollout_id += 1
+                self.position = self._position()
+            raise RunStopped(f"error: {error} {self._save_before_stopping()}", 1) from error
+        except EngineLost as error:
             raise RunStopped(f"error: {message_of(error)} {self._save_before_stopping()}", 1) from error
 
     def _close(self) -> None:
@@ -277,6 +290,7 @@ class Trainer:
                 )
                 self._safe_point()
                 rows = [{}] if self.arguments.loop.debug_rollout_only else self.learner.train(groups)
+            self.rows = rows
             self.rollout_id += 1
             self.position = self._position()
             if self.rollout_id % self.arguments.rollout.update_weights_interval == 0:
@@ -284,9 +298,17 @@ class Trainer:
             rows[-1] |= {**sampled, **self._evaluate_when_due()}
             self._save_when_due()
             rows[-1] |= self._times()
-            for step, row in enumerate(rows, start=self.step - len(rows) + 1):
-                self.reporters.log(row, step if self.step else self.rollout_id)
+            self._log_rows(rows, self.step or self.rollout_id)
+            self.rows = []
         self._finish()
+
+    def _log_rows(self, rows: list[dict[str, float]], last: int) -> None:
+        """Reports the steps of a rollout, the last of which has number `last`."""
+        for step, row in enumerate(rows, start=last - len(rows) + 1):
+            health = self.health.read(row)
+            self.reporters.log(row | health.metrics, step)
+            for message in health.messages if self.parallel.is_main else ():
+                tqdm.write(f"warning: step {step}: {message}", file=sys.stderr)
 
     def _position(self) -> Position:
         return Position(
@@ -451,6 +473,8 @@ class Trainer:
             return "The run stops before its first rollout was trained on; there is nothing to save."
         if save is None:
             return f"The run stops after step {self.step}, unsaved: --save is unset."
+        if not self.engine.weights_are_finite():
+            return f"Nothing was saved, as the weights are not finite. {self._newest()}"
         if self.saved_step != self.step:
             self._save()
         return f"The run stops after step {self.step}, saved under {save}; the same command with --load {save} resumes."
@@ -460,6 +484,7 @@ class Trainer:
         config = self.arguments.megatron
         if config.save is None:
             return
+        self._check_weights()
         state = TrainerState(
             run=self.run_id,
             step=self.step,
@@ -503,6 +528,19 @@ class Trainer:
             )
         return found.checkpoint, state
 
+    def _check_weights(self) -> None:
+        """Refuses to write weights that are not finite, over good ones perhaps."""
+        if not self.engine.weights_are_finite():
+            raise checkpoint.CheckpointError(
+                f"the weights are not finite after step {self.step} and were not saved: the step was too long; lower "
+                f"--lr or --weight-decay. {self._newest()}"
+            )
+
+    def _newest(self) -> str:
+        save = self.arguments.megatron.save
+        earlier = [] if save is None else checkpoints(save)
+        return f"The newest checkpoint is {earlier[0]}." if earlier else "There is no earlier checkpoint."
+
     def _resume(self) -> None:
         """Goes on from the checkpoint that was found, if one was."""
         if self.resumed is None:
@@ -536,6 +574,7 @@ class Trainer:
             self._safe_point()  # what follows a resumed run does
         directory = self.arguments.megatron.save_hf
         if directory is not None and not self.arguments.loop.debug_rollout_only:
+            self._check_weights()
             written = save_hf(directory, self.engine)
             if written is not None and written != Path(directory).resolve():
                 print(f"warning: {directory} holds other files by now; the policy is at {written}", file=sys.stderr)

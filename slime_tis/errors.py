@@ -20,7 +20,14 @@ class CustomFunctionError(ValueError):
 
 
 class NonFiniteGradient(RuntimeError):
-    """The gradient of a step is NaN or infinite; the weights are those of the step before."""
+    """The gradient of a step is NaN or infinite; the weights are those of the step before.
+
+    `rows` are the metrics of the rollout's steps, those of the failed one last.
+    """
+
+    def __init__(self, message: str, rows: list[dict[str, float]]) -> None:
+        super().__init__(message)
+        self.rows = rows
 
 
 class OtherRankFailed(RuntimeError):

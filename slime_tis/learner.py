@@ -24,6 +24,7 @@ from slime_tis.correction import (
     response_slices,
 )
 from slime_tis.custom import check_metric_names
+from slime_tis.errors import NonFiniteGradient
 from slime_tis.megatron.batch import TrainingBatch, make_batch, tensors
 from slime_tis.megatron.engine import StepResult, TrainingEngine
 from slime_tis.megatron.parallel import Parallel
@@ -75,7 +76,16 @@ class Learner:
         for number, step in enumerate(steps):
             mine = per_sample[number * size : (number + 1) * size][self.parallel.data_rank :: self.parallel.data_size]
             rows.append(self._train_step(step.with_advantages(mine)))
+            if rows[-1]["train/nonfinite_gradient_steps"]:
+                self._check_may_skip(rows)
+            self.step += 1
         return rows
+
+    def _check_may_skip(self, rows: list[dict[str, float]]) -> None:
+        """Refuses to go on after a step that was not made, unless such steps are to be left out; a collective."""
+        finite = self.engine.weights_are_finite()
+        if not finite or self.engine.config.nonfinite_gradient == "stop":
+            raise NonFiniteGradient(nonfinite_message(self.step + 1, rows[-1], weights_are_finite=finite), rows)
 
     def _prepare(self, samples: list[Sample]) -> Step:
         """This rank's share of one step's samples, with old and reference log-probs, and its micro-batches."""
@@ -124,7 +134,6 @@ class Learner:
     def _train_step(self, step: Step) -> dict[str, float]:
         objective = self._objective(step.batch, step.partition)
         result = self.engine.train_step(step.batch, step.partition, objective)
-        self.step += 1
         with self.engine.timer("metrics"):
             return self._step_metrics(result)
 
@@ -195,6 +204,7 @@ class Learner:
             "loss_units": float(result.units),
             "old_log_prob_forwards": float(self._old_log_prob_forwards),
             "skipped_steps": float(result.units == 0),
+            "nonfinite_gradient_steps": float(not result.is_finite),
         }
         self._old_log_prob_forwards = 0
         return {f"train/{name}": value for name, value in figures.items()}
@@ -234,6 +244,27 @@ def advantages_of(groups: Sequence[Sequence[Sample]], kept: Sequence[bool] | Non
     valid = grouped([float(sum(sample.loss_mask)) for sample in samples])
     found = advantages(rewards, valid, policy, None if kept is None else grouped(kept) > 0)
     return found.flatten().tolist()
+
+
+def nonfinite_message(step: int, metrics: dict[str, float], *, weights_are_finite: bool) -> str:
+    """What to say of a step whose gradient or loss is not finite: which, how it shows, and where to look."""
+    shown = ", ".join(
+        f"{name} {metrics[f'train/{name}']:.3g}" for name in ("loss", "grad_norm", "lr") if f"train/{name}" in metrics
+    )
+    missing = metrics.get("train/nonfinite_token_fraction", 0.0)
+    if not weights_are_finite:
+        cause = (
+            "The weights themselves are not finite: those of --hf-checkpoint are not, or an earlier step was too long; "
+            "lower --lr or --weight-decay."
+        )
+    else:
+        cause = (
+            "Usual causes: --lr too large, rewards, --kl-loss-coef or --entropy-coef out of scale, --clip-grad off, or "
+            "a custom function; --nonfinite-gradient skip leaves such steps out."
+        )
+        if missing:
+            cause = f"{missing:.1%} of the tokens have a log-prob that is not finite (--nonfinite-policy). {cause}"
+    return f"the gradient of step {step} is not finite, and the step was not made ({shown}). {cause}"
 
 
 def training_batch(samples: list[Sample], parallel: Parallel) -> TrainingBatch:

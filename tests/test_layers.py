@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[1]
 ALLOWED: dict[str, set[str]] = {
     "slime_tis.correction": set(),
     "slime_tis.errors": set(),
+    "slime_tis.alarm": set(),
     "slime_tis.interrupt": set(),
     "slime_tis.custom": {"slime_tis.errors", "slime_tis.integrations"},
     "slime_tis": {"slime_tis.correction"},
@@ -46,7 +47,7 @@ ALLOWED: dict[str, set[str]] = {
         "slime_tis.verl_options",
         "slime_tis.yaml_options",
     },
-    "slime_tis.diffusion": {"slime_tis.correction"},
+    "slime_tis.diffusion": {"slime_tis.alarm", "slime_tis.correction"},
     "slime_tis.policy": {
         "slime_tis",
         "slime_tis.correction",
@@ -72,7 +73,13 @@ ALLOWED: dict[str, set[str]] = {
         "slime_tis.integrations",
         "slime_tis.limits",
     },
-    "slime_tis.reporting": {"slime_tis", "slime_tis.correction", "slime_tis.errors", "slime_tis.limits"},
+    "slime_tis.reporting": {
+        "slime_tis",
+        "slime_tis.alarm",
+        "slime_tis.correction",
+        "slime_tis.errors",
+        "slime_tis.limits",
+    },
     "slime_tis.learner": {
         *("slime_tis.correction", "slime_tis.custom", "slime_tis.errors", "slime_tis.megatron"),
         *("slime_tis.policy", "slime_tis.rollout"),

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from slime_tis.alarm import Alarm
 from slime_tis.correction import RolloutCorrectionConfig
 from slime_tis.diffusion.statistics import prefix_of
 
@@ -25,8 +26,8 @@ class Watch:
         self._config = config
         self._prefix = prefix_of(config)
         self._steps = 0
-        self._rejecting = 0
-        self._pinned = 0
+        self._rejecting = Alarm(LASTING)
+        self._pinned = Alarm(LASTING)
         self._said: set[str] = set()
 
     def read(self, metrics: Mapping[str, float]) -> list[str]:
@@ -41,13 +42,13 @@ class Watch:
         found = {name.removeprefix(self._prefix): value for name, value in metrics.items()}
         self._steps += 1
         rejected = found.get("rejected_sequence_fraction", 0.0)
-        self._rejecting = self._rejecting + 1 if rejected > REJECTED_SHARE else 0
-        self._pinned = self._pinned + 1 if _is_pinned(self._config, found) else 0
-        wanted = {"rejected": _about_rejection(self._config, found) if self._rejecting >= LASTING else ""}
+        rejecting = self._rejecting.observe(rejected > REJECTED_SHARE)
+        pinned = self._pinned.observe(_is_pinned(self._config, found))
+        wanted = {"rejected": _about_rejection(self._config, found) if rejecting else ""}
         if self._steps <= FIRST_STEPS:
             gap = found.get("mismatch_log_ppl_abs_diff", 0.0)
             wanted["gap"] = _about_gap(gap, self._steps) if gap > LARGEST_LOG_PPL_GAP else ""
-            wanted["pinned"] = _about_bound(self._config) if self._pinned >= LASTING else ""
+            wanted["pinned"] = _about_bound(self._config) if pinned else ""
         new = {name: sentence for name, sentence in wanted.items() if sentence and name not in self._said}
         self._said |= set(new)
         return list(new.values())

@@ -98,6 +98,10 @@ class MegatronConfig:
     clip_grad: Annotated[float, Limits(ge=0, le=1_000_000)] = 1.0
     """Largest global gradient norm, an L2 norm; 0 means no clipping."""
 
+    nonfinite_gradient: Literal["stop", "skip"] = "stop"
+    """What to do where the gradient or the loss of a step is NaN or infinite: stop the run with a checkpoint of the
+    last good step, or leave the step out, counted as train/nonfinite_gradient_steps."""
+
     bf16: bool = False
     """Train in bfloat16 with float32 master weights instead of in float32."""
 
@@ -136,6 +140,8 @@ class MegatronConfig:
 def _check_optimizer(config: MegatronConfig) -> None:
     if config.min_lr > config.lr:
         raise ValueError(f"--min-lr is {config.min_lr} but must not exceed --lr, which is {config.lr}.")
+    if config.nonfinite_gradient not in ("stop", "skip"):
+        raise ValueError(f"--nonfinite-gradient is {config.nonfinite_gradient!r} but must be one of stop, skip.")
     if config.lr_decay_style not in LR_DECAY_STYLES:
         raise ValueError(
             f"--lr-decay-style is {config.lr_decay_style!r} but must be one of {', '.join(LR_DECAY_STYLES)}."

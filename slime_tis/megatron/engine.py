@@ -1,5 +1,6 @@
 """The training engine: a Megatron-core model, its optimizer, and the passes that train.py makes over a batch."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
@@ -39,9 +41,15 @@ class StepResult:
     report: Any
     """The objective's reports of all micro-batches merged; None but on the last pipeline stage."""
     grad_norm: float
+    """Before clipping, on every rank; not finite where the gradient or the loss is not, and no step was made."""
     learning_rate: float
     units: int
     """What the loss of the global batch was divided by: tokens or sequences; 0 means that no step was made."""
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether gradient and loss are."""
+        return math.isfinite(self.grad_norm)
 
 
 class TrainingEngine:
@@ -81,6 +89,7 @@ class TrainingEngine:
         self.scheduler = _scheduler(config, self.optimizer, total_steps)
         self.model.config.finalize_model_grads_func = self._finalize
         self.units = torch.zeros([], dtype=torch.int)
+        self.poison = torch.zeros([], device=parallel.backend.device)
 
     def log_probs(self, batch: TrainingBatch, partition: Sequence[Sequence[int]]) -> list[Tensor]:
         """Log-probs of the batch's response tokens under the present weights, without gradient.
@@ -118,25 +127,29 @@ class TrainingEngine:
         """Forward and backward over the micro-batches, gradients averaged over the global batch, one Adam step.
 
         Where no unit of the global batch was kept (everything rejected) the weights stay as they are: a step on a
-        zero gradient would still move them by momentum and weight decay.
+        zero gradient would still move them by momentum and weight decay. So they do where the gradient is not finite.
         """
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
+        self.poison.zero_()
         with self.timer("forward_backward"):
             reports = self._run(batch, partition, partial(self._loss, objective=objective), forward_only=False)
         units = int(self.units)
         grad_norm = 0.0
         if units > 0:
             with self.timer("optimizer_step"):
-                self.scheduler.step(1)
-                _, norm, _ = self.optimizer.step()
-                grad_norm = float(norm or 0.0)
+                grad_norm = self._optimizer_step()
         return StepResult(
             report=reduce(lambda a, b: a.merge(b), reports) if reports else None,
             grad_norm=grad_norm,
             learning_rate=self.optimizer.param_groups[0]["lr"],
             units=units,
         )
+
+    def weights_are_finite(self) -> bool:
+        """Whether no weight is NaN or infinite, on any rank; a collective with one host synchronisation."""
+        finite = [weight.detach().isfinite().all() for weight in self.model.module.parameters()]
+        return not self.parallel.largest(int(~torch.stack(finite).all()))
 
     def partitions(self, lengths_of_ranks: list[list[int]]) -> list[list[int]]:
         """This data-parallel rank's micro-batches, from the sequence lengths of every rank's samples."""
@@ -186,7 +199,7 @@ class TrainingEngine:
             grad_reduce_in_fp32=True,
             overlap_grad_reduce=False,
             use_distributed_optimizer=self.config.use_distributed_optimizer,
-            check_for_nan_in_grad=True,
+            check_for_nan_in_grad=False,  # it raises on one rank, bucket by bucket; _optimizer_step looks at the norm
         )
         return DistributedDataParallel(self.model.config, options, module)
 
@@ -275,16 +288,40 @@ class TrainingEngine:
     def _collect_log_probs(micro: MicroBatch, log_prob_R: Tensor, entropy_R: Tensor) -> list[Tensor]:
         return list(log_prob_R.split([len(mask) for mask in micro.batch.local["loss_masks"]]))
 
-    @staticmethod
     def _loss(
-        micro: MicroBatch, log_prob_R: Tensor, entropy_R: Tensor, objective: Objective
+        self, micro: MicroBatch, log_prob_R: Tensor, entropy_R: Tensor, objective: Objective
     ) -> tuple[Tensor, Tensor, Any]:
-        return objective(micro.batch, log_prob_R, entropy_R)
+        numerator, units, report = objective(micro.batch, log_prob_R, entropy_R)
+        self.poison += numerator.detach() * 0.0  # NaN where the loss is NaN or infinite, else 0
+        return numerator, units, report
 
     def _finalize(self, model: list[torch.nn.Module], num_tokens: Tensor, **kwargs: Any) -> None:
-        """megatron-core's gradient reduction, which divides by the units of the global batch; remembers them."""
+        """megatron-core's gradient reduction, which divides by the units of the global batch; remembers them.
+
+        A loss that is not finite makes the gradient so, and the gradient's norm tells all ranks without another
+        reduction.
+        """
+        next(self.model.module.parameters()).main_grad.view(-1)[:1].add_(self.poison)
         finalize_model_grads(model, num_tokens, **kwargs)
         self.units = num_tokens
+
+    def _optimizer_step(self) -> float:
+        """Clips the gradient and steps, unless the gradient's norm is not finite; returns the norm.
+
+        megatron-core's `step` in its parts, with the norm looked at between them: it is a reduction over all ranks that
+        hold different gradients, so that all of them decide alike, and it is on the host for clipping anyway.
+        """
+        found_inf = self.optimizer.prepare_grads()
+        norm = math.nan if found_inf else float(self.optimizer.get_grad_norm())
+        if not math.isfinite(norm):
+            return norm
+        self.scheduler.step(1)
+        for part in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+            parameters = [] if part.is_stub_optimizer else part.get_parameters()
+            if parameters and self.config.clip_grad > 0:
+                clip_grad_by_total_norm_fp32(parameters, self.config.clip_grad, norm)
+        self.optimizer.step_with_ready_grads()
+        return norm
 
 
 def _optimizer_config(config: MegatronConfig) -> OptimizerConfig:

@@ -21,11 +21,20 @@ from slime_tis.reporting.run_directory import (
 )
 from slime_tis.reporting.summary import CORRECTION_PREFIXES, plot_summary
 
+REJECTING = (
+    "mis_rs_masked_fraction",
+    "mis_catastrophic_seq_fraction",
+    "mis_second_moment_masked_fraction",
+    "mis_mask_fraction_high",
+    "opsm_clipfrac",
+)
+"""Metrics that are there where tokens can be rejected."""
+
 COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("reward", "rollout/raw_reward", "{:.3f}".format),
-    ("loss", "train/loss", "{:+.4f}".format),
+    ("loss", "train/loss", lambda loss: f"{loss:+.4f}" if abs(loss) < 1e4 else f"{loss:+.3e}"),
     ("grad norm", "train/grad_norm", "{:.3f}".format),
-    *(("kl", f"{prefix}mismatch_kl", "{:+.1e}".format) for prefix in CORRECTION_PREFIXES),
+    *(("k3", f"{prefix}mismatch_k3_kl", "{:.1e}".format) for prefix in CORRECTION_PREFIXES),
     *(("weight", f"{prefix}mis_ratio_mean_after_mis", "{:.3f}".format) for prefix in CORRECTION_PREFIXES),
     *(
         ("rejected", f"{prefix}gradient_kept_fraction", lambda kept: f"{1 - kept:.1%}")
@@ -210,7 +219,14 @@ def format_step(metrics: Mapping[str, float], step: int, total_steps: int) -> st
     """The console's line of a step: its number, the columns there are, the score of every evaluation."""
     width = len(str(total_steps))
     parts = [f"step {step:>{width}}/{total_steps}"]
-    parts += [f"{word} {show(metrics[name])}" for word, name, show in COLUMNS if name in metrics]
+    columns = [column for column in COLUMNS if column[0] != "rejected" or _can_reject(metrics, column[1])]
+    parts += [f"{word} {show(metrics[name])}" for word, name, show in columns if name in metrics]
     evaluations = (name for name in metrics if name.startswith("eval/") and name.count("/") == 1)
     parts += [f"{name} {metrics[name]:.3f}" for name in evaluations]
     return "  ".join(parts)
+
+
+def _can_reject(metrics: Mapping[str, float], kept: str) -> bool:
+    """Whether something may have taken tokens out of the gradient, or has."""
+    prefix = kept.removesuffix("gradient_kept_fraction")
+    return metrics.get(kept, 1.0) < 1.0 or any(prefix + name in metrics for name in REJECTING)

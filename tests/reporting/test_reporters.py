@@ -23,7 +23,7 @@ METRICS = {
     "rollout/raw_reward": 0.4375,
     "train/loss": -0.01234,
     "train/grad_norm": 0.5,
-    "train/mismatch_kl": 1.2e-4,
+    "train/mismatch_k3_kl": 1.2e-4,
     "train/mis_ratio_mean_after_mis": 0.998,
     "train/gradient_kept_fraction": 0.996,
     "perf/step_time": 0.31,
@@ -55,7 +55,7 @@ def test_jsonl_of_a_resumed_run_has_every_step_once(tmp_path):
 
 def test_console_line_has_the_figures_a_reader_follows():
     assert format_step(METRICS, 7, 120) == (
-        "step   7/120  reward 0.438  loss -0.0123  grad norm 0.500  kl +1.2e-04  weight 0.998  "
+        "step   7/120  reward 0.438  loss -0.0123  grad norm 0.500  k3 1.2e-04  weight 0.998  "
         "rejected 0.4%  time 0.31 s"
     )
 

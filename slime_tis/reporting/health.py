@@ -1,0 +1,272 @@
+"""Warnings while training: what the metrics of a step say is wrong, and what to change.
+
+`findings` is a function of one step's metrics; `Health` says each finding once, and once more when it is over, and adds
+`health/NAME` to the metrics, 1 at every step at which it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from slime_tis.alarm import Alarm
+from slime_tis.correction import RolloutCorrectionConfig
+
+REJECTED = 0.1
+"""Share of the tokens rejected above which training is on a selected set."""
+EFFECTIVE = 0.5
+"""Effective sample size, as a share, below which the gradient is mostly noise."""
+AT_BOUND = 0.05
+"""Share of the weights at a bound above which the bound does the work."""
+LARGEST_K3 = 0.05
+"""k3 KL per token, in nats, that neither precision nor a few steps of staleness explains."""
+CONSTANT = 10
+"""Rollouts with the very same mean reward, and no difference within any group, after which that is no chance."""
+CALM = 10
+"""Steps in a row without a finding after which it is over."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """Something wrong with a step."""
+
+    metric: str
+    """The metric that shows it."""
+    value: float
+    message: str
+    """What it means and what to change."""
+
+    def __str__(self) -> str:
+        """The whole warning."""
+        return f"{self.metric} is {self.value:.3g}: {self.message}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HealthReport:
+    """What one step adds to the metrics and to the terminal."""
+
+    metrics: dict[str, float]
+    """health/NAME: 1 while a finding holds, 0 at the step at which it is over."""
+    messages: list[str]
+    """For the findings that began or ended with the step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rule:
+    find: Callable[[Mapping[str, float], RolloutCorrectionConfig], Finding | None]
+    after: int
+    """Steps in a row at which it is said: 1 where one is enough."""
+
+
+class Health:
+    """Reads the metrics of each step."""
+
+    def __init__(self, correction: RolloutCorrectionConfig) -> None:
+        """Args:
+        correction: the configuration of the run.
+        """
+        self._correction = correction
+        self._alarms = {name: Alarm(rule.after, CALM) for name, rule in RULES.items()}
+        self._reward: float | None = None
+        self._rewards_alike = 0
+
+    def read(self, metrics: Mapping[str, float]) -> HealthReport:
+        """What is to be said of a step.
+
+        Args:
+            metrics: of one optimizer step; a finding whose metric is not among them stays as it was.
+        """
+        metrics = {**metrics, REWARDS_ALIKE: float(self._count_rewards(metrics))}
+        found = findings(metrics, self._correction)
+        health, messages = {}, []
+        for name, alarm in self._alarms.items():
+            if name not in found:
+                continue
+            was_on, finding = alarm.is_on, found[name]
+            is_on = alarm.observe(finding is not None)
+            if is_on or was_on:
+                health[f"health/{name}"] = float(is_on)
+            if is_on and not was_on and finding is not None:
+                messages.append(str(finding))
+            elif was_on and not is_on:
+                messages.append(f"health/{name} is over: it did not hold in the last {CALM} steps.")
+        return HealthReport(metrics=health, messages=messages)
+
+    def _count_rewards(self, metrics: Mapping[str, float]) -> int:
+        """Rollouts in a row, this one included, with the same mean reward and no difference within any group."""
+        reward = metrics.get("rollout/raw_reward")
+        if reward is not None:
+            alike = metrics.get("rollout/zero_std_groups") == 1.0
+            self._rewards_alike = 0 if not alike else self._rewards_alike + 1 if reward == self._reward else 1
+            self._reward = reward
+        return self._rewards_alike
+
+
+REWARDS_ALIKE = "rollouts with one reward"
+"""What `Health` counts from step to step, handed to the rules with the metrics."""
+
+
+def findings(metrics: Mapping[str, float], correction: RolloutCorrectionConfig) -> dict[str, Finding | None]:
+    """What is wrong with one step, by name; None where nothing is, and no entry where the metrics do not tell.
+
+    Args:
+        metrics: of the step, under their names in the log.
+        correction: the configuration of the run.
+    """
+    found: dict[str, Finding | None] = {}
+    for name, rule in RULES.items():
+        try:
+            found[name] = rule.find(metrics, correction)
+        except KeyError:  # the metric it looks at is not there
+            continue
+    return found
+
+
+def _rejection(metrics: Mapping[str, float], correction: RolloutCorrectionConfig) -> Finding | None:
+    kept = metrics["train/gradient_kept_fraction"]
+    if not 1 - kept > REJECTED:
+        return None
+    return Finding(
+        metric="train/gradient_kept_fraction",
+        value=kept,
+        message=f"{1 - kept:.1%} of the tokens are rejected, more than {REJECTED:.0%}, so training is on a selected "
+        "set; "
+        "widen the bounds that reject, let them follow length and noise (--rs-target-fraction 0.02), or bring the "
+        "rollout "
+        "closer (higher precision, newer weights).",
+    )
+
+
+def _effective_samples(metrics: Mapping[str, float], correction: RolloutCorrectionConfig) -> Finding | None:
+    share = metrics["train/mis_eff_sample_size"]
+    if not share < EFFECTIVE:
+        return None
+    return Finding(
+        metric="train/mis_eff_sample_size",
+        value=share,
+        message=f"fewer than {EFFECTIVE:.0%} of the samples carry the gradient, the rest is noise; lower "
+        "--tis-upper-bound, "
+        "weight at a lower level (--tis-level token), or bring the rollout closer.",
+    )
+
+
+def _at_bound(metrics: Mapping[str, float], correction: RolloutCorrectionConfig) -> Finding | None:
+    mode = {"truncate": "truncate_fraction", "clip": "clip_fraction_high"}.get(correction.tis_mode, "")
+    share = metrics[f"train/mis_{mode}"]
+    if not share > AT_BOUND:
+        return None
+    return Finding(
+        metric=f"train/mis_{mode}",
+        value=share,
+        message=f"in each of the last {RULES['at_bound'].after} steps more than {AT_BOUND:.0%} of the weights were at "
+        f"--tis-upper-bound {correction.tis_upper_bound:g}, so the bound does the work; raise it, weight at a lower "
+        "level, "
+        "or bring the rollout closer.",
+    )
+
+
+def _zero_gradient(metrics: Mapping[str, float], correction: RolloutCorrectionConfig) -> Finding | None:
+    norm = metrics["train/grad_norm"]
+    if norm != 0:
+        return None
+    reason = (
+        "nothing was left to train on: everything was rejected or left out; widen the bounds, or raise "
+        "--max-weight-staleness"
+        if metrics.get("train/skipped_steps")
+        else "nothing is learned from this step, as in a group of samples with equal rewards all advantages are 0; see "
+        "the reward function and the difficulty of the prompts"
+    )
+    return Finding(metric="train/grad_norm", value=norm, message=f"{reason}.")
+
+
+def _nonfinite_gradient(metrics: Mapping[str, float], correction: RolloutCorrectionConfig) -> Finding | None:
+    steps = metrics["train/nonfinite_gradient_steps"]
+    if not steps:
+        return None
+    return Finding(
+        metric="train/nonfinite_gradient_steps",
+        value=steps,
+        message="the gradient was NaN or infinite and the step was left out; lower --lr, and look at rewards, "
+        "--kl-loss-coef and --entropy-coef.",
+    )
+
+
+def _nonfinite_log_probs(metrics: Mapping[str, float], correction: RolloutCorrectionConfig) -> Finding | None:
+    share = metrics["train/nonfinite_token_fraction"]
+    if not share > 0:
+        return None
+    return Finding(
+        metric="train/nonfinite_token_fraction",
+        value=share,
+        message="log-probs of the rollout or of the training engine are NaN, infinite or missing; look at the rollout "
+        f"engine's numbers. --nonfinite-policy {correction.nonfinite_policy} is what happens to these tokens.",
+    )
+
+
+def _no_variance(metrics: Mapping[str, float], correction: RolloutCorrectionConfig) -> Finding | None:
+    share = metrics["rollout/zero_std_groups"]
+    if not share >= 1:
+        return None
+    return Finding(
+        metric="rollout/zero_std_groups",
+        value=share,
+        message="in every group all samples have the same reward, so that all advantages are 0; take prompts of "
+        "another "
+        "difficulty, more samples per prompt, or a reward that tells answers apart.",
+    )
+
+
+def _constant_reward(metrics: Mapping[str, float], correction: RolloutCorrectionConfig) -> Finding | None:
+    if metrics[REWARDS_ALIKE] < CONSTANT:
+        return None
+    return Finding(
+        metric="rollout/raw_reward",
+        value=metrics["rollout/raw_reward"],
+        message=f"every sample of the last {CONSTANT} rollouts has this reward; see that the reward function reads the "
+        "answer and the label as they are (--rm-type, --custom-rm-path, --label-key).",
+    )
+
+
+def _staleness(metrics: Mapping[str, float], correction: RolloutCorrectionConfig) -> Finding | None:
+    lag = metrics["rollout/weight_lag"]
+    if not lag > 0 or corrects_staleness(correction):
+        return None
+    return Finding(
+        metric="rollout/weight_lag",
+        value=lag,
+        message="the samples are of older weights, and nothing corrects that; add --use-tis, or "
+        "--use-rollout-logprobs, or "
+        "update the rollout engine after every rollout (--update-weights-interval 1, --rollout-lookahead 0).",
+    )
+
+
+def _mismatch(metrics: Mapping[str, float], correction: RolloutCorrectionConfig) -> Finding | None:
+    k3 = metrics["train/mismatch_k3_kl"]
+    if not k3 > LARGEST_K3:
+        return None
+    return Finding(
+        metric="train/mismatch_k3_kl",
+        value=k3,
+        message=f"more than {LARGEST_K3:g} nats per token between rollout and training policy; compare their weights "
+        "(--check-weight-sync), temperature, tokenizer and chat template, then raise the rollout's precision.",
+    )
+
+
+RULES = {
+    "rejection": _Rule(find=_rejection, after=2),
+    "effective_samples": _Rule(find=_effective_samples, after=2),
+    "at_bound": _Rule(find=_at_bound, after=10),
+    "zero_gradient": _Rule(find=_zero_gradient, after=1),
+    "nonfinite_gradient": _Rule(find=_nonfinite_gradient, after=1),
+    "nonfinite_log_probs": _Rule(find=_nonfinite_log_probs, after=1),
+    "no_variance": _Rule(find=_no_variance, after=2),
+    "constant_reward": _Rule(find=_constant_reward, after=1),
+    "staleness": _Rule(find=_staleness, after=1),
+    "mismatch": _Rule(find=_mismatch, after=2),
+}
+"""Findings by name: health/NAME in the metrics."""
+
+
+def corrects_staleness(correction: RolloutCorrectionConfig) -> bool:
+    """Whether anything compares the policy with the one that sampled."""
+    return correction.corrects or correction.use_rollout_logprobs or correction.old_logprobs == "interpolate"

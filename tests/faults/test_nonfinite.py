@@ -1,0 +1,104 @@
+"""Settings that make gradients, losses or weights NaN or infinite: one message, and no such weights in a checkpoint."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.faults.forked import run_forked
+from tests.runs import make_task, read_metrics
+
+STOPS = {
+    "a learning rate beyond float32": ("--lr", "1e308"),
+    "a learning rate that makes weights overflow": ("--lr", "1e30", "--num-steps-per-rollout", "2"),
+    "an entropy bonus beyond float32": ("--entropy-coef", "1e300"),
+    "weight decay beyond float32": ("--weight-decay", "1e300"),
+    "an infinite temperature's inverse": ("--rollout-temperature", "1e-300"),
+    "a KL coefficient beyond float32": ("--use-kl-loss", "--kl-loss-coef", "1e300"),
+    "huge rewards": ("--custom-rm-path", "{directory}/huge.py:huge", "--disable-grpo-std-normalization"),
+    "a loss that overflows": ("--use-tis", "--custom-tis-function-path", "{directory}/huge.py:overflow"),
+    "weights that are NaN": ("--hf-checkpoint", "{directory}/nan"),
+}
+CODE = """
+def huge(args, sample):
+    return 1e300 * sample.response_ids[0]
+
+def overflow(args, *, pg_loss, loss_masks, **kwargs):
+    return pg_loss * 3e38, loss_masks, {}
+"""
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A task, user code, and a copy of its model with a NaN in one weight."""
+    directory = tmp_path_factory.mktemp("task")
+    make_task(directory)
+    (directory / "huge.py").write_text(CODE)
+    (directory / "nan").mkdir()
+    for file in (directory / "model").iterdir():
+        (directory / "nan" / file.name).write_bytes(file.read_bytes())
+    weights = load_file(directory / "nan" / "model.safetensors")
+    next(iter(weights.values())).view(-1)[0] = math.nan
+    save_file(weights, directory / "nan" / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def task(directory: Path) -> list[str]:
+    return [
+        *("--hf-checkpoint", str(directory / "model"), "--prompt-data", str(directory / "train.jsonl")),
+        *("--input-key", "prompt", "--label-key", "label", "--custom-rm-path", f"{directory / 'reward.py'}:reward"),
+        *("--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--rollout-max-response-len", "10"),
+        *("--num-rollout", "3", "--lr", "1e-3", "--rollout-precision", "int8", "--no-progress", "--num-threads", "1"),
+    ]
+
+
+def wrong(outcome: Any, save: Path) -> str | None:
+    """What a run that has to stop did wrong, or None."""
+    lines = [line for line in outcome.error.splitlines() if not line.startswith("warning: ")]
+    if outcome.status not in (1, 2) or outcome.traceback:
+        return f"status {outcome.status}: {outcome.error}"
+    if len(lines) != 1:
+        return f"{len(lines)} messages: {outcome.error}"
+    return None
+
+
+@pytest.mark.parametrize("policy", ["stop", "skip"])
+def test_what_is_not_finite_ends_the_run_or_is_skipped(
+    policy: str, directory: Path, tmp_path: Path, tally: Any
+) -> None:
+    tries = tally(f"a gradient that is not finite ({policy})")
+    for number, (name, flags) in enumerate(STOPS.items()):
+        save, run = tmp_path / f"save{number}", tmp_path / f"run{number}"
+        outcome = run_forked(
+            [*task(directory), "--save", str(save), "--output-dir", str(run), "--nonfinite-gradient", policy]
+            + [flag.format(directory=directory) for flag in flags],
+            tmp_path / f"log{number}",
+        )
+        failure = wrong(outcome, save)
+        if policy == "skip" and outcome.status == 0:
+            skipped = [row["train/nonfinite_gradient_steps"] for row in read_metrics(run)]
+            failure = None if 1.0 in skipped and not outcome.traceback else f"nothing was skipped: {skipped}"
+        elif policy == "stop" and outcome.status == 1 and "not finite" not in outcome.error:
+            failure = f"not said: {outcome.error}"
+        tries.record(name, failure)
+    tries.check(at_least=len(STOPS))
+
+
+def test_the_last_good_step_is_saved_and_resumed(directory: Path, tmp_path: Path, tally: Any) -> None:
+    """Steps 1 and 2 are good; the reward of the third rollout overflows. Without that it goes on from step 2."""
+    tries = tally("the checkpoint of the last good step")
+    (tmp_path / "late.py").write_text("def reward(args, sample):\n    return 1e300 * (sample.sample_index % 2)\n")
+    flags = [*task(directory), "--save", str(tmp_path / "save"), "--load", str(tmp_path / "save")]
+    flags += ["--output-dir", str(tmp_path / "run"), "--disable-grpo-std-normalization"]
+    good = run_forked([*flags, "--num-rollout", "2"], tmp_path / "good")
+    bad = run_forked([*flags, "--custom-rm-path", f"{tmp_path / 'late.py'}:reward"], tmp_path / "bad")
+    again = run_forked(flags, tmp_path / "again")
+    tries.record("two good steps", None if good.status == 0 else good.error)
+    said = f"The run stops after step 2, saved under {tmp_path / 'save'}"
+    tries.record("a bad third", None if bad.status == 1 and said in bad.error else bad.error)
+    tries.record("a good third", None if again.status == 0 and "after step 2" in again.output else again.error)
+    steps = [(row["step"], row["train/nonfinite_gradient_steps"]) for row in read_metrics(tmp_path / "run")]
+    tries.record("the metrics", None if steps == [(1, 0.0), (2, 0.0), (3, 0.0)] else str(steps))
+    tries.check(at_least=4)
