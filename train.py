@@ -539,7 +539,7 @@ class Trainer:
     def _newest(self) -> str:
         save = self.arguments.megatron.save
         earlier = [] if save is None else checkpoints(save)
-        return f"The newest checkpoint is {earlier[0]}." if earlier else "There is no earlier checkpoint."
+        return f"The newest checkpoint is {earlier[-1]}." if earlier else "There is no earlier checkpoint."
 
     def _resume(self) -> None:
         """Goes on from the checkpoint that was found, if one was."""

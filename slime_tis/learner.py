@@ -221,7 +221,7 @@ class Step:
     def with_advantages(self, per_sample: list[float]) -> Step:
         """The same step with every sample's advantage at each of its tokens."""
         per_token = [
-            torch.full((len(mask),), advantage)
+            torch.full((len(mask),), advantage, dtype=torch.float64).float()  # beyond float32 it is infinite
             for mask, advantage in zip(self.batch.local["loss_masks"], per_sample, strict=True)
         ]
         return replace(self, batch=self.batch.with_local("advantages", per_token))
