@@ -146,6 +146,7 @@ LANDINGS = [
     ("--adam-beta2 0.95", "megatron", "adam_beta2", 0.95),
     ("--adam-eps 1e-6", "megatron", "adam_eps", 1e-6),
     ("--clip-grad 0.5", "megatron", "clip_grad", 0.5),
+    ("--nonfinite-gradient skip", "megatron", "nonfinite_gradient", "skip"),
     ("--bf16", "megatron", "bf16", True),
     (
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
@@ -1381,3 +1382,27 @@ def test_importing_arguments_loads_no_engine():
     code = "import sys, arguments; print([m for m in ('transformers', 'megatron') if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert out.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--rollout-lookahead 2", "--rollout-lookahead is 2"),
+        ("--update-weights-interval 3 --get-mismatch-metrics", "--update-weights-interval is 3"),
+        (
+            "--rollout-lookahead 1 --update-weights-interval 2",
+            "--rollout-lookahead is 1 and --update-weights-interval is 2",
+        ),
+        ("--update-weights-interval 3 --use-tis", None),
+        ("--update-weights-interval 3 --use-rollout-logprobs", None),
+        ("--update-weights-interval 3 --old-logprobs interpolate", None),
+    ],
+)
+def test_stale_samples_that_nothing_corrects_are_warned_about(base, capsys, flags, words):
+    parse_args(shlex.split(base + flags))
+    assert capsys.readouterr().err == (
+        f"warning: {words}, so samples come from older weights than those being trained, and nothing corrects that; "
+        "add --use-tis, or --use-rollout-logprobs, whose ratios are to the policy that sampled.\n"
+        if words
+        else ""
+    )

@@ -102,6 +102,14 @@ def test_one_step_and_several_micro_batches_give_the_same_step(run: Run) -> None
     assert whole["train/gradient_kept_fraction"] < 1
 
 
+@pytest.mark.parametrize("granularity", ["selective", "full"])
+def test_recomputed_activations_give_the_same_step_to_the_bit(granularity: str, run: Run) -> None:
+    layers = ("--recompute-method", "uniform", "--recompute-num-layers", "1") if granularity == "full" else ()
+    (plain,) = run("--use-tis", "--num-rollout", "1", name="plain")
+    (again,) = run("--use-tis", "--num-rollout", "1", "--recompute-granularity", granularity, *layers, name="again")
+    assert training_figures(again) == training_figures(plain)
+
+
 @pytest.mark.parametrize(
     "mode", [("--use-tis", "--tis-batch-normalize"), ("--use-rollout-logprobs",), ("--old-logprobs", "interpolate")]
 )

@@ -12,7 +12,7 @@ set -euo pipefail
 : "${MODEL:?directory of the Hugging Face checkpoint}" "${TRAIN:?prompt file}" "${SERVERS:?URLs of the servers}"
 MASTER=${MASTER:-127.0.0.1}
 TORCHRUN="torchrun --nnodes ${NODES:-1} --node-rank ${RANK_OF_NODE:-0} --master-addr $MASTER --master-port ${PORT:-29500}
-   --nproc-per-node ${GPUS:-8}"
+   --nproc-per-node ${GPUS:-8} --shutdown-timeout 300"
 
 # shellcheck disable=SC2086  # a launcher and a list of URLs are several words
 exec ${LAUNCH:-$TORCHRUN} train.py \

@@ -26,6 +26,9 @@ REPLACED_CALLS = {
     "torch.cuda.synchronize": "None",
     "torch.cuda.empty_cache": "None",
     "torch.cuda.manual_seed": "None",
+    # of recomputed activations: the state of the CPU's generator is saved beside it
+    "_get_cuda_rng_state": "None",
+    "_set_cuda_rng_state": "None",
 }
 
 
