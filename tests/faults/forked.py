@@ -112,3 +112,15 @@ def run_forked(
 ) -> Outcome:
     """Runs train.py in a forked child until it ends."""
     return ForkedRun(argv, directory, environ=environ, cwd=cwd).wait(timeout)
+
+
+def group_is_empty(group: int) -> bool:
+    """Whether no living process is in a process group."""
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = status.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[2]) == group and fields[0] != "Z":
+            return False
+    return True

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults.forked import ForkedRun, Outcome, run_forked
+from tests.faults.forked import ForkedRun, Outcome, group_is_empty, run_forked
 from tests.runs import make_task, read_metrics, training_figures
 
 STEPS = 12
@@ -58,18 +58,6 @@ def by_step(run: Path) -> dict[int, dict[str, float]]:
         assert not found.get(row["step"], {}).keys() & metrics.keys(), f"step {row['step']} is reported twice"
         found.setdefault(row["step"], {}).update(metrics)
     return found
-
-
-def group_is_empty(group: int) -> bool:
-    """Whether no living process is in a process group."""
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = status.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[2]) == group and fields[0] != "Z":
-            return False
-    return True
 
 
 def wrong(run: ForkedRun, outcome: Outcome, number: signal.Signals) -> str | None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import json
+import os
 import re
 import secrets
 import shutil
 import tempfile
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import IO
@@ -24,6 +26,7 @@ from slime_tis.rollout.sglang.buckets import Bucket, buckets, source_thread
 from slime_tis.rollout.sglang.control import UpdateFailed, each, pause, release, resume
 from slime_tis.rollout.sglang.server import Server
 
+TEMPORARY, LOCK = "slime_tis_weights_", ".lock"
 FINISHED, UNFINISHED = "weights_", "unfinished_"
 OWN = re.compile(rf"({FINISHED}|{UNFINISHED})\d{{8}}_[0-9a-f]{{8}}")
 """Names of the directories that are written, and that may be removed."""
@@ -46,7 +49,8 @@ class DiskSync:
         """Takes hold of the directory, and removes what an earlier run left there.
 
         Args:
-          directory: for this run alone, made where missing; None takes a temporary one of this machine.
+          directory: for this run alone, made where missing; None takes a temporary one of this machine, and removes
+            those that runs left there that were killed.
           hf_checkpoint: whose configuration and tokenizer go along.
           device: of this process, where weights come from.
           bucket_bytes: in one file at most, but for larger tensors.
@@ -57,8 +61,7 @@ class DiskSync:
         """
         self.reasons: dict[str, str] = {}
         self._temporary = directory is None
-        self._directory = Path(directory or tempfile.mkdtemp(prefix="slime_tis_weights_")).absolute()
-        self._lock = _take(self._directory)
+        self._directory, self._lock = _temporary() if directory is None else _given(Path(directory).absolute())
         self._hf_checkpoint = Path(hf_checkpoint)
         self._bucket_bytes, self._timeout = bucket_bytes, timeout
         self._source_thread = source_thread(torch.device(device))
@@ -174,11 +177,43 @@ def _copy_others(source: Path, target: Path) -> None:
             shutil.copyfile(file, target / file.name)
 
 
+def _given(directory: Path) -> tuple[Path, IO[str]]:
+    return directory, _take(directory)
+
+
+def _temporary() -> tuple[Path, IO[str]]:
+    """A new temporary directory and the lock on it; first those of runs that were killed are removed."""
+    place = Path(tempfile.gettempdir())
+    _remove_abandoned(place)
+    made = Path(tempfile.mkdtemp(prefix=f".{TEMPORARY}"))
+    lock = _take(made)
+    directory = made.rename(place / made.name.removeprefix("."))  # only now may other runs take it for abandoned
+    return directory, lock
+
+
+def _remove_abandoned(place: Path) -> None:
+    """Removes temporary directories of this user whose lock nobody holds, so that their run has ended.
+
+    One that holds anything but weights of this program stays.
+    """
+    for path in place.glob(f"{TEMPORARY}*"):
+        with suppress(OSError):
+            if path.is_symlink() or path.stat().st_uid != os.getuid():
+                continue
+            names = {each.name for each in path.iterdir()}
+            with open(path / LOCK, "r+") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if all(OWN.fullmatch(name) for name in names - {LOCK}):
+                    _remove_own(path)
+                    (path / LOCK).unlink()
+                    path.rmdir()
+
+
 def _take(directory: Path) -> IO[str]:
     """A lock on a directory, held until the file is closed or the process ends."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        lock = open(directory / ".lock", "w")  # noqa: SIM115
+        lock = open(directory / LOCK, "w")  # noqa: SIM115
     except OSError as error:
         raise ValueError(f"--sglang-weight-dir is {directory}, which cannot be written: {error.strerror}.") from error
     try:

@@ -7,6 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -239,3 +240,30 @@ def test_weights_of_the_checkpoint_are_not_copied(tmp_path: Path) -> None:
         "model.safetensors",
         "tokenizer.model",
     ]
+
+
+def test_temporary_weights_of_killed_runs_are_removed_and_nothing_else(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    killed, strange, other = (tmp_path / f"slime_tis_weights_{name}" for name in ("killed", "strange", "other"))
+    for directory in (killed, strange, other):
+        (directory / "weights_00000003_0123abcd").mkdir(parents=True)
+        (directory / "weights_00000003_0123abcd" / "model.safetensors").write_text("")
+    for directory in (killed, strange):
+        (directory / ".lock").write_text("")  # as after SIGKILL: a lock file that nobody holds
+    (strange / "thesis.txt").write_text("mine")
+    (tmp_path / "slime_tis_weights_link").symlink_to(killed)
+
+    def sync_in_temporary() -> DiskSync:
+        return DiskSync(None, hf_checkpoint=checkpoint, device="cpu", bucket_bytes=2**20, timeout=5)
+
+    first = sync_in_temporary()
+    kept = {"slime_tis_weights_link", strange.name, other.name}
+    (own,) = {path.name for path in tmp_path.iterdir()} - kept
+    second = sync_in_temporary()  # the first one is live
+    assert len({path.name for path in tmp_path.iterdir()} - kept - {own}) == 1
+    assert (strange / "thesis.txt").read_text() == "mine" and list(other.iterdir())
+    asyncio.run(second.close())
+    asyncio.run(first.close())
+    assert {path.name for path in tmp_path.iterdir()} == kept
