@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from arguments import ALIASES, COMMAND_LINE, GROUPS, OPTIONS, build_parser
 from slime_tis.command_line import flag, needs_of
 from slime_tis.correction.presets import PRESETS
+from slime_tis.slime_flags import ADVICE, FIXED, RENAMED, RESTATED
 
 PAGE = Path(__file__).with_name("flags.md")
 
@@ -57,6 +58,13 @@ responses in bf16, int8 or fp8; `--rs-z-score 3` beside the preset replaces them
 ([measured](choosing.md#bounds-that-follow-length-and-noise)).
 """
 
+FROM_SLIME = """## flags of slime and Megatron-core
+
+`slime-tis port run.sh` prints a launch script of slime in the flags above, with comments on what was changed, added or
+left out; nothing of the script is run. On the command line of `train.py` every unknown flag is refused in one message,
+except those that repeat what the checkpoint's config.json says, or what is always so: they are compared and accepted.
+"""
+
 
 def render() -> str:
     """The whole page."""
@@ -74,7 +82,24 @@ def render() -> str:
     parts.append("\n".join(["## old names\n", "| old | now |", "|---|---|", *old, ""]))
     presets = [f"| `{name}` | {_preset(name)} |" for name in PRESETS]
     parts.append("\n".join(["## presets\n", PRESETS_NOTE, "| preset | means |", "|---|---|", *presets, ""]))
-    return "\n".join(parts)
+    return "\n".join([*parts, FROM_SLIME, *_slime_tables()])
+
+
+def _slime_tables() -> list[str]:
+    """What became of the flags of slime and Megatron-core that are none here."""
+    restated = [f"| `{name}` | `{each.fact}` |" for name, each in RESTATED.items()]
+    fixed = [f"| `{name}` | {' or '.join(values) or 'always on'} |" for name, values in FIXED.items()]
+    renamed = [f"| `{name}` | `{new.name}`{', ' * bool(new.note)}{new.note} |" for name, new in RENAMED.items()]
+    advice = [
+        f"| {', '.join(f'`{name}`' for name in each.flags.split())} | {each.reason}; {_escape(each.instead)} |"
+        for each in ADVICE
+    ]
+    return [
+        "\n".join(["| compared with config.json | as |", "|---|---|", *restated, ""]),
+        "\n".join(["| accepted where it says what is so | what is so |", "|---|---|", *fixed, ""]),
+        "\n".join(["| renamed | here |", "|---|---|", *renamed, ""]),
+        "\n".join(["| not supported | why, and what to do |", "|---|---|", *advice, ""]),
+    ]
 
 
 def _preset(name: str) -> str:

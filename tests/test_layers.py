@@ -20,6 +20,12 @@ ALLOWED: dict[str, set[str]] = {
     "slime_tis.integrations": {"slime_tis.correction"},
     "custom_tis": {"slime_tis", "slime_tis.integrations"},
     "slime_tis.slime_flags": set(),
+    "slime_tis.launch_script": set(),
+    "slime_tis.port": {
+        *("slime_tis.launch_script", "slime_tis.options", "slime_tis.slime_flags", "slime_tis.unknown_flags"),
+    },
+    "slime_tis.cli": {"arguments", "slime_tis.launch_script", "slime_tis.port"},
+    "arguments": set(),  # a program beside the package: who may import it, not what it imports
     "slime_tis.unknown_flags": {"slime_tis.options", "slime_tis.slime_flags"},
     "slime_tis.storage": set(),
     "slime_tis.limits": {"slime_tis.errors"},

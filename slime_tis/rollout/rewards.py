@@ -7,7 +7,8 @@ import importlib.util
 import inspect
 import math
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -199,13 +200,17 @@ def _custom_reward(
         before = [_trained_on(sample) for sample in group]
         masks = [list(sample.loss_mask) for sample in group]
         if whole_groups:
-            rewards = _as_list(await call(list(group)), group, describe(function))
+            returned = await call(list(group))
+            with _reading(function, group[0].prompt.index):
+                rewards = _as_list(returned, group, describe(function))
         else:
             rewards = await asyncio.gather(*map(call, group))
-        for sample, given in zip(group, before, strict=True):
-            _check_untouched(sample, given, describe(function))
-        together = zip(rewards, group, masks, strict=True)
-        return [_checked(reward, key, function, sample, mask) for reward, sample, mask in together]
+        found = []
+        for reward, sample, trained_on, mask in zip(rewards, group, before, masks, strict=True):
+            with _reading(function, sample.prompt.index):
+                _check_untouched(sample, trained_on, describe(function))
+                found.append(_checked(reward, key, describe(function), sample, mask))
+        return found
 
     async def score_all(groups: Sequence[list[Sample]]) -> list[list[Score]]:
         scores = asyncio.gather(*(score(group) for group in groups))
@@ -235,12 +240,24 @@ def _trained_on(sample: Sample) -> tuple[Any, ...]:
     )
 
 
-def _check_untouched(sample: Sample, before: tuple[Any, ...], function: str) -> None:
+@contextmanager
+def _reading(function: Callable[..., Any], index: int) -> Iterator[None]:
+    """Reads what a reward function returned and wrote, objects of the user's own among it, whose methods may raise."""
     try:
-        untouched = _trained_on(sample) == before and len(sample.loss_mask) == len(before[0])
-        untouched &= all(isinstance(value, int) and value in (0, 1) for value in sample.loss_mask)
-    except (TypeError, AttributeError):  # it put something else there
-        untouched = False
+        yield
+    except CustomFunctionError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise CustomFunctionError(
+            f"{describe(function)} gave prompt {index} a reward or sample that cannot be read: "
+            f"{type(error).__name__}: {one_line(str(error))}"
+        ) from error
+
+
+def _check_untouched(sample: Sample, before: tuple[Any, ...], function: str) -> None:
+    is_list = isinstance(sample.loss_mask, list) and len(sample.loss_mask) == len(before[0])
+    untouched = is_list and all(isinstance(value, int) and value in (0, 1) for value in sample.loss_mask)
+    untouched = untouched and _trained_on(sample) == before
     if not untouched:
         raise CustomFunctionError(
             f"{function} changed the tokens, log-probs, versions or places of a sample of prompt "
@@ -259,15 +276,13 @@ def _as_list(rewards: Any, group: list[Sample], function: str) -> list[Any]:
     return list(rewards)
 
 
-def _checked(reward: Any, key: RewardKey, function: Callable[..., Any], sample: Sample, mask: list[int]) -> Score:
-    name = describe(function)
-    value, parts = _chosen(reward, key, name, sample)
-    try:
-        metadata = json_object(sample.metadata, "the metadata")
-    except Exception as error:  # no mapping, too deep, or a __str__ of the user's own that raises
+def _checked(reward: Any, key: RewardKey, function: str, sample: Sample, mask: list[int]) -> Score:
+    value, parts = _chosen(reward, key, function, sample)
+    if not isinstance(sample.metadata, Mapping):
         raise CustomFunctionError(
-            f"{name} left metadata of prompt {sample.prompt.index} that cannot be kept: {one_line(str(error))}"
-        ) from error
+            f"{function} left {_shown(sample.metadata)} as the metadata of prompt {sample.prompt.index}; leave a dict."
+        )
+    metadata = json_object(sample.metadata, "its metadata")
     return Score(
         value=value,
         parts=parts,
@@ -321,15 +336,12 @@ def _as_number(value: Any) -> float | None:
         return None
     try:
         return float(value)
-    except Exception:  # also what a __float__ of the user's own raises, and integers beyond a float
+    except (TypeError, ValueError, OverflowError):  # OverflowError: an integer beyond a float
         return None
 
 
 def _shown(value: Any) -> str:
-    """The value's repr for a message; its type where that is no number, text or container that Python can show."""
+    """The value for a message: its repr, but the size of an integer of thousands of digits."""
     if isinstance(value, int) and abs(value) >= 1 << 256:
         return f"an integer of {value.bit_length()} bits"
-    try:
-        return one_line(repr(value))
-    except Exception:  # a __repr__ of the user's own
-        return f"a {type(value).__name__}"
+    return one_line(repr(value))

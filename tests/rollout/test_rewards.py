@@ -125,7 +125,7 @@ WRONG = {
     ),
     "metadata": (
         "sample.metadata = 7; return 1",
-        "left metadata of prompt 10 that cannot be kept: 'int' object has no ",
+        "left 7 as the metadata of prompt 10; leave a dict.",
     ),
 }
 
