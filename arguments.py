@@ -32,7 +32,7 @@ from slime_tis.command_line import (
 from slime_tis.correction.config import RolloutCorrectionConfig
 from slime_tis.correction.criteria import Criterion
 from slime_tis.errors import quoted
-from slime_tis.inputs import check_files, check_model
+from slime_tis.inputs import check_files, check_model, check_weights
 from slime_tis.limits import Limits, check_limits
 from slime_tis.megatron.config import MegatronConfig
 from slime_tis.megatron.environment import read_environment
@@ -284,6 +284,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Arguments:
     """
     try:
         arguments = configure(sys.argv[1:] if argv is None else argv, os.environ)
+        check_weights(arguments.megatron)
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         raise SystemExit(2) from None

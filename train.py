@@ -36,6 +36,7 @@ from transformers.utils.logging import disable_progress_bar
 from arguments import Arguments, describe, effective_config, options_in_force, parse_args
 from slime_tis.custom import load_custom_tis
 from slime_tis.errors import CustomFunctionError, NonFiniteGradient, OtherRankFailed, RunStopped
+from slime_tis.inputs import prompt_sizes
 from slime_tis.interrupt import Interrupted, Interrupts, stops_because
 from slime_tis.learner import Learner
 from slime_tis.megatron import checkpoint
@@ -184,10 +185,11 @@ class Trainer:
         self.run_id = uuid.uuid4().hex if self.resumed is None else self.resumed[1].run
         check_metrics(arguments.reporting.output_dir, self.run_id)
         self.tokenizer = load_tokenizer(megatron.hf_checkpoint)
-        self.dataset = PromptDataset(rollout.prompt_data, self.tokenizer, rollout)
+        sizes = prompt_sizes(megatron, rollout)
+        self.dataset = PromptDataset(rollout.prompt_data, self.tokenizer, rollout, sizes)
         if self.resumed is not None:
             self.dataset.load_state_dict(self.resumed[1].dataset)
-        self.eval_prompts = load_evaluation_prompts(rollout, self.tokenizer)
+        self.eval_prompts = load_evaluation_prompts(rollout, self.tokenizer, sizes)
         self._check_prompts()
         self.num_rollout = self._num_rollout()
         self.engine = TrainingEngine(

@@ -51,7 +51,10 @@ def one_line(text: str, limit: int = 80) -> str:
 
 def quoted(value: object, length: int = 80) -> str:
     """The repr of a value, escaped and cut to about `length` characters, for an error message."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # nested deeply, or a number of thousands of digits
+        return f"a {type(value).__name__} that cannot be shown"
     if len(text) <= length:
         return text
     return f"{text[: length - 20]}… ({len(text)} characters)"

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from slime_tis.errors import quoted
+from slime_tis.hf_directory import (
+    ModelSizes,
+    check_generation_config,
+    check_tensors,
+    model_sizes,
+    read_model_config,
+)
 from slime_tis.megatron.config import MegatronConfig
 from slime_tis.rollout.config import RolloutConfig
+from slime_tis.rollout.prompt_files import check_is_text
 from slime_tis.storage.directories import same_path
-
-ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
 def check_files(rollout: RolloutConfig, megatron: MegatronConfig) -> None:
@@ -28,6 +34,7 @@ def check_files(rollout: RolloutConfig, megatron: MegatronConfig) -> None:
             raise ValueError(f"{flag} is {quoted(path)} but there is no such file; give a JSONL or parquet file.")
         if Path(path).stat().st_size == 0:
             raise ValueError(f"{flag} is {quoted(path)} but the file is empty; give one prompt a row.")
+        check_is_text(Path(path))
     resumes_own = None not in (megatron.load, megatron.save) and same_path(str(megatron.load), str(megatron.save))
     if megatron.load is not None and not resumes_own and not Path(megatron.load).is_dir():
         raise ValueError(
@@ -45,8 +52,9 @@ def check_model(megatron: MegatronConfig, rollout: RolloutConfig) -> dict[str, A
         ValueError: one sentence, for a checkpoint that cannot be loaded or sizes that do not fit it.
     """
     if megatron.ref_load is not None:
-        _read_model_config("--ref-load", megatron.ref_load)
-    model = _read_model_config("--hf-checkpoint", megatron.hf_checkpoint)
+        read_model_config(megatron.ref_load, "--ref-load")
+    model = read_model_config(megatron.hf_checkpoint)
+    check_generation_config(megatron.hf_checkpoint)
     for flag, ranks, part in (
         ("--tensor-model-parallel-size", megatron.tensor_model_parallel_size, "num_attention_heads"),
         ("--tensor-model-parallel-size", megatron.tensor_model_parallel_size, "num_key_value_heads"),
@@ -92,18 +100,19 @@ def _check_stop_ids(ids: Sequence[int], vocabulary: Any) -> None:
         )
 
 
-def _read_model_config(flag: str, directory: str) -> dict[str, Any]:
-    path = Path(directory) / "config.json"
-    if not path.is_file():
-        raise ValueError(f"{flag} is {quoted(directory)} but holds no config.json; give a Hugging Face directory.")
-    try:
-        model = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{flag} is {quoted(directory)} but its config.json is not JSON: {error}.") from None
-    architectures = (model.get("architectures") if isinstance(model, dict) else None) or ["unknown"]
-    if architectures[0] not in ARCHITECTURES:
-        raise ValueError(
-            f"{flag} is {quoted(directory)} of the architecture {architectures[0]} but supported are "
-            f"{', '.join(ARCHITECTURES)}; give a checkpoint of one of these."
-        )
-    return model
+def prompt_sizes(megatron: MegatronConfig, rollout: RolloutConfig) -> ModelSizes:
+    """What prompts must fit into: the model's vocabulary, and its context or a shorter one that is asked for."""
+    sizes = model_sizes(read_model_config(megatron.hf_checkpoint))
+    contexts = [one for one in (sizes.context_len, rollout.rollout_max_context_len) if one is not None]
+    return dataclasses.replace(sizes, context_len=min(contexts, default=None))
+
+
+def check_weights(megatron: MegatronConfig) -> None:
+    """Reads the headers of the weights: whether all tensors are there, in the shapes that config.json gives.
+
+    Raises:
+        ValueError: a file is missing or damaged, or of another model.
+    """
+    for directory in (megatron.hf_checkpoint, megatron.ref_load):
+        if directory is not None:
+            check_tensors(directory, read_model_config(directory))

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -27,8 +28,9 @@ from arguments import (
 )
 from slime_tis.command_line import help_notes
 from slime_tis.correction.presets import PRESETS
-from slime_tis.inputs import ARCHITECTURES
+from slime_tis.hf_directory import ARCHITECTURES
 from slime_tis.megatron.architecture import FAMILIES
+from tests.checkpoints import make_checkpoint
 
 ROOT = Path(__file__).parents[1]
 
@@ -55,6 +57,18 @@ def base(tmp_path, monkeypatch):
         "--hf-checkpoint model --prompt-data train.jsonl --rollout-batch-size 4 --n-samples-per-prompt 8 "
         "--rollout-max-response-len 12 --num-rollout 3 --rm-type exact_match "
     )
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), "qwen3", max_position_embeddings=64)
+
+
+@pytest.fixture
+def whole(base, checkpoint):
+    """`base` with weights in its checkpoint, at which `parse_args` looks too."""
+    shutil.copytree(checkpoint, "model", dirs_exist_ok=True)
+    return base
 
 
 def configured(line, world_size=1) -> Arguments:
@@ -1210,8 +1224,7 @@ def test_empty_prompt_file_is_refused(base, tmp_path):
         ),
         (
             "[]",
-            "--hf-checkpoint is 'model' of the architecture unknown but supported are LlamaForCausalLM, "
-            "Qwen2ForCausalLM, Qwen3ForCausalLM; give a checkpoint of one of these.",
+            "--hf-checkpoint is 'model' but its config.json is JSON of type list and must be an object.",
         ),
         (
             "{",
@@ -1317,6 +1330,15 @@ def test_yaml_refusals(base, tmp_path, text, sentence):
     assert refusal(base + "--custom-config-path run.yaml").startswith(sentence)
 
 
+def test_a_checkpoint_without_weights_is_refused_with_code_2(base, capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse_args(shlex.split(base))
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("model has no model.safetensors and no model.safetensors.index.json; only checkpoints in")
+    assert error.count("\n") == 1
+
+
 def test_refusal_exits_with_code_2_and_the_sentence_alone(base, capsys):
     with pytest.raises(SystemExit) as stop:
         parse_args(shlex.split(base + "--use-tiss"))
@@ -1325,10 +1347,10 @@ def test_refusal_exits_with_code_2_and_the_sentence_alone(base, capsys):
     assert captured.err == "--use-tiss is not a flag; did you mean --use-tis?\n" and captured.out == ""
 
 
-def test_truncated_sampling_warns_in_one_sentence(base, capsys):
-    parse_args(shlex.split(base))
+def test_truncated_sampling_warns_in_one_sentence(whole, capsys):
+    parse_args(shlex.split(whole))
     assert capsys.readouterr().err == ""
-    parse_args(shlex.split(base + "--rollout-top-p 0.9 --get-mismatch-metrics --use-tis --tis-lower-bound 0.5"))
+    parse_args(shlex.split(whole + "--rollout-top-p 0.9 --get-mismatch-metrics --use-tis --tis-lower-bound 0.5"))
     assert capsys.readouterr().err == (
         "warning: --rollout-top-p is 0.9, so rollout log-probs are those of the truncated distribution, and "
         "mismatch "
@@ -1351,8 +1373,8 @@ def test_truncated_sampling_warns_in_one_sentence(base, capsys):
         ("--rollout-rs seq_mean_k3 --rollout-rs-threshold 0.001", None),
     ],
 )
-def test_geometric_bounds_that_no_precision_fits_are_warned_about(base, capsys, flags, criterion):
-    parse_args(shlex.split(base + flags))
+def test_geometric_bounds_that_no_precision_fits_are_warned_about(whole, capsys, flags, criterion):
+    parse_args(shlex.split(whole + flags))
     lower = "0.999" if criterion else ""
     assert capsys.readouterr().err == (
         f"warning: the bounds {lower} to 1.001 of {criterion} on the mean log-ratio are within ±1 %, which already "

@@ -30,8 +30,10 @@ ALLOWED: dict[str, set[str]] = {
     "slime_tis.storage": set(),
     "slime_tis.limits": {"slime_tis.errors"},
     "slime_tis.options": {"slime_tis.errors", "slime_tis.limits"},
+    "slime_tis.hf_directory": {"slime_tis.errors"},
     "slime_tis.inputs": {
         "slime_tis.errors",
+        "slime_tis.hf_directory",
         "slime_tis.megatron",
         "slime_tis.rollout",
         "slime_tis.policy",
@@ -63,6 +65,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "slime_tis.megatron": {
         "slime_tis",
+        "slime_tis.hf_directory",
         "slime_tis.correction",
         "slime_tis.custom",
         "slime_tis.policy",
@@ -72,6 +75,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "slime_tis.rollout": {
         "slime_tis",
+        "slime_tis.hf_directory",
         "slime_tis.correction",
         "slime_tis.custom",
         "slime_tis.errors",

@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_block import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from slime_tis.hf_directory import read_model_config, shown_error
 from slime_tis.megatron.attention import TorchAttention, TorchRMSNorm
 from slime_tis.megatron.config import MegatronConfig
 from slime_tis.megatron.packing import RotaryAngles
@@ -61,12 +62,12 @@ def read_hf_config(directory: str | Path) -> Any:
     """
     from transformers import AutoConfig
 
-    if not (Path(directory) / "config.json").is_file():
-        raise ValueError(f"no config.json in {directory}: pass a Hugging Face checkpoint directory")
-    hf = AutoConfig.from_pretrained(directory)
-    name = (hf.architectures or ["?"])[0]
-    if name not in FAMILIES:
-        raise ValueError(f"{directory} holds a {name}; supported are {', '.join(sorted(FAMILIES))}")
+    read_model_config(directory)
+    try:
+        hf = AutoConfig.from_pretrained(directory)
+    except Exception as error:  # transformers checks fields with errors of several libraries
+        raise ValueError(f"{Path(directory) / 'config.json'} is not accepted: {shown_error(error)}.") from error
+    name = hf.architectures[0]
     unsupported = {
         "hidden_act": hf.hidden_act not in ("silu", "swish"),
         "mlp_bias": bool(getattr(hf, "mlp_bias", False)),
@@ -173,9 +174,18 @@ def padded_vocab_size(vocab_size: int, tensor_size: int) -> int:
 
 
 def rotary_frequencies(hf: Any, family: Family) -> tuple[torch.Tensor, float]:
-    """(inverse frequencies [d/2], factor on cosine and sine), as transformers computes them for this model."""
+    """(inverse frequencies [d/2], factor on cosine and sine), as transformers computes them for this model.
+
+    Raises:
+        ValueError: its settings lack something that their type needs.
+    """
     module, name = family.rotary_class.split(":")
-    rotary = getattr(importlib.import_module(module), name)(config=hf)
+    try:
+        rotary = getattr(importlib.import_module(module), name)(config=hf)
+    except Exception as error:  # a missing factor, say
+        raise ValueError(
+            f"the checkpoint's rotary positions are not as they should be: {shown_error(error)}."
+        ) from error
     return rotary.inv_freq.float(), float(rotary.attention_scaling)
 
 

@@ -4,7 +4,6 @@ Every Megatron parameter is made of one or more Hugging Face tensors. `RULES` sa
 is cut over the tensor-parallel ranks and joined again.
 """
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 
+from slime_tis.hf_directory import check_tensors, read_model_config, shown_error, tensor_files
 from slime_tis.megatron.architecture import Model
 from slime_tis.megatron.parallel import Parallel
 
@@ -100,39 +100,41 @@ class HfTensors:
     """The tensors of a Hugging Face checkpoint directory, read one at a time."""
 
     def __init__(self, directory: str | Path, *, tied: bool) -> None:
-        """Reads what there is.
+        """Looks which there are, and where.
 
         Args:
             directory: Of the checkpoint.
             tied: Whether the output layer has the embeddings' weights, as `tie_word_embeddings` of config.json says.
         """
         self.directory, self.tied = Path(directory), tied
-        index = self.directory / "model.safetensors.index.json"
-        if index.is_file():
-            self.files: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        else:
-            from safetensors import safe_open
-
-            single = self.directory / "model.safetensors"
-            if not single.is_file():
-                raise ValueError(f"no model.safetensors in {self.directory}: only safetensors checkpoints are read")
-            with safe_open(str(single), "pt") as file:
-                self.files = dict.fromkeys(file.keys(), single.name)
+        self.files = tensor_files(directory)
 
     def __getitem__(self, name: str) -> Tensor:
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
 
         if name == "lm_head.weight" and self.tied:
             name = "model.embed_tokens.weight"
         if name not in self.files:
             why = ", and its config.json does not tie it to the embeddings" if name == "lm_head.weight" else ""
             raise ValueError(f"{self.directory} has no tensor {name}{why}; the checkpoint is incomplete.")
-        with safe_open(str(self.directory / self.files[name]), "pt") as file:
-            return file.get_tensor(name)
+        path = self.files[name]
+        try:
+            with safe_open(str(path), "pt") as file:
+                tensor = file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path}: the tensor {name} cannot be read ({shown_error(error)}).") from None
+        if not tensor.isfinite().all():
+            raise ValueError(f"{path}: the tensor {name} holds NaN or infinity; the checkpoint is damaged.")
+        return tensor
 
 
 def load_hf_weights(model: Model, directory: str | Path, parallel: Parallel) -> None:
-    """Fills this rank's shard of the model from a Hugging Face checkpoint."""
+    """Fills this rank's shard of the model from a Hugging Face checkpoint.
+
+    Raises:
+        ValueError: a tensor is missing, damaged, of another shape than the model's, or holds NaN or infinity.
+    """
+    check_tensors(directory, read_model_config(directory))
     tensors = HfTensors(directory, tied=model.hf_config.tie_word_embeddings)
     first_layer = _first_layer(model, parallel)
     for name, parameter in model.module.named_parameters():

@@ -8,6 +8,11 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from slime_tis.hf_directory import shown_error
+
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tiktoken.model")
+"""Files of which a tokenizer has at least one."""
+
 
 def load_model(path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
     """The causal language model of a directory, in evaluation mode and without gradients.
@@ -18,8 +23,8 @@ def load_model(path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
     _check_directory(Path(path))
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ValueError(f"--hf-checkpoint is {str(path)!r}, which does not load: {_first_line(error)}") from error
+    except Exception as error:  # of transformers, safetensors and huggingface_hub, which share no class
+        raise ValueError(f"--hf-checkpoint is {str(path)!r}, which does not load: {shown_error(error)}.") from error
     return model.eval().requires_grad_(False)
 
 
@@ -30,11 +35,16 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
       ValueError: no checkpoint there, or no tokenizer in it.
     """
     _check_directory(Path(path))
+    if not any((Path(path) / name).is_file() for name in VOCABULARIES):  # transformers would make an empty one
+        raise ValueError(
+            f"--hf-checkpoint is {str(path)!r}, which has no tokenizer: none of {', '.join(VOCABULARIES)}; copy its "
+            "files there."
+        )
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except Exception as error:  # of transformers and tokenizers, which share no class
         raise ValueError(
-            f"--hf-checkpoint is {str(path)!r}, whose tokenizer does not load: {_first_line(error)}"
+            f"--hf-checkpoint is {str(path)!r}, whose tokenizer does not load: {shown_error(error)}."
         ) from error
 
 
@@ -63,7 +73,3 @@ def _check_directory(path: Path) -> None:
             f"--hf-checkpoint is {str(path)!r}, which has no config.json; give a directory that holds a "
             "Hugging Face checkpoint."
         )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

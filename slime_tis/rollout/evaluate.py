@@ -13,10 +13,13 @@ from slime_tis.rollout.sample import Prompt, Sample, Sampling
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from slime_tis.hf_directory import ModelSizes
     from slime_tis.rollout.config import RolloutConfig
 
 
-def load_evaluation_prompts(config: RolloutConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[Prompt]]:
+def load_evaluation_prompts(
+    config: RolloutConfig, tokenizer: PreTrainedTokenizerBase, sizes: ModelSizes | None = None
+) -> dict[str, list[Prompt]]:
     """The held-out prompt sets by name; see `load_prompts`."""
     return {
         name: load_prompts(
@@ -27,7 +30,7 @@ def load_evaluation_prompts(config: RolloutConfig, tokenizer: PreTrainedTokenize
             metadata_key=config.metadata_key,
             apply_chat_template=config.apply_chat_template,
             max_prompt_len=config.rollout_max_prompt_len,
-            max_context_len=config.rollout_max_context_len,
+            sizes=sizes,
         )
         for name, path in config.eval_prompt_sets
     }

@@ -5,14 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from slime_tis.errors import quoted
+from slime_tis.hf_directory import ModelSizes, shown_error
 from slime_tis.rollout.json_values import json_object
+from slime_tis.rollout.prompt_files import rows_of
 from slime_tis.rollout.sample import Prompt
 
 if TYPE_CHECKING:
@@ -22,6 +25,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+CHARACTERS_PER_TOKEN = 1000
+"""Above this average over a text no tokenizer comes; the longest tokens, runs of blanks, have some hundred."""
+FEW = 20
+"""Keys of a row that a message lists."""
+
 
 class PromptDataset:
     """The training prompts, in the file's order or shuffled anew every epoch.
@@ -30,7 +38,13 @@ class PromptDataset:
     is to save.
     """
 
-    def __init__(self, path: str | Path, tokenizer: PreTrainedTokenizerBase, config: RolloutConfig) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        tokenizer: PreTrainedTokenizerBase,
+        config: RolloutConfig,
+        sizes: ModelSizes | None = None,
+    ) -> None:
         """Reads the file; see `load_prompts`."""
         self.prompts = load_prompts(
             path,
@@ -40,7 +54,7 @@ class PromptDataset:
             metadata_key=config.metadata_key,
             apply_chat_template=config.apply_chat_template,
             max_prompt_len=config.rollout_max_prompt_len,
-            max_context_len=config.rollout_max_context_len,
+            sizes=sizes,
         )
         self._digest = _digest(self.prompts)
         self._seed = config.rollout_seed if config.rollout_shuffle else None
@@ -108,7 +122,7 @@ def load_prompts(
     metadata_key: str = "metadata",
     apply_chat_template: bool = False,
     max_prompt_len: int | None = None,
-    max_context_len: int | None = None,
+    sizes: ModelSizes | None = None,
 ) -> list[Prompt]:
     """Reads and tokenizes a prompt file.
 
@@ -119,12 +133,12 @@ def load_prompts(
       path: JSONL, or parquet where the name ends in .parquet.
       tokenizer: of the policy.
       input_key: of the prompt, a string; with a chat template also a list of messages.
-      label_key: of the label, or None. Labels that are not strings become their JSON.
+      label_key: of the label, or None. Labels that are not strings become their JSON, decimals their digits.
       metadata_key: of a mapping for rewards; a row may lack it. The row's other columns are metadata too, under
         their names; where both have a name, the mapping's value counts.
       apply_chat_template: render the prompt with the tokenizer's chat template.
       max_prompt_len: longest prompt, in tokens; longer ones are left out and their number is logged.
-      max_context_len: longest prompt and response together, in tokens.
+      sizes: of the model: prompts that fill its context, or have tokens it does not know, are refused.
 
     Raises:
       ValueError: no file, nothing in it, or a row that is not as it should be, with its line number.
@@ -132,89 +146,88 @@ def load_prompts(
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"the prompt file {str(path)!r} does not exist.")
-    rows = list(_parquet_rows(path) if path.suffix == ".parquet" else _jsonl_rows(path))
+    rows = list(rows_of(path))
     if not rows:
         raise ValueError(f"the prompt file {str(path)!r} is empty.")
     if apply_chat_template and not tokenizer.chat_template:
         raise ValueError("--apply-chat-template is set, but the tokenizer has no chat template; leave it out.")
     texts = [_text(_value(row, input_key, place), place, tokenizer, apply_chat_template) for place, row in rows]
-    token_ids = tokenizer(texts, add_special_tokens=not apply_chat_template)["input_ids"]
+    context_len = None if sizes is None else sizes.context_len
+    places = [index for index, text in enumerate(texts) if not _far_too_long(text, max_prompt_len or context_len)]
+    if max_prompt_len is None and len(places) < len(texts):
+        index = next(index for index, kept in enumerate([*places, -1]) if index != kept)
+        raise ValueError(_no_room(rows[index][0], f"{len(texts[index])} characters", context_len))
+    encoded = (
+        tokenizer([texts[i] for i in places], add_special_tokens=not apply_chat_template)["input_ids"] if places else []
+    )
     prompts = [
         Prompt(
             index=index,
-            text=text,
+            text=texts[index],
             token_ids=tuple(ids),
-            label=None if label_key is None else _label(_value(row, label_key, place)),
-            metadata=_other_columns(row, (input_key, label_key, metadata_key), place)
-            | _metadata(row.get(metadata_key), metadata_key, place),
+            label=None
+            if label_key is None
+            else _label(_value(rows[index][1], label_key, rows[index][0]), rows[index][0]),
+            metadata=_metadata(*rows[index], input_key, label_key, metadata_key),
         )
-        for index, ((place, row), text, ids) in enumerate(zip(rows, texts, token_ids, strict=True))
+        for index, ids in zip(places, encoded, strict=True)
     ]
-    kept = _drop_long(prompts, max_prompt_len, path)
-    longest = max(len(prompt.token_ids) for prompt in kept)
-    if max_context_len is not None and longest >= max_context_len:
+    prompts = _drop_long(prompts, len(rows), max_prompt_len, path)
+    if sizes is not None:
+        for prompt in prompts:
+            _check_fits(prompt, rows[prompt.index][0], sizes)
+    return prompts
+
+
+def _far_too_long(text: str, limit: int | None) -> bool:
+    """Whether a text has more tokens than a limit for certain, which tokenizing it would take a minute to find."""
+    return limit is not None and len(text) > CHARACTERS_PER_TOKEN * limit
+
+
+def _check_fits(prompt: Prompt, place: str, sizes: ModelSizes) -> None:
+    length = len(prompt.token_ids)
+    if sizes.context_len is not None and length >= sizes.context_len:
+        raise ValueError(_no_room(place, f"{length} tokens", sizes.context_len))
+    if sizes.vocab_size is not None and length and max(prompt.token_ids) >= sizes.vocab_size:
         raise ValueError(
-            f"--rollout-max-context-len is {max_context_len}, but a prompt of {quoted(str(path))} has {longest} "
-            "tokens, which leaves no room for a response; raise it, or set --rollout-max-prompt-len to leave such "
-            "prompts out."
+            f"{place} has a prompt with token {max(prompt.token_ids)}, but the model's vocabulary ends at "
+            f"{sizes.vocab_size - 1}; the tokenizer of --hf-checkpoint is of another model."
         )
-    return kept
 
 
-def _drop_long(prompts: list[Prompt], max_prompt_len: int | None, path: Path) -> list[Prompt]:
+def _no_room(place: str, length: str, context_len: int | None) -> str:
+    return (
+        f"{place} has a prompt of {length}, which leaves no room for a response in a context of {context_len} tokens; "
+        "set --rollout-max-prompt-len to leave such prompts out."
+    )
+
+
+def _drop_long(prompts: list[Prompt], rows: int, max_prompt_len: int | None, path: Path) -> list[Prompt]:
     if max_prompt_len is None:
         return prompts
     kept = [prompt for prompt in prompts if len(prompt.token_ids) <= max_prompt_len]
     if not kept:
-        shortest = min(len(prompt.token_ids) for prompt in prompts)
+        lengths = [len(prompt.token_ids) for prompt in prompts]
+        shortest = f"has {min(lengths)} tokens" if lengths else "is far longer"
         raise ValueError(
-            f"--rollout-max-prompt-len is {max_prompt_len}, but the shortest prompt of {str(path)!r} has "
-            f"{shortest} tokens; raise it."
+            f"--rollout-max-prompt-len is {max_prompt_len}, but the shortest prompt of {str(path)!r} {shortest}; "
+            "raise it."
         )
-    if len(kept) < len(prompts):
+    if len(kept) < rows:
         logger.warning(
             "%d of %d prompts of %s are longer than --rollout-max-prompt-len %d and are left out.",
-            len(prompts) - len(kept),
-            len(prompts),
+            rows - len(kept),
+            rows,
             path,
             max_prompt_len,
         )
     return kept
 
 
-def _jsonl_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each row with its place, for messages; blank lines are skipped."""
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            place = f"{path}, line {number}"
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{place} is not JSON: {error.msg} at column {error.colno}.") from error
-            if not isinstance(row, dict):
-                raise ValueError(f"{place} is JSON of type {type(row).__name__}, but each line must be an object.")
-            yield place, row
-
-
-def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    try:
-        from pyarrow import parquet
-    except ImportError as error:
-        raise ValueError(
-            f"{str(path)!r} is parquet, which needs pyarrow; install it with: pip install 'slime_tis[parquet]'."
-        ) from error
-    number = 0
-    for batch in parquet.ParquetFile(path).iter_batches():
-        for row in batch.to_pylist():
-            number += 1
-            yield f"{path}, row {number}", row
-
-
 def _value(row: dict[str, Any], key: str, place: str) -> Any:
     if key not in row:
-        raise ValueError(f"{place} has no key {key!r}; its keys are {', '.join(map(repr, row)) or 'none'}.")
+        keys = ", ".join(map(quoted, list(row)[:FEW])) or "none"
+        raise ValueError(f"{place} has no key {key!r}; its keys are {keys}{', …' * (len(row) > FEW)}.")
     return row[key]
 
 
@@ -222,9 +235,10 @@ def _text(value: Any, place: str, tokenizer: PreTrainedTokenizerBase, apply_chat
     if apply_chat_template:
         messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
         try:
-            return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # templates raise whatever their author chose
-            raise ValueError(f"{place} does not fit the chat template: {error}.") from error
+            raise ValueError(f"{place} does not fit the chat template: {shown_error(error)}.") from error
+        return _encodable(text, f"{place} has a prompt")
     if not isinstance(value, str):
         raise ValueError(
             f"{place} has a prompt of type {type(value).__name__} where a string is needed; a list of "
@@ -232,27 +246,45 @@ def _text(value: Any, place: str, tokenizer: PreTrainedTokenizerBase, apply_chat
         )
     if not value:
         raise ValueError(f"{place} has an empty prompt.")
-    return value
+    return _encodable(value, f"{place} has a prompt")
 
 
-def _label(value: Any) -> str | None:
-    return value if value is None or isinstance(value, str) else json.dumps(value)
+def _encodable(text: str, what: str) -> str:
+    """A text that is one: JSON may hold half of a surrogate pair, which no tokenizer and no file takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(text[error.start]):04x}"
+        raise ValueError(f"{what} with half of a surrogate pair, {half}, at character {error.start + 1}.") from None
+    return text
 
 
-def _metadata(value: Any, key: str, place: str) -> dict[str, Any]:
-    """The row's mapping; a string is read as JSON, for files that can hold no mapping."""
+def _label(value: Any, place: str) -> str | None:
     if value is None:
-        return {}
-    if isinstance(value, str):
+        return None
+    if isinstance(value, Decimal):
+        return str(value)
+    if not isinstance(value, str):
         try:
-            value = json.loads(value)
-        except json.JSONDecodeError:
-            value = None
-    if not isinstance(value, dict):
-        raise ValueError(f"{place} has {key!r} that is no mapping.")
-    return json_object(value, f"{place}, {key!r}")
+            value = json.dumps(value)
+        except (TypeError, ValueError, RecursionError):  # bytes and dates of parquet
+            raise ValueError(
+                f"{place} has a label of type {type(value).__name__}, which JSON has not; write it as a string."
+            ) from None
+    return _encodable(value, f"{place} has a label")
 
 
-def _other_columns(row: dict[str, Any], used: Sequence[str | None], place: str) -> dict[str, Any]:
-    """What the row has besides prompt, label and metadata."""
-    return json_object({key: value for key, value in row.items() if key not in used}, place)
+def _metadata(
+    place: str, row: dict[str, Any], input_key: str, label_key: str | None, metadata_key: str
+) -> dict[str, Any]:
+    """The row's other columns, and its mapping; a string is read as JSON, for files that can hold no mapping."""
+    found = row.get(metadata_key)
+    if isinstance(found, str):
+        try:
+            found = json.loads(found)
+        except (ValueError, RecursionError):
+            found = metadata_key  # which is no mapping
+    if found is not None and not isinstance(found, dict):
+        raise ValueError(f"{place} has {metadata_key!r} that is no mapping.")
+    others = {key: value for key, value in row.items() if key not in (input_key, label_key, metadata_key)}
+    return json_object(others, place) | json_object(found or {}, f"{place}, {metadata_key!r}")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from slime_tis.inputs import ARCHITECTURES
+from slime_tis.hf_directory import ARCHITECTURES
 from slime_tis.megatron.architecture import FAMILIES
 from tests.checkpoints import make_checkpoint
 from tests.megatron.parity_worker import compare_all

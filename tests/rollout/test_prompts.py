@@ -141,7 +141,7 @@ def test_parquet_rows_become_prompts(tmp_path):
 def test_parquet_without_pyarrow_says_how_to_install_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     path = tmp_path / "p.parquet"
-    path.write_bytes(b"")
+    path.write_bytes(b"PAR1")
     with pytest.raises(ValueError) as refusal:
         load(path)
     assert str(refusal.value) == (

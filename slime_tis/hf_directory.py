@@ -1,0 +1,295 @@
+"""A Hugging Face model directory, looked at without reading its weights: is it whole, and is it what it says?
+
+All of it comes from outside: a file may be cut off, of another model, edited by hand, or not what its name says. Each
+finding is one ValueError that names the file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from slime_tis.errors import one_line, quoted
+
+ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
+COUNTS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
+"""Fields of config.json that are whole numbers above 0 where they are given."""
+FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
+"""Fields that are true or false where they are given."""
+FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
+"""Types of weights, as safetensors names them, that can be trained from."""
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSizes:
+    """What a prompt must fit into."""
+
+    context_len: int | None
+    """Longest prompt and response together, in tokens; None where config.json does not say."""
+
+    vocab_size: int | None
+    """Token ids that the model has; None where config.json does not say."""
+
+
+def read_model_config(directory: str | Path, flag: str = "--hf-checkpoint") -> dict[str, Any]:
+    """The object of a checkpoint's config.json, of an architecture that can be trained, its fields checked.
+
+    Args:
+        directory: the checkpoint.
+        flag: that names it, for messages.
+
+    Raises:
+        ValueError: no such file, no JSON object, another architecture, quantized weights, or a field that cannot be.
+    """
+    path = Path(directory) / "config.json"
+    where = f"{flag} is {quoted(str(directory))}"
+    if not path.is_file():
+        raise ValueError(f"{where} but holds no config.json; give a Hugging Face directory.")
+    model = _read_object(path, f"{where} but its config.json")
+    architectures = model.get("architectures") or ["unknown"]
+    if not isinstance(architectures, list) or architectures[0] not in ARCHITECTURES:
+        name = architectures[0] if isinstance(architectures, list) else architectures
+        raise ValueError(
+            f"{where} of the architecture {one_line(str(name))} but "
+            f"supported are {', '.join(ARCHITECTURES)}; give a checkpoint of one of these."
+        )
+    quantization = model.get("quantization_config")
+    if quantization is not None:
+        raise ValueError(
+            f"{where}, whose config.json has quantization_config {quoted(quantization)}, but training needs weights "
+            "that are not quantized; give the checkpoint that it was made from."
+        )
+    for problem in _field_problems(model):
+        raise ValueError(f"{where}, whose config.json has {problem}.")
+    return model
+
+
+def check_generation_config(directory: str | Path, flag: str = "--hf-checkpoint") -> None:
+    """Whether generation_config.json, where there is one, says what ends a response.
+
+    Raises:
+        ValueError: it is no JSON object, or its eos_token_id is neither a token id nor a list of them.
+    """
+    path = Path(directory) / "generation_config.json"
+    if not path.is_file():
+        return
+    where = f"{flag} is {quoted(str(directory))} but its generation_config.json"
+    ids = _read_object(path, where).get("eos_token_id")
+    for one in ids if isinstance(ids, list) else [ids]:
+        if one is not None and not (type(one) is int and 0 <= one < 2**31):
+            raise ValueError(f"{where} has eos_token_id {quoted(ids)}, which must be a token id or a list of them.")
+
+
+def model_sizes(model: Mapping[str, Any]) -> ModelSizes:
+    """The sizes that config.json gives."""
+    return ModelSizes(context_len=model.get("max_position_embeddings"), vocab_size=model.get("vocab_size"))
+
+
+def tensor_files(directory: str | Path) -> dict[str, Path]:
+    """The file of each tensor of a checkpoint, by the tensor's name.
+
+    Raises:
+        ValueError: no safetensors, a damaged file, or an index that is not one, or names files that are not there or
+            lie outside of the directory.
+    """
+    directory = Path(directory)
+    index = directory / INDEX
+    if index.is_file():
+        return _indexed_files(directory, index)
+    single = directory / SINGLE
+    if not single.is_file():
+        raise ValueError(f"{directory} has no {SINGLE} and no {INDEX}; only checkpoints in safetensors are read.")
+    return dict.fromkeys(_tensors_of(single), single)
+
+
+def check_tensors(directory: str | Path, model: Mapping[str, Any]) -> None:
+    """Looks whether a checkpoint has every tensor that its config.json asks for, in its shape; reads headers alone.
+
+    Args:
+        directory: the checkpoint.
+        model: of `read_model_config`.
+
+    Raises:
+        ValueError: a tensor is missing, of another shape or not of floating-point numbers; or see `tensor_files`.
+    """
+    files = tensor_files(directory)
+    headers: dict[Path, dict[str, tuple[str, tuple[int, ...]]]] = {}
+    for name, shape in expected_tensors(directory, model):
+        if name not in files:
+            raise ValueError(f"{directory} has no tensor {name}, which its config.json asks for.")
+        path = files[name]
+        if path not in headers:
+            headers[path] = _tensors_of(path)
+        if name not in headers[path]:
+            raise ValueError(f"{path} has no tensor {name}, which {INDEX} says it has.")
+        kind, found = headers[path][name]
+        if found != shape:
+            raise ValueError(
+                f"{path}: the tensor {name} has the shape {list(found)}, but by config.json it is {list(shape)}; "
+                "the two are of different models."
+            )
+        if kind not in FLOAT_TYPES:
+            raise ValueError(
+                f"{path}: the tensor {name} is of type {kind}, but training needs one of {', '.join(FLOAT_TYPES)}; "
+                "give a checkpoint that is not quantized."
+            )
+
+
+def expected_tensors(directory: str | Path, model: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of every tensor that a dense model of a configuration has.
+
+    Raises:
+        ValueError: config.json lacks a size.
+    """
+    for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
+        if model.get(name) is None:
+            raise ValueError(f"{Path(directory) / 'config.json'} has no {name}, which every model has.")
+    family = model["architectures"][0]
+    hidden, inner, heads = model["hidden_size"], model["intermediate_size"], model["num_attention_heads"]
+    groups, width = model.get("num_key_value_heads") or heads, model.get("head_dim") or hidden // heads
+    yield "model.embed_tokens.weight", (model["vocab_size"], hidden)
+    yield "model.norm.weight", (hidden,)
+    if not model.get("tie_word_embeddings", False):
+        yield "lm_head.weight", (model["vocab_size"], hidden)
+    for layer in range(model["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}"
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            yield f"{prefix}.{norm}.weight", (hidden,)
+        for part, rows in (("q", heads * width), ("k", groups * width), ("v", groups * width)):
+            yield f"{prefix}.self_attn.{part}_proj.weight", (rows, hidden)
+            if family == "Qwen2ForCausalLM":
+                yield f"{prefix}.self_attn.{part}_proj.bias", (rows,)
+        if family == "Qwen3ForCausalLM":
+            for part in "qk":
+                yield f"{prefix}.self_attn.{part}_norm.weight", (width,)
+        yield f"{prefix}.self_attn.o_proj.weight", (hidden, heads * width)
+        for part in ("gate", "up"):
+            yield f"{prefix}.mlp.{part}_proj.weight", (inner, hidden)
+        yield f"{prefix}.mlp.down_proj.weight", (hidden, inner)
+
+
+def _read_object(path: Path, where: str) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError(f"{where} is nested too deeply to be read.") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where} is not UTF-8: {error.reason} at byte {error.start}.") from None
+    except ValueError as error:
+        raise ValueError(f"{where} is not JSON: {shown_error(error)}.") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{where} is JSON of type {type(found).__name__} and must be an object.")
+    return found
+
+
+def shown_error(error: Exception) -> str:
+    """The first line of what a library says, without the full stop at its end, or its type where it says nothing."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return one_line(lines[0], 300).rstrip(".")
+
+
+def _field_problems(model: Mapping[str, Any]) -> Iterator[str]:
+    """What cannot be about the fields that are given."""
+    for name in COUNTS:
+        value = model.get(name)
+        if value is not None and (type(value) is not int or value < 1):
+            yield f"{name} {quoted(value)}, which must be a whole number above 0"
+    for name in FLAGS:
+        value = model.get(name)
+        if value is not None and type(value) is not bool:
+            yield f"{name} {quoted(value)}, which must be true or false"
+    yield from _float_problems(model)
+    heads, groups = model.get("num_attention_heads"), model.get("num_key_value_heads")
+    if heads and groups and heads % groups:
+        yield f"num_attention_heads {heads}, which must be a multiple of num_key_value_heads {groups}"
+    hidden, width = model.get("hidden_size"), model.get("head_dim")
+    if heads and hidden and not width and hidden % heads:
+        yield f"hidden_size {hidden}, which must be a multiple of num_attention_heads {heads}"
+    width = width or (hidden // heads if heads and hidden else None)
+    if width and width % 2:
+        yield f"heads of {width} numbers, which must be even for rotary positions"
+    yield from _rope_problems(model)
+
+
+def _float_problems(model: Mapping[str, Any]) -> Iterator[str]:
+    epsilon = model.get("rms_norm_eps")
+    if epsilon is not None and not (_is_number(epsilon) and 0 <= epsilon < 1):
+        yield f"rms_norm_eps {quoted(epsilon)}, which must be a number from 0 to 1"
+    theta = model.get("rope_theta")
+    if theta is not None and not (_is_number(theta) and theta > 0):
+        yield f"rope_theta {quoted(theta)}, which must be a number above 0"
+
+
+def _rope_problems(model: Mapping[str, Any]) -> Iterator[str]:
+    for name in ("rope_scaling", "rope_parameters"):
+        rope = model.get(name)
+        if rope is None:
+            continue
+        if not isinstance(rope, dict):
+            yield f"{name} {quoted(rope)}, which must be an object"
+            continue
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind not in ROPE_TYPES:
+            yield f"{name} of type {quoted(kind)}, but known are {', '.join(ROPE_TYPES)}"
+        for key in ("rope_theta", "factor"):
+            value = rope.get(key)
+            if value is not None and not (_is_number(value) and value > 0):
+                yield f"{name} with {key} {quoted(value)}, which must be a number above 0"
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf
+
+
+def _indexed_files(directory: Path, index: Path) -> dict[str, Path]:
+    weight_map = _read_object(index, str(index)).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ValueError(f"{index} has no weight_map, an object that names the file of each tensor.")
+    known: dict[str, Path] = {}
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or not file:
+            raise ValueError(f"{index} names {quoted(file)} for the tensor {quoted(name)}, which is no file name.")
+        if file not in known:
+            known[file] = _file_within(directory, index, file)
+    return {name: known[file] for name, file in weight_map.items()}
+
+
+def _file_within(directory: Path, index: Path, file: str) -> Path:
+    """A file that an index names; it may be a link, as in Hugging Face's cache, but its name leads nowhere else."""
+    if "\0" in file or "\\" in file or PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts:
+        raise ValueError(
+            f"{index} names {quoted(file)}, which is not a file within the directory; files outside are not read."
+        )
+    path = directory / file
+    if not path.is_file():
+        raise ValueError(f"{index} names {quoted(file)}, which is not there; fetch the checkpoint anew.")
+    return path
+
+
+def _tensors_of(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Type and shape of each tensor of a safetensors file, from its header."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(str(path), "pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            return {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ValueError(
+            f"{path} cannot be read as safetensors ({shown_error(error)}); it is damaged or incomplete, fetch it anew."
+        ) from None
