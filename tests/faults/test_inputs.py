@@ -172,7 +172,7 @@ def test_malformed_lines(tally: Any, tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     for name, (line, words) in LINES.items():
         path.write_bytes(GOOD + line)
-        in_line = "" if name == "a nought" else f"{path}, line 2 "
+        in_line = "" if name == "a nought" else f"{path}, line 2"
         t.record(name, problem(lambda: load(path), path, in_line, words))
     path.write_bytes(GOOD + row(prompt=[{"role": "user", "content": {"a": [1]}}]))
     t.record("a chat of no text", problem(lambda: load(path, apply_chat_template=True), f"{path}, line 2 does not fit"))
@@ -599,7 +599,7 @@ def test_whole_runs_end_before_anything_is_built(tally: Any, tmp_path: Path) -> 
     for number, (name, path, content, status, words) in enumerate(cases):
         path.write_bytes(content)
         log = tmp_path / str(number)
-        outcome = run_forked([*task, "--output-dir", str(log / "run")], log / "log")
+        outcome = run_forked([*task, "--output-dir", str(log / "run")], log / "log", timeout=240)
         path.write_bytes(whole[path.name])
         lines = outcome.error.splitlines()
         right = (

@@ -360,7 +360,7 @@ def test_a_run_whose_only_server_turns_hostile_stops_with_a_checkpoint(
     ):
         directory = tmp_path / str(number)
         with hostile_process(name, after=16) as url:
-            outcome = run_forked(flags_for(task, [url], directory), directory / "log")
+            outcome = run_forked(flags_for(task, [url], directory), directory / "log", timeout=240)
         checkpoints = [path.name for path in (directory / "checkpoints").glob("iter_*")]
         failure = printed(directory, outcome.output, outcome.error)
         if (outcome.status, outcome.traceback, checkpoints) != (1, False, ["iter_0000001"]):
@@ -377,7 +377,7 @@ def test_a_run_with_one_hostile_server_of_two_goes_on(tally: Any, task: list[str
     t = tally("whole runs with a hostile server beside a good one")
     with hostile_process("a token beyond the vocabulary", after=10) as bad, hostile_process("", after=10**9) as good:
         flags = flags_for(task, [bad, good], tmp_path, "--sglang-max-retries", "9", "--num-rollout", "2")
-        outcome = run_forked(flags, tmp_path / "log")
+        outcome = run_forked(flags, tmp_path / "log", timeout=240)
     rows = read_metrics(tmp_path / "run")
     malformed = [row["rollout/sglang_malformed_responses"] for row in rows]
     failure = printed(tmp_path, outcome.output, outcome.error)
