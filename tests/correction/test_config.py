@@ -183,3 +183,26 @@ def test_preset_overrides_and_unknown_presets() -> None:
 def test_what_needs_what(options: dict[str, Any], corrects: bool, needs: bool) -> None:
     config = RolloutCorrectionConfig(**options)
     assert (config.corrects, config.needs_rollout_log_probs) == (corrects, needs)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"tis_upper_bound": 10**400},
+            "--tis-upper-bound is a whole number of 1329 bits; give a finite number above 0.",
+        ),
+        ({"tis_upper_bound": None}, "--tis-upper-bound is None; give a number."),
+        ({"use_tis": "false"}, "--use-tis is 'false'; give True or False."),
+        (
+            {"rollout_rs": ["token_k1"]},
+            "--rollout-rs is ['token_k1']; give names separated by commas: token_k1,seq_max_k3.",
+        ),
+        ({"tis_mode": "x" * 1000}, f"--tis-mode is '{'x' * 79}; choose one of truncate, clip, mask."),
+    ],
+    ids=["a number beyond floats", "no bound", "a word for a switch", "a list of criteria", "a long word"],
+)
+def test_values_of_another_kind_are_refused_in_one_short_line(options: dict, message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        RolloutCorrectionConfig(**options)
+    assert str(error.value) == message

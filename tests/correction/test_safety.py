@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 
 from slime_tis import RolloutCorrectionConfig, correct, figures
+from slime_tis.integrations.verl import RolloutCorrectionConfig as VerlConfig
 from tests.correction.strategies import batches, configurations
 
 EXAMPLES = int(os.environ.get("SLIME_TIS_SAFETY_EXAMPLES", "300"))
@@ -159,6 +160,65 @@ def test_one_token() -> None:
 def test_layouts_that_disagree(arguments: tuple, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         correct(TOKEN_IS, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            (torch.zeros(1, 2, dtype=torch.int64), *[torch.zeros(1, 2)] * 2),
+            "train_log_probs has dtype torch.int64; pass f",
+        ),
+        (
+            (*[torch.zeros(1, 2)] * 2, torch.zeros(1, 2, dtype=torch.complex64)),
+            "loss_mask has dtype torch.complex64; pass",
+        ),
+        ((torch.zeros(1, 2), torch.zeros(1, 2, device="meta"), torch.ones(1, 2)), "on meta but train_log_probs on cpu"),
+        (
+            (torch.zeros(1, 2), torch.zeros(1, 2).to_sparse(), torch.ones(1, 2)),
+            "has layout torch.sparse_coo; pass a dense",
+        ),
+        (([torch.zeros(2)], [[0.0, 0.0]], [torch.ones(2)]), r"rollout_log_probs\[0\] is list; pass a tensor"),
+        (([torch.zeros(2), None], [torch.zeros(2)] * 2, [torch.ones(2)] * 2), r"train_log_probs\[1\] is NoneType"),
+        (
+            ([torch.zeros(1, 2)], [torch.zeros(2)], [torch.ones(2)]),
+            r"train_log_probs\[0\] has shape \(1, 2\); pass one",
+        ),
+        (
+            (None, None, None),
+            "train_log_probs is NoneType, rollout_log_probs is NoneType, loss_mask is NoneType; pass three",
+        ),
+    ],
+    ids=["integers", "complex", "device", "sparse", "numbers", "missing", "two dimensions", "nothing"],
+)
+def test_inputs_of_another_kind(arguments: tuple, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        correct(TOKEN_IS, *arguments)
+
+
+def test_a_configuration_of_verl_is_not_taken_for_ours() -> None:
+    with pytest.raises(TypeError, match=r"pass a slime_tis\.RolloutCorrectionConfig"):
+        correct(VerlConfig.pg_is(), torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2))  # type: ignore[call-overload]
+    assert correct(VerlConfig.pg_is().to_config(), torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2)).mask.all()
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0, NAN, INF, 1e-300])
+def test_a_mean_weight_that_nothing_can_be_divided_by(factor: float) -> None:
+    config = RolloutCorrectionConfig(use_tis=True, tis_batch_normalize=True)
+    inputs = torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2)
+    weights = correct(config, *inputs, batch_norm_factor=torch.tensor(factor)).weights
+    assert weights.tolist() == ([[0.0, 0.0]] if factor == INF else [[1.0, 1.0]])
+
+
+@pytest.mark.parametrize("lengths", [[1, 4.0], ["a"], 5], ids=str)
+def test_lengths_that_are_no_whole_numbers(lengths: object) -> None:
+    with pytest.raises(ValueError, match=r"pass one whole number per sequence"):
+        correct(TOKEN_IS, torch.zeros(5), torch.zeros(5), torch.ones(5), lengths=lengths)  # type: ignore[call-overload]
+
+
+def test_lengths_of_lists_are_refused() -> None:
+    with pytest.raises(ValueError, match="pass lengths with packed"):
+        correct(TOKEN_IS, [torch.zeros(2)], [torch.zeros(2)], [torch.ones(2)], lengths=[2])
 
 
 def test_lengths_that_do_not_sum() -> None:
