@@ -31,7 +31,7 @@ from slime_tis.command_line import (
 )
 from slime_tis.correction.config import RolloutCorrectionConfig
 from slime_tis.correction.criteria import Criterion
-from slime_tis.errors import quoted
+from slime_tis.errors import quoted, quoted_path
 from slime_tis.inputs import check_files, check_model, check_weights
 from slime_tis.limits import Limits, check_limits
 from slime_tis.megatron.config import MegatronConfig
@@ -285,7 +285,11 @@ def parse_args(argv: Sequence[str] | None = None) -> Arguments:
     try:
         arguments = configure(sys.argv[1:] if argv is None else argv, os.environ)
         check_weights(arguments.megatron)
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        named = error.filename is not None
+        print(f"{error.strerror}: {quoted_path(error.filename)}." if named else error, file=sys.stderr)
+        raise SystemExit(2) from None
+    except ValueError as error:
         print(error, file=sys.stderr)
         raise SystemExit(2) from None
     if os.environ.get("RANK", "0") == "0":

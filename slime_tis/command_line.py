@@ -232,6 +232,8 @@ def read_flags(line: CommandLine, parser: argparse.ArgumentParser, argv: Sequenc
         ValueError: one line, for what is no flag, a wrong value, or one option under two names.
     """
     words, overrides = split_overrides(argv)
+    if "--" in words:  # argparse would take everything after it for values
+        raise ValueError(_not_a_flag(line, "--"))
     _check_names(line, words)
     known, unknown = parser.parse_known_args(words)
     if unknown:

@@ -58,3 +58,9 @@ def quoted(value: object, length: int = 80) -> str:
     if len(text) <= length:
         return text
     return f"{text[: length - 20]}… ({len(text)} characters)"
+
+
+def quoted_path(path: object) -> str:
+    """The repr of a path, escaped, without its middle where it is longer than 160 characters."""
+    text = repr(str(path))
+    return text if len(text) <= 160 else f"{text[:60]}…{text[-90:]}"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from slime_tis.errors import one_line, quoted
+from slime_tis.errors import one_line, quoted, quoted_path
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
@@ -33,8 +33,6 @@ FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_windo
 FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 """Types of weights, as safetensors names them, that can be trained from."""
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-LONGEST_PATH = 400
-"""Characters of a path in a message, whose end says most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +57,7 @@ def read_model_config(directory: str | Path, flag: str = "--hf-checkpoint") -> d
         ValueError: no such file, no JSON object, another architecture, quantized weights, or a field that cannot be.
     """
     path = Path(directory) / "config.json"
-    where = f"{flag} is {quoted(str(directory), LONGEST_PATH)}"
+    where = f"{flag} is {quoted_path(directory)}"
     if not path.is_file():
         raise ValueError(f"{where} but holds no config.json; give a Hugging Face directory.")
     model = _read_object(path, f"{where} but its config.json")
@@ -90,7 +88,7 @@ def check_generation_config(directory: str | Path, flag: str = "--hf-checkpoint"
     path = Path(directory) / "generation_config.json"
     if not path.is_file():
         return
-    where = f"{flag} is {quoted(str(directory), LONGEST_PATH)} but its generation_config.json"
+    where = f"{flag} is {quoted_path(directory)} but its generation_config.json"
     ids = _read_object(path, where).get("eos_token_id")
     for one in ids if isinstance(ids, list) else [ids]:
         if one is not None and not (type(one) is int and 0 <= one < 2**31):

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from slime_tis.errors import quoted
+from slime_tis.errors import quoted_path
 from slime_tis.hf_directory import (
-    LONGEST_PATH,
     ModelSizes,
     check_generation_config,
     check_tensors,
@@ -32,17 +31,14 @@ def check_files(rollout: RolloutConfig, megatron: MegatronConfig) -> None:
     prompts += [("--eval-prompt-data", path) for _, path in rollout.eval_prompt_sets]
     for flag, path in prompts:
         if not Path(path).is_file():
-            raise ValueError(
-                f"{flag} is {quoted(path, LONGEST_PATH)} but there is no such file; give a JSONL or parquet file."
-            )
+            raise ValueError(f"{flag} is {quoted_path(path)} but there is no such file; give a JSONL or parquet file.")
         if Path(path).stat().st_size == 0:
-            raise ValueError(f"{flag} is {quoted(path, LONGEST_PATH)} but the file is empty; give one prompt a row.")
+            raise ValueError(f"{flag} is {quoted_path(path)} but the file is empty; give one prompt a row.")
         check_is_text(Path(path))
     resumes_own = None not in (megatron.load, megatron.save) and same_path(str(megatron.load), str(megatron.save))
     if megatron.load is not None and not resumes_own and not Path(megatron.load).is_dir():
         raise ValueError(
-            f"--load is {quoted(megatron.load, LONGEST_PATH)} but there is no such directory; leave --load out to "
-            "start afresh."
+            f"--load is {quoted_path(megatron.load)} but there is no such directory; leave --load out to start afresh."
         )
 
 

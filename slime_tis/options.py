@@ -23,8 +23,8 @@ from slime_tis.errors import quoted
 from slime_tis.limits import Limits, find_limits
 
 SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
-FEW = 30
-"""Names that one message can list, a count."""
+SHORT = 250
+"""Characters of the names that one message can list, a count."""
 
 LONGEST = 80
 """Letters of an unknown word that are compared with known ones, a count."""
@@ -181,7 +181,8 @@ def nearest(word: str, known: Iterable[str]) -> str:
     match = similar(word, known)
     if match is not None:
         return f"did you mean {match}?"
-    return f"known are {', '.join(known)}." if len(known) <= FEW else "--help lists what there is."
+    listed = ", ".join(known)
+    return f"known are {listed}." if len(listed) <= SHORT else "--help lists what there is."
 
 
 def similar(word: str, known: Iterable[str]) -> str | None:

@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from slime_tis.errors import quoted_path
 from slime_tis.megatron.config import MegatronConfig
 from slime_tis.reporting.config import ReportingConfig
 from slime_tis.reporting.run_directory import OWN_NAMES, foreign_file
@@ -31,11 +32,11 @@ def check_outputs(rollout: RolloutConfig, megatron: MegatronConfig, reporting: R
     ):
         problem = None if directory is None else unwritable(directory)
         if problem is not None:
-            raise ValueError(f"{flag} is {directory!r} but {problem}; give a directory that can be written.")
+            raise ValueError(f"{flag} is {quoted_path(directory)} but {problem}; give a directory that can be written.")
     foreign = foreign_file(Path(reporting.output_dir))
     if foreign is not None:
         raise ValueError(
-            f"--output-dir is {reporting.output_dir!r} but its {foreign} is of no run of this program, and "
+            f"--output-dir is {quoted_path(reporting.output_dir)} but its {foreign} is of no run of this program, and "
             "reports would take its place; give another directory."
         )
     _check_save(megatron)
@@ -93,7 +94,7 @@ def _check_save(megatron: MegatronConfig) -> None:
     found = checkpoints(save)
     if found:
         raise ValueError(
-            f"--save is {save!r} but another run's checkpoints are there, up to {found[-1].name}; "
+            f"--save is {quoted_path(save)} but another run's checkpoints are there, up to {found[-1].name}; "
             f"go on from them with --load {save}, or give another --save."
         )
 
@@ -126,11 +127,14 @@ def _check_export(save_hf: str, rollout: RolloutConfig, megatron: MegatronConfig
     problem = exports.replaceable(target)
     if problem is not None:
         raise ValueError(
-            f"--save-hf is {save_hf!r} but {problem}; give a directory that is absent, empty or an earlier export."
+            f"--save-hf is {quoted_path(save_hf)} but {problem}; give a directory that is absent, empty or an earlier "
+            "export."
         )
     left = exports.left_over(target)
     if left is not None:
-        raise ValueError(f"--save-hf is {save_hf!r} but {str(left)!r} is in its way; move that or give another.")
+        raise ValueError(
+            f"--save-hf is {quoted_path(save_hf)} but {quoted_path(left)} is in its way; move that or give another."
+        )
 
 
 def _relation(target: Path, path: Path) -> str | None:
@@ -144,6 +148,6 @@ def _relation(target: Path, path: Path) -> str | None:
 
 def _not_its_own(save_hf: str, relation: str, flag: str, path: str) -> ValueError:
     return ValueError(
-        f"--save-hf is {save_hf!r}, which is {relation} {flag} {path!r}; an export replaces its whole directory, "
-        "so give it one of its own."
+        f"--save-hf is {quoted_path(save_hf)}, which is {relation} {flag} {quoted_path(path)}; an export replaces its "
+        "whole directory, so give it one of its own."
     )

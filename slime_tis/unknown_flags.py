@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from slime_tis.errors import quoted
 from slime_tis.options import SWITCHES, nearest, similar
 from slime_tis.slime_flags import FIXED, RENAMED, RESTATED, Restated, advice_for, checkpoint_facts
 
@@ -108,7 +109,7 @@ def _judge(flag: UnknownFlag, known: Collection[str], model: Mapping[str, Any] |
             f"{flag.name} is a flag of SGLang servers, which this run does not start; add --rollout-engine sglang "
             "--sglang-launch N."
         )
-    return TYPING, f"{flag.name[:80]} is not a flag; {nearest(flag.name, known)}"
+    return TYPING, f"{quoted(flag.name)[1:-1]} is not a flag; {nearest(flag.name, known)}"
 
 
 def disagreement(flag: UnknownFlag, model: Mapping[str, Any] | None) -> str:

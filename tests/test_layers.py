@@ -26,7 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "slime_tis.cli": {"arguments", "slime_tis.launch_script", "slime_tis.port"},
     "arguments": set(),  # a program beside the package: who may import it, not what it imports
-    "slime_tis.unknown_flags": {"slime_tis.options", "slime_tis.slime_flags"},
+    "slime_tis.unknown_flags": {"slime_tis.errors", "slime_tis.options", "slime_tis.slime_flags"},
     "slime_tis.storage": set(),
     "slime_tis.limits": {"slime_tis.errors"},
     "slime_tis.options": {"slime_tis.errors", "slime_tis.limits"},
@@ -41,6 +41,7 @@ ALLOWED: dict[str, set[str]] = {
         "slime_tis.storage",
     },
     "slime_tis.output_paths": {
+        "slime_tis.errors",
         "slime_tis.megatron",
         "slime_tis.rollout",
         "slime_tis.reporting",

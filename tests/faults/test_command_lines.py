@@ -1,0 +1,610 @@
+"""Malformed command lines and YAML files, and absurd values that parse: one message or a run, never a traceback.
+
+Every option is tried with every value that its kind refuses, on the command line and in YAML, with what it needs beside
+it, so that the value itself is what is refused; and alone, where it would have no effect.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+import pytest
+
+import arguments
+from arguments import ALIASES, COMMAND_LINE, NEEDS, OPTIONS, parse_args
+from slime_tis.command_line import flag, needs_of
+from slime_tis.options import LONGEST_TEXT, Option
+from tests.faults.conftest import Tally
+from tests.faults.forked import run_forked
+from tests.runs import make_task
+
+SECONDS = 2.0
+"""Longest that a command line may take to be read, apart from what the machine does besides."""
+
+LONGEST_LINE = 400
+"""Characters of a line of a message, a count."""
+
+BASE = {
+    "hf_checkpoint": "model",
+    "prompt_data": "train.jsonl",
+    "rollout_batch_size": "4",
+    "n_samples_per_prompt": "8",
+    "rollout_max_response_len": "12",
+    "num_rollout": "3",
+    "rm_type": "exact_match",
+}
+NOT_WHOLE = ("x", "1.5", "nan", "inf", "1e3", "0x10", "1_000", "１２", "true", "[1]", "9" * 5000, "-" * 9)
+NOT_A_NUMBER = ("x", "nan", "1e999", "-1e999", "0.5_2", "1,5", "１", "true", "9" * 5000, "--")
+NOT_TEXT = ("a\x1b[2Jb", "a\nb", "\x00", "\udc80", "x" * (LONGEST_TEXT + 1))
+BLANK = ("", " ", "\t")
+WRONG = {bool: ("maybe", "2", "nan", "tru e"), int: NOT_WHOLE, float: NOT_A_NUMBER, str: NOT_TEXT}
+SAMPLES = {
+    "save": "ckpt",
+    "eval_prompt_data": "eval.jsonl",
+    "eval_temperature": "1",
+    "rollout_rs": "token_k1",
+    "rs_veto_threshold": "1e-4",
+    "sglang_launch": "1",
+}
+"""Values of options that others need."""
+
+COMPANIONS = {"rollout_rs": ("--rollout-rs-threshold", "2"), "sglang_router_ip": ("--sglang-router-port", "1")}
+
+
+@pytest.fixture
+def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A command line that is accepted, with its files in the current directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    Path("model").mkdir()
+    model = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
+        "max_position_embeddings": 64,
+        "vocab_size": 16,
+    }
+    Path("model", "config.json").write_text(json.dumps(model))
+    for name in ("train.jsonl", "eval.jsonl"):
+        Path(name).write_text('{"input": "21>", "label": "12"}\n')
+    line = [word for name, value in BASE.items() for word in (flag(name), value)]
+    assert attempt(line) == (0, "")
+    return line
+
+
+def attempt(argv: Sequence[str]) -> tuple[int | None, str]:
+    """Exit status of parse_args and what it wrote to stderr; None for anything but an exit, then with what it was."""
+    error = io.StringIO()
+    try:
+        with redirect_stderr(error), redirect_stdout(io.StringIO()):
+            parse_args(list(argv))
+    except SystemExit as stop:
+        return (stop.code if isinstance(stop.code, int) else 1), error.getvalue()
+    except BaseException as wrong:
+        return None, f"{type(wrong).__name__}: {wrong}"[:300]
+    return 0, error.getvalue()
+
+
+def fault(argv: Sequence[str], *, refused: bool | None = True) -> str | None:
+    """What is wrong with how a command line is taken; None where nothing is.
+
+    Args:
+        argv: the command line.
+        refused: whether it has to be refused, or accepted; None where either will do.
+    """
+    started = time.process_time()
+    status, said = attempt(argv)
+    seconds = time.process_time() - started
+    if seconds > SECONDS:
+        return f"took {seconds:.1f} s"
+    if status not in (0, 2):
+        return f"ended with {status}: {said}"
+    if refused is not None and (status == 2) != refused:
+        return f"was {'accepted' if refused else 'refused: ' + said}"
+    lines = said.splitlines()
+    if status == 2 and not lines:
+        return "was refused without a word"
+    if any(len(line) > LONGEST_LINE for line in lines):
+        return f"said {max(map(len, lines))} characters in a line: {said[:200]}"
+    if "Traceback" in said or not all(character.isprintable() for line in lines for character in line):
+        return f"said {said!r:.200}"
+    if status == 2 and len(lines) > 1:
+        return f"said {len(lines)} lines: {said[:200]}"
+    return None
+
+
+def context(name: str) -> list[str]:
+    """The flags that an option needs to have an effect, and those that they need."""
+    words: list[str] = []
+    for need in needs_of(COMMAND_LINE, name)[:1]:
+        value = need.value or SAMPLES.get(need.option)
+        words += [*context(need.option), flag(need.option), *([] if value is None else [value])]
+        words += COMPANIONS.get(need.option, ())
+    return words
+
+
+def kind_of(option: Option) -> Any:
+    """The type of an option's value, or of the items of a list; str for one of several words."""
+    kind = get_args(option.kind)[0] if get_origin(option.kind) is tuple else option.kind
+    return str if option.choices else kind
+
+
+def wrong_values(option: Option) -> Iterator[str]:
+    """Texts that no option of this kind takes, and numbers out of its limits."""
+    yield from BLANK
+    yield from WRONG[kind_of(option)]
+    if option.choices:
+        yield from ("nonsense", option.choices[0].upper(), ",".join(option.choices[:2]))
+    if option.limits is not None:
+        numbers = [10**18, -(10**18), 2**64, -0.001, 1e300, -1e300, 1e-300]
+        if kind_of(option) is int:
+            numbers = [10**18, -(10**18), 2**63, -2]
+        yield from (str(number) for number in numbers if not option.limits.allow(number))
+
+
+def test_every_option_with_every_wrong_value(base: list[str], tally: Any) -> None:
+    tries: Tally = tally("wrong values on the command line")
+    for name, option in OPTIONS.items():
+        for value in wrong_values(option):
+            line = [*base, *context(name), f"{flag(name)}={value}"]
+            tries.record(f"{flag(name)} {value!r:.60}", fault(line))
+    tries.check(at_least=700)
+
+
+def test_every_option_with_every_wrong_value_in_yaml(base: list[str], tally: Any) -> None:
+    tries: Tally = tally("wrong values in YAML")
+    for name, option in OPTIONS.items():
+        if name == "custom_config_path":
+            continue
+        for value in list(wrong_values(option))[::2]:
+            Path("run.yaml").write_text(f"{name}: {json.dumps(value)}\n", encoding="utf-8")
+            line = [word for word in base if name not in BASE or word not in (flag(name), BASE[name])]
+            tries.record(f"{name}: {value!r:.60}", fault([*line, *context(name), "--custom-config-path", "run.yaml"]))
+        for text in ("[[1]]", "{a: {b: c}}", "{}"):
+            Path("run.yaml").write_text(f"{name}: {text}\n")
+            tries.record(f"{name}: {text}", fault([*base, *context(name), "--custom-config-path", "run.yaml"]))
+    tries.check(at_least=500)
+
+
+def sample(option: Option) -> str:
+    """A value that an option takes."""
+    if option.name in SAMPLES:
+        return SAMPLES[option.name]
+    if option.choices:
+        return option.choices[0]
+    word = {bool: "true", int: "1", float: "0.5", str: "word"}[kind_of(option)]
+    return {"tis_mode": "clip", "tis_level": "token", "rs_level": "token", "rejection_normalizer": "original"}.get(
+        option.name, word
+    )
+
+
+def test_every_option_without_what_it_needs(base: list[str], tally: Any) -> None:
+    tries: Tally = tally("options without effect")
+    unlike = {"policy-loss": ["--use-rollout-logprobs", "--policy-loss", "reinforce"]}
+    unlike["advantage-estimator"] = ["--advantage-estimator", "rloo"]
+    unlike["rollout-engine"] = ["--rollout-engine", "sglang", "--sglang-url", "http://a:1"]
+    for name in (name for names in NEEDS for name in names.split()):
+        words: list[str] = []
+        if any(need.met_by(OPTIONS[need.option].default) for need in needs_of(COMMAND_LINE, name)):
+            words = next((words for key, words in unlike.items() if f"--{key}=" in _needs(name)), [])
+        line = [*base, *words, f"{flag(name)}={sample(OPTIONS[name])}"]
+        status, said = attempt(line)
+        wrong = fault(line) or (None if "has no effect without" in said else f"said {said!r}")
+        tries.record(f"{flag(name)} ({status})", wrong)
+    tries.check(at_least=50)
+
+
+def _needs(name: str) -> str:
+    return next(needs for names, needs in NEEDS.items() if name in names.split())
+
+
+WORDS = [
+    [""],
+    ["-"],
+    ["--"],
+    ["---"],
+    ["-x"],
+    ["--="],
+    ["--=1"],
+    ["=1"],
+    ["word"],
+    ["--use-tis", "word"],
+    ["--lr"],
+    ["--lr="],
+    ["--lr", "--use-tis"],
+    ["--eval-prompt-data"],
+    ["--no-lr"],
+    ["--no-use-tis=1"],
+    ["--no-no-use-tis"],
+    ["--use_tis"],
+    ["-use-tis"],
+    ["--Use-Tis"],
+    ["--use-tis "],
+    ["--use-tis\n"],
+    ["--\x1b[2J"],
+    ["--\udc80"],
+    ["--" + "x" * 100_000],
+    ["--lr=" + "1" * 1_000_000],
+    ["--💥"],
+    ["--tis-clip", "2", "--tis-upper-bound", "3"],
+    ["--use-tis", "--mis-upper-bound", "2", "--tis-clip", "2"],
+    ["--save-retain-count", "2", "--save-retain", "2", "--save", "x"],
+    ["--sglang-"],
+    ["--sglang-=1"],
+    ["--sglang-launch", "1", "--sglang-tp-size", "2"],
+    ["--rollout-correction-preset", "x" * 5000],
+    ["--rollout-correction-preset", "decoupled_token_i"],
+    ["--rollout-correction-preset", "decoupled_geo_rs", "--use-rollout-logprobs", "--use-tis"],
+    ["--custom-config-path", "none", "--custom-config-path", "."],
+    ["--custom-config-path", "/dev/zero"],
+    ["--custom-config-path", "/dev/null/x"],
+    ["--custom-config-path", "x" * 4000],
+    ["--prompt-data", "."],
+    ["--prompt-data", "/dev/zero"],
+    ["--hf-checkpoint", "/dev/null"],
+    ["--hf-checkpoint", "x" * 4000],
+    ["--output-dir", "train.jsonl"],
+    ["--output-dir", "train.jsonl/run"],
+    ["--output-dir", "x" * 4000],
+    ["--save", "model"],
+    ["--load", "train.jsonl"],
+    ["--save-hf", "/"],
+    ["--save-hf", "."],
+    ["--eval-prompt-data", "a", "b", "c"],
+    ["--eval-prompt-data", "a" * 4000, "eval.jsonl", "a" * 4000, "eval.jsonl"],
+    ["--eval-prompt-data", *["a", "eval.jsonl"] * 500],
+    ["--rollout-stop-token-ids", *["1"] * 5000, "99"],
+    ["--rollout-rs", ","],
+    ["--rollout-rs", ",".join(["token_k1"] * 1000) + ",x" * 500],
+    ["--rollout-rs", "token_k1", "--rollout-rs-threshold", ","],
+    ["--rollout-rs", "token_k1", "--rollout-rs-threshold", "2_1"],
+    ["--rollout-rs", "token_k1", "--rollout-rs-threshold", "1" * 4000],
+    ["--rollout-rs", "token_k1,token_k2", "--rollout-rs-threshold", "1,2,3"],
+    ["--rollout-rs", "seq_max_k1", "--rollout-rs-threshold", "1"],
+    ["--rollout-rs", "sequence"],
+    ["--rm-type", "nonsense"],
+    ["--rm-type", "x" * 4000],
+    ["--rm-type", "none"],
+    ["--custom-rm-path", "a"],
+    ["--rollout-batch-size", "65536", "--n-samples-per-prompt", "4096"],
+    ["--global-batch-size", "7"],
+    ["--num-steps-per-rollout", "1048576"],
+    ["--micro-batch-size", "7"],
+    ["--lr-warmup-iters", "1000000000"],
+    ["--num-epoch", "1"],
+    ["--save-debug-rollout-data", "{"],
+    ["--save-debug-rollout-data", "{}"],
+    ["--save-debug-rollout-data", "{0}"],
+    ["--save-debug-rollout-data", "{rollout_id.__class__}"],
+    ["--save-debug-rollout-data", "{rollout_id!r}"],
+    ["--save-debug-rollout-data", "{rollout_id:999999999}"],
+    ["--save-debug-rollout-data", "one-file"],
+    ["--load-debug-rollout-data", "{rollout_id}"],
+    ["--load-debug-rollout-data", "model"],
+    ["--tensor-model-parallel-size", "2"],
+    ["--context-parallel-size", "4096"],
+    ["--expert-model-parallel-size", "2"],
+    ["--use-tis", "--tis-lower-bound", "3", "--tis-mode", "clip"],
+    ["--use-tis", "--tis-upper-bound", "inf"],
+    ["--use-rs", "--rs-upper-bound", "0.5", "--rs-lower-bound", "0.6"],
+    ["--rs-veto-threshold", "1"],
+    ["--rs-veto-upper-threshold", "1"],
+    ["--rollout-engine", "sglang"],
+    ["--rollout-engine", "sglang", "--sglang-url", "x"],
+    ["--rollout-engine", "sglang", "--sglang-url", "http://" + "a" * 4000],
+    ["--rollout-engine", "sglang", "--sglang-url", *["http://a:1"] * 50],
+    ["--rollout-engine", "sglang", "--sglang-router-ip", "a b", "--sglang-router-port", "1"],
+    ["--rollout-engine", "sglang", "--sglang-launch", "1", "--sglang-server-args", "x"],
+    ["algorithm.rollout_correction=1"],
+    ["algorithm.rollout_correction.x=1"],
+    ["algorithm.rollout_correction.rollout_is=" + "x" * 5000],
+    ["algorithm.rollout_correction.rollout_is=geometric"],
+    ["algorithm.rollout_correction.rollout_rs=token"],
+    ["algorithm.rollout_correction.rollout_rs=token", "algorithm.rollout_correction.rollout_rs_threshold=-1"],
+    ["algorithm.rollout_correction.bypass_mode="],
+    ["algorithm.rollout_correction.bypass_mode=2"],
+    ["algorithm.rollout_correction.rollout_is_threshold=3"],
+    ["algorithm.gamma=1"],
+    ["actor_rollout_ref.rollout.n=8"],
+    ["actor_rollout_ref.rollout.calculate_log_probs=no"],
+    ["trainer.n_gpus_per_node=8"],
+    ["+x.y=1"],
+    ["--use-tis", "algorithm.rollout_correction.rollout_is=null"],
+]
+
+
+@pytest.mark.parametrize(
+    "environ", [{}, {"WORLD_SIZE": "0"}, {"WORLD_SIZE": "9" * 5000}], ids=["alone", "none", "many"]
+)
+def test_malformed_command_lines(
+    base: list[str], tally: Any, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    tries: Tally = tally("malformed command lines")
+    for words in WORDS:
+        tries.record(f"{words!r:.80}", fault([*base, *words]))
+        tries.record(f"{words!r:.80} first", fault([*words, *base], refused=None))
+    tries.check(at_least=200)
+
+
+def bomb(levels: int, width: int = 9) -> str:
+    """Aliases of aliases, whose text would double with every level."""
+    lines = ["a0: &a0 [x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * width)}]" for n in range(1, levels)]
+    return "\n".join(lines)
+
+
+def verl(block: str) -> str:
+    return f"algorithm: {{rollout_correction: {{{block}}}}}"
+
+
+YAML = [
+    "[",
+    "{",
+    "}",
+    "a: b: c",
+    "a\n b: c\n  d",
+    "\tlr: 1",
+    "lr: '1",
+    "lr: |",
+    "? lr\n? lr",
+    "- lr",
+    "lr",
+    "1",
+    "'lr'",
+    "lr: 1\n---\nlr: 2",
+    "%YAML 9.9\n---\nlr: 1",
+    "lr: 1\nlr: 2",
+    "lr: 1\n'lr': 2",
+    "use_tis: true\nuse-tis: true",
+    "tis_clip: 2\ntis_upper_bound: 2\nuse_tis: true",
+    "a: &a [*a]\nlr: *a",
+    "lr: &x 1\nmin_lr: *x",
+    bomb(9) + "\nlr: *a8",
+    verl("rollout_is: &x token, rollout_rs: *x"),
+    "<<: {lr: 1}",
+    "lr: !!float nan",
+    "lr: !!python/object/apply:os.system ['true']",
+    "lr: !x 1 2",
+    "!!set {lr, min_lr}: 1",
+    "lr: !!binary /w==\nx: 1",
+    "[lr]: 1",
+    "{lr: 1}: 2",
+    "null: 1",
+    "'': 1",
+    "true: 1",
+    "lr: " + "[" * 20_000,
+    "lr: " + "{a: " * 9_000,
+    "[" * 60_000,
+    "a:\n" + "".join(" " * n + f"k{n}:\n" for n in range(1, 200)),
+    "- " * 20_000,
+    "x" * 60_000 + ": 1",
+    "lr: " + "1" * 60_000,
+    "lr: 1 " + "#" * 70_000,
+    "\n" * 66_000,
+    "lr: \x00",
+    "lr: \x07",
+    'lr: "\\x1b[2J"',
+    'save: "\\x1b[2J"',
+    'save: "\\ud800"',
+    'save: "a\\nb"',
+    "save: >\n a\n b\n",
+    '"\\x1b": 1',
+    '"\\ud800": 1',
+    "💥: 1",
+    "lr: 💥",
+    "lr: 2001-01-01",
+    "lr: 0o17",
+    "lr: 1:30",
+    "rollout_batch_size: 1_000",
+    "rollout_batch_size: 0b1",
+    "save: [a, b]",
+    "save: {a: b}",
+    "eval_prompt_data: {a: [b]}",
+    "eval_prompt_data: {a: null}",
+    "eval_prompt_data: [null, x]",
+    "rollout_stop_token_ids: {1: 2, 3: x}",
+    "custom_config_path: run.yaml",
+    "rollout_correction_preset: [a]",
+    "rollout_correction_preset: nonsense",
+    "use_tis: 1",
+    "lr: {}",
+    "algorithm: 1",
+    "algorithm: [1]",
+    "algorithm: {rollout_correction: 1}",
+    "algorithm: {rollout_correction: [1]}",
+    "algorithm: {rollout_correction: {rollout_is: {a: b}}}",
+    "algorithm: {x: {y: {z: 1}}}",
+    "algorithm.rollout_correction.rollout_is: token",
+    verl("rollout_is: 1"),
+    verl("rollout_is: [token]"),
+    verl("rollout_is: token, rollout_is: token"),
+    verl("rollout_is: token, rollout_is_threshold: x"),
+    verl("rollout_is: token, rollout_is_threshold: 5_0.5"),
+    verl("rollout_is: token, rollout_is_threshold: 1_2_3"),
+    verl("rollout_is: token, rollout_is_threshold: [1]"),
+    verl("rollout_is: token, rollout_is_batch_normalize: 3"),
+    verl("rollout_rs: geometric"),
+    verl("rollout_rs: geometric, rollout_rs_threshold: 0.9_1.1"),
+    verl("rollout_rs: [token_k1], rollout_rs_threshold: 2"),
+    verl("rollout_rs: nonsense, rollout_rs_threshold: 2"),
+    verl("rollout_rs: token_k1, rollout_rs_threshold: 2, rollout_rs_threshold_lower: 0.5"),
+    verl("rollout_rs_threshold: 2"),
+    verl("rollout_token_veto_threshold: 2"),
+    verl("bypass_mode: perhaps"),
+    verl("bypass_mode: [true]"),
+    verl("bypass_mode: true, bypass_old_logprob_for_rollout: false"),
+    verl("bypass_mode: true, use_policy_gradient: true, loss_type: ppo_clip"),
+    verl("use_policy_gradient: true"),
+    verl("bypass_mode: true, loss_type: nonsense"),
+    verl("rollout_is: token") + "\nuse_tis: false",
+    verl("rollout_is: token, rollout_is_threshold: 3") + "\ntis_clip: 2",
+    "actor_rollout_ref: 1",
+    "actor_rollout_ref: {rollout: 1}",
+    "actor_rollout_ref: {rollout: {calculate_log_probs: false}}",
+    "actor_rollout_ref: {rollout: {calculate_log_probs: [true]}}",
+    "actor_rollout_ref: {rollout: {calculate_log_probs: true, n: 8}}",
+    "trainer: {total_epochs: 1}",
+]
+BYTES = [
+    b"\xff\xfe",
+    b"lr: \xff",
+    "lr: 1".encode("utf-16"),
+    "lr: 1".encode("utf-32"),
+    b"\x1f\x8b\x08\x00",
+    b"\x00" * 100,
+    os.urandom(1000),
+    b"PK\x03\x04",
+    b"lr: 1\rlr: 2",
+    b"\x7fELF",
+]
+
+
+def test_malformed_yaml(base: list[str], tally: Any) -> None:
+    tries: Tally = tally("malformed YAML files")
+    for number, text in enumerate([*(text.encode("utf-8") for text in YAML), *BYTES]):
+        Path("run.yaml").write_bytes(text)
+        tries.record(f"{number}: {text!r:.80}", fault([*base, "--custom-config-path", "run.yaml"]))
+    os.mkfifo("pipe.yaml")
+    Path("loop.yaml").symlink_to("loop.yaml")
+    Path("cut.yaml").symlink_to("gone")
+    for path in ("pipe.yaml", "loop.yaml", "cut.yaml", ".", "/proc/self/mem", "run.yaml/x", "\udc80"):
+        tries.record(path, fault([*base, "--custom-config-path", path]))
+    tries.check(at_least=110)
+
+
+def test_random_command_lines_are_refused_or_taken_without_a_traceback(base: list[str], tally: Any) -> None:
+    tries: Tally = tally("random command lines")
+    chance = random.Random(11)
+    names = [*OPTIONS, *ALIASES]
+    for _ in range(250):
+        words = []
+        for name in chance.sample(names, 4):
+            option = OPTIONS[ALIASES.get(name, name)]
+            values = [sample(option), "none", "1", "0", "true", *chance.sample(sorted(set(wrong_values(option))), 2)]
+            words.append(f"{flag(name)}={chance.choice(values)}")
+        tries.record(f"{words!r:.200}", fault([*base, *words], refused=None))
+    tries.check(at_least=250)
+
+
+ABSURD = [
+    "--lr 1",
+    "--lr 0",
+    "--lr 1e-300",
+    "--lr 0.9 --weight-decay 100",
+    "--lr 1 --lr-decay-style cosine --min-lr 1 --lr-decay-iters 1000000000",
+    "--lr-decay-style linear --lr-decay-iters 1",
+    "--clip-grad 0",
+    "--clip-grad 1e-300",
+    "--adam-eps 1e-300",
+    "--adam-eps 1 --adam-beta1 0 --adam-beta2 0",
+    "--adam-beta1 0.9999999999999999 --adam-beta2 0.9999999999999999",
+    "--eps-clip 1e-300",
+    "--eps-clip 0.9999999999999999 --eps-clip-high inf",
+    "--eps-clip-high 1e308 --eps-clip-c 1.0000000000000002",
+    "--policy-loss gspo --eps-clip 1e-300 --eps-clip-high 1e-300",
+    "--policy-loss cispo --eps-clip-high 1e308",
+    "--entropy-coef 100",
+    "--entropy-coef -100",
+    "--use-kl-loss --kl-loss-coef 1000 --kl-loss-type k1",
+    "--use-kl-loss --kl-loss-coef 1e-300 --kl-loss-type low_var_kl",
+    "--rollout-temperature 0.01",
+    "--rollout-temperature 100",
+    "--rollout-top-p 1e-300",
+    "--rollout-top-k 10000000",
+    "--rollout-top-k 1 --rollout-top-p 1e-300 --rollout-temperature 0.01",
+    "--rollout-seed 2147483647 --seed 2147483647 --rollout-shuffle",
+    "--rollout-seed 0 --seed 0",
+    "--rollout-max-response-len 1",
+    "--rollout-max-prompt-len 1",
+    "--rollout-max-context-len 2",
+    "--rollout-stop-token-ids 0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15",
+    "--micro-batch-size 1 --num-steps-per-rollout 16",
+    "--use-dynamic-batch-size --max-tokens-per-gpu 1",
+    "--use-dynamic-batch-size --max-tokens-per-gpu 100000000",
+    "--log-probs-chunk-size 1",
+    "--log-probs-chunk-size 100000000",
+    "--update-weights-interval 1000000",
+    "--rollout-lookahead 1000",
+    "--max-weight-staleness 0 --rollout-lookahead 1 --num-rollout 2",
+    "--check-weight-sync --weight-sync-bound 1e-300",
+    "--check-weight-sync --weight-sync-bound 1000",
+    "--use-tis --tis-upper-bound 1e-300",
+    "--use-tis --tis-upper-bound 1e300",
+    "--use-tis --tis-mode mask --tis-lower-bound 1e-300 --tis-upper-bound 1e-299",
+    "--use-tis --tis-mode clip --tis-lower-bound 1e299 --tis-upper-bound 1e300",
+    "--use-tis --tis-level sequence --tis-upper-bound 1e308 --tis-batch-normalize",
+    "--use-tis --tis-level prefix --tis-upper-bound 5e-324",
+    "--use-rollout-logprobs --tis-level segment --tis-upper-bound 1e-300",
+    "--use-rs --rs-upper-bound 1e-300",
+    "--use-rs --rs-lower-bound 1e300 --rs-upper-bound 1e301 --rs-level sequence",
+    "--use-rs --rs-level geometric --rs-z-score 1e-300",
+    "--use-rs --rs-level geometric --rs-z-score 1e300",
+    "--use-rs --rs-level sequence --rs-target-fraction 0.9999999",
+    "--rs-veto-threshold 0.9999999999999999 --reject-before-advantage",
+    "--rs-veto-upper-threshold 1.0000000000000002 --rejection-normalizer original",
+    "--rs-second-moment-bound 1e-300",
+    "--rs-second-moment-bound 1e300",
+    "--rollout-rs seq_mean_k3,token_k1 --rollout-rs-threshold 1e-300,1e-300_1e300",
+    "--use-opsm --opsm-delta 1e-300",
+    "--use-opsm --opsm-delta 1000",
+    "--nonfinite-policy raise --calculate-per-token-loss --normalize-advantages",
+    "--old-logprobs interpolate --update-weights-interval 1000000 --num-rollout 2",
+    "--eval-prompt-data {prompts} --eval-temperature 100 --eval-top-p 1e-300 --n-samples-per-eval-prompt 2",
+    "--eval-prompt-data {prompts} --eval-temperature 0.01 --eval-max-response-len 1",
+    "--num-rollout none --num-epoch 1 --rollout-batch-size 16",
+    "--save {tmp}/ckpt --save-retain 1000000 --save-interval 1000000",
+    "--save-debug-rollout-data {tmp}/{{{{{{rollout_id}}}}}}.jsonl --debug-rollout-only",
+    "--num-threads 64",
+    "--save /proc/x",
+    "--output-dir /proc/x",
+    "--save-hf /proc/x",
+    "--use-tensorboard --tb-project-name 💥 --tb-experiment-name {long}",
+    "--custom-rm-path nothing.here.fn --rm-type none",
+    "--custom-rm-path gone.py:fn",
+    "--use-tis --custom-tis-function-path nothing.here.fn",
+    "--bf16 --rollout-precision fp32",
+    "--recompute-granularity full --recompute-method block --recompute-num-layers 10000",
+    "--metadata-key 💥 --input-key prompt",
+    "--label-key nothing",
+]
+
+
+def test_absurd_values_that_parse_end_in_a_run_or_one_message(tmp_path: Path, tally: Any) -> None:
+    tries: Tally = tally("absurd values, one rollout each")
+    task = make_task(tmp_path / "task", prompts=16)
+    for number, line in enumerate(ABSURD):
+        words = line.format(
+            long="x" * 300, prompts=task[task.index("--prompt-data") + 1], tmp=tmp_path / str(number)
+        ).split()
+        first = [] if "--num-rollout" in words else ["--num-rollout", "1"]
+        output = ["--output-dir", str(tmp_path / f"run ü{number}")]
+        ended = run_forked([*task, *first, *output, *words], tmp_path / f"log{number}", timeout=60)
+        tries.record(line, verdict(ended.status, ended.error, ended.traceback))
+    tries.check(at_least=60)
+
+
+def verdict(status: int | None, error: str, traceback: bool) -> str | None:
+    """What is wrong with how a run ended; None where nothing is."""
+    said = [line for line in error.splitlines() if line and not line.startswith("warning: ")]
+    if traceback or status not in (0, 1, 2):
+        return f"ended with {status}: {error[-300:]}"
+    if status and len(said) != 1:
+        return f"ended with {status} and {len(said)} lines: {error[-300:]}"
+    return None
+
+
+def test_the_table_of_needs_names_options_alone() -> None:
+    names = [name for names in NEEDS for name in names.split()]
+    assert len(names) == len(set(names)) and set(names) <= set(OPTIONS)
+    assert arguments.COMMAND_LINE.needs is NEEDS
