@@ -175,7 +175,15 @@ def _write_buckets(transforms: list[Any], rank: int, buckets: list[Any], results
         )
     outcomes = dict(written.get() for _ in buckets)
     failure = next((outcome for outcome in outcomes.values() if isinstance(outcome, Exception)), None)
-    results.put(outcomes if failure is None else failure)
+    results.put(outcomes if failure is None else _of_the_system(failure))
+
+
+def _of_the_system(error: Exception) -> BaseException:
+    """The OSError behind an error: where a disk is full, torch only says that positions in its file differ."""
+    link: BaseException | None = error
+    while link is not None and not isinstance(link, OSError):
+        link = link.__cause__ or link.__context__
+    return link or error
 
 
 def _damage(checkpoint: Path) -> str | None:
