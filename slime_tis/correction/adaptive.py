@@ -29,8 +29,6 @@ must not widen the bounds it is rejected by: a token of +20 nats would raise the
 LOG_PROB_TOLERANCE = 5e-5
 """Mean log-ratio, in nats per token, that is never a reason to reject: float32 log-probs of large vocabularies differ
 by 1e-5 to 2e-5 with one sign, which over thousands of otherwise equal tokens is many deviations of nothing."""
-LARGEST_Z_SCORE = 1e12
-"""Given ones are cut to this, which rejects nothing either, so that sums of them stay finite."""
 SMALLEST_K3 = 1e-12
 """Divisor where two engines agree exactly; their deviations are 0 by the tolerance above."""
 LARGEST_Z_SCORE = 1e18
