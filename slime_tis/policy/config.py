@@ -10,8 +10,8 @@ from slime_tis.limits import Limits, check_limits
 
 ADVANTAGE_ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus_baseline")
 OPSM_DELTAS = {"rollout": 0.1, "old": 1e-4}
-"""Customary bound for each policy, in nats per token. The engines' own noise makes a sequence of T tokens differ by
-√(2·k3/T) from the rollout policy on average, 0.03 at 12 tokens in fp8, and by nothing from the old one."""
+"""Customary bound for each policy, in nats per token. The noise of the engines alone makes T tokens differ from the
+rollout policy by k3 ± √(2·k3/T), with fp8 weights by 0.02 ± 0.01 at 300 tokens, and by nothing from the old one."""
 KL_LOSS_TYPES = ("k1", "k2", "k3", "low_var_kl")
 
 
