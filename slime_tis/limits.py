@@ -25,22 +25,22 @@ class Limits:
     """Number that it must be above."""
 
     le: float | None = None
-    """Largest number; math.inf where infinity has a meaning."""
+    """Largest number."""
 
     lt: float | None = None
     """Number that it must be below."""
 
-    also: tuple[int, ...] = ()
-    """Numbers outside of the range that have a meaning of their own, such as -1 for all."""
+    also: tuple[float, ...] = ()
+    """Numbers outside of the range that have a meaning of their own, such as -1 for all, or infinity."""
 
     hint: str = ""
     """What to do instead, added to the message of a refusal."""
 
     def allow(self, value: float) -> bool:
-        """Whether a number lies within the limits; NaN never does, and infinity only where `le` is infinity."""
+        """Whether a number lies within the limits; NaN never does."""
         if value in self.also:
             return True
-        if math.isnan(value) or (math.isinf(value) and self.le != math.inf):
+        if not math.isfinite(value):
             return False
         return not (
             (self.ge is not None and value < self.ge)
@@ -51,12 +51,12 @@ class Limits:
 
     def __str__(self) -> str:
         """The limits as --help and messages give them: `1 to 4096`, `above 0 and below 1`, `0.01 to 100, or 0`."""
-        if self.ge is not None and self.le is not None and self.le < math.inf:
+        if self.ge is not None and self.le is not None:
             words = f"{_plain(self.ge)} to {_plain(self.le)}"
         else:
             lower = f"above {_plain(self.gt)}" if self.gt is not None else f"at least {_plain(self.ge or 0)}"
             upper = f"below {_plain(self.lt)}" if self.lt is not None else f"at most {_plain(self.le or 0)}"
-            words = lower if self.le == math.inf else f"{lower} and {upper}"
+            words = f"{lower} and {upper}"
         return ", or ".join([words, *map(_plain, self.also)])
 
 

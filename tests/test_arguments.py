@@ -899,7 +899,10 @@ REFUSALS = [
         "--kl-loss-coef is 0.1 but has no effect without --use-kl-loss; add it or leave --kl-loss-coef out.",
     ),
     ("--eps-clip 1.5", "--eps-clip is 1.5 but must be above 0 and below 1; 0.2 is customary."),
-    ("--eps-clip-high -1", "--eps-clip-high is -1.0 but must be above 0; leave it out for --eps-clip."),
+    (
+        "--eps-clip-high -1",
+        "--eps-clip-high is -1.0 but must be above 0 and at most 1000000, or inf; leave it out for --eps-clip.",
+    ),
     ("--eps-clip-c 0.5", "--eps-clip-c is 0.5 but must be above 1 and at most 1000000; leave it out for no dual clip."),
     (
         "--global-batch-size 12",

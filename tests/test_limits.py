@@ -17,7 +17,12 @@ CASES = [
     (Limits(gt=0, lt=1), "above 0 and below 1", [1e-300, 0.999], [0, 1, NAN]),
     (Limits(gt=0, le=1), "above 0 and at most 1", [1], [0, 1.0001]),
     (Limits(ge=0, lt=1), "at least 0 and below 1", [0], [1, -1e-300]),
-    (Limits(gt=0, le=math.inf), "above 0", [1e-300, 1e308, INFINITE], [0, -INFINITE, NAN]),
+    (
+        Limits(gt=0, le=9, also=(INFINITE,)),
+        "above 0 and at most 9, or inf",
+        [1e-300, 9, INFINITE],
+        [0, 10, -INFINITE, NAN],
+    ),
 ]
 
 

@@ -32,7 +32,9 @@ class PolicyConfig:
     eps_clip: Annotated[float, Limits(gt=0, lt=1, hint="0.2 is customary")] = 0.2
     """PPO clip range below 1, a distance of the ratio from 1: the lower clip is 1 - eps_clip."""
 
-    eps_clip_high: Annotated[float | None, Limits(gt=0, le=math.inf, hint="leave it out for --eps-clip")] = None
+    eps_clip_high: Annotated[
+        float | None, Limits(gt=0, le=1_000_000, also=(math.inf,), hint="leave it out for --eps-clip")
+    ] = None
     """PPO clip range above 1, a distance of the ratio from 1; unset means eps_clip."""
 
     eps_clip_c: Annotated[float | None, Limits(gt=1, le=1_000_000, hint="leave it out for no dual clip")] = None

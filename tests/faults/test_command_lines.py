@@ -22,6 +22,7 @@ import arguments
 from arguments import ALIASES, COMMAND_LINE, NEEDS, OPTIONS, parse_args
 from slime_tis.command_line import flag, needs_of
 from slime_tis.options import LONGEST_TEXT, Option
+from tests.checkpoints import make_checkpoint
 from tests.faults.conftest import Tally
 from tests.faults.forked import run_forked
 from tests.runs import make_task
@@ -64,16 +65,7 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A command line that is accepted, with its files in the current directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    Path("model").mkdir()
-    model = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "num_hidden_layers": 2,
-        "max_position_embeddings": 64,
-        "vocab_size": 16,
-    }
-    Path("model", "config.json").write_text(json.dumps(model))
+    make_checkpoint("model", "qwen3", max_position_embeddings=64)
     for name in ("train.jsonl", "eval.jsonl"):
         Path(name).write_text('{"input": "21>", "label": "12"}\n')
     line = [word for name, value in BASE.items() for word in (flag(name), value)]
@@ -511,9 +503,9 @@ ABSURD = [
     "--adam-beta1 0.9999999999999999 --adam-beta2 0.9999999999999999",
     "--eps-clip 1e-300",
     "--eps-clip 0.9999999999999999 --eps-clip-high inf",
-    "--eps-clip-high 1e308 --eps-clip-c 1.0000000000000002",
+    "--eps-clip-high 1000000 --eps-clip-c 1.0000000000000002",
     "--policy-loss gspo --eps-clip 1e-300 --eps-clip-high 1e-300",
-    "--policy-loss cispo --eps-clip-high 1e308",
+    "--policy-loss cispo --eps-clip-high 1000000",
     "--entropy-coef 100",
     "--entropy-coef -100",
     "--use-kl-loss --kl-loss-coef 1000 --kl-loss-type k1",
@@ -565,7 +557,7 @@ ABSURD = [
     "--num-rollout none --num-epoch 1 --rollout-batch-size 16",
     "--save {tmp}/ckpt --save-retain 1000000 --save-interval 1000000",
     "--save-debug-rollout-data {tmp}/{{{{{{rollout_id}}}}}}.jsonl --debug-rollout-only",
-    "--num-threads 64",
+    "--num-threads 4",
     "--save /proc/x",
     "--output-dir /proc/x",
     "--save-hf /proc/x",
