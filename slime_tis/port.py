@@ -423,7 +423,7 @@ def _legible(word: str) -> str:
 
 
 def _shown(flag: UnknownFlag) -> str:
-    return " ".join([flag.name[:80], *(_legible(value)[:80] for value in flag.values[:8])])
+    return " ".join([flag.name[:80], *(_legible(value)[:160] for value in flag.values[:8])])
 
 
 def _quoted(word: str) -> str:

@@ -1424,6 +1424,8 @@ def test_importing_arguments_loads_no_engine():
     ],
 )
 def test_stale_samples_that_nothing_corrects_are_warned_about(base, capsys, flags, words):
+    make_checkpoint("model", "qwen3")  # parse_args looks at the weights, too
+    capsys.readouterr()  # the bar of transformers
     parse_args(shlex.split(base + flags))
     assert capsys.readouterr().err == (
         f"warning: {words}, so samples come from older weights than those being trained, and nothing corrects that; "
