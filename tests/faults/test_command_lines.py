@@ -247,7 +247,6 @@ WORDS = [
     ["--output-dir", "train.jsonl"],
     ["--output-dir", "train.jsonl/run"],
     ["--output-dir", "x" * 4000],
-    ["--save", "model"],
     ["--load", "train.jsonl"],
     ["--save-hf", "/"],
     ["--save-hf", "."],

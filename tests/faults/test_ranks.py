@@ -40,7 +40,7 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     directory = tmp_path_factory.mktemp("task")
     task = make_task(directory)
     (directory / "code.py").write_text(CODE)
-    return [*task, "--num-rollout", "400", "--use-tis", "--skip-eval-before-train"]
+    return [*task, "--num-rollout", "400", "--use-tis"]
 
 
 @dataclass

@@ -17,6 +17,10 @@ from slime_tis.rollout.sglang.server_flags import OWN, check_server_flag
 WEIGHT_SYNCS = ("distributed", "disk")
 
 
+LONGEST_HOST = 253
+"""Characters of a host name, by RFC 1035."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SGLangConfig:
     """Servers that run already, a router in front of some, or servers to start; and how they are used."""
@@ -193,6 +197,10 @@ def _check_sources(config: SGLangConfig) -> None:
     for url in urls:
         if urls.count(url) > 1:
             raise ValueError(f"--sglang-url names {url} {urls.count(url)} times; name each server once.")
+        if len(urlsplit(url).hostname or "") > LONGEST_HOST:
+            raise ValueError(
+                f"--sglang-url is {quoted(_shown(url))} but a host name has {LONGEST_HOST} characters at most."
+            )
     given = _sources(config)
     if len(given) > 1:
         words = " and ".join(f"{source} is {value}" for source, value in given.items())
@@ -200,7 +208,10 @@ def _check_sources(config: SGLangConfig) -> None:
     ip, port = config.sglang_router_ip, config.sglang_router_port
     if (ip is None) != (port is None):
         raise ValueError(f"--sglang-router-ip is {ip} and --sglang-router-port {port}; give both or neither.")
-    if ip is not None and _split(f"http://{bracketed(ip)}") != SplitResult("http", bracketed(ip), "", "", ""):
+    if ip is None:
+        return
+    is_host = _split(f"http://{bracketed(ip)}") == SplitResult("http", bracketed(ip), "", "", "")
+    if not is_host or len(ip) > LONGEST_HOST or any(character.isspace() for character in ip):
         raise ValueError(f"--sglang-router-ip is {quoted(_shown(ip))} but must be an address or a host name.")
 
 
