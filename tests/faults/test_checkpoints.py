@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from slime_tis.errors import quoted_path
 from slime_tis.megatron import checkpoint
 from slime_tis.megatron.config import MegatronConfig
 from slime_tis.megatron.parallel import initialize, shut_down
@@ -231,7 +232,7 @@ def test_changed_options_take_effect(task: list[str], trained: Path, tmp_path: P
     cases: dict[tuple[str, ...], tuple[float, str]] = {
         ("--lr", "5e-4"): (5e-4, "--lr 0.001 → 0.0005"),
         ("--lr-decay-style", "linear", "--lr-decay-iters", "8"): (5e-4, "--lr-decay-style 'constant' → 'linear'"),
-        ("--lr-warmup-iters", "4", "--lr", "2e-3"): (2e-3, "--lr-warmup-iters 0 → 4"),
+        ("--lr-warmup-iters", "3", "--lr", "2e-3"): (2e-3, "--lr-warmup-iters 0 → 3"),
         ("--lr", "2e-3", "--min-lr", "1e-3", "--lr-decay-style", "linear", "--lr-decay-iters", "4"): (1e-3, "--min-lr"),
         ("--rollout-precision", "fp32"): (1e-3, "--rollout-precision 'int8' → 'fp32'"),
         ("--n-samples-per-prompt", "2"): (1e-3, "--n-samples-per-prompt 4 → 2"),
@@ -284,7 +285,7 @@ def test_no_export_takes_the_place_of_anything(task: list[str], trained: Path, t
         outcome = run_forked(
             [*flags, "--save-hf", target], tmp_path.parent / "export_log", cwd=tmp_path, timeout=TIMEOUT
         )
-        wrong = not_one_message(outcome, 2, f"--save-hf is {target!r}")
+        wrong = not_one_message(outcome, 2, f"--save-hf is {quoted_path(target)}")
         exports.record(f"--save-hf {target[:40]}", wrong if wrong else None if tree(tmp_path) == before else "changed")
     exports.check(at_least=28)
 
