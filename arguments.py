@@ -235,7 +235,7 @@ METAVARS = {
 FLAGS = {flag(prefix + name) for name in (*OPTIONS, *ALIASES) for prefix in ("", "no_")} | {"--help"}
 """Every flag that is read here, --no- forms included."""
 
-NOT_FOR_SERVERS = {*RENAMED, "--sglang-config"}
+NOT_FOR_SERVERS = set(RENAMED)
 """Flags that begin like those of the servers and are slime's own."""
 
 NEEDS = {

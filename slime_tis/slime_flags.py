@@ -135,7 +135,7 @@ ADVICE = (
         "--rollout-engine local",
     ),
     Advice(
-        "--prefill-num-servers --sglang-config",
+        "--prefill-num-servers",
         "all servers of a run are alike",
         "start servers of several kinds yourself and name them with --sglang-url or --sglang-router-ip",
     ),
