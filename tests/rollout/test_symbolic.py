@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import suppress
 
 import psutil
 
@@ -40,20 +41,17 @@ def test_an_expression_without_end_is_wrong_and_costs_its_processor_time_alone(m
 
 
 def test_the_process_ends_with_the_program():
-    parent = os.fork()
-    if parent == 0:
+    read, write = os.pipe()
+    program = os.fork()
+    if program == 0:
         same_expression("c+d", "d+c")
+        os.write(write, b" ".join(str(child.pid).encode() for child in psutil.Process().children()))
         os._exit(0)
-    os.waitpid(parent, 0)
+    os.waitpid(program, 0)
+    workers = [int(pid) for pid in os.read(read, 100).split()]
+    assert len(workers) == 1
     deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        orphans = [each for each in psutil.process_iter(["cmdline", "ppid"]) if _is_orphan(each)]
-        if not orphans:
-            return
-        time.sleep(0.05)
-    raise AssertionError(orphans)
-
-
-def _is_orphan(process):
-    command = process.info["cmdline"] or []
-    return str(symbolic.WORKER) in command and process.info["ppid"] not in (os.getpid(),)
+    with suppress(psutil.NoSuchProcess):
+        while psutil.Process(workers[0]).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
