@@ -50,24 +50,18 @@ from slime_tis.reporting.progress import shown_progress
 from slime_tis.reporting.reporters import open_reporters
 from slime_tis.reporting.run_directory import check_metrics
 from slime_tis.reporting.timing import Timer
+from slime_tis.rollout.build import build_engine, evaluation_sampling, training_sampling
 from slime_tis.rollout.checkpoint import load_tokenizer
-from slime_tis.rollout.dump import from_plain, load_samples, plain, save_samples
-from slime_tis.rollout.engine import (
-    EngineLost,
-    Pending,
-    RolloutEngine,
-    build_engine,
-    evaluation_sampling,
-    training_sampling,
-)
+from slime_tis.rollout.dump import from_dict, load_samples, save_samples, to_dict
+from slime_tis.rollout.engine import RolloutEngine, RolloutFuture, RolloutUnavailable
 from slime_tis.rollout.evaluate import evaluate, load_evaluation_prompts
-from slime_tis.rollout.figures import rollout_figures
 from slime_tis.rollout.local import LocalEngine
-from slime_tis.rollout.lookahead import Lookahead
+from slime_tis.rollout.metrics import rollout_metrics
+from slime_tis.rollout.prefetch import Prefetcher
 from slime_tis.rollout.prompts import PromptDataset
-from slime_tis.rollout.rewards import build_reward, check_prompts, score
+from slime_tis.rollout.rewards import assign_rewards, build_reward, check_prompts
 from slime_tis.rollout.sample import Prompt, Sample
-from slime_tis.rollout.staleness import leave_out_stale
+from slime_tis.rollout.staleness import mask_stale_samples
 from slime_tis.storage.checkpoints import checkpoints
 from slime_tis.storage.directories import same_path
 from slime_tis.storage.resumption import (
@@ -91,7 +85,7 @@ EVALUATION = (
 """Options that decide what a held-out accuracy means."""
 
 
-EXPECTED = (ValueError, OSError, EngineLost, Interrupted, RunStopped, checkpoint.CheckpointError)
+EXPECTED = (ValueError, OSError, RolloutUnavailable, Interrupted, RunStopped, checkpoint.CheckpointError)
 """What ends a run with one message; any other exception is a defect of this program or of a library."""
 
 
@@ -223,7 +217,9 @@ class Trainer:
             device=parallel.backend.device,
             safe_point=interrupts.check,
         )
-        self.ahead = Lookahead(self.dataset, self._submit, prompts=self._fresh_prompts, depth=rollout.rollout_lookahead)
+        self.prefetcher = Prefetcher(
+            self.dataset, self._submit, prompts=self._fresh_prompts, depth=rollout.rollout_lookahead
+        )
         self.evaluator: RolloutEngine | None = None
         self.first_accuracy = self.last_accuracy = float("nan")
         self.evaluation_due = False
@@ -269,7 +265,7 @@ class Trainer:
                 self.rollout_id += 1
                 self.position = self._position()
             raise RunStopped(f"error: {error} {self._save_before_stopping()}", 1) from error
-        except EngineLost as error:
+        except RolloutUnavailable as error:
             raise RunStopped(f"error: {message_of(error)} {self._save_before_stopping()}", 1) from error
 
     def _close(self) -> None:
@@ -286,8 +282,8 @@ class Trainer:
             self.position = self._position()
             with self.interrupts.abandonable():
                 groups = self._sample()
-                sampled = rollout_figures(groups, self.step) | self.sampler.figures()
-                groups, sampled["rollout/left_out_samples"] = leave_out_stale(
+                sampled = rollout_metrics(groups, self.step) | self.sampler.metrics()
+                groups, sampled["rollout/stale_samples"] = mask_stale_samples(
                     groups, self.step, self.arguments.rollout.max_weight_staleness
                 )
                 self._safe_point()
@@ -316,7 +312,7 @@ class Trainer:
         return Position(
             step=self.step,
             rollout_id=self.rollout_id,
-            dataset=self.ahead.state_dict(),
+            dataset=self.prefetcher.state_dict(),
             unfinished=self.sampler.unfinished(),
         )
 
@@ -375,19 +371,19 @@ class Trainer:
             path = loop.load_debug_rollout_data.format(rollout_id=self.rollout_id)
             return load_samples(path, rollout.rollout_batch_size, rollout.n_samples_per_prompt)
         shown = self.parallel.is_main and self.arguments.reporting.progress
-        with self.timer("generate"), shown_progress(self.ahead.progress, "responses", shown=shown):
-            groups = self.ahead.take(self.rollout_id, self.num_rollout - 1)
+        with self.timer("generate"), shown_progress(self.prefetcher.progress, "responses", shown=shown):
+            groups = self.prefetcher.next(self.rollout_id, self.num_rollout - 1)
         with self.timer("reward"):
-            score(groups, self.reward)
+            assign_rewards(groups, self.reward)
         if loop.save_debug_rollout_data is not None and self.parallel.is_main:
             save_samples(loop.save_debug_rollout_data.format(rollout_id=self.rollout_id), groups)
         return groups
 
-    def _submit(self, prompts: list[Prompt], number: int) -> Pending:
+    def _submit(self, prompts: list[Prompt], number: int) -> RolloutFuture:
         rollout = self.arguments.rollout
-        want = rollout.rollout_batch_size if rollout.partial_rollout else None
+        num_groups = rollout.rollout_batch_size if rollout.partial_rollout else None
         seed = (rollout.rollout_seed << 32) + number
-        return self.sampler.submit(prompts, training_sampling(rollout), seed, want=want)
+        return self.sampler.submit(prompts, training_sampling(rollout), seed, num_groups=num_groups)
 
     def _fresh_prompts(self) -> int:
         """Prompts that the next rollout takes from the data, besides those that are not finished."""
@@ -402,7 +398,7 @@ class Trainer:
         if not rollout.check_weight_sync:
             return
         probe = list(max((prompt.token_ids for prompt in self.dataset.prompts[:64]), key=len)[:PROBE_TOKENS])
-        for name, log_probs in self.sampler.score(probe).items():
+        for name, log_probs in self.sampler.prompt_log_probs(probe).items():
             gap = log_prob_gap(self.engine, probe, log_probs)
             if not gap <= rollout.weight_sync_bound:
                 raise ValueError(
@@ -433,20 +429,20 @@ class Trainer:
         """Held-out accuracy of the training policy itself, with its present weights."""
         if not self.eval_prompts:
             return {}
-        figures: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         with self.timer("eval"):
             evaluator = self._evaluator()
             if evaluator.weight_version != self.step:
                 evaluator.update_weights(self.engine.named_hf_tensors(), self.step)
             for name, prompts in self.eval_prompts.items():
                 found = evaluate(evaluator, prompts, self.eval_reward, evaluation_sampling(self.arguments.rollout))
-                figures |= {f"eval/{name}": found.pop("accuracy")}
-                figures |= {f"eval/{name}/{figure}": value for figure, value in found.items()}
-        self.last_accuracy = figures[f"eval/{next(iter(self.eval_prompts))}"]
+                metrics |= {f"eval/{name}": found.pop("accuracy")}
+                metrics |= {f"eval/{name}/{part}": value for part, value in found.items()}
+        self.last_accuracy = metrics[f"eval/{next(iter(self.eval_prompts))}"]
         if math.isnan(self.first_accuracy):
             self.first_accuracy = self.last_accuracy
         self.evaluation_due = False
-        return figures
+        return metrics
 
     def _evaluator(self) -> RolloutEngine:
         """A copy of the weights as they are trained, unrounded, in this process; or the rollout engine itself."""
@@ -492,7 +488,7 @@ class Trainer:
             step=self.step,
             rollout_id=self.position.rollout_id,
             dataset=self.position.dataset,
-            unfinished=[[plain(sample) for sample in group] for group in self.position.unfinished],
+            unfinished=[[to_dict(sample) for sample in group] for group in self.position.unfinished],
             evaluation_due=self.evaluation_due,
             sampler_weight_version=self.sampler.weight_version,
             first_accuracy=None if math.isnan(self.first_accuracy) else self.first_accuracy,
@@ -508,7 +504,7 @@ class Trainer:
                 asdict(state),
                 run=self.run_id,
                 retain=config.save_retain,
-                write_extra=self.sampler.save_weights if stale and self.sampler.stale_weights_travel else None,
+                write_extra=self.sampler.save_weights if stale and self.sampler.can_checkpoint_weights else None,
             )
         self.saved_step = self.step
 
@@ -546,7 +542,7 @@ class Trainer:
     def _resume(self) -> None:
         """Goes on from the checkpoint that was found, if one was."""
         if self.resumed is None:
-            if not self.sampler.stale_weights_travel:  # its weights are whatever its servers were started with
+            if not self.sampler.can_checkpoint_weights:  # its weights are whatever its servers were started with
                 self._update_sampler()
             return
         found, state = self.resumed
@@ -558,9 +554,9 @@ class Trainer:
         save = self.arguments.megatron.save
         if save is not None and same_path(found.parent, save) and not self.evaluation_due:
             self.saved_step = self.step
-        self.sampler.resume_unfinished([[from_plain(row) for row in group] for group in state.unfinished])
+        self.sampler.resume_unfinished([[from_dict(row) for row in group] for group in state.unfinished])
         same_engine = not changed(state.options, self.options, ("rollout_engine", "rollout_precision"))
-        if state.sampler_weight_version != self.step and same_engine and self.sampler.stale_weights_travel:
+        if state.sampler_weight_version != self.step and same_engine and self.sampler.can_checkpoint_weights:
             self.sampler.load_weights(found, state.sampler_weight_version)
         else:
             self._update_sampler()

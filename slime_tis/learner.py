@@ -1,4 +1,4 @@
-"""Scored samples in, optimizer steps and their figures out.
+"""Scored samples in, optimizer steps and their metrics out.
 
 samples → advantages, per rollout
 for every step: batch → old log-probs where needed → correction of the global batch → objective → optimizer step
@@ -32,7 +32,7 @@ from slime_tis.policy.advantages import advantages
 from slime_tis.policy.anchor import anchors_on_recomputed, needs_global_batch, needs_old_log_probs
 from slime_tis.policy.config import PolicyConfig
 from slime_tis.policy.objective import PolicyObjective
-from slime_tis.policy.report import step_figures
+from slime_tis.policy.report import step_metrics
 from slime_tis.rollout.sample import Sample
 
 
@@ -61,7 +61,7 @@ class Learner:
         return self.engine.parallel
 
     def train(self, groups: list[list[Sample]]) -> list[dict[str, float]]:
-        """All optimizer steps on one rollout; the figures of each."""
+        """All optimizer steps on one rollout; the metrics of each."""
         samples = [sample for group in groups for sample in group]
         size = len(samples) // self.steps_per_rollout
         self._old_version = self.step
@@ -183,9 +183,9 @@ class Learner:
         return factor, found.second_moment_limit, found.adaptive_bounds
 
     def _step_metrics(self, result: StepResult) -> dict[str, float]:
-        """train/… figures of a step, on every rank."""
+        """train/… metrics of a step, on every rank."""
         parallel = self.parallel
-        figures: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         if parallel.is_last_stage:
             if self.custom_tis is not None:
                 names = parallel.from_data_and_context_ranks(sorted(result.report.custom))
@@ -196,9 +196,9 @@ class Learner:
                 min_all=parallel.min_over_data_and_context,
                 max_all=parallel.max_over_data_and_context,
             )
-            figures = step_figures(report, self.correction, self.policy, custom=self.custom_tis is not None)
-        figures = parallel.from_last_stage(figures)
-        figures |= {
+            metrics = step_metrics(report, self.correction, self.policy, custom=self.custom_tis is not None)
+        metrics = parallel.from_last_stage(metrics)
+        metrics |= {
             "grad_norm": result.grad_norm,
             "lr": result.learning_rate,
             "loss_units": float(result.units),
@@ -207,7 +207,7 @@ class Learner:
             "nonfinite_gradient_steps": float(not result.is_finite),
         }
         self._old_log_prob_forwards = 0
-        return {f"train/{name}": value for name, value in figures.items()}
+        return {f"train/{name}": value for name, value in metrics.items()}
 
 
 @dataclass(frozen=True, kw_only=True)

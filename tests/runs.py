@@ -150,6 +150,6 @@ def read_metrics(output: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
-def training_figures(row: dict[str, Any]) -> dict[str, float]:
+def training_metrics(row: dict[str, Any]) -> dict[str, float]:
     """The figures of a row that do not depend on the clock."""
     return {name: value for name, value in row.items() if name.startswith(("train/", "rollout/", "eval/"))}

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import train
-from slime_tis.rollout.engine import EngineLost
+from slime_tis.rollout.engine import RolloutUnavailable
 from slime_tis.rollout.local import LocalEngine
 from tests.conftest import Run
 from tests.runs import read_metrics, run_here
@@ -14,8 +14,8 @@ from tests.runs import read_metrics, run_here
 
 def test_lookahead_makes_samples_as_many_rollouts_stale(run: Run) -> None:
     rows = run("--rollout-lookahead", "2", "--num-rollout", "5")
-    assert [row["rollout/weight_lag"] for row in rows] == [0, 1, 2, 2, 2]
-    assert [row["rollout/weight_lag_max"] for row in rows] == [0, 1, 2, 2, 2]
+    assert [row["rollout/weight_staleness"] for row in rows] == [0, 1, 2, 2, 2]
+    assert [row["rollout/weight_staleness_max"] for row in rows] == [0, 1, 2, 2, 2]
     assert "train/mismatch_kl_lag_0" not in rows[0]  # all of one lag says nothing more
     assert rows[1]["train/token_fraction_lag_1"] == rows[2]["train/token_fraction_lag_2"] == 1.0
     assert rows[2]["train/mismatch_k3_kl_lag_2"] == pytest.approx(rows[2]["train/mismatch_k3_kl"], rel=1e-5)
@@ -24,9 +24,9 @@ def test_lookahead_makes_samples_as_many_rollouts_stale(run: Run) -> None:
 def test_stale_samples_are_left_out_and_counted(run: Run) -> None:
     flags = ("--rollout-lookahead", "2", "--num-rollout", "4", "--use-tis")
     rows = run(*flags, "--max-weight-staleness", "1")
-    assert [row["rollout/left_out_samples"] for row in rows] == [0, 0, 16, 16]
+    assert [row["rollout/stale_samples"] for row in rows] == [0, 0, 16, 16]
     assert [row["train/skipped_steps"] for row in rows] == [0, 0, 1, 1]
-    assert [row["rollout/left_out_samples"] for row in run(*flags, name="all")] == [0, 0, 0, 0]
+    assert [row["rollout/stale_samples"] for row in run(*flags, name="all")] == [0, 0, 0, 0]
 
 
 def test_a_resumed_run_takes_the_prompts_in_flight_again(task: list[str], tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_a_lost_engine_ends_the_run_with_a_checkpoint(
     def lose_the_third(self: LocalEngine, *args: Any, **kwargs: Any) -> Any:
         calls.append(1)
         if len(calls) == 3:
-            raise EngineLost("no server answers.")
+            raise RolloutUnavailable("no server answers.")
         return usual(self, *args, **kwargs)
 
     monkeypatch.setattr(LocalEngine, "submit", lose_the_third)

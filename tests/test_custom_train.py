@@ -68,4 +68,4 @@ def test_off_policy_sequence_masking_acts_on_stale_samples_with_one_step_per_rol
     rows = run(*flags, "--rollout-precision", "fp32")
     clipped = [row["train/opsm_clipfrac"] for row in rows]
     assert clipped[0] == 0 < max(clipped[1:])  # the engines agree, and the weights do not
-    assert rows[-1]["rollout/weight_lag"] == 2
+    assert rows[-1]["rollout/weight_staleness"] == 2

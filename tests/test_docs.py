@@ -14,8 +14,8 @@ import torch
 from arguments import configure
 from slime_tis.correction import RolloutCorrectionConfig, correct, figures
 from slime_tis.integrations import verl
-from slime_tis.policy.lag import LAGS, lag_figures, lag_table
-from slime_tis.rollout.figures import rollout_figures
+from slime_tis.policy.lag import LAGS, lag_table, staleness_metrics
+from slime_tis.rollout.metrics import rollout_metrics
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -143,12 +143,12 @@ def test_every_figure_of_the_correction_is_in_the_glossary(options):
 
 
 def test_every_figure_of_a_rollout_is_in_the_glossary():
-    assert set(rollout_figures([], 0)) - documented(r"rollout/\w+") == set()
+    assert set(rollout_metrics([], 0)) - documented(r"rollout/\w+") == set()
 
 
 def test_every_figure_by_lag_is_in_the_glossary():
     table = lag_table(torch.zeros(6), torch.ones(6), torch.ones(6), torch.tensor([0, 1, 2, 4, 7, 12]))
-    names = {re.sub("_lag_.*", "_lag_LAG", f"train/{name}") for name in lag_figures(table)}
+    names = {re.sub("_lag_.*", "_lag_LAG", f"train/{name}") for name in staleness_metrics(table)}
     assert len(names) == 4 and names - documented(r"train/\w+") == set()
     page = (DOCS / "metrics.md").read_text()
     assert all(f"`{lag}`" in page for lag in LAGS)

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import train
 from tests.conftest import Run
-from tests.runs import ROOT, read_metrics, run_apart, run_here, training_figures
+from tests.runs import ROOT, read_metrics, run_apart, run_here, training_metrics
 
 TWO_STEPS = ("--num-rollout", "2", "--num-steps-per-rollout", "2")
 ALGORITHMS = {
@@ -81,7 +81,7 @@ def test_the_first_step_of_a_rollout_takes_no_pass_twice(run: Run) -> None:
 def test_on_policy_samples_of_the_same_weights_have_weight_one(run: Run) -> None:
     rows = run("--use-tis", "--rollout-precision", "fp32")
     for row in rows:
-        assert row["rollout/weight_lag"] == 0
+        assert row["rollout/weight_staleness"] == 0
         assert row["train/mis_ratio_mean_after_mis"] == pytest.approx(1, abs=1e-5)
         assert row["train/mismatch_kl"] == pytest.approx(0, abs=1e-5)
         assert row["train/train_rollout_logprob_abs_diff"] < 1e-5
@@ -89,7 +89,7 @@ def test_on_policy_samples_of_the_same_weights_have_weight_one(run: Run) -> None
 
 def test_stale_rollouts_by_the_update_interval(run: Run) -> None:
     rows = run("--update-weights-interval", "3", "--num-rollout", "5", "--rollout-precision", "fp32")
-    assert [row["rollout/weight_lag"] for row in rows] == [0, 1, 2, 0, 1]
+    assert [row["rollout/weight_staleness"] for row in rows] == [0, 1, 2, 0, 1]
     differences = [row["train/train_rollout_logprob_abs_diff"] for row in rows]
     assert max(differences[0], differences[3]) < 1e-5 < min(differences[1], differences[2], differences[4])
 
@@ -98,7 +98,7 @@ def test_one_step_and_several_micro_batches_give_the_same_step(run: Run) -> None
     flags = ("--use-tis", "--use-rs", "--rs-lower-bound", "0.98", "--rs-upper-bound", "1.02", "--num-rollout", "1")
     (whole,) = run(*flags, name="whole")
     (split,) = run(*flags, "--micro-batch-size", "4", name="split")
-    assert training_figures(split) == pytest.approx(training_figures(whole), rel=1e-4, abs=1e-5)
+    assert training_metrics(split) == pytest.approx(training_metrics(whole), rel=1e-4, abs=1e-5)
     assert whole["train/gradient_kept_fraction"] < 1
 
 
@@ -107,7 +107,7 @@ def test_recomputed_activations_give_the_same_step_to_the_bit(granularity: str, 
     layers = ("--recompute-method", "uniform", "--recompute-num-layers", "1") if granularity == "full" else ()
     (plain,) = run("--use-tis", "--num-rollout", "1", name="plain")
     (again,) = run("--use-tis", "--num-rollout", "1", "--recompute-granularity", granularity, *layers, name="again")
-    assert training_figures(again) == training_figures(plain)
+    assert training_metrics(again) == training_metrics(plain)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_trimming_goes_by_the_whole_step(mode: tuple[str, ...], run: Run) -> Non
     flags = (*mode, "--rs-second-moment-bound", "3e-4", *TWO_STEPS, "--update-weights-interval", "2")
     whole, split = run(*flags, name="whole"), run(*flags, "--micro-batch-size", "2", name="split")
     for one, other in zip(whole, split, strict=True):
-        assert training_figures(other) == pytest.approx(training_figures(one), rel=1e-4, abs=1e-5)
+        assert training_metrics(other) == pytest.approx(training_metrics(one), rel=1e-4, abs=1e-5)
     forwards = [row["train/old_log_prob_forwards"] for row in whole]
     assert forwards == ([2, 0, 2, 0] if "--use-tis" in mode else [1, 1, 1, 1])
     assert any(0 < row["train/mis_second_moment_masked_fraction"] < 0.9 for row in whole)
@@ -131,7 +131,7 @@ def test_adaptive_bounds_go_by_the_whole_step(mode: tuple[str, ...], run: Run) -
     flags = (*mode, *bounds, *TWO_STEPS, "--update-weights-interval", "2", "--num-rollout", "2")
     whole, split = run(*flags, name="whole"), run(*flags, "--micro-batch-size", "2", name="split")
     for one, other in zip(whole, split, strict=True):
-        assert training_figures(other) == pytest.approx(training_figures(one), rel=1e-4, abs=1e-5)
+        assert training_metrics(other) == pytest.approx(training_metrics(one), rel=1e-4, abs=1e-5)
     assert [row["train/mis_rs_seq_masked_fraction"] for row in whole] == [0.375] * 4
     forwards = [row["train/old_log_prob_forwards"] for row in whole]
     assert forwards == ([2, 0, 2, 0] if "--use-tis" in mode else [1, 1, 1, 1])
@@ -185,8 +185,8 @@ def test_a_run_killed_and_resumed_gives_the_same_figures(task: list[str], tmp_pa
     run_here(flags, tmp_path / "run")
     resumed = read_metrics(tmp_path / "run")
     assert [row["step"] for row in resumed] == [1, 2, 3, 4, 5, 6]
-    expected = [training_figures(row) for row in uninterrupted]
-    assert [training_figures(row) for row in resumed] == expected
+    expected = [training_metrics(row) for row in uninterrupted]
+    assert [training_metrics(row) for row in resumed] == expected
 
 
 def test_a_finished_run_has_left_everything(task: list[str], tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_tool_tokens_are_neither_trained_on_nor_measured(task: list[str], run: R
                 lines.write(json.dumps(masked) + "\n")
         flags = ("--use-tis", "--use-rs", "--rs-level", "geometric", "--rs-veto-threshold", "1e-4")
         rows = run(*flags, "--load-debug-rollout-data", str(data), "--num-rollout", "1", name=name)
-        found.append(training_figures(rows[0]))
+        found.append(training_metrics(rows[0]))
     assert found[0] == found[1] == found[2]
     assert found[0]["train/nonfinite_token_fraction"] == 0
     assert found[0]["train/gradient_kept_fraction"] > 0.5

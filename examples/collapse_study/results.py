@@ -15,7 +15,7 @@ from typing import Any
 
 from slime_tis.reporting.run_directory import METRICS, write_atomically
 
-ACCURACY, K3, LAG = "eval/accuracy", "train/mismatch_k3_kl", "rollout/weight_lag"
+ACCURACY, K3, LAG = "eval/accuracy", "train/mismatch_k3_kl", "rollout/weight_staleness"
 MEANS = {
     "mismatch_kl": "train/mismatch_kl",
     "mismatch_k3_kl": K3,

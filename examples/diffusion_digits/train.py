@@ -38,7 +38,7 @@ from slime_tis.diffusion import (
     apply_bypass_mode,
     correct_trajectories,
     diffusion_loss,
-    step_figures,
+    step_metrics,
 )
 from slime_tis.policy.advantages import grpo
 from slime_tis.reporting.reporters import open_reporters
@@ -125,7 +125,7 @@ class Run:
         config = self.config
         if rollout % config.update_weights_interval == 0:
             self.sampler, self.steps_behind = rollout_copy(self.model, config.rollout_precision), 0
-        figures = {"rollout/weight_lag": float(self.steps_behind)}
+        figures = {"rollout/weight_staleness": float(self.steps_behind)}
         generator = torch.Generator().manual_seed((config.seed << 32) + rollout)
         asked = torch.randint(CLASSES, (config.rollout_batch_size,), generator=generator)
         digits = asked.repeat_interleave(config.n_samples_per_prompt)
@@ -138,8 +138,8 @@ class Run:
         losses, norms = zip(*(self.train_step(batch.of(share)) for share in shares), strict=True)
         measured += [loss.statistics for loss in losses if loss.statistics is not None]
         if measured:
-            figures |= step_figures(self.correction, reduce(StepStatistics.merge, measured))
-        return figures | loss_figures(losses, norms)
+            figures |= step_metrics(self.correction, reduce(StepStatistics.merge, measured))
+        return figures | loss_metrics(losses, norms)
 
     def prepare(self, trajectories: Trajectories, advantages_B: Tensor) -> tuple[Batch, list[StepStatistics]]:
         """Old log-probs; where the correction is decoupled, also its weights, made once of the whole rollout."""
@@ -202,7 +202,7 @@ def spread(pixels_BP: Tensor, digits_B: Tensor) -> float:
     return torch.stack(variances).mean().sqrt().item()
 
 
-def loss_figures(losses: tuple[DiffusionLoss, ...], norms: tuple[float, ...]) -> dict[str, float]:
+def loss_metrics(losses: tuple[DiffusionLoss, ...], norms: tuple[float, ...]) -> dict[str, float]:
     """train/… figures of a rollout's optimizer steps together."""
     kept, units = (max(sum(getattr(loss, name).item() for loss in losses), 1) for name in ("kept", "units"))
     sums = {name: sum(loss.sums[name].item() for loss in losses) / kept for name in losses[0].sums}

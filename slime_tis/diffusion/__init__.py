@@ -2,7 +2,7 @@
 
 from slime_tis.diffusion.losses import DiffusionLoss, diffusion_loss, flow_grpo, policy_gradient
 from slime_tis.diffusion.sde import gaussian_log_prob, sde_step
-from slime_tis.diffusion.statistics import StepStatistics, step_figures
+from slime_tis.diffusion.statistics import StepStatistics, step_metrics
 from slime_tis.diffusion.trajectories import TrajectoryCorrection, apply_bypass_mode, correct_trajectories
 from slime_tis.diffusion.watch import Watch
 
@@ -18,5 +18,5 @@ __all__ = [
     "gaussian_log_prob",
     "policy_gradient",
     "sde_step",
-    "step_figures",
+    "step_metrics",
 ]

@@ -86,7 +86,7 @@ def step_statistics(
     )
 
 
-def step_figures(config: RolloutCorrectionConfig, statistics: StepStatistics) -> dict[str, float]:
+def step_metrics(config: RolloutCorrectionConfig, statistics: StepStatistics) -> dict[str, float]:
     """All figures by their names in the log.
 
     The core's, those of weights that are only measured among them, under `rollout_corr/`, or `actor/rollout_corr/` in

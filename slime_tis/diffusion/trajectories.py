@@ -26,7 +26,7 @@ class TrajectoryCorrection:
     mask: Tensor
     """Of the same shape, bool: True where the step is kept."""
     statistics: StepStatistics
-    """To be merged over micro-batches and ranks, then read with `step_figures`."""
+    """To be merged over micro-batches and ranks, then read with `step_metrics`."""
     second_moment_limit: Tensor | None
     """As in the core's `Correction`."""
     adaptive_bounds: AdaptiveBounds | None

@@ -34,7 +34,7 @@ class Watch:
         """What is to be said after a step.
 
         Args:
-            metrics: The figures of the step, `step_figures` among them.
+            metrics: The figures of the step, `step_metrics` among them.
 
         Returns:
             Sentences, each with the mend; mostly none.

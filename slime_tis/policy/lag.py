@@ -38,7 +38,7 @@ def lag_table(train_R: Tensor, rollout_R: Tensor, mask_R: Tensor, lag_R: Tensor)
     return columns.new_zeros(len(LAGS), columns.shape[1]).index_add_(0, bucket_R, columns)
 
 
-def lag_figures(table: Tensor) -> dict[str, float]:
+def staleness_metrics(table: Tensor) -> dict[str, float]:
     """KL, k3 KL and mean absolute difference of the tokens of each lag, and their share; only of lags that occur.
 
     Empty where all tokens are of the present weights, as the figures of all tokens then say the same.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from slime_tis.correction import RolloutCorrectionConfig, Statistics, figures
 from slime_tis.policy.config import PolicyConfig
-from slime_tis.policy.lag import lag_figures
+from slime_tis.policy.lag import staleness_metrics
 
 SUMS = ("pg_loss", "pg_clipfrac", "ppo_kl", "ois", "entropy_loss", "kl_loss")
 Reduction = Callable[[Tensor], Tensor]
@@ -75,7 +75,7 @@ class Report:
         )
 
 
-def step_figures(
+def step_metrics(
     report: Report, correction: RolloutCorrectionConfig, policy: PolicyConfig, *, custom: bool
 ) -> dict[str, float]:
     """The named figures of one optimizer step, from the report of all its micro-batches and ranks.
@@ -99,7 +99,7 @@ def step_figures(
     if correction.get_mismatch_metrics:
         recomputed = figures(metrics_only(correction), report.recomputed)
         means |= {name: value for name, value in recomputed.items() if name != "gradient_kept_fraction"}
-    means |= lag_figures(report.lags)
+    means |= staleness_metrics(report.lags)
     if policy.use_opsm:
         means["opsm_clipfrac"] = float(report.opsm_clipped) / original
     return means | _under_free_names({name: float(value) / original for name, value in report.custom.items()}, means)

@@ -228,11 +228,11 @@ def _constant_reward(metrics: Mapping[str, float], correction: RolloutCorrection
 
 
 def _staleness(metrics: Mapping[str, float], correction: RolloutCorrectionConfig) -> Finding | None:
-    lag = metrics["rollout/weight_lag"]
+    lag = metrics["rollout/weight_staleness"]
     if not lag > 0 or corrects_staleness(correction):
         return None
     return Finding(
-        metric="rollout/weight_lag",
+        metric="rollout/weight_staleness",
         value=lag,
         message="the samples are of older weights, and nothing corrects that; add --use-tis, or "
         "--use-rollout-logprobs, or "

@@ -22,7 +22,7 @@ def save_samples(path: str | Path, groups: Sequence[Sequence[Sample]]) -> None:
     unfinished = path.with_name(f".{path.name}.unfinished")
     with unfinished.open("w", encoding="utf-8") as lines:
         for sample in (sample for group in groups for sample in group):
-            lines.write(json.dumps(plain(sample), allow_nan=False) + "\n")
+            lines.write(json.dumps(to_dict(sample), allow_nan=False) + "\n")
     unfinished.rename(path)
 
 
@@ -54,7 +54,7 @@ def load_samples(path: str | Path, prompts: int, n_samples: int) -> list[list[Sa
     return list(groups.values())
 
 
-def plain(sample: Sample) -> dict[str, Any]:
+def to_dict(sample: Sample) -> dict[str, Any]:
     """The sample as JSON takes it; metadata that is the prompt's own is left to the prompt."""
     row = dataclasses.asdict(sample)
     if row["metadata"] == row["prompt"]["metadata"]:
@@ -65,8 +65,8 @@ def plain(sample: Sample) -> dict[str, Any]:
     return row
 
 
-def from_plain(row: dict[str, Any]) -> Sample:
-    """The sample that `plain` was given.
+def from_dict(row: dict[str, Any]) -> Sample:
+    """The sample that `to_dict` was given.
 
     Raises:
       ValueError: the row is no sample, or its lists differ in length.
@@ -88,7 +88,7 @@ def from_plain(row: dict[str, Any]) -> Sample:
 
 def _sample(line: str, place: str) -> Sample:
     try:
-        return from_plain(json.loads(line))
+        return from_dict(json.loads(line))
     except json.JSONDecodeError as error:
         raise ValueError(f"{place} is not a sample: {error}.") from error
     except ValueError as error:

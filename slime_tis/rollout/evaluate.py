@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from slime_tis.rollout.engine import RolloutEngine
-from slime_tis.rollout.figures import mean_parts
+from slime_tis.rollout.metrics import mean_parts
 from slime_tis.rollout.prompts import load_prompts
 from slime_tis.rollout.sample import Prompt, Sample, Sampling
 

@@ -31,7 +31,7 @@ ROUNDINGS: dict[str, Callable[[Tensor], Tensor]] = {"fp8": round_fp8, "int8": ro
 
 
 @dataclass(frozen=True)
-class Finished:
+class CompletedRollout:
     """A rollout that is there already."""
 
     groups: list[list[Sample]]
@@ -76,7 +76,7 @@ class LocalEngine:
     weight rounding of such engines and not their rounding of activations.
     """
 
-    stale_weights_travel = True
+    can_checkpoint_weights = True
 
     def __init__(
         self,
@@ -117,11 +117,13 @@ class LocalEngine:
         self._eos_token_ids = eos_token_ids(self._model, tokenizer)
         self._context_len = getattr(self._model.config, "max_position_embeddings", None)
 
-    def submit(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int, *, want: int | None = None) -> Finished:
+    def submit(
+        self, prompts: Sequence[Prompt], sampling: Sampling, seed: int, *, num_groups: int | None = None
+    ) -> CompletedRollout:
         """Samples at once: there is nothing in the background, and no straggler to leave out."""
-        if want is not None:
+        if num_groups is not None:
             raise ValueError("the local engine decodes whole batches: it has no stragglers to leave out.")
-        return Finished(self.generate(prompts, sampling, seed))
+        return CompletedRollout(self.generate(prompts, sampling, seed))
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> list[list[Sample]]:
         """Samples `sampling.n_samples` responses to each prompt; see `engine.RolloutEngine`.
@@ -164,7 +166,7 @@ class LocalEngine:
         self.weight_version = version
 
     @torch.no_grad()
-    def score(self, token_ids: Sequence[int]) -> dict[str, list[float]]:
+    def prompt_log_probs(self, token_ids: Sequence[int]) -> dict[str, list[float]]:
         """Log-probs of a text's tokens but the first; see `engine.RolloutEngine`."""
         ids = torch.tensor([list(token_ids)], device=self._model.device)
         log_probs = log_softmax(self._model(ids).logits[0, :-1])
@@ -182,7 +184,7 @@ class LocalEngine:
                 "--rollout-engine sglang --partial-rollout."
             )
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Nothing to count."""
         return {}
 

@@ -127,7 +127,7 @@ def build_reward(
     return reward
 
 
-def score(groups: Sequence[Sequence[Sample]], reward: RewardFunction) -> None:
+def assign_rewards(groups: Sequence[Sequence[Sample]], reward: RewardFunction) -> None:
     """Sets the reward of every sample; a collective, as the reward is."""
     samples = [sample for group in groups for sample in group]
     for sample, value in zip(samples, reward(samples), strict=True):

@@ -8,7 +8,7 @@ from dataclasses import replace
 from slime_tis.rollout.sample import Sample
 
 
-def leave_out_stale(
+def mask_stale_samples(
     groups: Sequence[Sequence[Sample]], version: int, limit: int | None
 ) -> tuple[list[list[Sample]], int]:
     """Clears the loss mask of samples whose oldest token was sampled more than `limit` versions ago.

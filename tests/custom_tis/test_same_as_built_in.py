@@ -17,7 +17,7 @@ from slime_tis.custom import load_custom_tis
 from slime_tis.errors import CustomFunctionError
 from slime_tis.policy.config import PolicyConfig
 from slime_tis.policy.objective import PolicyObjective
-from slime_tis.policy.report import Report, step_figures
+from slime_tis.policy.report import Report, step_metrics
 from tests.policy.test_objective import Batch, make
 
 LEVELS = ("token", "sequence", "geometric", "prefix", "segment")
@@ -145,7 +145,7 @@ def test_the_metrics_of_both_are_the_same_under_their_two_names() -> None:
     )
     policy = PolicyConfig(calculate_per_token_loss=True)
     built_in, mis = (
-        step_figures(trained(config, custom=custom, per_token=True, missing=False)[1], config, policy, custom=custom)
+        step_metrics(trained(config, custom=custom, per_token=True, missing=False)[1], config, policy, custom=custom)
         for custom in (False, True)
     )
     assert 0 < built_in["mis_second_moment_masked_fraction"] < 1 and 0 < built_in["mis_catastrophic_token_fraction"] < 1

@@ -17,7 +17,7 @@ from slime_tis.diffusion import (
     gaussian_log_prob,
     policy_gradient,
     sde_step,
-    step_figures,
+    step_metrics,
 )
 from tests.correction.strategies import configurations
 from tests.diffusion.strategies import Rows, trajectories
@@ -72,7 +72,7 @@ def test_against_the_twin(
         data = apply_bypass_mode({"rollout_log_probs": rollout_log_probs})
         found = diffusion_loss(config, log_probs, data["old_log_probs"], advantage, clip_range=0.1737)
         assert found.statistics is not None
-        measured = step_figures(config, found.statistics)
+        measured = step_metrics(config, found.statistics)
         assert measured == pytest.approx(figures_slowly(config, current, rollout), rel=1e-6, abs=1e-7)
     else:
         folded = correct_trajectories(config, old_log_probs, rollout_log_probs).folded
@@ -138,7 +138,7 @@ def test_metrics_alone_leave_the_loss_to_the_bit() -> None:
     log_probs, rollout = torch.randn(4, 2, requires_grad=True), torch.randn(4, 2)
     old, advantages = log_probs.detach() + 0.1, torch.randn(4)
     found = correct_trajectories(config, old, rollout)
-    assert step_figures(config, found.statistics)["rollout_corr/logprob_abs_diff_mean"] > 0
+    assert step_metrics(config, found.statistics)["rollout_corr/logprob_abs_diff_mean"] > 0
     measured = diffusion_loss(config, log_probs, old, advantages, weights=found.folded)
     assert torch.equal(measured.loss, diffusion_loss(OFF, log_probs, old, advantages).loss)
 
@@ -149,7 +149,7 @@ def test_weights_in_bypass_mode_are_reported_and_do_not_act() -> None:
     log_probs, old = torch.zeros(1, 2), torch.tensor([[0.0, -math.log(3)]])
     found = diffusion_loss(config, log_probs, old, torch.tensor([-1.0]))
     assert found.loss.item() == pytest.approx((1 + 3) / 2) and found.statistics is not None
-    figures = step_figures(config, found.statistics)
+    figures = step_metrics(config, found.statistics)
     assert figures["actor/rollout_corr/mis_mean_is_weight_before_clip"] == pytest.approx(3.0)
     assert figures["actor/rollout_corr/mis_weight_max"] == 2.0
     assert figures["actor/rollout_corr/mis_truncate_fraction"] == 1.0
@@ -167,7 +167,7 @@ def test_denominators() -> None:
         losses[normalizer] = found = diffusion_loss(config, log_probs, old, advantages)
         assert (found.units.item(), found.kept.item(), found.total.item()) == (units, 2, 4)
         assert found.statistics is not None
-        assert step_figures(config, found.statistics)["actor/rollout_corr/gradient_kept_fraction"] == 0.5
+        assert step_metrics(config, found.statistics)["actor/rollout_corr/gradient_kept_fraction"] == 0.5
     assert losses["kept"].loss.item() == 1.5 and losses["original"].loss.item() == 0.75
 
 

@@ -89,7 +89,7 @@ def test_every_figure_is_in_a_glossary():
         found = diffusion.correct_trajectories(
             config, torch.zeros(2, 2), torch.ones(2, 2), timesteps=torch.tensor([900.0, 600.0])
         )
-        for name in diffusion.step_figures(config, found.statistics):
+        for name in diffusion.step_metrics(config, found.statistics):
             bare = name.split("rollout_corr/")[1]
             own = f"`{re.sub('ts_.*', 'ts_VALUE', bare)}`"
             general = re.sub(r"mis_rs_token_(seq_)?masked", r"mis_rs_CRITERION_\1masked", bare)

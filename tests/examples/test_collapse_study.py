@@ -103,7 +103,7 @@ def test_a_row_from_the_metrics_of_a_run_and_back_from_csv(tmp_path):
         {"step": 2, "train/mismatch_k3_kl": 0.3, "train/gradient_kept_fraction": 0.5, "eval/accuracy": 0.125},
     ]
     lags = [0.0, 3.0]
-    metrics[1:] = [row | {"rollout/weight_lag": lag} for row, lag in zip(metrics[1:], lags, strict=True)]
+    metrics[1:] = [row | {"rollout/weight_staleness": lag} for row, lag in zip(metrics[1:], lags, strict=True)]
     row = summarize(metrics, **FACTS)
     assert (row.final_accuracy, row.accuracy_area, row.collapse_step, row.steps) == (0.125, 0.3125, 2, 2)
     assert row.mismatch_k3_kl == pytest.approx(0.2)
@@ -184,7 +184,7 @@ def test_runs_end_in_rows_are_resumed_and_fail_by_themselves(study, capsys):
 def row_of(correction: str, seed: int, *accuracy: float, scenario: str = "both") -> Row:
     curve = [{"step": 10 * i, "eval/accuracy": value} for i, value in enumerate(accuracy)]
     for lag, row in enumerate(curve):
-        row |= {"train/mismatch_k3_kl": 0.01 + 0.02 * lag, "rollout/weight_lag": float(lag)}
+        row |= {"train/mismatch_k3_kl": 0.01 + 0.02 * lag, "rollout/weight_staleness": float(lag)}
     return summarize(curve, **FACTS | {"scenario": scenario, "correction": correction, "seed": seed})
 
 

@@ -64,7 +64,7 @@ def test_a_run_reports_every_step_and_ends_with_the_reward(corrected, capsys, tm
     assert ["eval/reward" in row for row in rows] == [True, False, False, True, True]
     assert printed[-1] == f"eval reward: {rows[0]['eval/reward']:.2f} -> {rows[-1]['eval/reward']:.2f}"
     assert re.fullmatch(r"step 1/4  reward 0\.\d+  loss .*  k3 .*  weight .*  rejected .*%  time .*", printed[1])
-    assert [row["rollout/weight_lag"] for row in rows[1:]] == [0, 1, 0, 1]
+    assert [row["rollout/weight_staleness"] for row in rows[1:]] == [0, 1, 0, 1]
     assert {f"rollout_corr/logprob_abs_diff/ts_{t}" for t in (1000, 750, 500, 250)} <= set(rows[1])
     for row in rows[1:]:
         assert 0 < row["rollout_corr/logprob_abs_diff_mean"] <= row["rollout_corr/logprob_abs_diff_max"]

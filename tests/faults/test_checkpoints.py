@@ -22,7 +22,7 @@ from slime_tis.megatron.config import MegatronConfig
 from slime_tis.megatron.parallel import initialize, shut_down
 from slime_tis.storage.checkpoints import MANIFEST, TRAINER_STATE, checksums, files_of, write_manifest
 from tests.faults.forked import ForkedRun, Outcome, run_forked
-from tests.runs import make_task, read_metrics, spawn, training_figures
+from tests.runs import make_task, read_metrics, spawn, training_metrics
 
 TIMEOUT = 120.0
 
@@ -47,7 +47,7 @@ def trained(task: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
-    return [{"step": row["step"], **training_figures(row)} for row in read_metrics(run)]
+    return [{"step": row["step"], **training_metrics(row)} for row in read_metrics(run)]
 
 
 def not_one_message(outcome: Outcome, status: int, *words: str) -> str | None:

@@ -16,7 +16,7 @@ import pytest
 from slime_tis.storage.checkpoints import check, checkpoints, read_manifest
 from slime_tis.storage.exports import MARKER
 from tests.faults.forked import ForkedRun, group_is_empty, run_forked
-from tests.runs import make_task, read_metrics, training_figures
+from tests.runs import make_task, read_metrics, training_metrics
 
 STEPS = 10
 CHAINS, KILLS = 5, 6
@@ -35,7 +35,7 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 def results(directory: Path) -> tuple[list[dict[str, Any]], str]:
     """The metrics of all steps and the SHA-256 of the exported weights."""
-    rows = [{"step": row["step"], **training_figures(row)} for row in read_metrics(directory / "run")]
+    rows = [{"step": row["step"], **training_metrics(row)} for row in read_metrics(directory / "run")]
     return rows, hashlib.sha256((directory / "hf" / "model.safetensors").read_bytes()).hexdigest()
 
 

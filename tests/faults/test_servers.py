@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from slime_tis.rollout.checkpoint import load_tokenizer
-from slime_tis.rollout.engine import EngineLost
+from slime_tis.rollout.engine import RolloutUnavailable
 from slime_tis.rollout.sample import Sampling
 from slime_tis.rollout.sglang.config import SGLangConfig
 from slime_tis.rollout.sglang.engine import SGLangEngine
@@ -123,10 +123,10 @@ def judged(work: Callable[[], str | None], caplog: pytest.LogCaptureFixture) -> 
 
 
 def lost(engine: SGLangEngine, url: str, work: Callable[[], Any]) -> str | None:
-    """Whether work ends with EngineLost and a message that one can read."""
+    """Whether work ends with RolloutUnavailable and a message that one can read."""
     try:
         work()
-    except EngineLost as error:
+    except RolloutUnavailable as error:
         message = str(error)
     else:
         return "was believed"
@@ -144,12 +144,12 @@ def test_hostile_answers_are_asked_for_elsewhere(
         counted = dict.fromkeys(GENERATE, 1) | dict.fromkeys({**PROTOCOL, **ERRORS}, 0)
 
         def ask(name: str, spoil: Callable[[Any], Any]) -> str | None:
-            while engine.figures()["rollout/sglang_live_servers"] < 2:
+            while engine.metrics()["rollout/sglang_live_servers"] < 2:
                 time.sleep(0.001)
-            before = engine.figures()
+            before = engine.metrics()
             hostile.faults.append(spoil)
             assert_exact(engine.generate(PROMPTS, SAMPLING, seed=0), PROMPTS, SAMPLING)
-            after = engine.figures()
+            after = engine.metrics()
             retries, malformed = (
                 after[f"rollout/sglang_{count}"] - before[f"rollout/sglang_{count}"]
                 for count in ("retries", "malformed_responses")
@@ -169,7 +169,7 @@ def test_a_hostile_server_alone_ends_in_a_message(
     with hostiles(1) as (server,), engine_on([server], checkpoint, sglang_max_retries=0) as engine:
 
         def ask(spoil: Callable[[Any], Any]) -> str | None:
-            while engine.figures()["rollout/sglang_live_servers"] < 1:
+            while engine.metrics()["rollout/sglang_live_servers"] < 1:
                 time.sleep(0.001)
             server.faults.append(spoil)
             return lost(engine, server.url, lambda: engine.generate(PROMPTS[:1], Sampling(max_response_len=5), seed=0))
@@ -235,7 +235,7 @@ def test_what_a_hostile_server_says_of_itself_is_not_believed(
             try:
                 with engine_on([server], checkpoint, sglang_startup_timeout=0.3):
                     return "was believed"
-            except EngineLost as error:
+            except RolloutUnavailable as error:
                 return seen_in(str(error)) if server.url in str(error) else str(error)
 
     for name, (path, spoil) in INFO.items():
@@ -264,7 +264,7 @@ def test_updates_that_hostile_servers_spoil(tally: Any, checkpoint: Path, caplog
         with hostiles(2) as both, engine_on(both, checkpoint, sglang_weight_sync="disk") as engine:
             both[0].answers[path] = spoil
             engine.update_weights(Weights()(), 1)
-            if engine.figures()["rollout/sglang_live_servers"] != 1:
+            if engine.metrics()["rollout/sglang_live_servers"] != 1:
                 return "was believed"
             groups = engine.generate(PROMPTS, SAMPLING, seed=0)
             assert_exact(groups, PROMPTS, SAMPLING)
@@ -300,7 +300,7 @@ def test_hostile_routers(tally: Any, checkpoint: Path, caplog: pytest.LogCapture
             try:
                 with engine_on([router], checkpoint, sglang_startup_timeout=0.3, **ip):
                     return "was believed"
-            except (ValueError, EngineLost) as error:
+            except (ValueError, RolloutUnavailable) as error:
                 return seen_in(str(error))
 
     for name, spoil in WORKERS.items():

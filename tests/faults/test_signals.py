@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.faults.forked import ForkedRun, Outcome, group_is_empty, run_forked
-from tests.runs import make_task, read_metrics, training_figures
+from tests.runs import make_task, read_metrics, training_metrics
 
 STEPS = 12
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -54,7 +54,7 @@ def by_step(run: Path) -> dict[int, dict[str, float]]:
     """The rows of metrics.jsonl by step; an evaluation that a signal ended comes in a row of its own."""
     found: dict[int, dict[str, float]] = {}
     for row in read_metrics(run):
-        metrics = training_figures(row)
+        metrics = training_metrics(row)
         assert not found.get(row["step"], {}).keys() & metrics.keys(), f"step {row['step']} is reported twice"
         found.setdefault(row["step"], {}).update(metrics)
     return found

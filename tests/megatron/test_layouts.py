@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.runs import make_task, read_metrics, run_apart, run_program, training_figures
+from tests.runs import make_task, read_metrics, run_apart, run_program, training_metrics
 
 TWO_RANKS = {
     "data": [],
@@ -54,8 +54,8 @@ def test_two_ranks_agree_with_one(
     rows = read_metrics(tmp_path)
     assert [row["step"] for row in rows] == [1, 2, 3]
     for row, one in zip(rows, expected, strict=True):
-        figures = training_figures(one)
-        assert training_figures(row) == pytest.approx(figures, rel=1e-4, abs=1e-4)
+        figures = training_metrics(one)
+        assert training_metrics(row) == pytest.approx(figures, rel=1e-4, abs=1e-4)
 
 
 # A correction that asks more of the ranks than sums: the layout it is tried in, and its flags.
@@ -88,7 +88,7 @@ def test_two_ranks_agree_with_one_on_more(
     for ranks in (1, 2):
         result = run_apart([*flags, *(layout if ranks == 2 else [])], tmp_path / str(ranks), ranks)
         assert result.returncode == 0, result.stderr[-4000:]
-        rows[ranks] = [training_figures(row) for row in read_metrics(tmp_path / str(ranks))]
+        rows[ranks] = [training_metrics(row) for row in read_metrics(tmp_path / str(ranks))]
     assert 0 < rows[1][0]["train/gradient_kept_fraction"] < 1
     assert 0 < rows[1][0].get("train/mis_second_moment_masked_fraction", 0.5) < 1
     assert rows[2] == [pytest.approx(row, rel=1e-4, abs=1e-4) for row in rows[1]]

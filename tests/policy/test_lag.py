@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from slime_tis.correction import RolloutCorrectionConfig, correct, figures
-from slime_tis.policy.lag import lag_figures, lag_table
+from slime_tis.policy.lag import lag_table, staleness_metrics
 
 NAN, INF = float("nan"), float("inf")
 
@@ -27,7 +27,7 @@ def test_tokens_count_where_the_correction_counts_them(unusable: float) -> None:
     """A stand-in for minus infinity is left out as what is not finite is."""
     train, rollout = torch.tensor([0.0, 0.0, -1.0]), torch.tensor([-0.5, unusable, -0.75])
     mask = torch.ones(3)
-    found = lag_figures(lag_table(train, rollout, mask, torch.tensor([0, 1, 1])))
+    found = staleness_metrics(lag_table(train, rollout, mask, torch.tensor([0, 1, 1])))
     assert found["token_fraction_lag_1"] == 0.5
     assert found["train_rollout_logprob_abs_diff_lag_1"] == 0.25
     config = RolloutCorrectionConfig(get_mismatch_metrics=True)

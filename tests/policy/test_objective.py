@@ -12,9 +12,9 @@ from torch import Tensor
 from slime_tis.correction import RolloutCorrectionConfig
 from slime_tis.errors import CustomFunctionError
 from slime_tis.policy.config import PolicyConfig
-from slime_tis.policy.lag import lag_figures
+from slime_tis.policy.lag import staleness_metrics
 from slime_tis.policy.objective import PolicyObjective
-from slime_tis.policy.report import Report, step_figures
+from slime_tis.policy.report import Report, step_metrics
 
 NAN = float("nan")
 
@@ -104,7 +104,7 @@ def test_bypass_measures_the_weights_of_the_current_policy_and_does_not_apply_th
     objective = build(use_rollout_logprobs=True, policy_loss=loss)
     batch = make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES)
     _, grad, report = loss_of(objective, batch, CURRENT)
-    found = step_figures(report, objective.correction, objective.policy, custom=False)
+    found = step_metrics(report, objective.correction, objective.policy, custom=False)
     expected = {
         "mis_mean_is_weight_before_clip": 1.2207226,
         "mis_ratio_mean_after_mis": 1.0770663,
@@ -133,7 +133,7 @@ def test_several_steps_per_rollout_anchor_on_the_recomputed_log_probs() -> None:
     ratio = (torch.tensor(CURRENT) - torch.cat(batch.local["old_log_probs"])).exp()
     scale = torch.tensor([-1 / 6, -1 / 6, 0, 0, 2 / 4, 2 / 4])  # the fourth ratio, e, is clipped
     torch.testing.assert_close(grad, ratio * scale)
-    figures = step_figures(report, RolloutCorrectionConfig(), PolicyConfig(), custom=False)
+    figures = step_metrics(report, RolloutCorrectionConfig(), PolicyConfig(), custom=False)
     assert figures["ois"] == pytest.approx(((1 + ratio[1] + ratio[3]) / 3 + (1 + ratio[5]) / 2).item() / 2, rel=1e-6)
 
 
@@ -170,7 +170,7 @@ def test_off_policy_sequence_masking_against_the_old_policy_is_slimes() -> None:
     ratio = 2.718281828**-0.1
     torch.testing.assert_close(grad, torch.tensor([-ratio / 3, -ratio / 3, 0, -ratio / 3, 0, 0]))
     assert report.units.tolist() == [1, 2, 3, 5]
-    figures = step_figures(report, objective.correction, objective.policy, custom=False)
+    figures = step_metrics(report, objective.correction, objective.policy, custom=False)
     assert figures["opsm_clipfrac"] == pytest.approx(0.5)
     assert figures["gradient_kept_fraction"] == pytest.approx(3 / 5)
 
@@ -184,7 +184,7 @@ def test_off_policy_sequence_masking_acts_with_one_step_per_rollout(delta: float
     second = [2 / 4, 2 / 4] if kept else [0.0, 0.0]
     first = -1 / 6 if kept else -1 / 3
     torch.testing.assert_close(grad, torch.tensor([first, first, 0, first, *second]))
-    figures = step_figures(report, objective.correction, objective.policy, custom=False)
+    figures = step_metrics(report, objective.correction, objective.policy, custom=False)
     assert figures["opsm_clipfrac"] == pytest.approx(0.0 if kept else 0.5)
     unset = build({"use_opsm": True}).policy, build({"opsm_policy": "old"}).policy
     assert [policy.opsm_bound for policy in unset] == [0.1, 1e-4]
@@ -199,7 +199,7 @@ def test_a_log_prob_that_is_not_finite_is_rejected_without_a_trace(bad: float, b
     _, grad, report = loss_of(build(**options), poisoned, CURRENT)
     _, expected, _ = loss_of(build(**options), masked, CURRENT)
     assert torch.equal(grad, expected)
-    figures = step_figures(report, RolloutCorrectionConfig(**options), PolicyConfig(), custom=False)
+    figures = step_metrics(report, RolloutCorrectionConfig(**options), PolicyConfig(), custom=False)
     assert figures["nonfinite_token_fraction"] == pytest.approx(1 / 5)
     assert all(value == value for value in figures.values())
 
@@ -218,7 +218,7 @@ def test_metrics_only_leaves_the_loss_as_it_is_to_the_bit() -> None:
     measured = build(get_mismatch_metrics=True)
     _, grad, report = loss_of(measured, make(MASKS, old_log_probs=old, **values), CURRENT)
     assert torch.equal(grad, plain)
-    figures = step_figures(report, measured.correction, PolicyConfig(), custom=False)
+    figures = step_metrics(report, measured.correction, PolicyConfig(), custom=False)
     # π_old of the separate forward pass: Δ = −0.2, −1.5 | 0, −0.15 on finite tokens.
     assert figures["mismatch_kl"] == pytest.approx((0.2 + 1.5 + 0.0 + 0.15) / 4, rel=1e-6)
 
@@ -229,10 +229,10 @@ def test_metrics_only_leaves_the_loss_as_it_is_to_the_bit() -> None:
 def test_the_mismatch_of_the_only_step_is_that_of_its_own_forward_pass(options: dict[str, Any]) -> None:
     batch = make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES)
     measured = build(get_mismatch_metrics=True, **options)
-    figures = step_figures(loss_of(measured, batch, CURRENT)[2], measured.correction, PolicyConfig(), custom=False)
+    figures = step_metrics(loss_of(measured, batch, CURRENT)[2], measured.correction, PolicyConfig(), custom=False)
     assert figures["mismatch_kl"] == pytest.approx(-(1.0 - 0.5 - 0.25) / 5)
     _, _, report = loss_of(measured, batch, [NAN, *CURRENT[1:]])
-    figures = step_figures(report, measured.correction, PolicyConfig(), custom=False)
+    figures = step_metrics(report, measured.correction, PolicyConfig(), custom=False)
     assert figures["mismatch_kl"] == pytest.approx(-(1.0 - 0.5 - 0.25) / 4)
 
 
@@ -241,7 +241,7 @@ def test_the_mismatch_is_reported_by_lag_of_the_weights() -> None:
     versions = [[3.0, 3.0, 3.0, 2.0], [1.0, 0.0]]
     batch = make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES, weight_versions=versions)
     report = loss_of(replace(build(), version=3), batch, CURRENT)[2]
-    found = lag_figures(report.merge(report).lags)
+    found = staleness_metrics(report.merge(report).lags)
     assert found["mismatch_kl_lag_0"] == pytest.approx(-0.5)
     assert found["mismatch_kl_lag_1"] == pytest.approx(0.5)
     assert found["mismatch_kl_lag_2"] == 0.0
@@ -249,7 +249,7 @@ def test_the_mismatch_is_reported_by_lag_of_the_weights() -> None:
     assert found["token_fraction_lag_0"] == pytest.approx(0.4)
     assert found["train_rollout_logprob_abs_diff_lag_3_to_4"] == pytest.approx(0.25)
     fresh = loss_of(build(), make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES), CURRENT)[2]
-    assert lag_figures(fresh.lags) == {}
+    assert staleness_metrics(fresh.lags) == {}
 
 
 def test_kl_and_entropy_enter_the_loss() -> None:
@@ -260,7 +260,7 @@ def test_kl_and_entropy_enter_the_loss() -> None:
     (numerator / units).backward()
     torch.testing.assert_close(leaf.grad, torch.tensor([-0.5 + 0.25, -0.5 + 0.25]))
     torch.testing.assert_close(entropy.grad, torch.tensor([-0.05, -0.05]))
-    figures = step_figures(report, objective.correction, objective.policy, custom=False)
+    figures = step_metrics(report, objective.correction, objective.policy, custom=False)
     assert figures["loss"] == pytest.approx(-1.0 - 0.1 * 0.4 + 0.5 * (0.5 - 1.0) / 2)
 
 
@@ -273,9 +273,9 @@ def test_a_batch_split_into_micro_batches_sums_to_the_same_loss_and_figures() ->
     second = objective(make(MASKS[1:], rollout_log_probs=ROLLOUT[1:], advantages=ADVANTAGES[1:]), leaf[4:], leaf[4:])
     ((first[0] + second[0]) / (first[1] + second[1])).backward()
     torch.testing.assert_close(leaf.grad, expected)
-    merged = step_figures(first[2].merge(second[2]), objective.correction, objective.policy, custom=False)
+    merged = step_metrics(first[2].merge(second[2]), objective.correction, objective.policy, custom=False)
     del merged["entropy_loss"]
-    figures = step_figures(report, objective.correction, objective.policy, custom=False)
+    figures = step_metrics(report, objective.correction, objective.policy, custom=False)
     assert merged == pytest.approx({name: figures[name] for name in merged}, rel=1e-6, abs=1e-7)
 
 
@@ -317,7 +317,7 @@ def test_a_custom_function_sees_slimes_arguments_and_ours_and_replaces_loss_and_
     assert seen["total_lengths"] == [6, 4] and seen["response_lengths"] == [4, 2]
     assert [values.tolist() for values in seen["advantages"]] == ADVANTAGES
     assert not seen["log_probs"][0].requires_grad
-    figures = step_figures(report, objective.correction, objective.policy, custom=True)
+    figures = step_metrics(report, objective.correction, objective.policy, custom=True)
     assert figures["flat"] == pytest.approx(((0 + 1 + 3) / 3 + (4 + 5) / 2) / 2)  # over the mask before rejection
     assert figures["gradient_kept_fraction"] == pytest.approx(4 / 5)
 
@@ -330,7 +330,7 @@ def test_a_custom_function_stands_in_for_veto_and_trimming_too() -> None:
     batch = make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES)
     _, grad, report = loss_of(objective, batch, CURRENT)
     torch.testing.assert_close(grad, torch.tensor([-1 / 6, -1 / 6, 0, -1 / 6, 2 / 4, 2 / 4]))
-    figures = step_figures(report, objective.correction, objective.policy, custom=True)
+    figures = step_metrics(report, objective.correction, objective.policy, custom=True)
     assert not any("second_moment" in name or "catastrophic" in name for name in figures)
 
 
@@ -344,7 +344,7 @@ def test_a_custom_function_for_metrics_alone_leaves_the_loss() -> None:
     batch = make(MASKS, old_log_probs=ROLLOUT, **values)
     _, grad, report = loss_of(objective, batch, CURRENT)
     assert torch.equal(grad, plain)
-    assert step_figures(report, objective.correction, objective.policy, custom=True)["seen"] == pytest.approx(1)
+    assert step_metrics(report, objective.correction, objective.policy, custom=True)["seen"] == pytest.approx(1)
 
 
 def test_a_custom_function_for_metrics_alone_may_work_in_place() -> None:
@@ -386,7 +386,7 @@ def test_a_metric_of_a_custom_function_does_not_replace_one_of_ours() -> None:
 
     objective = replace(custom(greedy, use_tis=True), policy=PolicyConfig(use_opsm=True, opsm_delta=9.0))
     loss, _, report = loss_of(objective, make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES), CURRENT)
-    figures = step_figures(report, objective.correction, objective.policy, custom=True)
+    figures = step_metrics(report, objective.correction, objective.policy, custom=True)
     assert figures["loss"] == pytest.approx(loss) and "grad_norm" not in figures and figures["opsm_clipfrac"] == 0
     names = ("custom_loss", "custom_custom_loss", "custom_grad_norm", "mine", "custom_opsm_clipfrac")
     assert [figures[name] for name in names] == pytest.approx([99.0] * 5)

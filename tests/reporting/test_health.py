@@ -18,7 +18,7 @@ GOOD = {
     "train/nonfinite_token_fraction": 0.0,
     "rollout/zero_std_groups": 0.99,
     "rollout/raw_reward": 0.5,
-    "rollout/weight_lag": 3.0,
+    "rollout/weight_staleness": 3.0,
     "train/mismatch_k3_kl": 0.05,
 }
 BAD: dict[str, tuple[dict[str, float], str]] = {
@@ -126,7 +126,7 @@ def test_rejecting_everything_is_named_as_the_cause_of_no_gradient() -> None:
 )
 def test_staleness_is_said_where_nothing_corrects_it(config: RolloutCorrectionConfig, names: list[str]) -> None:
     assert [name for name, finding in findings(GOOD, config).items() if finding] == names
-    assert findings(GOOD | {"rollout/weight_lag": 0.0}, config)["staleness"] is None
+    assert findings(GOOD | {"rollout/weight_staleness": 0.0}, config)["staleness"] is None
 
 
 def test_a_reward_that_never_changes_is_said_after_ten_rollouts() -> None:

@@ -30,8 +30,8 @@ def test_figures_are_means_over_the_answers(tmp_path):
         prompts.append(Prompt(index=index, text=text, token_ids=tuple(ids[0].tolist()), label=label))
         lengths.append(len(output))
         truncated += output[-1].item() != EOS
-    figures = evaluate(LocalEngine(path, tokenizer), prompts, reward, Sampling(temperature=0.0, max_response_len=6))
-    assert figures == {
+    metrics = evaluate(LocalEngine(path, tokenizer), prompts, reward, Sampling(temperature=0.0, max_response_len=6))
+    assert metrics == {
         "accuracy": pytest.approx(4 / 6),
         "response_length": pytest.approx(sum(lengths) / 6),
         "truncated_fraction": pytest.approx(truncated / 6),

@@ -8,9 +8,9 @@ import pytest
 
 from slime_tis.errors import CustomFunctionError
 from slime_tis.rollout.config import RolloutConfig
-from slime_tis.rollout.dump import from_plain, plain
-from slime_tis.rollout.figures import rollout_figures
-from slime_tis.rollout.rewards import build_reward, check_prompts, score
+from slime_tis.rollout.dump import from_dict, to_dict
+from slime_tis.rollout.metrics import rollout_metrics
+from slime_tis.rollout.rewards import assign_rewards, build_reward, check_prompts
 from slime_tis.rollout.sample import Prompt, Sample
 
 NAMES = "exact_match, math, deepscaler, dapo, f1, gpqa, random, each also as boxed_NAME"
@@ -165,7 +165,7 @@ def test_a_dict_gives_the_reward_of_its_key_and_the_other_numbers(tmp_path):
     samples = make_samples(["a", "aa"], ["aaa"])
     assert build_reward(config)(samples) == [1.0, 2.0, 3.0]
     assert [sample.reward_parts for sample in samples] == [{"acc": 1.0}, {"acc": 0.0}, {"acc": 0.0}]
-    assert rollout_figures([samples], 0)["rollout/reward/acc"] == pytest.approx(1 / 3)
+    assert rollout_metrics([samples], 0)["rollout/reward/acc"] == pytest.approx(1 / 3)
     assert build_reward(config, evaluation=True)(samples) == [1.0, 0.0, 0.0]
     assert samples[2].reward_parts == {"score": 3.0}
 
@@ -230,13 +230,13 @@ def test_a_function_of_slime_reads_and_writes_the_fields_of_its_sample(tmp_path)
     (tmp_path / "reward.py").write_text(SLIMES_OWN)
     samples = make_samples(["a", "aa"], ["aaa", "a"])
     groups = [samples[:2], samples[2:]]
-    score(groups, build_reward(make_config(custom_rm_path=f"{tmp_path / 'reward.py'}:fn")))
+    assign_rewards(groups, build_reward(make_config(custom_rm_path=f"{tmp_path / 'reward.py'}:fn")))
     assert [sample.reward for sample in samples] == [0.0, 0.0, 1.0, 1.0]
     assert [sample.loss_mask for sample in samples] == [[1], [0], [0], [1]]
     assert [sample.remove_sample for sample in samples] == [False, True, False, False]
     assert [sample.metadata["length"] for sample in samples] == [1, 2, 3, 1]
     assert samples[0].metadata["group"] == 0 and "length" not in samples[0].prompt.metadata
-    assert [from_plain(json.loads(json.dumps(plain(sample)))) for sample in samples] == samples
+    assert [from_dict(json.loads(json.dumps(to_dict(sample)))) for sample in samples] == samples
 
 
 def test_a_row_may_name_its_own_reward():

@@ -37,7 +37,7 @@ def test_a_server_killed_in_mid_batch_loses_nothing_and_comes_back_with_the_curr
     assert [sample.sample_index for sample in samples] == list(range(SAMPLES * len(prompts)))
     assert all(sample.finish_reason in ("stop", "length") for sample in samples)
     assert all(worst_by_version(sample, weights) < BOUND for sample in samples)
-    figures = engine.figures()
+    figures = engine.metrics()
     assert figures["rollout/sglang_retries"] >= 1 and figures["rollout/sglang_deaths"] == 1
 
     current[0] = other_reference
@@ -45,7 +45,7 @@ def test_a_server_killed_in_mid_batch_loses_nothing_and_comes_back_with_the_curr
     victim.restart()
     victim.wait()
     deadline = time.monotonic() + 60.0
-    while engine.figures()["rollout/sglang_returns"] < 1:
+    while engine.metrics()["rollout/sglang_returns"] < 1:
         assert time.monotonic() < deadline, "the server that came back was not taken in again"
         samples = all_samples(engine.generate(prompts, Sampling(max_response_len=32), seed=0))
         assert all(worst_by_version(sample, weights) < BOUND for sample in samples)
@@ -54,7 +54,7 @@ def test_a_server_killed_in_mid_batch_loses_nothing_and_comes_back_with_the_curr
     samples = all_samples(engine.generate(prompts, Sampling(max_response_len=32, n_samples=2), seed=0))
     assert victim.log.read_text().count("POST /generate") > answered
     assert all(set(sample.weight_versions) == {1} and worst_by_version(sample, weights) < BOUND for sample in samples)
-    assert engine.figures()["rollout/sglang_returns"] == 1
+    assert engine.metrics()["rollout/sglang_returns"] == 1
 
 
 def weight_version(server: RealServer) -> str:

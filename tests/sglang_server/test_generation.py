@@ -109,6 +109,6 @@ def test_scores_are_log_probs_at_temperature_one(
     server: RealServer, make_engine: MakeEngine, prompts: list[Prompt], reference: Reference
 ) -> None:
     ids = prompts[7].token_ids
-    scores = make_engine(server).score(ids)
+    scores = make_engine(server).prompt_log_probs(ids)
     assert list(scores) == [server.url]
     assert scores[server.url] == pytest.approx(reference.log_probs(ids), abs=BOUND)

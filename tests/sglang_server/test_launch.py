@@ -37,7 +37,7 @@ def test_a_launched_server_asks_for_a_key_that_nobody_sees_and_is_started_again_
 ) -> None:
     before = set(psutil.Process().children(recursive=True))
     engine = launch()
-    (url,) = engine.score([1, 5, 9])
+    (url,) = engine.prompt_log_probs([1, 5, 9])
     assert httpx.get(f"{url}/model_info").status_code == 401
     assert httpx.post(f"{url}/pause_generation", json={}).status_code == 401
     monkeypatch.setenv("SGLANG_API_KEY", "wrong")
@@ -53,7 +53,7 @@ def test_a_launched_server_asks_for_a_key_that_nobody_sees_and_is_started_again_
     samples = all_samples(pending.result())
     assert [sample.sample_index for sample in samples] == list(range(2 * len(prompts)))
     assert all(set(sample.weight_versions) == {3} and reference.gap(sample) < BOUND for sample in samples)
-    assert engine.figures()["rollout/sglang_restarts"] == 1
+    assert engine.metrics()["rollout/sglang_restarts"] == 1
 
     launched = set(psutil.Process().children(recursive=True)) - before
     assert launched

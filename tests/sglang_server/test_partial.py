@@ -15,7 +15,7 @@ def test_aborted_samples_are_gone_on_with_from_their_tokens(
     sampling = Sampling(max_response_len=400, n_samples=2, stop_token_ids=stops)
     weights = {0: reference, 1: other_reference}
 
-    groups = engine.submit(prompts, sampling, seed=0, want=3).result()
+    groups = engine.submit(prompts, sampling, seed=0, num_groups=3).result()
     assert len(groups) == 3
     assert all(sample.finish_reason in ("stop", "length") for sample in all_samples(groups))
     left = engine.unfinished()
@@ -24,7 +24,7 @@ def test_aborted_samples_are_gone_on_with_from_their_tokens(
     assert begun
 
     engine.update_weights(other_reference.named_tensors(), 1)
-    groups = engine.submit([], sampling, seed=1, want=len(left)).result()
+    groups = engine.submit([], sampling, seed=1, num_groups=len(left)).result()
     assert engine.unfinished() == []
     finished = {(sample.prompt.index, tuple(sample.response_ids)): sample for sample in all_samples(groups)}
     for sample in finished.values():

@@ -37,8 +37,10 @@ def test_a_run_with_a_bf16_server_measures_its_mismatch_and_corrects_it(task: li
         assert row["train/mis_weight_max"] <= 2.0 and row["train/mis_weight_std"] > 0.0
         assert math.isfinite(row["train/loss"]) and row["train/grad_norm"] > 0.0
         assert row["rollout/sglang_retries"] == row["rollout/sglang_deaths"] == 0
-    assert rows[0]["rollout/weight_lag"] == 0 and rows[0]["train/train_rollout_logprob_abs_diff"] < 0.03  # bf16 alone
-    assert max(row["rollout/weight_lag_max"] for row in rows) == 1
+    assert (
+        rows[0]["rollout/weight_staleness"] == 0 and rows[0]["train/train_rollout_logprob_abs_diff"] < 0.03
+    )  # bf16 alone
+    assert max(row["rollout/weight_staleness_max"] for row in rows) == 1
     assert not [
         process for process in psutil.process_iter(["cmdline"]) if str(tmp_path) in str(process.info["cmdline"])
     ]
@@ -54,7 +56,7 @@ def test_two_ranks_that_share_a_model_give_an_fp32_server_its_weights(task: list
     assert len(rows) == STEPS
     for row in rows:
         assert row["train/train_rollout_logprob_abs_diff"] < 1e-5
-        assert row["rollout/weight_lag_max"] == 0
+        assert row["rollout/weight_staleness_max"] == 0
     for rollout in range(STEPS):
         samples = [json.loads(line) for line in Path(data.format(rollout_id=rollout)).read_text().splitlines()]
         assert {version for sample in samples for version in sample["weight_versions"]} == {rollout}

@@ -48,7 +48,7 @@ def test_log_probs_are_those_of_the_weights_that_it_was_given(
             assert set(sample.weight_versions) == {version}
             assert weights.gap(sample) < BOUND
         ids = prompts[5].token_ids
-        assert engine.score(ids)[server.url] == pytest.approx(weights.log_probs(ids), abs=BOUND)
+        assert engine.prompt_log_probs(ids)[server.url] == pytest.approx(weights.log_probs(ids), abs=BOUND)
 
 
 def test_every_token_has_the_version_and_log_prob_of_its_weights(

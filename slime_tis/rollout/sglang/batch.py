@@ -25,7 +25,7 @@ class Batch:
         sampling: Sampling,
         pool: Pool,
         *,
-        want: int | None = None,
+        num_groups: int | None = None,
         longest_input: int | None = None,
         vocab_size: int | None = None,
     ) -> None:
@@ -36,14 +36,14 @@ class Batch:
           groups: jobs of each prompt.
           sampling: how to sample.
           pool: of servers.
-          want: groups after which the rest is aborted; None waits for all.
+          num_groups: groups after which the rest is aborted; None waits for all.
           longest_input: most tokens that all servers take.
           vocab_size: ids of the model, which no answer may exceed; None does not look.
         """
         self.groups = groups
         self._name, self._sampling, self._pool = name, sampling, pool
         self._longest_input, self._vocab_size = longest_input, vocab_size
-        self._want = len(groups) if want is None else want
+        self._want = len(groups) if num_groups is None else num_groups
         self._open = [sum(job.finish_reason is None for job in group) for group in groups]
         self._complete = self._open.count(0)
         self._settled = asyncio.Event()
@@ -61,7 +61,7 @@ class Batch:
         """Samples until enough groups are complete.
 
         Raises:
-          EngineLost: no server is left.
+          RolloutUnavailable: no server is left.
           RequestRefused: a server says that a request is wrong.
         """
         self._settle_if_enough()

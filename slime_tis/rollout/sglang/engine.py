@@ -38,7 +38,7 @@ class SGLangEngine:
     response has a seed of its own.
     """
 
-    stale_weights_travel = False
+    can_checkpoint_weights = False
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class SGLangEngine:
           safe_point: called while a rollout is waited for; raises where it is to be given up.
 
         Raises:
-          EngineLost: no server comes up.
+          RolloutUnavailable: no server comes up.
           ValueError: the servers refuse the key, or the config names none.
         """
         self.weight_version = 0
@@ -97,7 +97,7 @@ class SGLangEngine:
         self._longest_input = self._ranks.together(open_fleet, weights)
 
     def submit(
-        self, prompts: Sequence[Prompt], sampling: Sampling, seed: int = 0, *, want: int | None = None
+        self, prompts: Sequence[Prompt], sampling: Sampling, seed: int = 0, *, num_groups: int | None = None
     ) -> InFlight:
         """Starts sampling; see `engine.RolloutEngine`.
 
@@ -105,26 +105,28 @@ class SGLangEngine:
           prompts: a group of responses each.
           sampling: how to sample.
           seed: of the rollout; it has an effect on servers that take a seed with each request.
-          want: groups that are waited for, the earliest of those that are complete; the others are aborted, kept as
-            `unfinished`, and gone on with by the next call that has a `want`, before its own prompts.
+          num_groups: groups that are waited for, the earliest of those that are complete; the others are aborted, kept
+            as `unfinished`, and gone on with by the next call that has a `num_groups`, before its own prompts.
 
         Raises:
           ValueError: a prompt leaves no room for a response or has unknown tokens, or fewer groups are in flight than
             wanted.
         """
         fresh = [[self._job(prompt, sampling) for _ in range(sampling.n_samples)] for prompt in prompts]
-        carried = [] if want is None else [[self._resumed(sample, sampling) for sample in g] for g in self._unfinished]
+        carried = (
+            [] if num_groups is None else [[self._resumed(sample, sampling) for sample in g] for g in self._unfinished]
+        )
         groups = [*carried, *fresh]
         for group, jobs in enumerate(groups):
             for place, job in enumerate(jobs):
                 job.seed = response_seed(seed, group, place)
-        self._check_want(want, len(groups))
+        self._check_num_groups(num_groups, len(groups))
         batch, future = None, None
         if self._fleet is not None:
-            batch, future = self._fleet.start(f"{self._run}-r{self._submitted:08d}", groups, sampling, want)
+            batch, future = self._fleet.start(f"{self._run}-r{self._submitted:08d}", groups, sampling, num_groups)
         self._submitted += 1
-        self._partial_in_flight |= want is not None
-        return InFlight(self, batch, future, want=want, total=sum(map(len, groups)))
+        self._partial_in_flight |= num_groups is not None
+        return InFlight(self, batch, future, num_groups=num_groups, total=sum(map(len, groups)))
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int = 0) -> Groups:
         """`submit` and its result, in the prompts' order."""
@@ -147,9 +149,9 @@ class SGLangEngine:
         self._ranks.together(lambda: self._first().update(lambda: self._ranks.iterate(weights), version), weights)
         self.weight_version = version
 
-    def score(self, token_ids: Sequence[int]) -> dict[str, list[float]]:
+    def prompt_log_probs(self, token_ids: Sequence[int]) -> dict[str, list[float]]:
         """Log-probs at temperature 1 of all tokens but the first, by the URL of each server."""
-        return self._ranks.together(lambda: self._first().score(token_ids), self._weights)
+        return self._ranks.together(lambda: self._first().prompt_log_probs(token_ids), self._weights)
 
     def unfinished(self) -> Groups:
         """Groups that were aborted, and are gone on with; those of a rollout in flight until it is there."""
@@ -159,10 +161,10 @@ class SGLangEngine:
         """Takes up what `unfinished` gave, in another process."""
         self._unfinished = groups
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """rollout/sglang_… counts since the start, on the first rank."""
-        figures = {} if self._fleet is None else self._fleet.figures()
-        return {f"rollout/sglang_{name}": value for name, value in figures.items()}
+        metrics = {} if self._fleet is None else self._fleet.metrics()
+        return {f"rollout/sglang_{name}": value for name, value in metrics.items()}
 
     def save_weights(self, directory: Path) -> None:
         """Writes nothing: weights that servers hold do not travel with checkpoints."""
@@ -177,7 +179,7 @@ class SGLangEngine:
             self._fleet.close()
         self._ranks.close()
 
-    def collect(self, batch: Batch | None, future: Future[None] | None, want: int | None) -> Groups:
+    def collect(self, batch: Batch | None, future: Future[None] | None, num_groups: int | None) -> Groups:
         """Waits for a batch; a collective, for `InFlight`."""
 
         def wait() -> tuple[Groups, Groups]:
@@ -185,12 +187,12 @@ class SGLangEngine:
             self._first().wait(
                 future, lambda: self._ranks.iterate(self._weights), self._weights_version, self._safe_point
             )
-            return self._sorted(batch.groups, want)
+            return self._sorted(batch.groups, num_groups)
 
-        if want is not None:
+        if num_groups is not None:
             self._partial_in_flight = False
         groups, left = self._ranks.together(wait, self._weights)
-        if want is not None:
+        if num_groups is not None:
             self._unfinished = left
         return groups
 
@@ -198,9 +200,9 @@ class SGLangEngine:
         assert self._fleet is not None
         return self._fleet
 
-    def _sorted(self, groups: Sequence[Sequence[Job]], want: int | None) -> tuple[Groups, Groups]:
+    def _sorted(self, groups: Sequence[Sequence[Job]], num_groups: int | None) -> tuple[Groups, Groups]:
         """The groups to train on, numbered from 0, and those to go on with."""
-        complete = [group for group in groups if all(job.finish_reason for job in group)][:want]
+        complete = [group for group in groups if all(job.finish_reason for job in group)][:num_groups]
         taken = set(map(id, complete))
         return self._samples(complete), self._samples([group for group in groups if id(group) not in taken])
 
@@ -226,11 +228,13 @@ class SGLangEngine:
     def _resumed(self, sample: Sample, sampling: Sampling) -> Job:
         return Job.from_sample(sample, self._job(sample.prompt, sampling).limit)
 
-    def _check_want(self, want: int | None, groups: int) -> None:
-        if want is None:
+    def _check_num_groups(self, num_groups: int | None, groups: int) -> None:
+        if num_groups is None:
             return
-        if not 0 < want <= groups:
-            raise ValueError(f"{want} groups are wanted of {groups} in flight; submit more prompts or want fewer.")
+        if not 0 < num_groups <= groups:
+            raise ValueError(
+                f"{num_groups} groups are wanted of {groups} in flight; submit more prompts or want fewer."
+            )
         if self._partial_in_flight:
             raise ValueError("a partial rollout is in flight already; wait for its result first.")
 
@@ -239,10 +243,16 @@ class InFlight:
     """A rollout that servers are sampling."""
 
     def __init__(
-        self, engine: SGLangEngine, batch: Batch | None, future: Future[None] | None, *, want: int | None, total: int
+        self,
+        engine: SGLangEngine,
+        batch: Batch | None,
+        future: Future[None] | None,
+        *,
+        num_groups: int | None,
+        total: int,
     ) -> None:
         """`SGLangEngine.submit` makes it; batch and future are None on all ranks but the first."""
-        self._engine, self._batch, self._future, self._want, self._total = engine, batch, future, want, total
+        self._engine, self._batch, self._future, self._want, self._total = engine, batch, future, num_groups, total
         self._groups: Groups | None = None
 
     @property
@@ -254,7 +264,7 @@ class InFlight:
         """Waits for the groups; a collective.
 
         Raises:
-          EngineLost: no server is left to finish it, or one says that a request is wrong.
+          RolloutUnavailable: no server is left to finish it, or one says that a request is wrong.
         """
         if self._groups is None:
             self._groups = self._engine.collect(self._batch, self._future, self._want)

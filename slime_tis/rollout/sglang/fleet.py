@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import torch
 
-from slime_tis.rollout.engine import EngineLost, WeightSource
+from slime_tis.rollout.engine import RolloutUnavailable, WeightSource
 from slime_tis.rollout.sample import Sampling
 from slime_tis.rollout.sglang.batch import Batch
 from slime_tis.rollout.sglang.client import make_client
@@ -65,7 +65,7 @@ class Fleet:
           weight_sync: the way of new weights; None is as the config says.
 
         Raises:
-          EngineLost: none of them comes up.
+          RolloutUnavailable: none of them comes up.
           ValueError: they refuse the key, or there is no room for them.
         """
         config.check_has_servers()
@@ -102,7 +102,7 @@ class Fleet:
         return self._pool.longest_input
 
     def start(
-        self, name: str, groups: Sequence[Sequence[Job]], sampling: Sampling, want: int | None
+        self, name: str, groups: Sequence[Sequence[Job]], sampling: Sampling, num_groups: int | None
     ) -> tuple[Batch, Future[None]]:
         """Starts sampling; the future is done when the batch is."""
         batch = Batch(
@@ -110,7 +110,7 @@ class Fleet:
             groups,
             sampling,
             self._pool,
-            want=want,
+            num_groups=num_groups,
             longest_input=self.longest_input,
             vocab_size=self._vocab_size,
         )
@@ -134,7 +134,7 @@ class Fleet:
           safe_point: called every second or so; what it raises ends the wait, while the batch goes on.
 
         Raises:
-          EngineLost: no server is left, or one says that a request is wrong.
+          RolloutUnavailable: no server is left, or one says that a request is wrong.
         """
         while not future.done():
             self._changed.wait(WAIT)
@@ -147,24 +147,24 @@ class Fleet:
         except CancelledError:
             raise RuntimeError("the engine was closed while a rollout was in flight.") from None
         except RequestRefused as error:
-            raise EngineLost(str(error)) from None
+            raise RolloutUnavailable(str(error)) from None
 
     def update(self, weights: WeightSource, version: int) -> None:
         """Gives all servers that answer new weights; those that fail are taken out."""
         self._loop.run(self._update(weights, version))
 
-    def score(self, token_ids: Sequence[int]) -> dict[str, list[float]]:
+    def prompt_log_probs(self, token_ids: Sequence[int]) -> dict[str, list[float]]:
         """Log-probs of all tokens but the first, by the URL of each server that may be asked.
 
         Raises:
-          EngineLost: a server gives none that could be used.
+          RolloutUnavailable: a server gives none that could be used.
         """
         return self._loop.run(self._score(token_ids))
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Counts since the start."""
         restarts = {} if self._launched is None else {"restarts": float(self._launched.restarts)}
-        return self._pool.figures() | restarts
+        return self._pool.metrics() | restarts
 
     def close(self) -> None:
         """Ends what is in flight, stops servers that were started here, and the thread."""
@@ -252,9 +252,9 @@ class Fleet:
             try:
                 return parse_scores(await server.generate(scoring_payload(token_ids)), token_ids)
             except MalformedAnswer as error:
-                raise EngineLost(str(server.malformed("/generate", str(error)))) from None
+                raise RolloutUnavailable(str(server.malformed("/generate", str(error)))) from None
             except (MalformedResponse, RequestRefused) as error:
-                raise EngineLost(str(error)) from None
+                raise RolloutUnavailable(str(error)) from None
             except ServerError as error:
                 logger.warning("a probe of the weights failed: %s", error)
                 return None

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import httpx
 
-from slime_tis.rollout.engine import EngineLost
+from slime_tis.rollout.engine import RolloutUnavailable
 from slime_tis.rollout.sglang.config import SGLangConfig
 from slime_tis.rollout.sglang.server_process import HOST, ServerProcess, server_command, server_environment
 
@@ -74,7 +74,7 @@ class LaunchedServers:
           their URLs.
 
         Raises:
-          EngineLost: one ended, or did not answer in time; all are stopped then.
+          RolloutUnavailable: one ended, or did not answer in time; all are stopped then.
         """
         try:
             for server in self._servers:
@@ -120,7 +120,7 @@ class LaunchedServers:
                 waiting = [server for server in waiting if not _is_up(client, server)]
                 if waiting and time.monotonic() > deadline:
                     late = waiting[0]
-                    raise EngineLost(
+                    raise RolloutUnavailable(
                         f"the SGLang server at {late.url} is not up after --sglang-startup-timeout "
                         f"{self._startup_timeout:g} s; {late.process.quoted_log() if late.process else ''}"
                     )
@@ -174,7 +174,7 @@ def free_ports(first: int, count: int) -> list[int]:
 def _check_runs(server: _Launched) -> None:
     assert server.process is not None
     if (status := server.process.status) is not None:
-        raise EngineLost(
+        raise RolloutUnavailable(
             f"the SGLang server at {server.url} ended before it was up, with exit status {status}; "
             f"{server.process.quoted_log()}"
         )
@@ -190,5 +190,5 @@ def _is_up(client: httpx.Client, server: _Launched) -> bool:
         return False
     assert server.process is not None
     if not server.process.listens(server.port):
-        raise EngineLost(f"another program answers at {server.url}; choose free ports with --sglang-base-port.")
+        raise RolloutUnavailable(f"another program answers at {server.url}; choose free ports with --sglang-base-port.")
     return True

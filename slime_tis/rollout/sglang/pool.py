@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import TypeVar
 
-from slime_tis.rollout.engine import EngineLost
+from slime_tis.rollout.engine import RolloutUnavailable
 from slime_tis.rollout.sglang.member import Member, Patience
 from slime_tis.rollout.sglang.roster import Roster
 from slime_tis.rollout.sglang.server import RequestRefused, Server, ServerError
@@ -78,7 +78,7 @@ class Pool:
         """Waits until all servers answer, or some of them after `timeout` seconds, and goes on watching them.
 
         Raises:
-          EngineLost: none answers.
+          RolloutUnavailable: none answers.
           RequestRefused: the key is wrong, or something else than an SGLang server answers.
         """
         await self._roster.start(timeout)
@@ -94,7 +94,7 @@ class Pool:
           request: called once or several times, never before the last call has ended or is cancelled.
 
         Raises:
-          EngineLost: it failed too often, or no server is left.
+          RolloutUnavailable: it failed too often, or no server is left.
           Exception: what the request raises, other than a ServerError.
         """
         avoided: Member | None = None
@@ -111,7 +111,7 @@ class Pool:
                 self._note_failure(member, error)
                 failures += 1
                 if failures > self._max_retries:
-                    raise EngineLost(
+                    raise RolloutUnavailable(
                         f"a request failed {failures} time{'s' * (failures > 1)}, at last so: {error} Look into the "
                         "servers' output, and resume with --load."
                     ) from None
@@ -181,7 +181,7 @@ class Pool:
         """Takes note that a server failed to take weights: it serves no more until it has."""
         self._roster.take_out(server, reason)
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Counts since the start, and the servers that may be asked now."""
         roster = self._roster
         return {
@@ -208,7 +208,7 @@ class Pool:
         came_back = False
         while True:
             if self._roster.lost is not None:
-                raise EngineLost(str(self._roster.lost))
+                raise RolloutUnavailable(str(self._roster.lost))
             member = self._best(avoided) if turn else None
             if member is not None:
                 member.in_flight += 1

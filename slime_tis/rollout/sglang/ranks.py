@@ -12,13 +12,13 @@ from torch import Tensor
 
 from slime_tis.errors import OtherRankFailed
 from slime_tis.interrupt import Interrupted
-from slime_tis.rollout.engine import EngineLost, WeightSource
+from slime_tis.rollout.engine import RolloutUnavailable, WeightSource
 
 Result = TypeVar("Result")
 
 LONGEST_ROLLOUT = timedelta(days=30)
 """Others wait that long for the first rank: a rollout may take longer than a collective's usual timeout."""
-ERRORS = {error.__name__: error for error in (EngineLost, Interrupted, ValueError)}
+ERRORS = {error.__name__: error for error in (RolloutUnavailable, Interrupted, ValueError)}
 
 
 class Ranks:
@@ -42,8 +42,8 @@ class Ranks:
           weights: that the others iterate as often as the first one does.
 
         Raises:
-          Exception: what the work raises; on the other ranks EngineLost, Interrupted, ValueError, or OtherRankFailed
-            for any other.
+          Exception: what the work raises; on the other ranks RolloutUnavailable, Interrupted, ValueError, or
+            OtherRankFailed for any other.
         """
         if not self.is_first:
             return self._follow(weights)

@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 
-from slime_tis.rollout.engine import EngineLost
+from slime_tis.rollout.engine import RolloutUnavailable
 from slime_tis.rollout.sglang.member import Member, Patience
 from slime_tis.rollout.sglang.messages import version_number
 from slime_tis.rollout.sglang.server import RequestRefused, Server, ServerError
@@ -53,7 +53,7 @@ class Roster:
         """Of the weights that servers may have already, while an update is under way."""
         self.members = {server: Member(server) for server in servers}
         self.router = None if router is None else Member(router, holds_weights=False)
-        self.lost: EngineLost | None = None
+        self.lost: RolloutUnavailable | None = None
         """Set while no server is left and none is expected back."""
         self.deaths = self.returns = 0
         self.idle = asyncio.Event()
@@ -73,7 +73,7 @@ class Roster:
         """Waits until all servers answer, or some of them after `timeout` seconds, and goes on watching them.
 
         Raises:
-          EngineLost: none answers.
+          RolloutUnavailable: none answers.
           RequestRefused: the key is wrong, or something else than an SGLang server answers.
         """
         everyone = self.everyone
@@ -86,7 +86,7 @@ class Roster:
             await end(looks)
         missing = [member for member in everyone if member.state == "dead"]
         if len(missing) == len(everyone) or self.router in missing:
-            raise EngineLost(self._sentence(f"answered within {timeout:g} s", missing))
+            raise RolloutUnavailable(self._sentence(f"answered within {timeout:g} s", missing))
         for member in missing:
             logger.warning("SGLang server %s does not answer: %s", member.server.url, member.reason)
         for member in everyone:
@@ -260,7 +260,7 @@ class Roster:
             self._dark_since = self._dark_since or time.monotonic()
             if self.lost is None and time.monotonic() - self._dark_since >= self._patience.recovery:
                 text = f"is left, and none came back within {self._patience.recovery:g} s"
-                self.lost = EngineLost(self._sentence(text, list(self.members.values())))
+                self.lost = RolloutUnavailable(self._sentence(text, list(self.members.values())))
                 self._on_change()
 
     def _is_hopeful(self) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from slime_tis.rollout.engine import EngineLost
+from slime_tis.rollout.engine import RolloutUnavailable
 from slime_tis.rollout.sglang import supervise
 from slime_tis.rollout.sglang.config import SGLangConfig
 from slime_tis.rollout.sglang.redaction import printable
@@ -32,7 +32,7 @@ class ServerProcess:
         """Starts it; its output is appended to `log`.
 
         Raises:
-          EngineLost: the program does not run.
+          RolloutUnavailable: the program does not run.
         """
         self._log, self._log_start = log, log.stat().st_size if log.exists() else 0
         try:
@@ -45,7 +45,9 @@ class ServerProcess:
                 start_new_session=True,
             )
         except OSError as error:
-            raise EngineLost(f"--sglang-python is {command[0]!r}, which does not run: {error.strerror}.") from error
+            raise RolloutUnavailable(
+                f"--sglang-python is {command[0]!r}, which does not run: {error.strerror}."
+            ) from error
 
     @property
     def status(self) -> int | None:

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from slime_tis.rollout.engine import EngineLost, WeightSource
+from slime_tis.rollout.engine import RolloutUnavailable, WeightSource
 from slime_tis.rollout.sglang.buckets import Bucket, buckets, source_thread
 from slime_tis.rollout.sglang.control import UpdateFailed, each, pause, release, resume
 from slime_tis.rollout.sglang.server import Server
@@ -126,7 +126,7 @@ def write_checkpoint(directory: Path, stream: Iterable[Bucket], version: int, hf
       the new directory.
 
     Raises:
-      EngineLost: the disk is full, or the like; what was there before is left as it was.
+      RolloutUnavailable: the disk is full, or the like; what was there before is left as it was.
     """
     name = f"{version:08d}_{secrets.token_hex(4)}"
     unfinished, finished = directory / f"{UNFINISHED}{name}", directory / f"{FINISHED}{name}"
@@ -138,7 +138,7 @@ def write_checkpoint(directory: Path, stream: Iterable[Bucket], version: int, hf
     except (OSError, SafetensorError) as error:
         for _ in stream:  # other ranks take part in it
             pass
-        raise EngineLost(
+        raise RolloutUnavailable(
             f"the weights of version {version} could not be written to {directory} ({error}); make room or choose "
             "another --sglang-weight-dir."
         ) from error

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from slime_tis.rollout.checkpoint import load_tokenizer
-from slime_tis.rollout.dump import from_plain, plain
-from slime_tis.rollout.engine import EngineLost, WeightSource
+from slime_tis.rollout.dump import from_dict, to_dict
+from slime_tis.rollout.engine import RolloutUnavailable, WeightSource
 from slime_tis.rollout.local import LocalEngine
 from slime_tis.rollout.sample import Prompt, Sample, Sampling
 from slime_tis.rollout.sglang.config import SGLangConfig
@@ -169,7 +169,7 @@ def test_samples_are_those_of_the_model_in_the_prompts_order(start: Callable[...
     assert min(len(server.requests) for server in run.servers) > 0
     ids = [body["rid"] for body in run.requests]
     assert len(set(ids)) == len(ids) == 36 and len({len(request_id) for request_id in ids}) == 1
-    assert run.engine.figures() == {
+    assert run.engine.metrics() == {
         "rollout/sglang_retries": 0,
         "rollout/sglang_deaths": 0,
         "rollout/sglang_returns": 0,
@@ -221,7 +221,7 @@ def test_every_fault_is_tried_again_and_counts_once(start: Callable[..., Run]) -
     assert faults > 10
     ids = [body["rid"] for body in run.requests]
     assert len(set(ids)) == len(ids) == 36 + faults
-    assert run.engine.figures()["rollout/sglang_retries"] == faults
+    assert run.engine.metrics()["rollout/sglang_retries"] == faults
     assert set(Counter(request_id[:-5] for request_id in ids)) == {
         f"{ids[0][:18]}-g{group:06d}-s{place:04d}" for group in range(12) for place in range(3)
     }
@@ -246,7 +246,7 @@ def test_a_long_response_that_exceeds_the_timeout_goes_on_from_its_tokens(start:
     whole = [*LATE[0].token_ids, *groups[0][0].response_ids]
     assert [body["input_ids"] for body in run.requests] == [whole[:3], whole[:7], whole[:11]]
     assert [body["sampling_params"]["max_new_tokens"] for body in run.requests] == [10, 6, 2]
-    assert run.engine.figures()["rollout/sglang_retries"] == 0
+    assert run.engine.metrics()["rollout/sglang_retries"] == 0
 
 
 def test_a_server_dies_in_mid_batch_and_returns_with_the_current_weights(start: Callable[..., Run]) -> None:
@@ -259,7 +259,7 @@ def test_a_server_dies_in_mid_batch_and_returns_with_the_current_weights(start: 
     victim.die()
     victim.stop_after = None
     assert_exact(pending.result(), PROMPTS)
-    wait_until(lambda: run.engine.figures()["rollout/sglang_deaths"] == 1)
+    wait_until(lambda: run.engine.metrics()["rollout/sglang_deaths"] == 1)
     run.update(2)
     assert run.sync.pushes[-1] == ([run.servers[0].url], 2)
 
@@ -275,7 +275,7 @@ def test_a_server_dies_in_mid_batch_and_returns_with_the_current_weights(start: 
     assert_exact(run.engine.generate(PROMPTS, SAMPLING, seed=2), PROMPTS)
     assert len(victim.requests) > served and victim.weight_version == "2"
     assert {version for sample in flat(groups) for version in sample.weight_versions} == {2}
-    assert run.engine.figures()["rollout/sglang_returns"] == 1
+    assert run.engine.metrics()["rollout/sglang_returns"] == 1
 
 
 def test_weights_on_disk_are_given_to_a_returning_server_without_the_trainer(start: Callable[..., Run]) -> None:
@@ -287,9 +287,9 @@ def test_weights_on_disk_are_given_to_a_returning_server_without_the_trainer(sta
     wait_until(lambda: run.servers[0].at_once)
     run.servers[0].die()
     run.servers[0].stop_after = None
-    wait_until(lambda: run.engine.figures()["rollout/sglang_deaths"] == 1)
+    wait_until(lambda: run.engine.metrics()["rollout/sglang_deaths"] == 1)
     run.servers[0].come_back()
-    wait_until(lambda: run.engine.figures()["rollout/sglang_returns"] == 1)
+    wait_until(lambda: run.engine.metrics()["rollout/sglang_returns"] == 1)
     groups = pending.result()
     assert_exact(groups, PROMPTS)
     assert {version for sample in flat(groups) for version in sample.weight_versions} == {1}
@@ -354,7 +354,7 @@ def test_tokens_carry_the_versions_that_sampled_them(start: Callable[..., Run], 
     for sample in flat(groups):
         assert sample.weight_versions == [0] * 4 + [3] * 4 + [4] * 4
     assert len(run.requests) == (8 if has_spans else 24)
-    assert run.engine.figures()["rollout/sglang_retries"] == 0
+    assert run.engine.metrics()["rollout/sglang_retries"] == 0
 
 
 def test_a_server_that_fails_to_take_weights_serves_again_once_it_has_them(start: Callable[..., Run]) -> None:
@@ -386,7 +386,7 @@ def test_stragglers_are_kept_and_gone_on_with(start: Callable[..., Run]) -> None
     sampling = Sampling(max_response_len=30, n_samples=2)
     mixed = [LATE[0], EARLY[0], LATE[1], EARLY[1], EARLY[2]]
     with held(run, 0):
-        pending = run.engine.submit(mixed, sampling, seed=0, want=2)
+        pending = run.engine.submit(mixed, sampling, seed=0, num_groups=2)
         wait_until(lambda: sum(server.at_once for server in run.servers) == 10)
         assert run.engine.unfinished() == []
         for server in run.servers:
@@ -404,15 +404,15 @@ def test_stragglers_are_kept_and_gone_on_with(start: Callable[..., Run]) -> None
         assert sample.response_ids == continuation(list(sample.prompt.token_ids), len(sample.response_ids))
         assert_log_probs(sample)
     kept = {(sample.prompt.index, place % 2): len(sample.response_ids) for place, sample in enumerate(flat(left))}
-    stored = json.loads(json.dumps([[plain(sample) for sample in group] for group in left]))
+    stored = json.loads(json.dumps([[to_dict(sample) for sample in group] for group in left]))
 
     assert_exact(run.engine.generate(PROMPTS[:2], SAMPLING, seed=0), PROMPTS[:2])  # an evaluation in between
     assert run.engine.unfinished() == left
     run.update(1)
     for server in run.servers:
         server.requests.clear()
-    run.engine.resume_unfinished([[from_plain(row) for row in group] for group in stored])
-    groups = run.engine.submit([EARLY[3]], sampling, seed=1, want=4).result()
+    run.engine.resume_unfinished([[from_dict(row) for row in group] for group in stored])
+    groups = run.engine.submit([EARLY[3]], sampling, seed=1, num_groups=4).result()
     prompts = [*(group[0].prompt for group in left), EARLY[3]]
     assert_exact(groups, prompts, sampling)
     assert run.engine.unfinished() == []
@@ -430,13 +430,13 @@ def test_groups_that_are_complete_but_not_wanted_come_first_next_time_and_are_no
     run = start(1)
     sampling = Sampling(max_response_len=30)
     with held(run, 10):
-        pending = run.engine.submit([LATE[0], *EARLY[:4]], sampling, seed=0, want=4)
+        pending = run.engine.submit([LATE[0], *EARLY[:4]], sampling, seed=0, num_groups=4)
         groups = pending.result()
     assert_exact(groups, EARLY[:4], sampling)
     run.engine.resume_unfinished([*run.engine.unfinished(), *groups])
     asked = len(run.requests)
     with held(run, 0):
-        groups = run.engine.submit([LATE[2]], sampling, seed=0, want=3).result()
+        groups = run.engine.submit([LATE[2]], sampling, seed=0, num_groups=3).result()
     assert_exact(groups, EARLY[:3], sampling)
     assert [group[0].prompt for group in run.engine.unfinished()] == [LATE[0], EARLY[3], LATE[2]]
     assert len(run.requests) == asked
@@ -447,24 +447,24 @@ def test_a_straggler_that_ends_while_it_is_aborted_is_complete(start: Callable[.
     run.servers[0].deaf = True  # it takes note of no abort: every request ends by itself
     sampling = Sampling(max_response_len=30)
     run.servers[0].stop_after = 10
-    pending = run.engine.submit([EARLY[0], LATE[0]], sampling, seed=0, want=1)
+    pending = run.engine.submit([EARLY[0], LATE[0]], sampling, seed=0, num_groups=1)
     threading.Timer(0.2, lambda: setattr(run.servers[0], "stop_after", None)).start()
     assert_exact(pending.result(), [EARLY[0]], sampling)
     ((sample,),) = run.engine.unfinished()
     assert (sample.prompt, sample.finish_reason, len(sample.response_ids)) == (LATE[0], "length", 30)
     asked = len(run.requests)
-    assert_exact(run.engine.submit([], sampling, seed=0, want=1).result(), [LATE[0]], sampling)
+    assert_exact(run.engine.submit([], sampling, seed=0, num_groups=1).result(), [LATE[0]], sampling)
     assert len(run.requests) == asked
 
 
 def test_what_is_wanted_has_to_be_in_flight(start: Callable[..., Run]) -> None:
     run = start(1)
-    for want in (0, 3):
-        with pytest.raises(ValueError, match=f"{want} groups are wanted of 2 in flight"):
-            run.engine.submit(PROMPTS[:2], SAMPLING, seed=0, want=want)
-    pending = run.engine.submit(PROMPTS[:2], SAMPLING, seed=0, want=1)
+    for num_groups in (0, 3):
+        with pytest.raises(ValueError, match=f"{num_groups} groups are wanted of 2 in flight"):
+            run.engine.submit(PROMPTS[:2], SAMPLING, seed=0, num_groups=num_groups)
+    pending = run.engine.submit(PROMPTS[:2], SAMPLING, seed=0, num_groups=1)
     with pytest.raises(ValueError, match="in flight already"):
-        run.engine.submit(PROMPTS[:2], SAMPLING, seed=0, want=1)
+        run.engine.submit(PROMPTS[:2], SAMPLING, seed=0, num_groups=1)
     assert len(pending.result()) == 1
     assert pending.result() is pending.result()
 
@@ -521,7 +521,7 @@ def test_inputs_that_servers_do_not_take_are_not_sent(start: Callable[..., Run])
         finish_reason="abort",
     )
     run.engine.resume_unfinished([[begun]])
-    ((sample,),) = run.engine.submit([], sampling, seed=0, want=1).result()
+    ((sample,),) = run.engine.submit([], sampling, seed=0, num_groups=1).result()
     assert (sample.response_ids, sample.finish_reason) == (begun.response_ids, "length")
     assert run.requests == []
 
@@ -529,7 +529,9 @@ def test_inputs_that_servers_do_not_take_are_not_sent(start: Callable[..., Run])
 def test_a_refused_request_stops_the_rollout_with_the_servers_words(start: Callable[..., Run]) -> None:
     run = start(2)
     run.servers[0].faults.append(400)
-    with pytest.raises(EngineLost, match=f"{run.servers[0].url}/generate answered HTTP 400: max_new_tokens must be"):
+    with pytest.raises(
+        RolloutUnavailable, match=f"{run.servers[0].url}/generate answered HTTP 400: max_new_tokens must be"
+    ):
         run.engine.generate(PROMPTS, SAMPLING, seed=0)
     assert_exact(run.engine.generate(PROMPTS, SAMPLING, seed=0), PROMPTS)
 
@@ -569,30 +571,30 @@ def test_a_server_with_another_key_is_left_to_the_others(start: Callable[..., Ru
     run = start(2)
     run.servers[0].faults.extend([401, 403, 404])
     assert_exact(run.engine.generate(PROMPTS, SAMPLING, seed=0), PROMPTS)
-    assert run.engine.figures()["rollout/sglang_retries"] == 3
+    assert run.engine.metrics()["rollout/sglang_retries"] == 3
 
 
 def test_when_no_server_is_left_the_rollout_ends_and_what_is_unfinished_stays(start: Callable[..., Run]) -> None:
     run = start(2, patience=Patience(recovery=0.2, first_wait=0.005, longest_wait=0.02, probe=0.01))
     sampling = Sampling(max_response_len=30)
     with held(run, 10):
-        run.engine.submit([LATE[0], EARLY[0]], sampling, seed=0, want=1).result()
+        run.engine.submit([LATE[0], EARLY[0]], sampling, seed=0, num_groups=1).result()
     left = run.engine.unfinished()
     for server in run.servers:
         server.die()
-    pending = run.engine.submit([EARLY[1]], sampling, seed=0, want=1)
+    pending = run.engine.submit([EARLY[1]], sampling, seed=0, num_groups=1)
     for _ in range(2):
-        with pytest.raises(EngineLost, match="no SGLang server is left"):
+        with pytest.raises(RolloutUnavailable, match="no SGLang server is left"):
             pending.result()
     run.engine.close()
     assert run.engine.unfinished() == left and len(left) == 1
-    assert run.engine.figures()["rollout/sglang_deaths"] == 2
+    assert run.engine.metrics()["rollout/sglang_deaths"] == 2
 
 
 def test_no_server_at_the_start_is_told_at_once(checkpoint: Path) -> None:
     with replays(1) as servers:
         servers[0].healthy = False
-        with pytest.raises(EngineLost, match=r"no SGLang server answered within 0\.2 s"):
+        with pytest.raises(RolloutUnavailable, match=r"no SGLang server answered within 0\.2 s"):
             Run(servers, checkpoint, sglang_startup_timeout=0.2)
 
 
@@ -632,13 +634,15 @@ def test_every_server_scores_a_probe(start: Callable[..., Run]) -> None:
     run.update(5)
     run.servers[1].version = 6
     ids = [1, 7, 20, 33]
-    assert run.engine.score(ids) == {
+    assert run.engine.prompt_log_probs(ids) == {
         server.url: [log_prob(token, version) for token in ids[1:]]
         for server, version in zip(run.servers, (5, 6), strict=True)
     }
     run.servers[0].faults.append(spoiled(lambda answer: answer["meta_info"]["input_token_logprobs"].pop()))
-    with pytest.raises(EngineLost, match=f"{run.servers[0].url}/generate gave an answer that cannot be used: it has 2"):
-        run.engine.score(ids)
+    with pytest.raises(
+        RolloutUnavailable, match=f"{run.servers[0].url}/generate gave an answer that cannot be used: it has 2"
+    ):
+        run.engine.prompt_log_probs(ids)
 
 
 def test_a_router_takes_requests_and_its_servers_weights(checkpoint: Path) -> None:
@@ -671,7 +675,7 @@ def test_the_key_is_in_no_representation(checkpoint: Path, monkeypatch: pytest.M
 
 def test_weights_do_not_travel_with_checkpoints(start: Callable[..., Run], tmp_path: Path) -> None:
     run = start(1)
-    assert run.engine.stale_weights_travel is False and LocalEngine.stale_weights_travel is True
+    assert run.engine.can_checkpoint_weights is False and LocalEngine.can_checkpoint_weights is True
     run.engine.save_weights(tmp_path)
     assert list(tmp_path.iterdir()) == []
     run.engine.load_weights(tmp_path, 3)

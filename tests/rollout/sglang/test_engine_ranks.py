@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from slime_tis.rollout.checkpoint import load_tokenizer
-from slime_tis.rollout.engine import EngineLost
+from slime_tis.rollout.engine import RolloutUnavailable
 from slime_tis.rollout.sample import Sampling
 from slime_tis.rollout.sglang.config import SGLangConfig
 from slime_tis.rollout.sglang.engine import SGLangEngine
@@ -44,18 +44,18 @@ def play(rank: int, checkpoint: str, url: str) -> dict[str, Any]:
     engine.update_weights(weights(), 4)
     seen["iterated"].append(weights.iterated)
     seen["second"] = engine.generate(PROMPTS, SAMPLING, 0)
-    seen["scores"] = engine.score([1, 7, 20])
+    seen["scores"] = engine.prompt_log_probs([1, 7, 20])
     for kind in (400, 500):
         if rank == 0:
             httpx.post(f"{url}/faults", json={"faults": [kind]})
         dist.barrier()
         try:
             engine.generate(PROMPTS, SAMPLING, 0)
-        except (ValueError, EngineLost) as error:
-            seen[kind] = type(error) is EngineLost, isinstance(error, ValueError), str(error)
-    seen["third"] = engine.submit([LATE[0], EARLY[0]], Sampling(max_response_len=30), 0, want=1).result()
+        except (ValueError, RolloutUnavailable) as error:
+            seen[kind] = type(error) is RolloutUnavailable, isinstance(error, ValueError), str(error)
+    seen["third"] = engine.submit([LATE[0], EARLY[0]], Sampling(max_response_len=30), 0, num_groups=1).result()
     seen["left"] = engine.unfinished()
-    seen["figures"] = engine.figures()
+    seen["figures"] = engine.metrics()
     engine.close()
     return seen
 

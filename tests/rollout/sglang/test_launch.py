@@ -16,7 +16,7 @@ import httpx
 import psutil
 import pytest
 
-from slime_tis.rollout.engine import EngineLost
+from slime_tis.rollout.engine import RolloutUnavailable
 from slime_tis.rollout.sglang import launch
 from slime_tis.rollout.sglang.config import SGLangConfig
 from slime_tis.rollout.sglang.launch import LaunchedServers, free_ports
@@ -138,7 +138,7 @@ def test_early_death_is_told_with_the_end_of_the_log(tmp_path: Path) -> None:
     log.parent.mkdir()
     log.write_text("of an earlier run\n")
     started = servers(tmp_path, "--say", "RuntimeError: no such model")
-    with pytest.raises(EngineLost) as lost:
+    with pytest.raises(RolloutUnavailable) as lost:
         started.start()
     sentence = str(lost.value)
     assert sentence.startswith(f"the SGLang server at {started.urls[0]} ended before it was up, with exit status 7; ")
@@ -148,7 +148,7 @@ def test_early_death_is_told_with_the_end_of_the_log(tmp_path: Path) -> None:
 def test_one_early_death_stops_the_others(tmp_path: Path) -> None:
     started = servers(tmp_path, "--delay", "0.5", count=2)
     started._servers[1].command += ["--say", "not me"]
-    with pytest.raises(EngineLost, match="not me"):
+    with pytest.raises(RolloutUnavailable, match="not me"):
         started.start()
     for server in started._servers:
         assert server.process is None
@@ -158,19 +158,19 @@ def test_one_early_death_stops_the_others(tmp_path: Path) -> None:
 def test_startup_timeout(tmp_path: Path) -> None:
     started = servers(tmp_path, "--unwell", "60", sglang_startup_timeout=1.0)
     with pytest.raises(
-        EngineLost, match=r"is not up after --sglang-startup-timeout 1 s; its log .* ends: server_args="
+        RolloutUnavailable, match=r"is not up after --sglang-startup-timeout 1 s; its log .* ends: server_args="
     ):
         started.start()
 
 
 def test_python_that_does_not_run(tmp_path: Path) -> None:
-    with pytest.raises(EngineLost, match="--sglang-python is '/no/python', which does not run: No such file"):
+    with pytest.raises(RolloutUnavailable, match="--sglang-python is '/no/python', which does not run: No such file"):
         servers(tmp_path, sglang_python="/no/python").start()
 
 
 def test_python_without_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONPATH")
-    with pytest.raises(EngineLost, match="No module named 'sglang'"):
+    with pytest.raises(RolloutUnavailable, match="No module named 'sglang'"):
         servers(tmp_path).start()
 
 
@@ -290,7 +290,7 @@ def test_an_answer_of_another_program_is_not_taken_for_the_servers(tmp_path: Pat
     try:
         wait_for(started.urls[0])
         with pytest.raises(
-            EngineLost, match=r"another program answers at http://127\.0\.0\.1:[0-9]+; choose free ports"
+            RolloutUnavailable, match=r"another program answers at http://127\.0\.0\.1:[0-9]+; choose free ports"
         ):
             started.start()
     finally:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from slime_tis.rollout.engine import EngineLost
+from slime_tis.rollout.engine import RolloutUnavailable
 from slime_tis.rollout.sample import Sampling
 from slime_tis.rollout.sglang.client import make_client
 from slime_tis.rollout.sglang.member import Patience
@@ -108,7 +108,7 @@ def test_a_failed_request_is_tried_again_elsewhere(fault: Any) -> None:
         assert asked.at[:2] == [both[0].url, both[1].url]
         await until(lambda: len(pool.live_servers()) == 2)  # its health was asked for, and is good
         counts = {"retries": 1, "deaths": 0, "returns": 0, "live_servers": 2}
-        assert pool.figures() == {**counts, "malformed_responses": int(callable(fault))}
+        assert pool.metrics() == {**counts, "malformed_responses": int(callable(fault))}
 
     with replays(2) as both:
         with_pool(both, use)
@@ -128,10 +128,12 @@ def test_a_request_that_fails_everywhere_is_given_up() -> None:
     async def use(pool: Pool, asked: Asked, servers: list[Server]) -> None:
         for server in both:
             server.faults.extend([500] * 9)
-        with pytest.raises(EngineLost, match=r"a request failed 3 times, at last so: .*/generate answered HTTP 500"):
+        with pytest.raises(
+            RolloutUnavailable, match=r"a request failed 3 times, at last so: .*/generate answered HTTP 500"
+        ):
             await asked(3)
         assert asked.tries == {3: 3}
-        assert pool.figures()["retries"] == 2
+        assert pool.metrics()["retries"] == 2
 
     with replays(2) as both:
         with_pool(both, use, max_retries=2)
@@ -157,12 +159,12 @@ def test_a_server_that_dies_in_mid_batch_loses_nothing(caplog: pytest.LogCapture
         await asyncio.to_thread(both[1].die)
         assert await asyncio.gather(*going) == expected(range(3, 43))
         assert sorted(asked.tries.values()) == [1] * 32 + [2] * 8
-        await until(lambda: pool.figures()["deaths"] == 1)
+        await until(lambda: pool.metrics()["deaths"] == 1)
         assert pool.live_servers() == [servers[0]]
         both[1].stop_after = None
         await asyncio.to_thread(both[1].come_back)
         await until(lambda: len(pool.live_servers()) == 2)
-        assert pool.figures() == {"retries": 8, "deaths": 1, "returns": 1, "live_servers": 2, "malformed_responses": 0}
+        assert pool.metrics() == {"retries": 8, "deaths": 1, "returns": 1, "live_servers": 2, "malformed_responses": 0}
 
     with caplog.at_level(logging.WARNING), replays(2) as both:
         with_pool(both, use, concurrency=8)
@@ -178,7 +180,7 @@ def test_a_server_that_hangs_is_found_out_and_what_it_was_asked_goes_elsewhere()
         both[0].healthy = False
         assert await asyncio.gather(*going) == expected(range(3, 7))
         assert sorted(asked.tries.values()) == [1, 1, 2, 2]
-        assert pool.figures()["deaths"] == 1
+        assert pool.metrics()["deaths"] == 1
         await until(lambda: both[0].aborted == {body["rid"] for body in both[0].requests})
 
     with replays(2) as both:
@@ -193,7 +195,7 @@ def test_one_slow_health_check_takes_no_server_out() -> None:
             await until(lambda n=checks: alone[0].count("/health") > n)
             alone[0].healthy = True
             await asyncio.sleep(0.05)
-        assert pool.figures() == {"retries": 0, "deaths": 0, "returns": 0, "live_servers": 1, "malformed_responses": 0}
+        assert pool.metrics() == {"retries": 0, "deaths": 0, "returns": 0, "live_servers": 1, "malformed_responses": 0}
 
     with replays(1) as alone:
         with_pool(alone, use, patience=replace(QUICK, probe=0.03))
@@ -210,7 +212,7 @@ def test_a_server_that_comes_back_without_its_weights_waits_for_them() -> None:
         pool.require(4)
         await asyncio.to_thread(both[0].die)
         assert await asked(3) == continuation([1, 3], 5)
-        await until(lambda: pool.figures()["deaths"] == 1)
+        await until(lambda: pool.metrics()["deaths"] == 1)
         await asyncio.to_thread(both[0].come_back)
         await until(lambda: returned)
         assert returned == pool.returned_servers() == [servers[0]]
@@ -221,7 +223,7 @@ def test_a_server_that_comes_back_without_its_weights_waits_for_them() -> None:
         pool.mark_current(servers[0], 4)
         await asyncio.gather(*(asked(prompt) for prompt in range(12, 20)))
         assert len(both[0].requests) > served
-        assert pool.figures()["returns"] == 1 and returned == [servers[0]]
+        assert pool.metrics()["returns"] == 1 and returned == [servers[0]]
 
     with replays(2) as both:
         with_pool(both, use, on_return=returned.append)
@@ -235,11 +237,11 @@ def test_a_server_that_kept_its_weights_serves_at_once() -> None:
         pool.require(4)
         await asyncio.to_thread(alone[0].die)
         going = asyncio.ensure_future(asked(3))
-        await until(lambda: pool.figures()["deaths"] == 1)
+        await until(lambda: pool.metrics()["deaths"] == 1)
         await asyncio.to_thread(alone[0].come_back, "4")
         alone[0].version = 4
         assert await going == continuation([1, 3], 5)
-        assert pool.figures()["returns"] == 1
+        assert pool.metrics()["returns"] == 1
 
     with replays(1) as alone:
         with_pool(alone, use)
@@ -285,7 +287,7 @@ def test_nothing_is_asked_and_nobody_taken_out_during_an_update() -> None:
             assert alone[0].requests == []
             alone[0].paused = False
         assert await going == continuation([1, 3], 5)
-        assert pool.figures()["deaths"] == 0
+        assert pool.metrics()["deaths"] == 0
 
     with replays(1) as alone:
         with_pool(alone, use)
@@ -312,7 +314,7 @@ def test_when_no_server_is_left_the_run_is_told_who_why_and_what_to_do() -> None
             await asyncio.to_thread(server.die)
         going = [asyncio.ensure_future(asked(prompt)) for prompt in range(3, 9)]
         outcomes = await asyncio.gather(*going, return_exceptions=True)
-        assert {type(outcome) for outcome in outcomes} == {EngineLost}
+        assert {type(outcome) for outcome in outcomes} == {RolloutUnavailable}
         (sentence,) = set(map(str, outcomes))
         for server in both:
             assert f"{server.url} since " in sentence and "connect" in sentence
@@ -327,7 +329,7 @@ def test_a_server_that_comes_back_in_time_saves_the_run() -> None:
     async def use(pool: Pool, asked: Asked, servers: list[Server]) -> None:
         await asyncio.to_thread(alone[0].die)
         going = asyncio.ensure_future(asked(3))
-        await until(lambda: pool.figures()["deaths"] == 1)
+        await until(lambda: pool.metrics()["deaths"] == 1)
         await asyncio.to_thread(alone[0].come_back)
         assert await going == continuation([1, 3], 5)
 
@@ -347,7 +349,9 @@ def test_slow_servers_are_waited_for_and_missing_ones_do_without() -> None:
         both[0].healthy = False
         assert with_pool(both, start, start_timeout=0.2) == 1
         both[1].healthy = False
-        with pytest.raises(EngineLost, match=r"no SGLang server answered within 0.2 s: .*HTTP 503.*; .*HTTP 503"):
+        with pytest.raises(
+            RolloutUnavailable, match=r"no SGLang server answered within 0.2 s: .*HTTP 503.*; .*HTTP 503"
+        ):
             with_pool(both, start, start_timeout=0.2)
 
 

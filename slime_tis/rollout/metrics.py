@@ -1,4 +1,4 @@
-"""The figures of a rollout."""
+"""The metrics of a rollout."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from slime_tis.rollout.sample import Sample
 
 
-def rollout_figures(groups: Sequence[Sequence[Sample]], version: int) -> dict[str, float]:
+def rollout_metrics(groups: Sequence[Sequence[Sample]], version: int) -> dict[str, float]:
     """Means over the samples of a rollout, as rollout/NAME.
 
     Args:
@@ -16,18 +16,18 @@ def rollout_figures(groups: Sequence[Sequence[Sample]], version: int) -> dict[st
     """
     samples = [sample for group in groups for sample in group]
     lags = [version - sampled_by for sample in samples for sampled_by in sample.weight_versions]
-    figures = {
+    metrics = {
         "raw_reward": _mean([sample.reward or 0.0 for sample in samples]),
         "response_len": _mean([len(sample.response_ids) for sample in samples]),
         "truncated": _mean([sample.finish_reason == "length" for sample in samples]),
         "aborted": _mean([sample.finish_reason == "abort" for sample in samples]),
-        "weight_lag": _mean(lags),
-        "weight_lag_max": float(max(lags, default=0)),
+        "weight_staleness": _mean(lags),
+        "weight_staleness_max": float(max(lags, default=0)),
         "mixed_versions": _mean([len(set(sample.weight_versions)) > 1 for sample in samples]),
         "zero_std_groups": _mean([len({sample.reward for sample in group}) == 1 for group in groups]),
     }
-    figures |= {f"reward/{key}": value for key, value in mean_parts(samples).items()}
-    return {f"rollout/{name}": value for name, value in figures.items()}
+    metrics |= {f"reward/{key}": value for key, value in mean_parts(samples).items()}
+    return {f"rollout/{name}": value for name, value in metrics.items()}
 
 
 def mean_parts(samples: Sequence[Sample]) -> dict[str, float]:

@@ -7,25 +7,25 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from slime_tis.rollout.engine import Pending
+from slime_tis.rollout.engine import RolloutFuture
 from slime_tis.rollout.prompts import PromptDataset
 from slime_tis.rollout.sample import Prompt, Sample
 
 
 @dataclass(frozen=True, kw_only=True)
 class _InFlight:
-    pending: Pending
+    pending: RolloutFuture
     dataset: dict[str, Any]
     """State of the data before this rollout's prompts were taken."""
 
 
-class Lookahead:
+class Prefetcher:
     """Takes prompts from the data, keeps `depth` rollouts in flight beyond the present one, and hands them out."""
 
     def __init__(
         self,
         dataset: PromptDataset,
-        submit: Callable[[list[Prompt], int], Pending],
+        submit: Callable[[list[Prompt], int], RolloutFuture],
         *,
         prompts: Callable[[], int],
         depth: int,
@@ -39,11 +39,11 @@ class Lookahead:
         self._dataset, self._submit, self._prompts, self._depth = dataset, submit, prompts, depth
         self._queue: deque[_InFlight] = deque()
 
-    def take(self, rollout_id: int, last: int) -> list[list[Sample]]:
+    def next(self, rollout_id: int, last: int) -> list[list[Sample]]:
         """The groups of rollout `rollout_id`; the next ones, up to number `last`, are in flight afterwards.
 
         Raises:
-          EngineLost: no engine is left to finish it; it stays in flight for `state_dict`.
+          RolloutUnavailable: no engine is left to finish it; it stays in flight for `state_dict`.
         """
         while len(self._queue) <= self._depth and rollout_id + len(self._queue) <= last:
             state = self._dataset.state_dict()

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from slime_tis.rollout.lookahead import Lookahead
+from slime_tis.rollout.prefetch import Prefetcher
 
 
 class Counting:
@@ -41,10 +41,10 @@ class Log:
 
 def run(depth: int, rollouts: int = 4) -> tuple[list[list[int]], Log, list[int]]:
     log, found, places = Log(), [], []
-    ahead: Any = Lookahead(Counting(), log.submit, prompts=lambda: 2, depth=depth)  # type: ignore[arg-type]
+    prefetcher: Any = Prefetcher(Counting(), log.submit, prompts=lambda: 2, depth=depth)  # type: ignore[arg-type]
     for number in range(rollouts):
-        found.append(ahead.take(number, rollouts - 1))
-        places.append(ahead.state_dict()["place"])
+        found.append(prefetcher.next(number, rollouts - 1))
+        places.append(prefetcher.state_dict()["place"])
     return found, log, places
 
 
@@ -62,6 +62,6 @@ def test_lookahead_keeps_rollouts_in_flight_and_stops_at_the_last() -> None:
         assert log.submitted == list(enumerate(found))
         assert places == [2, 4, 6, 8]  # what is in flight is taken again by a resumed run
     log = Log()
-    ahead: Any = Lookahead(Counting(), log.submit, prompts=lambda: 2, depth=2)  # type: ignore[arg-type]
-    ahead.take(0, 3)
+    prefetcher: Any = Prefetcher(Counting(), log.submit, prompts=lambda: 2, depth=2)  # type: ignore[arg-type]
+    prefetcher.next(0, 3)
     assert [number for number, _ in log.submitted] == [0, 1, 2]
