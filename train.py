@@ -234,6 +234,7 @@ class Trainer:
             options_in_force(arguments),
             total_steps=self.num_rollout * self.steps_per_rollout,
             resume_step=self.step + 1 if self.step else 0,
+            evaluates_again=self.evaluation_due,
             run=self.run_id,
             rank=0 if parallel.is_main else 1,
         )

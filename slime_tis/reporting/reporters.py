@@ -75,9 +75,9 @@ class Reporters:
 class JsonLines:
     """metrics.jsonl: one object a line, whole after every step. A figure that is not finite becomes null."""
 
-    def __init__(self, path: Path, resume_step: int = 0) -> None:
+    def __init__(self, path: Path, resume_step: int = 0, *, evaluates_again: bool = False) -> None:
         if path.exists():
-            write_atomically(path, "".join(metrics_before(path, resume_step)))
+            write_atomically(path, "".join(metrics_before(path, resume_step, evaluates_again=evaluates_again)))
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (open as long as the run)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -184,6 +184,7 @@ def open_reporters(
     *,
     total_steps: int,
     resume_step: int = 0,
+    evaluates_again: bool = False,
     run: str | None = None,
     rank: int = 0,
 ) -> Reporter:
@@ -194,6 +195,7 @@ def open_reporters(
         effective_config: plain values of the whole configuration, written as config.yaml and sent to W&B.
         total_steps: steps of the whole run, a count.
         resume_step: first step that will be logged; whatever was logged at or beyond it is dropped.
+        evaluates_again: whether the step before it is evaluated first, which an earlier resumption may have logged.
         run: identity of the run; None makes one.
         rank: rank of this process; all but rank 0 report nothing.
 
@@ -204,7 +206,7 @@ def open_reporters(
         return Reporters(())
     directory = prepare_run_directory(config.output_dir, effective_config, resume_step, run)
     reporters: list[Reporter] = [
-        JsonLines(directory / METRICS, resume_step),
+        JsonLines(directory / METRICS, resume_step, evaluates_again=evaluates_again),
         Console(total_steps, resume_step, config.progress),
     ]
     if config.use_tensorboard:

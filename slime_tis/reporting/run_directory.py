@@ -71,8 +71,14 @@ def check_metrics(directory: str, run: str) -> None:
         metrics_before(Path(directory) / METRICS, 0)
 
 
-def metrics_before(path: Path, step: int) -> list[str]:
-    """The lines of a metrics.jsonl before a step; a last line that was cut off is left out.
+def metrics_before(path: Path, step: int, *, evaluates_again: bool = False) -> list[str]:
+    """The lines of a metrics.jsonl before a step, without a last line that was cut off.
+
+    Args:
+        path: the metrics.jsonl.
+        step: first step that will be logged again.
+        evaluates_again: also drop the evaluation that an earlier resumption logged, in a row of its own, at the step
+            before.
 
     Raises:
         ValueError: a line is not the metrics of a step; the message names file and line.
@@ -82,7 +88,9 @@ def metrics_before(path: Path, step: int) -> list[str]:
     for number, line in enumerate(lines, start=1):
         try:
             text = line.decode("utf-8").strip()
-            if json.loads(text)["step"] < step:
+            row = json.loads(text)
+            repeated = evaluates_again and row["step"] == step - 1 and _is_evaluation(row)
+            if row["step"] < step and not repeated:
                 kept.append(text + "\n")
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             if number == len(lines) and not line.endswith(b"\n"):
@@ -92,6 +100,10 @@ def metrics_before(path: Path, step: int) -> list[str]:
                 "remove that line, or give another --output-dir."
             ) from None
     return kept
+
+
+def _is_evaluation(row: Mapping[str, Any]) -> bool:
+    return all(name == "step" or name.startswith("eval/") for name in row)
 
 
 def write_atomically(path: Path, text: str) -> None:

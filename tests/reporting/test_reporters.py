@@ -53,6 +53,19 @@ def test_jsonl_of_a_resumed_run_has_every_step_once(tmp_path):
     assert [(row["step"], row["run"]) for row in lines_of(path)] == [(0, 1), (1, 1), (2, 1), (3, 1), (4, 2)]
 
 
+@pytest.mark.parametrize(("again", "expected"), [(True, [1, 2, 2]), (False, [1, 2, 2, 2])], ids=["due", "done"])
+def test_jsonl_of_a_run_resumed_twice_has_the_evaluation_that_was_due_once(tmp_path, again, expected):
+    """A signal ended the evaluation after step 2; each resumption makes it before it trains."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "train/loss": 1.0, "eval/accuracy": 0.5}\n{"step": 2, "train/loss": 1.0}\n')
+    for evaluates_again in (True, again):
+        reporter = JsonLines(path, resume_step=3, evaluates_again=evaluates_again)
+        reporter.log({"eval/accuracy": 0.75}, 2)
+        reporter.close()
+    assert [row["step"] for row in lines_of(path)] == expected
+    assert lines_of(path)[0]["eval/accuracy"] == 0.5 and lines_of(path)[-1] == {"step": 2, "eval/accuracy": 0.75}
+
+
 def test_console_line_has_the_figures_a_reader_follows():
     assert format_step(METRICS, 7, 120) == (
         "step   7/120  reward 0.438  loss -0.0123  grad norm 0.500  k3 1.2e-04  weight 0.998  "
