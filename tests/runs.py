@@ -44,7 +44,7 @@ def make_task(directory: Path, family: str = "qwen3", prompts: int = 16, **sizes
 
 def run_here(flags: Sequence[str], output: Path) -> list[dict[str, Any]]:
     """Runs train.py in this process and returns the rows of its metrics.jsonl."""
-    import train
+    from slime_tis import train
 
     assert train.main([*flags, "--output-dir", str(output)]) == 0
     return read_metrics(output)
@@ -126,7 +126,7 @@ def _run_rank(argv: list[str], environment: Mapping[str, str], log: str) -> None
     """One rank of a run, in the process that was forked for it."""
     import torch
 
-    import train
+    from slime_tis import train
 
     for name, descriptor in (("out", 1), ("err", 2)):
         os.dup2(os.open(f"{log}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), descriptor)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-import train
+from slime_tis import train
 from slime_tis.rollout.engine import RolloutUnavailable
 from slime_tis.rollout.local import LocalEngine
 from tests.conftest import Run

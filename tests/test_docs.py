@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from arguments import configure
+from slime_tis.cli.arguments import configure
 from slime_tis.correction import RolloutCorrectionConfig, correct, figures
 from slime_tis.integrations import verl
 from slime_tis.policy.lag import LAGS, lag_table, staleness_metrics
@@ -155,7 +155,11 @@ def test_every_figure_by_lag_is_in_the_glossary():
 
 
 def test_every_timed_part_is_in_the_glossary():
-    sources = [ROOT / "train.py", ROOT / "slime_tis" / "learner.py", *(ROOT / "slime_tis" / "megatron").glob("*.py")]
+    sources = [
+        ROOT / "slime_tis" / "train.py",
+        ROOT / "slime_tis" / "learner.py",
+        *(ROOT / "slime_tis" / "megatron").glob("*.py"),
+    ]
     parts = re.findall(r'\btimer[(,] ?"(\w+)"', "".join(path.read_text() for path in sources))
     assert len(parts) >= 10
     assert {f"perf/{name}_time" for name in parts} - documented(r"perf/\w+") == set()

@@ -19,42 +19,17 @@ ALLOWED: dict[str, set[str]] = {
     "slime_tis": {"slime_tis.correction"},
     "slime_tis.integrations": {"slime_tis.correction"},
     "custom_tis": {"slime_tis", "slime_tis.integrations"},
-    "slime_tis.slime_flags": set(),
-    "slime_tis.launch_script": set(),
-    "slime_tis.port": {
-        *("slime_tis.launch_script", "slime_tis.options", "slime_tis.slime_flags", "slime_tis.unknown_flags"),
-    },
-    "slime_tis.cli": {"arguments", "slime_tis.launch_script", "slime_tis.port"},
-    "arguments": set(),  # a program beside the package: who may import it, not what it imports
-    "slime_tis.unknown_flags": {"slime_tis.errors", "slime_tis.options", "slime_tis.slime_flags"},
     "slime_tis.storage": set(),
     "slime_tis.limits": {"slime_tis.errors"},
-    "slime_tis.options": {"slime_tis.errors", "slime_tis.limits"},
     "slime_tis.hf_directory": {"slime_tis.errors"},
-    "slime_tis.inputs": {
-        "slime_tis.errors",
-        "slime_tis.hf_directory",
-        "slime_tis.megatron",
-        "slime_tis.rollout",
-        "slime_tis.policy",
-        "slime_tis.reporting",
-        "slime_tis.storage",
+    "slime_tis.cli": {
+        *("slime_tis", "slime_tis.correction", "slime_tis.custom", "slime_tis.errors", "slime_tis.hf_directory"),
+        *("slime_tis.integrations", "slime_tis.limits", "slime_tis.megatron", "slime_tis.policy"),
+        *("slime_tis.reporting", "slime_tis.rollout", "slime_tis.storage"),
     },
-    "slime_tis.output_paths": {
-        "slime_tis.errors",
-        "slime_tis.megatron",
-        "slime_tis.rollout",
-        "slime_tis.reporting",
-        "slime_tis.storage",
-    },
-    "slime_tis.verl_options": {"slime_tis.errors", "slime_tis.options"},
-    "slime_tis.yaml_options": {"slime_tis.errors", "slime_tis.options", "slime_tis.verl_options"},
-    "slime_tis.command_line": {
-        "slime_tis.correction",
-        "slime_tis.errors",
-        "slime_tis.options",
-        "slime_tis.verl_options",
-        "slime_tis.yaml_options",
+    "slime_tis.train": {
+        *("slime_tis.cli", "slime_tis.custom", "slime_tis.errors", "slime_tis.interrupt", "slime_tis.learner"),
+        *("slime_tis.megatron", "slime_tis.reporting", "slime_tis.rollout", "slime_tis.storage"),
     },
     "slime_tis.diffusion": {"slime_tis.alarm", "slime_tis.correction"},
     "slime_tis.policy": {
@@ -128,7 +103,7 @@ def imports(path: Path) -> set[str]:
             assert node.module is not None
             names = {f"{node.module}.{alias.name}" for alias in node.names}
             found |= {name if layer_of(name) != layer_of(node.module) else node.module for name in names}
-    return {name for name in found if name.split(".")[0] in ("slime_tis", "custom_tis", "train", "arguments")}
+    return {name for name in found if name.split(".")[0] in ("slime_tis", "custom_tis", "train")}
 
 
 @pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))

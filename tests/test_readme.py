@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from arguments import configure
+from slime_tis.cli.arguments import configure
 from tests.checkpoints import make_checkpoint
 from tests.runs import ROOT
 
@@ -83,7 +83,7 @@ def test_the_five_lines_run(layout: str, rejected: str) -> None:
 
 
 def test_every_flag_and_path_named_is_there() -> None:
-    from arguments import ALIASES, OPTIONS
+    from slime_tis.cli.arguments import ALIASES, OPTIONS
 
     known = {"--" + name.replace("_", "-") for name in (*OPTIONS, *ALIASES)} | {"--help"}
     known |= {"--sglang-tp-size"}  # passed through to the servers

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM
 
-import train
+from slime_tis import train
 from tests.conftest import Run
 from tests.runs import ROOT, read_metrics, run_apart, run_here, training_metrics
 

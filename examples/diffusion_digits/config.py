@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_type_hints
 
-from slime_tis.command_line import (
+from slime_tis.cli.command_line import (
     CORRECTION_ALIASES,
     CORRECTION_NEEDS,
     CommandLine,
@@ -19,8 +19,8 @@ from slime_tis.command_line import (
     read_flags,
     unmet_needs,
 )
+from slime_tis.cli.options import declare_options
 from slime_tis.correction.config import RolloutCorrectionConfig
-from slime_tis.options import declare_options
 from slime_tis.reporting.config import ReportingConfig
 
 PIXELS = 64

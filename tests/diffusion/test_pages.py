@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import slime_tis
-from arguments import ALIASES, OPTIONS
 from examples.diffusion_digits.config import OPTIONS as DIGITS_OPTIONS
 from slime_tis import RolloutCorrectionConfig, diffusion
+from slime_tis.cli.arguments import ALIASES, OPTIONS
 from slime_tis.correction import parse_criteria
 
 ROOT = Path(__file__).parents[2]

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from arguments import configure
 from examples.collapse_study import report, run
 from examples.collapse_study.cases import HERE, Grid
 from examples.collapse_study.results import Row, area, collapse_step, read_table, summarize, write_table
+from slime_tis.cli.arguments import configure
 from tests.runs import ROOT, make_task
 
 # The grid

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from arguments import parse_args
 from examples.sort_digits import prepare
+from slime_tis.cli.arguments import parse_args
 from slime_tis.rollout.checkpoint import load_tokenizer
 from slime_tis.rollout.config import RolloutConfig
 from slime_tis.rollout.evaluate import evaluate

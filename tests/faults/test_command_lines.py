@@ -18,10 +18,10 @@ from typing import Any, get_args, get_origin
 
 import pytest
 
-import arguments
-from arguments import ALIASES, COMMAND_LINE, NEEDS, OPTIONS, parse_args
-from slime_tis.command_line import flag, needs_of
-from slime_tis.options import LONGEST_TEXT, Option
+from slime_tis.cli import arguments
+from slime_tis.cli.arguments import ALIASES, COMMAND_LINE, NEEDS, OPTIONS, parse_args
+from slime_tis.cli.command_line import flag, needs_of
+from slime_tis.cli.options import LONGEST_TEXT, Option
 from tests.checkpoints import make_checkpoint
 from tests.faults.conftest import Tally
 from tests.faults.forked import run_forked

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-import train
+from slime_tis import train
 from slime_tis.custom import load_custom_tis
 from slime_tis.errors import CustomFunctionError
 from tests.faults.forked import Outcome, run_forked

@@ -5,11 +5,10 @@ import shlex
 
 import pytest
 
-from arguments import ALIASES, FLAGS, OPTIONS, configure
-from slime_tis.command_line import flag
-from slime_tis.megatron.architecture import FAMILIES
-from slime_tis.options import edit_distance, similar
-from slime_tis.slime_flags import (
+from slime_tis.cli.arguments import ALIASES, FLAGS, OPTIONS, configure
+from slime_tis.cli.command_line import flag
+from slime_tis.cli.options import edit_distance, similar
+from slime_tis.cli.slime_flags import (
     ADVICE,
     FIXED,
     QK_NORM_ARCHITECTURES,
@@ -19,7 +18,8 @@ from slime_tis.slime_flags import (
     advice_for,
     checkpoint_facts,
 )
-from slime_tis.unknown_flags import UnknownFlag, refusal, split_unknown_flags
+from slime_tis.cli.unknown_flags import UnknownFlag, refusal, split_unknown_flags
+from slime_tis.megatron.architecture import FAMILIES
 
 KNOWN = list(map(flag, (*OPTIONS, *ALIASES)))
 QWEN3 = {

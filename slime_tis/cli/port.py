@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slime_tis.launch_script import END, OUTPUT, UNSET, Launch
-from slime_tis.options import Option, read_value
-from slime_tis.slime_flags import FIXED, RENAMED, RESTATED, advice_for
-from slime_tis.unknown_flags import UnknownFlag, disagreement
+from slime_tis.cli.launch_script import END, OUTPUT, UNSET, Launch
+from slime_tis.cli.options import Option, read_value
+from slime_tis.cli.slime_flags import FIXED, RENAMED, RESTATED, advice_for
+from slime_tis.cli.unknown_flags import UnknownFlag, disagreement
 
 PLACEMENT = (
     *("--actor-num-nodes", "--actor-num-gpus-per-node", "--num-gpus-per-node", "--colocate", "--rollout-num-gpus"),

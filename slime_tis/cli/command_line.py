@@ -15,6 +15,9 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_origin
 
+from slime_tis.cli.options import Given, Option, Source, nearest, read_given
+from slime_tis.cli.verl_options import CORRECTION, split_overrides
+from slime_tis.cli.yaml_options import read_yaml
 from slime_tis.correction.config import (
     LEVELS,
     MODES,
@@ -25,9 +28,6 @@ from slime_tis.correction.config import (
 )
 from slime_tis.correction.presets import PRESETS, preset_values
 from slime_tis.errors import quoted
-from slime_tis.options import Given, Option, Source, nearest, read_given
-from slime_tis.verl_options import CORRECTION, split_overrides
-from slime_tis.yaml_options import read_yaml
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from slime_tis.launch_script import read_launch
-from slime_tis.port import Vocabulary, port, show
+from slime_tis.cli.launch_script import read_launch
+from slime_tis.cli.port import Vocabulary, port, show
 
 RANK_0 = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 """What torchrun tells the first rank."""
@@ -43,7 +43,7 @@ def port_script(path: str) -> str:
     Raises:
         ValueError: the script cannot be read, or runs no training.
     """
-    from arguments import ALIASES, FLAGS, OPTIONS, configure
+    from slime_tis.cli.arguments import ALIASES, FLAGS, OPTIONS, configure
 
     ported = port(read_launch(path), Vocabulary(options=OPTIONS, aliases=ALIASES, flags=FLAGS))
     verdict = ""

@@ -8,9 +8,9 @@ from typing import Any
 
 import yaml
 
+from slime_tis.cli.options import Given, Option, Source, nearest, read_given
+from slime_tis.cli.verl_options import BLOCKS, from_verl
 from slime_tis.errors import quoted
-from slime_tis.options import Given, Option, Source, nearest, read_given
-from slime_tis.verl_options import BLOCKS, from_verl
 
 LARGEST_FILE = 64 * 1024
 """Bytes of a configuration, a count; one with every option is below 8 KiB."""

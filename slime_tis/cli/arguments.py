@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from slime_tis.command_line import (
+from slime_tis.cli.command_line import (
     CORRECTION_ALIASES,
     CORRECTION_NEEDS,
     CORRECTION_SWITCHES,
@@ -29,24 +29,24 @@ from slime_tis.command_line import (
     read_flags,
     unmet_needs,
 )
+from slime_tis.cli.options import Given, Source, declare_options
+from slime_tis.cli.output_paths import check_outputs, check_resumption
+from slime_tis.cli.preflight import check_files, check_model, check_weights
+from slime_tis.cli.slime_flags import RENAMED
+from slime_tis.cli.unknown_flags import UnknownFlag, refusal, split_unknown_flags
+from slime_tis.cli.verl_options import is_override
 from slime_tis.correction.config import RolloutCorrectionConfig
 from slime_tis.correction.criteria import Criterion
 from slime_tis.errors import quoted, quoted_path
-from slime_tis.inputs import check_files, check_model, check_weights
 from slime_tis.limits import Limits, check_limits
 from slime_tis.megatron.config import MegatronConfig
 from slime_tis.megatron.environment import read_environment
-from slime_tis.options import Given, Source, declare_options
-from slime_tis.output_paths import check_outputs, check_resumption
 from slime_tis.policy.config import PolicyConfig
 from slime_tis.reporting.config import ReportingConfig
 from slime_tis.reporting.health import corrects_staleness
 from slime_tis.rollout.config import RolloutConfig
 from slime_tis.rollout.sglang.config import SGLangConfig
 from slime_tis.rollout.sglang.server_flags import split_server_flags
-from slime_tis.slime_flags import RENAMED
-from slime_tis.unknown_flags import UnknownFlag, refusal, split_unknown_flags
-from slime_tis.verl_options import is_override
 
 MOST_SAMPLES = 1_048_576
 """Samples of one rollout, a count; a run of 4,096 prompts with 256 samples each has as many."""

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from arguments import configure
-from slime_tis.output_paths import held_outputs
+from slime_tis.cli.arguments import configure
+from slime_tis.cli.output_paths import held_outputs
 from slime_tis.storage.checkpoints import MANIFEST, TRAINER_STATE
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-import arguments
-from arguments import (
+from slime_tis.cli import arguments
+from slime_tis.cli.arguments import (
     ALIASES,
     COMMAND_LINE,
     GROUPS,
@@ -26,13 +26,13 @@ from arguments import (
     options_in_force,
     parse_args,
 )
-from slime_tis.command_line import help_notes
+from slime_tis.cli.command_line import help_notes
 from slime_tis.correction.presets import PRESETS
 from slime_tis.hf_directory import ARCHITECTURES
 from slime_tis.megatron.architecture import FAMILIES
 from tests.checkpoints import make_checkpoint
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture

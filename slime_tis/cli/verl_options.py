@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from slime_tis.cli.options import Source, is_unset, nearest, read_switch
 from slime_tis.errors import quoted
-from slime_tis.options import Source, is_unset, nearest, read_switch
 
 BLOCKS = ("algorithm", "actor_rollout_ref")
 """Top-level keys of a verl configuration of which something is read."""

@@ -10,9 +10,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from slime_tis.cli.options import SWITCHES, nearest, similar
+from slime_tis.cli.slime_flags import FIXED, RENAMED, RESTATED, Restated, advice_for, checkpoint_facts
 from slime_tis.errors import quoted
-from slime_tis.options import SWITCHES, nearest, similar
-from slime_tis.slime_flags import FIXED, RENAMED, RESTATED, Restated, advice_for, checkpoint_facts
 
 SERVER_PREFIX = "--sglang-"
 MOST = 200
