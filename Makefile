@@ -62,12 +62,13 @@ check: install  ## Lint and type-check
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-format: install  ## Format and mend what the linter can
+format: install  ## Format, and fix what the linter can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-docs: install  ## Write anew what docs/ has from the program: flags, and the study's figures and tables
+docs: install  ## Write the generated parts of docs/: flags, packages, plots and tables of the study
 	$(BIN)/python docs/write_flags.py
+	$(BIN)/python docs/write_architecture.py
 	$(BIN)/python -m examples.collapse_study.report
 	$(BIN)/python -m examples.collapse_study.gradient --draw
 

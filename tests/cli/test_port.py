@@ -5,9 +5,9 @@ import shlex
 
 import pytest
 
-from slime_tis.cli.main import main, port_script
 from slime_tis.cli.arguments import ALIASES, FLAGS, OPTIONS, configure
 from slime_tis.cli.launch_script import read_launch
+from slime_tis.cli.main import main, port_script
 from slime_tis.cli.port import SPECIAL, Vocabulary, port
 from slime_tis.cli.slime_flags import ADVICE
 

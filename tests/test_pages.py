@@ -1,0 +1,117 @@
+"""All Markdown pages: links lead somewhere, code parses, commands and flags exist, diagrams are well formed."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from docs import write_architecture
+from slime_tis.cli.arguments import ALIASES, OPTIONS
+from slime_tis.cli.slime_flags import ADVICE, FIXED, RENAMED, RESTATED
+from tests.runs import ROOT
+
+PAGES = sorted(
+    [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / "examples").rglob("*.md"),
+        *(ROOT / "benchmarks").glob("*.md"),
+    ]
+)
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    fenced = re.findall(r"^ *```(\w*)\n(.*?)^ *```$", page.read_text(), re.M | re.S)
+    return [text for name, text in fenced if name == language]
+
+
+def anchors(page: Path) -> set[str]:
+    """The fragments of a page's headings, as GitHub writes them."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
+    headings = re.findall(r"^#+ (.+)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@each_page
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text()):
+        path, _, fragment = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        assert not fragment or fragment in anchors(target), link
+
+
+@each_page
+def test_python_and_yaml_parse(page: Path) -> None:
+    for text in blocks(page, "python"):
+        compile(text, str(page), "exec")
+    for text in blocks(page, "yaml"):
+        assert isinstance(yaml.safe_load(text), dict)
+
+
+@each_page
+def test_commands_name_targets_scripts_and_modules_that_are_there(page: Path) -> None:
+    text = page.read_text()
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([\w-]+):", makefile, re.M))
+    assert set(re.findall(r"(?:`|^)make ([a-z][\w-]*)", text, re.M)) <= targets
+    for script in re.findall(r"(?:python|bash) ((?:[\w.]+/)*\w+\.(?:py|sh))\b", text):
+        assert (ROOT / script).exists(), script
+    for module in re.findall(r"python -m ((?:examples|slime_tis|benchmarks)[\w.]*)", text):
+        assert (ROOT / (module.replace(".", "/") + ".py")).exists(), module
+
+
+OTHER_PROGRAMS = """
+--logdir --no-build-isolation --nproc-per-node --shutdown-timeout --signal --signals-to-handle
+--enable-deterministic-inference --log-ratio-scale
+"""
+"""Flags of tensorboard, pip, torchrun, Slurm, SGLang and examples/diffusion_digits."""
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if page.parent in (ROOT, ROOT / "docs") and page.name != "flags.md"],
+    ids=lambda page: page.name,
+)
+def test_every_flag_exists(page: Path) -> None:
+    known = {"--" + name.replace("_", "-") for name in (*OPTIONS, *ALIASES)} | {"--help", *OTHER_PROGRAMS.split()}
+    known |= {*FIXED, *RESTATED, *RENAMED, *(flag for each in ADVICE for flag in each.flags.split())}
+    found = set(re.findall(r"(?<![\w-])--[a-z][\w-]+", page.read_text()))
+    assert {name for name in found - known if not name.startswith("--sglang-")} == set()  # those go to the servers
+
+
+@each_page
+def test_diagrams_name_their_nodes(page: Path) -> None:
+    """A Mermaid arrow between names that nobody declared draws an empty box."""
+    for text in blocks(page, "mermaid"):
+        lines = [line.strip() for line in text.splitlines()]
+        kind = lines[0].split()[0]
+        if kind == "sequenceDiagram":
+            names = {line.split()[1] for line in lines if line.startswith("participant")}
+            arrows = [re.match(r"(\w+)-?->>\+?-?(\w+): .+", line) for line in lines]
+            used = {name for arrow in arrows if arrow for name in arrow.groups()}
+            used |= {
+                name
+                for line in lines
+                if line.startswith("Note over")
+                for name in re.findall(r"[A-Z]\b", line.split(":")[0])
+            }
+            others = ("participant", "Note over", "loop", "end", "alt", "else", "par", "and")
+            assert all(arrow or line.startswith((*others, kind)) for arrow, line in zip(arrows, lines, strict=True))
+        elif kind == "flowchart":
+            declared = re.findall(r"\b(\w+)[\[({]", re.sub(r'"[^"]*"', '""', text))
+            names, used = set(declared), set()
+            for line in lines:
+                bare = re.sub(r"\[[^\]]*\]", "", line)
+                if "-->" in bare:
+                    used |= set(re.split(r"\s*(?:<?--(?: \"[^\"]*\"| \w+)? ?-->|<?-->|<?-- .*? -->)\s*", bare))
+        else:
+            assert kind in ("stateDiagram-v2",), kind
+            continue
+        assert used and used <= names, used - names
+
+
+def test_the_packages_of_the_architecture_page_are_those_of_the_layers() -> None:
+    assert write_architecture.PAGE.read_text() == write_architecture.render(), "run `make docs`"
