@@ -34,7 +34,7 @@ from examples.collapse_study.estimators import (
 from examples.collapse_study.report import LOOKS, replace_table
 from examples.collapse_study.results import write_csv
 from slime_tis import RolloutCorrectionConfig
-from slime_tis.reporting.run_directory import written_whole
+from slime_tis.files import atomic_path
 
 TABLE = HERE / "gradient.csv"
 PAGE, PICTURE = ROOT / "docs" / "math.md", ROOT / "docs" / "gradient_bias_variance.png"
@@ -262,7 +262,7 @@ def draw(found: Sequence[Point], path: Path) -> Path:
             axis.set_ylabel(f"{CORRELATIONS[correlation]} (κ = {correlation:g})\n{told}")
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
-    with written_whole(path) as partial:
+    with atomic_path(path) as partial:
         figure.savefig(partial, dpi=90, format="png")
     pyplot.close(figure)
     return path

@@ -12,7 +12,7 @@ from typing import Any
 
 from examples.collapse_study.cases import HERE, ROOT
 from examples.collapse_study.results import Row, read_table
-from slime_tis.reporting.run_directory import write_atomically, written_whole
+from slime_tis.files import atomic_path, write_atomically
 
 PAGE = ROOT / "docs" / "collapse_study.md"
 PICTURE = ROOT / "docs" / "collapse_study.png"
@@ -142,7 +142,7 @@ def draw(rows: Sequence[Row], path: Path) -> Path:
     axes[0][0].set_ylabel("held-out accuracy of the training policy")
     figure.legend(handles=lines.values(), loc="outside lower center", ncols=5, frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with written_whole(path) as partial:
+    with atomic_path(path) as partial:
         figure.savefig(partial, dpi=110, format="png")
     pyplot.close(figure)
     return path

@@ -13,7 +13,8 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from slime_tis.reporting.run_directory import METRICS, write_atomically
+from slime_tis.files import write_atomically
+from slime_tis.reporting.run_directory import METRICS
 
 ACCURACY, K3, LAG = "eval/accuracy", "train/mismatch_k3_kl", "rollout/weight_staleness"
 MEANS = {

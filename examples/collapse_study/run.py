@@ -28,7 +28,7 @@ from examples.collapse_study.cases import HERE, ROOT, Case, Grid
 from examples.collapse_study.report import draw, table
 from examples.collapse_study.results import Row, read_metrics, read_table, summarize, write_table
 from slime_tis.cli.arguments import configure
-from slime_tis.reporting.run_directory import write_atomically
+from slime_tis.files import write_atomically
 
 RESULTS = HERE / "results.csv"
 RUNS = Path("runs/collapse_study")

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime_tis.reporting.run_directory import METRICS, written_whole
+from slime_tis.files import atomic_path
+from slime_tis.reporting.run_directory import METRICS
 from slime_tis.reporting.summary import COLORS, Series, read_series, running_mean
 
 SAMPLES, PICTURE = "samples.pt", "diffusion_digits.png"
@@ -31,7 +32,7 @@ WEIGHTS = {
 
 def save_samples(directory: Path, before: Tensor, after: Tensor) -> None:
     """Images before and after, [rows, 10, 64], whole or not at all."""
-    with written_whole(directory / SAMPLES) as partial:
+    with atomic_path(directory / SAMPLES) as partial:
         torch.save({"before": before, "after": after}, partial)
 
 
@@ -65,7 +66,7 @@ def draw(directory: Path, compare_with: Path | None = None) -> Path:
     _draw_weights(axes[1, 1], directory.name, series[directory.name])
     _draw_images(images, runs)
     path = directory / PICTURE
-    with written_whole(path) as partial:
+    with atomic_path(path) as partial:
         figure.savefig(partial, dpi=110, format="png")
     pyplot.close(figure)
     return path

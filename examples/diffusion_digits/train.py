@@ -40,9 +40,9 @@ from slime_tis.diffusion import (
     diffusion_loss,
     step_metrics,
 )
+from slime_tis.files import atomic_path
 from slime_tis.policy.advantages import grpo
 from slime_tis.reporting.reporters import open_reporters
-from slime_tis.reporting.run_directory import written_whole
 
 TIMESTEPS = 1000
 """Timesteps at t = 1, as the schedulers of diffusion models count them."""
@@ -218,7 +218,7 @@ def loss_metrics(losses: tuple[DiffusionLoss, ...], norms: tuple[float, ...]) ->
 
 def save_policy(directory: Path, model: VelocityModel) -> None:
     """The weights, whole or not at all."""
-    with written_whole(directory / POLICY) as partial:
+    with atomic_path(directory / POLICY) as partial:
         torch.save(model.state_dict(), partial)
 
 

@@ -11,14 +11,9 @@ from typing import Any, Protocol
 
 from tqdm import tqdm
 
+from slime_tis.files import write_atomically
 from slime_tis.reporting.config import ReportingConfig
-from slime_tis.reporting.run_directory import (
-    METRICS,
-    TENSORBOARD,
-    metrics_before,
-    prepare_run_directory,
-    write_atomically,
-)
+from slime_tis.reporting.run_directory import METRICS, TENSORBOARD, metrics_before, prepare_run_directory
 from slime_tis.reporting.summary import CORRECTION_PREFIXES, plot_summary
 
 REJECTING = (

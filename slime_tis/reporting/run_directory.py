@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from slime_tis.files import write_atomically
 
 CONFIG, METRICS, SUMMARY, TENSORBOARD = "config.yaml", "metrics.jsonl", "summary.png", "tensorboard"
 IDENTITY, EARLIER = "run.json", "earlier"
@@ -104,25 +104,6 @@ def metrics_before(path: Path, step: int, *, evaluates_again: bool = False) -> l
 
 def _is_evaluation(row: Mapping[str, Any]) -> bool:
     return all(name == "step" or name.startswith("eval/") for name in row)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Writes a text file that is either the old one or the whole new one, whenever the process dies."""
-    with written_whole(path) as partial, open(partial, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-@contextmanager
-def written_whole(path: Path) -> Iterator[Path]:
-    """Where to write what takes the place of `path` at the end, whole; after an error the old file is there still."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        yield partial
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _set_aside(path: Path) -> None:

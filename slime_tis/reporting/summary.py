@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slime_tis.reporting.run_directory import METRICS, SUMMARY, written_whole
+from slime_tis.files import atomic_path
+from slime_tis.reporting.run_directory import METRICS, SUMMARY
 
 Series = list[tuple[int, float]]
 LONG = 40
@@ -109,7 +110,7 @@ def plot_summary(run_directory: Path) -> Path:
     for axis, panel in zip(axes.flat, PANELS, strict=True):
         _draw_panel(axis, panel, series)
     path = run_directory / SUMMARY
-    with written_whole(path) as partial:
+    with atomic_path(path) as partial:
         figure.savefig(partial, dpi=110, format="png")
     pyplot.close(figure)
     return path

@@ -9,21 +9,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from slime_tis.files import atomic_path
 from slime_tis.rollout.sample import Prompt, Sample
 
 
 def save_samples(path: str | Path, groups: Sequence[Sequence[Sample]]) -> None:
-    """Writes every sample of a rollout, under another name until the file is whole.
+    """Writes every sample of a rollout to a file that appears when it is complete.
 
-    A log-prob that is no finite number becomes null.
+    A log-prob that is not finite becomes null.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    with unfinished.open("w", encoding="utf-8") as lines:
+    with atomic_path(path) as partial, partial.open("w", encoding="utf-8") as lines:
         for sample in (sample for group in groups for sample in group):
             lines.write(json.dumps(to_dict(sample), allow_nan=False) + "\n")
-    unfinished.rename(path)
 
 
 def load_samples(path: str | Path, prompts: int, n_samples: int) -> list[list[Sample]]:

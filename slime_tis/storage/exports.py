@@ -12,9 +12,11 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from slime_tis.files import write_atomically
 from slime_tis.storage.directories import exchange, remove_files
 
 MARKER, PARTIAL_MARKER = ".slime_tis_export.json", ".slime_tis_export.json.partial"
+"""The list of an export's own files, and its name until it is complete (`files.atomic_path`)."""
 WEIGHTS = re.compile(r"part-[0-9]+\.safetensors|model(-[0-9]{5}-of-[0-9]{5})?\.safetensors(\.index\.json)?")
 """Names of weight files, which are not known before they are written."""
 
@@ -115,5 +117,4 @@ def _strange(directory: Path, own: set[str]) -> str | None:
 
 def _write_marker(directory: Path, names: Iterable[str]) -> None:
     marker = {"written_by": "slime_tis", "files": sorted(names)}
-    (directory / PARTIAL_MARKER).write_text(json.dumps(marker, indent=2) + "\n", encoding="utf-8")
-    (directory / PARTIAL_MARKER).replace(directory / MARKER)
+    write_atomically(directory / MARKER, json.dumps(marker, indent=2) + "\n")

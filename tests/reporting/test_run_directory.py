@@ -6,13 +6,7 @@ import os
 import pytest
 import yaml
 
-from slime_tis.reporting.run_directory import (
-    foreign_file,
-    metrics_before,
-    prepare_run_directory,
-    write_atomically,
-    written_whole,
-)
+from slime_tis.reporting.run_directory import foreign_file, metrics_before, prepare_run_directory
 
 
 def names(directory):
@@ -93,16 +87,3 @@ def test_lines_before_a_step_are_kept_and_one_cut_off_is_not(tmp_path):
     assert metrics_before(path, 9) == ['{"step": 1}\n', '{"step": 2}\n']
     path.write_text('{"step": 1}\n{"step": 2}')
     assert metrics_before(path, 9) == ['{"step": 1}\n', '{"step": 2}\n']
-
-
-def test_a_write_that_fails_leaves_the_old_file(tmp_path):
-    path = tmp_path / "config.yaml"
-    write_atomically(path, "old\n")
-    with pytest.raises(UnicodeEncodeError):
-        write_atomically(path, "new \ud800\n")
-    with pytest.raises(KeyboardInterrupt), written_whole(path) as partial:
-        partial.write_text("ne")
-        assert path.read_text() == "old\n"
-        raise KeyboardInterrupt
-    assert path.read_text() == "old\n"
-    assert list(tmp_path.iterdir()) == [path]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-import json
 import os
 import re
 import secrets
@@ -12,26 +11,22 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import IO
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from slime_tis.rollout.engine import RolloutUnavailable, WeightSource
-from slime_tis.rollout.sglang.buckets import Bucket, buckets, source_thread
+from slime_tis.rollout.sglang.buckets import source_thread
 from slime_tis.rollout.sglang.control import UpdateFailed, each, pause, release, resume
 from slime_tis.rollout.sglang.server import Server
+from slime_tis.storage.hf_checkpoint import write_hf_checkpoint
 
 TEMPORARY, LOCK = "slime_tis_weights_", ".lock"
 FINISHED, UNFINISHED = "weights_", "unfinished_"
 OWN = re.compile(rf"({FINISHED}|{UNFINISHED})\d{{8}}_[0-9a-f]{{8}}")
 """Names of the directories that are written, and that may be removed."""
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
-"""Ends of the names of files that hold or list weights; all others are copied from the checkpoint."""
 
 
 class DiskSync:
@@ -71,8 +66,10 @@ class DiskSync:
     async def push(self, servers: Sequence[Server], source: WeightSource, version: int) -> list[Server]:
         """See WeightSync; generation is held back while servers read, not while the files are written."""
         self.reasons = {}
-        stream = buckets(source, self._bucket_bytes, _to_cpu)
-        write = partial(write_checkpoint, self._directory, stream, version, self._hf_checkpoint)
+
+        def write() -> Path:
+            return write_checkpoint(self._directory, source(), version, self._hf_checkpoint, self._bucket_bytes)
+
         written = await asyncio.get_running_loop().run_in_executor(self._source_thread, write)
         self._current = written, version
         failed = await self._hand_out(servers)
@@ -113,14 +110,17 @@ class DiskSync:
         await resume(server, version)
 
 
-def write_checkpoint(directory: Path, stream: Iterable[Bucket], version: int, hf_checkpoint: Path) -> Path:
+def write_checkpoint(
+    directory: Path, weights: Iterable[tuple[str, Tensor]], version: int, hf_checkpoint: Path, shard_bytes: int
+) -> Path:
     """Writes weights with the other files of a checkpoint; the directory appears under its name when complete.
 
     Args:
       directory: to make the new one in.
-      stream: the weights, on the CPU; consumed lazily, a file for each bucket.
+      weights: under their Hugging Face names; consumed lazily.
       version: stands in the name.
       hf_checkpoint: directory that files without weights are copied from.
+      shard_bytes: in one file at most, but for larger tensors.
 
     Returns:
       the new directory.
@@ -130,13 +130,13 @@ def write_checkpoint(directory: Path, stream: Iterable[Bucket], version: int, hf
     """
     name = f"{version:08d}_{secrets.token_hex(4)}"
     unfinished, finished = directory / f"{UNFINISHED}{name}", directory / f"{FINISHED}{name}"
+    weights = iter(weights)
     try:
         unfinished.mkdir()
-        _copy_others(hf_checkpoint, unfinished)
-        _write_shards(unfinished, stream)
+        write_hf_checkpoint(unfinished, weights, like=hf_checkpoint, shard_bytes=shard_bytes)
         unfinished.rename(finished)
-    except (OSError, SafetensorError) as error:
-        for _ in stream:  # other ranks take part in it
+    except OSError as error:
+        for _ in weights:  # other ranks take part in it
             pass
         raise RolloutUnavailable(
             f"the weights of version {version} could not be written to {directory} ({error}); make room or choose "
@@ -145,36 +145,6 @@ def write_checkpoint(directory: Path, stream: Iterable[Bucket], version: int, hf
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return finished
-
-
-def _write_shards(directory: Path, stream: Iterable[Bucket]) -> None:
-    """One file for each bucket under Hugging Face's names, and the index where there is more than one."""
-    shards: list[list[str]] = []
-    total = 0
-    for bucket in stream:
-        save_file(dict(zip(bucket.names, bucket.tensors, strict=True)), _part(directory, len(shards)), {"format": "pt"})
-        shards.append(bucket.names)
-        total += sum(tensor.nbytes for tensor in bucket.tensors)
-        del bucket
-    if len(shards) == 1:
-        _part(directory, 0).rename(directory / "model.safetensors")
-        return
-    files = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    for i, file in enumerate(files):
-        _part(directory, i).rename(directory / file)
-    weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-
-
-def _part(directory: Path, index: int) -> Path:
-    return directory / f"part-{index:05d}"
-
-
-def _copy_others(source: Path, target: Path) -> None:
-    for file in source.iterdir():
-        if file.is_file() and not file.name.startswith(".") and not file.name.endswith(WEIGHT_SUFFIXES):
-            shutil.copyfile(file, target / file.name)
 
 
 def _given(directory: Path) -> tuple[Path, IO[str]]:
@@ -232,7 +202,3 @@ def _remove_own(directory: Path, but: Path | None = None) -> None:
     for path in directory.iterdir():
         if path != but and OWN.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _to_cpu(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True).contiguous()

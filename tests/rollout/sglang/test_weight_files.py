@@ -17,7 +17,6 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from slime_tis.rollout.sglang.buckets import Bucket
 from slime_tis.rollout.sglang.server import Server
 from slime_tis.rollout.sglang.weight_files import DiskSync, write_checkpoint
 from tests.checkpoints import make_checkpoint
@@ -230,10 +229,9 @@ def test_weights_of_the_checkpoint_are_not_copied(tmp_path: Path) -> None:
         "pytorch_model.bin",
         ".gitattributes",
     ):
-        (source / name).write_text(name)
+        (source / name).write_text("{}")
     (source / "original").mkdir()
-    stream = iter([Bucket(names=["a"], tensors=[torch.zeros(1)], last=True)])
-    written = write_checkpoint(tmp_path, stream, 0, source)
+    written = write_checkpoint(tmp_path, [("a", torch.zeros(1))], 0, source, 100)
     assert sorted(each.name for each in written.iterdir()) == [
         "config.json",
         "merges.txt",

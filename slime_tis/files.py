@@ -1,0 +1,40 @@
+"""Files that are either as they were or new and complete, whenever the process ends."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def atomic_path(path: str | Path) -> Iterator[Path]:
+    """Yields a path to write to, which is renamed to `path` at the end of the `with` block.
+
+    After an exception the new file is removed and `path` is as it was.
+
+    Args:
+        path: file to make or to replace.
+
+    Yields:
+        `.NAME.partial` beside it.
+    """
+    path = Path(path)
+    partial = path.with_name(f".{path.name.removeprefix('.')}.partial")
+    try:
+        yield partial
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_atomically(path: str | Path, text: str) -> None:
+    """Writes a UTF-8 text file in one step, on disk when this returns.
+
+    Args:
+        path: file to make or to replace.
+        text: its content.
+    """
+    with atomic_path(path) as partial, open(partial, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
