@@ -13,7 +13,17 @@ from typing import Any
 
 import pytest
 
-from tests.runs import ROOT, _run_rank, fork_server, free_port, make_task, rank_environment, read_metrics
+from tests.runs import (
+    ROOT,
+    _run_rank,
+    fork_server,
+    free_port,
+    make_task,
+    rank_environment,
+    read_metrics,
+    run_apart,
+    training_metrics,
+)
 
 HANG = 60.0
 """Seconds after which ranks count as hanging."""
@@ -29,6 +39,10 @@ def dies_on_rank_1(args, sample):
     if os.environ["RANK"] == "1":
         os.kill(os.getpid(), 9)
     return float(sample.sample_index % 2)
+
+def overflows_in_the_second_rollout(args, sample):
+    huge = 1e300 if 1 in sample.weight_versions else 1.0
+    return huge * (sample.sample_index % 2)
 
 def unhappy(args, sample):
     raise ValueError("this reward is never happy")
@@ -137,6 +151,57 @@ def test_the_rank_that_fails_is_the_one_that_reports(
     elif "Traceback" in errors[0] or "gloo" in "".join(errors):
         failure = f"noise: {errors}"
     tries.record(name, failure)
+    tries.check(at_least=1)
+
+
+LAYOUTS = {
+    "data": (),
+    "data, distributed optimizer": ("--use-distributed-optimizer",),
+    "tensor": ("--tensor-model-parallel-size", "2"),
+    "pipeline": ("--pipeline-model-parallel-size", "2"),
+    "context": ("--context-parallel-size", "2"),
+}
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_all_ranks_skip_the_step_that_is_not_finite(layout: str, flags: list[str], tmp_path: Path, tally: Any) -> None:
+    """The rewards of the second rollout overflow: its step is skipped on every rank, and the metrics stay equal."""
+    tries = tally("a gradient that is not finite on two ranks (skip)")
+    code = Path(flags[flags.index("--custom-rm-path") + 1]).parent / "code.py"
+    common = [*flags, "--custom-rm-path", f"{code}:overflows_in_the_second_rollout", "--disable-grpo-std-normalization"]
+    common += ["--nonfinite-gradient", "skip", "--num-rollout", "3"]
+    one = run_apart(common, tmp_path / "one")
+    two = run_apart([*common, *LAYOUTS[layout]], tmp_path / "two", ranks=2, timeout=2 * HANG)
+    failure = None if one.returncode == two.returncode == 0 else f"{one.stderr}{two.stderr}"
+    if failure is None:
+        rows = [[training_metrics(row) for row in read_metrics(tmp_path / name)] for name in ("one", "two")]
+        skipped = [[row["train/nonfinite_gradient_steps"] for row in run] for run in rows]
+        if skipped != [[0.0, 1.0, 0.0]] * 2:
+            failure = f"skipped {skipped}"
+        elif rows[1][2] != pytest.approx(rows[0][2], rel=1e-4, abs=1e-4):
+            failure = f"the step after it differs: {rows[0][2]} {rows[1][2]}"
+    tries.record(layout, failure)
+    tries.check(at_least=1)
+
+
+def test_ranks_agree_on_the_newest_whole_checkpoint(flags: list[str], tmp_path: Path, tally: Any) -> None:
+    """A bit of the newest checkpoint is flipped: both ranks take the one before it, and one of them says so."""
+    tries = tally("damaged checkpoint: two ranks take the one before")
+    save = tmp_path / "save"
+    common = [*flags, "--save", str(save), "--load", str(save), "--save-interval", "1"]
+    whole = run_apart([*common, "--num-rollout", "2", "--save-retain", "2"], tmp_path / "run", ranks=2)
+    failure = whole.stderr if whole.returncode else None
+    for file in sorted((save / "iter_0000002").glob("__*.distcp"))[-1:]:
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+    resumed = run_apart([*common, "--num-rollout", "3"], tmp_path / "run", ranks=2)
+    if resumed.returncode or resumed.stderr.count("warning: passed over") != 1:
+        failure = failure or f"{resumed.returncode}: {resumed.stderr}"
+    if f"resumed from {save}/iter_0000001" not in resumed.stdout:
+        failure = failure or resumed.stdout
+    steps = [row["step"] for row in read_metrics(tmp_path / "run")]
+    tries.record("a flipped bit", failure or (None if steps == [1, 2, 3] else str(steps)))
     tries.check(at_least=1)
 
 
