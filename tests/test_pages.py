@@ -64,7 +64,7 @@ def test_commands_name_targets_scripts_and_modules_that_are_there(page: Path) ->
 
 
 OTHER_PROGRAMS = """
---logdir --no-build-isolation --nproc-per-node --shutdown-timeout --signal --signals-to-handle
+--logdir --nnodes --no-build-isolation --nproc-per-node --shutdown-timeout --signal --signals-to-handle
 --enable-deterministic-inference --log-ratio-scale
 """
 """Flags of tensorboard, pip, torchrun, Slurm, SGLang and examples/diffusion_digits."""

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomllib
 import torch
 
 from slime_tis.cli.arguments import configure
@@ -21,9 +22,16 @@ def blocks(language: str) -> list[str]:
 
 def test_the_make_targets_are_there() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    shown = re.findall(r"^make ([\w-]+)", blocks("")[0], re.M)
-    assert shown == ["train", "test"]
+    shown = [target for block in blocks("")[:2] for target in re.findall(r"^make ([\w-]+)", block, re.M)]
+    assert shown == ["install", "train", "test"]
     assert all(re.search(rf"^{target}:", makefile, re.M) for target in shown)
+
+
+def test_the_extras_are_declared() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = {name for names in re.findall(r"\[([\w,]+)\]'", README) for name in names.split(",")}
+    assert extras == {"train"} and extras <= set(project["optional-dependencies"])
+    assert project["license"] == "Apache-2.0" and (ROOT / "LICENSE").exists()
 
 
 def test_the_command_is_accepted(tmp_path: Path) -> None:
@@ -80,13 +88,3 @@ def test_the_five_lines_run(layout: str, rejected: str) -> None:
         return
     assert names["metrics"]["gradient_kept_fraction"] == 1.0
     assert names["loss"].item() == pytest.approx(3 * (old_log_probs - rollout_log_probs).exp().mean().item())
-
-
-def test_every_flag_and_path_named_is_there() -> None:
-    from slime_tis.cli.arguments import ALIASES, OPTIONS
-
-    known = {"--" + name.replace("_", "-") for name in (*OPTIONS, *ALIASES)} | {"--help"}
-    known |= {"--sglang-tp-size"}  # passed through to the servers
-    assert set(re.findall(r"(?<![\w-])--[a-z][\w-]+", README)) <= known
-    links = re.findall(r"\]\((?!https?:)([^)]+)\)", README)
-    assert links and all((ROOT / link.split("#")[0]).exists() for link in links)
