@@ -60,6 +60,11 @@ class Learner:
     def parallel(self) -> Parallel:
         return self.engine.parallel
 
+    @property
+    def has_stepped(self) -> bool:
+        """Whether a step was made on the rollout that is trained on."""
+        return self.step > self._old_version
+
     def train(self, groups: list[list[Sample]]) -> list[dict[str, float]]:
         """All optimizer steps on one rollout; the metrics of each."""
         samples = [sample for group in groups for sample in group]

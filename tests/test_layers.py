@@ -29,9 +29,16 @@ ALLOWED: dict[str, set[str]] = {
         *("slime_tis.reporting", "slime_tis.rollout", "slime_tis.storage"),
     },
     "slime_tis.train": {
-        *("slime_tis.cli", "slime_tis.custom", "slime_tis.errors", "slime_tis.interrupt", "slime_tis.learner"),
-        *("slime_tis.megatron", "slime_tis.reporting", "slime_tis.rollout", "slime_tis.storage"),
+        *("slime_tis.cli", "slime_tis.custom", "slime_tis.errors", "slime_tis.evaluation", "slime_tis.exit_status"),
+        *("slime_tis.interrupt", "slime_tis.learner", "slime_tis.megatron", "slime_tis.reporting"),
+        *("slime_tis.resumption", "slime_tis.rollout", "slime_tis.weight_sync"),
     },
+    "slime_tis.evaluation": {"slime_tis.interrupt", "slime_tis.megatron", "slime_tis.rollout"},
+    "slime_tis.exit_status": {"slime_tis.errors", "slime_tis.interrupt", "slime_tis.megatron", "slime_tis.rollout"},
+    "slime_tis.resumption": {
+        *("slime_tis.evaluation", "slime_tis.learner", "slime_tis.megatron", "slime_tis.rollout", "slime_tis.storage"),
+    },
+    "slime_tis.weight_sync": {"slime_tis.megatron", "slime_tis.rollout"},
     "slime_tis.diffusion": {"slime_tis.alarm", "slime_tis.correction"},
     "slime_tis.policy": {
         "slime_tis",
