@@ -1,15 +1,12 @@
 """Trains a language model by reinforcement learning. The program itself is slime_tis/train.py.
 
-`python train.py --help` lists the flags; docs/quick_start.md walks through a run.
+`python train.py --help` lists the flags; docs/quick_start.md walks through a run. Where slime_tis is installed,
+`slime-tis train` does the same.
 """
 
-import signal
 import sys
 
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until main() runs: no traceback through the imports below
-
-from slime_tis.train import main
+from slime_tis.cli.main import train
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(train())

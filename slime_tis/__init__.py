@@ -1,22 +1,27 @@
 """Measures and corrects the mismatch between rollout and training log-probs in RL for language models."""
 
-from slime_tis.correction import (
-    PRESETS,
-    AdaptiveBounds,
-    Correction,
-    Criterion,
-    ResponseSlices,
-    RolloutCorrectionConfig,
-    Statistics,
-    adaptive_bounds,
-    batch_norm_factor,
-    context_parallel_slices,
-    correct,
-    figures,
-    interpolate_old_log_probs,
-    off_policy_sequence_mask,
-    response_slices,
-)
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from slime_tis.correction import (
+        PRESETS,
+        AdaptiveBounds,
+        Correction,
+        Criterion,
+        ResponseSlices,
+        RolloutCorrectionConfig,
+        Statistics,
+        adaptive_bounds,
+        batch_norm_factor,
+        context_parallel_slices,
+        correct,
+        figures,
+        interpolate_old_log_probs,
+        off_policy_sequence_mask,
+        response_slices,
+    )
+
+__version__ = "0.1.0"
 
 __all__ = [
     "PRESETS",
@@ -35,3 +40,18 @@ __all__ = [
     "off_policy_sequence_mask",
     "response_slices",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a public name on its first use (PEP 562), so that the command line starts without torch."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from slime_tis import correction
+
+    value = getattr(correction, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

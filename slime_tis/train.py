@@ -1,6 +1,6 @@
 """Trains a language model by reinforcement learning on Megatron-core, with rollout correction.
 
-    parse the command line → start the process groups → build the training engine, the rollout engine and the data
+    start the process groups → build the training engine, the rollout engine and the data
     for every rollout:
         prompts → responses (of this rollout, and of the next ones in the background) → rewards → advantages
         for every step: old log-probs where needed → correction and loss → optimizer step
@@ -28,7 +28,7 @@ from pathlib import Path
 from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
-from slime_tis.cli.arguments import Arguments, describe, effective_config, options_in_force, parse_args
+from slime_tis.cli.arguments import Arguments, describe, effective_config, options_in_force
 from slime_tis.cli.output_paths import held_outputs
 from slime_tis.cli.preflight import prompt_sizes
 from slime_tis.custom import load_custom_tis
@@ -403,10 +403,12 @@ def open_prefetcher(arguments: Arguments, dataset: PromptDataset, sampler: Rollo
     return Prefetcher(dataset, submit, prompts=fresh_prompts, depth=rollout.rollout_lookahead)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the program; returns its exit status. Every expected error ends in one message on stderr."""
+def main(arguments: Arguments) -> int:
+    """Runs a training; returns its exit status. Every expected error ends in one message on stderr.
+
+    `slime_tis.cli.main.train` calls this once the command line is read and checked.
+    """
     with Interrupts() as interrupts:
-        arguments = parse_args(argv)
         prepare_terminal()
         outputs = ExitStack()
         try:

@@ -44,9 +44,9 @@ def make_task(directory: Path, family: str = "qwen3", prompts: int = 16, **sizes
 
 def run_here(flags: Sequence[str], output: Path) -> list[dict[str, Any]]:
     """Runs train.py in this process and returns the rows of its metrics.jsonl."""
-    from slime_tis import train
+    from slime_tis.cli.main import train
 
-    assert train.main([*flags, "--output-dir", str(output)]) == 0
+    assert train([*flags, "--output-dir", str(output)]) == 0
     return read_metrics(output)
 
 
@@ -93,7 +93,7 @@ def run_apart(flags: Sequence[str], output: Path, ranks: int = 1, timeout: float
 def fork_server() -> multiprocessing.context.ForkServerContext:
     """Makes processes by forking one that has imported train.py and has never run autograd."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["train", "tests.runs"])
+    context.set_forkserver_preload(["slime_tis.train", "tests.runs"])
     return context
 
 
@@ -126,7 +126,7 @@ def _run_rank(argv: list[str], environment: Mapping[str, str], log: str) -> None
     """One rank of a run, in the process that was forked for it."""
     import torch
 
-    from slime_tis import train
+    from slime_tis.cli.main import train
 
     for name, descriptor in (("out", 1), ("err", 2)):
         os.dup2(os.open(f"{log}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), descriptor)
@@ -134,7 +134,7 @@ def _run_rank(argv: list[str], environment: Mapping[str, str], log: str) -> None
     os.environ.update(environment)
     os.chdir(ROOT)
     torch.set_num_threads(1)
-    sys.exit(train.main(argv))
+    sys.exit(train(argv))
 
 
 def run_program(flags: Sequence[str], output: Path, ranks: int = 1) -> subprocess.CompletedProcess[str]:

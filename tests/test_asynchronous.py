@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from slime_tis import train
+from slime_tis.cli.main import train
 from slime_tis.rollout.engine import RolloutUnavailable
 from slime_tis.rollout.local import LocalEngine
 from tests.conftest import Run
@@ -80,7 +80,7 @@ def test_a_lost_engine_ends_the_run_with_a_checkpoint(
 
     monkeypatch.setattr(LocalEngine, "submit", lose_the_third)
     flags = [*task, "--save", str(tmp_path / "save"), "--output-dir", str(tmp_path / "run")]
-    assert train.main(flags) == 1
+    assert train(flags) == 1
     said = capsys.readouterr().err
     assert "error: no server answers. The run stops after step 2, saved under" in said
     assert (tmp_path / "save" / "iter_0000002").is_dir()

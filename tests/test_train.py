@@ -11,7 +11,7 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM
 
-from slime_tis import train
+from slime_tis.cli.main import train
 from tests.conftest import Run
 from tests.runs import ROOT, read_metrics, run_apart, run_here, training_metrics
 
@@ -261,7 +261,7 @@ def test_the_custom_mis_function_trains_as_the_library_does(run: Run) -> None:
 def refused(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> str:
     """The one line that a refused run leaves on stderr."""
     try:
-        status = train.main([*flags, "--output-dir", str(tmp_path / "run")])
+        status = train([*flags, "--output-dir", str(tmp_path / "run")])
     except SystemExit as exit:
         status = int(exit.code or 0)
     assert status != 0

@@ -270,20 +270,21 @@ NEEDS = {
 COMMAND_LINE = CommandLine(options=OPTIONS, groups=GROUPS, aliases=ALIASES, metavars=METAVARS, needs=NEEDS)
 
 
-def parse_args(argv: Sequence[str] | None = None) -> Arguments:
+def parse_args(argv: Sequence[str] | None = None, *, prog: str = "train.py") -> Arguments:
     """Reads and checks the whole configuration of a run.
 
     Args:
-        argv: the command line without the program's name; None means that of this process.
+        argv: The command line without the program's name; None means that of this process.
+        prog: Name of the program in `--help`.
 
     Returns:
-        One frozen config per room, ready to build engines from.
+        One frozen config per subject, ready to build engines from.
 
     Raises:
         SystemExit: code 2 with one line on stderr for anything that is refused; code 0 for --help.
     """
     try:
-        arguments = configure(sys.argv[1:] if argv is None else argv, os.environ)
+        arguments = configure(sys.argv[1:] if argv is None else argv, os.environ, prog=prog)
         check_weights(arguments.megatron)
     except OSError as error:
         named = error.filename is not None
@@ -298,9 +299,9 @@ def parse_args(argv: Sequence[str] | None = None) -> Arguments:
     return arguments
 
 
-def configure(argv: Sequence[str], environ: Mapping[str, str]) -> Arguments:
+def configure(argv: Sequence[str], environ: Mapping[str, str], *, prog: str = "train.py") -> Arguments:
     """What parse_args does, with the environment passed in and ValueError instead of an exit."""
-    given, restated = _read_command_line(argv)
+    given, restated = _read_command_line(argv, prog)
     values = merge_sources(COMMAND_LINE, given)
     rollout = build(RolloutConfig, values)
     arguments = Arguments(
@@ -380,18 +381,18 @@ def _as_flag(name: str, value: Any) -> str:
     return " ".join([flag(name), *(shlex.quote(str(word)) for word in words)])
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser(prog: str = "train.py") -> argparse.ArgumentParser:
     """The parser of the command line: titled groups of flags, whose values it keeps as text."""
     return make_parser(
         COMMAND_LINE,
-        prog="train.py",
-        usage="train.py --hf-checkpoint DIR --prompt-data FILE [options]",
+        prog=prog,
+        usage=f"{prog} --hf-checkpoint DIR --prompt-data FILE [options]",
         description="Trains a language model by reinforcement learning on Megatron-core, with the mismatch "
         "between rollout and training log-probs measured and corrected.",
     )
 
 
-def _read_command_line(argv: Sequence[str]) -> tuple[Flags, list[UnknownFlag]]:
+def _read_command_line(argv: Sequence[str], prog: str) -> tuple[Flags, list[UnknownFlag]]:
     """The values of the flags, and the flags that repeat config.json, which is still to be compared with them.
 
     Unknown flags for SGLang are the servers' own, where the run may start some.
@@ -403,7 +404,7 @@ def _read_command_line(argv: Sequence[str]) -> tuple[Flags, list[UnknownFlag]]:
         rest, server_args = split_server_flags(argv, FLAGS | NOT_FOR_SERVERS)
     rest, unknown = split_unknown_flags(rest, FLAGS)
     _refuse_unknown(unknown, _peek_at_model(rest))
-    flags = read_flags(COMMAND_LINE, build_parser(), rest)
+    flags = read_flags(COMMAND_LINE, build_parser(prog), rest)
     if server_args and {"sglang_launch", "custom_config_path"}.isdisjoint(flags.given):
         raise ValueError(
             f"{quoted('--sglang-' + server_args[0][2:])[1:-1]} is a flag of servers; add --sglang-launch N."

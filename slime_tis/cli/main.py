@@ -1,26 +1,40 @@
-"""The command `slime-tis`: what one does besides training.
+"""The command `slime-tis`, and what `python train.py` calls.
 
-slime-tis port run.sh        prints a launch script of slime in this program's flags
+    slime-tis train --hf-checkpoint DIR …    trains; `python train.py …` in a checkout does the same
+    slime-tis port run.sh                    prints a launch script of slime in this program's flags
+
+A command line is read and checked before torch, transformers and Megatron-core are imported, which takes seconds.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
-from slime_tis.cli.launch_script import read_launch
-from slime_tis.cli.port import Vocabulary, port, show
+import slime_tis
 
 RANK_0 = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-"""What torchrun tells the first rank."""
+"""Variables that torchrun gives to the first rank."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command; returns its exit status, 2 for what it refuses."""
-    parser = argparse.ArgumentParser(prog="slime-tis", description="Tools for rollout correction and its training.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    """Runs a command; returns its exit status, 2 for what it refuses.
+
+    Args:
+        argv: The command line without the program's name; None means that of this process.
+    """
+    argv = _own_command_line() if argv is None else argv
+    if argv[:1] == ["train"]:
+        return train(argv[1:], prog="slime-tis train")
+    parser = argparse.ArgumentParser(
+        prog="slime-tis", description="Training with rollout correction, and tools beside it."
+    )
+    parser.add_argument("--version", action="version", version=f"slime-tis {slime_tis.__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    commands.add_parser("train", help="train; `slime-tis train --help` lists the flags")
     ported = commands.add_parser(
         "port",
         help="print a launch script of slime in the flags of train.py",
@@ -29,6 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     ported.add_argument("script", metavar="SCRIPT", help="launch script, for example slime/scripts/run-qwen3-4B.sh")
     chosen = parser.parse_args(argv)
+    if chosen.command is None:
+        parser.print_help()
+        return 0
     try:
         sys.stdout.write(port_script(chosen.script))
     except ValueError as error:
@@ -37,13 +54,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def port_script(path: str) -> str:
-    """The command line of train.py for a launch script of slime, with comments.
+def train(argv: Sequence[str] | None = None, *, prog: str = "train.py") -> int:
+    """Checks a command line and then runs `slime_tis.train`; returns the exit status.
+
+    Args:
+        argv: The command line without the program's name; None means that of this process.
+        prog: Name of the program in `--help`.
 
     Raises:
-        ValueError: the script cannot be read, or runs no training.
+        SystemExit: The command line is refused, with code 2 and a message on stderr, or asks for help, with code 0.
+    """
+    argv = _own_command_line() if argv is None else argv
+    from slime_tis.cli.arguments import parse_args
+
+    arguments = parse_args(argv, prog=prog)
+    from slime_tis.train import main as run
+
+    return run(arguments)
+
+
+def port_script(path: str) -> str:
+    """Rewrites a launch script of slime as a command line of train.py, with comments.
+
+    Raises:
+        ValueError: The script cannot be read, or runs no training.
     """
     from slime_tis.cli.arguments import ALIASES, FLAGS, OPTIONS, configure
+    from slime_tis.cli.launch_script import read_launch
+    from slime_tis.cli.port import Vocabulary, port, show
 
     ported = port(read_launch(path), Vocabulary(options=OPTIONS, aliases=ALIASES, flags=FLAGS))
     verdict = ""
@@ -52,6 +90,13 @@ def port_script(path: str) -> str:
     except (ValueError, OSError) as error:
         verdict = str(error)
     return show(ported, os.path.basename(path), verdict)
+
+
+def _own_command_line() -> list[str]:
+    """The command line of this process, which Ctrl-C ends without a traceback until the run takes signals over."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    return sys.argv[1:]
 
 
 if __name__ == "__main__":

@@ -1,16 +1,20 @@
 """Rollout correction: from the log-probs of two policies to weights, masks and mergeable statistics."""
 
-from slime_tis.correction.adaptive import AdaptiveBounds, adaptive_bounds
-from slime_tis.correction.config import RolloutCorrectionConfig
-from slime_tis.correction.context_parallel import ResponseSlices, context_parallel_slices, response_slices
-from slime_tis.correction.correct import Correction, correct
-from slime_tis.correction.criteria import CRITERIA, Criterion, parse_criteria
-from slime_tis.correction.metrics import batch_norm_factor, figures
-from slime_tis.correction.off_policy_mask import off_policy_sequence_mask
-from slime_tis.correction.presets import PRESETS
-from slime_tis.correction.proximal import interpolate_old_log_probs
-from slime_tis.correction.ratio import LOG_RATIO_BOUND, LOG_RATIO_LIMIT
-from slime_tis.correction.statistics import Statistics
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from slime_tis.correction.adaptive import AdaptiveBounds, adaptive_bounds
+    from slime_tis.correction.config import RolloutCorrectionConfig
+    from slime_tis.correction.context_parallel import ResponseSlices, context_parallel_slices, response_slices
+    from slime_tis.correction.criteria import CRITERIA, Criterion, parse_criteria
+    from slime_tis.correction.metrics import batch_norm_factor, figures
+    from slime_tis.correction.off_policy_mask import off_policy_sequence_mask
+    from slime_tis.correction.presets import PRESETS
+    from slime_tis.correction.proximal import interpolate_old_log_probs
+    from slime_tis.correction.ratio import LOG_RATIO_BOUND, LOG_RATIO_LIMIT
+    from slime_tis.correction.rollout_correction import Correction, correct
+    from slime_tis.correction.statistics import Statistics
 
 __all__ = [
     "CRITERIA",
@@ -33,3 +37,33 @@ __all__ = [
     "parse_criteria",
     "response_slices",
 ]
+
+_EXPORTS = {
+    "adaptive": ("AdaptiveBounds", "adaptive_bounds"),
+    "config": ("RolloutCorrectionConfig",),
+    "context_parallel": ("ResponseSlices", "context_parallel_slices", "response_slices"),
+    "criteria": ("CRITERIA", "Criterion", "parse_criteria"),
+    "metrics": ("batch_norm_factor", "figures"),
+    "off_policy_mask": ("off_policy_sequence_mask",),
+    "presets": ("PRESETS",),
+    "proximal": ("interpolate_old_log_probs",),
+    "ratio": ("LOG_RATIO_BOUND", "LOG_RATIO_LIMIT"),
+    "rollout_correction": ("Correction", "correct"),
+    "statistics": ("Statistics",),
+}
+"""Modules and the public names of each; imported when a name is first used, so that the config needs no torch."""
+
+_MODULES = {name: module for module, names in _EXPORTS.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a public name on its first use (PEP 562)."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from slime_tis.correction.config import NonfinitePolicy, RolloutCorrectionConfig
-from slime_tis.correction.correct import correct
 from slime_tis.correction.inputs import LogProbs
+from slime_tis.correction.rollout_correction import correct
 from slime_tis.correction.statistics import Reduction
 
 _MEASURE = RolloutCorrectionConfig(use_rollout_logprobs=True, policy_loss="reinforce")

@@ -40,7 +40,8 @@ class ForkedRun:
             environ: Variables added to the environment.
             cwd: Working directory of the run.
         """
-        import train  # before the fork, so that children have it
+        import slime_tis.train  # noqa: F401  before the fork, so that children have it
+        from slime_tis.cli.main import train
 
         directory.mkdir(parents=True, exist_ok=True)
         self.stdout, self.stderr = directory / "stdout.txt", directory / "stderr.txt"
@@ -49,10 +50,10 @@ class ForkedRun:
         sys.stderr.flush()
         self.pid = os.fork()
         if self.pid == 0:
-            self._child(train.main, list(argv), environ or {}, cwd)
+            self._child(train, argv, environ or {}, cwd)
 
     def _child(
-        self, main: Callable[[list[str]], int], argv: list[str], environ: Mapping[str, str], cwd: Path | None
+        self, main: Callable[[], int], argv: Sequence[str], environ: Mapping[str, str], cwd: Path | None
     ) -> None:
         status = 1
         try:
@@ -66,7 +67,8 @@ class ForkedRun:
             os.environ.update(environ)
             if cwd is not None:
                 os.chdir(cwd)
-            status = main(argv)
+            sys.argv[1:] = argv  # the process's own command line, as that of `python train.py`
+            status = main()
         except SystemExit as error:
             status = error.code if isinstance(error.code, int) else 1
         except BaseException:

@@ -1,0 +1,53 @@
+"""What a process imports before its command line is accepted: nothing that takes seconds."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+HEAVY = ("torch", "transformers", "megatron", "sympy", "numpy", "math_verify", "matplotlib", "tensorboard", "pyarrow")
+COMMANDS = {
+    "a wrong flag": ("train.py", ["--no-such-flag"], 2),
+    "an option without effect": ("train.py", ["--rs-upper-bound", "2"], 2),
+    "a number out of its limits": ("train.py", ["--lr", "7"], 2),
+    "help of train.py": ("train.py", ["--help"], 0),
+    "help of slime-tis train": ("slime_tis/cli/main.py", ["train", "--help"], 0),
+    "slime-tis alone": ("slime_tis/cli/main.py", [], 0),
+    "slime-tis --version": ("slime_tis/cli/main.py", ["--version"], 0),
+    "slime-tis port": ("slime_tis/cli/main.py", ["port", "run.sh"], 0),
+}
+RUN = """
+import atexit, runpy, sys
+atexit.register(lambda: print(*sys.modules, sep=chr(10), file=sys.stderr))
+script, sys.argv[1:] = sys.argv[1], sys.argv[2:]
+sys.path.insert(0, {root!r})
+runpy.run_path({root!r} + "/" + script, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("case", COMMANDS)
+def test_nothing_heavy_is_imported_before_a_command_line_is_accepted(case: str, tmp_path: Path) -> None:
+    script, argv, status = COMMANDS[case]
+    (tmp_path / "run.sh").write_text("python3 train.py --lr 1e-6 --hf-checkpoint /m --num-rollout 1\n")
+    command = [sys.executable, "-c", RUN.format(root=str(ROOT)), script, *argv]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert ended.returncode == status, ended.stderr
+    modules = {name.split(".")[0] for name in ended.stderr.split()}
+    assert "slime_tis" in modules  # the list was written
+    assert not modules.intersection(HEAVY)
+
+
+@pytest.mark.parametrize("module", ["slime_tis", "slime_tis.correction.config", "slime_tis.cli.arguments"])
+def test_light_modules(module: str) -> None:
+    code = f"import sys, {module}; print(*sys.modules, sep=chr(10))"
+    loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert not {name.split(".")[0] for name in loaded.stdout.split()}.intersection(HEAVY)
+
+
+@pytest.mark.parametrize("module", ["slime_tis", "slime_tis.correction"])
+def test_every_public_name_is_there(module: str) -> None:
+    code = f"import {module} as m; print(set(m.__all__) <= set(dir(m)), all(hasattr(m, name) for name in m.__all__))"
+    asked = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert asked.stdout == "True True\n"
