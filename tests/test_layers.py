@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -118,14 +119,48 @@ def imports(path: Path) -> set[str]:
     return {name for name in found if name.split(".")[0] in ("slime_tis", "custom_tis", "train")}
 
 
+def module_of(path: Path) -> str:
+    """The dotted name of a source file."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imported_at_start(path: Path) -> set[str]:
+    """Modules of the project that are imported while a file is: not those in functions or under TYPE_CHECKING."""
+    modules = {module_of(each) for each in sources()}
+    found: set[str] = set()
+    statements: list[ast.AST] = list(ast.parse(path.read_text()).body)
+    while statements:
+        match statements.pop():
+            case ast.Import(names=names):
+                found |= {alias.name for alias in names}
+            case ast.ImportFrom(module=str(module), names=names):
+                within = {f"{module}.{alias.name}" for alias in names}
+                found |= {name if name in modules else module for name in within}
+            case ast.If(test=ast.Name(id="TYPE_CHECKING"), orelse=otherwise):
+                statements += otherwise
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.Lambda():
+                pass
+            case other:
+                statements += ast.iter_child_nodes(other)
+    return found & modules
+
+
 @pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_point_downward(path: Path) -> None:
-    module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    module = module_of(path)
     own = layer_of(module)
     assert own is not None, f"{module} has no layer; give it one in ALLOWED"
     for name in imports(path):
         layer = layer_of(name)
         assert layer == own or layer in ALLOWED[own], f"{module} imports {name}"
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    graph = {module_of(path): imported_at_start(path) for path in sources()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"import circle: {' → '.join(reversed(error.args[1]))}")
 
 
 @pytest.mark.parametrize("folder", ["custom_tis", "slime_tis/integrations", "slime_tis/diffusion"])
