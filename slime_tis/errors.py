@@ -49,6 +49,12 @@ def one_line(text: str, limit: int = 80) -> str:
     return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's text without the full stop at its end; its type where the text is empty."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return one_line(lines[0], 300).rstrip(".")
+
+
 def quoted(value: object, length: int = 80) -> str:
     """The repr of a value, escaped and cut to about `length` characters, for an error message."""
     try:

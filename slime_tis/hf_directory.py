@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from slime_tis.errors import one_line, quoted, quoted_path
+from slime_tis.errors import first_line, one_line, quoted, quoted_path
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
@@ -191,16 +191,10 @@ def _read_object(path: Path, where: str) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ValueError(f"{where} is not UTF-8: {error.reason} at byte {error.start}.") from None
     except ValueError as error:
-        raise ValueError(f"{where} is not JSON: {shown_error(error)}.") from None
+        raise ValueError(f"{where} is not JSON: {first_line(error)}.") from None
     if not isinstance(found, dict):
         raise ValueError(f"{where} is JSON of type {type(found).__name__} and must be an object.")
     return found
-
-
-def shown_error(error: Exception) -> str:
-    """The first line of what a library says, without the full stop at its end, or its type where it says nothing."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return one_line(lines[0], 300).rstrip(".")
 
 
 def _field_problems(model: Mapping[str, Any]) -> Iterator[str]:
@@ -291,5 +285,5 @@ def _tensors_of(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
             return {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
     except (SafetensorError, OSError, ValueError) as error:
         raise ValueError(
-            f"{path} cannot be read as safetensors ({shown_error(error)}); it is damaged or incomplete, fetch it anew."
+            f"{path} cannot be read as safetensors ({first_line(error)}); it is damaged or incomplete, fetch it anew."
         ) from None

@@ -6,7 +6,6 @@ for every step: batch → old log-probs where needed → correction of the globa
 
 from __future__ import annotations
 
-import math
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -279,14 +278,9 @@ def training_batch(samples: list[Sample], parallel: Parallel) -> TrainingBatch:
         [len(sample.response_ids) for sample in samples],
         [sample.loss_mask for sample in samples],
         {
-            "rollout_log_probs": tensors([rollout_log_probs(sample) for sample in samples], torch.float32),
+            "rollout_log_probs": tensors([sample.rollout_log_probs for sample in samples], torch.float32),
             "weight_versions": tensors([sample.weight_versions for sample in samples], torch.int64),
         },
         parallel.context_rank,
         parallel.context_size,
     )
-
-
-def rollout_log_probs(sample: Sample) -> list[float]:
-    """The sample's log-probs, NaN where the engine gave none."""
-    return [math.nan if value is None else value for value in sample.rollout_log_probs]

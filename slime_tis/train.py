@@ -78,7 +78,7 @@ def train(run: Run) -> None:
         with run.interrupts.abandonable():
             groups = sample(run)
             sampled = rollout_metrics(groups, run.learner.step) | run.sampler.metrics()
-            groups, sampled["rollout/stale_samples"] = mask_stale_samples(
+            sampled["rollout/stale_samples"] = mask_stale_samples(
                 groups, run.learner.step, run.arguments.rollout.max_weight_staleness
             )
             safe_point(run)

@@ -69,9 +69,9 @@ def load_custom_tis(path: str, args: Namespace) -> Callable[..., Any]:
 def _check_global_batch(function: Callable[..., Any], args: Namespace) -> None:
     """Refuses options of the global batch where the function does not name the argument that it would need."""
     try:
-        parameters = inspect.signature(function).parameters
+        parameters = set(inspect.signature(function).parameters)
     except (ValueError, TypeError):
-        parameters = {}  # type: ignore[assignment]
+        parameters = set()
     for argument, options in OF_THE_GLOBAL_BATCH.items():
         for option in options:
             if argument not in parameters and getattr(args, option, None) is not None:
@@ -176,14 +176,14 @@ def _checked_loss(name: str, pg_loss: Any, given: Tensor, origin: Any) -> Tensor
             f"{name} lost the gradient of pg_loss; multiply the pg_loss that it gets with detached weights, and do not "
             f"detach or rebuild it."
         )
-    pg_loss = pg_loss.to(given.dtype)
-    wrong = torch.isfinite(given) & ~torch.isfinite(pg_loss)
+    loss: Tensor = pg_loss.to(given.dtype)
+    wrong = torch.isfinite(given) & ~torch.isfinite(loss)
     if wrong.any():
         raise CustomFunctionError(
             f"{name} made a finite pg_loss NaN or infinite, at {int(wrong.sum())} of {wrong.numel()} tokens; a rollout "
             f"log-prob can be missing (NaN), and inf · 0 is NaN: choose with torch.where, and clamp before exp."
         )
-    return pg_loss
+    return loss
 
 
 def _leads_to(node: Any, origin: Any) -> bool:

@@ -56,7 +56,8 @@ def load_function(path: str) -> Callable[..., Any]:
         raise CustomFunctionError(f"{shown}: {place} has no function {name!r}; it has {has}.")
     if not callable(function):
         raise CustomFunctionError(f"{shown}: {name} in {place} is a {type(function).__name__}, and cannot be called.")
-    return function
+    found: Callable[..., Any] = function
+    return found
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 import importlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -17,7 +17,8 @@ from megatron.core.transformer.transformer_block import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from slime_tis.hf_directory import read_model_config, shown_error
+from slime_tis.errors import first_line
+from slime_tis.hf_directory import read_model_config
 from slime_tis.megatron.attention import TorchAttention, TorchRMSNorm
 from slime_tis.megatron.config import MegatronConfig
 from slime_tis.megatron.packing import RotaryAngles
@@ -43,18 +44,37 @@ FAMILIES = {
 }
 
 
+class HfConfig(Protocol):
+    """The fields of a Hugging Face configuration that are read here and in `hf_weights`, which a new family must have.
+
+    Some families also have `head_dim`, `attention_bias`, `mlp_bias` and `use_sliding_window`.
+    """
+
+    architectures: list[str]
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    hidden_act: str
+    rms_norm_eps: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+
+
 @dataclass(frozen=True)
 class Model:
     """A GPTModel (this rank's part) and what its inputs need."""
 
     module: GPTModel
     config: TransformerConfig
-    hf_config: Any
+    hf_config: HfConfig
     rotary: RotaryAngles | None
     """Rotary angles that the packing computes; None where the layers apply their own."""
 
 
-def read_hf_config(directory: str | Path) -> Any:
+def read_hf_config(directory: str | Path) -> HfConfig:
     """Loads a checkpoint's configuration.
 
     Raises:
@@ -64,9 +84,9 @@ def read_hf_config(directory: str | Path) -> Any:
 
     read_model_config(directory)
     try:
-        hf = AutoConfig.from_pretrained(directory)
+        hf: HfConfig = AutoConfig.from_pretrained(directory)
     except Exception as error:  # transformers checks fields with errors of several libraries
-        raise ValueError(f"{Path(directory) / 'config.json'} is not accepted: {shown_error(error)}.") from error
+        raise ValueError(f"{Path(directory) / 'config.json'} is not accepted: {first_line(error)}.") from error
     name = hf.architectures[0]
     unsupported = {
         "hidden_act": hf.hidden_act not in ("silu", "swish"),
@@ -107,7 +127,7 @@ def build_model(directory: str | Path, config: MegatronConfig, parallel: Paralle
     return Model(module, transformer, hf, RotaryAngles(inverse_frequency, scaling))
 
 
-def transformer_config(hf: Any, config: MegatronConfig, parallel: Parallel) -> TransformerConfig:
+def transformer_config(hf: HfConfig, config: MegatronConfig, parallel: Parallel) -> TransformerConfig:
     """megatron-core's configuration of a Hugging Face model under the parallel layout.
 
     Raises:
@@ -173,7 +193,7 @@ def padded_vocab_size(vocab_size: int, tensor_size: int) -> int:
     return -(-vocab_size // tensor_size) * tensor_size
 
 
-def rotary_frequencies(hf: Any, family: Family) -> tuple[torch.Tensor, float]:
+def rotary_frequencies(hf: HfConfig, family: Family) -> tuple[torch.Tensor, float]:
     """(inverse frequencies [d/2], factor on cosine and sine), as transformers computes them for this model.
 
     Raises:
@@ -184,7 +204,7 @@ def rotary_frequencies(hf: Any, family: Family) -> tuple[torch.Tensor, float]:
         rotary = getattr(importlib.import_module(module), name)(config=hf)
     except Exception as error:  # a missing factor, say
         raise ValueError(
-            f"the checkpoint's rotary positions are not as they should be: {shown_error(error)}."
+            f"the checkpoint's rotary positions are not as they should be: {first_line(error)}."
         ) from error
     return rotary.inv_freq.float(), float(rotary.attention_scaling)
 

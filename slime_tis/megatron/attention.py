@@ -15,7 +15,7 @@ from torch import Tensor
 from slime_tis.megatron.packing import PackedSequences
 
 
-class TorchAttention(MegatronModule):
+class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has no types
     """Rotary embedding and causal attention over packed sequences, by `scaled_dot_product_attention`.
 
     Under context parallelism keys and values are gathered over the ranks, queries stay. The rotary embedding is
@@ -82,7 +82,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Returns:
         [tokens, heads, d], differentiable in x; the gradient is the rotation back.
     """
-    return _Rotate.apply(x, cos.to(x.dtype), sin.to(x.dtype))
+    rotated: Tensor = _Rotate.apply(x, cos.to(x.dtype), sin.to(x.dtype))  # type: ignore[no-untyped-call]  # torch's
+    return rotated
 
 
 class _Rotate(torch.autograd.Function):
@@ -99,7 +100,7 @@ class _Rotate(torch.autograd.Function):
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = x.shape[-1] // 2
-    turned = x.unflatten(-1, (2, half)) * cos.unsqueeze(-2)
+    turned: Tensor = x.unflatten(-1, (2, half)) * cos.unsqueeze(-2)
     turned[..., 0, :].addcmul_(x[..., half:], sin, value=-1)
     turned[..., 1, :].addcmul_(x[..., :half], sin)
     return turned.flatten(-2)
@@ -107,7 +108,8 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def all_gather_tokens(x: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
     """[tokens, …] of every rank, one after another: [ranks·tokens, …]. Its gradient is the sum over the ranks."""
-    return _AllGatherTokens.apply(x, group)
+    gathered: Tensor = _AllGatherTokens.apply(x, group)  # type: ignore[no-untyped-call]  # torch's
+    return gathered
 
 
 class _AllGatherTokens(torch.autograd.Function):
@@ -131,7 +133,7 @@ class TorchRMSNorm(torch.nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # megatron-core's mark
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:

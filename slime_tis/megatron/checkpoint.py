@@ -5,23 +5,19 @@ trainer's state; `slime_tis.storage.checkpoints` has the names of its files. All
 """
 
 import json
-import queue
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import MethodType
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
 
+from slime_tis.megatron import upstream
 from slime_tis.megatron.engine import TrainingEngine
 from slime_tis.storage import checkpoints as files
 
@@ -52,7 +48,7 @@ def save(
         step: optimizer steps made so far, which names the checkpoint.
         engine: its model, optimizer, scheduler and random state are saved.
         trainer_state: what else the loop needs to go on, JSON-serialisable.
-        run: identity of the run, which stands in the checkpoint; only checkpoints that have it are removed.
+        run: identity of the run, written into the checkpoint; only checkpoints that contain it are removed.
         retain: how many of the run's newest checkpoints stay; older ones are removed once this one is complete.
         write_extra: called by the main process with the unfinished directory, to put more files in it.
 
@@ -75,7 +71,7 @@ def save(
 
     try:
         _on_main(main, lambda: files.begin(final))
-        _write_sharded(_sharded_state(engine, is_loading=False), unfinished)
+        upstream.save_sharded(_sharded_state(engine, is_loading=False), unfinished)
         _on_main(main, write_state)
         shares = _on_every_rank(lambda: files.checksums(unfinished, _share(files.files_of(unfinished))))
         _on_main(main, lambda: finish({name: value for share in shares for name, value in share.items()}))
@@ -137,8 +133,8 @@ def load(checkpoint: Path, engine: TrainingEngine) -> None:
         with torch.no_grad():
             state = dist_checkpointing.load(_sharded_state(engine, is_loading=True), str(checkpoint))
             engine.model.module.load_state_dict(state["model"])
-            engine.optimizer.load_state_dict(_with_step_count(state["optimizer"]))
-            _separate_adam_steps(engine.optimizer)
+            engine.optimizer.load_state_dict(upstream.with_step_count(state["optimizer"]))
+            upstream.separate_adam_steps(engine.optimizer)
         for group, own in zip(engine.optimizer.param_groups, options, strict=True):
             group.update(own)  # megatron-core restores the learning rates, betas and epsilon of then
         engine.scheduler.load_state_dict(state["scheduler"])
@@ -147,43 +143,6 @@ def load(checkpoint: Path, engine: TrainingEngine) -> None:
         raise CheckpointError(
             f"could not load checkpoint {checkpoint}: {_reason(error)}; was it saved with another model or layout?"
         ) from error
-
-
-def _write_sharded(state: dict[str, Any], directory: Path) -> None:
-    """megatron-core's save, with its files written by this process.
-
-    By itself it forks a process per file and waits for ever where one of them is killed.
-    """
-    # Without a queue given, megatron-core starts a manager process, which imports train.py anew.
-    filesystem_async._results_queue = queue.Queue()
-    request = dist_checkpointing.save(state, str(directory), async_sharded_save=True)
-    assert request is not None
-    if request.async_fn is not None:  # this rank has something to write
-        transforms, _ = request.async_fn.args
-        request = request._replace(async_fn=partial(_write_buckets, transforms))
-    request.execute_sync()
-
-
-def _write_buckets(transforms: list[Any], rank: int, buckets: list[Any], results: "queue.Queue[Any]") -> None:
-    """Writes the files of this rank one by one; what became of each goes to `results`, as megatron-core expects it."""
-    written: queue.Queue[tuple[int, Any]] = queue.Queue()
-    for number, bucket in enumerate(buckets):
-        under_way: queue.Queue[int] = queue.Queue()
-        under_way.put(number)
-        filesystem_async.FileSystemWriterAsync.write_preloaded_data(
-            transforms, number, bucket, written, under_way, use_fsync=True
-        )
-    outcomes = dict(written.get() for _ in buckets)
-    failure = next((outcome for outcome in outcomes.values() if isinstance(outcome, Exception)), None)
-    results.put(outcomes if failure is None else _of_the_system(failure))
-
-
-def _of_the_system(error: Exception) -> BaseException:
-    """The OSError behind an error: where a disk is full, torch only says that positions in its file differ."""
-    link: BaseException | None = error
-    while link is not None and not isinstance(link, OSError):
-        link = link.__cause__ or link.__context__
-    return link or error
 
 
 def _damage(checkpoint: Path) -> str | None:
@@ -233,6 +192,7 @@ def _on_every_rank(action: Callable[[], T]) -> list[T]:
 
 
 def _reason(error: BaseException) -> str:
+    """The last line of an error's innermost cause: torch's CheckpointException has tracebacks in its text."""
     while error.__cause__ is not None:
         error = error.__cause__
     return (str(error).strip().splitlines() or [type(error).__name__])[-1]
@@ -243,54 +203,10 @@ def _sharded_state(engine: TrainingEngine, *, is_loading: bool) -> dict[str, Any
     metadata = {}
     if engine.config.use_distributed_optimizer:
         metadata = {"distrib_optim_sharding_type": "fully_reshardable"}
-    _make_adam_state(engine.optimizer)
+    upstream.make_adam_state(engine.optimizer)
     return {
         "model": model,
         "optimizer": engine.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata),
         "scheduler": engine.scheduler.state_dict(),
         "random_state": torch.get_rng_state(),
     }
-
-
-def _torch_adams(optimizer: Any) -> Iterator[Any]:
-    """The megatron-core optimizers that step with torch's Adam, which serves where transformer-engine is not."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if isinstance(part.optimizer, torch.optim.AdamW):
-            yield part
-
-
-def _make_adam_state(optimizer: Any) -> None:
-    """Gives torch's Adam the state it has after no step; megatron-core expects one to save and to load into."""
-    for part in _torch_adams(optimizer):
-        for parameter in (parameter for group in part.optimizer.param_groups for parameter in group["params"]):
-            state = part.optimizer.state[parameter]
-            state.setdefault("step", torch.tensor(0.0))
-            for moment in ("exp_avg", "exp_avg_sq"):
-                if moment not in state:
-                    state[moment] = torch.zeros_like(parameter)
-        if isinstance(part, DistributedOptimizer):
-            part._set_main_param_and_optimizer_states = MethodType(_copy_saved_state, part)
-
-
-def _copy_saved_state(self: Any, model_param: Tensor, tensors: dict[str, Tensor]) -> None:
-    """megatron-core's method of this purpose stumbles over Adam's `step`, which is not saved per parameter."""
-    group, order = self.model_param_group_index_map[model_param]
-    main_param = self.optimizer.param_groups[group]["params"][order]
-    state = {"param": main_param, **self.optimizer.state[main_param]}
-    for key in state.keys() & tensors.keys():
-        state[key].copy_(tensors[key])
-
-
-def _with_step_count(optimizer_state: dict[str, Any]) -> dict[str, Any]:
-    """megatron-core leaves the step count out of a checkpoint where it is 0, and asks for it when loading."""
-    parameters = optimizer_state.get("optimizer", optimizer_state).get("state")
-    if parameters is not None:
-        parameters.setdefault("common_step", torch.tensor(0.0))
-    return optimizer_state
-
-
-def _separate_adam_steps(optimizer: Any) -> None:
-    """Parameters share one loaded step count, which each of them would advance."""
-    for part in _torch_adams(optimizer):
-        for state in part.optimizer.state.values():
-            state["step"] = torch.as_tensor(state.get("step", 0.0), dtype=torch.float32).clone()

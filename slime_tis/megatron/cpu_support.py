@@ -4,6 +4,17 @@ megatron-core 0.16.1 names the CUDA device literally in places that have nothing
 a gradient norm, a checkpoint's `synchronize`). Where no CUDA device exists, `install` adds an import hook that
 rewrites those literals in the sources of `megatron.core` while they are imported. Nothing in torch is patched, no
 file is changed, and where CUDA exists the sources are imported as they are.
+
+Why not less than that:
+
+* Options of megatron-core (`use_cpu_initialization`, the gloo backend) reach only some of these places; a CPU-only path
+  is proposed for parts of it (https://github.com/NVIDIA/Megatron-LM/pull/6270). Once it is released, this file can go.
+* Replacing `torch.cuda.current_device` and the like in torch changes them for every other library of the process, and
+  does not reach the literals: a checkpoint of the distributed optimizer under tensor parallelism fails.
+* A `TorchFunctionMode` that moves "cuda" tensors to the CPU costs time at each torch function, and once ended a process
+  with an abort at its exit.
+
+`tests/megatron/test_hf_parity.py` and `test_layouts.py` hold what runs through the hook to transformers' numbers.
 """
 
 import ast
@@ -47,7 +58,8 @@ def install() -> None:
 
 def rewrite(source: str | bytes, path: str) -> ast.Module:
     """Parses a megatron.core source file and returns its tree with the CUDA literals replaced."""
-    return ast.fix_missing_locations(_CudaToCpu().visit(ast.parse(source, path)))
+    tree: ast.Module = _CudaToCpu().visit(ast.parse(source, path))
+    return ast.fix_missing_locations(tree)
 
 
 class _CudaToCpu(ast.NodeTransformer):
@@ -74,7 +86,7 @@ class _CudaToCpu(ast.NodeTransformer):
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    def source_to_code(  # type: ignore[override]
+    def source_to_code(  # type: ignore[override]  # typeshed has parameters that importlib does not pass
         self, data: Any, path: Any, *, _optimize: int = -1
     ) -> CodeType:
         return compile(rewrite(data, str(path)), path, "exec", dont_inherit=True, optimize=_optimize)

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 
-from slime_tis.hf_directory import check_tensors, read_model_config, shown_error, tensor_files
-from slime_tis.megatron.architecture import Model
+from slime_tis.errors import first_line
+from slime_tis.hf_directory import check_tensors, read_model_config, tensor_files
+from slime_tis.megatron.architecture import HfConfig, Model
 from slime_tis.megatron.parallel import Parallel
 
 
@@ -23,33 +24,33 @@ from slime_tis.megatron.parallel import Parallel
 class Layout:
     """How whole tensors and tensor-parallel shards of one kind of parameter relate."""
 
-    split: Callable[[list[Tensor], int, int, Any], Tensor]
+    split: Callable[[list[Tensor], int, int, HfConfig], Tensor]
     """(whole tensors, rank, size, hf_config) → this rank's shard."""
-    join: Callable[[list[Tensor], Any], list[Tensor]]
+    join: Callable[[list[Tensor], HfConfig], list[Tensor]]
     """(shards of all ranks, hf_config) → whole tensors."""
 
 
-def _split_vocab(tensors: list[Tensor], rank: int, size: int, hf: Any) -> Tensor:
+def _split_vocab(tensors: list[Tensor], rank: int, size: int, hf: HfConfig) -> Tensor:
     rows = -(-hf.vocab_size // size)
     shard = tensors[0][rank * rows : (rank + 1) * rows]
     return torch.cat([shard, shard.new_zeros(rows - len(shard), *shard.shape[1:])])
 
 
-def _split_qkv(tensors: list[Tensor], rank: int, size: int, hf: Any) -> Tensor:
+def _split_qkv(tensors: list[Tensor], rank: int, size: int, hf: HfConfig) -> Tensor:
     """Megatron keeps, for every key-value group, its query heads, then its key, then its value."""
     groups = hf.num_key_value_heads
     per_group = [tensor.unflatten(0, (groups, -1)) for tensor in tensors]
     return torch.cat(per_group, 1).chunk(size)[rank].flatten(0, 1)
 
 
-def _join_qkv(shards: list[Tensor], hf: Any) -> list[Tensor]:
+def _join_qkv(shards: list[Tensor], hf: HfConfig) -> list[Tensor]:
     joined = torch.cat(shards).unflatten(0, (hf.num_key_value_heads, -1))
     queries = hf.num_attention_heads // hf.num_key_value_heads
     head = joined.shape[1] // (queries + 2)
     return [part.flatten(0, 1) for part in joined.split([queries * head, head, head], 1)]
 
 
-def _join_gated(shards: list[Tensor], hf: Any) -> list[Tensor]:
+def _join_gated(shards: list[Tensor], hf: HfConfig) -> list[Tensor]:
     gates, ups = zip(*(shard.chunk(2) for shard in shards), strict=True)
     return [torch.cat(gates), torch.cat(ups)]
 
@@ -120,9 +121,9 @@ class HfTensors:
         path = self.files[name]
         try:
             with safe_open(str(path), "pt") as file:
-                tensor = file.get_tensor(name)
+                tensor: Tensor = file.get_tensor(name)
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"{path}: the tensor {name} cannot be read ({shown_error(error)}).") from None
+            raise ValueError(f"{path}: the tensor {name} cannot be read ({first_line(error)}).") from None
         if not tensor.isfinite().all():
             raise ValueError(f"{path}: the tensor {name} holds NaN or infinity; the checkpoint is damaged.")
         return tensor
@@ -181,7 +182,7 @@ def named_hf_tensors(model: Model, parallel: Parallel) -> Iterator[tuple[str, Te
 
 
 def _first_layer(model: Model, parallel: Parallel) -> int:
-    return parallel.pipeline_rank * (model.config.num_layers // parallel.pipeline_size)
+    return int(parallel.pipeline_rank * (model.config.num_layers // parallel.pipeline_size))
 
 
 def _gather_shards(shard: Tensor, parallel: Parallel) -> list[Tensor]:
@@ -191,7 +192,7 @@ def _gather_shards(shard: Tensor, parallel: Parallel) -> list[Tensor]:
 
 
 def _stage_source(stage: int) -> int:
-    return dist.get_global_rank(mpu.get_pipeline_model_parallel_group(), stage)
+    return int(dist.get_global_rank(mpu.get_pipeline_model_parallel_group(), stage))
 
 
 def _broadcast_object(value: Any, stage: int) -> Any:

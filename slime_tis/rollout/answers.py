@@ -63,7 +63,8 @@ def last_boxed(text: str) -> str | None:
 
 def last_number(text: str) -> str:
     """The last number in a text, empty where it has none."""
-    return (NUMBER.findall(LATEX_FRACTION.sub(r" \1/\2", text)) or [""])[-1]
+    found: list[str] = NUMBER.findall(LATEX_FRACTION.sub(r" \1/\2", text))
+    return found[-1] if found else ""
 
 
 def number_of(text: str) -> Fraction | None:

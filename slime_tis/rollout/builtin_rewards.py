@@ -151,7 +151,8 @@ def _label(sample: Sample) -> str:
 
 def _chosen_letter(text: str, letters: Sequence[str]) -> str:
     for pattern in CHOSEN:
-        for letter in reversed(pattern.findall(text)):
+        named: list[str] = pattern.findall(text)
+        for letter in reversed(named):
             if letter.upper() in letters:
                 return letter.upper()
     alone = [letter for letter in re.findall(r"\b[A-Z]\b", text) if letter in letters]

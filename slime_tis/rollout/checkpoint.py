@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from slime_tis.hf_directory import shown_error
+from slime_tis.errors import first_line
 
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tiktoken.model")
 """Files of which a tokenizer has at least one."""
@@ -24,7 +24,7 @@ def load_model(path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
     except Exception as error:  # of transformers, safetensors and huggingface_hub, which share no class
-        raise ValueError(f"--hf-checkpoint is {str(path)!r}, which does not load: {shown_error(error)}.") from error
+        raise ValueError(f"--hf-checkpoint is {str(path)!r}, which does not load: {first_line(error)}.") from error
     return model.eval().requires_grad_(False)
 
 
@@ -44,7 +44,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(path, local_files_only=True)
     except Exception as error:  # of transformers and tokenizers, which share no class
         raise ValueError(
-            f"--hf-checkpoint is {str(path)!r}, whose tokenizer does not load: {shown_error(error)}."
+            f"--hf-checkpoint is {str(path)!r}, whose tokenizer does not load: {first_line(error)}."
         ) from error
 
 

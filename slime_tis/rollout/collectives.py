@@ -15,7 +15,7 @@ Result = TypeVar("Result")
 
 
 def map_over_ranks(function: Callable[[Sequence[Item]], list[Result]], items: Sequence[Item]) -> list[Result]:
-    """`function(items)`, each rank working on every world-size-th item.
+    """Returns `function(items)`, for which each rank works on every world-size-th item.
 
     A collective: every rank passes the same items and gets all results, in the items' order. An error on one
     rank is raised on all of them, so that none is left waiting for the others.
@@ -45,12 +45,12 @@ def map_over_ranks(function: Callable[[Sequence[Item]], list[Result]], items: Se
             raise other
     if isinstance(outcome, Exception):
         raise outcome
-    results: list[Result] = [None] * len(items)  # type: ignore[list-item]
-    for place, part in enumerate(outcomes):
-        if isinstance(part, Exception):
-            raise part
-        results[place::size] = part
-    return results
+    parts: list[list[Result]] = []
+    for other in outcomes:
+        if isinstance(other, Exception):
+            raise other
+        parts.append(other)
+    return [parts[place % size][place // size] for place in range(len(items))]
 
 
 def _portable(error: Exception) -> Exception:

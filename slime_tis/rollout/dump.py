@@ -1,4 +1,4 @@
-"""Samples in a file: one JSON object a line, to look at, to analyse, or to train on again."""
+"""Samples in a file: one JSON object per line, to look at, to analyse, or to train on again."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def load_samples(path: str | Path, prompts: int, n_samples: int) -> list[list[Sa
       n_samples: samples that each must have.
 
     Raises:
-      ValueError: no file, a line that is no sample, with its number, or another number of samples.
+      ValueError: no file, a line that is not a sample, with its number, or another number of samples.
     """
     path = Path(path)
     if not path.is_file():
@@ -58,21 +58,20 @@ def to_dict(sample: Sample) -> dict[str, Any]:
     row = dataclasses.asdict(sample)
     if row["metadata"] == row["prompt"]["metadata"]:
         row["metadata"] = {}
-    row["rollout_log_probs"] = [
-        value if value is not None and math.isfinite(value) else None for value in row["rollout_log_probs"]
-    ]
+    row["rollout_log_probs"] = [value if math.isfinite(value) else None for value in row["rollout_log_probs"]]
     return row
 
 
 def from_dict(row: dict[str, Any]) -> Sample:
-    """The sample that `to_dict` was given.
+    """The sample of a row that `to_dict` made; a log-prob that is null becomes NaN.
 
     Raises:
-      ValueError: the row is no sample, or its lists differ in length.
+        ValueError: the row is not a sample, or its lists differ in length.
     """
     try:
         prompt = Prompt(**{**row["prompt"], "token_ids": tuple(row["prompt"]["token_ids"])})
-        sample = Sample(**{**row, "prompt": prompt})
+        log_probs = [math.nan if value is None else value for value in row["rollout_log_probs"]]
+        sample = Sample(**{**row, "prompt": prompt, "rollout_log_probs": log_probs})
     except (KeyError, TypeError) as error:
         raise ValueError(f"is not a sample: {error}.") from error
     lengths = {

@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicLayer
 MIN_ROOM = 32  # tokens; growing by half alone would copy short sequences at almost every step
 
 
-class GrowingLayer(DynamicLayer):
+class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no types
     """Keys and values of one layer in a buffer with room for tokens to come.
 
     transformers' own layer concatenates, which copies the whole cache for every token: three tenths of the time
@@ -29,7 +29,8 @@ class GrowingLayer(DynamicLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Appends [batch, heads, tokens, head_dim] states and returns all of them."""
         if self.get_seq_length() == 0:
-            return super().update(key_states, value_states)
+            first: tuple[Tensor, Tensor] = super().update(key_states, value_states)
+            return first
         start, tokens = self.get_seq_length(), key_states.shape[-2]
         if tokens > self._room:
             self._grow(start + tokens)

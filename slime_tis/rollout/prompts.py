@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from slime_tis.errors import quoted
-from slime_tis.hf_directory import ModelSizes, shown_error
+from slime_tis.errors import first_line, quoted
+from slime_tis.hf_directory import ModelSizes
 from slime_tis.rollout.json_values import json_object
 from slime_tis.rollout.prompt_files import rows_of
 from slime_tis.rollout.sample import Prompt
@@ -110,7 +110,8 @@ def epoch_order(size: int, seed: int | None, epoch: int) -> Sequence[int]:
     """The places 0 .. size − 1 in the order of an epoch: shuffled by (seed, epoch), or as they are."""
     if seed is None:
         return range(size)
-    return np.random.default_rng([seed % 2**64, epoch]).permutation(size).tolist()
+    order: list[int] = np.random.default_rng([seed % 2**64, epoch]).permutation(size).tolist()
+    return order
 
 
 def load_prompts(
@@ -237,7 +238,7 @@ def _text(value: Any, place: str, tokenizer: PreTrainedTokenizerBase, apply_chat
         try:
             text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # templates raise whatever their author chose
-            raise ValueError(f"{place} does not fit the chat template: {shown_error(error)}.") from error
+            raise ValueError(f"{place} does not fit the chat template: {first_line(error)}.") from error
         return _encodable(text, f"{place} has a prompt")
     if not isinstance(value, str):
         raise ValueError(

@@ -11,7 +11,7 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 class SampleStatus(Enum):
-    """How a sample stands, under slime's names; those made here are completed, truncated or aborted."""
+    """What became of a sample, under slime's names; the engines here give completed, truncated and aborted ones."""
 
     PENDING = "pending"
     COMPLETED = "completed"
@@ -31,8 +31,8 @@ STATUS: dict[FinishReason, SampleStatus] = {
 class Prompt(str):
     """One row of a prompt file. It is its own text, as reward functions written for slime expect of `sample.prompt`."""
 
-    index: int  # type: ignore[assignment]
-    """Row of the file, from 0; in the place of the method of strings, whose like is `find`."""
+    index: int  # type: ignore[assignment]  # hides str.index, for which there is str.find
+    """Row of the file, from 0."""
 
     text: str
     """The prompt as it was tokenized, after the chat template where one is applied."""
@@ -57,6 +57,8 @@ class Prompt(str):
 class Sample:
     """One response to a prompt, with the log-probs of the policy that sampled it.
 
+    It is mutable, as slime's is: a reward function, the user's own among them, writes into it.
+
     The four lists are one entry per response token, the end-of-sequence token included.
     """
 
@@ -76,7 +78,7 @@ class Sample:
     """Their text, without special tokens."""
 
     rollout_log_probs: list[float]
-    """Log-probability of each token in the distribution it was sampled from."""
+    """Log-probability of each token in the distribution it was sampled from; NaN where it is missing."""
 
     loss_mask: list[int]
     """1 where a token is trained on, 0 where it is not the policy's own (tool output)."""

@@ -105,9 +105,10 @@ def prune(newest: Path, run: str, retain: int) -> None:
 def run_of(checkpoint: Path) -> str | None:
     """Identity of the run that wrote a checkpoint; None where that cannot be read."""
     try:
-        return json.loads((checkpoint / TRAINER_STATE).read_text(encoding="utf-8"))["run"]
+        run = json.loads((checkpoint / TRAINER_STATE).read_text(encoding="utf-8"))["run"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
+    return run if isinstance(run, str) else None
 
 
 def files_of(checkpoint: Path) -> list[str]:

@@ -1,5 +1,7 @@
 """Samples written to a file and read back."""
 
+import json
+import math
 from pathlib import Path
 
 import pytest
@@ -31,9 +33,10 @@ def test_samples_come_back_as_they_were(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["rollout.jsonl"]
 
 
-def test_a_log_prob_that_is_not_finite_becomes_null(tmp_path: Path) -> None:
+def test_a_log_prob_that_is_not_finite_is_null_in_the_file_and_nan_after_it(tmp_path: Path) -> None:
     save_samples(tmp_path / "x", [[sample(0, 0, rollout_log_probs=[float("nan"), float("-inf")])]])
-    assert load_samples(tmp_path / "x", 1, 1)[0][0].rollout_log_probs == [None, None]
+    assert json.loads((tmp_path / "x").read_text())["rollout_log_probs"] == [None, None]
+    assert [math.isnan(value) for value in load_samples(tmp_path / "x", 1, 1)[0][0].rollout_log_probs] == [True, True]
 
 
 @pytest.mark.parametrize(

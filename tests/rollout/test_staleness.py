@@ -18,21 +18,20 @@ def sample(versions: list[int]) -> Sample:
     )
 
 
-GROUPS = [[sample([4, 4]), sample([1, 4])], [sample([2, 3, 4]), sample([])]]
+def masks(version: int, limit: int | None) -> tuple[list[list[list[int]]], int]:
+    """Loss masks of four samples, by groups, and the number that was masked."""
+    groups = [[sample([4, 4]), sample([1, 4])], [sample([2, 3, 4]), sample([])]]
+    masked = mask_stale_samples(groups, version, limit)
+    return [[each.loss_mask for each in group] for group in groups], masked
 
 
 def test_the_oldest_token_decides() -> None:
-    found, count = mask_stale_samples(GROUPS, version=4, limit=2)
-    assert [[s.loss_mask for s in group] for group in found] == [[[1, 1], [0, 0]], [[1, 1, 1], []]]
-    assert count == 1
-    assert GROUPS[0][1].loss_mask == [1, 1]  # the caller's samples stay as they are
+    assert masks(version=4, limit=2) == ([[[1, 1], [0, 0]], [[1, 1, 1], []]], 1)
 
 
-def test_a_limit_of_nothing_keeps_only_the_present_weights() -> None:
-    found, count = mask_stale_samples(GROUPS, version=4, limit=0)
-    assert [[any(s.loss_mask) for s in group] for group in found] == [[True, False], [False, False]]
-    assert count == 2
+def test_a_limit_of_zero_leaves_the_present_weights_alone() -> None:
+    assert masks(version=4, limit=0) == ([[[1, 1], [0, 0]], [[0, 0, 0], []]], 2)
 
 
-def test_no_limit_keeps_all() -> None:
-    assert mask_stale_samples(GROUPS, version=400, limit=None) == (GROUPS, 0)
+def test_no_limit_masks_nothing() -> None:
+    assert masks(version=400, limit=None) == ([[[1, 1], [1, 1]], [[1, 1, 1], []]], 0)
