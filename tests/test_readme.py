@@ -2,11 +2,11 @@
 
 import re
 import shlex
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tomllib
 import torch
 
 from slime_tis.cli.arguments import configure
