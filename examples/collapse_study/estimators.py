@@ -44,7 +44,7 @@ NEGLIGIBLE = -105.0
 CHI2_2_95 = 5.991
 """95 % quantile of χ² with two degrees of freedom."""
 AT_ONCE = 2**21
-"""Tokens that are simulated at a time, a count."""
+"""Tokens that are simulated at a time."""
 UNBOUNDED = 1e9  # the library's own clamp of the log-weight at 20 remains
 ESTIMATORS: dict[str, RolloutCorrectionConfig] = {
     "uncorrected": RolloutCorrectionConfig(),

@@ -44,9 +44,9 @@ SIGMAS = tuple(float(f"{10 ** (exponent / 4):.3g}") for exponent in range(-12, 1
 CORRELATIONS = {0.1: "noise", 0.7: "drift"}
 """κ, and what such a mismatch is."""
 SIMULATED_TOKENS = 2**23
-"""Tokens that a simulated point is made of, a count."""
+"""Tokens that a simulated point is made of."""
 BATCH = 256
-"""Responses of the batch whose standard deviation is shown, a count."""
+"""Responses of the batch whose standard deviation is shown."""
 SHOWN_SIGMAS = (0.01, 0.0316, 0.1, 0.316)
 """Columns of the table of the smallest errors."""
 ABOUT_EQUAL = 1.05
@@ -76,7 +76,7 @@ class Point:
     sigma: float
     estimator: str
     responses: int
-    """Simulated, a count; 0 where the figures are exact."""
+    """Simulated; 0 where the figures are exact."""
     bias: float
     """‖E ĝ − g‖ / ‖g‖."""
     bias_low: float

@@ -36,7 +36,7 @@ FINISHED = "finished.json"
 """Written below a run's directory when it has ended: its flags, and what of its row is not in metrics.jsonl."""
 LOG = "train.log"
 LAST_LINES = 5
-"""Lines of a failed run's log that are shown, a count."""
+"""Lines of a failed run's log that are shown."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

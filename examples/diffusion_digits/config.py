@@ -38,31 +38,31 @@ class DigitsConfig:
     """Width of the velocity model."""
 
     layers: int = 3
-    """Residual blocks of the velocity model, a count."""
+    """Residual blocks of the velocity model."""
 
     pretrain_steps: int = 600
-    """Flow-matching steps before reinforcement learning, a count."""
+    """Flow-matching steps before reinforcement learning."""
 
     caption_noise: float = 0.5
     """Share of the images that flow matching sees with a caption drawn at random, as captions off the web are."""
 
     judge_steps: int = 400
-    """Training steps of each classifier, a count."""
+    """Training steps of each classifier."""
 
     num_rollout: int = 100
-    """Rollouts of the whole run, a count."""
+    """Rollouts of the whole run."""
 
     rollout_batch_size: int = 16
-    """Digits asked for in a rollout, a count."""
+    """Digits asked for in a rollout."""
 
     n_samples_per_prompt: int = 16
-    """Images of each digit asked for, a count; their rewards are compared with each other."""
+    """Images of each digit asked for; their rewards are compared with each other."""
 
     num_steps_per_rollout: int = 1
-    """Optimizer steps per rollout, a count; each trains on a share of the trajectories."""
+    """Optimizer steps per rollout; each trains on a share of the trajectories."""
 
     sde_steps: int = 10
-    """Steps of the SDE sampler, a count."""
+    """Steps of the SDE sampler."""
 
     noise_level: float = 0.7
     """Noise level a of the SDE sampler; more of it explores more."""
@@ -71,7 +71,7 @@ class DigitsConfig:
     """Precision of the copy that samples: fp32, bf16 (weights and arithmetic) or fp8 (weights)."""
 
     update_weights_interval: int = 1
-    """Rollouts that the copy keeps its weights for, a count."""
+    """Rollouts that the copy keeps its weights for."""
 
     log_ratio_scale: Literal["sum", "mean"] = "sum"
     """Scale of the log-ratios that are corrected: that of the step's density (sum over pixels), or its 64th root
@@ -87,10 +87,10 @@ class DigitsConfig:
     """Clip range of the ratio, a distance from 1, on the scale of means over pixels."""
 
     eval_interval: int = 10
-    """Rollouts between evaluations, a count; the first and the last are evaluated in any case."""
+    """Rollouts between evaluations; the first and the last are evaluated in any case."""
 
     eval_samples: int = 30
-    """Images of each digit that an evaluation samples, a count."""
+    """Images of each digit that an evaluation samples."""
 
     compare_with: str | None = None
     """Run directory of another run, to be drawn beside this one."""

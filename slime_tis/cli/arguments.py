@@ -49,7 +49,7 @@ from slime_tis.rollout.sglang.config import SGLangConfig
 from slime_tis.rollout.sglang.server_flags import split_server_flags
 
 MOST_SAMPLES = 1_048_576
-"""Samples of one rollout, a count; a run of 4,096 prompts with 256 samples each has as many."""
+"""Samples of one rollout; a run of 4,096 prompts with 256 samples each has as many."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,17 +57,17 @@ class LoopConfig:
     """How long the loop runs, how a rollout is cut into optimizer steps, and what is dumped or replayed."""
 
     num_rollout: Annotated[int | None, Limits(ge=1, le=10_000_000)] = None
-    """Rollouts of the whole run, a count; unset means num_epoch passes over the prompts."""
+    """Rollouts of the whole run; unset means num_epoch passes over the prompts."""
 
     num_epoch: Annotated[int | None, Limits(ge=1, le=1_000_000)] = None
-    """Passes over the training prompts, a count; in place of num_rollout."""
+    """Passes over the training prompts; in place of num_rollout."""
 
     global_batch_size: Annotated[int | None, Limits(ge=1, le=MOST_SAMPLES)] = None
-    """Samples of one optimizer step over all ranks, a count; unset means the rollout's samples divided by
+    """Samples of one optimizer step over all ranks; unset means the rollout's samples divided by
     num_steps_per_rollout."""
 
     num_steps_per_rollout: Annotated[int | None, Limits(ge=1, le=MOST_SAMPLES)] = None
-    """Optimizer steps per rollout, a count; unset means the rollout's samples divided by global_batch_size,
+    """Optimizer steps per rollout; unset means the rollout's samples divided by global_batch_size,
     or 1."""
 
     debug_rollout_only: bool = False

@@ -18,11 +18,11 @@ from pathlib import Path
 LARGEST = 1 << 20
 """Size of a script, in bytes."""
 MOST_FILES, DEEPEST = 16, 4
-"""Files that a script sources, in all and inside one another, a count."""
+"""Files that a script sources, in all and inside one another."""
 LONGEST_VALUE = 1 << 16
 """Characters that one word expands to."""
 MOST_WORDS = 10_000
-"""Words of a command or an array, a count."""
+"""Words of a command or an array."""
 PROGRAMS = ("train.py", "train_async.py")
 
 UNSET, END, OUTPUT = "\ue000", "\ue001", "\ue002"

@@ -24,19 +24,19 @@ from slime_tis.limits import Limits, find_limits
 
 SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 SHORT = 250
-"""Characters of the names that one message can list, a count."""
+"""Characters of the names that one message can list."""
 
 LONGEST = 80
-"""Letters of an unknown word that are compared with known ones, a count."""
+"""Letters of an unknown word that are compared with known ones."""
 
 NULLS = ("~", "null", "none")
 """Words that unset an option."""
 
 LONGEST_TEXT = 4096
-"""Characters of a value that is text, a count: the longest path that Linux takes."""
+"""Characters of a value that is text: the longest path that Linux takes."""
 
 LONGEST_NUMBER = 400
-"""Characters of a number, a count: enough for every float64 written out."""
+"""Characters of a number: enough for every float64 written out."""
 
 
 class Source(IntEnum):

@@ -29,7 +29,7 @@ WIDTH = 110
 """Longest line of a comment, in characters, unless a word is longer."""
 
 GPUS_PER_NODE, MOST_GPUS = 8, 1024
-"""GPUs of a node where the script does not say, and at most, a count."""
+"""GPUs of a node where the script does not say, and at most."""
 
 ESTIMATORS = {
     "gspo": ("grpo", "gspo"),

@@ -16,7 +16,7 @@ from slime_tis.errors import quoted
 
 SERVER_PREFIX = "--sglang-"
 MOST = 200
-"""Unknown flags that one message looks at, a count."""
+"""Unknown flags that one message looks at."""
 
 TOLERANCE = 1e-9
 """Relative difference of two numbers that are the same, such as 1e-6 and 0.000001."""

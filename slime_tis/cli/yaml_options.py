@@ -13,10 +13,10 @@ from slime_tis.cli.verl_options import BLOCKS, from_verl
 from slime_tis.errors import quoted
 
 LARGEST_FILE = 64 * 1024
-"""Bytes of a configuration, a count; one with every option is below 8 KiB."""
+"""Bytes of a configuration; one with every option is below 8 KiB."""
 
 DEEPEST = 8
-"""Levels of nesting, a count; verl's block has three."""
+"""Levels of nesting; verl's block has three."""
 
 YAML_NULLS = ("", "~", "null")
 

@@ -29,26 +29,26 @@ class MegatronConfig:
     """Directory that training checkpoints are written to, empty or that of load; unset means none are."""
 
     save_interval: Annotated[int | None, Limits(ge=1, le=1_000_000)] = None
-    """Rollouts between two training checkpoints, a count; unset means only the last one is saved."""
+    """Rollouts between two training checkpoints; unset means only the last one is saved."""
 
     save_hf: str | None = None
     """Directory that the trained policy is written to as a Hugging Face checkpoint at the end: absent, empty or an
     earlier export."""
 
     save_retain: Annotated[int, Limits(ge=1, le=1_000_000)] = 2
-    """Newest training checkpoints of the run that are kept, a count; its older ones are removed."""
+    """Newest training checkpoints of the run that are kept; its older ones are removed."""
 
     tensor_model_parallel_size: Annotated[int, Limits(ge=1, le=4_096)] = 1
-    """Ranks that share every layer's matrices, a count."""
+    """Ranks that share every layer's matrices."""
 
     pipeline_model_parallel_size: Annotated[int, Limits(ge=1, le=4_096)] = 1
-    """Ranks that hold consecutive stages of the layers, a count."""
+    """Ranks that hold consecutive stages of the layers."""
 
     context_parallel_size: Annotated[int, Limits(ge=1, le=4_096)] = 1
-    """Ranks that hold zigzag slices of every sequence, a count."""
+    """Ranks that hold zigzag slices of every sequence."""
 
     expert_model_parallel_size: Annotated[int, Limits(ge=1, le=4_096)] = 1
-    """Ranks that share the experts of a mixture-of-experts layer, a count."""
+    """Ranks that share the experts of a mixture-of-experts layer."""
 
     sequence_parallel: bool = False
     """Shard activations outside the matrix products along the sequence over the tensor-parallel ranks."""
@@ -57,7 +57,7 @@ class MegatronConfig:
     """Shard optimizer state over the data-parallel ranks."""
 
     micro_batch_size: Annotated[int | None, Limits(ge=1, le=1_000_000)] = None
-    """Samples in one forward pass of a rank, a count; unset means all of the rank's samples of a step."""
+    """Samples in one forward pass of a rank; unset means all of the rank's samples of a step."""
 
     use_dynamic_batch_size: bool = False
     """Pack samples into micro-batches of at most max_tokens_per_gpu tokens instead of a fixed count."""
@@ -66,7 +66,7 @@ class MegatronConfig:
     """Token budget of one packed micro-batch on one rank, in tokens; needs use_dynamic_batch_size."""
 
     log_probs_chunk_size: Annotated[int, Limits(ge=1, le=100_000_000, also=(-1,))] = -1
-    """Tokens whose log-probs are computed at a time from logits, a count; -1 means all at once."""
+    """Tokens whose log-probs are computed at a time from logits; -1 means all at once."""
 
     lr: Annotated[float, Limits(ge=0, le=1)] = 1e-6
     """Peak learning rate of Adam, per step."""
@@ -75,13 +75,13 @@ class MegatronConfig:
     """Learning rate that the decay ends at, per step."""
 
     lr_warmup_iters: Annotated[int, Limits(ge=0, le=1_000_000_000)] = 0
-    """Optimizer steps over which the learning rate rises linearly from 0, a count."""
+    """Optimizer steps over which the learning rate rises linearly from 0."""
 
     lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the learning rate after warm-up."""
 
     lr_decay_iters: Annotated[int | None, Limits(ge=1, le=1_000_000_000)] = None
-    """Optimizer steps until the decay reaches min_lr, a count; unset means the whole run."""
+    """Optimizer steps until the decay reaches min_lr; unset means the whole run."""
 
     weight_decay: Annotated[float, Limits(ge=0, le=100)] = 0.01
     """Decoupled weight decay of Adam, per unit of learning rate; biases and norms are exempt."""
@@ -112,13 +112,13 @@ class MegatronConfig:
     """Which layers full recomputation takes: uniform groups or the first block of each stage."""
 
     recompute_num_layers: Annotated[int | None, Limits(ge=1, le=10_000)] = None
-    """Layers in a group (uniform) or in the block (block) of full recomputation, a count."""
+    """Layers in a group (uniform) or in the block (block) of full recomputation."""
 
     seed: Annotated[int, Limits(ge=0, le=2**31 - 1)] = 1234
-    """Seed of everything random in training, an integer; sampling has rollout_seed."""
+    """Seed of everything random in training; sampling has rollout_seed."""
 
     num_threads: Annotated[int | None, Limits(ge=1, le=1_024)] = None
-    """CPU threads of each process, a count; unset means torch's own choice."""
+    """CPU threads of each process; unset means torch's own choice."""
 
     def __post_init__(self) -> None:
         check_limits(self)

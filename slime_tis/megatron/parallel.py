@@ -77,7 +77,7 @@ class Parallel:
 
     @property
     def size(self) -> int:
-        """Processes of the job, a count."""
+        """Processes of the job."""
         return dist.get_world_size()
 
     def largest(self, value: int) -> int:

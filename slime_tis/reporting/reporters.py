@@ -188,7 +188,7 @@ def open_reporters(
     Args:
         config: which reporters, and where they write.
         effective_config: plain values of the whole configuration, written as config.yaml and sent to W&B.
-        total_steps: steps of the whole run, a count.
+        total_steps: steps of the whole run.
         resume_step: first step that will be logged; whatever was logged at or beyond it is dropped.
         evaluates_again: whether the step before it is evaluated first, which an earlier resumption may have logged.
         run: identity of the run; None makes one.

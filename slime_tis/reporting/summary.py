@@ -18,7 +18,7 @@ from slime_tis.reporting.run_directory import METRICS, SUMMARY
 
 Series = list[tuple[int, float]]
 LONG = 40
-"""Points from which on a series is smoothed, a count."""
+"""Points from which on a series is smoothed."""
 
 COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#7f7f7f")
 

@@ -28,14 +28,14 @@ class RolloutConfig:
     servers have their own (--sglang-dtype, --sglang-quantization)."""
 
     update_weights_interval: Annotated[int, Limits(ge=1, le=1_000_000)] = 1
-    """Rollouts between two weight updates of the engine, a count; N makes samples up to N steps stale."""
+    """Rollouts between two weight updates of the engine; N makes samples up to N steps stale."""
 
     rollout_lookahead: Annotated[int, Limits(ge=0, le=1_000)] = 0
-    """Rollouts that are generated ahead while the present one is trained on, a count; K makes samples up to K
+    """Rollouts that are generated ahead while the present one is trained on; K makes samples up to K
     rollouts stale."""
 
     max_weight_staleness: Annotated[int | None, Limits(ge=0, le=1_000_000)] = None
-    """Optimizer steps between the weights that sampled a response's oldest token and those it would train, a count;
+    """Optimizer steps between the weights that sampled a response's oldest token and those it would train;
     staler responses are left out and counted, and unset keeps all."""
 
     partial_rollout: bool = False
@@ -43,7 +43,7 @@ class RolloutConfig:
     their tokens; needs over_sampling_batch_size and the sglang engine."""
 
     over_sampling_batch_size: Annotated[int | None, Limits(ge=1, le=1_000_000)] = None
-    """Prompts in flight per rollout under partial_rollout, a count above rollout_batch_size."""
+    """Prompts in flight per rollout under partial_rollout, more than rollout_batch_size."""
 
     check_weight_sync: bool = False
     """After each weight update compare the log-probs of a probe prompt between the two engines, and stop where
@@ -69,10 +69,10 @@ class RolloutConfig:
     """Render prompts with the tokenizer's chat template instead of tokenizing them as they are."""
 
     rollout_batch_size: Annotated[int, Limits(ge=1, le=65_536)]
-    """Prompts sampled per rollout, a count."""
+    """Prompts sampled per rollout."""
 
     n_samples_per_prompt: Annotated[int, Limits(ge=1, le=4_096)] = 1
-    """Responses sampled per prompt, a count; the group that baselines are taken over."""
+    """Responses sampled per prompt; the group that baselines are taken over."""
 
     rollout_max_response_len: Annotated[int, Limits(ge=1, le=10_000_000)]
     """Longest response, in tokens."""
@@ -90,13 +90,13 @@ class RolloutConfig:
     """Nucleus sampling keeps the likeliest tokens of this total probability; 1 keeps all."""
 
     rollout_top_k: Annotated[int, Limits(ge=1, le=10_000_000, also=(-1,))] = -1
-    """Top-k sampling keeps this many of the likeliest tokens, a count; -1 keeps all."""
+    """Top-k sampling keeps this many of the likeliest tokens; -1 keeps all."""
 
     rollout_shuffle: bool = False
     """Visit the prompts in a new order every epoch."""
 
     rollout_seed: Annotated[int, Limits(ge=0, le=2**31 - 1)] = 42
-    """Seed of sampling and shuffling, an integer; SGLang servers sample by it only where they are started with
+    """Seed of sampling and shuffling; SGLang servers sample by it only where they are started with
     --enable-deterministic-inference."""
 
     rollout_stop_token_ids: Annotated[tuple[int, ...] | None, Limits(ge=0, le=2**31 - 1)] = None
@@ -116,13 +116,13 @@ class RolloutConfig:
     """Key of the reward of held-out prompts; unset means reward_key."""
 
     eval_interval: Annotated[int | None, Limits(ge=1, le=1_000_000)] = None
-    """Rollouts between two evaluations, a count; unset means before and after training only."""
+    """Rollouts between two evaluations; unset means before and after training only."""
 
     eval_prompt_data: tuple[str, ...] | None = None
     """Held-out prompt files as NAME PATH pairs; a single PATH is named accuracy."""
 
     n_samples_per_eval_prompt: Annotated[int, Limits(ge=1, le=4_096)] = 1
-    """Responses sampled per held-out prompt, a count."""
+    """Responses sampled per held-out prompt."""
 
     eval_temperature: Annotated[float, Limits(ge=0.01, le=100, also=(0,))] = 0.0
     """Sampling temperature of evaluation; 0 is greedy."""

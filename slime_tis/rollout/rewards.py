@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 RewardFunction = Callable[[list[Sample]], list[float]]
 MOST_PARTS = 64
-"""Numbers of a reward that is a dict, a count."""
+"""Numbers of a reward that is a dict."""
 POLL = 1.0
 """Time between two safe points while scores are awaited, in seconds."""
 SYMBOLIC = ("math", "deepscaler", "dapo")

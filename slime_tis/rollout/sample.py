@@ -165,7 +165,7 @@ class Sampling:
     """Longest prompt and response together, in tokens; unset means the model's own limit."""
 
     n_samples: int = 1
-    """Responses per prompt, a count."""
+    """Responses per prompt."""
 
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end a response besides the model's end-of-sequence tokens."""

@@ -31,7 +31,7 @@ SECONDS = 2.0
 """Longest that a command line may take to be read, apart from what the machine does besides."""
 
 LONGEST_LINE = 400
-"""Characters of a line of a message, a count."""
+"""Characters of a line of a message."""
 
 BASE = {
     "hf_checkpoint": "model",

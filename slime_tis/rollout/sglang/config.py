@@ -35,7 +35,7 @@ class SGLangConfig:
     """Port of the router at sglang_router_ip."""
 
     sglang_launch: Annotated[int | None, Limits(ge=1, le=1_024)] = None
-    """Servers to start on this machine, watch and stop at the end, a count."""
+    """Servers to start on this machine, watch and stop at the end."""
 
     sglang_server_args: tuple[str, ...] | None = None
     """Flags of the servers that sglang_launch starts, as a list of words; on the command line any --sglang-NAME
@@ -57,10 +57,10 @@ class SGLangConfig:
     """Longest wait for the answer to one request, in seconds."""
 
     sglang_concurrency: Annotated[int, Limits(ge=1, le=65_536)] = 64
-    """Requests in flight per server, a count."""
+    """Requests in flight per server."""
 
     sglang_max_retries: Annotated[int, Limits(ge=0, le=1_000)] = 5
-    """Times that one request is tried again after its server failed, a count."""
+    """Times that one request is tried again after its server failed."""
 
     sglang_recovery_timeout: Annotated[float, Limits(gt=0, le=1_000_000)] = 120.0
     """Longest wait, with no server left, for one to come back before the run saves and stops, in seconds."""
