@@ -60,7 +60,7 @@ sys.path[:0] = [str(ROOT), str(HERE)]
 import torch  # noqa: E402
 from peers.verl_helper import load_verl_helper  # noqa: E402
 
-from slime_tis import RolloutCorrectionConfig, correct, figures  # noqa: E402
+from slime_tis import RolloutCorrectionConfig, correct  # noqa: E402
 
 LOWER, UPPER, VETO = 0.99, 1.01, 1e-4
 SIZES = {
@@ -142,7 +142,7 @@ def contenders(batch: Batch, slime: Any, verl: Any) -> dict[str, Callable[[], An
 
 def _ours(config: RolloutCorrectionConfig, *inputs: Any, lengths: list[int] | None = None) -> Any:
     correction = correct(config, *inputs, lengths=lengths)
-    return correction, figures(config, correction.statistics)
+    return correction, correction.statistics.metrics()
 
 
 def _copy(batch: Batch) -> Callable[[], Any]:

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime_tis import AdaptiveBounds, Correction, RolloutCorrectionConfig, correct
-from slime_tis import batch_norm_factor as mean_weight_of
+from slime_tis import AdaptiveBounds, Correction, GlobalBatch, RolloutCorrectionConfig, correct
 from slime_tis.integrations.slime import (
     ContextParallel,
     config_from_args,
@@ -60,7 +59,7 @@ def compute_mis_weights(
     """
     config = config_from_args(args)
     found = correct(config, train_log_probs, rollout_log_probs, loss_masks)
-    factor = mean_weight_of(config, found.statistics)
+    factor = found.statistics.batch_norm_factor()
     metrics = _metrics(config, found, train_log_probs, rollout_log_probs, loss_masks, ContextParallel(), factor)
     lengths = [len(mask) for mask in loss_masks]
     masks = [mask.to(original.dtype) for mask, original in zip(found.mask, loss_masks, strict=True)]
@@ -112,19 +111,20 @@ def compute_mis_weights_with_cp(
     config, context = config_from_args(args), context_parallel(kwargs)
     _check_global_batch(config, second_moment_limit, adaptive_bounds)
     slices = context.slices(total_lengths, response_lengths, kwargs.get("max_seq_lens"))
-    local_masks = slices.take(loss_masks)
+    local_masks = slices.slice_list(loss_masks)
     found = correct(
         config,
         train_log_probs,
         rollout_log_probs,
         local_masks,
-        reduce_sequences=context.reduce_sum,
-        slices=slices,
-        batch_norm_factor=batch_norm_factor,
-        second_moment_limit=second_moment_limit,
-        adaptive_bounds=adaptive_bounds,
+        global_batch=GlobalBatch(
+            ranks=context.ranks.with_slices(slices),
+            batch_norm_factor=batch_norm_factor,
+            second_moment_limit=second_moment_limit,
+            adaptive_bounds=adaptive_bounds,
+        ),
     )
-    factor = mean_weight_of(config, found.statistics) if batch_norm_factor is None else batch_norm_factor
+    factor = found.statistics.batch_norm_factor() if batch_norm_factor is None else batch_norm_factor
     metrics = _metrics(config, found, train_log_probs, rollout_log_probs, local_masks, context, factor)
     if config.use_tis:
         weights = torch.cat(found.weights)
@@ -176,8 +176,8 @@ def _metrics(
         ceiling = math.inf if config.rs_veto_upper_threshold is None else math.log(config.rs_veto_upper_threshold)
         metrics["rs_catastrophic_token_fraction"] = ((log_ratio < floor) | (log_ratio > ceiling)).float()
         metrics["rs_catastrophic_seq_fraction"] = spread(found.per_sequence["catastrophic"] > 0)
-    if found.second_moment_limit is not None:
-        trimmed = log_ratio.square() >= found.second_moment_limit
+    if found.global_batch.second_moment_limit is not None:
+        trimmed = log_ratio.square() >= found.global_batch.second_moment_limit
         metrics["second_moment_masked_fraction"] = trimmed.float()
     if config.use_tis:
         metrics |= _final_metrics(found, loss_masks, context, spread)
@@ -250,8 +250,9 @@ def _final_metrics(
     total = torch.segment_reduce(weights.to(torch.float64), "sum", lengths=counts, initial=0)
     lowest = torch.segment_reduce(torch.where(valid, -weights, -torch.inf), "max", lengths=counts, initial=-torch.inf)
     highest = torch.segment_reduce(weights, "max", lengths=counts, initial=0)
-    if context.reduce_sum is not None and context.reduce_max is not None:
-        total, lowest, highest = context.reduce_sum(total), context.reduce_max(lowest), context.reduce_max(highest)
+    ranks = context.ranks
+    total = ranks.over_context(total)
+    lowest, highest = ranks.over_context(torch.stack([lowest, highest]), "max").unbind()
     n, present = found.per_sequence["valid"].clamp_min(1), found.per_sequence["valid"] > 0
     return {
         "is_ratio_mean_final": spread(total / n),

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from slime_tis.correction import (
-    AdaptiveBounds,
     Correction,
+    GlobalBatch,
+    Ranks,
     RolloutCorrectionConfig,
-    batch_norm_factor,
     correct,
     interpolate_old_log_probs,
     response_slices,
@@ -109,7 +109,7 @@ class Learner:
         kept: list[bool] = []
         if self.parallel.is_last_stage:
             found = self._correct(batch, batch.local["old_log_probs"])
-            kept = (found.kept_per_sequence > 0).tolist()
+            kept = (found.accepted_per_sequence > 0).tolist()
         shares = self.parallel.from_data_ranks(self.parallel.from_last_stage(kept))
         return [keep for together in zip(*shares, strict=True) for keep in together]
 
@@ -119,15 +119,14 @@ class Learner:
             [value.to(self.parallel.backend.device) for value in batch.local[name]]
             for name in ("rollout_log_probs", "loss_masks")
         )
-        reduce, rank, size = self.parallel.reduce_sequences, self.parallel.context_rank, self.parallel.context_size
+        rank, size = self.parallel.context_rank, self.parallel.context_size
+        slices = response_slices(batch.total_lengths, batch.response_lengths, rank, size)
         return correct(
             self.correction,
             train_log_probs,
             rollout_log_probs,
             loss_masks,
-            reduce_sequences=reduce,
-            slices=None if reduce is None else response_slices(batch.total_lengths, batch.response_lengths, rank, size),
-            reduce_batch=self.parallel.sum_over_data,
+            global_batch=GlobalBatch(ranks=self.parallel.ranks.with_slices(slices)),
         )
 
     def _old_log_probs(self, batch: TrainingBatch, partition: list[list[int]]) -> list[torch.Tensor]:
@@ -143,7 +142,7 @@ class Learner:
 
     def _objective(self, batch: TrainingBatch, partition: list[list[int]]) -> PolicyObjective:
         parallel = self.parallel
-        factor, limit, bounds = self._of_global_batch(batch, partition)
+        known = self._global_batch(batch, partition)
         return PolicyObjective(
             correction=self.correction,
             policy=self.policy,
@@ -155,36 +154,28 @@ class Learner:
             context_rank=parallel.context_rank,
             context_size=parallel.context_size,
             context_group=parallel.context_group,
-            reduce_sequences=parallel.reduce_sequences,
-            batch_norm_factor=factor,
-            second_moment_limit=limit,
-            adaptive_bounds=bounds,
+            global_batch=replace(known, ranks=Ranks(context=parallel.ranks.context)),
         )
 
-    def _of_global_batch(
-        self, batch: TrainingBatch, partition: list[list[int]]
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, AdaptiveBounds | None]:
+    def _global_batch(self, batch: TrainingBatch, partition: list[list[int]]) -> GlobalBatch:
         """Mean weight, second-moment limit and adaptive bounds of the step, known before its first micro-batch."""
         correction = self.correction
         if not needs_global_batch(correction):
-            return None, None, None
+            return GlobalBatch()
         of_old = anchors_on_recomputed(correction, self.steps_per_rollout) or self.step == self._old_version
         if of_old and "old_log_probs" in batch.local:
             train = batch.local["old_log_probs"]
         else:  # what is weighted follows π_θ, and that moves with every step
             train = self._old_log_probs(batch, partition)
         if not self.parallel.is_last_stage:
-            return None, None, None
+            return GlobalBatch()
         if correction.old_logprobs == "interpolate":
             of_rollout, versions = batch.local["rollout_log_probs"], batch.local["weight_versions"]
             train = [
                 interpolate_old_log_probs(current, rollout.to(current), self.step, version.to(current.device))
                 for current, rollout, version in zip(train, of_rollout, versions, strict=True)
             ]
-        found = self._correct(batch, train)
-        sums = self.parallel.sum_over_data(found.statistics.sums)
-        factor = batch_norm_factor(correction, replace(found.statistics, sums=sums))
-        return factor, found.second_moment_limit, found.adaptive_bounds
+        return self._correct(batch, train).global_batch
 
     def _step_metrics(self, result: StepResult) -> dict[str, float]:
         """train/… metrics of a step, on every rank."""
@@ -194,12 +185,7 @@ class Learner:
             if self.custom_tis is not None:
                 names = parallel.from_data_and_context_ranks(sorted(result.report.custom))
                 check_metric_names(self.custom_tis, names, "rank")
-            report = result.report.over_ranks(
-                sum_data=parallel.sum_over_data,
-                sum_all=parallel.sum_over_data_and_context,
-                min_all=parallel.min_over_data_and_context,
-                max_all=parallel.max_over_data_and_context,
-            )
+            report = result.report.all_reduce(parallel.ranks)
             metrics = step_metrics(report, self.correction, self.policy, custom=self.custom_tis is not None)
         metrics = parallel.from_last_stage(metrics)
         metrics |= {

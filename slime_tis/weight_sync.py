@@ -78,7 +78,7 @@ def log_prob_gap(engine: TrainingEngine, token_ids: Sequence[int], log_probs: Se
         (other,) = batch.local["other"]
         differences = (found - other.to(found)).abs().double()
         total = torch.stack([differences.sum(), differences.new_tensor(float(differences.numel()))])
-        difference, tokens = parallel.sum_over_data_and_context(total).tolist()
+        difference, tokens = parallel.ranks.all_reduce(total).tolist()
         gap = difference / tokens
     gap = parallel.from_last_stage(gap)
     return math.inf if math.isnan(gap) else gap

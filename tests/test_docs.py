@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from slime_tis.cli.arguments import configure
-from slime_tis.correction import RolloutCorrectionConfig, correct, figures
+from slime_tis.correction import RolloutCorrectionConfig, correct
 from slime_tis.integrations import verl
 from slime_tis.policy.lag import LAGS, lag_table, staleness_metrics
 from slime_tis.rollout.metrics import rollout_metrics
@@ -136,7 +136,7 @@ def test_every_figure_of_the_correction_is_in_the_glossary(options):
     train = [torch.tensor([-1.0, -2.0]), torch.tensor([-0.5])]
     rollout = [torch.tensor([-1.1, -1.9]), torch.tensor([-0.4])]
     mask = [torch.ones(2), torch.ones(1)]
-    names = figures(config, correct(config, train, rollout, mask).statistics)
+    names = correct(config, train, rollout, mask).statistics.metrics()
     criteria = "|".join(criterion.name for criterion in config.rejections) or "none"
     general = {re.sub(rf"mis_rs_({criteria})_", "mis_rs_CRITERION_", f"train/{name}") for name in names}
     assert len(names) >= 15 and general - documented(r"train/\w+") == set()

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slime_tis import RolloutCorrectionConfig, correct, figures
+from slime_tis import RolloutCorrectionConfig, correct
 
 LENGTHS = (12, 64, 300, 3000)
 DEVIATIONS = (0.005, 0.01, 0.02, 0.05, 0.1)
@@ -67,7 +67,7 @@ def rejected(options: dict[str, float], delta_ST: Tensor) -> Tensor:
     """1.0 for each sequence that the rule rejects, float64 [256]."""
     config = RolloutCorrectionConfig(use_rs=True, rs_level="geometric", **options)  # type: ignore[arg-type]
     found = correct(config, delta_ST, torch.zeros_like(delta_ST), torch.ones_like(delta_ST))
-    return (found.kept_per_sequence == 0).double()
+    return (found.accepted_per_sequence == 0).double()
 
 
 def shares(options: dict[str, float], length: int, deviation: float, batches: int, seed: int = 0) -> Shares:
@@ -101,12 +101,13 @@ def estimates(
         spoiled_ST[0, 0] = 20.0
         for suffix, delta_ST in (("", healthy_ST), (", +20 nats", spoiled_ST)):
             found = correct(config, delta_ST, torch.zeros_like(delta_ST), torch.ones_like(delta_ST))
-            assert found.adaptive_bounds is not None
+            bounds = found.global_batch.adaptive_bounds
+            assert bounds is not None
             mean_S = (delta_ST.exp() - 1 - delta_ST).mean(1)
             for name, k3 in (
-                ("mean", figures(config, found.statistics)["mismatch_k3_kl"]),
+                ("mean", found.statistics.metrics()["mismatch_k3_kl"]),
                 ("median of sequences", mean_S.median().item()),
-                ("clamped mean", found.adaptive_bounds.k3.item()),
+                ("clamped mean", bounds.k3.item()),
             ):
                 sums[name + suffix] = sums.get(name + suffix, 0.0) + k3 / (deviation**2 / 2) / batches
         lost = rejected({"rs_z_score": 3.0}, healthy_ST).mean().item()

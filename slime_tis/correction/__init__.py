@@ -8,10 +8,11 @@ if TYPE_CHECKING:
     from slime_tis.correction.config import RolloutCorrectionConfig
     from slime_tis.correction.context_parallel import ResponseSlices, context_parallel_slices, response_slices
     from slime_tis.correction.criteria import CRITERIA, Criterion, parse_criteria
-    from slime_tis.correction.metrics import batch_norm_factor, figures
+    from slime_tis.correction.global_batch import THIS_CALL, GlobalBatch
     from slime_tis.correction.off_policy_mask import off_policy_sequence_mask
     from slime_tis.correction.presets import PRESETS
     from slime_tis.correction.proximal import interpolate_old_log_probs
+    from slime_tis.correction.ranks import AllReduce, Ranks, ReduceOp
     from slime_tis.correction.ratio import LOG_RATIO_BOUND, LOG_RATIO_LIMIT
     from slime_tis.correction.rollout_correction import Correction, correct
     from slime_tis.correction.statistics import Statistics
@@ -21,17 +22,20 @@ __all__ = [
     "LOG_RATIO_BOUND",
     "LOG_RATIO_LIMIT",
     "PRESETS",
+    "THIS_CALL",
     "AdaptiveBounds",
+    "AllReduce",
     "Correction",
     "Criterion",
+    "GlobalBatch",
+    "Ranks",
+    "ReduceOp",
     "ResponseSlices",
     "RolloutCorrectionConfig",
     "Statistics",
     "adaptive_bounds",
-    "batch_norm_factor",
     "context_parallel_slices",
     "correct",
-    "figures",
     "interpolate_old_log_probs",
     "off_policy_sequence_mask",
     "parse_criteria",
@@ -43,10 +47,11 @@ _EXPORTS = {
     "config": ("RolloutCorrectionConfig",),
     "context_parallel": ("ResponseSlices", "context_parallel_slices", "response_slices"),
     "criteria": ("CRITERIA", "Criterion", "parse_criteria"),
-    "metrics": ("batch_norm_factor", "figures"),
+    "global_batch": ("THIS_CALL", "GlobalBatch"),
     "off_policy_mask": ("off_policy_sequence_mask",),
     "presets": ("PRESETS",),
     "proximal": ("interpolate_old_log_probs",),
+    "ranks": ("AllReduce", "Ranks", "ReduceOp"),
     "ratio": ("LOG_RATIO_BOUND", "LOG_RATIO_LIMIT"),
     "rollout_correction": ("Correction", "correct"),
     "statistics": ("Statistics",),

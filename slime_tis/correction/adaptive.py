@@ -14,14 +14,14 @@ Shapes: suffix _S is per sequence.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from slime_tis.correction.config import RolloutCorrectionConfig
+from slime_tis.correction.ranks import ONE_RANK, Ranks
 from slime_tis.correction.selection import order_statistic
-from slime_tis.correction.statistics import Reduction
 
 K3_RANGE = 1.0
 """k3 is measured with Δ clamped to ±1, ratios of 1/e to e, where healthy tokens lie down to fp8. What is to be rejected
@@ -69,17 +69,17 @@ class AdaptiveBounds:
 
 
 def adaptive_bounds(
-    config: RolloutCorrectionConfig, tables: Sequence[Mapping[str, Tensor]], reduce_batch: Reduction | None = None
+    config: RolloutCorrectionConfig, tables: Sequence[Mapping[str, Tensor]], ranks: Ranks = ONE_RANK
 ) -> AdaptiveBounds:
     """The bounds of a global batch from the tables of its micro-batches.
 
     Args:
         config: With `rs_z_score` or `rs_target_fraction`.
         tables: `Correction.per_sequence` of each micro-batch of this rank, made under the same config.
-        reduce_batch: Sums small float64 tables over the data-parallel ranks that share the batch; None on one rank.
+        ranks: That share the batch; small tables are summed over the data-parallel ones.
 
     Returns:
-        To be passed to `correct` with each of the micro-batches. Nothing synchronises with the host.
+        For the `GlobalBatch` of each of the micro-batches. Nothing synchronises with the host.
 
     Raises:
         ValueError: if the config has neither option, or there is no table.
@@ -89,18 +89,18 @@ def adaptive_bounds(
     if not tables:
         raise ValueError("adaptive_bounds got no table; pass Correction.per_sequence of each micro-batch.")
     columns = {name: torch.cat([table[name] for table in tables]) for name in ("valid", "log_ratio", "k3")}
-    reductions = () if reduce_batch is None else (reduce_batch,)
+    ranks = replace(ranks, context=None)  # the tables are of whole sequences
     n = columns["valid"]
-    present, tokens, total = _total(torch.stack([(n > 0).sum(), n.sum(), columns["k3"].sum()]), reductions).unbind()
+    present, tokens, total = ranks.over_data(torch.stack([(n > 0).sum(), n.sum(), columns["k3"].sum()])).unbind()
     k3 = total / tokens.clamp_min(1)
-    median_length = order_statistic(_where_positive(n, n), (present - 1).div(2).floor(), reductions)
+    median_length = order_statistic(_where_positive(n, n), (present - 1).div(2).floor(), ranks)
     if config.rs_z_score is not None:
         z_score = torch.full_like(k3, min(config.rs_z_score, LARGEST_Z_SCORE))
     else:
         assert config.rs_target_fraction is not None
         rejected = (config.rs_target_fraction * present + 1e-9).floor()  # 0.29 · 100 is 28.999999999999996
         scores = _where_positive(n, _z_scores(columns, k3))
-        z_score = order_statistic(scores, present - 1 - rejected, reductions) * (1 + TIE)
+        z_score = order_statistic(scores, present - 1 - rejected, ranks) * (1 + TIE)
     return AdaptiveBounds(k3, z_score, median_length)
 
 
@@ -120,10 +120,3 @@ def _z_scores(columns: Mapping[str, Tensor], k3: Tensor) -> Tensor:
 def _where_positive(x_S: Tensor, values_S: Tensor) -> Tensor:
     """The values where x > 0, +inf elsewhere, which no order statistic counts."""
     return torch.where(x_S > 0, values_S, math.inf)
-
-
-def _total(value: Tensor, reductions: Sequence[Reduction]) -> Tensor:
-    total = value.to(torch.float64)
-    for reduction in reductions:
-        total = reduction(total)
-    return total

@@ -61,22 +61,18 @@ class ResponseSlices:
     lengths: tuple[int, ...]
     """Tokens of each whole response."""
 
-    def take(self, whole: Sequence[Tensor]) -> list[Tensor]:
+    def slice_list(self, whole: Sequence[Tensor]) -> list[Tensor]:
         """This rank's slice of each whole response."""
         if self.local_lengths == self.lengths:
             return list(whole)
-        return self.parts(torch.cat(list(whole)))
+        return list(self.slice_flat(torch.cat(list(whole))).split(self.local_lengths))
 
-    def cut(self, whole_N: Tensor) -> Tensor:
+    def slice_flat(self, whole_N: Tensor) -> Tensor:
         """This rank's tokens [L] of the flat whole responses [N]."""
         owned = [piece for i, piece in enumerate(whole_N.split(self.pieces)) if i % 5 in (1, 3)]
         return torch.cat([whole_N[:0], *owned])
 
-    def parts(self, whole_N: Tensor) -> list[Tensor]:
-        """The same, one tensor a response."""
-        return list(self.cut(whole_N).split(self.local_lengths))
-
-    def spread(self, local_L: Tensor) -> Tensor:
+    def scatter(self, local_L: Tensor) -> Tensor:
         """This rank's flat tokens [L, …] at their places in the flat whole responses [N, …], 0 elsewhere."""
         owned = iter(local_L.split([size for i, size in enumerate(self.pieces) if i % 5 in (1, 3)]))
         gaps = [size for i, size in enumerate(self.pieces) if i % 5 in (0, 2, 4)]
@@ -118,13 +114,13 @@ def whole_sequence_levels(config: RolloutCorrectionConfig) -> list[str]:
     return [f"{flag} {level}" for flag, level in levels.items() if level in WHOLE_SEQUENCE_LEVELS]
 
 
-def join_slices(
+def gather_slices(
     train_log_probs: LogProbs,
     rollout_log_probs: LogProbs,
     loss_mask: LogProbs,
     lengths: Sequence[int] | None,
     slices: ResponseSlices,
-    reduce_sequences: Callable[[Tensor], Tensor],
+    sum_over_context: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Whole responses from the slices of all ranks: train and rollout log-probs and the mask, packed [N].
 
@@ -137,7 +133,7 @@ def join_slices(
         loss_mask: Those of the loss mask.
         lengths: Tokens of each response on this rank, where they are packed.
         slices: Where they lie.
-        reduce_sequences: Sums the float64 [N, 3] table over the context-parallel ranks.
+        sum_over_context: Sums the float64 [N, 3] table over the context-parallel ranks.
 
     Raises:
         ValueError: if these are not the tokens that `slices` speaks of, or they are a padded batch.
@@ -146,7 +142,7 @@ def join_slices(
     columns = [_packed(name, values, lengths, slices, _device(train_log_probs)) for name, values in inputs.items()]
     working = torch.promote_types(columns[0].dtype, columns[1].dtype)
     table_L = torch.stack([column.to(torch.float64) for column in columns], 1)
-    train_N, rollout_N, mask_N = reduce_sequences(slices.spread(table_L)).to(working).unbind(1)
+    train_N, rollout_N, mask_N = sum_over_context(slices.scatter(table_L)).to(working).unbind(1)
     return train_N, rollout_N, mask_N
 
 
@@ -158,7 +154,7 @@ def _packed(
     if isinstance(values, Tensor):
         if lengths is None:
             raise ValueError(
-                f"{name} has shape {tuple(values.shape)} and lengths is None; where slices are joined pass lists, "
+                f"{name} has shape {tuple(values.shape)} and lengths is None; where slices are gathered pass lists, "
                 f"or packed [L] tensors with lengths that sum to L."
             )
         check_tensor(name, values, device)

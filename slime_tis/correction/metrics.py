@@ -1,55 +1,18 @@
-"""The named figures, computed from merged statistics once per step, with one host synchronisation."""
+"""The named metrics, computed from merged statistics once per step."""
 
 import math
 
-import torch
-from torch import Tensor
-
 from slime_tis.correction.config import RolloutCorrectionConfig
 from slime_tis.correction.ratio import LOG_RATIO_BOUND
-from slime_tis.correction.statistics import MAXIMA, MINIMA, PERPLEXITIES, Statistics, sum_names
+from slime_tis.correction.weights import SMALLEST_BATCH_MEAN
 
-SMALLEST_BATCH_MEAN = 1e-8
-"""Weights whose mean is not above this are not normalised."""
-
-
-def batch_norm_factor(config: RolloutCorrectionConfig, statistics: Statistics) -> Tensor:
-    """Mean of the bounded weights, over valid tokens, or over sequences where weights are sequence-wide.
-
-    1 where there is no weight, where all are zero, or where the configuration does not normalise.
-    """
-    names = sum_names(config)
-    if not (config.use_tis and config.tis_batch_normalize):
-        return torch.ones_like(statistics.sums[0])
-    return mean_weight(statistics.sums[names.index("weight")], statistics.sums[names.index("weights")])
+PERPLEXITIES = ("training_log_ppl", "training_ppl", "rollout_log_ppl", "rollout_ppl")
 
 
-def mean_weight(total: Tensor, count: Tensor) -> Tensor:
-    """total / count, or 1 where that is not a usable divisor."""
-    return usable_mean(total / count.clamp_min(1))
-
-
-def usable_mean(mean: Tensor) -> Tensor:
-    """The mean weight, or 1 where weights cannot be divided by it: too small, or no number."""
-    return torch.where(mean > SMALLEST_BATCH_MEAN, mean, torch.ones_like(mean))
-
-
-def figures(config: RolloutCorrectionConfig, statistics: Statistics) -> dict[str, float]:
-    """All figures that apply to the configuration, by their names in the log.
-
-    Args:
-        config: The options under which the statistics were made.
-        statistics: Merged over all micro-batches and ranks.
-
-    Returns:
-        Name to value; empty where there is no valid token at all. No value is ever NaN or infinite.
-    """
-    values = torch.cat([statistics.sums, statistics.mins, statistics.maxs]).tolist()
-    names = sum_names(config)
-    sums = dict(zip(names, values, strict=False))
-    mins = dict(zip(MINIMA, values[len(names) :], strict=False))
-    maxs = dict(zip(MAXIMA, values[len(names) + len(MINIMA) :], strict=True))
-
+def correction_metrics(
+    config: RolloutCorrectionConfig, sums: dict[str, float], mins: dict[str, float], maxs: dict[str, float]
+) -> dict[str, float]:
+    """All metrics that apply to the configuration, by their names in the log; see `Statistics.metrics`."""
     found = {}
     if sums["original_tokens"]:
         found["nonfinite_token_fraction"] = sums["nonfinite_tokens"] / sums["original_tokens"]
@@ -57,13 +20,13 @@ def figures(config: RolloutCorrectionConfig, statistics: Statistics) -> dict[str
             found["gradient_kept_fraction"] = sums["kept_tokens"] / sums["original_tokens"]
     if not sums["tokens"]:
         return found
-    found |= _mismatch_figures(sums, mins, maxs)
+    found |= _mismatch_metrics(sums, mins, maxs)
     if config.use_tis:
-        found |= _weight_figures(config, sums, mins, maxs)
+        found |= _weight_metrics(config, sums, mins, maxs)
     if config.has_token_weights:
-        found |= _sequence_mean_figures(sums, mins, maxs)
+        found |= _sequence_mean_metrics(sums, mins, maxs)
     if config.rejections:
-        found |= _rejection_figures(config, sums)
+        found |= _rejection_metrics(config, sums)
     if config.vetoes:
         found["mis_catastrophic_token_fraction"] = sums["catastrophic_tokens"] / sums["tokens"]
         found["mis_catastrophic_seq_fraction"] = sums["catastrophic_sequences"] / sums["sequences"]
@@ -72,7 +35,7 @@ def figures(config: RolloutCorrectionConfig, statistics: Statistics) -> dict[str
     return found
 
 
-def _mismatch_figures(sums: dict[str, float], mins: dict[str, float], maxs: dict[str, float]) -> dict[str, float]:
+def _mismatch_metrics(sums: dict[str, float], mins: dict[str, float], maxs: dict[str, float]) -> dict[str, float]:
     """Divergences over valid tokens and sequences; perplexities over the sequences with a finite log-prob."""
     tokens, sequences, measured = sums["tokens"], sums["sequences"], sums["measured_sequences"]
     found = {
@@ -90,7 +53,7 @@ def _mismatch_figures(sums: dict[str, float], mins: dict[str, float], maxs: dict
     return found
 
 
-def _weight_figures(
+def _weight_metrics(
     config: RolloutCorrectionConfig, sums: dict[str, float], mins: dict[str, float], maxs: dict[str, float]
 ) -> dict[str, float]:
     """Mean and extremes before the mode; mean, extremes, deviation and sample size of the weights after it."""
@@ -124,7 +87,7 @@ def _weight_figures(
     return found
 
 
-def _sequence_mean_figures(sums: dict[str, float], mins: dict[str, float], maxs: dict[str, float]) -> dict[str, float]:
+def _sequence_mean_metrics(sums: dict[str, float], mins: dict[str, float], maxs: dict[str, float]) -> dict[str, float]:
     """Of the mean weight of each sequence, after the mode and before batch normalisation."""
     sequences = sums["sequences"]
     excess, squared = sums["sequence_weight_excess"], sums["sequence_weight_excess_squared"]
@@ -154,7 +117,7 @@ def _weight_of(config: RolloutCorrectionConfig, ratio: float) -> float:
     return min(weight if config.tis_mode == "truncate" else max(weight, lower), upper)
 
 
-def _rejection_figures(config: RolloutCorrectionConfig, sums: dict[str, float]) -> dict[str, float]:
+def _rejection_metrics(config: RolloutCorrectionConfig, sums: dict[str, float]) -> dict[str, float]:
     tokens, sequences = sums["tokens"], sums["sequences"]
     found = {
         "mis_rs_masked_fraction": sums["rs_tokens"] / tokens,

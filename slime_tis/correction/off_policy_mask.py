@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from slime_tis.correction.config import NonfinitePolicy, RolloutCorrectionConfig
+from slime_tis.correction.global_batch import GlobalBatch
 from slime_tis.correction.inputs import LogProbs
+from slime_tis.correction.ranks import ONE_RANK, Ranks
 from slime_tis.correction.rollout_correction import correct
-from slime_tis.correction.statistics import Reduction
 
 _MEASURE = RolloutCorrectionConfig(use_rollout_logprobs=True, policy_loss="reinforce")
 
@@ -25,7 +26,7 @@ def off_policy_sequence_mask(
     delta: float,
     nonfinite_policy: NonfinitePolicy = "reject",
     lengths: Sequence[int] | None = None,
-    reduce_sequences: Reduction | None = None,
+    ranks: Ranks = ONE_RANK,
 ) -> Tensor:
     """keep = not (A < 0 and mean_t(log π_old − log π_θ) > δ), one verdict per sequence.
 
@@ -45,7 +46,7 @@ def off_policy_sequence_mask(
         nonfinite_policy: What a token with a log-prob that is not finite does to the mean: "reject" leaves it out,
             "neutral" counts it with a difference of 0, "raise" refuses it.
         lengths: Lengths of packed sequences.
-        reduce_sequences: Sums a table over context-parallel ranks, as for `correct`.
+        ranks: One table is summed over the context-parallel ones, where sequences are sliced.
 
     Returns:
         bool [S], True where the sequence is kept.
@@ -53,9 +54,9 @@ def off_policy_sequence_mask(
     Raises:
         ValueError: if there is not one advantage per sequence, or a token is not finite under "raise".
     """
-    layout: dict[str, Any] = {"lengths": lengths, "reduce_sequences": reduce_sequences}
+    config = replace(_MEASURE, nonfinite_policy=nonfinite_policy)
     inputs: tuple[Any, Any, Any] = (log_probs, old_log_probs, loss_mask)
-    table = correct(replace(_MEASURE, nonfinite_policy=nonfinite_policy), *inputs, **layout).per_sequence
+    table = correct(config, *inputs, lengths=lengths, global_batch=GlobalBatch(ranks=ranks)).per_sequence
     if advantages.shape != table["valid"].shape:
         raise ValueError(
             f"advantages has shape {tuple(advantages.shape)} for {table['valid'].numel()} sequences; pass one each."

@@ -3,12 +3,12 @@
 Shapes: suffix _N is per value of this rank.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from slime_tis.correction.statistics import Reduction
+from slime_tis.correction.ranks import ONE_RANK, Ranks
 
 DIGIT_BITS = 9
 """Bits of the result that one round of the search finds: seven rounds for the 63 of a float64 without sign."""
@@ -16,26 +16,26 @@ INFINITY_BITS = 0x7FF0 << 48
 """+inf as an integer; the bits beyond it are no numbers."""
 
 
-def order_statistic(values_N: Tensor, index: Tensor, reductions: Sequence[Reduction] = ()) -> Tensor:
+def order_statistic(values_N: Tensor, index: Tensor, ranks: Ranks = ONE_RANK) -> Tensor:
     """The value at `index` of all ranks' values in ascending order; +inf beyond the last one, 0 before the first.
 
     Args:
         values_N: This rank's values, not negative; +inf and NaN are not counted.
         index: Scalar, counted from 0.
-        reductions: Each sums a float64 [512, 2] table over the ranks that share the values; none on one rank.
+        ranks: That share the values; each round sums a float64 [512, 2] table over them.
 
     Returns:
         float64 scalar, the same on all ranks. Nothing synchronises with the host.
     """
     ordered = values_N.to(torch.float64).nan_to_num(torch.inf, torch.inf).sort().values
-    return largest_value(ordered, torch.zeros_like(ordered), lambda count, _: count <= index, reductions)
+    return largest_value(ordered, torch.zeros_like(ordered), lambda count, _: count <= index, ranks)
 
 
 def largest_value(
     ordered_N: Tensor,
     terms_N: Tensor,
     holds: Callable[[Tensor, Tensor], Tensor],
-    reductions: Sequence[Reduction] = (),
+    ranks: Ranks = ONE_RANK,
 ) -> Tensor:
     """The largest v for which `holds(count, total)` of the values below v, +inf if it holds for all of them.
 
@@ -48,7 +48,7 @@ def largest_value(
         terms_N: float64, what each of them adds to the total.
         holds: Count and total of the values below each of 512 candidates to bool [512]; once false for a
             candidate it is false for all larger ones.
-        reductions: As of `order_statistic`.
+        ranks: As of `order_statistic`.
 
     Returns:
         float64 scalar, the same on all ranks. Nothing synchronises with the host.
@@ -60,8 +60,7 @@ def largest_value(
         candidates = (found + (digits << shift)).clamp_max(INFINITY_BITS)
         counts = torch.searchsorted(ordered_N, candidates.view(torch.float64))
         table = torch.stack([counts.to(torch.float64), total.index_select(0, counts)], 1)
-        for reduction in reductions:
-            table = reduction(table)
+        table = ranks.all_reduce(table)
         below = holds(table[:, 0], table[:, 1])
         last = below.sum().sub(1).clamp_min(0)  # the first was within a round ago, but for rounding between ranks
         found = candidates.index_select(0, last.reshape(1))

@@ -1,4 +1,4 @@
-"""The mergeable table: sums, minima and maxima from which every figure is computed.
+"""The mergeable table: sums, minima and maxima from which every metric is computed.
 
 Micro-batches and ranks merge by adding and by min and max; nothing in here is an average. Which entries there
 are depends on the options alone, so that a rank with no sequence merges with the others.
@@ -6,21 +6,20 @@ are depends on the options alone, so that a rank with no sequence merges with th
 Shapes: suffix _S is per sequence.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 
 from slime_tis.correction.config import RolloutCorrectionConfig
+from slime_tis.correction.metrics import PERPLEXITIES, correction_metrics
+from slime_tis.correction.ranks import ONE_RANK, Ranks
 from slime_tis.correction.ratio import LOG_RATIO_BOUND
-
-Reduction = Callable[[Tensor], Tensor]
+from slime_tis.correction.weights import mean_weight
 
 LOG_PPL_BOUND = 80.0
 """exp of a perplexity is taken up to e^80, so that sums of perplexities stay finite."""
 
-PERPLEXITIES = ("training_log_ppl", "training_ppl", "rollout_log_ppl", "rollout_ppl")
 MISMATCH_SUMS = (
     "sequences",
     "measured_sequences",
@@ -66,8 +65,10 @@ mask mode; in the other modes the same as ratio."""
 
 @dataclass(frozen=True)
 class Statistics:
-    """Sums [K], minima [M] and maxima [M], float64, in the order of `sum_names`, `MINIMA`, `MAXIMA`."""
+    """What was measured of some sequences: sums [K], minima [M] and maxima [M], float64."""
 
+    config: RolloutCorrectionConfig
+    """The options under which it was measured."""
     sums: Tensor
     """Over whole sequences: the same on every context-parallel rank, to be added over data-parallel ranks."""
     mins: Tensor
@@ -80,22 +81,76 @@ class Statistics:
         """The neutral element of `merge`."""
         zero = torch.zeros(1, dtype=torch.float64, device=device)
         return cls(
+            config=config,
             sums=zero.repeat(len(sum_names(config))),
             mins=(zero + torch.inf).repeat(len(MINIMA)),
             maxs=(zero - torch.inf).repeat(len(MAXIMA)),
         )
 
     def merge(self, other: "Statistics") -> "Statistics":
-        """The statistics of both together."""
-        return Statistics(
+        """The statistics of both together.
+
+        Raises:
+            ValueError: if they were measured under different options.
+        """
+        if self.config != other.config:
+            names = [
+                f.name for f in fields(self.config) if getattr(self.config, f.name) != getattr(other.config, f.name)
+            ]
+            raise ValueError(
+                f"the statistics to merge differ in {', '.join(names)}; merge those of one RolloutCorrectionConfig."
+            )
+        return replace(
+            self,
             sums=self.sums + other.sums,
             mins=torch.minimum(self.mins, other.mins),
             maxs=torch.maximum(self.maxs, other.maxs),
         )
 
-    def reduce(self, sum_fn: Reduction, min_fn: Reduction, max_fn: Reduction) -> "Statistics":
-        """The statistics of all ranks: sums over data-parallel ones, extremes over context-parallel ones too."""
-        return Statistics(sums=sum_fn(self.sums), mins=min_fn(self.mins), maxs=max_fn(self.maxs))
+    def all_reduce(self, ranks: Ranks) -> "Statistics":
+        """The statistics of all ranks; these here stay as they are.
+
+        Sums, which are of whole sequences, are added over data-parallel ranks; extremes are taken over
+        context-parallel ranks too.
+        """
+        return replace(
+            self,
+            sums=ranks.over_data(self.sums.clone()),
+            mins=ranks.all_reduce(self.mins.clone(), "min"),
+            maxs=ranks.all_reduce(self.maxs.clone(), "max"),
+        )
+
+    def batch_norm_factor(self, ranks: Ranks = ONE_RANK) -> Tensor:
+        """Mean of the bounded weights, over valid tokens, or over sequences where weights are sequence-wide.
+
+        Args:
+            ranks: That share the batch, where these are the statistics of one of them.
+
+        Returns:
+            float64 scalar.
+
+            1 where there is no weight, where all are zero, or where the configuration does not normalise.
+        """
+        if not (self.config.use_tis and self.config.tis_batch_normalize):
+            return torch.ones_like(self.sums[0])
+        names = sum_names(self.config)
+        pair = torch.stack([self.sums[names.index("weight")], self.sums[names.index("weights")]])
+        return mean_weight(*ranks.over_data(pair).unbind())
+
+    def metrics(self) -> dict[str, float]:
+        """All metrics that apply to the configuration, by their names in the log; one host synchronisation.
+
+        Returns:
+            Name to value; empty where there is no valid token at all. No value is ever NaN or infinite.
+        """
+        values = torch.cat([self.sums, self.mins, self.maxs]).tolist()
+        names = sum_names(self.config)
+        return correction_metrics(
+            self.config,
+            sums=dict(zip(names, values, strict=False)),
+            mins=dict(zip(MINIMA, values[len(names) :], strict=False)),
+            maxs=dict(zip(MAXIMA, values[len(names) + len(MINIMA) :], strict=True)),
+        )
 
 
 def sum_names(config: RolloutCorrectionConfig) -> tuple[str, ...]:

@@ -4,14 +4,13 @@ Source: "Prosperity before Collapse: How Far Can Off-Policy RL Reach with Stale 
 (https://arxiv.org/abs/2510.01161), section 4.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from slime_tis.correction.ranks import ONE_RANK, Ranks
 from slime_tis.correction.selection import largest_value
-from slime_tis.correction.statistics import Reduction
 from slime_tis.correction.token_pass import TokenPass
 
 
@@ -27,16 +26,14 @@ def trim_second_moment(passes: list[TokenPass], limit: Tensor, kept: int, trimme
     return [_apply(part, part.squares_RK, limit, kept, trimmed) for part in passes if part.squares_RK is not None]
 
 
-def limit_of_batch(
-    passes: list[TokenPass], bound: float, device: torch.device, *reductions: Reduction | None
-) -> Tensor:
-    """`second_moment_limit` of all chunks, and of all ranks that the reductions given join."""
+def limit_of_batch(passes: list[TokenPass], bound: float, device: torch.device, ranks: Ranks) -> Tensor:
+    """`second_moment_limit` of all chunks of all ranks."""
     squares = [part.squares_RK.reshape(-1) for part in passes if part.squares_RK is not None]
     flat_N = torch.cat([torch.zeros(0, device=device), *squares])
-    return second_moment_limit(flat_N, bound, [reduction for reduction in reductions if reduction is not None])
+    return second_moment_limit(flat_N, bound, ranks)
 
 
-def second_moment_limit(squares_N: Tensor, bound: float, reductions: Sequence[Reduction] = ()) -> Tensor:
+def second_moment_limit(squares_N: Tensor, bound: float, ranks: Ranks = ONE_RANK) -> Tensor:
     """The smallest Δ² that has to leave, +inf where none has to.
 
     limit = min {v : mean(Δ² ≤ v) > bound}: with Δ² sorted upwards, the mean of the first m grows with m, and the
@@ -46,15 +43,17 @@ def second_moment_limit(squares_N: Tensor, bound: float, reductions: Sequence[Re
     Args:
         squares_N: Δ² of this rank's valid tokens; +inf or NaN at others, which are never counted.
         bound: On the mean over the tokens that are left.
-        reductions: Each sums a float64 [512, 2] table over the ranks that share the batch, in a number of rounds
-            that does not depend on the data; none on one rank. Tokens are not gathered.
+        ranks: That share the batch; a float64 [512, 2] table is summed over them in a number of rounds that does
+            not depend on the data. Tokens are not gathered.
 
     Returns:
         float64 scalar, the same on all ranks. Nothing synchronises with the host.
     """
     ordered = squares_N.nan_to_num(torch.inf, torch.inf).sort().values.to(torch.float64)
-    if reductions:  # all Δ² below the limit are within the bound, and together with those that equal it they are not
-        return largest_value(ordered, ordered, lambda count, total: total / count.clamp_min(1) <= bound, reductions)
+    if (
+        not ranks.is_one
+    ):  # all Δ² below the limit are within the bound, and together with those that equal it they are not
+        return largest_value(ordered, ordered, lambda count, total: total / count.clamp_min(1) <= bound, ranks)
     counts = torch.arange(1, ordered.numel() + 1, dtype=torch.float64, device=ordered.device)
     within = (ordered.cumsum(0) / counts <= bound).sum()
     beyond = torch.cat([ordered, ordered.new_full((1,), torch.inf)])

@@ -10,6 +10,9 @@ from torch import Tensor
 
 from slime_tis.correction.ratio import in_float32, indicator
 
+SMALLEST_BATCH_MEAN = 1e-8
+"""Weights whose mean is not above this are not normalised."""
+
 
 def bounded_weights(raw: Tensor, mode: str, lower: float, upper: float) -> Tensor:
     """The weight after the mode.
@@ -32,3 +35,13 @@ def bounded_weights(raw: Tensor, mode: str, lower: float, upper: float) -> Tenso
 def inside(masked_weight: Tensor) -> Tensor:
     """1.0 where the mask mode kept the weight: w > 0 always, so that 0 means out of bounds."""
     return indicator(torch.gt, masked_weight, 0.0)
+
+
+def mean_weight(total: Tensor, count: Tensor) -> Tensor:
+    """total / count, or 1 where that is not a usable divisor."""
+    return usable_mean(total / count.clamp_min(1))
+
+
+def usable_mean(mean: Tensor) -> Tensor:
+    """The mean weight, or 1 where weights cannot be divided by it: too small, or no number."""
+    return torch.where(mean > SMALLEST_BATCH_MEAN, mean, torch.ones_like(mean))

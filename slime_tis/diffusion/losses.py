@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slime_tis.correction import AdaptiveBounds, RolloutCorrectionConfig
+from slime_tis.correction import THIS_CALL, GlobalBatch, RolloutCorrectionConfig
 from slime_tis.diffusion.statistics import StepStatistics
 from slime_tis.diffusion.trajectories import check_shapes, correct_trajectories
 
@@ -92,9 +92,7 @@ def diffusion_loss(
     clip_range: float = CLIP_RANGE,
     timesteps: Tensor | None = None,
     latent_dims: int = 1,
-    batch_norm_factor: Tensor | None = None,
-    second_moment_limit: Tensor | None = None,
-    adaptive_bounds: AdaptiveBounds | None = None,
+    global_batch: GlobalBatch = THIS_CALL,
 ) -> DiffusionLoss:
     """The corrected loss of SDE steps.
 
@@ -112,9 +110,7 @@ def diffusion_loss(
         clip_range: ε of `flow_grpo`.
         timesteps: As in `correct_trajectories`, for bypass mode.
         latent_dims: Likewise. The ratio of the loss itself stays on the scale of the log-probs.
-        batch_norm_factor: Likewise.
-        second_moment_limit: Likewise.
-        adaptive_bounds: Likewise.
+        global_batch: Likewise.
 
     Raises:
         ValueError: if the loss is another, shapes differ (naming both), or weights are given or missing where the
@@ -133,9 +129,7 @@ def diffusion_loss(
             old_log_probs,
             timesteps=timesteps,
             latent_dims=latent_dims,
-            batch_norm_factor=batch_norm_factor,
-            second_moment_limit=second_moment_limit,
-            adaptive_bounds=adaptive_bounds,
+            global_batch=global_batch,
         )
         weights, mask, statistics = found.weights, found.mask, found.statistics
     else:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slime_tis.correction import LOG_RATIO_LIMIT, Correction, RolloutCorrectionConfig, Statistics, figures
+from slime_tis.correction import LOG_RATIO_LIMIT, Correction, RolloutCorrectionConfig, Statistics
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def step_statistics(
     difference = (train_BT - rollout_BT).abs().to(torch.float64)
     finite = difference < LOG_RATIO_LIMIT
     size = torch.where(finite, difference, 0.0)
-    lost = correction.kept_per_sequence < correction.valid_per_sequence
+    lost = correction.accepted_per_sequence < correction.masked_in_per_sequence
     none = size.new_zeros(0)
     timesteps, abs_diff, count = none, none, none
     if timesteps_BT is not None:
@@ -87,7 +87,7 @@ def step_statistics(
 
 
 def step_metrics(config: RolloutCorrectionConfig, statistics: StepStatistics) -> dict[str, float]:
-    """All figures by their names in the log.
+    """All metrics by their names in the log.
 
     The core's, those of weights that are only measured among them, under `rollout_corr/`, or `actor/rollout_corr/` in
     bypass mode; and there `logprob_abs_diff_mean`, `logprob_abs_diff_max`, `logprob_abs_diff/ts_VALUE` for each
@@ -100,9 +100,9 @@ def step_metrics(config: RolloutCorrectionConfig, statistics: StepStatistics) ->
     Returns:
         Name to value, none of them NaN or infinite; empty where there was no finite log-ratio at all.
     """
-    found = figures(config, statistics.core)
+    found = statistics.core.metrics()
     if statistics.weights is not None:
-        measured = figures(weight_report(config), statistics.weights)
+        measured = statistics.weights.metrics()
         found |= {name: value for name, value in measured.items() if name.startswith("mis_") and name not in found}
     if "train_rollout_logprob_abs_diff" in found:
         found["logprob_abs_diff_mean"] = found["train_rollout_logprob_abs_diff"]
@@ -114,7 +114,7 @@ def step_metrics(config: RolloutCorrectionConfig, statistics: StepStatistics) ->
 
 
 def prefix_of(config: RolloutCorrectionConfig) -> str:
-    """What the figures of a correction stand under: in bypass mode they are the actor's, which corrects in its loss."""
+    """Prefix of a correction's metrics: in bypass mode they are the actor's, which corrects in its loss."""
     return "actor/rollout_corr/" if config.use_rollout_logprobs else "rollout_corr/"
 
 

@@ -6,13 +6,13 @@ that are not finite.
 Shapes: suffix _BT is [B, T] of B trajectories with T steps, or [B] where there is one.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from slime_tis.correction import AdaptiveBounds, Correction, RolloutCorrectionConfig, correct
+from slime_tis.correction import THIS_CALL, Correction, GlobalBatch, RolloutCorrectionConfig, correct
 from slime_tis.diffusion.sde import at_least_float32
 from slime_tis.diffusion.statistics import StepStatistics, reports_weights, step_statistics, weight_report
 
@@ -27,10 +27,8 @@ class TrajectoryCorrection:
     """Of the same shape, bool: True where the step is kept."""
     statistics: StepStatistics
     """To be merged over micro-batches and ranks, then read with `step_metrics`."""
-    second_moment_limit: Tensor | None
+    global_batch: GlobalBatch
     """As in the core's `Correction`."""
-    adaptive_bounds: AdaptiveBounds | None
-    """Likewise."""
 
     @property
     def folded(self) -> Tensor:
@@ -66,10 +64,7 @@ def correct_trajectories(
     *,
     timesteps: Tensor | None = None,
     latent_dims: int = 1,
-    batch_norm_factor: Tensor | None = None,
-    second_moment_limit: Tensor | None = None,
-    adaptive_bounds: AdaptiveBounds | None = None,
-    reduce_batch: Callable[[Tensor], Tensor] | None = None,
+    global_batch: GlobalBatch = THIS_CALL,
 ) -> TrajectoryCorrection:
     """Weights and mask of every step of a batch of trajectories, with all levels, modes and criteria of the core.
 
@@ -88,10 +83,8 @@ def correct_trajectories(
             with the host, which is what finding the different ones takes.
         latent_dims: D, where the log-probs are means over D latent dimensions and bounds are to be on the ratio of
             the sum; 1 takes them as they are.
-        batch_norm_factor: As in `slime_tis.correct`, where micro-batches are corrected one by one.
-        second_moment_limit: Likewise.
-        adaptive_bounds: Likewise.
-        reduce_batch: Likewise, where data-parallel ranks share the global batch.
+        global_batch: As in `slime_tis.correct`: what is known of it where micro-batches are corrected one by one, and
+            the data-parallel ranks that share it.
 
     Raises:
         ValueError: if the shapes differ or are neither [B, T] nor [B], naming both.
@@ -104,10 +97,7 @@ def correct_trajectories(
         train,
         rollout,
         every_step,
-        batch_norm_factor=batch_norm_factor,
-        second_moment_limit=second_moment_limit,
-        adaptive_bounds=adaptive_bounds,
-        reduce_batch=reduce_batch,
+        global_batch=global_batch,
     )
     reported: Correction[Tensor] | None = None
     if reports_weights(config):
@@ -119,8 +109,7 @@ def correct_trajectories(
         weights=found.weights.view(shape),
         mask=found.mask.view(shape),
         statistics=statistics,
-        second_moment_limit=found.second_moment_limit,
-        adaptive_bounds=found.adaptive_bounds,
+        global_batch=found.global_batch,
     )
 
 

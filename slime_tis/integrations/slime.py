@@ -6,14 +6,14 @@ context-parallel group is looked up in the call, then in Megatron-core if the tr
 
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from slime_tis.correction import ResponseSlices, RolloutCorrectionConfig, correct, response_slices
+from slime_tis.correction import Ranks, ResponseSlices, RolloutCorrectionConfig, correct, response_slices
 
 UNBOUNDED = RolloutCorrectionConfig(use_tis=True, tis_upper_bound=1e9)
 """Token ratios as they are: exp is bounded by exp(20) before this."""
@@ -77,28 +77,15 @@ class ContextParallel:
     group: Any = None
 
     @property
-    def reduce_sum(self) -> Callable[[Tensor], Tensor] | None:
-        """Sums a tensor over the group; None when alone."""
-        return None if self.size == 1 else self._all_reduce(torch.distributed.ReduceOp.SUM)
-
-    @property
-    def reduce_max(self) -> Callable[[Tensor], Tensor] | None:
-        """Maximum of a tensor over the group; None when alone."""
-        return None if self.size == 1 else self._all_reduce(torch.distributed.ReduceOp.MAX)
+    def ranks(self) -> Ranks:
+        """The reductions over the group."""
+        return Ranks.from_groups(context=self.group) if self.size > 1 else Ranks()
 
     def slices(
         self, total_lengths: Sequence[int], response_lengths: Sequence[int], padded_lengths: Sequence[int] | None
     ) -> ResponseSlices:
         """Where this rank's tokens lie; `padded_lengths` are miles' `max_seq_lens`, which it cuts instead."""
         return response_slices(total_lengths, response_lengths, self.rank, self.size, padded_lengths)
-
-    def _all_reduce(self, operation: Any) -> Callable[[Tensor], Tensor]:
-        def reduce(tensor: Tensor) -> Tensor:
-            reduced = tensor.clone()
-            torch.distributed.all_reduce(reduced, op=operation, group=self.group)
-            return reduced
-
-        return reduce
 
 
 def context_parallel(kwargs: Mapping[str, Any]) -> ContextParallel:
@@ -126,9 +113,9 @@ def whole_masks(
     masks: Sequence[Tensor], loss_masks: Sequence[Tensor], slices: ResponseSlices, context: ContextParallel
 ) -> list[Tensor]:
     """Masks of this rank's slices as masks of whole responses, the same on every rank, in their own dtype."""
-    if context.reduce_sum is None:
+    if context.size == 1:
         return [mask.to(original.dtype) for mask, original in zip(masks, loss_masks, strict=True)]
-    whole = context.reduce_sum(slices.spread(torch.cat(list(masks)).to(torch.float32)))
+    whole = context.ranks.over_context(slices.scatter(torch.cat(list(masks)).to(torch.float32)))
     pieces = whole.split(slices.lengths)
     return [piece.to(original.dtype) for piece, original in zip(pieces, loss_masks, strict=True)]
 
@@ -149,7 +136,7 @@ def token_ratios(
     context = context_parallel(kwargs)
     slices = context.slices(total_lengths, response_lengths, kwargs.get("max_seq_lens"))
     config = replace(UNBOUNDED, nonfinite_policy=getattr(args, "nonfinite_policy", None) or "reject")
-    found = correct(config, train_log_probs, rollout_log_probs, slices.take(loss_masks))
+    found = correct(config, train_log_probs, rollout_log_probs, slices.slice_list(loss_masks))
     return torch.cat(found.weights), whole_masks(found.mask, loss_masks, slices, context)
 
 

@@ -26,12 +26,12 @@ class _SumOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, tensor: Tensor, place: ContextParallel) -> Tensor:
         context.place = place
-        assert place.reduce_sum is not None
-        return place.reduce_sum(tensor)
+        return place.ranks.over_context(tensor.clone())
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return context.place.reduce_sum(gradients[0]), None
+        place: ContextParallel = context.place
+        return place.ranks.over_context(gradients[0].clone()), None
 
 
 Values = TypeVar("Values", Tensor, list[float])
@@ -54,8 +54,9 @@ def all_gather_with_cp(tensor: Tensor, total_length: int, response_length: int) 
     place = context_parallel({})
     if place.size == 1:
         return tensor
-    spread: Tensor = place.slices([total_length], [response_length], None).spread(tensor)
-    return _SumOverRanks.apply(spread, place)
+    scattered = place.slices([total_length], [response_length], None).scatter(tensor)
+    gathered: Tensor = _SumOverRanks.apply(scattered, place)
+    return gathered
 
 
 def slice_log_prob_with_cp(log_prob: Values, total_length: int, response_length: int) -> Values:
@@ -81,7 +82,7 @@ def slice_log_prob_with_cp(log_prob: Values, total_length: int, response_length:
         return log_prob
     slices = response_slices([total_length], [response_length], place.rank, place.size)
     if isinstance(log_prob, Tensor):
-        return slices.cut(log_prob)
+        return slices.slice_flat(log_prob)
     gap, first, middle, second, _ = slices.pieces
     start = gap + first + middle
     return log_prob[gap : gap + first] + log_prob[start : start + second]

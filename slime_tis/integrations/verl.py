@@ -10,7 +10,6 @@ anything; weights that are all zero, or a batch without a finite log-ratio, give
 """
 
 import sys
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,9 +20,9 @@ from torch import Tensor
 from slime_tis.correction import (
     CRITERIA,
     LOG_RATIO_BOUND,
-    batch_norm_factor,
+    GlobalBatch,
+    Ranks,
     correct,
-    figures,
     parse_criteria,
 )
 from slime_tis.correction import RolloutCorrectionConfig as Config
@@ -126,12 +125,13 @@ def compute_rollout_correction_weights(
     config = Config(
         **weight_options(rollout_is, rollout_is_threshold), tis_batch_normalize=bool(rollout_is_batch_normalize)
     )
-    reduce = _sum_over_ranks() if rollout_is_batch_normalize else None
-    found = correct(config, log_ratio, torch.zeros_like(log_ratio), response_mask, reduce_batch=reduce)
+    ranks = _default_ranks() if rollout_is_batch_normalize else Ranks()
+    found = correct(
+        config, log_ratio, torch.zeros_like(log_ratio), response_mask, global_batch=GlobalBatch(ranks=ranks)
+    )
     metrics = verl_metrics.weight_metrics(config, log_ratio, response_mask)
     if rollout_is_batch_normalize:
-        everyone = found.statistics.reduce(reduce or (lambda sums: sums), lambda mins: mins, lambda maxs: maxs)
-        metrics["rollout_is_batch_norm_factor"] = batch_norm_factor(config, everyone).item()
+        metrics["rollout_is_batch_norm_factor"] = found.statistics.batch_norm_factor(ranks).item()
     return found.weights.to(log_ratio.dtype), metrics
 
 
@@ -161,7 +161,7 @@ def compute_offpolicy_metrics(
     """
     reference = old_log_prob if rollout_log_prob is None else rollout_log_prob
     _check(old_log_prob, reference, response_mask)
-    found = figures(MISMATCH, correct(MISMATCH, old_log_prob, reference, response_mask).statistics)
+    found = correct(MISMATCH, old_log_prob, reference, response_mask).statistics.metrics()
     metrics = {name.removeprefix("mismatch_"): value for name, value in found.items() if name.startswith("mismatch_")}
     if rollout_log_prob is None:
         return {name: metrics[name] for name in ("training_ppl", "training_log_ppl") if name in metrics}
@@ -242,7 +242,7 @@ def _reject(
 ) -> tuple[Tensor, dict[str, float]]:
     acting = _with_inverted_bounds(config) if inverted else config
     found = correct(acting, log_ratio, torch.zeros_like(log_ratio), response_mask)
-    values = figures(acting, found.statistics)
+    values = found.statistics.metrics()
     metrics: dict[str, float] = {}
     for criterion in parse_criteria(config.rollout_rs, config.rollout_rs_threshold):
         metrics |= verl_metrics.criterion_metrics(criterion, log_ratio, response_mask, inverted)
@@ -287,14 +287,8 @@ def _proto(weights: Tensor | None) -> Any:
     return protocol.DataProto.from_dict(tensors={"rollout_is_weights": weights})
 
 
-def _sum_over_ranks() -> Callable[[Tensor], Tensor] | None:
-    """A sum over the default process group, as verl normalises; None where there is none."""
+def _default_ranks() -> Ranks:
+    """All ranks of torch.distributed as data-parallel ones, as verl normalises; one rank where there are none."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return None
-
-    def reduce(tensor: Tensor) -> Tensor:
-        reduced = tensor.clone()
-        torch.distributed.all_reduce(reduced)
-        return reduced
-
-    return reduce
+        return Ranks()
+    return Ranks.from_groups(data=torch.distributed.group.WORLD)

@@ -58,7 +58,7 @@ def make_batch(
         tokens=tensors(tokens, torch.int64),
         response_lengths=list(response_lengths),
         loss_masks=masks,
-        local={name: slices.take(values) for name, values in {**per_token, "loss_masks": masks}.items()},
+        local={name: slices.slice_list(values) for name, values in {**per_token, "loss_masks": masks}.items()},
     )
 
 

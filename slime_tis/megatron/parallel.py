@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -15,8 +14,8 @@ from megatron.core.rerun_state_machine import (
     initialize_rerun_state_machine,
 )
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from torch import Tensor
 
+from slime_tis.correction import Ranks
 from slime_tis.megatron.config import MegatronConfig
 from slime_tis.megatron.environment import Environment, read_environment
 
@@ -94,32 +93,12 @@ class Parallel:
         return mpu.get_context_parallel_group()
 
     @property
-    def reduce_sequences(self) -> Callable[[Tensor], Tensor] | None:
-        """What makes sums over sequences whole: `sum_over_context`, or None where they are whole already."""
-        return self.sum_over_context if self.context_size > 1 else None
-
-    def sum_over_context(self, table: Tensor) -> Tensor:
-        """Sums over the context-parallel ranks, in place."""
-        dist.all_reduce(table, group=mpu.get_context_parallel_group())
-        return table
-
-    def sum_over_data(self, values: Tensor) -> Tensor:
-        """Sums over the data-parallel ranks (not over context-parallel ones), in place."""
-        if self.data_size > 1:
-            dist.all_reduce(values, group=mpu.get_data_parallel_group())
-        return values
-
-    def sum_over_data_and_context(self, values: Tensor) -> Tensor:
-        """Sums over the data- and context-parallel ranks, in place."""
-        return self._reduce_all(values, dist.ReduceOp.SUM)
-
-    def min_over_data_and_context(self, values: Tensor) -> Tensor:
-        """Minimum over the data- and context-parallel ranks, in place."""
-        return self._reduce_all(values, dist.ReduceOp.MIN)
-
-    def max_over_data_and_context(self, values: Tensor) -> Tensor:
-        """Maximum over the data- and context-parallel ranks, in place."""
-        return self._reduce_all(values, dist.ReduceOp.MAX)
+    def ranks(self) -> Ranks:
+        """The reductions over the context- and data-parallel ranks, in place."""
+        return Ranks.from_groups(
+            context=mpu.get_context_parallel_group() if self.context_size > 1 else None,
+            data=mpu.get_data_parallel_group() if self.data_size > 1 else None,
+        )
 
     def from_last_stage(self, value: T) -> T:
         """A small Python object of the last pipeline stage, on every stage."""
@@ -146,11 +125,6 @@ class Parallel:
         gathered: list[T] = [value] * (self.data_size * self.context_size)
         dist.all_gather_object(gathered, value, group=mpu.get_data_parallel_group(with_context_parallel=True))
         return gathered
-
-    def _reduce_all(self, values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
-        if self.data_size * self.context_size > 1:
-            dist.all_reduce(values, operation, group=mpu.get_data_parallel_group(with_context_parallel=True))
-        return values
 
 
 def initialize(config: MegatronConfig) -> Parallel:

@@ -8,15 +8,15 @@ Shapes: suffix _R the response tokens this rank holds, one sequence after anothe
 
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from slime_tis.correction import (
-    AdaptiveBounds,
     Correction,
+    GlobalBatch,
     ResponseSlices,
     RolloutCorrectionConfig,
     Statistics,
@@ -69,14 +69,8 @@ class PolicyObjective:
     context_rank: int = 0
     context_size: int = 1
     context_group: Any = None
-    reduce_sequences: Callable[[Tensor], Tensor] | None = None
-    """Sums a [sequences, k] table over the context-parallel ranks."""
-    batch_norm_factor: Tensor | None = None
-    """Mean weight of the global batch, where the weights are normalised by it."""
-    second_moment_limit: Tensor | None = None
-    """Δ² from which tokens of the global batch are trimmed, where they are."""
-    adaptive_bounds: AdaptiveBounds | None = None
-    """What sequences of the global batch are rejected by, where that follows their length and its noise."""
+    global_batch: GlobalBatch = field(default_factory=GlobalBatch)
+    """The context-parallel ranks, and what is known of the global batch before its first micro-batch."""
 
     def __call__(self, batch: Responses, log_prob_R: Tensor, entropy_R: Tensor) -> tuple[Tensor, Tensor, Report]:
         """Returns (numerator, units, report); the loss of the step is Σ numerator / Σ units.
@@ -92,7 +86,7 @@ class PolicyObjective:
         train_R = log_prob_R.detach() if self.correction.use_rollout_logprobs else old_R
         correction = self._correct(batch, flat, train_R)
         recomputed = self._recomputed_statistics(flat, log_prob_R, lengths)
-        weight_R, mask_R, counts_S = correction.weights, correction.mask, correction.kept_per_sequence
+        weight_R, mask_R, counts_S = correction.weights, correction.mask, correction.accepted_per_sequence
         assert isinstance(weight_R, Tensor) and isinstance(mask_R, Tensor)  # packed in, packed out
         near_S, near_R = self._near_policy(flat, log_prob_R, old_R, lengths)
         mask_R, counts_S = mask_R & near_R, counts_S * near_S
@@ -110,7 +104,7 @@ class PolicyObjective:
         elif self.correction.use_tis:
             loss_R = loss_R * weight_R
 
-        kept = self._reducer(mask_R, counts_S, correction.valid_per_sequence, lengths)
+        kept = self._reducer(mask_R, counts_S, correction.masked_in_per_sequence, lengths)
         ratio_R = (log_prob_R - old_R).exp()
         terms = {
             "pg_loss": loss_R,
@@ -123,11 +117,11 @@ class PolicyObjective:
         objective_R = terms["pg_loss"] - self.policy.entropy_coef * entropy_R
         numerator = kept.sum(objective_R + self.policy.kl_loss_coef * terms["kl_loss"])
         original = self._reducer(
-            flat["loss_masks"] > 0, correction.valid_per_sequence, correction.valid_per_sequence, lengths
+            flat["loss_masks"] > 0, correction.masked_in_per_sequence, correction.masked_in_per_sequence, lengths
         )
         report = Report(
             sums=kept.sum_each([terms[name] for name in SUMS]),
-            units=torch.stack([kept.units, original.units, counts_S.sum(), correction.valid_per_sequence.sum()])
+            units=torch.stack([kept.units, original.units, counts_S.sum(), correction.masked_in_per_sequence.sum()])
             * float(self.context_rank == 0),
             statistics=correction.statistics,
             recomputed=recomputed,
@@ -156,11 +150,7 @@ class PolicyObjective:
             flat["rollout_log_probs"],
             flat["loss_masks"],
             lengths=[len(mask) for mask in batch.local["loss_masks"]],
-            reduce_sequences=self.reduce_sequences,
-            slices=None if self.reduce_sequences is None else self._slices(batch),
-            batch_norm_factor=self.batch_norm_factor,
-            second_moment_limit=self.second_moment_limit,
-            adaptive_bounds=self.adaptive_bounds,
+            global_batch=replace(self.global_batch, ranks=self.global_batch.ranks.with_slices(self._slices(batch))),
         )
 
     def _token_loss(
@@ -184,8 +174,8 @@ class PolicyObjective:
             near_R = torch.ones_like(log_prob_R, dtype=torch.bool)
             return near_R.new_ones(len(lengths)), near_R
         advantage_S = torch.stack([part.sum() for part in flat["advantages"].split(lengths)]).double()
-        if self.reduce_sequences is not None:  # the sign is what counts, and all tokens of a sequence share it
-            advantage_S = self.reduce_sequences(advantage_S[:, None])[:, 0]
+        # The sign is what counts, and all tokens of a sequence share it.
+        advantage_S = self.global_batch.ranks.over_context(advantage_S)
         near_S = off_policy_sequence_mask(
             log_prob_R,
             flat["rollout_log_probs"] if self.policy.opsm_policy == "rollout" else old_R,
@@ -194,7 +184,7 @@ class PolicyObjective:
             delta=self.policy.opsm_bound,
             nonfinite_policy=self.correction.nonfinite_policy,
             lengths=lengths,
-            reduce_sequences=self.reduce_sequences,
+            ranks=self.global_batch.ranks,
         )
         repeats = torch.tensor(lengths, device=near_S.device)
         return near_S, near_S.repeat_interleave(repeats, output_size=len(log_prob_R))
@@ -207,8 +197,7 @@ class PolicyObjective:
         )
         columns = torch.stack([torch.where(mask_R, log_ratio_R, 0.0), mask_R.to(log_ratio_R.dtype)], 1).double()
         table_S = columns.new_zeros(len(lengths), 2).index_add_(0, owner_R, columns)
-        if self.reduce_sequences is not None:
-            table_S = self.reduce_sequences(table_S)
+        table_S = self.global_batch.ranks.over_context(table_S)
         mean_S = table_S[:, 0] / table_S[:, 1].clamp_min(1)
         return mean_S.to(log_ratio_R.dtype).index_select(0, owner_R)
 
@@ -228,7 +217,7 @@ class PolicyObjective:
             flat["rollout_log_probs"],
             flat["loss_masks"],
             lengths=lengths,
-            reduce_sequences=self.reduce_sequences,
+            global_batch=GlobalBatch(ranks=self.global_batch.ranks),
         ).statistics
 
     def _custom(
@@ -258,13 +247,13 @@ class PolicyObjective:
             log_probs=list(log_prob_R.detach().split(lengths)),
             advantages=list(flat["advantages"].split(lengths)),
             cp_group=self.context_group,
-            batch_norm_factor=self.batch_norm_factor,
-            second_moment_limit=self.second_moment_limit,
-            adaptive_bounds=self.adaptive_bounds,
+            batch_norm_factor=self.global_batch.batch_norm_factor,
+            second_moment_limit=self.global_batch.second_moment_limit,
+            adaptive_bounds=self.global_batch.adaptive_bounds,
         )
         self.custom_metric_names.append(sorted(metrics))
         check_metric_names(self.custom_tis, self.custom_metric_names, "micro-batch")
-        mask_R = torch.cat(self._slices(batch).take(masks)) > 0
+        mask_R = torch.cat(self._slices(batch).slice_list(masks)) > 0
         counts_S = torch.stack([(mask > 0).sum() for mask in masks]).double()
         return new_loss_R, mask_R, counts_S, metrics
 

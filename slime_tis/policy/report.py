@@ -3,18 +3,17 @@
 Shapes: suffix _R the response tokens a rank holds, one sequence after another; _S the sequences.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from slime_tis.correction import RolloutCorrectionConfig, Statistics, figures
+from slime_tis.correction import Ranks, RolloutCorrectionConfig, Statistics
 from slime_tis.policy.config import PolicyConfig
 from slime_tis.policy.lag import staleness_metrics
 
 SUMS = ("pg_loss", "pg_clipfrac", "ppo_kl", "ois", "entropy_loss", "kl_loss")
-Reduction = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,27 +47,18 @@ class Report:
             custom={name: value + other.custom[name] for name, value in self.custom.items()},
         )
 
-    def over_ranks(
-        self, *, sum_data: Reduction, sum_all: Reduction, min_all: Reduction, max_all: Reduction
-    ) -> "Report":
-        """The report of all ranks; a collective of the last pipeline stage.
-
-        Args:
-            sum_data: sums over data-parallel ranks; the statistics already are whole sequences on each
-                context-parallel rank.
-            sum_all: sums over data- and context-parallel ranks.
-            min_all: minimum over them.
-            max_all: maximum over them.
-        """
+    def all_reduce(self, ranks: Ranks) -> "Report":
+        """The report of all context- and data-parallel ranks; a collective of the last pipeline stage."""
         names = sorted(self.custom)
         custom = [self.custom[name].reshape(1) for name in names]
-        flat = sum_all(torch.cat([self.sums, self.units, self.lags.view(-1), self.opsm_clipped.reshape(1), *custom]))
+        own = torch.cat([self.sums, self.units, self.lags.view(-1), self.opsm_clipped.reshape(1), *custom])
+        flat = ranks.all_reduce(own)
         n, end = len(SUMS), len(SUMS) + 4 + self.lags.numel()
         return Report(
             sums=flat[:n],
             units=flat[n : n + 4],
-            statistics=self.statistics.reduce(sum_data, min_all, max_all),
-            recomputed=self.recomputed.reduce(sum_data, min_all, max_all),
+            statistics=self.statistics.all_reduce(ranks),
+            recomputed=self.recomputed.all_reduce(ranks),
             lags=flat[n + 4 : end].view_as(self.lags),
             opsm_clipped=flat[end],
             custom=dict(zip(names, flat[end + 1 :], strict=True)),
@@ -94,10 +84,10 @@ def step_metrics(
     )
     if not policy.use_kl_loss:
         del means["kl_loss"]
-    means |= figures(metrics_only(correction) if custom else with_measured_weights(correction), report.statistics)
+    means |= report.statistics.metrics()
     means["gradient_kept_fraction"] = kept_tokens / max(original_tokens, 1.0)
     if correction.get_mismatch_metrics:
-        recomputed = figures(metrics_only(correction), report.recomputed)
+        recomputed = report.recomputed.metrics()
         means |= {name: value for name, value in recomputed.items() if name != "gradient_kept_fraction"}
     means |= staleness_metrics(report.lags)
     if policy.use_opsm:

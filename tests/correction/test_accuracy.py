@@ -2,7 +2,7 @@
 
 import torch
 
-from slime_tis import RolloutCorrectionConfig, correct, figures
+from slime_tis import RolloutCorrectionConfig, correct
 
 
 def test_sum_of_log_ratios_over_long_sequences() -> None:
@@ -16,4 +16,4 @@ def test_sum_of_log_ratios_over_long_sequences() -> None:
     found = correct(config, train, rollout, torch.ones(sequences, tokens, dtype=torch.bool))
     assert (found.per_sequence["log_ratio"] - exact).abs().max() <= 1e-5
     assert torch.allclose(found.weights[:, 0].double(), (exact / tokens).exp(), rtol=1e-6)
-    assert abs(figures(config, found.statistics)["mismatch_kl"] + exact.mean().item() / tokens) <= 1e-8
+    assert abs(found.statistics.metrics()["mismatch_kl"] + exact.mean().item() / tokens) <= 1e-8

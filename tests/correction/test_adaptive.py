@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slime_tis import Correction, RolloutCorrectionConfig, adaptive_bounds, correct, figures
+from slime_tis import Correction, GlobalBatch, RolloutCorrectionConfig, adaptive_bounds, correct
 from slime_tis.correction.selection import order_statistic
 from tests.correction.test_trimming import over_ranks
 
@@ -31,7 +31,7 @@ def of_log_ratios(config: RolloutCorrectionConfig, deltas: list[Any], **known: A
 
 
 def kept(found: Correction[list[Tensor]]) -> list[bool]:
-    return (found.kept_per_sequence > 0).tolist()
+    return (found.accepted_per_sequence > 0).tolist()
 
 
 def noise(lengths: list[int], sd: float, seed: int = 0) -> list[Tensor]:
@@ -56,7 +56,7 @@ def test_by_hand(level: str, options: dict[str, float], expected: list[bool], z_
     config = reject(level, **options)
     found = of_log_ratios(config, BY_HAND)
     assert kept(found) == expected
-    values = figures(config, found.statistics)
+    values = found.statistics.metrics()
     assert values["mis_rs_k3"] == pytest.approx(K3, rel=1e-12)
     assert values["mis_rs_z_score"] == pytest.approx(z_score, rel=2e-5)
     half = values["mis_rs_z_score"] * SD / 4 + 5e-5
@@ -79,14 +79,14 @@ def test_what_is_to_be_rejected_does_not_widen_the_bounds(token: float, sd: floa
     """A token counts in k3 with e − 2 at the most, however far off it is."""
     config = reject(rs_z_score=4.0)
     healthy = noise([12, 64, 300] * 20, sd)
-    clean = of_log_ratios(config, healthy).adaptive_bounds
+    clean = of_log_ratios(config, healthy).global_batch.adaptive_bounds
     corrupted = [delta.clone() for delta in healthy]
     corrupted[4][7] = token
     found = of_log_ratios(config, corrupted)
-    assert clean is not None and found.adaptive_bounds is not None
+    assert clean is not None and found.global_batch.adaptive_bounds is not None
     assert clean.k3.item() == pytest.approx(sd * sd / 2, rel=0.1)
     widened = (math.e - 2 if token > 0 else 1 / math.e) / (20 * (12 + 64 + 300))
-    assert found.adaptive_bounds.k3.item() == pytest.approx(clean.k3.item() + widened, rel=0.01)
+    assert found.global_batch.adaptive_bounds.k3.item() == pytest.approx(clean.k3.item() + widened, rel=0.01)
     assert kept(found) == [i != 4 for i in range(60)]
 
 
@@ -96,7 +96,7 @@ def test_equal_engines_lose_nothing(options: dict[str, float]) -> None:
     for delta in (0.0, 4e-5, -4e-5):
         found = of_log_ratios(reject(**options), [[delta] * n for n in (1, 12, 3000, 100_000)])
         assert kept(found) == [True] * 4
-    values = figures(reject(**options), of_log_ratios(reject(**options), [[0.0] * 9]).statistics)
+    values = of_log_ratios(reject(**options), [[0.0] * 9]).statistics.metrics()
     assert values["mis_rs_k3"] == 0.0 and values["mis_rs_lower_bound"] == pytest.approx(math.exp(-5e-5))
 
 
@@ -113,10 +113,10 @@ def test_small_batches(options: dict[str, float]) -> None:
     assert kept(of_log_ratios(config, [[0.7]])) == [True]  # one token is its own scale: z is about 1
     nothing_valid = correct(config, [torch.ones(3)], [torch.zeros(3)], [torch.zeros(3)])
     assert nothing_valid.mask[0].tolist() == [False] * 3
-    assert "mis_rs_k3" not in figures(config, nothing_valid.statistics)
+    assert "mis_rs_k3" not in nothing_valid.statistics.metrics()
     with_an_empty_one = of_log_ratios(config, [[], *BY_HAND])
-    assert kept(with_an_empty_one)[0] is False and with_an_empty_one.adaptive_bounds is not None
-    assert with_an_empty_one.adaptive_bounds.k3.item() == pytest.approx(K3)
+    assert kept(with_an_empty_one)[0] is False and with_an_empty_one.global_batch.adaptive_bounds is not None
+    assert with_an_empty_one.global_batch.adaptive_bounds.k3.item() == pytest.approx(K3)
 
 
 @settings(max_examples=60, deadline=None)
@@ -142,8 +142,8 @@ def test_micro_batches_take_the_bounds_of_all(options: dict[str, float]) -> None
     alone = [of_log_ratios(config, [delta]) for delta in BY_HAND]
     assert [kept(found) for found in alone] == [[True]] * 4
     bounds = adaptive_bounds(config, [found.per_sequence for found in alone])
-    assert bounds == whole.adaptive_bounds
-    parts = [of_log_ratios(config, [delta], adaptive_bounds=bounds) for delta in BY_HAND]
+    assert bounds == whole.global_batch.adaptive_bounds
+    parts = [of_log_ratios(config, [delta], global_batch=GlobalBatch(adaptive_bounds=bounds)) for delta in BY_HAND]
     assert [kept(found)[0] for found in parts] == [True, False, True, True]
     with pytest.raises(ValueError, match=r"pass Correction\.per_sequence of each micro-batch"):
         adaptive_bounds(config, [])
@@ -157,7 +157,7 @@ def test_absurd_z_scores_stay_finite(level: str, z_score: float) -> None:
     config = reject(level, rs_z_score=z_score)
     found = of_log_ratios(config, [[], *BY_HAND, [9e5] * 3])
     assert kept(found)[1:] == [z_score > 1] * 5
-    assert all(math.isfinite(value) for value in figures(config, found.statistics).values())
+    assert all(math.isfinite(value) for value in found.statistics.metrics().values())
 
 
 def test_padded_and_packed_batches() -> None:
@@ -179,5 +179,5 @@ def test_order_statistics_of_split_values(values: list[float], index: int, cut: 
     whole, rank = torch.tensor(values, dtype=torch.float64), torch.tensor(float(index))
     expected = (sorted(values) + [math.inf] * 21)[index]
     assert order_statistic(whole, rank).item() == expected
-    found = over_ranks([whole[:cut], whole[cut:]], lambda part, reduction: order_statistic(part, rank, [reduction]))
+    found = over_ranks([whole[:cut], whole[cut:]], lambda part, ranks: order_statistic(part, rank, ranks))
     assert found == [expected] * 2

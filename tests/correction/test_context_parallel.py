@@ -9,13 +9,15 @@ import torch
 import torch.distributed as dist
 
 from slime_tis import (
+    GlobalBatch,
+    Ranks,
     ResponseSlices,
     RolloutCorrectionConfig,
     context_parallel_slices,
     correct,
-    figures,
     response_slices,
 )
+from slime_tis.correction import ReduceOp
 from tests.runs import free_port, spawn
 
 
@@ -89,22 +91,14 @@ def take(whole: torch.Tensor | None, shape: tuple[int, int], rank: int, size: in
     return torch.cat([whole[first], whole[second]])
 
 
-def _sum(tensor: torch.Tensor) -> torch.Tensor:
-    out = tensor.clone()
-    dist.all_reduce(out)
-    return out
+def world() -> Ranks:
+    """All processes as context-parallel ranks."""
+    return Ranks.from_groups(context=dist.group.WORLD)
 
 
-def _min(tensor: torch.Tensor) -> torch.Tensor:
-    out = tensor.clone()
-    dist.all_reduce(out, op=dist.ReduceOp.MIN)
-    return out
-
-
-def _max(tensor: torch.Tensor) -> torch.Tensor:
-    out = tensor.clone()
-    dist.all_reduce(out, op=dist.ReduceOp.MAX)
-    return out
+def unchanged(table: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+    """The reduction over a group of one."""
+    return table
 
 
 def _sliced(rank: int, size: int) -> list[Any]:
@@ -114,19 +108,20 @@ def _sliced(rank: int, size: int) -> list[Any]:
     for config in CONFIGS:
         calls: list[torch.Size] = []
 
-        def reduce_once(table: torch.Tensor, calls: list[torch.Size] = calls) -> torch.Tensor:
+        def counted(table: torch.Tensor, op: ReduceOp, calls: list[torch.Size] = calls) -> torch.Tensor:
             calls.append(table.shape)
-            return _sum(table)
+            return world().over_context(table, op)
 
-        found = correct(config, *local, reduce_sequences=reduce_once, slices=places(rank, size))
+        ranks = Ranks(context=counted, slices=places(rank, size))
+        found = correct(config, *local, global_batch=GlobalBatch(ranks=ranks))
         if config in BY_JOINING:
             assert calls == [(sum(r for _, r in SHAPES), 3)]
         else:
             assert calls[:-1] == ([(512, 2)] * 7 if config.rs_second_moment_bound else [])
             assert calls[-1][0] == len(SHAPES)
-        statistics = found.statistics.reduce(lambda x: x, _min, _max)
-        limit = found.second_moment_limit
-        results.append((found.weights, found.mask, found.kept_per_sequence, limit, figures(config, statistics)))
+        statistics = found.statistics.all_reduce(world())
+        limit = found.global_batch.second_moment_limit
+        results.append((found.weights, found.mask, found.accepted_per_sequence, limit, statistics.metrics()))
     return results
 
 
@@ -138,9 +133,9 @@ def _sliced_wild(rank: int, size: int) -> list[Any]:
         rollout = [torch.full_like(t, torch.nan) if r is None else r for t, r in zip(*local[:2], strict=True)]
         packed = [torch.cat(xs) for xs in (local[0], rollout, local[2])]
         lengths = [len(x) for x in local[0]]
-        ranks: dict[str, Any] = {"reduce_sequences": _sum, "slices": places(rank, size)}
-        found = correct(config, *packed, lengths=lengths, **ranks)
-        listed = correct(config, *local, **ranks)
+        global_batch = GlobalBatch(ranks=world().with_slices(places(rank, size)))
+        found = correct(config, *packed, lengths=lengths, global_batch=global_batch)
+        listed = correct(config, *local, global_batch=global_batch)
         assert torch.cat(listed.weights).tolist() == found.weights.tolist()
         assert torch.cat(listed.mask).tolist() == found.mask.tolist()
         results.append((found.weights.split(lengths), found.mask.split(lengths), found.per_sequence))
@@ -152,9 +147,10 @@ def _sharded(rank: int, size: int) -> list[Any]:
     local = [xs[rank :: size - 1] if rank < size - 1 else [] for xs in batch()]
     results = []
     for config in CONFIGS:
-        found = correct(config, *local, reduce_batch=_sum)
-        statistics = found.statistics.reduce(_sum, _min, _max)
-        results.append((found.weights, found.mask, found.second_moment_limit, figures(config, statistics)))
+        ranks = Ranks.from_groups(data=dist.group.WORLD)
+        found = correct(config, *local, global_batch=GlobalBatch(ranks=ranks))
+        statistics = found.statistics.all_reduce(ranks)
+        results.append((found.weights, found.mask, found.global_batch.second_moment_limit, statistics.metrics()))
     return results
 
 
@@ -183,9 +179,9 @@ def test_context_parallel_ranks_agree_with_one(ranks: list[dict[str, Any]]) -> N
                 expected = take(whole.weights[i], shape, rank, size)
                 torch.testing.assert_close(weights[i], expected, rtol=1e-6, atol=1e-6)
                 assert mask[i].tolist() == take(whole.mask[i], shape, rank, size).tolist()
-            assert kept.tolist() == whole.kept_per_sequence.tolist()
-            assert limit == whole.second_moment_limit
-            assert values == pytest.approx(figures(config, whole.statistics), rel=1e-6, abs=1e-6)
+            assert kept.tolist() == whole.accepted_per_sequence.tolist()
+            assert limit == whole.global_batch.second_moment_limit
+            assert values == pytest.approx(whole.statistics.metrics(), rel=1e-6, abs=1e-6)
 
 
 def test_joined_slices_carry_every_value_to_the_bit(ranks: list[dict[str, Any]]) -> None:
@@ -209,11 +205,11 @@ def test_data_parallel_ranks_agree_with_one(ranks: list[dict[str, Any]]) -> None
         whole = correct(config, *batch())
         for rank in range(size - 1):
             weights, mask, limit, values = ranks[rank]["sharded"][c]
-            assert limit == whole.second_moment_limit
+            assert limit == whole.global_batch.second_moment_limit
             for x, y in zip(weights, whole.weights[rank :: size - 1], strict=True):
                 torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-6)
             assert [x.tolist() for x in mask] == [x.tolist() for x in whole.mask[rank :: size - 1]]
-            assert values == pytest.approx(figures(config, whole.statistics), rel=1e-6, abs=1e-6)
+            assert values == pytest.approx(whole.statistics.metrics(), rel=1e-6, abs=1e-6)
 
 
 @pytest.mark.parametrize(("total", "response"), [(10, 7), (3, 2), (16, 16), (1, 1), (33, 1), (9, 0)])
@@ -240,10 +236,10 @@ def test_slices_are_taken_and_spread() -> None:
     whole = torch.arange(1.0, 10.0)
     of_ranks = [response_slices([4, 10], [2, 7], rank, 2) for rank in (0, 1)]
     assert [slices.local_lengths for slices in of_ranks] == [(0, 1), (2, 6)]
-    assert [slices.cut(whole).tolist() for slices in of_ranks] == [[3], [1, 2, 4, 5, 6, 7, 8, 9]]
-    assert [x.tolist() for x in of_ranks[1].take(list(whole.split([2, 7])))] == [[1, 2], [4, 5, 6, 7, 8, 9]]
+    assert [slices.slice_flat(whole).tolist() for slices in of_ranks] == [[3], [1, 2, 4, 5, 6, 7, 8, 9]]
+    assert [x.tolist() for x in of_ranks[1].slice_list(list(whole.split([2, 7])))] == [[1, 2], [4, 5, 6, 7, 8, 9]]
     table = torch.stack([whole, -whole], 1)
-    spread = [slices.spread(slices.cut(table)) for slices in of_ranks]
+    spread = [slices.scatter(slices.slice_flat(table)) for slices in of_ranks]
     assert spread[0].tolist() == [[0, 0], [0, 0], [3, -3], *[[0, 0]] * 6]
     assert torch.equal(sum(spread), table)
 
@@ -252,35 +248,36 @@ def test_slices_are_taken_and_spread() -> None:
 def test_levels_that_need_whole_sequences_say_so(level: str) -> None:
     config = RolloutCorrectionConfig(use_tis=True, tis_level=level)
     with pytest.raises(ValueError, match=f"--tis-level {level} needs whole sequences.*slices=response_slices"):
-        correct(config, [], [], [], reduce_sequences=lambda x: x)
+        correct(config, [], [], [], global_batch=GlobalBatch(ranks=Ranks(context=unchanged)))
     config = RolloutCorrectionConfig(use_rs=True, rs_level=level)
     with pytest.raises(ValueError, match=f"--rs-level {level} needs whole sequences"):
-        correct(config, [], [], [], reduce_sequences=lambda x: x)
+        correct(config, [], [], [], global_batch=GlobalBatch(ranks=Ranks(context=unchanged)))
 
 
 def test_slices_of_other_sequences_are_refused() -> None:
     config = RolloutCorrectionConfig(use_tis=True, tis_level="prefix")
-    ranks: dict[str, Any] = {"reduce_sequences": lambda x: x, "slices": response_slices([10], [7], 1, 2)}
+    ranks = Ranks(context=unchanged, slices=response_slices([10], [7], 1, 2))
+    known: dict[str, Any] = {"global_batch": GlobalBatch(ranks=ranks)}
     six, five = torch.zeros(6), torch.zeros(5)
-    assert correct(config, [six], [six], [six], **ranks).weights[0].tolist() == [0] * 6
+    assert correct(config, [six], [six], [six], **known).weights[0].tolist() == [0] * 6
     with pytest.raises(ValueError, match="sequence 0: rollout_log_probs has 5 tokens but slices has 6 on this rank"):
-        correct(config, [six], [five], [six], **ranks)
+        correct(config, [six], [five], [six], **known)
     with pytest.raises(ValueError, match="train_log_probs has 2 sequences but slices has 1; pass one of each"):
-        correct(config, [six, six], [six, six], [six, six], **ranks)
+        correct(config, [six, six], [six, six], [six, six], **known)
     with pytest.raises(ValueError, match=r"train_log_probs has shape \(1, 6\) and lengths is None.*pass lists"):
-        correct(config, six[None], six[None], six[None], **ranks)
+        correct(config, six[None], six[None], six[None], **known)
 
 
 def test_no_sequences_are_joined_too() -> None:
     config = RolloutCorrectionConfig(use_tis=True, tis_level="segment", tis_batch_normalize=True)
     calls: list[torch.Size] = []
 
-    def reduce(table: torch.Tensor) -> torch.Tensor:
+    def counted(table: torch.Tensor, op: ReduceOp) -> torch.Tensor:
         calls.append(table.shape)
         return table
 
     empty = torch.zeros(0)
-    slices = response_slices([], [], 0, 2)
-    assert correct(config, [], [], [], reduce_sequences=reduce, slices=slices).weights == []
-    packed = correct(config, empty, empty, empty, lengths=[], reduce_sequences=reduce, slices=slices)
+    known = GlobalBatch(ranks=Ranks(context=counted, slices=response_slices([], [], 0, 2)))
+    assert correct(config, [], [], [], global_batch=known).weights == []
+    packed = correct(config, empty, empty, empty, lengths=[], global_batch=known)
     assert packed.weights.shape == (0,) and calls == [(0, 3), (0, 3)]

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from slime_tis import RolloutCorrectionConfig, Statistics, batch_norm_factor, correct, figures
+from slime_tis import RolloutCorrectionConfig, Statistics, correct
 
 # Two sequences: Δ = [ln 2, 0, masked] and [−ln 4].
 TRAIN = [torch.tensor([-1.0, -2.0, -9.0]), torch.tensor([-3.0])]
@@ -34,7 +34,7 @@ MISMATCH = {
 
 def figures_of(**options: object) -> dict[str, float]:
     config = RolloutCorrectionConfig(**options)  # type: ignore[arg-type]
-    return figures(config, correct(config, TRAIN, ROLLOUT, MASK).statistics)
+    return correct(config, TRAIN, ROLLOUT, MASK).statistics.metrics()
 
 
 def test_mismatch_alone() -> None:
@@ -130,7 +130,7 @@ def test_the_deviation_of_weights_near_one_is_not_lost_in_float32() -> None:
     generator = torch.Generator().manual_seed(0)
     log_ratio = 1e-4 * torch.randn(64, 512, generator=generator)
     config = RolloutCorrectionConfig(use_tis=True)
-    values = figures(config, correct(config, log_ratio, torch.zeros(64, 512), torch.ones(64, 512)).statistics)
+    values = correct(config, log_ratio, torch.zeros(64, 512), torch.ones(64, 512)).statistics.metrics()
     exact = log_ratio.double().exp()
     assert values["mis_weight_std"] == pytest.approx(exact.std(correction=0).item(), rel=1e-4)
     assert 1 - values["mis_eff_sample_size"] == pytest.approx(exact.var(correction=0).item(), rel=1e-4)
@@ -143,19 +143,19 @@ def test_k3_of_small_log_ratios_is_accurate_and_never_negative(size: float) -> N
     generator = torch.Generator().manual_seed(1)
     log_ratio = size * torch.randn(26, 32, generator=generator)
     config = RolloutCorrectionConfig(get_mismatch_metrics=True)
-    values = figures(config, correct(config, log_ratio, torch.zeros(26, 32), torch.ones(26, 32)).statistics)
+    values = correct(config, log_ratio, torch.zeros(26, 32), torch.ones(26, 32)).statistics.metrics()
     exact = (log_ratio.double().expm1() - log_ratio.double()).mean().item()
     assert values["mismatch_k3_kl"] == pytest.approx(exact, rel=max(2e-7 / size, 1e-6))
-    assert figures(
-        config, correct(config, *[torch.full((1, 3), 1e-8 * k) for k in (1, 2)], torch.ones(1, 3)).statistics
-    )["mismatch_k3_kl"] == pytest.approx(5e-17, abs=1e-16)
+    assert correct(config, *[torch.full((1, 3), 1e-8 * k) for k in (1, 2)], torch.ones(1, 3)).statistics.metrics()[
+        "mismatch_k3_kl"
+    ] == pytest.approx(5e-17, abs=1e-16)
 
 
 def test_the_largest_ratio_is_reported_unbounded() -> None:
     """ΣΔ = 30: the weight ends at e^20, what is reported of the ratio before the mode does not."""
     config = RolloutCorrectionConfig(use_tis=True, tis_level="sequence")
     train, rollout, mask = torch.full((2, 3), 10.0), torch.tensor([[0.0] * 3, [10.0] * 3]), torch.ones(2, 3)
-    values = figures(config, correct(config, train, rollout, mask).statistics)
+    values = correct(config, train, rollout, mask).statistics.metrics()
     assert values["mis_weight_max_before_clip"] == pytest.approx(math.exp(30)) and values["mis_weight_max"] == 2.0
     assert values["mis_weight_min_before_clip"] == values["mis_weight_min"] == 1.0
 
@@ -171,7 +171,7 @@ def test_bounds_beyond_float32_are_ordinary_bounds(mode: str, level: str, upper:
     options = {"tis_mode": mode, "tis_level": level, "tis_upper_bound": upper, "tis_lower_bound": lower}
     config = RolloutCorrectionConfig(use_tis=True, **options)  # type: ignore[arg-type]
     found = correct(config, TRAIN, ROLLOUT, MASK)
-    values = figures(config, found.statistics)
+    values = found.statistics.metrics()
     assert all(math.isfinite(value) for value in values.values())
     assert all(weights.isfinite().all() for weights in found.weights)
     assert values["mis_weight_max"] == (pytest.approx(2.0, rel=1e-6) if upper > 1 else pytest.approx(0.0, abs=1e-300))
@@ -181,11 +181,11 @@ def test_reading_figures_leaves_nothing_out_of_an_empty_rank() -> None:
     config = RolloutCorrectionConfig(use_tis=True, tis_batch_normalize=True)
     full = correct(config, TRAIN, ROLLOUT, MASK).statistics
     merged = Statistics.empty(config).merge(full).merge(correct(config, [], [], []).statistics)
-    assert figures(config, merged) == figures(config, full)
-    assert figures(config, Statistics.empty(config)) == {}
-    assert batch_norm_factor(config, merged).item() == pytest.approx((2 + 1 + 0.25) / 3)
-    assert batch_norm_factor(config, Statistics.empty(config)).item() == 1.0
-    assert batch_norm_factor(RolloutCorrectionConfig(use_tis=True), Statistics.empty(config)).item() == 1.0
+    assert merged.metrics() == full.metrics()
+    assert Statistics.empty(config).metrics() == {}
+    assert merged.batch_norm_factor().item() == pytest.approx((2 + 1 + 0.25) / 3)
+    assert Statistics.empty(config).batch_norm_factor().item() == 1.0
+    assert Statistics.empty(RolloutCorrectionConfig(use_tis=True)).batch_norm_factor().item() == 1.0
 
 
 def test_metrics_only_leaves_weights_and_mask() -> None:
@@ -194,4 +194,4 @@ def test_metrics_only_leaves_weights_and_mask() -> None:
     train[0][1] = torch.nan
     found = correct(config, train, ROLLOUT[:1], MASK[:1])
     assert found.weights[0].tolist() == [1, 1, 0] and found.mask[0].tolist() == [True, True, False]
-    assert "gradient_kept_fraction" not in figures(config, found.statistics)
+    assert "gradient_kept_fraction" not in found.statistics.metrics()

@@ -1,13 +1,14 @@
 """The order of sequences, padding, layout and micro-batches change nothing."""
 
-from typing import Any
+import random
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime_tis import RolloutCorrectionConfig, Statistics, adaptive_bounds, batch_norm_factor, correct, figures
+from slime_tis import GlobalBatch, RolloutCorrectionConfig, Statistics, adaptive_bounds, correct
 from slime_tis.correction import layout
 from tests.correction.strategies import batches, configurations
 from tests.correction.test_twin import tensors
@@ -15,24 +16,24 @@ from tests.correction.test_twin import tensors
 Inputs = tuple[list, list, list]
 
 
-def assert_same(config: RolloutCorrectionConfig, a: tuple, b: tuple) -> None:
+def assert_same(a: tuple, b: tuple) -> None:
     """(weights, mask, statistics) of both, within 1e-6."""
     for x, y in zip(a[0], b[0], strict=True):
         torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-6)
     assert [x.tolist() for x in a[1]] == [x.tolist() for x in b[1]]
-    assert figures(config, a[2]) == pytest.approx(figures(config, b[2]), rel=1e-6, abs=1e-6)
+    assert a[2].metrics() == pytest.approx(b[2].metrics(), rel=1e-6, abs=1e-6)
 
 
 @settings(max_examples=100, deadline=None)
 @given(configurations(), batches(), st.randoms())
-def test_permutation(config: RolloutCorrectionConfig, batch: Inputs, random: object) -> None:
+def test_permutation(config: RolloutCorrectionConfig, batch: Inputs, shuffler: random.Random) -> None:
     inputs = tensors(batch)
     order = list(range(len(inputs[0])))
-    random.shuffle(order)  # type: ignore[attr-defined]
+    shuffler.shuffle(order)
     whole = correct(config, *inputs)
     shuffled = correct(config, *([x[i] for i in order] for x in inputs))
     expected = ([whole.weights[i] for i in order], [whole.mask[i] for i in order], whole.statistics)
-    assert_same(config, expected, (shuffled.weights, shuffled.mask, shuffled.statistics))
+    assert_same(expected, (shuffled.weights, shuffled.mask, shuffled.statistics))
 
 
 @settings(max_examples=100, deadline=None)
@@ -44,10 +45,10 @@ def test_layout_and_padding(config: RolloutCorrectionConfig, batch: Inputs, extr
     expected = (listed.weights, listed.mask, listed.statistics)
     if lengths:
         packed = correct(config, *(torch.cat(x) for x in inputs), lengths=lengths)
-        assert_same(config, expected, (packed.weights.split(lengths), packed.mask.split(lengths), packed.statistics))
+        assert_same(expected, (packed.weights.split(lengths), packed.mask.split(lengths), packed.statistics))
         padded = correct(config, *(pad(x, max(lengths) + extra) for x in inputs))
         rows = [[x[i, :n] for i, n in enumerate(lengths)] for x in (padded.weights, padded.mask)]
-        assert_same(config, expected, (*rows, padded.statistics))
+        assert_same(expected, (*rows, padded.statistics))
 
 
 def pad(sequences: list[torch.Tensor], width: int) -> torch.Tensor:
@@ -65,21 +66,19 @@ def test_micro_batches_merge(config: RolloutCorrectionConfig, batch: Inputs, cut
     inputs = tensors(batch)
     whole = correct(config, *inputs)
     parts = [[x[:cut] for x in inputs], [x[cut:] for x in inputs]]
-    limits: dict[str, Any] = {"second_moment_limit": whole.second_moment_limit}
+    known = GlobalBatch(second_moment_limit=whole.global_batch.second_moment_limit)
     if config.adaptive:
-        limits["adaptive_bounds"] = adaptive_bounds(config, [correct(config, *part).per_sequence for part in parts])
+        bounds = adaptive_bounds(config, [correct(config, *part).per_sequence for part in parts])
+        known = replace(known, adaptive_bounds=bounds)
     statistics = Statistics.empty(config)
     for part in parts:
-        first = correct(config, *part, **limits)
+        first = correct(config, *part, global_batch=known)
         statistics = statistics.merge(first.statistics)
-    known: dict[str, Any] = {
-        "batch_norm_factor": batch_norm_factor(config, statistics),
-        **limits,
-    }
-    found = [correct(config, *part, **known) for part in parts]
+    known = replace(known, batch_norm_factor=statistics.batch_norm_factor())
+    found = [correct(config, *part, global_batch=known) for part in parts]
     weights = [w for f in found for w in f.weights]
     mask = [m for f in found for m in f.mask]
-    assert_same(config, (whole.weights, whole.mask, whole.statistics), (weights, mask, statistics))
+    assert_same((whole.weights, whole.mask, whole.statistics), (weights, mask, statistics))
 
 
 @settings(max_examples=60, deadline=None)
@@ -94,7 +93,6 @@ def test_chunks(config: RolloutCorrectionConfig, batch: Inputs) -> None:
     finally:
         layout.CPU_CHUNK_TOKENS = usual
     assert_same(
-        config,
         (whole.weights, whole.mask, whole.statistics),
         (chunked.weights, chunked.mask, chunked.statistics),
     )

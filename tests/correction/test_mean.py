@@ -77,12 +77,13 @@ def test_the_gradient_is_that_of_the_kept_tokens() -> None:
 
 
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean"])
-def test_micro_batches_with_the_units_of_all_add_up(aggregation: Any) -> None:
+def test_micro_batches_with_the_denominator_of_all_add_up(aggregation: Any) -> None:
     config = RolloutCorrectionConfig(**WEIGHTED)  # type: ignore[arg-type]
     parts = [correct(config, [d], [torch.zeros_like(d)], [m]) for d, m in zip(DELTA, MASK, strict=True)]
-    units = sum((part.units(aggregation) for part in parts), torch.zeros(()))
+    denominator = sum((part.loss_denominator(aggregation) for part in parts), torch.zeros(()))
     total = sum(
-        part.mean([loss], aggregation=aggregation, units=units).item() for part, loss in zip(parts, LOSS, strict=True)
+        part.mean([loss], aggregation=aggregation, denominator=denominator).item()
+        for part, loss in zip(parts, LOSS, strict=True)
     )
     assert total == pytest.approx(mean("list", aggregation).item())
 

@@ -1,4 +1,4 @@
-"""docs/math.md and docs/choosing.md name functions, figures, presets and flags that exist."""
+"""docs/math.md and docs/choosing.md name functions, presets and flags that exist."""
 
 import importlib
 import re
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slime_tis import PRESETS, RolloutCorrectionConfig, correct, figures
+from slime_tis import PRESETS, RolloutCorrectionConfig, correct
 from slime_tis.correction.config import LEVELS
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -26,7 +26,7 @@ def all_figures() -> set[str]:
             rs_second_moment_bound=0.04,
         )
         ones = [torch.ones(1)]
-        names |= set(figures(config, correct(config, ones, ones, ones).statistics))
+        names |= set(correct(config, ones, ones, ones).statistics.metrics())
     return names
 
 

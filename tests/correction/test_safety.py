@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from slime_tis import RolloutCorrectionConfig, correct, figures
+from slime_tis import GlobalBatch, RolloutCorrectionConfig, correct
 from slime_tis.integrations.verl import RolloutCorrectionConfig as VerlConfig
 from tests.correction.strategies import batches, configurations
 
@@ -31,8 +31,8 @@ def test_nothing_non_finite_comes_out(config: RolloutCorrectionConfig, batch: tu
             assert weights.dtype == torch.float32 and kept.dtype == torch.bool
             assert torch.isfinite(weights).all() and (weights >= 0).all()
             assert not (kept & ~torch.tensor(original, dtype=torch.bool)).any()
-        assert all(math.isfinite(value) for value in figures(config, found.statistics).values())
-        assert (found.kept_per_sequence <= found.valid_per_sequence).all()
+        assert all(math.isfinite(value) for value in found.statistics.metrics().values())
+        assert (found.accepted_per_sequence <= found.masked_in_per_sequence).all()
 
 
 def test_reject_takes_out_exactly_the_token() -> None:
@@ -42,9 +42,9 @@ def test_reject_takes_out_exactly_the_token() -> None:
     found = correct(TOKEN_IS, train, rollout, [torch.ones(5)])
     assert found.weights[0].tolist() == pytest.approx([math.exp(0.5), 0.0, 1.0, 0.0, 0.0])
     assert found.mask[0].tolist() == [True, False, True, False, False]
-    assert found.valid_per_sequence.tolist() == [5] and found.kept_per_sequence.tolist() == [2]
-    expected = figures(TOKEN_IS, clean.statistics) | {"nonfinite_token_fraction": 0.6, "gradient_kept_fraction": 0.4}
-    assert figures(TOKEN_IS, found.statistics) == pytest.approx(expected)
+    assert found.masked_in_per_sequence.tolist() == [5] and found.accepted_per_sequence.tolist() == [2]
+    expected = clean.statistics.metrics() | {"nonfinite_token_fraction": 0.6, "gradient_kept_fraction": 0.4}
+    assert found.statistics.metrics() == pytest.approx(expected)
 
 
 def test_neutral_gives_ratio_one() -> None:
@@ -52,7 +52,7 @@ def test_neutral_gives_ratio_one() -> None:
     found = correct(config, [torch.tensor([-1.0, NAN])], [torch.tensor([-1.5, -1.0])], [torch.ones(2)])
     assert found.weights[0].tolist() == pytest.approx([math.exp(0.5), 1.0])
     assert found.mask[0].tolist() == [True, True]
-    values = figures(config, found.statistics)
+    values = found.statistics.metrics()
     assert values["nonfinite_token_fraction"] == 0.5 and values["gradient_kept_fraction"] == 1.0
     assert values["mismatch_kl"] == pytest.approx(-0.25)
 
@@ -63,9 +63,9 @@ def test_neutral_tokens_have_no_part_in_perplexities() -> None:
     expected = {"mismatch_training_ppl": math.e, "mismatch_rollout_ppl": math.exp(1.5), "mismatch_log_ppl_diff": -0.5}
     for train, rollout in ((-INF, -1.5), (-1.0, -INF), (NAN, NAN), (-1e9, -1.0)):
         inputs = torch.tensor([[-1.0, -1.0, train]]), torch.tensor([[-1.5, -1.5, rollout]]), torch.ones(1, 3)
-        values = figures(config, correct(config, *inputs).statistics)
+        values = correct(config, *inputs).statistics.metrics()
         assert {name: values[name] for name in expected} == pytest.approx(expected)
-    lost = figures(config, correct(config, torch.full((1, 2), NAN), torch.zeros(1, 2), torch.ones(1, 2)).statistics)
+    lost = correct(config, torch.full((1, 2), NAN), torch.zeros(1, 2), torch.ones(1, 2)).statistics.metrics()
     assert lost["mismatch_kl"] == 0.0 and lost["nonfinite_token_fraction"] == 1.0
     assert not [name for name in lost if "ppl" in name]
 
@@ -79,13 +79,13 @@ def test_raise_names_sequence_and_position() -> None:
     with pytest.raises(ValueError, match=r"sequence 1, position 150: train log-prob -inf, rollout log-prob 0\.0"):
         correct(config, train, rollout, masks)
     masks[1][150] = 0
-    assert correct(config, train, rollout, masks).kept_per_sequence.tolist() == [7, 199]
+    assert correct(config, train, rollout, masks).accepted_per_sequence.tolist() == [7, 199]
 
 
 def test_missing_rollout_log_probs_of_a_sample() -> None:
     found = correct(TOKEN_IS, [torch.zeros(2), torch.zeros(3)], [None, torch.zeros(3)], [torch.ones(2), torch.ones(3)])
     assert [mask.tolist() for mask in found.mask] == [[False, False], [True, True, True]]
-    assert figures(TOKEN_IS, found.statistics)["nonfinite_token_fraction"] == 0.4
+    assert found.statistics.metrics()["nonfinite_token_fraction"] == 0.4
 
 
 def test_a_masked_position_never_contributes() -> None:
@@ -93,7 +93,7 @@ def test_a_masked_position_never_contributes() -> None:
     mask = torch.tensor([1, 0, 1])
     found = correct(TOKEN_IS, [values], [torch.tensor([-1.0, INF, -2.0])], [mask])
     assert found.weights[0].tolist() == [1.0, 0.0, 1.0]
-    assert figures(TOKEN_IS, found.statistics)["nonfinite_token_fraction"] == 0.0
+    assert found.statistics.metrics()["nonfinite_token_fraction"] == 0.0
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.int64, torch.float32, torch.bfloat16])
@@ -113,7 +113,7 @@ def test_half_precision_is_subtracted_in_float32() -> None:
 def test_sums_of_absurd_log_probs_do_not_overflow(dtype: torch.dtype) -> None:
     huge = torch.full((300,), torch.finfo(dtype).min, dtype=dtype)
     found = correct(TOKEN_IS, [huge], [huge], [torch.ones(300)])
-    values = figures(TOKEN_IS, found.statistics)
+    values = found.statistics.metrics()
     assert found.weights[0].tolist() == [1.0] * 300 and values["mismatch_kl"] == 0.0
     assert all(math.isfinite(value) for value in values.values())
 
@@ -128,11 +128,11 @@ def test_empty_batches_and_sequences() -> None:
     assert correct(config, [], [], []).weights == []
     padded = correct(config, torch.zeros(0, 4), torch.zeros(0, 4), torch.zeros(0, 4))
     assert (padded.weights.dtype, padded.mask.dtype) == (torch.float32, torch.bool)
-    assert padded.weights.shape == (0, 4) and figures(config, padded.statistics) == {}
+    assert padded.weights.shape == (0, 4) and padded.statistics.metrics() == {}
     packed = correct(config, torch.zeros(0), torch.zeros(0), torch.zeros(0), lengths=[0, 0])
-    assert packed.mask.shape == (0,) and packed.kept_per_sequence.tolist() == [0, 0]
+    assert packed.mask.shape == (0,) and packed.accepted_per_sequence.tolist() == [0, 0]
     masked = correct(config, [torch.zeros(3)], [torch.zeros(3)], [torch.zeros(3)])
-    assert masked.weights[0].tolist() == [0, 0, 0] and figures(config, masked.statistics) == {}
+    assert masked.weights[0].tolist() == [0, 0, 0] and masked.statistics.metrics() == {}
 
 
 def test_one_token() -> None:
@@ -206,7 +206,7 @@ def test_a_configuration_of_verl_is_not_taken_for_ours() -> None:
 def test_a_mean_weight_that_nothing_can_be_divided_by(factor: float) -> None:
     config = RolloutCorrectionConfig(use_tis=True, tis_batch_normalize=True)
     inputs = torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2)
-    weights = correct(config, *inputs, batch_norm_factor=torch.tensor(factor)).weights
+    weights = correct(config, *inputs, global_batch=GlobalBatch(batch_norm_factor=torch.tensor(factor))).weights
     assert weights.tolist() == ([[0.0, 0.0]] if factor == INF else [[1.0, 1.0]])
 
 

@@ -12,7 +12,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from slime_tis import RolloutCorrectionConfig, correct, figures
+from slime_tis import Ranks, RolloutCorrectionConfig, correct
+from slime_tis.correction import ReduceOp
 from slime_tis.correction.trimming import second_moment_limit
 from tests.correction import twin
 
@@ -20,27 +21,28 @@ INF, NAN = math.inf, math.nan
 
 
 def over_ranks(parts: list[torch.Tensor], find: Callable[..., torch.Tensor]) -> list[float]:
-    """What each rank finds in its part with a reduction over all ranks, one thread per rank."""
+    """What each rank finds in its part with the data-parallel ranks, one thread per rank."""
     barrier, tables = Barrier(len(parts)), [torch.zeros(0)] * len(parts)
 
-    def rank_sum(rank: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        def reduce(table: torch.Tensor) -> torch.Tensor:
+    def ranks_of(rank: int) -> Ranks:
+        def all_reduce(table: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+            assert op == "sum"
             tables[rank] = table
             barrier.wait()
             total = torch.stack(tables).sum(0)
             barrier.wait()
             return total
 
-        return reduce
+        return Ranks(data=all_reduce)
 
     with ThreadPoolExecutor(len(parts)) as pool:
-        found = pool.map(lambda rank: find(parts[rank], rank_sum(rank)), range(len(parts)))
+        found = pool.map(lambda rank: find(parts[rank], ranks_of(rank)), range(len(parts)))
         return [value.item() for value in found]
 
 
 def limit_over_ranks(parts: list[torch.Tensor], bound: float) -> list[float]:
     """The limit that each of the ranks finds."""
-    return over_ranks(parts, lambda part, reduction: second_moment_limit(part, bound, [reduction]))
+    return over_ranks(parts, lambda part, ranks: second_moment_limit(part, bound, ranks))
 
 
 def test_trimming_by_hand() -> None:
@@ -50,8 +52,8 @@ def test_trimming_by_hand() -> None:
     masks = [torch.tensor([1, 1, 0]), torch.ones(2)]
     found = correct(config, delta, [torch.zeros(3), torch.zeros(2)], masks)
     assert [m.tolist() for m in found.mask] == [[True, False, False], [True, True]]
-    assert found.kept_per_sequence.tolist() == [1, 2]
-    values = figures(config, found.statistics)
+    assert found.accepted_per_sequence.tolist() == [1, 2]
+    values = found.statistics.metrics()
     assert values["mis_second_moment_masked_fraction"] == 0.25 and values["gradient_kept_fraction"] == 0.75
 
 
@@ -135,21 +137,21 @@ def test_the_limit_of_the_batch_makes_micro_batches_agree() -> None:
     deltas = [torch.tensor([0.1, 0.2, 0.5, 1.0]), torch.tensor([0.3, 0.4])]
     zeros, ones = [torch.zeros_like(d) for d in deltas], [torch.ones_like(d) for d in deltas]
     whole = correct(config, deltas, zeros, ones)
-    assert whole.second_moment_limit is not None and whole.second_moment_limit.item() == 1.0
+    assert whole.global_batch.second_moment_limit is not None and whole.global_batch.second_moment_limit.item() == 1.0
     parts = [
-        correct(config, [d], [z], [o], second_moment_limit=whole.second_moment_limit)
+        correct(config, [d], [z], [o], global_batch=whole.global_batch)
         for d, z, o in zip(deltas, zeros, ones, strict=True)
     ]
     assert [m.tolist() for part in parts for m in part.mask] == [[True, True, True, False], [True, True]]
     own = correct(config, deltas[1:], zeros[1:], ones[1:])
     assert own.mask[0].tolist() == [True, False]
-    assert parts[0].second_moment_limit is whole.second_moment_limit
+    assert parts[0].global_batch.second_moment_limit is whole.global_batch.second_moment_limit
 
 
 def test_no_bound_means_no_limit() -> None:
-    assert correct(RolloutCorrectionConfig(), [], [], []).second_moment_limit is None
+    assert correct(RolloutCorrectionConfig(), [], [], []).global_batch.second_moment_limit is None
     config = RolloutCorrectionConfig(rs_second_moment_bound=0.1)
-    limit = correct(config, [], [], []).second_moment_limit
+    limit = correct(config, [], [], []).global_batch.second_moment_limit
     assert limit is not None and limit.item() == INF
 
 

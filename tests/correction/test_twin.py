@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from slime_tis import RolloutCorrectionConfig, correct, figures
+from slime_tis import RolloutCorrectionConfig, correct
 from tests.correction.strategies import batches, configurations
 from tests.correction.twin import Twin, correct_slowly
 
@@ -23,9 +23,9 @@ def assert_agrees(config: RolloutCorrectionConfig, batch: tuple[list, list, list
     for weights, expected in zip(found.weights, twin.weights, strict=True):
         assert weights.tolist() == pytest.approx(expected, rel=2e-6, abs=1e-7)
     assert [mask.tolist() for mask in found.mask] == twin.mask
-    assert found.kept_per_sequence.tolist() == [sum(mask) for mask in twin.mask]
-    assert found.valid_per_sequence.tolist() == [sum(mask) for mask in batch[2]]
-    values = figures(config, found.statistics)
+    assert found.accepted_per_sequence.tolist() == [sum(mask) for mask in twin.mask]
+    assert found.masked_in_per_sequence.tolist() == [sum(mask) for mask in batch[2]]
+    values = found.statistics.metrics()
     for name in [name for name in twin.figures if name.endswith("weight_std")]:  # of float32 weights: rounding remains
         assert values.pop(name) == pytest.approx(twin.figures.pop(name), rel=1e-6, abs=1e-6)
     assert values == pytest.approx(twin.figures, rel=1e-6, abs=1e-7)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from custom_tis.mis import compute_mis_weights_with_cp
-from slime_tis.correction import RolloutCorrectionConfig, batch_norm_factor, correct
+from slime_tis.correction import RolloutCorrectionConfig, correct
 from slime_tis.custom import load_custom_tis
 from slime_tis.errors import CustomFunctionError
 from slime_tis.policy.config import PolicyConfig
@@ -95,9 +95,7 @@ def trained(
         recompute_old=False,
         custom_tis=compute_mis_weights_with_cp if custom else None,
         args=Namespace(**{name: getattr(config, name) for name in config.__dataclass_fields__}),
-        batch_norm_factor=batch_norm_factor(config, found.statistics),
-        second_moment_limit=found.second_moment_limit,
-        adaptive_bounds=found.adaptive_bounds,
+        global_batch=found.global_batch,
     )
     leaf = torch.tensor(log_probs, requires_grad=True)
     cut = sum(batch.response_lengths[:3])

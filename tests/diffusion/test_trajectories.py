@@ -5,7 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime_tis import PRESETS, RolloutCorrectionConfig, batch_norm_factor
+from slime_tis import PRESETS, GlobalBatch, Ranks, RolloutCorrectionConfig
+from slime_tis.correction import AllReduce, ReduceOp
 from slime_tis.diffusion import apply_bypass_mode, correct_trajectories, step_metrics
 from tests.correction.strategies import configurations
 from tests.diffusion.strategies import Rows, trajectories
@@ -60,13 +61,8 @@ def test_micro_batches_merge(config: RolloutCorrectionConfig, batch: tuple[Rows,
     train, rollout = tensors(*batch)
     times = torch.tensor(times_of(*train.shape))
     whole = correct_trajectories(config, train, rollout, timesteps=times)
-    of_the_whole = {
-        "batch_norm_factor": batch_norm_factor(config, whole.statistics.core),
-        "second_moment_limit": whole.second_moment_limit,
-        "adaptive_bounds": whole.adaptive_bounds,
-    }
     parts = [
-        correct_trajectories(config, train[span], rollout[span], timesteps=times[span], **of_the_whole)
+        correct_trajectories(config, train[span], rollout[span], timesteps=times[span], global_batch=whole.global_batch)
         for span in (slice(0, cut), slice(cut, None))
     ]
     torch.testing.assert_close(torch.cat([part.weights for part in parts]), whole.weights, rtol=1e-6, atol=1e-6)
@@ -131,16 +127,27 @@ def test_ranks_normalise_together() -> None:
     config = RolloutCorrectionConfig(use_tis=True, tis_upper_bound=8.0, tis_batch_normalize=True)
     zero, log2 = torch.zeros(1, 2), torch.full((1, 2), 2.0).log()
     pairs: list[torch.Tensor] = []
+
+    def recorded(pair: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+        pairs.append(pair)
+        return pair
+
+    def summed(pair: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+        return torch.stack(pairs).sum(0)
+
+    def weights(rank: torch.Tensor, data: AllReduce) -> torch.Tensor:
+        return correct_trajectories(config, rank, zero, global_batch=GlobalBatch(ranks=Ranks(data=data))).weights
+
     for rank in (log2, zero):
-        correct_trajectories(config, rank, zero, reduce_batch=lambda pair: pairs.append(pair) or pair)  # type: ignore
-    found = [correct_trajectories(config, rank, zero, reduce_batch=lambda _: sum(pairs)) for rank in (log2, zero)]  # type: ignore
-    assert [x.weights.unique().tolist() for x in found] == [[pytest.approx(4 / 3)], [pytest.approx(2 / 3)]]
+        weights(rank, recorded)
+    found = [weights(rank, summed) for rank in (log2, zero)]
+    assert [x.unique().tolist() for x in found] == [[pytest.approx(4 / 3)], [pytest.approx(2 / 3)]]
 
 
 def test_trimming_says_its_limit() -> None:
     config = RolloutCorrectionConfig(rs_second_moment_bound=0.5)
     found = correct_trajectories(config, torch.tensor([[0.0, 1.0], [0.5, 2.0]]), torch.zeros(2, 2))
-    assert found.second_moment_limit is not None and found.second_moment_limit.item() == 4.0
+    assert found.global_batch.second_moment_limit is not None and found.global_batch.second_moment_limit.item() == 4.0
     assert found.mask.tolist() == [[True, True], [True, False]]
 
 

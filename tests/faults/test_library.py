@@ -3,6 +3,7 @@
 Every call is one of a sound configuration and batch, in which some part may have been replaced by something absurd.
 """
 
+import dataclasses
 import math
 import random
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 import slime_tis
-from slime_tis import RolloutCorrectionConfig, correct, figures
+from slime_tis import RolloutCorrectionConfig, correct
 from slime_tis.correction.config import LEVELS, MODES, NONFINITE_POLICIES, NORMALIZERS
 from slime_tis.correction.criteria import CRITERIA
 from slime_tis.integrations import verl
@@ -106,8 +107,10 @@ def make_inputs(rng: random.Random) -> tuple[list[Any], dict[str, Any]]:
     layout = rng.choice(("list", "padded", "packed", "slices"))
     if layout in ("list", "slices"):
         lengths = [len(x) for x in train]
-        inside = {"slices": slime_tis.response_slices([n + 2 for n in lengths], lengths, 0, 1)}
-        return [train, rollout, mask], (inside | {"reduce_sequences": torch.clone} if layout == "slices" else {})
+        if layout == "list":
+            return [train, rollout, mask], {}
+        slices = slime_tis.response_slices([n + 2 for n in lengths], lengths, 0, 1)
+        return [train, rollout, mask], {"ranks": slime_tis.Ranks(context=one_rank_sum, slices=slices)}
     filled = [torch.full((len(t),), math.nan) if r is None else r for t, r in zip(train, rollout, strict=True)]
     if layout == "packed":
         parts = [torch.cat([torch.zeros(0), *part]) for part in (train, filled, mask)]
@@ -181,20 +184,25 @@ def wrong_correction(config: RolloutCorrectionConfig, inputs: list[Any], found: 
             return "a weight is not finite, or below 0"
         if (mask & (original == 0)).any() or (weight * (original == 0)).any():
             return "a masked token counts"
-    outside = [found.statistics.sums, found.valid_per_sequence, found.kept_per_sequence, *found.per_sequence.values()]
+    outside = [
+        found.statistics.sums,
+        found.masked_in_per_sequence,
+        found.accepted_per_sequence,
+        *found.per_sequence.values(),
+    ]
     if any(x.requires_grad for x in (*weights, *masks, *outside)):
         return "a gradient flows"
     if not all(x.isfinite().all() for x in outside):
         return "a sum is not finite"
     merged = found.statistics.merge(slime_tis.Statistics.empty(config)).merge(found.statistics)
     for statistics in (found.statistics, merged):
-        values = figures(config, statistics)
+        values = statistics.metrics()
         bad = [name for name, value in values.items() if not math.isfinite(value)]
         if bad:
             return f"not finite: {', '.join(bad)}"
         if values.get("mismatch_k3_kl", 0.0) < 0 or values.get("mis_weight_std", 0.0) < 0:
             return "a figure is below 0 that cannot be"
-    if not slime_tis.batch_norm_factor(config, found.statistics) > 0:
+    if not found.statistics.batch_norm_factor() > 0:
         return "the mean weight is not above 0"
     return wrong_mean(found, masks)
 
@@ -211,16 +219,21 @@ def wrong_mean(found: Any, masks: list[Tensor]) -> str | None:
     return None if all(g is None or g.isfinite().all() for g in gradients) else "a gradient is not finite"
 
 
-def extras(rng: random.Random) -> dict[str, Any]:
-    """What a caller may hand over besides the batch, absurd values among it."""
-    found: dict[str, Any] = {}
+def one_rank_sum(values: Tensor, op: str) -> Tensor:
+    """The reduction over a group of one rank."""
+    return values
+
+
+def global_batch(rng: random.Random, ranks: slime_tis.Ranks) -> slime_tis.GlobalBatch:
+    """What a caller may know of the global batch, absurd values among it."""
+    found: dict[str, Any] = {"ranks": ranks}
     if rng.random() < 0.2:
         found["batch_norm_factor"] = torch.tensor(rng.choice((0.7, 0.0, -1.0, 1e-300, 1e300, math.nan, math.inf)))
     if rng.random() < 0.2:
         found["second_moment_limit"] = torch.tensor(rng.choice((0.1, 0.0, -1.0, 1e300, math.nan, math.inf)))
     if rng.random() < 0.2:
-        found["reduce_batch"] = torch.clone
-    return found
+        found["ranks"] = dataclasses.replace(ranks, data=one_rank_sum)
+    return slime_tis.GlobalBatch(**found)
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
@@ -236,7 +249,7 @@ def test_corrections(tally: Any, seed: int) -> None:
             faults.record(attempt, unclear(error))
             continue
         inputs, options = make_inputs(rng)
-        options |= extras(rng)
+        options["global_batch"] = global_batch(rng, options.pop("ranks", slime_tis.Ranks()))
         for x in tensors_of(inputs):
             if x.is_floating_point() and rng.random() < 0.1:
                 x.requires_grad_()
@@ -295,7 +308,6 @@ def method_call(rng: random.Random) -> tuple[Callable[..., Any], list[Any], dict
     current, rollout = (make_values(rng, n, torch.float32, 1.0) for _ in range(2))
     versions = torch.randint(-1, 9, (max(n - (rng.random() < 0.1), 0),))
     inputs, options = make_inputs(rng)
-    options.pop("slices", None)
     sequences = len(inputs[0]) if not isinstance(inputs[0], Tensor) else len(options.get("lengths", inputs[0]))
     advantages = make_values(rng, max(sequences - (rng.random() < 0.1), 0), torch.float32, 1.0)
     total, response = rng.choice((0, 1, 9, -1)), rng.choice((0, 1, 5, 12))

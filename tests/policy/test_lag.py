@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from slime_tis.correction import RolloutCorrectionConfig, correct, figures
+from slime_tis.correction import RolloutCorrectionConfig, correct
 from slime_tis.policy.lag import lag_table, staleness_metrics
 
 NAN, INF = float("nan"), float("inf")
@@ -31,7 +31,7 @@ def test_tokens_count_where_the_correction_counts_them(unusable: float) -> None:
     assert found["token_fraction_lag_1"] == 0.5
     assert found["train_rollout_logprob_abs_diff_lag_1"] == 0.25
     config = RolloutCorrectionConfig(get_mismatch_metrics=True)
-    of_all = figures(config, correct(config, train, rollout, mask, lengths=[3]).statistics)
+    of_all = correct(config, train, rollout, mask, lengths=[3]).statistics.metrics()
     assert of_all["train_rollout_logprob_abs_diff"] == pytest.approx((0.5 + 0.25) / 2)
 
 

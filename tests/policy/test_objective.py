@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slime_tis.correction import RolloutCorrectionConfig
+from slime_tis.correction import GlobalBatch, RolloutCorrectionConfig
 from slime_tis.errors import CustomFunctionError
 from slime_tis.policy.config import PolicyConfig
 from slime_tis.policy.lag import staleness_metrics
@@ -288,7 +288,9 @@ def test_trimming_takes_the_limit_that_it_is_given() -> None:
     first = make(MASKS[:1], rollout_log_probs=ROLLOUT[:1], advantages=ADVANTAGES[:1])
     for limit, kept in ((None, 1), (1.0, 2), (torch.inf, 3)):  # alone: the mean of 0 and 0.25 is 0.125
         known = None if limit is None else torch.tensor(limit, dtype=torch.float64)
-        _, _, report = loss_of(replace(build(**options), second_moment_limit=known), first, CURRENT[:4])
+        _, _, report = loss_of(
+            replace(build(**options), global_batch=GlobalBatch(second_moment_limit=known)), first, CURRENT[:4]
+        )
         assert report.units.tolist() == [1, 1, kept, 3]
 
 
