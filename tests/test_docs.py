@@ -161,6 +161,25 @@ def test_every_timed_part_is_in_the_glossary():
     assert {f"perf/{name}_time" for name in parts} - documented(r"perf/\w+") == set()
 
 
+@pytest.fixture
+def process_group(tmp_path):
+    """A torch.distributed job of one rank."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_python_on_the_library_page_runs(process_group):
+    """Each block continues the ones before it; the page asserts that layouts and splits agree."""
+    found = {}
+    for block in blocks("library.md", "python"):
+        exec(block, found)
+    weights = [math.exp(0.1), 2.0, 1.0], [math.exp(-0.1), 1.0, 0.0]
+    assert found["correction"].weights.flatten().tolist() == pytest.approx([*weights[0], *weights[1]])
+    assert found["loss"].item() == pytest.approx((sum(weights[0]) + sum(weights[1])) / 5)
+    assert found["metrics"]["mis_truncate_fraction"] == pytest.approx(0.2)
+
+
 def test_python_on_the_page_for_verl_runs():
     """Each block continues the ones before it; the tensors are those of a batch with a masked token."""
     log_prob = torch.tensor([[-1.0, -2.0], [-0.5, -1.0]], requires_grad=True)
