@@ -194,7 +194,7 @@ def test_a_finished_run_has_left_everything(task: list[str], tmp_path: Path) -> 
     prompts.write_text('{"prompt": "31>", "label": "13"}\n{"prompt": "52>", "label": "25"}\n')
     output = tmp_path / "run"
     flags = [*task, "--eval-prompt-data", str(prompts), "--use-tensorboard", "--eval-interval", "2"]
-    flags += ["--save", str(output / "checkpoints"), "--save-hf", str(output / "hf")]
+    flags += ["--save", str(output / "checkpoints"), "--save-hf", str(output / "hf"), "--summary-plot"]
     rows = run_here(flags, output)
     assert [row["step"] for row in rows if "eval/accuracy" in row] == [0, 2, 3]
     config = yaml.safe_load((output / "config.yaml").read_text())

@@ -205,7 +205,7 @@ GROUPS = {
     ),
     "checkpoints": "load save save_interval save_retain save_hf",
     "reporting": (
-        "output_dir progress use_tensorboard tb_project_name tb_experiment_name use_wandb "
+        "output_dir summary_plot progress use_tensorboard tb_project_name tb_experiment_name use_wandb "
         "wandb_project wandb_group wandb_mode wandb_dir"
     ),
     "debugging": "debug_rollout_only save_debug_rollout_data load_debug_rollout_data",

@@ -41,6 +41,9 @@ class ReportingConfig:
     wandb_dir: str | None = None
     """Directory of Weights & Biases files; unset means the run directory."""
 
+    summary_plot: bool = True
+    """Draw summary.png at the end of the run; `python -m slime_tis.reporting.summary RUN_DIRECTORY` draws it later."""
+
     progress: bool = True
     """Progress bar on stderr, where that is a terminal."""
 

@@ -209,7 +209,9 @@ def open_reporters(
         reporters.append(TensorBoard(directory.joinpath(TENSORBOARD, *names), resume_step))
     if config.use_wandb:
         reporters.append(WandB(config, directory, effective_config))
-    return Reporters([*reporters, Summary(directory)])
+    if config.summary_plot:
+        reporters.append(Summary(directory))
+    return Reporters(reporters)
 
 
 def format_step(metrics: Mapping[str, float], step: int, total_steps: int) -> str:

@@ -18,7 +18,10 @@ FIXED = {
 }
 """Options that a resumed run has to keep, and why."""
 
-NOT_SAID = {"load", "save", "save_hf", "save_interval", "output_dir", "progress", "num_threads", "custom_config_path"}
+NOT_SAID = {
+    *("load", "save", "save_hf", "save_interval", "output_dir", "summary_plot", "progress", "num_threads"),
+    "custom_config_path",
+}
 """Options whose change needs no mention."""
 
 SHOWN = 80

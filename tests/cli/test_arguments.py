@@ -303,6 +303,7 @@ LANDINGS = [
     ("--load-debug-rollout-data d/{rollout_id}.pt", "loop", "load_debug_rollout_data", "d/{rollout_id}.pt"),
     ("--output-dir runs/a", "reporting", "output_dir", "runs/a"),
     ("--no-progress", "reporting", "progress", False),
+    ("--no-summary-plot", "reporting", "summary_plot", False),
     ("--use-tensorboard", "reporting", "use_tensorboard", True),
     ("--use-tensorboard --tb-project-name p", "reporting", "tb_project_name", "p"),
     ("--use-tensorboard --tb-experiment-name e", "reporting", "tb_experiment_name", "e"),

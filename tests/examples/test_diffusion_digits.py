@@ -41,7 +41,7 @@ FLAGS = [
 
 
 def run(directory: Path, *flags: str) -> list[dict]:
-    assert train.main([*FLAGS, "--no-progress", "--output-dir", str(directory), *flags]) == 0
+    assert train.main([*FLAGS, "--no-progress", "--no-summary-plot", "--output-dir", str(directory), *flags]) == 0
     return read_metrics(directory)
 
 
@@ -53,7 +53,8 @@ def figures(rows: list[dict]) -> list[dict]:
 @pytest.fixture(scope="module")
 def corrected(tmp_path_factory) -> tuple[Path, list[dict]]:
     directory = tmp_path_factory.mktemp("digits") / "corrected"
-    return directory, run(directory, "--use-tis", "--use-rs", "--rs-upper-bound", "1.5", "--rs-veto-threshold", "1e-4")
+    correction = ("--use-tis", "--use-rs", "--rs-upper-bound", "1.5", "--rs-veto-threshold", "1e-4")
+    return directory, run(directory, *correction, "--summary-plot")
 
 
 def test_a_run_reports_every_step_and_ends_with_the_reward(corrected, capsys, tmp_path):

@@ -54,7 +54,18 @@ def task(directory: Path) -> list[str]:
         *("--hf-checkpoint", str(directory / "model"), "--prompt-data", str(directory / "train.jsonl")),
         *("--input-key", "prompt", "--label-key", "label", "--custom-rm-path", f"{directory / 'reward.py'}:reward"),
         *("--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--rollout-max-response-len", "10"),
-        *("--num-rollout", "3", "--lr", "1e-3", "--rollout-precision", "int8", "--no-progress", "--num-threads", "1"),
+        *(
+            "--num-rollout",
+            "3",
+            "--lr",
+            "1e-3",
+            "--rollout-precision",
+            "int8",
+            "--no-progress",
+            "--no-summary-plot",
+            "--num-threads",
+            "1",
+        ),
     ]
 
 

@@ -116,6 +116,13 @@ def test_a_run_leaves_its_files_and_prints_its_lines(tmp_path, capsys):
     ]
 
 
+def test_a_run_without_a_plot_leaves_the_rest(tmp_path):
+    reporter = open_reporters(ReportingConfig(output_dir=str(tmp_path), summary_plot=False), {}, total_steps=1)
+    reporter.log(METRICS, 1)
+    reporter.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "metrics.jsonl", "run.json"]
+
+
 def test_other_ranks_write_and_print_nothing(tmp_path, capsys):
     reporter = open_reporters(ReportingConfig(output_dir=str(tmp_path / "r")), {}, total_steps=3, rank=1)
     reporter.log(METRICS, 1)
