@@ -117,7 +117,7 @@ def check_fields(config: object) -> None:
     Raises:
         ValueError: A value is not of its type or outside of its limits; names the flag, the value and what is allowed.
     """
-    for name, field in field_types(type(config)).items():
+    for name, field in field_types(type(config)).items():  # type: ignore[arg-type]  # mypy: no class is hashable
         value = getattr(config, name)
         if value is None and field.optional:
             continue
