@@ -1,17 +1,17 @@
 """Scored samples in, optimizer steps and their metrics out.
 
 samples → advantages, per rollout
-for every step: batch → old log-probs where needed → correction of the global batch → objective → optimizer step
+for every step: batch → old log-probs where needed → correction of the global batch → policy loss → optimizer step
 """
 
 from __future__ import annotations
 
-from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from slime_tis.correction import (
     Correction,
@@ -20,18 +20,17 @@ from slime_tis.correction import (
     RolloutCorrectionConfig,
     correct,
     interpolate_old_log_probs,
-    response_slices,
 )
-from slime_tis.custom import check_metric_names
 from slime_tis.errors import NonFiniteGradient
-from slime_tis.megatron.batch import TrainingBatch, make_batch, tensors
+from slime_tis.megatron.batch import TrainingBatch, make_batch, shard, unshard
 from slime_tis.megatron.engine import StepResult, TrainingEngine
 from slime_tis.megatron.parallel import Parallel
 from slime_tis.policy.advantages import advantages
-from slime_tis.policy.anchor import anchors_on_recomputed, needs_global_batch, needs_old_log_probs
 from slime_tis.policy.config import PolicyConfig
-from slime_tis.policy.objective import PolicyObjective
-from slime_tis.policy.report import step_metrics
+from slime_tis.policy.custom_tis import CustomTis, CustomTisFunction
+from slime_tis.policy.policy_loss import LossStep, policy_loss
+from slime_tis.policy.proximal_policy import needs_global_batch, needs_old_log_probs, uses_recomputed_old_policy
+from slime_tis.policy.step_sums import step_metrics
 from slime_tis.rollout.sample import Sample
 
 
@@ -44,11 +43,9 @@ class Learner:
     policy: PolicyConfig
     steps_per_rollout: int
     leaves_out_samples: bool
-    """Whether samples may come without a token to train on, and are then no part of their group's baseline."""
-    custom_tis: Callable[..., Any] | None
-    """A user's correction function, in slime's contract."""
-    args: Namespace
-    """The command line as that function gets it."""
+    """Whether samples may come without a token to train on, and are then left out of their group's baseline."""
+    custom_tis: CustomTisFunction | None = None
+    """A user's correction function."""
     step: int = 0
     """Optimizer steps made so far: the version of the weights."""
     _old_version: int = 0
@@ -57,6 +54,7 @@ class Learner:
 
     @property
     def parallel(self) -> Parallel:
+        """This process's place in the layout."""
         return self.engine.parallel
 
     @property
@@ -64,22 +62,29 @@ class Learner:
         """Whether a step was made on the rollout that is trained on."""
         return self.step > self._old_version
 
-    def train(self, groups: list[list[Sample]]) -> list[dict[str, float]]:
-        """All optimizer steps on one rollout; the metrics of each."""
+    def train(self, groups: Sequence[Sequence[Sample]]) -> list[dict[str, float]]:
+        """Makes all optimizer steps on one rollout.
+
+        Returns:
+            The metrics of each step.
+
+        Raises:
+            NonFiniteGradient: a gradient is not finite, and such steps are not to be skipped.
+        """
         samples = [sample for group in groups for sample in group]
         size = len(samples) // self.steps_per_rollout
         self._old_version = self.step
         steps = [self._prepare(samples[start : start + size]) for start in range(0, len(samples), size)]
-        kept = None
+        accepted = None
         if self.policy.reject_before_advantage:
-            kept = [keep for step in steps for keep in self._kept(step.batch)]
+            accepted = [keep for step in steps for keep in self._accepted(step.batch)]
         elif self.leaves_out_samples:
-            kept = [any(sample.loss_mask) for sample in samples]
-        per_sample = advantages_of(groups, kept, self.policy)
+            accepted = [any(sample.loss_mask) for sample in samples]
+        per_sample = advantages_of(groups, accepted, self.policy)
         rows = []
         for number, step in enumerate(steps):
-            mine = per_sample[number * size : (number + 1) * size][self.parallel.data_rank :: self.parallel.data_size]
-            rows.append(self._train_step(step.with_advantages(mine)))
+            of_step = per_sample[number * size : (number + 1) * size]
+            rows.append(self._train_step(step, shard(of_step, self.parallel.data_rank, self.parallel.data_size)))
             if rows[-1]["train/nonfinite_gradient_steps"]:
                 self._check_may_skip(rows)
             self.step += 1
@@ -91,109 +96,102 @@ class Learner:
         if not finite or self.engine.config.nonfinite_gradient == "stop":
             raise NonFiniteGradient(nonfinite_message(self.step + 1, rows[-1], weights_are_finite=finite), rows)
 
-    def _prepare(self, samples: list[Sample]) -> Step:
+    def _prepare(self, samples: Sequence[Sample]) -> Step:
         """This rank's share of one step's samples, with old and reference log-probs, and its micro-batches."""
-        ranks = [samples[rank :: self.parallel.data_size] for rank in range(self.parallel.data_size)]
-        partition = self.engine.partitions([[len(sample.token_ids) for sample in mine] for mine in ranks])
-        batch = training_batch(ranks[self.parallel.data_rank], self.parallel)
-        policy = self.policy
-        if needs_old_log_probs(self.correction, self.steps_per_rollout, policy.reject_before_advantage):
-            batch = batch.with_local("old_log_probs", self._old_log_probs(batch, partition))
-        if policy.use_kl_loss:
+        size = self.parallel.data_size
+        shards = [shard(samples, rank, size) for rank in range(size)]
+        partition = self.engine.partitions([[len(sample.token_ids) for sample in of_rank] for of_rank in shards])
+        batch = training_batch(shards[self.parallel.data_rank], self.parallel)
+        if needs_old_log_probs(self.correction, self.steps_per_rollout, self.policy.reject_before_advantage):
+            batch = batch.with_old_log_probs(self._old_log_probs(batch, partition))
+        if self.policy.use_kl_loss:
             with self.engine.timer("ref_log_probs"):
-                batch = batch.with_local("ref_log_probs", self.engine.reference_log_probs(batch, partition))
+                batch = batch.with_ref_log_probs(self.engine.reference_log_probs(batch, partition))
         return Step(batch=batch, partition=partition)
 
-    def _kept(self, batch: TrainingBatch) -> list[bool]:
+    def _accepted(self, batch: TrainingBatch) -> list[bool]:
         """Which samples of the step have a token left after rejection, in their order, on every rank."""
-        kept: list[bool] = []
+        accepted: list[bool] = []
         if self.parallel.is_last_stage:
-            found = self._correct(batch, batch.local["old_log_probs"])
-            kept = (found.accepted_per_sequence > 0).tolist()
-        shares = self.parallel.from_data_ranks(self.parallel.from_last_stage(kept))
-        return [keep for together in zip(*shares, strict=True) for keep in together]
+            old_log_probs_L = batch.responses.old_log_probs_L
+            assert old_log_probs_L is not None  # made in _prepare, under the option that leads here
+            accepted = (self._correct(batch, old_log_probs_L).accepted_per_sequence > 0).tolist()
+        return unshard(self.parallel.all_gather_data(self.parallel.broadcast_from_last_stage(accepted)))
 
-    def _correct(self, batch: TrainingBatch, train_log_probs: list[torch.Tensor]) -> Correction[list[torch.Tensor]]:
+    def _correct(self, batch: TrainingBatch, train_log_probs_L: Tensor) -> Correction[Tensor]:
         """The correction of the step's global batch, before training on it; a collective of the last stage's ranks."""
-        rollout_log_probs, loss_masks = (
-            [value.to(self.parallel.backend.device) for value in batch.local[name]]
-            for name in ("rollout_log_probs", "loss_masks")
-        )
-        rank, size = self.parallel.context_rank, self.parallel.context_size
-        slices = response_slices(batch.total_lengths, batch.response_lengths, rank, size)
+        tokens = batch.responses.to(self.parallel.backend.device)
         return correct(
             self.correction,
-            train_log_probs,
-            rollout_log_probs,
-            loss_masks,
-            global_batch=GlobalBatch(ranks=self.parallel.ranks.with_slices(slices)),
+            train_log_probs_L,
+            tokens.rollout_log_probs_L,
+            tokens.loss_mask_L,
+            lengths=tokens.lengths,
+            global_batch=GlobalBatch(ranks=self.parallel.ranks.with_slices(tokens.slices)),
         )
 
-    def _old_log_probs(self, batch: TrainingBatch, partition: list[list[int]]) -> list[torch.Tensor]:
+    def _old_log_probs(self, batch: TrainingBatch, partition: list[list[int]]) -> Tensor:
         self._old_log_prob_forwards += 1
         with self.engine.timer("old_log_probs"):
             return self.engine.log_probs(batch, partition)
 
-    def _train_step(self, step: Step) -> dict[str, float]:
-        objective = self._objective(step.batch, step.partition)
-        result = self.engine.train_step(step.batch, step.partition, objective)
-        with self.engine.timer("metrics"):
-            return self._step_metrics(result)
-
-    def _objective(self, batch: TrainingBatch, partition: list[list[int]]) -> PolicyObjective:
-        parallel = self.parallel
-        known = self._global_batch(batch, partition)
-        return PolicyObjective(
+    def _train_step(self, step: Step, advantages: Sequence[float]) -> dict[str, float]:
+        """One optimizer step with this rank's advantages; its metrics as train/NAME."""
+        batch = step.batch.with_advantages(advantages)
+        known, custom = self._global_batch(batch, step.partition), self._custom_tis()
+        context = LossStep(
             correction=self.correction,
             policy=self.policy,
-            recompute_old=anchors_on_recomputed(self.correction, self.steps_per_rollout),
-            custom_tis=self.custom_tis,
-            args=self.args,
-            custom_seed=hash((self.engine.config.seed, self.step, parallel.data_rank)) % 2**32,
+            uses_recomputed_old_policy=uses_recomputed_old_policy(self.correction, self.steps_per_rollout),
             version=self.step,
-            context_rank=parallel.context_rank,
-            context_size=parallel.context_size,
-            context_group=parallel.context_group,
-            global_batch=replace(known, ranks=Ranks(context=parallel.ranks.context)),
+            global_batch=replace(known, ranks=Ranks(context=self.parallel.ranks.context)),
+            counts=self.parallel.context_rank == 0,
+            custom=custom,
         )
+        result = self.engine.train_step(batch, step.partition, partial(policy_loss, step=context))
+        with self.engine.timer("metrics"):
+            return self._step_metrics(result, custom)
+
+    def _custom_tis(self) -> CustomTis | None:
+        """The user's function for the micro-batches of this step."""
+        if self.custom_tis is None:
+            return None
+        seed = hash((self.engine.config.seed, self.step, self.parallel.data_rank)) % 2**32
+        return CustomTis(function=self.custom_tis, seed=seed, context_group=self.parallel.context_group)
 
     def _global_batch(self, batch: TrainingBatch, partition: list[list[int]]) -> GlobalBatch:
         """Mean weight, second-moment limit and adaptive bounds of the step, known before its first micro-batch."""
-        correction = self.correction
+        correction, tokens = self.correction, batch.responses
         if not needs_global_batch(correction):
             return GlobalBatch()
-        of_old = anchors_on_recomputed(correction, self.steps_per_rollout) or self.step == self._old_version
-        if of_old and "old_log_probs" in batch.local:
-            train = batch.local["old_log_probs"]
+        of_old = uses_recomputed_old_policy(correction, self.steps_per_rollout) or not self.has_stepped
+        if of_old and tokens.old_log_probs_L is not None:
+            train_L = tokens.old_log_probs_L
         else:  # what is weighted follows π_θ, and that moves with every step
-            train = self._old_log_probs(batch, partition)
+            train_L = self._old_log_probs(batch, partition)
         if not self.parallel.is_last_stage:
             return GlobalBatch()
         if correction.old_logprobs == "interpolate":
-            of_rollout, versions = batch.local["rollout_log_probs"], batch.local["weight_versions"]
-            train = [
-                interpolate_old_log_probs(current, rollout.to(current), self.step, version.to(current.device))
-                for current, rollout, version in zip(train, of_rollout, versions, strict=True)
-            ]
-        return self._correct(batch, train).global_batch
+            train_L = interpolate_old_log_probs(
+                train_L, tokens.rollout_log_probs_L.to(train_L), self.step, tokens.weight_versions_L.to(train_L.device)
+            )
+        return self._correct(batch, train_L).global_batch
 
-    def _step_metrics(self, result: StepResult) -> dict[str, float]:
+    def _step_metrics(self, result: StepResult, custom: CustomTis | None) -> dict[str, float]:
         """train/… metrics of a step, on every rank."""
         parallel = self.parallel
         metrics: dict[str, float] = {}
-        if parallel.is_last_stage:
-            if self.custom_tis is not None:
-                names = parallel.from_data_and_context_ranks(sorted(result.report.custom))
-                check_metric_names(self.custom_tis, names, "rank")
-            report = result.report.all_reduce(parallel.ranks)
-            metrics = step_metrics(report, self.correction, self.policy, custom=self.custom_tis is not None)
-        metrics = parallel.from_last_stage(metrics)
+        if result.sums is not None:  # on the last pipeline stage
+            if custom is not None:
+                custom.check_ranks(parallel.all_gather_data_and_context(sorted(result.sums.custom)))
+            metrics = step_metrics(result.sums.all_reduce(parallel.ranks), self.correction, self.policy)
+        metrics = parallel.broadcast_from_last_stage(metrics)
         metrics |= {
             "grad_norm": result.grad_norm,
             "lr": result.learning_rate,
-            "loss_units": float(result.units),
+            "loss_denominator": float(result.loss_denominator),
             "old_log_prob_forwards": float(self._old_log_prob_forwards),
-            "skipped_steps": float(result.units == 0),
+            "skipped_steps": float(result.loss_denominator == 0),
             "nonfinite_gradient_steps": float(not result.is_finite),
         }
         self._old_log_prob_forwards = 0
@@ -208,21 +206,15 @@ class Step:
     partition: list[list[int]]
     """The samples of each micro-batch."""
 
-    def with_advantages(self, per_sample: list[float]) -> Step:
-        """The same step with every sample's advantage at each of its tokens."""
-        per_token = [
-            torch.full((len(mask),), advantage, dtype=torch.float64).float()  # beyond float32 it is infinite
-            for mask, advantage in zip(self.batch.local["loss_masks"], per_sample, strict=True)
-        ]
-        return replace(self, batch=self.batch.with_local("advantages", per_token))
 
-
-def advantages_of(groups: Sequence[Sequence[Sample]], kept: Sequence[bool] | None, policy: PolicyConfig) -> list[float]:
+def advantages_of(
+    groups: Sequence[Sequence[Sample]], accepted: Sequence[bool] | None, policy: PolicyConfig
+) -> list[float]:
     """The advantage of every sample, group after group.
 
     Args:
         groups: as many samples of each prompt.
-        kept: which samples baselines are made of; None for all.
+        accepted: which samples baselines are made of; None for all.
         policy: the estimator.
     """
     samples = [sample for group in groups for sample in group]
@@ -232,12 +224,13 @@ def advantages_of(groups: Sequence[Sequence[Sample]], kept: Sequence[bool] | Non
 
     rewards = grouped([sample.reward or 0.0 for sample in samples])
     valid = grouped([float(sum(sample.loss_mask)) for sample in samples])
-    found = advantages(rewards, valid, policy, None if kept is None else grouped(kept) > 0)
-    return found.flatten().tolist()
+    found = advantages(rewards, valid, policy, None if accepted is None else grouped(accepted) > 0)
+    per_sample: list[float] = found.flatten().tolist()
+    return per_sample
 
 
 def nonfinite_message(step: int, metrics: dict[str, float], *, weights_are_finite: bool) -> str:
-    """What to say of a step whose gradient or loss is not finite: which, how it shows, and where to look."""
+    """The error message for a step whose gradient or loss is not finite: which, how it shows, and usual causes."""
     shown = ", ".join(
         f"{name} {metrics[f'train/{name}']:.3g}" for name in ("loss", "grad_norm", "lr") if f"train/{name}" in metrics
     )
@@ -257,16 +250,13 @@ def nonfinite_message(step: int, metrics: dict[str, float], *, weights_are_finit
     return f"the gradient of step {step} is not finite, and the step was not made ({shown}). {cause}"
 
 
-def training_batch(samples: list[Sample], parallel: Parallel) -> TrainingBatch:
-    """What Megatron trains on: sequences, masks and per-token values. A missing log-prob is NaN."""
+def training_batch(samples: Sequence[Sample], parallel: Parallel) -> TrainingBatch:
+    """What Megatron trains on: sequences, masks and per-token values of this rank's samples."""
     return make_batch(
         [sample.token_ids for sample in samples],
-        [len(sample.response_ids) for sample in samples],
         [sample.loss_mask for sample in samples],
-        {
-            "rollout_log_probs": tensors([sample.rollout_log_probs for sample in samples], torch.float32),
-            "weight_versions": tensors([sample.weight_versions for sample in samples], torch.int64),
-        },
+        [sample.rollout_log_probs for sample in samples],
+        [sample.weight_versions for sample in samples],
         parallel.context_rank,
         parallel.context_size,
     )

@@ -40,6 +40,7 @@ from slime_tis.learner import Learner
 from slime_tis.megatron.engine import TrainingEngine
 from slime_tis.megatron.export import save_hf
 from slime_tis.megatron.parallel import Parallel, connect_store, initialize, shut_down
+from slime_tis.policy.custom_tis import CustomTisFunction
 from slime_tis.reporting.health import Health
 from slime_tis.reporting.progress import shown_progress
 from slime_tis.reporting.reporters import Reporter, open_reporters
@@ -250,7 +251,8 @@ def set_up(arguments: Arguments, parallel: Parallel, interrupts: Interrupts) -> 
     megatron, rollout = arguments.megatron, arguments.rollout
     custom_tis = None  # the user's functions are loaded before anything is built
     if arguments.custom_tis_function_path is not None:
-        custom_tis = load_custom_tis(arguments.custom_tis_function_path, arguments.namespace)
+        function = load_custom_tis(arguments.custom_tis_function_path, arguments.namespace)
+        custom_tis = CustomTisFunction.bind(function, arguments.namespace)
     reward = build_reward(rollout, arguments.namespace, interrupts.check)
     eval_reward = build_reward(rollout, arguments.namespace, interrupts.check, evaluation=True)
     timer = Timer()
@@ -293,7 +295,6 @@ def set_up(arguments: Arguments, parallel: Parallel, interrupts: Interrupts) -> 
         steps_per_rollout=steps,
         leaves_out_samples=rollout.max_weight_staleness is not None,
         custom_tis=custom_tis,
-        args=arguments.namespace,
     )
     sampler = build_engine(
         rollout,

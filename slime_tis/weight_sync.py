@@ -63,22 +63,15 @@ def log_prob_gap(engine: TrainingEngine, token_ids: Sequence[int], log_probs: Se
         The mean in nats, the same on every rank; infinite where a log-prob is not finite.
     """
     parallel, count = engine.parallel, len(token_ids) - 1
-    batch = make_batch(
-        [token_ids],
-        [count],
-        [[1] * count],
-        {"other": [torch.tensor(log_probs, dtype=torch.float32)]},
-        parallel.context_rank,
-        parallel.context_size,
-    )
+    place = parallel.context_rank, parallel.context_size
+    batch = make_batch([token_ids], [[1] * count], [log_probs], [[0] * count], *place)
     with engine.at_temperature(1.0):
-        (found,) = engine.log_probs(batch, [[0]])
+        found_L = engine.log_probs(batch, [[0]])
     gap = 0.0
     if parallel.is_last_stage:
-        (other,) = batch.local["other"]
-        differences = (found - other.to(found)).abs().double()
-        total = torch.stack([differences.sum(), differences.new_tensor(float(differences.numel()))])
+        difference_L = (found_L - batch.responses.rollout_log_probs_L.to(found_L)).abs().double()
+        total = torch.stack([difference_L.sum(), difference_L.new_tensor(float(len(difference_L)))])
         difference, tokens = parallel.ranks.all_reduce(total).tolist()
         gap = difference / tokens
-    gap = parallel.from_last_stage(gap)
+    gap = parallel.broadcast_from_last_stage(gap)
     return math.inf if math.isnan(gap) else gap

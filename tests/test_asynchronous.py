@@ -16,9 +16,9 @@ def test_lookahead_makes_samples_as_many_rollouts_stale(run: Run) -> None:
     rows = run("--rollout-lookahead", "2", "--num-rollout", "5")
     assert [row["rollout/weight_staleness"] for row in rows] == [0, 1, 2, 2, 2]
     assert [row["rollout/weight_staleness_max"] for row in rows] == [0, 1, 2, 2, 2]
-    assert "train/mismatch_kl_lag_0" not in rows[0]  # all of one lag says nothing more
-    assert rows[1]["train/token_fraction_lag_1"] == rows[2]["train/token_fraction_lag_2"] == 1.0
-    assert rows[2]["train/mismatch_k3_kl_lag_2"] == pytest.approx(rows[2]["train/mismatch_k3_kl"], rel=1e-5)
+    assert "train/mismatch_kl_staleness_0" not in rows[0]  # all of one staleness says nothing more
+    assert rows[1]["train/token_fraction_staleness_1"] == rows[2]["train/token_fraction_staleness_2"] == 1.0
+    assert rows[2]["train/mismatch_k3_kl_staleness_2"] == pytest.approx(rows[2]["train/mismatch_k3_kl"], rel=1e-5)
 
 
 def test_stale_samples_are_left_out_and_counted(run: Run) -> None:

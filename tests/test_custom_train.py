@@ -19,7 +19,7 @@ CORRECTIONS = {
     "criteria": "--rollout-rs token_k1,seq_max_k3 --rollout-rs-threshold 0.98_1.02,0.001",
     "bypass": "--use-rollout-logprobs --policy-loss reinforce --use-tis --tis-mode mask --tis-upper-bound 1.01",
 }
-SAME = ("train/loss", "train/grad_norm", "train/gradient_kept_fraction", "train/loss_units")
+SAME = ("train/loss", "train/grad_norm", "train/gradient_kept_fraction", "train/loss_denominator")
 
 
 @pytest.mark.parametrize("flags", CORRECTIONS.values(), ids=CORRECTIONS)

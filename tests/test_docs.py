@@ -14,7 +14,7 @@ import torch
 from slime_tis.cli.arguments import configure
 from slime_tis.correction import RolloutCorrectionConfig, correct
 from slime_tis.integrations import verl
-from slime_tis.policy.lag import LAGS, lag_table, staleness_metrics
+from slime_tis.policy.staleness import BUCKETS, staleness_metrics, staleness_sums
 from slime_tis.rollout.metrics import rollout_metrics
 
 ROOT = Path(__file__).parents[1]
@@ -146,12 +146,12 @@ def test_every_figure_of_a_rollout_is_in_the_glossary():
     assert set(rollout_metrics([], 0)) - documented(r"rollout/\w+") == set()
 
 
-def test_every_figure_by_lag_is_in_the_glossary():
-    table = lag_table(torch.zeros(6), torch.ones(6), torch.ones(6), torch.tensor([0, 1, 2, 4, 7, 12]))
-    names = {re.sub("_lag_.*", "_lag_LAG", f"train/{name}") for name in staleness_metrics(table)}
+def test_every_metric_by_staleness_is_in_the_glossary():
+    sums = staleness_sums(torch.zeros(6), torch.ones(6), torch.ones(6), torch.tensor([0, 1, 2, 4, 7, 12]))
+    names = {re.sub("_staleness_.*", "_staleness_N", f"train/{name}") for name in staleness_metrics(sums)}
     assert len(names) == 4 and names - documented(r"train/\w+") == set()
     page = (DOCS / "metrics.md").read_text()
-    assert all(f"`{lag}`" in page for lag in LAGS)
+    assert all(f"`{bucket}`" in page for bucket in BUCKETS)
 
 
 def test_every_timed_part_is_in_the_glossary():

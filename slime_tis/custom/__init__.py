@@ -1,10 +1,11 @@
 """Functions of the user's own: loaded from a path, called so that any failure is one message, held to a contract."""
 
-from slime_tis.custom.contract import call_custom_tis, check_metric_names, load_custom_tis
+from slime_tis.custom.contract import TisResult, call_custom_tis, check_metric_names, load_custom_tis
 from slime_tis.custom.loading import load_function
 from slime_tis.custom.messages import calling, check_signature, describe
 
 __all__ = [
+    "TisResult",
     "call_custom_tis",
     "calling",
     "check_metric_names",

@@ -1,71 +1,101 @@
-"""The samples of one data-parallel rank, and how they are dealt into micro-batches."""
+"""The samples of one data-parallel rank: how they are packed, sharded over ranks and dealt into micro-batches."""
+
+from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from slime_tis.correction import response_slices
+from slime_tis.policy.tokens import ResponseTokens
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingBatch:
-    """The samples of one data-parallel rank; `local` holds what this context-parallel rank owns of each response."""
+    """Samples of one data-parallel rank."""
 
     tokens: list[Tensor]
     """Whole sequences, prompt and response, int64 [total]."""
-    response_lengths: list[int]
-    """Tokens at the end of each sequence that were generated (or are tool output inside the response)."""
-    loss_masks: list[Tensor]
-    """Whole responses, 1 where a token is trained on, 0 on tool output, [response]."""
-    local: dict[str, list[Tensor]]
-    """Per-token values by name (loss_masks, rollout_log_probs, advantages, …): this rank's slices of the responses."""
+    responses: ResponseTokens
+    """What is known of the response tokens that this context-parallel rank owns."""
 
     def __len__(self) -> int:
+        """Samples."""
         return len(self.tokens)
 
     @property
-    def total_lengths(self) -> list[int]:
-        return [len(tokens) for tokens in self.tokens]
+    def total_lengths(self) -> tuple[int, ...]:
+        """Tokens of each sequence."""
+        return self.responses.total_lengths
 
-    def select(self, indices: Sequence[int]) -> "TrainingBatch":
-        """The samples at `indices`, in that order."""
-        return TrainingBatch(
-            tokens=[self.tokens[i] for i in indices],
-            response_lengths=[self.response_lengths[i] for i in indices],
-            loss_masks=[self.loss_masks[i] for i in indices],
-            local={name: [values[i] for i in indices] for name, values in self.local.items()},
-        )
+    def select(self, samples: Sequence[int]) -> TrainingBatch:
+        """The samples at these indices, in that order."""
+        return TrainingBatch(tokens=[self.tokens[i] for i in samples], responses=self.responses.select(samples))
 
-    def with_local(self, name: str, values: list[Tensor]) -> "TrainingBatch":
-        """The same samples with one more per-token value."""
-        return replace(self, local={**self.local, name: values})
+    def with_old_log_probs(self, values_L: Tensor) -> TrainingBatch:
+        """The same samples with log π_old [L]."""
+        return replace(self, responses=replace(self.responses, old_log_probs_L=values_L))
+
+    def with_ref_log_probs(self, values_L: Tensor) -> TrainingBatch:
+        """The same samples with the reference policy's log-probs [L]."""
+        return replace(self, responses=replace(self.responses, ref_log_probs_L=values_L))
+
+    def with_advantages(self, per_sample: Sequence[float]) -> TrainingBatch:
+        """The same samples with every sample's advantage at each of its tokens."""
+        return replace(self, responses=self.responses.with_advantages(per_sample))
 
 
 def make_batch(
     tokens: Sequence[Sequence[int]],
-    response_lengths: Sequence[int],
     loss_masks: Sequence[Sequence[int]],
-    per_token: dict[str, list[Tensor]],
+    rollout_log_probs: Sequence[Sequence[float]],
+    weight_versions: Sequence[Sequence[int]],
     context_rank: int = 0,
     context_size: int = 1,
 ) -> TrainingBatch:
-    """Builds a batch from whole sequences, cutting every per-token value to this context-parallel rank's slices."""
-    masks = tensors(loss_masks, torch.float32)
-    slices = response_slices([len(ids) for ids in tokens], response_lengths, context_rank, context_size)
+    """Builds a batch from whole sequences, with what this context-parallel rank owns of the responses.
+
+    Args:
+        tokens: ids of prompt and response.
+        loss_masks: of the responses, 1 where a token is trained on.
+        rollout_log_probs: of the responses, NaN where the engine gave none.
+        weight_versions: of the responses, in optimizer steps.
+        context_rank: in the context-parallel group.
+        context_size: of the group.
+    """
+    totals = [len(ids) for ids in tokens]
+    slices = response_slices(totals, [len(mask) for mask in loss_masks], context_rank, context_size)
+
+    def packed(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
+        # one tensor from Python numbers is much faster than one for each row
+        return slices.slice_flat(torch.tensor([value for row in rows for value in row], dtype=dtype))
+
+    flat = torch.tensor([token for ids in tokens for token in ids], dtype=torch.int64)
     return TrainingBatch(
-        tokens=tensors(tokens, torch.int64),
-        response_lengths=list(response_lengths),
-        loss_masks=masks,
-        local={name: slices.slice_list(values) for name, values in {**per_token, "loss_masks": masks}.items()},
+        tokens=list(flat.split(totals)),
+        responses=ResponseTokens(
+            slices=slices,
+            total_lengths=tuple(totals),
+            loss_mask_L=packed(loss_masks, torch.float32),
+            rollout_log_probs_L=packed(rollout_log_probs, torch.float32),
+            weight_versions_L=packed(weight_versions, torch.int64),
+        ),
     )
 
 
-def tensors(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> list[Tensor]:
-    """One tensor per row, all cut from one: a tensor is slow to make from Python numbers, whatever its size."""
-    flat = torch.tensor([value for row in rows for value in row], dtype=dtype)
-    return list(flat.split([len(row) for row in rows]))
+def shard(items: Sequence[T], rank: int, size: int) -> list[T]:
+    """The items of data-parallel rank `rank` of `size`: every size-th one."""
+    return list(items[rank::size])
+
+
+def unshard(shards: Sequence[Sequence[T]]) -> list[T]:
+    """All items in their order, from the equally many of each data-parallel rank."""
+    return [item for items in zip(*shards, strict=True) for item in items]
 
 
 def fixed_partition(count: int, micro_batch_size: int | None) -> list[list[int]]:
@@ -102,7 +132,7 @@ def _first_fit_decreasing(lengths: list[int], max_tokens: int) -> list[list[int]
     bins: list[list[int]] = []
     free: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        slot = next((b for b, room in enumerate(free) if room >= lengths[index]), None)
+        slot = next((b for b, tokens in enumerate(free) if tokens >= lengths[index]), None)
         if slot is None:
             bins.append([])
             free.append(max_tokens)

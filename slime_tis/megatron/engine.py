@@ -28,22 +28,26 @@ from slime_tis.megatron.hf_weights import load_hf_weights, named_hf_tensors
 from slime_tis.megatron.log_probs import vocab_parallel_log_probs
 from slime_tis.megatron.packing import MicroBatch, pack
 from slime_tis.megatron.parallel import Parallel
+from slime_tis.policy.policy_loss import LossInputs, LossOutputs
+from slime_tis.policy.step_sums import StepSums
 
+Loss = Callable[[LossInputs], LossOutputs]
+"""The loss of one micro-batch."""
 R = TypeVar("R")
-Objective = Callable[[TrainingBatch, Tensor, Tensor], tuple[Tensor, Tensor, Any]]
-"""(batch, log-probs, entropies of this rank's response tokens) → (numerator, units, mergeable report)."""
+OnLogProbs = Callable[[MicroBatch, Tensor, Tensor], R]
+"""Called on the last pipeline stage with log-probs and entropies [L] of a micro-batch's response tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
     """One optimizer step, as this rank saw it."""
 
-    report: Any
-    """The objective's reports of all micro-batches merged; None but on the last pipeline stage."""
+    sums: StepSums | None
+    """Those of all micro-batches of this rank; None but on the last pipeline stage."""
     grad_norm: float
     """Before clipping, on every rank; not finite where the gradient or the loss is not, and no step was made."""
     learning_rate: float
-    units: int
+    loss_denominator: int
     """What the loss of the global batch was divided by: tokens or sequences; 0 means that no step was made."""
 
     @property
@@ -88,10 +92,10 @@ class TrainingEngine:
         self.optimizer = get_megatron_optimizer(_optimizer_config(config), [self.ddp], use_gloo_process_groups=False)
         self.scheduler = _scheduler(config, self.optimizer, total_steps)
         self.model.config.finalize_model_grads_func = self._finalize
-        self.units = torch.zeros([], dtype=torch.int)
+        self.loss_denominator = torch.zeros([], dtype=torch.int)
         self.poison = torch.zeros([], device=parallel.backend.device)
 
-    def log_probs(self, batch: TrainingBatch, partition: Sequence[Sequence[int]]) -> list[Tensor]:
+    def log_probs(self, batch: TrainingBatch, partition: Sequence[Sequence[int]]) -> Tensor:
         """Log-probs of the batch's response tokens under the present weights, without gradient.
 
         Args:
@@ -99,15 +103,18 @@ class TrainingEngine:
             partition: indices of the samples of each micro-batch.
 
         Returns:
-            One tensor per sample: this context-parallel rank's slice on the last pipeline stage, empty elsewhere.
+            [L] float32, this context-parallel rank's tokens in the order of the batch; NaN on all pipeline stages but
+            the last.
         """
         with torch.no_grad():
-            outputs = self._run(batch, partition, self._collect_log_probs, forward_only=True)
-        log_probs = [torch.empty(0, device=self.parallel.backend.device)] * len(batch)
-        for indices, values in zip(partition, outputs, strict=False):
-            for index, value in zip(indices, values, strict=True):
-                log_probs[index] = value
-        return log_probs
+            outputs = self._run(batch, partition, _detached_log_probs, forward_only=True)
+        lengths = batch.responses.lengths
+        if not self.parallel.is_last_stage:
+            return torch.full((sum(lengths),), math.nan, device=self.parallel.backend.device)
+        order = [sample for samples in partition for sample in samples]
+        parts = torch.cat(outputs).split([lengths[sample] for sample in order])
+        of_sample = dict(zip(order, parts, strict=True))
+        return torch.cat([of_sample[sample] for sample in range(len(batch))])
 
     @contextmanager
     def at_temperature(self, temperature: float) -> Iterator[None]:
@@ -118,32 +125,32 @@ class TrainingEngine:
         finally:
             self.temperature = usual
 
-    def reference_log_probs(self, batch: TrainingBatch, partition: Sequence[Sequence[int]]) -> list[Tensor]:
-        """The same under the reference policy."""
+    def reference_log_probs(self, batch: TrainingBatch, partition: Sequence[Sequence[int]]) -> Tensor:
+        """As `log_probs`, under the reference policy."""
         with self._reference_weights():
             return self.log_probs(batch, partition)
 
-    def train_step(self, batch: TrainingBatch, partition: Sequence[Sequence[int]], objective: Objective) -> StepResult:
+    def train_step(self, batch: TrainingBatch, partition: Sequence[Sequence[int]], loss: Loss) -> StepResult:
         """Forward and backward over the micro-batches, gradients averaged over the global batch, one Adam step.
 
-        Where no unit of the global batch was kept (everything rejected) the weights stay as they are: a step on a
+        Where nothing of the global batch was accepted (everything rejected) the weights stay as they are: a step on a
         zero gradient would still move them by momentum and weight decay. So they do where the gradient is not finite.
         """
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
         self.poison.zero_()
         with self.timer("forward_backward"):
-            reports = self._run(batch, partition, partial(self._loss, objective=objective), forward_only=False)
-        units = int(self.units)
+            sums = self._run(batch, partition, partial(self._loss, loss=loss), forward_only=False)
+        loss_denominator = int(self.loss_denominator)
         grad_norm = 0.0
-        if units > 0:
+        if loss_denominator > 0:
             with self.timer("optimizer_step"):
                 grad_norm = self._optimizer_step()
         return StepResult(
-            report=reduce(lambda a, b: a.merge(b), reports) if reports else None,
+            sums=reduce(StepSums.merge, sums) if sums else None,
             grad_norm=grad_norm,
             learning_rate=self.optimizer.param_groups[0]["lr"],
-            units=units,
+            loss_denominator=loss_denominator,
         )
 
     def weights_are_finite(self) -> bool:
@@ -207,16 +214,20 @@ class TrainingEngine:
         self,
         batch: TrainingBatch,
         partition: Sequence[Sequence[int]],
-        on_log_probs: Callable[[MicroBatch, Tensor, Tensor], Any],
+        on_log_probs: OnLogProbs[R],
         *,
         forward_only: bool,
     ) -> list[Any]:
-        """megatron-core's pipeline schedule over the micro-batches; what the last stage returned for each."""
+        """megatron-core's pipeline schedule over the micro-batches.
+
+        Returns:
+            What the last stage got from `on_log_probs` for each micro-batch, the third of its values where it trains.
+        """
         self.ddp.train(not forward_only)
         packed = self._packed(batch, partition)
         lengths = batch.total_lengths
-        tokens = max(sum(lengths[i] for i in indices) for indices in partition)
-        return get_forward_backward_func()(
+        tokens = max(sum(lengths[i] for i in samples) for samples in partition)
+        outputs: list[Any] = get_forward_backward_func()(
             forward_step_func=partial(self._forward_step, on_log_probs=on_log_probs),
             data_iterator=packed,
             model=[self.ddp],
@@ -226,11 +237,12 @@ class TrainingEngine:
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
+        return outputs
 
     def _packed(self, batch: TrainingBatch, partition: Sequence[Sequence[int]]) -> Iterator[MicroBatch]:
-        for indices in partition:
+        for samples in partition:
             self.safe_point()
-            yield self._pack(batch.select(indices))
+            yield self._pack(batch.select(samples))
 
     def _pack(self, batch: TrainingBatch) -> MicroBatch:
         parallel = self.parallel
@@ -247,8 +259,8 @@ class TrainingEngine:
         self,
         micro_batches: Iterator[MicroBatch],
         module: torch.nn.Module,
-        on_log_probs: Callable[[MicroBatch, Tensor, Tensor], Any],
-    ) -> tuple[Tensor, Callable[..., Any]]:
+        on_log_probs: OnLogProbs[R],
+    ) -> tuple[Tensor, Callable[..., R]]:
         micro = next(micro_batches)
         clock = partial(self.timer, "forward") if module.training else nullcontext
         with clock():
@@ -256,23 +268,23 @@ class TrainingEngine:
                 input_ids=micro.input_ids,
                 position_ids=micro.position_ids,
                 attention_mask=None,
-                packed_seq_params=micro.layout,
+                packed_seq_params=micro.packed_seq_params,
             )
 
-        def last_stage(logits: Tensor, non_loss_data: bool = False) -> Any:
+        def last_stage(logits: Tensor, non_loss_data: bool = False) -> R:
             with clock():
                 return on_log_probs(micro, *self._response_log_probs(logits[0], micro))
 
         return output, last_stage
 
     def _response_log_probs(self, logits: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        """(log-probs, entropies) of the response tokens on this rank."""
+        """(log-probs, entropies) [L] of the response tokens on this rank."""
         parallel, vocab = self.parallel, self.model.hf_config.vocab_size
         width = padded_vocab_size(vocab, parallel.tensor_size) // parallel.tensor_size
         start = parallel.tensor_rank * width
         if start + width > vocab:
             logits.detach()[:, max(vocab - start, 0) :] = -torch.inf  # rows that only pad the vocabulary
-        log_prob_T, entropy_T = vocab_parallel_log_probs(
+        log_probs_T, entropy_T = vocab_parallel_log_probs(
             logits,
             micro.target_T,
             mpu.get_tensor_model_parallel_group(),
@@ -282,28 +294,24 @@ class TrainingEngine:
             entropy_gradient=self.entropy_gradient,
         )
         rows = micro.response_rows
-        return log_prob_T.index_select(0, rows), entropy_T.index_select(0, rows)
-
-    @staticmethod
-    def _collect_log_probs(micro: MicroBatch, log_prob_R: Tensor, entropy_R: Tensor) -> list[Tensor]:
-        return list(log_prob_R.split([len(mask) for mask in micro.batch.local["loss_masks"]]))
+        return log_probs_T.index_select(0, rows), entropy_T.index_select(0, rows)
 
     def _loss(
-        self, micro: MicroBatch, log_prob_R: Tensor, entropy_R: Tensor, objective: Objective
-    ) -> tuple[Tensor, Tensor, Any]:
-        numerator, units, report = objective(micro.batch, log_prob_R, entropy_R)
-        self.poison += numerator.detach() * 0.0  # NaN where the loss is NaN or infinite, else 0
-        return numerator, units, report
+        self, micro: MicroBatch, log_probs_L: Tensor, entropy_L: Tensor, loss: Loss
+    ) -> tuple[Tensor, Tensor, StepSums]:
+        found = loss(LossInputs(tokens=micro.responses, log_probs_L=log_probs_L, entropy_L=entropy_L))
+        self.poison += found.numerator.detach() * 0.0  # NaN where the loss is NaN or infinite, else 0
+        return found.numerator, found.denominator, found.sums
 
     def _finalize(self, model: list[torch.nn.Module], num_tokens: Tensor, **kwargs: Any) -> None:
-        """megatron-core's gradient reduction, which divides by the units of the global batch; remembers them.
+        """megatron-core's gradient reduction, which divides by the denominator of the global batch; remembers it.
 
-        A loss that is not finite makes the gradient so, and the gradient's norm tells all ranks without another
-        reduction.
+        A loss that is not finite makes the gradient so, and all ranks learn of it from the gradient's norm, without
+        another reduction.
         """
         next(self.model.module.parameters()).main_grad.view(-1)[:1].add_(self.poison)
         finalize_model_grads(model, num_tokens, **kwargs)
-        self.units = num_tokens
+        self.loss_denominator = num_tokens
 
     def _optimizer_step(self) -> float:
         """Clips the gradient and steps, unless the gradient's norm is not finite; returns the norm.
@@ -322,6 +330,10 @@ class TrainingEngine:
                 clip_grad_by_total_norm_fp32(parameters, self.config.clip_grad, norm)
         self.optimizer.step_with_ready_grads()
         return norm
+
+
+def _detached_log_probs(micro: MicroBatch, log_probs_L: Tensor, entropy_L: Tensor) -> Tensor:
+    return log_probs_L
 
 
 def _optimizer_config(config: MegatronConfig) -> OptimizerConfig:

@@ -7,7 +7,6 @@ is cut over the tensor-parallel ranks and joined again.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -161,8 +160,7 @@ def named_hf_tensors(model: Model, parallel: Parallel) -> Iterator[tuple[str, Te
     for stage in range(parallel.pipeline_size):
         mine = stage == parallel.pipeline_rank
         names = [name for name, _ in model.module.named_parameters()] if mine else None
-        if parallel.pipeline_size > 1:
-            names = _broadcast_object(names, stage)
+        names = parallel.broadcast_from_stage(names, stage)
         parameters = dict(model.module.named_parameters())
         first_layer = stage * (model.config.num_layers // parallel.pipeline_size)
         for name in names or []:
@@ -191,21 +189,12 @@ def _gather_shards(shard: Tensor, parallel: Parallel) -> list[Tensor]:
     return shards
 
 
-def _stage_source(stage: int) -> int:
-    return int(dist.get_global_rank(mpu.get_pipeline_model_parallel_group(), stage))
-
-
-def _broadcast_object(value: Any, stage: int) -> Any:
-    box = [value]
-    dist.broadcast_object_list(box, _stage_source(stage), mpu.get_pipeline_model_parallel_group())
-    return box[0]
-
-
 def _broadcast_tensors(tensors: list[Tensor] | None, stage: int, parallel: Parallel) -> list[Tensor]:
-    described = _broadcast_object(tensors and [(t.shape, t.dtype) for t in tensors], stage)
+    described = parallel.broadcast_from_stage([(t.shape, t.dtype) for t in tensors or []], stage)
     device = parallel.backend.device
     tensors = tensors or [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in described]
+    source = dist.get_global_rank(parallel.pipeline_group, stage)
     for i, tensor in enumerate(tensors):
         tensors[i] = tensor.contiguous()
-        dist.broadcast(tensors[i], _stage_source(stage), mpu.get_pipeline_model_parallel_group())
+        dist.broadcast(tensors[i], source, parallel.pipeline_group)
     return tensors

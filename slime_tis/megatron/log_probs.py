@@ -51,7 +51,10 @@ def vocab_parallel_log_probs(
     if group is not None and group.size() == 1:
         group = None
     local_target_T = target_T - vocab_start
-    return _VocabParallelLogProbs.apply(logits, local_target_T, group, temperature, chunk_size, entropy_gradient)
+    found: tuple[Tensor, Tensor] = _VocabParallelLogProbs.apply(  # type: ignore[no-untyped-call]  # torch's
+        logits, local_target_T, group, temperature, chunk_size, entropy_gradient
+    )
+    return found
 
 
 class _VocabParallelLogProbs(torch.autograd.Function):

@@ -3,6 +3,9 @@
 Shapes: suffix _T the packed tokens of this context-parallel rank, _S the sequences of the micro-batch.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,10 +14,11 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from slime_tis.megatron.batch import TrainingBatch
+from slime_tis.policy.tokens import ResponseTokens
 
 
 @dataclass
-class PackedSequences(PackedSeqParams):
+class PackedSequences(PackedSeqParams):  # type: ignore[misc]  # megatron-core has no types
     """megatron-core's packed-sequence parameters, with what `TorchAttention` needs beside them."""
 
     cos: Tensor | None = None
@@ -45,14 +49,15 @@ class PackedSequences(PackedSeqParams):
 
     def _rows(self, x: Tensor, index: Tensor | None) -> Tensor:
         x = x if index is None else x.index_select(0, index)
-        return x.unflatten(0, (self.sequences, -1)).transpose(1, 2)
+        rows: Tensor = x.unflatten(0, (self.sequences, -1))
+        return rows.transpose(1, 2)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
     """One packed micro-batch on one context-parallel rank."""
 
-    batch: TrainingBatch
+    responses: ResponseTokens
     input_ids: Tensor
     """[1, T]"""
     position_ids: Tensor
@@ -60,14 +65,14 @@ class MicroBatch:
     target_T: Tensor
     """The token that follows each token in its sequence, 0 after the last."""
     response_rows: Tensor
-    """[R] rows of T whose logits predict the response tokens this rank owns, in the order of `batch.local`."""
-    layout: PackedSequences
+    """[L] rows of T whose logits predict the response tokens this rank owns, in their order."""
+    packed_seq_params: PackedSequences
 
 
 def pack(
     batch: TrainingBatch,
     *,
-    rotary: "RotaryAngles | None" = None,
+    rotary: RotaryAngles | None = None,
     context_rank: int = 0,
     context_size: int = 1,
     tensor_size: int = 1,
@@ -80,11 +85,11 @@ def pack(
     divisible by the tensor-parallel size, as sequence parallelism requires; nothing is trained on it.
     """
     totals = batch.total_lengths
-    prompts = [total - response for total, response in zip(totals, batch.response_lengths, strict=True)]
+    prompts = [total - response for total, response in zip(totals, batch.responses.response_lengths, strict=True)]
     filler = _filler_length(totals, context_size, tensor_size)
     flat = torch.cat([*batch.tokens, torch.zeros(filler, dtype=torch.int64)])
-    total_S = torch.tensor(totals + [filler] * (filler > 0))
-    prompt_S = torch.tensor(prompts + [filler] * (filler > 0))
+    total_S = torch.tensor([*totals, *[filler] * (filler > 0)])
+    prompt_S = torch.tensor([*prompts, *[filler] * (filler > 0)])
     chunk_S = (total_S + 2 * context_size - 1) // (2 * context_size)
     local_S = total_S if context_size == 1 else 2 * chunk_S
 
@@ -99,21 +104,21 @@ def pack(
         return torch.where(position < total_T, flat[offset_T + torch.minimum(position, total_T - 1)], 0)
 
     predicts_response_T = (position_T >= prompt_S[sequence_T] - 1) & (position_T < total_T - 1)
-    layout = _layout(local_S, start_S, sequence_T, place_T, position_T, chunk_S, context_rank, context_size)
+    layout = _layout(local_S, start_S, sequence_T, place_T, chunk_S, context_rank, context_size)
     if rotary is not None:
         layout.cos, layout.sin = rotary(position_T)
     packed = MicroBatch(
-        batch=batch,
+        responses=batch.responses,
         input_ids=token_at(position_T)[None],
         position_ids=position_T[None],
         target_T=token_at(position_T + 1),
         response_rows=predicts_response_T.nonzero().squeeze(1),
-        layout=layout,
+        packed_seq_params=layout,
     )
     return packed if torch.device(device).type == "cpu" else _to(packed, device)
 
 
-def _filler_length(totals: list[int], context_size: int, tensor_size: int) -> int:
+def _filler_length(totals: Sequence[int], context_size: int, tensor_size: int) -> int:
     if context_size == 1:
         return -sum(totals) % tensor_size
     local = sum(2 * -(-total // (2 * context_size)) for total in totals)
@@ -133,7 +138,6 @@ def _layout(
     start_S: Tensor,
     sequence_T: Tensor,
     place_T: Tensor,
-    position_T: Tensor,
     chunk_S: Tensor,
     rank: int,
     size: int,
@@ -181,20 +185,16 @@ def _to(packed: MicroBatch, device: torch.device | str) -> MicroBatch:
         return value.to(device, non_blocking=True)
 
     moved: dict[str, Any] = {
-        name: move(value) for name, value in vars(packed.layout).items() if isinstance(value, Tensor)
+        name: move(value) for name, value in vars(packed.packed_seq_params).items() if isinstance(value, Tensor)
     }
-    layout = replace(packed.layout, **moved)
-    batch = replace(
-        packed.batch,
-        local={name: [move(value) for value in values] for name, values in packed.batch.local.items()},
-    )
+    layout = replace(packed.packed_seq_params, **moved)
     return MicroBatch(
-        batch=batch,
+        responses=packed.responses.to(device),
         input_ids=move(packed.input_ids),
         position_ids=move(packed.position_ids),
         target_T=move(packed.target_T),
         response_rows=move(packed.response_rows),
-        layout=layout,
+        packed_seq_params=layout,
     )
 
 

@@ -55,13 +55,19 @@ class Parallel:
     context_size: int
     data_rank: int
     data_size: int
+    pipeline_group: dist.ProcessGroup
+    context_group: dist.ProcessGroup
+    data_group: dist.ProcessGroup
+    data_and_context_group: dist.ProcessGroup
 
     @property
     def is_first_stage(self) -> bool:
+        """Whether this rank has the embedding."""
         return self.pipeline_rank == 0
 
     @property
     def is_last_stage(self) -> bool:
+        """Whether this rank has the output layer, and with it log-probs and the loss."""
         return self.pipeline_rank == self.pipeline_size - 1
 
     @property
@@ -88,43 +94,39 @@ class Parallel:
         return int(largest)
 
     @property
-    def context_group(self) -> dist.ProcessGroup:
-        """The context-parallel process group."""
-        return mpu.get_context_parallel_group()
-
-    @property
     def ranks(self) -> Ranks:
         """The reductions over the context- and data-parallel ranks, in place."""
         return Ranks.from_groups(
-            context=mpu.get_context_parallel_group() if self.context_size > 1 else None,
-            data=mpu.get_data_parallel_group() if self.data_size > 1 else None,
+            context=self.context_group if self.context_size > 1 else None,
+            data=self.data_group if self.data_size > 1 else None,
         )
 
-    def from_last_stage(self, value: T) -> T:
-        """A small Python object of the last pipeline stage, on every stage."""
+    def broadcast_from_stage(self, value: T, stage: int) -> T:
+        """A small Python object of pipeline stage `stage`, on every stage."""
         if self.pipeline_size == 1:
             return value
         box: list[T] = [value]
-        dist.broadcast_object_list(
-            box, mpu.get_pipeline_model_parallel_last_rank(), mpu.get_pipeline_model_parallel_group()
-        )
+        dist.broadcast_object_list(box, dist.get_global_rank(self.pipeline_group, stage), self.pipeline_group)
         return box[0]
 
-    def from_data_ranks(self, value: T) -> list[T]:
-        """A small Python object of every data-parallel rank, in their order."""
-        if self.data_size == 1:
-            return [value]
-        gathered: list[T] = [value] * self.data_size
-        dist.all_gather_object(gathered, value, group=mpu.get_data_parallel_group())
-        return gathered
+    def broadcast_from_last_stage(self, value: T) -> T:
+        """A small Python object of the last pipeline stage, on every stage."""
+        return self.broadcast_from_stage(value, self.pipeline_size - 1)
 
-    def from_data_and_context_ranks(self, value: T) -> list[T]:
+    def all_gather_data(self, value: T) -> list[T]:
+        """A small Python object of every data-parallel rank, in their order."""
+        return _all_gather(value, self.data_size, self.data_group)
+
+    def all_gather_data_and_context(self, value: T) -> list[T]:
         """A small Python object of every data- and context-parallel rank, in their order."""
-        if self.data_size * self.context_size == 1:
-            return [value]
-        gathered: list[T] = [value] * (self.data_size * self.context_size)
-        dist.all_gather_object(gathered, value, group=mpu.get_data_parallel_group(with_context_parallel=True))
-        return gathered
+        return _all_gather(value, self.data_size * self.context_size, self.data_and_context_group)
+
+
+def _all_gather(value: T, size: int, group: dist.ProcessGroup) -> list[T]:
+    gathered: list[T] = [value] * size
+    if size > 1:
+        dist.all_gather_object(gathered, value, group=group)
+    return gathered
 
 
 def initialize(config: MegatronConfig) -> Parallel:
@@ -162,6 +164,10 @@ def initialize(config: MegatronConfig) -> Parallel:
         context_size=mpu.get_context_parallel_world_size(),
         data_rank=mpu.get_data_parallel_rank(),
         data_size=mpu.get_data_parallel_world_size(),
+        pipeline_group=mpu.get_pipeline_model_parallel_group(),
+        context_group=mpu.get_context_parallel_group(),
+        data_group=mpu.get_data_parallel_group(),
+        data_and_context_group=mpu.get_data_parallel_group(with_context_parallel=True),
     )
 
 

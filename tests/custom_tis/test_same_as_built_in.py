@@ -4,7 +4,6 @@ import itertools
 import random
 from argparse import Namespace
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,9 +15,11 @@ from slime_tis.correction import RolloutCorrectionConfig, correct
 from slime_tis.custom import load_custom_tis
 from slime_tis.errors import CustomFunctionError
 from slime_tis.policy.config import PolicyConfig
-from slime_tis.policy.objective import PolicyObjective
-from slime_tis.policy.report import Report, step_metrics
-from tests.policy.test_objective import Batch, make
+from slime_tis.policy.custom_tis import CustomTis, CustomTisFunction
+from slime_tis.policy.policy_loss import LossStep
+from slime_tis.policy.step_sums import StepSums, step_metrics
+from slime_tis.policy.tokens import ResponseTokens
+from tests.policy.test_policy_loss import counts, evaluate, make
 
 LEVELS = ("token", "sequence", "geometric", "prefix", "segment")
 TIS: list[dict[str, Any]] = [{}] + [
@@ -62,7 +63,7 @@ def combinations() -> Iterator[dict[str, Any]]:
             yield options
 
 
-def sequences(*, missing: bool = True) -> tuple[Batch, list[float]]:
+def sequences(*, missing: bool = True) -> tuple[ResponseTokens, list[float]]:
     """Six responses with masked tokens and two missing log-probs, and the current policy's log-probs."""
     chance = random.Random(1)
     lengths = [3, 7, 1, 12, 5, 4]
@@ -76,31 +77,29 @@ def sequences(*, missing: bool = True) -> tuple[Batch, list[float]]:
     return make(masks, rollout_log_probs=rollout, advantages=advantages), current
 
 
-def micro_batch(batch: Batch, first: int, last: int) -> Batch:
-    local = {name: values[first:last] for name, values in batch.local.items()}
-    parts = (batch.total_lengths[first:last], batch.response_lengths[first:last], batch.loss_masks[first:last])
-    return Batch(*parts, local)
+def custom_mis(options: dict[str, Any]) -> CustomTis:
+    return CustomTis(function=CustomTisFunction.bind(compute_mis_weights_with_cp, Namespace(**options)), seed=0)
 
 
 def trained(
     config: RolloutCorrectionConfig, *, custom: bool, per_token: bool, missing: bool = True
-) -> tuple[Tensor, Report]:
-    """Gradient and report of a step of two micro-batches, what concerns the global batch found before them."""
-    batch, log_probs = sequences(missing=missing)
-    train = list(torch.tensor(log_probs).split(batch.response_lengths))
-    found = correct(config, train, batch.local["rollout_log_probs"], batch.loss_masks)
-    objective = PolicyObjective(
+) -> tuple[Tensor, StepSums]:
+    """Gradient and sums of a step of two micro-batches, what concerns the global batch found before them."""
+    tokens, log_probs = sequences(missing=missing)
+    train_L = torch.tensor(log_probs)
+    found = correct(config, train_L, tokens.rollout_log_probs_L, tokens.loss_mask_L, lengths=tokens.lengths)
+    options = {name: getattr(config, name) for name in config.__dataclass_fields__}
+    step = LossStep(
         correction=config,
         policy=PolicyConfig(calculate_per_token_loss=per_token),
-        recompute_old=False,
-        custom_tis=compute_mis_weights_with_cp if custom else None,
-        args=Namespace(**{name: getattr(config, name) for name in config.__dataclass_fields__}),
+        uses_recomputed_old_policy=False,
+        custom=custom_mis(options) if custom else None,
         global_batch=found.global_batch,
     )
     leaf = torch.tensor(log_probs, requires_grad=True)
-    cut = sum(batch.response_lengths[:3])
-    one = objective(micro_batch(batch, 0, 3), leaf[:cut], torch.zeros(cut))
-    two = objective(micro_batch(batch, 3, 6), leaf[cut:], torch.zeros(len(log_probs) - cut))
+    cut = sum(tokens.lengths[:3])
+    one = evaluate(step, tokens.select(range(3)), leaf[:cut], torch.zeros(cut))
+    two = evaluate(step, tokens.select(range(3, 6)), leaf[cut:], torch.zeros(len(log_probs) - cut))
     ((one[0] + two[0]) / (one[1] + two[1]).clamp_min(1)).backward()
     assert leaf.grad is not None
     return leaf.grad, one[2].merge(two[2])
@@ -112,10 +111,10 @@ def test_the_same_options_give_the_same_gradient_and_the_same_kept_share() -> No
         config = RolloutCorrectionConfig(**options)
         per_token = tried % 2 == 0
         expected, of_built_in = trained(config, custom=False, per_token=per_token)
-        gradient, report = trained(config, custom=True, per_token=per_token)
+        gradient, sums = trained(config, custom=True, per_token=per_token)
         assert torch.allclose(gradient, expected, rtol=1e-5, atol=1e-7), options
-        assert report.units.tolist() == of_built_in.units.tolist(), options
-        torch.testing.assert_close(report.sums[:1], of_built_in.sums[:1], rtol=1e-5, atol=1e-6)
+        assert counts(sums) == counts(of_built_in), options
+        torch.testing.assert_close(sums.terms.pg_loss, of_built_in.terms.pg_loss, rtol=1e-5, atol=1e-6)
         tried += 1
     assert tried >= 90
 
@@ -143,7 +142,7 @@ def test_the_metrics_of_both_are_the_same_under_their_two_names() -> None:
     )
     policy = PolicyConfig(calculate_per_token_loss=True)
     built_in, mis = (
-        step_metrics(trained(config, custom=custom, per_token=True, missing=False)[1], config, policy, custom=custom)
+        step_metrics(trained(config, custom=custom, per_token=True, missing=False)[1], config, policy)
         for custom in (False, True)
     )
     assert 0 < built_in["mis_second_moment_masked_fraction"] < 1 and 0 < built_in["mis_catastrophic_token_fraction"] < 1
@@ -175,8 +174,8 @@ def test_what_a_function_does_not_follow_is_refused_before_the_run() -> None:
 
 
 def test_a_bound_on_the_global_batch_is_refused_where_the_trainer_does_not_know_it() -> None:
-    batch, log_probs = sequences()
-    train = list(torch.tensor(log_probs).split(batch.response_lengths))
+    tokens, log_probs = sequences()
+    train = list(torch.tensor(log_probs).split(tokens.lengths))
     with pytest.raises(
         ValueError, match=r"rs_second_moment_bound is 0.1 and goes by the global batch, but this trainer calls"
     ):
@@ -184,29 +183,28 @@ def test_a_bound_on_the_global_batch_is_refused_where_the_trainer_does_not_know_
             Namespace(rs_second_moment_bound=0.1),
             pg_loss=torch.ones(len(log_probs)),
             train_log_probs=train,
-            rollout_log_probs=batch.local["rollout_log_probs"],
-            loss_masks=batch.loss_masks,
-            total_lengths=batch.total_lengths,
-            response_lengths=batch.response_lengths,
+            rollout_log_probs=list(tokens.rollout_log_probs_L.split(tokens.lengths)),
+            loss_masks=list(tokens.loss_mask_L.split(tokens.lengths)),
+            total_lengths=list(tokens.total_lengths),
+            response_lengths=list(tokens.response_lengths),
         )
 
 
 def test_off_policy_sequence_masking_holds_with_a_custom_function_too() -> None:
     config = RolloutCorrectionConfig(use_tis=True, tis_level="geometric")
-    batch, log_probs = sequences()
+    tokens, log_probs = sequences()
     grads = []
-    for custom in (None, compute_mis_weights_with_cp):
+    for custom in (None, custom_mis({"use_tis": True, "tis_level": "geometric"})):
         leaf = torch.tensor(log_probs, requires_grad=True)
-        objective = PolicyObjective(
+        step = LossStep(
             correction=config,
             policy=PolicyConfig(use_opsm=True, opsm_delta=0.01),
-            recompute_old=False,
-            custom_tis=custom,
-            args=Namespace(use_tis=True, tis_level="geometric"),
+            uses_recomputed_old_policy=False,
+            custom=custom,
         )
-        numerator, units, report = replace(objective)(batch, leaf, torch.zeros(len(log_probs)))
-        (numerator / units).backward()
-        assert report.opsm_clipped > 0 and leaf.grad is not None
-        grads.append((leaf.grad, report.units.tolist()))
+        numerator, denominator, sums = evaluate(step, tokens, leaf, torch.zeros(len(log_probs)))
+        (numerator / denominator).backward()
+        assert sums.opsm_clipped > 0 and leaf.grad is not None
+        grads.append((leaf.grad, counts(sums)))
     torch.testing.assert_close(grads[0][0], grads[1][0], rtol=1e-5, atol=1e-7)
     assert grads[0][1] == grads[1][1]

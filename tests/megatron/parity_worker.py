@@ -23,11 +23,13 @@ def compare(directory: Path, parallel: Parallel) -> None:
     engine = TrainingEngine(_config(directory, parallel), parallel, temperature=1.0, total_steps=1)
     generator = torch.Generator().manual_seed(0)
     tokens = [torch.randint(vocab, (length,), generator=generator).tolist() for length in LENGTHS]
-    batch = make_batch(tokens, [1] * len(tokens), [[1]] * len(tokens), {})
+    batch = make_batch(tokens, [[1]] * len(tokens), [[0.0]] * len(tokens), [[0]] * len(tokens))
 
     packed = pack(batch, rotary=engine.model.rotary)
     with torch.no_grad():
-        shard = engine.model.module(packed.input_ids, packed.position_ids, None, packed_seq_params=packed.layout)[0]
+        shard = engine.model.module(
+            packed.input_ids, packed.position_ids, None, packed_seq_params=packed.packed_seq_params
+        )[0]
         shards = [torch.empty_like(shard) for _ in range(parallel.tensor_size)]
         dist.all_gather(shards, shard.contiguous())
         logits = torch.cat(shards, 1)[:, :vocab]

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime_tis.megatron.batch import fixed_partition, make_batch, token_budget_partitions
+from slime_tis.megatron.batch import fixed_partition, make_batch, shard, token_budget_partitions, unshard
 
 
 def test_fixed_partition() -> None:
@@ -44,9 +44,9 @@ def test_every_sample_is_in_one_micro_batch_within_the_budget(lengths: list[list
 
 
 def test_context_ranks_own_every_response_token_once() -> None:
-    response = torch.arange(5.0)
+    values = [0.0, 1.0, 2.0, 3.0, 4.0]
     pieces = [
-        make_batch([[1] * 8], [5], [[1, 1, 0, 1, 1]], {"value": [response]}, rank, 2).local["value"][0]
+        make_batch([[1] * 8], [[1, 1, 0, 1, 1]], [values], [[0] * 5], rank, 2).responses.rollout_log_probs_L
         for rank in range(2)
     ]
     # 8 tokens, chunks of 2: rank 0 holds logits 0, 1 and 6, 7; the logit at p predicts token p + 1 and the response
@@ -55,13 +55,36 @@ def test_context_ranks_own_every_response_token_once() -> None:
     assert pieces[1].tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
-def test_select_keeps_everything_of_a_sample_together() -> None:
-    batch = make_batch([[1, 2], [3, 4, 5]], [1, 2], [[1], [1, 0]], {"value": [torch.ones(1), torch.zeros(2)]})
-    chosen = batch.select([1]).with_local("more", [torch.full((2,), 7.0)])
+def test_select_takes_everything_of_a_sample_along() -> None:
+    batch = make_batch([[1, 2], [3, 4, 5]], [[1], [1, 0]], [[-0.5], [-1.0, -2.0]], [[7], [8, 9]])
+    chosen = batch.with_old_log_probs(torch.tensor([0.0, 1.0, 2.0])).with_advantages([5.0, 6.0]).select([1])
+    responses = chosen.responses
     assert chosen.tokens[0].tolist() == [3, 4, 5]
-    assert chosen.response_lengths == [2] and chosen.total_lengths == [3]
-    assert {name: values[0].tolist() for name, values in chosen.local.items()} == {
-        "value": [0.0, 0.0],
-        "loss_masks": [1.0, 0.0],
-        "more": [7.0, 7.0],
-    }
+    assert responses.response_lengths == responses.lengths == (2,) and chosen.total_lengths == (3,)
+    assert responses.loss_mask_L.tolist() == [1, 0]
+    assert responses.rollout_log_probs_L.tolist() == [-1, -2]
+    assert responses.weight_versions_L.tolist() == [8, 9]
+    assert responses.old_log_probs_L is not None and responses.old_log_probs_L.tolist() == [1, 2]
+    assert responses.advantages_L is not None and responses.advantages_L.tolist() == [6, 6]
+    assert responses.ref_log_probs_L is None
+
+
+def test_select_takes_the_slices_of_a_context_rank_along() -> None:
+    whole = make_batch([[1] * 8, [2] * 6], [[1] * 5, [1] * 4], [[0.5] * 5, [1.5] * 4], [[0] * 5, [0] * 4], 1, 2)
+    alone = make_batch([[2] * 6], [[1] * 4], [[1.5] * 4], [[0] * 4], 1, 2)
+    assert whole.select([1]).responses.slices == alone.responses.slices
+    assert whole.select([1]).responses.rollout_log_probs_L.tolist() == alone.responses.rollout_log_probs_L.tolist()
+    assert whole.select([0, 1]).responses.slices == whole.responses.slices
+
+
+@given(st.integers(1, 5), st.integers(0, 6))
+def test_shards_of_all_ranks_are_the_samples_in_their_order(size: int, per_rank: int) -> None:
+    samples = list(range(size * per_rank))
+    shards = [shard(samples, rank, size) for rank in range(size)]
+    assert [len(of_rank) for of_rank in shards] == [per_rank] * size
+    assert unshard(shards) == samples
+
+
+def test_shards_are_dealt_out_one_by_one() -> None:
+    assert shard("abcdef", 1, 3) == ["b", "e"]
+    assert unshard([["a", "d"], ["b", "e"], ["c", "f"]]) == ["a", "b", "c", "d", "e", "f"]

@@ -11,7 +11,8 @@ from slime_tis.megatron.packing import RotaryAngles, pack
 
 
 def batch_of(tokens: list[list[int]], responses: list[int], rank: int = 0, size: int = 1) -> TrainingBatch:
-    return make_batch(tokens, responses, [[1] * response for response in responses], {}, rank, size)
+    values = [[1] * response for response in responses]
+    return make_batch(tokens, values, values, values, rank, size)
 
 
 def test_two_sequences_on_one_rank() -> None:
@@ -20,8 +21,8 @@ def test_two_sequences_on_one_rank() -> None:
     assert packed.position_ids.tolist() == [[0, 1, 2, 0, 1]]
     assert packed.target_T.tolist() == [6, 7, 0, 9, 0]
     assert packed.response_rows.tolist() == [0, 1, 3]
-    assert packed.layout.cu_seqlens_q.tolist() == [0, 3, 5]
-    assert packed.layout.max_seqlen_q == 3
+    assert packed.packed_seq_params.cu_seqlens_q.tolist() == [0, 3, 5]
+    assert packed.packed_seq_params.max_seqlen_q == 3
 
 
 def test_zigzag_over_two_ranks() -> None:
@@ -35,14 +36,14 @@ def test_zigzag_over_two_ranks() -> None:
     assert second.target_T.tolist() == [13, 14, 15, 0]
     assert first.response_rows.tolist() == []
     assert second.response_rows.tolist() == [0, 1, 2]
-    assert second.layout.cu_seqlens_q.tolist() == [0, 8]
+    assert second.packed_seq_params.cu_seqlens_q.tolist() == [0, 8]
 
 
 def test_filler_makes_the_row_divisible_and_is_not_trained_on() -> None:
     packed = pack(batch_of([[5, 6, 7]], [2]), tensor_size=2)
     assert packed.input_ids.tolist() == [[5, 6, 7, 0]]
     assert packed.response_rows.tolist() == [0, 1]
-    assert packed.layout.cu_seqlens_q.tolist() == [0, 3, 4]
+    assert packed.packed_seq_params.cu_seqlens_q.tolist() == [0, 3, 4]
 
 
 @settings(max_examples=60, deadline=None)
@@ -61,7 +62,7 @@ def test_ranks_together_hold_every_prediction_once(
         batch = batch_of(tokens, responses, rank, context_size)
         packed = pack(batch, context_rank=rank, context_size=context_size, tensor_size=tensor_size)
         rows = packed.response_rows
-        assert len(rows) == sum(len(mask) for mask in batch.local["loss_masks"])
+        assert len(rows) == len(batch.responses.loss_mask_L)
         predicted += packed.target_T[rows].tolist()
         previous = packed.input_ids[0, rows]
         assert torch.equal(packed.target_T[rows], previous + 1)  # tokens of a sequence are consecutive numbers
@@ -76,11 +77,11 @@ def test_ranks_together_hold_every_prediction_once(
 def test_padded_rows_and_back(lengths: list[int]) -> None:
     packed = pack(batch_of([list(range(1, n + 1)) for n in lengths], [1] * len(lengths)))
     x = torch.randn(sum(lengths), 2, 3)
-    rows = packed.layout.query_rows(x)
+    rows = packed.packed_seq_params.query_rows(x)
     assert rows.shape == (len(lengths), 2, max(lengths), 3)
     for sequence, part in zip(rows, x.split(lengths), strict=True):
         assert torch.equal(sequence[:, : len(part)].transpose(0, 1), part)
-    assert torch.equal(packed.layout.tokens(rows), x)
+    assert torch.equal(packed.packed_seq_params.tokens(rows), x)
 
 
 def test_rotary_angles_turn_pairs_by_position_times_frequency() -> None:

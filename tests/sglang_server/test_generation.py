@@ -29,11 +29,12 @@ def parallel(checkpoint: Path) -> Iterator[Parallel]:
 def training_log_probs(engine: TrainingEngine, samples: list[Sample]) -> list[torch.Tensor]:
     batch = make_batch(
         [sample.token_ids for sample in samples],
-        [len(sample.response_ids) for sample in samples],
         [sample.loss_mask for sample in samples],
-        {},
+        [sample.rollout_log_probs for sample in samples],
+        [sample.weight_versions for sample in samples],
     )
-    return engine.log_probs(batch, [[i] for i in range(len(samples))])
+    log_probs_L = engine.log_probs(batch, [[i] for i in range(len(samples))])
+    return list(log_probs_L.split(batch.responses.lengths))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

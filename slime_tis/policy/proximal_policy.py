@@ -1,9 +1,9 @@
-"""Which policy the loss is anchored on, and which forward passes that takes."""
+"""Which policy the loss is proximal to (π_old), and which forward passes that takes."""
 
 from slime_tis.correction import RolloutCorrectionConfig
 
 
-def anchors_on_recomputed(correction: RolloutCorrectionConfig, steps_per_rollout: int) -> bool:
+def uses_recomputed_old_policy(correction: RolloutCorrectionConfig, steps_per_rollout: int) -> bool:
     """Whether the loss takes log π_old from a forward pass before the rollout's first step.
 
     With one step per rollout π_old is the policy of the training forward itself, detached; then only a correction
@@ -22,7 +22,7 @@ def needs_old_log_probs(
     Measuring takes none with one step per rollout, where the training forward is that of π_old.
     """
     measures = correction.get_mismatch_metrics and steps_per_rollout > 1
-    return measures or reject_before_advantage or anchors_on_recomputed(correction, steps_per_rollout)
+    return measures or reject_before_advantage or uses_recomputed_old_policy(correction, steps_per_rollout)
 
 
 def needs_global_batch(correction: RolloutCorrectionConfig) -> bool:
@@ -32,3 +32,13 @@ def needs_global_batch(correction: RolloutCorrectionConfig) -> bool:
     """
     normalizes = correction.use_tis and correction.tis_batch_normalize
     return normalizes or correction.rs_second_moment_bound is not None or correction.adaptive
+
+
+def clip_is_inactive(correction: RolloutCorrectionConfig, steps_per_rollout: int) -> bool:
+    """Whether π_θ/π_old is 1 at every token of every step, so that no clip range has any effect.
+
+    That is so with one optimizer step per rollout where π_old is the policy of that very step: recomputed, or this
+    forward pass itself.
+    """
+    of_training_engine = not correction.use_rollout_logprobs and correction.old_logprobs == "recompute"
+    return steps_per_rollout == 1 and of_training_engine

@@ -3,14 +3,14 @@
 import pytest
 
 from slime_tis.correction import RolloutCorrectionConfig
-from slime_tis.policy.anchor import anchors_on_recomputed, needs_global_batch, needs_old_log_probs
+from slime_tis.policy.proximal_policy import needs_global_batch, needs_old_log_probs, uses_recomputed_old_policy
 
 NORMALIZES = {"use_tis": True, "tis_batch_normalize": True}
 TRIMS = {"rs_second_moment_bound": 0.1}
 ADAPTS = {"use_rs": True, "rs_level": "geometric", "rs_z_score": 3.0}
 BYPASS = {"use_rollout_logprobs": True, "policy_loss": "reinforce"}
 INTERPOLATES = {"old_logprobs": "interpolate"}
-# options: what is needed of the global batch; the loss anchors on a recomputed π_old with 1 step, with 2; pass with 1
+# options: what is needed of the global batch; the loss uses a recomputed π_old with 1 step, with 2; pass with 1
 CASES = [
     ({}, False, False, True, False),
     ({"use_tis": True}, False, False, True, False),
@@ -32,7 +32,7 @@ CASES = [
 def test_forward_passes(options: dict, of_batch: bool, once: bool, twice: bool, forward: bool) -> None:
     config = RolloutCorrectionConfig(**options)
     assert needs_global_batch(config) == of_batch
-    assert [anchors_on_recomputed(config, steps) for steps in (1, 2)] == [once, twice]
+    assert [uses_recomputed_old_policy(config, steps) for steps in (1, 2)] == [once, twice]
     assert needs_old_log_probs(config, 1) == forward
     assert needs_old_log_probs(config, 2) == (twice or config.get_mismatch_metrics)
     assert needs_old_log_probs(config, 1, reject_before_advantage=True)

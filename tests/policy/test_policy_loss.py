@@ -1,55 +1,70 @@
-"""The objective of a micro-batch: anchors, weights, masks, denominators, and what a custom function may do."""
+"""The loss of a micro-batch: old policies, weights, masks, denominators, and what a custom function may do."""
 
 import math
+from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from slime_tis.correction import GlobalBatch, RolloutCorrectionConfig
+from slime_tis.correction import GlobalBatch, RolloutCorrectionConfig, response_slices
 from slime_tis.errors import CustomFunctionError
 from slime_tis.policy.config import PolicyConfig
-from slime_tis.policy.lag import staleness_metrics
-from slime_tis.policy.objective import PolicyObjective
-from slime_tis.policy.report import Report, step_metrics
+from slime_tis.policy.custom_tis import CustomTis, CustomTisFunction
+from slime_tis.policy.policy_loss import LossInputs, LossStep, policy_loss
+from slime_tis.policy.staleness import staleness_metrics
+from slime_tis.policy.step_sums import StepSums, step_metrics
+from slime_tis.policy.tokens import ResponseTokens
 
 NAN = float("nan")
 
 
-@dataclass
-class Batch:
-    total_lengths: list[int]
-    response_lengths: list[int]
-    loss_masks: list[Tensor]
-    local: dict[str, list[Tensor]]
-
-
-def make(masks: Sequence[Sequence[int]], **values: Sequence[Sequence[float]]) -> Batch:
+def make(masks: Sequence[Sequence[int]], **values: Sequence[Sequence[float]]) -> ResponseTokens:
+    """Responses after prompts of two tokens, with values by name: rollout_log_probs, advantages, old_log_probs, …"""
     lengths = [len(mask) for mask in masks]
-    loss_masks = [torch.tensor(mask, dtype=torch.float32) for mask in masks]
-    values = {"weight_versions": [[0.0] * n for n in lengths], **values}
-    local = {name: [torch.tensor(row, dtype=torch.float32) for row in rows] for name, rows in values.items()}
-    return Batch([n + 2 for n in lengths], lengths, loss_masks, {**local, "loss_masks": loss_masks})
-
-
-def build(policy: dict[str, Any] | None = None, recompute_old: bool = False, **correction: Any) -> PolicyObjective:
-    return PolicyObjective(
-        correction=RolloutCorrectionConfig(**correction),
-        policy=PolicyConfig(**(policy or {})),
-        recompute_old=recompute_old,
+    totals = [n + 2 for n in lengths]
+    versions = values.pop("weight_versions", [[0.0] * n for n in lengths])
+    packed = {f"{name}_L": torch.tensor([x for row in rows for x in row]) for name, rows in values.items()}
+    return ResponseTokens(
+        slices=response_slices(totals, lengths, 0, 1),
+        total_lengths=tuple(totals),
+        loss_mask_L=torch.tensor([x for mask in masks for x in mask], dtype=torch.float32),
+        weight_versions_L=torch.tensor([x for row in versions for x in row], dtype=torch.int64),
+        **packed,
     )
 
 
-def loss_of(objective: PolicyObjective, batch: Batch, log_probs: list[float]) -> tuple[float, Tensor, Report]:
-    """(loss, gradient at the log-probs, report) of a step with this micro-batch alone."""
+def build(policy: dict[str, Any] | None = None, recompute_old: bool = False, **correction: Any) -> LossStep:
+    return LossStep(
+        correction=RolloutCorrectionConfig(**correction),
+        policy=PolicyConfig(**(policy or {})),
+        uses_recomputed_old_policy=recompute_old,
+    )
+
+
+def evaluate(
+    step: LossStep, tokens: ResponseTokens, log_probs: Tensor, entropy: Tensor
+) -> tuple[Tensor, Tensor, StepSums]:
+    found = policy_loss(LossInputs(tokens=tokens, log_probs_L=log_probs, entropy_L=entropy), step)
+    return found.numerator, found.denominator, found.sums
+
+
+def loss_of(step: LossStep, tokens: ResponseTokens, log_probs: list[float]) -> tuple[float, Tensor, StepSums]:
+    """(loss, gradient at the log-probs, sums) of a step with this micro-batch alone."""
     leaf = torch.tensor(log_probs, requires_grad=True)
-    numerator, units, report = objective(batch, leaf, torch.zeros(len(log_probs)))
-    (numerator / units.clamp_min(1)).backward()
+    numerator, denominator, sums = evaluate(step, tokens, leaf, torch.zeros(len(log_probs)))
+    (numerator / denominator.clamp_min(1)).backward()
     assert leaf.grad is not None
-    return (numerator / units.clamp_min(1)).item(), leaf.grad, report
+    return (numerator / denominator.clamp_min(1)).item(), leaf.grad, sums
+
+
+def counts(sums: StepSums) -> list[float]:
+    """Accepted and original denominator, accepted and original tokens."""
+    found = (sums.loss_denominator, sums.original_denominator, sums.accepted_tokens, sums.masked_in_tokens)
+    return [value.item() for value in found]
 
 
 MASKS = [[1, 1, 0, 1], [1, 1]]
@@ -64,36 +79,36 @@ def test_plain_ppo_on_policy_has_the_policy_gradient_averaged_per_sequence_then_
 
 
 def test_per_token_loss_averages_over_all_tokens() -> None:
-    objective = build({"calculate_per_token_loss": True})
-    _, grad, _ = loss_of(objective, make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES), CURRENT)
+    step = build({"calculate_per_token_loss": True})
+    _, grad, _ = loss_of(step, make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES), CURRENT)
     torch.testing.assert_close(grad, torch.tensor([-0.2, -0.2, 0, -0.2, 0.4, 0.4]))
 
 
 def test_token_weights_multiply_the_loss_and_rejected_tokens_leave_the_denominator() -> None:
     # Ratios: 1, e, (masked), e^−0.5 | 1, e^−0.25. Rejection keeps [0.5, 2], so the second token goes.
-    objective = build(use_tis=True, tis_upper_bound=2.0, use_rs=True, rs_lower_bound=0.7, rs_upper_bound=2.0)
-    _, grad, report = loss_of(objective, make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES), CURRENT)
+    step = build(use_tis=True, tis_upper_bound=2.0, use_rs=True, rs_lower_bound=0.7, rs_upper_bound=2.0)
+    _, grad, sums = loss_of(step, make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES), CURRENT)
     quarter = 0.7788008
     torch.testing.assert_close(grad, torch.tensor([-1 / 2, 0, 0, 0, 2 / 4, 2 / 4 * quarter]))
-    assert report.units.tolist() == [2, 2, 3, 5]
+    assert counts(sums) == [2, 2, 3, 5]
 
 
 def test_the_original_denominator_keeps_counting_what_was_rejected() -> None:
-    objective = build(use_rs=True, rs_lower_bound=0.7, rs_upper_bound=2.0, rejection_normalizer="original")
-    _, grad, _ = loss_of(objective, make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES), CURRENT)
+    step = build(use_rs=True, rs_lower_bound=0.7, rs_upper_bound=2.0, rejection_normalizer="original")
+    _, grad, _ = loss_of(step, make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES), CURRENT)
     torch.testing.assert_close(grad, torch.tensor([-1 / 6, 0, 0, 0, 2 / 4, 2 / 4]))
 
 
-def test_a_rejected_sequence_is_no_unit() -> None:
-    objective = build(use_rs=True, rs_level="sequence", rs_lower_bound=0.5, rs_upper_bound=1.2)
-    _, grad, report = loss_of(objective, make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES), CURRENT)
+def test_a_rejected_sequence_does_not_count() -> None:
+    step = build(use_rs=True, rs_level="sequence", rs_lower_bound=0.5, rs_upper_bound=1.2)
+    _, grad, sums = loss_of(step, make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES), CURRENT)
     torch.testing.assert_close(grad, torch.tensor([0, 0, 0, 0, 1.0, 1.0]))
-    assert report.units.tolist() == [1, 2, 2, 5]
+    assert counts(sums) == [1, 2, 2, 5]
 
 
 def test_bypass_clips_against_the_rollout_policy() -> None:
-    objective = build(use_rollout_logprobs=True)
-    _, grad, _ = loss_of(objective, make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES), CURRENT)
+    step = build(use_rollout_logprobs=True)
+    _, grad, _ = loss_of(step, make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES), CURRENT)
     # A > 0: ratio e > 1.2 is clipped, e^−0.5 is not; A < 0: ratio e^−0.25 < 0.8 is clipped.
     torch.testing.assert_close(grad, torch.tensor([-1 / 6, 0, 0, -0.60653066 / 6, 2 / 4, 0]))
 
@@ -101,10 +116,10 @@ def test_bypass_clips_against_the_rollout_policy() -> None:
 @pytest.mark.parametrize("loss", ["ppo", "reinforce"])
 def test_bypass_measures_the_weights_of_the_current_policy_and_does_not_apply_them(loss: str) -> None:
     # Weights π_θ/π_rollout: 1, e, (masked), e^−0.5 | 1, e^−0.25; the second is above the bound of 2.
-    objective = build(use_rollout_logprobs=True, policy_loss=loss)
+    step = build(use_rollout_logprobs=True, policy_loss=loss)
     batch = make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES)
-    _, grad, report = loss_of(objective, batch, CURRENT)
-    found = step_metrics(report, objective.correction, objective.policy, custom=False)
+    _, grad, sums = loss_of(step, batch, CURRENT)
+    found = step_metrics(sums, step.correction, step.policy)
     expected = {
         "mis_mean_is_weight_before_clip": 1.2207226,
         "mis_ratio_mean_after_mis": 1.0770663,
@@ -118,30 +133,30 @@ def test_bypass_measures_the_weights_of_the_current_policy_and_does_not_apply_th
 
 
 def test_reinforce_weights_the_log_prob_by_the_current_ratio() -> None:
-    objective = build(use_rollout_logprobs=True, policy_loss="reinforce", use_tis=True, tis_upper_bound=2.0)
-    loss, grad, _ = loss_of(objective, make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES), CURRENT)
+    step = build(use_rollout_logprobs=True, policy_loss="reinforce", use_tis=True, tis_upper_bound=2.0)
+    loss, grad, _ = loss_of(step, make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES), CURRENT)
     weights = torch.tensor([1.0, 2.0, 0.0, 0.60653066, 1.0, 0.7788008])
     expected = weights * torch.tensor([-1 / 6, -1 / 6, 0, -1 / 6, 2 / 4, 2 / 4])
     torch.testing.assert_close(grad, expected)
     assert loss == pytest.approx((expected @ torch.tensor(CURRENT)).item())
 
 
-def test_several_steps_per_rollout_anchor_on_the_recomputed_log_probs() -> None:
+def test_several_steps_per_rollout_take_the_recomputed_log_probs_as_the_old_policy() -> None:
     old = [[-1.0, -1.1, -9.0, -2.0], [-1.5, -0.4]]
     batch = make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES, old_log_probs=old)
-    _, grad, report = loss_of(build(recompute_old=True), batch, CURRENT)
-    ratio = (torch.tensor(CURRENT) - torch.cat(batch.local["old_log_probs"])).exp()
+    _, grad, sums = loss_of(build(recompute_old=True), batch, CURRENT)
+    ratio = (torch.tensor(CURRENT) - batch.old_log_probs_L).exp()
     scale = torch.tensor([-1 / 6, -1 / 6, 0, 0, 2 / 4, 2 / 4])  # the fourth ratio, e, is clipped
     torch.testing.assert_close(grad, ratio * scale)
-    figures = step_metrics(report, RolloutCorrectionConfig(), PolicyConfig(), custom=False)
-    assert figures["ois"] == pytest.approx(((1 + ratio[1] + ratio[3]) / 3 + (1 + ratio[5]) / 2).item() / 2, rel=1e-6)
+    metrics = step_metrics(sums, RolloutCorrectionConfig(), PolicyConfig())
+    assert metrics["ois"] == pytest.approx(((1 + ratio[1] + ratio[3]) / 3 + (1 + ratio[5]) / 2).item() / 2, rel=1e-6)
 
 
 def test_gspo_takes_the_mean_over_valid_tokens() -> None:
     old = [[-1.2, -1.3, -9.0, -1.1], [-1.5, -0.5]]
     batch = make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES, old_log_probs=old)
-    objective = build({"eps_clip": 0.3}, recompute_old=True, policy_loss="gspo")
-    _, grad, _ = loss_of(objective, batch, CURRENT)
+    step = build({"eps_clip": 0.3}, recompute_old=True, policy_loss="gspo")
+    _, grad, _ = loss_of(step, batch, CURRENT)
     s = 2.718281828 ** ((0.2 + 0.3 + 0.1) / 3)
     torch.testing.assert_close(grad, torch.tensor([-s / 6, -s / 6, 0, -s / 6, 2 / 4, 2 / 4]))
 
@@ -149,13 +164,8 @@ def test_gspo_takes_the_mean_over_valid_tokens() -> None:
 def test_interpolated_old_log_probs_follow_the_versions() -> None:
     versions = [[0, 1, 2, 3], [3, 3]]
     batch = make(MASKS, rollout_log_probs=ROLLOUT, advantages=[[1.0] * 4, [1.0] * 2], weight_versions=versions)
-    objective = PolicyObjective(
-        correction=RolloutCorrectionConfig(old_logprobs="interpolate"),
-        policy=PolicyConfig(eps_clip=0.9, eps_clip_high=9.0),
-        recompute_old=False,
-        version=3,
-    )
-    _, grad, _ = loss_of(objective, batch, CURRENT)
+    step = replace(build({"eps_clip": 0.9, "eps_clip_high": 9.0}, old_logprobs="interpolate"), version=3)
+    _, grad, _ = loss_of(step, batch, CURRENT)
     # α = (lag − 1) / lag: 2/3 and 1/2 for lags 3 and 2, 0 for lags 1 and 0; log π_θ − log π_old = (1 − α) Δ.
     ratio = torch.tensor([0.0, 1.0 / 2, 0.0, -0.5, 0.0, -0.25]).exp()
     torch.testing.assert_close(grad, -ratio * torch.tensor([1 / 6, 1 / 6, 0, 1 / 6, 1 / 4, 1 / 4]))
@@ -165,27 +175,27 @@ def test_off_policy_sequence_masking_against_the_old_policy_is_slimes() -> None:
     # log π_old − log π_θ: 0.1 on average in both; only the second sequence has a negative advantage.
     old = [[-0.9, -0.9, -9.0, -0.9], [-1.4, -0.4]]
     batch = make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES, old_log_probs=old)
-    objective = build({"use_opsm": True, "opsm_policy": "old", "opsm_delta": 0.05}, recompute_old=True)
-    _, grad, report = loss_of(objective, batch, CURRENT)
+    step = build({"use_opsm": True, "opsm_policy": "old", "opsm_delta": 0.05}, recompute_old=True)
+    _, grad, sums = loss_of(step, batch, CURRENT)
     ratio = 2.718281828**-0.1
     torch.testing.assert_close(grad, torch.tensor([-ratio / 3, -ratio / 3, 0, -ratio / 3, 0, 0]))
-    assert report.units.tolist() == [1, 2, 3, 5]
-    figures = step_metrics(report, objective.correction, objective.policy, custom=False)
-    assert figures["opsm_clipfrac"] == pytest.approx(0.5)
-    assert figures["gradient_kept_fraction"] == pytest.approx(3 / 5)
+    assert counts(sums) == [1, 2, 3, 5]
+    metrics = step_metrics(sums, step.correction, step.policy)
+    assert metrics["opsm_clipfrac"] == pytest.approx(0.5)
+    assert metrics["gradient_kept_fraction"] == pytest.approx(3 / 5)
 
 
 @pytest.mark.parametrize(("delta", "kept"), [(0.1, False), (0.2, True)])
 def test_off_policy_sequence_masking_acts_with_one_step_per_rollout(delta: float, kept: bool) -> None:
     # log π_rollout − log π_θ: −0.17 on average in the first, and 0.125 in the second, of a negative advantage.
     batch = make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES)
-    objective = build({"use_opsm": True, "opsm_delta": delta})
-    _, grad, report = loss_of(objective, batch, CURRENT)
+    step = build({"use_opsm": True, "opsm_delta": delta})
+    _, grad, sums = loss_of(step, batch, CURRENT)
     second = [2 / 4, 2 / 4] if kept else [0.0, 0.0]
     first = -1 / 6 if kept else -1 / 3
     torch.testing.assert_close(grad, torch.tensor([first, first, 0, first, *second]))
-    figures = step_metrics(report, objective.correction, objective.policy, custom=False)
-    assert figures["opsm_clipfrac"] == pytest.approx(0.0 if kept else 0.5)
+    metrics = step_metrics(sums, step.correction, step.policy)
+    assert metrics["opsm_clipfrac"] == pytest.approx(0.0 if kept else 0.5)
     unset = build({"use_opsm": True}).policy, build({"opsm_policy": "old"}).policy
     assert [policy.opsm_bound for policy in unset] == [0.1, 1e-4]
 
@@ -196,18 +206,18 @@ def test_a_log_prob_that_is_not_finite_is_rejected_without_a_trace(bad: float, b
     options: dict[str, Any] = {"use_rollout_logprobs": True} if bypass else {"use_tis": True}
     poisoned = make(MASKS, rollout_log_probs=[[-1.0, bad, bad, -0.5], ROLLOUT[1]], advantages=ADVANTAGES)
     masked = make([[1, 0, 0, 1], [1, 1]], rollout_log_probs=ROLLOUT, advantages=ADVANTAGES)
-    _, grad, report = loss_of(build(**options), poisoned, CURRENT)
+    _, grad, sums = loss_of(build(**options), poisoned, CURRENT)
     _, expected, _ = loss_of(build(**options), masked, CURRENT)
     assert torch.equal(grad, expected)
-    figures = step_metrics(report, RolloutCorrectionConfig(**options), PolicyConfig(), custom=False)
-    assert figures["nonfinite_token_fraction"] == pytest.approx(1 / 5)
-    assert all(value == value for value in figures.values())
+    metrics = step_metrics(sums, RolloutCorrectionConfig(**options), PolicyConfig())
+    assert metrics["nonfinite_token_fraction"] == pytest.approx(1 / 5)
+    assert all(value == value for value in metrics.values())
 
 
 def test_a_neutral_token_has_ratio_one_in_bypass_mode() -> None:
     batch = make(MASKS, rollout_log_probs=[[-1.0, NAN, -9.0, -1.0], [-1.5, -0.5]], advantages=ADVANTAGES)
-    objective = build(use_rollout_logprobs=True, nonfinite_policy="neutral")
-    _, grad, _ = loss_of(objective, batch, CURRENT)
+    step = build(use_rollout_logprobs=True, nonfinite_policy="neutral")
+    _, grad, _ = loss_of(step, batch, CURRENT)
     torch.testing.assert_close(grad, torch.tensor([-1 / 6, -1 / 6, 0, -1 / 6, 2 / 4, 2 / 4]))
 
 
@@ -216,11 +226,11 @@ def test_metrics_only_leaves_the_loss_as_it_is_to_the_bit() -> None:
     old = [[-1.2, -1.1, -1.0, -2.0], [-1.5, -0.4]]
     _, plain, _ = loss_of(build(), make(MASKS, **values), CURRENT)
     measured = build(get_mismatch_metrics=True)
-    _, grad, report = loss_of(measured, make(MASKS, old_log_probs=old, **values), CURRENT)
+    _, grad, sums = loss_of(measured, make(MASKS, old_log_probs=old, **values), CURRENT)
     assert torch.equal(grad, plain)
-    figures = step_metrics(report, measured.correction, PolicyConfig(), custom=False)
+    metrics = step_metrics(sums, measured.correction, PolicyConfig())
     # π_old of the separate forward pass: Δ = −0.2, −1.5 | 0, −0.15 on finite tokens.
-    assert figures["mismatch_kl"] == pytest.approx((0.2 + 1.5 + 0.0 + 0.15) / 4, rel=1e-6)
+    assert metrics["mismatch_kl"] == pytest.approx((0.2 + 1.5 + 0.0 + 0.15) / 4, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -229,78 +239,78 @@ def test_metrics_only_leaves_the_loss_as_it_is_to_the_bit() -> None:
 def test_the_mismatch_of_the_only_step_is_that_of_its_own_forward_pass(options: dict[str, Any]) -> None:
     batch = make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES)
     measured = build(get_mismatch_metrics=True, **options)
-    figures = step_metrics(loss_of(measured, batch, CURRENT)[2], measured.correction, PolicyConfig(), custom=False)
-    assert figures["mismatch_kl"] == pytest.approx(-(1.0 - 0.5 - 0.25) / 5)
-    _, _, report = loss_of(measured, batch, [NAN, *CURRENT[1:]])
-    figures = step_metrics(report, measured.correction, PolicyConfig(), custom=False)
-    assert figures["mismatch_kl"] == pytest.approx(-(1.0 - 0.5 - 0.25) / 4)
+    metrics = step_metrics(loss_of(measured, batch, CURRENT)[2], measured.correction, PolicyConfig())
+    assert metrics["mismatch_kl"] == pytest.approx(-(1.0 - 0.5 - 0.25) / 5)
+    _, _, sums = loss_of(measured, batch, [NAN, *CURRENT[1:]])
+    metrics = step_metrics(sums, measured.correction, PolicyConfig())
+    assert metrics["mismatch_kl"] == pytest.approx(-(1.0 - 0.5 - 0.25) / 4)
 
 
-def test_the_mismatch_is_reported_by_lag_of_the_weights() -> None:
+def test_the_mismatch_is_reported_by_staleness_of_the_weights() -> None:
     # Δ: 0, 1, (masked), −0.5 at versions 3, 3, 3, 2 | 0, −0.25 at versions 1, 0; the policy is at version 3.
     versions = [[3.0, 3.0, 3.0, 2.0], [1.0, 0.0]]
     batch = make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES, weight_versions=versions)
-    report = loss_of(replace(build(), version=3), batch, CURRENT)[2]
-    found = staleness_metrics(report.merge(report).lags)
-    assert found["mismatch_kl_lag_0"] == pytest.approx(-0.5)
-    assert found["mismatch_kl_lag_1"] == pytest.approx(0.5)
-    assert found["mismatch_kl_lag_2"] == 0.0
-    assert found["mismatch_k3_kl_lag_3_to_4"] == pytest.approx(math.exp(-0.25) - 1 + 0.25)
-    assert found["token_fraction_lag_0"] == pytest.approx(0.4)
-    assert found["train_rollout_logprob_abs_diff_lag_3_to_4"] == pytest.approx(0.25)
+    sums = loss_of(replace(build(), version=3), batch, CURRENT)[2]
+    found = staleness_metrics(sums.merge(sums).staleness)
+    assert found["mismatch_kl_staleness_0"] == pytest.approx(-0.5)
+    assert found["mismatch_kl_staleness_1"] == pytest.approx(0.5)
+    assert found["mismatch_kl_staleness_2"] == 0.0
+    assert found["mismatch_k3_kl_staleness_3_to_4"] == pytest.approx(math.exp(-0.25) - 1 + 0.25)
+    assert found["token_fraction_staleness_0"] == pytest.approx(0.4)
+    assert found["train_rollout_logprob_abs_diff_staleness_3_to_4"] == pytest.approx(0.25)
     fresh = loss_of(build(), make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES), CURRENT)[2]
-    assert staleness_metrics(fresh.lags) == {}
+    assert staleness_metrics(fresh.staleness) == {}
 
 
 def test_kl_and_entropy_enter_the_loss() -> None:
-    objective = build({"use_kl_loss": True, "kl_loss_coef": 0.5, "entropy_coef": 0.1, "calculate_per_token_loss": True})
+    step = build({"use_kl_loss": True, "kl_loss_coef": 0.5, "entropy_coef": 0.1, "calculate_per_token_loss": True})
     batch = make([[1, 1]], rollout_log_probs=[[-1.0, -1.0]], ref_log_probs=[[-1.5, -1.0]], advantages=[[1.0, 1.0]])
     leaf, entropy = torch.tensor([-1.0, -2.0], requires_grad=True), torch.tensor([0.3, 0.5], requires_grad=True)
-    numerator, units, report = objective(batch, leaf, entropy)
-    (numerator / units).backward()
+    numerator, denominator, sums = evaluate(step, batch, leaf, entropy)
+    (numerator / denominator).backward()
     torch.testing.assert_close(leaf.grad, torch.tensor([-0.5 + 0.25, -0.5 + 0.25]))
     torch.testing.assert_close(entropy.grad, torch.tensor([-0.05, -0.05]))
-    figures = step_metrics(report, objective.correction, objective.policy, custom=False)
-    assert figures["loss"] == pytest.approx(-1.0 - 0.1 * 0.4 + 0.5 * (0.5 - 1.0) / 2)
+    metrics = step_metrics(sums, step.correction, step.policy)
+    assert metrics["loss"] == pytest.approx(-1.0 - 0.1 * 0.4 + 0.5 * (0.5 - 1.0) / 2)
 
 
-def test_a_batch_split_into_micro_batches_sums_to_the_same_loss_and_figures() -> None:
-    objective = build(use_tis=True, use_rs=True, rs_lower_bound=0.7, rs_upper_bound=2.0)
+def test_a_batch_split_into_micro_batches_sums_to_the_same_loss_and_metrics() -> None:
+    step = build(use_tis=True, use_rs=True, rs_lower_bound=0.7, rs_upper_bound=2.0)
     whole = make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES)
-    _, expected, report = loss_of(objective, whole, CURRENT)
+    _, expected, sums = loss_of(step, whole, CURRENT)
     leaf = torch.tensor(CURRENT, requires_grad=True)
-    first = objective(make(MASKS[:1], rollout_log_probs=ROLLOUT[:1], advantages=ADVANTAGES[:1]), leaf[:4], leaf[:4])
-    second = objective(make(MASKS[1:], rollout_log_probs=ROLLOUT[1:], advantages=ADVANTAGES[1:]), leaf[4:], leaf[4:])
+    first = evaluate(
+        step, make(MASKS[:1], rollout_log_probs=ROLLOUT[:1], advantages=ADVANTAGES[:1]), leaf[:4], leaf[:4]
+    )
+    second = evaluate(
+        step, make(MASKS[1:], rollout_log_probs=ROLLOUT[1:], advantages=ADVANTAGES[1:]), leaf[4:], leaf[4:]
+    )
     ((first[0] + second[0]) / (first[1] + second[1])).backward()
     torch.testing.assert_close(leaf.grad, expected)
-    merged = step_metrics(first[2].merge(second[2]), objective.correction, objective.policy, custom=False)
+    merged = step_metrics(first[2].merge(second[2]), step.correction, step.policy)
     del merged["entropy_loss"]
-    figures = step_metrics(report, objective.correction, objective.policy, custom=False)
-    assert merged == pytest.approx({name: figures[name] for name in merged}, rel=1e-6, abs=1e-7)
+    metrics = step_metrics(sums, step.correction, step.policy)
+    assert merged == pytest.approx({name: metrics[name] for name in merged}, rel=1e-6, abs=1e-7)
 
 
 def test_trimming_takes_the_limit_that_it_is_given() -> None:
     # Δ²: 0, 1, (masked), 0.25 | 0, 0.0625: over all five the mean of all but the 1 is 0.078.
     options = {"rs_second_moment_bound": 0.1}
     whole = make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES)
-    _, grad, report = loss_of(build(**options), whole, CURRENT)
+    _, grad, sums = loss_of(build(**options), whole, CURRENT)
     torch.testing.assert_close(grad, torch.tensor([-1 / 4, 0, 0, -1 / 4, 2 / 4, 2 / 4]))
     first = make(MASKS[:1], rollout_log_probs=ROLLOUT[:1], advantages=ADVANTAGES[:1])
     for limit, kept in ((None, 1), (1.0, 2), (torch.inf, 3)):  # alone: the mean of 0 and 0.25 is 0.125
         known = None if limit is None else torch.tensor(limit, dtype=torch.float64)
-        _, _, report = loss_of(
+        _, _, sums = loss_of(
             replace(build(**options), global_batch=GlobalBatch(second_moment_limit=known)), first, CURRENT[:4]
         )
-        assert report.units.tolist() == [1, 1, kept, 3]
+        assert counts(sums) == [1, 1, kept, 3]
 
 
-def custom(function: Callable[..., Any], **correction: Any) -> PolicyObjective:
-    return PolicyObjective(
-        correction=RolloutCorrectionConfig(**correction),
-        policy=PolicyConfig(),
-        recompute_old=False,
-        custom_tis=function,
-    )
+def custom(function: Callable[..., Any], seed: int = 0, **correction: Any) -> LossStep:
+    bound = CustomTisFunction.bind(function, Namespace())
+    return replace(build(**correction), custom=CustomTis(function=bound, seed=seed))
 
 
 def test_a_custom_function_sees_slimes_arguments_and_ours_and_replaces_loss_and_mask() -> None:
@@ -312,28 +322,28 @@ def test_a_custom_function_sees_slimes_arguments_and_ours_and_replaces_loss_and_
         masks[0][0] = 0
         return pg_loss / 2, masks, {"flat": torch.arange(6.0)}
 
-    objective = custom(halve, use_tis=True)
-    _, grad, report = loss_of(objective, make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES), CURRENT)
+    step = custom(halve, use_tis=True)
+    _, grad, sums = loss_of(step, make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES), CURRENT)
     torch.testing.assert_close(grad, torch.tensor([0, -1 / 8, 0, -1 / 8, 1 / 4, 1 / 4]))
     assert [len(values) for values in seen["train_log_probs"]] == [4, 2]
     assert seen["total_lengths"] == [6, 4] and seen["response_lengths"] == [4, 2]
     assert [values.tolist() for values in seen["advantages"]] == ADVANTAGES
     assert not seen["log_probs"][0].requires_grad
-    figures = step_metrics(report, objective.correction, objective.policy, custom=True)
-    assert figures["flat"] == pytest.approx(((0 + 1 + 3) / 3 + (4 + 5) / 2) / 2)  # over the mask before rejection
-    assert figures["gradient_kept_fraction"] == pytest.approx(4 / 5)
+    metrics = step_metrics(sums, step.correction, step.policy)
+    assert metrics["flat"] == pytest.approx(((0 + 1 + 3) / 3 + (4 + 5) / 2) / 2)  # over the mask before rejection
+    assert metrics["gradient_kept_fraction"] == pytest.approx(4 / 5)
 
 
 def test_a_custom_function_stands_in_for_veto_and_trimming_too() -> None:
     def keep(args: Any, *, pg_loss: Tensor, loss_masks: list[Tensor], **_: Any) -> Any:
         return pg_loss, loss_masks, {}
 
-    objective = custom(keep, use_tis=True, rs_second_moment_bound=0.1, rs_veto_upper_threshold=2.0)
+    step = custom(keep, use_tis=True, rs_second_moment_bound=0.1, rs_veto_upper_threshold=2.0)
     batch = make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES)
-    _, grad, report = loss_of(objective, batch, CURRENT)
+    _, grad, sums = loss_of(step, batch, CURRENT)
     torch.testing.assert_close(grad, torch.tensor([-1 / 6, -1 / 6, 0, -1 / 6, 2 / 4, 2 / 4]))
-    figures = step_metrics(report, objective.correction, objective.policy, custom=True)
-    assert not any("second_moment" in name or "catastrophic" in name for name in figures)
+    metrics = step_metrics(sums, step.correction, step.policy)
+    assert not any("second_moment" in name or "catastrophic" in name for name in metrics)
 
 
 def test_a_custom_function_for_metrics_alone_leaves_the_loss() -> None:
@@ -342,11 +352,11 @@ def test_a_custom_function_for_metrics_alone_leaves_the_loss() -> None:
 
     values = {"rollout_log_probs": ROLLOUT, "advantages": ADVANTAGES}
     _, plain, _ = loss_of(build(), make(MASKS, **values), CURRENT)
-    objective = custom(destroy, get_mismatch_metrics=True)
+    step = custom(destroy, get_mismatch_metrics=True)
     batch = make(MASKS, old_log_probs=ROLLOUT, **values)
-    _, grad, report = loss_of(objective, batch, CURRENT)
+    _, grad, sums = loss_of(step, batch, CURRENT)
     assert torch.equal(grad, plain)
-    assert step_metrics(report, objective.correction, objective.policy, custom=True)["seen"] == pytest.approx(1)
+    assert step_metrics(sums, step.correction, step.policy)["seen"] == pytest.approx(1)
 
 
 def test_a_custom_function_for_metrics_alone_may_work_in_place() -> None:
@@ -359,14 +369,14 @@ def test_a_custom_function_for_metrics_alone_may_work_in_place() -> None:
         return pg_loss, [mask * 0 for mask in k["loss_masks"]], {}
 
     values = {"rollout_log_probs": ROLLOUT, "advantages": ADVANTAGES, "old_log_probs": ROLLOUT}
-    plain_loss, plain, plain_report = loss_of(build(get_mismatch_metrics=True), make(MASKS, **values), CURRENT)
+    plain_loss, plain, plain_sums = loss_of(build(get_mismatch_metrics=True), make(MASKS, **values), CURRENT)
     batch = make(MASKS, **values)
-    before = {name: [value.clone() for value in found] for name, found in batch.local.items()}
-    loss, grad, report = loss_of(custom(careless, get_mismatch_metrics=True), batch, CURRENT)
+    before = {name: value.clone() for name, value in vars(batch).items() if isinstance(value, Tensor)}
+    loss, grad, sums = loss_of(custom(careless, get_mismatch_metrics=True), batch, CURRENT)
     assert loss == plain_loss and torch.equal(grad, plain)
-    assert torch.equal(report.sums, plain_report.sums)
-    for name, found in batch.local.items():
-        assert all(map(torch.equal, found, before[name])), name
+    assert torch.equal(sums.terms.stack(), plain_sums.terms.stack())
+    for name, value in before.items():
+        assert torch.equal(getattr(batch, name), value), name
 
 
 def test_a_log_prob_that_was_never_sampled_is_0_for_a_custom_function_and_one_that_is_missing_is_nan() -> None:
@@ -386,12 +396,12 @@ def test_a_metric_of_a_custom_function_does_not_replace_one_of_ours() -> None:
         names = ("loss", "grad_norm", "custom_loss", "mine", "opsm_clipfrac")
         return pg_loss, loss_masks, {name: torch.full((6,), 99.0) for name in names}
 
-    objective = replace(custom(greedy, use_tis=True), policy=PolicyConfig(use_opsm=True, opsm_delta=9.0))
-    loss, _, report = loss_of(objective, make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES), CURRENT)
-    figures = step_metrics(report, objective.correction, objective.policy, custom=True)
-    assert figures["loss"] == pytest.approx(loss) and "grad_norm" not in figures and figures["opsm_clipfrac"] == 0
+    step = replace(custom(greedy, use_tis=True), policy=PolicyConfig(use_opsm=True, opsm_delta=9.0))
+    loss, _, sums = loss_of(step, make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES), CURRENT)
+    metrics = step_metrics(sums, step.correction, step.policy)
+    assert metrics["loss"] == pytest.approx(loss) and "grad_norm" not in metrics and metrics["opsm_clipfrac"] == 0
     names = ("custom_loss", "custom_custom_loss", "custom_grad_norm", "mine", "custom_opsm_clipfrac")
-    assert [figures[name] for name in names] == pytest.approx([99.0] * 5)
+    assert [metrics[name] for name in names] == pytest.approx([99.0] * 5)
 
 
 def test_metrics_of_other_names_in_another_micro_batch_are_refused() -> None:
@@ -401,12 +411,12 @@ def test_metrics_of_other_names_in_another_micro_batch_are_refused() -> None:
         calls.append(1)
         return pg_loss, loss_masks, {("a", "b")[len(calls) - 1]: pg_loss.detach()}
 
-    objective = custom(moody, use_tis=True)
+    step = custom(moody, use_tis=True)
     batch = make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES)
-    loss_of(objective, batch, CURRENT)
+    loss_of(step, batch, CURRENT)
     message = r"moody \(.*, line \d+\) returned metric 'a' for one micro-batch and not for another"
     with pytest.raises(CustomFunctionError, match=message):
-        loss_of(objective, batch, CURRENT)
+        loss_of(step, batch, CURRENT)
 
 
 def test_random_numbers_of_a_custom_function_follow_from_seed_and_micro_batch() -> None:
@@ -419,9 +429,9 @@ def test_random_numbers_of_a_custom_function_follow_from_seed_and_micro_batch() 
     batch = make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES)
     before = torch.get_rng_state()
     for seed in (5, 5, 6):
-        objective = replace(custom(lottery, use_tis=True), custom_seed=seed, custom_metric_names=[])
-        loss_of(objective, batch, CURRENT)
-        loss_of(objective, batch, CURRENT)
+        step = custom(lottery, seed, use_tis=True)
+        loss_of(step, batch, CURRENT)
+        loss_of(step, batch, CURRENT)
     assert drawn[:2] == drawn[2:4] != drawn[4:] and drawn[0] != drawn[1]
     assert torch.equal(torch.get_rng_state(), before)
 

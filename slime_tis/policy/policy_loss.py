@@ -1,0 +1,330 @@
+"""The policy loss of one micro-batch: which policy is the old one, correction, loss per token, and its reduction.
+
+    LossInputs → policy_loss(inputs, step) → LossOutputs
+
+A micro-batch returns a numerator and a denominator (tokens or sequences); the training engine sums both over all
+micro-batches and ranks and divides once, so that the mean is that of the global batch however it was split.
+
+Shapes: suffix _L the response tokens this rank holds, packed; _S the sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from slime_tis.correction import (
+    Correction,
+    GlobalBatch,
+    Ranks,
+    RolloutCorrectionConfig,
+    Statistics,
+    correct,
+    interpolate_old_log_probs,
+    off_policy_sequence_mask,
+)
+from slime_tis.policy.config import PolicyConfig
+from slime_tis.policy.custom_tis import CustomTis
+from slime_tis.policy.losses import LOSSES, TokenLossInputs, kl_estimate
+from slime_tis.policy.staleness import staleness_sums
+from slime_tis.policy.step_sums import LossReduction, LossTerms, StepSums
+from slime_tis.policy.tokens import ResponseTokens, expand
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossInputs:
+    """One micro-batch after its forward pass."""
+
+    tokens: ResponseTokens
+    log_probs_L: Tensor
+    """log π_θ, with gradient."""
+    entropy_L: Tensor
+    """Entropies of the distributions that the tokens were predicted from."""
+
+    @property
+    def advantages_L(self) -> Tensor:
+        """The advantages, which the learner has put in before training."""
+        assert self.tokens.advantages_L is not None
+        return self.tokens.advantages_L
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossOutputs:
+    """The loss of one micro-batch; that of the step is Σ numerator / Σ denominator."""
+
+    numerator: Tensor
+    """Scalar, with gradient."""
+    denominator: Tensor
+    """int32 scalar: tokens or sequences; 0 but on context-parallel rank 0."""
+    sums: StepSums
+    """What metrics are computed from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossStep:
+    """What all micro-batches of an optimizer step have in common."""
+
+    correction: RolloutCorrectionConfig
+    policy: PolicyConfig
+    uses_recomputed_old_policy: bool
+    """Whether π_old is that of `old_log_probs_L`; otherwise it is π_θ of this very forward pass, detached."""
+    version: int = 0
+    """Of the policy's weights, in optimizer steps."""
+    global_batch: GlobalBatch = field(default_factory=GlobalBatch)
+    """The context-parallel ranks, and what is known of the global batch before its first micro-batch."""
+    counts: bool = True
+    """Whether this rank counts tokens and sequences: one of the context-parallel ranks does."""
+    custom: CustomTis | None = None
+    """A user's function in place of the library's correction."""
+
+
+def policy_loss(inputs: LossInputs, step: LossStep) -> LossOutputs:
+    """The loss of one micro-batch by the algorithm that the options choose (docs/math.md lists them)."""
+    old_L = old_log_probs(inputs, step)
+    train_L = inputs.log_probs_L.detach() if step.correction.use_rollout_logprobs else old_L
+    correction = correct_tokens(inputs.tokens, train_L, step)
+    near_S = near_policy(inputs, old_L, step)
+    losses = token_losses(inputs, old_L, train_L, correction, near_S, step)
+    reduction = LossReduction.build(
+        losses.mask_L,
+        correction.masked_in_per_sequence
+        if step.correction.rejection_normalizer == "original"
+        else losses.accepted_per_sequence,
+        inputs.tokens.lengths,
+        per_token=step.policy.calculate_per_token_loss,
+    )
+    sums = step_sums(inputs, train_L, correction, near_S, losses, reduction, step)
+    terms = losses.terms
+    objective_L = (
+        terms.pg_loss - step.policy.entropy_coef * terms.entropy_loss + step.policy.kl_loss_coef * terms.kl_loss
+    )
+    return LossOutputs(numerator=reduction.sum(objective_L), denominator=sums.loss_denominator.to(torch.int), sums=sums)
+
+
+def old_log_probs(inputs: LossInputs, step: LossStep) -> Tensor:
+    """log π_old [L]: the rollout's (bypass), an interpolated or recomputed one, or that of this forward pass."""
+    tokens = inputs.tokens
+    if step.correction.use_rollout_logprobs:
+        return tokens.rollout_log_probs_L
+    if step.correction.old_logprobs == "interpolate":
+        return interpolate_old_log_probs(
+            inputs.log_probs_L, tokens.rollout_log_probs_L, step.version, tokens.weight_versions_L
+        )
+    if not step.uses_recomputed_old_policy:
+        return inputs.log_probs_L.detach()
+    assert tokens.old_log_probs_L is not None
+    return tokens.old_log_probs_L
+
+
+def correct_tokens(tokens: ResponseTokens, train_log_probs_L: Tensor, step: LossStep) -> Correction[Tensor]:
+    """The correction of the micro-batch; with a user's function in its place, its statistics alone."""
+    config = step.correction
+    return correct(
+        without_correction(config) if step.custom is not None else with_measured_weights(config),
+        train_log_probs_L,
+        tokens.rollout_log_probs_L,
+        tokens.loss_mask_L,
+        lengths=tokens.lengths,
+        global_batch=replace(step.global_batch, ranks=step.global_batch.ranks.with_slices(tokens.slices)),
+    )
+
+
+def near_policy(inputs: LossInputs, old_log_probs_L: Tensor, step: LossStep) -> Tensor:
+    """bool [S]: the sequences that off-policy sequence masking keeps; all where it is off."""
+    tokens, policy = inputs.tokens, step.policy
+    if not policy.use_opsm:
+        return torch.ones(len(tokens), dtype=torch.bool, device=old_log_probs_L.device)
+    advantage_S = torch.stack([part.sum() for part in inputs.advantages_L.split(tokens.lengths)]).double()
+    return off_policy_sequence_mask(
+        inputs.log_probs_L,
+        tokens.rollout_log_probs_L if policy.opsm_policy == "rollout" else old_log_probs_L,
+        # The sign is what counts, and all tokens of a sequence share it.
+        step.global_batch.ranks.over_context(advantage_S),
+        tokens.loss_mask_L,
+        delta=policy.opsm_bound,
+        nonfinite_policy=step.correction.nonfinite_policy,
+        lengths=tokens.lengths,
+        ranks=step.global_batch.ranks,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenLosses:
+    """The loss of every token, and the tokens that it is averaged over."""
+
+    terms: LossTerms
+    """[L] each, with gradient where the loss has one."""
+    mask_L: Tensor
+    """bool, the accepted tokens."""
+    accepted_per_sequence: Tensor
+    """[S] float64, over whole sequences."""
+    custom_metrics: dict[str, Tensor]
+    """[L] each, from a user's function."""
+
+
+def token_losses(
+    inputs: LossInputs,
+    old_log_probs_L: Tensor,
+    train_log_probs_L: Tensor,
+    correction: Correction[Tensor],
+    near_S: Tensor,
+    step: LossStep,
+) -> TokenLosses:
+    """The loss per token with its weights, and the mask without what is rejected.
+
+    Args:
+        inputs: of the micro-batch.
+        old_log_probs_L: log π_old.
+        train_log_probs_L: log π_train, the numerator of the weights.
+        correction: weights and mask.
+        near_S: bool, the sequences that off-policy sequence masking keeps.
+        step: the options.
+    """
+    tokens, near_L = inputs.tokens, expand(near_S, inputs.tokens.lengths)
+    mask_L, accepted_S = correction.mask & near_L, correction.accepted_per_sequence * near_S
+    # What is masked or not finite gets ratio 1 before any arithmetic: a NaN behind a mask would still poison
+    # the gradient.
+    log_probs_L = torch.where(mask_L, inputs.log_probs_L, inputs.log_probs_L.detach().nan_to_num())
+    old_L = torch.where(mask_L & old_log_probs_L.isfinite(), old_log_probs_L, log_probs_L.detach())
+    loss_L, clipped_L = LOSSES[step.correction.policy_loss](
+        TokenLossInputs(
+            log_probs_L=log_probs_L,
+            old_log_probs_L=old_L,
+            advantages_L=inputs.advantages_L,
+            sequence_mean=partial(sequence_mean, mask_L=mask_L, lengths=tokens.lengths, ranks=step.global_batch.ranks),
+            config=step.policy,
+        )
+    )
+    custom_metrics: dict[str, Tensor] = {}
+    if step.custom is not None:
+        custom = step.custom(
+            tokens,
+            loss_L=loss_L,
+            log_probs_L=log_probs_L,
+            train_log_probs_L=train_log_probs_L,
+            global_batch=step.global_batch,
+        )
+        custom_metrics = custom.metrics
+        if step.correction.corrects:  # otherwise metrics alone: the loss stays as it was, to the bit
+            loss_L, mask_L = custom.loss_L, custom.mask_L & near_L
+            accepted_S = custom.accepted_per_sequence * near_S
+    elif step.correction.use_tis:
+        loss_L = loss_L * correction.weights
+    terms = LossTerms(
+        pg_loss=loss_L,
+        pg_clipfrac=clipped_L,
+        ppo_kl=old_L - log_probs_L,
+        ois=(log_probs_L - old_L).exp(),
+        entropy_loss=inputs.entropy_L,
+        kl_loss=reference_kl(tokens, log_probs_L, step.policy),
+    )
+    return TokenLosses(terms=terms, mask_L=mask_L, accepted_per_sequence=accepted_S, custom_metrics=custom_metrics)
+
+
+def sequence_mean(values_L: Tensor, *, mask_L: Tensor, lengths: Sequence[int], ranks: Ranks) -> Tensor:
+    """Mean over the masked-in tokens of the whole sequence, at each of its tokens on this rank, [L]."""
+    owner_L = expand(torch.arange(len(lengths), device=values_L.device), lengths)
+    columns = torch.stack([torch.where(mask_L, values_L, 0.0), mask_L.to(values_L.dtype)], 1).double()
+    sums = ranks.over_context(columns.new_zeros(len(lengths), 2).index_add_(0, owner_L, columns))
+    mean_S = sums[:, 0] / sums[:, 1].clamp_min(1)
+    return mean_S.to(values_L.dtype).index_select(0, owner_L)
+
+
+def reference_kl(tokens: ResponseTokens, log_probs_L: Tensor, policy: PolicyConfig) -> Tensor:
+    """The estimated KL divergence from the reference policy, [L]; 0 without a KL loss."""
+    if not policy.use_kl_loss:
+        return torch.zeros_like(log_probs_L)
+    assert tokens.ref_log_probs_L is not None
+    return kl_estimate(log_probs_L, tokens.ref_log_probs_L, policy.kl_loss_type)
+
+
+def step_sums(
+    inputs: LossInputs,
+    train_log_probs_L: Tensor,
+    correction: Correction[Tensor],
+    near_S: Tensor,
+    losses: TokenLosses,
+    reduction: LossReduction,
+    step: LossStep,
+) -> StepSums:
+    """What the micro-batch adds to the metrics of the step.
+
+    Args:
+        inputs: of the micro-batch.
+        train_log_probs_L: log π_train, the numerator of the weights.
+        correction: its statistics are reported.
+        near_S: bool, the sequences that off-policy sequence masking keeps.
+        losses: per token.
+        reduction: over the accepted tokens.
+        step: the options.
+    """
+    tokens, masked_in_S = inputs.tokens, correction.masked_in_per_sequence
+    original = LossReduction.build(
+        tokens.loss_mask_L > 0, masked_in_S, tokens.lengths, per_token=step.policy.calculate_per_token_loss
+    )
+    far_L = (~expand(near_S, tokens.lengths)).double()
+    opsm_clipped, *custom = original.sum_each(
+        torch.stack([far_L, *(value.double() for value in losses.custom_metrics.values())])
+    ).unbind()
+    counted = float(step.counts)
+    return StepSums(
+        terms=LossTerms.unstack(reduction.sum_each(losses.terms.stack())),
+        loss_denominator=reduction.denominator * counted,
+        original_denominator=original.denominator * counted,
+        accepted_tokens=losses.accepted_per_sequence.sum() * counted,
+        masked_in_tokens=masked_in_S.sum() * counted,
+        statistics=correction.statistics,
+        old_policy_statistics=old_policy_statistics(inputs, step),
+        staleness=staleness_sums(
+            train_log_probs_L, tokens.rollout_log_probs_L, tokens.loss_mask_L, step.version - tokens.weight_versions_L
+        ),
+        opsm_clipped=opsm_clipped,
+        custom=dict(zip(losses.custom_metrics, custom, strict=True)),
+    )
+
+
+def old_policy_statistics(inputs: LossInputs, step: LossStep) -> Statistics:
+    """The mismatch of π_old itself, which is the policy of this forward pass where no other was made for it."""
+    config, tokens = without_correction(step.correction), inputs.tokens
+    if not step.correction.get_mismatch_metrics:
+        return Statistics.empty(config, tokens.loss_mask_L.device)
+    old_L = tokens.old_log_probs_L
+    return correct(
+        config,
+        inputs.log_probs_L.detach() if old_L is None else old_L,
+        tokens.rollout_log_probs_L,
+        tokens.loss_mask_L,
+        lengths=tokens.lengths,
+        global_batch=GlobalBatch(ranks=step.global_batch.ranks),
+    ).statistics
+
+
+def with_measured_weights(config: RolloutCorrectionConfig) -> RolloutCorrectionConfig:
+    """The configuration that statistics are made under: in bypass with the weights that the loss has no use for.
+
+    There π_θ/π_rollout already is the ratio of the loss; verl too measures its weights and does not apply them. They
+    are truncated, which leaves the mask as it is, and need no pass over the global batch.
+    """
+    if config.use_tis or not config.use_rollout_logprobs:
+        return config
+    return replace(config, use_tis=True, tis_mode="truncate", tis_batch_normalize=False, policy_loss="reinforce")
+
+
+def without_correction(config: RolloutCorrectionConfig) -> RolloutCorrectionConfig:
+    """The same configuration with weights and rejection off: statistics alone."""
+    return replace(
+        config,
+        use_tis=False,
+        use_rs=False,
+        rs_z_score=None,
+        rs_target_fraction=None,
+        rs_veto_threshold=None,
+        rs_veto_upper_threshold=None,
+        rs_second_moment_bound=None,
+        rollout_rs=None,
+        rollout_rs_threshold=None,
+    )

@@ -1,0 +1,92 @@
+"""The response tokens of a batch on one rank, packed: what is known of them on their way from samples to the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime_tis.correction import ResponseSlices
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResponseTokens:
+    """What is known of the response tokens that this context-parallel rank owns, one response after another.
+
+    Shapes: suffix _L the tokens of this rank's slices, packed.
+    """
+
+    slices: ResponseSlices
+    """Where the tokens lie in the whole responses."""
+    total_lengths: tuple[int, ...]
+    """Tokens of each whole sequence, prompt and response."""
+    loss_mask_L: Tensor
+    """float32: 1 where a token is trained on, 0 on tool output."""
+    rollout_log_probs_L: Tensor
+    """float32 log π_rollout in nats; NaN where the engine gave none."""
+    weight_versions_L: Tensor
+    """int64: optimizer steps behind the weights that sampled each token."""
+    old_log_probs_L: Tensor | None = None
+    """float32 log π_old in nats, from a forward pass before the rollout's first step; None where none was made."""
+    ref_log_probs_L: Tensor | None = None
+    """float32 log π_ref in nats; None without a KL loss."""
+    advantages_L: Tensor | None = None
+    """float32; None before rewards are compared."""
+
+    def __len__(self) -> int:
+        """Responses."""
+        return len(self.total_lengths)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each response on this rank."""
+        return self.slices.local_lengths
+
+    @property
+    def response_lengths(self) -> tuple[int, ...]:
+        """Tokens of each whole response."""
+        return self.slices.lengths
+
+    def select(self, samples: Sequence[int]) -> ResponseTokens:
+        """The responses at the indices `samples`, in that order."""
+        slices = self.slices
+        chosen = ResponseSlices(
+            pieces=tuple(piece for i in samples for piece in slices.pieces[5 * i : 5 * i + 5]),
+            local_lengths=tuple(slices.local_lengths[i] for i in samples),
+            lengths=tuple(slices.lengths[i] for i in samples),
+        )
+        found: dict[str, Any] = {name: _select(value, self.lengths, samples) for name, value in self._tensors().items()}
+        return replace(self, slices=chosen, total_lengths=tuple(self.total_lengths[i] for i in samples), **found)
+
+    def to(self, device: torch.device | str) -> ResponseTokens:
+        """The same tokens on another device."""
+        moved: dict[str, Any] = {name: value.to(device, non_blocking=True) for name, value in self._tensors().items()}
+        return replace(self, **moved)
+
+    def with_advantages(self, per_sample: Sequence[float]) -> ResponseTokens:
+        """The same tokens with every sample's advantage at each of its tokens."""
+        advantages_S = torch.tensor(per_sample, dtype=torch.float64).float()  # beyond float32 it is infinite
+        return replace(self, advantages_L=expand(advantages_S, self.lengths))
+
+    def _tensors(self) -> dict[str, Tensor]:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+
+def expand(values_S: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Every sequence's value at each of its tokens, [L]; nothing synchronises with the host.
+
+    Args:
+        values_S: one value per sequence.
+        lengths: tokens of each sequence.
+    """
+    repeats_S = torch.tensor(lengths, dtype=torch.int64, device=values_S.device)
+    return values_S.repeat_interleave(repeats_S, output_size=sum(lengths))
+
+
+def _select(values_L: Tensor, lengths: Sequence[int], samples: Sequence[int]) -> Tensor:
+    parts = values_L.split(lengths)
+    return torch.cat([values_L[:0], *(parts[i] for i in samples)])
