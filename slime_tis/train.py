@@ -128,7 +128,7 @@ def evaluate_when_due(run: Run) -> dict[str, float]:
 def report(run: Run, rows: Sequence[dict[str, float]], last_step: int) -> None:
     """Logs the metrics of consecutive steps, the last of which has number `last_step`, and prints health warnings."""
     for step, row in enumerate(rows, start=last_step - len(rows) + 1):
-        health = run.health.read(row)
+        health = run.health.check(row)
         run.reporters.log(row | health.metrics, step)
         for message in health.messages if run.parallel.is_main else ():
             tqdm.write(f"warning: step {step}: {message}", file=sys.stderr)
@@ -357,7 +357,7 @@ def set_up(arguments: Arguments, parallel: Parallel, interrupts: Interrupts) -> 
             resume_step=learner.step + 1 if learner.step else 0,
             evaluates_again=evaluation.is_overdue,
             run=run_id,
-            rank=0 if parallel.is_main else 1,
+            enabled=parallel.is_main,
         ),
         num_rollout=rollouts,
         rollout_id=0 if resumed is None else resumed.state.rollout_id,

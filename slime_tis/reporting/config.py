@@ -12,7 +12,7 @@ WANDB_MODES = ("online", "offline", "disabled")
 
 @dataclass(frozen=True, kw_only=True)
 class ReportingConfig:
-    """Where the figures of a run go."""
+    """Where the metrics of a run are reported."""
 
     output_dir: str = "runs/latest"
     """Run directory: config.yaml, metrics.jsonl, summary.png and TensorBoard events."""

@@ -1,7 +1,7 @@
-"""Warnings while training: what the metrics of a step say is wrong, and what to change.
+"""Warnings while training: what the metrics of a step show to be wrong, and how to fix it.
 
-`findings` is a function of one step's metrics; `Health` says each finding once, and once more when it is over, and adds
-`health/NAME` to the metrics, 1 at every step at which it holds.
+`findings` is a function of the metrics of one step. `Health` reports each finding when it begins and when it is over,
+and adds `health/NAME` to the metrics, 1 at every step at which the finding holds.
 """
 
 from __future__ import annotations
@@ -12,69 +12,74 @@ from dataclasses import dataclass
 from slime_tis.alarm import Alarm
 from slime_tis.correction import RolloutCorrectionConfig
 
-REJECTED = 0.1
-"""Share of the tokens rejected above which training is on a selected set."""
-EFFECTIVE = 0.5
-"""Effective sample size, as a share, below which the gradient is mostly noise."""
-AT_BOUND = 0.05
-"""Share of the weights at a bound above which the bound does the work."""
-LARGEST_K3 = 0.05
-"""k3 KL per token, in nats, that neither precision nor a few steps of staleness explains."""
-CONSTANT = 10
-"""Rollouts with the very same mean reward, and no difference within any group, after which that is no chance."""
-CALM = 10
+MAX_REJECTED = 0.1
+"""Share of rejected tokens above which training is on a selected set."""
+MIN_EFFECTIVE = 0.5
+"""Effective sample size, as a share of the batch, below which the gradient is mostly noise."""
+MAX_AT_BOUND = 0.05
+"""Share of weights at a bound above which it is the bound that decides them."""
+MAX_K3 = 0.05
+"""Largest k3 KL per token, in nats, which neither precision nor a few steps of staleness exceed."""
+CONSTANT_ROLLOUTS = 10
+"""Rollouts in a row with one reward for every sample at which the reward function is suspect."""
+STEPS_UNTIL_OVER = 10
 """Steps in a row without a finding after which it is over."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Something wrong with a step."""
+    """A problem that the metrics of a step show."""
 
     metric: str
     """The metric that shows it."""
     value: float
     message: str
-    """What it means and what to change."""
+    """What it means and how to fix it."""
 
     def __str__(self) -> str:
-        """The whole warning."""
+        """The warning as it is printed."""
         return f"{self.metric} is {self.value:.3g}: {self.message}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class HealthReport:
-    """What one step adds to the metrics and to the terminal."""
+    """Metrics and messages that one step adds."""
 
     metrics: dict[str, float]
     """health/NAME: 1 while a finding holds, 0 at the step at which it is over."""
     messages: list[str]
-    """For the findings that began or ended with the step."""
+    """One for each finding that began or ended with the step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Rule:
     find: Callable[[Mapping[str, float], RolloutCorrectionConfig], Finding | None]
     after: int
-    """Steps in a row at which it is said: 1 where one is enough."""
+    """Steps in a row with the finding at which it is reported."""
 
 
 class Health:
-    """Reads the metrics of each step."""
+    """Checks the metrics of each step, and remembers which findings hold."""
 
     def __init__(self, correction: RolloutCorrectionConfig) -> None:
-        """Args:
-        correction: the configuration of the run.
+        """Starts without findings.
+
+        Args:
+            correction: The configuration of the run.
         """
         self._correction = correction
-        self._alarms = {name: Alarm(rule.after, CALM) for name, rule in RULES.items()}
+        self._alarms = {name: Alarm(rule.after, STEPS_UNTIL_OVER) for name, rule in RULES.items()}
         self._reward: float | None = None
         self._rewards_alike = 0
 
-    def read(self, metrics: Mapping[str, float]) -> HealthReport:
-        """What is to be said of a step.
+    def check(self, metrics: Mapping[str, float]) -> HealthReport:
+        """Checks one optimizer step.
 
         Args:
-            metrics: of one optimizer step; a finding whose metric is not among them stays as it was.
+            metrics: Metrics of the step; a finding whose metric is missing stays as it was.
+
+        Returns:
+            health/NAME of the findings that hold or end here, and messages for those that begin or end here.
         """
         metrics = {**metrics, REWARDS_ALIKE: float(self._count_rewards(metrics))}
         found = findings(metrics, self._correction)
@@ -89,11 +94,11 @@ class Health:
             if is_on and not was_on and finding is not None:
                 messages.append(str(finding))
             elif was_on and not is_on:
-                messages.append(f"health/{name} is over: it did not hold in the last {CALM} steps.")
+                messages.append(f"health/{name} is over: it did not hold in the last {STEPS_UNTIL_OVER} steps.")
         return HealthReport(metrics=health, messages=messages)
 
     def _count_rewards(self, metrics: Mapping[str, float]) -> int:
-        """Rollouts in a row, this one included, with the same mean reward and no difference within any group."""
+        """Rollouts in a row, this one included, in which every sample has the same reward."""
         reward = metrics.get("rollout/raw_reward")
         if reward is not None:
             alike = metrics.get("rollout/zero_std_groups") == 1.0
@@ -103,48 +108,46 @@ class Health:
 
 
 REWARDS_ALIKE = "rollouts with one reward"
-"""What `Health` counts from step to step, handed to the rules with the metrics."""
+"""Name under which `Health` hands the rules what it counts from step to step."""
 
 
 def findings(metrics: Mapping[str, float], correction: RolloutCorrectionConfig) -> dict[str, Finding | None]:
-    """What is wrong with one step, by name; None where nothing is, and no entry where the metrics do not tell.
+    """Findings of one step by name: None where the rule finds nothing, no entry where its metric is missing.
 
     Args:
-        metrics: of the step, under their names in the log.
-        correction: the configuration of the run.
+        metrics: Metrics of the step, under their names in the log.
+        correction: The configuration of the run.
     """
     found: dict[str, Finding | None] = {}
     for name, rule in RULES.items():
         try:
             found[name] = rule.find(metrics, correction)
-        except KeyError:  # the metric it looks at is not there
+        except KeyError:  # the rule's metric is missing
             continue
     return found
 
 
 def _rejection(metrics: Mapping[str, float], correction: RolloutCorrectionConfig) -> Finding | None:
     kept = metrics["train/gradient_kept_fraction"]
-    if not 1 - kept > REJECTED:
+    if not 1 - kept > MAX_REJECTED:
         return None
     return Finding(
         metric="train/gradient_kept_fraction",
         value=kept,
-        message=f"{1 - kept:.1%} of the tokens are rejected, more than {REJECTED:.0%}, so training is on a selected "
-        "set; "
-        "widen the bounds that reject, let them follow length and noise (--rs-target-fraction 0.02), or bring the "
-        "rollout "
-        "closer (higher precision, newer weights).",
+        message=f"{1 - kept:.1%} of the tokens are rejected, more than {MAX_REJECTED:.0%}, so training is on a "
+        "selected set; widen the bounds that reject, let them follow length and noise (--rs-target-fraction 0.02), or "
+        "bring the rollout closer (higher precision, newer weights).",
     )
 
 
 def _effective_samples(metrics: Mapping[str, float], correction: RolloutCorrectionConfig) -> Finding | None:
     share = metrics["train/mis_eff_sample_size"]
-    if not share < EFFECTIVE:
+    if not share < MIN_EFFECTIVE:
         return None
     return Finding(
         metric="train/mis_eff_sample_size",
         value=share,
-        message=f"fewer than {EFFECTIVE:.0%} of the samples carry the gradient, the rest is noise; lower "
+        message=f"fewer than {MIN_EFFECTIVE:.0%} of the samples carry the gradient, the rest is noise; lower "
         "--tis-upper-bound, "
         "weight at a lower level (--tis-level token), or bring the rollout closer.",
     )
@@ -153,15 +156,14 @@ def _effective_samples(metrics: Mapping[str, float], correction: RolloutCorrecti
 def _at_bound(metrics: Mapping[str, float], correction: RolloutCorrectionConfig) -> Finding | None:
     mode = {"truncate": "truncate_fraction", "clip": "clip_fraction_high"}.get(correction.tis_mode, "")
     share = metrics[f"train/mis_{mode}"]
-    if not share > AT_BOUND:
+    if not share > MAX_AT_BOUND:
         return None
     return Finding(
         metric=f"train/mis_{mode}",
         value=share,
-        message=f"in each of the last {RULES['at_bound'].after} steps more than {AT_BOUND:.0%} of the weights were at "
-        f"--tis-upper-bound {correction.tis_upper_bound:g}, so the bound does the work; raise it, weight at a lower "
-        "level, "
-        "or bring the rollout closer.",
+        message=f"in each of the last {RULES['at_bound'].after} steps more than {MAX_AT_BOUND:.0%} of the weights were "
+        f"at --tis-upper-bound {correction.tis_upper_bound:g}, so the bound decides the weights; raise it, weight at a "
+        "lower level, or bring the rollout closer.",
     )
 
 
@@ -173,8 +175,8 @@ def _zero_gradient(metrics: Mapping[str, float], correction: RolloutCorrectionCo
         "nothing was left to train on: everything was rejected or left out; widen the bounds, or raise "
         "--max-weight-staleness"
         if metrics.get("train/skipped_steps")
-        else "nothing is learned from this step, as in a group of samples with equal rewards all advantages are 0; see "
-        "the reward function and the difficulty of the prompts"
+        else "nothing is learned from this step: all advantages are 0, as they are where all samples of a group have "
+        "the same reward; check the reward function and the difficulty of the prompts"
     )
     return Finding(metric="train/grad_norm", value=norm, message=f"{reason}.")
 
@@ -212,28 +214,28 @@ def _no_variance(metrics: Mapping[str, float], correction: RolloutCorrectionConf
         value=share,
         message="in every group all samples have the same reward, so that all advantages are 0; take prompts of "
         "another "
-        "difficulty, more samples per prompt, or a reward that tells answers apart.",
+        "difficulty, more samples per prompt, or a reward that distinguishes answers.",
     )
 
 
 def _constant_reward(metrics: Mapping[str, float], correction: RolloutCorrectionConfig) -> Finding | None:
-    if metrics[REWARDS_ALIKE] < CONSTANT:
+    if metrics[REWARDS_ALIKE] < CONSTANT_ROLLOUTS:
         return None
     return Finding(
         metric="rollout/raw_reward",
         value=metrics["rollout/raw_reward"],
-        message=f"every sample of the last {CONSTANT} rollouts has this reward; see that the reward function reads the "
-        "answer and the label as they are (--rm-type, --custom-rm-path, --label-key).",
+        message=f"every sample of the last {CONSTANT_ROLLOUTS} rollouts has this reward; check that the reward "
+        "function reads the answer and the label correctly (--rm-type, --custom-rm-path, --label-key).",
     )
 
 
 def _staleness(metrics: Mapping[str, float], correction: RolloutCorrectionConfig) -> Finding | None:
-    lag = metrics["rollout/weight_staleness"]
-    if not lag > 0 or corrects_staleness(correction):
+    staleness = metrics["rollout/weight_staleness"]
+    if not staleness > 0 or corrects_staleness(correction):
         return None
     return Finding(
         metric="rollout/weight_staleness",
-        value=lag,
+        value=staleness,
         message="the samples are of older weights, and nothing corrects that; add --use-tis, or "
         "--use-rollout-logprobs, or "
         "update the rollout engine after every rollout (--update-weights-interval 1, --rollout-lookahead 0).",
@@ -242,12 +244,12 @@ def _staleness(metrics: Mapping[str, float], correction: RolloutCorrectionConfig
 
 def _mismatch(metrics: Mapping[str, float], correction: RolloutCorrectionConfig) -> Finding | None:
     k3 = metrics["train/mismatch_k3_kl"]
-    if not k3 > LARGEST_K3:
+    if not k3 > MAX_K3:
         return None
     return Finding(
         metric="train/mismatch_k3_kl",
         value=k3,
-        message=f"more than {LARGEST_K3:g} nats per token between rollout and training policy; compare their weights "
+        message=f"more than {MAX_K3:g} nats per token between rollout and training policy; compare their weights "
         "(--check-weight-sync), temperature, tokenizer and chat template, then raise the rollout's precision.",
     )
 
@@ -264,9 +266,9 @@ RULES = {
     "staleness": _Rule(find=_staleness, after=1),
     "mismatch": _Rule(find=_mismatch, after=2),
 }
-"""Findings by name: health/NAME in the metrics."""
+"""Rules by the name of their finding, health/NAME in the metrics."""
 
 
 def corrects_staleness(correction: RolloutCorrectionConfig) -> bool:
-    """Whether anything compares the policy with the one that sampled."""
+    """Whether weights, rejection or the clip compare the policy with the one that sampled."""
     return correction.corrects or correction.use_rollout_logprobs or correction.old_logprobs == "interpolate"

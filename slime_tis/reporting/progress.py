@@ -1,4 +1,4 @@
-"""A bar for something that goes on in the background."""
+"""A progress bar for work in the background."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from typing import TextIO
 from tqdm import tqdm
 
 INTERVAL = 0.5
-"""Time between two looks at how far it is, in seconds; what takes less has no bar, which would only flicker."""
+"""Seconds between two updates; work that takes less has no bar, which would only flicker."""
 
 
 @contextmanager
 def shown_progress(
-    look: Callable[[], tuple[int, int]], title: str, *, shown: bool, file: TextIO | None = None
+    progress: Callable[[], tuple[int, int]], title: str, *, shown: bool, file: TextIO | None = None
 ) -> Iterator[None]:
-    """Shows how far something is while the caller waits for it, and nothing afterwards.
+    """Shows a bar while the caller waits inside the block, and removes it afterwards.
+
+    The caller is blocked while it waits, so a thread of its own redraws the bar.
 
     Args:
-        look: how much is done, and of how much; called from another thread.
-        title: what it is.
-        shown: whether to; on a terminal alone, unless a file is given.
-        file: to write to; None means standard error.
+        progress: Returns how much is done, and of how much; called from another thread.
+        title: Label of the bar.
+        shown: Whether to show it, which is done on a terminal alone unless a file is given.
+        file: Where the bar is written; None means standard error.
     """
     if not shown:
         yield
@@ -34,9 +36,9 @@ def shown_progress(
         disable = None if file is None else False
         with tqdm(desc=title, unit="", leave=False, delay=INTERVAL, file=file, disable=disable) as bar:
             while not over.wait(INTERVAL):
-                bar.n, bar.total = look()
+                bar.n, bar.total = progress()
                 bar.refresh()
-                bar.delay = 0  # otherwise it believes that it was never shown, and is not cleared
+                bar.delay = 0  # otherwise tqdm takes it for never shown, and does not clear it
 
     thread = threading.Thread(target=watch, name="progress", daemon=True)
     thread.start()

@@ -1,4 +1,4 @@
-"""Where the figures of a step go: one `log(metrics, step)` for the console, JSONL, TensorBoard and W&B."""
+"""Reporters of metrics: one `log(metrics, step)` for the console, JSONL, TensorBoard and W&B."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,14 +17,14 @@ from slime_tis.reporting.config import ReportingConfig
 from slime_tis.reporting.run_directory import METRICS, TENSORBOARD, metrics_before, prepare_run_directory
 from slime_tis.reporting.summary import CORRECTION_PREFIXES, plot_summary
 
-REJECTING = (
+REJECTION_METRICS = (
     "mis_rs_masked_fraction",
     "mis_catastrophic_seq_fraction",
     "mis_second_moment_masked_fraction",
     "mis_mask_fraction_high",
     "opsm_clipfrac",
 )
-"""Metrics that are there where tokens can be rejected."""
+"""Metrics that are logged where tokens can be rejected."""
 
 COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("reward", "rollout/raw_reward", "{:.3f}".format),
@@ -37,24 +38,30 @@ COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ),
     ("time", "perf/step_time", "{:.2f} s".format),
 )
-"""What the console shows of a step: a word, the metric and its format; one that is not there is left out."""
+"""Columns of the console's line: label, metric and format. A column whose metric is missing is left out."""
 
 
 class Reporter(Protocol):
-    """Somewhere that figures go."""
+    """A destination of metrics."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Reports the figures of a step; steps rise from call to call."""
+        """Reports the metrics of a step; steps rise from call to call."""
 
     def close(self) -> None:
-        """Finishes what is still open."""
+        """Writes what is pending and closes the destination."""
 
 
 class Reporters:
-    """Several reporters as one; with none of them, a rank that reports nothing."""
+    """Several reporters as one; an empty sequence makes one that reports nothing."""
 
-    def __init__(self, reporters: Sequence[Reporter]) -> None:
-        self._reporters = reporters
+    def __init__(self, reporters: Sequence[Reporter], after_close: Callable[[], object] | None = None) -> None:
+        """Takes the reporters together.
+
+        Args:
+            reporters: Reporters in the order in which they are called.
+            after_close: Called when all of them are closed.
+        """
+        self._reporters, self._after_close = reporters, after_close
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Reports to each."""
@@ -65,10 +72,12 @@ class Reporters:
         """Closes each."""
         for reporter in self._reporters:
             reporter.close()
+        if self._after_close is not None:
+            self._after_close()
 
 
 class JsonLines:
-    """metrics.jsonl: one object a line, whole after every step. A figure that is not finite becomes null."""
+    """metrics.jsonl: one JSON object per step, complete after every step. A value that is not finite becomes null."""
 
     def __init__(self, path: Path, resume_step: int = 0, *, evaluates_again: bool = False) -> None:
         if path.exists():
@@ -87,9 +96,9 @@ class JsonLines:
 
 
 class Console:
-    """One readable line a step on stdout, above a progress bar on stderr where that is a terminal.
+    """One readable line per step on stdout, above a progress bar on stderr where that is a terminal.
 
-    Steps count from 1; step 0 is what is reported before training.
+    Steps count from 1; step 0 is the evaluation before training.
     """
 
     def __init__(self, total_steps: int, resume_step: int = 0, progress: bool = True) -> None:
@@ -106,14 +115,14 @@ class Console:
         self._bar.update(max(step - self._bar.n, 0))
 
     def close(self) -> None:
-        """Takes the bar away."""
+        """Removes the bar."""
         self._bar.close()
 
 
 class TensorBoard:
-    """Scalars as TensorBoard events; a resumed run hides what an earlier one logged at its steps.
+    """Scalars as TensorBoard events; a resumed run hides what an earlier one logged at the same steps.
 
-    A step is one event of all its scalars: written one by one they would take 1 % of a small step.
+    A step is one event with all its scalars: written one by one they would take 1 % of a small step.
     """
 
     def __init__(self, directory: Path, resume_step: int = 0) -> None:
@@ -127,7 +136,7 @@ class TensorBoard:
         self._writer.add_event(Event(session_log=SessionLog(status=SessionLog.START)), resume_step)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Adds one scalar a metric."""
+        """Adds one scalar per metric."""
         values = [self._scalars.Value(tag=name, simple_value=value) for name, value in metrics.items()]
         self._writer.add_summary(self._scalars(value=values), step)
 
@@ -151,26 +160,12 @@ class WandB:
         )
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Sends the figures of a step."""
+        """Sends the metrics of a step."""
         self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:
-        """Uploads the rest and ends the run."""
+        """Uploads what is pending and ends the run."""
         self._run.finish()
-
-
-class Summary:
-    """summary.png, drawn from metrics.jsonl when the run ends."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Leaves the figures to metrics.jsonl."""
-
-    def close(self) -> None:
-        """Draws the picture."""
-        plot_summary(self._directory)
 
 
 def open_reporters(
@@ -181,23 +176,23 @@ def open_reporters(
     resume_step: int = 0,
     evaluates_again: bool = False,
     run: str | None = None,
-    rank: int = 0,
+    enabled: bool = True,
 ) -> Reporter:
-    """The reporters that a run asks for, with its directory prepared.
+    """Prepares the directory of a run and opens the reporters that its options name.
 
     Args:
-        config: which reporters, and where they write.
-        effective_config: plain values of the whole configuration, written as config.yaml and sent to W&B.
-        total_steps: steps of the whole run.
-        resume_step: first step that will be logged; whatever was logged at or beyond it is dropped.
-        evaluates_again: whether the step before it is evaluated first, which an earlier resumption may have logged.
-        run: identity of the run; None makes one.
-        rank: rank of this process; all but rank 0 report nothing.
+        config: Which reporters, and where they write.
+        effective_config: Plain values of the whole configuration, written as config.yaml and sent to W&B.
+        total_steps: Steps of the whole run.
+        resume_step: First step that will be logged; rows at and after it are deleted.
+        evaluates_again: Whether the step before it is evaluated first, which an earlier resumption may have logged.
+        run: Identity of the run; None makes one.
+        enabled: Whether this process reports: the main rank alone does.
 
     Returns:
-        One reporter; close it when the run ends.
+        One reporter; close it when the run ends, which also draws summary.png where that is asked for.
     """
-    if rank != 0:
+    if not enabled:
         return Reporters(())
     directory = prepare_run_directory(config.output_dir, effective_config, resume_step, run)
     reporters: list[Reporter] = [
@@ -209,23 +204,22 @@ def open_reporters(
         reporters.append(TensorBoard(directory.joinpath(TENSORBOARD, *names), resume_step))
     if config.use_wandb:
         reporters.append(WandB(config, directory, effective_config))
-    if config.summary_plot:
-        reporters.append(Summary(directory))
-    return Reporters(reporters)
+    draw = partial(plot_summary, directory) if config.summary_plot else None
+    return Reporters(reporters, after_close=draw)
 
 
 def format_step(metrics: Mapping[str, float], step: int, total_steps: int) -> str:
-    """The console's line of a step: its number, the columns there are, the score of every evaluation."""
+    """Formats the console's line of a step: its number, the columns that were logged, the score of every evaluation."""
     width = len(str(total_steps))
     parts = [f"step {step:>{width}}/{total_steps}"]
     columns = [column for column in COLUMNS if column[0] != "rejected" or _can_reject(metrics, column[1])]
-    parts += [f"{word} {show(metrics[name])}" for word, name, show in columns if name in metrics]
+    parts += [f"{label} {show(metrics[name])}" for label, name, show in columns if name in metrics]
     evaluations = (name for name in metrics if name.startswith("eval/") and name.count("/") == 1)
     parts += [f"{name} {metrics[name]:.3f}" for name in evaluations]
     return "  ".join(parts)
 
 
 def _can_reject(metrics: Mapping[str, float], kept: str) -> bool:
-    """Whether something may have taken tokens out of the gradient, or has."""
+    """Whether tokens were, or could have been, rejected."""
     prefix = kept.removesuffix("gradient_kept_fraction")
-    return metrics.get(kept, 1.0) < 1.0 or any(prefix + name in metrics for name in REJECTING)
+    return metrics.get(kept, 1.0) < 1.0 or any(prefix + name in metrics for name in REJECTION_METRICS)

@@ -1,4 +1,4 @@
-"""The directory of a run: made once, its configuration and identity written, an earlier run in it set aside."""
+"""The directory of a run, with its configuration and identity; reports of an earlier run are moved aside."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CONFIG, METRICS, SUMMARY, TENSORBOARD = "config.yaml", "metrics.jsonl", "summary
 IDENTITY, EARLIER = "run.json", "earlier"
 REPORTS = (CONFIG, METRICS, SUMMARY, TENSORBOARD, IDENTITY)
 OWN_NAMES = frozenset((*REPORTS, EARLIER, "wandb"))
-"""Names in a run directory that belong to the run."""
+"""Names in a run directory that the run itself uses."""
 
 
 def prepare_run_directory(
@@ -25,14 +25,14 @@ def prepare_run_directory(
 ) -> Path:
     """Makes the directory of a run and writes its configuration and identity.
 
-    Where another run has used the directory, or this one starts afresh, the reports that are there move to
-    `earlier/TIME/`: nothing is lost and no two runs are mixed. A resumed run goes on with its own.
+    Where another run has used the directory, or this one starts from the beginning, the existing reports move to
+    `earlier/TIME/`: nothing is lost and no two runs are mixed. A resumed run continues its own.
 
     Args:
-        directory: path of the run directory.
-        effective_config: plain values, written as config.yaml.
-        resume_step: first step that will be logged; 0 starts afresh.
-        run: identity of the run, the one in its checkpoints; None makes one.
+        directory: Path of the run directory.
+        effective_config: Plain values, written as config.yaml.
+        resume_step: First step that will be logged; 0 starts from the beginning.
+        run: Identity of the run, the one in its checkpoints; None makes one.
 
     Returns:
         The directory.
@@ -47,7 +47,7 @@ def prepare_run_directory(
 
 
 def continues(directory: Path, run: str | None) -> bool:
-    """Whether the reports in a directory are those of a run."""
+    """Whether the reports in a directory belong to a run."""
     try:
         return json.loads((directory / IDENTITY).read_text(encoding="utf-8"))["run"] == run
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -55,14 +55,14 @@ def continues(directory: Path, run: str | None) -> bool:
 
 
 def foreign_file(directory: Path) -> str | None:
-    """A file with the name of a report in a directory that no run has used; None where there is none."""
+    """A file named like a report in a directory that no run has used; None where there is none."""
     if any((directory / name).exists() for name in (IDENTITY, METRICS)):
         return None
     return next((name for name in REPORTS if (directory / name).exists()), None)
 
 
 def check_metrics(directory: str, run: str) -> None:
-    """Reads the metrics.jsonl that a resumed run goes on with.
+    """Checks the metrics.jsonl that a resumed run continues.
 
     Raises:
         ValueError: a line is damaged.
@@ -72,12 +72,12 @@ def check_metrics(directory: str, run: str) -> None:
 
 
 def metrics_before(path: Path, step: int, *, evaluates_again: bool = False) -> list[str]:
-    """The lines of a metrics.jsonl before a step, without a last line that was cut off.
+    """The lines of a metrics.jsonl before a step, without a truncated last line.
 
     Args:
-        path: the metrics.jsonl.
-        step: first step that will be logged again.
-        evaluates_again: also drop the evaluation that an earlier resumption logged, in a row of its own, at the step
+        path: The metrics.jsonl.
+        step: First step that will be logged again.
+        evaluates_again: Also drop the evaluation that an earlier resumption logged, in a row of its own, at the step
             before.
 
     Raises:
@@ -107,7 +107,7 @@ def _is_evaluation(row: Mapping[str, Any]) -> bool:
 
 
 def _set_aside(path: Path) -> None:
-    """Moves the reports of an earlier run to `earlier/TIME/`, where TIME is that of its last report."""
+    """Moves the reports of an earlier run to `earlier/TIME/`, where TIME is when its last report was written."""
     found = [path / name for name in REPORTS if (path / name).exists()]
     if not found:
         return

@@ -1,6 +1,6 @@
-"""summary.png: four panels that tell whether a run learns and whether its rollouts match its training.
+"""summary.png: four panels that show whether a run learns and whether its rollouts match its training.
 
-`python -m slime_tis.reporting.summary RUN_DIR` draws it anew from metrics.jsonl.
+`python -m slime_tis.reporting.summary RUN_DIR` redraws it from metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from slime_tis.reporting.run_directory import METRICS, SUMMARY
 
 Series = list[tuple[int, float]]
 LONG = 40
-"""Points from which on a series is smoothed."""
+"""Points from which a series is smoothed."""
 
 COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#7f7f7f")
 
@@ -27,7 +27,7 @@ COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c
 class Panel:
     """One panel: a title, and on each axis a label and the series by metric name.
 
-    A name that ends in / stands for every metric right below it.
+    A name that ends in / means every metric directly below it.
     """
 
     title: str
@@ -38,12 +38,12 @@ class Panel:
 
 
 CORRECTION_PREFIXES = ("train/", "rollout_corr/", "actor/rollout_corr/")
-"""What the figures of a correction stand under: one of them in a run."""
+"""Prefixes under which metrics of a correction are logged: one of them in each run."""
 
 
-def _measured(figures: dict[str, str]) -> dict[str, str]:
-    """Figures of the correction and their labels, under every prefix they may have."""
-    return {prefix + name: label for prefix in CORRECTION_PREFIXES for name, label in figures.items()}
+def _under_any_prefix(labels: dict[str, str]) -> dict[str, str]:
+    """Metrics of the correction and their labels, under every prefix that they may have."""
+    return {prefix + name: label for prefix in CORRECTION_PREFIXES for name, label in labels.items()}
 
 
 PANELS = (
@@ -55,14 +55,14 @@ PANELS = (
     Panel(
         title="Mismatch of training and rollout log-probs",
         left_label="mean |Δ|, nats",
-        left=_measured({"train_rollout_logprob_abs_diff": "mean |Δ|"}),
+        left=_under_any_prefix({"train_rollout_logprob_abs_diff": "mean |Δ|"}),
         right_label="KL, nats",
-        right=_measured({"mismatch_kl": "KL", "mismatch_k3_kl": "k3 KL"}),
+        right=_under_any_prefix({"mismatch_kl": "KL", "mismatch_k3_kl": "k3 KL"}),
     ),
     Panel(
         title="Weights and rejections",
         left_label="mean weight, share",
-        left=_measured(
+        left=_under_any_prefix(
             {
                 "mis_mean_is_weight_before_clip": "mean weight before bounds",
                 "mis_ratio_mean_after_mis": "after bounds",
@@ -70,7 +70,7 @@ PANELS = (
             }
         ),
         right_label="share rejected",
-        right=_measured(
+        right=_under_any_prefix(
             {
                 "mis_rs_masked_fraction": "tokens rejected by RS",
                 "mis_catastrophic_seq_fraction": "sequences vetoed",
@@ -88,10 +88,10 @@ PANELS = (
 
 
 def plot_summary(run_directory: Path) -> Path:
-    """Draws summary.png of a run from its metrics.jsonl; a series that was not logged is left out.
+    """Draws summary.png of a run from its metrics.jsonl; series that were not logged are left out.
 
     Args:
-        run_directory: directory with metrics.jsonl.
+        run_directory: Directory with metrics.jsonl.
 
     Returns:
         Path of the picture.
@@ -99,7 +99,7 @@ def plot_summary(run_directory: Path) -> Path:
     Raises:
         ValueError: if there is no metrics.jsonl.
     """
-    import matplotlib  # slow to import, and needed once a run
+    import matplotlib  # slow to import, and needed once per run
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
@@ -117,13 +117,13 @@ def plot_summary(run_directory: Path) -> Path:
 
 
 def read_series(path: Path) -> dict[str, Series]:
-    """The finite values of each metric in a metrics.jsonl, as (step, value) pairs in order.
+    """Reads the finite values of each metric in a metrics.jsonl, as (step, value) pairs in order.
 
     Raises:
         ValueError: if there is no such file.
     """
     if not path.is_file():
-        raise ValueError(f"{path} is not there; give the directory of a run, which holds {METRICS}.")
+        raise ValueError(f"{path} does not exist; give the directory of a run, which contains {METRICS}.")
     series: dict[str, Series] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
@@ -140,9 +140,9 @@ def _draw_panel(axis: Any, panel: Panel, series: dict[str, Series]) -> None:
     handles = _draw_lines(axis, left, colors, "-")
     _label(axis, panel.left_label)
     if right:
-        twin = axis.twinx()
-        handles += _draw_lines(twin, right, colors, "--")
-        _label(twin, panel.right_label)
+        right_axis = axis.twinx()
+        handles += _draw_lines(right_axis, right, colors, "--")
+        _label(right_axis, panel.right_label)
     axis.set_title(panel.title, loc="left", fontweight="bold", pad=36)
     axis.set_xlabel("step")
     axis.grid(alpha=0.25)
@@ -152,16 +152,16 @@ def _draw_panel(axis: Any, panel: Panel, series: dict[str, Series]) -> None:
     legend = axis.legend(
         handles=handles, loc="lower left", bbox_to_anchor=(-0.01, 1.0), ncols=3, frameon=False, fontsize=8
     )
-    legend.set_in_layout(False)  # the title's padding makes room for it; a wide legend must not shrink its panel
+    legend.set_in_layout(False)  # the title's padding leaves space for it; a wide legend must not shrink its panel
 
 
 def _label(axis: Any, text: str) -> None:
     axis.set_ylabel(text)
-    axis.yaxis.set_major_formatter("{x:.4g}")  # an exponent for the whole axis would stand in the legend
+    axis.yaxis.set_major_formatter("{x:.4g}")  # an exponent for the whole axis would overlap the legend
 
 
 def _draw_lines(axis: Any, lines: dict[str, Series], colors: Iterator[str], style: str) -> list[Any]:
-    """Each series as a line; a long one faintly, with its running mean over it."""
+    """Draws each series as a line; a long one faintly, with its running mean on top."""
     handles = []
     for (label, points), color in zip(lines.items(), colors, strict=False):
         steps, values = [step for step, _ in points], [value for _, value in points]
@@ -181,7 +181,7 @@ def running_mean(values: Sequence[float], reach: int) -> list[float]:
 
 
 def _chosen(wanted: dict[str, str], series: dict[str, Series]) -> dict[str, Series]:
-    """The series wanted that there are, by label; those right below a name that ends in / add their own name."""
+    """Wanted series that were logged, by label; those directly below a name that ends in / add their own name."""
     chosen: dict[str, Series] = {}
     for name, label in wanted.items():
         if not name.endswith("/"):

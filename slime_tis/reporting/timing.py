@@ -1,4 +1,4 @@
-"""Seconds per named part of a step."""
+"""Wall time per named part of a step."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 
 class Timer:
-    """Adds up the wall time of named parts until they are taken.
+    """Adds up the wall time of named parts of a step.
 
-    `with timer("generate"): …` may be entered any number of times a step. Parts may nest; each counts its own
-    whole time. The step itself lasts from one taking to the next, the first one from the first part on.
+    `with timer("generate"): …` may be entered any number of times per step. Parts may nest; each counts its whole
+    time. A step lasts from one `take` to the next, the first step from its first part on.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -21,7 +21,7 @@ class Timer:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Counts the time inside the block to `name`, also where the block raises."""
+        """Adds the time inside the block to `name`, also where the block raises."""
         start = self._clock()
         if self._step_start is None:
             self._step_start = start
@@ -31,7 +31,7 @@ class Timer:
             self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - start
 
     def take(self) -> dict[str, float]:
-        """The seconds since the last call: `perf/NAME_time` of each part and `perf/step_time` of all."""
+        """Returns the seconds since the last call, `perf/NAME_time` of each part and `perf/step_time`; resets them."""
         now = self._clock()
         seconds = self._seconds | {"step": now - (now if self._step_start is None else self._step_start)}
         self._seconds, self._step_start = {}, now

@@ -37,13 +37,13 @@ BAD: dict[str, tuple[dict[str, float], str]] = {
     "at_bound": (
         {"train/mis_truncate_fraction": 0.2},
         "train/mis_truncate_fraction is 0.2: in each of the last 10 steps more than 5% of the weights were at "
-        "--tis-upper-bound 2, so the bound does the work; raise it, weight at a lower level, or bring the rollout "
-        "closer.",
+        "--tis-upper-bound 2, so the bound decides the weights; raise it, weight at a lower level, or bring the "
+        "rollout closer.",
     ),
     "zero_gradient": (
         {"train/grad_norm": 0.0},
-        "train/grad_norm is 0: nothing is learned from this step, as in a group of samples with equal rewards all "
-        "advantages are 0; see the reward function and the difficulty of the prompts.",
+        "train/grad_norm is 0: nothing is learned from this step: all advantages are 0, as they are where all samples "
+        "of a group have the same reward; check the reward function and the difficulty of the prompts.",
     ),
     "nonfinite_gradient": (
         {"train/nonfinite_gradient_steps": 1.0},
@@ -61,7 +61,7 @@ BAD: dict[str, tuple[dict[str, float], str]] = {
         {"rollout/zero_std_groups": 1.0},
         "rollout/zero_std_groups is 1: in every group all samples have the same reward, so that all advantages are "
         "0; take "
-        "prompts of another difficulty, more samples per prompt, or a reward that tells answers apart.",
+        "prompts of another difficulty, more samples per prompt, or a reward that distinguishes answers.",
     ),
     "mismatch": (
         {"train/mismatch_k3_kl": 0.2},
@@ -73,19 +73,19 @@ BAD: dict[str, tuple[dict[str, float], str]] = {
 
 def said(health: Health, rows: list[Mapping[str, float]]) -> list[tuple[int, str]]:
     """(step, message) of rows."""
-    return [(step, message) for step, row in enumerate(rows, start=1) for message in health.read(row).messages]
+    return [(step, message) for step, row in enumerate(rows, start=1) for message in health.check(row).messages]
 
 
 def test_values_at_the_limits_are_no_finding() -> None:
     assert said(Health(TIS), [GOOD] * 50) == []
-    assert Health(TIS).read(GOOD).metrics == {}
+    assert Health(TIS).check(GOOD).metrics == {}
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_a_finding_is_said_once_and_marks_every_step(name: str) -> None:
     metrics, message = BAD[name]
     health, after = Health(TIS), RULES[name].after
-    rows = [health.read(GOOD | metrics) for _ in range(after + 5)]
+    rows = [health.check(GOOD | metrics) for _ in range(after + 5)]
     assert [row.messages for row in rows] == [[]] * (after - 1) + [[message]] + [[]] * 5
     assert [row.metrics for row in rows] == [{}] * (after - 1) + [{f"health/{name}": 1.0}] * 6
 
@@ -102,7 +102,7 @@ def test_a_finding_that_comes_and_goes_does_not_flap() -> None:
 
 def test_the_step_at_which_it_is_over_is_marked_with_zero() -> None:
     health = Health(TIS)
-    rows = [health.read(row).metrics for row in [GOOD | {"train/grad_norm": 0.0}, *[GOOD] * 11]]
+    rows = [health.check(row).metrics for row in [GOOD | {"train/grad_norm": 0.0}, *[GOOD] * 11]]
     assert rows == [{"health/zero_gradient": 1.0}] * 10 + [{"health/zero_gradient": 0.0}, {}]
 
 
@@ -146,6 +146,6 @@ def test_what_was_not_measured_is_no_finding_and_ends_none() -> None:
     assert said(health, [{}] * 30) == []
 
 
-def test_nan_is_told_by_the_metric_that_counts_it_alone() -> None:
+def test_nan_is_reported_by_the_metric_that_counts_it_alone() -> None:
     row = dict.fromkeys(GOOD, float("nan")) | {"train/nonfinite_gradient_steps": 1.0}
     assert [name for name, finding in findings(row, TIS).items() if finding] == ["nonfinite_gradient"]

@@ -66,7 +66,7 @@ def test_jsonl_of_a_run_resumed_twice_has_the_evaluation_that_was_due_once(tmp_p
     assert lines_of(path)[0]["eval/accuracy"] == 0.5 and lines_of(path)[-1] == {"step": 2, "eval/accuracy": 0.75}
 
 
-def test_console_line_has_the_figures_a_reader_follows():
+def test_console_line_has_the_columns_that_were_logged():
     assert format_step(METRICS, 7, 120) == (
         "step   7/120  reward 0.438  loss -0.0123  grad norm 0.500  k3 1.2e-04  weight 0.998  "
         "rejected 0.4%  time 0.31 s"
@@ -74,8 +74,8 @@ def test_console_line_has_the_figures_a_reader_follows():
 
 
 def test_console_line_leaves_out_what_was_not_measured():
-    figures = {"eval/sort_digits": 0.34, "eval/sort_digits/response_len": 11.0}
-    assert format_step(figures, 0, 9) == "step 0/9  eval/sort_digits 0.340"
+    metrics = {"eval/sort_digits": 0.34, "eval/sort_digits/response_len": 11.0}
+    assert format_step(metrics, 0, 9) == "step 0/9  eval/sort_digits 0.340"
 
 
 def test_tensorboard_reads_back_every_scalar(tmp_path):
@@ -124,7 +124,7 @@ def test_a_run_without_a_plot_leaves_the_rest(tmp_path):
 
 
 def test_other_ranks_write_and_print_nothing(tmp_path, capsys):
-    reporter = open_reporters(ReportingConfig(output_dir=str(tmp_path / "r")), {}, total_steps=3, rank=1)
+    reporter = open_reporters(ReportingConfig(output_dir=str(tmp_path / "r")), {}, total_steps=3, enabled=False)
     reporter.log(METRICS, 1)
     reporter.close()
     assert isinstance(reporter, Reporters) and not (tmp_path / "r").exists() and capsys.readouterr().out == ""
@@ -180,7 +180,7 @@ def _rendered(screen):
     return lines
 
 
-def test_wandb_that_is_not_installed_is_one_sentence(monkeypatch):
+def test_wandb_that_is_not_installed_is_one_message(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
     with pytest.raises(ValueError, match=r"^--use-wandb is on but wandb is not installed; run pip install wandb\.$"):
         ReportingConfig(use_wandb=True)

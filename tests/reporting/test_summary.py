@@ -84,5 +84,5 @@ def test_module_draws_a_run_anew_and_refuses_what_is_none(tmp_path):
     assert done.stdout == f"{tmp_path / 'summary.png'}\n"
     command[-1] = str(tmp_path / "gone")
     refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    sentence = f"{tmp_path / 'gone' / 'metrics.jsonl'} is not there; give the directory of a run, which holds"
-    assert refused.returncode == 1 and refused.stderr == sentence + " metrics.jsonl.\n"
+    message = f"{tmp_path / 'gone' / 'metrics.jsonl'} does not exist; give the directory of a run, which contains"
+    assert refused.returncode == 1 and refused.stderr == message + " metrics.jsonl.\n"
