@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from slime_tis import AdaptiveBounds, Correction, GlobalBatch, RolloutCorrectionConfig, correct
+from slime_tis.correction import LOG_RATIO_BOUND, SequenceSums
 from slime_tis.integrations.slime import (
     ContextParallel,
     config_from_args,
@@ -32,8 +33,6 @@ Spread = Callable[[Tensor], Tensor]
 
 SLIME_LEVELS = ("token", "sequence", "geometric")
 """Levels whose ratio before the bounds is a metric of slime's."""
-LOG_RATIO_BOUND = 20.0
-"""exp is taken of log values clamped to ±20, against overflow."""
 
 
 def compute_mis_weights(
@@ -164,18 +163,18 @@ def _metrics(
     """slime's metrics, flat over the tokens of this rank, a sequence's value at each of its tokens."""
     spread = _spread_over_tokens(loss_masks)
     log_ratio = _log_ratio(train_log_probs, rollout_log_probs, loss_masks)
-    metrics = _mismatch_metrics(found.per_sequence, log_ratio, spread)
+    metrics = _mismatch_metrics(found.sequence_sums, log_ratio, spread)
     if config.use_tis:
         bounded = torch.cat(found.weights) * norm_factor.to(torch.float32)
         metrics |= _weight_metrics(config, found, log_ratio, bounded, spread)
     if config.use_rs and config.rs_level in SLIME_LEVELS and not config.adaptive:
-        ratio = _ratio(config.rs_level, found.per_sequence, log_ratio, spread)
+        ratio = _ratio(config.rs_level, found.sequence_sums, log_ratio, spread)
         metrics |= _fractions("rs_mask", ratio, *config.rs_bounds)
-    if config.vetoes:
+    if found.sequence_sums.catastrophic is not None:
         floor = -math.inf if config.rs_veto_threshold is None else math.log(config.rs_veto_threshold)
         ceiling = math.inf if config.rs_veto_upper_threshold is None else math.log(config.rs_veto_upper_threshold)
         metrics["rs_catastrophic_token_fraction"] = ((log_ratio < floor) | (log_ratio > ceiling)).float()
-        metrics["rs_catastrophic_seq_fraction"] = spread(found.per_sequence["catastrophic"] > 0)
+        metrics["rs_catastrophic_seq_fraction"] = spread(found.sequence_sums.catastrophic > 0)
     if found.global_batch.second_moment_limit is not None:
         trimmed = log_ratio.square() >= found.global_batch.second_moment_limit
         metrics["second_moment_masked_fraction"] = trimmed.float()
@@ -204,9 +203,9 @@ def _log_ratio(
     return torch.where(usable, difference, 0.0).to(torch.float32)
 
 
-def _mismatch_metrics(table: dict[str, Tensor], log_ratio: Tensor, spread: Spread) -> dict[str, Tensor]:
-    n = (table["original"] - table["nonfinite"]).clamp_min(1)  # a neutral token has no log-prob of its own
-    training, difference = -table["train"] / n, -table["log_ratio"] / n
+def _mismatch_metrics(sums_S: SequenceSums[Tensor], log_ratio: Tensor, spread: Spread) -> dict[str, Tensor]:
+    n = (sums_S.masked_in - sums_S.nonfinite).clamp_min(1)  # a neutral token has no log-prob of its own
+    training, difference = -sums_S.train / n, -sums_S.log_ratio / n
     rollout = training - difference
     return {
         "training_log_ppl": spread(training),
@@ -218,8 +217,8 @@ def _mismatch_metrics(table: dict[str, Tensor], log_ratio: Tensor, spread: Sprea
         "log_ppl_diff": spread(difference),
         "log_ppl_abs_diff": spread(difference.abs()),
         "ppl_ratio": spread(_exp(difference)),
-        "chi2_token": spread((table["excess_squared"] + 2 * table["excess"]) / n),
-        "chi2_seq": spread(_exp(table["log_ratio"]).square() - 1),
+        "chi2_token": spread((sums_S.ratio_minus_1_squared + 2 * sums_S.ratio_minus_1) / n),
+        "chi2_seq": spread(_exp(sums_S.log_ratio).square() - 1),
     }
 
 
@@ -230,7 +229,7 @@ def _weight_metrics(
     metrics = {"tis_weight_after_bound": bounded, "is_ratio_mean_after_tis_rs": bounded}
     if config.tis_level not in SLIME_LEVELS:
         return metrics
-    raw = _ratio(config.tis_level, found.per_sequence, log_ratio, spread)
+    raw = _ratio(config.tis_level, found.sequence_sums, log_ratio, spread)
     if config.tis_mode == "truncate":
         touched = {"tis_truncate_fraction": (raw > config.tis_upper_bound).float()}
     else:
@@ -253,20 +252,19 @@ def _final_metrics(
     ranks = context.ranks
     total = ranks.over_context(total)
     lowest, highest = ranks.over_context(torch.stack([lowest, highest]), "max").unbind()
-    n, present = found.per_sequence["valid"].clamp_min(1), found.per_sequence["valid"] > 0
+    n, nonempty = found.sequence_sums.valid.clamp_min(1), found.sequence_sums.valid > 0
     return {
         "is_ratio_mean_final": spread(total / n),
-        "is_ratio_min_final": spread(torch.where(present, -lowest, 0.0)),
+        "is_ratio_min_final": spread(torch.where(nonempty, -lowest, 0.0)),
         "is_ratio_max_final": spread(highest),
     }
 
 
-def _ratio(level: str, table: dict[str, Tensor], log_ratio: Tensor, spread: Spread) -> Tensor:
+def _ratio(level: str, sums_S: SequenceSums[Tensor], log_ratio: Tensor, spread: Spread) -> Tensor:
     """exp of the log-ratio at one of slime's three levels, at every token."""
     if level == "token":
         return _exp(log_ratio)
-    per_sequence = table["log_ratio"] / (table["valid"].clamp_min(1) if level == "geometric" else 1)
-    return spread(_exp(per_sequence))
+    return spread(_exp(sums_S.log_ratio / (sums_S.valid.clamp_min(1) if level == "geometric" else 1)))
 
 
 def _fractions(name: str, ratio: Tensor, lower: float, upper: float) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ ALLOWED: dict[str, set[str]] = {
     "slime_tis.custom": {"slime_tis.errors", "slime_tis.integrations"},
     "slime_tis": {"slime_tis.correction"},
     "slime_tis.integrations": {"slime_tis.correction"},
-    "custom_tis": {"slime_tis", "slime_tis.integrations"},
+    "custom_tis": {"slime_tis", "slime_tis.correction", "slime_tis.integrations"},
     "slime_tis.storage": {"slime_tis.files", "slime_tis.hf_directory"},
     "slime_tis.limits": {"slime_tis.errors"},
     "slime_tis.hf_directory": {"slime_tis.errors"},

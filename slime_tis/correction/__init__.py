@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from slime_tis.correction.ratio import LOG_RATIO_BOUND, LOG_RATIO_LIMIT
     from slime_tis.correction.rollout_correction import Correction, correct
     from slime_tis.correction.statistics import Statistics
+    from slime_tis.correction.sums import SequenceSums
 
 __all__ = [
     "CRITERIA",
@@ -32,6 +33,7 @@ __all__ = [
     "ReduceOp",
     "ResponseSlices",
     "RolloutCorrectionConfig",
+    "SequenceSums",
     "Statistics",
     "adaptive_bounds",
     "context_parallel_slices",
@@ -55,6 +57,7 @@ _EXPORTS = {
     "ratio": ("LOG_RATIO_BOUND", "LOG_RATIO_LIMIT"),
     "rollout_correction": ("Correction", "correct"),
     "statistics": ("Statistics",),
+    "sums": ("SequenceSums",),
 }
 """Modules and the public names of each; imported when a name is first used, so that the config needs no torch."""
 

@@ -1,4 +1,4 @@
-"""Rows of K tokens: how packed tokens of a chunk of sequences are cut into blocks, and joined again.
+"""Rows of K tokens: how the packed tokens of a chunk of sequences become blocks, and packed tokens again.
 
 The block layout: each row is owned by one sequence, what is not the owner's is masked. A row is summed in the
 working precision, rows are added into sequences in float64: accurate, without a loop over sequences, and without
@@ -44,63 +44,65 @@ class Chunk:
 class Rows:
     """Which rows of K tokens the sequences of a chunk lie in.
 
-    First come the rows as they lie, each owned by the sequence of its first token; then, for each sequence, the
-    row it begins in once more, for those of its tokens that another sequence owns the row of.
+    First come the rows in order, each owned by the sequence of its first token; then, for each sequence, its boundary
+    row: the row it begins in once more, for those of its tokens that lie in a row of another sequence.
     """
 
     def __init__(self, end_S: Tensor, length_S: Tensor, tokens: int, width: int, aligned: bool) -> None:
-        """Args:
-        end_S: Where each sequence of the chunk ends, in tokens of the chunk.
-        length_S: Its length.
-        tokens: Of the chunk.
-        width: K.
-        aligned: Whether every row is one sequence's alone.
+        """Finds the rows and their owners.
+
+        Args:
+            end_S: Where each sequence of the chunk ends, in tokens of the chunk.
+            length_S: Its length in tokens.
+            tokens: Number of tokens of the chunk.
+            width: K.
+            aligned: Whether every row is one sequence's alone.
         """
         self._end_S, self._length_S, self._width = end_S, length_S, width
         self.tokens, self.aligned = tokens, aligned
-        self._lying = max(-(-tokens // width), 1)
-        self.held = self._lying * width
-        """Tokens of the rows as they lie: the last row may end after the chunk's last token."""
+        self._rows = max(-(-tokens // width), 1)
+        self.padded_len = self._rows * width
+        """Tokens that the rows hold: the last row may end after the chunk's last token."""
         device, count = end_S.device, end_S.numel()
         start_S = self._end_S - self._length_S
-        row_starts = torch.arange(0, self.held, width, device=device)
+        row_starts = torch.arange(0, self.padded_len, width, device=device)
         owner_R = torch.searchsorted(self._end_S, row_starts, right=True).clamp_max_(count - 1)
         if not self.aligned:
-            self._begins_S = start_S.div(width, rounding_mode="floor").clamp_max_(self._lying - 1)
-            again = self._begins_S * width
-            row_starts = torch.cat([row_starts, torch.where(again < start_S, again, again - width)])
+            self._boundary_S = start_S.div(width, rounding_mode="floor").clamp_max_(self._rows - 1)
+            boundary = self._boundary_S * width
+            row_starts = torch.cat([row_starts, torch.where(boundary < start_S, boundary, boundary - width)])
             owner_R = torch.cat([owner_R, torch.arange(count, device=device)])
         self.owner_R = owner_R
         """Which sequence of the chunk owns the row."""
         self.offset_R = row_starts - start_S.index_select(0, owner_R)
         """Where in its sequence the row begins, in tokens; below 0 where another sequence's tokens come first."""
 
-    def cut(self, flat_N: Tensor) -> Tensor:
-        """Tokens of the chunk as blocks, with the rows that sequences begin in twice."""
-        rows = flat_N.view(self._lying, self._width)
-        return rows if self.aligned else torch.cat([rows, rows.index_select(0, self._begins_S)])
+    def to_blocks(self, flat_N: Tensor) -> Tensor:
+        """Tokens of the chunk as blocks [R, K], with the rows that sequences begin in twice."""
+        rows = flat_N.view(self._rows, self._width)
+        return rows if self.aligned else torch.cat([rows, rows.index_select(0, self._boundary_S)])
 
-    def own(self, mask_RK: Tensor) -> Tensor:
-        """Clears a mask, in place, where a token is another sequence's, or its own in an earlier row."""
+    def mask_foreign_(self, mask_RK: Tensor) -> Tensor:
+        """Clears a mask, in place, at tokens of another sequence than the row's owner: each token counts once."""
         if self.aligned:
             return mask_RK
         column = torch.arange(self._width, device=mask_RK.device)
-        lying, again = mask_RK[: self._lying], mask_RK[self._lying :]
-        lying.view(-1)[self.tokens :].zero_()
-        position = self.offset_R[self._lying :, None] + column
-        again.mul_((position >= 0) & (position < self._length_S[:, None]))
-        owner_S = self.owner_R.index_select(0, self._begins_S)
-        left_S = self._end_S.index_select(0, owner_S) - self._begins_S * self._width
-        lying.index_copy_(0, self._begins_S, lying.index_select(0, self._begins_S) * (column < left_S[:, None]))
+        rows, boundary_rows = mask_RK[: self._rows], mask_RK[self._rows :]
+        rows.view(-1)[self.tokens :].zero_()
+        position = self.offset_R[self._rows :, None] + column
+        boundary_rows.mul_((position >= 0) & (position < self._length_S[:, None]))
+        owner_S = self.owner_R.index_select(0, self._boundary_S)
+        left_S = self._end_S.index_select(0, owner_S) - self._boundary_S * self._width
+        rows.index_copy_(0, self._boundary_S, rows.index_select(0, self._boundary_S) * (column < left_S[:, None]))
         return mask_RK
 
-    def join(self, blocks_RK: Tensor) -> Tensor:
-        """Blocks, 0 where they are not the owner's, as the tokens of the chunk's rows; takes the blocks over."""
+    def from_blocks(self, blocks_RK: Tensor) -> Tensor:
+        """Blocks, 0 at tokens of another sequence than the row's owner, as tokens; the blocks are overwritten."""
         if self.aligned:
             return blocks_RK.view(-1)
         numbers = blocks_RK.view(torch.uint8) if blocks_RK.dtype == torch.bool else blocks_RK
-        numbers[: self._lying].index_add_(0, self._begins_S, numbers[self._lying :])
-        return blocks_RK[: self._lying].view(-1)
+        numbers[: self._rows].index_add_(0, self._boundary_S, numbers[self._rows :])
+        return blocks_RK[: self._rows].view(-1)
 
 
 def row_width(lengths: list[int]) -> int:

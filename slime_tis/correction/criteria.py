@@ -30,7 +30,7 @@ LEVEL_AGGREGATION = {
 
 @dataclass(frozen=True, kw_only=True)
 class Criterion:
-    """One rejection criterion: keep where lower ≤ statistic ≤ upper."""
+    """One rejection criterion: accept where lower ≤ statistic ≤ upper."""
 
     name: str
     """Name in the metrics: verl's for `rollout_rs` criteria, the level's for `rs_level`."""
@@ -49,6 +49,11 @@ class Criterion:
     def per_token(self) -> bool:
         """Whether the verdict is taken token by token."""
         return self.aggregation in TOKEN_AGGREGATIONS
+
+    @property
+    def sums_divergence(self) -> bool:
+        """Whether k2 or k3 is summed over a sequence; the sum of k1 is that of Δ, which every criterion shares."""
+        return self.aggregation in ("sum", "mean") and self.divergence != "k1"
 
 
 def parse_criteria(names: str | None, thresholds: str | float | None) -> tuple[Criterion, ...]:

@@ -24,74 +24,69 @@ GPU_CHUNK_TOKENS = 1 << 24
 class Packed:
     """[N] tensors, sequence after sequence."""
 
-    train: Tensor
-    rollout: Tensor
-    mask: Tensor
+    tensors: tuple[Tensor, Tensor, Tensor]
+    """Train and rollout log-probs, and the loss mask."""
 
-    @property
-    def device(self) -> torch.device:
-        return self.train.device
-
-    def read(self, first: int, last: int, start: int, held: int) -> Iterator[Tensor]:
-        """`held` tokens of each tensor from token `start`; whatever follows the last token is masked."""
-        for x in (self.train, self.rollout, self.mask):
-            here = x[start : start + held]
-            gap = held - here.numel()
+    def read(self, first: int, last: int, start: int, padded_len: int) -> Iterator[Tensor]:
+        """Sequences first … last of each tensor, `padded_len` tokens from `start`, masked after the last."""
+        for x in self.tensors:
+            here = x[start : start + padded_len]
+            gap = padded_len - here.numel()
             yield torch.cat([here, here.new_zeros(gap)]) if gap else here
 
 
 @dataclass(frozen=True)
 class Listed:
-    """A list of [T_i] tensors each."""
+    """Lists of [T_i] tensors."""
 
-    train: list[Tensor]
-    rollout: list[Tensor]
-    mask: list[Tensor]
+    lists: tuple[list[Tensor], list[Tensor], list[Tensor]]
+    """Train and rollout log-probs, and the loss mask."""
 
-    @property
-    def device(self) -> torch.device:
-        return self.train[0].device if self.train else torch.device("cpu")
-
-    def read(self, first: int, last: int, start: int, held: int) -> Iterator[Tensor]:
-        """Tensors first … last of each list joined by one copy; `held` tokens, masked after the last."""
-        gap = held - sum(x.numel() for x in self.train[first:last])
-        for xs in (self.train, self.rollout, self.mask):
+    def read(self, first: int, last: int, start: int, padded_len: int) -> Iterator[Tensor]:
+        """Sequences first … last of each list, joined by one copy to `padded_len` tokens, masked after the last."""
+        gap = padded_len - sum(x.numel() for x in self.lists[0][first:last])
+        for xs in self.lists:
             yield torch.cat([*xs[first:last], xs[first].new_zeros(gap)])
 
 
 class Layout:
     """A batch, read as chunks of blocks, and the way back."""
 
-    def __init__(self, tokens: Packed | Listed, lengths: list[int], shape: tuple[int, ...] | None) -> None:
-        """Args:
-        tokens: Where the tokens are.
-        lengths: Of the sequences.
-        shape: Of the results; None for a list of sequences.
+    def __init__(
+        self, tokens: Packed | Listed, device: torch.device, lengths: list[int], shape: tuple[int, ...] | None
+    ) -> None:
+        """Lays the tokens out in rows.
+
+        Args:
+            tokens: Where the tokens are.
+            device: Device of the tokens.
+            lengths: Tokens of each sequence.
+            shape: Shape of the results; None for a list of sequences.
         """
         self._tokens, self.lengths, self._shape = tokens, lengths, shape
-        self.device = tokens.device
+        self.device = device
         self._width = row_width(lengths)
         self._spans = _spans(lengths, CPU_CHUNK_TOKENS if self.device.type == "cpu" else GPU_CHUNK_TOKENS)
-        self._rows = list(self._cut()) if lengths else []
+        self._rows = list(self._rows_of_chunks()) if lengths else []
 
     def chunks(self) -> Iterator[Chunk]:
         """The batch as chunks of whole sequences, in order."""
         start = 0
         for (first, last), rows in zip(self._spans, self._rows, strict=True):
-            train, rollout, mask = (rows.cut(x) for x in self._tokens.read(first, last, start, rows.held))
+            train, rollout, mask = (rows.to_blocks(x) for x in self._tokens.read(first, last, start, rows.padded_len))
             start += rows.tokens
             working = torch.promote_types(torch.promote_types(train.dtype, rollout.dtype), torch.float32)
             yield Chunk(
                 train_RK=train.to(working),
                 rollout_RK=rollout.to(working),
-                mask_RK=rows.own(_indicator(mask, working)),
+                mask_RK=rows.mask_foreign_(_indicator(mask, working)),
                 sequence_R=rows.owner_R,
                 offset_R=rows.offset_R,
                 first=first,
                 count=last - first,
             )
 
-    def _cut(self) -> Iterator[Rows]:
+    def _rows_of_chunks(self) -> Iterator[Rows]:
         """The rows of each chunk."""
         ends = list(accumulate(self.lengths))
         aligned = all(length % self._width == 0 and length for length in self.lengths)
@@ -104,7 +99,7 @@ class Layout:
 
     def restore(self, blocks: list[Tensor], dtype: torch.dtype) -> Tensor | list[Tensor]:
         """Blocks of all chunks, in order and 0 where masked, in the layout of the input; `dtype` is theirs."""
-        parts = [rows.join(block)[: rows.tokens] for rows, block in zip(self._rows, blocks, strict=True)]
+        parts = [rows.from_blocks(block)[: rows.tokens] for rows, block in zip(self._rows, blocks, strict=True)]
         if not parts:
             parts = [torch.empty(0, dtype=dtype, device=self.device)]
         flat = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -124,15 +119,17 @@ def as_layout(
             raise ValueError(
                 "lengths are given but the log-probs are a list; pass lengths with packed [N] tensors only."
             )
-        listed = Listed(*checked_lists(train_log_probs, rollout_log_probs, loss_mask))
-        return Layout(listed, [x.numel() for x in listed.train], None)
+        lists = checked_lists(train_log_probs, rollout_log_probs, loss_mask)
+        device = lists[0][0].device if lists[0] else torch.device("cpu")
+        return Layout(Listed(lists), device, [x.numel() for x in lists[0]], None)
     tensors = checked_tensors(train_log_probs, rollout_log_probs, loss_mask)
     shape = tuple(train_log_probs.shape)
     if lengths is None:
         if len(shape) != 2:
             raise ValueError(f"the log-probs have shape {shape}; pass [B, T], or [N] with lengths.")
-        return Layout(Packed(*(x.reshape(-1) for x in tensors)), [shape[1]] * shape[0], shape)
-    return Layout(Packed(*tensors), checked_lengths(lengths, shape), shape)
+        train, rollout, mask = (x.reshape(-1) for x in tensors)
+        return Layout(Packed((train, rollout, mask)), train.device, [shape[1]] * shape[0], shape)
+    return Layout(Packed(tensors), train_log_probs.device, checked_lengths(lengths, shape), shape)
 
 
 def _indicator(mask: Tensor, working: torch.dtype) -> Tensor:
@@ -144,10 +141,10 @@ def _indicator(mask: Tensor, working: torch.dtype) -> Tensor:
 
 def _spans(lengths: list[int], most: int) -> list[tuple[int, int]]:
     """Consecutive [first, last) of sequences, each with at most `most` tokens or a single sequence."""
-    spans, first, held = [], 0, 0
+    spans, first, tokens = [], 0, 0
     for i, length in enumerate(lengths):
-        if i > first and held + length > most:
+        if i > first and tokens + length > most:
             spans.append((first, i))
-            first, held = i, 0
-        held += length
+            first, tokens = i, 0
+        tokens += length
     return [*spans, (first, len(lengths))] if lengths else []

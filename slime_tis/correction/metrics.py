@@ -1,75 +1,85 @@
 """The named metrics, computed from merged statistics once per step."""
 
 import math
+from dataclasses import fields
 
 from slime_tis.correction.config import RolloutCorrectionConfig
 from slime_tis.correction.ratio import LOG_RATIO_BOUND
+from slime_tis.correction.sums import (
+    BatchSums,
+    BoundSums,
+    Extremes,
+    PerplexitySums,
+    RejectionSums,
+    SequenceWeightSums,
+    WeightSums,
+)
 from slime_tis.correction.weights import SMALLEST_BATCH_MEAN
-
-PERPLEXITIES = ("training_log_ppl", "training_ppl", "rollout_log_ppl", "rollout_ppl")
 
 
 def correction_metrics(
-    config: RolloutCorrectionConfig, sums: dict[str, float], mins: dict[str, float], maxs: dict[str, float]
+    config: RolloutCorrectionConfig, sums: BatchSums[float], mins: Extremes[float], maxs: Extremes[float]
 ) -> dict[str, float]:
     """All metrics that apply to the configuration, by their names in the log; see `Statistics.metrics`."""
     found = {}
-    if sums["original_tokens"]:
-        found["nonfinite_token_fraction"] = sums["nonfinite_tokens"] / sums["original_tokens"]
+    if sums.masked_in_tokens:
+        found["nonfinite_token_fraction"] = sums.nonfinite_tokens / sums.masked_in_tokens
         if config.corrects:
-            found["gradient_kept_fraction"] = sums["kept_tokens"] / sums["original_tokens"]
-    if not sums["tokens"]:
+            found["gradient_kept_fraction"] = sums.accepted_tokens / sums.masked_in_tokens
+    if not sums.tokens:
         return found
     found |= _mismatch_metrics(sums, mins, maxs)
-    if config.use_tis:
-        found |= _weight_metrics(config, sums, mins, maxs)
-    if config.has_token_weights:
-        found |= _sequence_mean_metrics(sums, mins, maxs)
-    if config.rejections:
-        found |= _rejection_metrics(config, sums)
-    if config.vetoes:
-        found["mis_catastrophic_token_fraction"] = sums["catastrophic_tokens"] / sums["tokens"]
-        found["mis_catastrophic_seq_fraction"] = sums["catastrophic_sequences"] / sums["sequences"]
-    if config.rs_second_moment_bound is not None:
-        found["mis_second_moment_masked_fraction"] = sums["trimmed_tokens"] / sums["tokens"]
+    if sums.weights is not None:
+        found |= _weight_metrics(config, sums.weights, mins, maxs)
+    if sums.sequence_weights is not None:
+        found |= _sequence_weight_metrics(sums.sequence_weights, sums.sequences, mins, maxs)
+    if sums.rejection is not None:
+        found |= _rejection_metrics(sums.rejection, sums.tokens, sums.sequences)
+    if sums.bounds is not None:
+        found |= _bound_metrics(sums.bounds, sums.sequences)
+    if sums.veto is not None:
+        found["mis_catastrophic_token_fraction"] = sums.veto.tokens / sums.tokens
+        found["mis_catastrophic_seq_fraction"] = sums.veto.sequences / sums.sequences
+    if sums.trimmed_tokens is not None:
+        found["mis_second_moment_masked_fraction"] = sums.trimmed_tokens / sums.tokens
     return found
 
 
-def _mismatch_metrics(sums: dict[str, float], mins: dict[str, float], maxs: dict[str, float]) -> dict[str, float]:
+def _mismatch_metrics(sums: BatchSums[float], mins: Extremes[float], maxs: Extremes[float]) -> dict[str, float]:
     """Divergences over valid tokens and sequences; perplexities over the sequences with a finite log-prob."""
-    tokens, sequences, measured = sums["tokens"], sums["sequences"], sums["measured_sequences"]
+    tokens = sums.tokens
     found = {
-        "mismatch_kl": -sums["log_ratio"] / tokens,
-        "mismatch_k3_kl": max(sums["excess"] - sums["log_ratio"], 0.0) / tokens,  # never negative but by rounding
-        "mismatch_chi2_token": sums["ratio_squared_excess"] / tokens,
-        "mismatch_chi2_seq": sums["sequence_ratio_squared_excess"] / sequences,
-        "train_rollout_logprob_abs_diff": sums["abs_log_ratio"] / tokens,
+        "mismatch_kl": -sums.log_ratio / tokens,
+        "mismatch_k3_kl": max(sums.ratio_minus_1 - sums.log_ratio, 0.0) / tokens,  # never negative but by rounding
+        "mismatch_chi2_token": sums.ratio_squared_minus_1 / tokens,
+        "mismatch_chi2_seq": sums.sequence_ratio_squared_minus_1 / sums.sequences,
+        "train_rollout_logprob_abs_diff": sums.abs_log_ratio / tokens,
     }
-    if measured:
-        means = (*PERPLEXITIES, "log_ppl_diff", "log_ppl_abs_diff", "ppl_ratio")
-        found |= {f"mismatch_{name}": sums[name] / measured for name in means}
-        found["mismatch_log_ppl_diff_max"] = maxs["log_ppl_diff"]
-        found["mismatch_log_ppl_diff_min"] = mins["log_ppl_diff"]
+    if sums.measured_sequences:
+        for field in fields(PerplexitySums):
+            found[f"mismatch_{field.name}"] = getattr(sums.perplexity, field.name) / sums.measured_sequences
+        found["mismatch_log_ppl_diff_max"] = maxs.log_ppl_diff
+        found["mismatch_log_ppl_diff_min"] = mins.log_ppl_diff
     return found
 
 
 def _weight_metrics(
-    config: RolloutCorrectionConfig, sums: dict[str, float], mins: dict[str, float], maxs: dict[str, float]
+    config: RolloutCorrectionConfig, weights: WeightSums[float], mins: Extremes[float], maxs: Extremes[float]
 ) -> dict[str, float]:
     """Mean and extremes before the mode; mean, extremes, deviation and sample size of the weights after it."""
-    count = sums["weights"]
-    mean = sums["weight"] / count
-    deviation = _deviation(sums["weight_excess"], sums["weight_excess_squared"], count)
+    count = weights.count
+    mean = weights.total / count
+    deviation = _deviation(weights.minus_1, weights.minus_1_squared, count)
     mean_square = deviation * deviation + mean * mean
     normalizer = mean if config.tis_batch_normalize and mean > SMALLEST_BATCH_MEAN else 1.0
-    lowest, highest = _weight_of(config, mins["ratio"]), _weight_of(config, maxs["ratio"])
+    lowest, highest = _weight_of(config, mins.ratio), _weight_of(config, maxs.ratio)
     if config.tis_mode == "mask":
-        lowest = 0.0 if sums["weight_low"] + sums["weight_high"] else lowest
-        highest = maxs["weight"]
+        lowest = 0.0 if weights.low + weights.high else lowest
+        highest = maxs.weight
     found = {
-        "mis_mean_is_weight_before_clip": 1 + sums["raw_weight_excess"] / count,
-        "mis_weight_max_before_clip": maxs["ratio"],
-        "mis_weight_min_before_clip": mins["ratio"],
+        "mis_mean_is_weight_before_clip": 1 + weights.before_minus_1 / count,
+        "mis_weight_max_before_clip": maxs.ratio,
+        "mis_weight_min_before_clip": mins.ratio,
         "mis_ratio_mean_after_mis": mean,
         "mis_weight_min": lowest / normalizer,
         "mis_weight_max": highest / normalizer,
@@ -77,35 +87,58 @@ def _weight_metrics(
         "mis_eff_sample_size": mean * mean / mean_square if mean_square else 0.0,
     }
     if config.tis_mode == "truncate":
-        found["mis_truncate_fraction"] = sums["weight_high"] / count
-        found["mis_ratio_fraction_low"] = sums["weight_low"] / count
+        found["mis_truncate_fraction"] = weights.high / count
+        found["mis_ratio_fraction_low"] = weights.low / count
     else:
-        found[f"mis_{config.tis_mode}_fraction_low"] = sums["weight_low"] / count
-        found[f"mis_{config.tis_mode}_fraction_high"] = sums["weight_high"] / count
+        found[f"mis_{config.tis_mode}_fraction_low"] = weights.low / count
+        found[f"mis_{config.tis_mode}_fraction_high"] = weights.high / count
     if config.tis_batch_normalize:
         found["mis_batch_norm_factor"] = normalizer
     return found
 
 
-def _sequence_mean_metrics(sums: dict[str, float], mins: dict[str, float], maxs: dict[str, float]) -> dict[str, float]:
-    """Of the mean weight of each sequence, after the mode and before batch normalisation."""
-    sequences = sums["sequences"]
-    excess, squared = sums["sequence_weight_excess"], sums["sequence_weight_excess_squared"]
-    lowest, highest = mins["sequence_weight"], maxs["sequence_weight"]
+def _sequence_weight_metrics(
+    weights: SequenceWeightSums[float], sequences: float, mins: Extremes[float], maxs: Extremes[float]
+) -> dict[str, float]:
+    """The mean weight of each sequence, after the mode and before batch normalisation."""
+    lowest, highest = mins.sequence_weight, maxs.sequence_weight
     return {
-        "mis_seq_weight_mean": 1 + excess / sequences,
-        "mis_seq_weight_std": _deviation(excess, squared, sequences),
+        "mis_seq_weight_mean": 1 + weights.minus_1 / sequences,
+        "mis_seq_weight_std": _deviation(weights.minus_1, weights.minus_1_squared, sequences),
         "mis_seq_weight_min": lowest,
         "mis_seq_weight_max": highest,
         "mis_seq_weight_max_deviation": max(abs(lowest - 1), abs(highest - 1)),
-        "mis_seq_weight_fraction_high": sums["sequence_weight_high"] / sequences,
-        "mis_seq_weight_fraction_low": sums["sequence_weight_low"] / sequences,
+        "mis_seq_weight_fraction_high": weights.high / sequences,
+        "mis_seq_weight_fraction_low": weights.low / sequences,
     }
 
 
-def _deviation(excess: float, excess_squared: float, count: float) -> float:
+def _rejection_metrics(rejection: RejectionSums[float], tokens: float, sequences: float) -> dict[str, float]:
+    found = {
+        "mis_rs_masked_fraction": rejection.together.tokens / tokens,
+        "mis_rs_seq_masked_fraction": rejection.together.sequences / sequences,
+    }
+    for name, rejected in rejection.criteria.items():
+        found[f"mis_rs_{name}_masked_fraction"] = rejected.tokens / tokens
+        found[f"mis_rs_{name}_seq_masked_fraction"] = rejected.sequences / sequences
+    return found
+
+
+def _bound_metrics(bounds: BoundSums[float], sequences: float) -> dict[str, float]:
+    def ratio(log_bound: float) -> float:
+        return math.exp(min(max(log_bound / sequences, -LOG_RATIO_BOUND), LOG_RATIO_BOUND))
+
+    return {
+        "mis_rs_k3": bounds.k3 / sequences,
+        "mis_rs_z_score": bounds.z_score / sequences,
+        "mis_rs_lower_bound": ratio(bounds.log_lower),
+        "mis_rs_upper_bound": ratio(bounds.log_upper),
+    }
+
+
+def _deviation(minus_1: float, minus_1_squared: float, count: float) -> float:
     """Standard deviation of w from Σ(w − 1) and Σ(w − 1)²."""
-    return math.sqrt(max(excess_squared / count - (excess / count) ** 2, 0.0))
+    return math.sqrt(max(minus_1_squared / count - (minus_1 / count) ** 2, 0.0))
 
 
 def _weight_of(config: RolloutCorrectionConfig, ratio: float) -> float:
@@ -115,21 +148,3 @@ def _weight_of(config: RolloutCorrectionConfig, ratio: float) -> float:
     if config.tis_mode == "mask":
         return weight
     return min(weight if config.tis_mode == "truncate" else max(weight, lower), upper)
-
-
-def _rejection_metrics(config: RolloutCorrectionConfig, sums: dict[str, float]) -> dict[str, float]:
-    tokens, sequences = sums["tokens"], sums["sequences"]
-    found = {
-        "mis_rs_masked_fraction": sums["rs_tokens"] / tokens,
-        "mis_rs_seq_masked_fraction": sums["rs_sequences"] / sequences,
-    }
-    for criterion in config.rejections:
-        found[f"mis_rs_{criterion.name}_masked_fraction"] = sums[f"rs_tokens:{criterion.name}"] / tokens
-        found[f"mis_rs_{criterion.name}_seq_masked_fraction"] = sums[f"rs_sequences:{criterion.name}"] / sequences
-    if config.adaptive:
-        found["mis_rs_k3"] = sums["rs_k3"] / sequences
-        found["mis_rs_z_score"] = sums["rs_z_score"] / sequences
-        for side in ("lower", "upper"):
-            log_bound = sums[f"rs_log_{side}"] / sequences
-            found[f"mis_rs_{side}_bound"] = math.exp(min(max(log_bound, -LOG_RATIO_BOUND), LOG_RATIO_BOUND))
-    return found

@@ -1,4 +1,4 @@
-"""Off-policy sequence masking (OPSM): bad samples that the current policy has moved away from are left out."""
+"""Off-policy sequence masking (OPSM): bad samples that the current policy has moved away from are masked."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,7 +28,7 @@ def off_policy_sequence_mask(
     lengths: Sequence[int] | None = None,
     ranks: Ranks = ONE_RANK,
 ) -> Tensor:
-    """keep = not (A < 0 and mean_t(log π_old − log π_θ) > δ), one verdict per sequence.
+    """accept = not (A < 0 and mean_t(log π_old − log π_θ) > δ), one verdict per sequence.
 
     The source's π_old is the policy as the inference engine sampled from it, so that what is bounded is made of both
     staleness and the mismatch between the engines; TRL does the same. slime takes π_old of the training engine, from
@@ -49,17 +49,17 @@ def off_policy_sequence_mask(
         ranks: One table is summed over the context-parallel ones, where sequences are sliced.
 
     Returns:
-        bool [S], True where the sequence is kept.
+        bool [S], True where the sequence is accepted.
 
     Raises:
         ValueError: if there is not one advantage per sequence, or a token is not finite under "raise".
     """
     config = replace(_MEASURE, nonfinite_policy=nonfinite_policy)
     inputs: tuple[Any, Any, Any] = (log_probs, old_log_probs, loss_mask)
-    table = correct(config, *inputs, lengths=lengths, global_batch=GlobalBatch(ranks=ranks)).per_sequence
-    if advantages.shape != table["valid"].shape:
+    sums_S = correct(config, *inputs, lengths=lengths, global_batch=GlobalBatch(ranks=ranks)).sequence_sums
+    if advantages.shape != sums_S.valid.shape:
         raise ValueError(
-            f"advantages has shape {tuple(advantages.shape)} for {table['valid'].numel()} sequences; pass one each."
+            f"advantages has shape {tuple(advantages.shape)} for {sums_S.valid.numel()} sequences; pass one each."
         )
-    divergence = -table["log_ratio"] / table["valid"].clamp_min(1)
+    divergence = -sums_S.log_ratio / sums_S.valid.clamp_min(1)
     return ~((advantages < 0) & (divergence > delta))

@@ -1,4 +1,4 @@
-"""Log-ratios between the training and the rollout policy, cleaned, and aggregated at a level.
+"""Log-ratios between the training and the rollout policy, with non-finite tokens dealt with, aggregated at a level.
 
 Shapes: suffix _RK is [rows, row width] of a `Chunk`, _S is per sequence.
 """
@@ -14,7 +14,7 @@ from slime_tis.correction.blocks import LONGEST_SEQUENCE, Chunk
 LOG_RATIO_BOUND = 20.0
 """exp is taken of log-ratios clamped to ±20 (2e-9 to 5e8): against overflow, never a modelling choice."""
 LOG_RATIO_LIMIT = 1e6
-"""A log-ratio of this size is an engine's stand-in for minus infinity, and is treated as non-finite."""
+"""A log-ratio of this size is what an engine writes for minus infinity, and is treated as non-finite."""
 
 LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 LARGEST_ROW_SUM = 1e30
@@ -23,14 +23,14 @@ LARGEST_ROW_SUM = 1e30
 
 @dataclass(frozen=True)
 class Tokens:
-    """The cleaned tokens of a chunk. Everything is 0 where `valid_RK` is."""
+    """The tokens of a chunk, their log-ratio finite. Everything is 0 where `valid_RK` is."""
 
-    original_RK: Tensor
+    masked_in_RK: Tensor
     """1.0 where the loss mask is."""
     valid_RK: Tensor
     """1.0 where the loss mask is and the token may be used: all of it under the neutral policy."""
     nonfinite_RK: Tensor | None
-    """1.0 where the loss mask is and the log-ratio is not finite; None where that is original − valid."""
+    """1.0 where the loss mask is and the log-ratio is not finite; None where that is masked_in − valid."""
     valid_R: Tensor
     """Number of valid tokens of the row."""
     train_R: Tensor
@@ -38,10 +38,10 @@ class Tokens:
     log_ratio_RK: Tensor
     """Δ = log π_train − log π_rollout."""
     scratch_RK: Tensor
-    """Room for temporaries: memory that is in the cache already is faster than memory that is new."""
+    """Memory for temporaries: what is in the cache already is faster than what is new."""
 
 
-def clean(chunk: Chunk, nonfinite_policy: str) -> Tokens:
+def log_ratios(chunk: Chunk, nonfinite_policy: str) -> Tokens:
     """Δ_t = where(valid, log π_train − log π_rollout, 0), with non-finite tokens dealt with.
 
     A value is taken out by multiplication with a mask and `nan_to_num` (inf·0 is NaN) because that vectorises
@@ -84,7 +84,7 @@ def safe_exp(log_weight: Tensor) -> Tensor:
     return log_weight.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp_()
 
 
-def ratio_excess_(ratio: Tensor, log_ratio: Tensor, scratch: Tensor) -> Tensor:
+def ratio_minus_1_(ratio: Tensor, log_ratio: Tensor, scratch: Tensor) -> Tensor:
     """ρ − 1 = tanh(Δ/2)·(ρ + 1), in the memory of ρ, with the relative accuracy of the dtype however small Δ is.
 
     exp(Δ) − 1 keeps nothing of a Δ of 1e-7. torch.expm1 would do, but takes three times as long on a CPU.
@@ -92,7 +92,7 @@ def ratio_excess_(ratio: Tensor, log_ratio: Tensor, scratch: Tensor) -> Tensor:
     Args:
         ratio: ρ = `safe_exp(log_ratio)`; overwritten.
         log_ratio: Δ, of the same shape.
-        scratch: Room for a temporary, of the same shape.
+        scratch: Memory for a temporary, of the same shape.
     """
     half_tanh = torch.mul(log_ratio, 0.5, out=scratch).tanh_()
     return torch.addcmul(half_tanh, half_tanh, ratio, out=ratio)
@@ -129,7 +129,7 @@ def _prefix(tokens: Tokens, chunk: Chunk) -> Tensor:
 def _segment(tokens: Tokens, chunk: Chunk) -> Tensor:
     order_R = chunk.order()
     sequence_R = chunk.sequence_R.index_select(0, order_R)
-    inside = tokens.original_RK.index_select(0, order_R)
+    inside = tokens.masked_in_RK.index_select(0, order_R)
     log_ratio = tokens.log_ratio_RK.index_select(0, order_R)
     previous = torch.cat([inside.new_zeros(1), inside.view(-1)])[:-1].view(inside.shape)
     new_sequence = torch.cat([sequence_R.new_full((1,), -1), sequence_R])[:-1].ne(sequence_R)
@@ -156,5 +156,5 @@ def _raise_nonfinite(chunk: Chunk, nonfinite_RK: Tensor) -> None:
     raise ValueError(
         f"sequence {chunk.first + sequence}, position {position}: train log-prob "
         f"{chunk.train_RK[row, column].item()}, rollout log-prob {chunk.rollout_RK[row, column].item()}; "
-        f"mend the sample or choose --nonfinite-policy reject or neutral."
+        f"fix the sample or choose --nonfinite-policy reject or neutral."
     )

@@ -21,6 +21,7 @@ from slime_tis.correction.ratio import (
     sequence_log_weights,
     token_log_weights,
 )
+from slime_tis.correction.sums import SequenceSums
 
 
 def token_statistic(criterion: Criterion, tokens: Tokens, chunk: Chunk) -> Tensor:
@@ -54,20 +55,21 @@ def catastrophic_tokens(config: RolloutCorrectionConfig, tokens: Tokens) -> Tens
     return found
 
 
-def sequence_accepted(criterion: Criterion, columns: dict[str, Tensor], bounds: AdaptiveBounds | None) -> Tensor:
-    """1.0 for each sequence that a sequence-wide criterion keeps; a sequence without valid tokens is kept.
+def sequence_accepted(criterion: Criterion, sums_S: SequenceSums[Tensor], bounds: AdaptiveBounds | None) -> Tensor:
+    """1.0 for each sequence that a sequence-wide criterion accepts, as it does a sequence without valid tokens.
 
     Args:
         criterion: With aggregation sum, mean or max.
-        columns: The reduced table of sequences, name to [S]: for max, the count of offending tokens, so that
-            a sum over ranks is all that context parallelism needs.
+        sums_S: Sums over whole sequences: for max, the number of tokens out of bounds, so that a sum over ranks is
+            all that context parallelism needs.
         bounds: Of the global batch, for an adaptive criterion.
     """
     if criterion.adaptive:
         assert bounds is not None, "called without the bounds of the global batch"
-        return bounds.accepted(columns)
-    if criterion.aggregation == "max":
-        return indicator(torch.eq, columns[f"outside:{criterion.name}"], 0.0)
-    total = columns["log_ratio" if criterion.divergence == "k1" else f"divergence:{criterion.name}"]
-    statistic = sequence_log_weights(criterion.aggregation, total, columns["valid"])
-    return torch.where(columns["valid"] > 0, accepted(criterion, statistic), 1.0)
+        return bounds.accepted(sums_S)
+    own = sums_S.criteria[criterion.name]
+    if own.outside is not None:
+        return indicator(torch.eq, own.outside, 0.0)
+    total = sums_S.log_ratio if own.divergence is None else own.divergence
+    statistic = sequence_log_weights(criterion.aggregation, total, sums_S.valid)
+    return torch.where(sums_S.valid > 0, accepted(criterion, statistic), 1.0)

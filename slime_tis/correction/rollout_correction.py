@@ -15,8 +15,9 @@ from slime_tis.correction.inputs import LogProbs
 from slime_tis.correction.layout import as_layout
 from slime_tis.correction.ranks import Ranks
 from slime_tis.correction.sequence_pass import SequencePass, sequence_pass
-from slime_tis.correction.statistics import MAXIMA, MINIMA, Statistics
-from slime_tis.correction.token_pass import TokenPass, column_names, token_pass
+from slime_tis.correction.statistics import Statistics
+from slime_tis.correction.sums import EXTREMES, SequenceSums, named, number_of_columns, sequence_columns
+from slime_tis.correction.token_pass import TokenPass, token_pass
 from slime_tis.correction.trimming import limit_of_batch, trim_second_moment
 from slime_tis.correction.weights import usable_mean
 
@@ -39,10 +40,8 @@ class Correction(Generic[LayoutT]):
     """[S] float64: tokens of the loss mask, over the whole sequence."""
     accepted_per_sequence: Tensor
     """[S] float64: tokens of `mask`, over the whole sequence."""
-    per_sequence: dict[str, Tensor]
-    """The table of sequences, name to [S] float64, over whole sequences: `valid` tokens, sums of `train`
-    log-probs, of the `log_ratio` Δ and its absolute value, of the `excess` ρ − 1 and its square, and what the
-    options add."""
+    sequence_sums: SequenceSums[Tensor]
+    """Sums over the tokens of each whole sequence, [S] float64."""
     global_batch: GlobalBatch
     """What was given, with what the options needed and this call found: mean weight, second-moment limit, bounds."""
     lengths: tuple[int, ...]
@@ -171,21 +170,19 @@ def correct(
         return _sliced(found, slices, global_batch.ranks, as_list=not isinstance(train_log_probs, Tensor))
     layout = as_layout(train_log_probs, rollout_log_probs, loss_mask, lengths)
     tokens = [token_pass(config, chunk) for chunk in layout.chunks()]
-    names = column_names(config)
     if config.rs_second_moment_bound is not None:
         limit = global_batch.second_moment_limit
         if limit is None:
             limit = limit_of_batch(tokens, config.rs_second_moment_bound, layout.device, ranks)
             global_batch = replace(global_batch, second_moment_limit=limit)
-        kept, trimmed = names.index("kept"), names.index("trimmed")
-        tokens = trim_second_moment(tokens, limit, kept, trimmed)
-    table = torch.cat(
-        [torch.zeros(0, len(names), dtype=torch.float64, device=layout.device), *(t.table_S for t in tokens)]
-    )
-    columns = dict(zip(names, ranks.over_context(table).unbind(1), strict=True))
+        tokens = trim_second_moment(config, tokens, limit)
+    columns = sequence_columns(config)
+    no_sequence = torch.zeros(0, number_of_columns(columns), dtype=torch.float64, device=layout.device)
+    table = ranks.over_context(torch.cat([no_sequence, *(part.table_S for part in tokens)]))
+    sums_S: SequenceSums[Tensor] = named(columns, table.unbind(1))
     if config.adaptive and global_batch.adaptive_bounds is None:
-        global_batch = replace(global_batch, adaptive_bounds=adaptive_bounds(config, [columns], ranks))
-    sequences = sequence_pass(config, columns, global_batch.adaptive_bounds if config.adaptive else None)
+        global_batch = replace(global_batch, adaptive_bounds=adaptive_bounds(config, [sums_S], ranks))
+    sequences = sequence_pass(config, sums_S, global_batch.adaptive_bounds if config.adaptive else None)
     statistics = _statistics(config, tokens, sequences)
     scale = sequences.weight_S
     if config.use_tis and config.tis_batch_normalize:
@@ -200,9 +197,9 @@ def correct(
         weights=layout.restore(weights, torch.float32),
         mask=layout.restore(mask, torch.bool),
         statistics=statistics,
-        masked_in_per_sequence=columns["original"],
-        accepted_per_sequence=sequences.kept_S,
-        per_sequence=columns,
+        masked_in_per_sequence=sums_S.masked_in,
+        accepted_per_sequence=sequences.accepted_S,
+        sequence_sums=sums_S,
         global_batch=global_batch,
         lengths=tuple(layout.lengths),
         rejection_normalizer=config.rejection_normalizer,
@@ -240,13 +237,13 @@ def _places(config: RolloutCorrectionConfig, slices: ResponseSlices | None) -> R
 
 def _statistics(config: RolloutCorrectionConfig, tokens: list[TokenPass], sequences: SequencePass) -> Statistics:
     """The statistics of the sequences, and the extremes of weights that differ from token to token."""
-    mins, maxs = sequences.mins, sequences.maxs
     found = [part.extremes for part in tokens if part.extremes is not None]
     if found:
-        mins[MINIMA.index("ratio")] = torch.stack([part.ratio_min for part in found]).amin()
-        maxs[MAXIMA.index("ratio")] = torch.stack([part.ratio_max for part in found]).amax()
-        maxs[MAXIMA.index("weight")] = torch.stack([part.weight_max for part in found]).amax()
-    return Statistics(config=config, sums=sequences.sums, mins=mins, maxs=maxs)
+        mins, maxs = (named(EXTREMES, values.unbind()) for values in (sequences.mins, sequences.maxs))
+        mins.ratio.copy_(torch.stack([part.ratio_min for part in found]).amin())
+        maxs.ratio.copy_(torch.stack([part.ratio_max for part in found]).amax())
+        maxs.weight.copy_(torch.stack([part.weight_max for part in found]).amax())
+    return Statistics(config=config, sums=sequences.sums, mins=sequences.mins, maxs=sequences.maxs)
 
 
 def _finish(
@@ -258,12 +255,12 @@ def _finish(
         part = tokens.pop(0)
         owner_R = part.sequence_R + first
         first += part.table_S.shape[0]
-        weight, keep = part.weight_RK, part.keep_RK
+        weight, accepted = part.weight_RK, part.accepted_RK
         if scale is not None:
             row_scale = scale if scale.dim() == 0 else scale.index_select(0, owner_R)[:, None]
             weight.mul_(row_scale.to(weight.dtype))
         if config.touches_loss:
-            keep.view(torch.uint8).mul_(sequences.keep_S.index_select(0, owner_R).to(torch.uint8)[:, None])
+            accepted.view(torch.uint8).mul_(sequences.accept_S.index_select(0, owner_R).to(torch.uint8)[:, None])
         weights.append(weight.to(torch.float32))
-        masks.append(keep)
+        masks.append(accepted)
     return weights, masks

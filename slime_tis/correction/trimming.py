@@ -9,21 +9,22 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from slime_tis.correction.config import RolloutCorrectionConfig
 from slime_tis.correction.ranks import ONE_RANK, Ranks
 from slime_tis.correction.selection import largest_value
+from slime_tis.correction.sums import named, sequence_columns
 from slime_tis.correction.token_pass import TokenPass
 
 
-def trim_second_moment(passes: list[TokenPass], limit: Tensor, kept: int, trimmed: int) -> list[TokenPass]:
+def trim_second_moment(config: RolloutCorrectionConfig, passes: list[TokenPass], limit: Tensor) -> list[TokenPass]:
     """Rejects the tokens whose Δ² is at or above the limit.
 
     Args:
-        passes: Of all chunks, made with a second-moment bound.
+        config: The options, with a second-moment bound.
+        passes: Of all chunks.
         limit: Scalar, as `second_moment_limit` finds it for the global batch.
-        kept: Column of the table that counts kept tokens.
-        trimmed: Column that counts trimmed tokens.
     """
-    return [_apply(part, part.squares_RK, limit, kept, trimmed) for part in passes if part.squares_RK is not None]
+    return [_trim(config, part, part.squares_RK, limit) for part in passes if part.squares_RK is not None]
 
 
 def limit_of_batch(passes: list[TokenPass], bound: float, device: torch.device, ranks: Ranks) -> Tensor:
@@ -60,11 +61,12 @@ def second_moment_limit(squares_N: Tensor, bound: float, ranks: Ranks = ONE_RANK
     return beyond.index_select(0, within.reshape(1))[0]
 
 
-def _apply(part: TokenPass, squares_RK: Tensor, limit: Tensor, kept: int, trimmed: int) -> TokenPass:
-    beyond = (squares_RK >= limit.to(squares_RK)) & squares_RK.isfinite()
-    keep = part.keep_RK & ~beyond
-    table = part.table_S.clone()
-    for column, block in ((kept, keep), (trimmed, beyond)):
-        rows = block.sum(-1, dtype=torch.float64)
-        table[:, column] = table.new_zeros(table.shape[0]).index_add_(0, part.sequence_R, rows)
-    return replace(part, keep_RK=keep, table_S=table)
+def _trim(config: RolloutCorrectionConfig, part: TokenPass, squares_RK: Tensor, limit: Tensor) -> TokenPass:
+    beyond_RK = (squares_RK >= limit.to(squares_RK)) & squares_RK.isfinite()
+    accepted_RK = part.accepted_RK & ~beyond_RK
+    table_S = part.table_S.clone()
+    sums_S = named(sequence_columns(config), table_S.unbind(1))
+    assert sums_S.trimmed is not None, "called without a second-moment bound"
+    for sum_S, block_RK in ((sums_S.accepted, accepted_RK), (sums_S.trimmed, beyond_RK)):
+        sum_S.zero_().index_add_(0, part.sequence_R, block_RK.sum(-1, dtype=torch.float64))
+    return replace(part, accepted_RK=accepted_RK, table_S=table_S)

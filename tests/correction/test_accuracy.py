@@ -14,6 +14,6 @@ def test_sum_of_log_ratios_over_long_sequences() -> None:
 
     config = RolloutCorrectionConfig(use_tis=True, tis_level="geometric")
     found = correct(config, train, rollout, torch.ones(sequences, tokens, dtype=torch.bool))
-    assert (found.per_sequence["log_ratio"] - exact).abs().max() <= 1e-5
+    assert (found.sequence_sums.log_ratio - exact).abs().max() <= 1e-5
     assert torch.allclose(found.weights[:, 0].double(), (exact / tokens).exp(), rtol=1e-6)
     assert abs(found.statistics.metrics()["mismatch_kl"] + exact.mean().item() / tokens) <= 1e-8

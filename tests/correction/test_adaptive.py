@@ -141,14 +141,14 @@ def test_micro_batches_take_the_bounds_of_all(options: dict[str, float]) -> None
     assert kept(whole) == [True, False, True, True]
     alone = [of_log_ratios(config, [delta]) for delta in BY_HAND]
     assert [kept(found) for found in alone] == [[True]] * 4
-    bounds = adaptive_bounds(config, [found.per_sequence for found in alone])
+    bounds = adaptive_bounds(config, [found.sequence_sums for found in alone])
     assert bounds == whole.global_batch.adaptive_bounds
     parts = [of_log_ratios(config, [delta], global_batch=GlobalBatch(adaptive_bounds=bounds)) for delta in BY_HAND]
     assert [kept(found)[0] for found in parts] == [True, False, True, True]
-    with pytest.raises(ValueError, match=r"pass Correction\.per_sequence of each micro-batch"):
+    with pytest.raises(ValueError, match=r"pass Correction\.sequence_sums of each micro-batch"):
         adaptive_bounds(config, [])
     with pytest.raises(ValueError, match="need --rs-z-score or --rs-target-fraction"):
-        adaptive_bounds(reject(), [alone[0].per_sequence])
+        adaptive_bounds(reject(), [alone[0].sequence_sums])
 
 
 @pytest.mark.parametrize("level", ["geometric", "sequence"])

@@ -18,6 +18,7 @@ from slime_tis import (
     response_slices,
 )
 from slime_tis.correction import ReduceOp
+from slime_tis.correction.sums import stacked
 from tests.runs import free_port, spawn
 
 
@@ -138,7 +139,7 @@ def _sliced_wild(rank: int, size: int) -> list[Any]:
         listed = correct(config, *local, global_batch=global_batch)
         assert torch.cat(listed.weights).tolist() == found.weights.tolist()
         assert torch.cat(listed.mask).tolist() == found.mask.tolist()
-        results.append((found.weights.split(lengths), found.mask.split(lengths), found.per_sequence))
+        results.append((found.weights.split(lengths), found.mask.split(lengths), found.sequence_sums))
     return results
 
 
@@ -188,15 +189,13 @@ def test_joined_slices_carry_every_value_to_the_bit(ranks: list[dict[str, Any]])
     size = len(ranks)
     for c, config in enumerate(BY_JOINING):
         whole = correct(config, *wild())
-        assert whole.per_sequence["nonfinite"].tolist() == [whole.per_sequence["original"][0].item(), 0, 0, 0, 2, 0]
+        assert whole.sequence_sums.nonfinite.tolist() == [whole.sequence_sums.masked_in[0].item(), 0, 0, 0, 2, 0]
         for rank in range(size):
             weights, mask, table = ranks[rank]["wild"][c]
             for i, shape in enumerate(SHAPES):
                 assert torch.equal(weights[i], take(whole.weights[i], shape, rank, size))
                 assert torch.equal(mask[i], take(whole.mask[i], shape, rank, size))
-            assert {name: x.tolist() for name, x in table.items()} == {
-                name: x.tolist() for name, x in whole.per_sequence.items()
-            }
+            assert torch.equal(stacked(table), stacked(whole.sequence_sums))
 
 
 def test_data_parallel_ranks_agree_with_one(ranks: list[dict[str, Any]]) -> None:

@@ -68,7 +68,7 @@ def test_micro_batches_merge(config: RolloutCorrectionConfig, batch: Inputs, cut
     parts = [[x[:cut] for x in inputs], [x[cut:] for x in inputs]]
     known = GlobalBatch(second_moment_limit=whole.global_batch.second_moment_limit)
     if config.adaptive:
-        bounds = adaptive_bounds(config, [correct(config, *part).per_sequence for part in parts])
+        bounds = adaptive_bounds(config, [correct(config, *part).sequence_sums for part in parts])
         known = replace(known, adaptive_bounds=bounds)
     statistics = Statistics.empty(config)
     for part in parts:

@@ -18,6 +18,7 @@ import slime_tis
 from slime_tis import RolloutCorrectionConfig, correct
 from slime_tis.correction.config import LEVELS, MODES, NONFINITE_POLICIES, NORMALIZERS
 from slime_tis.correction.criteria import CRITERIA
+from slime_tis.correction.sums import stacked
 from slime_tis.integrations import verl
 
 CALLS = 5000
@@ -188,7 +189,7 @@ def wrong_correction(config: RolloutCorrectionConfig, inputs: list[Any], found: 
         found.statistics.sums,
         found.masked_in_per_sequence,
         found.accepted_per_sequence,
-        *found.per_sequence.values(),
+        stacked(found.sequence_sums),
     ]
     if any(x.requires_grad for x in (*weights, *masks, *outside)):
         return "a gradient flows"
