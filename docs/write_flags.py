@@ -9,9 +9,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from slime_tis.cli.arguments import ALIASES, COMMAND_LINE, GROUPS, OPTIONS, build_parser
-from slime_tis.cli.command_line import flag, needs_of
+from slime_tis.cli.command_line import needs_of
 from slime_tis.cli.slime_flags import ADVICE, FIXED, RENAMED, RESTATED
 from slime_tis.correction.presets import PRESETS
+from slime_tis.limits import flag
 
 PAGE = Path(__file__).with_name("flags.md")
 
@@ -108,7 +109,7 @@ def _preset(name: str) -> str:
 
 
 def _values(name: str, metavar: str | tuple[str, ...] | None) -> str:
-    limits = OPTIONS[name].limits
+    limits = OPTIONS[name].type.limits
     values = "switch" if metavar is None else _escape(f"`{metavar}`")
     return values if limits is None else f"{values} {limits}"
 

@@ -1,22 +1,30 @@
-"""Limits of numeric options, written beside the field and checked when its config is made.
+"""What the fields of a config may be, written in their annotations and checked when the config is made.
 
     lr: Annotated[float, Limits(ge=0, le=1)] = 1e-6
+    tis_mode: Literal["truncate", "clip", "mask"] = "truncate"
 
 Upper limits are far above what any real run needs: they refuse a slip of the finger before it takes all memory.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
+import types
 from dataclasses import dataclass
-from typing import Any, get_type_hints
+from numbers import Integral, Real
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from slime_tis.errors import quoted
+
+NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+"""Types of fields, and of the items of lists, in the words of messages."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The numbers that an option may be; of a list, each of its items."""
+    """The numbers that a field may be; of a list, each of its items."""
 
     ge: float | None = None
     """Smallest number."""
@@ -37,10 +45,10 @@ class Limits:
     """What to do instead, added to the message of a refusal."""
 
     def allow(self, value: float) -> bool:
-        """Whether a number lies within the limits; NaN never does."""
+        """Whether a number lies within the limits; NaN never does, and infinity only where `also` has it."""
         if value in self.also:
             return True
-        if not math.isfinite(value):
+        if not _is_finite(value):
             return False
         return not (
             (self.ge is not None and value < self.ge)
@@ -54,35 +62,109 @@ class Limits:
         if self.ge is not None and self.le is not None:
             words = f"{_plain(self.ge)} to {_plain(self.le)}"
         else:
-            lower = f"above {_plain(self.gt)}" if self.gt is not None else f"at least {_plain(self.ge or 0)}"
-            upper = f"below {_plain(self.lt)}" if self.lt is not None else f"at most {_plain(self.le or 0)}"
-            words = f"{lower} and {upper}"
+            bounds = {"above": self.gt, "at least": self.ge, "at most": self.le, "below": self.lt}
+            words = " and ".join(f"{word} {_plain(bound)}" for word, bound in bounds.items() if bound is not None)
+            words += " and finite" if self.le is None and self.lt is None else ""
         return ", or ".join([words, *map(_plain, self.also)])
 
 
-def check_limits(config: Any) -> None:
-    """Checks every field of a config that has limits.
+@dataclass(frozen=True, kw_only=True)
+class FieldType:
+    """What the annotation of a field allows."""
+
+    kind: Any
+    """bool, int, float, str, a `tuple[X, ...]` of these or a Literal; str where a union has it."""
+
+    limits: Limits | None
+    """Limits of numbers, or None."""
+
+    optional: bool
+    """Whether None is allowed."""
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The values of a Literal, empty for other types."""
+        return get_args(self.kind) if get_origin(self.kind) is Literal else ()
+
+    @property
+    def is_list(self) -> bool:
+        """Whether it is a tuple of any length."""
+        return get_origin(self.kind) is tuple
+
+    @property
+    def item(self) -> Any:
+        """Type of the items of a list; of anything else its own."""
+        return get_args(self.kind)[0] if self.is_list else self.kind
+
+    def __str__(self) -> str:
+        """The type in the words of messages: `a whole number, 1 to 4096`, `one of truncate, clip, mask`."""
+        if self.choices:
+            return "one of " + ", ".join(self.choices)
+        limits = "" if self.limits is None else f", {self.limits}"
+        return ("a list, each " if self.is_list else "") + NAMES[self.item] + limits
+
+
+@functools.cache
+def field_types(config: type) -> dict[str, FieldType]:
+    """The types and limits of a dataclass's fields, by name."""
+    hints = get_type_hints(config, include_extras=True)
+    return {field.name: _field_type(hints[field.name]) for field in dataclasses.fields(config)}
+
+
+def check_fields(config: object) -> None:
+    """Checks the switches, numbers and choices of a dataclass against the annotations of its fields.
 
     Raises:
-        ValueError: A number is out of its limits; names the flag, the number and the limits.
+        ValueError: A value is not of its type or outside of its limits; names the flag, the value and what is allowed.
     """
-    for name, limits in limits_of(type(config)).items():
+    for name, field in field_types(type(config)).items():  # type: ignore[arg-type]  # mypy: no class is hashable
         value = getattr(config, name)
-        for number in value if isinstance(value, tuple) else (value,):
-            if number is not None and not limits.allow(number):
-                hint = f"; {limits.hint}" if limits.hint else ""
-                raise ValueError(f"--{name.replace('_', '-')} is {quoted(number)} but must be {limits}{hint}.")
+        if value is None and field.optional:
+            continue
+        if field.choices and not (isinstance(value, str) and value in field.choices):
+            raise ValueError(f"{flag(name)} is {quoted(value)} but must be {field}.")
+        for item in value if field.is_list else (value,):
+            _check_item(name, field, item)
 
 
-def limits_of(config: type) -> dict[str, Limits]:
-    """The limits of a config's fields, by name, of those that have any."""
-    found = {name: find_limits(hint) for name, hint in get_type_hints(config, include_extras=True).items()}
-    return {name: limits for name, limits in found.items() if limits is not None}
+def flag(name: str) -> str:
+    """The flag of a field: `--tis-upper-bound` for tis_upper_bound."""
+    return "--" + name.replace("_", "-")
 
 
-def find_limits(hint: Any) -> Limits | None:
-    """The limits in `Annotated[…, Limits(…)]`, or None."""
-    return next((extra for extra in getattr(hint, "__metadata__", ()) if isinstance(extra, Limits)), None)
+def _check_item(name: str, field: FieldType, value: Any) -> None:
+    if not _has_type(value, field.item):
+        raise ValueError(f"{flag(name)} is {quoted(value)} but must be {field}.")
+    if field.limits is not None and not field.limits.allow(value):
+        hint = f"; {field.limits.hint}" if field.limits.hint else ""
+        raise ValueError(f"{flag(name)} is {quoted(value)} but must be {field.limits}{hint}.")
+
+
+def _has_type(value: Any, kind: Any) -> bool:
+    """Whether a value is the switch or the number that it has to be; True for other types."""
+    if kind is bool:
+        return isinstance(value, bool)
+    if kind in (int, float):
+        return isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
+    return True
+
+
+def _field_type(hint: Any) -> FieldType:
+    limits = None
+    if get_origin(hint) is Annotated:
+        limits = next((extra for extra in hint.__metadata__ if isinstance(extra, Limits)), None)
+        hint = get_args(hint)[0]
+    parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    kinds = [part for part in parts if part is not type(None)]
+    return FieldType(kind=str if str in kinds else kinds[0], limits=limits, optional=len(kinds) < len(parts))
+
+
+def _is_finite(value: float) -> bool:
+    """Whether a number is one that a float can be."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number of hundreds of digits
+        return False
 
 
 def _plain(number: float) -> str:

@@ -2,11 +2,11 @@
 
 import math
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import pytest
 
-from slime_tis.limits import Limits, check_limits, limits_of
+from slime_tis.limits import Limits, check_fields, field_types, flag
 
 INFINITE, NAN = math.inf, math.nan
 
@@ -17,6 +17,8 @@ CASES = [
     (Limits(gt=0, lt=1), "above 0 and below 1", [1e-300, 0.999], [0, 1, NAN]),
     (Limits(gt=0, le=1), "above 0 and at most 1", [1], [0, 1.0001]),
     (Limits(ge=0, lt=1), "at least 0 and below 1", [0], [1, -1e-300]),
+    (Limits(gt=0), "above 0 and finite", [1e-300, 1e300], [0, INFINITE, NAN, 10**400]),
+    (Limits(gt=1), "above 1 and finite", [1.001], [1, INFINITE]),
     (
         Limits(gt=0, le=9, also=(INFINITE,)),
         "above 0 and at most 9, or inf",
@@ -37,16 +39,61 @@ def test_limits(limits: Limits, words: str, inside: list[float], outside: list[f
 class Sizes:
     width: Annotated[int, Limits(ge=1, le=9, hint="3 is customary")] = 1
     ids: Annotated[tuple[int, ...] | None, Limits(ge=0, le=7)] = None
+    scale: Annotated[float, Limits(gt=0)] = 1.0
+    shape: Literal["square", "round"] = "square"
+    edge: Literal["thin", "thick"] | None = None
+    filled: bool = False
     name: str = ""
 
     def __post_init__(self) -> None:
-        check_limits(self)
+        check_fields(self)
 
 
-def test_a_config_checks_its_fields_and_each_item_of_a_list() -> None:
-    assert set(limits_of(Sizes)) == {"width", "ids"}
-    Sizes(width=9, ids=(0, 7))
-    with pytest.raises(ValueError, match=r"^--width is 10 but must be 1 to 9; 3 is customary\.$"):
-        Sizes(width=10)
-    with pytest.raises(ValueError, match=r"^--ids is 8 but must be 0 to 7\.$"):
-        Sizes(ids=(0, 8))
+REFUSED = {
+    "above": ({"width": 10}, "--width is 10 but must be 1 to 9; 3 is customary."),
+    "item of a list": ({"ids": (0, 8)}, "--ids is 8 but must be 0 to 7."),
+    "infinite": ({"scale": INFINITE}, "--scale is inf but must be above 0 and finite."),
+    "not whole": ({"width": 2.0}, "--width is 2.0 but must be a whole number, 1 to 9."),
+    "switch for a number": ({"scale": True}, "--scale is True but must be a number, above 0 and finite."),
+    "text for a number": ({"scale": "1"}, "--scale is '1' but must be a number, above 0 and finite."),
+    "number for a switch": ({"filled": 1}, "--filled is 1 but must be true or false."),
+    "unset": ({"width": None}, "--width is None but must be a whole number, 1 to 9."),
+    "other choice": ({"shape": "oval"}, "--shape is 'oval' but must be one of square, round."),
+    "list for a choice": ({"edge": ["thin"]}, "--edge is ['thin'] but must be one of thin, thick."),
+    "unset choice": ({"shape": None}, "--shape is None but must be one of square, round."),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_config_refuses_what_its_annotations_exclude(case: str) -> None:
+    values, message = REFUSED[case]
+    with pytest.raises(ValueError) as error:
+        Sizes(**values)
+    assert str(error.value) == message
+
+
+ACCEPTED: list[dict[str, Any]] = [
+    {},
+    {"width": 9, "ids": (0, 7), "scale": 2},
+    {"ids": None, "edge": None},
+    {"shape": "round", "edge": "thick", "filled": True},
+]
+
+
+@pytest.mark.parametrize("values", ACCEPTED, ids=str)
+def test_a_config_takes_what_its_annotations_allow(values: dict[str, Any]) -> None:
+    assert {name: getattr(Sizes(**values), name) for name in values} == values
+
+
+def test_the_types_of_fields() -> None:
+    found = field_types(Sizes)
+    assert [str(found[name]) for name in ("width", "ids", "shape", "filled", "name")] == [
+        "a whole number, 1 to 9",
+        "a list, each a whole number, 0 to 7",
+        "one of square, round",
+        "true or false",
+        "text",
+    ]
+    assert found["edge"].optional and found["edge"].choices == ("thin", "thick")
+    assert found["ids"].is_list and found["ids"].item is int
+    assert flag("use_tis") == "--use-tis"

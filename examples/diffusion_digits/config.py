@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal
 
 from slime_tis.cli.command_line import (
     CORRECTION_ALIASES,
@@ -13,7 +13,6 @@ from slime_tis.cli.command_line import (
     CommandLine,
     SourceConfig,
     build,
-    flag,
     make_parser,
     merge_sources,
     read_flags,
@@ -21,6 +20,7 @@ from slime_tis.cli.command_line import (
 )
 from slime_tis.cli.options import declare_options
 from slime_tis.correction.config import RolloutCorrectionConfig
+from slime_tis.limits import Limits, check_fields
 from slime_tis.reporting.config import ReportingConfig
 
 PIXELS = 64
@@ -34,74 +34,69 @@ class DigitsConfig:
     seed: int = 0
     """Seed of everything: data split, captions, weights, noise."""
 
-    hidden_size: int = 256
+    hidden_size: Annotated[int, Limits(ge=1)] = 256
     """Width of the velocity model."""
 
-    layers: int = 3
+    layers: Annotated[int, Limits(ge=1)] = 3
     """Residual blocks of the velocity model."""
 
-    pretrain_steps: int = 600
+    pretrain_steps: Annotated[int, Limits(ge=1)] = 600
     """Flow-matching steps before reinforcement learning."""
 
-    caption_noise: float = 0.5
+    caption_noise: Annotated[float, Limits(ge=0, le=1)] = 0.5
     """Share of the images that flow matching sees with a caption drawn at random, as captions off the web are."""
 
-    judge_steps: int = 400
+    judge_steps: Annotated[int, Limits(ge=1)] = 400
     """Training steps of each classifier."""
 
-    num_rollout: int = 100
+    num_rollout: Annotated[int, Limits(ge=1)] = 100
     """Rollouts of the whole run."""
 
-    rollout_batch_size: int = 16
+    rollout_batch_size: Annotated[int, Limits(ge=1)] = 16
     """Digits asked for in a rollout."""
 
-    n_samples_per_prompt: int = 16
+    n_samples_per_prompt: Annotated[int, Limits(ge=1)] = 16
     """Images of each digit asked for; their rewards are compared with each other."""
 
-    num_steps_per_rollout: int = 1
+    num_steps_per_rollout: Annotated[int, Limits(ge=1)] = 1
     """Optimizer steps per rollout; each trains on a share of the trajectories."""
 
-    sde_steps: int = 10
+    sde_steps: Annotated[int, Limits(ge=1)] = 10
     """Steps of the SDE sampler."""
 
-    noise_level: float = 0.7
+    noise_level: Annotated[float, Limits(gt=0)] = 0.7
     """Noise level a of the SDE sampler; more of it explores more."""
 
     rollout_precision: Literal["fp32", "bf16", "fp8"] = "fp32"
     """Precision of the copy that samples: fp32, bf16 (weights and arithmetic) or fp8 (weights)."""
 
-    update_weights_interval: int = 1
+    update_weights_interval: Annotated[int, Limits(ge=1)] = 1
     """Rollouts that the copy keeps its weights for."""
 
     log_ratio_scale: Literal["sum", "mean"] = "sum"
     """Scale of the log-ratios that are corrected: that of the step's density (sum over pixels), or its 64th root
     (mean), which the loss is trained on and which bounds hardly ever reach."""
 
-    lr: float = 3e-4
+    lr: Annotated[float, Limits(gt=0)] = 3e-4
     """Learning rate of reinforcement learning, Adam."""
 
-    clip_grad: float = 1.0
+    clip_grad: Annotated[float, Limits(gt=0)] = 1.0
     """Largest norm of the gradient of a step."""
 
-    eps_clip: float = 3e-3
+    eps_clip: Annotated[float, Limits(gt=0)] = 3e-3
     """Clip range of the ratio, a distance from 1, on the scale of means over pixels."""
 
-    eval_interval: int = 10
+    eval_interval: Annotated[int, Limits(ge=1)] = 10
     """Rollouts between evaluations; the first and the last are evaluated in any case."""
 
-    eval_samples: int = 30
+    eval_samples: Annotated[int, Limits(ge=1)] = 30
     """Images of each digit that an evaluation samples."""
 
     compare_with: str | None = None
     """Run directory of another run, to be drawn beside this one."""
 
     def __post_init__(self) -> None:
-        for name, kind in get_type_hints(type(self)).items():
-            value = getattr(self, name)
-            if kind in (int, float) and not value > 0 and name not in ("seed", "caption_noise"):
-                raise ValueError(f"{flag(name)} is {value} but must be above 0.")
-        if not 0.0 <= self.caption_noise <= 1.0:
-            raise ValueError(f"--caption-noise is {self.caption_noise} but must lie between 0 and 1.")
+        check_fields(self)
         if self.n_samples_per_prompt < 2:
             raise ValueError(
                 f"--n-samples-per-prompt is {self.n_samples_per_prompt} but the images of a digit are compared with "

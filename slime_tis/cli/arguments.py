@@ -23,7 +23,6 @@ from slime_tis.cli.command_line import (
     Flags,
     SourceConfig,
     build,
-    flag,
     make_parser,
     merge_sources,
     read_flags,
@@ -38,7 +37,7 @@ from slime_tis.cli.verl_options import is_override
 from slime_tis.correction.config import RolloutCorrectionConfig
 from slime_tis.correction.criteria import Criterion
 from slime_tis.errors import quoted, quoted_path
-from slime_tis.limits import Limits, check_limits
+from slime_tis.limits import Limits, check_fields, flag
 from slime_tis.megatron.config import MegatronConfig
 from slime_tis.megatron.environment import read_environment
 from slime_tis.policy.config import PolicyConfig
@@ -81,7 +80,7 @@ class LoopConfig:
     """File that samples are read from, not generated; {rollout_id} in it becomes the rollout's number."""
 
     def __post_init__(self) -> None:
-        check_limits(self)
+        check_fields(self)
         if self.num_rollout is None and self.num_epoch is None:
             raise ValueError("--num-rollout is unset and so is --num-epoch; add one of them to bound the run.")
         if self.num_rollout is not None and self.num_epoch is not None:

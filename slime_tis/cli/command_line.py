@@ -13,21 +13,14 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, get_origin
+from typing import Any, NoReturn, TypeVar
 
 from slime_tis.cli.options import Given, Option, Source, nearest, read_given
 from slime_tis.cli.verl_options import CORRECTION, split_overrides
 from slime_tis.cli.yaml_options import read_yaml
-from slime_tis.correction.config import (
-    LEVELS,
-    MODES,
-    NONFINITE_POLICIES,
-    NORMALIZERS,
-    OLD_LOGPROBS,
-    POLICY_LOSSES,
-)
 from slime_tis.correction.presets import PRESETS, preset_values
 from slime_tis.errors import quoted
+from slime_tis.limits import flag
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,17 +131,6 @@ Those after a bar will do, but are not what --help and messages suggest: a custo
 bypass the weights are measured, though the loss has no use for them, so their level and bound have an effect.
 """
 
-CORRECTION_CHOICES: dict[str, Sequence[str]] = {
-    "tis_mode": MODES,
-    "tis_level": LEVELS,
-    "rs_level": LEVELS,
-    "rejection_normalizer": NORMALIZERS,
-    "nonfinite_policy": NONFINITE_POLICIES,
-    "old_logprobs": OLD_LOGPROBS,
-    "policy_loss": POLICY_LOSSES,
-}
-"""What --help shows as the values of options whose type is text and whose config checks them."""
-
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
@@ -187,13 +169,13 @@ def make_parser(line: CommandLine, *, prog: str, usage: str, description: str) -
 def _add_flag(group: argparse._ArgumentGroup, line: CommandLine, option: Option) -> None:
     names = [option.name, *(old for old, new in line.aliases.items() if new == option.name)]
     text = f"{option.help} ({'; '.join(help_notes(line, option))})".replace("%", "%%")
-    if option.kind is bool:
+    if option.type.kind is bool:
         _add_switch(group, option, names, text)
         return
     group.add_argument(
         *map(flag, names),
         dest=option.name,
-        nargs="+" if get_origin(option.kind) is tuple else None,
+        nargs="+" if option.type.is_list else None,
         metavar=_metavar(line, option),
         help=text,
     )
@@ -212,17 +194,16 @@ def help_notes(line: CommandLine, option: Option) -> list[str]:
     needs = needs_of(line, option.name)
     return [
         option.default_text,
-        *([] if option.limits is None else [str(option.limits)]),
+        *([] if option.type.limits is None else [str(option.type.limits)]),
         *([f"needs {_alternatives(needs)}"] if needs else []),
     ]
 
 
 def _metavar(line: CommandLine, option: Option) -> str:
-    choices = option.choices or CORRECTION_CHOICES.get(option.name)
-    if choices:
-        return "{" + ",".join(choices) + "}"
+    if option.type.choices:
+        return "{" + ",".join(option.type.choices) + "}"
     named = (metavar for metavar, names in line.metavars.items() if option.name in names.split())
-    return next(named, "X" if option.kind in (float, str) else "N")
+    return next(named, "X" if option.type.kind in (float, str) else "N")
 
 
 def read_flags(line: CommandLine, parser: argparse.ArgumentParser, argv: Sequence[str]) -> Flags:
@@ -386,8 +367,3 @@ def build(config: type[Room], values: Mapping[str, Any]) -> Room:
     """A config from those of the values that are its fields."""
     names = [field.name for field in dataclasses.fields(config) if field.name in values]  # type: ignore[arg-type]
     return config(**{name: values[name] for name in names})
-
-
-def flag(name: str) -> str:
-    """The flag of an option."""
-    return "--" + name.replace("_", "-")

@@ -12,15 +12,14 @@ import inspect
 import itertools
 import math
 import re
-import types
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, dataclass
 from enum import IntEnum
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
 from slime_tis.errors import quoted
-from slime_tis.limits import Limits, find_limits
+from slime_tis.limits import FieldType, field_types
 
 SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 SHORT = 250
@@ -71,29 +70,21 @@ class Option:
     name: str
     """Name of the field."""
 
-    kind: Any
-    """Type of the field without None: a key of KINDS or a Literal."""
+    type: FieldType
+    """What the field allows."""
 
     default: Any
     """Default of the field; dataclasses.MISSING where some source has to give it."""
 
-    limits: Limits | None
-    """The numbers that it may be; None where it is no number, or its config checks it."""
-
     help: str
     """The docstring under the field, on one line."""
-
-    @property
-    def choices(self) -> tuple[str, ...]:
-        """The values allowed, empty where any value of the kind is."""
-        return get_args(self.kind) if get_origin(self.kind) is Literal else ()
 
     @property
     def default_text(self) -> str:
         """The default in the words of --help."""
         if self.default is MISSING:
             return "required"
-        if self.kind is bool:
+        if self.type.kind is bool:
             return f"default: {'on' if self.default else 'off'}"
         return "default: unset" if self.default is None else f"default: {self.default}"
 
@@ -106,16 +97,10 @@ def declare_options(configs: Sequence[type]) -> dict[str, Option]:
     """
     options = {}
     for config in configs:
-        hints, docs = get_type_hints(config, include_extras=True), _field_docs(config)
+        types, docs = field_types(config), _field_docs(config)
         for field in dataclasses.fields(config):
-            hint = hints[field.name]
-            limits = find_limits(hint)
             options[field.name] = Option(
-                name=field.name,
-                kind=_without_none(hint if limits is None else get_args(hint)[0]),
-                default=field.default,
-                limits=limits,
-                help=docs[field.name],
+                name=field.name, type=types[field.name], default=field.default, help=docs[field.name]
             )
     return options
 
@@ -145,16 +130,16 @@ def read_value(label: str, option: Option, value: Any) -> Any:
     """
     if is_unset(value):
         if option.default is MISSING:
-            raise ValueError(f"{label} is unset but must be {_wanted(option)}.")
+            raise ValueError(f"{label} is unset but must be {option.type}.")
         return option.default
     if _is_blank(value):
-        raise ValueError(f"{label} is empty but must be {_wanted(option)}; write none to unset it.")
+        raise ValueError(f"{label} is empty but must be {option.type}; write none to unset it.")
     try:
-        return _read_kind(option, value)
+        return _read_kind(option.type, value)
     except _UnfitText as error:
         raise ValueError(f"{label} is {quoted(value)} but {error}.") from None
     except ValueError:
-        raise ValueError(f"{label} is {quoted(value)} but must be {_wanted(option)}.") from None
+        raise ValueError(f"{label} is {quoted(value)} but must be {option.type}.") from None
 
 
 def is_unset(value: Any) -> bool:
@@ -240,26 +225,25 @@ def _is_blank(value: Any) -> bool:
     return not items or any(isinstance(item, str) and not item.strip() for item in items)
 
 
-def _read_kind(option: Option, value: Any) -> Any:
-    if get_origin(option.kind) is tuple:
-        return _read_list(option.kind, value)
+def _read_kind(kind: FieldType, value: Any) -> Any:
+    if kind.is_list:
+        return _read_list(kind.item, value)
     if not isinstance(value, str):
         raise ValueError(value)
-    if option.choices:
-        if value not in option.choices:
+    if kind.choices:
+        if value not in kind.choices:
             raise ValueError(value)
         return value
-    return READERS[option.kind](value)
+    return READERS[kind.kind](value)
 
 
-def _read_list(kind: Any, value: Any) -> tuple[Any, ...]:
-    read_item = READERS[get_args(kind)[0]]
+def _read_list(item: Any, value: Any) -> tuple[Any, ...]:
     if isinstance(value, dict):
         value = [part for pair in value.items() for part in pair]
-    items = [value] if isinstance(value, str) else value
-    if not all(isinstance(item, str) for item in items):
+    texts = [value] if isinstance(value, str) else value
+    if not all(isinstance(text, str) for text in texts):
         raise ValueError(value)
-    return tuple(read_item(item) for item in items)
+    return tuple(READERS[item](text) for text in texts)
 
 
 def _read_int(text: str) -> int:
@@ -286,24 +270,6 @@ def _read_text(text: str) -> str:
 
 
 READERS: dict[Any, Callable[[str], Any]] = {bool: read_switch, int: _read_int, float: _read_float, str: _read_text}
-WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-
-
-def _wanted(option: Option) -> str:
-    if option.choices:
-        return "one of " + ", ".join(option.choices)
-    limits = "" if option.limits is None else f", {option.limits}"
-    if get_origin(option.kind) is tuple:
-        return f"a list, each {WORDS[get_args(option.kind)[0]]}{limits}"
-    return WORDS[option.kind] + limits
-
-
-def _without_none(hint: Any) -> Any:
-    """The type that text is read as, None aside; text itself where the hint has str."""
-    if get_origin(hint) not in (Union, types.UnionType):
-        return hint
-    kinds = [part for part in get_args(hint) if part is not type(None)]
-    return str if str in kinds else kinds[0]
 
 
 def _field_docs(config: type) -> dict[str, str]:

@@ -234,8 +234,8 @@ def _port_own(flag: UnknownFlag, given: Mapping[str, UnknownFlag], vocabulary: V
 
 def _problem(flag: UnknownFlag, option: Option) -> str:
     """Why the option does not take the flag's values; empty where it does."""
-    values: Any = list(flag.values) if str(option.kind).startswith("tuple") else " ".join(flag.values)
-    if option.kind is bool:
+    values: Any = list(flag.values) if option.type.is_list else " ".join(flag.values)
+    if option.type.kind is bool:
         return f"{_shown(flag)}: it is a switch." if flag.values else ""
     try:
         read_value(flag.name, option, values)

@@ -1,12 +1,12 @@
 """Options of the rollout correction: one frozen dataclass, validated when it is made."""
 
 import math
-import sys
-from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, get_args
 
-from slime_tis.correction.criteria import LEVEL_AGGREGATION, TOKEN_AGGREGATIONS, Criterion, parse_criteria, shown
+from slime_tis.correction.criteria import LEVEL_AGGREGATION, TOKEN_AGGREGATIONS, Criterion, parse_criteria
 from slime_tis.correction.presets import PRESETS, preset_values
+from slime_tis.limits import Limits, check_fields, flag
 
 Level = Literal["token", "sequence", "geometric", "prefix", "segment"]
 Mode = Literal["truncate", "clip", "mask"]
@@ -16,11 +16,6 @@ OldLogprobs = Literal["recompute", "interpolate"]
 PolicyLoss = Literal["ppo", "cispo", "gspo", "reinforce"]
 
 LEVELS: tuple[Level, ...] = get_args(Level)
-MODES: tuple[Mode, ...] = get_args(Mode)
-NORMALIZERS: tuple[Normalizer, ...] = get_args(Normalizer)
-NONFINITE_POLICIES: tuple[NonfinitePolicy, ...] = get_args(NonfinitePolicy)
-OLD_LOGPROBS: tuple[OldLogprobs, ...] = get_args(OldLogprobs)
-POLICY_LOSSES: tuple[PolicyLoss, ...] = get_args(PolicyLoss)
 SEQUENCE_LEVELS = ("geometric", "sequence")
 """Levels at which a sequence has one ratio."""
 RATIO_LOSSES = ("ppo", "cispo", "gspo")
@@ -38,9 +33,9 @@ class RolloutCorrectionConfig:
     tis_level: Level = "token"
     """How log-ratios become a log-weight: token, sequence (sum), geometric (mean), prefix (sum up to the
     token), segment (sum over a turn)."""
-    tis_lower_bound: float | None = None
+    tis_lower_bound: Annotated[float | None, Limits(gt=0)] = None
     """Lower bound of the weight; 1/upper when None."""
-    tis_upper_bound: float = 2.0
+    tis_upper_bound: Annotated[float, Limits(gt=0)] = 2.0
     """Upper bound of the weight."""
     tis_batch_normalize: bool = False
     """Divide the bounded weights by their mean over the global batch."""
@@ -48,22 +43,22 @@ class RolloutCorrectionConfig:
     """Reject tokens or sequences whose ratio is out of bounds (`--use-rs`)."""
     rs_level: Level = "token"
     """Level of the rejected ratio, as `tis_level`."""
-    rs_lower_bound: float | None = None
+    rs_lower_bound: Annotated[float | None, Limits(gt=0)] = None
     """Lower bound for rejection; 1/`rs_upper_bound`, or the weight's lower bound when neither is given."""
-    rs_upper_bound: float | None = None
+    rs_upper_bound: Annotated[float | None, Limits(gt=0)] = None
     """Upper bound for rejection; `tis_upper_bound` when None."""
-    rs_z_score: float | None = None
+    rs_z_score: Annotated[float | None, Limits(gt=0)] = None
     """Reject a sequence whose log-ratio is more than this many standard deviations from its mean, both of them from
     its length and the k3 of the global batch; 3 for example. In place of the bounds, at level geometric or
     sequence; off when None."""
-    rs_target_fraction: float | None = None
+    rs_target_fraction: Annotated[float | None, Limits(gt=0, lt=1, hint="0.02 is customary")] = None
     """Reject this share of the sequences of the global batch, those with the largest z-scores; 0.02 for example. In
     place of the bounds, as `rs_z_score`; off when None."""
-    rs_veto_threshold: float | None = None
+    rs_veto_threshold: Annotated[float | None, Limits(gt=0, lt=1, hint="1e-4 is customary")] = None
     """Reject a sequence with any token ratio below this (1e-4 to 1e-6); off when None."""
-    rs_veto_upper_threshold: float | None = None
+    rs_veto_upper_threshold: Annotated[float | None, Limits(gt=1, hint="100 is customary")] = None
     """Reject a sequence with any token ratio above this (for example 100); off when None."""
-    rs_second_moment_bound: float | None = None
+    rs_second_moment_bound: Annotated[float | None, Limits(gt=0)] = None
     """Drop the tokens of the global batch with the largest Δ² until the mean Δ² of the rest is at most this; off
     when None."""
     rollout_rs: str | None = None
@@ -84,42 +79,8 @@ class RolloutCorrectionConfig:
     """Measure the mismatch even where nothing is corrected; the loss is left untouched."""
 
     def __post_init__(self) -> None:
-        self._check_choices()
-        self._check_numbers()
+        check_fields(self)
         self._check_combinations()
-
-    def _check_choices(self) -> None:
-        choices = {
-            "tis_mode": MODES,
-            "tis_level": LEVELS,
-            "rs_level": LEVELS,
-            "rejection_normalizer": NORMALIZERS,
-            "nonfinite_policy": NONFINITE_POLICIES,
-            "old_logprobs": OLD_LOGPROBS,
-            "policy_loss": POLICY_LOSSES,
-        }
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                value = shown(getattr(self, name))
-                raise ValueError(f"{_flag(name)} is {value}; choose one of {', '.join(allowed)}.")
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.type is bool and not isinstance(value, bool):
-                raise ValueError(f"{_flag(field.name)} is {shown(value)}; give True or False.")
-
-    def _check_numbers(self) -> None:
-        for field in fields(self):
-            if not field.name.endswith(("_bound", "_threshold", "_z_score", "_target_fraction")):
-                continue
-            if field.name == "rollout_rs_threshold":
-                continue
-            value = getattr(self, field.name)
-            if value is None and field.default is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise ValueError(f"{_flag(field.name)} is {shown(value)}; give a number.")
-            if not 0 < value <= sys.float_info.max:
-                raise ValueError(f"{_flag(field.name)} is {shown(value)}; give a finite number above 0.")
 
     def _check_combinations(self) -> None:
         lower, upper = self.is_bounds
@@ -127,18 +88,12 @@ class RolloutCorrectionConfig:
             raise ValueError(
                 f"--tis-lower-bound {lower} is not below --tis-upper-bound {upper}; lower it or raise the upper bound."
             )
-        if self.rs_veto_threshold is not None and self.rs_veto_threshold >= 1:
-            raise ValueError(f"--rs-veto-threshold is {self.rs_veto_threshold}; give a ratio below 1, such as 1e-4.")
-        if self.rs_veto_upper_threshold is not None and self.rs_veto_upper_threshold <= 1:
-            raise ValueError(
-                f"--rs-veto-upper-threshold is {self.rs_veto_upper_threshold}; give a ratio above 1, such as 100."
-            )
         self._check_adaptive()
         for criterion in self.rejections:
             if criterion.lower is not None and criterion.lower >= criterion.upper:
-                flag = "--rs-lower-bound" if criterion.name in LEVELS else "--rollout-rs-threshold"
+                option = "--rs-lower-bound" if criterion.name in LEVELS else "--rollout-rs-threshold"
                 raise ValueError(
-                    f"{flag}: the lower bound {criterion.lower} of {criterion.name} is not below "
+                    f"{option}: the lower bound {criterion.lower} of {criterion.name} is not below "
                     f"its upper bound {criterion.upper}; lower it or raise the upper bound."
                 )
         if self.use_tis and self.use_rollout_logprobs and self.policy_loss in RATIO_LOSSES:
@@ -159,22 +114,18 @@ class RolloutCorrectionConfig:
             return
         if len(given) > 1:
             raise ValueError("--rs-z-score and --rs-target-fraction both say what is rejected; drop one of them.")
-        flag = _flag(given[0])
+        option = flag(given[0])
         fixed = [name for name in ("rs_lower_bound", "rs_upper_bound") if getattr(self, name) is not None]
         if fixed:
-            raise ValueError(
-                f"{flag} stands in place of fixed bounds; drop {' and '.join(map(_flag, fixed))}, or {flag}."
-            )
+            raise ValueError(f"{option} replaces fixed bounds; drop {' and '.join(map(flag, fixed))}, or {option}.")
         if not self.use_rs:
-            raise ValueError(f"{flag} acts on the rejection of --use-rs, which is off; add --use-rs, or drop {flag}.")
+            raise ValueError(
+                f"{option} acts on the rejection of --use-rs, which is off; add --use-rs, or drop {option}."
+            )
         if self.rs_level not in SEQUENCE_LEVELS:
             raise ValueError(
-                f"{flag} judges whole sequences but --rs-level is {self.rs_level}; "
+                f"{option} judges whole sequences but --rs-level is {self.rs_level}; "
                 f"choose --rs-level {' or '.join(SEQUENCE_LEVELS)}."
-            )
-        if self.rs_target_fraction is not None and self.rs_target_fraction >= 1:
-            raise ValueError(
-                f"--rs-target-fraction is {self.rs_target_fraction}; give a share of the sequences, such as 0.02."
             )
 
     @property
@@ -259,7 +210,3 @@ class RolloutCorrectionConfig:
         if name not in PRESETS:
             raise ValueError(f"--rollout-correction-preset is {name!r}; choose one of {', '.join(PRESETS)}.")
         return cls(**{**preset_values(name, overrides), **overrides})
-
-
-def _flag(field: str) -> str:
-    return "--" + field.replace("_", "-")

@@ -5,11 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from slime_tis.limits import Limits, check_limits
-
-LR_DECAY_STYLES = ("constant", "linear", "cosine")
-RECOMPUTE_GRANULARITIES = ("full", "selective")
-RECOMPUTE_METHODS = ("uniform", "block")
+from slime_tis.limits import Limits, check_fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +117,7 @@ class MegatronConfig:
     """CPU threads of each process; unset means torch's own choice."""
 
     def __post_init__(self) -> None:
-        check_limits(self)
+        check_fields(self)
         _check_optimizer(self)
         _check_batching(self)
         _check_recomputation(self)
@@ -140,12 +136,6 @@ class MegatronConfig:
 def _check_optimizer(config: MegatronConfig) -> None:
     if config.min_lr > config.lr:
         raise ValueError(f"--min-lr is {config.min_lr} but must not exceed --lr, which is {config.lr}.")
-    if config.nonfinite_gradient not in ("stop", "skip"):
-        raise ValueError(f"--nonfinite-gradient is {config.nonfinite_gradient!r} but must be one of stop, skip.")
-    if config.lr_decay_style not in LR_DECAY_STYLES:
-        raise ValueError(
-            f"--lr-decay-style is {config.lr_decay_style!r} but must be one of {', '.join(LR_DECAY_STYLES)}."
-        )
 
 
 def _check_batching(config: MegatronConfig) -> None:
@@ -159,16 +149,9 @@ def _check_batching(config: MegatronConfig) -> None:
 
 
 def _check_recomputation(config: MegatronConfig) -> None:
-    granularity = config.recompute_granularity
-    if granularity is not None and granularity not in RECOMPUTE_GRANULARITIES:
-        raise ValueError(
-            f"--recompute-granularity is {granularity!r} but must be one of {', '.join(RECOMPUTE_GRANULARITIES)}."
-        )
-    if config.recompute_method is not None and config.recompute_method not in RECOMPUTE_METHODS:
-        raise ValueError(
-            f"--recompute-method is {config.recompute_method!r} but must be one of {', '.join(RECOMPUTE_METHODS)}."
-        )
-    if granularity == "full" and (config.recompute_method is None or config.recompute_num_layers is None):
+    if config.recompute_granularity == "full" and (
+        config.recompute_method is None or config.recompute_num_layers is None
+    ):
         raise ValueError(
             "--recompute-granularity is 'full' but --recompute-method or --recompute-num-layers is unset; "
             "add both, for example --recompute-method uniform --recompute-num-layers 1."

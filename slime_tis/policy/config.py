@@ -6,13 +6,11 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from slime_tis.limits import Limits, check_limits
+from slime_tis.limits import Limits, check_fields
 
-ADVANTAGE_ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus_baseline")
 OPSM_DELTAS = {"rollout": 0.1, "old": 1e-4}
 """Customary bound for each policy, in nats per token. The noise of the engines alone makes T tokens differ from the
 rollout policy by k3 ± √(2·k3/T), with fp8 weights by 0.02 ± 0.01 at 300 tokens, and by nothing from the old one."""
-KL_LOSS_TYPES = ("k1", "k2", "k3", "low_var_kl")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,15 +68,7 @@ class PolicyConfig:
     """Keep rejected samples out of their group's mean and deviation; takes a forward pass before training."""
 
     def __post_init__(self) -> None:
-        check_limits(self)
-        for flag, value, known in (
-            ("--advantage-estimator", self.advantage_estimator, ADVANTAGE_ESTIMATORS),
-            ("--kl-loss-type", self.kl_loss_type, KL_LOSS_TYPES),
-        ):
-            if value not in known:
-                raise ValueError(f"{flag} is {value!r} but must be one of {', '.join(known)}.")
-        if self.opsm_policy not in OPSM_DELTAS:
-            raise ValueError(f"--opsm-policy is {self.opsm_policy!r} but must be one of {', '.join(OPSM_DELTAS)}.")
+        check_fields(self)
 
     @property
     def clip_high(self) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Literal
 
-WANDB_MODES = ("online", "offline", "disabled")
+from slime_tis.limits import check_fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +48,7 @@ class ReportingConfig:
     """Progress bar on stderr, where that is a terminal."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if not self.output_dir:
             raise ValueError("--output-dir is empty but must name a directory, for example runs/latest.")
         for flag, name in (
@@ -64,5 +65,3 @@ class ReportingConfig:
         ):
             if used and importlib.util.find_spec(package) is None:
                 raise ValueError(f"{flag} is on but {package} is not installed; run pip install {package}.")
-        if self.wandb_mode is not None and self.wandb_mode not in WANDB_MODES:
-            raise ValueError(f"--wandb-mode is {self.wandb_mode!r} but must be one of {', '.join(WANDB_MODES)}.")

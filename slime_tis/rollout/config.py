@@ -6,12 +6,9 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from slime_tis.errors import quoted
-from slime_tis.limits import Limits, check_limits
+from slime_tis.limits import Limits, check_fields, flag
 from slime_tis.rollout.rm_types import check_rm_type, reward_keys
 
-ROLLOUT_ENGINES = ("local", "sglang")
-ROLLOUT_PRECISIONS = ("fp32", "bf16", "fp8", "int8")
-EVAL_ENGINES = ("local", "rollout")
 GREEDY = "greedy samples of a group are all alike and teach nothing"
 
 
@@ -147,8 +144,7 @@ class RolloutConfig:
     """Leave out the evaluation before the first step."""
 
     def __post_init__(self) -> None:
-        check_limits(self)
-        _check_choices(self)
+        check_fields(self)
         _check_sampling(self)
         _check_evaluation(self)
         _check_asynchronous(self)
@@ -193,18 +189,6 @@ def _check_reward(config: RolloutConfig) -> None:
         raise ValueError(f"--rm-type {name} gives {' and '.join(keys)}; add --reward-key {keys[0]}.")
 
 
-def _check_choices(config: RolloutConfig) -> None:
-    choices = (
-        ("rollout_engine", ROLLOUT_ENGINES),
-        ("rollout_precision", ROLLOUT_PRECISIONS),
-        ("eval_engine", EVAL_ENGINES),
-    )
-    for name, known in choices:
-        value = getattr(config, name)
-        if value is not None and value not in known:
-            raise ValueError(f"{flag(name)} is {value!r} but must be one of {', '.join(known)}.")
-
-
 def _check_sampling(config: RolloutConfig) -> None:
     if config.rollout_engine == "sglang" and (config.rollout_top_p, config.rollout_top_k) != (1.0, -1):
         raise ValueError(
@@ -247,8 +231,3 @@ def _check_asynchronous(config: RolloutConfig) -> None:
             f"--rollout-lookahead is {config.rollout_lookahead} and --partial-rollout is set; leave one of them out: "
             "with rollouts in flight there are no stragglers to wait for."
         )
-
-
-def flag(name: str) -> str:
-    """The flag of an option."""
-    return "--" + name.replace("_", "-")

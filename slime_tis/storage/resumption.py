@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
+from slime_tis.limits import flag
 from slime_tis.storage.checkpoints import TRAINER_STATE, Damaged, read_state
 
 FIXED = {
@@ -102,7 +103,7 @@ def check_options(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         fixed["n_samples_per_prompt"] = "groups that are not finished have that many samples"
     for name in changed(saved, now, fixed):
         raise ValueError(
-            f"{_flag(name)} is {shown(now[name])} but the run that --load resumes has {shown(saved[name])}, "
+            f"{flag(name)} is {shown(now[name])} but the run that --load resumes has {shown(saved[name])}, "
             f"and {fixed[name]}; set it back to {shown(saved[name])} or start afresh with another --save."
         )
 
@@ -110,7 +111,7 @@ def check_options(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
 def changed_options(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """The options that differ from a checkpoint's, as one line: `--lr 0.0001 → 5e-05, …`; empty where none does."""
     names = changed(saved, now, [name for name in now if name not in NOT_SAID])
-    return ", ".join(f"{_flag(name)} {shown(saved[name])} → {shown(now[name])}" for name in names)
+    return ", ".join(f"{flag(name)} {shown(saved[name])} → {shown(now[name])}" for name in names)
 
 
 def changed(saved: Mapping[str, Any], now: Mapping[str, Any], names: Iterable[str]) -> list[str]:
@@ -132,7 +133,3 @@ def _is_of(value: Any, hint: Any) -> bool:
     if isinstance(value, bool):
         return bool in kinds
     return any(isinstance(value, (int, float) if kind is float else kind) for kind in kinds)
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

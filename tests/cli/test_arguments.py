@@ -878,9 +878,9 @@ REFUSALS = [
         "--custom-tis-function-path is 'mine.py:fn' but nothing calls it; add --use-tis, --use-rs or "
         "--get-mismatch-metrics.",
     ),
-    ("--use-tis --tis-upper-bound 0", "--tis-upper-bound is 0.0; give a finite number above 0."),
-    ("--tis-upper-bound abc", "--tis-upper-bound is 'abc' but must be a number."),
-    ("--tis-upper-bound nan", "--tis-upper-bound is 'nan' but must be a number."),
+    ("--use-tis --tis-upper-bound 0", "--tis-upper-bound is 0.0 but must be above 0 and finite."),
+    ("--tis-upper-bound abc", "--tis-upper-bound is 'abc' but must be a number, above 0 and finite."),
+    ("--tis-upper-bound nan", "--tis-upper-bound is 'nan' but must be a number, above 0 and finite."),
     ("--lr 0.5_2", "--lr is '0.5_2' but must be a number, 0 to 1."),
     ("--num-rollout 1.5", "--num-rollout is '1.5' but must be a whole number, 1 to 10000000."),
     ("--lr", "--lr expected one argument."),

@@ -6,7 +6,6 @@ import shlex
 import pytest
 
 from slime_tis.cli.arguments import ALIASES, FLAGS, OPTIONS, configure
-from slime_tis.cli.command_line import flag
 from slime_tis.cli.options import edit_distance, similar
 from slime_tis.cli.slime_flags import (
     ADVICE,
@@ -19,6 +18,7 @@ from slime_tis.cli.slime_flags import (
     checkpoint_facts,
 )
 from slime_tis.cli.unknown_flags import UnknownFlag, refusal, split_unknown_flags
+from slime_tis.limits import flag
 from slime_tis.megatron.architecture import FAMILIES
 
 KNOWN = list(map(flag, (*OPTIONS, *ALIASES)))

@@ -1,11 +1,11 @@
 """Hypothesis strategies: configurations over every combination of options, and batches of short sequences."""
 
-from typing import Any
+from typing import Any, get_args
 
 from hypothesis import strategies as st
 
 from slime_tis import RolloutCorrectionConfig
-from slime_tis.correction.config import LEVELS, MODES, NONFINITE_POLICIES, SEQUENCE_LEVELS
+from slime_tis.correction.config import LEVELS, SEQUENCE_LEVELS, Mode, NonfinitePolicy
 from slime_tis.correction.criteria import CRITERIA
 
 # Bounds between the values that Δ takes below, so that no statistic of one token lies on a bound.
@@ -22,14 +22,14 @@ ALL_BOUNDS = [*FIXED_BOUNDS, *({name: x} for name in ("rs_z_score", "rs_target_f
 @st.composite
 def configurations(draw: Any, policies: tuple[str, ...] = ("reject", "neutral")) -> RolloutCorrectionConfig:
     """Any valid combination of weights, rejection, veto, normalisation and policy for non-finite tokens."""
-    assert set(policies) <= set(NONFINITE_POLICIES)
+    assert set(policies) <= set(get_args(NonfinitePolicy))
     names = draw(st.lists(st.sampled_from(list(CRITERIA)), unique=True, max_size=3))
     lower = draw(st.sampled_from([None, 0.437, 0.811]))
     use_rs, rs_level = draw(st.booleans()), draw(st.sampled_from(LEVELS))
     bounds = draw(st.sampled_from(FIXED_BOUNDS if not use_rs or rs_level not in SEQUENCE_LEVELS else ALL_BOUNDS))
     return RolloutCorrectionConfig(
         use_tis=draw(st.booleans()),
-        tis_mode=draw(st.sampled_from(MODES)),
+        tis_mode=draw(st.sampled_from(get_args(Mode))),
         tis_level=draw(st.sampled_from(LEVELS)),
         tis_lower_bound=lower,
         tis_upper_bound=draw(st.sampled_from([1.37, 2.03])),

@@ -57,21 +57,24 @@ GEOMETRIC = {"use_rs": True, "rs_level": "geometric"}
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"tis_mode": "icepop"}, "--tis-mode is 'icepop'; choose one of truncate, clip, mask"),
-        ({"rs_level": "word"}, "--rs-level is 'word'; choose one of token, sequence, geometric, prefix, segment"),
-        ({"tis_upper_bound": 0.0}, "--tis-upper-bound is 0.0; give a finite number above 0"),
+        ({"tis_mode": "icepop"}, "--tis-mode is 'icepop' but must be one of truncate, clip, mask"),
+        ({"rs_level": "word"}, "--rs-level is 'word' but must be one of token, sequence, geometric, prefix, segment"),
+        ({"tis_upper_bound": 0.0}, "--tis-upper-bound is 0.0 but must be above 0 and finite"),
         ({"tis_upper_bound": float("inf")}, "--tis-upper-bound is inf"),
         ({"tis_upper_bound": float("nan")}, "--tis-upper-bound is nan"),
         ({"rs_lower_bound": -1.0}, "--rs-lower-bound is -1.0"),
-        ({"tis_upper_bound": "1e-4"}, "--tis-upper-bound is '1e-4'; give a number"),
-        ({"tis_upper_bound": True}, "--tis-upper-bound is True; give a number"),
+        ({"tis_upper_bound": "1e-4"}, "--tis-upper-bound is '1e-4' but must be a number"),
+        ({"tis_upper_bound": True}, "--tis-upper-bound is True but must be a number"),
         (
             {"use_tis": True, "tis_mode": "clip", "tis_lower_bound": 3.0},
             "--tis-lower-bound 3.0 is not below --tis-upper-bound 2.0",
         ),
         ({"use_rs": True, "rs_lower_bound": 2.0}, "--rs-lower-bound: the lower bound 2.0 of token is not below"),
-        ({"rs_veto_threshold": 1.5}, "--rs-veto-threshold is 1.5; give a ratio below 1"),
-        ({"rs_veto_upper_threshold": 0.5}, "--rs-veto-upper-threshold is 0.5; give a ratio above 1"),
+        ({"rs_veto_threshold": 1.5}, "--rs-veto-threshold is 1.5 but must be above 0 and below 1; 1e-4 is customary"),
+        (
+            {"rs_veto_upper_threshold": 0.5},
+            "--rs-veto-upper-threshold is 0.5 but must be above 1 and finite; 100 is customary",
+        ),
         ({"rollout_rs": "token_k4", "rollout_rs_threshold": 1}, "--rollout-rs names 'token_k4'; choose from token_k1"),
         ({"rollout_rs": "seq_max_k1", "rollout_rs_threshold": 1}, "--rollout-rs names 'seq_max_k1'"),
         ({"rollout_rs": "token_k1"}, "--rollout-rs token_k1 needs --rollout-rs-threshold"),
@@ -87,13 +90,16 @@ GEOMETRIC = {"use_rs": True, "rs_level": "geometric"}
         ({"use_rollout_logprobs": True, "old_logprobs": "interpolate"}, "--old-logprobs interpolate has no meaning"),
         ({"rs_z_score": 3.0}, "--rs-z-score acts on the rejection of --use-rs, which is off; add --use-rs, or drop"),
         ({"use_rs": True, "rs_z_score": 3.0}, "--rs-level is token; choose --rs-level geometric or sequence"),
-        ({**GEOMETRIC, "rs_z_score": 0.0}, "--rs-z-score is 0.0; give a finite number above 0"),
-        ({**GEOMETRIC, "rs_target_fraction": True}, "--rs-target-fraction is True; give a number"),
-        ({**GEOMETRIC, "rs_target_fraction": 2.0}, "--rs-target-fraction is 2.0; give a share of the sequences"),
+        ({**GEOMETRIC, "rs_z_score": 0.0}, "--rs-z-score is 0.0 but must be above 0 and finite"),
+        ({**GEOMETRIC, "rs_target_fraction": True}, "--rs-target-fraction is True but must be a number"),
+        (
+            {**GEOMETRIC, "rs_target_fraction": 2.0},
+            "--rs-target-fraction is 2.0 but must be above 0 and below 1; 0.02 is customary",
+        ),
         ({**GEOMETRIC, "rs_z_score": 3.0, "rs_target_fraction": 0.1}, "both say what is rejected; drop one of them"),
         (
             {**GEOMETRIC, "rs_z_score": 3.0, "rs_lower_bound": 0.9, "rs_upper_bound": 1.1},
-            "stands in place of fixed bounds; drop --rs-lower-bound and --rs-upper-bound, or --rs-z-score",
+            "replaces fixed bounds; drop --rs-lower-bound and --rs-upper-bound, or --rs-z-score",
         ),
     ],
 )
@@ -190,15 +196,18 @@ def test_what_needs_what(options: dict[str, Any], corrects: bool, needs: bool) -
     [
         (
             {"tis_upper_bound": 10**400},
-            "--tis-upper-bound is a whole number of 1329 bits; give a finite number above 0.",
+            f"--tis-upper-bound is 1{'0' * 59}… (401 characters) but must be above 0 and finite.",
         ),
-        ({"tis_upper_bound": None}, "--tis-upper-bound is None; give a number."),
-        ({"use_tis": "false"}, "--use-tis is 'false'; give True or False."),
+        ({"tis_upper_bound": None}, "--tis-upper-bound is None but must be a number, above 0 and finite."),
+        ({"use_tis": "false"}, "--use-tis is 'false' but must be true or false."),
         (
             {"rollout_rs": ["token_k1"]},
             "--rollout-rs is ['token_k1']; give names separated by commas: token_k1,seq_max_k3.",
         ),
-        ({"tis_mode": "x" * 1000}, f"--tis-mode is '{'x' * 79}; choose one of truncate, clip, mask."),
+        (
+            {"tis_mode": "x" * 1000},
+            f"--tis-mode is '{'x' * 59}… (1002 characters) but must be one of truncate, clip, mask.",
+        ),
     ],
     ids=["a number beyond floats", "no bound", "a word for a switch", "a list of criteria", "a long word"],
 )

@@ -14,14 +14,15 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any
 
 import pytest
 
 from slime_tis.cli import arguments
 from slime_tis.cli.arguments import ALIASES, COMMAND_LINE, NEEDS, OPTIONS, parse_args
-from slime_tis.cli.command_line import flag, needs_of
+from slime_tis.cli.command_line import needs_of
 from slime_tis.cli.options import LONGEST_TEXT, Option
+from slime_tis.limits import flag
 from tests.checkpoints import make_checkpoint
 from tests.faults.conftest import Tally
 from tests.faults.forked import run_forked
@@ -126,21 +127,21 @@ def context(name: str) -> list[str]:
 
 def kind_of(option: Option) -> Any:
     """The type of an option's value, or of the items of a list; str for one of several words."""
-    kind = get_args(option.kind)[0] if get_origin(option.kind) is tuple else option.kind
-    return str if option.choices else kind
+    kind = option.type.item
+    return str if option.type.choices else kind
 
 
 def wrong_values(option: Option) -> Iterator[str]:
     """Texts that no option of this kind takes, and numbers out of its limits."""
     yield from BLANK
     yield from WRONG[kind_of(option)]
-    if option.choices:
-        yield from ("nonsense", option.choices[0].upper(), ",".join(option.choices[:2]))
-    if option.limits is not None:
+    if option.type.choices:
+        yield from ("nonsense", option.type.choices[0].upper(), ",".join(option.type.choices[:2]))
+    if option.type.limits is not None:
         numbers = [10**18, -(10**18), 2**64, -0.001, 1e300, -1e300, 1e-300]
         if kind_of(option) is int:
             numbers = [10**18, -(10**18), 2**63, -2]
-        yield from (str(number) for number in numbers if not option.limits.allow(number))
+        yield from (str(number) for number in numbers if not option.type.limits.allow(number))
 
 
 def test_every_option_with_every_wrong_value(base: list[str], tally: Any) -> None:
@@ -171,8 +172,8 @@ def sample(option: Option) -> str:
     """A value that an option takes."""
     if option.name in SAMPLES:
         return SAMPLES[option.name]
-    if option.choices:
-        return option.choices[0]
+    if option.type.choices:
+        return option.type.choices[0]
     word = {bool: "true", int: "1", float: "0.5", str: "word"}[kind_of(option)]
     return {"tis_mode": "clip", "tis_level": "token", "rs_level": "token", "rejection_normalizer": "original"}.get(
         option.name, word

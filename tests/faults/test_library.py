@@ -8,7 +8,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 import slime_tis
 from slime_tis import RolloutCorrectionConfig, correct
-from slime_tis.correction.config import LEVELS, MODES, NONFINITE_POLICIES, NORMALIZERS
+from slime_tis.correction.config import LEVELS, Mode, NonfinitePolicy, Normalizer
 from slime_tis.correction.criteria import CRITERIA
 from slime_tis.correction.sums import stacked
 from slime_tis.integrations import verl
@@ -44,7 +44,7 @@ def make_options(rng: random.Random) -> dict[str, Any]:
     thresholds = [f"{rng.choice(BOUNDS[rng.choice((0, 8)) :])}" for _ in names]
     options = {
         "use_tis": rng.random() < 0.7,
-        "tis_mode": rng.choice(MODES),
+        "tis_mode": rng.choice(get_args(Mode)),
         "tis_level": rng.choice(LEVELS),
         "tis_lower_bound": bound(0.2),
         "tis_upper_bound": bound(1.0) if rng.random() < 0.5 else 2.0,
@@ -58,8 +58,8 @@ def make_options(rng: random.Random) -> dict[str, Any]:
         "rs_second_moment_bound": bound(0.2),
         "rollout_rs": ",".join(names) or None,
         "rollout_rs_threshold": ",".join(thresholds) or None,
-        "rejection_normalizer": rng.choice(NORMALIZERS),
-        "nonfinite_policy": rng.choice(NONFINITE_POLICIES),
+        "rejection_normalizer": rng.choice(get_args(Normalizer)),
+        "nonfinite_policy": rng.choice(get_args(NonfinitePolicy)),
         "use_rollout_logprobs": rng.random() < 0.2,
         "policy_loss": rng.choice(("ppo", "reinforce", "reinforce", "reinforce")),
         "get_mismatch_metrics": rng.random() < 0.5,

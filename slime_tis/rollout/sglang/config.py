@@ -10,12 +10,8 @@ from typing import Annotated, Literal
 from urllib.parse import SplitResult, urlsplit
 
 from slime_tis.errors import quoted
-from slime_tis.limits import Limits, check_limits
-from slime_tis.rollout.config import flag
+from slime_tis.limits import Limits, check_fields, flag
 from slime_tis.rollout.sglang.server_flags import OWN, check_server_flag
-
-WEIGHT_SYNCS = ("distributed", "disk")
-
 
 LONGEST_HOST = 253
 """Characters of a host name, by RFC 1035."""
@@ -88,10 +84,7 @@ class SGLangConfig:
     aborts where it was started with one; unset or empty means that the API key does."""
 
     def __post_init__(self) -> None:
-        check_limits(self)
-        if self.sglang_weight_sync not in WEIGHT_SYNCS:
-            known = ", ".join(WEIGHT_SYNCS)
-            raise ValueError(f"--sglang-weight-sync is {self.sglang_weight_sync!r} but must be one of {known}.")
+        check_fields(self)
         _check_sources(self)
         _check_sync_address(self)
         _check_server_args(self.sglang_server_args or ())
