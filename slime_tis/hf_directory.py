@@ -83,7 +83,7 @@ def check_generation_config(directory: str | Path, flag: str = "--hf-checkpoint"
     """Whether generation_config.json, where there is one, says what ends a response.
 
     Raises:
-        ValueError: it is no JSON object, or its eos_token_id is neither a token id nor a list of them.
+        ValueError: it is not a JSON object, or its eos_token_id is neither a token id nor a list of them.
     """
     path = Path(directory) / "generation_config.json"
     if not path.is_file():
@@ -257,7 +257,7 @@ def _indexed_files(directory: Path, index: Path) -> dict[str, Path]:
     known: dict[str, Path] = {}
     for name, file in weight_map.items():
         if not isinstance(file, str) or not file:
-            raise ValueError(f"{index} names {quoted(file)} for the tensor {quoted(name)}, which is no file name.")
+            raise ValueError(f"{index} names {quoted(file)} for the tensor {quoted(name)}, which is not a file name.")
         if file not in known:
             known[file] = _file_within(directory, index, file)
     return {name: known[file] for name, file in weight_map.items()}

@@ -72,10 +72,10 @@ def make_checkpoint(path: str | Path, family: str, *, seed: int = 0, **sizes: An
     a converter that mixes them up is found out.
 
     Args:
-      path: directory to write, made when missing.
-      family: a key of `FAMILIES`.
-      seed: of the weights.
-      **sizes: fields of the family's configuration that replace those of `SIZES`.
+        path: directory to write, made when missing.
+        family: a key of `FAMILIES`.
+        seed: of the weights.
+        **sizes: fields of the family's configuration that replace those of `SIZES`.
     """
     config_class, model_class = FAMILIES[family]
     config = config_class(

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from slime_tis.cli.main import train
 from tests.conftest import Run
-from tests.runs import ROOT, read_metrics, run_apart, run_here, training_metrics
+from tests.runs import ROOT, read_metrics, run_here, training_metrics
 
 TWO_STEPS = ("--num-rollout", "2", "--num-steps-per-rollout", "2")
 ALGORITHMS = {
@@ -274,7 +274,7 @@ BAD_DATA = {
     "not JSON": ('{"prompt": "1>", "label": "1"}\nnonsense\n', "line 2 is not JSON"),
     "missing key": ('{"label": "1"}\n', "line 1 has no key 'prompt'"),
     "empty": ("", "is empty"),
-    "too long": (json.dumps({"prompt": "1" * 200 + ">", "label": "1"}) + "\n", "leaves no room for a response"),
+    "too long": (json.dumps({"prompt": "1" * 200 + ">", "label": "1"}) + "\n", "leaves no tokens for a response"),
 }
 
 
@@ -330,7 +330,7 @@ runpy.run_path("train.py", run_name="__main__")
 def test_a_full_disk_stops_the_run_and_keeps_the_earlier_checkpoint(task: list[str], tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     flags = [*task, "--save", str(saved), "--save-interval", "1", "--num-rollout", "1"]
-    assert run_apart(flags, tmp_path / "first").returncode == 0
+    run_here(flags, tmp_path / "first")
     again = [*flags, "--load", str(saved), "--num-rollout", "2", "--output-dir", str(tmp_path / "second")]
     command = [sys.executable, "-c", ON_A_FULL_DISK, *again]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

@@ -186,7 +186,7 @@ def train_supervised(
     A step that passes over the range of greedy accuracy is taken back, and the learning rate halved.
 
     Raises:
-      RuntimeError: the accuracies are not reached.
+        RuntimeError: the accuracies are not reached.
     """
     lowest, highest = example.accuracy
     optimizer = torch.optim.AdamW(model.parameters(), lr=example.lr, betas=(0.9, 0.98), weight_decay=0.0)

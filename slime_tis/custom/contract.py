@@ -215,8 +215,8 @@ def _check_masks(name: str, masks: Any, given: list[Tensor]) -> None:
     wrong = flat[(flat != 0) & (flat != 1)]
     if len(wrong):
         raise CustomFunctionError(
-            f"{name} returned a mask with {wrong[0].item():g} in it; a mask is 1 at tokens that are kept and 0 at "
-            f"others. Weights go into pg_loss."
+            f"{name} returned a mask with {wrong[0].item():g} in it; a mask is 1 at tokens that are trained on "
+            f"and 0 at others. Weights go into pg_loss."
         )
     if ((flat != 0) & (original == 0)).any():
         raise CustomFunctionError(

@@ -32,7 +32,7 @@ class MegatronConfig:
     earlier export."""
 
     save_retain: Annotated[int, Limits(ge=1, le=1_000_000)] = 2
-    """Newest training checkpoints of the run that are kept; its older ones are removed."""
+    """Newest training checkpoints of the run to keep; its older ones are removed."""
 
     tensor_model_parallel_size: Annotated[int, Limits(ge=1, le=4_096)] = 1
     """Ranks that share every layer's matrices."""

@@ -92,7 +92,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
         return compile(rewrite(data, str(path)), path, "exec", dont_inherit=True, optimize=_optimize)
 
     def get_code(self, fullname: str) -> CodeType:
-        # Straight from the source: a cached .pyc would hold the code of the file as it stands.
+        # Straight from the source: a cached .pyc would hold the code of the file before it is rewritten.
         path = self.get_filename(fullname)
         return self.source_to_code(self.get_data(path), path)
 

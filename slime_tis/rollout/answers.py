@@ -1,4 +1,4 @@
-r"""Final answers in texts: where they stand, and whether two of them are the same.
+r"""Final answers in texts: where they are, and whether two of them are the same.
 
 Numbers are compared exactly, words as text, and everything else symbolically by math-verify.
 """

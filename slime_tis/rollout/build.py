@@ -32,15 +32,15 @@ def build_engine(
     """The engine that `--rollout-engine` names.
 
     Args:
-      config: which engine, and how it rounds.
-      sglang: its servers, where it is SGLang.
-      hf_checkpoint: the weights that it begins with.
-      tokenizer: of the checkpoint.
-      weights: the policy's present weights, for servers that come back without any; a collective.
-      weights_version: their version.
-      output_dir: where logs of servers go.
-      device: of this process.
-      safe_point: called while a rollout is sampled or waited for; raises where it is to be given up.
+        config: which engine, and how it rounds.
+        sglang: its servers, where it is SGLang.
+        hf_checkpoint: the weights that it begins with.
+        tokenizer: of the checkpoint.
+        weights: the policy's present weights, for servers that come back without any; a collective.
+        weights_version: their version.
+        output_dir: where logs of servers go.
+        device: of this process.
+        safe_point: called while a rollout is sampled or waited for; raises where it is to be given up.
     """
     if config.rollout_engine == "sglang":
         from slime_tis.rollout.sglang.engine import SGLangEngine

@@ -98,8 +98,8 @@ def gpqa(response: str, label: str, metadata: Mapping[str, Any]) -> float:
 
     The label is the letter or the text of the right option. The row's metadata may have `choices` (a list, or a mapping
     of letters to texts), `valid_letters` and `correct_letter`. The option chosen is the letter after `answer`, `option`
-    or `choice`, or before `is correct`, else the last capital letter that stands alone and is an option; where there is
-    none, the response has to contain the text of the right option.
+    or `choice`, or before `is correct`, else the last capital letter that is a word of its own and an option; where
+    there is none, the response has to contain the text of the right option.
     """
     choices = metadata.get("choices") or ()
     choices = [str(choice) for choice in (choices.values() if isinstance(choices, Mapping) else choices)]

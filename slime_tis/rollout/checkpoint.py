@@ -18,7 +18,7 @@ def load_model(path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
     """The causal language model of a directory, in evaluation mode and without gradients.
 
     Raises:
-      ValueError: no checkpoint there, or one of an architecture that transformers does not know.
+        ValueError: no checkpoint there, or one of an architecture that transformers does not know.
     """
     _check_directory(Path(path))
     try:
@@ -32,7 +32,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a checkpoint directory.
 
     Raises:
-      ValueError: no checkpoint there, or no tokenizer in it.
+        ValueError: no checkpoint there, or no tokenizer in it.
     """
     _check_directory(Path(path))
     if not any((Path(path) / name).is_file() for name in VOCABULARIES):  # transformers would make an empty one

@@ -21,13 +21,13 @@ def map_over_ranks(function: Callable[[Sequence[Item]], list[Result]], items: Se
     rank is raised on all of them, so that none is left waiting for the others.
 
     Args:
-      function: maps a list of items to a list of as many picklable results.
-      items: the work.
+        function: maps a list of items to a list of as many picklable results.
+        items: the work.
 
     Raises:
-      Interrupted: on every rank, where any was interrupted.
-      ValueError: the function's ValueError on whichever rank met it.
-      OtherRankFailed: any other error, on the ranks that did not meet it.
+        Interrupted: on every rank, where any was interrupted.
+        ValueError: the function's ValueError on whichever rank met it.
+        OtherRankFailed: any other error, on the ranks that did not meet it.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return function(items)

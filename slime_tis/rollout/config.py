@@ -208,7 +208,7 @@ def _check_evaluation(config: RolloutConfig) -> None:
     names = [name for name, _ in config.eval_prompt_sets]
     if len(set(names)) < len(names):
         raise ValueError(
-            f"--eval-prompt-data names {quoted(', '.join(names))[1:-1]} but each name may stand only once."
+            f"--eval-prompt-data names {quoted(', '.join(names))[1:-1]} but each name may be given only once."
         )
 
 

@@ -1,6 +1,6 @@
 """Batched decoding of a Hugging Face causal language model, each prompt run once for all of its samples.
 
-Shape suffixes: P prompts, B samples (each prompt's stand together), R samples still in the batch, L tokens of
+Shape suffixes: P prompts, B samples (those of a prompt next to each other), R samples still in the batch, L tokens of
 the longest prompt, T tokens of the longest response, V vocabulary.
 """
 
@@ -50,16 +50,16 @@ def decode(
     """Samples `sampling.n_samples` responses to each prompt.
 
     Args:
-      model: in evaluation mode.
-      prompts: P lists of token ids, padded on the left to the longest of them.
-      limits: P counts, the most tokens a response to each prompt may have.
-      uniforms_BT: [B, T] float64 in [0, 1) with T the largest limit; sample b draws token t with [b, t].
-      sampling: temperature, top-p, top-k and the number of samples.
-      stop_token_ids: tokens that end a response, and belong to it.
-      safe_point: called before each token; what it raises ends the decoding.
+        model: in evaluation mode.
+        prompts: P lists of token ids, padded on the left to the longest of them.
+        limits: P counts, the most tokens a response to each prompt may have.
+        uniforms_BT: [B, T] float64 in [0, 1) with T the largest limit; sample b draws token t with [b, t].
+        sampling: temperature, top-p, top-k and the number of samples.
+        stop_token_ids: tokens that end a response, and belong to it.
+        safe_point: called before each token; what it raises ends the decoding.
 
     Returns:
-      B samples, those of a prompt next to each other, on the model's device.
+        B samples, those of a prompt next to each other, on the model's device.
     """
     device, n_samples = model.device, sampling.n_samples
     uniforms_BT = uniforms_BT.to(device)

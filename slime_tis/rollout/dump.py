@@ -29,12 +29,12 @@ def load_samples(path: str | Path, prompts: int, n_samples: int) -> list[list[Sa
     """Reads the groups of a rollout back.
 
     Args:
-      path: of the file.
-      prompts: groups that must be there.
-      n_samples: samples that each must have.
+        path: of the file.
+        prompts: groups that must be there.
+        n_samples: samples that each must have.
 
     Raises:
-      ValueError: no file, a line that is not a sample, with its number, or another number of samples.
+        ValueError: no file, a line that is not a sample, with its number, or another number of samples.
     """
     path = Path(path)
     if not path.is_file():

@@ -15,7 +15,7 @@ WeightSource = Callable[[], Iterable[tuple[str, Tensor]]]
 
 
 class RolloutUnavailable(RuntimeError):
-    """No rollout engine is left that could answer; the run saves what it has and stops with this sentence."""
+    """No rollout engine is left that could answer; the run saves what it has and stops with this message."""
 
 
 class RolloutFuture(Protocol):
@@ -29,7 +29,7 @@ class RolloutFuture(Protocol):
         """Waits for it; a collective. One list of samples per prompt, the same on every rank.
 
         Raises:
-          RolloutUnavailable: no engine is left to finish it.
+            RolloutUnavailable: no engine is left to finish it.
         """
 
 
@@ -68,7 +68,7 @@ class RolloutEngine(Protocol):
         """Log-probs at temperature 1 of a text's tokens but the first, under the weights in use.
 
         Returns:
-          by the name of whoever computed them, one entry for each copy of the weights.
+            by the name of whoever computed them, one entry for each copy of the weights.
         """
 
     def unfinished(self) -> list[list[Sample]]:

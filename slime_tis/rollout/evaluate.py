@@ -47,19 +47,19 @@ def evaluate(
     """Answers every prompt and scores the answers; a collective, as the engine's methods are.
 
     Args:
-      engine: with the weights to evaluate.
-      prompts: at least one.
-      reward_fn: scores of a list of samples.
-      sampling: temperature 0 for greedy answers.
-      seed: of the sampling.
+        engine: with the weights to evaluate.
+        prompts: at least one.
+        reward_fn: scores of a list of samples.
+        sampling: temperature 0 for greedy answers.
+        seed: of the sampling.
 
     Returns:
-      accuracy: mean reward, which is the share of right answers where the reward is 0 or 1;
-      response_length: mean tokens of a response; truncated_fraction: share that the length limit ended;
-      reward/KEY: mean of each number of rewards that are dicts.
+        accuracy: mean reward, which is the share of right answers where the reward is 0 or 1;
+        response_length: mean tokens of a response; truncated_fraction: share that the length limit ended;
+        reward/KEY: mean of each number of rewards that are dicts.
 
     Raises:
-      ValueError: no prompts.
+        ValueError: no prompts.
     """
     if not prompts:
         raise ValueError("there are no prompts to evaluate on; give a file that has some.")

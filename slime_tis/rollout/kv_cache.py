@@ -9,11 +9,11 @@ from torch import Tensor
 from transformers import DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer
 
-MIN_ROOM = 32  # tokens; growing by half alone would copy short sequences at almost every step
+MIN_FREE = 32  # tokens; growing by half alone would copy short sequences at almost every step
 
 
 class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no types
-    """Keys and values of one layer in a buffer with room for tokens to come.
+    """Keys and values of one layer in a buffer with space for tokens to come.
 
     transformers' own layer concatenates, which copies the whole cache for every token: three tenths of the time
     of decoding 256 tokens with a small model. Here `keys` and `values` are views of a buffer that grows by half
@@ -24,7 +24,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no t
         super().__init__()
         self._key_buffer = torch.empty(0)
         self._value_buffer = torch.empty(0)
-        self._room = 0  # tokens that still fit behind the views
+        self._free = 0  # tokens that still fit behind the views
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Appends [batch, heads, tokens, head_dim] states and returns all of them."""
@@ -32,9 +32,9 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no t
             first: tuple[Tensor, Tensor] = super().update(key_states, value_states)
             return first
         start, tokens = self.get_seq_length(), key_states.shape[-2]
-        if tokens > self._room:
+        if tokens > self._free:
             self._grow(start + tokens)
-        self._room -= tokens
+        self._free -= tokens
         self._key_buffer[:, :, start : start + tokens] = key_states
         self._value_buffer[:, :, start : start + tokens] = value_states
         self.keys = self._key_buffer[:, :, : start + tokens]
@@ -43,17 +43,17 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no t
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)
-        self._room = 0
+        self._free = 0
 
     def batch_select_indices(self, indices: Tensor) -> None:
         super().batch_select_indices(indices)
-        self._room = 0
+        self._free = 0
 
     def _grow(self, length: int) -> None:
-        start, capacity = self.get_seq_length(), length + max(length // 2, MIN_ROOM)
+        start, capacity = self.get_seq_length(), length + max(length // 2, MIN_FREE)
         self._key_buffer = _extended(self.keys, capacity)
         self._value_buffer = _extended(self.values, capacity)
-        self._room = capacity - start
+        self._free = capacity - start
 
 
 def growing_cache(config: PretrainedConfig) -> DynamicCache:

@@ -50,7 +50,7 @@ class CompletedRollout:
 @dataclass(frozen=True, kw_only=True)
 class _Request:
     prompt: Prompt
-    occurrence: int  # how often the same prompt stands earlier in the batch
+    occurrence: int  # how often the same prompt occurs earlier in the batch
     limit: int  # tokens that a response may have
 
 
@@ -92,14 +92,14 @@ class LocalEngine:
         """Loads the checkpoint as weight version 0.
 
         Args:
-          hf_checkpoint: directory with config.json and weights of a causal language model.
-          tokenizer: of the checkpoint.
-          precision: fp32, bf16, fp8 or int8.
-          max_batch: most samples decoded at a time, which bounds the memory of logits.
-          max_batch_tokens: most prompt and response tokens of samples decoded at a time, which bounds that of
-            the key/value cache. The samples of one prompt are decoded together whatever the bounds.
-          device: where the model lives.
-          safe_point: called before each token, and raises where sampling is to be given up.
+            hf_checkpoint: directory with config.json and weights of a causal language model.
+            tokenizer: of the checkpoint.
+            precision: fp32, bf16, fp8 or int8.
+            max_batch: most samples decoded at a time, which bounds the memory of logits.
+            max_batch_tokens: most prompt and response tokens of samples decoded at a time, which bounds that of
+              the key/value cache. The samples of one prompt are decoded together whatever the bounds.
+            device: where the model lives.
+            safe_point: called before each token, and raises where sampling is to be given up.
         """
         if precision not in COMPUTE_DTYPES:
             raise ValueError(f"rollout precision is {precision!r} but must be one of {', '.join(COMPUTE_DTYPES)}.")
@@ -129,7 +129,7 @@ class LocalEngine:
         """Samples `sampling.n_samples` responses to each prompt; see `engine.RolloutEngine`.
 
         Raises:
-          ValueError: a prompt leaves no room for a response in the context.
+            ValueError: a prompt leaves no tokens for a response in the context.
         """
         requests = self._requests(prompts, sampling)
         groups = map_over_ranks(lambda share: self._respond(share, sampling, seed), requests)
@@ -145,12 +145,12 @@ class LocalEngine:
         """Takes a whole set of weights.
 
         Args:
-          named_tensors: Hugging Face names and whole tensors; each is rounded as it arrives. The output layer
-            may be missing where it is tied to the embedding.
-          version: that the tokens sampled from now on carry.
+            named_tensors: Hugging Face names and whole tensors; each is rounded as it arrives. The output layer
+              may be missing where it is tied to the embedding.
+            version: that the tokens sampled from now on carry.
 
         Raises:
-          ValueError: an unknown name, a shape that differs from the checkpoint's, or a missing parameter.
+            ValueError: an unknown name, a shape that differs from the checkpoint's, or a missing parameter.
         """
         arrived = set()
         for name, tensor in named_tensors:

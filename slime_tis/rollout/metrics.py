@@ -11,8 +11,8 @@ def rollout_metrics(groups: Sequence[Sequence[Sample]], version: int) -> dict[st
     """Means over the samples of a rollout, as rollout/NAME.
 
     Args:
-      groups: the scored samples of every prompt.
-      version: of the training policy's weights, in optimizer steps, when training on the samples begins.
+        groups: the scored samples of every prompt.
+        version: of the training policy's weights, in optimizer steps, when training on the samples begins.
     """
     samples = [sample for group in groups for sample in group]
     lags = [version - sampled_by for sample in samples for sampled_by in sample.weight_versions]

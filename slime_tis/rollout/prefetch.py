@@ -43,7 +43,7 @@ class Prefetcher:
         """The groups of rollout `rollout_id`; the next ones, up to number `last`, are in flight afterwards.
 
         Raises:
-          RolloutUnavailable: no engine is left to finish it; it stays in flight for `state_dict`.
+            RolloutUnavailable: no engine is left to finish it; it stays in flight for `state_dict`.
         """
         while len(self._queue) <= self._depth and rollout_id + len(self._queue) <= last:
             state = self._dataset.state_dict()

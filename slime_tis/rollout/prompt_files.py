@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 Row = tuple[str, dict[str, Any]]
-"""Where a row stands, and what is in it."""
+"""The place of a row, for messages, and what is in it."""
 
 FORMATS = {
     b"\x1f\x8b": "is compressed with gzip; unpack it",
@@ -30,7 +30,7 @@ def check_is_text(path: Path) -> None:
     """Looks at the first bytes of a prompt file, so that another kind of file is refused at once.
 
     Raises:
-      ValueError: it is compressed, UTF-16, parquet under another name, or otherwise binary.
+        ValueError: it is compressed, UTF-16, parquet under another name, or otherwise binary.
     """
     with path.open("rb") as file:
         head = file.read(HEAD)
@@ -49,7 +49,7 @@ def rows_of(path: Path) -> Iterator[Row]:
     """The rows of a file, one after the other; blank lines are skipped.
 
     Raises:
-      ValueError: a row that cannot be read, with its line or number.
+        ValueError: a row that cannot be read, with its line or number.
     """
     check_is_text(path)
     return _parquet_rows(path) if path.suffix == ".parquet" else _jsonl_rows(path)

@@ -84,7 +84,7 @@ class PromptDataset:
         """Goes on from a saved place.
 
         Raises:
-          ValueError: the place is of other prompts than these, or is none.
+            ValueError: the place is of other prompts than these, or is none.
         """
         epoch, position, digest = (state.get(name) for name in ("epoch", "position", "prompts"))
         if digest != self._digest:
@@ -94,7 +94,7 @@ class PromptDataset:
                 "--apply-chat-template, --rollout-max-prompt-len), or start afresh with another --save."
             )
         if not (isinstance(epoch, int) and isinstance(position, int) and 0 <= position < len(self.prompts)):
-            raise ValueError(f"the checkpoint stopped at {state!r}, which is no place in --prompt-data.")
+            raise ValueError(f"the checkpoint stopped at {state!r}, which is not a place in --prompt-data.")
         self._epoch, self._position = epoch, position
 
 
@@ -131,18 +131,18 @@ def load_prompts(
     one; a chat template writes its own special tokens, and none are added.
 
     Args:
-      path: JSONL, or parquet where the name ends in .parquet.
-      tokenizer: of the policy.
-      input_key: of the prompt, a string; with a chat template also a list of messages.
-      label_key: of the label, or None. Labels that are not strings become their JSON, decimals their digits.
-      metadata_key: of a mapping for rewards; a row may lack it. The row's other columns are metadata too, under
-        their names; where both have a name, the mapping's value counts.
-      apply_chat_template: render the prompt with the tokenizer's chat template.
-      max_prompt_len: longest prompt, in tokens; longer ones are left out and their number is logged.
-      sizes: of the model: prompts that fill its context, or have tokens it does not know, are refused.
+        path: JSONL, or parquet where the name ends in .parquet.
+        tokenizer: of the policy.
+        input_key: of the prompt, a string; with a chat template also a list of messages.
+        label_key: of the label, or None. Labels that are not strings become their JSON, decimals their digits.
+        metadata_key: of a mapping for rewards; a row may lack it. The row's other columns are metadata too, under
+          their names; where both have a name, the mapping's value counts.
+        apply_chat_template: render the prompt with the tokenizer's chat template.
+        max_prompt_len: longest prompt, in tokens; longer ones are left out and their number is logged.
+        sizes: of the model: prompts that fill its context, or have tokens it does not know, are refused.
 
     Raises:
-      ValueError: no file, nothing in it, or a row that is not as it should be, with its line number.
+        ValueError: no file, nothing in it, or a row that is not as it should be, with its line number.
     """
     path = Path(path)
     if not path.is_file():
@@ -157,7 +157,7 @@ def load_prompts(
     places = [index for index, text in enumerate(texts) if not _far_too_long(text, max_prompt_len or context_len)]
     if max_prompt_len is None and len(places) < len(texts):
         index = next(index for index, kept in enumerate([*places, -1]) if index != kept)
-        raise ValueError(_no_room(rows[index][0], f"{len(texts[index])} characters", context_len))
+        raise ValueError(_does_not_fit(rows[index][0], f"{len(texts[index])} characters", context_len))
     encoded = (
         tokenizer([texts[i] for i in places], add_special_tokens=not apply_chat_template)["input_ids"] if places else []
     )
@@ -188,7 +188,7 @@ def _far_too_long(text: str, limit: int | None) -> bool:
 def _check_fits(prompt: Prompt, place: str, sizes: ModelSizes) -> None:
     length = len(prompt.token_ids)
     if sizes.context_len is not None and length >= sizes.context_len:
-        raise ValueError(_no_room(place, f"{length} tokens", sizes.context_len))
+        raise ValueError(_does_not_fit(place, f"{length} tokens", sizes.context_len))
     if sizes.vocab_size is not None and length and max(prompt.token_ids) >= sizes.vocab_size:
         raise ValueError(
             f"{place} has a prompt with token {max(prompt.token_ids)}, but the model's vocabulary ends at "
@@ -196,9 +196,9 @@ def _check_fits(prompt: Prompt, place: str, sizes: ModelSizes) -> None:
         )
 
 
-def _no_room(place: str, length: str, context_len: int | None) -> str:
+def _does_not_fit(place: str, length: str, context_len: int | None) -> str:
     return (
-        f"{place} has a prompt of {length}, which leaves no room for a response in a context of {context_len} tokens; "
+        f"{place} has a prompt of {length}, which leaves no tokens for a response in a context of {context_len}; "
         "set --rollout-max-prompt-len to leave such prompts out."
     )
 
@@ -284,8 +284,8 @@ def _metadata(
         try:
             found = json.loads(found)
         except (ValueError, RecursionError):
-            found = metadata_key  # which is no mapping
+            found = metadata_key  # which is not a mapping
     if found is not None and not isinstance(found, dict):
-        raise ValueError(f"{place} has {metadata_key!r} that is no mapping.")
+        raise ValueError(f"{place} has {metadata_key!r} that is not a mapping.")
     others = {key: value for key, value in row.items() if key not in (input_key, label_key, metadata_key)}
     return json_object(others, place) | json_object(found or {}, f"{place}, {metadata_key!r}")

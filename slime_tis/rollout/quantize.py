@@ -23,10 +23,10 @@ def round_fp8(weight_OI: Tensor) -> Tensor:
     (https://arxiv.org/abs/2209.05433), table 1.
 
     Args:
-      weight_OI: [outputs, inputs] weights.
+        weight_OI: [outputs, inputs] weights.
 
     Returns:
-      [outputs, inputs] float32.
+        [outputs, inputs] float32.
     """
     weight_OI = weight_OI.float()
     scale_O1 = _row_scale(weight_OI, FP8_MAX)
@@ -43,10 +43,10 @@ def round_int8(weight_OI: Tensor) -> Tensor:
     Krishnamoorthi (https://arxiv.org/abs/1806.08342), section 2.2.
 
     Args:
-      weight_OI: [outputs, inputs] weights.
+        weight_OI: [outputs, inputs] weights.
 
     Returns:
-      [outputs, inputs] float32.
+        [outputs, inputs] float32.
     """
     weight_OI = weight_OI.float()
     scale_O1 = _row_scale(weight_OI, INT8_MAX)

@@ -97,14 +97,15 @@ def build_reward(
     wrote into the samples.
 
     Args:
-      config: with `rm_type` or `custom_rm_path`.
-      args: given to the user's function.
-      safe_point: called before each call of a function and while one is awaited; what it raises ends the scoring.
-      evaluation: score held-out prompts, with `eval_reward_key`.
+        config: with `rm_type` or `custom_rm_path`.
+        args: given to the user's function.
+        safe_point: called before each call of a function and while one is awaited; what it raises ends the scoring.
+        evaluation: score held-out prompts, with `eval_reward_key`.
 
     Raises:
-      ValueError: here for an unknown name; when scoring for a missing label.
-      CustomFunctionError: the function cannot be loaded or called, or, when scoring, it raises or breaks the contract.
+        ValueError: here for an unknown name; when scoring for a missing label.
+        CustomFunctionError: the function cannot be loaded or called, or, when scoring, it raises or breaks the
+            contract.
     """
     key = RewardKey(config.reward_key, "--reward-key")
     if evaluation and config.eval_reward_key is not None:
@@ -138,19 +139,19 @@ def check_prompts(config: RolloutConfig, prompts: Sequence[Prompt], flags: str =
     """Checks that the built-in rewards can score the prompts: their labels, and the rm_type of their metadata.
 
     Args:
-      config: with `rm_type`, or nothing is checked.
-      prompts: of one file.
-      flags: what sets the labels of that file.
+        config: with `rm_type`, or nothing is checked.
+        prompts: of one file.
+        flags: what sets the labels of that file.
 
     Raises:
-      ValueError: naming the first prompt that cannot be scored.
+        ValueError: naming the first prompt that cannot be scored.
     """
     if config.rm_type is None:
         return
     for prompt in prompts:
         name = _rm_type(config.rm_type, prompt.metadata)
         if not isinstance(name, str):
-            raise ValueError(f"prompt {prompt.index} has an rm_type in its metadata that is no text: {_shown(name)}.")
+            raise ValueError(f"prompt {prompt.index} has an rm_type in its metadata that is not text: {_shown(name)}.")
         if name != config.rm_type:
             check_rm_type(f"the rm_type in the metadata of prompt {prompt.index}", name)
             _require_math_verify(f"the rm_type in the metadata of prompt {prompt.index}", name)
@@ -331,7 +332,7 @@ def _number(reward: Any, function: str, index: int, role: str) -> float:
 
 
 def _as_number(value: Any) -> float | None:
-    """The value as a float, None where it is no number; true is 1 and false 0."""
+    """The value as a float, None where it is not a number; true is 1 and false 0."""
     if isinstance(value, str | bytes | bytearray):
         return None
     try:

@@ -153,10 +153,10 @@ class Sampling:
     """Divides the logits; 0 takes the likeliest token and reports log-probs at temperature 1."""
 
     top_p: float = 1.0
-    """Nucleus probability: the likeliest tokens that reach it together are kept; 1 keeps all."""
+    """Nucleus probability: the likeliest tokens that reach it together can be sampled; 1 means all tokens."""
 
     top_k: int = -1
-    """Number of likeliest tokens kept; -1 keeps all."""
+    """Number of likeliest tokens that can be sampled; -1 means all."""
 
     max_response_len: int
     """Longest response, in tokens."""
@@ -188,22 +188,22 @@ def response_limit(
     """The most tokens that a response to a prompt may have.
 
     Args:
-      prompt: to be answered.
-      sampling: its limits.
-      context_len: the model's own limit on prompt and response together; None where there is none.
-      longest_prompt: most tokens that the engine takes; None where only the context limits them.
+        prompt: to be answered.
+        sampling: its limits.
+        context_len: the model's own limit on prompt and response together; None where there is none.
+        longest_prompt: most tokens that the engine takes; None where only the context limits them.
 
     Raises:
-      ValueError: the prompt leaves no room for a response.
+        ValueError: the prompt leaves no tokens for a response.
     """
     length = len(prompt.token_ids)
     if length == 0:
         raise ValueError(f"prompt {prompt.index} has no tokens; a response needs at least one to follow.")
     contexts = [limit for limit in (sampling.max_context_len, context_len) if limit is not None]
-    room = min([sampling.max_response_len, *(context - length for context in contexts)])
-    if room < 1:
+    limit = min([sampling.max_response_len, *(context - length for context in contexts)])
+    if limit < 1:
         raise ValueError(
-            f"prompt {prompt.index} has {length} tokens, which leaves no room for a response in a "
+            f"prompt {prompt.index} has {length} tokens, which leaves no tokens for a response in a "
             f"context of {min(contexts)}; set --rollout-max-prompt-len to leave such prompts out."
         )
     if longest_prompt is not None and length > longest_prompt:
@@ -211,4 +211,4 @@ def response_limit(
             f"prompt {prompt.index} has {length} tokens, but the servers take {longest_prompt} at most; set "
             "--rollout-max-prompt-len to leave such prompts out."
         )
-    return room
+    return limit

@@ -18,14 +18,14 @@ def sample_tokens(
     """Draws one token a row by inverse CDF.
 
     Args:
-      logits_BV: [B, V] next-token logits, any floating type.
-      uniforms_B: [B] float64 in [0, 1), not read when temperature is 0.
-      temperature: divides the logits; 0 takes the likeliest token, whose log-prob is that of temperature 1.
-      top_p: nucleus probability in (0, 1].
-      top_k: number of likeliest tokens kept, or -1.
+        logits_BV: [B, V] next-token logits, any floating type.
+        uniforms_B: [B] float64 in [0, 1), not read when temperature is 0.
+        temperature: divides the logits; 0 takes the likeliest token, whose log-prob is that of temperature 1.
+        top_p: nucleus probability in (0, 1].
+        top_k: number of likeliest tokens that can be drawn, or -1 for all.
 
     Returns:
-      tokens [B] int64 and their log-probs [B] float32.
+        tokens [B] int64 and their log-probs [B] float32.
     """
     if temperature == 0.0:
         log_probs_BV = log_softmax(logits_BV)
@@ -46,13 +46,13 @@ def filtered_log_probs(logits_BV: Tensor, *, temperature: float, top_p: float, t
     (https://arxiv.org/abs/1904.09751), eq. 2-3 for top-p. The order is that of transformers.
 
     Args:
-      logits_BV: [B, V] logits, any floating type.
-      temperature: above 0.
-      top_p: in (0, 1]; the smallest set of likeliest tokens whose probability reaches it is kept.
-      top_k: tokens as likely as the k-th are kept too; -1 keeps all.
+        logits_BV: [B, V] logits, any floating type.
+        temperature: above 0.
+        top_p: in (0, 1]; the smallest set of likeliest tokens whose probability reaches it can be drawn.
+        top_k: tokens as likely as the k-th can be drawn too; -1 means all.
 
     Returns:
-      [B, V] float32, -inf at tokens that are left out.
+        [B, V] float32, -inf at tokens that are left out.
     """
     scaled_BV = logits_BV.float() / temperature
     if 0 < top_k < scaled_BV.shape[-1]:
@@ -75,10 +75,10 @@ def log_softmax(logits_BV: Tensor) -> Tensor:
     training engine's log-probs are made in the same way.
 
     Args:
-      logits_BV: [..., V] logits, any floating type; -inf at tokens that are left out, but not at all of a row.
+        logits_BV: [..., V] logits, any floating type; -inf at tokens that are left out, but not at all of a row.
 
     Returns:
-      [..., V] float32.
+        [..., V] float32.
     """
     logits_BV = logits_BV.float()
     shifted_BV = logits_BV - logits_BV.amax(-1, keepdim=True)
@@ -93,11 +93,11 @@ def inverse_cdf(probs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
     probability 0 is never drawn.
 
     Args:
-      probs_BV: [B, V] non-negative, each row with a positive sum; they need not sum to 1.
-      uniforms_B: [B] float64 in [0, 1).
+        probs_BV: [B, V] non-negative, each row with a positive sum; they need not sum to 1.
+        uniforms_B: [B] float64 in [0, 1).
 
     Returns:
-      [B] int64.
+        [B] int64.
     """
     rows, vocab = probs_BV.shape
     if vocab <= CDF_BLOCK:
@@ -131,14 +131,14 @@ def prompt_uniforms(seed: int, index: int, occurrence: int, n_samples: int, leng
     without mixing the two into one number.
 
     Args:
-      seed: of the rollout.
-      index: of the prompt in its file.
-      occurrence: how often the same prompt stands earlier in the batch.
-      n_samples: rows.
-      length: columns, the tokens of the longest response.
+        seed: of the rollout.
+        index: of the prompt in its file.
+        occurrence: how often the same prompt occurs earlier in the batch.
+        n_samples: rows.
+        length: columns, the tokens of the longest response.
 
     Returns:
-      [n_samples, length] float64 in [0, 1).
+        [n_samples, length] float64 in [0, 1).
     """
     key = np.array([seed, index], dtype=np.int64).astype(np.uint64)
     philox = np.random.Philox(key=key, counter=np.array([0, 0, 0, occurrence], dtype=np.uint64))

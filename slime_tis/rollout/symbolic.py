@@ -25,7 +25,7 @@ SECONDS = 5
 """Processor time that one comparison may take."""
 MEMORY = 4 << 30
 """Address space of the process, in bytes."""
-PATIENCE = 120.0
+REPLY_TIMEOUT = 120.0
 """Longest wait by the clock for the process to answer at all, in seconds."""
 WORKER = Path(__file__).with_name("symbolic_worker.py")
 
@@ -37,7 +37,7 @@ def same_expression(answer: str, expected: str, as_number: bool = False) -> bool
     Args:
         answer: The one to judge.
         expected: The right one.
-        as_number: Whether the answer has to be a number as it stands, not something that evaluates to one.
+        as_number: Whether the answer has to be a number itself; an expression that evaluates to one is not enough.
 
     Raises:
         ValueError: math-verify is not installed, or does not start.
@@ -98,7 +98,7 @@ class _Worker:
         """One byte from the process; none where it has ended or does not answer."""
         assert self._process is not None and self._process.stdout is not None
         descriptor = self._process.stdout.fileno()
-        ready, _, _ = select.select([descriptor], [], [], PATIENCE)
+        ready, _, _ = select.select([descriptor], [], [], REPLY_TIMEOUT)
         return os.read(descriptor, 1) if ready else b""
 
     def _stop(self) -> None:

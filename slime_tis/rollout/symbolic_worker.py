@@ -16,7 +16,7 @@ def main() -> None:
     sys.path[:] = json.loads(sys.argv[1])
     seconds, memory = float(sys.argv[2]), int(sys.argv[3])
     replies = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # what a library prints is no reply
+    os.dup2(2, 1)  # what a library prints must not be read as a reply
     from math_verify import parse, verify
     from sympy import Eq, Number
 

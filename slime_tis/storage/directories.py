@@ -25,7 +25,7 @@ class DirectoryInUse(ValueError):
 
 
 def unwritable(path: str | Path) -> str | None:
-    """Why a directory cannot be made or written, as the end of a sentence; None where it can.
+    """Why a directory cannot be made or written, as the end of an error message; None where it can.
 
     Looks at the nearest path above that exists, and makes nothing.
     """

@@ -22,7 +22,7 @@ WEIGHTS = re.compile(r"part-[0-9]+\.safetensors|model(-[0-9]{5}-of-[0-9]{5})?\.s
 
 
 def replaceable(directory: Path) -> str | None:
-    """Why an export may not take the place of a directory, as the end of a sentence; None where it may.
+    """Why an export may not take the place of a directory, as the end of an error message; None where it may.
 
     It may where nothing is there, an empty directory, or an earlier export to which nobody added anything.
     """
@@ -39,7 +39,7 @@ def replaceable(directory: Path) -> str | None:
 
 
 def left_over(directory: Path) -> Path | None:
-    """What stands where an export would be written before it is whole and is none of this program's; usually None."""
+    """What somebody else has at the path that an unfinished export is written to; None where nothing is."""
     unfinished = _unfinished(directory)
     if not os.path.lexists(unfinished) or (unfinished / MARKER).is_file():
         return None

@@ -84,7 +84,7 @@ def read_trainer_state(checkpoint: Path) -> TrainerState:
         value = found[field.name]
         if not _is_of(value, hints[field.name]):
             raise ValueError(
-                f"{checkpoint / TRAINER_STATE} has {field.name!r}: {shown(value)}, which is no such value."
+                f"{checkpoint / TRAINER_STATE} has {field.name!r}: {shown(value)}, which is not a valid value."
             )
         values[field.name] = value
     return TrainerState(**values)
@@ -126,7 +126,7 @@ def shown(value: Any) -> str:
 
 
 def _is_of(value: Any, hint: Any) -> bool:
-    """Whether a value read from JSON is of an annotated type, one level deep; True is no number."""
+    """Whether a value read from JSON is of an annotated type, one level deep; True is not a number."""
     if get_origin(hint) in (dict, list):
         return isinstance(value, get_origin(hint))
     kinds = get_args(hint) or (hint,)

@@ -998,7 +998,7 @@ REFUSALS = [
     ),
     (
         "--eval-prompt-data a eval.jsonl a hard.jsonl",
-        "--eval-prompt-data names a, a but each name may stand only once.",
+        "--eval-prompt-data names a, a but each name may be given only once.",
     ),
     (
         "--eval-prompt-data gone.jsonl",

@@ -29,7 +29,7 @@ TIMEOUT = 120.0
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    # stale weights that bypass corrects, so that no warning stands beside the messages
+    # stale weights that bypass corrects, so that no warning is printed beside the messages
     return [*make_task(tmp_path_factory.mktemp("task")), "--update-weights-interval", "2", "--use-rollout-logprobs"]
 
 

@@ -142,14 +142,14 @@ LINES: dict[str, tuple[bytes, str]] = {
     "half a pair in the prompt": (row(prompt="ab\ud800c"), r"half of a surrogate pair, \ud800, at character 3"),
     "the other half": (row(prompt="\udfff"), r"half of a surrogate pair, \udfff, at character 1"),
     "half a pair in the label": (row(label="\ud83d"), r"has a label with half of a surrogate pair, \ud83d"),
-    "metadata of a number": (row(metadata=5), "has 'metadata' that is no mapping"),
-    "metadata of a list": (row(metadata=[1]), "has 'metadata' that is no mapping"),
-    "metadata of no JSON": (row(metadata="{"), "has 'metadata' that is no mapping"),
-    "metadata nested deeply": (row(metadata=deep(50_000).decode()), "has 'metadata' that is no mapping"),
+    "metadata of a number": (row(metadata=5), "has 'metadata' that is not a mapping"),
+    "metadata of a list": (row(metadata=[1]), "has 'metadata' that is not a mapping"),
+    "metadata of no JSON": (row(metadata="{"), "has 'metadata' that is not a mapping"),
+    "metadata nested deeply": (row(metadata=deep(50_000).decode()), "has 'metadata' that is not a mapping"),
     "metadata nested 200 deep": (row(metadata={"a": json.loads(deep(200))}), "nests deeper than 100 levels"),
-    "metadata of 5,000 digits": (row(metadata="9" * 5000), "has 'metadata' that is no mapping"),
-    "a prompt that fills the context": (row(prompt="1" * 127), "has a prompt of 128 tokens, which leaves no room"),
-    "a prompt of 10 MB": (row(prompt="1" * 10_000_000), "has a prompt of 10000000 characters, which leaves no room"),
+    "metadata of 5,000 digits": (row(metadata="9" * 5000), "has 'metadata' that is not a mapping"),
+    "a prompt that fills the context": (row(prompt="1" * 127), "has a prompt of 128 tokens, which leaves no tokens"),
+    "a prompt of 10 MB": (row(prompt="1" * 10_000_000), "has a prompt of 10000000 characters, which leaves no tokens"),
 }
 """Second lines of files whose first is good."""
 
@@ -253,7 +253,7 @@ def test_parquet(tally: Any, tmp_path: Path) -> None:
         ("prompts of bytes", {"prompt": [b"1", b"2"]}, "row 1 has a prompt of type bytes where a string is needed"),
         ("prompts of numbers", {"prompt": [1, 2]}, "row 1 has a prompt of type int"),
         ("a prompt of null", {"prompt": ["1", None]}, "row 2 has a prompt of type NoneType"),
-        ("metadata of a number", {"metadata": [1, 2]}, "row 1 has 'metadata' that is no mapping"),
+        ("metadata of a number", {"metadata": [1, 2]}, "row 1 has 'metadata' that is not a mapping"),
     ):
         write(**columns)
         failure = problem(lambda: load(path), f"{path}, {words}")
@@ -504,7 +504,7 @@ def test_indices(tally: Any, checkpoints: dict[str, Path], tmp_path: Path) -> No
         ("no weight_map", {"metadata": {}}, "has no weight_map"),
         ("a weight_map of a list", {"weight_map": ["a"]}, "has no weight_map"),
         ("a weight_map of null", {"weight_map": None}, "has no weight_map"),
-        ("a file of 5", naming(5), f"names 5 for the tensor '{Q}', which is no file name"),
+        ("a file of 5", naming(5), f"names 5 for the tensor '{Q}', which is not a file name"),
         ("a file of null", naming(None), "names None for the tensor"),
         ("a file of a list", naming(["a"]), "names ['a'] for the tensor"),
         ("a file of nothing", naming(""), "names '' for the tensor"),

@@ -1,4 +1,4 @@
-"""train.py on two ranks: every parallel layout gives the figures of one process on the same data."""
+"""train.py on two ranks: every parallel layout gives the metrics of one process on the same data."""
 
 import json
 from collections.abc import Iterator
@@ -54,8 +54,8 @@ def test_two_ranks_agree_with_one(
     rows = read_metrics(tmp_path)
     assert [row["step"] for row in rows] == [1, 2, 3]
     for row, one in zip(rows, expected, strict=True):
-        figures = training_metrics(one)
-        assert training_metrics(row) == pytest.approx(figures, rel=1e-4, abs=1e-4)
+        expected_metrics = training_metrics(one)
+        assert training_metrics(row) == pytest.approx(expected_metrics, rel=1e-4, abs=1e-4)
 
 
 # A correction that asks more of the ranks than sums: the layout it is tried in, and its flags.

@@ -40,17 +40,17 @@ def test_a_log_prob_that_is_not_finite_is_null_in_the_file_and_nan_after_it(tmp_
 
 
 @pytest.mark.parametrize(
-    ("line", "sentence"),
+    ("line", "message"),
     [
         ("nonsense", "line 2 is not a sample"),
         ('{"prompt": {}}', "line 2 is not a sample"),
     ],
 )
-def test_a_bad_line_is_named(line: str, sentence: str, tmp_path: Path) -> None:
+def test_a_bad_line_is_named(line: str, message: str, tmp_path: Path) -> None:
     save_samples(tmp_path / "x", [[sample(0, 0)]])
     with open(tmp_path / "x", "a") as lines:
         lines.write(line + "\n")
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(ValueError, match=message):
         load_samples(tmp_path / "x", 1, 1)
 
 

@@ -269,7 +269,7 @@ def test_the_context_bounds_responses_and_refuses_prompts_that_fill_it(checkpoin
     with pytest.raises(ValueError) as refusal:
         engine.generate([full], Sampling(max_response_len=1), seed=0)
     assert str(refusal.value) == (
-        "prompt 4 has 128 tokens, which leaves no room for a response in a context of 128; "
+        "prompt 4 has 128 tokens, which leaves no tokens for a response in a context of 128; "
         "set --rollout-max-prompt-len to leave such prompts out."
     )
     with pytest.raises(ValueError, match="prompt 4 has no tokens"):

@@ -84,7 +84,7 @@ def test_the_chat_template_takes_strings_and_messages_and_adds_no_bos(tmp_path):
         (
             '{"prompt": "1", "label": "1", "metadata": "x"}\n',
             {},
-            "{path}, line 1 has 'metadata' that is no mapping.",
+            "{path}, line 1 has 'metadata' that is not a mapping.",
         ),
         (
             '{"prompt": "12345", "label": "1"}\n{"prompt": "123", "label": "1"}\n',
@@ -183,7 +183,7 @@ def test_a_saved_place_is_gone_on_from(digits):
     resumed = PromptDataset(digits, TOKENIZER, config)
     resumed.load_state_dict(json.loads(json.dumps(dataset.state_dict())))
     assert texts(dataset, 4, 4) == texts(resumed, 4, 4)
-    with pytest.raises(ValueError, match="which is no place in --prompt-data"):
+    with pytest.raises(ValueError, match="which is not a place in --prompt-data"):
         resumed.load_state_dict({**dataset.state_dict(), "position": 9})
 
 

@@ -68,7 +68,8 @@ def plain(args, sample, **kwargs):
     return args.scale * len(sample.response)
 
 async def slow(args, sample, **kwargs):
-    await asyncio.sleep(0.05 / len(sample.response))
+    for _ in range(10 - len(sample.response)):  # the longest response is the first to be scored
+        await asyncio.sleep(0)
     return len(sample.response) + sample.metadata["group"]
 
 async def group(args, samples, **kwargs):
@@ -259,7 +260,7 @@ def test_prompts_are_checked_before_anything_is_sampled():
             {"metadata": {"rm_type": "mathh"}},
             f"the rm_type in the metadata of prompt 3 is 'mathh' but must be one of {NAMES}.",
         ),
-        ({"metadata": {"rm_type": 7}}, "prompt 3 has an rm_type in its metadata that is no text: 7."),
+        ({"metadata": {"rm_type": 7}}, "prompt 3 has an rm_type in its metadata that is not text: 7."),
     ):
         with pytest.raises(ValueError) as refusal:
             check_prompts(config, prompts(**fields))

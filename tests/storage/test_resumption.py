@@ -31,11 +31,11 @@ def test_a_state_is_read_as_it_was_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"step": "3"}, "trainer_state.json has 'step': '3', which is no such value."),
-        ({"step": True}, "trainer_state.json has 'step': True, which is no such value."),
-        ({"unfinished": {}}, "trainer_state.json has 'unfinished': {}, which is no such value."),
-        ({"first_accuracy": []}, "trainer_state.json has 'first_accuracy': [], which is no such value."),
-        ({"run": "x" * 1000 + "\n", "step": None}, "trainer_state.json has 'step': None, which is no such value."),
+        ({"step": "3"}, "trainer_state.json has 'step': '3', which is not a valid value."),
+        ({"step": True}, "trainer_state.json has 'step': True, which is not a valid value."),
+        ({"unfinished": {}}, "trainer_state.json has 'unfinished': {}, which is not a valid value."),
+        ({"first_accuracy": []}, "trainer_state.json has 'first_accuracy': [], which is not a valid value."),
+        ({"run": "x" * 1000 + "\n", "step": None}, "trainer_state.json has 'step': None, which is not a valid value."),
     ],
 )
 def test_a_value_of_another_type_is_named(change: dict[str, Any], words: str, tmp_path: Path) -> None:

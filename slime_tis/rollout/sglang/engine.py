@@ -109,7 +109,7 @@ class SGLangEngine:
             as `unfinished`, and gone on with by the next call that has a `num_groups`, before its own prompts.
 
         Raises:
-          ValueError: a prompt leaves no room for a response or has unknown tokens, or fewer groups are in flight than
+          ValueError: a prompt leaves no tokens for a response or has unknown tokens, or fewer groups are in flight than
             wanted.
         """
         fresh = [[self._job(prompt, sampling) for _ in range(sampling.n_samples)] for prompt in prompts]

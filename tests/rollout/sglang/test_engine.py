@@ -476,7 +476,9 @@ def test_prompts_that_no_server_could_answer_are_refused_before_any_is_sent(
     long = Prompt(index=4, text="", token_ids=(3,) * 128)
     sentences = []
     for engine in (run.engine, LocalEngine(checkpoint, load_tokenizer(checkpoint))):
-        with pytest.raises(ValueError, match="prompt 4 has 128 tokens, which leaves no room for a response") as caught:
+        with pytest.raises(
+            ValueError, match="prompt 4 has 128 tokens, which leaves no tokens for a response"
+        ) as caught:
             engine.generate([PROMPTS[0], long], SAMPLING, seed=0)
         sentences.append(str(caught.value))
     assert sentences[0] == sentences[1]
