@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -291,6 +292,7 @@ BAD_CODE = {
         "def function(args, sample):\n    return float('nan')\n",
         "returned nan for prompt",
     ),
+    "no such reward": (["--custom-rm-path", "{file}:other"], "def function():\n    pass\n", "has no function 'other'"),
     "custom function": (
         ["--use-tis", "--custom-tis-function-path", "{file}:function"],
         "def function(args, *, pg_loss, **kwargs):\n    return pg_loss\n",
@@ -312,6 +314,20 @@ def test_bad_functions_are_named(
     file = tmp_path / "user_code.py"
     file.write_text(code)
     assert sentence in refused([*task, *(flag.format(file=file) for flag in flags)], tmp_path, capsys)
+
+
+@pytest.mark.parametrize(
+    "flags", [["--custom-rm-path"], ["--use-tis", "--custom-tis-function-path"]], ids=lambda f: f[-1]
+)
+def test_functions_are_loaded_before_the_model_is_read(
+    flags: list[str], task: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(task[task.index("--hf-checkpoint") + 1], tmp_path / "model")
+    for file in (tmp_path / "model").glob("tokenizer*"):
+        file.unlink()  # what is read first of a model
+    (tmp_path / "mine.py").write_text("raise RuntimeError('not today')\n")
+    line = [*task, "--hf-checkpoint", str(tmp_path / "model"), *flags, f"{tmp_path / 'mine.py'}:function"]
+    assert "importing it raised RuntimeError: not today" in refused(line, tmp_path, capsys)
 
 
 def test_sizes_that_do_not_divide_are_named(

@@ -47,6 +47,9 @@ from slime_tis.rollout.config import RolloutConfig
 from slime_tis.rollout.sglang.config import SGLangConfig
 from slime_tis.rollout.sglang.server_flags import split_server_flags
 
+ENDLESS_WARM_UP = 1000
+"""Times the optimizer steps of a run from which on a warm-up is a slip of the finger, not a trial of a longer run."""
+
 MOST_SAMPLES = 1_048_576
 """Samples of one rollout; a run of 4,096 prompts with 256 samples each has as many."""
 
@@ -252,9 +255,8 @@ NEEDS = {
     "rollout_precision": "--rollout-engine=local",
     "weight_sync_bound": "--check-weight-sync",
     "over_sampling_batch_size": "--partial-rollout",
-    "eval_interval eval_input_key eval_label_key n_samples_per_eval_prompt eval_temperature eval_max_response_len "
-    "eval_engine skip_eval_before_train eval_reward_key": "--eval-prompt-data",
-    "eval_top_p": "--eval-temperature",
+    "eval_interval eval_input_key eval_label_key n_samples_per_eval_prompt eval_temperature eval_top_p "
+    "eval_max_response_len eval_engine skip_eval_before_train eval_reward_key": "--eval-prompt-data",
     "sglang_url sglang_router_ip sglang_router_port sglang_launch sglang_startup_timeout sglang_request_timeout "
     "sglang_concurrency sglang_max_retries sglang_recovery_timeout sglang_weight_sync sglang_bucket_mb "
     "sglang_api_key_env sglang_admin_api_key_env": "--rollout-engine=sglang",
@@ -512,15 +514,21 @@ def _check_ranks(arguments: Arguments, world_size: int) -> None:
 
 
 def _check_warm_up(arguments: Arguments) -> None:
-    """Whether the learning rate ever gets where it is to rise to; num_epoch's length is known with the prompts."""
-    loop, warm_up = arguments.loop, arguments.megatron.lr_warmup_iters
-    if loop.num_rollout is not None and loop.num_steps_per_rollout is not None:
-        steps = loop.num_rollout * loop.num_steps_per_rollout
-        if warm_up >= steps:
-            raise ValueError(
-                f"--lr-warmup-iters is {warm_up} but the run has {steps} optimizer steps, so that it would never reach "
-                "--lr; lower it."
-            )
+    """Refuses a warm-up in which the learning rate never gets anywhere; a trial run of a few rollouts only warns."""
+    steps, warm_up = _optimizer_steps(arguments), arguments.megatron.lr_warmup_iters
+    if steps is not None and warm_up >= ENDLESS_WARM_UP * steps:
+        raise ValueError(
+            f"--lr-warmup-iters is {warm_up} but the run has {steps} optimizer steps, so that the learning rate would "
+            f"stay below --lr / {ENDLESS_WARM_UP}; lower it."
+        )
+
+
+def _optimizer_steps(arguments: Arguments) -> int | None:
+    """Optimizer steps of the run; None where num_epoch bounds it, whose length is known with the prompts."""
+    loop = arguments.loop
+    if loop.num_rollout is None or loop.num_steps_per_rollout is None:
+        return None
+    return loop.num_rollout * loop.num_steps_per_rollout
 
 
 def _check_dump(arguments: Arguments) -> None:
@@ -537,9 +545,9 @@ def _check_dump(arguments: Arguments) -> None:
 
 def _warnings(arguments: Arguments) -> list[str]:
     rollout, correction = arguments.rollout, arguments.correction
-    sentences = [
+    warnings = [
         f"{flag} is {value}, so rollout log-probs are those of the truncated distribution, and mismatch "
-        "figures and weights include the truncation."
+        "metrics and weights include the truncation."
         for flag, value, everything in (
             ("--rollout-top-p", rollout.rollout_top_p, 1.0),
             ("--rollout-top-k", rollout.rollout_top_k, -1),
@@ -548,11 +556,11 @@ def _warnings(arguments: Arguments) -> list[str]:
     ]
     bounds_rejection = correction.use_rs and correction.rs_upper_bound is None
     if correction.use_tis and correction.tis_mode == "truncate" and not bounds_rejection and correction.tis_lower_bound:
-        sentences.append(
+        warnings.append(
             f"--tis-lower-bound is {correction.tis_lower_bound} but --tis-mode truncate has no lower bound; "
             "choose clip or mask for both."
         )
-    sentences += [
+    warnings += [
         f"the bounds {criterion.lower:.4g} to {criterion.upper:.4g} of {criterion.name} on the mean log-ratio are "
         "within ±1 %, which already rejects 25 % of healthy sequences of 26 tokens in bf16 and 94 % in fp8 "
         "(docs/choosing.md); use --use-rs --rs-level geometric --rs-z-score 3 in place of the bounds."
@@ -561,11 +569,17 @@ def _warnings(arguments: Arguments) -> list[str]:
     ]
     if correction.get_mismatch_metrics and correction.corrects:
         acting = [name for name in CORRECTION_SWITCHES if getattr(correction, name) not in (False, None)]
-        sentences.append(
+        warnings.append(
             f"--get-mismatch-metrics measures alone only where nothing corrects, but {' and '.join(map(flag, acting))} "
             "act on the loss; leave them out to measure alone."
         )
-    return [*sentences, *_about_staleness(arguments)]
+    steps, warm_up = _optimizer_steps(arguments), arguments.megatron.lr_warmup_iters
+    if steps is not None and warm_up >= steps:
+        warnings.append(
+            f"--lr-warmup-iters is {warm_up} but the run has {steps} optimizer steps, so that the learning rate never "
+            "reaches --lr."
+        )
+    return [*warnings, *_about_staleness(arguments)]
 
 
 def _about_staleness(arguments: Arguments) -> list[str]:

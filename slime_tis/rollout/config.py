@@ -199,6 +199,11 @@ def _check_sampling(config: RolloutConfig) -> None:
 
 
 def _check_evaluation(config: RolloutConfig) -> None:
+    if config.eval_top_p != 1 and config.eval_temperature == 0:
+        raise ValueError(
+            f"--eval-top-p is {config.eval_top_p} but --eval-temperature is 0, which takes the likeliest token; raise "
+            "the temperature or leave --eval-top-p out."
+        )
     parts = config.eval_prompt_data
     if parts is not None and len(parts) != 1 and len(parts) % 2 == 1:
         raise ValueError(

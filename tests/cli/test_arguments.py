@@ -289,6 +289,7 @@ LANDINGS = [
     ("--eval-prompt-data eval.jsonl --n-samples-per-eval-prompt 4", "rollout", "n_samples_per_eval_prompt", 4),
     ("--eval-prompt-data eval.jsonl --eval-temperature 0.6", "rollout", "eval_temperature", 0.6),
     ("--eval-prompt-data eval.jsonl --eval-temperature 1 --eval-top-p 0.7", "rollout", "eval_top_p", 0.7),
+    ("--eval-prompt-data eval.jsonl --eval-top-p 1", "rollout", "eval_temperature", 0.0),
     ("--eval-prompt-data eval.jsonl --eval-max-response-len 20", "rollout", "eval_max_response_len", 20),
     ("--eval-prompt-data eval.jsonl --eval-input-key q", "rollout", "eval_input_key", "q"),
     ("--eval-prompt-data eval.jsonl --eval-label-key a", "rollout", "eval_label_key", "a"),
@@ -767,8 +768,8 @@ IDLE = [
         "--eval-temperature is 1.0 but has no effect without --eval-prompt-data; add it",
     ),
     (
-        "--eval-prompt-data eval.jsonl --eval-top-p 1",
-        "--eval-top-p is 1.0 but has no effect without --eval-temperature; add it",
+        "--eval-top-p 1",
+        "--eval-top-p is 1.0 but has no effect without --eval-prompt-data; add it",
     ),
     (
         "--skip-eval-before-train",
@@ -1094,8 +1095,14 @@ REFUSALS = [
         "--eval-max-response-len is 64 but the model's context of 64 tokens holds the prompt too; choose fewer tokens.",
     ),
     (
-        "--lr-warmup-iters 3",
-        "--lr-warmup-iters is 3 but the run has 3 optimizer steps, so that it would never reach --lr; lower it.",
+        "--eval-prompt-data eval.jsonl --eval-top-p 0.9",
+        "--eval-top-p is 0.9 but --eval-temperature is 0, which takes the likeliest token; raise the temperature or "
+        "leave --eval-top-p out.",
+    ),
+    (
+        "--lr-warmup-iters 3000",
+        "--lr-warmup-iters is 3000 but the run has 3 optimizer steps, so that the learning rate would stay below "
+        "--lr / 1000; lower it.",
     ),
     ("--num-epoch 2", "--num-rollout is 3 and --num-epoch is 2, but a run has one length; leave one of the two out."),
     (
@@ -1354,11 +1361,22 @@ def test_truncated_sampling_warns_in_one_sentence(whole, capsys):
     assert capsys.readouterr().err == (
         "warning: --rollout-top-p is 0.9, so rollout log-probs are those of the truncated distribution, and "
         "mismatch "
-        "figures and weights include the truncation.\n"
+        "metrics and weights include the truncation.\n"
         "warning: --tis-lower-bound is 0.5 but --tis-mode truncate has no lower bound; choose clip or mask "
         "for both.\n"
         "warning: --get-mismatch-metrics measures alone only where nothing corrects, but --use-tis act on the loss; "
         "leave them out to measure alone.\n"
+    )
+
+
+@pytest.mark.parametrize(("flags", "warns"), [("2", False), ("3", True), ("2999", True)])
+def test_a_warm_up_longer_than_the_run_is_warned_about(whole, capsys, flags, warns):
+    parse_args(shlex.split(whole + "--lr-warmup-iters " + flags))
+    assert capsys.readouterr().err == (
+        f"warning: --lr-warmup-iters is {flags} but the run has 3 optimizer steps, so that the learning rate never "
+        "reaches --lr.\n"
+        if warns
+        else ""
     )
 
 
