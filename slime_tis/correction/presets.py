@@ -1,5 +1,8 @@
-"""Named configurations as overrides of the defaults: verl's presets, old and new spelling, with verl's numbers, and
-those with adaptive bounds, which verl has not."""
+"""Named configurations as overrides of the defaults.
+
+They are verl's presets in its old and new spelling, with verl's numbers, and those with adaptive bounds, which verl
+does not have.
+"""
 
 from typing import Any
 

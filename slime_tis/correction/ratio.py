@@ -48,6 +48,7 @@ def log_ratios(chunk: Chunk, nonfinite_policy: str) -> Tokens:
     on a CPU where `where` and boolean tensors do not.
 
     Args:
+        chunk: log-probs and mask of some sequences.
         nonfinite_policy: "reject" makes such a token invalid, "neutral" gives it Δ = 0, "raise" refuses it.
 
     Raises:

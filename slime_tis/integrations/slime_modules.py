@@ -106,9 +106,11 @@ class Finder(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        """Returns the spec of a module of `MODULES`, None for every other name."""
         return ModuleSpec(fullname, self, is_package=True) if fullname in MODULES else None
 
     def exec_module(self, module: ModuleType) -> None:
+        """Fills a module with what `MODULES` has for it."""
         vars(module).update(MODULES[module.__name__])
 
 

@@ -137,4 +137,5 @@ class TorchRMSNorm(torch.nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        """Normalises the last dimension of x [..., hidden_size]."""
         return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)

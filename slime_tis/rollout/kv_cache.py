@@ -42,10 +42,12 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no t
         return self.keys, self.values
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats each row, into tensors of their own size."""
         super().batch_repeat_interleave(repeats)
         self._free = 0
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        """Leaves the rows at these indices, in tensors of their own size."""
         super().batch_select_indices(indices)
         self._free = 0
 

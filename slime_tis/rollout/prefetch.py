@@ -30,11 +30,13 @@ class Prefetcher:
         prompts: Callable[[], int],
         depth: int,
     ) -> None:
-        """Args:
-        dataset: where prompts come from.
-        submit: starts a rollout, from its prompts and its number.
-        prompts: how many prompts the next rollout takes.
-        depth: rollouts in flight beyond the one that is waited for.
+        """Starts with no rollout in flight.
+
+        Args:
+            dataset: where prompts come from.
+            submit: starts a rollout, from its prompts and its number.
+            prompts: how many prompts the next rollout takes.
+            depth: rollouts in flight beyond the one that is waited for.
         """
         self._dataset, self._submit, self._prompts, self._depth = dataset, submit, prompts, depth
         self._queue: deque[_InFlight] = deque()

@@ -17,8 +17,10 @@ SIDE_FILES = (".json", ".jinja", ".txt", ".model")
 
 
 def side_files(directory: Path) -> list[Path]:
-    """Lists the files of a checkpoint that `write_hf_checkpoint` copies: all that `SIDE_FILES` names but hidden ones
-    and indices of weights."""
+    """Lists the files of a checkpoint that `write_hf_checkpoint` copies.
+
+    These are the files with one of the suffixes in `SIDE_FILES`, except hidden ones and indices of weights.
+    """
     return sorted(
         path
         for path in directory.iterdir()
