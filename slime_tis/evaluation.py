@@ -86,7 +86,7 @@ class Evaluation:
             if self._answers is None:
                 self._answers = self.build_engine()
             if self._answers.weight_version != version:
-                self._answers.update_weights(self.engine.named_hf_tensors(), version)
+                self._answers.update_weights(self.engine.named_hf_tensors, version)
             for name, prompts in self.prompts.items():
                 found = evaluate(self._answers, prompts, self.reward, evaluation_sampling(self.config))
                 metrics[f"eval/{name}"] = found.pop("accuracy")

@@ -311,7 +311,7 @@ def set_up(arguments: Arguments, parallel: Parallel, interrupts: Interrupts) -> 
 
     def update_weights() -> None:
         with timer("update_weights"):
-            sampler.update_weights(engine.named_hf_tensors(), learner.step)
+            sampler.update_weights(engine.named_hf_tensors, learner.step)
         if check is not None:
             check_weight_sync(engine, sampler, check)
 

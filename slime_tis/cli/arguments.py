@@ -44,8 +44,7 @@ from slime_tis.policy.config import PolicyConfig
 from slime_tis.reporting.config import ReportingConfig
 from slime_tis.reporting.health import corrects_staleness
 from slime_tis.rollout.config import RolloutConfig
-from slime_tis.rollout.sglang.config import SGLangConfig
-from slime_tis.rollout.sglang.server_flags import split_server_flags
+from slime_tis.rollout.sglang.config import SGLangConfig, split_server_flags
 
 ENDLESS_WARM_UP = 1000
 """Times the optimizer steps of a run from which on a warm-up is a slip of the finger, not a trial of a longer run."""

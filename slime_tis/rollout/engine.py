@@ -61,8 +61,8 @@ class RolloutEngine(Protocol):
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> list[list[Sample]]:
         """`submit` and its result, in the prompts' order."""
 
-    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Takes new weights under their Hugging Face names, whole tensors, and iterates to the end."""
+    def update_weights(self, source: WeightSource, version: int) -> None:
+        """Takes new weights: calls the source once, and iterates what it returns to the end."""
 
     def prompt_log_probs(self, token_ids: Sequence[int]) -> dict[str, list[float]]:
         """Log-probs at temperature 1 of a text's tokens but the first, under the weights in use.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from slime_tis.rollout.checkpoint import eos_token_ids, linear_weight_names, load_model
 from slime_tis.rollout.collectives import map_over_ranks
 from slime_tis.rollout.decode import Decoded, decode
+from slime_tis.rollout.engine import WeightSource
 from slime_tis.rollout.quantize import round_fp8, round_int8
 from slime_tis.rollout.sample import FinishReason, Prompt, Sample, Sampling, response_limit
 from slime_tis.rollout.sampling import log_softmax, prompt_uniforms
@@ -141,19 +142,19 @@ class LocalEngine:
             for group_index, (prompt, responses) in enumerate(zip(prompts, groups, strict=True))
         ]
 
-    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def update_weights(self, source: WeightSource, version: int) -> None:
         """Takes a whole set of weights.
 
         Args:
-            named_tensors: Hugging Face names and whole tensors; each is rounded as it arrives. The output layer
-              may be missing where it is tied to the embedding.
-            version: that the tokens sampled from now on carry.
+            source: Yields Hugging Face names and whole tensors; each is rounded as it arrives. The output layer may be
+                missing where it is tied to the embedding.
+            version: Version that the tokens sampled from now on carry.
 
         Raises:
             ValueError: an unknown name, a shape that differs from the checkpoint's, or a missing parameter.
         """
         arrived = set()
-        for name, tensor in named_tensors:
+        for name, tensor in source():
             self._check(name, tensor, version)
             self._assign(name, tensor)
             arrived.add(id(self._parameters[name]))

@@ -23,7 +23,7 @@ from slime_tis.rollout.engine import RolloutUnavailable
 from slime_tis.rollout.sample import Sampling
 from slime_tis.rollout.sglang.config import SGLangConfig
 from slime_tis.rollout.sglang.engine import SGLangEngine
-from slime_tis.rollout.sglang.member import Patience
+from slime_tis.rollout.sglang.health import Timeouts
 from tests.checkpoints import make_checkpoint
 from tests.faults.forked import run_forked
 from tests.faults.hostile import (
@@ -42,7 +42,7 @@ from tests.faults.hostile import (
 from tests.rollout.sglang.test_engine import LATE, Weights, assert_exact
 from tests.runs import make_task, read_metrics
 
-QUICK = Patience(recovery=0.3, first_wait=0.002, longest_wait=0.01, probe=0.01)
+QUICK = Timeouts(recovery=0.3, first_retry=0.002, max_retry=0.01, health_interval=0.01)
 SAMPLING = Sampling(max_response_len=12, n_samples=2)
 PROMPTS = LATE[:2]
 LONGEST_MESSAGE = 1500
@@ -71,7 +71,7 @@ def engine_on(servers: list[Hostile], checkpoint: Path, **options: Any) -> Itera
         load_tokenizer(checkpoint),
         output_dir=checkpoint,
         weights=Weights(),
-        patience=QUICK,
+        timeouts=QUICK,
     )
     try:
         yield engine
@@ -180,8 +180,8 @@ def test_a_hostile_server_alone_ends_in_a_message(
 
 
 def test_slow_answers_are_given_up(tally: Any, checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
-    from tests.rollout.sglang.test_server import ask as ask_server
-    from tests.rollout.sglang.test_server import payload
+    from tests.rollout.sglang.test_client import ask as ask_server
+    from tests.rollout.sglang.test_client import generate as generate_on
 
     t = tally("slow answers")
     with hostiles(1) as (server,):
@@ -195,7 +195,7 @@ def test_slow_answers_are_given_up(tally: Any, checkpoint: Path, caplog: pytest.
 
             def generate() -> str | None:
                 try:
-                    ask_server(server, lambda s: s.generate(payload()), timeout=0.2, abort_timeout=0.1)
+                    ask_server(server, generate_on, timeout=0.2, abort_timeout=0.1)
                 except Exception as error:
                     return None if "did not answer within 0.2 s" in str(error) else str(error)
                 return "was believed"
@@ -263,13 +263,13 @@ def test_updates_that_hostile_servers_spoil(tally: Any, checkpoint: Path, caplog
     def update(path: str, spoil: Callable[[Any], Any]) -> str | None:
         with hostiles(2) as both, engine_on(both, checkpoint, sglang_weight_sync="disk") as engine:
             both[0].answers[path] = spoil
-            engine.update_weights(Weights()(), 1)
+            engine.update_weights(Weights(), 1)
             if engine.metrics()["rollout/sglang_live_servers"] != 1:
                 return "was believed"
             groups = engine.generate(PROMPTS, SAMPLING, seed=0)
             assert_exact(groups, PROMPTS, SAMPLING)
             if not [record for record in caplog.records if both[0].url in record.getMessage()]:
-                return "was not told"
+                return "was not logged"
             return None
 
     for name, (path, spoil) in UPDATES.items():

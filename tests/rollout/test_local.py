@@ -171,7 +171,7 @@ def test_greedy_is_that_of_transformers(checkpoints, family):
 def test_updated_weights_are_sampled_from_under_their_version(checkpoints):
     old, new = checkpoints["qwen3", 0], checkpoints["qwen3", 1]
     engine, sampling = make_engine(old), Sampling(max_response_len=8, n_samples=2)
-    engine.update_weights(iter(weights(new)), version=7)
+    engine.update_weights(lambda: iter(weights(new)), version=7)
     groups = engine.generate(make_prompts(old), sampling, seed=0)
     for sample in flat(groups):
         assert sample.weight_versions == [7] * len(sample.response_ids)
@@ -186,9 +186,9 @@ def test_a_tied_output_layer_may_be_missing_from_an_update(tmp_path):
     new = make_checkpoint(tmp_path / "new", "qwen3", tie_word_embeddings=True, seed=1)
     engine, sampling = make_engine(old), Sampling(max_response_len=8)
     expected = make_engine(new).generate(make_prompts(new), sampling, seed=0)
-    engine.update_weights([(name, w) for name, w in weights(new) if name != "lm_head.weight"], version=1)
+    engine.update_weights(lambda: [(name, w) for name, w in weights(new) if name != "lm_head.weight"], version=1)
     assert_same_samples(expected, engine.generate(make_prompts(old), sampling, seed=0))
-    engine.update_weights(weights(new), version=2)
+    engine.update_weights(lambda: weights(new), version=2)
     assert_same_samples(expected, engine.generate(make_prompts(old), sampling, seed=0))
 
 
@@ -218,7 +218,7 @@ def test_an_update_that_does_not_fit_is_refused(checkpoints, edit, message):
     path = checkpoints["qwen3", 0]
     engine = make_engine(path)
     with pytest.raises(ValueError) as refusal:
-        engine.update_weights(edit(dict(weights(path))).items(), version=3)
+        engine.update_weights(edit(dict(weights(path))).items, version=3)
     assert str(refusal.value) == message
     assert engine.weight_version == 0
 
@@ -241,13 +241,13 @@ def test_eight_bit_engines_round_linear_weights_and_nothing_else(checkpoints, tm
             torch.testing.assert_close(log_probs, forward_log_probs(tmp_path, sample, sampling), **EXACT)
             gap.append((log_probs - forward_log_probs(path, sample, sampling)).abs())
         assert 1e-3 < torch.cat(gap).mean() < 0.5
-        engine.update_weights(weights(path), version=1)
+        engine.update_weights(lambda: weights(path), version=1)
 
 
 def test_a_bfloat16_engine_has_a_mismatch(checkpoints):
     path, sampling = checkpoints["qwen3", 0], Sampling(max_response_len=8, n_samples=2)
     engine = make_engine(path, precision="bf16")
-    engine.update_weights(weights(path), version=1)
+    engine.update_weights(lambda: weights(path), version=1)
     samples = flat(engine.generate(make_prompts(path), sampling, seed=0))
     gap = torch.cat(
         [torch.tensor(sample.rollout_log_probs) - forward_log_probs(path, sample, sampling) for sample in samples]

@@ -103,7 +103,7 @@ def make_engine(checkpoint: Path, reference: Reference, tmp_path: Path) -> Itera
             )
             engines.callback(engine.close)
             if push:
-                engine.update_weights(reference.named_tensors(), 0)
+                engine.update_weights(reference.named_tensors, 0)
             return engine
 
         yield make

@@ -37,11 +37,11 @@ def test_a_server_killed_in_mid_batch_loses_nothing_and_comes_back_with_the_curr
     assert [sample.sample_index for sample in samples] == list(range(SAMPLES * len(prompts)))
     assert all(sample.finish_reason in ("stop", "length") for sample in samples)
     assert all(worst_by_version(sample, weights) < BOUND for sample in samples)
-    figures = engine.metrics()
-    assert figures["rollout/sglang_retries"] >= 1 and figures["rollout/sglang_deaths"] == 1
+    metrics = engine.metrics()
+    assert metrics["rollout/sglang_retries"] >= 1 and metrics["rollout/sglang_deaths"] == 1
 
     current[0] = other_reference
-    engine.update_weights(other_reference.named_tensors(), 1)
+    engine.update_weights(other_reference.named_tensors, 1)
     victim.restart()
     victim.wait()
     deadline = time.monotonic() + 60.0

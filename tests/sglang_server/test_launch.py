@@ -45,7 +45,7 @@ def test_a_launched_server_asks_for_a_key_that_nobody_sees_and_is_started_again_
         make_engine(sglang_url=(url,))
     assert "wrong" not in str(error.value)
 
-    engine.update_weights(reference.named_tensors(), 3)
+    engine.update_weights(reference.named_tensors, 3)
     pending = engine.submit(prompts, Sampling(max_response_len=300, n_samples=2), seed=0)
     (scheduler,) = [each for each in psutil.Process().children(recursive=True) if is_scheduler(each, before)]
     wait_for_decoding(tmp_path / "sglang_0.log")

@@ -23,7 +23,7 @@ def test_aborted_samples_are_gone_on_with_from_their_tokens(
     begun = [sample for sample in all_samples(left) if sample.finish_reason == "abort" and sample.response_ids]
     assert begun
 
-    engine.update_weights(other_reference.named_tensors(), 1)
+    engine.update_weights(other_reference.named_tensors, 1)
     groups = engine.submit([], sampling, seed=1, num_groups=len(left)).result()
     assert engine.unfinished() == []
     finished = {(sample.prompt.index, tuple(sample.response_ids)): sample for sample in all_samples(groups)}

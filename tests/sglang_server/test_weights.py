@@ -41,7 +41,7 @@ def test_log_probs_are_those_of_the_weights_that_it_was_given(
     engine = make_engine(server, sglang_weight_sync=sync)
     sampling = Sampling(max_response_len=32, n_samples=2)
     for version, weights in ((1, other_reference), (2, reference), (7, other_reference)):
-        engine.update_weights(weights.named_tensors(), version)
+        engine.update_weights(weights.named_tensors, version)
         assert engine.weight_version == version
         assert httpx.get(f"{server.url}/model_info").json()["weight_version"] == str(version)
         for sample in all_samples(engine.generate(prompts, sampling, seed=0)):
@@ -64,7 +64,7 @@ def test_every_token_has_the_version_and_log_prob_of_its_weights(
     pending = engine.submit(prompts, LONG, seed=0)
     for version in (1, 2):
         wait_for_decoding(server.log)
-        engine.update_weights(weights[version].named_tensors(), version)
+        engine.update_weights(weights[version].named_tensors, version)
     samples = all_samples(pending.result())
     assert len(samples) == 2 * len(prompts)
     for sample in samples:
@@ -83,7 +83,7 @@ def test_a_server_with_the_weights_of_an_earlier_run_samples_nothing_before_it_h
     other_reference: Reference,
 ) -> None:
     earlier = make_engine(server)
-    earlier.update_weights(other_reference.named_tensors(), 12)
+    earlier.update_weights(other_reference.named_tensors, 12)
     earlier.close()
     engine = make_engine(server, sglang_weight_sync=sync, push=False)
     for sample in all_samples(engine.generate(prompts, Sampling(max_response_len=8), seed=0)):

@@ -1,44 +1,335 @@
-"""HTTP with servers that are not trusted: answers are bounded in size, never decompressed, and keys stay hidden."""
+"""HTTP with servers that are not trusted: what may be asked of one, and how it may fail.
+
+Answers are bounded in size and never decompressed; keys, whole or in part, appear in no message.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import json
 import logging
-from collections.abc import AsyncGenerator, Generator, Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from urllib.parse import quote
 
 import httpx
 
-from slime_tis.rollout.sglang.redaction import Redactor
+from slime_tis.rollout.sample import Sampling
+from slime_tis.rollout.sglang.config import normalized_url
+from slime_tis.rollout.sglang.errors import InvalidAnswer, MalformedAnswer, RequestRefused, ServerError, SGLangError
+from slime_tis.rollout.sglang.schema import (
+    Completion,
+    ControlAnswer,
+    ServerInfo,
+    WorkersAnswer,
+    generate_body,
+    max_answer_bytes,
+    parse,
+    parse_generation,
+    parse_info,
+    parse_scores,
+    score_body,
+    shown,
+)
 
 CONNECT_TIMEOUT = 10.0
 """Longest wait for a connection, in seconds."""
-IDLE_TIMEOUT = 2.0
+KEEPALIVE = 2.0
 """Time after which an idle connection is given up, in seconds: servers do so after 5, and a request that is sent
 while they do is lost."""
+HEALTH_TIMEOUT = 25.0
+"""Longest wait for /health, in seconds: it samples a token and gives up by itself after 20."""
+ABORT_TIMEOUT = 20.0
+"""Longest wait for the answer to an aborted request, in seconds: the batch under way is finished first."""
+ABORT_INTERVAL = 0.5
+"""Time between two tries to abort a request, in seconds: the server ignores one that it has not read yet."""
+ABORT_REQUEST_TIMEOUT = 5.0
+"""Longest wait for a server to take note that a request is to be aborted, in seconds."""
+ROUTER_TIMEOUT = 60.0
+"""Longest wait for a router to name its servers, in seconds."""
+CANCEL_INTERVAL = 0.5
+"""Time after which a task that swallowed a cancellation gets another one, in seconds."""
 CONTROL_BYTES = 4 << 20
 """Largest answer of any endpoint but /generate, in bytes; /server_info, the largest, has some 100 kB."""
 ERROR_BYTES = 64 << 10
-"""Read of the body of an error, in bytes; what follows is not looked at."""
+"""Read of the body of an error, in bytes; the rest is ignored."""
+RETRIED_STATUS = (408, 425, 429)
+"""Refusals that are not the request's fault, besides 5xx."""
+UNKNOWN_ENDPOINT = (404, 405)
+"""HTTP status of a server that has no such endpoint."""
 USER_ENDPOINTS = (
-    "/generate",
-    "/health",
-    "/model_info",
-    "/get_model_info",
-    "/server_info",
-    "/get_server_info",
-    "/workers",
-    "/list_workers",
+    *("/generate", "/health", "/model_info", "/get_model_info", "/server_info", "/get_server_info"),
+    *("/workers", "/list_workers"),
 )
 """Endpoints that SGLang opens to the API key; all others are for the admin key, where a server has one."""
+MAX_QUOTE = 400
+"""Characters of a server's own message that are quoted."""
+MAX_SEARCHED = 8192
+"""Characters that are searched for keys; far more than are shown."""
+MIN_ECHO = 8
+"""Characters of a key in a row that count as an echo of it."""
+REDACTED = "***"
+DP_RANK = re.compile(r"@\d+$")
+"""What a router that knows data-parallel ranks adds to a server's URL."""
 
 
-class UnusableAnswer(Exception):
-    """An answer is too large, compressed, or not JSON; the words say what is wrong with it."""
+class Server:
+    """One SGLang server, or a router, by its address."""
+
+    def __init__(
+        self,
+        url: str,
+        client: httpx.AsyncClient,
+        *,
+        timeout: float,
+        vocab_size: int | None = None,
+        workers: Sequence[Server] = (),
+        abort_timeout: float = ABORT_TIMEOUT,
+        health_timeout: float = HEALTH_TIMEOUT,
+    ) -> None:
+        """Connects to nothing yet.
+
+        Args:
+            url: http://HOST:PORT.
+            client: As `make_client` returns it.
+            timeout: Longest wait for an answer, in seconds.
+            vocab_size: Number of token ids of the model, which no answer may exceed; None checks none.
+            workers: Servers that a router at this address hands requests on to; requests are aborted there.
+            abort_timeout: Longest wait for the answer to an aborted request, in seconds.
+            health_timeout: Longest wait for /health, in seconds.
+        """
+        self.url = url
+        self.reports_token_versions: bool | None = None
+        """Whether its answers have the weight version of every token; None before the first."""
+        self.takes_seeds = False
+        """Whether it samples with the seed of each request; its own flag decides, which `info` reads."""
+        self.malformed_answers = 0
+        """Number of answers so far that could not be used."""
+        self._client, self._timeout, self._vocab_size, self._workers = client, timeout, vocab_size, workers
+        self._redactor = client.auth.redactor if isinstance(client.auth, Keys) else Redactor(())
+        self._abort_timeout, self._health_timeout = abort_timeout, health_timeout
+        self._aborts: set[asyncio.Task[None]] = set()
+
+    def __repr__(self) -> str:
+        return f"Server({self.url!r})"
+
+    async def health_error(self) -> str | None:
+        """Why the server cannot sample a token, or None where it can; takes a second or more.
+
+        A server that is paused cannot.
+        """
+        try:
+            await self._request("GET", "/health", timeout=self._health_timeout)
+        except SGLangError as error:
+            return str(error)
+        return None
+
+    async def info(self) -> ServerInfo:
+        """What it says about itself.
+
+        Raises:
+            ServerError: It does not answer, or not what could be true.
+            RequestRefused: The key is wrong, or this is another kind of server.
+        """
+        model_info = await self.get("/model_info", "/get_model_info")
+        server_info = await self.get("/server_info", "/get_server_info")
+        with self._reading("/server_info"):
+            info = parse_info(model_info, server_info)
+        self.takes_seeds = info.is_deterministic
+        return info
+
+    async def generate(
+        self,
+        input_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        max_new_tokens: int,
+        request_id: str,
+        seed: int | None = None,
+    ) -> Completion:
+        """Samples the rest of a response; the arguments are those of `schema.generate_body`.
+
+        A request that takes too long is aborted and returns what has been sampled. It is also aborted when this call is
+        cancelled.
+
+        Raises:
+            ServerError: There is no answer, or one that cannot be used.
+            RequestRefused: The server says that the request is wrong.
+        """
+        body = generate_body(input_ids, sampling, max_new_tokens=max_new_tokens, request_id=request_id, seed=seed)
+        max_bytes = max_answer_bytes(max_new_tokens)
+        request = asyncio.create_task(self._request("POST", "/generate", body, max_bytes=max_bytes))
+        try:
+            await asyncio.wait({request}, timeout=self._timeout)
+            if not request.done():
+                await self._abort_until_done(request, request_id)
+            if not request.done():
+                raise ServerError(f"{self.url} did not answer within {self._timeout:g} s.")
+            with self._reading("/generate"):
+                return parse_generation(request.result(), max_new_tokens=max_new_tokens, vocab_size=self._vocab_size)
+        finally:
+            if not request.done():
+                self._abort_in_background(request_id)
+            await cancel_and_wait([request])
+
+    async def prompt_log_probs(self, token_ids: Sequence[int]) -> list[float]:
+        """Log-probs, at temperature 1, of all tokens but the first.
+
+        Raises:
+            SGLangError: As for `generate`.
+        """
+        body, max_bytes = score_body(token_ids), max_answer_bytes(len(token_ids))
+        answer = await self._request("POST", "/generate", body, timeout=self._timeout, max_bytes=max_bytes)
+        with self._reading("/generate"):
+            return parse_scores(answer, token_ids)
+
+    async def abort(self, request_id: str) -> None:
+        """Asks it to end a request, which is answered with what has been sampled.
+
+        Raises:
+            ServerError: It does not answer.
+        """
+        for server in self._workers or (self,):
+            await server.post("/abort_request", {"rid": request_id}, timeout=ABORT_REQUEST_TIMEOUT)
+
+    async def post(self, endpoint: str, body: Mapping[str, object], *, timeout: float | None = None) -> None:
+        """Has the server change something.
+
+        Args:
+            endpoint: Path of the URL, with its slash.
+            body: Sent as JSON.
+            timeout: Longest wait, in seconds; None waits as long as for any request.
+
+        Raises:
+            ServerError: There is no answer, the server failed, or it answers that it did not succeed.
+            RequestRefused: The server refuses; `status` is that of HTTP.
+        """
+        answer = await self._request("POST", endpoint, body, timeout=self._timeout if timeout is None else timeout)
+        with suppress(InvalidAnswer):  # some endpoints answer text
+            if parse(ControlAnswer, answer).success is False:
+                raise ServerError(f"{self.url}{endpoint} failed: {self.quoted(_error_message(answer)).rstrip('.')}.")
+
+    async def get(self, *endpoints: str, timeout: float | None = None) -> bytes:
+        """The body of the first endpoint that this version of the server has.
+
+        Raises:
+            ServerError: There is no answer, or the server failed.
+            RequestRefused: The server refuses, or has none of the endpoints.
+        """
+        for endpoint in endpoints[:-1]:
+            try:
+                return await self._request("GET", endpoint, timeout=timeout or self._timeout)
+            except RequestRefused as error:
+                if error.status not in UNKNOWN_ENDPOINT:
+                    raise
+        return await self._request("GET", endpoints[-1], timeout=timeout or self._timeout)
+
+    def quoted(self, text: str) -> str:
+        """Text that came from this server, for a message: without keys and control characters, and cut."""
+        return self._redactor.quoted(text)
+
+    async def close(self) -> None:
+        """Waits for aborts that are under way."""
+        await asyncio.gather(*self._aborts, return_exceptions=True)
+
+    async def _request(
+        self,
+        method: str,
+        endpoint: str,
+        body: Mapping[str, object] | None = None,
+        *,
+        timeout: float | None = None,
+        max_bytes: int = CONTROL_BYTES,
+    ) -> bytes:
+        """The body of a successful answer, of at most `max_bytes`."""
+        url = self.url + endpoint
+        try:
+            with self._reading(endpoint):
+                async with asyncio.timeout(timeout), self._client.stream(method, url, json=body) as response:
+                    content = await _read(response, max_bytes)
+        except TimeoutError:
+            raise ServerError(f"{url} did not answer within {timeout or 0:g} s.") from None
+        except (httpx.HTTPError, OSError) as error:  # its request holds the key: the cause is left out
+            reason = str(error).strip().rstrip(".") or type(error).__name__
+            raise ServerError(f"{url} failed: {self.quoted(reason)}.") from None
+        if response.is_success:
+            return content
+        status = response.status_code
+        message = f"{url} answered HTTP {status}: {self.quoted(_error_message(content)).rstrip('.')}"
+        if status in (401, 403):
+            message += (
+                "; put its key into the environment variable that --sglang-api-key-env names, or an admin key into "
+                "that of --sglang-admin-api-key-env"
+            )
+        if 400 <= status < 500 and status not in RETRIED_STATUS:
+            raise RequestRefused(f"{message}.", status)
+        raise ServerError(f"{message}.")
+
+    @contextmanager
+    def _reading(self, endpoint: str) -> Iterator[None]:
+        """Counts an answer that cannot be used, and adds to the message where it came from."""
+        try:
+            yield
+        except InvalidAnswer as error:
+            self.malformed_answers += 1
+            text = self.quoted(f"{self.url}{endpoint} gave an answer that cannot be used: {error}.")
+            raise MalformedAnswer(text) from None
+
+    async def _abort_until_done(self, request: asyncio.Task[bytes], request_id: str) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._abort_timeout):
+                while not request.done():
+                    with suppress(SGLangError):
+                        await self.abort(request_id)
+                    await asyncio.wait({request}, timeout=ABORT_INTERVAL)
+
+    def _abort_in_background(self, request_id: str) -> None:
+        """Aborts a request whose answer nobody reads; the server would find out by itself some seconds later."""
+
+        async def abort() -> None:
+            with suppress(SGLangError):
+                await self.abort(request_id)
+
+        task = asyncio.create_task(abort(), name=f"abort {request_id}")
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+
+
+class Redactor:
+    """Replaces keys, and what of them is at least `MIN_ECHO` characters long, by `***`."""
+
+    def __init__(self, secrets: Iterable[str]) -> None:
+        """Takes the keys; each is also found as JSON, `repr`, URLs and base64 spell it."""
+        found = {spelling for secret in secrets if secret for spelling in _spellings(secret)}
+        self._short = sorted((one for one in found if len(one) < MIN_ECHO), key=len, reverse=True)
+        self._parts = {one[start : start + MIN_ECHO] for one in found for start in range(len(one) - MIN_ECHO + 1)}
+
+    def __repr__(self) -> str:
+        return "Redactor()"
+
+    def redacted(self, text: str) -> str:
+        """The text without keys, whole or in part."""
+        shown, hidden_until = "", 0
+        for start, character in enumerate(text):
+            if text[start : start + MIN_ECHO] in self._parts:
+                shown += "" if start <= hidden_until and shown.endswith(REDACTED) else REDACTED
+                hidden_until = start + MIN_ECHO
+            if start >= hidden_until:
+                shown += character
+        for secret in self._short:
+            shown = shown.replace(secret, REDACTED)
+        return shown
+
+    def quoted(self, text: str, length: int = MAX_QUOTE) -> str:
+        """A server's text on one line, for a message: redacted first, then escaped, then cut."""
+        line = printable(self.redacted(" ".join(text[:MAX_SEARCHED].split())))
+        return line if len(line) <= length else line[:length] + " …"
 
 
 class Keys(httpx.Auth):
-    """Puts the key of its endpoint on each request as it leaves, so that it stands nowhere else."""
+    """Adds the key of its endpoint to each request as it leaves; the key appears nowhere else."""
 
     def __init__(self, api_key: str | None, admin_api_key: str | None) -> None:
         self._api_key, self._admin_api_key = api_key, admin_api_key
@@ -48,34 +339,28 @@ class Keys(httpx.Auth):
         return "Keys()"
 
     def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
-        self._sign(request)
-        yield request
-
-    async def async_auth_flow(self, request: httpx.Request) -> AsyncGenerator[httpx.Request, httpx.Response]:
-        self._sign(request)
-        yield request
-
-    def _sign(self, request: httpx.Request) -> None:
+        """Signs the request."""
         is_admin = not request.url.path.endswith(USER_ENDPOINTS)
         key = (self._admin_api_key or self._api_key) if is_admin else self._api_key
         if key is not None:
             request.headers["Authorization"] = f"Bearer {key}"
+        yield request
 
 
 def make_client(api_key: str | None = None, admin_api_key: str | None = None) -> httpx.AsyncClient:
-    """The HTTP client of all servers; the pool bounds the requests, and the client does not.
+    """The HTTP client of all servers; the dispatcher bounds the requests, and the client does not.
 
     Args:
-      api_key: of the servers; it appears in no log, exception or representation.
-      admin_api_key: for weights, pauses and aborts, where servers have one; else these go with the API key.
+        api_key: Key of the servers; it appears in no log, exception or representation.
+        admin_api_key: Key for weights, pauses and aborts, where servers have one; else these go with the API key.
 
     Raises:
-      ValueError: a key that cannot stand in a header.
+        ValueError: A key that cannot be sent in a header.
     """
     for key, flag in ((api_key, "--sglang-api-key-env"), (admin_api_key, "--sglang-admin-api-key-env")):
         if key is not None and not (key.isascii() and key.isprintable() and " " not in key):
             raise ValueError(
-                f"the environment variable that {flag} names holds characters that cannot be sent; set it anew, "
+                f"the environment variable that {flag} names holds characters that cannot be sent; set it again, "
                 "without spaces and line ends."
             )
     logging.getLogger("httpx").setLevel(logging.WARNING)  # else a line for every request
@@ -83,75 +368,88 @@ def make_client(api_key: str | None = None, admin_api_key: str | None = None) ->
         auth=Keys(api_key, admin_api_key),
         headers={"Accept-Encoding": "identity"},
         timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT),
-        limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=IDLE_TIMEOUT),
+        limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEPALIVE),
         trust_env=False,
     )
 
 
-def redactor_of(client: httpx.AsyncClient) -> Redactor:
-    """What keeps the keys of a client out of messages."""
-    return client.auth.redactor if isinstance(client.auth, Keys) else Redactor(())
+async def cancel_and_wait(tasks: Iterable[asyncio.Task]) -> None:
+    """Cancels tasks and waits until they have ended, however they did."""
+    all_tasks = list(tasks)
+    pending = {task for task in all_tasks if not task.done()}
+    while pending:
+        for task in pending:
+            task.cancel()
+        _, pending = await asyncio.wait(pending, timeout=CANCEL_INTERVAL)
+    await asyncio.gather(*all_tasks, return_exceptions=True)
 
 
-@dataclass(frozen=True)
-class Answer:
-    """The status and the body of an answer, as they came."""
+async def worker_urls(router: Server, timeout: float = ROUTER_TIMEOUT) -> tuple[str, ...]:
+    """The URLs of a router's servers, which take weights and control each by itself.
 
-    status: int
-    body: bytes
-
-    @property
-    def is_success(self) -> bool:
-        """Whether the status is 2xx."""
-        return 200 <= self.status < 300
-
-    @property
-    def text(self) -> str:
-        """The body as text, with a mark where it is not UTF-8."""
-        return self.body.decode(errors="replace").strip()
-
-    def json(self) -> object:
-        """The body as decoded JSON.
-
-        Raises:
-          UnusableAnswer: it is none, is nested deeper than Python reads, or has a number of thousands of digits.
-        """
-        try:
-            return json.loads(self.body)
-        except (ValueError, RecursionError):
-            raise UnusableAnswer("is no JSON") from None
+    Raises:
+        ValueError: The router does not answer, refuses, or has no servers.
+    """
+    endpoints = ("/workers", "/list_workers")  # the latter of routers before 0.2.2
+    try:
+        answer = parse(WorkersAnswer, await router.get(*endpoints, timeout=timeout))
+        found = answer.urls if answer.workers is None else [worker.url for worker in answer.workers]
+        if found is None:
+            raise InvalidAnswer("it has no workers")
+        urls = tuple(dict.fromkeys(normalized_url(DP_RANK.sub("", url)) for url in found))
+    except (SGLangError, InvalidAnswer, ValueError) as error:
+        what = str(error) if isinstance(error, SGLangError) else f"{router.url} does not answer as an SGLang router."
+        raise ValueError(
+            f"the servers of the SGLang router are not known: {what} Check --sglang-router-ip and "
+            "--sglang-router-port, or name the servers with --sglang-url."
+        ) from None
+    if not urls:
+        raise ValueError(f"the SGLang router at {router.url} has no servers; add some to it.")
+    return urls
 
 
-async def fetch(
-    client: httpx.AsyncClient, method: str, url: str, body: Mapping[str, object] | None, *, limit: int
-) -> Answer:
-    """Sends a request and reads its answer, but no more of it than was to be expected.
+def printable(text: str) -> str:
+    """The text with characters escaped that would steer a terminal: controls, bidirectional marks, surrogates."""
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+
+
+def _spellings(secret: str) -> set[str]:
+    """A key as servers may repeat it."""
+    encoded = base64.b64encode(secret.encode()).decode().rstrip("=")
+    return {secret, json.dumps(secret)[1:-1], repr(secret)[1:-1], quote(secret, safe=""), encoded}
+
+
+async def _read(response: httpx.Response, max_bytes: int) -> bytes:
+    """The body as it comes, but no more of it than was to be expected; errors are cut to `ERROR_BYTES`.
 
     Compressed answers are not read at all: none was asked for, and a megabyte of one holds a gigabyte.
 
-    Args:
-      client: of `make_client`.
-      method: of HTTP.
-      url: to be asked.
-      body: sent as JSON.
-      limit: largest body of an answer, in bytes; errors are cut to `ERROR_BYTES`.
-
     Raises:
-      UnusableAnswer: it is larger or compressed.
-      httpx.HTTPError: no answer.
+        InvalidAnswer: It is larger or compressed.
     """
-    async with client.stream(method, url, json=body) as response:
-        answer = Answer(response.status_code, b"")
-        limit = limit if answer.is_success else ERROR_BYTES
-        if response.headers.get("Content-Encoding", "identity").lower() not in ("", "identity"):
-            if answer.is_success:
-                raise UnusableAnswer("is compressed, which was not asked for")
-            return answer
-        found = bytearray()
-        async for chunk in response.aiter_raw():
-            found += chunk
-            if len(found) > limit:
-                if answer.is_success:
-                    raise UnusableAnswer(f"is larger than the {limit} bytes that an answer may have")
-                break
-        return Answer(response.status_code, bytes(found[:limit]))
+    if response.headers.get("Content-Encoding", "identity").lower() not in ("", "identity"):
+        if response.is_success:
+            raise InvalidAnswer("it is compressed, which was not asked for")
+        return b""
+    limit = max_bytes if response.is_success else ERROR_BYTES
+    content = bytearray()
+    async for chunk in response.aiter_raw():
+        content += chunk
+        if len(content) > limit:
+            if response.is_success:
+                raise InvalidAnswer(f"it is larger than the {limit} bytes that an answer may have")
+            break
+    return bytes(content[:limit])
+
+
+def _error_message(body: bytes) -> str:
+    """The server's own message, in any of the forms that versions of SGLang and routers have."""
+    text = body.decode(errors="replace").strip()
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    for name in ("error", "message", "detail"):
+        if isinstance(found, dict) and found.get(name) is not None:
+            found = found[name]
+    return found if isinstance(found, str) else shown(found, ERROR_BYTES)

@@ -4,34 +4,50 @@ from __future__ import annotations
 
 import ipaddress
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 from urllib.parse import SplitResult, urlsplit
 
 from slime_tis.errors import quoted
 from slime_tis.limits import Limits, check_fields, flag
-from slime_tis.rollout.sglang.server_flags import OWN, check_server_flag
 
-LONGEST_HOST = 253
+MAX_HOST = 253
 """Characters of a host name, by RFC 1035."""
+PREFIX = "--sglang-"
+OWN_FLAGS = {
+    "api-key": "put the key into the environment variable that --sglang-api-key-env names",
+    "admin-api-key": "put the key into the environment variable that --sglang-admin-api-key-env names",
+    "model-path": "servers get the --hf-checkpoint",
+    "host": "servers listen on this machine alone",
+    "port": "choose the first of the ports with --sglang-base-port",
+}
+"""Server flags that the run sets itself, and what to do instead."""
+SECRET_FLAG = re.compile(
+    r"(.*-)?(api-?key|keyfile-p\w*|watermark-key\w*|(private|secret|access|auth)-key|passw\w*|passphrase|secret|"
+    r"credentials?|(auth|access|hf|bearer|api)-token)s?(-\w)?"
+)
+"""Names of server flags whose value nobody may see."""
+VARIABLE = "-env"
+"""What follows the name of such a flag when its value is the name of an environment variable."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SGLangConfig:
-    """Servers that run already, a router in front of some, or servers to start; and how they are used."""
+    """Servers that are already running, a router in front of some, or servers to start; and how they are used."""
 
     sglang_url: tuple[str, ...] | None = None
-    """URLs of SGLang servers that run already, as http://HOST:PORT."""
+    """URLs of SGLang servers that are already running, as http://HOST:PORT."""
 
     sglang_router_ip: str | None = None
-    """Address of an SGLang router that runs already; requests go to it, weights to the servers it names."""
+    """Address of an SGLang router that is already running; requests go to it, weights to the servers it names."""
 
     sglang_router_port: Annotated[int | None, Limits(ge=1, le=65_535)] = None
     """Port of the router at sglang_router_ip."""
 
     sglang_launch: Annotated[int | None, Limits(ge=1, le=1_024)] = None
-    """Servers to start on this machine, watch and stop at the end."""
+    """Number of servers to start on this machine, watch and stop at the end."""
 
     sglang_server_args: tuple[str, ...] | None = None
     """Flags of the servers that sglang_launch starts, as a list of words; on the command line any --sglang-NAME
@@ -53,7 +69,7 @@ class SGLangConfig:
     """Longest wait for the answer to one request, in seconds."""
 
     sglang_concurrency: Annotated[int, Limits(ge=1, le=65_536)] = 64
-    """Requests in flight per server."""
+    """Most requests in flight per server."""
 
     sglang_max_retries: Annotated[int, Limits(ge=0, le=1_000)] = 5
     """Times that one request is tried again after its server failed."""
@@ -62,7 +78,7 @@ class SGLangConfig:
     """Longest wait, with no server left, for one to come back before the run saves and stops, in seconds."""
 
     sglang_weight_sync: Literal["distributed", "disk"] = "distributed"
-    """Way of new weights to the servers: distributed broadcasts them over NCCL, or gloo without GPUs; disk writes
+    """How new weights reach the servers: distributed broadcasts them over NCCL, or gloo without GPUs; disk writes
     safetensors to a directory that the servers read."""
 
     sglang_weight_dir: str | None = None
@@ -74,7 +90,7 @@ class SGLangConfig:
     machine, and for others the address of this machine that faces them."""
 
     sglang_bucket_mb: Annotated[int, Limits(ge=1, le=1_000_000)] = 512
-    """Weights sent or written at once, in MiB; about this much is held besides the model."""
+    """Weights sent or written at once, in MiB; about this much memory is used besides the model's."""
 
     sglang_api_key_env: str = "SGLANG_API_KEY"
     """Name of the environment variable that holds the servers' API key; the key itself is never a flag."""
@@ -117,7 +133,7 @@ class SGLangConfig:
         """Refuses a configuration that names no server.
 
         Raises:
-          ValueError: none of --sglang-url, --sglang-router-ip and --sglang-launch is given.
+            ValueError: None of --sglang-url, --sglang-router-ip and --sglang-launch is given.
         """
         if not _sources(self):
             raise ValueError(
@@ -126,11 +142,65 @@ class SGLangConfig:
             )
 
 
+def split_server_flags(argv: Sequence[str], known: Collection[str]) -> tuple[list[str], list[str]]:
+    """Separates `--sglang-NAME [VALUE …]`, unless this program has that flag, from a command line.
+
+    Args:
+        argv: The command line.
+        known: Flags of this program, which stay.
+
+    Returns:
+        The rest of the command line, and the flags as the server spells them: `--NAME`, `VALUE`, …
+
+    Raises:
+        ValueError: A server flag that the run sets itself, or a secret, whose value is not repeated.
+    """
+    rest: list[str] = []
+    passed: list[str] = []
+    current = rest
+    for token, following in zip(argv, [*argv[1:], ""], strict=True):
+        if token.startswith("--"):
+            flag, equals, value = token.partition("=")
+            current = passed if flag.startswith(PREFIX) and flag not in known else rest
+        if current is passed and token.startswith("--"):
+            name = flag.removeprefix(PREFIX)
+            if name in OWN_FLAGS:
+                raise ValueError(f"{flag} is not passed through to the servers; {OWN_FLAGS[name]}.")
+            check_server_flag(f"{flag} is given", name, value if equals else following)
+            token = f"--{token.removeprefix(PREFIX)}"
+        current.append(token)
+    return rest, passed
+
+
+def check_server_flag(given: str, name: str, value: str) -> None:
+    """Refuses a secret as the value of a server's flag, and the name of an environment variable that is not set.
+
+    Args:
+        given: Beginning of the message: where the flag is from.
+        name: Of the flag, without dashes before it.
+        value: Its value.
+
+    Raises:
+        ValueError: As described; the message does not repeat the value.
+    """
+    spelled = name.replace("_", "-").lower()
+    if SECRET_FLAG.fullmatch(spelled) and spelled not in OWN_FLAGS:
+        raise ValueError(
+            f"{given}, but a secret would be seen in the list of processes, in config.yaml and in reports; put it into "
+            f"an environment variable and name that: --sglang-{spelled}{VARIABLE} VARIABLE."
+        )
+    if spelled.endswith(VARIABLE) and SECRET_FLAG.fullmatch(spelled.removesuffix(VARIABLE)):
+        if not value.isidentifier():
+            raise ValueError(f"{given}, but what follows is not the name of an environment variable; give its name.")
+        if not os.environ.get(value):
+            raise ValueError(f"{given}, but the environment variable {value} is not set; set it to the secret.")
+
+
 def normalized_url(url: str) -> str:
     """`http://HOST:PORT` or `https://…`, without a trailing slash; a host in lower case.
 
     Raises:
-      ValueError: another scheme, no host, a bad port, or more than an address: credentials, a query, a fragment.
+        ValueError: Another scheme, no host, a bad port, or more than an address: credentials, a query, a fragment.
     """
     parts = _split(url)
     if parts is None or not url.isprintable() or parts.scheme not in ("http", "https") or not parts.hostname:
@@ -156,7 +226,7 @@ def is_loopback(url: str) -> bool:
 
 
 def bracketed(host: str) -> str:
-    """A host as it stands in a URL: IPv6 addresses in brackets."""
+    """A host as URLs spell it: IPv6 addresses in brackets."""
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
@@ -170,7 +240,7 @@ def _split(url: str) -> SplitResult | None:
 
 
 def _shown(url: str) -> str:
-    """A URL for a sentence, without what may be secret."""
+    """A URL for a message, without what may be secret."""
     return url.split("?")[0].rsplit("@", 1)[-1]
 
 
@@ -190,21 +260,21 @@ def _check_sources(config: SGLangConfig) -> None:
     for url in urls:
         if urls.count(url) > 1:
             raise ValueError(f"--sglang-url names {url} {urls.count(url)} times; name each server once.")
-        if len(urlsplit(url).hostname or "") > LONGEST_HOST:
+        if len(urlsplit(url).hostname or "") > MAX_HOST:
             raise ValueError(
-                f"--sglang-url is {quoted(_shown(url))} but a host name has {LONGEST_HOST} characters at most."
+                f"--sglang-url is {quoted(_shown(url))} but a host name has {MAX_HOST} characters at most."
             )
     given = _sources(config)
     if len(given) > 1:
-        words = " and ".join(f"{source} is {value}" for source, value in given.items())
-        raise ValueError(f"{words}; servers come from one source, leave out all but one.")
+        named = " and ".join(f"{source} is {value}" for source, value in given.items())
+        raise ValueError(f"{named}; servers come from one source, leave out all but one.")
     ip, port = config.sglang_router_ip, config.sglang_router_port
     if (ip is None) != (port is None):
         raise ValueError(f"--sglang-router-ip is {ip} and --sglang-router-port {port}; give both or neither.")
     if ip is None:
         return
     is_host = _split(f"http://{bracketed(ip)}") == SplitResult("http", bracketed(ip), "", "", "")
-    if not is_host or len(ip) > LONGEST_HOST or any(character.isspace() for character in ip):
+    if not is_host or len(ip) > MAX_HOST or any(character.isspace() for character in ip):
         raise ValueError(f"--sglang-router-ip is {quoted(_shown(ip))} but must be an address or a host name.")
 
 
@@ -222,7 +292,7 @@ def _check_server_args(args: Sequence[str]) -> None:
             continue
         variable = value if equals else next(iter(args[place + 1 : place + 2]), "")
         check_server_flag(f"--sglang-server-args has {name}", name[2:], variable)
-        for own, instead in OWN.items():
+        for own, instead in OWN_FLAGS.items():
             if own.startswith(name[2:]) and len(name) > 3:
                 raise ValueError(f"--sglang-server-args has {name}, which the run sets itself; {instead}.")
     if args and not args[0].startswith("-"):

@@ -1,44 +1,76 @@
-"""The rollout engine that samples from SGLang servers over HTTP."""
+"""The rollout engine that samples from SGLang servers over HTTP.
+
+Three things meet here, and nowhere else: the program, which is synchronous; an asyncio loop on a thread of its own,
+which talks to the servers, so that rollouts go on while the program trains; and the other ranks of a torch.distributed
+job, which return, or raise, what rank 0 does.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import itertools
 import json
+import logging
 import secrets
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import CancelledError, Future
+from contextlib import AsyncExitStack, ExitStack, suppress
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from slime_tis.rollout.engine import WeightSource
+from slime_tis.errors import OtherRankFailed
+from slime_tis.interrupt import Interrupted
+from slime_tis.rollout.engine import RolloutUnavailable, WeightSource
 from slime_tis.rollout.sample import Prompt, Sample, Sampling, response_limit
-from slime_tis.rollout.sglang.batch import Batch
-from slime_tis.rollout.sglang.config import SGLangConfig
-from slime_tis.rollout.sglang.fleet import Fleet
-from slime_tis.rollout.sglang.job import Job
-from slime_tis.rollout.sglang.member import Patience
-from slime_tis.rollout.sglang.ranks import Ranks
-from slime_tis.rollout.sglang.weights import WeightSync
+from slime_tis.rollout.sglang.client import Server, cancel_and_wait, make_client, worker_urls
+from slime_tis.rollout.sglang.config import SGLangConfig, is_loopback
+from slime_tis.rollout.sglang.dispatch import Dispatcher
+from slime_tis.rollout.sglang.errors import MalformedAnswer, RequestRefused, ServerError
+from slime_tis.rollout.sglang.health import HealthMonitor, Timeouts
+from slime_tis.rollout.sglang.launch import LaunchedServers
+from slime_tis.rollout.sglang.sampling import PendingSample, RolloutBatch
+from slime_tis.rollout.sglang.weights.disk import DiskSync
+from slime_tis.rollout.sglang.weights.distributed import DistributedSync
+from slime_tis.rollout.sglang.weights.protocol import WeightSync
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+logger = logging.getLogger(__name__)
+
 Groups = list[list[Sample]]
+Result = TypeVar("Result")
+
+RESTART_INTERVAL = 1.0
+"""Time between two looks at whether launched servers still run, in seconds."""
+SAFE_POINT_INTERVAL = 1.0
+"""Longest time between two safe points while a rollout is waited for, in seconds."""
+LONGEST_ROLLOUT = timedelta(days=30)
+"""Longest wait of other ranks for rank 0: a rollout may take longer than a collective's usual timeout."""
+INPUT_MARGIN = 6
+"""SGLang's max_req_input_len is the context less this: it reserves tokens for the response."""
+RANK_ERRORS = {error.__name__: error for error in (RolloutUnavailable, Interrupted, ValueError)}
+"""Errors that other ranks raise as rank 0 does; of all others they raise OtherRankFailed."""
 
 
 class SGLangEngine:
-    """Samples with SGLang servers, as `engine.RolloutEngine` asks.
+    """Samples with SGLang servers; see `engine.RolloutEngine`.
 
-    The first rank of a torch.distributed job talks to the servers, from a thread of its own, so that rollouts go on
-    while the caller trains; all ranks get the same samples. Servers draw their own random numbers, so that samples
-    are not the same again in an equal run, unless they are started with --enable-deterministic-inference: then each
-    response has a seed of its own.
+    Servers draw their own random numbers, so that samples are not the same again in an equal run, unless they are
+    started with --enable-deterministic-inference: then each response has a seed of its own.
     """
 
     can_checkpoint_weights = False
+
+    _servers: ServerGroup
+    """Of rank 0 alone."""
 
     def __init__(
         self,
@@ -50,225 +82,543 @@ class SGLangEngine:
         weights: WeightSource,
         device: torch.device | str = "cpu",
         weights_version: Callable[[], int] | None = None,
-        patience: Patience | None = None,
+        timeouts: Timeouts | None = None,
         weight_sync: WeightSync | None = None,
         safe_point: Callable[[], None] = lambda: None,
     ) -> None:
-        """Waits for the servers, and starts them where that is asked for; a collective.
+        """Waits for the servers, and starts them where the config says so; a collective.
 
         Args:
-          config: which servers, and how they are asked.
-          hf_checkpoint: that servers begin with.
-          tokenizer: of the checkpoint.
-          output_dir: for the output of servers that are started here.
-          weights: the policy's present weights, for servers that come back without; a collective.
-          device: of this process.
-          weights_version: version of what `weights` yields; None where that is always the one in use.
-          patience: how long to wait for servers; None is as the config says.
-          weight_sync: the way of new weights; None is as the config says.
-          safe_point: called while a rollout is waited for; raises where it is to be given up.
+            config: Which servers, and how they are asked.
+            hf_checkpoint: Weights that servers begin with.
+            tokenizer: Of the checkpoint.
+            output_dir: Directory for the logs of servers that are started here.
+            weights: Yields the policy's current weights, for servers that come back without; a collective.
+            device: Of this process.
+            weights_version: Returns the version of what `weights` yields; None where that is always the one in use.
+            timeouts: How long to wait for servers; None is as the config says.
+            weight_sync: How new weights reach the servers; None is as the config says.
+            safe_point: Called while a rollout is waited for; raises where it is to be given up.
 
         Raises:
-          RolloutUnavailable: no server comes up.
-          ValueError: the servers refuse the key, or the config names none.
+            RolloutUnavailable: No server comes up.
+            ValueError: The servers refuse the key, or the config names none.
         """
         self.weight_version = 0
         self._tokenizer, self._weights, self._safe_point = tokenizer, weights, safe_point
         self._weights_version = weights_version or (lambda: self.weight_version)
         self._context_len, self._vocab_size = _model_sizes(Path(hf_checkpoint))
-        self._run, self._submitted = secrets.token_hex(4), 0
+        self._run_id, self._num_batches = secrets.token_hex(4), 0
         self._unfinished: Groups = []
         self._partial_in_flight = False
-        self._fleet: Fleet | None = None
-        self._ranks = Ranks()
+        self._stack = ExitStack()
+        self._rank_zero = RankZero()
 
-        def open_fleet() -> int | None:
-            self._fleet = Fleet(
-                config,
-                hf_checkpoint,
-                log_dir=output_dir,
-                device=device,
-                vocab_size=self._vocab_size,
-                patience=patience,
-                weight_sync=weight_sync,
-            )
-            return self._fleet.longest_input
+        def connect(_: WeightSource) -> int | None:
+            config.check_has_servers()
+            with ExitStack() as stack:
+                launched = None
+                if config.sglang_launch is not None:
+                    launched = LaunchedServers(config, hf_checkpoint, output_dir)
+                    stack.callback(launched.stop)
+                    launched.start()
+                self._loop = stack.enter_context(LoopThread("sglang"))
+                self._servers = ServerGroup(config, timeouts, self._vocab_size, launched)
+                self._loop.run(self._servers.connect(weight_sync, hf_checkpoint, device))
+                stack.callback(lambda: self._loop.run(self._servers.close()))
+                self._stack = stack.pop_all()
+            return self._servers.max_input_len
 
-        self._longest_input = self._ranks.together(open_fleet, weights)
+        self._max_input_len = self._rank_zero.run(connect, weights)
 
     def submit(
         self, prompts: Sequence[Prompt], sampling: Sampling, seed: int = 0, *, num_groups: int | None = None
-    ) -> InFlight:
+    ) -> SGLangRollout:
         """Starts sampling; see `engine.RolloutEngine`.
 
         Args:
-          prompts: a group of responses each.
-          sampling: how to sample.
-          seed: of the rollout; it has an effect on servers that take a seed with each request.
-          num_groups: groups that are waited for, the earliest of those that are complete; the others are aborted, kept
-            as `unfinished`, and gone on with by the next call that has a `num_groups`, before its own prompts.
+            prompts: Each is answered by a group of responses.
+            sampling: How to sample.
+            seed: Of the rollout; used by servers that take a seed with each request.
+            num_groups: Number of groups that are waited for, the earliest that are complete. The others are aborted,
+                become `unfinished`, and are continued by the next call with a `num_groups`, before its own prompts.
 
         Raises:
-          ValueError: a prompt leaves no tokens for a response or has unknown tokens, or fewer groups are in flight than
-            wanted.
+            ValueError: A prompt leaves no tokens for a response or has unknown ones, or fewer groups are in flight than
+                `num_groups`.
         """
-        fresh = [[self._job(prompt, sampling) for _ in range(sampling.n_samples)] for prompt in prompts]
-        carried = (
-            [] if num_groups is None else [[self._resumed(sample, sampling) for sample in g] for g in self._unfinished]
-        )
-        groups = [*carried, *fresh]
-        for group, jobs in enumerate(groups):
-            for place, job in enumerate(jobs):
-                job.seed = response_seed(seed, group, place)
-        self._check_num_groups(num_groups, len(groups))
+        groups = [[self._pending(prompt, sampling) for _ in range(sampling.n_samples)] for prompt in prompts]
+        if num_groups is not None:
+            groups[:0] = [[self._continued(sample, sampling) for sample in group] for group in self._unfinished]
+            self._check_num_groups(num_groups, len(groups))
+        for index, group in enumerate(groups):
+            for place, response in enumerate(group):
+                response.seed = response_seed(seed, index, place)
         batch, future = None, None
-        if self._fleet is not None:
-            batch, future = self._fleet.start(f"{self._run}-r{self._submitted:08d}", groups, sampling, num_groups)
-        self._submitted += 1
+        if self._rank_zero.is_self:
+            batch = RolloutBatch(
+                f"{self._run_id}-r{self._num_batches:08d}",
+                groups,
+                sampling,
+                self._servers.health,
+                self._servers.dispatcher,
+                num_groups=num_groups,
+                max_input_len=self._max_input_len,
+            )
+            self._servers.batches.add(batch)
+            future = self._loop.submit(batch.run())
+            future.add_done_callback(lambda _: self._servers.changed.set())
+        self._num_batches += 1
         self._partial_in_flight |= num_groups is not None
-        return InFlight(self, batch, future, num_groups=num_groups, total=sum(map(len, groups)))
+        return SGLangRollout(self, batch, future, num_groups=num_groups, total=sum(map(len, groups)))
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int = 0) -> Groups:
         """`submit` and its result, in the prompts' order."""
         return self.submit(prompts, sampling, seed).result()
 
-    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Gives the servers new weights; requests in flight pause, and go on with them.
+    def update_weights(self, source: WeightSource, version: int) -> None:
+        """Gives the servers new weights; requests in flight pause, and continue with them.
 
-        A server that fails is taken out, and given the weights when it comes back.
+        A server that fails is marked down, and given the weights when it comes back.
 
         Args:
-          named_tensors: Hugging Face names and whole tensors.
-          version: that tokens sampled from now on carry.
+            source: Yields Hugging Face names and whole tensors; called once on every rank, a collective.
+            version: Version that tokens sampled from now on carry.
         """
-        given = [named_tensors]
-
-        def weights() -> Iterable[tuple[str, Tensor]]:
-            return given.pop() if given else self._weights()
-
-        self._ranks.together(lambda: self._first().update(lambda: self._ranks.iterate(weights), version), weights)
+        self._rank_zero.run(lambda weights: self._loop.run(self._servers.update_weights(weights, version)), source)
         self.weight_version = version
 
     def prompt_log_probs(self, token_ids: Sequence[int]) -> dict[str, list[float]]:
         """Log-probs at temperature 1 of all tokens but the first, by the URL of each server."""
-        return self._ranks.together(lambda: self._first().prompt_log_probs(token_ids), self._weights)
+        return self._rank_zero.run(lambda _: self._loop.run(self._servers.prompt_log_probs(token_ids)), self._weights)
 
     def unfinished(self) -> Groups:
-        """Groups that were aborted, and are gone on with; those of a rollout in flight until it is there."""
+        """Groups that were aborted, and are to be continued; those of a rollout in flight once it is complete."""
         return self._unfinished
 
     def resume_unfinished(self, groups: Groups) -> None:
-        """Takes up what `unfinished` gave, in another process."""
+        """Takes up what `unfinished` returned, in another process."""
         self._unfinished = groups
 
     def metrics(self) -> dict[str, float]:
-        """rollout/sglang_… counts since the start, on the first rank."""
-        metrics = {} if self._fleet is None else self._fleet.metrics()
+        """rollout/sglang_… counts since the start, on rank 0."""
+        metrics = self._servers.metrics() if self._rank_zero.is_self else {}
         return {f"rollout/sglang_{name}": value for name, value in metrics.items()}
 
     def save_weights(self, directory: Path) -> None:
-        """Writes nothing: weights that servers hold do not travel with checkpoints."""
+        """Writes nothing: weights that servers hold are not part of checkpoints."""
 
     def load_weights(self, directory: Path, version: int) -> None:
-        """Gives the servers the policy's present weights, in place of the older ones that they had."""
-        self.update_weights(self._weights(), version)
+        """Gives the servers the policy's current weights, in place of the older ones that they had."""
+        self.update_weights(self._weights, version)
 
     def close(self) -> None:
-        """Ends what is in flight, and stops the servers that were started here; counts and `unfinished` stay."""
-        if self._fleet is not None:
-            self._fleet.close()
-        self._ranks.close()
+        """Ends what is in flight, and stops the servers that were started here; metrics and `unfinished` stay."""
+        self._stack.close()
+        self._rank_zero.close()
 
-    def collect(self, batch: Batch | None, future: Future[None] | None, num_groups: int | None) -> Groups:
-        """Waits for a batch; a collective, for `InFlight`."""
+    def collect(self, batch: RolloutBatch | None, future: Future[None] | None, num_groups: int | None) -> Groups:
+        """Waits for a batch; a collective, for `SGLangRollout`."""
 
-        def wait() -> tuple[Groups, Groups]:
+        def wait(weights: WeightSource) -> tuple[Groups, Groups]:
             assert batch is not None and future is not None
-            self._first().wait(
-                future, lambda: self._ranks.iterate(self._weights), self._weights_version, self._safe_point
-            )
-            return self._sorted(batch.groups, num_groups)
+            self._wait(future, weights)
+            return self._divide(batch.groups, num_groups)
 
         if num_groups is not None:
             self._partial_in_flight = False
-        groups, left = self._ranks.together(wait, self._weights)
+        groups, unfinished = self._rank_zero.run(wait, self._weights)
         if num_groups is not None:
-            self._unfinished = left
+            self._unfinished = unfinished
         return groups
 
-    def _first(self) -> Fleet:
-        assert self._fleet is not None
-        return self._fleet
+    def _wait(self, future: Future[None], weights: WeightSource) -> None:
+        """Waits for a batch, and meanwhile gives weights to servers that come back without.
 
-    def _sorted(self, groups: Sequence[Sequence[Job]], num_groups: int | None) -> tuple[Groups, Groups]:
-        """The groups to train on, numbered from 0, and those to go on with."""
-        complete = [group for group in groups if all(job.finish_reason for job in group)][:num_groups]
+        Raises:
+            RolloutUnavailable: No server is left, or one says that a request is wrong.
+        """
+        while not future.done():
+            self._servers.changed.wait(SAFE_POINT_INTERVAL)
+            self._servers.changed.clear()
+            self._safe_point()
+            if self._servers.waiting_for_source and not future.done():
+                self._loop.run(self._servers.update_returned(weights, self._weights_version()))
+        try:
+            future.result()
+        except CancelledError:
+            raise RuntimeError("the engine was closed while a rollout was in flight.") from None
+        except RequestRefused as error:
+            raise RolloutUnavailable(str(error)) from None
+
+    def _divide(self, groups: Sequence[Sequence[PendingSample]], num_groups: int | None) -> tuple[Groups, Groups]:
+        """The groups to train on, numbered from 0, and those to continue."""
+        complete = [group for group in groups if all(response.finish_reason for response in group)][:num_groups]
         taken = set(map(id, complete))
         return self._samples(complete), self._samples([group for group in groups if id(group) not in taken])
 
-    def _samples(self, groups: Sequence[Sequence[Job]]) -> Groups:
-        numbers = iter(range(sum(map(len, groups))))
-        return [[job.sample(self._tokenizer, place, next(numbers)) for job in g] for place, g in enumerate(groups)]
+    def _samples(self, groups: Sequence[Sequence[PendingSample]]) -> Groups:
+        numbers = itertools.count()
+        return [
+            [response.to_sample(self._tokenizer, place, next(numbers)) for response in group]
+            for place, group in enumerate(groups)
+        ]
 
-    def _job(self, prompt: Prompt, sampling: Sampling) -> Job:
-        limit = response_limit(prompt, sampling, self._context_len, self._longest_input)
+    def _pending(self, prompt: Prompt, sampling: Sampling) -> PendingSample:
+        limit = response_limit(prompt, sampling, self._context_len, self._max_input_len)
         if self._vocab_size is not None and not 0 <= min(prompt.token_ids) <= max(prompt.token_ids) < self._vocab_size:
             raise ValueError(
                 f"prompt {prompt.index} has token {max(prompt.token_ids)}, but the model's vocabulary ends at "
                 f"{self._vocab_size - 1}; use the tokenizer of --hf-checkpoint."
             )
-        return Job(prompt=prompt, limit=int(min(limit, max(self._servers_context() - len(prompt.token_ids), 1))))
+        lengths = [limit]
+        if self._context_len is not None:  # SGLang 0.5.9 refuses a request for the whole context
+            lengths.append(max(self._context_len - 1 - len(prompt.token_ids), 1))
+        if self._max_input_len is not None:  # a server may have been started with a shorter context
+            lengths.append(max(self._max_input_len + INPUT_MARGIN - len(prompt.token_ids), 1))
+        return PendingSample(prompt=prompt, max_new_tokens=int(min(lengths)))
 
-    def _servers_context(self) -> float:
-        """Tokens of prompt and response that any server may be asked for: 0.5.9 refuses the whole context, and a server
-        may have been started with a shorter one than the checkpoint's, six more than its longest input."""
-        context = float("inf") if self._context_len is None else self._context_len - 1
-        return context if self._longest_input is None else min(context, self._longest_input + 6)
+    def _continued(self, sample: Sample, sampling: Sampling) -> PendingSample:
+        return PendingSample.from_sample(sample, self._pending(sample.prompt, sampling).max_new_tokens)
 
-    def _resumed(self, sample: Sample, sampling: Sampling) -> Job:
-        return Job.from_sample(sample, self._job(sample.prompt, sampling).limit)
-
-    def _check_num_groups(self, num_groups: int | None, groups: int) -> None:
-        if num_groups is None:
-            return
-        if not 0 < num_groups <= groups:
+    def _check_num_groups(self, num_groups: int, in_flight: int) -> None:
+        if not 0 < num_groups <= in_flight:
             raise ValueError(
-                f"{num_groups} groups are wanted of {groups} in flight; submit more prompts or want fewer."
+                f"{num_groups} groups are wanted of {in_flight} in flight; submit more prompts or want fewer."
             )
         if self._partial_in_flight:
             raise ValueError("a partial rollout is in flight already; wait for its result first.")
 
 
-class InFlight:
+class SGLangRollout:
     """A rollout that servers are sampling."""
 
     def __init__(
         self,
         engine: SGLangEngine,
-        batch: Batch | None,
+        batch: RolloutBatch | None,
         future: Future[None] | None,
         *,
         num_groups: int | None,
         total: int,
     ) -> None:
-        """`SGLangEngine.submit` makes it; batch and future are None on all ranks but the first."""
-        self._engine, self._batch, self._future, self._want, self._total = engine, batch, future, num_groups, total
+        """For `SGLangEngine.submit`; batch and future are None on all ranks but rank 0."""
+        self._engine, self._batch, self._future = engine, batch, future
+        self._num_groups, self._total = num_groups, total
         self._groups: Groups | None = None
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Responses that are complete, and all; on the first rank, and from any thread."""
+        """Number of responses that are complete, and of all; on rank 0, and from any thread."""
         return (0, self._total) if self._batch is None else self._batch.progress
 
     def result(self) -> Groups:
         """Waits for the groups; a collective.
 
         Raises:
-          RolloutUnavailable: no server is left to finish it, or one says that a request is wrong.
+            RolloutUnavailable: No server is left to finish it, or one says that a request is wrong.
         """
         if self._groups is None:
-            self._groups = self._engine.collect(self._batch, self._future, self._want)
+            self._groups = self._engine.collect(self._batch, self._future, self._num_groups)
         return self._groups
+
+
+class ServerGroup:
+    """The servers of rank 0: their health, their requests and their weights. It belongs to one asyncio loop."""
+
+    def __init__(
+        self,
+        config: SGLangConfig,
+        timeouts: Timeouts | None,
+        vocab_size: int | None,
+        launched: LaunchedServers | None = None,
+    ) -> None:
+        """Asks nothing yet.
+
+        Args:
+            config: Which servers, and how they are asked.
+            timeouts: How long to wait for servers; None is as the config says.
+            vocab_size: Number of token ids of the model, which no answer may exceed; None checks none.
+            launched: Servers that were started here, which are started again when they end.
+        """
+        self.changed = threading.Event()
+        """Set when a batch is done, or a server waits for weights."""
+        self.waiting_for_source: set[Server] = set()
+        """Servers that came back and need weights that the trainer has."""
+        self.batches: set[RolloutBatch] = set()
+        """Rollouts that were started."""
+        self._config, self._vocab_size, self._launched = config, vocab_size, launched
+        self._timeouts = timeouts or Timeouts(recovery=config.sglang_recovery_timeout)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._one_update = asyncio.Lock()
+
+    async def connect(
+        self, weight_sync: WeightSync | None, hf_checkpoint: str | Path, device: torch.device | str
+    ) -> None:
+        """Waits for the servers; the arguments are those of `build_weight_sync`, unless a `weight_sync` is given.
+
+        Raises:
+            RolloutUnavailable: None of them comes up.
+            ValueError: They refuse the key, or a router names none.
+        """
+        config = self._config
+        async with AsyncExitStack() as stack:
+            client = await stack.enter_async_context(make_client(config.api_key, config.admin_api_key))
+
+            def server(url: str, workers: Sequence[Server] = ()) -> Server:
+                timeout = config.sglang_request_timeout
+                return Server(url, client, timeout=timeout, vocab_size=self._vocab_size, workers=workers)
+
+            urls = config.server_urls if self._launched is None else self._launched.urls
+            if config.router_url is not None:
+                urls = await worker_urls(server(config.router_url))
+            servers = [server(url) for url in urls]
+            router = server(config.router_url, workers=servers) if config.router_url else None
+            self._sync = weight_sync or build_weight_sync(config, hf_checkpoint, urls, device=device)
+            stack.push_async_callback(self._sync.close)
+            for one in (*servers, *([router] if router else [])):
+                stack.push_async_callback(one.close)
+            self.health = HealthMonitor(
+                servers, router, self._timeouts, on_return=lambda one: self._spawn(self._restore(one))
+            )
+            stack.push_async_callback(self.health.close)
+            self.dispatcher = Dispatcher(
+                self.health, concurrency=config.sglang_concurrency, max_retries=config.sglang_max_retries
+            )
+            stack.push_async_callback(self._end_tasks)
+            await self.health.start(config.sglang_startup_timeout)
+            if self._launched is not None:
+                self._spawn(self._restart(self._launched))
+            self._stack = stack.pop_all()
+
+    @property
+    def max_input_len(self) -> int | None:
+        """Longest input that all servers take, in tokens, where they say."""
+        return min((s.max_input_len for s in self.health.states.values() if s.max_input_len), default=None)
+
+    async def update_weights(self, source: WeightSource, version: int) -> None:
+        """Gives all servers that answer new weights; those that fail are marked down."""
+        self.batches = {batch for batch in self.batches if not batch.is_done}
+        async with self._one_update, self.health.updating(version):
+            # Requests whose answer has one version for all tokens end before the version changes.
+            await asyncio.gather(*(b.interrupt(lambda s: not s.reports_token_versions) for b in self.batches))
+            await self._push(self.health.reachable(), source, version)
+            self.health.version = version
+
+    async def update_returned(self, source: WeightSource, version: int) -> None:
+        """Gives weights to servers that came back without."""
+        async with self._one_update:
+            servers = [server for server in self.health.needing_weights() if server in self.waiting_for_source]
+            if servers:
+                await self._push(servers, source, version)
+
+    async def prompt_log_probs(self, token_ids: Sequence[int]) -> dict[str, list[float]]:
+        """Log-probs of all tokens but the first, by the URL of each server that may be asked.
+
+        Raises:
+            RolloutUnavailable: A server gives none that could be used.
+        """
+
+        async def ask(server: Server) -> list[float] | None:
+            try:
+                return await server.prompt_log_probs(token_ids)
+            except (MalformedAnswer, RequestRefused) as error:
+                raise RolloutUnavailable(str(error)) from None
+            except ServerError as error:
+                logger.warning("a probe of the weights failed: %s", error)
+                return None
+
+        servers = [state.server for state in self.health.available()]
+        answers = await asyncio.gather(*map(ask, servers))
+        return {server.url: found for server, found in zip(servers, answers, strict=True) if found is not None}
+
+    def metrics(self) -> dict[str, float]:
+        """Counts since the start."""
+        restarts = {} if self._launched is None else {"restarts": float(self._launched.restarts)}
+        return {"retries": self.dispatcher.retries} | self.health.metrics() | restarts
+
+    async def close(self) -> None:
+        """Ends what is in flight, and leaves the servers."""
+        await self._stack.aclose()
+
+    async def _push(self, servers: Sequence[Server], source: WeightSource, version: int) -> None:
+        self.waiting_for_source.difference_update(servers)
+        self.health.expect(version)
+        try:
+            failed = await self._sync.push(servers, source, version)
+        except BaseException:
+            for server in servers:
+                self.health.mark_down(server, "the update of its weights broke off.")
+            raise
+        for server in servers:
+            if server in failed:
+                self.health.mark_down(server, self._sync.errors[server.url])
+            else:
+                self.health.mark_current(server, version)
+
+    async def _restore(self, server: Server) -> None:
+        """Gives a server that came back its weights, now or when the trainer next waits for a rollout."""
+        async with self._one_update:
+            if server not in self.health.needing_weights():
+                return
+            self.health.expect(self.health.version)
+            if await self._sync.restore(server):
+                self.health.mark_current(server, self.health.version)
+            elif server.url in self._sync.errors:
+                self.health.mark_down(server, self._sync.errors[server.url])
+            else:
+                self.waiting_for_source.add(server)
+                self.changed.set()
+
+    async def _restart(self, launched: LaunchedServers) -> None:
+        """Starts launched servers again when they end."""
+        while True:
+            for message in launched.poll():
+                logger.warning(message)
+            await asyncio.sleep(RESTART_INTERVAL)
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _end_tasks(self) -> None:
+        await asyncio.gather(*(batch.close() for batch in self.batches))
+        await cancel_and_wait(self._tasks)
+
+
+class RankZero:
+    """Has all ranks return, or raise, what rank 0 does.
+
+    The ranks talk over gloo, in a group of their own: it works beside whatever else the job has in flight, without a
+    device, and from the thread on which weights are iterated.
+    """
+
+    def __init__(self) -> None:
+        """A collective, where there are several ranks."""
+        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        self._group = dist.new_group(backend="gloo", timeout=LONGEST_ROLLOUT) if several else None
+        self.is_self = not several or dist.get_rank() == 0
+        """Whether this process is rank 0."""
+
+    def run(self, work: Callable[[WeightSource], Result], source: WeightSource) -> Result:
+        """Runs work on rank 0 and returns its result on all ranks.
+
+        Args:
+            work: For rank 0. It gets a source of weights to iterate as often as it needs.
+            source: Weights of this rank, a collective: wherever the work on rank 0 iterates its own, the other ranks
+                iterate theirs.
+
+        Raises:
+            Exception: What the work raises; on the other ranks RolloutUnavailable, Interrupted, ValueError, or
+                OtherRankFailed for any other.
+        """
+
+        def shared_source() -> Iterable[tuple[str, Tensor]]:
+            self._send("weights", None)
+            return source()
+
+        if not self.is_self:
+            return self._follow(source)
+        try:
+            result = work(shared_source)
+        except Exception as error:
+            with suppress(RuntimeError):  # the others may have failed, too, and be gone
+                kind = next((name for name, kind in RANK_ERRORS.items() if isinstance(error, kind)), "")
+                self._send("error", (kind, str(error)))
+            raise
+        self._send("result", result)
+        return result
+
+    def close(self) -> None:
+        """Frees the process group; a collective."""
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._group = None
+
+    def _follow(self, source: WeightSource) -> Any:
+        """Does what rank 0 sends, until its result."""
+        while True:
+            received: list[tuple[str, Any]] = [("", None)]
+            dist.broadcast_object_list(received, src=0, group=self._group)
+            kind, content = received[0]
+            if kind == "result":
+                return content
+            if kind == "error":
+                name, message = content
+                raise RANK_ERRORS.get(name, OtherRankFailed)(message)
+            for _ in source():
+                pass
+
+    def _send(self, kind: str, content: Any) -> None:
+        if self._group is not None:
+            dist.broadcast_object_list([(kind, content)], src=0, group=self._group)
+
+
+class LoopThread:
+    """An asyncio loop on a thread of its own, which does not keep the program from ending."""
+
+    def __init__(self, name: str) -> None:
+        self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        self._loop = self._runner.get_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+
+    def __enter__(self) -> LoopThread:
+        """Starts the thread."""
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Cancels what still runs, waits for its end, and ends the thread."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._runner.close()
+
+    def submit(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
+        """Starts work, from any other thread."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Runs work and waits for it; an interrupt of the wait cancels it."""
+        future = self.submit(work)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+
+def build_weight_sync(
+    config: SGLangConfig, hf_checkpoint: str | Path, urls: Sequence[str], *, device: torch.device | str
+) -> WeightSync:
+    """The way of weights that `--sglang-weight-sync` names.
+
+    Args:
+        config: Of the engine.
+        hf_checkpoint: Directory whose configuration and tokenizer are copied beside weights on disk.
+        urls: Of the servers.
+        device: Of this process.
+
+    Raises:
+        ValueError: Weights on disk that servers elsewhere could not see, or a directory that cannot be used.
+    """
+    bucket_bytes, timeout = config.sglang_bucket_mb * 2**20, config.sglang_request_timeout
+    if config.sglang_weight_sync == "distributed":
+        address = config.sglang_sync_address
+        return DistributedSync(device=device, bucket_bytes=bucket_bytes, timeout=timeout, address=address)
+    remote = [url for url in urls if not is_loopback(url)]
+    if config.sglang_weight_dir is None and remote:
+        raise ValueError(
+            f"--sglang-weight-sync is disk but {remote[0]} may not see a temporary directory of this machine; give one "
+            "that both see with --sglang-weight-dir."
+        )
+    return DiskSync(
+        config.sglang_weight_dir,
+        hf_checkpoint=hf_checkpoint,
+        device=device,
+        bucket_bytes=bucket_bytes,
+        timeout=timeout,
+    )
 
 
 def response_seed(seed: int, group: int, place: int) -> int:

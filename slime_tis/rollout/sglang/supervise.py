@@ -1,11 +1,13 @@
-"""Runs one SGLang server as its child: python supervise.py LOG SERVER_FLAG …
+"""Runs one SGLang server as its child process.
+
+Usage: python supervise.py LOG SERVER_FLAG …
 
 The Python is the one that has sglang, where slime_tis is not installed: standard library only.
 
 * `--NAME-env VARIABLE` becomes the server's `--NAME=VALUE OF THE VARIABLE` in its memory, so that no list of processes
-  shows API keys and passwords; they are blotted out of the server's output, which repeats all flags, before that
+  shows API keys and passwords; they are redacted from the server's output, which repeats all flags, before that
   reaches LOG.
-* The server ends with whoever started this: that holds standard input open, and its end is the sign.
+* The server ends with the program that started this one, whose end closes standard input.
 """
 
 from __future__ import annotations

@@ -21,14 +21,14 @@ from slime_tis.rollout.dump import from_dict, to_dict
 from slime_tis.rollout.engine import RolloutUnavailable, WeightSource
 from slime_tis.rollout.local import LocalEngine
 from slime_tis.rollout.sample import Prompt, Sample, Sampling
+from slime_tis.rollout.sglang.client import Server
 from slime_tis.rollout.sglang.config import SGLangConfig
 from slime_tis.rollout.sglang.engine import SGLangEngine
-from slime_tis.rollout.sglang.member import Patience
-from slime_tis.rollout.sglang.server import Server
+from slime_tis.rollout.sglang.health import Timeouts
 from tests.checkpoints import make_checkpoint
 from tests.rollout.sglang.replay import STOP, Replay, continuation, log_prob, replays, spoiled
 
-QUICK = Patience(recovery=30.0, first_wait=0.005, longest_wait=0.02, probe=0.01)
+QUICK = Timeouts(recovery=30.0, first_retry=0.005, max_retry=0.02, health_interval=0.01)
 LIMIT = 20
 SAMPLING = Sampling(max_response_len=LIMIT, n_samples=3)
 
@@ -57,13 +57,13 @@ class ByHand:
     """A way of weights that needs the trainer each time, as the distributed one does."""
 
     def __init__(self) -> None:
-        self.reasons: dict[str, str] = {}
+        self.errors: dict[str, str] = {}
         self.pushes: list[tuple[list[str], int]] = []
         self.between: Callable[[], None] = lambda: None
         """Called while servers are paused."""
 
     async def push(self, servers: Sequence[Server], source: WeightSource, version: int) -> list[Server]:
-        self.reasons = {}
+        self.errors = {}
         self.pushes.append(([server.url for server in servers], version))
         assert [name for name, _ in source()] == ["model.norm.weight"]
         for server in servers:
@@ -73,8 +73,8 @@ class ByHand:
                 await server.post("/update_weights_from_disk", {"weight_version": str(version)})
                 await server.post("/continue_generation", {})
             except Exception as error:
-                self.reasons[server.url] = str(error)
-        return [server for server in servers if server.url in self.reasons]
+                self.errors[server.url] = str(error)
+        return [server for server in servers if server.url in self.errors]
 
     async def restore(self, server: Server) -> bool:
         return False
@@ -93,7 +93,7 @@ class Run:
 
     def __init__(self, servers: list[Replay], checkpoint: Path, **options: Any) -> None:
         self.servers, self.weights, self.sync = servers, Weights(), ByHand()
-        patience, version = options.pop("patience", QUICK), options.pop("weights_version", None)
+        timeouts, version = options.pop("timeouts", QUICK), options.pop("weights_version", None)
         options = {"sglang_url": tuple(server.url for server in servers), "sglang_request_timeout": 30.0, **options}
         by_hand = {} if options.get("sglang_weight_sync") == "disk" else {"weight_sync": self.sync}
         self.engine = SGLangEngine(
@@ -102,13 +102,13 @@ class Run:
             load_tokenizer(checkpoint),
             output_dir=checkpoint,
             weights=self.weights,
-            patience=patience,
+            timeouts=timeouts,
             weights_version=version,
             **by_hand,
         )
 
     def update(self, version: int) -> None:
-        self.engine.update_weights(self.weights(), version)
+        self.engine.update_weights(self.weights, version)
 
     @property
     def requests(self) -> list[dict[str, Any]]:
@@ -208,7 +208,6 @@ FAULTS = [
     spoiled(lambda answer: answer["meta_info"].pop("output_token_logprobs")),
     spoiled(lambda answer: answer["meta_info"]["weight_versions"].clear()),
     spoiled(lambda answer: answer["meta_info"].update(finish_reason=None)),
-    spoiled(lambda answer: answer["meta_info"].update(weight_versions=None, weight_version="99")),
 ]
 
 
@@ -225,6 +224,20 @@ def test_every_fault_is_tried_again_and_counts_once(start: Callable[..., Run]) -
     assert set(Counter(request_id[:-5] for request_id in ids)) == {
         f"{ids[0][:18]}-g{group:06d}-s{place:04d}" for group in range(12) for place in range(3)
     }
+
+
+def test_an_answer_from_other_weights_is_tried_again(start: Callable[..., Run]) -> None:
+    run = start(2)
+    for server in run.servers:
+        server.faults.append(
+            spoiled(lambda answer: answer["meta_info"].update(weight_versions=None, weight_version="99"))
+        )
+    assert_exact(
+        run.engine.generate(PROMPTS[:1], Sampling(max_response_len=LIMIT), seed=0),
+        PROMPTS[:1],
+        Sampling(max_response_len=LIMIT),
+    )
+    assert run.engine.metrics()["rollout/sglang_retries"] == 2
 
 
 def test_a_request_that_hangs_goes_elsewhere_and_its_late_answer_is_not_counted(start: Callable[..., Run]) -> None:
@@ -577,7 +590,7 @@ def test_a_server_with_another_key_is_left_to_the_others(start: Callable[..., Ru
 
 
 def test_when_no_server_is_left_the_rollout_ends_and_what_is_unfinished_stays(start: Callable[..., Run]) -> None:
-    run = start(2, patience=Patience(recovery=0.2, first_wait=0.005, longest_wait=0.02, probe=0.01))
+    run = start(2, timeouts=Timeouts(recovery=0.2, first_retry=0.005, max_retry=0.02, health_interval=0.01))
     sampling = Sampling(max_response_len=30)
     with held(run, 10):
         run.engine.submit([LATE[0], EARLY[0]], sampling, seed=0, num_groups=1).result()
@@ -670,7 +683,7 @@ def test_the_key_is_in_no_representation(checkpoint: Path, monkeypatch: pytest.M
         run = Run(servers, checkpoint, sglang_api_key_env="A_KEY")
         run.update(1)
         assert_exact(run.engine.generate(PROMPTS, SAMPLING, seed=0), PROMPTS)
-        held_by = [run.engine, run.engine._fleet, *vars(run.engine).values(), *vars(run.engine._fleet).values()]
+        held_by = [run.engine, run.engine._servers, *vars(run.engine).values(), *vars(run.engine._servers).values()]
         assert not any("sk-secret" in f"{thing!r} {getattr(thing, '__dict__', '')!r}" for thing in held_by)
         run.engine.close()
 

@@ -37,11 +37,11 @@ def play(rank: int, checkpoint: str, url: str) -> dict[str, Any]:
         load_tokenizer(checkpoint),
         output_dir=Path(checkpoint),
         weights=weights,
-        patience=QUICK,
+        timeouts=QUICK,
         weight_sync=sync,
     )
     seen: dict[str, Any] = {"first": engine.generate(PROMPTS, SAMPLING, 0), "iterated": [weights.iterated]}
-    engine.update_weights(weights(), 4)
+    engine.update_weights(weights, 4)
     seen["iterated"].append(weights.iterated)
     seen["second"] = engine.generate(PROMPTS, SAMPLING, 0)
     seen["scores"] = engine.prompt_log_probs([1, 7, 20])
@@ -55,7 +55,7 @@ def play(rank: int, checkpoint: str, url: str) -> dict[str, Any]:
             seen[kind] = type(error) is RolloutUnavailable, isinstance(error, ValueError), str(error)
     seen["third"] = engine.submit([LATE[0], EARLY[0]], Sampling(max_response_len=30), 0, num_groups=1).result()
     seen["left"] = engine.unfinished()
-    seen["figures"] = engine.metrics()
+    seen["metrics"] = engine.metrics()
     engine.close()
     return seen
 
@@ -78,5 +78,5 @@ def test_two_ranks_see_the_same(tmp_path: Path) -> None:
     assert sorted(group[0].prompt.index for group in [*first["third"], *first["left"]]) == sorted(
         (LATE[0].index, EARLY[0].index)
     )
-    assert first["figures"]["rollout/sglang_live_servers"] == 1 and second.pop("figures") == {}
+    assert first["metrics"]["rollout/sglang_live_servers"] == 1 and second.pop("metrics") == {}
     assert {name: first[name] for name in second} == second

@@ -19,8 +19,7 @@ import pytest
 from slime_tis.rollout.engine import RolloutUnavailable
 from slime_tis.rollout.sglang import launch
 from slime_tis.rollout.sglang.config import SGLangConfig
-from slime_tis.rollout.sglang.launch import LaunchedServers, free_ports
-from slime_tis.rollout.sglang.server_process import server_command
+from slime_tis.rollout.sglang.launch import LaunchedServers, free_ports, server_command
 
 SECRET = "k'ey\\with-quotes"
 FAKE = """
@@ -147,10 +146,10 @@ def test_early_death_is_told_with_the_end_of_the_log(tmp_path: Path) -> None:
 
 def test_one_early_death_stops_the_others(tmp_path: Path) -> None:
     started = servers(tmp_path, "--delay", "0.5", count=2)
-    started._servers[1].command += ["--say", "not me"]
+    started.servers[1].command += ["--say", "not me"]
     with pytest.raises(RolloutUnavailable, match="not me"):
         started.start()
-    for server in started._servers:
+    for server in started.servers:
         assert server.process is None
         socket.create_server(("127.0.0.1", server.port)).close()
 
@@ -206,13 +205,13 @@ def test_death_and_new_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         started.stop()
 
 
-def test_left_alone_after_three_new_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_given_up_after_three_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started = servers(tmp_path, sglang_startup_timeout=60.0)
     started.start()
     now = time.monotonic()
     monkeypatch.setattr(launch, "time", SimpleNamespace(monotonic=lambda: now))
     try:
-        started._servers[0].command += ["--say", "broken"]
+        started.servers[0].command += ["--say", "broken"]
         os.kill(facts(started.urls[0])["pid"], signal.SIGKILL)
         told = []
         for wait in (1, 2, 4):
@@ -223,7 +222,7 @@ def test_left_alone_after_three_new_starts(tmp_path: Path, monkeypatch: pytest.M
             assert started.poll() == [] and started.restarts == len(told)
         told += poll_until(started, bool)
         assert [sentence.split("(")[-1][:6] for sentence in told[:3]] == ["1 of 3", "2 of 3", "3 of 3"]
-        assert "exit status 7 and is left alone after 3 new starts; its log" in told[3]
+        assert "exit status 7 and is given up after 3 restarts; its log" in told[3]
         assert told[3].endswith("| broken")
         now += 1000.0
         assert started.poll() == [] and started.restarts == 3
@@ -236,8 +235,8 @@ def test_a_long_life_clears_the_count(tmp_path: Path, monkeypatch: pytest.Monkey
     started = servers(tmp_path, sglang_startup_timeout=60.0)
     started.start()
     try:
-        started._servers[0].failures = 3
-        started._servers[0].started -= 61.0
+        started.servers[0].failures = 3
+        started.servers[0].started -= 61.0
         os.kill(facts(started.urls[0])["pid"], signal.SIGKILL)
         assert "(1 of 3)" in poll_until(started, bool)[0]
     finally:
@@ -305,13 +304,13 @@ def test_the_key_is_in_no_list_of_processes_and_no_log(tmp_path: Path, monkeypat
     try:
         found = facts(url)
         assert found["argv"][-1] == f"--api-key={SECRET}", "the server has it"
-        assert started._servers[0].process is not None
-        supervisor = psutil.Process(started._servers[0].process._process.pid)
+        assert started.servers[0].process is not None
+        supervisor = psutil.Process(started.servers[0].process.pid)
         lines = [word for one in (supervisor, *supervisor.children(recursive=True)) for word in one.cmdline()]
         assert "--model-path" in lines and not [word for word in lines if "with-quotes" in word]
         log = (tmp_path / "logs/sglang_0.log").read_text()
         assert "'api_key': " in log and "--api-key=***" in log and "with-quotes" not in log
-        assert SECRET not in repr(vars(started)["_servers"])
+        assert SECRET not in repr([vars(server) for server in started.servers])
     finally:
         started.stop()
 
@@ -327,8 +326,8 @@ def test_admin_keys_and_passwords_come_from_variables_as_well(tmp_path: Path, mo
             "--admin-api-key=value-of-sglang_admin_api_key",
             "--api-key=value-of-sglang_api_key",
         ]
-        assert started._servers[0].process is not None
-        supervisor = psutil.Process(started._servers[0].process._process.pid)
+        assert started.servers[0].process is not None
+        supervisor = psutil.Process(started.servers[0].process.pid)
         lines = [word for one in (supervisor, *supervisor.children(recursive=True)) for word in one.cmdline()]
         assert "--ssl-keyfile-password-env" in lines and not [word for word in lines if "value-of" in word]
         assert "value-of" not in (tmp_path / "logs/sglang_0.log").read_text()

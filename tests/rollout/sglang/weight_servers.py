@@ -14,8 +14,7 @@ import httpx
 import torch
 from torch import Tensor
 
-from slime_tis.rollout.sglang.client import make_client
-from slime_tis.rollout.sglang.server import Server
+from slime_tis.rollout.sglang.client import Server, make_client
 
 Result = TypeVar("Result")
 

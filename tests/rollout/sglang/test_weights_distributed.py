@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime_tis.rollout.sglang import control
-from slime_tis.rollout.sglang.buckets import buckets
+from slime_tis.rollout.sglang.client import Server
 from slime_tis.rollout.sglang.config import SGLangConfig
-from slime_tis.rollout.sglang.server import Server
-from slime_tis.rollout.sglang.update_group import UpdateGroup, local_address
-from slime_tis.rollout.sglang.weight_files import DiskSync
-from slime_tis.rollout.sglang.weights import DistributedSync, build_weight_sync
+from slime_tis.rollout.sglang.engine import build_weight_sync
+from slime_tis.rollout.sglang.weights import protocol
+from slime_tis.rollout.sglang.weights.disk import DiskSync
+from slime_tis.rollout.sglang.weights.distributed import DistributedSync, UpdateGroup, local_address
+from slime_tis.rollout.sglang.weights.protocol import buckets
 from tests.rollout.sglang.weight_servers import WeightServer, digests, running, some_weights, with_clients
 
 Work = Callable[[list[Server]], Any]
@@ -83,7 +83,7 @@ def test_buckets_take_one_tensor_more_than_they_hand_out() -> None:
 def test_weights_arrive_to_the_bit(pair: list[WeightServer]) -> None:
     named = some_weights(seed=1)
     weights = sync()
-    assert push_once(weights, pair, named, 12) == [] and weights.reasons == {}
+    assert push_once(weights, pair, named, 12) == [] and weights.errors == {}
     for server in pair:
         state = server.state()
         assert state["weights"] == [digests(named)]
@@ -151,11 +151,11 @@ def test_flush_is_asked_for_until_it_is_done(pair: list[WeightServer]) -> None:
 
 
 def test_flush_that_is_never_done(pair: list[WeightServer], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "CONTROL_TIMEOUT", 0.3)
+    monkeypatch.setattr(protocol, "CONTROL_TIMEOUT", 0.3)
     pair[0].behave(refuse={"/flush_cache": 1000})
     weights = sync()
     assert push_once(weights, pair, some_weights(1), 1) == [pair[0].url]
-    assert "refused on purpose" in weights.reasons[pair[0].url]
+    assert "refused on purpose" in weights.errors[pair[0].url]
     assert pair[0].calls()[-2:] == ["abort_request", "continue_generation"]
     assert pair[1].state()["version"] == "1"
 
@@ -212,7 +212,7 @@ def test_a_server_that_refuses_in_the_middle(pair: list[WeightServer]) -> None:
     pair[0].behave(refuse_bucket=2)
     weights = sync()
     assert push_once(weights, pair, some_weights(1), 5) == [pair[0].url]
-    assert "Failed to update parameter online: shapes differ." in weights.reasons[pair[0].url]
+    assert "Failed to update parameter online: shapes differ." in weights.errors[pair[0].url]
     assert pair[0].calls()[-4:] == [
         "end_weight_update",
         "destroy_weights_update_group",
@@ -233,7 +233,7 @@ def test_a_refused_server_can_come_back(pair: list[WeightServer]) -> None:
         assert await weights.push(clients, some_weights(1).items, 5) == [clients[0]]
         pair[0].behave()
         assert await weights.restore(clients[0]) is False
-        assert await weights.push(clients[:1], some_weights(1).items, 5) == [], weights.reasons
+        assert await weights.push(clients[:1], some_weights(1).items, 5) == [], weights.errors
         await weights.close()
 
     with_clients(pair, work)
@@ -246,7 +246,7 @@ def test_a_server_that_does_not_join(pair: list[WeightServer]) -> None:
     began = time.monotonic()
     assert push_once(weights, pair, some_weights(1), 5) == [pair[0].url]
     assert time.monotonic() - began < 10.0, "the wait for it to join is broken off"
-    assert "refused on purpose" in weights.reasons[pair[0].url]
+    assert "refused on purpose" in weights.errors[pair[0].url]
     assert pair[1].state()["version"] == "5"
 
 
@@ -257,15 +257,15 @@ def test_a_server_that_hangs() -> None:
         began = time.monotonic()
         assert push_once(weights, [server], some_weights(1), 5) == [server.url]
         assert time.monotonic() - began < 15.0
-        assert "within 2 s" in weights.reasons[server.url] or "Timed out" in weights.reasons[server.url]
+        assert "within 2 s" in weights.errors[server.url] or "Timed out" in weights.errors[server.url]
 
 
 def test_a_server_with_replicas_is_refused(pair: list[WeightServer]) -> None:
     pair[0].behave(info={"tp_size": 1, "dp_size": 2, "pp_size": 1})
     weights = sync()
     assert push_once(weights, pair, some_weights(1), 5) == [pair[0].url]
-    assert "runs with --dp-size 2 and --pp-size 1" in weights.reasons[pair[0].url]
-    assert "use --sglang-weight-sync disk" in weights.reasons[pair[0].url]
+    assert "runs with --dp-size 2 and --pp-size 1" in weights.errors[pair[0].url]
+    assert "use --sglang-weight-sync disk" in weights.errors[pair[0].url]
 
 
 def test_a_source_that_fails_lets_the_servers_go_on(pair: list[WeightServer]) -> None:
@@ -299,7 +299,7 @@ def test_never_more_than_a_bucket_is_held(pair: list[WeightServer], tmp_path: An
         weights: DistributedSync | DiskSync = sync(bucket_bytes=4 * kilobyte)
         if kind == "disk":
             weights = DiskSync(tmp_path / "w", hf_checkpoint=tmp_path, device="cpu", bucket_bytes=4096, timeout=60.0)
-        assert await weights.push(clients, source, 5) == [], weights.reasons
+        assert await weights.push(clients, source, 5) == [], weights.errors
         await weights.close()
 
     gc.disable()  # nothing waits for the collector
@@ -326,7 +326,7 @@ def test_only_the_loopback_listens_and_the_default_group_stays(pair: list[Weight
 
         async def work(clients: list[Server]) -> None:
             weights = sync()
-            assert await weights.push(clients, source, 5) == [], weights.reasons
+            assert await weights.push(clients, source, 5) == [], weights.errors
             await weights.close()
 
         with_clients(pair, work)
@@ -341,7 +341,7 @@ def test_only_the_loopback_listens_and_the_default_group_stays(pair: list[Weight
 def test_closing_ends_a_join_under_way(address: str) -> None:
     async def work() -> None:
         group = UpdateGroup(address, server_ranks=1, device=torch.device("cpu"), timeout=60.0)
-        joining = control.in_thread(group.join)
+        joining = protocol.in_thread(group.join)
         await asyncio.sleep(0.3)
         assert not joining.done()
         group.close()

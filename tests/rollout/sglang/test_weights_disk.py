@@ -17,8 +17,8 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from slime_tis.rollout.sglang.server import Server
-from slime_tis.rollout.sglang.weight_files import DiskSync, write_checkpoint
+from slime_tis.rollout.sglang.client import Server
+from slime_tis.rollout.sglang.weights.disk import DiskSync, write_checkpoint
 from tests.checkpoints import make_checkpoint
 from tests.rollout.sglang.weight_servers import WeightServer, digests, running, some_weights, with_clients
 
@@ -109,11 +109,11 @@ def test_a_server_that_comes_back_reads_the_newest(pair: list[WeightServer], tmp
     async def work(clients: list[Server]) -> None:
         assert await weights.restore(clients[0]) is False, "nothing has been written yet"
         assert await weights.push(clients, some_weights(1).items, 1) == [clients[0]]
-        assert "refused on purpose" in weights.reasons[clients[0].url]
+        assert "refused on purpose" in weights.errors[clients[0].url]
         assert pair[0].calls()[-2:] == ["abort_request", "continue_generation"]
         assert await weights.restore(clients[0]) is False
         assert await weights.restore(clients[0]) is True
-        assert weights.reasons == {}
+        assert weights.errors == {}
         await weights.close()
 
     with_clients(pair, work)
@@ -162,7 +162,7 @@ def test_a_crash_in_between_leaves_the_old_one_and_the_next_run_cleans_up(tmp_pa
     script = f"""
 import asyncio, os, torch
 from pathlib import Path
-from slime_tis.rollout.sglang.weight_files import DiskSync
+from slime_tis.rollout.sglang.weights.disk import DiskSync
 weights = DiskSync(Path({str(tmp_path)!r}), hf_checkpoint={str(checkpoint)!r}, device="cpu", bucket_bytes=10, timeout=1)
 asyncio.run(weights.push([], lambda: [("a", torch.zeros(9))], 1))
 def source():

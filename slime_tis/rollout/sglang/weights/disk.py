@@ -1,4 +1,4 @@
-"""New weights for SGLang servers through a directory that both sides see."""
+"""Weights through a directory that this program and the servers see."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from slime_tis.rollout.engine import RolloutUnavailable, WeightSource
-from slime_tis.rollout.sglang.buckets import source_thread
-from slime_tis.rollout.sglang.control import UpdateFailed, each, pause, release, resume
-from slime_tis.rollout.sglang.server import Server
+from slime_tis.rollout.sglang.client import Server
+from slime_tis.rollout.sglang.weights.protocol import on_all_servers, pause, release, resume, weights_thread
 from slime_tis.storage.hf_checkpoint import write_hf_checkpoint
 
 TEMPORARY, LOCK = "slime_tis_weights_", ".lock"
@@ -41,36 +40,40 @@ class DiskSync:
         bucket_bytes: int,
         timeout: float,
     ) -> None:
-        """Takes hold of the directory, and removes what an earlier run left there.
+        """Locks the directory, and removes what an earlier run left there.
 
         Args:
-          directory: for this run alone, made where missing; None takes a temporary one of this machine, and removes
-            those that runs left there that were killed.
-          hf_checkpoint: whose configuration and tokenizer go along.
-          device: of this process, where weights come from.
-          bucket_bytes: in one file at most, but for larger tensors.
-          timeout: longest wait for a server to read the weights, in seconds.
+            directory: For this run alone, made where missing; None makes a temporary one on this machine, and removes
+                those of runs that were killed.
+            hf_checkpoint: Directory that configuration and tokenizer are copied from.
+            device: Of this process, where weights come from.
+            bucket_bytes: Size of a file, unless a single tensor is larger.
+            timeout: Longest wait for a server to read the weights, in seconds.
 
         Raises:
-          ValueError: another run uses the directory, or it cannot be written.
+            ValueError: Another run uses the directory, or it cannot be written.
         """
-        self.reasons: dict[str, str] = {}
+        self.errors: dict[str, str] = {}
         self._temporary = directory is None
-        self._directory, self._lock = _temporary() if directory is None else _given(Path(directory).absolute())
+        if directory is None:
+            self._directory, self._lock = _make_temporary()
+        else:
+            self._directory = Path(directory).absolute()
+            self._lock = _lock(self._directory)
         self._hf_checkpoint = Path(hf_checkpoint)
         self._bucket_bytes, self._timeout = bucket_bytes, timeout
-        self._source_thread = source_thread(torch.device(device))
+        self._weights_thread = weights_thread(torch.device(device))
         self._current: tuple[Path, int] | None = None
         _remove_own(self._directory)
 
     async def push(self, servers: Sequence[Server], source: WeightSource, version: int) -> list[Server]:
         """See WeightSync; generation is held back while servers read, not while the files are written."""
-        self.reasons = {}
+        self.errors = {}
 
         def write() -> Path:
             return write_checkpoint(self._directory, source(), version, self._hf_checkpoint, self._bucket_bytes)
 
-        written = await asyncio.get_running_loop().run_in_executor(self._source_thread, write)
+        written = await asyncio.get_running_loop().run_in_executor(self._weights_thread, write)
         self._current = written, version
         failed = await self._hand_out(servers)
         _remove_own(self._directory, but=written)
@@ -78,19 +81,19 @@ class DiskSync:
 
     async def restore(self, server: Server) -> bool:
         """Has a server read the newest weights again, if some were written."""
-        self.reasons.pop(server.url, None)
+        self.errors.pop(server.url, None)
         return self._current is not None and not await self._hand_out([server])
 
     async def close(self) -> None:
         """Removes the temporary directory; in one that was given the newest weights stay."""
-        self._source_thread.shutdown(wait=False)
+        self._weights_thread.shutdown(wait=False)
         self._lock.close()
         if self._temporary:
             shutil.rmtree(self._directory, ignore_errors=True)
 
     async def _hand_out(self, servers: Sequence[Server]) -> list[Server]:
-        await each(servers, self._load, self.reasons)
-        failed = [server for server in servers if server.url in self.reasons]
+        await on_all_servers(servers, self._load, self.errors)
+        failed = [server for server in servers if server.url in self.errors]
         await asyncio.gather(*map(release, failed))
         return failed
 
@@ -104,9 +107,7 @@ class DiskSync:
             "flush_cache": False,  # it is empty since the pause
         }
         await pause(server)
-        answer = await server.post("/update_weights_from_disk", body, timeout=self._timeout)
-        if answer.get("success") is False:
-            raise UpdateFailed(str(answer.get("message")))
+        await server.post("/update_weights_from_disk", body, timeout=self._timeout)
         await resume(server, version)
 
 
@@ -116,17 +117,17 @@ def write_checkpoint(
     """Writes weights with the other files of a checkpoint; the directory appears under its name when complete.
 
     Args:
-      directory: to make the new one in.
-      weights: under their Hugging Face names; consumed lazily.
-      version: stands in the name.
-      hf_checkpoint: directory that files without weights are copied from.
-      shard_bytes: in one file at most, but for larger tensors.
+        directory: To make the new one in.
+        weights: Whole tensors under their Hugging Face names; consumed lazily.
+        version: Part of the name.
+        hf_checkpoint: Directory that files without weights are copied from.
+        shard_bytes: Size of a file, unless a single tensor is larger.
 
     Returns:
-      the new directory.
+        The new directory.
 
     Raises:
-      RolloutUnavailable: the disk is full, or the like; what was there before is left as it was.
+        RolloutUnavailable: The disk is full, or the like; what was there before is left as it was.
     """
     name = f"{version:08d}_{secrets.token_hex(4)}"
     unfinished, finished = directory / f"{UNFINISHED}{name}", directory / f"{FINISHED}{name}"
@@ -147,22 +148,18 @@ def write_checkpoint(
     return finished
 
 
-def _given(directory: Path) -> tuple[Path, IO[str]]:
-    return directory, _take(directory)
-
-
-def _temporary() -> tuple[Path, IO[str]]:
+def _make_temporary() -> tuple[Path, IO[str]]:
     """A new temporary directory and the lock on it; first those of runs that were killed are removed."""
     place = Path(tempfile.gettempdir())
     _remove_abandoned(place)
     made = Path(tempfile.mkdtemp(prefix=f".{TEMPORARY}"))
-    lock = _take(made)
+    lock = _lock(made)
     directory = made.rename(place / made.name.removeprefix("."))  # only now may other runs take it for abandoned
     return directory, lock
 
 
 def _remove_abandoned(place: Path) -> None:
-    """Removes temporary directories of this user whose lock nobody holds, so that their run has ended.
+    """Removes temporary directories of this user whose lock nobody holds: their run has ended.
 
     One that holds anything but weights of this program stays.
     """
@@ -179,7 +176,7 @@ def _remove_abandoned(place: Path) -> None:
                     path.rmdir()
 
 
-def _take(directory: Path) -> IO[str]:
+def _lock(directory: Path) -> IO[str]:
     """A lock on a directory, held until the file is closed or the process ends."""
     try:
         directory.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,254 @@
+"""A rollout on servers: each response is sampled over as many requests as it takes, until enough are complete."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from slime_tis.rollout.sample import FinishReason, Prompt, Sample, Sampling
+from slime_tis.rollout.sglang.client import ABORT_INTERVAL, ABORT_TIMEOUT, Server, cancel_and_wait
+from slime_tis.rollout.sglang.dispatch import Attempts, Dispatcher
+from slime_tis.rollout.sglang.errors import ServerError, SGLangError
+from slime_tis.rollout.sglang.health import HealthMonitor, ServerState
+from slime_tis.rollout.sglang.schema import Completion
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(eq=False, kw_only=True)
+class PendingSample:
+    """A response and what is known of it so far."""
+
+    prompt: Prompt
+    max_new_tokens: int
+    """Longest response, in tokens."""
+    seed: int | None = None
+    """Seed of its random numbers, for servers that take one."""
+    token_ids: list[int] = field(default_factory=list)
+    """Tokens sampled so far."""
+    log_probs: list[float] = field(default_factory=list)
+    """Log-prob of each token."""
+    versions: list[int] = field(default_factory=list)
+    """Version of the weights that sampled each token."""
+    finish_reason: FinishReason | None = None
+    """Why it ended; None while it has not."""
+    num_requests: int = 0
+    """Number of requests made for it."""
+    request: tuple[Server, str] | None = None
+    """The server that is being asked, and the request's id; a new tuple for every request."""
+
+    @classmethod
+    def from_sample(cls, sample: Sample, max_new_tokens: int) -> PendingSample:
+        """Continues a sample that was aborted; one that ended stays as it is."""
+        pending = cls(
+            prompt=sample.prompt,
+            max_new_tokens=max_new_tokens,
+            token_ids=list(sample.response_ids),
+            log_probs=list(sample.rollout_log_probs),
+            versions=list(sample.weight_versions),
+            finish_reason=None if sample.finish_reason == "abort" else sample.finish_reason,
+        )
+        pending.finish_if_full()
+        return pending
+
+    @property
+    def input_ids(self) -> list[int]:
+        """Tokens that the next one follows."""
+        return [*self.prompt.token_ids, *self.token_ids]
+
+    @property
+    def remaining_tokens(self) -> int:
+        """Number of tokens that may still be sampled."""
+        return self.max_new_tokens - len(self.token_ids)
+
+    def append(self, completion: Completion, versions: list[int]) -> None:
+        """Adds what a request sampled; an aborted one leaves the response unfinished."""
+        self.token_ids += completion.token_ids
+        self.log_probs += completion.log_probs
+        self.versions += versions
+        if completion.finish_reason != "abort":
+            self.finish_reason = completion.finish_reason
+        self.finish_if_full()
+
+    def finish_if_full(self, max_input_len: int | None = None) -> None:
+        """Ends it by its length when no token is left, or servers take no input that long."""
+        too_long = max_input_len is not None and len(self.input_ids) > max_input_len and len(self.token_ids) > 0
+        if self.finish_reason is None and (self.remaining_tokens < 1 or too_long):
+            self.finish_reason = "length"
+
+    def to_sample(self, tokenizer: PreTrainedTokenizerBase, group_index: int, sample_index: int) -> Sample:
+        """The sample so far; an unfinished one has the finish reason abort."""
+        return Sample(
+            prompt=self.prompt,
+            group_index=group_index,
+            sample_index=sample_index,
+            response_ids=list(self.token_ids),
+            response=tokenizer.decode(self.token_ids, skip_special_tokens=True),
+            rollout_log_probs=list(self.log_probs),
+            loss_mask=[1] * len(self.token_ids),
+            weight_versions=list(self.versions),
+            finish_reason=self.finish_reason or "abort",
+        )
+
+
+class RolloutBatch:
+    """Groups of responses that are being sampled. It belongs to one loop; `progress` may be read from any thread."""
+
+    def __init__(
+        self,
+        name: str,
+        groups: Sequence[Sequence[PendingSample]],
+        sampling: Sampling,
+        health: HealthMonitor,
+        dispatcher: Dispatcher,
+        *,
+        num_groups: int | None = None,
+        max_input_len: int | None = None,
+    ) -> None:
+        """Asks nothing yet.
+
+        Args:
+            name: Beginning of the ids of its requests, unlike that of any other batch, all of one width.
+            groups: Responses to each prompt.
+            sampling: How to sample.
+            health: Of the servers.
+            dispatcher: Hands out the servers.
+            num_groups: Number of complete groups after which the rest is aborted; None waits for all.
+            max_input_len: Longest input that all servers take, in tokens.
+        """
+        self.groups = groups
+        self._name, self._sampling, self._health, self._dispatcher = name, sampling, health, dispatcher
+        self._max_input_len = max_input_len
+        self._num_groups = len(groups) if num_groups is None else num_groups
+        self._unfinished = [sum(response.finish_reason is None for response in group) for group in groups]
+        self._done = asyncio.Event()
+        """Set when enough groups are complete, or the batch failed."""
+        self._stopping = False
+        self._interrupted: set[PendingSample] = set()
+        self._failure: Exception | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `run` has ended."""
+        return self._task is not None and self._task.done()
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Number of responses that are complete, and of all."""
+        total = sum(map(len, self.groups))
+        return total - sum(self._unfinished), total
+
+    async def run(self) -> None:
+        """Samples until enough groups are complete.
+
+        Raises:
+            RolloutUnavailable: No server is left, or requests failed too often.
+            RequestRefused: A server says that a request is wrong.
+        """
+        self._task = asyncio.current_task()
+        self._check_done()
+        tasks = {
+            asyncio.create_task(self._sample(response, group, place)): response
+            for group, responses in enumerate(self.groups)
+            for place, response in enumerate(responses)
+            if response.finish_reason is None and not self._done.is_set()
+        }
+        try:
+            await self._done.wait()
+            if self._failure is None:
+                self._stopping = True
+                await self._abort(tasks)
+        finally:
+            await cancel_and_wait(tasks)
+        if self._failure is not None:
+            raise self._failure
+
+    async def close(self) -> None:
+        """Ends `run`; requests in flight are aborted."""
+        if self._task is not None:
+            await cancel_and_wait([self._task])
+
+    async def interrupt(self, applies: Callable[[Server], bool]) -> None:
+        """Ends the requests that some servers are answering; the responses go on from their tokens in new ones."""
+        requests = {r: r.request for group in self.groups for r in group if r.request and applies(r.request[0])}
+        self._interrupted.update(requests)
+        # A response may have made its next request meanwhile, which is another tuple.
+        await _abort_all(lambda: [request for r, request in requests.items() if request and r.request is request])
+
+    async def _sample(self, response: PendingSample, group: int, place: int) -> None:
+        """Samples one response to its end, over as many requests as it takes."""
+        attempts = Attempts()
+        request_id = f"{self._name}-g{group:06d}-s{place:04d}"
+        try:
+            while response.finish_reason is None and not self._stopping:
+                response.finish_if_full(self._max_input_len)
+                if response.finish_reason is None:
+                    async with self._dispatcher.server(attempts) as state:
+                        await self._request(response, state, f"{request_id}-t{response.num_requests % 1000:03d}")
+        except Exception as error:
+            self._failure = self._failure or error
+            self._done.set()
+        if response.finish_reason is not None:
+            self._unfinished[group] -= 1
+            self._check_done()
+
+    async def _request(self, response: PendingSample, state: ServerState, request_id: str) -> None:
+        """One request for the rest of a response."""
+        server, first_version = state.server, self._health.version_of(state)
+        self._interrupted.discard(response)
+        response.num_requests += 1
+        response.request = server, request_id
+        try:
+            completion = await server.generate(
+                response.input_ids,
+                self._sampling,
+                max_new_tokens=response.remaining_tokens,
+                request_id=request_id,
+                seed=response.seed if self._health.takes_seeds(state) else None,
+            )
+        finally:
+            response.request = None
+        versions = completion.versions
+        if versions is None:
+            versions = [first_version] * len(completion.token_ids)
+        self._health.check_versions(state, first_version, versions)
+        server.reports_token_versions = completion.reports_token_versions
+        response.append(completion, versions)
+        if not completion.token_ids and not self._stopping and response not in self._interrupted:
+            raise ServerError(f"{server.url} aborted a request before its first token.")
+
+    def _check_done(self) -> None:
+        if self._unfinished.count(0) >= self._num_groups:
+            self._done.set()
+
+    async def _abort(self, tasks: dict[asyncio.Task[None], PendingSample]) -> None:
+        """Ends all requests in flight, which are answered with what has been sampled, and starts no more."""
+
+        def in_flight() -> list[tuple[Server, str]]:
+            for task, response in tasks.items():
+                if response.request is None:
+                    task.cancel()
+            return [response.request for task, response in tasks.items() if response.request and not task.done()]
+
+        await _abort_all(in_flight)
+
+
+async def _abort_all(in_flight: Callable[[], Iterable[tuple[Server, str]]]) -> None:
+    """Asks servers to abort requests, again and again: a server ignores one that it has not read yet."""
+    wait = 0.01
+    with suppress(TimeoutError):
+        async with asyncio.timeout(ABORT_TIMEOUT):
+            while requests := list(in_flight()):
+                await asyncio.gather(*(_abort(server, request_id) for server, request_id in requests))
+                await asyncio.sleep(wait)
+                wait = min(2 * wait, ABORT_INTERVAL)
+
+
+async def _abort(server: Server, request_id: str) -> None:
+    with suppress(SGLangError):  # then the request itself fails, too, or ends by itself
+        await server.abort(request_id)

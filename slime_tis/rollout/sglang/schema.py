@@ -1,0 +1,383 @@
+"""What is sent to an SGLang server and what it answers, as types; checked against answers of real servers.
+
+Nothing in an answer is believed unchecked: a server may be broken, be another program, or run another model. The types
+hold what concerns one value (its type, finite, within bounds), `parse_…` what concerns several (their counts agree).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError
+
+from slime_tis.rollout.sample import FinishReason, Sampling
+from slime_tis.rollout.sglang.errors import InvalidAnswer
+
+MAX_LOG_PROB = 1e-3
+"""A probability of 1 may come out a little above it in half precision; what exceeds this is not a log-prob."""
+BYTES_PER_TOKEN = 256
+"""Most bytes of an answer per token, on average: its id, its log-prob at full precision, a span of weight versions and
+its text, which take 50 to 80 in real answers."""
+ANSWER_BYTES = 256 << 10
+"""Most bytes of an answer besides its tokens."""
+MAX_SHOWN = 80
+"""Characters of a value in a message."""
+MAX_NAME = 128
+"""Characters of a name of weights."""
+MAX_VERSION = 2**53
+MAX_RANKS = 1 << 16
+"""Ranks of one kind that a server can have."""
+MAX_CONTEXT = 1 << 32
+"""Tokens."""
+NEUTRAL_SAMPLING_PARAMS = {"min_p": 0.0, "repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
+"""Sent along, so that defaults of the server or of the checkpoint cannot change the distribution."""
+
+
+def version_number(name: object) -> int:
+    """Our version of the weights that a server names: a decimal number, else 0, the weights that it started with.
+
+    Raises:
+        ValueError: The name is neither of the two: not text, far too long, or a number that no version has.
+    """
+    if name is None:
+        return 0
+    if type(name) is int:
+        name = str(name) if 0 <= name <= MAX_VERSION else "-1"
+    if not isinstance(name, str) or len(name) > MAX_NAME:
+        raise ValueError(f"the name of its weights is {shown(name)}")
+    if name.isascii() and name.isdecimal() and int(name) <= MAX_VERSION:
+        return int(name)
+    if name.isascii() and name.lstrip("+-").replace(".", "", 1).isdecimal():
+        raise ValueError(f"the version of its weights is {shown(name)}")
+    return 0
+
+
+def _weight_name(name: object) -> str | None:
+    version_number(name)
+    return None if name is None else str(name)
+
+
+LogProb = Annotated[float, Field(le=MAX_LOG_PROB, allow_inf_nan=False)]
+TokenId = Annotated[int, Field(ge=0)]
+TokenLogProb = tuple[LogProb | None, TokenId, Any]
+"""SGLang's [log-prob, token, text]; the first token of an input follows nothing and has no log-prob."""
+WeightVersion = Annotated[int, BeforeValidator(version_number)]
+WeightName = Annotated[str | None, BeforeValidator(_weight_name)]
+RankCount = Annotated[int, Field(ge=1, le=MAX_RANKS)]
+
+
+class Answer(BaseModel):
+    """Fields of an answer that are used; others are ignored."""
+
+    model_config = ConfigDict(strict=True, protected_namespaces=())
+
+
+class WeightSpan(Answer):
+    """Tokens of a response, from start to before end, that one version of the weights sampled."""
+
+    version: WeightVersion
+    start: int
+    end: int
+
+
+class Finish(Answer):
+    """Why a request ended."""
+
+    type: FinishReason
+
+
+class OutputMeta(Answer):
+    """`meta_info` of POST /generate."""
+
+    finish_reason: Finish
+    output_token_logprobs: Annotated[list[TokenLogProb] | None, FailFast()] = None
+    completion_tokens: int | None = None
+    weight_version: WeightVersion | None = None
+    weight_versions: Annotated[list[WeightSpan] | None, FailFast()] = None
+
+
+class GenerateAnswer(Answer):
+    """The answer to POST /generate."""
+
+    output_ids: Annotated[list[TokenId] | None, FailFast()] = None
+    meta_info: OutputMeta
+
+
+class InputMeta(Answer):
+    """`meta_info` of POST /generate where no token is sampled."""
+
+    input_token_logprobs: Annotated[list[TokenLogProb], FailFast()]
+
+
+class ScoreAnswer(Answer):
+    """The answer to POST /generate where no token is sampled."""
+
+    meta_info: InputMeta
+
+
+class ModelInfo(Answer):
+    """The answer to GET /model_info."""
+
+    weight_version: WeightName = None
+
+
+class ServerInfoAnswer(Answer):
+    """The answer to GET /server_info, which also holds the API key and is not to be logged.
+
+    Its own weight version is that of the start.
+    """
+
+    max_req_input_len: Annotated[int, Field(ge=1, le=MAX_CONTEXT)] | None = None
+    tp_size: RankCount | None = None
+    pp_size: RankCount | None = None
+    dp_size: RankCount | None = None
+    enable_deterministic_inference: Any = None
+
+
+class ControlAnswer(Answer):
+    """The answer to a request that changes a server."""
+
+    success: Any = None
+
+
+class Worker(Answer):
+    """One server of a router."""
+
+    url: str
+
+
+class WorkersAnswer(Answer):
+    """The answer to a router's GET /workers, or /list_workers of routers before 0.2.2, which has urls."""
+
+    workers: list[Worker] | None = None
+    urls: list[str] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """What a server sampled in one request."""
+
+    token_ids: list[int]
+    """Sampled tokens, the stop token included."""
+
+    log_probs: list[float]
+    """Log-probability of each token, after temperature."""
+
+    versions: list[int] | None
+    """Version of the weights that sampled each token, or None where the server reports none."""
+
+    reports_token_versions: bool
+    """Whether the versions were reported token by token; else one for all."""
+
+    finish_reason: FinishReason
+    """Why the request ended."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerInfo:
+    """What a server says about itself."""
+
+    weight_version: str | None = None
+    """Name of the weights in use; "default" where they are those it started with."""
+
+    max_input_len: int | None = None
+    """Longest input that it takes, in tokens, where it says."""
+
+    tp_size: int = 1
+    """Number of tensor-parallel ranks."""
+
+    pp_size: int = 1
+    """Number of pipeline-parallel ranks."""
+
+    dp_size: int = 1
+    """Number of replicas behind its address."""
+
+    is_deterministic: bool = False
+    """Whether it samples with the seed that a request names, under --enable-deterministic-inference."""
+
+
+def generate_body(
+    input_ids: Sequence[int], sampling: Sampling, *, max_new_tokens: int, request_id: str, seed: int | None = None
+) -> dict[str, object]:
+    """The body of POST /generate for one sample.
+
+    Args:
+        input_ids: Tokens of the prompt, and of its response what has been sampled.
+        sampling: How to sample.
+        max_new_tokens: Most tokens that may still be sampled.
+        request_id: Id to abort it by. The server aborts all ids that begin with the same characters, so that ids must
+            have one width.
+        seed: Of the response, for a server that takes one: a token follows from seed, position and weights.
+    """
+    params: dict[str, object] = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "max_new_tokens": max_new_tokens,
+        **NEUTRAL_SAMPLING_PARAMS,
+    }
+    if sampling.stop_token_ids:
+        params["stop_token_ids"] = list(sampling.stop_token_ids)
+    if seed is not None:
+        params["sampling_seed"] = seed
+    return {"rid": request_id, "input_ids": list(input_ids), "sampling_params": params, "return_logprob": True}
+
+
+def score_body(token_ids: Sequence[int]) -> dict[str, object]:
+    """The body of POST /generate that asks for the log-probs of given tokens and samples none."""
+    return {
+        "input_ids": list(token_ids),
+        "sampling_params": {"temperature": 1.0, "max_new_tokens": 0, **NEUTRAL_SAMPLING_PARAMS},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+
+
+def max_answer_bytes(num_tokens: int) -> int:
+    """The largest answer to POST /generate that a server can have good reason to give, in bytes.
+
+    `ANSWER_BYTES` + `BYTES_PER_TOKEN` · tokens to sample or to score. Decoding that much JSON holds up the other
+    requests of the loop for less than half a second at 32,768 tokens.
+    """
+    return ANSWER_BYTES + BYTES_PER_TOKEN * num_tokens
+
+
+AnswerT = TypeVar("AnswerT", bound=Answer)
+
+
+def parse(schema: type[AnswerT], body: bytes) -> AnswerT:
+    """The body of an answer as a type.
+
+    Raises:
+        InvalidAnswer: It is not JSON, or a field is missing or not of its type.
+    """
+    try:
+        return schema.model_validate_json(body)
+    except ValidationError as error:
+        raise InvalidAnswer(_explanation(error)) from None
+
+
+def parse_generation(body: bytes, *, max_new_tokens: int, vocab_size: int | None = None) -> Completion:
+    """The answer to `generate_body`.
+
+    Args:
+        body: JSON.
+        max_new_tokens: Tokens that were asked for; fewer may come, at the end of the context.
+        vocab_size: Number of token ids of the model; None checks none.
+
+    Raises:
+        InvalidAnswer: Log-probs are missing, too few, NaN, null or positive, belong to other tokens, tokens lie
+            outside of the vocabulary, or versions do not cover the tokens or go backwards.
+    """
+    answer = parse(GenerateAnswer, body)
+    meta, token_ids = answer.meta_info, answer.output_ids
+    entries = [] if token_ids == [] else meta.output_token_logprobs
+    if entries is None:
+        raise InvalidAnswer("it has no output_token_logprobs")
+    if token_ids is None:
+        token_ids = [token for _, token, _ in entries]
+    if vocab_size is not None and token_ids and max(token_ids) >= vocab_size:
+        raise InvalidAnswer(
+            f"it has token {shown(max(token_ids))}, but the vocabulary of --hf-checkpoint ends at {vocab_size - 1}; "
+            "see that the server runs the same model"
+        )
+    log_probs = _log_probs_of(token_ids, entries)
+    if meta.completion_tokens not in (None, len(token_ids)):
+        raise InvalidAnswer(f"it has {len(token_ids)} tokens and says that they are {shown(meta.completion_tokens)}")
+    if len(token_ids) > max_new_tokens:
+        raise InvalidAnswer(f"it has {len(token_ids)} tokens where {max_new_tokens} were asked for")
+    if not token_ids and meta.finish_reason.type != "abort":
+        raise InvalidAnswer(f"it has no tokens but finish_reason {meta.finish_reason.type!r}")
+    return Completion(
+        token_ids=token_ids,
+        log_probs=log_probs,
+        versions=_token_versions(meta, len(token_ids)),
+        reports_token_versions=meta.weight_versions is not None,
+        finish_reason=meta.finish_reason.type,
+    )
+
+
+def parse_scores(body: bytes, token_ids: Sequence[int]) -> list[float]:
+    """The log-probs, at temperature 1, of all given tokens but the first, each after those before it.
+
+    Raises:
+        InvalidAnswer: As for `parse_generation`.
+    """
+    return _log_probs_of(token_ids[1:], parse(ScoreAnswer, body).meta_info.input_token_logprobs[1:])
+
+
+def parse_info(model_info: bytes, server_info: bytes) -> ServerInfo:
+    """What /model_info and /server_info say.
+
+    Raises:
+        InvalidAnswer: Sizes that no server has, or a name of weights that cannot be one.
+    """
+    info = parse(ServerInfoAnswer, server_info)
+    return ServerInfo(
+        weight_version=parse(ModelInfo, model_info).weight_version,
+        max_input_len=None if info.max_req_input_len is None else info.max_req_input_len - 1,
+        tp_size=info.tp_size or 1,
+        pp_size=info.pp_size or 1,
+        dp_size=info.dp_size or 1,
+        is_deterministic=info.enable_deterministic_inference is True,
+    )
+
+
+def shown(value: object, length: int = MAX_SHOWN) -> str:
+    """A value of an answer for a message: its repr, in which control characters are escaped, cut."""
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # nested deeply, or a number of thousands of digits
+        return f"a {type(value).__name__} that cannot be shown"
+    return text if len(text) <= length else text[:length] + "…"
+
+
+def _log_probs_of(token_ids: Sequence[int], entries: Sequence[TokenLogProb]) -> list[float]:
+    """The log-prob of every entry, after checking that it belongs to the token."""
+    if len(entries) != len(token_ids):
+        raise InvalidAnswer(f"it has {len(entries)} log-probs for {len(token_ids)} tokens")
+    log_probs = []
+    for position, ((log_prob, of_token, _), token) in enumerate(zip(entries, token_ids, strict=True)):
+        if of_token != token:
+            raise InvalidAnswer(f"log-prob {position} is of token {shown(of_token)}, but the token is {token}")
+        if log_prob is None:
+            raise InvalidAnswer(f"log-prob {position} is null")
+        log_probs.append(min(log_prob, 0.0))
+    return log_probs
+
+
+def _token_versions(meta: OutputMeta, length: int) -> list[int] | None:
+    if meta.weight_versions is None:
+        return None if meta.weight_version is None else [meta.weight_version] * length
+    versions: list[int] = []
+    newest = 0
+    for span in meta.weight_versions:
+        if span.start != len(versions) or span.end < span.start:
+            text = f"a span from {shown(span.start)} to {shown(span.end)} after {len(versions)} tokens"
+            raise InvalidAnswer(f"weight_versions has {text}")
+        if span.end > length:
+            raise InvalidAnswer(f"weight_versions covers {shown(span.end)} tokens of {length}")
+        if span.version < newest:
+            raise InvalidAnswer(f"weight_versions goes back from {newest} to {span.version}")
+        versions += [span.version] * (span.end - span.start)
+        newest = span.version
+    if len(versions) != length:
+        raise InvalidAnswer(f"weight_versions covers {len(versions)} tokens of {length}")
+    return versions
+
+
+def _explanation(error: ValidationError) -> str:
+    """The first error of a validation, without what pydantic adds for programmers."""
+    first = error.errors(include_url=False)[0]
+    field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
+    match first["type"]:
+        case "json_invalid":
+            return "it is not JSON"
+        case "value_error":
+            return str(first["ctx"]["error"])
+        case "missing":
+            return f"it has no {field}"
+        case _:
+            return f"{field or 'it'} is {shown(first['input'])}"

@@ -1,0 +1,350 @@
+"""One server over real HTTP: its answers, its failures, requests that are left, and the key that nobody sees."""
+
+import asyncio
+import logging
+import traceback
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from slime_tis.rollout.sample import Sampling
+from slime_tis.rollout.sglang.client import Redactor, Server, cancel_and_wait, make_client, worker_urls
+from slime_tis.rollout.sglang.errors import MalformedAnswer, RequestRefused, ServerError
+from slime_tis.rollout.sglang.schema import Completion, generate_body
+from tests.rollout.sglang.replay import Replay, continuation, recorded, replays
+
+KEY = "sk-not-to-be-seen"
+ROUTER = "http://router:3000"
+PROMPT = [1, 5, 9]
+SAMPLING = Sampling(max_response_len=1000)
+LONG = continuation(PROMPT, 1000)
+
+
+@pytest.fixture
+def replay() -> Iterator[Replay]:
+    with replays(1) as (server,):
+        yield server
+
+
+def ask(
+    replay: Replay, use: Callable[[Server], Coroutine[Any, Any, Any]], *, key: str | None = None, **options: Any
+) -> Any:
+    async def work() -> Any:
+        async with make_client(key) as client:
+            server = Server(replay.url, client, **{"timeout": 10.0, "abort_timeout": 5.0, **options})
+            try:
+                return await use(server)
+            finally:
+                await server.close()
+
+    return asyncio.run(work())
+
+
+def body(max_new_tokens: int = 1000) -> dict[str, object]:
+    return generate_body(PROMPT, SAMPLING, max_new_tokens=max_new_tokens, request_id="r1")
+
+
+async def generate(server: Server, request_id: str = "r1", max_new_tokens: int = 1000) -> Completion:
+    return await server.generate(PROMPT, SAMPLING, max_new_tokens=max_new_tokens, request_id=request_id)
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    while not condition():
+        await asyncio.sleep(0.002)
+
+
+def test_a_request_is_answered(replay: Replay) -> None:
+    completion = ask(replay, lambda server: generate(server, max_new_tokens=6))
+    assert completion.token_ids == continuation(PROMPT, 6)
+    assert replay.requests == [body(max_new_tokens=6)]
+    assert "authorization" not in replay.headers[0]
+
+
+def test_what_a_server_is(replay: Replay) -> None:
+    replay.weight_version = "3"
+    info = ask(replay, lambda server: server.info())
+    assert (info.weight_version, info.max_input_len) == ("3", 505)
+
+
+def test_health(replay: Replay) -> None:
+    assert ask(replay, lambda server: server.health_error()) is None
+    replay.healthy = False
+    assert f"{replay.url}/health answered HTTP 503" in ask(replay, lambda server: server.health_error())
+    replay.die()
+    assert f"{replay.url}/health failed: " in ask(replay, lambda server: server.health_error())
+
+
+@pytest.mark.parametrize("status", [500, 502, 503, 504, 429, 408])
+def test_what_another_server_may_answer_is_a_server_error(replay: Replay, status: int) -> None:
+    replay.faults.append(status)
+    with pytest.raises(ServerError, match=f"{replay.url}/generate answered HTTP {status}: max_new_tokens must"):
+        ask(replay, generate)
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 413, 422])
+def test_what_every_server_would_refuse_is_refused(replay: Replay, status: int) -> None:
+    replay.faults.append(status)
+    with pytest.raises(RequestRefused, match=f"{replay.url}/generate answered HTTP {status}: max_new_t") as caught:
+        ask(replay, generate)
+    assert caught.value.status == status
+    assert ("--sglang-api-key-env" in str(caught.value)) == (status == 401)
+
+
+def test_broken_connections_are_server_errors(replay: Replay) -> None:
+    replay.faults.append("drop")
+    with pytest.raises(ServerError, match=f"{replay.url}/generate failed: Server disconnected"):
+        ask(replay, generate)
+    replay.die()
+    with pytest.raises(ServerError, match=f"{replay.url}/generate failed: "):
+        ask(replay, generate)
+
+
+def test_what_is_not_json_is_a_malformed_answer(replay: Replay) -> None:
+    replay.faults.append(lambda answer: "<html>no</html>")
+    with pytest.raises(MalformedAnswer, match="/generate gave an answer that cannot be used: it is not JSON"):
+        ask(replay, generate)
+
+
+def test_a_request_that_takes_too_long_is_aborted_and_gives_what_it_has(replay: Replay) -> None:
+    replay.stop_after = 4
+    completion = ask(replay, generate, timeout=0.1)
+    assert (completion.token_ids, completion.finish_reason) == (LONG[:4], "abort")
+    assert replay.count("/abort_request") >= 1
+
+
+def test_a_server_that_hangs_is_given_up(replay: Replay) -> None:
+    replay.faults.append("hang")
+    with pytest.raises(ServerError, match=r"did not answer within 0\.05 s"):
+        ask(replay, generate, timeout=0.05, abort_timeout=0.05)
+    assert "r1" in replay.aborted
+
+
+def test_a_request_that_is_cancelled_is_aborted_by_its_id(replay: Replay) -> None:
+    replay.stop_after = 4
+
+    async def leave(server: Server) -> None:
+        request = asyncio.ensure_future(generate(server, "left"))
+        await until(lambda: replay.requests)
+        request.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await request
+
+    ask(replay, leave)
+    assert replay.aborted == {"left"}
+
+
+def test_a_router_has_requests_aborted_where_they_are() -> None:
+    with replays(3) as (router, *workers):
+
+        async def work() -> None:
+            async with make_client(None) as client:
+                behind = [Server(worker.url, client, timeout=5.0) for worker in workers]
+                await Server(router.url, client, timeout=5.0, workers=behind).abort("r7")
+
+        asyncio.run(work())
+        assert [server.aborted for server in (router, *workers)] == [set(), {"r7"}, {"r7"}]
+
+
+@pytest.mark.parametrize("endpoint", ["/pause_generation", "/flush_cache", "/abort_request"])
+def test_posts_take_json_text_and_nothing(replay: Replay, endpoint: str) -> None:
+    ask(replay, lambda server: server.post(endpoint, {"rid": "x"}))
+    assert replay.calls == [f"POST {endpoint}"]
+
+
+def test_a_post_to_an_unknown_endpoint_is_refused(replay: Replay) -> None:
+    with pytest.raises(RequestRefused, match="HTTP 404: Not Found") as caught:
+        ask(replay, lambda server: server.post("/begin_weight_update", {}))
+    assert caught.value.status == 404
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("error_400", "max_new_tokens must be at least 0"),
+        ("error_unknown_parameter", "unknown field `foo`"),
+        ("error_validation", "1 validation error"),
+        ("error_404", "Not Found"),
+        ("error_receive_weights", "Failed to receive weights"),
+    ],
+    ids=lambda value: value if value.startswith("error") else "",
+)
+def test_the_message_of_a_refusal_is_found_in_all_its_forms(replay: Replay, name: str, message: str) -> None:
+    replay.spoken = recorded(name)
+    with pytest.raises(RequestRefused, match=message) as caught:
+        ask(replay, lambda server: server.post("/speak", {}))
+    assert len(str(caught.value)) < 600 and "\n" not in str(caught.value)
+
+
+def test_the_key_is_sent_and_shown_nowhere(replay: Replay, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    replay.key = KEY
+    shown = []
+
+    async def use(server: Server) -> None:
+        shown.append(f"{server!r} {server._client!r} {server._client.headers!r} {vars(server)!r}")
+        await server.info()
+        replay.faults.extend([503, "drop", 400])
+        replay.spoken = {"message": f"you sent Authorization: Bearer {KEY}"}
+        for work in (*(generate(server) for _ in range(3)), server.post("/speak", {})):
+            try:
+                await work
+            except (ServerError, RequestRefused) as error:
+                shown.append("".join(traceback.format_exception(error)))
+                assert error.__cause__ is None
+
+    ask(replay, use, key=KEY)
+    assert {headers["authorization"] for headers in replay.headers} == {f"Bearer {KEY}"}
+    assert len(shown) == 5 and "Bearer ***" in shown[-1]
+    assert not any(KEY in text for text in [*shown, caplog.text])
+
+
+def test_the_admin_key_goes_to_the_endpoints_that_change_a_server_alone(replay: Replay) -> None:
+    async def work() -> None:
+        async with make_client("user-key", "admin-key") as client:
+            server = Server(replay.url, client, timeout=10.0)
+            await server.info()
+            await generate(server, max_new_tokens=2)
+            await server.post("/pause_generation", {"mode": "retract"})
+            await server.post("/update_weights_from_disk", {"weight_version": "1"})
+            await server.abort("r1")
+
+    asyncio.run(work())
+    keys = [headers["authorization"].removeprefix("Bearer ") for headers in replay.headers]
+    assert keys == ["user-key"] * 3 + ["admin-key"] * 3
+    assert {headers["accept-encoding"] for headers in replay.headers} == {"identity"}
+
+
+def test_a_wrong_key_is_refused_with_a_hint(replay: Replay) -> None:
+    replay.key = KEY
+    with pytest.raises(RequestRefused, match=r"HTTP 401: Unauthorized; put its key .* --sglang-api-key-env") as caught:
+        ask(replay, lambda server: server.info(), key="other-key")
+    assert "other-key" not in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["with space", "line\n", "ключ"], ids=["space", "line end", "not ASCII"])
+def test_a_key_that_cannot_be_sent_is_refused_unseen(key: str) -> None:
+    with pytest.raises(ValueError, match="--sglang-api-key-env") as caught:
+        make_client(key)
+    assert key not in str(caught.value)
+
+
+def worker_urls_of(answers: Callable[[httpx.Request], httpx.Response]) -> tuple[str, ...]:
+    class Body(httpx.AsyncByteStream):
+        def __init__(self, content: bytes) -> None:
+            self.content = content
+
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            yield self.content
+
+    def streamed(request: httpx.Request) -> httpx.Response:
+        answer = answers(request)
+        return httpx.Response(answer.status_code, headers=answer.headers, stream=Body(answer.content))
+
+    async def run() -> tuple[str, ...]:
+        async with httpx.AsyncClient(transport=httpx.MockTransport(streamed)) as client:
+            return await worker_urls(Server(ROUTER, client, timeout=10.0))
+
+    return asyncio.run(run())
+
+
+def test_workers() -> None:
+    body = {
+        "workers": [
+            {"id": "1", "url": "http://10.0.0.5:30000/", "is_healthy": True},
+            {"id": "2", "url": "http://10.0.0.6:30000@0"},
+            {"id": "3", "url": "http://10.0.0.6:30000@1"},
+        ],
+        "total": 3,
+    }
+    found = worker_urls_of(lambda request: httpx.Response(200, json=body))
+    assert found == ("http://10.0.0.5:30000", "http://10.0.0.6:30000")
+
+
+@pytest.mark.parametrize("status", [404, 405])
+def test_list_workers_of_old_routers(status: int) -> None:
+    asked = []
+
+    def answers(request: httpx.Request) -> httpx.Response:
+        asked.append(request.url.path)
+        if request.url.path == "/workers":
+            return httpx.Response(status)
+        return httpx.Response(200, json={"urls": ["http://10.0.0.5:30000"]})
+
+    assert worker_urls_of(answers) == ("http://10.0.0.5:30000",)
+    assert asked == ["/workers", "/list_workers"]
+
+
+NOT_A_ROUTER = f"{ROUTER} does not answer as an SGLang router. Check --sglang-router-ip and --sglang-router-port, or"
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        pytest.param(httpx.Response(200, json={"workers": []}), f"{ROUTER} has no servers; add some", id="no servers"),
+        pytest.param(httpx.Response(401), f"{ROUTER}/workers answered HTTP 401.* --sglang-api-key-env", id="HTTP 401"),
+        pytest.param(httpx.Response(404), f"{ROUTER}/list_workers answered HTTP 404", id="HTTP 404"),
+        pytest.param(httpx.Response(200, text="hello"), NOT_A_ROUTER, id="text"),
+        pytest.param(httpx.Response(200, json=[]), NOT_A_ROUTER, id="a list"),
+        pytest.param(httpx.Response(200, json={}), NOT_A_ROUTER, id="an empty object"),
+        pytest.param(httpx.Response(200, json={"workers": ["http://a:1"]}), NOT_A_ROUTER, id="workers of text"),
+        pytest.param(httpx.Response(200, json={"urls": [None]}), NOT_A_ROUTER, id="a URL of null"),
+        pytest.param(httpx.Response(200, json={"urls": ["http://a\x1b[2J:1"]}), NOT_A_ROUTER, id="a URL that steers"),
+        pytest.param(httpx.Response(200, json={"urls": ["grpc://a:1"]}), NOT_A_ROUTER, id="a URL of gRPC"),
+        pytest.param(httpx.Response(200, text="[" * 100_000), NOT_A_ROUTER, id="nested deeply"),
+        pytest.param(httpx.Response(200, text=" " * 5_000_000), "larger than the 4194304 bytes", id="5 MB"),
+    ],
+)
+def test_a_router_that_names_no_servers_is_refused(answer: httpx.Response, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        worker_urls_of(lambda request: answer)
+
+
+def test_a_router_that_does_not_answer() -> None:
+    def answers(request: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("refused", request=request)
+
+    with pytest.raises(ValueError, match=f"{ROUTER}/workers failed: refused. Check --sglang-router-ip"):
+        worker_urls_of(answers)
+
+
+def test_a_task_that_swallows_a_cancellation_gets_another_one() -> None:
+    async def work() -> list[bool]:
+        swallowed, started = [], asyncio.Event()
+
+        async def stubborn() -> None:
+            started.set()
+            while len(swallowed) < 2:
+                try:
+                    await asyncio.sleep(3600)
+                except asyncio.CancelledError:
+                    swallowed.append(1)
+            await asyncio.sleep(3600)
+
+        async def failing() -> None:
+            raise ValueError("of no interest here")
+
+        tasks = [asyncio.create_task(each) for each in (stubborn(), failing(), asyncio.sleep(0))]
+        await started.wait()
+        await asyncio.wait(tasks[1:])
+        await cancel_and_wait(tasks)
+        assert len(swallowed) == 2
+        return [task.cancelled() for task in tasks]
+
+    assert asyncio.run(work()) == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("key 0123456789!", "key ***!"),
+        ("01234567 and 23456789", "*** and ***"),
+        ("01234567890123456789", "***"),
+        ("0123456 is too short", "0123456 is too short"),
+        ("MDEyMzQ1Njc4OQ==", "***=="),
+    ],
+    ids=["whole", "parts", "twice", "seven characters", "base64"],
+)
+def test_keys_are_redacted_whole_and_in_part(text: str, shown: str) -> None:
+    assert Redactor(["0123456789"]).redacted(text) == shown

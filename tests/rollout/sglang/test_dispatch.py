@@ -1,0 +1,448 @@
+"""Which server takes a request, and what becomes of it when the server fails, over real HTTP."""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from slime_tis.rollout.engine import RolloutUnavailable
+from slime_tis.rollout.sample import Sampling
+from slime_tis.rollout.sglang.client import Server, make_client
+from slime_tis.rollout.sglang.dispatch import Attempts, Dispatcher
+from slime_tis.rollout.sglang.errors import RequestRefused, UnexpectedWeights
+from slime_tis.rollout.sglang.health import HealthMonitor, ServerState, Timeouts
+from tests.rollout.sglang.replay import Replay, continuation, replays
+
+QUICK = Timeouts(recovery=30.0, first_retry=0.005, max_retry=0.02, health_interval=0.01)
+SAMPLING = Sampling(max_response_len=5)
+
+
+class Cluster:
+    """A health monitor and a dispatcher on some servers, and requests to them, known by their prompts."""
+
+    def __init__(self, servers: list[Server], health: HealthMonitor, dispatcher: Dispatcher) -> None:
+        self.servers, self.health, self.dispatcher = servers, health, dispatcher
+        self.tries: Counter[int] = Counter()
+        self.at: list[str] = []
+
+    async def ask(self, prompt: int) -> list[int]:
+        attempts, tokens = Attempts(), []
+        while not tokens:
+            async with self.dispatcher.server(attempts) as state:
+                tokens = await self.request(prompt, state)
+        return tokens
+
+    async def request(self, prompt: int, state: ServerState) -> list[int]:
+        self.tries[prompt] += 1
+        self.at.append(state.server.url)
+        first = self.health.version_of(state)
+        request_id = f"p{prompt:04d}-t{self.tries[prompt]:02d}"
+        completion = await state.server.generate([1, prompt], SAMPLING, max_new_tokens=5, request_id=request_id)
+        self.health.check_versions(state, first, completion.versions or [])
+        return completion.token_ids
+
+    @property
+    def available(self) -> list[Server]:
+        return [state.server for state in self.health.available()]
+
+    def metrics(self) -> dict[str, float]:
+        return {"retries": self.dispatcher.retries} | self.health.metrics()
+
+
+Use = Callable[[Cluster], Coroutine[Any, Any, Any]]
+
+
+def with_cluster(
+    replay_servers: list[Replay],
+    use: Use,
+    *,
+    router: Replay | None = None,
+    timeout: float = 20.0,
+    start_timeout: float = 20.0,
+    timeouts: Timeouts = QUICK,
+    on_return: Callable[[Server], None] = lambda server: None,
+    **options: Any,
+) -> Any:
+    async def work() -> Any:
+        async with make_client(None) as client:
+            servers = [
+                Server(r.url, client, timeout=timeout, abort_timeout=0.2, health_timeout=0.3) for r in replay_servers
+            ]
+            front = None if router is None else Server(router.url, client, timeout=timeout, workers=servers)
+            health = HealthMonitor(servers, front, timeouts, on_return=on_return)
+            cluster = Cluster(servers, health, Dispatcher(health, **options))
+            try:
+                await health.start(start_timeout)
+                return await asyncio.wait_for(use(cluster), 20.0)
+            finally:
+                await health.close()
+                await asyncio.gather(*(server.close() for server in servers))
+                left = asyncio.all_tasks() - {asyncio.current_task()}
+                assert not {task for task in left if not task.get_name().startswith("abort ")}
+
+    return asyncio.run(work())
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    while not condition():
+        await asyncio.sleep(0.002)
+
+
+def expected(prompts: range) -> list[list[int]]:
+    return [continuation([1, prompt], 5) for prompt in prompts]
+
+
+def test_requests_are_spread_and_bounded() -> None:
+    async def use(cluster: Cluster) -> None:
+        for server in held:
+            server.stop_after = 0
+        going = [asyncio.ensure_future(cluster.ask(prompt)) for prompt in range(3, 23)]
+        await until(lambda: sum(map(len, (server.requests for server in held))) == 6)
+        await asyncio.sleep(0.02)
+        assert [server.at_once for server in held] == [3, 3]
+        for server in held:
+            server.stop_after = None
+        assert await asyncio.gather(*going) == expected(range(3, 23))
+        assert [server.most_at_once for server in held] == [3, 3]
+        assert set(cluster.tries.values()) == {1}
+
+    with replays(2) as held:
+        with_cluster(held, use, concurrency=3)
+
+
+@pytest.mark.parametrize("fault", [500, 503, "drop", lambda answer: "no json"])
+def test_a_failed_request_is_tried_again_elsewhere(fault: Any) -> None:
+    async def use(cluster: Cluster) -> None:
+        both[0].faults.append(fault)
+        assert [await cluster.ask(prompt) for prompt in range(3, 7)] == expected(range(3, 7))
+        assert cluster.tries == {3: 2, 4: 1, 5: 1, 6: 1}
+        assert cluster.at[:2] == [both[0].url, both[1].url]
+        await until(lambda: len(cluster.available) == 2)  # its health was asked for, and is good
+        counts = {"retries": 1, "deaths": 0, "returns": 0, "live_servers": 2}
+        assert cluster.metrics() == {**counts, "malformed_responses": int(callable(fault))}
+
+    with replays(2) as both:
+        with_cluster(both, use)
+
+
+def test_the_only_server_is_tried_again_too() -> None:
+    async def use(cluster: Cluster) -> None:
+        alone[0].faults.extend([503, "drop", 500])
+        assert await cluster.ask(3) == continuation([1, 3], 5)
+        assert cluster.tries == {3: 4}
+
+    with replays(1) as alone:
+        with_cluster(alone, use)
+
+
+def test_a_request_that_fails_everywhere_is_given_up() -> None:
+    async def use(cluster: Cluster) -> None:
+        for server in both:
+            server.faults.extend([500] * 9)
+        with pytest.raises(
+            RolloutUnavailable, match=r"a request failed 3 times, at last so: .*/generate answered HTTP 500"
+        ):
+            await cluster.ask(3)
+        assert cluster.tries == {3: 3}
+        assert cluster.metrics()["retries"] == 2
+
+    with replays(2) as both:
+        with_cluster(both, use, max_retries=2)
+
+
+def test_a_refused_request_is_not_tried_again() -> None:
+    async def use(cluster: Cluster) -> None:
+        both[0].faults.append(400)
+        with pytest.raises(RequestRefused, match="max_new_tokens must be at least 0"):
+            await cluster.ask(3)
+        assert cluster.tries == {3: 1}
+        assert await cluster.ask(4) == continuation([1, 4], 5)
+
+    with replays(2) as both:
+        with_cluster(both, use)
+
+
+def test_a_server_that_dies_in_mid_batch_loses_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    async def use(cluster: Cluster) -> None:
+        both[1].stop_after = 2
+        going = [asyncio.ensure_future(cluster.ask(prompt)) for prompt in range(3, 43)]
+        await until(lambda: both[1].at_once == 8)
+        await asyncio.to_thread(both[1].die)
+        assert await asyncio.gather(*going) == expected(range(3, 43))
+        assert sorted(cluster.tries.values()) == [1] * 32 + [2] * 8
+        await until(lambda: cluster.metrics()["deaths"] == 1)
+        assert cluster.available == [cluster.servers[0]]
+        both[1].stop_after = None
+        await asyncio.to_thread(both[1].come_back)
+        await until(lambda: len(cluster.available) == 2)
+        assert cluster.metrics() == {
+            "retries": 8,
+            "deaths": 1,
+            "returns": 1,
+            "live_servers": 2,
+            "malformed_responses": 0,
+        }
+
+    with caplog.at_level(logging.WARNING), replays(2) as both:
+        with_cluster(both, use, concurrency=8)
+    words = [record.getMessage() for record in caplog.records]
+    assert len(words) == 2 and f"{both[1].url} is marked down: " in words[0] and "is back, with weights 0" in words[1]
+
+
+def test_a_server_that_hangs_is_found_out_and_what_it_was_asked_goes_elsewhere() -> None:
+    async def use(cluster: Cluster) -> None:
+        both[0].faults.extend(["hang", "hang"])
+        going = [asyncio.ensure_future(cluster.ask(prompt)) for prompt in range(3, 7)]
+        await until(lambda: len(both[0].requests) == 2)
+        both[0].healthy = False
+        assert await asyncio.gather(*going) == expected(range(3, 7))
+        assert sorted(cluster.tries.values()) == [1, 1, 2, 2]
+        assert cluster.metrics()["deaths"] == 1
+        await until(lambda: both[0].aborted == {body["rid"] for body in both[0].requests})
+
+    with replays(2) as both:
+        with_cluster(both, use, timeout=1000.0)
+
+
+def test_one_slow_health_check_takes_no_server_out() -> None:
+    async def use(cluster: Cluster) -> None:
+        for _ in range(3):
+            checks = alone[0].count("/health")
+            alone[0].healthy = False
+            await until(lambda n=checks: alone[0].count("/health") > n)
+            alone[0].healthy = True
+            await asyncio.sleep(0.05)
+        assert cluster.metrics() == {
+            "retries": 0,
+            "deaths": 0,
+            "returns": 0,
+            "live_servers": 1,
+            "malformed_responses": 0,
+        }
+
+    with replays(1) as alone:
+        with_cluster(alone, use, timeouts=replace(QUICK, health_interval=0.03))
+
+
+def test_a_server_that_comes_back_without_its_weights_waits_for_them() -> None:
+    returned: list[Server] = []
+
+    async def use(cluster: Cluster) -> None:
+        for replay, server in zip(both, cluster.servers, strict=True):
+            replay.weight_version, replay.version = "4", 4
+            cluster.health.mark_current(server, 4)
+        cluster.health.expect(4)
+        cluster.health.version = 4
+        await asyncio.to_thread(both[0].die)
+        assert await cluster.ask(3) == continuation([1, 3], 5)
+        await until(lambda: cluster.metrics()["deaths"] == 1)
+        await asyncio.to_thread(both[0].come_back)
+        await until(lambda: returned)
+        assert returned == cluster.health.needing_weights() == [cluster.servers[0]]
+        served = len(both[0].requests)
+        await asyncio.gather(*(cluster.ask(prompt) for prompt in range(4, 12)))
+        assert len(both[0].requests) == served
+        both[0].weight_version, both[0].version = "4", 4
+        cluster.health.mark_current(cluster.servers[0], 4)
+        await asyncio.gather(*(cluster.ask(prompt) for prompt in range(12, 20)))
+        assert len(both[0].requests) > served
+        assert cluster.metrics()["returns"] == 1 and returned == [cluster.servers[0]]
+
+    with replays(2) as both:
+        with_cluster(both, use, on_return=returned.append)
+
+
+def test_a_server_that_kept_its_weights_serves_at_once() -> None:
+    async def use(cluster: Cluster) -> None:
+        alone[0].weight_version, alone[0].version = "4", 4
+        cluster.health.mark_current(cluster.servers[0], 4)
+        cluster.health.expect(4)
+        cluster.health.version = 4
+        await asyncio.to_thread(alone[0].die)
+        going = asyncio.ensure_future(cluster.ask(3))
+        await until(lambda: cluster.metrics()["deaths"] == 1)
+        await asyncio.to_thread(alone[0].come_back, "4")
+        alone[0].version = 4
+        assert await going == continuation([1, 3], 5)
+        assert cluster.metrics()["returns"] == 1
+
+    with replays(1) as alone:
+        with_cluster(alone, use)
+
+
+def test_an_answer_of_a_server_that_was_started_anew_unseen_is_not_used() -> None:
+    returned: list[Server] = []
+
+    async def use(cluster: Cluster) -> None:
+        for server in cluster.servers:
+            cluster.health.mark_current(server, 4)
+        cluster.health.expect(4)
+        cluster.health.version = 4
+        both[1].weight_version, both[1].version = "4", 4
+        assert await cluster.ask(3) == continuation([1, 3], 5)
+        assert cluster.at == [both[0].url, both[1].url]
+        assert returned == cluster.health.needing_weights() == [cluster.servers[0]]
+
+    with replays(2) as both:
+        with_cluster(both, use, on_return=returned.append)
+
+
+def test_versions_of_an_update_under_way_are_right_and_others_wrong() -> None:
+    async def use(cluster: Cluster) -> None:
+        state = cluster.health.states[cluster.servers[0]]
+        cluster.health.mark_current(cluster.servers[0], 4)
+        cluster.health.expect(4)
+        async with cluster.health.updating(5):
+            cluster.health.check_versions(state, 4, [4, 4, 5])
+        for versions in ([3, 4], [4, 6], [0]):
+            with pytest.raises(
+                UnexpectedWeights, match=f"with weights {versions[-1] if versions[-1] != 4 else 3}, but"
+            ):
+                cluster.health.check_versions(state, 4, versions)
+
+    with replays(1) as alone:
+        with_cluster(alone, use)
+
+
+def test_nothing_is_asked_and_nobody_taken_out_during_an_update() -> None:
+    async def use(cluster: Cluster) -> None:
+        async with cluster.health.updating(1):
+            alone[0].paused = True  # it fails health checks
+            going = asyncio.ensure_future(cluster.ask(3))
+            await asyncio.sleep(0.1)
+            assert alone[0].requests == []
+            alone[0].paused = False
+        assert await going == continuation([1, 3], 5)
+        assert cluster.metrics()["deaths"] == 0
+
+    with replays(1) as alone:
+        with_cluster(alone, use)
+
+
+def test_a_server_that_fails_to_take_weights_is_out_whatever_version_it_names() -> None:
+    returned: list[Server] = []
+
+    async def use(cluster: Cluster) -> None:
+        cluster.health.mark_down(cluster.servers[0], "half of the weights arrived.")
+        assert cluster.available == []
+        await until(lambda: returned)
+        assert cluster.health.needing_weights() == cluster.servers
+        cluster.health.mark_current(cluster.servers[0], 0)
+        assert await cluster.ask(3) == continuation([1, 3], 5)
+
+    with replays(1) as alone:
+        with_cluster(alone, use, on_return=returned.append)
+
+
+def test_when_no_server_is_left_the_run_is_told_who_why_and_what_to_do() -> None:
+    async def use(cluster: Cluster) -> None:
+        for server in both:
+            await asyncio.to_thread(server.die)
+        going = [asyncio.ensure_future(cluster.ask(prompt)) for prompt in range(3, 9)]
+        outcomes = await asyncio.gather(*going, return_exceptions=True)
+        assert {type(outcome) for outcome in outcomes} == {RolloutUnavailable}
+        (sentence,) = set(map(str, outcomes))
+        for server in both:
+            assert f"{server.url} since " in sentence and "connect" in sentence
+        assert sentence.startswith("no SGLang server is left, and none came back within 0.2 s: ")
+        assert sentence.endswith("Start servers again, and resume with --load.")
+
+    with replays(2) as both:
+        with_cluster(both, use, timeouts=replace(QUICK, recovery=0.2), max_retries=100)
+
+
+def test_a_server_that_comes_back_in_time_saves_the_run() -> None:
+    async def use(cluster: Cluster) -> None:
+        await asyncio.to_thread(alone[0].die)
+        going = asyncio.ensure_future(cluster.ask(3))
+        await until(lambda: cluster.metrics()["deaths"] == 1)
+        await asyncio.to_thread(alone[0].come_back)
+        assert await going == continuation([1, 3], 5)
+
+    with replays(1) as alone:
+        with_cluster(alone, use)
+
+
+def test_slow_servers_are_waited_for_and_missing_ones_do_without() -> None:
+    async def start(cluster: Cluster) -> int:
+        return len(cluster.available)
+
+    with replays(2) as both:
+        both[0].healthy = False
+        threading_timer = __import__("threading").Timer(0.1, lambda: setattr(both[0], "healthy", True))
+        threading_timer.start()
+        assert with_cluster(both, start) == 2
+        both[0].healthy = False
+        assert with_cluster(both, start, start_timeout=0.2) == 1
+        both[1].healthy = False
+        with pytest.raises(
+            RolloutUnavailable, match=r"no SGLang server answered within 0.2 s: .*HTTP 503.*; .*HTTP 503"
+        ):
+            with_cluster(both, start, start_timeout=0.2)
+
+
+def test_weights_of_an_earlier_run_do_not_count_as_those_of_the_start() -> None:
+    async def start(cluster: Cluster) -> list[int]:
+        return [both.index(next(r for r in both if r.url == s.url)) for s in cluster.health.needing_weights()]
+
+    with replays(2) as both:
+        both[1].weight_version = "0"
+        assert with_cluster(both, start) == [1]
+
+
+def test_requests_that_wait_are_served_in_their_order() -> None:
+    async def use(cluster: Cluster) -> None:
+        alone[0].stop_after = 0
+        going = [asyncio.ensure_future(cluster.ask(prompt)) for prompt in range(3, 13)]
+        await until(lambda: alone[0].requests)
+        going[4].cancel()
+        alone[0].stop_after = None
+        outcomes = await asyncio.gather(*going, return_exceptions=True)
+        assert isinstance(outcomes[4], asyncio.CancelledError)
+        assert [body["input_ids"][1] for body in alone[0].requests] == [3, 4, 5, 6, 8, 9, 10, 11, 12]
+
+    with replays(1) as alone:
+        with_cluster(alone, use, concurrency=1)
+
+
+def test_a_router_is_asked_and_its_servers_are_watched() -> None:
+    returned: list[Server] = []
+
+    async def use(cluster: Cluster) -> None:
+        assert await asyncio.gather(*(cluster.ask(p) for p in range(3, 23))) == expected(range(3, 23))
+        assert set(cluster.at) == {router.url}
+        assert router.most_at_once <= 6
+        for replay, server in zip(workers, cluster.servers, strict=True):
+            replay.weight_version, replay.version = "2", 2
+            cluster.health.mark_current(server, 2)
+        cluster.health.expect(2)
+        cluster.health.version = 2
+        workers[1].weight_version, workers[1].version = "default", 0  # started anew behind the router's back
+        going = [asyncio.ensure_future(cluster.ask(p)) for p in range(23, 33)]
+        await until(lambda: returned)
+        assert returned == [cluster.servers[1]]
+        workers[1].weight_version, workers[1].version = "2", 2
+        cluster.health.mark_current(cluster.servers[1], 2)
+        assert await asyncio.gather(*going) == expected(range(23, 33))
+
+    with replays(3) as (router, *workers):
+        router.workers = workers
+        with_cluster(workers, use, router=router, concurrency=3, on_return=returned.append)
+
+
+def test_a_server_behind_a_router_may_die() -> None:
+    async def use(cluster: Cluster) -> None:
+        workers[0].stop_after = 1
+        going = [asyncio.ensure_future(cluster.ask(p)) for p in range(3, 13)]
+        await until(lambda: workers[0].requests)
+        await asyncio.to_thread(workers[0].die)
+        assert await asyncio.gather(*going) == expected(range(3, 13))
+        await until(lambda: cluster.available == [cluster.servers[1]])
+
+    with replays(3) as (router, *workers):
+        router.workers = workers
+        with_cluster(workers, use, router=router, concurrency=3)

@@ -1,0 +1,314 @@
+"""What is sent to servers, and what is believed of their answers: recorded ones of SGLang 0.5.23, whole and spoiled."""
+
+import copy
+import json
+import math
+from typing import Any
+
+import pytest
+
+from slime_tis.rollout.sample import Sampling
+from slime_tis.rollout.sglang.errors import InvalidAnswer
+from slime_tis.rollout.sglang.schema import (
+    Completion,
+    ServerInfo,
+    generate_body,
+    max_answer_bytes,
+    parse_generation,
+    parse_info,
+    parse_scores,
+    score_body,
+    version_number,
+)
+from tests.rollout.sglang.replay import recorded
+
+
+def generation(answer: Any, max_new_tokens: int = 1000, **options: Any) -> Completion:
+    """The answer, as JSON, parsed."""
+    return parse_generation(json.dumps(answer).encode(), max_new_tokens=max_new_tokens, **options)
+
+
+def scores(answer: Any, token_ids: list[int]) -> list[float]:
+    return parse_scores(json.dumps(answer).encode(), token_ids)
+
+
+def info_of(model_info: Any, server_info: Any) -> ServerInfo:
+    return parse_info(json.dumps(model_info).encode(), json.dumps(server_info).encode())
+
+
+def test_a_request_names_all_that_shapes_the_distribution() -> None:
+    sampling = Sampling(temperature=0.7, top_p=0.9, top_k=5, max_response_len=100, stop_token_ids=(7, 9))
+    assert generate_body((1, 5), sampling, max_new_tokens=60, request_id="r1") == {
+        "rid": "r1",
+        "input_ids": [1, 5],
+        "sampling_params": {
+            "temperature": 0.7,
+            "top_p": 0.9,
+            "top_k": 5,
+            "max_new_tokens": 60,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "frequency_penalty": 0.0,
+            "presence_penalty": 0.0,
+            "stop_token_ids": [7, 9],
+        },
+        "return_logprob": True,
+    }
+
+
+def test_a_completed_answer() -> None:
+    completion = generation(recorded("generate_length"), max_new_tokens=8)
+    assert completion.token_ids == [59, 24, 58, 11, 22, 36, 30, 42]
+    assert completion.log_probs[:2] == [-5.014503479003906, -4.9953131675720215]
+    assert completion.versions == [0] * 8 and completion.reports_token_versions
+    assert completion.finish_reason == "length"
+    stopped = generation(recorded("generate_stop"), max_new_tokens=8)
+    assert (stopped.token_ids, stopped.finish_reason, stopped.versions) == ([7], "stop", [0])
+    ended = generation(recorded("generate_eos"), max_new_tokens=200)
+    assert ended.token_ids[-1] == 2 and ended.finish_reason == "stop" and len(ended.log_probs) == len(ended.token_ids)
+
+
+def test_every_token_has_the_version_of_its_span() -> None:
+    answer = recorded("generate_spans")
+    spans = answer["meta_info"]["weight_versions"]
+    versions = generation(answer, max_new_tokens=1000).versions
+    assert versions is not None and len(spans) > 1
+    for span in spans:
+        assert set(versions[span["start"] : span["end"]]) == {version_number(span["version"])}
+    assert len(versions) == spans[-1]["end"]
+
+
+@pytest.mark.parametrize(
+    "name", ["generate_abort", "generate_abort_pause", "generate_abort_retracted", "generate_spans_abort"]
+)
+def test_an_aborted_answer_has_what_was_sampled(name: str) -> None:
+    answer = recorded(name)
+    completion = generation(answer, max_new_tokens=1000)
+    assert completion.finish_reason == "abort"
+    assert completion.token_ids == answer["output_ids"] != []
+    assert len(completion.log_probs) == len(completion.versions or []) == len(completion.token_ids)
+
+
+def test_a_request_aborted_before_it_ran_has_no_tokens() -> None:
+    answer = recorded("generate_abort_queued")
+    for edit in (lambda meta: None, lambda meta: meta.pop("output_token_logprobs")):
+        edit(answer["meta_info"])
+        completion = generation(answer, max_new_tokens=8)
+        assert (completion.token_ids, completion.log_probs, completion.versions) == ([], [], [])
+        assert completion.finish_reason == "abort"
+
+
+def test_servers_without_spans_report_one_version_or_none() -> None:
+    answer = recorded("generate_length")
+    del answer["meta_info"]["weight_versions"]
+    answer["meta_info"]["weight_version"] = "12"
+    completion = generation(answer, max_new_tokens=8)
+    assert completion.versions == [12] * 8 and not completion.reports_token_versions
+    del answer["meta_info"]["weight_version"]
+    assert generation(answer, max_new_tokens=8).versions is None
+
+
+def test_a_probability_of_one_may_be_rounded_up() -> None:
+    answer = recorded("generate_stop")
+    answer["meta_info"]["output_token_logprobs"][0][0] = 2e-4
+    assert generation(answer, max_new_tokens=8).log_probs == [0.0]
+
+
+def test_fewer_tokens_than_asked_for_may_come_at_the_end_of_the_context() -> None:
+    assert len(generation(recorded("generate_length"), max_new_tokens=12).token_ids) == 8
+
+
+def set_log_prob(value: Any) -> Any:
+    def edit(answer: dict[str, Any]) -> None:
+        answer["meta_info"]["output_token_logprobs"][3][0] = value
+
+    return edit
+
+
+def set_token(value: Any) -> Any:
+    def edit(answer: dict[str, Any]) -> None:
+        answer["output_ids"][2] = value
+
+    return edit
+
+
+def set_spans(*spans: tuple[int, int]) -> Any:
+    def edit(answer: dict[str, Any]) -> None:
+        answer["meta_info"]["weight_versions"] = [{"version": "1", "start": start, "end": end} for start, end in spans]
+
+    return edit
+
+
+def set_versions(*names: Any) -> Any:
+    """Two spans of four tokens each under these names."""
+
+    def edit(answer: dict[str, Any]) -> None:
+        spans = [{"version": name, "start": 4 * i, "end": 4 * i + 4} for i, name in enumerate(names)]
+        answer["meta_info"]["weight_versions"] = spans
+
+    return edit
+
+
+SPOILED = {
+    "no meta_info": (lambda a: a.pop("meta_info"), "it has no meta_info"),
+    "no finish_reason": (lambda a: a["meta_info"].pop("finish_reason"), "it has no meta_info.finish_reason"),
+    "finish_reason of null": (lambda a: a["meta_info"].update(finish_reason=None), "finish_reason is None"),
+    "unknown finish_reason": (
+        lambda a: a["meta_info"].update(finish_reason={"type": "error"}),
+        "meta_info.finish_reason.type is 'error'",
+    ),
+    "no log-probs": (lambda a: a["meta_info"].pop("output_token_logprobs"), "no output_token_logprobs"),
+    "log-probs in an object": (
+        lambda a: a["meta_info"].update(output_token_logprobs={}),
+        "meta_info.output_token_logprobs is {}",
+    ),
+    "a log-prob too few": (lambda a: a["meta_info"]["output_token_logprobs"].pop(), "7 log-probs for 8 tokens"),
+    "a token too few": (lambda a: a["output_ids"].pop(), "8 log-probs for 7 tokens"),
+    "another completion_tokens": (
+        lambda a: (a["output_ids"].pop(), a["meta_info"]["output_token_logprobs"].pop()),
+        "7 tokens and says.* 8",
+    ),
+    "another token's log-prob": (set_token(57), "log-prob 2 is of token 58, but the token is 57"),
+    "a token of text": (set_token("58"), r"output_ids\[2\] is '58'"),
+    "a negative token": (set_token(-1), r"output_ids\[2\] is -1"),
+    "a token that is true": (set_token(True), r"output_ids\[2\] is True"),
+    "a log-prob without a token": (
+        lambda a: a["meta_info"]["output_token_logprobs"].__setitem__(3, [-1.0]),
+        r"it has no meta_info.output_token_logprobs\[3\]\[1\]",
+    ),
+    "a log-prob of null": (set_log_prob(None), "log-prob 3 is null"),
+    "a log-prob of text": (set_log_prob("x"), r"output_token_logprobs\[3\]\[0\] is 'x'"),
+    "a log-prob that is true": (set_log_prob(True), r"output_token_logprobs\[3\]\[0\] is True"),
+    "a log-prob of NaN": (set_log_prob(math.nan), r"output_token_logprobs\[3\]\[0\] is nan"),
+    "a log-prob of -inf": (set_log_prob(-math.inf), r"output_token_logprobs\[3\]\[0\] is -inf"),
+    "a positive log-prob": (set_log_prob(0.5), r"output_token_logprobs\[3\]\[0\] is 0\.5"),
+    "a log-prob of 400 digits": (set_log_prob(-(10**400)), r"output_token_logprobs\[3\]\[0\] is -10{78}…$"),
+    "a log-prob that steers": (set_log_prob("\x1b[2J\u202e"), r"\[3\]\[0\] is '\\x1b\[2J\\u202e'"),
+    "spans that end early": (set_spans((0, 5)), "covers 5 tokens of 8"),
+    "spans with a gap": (set_spans((0, 5), (6, 8)), "after 5 tokens"),
+    "spans that end late": (set_spans((0, 9)), "covers 9 tokens of 8"),
+    "spans that begin late": (set_spans((1, 8)), "after 0 tokens"),
+    "spans that end before they begin": (set_spans((0, -5)), "after 0 tokens"),
+    "spans of text": (lambda a: a["meta_info"].update(weight_versions="1"), "meta_info.weight_versions is '1'"),
+    "a span of 2e8 tokens": (set_spans((0, 200_000_000)), "covers 200000000 tokens of 8"),
+    "a span of 2**70 tokens": (set_spans((0, 2**70)), "covers 1180591620717411303424 tokens of 8"),
+    "versions that go back": (set_versions("3", "1"), "goes back from 3 to 1"),
+    "a negative version": (set_versions("-3", "1"), "the version of its weights is '-3'"),
+    "a version of 1.5": (set_versions("1.5", "1"), r"the version of its weights is '1\.5'"),
+    "a version of 2**60": (set_versions(str(2**60), "1"), "the version of its weights is '1152921504606846976'"),
+    "a version that is an object": (set_versions({}, "1"), "the name of its weights is {}"),
+    "a version of 500 characters": (set_versions("x" * 500, "1"), "the name of its weights is 'x{79}…$"),
+    "completion_tokens of text": (
+        lambda a: a["meta_info"].update(completion_tokens="\x07" * 200),
+        r"meta_info.completion_tokens is '(\\x07){19}\\x0…$",
+    ),
+}
+
+
+@pytest.mark.parametrize(("edit", "message"), SPOILED.values(), ids=SPOILED)
+def test_a_spoiled_answer_is_refused(edit: Any, message: str) -> None:
+    answer = recorded("generate_length")
+    edit(answer)
+    with pytest.raises(InvalidAnswer, match=message):
+        generation(answer, max_new_tokens=8)
+
+
+def test_tokens_beyond_the_vocabulary_are_refused() -> None:
+    answer = recorded("generate_length")
+    assert max(answer["output_ids"]) == 59
+    assert generation(answer, max_new_tokens=8, vocab_size=60).token_ids == answer["output_ids"]
+    with pytest.raises(InvalidAnswer, match="has token 59, but the vocabulary of --hf-checkpoint ends at 58; see that"):
+        generation(answer, max_new_tokens=8, vocab_size=59)
+    answer["output_ids"][0] = answer["meta_info"]["output_token_logprobs"][0][1] = 2**70
+    with pytest.raises(InvalidAnswer, match=f"has token {2**70}, but"):
+        generation(answer, max_new_tokens=8, vocab_size=64)
+
+
+def test_an_answer_may_be_as_large_as_its_tokens_make_it() -> None:
+    assert max_answer_bytes(60) == 256 * 1024 + 60 * 256
+    spans = recorded("generate_spans")
+    assert len(json.dumps(spans)) < max_answer_bytes(len(spans["output_ids"])) / 4
+
+
+def test_a_seed_goes_along_where_there_is_one() -> None:
+    payload = generate_body((1, 5), Sampling(max_response_len=9), max_new_tokens=6, request_id="r1", seed=7)
+    assert payload["sampling_params"]["sampling_seed"] == 7  # type: ignore[index]
+
+
+def test_more_tokens_than_asked_for_or_none_are_refused() -> None:
+    with pytest.raises(InvalidAnswer, match="8 tokens where 7 were asked for"):
+        generation(recorded("generate_length"), max_new_tokens=7)
+    with pytest.raises(InvalidAnswer, match="no tokens but finish_reason 'length'"):
+        generation(recorded("generate_no_tokens"), max_new_tokens=8)
+
+
+@pytest.mark.parametrize("body", ["null", "[]", '"text"', "3"])
+def test_json_that_is_not_an_answer_is_refused(body: str) -> None:
+    with pytest.raises(InvalidAnswer, match=r"^it is "):
+        parse_generation(body.encode(), max_new_tokens=8)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"<html>", b'{"meta_info"', b"[" * 100_000, b'{"text": "\xed\xa0\x80"}', b"9" * 5000, "{".encode("utf-16")],
+    ids=["nothing", "HTML", "cut off", "nested deeply", "a lone surrogate", "5,000 digits", "UTF-16"],
+)
+def test_what_is_not_json_is_refused(body: bytes) -> None:
+    with pytest.raises(InvalidAnswer, match=r"^it is not JSON$"):
+        parse_generation(body, max_new_tokens=8)
+
+
+def test_scores_are_those_of_all_tokens_but_the_first() -> None:
+    ids = [1, 13, 3, 5, 9, 20, 30, 40]
+    assert score_body(ids)["sampling_params"]["max_new_tokens"] == 0  # type: ignore[index]
+    assert scores(recorded("score"), ids) == [
+        -5.669912338256836,
+        -4.598784446716309,
+        -5.874107837677002,
+        -3.888418674468994,
+        -2.73480224609375,
+        -2.782884120941162,
+        -5.704174041748047,
+    ]
+    with pytest.raises(InvalidAnswer, match="7 log-probs for 6 tokens"):
+        scores(recorded("score"), ids[:-1])
+    with pytest.raises(InvalidAnswer, match="of token 13, but the token is 14"):
+        scores(recorded("score"), [1, 14, *ids[2:]])
+    spoiled = copy.deepcopy(recorded("score"))
+    spoiled["meta_info"]["input_token_logprobs"][5][0] = None
+    with pytest.raises(InvalidAnswer, match="log-prob 4 is null"):
+        scores(spoiled, ids)
+
+
+def test_what_a_server_says_of_itself() -> None:
+    info = info_of(recorded("model_info_updated"), recorded("server_info"))
+    longest = recorded("server_info")["max_req_input_len"] - 1
+    assert info == ServerInfo(weight_version="11", max_input_len=longest)
+    assert info_of({}, {}) == ServerInfo()
+    assert info_of({}, {"tp_size": 4, "pp_size": None, "dp_size": 2}).tp_size == 4
+    assert not info.is_deterministic
+    assert info_of({}, {"enable_deterministic_inference": True}).is_deterministic
+
+
+@pytest.mark.parametrize(
+    ("model_info", "server_info", "message"),
+    [
+        ({"weight_version": "-3"}, {}, "the version of its weights is '-3'"),
+        ({"weight_version": ["1"]}, {}, r"the name of its weights is \['1'\]"),
+        ({}, {"max_req_input_len": -5}, "max_req_input_len is -5"),
+        ({}, {"max_req_input_len": 2**40}, "max_req_input_len is 1099511627776"),
+        ({}, {"tp_size": 10**12}, "tp_size is 1000000000000"),
+        ({}, {"dp_size": "2"}, "dp_size is '2'"),
+        ({}, {"pp_size": True}, "pp_size is True"),
+    ],
+)
+def test_what_no_server_can_say_of_itself_is_refused(model_info: Any, server_info: Any, message: str) -> None:
+    with pytest.raises(InvalidAnswer, match=message):
+        info_of(model_info, server_info)
+
+
+@pytest.mark.parametrize(
+    ("name", "number"), [("12", 12), (12, 12), ("default", 0), (None, 0), ("²", 0), ("", 0), ("step-3", 0)]
+)
+def test_names_of_weights_that_are_not_numbers_are_those_of_the_start(name: object, number: int) -> None:
+    assert version_number(name) == number
