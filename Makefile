@@ -70,7 +70,7 @@ docs: install  ## Write the generated parts of docs/: flags, packages, plots and
 	$(BIN)/python docs/write_flags.py
 	$(BIN)/python docs/write_architecture.py
 	$(BIN)/python -m examples.collapse_study.report
-	$(BIN)/python -m examples.collapse_study.gradient --draw
+	$(BIN)/python -m examples.gradient_bias.gradient --draw
 
 clean:  ## Remove caches and builds; data, runs and the virtual environment stay
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -26,7 +26,7 @@ class Case:
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """What tells it from the others."""
+        """Identifies the run."""
         return self.scenario, self.correction, self.seed
 
     @property
@@ -77,7 +77,7 @@ class Grid:
         ]
 
     def position(self, key: tuple[str, str, int]) -> tuple[int, int, int]:
-        """Where a run stands among all, by seed within its case; what is not in the grid comes last."""
+        """Sort key of a run: by scenario, correction and seed; names that are not in the grid come last."""
         scenario, correction, seed = key
         places = [
             [*names].index(name) if name in names else len(names)

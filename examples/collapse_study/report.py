@@ -1,4 +1,4 @@
-"""The figure and the tables of the study, from results.csv.
+"""The plot and the tables of the study, from results.csv.
 
 python -m examples.collapse_study.report    # writes both into docs/; part of `make docs`
 """
@@ -33,7 +33,7 @@ LOOKS = {
     "bypass PPO + RS": ("tab:purple", "--"),
     "policy gradient + sequence IS": ("tab:red", ":"),
 }
-"""Colour and style of a line, one colour a family; what is not named here gets a colour of its own."""
+"""Colour and style of a line, one colour per family; other lines get matplotlib's next colour."""
 
 
 def main() -> None:
@@ -56,7 +56,7 @@ def begin(name: str) -> str:
 
 
 def table(rows: Iterable[Row]) -> str:
-    """A Markdown table a scenario: medians over seeds, in brackets the lowest and highest."""
+    """One Markdown table per scenario: medians over seeds, in brackets the lowest and highest."""
     parts = []
     for scenario, cases in by_case(rows).items():
         parts += [
@@ -86,7 +86,7 @@ def spread(values: Sequence[float]) -> str:
 
 
 def middle(values: Sequence[float | None], form: str) -> str:
-    """The median of those that are there."""
+    """The median of the values that are not None."""
     there = [value for value in values if value is not None]
     return form.format(statistics.median(there)) if there else "–"
 
@@ -117,7 +117,7 @@ COLUMNS: dict[str, Callable[[Sequence[Row]], str]] = {
 
 
 def draw(rows: Sequence[Row], path: Path) -> Path:
-    """Held-out accuracy against steps, a panel a scenario: medians over seeds, and their range."""
+    """Draws held-out accuracy over steps, one panel per scenario: medians over seeds, and their range."""
     import matplotlib  # slow to import
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""What a run came to, read off its metrics.jsonl: one row of results.csv."""
+"""Results of a run, read from its metrics.jsonl: one row of results.csv."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MEANS = {
     "kept_fraction": "train/gradient_kept_fraction",
     "reward": "rollout/raw_reward",
 }
-"""Columns that are means over all steps of a figure of train.py; empty where it was not logged."""
+"""Columns that are means of a metric over all steps; empty where it was not logged."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class Row:
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """What tells a row from the others."""
+        """Identifies the row."""
         return self.scenario, self.correction, self.seed
 
 
@@ -79,7 +79,7 @@ def summarize(rows: Sequence[Mapping[str, Any]], **facts: Any) -> Row:
         facts: the columns that are not in there.
     """
     curve = tuple((row["step"], row[ACCURACY]) for row in rows if ACCURACY in row)
-    means = {name: mean_of([row.get(figure) for row in rows]) for name, figure in MEANS.items()}
+    means = {name: mean_of([row.get(metric) for row in rows]) for name, metric in MEANS.items()}
     return Row(
         **means,
         **facts,
@@ -115,7 +115,7 @@ def collapse_step(curve: Sequence[tuple[int, float]]) -> int | None:
 
 
 def mean_of(values: Iterable[float | None]) -> float | None:
-    """The mean of those that are there; None of none."""
+    """The mean of the values that are not None; None where there are none."""
     there = [value for value in values if value is not None]
     return statistics.fmean(there) if there else None
 
@@ -136,7 +136,9 @@ def read_table(path: Path) -> dict[tuple[str, str, int], Row]:
     with open(path, newline="", encoding="utf-8") as file:
         lines = csv.DictReader(file)
         if lines.fieldnames != COLUMNS:
-            raise ValueError(f"{path} has not the columns {', '.join(COLUMNS)}; move it away, and it is made anew.")
+            raise ValueError(
+                f"{path} does not have the columns {', '.join(COLUMNS)}; move it away, and it is written again."
+            )
         rows = [Row(**{name: _parsed(name, text) for name, text in line.items()}) for line in lines]
     return {row.key: row for row in rows}
 

@@ -50,14 +50,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"{len(cases)} runs, {options.jobs} at a time; logs and figures of each below {options.runs}", flush=True)
+    print(f"{len(cases)} runs, {options.jobs} at a time; logs and metrics of each below {options.runs}", flush=True)
     found: list[Row] = []
     try:
         for row in run_all(cases, options.runs, options.jobs):
             found.append(row)
             rows[row.key] = row
             write_table(options.results, sorted(rows.values(), key=lambda row: grid.position(row.key)))
-            print(f"{len(found)}/{len(cases)}  {told(row)}", flush=True)
+            print(f"{len(found)}/{len(cases)}  {summary_line(row)}", flush=True)
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from here.", file=sys.stderr)
         return 128 + signal.SIGINT
@@ -84,7 +84,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def run_all(cases: Sequence[Case], runs: Path, jobs: int) -> Iterator[Row]:
-    """The rows of the runs as they end; one that fails is told on stderr and has none."""
+    """The rows of the runs as they end; one that fails is reported on stderr and has none."""
     processes: set[subprocess.Popen[bytes]] = set()
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the runs end too
     with ThreadPoolExecutor(jobs) as pool:
@@ -157,8 +157,8 @@ def facts_of(finished: Path, command: Sequence[str]) -> dict[str, Any]:
     return found["facts"] if found["command"] == list(command) else {}
 
 
-def told(row: Row) -> str:
-    """A line about a run."""
+def summary_line(row: Row) -> str:
+    """One line about a run."""
     collapsed = "" if row.collapse_step is None else f", less than half of its best at step {row.collapse_step}"
     accuracy = f"accuracy {row.accuracy[0][1]:.2f} -> {row.final_accuracy:.2f}"
     return f"{row.scenario}, {row.correction}, seed {row.seed}: {accuracy}{collapsed} ({row.seconds:.0f} s)"

@@ -114,7 +114,7 @@ def test_a_row_from_the_metrics_of_a_run_and_back_from_csv(tmp_path):
     assert read_table(tmp_path / "r.csv") == {("both", "token TIS", 1): row}
     assert read_table(tmp_path / "none.csv") == {}
     (tmp_path / "other.csv").write_text("seed,accuracy\n0,0.5\n")
-    with pytest.raises(ValueError, match=r"other\.csv has not the columns scenario, correction, seed"):
+    with pytest.raises(ValueError, match=r"other\.csv does not have the columns scenario, correction, seed"):
         read_table(tmp_path / "other.csv")
 
 

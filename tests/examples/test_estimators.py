@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 
-from examples.collapse_study import gradient, report
-from examples.collapse_study.estimators import (
+from examples.collapse_study import report
+from examples.gradient_bias import gradient
+from examples.gradient_bias.estimators import (
     ENUMERABLE,
     ESTIMATORS,
     QUALITY_V,

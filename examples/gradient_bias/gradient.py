@@ -1,9 +1,9 @@
 """How biased and how noisy each estimator of the policy gradient is, against the size of the mismatch and the length.
 
-    python -m examples.collapse_study.gradient           # computes gradient.csv anew, minutes on one core
-    python -m examples.collapse_study.gradient --draw    # writes its figure and table into docs/; part of `make docs`
+    python -m examples.gradient_bias.gradient           # computes gradient.csv, five minutes on one core
+    python -m examples.gradient_bias.gradient --draw    # writes its plot and tables into docs/; part of `make docs`
 
-`estimators.py` says what is computed; what can be enumerated is exact, the rest simulated.
+`estimators.py` defines what is computed; estimators that can be enumerated are exact, the others simulated.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from examples.collapse_study.cases import HERE, ROOT
-from examples.collapse_study.estimators import (
+from examples.collapse_study.cases import ROOT
+from examples.collapse_study.report import LOOKS, replace_table
+from examples.collapse_study.results import write_csv
+from examples.gradient_bias.estimators import (
     ENUMERABLE,
     ESTIMATORS,
     Mismatch,
@@ -31,13 +33,11 @@ from examples.collapse_study.estimators import (
     simulated,
     true_gradient,
 )
-from examples.collapse_study.report import LOOKS, replace_table
-from examples.collapse_study.results import write_csv
 from slime_tis import RolloutCorrectionConfig
 from slime_tis.files import atomic_path
 
-TABLE = HERE / "gradient.csv"
-PAGE, PICTURE = ROOT / "docs" / "math.md", ROOT / "docs" / "gradient_bias_variance.png"
+TABLE = Path(__file__).with_name("gradient.csv")
+PAGE, PICTURE = ROOT / "docs" / "gradient_bias.md", ROOT / "docs" / "gradient_bias_variance.png"
 
 LENGTHS = (4, 64, 512, 4096)
 SIGMAS = tuple(float(f"{10 ** (exponent / 4):.3g}") for exponent in range(-12, 1))
@@ -106,10 +106,10 @@ class Point:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m examples.collapse_study.gradient", description=__doc__.split("\n")[0]
+        prog="python -m examples.gradient_bias.gradient", description=__doc__.split("\n")[0]
     )
-    parser.add_argument("--draw", action="store_true", help="write figure and table from gradient.csv as it is")
-    parser.add_argument("--table", type=Path, default=TABLE, help="file that the points go to")
+    parser.add_argument("--draw", action="store_true", help="draw the plot and write the tables from gradient.csv")
+    parser.add_argument("--table", type=Path, default=TABLE, help="CSV file of the points")
     options = parser.parse_args(argv)
     if options.draw:
         found = read_points(options.table)
@@ -143,7 +143,7 @@ def points(cases: Sequence[tuple[float, int, float, str]]) -> Iterator[Point]:
 
 
 def relative(found: Moments, gradient_V: Tensor, responses: int = 0) -> dict[str, float]:
-    """Moments as figures of a point, relative to the true gradient; exact where no responses were simulated."""
+    """Moments as the numbers of a point, relative to the true gradient; exact where no responses were simulated."""
     norm = float(gradient_V.norm())
     bias = float((found.mean_V - gradient_V).norm()) / norm
     radius = found.mean_radius(responses) / norm if responses else 0.0
@@ -258,8 +258,8 @@ def draw(found: Sequence[Point], path: Path) -> Path:
         if row == len(kinds) - 1:
             axis.set_xlabel("σ of the log-ratio of a token")
         if column == 0:
-            told = "relative bias" if what == "bias" else f"relative deviation, {BATCH} responses"
-            axis.set_ylabel(f"{CORRELATIONS[correlation]} (κ = {correlation:g})\n{told}")
+            label = "relative bias" if what == "bias" else f"relative deviation, {BATCH} responses"
+            axis.set_ylabel(f"{CORRELATIONS[correlation]} (κ = {correlation:g})\n{label}")
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
     with atomic_path(path) as partial:
