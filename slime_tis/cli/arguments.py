@@ -41,6 +41,7 @@ from slime_tis.limits import Limits, check_fields, flag
 from slime_tis.megatron.config import MegatronConfig
 from slime_tis.megatron.environment import read_environment
 from slime_tis.policy.config import PolicyConfig
+from slime_tis.policy.proximal_policy import clip_is_inactive
 from slime_tis.reporting.config import ReportingConfig
 from slime_tis.reporting.health import corrects_staleness
 from slime_tis.rollout.config import RolloutConfig
@@ -578,7 +579,21 @@ def _warnings(arguments: Arguments) -> list[str]:
             f"--lr-warmup-iters is {warm_up} but the run has {steps} optimizer steps, so that the learning rate never "
             "reaches --lr."
         )
-    return [*warnings, *_about_staleness(arguments)]
+    return [*warnings, *_about_clipping(arguments), *_about_staleness(arguments)]
+
+
+def _about_clipping(arguments: Arguments) -> list[str]:
+    """A warning where a clip range is given and the ratio that it clips is 1 at every token."""
+    steps, policy = arguments.loop.num_steps_per_rollout, arguments.policy
+    names = ("eps_clip", "eps_clip_high", "eps_clip_c")
+    given = [name for name in names if getattr(policy, name) != OPTIONS[name].default]
+    if steps is None or not given or not clip_is_inactive(arguments.correction, steps):
+        return []
+    return [
+        f"{' and '.join(f'{flag(name)} is {getattr(policy, name):g}' for name in given)}, but with one optimizer step "
+        "per rollout the policy is its own old policy, all ratios are 1, and nothing is clipped; raise "
+        "--num-steps-per-rollout, or add --use-rollout-logprobs, which clips the ratio to the policy that sampled."
+    ]
 
 
 def _about_staleness(arguments: Arguments) -> list[str]:

@@ -1,6 +1,6 @@
 """Which policy the loss is proximal to (π_old), and which forward passes that takes."""
 
-from slime_tis.correction import RolloutCorrectionConfig
+from slime_tis.correction.config import RolloutCorrectionConfig
 
 
 def uses_recomputed_old_policy(correction: RolloutCorrectionConfig, steps_per_rollout: int) -> bool:

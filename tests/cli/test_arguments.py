@@ -1421,6 +1421,31 @@ def test_accepted_architectures_are_those_the_training_engine_builds():
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
+        ("--eps-clip-high 0.28", "--eps-clip-high is 0.28"),
+        ("--use-tis --eps-clip 0.1 --eps-clip-c 3", "--eps-clip is 0.1 and --eps-clip-c is 3"),
+        ("--use-tis --tis-batch-normalize --policy-loss gspo --eps-clip 3e-4", "--eps-clip is 0.0003"),
+        ("--use-tis", None),
+        ("--eps-clip-high 0.28 --num-steps-per-rollout 2", None),
+        ("--eps-clip-high 0.28 --use-rollout-logprobs", None),
+        ("--eps-clip-high 0.28 --old-logprobs interpolate", None),
+    ],
+)
+def test_a_clip_range_without_effect_is_warned_about(base, capsys, flags, words):
+    make_checkpoint("model", "qwen3")  # parse_args looks at the weights, too
+    capsys.readouterr()  # the bar of transformers
+    parse_args(shlex.split(base + flags))
+    assert capsys.readouterr().err == (
+        f"warning: {words}, but with one optimizer step per rollout the policy is its own old policy, all ratios are "
+        "1, and nothing is clipped; raise --num-steps-per-rollout, or add --use-rollout-logprobs, which clips the "
+        "ratio to the policy that sampled.\n"
+        if words
+        else ""
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
         ("--rollout-lookahead 2", "--rollout-lookahead is 2"),
         ("--update-weights-interval 3 --get-mismatch-metrics", "--update-weights-interval is 3"),
         (

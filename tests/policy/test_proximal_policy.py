@@ -3,7 +3,12 @@
 import pytest
 
 from slime_tis.correction import RolloutCorrectionConfig
-from slime_tis.policy.proximal_policy import needs_global_batch, needs_old_log_probs, uses_recomputed_old_policy
+from slime_tis.policy.proximal_policy import (
+    clip_is_inactive,
+    needs_global_batch,
+    needs_old_log_probs,
+    uses_recomputed_old_policy,
+)
 
 NORMALIZES = {"use_tis": True, "tis_batch_normalize": True}
 TRIMS = {"rs_second_moment_bound": 0.1}
@@ -36,3 +41,13 @@ def test_forward_passes(options: dict, of_batch: bool, once: bool, twice: bool, 
     assert needs_old_log_probs(config, 1) == forward
     assert needs_old_log_probs(config, 2) == (twice or config.get_mismatch_metrics)
     assert needs_old_log_probs(config, 1, reject_before_advantage=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "once"),
+    [({}, True), (NORMALIZES, True), (BYPASS, False), (INTERPOLATES, False)],
+    ids=["decoupled", "batch-normalised", "bypass", "interpolated"],
+)
+def test_the_clip_acts_unless_the_policy_is_its_own_old_policy(options: dict, once: bool) -> None:
+    config = RolloutCorrectionConfig(**options)
+    assert [clip_is_inactive(config, steps) for steps in (1, 2)] == [once, False]
