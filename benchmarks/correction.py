@@ -8,8 +8,6 @@ median over rounds. verl is installed from PyPI without its dependencies into `.
 correction.csv and draws correction.png.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import datetime

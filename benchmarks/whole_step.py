@@ -7,8 +7,6 @@ falls on all alike. A contender's figure is the median over rounds of its median
 the medians, the ratios and where our time goes, and appends a row per contender to whole_step.csv.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import datetime

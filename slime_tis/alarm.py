@@ -1,7 +1,5 @@
 """When something that is seen again and again is worth a word."""
 
-from __future__ import annotations
-
 
 class Alarm:
     """Goes off when a condition has held a number of times in a row, and ends when it has not held as often."""

@@ -1,7 +1,5 @@
 """How a run that an error ended is reported: one message for all ranks, and the exit status of errors.py."""
 
-from __future__ import annotations
-
 import sys
 
 from slime_tis.errors import CustomFunctionError, OtherRankFailed, RunStopped

@@ -4,8 +4,6 @@ All of it comes from outside: a file may be cut off, of another model, edited by
 finding is one ValueError that names the file.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Mapping

@@ -6,8 +6,6 @@
 Upper limits are far above what any real run needs: they refuse a slip of the finger before it takes all memory.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -1,7 +1,5 @@
 """Checkpoints of a run: which one it goes on from, what it takes from there, and what is saved when it ends."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import sys

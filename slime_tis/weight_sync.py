@@ -1,7 +1,5 @@
 """Whether the rollout engine has the weights that are trained (`--check-weight-sync`)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ log-probs, detached. `--own-decode` samples with a decode loop that runs each pr
 cache over the group, instead of with `generate`.
 """
 
-from __future__ import annotations
-
 import random
 
 import torch

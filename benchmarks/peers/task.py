@@ -1,7 +1,5 @@
 """The task that all whole-step contenders train on, for those that run outside this project's environment."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

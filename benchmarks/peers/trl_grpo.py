@@ -1,7 +1,5 @@
 """GRPO with TRL's GRPOTrainer on the same task, timed from the end of one step to the end of the next."""
 
-from __future__ import annotations
-
 import tempfile
 from typing import Any
 

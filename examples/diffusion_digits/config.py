@@ -1,7 +1,5 @@
 """Options of the example, and its command line: the flags of train.py where they mean the same."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass

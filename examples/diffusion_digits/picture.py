@@ -5,8 +5,6 @@
 draws it anew.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

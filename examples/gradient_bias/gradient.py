@@ -6,8 +6,6 @@
 `estimators.py` defines what is computed; estimators that can be enumerated are exact, the others simulated.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import itertools

@@ -6,8 +6,6 @@ field is its help. Every source is read by the same rules, so a YAML file may ho
 Precedence: command line > YAML (`--custom-config-path`) > preset (`--rollout-correction-preset`) > defaults.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 from collections.abc import Mapping, Sequence

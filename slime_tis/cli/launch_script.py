@@ -7,8 +7,6 @@ What only running the script would tell (the output of a command, arithmetic, th
 that has it; an assignment under a condition counts where the variable has no other value.
 """
 
-from __future__ import annotations
-
 import re
 import stat
 from collections.abc import Iterator

@@ -6,8 +6,6 @@
 A command line is read and checked before torch, transformers and Megatron-core are imported, which takes seconds.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal

@@ -4,8 +4,6 @@ The command line and YAML both hand over text, so one rule reads both: `1e-4` is
 and `true`, `yes` and `on` are the same switch wherever they stand.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import inspect

@@ -1,7 +1,5 @@
 """The directories that a run writes, looked at and locked before anything is built."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext

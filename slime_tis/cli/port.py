@@ -3,8 +3,6 @@
 `slime-tis port run.sh` prints a command that can be run as it is, and comments. Nothing of the script is executed.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

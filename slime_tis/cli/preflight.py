@@ -1,7 +1,5 @@
 """The files that a run starts from, looked at before any process group or model is built."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ RESTATED and FIXED say what the checkpoint's config.json, or this program, has a
 RENAMED have another name here. UNSUPPORTED have a reason and something to do instead.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal

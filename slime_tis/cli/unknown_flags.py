@@ -4,8 +4,6 @@ Those of slime and Megatron-core are known by name (`slime_flags`): some repeat 
 accepted where they agree with it, some have another name here, some have none. The rest are typing errors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """verl's rollout-correction options, in a YAML block or as Hydra overrides, as options of ours."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Options from a YAML file: flag names as keys, and verl's blocks, there or as Hydra overrides."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ fn(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengt
     -> (pg_loss, modified_response_masks, metrics)
 """
 
-from __future__ import annotations
-
 import inspect
 from argparse import Namespace
 from collections.abc import Callable, Sequence

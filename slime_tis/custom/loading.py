@@ -5,8 +5,6 @@ from it, is found in `sys.modules` under a unique name (dataclasses and `typing.
 what lies beside it (`from helper import x`, `from .helper import x`), and leaves `sys.path` as it is.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import importlib.util

@@ -1,7 +1,5 @@
 """One error message for whatever goes wrong in code of the user's own: what, in which function, file and line."""
 
-from __future__ import annotations
-
 import asyncio
 import dis
 import functools

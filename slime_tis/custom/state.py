@@ -1,7 +1,5 @@
 """What a call of a user's function must not change for the rest of the program."""
 
-from __future__ import annotations
-
 import os
 import random
 import sys

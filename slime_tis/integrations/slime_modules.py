@@ -4,8 +4,6 @@ slime's example `mis.py` imports two helpers from `slime.backends.megatron_utils
 `sys.meta_path` provides them: an installed slime is found before it, and nothing else is changed.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder

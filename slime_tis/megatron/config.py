@@ -1,7 +1,5 @@
 """Options of the training engine: model, parallel sizes, precision, optimizer and checkpoints."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Literal
 

@@ -1,7 +1,5 @@
 """This process's place in a torchrun job, from environment variables that torchrun or another launcher sets."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

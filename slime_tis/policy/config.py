@@ -1,7 +1,5 @@
 """Options of the policy objective: advantages, clipping, the KL penalty and the entropy bonus."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Annotated, Literal

@@ -8,8 +8,6 @@ micro-batches and ranks and divides once, so that the mean is that of the global
 Shapes: suffix _L the response tokens this rank holds, packed; _S the sequences.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial

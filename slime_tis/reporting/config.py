@@ -1,7 +1,5 @@
 """Options of the reports: the run directory, the progress bar, TensorBoard and Weights & Biases."""
 
-from __future__ import annotations
-
 import importlib.util
 from dataclasses import dataclass
 from pathlib import PurePath

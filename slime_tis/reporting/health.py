@@ -4,8 +4,6 @@
 and adds `health/NAME` to the metrics, 1 at every step at which the finding holds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """A progress bar for work in the background."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

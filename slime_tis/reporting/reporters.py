@@ -1,7 +1,5 @@
 """Reporters of metrics: one `log(metrics, step)` for the console, JSONL, TensorBoard and W&B."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

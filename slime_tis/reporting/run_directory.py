@@ -1,7 +1,5 @@
 """The directory of a run, with its configuration and identity; reports of an earlier run are moved aside."""
 
-from __future__ import annotations
-
 import json
 import time
 import uuid

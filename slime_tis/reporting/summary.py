@@ -3,8 +3,6 @@
 `python -m slime_tis.reporting.summary RUN_DIR` redraws it from metrics.jsonl.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import sys

@@ -1,7 +1,5 @@
 """Wall time per named part of a step."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -3,8 +3,6 @@ r"""Final answers in texts: where they are, and whether two of them are the same
 Numbers are compared exactly, words as text, and everything else symbolically by math-verify.
 """
 
-from __future__ import annotations
-
 import re
 from fractions import Fraction
 

@@ -1,7 +1,5 @@
 """The built-in rewards of `--rm-type`: functions of a response, its label and the row's metadata."""
 
-from __future__ import annotations
-
 import re
 import string
 import zlib

@@ -1,7 +1,5 @@
 """Loads a Hugging Face checkpoint directory for sampling."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """Shares independent work over the ranks of a torch.distributed job, or does it all where there is none."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 

@@ -1,7 +1,5 @@
 """Options of the rollouts: the sampling engine, prompts, sampling, rewards and evaluation."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Literal
 

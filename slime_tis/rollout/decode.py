@@ -4,8 +4,6 @@ Shape suffixes: P prompts, B samples (those of a prompt next to each other), R s
 the longest prompt, T tokens of the longest response, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Samples in a file: one JSON object per line, to look at, to analyse, or to train on again."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """Values of a data row or of a user's function as JSON can hold them, so that samples can be saved and sent."""
 
-from __future__ import annotations
-
 import math
 import numbers
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """A key/value cache that is written in place, in transformers' cache interface."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The metrics of a rollout."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from slime_tis.rollout.sample import Sample

@@ -1,7 +1,5 @@
 """Rollouts in flight: which prompts are being answered while earlier answers are trained on."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass

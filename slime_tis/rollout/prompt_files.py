@@ -1,7 +1,5 @@
 """Rows of a prompt file, JSONL or parquet, each with its place for messages."""
 
-from __future__ import annotations
-
 import codecs
 import json
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ float32, and activations are not rounded. Scales are per output channel (row), t
 engines for weights: with one scale a matrix, one large row costs all the others their resolution.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Names of the built-in rewards, which the command line and the rows of a prompt file may give."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 RM_TYPES: Mapping[str, tuple[str, ...]] = {

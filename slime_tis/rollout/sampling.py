@@ -3,8 +3,6 @@
 Shape suffixes: B rows, V vocabulary, K blocks of it.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

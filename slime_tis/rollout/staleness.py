@@ -1,7 +1,5 @@
 """Leaves out of training what weights that are too old have sampled."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from slime_tis.rollout.sample import Sample

@@ -6,8 +6,6 @@ memory; one that passes a limit is ended by the system, counts as unequal, and t
 Processor time, not time by the clock: a busy machine decides no differently.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -4,8 +4,6 @@
 `sha256sum -c SHA256SUMS` checks too. It is written as `DIR/.iter_0000010.unfinished/` and renamed when whole.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

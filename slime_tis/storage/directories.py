@@ -1,7 +1,5 @@
 """Directories that a run writes: whether it can, who holds them, and replacing one by another in a single step."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import fcntl

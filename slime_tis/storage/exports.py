@@ -4,8 +4,6 @@ An export lists its own files in `.slime_tis_export.json`; only those are ever r
 `.NAME.unfinished` beside `NAME` and takes its place in one step.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

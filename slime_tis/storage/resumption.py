@@ -1,7 +1,5 @@
 """What a resumed run takes from its checkpoint besides the engine's state, and which options may differ from then."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

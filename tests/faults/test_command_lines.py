@@ -4,8 +4,6 @@ Every option is tried with every value that its kind refuses, on the command lin
 it, so that the value itself is what is refused; and alone, where it would have no effect.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os
