@@ -32,13 +32,12 @@ from examples.diffusion_digits.sampling import (
     trajectory_log_probs,
 )
 from slime_tis.diffusion import (
+    Diagnostics,
     DiffusionLoss,
     StepStatistics,
-    Watch,
     apply_bypass_mode,
     correct_trajectories,
     diffusion_loss,
-    step_metrics,
 )
 from slime_tis.files import atomic_path
 from slime_tis.policy.advantages import grpo
@@ -98,7 +97,7 @@ class Run:
         self.model = pretrain(miscaptioned(seen, config.caption_noise, generator), config)
         self.optimizer = torch.optim.Adam(self.model.parameters(), config.lr)
         self.timesteps_T = TIMESTEPS * schedule(config.sde_steps)[:-1]
-        self.watch = Watch(self.correction)
+        self.diagnostics = Diagnostics(self.correction)
         self.sampler, self.steps_behind = self.model, 0
 
     def train(self, directory: Path) -> tuple[float, float]:
@@ -110,8 +109,8 @@ class Run:
         for rollout in range(total):
             start = time.monotonic()
             metrics = self.train_rollout(rollout)
-            for sentence in self.watch.read(metrics):
-                print(f"warning: {sentence}", file=sys.stderr, flush=True)
+            for message in self.diagnostics.check(metrics):
+                print(f"warning: {message}", file=sys.stderr, flush=True)
             if rollout + 1 == total or (rollout + 1) % config.eval_interval == 0:
                 metrics |= self.evaluate()
             reporter.log(metrics | {"perf/step_time": time.monotonic() - start}, rollout + 1)
@@ -138,7 +137,7 @@ class Run:
         losses, norms = zip(*(self.train_step(batch.of(share)) for share in shares), strict=True)
         measured += [loss.statistics for loss in losses if loss.statistics is not None]
         if measured:
-            figures |= step_metrics(self.correction, reduce(StepStatistics.merge, measured))
+            figures |= reduce(StepStatistics.merge, measured).metrics()
         return figures | loss_metrics(losses, norms)
 
     def prepare(self, trajectories: Trajectories, advantages_B: Tensor) -> tuple[Batch, list[StepStatistics]]:

@@ -46,6 +46,29 @@ class StepStatistics:
             count_K=_added(torch.cat([self.count_K, other.count_K]), index, timesteps),
         )
 
+    def metrics(self) -> dict[str, float]:
+        """All metrics by their names in the log.
+
+        The core's, those of weights that are only measured among them, under `rollout_corr/`, or `actor/rollout_corr/`
+        in bypass mode; and there `logprob_abs_diff_mean`, `logprob_abs_diff_max`, `logprob_abs_diff/ts_VALUE` for each
+        timestep, and `rejected_sequence_fraction`.
+
+        Returns:
+            Name to value, none of them NaN or infinite; empty where there was no finite log-ratio at all.
+        """
+        config = self.core.config
+        found = self.core.metrics()
+        if self.weights is not None:
+            measured = self.weights.metrics()
+            found |= {name: value for name, value in measured.items() if name.startswith("mis_") and name not in found}
+        if "train_rollout_logprob_abs_diff" in found:
+            found["logprob_abs_diff_mean"] = found["train_rollout_logprob_abs_diff"]
+            found |= _sizes_of_steps(self)
+        sequences, rejected = self.sequences.tolist()
+        if config.corrects and sequences:
+            found["rejected_sequence_fraction"] = rejected / sequences
+        return {prefix_of(config) + name: value for name, value in found.items()}
+
 
 def step_statistics(
     correction: Correction[Tensor],
@@ -84,33 +107,6 @@ def step_statistics(
         abs_diff_K=abs_diff,
         count_K=count,
     )
-
-
-def step_metrics(config: RolloutCorrectionConfig, statistics: StepStatistics) -> dict[str, float]:
-    """All metrics by their names in the log.
-
-    The core's, those of weights that are only measured among them, under `rollout_corr/`, or `actor/rollout_corr/` in
-    bypass mode; and there `logprob_abs_diff_mean`, `logprob_abs_diff_max`, `logprob_abs_diff/ts_VALUE` for each
-    timestep, and `rejected_sequence_fraction`.
-
-    Args:
-        config: The options under which the statistics were made.
-        statistics: Merged over everything that belongs to the step.
-
-    Returns:
-        Name to value, none of them NaN or infinite; empty where there was no finite log-ratio at all.
-    """
-    found = statistics.core.metrics()
-    if statistics.weights is not None:
-        measured = statistics.weights.metrics()
-        found |= {name: value for name, value in measured.items() if name.startswith("mis_") and name not in found}
-    if "train_rollout_logprob_abs_diff" in found:
-        found["logprob_abs_diff_mean"] = found["train_rollout_logprob_abs_diff"]
-        found |= _sizes_of_steps(statistics)
-    sequences, lost = statistics.sequences.tolist()
-    if config.corrects and sequences:
-        found["rejected_sequence_fraction"] = lost / sequences
-    return {prefix_of(config) + name: value for name, value in found.items()}
 
 
 def prefix_of(config: RolloutCorrectionConfig) -> str:

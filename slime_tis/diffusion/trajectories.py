@@ -26,7 +26,7 @@ class TrajectoryCorrection:
     mask: Tensor
     """Of the same shape, bool: True where the step is kept."""
     statistics: StepStatistics
-    """To be merged over micro-batches and ranks, then read with `step_metrics`."""
+    """To be merged over micro-batches and ranks, then read with `statistics.metrics()`."""
     global_batch: GlobalBatch
     """As in the core's `Correction`."""
 

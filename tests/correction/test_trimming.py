@@ -1,4 +1,4 @@
-"""Second-moment trimming: by hand, against a slow twin, and of a batch that is split over micro-batches and ranks."""
+"""Second-moment trimming: by hand, against fractions, and of a batch that is split over micro-batches and ranks."""
 
 import math
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from slime_tis import Ranks, RolloutCorrectionConfig, correct
 from slime_tis.correction import ReduceOp
 from slime_tis.correction.trimming import second_moment_limit
-from tests.correction import twin
+from tests.correction import expected as oracle
 
 INF, NAN = math.inf, math.nan
 
@@ -110,14 +110,14 @@ SQUARES = st.floats(0, 4, width=32) | st.sampled_from([0.0, 0.25, 0.3, 1.0])
     st.lists(st.integers(0, 40), min_size=1, max_size=3),
     st.sampled_from([torch.float32, torch.float64]),
 )
-def test_limit_of_split_batches_is_that_of_the_twin(
+def test_limit_of_split_batches_is_that_of_fractions(
     squares: list[float], bound: float, cuts: list[int], dtype: torch.dtype
 ) -> None:
     whole = torch.tensor(squares, dtype=dtype)
     values = whole.tolist()
     means = [sum(map(Fraction, sorted(values)[:m])) / m for m in range(1, len(values) + 1)]
     assume(all(abs(mean - Fraction(bound)) > 1e-9 for mean in means))  # no verdict hangs on rounding
-    expected = twin.second_moment_limit(values, bound)
+    expected = oracle.second_moment_limit(values, bound)
     assert second_moment_limit(whole, bound).item() == expected
     edges = [0, *sorted(min(cut, len(values)) for cut in cuts), len(values)]
     parts = [whole[first:last] for first, last in pairwise(edges)]

@@ -1,4 +1,4 @@
-"""The loss of SDE steps: its twin, its gradients, what it is without a mismatch, its expectation by quadrature."""
+"""The loss of SDE steps: against plain loops, its gradients, without a mismatch, its expectation by quadrature."""
 
 import math
 from dataclasses import replace
@@ -17,12 +17,11 @@ from slime_tis.diffusion import (
     gaussian_log_prob,
     policy_gradient,
     sde_step,
-    step_metrics,
 )
 from tests.correction.strategies import configurations
+from tests.diffusion.expected import clipped_loss, expected_loss, expected_metrics
 from tests.diffusion.strategies import Rows, trajectories
 from tests.diffusion.test_trajectories import tensors
-from tests.diffusion.twin import clipped_loss, figures_slowly, loss_slowly
 
 OFF = RolloutCorrectionConfig()
 
@@ -56,7 +55,7 @@ def drawn(rows: Rows, draw: st.DataObject, values: st.SearchStrategy[float]) -> 
 
 @settings(max_examples=300, deadline=None)
 @given(configurations(), trajectories(), st.data(), st.booleans(), st.sampled_from(["kept", "original"]))
-def test_against_the_twin(
+def test_against_plain_loops(
     config: RolloutCorrectionConfig, batch: tuple[Rows, Rows], draw: st.DataObject, clipped: bool, normalizer: str
 ) -> None:
     config = replace(clipped_loss(config) if clipped else config, rejection_normalizer=normalizer)  # type: ignore
@@ -64,7 +63,7 @@ def test_against_the_twin(
     moves = drawn(old, draw, st.floats(-0.5, 0.5, width=32))
     current = [[a + b for a, b in zip(*pair, strict=True)] for pair in zip(old, moves, strict=True)]
     advantages = drawn(old, draw, st.sampled_from([-1.5, -0.25, 0.5, 2.0]))
-    twin = loss_slowly(config, current, old, rollout, advantages, clip_range=0.1737)
+    oracle = expected_loss(config, current, old, rollout, advantages, clip_range=0.1737)
 
     log_probs, old_log_probs, rollout_log_probs, advantage = tensors(current, old, rollout, advantages)
     log_probs.requires_grad_()
@@ -72,20 +71,20 @@ def test_against_the_twin(
         data = apply_bypass_mode({"rollout_log_probs": rollout_log_probs})
         found = diffusion_loss(config, log_probs, data["old_log_probs"], advantage, clip_range=0.1737)
         assert found.statistics is not None
-        measured = step_metrics(config, found.statistics)
-        assert measured == pytest.approx(figures_slowly(config, current, rollout), rel=1e-6, abs=1e-7)
+        measured = found.statistics.metrics()
+        assert measured == pytest.approx(expected_metrics(config, current, rollout), rel=1e-6, abs=1e-7)
     else:
         folded = correct_trajectories(config, old_log_probs, rollout_log_probs).folded
         found = diffusion_loss(config, log_probs, old_log_probs, advantage, weights=folded, clip_range=0.1737)
         assert found.statistics is None
-    assert found.loss.item() == pytest.approx(twin.loss, rel=1e-6, abs=1e-6)
-    assert found.units.item() == twin.units
+    assert found.loss.item() == pytest.approx(oracle.loss, rel=1e-6, abs=1e-6)
+    assert found.units.item() == oracle.units
     assert (found.numerator / found.units.clamp_min(1)).item() == found.loss.item()
     (gradient,) = torch.autograd.grad(found.loss, log_probs)
-    for row, expected in zip(gradient.tolist(), twin.gradient, strict=True):
+    for row, expected in zip(gradient.tolist(), oracle.gradient, strict=True):
         assert row == pytest.approx(expected, rel=1e-6, abs=1e-7)
     sums = {name: value.item() for name, value in found.sums.items()}
-    assert sums == pytest.approx({"clipped": twin.clipped, "kl": twin.kl, "ratio": twin.ratio}, abs=1e-6)
+    assert sums == pytest.approx({"clipped": oracle.clipped, "kl": oracle.kl, "ratio": oracle.ratio}, abs=1e-6)
 
 
 @settings(max_examples=150, deadline=None)
@@ -138,7 +137,7 @@ def test_metrics_alone_leave_the_loss_to_the_bit() -> None:
     log_probs, rollout = torch.randn(4, 2, requires_grad=True), torch.randn(4, 2)
     old, advantages = log_probs.detach() + 0.1, torch.randn(4)
     found = correct_trajectories(config, old, rollout)
-    assert step_metrics(config, found.statistics)["rollout_corr/logprob_abs_diff_mean"] > 0
+    assert found.statistics.metrics()["rollout_corr/logprob_abs_diff_mean"] > 0
     measured = diffusion_loss(config, log_probs, old, advantages, weights=found.folded)
     assert torch.equal(measured.loss, diffusion_loss(OFF, log_probs, old, advantages).loss)
 
@@ -149,7 +148,7 @@ def test_weights_in_bypass_mode_are_reported_and_do_not_act() -> None:
     log_probs, old = torch.zeros(1, 2), torch.tensor([[0.0, -math.log(3)]])
     found = diffusion_loss(config, log_probs, old, torch.tensor([-1.0]))
     assert found.loss.item() == pytest.approx((1 + 3) / 2) and found.statistics is not None
-    figures = step_metrics(config, found.statistics)
+    figures = found.statistics.metrics()
     assert figures["actor/rollout_corr/mis_mean_is_weight_before_clip"] == pytest.approx(3.0)
     assert figures["actor/rollout_corr/mis_weight_max"] == 2.0
     assert figures["actor/rollout_corr/mis_truncate_fraction"] == 1.0
@@ -167,7 +166,7 @@ def test_denominators() -> None:
         losses[normalizer] = found = diffusion_loss(config, log_probs, old, advantages)
         assert (found.units.item(), found.kept.item(), found.total.item()) == (units, 2, 4)
         assert found.statistics is not None
-        assert step_metrics(config, found.statistics)["actor/rollout_corr/gradient_kept_fraction"] == 0.5
+        assert found.statistics.metrics()["actor/rollout_corr/gradient_kept_fraction"] == 0.5
     assert losses["kept"].loss.item() == 1.5 and losses["original"].loss.item() == 0.75
 
 

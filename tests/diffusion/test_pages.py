@@ -89,17 +89,22 @@ def test_every_figure_is_in_a_glossary():
         found = diffusion.correct_trajectories(
             config, torch.zeros(2, 2), torch.ones(2, 2), timesteps=torch.tensor([900.0, 600.0])
         )
-        for name in diffusion.step_metrics(config, found.statistics):
+        for name in found.statistics.metrics():
             bare = name.split("rollout_corr/")[1]
             own = f"`{re.sub('ts_.*', 'ts_VALUE', bare)}`"
             general = re.sub(r"mis_rs_token_(seq_)?masked", r"mis_rs_CRITERION_\1masked", bare)
             assert own in PAGE or f"`train/{general}`" in glossary, name
 
 
-def test_sentences_are_said_when_the_page_says_so():
-    from slime_tis.diffusion import watch
+def test_warnings_are_given_when_the_page_says_so():
+    from slime_tis.diffusion import diagnostics
 
-    assert (watch.REJECTED_SHARE, watch.LASTING, watch.FIRST_STEPS, watch.LARGEST_LOG_PPL_GAP) == (0.05, 10, 50, 1.0)
+    assert (
+        diagnostics.REJECTED_SHARE,
+        diagnostics.LASTING,
+        diagnostics.FIRST_STEPS,
+        diagnostics.LARGEST_LOG_PPL_GAP,
+    ) == (0.05, 10, 50, 1.0)
     section = PAGE.split("## 7.")[1].split("## 8.")[0]
     for words in (
         "above 5 % for ten steps",

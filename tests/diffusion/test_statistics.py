@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from slime_tis import RolloutCorrectionConfig
-from slime_tis.diffusion import correct_trajectories, step_metrics
+from slime_tis.diffusion import correct_trajectories
 
 LN2 = math.log(2)
 # Δ = [ln 2, 0] and [−2 ln 2, ln 4], taken at the timesteps 900, 300 and 900, 600.
@@ -18,7 +18,7 @@ TIMESTEPS = torch.tensor([[900.0, 300.0], [900.0, 600.0]])
 
 def figures_of(**options: object) -> dict[str, float]:
     config = RolloutCorrectionConfig(**options)  # type: ignore[arg-type]
-    return step_metrics(config, correct_trajectories(config, TRAIN, ROLLOUT, timesteps=TIMESTEPS).statistics)
+    return correct_trajectories(config, TRAIN, ROLLOUT, timesteps=TIMESTEPS).statistics.metrics()
 
 
 def test_decoupled_by_hand() -> None:
@@ -86,7 +86,7 @@ def test_a_mask_that_is_only_reported_rejects_nothing() -> None:
 
 def test_without_timesteps_there_is_nothing_by_timestep() -> None:
     config = RolloutCorrectionConfig(get_mismatch_metrics=True)
-    found = step_metrics(config, correct_trajectories(config, TRAIN, ROLLOUT).statistics)
+    found = correct_trajectories(config, TRAIN, ROLLOUT).statistics.metrics()
     assert "rollout_corr/logprob_abs_diff_mean" in found and not [name for name in found if "/ts_" in name]
     assert "rollout_corr/rejected_sequence_fraction" not in found
 
@@ -100,18 +100,18 @@ def test_ranks_merge_what_they_send_each_other() -> None:
         for i in range(2)
     ]
     sent = [pickle.loads(pickle.dumps(statistics)) for statistics in ranks]
-    assert step_metrics(config, sent[0].merge(sent[1])) == pytest.approx(step_metrics(config, whole))
+    assert sent[0].merge(sent[1]).metrics() == pytest.approx(whole.metrics())
 
 
 def test_timesteps_that_print_alike_are_averaged() -> None:
     config = RolloutCorrectionConfig(get_mismatch_metrics=True)
     times = torch.tensor([900.00001, 900.00002], dtype=torch.float64)
-    found = step_metrics(config, correct_trajectories(config, TRAIN, ROLLOUT, timesteps=times).statistics)
+    found = correct_trajectories(config, TRAIN, ROLLOUT, timesteps=times).statistics.metrics()
     assert found["rollout_corr/logprob_abs_diff/ts_900"] == pytest.approx(5 * LN2 / 4)
 
 
 def test_timesteps_are_keyed_by_their_value() -> None:
     config = RolloutCorrectionConfig(get_mismatch_metrics=True)
     times = torch.tensor([0.9, 0.05])
-    found = step_metrics(config, correct_trajectories(config, TRAIN, ROLLOUT, timesteps=times).statistics)
+    found = correct_trajectories(config, TRAIN, ROLLOUT, timesteps=times).statistics.metrics()
     assert [name.split("/")[-1] for name in found if "/ts_" in name] == ["ts_0.05", "ts_0.9"]

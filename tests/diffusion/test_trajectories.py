@@ -1,4 +1,4 @@
-"""Correction of trajectories against its slow twin, over every combination of options; bypass; shapes."""
+"""Correction of trajectories against plain loops, over every combination of options; bypass; shapes."""
 
 import pytest
 import torch
@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from slime_tis import PRESETS, GlobalBatch, Ranks, RolloutCorrectionConfig
 from slime_tis.correction import AllReduce, ReduceOp
-from slime_tis.diffusion import apply_bypass_mode, correct_trajectories, step_metrics
+from slime_tis.diffusion import apply_bypass_mode, correct_trajectories
 from tests.correction.strategies import configurations
+from tests.diffusion.expected import expected_metrics, expected_trajectories
 from tests.diffusion.strategies import Rows, trajectories
-from tests.diffusion.twin import correct_trajectories_slowly, figures_slowly
 
 TIMES = [900.0, 600.0, 300.0, 0.125]
 
@@ -26,32 +26,32 @@ def times_of(batch: int, steps: int) -> Rows:
 
 @settings(max_examples=250, deadline=None)
 @given(configurations(), trajectories())
-def test_against_the_twin(config: RolloutCorrectionConfig, batch: tuple[Rows, Rows]) -> None:
-    twin = correct_trajectories_slowly(config, *batch)
+def test_against_plain_loops(config: RolloutCorrectionConfig, batch: tuple[Rows, Rows]) -> None:
+    oracle = expected_trajectories(config, *batch)
     times = times_of(len(batch[0]), len(batch[0][0]))
     found = correct_trajectories(config, *tensors(*batch), timesteps=torch.tensor(times))
-    assert found.mask.tolist() == twin.mask and found.weights.dtype == torch.float32
-    for row, expected in zip(found.weights.tolist(), twin.weights, strict=True):
+    assert found.mask.tolist() == oracle.mask and found.weights.dtype == torch.float32
+    for row, expected in zip(found.weights.tolist(), oracle.weights, strict=True):
         assert row == pytest.approx(expected, rel=2e-6, abs=1e-7)
-    folded = [[w * m for w, m in zip(*pair, strict=True)] for pair in zip(twin.weights, twin.mask, strict=True)]
+    folded = [[w * m for w, m in zip(*pair, strict=True)] for pair in zip(oracle.weights, oracle.mask, strict=True)]
     for row, expected in zip(found.folded.tolist(), folded, strict=True):
         assert row == pytest.approx(expected, rel=2e-6, abs=1e-7)
     assert ((found.folded > 0) == found.mask).all()
-    expected_figures = figures_slowly(config, *batch, times)
-    assert step_metrics(config, found.statistics) == pytest.approx(expected_figures, rel=1e-6, abs=1e-7)
+    expected_figures = expected_metrics(config, *batch, times)
+    assert found.statistics.metrics() == pytest.approx(expected_figures, rel=1e-6, abs=1e-7)
 
 
 @settings(max_examples=150, deadline=None)
 @given(configurations(), trajectories(wild=True))
 def test_what_is_not_finite(config: RolloutCorrectionConfig, batch: tuple[Rows, Rows]) -> None:
-    twin = correct_trajectories_slowly(config, *batch)
+    oracle = expected_trajectories(config, *batch)
     times = times_of(len(batch[0]), len(batch[0][0]))
     found = correct_trajectories(config, *tensors(*batch), timesteps=torch.tensor(times))
-    assert found.mask.tolist() == twin.mask
+    assert found.mask.tolist() == oracle.mask
     assert found.weights.isfinite().all() and not found.weights.requires_grad
-    values = step_metrics(config, found.statistics)
+    values = found.statistics.metrics()
     assert all(torch.tensor(list(values.values())).isfinite())
-    sizes = {name: value for name, value in figures_slowly(config, *batch, times).items() if "logprob_abs" in name}
+    sizes = {name: value for name, value in expected_metrics(config, *batch, times).items() if "logprob_abs" in name}
     assert {name: values[name] for name in sizes} == pytest.approx(sizes, rel=1e-6, abs=1e-7)
 
 
@@ -67,8 +67,8 @@ def test_micro_batches_merge(config: RolloutCorrectionConfig, batch: tuple[Rows,
     ]
     torch.testing.assert_close(torch.cat([part.weights for part in parts]), whole.weights, rtol=1e-6, atol=1e-6)
     assert torch.equal(torch.cat([part.mask for part in parts]), whole.mask)
-    merged = step_metrics(config, parts[0].statistics.merge(parts[1].statistics))
-    assert merged == pytest.approx(step_metrics(config, whole.statistics), rel=1e-6, abs=1e-6)
+    merged = parts[0].statistics.merge(parts[1].statistics).metrics()
+    assert merged == pytest.approx(whole.statistics.metrics(), rel=1e-6, abs=1e-6)
 
 
 @settings(max_examples=60, deadline=None)
@@ -80,7 +80,7 @@ def test_one_step_is_a_column(config: RolloutCorrectionConfig, batch: tuple[Rows
     column = correct_trajectories(config, train[:, None], rollout[:, None], timesteps=torch.tensor([600.0]))
     assert flat.weights.shape == flat.mask.shape == train.shape
     assert torch.equal(flat.weights, column.weights[:, 0]) and torch.equal(flat.mask, column.mask[:, 0])
-    assert step_metrics(config, flat.statistics) == step_metrics(config, column.statistics)
+    assert flat.statistics.metrics() == column.statistics.metrics()
 
 
 def test_levels_of_a_single_step_are_the_same() -> None:
@@ -100,7 +100,7 @@ def test_equal_policies_are_left_alone(name: str) -> None:
     found = correct_trajectories(config, log_probs, log_probs.clone())
     assert torch.equal(found.weights, torch.ones(6, 3)) and found.mask.all()
     assert torch.equal(found.folded, torch.ones(6, 3))
-    figures = step_metrics(config, found.statistics)
+    figures = found.statistics.metrics()
     prefix = "actor/rollout_corr/" if config.use_rollout_logprobs else "rollout_corr/"
     assert {figures[prefix + name] for name in ("mismatch_kl", "logprob_abs_diff_mean", "logprob_abs_diff_max")} == {0}
 
@@ -118,7 +118,7 @@ def test_means_over_latent_dimensions_and_their_sums() -> None:
     assert sums.mask.tolist() == [[True, True], [False, True]]
     same = correct_trajectories(config, 16 * train, 16 * rollout)
     assert torch.equal(same.weights, sums.weights) and torch.equal(same.mask, sums.mask)
-    figures = step_metrics(config, sums.statistics)
+    figures = sums.statistics.metrics()
     assert figures["rollout_corr/logprob_abs_diff_max"] == pytest.approx(16 * 0.029558802, rel=1e-6)
     assert figures["rollout_corr/rejected_sequence_fraction"] == 0.5
 
@@ -199,4 +199,4 @@ def test_an_empty_batch() -> None:
     config = RolloutCorrectionConfig(use_tis=True, use_rs=True)
     for shape in ((0,), (0, 3)):
         found = correct_trajectories(config, torch.zeros(shape), torch.zeros(shape), timesteps=torch.zeros(shape))
-        assert found.folded.shape == shape and step_metrics(config, found.statistics) == {}
+        assert found.folded.shape == shape and found.statistics.metrics() == {}

@@ -1,4 +1,4 @@
-"""Sentences about figures that want attention."""
+"""Warnings about the metrics of a run: heavy rejection, weights at their bound, a mismatch beyond precision."""
 
 from collections.abc import Mapping
 
@@ -16,64 +16,61 @@ LARGEST_LOG_PPL_GAP = 1.0
 """Mean log-prob of a step, in nats, by which two engines that compute the same thing never differ."""
 
 
-class Watch:
-    """Reads the figures of each step, and says once each what wants attention.
-
-    What it says is for whoever logs: it neither prints nor stops a run.
-    """
+class Diagnostics:
+    """Checks the metrics of each step and returns each warning once, for the caller to log."""
 
     def __init__(self, config: RolloutCorrectionConfig) -> None:
         self._config = config
         self._prefix = prefix_of(config)
         self._steps = 0
         self._rejecting = Alarm(LASTING)
-        self._pinned = Alarm(LASTING)
-        self._said: set[str] = set()
+        self._at_bound = Alarm(LASTING)
+        self._reported: set[str] = set()
 
-    def read(self, metrics: Mapping[str, float]) -> list[str]:
-        """What is to be said after a step.
+    def check(self, metrics: Mapping[str, float]) -> list[str]:
+        """The warnings after a step.
 
         Args:
-            metrics: The figures of the step, `step_metrics` among them.
+            metrics: The metrics of the step, those of `StepStatistics.metrics` among them.
 
         Returns:
-            Sentences, each with the mend; mostly none.
+            Messages, each with a hint; mostly none.
         """
         found = {name.removeprefix(self._prefix): value for name, value in metrics.items()}
         self._steps += 1
         rejected = found.get("rejected_sequence_fraction", 0.0)
         rejecting = self._rejecting.observe(rejected > REJECTED_SHARE)
-        pinned = self._pinned.observe(_is_pinned(self._config, found))
+        at_bound = self._at_bound.observe(_is_at_bound(self._config, found))
         wanted = {"rejected": _about_rejection(self._config, found) if rejecting else ""}
         if self._steps <= FIRST_STEPS:
             gap = found.get("mismatch_log_ppl_abs_diff", 0.0)
             wanted["gap"] = _about_gap(gap, self._steps) if gap > LARGEST_LOG_PPL_GAP else ""
-            wanted["pinned"] = _about_bound(self._config) if pinned else ""
-        new = {name: sentence for name, sentence in wanted.items() if sentence and name not in self._said}
-        self._said |= set(new)
+            wanted["at_bound"] = _about_bound(self._config) if at_bound else ""
+        new = {name: message for name, message in wanted.items() if message and name not in self._reported}
+        self._reported |= set(new)
         return list(new.values())
 
 
-def _is_pinned(config: RolloutCorrectionConfig, found: Mapping[str, float]) -> bool:
+def _is_at_bound(config: RolloutCorrectionConfig, found: Mapping[str, float]) -> bool:
     """Whether the largest weight is the upper bound: some went beyond it. The mask mode has none at its bound."""
     beyond = {"truncate": "mis_truncate_fraction", "clip": "mis_clip_fraction_high"}.get(config.tis_mode)
     return beyond is not None and found.get(beyond, 0.0) > 0.0
 
 
 def _about_rejection(config: RolloutCorrectionConfig, found: Mapping[str, float]) -> str:
-    sentence = (
+    message = (
         f"{found['rejected_sequence_fraction']:.1%} of the sequences lost a step to rejection, and more than "
         f"{REJECTED_SHARE:.0%} did in each of the last {LASTING} steps: training is on a selected set. Bring the "
         f"rollout closer (newer weights, higher precision), or widen the bounds that reject."
     )
     if config.rejection_normalizer == "original":
-        sentence += (
+        message += (
             f" The gradient is shrunk to {found['gradient_kept_fraction']:.0%} by it; "
             f"--rejection-normalizer kept takes the mean over what is kept."
         )
     if config.use_rollout_logprobs:
-        sentence += " Without --use-rollout-logprobs rejection compares π_old, not the moving π_θ, with the rollout."
-    return sentence
+        message += " Without --use-rollout-logprobs rejection compares π_old, not the moving π_θ, with the rollout."
+    return message
 
 
 def _about_gap(gap: float, step: int) -> str:

@@ -1,21 +1,21 @@
-"""A slow twin of the diffusion room: Python loops over float64 numbers, written from the formulas alone.
+"""The expected correction and loss of SDE steps: Python loops over float64 numbers, written from the formulas alone.
 
-Weights, masks and the core's figures are those of the core's own twin.
+Weights, masks and the core's metrics are those of `tests.correction.expected`.
 """
 
 import math
 from dataclasses import dataclass, replace
 
 from slime_tis import RolloutCorrectionConfig
-from tests.correction.twin import Twin, correct_slowly
+from tests.correction.expected import Expected, expected_correction
 from tests.diffusion.strategies import Rows
 
 Mask = list[list[bool]]
 
 
 @dataclass
-class LossTwin:
-    """What the twin says about a loss."""
+class ExpectedLoss:
+    """The loss of a batch, its gradient, and what it is averaged over."""
 
     loss: float
     units: int
@@ -26,17 +26,17 @@ class LossTwin:
     ratio: float
 
 
-def correct_trajectories_slowly(config: RolloutCorrectionConfig, train: Rows, rollout: Rows) -> Twin:
-    """The core's twin, every step being valid."""
-    return correct_slowly(config, train, rollout, [[True] * len(row) for row in train])
+def expected_trajectories(config: RolloutCorrectionConfig, train: Rows, rollout: Rows) -> Expected:
+    """The correction of a batch, every step being valid."""
+    return expected_correction(config, train, rollout, [[True] * len(row) for row in train])
 
 
-def figures_slowly(
+def expected_metrics(
     config: RolloutCorrectionConfig, train: Rows, rollout: Rows, timesteps: Rows | None = None
 ) -> dict[str, float]:
-    """All figures of a batch, by their names in the log."""
-    twin = correct_trajectories_slowly(config, train, rollout)
-    found = dict(twin.figures)
+    """All metrics of a batch, by their names in the log."""
+    result = expected_trajectories(config, train, rollout)
+    found = dict(result.metrics)
     if config.use_rollout_logprobs and not config.use_tis:
         reported = RolloutCorrectionConfig(
             use_tis=True,
@@ -46,7 +46,7 @@ def figures_slowly(
             tis_upper_bound=config.tis_upper_bound,
             nonfinite_policy=config.nonfinite_policy,
         )
-        measured = correct_trajectories_slowly(reported, train, rollout).figures
+        measured = expected_trajectories(reported, train, rollout).metrics
         found |= {name: value for name, value in measured.items() if name.startswith("mis_")}
     if "train_rollout_logprob_abs_diff" in found:
         found["logprob_abs_diff_mean"] = found["train_rollout_logprob_abs_diff"]
@@ -64,35 +64,35 @@ def figures_slowly(
             if at:
                 found[f"logprob_abs_diff/ts_{timestep:g}"] = math.fsum(at) / len(at)
     if config.corrects:
-        found["rejected_sequence_fraction"] = sum(not all(row) for row in twin.mask) / len(train)
+        found["rejected_sequence_fraction"] = sum(not all(row) for row in result.mask) / len(train)
     prefix = "actor/rollout_corr/" if config.use_rollout_logprobs else "rollout_corr/"
     return {prefix + name: value for name, value in found.items()}
 
 
-def loss_slowly(
+def expected_loss(
     config: RolloutCorrectionConfig, current: Rows, old: Rows, rollout: Rows, advantages: Rows, clip_range: float
-) -> LossTwin:
+) -> ExpectedLoss:
     """The loss of a batch: decoupled from `old` and `rollout`, in bypass mode from `current` and `rollout`."""
     bypass = config.use_rollout_logprobs
     if bypass:
         old = rollout
-    twin = correct_trajectories_slowly(config, current if bypass else old, rollout)
-    kept, total = sum(map(sum, twin.mask)), sum(map(len, current))
+    result = expected_trajectories(config, current if bypass else old, rollout)
+    kept, total = sum(map(sum, result.mask)), sum(map(len, current))
     units = kept if config.rejection_normalizer == "kept" else total
     loss, clipped, kl, ratios = 0.0, 0, 0.0, 0.0
     gradient = [[0.0] * len(row) for row in current]
     for i, row in enumerate(current):
         for t, log_prob in enumerate(row):
-            if not twin.mask[i][t]:
+            if not result.mask[i][t]:
                 continue
             anchor = old[i][t] if math.isfinite(old[i][t]) else log_prob
             value, slope, cut = _step(config, log_prob, anchor, advantages[i][t], clip_range)
-            loss += twin.weights[i][t] * value
-            gradient[i][t] = twin.weights[i][t] * slope / max(units, 1)
+            loss += result.weights[i][t] * value
+            gradient[i][t] = result.weights[i][t] * slope / max(units, 1)
             clipped += cut
             kl += anchor - log_prob
             ratios += math.exp(log_prob - anchor)
-    return LossTwin(loss / max(units, 1), units, gradient, clipped, kl, ratios)
+    return ExpectedLoss(loss / max(units, 1), units, gradient, clipped, kl, ratios)
 
 
 def _step(

@@ -1,4 +1,4 @@
-"""A slow twin of the correction: Python loops over float64 numbers, written from the formulas alone."""
+"""The expected correction: Python loops over float64 numbers, written from the formulas alone."""
 
 import math
 import statistics
@@ -11,41 +11,41 @@ Sequences = list[list[float]]
 
 
 @dataclass
-class Twin:
-    """What the twin says about a batch."""
+class Expected:
+    """Weights, mask and metrics of a batch."""
 
     weights: Sequences = field(default_factory=list)
     mask: list[list[bool]] = field(default_factory=list)
-    figures: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
-def correct_slowly(
+def expected_correction(
     config: RolloutCorrectionConfig, train: Sequences, rollout: Sequences, loss_mask: list[list[bool]]
-) -> Twin:
-    """Weights, mask and figures of a batch of lists of numbers."""
+) -> Expected:
+    """Weights, mask and metrics of a batch of lists of numbers."""
     pairs = [_log_ratios(config, t, r, m) for t, r, m in zip(train, rollout, loss_mask, strict=True)]
     ratios, valid = [p[0] for p in pairs], [p[1] for p in pairs]
     train = [
         [t if v and _is_finite(t - r) else 0.0 for t, r, v in zip(*three, strict=True)]
         for three in zip(train, rollout, valid, strict=True)
     ]
-    twin = Twin()
-    twin.weights, weight_rejects, weight_figures = _weights(config, ratios, valid, loss_mask)
-    rejected, rejection_figures = _rejection(config, ratios, valid, loss_mask)
+    result = Expected()
+    result.weights, weight_rejects, weight_metrics = _weights(config, ratios, valid, loss_mask)
+    rejected, rejection_metrics = _rejection(config, ratios, valid, loss_mask)
     touches_loss = config.corrects or config.use_rollout_logprobs
     for s, mask in enumerate(loss_mask):
         if touches_loss:
-            twin.mask.append(
+            result.mask.append(
                 [valid[s][t] and not rejected[s][t] and not weight_rejects[s][t] for t in range(len(mask))]
             )
         else:
-            twin.mask.append(list(mask))
-            twin.weights[s] = [1.0 if m else 0.0 for m in mask]
-    twin.figures = _mismatch(train, ratios, valid, loss_mask, pairs) | weight_figures | rejection_figures
+            result.mask.append(list(mask))
+            result.weights[s] = [1.0 if m else 0.0 for m in mask]
+    result.metrics = _mismatch(train, ratios, valid, loss_mask, pairs) | weight_metrics | rejection_metrics
     total = sum(map(sum, loss_mask))
     if config.corrects and total:
-        twin.figures["gradient_kept_fraction"] = sum(map(sum, twin.mask)) / total
-    return twin
+        result.metrics["gradient_kept_fraction"] = sum(map(sum, result.mask)) / total
+    return result
 
 
 def _log_ratios(
@@ -138,7 +138,7 @@ def _weights(
     if once:  # the ratio of a whole sequence is reported without the clamp at ±20
         pairs = zip(unclamped_of, bounded_of, valid, strict=True)
         before = [w for raw, bounded, ok in pairs for w, _ in _units(raw, bounded, ok, once)]
-    figures = {
+    metrics = {
         "mis_mean_is_weight_before_clip": math.fsum(w for w, _ in units) / len(units),
         "mis_weight_min_before_clip": min(before),
         "mis_weight_max_before_clip": max(before),
@@ -150,14 +150,14 @@ def _weights(
     }
     high, low = sum(w > upper for w, _ in units) / len(units), sum(w < lower for w, _ in units) / len(units)
     if config.tis_mode == "truncate":
-        figures |= {"mis_truncate_fraction": high, "mis_ratio_fraction_low": low}
+        metrics |= {"mis_truncate_fraction": high, "mis_ratio_fraction_low": low}
     else:
-        figures |= {f"mis_{config.tis_mode}_fraction_low": low, f"mis_{config.tis_mode}_fraction_high": high}
+        metrics |= {f"mis_{config.tis_mode}_fraction_low": low, f"mis_{config.tis_mode}_fraction_high": high}
     if config.tis_batch_normalize:
-        figures["mis_batch_norm_factor"] = factor
+        metrics["mis_batch_norm_factor"] = factor
     if not once:
-        figures |= _sequence_means(raw_of, bounded_of, valid, lower, upper)
-    return weights, rejects, figures
+        metrics |= _sequence_means(raw_of, bounded_of, valid, lower, upper)
+    return weights, rejects, metrics
 
 
 def _sequence_means(
@@ -183,7 +183,7 @@ def _sequence_means(
 
 
 def _units(raw: list[float], bounded: list[float], valid: list[bool], once: bool) -> list[tuple[float, float]]:
-    """What counts in the figures of the weights: each valid token, or each sequence with one."""
+    """What counts in the metrics of the weights: each valid token, or each sequence with one."""
     picked = [(w, b) for w, b, ok in zip(raw, bounded, valid, strict=True) if ok]
     return picked[:1] if once else picked
 
@@ -230,36 +230,36 @@ def _outside_adaptive(
     length = statistics.median_low(map(len, present))
     half = limit * math.sqrt(2 * k3 / length) + 5e-5
     scale = length if config.rs_level == "sequence" else 1
-    figures = {
+    metrics = {
         "mis_rs_k3": k3,
         "mis_rs_z_score": limit,
         "mis_rs_lower_bound": math.exp(max(scale * (-k3 - half), -20.0)),
         "mis_rs_upper_bound": math.exp(min(scale * (-k3 + half), 20.0)),
     }
     out = [[ok and score(xs) > limit for ok in v] for xs, v in zip(picked, valid, strict=True)]
-    return out, figures
+    return out, metrics
 
 
 def _rejection(
     config: RolloutCorrectionConfig, ratios: Sequences, valid: list[list[bool]], masks: list[list[bool]]
 ) -> tuple[list[list[bool]], dict[str, float]]:
-    """Which valid tokens are rejected by criteria and veto, and the figures of that."""
+    """Which valid tokens are rejected by criteria and veto, and the metrics of that."""
     tokens, sequences = sum(map(sum, valid)), sum(any(v) for v in valid)
     by_rs = [[False] * len(v) for v in valid]
-    figures = {}
+    metrics = {}
     for criterion in config.rejections:
         if criterion.adaptive:
-            out, adaptive_figures = _outside_adaptive(config, ratios, valid)
-            figures |= adaptive_figures
+            out, adaptive_metrics = _outside_adaptive(config, ratios, valid)
+            metrics |= adaptive_metrics
         else:
             out = [_outside(criterion, *three) for three in zip(ratios, valid, masks, strict=True)]
         by_rs = [[a or b for a, b in zip(x, y, strict=True)] for x, y in zip(by_rs, out, strict=True)]
         if tokens:
-            figures[f"mis_rs_{criterion.name}_masked_fraction"] = sum(map(sum, out)) / tokens
-            figures[f"mis_rs_{criterion.name}_seq_masked_fraction"] = sum(map(any, out)) / sequences
+            metrics[f"mis_rs_{criterion.name}_masked_fraction"] = sum(map(sum, out)) / tokens
+            metrics[f"mis_rs_{criterion.name}_seq_masked_fraction"] = sum(map(any, out)) / sequences
     if config.rejections and tokens:
-        figures["mis_rs_masked_fraction"] = sum(map(sum, by_rs)) / tokens
-        figures["mis_rs_seq_masked_fraction"] = sum(map(any, by_rs)) / sequences
+        metrics["mis_rs_masked_fraction"] = sum(map(sum, by_rs)) / tokens
+        metrics["mis_rs_seq_masked_fraction"] = sum(map(any, by_rs)) / sequences
     rejected = by_rs
     if config.vetoes:
         floor = -math.inf if config.rs_veto_threshold is None else math.log(config.rs_veto_threshold)
@@ -270,8 +270,8 @@ def _rejection(
         ]
         rejected = [[any(b)] * len(r) if any(b) else r for b, r in zip(bad, rejected, strict=True)]
         if tokens:
-            figures["mis_catastrophic_token_fraction"] = sum(map(sum, bad)) / tokens
-            figures["mis_catastrophic_seq_fraction"] = sum(map(any, bad)) / sequences
+            metrics["mis_catastrophic_token_fraction"] = sum(map(sum, bad)) / tokens
+            metrics["mis_catastrophic_seq_fraction"] = sum(map(any, bad)) / sequences
     if config.rs_second_moment_bound is not None:
         squares = [x * x for xs, v in zip(ratios, valid, strict=True) for x, ok in zip(xs, v, strict=True) if ok]
         limit = second_moment_limit(squares, config.rs_second_moment_bound)
@@ -280,8 +280,8 @@ def _rejection(
         ]
         rejected = [[a or b for a, b in zip(x, y, strict=True)] for x, y in zip(large, rejected, strict=True)]
         if tokens:
-            figures["mis_second_moment_masked_fraction"] = sum(map(sum, large)) / tokens
-    return rejected, figures
+            metrics["mis_second_moment_masked_fraction"] = sum(map(sum, large)) / tokens
+    return rejected, metrics
 
 
 def second_moment_limit(squares: list[float], bound: float) -> float:
@@ -302,10 +302,10 @@ def _mismatch(
     pairs: list[tuple[list[float], list[bool], int]],
 ) -> dict[str, float]:
     total = sum(map(sum, masks))
-    figures = {"nonfinite_token_fraction": sum(p[2] for p in pairs) / total} if total else {}
+    metrics = {"nonfinite_token_fraction": sum(p[2] for p in pairs) / total} if total else {}
     deltas = [x for xs, v in zip(ratios, valid, strict=True) for x, ok in zip(xs, v, strict=True) if ok]
     if not deltas:
-        return figures
+        return metrics
     present = [s for s, v in enumerate(valid) if any(v)]
     finite = [sum(mask) - p[2] for mask, p in zip(masks, pairs, strict=True)]
     measured = [s for s, n in enumerate(finite) if n]
@@ -319,7 +319,7 @@ def _mismatch(
     def ratio(delta: float) -> float:
         return math.exp(min(max(delta, -20.0), 20.0))
 
-    figures |= {
+    metrics |= {
         "mismatch_kl": -mean(deltas),
         "mismatch_k3_kl": mean([ratio(x) - 1 - x for x in deltas]),
         "mismatch_chi2_token": mean([ratio(x) ** 2 - 1 for x in deltas]),
@@ -327,8 +327,8 @@ def _mismatch(
         "train_rollout_logprob_abs_diff": mean([abs(x) for x in deltas]),
     }
     if not measured:
-        return figures
-    return figures | {
+        return metrics
+    return metrics | {
         "mismatch_training_log_ppl": mean(training),
         "mismatch_training_ppl": mean([math.exp(min(x, 80.0)) for x in training]),
         "mismatch_rollout_log_ppl": mean(rollout),

@@ -1,0 +1,286 @@
+"""The whole mathematics of docs/math.md on one page: padded [B, T], out of place, in the dtype of the input.
+
+`reference_correct` computes what `slime_tis.correct` computes, written to be read; tests hold the one to the other over
+every combination of options. They share the configuration and nothing else. Train with `correct`: it is faster, takes
+lists and packed tokens, and is exact over micro-batches and ranks.
+
+Shapes: suffix _BT is [sequences, tokens], _B per sequence, _N per counted token or sequence.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slime_tis.correction.config import RolloutCorrectionConfig
+from slime_tis.correction.criteria import LEVEL_AGGREGATION, Criterion
+
+
+@dataclass(frozen=True)
+class ReferenceCorrection:
+    """Weights and mask [B, T], and the metrics of the batch."""
+
+    weights: Tensor
+    mask: Tensor
+    metrics: dict[str, float]
+
+
+@torch.no_grad()
+def reference_correct(
+    config: RolloutCorrectionConfig, train_log_probs: Tensor, rollout_log_probs: Tensor, loss_mask: Tensor
+) -> ReferenceCorrection:
+    """Importance weights, rejection mask and metrics of a padded batch, which is the global batch.
+
+    Args:
+        config: What to correct and how.
+        train_log_probs: log π_train, [B, T].
+        rollout_log_probs: log π_rollout, [B, T].
+        loss_mask: Nonzero at valid tokens, [B, T].
+
+    Raises:
+        ValueError: if a token is not finite under the "raise" policy.
+    """
+    # 1. Δ at valid tokens. 1e6 nats is an engine's way to write minus infinity; a NaN compares as false.
+    masked_in_BT = loss_mask != 0
+    difference_BT = train_log_probs - rollout_log_probs
+    finite_BT = masked_in_BT & (difference_BT.abs() < 1e6)
+    if config.nonfinite_policy == "raise" and (masked_in_BT & ~finite_BT).any():
+        raise ValueError("a log-prob is not finite; fix the sample or choose --nonfinite-policy reject or neutral.")
+    valid_BT = masked_in_BT if config.nonfinite_policy == "neutral" else finite_BT
+    delta_BT = torch.where(finite_BT, difference_BT, 0.0)
+    # 2. Δ → L at the level of the weights. 3. w = exp(clamp(L, ±20)). 4. The mode bounds w.
+    level_BT = aggregate(LEVEL_AGGREGATION[config.tis_level], delta_BT, valid_BT, masked_in_BT)
+    raw_BT = level_BT.clamp(-20, 20).exp()
+    bounded_BT = bounded(config, raw_BT)
+    # 5. 0 at invalid tokens. 6. Normalisation by the mean of the global batch.
+    factor = bounded_BT[weighed(config, valid_BT)].mean() if config.tis_batch_normalize else torch.ones(())
+    factor = torch.where(factor > 1e-8, factor, 1.0)
+    weights_BT = torch.where(valid_BT, bounded_BT / factor if config.use_tis else torch.ones_like(raw_BT), 0.0)
+    # 7. Rejection: the criteria are ANDed, each over all valid tokens; the mask mode and the trimming reject as well.
+    criteria = {c.name: rejected_by(config, c, delta_BT, valid_BT, masked_in_BT) for c in config.rejections}
+    rejected_BT = torch.stack([torch.zeros_like(valid_BT), *criteria.values()]).any(0)
+    outside_BT = (bounded_BT == 0) & (config.use_tis and config.tis_mode == "mask")
+    trimmed_BT = valid_BT & (delta_BT.square() >= second_moment_limit(config, delta_BT[valid_BT]))
+    # 8. Veto: one token beyond a threshold, by its unclamped ratio, rejects its sequence.
+    low, high = config.rs_veto_threshold or 0.0, config.rs_veto_upper_threshold or math.inf
+    catastrophic_BT = valid_BT & ((delta_BT < _log(low)) | (delta_BT > _log(high)))
+    mask_BT = valid_BT & ~(rejected_BT | outside_BT | trimmed_BT | catastrophic_BT.any(1, keepdim=True))
+    if not config.touches_loss:
+        weights_BT, mask_BT = masked_in_BT.to(weights_BT.dtype), masked_in_BT
+
+    metrics = mismatch_metrics(config, train_log_probs, delta_BT, valid_BT, finite_BT, masked_in_BT)
+    if config.corrects and masked_in_BT.any():
+        metrics["gradient_kept_fraction"] = (mask_BT.sum() / masked_in_BT.sum()).item()
+    if not valid_BT.any():
+        return ReferenceCorrection(weights_BT, mask_BT, metrics)
+    if config.use_tis:
+        metrics |= weight_metrics(config, level_BT, raw_BT, bounded_BT, factor.item(), valid_BT)
+    if config.rejections:
+        metrics |= _shares("mis_rs_{}masked_fraction", rejected_BT, valid_BT)
+    for name, by_criterion_BT in criteria.items():
+        metrics |= _shares(f"mis_rs_{name}_{{}}masked_fraction", by_criterion_BT, valid_BT)
+    if config.adaptive:
+        metrics |= bound_metrics(config, delta_BT, valid_BT)
+    if config.vetoes:
+        token, sequence = _shares("{}", catastrophic_BT, valid_BT).values()
+        metrics |= {"mis_catastrophic_token_fraction": token, "mis_catastrophic_seq_fraction": sequence}
+    if config.rs_second_moment_bound is not None:
+        metrics["mis_second_moment_masked_fraction"] = (trimmed_BT.sum() / valid_BT.sum()).item()
+    return ReferenceCorrection(weights_BT, mask_BT, metrics)
+
+
+def aggregate(aggregation: str, x_BT: Tensor, valid_BT: Tensor, masked_in_BT: Tensor) -> Tensor:
+    """The statistic at every token: of itself, of the tokens up to it, of its turn, or of its sequence."""
+    x_BT = torch.where(valid_BT, x_BT, 0.0)
+    if aggregation == "token":
+        return x_BT
+    if aggregation == "prefix":
+        return x_BT.cumsum(1)
+    if aggregation == "segment":  # turns are the runs of the loss mask, numbered by where they start
+        before_BT = torch.nn.functional.pad(masked_in_BT, (1, 0))[:, :-1]
+        turn_BT = (masked_in_BT & ~before_BT).cumsum(1)
+        sums_BT = x_BT.new_zeros(len(x_BT), x_BT.shape[1] + 1).scatter_add(1, turn_BT, x_BT)
+        return sums_BT.gather(1, turn_BT)
+    if aggregation == "max":
+        lowest = torch.finfo(x_BT.dtype).min
+        return torch.nn.functional.pad(torch.where(valid_BT, x_BT, lowest), (0, 1), value=lowest).amax(1)[:, None]
+    total_B1 = x_BT.sum(1, keepdim=True)
+    total_B1 = total_B1 / valid_BT.sum(1, keepdim=True).clamp_min(1) if aggregation == "mean" else total_B1
+    return total_B1.expand_as(x_BT)
+
+
+def bounded(config: RolloutCorrectionConfig, raw_BT: Tensor) -> Tensor:
+    """truncate: min(w, hi); clip: clamp(w, lo, hi); mask: w where lo ≤ w ≤ hi, else 0."""
+    lower, upper = config.is_bounds
+    if config.tis_mode == "truncate":
+        return raw_BT.clamp(max=upper)
+    if config.tis_mode == "clip":
+        return raw_BT.clamp(lower, upper)
+    return torch.where((raw_BT >= lower) & (raw_BT <= upper), raw_BT, 0.0)
+
+
+def weighed(config: RolloutCorrectionConfig, valid_BT: Tensor) -> Tensor:
+    """Where a weight is counted: at every valid token, or at one of each sequence that has one weight."""
+    return valid_BT if config.has_token_weights else valid_BT & (valid_BT.cumsum(1) == 1)
+
+
+def rejected_by(
+    config: RolloutCorrectionConfig, criterion: Criterion, delta_BT: Tensor, valid_BT: Tensor, masked_in_BT: Tensor
+) -> Tensor:
+    """Valid tokens whose statistic is out of bounds: k1 = Δ, k2 = Δ²/2, k3 = e^Δ − Δ − 1, at the criterion's level."""
+    if criterion.adaptive:
+        k3, limit, _ = adaptive_bounds(config, delta_BT, valid_BT)
+        return valid_BT & (z_scores(delta_BT, valid_BT, k3) > limit)[:, None]
+    capped_BT = delta_BT.clamp(max=20)
+    divergence_BT = {"k1": delta_BT, "k2": delta_BT.square() / 2, "k3": capped_BT.expm1() - capped_BT}
+    statistic_BT = aggregate(criterion.aggregation, divergence_BT[criterion.divergence], valid_BT, masked_in_BT)
+    if criterion.lower is None:
+        return valid_BT & (statistic_BT > criterion.upper)
+    return valid_BT & ((statistic_BT < _log(criterion.lower)) | (statistic_BT > _log(criterion.upper)))
+
+
+def z_scores(delta_BT: Tensor, valid_BT: Tensor, k3: Tensor) -> Tensor:
+    """z = max(|Σ_t Δ_t + k3·n| − 5e-5·n, 0) / √(2·k3·n) of each sequence."""
+    n_B = valid_BT.sum(1)
+    beyond_B = (torch.where(valid_BT, delta_BT, 0.0).sum(1) + k3 * n_B).abs() - 5e-5 * n_B
+    return beyond_B.clamp_min(0) / (2 * k3.clamp_min(1e-12) * n_B.clamp_min(1)).sqrt()
+
+
+def adaptive_bounds(config: RolloutCorrectionConfig, delta_BT: Tensor, valid_BT: Tensor) -> tuple[Tensor, float, int]:
+    """k3 of the batch with Δ clamped to ±1, the largest z-score that is accepted, and the median length."""
+    clamped_N = delta_BT[valid_BT].clamp(-1, 1)
+    k3 = (clamped_N.expm1() - clamped_N).sum() / max(len(clamped_N), 1)
+    lengths = sorted(n for n in valid_BT.sum(1).tolist() if n)
+    median = lengths[(len(lengths) - 1) // 2] if lengths else 0
+    if config.rs_target_fraction is None:
+        return k3, config.rs_z_score or 0.0, median
+    scores = sorted(z_scores(delta_BT, valid_BT, k3)[valid_BT.any(1)].tolist())
+    rejected = math.floor(config.rs_target_fraction * len(scores) + 1e-9)
+    return k3, scores[len(scores) - 1 - rejected] * (1 + 1e-5) if scores else math.inf, median
+
+
+def second_moment_limit(config: RolloutCorrectionConfig, delta_N: Tensor) -> float:
+    """min {v : mean(Δ² ≤ v) > bound}, +inf where there is none."""
+    if config.rs_second_moment_bound is None:
+        return math.inf
+    squares_N = delta_N.double().square().sort().values
+    counts_N = torch.arange(1, len(squares_N) + 1, device=squares_N.device)
+    beyond_N = squares_N[squares_N.cumsum(0) / counts_N > config.rs_second_moment_bound]
+    return beyond_N[0].item() if len(beyond_N) else math.inf
+
+
+def mismatch_metrics(
+    config: RolloutCorrectionConfig,
+    train_BT: Tensor,
+    delta_BT: Tensor,
+    valid_BT: Tensor,
+    finite_BT: Tensor,
+    masked_in_BT: Tensor,
+) -> dict[str, float]:
+    """Divergences over valid tokens and sequences; perplexities over the finite tokens of the sequences with one."""
+    if not masked_in_BT.any():
+        return {}
+    metrics = {"nonfinite_token_fraction": ((masked_in_BT & ~finite_BT).sum() / masked_in_BT.sum()).item()}
+    if not valid_BT.any():
+        return metrics
+    delta_N, sum_N = delta_BT[valid_BT], delta_BT.sum(1)[valid_BT.any(1)]
+    capped_N = delta_N.clamp(-20, 20)
+    metrics |= {
+        "mismatch_kl": -delta_N.mean().item(),
+        "mismatch_k3_kl": (capped_N.expm1() - delta_N).mean().item(),
+        "mismatch_chi2_token": (2 * capped_N).expm1().mean().item(),
+        "mismatch_chi2_seq": (2 * sum_N.clamp(-20, 20)).expm1().mean().item(),
+        "train_rollout_logprob_abs_diff": delta_N.abs().mean().item(),
+    }
+    measured_B = finite_BT.any(1)
+    if not measured_B.any():
+        return metrics
+    n_N = finite_BT.sum(1)[measured_B]
+    training_N = -torch.where(finite_BT, train_BT, 0.0).sum(1)[measured_B] / n_N
+    difference_N = -delta_BT.sum(1)[measured_B] / n_N
+    rollout_N = training_N - difference_N
+    return metrics | {
+        "mismatch_training_log_ppl": training_N.mean().item(),
+        "mismatch_training_ppl": training_N.clamp(-80, 80).exp().mean().item(),
+        "mismatch_rollout_log_ppl": rollout_N.mean().item(),
+        "mismatch_rollout_ppl": rollout_N.clamp(-80, 80).exp().mean().item(),
+        "mismatch_log_ppl_diff": difference_N.mean().item(),
+        "mismatch_log_ppl_abs_diff": difference_N.abs().mean().item(),
+        "mismatch_log_ppl_diff_max": difference_N.max().item(),
+        "mismatch_log_ppl_diff_min": difference_N.min().item(),
+        "mismatch_ppl_ratio": difference_N.clamp(-80, 80).exp().mean().item(),
+    }
+
+
+def weight_metrics(
+    config: RolloutCorrectionConfig,
+    level_BT: Tensor,
+    raw_BT: Tensor,
+    bounded_BT: Tensor,
+    factor: float,
+    valid_BT: Tensor,
+) -> dict[str, float]:
+    """The weights before and after the mode, and the mean weights of sequences before batch normalisation."""
+    lower, upper = config.is_bounds
+    counted_BT = weighed(config, valid_BT)
+    raw_N, weight_N = raw_BT[counted_BT], bounded_BT[counted_BT]
+    before_N = raw_N if config.has_token_weights else level_BT[counted_BT].double().clamp(-700, 700).exp()
+    high, low = (raw_N > upper).double().mean().item(), (raw_N < lower).double().mean().item()
+    square = weight_N.square().mean().item()
+    metrics = {
+        "mis_mean_is_weight_before_clip": raw_N.mean().item(),
+        "mis_weight_min_before_clip": before_N.min().item(),
+        "mis_weight_max_before_clip": before_N.max().item(),
+        "mis_ratio_mean_after_mis": weight_N.mean().item(),
+        "mis_weight_min": weight_N.min().item() / factor,
+        "mis_weight_max": weight_N.max().item() / factor,
+        "mis_weight_std": weight_N.std(correction=0).item() / factor,
+        "mis_eff_sample_size": weight_N.mean().item() ** 2 / square if square else 0.0,
+    }
+    if config.tis_mode == "truncate":
+        metrics |= {"mis_truncate_fraction": high, "mis_ratio_fraction_low": low}
+    else:
+        metrics |= {f"mis_{config.tis_mode}_fraction_low": low, f"mis_{config.tis_mode}_fraction_high": high}
+    if config.tis_batch_normalize:
+        metrics["mis_batch_norm_factor"] = factor
+    if not config.has_token_weights:
+        return metrics
+    nonempty_B = valid_BT.any(1)
+    n_N = valid_BT.sum(1)[nonempty_B]
+    raw_mean_N = torch.where(valid_BT, raw_BT, 0.0).sum(1)[nonempty_B] / n_N
+    mean_N = torch.where(valid_BT, bounded_BT, 0.0).sum(1)[nonempty_B] / n_N
+    return metrics | {
+        "mis_seq_weight_mean": mean_N.mean().item(),
+        "mis_seq_weight_std": mean_N.std(correction=0).item(),
+        "mis_seq_weight_min": mean_N.min().item(),
+        "mis_seq_weight_max": mean_N.max().item(),
+        "mis_seq_weight_max_deviation": (mean_N - 1).abs().max().item(),
+        "mis_seq_weight_fraction_high": (raw_mean_N > upper).double().mean().item(),
+        "mis_seq_weight_fraction_low": (raw_mean_N < lower).double().mean().item(),
+    }
+
+
+def bound_metrics(config: RolloutCorrectionConfig, delta_BT: Tensor, valid_BT: Tensor) -> dict[str, float]:
+    """k3, the largest accepted z-score, and the bounds on the ratio of a sequence of median length."""
+    k3, z_score, n = adaptive_bounds(config, delta_BT, valid_BT)
+    half = z_score * math.sqrt(2 * k3.item() / n) + 5e-5
+    scale = n if config.rs_level == "sequence" else 1
+    return {
+        "mis_rs_k3": k3.item(),
+        "mis_rs_z_score": z_score,
+        "mis_rs_lower_bound": math.exp(max(scale * (-k3.item() - half), -20.0)),
+        "mis_rs_upper_bound": math.exp(min(scale * (-k3.item() + half), 20.0)),
+    }
+
+
+def _shares(name: str, bad_BT: Tensor, valid_BT: Tensor) -> dict[str, float]:
+    """Shares of the valid tokens, and of the sequences with a valid token; `name` has a place for "seq_"."""
+    return {
+        name.format(""): (bad_BT.sum() / valid_BT.sum()).item(),
+        name.format("seq_"): (bad_BT.any(1).sum() / valid_BT.any(1).sum()).item(),
+    }
+
+
+def _log(bound: float) -> float:
+    return math.log(bound) if bound else -math.inf

@@ -1,0 +1,74 @@
+"""`correct` against the one-page reference, and that against plain loops, over every combination of options."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from slime_tis import RolloutCorrectionConfig, correct
+from slime_tis.correction.reference import ReferenceCorrection, reference_correct
+from tests.correction.expected import Expected, expected_correction
+from tests.correction.strategies import batches, configurations
+
+Batch = tuple[list, list, list]
+
+
+def padded(batch: Batch, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    """Train and rollout log-probs [B, T], NaN in the padding, and the mask."""
+    width = max((len(x) for x in batch[0]), default=0) + 1
+    fill = (math.nan, math.nan, False)
+    dtypes = (dtype, dtype, torch.bool)
+    return [
+        torch.tensor([[*x, *[f] * (width - len(x))] for x in xs], dtype=d).view(len(xs), width)
+        for xs, f, d in zip(batch, fill, dtypes, strict=True)
+    ]
+
+
+def assert_metrics(found: dict[str, float], expected: dict[str, float], deviation: float) -> None:
+    """Equal but for rounding; `deviation` is that of the standard deviations, which small weights lose digits of."""
+    found, expected = dict(found), dict(expected)
+    for name in [name for name in expected if name.endswith("weight_std")]:
+        assert found.pop(name) == pytest.approx(expected.pop(name), rel=1e-6, abs=deviation)
+    assert found == pytest.approx(expected, rel=1e-6, abs=1e-7)
+
+
+def assert_agrees(config: RolloutCorrectionConfig, batch: Batch, reference: ReferenceCorrection) -> None:
+    found = correct(config, *padded(batch))
+    torch.testing.assert_close(found.weights.double(), reference.weights, rtol=2e-6, atol=1e-7)
+    assert torch.equal(found.mask, reference.mask)
+
+
+def assert_is(reference: ReferenceCorrection, expected: Expected) -> None:
+    for weights, mask, row, row_mask in zip(
+        reference.weights, reference.mask, expected.weights, expected.mask, strict=True
+    ):
+        assert weights[: len(row)].tolist() == pytest.approx(row, rel=1e-9, abs=1e-12)
+        assert mask[: len(row)].tolist() == row_mask and not mask[len(row) :].any() and not weights[len(row) :].any()
+
+
+@settings(max_examples=300, deadline=None)
+@given(configurations(), batches())
+def test_finite_batches(config: RolloutCorrectionConfig, batch: Batch) -> None:
+    reference = reference_correct(config, *padded(batch))
+    assert_agrees(config, batch, reference)
+    assert_metrics(correct(config, *padded(batch)).statistics.metrics(), reference.metrics, 1e-6)
+    expected = expected_correction(config, *batch)
+    assert_is(reference, expected)
+    assert_metrics(reference.metrics, expected.metrics, 1e-7)
+
+
+@settings(max_examples=150, deadline=None)
+@given(configurations(), batches(wild=True))
+def test_batches_with_non_finite_values(config: RolloutCorrectionConfig, batch: Batch) -> None:
+    reference = reference_correct(config, *padded(batch))
+    assert_agrees(config, batch, reference)
+    assert_is(reference, expected_correction(config, *batch))
+
+
+def test_the_reference_refuses_non_finite_tokens_too() -> None:
+    config = RolloutCorrectionConfig(use_tis=True, nonfinite_policy="raise")
+    train, mask = torch.tensor([[0.0, math.nan]]), torch.tensor([[1, 1]])
+    with pytest.raises(ValueError, match="a log-prob is not finite; fix the sample or choose --nonfinite-policy"):
+        reference_correct(config, train, torch.zeros(1, 2), mask)
+    assert reference_correct(config, train, torch.zeros(1, 2), torch.tensor([[1, 0]])).weights.tolist() == [[1, 0]]

@@ -1,0 +1,79 @@
+"""Warnings about metrics: which, when, and each once."""
+
+import pytest
+
+from slime_tis import RolloutCorrectionConfig
+from slime_tis.diffusion import Diagnostics
+
+CONFIG = RolloutCorrectionConfig(use_tis=True, use_rs=True)
+
+
+def said(
+    diagnostics: Diagnostics, steps: int, prefix: str = "rollout_corr/", **metrics: float
+) -> list[tuple[int, str]]:
+    """(step, message) of so many equal steps."""
+    row = {prefix + name: value for name, value in metrics.items()}
+    return [(step, message) for step in range(1, steps + 1) for message in diagnostics.check(row)]
+
+
+def test_rejection_above_five_percent_for_ten_steps_is_said_once() -> None:
+    ((step, message),) = said(Diagnostics(CONFIG), 60, rejected_sequence_fraction=0.06, gradient_kept_fraction=0.95)
+    assert step == 10
+    assert message == (
+        "6.0% of the sequences lost a step to rejection, and more than 5% did in each of the last 10 steps: training "
+        "is on a selected set. Bring the rollout closer (newer weights, higher precision), or widen the bounds that "
+        "reject."
+    )
+
+
+def test_nine_steps_five_percent_and_a_gap_are_not_enough() -> None:
+    assert said(Diagnostics(CONFIG), 9, rejected_sequence_fraction=0.5) == []
+    assert said(Diagnostics(CONFIG), 60, rejected_sequence_fraction=0.05) == []
+    diagnostics = Diagnostics(CONFIG)
+    assert said(diagnostics, 9, rejected_sequence_fraction=0.5) + said(diagnostics, 1) == []
+    assert said(diagnostics, 9, rejected_sequence_fraction=0.5) == []
+    assert len(said(diagnostics, 1, rejected_sequence_fraction=0.5)) == 1
+
+
+def test_the_mend_fits_the_configuration() -> None:
+    config = RolloutCorrectionConfig(use_rollout_logprobs=True, use_rs=True, rejection_normalizer="original")
+    metrics = {"rejected_sequence_fraction": 0.2, "gradient_kept_fraction": 0.83}
+    ((_, message),) = said(Diagnostics(config), 10, "actor/rollout_corr/", **metrics)
+    assert "The gradient is shrunk to 83% by it; --rejection-normalizer kept" in message
+    assert "Without --use-rollout-logprobs rejection compares π_old" in message
+    assert said(Diagnostics(config), 10, "rollout_corr/", **metrics) == [], "the metrics of another mode"
+
+
+def test_a_gap_of_more_than_a_nat_is_said_in_the_first_steps() -> None:
+    ((step, message),) = said(Diagnostics(CONFIG), 5, mismatch_log_ppl_abs_diff=1.31)
+    assert step == 1 and message.startswith("mismatch_log_ppl_abs_diff is 1.31 nats at step 1, above 1: rollout and")
+    assert said(Diagnostics(CONFIG), 60, mismatch_log_ppl_abs_diff=1.0) == []
+    late = Diagnostics(CONFIG)
+    said(late, 50)
+    assert said(late, 5, mismatch_log_ppl_abs_diff=9.0) == []
+
+
+@pytest.mark.parametrize(
+    ("mode", "figure", "expected"),
+    [
+        ("truncate", "mis_truncate_fraction", 1),
+        ("clip", "mis_clip_fraction_high", 1),
+        ("mask", "mis_mask_fraction_high", 0),
+    ],
+)
+def test_a_largest_weight_at_its_bound_is_said(mode: str, figure: str, expected: int) -> None:
+    config = RolloutCorrectionConfig(use_tis=True, tis_mode=mode, tis_upper_bound=3.0)  # type: ignore[arg-type]
+    found = said(Diagnostics(config), 50, **{figure: 0.01})
+    assert [step for step, _ in found] == [10] * expected
+    assert all(s.startswith("The largest weight was at its bound --tis-upper-bound 3 in each") for _, s in found)
+    late = Diagnostics(config)
+    said(late, 45)
+    assert said(late, 20, **{figure: 0.01}) == []
+
+
+def test_several_things_are_said_together_and_silence_is_the_rule() -> None:
+    diagnostics = Diagnostics(CONFIG)
+    metrics = {"rejected_sequence_fraction": 0.3, "mismatch_log_ppl_abs_diff": 2.0, "mis_truncate_fraction": 0.1}
+    assert [step for step, _ in said(diagnostics, 60, **metrics)] == [1, 10, 10]
+    assert diagnostics.check({}) == []
+    assert said(Diagnostics(CONFIG), 60, mismatch_log_ppl_abs_diff=0.01, rejected_sequence_fraction=0.0) == []
