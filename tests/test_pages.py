@@ -115,3 +115,19 @@ def test_diagrams_name_their_nodes(page: Path) -> None:
 
 def test_the_packages_of_the_architecture_page_are_those_of_the_layers() -> None:
     assert write_architecture.PAGE.read_text() == write_architecture.render(), "run `make docs`"
+
+
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
+
+
+def test_files_that_the_recipes_name_exist() -> None:
+    paths = re.findall(r"`((?:slime_tis|docs|tests)/[\w/.]*)`", CONTRIBUTING)
+    assert len(paths) > 20 and [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_every_shape_suffix_is_in_the_notation_table() -> None:
+    table = CONTRIBUTING.split("## Notation")[1].split("Lists of tensors")[0]
+    known = set(re.findall(r"`_([A-Z]+)`", table))
+    for path in (ROOT / "slime_tis").rglob("*.py"):
+        found = set(re.findall(r"\b_?[a-z][a-z0-9_]*_([A-Z]{1,3})\b(?!\w)", path.read_text()))
+        assert found <= known, f"{path}: {found - known}"

@@ -3,7 +3,7 @@
 Flow matching interpolates x_t = (1 − t)·x_0 + t·ε between data (t = 0) and noise (t = 1), and the model predicts the
 velocity v = ε − x_0. Sampling goes from t = 1 down to t = 0.
 
-Shapes: suffix _BL is [B, *latent dimensions], _B per trajectory; a time is a float for all of them or [B].
+Shapes: suffix _BX is [B, *latent dimensions], _B per trajectory; a time is a float for all of them or [B].
 """
 
 import math
@@ -16,8 +16,8 @@ Reduction = Literal["mean", "sum"]
 
 
 def sde_step(
-    velocity_BL: Tensor,
-    sample_BL: Tensor,
+    velocity_BX: Tensor,
+    sample_BX: Tensor,
     time: float | Tensor,
     next_time: float | Tensor,
     *,
@@ -37,8 +37,8 @@ def sde_step(
     that time is the `ceiling` to give for the same.
 
     Args:
-        velocity_BL: v of the model at (x, t).
-        sample_BL: x at `time`.
+        velocity_BX: v of the model at (x, t).
+        sample_BX: x at `time`.
         time: t in (0, 1].
         next_time: A time below it, 0 at the last step.
         noise_level: a; 0.7 is customary, 0 is the ODE.
@@ -50,12 +50,12 @@ def sde_step(
     Raises:
         ValueError: if the shapes differ, the ceiling is not in (0, 1), or the noise level is negative.
     """
-    _check_same("velocity", velocity_BL, "sample", sample_BL)
+    _check_same("velocity", velocity_BX, "sample", sample_BX)
     if not 0.0 < ceiling < 1.0:
         raise ValueError(f"ceiling is {ceiling}; give a time between 0 and 1, such as the second of the schedule.")
     if noise_level < 0.0:
         raise ValueError(f"noise_level is {noise_level}; give 0 for the ODE, or a positive number such as 0.7.")
-    velocity, sample = at_least_float32(velocity_BL), at_least_float32(sample_BL)
+    velocity, sample = at_least_float32(velocity_BX), at_least_float32(sample_BX)
     t, next_t = _as_latent(time, sample), _as_latent(next_time, sample)
     delta = next_t - t
     variance_rate = noise_level**2 * t / (1 - t.clamp(max=ceiling))
@@ -64,7 +64,7 @@ def sde_step(
 
 
 def gaussian_log_prob(
-    next_sample_BL: Tensor, mean_BL: Tensor, std: float | Tensor, *, reduction: Reduction = "mean"
+    next_sample_BX: Tensor, mean_BX: Tensor, std: float | Tensor, *, reduction: Reduction = "mean"
 ) -> Tensor:
     """log N(x; μ, s²) of the step that was sampled, over all latent dimensions of a trajectory.
 
@@ -77,8 +77,8 @@ def gaussian_log_prob(
     Source: as `sde_step`.
 
     Args:
-        next_sample_BL: x that was sampled, without gradient.
-        mean_BL: μ, with gradient where the policy is trained.
+        next_sample_BX: x that was sampled, without gradient.
+        mean_BX: μ, with gradient where the policy is trained.
         std: s above 0; a tensor of it must broadcast against μ.
         reduction: Over latent dimensions, "mean" or "sum".
 
@@ -88,12 +88,12 @@ def gaussian_log_prob(
     Raises:
         ValueError: if the shapes differ, or the reduction is neither of the two.
     """
-    _check_same("next_sample", next_sample_BL, "mean", mean_BL)
+    _check_same("next_sample", next_sample_BX, "mean", mean_BX)
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction is {reduction!r}; choose mean or sum.")
-    mean = at_least_float32(mean_BL)
+    mean = at_least_float32(mean_BX)
     std = torch.as_tensor(std, dtype=mean.dtype, device=mean.device)
-    standard = (next_sample_BL.to(mean.dtype) - mean) / std
+    standard = (next_sample_BX.to(mean.dtype) - mean) / std
     log_prob = (-0.5 * standard.square() - std.log() - 0.5 * math.log(2 * math.pi)).flatten(1)
     return log_prob.mean(1) if reduction == "mean" else log_prob.sum(1)
 
@@ -103,14 +103,14 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _as_latent(time: float | Tensor, sample_BL: Tensor) -> Tensor:
+def _as_latent(time: float | Tensor, sample_BX: Tensor) -> Tensor:
     """A time as a tensor that broadcasts against the sample."""
-    t = torch.as_tensor(time, dtype=sample_BL.dtype, device=sample_BL.device)
+    t = torch.as_tensor(time, dtype=sample_BX.dtype, device=sample_BX.device)
     if t.dim() == 0:
         return t
-    if t.shape != sample_BL.shape[:1]:
-        raise ValueError(f"time has shape {tuple(t.shape)}, sample {tuple(sample_BL.shape)}; pass a float or [B].")
-    return t.view(-1, *[1] * (sample_BL.dim() - 1))
+    if t.shape != sample_BX.shape[:1]:
+        raise ValueError(f"time has shape {tuple(t.shape)}, sample {tuple(sample_BX.shape)}; pass a float or [B].")
+    return t.view(-1, *[1] * (sample_BX.dim() - 1))
 
 
 def _check_same(name: str, x: Tensor, other_name: str, other: Tensor) -> None:

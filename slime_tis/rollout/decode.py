@@ -1,7 +1,7 @@
 """Batched decoding of a Hugging Face causal language model, each prompt run once for all of its samples.
 
-Shape suffixes: P prompts, B samples (those of a prompt next to each other), R samples still in the batch, L tokens of
-the longest prompt, T tokens of the longest response, V vocabulary.
+Shape suffixes: P prompts, B samples (those of a prompt next to each other), A samples that are still
+active, T tokens of the longest prompt or response, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -62,36 +62,36 @@ def decode(
     device, n_samples = model.device, sampling.n_samples
     uniforms_BT = uniforms_BT.to(device)
     stops = torch.tensor(stop_token_ids, device=device)
-    limits_R = torch.tensor(limits, device=device).repeat_interleave(n_samples)
+    limits_A = torch.tensor(limits, device=device).repeat_interleave(n_samples)
     batch = _Batch(model, prompts, limits, n_samples)
     tokens_BT = torch.zeros_like(uniforms_BT, dtype=torch.int64)
     log_probs_BT = torch.zeros_like(uniforms_BT, dtype=torch.float32)
-    lengths_B = torch.zeros_like(limits_R)
-    stopped_B = torch.zeros_like(limits_R, dtype=torch.bool)
-    rows_R = torch.arange(len(limits_R), device=device)
-    alive_R = torch.ones_like(stopped_B)
+    lengths_B = torch.zeros_like(limits_A)
+    stopped_B = torch.zeros_like(limits_A, dtype=torch.bool)
+    rows_A = torch.arange(len(limits_A), device=device)
+    alive_A = torch.ones_like(stopped_B)
     for step in range(uniforms_BT.shape[1]):
         safe_point()
-        tokens_R, log_probs_R = sample_tokens(
-            batch.logits_RV,
-            uniforms_BT[rows_R, step],
+        tokens_A, log_probs_A = sample_tokens(
+            batch.logits_AV,
+            uniforms_BT[rows_A, step],
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
         )
-        tokens_BT[rows_R, step], log_probs_BT[rows_R, step] = tokens_R, log_probs_R
-        lengths_B[rows_R] += alive_R
-        stop_R = (tokens_R[:, None] == stops).any(-1)
-        stopped_B[rows_R] |= stop_R & alive_R
-        alive_R = alive_R & ~stop_R & (limits_R > step + 1)
-        n_alive = int(alive_R.sum())
+        tokens_BT[rows_A, step], log_probs_BT[rows_A, step] = tokens_A, log_probs_A
+        lengths_B[rows_A] += alive_A
+        stop_A = (tokens_A[:, None] == stops).any(-1)
+        stopped_B[rows_A] |= stop_A & alive_A
+        alive_A = alive_A & ~stop_A & (limits_A > step + 1)
+        n_alive = int(alive_A.sum())
         if n_alive == 0:
             break
-        if n_alive < DROP_BELOW * len(alive_R):
-            kept = alive_R.nonzero().squeeze(-1)
+        if n_alive < DROP_BELOW * len(alive_A):
+            kept = alive_A.nonzero().squeeze(-1)
             batch.keep(kept)
-            rows_R, limits_R, alive_R, tokens_R = rows_R[kept], limits_R[kept], alive_R[kept], tokens_R[kept]
-        batch.extend(tokens_R)
+            rows_A, limits_A, alive_A, tokens_A = rows_A[kept], limits_A[kept], alive_A[kept], tokens_A[kept]
+        batch.extend(tokens_A)
     return Decoded(tokens_BT=tokens_BT, log_probs_BT=log_probs_BT, lengths_B=lengths_B, stopped_B=stopped_B)
 
 
@@ -101,7 +101,7 @@ class _Batch:
     Prompts of one length need neither attention mask nor position ids, and models are faster without.
     """
 
-    logits_RV: Tensor
+    logits_AV: Tensor
 
     def __init__(
         self, model: PreTrainedModel, prompts: Sequence[Sequence[int]], limits: Sequence[int], n_samples: int
@@ -110,33 +110,33 @@ class _Batch:
         self._model, self._cache = model, growing_cache(model.config)
         self._length = max(len(prompt) for prompt in prompts)
         padding = [self._length - len(prompt) for prompt in prompts]
-        ids_PL = torch.tensor([[0] * pad + list(prompt) for pad, prompt in zip(padding, prompts, strict=True)])
-        self._padding_R: Tensor | None = torch.tensor(padding, device=model.device) if any(padding) else None
+        ids_PT = torch.tensor([[0] * pad + list(prompt) for pad, prompt in zip(padding, prompts, strict=True)])
+        self._padding_A: Tensor | None = torch.tensor(padding, device=model.device) if any(padding) else None
         # A finished sample is decoded on until it is dropped; its positions must stay inside the context.
         self._last_position = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True)) - 1
-        self._forward(ids_PL.to(model.device))
+        self._forward(ids_PT.to(model.device))
         self._cache.batch_repeat_interleave(n_samples)
-        self.logits_RV = self.logits_RV.repeat_interleave(n_samples, 0)
-        if self._padding_R is not None:
-            self._padding_R = self._padding_R.repeat_interleave(n_samples)
+        self.logits_AV = self.logits_AV.repeat_interleave(n_samples, 0)
+        if self._padding_A is not None:
+            self._padding_A = self._padding_A.repeat_interleave(n_samples)
 
-    def extend(self, tokens_R: Tensor) -> None:
+    def extend(self, tokens_A: Tensor) -> None:
         """Appends one token to each sample."""
         self._length += 1
-        self._forward(tokens_R[:, None])
+        self._forward(tokens_A[:, None])
 
     def keep(self, kept: Tensor) -> None:
         """Drops all samples but those at the given places, before `extend` makes new logits."""
         self._cache.batch_select_indices(kept)
-        if self._padding_R is not None:
-            self._padding_R = self._padding_R[kept]
+        if self._padding_A is not None:
+            self._padding_A = self._padding_A[kept]
 
-    def _forward(self, ids_RN: Tensor) -> None:
+    def _forward(self, ids_AT: Tensor) -> None:
         """Runs the last N tokens of the `_length` that each sample has."""
         masking: dict[str, Tensor] = {}
-        if self._padding_R is not None:
-            places_RL = torch.arange(self._length, device=ids_RN.device) - self._padding_R[:, None]
-            masking["attention_mask"] = places_RL >= 0
-            masking["position_ids"] = places_RL[:, -ids_RN.shape[1] :].clamp(0, self._last_position)
-        output = self._model(input_ids=ids_RN, past_key_values=self._cache, use_cache=True, logits_to_keep=1, **masking)
-        self.logits_RV = output.logits[:, -1]
+        if self._padding_A is not None:
+            places_AT = torch.arange(self._length, device=ids_AT.device) - self._padding_A[:, None]
+            masking["attention_mask"] = places_AT >= 0
+            masking["position_ids"] = places_AT[:, -ids_AT.shape[1] :].clamp(0, self._last_position)
+        output = self._model(input_ids=ids_AT, past_key_values=self._cache, use_cache=True, logits_to_keep=1, **masking)
+        self.logits_AV = output.logits[:, -1]

@@ -1,6 +1,6 @@
 """Draws tokens from logits, with the log-probs of exactly the distribution they are drawn from.
 
-Shape suffixes: B rows, V vocabulary, K blocks of it.
+Shape suffixes: B rows, V vocabulary, C chunks of it.
 """
 
 import numpy as np
@@ -102,10 +102,10 @@ def inverse_cdf(probs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
         tokens_B, _ = _search(probs_BV.double(), uniforms_B * probs_BV.sum(-1, dtype=torch.float64))
         return tokens_B
     padded_BV = torch.nn.functional.pad(probs_BV, (0, -vocab % CDF_BLOCK))
-    blocks_BKV = padded_BV.view(rows, -1, CDF_BLOCK)
-    sums_BK = blocks_BKV.sum(-1, dtype=torch.float64)
-    block_B, rest_B = _search(sums_BK, uniforms_B * sums_BK.sum(-1))
-    within_BV = blocks_BKV[torch.arange(rows, device=probs_BV.device), block_B].double()
+    blocks_BCV = padded_BV.view(rows, -1, CDF_BLOCK)
+    sums_BC = blocks_BCV.sum(-1, dtype=torch.float64)
+    block_B, rest_B = _search(sums_BC, uniforms_B * sums_BC.sum(-1))
+    within_BV = blocks_BCV[torch.arange(rows, device=probs_BV.device), block_B].double()
     tokens_B, _ = _search(within_BV, rest_B)
     return block_B * CDF_BLOCK + tokens_B
 
