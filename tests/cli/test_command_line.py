@@ -1,4 +1,4 @@
-"""A command line of a program of one's own: sources in their order, refusals in one sentence."""
+"""A command line of a program of one's own: sources in their order, refusals in one message."""
 
 from dataclasses import dataclass
 
@@ -60,7 +60,7 @@ def test_rollout_correction_alone_means_token_weights():
 
 
 @pytest.mark.parametrize(
-    ("line", "sentence"),
+    ("line", "message"),
     [
         ("", "--width is unset but required; add --width N."),
         ("--width x", "--width is 'x' but must be a whole number."),
@@ -68,10 +68,10 @@ def test_rollout_correction_alone_means_token_weights():
         ("--width 1 --rollout-correction-preset pg_iz", "--rollout-correction-preset is 'pg_iz'; did you mean pg_is?"),
     ],
 )
-def test_refusals(line, sentence):
+def test_refusals(line, message):
     with pytest.raises(ValueError) as error:
         configured(line)
-    assert str(error.value).startswith(sentence)
+    assert str(error.value).startswith(message)
 
 
 def test_help_shows_fields_by_group():

@@ -1,0 +1,15 @@
+"""The text of --help."""
+
+from slime_tis.cli.arguments import COMMAND_LINE, GROUPS, OPTIONS, build_parser
+from slime_tis.cli.command_line import help_notes
+
+
+def test_help_is_grouped_and_every_option_has_a_text_and_a_default():
+    text = build_parser().format_help()
+    titles = [line[:-1] for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert titles == ["options", *GROUPS]
+    assert sorted(" ".join(GROUPS.values()).split()) == sorted(OPTIONS)
+    unwrapped = "".join(text.split())
+    for option in OPTIONS.values():
+        assert option.help.endswith(".")
+        assert "".join(f"{option.help}({'; '.join(help_notes(COMMAND_LINE, option))})".split()) in unwrapped

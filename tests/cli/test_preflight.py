@@ -1,0 +1,53 @@
+"""Files that a run starts from, looked at before anything is built."""
+
+import shlex
+
+import pytest
+
+from slime_tis.cli.arguments import parse_args
+from slime_tis.hf_directory import ARCHITECTURES
+from slime_tis.megatron.architecture import FAMILIES
+from tests.cli.conftest import refusal
+
+
+def test_empty_prompt_file_is_refused(base, tmp_path):
+    (tmp_path / "train.jsonl").write_text("")
+    assert refusal(base) == "--prompt-data is 'train.jsonl' but the file is empty; give one prompt a row."
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            '{"architectures": ["MambaForCausalLM"]}',
+            "--hf-checkpoint is 'model' of the architecture MambaForCausalLM but supported are "
+            "LlamaForCausalLM, "
+            "Qwen2ForCausalLM, Qwen3ForCausalLM; give a checkpoint of one of these.",
+        ),
+        (
+            "[]",
+            "--hf-checkpoint is 'model' but its config.json is JSON of type list and must be an object.",
+        ),
+        (
+            "{",
+            "--hf-checkpoint is 'model' but its config.json is not JSON: Expecting property name enclosed in "
+            "double quotes: line 1 column 2 (char 1).",
+        ),
+    ],
+)
+def test_unusable_checkpoint_is_refused(base, tmp_path, config, message):
+    (tmp_path / "model" / "config.json").write_text(config)
+    assert refusal(base) == message
+
+
+def test_a_checkpoint_without_weights_is_refused_with_code_2(base, capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse_args(shlex.split(base))
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("model has no model.safetensors and no model.safetensors.index.json; only checkpoints in")
+    assert error.count("\n") == 1
+
+
+def test_accepted_architectures_are_those_the_training_engine_builds():
+    assert set(ARCHITECTURES) == set(FAMILIES)

@@ -1,0 +1,112 @@
+"""Command line over YAML over preset over default; presets, switches, and the configuration in force."""
+
+import dataclasses
+
+import pytest
+import yaml
+
+from slime_tis.cli import arguments
+from slime_tis.cli.arguments import NEEDS, OPTIONS, describe, effective_config, options_in_force
+from slime_tis.correction.presets import PRESETS
+from tests.cli.conftest import configured
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_preset_gives_the_fields_of_its_table(base, name):
+    got = configured(base + f"--rollout-correction-preset {name}").correction
+    expected = dataclasses.asdict(arguments.RolloutCorrectionConfig.preset(name))
+    assert {key: _text(value) for key, value in dataclasses.asdict(got).items()} == {
+        key: _text(value) for key, value in expected.items()
+    }
+
+
+def _text(value):
+    return str(value) if isinstance(value, float) else value
+
+
+def test_command_line_wins_over_yaml_wins_over_preset_wins_over_default(base, tmp_path):
+    (tmp_path / "run.yaml").write_text(
+        "rollout-correction-preset: decoupled_seq_is_rs\nrs_upper_bound: 4.0\ntis_upper_bound: 5.0\nlr: 1e-4\n"
+    )
+    got = configured(base + "--custom-config-path run.yaml --tis-upper-bound 2.0")
+    assert got.correction.use_tis and got.correction.tis_level == "sequence"  # preset
+    assert got.correction.rs_lower_bound == 0.5  # preset
+    assert got.correction.rs_upper_bound == 4.0  # YAML over preset
+    assert got.correction.tis_upper_bound == 2.0  # flag over YAML, though it is the default's value
+    assert got.correction.rejection_normalizer == "kept"  # default
+    assert got.megatron.lr == 1e-4  # YAML reads it as text
+    other = configured(
+        base + "--custom-config-path run.yaml --rollout-correction-preset decoupled_token_is --no-use-rs"
+    )
+    assert other.correction.tis_level == "token" and not other.correction.use_rs
+
+
+def test_command_line_switches_off_what_yaml_and_preset_turn_on(base, tmp_path):
+    (tmp_path / "run.yaml").write_text("use_rs: on\nrs_veto_threshold: 1e-4\nbf16: yes\n")
+    got = configured(base + "--custom-config-path run.yaml --no-use-rs --rs-veto-threshold none --no-bf16")
+    assert (got.correction.use_rs, got.correction.rs_veto_threshold, got.megatron.bf16) == (
+        False,
+        None,
+        False,
+    )
+    assert not configured(base + "--rollout-correction-preset decoupled_token_is --no-use-tis").correction.use_tis
+
+
+def test_use_rollout_correction_follows_yaml_where_it_says_something(base, tmp_path):
+    (tmp_path / "run.yaml").write_text("use_rollout_correction: true\nuse_rs: true\n")
+    got = configured(base + "--custom-config-path run.yaml").correction
+    assert (got.use_tis, got.use_rs) == (False, True)
+    (tmp_path / "run.yaml").write_text("tis_level: sequence\n")
+    got = configured(base + "--custom-config-path run.yaml --use-rollout-correction").correction
+    assert (got.use_tis, got.tis_level) == (True, "sequence")
+
+
+LISTS = ["--eval-prompt-data eval.jsonl", "--rollout-stop-token-ids 2 5"]
+
+
+@pytest.mark.parametrize("flags", LISTS)
+def test_none_unsets_lists_and_takes_other_options_back_to_their_default(base, flags):
+    assert configured(base + f"{flags} {flags.split()[0]} none") == configured(base)
+    assert configured(base + "--rollout-engine sglang --sglang-url none --sglang-launch 1").sglang.sglang_url is None
+    assert configured(base + "--lr 1e-4 --lr none").megatron.lr == 1e-6
+    assert configured(base + "--use-tis=false") == configured(base + "--use-tis false") == configured(base)
+    assert configured(base + "--use-tis=true --tis-level=sequence").correction.use_tis
+
+
+def test_options_in_force_round_trip_through_yaml(base, tmp_path):
+    lines = [
+        "",
+        "--rollout-correction-preset decoupled_k3_rs_token_tis --rollout-stop-token-ids 2 5 --lr 3e-5",
+        "--use-tis --tis-clip 3 --rs-veto-threshold 1e-4 --eval-prompt-data a eval.jsonl b hard.jsonl",
+        "--use-rollout-correction --num-steps-per-rollout 2 --custom-tis-function-path mine.py:fn --no-progress",
+        "--eps-clip-high inf",
+    ]
+    for line in lines:
+        first = configured(base + line)
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump(options_in_force(first), sort_keys=False))
+        assert configured("--custom-config-path config.yaml") == first
+
+
+def test_options_in_force_are_all_but_those_that_lack_what_they_need(base):
+    sources = {"use_rollout_correction", "rollout_correction_preset", "custom_config_path"}
+    idle = {name for names in NEEDS for name in names.split()}
+    in_force = {"rollout_precision", "eps_clip", "eps_clip_high", "eps_clip_c", "disable_grpo_std_normalization"}
+    found = configured(base)
+    assert set(effective_config(found)) == set(OPTIONS) - sources
+    assert set(options_in_force(found)) == set(OPTIONS) - sources - (idle - in_force)
+
+
+def test_description_has_what_departs_from_the_defaults(base):
+    assert describe(configured(base + "--use-tis --tis-clip 3 --rollout-stop-token-ids 2 5 --weight-decay 0.01")) == (
+        "model and data: --hf-checkpoint model --prompt-data train.jsonl\n"
+        "rollout: --rollout-batch-size 4 --n-samples-per-prompt 8 --rollout-max-response-len 12\n"
+        "sampling: --rollout-stop-token-ids 2 5\n"
+        "rewards: --rm-type exact_match\n"
+        "training loop: --num-rollout 3 --num-steps-per-rollout 1 --global-batch-size 32\n"
+        "rollout correction: --use-tis --tis-upper-bound 3.0\n"
+        "parallelism and precision: --no-bf16 (trains in float32)"
+    )
+    assert describe(configured(base + "--bf16 --output-dir 'a b'")).splitlines()[-2:] == [
+        "parallelism and precision: --bf16",
+        "reporting: --output-dir 'a b'",
+    ]

@@ -1,0 +1,127 @@
+"""verl's rollout-correction block, in YAML and as Hydra overrides."""
+
+import dataclasses
+
+import pytest
+
+from slime_tis.cli import arguments
+from tests.cli.conftest import configured
+
+# verl's YAML blocks, as its documents give them, and what they are here.
+VERL_BLOCKS = [
+    (
+        "rollout_is: token\nrollout_is_threshold: 2.5\nrollout_rs: null\nbypass_mode: false",
+        {
+            "use_tis": True,
+            "tis_level": "token",
+            "tis_upper_bound": 2.5,
+            "use_rs": False,
+            "use_rollout_logprobs": False,
+        },
+    ),
+    (
+        "rollout_is: sequence\nrollout_is_threshold: 2.0\nrollout_rs: sequence\nrollout_rs_threshold: 3.0\n"
+        "rollout_rs_threshold_lower: 0.5\nrollout_is_batch_normalize: true",
+        {
+            "use_tis": True,
+            "tis_level": "sequence",
+            "use_rs": True,
+            "rs_level": "sequence",
+            "rs_lower_bound": 0.5,
+            "rs_upper_bound": 3.0,
+            "tis_batch_normalize": True,
+        },
+    ),
+    (
+        "rollout_is: null\nrollout_rs: geometric\nrollout_rs_threshold: 1.001\n"
+        "rollout_rs_threshold_lower: 0.999\n"
+        "rollout_token_veto_threshold: 1e-4\nbypass_mode: true\nuse_policy_gradient: true",
+        {
+            "use_tis": False,
+            "use_rs": True,
+            "rs_level": "geometric",
+            "rs_lower_bound": 0.999,
+            "rs_upper_bound": 1.001,
+            "rs_veto_threshold": 1e-4,
+            "use_rollout_logprobs": True,
+            "policy_loss": "reinforce",
+        },
+    ),
+    (
+        "rollout_is: token\nrollout_is_threshold: 2.0\nbypass_mode: true\nuse_policy_gradient: false",
+        {"use_tis": False, "use_rollout_logprobs": True, "policy_loss": "ppo", "get_mismatch_metrics": False},
+    ),
+    (
+        "rollout_is: sequence\nbypass_mode: true\nrollout_rs: seq_mean_k1\nrollout_rs_threshold: 0.5_2.0\n"
+        "loss_type: ppo_clip",
+        {"use_tis": False, "use_rs": False, "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.5_2.0"},
+    ),
+    (
+        "rollout_is: token\nrollout_is_threshold: 0.5_5.0",
+        {
+            "use_tis": True,
+            "tis_mode": "mask",
+            "tis_lower_bound": 0.5,
+            "tis_upper_bound": 5.0,
+            "rejection_normalizer": "original",
+        },
+    ),
+    (
+        "rollout_is: sequence\nbypass_old_logprob_for_rollout: true\nuse_pure_rollout_correction: true",
+        {"use_tis": True, "tis_level": "sequence", "use_rollout_logprobs": True, "policy_loss": "reinforce"},
+    ),
+]
+
+
+@pytest.mark.parametrize(("block", "expected"), VERL_BLOCKS)
+def test_verl_block_is_translated(base, tmp_path, block, expected):
+    indented = "\n".join("    " + line for line in block.splitlines())
+    (tmp_path / "verl.yaml").write_text(
+        f"algorithm:\n  rollout_correction:\n{indented}\n"
+        "actor_rollout_ref:\n  rollout:\n    calculate_log_probs: true\n"
+    )
+    got = dataclasses.asdict(configured(base + "--custom-config-path verl.yaml").correction)
+    assert {name: got[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize("on", ["true", "True", "TRUE", "yes", "on", "On"])
+@pytest.mark.parametrize("off", ["false", "False", "no", "off", "OFF"])
+def test_switches_read_alike_in_verls_block(base, tmp_path, on, off):
+    (tmp_path / "verl.yaml").write_text(
+        f"algorithm: {{rollout_correction: {{rollout_is: token, rollout_is_batch_normalize: {off}, bypass_mode: {on}, "
+        f"use_policy_gradient: {on}}}}}\nactor_rollout_ref: {{rollout: {{calculate_log_probs: {on}}}}}\n"
+        f"use_kl_loss: {on}\ncalculate_per_token_loss: {off}\n"
+    )
+    got = configured(base + "--custom-config-path verl.yaml")
+    correction, policy = got.correction, got.policy
+    assert (correction.use_tis, correction.use_rollout_logprobs, correction.policy_loss) == (True, True, "reinforce")
+    assert (policy.use_kl_loss, policy.calculate_per_token_loss) == (True, False)
+
+
+def test_hydra_overrides_are_read_as_verls_block_is(base, tmp_path):
+    block = "algorithm.rollout_correction."
+    words = (
+        f"{block}bypass_mode=True {block}rollout_is=token {block}rollout_rs=sequence +{block}rollout_rs_threshold=3.0"
+    )
+    got = configured(f"{words} {base} actor_rollout_ref.rollout.calculate_log_probs=True --eval-prompt-data eval.jsonl")
+    assert got.correction == arguments.RolloutCorrectionConfig(
+        use_rollout_logprobs=True, use_rs=True, rs_level="sequence", rs_upper_bound=3.0
+    )
+    (tmp_path / "verl.yaml").write_text("algorithm: {rollout_correction: {rollout_is: token, rollout_is_threshold: 3}}")
+    got = configured(base + f"--custom-config-path verl.yaml {block}bypass_mode=True").correction
+    assert (got.use_tis, got.use_rollout_logprobs, got.tis_upper_bound) == (
+        False,
+        True,
+        3.0,
+    )  # one block, translated once
+
+
+@pytest.mark.parametrize("name", ["ppo_is_bypass", "decoupled_token_icepop"])
+def test_verls_yaml_of_a_preset_is_the_preset(base, tmp_path, name):
+    block = {
+        "ppo_is_bypass": "rollout_is: token, rollout_is_threshold: 2.0, bypass_mode: True, use_policy_gradient: False",
+        "decoupled_token_icepop": "rollout_is: token, rollout_is_threshold: 0.5_5.0",
+    }[name]
+    (tmp_path / "verl.yaml").write_text(f"algorithm: {{rollout_correction: {{{block}}}}}\n")
+    by_yaml = configured(base + "--custom-config-path verl.yaml")
+    assert by_yaml == configured(base + f"--rollout-correction-preset {name}")

@@ -1,0 +1,108 @@
+"""What an accepted command line is warned about."""
+
+import shlex
+
+import pytest
+
+from slime_tis.cli.arguments import parse_args
+from tests.checkpoints import make_checkpoint
+
+
+def test_truncated_sampling_warns_in_one_line(whole, capsys):
+    parse_args(shlex.split(whole))
+    assert capsys.readouterr().err == ""
+    parse_args(shlex.split(whole + "--rollout-top-p 0.9 --get-mismatch-metrics --use-tis --tis-lower-bound 0.5"))
+    assert capsys.readouterr().err == (
+        "warning: --rollout-top-p is 0.9, so rollout log-probs are those of the truncated distribution, and "
+        "mismatch "
+        "metrics and weights include the truncation.\n"
+        "warning: --tis-lower-bound is 0.5 but --tis-mode truncate has no lower bound; choose clip or mask "
+        "for both.\n"
+        "warning: --get-mismatch-metrics measures alone only where nothing corrects, but --use-tis act on the loss; "
+        "leave them out to measure alone.\n"
+    )
+
+
+@pytest.mark.parametrize(("flags", "warns"), [("2", False), ("3", True), ("2999", True)])
+def test_a_warm_up_longer_than_the_run_is_warned_about(whole, capsys, flags, warns):
+    parse_args(shlex.split(whole + "--lr-warmup-iters " + flags))
+    assert capsys.readouterr().err == (
+        f"warning: --lr-warmup-iters is {flags} but the run has 3 optimizer steps, so that the learning rate never "
+        "reaches --lr.\n"
+        if warns
+        else ""
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "criterion"),
+    [
+        ("--rollout-correction-preset decoupled_geo_rs", "geometric"),
+        ("--use-rs --rs-level geometric --rs-upper-bound 1.001", "geometric"),
+        ("--rollout-rs seq_mean_k1 --rollout-rs-threshold 0.999_1.001", "seq_mean_k1"),
+        ("--use-rs --rs-level geometric --rs-upper-bound 1.01", None),
+        ("--rollout-correction-preset decoupled_geo_rs --rs-z-score 3", None),
+        ("--rollout-rs seq_mean_k3 --rollout-rs-threshold 0.001", None),
+    ],
+)
+def test_geometric_bounds_that_no_precision_fits_are_warned_about(whole, capsys, flags, criterion):
+    parse_args(shlex.split(whole + flags))
+    lower = "0.999" if criterion else ""
+    assert capsys.readouterr().err == (
+        f"warning: the bounds {lower} to 1.001 of {criterion} on the mean log-ratio are within ±1 %, which already "
+        "rejects 25 % of healthy sequences of 26 tokens in bf16 and 94 % in fp8 (docs/choosing.md); use --use-rs "
+        "--rs-level geometric --rs-z-score 3 in place of the bounds.\n"
+        if criterion
+        else ""
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--rollout-lookahead 2", "--rollout-lookahead is 2"),
+        ("--update-weights-interval 3 --get-mismatch-metrics", "--update-weights-interval is 3"),
+        (
+            "--rollout-lookahead 1 --update-weights-interval 2",
+            "--rollout-lookahead is 1 and --update-weights-interval is 2",
+        ),
+        ("--update-weights-interval 3 --use-tis", None),
+        ("--update-weights-interval 3 --use-rollout-logprobs", None),
+        ("--update-weights-interval 3 --old-logprobs interpolate", None),
+    ],
+)
+def test_stale_samples_that_nothing_corrects_are_warned_about(base, capsys, flags, words):
+    make_checkpoint("model", "qwen3")  # parse_args looks at the weights, too
+    capsys.readouterr()  # the bar of transformers
+    parse_args(shlex.split(base + flags))
+    assert capsys.readouterr().err == (
+        f"warning: {words}, so samples come from older weights than those being trained, and nothing corrects that; "
+        "add --use-tis, or --use-rollout-logprobs, whose ratios are to the policy that sampled.\n"
+        if words
+        else ""
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--eps-clip-high 0.28", "--eps-clip-high is 0.28"),
+        ("--use-tis --eps-clip 0.1 --eps-clip-c 3", "--eps-clip is 0.1 and --eps-clip-c is 3"),
+        ("--use-tis --tis-batch-normalize --policy-loss gspo --eps-clip 3e-4", "--eps-clip is 0.0003"),
+        ("--use-tis", None),
+        ("--eps-clip-high 0.28 --num-steps-per-rollout 2", None),
+        ("--eps-clip-high 0.28 --use-rollout-logprobs", None),
+        ("--eps-clip-high 0.28 --old-logprobs interpolate", None),
+    ],
+)
+def test_a_clip_range_without_effect_is_warned_about(base, capsys, flags, words):
+    make_checkpoint("model", "qwen3")  # parse_args looks at the weights, too
+    capsys.readouterr()  # the bar of transformers
+    parse_args(shlex.split(base + flags))
+    assert capsys.readouterr().err == (
+        f"warning: {words}, but with one optimizer step per rollout the policy is its own old policy, all ratios are "
+        "1, and nothing is clipped; raise --num-steps-per-rollout, or add --use-rollout-logprobs, which clips the "
+        "ratio to the policy that sampled.\n"
+        if words
+        else ""
+    )
