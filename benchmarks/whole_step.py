@@ -3,7 +3,7 @@
     python benchmarks/whole_step.py --threads 2 1 --rounds 3 --steps 40
 
 Every round runs each contender once, in a process of its own, one after another, so that what else the machine does
-falls on all alike. A contender's figure is the median over rounds of its median step, the first steps left out. Prints
+falls on all alike. A contender's time is the median over rounds of its median step, the first steps left out. Prints
 the medians, the ratios and where our time goes, and appends a row per contender to whole_step.csv.
 """
 
@@ -177,7 +177,7 @@ def prepare_trl() -> Path:
 
 
 def report(runs: dict[str, list[Run]], threads: int) -> None:
-    """Prints medians, each round's figure, ratios, and where the time of each contender goes."""
+    """Prints medians, each round's time, ratios, and where the time of each contender goes."""
     width = max(map(len, runs))
     medians = {name: statistics.median(run.median for run in found) for name, found in runs.items()}
     print(f"\n{threads} thread{'s' * (threads > 1)}: seconds a step, median of rounds (each round), relative to TRL")

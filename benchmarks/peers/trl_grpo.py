@@ -24,7 +24,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 class EndOfStep(TrainerCallback):
-    """Tells the clock when training begins and when each optimizer step is done."""
+    """Starts the clock when training begins and stops it at each optimizer step."""
 
     def __init__(self, clock: StepClock) -> None:
         self._clock = clock

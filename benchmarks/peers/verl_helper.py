@@ -36,7 +36,7 @@ def load_verl_helper(site_packages: Path) -> ModuleType:
 
 
 class _Proto:
-    """Stands in for DataProto: the tensors under `.batch`."""
+    """Replaces DataProto: the tensors under `.batch`."""
 
     batch: dict[str, torch.Tensor]
 

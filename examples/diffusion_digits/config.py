@@ -156,7 +156,7 @@ def configure(argv: Sequence[str]) -> Arguments:
     """Reads and checks the whole configuration of a run.
 
     Raises:
-        ValueError: one sentence, for anything that is refused.
+        ValueError: for anything that is refused.
     """
     parser = make_parser(
         COMMAND_LINE,
@@ -178,6 +178,6 @@ def configure(argv: Sequence[str]) -> Arguments:
 
 def effective_config(arguments: Arguments) -> dict[str, Any]:
     """The configuration in force as plain values; as YAML, --custom-config-path takes it back."""
-    rooms = (arguments.digits, arguments.correction, arguments.reporting)
-    values = {field.name: getattr(room, field.name) for room in rooms for field in dataclasses.fields(room)}
+    configs = (arguments.digits, arguments.correction, arguments.reporting)
+    values = {field.name: getattr(config, field.name) for config in configs for field in dataclasses.fields(config)}
     return {name: value for name, value in values.items() if not unmet_needs(COMMAND_LINE, name, values)}

@@ -25,7 +25,7 @@ WEIGHTS = {
     "mis_truncate_fraction": "share of weights at the bound",
     "rejected_sequence_fraction": "share of trajectories with a rejected step",
 }
-"""Figures of the panel of weights, and their words."""
+"""Metrics of the panel of weights, and their labels."""
 
 
 def save_samples(directory: Path, before: Tensor, after: Tensor) -> None:
@@ -97,8 +97,8 @@ def _draw_timesteps(axis: Any, series: dict[str, dict[str, Series]]) -> None:
 
 
 def _draw_weights(axis: Any, name: str, found: dict[str, Series]) -> None:
-    for (figure, words), color in zip(WEIGHTS.items(), COLORS[2:], strict=False):
-        _line(axis, measured(found, figure), color, words)
+    for (metric, label), color in zip(WEIGHTS.items(), COLORS[2:], strict=False):
+        _line(axis, measured(found, metric), color, label)
     axis.set_ylim(0, 1.05)
     _label(axis, f"Weights and rejections: {name}", "mean weight, share")
 
@@ -119,9 +119,9 @@ def _draw_images(figure: Any, runs: dict[str, Path]) -> None:
             side.set_visible(False)
 
 
-def measured(found: dict[str, Series], figure: str) -> Series:
-    """A figure of the correction, under whichever prefix it was logged; nothing where it was not."""
-    return next((found[prefix + figure] for prefix in PREFIXES if prefix + figure in found), [])
+def measured(found: dict[str, Series], metric: str) -> Series:
+    """A metric of the correction, under whichever prefix it was logged; empty where it was not."""
+    return next((found[prefix + metric] for prefix in PREFIXES if prefix + metric in found), [])
 
 
 def by_timestep(found: dict[str, Series]) -> list[tuple[float, float]]:

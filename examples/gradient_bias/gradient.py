@@ -74,7 +74,7 @@ class Point:
     sigma: float
     estimator: str
     responses: int
-    """Simulated; 0 where the figures are exact."""
+    """Simulated responses; 0 where the numbers are exact."""
     bias: float
     """‖E ĝ − g‖ / ‖g‖."""
     bias_low: float

@@ -98,10 +98,10 @@ def prepare(out: Path, *, seed: int = 0, example: Example | None = None) -> dict
     tokenizer = make_tokenizer(max_length=2 * example.digits + 44)
     model = make_model(example, seed)
     supervised = answered(train[: example.supervised_prompts], tokenizer)
-    figures = train_supervised(model, supervised, answered(held_out, tokenizer), example, seed)
+    results = train_supervised(model, supervised, answered(held_out, tokenizer), example, seed)
     report = {
         "seed": seed,
-        **figures,
+        **results,
         "parameters": model.num_parameters(),
         "seconds": time.monotonic() - start,
         "example": asdict(example),
