@@ -120,25 +120,25 @@ class Run:
         return first["eval/reward"], metrics["eval/reward"]
 
     def train_rollout(self, rollout: int) -> dict[str, float]:
-        """Samples, scores, corrects and trains; the figures of it."""
+        """Samples, scores, corrects and trains; returns the metrics of the rollout."""
         config = self.config
         if rollout % config.update_weights_interval == 0:
             self.sampler, self.steps_behind = rollout_copy(self.model, config.rollout_precision), 0
-        figures = {"rollout/weight_staleness": float(self.steps_behind)}
+        metrics = {"rollout/weight_staleness": float(self.steps_behind)}
         generator = torch.Generator().manual_seed((config.seed << 32) + rollout)
         asked = torch.randint(CLASSES, (config.rollout_batch_size,), generator=generator)
         digits = asked.repeat_interleave(config.n_samples_per_prompt)
         trajectories = sample_trajectories(self.sampler, digits, config, generator)
         rewards = reward(self.teacher, trajectories.images_BP, digits)
-        figures["rollout/raw_reward"] = rewards.mean().item()
+        metrics["rollout/raw_reward"] = rewards.mean().item()
         advantages = grpo(rewards.view(-1, config.n_samples_per_prompt)).flatten()
         batch, measured = self.prepare(trajectories, advantages)
         shares = torch.randperm(len(digits), generator=generator).chunk(config.num_steps_per_rollout)
         losses, norms = zip(*(self.train_step(batch.of(share)) for share in shares), strict=True)
         measured += [loss.statistics for loss in losses if loss.statistics is not None]
         if measured:
-            figures |= reduce(StepStatistics.merge, measured).metrics()
-        return figures | loss_metrics(losses, norms)
+            metrics |= reduce(StepStatistics.merge, measured).metrics()
+        return metrics | loss_metrics(losses, norms)
 
     def prepare(self, trajectories: Trajectories, advantages_B: Tensor) -> tuple[Batch, list[StepStatistics]]:
         """Old log-probs; where the correction is decoupled, also its weights, made once of the whole rollout."""
@@ -202,7 +202,7 @@ def spread(pixels_BP: Tensor, digits_B: Tensor) -> float:
 
 
 def loss_metrics(losses: tuple[DiffusionLoss, ...], norms: tuple[float, ...]) -> dict[str, float]:
-    """train/… figures of a rollout's optimizer steps together."""
+    """train/… metrics over all optimizer steps of a rollout."""
     kept, units = (max(sum(getattr(loss, name).item() for loss in losses), 1) for name in ("kept", "units"))
     sums = {name: sum(loss.sums[name].item() for loss in losses) / kept for name in losses[0].sums}
     return {

@@ -1,6 +1,6 @@
 """What is measured of a batch of trajectories, mergeable, and its names in the log.
 
-Shapes: suffix _BT is [B, T] of B trajectories with T steps, _K per different timestep.
+Shapes: suffix _BT is [B, T] of B trajectories with T steps, _D per distinct timestep.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ class StepStatistics:
     """[2] float64: sequences, and those of them with a rejected step."""
     highest: Tensor
     """0-dim float64: largest |Δ|; −inf where there is none."""
-    timesteps_K: Tensor
+    timesteps_D: Tensor
     """float64, ascending: the timesteps there were."""
-    abs_diff_K: Tensor
+    abs_diff_D: Tensor
     """float64: Σ|Δ| at each."""
-    count_K: Tensor
+    count_D: Tensor
     """float64: finite Δ at each."""
 
     def merge(self, other: StepStatistics) -> StepStatistics:
         """The statistics of both together: micro-batches, steps of one trajectory, or ranks."""
-        timesteps, index = torch.cat([self.timesteps_K, other.timesteps_K]).unique(return_inverse=True)
+        timesteps, index = torch.cat([self.timesteps_D, other.timesteps_D]).unique(return_inverse=True)
         weights = None if self.weights is None or other.weights is None else self.weights.merge(other.weights)
         return StepStatistics(
             core=self.core.merge(other.core),
             weights=weights,
             sequences=self.sequences + other.sequences,
             highest=torch.maximum(self.highest, other.highest),
-            timesteps_K=timesteps,
-            abs_diff_K=_added(torch.cat([self.abs_diff_K, other.abs_diff_K]), index, timesteps),
-            count_K=_added(torch.cat([self.count_K, other.count_K]), index, timesteps),
+            timesteps_D=timesteps,
+            abs_diff_D=_added(torch.cat([self.abs_diff_D, other.abs_diff_D]), index, timesteps),
+            count_D=_added(torch.cat([self.count_D, other.count_D]), index, timesteps),
         )
 
     def metrics(self) -> dict[str, float]:
@@ -103,9 +103,9 @@ def step_statistics(
         highest=torch.cat(
             [torch.where(finite, difference, -torch.inf).flatten(), none.new_full((1,), -torch.inf)]
         ).amax(),
-        timesteps_K=timesteps,
-        abs_diff_K=abs_diff,
-        count_K=count,
+        timesteps_D=timesteps,
+        abs_diff_D=abs_diff,
+        count_D=count,
     )
 
 
@@ -134,7 +134,7 @@ def weight_report(config: RolloutCorrectionConfig) -> RolloutCorrectionConfig:
 def _sizes_of_steps(statistics: StepStatistics) -> dict[str, float]:
     """Largest |Δ|, and its mean at each timestep; timesteps that print alike are one."""
     table: dict[str, tuple[float, float]] = {}
-    columns = torch.stack([statistics.timesteps_K, statistics.abs_diff_K, statistics.count_K], 1)
+    columns = torch.stack([statistics.timesteps_D, statistics.abs_diff_D, statistics.count_D], 1)
     for timestep, total, count in columns.tolist():
         name = f"logprob_abs_diff/ts_{timestep:g}"
         before = table.get(name, (0.0, 0.0))
@@ -143,5 +143,5 @@ def _sizes_of_steps(statistics: StepStatistics) -> dict[str, float]:
     return {"logprob_abs_diff_max": highest} | {name: total / n for name, (total, n) in table.items() if n}
 
 
-def _added(values_N: Tensor, index_N: Tensor, timesteps_K: Tensor) -> Tensor:
-    return torch.zeros_like(timesteps_K).index_add_(0, index_N, values_N)
+def _added(values_N: Tensor, index_N: Tensor, timesteps_D: Tensor) -> Tensor:
+    return torch.zeros_like(timesteps_D).index_add_(0, index_N, values_N)
