@@ -3,7 +3,7 @@
     python benchmarks/correction.py [--slime-mis PATH/mis.py] [--rounds 9]
 
 Everything on: truncated weights, batch normalisation, geometric rejection, veto, all metrics read; lists in and lists
-out (verl: padded in, padded out). CPU time of one thread; contenders take turns within a round, and the reported time is the
+out (verl: padded in, padded out). CPU time of one thread; contenders take turns within a round, and reported is the
 median over rounds. verl is installed from PyPI without its dependencies into `.venv-verl`. Appends rows to
 correction.csv and draws correction.png.
 """
