@@ -1,6 +1,6 @@
 """Answers that no SGLang server should give, and a server that gives them: python hostile.py NAME AFTER
 
-The server is that of `tests/rollout/sglang/replay.py`; here its `faults` may also be a `Raw` answer, sent as it is.
+The server is that of `tests/rollout/sglang/fake_sglang.py`; its `faults` may be a `Raw` answer, too, sent as it is.
 As a program it prints its port, answers AFTER requests well, and all later ones with the hostile answer NAME.
 """
 
@@ -11,7 +11,7 @@ import sys
 import threading
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import repeat
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tests.rollout.sglang.replay import Replay
+from tests.rollout.sglang.fake_sglang import FakeSGLang, servers_of
 
 KEY = "sk-7Hq2vX9tLw4Rz8Kd"
 ADMIN_KEY = "adm-5Tn8bY3cGf6Jp1Ms"
@@ -48,7 +48,7 @@ def endless(chunk: bytes, *headers: str, pause: float = 0.0) -> Raw:
     return Raw("\r\n".join(lines).encode() + b"\r\n\r\n", repeat(framed), pause)
 
 
-class Hostile(Replay):
+class Hostile(FakeSGLang):
     """A server of recorded answers that can send anything at all."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -58,18 +58,12 @@ class Hostile(Replay):
         """Good answers to /generate, and what becomes of all after them."""
         super().__init__(loop)
 
-    async def _one_request(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
-        method, path, _ = head[0].split(" ")
-        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:]) if name}
-        body = json.loads(await reader.readexactly(int(headers.get("content-length", 0))) or b"{}")
-        self.headers.append(headers)
-        if path == "/generate" and self.later is not None and len(self.requests) >= self.later[0]:
+    async def _generate_or_fail(self, body: dict[str, Any]) -> Any:
+        if self.later is not None and len(self.requests) >= self.later[0]:
             self.faults.append(self.later[1])
-        answer = await self._answer(method, path, body, headers)
-        if answer is None:
-            return False
-        status, content = answer
+        return await super()._generate_or_fail(body)
+
+    async def _send(self, writer: asyncio.StreamWriter, path: str, status: int, content: Any) -> bool:
         if path in self.answers:
             content = self.answers[path](content)
         if not isinstance(content, Raw):
@@ -84,21 +78,9 @@ class Hostile(Replay):
         return b"Connection: close" not in content.head
 
 
-@contextmanager
-def hostiles(count: int) -> Iterator[list[Hostile]]:
+def hostiles(count: int) -> AbstractContextManager[list[Hostile]]:
     """Some servers on a thread of their own."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-    servers = [Hostile(loop) for _ in range(count)]
-    try:
-        yield servers
-    finally:
-        for server in servers:
-            server.die()
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
+    return servers_of(Hostile, count)
 
 
 def edited(edit: Callable[[dict[str, Any]], Any]) -> Callable[[Any], Any]:

@@ -39,7 +39,7 @@ from tests.faults.hostile import (
     http,
     nested,
 )
-from tests.rollout.sglang.test_engine import LATE, Weights, assert_exact
+from tests.rollout.sglang.rollouts import LATE, Weights, assert_exact
 from tests.runs import make_task, read_metrics
 
 QUICK = Timeouts(recovery=0.3, first_retry=0.002, max_retry=0.01, health_interval=0.01)

@@ -13,7 +13,7 @@ from slime_tis.rollout.sample import Sampling
 from slime_tis.rollout.sglang.client import Redactor, Server, cancel_and_wait, make_client, worker_urls
 from slime_tis.rollout.sglang.errors import MalformedAnswer, RequestRefused, ServerError
 from slime_tis.rollout.sglang.schema import Completion, generate_body
-from tests.rollout.sglang.replay import Replay, continuation, recorded, replays
+from tests.rollout.sglang.fake_sglang import FakeSGLang, continuation, fake_servers, recorded
 
 KEY = "sk-not-to-be-seen"
 ROUTER = "http://router:3000"
@@ -23,17 +23,17 @@ LONG = continuation(PROMPT, 1000)
 
 
 @pytest.fixture
-def replay() -> Iterator[Replay]:
-    with replays(1) as (server,):
+def fake() -> Iterator[FakeSGLang]:
+    with fake_servers(1) as (server,):
         yield server
 
 
 def ask(
-    replay: Replay, use: Callable[[Server], Coroutine[Any, Any, Any]], *, key: str | None = None, **options: Any
+    fake: FakeSGLang, use: Callable[[Server], Coroutine[Any, Any, Any]], *, key: str | None = None, **options: Any
 ) -> Any:
     async def work() -> Any:
         async with make_client(key) as client:
-            server = Server(replay.url, client, **{"timeout": 10.0, "abort_timeout": 5.0, **options})
+            server = Server(fake.url, client, **{"timeout": 10.0, "abort_timeout": 5.0, **options})
             try:
                 return await use(server)
             finally:
@@ -55,88 +55,88 @@ async def until(condition: Callable[[], Any]) -> None:
         await asyncio.sleep(0.002)
 
 
-def test_a_request_is_answered(replay: Replay) -> None:
-    completion = ask(replay, lambda server: generate(server, max_new_tokens=6))
+def test_a_request_is_answered(fake: FakeSGLang) -> None:
+    completion = ask(fake, lambda server: generate(server, max_new_tokens=6))
     assert completion.token_ids == continuation(PROMPT, 6)
-    assert replay.requests == [body(max_new_tokens=6)]
-    assert "authorization" not in replay.headers[0]
+    assert fake.requests == [body(max_new_tokens=6)]
+    assert "authorization" not in fake.headers[0]
 
 
-def test_what_a_server_is(replay: Replay) -> None:
-    replay.weight_version = "3"
-    info = ask(replay, lambda server: server.info())
+def test_what_a_server_is(fake: FakeSGLang) -> None:
+    fake.weight_version = "3"
+    info = ask(fake, lambda server: server.info())
     assert (info.weight_version, info.max_input_len) == ("3", 505)
 
 
-def test_health(replay: Replay) -> None:
-    assert ask(replay, lambda server: server.health_error()) is None
-    replay.healthy = False
-    assert f"{replay.url}/health answered HTTP 503" in ask(replay, lambda server: server.health_error())
-    replay.die()
-    assert f"{replay.url}/health failed: " in ask(replay, lambda server: server.health_error())
+def test_health(fake: FakeSGLang) -> None:
+    assert ask(fake, lambda server: server.health_error()) is None
+    fake.healthy = False
+    assert f"{fake.url}/health answered HTTP 503" in ask(fake, lambda server: server.health_error())
+    fake.die()
+    assert f"{fake.url}/health failed: " in ask(fake, lambda server: server.health_error())
 
 
 @pytest.mark.parametrize("status", [500, 502, 503, 504, 429, 408])
-def test_what_another_server_may_answer_is_a_server_error(replay: Replay, status: int) -> None:
-    replay.faults.append(status)
-    with pytest.raises(ServerError, match=f"{replay.url}/generate answered HTTP {status}: max_new_tokens must"):
-        ask(replay, generate)
+def test_what_another_server_may_answer_is_a_server_error(fake: FakeSGLang, status: int) -> None:
+    fake.faults.append(status)
+    with pytest.raises(ServerError, match=f"{fake.url}/generate answered HTTP {status}: max_new_tokens must"):
+        ask(fake, generate)
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 413, 422])
-def test_what_every_server_would_refuse_is_refused(replay: Replay, status: int) -> None:
-    replay.faults.append(status)
-    with pytest.raises(RequestRefused, match=f"{replay.url}/generate answered HTTP {status}: max_new_t") as caught:
-        ask(replay, generate)
+def test_what_every_server_would_refuse_is_refused(fake: FakeSGLang, status: int) -> None:
+    fake.faults.append(status)
+    with pytest.raises(RequestRefused, match=f"{fake.url}/generate answered HTTP {status}: max_new_t") as caught:
+        ask(fake, generate)
     assert caught.value.status == status
     assert ("--sglang-api-key-env" in str(caught.value)) == (status == 401)
 
 
-def test_broken_connections_are_server_errors(replay: Replay) -> None:
-    replay.faults.append("drop")
-    with pytest.raises(ServerError, match=f"{replay.url}/generate failed: Server disconnected"):
-        ask(replay, generate)
-    replay.die()
-    with pytest.raises(ServerError, match=f"{replay.url}/generate failed: "):
-        ask(replay, generate)
+def test_broken_connections_are_server_errors(fake: FakeSGLang) -> None:
+    fake.faults.append("drop")
+    with pytest.raises(ServerError, match=f"{fake.url}/generate failed: Server disconnected"):
+        ask(fake, generate)
+    fake.die()
+    with pytest.raises(ServerError, match=f"{fake.url}/generate failed: "):
+        ask(fake, generate)
 
 
-def test_what_is_not_json_is_a_malformed_answer(replay: Replay) -> None:
-    replay.faults.append(lambda answer: "<html>no</html>")
+def test_what_is_not_json_is_a_malformed_answer(fake: FakeSGLang) -> None:
+    fake.faults.append(lambda answer: "<html>no</html>")
     with pytest.raises(MalformedAnswer, match="/generate gave an answer that cannot be used: it is not JSON"):
-        ask(replay, generate)
+        ask(fake, generate)
 
 
-def test_a_request_that_takes_too_long_is_aborted_and_gives_what_it_has(replay: Replay) -> None:
-    replay.stop_after = 4
-    completion = ask(replay, generate, timeout=0.1)
+def test_a_request_that_takes_too_long_is_aborted_and_gives_what_it_has(fake: FakeSGLang) -> None:
+    fake.stop_after = 4
+    completion = ask(fake, generate, timeout=0.1)
     assert (completion.token_ids, completion.finish_reason) == (LONG[:4], "abort")
-    assert replay.count("/abort_request") >= 1
+    assert fake.count("/abort_request") >= 1
 
 
-def test_a_server_that_hangs_is_given_up(replay: Replay) -> None:
-    replay.faults.append("hang")
+def test_a_server_that_hangs_is_given_up(fake: FakeSGLang) -> None:
+    fake.faults.append("hang")
     with pytest.raises(ServerError, match=r"did not answer within 0\.05 s"):
-        ask(replay, generate, timeout=0.05, abort_timeout=0.05)
-    assert "r1" in replay.aborted
+        ask(fake, generate, timeout=0.05, abort_timeout=0.05)
+    assert "r1" in fake.aborted
 
 
-def test_a_request_that_is_cancelled_is_aborted_by_its_id(replay: Replay) -> None:
-    replay.stop_after = 4
+def test_a_request_that_is_cancelled_is_aborted_by_its_id(fake: FakeSGLang) -> None:
+    fake.stop_after = 4
 
     async def leave(server: Server) -> None:
         request = asyncio.ensure_future(generate(server, "left"))
-        await until(lambda: replay.requests)
+        await until(lambda: fake.requests)
         request.cancel()
         with pytest.raises(asyncio.CancelledError):
             await request
 
-    ask(replay, leave)
-    assert replay.aborted == {"left"}
+    ask(fake, leave)
+    assert fake.aborted == {"left"}
 
 
 def test_a_router_has_requests_aborted_where_they_are() -> None:
-    with replays(3) as (router, *workers):
+    with fake_servers(3) as (router, *workers):
 
         async def work() -> None:
             async with make_client(None) as client:
@@ -148,14 +148,14 @@ def test_a_router_has_requests_aborted_where_they_are() -> None:
 
 
 @pytest.mark.parametrize("endpoint", ["/pause_generation", "/flush_cache", "/abort_request"])
-def test_posts_take_json_text_and_nothing(replay: Replay, endpoint: str) -> None:
-    ask(replay, lambda server: server.post(endpoint, {"rid": "x"}))
-    assert replay.calls == [f"POST {endpoint}"]
+def test_posts_take_json_text_and_nothing(fake: FakeSGLang, endpoint: str) -> None:
+    ask(fake, lambda server: server.post(endpoint, {"rid": "x"}))
+    assert fake.calls == [f"POST {endpoint}"]
 
 
-def test_a_post_to_an_unknown_endpoint_is_refused(replay: Replay) -> None:
+def test_a_post_to_an_unknown_endpoint_is_refused(fake: FakeSGLang) -> None:
     with pytest.raises(RequestRefused, match="HTTP 404: Not Found") as caught:
-        ask(replay, lambda server: server.post("/begin_weight_update", {}))
+        ask(fake, lambda server: server.post("/begin_weight_update", {}))
     assert caught.value.status == 404
 
 
@@ -170,23 +170,23 @@ def test_a_post_to_an_unknown_endpoint_is_refused(replay: Replay) -> None:
     ],
     ids=lambda value: value if value.startswith("error") else "",
 )
-def test_the_message_of_a_refusal_is_found_in_all_its_forms(replay: Replay, name: str, message: str) -> None:
-    replay.spoken = recorded(name)
+def test_the_message_of_a_refusal_is_found_in_all_its_forms(fake: FakeSGLang, name: str, message: str) -> None:
+    fake.spoken = recorded(name)
     with pytest.raises(RequestRefused, match=message) as caught:
-        ask(replay, lambda server: server.post("/speak", {}))
+        ask(fake, lambda server: server.post("/speak", {}))
     assert len(str(caught.value)) < 600 and "\n" not in str(caught.value)
 
 
-def test_the_key_is_sent_and_shown_nowhere(replay: Replay, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_key_is_sent_and_shown_nowhere(fake: FakeSGLang, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
-    replay.key = KEY
+    fake.key = KEY
     shown = []
 
     async def use(server: Server) -> None:
         shown.append(f"{server!r} {server._client!r} {server._client.headers!r} {vars(server)!r}")
         await server.info()
-        replay.faults.extend([503, "drop", 400])
-        replay.spoken = {"message": f"you sent Authorization: Bearer {KEY}"}
+        fake.faults.extend([503, "drop", 400])
+        fake.spoken = {"message": f"you sent Authorization: Bearer {KEY}"}
         for work in (*(generate(server) for _ in range(3)), server.post("/speak", {})):
             try:
                 await work
@@ -194,16 +194,16 @@ def test_the_key_is_sent_and_shown_nowhere(replay: Replay, caplog: pytest.LogCap
                 shown.append("".join(traceback.format_exception(error)))
                 assert error.__cause__ is None
 
-    ask(replay, use, key=KEY)
-    assert {headers["authorization"] for headers in replay.headers} == {f"Bearer {KEY}"}
+    ask(fake, use, key=KEY)
+    assert {headers["authorization"] for headers in fake.headers} == {f"Bearer {KEY}"}
     assert len(shown) == 5 and "Bearer ***" in shown[-1]
     assert not any(KEY in text for text in [*shown, caplog.text])
 
 
-def test_the_admin_key_goes_to_the_endpoints_that_change_a_server_alone(replay: Replay) -> None:
+def test_the_admin_key_goes_to_the_endpoints_that_change_a_server_alone(fake: FakeSGLang) -> None:
     async def work() -> None:
         async with make_client("user-key", "admin-key") as client:
-            server = Server(replay.url, client, timeout=10.0)
+            server = Server(fake.url, client, timeout=10.0)
             await server.info()
             await generate(server, max_new_tokens=2)
             await server.post("/pause_generation", {"mode": "retract"})
@@ -211,15 +211,15 @@ def test_the_admin_key_goes_to_the_endpoints_that_change_a_server_alone(replay: 
             await server.abort("r1")
 
     asyncio.run(work())
-    keys = [headers["authorization"].removeprefix("Bearer ") for headers in replay.headers]
+    keys = [headers["authorization"].removeprefix("Bearer ") for headers in fake.headers]
     assert keys == ["user-key"] * 3 + ["admin-key"] * 3
-    assert {headers["accept-encoding"] for headers in replay.headers} == {"identity"}
+    assert {headers["accept-encoding"] for headers in fake.headers} == {"identity"}
 
 
-def test_a_wrong_key_is_refused_with_a_hint(replay: Replay) -> None:
-    replay.key = KEY
+def test_a_wrong_key_is_refused_with_a_hint(fake: FakeSGLang) -> None:
+    fake.key = KEY
     with pytest.raises(RequestRefused, match=r"HTTP 401: Unauthorized; put its key .* --sglang-api-key-env") as caught:
-        ask(replay, lambda server: server.info(), key="other-key")
+        ask(fake, lambda server: server.info(), key="other-key")
     assert "other-key" not in str(caught.value)
 
 

@@ -15,7 +15,7 @@ from slime_tis.rollout.sglang.client import Server, make_client
 from slime_tis.rollout.sglang.dispatch import Attempts, Dispatcher
 from slime_tis.rollout.sglang.errors import RequestRefused, UnexpectedWeights
 from slime_tis.rollout.sglang.health import HealthMonitor, ServerState, Timeouts
-from tests.rollout.sglang.replay import Replay, continuation, replays
+from tests.rollout.sglang.fake_sglang import FakeSGLang, continuation, fake_servers, when
 
 QUICK = Timeouts(recovery=30.0, first_retry=0.005, max_retry=0.02, health_interval=0.01)
 SAMPLING = Sampling(max_response_len=5)
@@ -57,10 +57,10 @@ Use = Callable[[Cluster], Coroutine[Any, Any, Any]]
 
 
 def with_cluster(
-    replay_servers: list[Replay],
+    fakes: list[FakeSGLang],
     use: Use,
     *,
-    router: Replay | None = None,
+    router: FakeSGLang | None = None,
     timeout: float = 20.0,
     start_timeout: float = 20.0,
     timeouts: Timeouts = QUICK,
@@ -69,9 +69,7 @@ def with_cluster(
 ) -> Any:
     async def work() -> Any:
         async with make_client(None) as client:
-            servers = [
-                Server(r.url, client, timeout=timeout, abort_timeout=0.2, health_timeout=0.3) for r in replay_servers
-            ]
+            servers = [Server(r.url, client, timeout=timeout, abort_timeout=0.2, health_timeout=0.3) for r in fakes]
             front = None if router is None else Server(router.url, client, timeout=timeout, workers=servers)
             health = HealthMonitor(servers, front, timeouts, on_return=on_return)
             cluster = Cluster(servers, health, Dispatcher(health, **options))
@@ -92,6 +90,12 @@ async def until(condition: Callable[[], Any]) -> None:
         await asyncio.sleep(0.002)
 
 
+async def until_checked(fake: FakeSGLang, times: int) -> None:
+    """Until the health of a server has been checked some more times."""
+    checks = fake.count("/health")
+    await until(lambda: fake.count("/health") >= checks + times)
+
+
 def expected(prompts: range) -> list[list[int]]:
     return [continuation([1, prompt], 5) for prompt in prompts]
 
@@ -102,7 +106,7 @@ def test_requests_are_spread_and_bounded() -> None:
             server.stop_after = 0
         going = [asyncio.ensure_future(cluster.ask(prompt)) for prompt in range(3, 23)]
         await until(lambda: sum(map(len, (server.requests for server in held))) == 6)
-        await asyncio.sleep(0.02)
+        await until_checked(held[0], times=3)
         assert [server.at_once for server in held] == [3, 3]
         for server in held:
             server.stop_after = None
@@ -110,11 +114,13 @@ def test_requests_are_spread_and_bounded() -> None:
         assert [server.most_at_once for server in held] == [3, 3]
         assert set(cluster.tries.values()) == {1}
 
-    with replays(2) as held:
+    with fake_servers(2) as held:
         with_cluster(held, use, concurrency=3)
 
 
-@pytest.mark.parametrize("fault", [500, 503, "drop", lambda answer: "no json"])
+@pytest.mark.parametrize(
+    "fault", [500, 503, "drop", lambda answer: "no json"], ids=["HTTP 500", "HTTP 503", "dropped", "not JSON"]
+)
 def test_a_failed_request_is_tried_again_elsewhere(fault: Any) -> None:
     async def use(cluster: Cluster) -> None:
         both[0].faults.append(fault)
@@ -125,7 +131,7 @@ def test_a_failed_request_is_tried_again_elsewhere(fault: Any) -> None:
         counts = {"retries": 1, "deaths": 0, "returns": 0, "live_servers": 2}
         assert cluster.metrics() == {**counts, "malformed_responses": int(callable(fault))}
 
-    with replays(2) as both:
+    with fake_servers(2) as both:
         with_cluster(both, use)
 
 
@@ -135,7 +141,7 @@ def test_the_only_server_is_tried_again_too() -> None:
         assert await cluster.ask(3) == continuation([1, 3], 5)
         assert cluster.tries == {3: 4}
 
-    with replays(1) as alone:
+    with fake_servers(1) as alone:
         with_cluster(alone, use)
 
 
@@ -150,7 +156,7 @@ def test_a_request_that_fails_everywhere_is_given_up() -> None:
         assert cluster.tries == {3: 3}
         assert cluster.metrics()["retries"] == 2
 
-    with replays(2) as both:
+    with fake_servers(2) as both:
         with_cluster(both, use, max_retries=2)
 
 
@@ -162,7 +168,7 @@ def test_a_refused_request_is_not_tried_again() -> None:
         assert cluster.tries == {3: 1}
         assert await cluster.ask(4) == continuation([1, 4], 5)
 
-    with replays(2) as both:
+    with fake_servers(2) as both:
         with_cluster(both, use)
 
 
@@ -187,7 +193,7 @@ def test_a_server_that_dies_in_mid_batch_loses_nothing(caplog: pytest.LogCapture
             "malformed_responses": 0,
         }
 
-    with caplog.at_level(logging.WARNING), replays(2) as both:
+    with caplog.at_level(logging.WARNING), fake_servers(2) as both:
         with_cluster(both, use, concurrency=8)
     words = [record.getMessage() for record in caplog.records]
     assert len(words) == 2 and f"{both[1].url} is marked down: " in words[0] and "is back, with weights 0" in words[1]
@@ -204,7 +210,7 @@ def test_a_server_that_hangs_is_found_out_and_what_it_was_asked_goes_elsewhere()
         assert cluster.metrics()["deaths"] == 1
         await until(lambda: both[0].aborted == {body["rid"] for body in both[0].requests})
 
-    with replays(2) as both:
+    with fake_servers(2) as both:
         with_cluster(both, use, timeout=1000.0)
 
 
@@ -215,7 +221,7 @@ def test_one_slow_health_check_takes_no_server_out() -> None:
             alone[0].healthy = False
             await until(lambda n=checks: alone[0].count("/health") > n)
             alone[0].healthy = True
-            await asyncio.sleep(0.05)
+            await until_checked(alone[0], times=2)
         assert cluster.metrics() == {
             "retries": 0,
             "deaths": 0,
@@ -224,7 +230,7 @@ def test_one_slow_health_check_takes_no_server_out() -> None:
             "malformed_responses": 0,
         }
 
-    with replays(1) as alone:
+    with fake_servers(1) as alone:
         with_cluster(alone, use, timeouts=replace(QUICK, health_interval=0.03))
 
 
@@ -232,8 +238,8 @@ def test_a_server_that_comes_back_without_its_weights_waits_for_them() -> None:
     returned: list[Server] = []
 
     async def use(cluster: Cluster) -> None:
-        for replay, server in zip(both, cluster.servers, strict=True):
-            replay.weight_version, replay.version = "4", 4
+        for fake, server in zip(both, cluster.servers, strict=True):
+            fake.weight_version, fake.version = "4", 4
             cluster.health.mark_current(server, 4)
         cluster.health.expect(4)
         cluster.health.version = 4
@@ -252,7 +258,7 @@ def test_a_server_that_comes_back_without_its_weights_waits_for_them() -> None:
         assert len(both[0].requests) > served
         assert cluster.metrics()["returns"] == 1 and returned == [cluster.servers[0]]
 
-    with replays(2) as both:
+    with fake_servers(2) as both:
         with_cluster(both, use, on_return=returned.append)
 
 
@@ -270,7 +276,7 @@ def test_a_server_that_kept_its_weights_serves_at_once() -> None:
         assert await going == continuation([1, 3], 5)
         assert cluster.metrics()["returns"] == 1
 
-    with replays(1) as alone:
+    with fake_servers(1) as alone:
         with_cluster(alone, use)
 
 
@@ -287,7 +293,7 @@ def test_an_answer_of_a_server_that_was_started_anew_unseen_is_not_used() -> Non
         assert cluster.at == [both[0].url, both[1].url]
         assert returned == cluster.health.needing_weights() == [cluster.servers[0]]
 
-    with replays(2) as both:
+    with fake_servers(2) as both:
         with_cluster(both, use, on_return=returned.append)
 
 
@@ -304,7 +310,7 @@ def test_versions_of_an_update_under_way_are_right_and_others_wrong() -> None:
             ):
                 cluster.health.check_versions(state, 4, versions)
 
-    with replays(1) as alone:
+    with fake_servers(1) as alone:
         with_cluster(alone, use)
 
 
@@ -313,13 +319,14 @@ def test_nothing_is_asked_and_nobody_taken_out_during_an_update() -> None:
         async with cluster.health.updating(1):
             alone[0].paused = True  # it fails health checks
             going = asyncio.ensure_future(cluster.ask(3))
-            await asyncio.sleep(0.1)
+            for _ in range(100):
+                await asyncio.sleep(0)
             assert alone[0].requests == []
             alone[0].paused = False
         assert await going == continuation([1, 3], 5)
         assert cluster.metrics()["deaths"] == 0
 
-    with replays(1) as alone:
+    with fake_servers(1) as alone:
         with_cluster(alone, use)
 
 
@@ -334,7 +341,7 @@ def test_a_server_that_fails_to_take_weights_is_out_whatever_version_it_names() 
         cluster.health.mark_current(cluster.servers[0], 0)
         assert await cluster.ask(3) == continuation([1, 3], 5)
 
-    with replays(1) as alone:
+    with fake_servers(1) as alone:
         with_cluster(alone, use, on_return=returned.append)
 
 
@@ -351,7 +358,7 @@ def test_when_no_server_is_left_the_run_is_told_who_why_and_what_to_do() -> None
         assert sentence.startswith("no SGLang server is left, and none came back within 0.2 s: ")
         assert sentence.endswith("Start servers again, and resume with --load.")
 
-    with replays(2) as both:
+    with fake_servers(2) as both:
         with_cluster(both, use, timeouts=replace(QUICK, recovery=0.2), max_retries=100)
 
 
@@ -363,7 +370,7 @@ def test_a_server_that_comes_back_in_time_saves_the_run() -> None:
         await asyncio.to_thread(alone[0].come_back)
         assert await going == continuation([1, 3], 5)
 
-    with replays(1) as alone:
+    with fake_servers(1) as alone:
         with_cluster(alone, use)
 
 
@@ -371,10 +378,9 @@ def test_slow_servers_are_waited_for_and_missing_ones_do_without() -> None:
     async def start(cluster: Cluster) -> int:
         return len(cluster.available)
 
-    with replays(2) as both:
+    with fake_servers(2) as both:
         both[0].healthy = False
-        threading_timer = __import__("threading").Timer(0.1, lambda: setattr(both[0], "healthy", True))
-        threading_timer.start()
+        when(lambda: both[0].count("/health") > 2, lambda: setattr(both[0], "healthy", True))
         assert with_cluster(both, start) == 2
         both[0].healthy = False
         assert with_cluster(both, start, start_timeout=0.2) == 1
@@ -389,7 +395,7 @@ def test_weights_of_an_earlier_run_do_not_count_as_those_of_the_start() -> None:
     async def start(cluster: Cluster) -> list[int]:
         return [both.index(next(r for r in both if r.url == s.url)) for s in cluster.health.needing_weights()]
 
-    with replays(2) as both:
+    with fake_servers(2) as both:
         both[1].weight_version = "0"
         assert with_cluster(both, start) == [1]
 
@@ -405,7 +411,7 @@ def test_requests_that_wait_are_served_in_their_order() -> None:
         assert isinstance(outcomes[4], asyncio.CancelledError)
         assert [body["input_ids"][1] for body in alone[0].requests] == [3, 4, 5, 6, 8, 9, 10, 11, 12]
 
-    with replays(1) as alone:
+    with fake_servers(1) as alone:
         with_cluster(alone, use, concurrency=1)
 
 
@@ -416,8 +422,8 @@ def test_a_router_is_asked_and_its_servers_are_watched() -> None:
         assert await asyncio.gather(*(cluster.ask(p) for p in range(3, 23))) == expected(range(3, 23))
         assert set(cluster.at) == {router.url}
         assert router.most_at_once <= 6
-        for replay, server in zip(workers, cluster.servers, strict=True):
-            replay.weight_version, replay.version = "2", 2
+        for fake, server in zip(workers, cluster.servers, strict=True):
+            fake.weight_version, fake.version = "2", 2
             cluster.health.mark_current(server, 2)
         cluster.health.expect(2)
         cluster.health.version = 2
@@ -429,7 +435,7 @@ def test_a_router_is_asked_and_its_servers_are_watched() -> None:
         cluster.health.mark_current(cluster.servers[1], 2)
         assert await asyncio.gather(*going) == expected(range(23, 33))
 
-    with replays(3) as (router, *workers):
+    with fake_servers(3) as (router, *workers):
         router.workers = workers
         with_cluster(workers, use, router=router, concurrency=3, on_return=returned.append)
 
@@ -443,6 +449,6 @@ def test_a_server_behind_a_router_may_die() -> None:
         assert await asyncio.gather(*going) == expected(range(3, 13))
         await until(lambda: cluster.available == [cluster.servers[1]])
 
-    with replays(3) as (router, *workers):
+    with fake_servers(3) as (router, *workers):
         router.workers = workers
         with_cluster(workers, use, router=router, concurrency=3)

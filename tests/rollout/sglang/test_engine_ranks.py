@@ -14,8 +14,8 @@ from slime_tis.rollout.sample import Sampling
 from slime_tis.rollout.sglang.config import SGLangConfig
 from slime_tis.rollout.sglang.engine import SGLangEngine
 from tests.checkpoints import make_checkpoint
-from tests.rollout.sglang.replay import log_prob, replays
-from tests.rollout.sglang.test_engine import EARLY, LATE, PROMPTS, QUICK, SAMPLING, ByHand, Weights, assert_exact, flat
+from tests.rollout.sglang.fake_sglang import fake_servers, log_prob
+from tests.rollout.sglang.rollouts import EARLY, LATE, PROMPTS, QUICK, SAMPLING, ByHand, Weights, assert_exact, flat
 from tests.runs import spawn
 
 SIZE = 2
@@ -63,7 +63,7 @@ def play(rank: int, checkpoint: str, url: str) -> dict[str, Any]:
 @pytest.mark.slow
 def test_two_ranks_see_the_same(tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path / "checkpoint", "qwen3")
-    with replays(1) as (server,):
+    with fake_servers(1) as (server,):
         server.weight_version, server.version = "7", 7
         spawn(work, args=(str(checkpoint), server.url, str(tmp_path)), nprocs=SIZE)
         first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(SIZE))

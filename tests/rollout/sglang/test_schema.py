@@ -20,7 +20,7 @@ from slime_tis.rollout.sglang.schema import (
     score_body,
     version_number,
 )
-from tests.rollout.sglang.replay import recorded
+from tests.rollout.sglang.fake_sglang import recorded
 
 
 def generation(answer: Any, max_new_tokens: int = 1000, **options: Any) -> Completion:

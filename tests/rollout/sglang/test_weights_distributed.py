@@ -337,12 +337,17 @@ def test_only_the_loopback_listens_and_the_default_group_stays(pair: list[Weight
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1", "localhost", socket.gethostname()])
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1", "localhost", socket.gethostname()], ids=["IP address", "localhost", "host name"]
+)
 def test_closing_ends_a_join_under_way(address: str) -> None:
     async def work() -> None:
         group = UpdateGroup(address, server_ranks=1, device=torch.device("cpu"), timeout=60.0)
+        assert group._store is not None
+        before = group._store.num_keys()
         joining = protocol.in_thread(group.join)
-        await asyncio.sleep(0.3)
+        while group._store.num_keys() <= before:  # until its own rank waits for the server's
+            await asyncio.sleep(0.002)
         assert not joining.done()
         group.close()
         with pytest.raises(RuntimeError):

@@ -10,12 +10,13 @@ import asyncio
 import copy
 import json
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 RECORDED = Path(__file__).parent / "recorded"
 STOP = 2
@@ -46,14 +47,14 @@ def continuation(ids: list[int], limit: int) -> list[int]:
     return found
 
 
-class Replay:
+class FakeSGLang:
     """One server. Fields may be set from the test at any time."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.weight_version = "default"
         self.version = 0
         self.healthy = True
-        self.has_spans = True
+        self.reports_token_versions = True
         self.stop_after: int | None = None
         """Tokens after which every request waits until this is None or more."""
         self.faults: deque[Any] = deque()
@@ -67,11 +68,13 @@ class Replay:
         self.updates_fail = False
         self.spoken: Any = None
         """What POST /speak is refused with."""
-        self.workers: list[Replay] = []
+        self.workers: list[FakeSGLang] = []
         """Where a router hands requests on to."""
         self.most_at_once = self.at_once = 0
         self.aborted: set[str] = set()
         self.live: set[str] = set()
+        self.held: dict[str, int] = {}
+        """Tokens of the requests that wait at `stop_after`, by id."""
         self.longest: int | None = None
         """What /server_info says that inputs must be shorter than; None is as recorded."""
         self.deterministic = False
@@ -146,7 +149,10 @@ class Replay:
         answer = await self._answer(method, path, json.loads(body) if body else {}, headers)
         if answer is None:
             return False
-        status, content = answer
+        return await self._send(writer, path, *answer)
+
+    async def _send(self, writer: asyncio.StreamWriter, path: str, status: int, content: Any) -> bool:
+        """Writes an answer; returns whether the connection stays open."""
         text = content if isinstance(content, str) else json.dumps(content)
         writer.write(f"HTTP/1.1 {status} X\r\nContent-Length: {len(text.encode())}\r\n\r\n{text}".encode())
         await writer.drain()
@@ -215,6 +221,7 @@ class Replay:
         finally:
             self.at_once -= 1
             self.live.discard(rid)
+            self.held.pop(rid, None)
         return (200, fault(answer)) if callable(fault) else (200, answer)
 
     async def _hand_on(self, body: dict[str, Any]) -> Any:
@@ -243,7 +250,10 @@ class Replay:
                 await asyncio.sleep(0.0005 if self.paused or self.stop_after is not None else 0)
                 if self.aborted & {"*", body["rid"]} and not self.deaf:
                     return self._formed(body, found, versions, {"type": "abort", "message": "Aborted"})
-                waiting = self.paused or (self.stop_after is not None and len(found) >= self.stop_after)
+                waiting = self.stop_after is not None and len(found) >= self.stop_after
+                if waiting:
+                    self.held[body["rid"]] = len(found)
+                waiting = waiting or self.paused
             token = next_token([*body["input_ids"], *found])
             found.append(token)
             versions.append(self.version)
@@ -262,7 +272,7 @@ class Replay:
         meta["completion_tokens"] = meta["output_token_logprobs_length"] = len(found)
         meta["weight_version"] = self.weight_version
         del meta["weight_versions"]
-        if self.has_spans:
+        if self.reports_token_versions:
             meta["weight_versions"] = list(self._spans(versions))
         return answer
 
@@ -284,13 +294,21 @@ class Replay:
         return answer
 
 
-@contextmanager
-def replays(count: int) -> Iterator[list[Replay]]:
+Fake = TypeVar("Fake", bound=FakeSGLang)
+
+
+def fake_servers(count: int) -> AbstractContextManager[list[FakeSGLang]]:
     """Some servers on a thread of their own."""
+    return servers_of(FakeSGLang, count)
+
+
+@contextmanager
+def servers_of(kind: type[Fake], count: int) -> Iterator[list[Fake]]:
+    """Some servers of a class, on a thread of their own."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
-    servers = [Replay(loop) for _ in range(count)]
+    servers = [kind(loop) for _ in range(count)]
     try:
         yield servers
     finally:
@@ -310,3 +328,21 @@ def spoiled(edit: Callable[[dict[str, Any]], Any]) -> Callable[[Any], Any]:
         return answer
 
     return spoil
+
+
+def wait_until(condition: Callable[[], Any]) -> None:
+    """Waits for an event, from a thread that may block."""
+    end = time.monotonic() + 30.0
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+def when(condition: Callable[[], Any], act: Callable[[], Any]) -> None:
+    """Does something on another thread as soon as something has happened, while the caller waits elsewhere."""
+
+    def run() -> None:
+        wait_until(condition)
+        act()
+
+    threading.Thread(target=run, daemon=True).start()

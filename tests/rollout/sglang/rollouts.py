@@ -1,0 +1,140 @@
+"""Servers, an engine on them, and what every sample has to be."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime_tis.rollout.checkpoint import load_tokenizer
+from slime_tis.rollout.engine import WeightSource
+from slime_tis.rollout.sample import Prompt, Sample, Sampling
+from slime_tis.rollout.sglang.client import Server
+from slime_tis.rollout.sglang.config import SGLangConfig
+from slime_tis.rollout.sglang.engine import SGLangEngine
+from slime_tis.rollout.sglang.health import Timeouts
+from tests.rollout.sglang.fake_sglang import STOP, FakeSGLang, continuation, log_prob
+
+QUICK = Timeouts(recovery=30.0, first_retry=0.005, max_retry=0.02, health_interval=0.01)
+LIMIT = 20
+SAMPLING = Sampling(max_response_len=LIMIT, n_samples=3)
+
+
+def prompt(index: int) -> Prompt:
+    return Prompt(index=index, text=f"p{index}", token_ids=(1, 3 + index % 60, 4 + index // 60))
+
+
+PROMPTS = [prompt(index) for index in range(12)]
+EARLY = [p for p in map(prompt, range(300)) if len(continuation(list(p.token_ids), 60)) <= 5]
+LATE = [p for p in map(prompt, range(300)) if len(continuation(list(p.token_ids), 60)) == 60]
+
+
+class Weights:
+    """A policy's weights, and how often they were iterated."""
+
+    def __init__(self) -> None:
+        self.iterated = 0
+
+    def __call__(self) -> Iterator[tuple[str, Tensor]]:
+        self.iterated += 1
+        yield "model.norm.weight", torch.ones(2)
+
+
+class ByHand:
+    """A way of weights that needs the trainer each time, as the distributed one does."""
+
+    def __init__(self) -> None:
+        self.errors: dict[str, str] = {}
+        self.pushes: list[tuple[list[str], int]] = []
+        self.between: Callable[[], None] = lambda: None
+        """Called while servers are paused."""
+
+    async def push(self, servers: Sequence[Server], source: WeightSource, version: int) -> list[Server]:
+        self.errors = {}
+        self.pushes.append(([server.url for server in servers], version))
+        assert [name for name, _ in source()] == ["model.norm.weight"]
+        for server in servers:
+            try:
+                await server.post("/pause_generation", {"mode": "retract"})
+                self.between()
+                await server.post("/update_weights_from_disk", {"weight_version": str(version)})
+                await server.post("/continue_generation", {})
+            except Exception as error:
+                self.errors[server.url] = str(error)
+        return [server for server in servers if server.url in self.errors]
+
+    async def restore(self, server: Server) -> bool:
+        return False
+
+    async def close(self) -> None:
+        pass
+
+
+class Run:
+    """Servers, an engine on them, and what it was made of."""
+
+    def __init__(self, servers: list[FakeSGLang], checkpoint: Path, **options: Any) -> None:
+        self.servers, self.weights, self.sync = servers, Weights(), ByHand()
+        timeouts, version = options.pop("timeouts", QUICK), options.pop("weights_version", None)
+        options = {"sglang_url": tuple(server.url for server in servers), "sglang_request_timeout": 30.0, **options}
+        by_hand = {} if options.get("sglang_weight_sync") == "disk" else {"weight_sync": self.sync}
+        self.engine = SGLangEngine(
+            SGLangConfig(**options),
+            checkpoint,
+            load_tokenizer(checkpoint),
+            output_dir=checkpoint,
+            weights=self.weights,
+            timeouts=timeouts,
+            weights_version=version,
+            **by_hand,
+        )
+
+    def update(self, version: int) -> None:
+        self.engine.update_weights(self.weights, version)
+
+    @property
+    def requests(self) -> list[dict[str, Any]]:
+        return [body for server in self.servers for body in server.requests]
+
+    @property
+    def num_held(self) -> int:
+        """Requests that have all tokens up to their server's `stop_after`."""
+        return sum(
+            tokens >= (server.stop_after or 0) for server in self.servers for tokens in list(server.held.values())
+        )
+
+    def release(self) -> None:
+        """Lets held requests go on."""
+        for server in self.servers:
+            server.stop_after = None
+
+
+def flat(groups: list[list[Sample]]) -> list[Sample]:
+    return [sample for group in groups for sample in group]
+
+
+def assert_exact(groups: list[list[Sample]], prompts: Sequence[Prompt], sampling: Sampling = SAMPLING) -> None:
+    """Every sample is there once, in its place, and is what the model says."""
+    assert [[sample.prompt for sample in group] for group in groups] == [[p] * sampling.n_samples for p in prompts]
+    for number, sample in enumerate(flat(groups)):
+        assert (sample.group_index, sample.sample_index) == (number // sampling.n_samples, number)
+        assert sample.response_ids == continuation(list(sample.prompt.token_ids), sampling.max_response_len)
+        assert sample.finish_reason == ("stop" if sample.response_ids[-1] == STOP else "length")
+        assert_log_probs(sample)
+
+
+def assert_log_probs(sample: Sample) -> None:
+    assert sample.rollout_log_probs == [
+        log_prob(token, version) for token, version in zip(sample.response_ids, sample.weight_versions, strict=True)
+    ]
+    assert sample.loss_mask == [1] * len(sample.response_ids)
+
+
+@contextmanager
+def held(run: Run, tokens: int) -> Iterator[None]:
+    for server in run.servers:
+        server.stop_after = tokens
+    yield
+    run.release()

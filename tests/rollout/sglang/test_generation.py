@@ -1,0 +1,172 @@
+"""Whole rollouts on servers: what is sampled, refused, in flight at the same time, and left at the end."""
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from slime_tis.rollout.checkpoint import load_tokenizer
+from slime_tis.rollout.engine import RolloutUnavailable
+from slime_tis.rollout.sample import Prompt, Sample, Sampling
+from tests.rollout.sglang.fake_sglang import FakeSGLang, continuation, fake_servers, log_prob, spoiled, wait_until
+from tests.rollout.sglang.rollouts import LATE, PROMPTS, SAMPLING, Run, assert_exact, flat, held
+
+
+def test_samples_are_those_of_the_model_in_the_prompts_order(start: Callable[..., Run], checkpoint: Path) -> None:
+    run = start(3)
+    groups = run.engine.generate(PROMPTS, SAMPLING, seed=0)
+    assert_exact(groups, PROMPTS)
+    assert {version for sample in flat(groups) for version in sample.weight_versions} == {0}
+    decode = load_tokenizer(checkpoint).decode
+    assert [s.response for s in flat(groups)] == [
+        decode(s.response_ids, skip_special_tokens=True) for s in flat(groups)
+    ]
+    assert min(len(server.requests) for server in run.servers) > 0
+    ids = [body["rid"] for body in run.requests]
+    assert len(set(ids)) == len(ids) == 36 and len({len(request_id) for request_id in ids}) == 1
+    assert run.engine.metrics() == {
+        "rollout/sglang_retries": 0,
+        "rollout/sglang_deaths": 0,
+        "rollout/sglang_returns": 0,
+        "rollout/sglang_live_servers": 3,
+        "rollout/sglang_malformed_responses": 0,
+    }
+
+
+def test_requests_in_flight_are_bounded(start: Callable[..., Run]) -> None:
+    run = start(2, sglang_concurrency=4)
+    with held(run, 1):
+        pending = run.engine.submit(PROMPTS, SAMPLING, seed=0)
+        wait_until(lambda: sum(server.at_once for server in run.servers) == 8)
+    assert_exact(pending.result(), PROMPTS)
+    assert [server.most_at_once for server in run.servers] == [4, 4]
+
+
+def test_responses_end_with_the_context(start: Callable[..., Run]) -> None:
+    late = next(
+        p
+        for i in range(300)
+        if len(continuation(list((p := Prompt(index=i, text="", token_ids=(1, *[3 + i % 60] * 119))).token_ids), 9))
+        == 9
+    )
+    sampling = Sampling(max_response_len=50)
+    ((sample,),) = start(1).engine.generate([late], sampling, seed=0)
+    assert (len(sample.token_ids), sample.finish_reason) == (127, "length")  # 0.5.9 refuses to be asked for all 128
+
+
+def test_inputs_that_servers_do_not_take_are_not_sent(start: Callable[..., Run]) -> None:
+    def short(servers: list[FakeSGLang]) -> None:
+        servers[0].longest = 8
+
+    run = start(2, short)
+    long = Prompt(index=4, text="", token_ids=(3,) * 8)
+    with pytest.raises(ValueError, match="prompt 4 has 8 tokens, but the servers take 7 at most; set --rollout-max-p"):
+        run.engine.generate([long], SAMPLING, seed=0)
+    sampling = Sampling(max_response_len=30)
+    begun = Sample(
+        prompt=LATE[0],
+        group_index=0,
+        sample_index=0,
+        response_ids=continuation(list(LATE[0].token_ids), 5),
+        response="",
+        rollout_log_probs=[-1.0] * 5,
+        loss_mask=[1] * 5,
+        weight_versions=[0] * 5,
+        finish_reason="abort",
+    )
+    run.engine.resume_unfinished([[begun]])
+    ((sample,),) = run.engine.submit([], sampling, seed=0, num_groups=1).result()
+    assert (sample.response_ids, sample.finish_reason) == (begun.response_ids, "length")
+    assert run.requests == []
+
+
+def test_every_response_has_a_seed_of_its_own_where_servers_take_one(start: Callable[..., Run]) -> None:
+    def seeds(run: Run, seed: int) -> dict[tuple[int, ...], list[int]]:
+        """Of the responses to each prompt."""
+        for server in run.servers:
+            server.requests.clear()
+        assert_exact(run.engine.generate(PROMPTS, SAMPLING, seed=seed), PROMPTS)
+        found: dict[tuple[int, ...], list[int]] = {}
+        for body in sorted(run.requests, key=lambda body: body["rid"]):
+            found.setdefault(tuple(body["input_ids"]), []).append(body["sampling_params"]["sampling_seed"])
+        return found
+
+    def deterministic(servers: list[FakeSGLang]) -> None:
+        for server in servers:
+            server.deterministic = True
+
+    run = start(2, deterministic)
+    first = seeds(run, seed=5)
+    assert len({one for ones in first.values() for one in ones}) == 36, "none twice, least of all within a group"
+    assert all(0 <= one < 2**63 for ones in first.values() for one in ones)
+    assert seeds(run, seed=5) == first
+    assert not {one for ones in seeds(run, seed=6).values() for one in ones} & {
+        one for o in first.values() for one in o
+    }
+
+
+def test_servers_that_take_no_seed_get_none(start: Callable[..., Run]) -> None:
+    run = start(1)
+    assert_exact(run.engine.generate(PROMPTS, SAMPLING, seed=5), PROMPTS)
+    assert not [body for body in run.requests if "sampling_seed" in body["sampling_params"]]
+
+
+def test_close_ends_what_is_in_flight(start: Callable[..., Run], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    threads = set(threading.enumerate())
+    run = start(2, sglang_concurrency=4)
+    with held(run, 3):
+        pending = run.engine.submit(LATE[:8], SAMPLING, seed=0)
+        wait_until(lambda: sum(server.at_once for server in run.servers) == 8)
+        run.engine.close()
+        with pytest.raises(RuntimeError, match="closed while a rollout was in flight"):
+            pending.result()
+        aborted = set().union(*(server.aborted for server in run.servers))
+        assert aborted == {body["rid"] for body in run.requests} and len(aborted) == 8
+    run.engine.close()
+    left = {thread.name for thread in set(threading.enumerate()) - threads}
+    assert "sglang" not in left
+    assert not [record for record in caplog.records if record.name == "asyncio"]
+
+
+def test_rollouts_and_evaluations_are_in_flight_together(start: Callable[..., Run]) -> None:
+    run = start(2)
+    with held(run, 2):
+        pending = [run.engine.submit(PROMPTS[k : k + 4], SAMPLING, seed=k) for k in (0, 4, 8)]
+        assert [one.progress[1] for one in pending] == [12, 12, 12]
+        assert all(one.progress[0] < 12 for one in pending)
+    greedy = Sampling(temperature=0.0, max_response_len=6)
+    assert_exact(run.engine.generate(PROMPTS, greedy, seed=0), PROMPTS, greedy)
+    for k, one in zip((0, 4, 8), pending, strict=True):
+        assert_exact(one.result(), PROMPTS[k : k + 4])
+        assert one.progress == (12, 12)
+
+
+def test_every_server_scores_a_probe(start: Callable[..., Run]) -> None:
+    run = start(2)
+    run.update(5)
+    run.servers[1].version = 6
+    ids = [1, 7, 20, 33]
+    assert run.engine.prompt_log_probs(ids) == {
+        server.url: [log_prob(token, version) for token in ids[1:]]
+        for server, version in zip(run.servers, (5, 6), strict=True)
+    }
+    run.servers[0].faults.append(spoiled(lambda answer: answer["meta_info"]["input_token_logprobs"].pop()))
+    with pytest.raises(
+        RolloutUnavailable, match=f"{run.servers[0].url}/generate gave an answer that cannot be used: it has 2"
+    ):
+        run.engine.prompt_log_probs(ids)
+
+
+def test_the_key_is_in_no_representation(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_KEY", "sk-secret")
+    with fake_servers(1) as servers:
+        servers[0].key = "sk-secret"
+        run = Run(servers, checkpoint, sglang_api_key_env="A_KEY")
+        run.update(1)
+        assert_exact(run.engine.generate(PROMPTS, SAMPLING, seed=0), PROMPTS)
+        held_by = [run.engine, run.engine._servers, *vars(run.engine).values(), *vars(run.engine._servers).values()]
+        assert not any("sk-secret" in f"{thing!r} {getattr(thing, '__dict__', '')!r}" for thing in held_by)
+        run.engine.close()
