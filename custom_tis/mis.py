@@ -223,7 +223,7 @@ def _mismatch_metrics(sums_S: SequenceSums[Tensor], log_ratio: Tensor, spread: S
 
 
 def _weight_metrics(
-    config: RolloutCorrectionConfig, found: Correction, log_ratio: Tensor, bounded: Tensor, spread: Spread
+    config: RolloutCorrectionConfig, found: Correction[list[Tensor]], log_ratio: Tensor, bounded: Tensor, spread: Spread
 ) -> dict[str, Tensor]:
     """Before and after the mode; before it only where the level is one of slime's."""
     metrics = {"tis_weight_after_bound": bounded, "is_ratio_mean_after_tis_rs": bounded}

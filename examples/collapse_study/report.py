@@ -3,8 +3,6 @@
 python -m examples.collapse_study.report    # writes both into docs/; part of `make docs`
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path

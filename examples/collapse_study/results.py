@@ -1,7 +1,5 @@
 """Results of a run, read from its metrics.jsonl: one row of results.csv."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

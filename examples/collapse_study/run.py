@@ -7,8 +7,6 @@ A run that ended before, with the same flags, is not made again: a study that wa
 call. The row of a run takes the place of the one that results.csv has of it.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import json

@@ -1,7 +1,5 @@
 """The command line of train.py: flags, YAML and presets, checked once, as one frozen config per room."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

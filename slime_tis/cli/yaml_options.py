@@ -91,7 +91,7 @@ class _Loader(yaml.BaseLoader):
     depth = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        event = self.peek_event()
+        event = self.peek_event()  # type: ignore[no-untyped-call]  # PyYAML's
         if isinstance(event, yaml.AliasEvent):
             raise _Refused(
                 f"{_line(event)}: *{str(event.anchor)[:40]} is an alias, which is not read; write the value out"

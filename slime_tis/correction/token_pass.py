@@ -170,7 +170,8 @@ def _squares(tokens: Tokens) -> Tensor:
 
 
 def _sum_of_squares(x_RK: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(x_RK, dim=-1).square_()
+    norm_R: Tensor = torch.linalg.vector_norm(x_RK, dim=-1)
+    return norm_R.square_()
 
 
 def _add_rows(table_R: Tensor, chunk: Chunk) -> Tensor:

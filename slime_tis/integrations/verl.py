@@ -234,7 +234,8 @@ def _open(config: Any) -> AbstractContextManager[Any]:
     omegaconf = sys.modules.get("omegaconf")
     if omegaconf is None or not omegaconf.OmegaConf.is_config(config):
         return nullcontext()
-    return omegaconf.open_dict(config)
+    opened: AbstractContextManager[Any] = omegaconf.open_dict(config)
+    return opened
 
 
 def _reject(

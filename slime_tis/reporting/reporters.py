@@ -125,8 +125,8 @@ class TensorBoard:
 
     def __init__(self, directory: Path, resume_step: int = 0) -> None:
         # slow to import, and only when asked for
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
-        from tensorboard.compat.proto.summary_pb2 import Summary as Scalars  # type: ignore[import-untyped]
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]  # generated
+        from tensorboard.compat.proto.summary_pb2 import Summary as Scalars  # type: ignore[import-untyped]  # generated
         from torch.utils.tensorboard import FileWriter
 
         self._scalars = Scalars

@@ -47,7 +47,7 @@ def prepare_run_directory(
 def continues(directory: Path, run: str | None) -> bool:
     """Whether the reports in a directory belong to a run."""
     try:
-        return json.loads((directory / IDENTITY).read_text(encoding="utf-8"))["run"] == run
+        return bool(json.loads((directory / IDENTITY).read_text(encoding="utf-8"))["run"] == run)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
 

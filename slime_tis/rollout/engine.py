@@ -1,7 +1,5 @@
 """The contract of a rollout engine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Protocol

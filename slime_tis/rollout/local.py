@@ -1,7 +1,5 @@
 """The in-process rollout engine: batched decoding with transformers."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -373,7 +373,7 @@ def make_client(api_key: str | None = None, admin_api_key: str | None = None) ->
     )
 
 
-async def cancel_and_wait(tasks: Iterable[asyncio.Task]) -> None:
+async def cancel_and_wait(tasks: Iterable[asyncio.Task[object]]) -> None:
     """Cancels tasks and waits until they have ended, however they did."""
     all_tasks = list(tasks)
     pending = {task for task in all_tasks if not task.done()}

@@ -1,7 +1,5 @@
 """Options of the SGLang rollout engine: which servers, how they are asked, and how they get new weights."""
 
-from __future__ import annotations
-
 import ipaddress
 import os
 import re

@@ -1,7 +1,5 @@
 """Which server takes a request, how many at a time, and what follows when a server fails."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections import deque

@@ -519,7 +519,8 @@ class RankZero:
             return source()
 
         if not self.is_self:
-            return self._follow(source)
+            sent: Result = self._follow(source)
+            return sent
         try:
             result = work(shared_source)
         except Exception as error:

@@ -19,8 +19,6 @@ All servers begin as down. Only live ones are asked for responses. What a server
 given up there and asked for elsewhere.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

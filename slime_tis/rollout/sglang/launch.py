@@ -1,7 +1,5 @@
 """SGLang servers that a run starts on this machine, watches, starts again and stops."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

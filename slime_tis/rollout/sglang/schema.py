@@ -4,8 +4,6 @@ Nothing in an answer is believed unchecked: a server may be broken, be another p
 hold what concerns one value (its type, finite, within bounds), `parse_…` what concerns several (their counts agree).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar

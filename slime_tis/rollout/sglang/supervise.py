@@ -10,8 +10,6 @@ The Python is the one that has sglang, where slime_tis is not installed: standar
 * The server ends with the program that started this one, whose end closes standard input.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -4,8 +4,6 @@ Its model is a rule: the next token follows from the tokens before it, and the l
 a test knows what every sample has to be, whoever samples it and however often that was tried.
 """
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import json

@@ -1,7 +1,5 @@
 """Weights through a directory that this program and the servers see."""
 
-from __future__ import annotations
-
 import asyncio
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """Weights by broadcast: one torch process group per server, NCCL from a GPU and gloo from a CPU."""
 
-from __future__ import annotations
-
 import asyncio
 import ipaddress
 import secrets
@@ -276,7 +274,8 @@ def _gloo(store: dist.PrefixStore, size: int, address: str | None, timeout: time
     options = gloo._Options()
     options._timeout = timeout
     options._devices = [gloo.create_device(hostname=address) if address else gloo.create_default_device()]
-    return gloo(store, 0, size, options)
+    backend: Backend = gloo(store, 0, size, options)
+    return backend
 
 
 def _nccl(store: dist.PrefixStore, size: int, name: str, timeout: timedelta) -> Backend:
@@ -284,4 +283,5 @@ def _nccl(store: dist.PrefixStore, size: int, name: str, timeout: timedelta) -> 
     options = nccl.Options()
     options._timeout = timeout
     options.group_name = name
-    return nccl(store, 0, size, options)
+    backend: Backend = nccl(store, 0, size, options)
+    return backend

@@ -12,8 +12,6 @@ The way of the weights from Megatron to a server:
           resume                       the server goes on generating once it reports the new version
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -213,7 +211,7 @@ async def exchange(request: Awaitable[None], own_part: asyncio.Future[None]) -> 
         SGLangError: The server's part failed.
     """
     asked = asyncio.ensure_future(request)
-    both: set[asyncio.Future] = {asked, own_part}
+    both: set[asyncio.Future[None]] = {asked, own_part}
     try:
         await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
         if not asked.done():  # the server's message is often the better one
