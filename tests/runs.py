@@ -1,4 +1,4 @@
-"""Runs of train.py on a tiny random model, in this process or under torchrun, for tests that look at the figures."""
+"""Runs of train.py on a tiny random model, in this process or under torchrun, for tests that look at the metrics."""
 
 import json
 import multiprocessing
@@ -152,5 +152,5 @@ def read_metrics(output: Path) -> list[dict[str, Any]]:
 
 
 def training_metrics(row: dict[str, Any]) -> dict[str, float]:
-    """The figures of a row that do not depend on the clock."""
+    """The metrics of a row that do not depend on the clock."""
     return {name: value for name, value in row.items() if name.startswith(("train/", "rollout/", "eval/"))}

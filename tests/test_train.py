@@ -1,4 +1,4 @@
-"""train.py as a whole, on a tiny model: algorithms, resuming, stale weights, masks, and one sentence for bad input."""
+"""train.py as a whole, on a tiny model: algorithms, resuming, stale weights, masks, and one message for bad input."""
 
 import json
 import os
@@ -54,7 +54,7 @@ def test_every_algorithm_trains_and_skips_the_forward_pass_it_can(flags: tuple[s
     for row in rows:
         assert row["train/grad_norm"] > 0
         assert all(value is not None for value in row.values())  # nothing that was not finite
-        if "interpolate" not in flags:  # at a lag of one step or none the interpolated π_old is π_rollout
+        if "interpolate" not in flags:  # at a staleness of one step or none the interpolated π_old is π_rollout
             assert row["train/train_rollout_logprob_abs_diff"] > 0  # int8 weights: the mismatch is real
 
 
@@ -154,18 +154,20 @@ def test_rejected_siblings_shift_no_baseline(run: Run, tmp_path: Path) -> None:
         losses.append(found["train/grad_norm"])
     unchanged = sum(loss == row["train/grad_norm"] for loss in losses)
     rejected = round(row["train/mis_rs_seq_masked_fraction"] * len(samples))
-    assert rejected <= unchanged < len(samples)  # a kept sample without kept siblings shifts nothing either
+    assert rejected <= unchanged < len(samples)  # an accepted sample without accepted siblings shifts nothing either
 
 
 def test_everything_rejected_makes_no_step(run: Run, tmp_path: Path) -> None:
     rows = run("--use-rs", "--rs-level", "token", "--rs-lower-bound", "8", "--rs-upper-bound", "9", name="none")
     assert [row["train/skipped_steps"] for row in rows] == [1, 1, 1]
     assert rows[-1]["train/gradient_kept_fraction"] == 0
-    kept = run("--lr", "1e-30", "--weight-decay", "0", name="still")
-    assert rows[-1]["train/mismatch_training_log_ppl"] == pytest.approx(kept[-1]["train/mismatch_training_log_ppl"])
+    unchanged = run("--lr", "1e-30", "--weight-decay", "0", name="still")
+    assert rows[-1]["train/mismatch_training_log_ppl"] == pytest.approx(
+        unchanged[-1]["train/mismatch_training_log_ppl"]
+    )
 
 
-def test_a_run_killed_and_resumed_gives_the_same_figures(task: list[str], tmp_path: Path) -> None:
+def test_a_run_killed_and_resumed_gives_the_same_metrics(task: list[str], tmp_path: Path) -> None:
     flags = [*task, "--use-tis", "--use-kl-loss", "--kl-loss-coef", "0.1", "--rollout-shuffle"]
     flags += ["--update-weights-interval", "3", "--lr-decay-style", "cosine", "--num-rollout", "6"]
     flags += ["--save-interval", "2"]
@@ -216,7 +218,7 @@ def test_evaluation_is_of_the_training_policy(task: list[str], tmp_path: Path) -
 
 
 def test_tool_tokens_are_neither_trained_on_nor_measured(task: list[str], run: Run, tmp_path: Path) -> None:
-    """Multi-turn samples: whatever stands in the log-probs under a loss mask of 0, nothing changes."""
+    """Multi-turn samples: whatever the log-probs under a loss mask of 0 are, nothing changes."""
     plain = tmp_path / "plain.jsonl"
     run("--save-debug-rollout-data", str(plain), "--num-rollout", "1", name="sample")
     samples = [json.loads(line) for line in plain.read_text().splitlines()]
@@ -281,9 +283,9 @@ BAD_DATA = {
 
 @pytest.mark.parametrize("case", BAD_DATA)
 def test_bad_prompts_are_named(case: str, task: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text, sentence = BAD_DATA[case]
+    text, message = BAD_DATA[case]
     (tmp_path / "bad.jsonl").write_text(text)
-    assert sentence in refused([*task, "--prompt-data", str(tmp_path / "bad.jsonl")], tmp_path, capsys)
+    assert message in refused([*task, "--prompt-data", str(tmp_path / "bad.jsonl")], tmp_path, capsys)
 
 
 BAD_CODE = {
@@ -310,10 +312,10 @@ BAD_CODE = {
 def test_bad_functions_are_named(
     case: str, task: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags, code, sentence = BAD_CODE[case]
+    flags, code, message = BAD_CODE[case]
     file = tmp_path / "user_code.py"
     file.write_text(code)
-    assert sentence in refused([*task, *(flag.format(file=file) for flag in flags)], tmp_path, capsys)
+    assert message in refused([*task, *(flag.format(file=file) for flag in flags)], tmp_path, capsys)
 
 
 @pytest.mark.parametrize(

@@ -171,7 +171,7 @@ class TrainingEngine:
         return named_hf_tensors(self.model, self.parallel)
 
     def _load_weights(self, keep_reference: bool) -> dict[str, Tensor] | None:
-        """Loads the policy's weights; returns a copy of the reference's where one is to be kept."""
+        """Loads the policy's weights; returns a copy of the reference's where `keep_reference` asks for it."""
         config = self.config
         reference = None
         if keep_reference and config.ref_load not in (None, config.hf_checkpoint):
@@ -186,7 +186,7 @@ class TrainingEngine:
     @contextmanager
     def _reference_weights(self) -> Iterator[None]:
         if self.reference is None:
-            raise ValueError("no reference policy was kept: build the engine with keep_reference=True")
+            raise ValueError("the engine has no reference policy: build the engine with keep_reference=True")
         policy = self._copy_weights()
         self._set_weights(self.reference)
         try:

@@ -24,7 +24,7 @@ def vocab_parallel_log_probs(
 
         log π(y) = z_y − log Σ_v e^{z_v},    H = log Σ_v e^{z_v} − Σ_v π_v z_v,    z = logits / temperature
 
-    The backward pass needs π alone, so exactly one [tokens, V] tensor is kept: fp32 logits are overwritten by it
+    The backward pass needs π alone, so exactly one [tokens, V] tensor is saved: fp32 logits are overwritten by it
     (their producer, a linear layer, does not need them), logits in another precision are freed.
 
     Args:

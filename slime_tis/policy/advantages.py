@@ -10,7 +10,7 @@ from slime_tis.policy.config import PolicyConfig
 EPSILON = 1e-6  # keeps a group whose rewards are all equal at advantage 0 instead of 0/0
 
 
-def grpo(rewards: Tensor, *, normalize_std: bool = True, kept: Tensor | None = None) -> Tensor:
+def grpo(rewards: Tensor, *, normalize_std: bool = True, accepted: Tensor | None = None) -> Tensor:
     """Group-relative advantage.
 
         A_i = (r_i − mean_group r) / (std_group r + ε)
@@ -22,19 +22,19 @@ def grpo(rewards: Tensor, *, normalize_std: bool = True, kept: Tensor | None = N
     Args:
         rewards: [G, n], n ≥ 2.
         normalize_std: divide by the group's standard deviation (the unbiased one).
-        kept: [G, n] bool, the samples that the mean and the deviation are of; the others get 0. None for all.
+        accepted: [G, n] bool, the samples that the mean and the deviation are of; the others get 0. None for all.
 
     Returns:
         [G, n].
     """
-    centred, count = _centred(rewards, kept, "grpo")
+    centred, count = _centred(rewards, accepted, "grpo")
     if not normalize_std:
         return centred
     deviation = (centred.square().sum(1, keepdim=True) / (count - 1).clamp_min(1)).sqrt()
     return centred / (deviation + EPSILON)
 
 
-def rloo(rewards: Tensor, *, kept: Tensor | None = None) -> Tensor:
+def rloo(rewards: Tensor, *, accepted: Tensor | None = None) -> Tensor:
     """Leave-one-out advantage: the baseline of a sample is the mean of its siblings.
 
         A_i = r_i − 1/(n−1) Σ_{j≠i} r_j = n/(n−1) · (r_i − mean_group r)
@@ -44,16 +44,16 @@ def rloo(rewards: Tensor, *, kept: Tensor | None = None) -> Tensor:
 
     Args:
         rewards: [G, n], n ≥ 2.
-        kept: [G, n] bool, the samples that are siblings; the others get 0. None for all.
+        accepted: [G, n] bool, the samples that are siblings; the others get 0. None for all.
 
     Returns:
         [G, n].
     """
-    centred, count = _centred(rewards, kept, "rloo")
+    centred, count = _centred(rewards, accepted, "rloo")
     return centred * (count / (count - 1).clamp_min(1))
 
 
-def reinforce_plus_plus_baseline(rewards: Tensor, valid_tokens: Tensor, *, kept: Tensor | None = None) -> Tensor:
+def reinforce_plus_plus_baseline(rewards: Tensor, valid_tokens: Tensor, *, accepted: Tensor | None = None) -> Tensor:
     """Group mean as the baseline, then one scale for the whole batch.
 
         A_i = whiten(r_i − mean_group r), mean and variance over all valid tokens of the batch
@@ -64,13 +64,13 @@ def reinforce_plus_plus_baseline(rewards: Tensor, valid_tokens: Tensor, *, kept:
     Args:
         rewards: [G, n], n ≥ 2.
         valid_tokens: [G, n] trained tokens of each sample, the weights of the batch statistics.
-        kept: [G, n] bool, the samples that the statistics are of; the others get 0. None for all.
+        accepted: [G, n] bool, the samples that the statistics are of; the others get 0. None for all.
 
     Returns:
         [G, n].
     """
-    centred, _ = _centred(rewards, kept, "reinforce_plus_plus_baseline")
-    return whiten(centred, valid_tokens if kept is None else valid_tokens * kept)
+    centred, _ = _centred(rewards, accepted, "reinforce_plus_plus_baseline")
+    return whiten(centred, valid_tokens if accepted is None else valid_tokens * accepted)
 
 
 def whiten(values: Tensor, weights: Tensor) -> Tensor:
@@ -81,43 +81,43 @@ def whiten(values: Tensor, weights: Tensor) -> Tensor:
     return torch.where(weights > 0, (values - mean) / (variance.sqrt() + EPSILON), 0.0)
 
 
-def advantages(rewards: Tensor, valid_tokens: Tensor, config: PolicyConfig, kept: Tensor | None = None) -> Tensor:
+def advantages(rewards: Tensor, valid_tokens: Tensor, config: PolicyConfig, accepted: Tensor | None = None) -> Tensor:
     """The advantages that the options ask for.
 
     Args:
         rewards: [G, n].
         valid_tokens: [G, n] trained tokens of each sample.
         config: the estimator and its options.
-        kept: [G, n] bool, the samples that baselines are made of; the others get 0. None for all.
+        accepted: [G, n] bool, the samples that baselines are made of; the others get 0. None for all.
 
     Returns:
         [G, n].
     """
-    found = ESTIMATORS[config.advantage_estimator](rewards, valid_tokens, config, kept)
+    found = ESTIMATORS[config.advantage_estimator](rewards, valid_tokens, config, accepted)
     if not config.normalize_advantages:
         return found
-    return whiten(found, valid_tokens if kept is None else valid_tokens * kept)
+    return whiten(found, valid_tokens if accepted is None else valid_tokens * accepted)
 
 
 Estimator = Callable[[Tensor, Tensor, PolicyConfig, Tensor | None], Tensor]
 ESTIMATORS: dict[str, Estimator] = {
-    "grpo": lambda rewards, _, config, kept: grpo(
-        rewards, normalize_std=not config.disable_grpo_std_normalization, kept=kept
+    "grpo": lambda rewards, _, config, accepted: grpo(
+        rewards, normalize_std=not config.disable_grpo_std_normalization, accepted=accepted
     ),
-    "rloo": lambda rewards, _, config, kept: rloo(rewards, kept=kept),
-    "reinforce_plus_plus_baseline": lambda rewards, valid, _, kept: reinforce_plus_plus_baseline(
-        rewards, valid, kept=kept
+    "rloo": lambda rewards, _, config, accepted: rloo(rewards, accepted=accepted),
+    "reinforce_plus_plus_baseline": lambda rewards, valid, _, accepted: reinforce_plus_plus_baseline(
+        rewards, valid, accepted=accepted
     ),
 }
 """Estimators by their command-line name."""
 
 
-def _centred(rewards: Tensor, kept: Tensor | None, name: str) -> tuple[Tensor, Tensor]:
-    """(rewards less the mean of the kept of their group, 0 where not kept; kept samples [G, 1])."""
+def _centred(rewards: Tensor, accepted: Tensor | None, name: str) -> tuple[Tensor, Tensor]:
+    """(rewards less the mean of the accepted samples of their group, 0 where not accepted; their number [G, 1])."""
     if rewards.dim() != 2 or rewards.shape[1] < 2:
         shape = tuple(rewards.shape)
         raise ValueError(f"{name} compares samples of one prompt: rewards must be [groups, n ≥ 2], got {shape}")
-    weight = torch.ones_like(rewards) if kept is None else kept.to(rewards)
+    weight = torch.ones_like(rewards) if accepted is None else accepted.to(rewards)
     count = weight.sum(1, keepdim=True)
     mean = (rewards * weight).sum(1, keepdim=True) / count.clamp_min(1)
     return (rewards - mean) * weight, count

@@ -62,15 +62,15 @@ def test_options_choose_the_estimator_and_what_follows() -> None:
 
 def test_rejected_samples_are_in_no_baseline_and_get_no_advantage() -> None:
     rewards = torch.tensor([[1.0, 0.0, 5.0, 2.0], [1.0, 3.0, 3.0, 3.0], [1.0, 2.0, 3.0, 4.0]], dtype=torch.float64)
-    kept = torch.tensor([[True, True, False, True], [True, False, False, False], [False] * 4])
-    assert grpo(rewards, normalize_std=False, kept=kept).tolist() == [[0, -1, 0, 1], [0] * 4, [0] * 4]
+    accepted = torch.tensor([[True, True, False, True], [True, False, False, False], [False] * 4])
+    assert grpo(rewards, normalize_std=False, accepted=accepted).tolist() == [[0, -1, 0, 1], [0] * 4, [0] * 4]
     torch.testing.assert_close(
-        grpo(rewards, kept=kept)[0], torch.tensor([0.0, -1.0, 0.0, 1.0], dtype=torch.float64), atol=2e-6, rtol=0
+        grpo(rewards, accepted=accepted)[0], torch.tensor([0.0, -1.0, 0.0, 1.0], dtype=torch.float64), atol=2e-6, rtol=0
     )
-    assert rloo(rewards, kept=kept).tolist() == [[0, -1.5, 0, 1.5], [0] * 4, [0] * 4]
+    assert rloo(rewards, accepted=accepted).tolist() == [[0, -1.5, 0, 1.5], [0] * 4, [0] * 4]
     tokens = torch.full_like(rewards, 7.0)
-    plus = reinforce_plus_plus_baseline(rewards, tokens, kept=kept)
-    # Over the kept: 0, −1, 1 and 0, mean 0 and variance 1/2.
+    plus = reinforce_plus_plus_baseline(rewards, tokens, accepted=accepted)
+    # Over the accepted samples: 0, −1, 1 and 0, mean 0 and variance 1/2.
     torch.testing.assert_close(plus[0], torch.tensor([0, -(2**0.5), 0, 2**0.5], dtype=torch.float64), atol=1e-5, rtol=0)
     assert plus[1:].tolist() == [[0] * 4] * 2
 

@@ -166,7 +166,8 @@ def test_interpolated_old_log_probs_follow_the_versions() -> None:
     batch = make(MASKS, rollout_log_probs=ROLLOUT, advantages=[[1.0] * 4, [1.0] * 2], weight_versions=versions)
     step = replace(build({"eps_clip": 0.9, "eps_clip_high": 9.0}, old_logprobs="interpolate"), version=3)
     _, grad, _ = loss_of(step, batch, CURRENT)
-    # α = (lag − 1) / lag: 2/3 and 1/2 for lags 3 and 2, 0 for lags 1 and 0; log π_θ − log π_old = (1 − α) Δ.
+    # α = (d − 1) / d for a staleness of d steps: 2/3 and 1/2 for 3 and 2, 0 for 1 and 0.
+    # log π_θ − log π_old = (1 − α) Δ.
     ratio = torch.tensor([0.0, 1.0 / 2, 0.0, -0.5, 0.0, -0.25]).exp()
     torch.testing.assert_close(grad, -ratio * torch.tensor([1 / 6, 1 / 6, 0, 1 / 6, 1 / 4, 1 / 4]))
 
@@ -185,17 +186,17 @@ def test_off_policy_sequence_masking_against_the_old_policy_is_slimes() -> None:
     assert metrics["gradient_kept_fraction"] == pytest.approx(3 / 5)
 
 
-@pytest.mark.parametrize(("delta", "kept"), [(0.1, False), (0.2, True)])
-def test_off_policy_sequence_masking_acts_with_one_step_per_rollout(delta: float, kept: bool) -> None:
+@pytest.mark.parametrize(("delta", "accepted"), [(0.1, False), (0.2, True)])
+def test_off_policy_sequence_masking_acts_with_one_step_per_rollout(delta: float, accepted: bool) -> None:
     # log π_rollout − log π_θ: −0.17 on average in the first, and 0.125 in the second, of a negative advantage.
     batch = make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES)
     step = build({"use_opsm": True, "opsm_delta": delta})
     _, grad, sums = loss_of(step, batch, CURRENT)
-    second = [2 / 4, 2 / 4] if kept else [0.0, 0.0]
-    first = -1 / 6 if kept else -1 / 3
+    second = [2 / 4, 2 / 4] if accepted else [0.0, 0.0]
+    first = -1 / 6 if accepted else -1 / 3
     torch.testing.assert_close(grad, torch.tensor([first, first, 0, first, *second]))
     metrics = step_metrics(sums, step.correction, step.policy)
-    assert metrics["opsm_clipfrac"] == pytest.approx(0.0 if kept else 0.5)
+    assert metrics["opsm_clipfrac"] == pytest.approx(0.0 if accepted else 0.5)
     unset = build({"use_opsm": True}).policy, build({"opsm_policy": "old"}).policy
     assert [policy.opsm_bound for policy in unset] == [0.1, 1e-4]
 
@@ -300,12 +301,12 @@ def test_trimming_takes_the_limit_that_it_is_given() -> None:
     _, grad, sums = loss_of(build(**options), whole, CURRENT)
     torch.testing.assert_close(grad, torch.tensor([-1 / 4, 0, 0, -1 / 4, 2 / 4, 2 / 4]))
     first = make(MASKS[:1], rollout_log_probs=ROLLOUT[:1], advantages=ADVANTAGES[:1])
-    for limit, kept in ((None, 1), (1.0, 2), (torch.inf, 3)):  # alone: the mean of 0 and 0.25 is 0.125
+    for limit, accepted in ((None, 1), (1.0, 2), (torch.inf, 3)):  # alone: the mean of 0 and 0.25 is 0.125
         known = None if limit is None else torch.tensor(limit, dtype=torch.float64)
         _, _, sums = loss_of(
             replace(build(**options), global_batch=GlobalBatch(second_moment_limit=known)), first, CURRENT[:4]
         )
-        assert counts(sums) == [1, 1, kept, 3]
+        assert counts(sums) == [1, 1, accepted, 3]
 
 
 def custom(function: Callable[..., Any], seed: int = 0, **correction: Any) -> LossStep:
