@@ -21,7 +21,7 @@ import time
 from collections.abc import Mapping
 
 VARIABLE = "-env"
-"""What ends the name of a flag whose value stands in the environment variable that follows."""
+"""What ends the name of a flag whose value is in the environment variable that follows."""
 MODULE = "sglang.launch_server"
 GRACE = 30.0
 """Time that the server has to end by itself, in seconds."""
@@ -49,7 +49,7 @@ def main(log: str, flags: list[str]) -> int:
 def with_secrets(flags: list[str], environ: Mapping[str, str]) -> tuple[list[str], list[str]]:
     """The flags with the values of the variables that they name, and these values; a variable without one is left out.
 
-    The secrets come last: where one stands, a list of flags is hard to read.
+    The secrets come last, after everything that one may want to read.
     """
     plain: list[str] = []
     named: list[str] = []

@@ -27,7 +27,7 @@ def test_one_source_is_enough(given: dict) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "sentence"),
+    ("given", "message"),
     [
         (
             {"sglang_url": ("http://a:1",), "sglang_launch": 2},
@@ -82,10 +82,10 @@ def test_one_source_is_enough(given: dict) -> None:
         ({"sglang_url": ("http://a\x1b[2J:1",)}, r"--sglang-url is 'http://a\x1b[2J:1' but must be http://HOST:PORT"),
     ],
 )
-def test_refused(given: dict, sentence: str) -> None:
+def test_refused(given: dict, message: str) -> None:
     with pytest.raises(ValueError) as refusal:
         SGLangConfig(**given)
-    assert sentence in str(refusal.value)
+    assert message in str(refusal.value)
     assert str(refusal.value).endswith(".")
     assert SECRET not in str(refusal.value)
 

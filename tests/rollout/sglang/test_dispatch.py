@@ -345,18 +345,18 @@ def test_a_server_that_fails_to_take_weights_is_out_whatever_version_it_names() 
         with_cluster(alone, use, on_return=returned.append)
 
 
-def test_when_no_server_is_left_the_run_is_told_who_why_and_what_to_do() -> None:
+def test_when_no_server_is_left_the_message_says_who_why_and_what_to_do() -> None:
     async def use(cluster: Cluster) -> None:
         for server in both:
             await asyncio.to_thread(server.die)
         going = [asyncio.ensure_future(cluster.ask(prompt)) for prompt in range(3, 9)]
         outcomes = await asyncio.gather(*going, return_exceptions=True)
         assert {type(outcome) for outcome in outcomes} == {RolloutUnavailable}
-        (sentence,) = set(map(str, outcomes))
+        (message,) = set(map(str, outcomes))
         for server in both:
-            assert f"{server.url} since " in sentence and "connect" in sentence
-        assert sentence.startswith("no SGLang server is left, and none came back within 0.2 s: ")
-        assert sentence.endswith("Start servers again, and resume with --load.")
+            assert f"{server.url} since " in message and "connect" in message
+        assert message.startswith("no SGLang server is left, and none came back within 0.2 s: ")
+        assert message.endswith("Start servers again, and resume with --load.")
 
     with fake_servers(2) as both:
         with_cluster(both, use, timeouts=replace(QUICK, recovery=0.2), max_retries=100)

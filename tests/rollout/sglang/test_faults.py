@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 
-from slime_tis.rollout.checkpoint import load_tokenizer
 from slime_tis.rollout.engine import RolloutUnavailable
-from slime_tis.rollout.local import LocalEngine
-from slime_tis.rollout.sample import Prompt, Sampling
+from slime_tis.rollout.sample import Sampling
 from slime_tis.rollout.sglang.health import Timeouts
 from tests.rollout.sglang.fake_sglang import fake_servers, spoiled, wait_until, when
 from tests.rollout.sglang.rollouts import EARLY, LATE, PROMPTS, SAMPLING, Run, assert_exact, flat, held
@@ -107,27 +105,6 @@ def test_a_server_dies_in_mid_batch_and_returns_with_the_current_weights(start: 
     assert run.engine.metrics()["rollout/sglang_returns"] == 1
 
 
-def test_prompts_that_no_server_could_answer_are_refused_before_any_is_sent(
-    start: Callable[..., Run], checkpoint: Path
-) -> None:
-    run = start(1)
-    long = Prompt(index=4, text="", token_ids=(3,) * 128)
-    sentences = []
-    for engine in (run.engine, LocalEngine(checkpoint, load_tokenizer(checkpoint))):
-        with pytest.raises(
-            ValueError, match="prompt 4 has 128 tokens, which leaves no tokens for a response"
-        ) as caught:
-            engine.generate([PROMPTS[0], long], SAMPLING, seed=0)
-        sentences.append(str(caught.value))
-    assert sentences[0] == sentences[1]
-    with pytest.raises(ValueError, match="prompt 4 has token 64, but the model's vocabulary ends at 63"):
-        run.engine.generate([PROMPTS[0], Prompt(index=4, text="", token_ids=(1, 64))], SAMPLING, seed=0)
-    with pytest.raises(ValueError, match="prompt 4 has no tokens"):
-        run.engine.generate([Prompt(index=4, text="", token_ids=())], SAMPLING, seed=0)
-    assert run.requests == []
-    assert_exact(run.engine.generate([], SAMPLING, seed=0), [])
-
-
 def test_a_refused_request_stops_the_rollout_with_the_servers_words(start: Callable[..., Run]) -> None:
     run = start(2)
     run.servers[0].faults.append(400)
@@ -162,7 +139,7 @@ def test_when_no_server_is_left_the_rollout_ends_and_what_is_unfinished_stays(st
     assert run.engine.metrics()["rollout/sglang_deaths"] == 2
 
 
-def test_no_server_at_the_start_is_told_at_once(checkpoint: Path) -> None:
+def test_no_server_at_the_start_is_reported_at_once(checkpoint: Path) -> None:
     with fake_servers(1) as servers:
         servers[0].healthy = False
         with pytest.raises(RolloutUnavailable, match=r"no SGLang server answered within 0\.2 s"):

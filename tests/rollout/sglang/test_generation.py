@@ -9,6 +9,7 @@ import pytest
 
 from slime_tis.rollout.checkpoint import load_tokenizer
 from slime_tis.rollout.engine import RolloutUnavailable
+from slime_tis.rollout.local import LocalEngine
 from slime_tis.rollout.sample import Prompt, Sample, Sampling
 from tests.rollout.sglang.fake_sglang import FakeSGLang, continuation, fake_servers, log_prob, spoiled, wait_until
 from tests.rollout.sglang.rollouts import LATE, PROMPTS, SAMPLING, Run, assert_exact, flat, held
@@ -170,3 +171,24 @@ def test_the_key_is_in_no_representation(checkpoint: Path, monkeypatch: pytest.M
         held_by = [run.engine, run.engine._servers, *vars(run.engine).values(), *vars(run.engine._servers).values()]
         assert not any("sk-secret" in f"{thing!r} {getattr(thing, '__dict__', '')!r}" for thing in held_by)
         run.engine.close()
+
+
+def test_prompts_that_no_server_could_answer_are_refused_before_any_is_sent(
+    start: Callable[..., Run], checkpoint: Path
+) -> None:
+    run = start(1)
+    long = Prompt(index=4, text="", token_ids=(3,) * 128)
+    messages = []
+    for engine in (run.engine, LocalEngine(checkpoint, load_tokenizer(checkpoint))):
+        with pytest.raises(
+            ValueError, match="prompt 4 has 128 tokens, which leaves no tokens for a response"
+        ) as caught:
+            engine.generate([PROMPTS[0], long], SAMPLING, seed=0)
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
+    with pytest.raises(ValueError, match="prompt 4 has token 64, but the model's vocabulary ends at 63"):
+        run.engine.generate([PROMPTS[0], Prompt(index=4, text="", token_ids=(1, 64))], SAMPLING, seed=0)
+    with pytest.raises(ValueError, match="prompt 4 has no tokens"):
+        run.engine.generate([Prompt(index=4, text="", token_ids=())], SAMPLING, seed=0)
+    assert run.requests == []
+    assert_exact(run.engine.generate([], SAMPLING, seed=0), [])

@@ -1,4 +1,4 @@
-"""Servers that are started, watched and stopped: a small server stands in for SGLang's module of the same name."""
+"""Servers that are started, watched and stopped: a small server in place of SGLang's module of the same name."""
 
 import json
 import os
@@ -132,16 +132,16 @@ def test_start_and_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     started.stop()
 
 
-def test_early_death_is_told_with_the_end_of_the_log(tmp_path: Path) -> None:
+def test_early_death_is_reported_with_the_end_of_the_log(tmp_path: Path) -> None:
     log = tmp_path / "logs/sglang_0.log"
     log.parent.mkdir()
     log.write_text("of an earlier run\n")
     started = servers(tmp_path, "--say", "RuntimeError: no such model")
     with pytest.raises(RolloutUnavailable) as lost:
         started.start()
-    sentence = str(lost.value)
-    assert sentence.startswith(f"the SGLang server at {started.urls[0]} ended before it was up, with exit status 7; ")
-    assert sentence.endswith("| RuntimeError: no such model") and "earlier" not in sentence
+    message = str(lost.value)
+    assert message.startswith(f"the SGLang server at {started.urls[0]} ended before it was up, with exit status 7; ")
+    assert message.endswith("| RuntimeError: no such model") and "earlier" not in message
 
 
 def test_one_early_death_stops_the_others(tmp_path: Path) -> None:
@@ -191,9 +191,9 @@ def test_death_and_new_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     try:
         before = [facts(url) for url in urls]
         os.kill(before[0]["pid"], signal.SIGKILL)
-        sentences = poll_until(started, lambda told: started.restarts == 1)
-        assert len(sentences) == 1
-        assert sentences[0].startswith(
+        messages = poll_until(started, lambda reported: started.restarts == 1)
+        assert len(messages) == 1
+        assert messages[0].startswith(
             f"the SGLang server at {urls[0]} ended with exit status 137 and is started again (1 of 3); its log "
         )
         assert gone(before[0]["family"][0])
@@ -213,17 +213,17 @@ def test_given_up_after_three_restarts(tmp_path: Path, monkeypatch: pytest.Monke
     try:
         started.servers[0].command += ["--say", "broken"]
         os.kill(facts(started.urls[0])["pid"], signal.SIGKILL)
-        told = []
+        reported = []
         for wait in (1, 2, 4):
-            told += poll_until(started, bool)
+            reported += poll_until(started, bool)
             now += wait - 0.01
-            assert started.poll() == [] and started.restarts == len(told) - 1, "no new start before it is due"
+            assert started.poll() == [] and started.restarts == len(reported) - 1, "no new start before it is due"
             now += 0.01
-            assert started.poll() == [] and started.restarts == len(told)
-        told += poll_until(started, bool)
-        assert [sentence.split("(")[-1][:6] for sentence in told[:3]] == ["1 of 3", "2 of 3", "3 of 3"]
-        assert "exit status 7 and is given up after 3 restarts; its log" in told[3]
-        assert told[3].endswith("| broken")
+            assert started.poll() == [] and started.restarts == len(reported)
+        reported += poll_until(started, bool)
+        assert [message.split("(")[-1][:6] for message in reported[:3]] == ["1 of 3", "2 of 3", "3 of 3"]
+        assert "exit status 7 and is given up after 3 restarts; its log" in reported[3]
+        assert reported[3].endswith("| broken")
         now += 1000.0
         assert started.poll() == [] and started.restarts == 3
     finally:
@@ -353,20 +353,20 @@ def test_servers_share_the_gpus_out(flags: tuple[str, ...], firsts: list[str | N
         assert (last and words[last + 1]) == first, json.dumps(words)
 
 
-def test_a_size_that_is_no_number() -> None:
+def test_a_size_that_is_not_a_number() -> None:
     config = SGLangConfig(sglang_launch=2, sglang_server_args=("--tp-size", "two"))
     with pytest.raises(ValueError, match="--sglang-tp-size is 'two' but must be a whole number"):
         server_command(config, "m", 1, 1, Path("log"))
 
 
 def poll_until(started: LaunchedServers, enough: Any) -> list[str]:
-    told: list[str] = []
+    reported: list[str] = []
     deadline = time.time() + 20.0
-    while not enough(told):
-        assert time.time() < deadline, told
-        told += started.poll()
+    while not enough(reported):
+        assert time.time() < deadline, reported
+        reported += started.poll()
         time.sleep(0.05)
-    return told
+    return reported
 
 
 def wait_for(url: str) -> None:

@@ -135,7 +135,7 @@ def test_a_router_takes_requests_and_its_servers_weights(checkpoint: Path) -> No
             run.engine.close()
 
 
-def test_weights_do_not_travel_with_checkpoints(start: Callable[..., Run], tmp_path: Path) -> None:
+def test_weights_are_not_part_of_checkpoints(start: Callable[..., Run], tmp_path: Path) -> None:
     run = start(1)
     assert run.engine.can_checkpoint_weights is False and LocalEngine.can_checkpoint_weights is True
     run.engine.save_weights(tmp_path)

@@ -134,7 +134,7 @@ def test_a_source_that_fails_leaves_the_old_weights(tmp_path: Path, checkpoint: 
     assert directories(tmp_path) == ["weights_00000001"]
 
 
-def test_a_full_disk_is_told_and_the_source_exhausted(tmp_path: Path, checkpoint: Path) -> None:
+def test_a_full_disk_is_reported_and_the_source_exhausted(tmp_path: Path, checkpoint: Path) -> None:
     weights, given = sync(tmp_path, checkpoint, 100_000), []
     push(weights, some_weights(1), 1)
 
@@ -196,7 +196,7 @@ def test_a_directory_is_for_one_run_at_a_time(tmp_path: Path, checkpoint: Path) 
         sync(tmp_path, checkpoint)
     assert directories(tmp_path) == ["weights_00000001"]
     asyncio.run(first.close())
-    assert directories(tmp_path) == ["weights_00000001"], "servers may still be told to read it"
+    assert directories(tmp_path) == ["weights_00000001"], "servers may still be asked to read it"
     second = sync(tmp_path, checkpoint)
     assert directories(tmp_path) == []
     asyncio.run(second.close())
