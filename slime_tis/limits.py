@@ -62,7 +62,8 @@ class Limits:
         else:
             bounds = {"above": self.gt, "at least": self.ge, "at most": self.le, "below": self.lt}
             words = " and ".join(f"{word} {_plain(bound)}" for word, bound in bounds.items() if bound is not None)
-            words += " and finite" if self.le is None and self.lt is None else ""
+            if self.gt is not None and self.le is None and self.lt is None:
+                words += " and finite"  # whole numbers have ge
         return ", or ".join([words, *map(_plain, self.also)])
 
 

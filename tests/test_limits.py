@@ -18,6 +18,7 @@ CASES = [
     (Limits(gt=0, le=1), "above 0 and at most 1", [1], [0, 1.0001]),
     (Limits(ge=0, lt=1), "at least 0 and below 1", [0], [1, -1e-300]),
     (Limits(gt=0), "above 0 and finite", [1e-300, 1e300], [0, INFINITE, NAN, 10**400]),
+    (Limits(ge=1), "at least 1", [1, 10**9], [0, INFINITE]),
     (Limits(gt=1), "above 1 and finite", [1.001], [1, INFINITE]),
     (
         Limits(gt=0, le=9, also=(INFINITE,)),

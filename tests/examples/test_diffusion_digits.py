@@ -95,7 +95,7 @@ def test_a_run_leaves_its_configuration_images_and_picture(corrected, tmp_path):
 def test_two_runs_are_drawn_side_by_side(corrected, tmp_path):
     run(tmp_path / "uncorrected", "--get-mismatch-metrics", "--compare-with", str(corrected[0]))
     assert (tmp_path / "uncorrected" / PICTURE).stat().st_size > (corrected[0] / PICTURE).stat().st_size
-    with pytest.raises(ValueError, match=r"nowhere/metrics\.jsonl is not there"):
+    with pytest.raises(ValueError, match=r"nowhere/metrics\.jsonl does not exist"):
         draw(corrected[0], Path("nowhere"))
 
 
@@ -234,9 +234,9 @@ def test_a_gradient_that_is_not_finite_is_left_out(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ("--lr 0", "--lr is 0.0 but must be above 0."),
-        ("--sde-steps 0", "--sde-steps is 0 but must be above 0."),
-        ("--caption-noise 2", "--caption-noise is 2.0 but must lie between 0 and 1."),
+        ("--lr 0", "--lr is 0.0 but must be above 0 and finite."),
+        ("--sde-steps 0", "--sde-steps is 0 but must be at least 1."),
+        ("--caption-noise 2", "--caption-noise is 2.0 but must be 0 to 1."),
         ("--n-samples-per-prompt 1", "--n-samples-per-prompt is 1 but the images of a digit are compared"),
         ("--num-steps-per-rollout 3", "--num-steps-per-rollout is 3 but a rollout has 256 trajectories; choose"),
         ("--policy-loss gspo", "--policy-loss is gspo but SDE steps have ppo and reinforce; choose one."),
