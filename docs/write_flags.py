@@ -49,7 +49,11 @@ algorithm:
 the PPO loss the weights are measured, not applied. `actor_rollout_ref.rollout.calculate_log_probs: true` is read, as
 rollouts always have log-probs; nothing else of a verl configuration is.
 
+<<<<<<< HEAD
 In YAML a key may occur only once, aliases are refused, and a file has 64 KiB at most.
+=======
+In YAML a key may appear only once, there are no aliases, and a file has 64 KiB at most.
+>>>>>>> fd45c52 (Help texts and messages of the command line in the field's words)
 
 What is refused is refused before anything is built, in one line on stderr, with exit code 2.
 """
@@ -87,7 +91,7 @@ def render() -> str:
 
 
 def _slime_tables() -> list[str]:
-    """What became of the flags of slime and Megatron-core that are none here."""
+    """Flags of slime and Megatron-core that this program lacks."""
     restated = [f"| `{name}` | `{each.fact}` |" for name, each in RESTATED.items()]
     fixed = [f"| `{name}` | {' or '.join(values) or 'always on'} |" for name, values in FIXED.items()]
     renamed = [f"| `{name}` | `{new.name}`{', ' * bool(new.note)}{new.note} |" for name, new in RENAMED.items()]

@@ -1,4 +1,4 @@
-"""The command line of train.py: flags, YAML and presets, checked once, as one frozen config per room."""
+"""The command line of train.py: flags, YAML and presets, checked once, as one frozen config per subject."""
 
 import argparse
 import dataclasses
@@ -230,7 +230,7 @@ METAVARS = {
     "NAME": "rollout_correction_preset rm_type tb_project_name tb_experiment_name wandb_project wandb_group "
     "sglang_api_key_env sglang_admin_api_key_env",
 }
-"""What --help shows as the value, and the options it stands for; numbers show N (whole) or X."""
+"""What --help shows as the value, and the options that it is the value of; numbers show N (whole) or X."""
 
 FLAGS = {flag(prefix + name) for name in (*OPTIONS, *ALIASES) for prefix in ("", "no_")} | {"--help"}
 """Every flag that is read here, --no- forms included."""
@@ -331,7 +331,7 @@ def effective_config(arguments: Arguments) -> dict[str, Any]:
 
     Presets, aliases and derived sizes are resolved in it.
     """
-    rooms = (
+    configs = (
         arguments.correction,
         arguments.policy,
         arguments.megatron,
@@ -340,7 +340,7 @@ def effective_config(arguments: Arguments) -> dict[str, Any]:
         arguments.loop,
         arguments.reporting,
     )
-    values = {field.name: getattr(room, field.name) for room in rooms for field in dataclasses.fields(room)}
+    values = {field.name: getattr(config, field.name) for config in configs for field in dataclasses.fields(config)}
     values["custom_tis_function_path"] = arguments.custom_tis_function_path
     ordered = [name for names in GROUPS.values() for name in names.split() if name in values]
     return {name: list(values[name]) if isinstance(values[name], tuple) else values[name] for name in ordered}

@@ -49,7 +49,7 @@ class CommandLine:
     """Old names of options and the name each one has now; both are read on the command line and in YAML."""
 
     metavars: Mapping[str, str]
-    """What --help shows as the value, and the options it stands for; numbers show N (whole) or X."""
+    """What --help shows as the value, and the options that it is the value of; numbers show N (whole) or X."""
 
     needs: Mapping[str, str]
     """Options, and the flags one of which each of them needs to have any effect, as in `CORRECTION_NEEDS`."""
@@ -208,7 +208,7 @@ def read_flags(line: CommandLine, parser: argparse.ArgumentParser, argv: Sequenc
     """What a command line gives: values of flags, and Hydra overrides of verl's options.
 
     Raises:
-        ValueError: one line, for what is no flag, a wrong value, or one option under two names.
+        ValueError: one line, for an unknown flag, a wrong value, or one option under two names.
     """
     words, overrides = split_overrides(argv)
     if "--" in words:  # argparse would take everything after it for values
@@ -308,11 +308,11 @@ def _with_effect(line: CommandLine, given: Mapping[str, Given]) -> dict[str, Giv
     """
     values = {name: option.default for name, option in line.options.items()}
     values |= {name: one.value for name, one in given.items()}
-    kept = {}
+    effective = {}
     for name, one in given.items():
         unmet = [] if one.unset else unmet_needs(line, name, values)
         if not unmet:
-            kept[name] = one
+            effective[name] = one
         elif not any(_turned_off(given.get(need.option), one) for need in unmet):
             value = "set" if one.value is True else quoted(one.value)
             which = "it" if sum(need.suggested for need in unmet) == 1 else "one of them"
@@ -320,11 +320,11 @@ def _with_effect(line: CommandLine, given: Mapping[str, Given]) -> dict[str, Giv
                 f"{one.label} is {value} but has no effect without {_alternatives(unmet)}; "
                 f"add {which} or leave {one.label.split()[0]} out."
             )
-    return kept
+    return effective
 
 
 def _turned_off(switch: Given | None, one: Given) -> bool:
-    """Whether an option was overruled, or stands beside the words that turn it off, as in a template."""
+    """Whether an option was overruled, or given beside the words that turn it off, as in a template."""
     if switch is None:
         return False
     return switch.source > one.source or (switch.source == one.source and switch.value in (False, None))

@@ -3,7 +3,7 @@
     MODEL_ARGS=(--num-layers 36)            arrays and variables, also from files that the script sources
     ray job submit -- python3 train.py ${MODEL_ARGS[@]} --lr "$LR"
 
-What only running the script would tell (the output of a command, arithmetic, the environment) stays a mark in the word
+What is known only when the script runs (the output of a command, arithmetic, the environment) is a mark in the word
 that has it; an assignment under a condition counts where the variable has no other value.
 """
 
@@ -45,7 +45,7 @@ class Launch:
     """train.py or train_async.py."""
 
     words: tuple[str, ...]
-    """What follows it, expanded, with marks where running would tell more."""
+    """What follows it, expanded, with marks for what is known only when it runs."""
 
     notes: tuple[str, ...]
     """What could not be read, or was read with a doubt."""
@@ -107,7 +107,7 @@ def _text_of(path: Path) -> str:
             raise ValueError(f"{str(path)!r} has {status.st_size} bytes, more than the {LARGEST} of a launch script.")
         text = path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{str(path)!r} is not text: byte {error.start} is no UTF-8.") from None
+        raise ValueError(f"{str(path)!r} is not text: byte {error.start} is not UTF-8.") from None
     except OSError as error:
         raise ValueError(f"{str(path)!r} cannot be read: {error.strerror}.") from None
     if "\0" in text:
@@ -161,7 +161,7 @@ def _note_launch(words: list[str], state: _State, depth: int) -> None:
 
 
 def _without_redirections(words: list[str]) -> tuple[str, ...]:
-    kept: list[str] = []
+    arguments: list[str] = []
     skip = False
     for word in words[:MOST_WORDS]:
         if skip:
@@ -169,8 +169,8 @@ def _without_redirections(words: list[str]) -> tuple[str, ...]:
         elif re.fullmatch(r"(?:\d|&)?(?:>>?|<)(?:&\d)?", word):
             skip = not word.endswith(("&1", "&2"))
         elif not re.match(r"(?:\d|&)?(?:>>?|<)", word):
-            kept.append(word)
-    return tuple(kept)
+            arguments.append(word)
+    return tuple(arguments)
 
 
 def _assign(word: str, state: _State, conditional: bool) -> None:
@@ -350,7 +350,7 @@ def _closing_quote(text: str, place: int, escapes: bool) -> int:
 
 
 def _closing(text: str, place: int, closer: str, quoted: bool) -> int:
-    """Where the closer stands, past what is nested and escaped; -1 where it does not."""
+    """Index of the closer, past what is nested and escaped; -1 without one."""
     while place < len(text):
         letter = text[place]
         nested = text[place : place + 2] in ("$(", "${") or (letter == "`" and closer != "`")
@@ -422,7 +422,7 @@ def _expand(raw: str, state: _State, *, split: bool = True) -> list[str]:
 
 
 def _quoted(inner: str, state: _State) -> list[str]:
-    """What stands between double quotes, expanded, as the parts of one field."""
+    """The text between double quotes, expanded, as the parts of one field."""
     parts: list[str] = []
     place, size = 0, 0
     while place < len(inner):
@@ -470,7 +470,7 @@ def _directory(command: str, state: _State) -> str:
 def _parameter(inner: str, state: _State) -> list[str]:
     """The value of ${…}: a variable, an array, or either with a default."""
     match = PARAMETER.fullmatch(inner)
-    if match is None:  # ${#x}, ${x%y}, ${!x}: what running would tell
+    if match is None:  # ${#x}, ${x%y}, ${!x}: known only when it runs
         inside = re.search(NAME, inner)
         return [f"{UNSET}{inside[0]}{END}" if inside and not state.variables.get(inside[0]) else OUTPUT]
     name, index, operator, alternative = match.groups()

@@ -1,7 +1,7 @@
 """A config field as an option: its type and help taken from the class, its value read from text.
 
 The command line and YAML both hand over text, so one rule reads both: `1e-4` is a number, `0.5_2.0` is text,
-and `true`, `yes` and `on` are the same switch wherever they stand.
+and `true`, `yes` and `on` are the same switch wherever they are given.
 """
 
 import ast

@@ -34,7 +34,7 @@ ESTIMATORS = {
     "cispo": ("grpo", "cispo"),
     "reinforce_plus_plus": ("reinforce_plus_plus_baseline", None),
 }
-"""slime's --advantage-estimator → the estimator here, and the --policy-loss that it stands for."""
+"""slime's --advantage-estimator → the estimator here, and the --policy-loss that it means."""
 
 FUNCTIONS = {
     "examples.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp": (
@@ -169,7 +169,7 @@ def _group(words: tuple[str, ...], ported: Ported) -> dict[str, UnknownFlag]:
             values.append(word)
             continue
         if name in found:
-            ported.note(CHANGED, f"{name} stands twice; the last counts.")
+            ported.note(CHANGED, f"{name} is given twice; the last counts.")
         values = found[name] = [value] if equals else []
     return {name: UnknownFlag(name, tuple(values)) for name, values in found.items()}
 

@@ -23,7 +23,7 @@ def check_files(rollout: RolloutConfig, megatron: MegatronConfig) -> None:
     """Looks for the prompt files and directories of a run.
 
     Raises:
-        ValueError: one sentence, for a file that is missing or empty or a directory that is not one.
+        ValueError: one line, for a file that is missing or empty or a directory that is not one.
     """
     prompts = [("--prompt-data", rollout.prompt_data)]
     prompts += [("--eval-prompt-data", path) for _, path in rollout.eval_prompt_sets]
@@ -31,7 +31,7 @@ def check_files(rollout: RolloutConfig, megatron: MegatronConfig) -> None:
         if not Path(path).is_file():
             raise ValueError(f"{flag} is {quoted_path(path)} but there is no such file; give a JSONL or parquet file.")
         if Path(path).stat().st_size == 0:
-            raise ValueError(f"{flag} is {quoted_path(path)} but the file is empty; give one prompt a row.")
+            raise ValueError(f"{flag} is {quoted_path(path)} but the file is empty; give one prompt per row.")
         check_is_text(Path(path))
     resumes_own = None not in (megatron.load, megatron.save) and same_path(str(megatron.load), str(megatron.save))
     if megatron.load is not None and not resumes_own and not Path(megatron.load).is_dir():
@@ -47,7 +47,7 @@ def check_model(megatron: MegatronConfig, rollout: RolloutConfig) -> dict[str, A
         the object of config.json.
 
     Raises:
-        ValueError: one sentence, for a checkpoint that cannot be loaded or sizes that do not fit it.
+        ValueError: one line, for a checkpoint that cannot be loaded or sizes that do not fit it.
     """
     if megatron.ref_load is not None:
         read_model_config(megatron.ref_load, "--ref-load")
@@ -71,7 +71,7 @@ def check_model(megatron: MegatronConfig, rollout: RolloutConfig) -> dict[str, A
 
 
 def _check_lengths(rollout: RolloutConfig, of_model: Any) -> None:
-    """Whether prompts and responses fit into the model's context, and the one leaves room for the other."""
+    """Whether prompts and responses fit into the model's context together."""
     limit = rollout.rollout_max_context_len
     if isinstance(of_model, int) and limit is not None and limit > of_model:
         raise ValueError(

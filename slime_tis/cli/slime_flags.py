@@ -31,7 +31,7 @@ class Renamed:
     """How its values are written here."""
 
     note: str = ""
-    """What else differs, as the rest of a sentence."""
+    """What else differs, as the end of a message."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Advice:
     """Flags that have no counterpart, and what to do about it."""
 
     flags: str
-    """Names, separated by blanks; one that ends in * stands for all that begin so."""
+    """Names, separated by blanks; one that ends in * means all that begin so."""
 
     reason: str
     """Why there is none."""

@@ -72,17 +72,17 @@ def refusal(unknown: Sequence[UnknownFlag], known: Collection[str], model: Mappi
     """
     groups: dict[str, list[str]] = {}
     for flag in unknown[:MOST]:
-        group, sentence = _judge(flag, known, model)
-        if sentence:
-            groups.setdefault(group, []).append(sentence)
-    sentences = [sentence for found in groups.values() for sentence in found]
-    if len(sentences) < 2:
-        return "".join(sentences)
-    count = f"more than {MOST}" if len(unknown) > MOST else str(len(sentences))
+        group, message = _judge(flag, known, model)
+        if message:
+            groups.setdefault(group, []).append(message)
+    messages = [message for found in groups.values() for message in found]
+    if len(messages) < 2:
+        return "".join(messages)
+    count = f"more than {MOST}" if len(unknown) > MOST else str(len(messages))
     lines = [f"{count} flags are refused (slime-tis port SCRIPT rewrites a launch script of slime):"]
     for title in (CHECKED, RENAMES, UNSUPPORTED, TYPING):
         if title in groups:
-            lines += [f"{title}:", *(f"  {sentence}" for sentence in groups[title])]
+            lines += [f"{title}:", *(f"  {message}" for message in groups[title])]
     return "\n".join(lines)
 
 
@@ -93,7 +93,7 @@ TYPING = "not known"
 
 
 def _judge(flag: UnknownFlag, known: Collection[str], model: Mapping[str, Any] | None) -> tuple[str, str]:
-    """The group of a flag and the sentence that refuses it, empty where it is accepted."""
+    """The group of a flag and the message that refuses it, empty where it is accepted."""
     if flag.is_checked:
         return CHECKED, disagreement(flag, model)
     if flag.name in RENAMED:

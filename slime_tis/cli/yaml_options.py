@@ -73,7 +73,7 @@ def _read_document(path: Path) -> dict[str, Any]:
         reason = " ".join(str(error).replace("<unicode string>", "the file").split())
         raise ValueError(f"{place} but it is not YAML: {quoted(reason, 220)[1:-1]}.") from None
     if document is not None and not isinstance(document, dict):
-        raise ValueError(f"{place} but it holds no keys; write one `key: value` per line.")
+        raise ValueError(f"{place} but it contains no keys; write one `key: value` per line.")
     return document or {}
 
 

@@ -49,7 +49,7 @@ class RolloutConfig:
     0.01 or so."""
 
     prompt_data: str
-    """File of training prompts, JSONL or parquet, one prompt a row."""
+    """File of training prompts, JSONL or parquet, one prompt per row."""
 
     input_key: str = "input"
     """Key of a row that holds the prompt: a string, or a list of chat messages."""

@@ -12,7 +12,7 @@ from tests.cli.conftest import refusal
 
 def test_empty_prompt_file_is_refused(base, tmp_path):
     (tmp_path / "train.jsonl").write_text("")
-    assert refusal(base) == "--prompt-data is 'train.jsonl' but the file is empty; give one prompt a row."
+    assert refusal(base) == "--prompt-data is 'train.jsonl' but the file is empty; give one prompt per row."
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,7 @@ def test_slimes_own_files_are_accepted(base, tmp_path):
             "actor_rollout_ref.rollout.calculate_log_probs in run.yaml is 'False' but rollouts here always have "
             "log-probs; make it true or leave it out.",
         ),
-        ("- lr", "--custom-config-path is 'run.yaml' but it holds no keys; write one `key: value` per line."),
+        ("- lr", "--custom-config-path is 'run.yaml' but it contains no keys; write one `key: value` per line."),
         ("a: [", "--custom-config-path is 'run.yaml' but it is not YAML: while parsing a flow node"),
         (
             "algorithm: {rollout_correction: {rollout_iz: token}}",

@@ -49,7 +49,7 @@ class SGLangConfig:
 
     sglang_server_args: tuple[str, ...] | None = None
     """Flags of the servers that sglang_launch starts, as a list of words; on the command line any --sglang-NAME
-    that is no flag of this program is passed to them as --NAME."""
+    that is not a flag of this program is passed to them as --NAME."""
 
     sglang_python: str | None = None
     """Python interpreter of the environment that has sglang; unset means the one of this program."""
