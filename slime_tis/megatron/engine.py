@@ -147,7 +147,7 @@ class TrainingEngine:
             with self.timer("optimizer_step"):
                 grad_norm = self._optimizer_step()
         return StepResult(
-            sums=reduce(StepSums.merge, sums) if sums else None,
+            sums=reduce(lambda one, other: one.merge(other), sums) if sums else None,
             grad_norm=grad_norm,
             learning_rate=self.optimizer.param_groups[0]["lr"],
             loss_denominator=loss_denominator,

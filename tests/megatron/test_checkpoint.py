@@ -4,23 +4,23 @@ import dataclasses
 import os
 import resource
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from slime_tis.megatron import checkpoint, upstream
-from slime_tis.megatron.batch import TrainingBatch, make_batch
+from slime_tis.megatron.batch import make_batch
 from slime_tis.megatron.config import MegatronConfig
 from slime_tis.megatron.engine import TrainingEngine
-from slime_tis.megatron.parallel import Parallel, initialize, shut_down
+from slime_tis.megatron.parallel import Parallel
+from slime_tis.policy.policy_loss import LossInputs, LossOutputs
 from slime_tis.storage.checkpoints import read_state
 from tests.checkpoints import make_checkpoint
 
 TOKENS = [[3, 4, 5, 6, 7], [8, 9, 10], [11, 12, 13, 14]]
+MASKS = [[1] * 3, [1] * 2, [1] * 2]
 
 
 class Nothing:
@@ -28,26 +28,17 @@ class Nothing:
         return self
 
 
-def likelihood(batch: TrainingBatch, log_prob: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor, Any]:
-    return -log_prob.sum(), torch.tensor(log_prob.numel(), dtype=torch.int), Nothing()
+def likelihood(inputs: LossInputs) -> LossOutputs:
+    log_probs = inputs.log_probs_L
+    sums: Any = Nothing()
+    return LossOutputs(
+        numerator=-log_probs.sum(), denominator=torch.tensor(log_probs.numel(), dtype=torch.int), sums=sums
+    )
 
 
 def steps(engine: TrainingEngine, count: int) -> list[float]:
-    batch = make_batch(TOKENS, [3, 2, 2], [[1] * 3, [1] * 2, [1] * 2], {})
+    batch = make_batch(TOKENS, MASKS, [[0.0] * 3, [0.0] * 2, [0.0] * 2], [[0] * 3, [0] * 2, [0] * 2])
     return [engine.train_step(batch, [[0, 2], [1]], likelihood).grad_norm for _ in range(count)]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    make_checkpoint(directory, "qwen3", tie_word_embeddings=True)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def parallel(model: Path) -> Iterator[Parallel]:
-    yield initialize(MegatronConfig(hf_checkpoint=str(model)))
-    shut_down()
 
 
 def build(model: Path, parallel: Parallel, **options: Any) -> TrainingEngine:
@@ -127,7 +118,7 @@ def test_options_of_the_optimizer_are_those_of_the_resumed_run(
     config = dataclasses.replace(config, lr_decay_style="linear")
     resumed = TrainingEngine(config, parallel, temperature=1.0, total_steps=4)
     checkpoint.load(tmp_path / "iter_0000002", resumed)
-    batch = make_batch(TOKENS, [3, 2, 2], [[1] * 3, [1] * 2, [1] * 2], {})
+    batch = make_batch(TOKENS, MASKS, [[0.0] * 3, [0.0] * 2, [0.0] * 2], [[0] * 3, [0] * 2, [0] * 2])
     found = resumed.train_step(batch, [[0, 2], [1]], likelihood)
     assert found.learning_rate == pytest.approx(2e-3 + (1e-2 - 2e-3) * (1 - 3 / 4))  # step 3 of 4
     for group in resumed.optimizer.param_groups:

@@ -1,7 +1,6 @@
 """Exports: whole or absent, loadable by everybody, and never in place of what somebody else wrote."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,21 +11,7 @@ from slime_tis.megatron import export
 from slime_tis.megatron.config import MegatronConfig
 from slime_tis.megatron.engine import TrainingEngine
 from slime_tis.megatron.export import save_hf
-from slime_tis.megatron.parallel import Parallel, initialize, shut_down
-from tests.checkpoints import make_checkpoint
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    make_checkpoint(directory, "qwen3", tie_word_embeddings=True)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def parallel(model: Path) -> Iterator[Parallel]:
-    yield initialize(MegatronConfig(hf_checkpoint=str(model)))
-    shut_down()
+from slime_tis.megatron.parallel import Parallel
 
 
 @pytest.fixture(scope="module")

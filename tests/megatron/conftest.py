@@ -1,0 +1,23 @@
+"""A tiny model and the parallel state of one process, for each file of tests that asks for them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from slime_tis.megatron.config import MegatronConfig
+from slime_tis.megatron.parallel import Parallel, initialize, shut_down
+from tests.checkpoints import make_checkpoint
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose output layer is tied to the embeddings."""
+    return make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3", tie_word_embeddings=True)
+
+
+@pytest.fixture(scope="module")
+def parallel(model: Path) -> Iterator[Parallel]:
+    """One process, initialised."""
+    yield initialize(MegatronConfig(hf_checkpoint=str(model)))
+    shut_down()
