@@ -49,11 +49,7 @@ algorithm:
 the PPO loss the weights are measured, not applied. `actor_rollout_ref.rollout.calculate_log_probs: true` is read, as
 rollouts always have log-probs; nothing else of a verl configuration is.
 
-<<<<<<< HEAD
 In YAML a key may occur only once, aliases are refused, and a file has 64 KiB at most.
-=======
-In YAML a key may appear only once, there are no aliases, and a file has 64 KiB at most.
->>>>>>> fd45c52 (Help texts and messages of the command line in the field's words)
 
 What is refused is refused before anything is built, in one line on stderr, with exit code 2.
 """
