@@ -1,11 +1,11 @@
-"""Rollout correction alone: this library, verl, slime's mis.py and a memory copy, in one run.
+"""Rollout correction alone: this library, its reference, verl, slime's mis.py and a memory copy, in one run.
 
-    python benchmarks/correction.py [--slime-mis PATH/mis.py] [--rounds 9]
+    python benchmarks/correction.py [--slime-mis PATH/mis.py] [--rounds 9] [--device cuda]
 
 Everything on: truncated weights, batch normalisation, geometric rejection, veto, all metrics read; lists in and lists
-out (verl: padded in, padded out). CPU time of one thread; contenders take turns within a round, and reported is the
-median over rounds. verl is installed from PyPI without its dependencies into `.venv-verl`. Appends rows to
-correction.csv and draws correction.png.
+out (verl and the reference: padded). CPU time of one thread, or time between CUDA events; contenders take
+turns within a round, and a row has the 20, 50 and 80 % quantiles over rounds. verl is installed from PyPI without its
+dependencies into `.venv-verl`. Appends rows to correction.csv and draws correction.png.
 """
 
 import argparse
@@ -40,12 +40,17 @@ ENVIRONMENT = {
 COLUMNS = (
     "date",
     "machine",
+    "device",
+    "commit",
+    "python",
     "torch",
     "size",
     "tokens",
     "valid",
     "contender",
+    "p20_ms",
     "median_ms",
+    "p80_ms",
     "times_copy",
     "peak_per_valid",
 )
@@ -59,6 +64,7 @@ import torch  # noqa: E402
 from peers.verl_helper import load_verl_helper  # noqa: E402
 
 from slime_tis import RolloutCorrectionConfig, correct  # noqa: E402
+from slime_tis.correction.reference import reference_correct  # noqa: E402
 
 LOWER, UPPER, VETO = 0.99, 1.01, 1e-4
 SIZES = {
@@ -77,6 +83,11 @@ class Batch:
     train: list[torch.Tensor]
     rollout: list[torch.Tensor]
     mask: list[torch.Tensor]
+
+    def to(self, device: str) -> "Batch":
+        """The same batch on a device."""
+        train, rollout, mask = ([x.to(device) for x in xs] for xs in (self.train, self.rollout, self.mask))
+        return Batch(train, rollout, mask)
 
     def __post_init__(self) -> None:
         self.lengths = [len(x) for x in self.train]
@@ -119,6 +130,7 @@ def contenders(batch: Batch, slime: Any, verl: Any) -> dict[str, Callable[[], An
         )
         found[f"ours, {level}, lists"] = lambda c=config: _ours(c, batch.train, batch.rollout, batch.mask)
         found[f"ours, {level}, packed"] = lambda c=config: _ours(c, *batch.packed, lengths=batch.lengths)
+        found[f"reference, {level}, padded"] = lambda c=config: reference_correct(c, *batch.padded)
     if slime is not None:
         args = Namespace(
             **{"use_tis": True, "tis_mode": "truncate", "tis_level": "token", "tis_batch_normalize": True},
@@ -155,28 +167,61 @@ def _copy(batch: Batch) -> Callable[[], Any]:
     return copy
 
 
-def measure(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Median CPU milliseconds of each call; fast ones are repeated within a round."""
+@dataclass(frozen=True)
+class Quantiles:
+    """Milliseconds of a call: 20, 50 and 80 % of the rounds are faster."""
+
+    p20: float
+    median: float
+    p80: float
+
+
+def measure(calls: dict[str, Callable[[], Any]], rounds: int, device: str) -> dict[str, Quantiles]:
+    """Milliseconds of each call; fast ones are repeated within a round."""
+    seconds = _event_seconds if device == "cuda" else _cpu_seconds
     repeats = {}
     for name, call in calls.items():
         call()
-        repeats[name] = max(1, int(0.02 / max(_seconds(call, 1), 1e-6)))
+        repeats[name] = max(1, int(0.02 / max(seconds(call, 1), 1e-6)))
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
-            times[name].append(_seconds(call, repeats[name]))
-    return {name: statistics.median(values) * 1e3 for name, values in times.items()}
+            times[name].append(seconds(call, repeats[name]) * 1e3)
+    return {name: _quantiles(values) for name, values in times.items()}
 
 
-def _seconds(call: Callable[[], Any], repeats: int) -> float:
+def _quantiles(milliseconds: list[float]) -> Quantiles:
+    if len(milliseconds) < 2:
+        return Quantiles(*milliseconds * 3)
+    fifths = statistics.quantiles(milliseconds, n=5, method="inclusive")
+    return Quantiles(fifths[0], statistics.median(milliseconds), fifths[3])
+
+
+def _event_seconds(call: Callable[[], Any], repeats: int) -> float:
+    """Time on the device between two CUDA events."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(repeats):
+        call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3 / repeats
+
+
+def _cpu_seconds(call: Callable[[], Any], repeats: int) -> float:
     start = time.process_time()
     for _ in range(repeats):
         call()
     return (time.process_time() - start) / repeats
 
 
-def peak_bytes(call: Callable[[], Any]) -> int:
-    """The most memory that tensors made within one call hold at a time, from the profiler's allocation events."""
+def peak_bytes(call: Callable[[], Any], device: str) -> int:
+    """The most memory that tensors made within one call hold at a time, from the profiler or the CUDA allocator."""
+    if device == "cuda":
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        call()
+        return torch.cuda.max_memory_allocated() - before
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         result = call()
     del result
@@ -217,45 +262,56 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--slime-mis", type=Path, help="slime's examples/train_infer_mismatch_helper/mis.py")
     parser.add_argument("--rounds", type=int, default=9, help="times that all contenders take their turn")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the tensors are")
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES), help="which batches")
     options = parser.parse_args()
     torch.set_num_threads(1)
     slime, verl = prepare_slime(options.slime_mis), prepare_verl()
     rows = []
     for size in options.sizes:
-        batch = make_batch(*SIZES[size])
+        batch = make_batch(*SIZES[size]).to(options.device)
         calls = contenders(batch, slime, verl)
-        times = measure(calls, options.rounds)
+        times = measure(calls, options.rounds, options.device)
         valid = int(batch.packed[2].sum())
-        peaks = {name: peak_bytes(call) / (4 * valid) for name, call in calls.items()}
-        rows += [row(size, batch, valid, name, times, peaks[name]) for name in calls]
+        peaks = {name: peak_bytes(call, options.device) / (4 * valid) for name, call in calls.items()}
+        rows += [row(options.device, size, batch, valid, name, times, peaks[name]) for name in calls]
         report(size, times, peaks)
     append(rows)
     plot(rows)
 
 
-def row(size: str, batch: Batch, valid: int, name: str, times: dict[str, float], peak: float) -> dict[str, Any]:
+def row(
+    device: str, size: str, batch: Batch, valid: int, name: str, times: dict[str, Quantiles], peak: float
+) -> dict[str, Any]:
+    """When, where, what, and how long."""
+    commit = subprocess.run(["git", "-C", ROOT, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout
     return {
         "date": datetime.date.today().isoformat(),
         "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu, 1 thread",
+        "commit": commit.strip(),
+        "python": platform.python_version(),
         "torch": torch.__version__,
         "size": size,
         "tokens": sum(batch.lengths),
         "valid": valid,
         "contender": name,
-        "median_ms": round(times[name], 4),
-        "times_copy": round(times[name] / times["copy"], 1),
+        "p20_ms": round(times[name].p20, 4),
+        "median_ms": round(times[name].median, 4),
+        "p80_ms": round(times[name].p80, 4),
+        "times_copy": round(times[name].median / times["copy"].median, 1),
         "peak_per_valid": round(peak, 2),
     }
 
 
-def report(size: str, times: dict[str, float], peaks: dict[str, float]) -> None:
+def report(size: str, times: dict[str, Quantiles], peaks: dict[str, float]) -> None:
     """One line per contender: milliseconds, times the copy, times ours, peak memory over fp32 of the valid tokens."""
     print(f"\n{size}")
-    ours = times["ours, token, lists"]
-    for name, value in times.items():
+    ours, copy = times["ours, token, lists"].median, times["copy"].median
+    for name, quantiles in times.items():
+        value = quantiles.median
         print(
-            f"  {name:24s} {value:10.3f} ms  {value / times['copy']:8.1f} x copy  {value / ours:7.2f} x ours  "
+            f"  {name:24s} {value:10.3f} ms  {value / copy:8.1f} x copy  {value / ours:7.2f} x ours  "
             f"peak {peaks[name]:5.2f}"
         )
 

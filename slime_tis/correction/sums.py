@@ -6,6 +6,7 @@ columns as the others. `stacked` and `named` go from fields to columns and back.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -216,6 +217,7 @@ def named(like: SumsT, values: Iterable[Any]) -> SumsT:
     return filled
 
 
+@lru_cache(maxsize=64)
 def sequence_columns(config: RolloutCorrectionConfig) -> SequenceSums[Any]:
     """The parts that the sums of a sequence have under a configuration; the values of the fields mean nothing."""
     before = None if config.tis_level == "token" else 0.0
@@ -236,6 +238,7 @@ def sequence_columns(config: RolloutCorrectionConfig) -> SequenceSums[Any]:
     )
 
 
+@lru_cache(maxsize=64)
 def batch_columns(config: RolloutCorrectionConfig) -> BatchSums[Any]:
     """The parts that the sums of a batch have under a configuration; the values of the fields mean nothing."""
     optional = ("perplexity", "weights", "sequence_weights", "rejection", "bounds", "veto", "trimmed_tokens")
