@@ -133,7 +133,7 @@ class Interrupts:
         self._store, self._rank = store, rank
 
     def report_failure(self, message: str) -> Failure:
-        """Tells the other ranks that this one fails; returns the first failure of the job, this one or another."""
+        """Reports this rank's failure to the others; returns the first failure of the job, this one or another."""
         mine = Failure(self._rank, message)
         if self._store is not None:
             with suppress(RuntimeError):  # the store may be what has gone

@@ -79,10 +79,10 @@ def test_every_correction_on_the_quick_start_is_accepted(task):
 
 def test_refusal_on_the_quick_start_is_the_one_given(task):
     (block,) = [block for block in blocks("quick_start.md", "") if block.startswith("$ ")]
-    command, sentence = block.splitlines()
+    command, message = block.splitlines()
     with pytest.raises(ValueError) as error:
         configure(shlex.split(task + command.split("…")[1]), {})
-    assert str(error.value) == sentence
+    assert str(error.value) == message
 
 
 @pytest.mark.parametrize("page", ["flags.md", "quick_start.md"])

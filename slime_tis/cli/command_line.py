@@ -358,10 +358,10 @@ def _alternatives(needs: Sequence[Need]) -> str:
     return f"{', '.join(first)} or {last}" if first else last
 
 
-Room = TypeVar("Room")
+ConfigT = TypeVar("ConfigT")
 
 
-def build(config: type[Room], values: Mapping[str, Any]) -> Room:
+def build(config: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
     """A config from those of the values that are its fields."""
     names = [field.name for field in dataclasses.fields(config) if field.name in values]  # type: ignore[arg-type]
     return config(**{name: values[name] for name in names})

@@ -51,7 +51,7 @@ REJECTION_LEVELS = ("token", "sequence", "geometric")
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A value as it stands in a file or an override, not yet read."""
+    """A value as it is written in a file or an override, not yet read."""
 
     value: Any
     """Text, None, or a list or mapping of them."""
@@ -60,7 +60,7 @@ class Entry:
     """What messages call it."""
 
     source: Source
-    """Where it stands."""
+    """Where it was written."""
 
 
 def is_override(word: str) -> bool:
@@ -148,7 +148,7 @@ def _translated(key: str, entry: Entry) -> Entry:
 
 
 def _weights(block: Mapping[str, Entry], options: Mapping[str, Entry]) -> dict[str, Entry]:
-    """The options of the importance weights, of the loss and of the anchor."""
+    """The options of the importance weights, of the loss and of the old policy."""
     found = {name: entry for name, entry in options.items() if not name.startswith("rs_")}
     if "rs_veto_threshold" in options:
         found["rs_veto_threshold"] = options["rs_veto_threshold"]

@@ -33,7 +33,7 @@ BOUNDS = ("tis_lower_bound", "tis_upper_bound", "rs_lower_bound", "rs_upper_boun
 def config_from_args(args: Namespace) -> RolloutCorrectionConfig:
     """slime's options, or train.py's, as a configuration: the one that the library itself would correct by.
 
-    Attributes that are missing or None take their defaults; `tis_clip` and `tis_clip_low` stand in for the bounds of
+    Attributes that are missing or None take their defaults; `tis_clip` and `tis_clip_low` are read as the bounds of
     the weight, and a lower bound of 0, slime's default, is none. Bounds that are not given follow from those that are,
     as everywhere in the library: 1/upper for a lower bound, those of the weight for rejection without any of its own.
     """

@@ -54,7 +54,7 @@ MISMATCH = Config(get_mismatch_metrics=True)
 
 @dataclass
 class WeightsProto:
-    """Stands in for verl's DataProto where verl is absent."""
+    """The part of verl's DataProto that is used here, where verl is absent."""
 
     batch: dict[str, Tensor]
 
@@ -206,7 +206,7 @@ def compute_rollout_correction_and_add_to_batch(batch: Any, rollout_corr_config:
 
 
 def apply_bypass_mode(batch: Any, rollout_corr_config: Any = None, policy_loss_config: Any = None) -> None:
-    """Bypass: `old_log_probs` of the batch become `rollout_log_probs`, and the policy loss is told.
+    """Bypass: `old_log_probs` of the batch become `rollout_log_probs`, and the policy loss gets their configuration.
 
     Args:
         batch: With rollout_log_probs in `.batch`.

@@ -80,7 +80,7 @@ def save(
             files.discard(unfinished)
         raise CheckpointError(
             f"could not write checkpoint {final}: {_reason(error)}; earlier checkpoints are intact, "
-            "make room (or fix the path) and go on with --load"
+            "free space (or fix the path) and go on with --load"
         ) from error
     if main:
         _prune(final, run, retain)

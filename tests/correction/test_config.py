@@ -1,4 +1,4 @@
-"""The configuration: defaults, bounds, criteria, presets, and what is refused in one sentence."""
+"""The configuration: defaults, bounds, criteria, presets, and what is refused in one message."""
 
 import dataclasses
 from typing import Any
@@ -55,7 +55,7 @@ GEOMETRIC = {"use_rs": True, "rs_level": "geometric"}
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    ("options", "message"),
     [
         ({"tis_mode": "icepop"}, "--tis-mode is 'icepop' but must be one of truncate, clip, mask"),
         ({"rs_level": "word"}, "--rs-level is 'word' but must be one of token, sequence, geometric, prefix, segment"),
@@ -103,8 +103,8 @@ GEOMETRIC = {"use_rs": True, "rs_level": "geometric"}
         ),
     ],
 )
-def test_what_means_nothing_is_refused(options: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
+def test_what_means_nothing_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         RolloutCorrectionConfig(**options)
 
 

@@ -1,4 +1,4 @@
-"""A table of figures computed by hand, and which figures appear when."""
+"""A table of metrics computed by hand, and which metrics appear when."""
 
 import math
 
@@ -195,3 +195,11 @@ def test_metrics_only_leaves_weights_and_mask() -> None:
     found = correct(config, train, ROLLOUT[:1], MASK[:1])
     assert found.weights[0].tolist() == [1, 1, 0] and found.mask[0].tolist() == [True, True, False]
     assert "gradient_kept_fraction" not in found.statistics.metrics()
+
+
+def test_statistics_of_other_configurations_are_not_merged() -> None:
+    """The sums of another configuration have another meaning; the message names the options that differ."""
+    truncated = correct(RolloutCorrectionConfig(use_tis=True), TRAIN, ROLLOUT, MASK).statistics
+    wider = correct(RolloutCorrectionConfig(use_tis=True, tis_upper_bound=5.0), TRAIN, ROLLOUT, MASK).statistics
+    with pytest.raises(ValueError, match="tis_upper_bound"):
+        truncated.merge(wider)

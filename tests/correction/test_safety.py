@@ -1,4 +1,4 @@
-"""Whatever goes in, nothing non-finite comes out, and what is wrong is said in a sentence."""
+"""Whatever goes in, nothing non-finite comes out, and what is wrong is said in a message."""
 
 import math
 import os
@@ -141,7 +141,7 @@ def test_one_token() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("arguments", "message"),
     [
         (([torch.zeros(2)], [torch.zeros(2)], []), "1 sequences, rollout_log_probs 1, loss_mask 0"),
         (
@@ -157,8 +157,8 @@ def test_one_token() -> None:
         ((torch.zeros(3), torch.zeros(3), torch.ones(3)), r"pass \[B, T\], or \[N\] with lengths"),
     ],
 )
-def test_layouts_that_disagree(arguments: tuple, sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
+def test_layouts_that_disagree(arguments: tuple, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         correct(TOKEN_IS, *arguments)
 
 

@@ -20,7 +20,7 @@ MASKS = [torch.tensor(s["mask"]) for s in GOLDEN["sequences"]]
 DIFFERENCES = {
     "mask mode": (
         lambda args: args["use_tis"] and args["tis_mode"] == "mask",
-        # slime leaves the raw weight at rejected tokens, and lets it into the batch mean and all figures.
+        # slime leaves the raw weight at rejected tokens, and lets it into the batch mean and all metrics.
         {
             "tis_weight_after_bound",
             "is_ratio_mean_after_tis_rs",

@@ -85,13 +85,13 @@ def expected_loss(
         for t, log_prob in enumerate(row):
             if not result.mask[i][t]:
                 continue
-            anchor = old[i][t] if math.isfinite(old[i][t]) else log_prob
-            value, slope, cut = _step(config, log_prob, anchor, advantages[i][t], clip_range)
+            old_log_prob = old[i][t] if math.isfinite(old[i][t]) else log_prob
+            value, slope, cut = _step(config, log_prob, old_log_prob, advantages[i][t], clip_range)
             loss += result.weights[i][t] * value
             gradient[i][t] = result.weights[i][t] * slope / max(units, 1)
             clipped += cut
-            kl += anchor - log_prob
-            ratios += math.exp(log_prob - anchor)
+            kl += old_log_prob - log_prob
+            ratios += math.exp(log_prob - old_log_prob)
     return ExpectedLoss(loss / max(units, 1), units, gradient, clipped, kl, ratios)
 
 

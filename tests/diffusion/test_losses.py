@@ -143,16 +143,16 @@ def test_metrics_alone_leave_the_loss_to_the_bit() -> None:
 
 
 def test_weights_in_bypass_mode_are_reported_and_do_not_act() -> None:
-    """Ratio 3 against the bound 2: the figures say so, the clipped loss is the uncorrected one."""
+    """Ratio 3 against the bound 2: the metrics say so, the clipped loss is the uncorrected one."""
     config = RolloutCorrectionConfig(use_rollout_logprobs=True, tis_level="sequence")
     log_probs, old = torch.zeros(1, 2), torch.tensor([[0.0, -math.log(3)]])
     found = diffusion_loss(config, log_probs, old, torch.tensor([-1.0]))
     assert found.loss.item() == pytest.approx((1 + 3) / 2) and found.statistics is not None
-    figures = found.statistics.metrics()
-    assert figures["actor/rollout_corr/mis_mean_is_weight_before_clip"] == pytest.approx(3.0)
-    assert figures["actor/rollout_corr/mis_weight_max"] == 2.0
-    assert figures["actor/rollout_corr/mis_truncate_fraction"] == 1.0
-    assert "actor/rollout_corr/gradient_kept_fraction" not in figures
+    metrics = found.statistics.metrics()
+    assert metrics["actor/rollout_corr/mis_mean_is_weight_before_clip"] == pytest.approx(3.0)
+    assert metrics["actor/rollout_corr/mis_weight_max"] == 2.0
+    assert metrics["actor/rollout_corr/mis_truncate_fraction"] == 1.0
+    assert "actor/rollout_corr/gradient_kept_fraction" not in metrics
 
 
 def test_denominators() -> None:
@@ -339,7 +339,7 @@ def test_decoupled_weights_lead_back_to_the_old_policy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "sentence"),
+    ("call", "message"),
     [
         (
             lambda z: diffusion_loss(OFF, z, torch.zeros(4, 2), torch.zeros(4)),
@@ -375,6 +375,6 @@ def test_decoupled_weights_lead_back_to_the_old_policy() -> None:
         ),
     ],
 )
-def test_refusals(call, sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
+def test_refusals(call, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         call(torch.zeros(4, 3))

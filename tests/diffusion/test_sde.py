@@ -180,7 +180,7 @@ def test_samples_of_a_mixture_have_the_marginals_of_the_ode() -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "sentence"),
+    ("call", "message"),
     [
         (
             lambda: sde_step(torch.zeros(2, 3), torch.zeros(2, 4), 0.5, 0.4, noise_level=0.7, ceiling=0.9),
@@ -212,6 +212,6 @@ def test_samples_of_a_mixture_have_the_marginals_of_the_ode() -> None:
         ),
     ],
 )
-def test_refusals(call, sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
+def test_refusals(call, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         call()

@@ -1,4 +1,4 @@
-"""Figures of a batch by hand, their names, and how they merge."""
+"""Metrics of a batch by hand, their names, and how they merge."""
 
 import math
 import pickle

@@ -100,9 +100,9 @@ def test_equal_policies_are_left_alone(name: str) -> None:
     found = correct_trajectories(config, log_probs, log_probs.clone())
     assert torch.equal(found.weights, torch.ones(6, 3)) and found.mask.all()
     assert torch.equal(found.folded, torch.ones(6, 3))
-    figures = found.statistics.metrics()
+    metrics = found.statistics.metrics()
     prefix = "actor/rollout_corr/" if config.use_rollout_logprobs else "rollout_corr/"
-    assert {figures[prefix + name] for name in ("mismatch_kl", "logprob_abs_diff_mean", "logprob_abs_diff_max")} == {0}
+    assert {metrics[prefix + name] for name in ("mismatch_kl", "logprob_abs_diff_mean", "logprob_abs_diff_max")} == {0}
 
 
 def test_means_over_latent_dimensions_and_their_sums() -> None:
@@ -118,9 +118,9 @@ def test_means_over_latent_dimensions_and_their_sums() -> None:
     assert sums.mask.tolist() == [[True, True], [False, True]]
     same = correct_trajectories(config, 16 * train, 16 * rollout)
     assert torch.equal(same.weights, sums.weights) and torch.equal(same.mask, sums.mask)
-    figures = sums.statistics.metrics()
-    assert figures["rollout_corr/logprob_abs_diff_max"] == pytest.approx(16 * 0.029558802, rel=1e-6)
-    assert figures["rollout_corr/rejected_sequence_fraction"] == 0.5
+    metrics = sums.statistics.metrics()
+    assert metrics["rollout_corr/logprob_abs_diff_max"] == pytest.approx(16 * 0.029558802, rel=1e-6)
+    assert metrics["rollout_corr/rejected_sequence_fraction"] == 0.5
 
 
 def test_ranks_normalise_together() -> None:
@@ -177,7 +177,7 @@ def test_missing_log_probs_of_a_step_are_the_policys_affair() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shapes", "sentence"),
+    ("shapes", "message"),
     [
         (((4, 3), (4, 2)), r"train_log_probs has shape \(4, 3\), rollout_log_probs \(4, 2\); pass two tensors of one"),
         (((4,), (4, 1)), r"train_log_probs has shape \(4,\), rollout_log_probs \(4, 1\)"),
@@ -187,9 +187,9 @@ def test_missing_log_probs_of_a_step_are_the_policys_affair() -> None:
         (((4,), (4,), (3,)), r"timesteps has shape \(3,\), train_log_probs \(4,\)"),
     ],
 )
-def test_shapes_that_disagree(shapes: tuple, sentence: str) -> None:
+def test_shapes_that_disagree(shapes: tuple, message: str) -> None:
     train, rollout, *times = (torch.zeros(shape) for shape in shapes)
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(ValueError, match=message):
         correct_trajectories(
             RolloutCorrectionConfig(use_tis=True), train, rollout, timesteps=times[0] if times else None
         )

@@ -45,7 +45,7 @@ def run(directory: Path, *flags: str) -> list[dict]:
     return read_metrics(directory)
 
 
-def figures(rows: list[dict]) -> list[dict]:
+def training_rows(rows: list[dict]) -> list[dict]:
     """What does not depend on the clock."""
     return [{name: value for name, value in row.items() if not name.startswith("perf/")} for row in rows]
 
@@ -70,13 +70,13 @@ def test_a_run_reports_every_step_and_ends_with_the_reward(corrected, capsys, tm
     for row in rows[1:]:
         assert 0 < row["rollout_corr/logprob_abs_diff_mean"] <= row["rollout_corr/logprob_abs_diff_max"]
         assert 0 <= row["rollout_corr/gradient_kept_fraction"] <= 1 and row["rollout_corr/mis_weight_max"] <= 2
-    assert figures(rows) == figures(read_metrics(tmp_path / "again")), "the same seed, the same run"
+    assert training_rows(rows) == training_rows(read_metrics(tmp_path / "again")), "the same seed, the same run"
     policies = [torch.load(path / train.POLICY, weights_only=True) for path in (directory, tmp_path / "again")]
     assert all(torch.equal(value, policies[1][name]) for name, value in policies[0].items())
 
 
 def test_another_seed_is_another_run(corrected, tmp_path):
-    assert figures(run(tmp_path / "other", "--seed", "1", "--use-tis"))[1] != figures(corrected[1])[1]
+    assert training_rows(run(tmp_path / "other", "--seed", "1", "--use-tis"))[1] != training_rows(corrected[1])[1]
 
 
 def test_a_run_leaves_its_configuration_images_and_picture(corrected, tmp_path):
@@ -120,7 +120,7 @@ def test_every_way_of_correcting_trains(tmp_path, flags, prefix):
 
 def test_metrics_alone_leave_the_run_as_it_is(tmp_path):
     plain, measuring = run(tmp_path / "plain"), run(tmp_path / "measuring", "--get-mismatch-metrics")
-    for row, other in zip(figures(plain), figures(measuring), strict=True):
+    for row, other in zip(training_rows(plain), training_rows(measuring), strict=True):
         assert row == {name: value for name, value in other.items() if "rollout_corr/" not in name}
 
 
@@ -232,7 +232,7 @@ def test_a_gradient_that_is_not_finite_is_left_out(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("flags", "sentence"),
+    ("flags", "message"),
     [
         ("--lr 0", "--lr is 0.0 but must be above 0 and finite."),
         ("--sde-steps 0", "--sde-steps is 0 but must be at least 1."),
@@ -246,9 +246,9 @@ def test_a_gradient_that_is_not_finite_is_left_out(tmp_path):
         ("--tis-uper-bound 2", "--tis-uper-bound is not a flag; did you mean --tis-upper-bound?"),
     ],
 )
-def test_refusals(flags, sentence, capsys):
+def test_refusals(flags, message, capsys):
     assert train.main(flags.split()) == 2
-    assert capsys.readouterr().err.startswith(sentence)
+    assert capsys.readouterr().err.startswith(message)
 
 
 def test_commands_of_the_makefile_and_the_readme_are_accepted(monkeypatch):

@@ -129,9 +129,9 @@ def test_the_points_in_the_repository_are_those_computed():
     )
     again = [key for key in stored if key[1] <= 64 and key[2] in (0.001, 0.1, 1.0) and key[3] in ENUMERABLE]
     for key, point in zip(again, gradient.points(again), strict=True):
-        figures = [dataclasses.asdict(row) for row in (stored[key], point)]
-        assert figures[0].pop("estimator") == figures[1].pop("estimator") == key[3]
-        assert figures[0] == pytest.approx(figures[1], rel=1e-3, abs=1e-7, nan_ok=True)
+        metrics = [dataclasses.asdict(row) for row in (stored[key], point)]
+        assert metrics[0].pop("estimator") == metrics[1].pop("estimator") == key[3]
+        assert metrics[0] == pytest.approx(metrics[1], rel=1e-3, abs=1e-7, nan_ok=True)
 
 
 def test_the_page_of_maths_shows_the_tables():
@@ -152,8 +152,8 @@ def test_the_page_of_maths_shows_the_tables():
 )
 def test_errors_by_hand(mean, deviation, error, up_to_scale):
     mean_V, gradient_V = torch.tensor([*mean, 0.0]), torch.tensor([1.0, 0.0, 0.0])
-    figures = gradient.relative(Moments(mean_V, deviation**2, 1.0, 0.0), gradient_V)
-    point = gradient.Point(correlation=0.1, length=4, sigma=0.1, estimator="x", responses=0, **figures)
+    metrics = gradient.relative(Moments(mean_V, deviation**2, 1.0, 0.0), gradient_V)
+    point = gradient.Point(correlation=0.1, length=4, sigma=0.1, estimator="x", responses=0, **metrics)
     assert point.error(4) == pytest.approx(error)
     assert point.error_up_to_scale(4) == pytest.approx(up_to_scale, abs=1e-6)
 

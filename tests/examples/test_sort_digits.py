@@ -32,7 +32,7 @@ SMALL = prepare.Example(
 
 
 def answers(directory, **sampling):
-    """Figures of the engine's answers to eval.jsonl."""
+    """Metrics of the engine's answers to eval.jsonl."""
     tokenizer = load_tokenizer(directory / "checkpoint")
     prompts = load_prompts(directory / "eval.jsonl", tokenizer, input_key="prompt", label_key="label")
     config = RolloutConfig(prompt_data="p", rollout_batch_size=1, rollout_max_response_len=1, rm_type="exact_match")

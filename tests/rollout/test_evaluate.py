@@ -1,4 +1,4 @@
-"""Figures of an evaluation, from answers that are known."""
+"""Metrics of an evaluation, from answers that are known."""
 
 import pytest
 import torch

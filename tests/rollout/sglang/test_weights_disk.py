@@ -153,7 +153,7 @@ def test_a_full_disk_is_reported_and_the_source_exhausted(tmp_path: Path, checkp
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
     assert str(failure.value).startswith(f"the weights of version 2 could not be written to {tmp_path} (")
-    assert str(failure.value).endswith("; make room or choose another --sglang-weight-dir.")
+    assert str(failure.value).endswith("; free space or choose another --sglang-weight-dir.")
     assert given == list(range(8))
     assert directories(tmp_path) == ["weights_00000001"]
 

@@ -138,7 +138,7 @@ def write_checkpoint(
         for _ in weights:  # other ranks take part in it
             pass
         raise RolloutUnavailable(
-            f"the weights of version {version} could not be written to {directory} ({error}); make room or choose "
+            f"the weights of version {version} could not be written to {directory} ({error}); free space or choose "
             "another --sglang-weight-dir."
         ) from error
     finally:
