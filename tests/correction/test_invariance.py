@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from slime_tis import GlobalBatch, RolloutCorrectionConfig, Statistics, adaptive_bounds, correct
 from slime_tis.correction import layout
 from tests.correction.strategies import batches, configurations
-from tests.correction.test_twin import tensors
+from tests.correction.test_expected import tensors
 
 Inputs = tuple[list, list, list]
 
