@@ -206,7 +206,7 @@ class Extremes(Generic[V]):
 
 def stacked(sums: object) -> Tensor:
     """All fields, in their order, as columns [S, k] (or as [k] where they are scalars)."""
-    return torch.stack(list(_values(sums)), -1)
+    return torch.stack(_values(sums), -1)
 
 
 def named(like: SumsT, values: Iterable[Any]) -> SumsT:
@@ -256,13 +256,15 @@ def batch_columns(config: RolloutCorrectionConfig) -> BatchSums[Any]:
     )
 
 
+_VALUES = (Tensor, float, int)
+
 EXTREMES: Extremes[Any] = Extremes(log_ppl_diff=0.0, ratio=0.0, sequence_weight=0.0, weight=0.0)
 """The fields of the extremes, which every configuration has."""
 
 
 def number_of_columns(like: object) -> int:
     """How many values `named` takes."""
-    return sum(1 for _ in _values(like))
+    return len(_values(like))
 
 
 def _blank(cls: type, without: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -270,24 +272,23 @@ def _blank(cls: type, without: tuple[str, ...] = ()) -> dict[str, Any]:
 
 
 def _parts(node: Any) -> dict[str, Any]:
-    return node if isinstance(node, dict) else {field.name: getattr(node, field.name) for field in fields(node)}
+    return node if isinstance(node, dict) else vars(node)  # `dataclasses.fields` would cost more than small sums do
 
 
-def _values(node: Any) -> Iterator[Any]:
+def _values(node: Any) -> list[Any]:
     """The values of the fields, those of nested parts in place of these."""
-    if node is None:
-        return
-    if isinstance(node, Tensor | float | int):
-        yield node
-        return
+    found: list[Any] = []
     for part in _parts(node).values():
-        yield from _values(part)
+        if isinstance(part, _VALUES):
+            found.append(part)
+        elif part is not None:
+            found += _values(part)
+    return found
 
 
 def _filled(node: Any, values: Iterator[Any]) -> Any:
-    if node is None:
-        return None
-    if isinstance(node, Tensor | float | int):
-        return next(values)
-    parts = {name: _filled(part, values) for name, part in _parts(node).items()}
+    parts = {
+        name: next(values) if isinstance(part, _VALUES) else None if part is None else _filled(part, values)
+        for name, part in _parts(node).items()
+    }
     return parts if isinstance(node, dict) else type(node)(**parts)
