@@ -180,7 +180,10 @@ def test_what_cannot_be_resumed_ends_in_one_message(task: list[str], trained: Pa
         "no step": (lambda state: {**state, "step": None}, "'step': None"),
         "nothing": (lambda state: {}, "has no 'run'"),
         "dataset a list": (lambda state: {**state, "dataset": []}, "'dataset': []"),
-        "place of text": (lambda state: {**state, "dataset": {**state["dataset"], "position": "x"}}, "no place"),
+        "place of text": (
+            lambda state: {**state, "dataset": {**state["dataset"], "position": "x"}},
+            "is not a place in",
+        ),
         "other prompts": (
             lambda state: {**state, "dataset": {**state["dataset"], "prompts": "0"}},
             "not those that the run was started with",
