@@ -1,5 +1,6 @@
 """Measures and corrects the mismatch between rollout and training log-probs in RL for language models."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Imports a public name on its first use (PEP 562), so that the command line starts without torch."""
+    if name == "correction":
+        return importlib.import_module("slime_tis.correction")
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from slime_tis import correction

@@ -188,13 +188,15 @@ def closing(run: Run) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        with suppress(OSError):  # the disk may be what failed
-            report(run, run.unreported, run.learner.step or run.rollout_id)
-            run.sampler.close()
-            run.reporters.close()
+        log = partial(report, run, run.unreported, run.learner.step or run.rollout_id)
+        for step in (log, run.sampler.close, run.reporters.close):
+            with suppress(OSError):  # the disk may be what failed; what follows is done all the same
+                step()
         raise
-    run.sampler.close()
-    run.reporters.close()
+    try:
+        run.sampler.close()
+    finally:
+        run.reporters.close()
 
 
 @contextmanager

@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: The command line without the program's name; None means that of this process.
     """
-    argv = _own_command_line() if argv is None else argv
+    argv = _own_command_line() if argv is None else list(argv)
     if argv[:1] == ["train"]:
         return train(argv[1:], prog="slime-tis train")
     parser = argparse.ArgumentParser(
@@ -62,7 +62,7 @@ def train(argv: Sequence[str] | None = None, *, prog: str = "train.py") -> int:
     Raises:
         SystemExit: The command line is refused, with code 2 and a message on stderr, or asks for help, with code 0.
     """
-    argv = _own_command_line() if argv is None else argv
+    argv = _own_command_line() if argv is None else list(argv)
     from slime_tis.cli.arguments import parse_args
 
     arguments = parse_args(argv, prog=prog)

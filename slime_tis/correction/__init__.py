@@ -66,6 +66,8 @@ _MODULES = {name: module for module, names in _EXPORTS.items() for name in names
 
 def __getattr__(name: str) -> Any:
     """Imports a public name on its first use (PEP 562)."""
+    if name in _EXPORTS:  # a submodule, as if all of them had been imported
+        return importlib.import_module(f"{__name__}.{name}")
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

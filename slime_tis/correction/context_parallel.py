@@ -61,6 +61,14 @@ class ResponseSlices:
     lengths: tuple[int, ...]
     """Tokens of each whole response."""
 
+    def select(self, responses: Sequence[int]) -> "ResponseSlices":
+        """The slices of the responses at these indices, in that order."""
+        return ResponseSlices(
+            pieces=tuple(piece for i in responses for piece in self.pieces[5 * i : 5 * i + 5]),
+            local_lengths=tuple(self.local_lengths[i] for i in responses),
+            lengths=tuple(self.lengths[i] for i in responses),
+        )
+
     def slice_list(self, whole: Sequence[Tensor]) -> list[Tensor]:
         """This rank's slice of each whole response."""
         if self.local_lengths == self.lengths:

@@ -79,7 +79,10 @@ class ContextParallel:
     @property
     def ranks(self) -> Ranks:
         """The reductions over the group."""
-        return Ranks.from_groups(context=self.group) if self.size > 1 else Ranks()
+        if self.size == 1:
+            return Ranks()
+        # To torch.distributed, no group is the default one.
+        return Ranks.from_groups(context=torch.distributed.group.WORLD if self.group is None else self.group)
 
     def slices(
         self, total_lengths: Sequence[int], response_lengths: Sequence[int], padded_lengths: Sequence[int] | None

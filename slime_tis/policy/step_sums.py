@@ -139,8 +139,8 @@ def step_metrics(sums: StepSums, correction: RolloutCorrectionConfig, policy: Po
     return metrics | _under_free_names({name: float(value / original) for name, value in sums.custom.items()}, metrics)
 
 
-RESERVED = ("grad_norm", "lr", "loss_denominator", "old_log_prob_forwards", "skipped_steps")
-"""Metrics of a step that the training engine adds."""
+RESERVED = ("grad_norm", "lr", "loss_denominator", "old_log_prob_forwards", "skipped_steps", "nonfinite_gradient_steps")
+"""Metrics of a step that the learner adds."""
 
 
 def _under_free_names(custom: dict[str, float], own: dict[str, float]) -> dict[str, float]:

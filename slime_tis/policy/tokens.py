@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -52,14 +53,14 @@ class ResponseTokens:
 
     def select(self, samples: Sequence[int]) -> ResponseTokens:
         """The responses at the indices `samples`, in that order."""
-        slices = self.slices
-        chosen = ResponseSlices(
-            pieces=tuple(piece for i in samples for piece in slices.pieces[5 * i : 5 * i + 5]),
-            local_lengths=tuple(slices.local_lengths[i] for i in samples),
-            lengths=tuple(slices.lengths[i] for i in samples),
+        starts = list(accumulate(self.lengths, initial=0))
+        found: dict[str, Any] = {name: _select(value, starts, samples) for name, value in self._tensors().items()}
+        return replace(
+            self,
+            slices=self.slices.select(samples),
+            total_lengths=tuple(self.total_lengths[i] for i in samples),
+            **found,
         )
-        found: dict[str, Any] = {name: _select(value, self.lengths, samples) for name, value in self._tensors().items()}
-        return replace(self, slices=chosen, total_lengths=tuple(self.total_lengths[i] for i in samples), **found)
 
     def to(self, device: torch.device | str) -> ResponseTokens:
         """The same tokens on another device."""
@@ -83,10 +84,10 @@ def expand(values_S: Tensor, lengths: Sequence[int]) -> Tensor:
         values_S: one value per sequence.
         lengths: tokens of each sequence.
     """
-    repeats_S = torch.tensor(lengths, dtype=torch.int64, device=values_S.device)
+    repeats_S = torch.tensor(lengths, dtype=torch.int64).to(values_S.device, non_blocking=True)
     return values_S.repeat_interleave(repeats_S, output_size=sum(lengths))
 
 
-def _select(values_L: Tensor, lengths: Sequence[int], samples: Sequence[int]) -> Tensor:
-    parts = values_L.split(lengths)
-    return torch.cat([values_L[:0], *(parts[i] for i in samples)])
+def _select(values_L: Tensor, starts: Sequence[int], samples: Sequence[int]) -> Tensor:
+    # A view of each chosen response alone: this runs for every micro-batch, over the batch of the whole step.
+    return torch.cat([values_L[:0], *(values_L[starts[i] : starts[i + 1]] for i in samples)])

@@ -163,7 +163,7 @@ class SGLangEngine:
                 self._servers.health,
                 self._servers.dispatcher,
                 num_groups=num_groups,
-                max_input_len=self._max_input_len,
+                max_input_len=self._servers.max_input_len,  # of the servers as they are by now
             )
             self._servers.batches.add(batch)
             future = self._loop.submit(batch.run())

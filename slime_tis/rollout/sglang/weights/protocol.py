@@ -23,6 +23,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from slime_tis.errors import first_line
 from slime_tis.rollout.engine import WeightSource
 from slime_tis.rollout.sglang.client import UNKNOWN_ENDPOINT, Server
 from slime_tis.rollout.sglang.errors import RequestRefused, ServerError, SGLangError
@@ -220,7 +221,7 @@ async def exchange(request: Awaitable[None], own_part: asyncio.Future[None]) -> 
             asked.result()
         await own_part
     except RuntimeError as error:
-        raise ServerError(f"the connection for weights broke: {str(error).splitlines()[0]}") from error
+        raise ServerError(f"the connection for weights broke: {first_line(error)}") from error
     finally:
         asked.cancel()
         own_part.cancel()
