@@ -107,9 +107,18 @@ def spawn(function: Callable[..., None], args: tuple[Any, ...], nprocs: int) -> 
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nobody listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
+    """A TCP port of this machine that nobody listens on.
+
+    It lies below the ports that the kernel gives out (from 32768 on Linux): another socket may get one of those before
+    the program that this port is meant for listens.
+    """
+    for port in random.SystemRandom().sample(range(10_000, 32_000), 100):
+        try:
+            socket.create_server(("127.0.0.1", port)).close()
+        except OSError:
+            continue
+        return port
+    raise RuntimeError("none of 100 ports tried is free")
 
 
 def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:

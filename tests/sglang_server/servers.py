@@ -2,14 +2,13 @@
 
 import os
 import signal
-import socket
 import subprocess
 import time
 from pathlib import Path
 
 import httpx
 
-from tests.runs import ROOT
+from tests.runs import ROOT, free_port
 
 PYTHON = ROOT / ".venv-sglang" / "bin" / "python"
 FLAGS = ROOT / "tools" / "sglang_cpu" / "server.yaml"
@@ -73,9 +72,3 @@ class RealServer:
             return httpx.get(f"{self.url}/health", timeout=30.0, trust_env=False).status_code == 200
         except httpx.HTTPError:
             return False
-
-
-def free_port() -> int:
-    """A port that nobody listens at."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])

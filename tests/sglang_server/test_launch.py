@@ -9,9 +9,10 @@ import pytest
 
 from slime_tis.rollout.sample import Prompt, Sampling
 from slime_tis.rollout.sglang.engine import SGLangEngine
+from tests.runs import free_port
 from tests.sglang_server.conftest import MakeEngine
 from tests.sglang_server.references import Reference
-from tests.sglang_server.servers import FLAGS, PYTHON, free_port
+from tests.sglang_server.servers import FLAGS, PYTHON
 from tests.sglang_server.test_weights import BOUND, all_samples, wait_for_decoding
 
 KEY = "sk-not-to-be-seen"

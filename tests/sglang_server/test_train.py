@@ -7,8 +7,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.runs import make_task, read_metrics, run_apart
-from tests.sglang_server.servers import FLAGS, PYTHON, free_port
+from tests.runs import free_port, make_task, read_metrics, run_apart
+from tests.sglang_server.servers import FLAGS, PYTHON
 
 STEPS = 4
 

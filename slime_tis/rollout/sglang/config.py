@@ -55,7 +55,11 @@ class SGLangConfig:
     """Python interpreter of the environment that has sglang; unset means the one of this program."""
 
     sglang_base_port: Annotated[int, Limits(ge=1, le=65_535)] = 30000
-    """First port that sglang_launch tries; ports in use are passed over."""
+    """First port that sglang_launch tries; ports in use are passed over.
+
+    Best below the range that the kernel gives out (from 32768 on Linux), which another socket may get before a server
+    listens.
+    """
 
     sglang_log_dir: str | None = None
     """Directory for the output of launched servers, one file each; unset means the run's output directory."""
