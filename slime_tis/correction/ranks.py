@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -32,6 +32,8 @@ class Ranks:
     sequences are whole."""
     data: AllReduce | None = None
     """Reduces over the data-parallel ranks, each of which has other sequences; None where one rank has all."""
+    data_and_context: AllReduce | None = None
+    """Reduces over both at once; None where that takes `context` and then `data`."""
     slices: ResponseSlices | None = None
     """Where this rank's slices lie in the sequences of one call. The levels prefix and segment need it where
     sequences are sliced; the others do without."""
@@ -42,18 +44,30 @@ class Ranks:
         *,
         context: ProcessGroup | None = None,
         data: ProcessGroup | None = None,
+        data_and_context: ProcessGroup | None = None,
         slices: ResponseSlices | None = None,
     ) -> Ranks:
-        """The ranks of torch.distributed's process groups.
+        """The ranks of torch.distributed's process groups; pickled, they can reduce nothing in another process.
 
         Args:
             context: The context-parallel group; None where sequences are whole.
             data: The data-parallel group; None where one rank has the whole batch.
+            data_and_context: The group of the ranks of both, Megatron-core's data-parallel group with context
+                parallelism: what is reduced over both is then one collective, in place of two.
             slices: Where this rank's slices lie, from `response_slices`.
+
+        Raises:
+            ValueError: if there is no group: `torch.distributed.group.WORLD` is None before `init_process_group`.
         """
+        if context is None and data is None:
+            raise ValueError(
+                "Ranks.from_groups got no process group: torch.distributed.group.WORLD is None before "
+                "torch.distributed.init_process_group; call that first, or take slime_tis.Ranks() for one rank."
+            )
         return cls(
-            context=None if context is None else _all_reduce_over(context),
-            data=None if data is None else _all_reduce_over(data),
+            context=None if context is None else _GroupAllReduce(context),
+            data=None if data is None else _GroupAllReduce(data),
+            data_and_context=None if data_and_context is None else _GroupAllReduce(data_and_context),
             slices=slices,
         )
 
@@ -76,20 +90,42 @@ class Ranks:
 
     def all_reduce(self, values: Tensor, op: ReduceOp = "sum") -> Tensor:
         """Reduces over context- and data-parallel ranks; `values` may be overwritten."""
+        if self.data_and_context is not None:
+            return self.data_and_context(values, op)
         return self.over_data(self.over_context(values, op), op)
 
 
 ONE_RANK = Ranks()
 
 
-def _all_reduce_over(group: ProcessGroup) -> AllReduce:
-    def all_reduce(values: Tensor, op: ReduceOp) -> Tensor:
+@dataclass(frozen=True)
+class _GroupAllReduce:
+    """The reduction over a process group, in place."""
+
+    group: ProcessGroup
+
+    def __call__(self, values: Tensor, op: ReduceOp) -> Tensor:
         operation = {
             "sum": torch.distributed.ReduceOp.SUM,
             "min": torch.distributed.ReduceOp.MIN,
             "max": torch.distributed.ReduceOp.MAX,
         }[op]
-        torch.distributed.all_reduce(values, operation, group)
+        torch.distributed.all_reduce(values, operation, self.group)
         return values
 
-    return all_reduce
+    def __deepcopy__(self, memo: dict[int, Any]) -> _GroupAllReduce:
+        return self  # in this process the group is the same
+
+    def __reduce__(self) -> tuple[Callable[[], AllReduce], tuple[()]]:
+        return _unpickled, ()  # a process group cannot be pickled, and is of one process
+
+
+def _unpickled() -> AllReduce:
+    return _refuse
+
+
+def _refuse(values: Tensor, op: ReduceOp) -> Tensor:
+    raise RuntimeError(
+        "these Ranks were pickled, and their process groups are of the process that made them; "
+        "pass Ranks.from_groups(…) of this one."
+    )

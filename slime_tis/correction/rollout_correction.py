@@ -152,7 +152,8 @@ def correct(
             the whole responses, and takes lists or packed tokens with `Ranks.slices`.
 
     Returns:
-        Weights, mask, statistics, and tokens per sequence. Nothing synchronises with the host.
+        Weights, mask, statistics, and tokens per sequence. Nothing synchronises with the host, but for the check of
+        `nonfinite_policy="raise"`.
 
     Raises:
         TypeError: if the configuration is of another class, verl's for example.
@@ -165,7 +166,7 @@ def correct(
     if ranks.context is not None and whole_sequence_levels(config):
         slices = _places(config, ranks.slices)
         whole = gather_slices(train_log_probs, rollout_log_probs, loss_mask, lengths, slices, ranks.over_context)
-        known = replace(global_batch, ranks=replace(ranks, context=None, slices=None))
+        known = replace(global_batch, ranks=Ranks(data=ranks.data))
         found: Correction[Any] = correct(config, *whole, lengths=slices.lengths, global_batch=known)
         return _sliced(found, slices, global_batch.ranks, as_list=not isinstance(train_log_probs, Tensor))
     layout = as_layout(train_log_probs, rollout_log_probs, loss_mask, lengths)

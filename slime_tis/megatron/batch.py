@@ -73,17 +73,18 @@ def make_batch(
 
     def packed(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
         # one tensor from Python numbers is much faster than one for each row
-        return slices.slice_flat(torch.tensor([value for row in rows for value in row], dtype=dtype))
+        return torch.tensor([value for row in rows for value in row], dtype=dtype)
 
-    flat = torch.tensor([token for ids in tokens for token in ids], dtype=torch.int64)
+    loss_mask_N = packed(loss_masks, torch.float32)
     return TrainingBatch(
-        tokens=list(flat.split(totals)),
+        tokens=list(packed(tokens, torch.int64).split(totals)),
         responses=ResponseTokens(
             slices=slices,
             total_lengths=tuple(totals),
-            loss_mask_L=packed(loss_masks, torch.float32),
-            rollout_log_probs_L=packed(rollout_log_probs, torch.float32),
-            weight_versions_L=packed(weight_versions, torch.int64),
+            loss_mask_L=slices.slice_flat(loss_mask_N),
+            loss_mask_N=loss_mask_N,
+            rollout_log_probs_L=slices.slice_flat(packed(rollout_log_probs, torch.float32)),
+            weight_versions_L=slices.slice_flat(packed(weight_versions, torch.int64)),
         ),
     )
 

@@ -96,9 +96,13 @@ class Parallel:
     @property
     def ranks(self) -> Ranks:
         """The reductions over the context- and data-parallel ranks, in place."""
+        sliced, shared = self.context_size > 1, self.data_size > 1
+        if not (sliced or shared):
+            return Ranks()
         return Ranks.from_groups(
-            context=self.context_group if self.context_size > 1 else None,
-            data=self.data_group if self.data_size > 1 else None,
+            context=self.context_group if sliced else None,
+            data=self.data_group if shared else None,
+            data_and_context=self.data_and_context_group if sliced and shared else None,
         )
 
     def broadcast_from_stage(self, value: T, stage: int) -> T:

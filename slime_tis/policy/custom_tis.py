@@ -78,18 +78,15 @@ class CustomTis:
             CustomFunctionError: the function raised, or returned what its contract does not allow.
         """
         assert tokens.advantages_L is not None
-        lengths, slices, ranks = tokens.lengths, tokens.slices, global_batch.ranks
+        lengths = tokens.lengths
         # What was not sampled has no log-prob: NaN here and 0 in slime, whose functions multiply with the mask.
         missing_L = (tokens.loss_mask_L <= 0) & ~tokens.rollout_log_probs_L.isfinite()
-        mask_N = tokens.loss_mask_L
-        if ranks.context is not None:  # the contract wants the masks of whole responses
-            mask_N = ranks.over_context(slices.scatter(mask_N))
         new_loss_L, masks, metrics = self.function.call(
             seed=self.seed + len(self.metric_names),
             pg_loss=loss_L,
             train_log_probs=list(train_log_probs_L.split(lengths)),
             rollout_log_probs=list(tokens.rollout_log_probs_L.masked_fill(missing_L, 0.0).split(lengths)),
-            loss_masks=list(mask_N.split(tokens.response_lengths)),
+            loss_masks=list(tokens.loss_mask_N.split(tokens.response_lengths)),
             total_lengths=list(tokens.total_lengths),
             response_lengths=list(tokens.response_lengths),
             log_probs=list(log_probs_L.detach().split(lengths)),
@@ -103,7 +100,7 @@ class CustomTis:
         check_metric_names(self.function.function, self.metric_names, "micro-batch")
         return CustomTisOutputs(
             loss_L=new_loss_L,
-            mask_L=torch.cat(slices.slice_list(masks)) > 0,
+            mask_L=torch.cat(tokens.slices.slice_list(masks)) > 0,
             accepted_per_sequence=torch.stack([(mask > 0).sum() for mask in masks]).double(),
             metrics=metrics,
         )

@@ -85,8 +85,8 @@ def policy_loss(inputs: LossInputs, step: LossStep) -> LossOutputs:
     old_L = old_log_probs(inputs, step)
     train_L = inputs.log_probs_L.detach() if step.correction.use_rollout_logprobs else old_L
     correction = correct_tokens(inputs.tokens, train_L, step)
-    near_S = near_policy(inputs, old_L, step)
-    losses = token_losses(inputs, old_L, train_L, correction, near_S, step)
+    near = near_policy(inputs, old_L, step) if step.policy.use_opsm else None
+    losses = token_losses(inputs, old_L, train_L, correction, near, step)
     reduction = LossReduction.build(
         losses.mask_L,
         correction.masked_in_per_sequence
@@ -95,7 +95,7 @@ def policy_loss(inputs: LossInputs, step: LossStep) -> LossOutputs:
         inputs.tokens.lengths,
         per_token=step.policy.calculate_per_token_loss,
     )
-    sums = step_sums(inputs, train_L, correction, near_S, losses, reduction, step)
+    sums = step_sums(inputs, train_L, correction, near, losses, reduction, step)
     terms = losses.terms
     objective_L = (
         terms.pg_loss - step.policy.entropy_coef * terms.entropy_loss + step.policy.kl_loss_coef * terms.kl_loss
@@ -131,13 +131,21 @@ def correct_tokens(tokens: ResponseTokens, train_log_probs_L: Tensor, step: Loss
     )
 
 
-def near_policy(inputs: LossInputs, old_log_probs_L: Tensor, step: LossStep) -> Tensor:
-    """bool [S]: the sequences that off-policy sequence masking keeps; all where it is off."""
+@dataclass(frozen=True, kw_only=True)
+class NearPolicy:
+    """The verdicts of off-policy sequence masking, True where a sequence is accepted."""
+
+    near_S: Tensor
+    """bool."""
+    near_L: Tensor
+    """bool, that of its sequence at each token."""
+
+
+def near_policy(inputs: LossInputs, old_log_probs_L: Tensor, step: LossStep) -> NearPolicy:
+    """Which sequences off-policy sequence masking accepts."""
     tokens, policy = inputs.tokens, step.policy
-    if not policy.use_opsm:
-        return torch.ones(len(tokens), dtype=torch.bool, device=old_log_probs_L.device)
     advantage_S = torch.stack([part.sum() for part in inputs.advantages_L.split(tokens.lengths)]).double()
-    return off_policy_sequence_mask(
+    near_S = off_policy_sequence_mask(
         inputs.log_probs_L,
         tokens.rollout_log_probs_L if policy.opsm_policy == "rollout" else old_log_probs_L,
         # The sign is what counts, and all tokens of a sequence share it.
@@ -148,6 +156,12 @@ def near_policy(inputs: LossInputs, old_log_probs_L: Tensor, step: LossStep) -> 
         lengths=tokens.lengths,
         ranks=step.global_batch.ranks,
     )
+    return NearPolicy(near_S=near_S, near_L=expand(near_S, tokens.lengths))
+
+
+def accept_near(mask_L: Tensor, accepted_S: Tensor, near: NearPolicy | None) -> tuple[Tensor, Tensor]:
+    """A mask and the tokens that each sequence has in it, without the sequences that the policy moved away from."""
+    return (mask_L, accepted_S) if near is None else (mask_L & near.near_L, accepted_S * near.near_S)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +183,7 @@ def token_losses(
     old_log_probs_L: Tensor,
     train_log_probs_L: Tensor,
     correction: Correction[Tensor],
-    near_S: Tensor,
+    near: NearPolicy | None,
     step: LossStep,
 ) -> TokenLosses:
     """The loss per token with its weights, and the mask without what is rejected.
@@ -179,11 +193,11 @@ def token_losses(
         old_log_probs_L: log π_old.
         train_log_probs_L: log π_train, the numerator of the weights.
         correction: weights and mask.
-        near_S: bool, the sequences that off-policy sequence masking keeps.
+        near: what off-policy sequence masking accepts; None where it is off.
         step: the options.
     """
-    tokens, near_L = inputs.tokens, expand(near_S, inputs.tokens.lengths)
-    mask_L, accepted_S = correction.mask & near_L, correction.accepted_per_sequence * near_S
+    tokens = inputs.tokens
+    mask_L, accepted_S = accept_near(correction.mask, correction.accepted_per_sequence, near)
     # What is masked or not finite gets ratio 1 before any arithmetic: a NaN behind a mask would still poison
     # the gradient.
     log_probs_L = torch.where(mask_L, inputs.log_probs_L, inputs.log_probs_L.detach().nan_to_num())
@@ -208,8 +222,8 @@ def token_losses(
         )
         custom_metrics = custom.metrics
         if step.correction.corrects:  # otherwise metrics alone: the loss stays as it was, to the bit
-            loss_L, mask_L = custom.loss_L, custom.mask_L & near_L
-            accepted_S = custom.accepted_per_sequence * near_S
+            loss_L = custom.loss_L
+            mask_L, accepted_S = accept_near(custom.mask_L, custom.accepted_per_sequence, near)
     elif step.correction.use_tis:
         loss_L = loss_L * correction.weights
     terms = LossTerms(
@@ -244,7 +258,7 @@ def step_sums(
     inputs: LossInputs,
     train_log_probs_L: Tensor,
     correction: Correction[Tensor],
-    near_S: Tensor,
+    near: NearPolicy | None,
     losses: TokenLosses,
     reduction: LossReduction,
     step: LossStep,
@@ -255,7 +269,7 @@ def step_sums(
         inputs: of the micro-batch.
         train_log_probs_L: log π_train, the numerator of the weights.
         correction: its statistics are reported.
-        near_S: bool, the sequences that off-policy sequence masking keeps.
+        near: what off-policy sequence masking accepts; None where it is off.
         losses: per token.
         reduction: over the accepted tokens.
         step: the options.
@@ -264,10 +278,9 @@ def step_sums(
     original = LossReduction.build(
         tokens.loss_mask_L > 0, masked_in_S, tokens.lengths, per_token=step.policy.calculate_per_token_loss
     )
-    far_L = (~expand(near_S, tokens.lengths)).double()
-    opsm_clipped, *custom = original.sum_each(
-        torch.stack([far_L, *(value.double() for value in losses.custom_metrics.values())])
-    ).unbind()
+    measured = {name: value.double() for name, value in losses.custom_metrics.items()}
+    opsm_clipped = None if near is None else original.sum_each((~near.near_L).double()[None])[0]
+    custom = original.sum_each(torch.stack(list(measured.values()))).unbind() if measured else ()
     counted = float(step.counts)
     return StepSums(
         terms=LossTerms.unstack(reduction.sum_each(losses.terms.stack())),
@@ -281,7 +294,7 @@ def step_sums(
             train_log_probs_L, tokens.rollout_log_probs_L, tokens.loss_mask_L, step.version - tokens.weight_versions_L
         ),
         opsm_clipped=opsm_clipped,
-        custom=dict(zip(losses.custom_metrics, custom, strict=True)),
+        custom=dict(zip(measured, custom, strict=True)),
     )
 
 

@@ -66,8 +66,9 @@ class StepSums:
     """Those between π_old itself and π_rollout, under --get-mismatch-metrics; else empty."""
     staleness: Tensor
     """[buckets, 4] sums of the mismatch by staleness, of this rank's tokens."""
-    opsm_clipped: Tensor
-    """Numerator over `original_denominator` of the share that off-policy sequence masking leaves out."""
+    opsm_clipped: Tensor | None
+    """Numerator over `original_denominator` of the share that off-policy sequence masking leaves out; None where it is
+    off."""
     custom: dict[str, Tensor]
     """Numerators over `original_denominator` of the metrics that a custom function returned."""
 
@@ -91,14 +92,17 @@ class StepSums:
         """All that is added over micro-batches and ranks, as one tensor."""
         counts = (self.loss_denominator, self.original_denominator, self.accepted_tokens, self.masked_in_tokens)
         custom = [self.custom[name] for name in sorted(self.custom)]
-        scalars = torch.stack([*counts, self.opsm_clipped, *custom])
+        opsm = [] if self.opsm_clipped is None else [self.opsm_clipped]
+        scalars = torch.stack([*counts, *opsm, *custom])
         return torch.cat([self.terms.stack(), scalars, self.staleness.view(-1)])
 
     def _with_added(self, values: Tensor) -> StepSums:
         """These sums with the values of `_added` replaced."""
-        sizes = [len(fields(LossTerms)), 5 + len(self.custom), self.staleness.numel()]
+        has_opsm = self.opsm_clipped is not None
+        sizes = [len(fields(LossTerms)), 4 + has_opsm + len(self.custom), self.staleness.numel()]
         terms, scalars, staleness = values.split(sizes)
-        loss_denominator, original_denominator, accepted, masked_in, opsm_clipped, *custom = scalars.unbind()
+        loss_denominator, original_denominator, accepted, masked_in, *rest = scalars.unbind()
+        opsm_clipped, custom = (rest[0], rest[1:]) if has_opsm else (None, rest)
         return replace(
             self,
             terms=LossTerms.unstack(terms),
@@ -134,7 +138,7 @@ def step_metrics(sums: StepSums, correction: RolloutCorrectionConfig, policy: Po
         metrics |= {name: value for name, value in of_old_policy.items() if name != "gradient_kept_fraction"}
     metrics |= staleness_metrics(sums.staleness)
     original = sums.original_denominator.clamp_min(1)
-    if policy.use_opsm:
+    if sums.opsm_clipped is not None:
         metrics["opsm_clipfrac"] = float(sums.opsm_clipped / original)
     return metrics | _under_free_names({name: float(value / original) for name, value in sums.custom.items()}, metrics)
 

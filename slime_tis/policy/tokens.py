@@ -17,7 +17,7 @@ from slime_tis.correction import ResponseSlices
 class ResponseTokens:
     """What is known of the response tokens that this context-parallel rank owns, one response after another.
 
-    Shapes: suffix _L the tokens of this rank's slices, packed.
+    Shapes: suffix _L the tokens of this rank's slices, packed; _N those of the whole responses.
     """
 
     slices: ResponseSlices
@@ -26,6 +26,8 @@ class ResponseTokens:
     """Tokens of each whole sequence, prompt and response."""
     loss_mask_L: Tensor
     """float32: 1 where a token is trained on, 0 on tool output."""
+    loss_mask_N: Tensor
+    """The same of the whole responses, which custom functions get; without context parallelism that is all of it."""
     rollout_log_probs_L: Tensor
     """float32 log π_rollout in nats; NaN where the engine gave none."""
     weight_versions_L: Tensor
@@ -53,8 +55,11 @@ class ResponseTokens:
 
     def select(self, samples: Sequence[int]) -> ResponseTokens:
         """The responses at the indices `samples`, in that order."""
-        starts = list(accumulate(self.lengths, initial=0))
-        found: dict[str, Any] = {name: _select(value, starts, samples) for name, value in self._tensors().items()}
+        local, whole = (list(accumulate(lengths, initial=0)) for lengths in (self.lengths, self.response_lengths))
+        found: dict[str, Any] = {
+            name: _select(value, whole if name == "loss_mask_N" else local, samples)
+            for name, value in self._tensors().items()
+        }
         return replace(
             self,
             slices=self.slices.select(samples),
@@ -88,6 +93,6 @@ def expand(values_S: Tensor, lengths: Sequence[int]) -> Tensor:
     return values_S.repeat_interleave(repeats_S, output_size=sum(lengths))
 
 
-def _select(values_L: Tensor, starts: Sequence[int], samples: Sequence[int]) -> Tensor:
+def _select(values: Tensor, starts: Sequence[int], samples: Sequence[int]) -> Tensor:
     # A view of each chosen response alone: this runs for every micro-batch, over the batch of the whole step.
-    return torch.cat([values_L[:0], *(values_L[starts[i] : starts[i + 1]] for i in samples)])
+    return torch.cat([values[:0], *(values[starts[i] : starts[i + 1]] for i in samples)])

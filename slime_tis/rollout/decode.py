@@ -132,7 +132,7 @@ class _Batch:
             self._padding_A = self._padding_A[kept]
 
     def _forward(self, ids_AT: Tensor) -> None:
-        """Runs the last N tokens of the `_length` that each sample has."""
+        """Runs the last T of the `_length` tokens that each sample has, and replaces `logits_AV`."""
         masking: dict[str, Tensor] = {}
         if self._padding_A is not None:
             places_AT = torch.arange(self._length, device=ids_AT.device) - self._padding_A[:, None]

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-CDF_BLOCK = 512  # tokens per block of the two-level search: the first level of 150k tokens has 300 entries
+CDF_CHUNK = 512  # tokens per chunk of the two-level search: the first level of 150k tokens has 300 entries
 
 
 def sample_tokens(
@@ -86,7 +86,7 @@ def log_softmax(logits_BV: Tensor) -> Tensor:
 def inverse_cdf(probs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
     """The first token whose cumulative probability exceeds u · Σ p.
 
-    Searched in two levels, blocks of tokens and then tokens of a block, both summed in float64: the draw is
+    Searched in two levels, chunks of tokens and then tokens of a chunk, both summed in float64: the draw is
     exact for any vocabulary, and no [B, V] table of cumulative sums is made of a large one. A token of
     probability 0 is never drawn.
 
@@ -98,16 +98,16 @@ def inverse_cdf(probs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
         [B] int64.
     """
     rows, vocab = probs_BV.shape
-    if vocab <= CDF_BLOCK:
+    if vocab <= CDF_CHUNK:
         tokens_B, _ = _search(probs_BV.double(), uniforms_B * probs_BV.sum(-1, dtype=torch.float64))
         return tokens_B
-    padded_BV = torch.nn.functional.pad(probs_BV, (0, -vocab % CDF_BLOCK))
-    blocks_BCV = padded_BV.view(rows, -1, CDF_BLOCK)
-    sums_BC = blocks_BCV.sum(-1, dtype=torch.float64)
-    block_B, rest_B = _search(sums_BC, uniforms_B * sums_BC.sum(-1))
-    within_BV = blocks_BCV[torch.arange(rows, device=probs_BV.device), block_B].double()
+    padded_BV = torch.nn.functional.pad(probs_BV, (0, -vocab % CDF_CHUNK))
+    chunks_BCV = padded_BV.view(rows, -1, CDF_CHUNK)
+    sums_BC = chunks_BCV.sum(-1, dtype=torch.float64)
+    chunk_B, rest_B = _search(sums_BC, uniforms_B * sums_BC.sum(-1))
+    within_BV = chunks_BCV[torch.arange(rows, device=probs_BV.device), chunk_B].double()
     tokens_B, _ = _search(within_BV, rest_B)
-    return block_B * CDF_BLOCK + tokens_B
+    return chunk_B * CDF_CHUNK + tokens_B
 
 
 def _search(weights_BV: Tensor, targets_B: Tensor) -> tuple[Tensor, Tensor]:

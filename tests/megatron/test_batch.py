@@ -55,6 +55,15 @@ def test_context_ranks_own_every_response_token_once() -> None:
     assert pieces[1].tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
+def test_every_context_rank_has_the_loss_masks_of_whole_responses() -> None:
+    masks = [[1, 1, 0, 1, 1], [0, 1, 1]]
+    for rank in range(2):
+        batch = make_batch([[1] * 8, [2] * 4], masks, [[0.0] * 5, [0.0] * 3], [[0] * 5, [0] * 3], rank, 2)
+        assert batch.responses.loss_mask_N.tolist() == [1, 1, 0, 1, 1, 0, 1, 1]
+        assert batch.select([1, 0]).responses.loss_mask_N.tolist() == [0, 1, 1, 1, 1, 0, 1, 1]
+        assert batch.select([1]).responses.loss_mask_N.tolist() == [0, 1, 1]
+
+
 def test_select_takes_everything_of_a_sample_along() -> None:
     batch = make_batch([[1, 2], [3, 4, 5]], [[1], [1, 0]], [[-0.5], [-1.0, -2.0]], [[7], [8, 9]])
     chosen = batch.with_old_log_probs(torch.tensor([0.0, 1.0, 2.0])).with_advantages([5.0, 6.0]).select([1])

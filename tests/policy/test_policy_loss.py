@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from slime_tis.correction import GlobalBatch, RolloutCorrectionConfig, response_slices
+from slime_tis.correction import GlobalBatch, Ranks, ReduceOp, RolloutCorrectionConfig, response_slices
 from slime_tis.errors import CustomFunctionError
+from slime_tis.megatron.batch import make_batch
 from slime_tis.policy.config import PolicyConfig
 from slime_tis.policy.custom_tis import CustomTis, CustomTisFunction
 from slime_tis.policy.policy_loss import LossInputs, LossStep, policy_loss
@@ -28,10 +29,12 @@ def make(masks: Sequence[Sequence[int]], **values: Sequence[Sequence[float]]) ->
     totals = [n + 2 for n in lengths]
     versions = values.pop("weight_versions", [[0.0] * n for n in lengths])
     packed = {f"{name}_L": torch.tensor([x for row in rows for x in row]) for name, rows in values.items()}
+    loss_mask_N = torch.tensor([x for mask in masks for x in mask], dtype=torch.float32)
     return ResponseTokens(
         slices=response_slices(totals, lengths, 0, 1),
         total_lengths=tuple(totals),
-        loss_mask_L=torch.tensor([x for mask in masks for x in mask], dtype=torch.float32),
+        loss_mask_L=loss_mask_N,
+        loss_mask_N=loss_mask_N,
         weight_versions_L=torch.tensor([x for row in versions for x in row], dtype=torch.int64),
         **packed,
     )
@@ -333,6 +336,32 @@ def test_a_custom_function_sees_slimes_arguments_and_ours_and_replaces_loss_and_
     metrics = step_metrics(sums, step.correction, step.policy)
     assert metrics["flat"] == pytest.approx(((0 + 1 + 3) / 3 + (4 + 5) / 2) / 2)  # over the mask before rejection
     assert metrics["gradient_kept_fraction"] == pytest.approx(4 / 5)
+
+
+def test_a_custom_function_gets_whole_masks_without_a_collective_of_its_own() -> None:
+    seen: list[list[float]] = []
+    reduced: list[int] = []
+
+    def watch(args: Any, *, pg_loss: Tensor, loss_masks: list[Tensor], **_: Any) -> Any:
+        seen.extend(mask.tolist() for mask in loss_masks)
+        return pg_loss, loss_masks, {}
+
+    def of_one_rank(table: Tensor, op: ReduceOp) -> Tensor:
+        reduced.append(table.shape[0])
+        return table
+
+    # 8 tokens on 2 ranks, the response from token 3: rank 0 has its last token alone.
+    batch = make_batch([[1] * 8], [[1, 1, 0, 1, 1]], [[-1.0] * 5], [[0] * 5], 0, 2).with_advantages([1.0]).responses
+    step = replace(custom(watch, use_tis=True), global_batch=GlobalBatch(ranks=Ranks(context=of_one_rank)))
+    loss_of(step, batch, [-1.0])
+    assert seen == [[1, 1, 0, 1, 1]]
+    assert reduced == [1]  # the correction's table alone, of one sequence
+
+
+def test_off_policy_sequence_masking_that_is_off_has_no_sums() -> None:
+    batch = make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES)
+    assert loss_of(build(), batch, CURRENT)[2].opsm_clipped is None
+    assert loss_of(build({"use_opsm": True}), batch, CURRENT)[2].opsm_clipped is not None
 
 
 def test_a_custom_function_stands_in_for_veto_and_trimming_too() -> None:

@@ -60,7 +60,7 @@ def test_log_probs_of_a_large_vocabulary_are_not_biased(vocab):
 
 @pytest.mark.parametrize("block", [2, 3, 512])
 def test_inverse_cdf_takes_the_first_token_past_the_uniform(monkeypatch, block):
-    monkeypatch.setattr(sampling, "CDF_BLOCK", block)
+    monkeypatch.setattr(sampling, "CDF_CHUNK", block)
     probs = torch.tensor([[0.0, 0.25, 0.0, 0.5, 0.25, 0.0]])
     expected = {0.0: 1, 0.2499: 1, 0.25: 3, 0.7499: 3, 0.75: 4, math.nextafter(1.0, 0.0): 4}
     for uniform, token in expected.items():
