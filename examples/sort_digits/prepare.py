@@ -1,11 +1,12 @@
 """Makes the example's policy and prompts: sort ten digits, `3141592653>` → `1123345569`.
 
     python examples/sort_digits/prepare.py --out data/sort_digits
+    python examples/sort_digits/prepare.py --experts 8 --out data/sort_digits_moe
 
-writes a Qwen3 checkpoint directory with its tokenizer, `train.jsonl` and `eval.jsonl` in slime's form, and
-`complete.json`, whose presence says that all of it is there. The policy is trained on a few supervised answers
-and stopped when its greedy answers to the held-out prompts are right a third of the time: reinforcement
-learning takes it from there.
+writes a Qwen3 checkpoint directory, or that of a mixture of experts, with its tokenizer, `train.jsonl` and
+`eval.jsonl` in slime's form, and `complete.json`, whose presence says that all of it is there. The policy is
+trained on a few supervised answers and stopped when its greedy answers to the held-out prompts are right a third
+of the time: reinforcement learning takes it from there.
 """
 
 import argparse
@@ -23,12 +24,21 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
 PAD, BOS, EOS = range(3)  # the places of the first three in the vocabulary
 CHARACTERS = (*"0123456789", ">", "Ġ")  # Ġ is how byte-level tokenizers write a space
 COMPLETE = "complete.json"
+EXPERTS_PER_TOKEN = 2
 UNSURE = 4.0  # nats that an answer is unlikely by, above which no accuracy is worth a look
 
 
@@ -50,6 +60,9 @@ class Example:
 
     layers: int = 3
     """Depth of the model."""
+
+    experts: int = 0
+    """Experts of every layer, each as wide as the model, of which a token takes two; 0 for a dense model."""
 
     supervised_prompts: int = 256
     """Training rows whose answers the supervised training sees; so few that it grows sure of them, and
@@ -76,14 +89,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="directory to make")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts and the weights (default 0)")
+    parser.add_argument("--experts", type=int, default=0, help="of every layer; 0 makes a dense model (default)")
     options = parser.parse_args()
+    if options.experts not in (0, *range(EXPERTS_PER_TOKEN, 129)):
+        parser.error(f"--experts is {options.experts} but must be 0 or {EXPERTS_PER_TOKEN} to 128.")
     if (options.out / COMPLETE).exists():
         print(f"{options.out} is complete already.")
         return
     if options.out.exists() and any(options.out.iterdir()):
         parser.error(f"{options.out} exists and is not an example of ours; remove it or choose another --out.")
     torch.set_num_threads(1)  # more gain little at this size, and cost much where cores are shared
-    report = prepare(options.out, seed=options.seed)
+    report = prepare(options.out, seed=options.seed, example=Example(experts=options.experts))
     print(
         f"{options.out}: {report['parameters']:,} parameters, {report['steps']} supervised steps, accuracy "
         f"{report['accuracy']:.2f} greedy and {report['sampled_accuracy']:.2f} sampled, {report['seconds']:.0f} s."
@@ -149,25 +165,37 @@ def make_tokenizer(max_length: int) -> PreTrainedTokenizerFast:
     )
 
 
-def make_model(example: Example, seed: int) -> Qwen3ForCausalLM:
-    """A Qwen3 model with random weights."""
+def make_model(example: Example, seed: int) -> PreTrainedModel:
+    """A Qwen3 model, dense or a mixture of experts, with random weights."""
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=len(SPECIAL_TOKENS) + len(CHARACTERS),
-        hidden_size=example.hidden_size,
-        intermediate_size=3 * example.hidden_size,
-        num_hidden_layers=example.layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=example.hidden_size // 4,
-        max_position_embeddings=2 * example.digits + 44,
-        tie_word_embeddings=True,
-        pad_token_id=PAD,
-        bos_token_id=BOS,
-        eos_token_id=EOS,
-        dtype="float32",
-    )
-    model = Qwen3ForCausalLM(config).float()
+    sizes: dict[str, Any] = {
+        "vocab_size": len(SPECIAL_TOKENS) + len(CHARACTERS),
+        "hidden_size": example.hidden_size,
+        "intermediate_size": 3 * example.hidden_size,
+        "num_hidden_layers": example.layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": example.hidden_size // 4,
+        "max_position_embeddings": 2 * example.digits + 44,
+        "pad_token_id": PAD,
+        "bos_token_id": BOS,
+        "eos_token_id": EOS,
+        "dtype": "float32",
+    }
+    model: PreTrainedModel
+    if example.experts:
+        config = Qwen3MoeConfig(
+            **sizes,
+            num_experts=example.experts,
+            num_experts_per_tok=EXPERTS_PER_TOKEN,
+            moe_intermediate_size=example.hidden_size,
+            norm_topk_prob=True,
+            tie_word_embeddings=False,  # SGLang's Qwen3-MoE has an output layer of its own, tied or not
+        )
+        model = Qwen3MoeForCausalLM(config)
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**sizes, tie_word_embeddings=True))
+    model = model.float()
     model.generation_config = GenerationConfig(pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS)
     return model
 
@@ -179,7 +207,7 @@ def answered(rows: list[dict[str, str]], tokenizer: PreTrainedTokenizerFast) -> 
 
 
 def train_supervised(
-    model: Qwen3ForCausalLM, train: Tensor, held_out: Tensor, example: Example, seed: int
+    model: PreTrainedModel, train: Tensor, held_out: Tensor, example: Example, seed: int
 ) -> dict[str, float]:
     """Trains until the accuracies are what was asked for, and returns them with the steps taken.
 
@@ -223,19 +251,19 @@ def batches(train: Tensor, example: Example, seed: int) -> Iterator[Tensor]:
         yield from train[torch.randperm(len(train), generator=generator)].split(example.batch_size)
 
 
-def answer_logits(model: Qwen3ForCausalLM, tokens: Tensor, digits: int) -> Tensor:
+def answer_logits(model: PreTrainedModel, tokens: Tensor, digits: int) -> Tensor:
     """[rows, digits + 1, vocabulary] logits of the answer and `<eos>`."""
     return model(input_ids=tokens[:, :-1], logits_to_keep=digits + 1, use_cache=False).logits
 
 
-def answer_log_probs(model: Qwen3ForCausalLM, tokens: Tensor, digits: int) -> Tensor:
+def answer_log_probs(model: PreTrainedModel, tokens: Tensor, digits: int) -> Tensor:
     """[rows, digits + 1] log-probs of the answer and `<eos>`."""
     logits = answer_logits(model, tokens, digits)
     return logits.log_softmax(-1).gather(-1, tokens[:, -digits - 1 :, None]).squeeze(-1)
 
 
 @torch.no_grad()
-def accuracies(model: Qwen3ForCausalLM, tokens: Tensor, digits: int) -> tuple[float, float]:
+def accuracies(model: PreTrainedModel, tokens: Tensor, digits: int) -> tuple[float, float]:
     """Share of answers that are right, greedy and expected of samples, from one forward pass.
 
     A greedy answer is right if each right token is the likeliest after those before it; a sampled one is right

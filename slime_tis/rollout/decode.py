@@ -5,6 +5,7 @@ active, T tokens of the longest prompt or response, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from slime_tis.rollout.kv_cache import growing_cache
+from slime_tis.rollout.routing import Routing, RoutingRecorder
 from slime_tis.rollout.sample import Sampling
 from slime_tis.rollout.sampling import sample_tokens
 
@@ -34,6 +36,9 @@ class Decoded:
     stopped_B: Tensor
     """True where a stop token ended the response."""
 
+    routing: list[Routing] | None
+    """[prompt + response − 1, layers, k] of each sample; None where it was not asked for."""
+
 
 @torch.inference_mode()
 def decode(
@@ -52,18 +57,23 @@ def decode(
         prompts: P lists of token ids, padded on the left to the longest of them.
         limits: P counts, the most tokens a response to each prompt may have.
         uniforms_BT: [B, T] float64 in [0, 1) with T the largest limit; sample b draws token t with [b, t].
-        sampling: temperature, top-p, top-k and the number of samples.
+        sampling: temperature, top-p, top-k, the number of samples, and whether routing is recorded.
         stop_token_ids: tokens that end a response, and belong to it.
         safe_point: called before each token; what it raises ends the decoding.
 
     Returns:
         B samples, those of a prompt next to each other, on the model's device.
+
+    Raises:
+        ValueError: routing is asked for and the model has no experts.
     """
     device, n_samples = model.device, sampling.n_samples
     uniforms_BT = uniforms_BT.to(device)
     stops = torch.tensor(stop_token_ids, device=device)
     limits_A = torch.tensor(limits, device=device).repeat_interleave(n_samples)
-    batch = _Batch(model, prompts, limits, n_samples)
+    recorder = RoutingRecorder(model) if sampling.records_routing else None
+    batch = _Batch(model, prompts, limits, n_samples, recorder)
+    routing = None if recorder is None else _RoutingOfSamples(recorder.take(len(prompts)), prompts, n_samples)
     tokens_BT = torch.zeros_like(uniforms_BT, dtype=torch.int64)
     log_probs_BT = torch.zeros_like(uniforms_BT, dtype=torch.float32)
     lengths_B = torch.zeros_like(limits_A)
@@ -92,7 +102,45 @@ def decode(
             batch.keep(kept)
             rows_A, limits_A, alive_A, tokens_A = rows_A[kept], limits_A[kept], alive_A[kept], tokens_A[kept]
         batch.extend(tokens_A)
-    return Decoded(tokens_BT=tokens_BT, log_probs_BT=log_probs_BT, lengths_B=lengths_B, stopped_B=stopped_B)
+        if recorder is not None and routing is not None:
+            routing.append(rows_A, recorder.take(len(rows_A)))
+    return Decoded(
+        tokens_BT=tokens_BT,
+        log_probs_BT=log_probs_BT,
+        lengths_B=lengths_B,
+        stopped_B=stopped_B,
+        routing=None if routing is None else routing.of_samples(lengths_B),
+    )
+
+
+class _RoutingOfSamples:
+    """The routing of samples, put together from that of their prompts and of one token after another."""
+
+    def __init__(self, padded: Routing, prompts: Sequence[Sequence[int]], n_samples: int) -> None:
+        """Begins with the rows of the prompts, padded on the left, which the samples of each share."""
+        self._prompts = [padded[place, -len(prompt) :] for place, prompt in enumerate(prompts)]
+        self._n_samples = n_samples
+        self._steps: list[Routing] = []
+
+    def append(self, rows_A: Tensor, step: Routing) -> None:
+        """Takes the next token of each active sample, [A, 1, layers, k]; the others have had their last."""
+        shape = (len(self._prompts) * self._n_samples, *step.experts.shape[1:])
+        experts, weights = step.experts.new_zeros(shape), step.weights.new_zeros(shape)
+        experts[rows_A], weights[rows_A] = step.experts, step.weights
+        self._steps.append(Routing(experts=experts, weights=weights))
+
+    def of_samples(self, lengths_B: Tensor) -> list[Routing]:
+        """The rows of every token of a sample but its last, which was not fed."""
+        sampled = Routing.cat(self._steps, 1) if self._steps else None
+        found = []
+        for sample, length in enumerate(lengths_B.tolist()):
+            parts = [self._prompts[sample // self._n_samples]]
+            if sampled is not None:
+                parts.append(sampled[sample, : length - 1])
+            found.append(
+                Routing.cat(parts)
+            )  # a copy: a view would be sent to other ranks with all that it is a view of
+        return found
 
 
 class _Batch:
@@ -104,9 +152,15 @@ class _Batch:
     logits_AV: Tensor
 
     def __init__(
-        self, model: PreTrainedModel, prompts: Sequence[Sequence[int]], limits: Sequence[int], n_samples: int
+        self,
+        model: PreTrainedModel,
+        prompts: Sequence[Sequence[int]],
+        limits: Sequence[int],
+        n_samples: int,
+        recorder: RoutingRecorder | None,
     ) -> None:
         """Runs each prompt once and shares its cache among its samples."""
+        self._recorder = recorder
         self._model, self._cache = model, growing_cache(model.config)
         self._length = max(len(prompt) for prompt in prompts)
         padding = [self._length - len(prompt) for prompt in prompts]
@@ -138,5 +192,8 @@ class _Batch:
             places_AT = torch.arange(self._length, device=ids_AT.device) - self._padding_A[:, None]
             masking["attention_mask"] = places_AT >= 0
             masking["position_ids"] = places_AT[:, -ids_AT.shape[1] :].clamp(0, self._last_position)
-        output = self._model(input_ids=ids_AT, past_key_values=self._cache, use_cache=True, logits_to_keep=1, **masking)
+        with self._recorder or nullcontext():
+            output = self._model(
+                input_ids=ids_AT, past_key_values=self._cache, use_cache=True, logits_to_keep=1, **masking
+            )
         self.logits_AV = output.logits[:, -1]

@@ -1,5 +1,6 @@
 """Samples in a file: one JSON object per line, to look at, to analyse, or to train on again."""
 
+import base64
 import dataclasses
 import json
 import math
@@ -7,8 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor
+
 from slime_tis.files import atomic_path
 from slime_tis.rollout.sample import Prompt, Sample
+
+TENSORS = {"routed_experts": ("uint8", "int16"), "routing_weights": ("float32",)}
+"""Fields of a sample that are tensors, and the types that each may have."""
 
 
 def save_samples(path: str | Path, groups: Sequence[Sequence[Sample]]) -> None:
@@ -53,7 +61,9 @@ def load_samples(path: str | Path, prompts: int, n_samples: int) -> list[list[Sa
 
 def to_dict(sample: Sample) -> dict[str, Any]:
     """The sample as JSON takes it; metadata that is the prompt's own is left to the prompt."""
-    row = dataclasses.asdict(sample)
+    without: dict[str, Any] = dict.fromkeys(TENSORS)  # asdict would copy them
+    row = dataclasses.asdict(dataclasses.replace(sample, **without))
+    row |= {name: encoded(getattr(sample, name)) for name in TENSORS}
     if row["metadata"] == row["prompt"]["metadata"]:
         row["metadata"] = {}
     row["rollout_log_probs"] = [value if math.isfinite(value) else None for value in row["rollout_log_probs"]]
@@ -69,7 +79,8 @@ def from_dict(row: dict[str, Any]) -> Sample:
     try:
         prompt = Prompt(**{**row["prompt"], "token_ids": tuple(row["prompt"]["token_ids"])})
         log_probs = [math.nan if value is None else value for value in row["rollout_log_probs"]]
-        sample = Sample(**{**row, "prompt": prompt, "rollout_log_probs": log_probs})
+        tensors = {name: decoded(row.get(name), name, dtypes) for name, dtypes in TENSORS.items()}
+        sample = Sample(**{**row, "prompt": prompt, "rollout_log_probs": log_probs, **tensors})
     except (KeyError, TypeError) as error:
         raise ValueError(f"is not a sample: {error}.") from error
     lengths = {
@@ -80,6 +91,39 @@ def from_dict(row: dict[str, Any]) -> Sample:
         listed = ", ".join(f"{name} {length}" for name, length in lengths.items())
         raise ValueError(f"has lists of different lengths: {listed}.")
     return sample
+
+
+def encoded(tensor: Tensor | None) -> dict[str, Any] | None:
+    """A tensor as JSON takes it: type, shape, and its little-endian bytes in base64."""
+    if tensor is None:
+        return None
+    data = tensor.contiguous().cpu().numpy()
+    return {"dtype": data.dtype.name, "shape": list(data.shape), "base64": base64.b64encode(data.tobytes()).decode()}
+
+
+def decoded(row: Any, name: str, dtypes: Sequence[str]) -> Tensor | None:
+    """The tensor that `encoded` made a row of.
+
+    Args:
+        row: of a file; None means no tensor.
+        name: of the field, for the message.
+        dtypes: types that the tensor may have.
+
+    Raises:
+        ValueError: another type, or a shape that its bytes do not fill.
+    """
+    if row is None:
+        return None
+    try:
+        dtype, shape, data = row["dtype"], row["shape"], base64.b64decode(row["base64"], validate=True)
+        if dtype not in dtypes:
+            raise ValueError(f"its dtype is {dtype!r:.40} but must be {' or '.join(dtypes)}")
+        if not all(type(size) is int and size >= 0 for size in shape):
+            raise ValueError(f"its shape is {shape!r:.40}")
+        values = np.frombuffer(data, np.dtype(dtype).newbyteorder("<"))
+        return torch.from_numpy(values.astype(dtype).reshape(shape))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"has {name} that are not a tensor: {error}.") from error
 
 
 def _sample(line: str, place: str) -> Sample:

@@ -61,6 +61,8 @@ class _Response:
     log_probs: list[float]
     finish_reason: FinishReason
     text: str
+    routed_experts: Tensor | None
+    routing_weights: Tensor | None
 
 
 class LocalEngine:
@@ -266,18 +268,27 @@ class LocalEngine:
             [*self._eos_token_ids, *sampling.stop_token_ids],
             self._safe_point,
         )
-        responses = self._responses(decoded)
+        responses = self._responses(decoded, sampling)
         return [responses[start : start + n_samples] for start in range(0, len(responses), n_samples)]
 
-    def _responses(self, decoded: Decoded) -> list[_Response]:
-        lengths = decoded.lengths_B.tolist()
-        tokens = [ids[:length] for ids, length in zip(decoded.tokens_BT.tolist(), lengths, strict=True)]
-        log_probs = [row[:length] for row, length in zip(decoded.log_probs_BT.tolist(), lengths, strict=True)]
-        texts = self._tokenizer.batch_decode(tokens, skip_special_tokens=True)
-        return [
-            _Response(token_ids=ids, log_probs=row, finish_reason="stop" if stopped else "length", text=text)
-            for ids, row, stopped, text in zip(tokens, log_probs, decoded.stopped_B.tolist(), texts, strict=True)
-        ]
+    def _responses(self, decoded: Decoded, sampling: Sampling) -> list[_Response]:
+        tokens, log_probs = decoded.tokens_BT.tolist(), decoded.log_probs_BT.tolist()
+        lengths, stopped = decoded.lengths_B.tolist(), decoded.stopped_B.tolist()
+        responses = []
+        for sample, length in enumerate(lengths):
+            routing = None if decoded.routing is None else decoded.routing[sample]
+            ids = tokens[sample][:length]
+            responses.append(
+                _Response(
+                    token_ids=ids,
+                    log_probs=log_probs[sample][:length],
+                    finish_reason="stop" if stopped[sample] else "length",
+                    text=self._tokenizer.decode(ids, skip_special_tokens=True),
+                    routed_experts=routing.experts.cpu() if routing and sampling.return_routed_experts else None,
+                    routing_weights=routing.weights.cpu() if routing and sampling.return_routing_weights else None,
+                )
+            )
+        return responses
 
     def _sample(self, prompt: Prompt, response: _Response, group_index: int, sample_index: int) -> Sample:
         return Sample(
@@ -290,4 +301,6 @@ class LocalEngine:
             loss_mask=[1] * len(response.token_ids),
             weight_versions=[self.weight_version] * len(response.token_ids),
             finish_reason=response.finish_reason,
+            routed_experts=response.routed_experts,
+            routing_weights=response.routing_weights,
         )

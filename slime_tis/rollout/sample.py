@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar, Literal
 
+from torch import Tensor
+
 FinishReason = Literal["stop", "length", "abort"]
 
 
@@ -101,6 +103,13 @@ class Sample:
     remove_sample: bool = False
     """Whether a reward function asked to train on none of the sample's tokens."""
 
+    routed_experts: Tensor | None = field(default=None, compare=False)
+    """uint8 or int16 [tokens - 1, sparse layers, k]: the experts that the engine's routers chose, in their order, when
+    each token of prompt and response but the last was fed; None where they were not recorded."""
+
+    routing_weights: Tensor | None = field(default=None, compare=False)
+    """float32 of the same shape: what the engine multiplied the output of each of these experts by."""
+
     Status: ClassVar = SampleStatus
 
     def __post_init__(self) -> None:
@@ -140,6 +149,11 @@ class Sample:
         return sum(self.loss_mask)
 
     @property
+    def rollout_routed_experts(self) -> Tensor | None:
+        """The experts that the engine's routers chose."""
+        return self.routed_experts
+
+    @property
     def status(self) -> SampleStatus:
         """Why sampling ended, as slime says it."""
         return STATUS[self.finish_reason]
@@ -170,6 +184,12 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end a response besides the model's end-of-sequence tokens."""
 
+    return_routed_experts: bool = False
+    """Record the experts that every token is routed to."""
+
+    return_routing_weights: bool = False
+    """Record the weights that the outputs of these experts are combined with."""
+
     def __post_init__(self) -> None:
         if self.temperature < 0.0:
             raise ValueError(f"temperature is {self.temperature} but must be 0 (greedy) or more.")
@@ -180,6 +200,11 @@ class Sampling:
         for name in ("max_response_len", "n_samples"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)} but must be 1 or more.")
+
+    @property
+    def records_routing(self) -> bool:
+        """Whether experts or their weights are recorded."""
+        return self.return_routed_experts or self.return_routing_weights
 
 
 def response_limit(

@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 
 from slime_tis.rollout.dump import load_samples, save_samples
 from slime_tis.rollout.sample import Prompt, Sample
@@ -66,3 +67,46 @@ def test_another_number_of_samples_is_refused(tmp_path: Path) -> None:
         load_samples(tmp_path / "x", 4, 2)
     with pytest.raises(ValueError, match="does not exist"):
         load_samples(tmp_path / "none", 4, 2)
+
+
+def test_routing_comes_back_to_the_bit(tmp_path: Path) -> None:
+    experts = torch.tensor([[[3, 1]], [[0, 255]], [[7, 2]], [[5, 6]]], dtype=torch.uint8)
+    weights = torch.rand(4, 1, 2)
+    rows = [sample(0, 0, routed_experts=experts, routing_weights=weights), sample(0, 1, routed_experts=experts.short())]
+    save_samples(tmp_path / "x", [rows])
+    first, second = load_samples(tmp_path / "x", 1, 2)[0]
+    for found, wanted in (
+        (first.routed_experts, experts),
+        (first.routing_weights, weights),
+        (second.routed_experts, experts.short()),
+    ):
+        assert found is not None and found.dtype == wanted.dtype and torch.equal(found, wanted)
+    assert second.routing_weights is None
+    assert json.loads((tmp_path / "x").read_text().splitlines()[0])["routed_experts"] == {
+        "dtype": "uint8",
+        "shape": [4, 1, 2],
+        "base64": "AwEA/wcCBQY=",
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dtype": "float64"}, "dtype is 'float64' but must be uint8 or int16"),
+        ({"shape": [4, 1, 3]}, "cannot reshape"),
+        ({"shape": [-1, 1, 2]}, "its shape is"),
+        ({"shape": [4.0, 1, 2]}, "its shape is"),
+        ({"shape": None}, "not iterable"),
+        ({"base64": "AwEA"}, "cannot reshape"),
+        ({"base64": "?"}, "base64"),
+        ({"base64": 7}, "bytes-like"),
+    ],
+    ids=["dtype", "too-large", "negative", "fraction", "no-shape", "short", "not-base64", "number"],
+)
+def test_routing_that_is_not_a_tensor_is_named(changes: dict[str, object], message: str, tmp_path: Path) -> None:
+    save_samples(tmp_path / "x", [[sample(0, 0, routed_experts=torch.zeros(4, 1, 2, dtype=torch.uint8))]])
+    row = json.loads((tmp_path / "x").read_text())
+    row["routed_experts"] |= changes
+    (tmp_path / "x").write_text(json.dumps(row) + "\n")
+    with pytest.raises(ValueError, match=f"line 1 has routed_experts that are not a tensor: .*{message}"):
+        load_samples(tmp_path / "x", 1, 1)

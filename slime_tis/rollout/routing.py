@@ -1,0 +1,81 @@
+"""Experts that the routers of a Hugging Face model choose, recorded while it samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """Experts of every token that was fed to a model, in every sparse layer."""
+
+    experts: Tensor
+    """uint8 (up to 256 experts) or int16 [..., tokens, layers, k] in the router's order."""
+    weights: Tensor
+    """float32 of the same shape: what the output of each expert was multiplied by."""
+
+    def __getitem__(self, index: Any) -> Routing:
+        """The rows at an index of the leading dimensions."""
+        return Routing(experts=self.experts[index], weights=self.weights[index])
+
+    @classmethod
+    def cat(cls, parts: Sequence[Routing], dim: int = 0) -> Routing:
+        """Several, one after another."""
+        return cls(
+            experts=torch.cat([part.experts for part in parts], dim),
+            weights=torch.cat([part.weights for part in parts], dim),
+        )
+
+
+class RoutingRecorder:
+    """A context manager within which a model's calls of its experts are recorded.
+
+    transformers calls the experts of a layer, whatever the family, as `experts(hidden_states, indices, weights)`.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Finds the layers of experts.
+
+        Raises:
+            ValueError: the model has none.
+        """
+        self._experts = [module for name, module in model.named_modules() if name.endswith(".mlp.experts")]
+        if not self._experts:
+            raise ValueError(f"routed experts were asked of a {type(model).__name__}, which has no experts.")
+        self._calls: list[tuple[Tensor, Tensor]] = []
+        self._hooks: list[Any] = []
+        self._dtype = expert_dtype(int(self._experts[0].num_experts))
+
+    def __enter__(self) -> RoutingRecorder:
+        self._hooks = [module.register_forward_pre_hook(self._record) for module in self._experts]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def take(self, batch: int) -> Routing:
+        """[batch, tokens, layers, k] of the forward pass since the last call."""
+        calls, self._calls = self._calls, []
+        assert len(calls) == len(self._experts)
+        experts = torch.stack([indices for indices, _ in calls], -2).to(self._dtype)
+        weights = torch.stack([weights for _, weights in calls], -2).float()
+        return Routing(experts=experts.unflatten(0, (batch, -1)), weights=weights.unflatten(0, (batch, -1)))
+
+    def _record(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        _, indices, weights = args
+        self._calls.append((indices, weights))
+
+
+def expert_dtype(experts: int) -> torch.dtype:
+    """The smallest integer type that numbers so many experts."""
+    return torch.uint8 if experts <= 256 else torch.int16
