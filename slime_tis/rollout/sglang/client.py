@@ -16,6 +16,7 @@ from urllib.parse import quote
 
 import httpx
 
+from slime_tis.errors import one_line, quoted
 from slime_tis.rollout.sample import Sampling
 from slime_tis.rollout.sglang.config import normalized_url
 from slime_tis.rollout.sglang.errors import InvalidAnswer, MalformedAnswer, RequestRefused, ServerError, SGLangError
@@ -31,7 +32,6 @@ from slime_tis.rollout.sglang.schema import (
     parse_info,
     parse_scores,
     score_body,
-    shown,
 )
 
 CONNECT_TIMEOUT = 10.0
@@ -189,7 +189,7 @@ class Server:
         """Asks it to end a request, which is answered with what has been sampled.
 
         Raises:
-            ServerError: It does not answer.
+            SGLangError: It does not answer, or refuses.
         """
         for server in self._workers or (self,):
             await server.post("/abort_request", {"rid": request_id}, timeout=ABORT_REQUEST_TIMEOUT)
@@ -203,13 +203,14 @@ class Server:
             timeout: Longest wait, in seconds; None waits as long as for any request.
 
         Raises:
-            ServerError: There is no answer, the server failed, or it answers that it did not succeed.
-            RequestRefused: The server refuses; `status` is that of HTTP.
+            ServerError: There is no answer, or the server failed.
+            RequestRefused: The server refuses, or answers that it did not succeed (`status` is 200 then).
         """
         answer = await self._request("POST", endpoint, body, timeout=self._timeout if timeout is None else timeout)
         with suppress(InvalidAnswer):  # some endpoints answer text
             if parse(ControlAnswer, answer).success is False:
-                raise ServerError(f"{self.url}{endpoint} failed: {self.quoted(_error_message(answer)).rstrip('.')}.")
+                message = self.quoted(_error_message(answer)).rstrip(".")
+                raise RequestRefused(f"{self.url}{endpoint} failed: {message}.", 200)
 
     async def get(self, *endpoints: str, timeout: float | None = None) -> bytes:
         """The body of the first endpoint that this version of the server has.
@@ -244,14 +245,14 @@ class Server:
         max_bytes: int = CONTROL_BYTES,
     ) -> bytes:
         """The body of a successful answer, of at most `max_bytes`."""
-        url = self.url + endpoint
+        url, scope = self.url + endpoint, asyncio.timeout(timeout)
         try:
             with self._reading(endpoint):
-                async with asyncio.timeout(timeout), self._client.stream(method, url, json=body) as response:
+                async with scope, self._client.stream(method, url, json=body) as response:
                     content = await _read(response, max_bytes)
-        except TimeoutError:
-            raise ServerError(f"{url} did not answer within {timeout or 0:g} s.") from None
         except (httpx.HTTPError, OSError) as error:  # its request holds the key: the cause is left out
+            if scope.expired():
+                raise ServerError(f"{url} did not answer within {timeout:g} s.") from None
             reason = str(error).strip().rstrip(".") or type(error).__name__
             raise ServerError(f"{url} failed: {self.quoted(reason)}.") from None
         if response.is_success:
@@ -324,8 +325,7 @@ class Redactor:
 
     def quoted(self, text: str, length: int = MAX_QUOTE) -> str:
         """A server's text on one line, for a message: redacted first, then escaped, then cut."""
-        line = printable(self.redacted(" ".join(text[:MAX_SEARCHED].split())))
-        return line if len(line) <= length else line[:length] + " …"
+        return one_line(self.redacted(text[:MAX_SEARCHED]), length)
 
 
 class Keys(httpx.Auth):
@@ -408,11 +408,6 @@ async def worker_urls(router: Server, timeout: float = ROUTER_TIMEOUT) -> tuple[
     return urls
 
 
-def printable(text: str) -> str:
-    """The text with characters escaped that would steer a terminal: controls, bidirectional marks, surrogates."""
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
-
-
 def _spellings(secret: str) -> set[str]:
     """A key as servers may repeat it."""
     encoded = base64.b64encode(secret.encode()).decode().rstrip("=")
@@ -452,4 +447,4 @@ def _error_message(body: bytes) -> str:
     for name in ("error", "message", "detail"):
         if isinstance(found, dict) and found.get(name) is not None:
             found = found[name]
-    return found if isinstance(found, str) else shown(found, ERROR_BYTES)
+    return found if isinstance(found, str) else quoted(found, ERROR_BYTES)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
-import json
 import logging
 import secrets
 import threading
@@ -26,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime_tis.errors import OtherRankFailed
+from slime_tis.hf_directory import model_sizes, read_model_config
 from slime_tis.interrupt import Interrupted
 from slime_tis.rollout.engine import RolloutUnavailable, WeightSource
 from slime_tis.rollout.sample import Prompt, Sample, Sampling, response_limit
@@ -107,7 +107,7 @@ class SGLangEngine:
         self.weight_version = 0
         self._tokenizer, self._weights, self._safe_point = tokenizer, weights, safe_point
         self._weights_version = weights_version or (lambda: self.weight_version)
-        self._context_len, self._vocab_size = _model_sizes(Path(hf_checkpoint))
+        self._sizes = model_sizes(read_model_config(hf_checkpoint))
         self._run_id, self._num_batches = secrets.token_hex(4), 0
         self._unfinished: Groups = []
         self._partial_in_flight = False
@@ -123,7 +123,7 @@ class SGLangEngine:
                     stack.callback(launched.stop)
                     launched.start()
                 self._loop = stack.enter_context(LoopThread("sglang"))
-                self._servers = ServerGroup(config, timeouts, self._vocab_size, launched)
+                self._servers = ServerGroup(config, timeouts, self._sizes.vocab_size, launched)
                 self._loop.run(self._servers.connect(weight_sync, hf_checkpoint, device))
                 stack.callback(lambda: self._loop.run(self._servers.close()))
                 self._stack = stack.pop_all()
@@ -167,7 +167,12 @@ class SGLangEngine:
             )
             self._servers.batches.add(batch)
             future = self._loop.submit(batch.run())
-            future.add_done_callback(lambda _: self._servers.changed.set())
+
+            def done(_: object) -> None:
+                self._servers.batches.discard(batch)
+                self._servers.changed.set()
+
+            future.add_done_callback(done)
         self._num_batches += 1
         self._partial_in_flight |= num_groups is not None
         return SGLangRollout(self, batch, future, num_groups=num_groups, total=sum(map(len, groups)))
@@ -265,15 +270,16 @@ class SGLangEngine:
         ]
 
     def _pending(self, prompt: Prompt, sampling: Sampling) -> PendingSample:
-        limit = response_limit(prompt, sampling, self._context_len, self._max_input_len)
-        if self._vocab_size is not None and not 0 <= min(prompt.token_ids) <= max(prompt.token_ids) < self._vocab_size:
+        context_len, vocab_size = self._sizes.context_len, self._sizes.vocab_size
+        limit = response_limit(prompt, sampling, context_len, self._max_input_len)
+        if vocab_size is not None and not 0 <= min(prompt.token_ids) <= max(prompt.token_ids) < vocab_size:
             raise ValueError(
                 f"prompt {prompt.index} has token {max(prompt.token_ids)}, but the model's vocabulary ends at "
-                f"{self._vocab_size - 1}; use the tokenizer of --hf-checkpoint."
+                f"{vocab_size - 1}; use the tokenizer of --hf-checkpoint."
             )
         lengths = [limit]
-        if self._context_len is not None:  # SGLang 0.5.9 refuses a request for the whole context
-            lengths.append(max(self._context_len - 1 - len(prompt.token_ids), 1))
+        if context_len is not None:  # SGLang 0.5.9 refuses a request for the whole context
+            lengths.append(max(context_len - 1 - len(prompt.token_ids), 1))
         if self._max_input_len is not None:  # a server may have been started with a shorter context
             lengths.append(max(self._max_input_len + INPUT_MARGIN - len(prompt.token_ids), 1))
         return PendingSample(prompt=prompt, max_new_tokens=int(min(lengths)))
@@ -346,7 +352,7 @@ class ServerGroup:
         self.waiting_for_source: set[Server] = set()
         """Servers that came back and need weights that the trainer has."""
         self.batches: set[RolloutBatch] = set()
-        """Rollouts that were started."""
+        """Rollouts that are being sampled."""
         self._config, self._vocab_size, self._launched = config, vocab_size, launched
         self._timeouts = timeouts or Timeouts(recovery=config.sglang_recovery_timeout)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -398,10 +404,9 @@ class ServerGroup:
 
     async def update_weights(self, source: WeightSource, version: int) -> None:
         """Gives all servers that answer new weights; those that fail are marked down."""
-        self.batches = {batch for batch in self.batches if not batch.is_done}
         async with self._one_update, self.health.updating(version):
             # Requests whose answer has one version for all tokens end before the version changes.
-            await asyncio.gather(*(b.interrupt(lambda s: not s.reports_token_versions) for b in self.batches))
+            await asyncio.gather(*(b.interrupt(lambda s: not s.reports_token_versions) for b in list(self.batches)))
             await self._push(self.health.reachable(), source, version)
             self.health.version = version
 
@@ -483,7 +488,7 @@ class ServerGroup:
         task.add_done_callback(self._tasks.discard)
 
     async def _end_tasks(self) -> None:
-        await asyncio.gather(*(batch.close() for batch in self.batches))
+        await asyncio.gather(*(batch.close() for batch in list(self.batches)))
         await cancel_and_wait(self._tasks)
 
 
@@ -571,6 +576,11 @@ class LoopThread:
 
     def __exit__(self, *error: object) -> None:
         """Cancels what still runs, waits for its end, and ends the thread."""
+
+        async def end_tasks() -> None:  # the runner cancels each once, and waits forever for one that swallows it
+            await cancel_and_wait(task for task in asyncio.all_tasks() if task is not asyncio.current_task())
+
+        self.run(end_tasks())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._runner.close()
@@ -626,10 +636,3 @@ def response_seed(seed: int, group: int, place: int) -> int:
     """The seed of one response of a rollout, 63 bits of a hash: equal seeds would give a group equal responses."""
     digest = hashlib.sha256(f"{seed} {group} {place}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
-
-
-def _model_sizes(hf_checkpoint: Path) -> tuple[int | None, int | None]:
-    """Context length and vocabulary size of a checkpoint, as far as its configuration has them."""
-    config = json.loads((hf_checkpoint / "config.json").read_text())
-    config = config.get("text_config") or config
-    return config.get("max_position_embeddings"), config.get("vocab_size")

@@ -5,7 +5,7 @@
      │    ├── ServerError           another server may do it: no answer, HTTP 5xx, a broken connection, marked down
      │    │    ├── MalformedAnswer  its answer is too large, compressed, not JSON, or holds values that cannot be
      │    │    └── UnexpectedWeights  its answer comes from other weights than it was given
-     │    └── RequestRefused        the request is wrong, whichever server gets it (also a ValueError)
+     │    └── RequestRefused        it refuses, and so would any other: HTTP 4xx, or success: false (also a ValueError)
      └── InvalidAnswer              what is wrong with an answer, before the client adds which server gave it
 
 Requests are tried again after a ServerError. What leaves this package is `rollout.engine.RolloutUnavailable`, after
@@ -30,7 +30,7 @@ class UnexpectedWeights(ServerError):
 
 
 class RequestRefused(SGLangError, ValueError):
-    """A server says that the request is wrong; another one would say the same."""
+    """A server refuses a request, with HTTP 4xx or `success: false` (status 200); another one would do the same."""
 
     def __init__(self, message: str, status: int) -> None:
         """Keeps the HTTP status beside the message."""

@@ -13,9 +13,9 @@ import httpx
 import psutil
 import torch
 
+from slime_tis.errors import one_line
 from slime_tis.rollout.engine import RolloutUnavailable
 from slime_tis.rollout.sglang import supervise
-from slime_tis.rollout.sglang.client import printable
 from slime_tis.rollout.sglang.config import SGLangConfig
 
 HOST = "127.0.0.1"
@@ -236,7 +236,7 @@ class LaunchedServer:
         except OSError:
             text = ""
         lines = [line.strip() for line in text.splitlines() if line.strip()][-LOG_LINES:]
-        return f"its log {self._log} " + (f"ends: {printable(' | '.join(lines))}" if lines else "is empty.")
+        return f"its log {self._log} " + (f"ends: {one_line(' | '.join(lines), LOG_BYTES)}" if lines else "is empty.")
 
     def _listens(self) -> bool:
         """Whether it, and not some other program, listens at its port."""

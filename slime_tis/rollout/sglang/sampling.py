@@ -133,11 +133,6 @@ class RolloutBatch:
         self._task: asyncio.Task[None] | None = None
 
     @property
-    def is_done(self) -> bool:
-        """Whether `run` has ended."""
-        return self._task is not None and self._task.done()
-
-    @property
     def progress(self) -> tuple[int, int]:
         """Number of responses that are complete, and of all."""
         total = sum(map(len, self.groups))

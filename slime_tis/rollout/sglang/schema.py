@@ -10,6 +10,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError
 
+from slime_tis.errors import quoted
 from slime_tis.rollout.sample import FinishReason, Sampling
 from slime_tis.rollout.sglang.errors import InvalidAnswer
 
@@ -20,8 +21,6 @@ BYTES_PER_TOKEN = 256
 its text, which take 50 to 80 in real answers."""
 ANSWER_BYTES = 256 << 10
 """Most bytes of an answer besides its tokens."""
-MAX_SHOWN = 80
-"""Characters of a value in a message."""
 MAX_NAME = 128
 """Characters of a name of weights."""
 MAX_VERSION = 2**53
@@ -44,11 +43,11 @@ def version_number(name: object) -> int:
     if type(name) is int:
         name = str(name) if 0 <= name <= MAX_VERSION else "-1"
     if not isinstance(name, str) or len(name) > MAX_NAME:
-        raise ValueError(f"the name of its weights is {shown(name)}")
+        raise ValueError(f"the name of its weights is {quoted(name)}")
     if name.isascii() and name.isdecimal() and int(name) <= MAX_VERSION:
         return int(name)
     if name.isascii() and name.lstrip("+-").replace(".", "", 1).isdecimal():
-        raise ValueError(f"the version of its weights is {shown(name)}")
+        raise ValueError(f"the version of its weights is {quoted(name)}")
     return 0
 
 
@@ -278,12 +277,12 @@ def parse_generation(body: bytes, *, max_new_tokens: int, vocab_size: int | None
         token_ids = [token for _, token, _ in entries]
     if vocab_size is not None and token_ids and max(token_ids) >= vocab_size:
         raise InvalidAnswer(
-            f"it has token {shown(max(token_ids))}, but the vocabulary of --hf-checkpoint ends at {vocab_size - 1}; "
+            f"it has token {quoted(max(token_ids))}, but the vocabulary of --hf-checkpoint ends at {vocab_size - 1}; "
             "see that the server runs the same model"
         )
     log_probs = _log_probs_of(token_ids, entries)
     if meta.completion_tokens not in (None, len(token_ids)):
-        raise InvalidAnswer(f"it has {len(token_ids)} tokens and says that they are {shown(meta.completion_tokens)}")
+        raise InvalidAnswer(f"it has {len(token_ids)} tokens and says that they are {quoted(meta.completion_tokens)}")
     if len(token_ids) > max_new_tokens:
         raise InvalidAnswer(f"it has {len(token_ids)} tokens where {max_new_tokens} were asked for")
     if not token_ids and meta.finish_reason.type != "abort":
@@ -323,15 +322,6 @@ def parse_info(model_info: bytes, server_info: bytes) -> ServerInfo:
     )
 
 
-def shown(value: object, length: int = MAX_SHOWN) -> str:
-    """A value of an answer for a message: its repr, in which control characters are escaped, cut."""
-    try:
-        text = repr(value)
-    except (RecursionError, ValueError):  # nested deeply, or a number of thousands of digits
-        return f"a {type(value).__name__} that cannot be shown"
-    return text if len(text) <= length else text[:length] + "…"
-
-
 def _log_probs_of(token_ids: Sequence[int], entries: Sequence[TokenLogProb]) -> list[float]:
     """The log-prob of every entry, after checking that it belongs to the token."""
     if len(entries) != len(token_ids):
@@ -339,7 +329,7 @@ def _log_probs_of(token_ids: Sequence[int], entries: Sequence[TokenLogProb]) -> 
     log_probs = []
     for position, ((log_prob, of_token, _), token) in enumerate(zip(entries, token_ids, strict=True)):
         if of_token != token:
-            raise InvalidAnswer(f"log-prob {position} is of token {shown(of_token)}, but the token is {token}")
+            raise InvalidAnswer(f"log-prob {position} is of token {quoted(of_token)}, but the token is {token}")
         if log_prob is None:
             raise InvalidAnswer(f"log-prob {position} is null")
         log_probs.append(min(log_prob, 0.0))
@@ -353,10 +343,10 @@ def _token_versions(meta: OutputMeta, length: int) -> list[int] | None:
     newest = 0
     for span in meta.weight_versions:
         if span.start != len(versions) or span.end < span.start:
-            text = f"a span from {shown(span.start)} to {shown(span.end)} after {len(versions)} tokens"
+            text = f"a span from {quoted(span.start)} to {quoted(span.end)} after {len(versions)} tokens"
             raise InvalidAnswer(f"weight_versions has {text}")
         if span.end > length:
-            raise InvalidAnswer(f"weight_versions covers {shown(span.end)} tokens of {length}")
+            raise InvalidAnswer(f"weight_versions covers {quoted(span.end)} tokens of {length}")
         if span.version < newest:
             raise InvalidAnswer(f"weight_versions goes back from {newest} to {span.version}")
         versions += [span.version] * (span.end - span.start)
@@ -378,4 +368,4 @@ def _explanation(error: ValidationError) -> str:
         case "missing":
             return f"it has no {field}"
         case _:
-            return f"{field or 'it'} is {shown(first['input'])}"
+            return f"{field or 'it'} is {quoted(first['input'])}"

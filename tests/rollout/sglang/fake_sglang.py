@@ -65,7 +65,8 @@ class FakeSGLang:
         self.key: str | None = None
         self.updates_fail = False
         self.spoken: Any = None
-        """What POST /speak is refused with."""
+        """What POST /speak is answered with."""
+        self.spoken_status = 400
         self.workers: list[FakeSGLang] = []
         """Where a router hands requests on to."""
         self.most_at_once = self.at_once = 0
@@ -180,7 +181,7 @@ class FakeSGLang:
             self.faults.extend(body["faults"])
             return 200, ""
         if path == "/speak":
-            return 400, self.spoken
+            return self.spoken_status, self.spoken
         if path == "/abort_request":
             self.aborted |= {"*"} if body.get("abort_all") else {body["rid"]}
             return 200, ""

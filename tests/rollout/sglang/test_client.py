@@ -76,14 +76,14 @@ def test_health(fake: FakeSGLang) -> None:
     assert f"{fake.url}/health failed: " in ask(fake, lambda server: server.health_error())
 
 
-@pytest.mark.parametrize("status", [500, 502, 503, 504, 429, 408])
+@pytest.mark.parametrize("status", [500, 502, 503, 504, 429, 408], ids="HTTP {}".format)
 def test_what_another_server_may_answer_is_a_server_error(fake: FakeSGLang, status: int) -> None:
     fake.faults.append(status)
     with pytest.raises(ServerError, match=f"{fake.url}/generate answered HTTP {status}: max_new_tokens must"):
         ask(fake, generate)
 
 
-@pytest.mark.parametrize("status", [400, 401, 404, 413, 422])
+@pytest.mark.parametrize("status", [400, 401, 404, 413, 422], ids="HTTP {}".format)
 def test_what_every_server_would_refuse_is_refused(fake: FakeSGLang, status: int) -> None:
     fake.faults.append(status)
     with pytest.raises(RequestRefused, match=f"{fake.url}/generate answered HTTP {status}: max_new_t") as caught:
@@ -99,6 +99,19 @@ def test_broken_connections_are_server_errors(fake: FakeSGLang) -> None:
     fake.die()
     with pytest.raises(ServerError, match=f"{fake.url}/generate failed: "):
         ask(fake, generate)
+
+
+def test_a_time_out_of_the_network_is_a_server_error() -> None:
+    def answers(request: httpx.Request) -> httpx.Response:
+        raise TimeoutError("no route to the server")
+
+    async def work() -> None:
+        async with httpx.AsyncClient(transport=httpx.MockTransport(answers)) as client:
+            server = Server(ROUTER, client, timeout=10.0)
+            with pytest.raises(ServerError, match="/generate failed: no route to the server"):
+                await generate(server)
+
+    asyncio.run(work())
 
 
 def test_what_is_not_json_is_a_malformed_answer(fake: FakeSGLang) -> None:
@@ -147,7 +160,9 @@ def test_a_router_has_requests_aborted_where_they_are() -> None:
         assert [server.aborted for server in (router, *workers)] == [set(), {"r7"}, {"r7"}]
 
 
-@pytest.mark.parametrize("endpoint", ["/pause_generation", "/flush_cache", "/abort_request"])
+@pytest.mark.parametrize(
+    "endpoint", ["/pause_generation", "/flush_cache", "/abort_request"], ids=["JSON", "text", "nothing"]
+)
 def test_posts_take_json_text_and_nothing(fake: FakeSGLang, endpoint: str) -> None:
     ask(fake, lambda server: server.post(endpoint, {"rid": "x"}))
     assert fake.calls == [f"POST {endpoint}"]
@@ -168,13 +183,20 @@ def test_a_post_to_an_unknown_endpoint_is_refused(fake: FakeSGLang) -> None:
         ("error_404", "Not Found"),
         ("error_receive_weights", "Failed to receive weights"),
     ],
-    ids=lambda value: value if value.startswith("error") else "",
+    ids=["400", "unknown parameter", "validation", "404", "weights not received"],
 )
 def test_the_message_of_a_refusal_is_found_in_all_its_forms(fake: FakeSGLang, name: str, message: str) -> None:
     fake.spoken = recorded(name)
     with pytest.raises(RequestRefused, match=message) as caught:
         ask(fake, lambda server: server.post("/speak", {}))
     assert len(str(caught.value)) < 600 and "\n" not in str(caught.value)
+
+
+def test_an_answer_of_success_false_is_a_refusal(fake: FakeSGLang) -> None:
+    fake.spoken_status, fake.spoken = 200, {"success": False, "message": "a batch is under way."}
+    with pytest.raises(RequestRefused, match=r"/speak failed: a batch is under way\.$") as caught:
+        ask(fake, lambda server: server.post("/speak", {}))
+    assert caught.value.status == 200
 
 
 def test_the_key_is_sent_and_shown_nowhere(fake: FakeSGLang, caplog: pytest.LogCaptureFixture) -> None:
@@ -262,7 +284,7 @@ def test_workers() -> None:
     assert found == ("http://10.0.0.5:30000", "http://10.0.0.6:30000")
 
 
-@pytest.mark.parametrize("status", [404, 405])
+@pytest.mark.parametrize("status", [404, 405], ids="HTTP {}".format)
 def test_list_workers_of_old_routers(status: int) -> None:
     asked = []
 

@@ -21,6 +21,7 @@ def test_defaults_stand_without_a_server() -> None:
         {"sglang_router_ip": "10.0.0.1", "sglang_router_port": 3000},
         {"sglang_launch": 2},
     ],
+    ids=["URLs", "a router", "servers to start"],
 )
 def test_one_source_is_enough(given: dict) -> None:
     SGLangConfig(**given).check_has_servers()
@@ -81,6 +82,39 @@ def test_one_source_is_enough(given: dict) -> None:
         ),
         ({"sglang_url": ("http://a\x1b[2J:1",)}, r"--sglang-url is 'http://a\x1b[2J:1' but must be http://HOST:PORT"),
     ],
+    ids=[
+        "two sources",
+        "a router and a launch",
+        "no URL",
+        "one URL twice",
+        "a router without a port",
+        "a port without a router",
+        "a URL as router",
+        "a router with a port in its name",
+        "router port 65536",
+        "base port 0",
+        "no server to launch",
+        "concurrency 0",
+        "buckets of 0 MiB",
+        "-1 retries",
+        "startup timeout 0",
+        "request timeout infinite",
+        "recovery timeout NaN",
+        "unknown weight sync",
+        "sync address of all",
+        "server args begin with a value",
+        "a flag of the run",
+        "a short form of a flag of the run",
+        "a key under a short form",
+        "an admin key",
+        "an admin key under a short form",
+        "a password",
+        "a password under a short form",
+        "a token",
+        "a password for a variable",
+        "a variable that is not set",
+        "a URL that steers",
+    ],
 )
 def test_refused(given: dict, message: str) -> None:
     with pytest.raises(ValueError) as refusal:
@@ -104,6 +138,7 @@ def test_server_flags_pass() -> None:
         (" HTTPS://Host.Example/sglang/ ", "https://host.example/sglang"),
         ("http://[::1]:30000", "http://[::1]:30000"),
     ],
+    ids=["as it is", "a slash at the end", "capitals and a path", "IPv6"],
 )
 def test_normalized_url(url: str, normalized: str) -> None:
     assert normalized_url(url) == normalized
@@ -124,6 +159,19 @@ def test_normalized_url(url: str, normalized: str) -> None:
         f"http://user:{SECRET}@host:1",
         f"http://host:1/?key={SECRET}",
         f"//user:{SECRET}@host",
+    ],
+    ids=[
+        "an address with a port",
+        "a host",
+        "FTP",
+        "no host",
+        "port 0",
+        "port 70000",
+        "a port of text",
+        "half an IPv6 address",
+        "a password",
+        "a query",
+        "a password without a scheme",
     ],
 )
 def test_refused_urls_keep_secrets(url: str) -> None:
@@ -147,6 +195,7 @@ def test_router_url() -> None:
         ("http://10.0.0.1:1", False),
         ("http://localhost.example:1", False),
     ],
+    ids=["127.0.0.1", "127.9.0.1", "localhost", "::1", "10.0.0.1", "localhost.example"],
 )
 def test_is_loopback(url: str, expected: bool) -> None:
     assert is_loopback(url) is expected

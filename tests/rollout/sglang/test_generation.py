@@ -1,6 +1,8 @@
 """Whole rollouts on servers: what is sampled, refused, in flight at the same time, and left at the end."""
 
+import asyncio
 import logging
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +13,10 @@ from slime_tis.rollout.checkpoint import load_tokenizer
 from slime_tis.rollout.engine import RolloutUnavailable
 from slime_tis.rollout.local import LocalEngine
 from slime_tis.rollout.sample import Prompt, Sample, Sampling
+from slime_tis.rollout.sglang.config import SGLangConfig
+from slime_tis.rollout.sglang.engine import LoopThread, SGLangEngine
 from tests.rollout.sglang.fake_sglang import FakeSGLang, continuation, fake_servers, log_prob, spoiled, wait_until
-from tests.rollout.sglang.rollouts import LATE, PROMPTS, SAMPLING, Run, assert_exact, flat, held
+from tests.rollout.sglang.rollouts import LATE, PROMPTS, SAMPLING, Run, Weights, assert_exact, flat, held
 
 
 def test_samples_are_those_of_the_model_in_the_prompts_order(start: Callable[..., Run], checkpoint: Path) -> None:
@@ -57,6 +61,21 @@ def test_responses_end_with_the_context(start: Callable[..., Run]) -> None:
     assert (len(sample.token_ids), sample.finish_reason) == (127, "length")  # 0.5.9 refuses to be asked for all 128
 
 
+def begun(tokens: int) -> Sample:
+    """A response to LATE[0] that was aborted after some tokens."""
+    return Sample(
+        prompt=LATE[0],
+        group_index=0,
+        sample_index=0,
+        response_ids=continuation(list(LATE[0].token_ids), tokens),
+        response="",
+        rollout_log_probs=[-1.0] * tokens,
+        loss_mask=[1] * tokens,
+        weight_versions=[0] * tokens,
+        finish_reason="abort",
+    )
+
+
 def test_inputs_that_servers_do_not_take_are_not_sent(start: Callable[..., Run]) -> None:
     def short(servers: list[FakeSGLang]) -> None:
         servers[0].longest = 8
@@ -65,21 +84,23 @@ def test_inputs_that_servers_do_not_take_are_not_sent(start: Callable[..., Run])
     long = Prompt(index=4, text="", token_ids=(3,) * 8)
     with pytest.raises(ValueError, match="prompt 4 has 8 tokens, but the servers take 7 at most; set --rollout-max-p"):
         run.engine.generate([long], SAMPLING, seed=0)
-    sampling = Sampling(max_response_len=30)
-    begun = Sample(
-        prompt=LATE[0],
-        group_index=0,
-        sample_index=0,
-        response_ids=continuation(list(LATE[0].token_ids), 5),
-        response="",
-        rollout_log_probs=[-1.0] * 5,
-        loss_mask=[1] * 5,
-        weight_versions=[0] * 5,
-        finish_reason="abort",
-    )
-    run.engine.resume_unfinished([[begun]])
-    ((sample,),) = run.engine.submit([], sampling, seed=0, num_groups=1).result()
-    assert (sample.response_ids, sample.finish_reason) == (begun.response_ids, "length")
+    run.engine.resume_unfinished([[begun(5)]])
+    ((sample,),) = run.engine.submit([], Sampling(max_response_len=30), seed=0, num_groups=1).result()
+    assert (sample.response_ids, sample.finish_reason) == (begun(5).response_ids, "length")
+    assert run.requests == []
+
+
+def test_a_limit_that_is_lower_since_a_server_was_started_anew_is_kept_to(start: Callable[..., Run]) -> None:
+    run = start(1)
+    server = run.servers[0]
+    server.die()
+    server.longest = 8
+    wait_until(lambda: run.engine.metrics()["rollout/sglang_deaths"] == 1)
+    server.come_back()
+    wait_until(lambda: run.engine.metrics()["rollout/sglang_returns"] == 1)
+    run.engine.resume_unfinished([[begun(5)]])
+    ((sample,),) = run.engine.submit([], Sampling(max_response_len=30), seed=0, num_groups=1).result()
+    assert (sample.response_ids, sample.finish_reason) == (begun(5).response_ids, "length")
     assert run.requests == []
 
 
@@ -130,6 +151,51 @@ def test_close_ends_what_is_in_flight(start: Callable[..., Run], caplog: pytest.
     left = {thread.name for thread in set(threading.enumerate()) - threads}
     assert "sglang" not in left
     assert not [record for record in caplog.records if record.name == "asyncio"]
+
+
+def test_rollouts_that_ended_are_let_go(start: Callable[..., Run]) -> None:
+    run = start(1)
+    assert_exact(run.engine.generate(PROMPTS[:2], SAMPLING, seed=0), PROMPTS[:2])
+    run.servers[0].faults.append(400)
+    with pytest.raises(RolloutUnavailable):
+        run.engine.generate(PROMPTS[:2], SAMPLING, seed=0)
+    wait_until(lambda: not run.engine._servers.batches)
+
+
+def test_a_loop_ends_although_a_task_swallows_its_cancellation() -> None:
+    started, swallowed = threading.Event(), []
+
+    async def stubborn() -> None:
+        started.set()
+        while len(swallowed) < 2:
+            try:
+                await asyncio.sleep(3600)
+            except asyncio.CancelledError:
+                swallowed.append(1)
+        await asyncio.sleep(3600)
+
+    def use_a_loop() -> None:
+        with LoopThread("stubborn") as loop:
+            loop.submit(stubborn())
+            started.wait()
+
+    user = threading.Thread(target=use_a_loop, daemon=True)
+    user.start()
+    user.join(timeout=20.0)
+    assert not user.is_alive() and len(swallowed) == 2
+
+
+def test_a_config_json_that_cannot_be_read_is_named(tmp_path: Path, checkpoint: Path) -> None:
+    shutil.copytree(checkpoint, tmp_path / "model")
+    (tmp_path / "model/config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"--hf-checkpoint is .*/model' but its config\.json is not JSON"):
+        SGLangEngine(
+            SGLangConfig(sglang_url=("http://127.0.0.1:1",)),
+            tmp_path / "model",
+            load_tokenizer(checkpoint),
+            output_dir=tmp_path,
+            weights=Weights(),
+        )
 
 
 def test_rollouts_and_evaluations_are_in_flight_together(start: Callable[..., Run]) -> None:

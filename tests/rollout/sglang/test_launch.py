@@ -343,6 +343,7 @@ def test_admin_keys_and_passwords_come_from_variables_as_well(tmp_path: Path, mo
         (("--tensor-parallel-size=2", "--pp", "2", "--base-gpu-id=1"), ["1", "5", "9"]),
         (("--device", "cpu"), [None, None, None]),
     ],
+    ids=["one GPU each", "two GPUs each from 4 on", "four GPUs each from 1 on", "CPU"],
 )
 def test_servers_share_the_gpus_out(flags: tuple[str, ...], firsts: list[str | None]) -> None:
     config = SGLangConfig(sglang_launch=3, sglang_server_args=flags or None)

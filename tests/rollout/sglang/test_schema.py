@@ -182,7 +182,10 @@ SPOILED = {
     "a log-prob of NaN": (set_log_prob(math.nan), r"output_token_logprobs\[3\]\[0\] is nan"),
     "a log-prob of -inf": (set_log_prob(-math.inf), r"output_token_logprobs\[3\]\[0\] is -inf"),
     "a positive log-prob": (set_log_prob(0.5), r"output_token_logprobs\[3\]\[0\] is 0\.5"),
-    "a log-prob of 400 digits": (set_log_prob(-(10**400)), r"output_token_logprobs\[3\]\[0\] is -10{78}…$"),
+    "a log-prob of 400 digits": (
+        set_log_prob(-(10**400)),
+        r"output_token_logprobs\[3\]\[0\] is -10{58}… \(402 characters\)$",
+    ),
     "a log-prob that steers": (set_log_prob("\x1b[2J\u202e"), r"\[3\]\[0\] is '\\x1b\[2J\\u202e'"),
     "spans that end early": (set_spans((0, 5)), "covers 5 tokens of 8"),
     "spans with a gap": (set_spans((0, 5), (6, 8)), "after 5 tokens"),
@@ -197,10 +200,13 @@ SPOILED = {
     "a version of 1.5": (set_versions("1.5", "1"), r"the version of its weights is '1\.5'"),
     "a version of 2**60": (set_versions(str(2**60), "1"), "the version of its weights is '1152921504606846976'"),
     "a version that is an object": (set_versions({}, "1"), "the name of its weights is {}"),
-    "a version of 500 characters": (set_versions("x" * 500, "1"), "the name of its weights is 'x{79}…$"),
+    "a version of 500 characters": (
+        set_versions("x" * 500, "1"),
+        r"the name of its weights is 'x{59}… \(502 characters\)$",
+    ),
     "completion_tokens of text": (
         lambda a: a["meta_info"].update(completion_tokens="\x07" * 200),
-        r"meta_info.completion_tokens is '(\\x07){19}\\x0…$",
+        r"meta_info.completion_tokens is '(\\x07){14}\\x0… \(802 characters\)$",
     ),
 }
 
@@ -242,7 +248,7 @@ def test_more_tokens_than_asked_for_or_none_are_refused() -> None:
         generation(recorded("generate_no_tokens"), max_new_tokens=8)
 
 
-@pytest.mark.parametrize("body", ["null", "[]", '"text"', "3"])
+@pytest.mark.parametrize("body", ["null", "[]", '"text"', "3"], ids=["null", "a list", "text", "a number"])
 def test_json_that_is_not_an_answer_is_refused(body: str) -> None:
     with pytest.raises(InvalidAnswer, match=r"^it is "):
         parse_generation(body.encode(), max_new_tokens=8)
@@ -301,6 +307,15 @@ def test_what_a_server_says_of_itself() -> None:
         ({}, {"dp_size": "2"}, "dp_size is '2'"),
         ({}, {"pp_size": True}, "pp_size is True"),
     ],
+    ids=[
+        "a negative version",
+        "a version that is a list",
+        "a negative input length",
+        "an input length of 2**40",
+        "a trillion ranks",
+        "a size of text",
+        "a size that is true",
+    ],
 )
 def test_what_no_server_can_say_of_itself_is_refused(model_info: Any, server_info: Any, message: str) -> None:
     with pytest.raises(InvalidAnswer, match=message):
@@ -308,7 +323,9 @@ def test_what_no_server_can_say_of_itself_is_refused(model_info: Any, server_inf
 
 
 @pytest.mark.parametrize(
-    ("name", "number"), [("12", 12), (12, 12), ("default", 0), (None, 0), ("²", 0), ("", 0), ("step-3", 0)]
+    ("name", "number"),
+    [("12", 12), (12, 12), ("default", 0), (None, 0), ("²", 0), ("", 0), ("step-3", 0)],
+    ids=["digits", "a number", "default", "null", "a superscript", "nothing", "text with a number"],
 )
 def test_names_of_weights_that_are_not_numbers_are_those_of_the_start(name: object, number: int) -> None:
     assert version_number(name) == number

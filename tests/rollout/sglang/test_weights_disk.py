@@ -47,7 +47,7 @@ def directories(path: Path) -> list[str]:
     return sorted(each.name.split("_")[0] + "_" + each.name.split("_")[1] for each in path.iterdir() if each.is_dir())
 
 
-@pytest.mark.parametrize("bucket_bytes", [1 << 30, 20_000])
+@pytest.mark.parametrize("bucket_bytes", [1 << 30, 20_000], ids=["one file", "several files"])
 def test_transformers_reads_what_is_written(tmp_path: Path, checkpoint: Path, bucket_bytes: int) -> None:
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     named = {name: tensor + 0.125 for name, tensor in model.state_dict().items()}

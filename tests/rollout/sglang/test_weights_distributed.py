@@ -144,8 +144,9 @@ def test_a_session_left_open_is_closed_first(pair: list[WeightServer]) -> None:
     assert calls == ["begin_weight_update", "end_weight_update", "begin_weight_update", "end_weight_update"]
 
 
-def test_flush_is_asked_for_until_it_is_done(pair: list[WeightServer]) -> None:
-    pair[0].behave(refuse={"/flush_cache": 3})
+@pytest.mark.parametrize("status", [400, 200], ids=["HTTP 400", "success false"])
+def test_flush_is_asked_for_until_it_is_done(pair: list[WeightServer], status: int) -> None:
+    pair[0].behave(refuse={"/flush_cache": 3}, refuse_status=status)
     assert push_once(sync(), pair, some_weights(1), 1) == []
     assert pair[0].calls()[:5] == ["pause_generation", *["flush_cache"] * 4]
 
@@ -223,6 +224,19 @@ def test_a_server_that_refuses_in_the_middle(pair: list[WeightServer]) -> None:
     state = pair[0].state()
     assert (state["version"], state["paused"], state["session"], state["groups"]) == ("default", False, False, [])
     assert pair[1].state()["weights"] == [digests(some_weights(1))]
+
+
+def test_a_server_that_answers_of_no_success_is_let_go_on(pair: list[WeightServer]) -> None:
+    pair[0].behave(refuse={"/end_weight_update": 2}, refuse_status=200)
+    weights = sync()
+    assert push_once(weights, pair, some_weights(1), 5) == [pair[0].url]
+    assert "refused on purpose" in weights.errors[pair[0].url]
+    assert pair[0].calls()[-4:] == [
+        "end_weight_update",
+        "destroy_weights_update_group",
+        "abort_request",
+        "continue_generation",
+    ]
 
 
 def test_a_refused_server_can_come_back(pair: list[WeightServer]) -> None:

@@ -3,7 +3,8 @@
 It answers the endpoints of an update over HTTP as SGLang does, and joins update groups with the same calls of torch,
 but keeps the tensors that it gets instead of a model. GET /state tells what happened; POST /behave breaks things:
 
-  refuse: {endpoint: how many of its next calls answer 400}
+  refuse: {endpoint: how many of its next calls are refused}
+  refuse_status: HTTP status of refusals, 400 unless given; with 200 the body alone says so
   refuse_bucket, die_bucket, hang_bucket: number of the /update_weights_from_distributed call at which to do so
   version, info: what /model_info and /server_info say; session: whether one is open
 """
@@ -203,9 +204,10 @@ class Handler(BaseHTTPRequestHandler):
             message = "refused on purpose" if refused > 0 else ENDPOINTS[self.path](body)
         except Exception as error:
             message = f"Failed: {error}"
-        if self.path == "/flush_cache":
-            return self.answer(200 if message is None else 400, message or "Cache flushed.")
-        self.answer(200 if message is None else 400, {"success": message is None, "message": message or "Success"})
+        status = 200 if message is None else state.get("refuse_status", 400)
+        if self.path == "/flush_cache" and status != 200:
+            return self.answer(status, message or "Cache flushed.")
+        self.answer(status, {"success": message is None, "message": message or "Success"})
 
     def answer(self, status: int, body: Any) -> None:
         text = body.encode() if isinstance(body, str) else json.dumps(body).encode()
