@@ -12,7 +12,7 @@ _TOKEN_IS = {"use_tis": True, "tis_level": "token"}
 _SEQUENCE_IS = {"use_tis": True, "tis_level": "sequence"}
 # IcePop zeroes the weight and keeps the token in the denominator, hence the original normalizer.
 _TOKEN_ICEPOP = {
-    "use_tis": True,
+    **_TOKEN_IS,
     "tis_mode": "mask",
     "tis_lower_bound": 0.5,
     "tis_upper_bound": 5.0,
@@ -34,7 +34,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "rs_upper_bound": 2.0,
     },
     "decoupled_geo_rs": {**_GEOMETRIC_RS, **_VETO},
-    "ppo_is_bypass": _BYPASS,
+    "ppo_is_bypass": {**_BYPASS, "tis_level": "token"},  # of the weights that are measured
     "pg_is": {**_PURE_GRADIENT, **_SEQUENCE_IS},
     "pg_rs": {**_PURE_GRADIENT, **_GEOMETRIC_RS, **_VETO},
     "disabled": {"get_mismatch_metrics": True},

@@ -1,16 +1,76 @@
 """verl's RolloutCorrectionConfig: its options in both spellings, its presets, and the way to ours."""
 
+from __future__ import annotations
+
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from inspect import Parameter, Signature
 from typing import Any
 
+from slime_tis.correction import PRESETS
 from slime_tis.correction import RolloutCorrectionConfig as Config
+from slime_tis.integrations.verl_options import (
+    LOSSES,
+    NAMES,
+    REJECTION_LEVELS,
+    SWITCHES,
+    WEIGHT_LEVELS,
+    VerlOption,
+    translate,
+)
 
-TIGHT = "0.999_1.001"
+THRESHOLDS = {
+    "threshold": "tis_upper_bound",
+    "is_threshold": "tis_upper_bound",
+    "threshold_lower": "tis_lower_bound",
+    "rs_threshold": "rollout_rs_threshold",
+    "veto_threshold": "rs_veto_threshold",
+}
+"""Arguments of verl's presets, and the option that each one replaces."""
+
+
+def _preset(name: str, *arguments: str) -> classmethod[RolloutCorrectionConfig, ..., RolloutCorrectionConfig]:
+    """A constructor of a preset: the options are those of `PRESETS`, and each of verl's arguments replaces one."""
+    signature = Signature([Parameter(argument, Parameter.POSITIONAL_OR_KEYWORD) for argument in ("cls", *arguments)])
+
+    def build(
+        cls: type[RolloutCorrectionConfig], *args: str | float | None, **kwargs: str | float | None
+    ) -> RolloutCorrectionConfig:
+        given = signature.bind_partial(cls, *args, **kwargs).arguments
+        replaced = {THRESHOLDS[key]: value for key, value in given.items() if key != "cls"}
+        return cls(**_in_verls_words({**PRESETS[name], **replaced}))
+
+    build.__name__, build.__doc__ = name, f"verl's preset {name}."
+    build.__signature__ = signature  # type: ignore[attr-defined]  # what help() and IDEs show
+    return classmethod(build)
+
+
+def _in_verls_words(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a preset as fields of verl's class."""
+    upper = options.get("tis_upper_bound", Config.tis_upper_bound)
+    words = {
+        "rollout_is": options.get("tis_level"),
+        "rollout_is_threshold": f"{options['tis_lower_bound']}_{upper}" if "tis_lower_bound" in options else upper,
+        "rollout_token_veto_threshold": options.get("rs_veto_threshold"),
+        "bypass_mode": options.get("use_rollout_logprobs", False),
+        "loss_type": "reinforce" if options.get("policy_loss") == "reinforce" else "ppo_clip",
+    }
+    if "rs_level" in options:
+        bounds = f"{options['rs_lower_bound']}_{options['rs_upper_bound']}"
+        return {
+            **words,
+            "rollout_rs": REJECTION_LEVELS[options["rs_level"]],
+            "rollout_rs_threshold": options.get("rollout_rs_threshold", bounds),
+        }
+    return words | {name: options[name] for name in ("rollout_rs", "rollout_rs_threshold") if name in options}
 
 
 @dataclass
 class RolloutCorrectionConfig:
-    """Options of `algorithm.rollout_correction` in verl, newest and older spelling."""
+    """Options of `algorithm.rollout_correction` in verl, newest and older spelling, and verl's presets.
+
+    A preset is a class method of its name, whose arguments are verl's: `decoupled_token_is(threshold=3.0)`.
+    """
 
     rollout_is: str | None = "sequence"
     """Level of the weights: token, sequence, or None for none."""
@@ -41,8 +101,8 @@ class RolloutCorrectionConfig:
         self.bypass_mode = self.bypass_mode or self.bypass_old_logprob_for_rollout
         if self.use_policy_gradient or self.use_pure_rollout_correction:
             self.loss_type = "reinforce"
-        if self.loss_type not in ("ppo_clip", "reinforce"):
-            raise ValueError(f"loss_type is {self.loss_type!r}; choose ppo_clip or reinforce.")
+        if self.loss_type not in LOSSES:
+            raise ValueError(f"loss_type is {self.loss_type!r}; choose {' or '.join(LOSSES)}.")
         if self.loss_type == "reinforce" and not self.bypass_mode:
             raise ValueError("loss_type reinforce needs bypass_mode=True; set it, or use ppo_clip.")
 
@@ -53,181 +113,48 @@ class RolloutCorrectionConfig:
     def to_config(self) -> Config:
         """The same correction as this library's configuration.
 
-        In bypass mode with the PPO loss verl computes weights for its metrics alone, and so they are left out.
+        In bypass mode with the PPO loss verl computes weights for its metrics alone, and so they are not applied.
         """
-        applies_weights = self.rollout_is is not None and not (self.bypass_mode and self.loss_type == "ppo_clip")
-        options = weight_options(self.rollout_is, self.rollout_is_threshold) if applies_weights else {}
-        options |= rejection_options(self.rollout_rs, self.rollout_rs_threshold, self.rollout_rs_threshold_lower)
-        return Config(
-            **options,
-            tis_batch_normalize=bool(self.rollout_is_batch_normalize) and applies_weights,
-            rs_veto_threshold=self.rollout_token_veto_threshold,
-            use_rollout_logprobs=bool(self.bypass_mode),
-            policy_loss="reinforce" if self.loss_type == "reinforce" else "ppo",
-            get_mismatch_metrics=True,
-        )
+        if self.rollout_is is not None:
+            _check_weights(self.rollout_is, self.rollout_is_threshold)
+        rejection = _rejection(self.rollout_rs, self.rollout_rs_threshold, self.rollout_rs_threshold_lower)
+        older = ("bypass_old_logprob_for_rollout", "use_policy_gradient", "use_pure_rollout_correction")
+        words = {name: getattr(self, name) for name in NAMES if name not in older}
+        return Config(**_options({**words, **rejection}), get_mismatch_metrics=True)
 
-    @classmethod
-    def decoupled_token_is(cls, threshold: float = 2.0) -> "RolloutCorrectionConfig":
-        """Token weights, three policies."""
-        return cls(rollout_is="token", rollout_is_threshold=threshold)
-
-    @classmethod
-    def decoupled_seq_is(cls, threshold: float = 2.0) -> "RolloutCorrectionConfig":
-        """Sequence weights, three policies."""
-        return cls(rollout_is_threshold=threshold)
-
-    @classmethod
-    def decoupled_token_icepop(cls, threshold: float = 5.0, threshold_lower: float = 0.5) -> "RolloutCorrectionConfig":
-        """Token weights, 0 outside the bounds."""
-        return cls(rollout_is="token", rollout_is_threshold=f"{threshold_lower}_{threshold}")
-
-    @classmethod
-    def decoupled_seq_is_rs(
-        cls, is_threshold: float = 2.0, rs_threshold: str | float = "0.5_2.0"
-    ) -> "RolloutCorrectionConfig":
-        """Sequence weights and rejection of sequences by their ratio."""
-        return cls(rollout_is_threshold=is_threshold, rollout_rs="seq_sum_k1", rollout_rs_threshold=rs_threshold)
-
-    @classmethod
-    def decoupled_geo_rs(
-        cls, rs_threshold: str | float = TIGHT, veto_threshold: float | None = 1e-4
-    ) -> "RolloutCorrectionConfig":
-        """Rejection by the geometric mean, and veto; no weights."""
-        return cls(**_geometric(rs_threshold), rollout_is=None, rollout_token_veto_threshold=veto_threshold)
-
-    @classmethod
-    def decoupled_geo_rs_seq_tis(
-        cls, is_threshold: float = 2.0, rs_threshold: str | float = TIGHT
-    ) -> "RolloutCorrectionConfig":
-        """Rejection by the geometric mean with sequence weights."""
-        return cls(**_geometric(rs_threshold), rollout_is_threshold=is_threshold)
-
-    @classmethod
-    def decoupled_geo_rs_token_tis(
-        cls, is_threshold: float = 2.0, rs_threshold: str | float = TIGHT
-    ) -> "RolloutCorrectionConfig":
-        """Rejection by the geometric mean with token weights."""
-        return cls(**_geometric(rs_threshold), rollout_is="token", rollout_is_threshold=is_threshold)
-
-    @classmethod
-    def decoupled_k3_rs(cls, rs_threshold: float = 0.01) -> "RolloutCorrectionConfig":
-        """Rejection by the mean k3 divergence; no weights."""
-        return cls(**_k3(rs_threshold), rollout_is=None)
-
-    @classmethod
-    def decoupled_k3_rs_seq_tis(
-        cls, is_threshold: float = 2.0, rs_threshold: float = 0.01
-    ) -> "RolloutCorrectionConfig":
-        """Rejection by the mean k3 divergence with sequence weights."""
-        return cls(**_k3(rs_threshold), rollout_is_threshold=is_threshold)
-
-    @classmethod
-    def decoupled_k3_rs_token_tis(
-        cls, is_threshold: float = 2.0, rs_threshold: float = 0.01
-    ) -> "RolloutCorrectionConfig":
-        """Rejection by the mean k3 divergence with token weights."""
-        return cls(**_k3(rs_threshold), rollout_is="token", rollout_is_threshold=is_threshold)
-
-    @classmethod
-    def ppo_is_bypass(cls, threshold: float = 2.0) -> "RolloutCorrectionConfig":
-        """PPO against the rollout policy; the weights are measured, not applied."""
-        return cls(rollout_is="token", rollout_is_threshold=threshold, bypass_mode=True)
-
-    @classmethod
-    def bypass_ppo_clip(cls) -> "RolloutCorrectionConfig":
-        """PPO against the rollout policy."""
-        return cls(rollout_is=None, bypass_mode=True)
-
-    @classmethod
-    def bypass_ppo_clip_geo_rs(cls, rs_threshold: str | float = TIGHT) -> "RolloutCorrectionConfig":
-        """PPO against the rollout policy, rejection by the geometric mean."""
-        return cls(**_geometric(rs_threshold), rollout_is=None, bypass_mode=True)
-
-    @classmethod
-    def bypass_ppo_clip_k3_rs(cls, rs_threshold: float = 0.01) -> "RolloutCorrectionConfig":
-        """PPO against the rollout policy, rejection by the mean k3 divergence."""
-        return cls(**_k3(rs_threshold), rollout_is=None, bypass_mode=True)
-
-    @classmethod
-    def bypass_pg_is(cls, threshold: float = 2.0) -> "RolloutCorrectionConfig":
-        """Policy gradient with sequence weights, two policies."""
-        return cls(rollout_is_threshold=threshold, bypass_mode=True, loss_type="reinforce")
-
-    pg_is = bypass_pg_is
-
-    @classmethod
-    def bypass_pg_token_icepop(cls, threshold: float = 5.0, threshold_lower: float = 0.5) -> "RolloutCorrectionConfig":
-        """Policy gradient with token weights, 0 outside the bounds."""
-        return cls(
-            rollout_is="token",
-            rollout_is_threshold=f"{threshold_lower}_{threshold}",
-            bypass_mode=True,
-            loss_type="reinforce",
-        )
-
-    @classmethod
-    def bypass_pg_geo_rs(cls, rs_threshold: str | float = TIGHT) -> "RolloutCorrectionConfig":
-        """Policy gradient, rejection by the geometric mean."""
-        return cls(**_geometric(rs_threshold), rollout_is=None, bypass_mode=True, loss_type="reinforce")
-
-    @classmethod
-    def pg_rs(cls, rs_threshold: str | float = TIGHT, veto_threshold: float | None = 1e-4) -> "RolloutCorrectionConfig":
-        """Policy gradient, rejection by the geometric mean, and veto."""
-        return cls(
-            **_geometric(rs_threshold),
-            rollout_is=None,
-            rollout_token_veto_threshold=veto_threshold,
-            bypass_mode=True,
-            loss_type="reinforce",
-        )
-
-    @classmethod
-    def bypass_pg_geo_rs_seq_tis(
-        cls, is_threshold: float = 2.0, rs_threshold: str | float = TIGHT
-    ) -> "RolloutCorrectionConfig":
-        """Policy gradient, rejection by the geometric mean, sequence weights."""
-        return cls(
-            **_geometric(rs_threshold), rollout_is_threshold=is_threshold, bypass_mode=True, loss_type="reinforce"
-        )
-
-    @classmethod
-    def bypass_pg_geo_rs_token_tis(
-        cls, is_threshold: float = 2.0, rs_threshold: str | float = TIGHT
-    ) -> "RolloutCorrectionConfig":
-        """Policy gradient, rejection by the geometric mean, token weights."""
-        return cls(
-            **_geometric(rs_threshold),
-            rollout_is="token",
-            rollout_is_threshold=is_threshold,
-            bypass_mode=True,
-            loss_type="reinforce",
-        )
-
-    @classmethod
-    def disabled(cls) -> "RolloutCorrectionConfig":
-        """Metrics only."""
-        return cls(rollout_is=None)
+    decoupled_token_is = _preset("decoupled_token_is", "threshold")
+    decoupled_seq_is = _preset("decoupled_seq_is", "threshold")
+    decoupled_token_icepop = _preset("decoupled_token_icepop", "threshold", "threshold_lower")
+    decoupled_seq_is_rs = _preset("decoupled_seq_is_rs", "is_threshold", "rs_threshold")
+    decoupled_geo_rs = _preset("decoupled_geo_rs", "rs_threshold", "veto_threshold")
+    decoupled_geo_rs_seq_tis = _preset("decoupled_geo_rs_seq_tis", "is_threshold", "rs_threshold")
+    decoupled_geo_rs_token_tis = _preset("decoupled_geo_rs_token_tis", "is_threshold", "rs_threshold")
+    decoupled_k3_rs = _preset("decoupled_k3_rs", "rs_threshold")
+    decoupled_k3_rs_seq_tis = _preset("decoupled_k3_rs_seq_tis", "is_threshold", "rs_threshold")
+    decoupled_k3_rs_token_tis = _preset("decoupled_k3_rs_token_tis", "is_threshold", "rs_threshold")
+    ppo_is_bypass = _preset("ppo_is_bypass", "threshold")
+    bypass_ppo_clip = _preset("bypass_ppo_clip")
+    bypass_ppo_clip_geo_rs = _preset("bypass_ppo_clip_geo_rs", "rs_threshold")
+    bypass_ppo_clip_k3_rs = _preset("bypass_ppo_clip_k3_rs", "rs_threshold")
+    bypass_pg_is = _preset("bypass_pg_is", "threshold")
+    pg_is = _preset("pg_is", "threshold")
+    bypass_pg_token_icepop = _preset("bypass_pg_token_icepop", "threshold", "threshold_lower")
+    bypass_pg_geo_rs = _preset("bypass_pg_geo_rs", "rs_threshold")
+    pg_rs = _preset("pg_rs", "rs_threshold", "veto_threshold")
+    bypass_pg_geo_rs_seq_tis = _preset("bypass_pg_geo_rs_seq_tis", "is_threshold", "rs_threshold")
+    bypass_pg_geo_rs_token_tis = _preset("bypass_pg_geo_rs_token_tis", "is_threshold", "rs_threshold")
+    disabled = _preset("disabled")
 
 
-def weight_options(rollout_is: str | None, threshold: str | float) -> dict[str, Any]:
+def weight_options(rollout_is: str, threshold: str | float) -> dict[str, Any]:
     """verl's level and threshold of weights as fields of our configuration.
 
     Raises:
         ValueError: if the level is not token or sequence, or the threshold not a positive number or pair.
         TypeError: if the threshold is of another type.
     """
-    if rollout_is not in ("token", "sequence"):
-        raise ValueError(f"Invalid rollout_is: {rollout_is}. Must be one of token, sequence.")
-    if isinstance(threshold, bool):
-        raise TypeError(
-            "rollout_is_threshold must be specified as a float or a string threshold specification, not a boolean."
-        )
-    if not isinstance(threshold, str | int | float):
-        raise TypeError("rollout_is_threshold must be a float or a string threshold specification.")
-    numbers = _numbers("rollout_is_threshold", threshold)
-    bounds = {"tis_lower_bound": numbers[0], "tis_mode": "mask"} if len(numbers) == 2 else {}
-    return {"use_tis": True, "tis_level": rollout_is, "tis_upper_bound": numbers[-1], **bounds}
+    _check_weights(rollout_is, threshold)
+    return _options({"rollout_is": rollout_is, "rollout_is_threshold": threshold})
 
 
 def rejection_options(
@@ -236,25 +163,60 @@ def rejection_options(
     """verl's criteria, or a level of the older API, as fields of our configuration.
 
     Raises:
-        ValueError: if criteria are given without a threshold, or a level with one that is no number or pair.
+        ValueError: if criteria are given without a threshold or with a lower bound of the older API, or a level with a
+            threshold that is no number or pair.
         TypeError: if the threshold is neither a number nor a string.
     """
+    return _options(_rejection(rollout_rs, threshold, threshold_lower))
+
+
+def _check_weights(rollout_is: str, threshold: str | float) -> None:
+    if rollout_is not in WEIGHT_LEVELS:
+        raise ValueError(f"Invalid rollout_is: {rollout_is}. Must be one of {', '.join(WEIGHT_LEVELS)}.")
+    if isinstance(threshold, bool):
+        raise TypeError(
+            "rollout_is_threshold must be specified as a float or a string threshold specification, not a boolean."
+        )
+    if not isinstance(threshold, str | int | float):
+        raise TypeError("rollout_is_threshold must be a float or a string threshold specification.")
+
+
+def _rejection(
+    rollout_rs: str | None, threshold: str | float | None, threshold_lower: float | None
+) -> dict[str, str | float | None]:
+    """The three options of the rejection, the lower bound taken out of a level's pair."""
     if rollout_rs is None:
-        return {}
+        return {"rollout_rs": None, "rollout_rs_threshold": None, "rollout_rs_threshold_lower": None}
     if threshold is None:
         raise ValueError("rollout_rs_threshold must be explicitly provided when rollout_rs is enabled.")
     if isinstance(threshold, bool) or not isinstance(threshold, str | int | float):
         raise TypeError("rollout_rs_threshold must be a string or numeric value specifying per-option thresholds.")
-    if rollout_rs not in ("token", "sequence", "geometric"):
-        return {"rollout_rs": rollout_rs, "rollout_rs_threshold": threshold}
-    *lower, upper = _numbers("rollout_rs_threshold", threshold)
-    if lower and threshold_lower is not None:
-        raise ValueError(
-            f"rollout_rs_threshold '{threshold}' has a lower bound, and rollout_rs_threshold_lower is "
-            f"{threshold_lower}; give one of them."
-        )
-    bounds = {"rs_lower_bound": lower[0] if lower else threshold_lower, "rs_upper_bound": upper}
-    return {"use_rs": True, "rs_level": rollout_rs, **bounds}
+    if rollout_rs in REJECTION_LEVELS:
+        *lower, upper = _numbers("rollout_rs_threshold", threshold)
+        if lower and threshold_lower is not None:
+            raise ValueError(
+                f"rollout_rs_threshold '{threshold}' has a lower bound, and rollout_rs_threshold_lower is "
+                f"{threshold_lower}; give one of them."
+            )
+        threshold, threshold_lower = upper, lower[0] if lower else threshold_lower
+    return {
+        "rollout_rs": rollout_rs,
+        "rollout_rs_threshold": threshold,
+        "rollout_rs_threshold_lower": threshold_lower,
+    }
+
+
+def _options(words: Mapping[str, Any]) -> dict[str, Any]:
+    """verl's options as ours, text of the weights' bounds as numbers."""
+    given = {name: bool(value) if name in SWITCHES else value for name, value in words.items()}
+    found = translate({name: VerlOption(value=value, label=name) for name, value in given.items()})
+    options = {name: option.value for name, option in found.items()}
+    if "tis_upper_bound" in options:
+        *lower, options["tis_upper_bound"] = _numbers("rollout_is_threshold", words["rollout_is_threshold"])
+        options |= {"tis_lower_bound": lower[0]} if "tis_lower_bound" in options else {}
+    if not options.get("use_tis"):
+        options.pop("tis_batch_normalize", None)  # weights that are measured alone are so before normalisation
+    return options
 
 
 def _numbers(name: str, threshold: str | float) -> list[float]:
@@ -267,11 +229,3 @@ def _numbers(name: str, threshold: str | float) -> list[float]:
     if len(numbers) > 2:
         raise ValueError(f"Invalid {name} {str(threshold)[:80]!r}; give 2.0 or '0.5_5.0'.")
     return numbers
-
-
-def _geometric(threshold: str | float) -> dict[str, Any]:
-    return {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": threshold}
-
-
-def _k3(threshold: float) -> dict[str, Any]:
-    return {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": threshold}

@@ -1,10 +1,13 @@
 """verl's rollout-correction block, in YAML and as Hydra overrides."""
 
 import dataclasses
+import re
 
 import pytest
+import yaml
 
 from slime_tis.cli import arguments
+from slime_tis.integrations.verl_config import RolloutCorrectionConfig as VerlConfig
 from tests.cli.conftest import configured
 
 # verl's YAML blocks, as its documents give them, and what they are here.
@@ -82,6 +85,16 @@ def test_verl_block_is_translated(base, tmp_path, block, expected):
     )
     got = dataclasses.asdict(configured(base + "--custom-config-path verl.yaml").correction)
     assert {name: got[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize("block", [block for block, _ in VERL_BLOCKS])
+def test_verls_class_and_verls_block_say_the_same(base, tmp_path, block):
+    indented = "\n".join("    " + line for line in block.splitlines())
+    (tmp_path / "verl.yaml").write_text(f"algorithm:\n  rollout_correction:\n{indented}\n")
+    values = yaml.safe_load(re.sub(r": (\S*_\S*)$", r": '\1'", block, flags=re.MULTILINE))  # YAML reads 0.5_2.0 as 0.52
+    of_class = VerlConfig(**{name: float(v) if v == "1e-4" else v for name, v in values.items()}).to_config()
+    of_block = configured(base + "--custom-config-path verl.yaml").correction
+    assert dataclasses.replace(of_class, get_mismatch_metrics=False) == of_block
 
 
 @pytest.mark.parametrize("on", ["true", "True", "TRUE", "yes", "on", "On"])

@@ -10,7 +10,7 @@ from slime_tis.integrations.verl_config import RolloutCorrectionConfig as VerlCo
 def test_presets_say_what_ours_say(name: str) -> None:
     """The same rejection, weights and mode; verl's criteria are named token_k1 where ours are named by level."""
     ours, theirs = RolloutCorrectionConfig.preset(name), getattr(VerlConfig, name)().to_config()
-    for field in ("use_tis", "use_rollout_logprobs", "policy_loss", "rs_veto_threshold"):
+    for field in ("use_tis", "use_rollout_logprobs", "policy_loss", "rs_veto_threshold", "rejection_normalizer"):
         assert getattr(ours, field) == getattr(theirs, field), field
     if ours.use_tis:
         assert (ours.tis_level, ours.tis_mode, ours.is_bounds) == (theirs.tis_level, theirs.tis_mode, theirs.is_bounds)
@@ -40,6 +40,33 @@ def test_arguments_of_presets() -> None:
     assert config.tis_upper_bound == 3.0 and config.rejections[0].upper == 4.0
     assert VerlConfig.pg_rs(veto_threshold=None).to_config().rs_veto_threshold is None
     assert VerlConfig.decoupled_token_icepop(4.0, 0.25).to_config().is_bounds == (0.25, 4.0)
+    assert VerlConfig.decoupled_k3_rs(rs_threshold=0.02).to_config().rejections[0].upper == 0.02
+    measured = VerlConfig.ppo_is_bypass(threshold=3.0).to_config()
+    assert not measured.use_tis and (measured.tis_level, measured.tis_upper_bound) == ("token", 3.0)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'treshold'"):
+        VerlConfig.pg_is(treshold=3.0)
+
+
+def test_presets_have_verls_fields() -> None:
+    geometric = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.999_1.001"}
+    reinforce = {"bypass_mode": True, "loss_type": "reinforce"}
+    icepop = {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"}
+    expected = {
+        "decoupled_token_is": {"rollout_is": "token"},
+        "decoupled_seq_is": {"rollout_is": "sequence"},
+        "decoupled_token_icepop": icepop,
+        "decoupled_seq_is_rs": {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"},
+        "decoupled_geo_rs": {**geometric, "rollout_is": None, "rollout_token_veto_threshold": 1e-4},
+        "decoupled_k3_rs_token_tis": {"rollout_is": "token", "rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01},
+        "ppo_is_bypass": {"rollout_is": "token", "bypass_mode": True},
+        "bypass_ppo_clip": {"rollout_is": None, "bypass_mode": True},
+        "bypass_pg_token_icepop": {**icepop, **reinforce},
+        "bypass_pg_geo_rs_seq_tis": {**geometric, **reinforce},
+        "pg_rs": {**geometric, **reinforce, "rollout_is": None, "rollout_token_veto_threshold": 1e-4},
+        "disabled": {"rollout_is": None},
+    }
+    for name, fields in expected.items():
+        assert getattr(VerlConfig, name)() == VerlConfig(**fields), name
 
 
 def test_reading_by_name() -> None:
@@ -50,5 +77,7 @@ def test_reading_by_name() -> None:
 def test_what_means_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="loss_type is 'dpo'; choose ppo_clip or reinforce"):
         VerlConfig(loss_type="dpo")
+    with pytest.raises(ValueError, match="rollout_rs_threshold_lower belongs to rollout_rs token, sequence, geometric"):
+        VerlConfig(rollout_rs="token_k1", rollout_rs_threshold=2.0, rollout_rs_threshold_lower=0.5).to_config()
     with pytest.raises(ValueError, match="loss_type reinforce needs bypass_mode=True"):
         VerlConfig(loss_type="reinforce")
