@@ -1,4 +1,4 @@
-"""Files that are either as they were or new and complete, whenever the process ends."""
+"""Files that are replaced by renaming: readers see the earlier file or the new one, whenever the process ends."""
 
 import os
 from collections.abc import Iterator
@@ -28,7 +28,11 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
 
 
 def write_atomically(path: str | Path, text: str) -> None:
-    """Writes a UTF-8 text file in one step, on disk when this returns.
+    """Replaces a UTF-8 text file in one step.
+
+    Readers see the earlier content or all of the new one, also after the process is killed. The content is flushed to
+    disk before the file is renamed, so that a power failure leaves one of the two as well; the renaming itself is not
+    flushed, and a power failure just after this returns may undo it.
 
     Args:
         path: file to make or to replace.

@@ -183,20 +183,26 @@ def finish(run: Run) -> None:
 
 
 @contextmanager
-def closing(run: Run) -> Iterator[None]:
-    """Closes rollout engine and reporters at the end; after an error also logs the steps that were made before it."""
+def closing(resource: RolloutEngine | Reporter) -> Iterator[None]:
+    """Closes a rollout engine or a reporter at the end; after an error, that error is the one that is raised."""
     try:
         yield
     except BaseException:
-        log = partial(report, run, run.unreported, run.learner.step or run.rollout_id)
-        for step in (log, run.sampler.close, run.reporters.close):
-            with suppress(OSError):  # the disk may be what failed; what follows is done all the same
-                step()
+        with suppress(OSError):  # the disk may be what failed
+            resource.close()
         raise
+    resource.close()
+
+
+@contextmanager
+def logging_before_an_error(run: Run) -> Iterator[None]:
+    """After an error logs the steps that were made before it."""
     try:
-        run.sampler.close()
-    finally:
-        run.reporters.close()
+        yield
+    except BaseException:
+        with suppress(OSError):
+            report(run, run.unreported, run.learner.step or run.rollout_id)
+        raise
 
 
 @contextmanager
@@ -248,8 +254,11 @@ class Run:
     """Metrics of the steps of a rollout that have been made and not been logged."""
 
 
-def set_up(arguments: Arguments, parallel: Parallel, interrupts: Interrupts) -> Run:
-    """Builds all parts of a run, and takes up the checkpoint under --load where there is one."""
+def set_up(arguments: Arguments, parallel: Parallel, interrupts: Interrupts, opened: ExitStack) -> Run:
+    """Builds all parts of a run, and takes up the checkpoint under --load where there is one.
+
+    What has to be closed is entered into `opened` as soon as it is built, so that an error on the way closes it, too.
+    """
     megatron, rollout = arguments.megatron, arguments.rollout
     custom_tis = None  # the user's functions are loaded before anything is built
     if arguments.custom_tis_function_path is not None:
@@ -309,6 +318,7 @@ def set_up(arguments: Arguments, parallel: Parallel, interrupts: Interrupts) -> 
         device=parallel.backend.device,
         safe_point=interrupts.check,
     )
+    opened.enter_context(closing(sampler))
     check = sync_check(dataset, rollout.weight_sync_bound) if rollout.check_weight_sync else None
 
     def update_weights() -> None:
@@ -339,6 +349,16 @@ def set_up(arguments: Arguments, parallel: Parallel, interrupts: Interrupts) -> 
         checkpointer.resume(resumed, update_weights)
     elif not sampler.can_checkpoint_weights:  # its weights are whatever its servers were started with
         update_weights()
+    reporters = open_reporters(
+        arguments.reporting,
+        options_in_force(arguments),
+        total_steps=rollouts * steps,
+        resume_step=learner.step + 1 if learner.step else 0,
+        evaluates_again=evaluation.is_overdue,
+        run=run_id,
+        enabled=parallel.is_main,
+    )
+    opened.enter_context(closing(reporters))
     run = Run(
         arguments=arguments,
         parallel=parallel,
@@ -352,15 +372,7 @@ def set_up(arguments: Arguments, parallel: Parallel, interrupts: Interrupts) -> 
         evaluation=evaluation,
         checkpointer=checkpointer,
         health=Health(arguments.correction),
-        reporters=open_reporters(
-            arguments.reporting,
-            options_in_force(arguments),
-            total_steps=rollouts * steps,
-            resume_step=learner.step + 1 if learner.step else 0,
-            evaluates_again=evaluation.is_overdue,
-            run=run_id,
-            enabled=parallel.is_main,
-        ),
+        reporters=reporters,
         num_rollout=rollouts,
         rollout_id=0 if resumed is None else resumed.state.rollout_id,
     )
@@ -432,10 +444,11 @@ def _run(arguments: Arguments, interrupts: Interrupts) -> int:
         interrupts.share(connect_store(), rank)
         if parallel.is_main:
             print(describe(arguments), flush=True)
-        run = set_up(arguments, parallel, interrupts)
-        interrupts.started()
-        with closing(run), saving_before_stopping(run):
-            train(run)
+        with ExitStack() as opened:
+            run = set_up(arguments, parallel, interrupts, opened)
+            interrupts.started()
+            with logging_before_an_error(run), saving_before_stopping(run):
+                train(run)
     except Exception as error:
         if os.environ.get("SLIME_TIS_TRACEBACK"):
             raise

@@ -26,10 +26,14 @@ class SyncCheck:
 
 
 def sync_check(dataset: PromptDataset, bound: float) -> SyncCheck:
-    """The check with the longest of the first prompts as its probe."""
+    """The check with the longest of the first prompts as its probe.
+
+    A single token is taken twice, since the first token of a text has no log-prob.
+    """
     prompts = dataset.prompts[:PROBE_PROMPTS]
     longest = max((prompt.token_ids for prompt in prompts), key=len)
-    return SyncCheck(probe=tuple(longest[:PROBE_TOKENS]), bound=bound)
+    probe = longest[:PROBE_TOKENS] if len(longest) > 1 else longest * 2
+    return SyncCheck(probe=tuple(probe), bound=bound)
 
 
 def check_weight_sync(engine: TrainingEngine, sampler: RolloutEngine, check: SyncCheck) -> None:

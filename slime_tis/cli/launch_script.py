@@ -91,7 +91,7 @@ def read_launch(path: str | Path) -> Launch:
         state.notes.append(f"the script runs training {len(state.launches)} times; this is the last one")
     program, words = state.launches[-1]
     state.notes += [
-        f"{name} is set under a condition; {_legible(value)!r} is taken"
+        f"{name} is set under a condition; {legible(value)[:80]!r} is taken"
         for name, value in state.conditional.items()
         if name in state.used
     ]
@@ -217,7 +217,7 @@ def _is_marked(fields: list[str]) -> bool:
 def _source(name: str, state: _State, depth: int) -> None:
     path = _find(name, state.directory)
     if path is None:
-        state.notes.append(f"{_legible(name)!r}, which the script sources, is not here: what it sets is missing")
+        state.notes.append(f"{legible(name)[:80]!r}, which the script sources, is not here: what it sets is missing")
         return
     if depth >= DEEPEST or len(state.files) >= MOST_FILES:
         raise ValueError(f"the script sources more than {MOST_FILES} files, or {DEEPEST} inside one another.")
@@ -244,10 +244,9 @@ def _find(name: str, directory: Path) -> Path | None:
     return None
 
 
-def _legible(word: str) -> str:
-    """The word with its marks as bash writes them, for messages."""
-    word = re.sub(f"{UNSET}([^{END}]*){END}", r"${\1}", word)
-    return word.replace(OUTPUT, "$(…)")[:80]
+def legible(word: str) -> str:
+    """The word with its marks as bash writes them."""
+    return re.sub(f"{UNSET}([^{END}]*){END}", r"${\1}", word).replace(OUTPUT, "$(…)")
 
 
 # --- words of a script

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slime_tis.cli.launch_script import END, OUTPUT, UNSET, Launch
+from slime_tis.cli.launch_script import END, OUTPUT, UNSET, Launch, legible
 from slime_tis.cli.options import Option, read_value
 from slime_tis.cli.slime_flags import FIXED, RENAMED, RESTATED, advice_for
 from slime_tis.cli.unknown_flags import UnknownFlag, disagreement
@@ -108,8 +108,8 @@ class Ported:
 
     @property
     def argv(self) -> list[str]:
-        """The command line after train.py."""
-        return [word for name, values in self.flags.items() for word in (name, *values)]
+        """The command line after train.py; a variable that the script does not set is the word ${NAME}."""
+        return [word for name, values in self.flags.items() for word in (name, *map(legible, values))]
 
 
 def port(launch: Launch, vocabulary: Vocabulary) -> Ported:
@@ -199,7 +199,7 @@ def _port_flag(
     if flag.name in RENAMED:
         new = RENAMED[flag.name]
         ported.flags[new.name] = tuple(FORMS[new.form](value) for value in flag.values)
-        ported.note(RENAMES, f"{_shown(flag)} is {' '.join([new.name, *map(_legible, ported.flags[new.name])])}.")
+        ported.note(RENAMES, f"{_shown(flag)} is {' '.join([new.name, *map(legible, ported.flags[new.name])])}.")
         return RENAMES
     if flag.name in vocabulary.flags:
         return _port_own(flag, given, vocabulary, ported)
@@ -375,7 +375,7 @@ def _add_defaults(given: Given, vocabulary: Vocabulary, ported: Ported) -> None:
         if name == "eval_temperature":  # slime's is that of the rollouts
             value = " ".join(ported.flags.get("--rollout-temperature", (value,)))
         ported.flags[flag] = () if value == "True" else (value,)
-        ported.note(ADDED, " ".join([flag, *map(_legible, ported.flags[flag])]))
+        ported.note(ADDED, " ".join([flag, *map(legible, ported.flags[flag])]))
 
 
 def _model_of(given: Given) -> dict[str, Any] | None:
@@ -415,13 +415,8 @@ def _is_open(value: str) -> bool:
     return UNSET in value or OUTPUT in value
 
 
-def _legible(word: str) -> str:
-    """The word with its marks as bash writes them."""
-    return re.sub(f"{UNSET}([^{END}]*){END}", r"${\1}", word).replace(OUTPUT, "$(…)")
-
-
 def _shown(flag: UnknownFlag) -> str:
-    return " ".join([flag.name[:80], *(_legible(value)[:160] for value in flag.values[:8])])
+    return " ".join([flag.name[:80], *(legible(value)[:160] for value in flag.values[:8])])
 
 
 def _quoted(word: str) -> str:

@@ -67,9 +67,17 @@ def make_batch(
         weight_versions: of the responses, in optimizer steps.
         context_rank: in the context-parallel group.
         context_size: of the group.
+
+    Raises:
+        ValueError: the rows of a sample's response differ in length, or the numbers of samples do.
     """
     totals = [len(ids) for ids in tokens]
-    slices = response_slices(totals, [len(mask) for mask in loss_masks], context_rank, context_size)
+    lengths = [len(mask) for mask in loss_masks]
+    for name, rows in {"rollout_log_probs": rollout_log_probs, "weight_versions": weight_versions}.items():
+        found = [len(row) for row in rows]
+        if found != lengths:
+            raise ValueError(f"the lengths of {name} are {found} but those of loss_masks {lengths}.")
+    slices = response_slices(totals, lengths, context_rank, context_size)
 
     def packed(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
         # one tensor from Python numbers is much faster than one for each row

@@ -22,7 +22,7 @@ TENSORS = {"routed_experts": ("uint8", "int16"), "routing_weights": ("float32",)
 def save_samples(path: str | Path, groups: Sequence[Sequence[Sample]]) -> None:
     """Writes every sample of a rollout to a file that appears when it is complete.
 
-    A log-prob that is not finite becomes null.
+    A log-prob that is missing or not finite becomes null.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -66,7 +66,9 @@ def to_dict(sample: Sample) -> dict[str, Any]:
     row |= {name: encoded(getattr(sample, name)) for name in TENSORS}
     if row["metadata"] == row["prompt"]["metadata"]:
         row["metadata"] = {}
-    row["rollout_log_probs"] = [value if math.isfinite(value) else None for value in row["rollout_log_probs"]]
+    row["rollout_log_probs"] = [
+        value if value is not None and math.isfinite(value) else None for value in row["rollout_log_probs"]
+    ]
     return row
 
 

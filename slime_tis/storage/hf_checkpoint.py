@@ -12,8 +12,8 @@ from torch import Tensor
 
 from slime_tis.hf_directory import INDEX, SINGLE
 
-SIDE_FILES = (".json", ".jinja", ".txt", ".model")
-"""Suffixes of the files that a checkpoint has beside its weights: configuration, tokenizer and chat template."""
+SIDE_FILES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")
+"""Suffixes of the files that a checkpoint has beside its weights: configuration, tokenizer, chat template and code."""
 
 
 def side_files(directory: Path) -> list[Path]:

@@ -243,6 +243,15 @@ def test_an_unset_variable_stays_one_and_nothing_else_is_expanded(tmp_path):
     assert "--save '$(id)'" in printed
 
 
+def test_what_train_py_says_names_unset_variables_as_bash_does(run_sh):
+    run_sh.write_text(
+        run_sh.read_text().replace(f"--prompt-data {run_sh.parent}/train.jsonl", '--prompt-data "${TRAIN}"')
+    )
+    printed = port_script(str(run_sh))
+    verdict = " ".join(printed[printed.index("on this machine train.py says:") :].replace("#", " ").split())
+    assert "'${TRAIN}'" in verdict and "ue000" not in printed
+
+
 def test_every_special_flag_is_one_of_this_program():
     assert set(SPECIAL) <= FLAGS
 

@@ -1,5 +1,6 @@
 """How samples are dealt into micro-batches and cut for context-parallel ranks."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -62,6 +63,20 @@ def test_every_context_rank_has_the_loss_masks_of_whole_responses() -> None:
         assert batch.responses.loss_mask_N.tolist() == [1, 1, 0, 1, 1, 0, 1, 1]
         assert batch.select([1, 0]).responses.loss_mask_N.tolist() == [0, 1, 1, 1, 1, 0, 1, 1]
         assert batch.select([1]).responses.loss_mask_N.tolist() == [0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (([[-0.5, -1.0]], [[0]]), r"the lengths of rollout_log_probs are \[2\] but those of loss_masks \[1\]"),
+        (([[-0.5]], [[]]), r"the lengths of weight_versions are \[0\] but those of loss_masks \[1\]"),
+        (([[-0.5]], [[0], [0]]), r"the lengths of weight_versions are \[1, 1\] but those of loss_masks \[1\]"),
+    ],
+    ids=["log-probs", "versions", "samples"],
+)
+def test_rows_of_other_lengths_are_refused(rows: tuple[list[list[float]], list[list[int]]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_batch([[1, 2]], [[1]], *rows)
 
 
 def test_select_takes_everything_of_a_sample_along() -> None:

@@ -34,10 +34,12 @@ def test_samples_come_back_as_they_were(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["rollout.jsonl"]
 
 
-def test_a_log_prob_that_is_not_finite_is_null_in_the_file_and_nan_after_it(tmp_path: Path) -> None:
-    save_samples(tmp_path / "x", [[sample(0, 0, rollout_log_probs=[float("nan"), float("-inf")])]])
-    assert json.loads((tmp_path / "x").read_text())["rollout_log_probs"] == [None, None]
-    assert [math.isnan(value) for value in load_samples(tmp_path / "x", 1, 1)[0][0].rollout_log_probs] == [True, True]
+def test_a_log_prob_that_is_missing_or_not_finite_is_null_in_the_file_and_nan_after_it(tmp_path: Path) -> None:
+    for missing in (math.nan, -math.inf, None):
+        save_samples(tmp_path / "x", [[sample(0, 0, rollout_log_probs=[missing, -0.5])]])
+        assert json.loads((tmp_path / "x").read_text())["rollout_log_probs"] == [None, -0.5]
+        found = load_samples(tmp_path / "x", 1, 1)[0][0].rollout_log_probs
+        assert math.isnan(found[0]) and found[1] == -0.5
 
 
 @pytest.mark.parametrize(
@@ -46,6 +48,7 @@ def test_a_log_prob_that_is_not_finite_is_null_in_the_file_and_nan_after_it(tmp_
         ("nonsense", "line 2 is not a sample"),
         ('{"prompt": {}}', "line 2 is not a sample"),
     ],
+    ids=["no JSON", "missing fields"],
 )
 def test_a_bad_line_is_named(line: str, message: str, tmp_path: Path) -> None:
     save_samples(tmp_path / "x", [[sample(0, 0)]])

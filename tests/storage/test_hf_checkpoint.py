@@ -22,6 +22,7 @@ def like(tmp_path: Path) -> Path:
     (source / "config.json").write_text('{"model_type": "llama", "torch_dtype": "float16"}')
     for name in (
         *("tokenizer.model", "merges.txt", "chat_template.jinja", "model-00001-of-00002.safetensors"),
+        *("qwen.tiktoken", "tokenization_qwen.py"),
         *("model.safetensors.index.json", "pytorch_model.bin", ".slime_tis_export.json", ".gitattributes"),
     ):
         (source / name).write_text(name)
@@ -35,7 +36,9 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path / "written"
 
 
-SIDE = ["chat_template.jinja", "config.json", "merges.txt", "tokenizer.model"]
+SIDE = [
+    *("chat_template.jinja", "config.json", "merges.txt", "qwen.tiktoken", "tokenization_qwen.py", "tokenizer.model"),
+]
 
 
 def names(directory: Path) -> list[str]:
