@@ -2,6 +2,7 @@
 
     slime-tis train --hf-checkpoint DIR …    trains; `python train.py …` in a checkout does the same
     slime-tis port run.sh                    prints a launch script of slime in this program's flags
+    slime-tis import-gguf FILE.gguf OUT_DIR  writes a GGUF file as a Hugging Face directory
 
 A command line is read and checked before torch, transformers and Megatron-core are imported, which takes seconds.
 """
@@ -40,15 +41,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         "with comments on what was changed, added or left out.",
     )
     ported.add_argument("script", metavar="SCRIPT", help="launch script, for example slime/scripts/run-qwen3-4B.sh")
+    imported = commands.add_parser(
+        "import-gguf",
+        help="write a GGUF file as a Hugging Face directory",
+        description="Writes a GGUF file of a dense Llama, Qwen2 or Qwen3 model as the directory that --hf-checkpoint "
+        "takes: configuration, dequantized weights, tokenizer and chat template. Needs the extra gguf.",
+    )
+    imported.add_argument("file", metavar="FILE.gguf", help="the model, in one file")
+    imported.add_argument("directory", metavar="OUT_DIR", help="absent, empty or an earlier import, which is replaced")
+    imported.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of the weights (default fp32)")
     chosen = parser.parse_args(argv)
-    if chosen.command is None:
-        parser.print_help()
-        return 0
     try:
-        sys.stdout.write(port_script(chosen.script))
+        match chosen.command:
+            case None:
+                parser.print_help()
+            case "port":
+                sys.stdout.write(port_script(chosen.script))
+            case "import-gguf":
+                from slime_tis.cli.import_gguf import import_gguf
+
+                print(import_gguf(chosen.file, chosen.directory, dtype=chosen.dtype))
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     return 0
 
 
