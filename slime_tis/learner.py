@@ -259,4 +259,5 @@ def training_batch(samples: Sequence[Sample], parallel: Parallel) -> TrainingBat
         [sample.weight_versions for sample in samples],
         parallel.context_rank,
         parallel.context_size,
+        sampling_masks=[sample.sampling_mask for sample in samples],
     )

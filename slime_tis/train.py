@@ -57,6 +57,7 @@ from slime_tis.rollout.prefetch import Prefetcher
 from slime_tis.rollout.prompts import PromptDataset
 from slime_tis.rollout.rewards import assign_rewards, build_reward, check_prompts
 from slime_tis.rollout.sample import Prompt, Sample
+from slime_tis.rollout.sampling_masks import check_sampling_masks, require_sampling_masks
 from slime_tis.rollout.staleness import mask_stale_samples
 from slime_tis.weight_sync import check_weight_sync, sync_check
 
@@ -82,6 +83,7 @@ def train(run: Run) -> None:
             sampled["rollout/stale_samples"] = mask_stale_samples(
                 groups, run.learner.step, run.arguments.rollout.max_weight_staleness
             )
+            sampled |= check_sampling_masks(groups, truncates_sampling=run.arguments.rollout.truncates_sampling)
             safe_point(run)
             run.unreported = [{}] if run.arguments.loop.debug_rollout_only else run.learner.train(groups)
         run.rollout_id += 1
@@ -102,7 +104,10 @@ def sample(run: Run) -> list[list[Sample]]:
     loop, rollout = run.arguments.loop, run.arguments.rollout
     if loop.load_debug_rollout_data is not None:
         path = loop.load_debug_rollout_data.format(rollout_id=run.rollout_id)
-        return load_samples(path, rollout.rollout_batch_size, rollout.n_samples_per_prompt)
+        groups = load_samples(path, rollout.rollout_batch_size, rollout.n_samples_per_prompt)
+        if rollout.truncates_sampling and not rollout.allow_truncation_bias:
+            require_sampling_masks(path, groups)
+        return groups
     shown = run.parallel.is_main and run.arguments.reporting.progress
     with run.timer("generate"), shown_progress(run.prefetcher.progress, "responses", shown=shown):
         groups = run.prefetcher.next(run.rollout_id, run.num_rollout - 1)

@@ -172,7 +172,9 @@ GROUPS = {
         "sglang_max_retries sglang_recovery_timeout sglang_weight_sync sglang_weight_dir sglang_sync_address "
         "sglang_bucket_mb sglang_api_key_env sglang_admin_api_key_env"
     ),
-    "sampling": "rollout_temperature rollout_top_p rollout_top_k rollout_stop_token_ids rollout_seed",
+    "sampling": (
+        "rollout_temperature rollout_top_p rollout_top_k allow_truncation_bias rollout_stop_token_ids rollout_seed"
+    ),
     "rewards": "rm_type custom_rm_path reward_key eval_reward_key",
     "evaluation": (
         "eval_prompt_data eval_interval eval_input_key eval_label_key n_samples_per_eval_prompt "
@@ -251,6 +253,7 @@ NEEDS = {
     "recompute_method recompute_num_layers": "--recompute-granularity=full",
     "save_interval save_retain": "--save",
     "rollout_precision": "--rollout-engine=local",
+    "allow_truncation_bias": "--rollout-top-p --rollout-top-k",
     "weight_sync_bound": "--check-weight-sync",
     "over_sampling_batch_size": "--partial-rollout",
     "eval_interval eval_input_key eval_label_key n_samples_per_eval_prompt eval_temperature eval_top_p "
@@ -319,6 +322,7 @@ def configure(argv: Sequence[str], environ: Mapping[str, str], *, prog: str = "t
     _check_warm_up(arguments)
     check_files(arguments.rollout, arguments.megatron)
     _check_dump(arguments)
+    _check_truncation(arguments)
     model = check_model(arguments.megatron, arguments.rollout)
     _refuse_unknown(restated, model)
     check_outputs(arguments.rollout, arguments.megatron, arguments.reporting)
@@ -541,17 +545,19 @@ def _check_dump(arguments: Arguments) -> None:
         )
 
 
-def _warnings(arguments: Arguments) -> list[str]:
-    rollout, correction = arguments.rollout, arguments.correction
-    warnings = [
-        f"{flag} is {value}, so rollout log-probs are those of the truncated distribution, and mismatch "
-        "metrics and weights include the truncation."
-        for flag, value, everything in (
-            ("--rollout-top-p", rollout.rollout_top_p, 1.0),
-            ("--rollout-top-k", rollout.rollout_top_k, -1),
+def _check_truncation(arguments: Arguments) -> None:
+    """Whether --allow-truncation-bias allows anything: the local engine reports all sets, files may lack them."""
+    rollout, loads = arguments.rollout, arguments.loop.load_debug_rollout_data is not None
+    if rollout.allow_truncation_bias and rollout.rollout_engine == "local" and not loads:
+        raise ValueError(
+            "--allow-truncation-bias is set but has no effect with --rollout-engine local, which records the tokens "
+            "that can be sampled; leave it out."
         )
-        if value != everything
-    ]
+
+
+def _warnings(arguments: Arguments) -> list[str]:
+    correction = arguments.correction
+    warnings = []
     bounds_rejection = correction.use_rs and correction.rs_upper_bound is None
     if correction.use_tis and correction.tis_mode == "truncate" and not bounds_rejection and correction.tis_lower_bound:
         warnings.append(

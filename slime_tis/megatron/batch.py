@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from slime_tis.correction import response_slices
+from slime_tis.correction import ResponseSlices, response_slices
 from slime_tis.policy.tokens import ResponseTokens
+from slime_tis.sampling_mask import SamplingMask
 
 T = TypeVar("T")
 
@@ -23,6 +24,8 @@ class TrainingBatch:
     """Whole sequences, prompt and response, int64 [total]."""
     responses: ResponseTokens
     """What is known of the response tokens that this context-parallel rank owns."""
+    sampling_masks: list[SamplingMask] | None = None
+    """The tokens that could be sampled at these response tokens, response by response; None for all tokens."""
 
     def __len__(self) -> int:
         """Samples."""
@@ -35,7 +38,12 @@ class TrainingBatch:
 
     def select(self, samples: Sequence[int]) -> TrainingBatch:
         """The samples at these indices, in that order."""
-        return TrainingBatch(tokens=[self.tokens[i] for i in samples], responses=self.responses.select(samples))
+        masks = self.sampling_masks
+        return TrainingBatch(
+            tokens=[self.tokens[i] for i in samples],
+            responses=self.responses.select(samples),
+            sampling_masks=None if masks is None else [masks[i] for i in samples],
+        )
 
     def with_old_log_probs(self, values_L: Tensor) -> TrainingBatch:
         """The same samples with log π_old [L]."""
@@ -57,6 +65,8 @@ def make_batch(
     weight_versions: Sequence[Sequence[int]],
     context_rank: int = 0,
     context_size: int = 1,
+    *,
+    sampling_masks: Sequence[SamplingMask | None] = (),
 ) -> TrainingBatch:
     """Builds a batch from whole sequences, with what this context-parallel rank owns of the responses.
 
@@ -67,13 +77,23 @@ def make_batch(
         weight_versions: of the responses, in optimizer steps.
         context_rank: in the context-parallel group.
         context_size: of the group.
+        sampling_masks: of the responses, None where none was recorded; empty where nothing truncates sampling.
 
     Raises:
         ValueError: the rows of a sample's response differ in length, or the numbers of samples do.
     """
     totals = [len(ids) for ids in tokens]
     lengths = [len(mask) for mask in loss_masks]
-    for name, rows in {"rollout_log_probs": rollout_log_probs, "weight_versions": weight_versions}.items():
+    masks = [
+        SamplingMask.unrecorded(length) if mask is None else mask
+        for mask, length in zip(sampling_masks or [None] * len(lengths), lengths, strict=True)
+    ]
+    rows_of: dict[str, Sequence[Sized]] = {
+        "rollout_log_probs": rollout_log_probs,
+        "weight_versions": weight_versions,
+        "sampling_masks": masks,
+    }
+    for name, rows in rows_of.items():
         found = [len(row) for row in rows]
         if found != lengths:
             raise ValueError(f"the lengths of {name} are {found} but those of loss_masks {lengths}.")
@@ -94,7 +114,16 @@ def make_batch(
             rollout_log_probs_L=slices.slice_flat(packed(rollout_log_probs, torch.float32)),
             weight_versions_L=slices.slice_flat(packed(weight_versions, torch.int64)),
         ),
+        sampling_masks=_local_masks(masks, slices),
     )
+
+
+def _local_masks(masks: Sequence[SamplingMask], slices: ResponseSlices) -> list[SamplingMask] | None:
+    """The masks of whole responses, cut to this rank's tokens; None where no set was recorded."""
+    if not any(len(mask.token_ids) for mask in masks):
+        return None
+    positions = slices.slice_flat(torch.arange(sum(slices.lengths)))
+    return SamplingMask.cat(masks).select(positions).split(slices.local_lengths)
 
 
 def shard(items: Sequence[T], rank: int, size: int) -> list[T]:

@@ -292,6 +292,7 @@ class TrainingEngine:
             temperature=self.temperature,
             chunk_size=self.config.log_probs_chunk_size,
             entropy_gradient=self.entropy_gradient,
+            sampling_mask=micro.sampling_mask,
         )
         rows = micro.response_rows
         return log_probs_T.index_select(0, rows), entropy_T.index_select(0, rows)

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 
+from slime_tis.sampling_mask import SamplingMask
+
 
 def vocab_parallel_log_probs(
     logits: Tensor,
@@ -19,10 +21,14 @@ def vocab_parallel_log_probs(
     temperature: float = 1.0,
     chunk_size: int = -1,
     entropy_gradient: bool = True,
+    sampling_mask: SamplingMask | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of every target under softmax(logits / temperature), and the entropy of that distribution.
 
-        log π(y) = z_y − log Σ_v e^{z_v},    H = log Σ_v e^{z_v} − Σ_v π_v z_v,    z = logits / temperature
+        log π(y) = z_y − log Σ_{v∈S} e^{z_v},    H = log Σ_{v∈S} e^{z_v} − Σ_{v∈S} π_v z_v,    z = logits / temperature
+
+    S is the whole vocabulary, or the set of tokens that could be sampled, which is constant under differentiation
+    ("DeepSeek-V3.2", DeepSeek-AI (https://arxiv.org/abs/2512.02556), section 3.1, "Keep Sampling Mask").
 
     The backward pass needs π alone, so exactly one [tokens, V] tensor is saved: fp32 logits are overwritten by it
     (their producer, a linear layer, does not need them), logits in another precision are freed.
@@ -35,9 +41,12 @@ def vocab_parallel_log_probs(
         temperature: > 0, that of the sampling distribution.
         chunk_size: rows worked on at a time, which bounds the temporaries; −1 for all at once.
         entropy_gradient: whether the entropy is to be differentiated; without it the backward pass is cheaper.
+        sampling_mask: S of every row, in ids of the whole vocabulary; ids beyond it are passed over, and a row without
+            a set has the whole vocabulary. None where all rows have.
 
     Returns:
-        (log_prob_T, entropy_T), float32, differentiable in the logits (the entropy where asked for).
+        (log_prob_T, entropy_T), float32, differentiable in the logits (the entropy where asked for). A target outside
+        of its set has log-prob −inf.
 
     Raises:
         ValueError: shapes that do not fit, or a temperature that is not positive.
@@ -50,9 +59,13 @@ def vocab_parallel_log_probs(
         raise ValueError(f"temperature must be positive, got {temperature}")
     if group is not None and group.size() == 1:
         group = None
+    if sampling_mask is not None and len(sampling_mask) != len(target_T):
+        raise ValueError(f"the sampling mask has {len(sampling_mask)} positions for {len(target_T)} rows of logits")
     local_target_T = target_T - vocab_start
+    if sampling_mask is not None:
+        sampling_mask = SamplingMask(sampling_mask.token_ids - vocab_start, sampling_mask.lengths)
     found: tuple[Tensor, Tensor] = _VocabParallelLogProbs.apply(  # type: ignore[no-untyped-call]  # torch's
-        logits, local_target_T, group, temperature, chunk_size, entropy_gradient
+        logits, local_target_T, group, temperature, chunk_size, entropy_gradient, sampling_mask
     )
     return found
 
@@ -67,8 +80,11 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         temperature: float,
         chunk_size: int,
         entropy_gradient: bool,
+        local_mask: SamplingMask | None,
     ) -> tuple[Tensor, Tensor]:
         probs = logits.detach().float()
+        if local_mask is not None:
+            _leave_out_(probs, local_mask)
         log_prob_T = probs.new_empty(probs.shape[0])
         entropy_T = probs.new_empty(probs.shape[0])
         for rows in _chunks(probs.shape[0], chunk_size):
@@ -93,7 +109,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
                 surprise = log_probs.add_(entropy_T[rows].unsqueeze(1))
                 scale = scale - grad_entropy_T[rows].unsqueeze(1) * surprise
             _gradient_(probs[rows], local_target_T[rows], scale, grad_log_prob_T[rows])
-        return probs.div_(ctx.temperature).to(ctx.dtype), None, None, None, None, None
+        return probs.div_(ctx.temperature).to(ctx.dtype), None, None, None, None, None, None
 
 
 def _chunks(rows: int, chunk_size: int) -> list[slice]:
@@ -104,6 +120,23 @@ def _chunks(rows: int, chunk_size: int) -> list[slice]:
 def _in_this_shard(local_target_T: Tensor, width: int) -> tuple[Tensor, Tensor]:
     mine_T = (local_target_T >= 0) & (local_target_T < width)
     return mine_T, local_target_T.clamp(0, width - 1).unsqueeze(1)
+
+
+def _leave_out_(logits: Tensor, local_mask: SamplingMask) -> None:
+    """Overwrites logits outside of each row's set by −inf, in place; rows without a set stay as they are.
+
+    The logits of the sets are taken out, the rows lowered to −inf, and the sets put back, in memory of the sets' size:
+    no [tokens, V] mask is made. NaN and +inf outside of a set become NaN, so that broken weights still show.
+    """
+    width = logits.shape[1]
+    column_N = local_mask.token_ids.long()
+    mine_N, column_N = (column_N >= 0) & (column_N < width), column_N.clamp(0, width - 1)
+    place_N = local_mask.position_of_token() * width + column_N
+    flat = logits.view(-1)
+    # A token of another rank becomes −inf at a place that may be another token's: the larger one is right.
+    logit_N = torch.where(mine_N, flat[place_N], -torch.inf)
+    logits.add_(torch.where(local_mask.lengths > 0, -torch.inf, 0.0).unsqueeze(1))
+    flat.scatter_reduce_(0, place_N, logit_N, "amax")
 
 
 def _softmax_(
@@ -119,7 +152,7 @@ def _softmax_(
     mine_T, column_T = _in_this_shard(local_target_T, z.shape[1])
     target_z_T = torch.where(mine_T, z.gather(1, column_T).squeeze(1), 0.0)
     exp_z = z.exp()
-    # A padded vocabulary entry has z = −inf and probability 0: it adds nothing to Σ e^z z.
+    # A padded vocabulary entry, or one outside of the set, has z = −inf and probability 0: it adds nothing to Σ e^z z.
     sums = torch.stack([target_z_T, exp_z.sum(1), (exp_z * z.clamp_min_(-1e4)).sum(1)])
     if group is not None:
         all_reduce(sums, group=group)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from slime_tis.megatron.batch import TrainingBatch
 from slime_tis.policy.tokens import ResponseTokens
+from slime_tis.sampling_mask import SamplingMask
 
 
 @dataclass
@@ -67,6 +68,8 @@ class MicroBatch:
     response_rows: Tensor
     """[L] rows of T whose logits predict the response tokens this rank owns, in their order."""
     packed_seq_params: PackedSequences
+    sampling_mask: SamplingMask | None = None
+    """The tokens that could be sampled after each of the T tokens, recorded in `response_rows`; None for all."""
 
 
 def pack(
@@ -107,13 +110,16 @@ def pack(
     layout = _layout(local_S, start_S, sequence_T, place_T, chunk_S, context_rank, context_size)
     if rotary is not None:
         layout.cos, layout.sin = rotary(position_T)
+    response_rows = predicts_response_T.nonzero().squeeze(1)
+    masks = batch.sampling_masks
     packed = MicroBatch(
         responses=batch.responses,
         input_ids=token_at(position_T)[None],
         position_ids=position_T[None],
         target_T=token_at(position_T + 1),
-        response_rows=predicts_response_T.nonzero().squeeze(1),
+        response_rows=response_rows,
         packed_seq_params=layout,
+        sampling_mask=None if masks is None else SamplingMask.cat(masks).spread(response_rows, len(position_T)),
     )
     return packed if torch.device(device).type == "cpu" else _to(packed, device)
 
@@ -195,6 +201,7 @@ def _to(packed: MicroBatch, device: torch.device | str) -> MicroBatch:
         target_T=move(packed.target_T),
         response_rows=move(packed.response_rows),
         packed_seq_params=layout,
+        sampling_mask=None if packed.sampling_mask is None else packed.sampling_mask.to(device),
     )
 
 

@@ -232,6 +232,7 @@ def token_losses(
         ppo_kl=old_L - log_probs_L,
         ois=(log_probs_L - old_L).exp(),
         entropy_loss=inputs.entropy_L,
+        entropy_gap=(inputs.entropy_L + log_probs_L).detach(),
         kl_loss=reference_kl(tokens, log_probs_L, step.policy),
     )
     return TokenLosses(terms=terms, mask_L=mask_L, accepted_per_sequence=accepted_S, custom_metrics=custom_metrics)

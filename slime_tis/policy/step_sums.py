@@ -34,11 +34,13 @@ class LossTerms:
     """π_θ/π_old."""
     entropy_loss: Tensor
     """Entropy of the distribution that the token was predicted from."""
+    entropy_gap: Tensor
+    """Entropy plus log π_θ: 0 on average where tokens are drawn from the very distribution they are predicted from."""
     kl_loss: Tensor
     """Estimate of the KL divergence from the reference policy."""
 
     def stack(self) -> Tensor:
-        """[6, …], in the order of the fields."""
+        """[7, …], in the order of the fields."""
         return torch.stack([getattr(self, field.name) for field in fields(self)])
 
     @classmethod

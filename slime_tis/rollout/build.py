@@ -67,6 +67,7 @@ def training_sampling(config: RolloutConfig) -> Sampling:
         temperature=config.rollout_temperature,
         top_p=config.rollout_top_p,
         top_k=config.rollout_top_k,
+        return_sampling_mask=config.truncates_sampling,
         max_response_len=config.rollout_max_response_len,
         max_context_len=config.rollout_max_context_len,
         n_samples=config.n_samples_per_prompt,

@@ -87,6 +87,10 @@ class RolloutConfig:
     rollout_top_k: Annotated[int, Limits(ge=1, le=10_000_000, also=(-1,))] = -1
     """Top-k sampling keeps this many of the likeliest tokens; -1 keeps all."""
 
+    allow_truncation_bias: bool = False
+    """Train on truncated samples (rollout_top_p, rollout_top_k) whose sets of tokens are not recorded, over the whole
+    vocabulary; train/entropy_gap shows the bias, and unset such a run is refused."""
+
     rollout_shuffle: bool = False
     """Visit the prompts in a new order every epoch."""
 
@@ -161,6 +165,11 @@ class RolloutConfig:
         return (self.eval_engine or ("local" if self.rollout_engine == "local" else "rollout")) == "local"
 
     @property
+    def truncates_sampling(self) -> bool:
+        """Whether top-p or top-k leave out tokens in the samples that are trained on."""
+        return self.rollout_top_p < 1.0 or self.rollout_top_k != -1
+
+    @property
     def eval_prompt_sets(self) -> tuple[tuple[str, str], ...]:
         """The held-out prompt files as (name, path) pairs, empty without evaluation."""
         parts = self.eval_prompt_data or ()
@@ -188,11 +197,16 @@ def _check_reward(config: RolloutConfig) -> None:
 
 
 def _check_sampling(config: RolloutConfig) -> None:
-    if config.rollout_engine == "sglang" and (config.rollout_top_p, config.rollout_top_k) != (1.0, -1):
+    if config.allow_truncation_bias and not config.truncates_sampling:
         raise ValueError(
-            f"--rollout-top-p is {config.rollout_top_p} and --rollout-top-k {config.rollout_top_k}, but an SGLang "
-            "server does not say which tokens they left, so that training could not use the same distribution; "
-            "leave them out or use --rollout-engine local."
+            "--allow-truncation-bias is set but has no effect without --rollout-top-p or --rollout-top-k; add one of "
+            "them or leave --allow-truncation-bias out."
+        )
+    if config.rollout_engine == "sglang" and config.truncates_sampling and not config.allow_truncation_bias:
+        raise ValueError(
+            f"--rollout-top-p is {config.rollout_top_p} and --rollout-top-k {config.rollout_top_k}, but the sampling "
+            "masks of SGLang servers are not read, so that training could not use the same distribution; leave them "
+            "out, use --rollout-engine local, or add --allow-truncation-bias."
         )
 
 

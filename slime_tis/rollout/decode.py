@@ -16,6 +16,7 @@ from slime_tis.rollout.kv_cache import growing_cache
 from slime_tis.rollout.routing import Routing, RoutingRecorder
 from slime_tis.rollout.sample import Sampling
 from slime_tis.rollout.sampling import sample_tokens
+from slime_tis.sampling_mask import SamplingMask
 
 DROP_BELOW = 0.5  # finished samples leave the batch once they are more than half of it: each time copies the cache
 
@@ -38,6 +39,9 @@ class Decoded:
 
     routing: list[Routing] | None
     """[prompt + response − 1, layers, k] of each sample; None where it was not asked for."""
+
+    sampling_masks: list[SamplingMask] | None
+    """The tokens that could be sampled at each token of each response; None where they were not asked for."""
 
 
 @torch.inference_mode()
@@ -80,9 +84,10 @@ def decode(
     stopped_B = torch.zeros_like(limits_A, dtype=torch.bool)
     rows_A = torch.arange(len(limits_A), device=device)
     alive_A = torch.ones_like(stopped_B)
+    sets = _SampledSets() if sampling.return_sampling_mask else None
     for step in range(uniforms_BT.shape[1]):
         safe_point()
-        tokens_A, log_probs_A = sample_tokens(
+        tokens_A, log_probs_A, log_probs_AV = sample_tokens(
             batch.logits_AV,
             uniforms_BT[rows_A, step],
             temperature=sampling.temperature,
@@ -91,6 +96,8 @@ def decode(
         )
         tokens_BT[rows_A, step], log_probs_BT[rows_A, step] = tokens_A, log_probs_A
         lengths_B[rows_A] += alive_A
+        if sets is not None:
+            sets.append(rows_A[alive_A], log_probs_AV[alive_A] > -torch.inf)
         stop_A = (tokens_A[:, None] == stops).any(-1)
         stopped_B[rows_A] |= stop_A & alive_A
         alive_A = alive_A & ~stop_A & (limits_A > step + 1)
@@ -110,6 +117,7 @@ def decode(
         lengths_B=lengths_B,
         stopped_B=stopped_B,
         routing=None if routing is None else routing.of_samples(lengths_B),
+        sampling_masks=None if sets is None else sets.of_responses(lengths_B.tolist()),
     )
 
 
@@ -141,6 +149,25 @@ class _RoutingOfSamples:
                 Routing.cat(parts)
             )  # a copy: a view would be sent to other ranks with all that it is a view of
         return found
+
+
+class _SampledSets:
+    """The sets that the samples of a batch draw from, step by step; afterwards response by response."""
+
+    def __init__(self) -> None:
+        self._rows: list[Tensor] = []
+        self._steps: list[SamplingMask] = []
+
+    def append(self, rows_A: Tensor, allowed_AV: Tensor) -> None:
+        """Adds the sets [A, V] that the samples `rows_A` draw their next token from."""
+        self._rows.append(rows_A.cpu())
+        token_ids = allowed_AV.nonzero()[:, 1].to(torch.int32)
+        self._steps.append(SamplingMask(token_ids.cpu(), allowed_AV.sum(-1, dtype=torch.int32).cpu()))
+
+    def of_responses(self, lengths: list[int]) -> list[SamplingMask]:
+        """The sets of each response, which has so many tokens."""
+        order = torch.cat(self._rows).argsort(stable=True)  # by response; the steps of each stay in order
+        return SamplingMask.cat(self._steps).select(order).split(lengths)
 
 
 class _Batch:

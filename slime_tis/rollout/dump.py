@@ -14,6 +14,7 @@ from torch import Tensor
 
 from slime_tis.files import atomic_path
 from slime_tis.rollout.sample import Prompt, Sample
+from slime_tis.sampling_mask import SamplingMask
 
 TENSORS = {"routed_experts": ("uint8", "int16"), "routing_weights": ("float32",)}
 """Fields of a sample that are tensors, and the types that each may have."""
@@ -61,9 +62,11 @@ def load_samples(path: str | Path, prompts: int, n_samples: int) -> list[list[Sa
 
 def to_dict(sample: Sample) -> dict[str, Any]:
     """The sample as JSON takes it; metadata that is the prompt's own is left to the prompt."""
-    without: dict[str, Any] = dict.fromkeys(TENSORS)  # asdict would copy them
+    without: dict[str, Any] = dict.fromkeys([*TENSORS, "sampling_mask"])  # asdict would copy them
     row = dataclasses.asdict(dataclasses.replace(sample, **without))
     row |= {name: encoded(getattr(sample, name)) for name in TENSORS}
+    if sample.sampling_mask is not None:
+        row["sampling_mask"] = {name: encoded(part) for name, part in vars(sample.sampling_mask).items()}
     if row["metadata"] == row["prompt"]["metadata"]:
         row["metadata"] = {}
     row["rollout_log_probs"] = [
@@ -81,14 +84,17 @@ def from_dict(row: dict[str, Any]) -> Sample:
     try:
         prompt = Prompt(**{**row["prompt"], "token_ids": tuple(row["prompt"]["token_ids"])})
         log_probs = [math.nan if value is None else value for value in row["rollout_log_probs"]]
+        mask = _sampling_mask(row.get("sampling_mask"))
         tensors = {name: decoded(row.get(name), name, dtypes) for name, dtypes in TENSORS.items()}
-        sample = Sample(**{**row, "prompt": prompt, "rollout_log_probs": log_probs, **tensors})
+        sample = Sample(**{**row, "prompt": prompt, "rollout_log_probs": log_probs, **tensors, "sampling_mask": mask})
     except (KeyError, TypeError) as error:
         raise ValueError(f"is not a sample: {error}.") from error
     lengths = {
         name: len(getattr(sample, name))
         for name in ("response_ids", "rollout_log_probs", "loss_mask", "weight_versions")
     }
+    if mask is not None:
+        lengths["sampling_mask"] = len(mask)
     if len(set(lengths.values())) > 1:
         listed = ", ".join(f"{name} {length}" for name, length in lengths.items())
         raise ValueError(f"has lists of different lengths: {listed}.")
@@ -126,6 +132,25 @@ def decoded(row: Any, name: str, dtypes: Sequence[str]) -> Tensor | None:
         return torch.from_numpy(values.astype(dtype).reshape(shape))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"has {name} that are not a tensor: {error}.") from error
+
+
+def _sampling_mask(row: Any) -> SamplingMask | None:
+    if row is None:
+        return None
+    if not isinstance(row, dict):
+        raise ValueError(f"has a sampling_mask that is {row!r:.40}.")
+    token_ids = decoded(row.get("token_ids"), "the token_ids of a sampling_mask", ["int32"])
+    lengths = decoded(row.get("lengths"), "the lengths of a sampling_mask", ["int32"])
+    if token_ids is None or lengths is None or token_ids.dim() != 1 or lengths.dim() != 1:
+        raise ValueError("has a sampling_mask that is not two lists of numbers, token_ids and lengths.")
+    if bool((lengths < 0).any()) or int(lengths.sum()) != len(token_ids):
+        raise ValueError(
+            f"has a sampling_mask whose lengths add up to {int(lengths.sum())}, or are negative, with "
+            f"{len(token_ids)} token_ids."
+        )
+    if bool((token_ids < 0).any()):
+        raise ValueError(f"has a sampling_mask with the token id {int(token_ids.min())}.")
+    return SamplingMask(token_ids, lengths)
 
 
 def _sample(line: str, place: str) -> Sample:

@@ -18,6 +18,7 @@ from slime_tis.rollout.engine import WeightSource
 from slime_tis.rollout.quantize import round_fp8, round_int8
 from slime_tis.rollout.sample import FinishReason, Prompt, Sample, Sampling, response_limit
 from slime_tis.rollout.sampling import log_softmax, prompt_uniforms
+from slime_tis.sampling_mask import SamplingMask
 
 COMPUTE_DTYPES = {
     "fp32": torch.float32,
@@ -63,6 +64,7 @@ class _Response:
     text: str
     routed_experts: Tensor | None
     routing_weights: Tensor | None
+    sampling_mask: SamplingMask | None
 
 
 class LocalEngine:
@@ -284,6 +286,7 @@ class LocalEngine:
                     log_probs=log_probs[sample][:length],
                     finish_reason="stop" if stopped[sample] else "length",
                     text=self._tokenizer.decode(ids, skip_special_tokens=True),
+                    sampling_mask=None if decoded.sampling_masks is None else decoded.sampling_masks[sample],
                     routed_experts=routing.experts.cpu() if routing and sampling.return_routed_experts else None,
                     routing_weights=routing.weights.cpu() if routing and sampling.return_routing_weights else None,
                 )
@@ -303,4 +306,5 @@ class LocalEngine:
             finish_reason=response.finish_reason,
             routed_experts=response.routed_experts,
             routing_weights=response.routing_weights,
+            sampling_mask=response.sampling_mask,
         )

@@ -9,6 +9,8 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
+from slime_tis.sampling_mask import SamplingMask
+
 FinishReason = Literal["stop", "length", "abort"]
 
 
@@ -90,6 +92,10 @@ class Sample:
 
     finish_reason: FinishReason
     """Why sampling ended: stop token, length limit, or aborted from outside."""
+
+    sampling_mask: SamplingMask | None = None
+    """The tokens that could be sampled at each response token under top-p or top-k; None where nothing was cut, or
+    the engine did not report it."""
 
     reward: float | None = None
     """Score of the response, once it has one."""
@@ -189,6 +195,9 @@ class Sampling:
 
     return_routing_weights: bool = False
     """Record the weights that the outputs of these experts are combined with."""
+
+    return_sampling_mask: bool = False
+    """Whether the samples carry the sets of tokens that top-p and top-k left; evaluation has no use for them."""
 
     def __post_init__(self) -> None:
         if self.temperature < 0.0:

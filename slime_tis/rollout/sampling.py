@@ -12,8 +12,8 @@ CDF_CHUNK = 512  # tokens per chunk of the two-level search: the first level of 
 
 def sample_tokens(
     logits_BV: Tensor, uniforms_B: Tensor, *, temperature: float, top_p: float, top_k: int
-) -> tuple[Tensor, Tensor]:
-    """Draws one token a row by inverse CDF.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Draws one token per row by inverse CDF.
 
     Args:
         logits_BV: [B, V] next-token logits, any floating type.
@@ -23,7 +23,8 @@ def sample_tokens(
         top_k: number of likeliest tokens that can be drawn, or -1 for all.
 
     Returns:
-        tokens [B] int64 and their log-probs [B] float32.
+        tokens [B] int64, their log-probs [B] float32, and the log-probs [B, V] of the distribution that they were drawn
+        from, −inf at tokens that top-p and top-k left out.
     """
     if temperature == 0.0:
         log_probs_BV = log_softmax(logits_BV)
@@ -31,7 +32,7 @@ def sample_tokens(
     else:
         log_probs_BV = filtered_log_probs(logits_BV, temperature=temperature, top_p=top_p, top_k=top_k)
         tokens_B = inverse_cdf(log_probs_BV.exp(), uniforms_B)
-    return tokens_B, log_probs_BV.gather(-1, tokens_B[:, None]).squeeze(-1)
+    return tokens_B, log_probs_BV.gather(-1, tokens_B[:, None]).squeeze(-1), log_probs_BV
 
 
 def filtered_log_probs(logits_BV: Tensor, *, temperature: float, top_p: float, top_k: int) -> Tensor:

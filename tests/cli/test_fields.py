@@ -148,6 +148,12 @@ LANDINGS = [
     ("--rollout-top-p 0.9", "rollout", "rollout_top_p", 0.9),
     ("--rollout-top-k 50", "rollout", "rollout_top_k", 50),
     ("--rollout-top-k -1", "rollout", "rollout_top_k", -1),
+    (
+        SERVER + "--rollout-top-k 50 --allow-truncation-bias",
+        "rollout",
+        "allow_truncation_bias",
+        True,
+    ),
     ("--rollout-stop-token-ids 2 5", "rollout", "rollout_stop_token_ids", (2, 5)),
     ("--rollout-shuffle", "rollout", "rollout_shuffle", True),
     ("--rollout-seed 3", "rollout", "rollout_seed", 3),

@@ -139,6 +139,16 @@ REFUSALS = [
     ("--rollout-top-p 0", "--rollout-top-p is 0.0 but must be above 0 and at most 1."),
     ("--rollout-top-k 0", "--rollout-top-k is 0 but must be 1 to 10000000, or -1."),
     (
+        "--allow-truncation-bias",
+        "--allow-truncation-bias is set but has no effect without --rollout-top-p or --rollout-top-k; add one of them "
+        "or leave --allow-truncation-bias out.",
+    ),
+    (
+        "--rollout-top-p 0.9 --allow-truncation-bias",
+        "--allow-truncation-bias is set but has no effect with --rollout-engine local, which records the tokens that "
+        "can be sampled; leave it out.",
+    ),
+    (
         "--eval-interval 5",
         "--eval-interval is 5 but has no effect without --eval-prompt-data; add it or leave --eval-interval out.",
     ),

@@ -8,14 +8,11 @@ from slime_tis.cli.arguments import parse_args
 from tests.checkpoints import make_checkpoint
 
 
-def test_truncated_sampling_warns_in_one_line(whole, capsys):
+def test_warnings_are_one_line_each_and_replayed_truncation_is_none(whole, capsys):
     parse_args(shlex.split(whole))
     assert capsys.readouterr().err == ""
     parse_args(shlex.split(whole + "--rollout-top-p 0.9 --get-mismatch-metrics --use-tis --tis-lower-bound 0.5"))
     assert capsys.readouterr().err == (
-        "warning: --rollout-top-p is 0.9, so rollout log-probs are those of the truncated distribution, and "
-        "mismatch "
-        "metrics and weights include the truncation.\n"
         "warning: --tis-lower-bound is 0.5 but --tis-mode truncate has no lower bound; choose clip or mask "
         "for both.\n"
         "warning: --get-mismatch-metrics measures alone only where nothing corrects, but --use-tis act on the loss; "

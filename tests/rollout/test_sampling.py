@@ -54,7 +54,7 @@ def test_log_probs_of_a_large_vocabulary_are_not_biased(vocab):
     error = log_softmax(logits) - logits.double().log_softmax(-1)
     assert error.mean().abs() < 2e-7 and error.abs().max() < 5e-6
     assert torch.equal(filtered_log_probs(logits, temperature=1.0, top_p=1.0, top_k=-1), log_softmax(logits))
-    greedy, log_prob = sampling.sample_tokens(logits, torch.zeros(4), temperature=0.0, top_p=1.0, top_k=-1)
+    greedy, log_prob, _ = sampling.sample_tokens(logits, torch.zeros(4), temperature=0.0, top_p=1.0, top_k=-1)
     assert torch.equal(log_prob, log_softmax(logits).gather(-1, greedy[:, None])[:, 0])
 
 
@@ -80,7 +80,7 @@ def test_inverse_cdf_of_a_large_vocabulary_is_that_of_a_float64_table():
 
 
 def test_a_row_of_nan_gives_a_token_of_the_vocabulary_and_a_nan_log_prob():
-    tokens, log_probs = sample_tokens(
+    tokens, log_probs, _ = sample_tokens(
         torch.full((1, 5), torch.nan), torch.tensor([0.5]).double(), temperature=1.0, top_p=1.0, top_k=-1
     )
     assert 0 <= tokens.item() < 5
@@ -92,7 +92,7 @@ def test_draws_follow_the_probabilities_that_are_reported(temperature, top_p, to
     draws = 40_000
     logits = torch.randn(1, 12, generator=torch.Generator().manual_seed(3)).expand(draws, -1)
     uniforms = prompt_uniforms(7, 0, 0, draws, 1)[:, 0]
-    tokens, log_probs = sample_tokens(logits, uniforms, temperature=temperature, top_p=top_p, top_k=top_k)
+    tokens, log_probs, _ = sample_tokens(logits, uniforms, temperature=temperature, top_p=top_p, top_k=top_k)
     table = filtered_log_probs(logits[:1], temperature=temperature, top_p=top_p, top_k=top_k)[0]
     torch.testing.assert_close(log_probs, table[tokens], rtol=0.0, atol=1e-6)
     counts, expected = torch.bincount(tokens, minlength=12).double(), draws * table.double().exp()
@@ -103,7 +103,7 @@ def test_draws_follow_the_probabilities_that_are_reported(temperature, top_p, to
 
 
 def test_temperature_zero_is_greedy_with_log_probs_at_temperature_one():
-    tokens, log_probs = sample_tokens(LOGITS, torch.tensor([0.99]).double(), temperature=0.0, top_p=0.5, top_k=1)
+    tokens, log_probs, _ = sample_tokens(LOGITS, torch.tensor([0.99]).double(), temperature=0.0, top_p=0.5, top_k=1)
     assert tokens.tolist() == [0]
     assert log_probs.item() == pytest.approx(math.log(0.4), abs=1e-6)
 

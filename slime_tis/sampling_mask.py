@@ -1,0 +1,108 @@
+"""The tokens that truncated sampling (top-p, top-k) could draw at each position of a response.
+
+Shapes: suffix _N one value per token of a set, _P one value per position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class SamplingMask:
+    """The set of tokens that could be sampled at each of a number of positions, in compressed sparse rows (CSR).
+
+    Position i has the set token_ids[s : s + lengths[i]] with s = Σ_{j<i} lengths[j]. A length of 0 means that no set
+    was recorded: the whole vocabulary could be sampled, or the token is not the policy's own.
+
+    Four bytes per token of a set, and four per position.
+    """
+
+    token_ids: Tensor
+    """[N] int32, the sets of all positions one after another."""
+    lengths: Tensor
+    """[P] int32, the tokens of each position's set."""
+
+    def __len__(self) -> int:
+        """Positions."""
+        return len(self.lengths)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both have the same sets in the same order."""
+        if not isinstance(other, SamplingMask):
+            return NotImplemented
+        return torch.equal(self.token_ids, other.token_ids) and torch.equal(self.lengths, other.lengths)
+
+    __hash__ = None  # type: ignore[assignment]  # tensors compare by value and can be changed
+
+    @classmethod
+    def from_sets(cls, sets: Sequence[Sequence[int]]) -> SamplingMask:
+        """The mask of sets given as lists of token ids, an empty one for a position without a recorded set."""
+        ids = [token for allowed in sets for token in allowed]
+        return cls(
+            torch.tensor(ids, dtype=torch.int32), torch.tensor([len(allowed) for allowed in sets], dtype=torch.int32)
+        )
+
+    @classmethod
+    def unrecorded(cls, positions: int) -> SamplingMask:
+        """So many positions without a recorded set."""
+        return cls(torch.zeros(0, dtype=torch.int32), torch.zeros(positions, dtype=torch.int32))
+
+    @classmethod
+    def cat(cls, masks: Sequence[SamplingMask]) -> SamplingMask:
+        """The positions of several masks, one after another."""
+        if not masks:
+            return cls.unrecorded(0)
+        return cls(torch.cat([mask.token_ids for mask in masks]), torch.cat([mask.lengths for mask in masks]))
+
+    def sets(self) -> list[list[int]]:
+        """The token ids of each position."""
+        return [ids.tolist() for ids in self.token_ids.split(self.lengths.tolist())]
+
+    def position_of_token(self) -> Tensor:
+        """[N] int64: the position that each token id belongs to; nothing synchronises with the host."""
+        positions = torch.arange(len(self), device=self.lengths.device)
+        return positions.repeat_interleave(self.lengths, output_size=len(self.token_ids))
+
+    def select(self, positions: Tensor) -> SamplingMask:
+        """The sets at the given positions [int64], in that order."""
+        starts_P = self.lengths.cumsum(0) - self.lengths
+        lengths = self.lengths[positions]
+        shift = starts_P[positions] - (lengths.cumsum(0) - lengths)
+        index_N = torch.arange(int(lengths.sum()), device=lengths.device) + shift.repeat_interleave(lengths)
+        return SamplingMask(self.token_ids[index_N], lengths)
+
+    def split(self, positions: Sequence[int]) -> list[SamplingMask]:
+        """The masks of so many consecutive positions each, in memory of their own: views would be pickled whole."""
+        lengths = self.lengths.split(list(positions))
+        token_ids = self.token_ids.split([int(part.sum()) for part in lengths])
+        return [SamplingMask(ids.clone(), part.clone()) for ids, part in zip(token_ids, lengths, strict=True)]
+
+    def spread(self, places: Tensor, positions: int) -> SamplingMask:
+        """The sets at ascending places among more positions, the others without a set.
+
+        Args:
+            places: [P] int64, ascending.
+            positions: of the result.
+        """
+        return SamplingMask(self.token_ids, self.lengths.new_zeros(positions).index_copy(0, places, self.lengths))
+
+    def contains(self, token_ids: Tensor) -> Tensor:
+        """[P] bool: whether each position's set contains the token given for it; True where no set was recorded."""
+        position_N = self.position_of_token()
+        found_N = self.token_ids == token_ids[position_N]
+        found_P = torch.zeros(len(self), dtype=torch.int64, device=self.lengths.device)
+        return (found_P.index_add_(0, position_N, found_N.long()) > 0) | (self.lengths == 0)
+
+    def without(self, forgotten_P: Tensor) -> SamplingMask:
+        """The same positions, without the sets of those where `forgotten_P` [P] is True."""
+        stays_N = ~forgotten_P[self.position_of_token()]
+        return SamplingMask(self.token_ids[stays_N], self.lengths.masked_fill(forgotten_P, 0))
+
+    def to(self, device: torch.device | str) -> SamplingMask:
+        """The same sets on another device."""
+        return SamplingMask(self.token_ids.to(device, non_blocking=True), self.lengths.to(device, non_blocking=True))

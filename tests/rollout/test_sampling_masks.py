@@ -1,0 +1,90 @@
+"""Sampling masks of a rollout: the local engine's sets, the checks before training, and the file."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from slime_tis.rollout.dump import load_samples, save_samples
+from slime_tis.rollout.sample import Sample
+from slime_tis.rollout.sampling_masks import check_sampling_masks, require_sampling_masks
+from slime_tis.sampling_mask import SamplingMask
+from tests.rollout.test_dump import sample
+
+
+def masked(sets: list[list[int]] | None, **changes: object) -> Sample:
+    return sample(0, 0, sampling_mask=None if sets is None else SamplingMask.from_sets(sets), **changes)
+
+
+def test_metrics_count_sets_tokens_without_one_and_tokens_outside_of_theirs() -> None:
+    # response [4, 5], of which the first is trained on
+    groups = [[masked([[4, 9, 8], []]), masked(None)], [masked([[9], [5]]), masked([[4], [5, 6]])]]
+    assert check_sampling_masks(groups, truncates_sampling=True) == {
+        "rollout/sampling_mask_tokens": 8 / 5,
+        "rollout/sampling_mask_missing": 1 / 4,
+        "rollout/sampling_mask_violations": 1.0,
+    }
+
+
+def test_a_token_outside_of_its_set_loses_log_prob_and_set_and_nothing_else_changes() -> None:
+    wrong, right = masked([[9], [5, 6]]), masked([[4], [5]])
+    check_sampling_masks([[wrong, right]], truncates_sampling=True)
+    assert math.isnan(wrong.rollout_log_probs[0])
+    assert wrong.rollout_log_probs[1] == -1.5
+    assert wrong.sampling_mask == SamplingMask.from_sets([[], [5, 6]])
+    assert right == masked([[4], [5]])
+
+
+def test_nothing_is_measured_where_nothing_is_truncated() -> None:
+    assert check_sampling_masks([[masked(None)]], truncates_sampling=False) == {}
+    assert check_sampling_masks([[masked(None)]], truncates_sampling=True)["rollout/sampling_mask_missing"] == 1.0
+
+
+def test_masks_come_back_from_a_file_as_they_were(tmp_path: Path) -> None:
+    groups = [[masked([[4, 9, 8], []]), masked(None)]]
+    save_samples(tmp_path / "x", groups)
+    assert load_samples(tmp_path / "x", 1, 2) == groups
+    row = json.loads((tmp_path / "x").read_text().splitlines()[0])
+    assert row["sampling_mask"]["lengths"] == {"dtype": "int32", "shape": [2], "base64": "AwAAAAAAAAA="}
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "message"),
+    [
+        pytest.param("lengths", {"dtype": "int64"}, "dtype is 'int64' but must be int32", id="another type"),
+        pytest.param("lengths", {"shape": [3]}, "cannot reshape", id="a shape that the bytes do not fill"),
+        pytest.param("lengths", {"shape": [-2]}, r"its shape is \[-2\]", id="a negative shape"),
+        pytest.param("lengths", {"base64": "####"}, "lengths of a sampling_mask that are not a tensor", id="no base64"),
+        pytest.param("token_ids", {"shape": [3, 1]}, "not two lists of numbers", id="two dimensions"),
+        pytest.param("lengths", {"base64": "AgAAAAAAAAA="}, "add up to 2, or are negative, with 3", id="too few ids"),
+        pytest.param("lengths", {"base64": "BQAAAP7///8="}, "add up to 3, or are negative", id="a negative length"),
+        pytest.param("token_ids", {"base64": "BAAAAAkAAAD/////"}, "the token id -1", id="a negative id"),
+        pytest.param(None, 7, "a sampling_mask that is 7", id="a number"),
+    ],
+)
+def test_a_damaged_mask_in_a_file_is_refused_with_its_line(
+    part: str | None, value: object, message: str, tmp_path: Path
+) -> None:
+    save_samples(tmp_path / "x", [[masked([[4, 9, 8], []])]])
+    row = json.loads((tmp_path / "x").read_text())
+    if part is None:
+        row["sampling_mask"] = value
+    else:
+        row["sampling_mask"][part] |= value
+    (tmp_path / "x").write_text(json.dumps(row))
+    with pytest.raises(ValueError, match=message) as caught:
+        load_samples(tmp_path / "x", 1, 1)
+    assert "line 1" in str(caught.value)
+
+
+def test_a_mask_of_another_length_than_the_response_is_refused(tmp_path: Path) -> None:
+    save_samples(tmp_path / "x", [[masked([[4]])]])
+    with pytest.raises(ValueError, match="weight_versions 2, sampling_mask 1"):
+        load_samples(tmp_path / "x", 1, 1)
+
+
+def test_loaded_samples_without_masks_are_refused_where_sampling_was_truncated() -> None:
+    require_sampling_masks("x", [[masked([[4], [5]]), masked(None, loss_mask=[0, 0])]])
+    with pytest.raises(ValueError, match="has 1 samples without a sampling mask"):
+        require_sampling_masks("x", [[masked([[4], [5]]), masked(None)]])
