@@ -10,7 +10,7 @@ import base64
 import json
 import logging
 import re
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from urllib.parse import quote
 
@@ -23,13 +23,13 @@ from slime_tis.rollout.sglang.errors import InvalidAnswer, MalformedAnswer, Requ
 from slime_tis.rollout.sglang.schema import (
     Completion,
     ControlAnswer,
+    ModelInfo,
     ServerInfo,
     WorkersAnswer,
     generate_body,
     max_answer_bytes,
     parse,
     parse_generation,
-    parse_info,
     parse_scores,
     score_body,
 )
@@ -110,7 +110,7 @@ class Server:
         self._client, self._timeout, self._vocab_size, self._workers = client, timeout, vocab_size, workers
         self._redactor = client.auth.redactor if isinstance(client.auth, Keys) else Redactor(())
         self._abort_timeout, self._health_timeout = abort_timeout, health_timeout
-        self._aborts: set[asyncio.Task[None]] = set()
+        self._aborts = BackgroundTasks()
 
     def __repr__(self) -> str:
         return f"Server({self.url!r})"
@@ -133,12 +133,21 @@ class Server:
             ServerError: It does not answer, or not what could be true.
             RequestRefused: The key is wrong, or this is another kind of server.
         """
-        model_info = await self.get("/model_info", "/get_model_info")
-        server_info = await self.get("/server_info", "/get_server_info")
+        answer = await self.get("/server_info", "/get_server_info")
         with self._reading("/server_info"):
-            info = parse_info(model_info, server_info)
-        self.takes_seeds = info.is_deterministic
+            info = parse(ServerInfo, answer)
+        self.takes_seeds = info.enable_deterministic_inference is True
         return info
+
+    async def weight_version(self) -> str | None:
+        """The name of the weights in use; "default" where they are those it started with.
+
+        Raises:
+            SGLangError: As for `info`.
+        """
+        answer = await self.get("/model_info", "/get_model_info")
+        with self._reading("/model_info"):
+            return parse(ModelInfo, answer).weight_version
 
     async def generate(
         self,
@@ -233,7 +242,7 @@ class Server:
 
     async def close(self) -> None:
         """Waits for aborts that are under way."""
-        await asyncio.gather(*self._aborts, return_exceptions=True)
+        await self._aborts.wait()
 
     async def _request(
         self,
@@ -293,9 +302,7 @@ class Server:
             with suppress(SGLangError):
                 await self.abort(request_id)
 
-        task = asyncio.create_task(abort(), name=f"abort {request_id}")
-        self._aborts.add(task)
-        task.add_done_callback(self._aborts.discard)
+        self._aborts.start(abort(), name=f"abort {request_id}")
 
 
 class Redactor:
@@ -371,6 +378,27 @@ def make_client(api_key: str | None = None, admin_api_key: str | None = None) ->
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEPALIVE),
         trust_env=False,
     )
+
+
+class BackgroundTasks:
+    """Tasks that nobody waits for while they run."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, work: Coroutine[None, None, None], name: str | None = None) -> None:
+        """Starts a task, and holds it until it has ended: the loop itself has weak references alone."""
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def wait(self) -> None:
+        """Waits until all have ended."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def cancel(self) -> None:
+        """Cancels all, and waits until they have ended."""
+        await cancel_and_wait(self._tasks)
 
 
 async def cancel_and_wait(tasks: Iterable[asyncio.Task[object]]) -> None:

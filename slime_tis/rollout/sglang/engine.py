@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import AsyncExitStack, ExitStack, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -29,10 +30,10 @@ from slime_tis.hf_directory import model_sizes, read_model_config
 from slime_tis.interrupt import Interrupted
 from slime_tis.rollout.engine import RolloutUnavailable, WeightSource
 from slime_tis.rollout.sample import Prompt, Sample, Sampling, response_limit
-from slime_tis.rollout.sglang.client import Server, cancel_and_wait, make_client, worker_urls
+from slime_tis.rollout.sglang.client import BackgroundTasks, Server, cancel_and_wait, make_client, worker_urls
 from slime_tis.rollout.sglang.config import SGLangConfig, is_loopback
 from slime_tis.rollout.sglang.dispatch import Dispatcher
-from slime_tis.rollout.sglang.errors import MalformedAnswer, RequestRefused, ServerError
+from slime_tis.rollout.sglang.errors import MalformedAnswer, RequestRefused, ServerError, SGLangError
 from slime_tis.rollout.sglang.health import HealthMonitor, Timeouts
 from slime_tis.rollout.sglang.launch import LaunchedServers
 from slime_tis.rollout.sglang.sampling import PendingSample, RolloutBatch
@@ -175,7 +176,7 @@ class SGLangEngine:
             future.add_done_callback(done)
         self._num_batches += 1
         self._partial_in_flight |= num_groups is not None
-        return SGLangRollout(self, batch, future, num_groups=num_groups, total=sum(map(len, groups)))
+        return SGLangRollout(self, batch, future, num_groups, total=sum(map(len, groups)))
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int = 0) -> Groups:
         """`submit` and its result, in the prompts' order."""
@@ -222,19 +223,18 @@ class SGLangEngine:
         self._stack.close()
         self._rank_zero.close()
 
-    def collect(self, batch: RolloutBatch | None, future: Future[None] | None, num_groups: int | None) -> Groups:
-        """Waits for a batch; a collective, for `SGLangRollout`."""
+    def collect(self, rollout: SGLangRollout) -> Groups:
+        """Waits for a rollout; a collective, for `SGLangRollout`."""
 
         def wait(weights: WeightSource) -> tuple[Groups, Groups]:
-            assert batch is not None and future is not None
-            self._wait(future, weights)
-            return self._divide(batch.groups, num_groups)
+            assert rollout.batch is not None and rollout.future is not None
+            self._wait(rollout.future, weights)
+            return self._divide(rollout.batch.groups, rollout.num_groups)
 
-        if num_groups is not None:
-            self._partial_in_flight = False
+        is_partial = rollout.num_groups is not None
+        self._partial_in_flight &= not is_partial
         groups, unfinished = self._rank_zero.run(wait, self._weights)
-        if num_groups is not None:
-            self._unfinished = unfinished
+        self._unfinished = unfinished if is_partial else self._unfinished
         return groups
 
     def _wait(self, future: Future[None], weights: WeightSource) -> None:
@@ -296,27 +296,21 @@ class SGLangEngine:
             raise ValueError("a partial rollout is in flight already; wait for its result first.")
 
 
+@dataclass(eq=False)
 class SGLangRollout:
-    """A rollout that servers are sampling."""
+    """A rollout that servers are sampling; batch and future are None on all ranks but rank 0."""
 
-    def __init__(
-        self,
-        engine: SGLangEngine,
-        batch: RolloutBatch | None,
-        future: Future[None] | None,
-        *,
-        num_groups: int | None,
-        total: int,
-    ) -> None:
-        """For `SGLangEngine.submit`; batch and future are None on all ranks but rank 0."""
-        self._engine, self._batch, self._future = engine, batch, future
-        self._num_groups, self._total = num_groups, total
-        self._groups: Groups | None = None
+    engine: SGLangEngine
+    batch: RolloutBatch | None
+    future: Future[None] | None
+    num_groups: int | None
+    total: int
+    groups: Groups | None = None
 
     @property
     def progress(self) -> tuple[int, int]:
         """Number of responses that are complete, and of all; on rank 0, and from any thread."""
-        return (0, self._total) if self._batch is None else self._batch.progress
+        return (0, self.total) if self.batch is None else self.batch.progress
 
     def result(self) -> Groups:
         """Waits for the groups; a collective.
@@ -324,9 +318,9 @@ class SGLangRollout:
         Raises:
             RolloutUnavailable: No server is left to finish it, or one says that a request is wrong.
         """
-        if self._groups is None:
-            self._groups = self._engine.collect(self._batch, self._future, self._num_groups)
-        return self._groups
+        if self.groups is None:
+            self.groups = self.engine.collect(self)
+        return self.groups
 
 
 class ServerGroup:
@@ -355,7 +349,7 @@ class ServerGroup:
         """Rollouts that are being sampled."""
         self._config, self._vocab_size, self._launched = config, vocab_size, launched
         self._timeouts = timeouts or Timeouts(recovery=config.sglang_recovery_timeout)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks()
         self._one_update = asyncio.Lock()
 
     async def connect(
@@ -385,7 +379,7 @@ class ServerGroup:
             for one in (*servers, *([router] if router else [])):
                 stack.push_async_callback(one.close)
             self.health = HealthMonitor(
-                servers, router, self._timeouts, on_return=lambda one: self._spawn(self._restore(one))
+                servers, router, self._timeouts, on_return=lambda one: self._tasks.start(self._restore(one))
             )
             stack.push_async_callback(self.health.close)
             self.dispatcher = Dispatcher(
@@ -394,7 +388,7 @@ class ServerGroup:
             stack.push_async_callback(self._end_tasks)
             await self.health.start(config.sglang_startup_timeout)
             if self._launched is not None:
-                self._spawn(self._restart(self._launched))
+                self._tasks.start(self._restart(self._launched))
             self._stack = stack.pop_all()
 
     @property
@@ -457,7 +451,7 @@ class ServerGroup:
             raise
         for server in servers:
             if server in failed:
-                self.health.mark_down(server, self._sync.errors[server.url])
+                self.health.mark_down(server, failed[server])
             else:
                 self.health.mark_current(server, version)
 
@@ -467,10 +461,12 @@ class ServerGroup:
             if server not in self.health.needing_weights():
                 return
             self.health.expect(self.health.version)
-            if await self._sync.restore(server):
+            try:
+                restored = await self._sync.restore(server)
+            except SGLangError as error:
+                return self.health.mark_down(server, str(error))
+            if restored:
                 self.health.mark_current(server, self.health.version)
-            elif server.url in self._sync.errors:
-                self.health.mark_down(server, self._sync.errors[server.url])
             else:
                 self.waiting_for_source.add(server)
                 self.changed.set()
@@ -482,14 +478,9 @@ class ServerGroup:
                 logger.warning(message)
             await asyncio.sleep(RESTART_INTERVAL)
 
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
     async def _end_tasks(self) -> None:
         await asyncio.gather(*(batch.close() for batch in list(self.batches)))
-        await cancel_and_wait(self._tasks)
+        await self._tasks.cancel()
 
 
 class RankZero:

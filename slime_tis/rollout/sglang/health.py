@@ -22,13 +22,13 @@ given up there and asked for elsewhere.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
 from slime_tis.rollout.engine import RolloutUnavailable
-from slime_tis.rollout.sglang.client import Server, cancel_and_wait
+from slime_tis.rollout.sglang.client import BackgroundTasks, Server, cancel_and_wait
 from slime_tis.rollout.sglang.errors import RequestRefused, ServerError, SGLangError, UnexpectedWeights
 from slime_tis.rollout.sglang.schema import version_number
 
@@ -144,7 +144,7 @@ class HealthMonitor:
         self._updates = 0
         self._on_return = on_return
         self._all_down_since: float | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks()
 
     async def start(self, timeout: float) -> None:
         """Waits until all servers answer, or some of them after `timeout` seconds, and goes on watching them.
@@ -167,12 +167,12 @@ class HealthMonitor:
         for state in missing:
             logger.warning("SGLang server %s does not answer: %s", state.server.url, state.reason)
         for state in everyone:
-            self._spawn(self._watch(state))
-        self._spawn(self._watch_for_loss())
+            self._tasks.start(self._watch(state))
+        self._tasks.start(self._watch_for_loss())
 
     async def close(self) -> None:
         """Stops watching."""
-        await cancel_and_wait(self._tasks)
+        await self._tasks.cancel()
 
     def available(self) -> list[ServerState]:
         """Those that have the current weights and may be asked."""
@@ -215,7 +215,7 @@ class HealthMonitor:
         if not isinstance(error, UnexpectedWeights):
             self._probe(state, str(error))
         elif not state.holds_weights:
-            self._spawn(self._find_unexpected_weights())  # a router does not say which of its servers answered
+            self._tasks.start(self._find_unexpected_weights())  # a router does not say which of its servers answered
         else:
             self._mark_without_weights(state, str(error))
 
@@ -301,7 +301,7 @@ class HealthMonitor:
 
         if state.state == "live":
             state.state, state.reason = "probing", reason
-            self._spawn(probe())
+            self._tasks.start(probe())
 
     async def _health_error(self, state: ServerState) -> str | None:
         """What is wrong with a server, other than that it is paused by an update."""
@@ -321,15 +321,12 @@ class HealthMonitor:
                 except RequestRefused as error:
                     state.reason = str(error)
             elif state.state == "live" and not state.answered:
-                self._note_health_check(state, await self._health_error(state))
+                problem = await self._health_error(state)
+                failed = problem is not None and not state.answered
+                state.failed_health_checks = state.failed_health_checks + 1 if failed else 0
+                if state.state == "live" and state.failed_health_checks >= MAX_FAILED_HEALTH_CHECKS:
+                    self._mark_down(state, f"it failed {MAX_FAILED_HEALTH_CHECKS} health checks in a row: {problem}")
             state.answered = False
-
-    def _note_health_check(self, state: ServerState, error: str | None) -> None:
-        if state.state != "live":
-            return
-        state.failed_health_checks = 0 if error is None or state.answered else state.failed_health_checks + 1
-        if state.failed_health_checks >= MAX_FAILED_HEALTH_CHECKS:
-            self._mark_down(state, f"it failed {MAX_FAILED_HEALTH_CHECKS} health checks in a row: {error}")
 
     async def _find(self, state: ServerState) -> None:
         while True:
@@ -344,8 +341,9 @@ class HealthMonitor:
         name = None
         if error is None and state.holds_weights:
             try:
-                info = await state.server.info()
-                name, state.max_input_len = info.weight_version, info.max_input_len
+                name = await state.server.weight_version()
+                longest = (await state.server.info()).max_req_input_len
+                state.max_input_len = None if longest is None else longest - 1
             except ServerError as failure:
                 error = str(failure)
         if error is not None:
@@ -368,7 +366,7 @@ class HealthMonitor:
         for state in self.available():
             updates = state.updates
             try:
-                name = (await state.server.info()).weight_version
+                name = await state.server.weight_version()
             except SGLangError as error:
                 self._probe(state, str(error))
                 continue
@@ -399,11 +397,6 @@ class HealthMonitor:
             s.state in ("live", "probing") or (s.state == "needs_weights" and s.failed_updates < MAX_FAILED_UPDATES)
             for s in self.states.values()
         )
-
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
 
 def _message(text: str, states: Sequence[ServerState]) -> str:

@@ -93,7 +93,8 @@ class LaunchedServers:
     def stop(self) -> None:
         """Asks all servers to end, waits, and kills those that have not."""
         for server in self.servers:
-            server.terminate()
+            if server.process is not None and server.is_running:
+                server.process.terminate()
         deadline = time.monotonic() + GRACE
         while any(server.is_running for server in self.servers) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -107,7 +108,11 @@ class LaunchedServers:
         with httpx.Client(trust_env=False, timeout=30.0) as client:
             while waiting:
                 for server in self.servers:
-                    server.check_runs()
+                    if server.status is not None:
+                        raise RolloutUnavailable(
+                            f"the SGLang server at {server.url} ended before it was up, with exit status "
+                            f"{server.status}; {server.quoted_log()}"
+                        )
                 waiting = [server for server in waiting if not server.is_up(client)]
                 if waiting and time.monotonic() > deadline:
                     raise RolloutUnavailable(
@@ -174,11 +179,6 @@ class LaunchedServer:
         """Whether it was started and has not ended."""
         return self.process is not None and self.status is None
 
-    def terminate(self) -> None:
-        """Asks it to end."""
-        if self.process is not None and self.is_running:
-            self.process.terminate()
-
     def kill(self) -> None:
         """Ends it and what it started, unless that has been done."""
         if self.process is None:
@@ -200,14 +200,6 @@ class LaunchedServer:
             return f"{ended} and is given up after {MAX_RESTARTS} restarts; {self.quoted_log()}"
         self.restart_at = time.monotonic() + 2.0 ** (self.failures - 1)
         return f"{ended} and is started again ({self.failures} of {MAX_RESTARTS}); {self.quoted_log()}"
-
-    def check_runs(self) -> None:
-        """Raises RolloutUnavailable where it has ended."""
-        if self.status is not None:
-            raise RolloutUnavailable(
-                f"the SGLang server at {self.url} ended before it was up, with exit status {self.status}; "
-                f"{self.quoted_log()}"
-            )
 
     def is_up(self, client: httpx.Client) -> bool:
         """Whether it answers that it is healthy.
@@ -245,7 +237,7 @@ class LaunchedServer:
             own = psutil.Process(self.process.pid)
             connections = [each for one in [own, *own.children(recursive=True)] for each in one.net_connections("tcp")]
         except psutil.Error:
-            return True  # one of them has just ended, which `check_runs` reports
+            return True  # one of them has just ended, which `_wait` reports
         return any(each.status == psutil.CONN_LISTEN and each.laddr.port == self.port for each in connections)
 
 

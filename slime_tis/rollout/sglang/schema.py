@@ -62,7 +62,7 @@ TokenLogProb = tuple[LogProb | None, TokenId, Any]
 """SGLang's [log-prob, token, text]; the first token of an input follows nothing and has no log-prob."""
 WeightVersion = Annotated[int, BeforeValidator(version_number)]
 WeightName = Annotated[str | None, BeforeValidator(_weight_name)]
-RankCount = Annotated[int, Field(ge=1, le=MAX_RANKS)]
+RankCount = Annotated[int, BeforeValidator(lambda count: 1 if count is None else count), Field(ge=1, le=MAX_RANKS)]
 
 
 class Answer(BaseModel):
@@ -118,19 +118,25 @@ class ModelInfo(Answer):
     """The answer to GET /model_info."""
 
     weight_version: WeightName = None
+    """Name of the weights in use; "default" where they are those it started with."""
 
 
-class ServerInfoAnswer(Answer):
+class ServerInfo(Answer):
     """The answer to GET /server_info, which also holds the API key and is not to be logged.
 
     Its own weight version is that of the start.
     """
 
     max_req_input_len: Annotated[int, Field(ge=1, le=MAX_CONTEXT)] | None = None
-    tp_size: RankCount | None = None
-    pp_size: RankCount | None = None
-    dp_size: RankCount | None = None
+    """Number of tokens that every input must be shorter than, where the server says."""
+
+    tp_size: RankCount = 1
+    pp_size: RankCount = 1
+    dp_size: RankCount = 1
+    """Number of replicas behind its address."""
+
     enable_deterministic_inference: Any = None
+    """Whether it samples with the seed that a request names; only True counts."""
 
 
 class ControlAnswer(Answer):
@@ -170,29 +176,6 @@ class Completion:
 
     finish_reason: FinishReason
     """Why the request ended."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerInfo:
-    """What a server says about itself."""
-
-    weight_version: str | None = None
-    """Name of the weights in use; "default" where they are those it started with."""
-
-    max_input_len: int | None = None
-    """Longest input that it takes, in tokens, where it says."""
-
-    tp_size: int = 1
-    """Number of tensor-parallel ranks."""
-
-    pp_size: int = 1
-    """Number of pipeline-parallel ranks."""
-
-    dp_size: int = 1
-    """Number of replicas behind its address."""
-
-    is_deterministic: bool = False
-    """Whether it samples with the seed that a request names, under --enable-deterministic-inference."""
 
 
 def generate_body(
@@ -303,23 +286,6 @@ def parse_scores(body: bytes, token_ids: Sequence[int]) -> list[float]:
         InvalidAnswer: As for `parse_generation`.
     """
     return _log_probs_of(token_ids[1:], parse(ScoreAnswer, body).meta_info.input_token_logprobs[1:])
-
-
-def parse_info(model_info: bytes, server_info: bytes) -> ServerInfo:
-    """What /model_info and /server_info say.
-
-    Raises:
-        InvalidAnswer: Sizes that no server has, or a name of weights that cannot be one.
-    """
-    info = parse(ServerInfoAnswer, server_info)
-    return ServerInfo(
-        weight_version=parse(ModelInfo, model_info).weight_version,
-        max_input_len=None if info.max_req_input_len is None else info.max_req_input_len - 1,
-        tp_size=info.tp_size or 1,
-        pp_size=info.pp_size or 1,
-        dp_size=info.dp_size or 1,
-        is_deterministic=info.enable_deterministic_inference is True,
-    )
 
 
 def _log_probs_of(token_ids: Sequence[int], entries: Sequence[TokenLogProb]) -> list[float]:

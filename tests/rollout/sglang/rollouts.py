@@ -46,13 +46,12 @@ class ByHand:
     """A way of weights that needs the trainer each time, as the distributed one does."""
 
     def __init__(self) -> None:
-        self.errors: dict[str, str] = {}
         self.pushes: list[tuple[list[str], int]] = []
         self.between: Callable[[], None] = lambda: None
         """Called while servers are paused."""
 
-    async def push(self, servers: Sequence[Server], source: WeightSource, version: int) -> list[Server]:
-        self.errors = {}
+    async def push(self, servers: Sequence[Server], source: WeightSource, version: int) -> dict[Server, str]:
+        failed: dict[Server, str] = {}
         self.pushes.append(([server.url for server in servers], version))
         assert [name for name, _ in source()] == ["model.norm.weight"]
         for server in servers:
@@ -62,8 +61,8 @@ class ByHand:
                 await server.post("/update_weights_from_disk", {"weight_version": str(version)})
                 await server.post("/continue_generation", {})
             except Exception as error:
-                self.errors[server.url] = str(error)
-        return [server for server in servers if server.url in self.errors]
+                failed[server] = str(error)
+        return failed
 
     async def restore(self, server: Server) -> bool:
         return False

@@ -10,12 +10,14 @@ import pytest
 from slime_tis.rollout.sample import Sampling
 from slime_tis.rollout.sglang.errors import InvalidAnswer
 from slime_tis.rollout.sglang.schema import (
+    Answer,
     Completion,
+    ModelInfo,
     ServerInfo,
     generate_body,
     max_answer_bytes,
+    parse,
     parse_generation,
-    parse_info,
     parse_scores,
     score_body,
     version_number,
@@ -32,8 +34,8 @@ def scores(answer: Any, token_ids: list[int]) -> list[float]:
     return parse_scores(json.dumps(answer).encode(), token_ids)
 
 
-def info_of(model_info: Any, server_info: Any) -> ServerInfo:
-    return parse_info(json.dumps(model_info).encode(), json.dumps(server_info).encode())
+def info_of(answer: Any) -> ServerInfo:
+    return parse(ServerInfo, json.dumps(answer).encode())
 
 
 def test_a_request_names_all_that_shapes_the_distribution() -> None:
@@ -287,39 +289,31 @@ def test_scores_are_those_of_all_tokens_but_the_first() -> None:
 
 
 def test_what_a_server_says_of_itself() -> None:
-    info = info_of(recorded("model_info_updated"), recorded("server_info"))
-    longest = recorded("server_info")["max_req_input_len"] - 1
-    assert info == ServerInfo(weight_version="11", max_input_len=longest)
-    assert info_of({}, {}) == ServerInfo()
-    assert info_of({}, {"tp_size": 4, "pp_size": None, "dp_size": 2}).tp_size == 4
-    assert not info.is_deterministic
-    assert info_of({}, {"enable_deterministic_inference": True}).is_deterministic
+    assert parse(ModelInfo, json.dumps(recorded("model_info_updated")).encode()).weight_version == "11"
+    assert parse(ModelInfo, b"{}").weight_version is None
+    info = info_of(recorded("server_info"))
+    assert (info.max_req_input_len, info.tp_size, info.pp_size, info.dp_size) == (506, 1, 1, 1)
+    assert info.enable_deterministic_inference is not True
+    assert info_of({}) == ServerInfo()
+    assert info_of({"tp_size": 4, "pp_size": None, "dp_size": 2}) == ServerInfo(tp_size=4, pp_size=1, dp_size=2)
+    assert info_of({"enable_deterministic_inference": True}).enable_deterministic_inference is True
 
 
 @pytest.mark.parametrize(
-    ("model_info", "server_info", "message"),
+    ("schema", "answer", "message"),
     [
-        ({"weight_version": "-3"}, {}, "the version of its weights is '-3'"),
-        ({"weight_version": ["1"]}, {}, r"the name of its weights is \['1'\]"),
-        ({}, {"max_req_input_len": -5}, "max_req_input_len is -5"),
-        ({}, {"max_req_input_len": 2**40}, "max_req_input_len is 1099511627776"),
-        ({}, {"tp_size": 10**12}, "tp_size is 1000000000000"),
-        ({}, {"dp_size": "2"}, "dp_size is '2'"),
-        ({}, {"pp_size": True}, "pp_size is True"),
-    ],
-    ids=[
-        "a negative version",
-        "a version that is a list",
-        "a negative input length",
-        "an input length of 2**40",
-        "a trillion ranks",
-        "a size of text",
-        "a size that is true",
+        pytest.param(ModelInfo, {"weight_version": "-3"}, "the version of its weights is '-3'", id="negative version"),
+        pytest.param(ModelInfo, {"weight_version": ["1"]}, r"the name of its weights is \['1'\]", id="a list as name"),
+        pytest.param(ServerInfo, {"max_req_input_len": -5}, "max_req_input_len is -5", id="negative length"),
+        pytest.param(ServerInfo, {"max_req_input_len": 2**40}, "max_req_input_len is 1099511627776", id="huge length"),
+        pytest.param(ServerInfo, {"tp_size": 10**12}, "tp_size is 1000000000000", id="a trillion ranks"),
+        pytest.param(ServerInfo, {"dp_size": "2"}, "dp_size is '2'", id="a size of text"),
+        pytest.param(ServerInfo, {"pp_size": True}, "pp_size is True", id="a size that is true"),
     ],
 )
-def test_what_no_server_can_say_of_itself_is_refused(model_info: Any, server_info: Any, message: str) -> None:
+def test_what_no_server_can_say_of_itself_is_refused(schema: type[Answer], answer: Any, message: str) -> None:
     with pytest.raises(InvalidAnswer, match=message):
-        info_of(model_info, server_info)
+        parse(schema, json.dumps(answer).encode())
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slime_tis.rollout.sglang.client import Server
+from slime_tis.rollout.sglang.errors import ServerError
 from slime_tis.rollout.sglang.weights.disk import DiskSync, write_checkpoint
 from tests.checkpoints import make_checkpoint
 from tests.rollout.sglang.weight_servers import WeightServer, digests, running, some_weights, with_clients
@@ -40,7 +41,7 @@ def sync(directory: Path | None, checkpoint: Path, bucket_bytes: int = 1 << 30) 
 
 
 def push(weights: DiskSync, named: dict[str, Tensor], version: int) -> None:
-    assert asyncio.run(weights.push([], named.items, version)) == []
+    assert asyncio.run(weights.push([], named.items, version)) == {}
 
 
 def directories(path: Path) -> list[str]:
@@ -85,7 +86,7 @@ def test_servers_read_it_to_the_bit(pair: list[WeightServer], tmp_path: Path, ch
 
     async def work(clients: list[Server]) -> None:
         for version in (1, 2):
-            assert await weights.push(clients, some_weights(version).items, version) == []
+            assert await weights.push(clients, some_weights(version).items, version) == {}
             assert directories(tmp_path) == [f"weights_{version:08d}"], "only the newest is kept"
         await weights.close()
 
@@ -108,12 +109,12 @@ def test_a_server_that_comes_back_reads_the_newest(pair: list[WeightServer], tmp
 
     async def work(clients: list[Server]) -> None:
         assert await weights.restore(clients[0]) is False, "nothing has been written yet"
-        assert await weights.push(clients, some_weights(1).items, 1) == [clients[0]]
-        assert "refused on purpose" in weights.errors[clients[0].url]
+        failed = await weights.push(clients, some_weights(1).items, 1)
+        assert list(failed) == [clients[0]] and "refused on purpose" in failed[clients[0]]
         assert pair[0].calls()[-2:] == ["abort_request", "continue_generation"]
-        assert await weights.restore(clients[0]) is False
+        with pytest.raises(ServerError, match="refused on purpose"):
+            await weights.restore(clients[0])
         assert await weights.restore(clients[0]) is True
-        assert weights.errors == {}
         await weights.close()
 
     with_clients(pair, work)

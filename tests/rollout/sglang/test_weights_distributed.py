@@ -47,10 +47,13 @@ def sync(bucket_bytes: int = 300, timeout: float = 60.0, **options: Any) -> Dist
 
 def push_once(
     weights: DistributedSync, servers: list[WeightServer], named: dict[str, Tensor], version: int
-) -> list[str]:
-    async def work(clients: list[Server]) -> list[str]:
+) -> dict[str, str]:
+    """Why servers failed, by URL."""
+
+    async def work(clients: list[Server]) -> dict[str, str]:
         try:
-            return [server.url for server in await weights.push(clients, named.items, version)]
+            failed = await weights.push(clients, named.items, version)
+            return {server.url: reason for server, reason in failed.items()}
         finally:
             await weights.close()
 
@@ -83,7 +86,7 @@ def test_buckets_take_one_tensor_more_than_they_hand_out() -> None:
 def test_weights_arrive_to_the_bit(pair: list[WeightServer]) -> None:
     named = some_weights(seed=1)
     weights = sync()
-    assert push_once(weights, pair, named, 12) == [] and weights.errors == {}
+    assert push_once(weights, pair, named, 12) == {}
     for server in pair:
         state = server.state()
         assert state["weights"] == [digests(named)]
@@ -111,15 +114,15 @@ def test_a_group_serves_until_its_server_starts_anew(pair: list[WeightServer]) -
 
     async def work(clients: list[Server]) -> None:
         for version in (1, 2):
-            assert await weights.push(clients, some_weights(version).items, version) == []
+            assert await weights.push(clients, some_weights(version).items, version) == {}
         assert first.calls().count("init_weights_update_group") == 1
         first.behave()  # its version is "default" again
-        assert await weights.push(clients, some_weights(3).items, 3) == []
+        assert await weights.push(clients, some_weights(3).items, 3) == {}
         assert first.calls().count("init_weights_update_group") == 1
         assert pair[1].calls().count("init_weights_update_group") == 1
-        assert await weights.push(clients[:1], some_weights(4).items, 4) == []
-        assert await weights.push(clients, some_weights(5).items, 5) == []
-        assert await weights.push(clients[1:], some_weights(6).items, 6) == []
+        assert await weights.push(clients[:1], some_weights(4).items, 4) == {}
+        assert await weights.push(clients, some_weights(5).items, 5) == {}
+        assert await weights.push(clients[1:], some_weights(6).items, 6) == {}
         await weights.close()
 
     with_clients(pair, work)
@@ -132,14 +135,14 @@ def test_a_group_serves_until_its_server_starts_anew(pair: list[WeightServer]) -
 def test_a_server_without_sessions_and_with_two_ranks() -> None:
     server, named = WeightServer(session=False, tp_size=2), some_weights(2)
     with running(server):
-        assert push_once(sync(), [server], named, 3) == []
+        assert push_once(sync(), [server], named, 3) == {}
         assert server.state()["weights"] == [digests(named)] * 2
         assert server.bodies("/init_weights_update_group")[0]["world_size"] == 3
 
 
 def test_a_session_left_open_is_closed_first(pair: list[WeightServer]) -> None:
     pair[0].behave(session=True)
-    assert push_once(sync(), pair, some_weights(1), 1) == []
+    assert push_once(sync(), pair, some_weights(1), 1) == {}
     calls = [call for call in pair[0].calls() if "_weight_update" in call]
     assert calls == ["begin_weight_update", "end_weight_update", "begin_weight_update", "end_weight_update"]
 
@@ -147,7 +150,7 @@ def test_a_session_left_open_is_closed_first(pair: list[WeightServer]) -> None:
 @pytest.mark.parametrize("status", [400, 200], ids=["HTTP 400", "success false"])
 def test_flush_is_asked_for_until_it_is_done(pair: list[WeightServer], status: int) -> None:
     pair[0].behave(refuse={"/flush_cache": 3}, refuse_status=status)
-    assert push_once(sync(), pair, some_weights(1), 1) == []
+    assert push_once(sync(), pair, some_weights(1), 1) == {}
     assert pair[0].calls()[:5] == ["pause_generation", *["flush_cache"] * 4]
 
 
@@ -155,8 +158,9 @@ def test_flush_that_is_never_done(pair: list[WeightServer], monkeypatch: pytest.
     monkeypatch.setattr(protocol, "CONTROL_TIMEOUT", 0.3)
     pair[0].behave(refuse={"/flush_cache": 1000})
     weights = sync()
-    assert push_once(weights, pair, some_weights(1), 1) == [pair[0].url]
-    assert "refused on purpose" in weights.errors[pair[0].url]
+    failed = push_once(weights, pair, some_weights(1), 1)
+    assert list(failed) == [pair[0].url]
+    assert "refused on purpose" in failed[pair[0].url]
     assert pair[0].calls()[-2:] == ["abort_request", "continue_generation"]
     assert pair[1].state()["version"] == "1"
 
@@ -212,8 +216,9 @@ def test_when_all_die_the_source_is_still_exhausted() -> None:
 def test_a_server_that_refuses_in_the_middle(pair: list[WeightServer]) -> None:
     pair[0].behave(refuse_bucket=2)
     weights = sync()
-    assert push_once(weights, pair, some_weights(1), 5) == [pair[0].url]
-    assert "Failed to update parameter online: shapes differ." in weights.errors[pair[0].url]
+    failed = push_once(weights, pair, some_weights(1), 5)
+    assert list(failed) == [pair[0].url]
+    assert "Failed to update parameter online: shapes differ." in failed[pair[0].url]
     assert pair[0].calls()[-4:] == [
         "end_weight_update",
         "destroy_weights_update_group",
@@ -229,8 +234,9 @@ def test_a_server_that_refuses_in_the_middle(pair: list[WeightServer]) -> None:
 def test_a_server_that_answers_of_no_success_is_let_go_on(pair: list[WeightServer]) -> None:
     pair[0].behave(refuse={"/end_weight_update": 2}, refuse_status=200)
     weights = sync()
-    assert push_once(weights, pair, some_weights(1), 5) == [pair[0].url]
-    assert "refused on purpose" in weights.errors[pair[0].url]
+    failed = push_once(weights, pair, some_weights(1), 5)
+    assert list(failed) == [pair[0].url]
+    assert "refused on purpose" in failed[pair[0].url]
     assert pair[0].calls()[-4:] == [
         "end_weight_update",
         "destroy_weights_update_group",
@@ -244,10 +250,10 @@ def test_a_refused_server_can_come_back(pair: list[WeightServer]) -> None:
 
     async def work(clients: list[Server]) -> None:
         pair[0].behave(refuse_bucket=2)
-        assert await weights.push(clients, some_weights(1).items, 5) == [clients[0]]
+        assert list(await weights.push(clients, some_weights(1).items, 5)) == [clients[0]]
         pair[0].behave()
         assert await weights.restore(clients[0]) is False
-        assert await weights.push(clients[:1], some_weights(1).items, 5) == [], weights.errors
+        assert await weights.push(clients[:1], some_weights(1).items, 5) == {}
         await weights.close()
 
     with_clients(pair, work)
@@ -258,9 +264,10 @@ def test_a_server_that_does_not_join(pair: list[WeightServer]) -> None:
     pair[0].behave(refuse={"/init_weights_update_group": 1})
     weights = sync()
     began = time.monotonic()
-    assert push_once(weights, pair, some_weights(1), 5) == [pair[0].url]
+    failed = push_once(weights, pair, some_weights(1), 5)
+    assert list(failed) == [pair[0].url]
     assert time.monotonic() - began < 10.0, "the wait for it to join is broken off"
-    assert "refused on purpose" in weights.errors[pair[0].url]
+    assert "refused on purpose" in failed[pair[0].url]
     assert pair[1].state()["version"] == "5"
 
 
@@ -269,17 +276,19 @@ def test_a_server_that_hangs() -> None:
     with running(server):
         server.behave(hang_bucket=2)
         began = time.monotonic()
-        assert push_once(weights, [server], some_weights(1), 5) == [server.url]
+        failed = push_once(weights, [server], some_weights(1), 5)
+        assert list(failed) == [server.url]
         assert time.monotonic() - began < 15.0
-        assert "within 2 s" in weights.errors[server.url] or "Timed out" in weights.errors[server.url]
+        assert "within 2 s" in failed[server.url] or "Timed out" in failed[server.url]
 
 
 def test_a_server_with_replicas_is_refused(pair: list[WeightServer]) -> None:
     pair[0].behave(info={"tp_size": 1, "dp_size": 2, "pp_size": 1})
     weights = sync()
-    assert push_once(weights, pair, some_weights(1), 5) == [pair[0].url]
-    assert "runs with --dp-size 2 and --pp-size 1" in weights.errors[pair[0].url]
-    assert "use --sglang-weight-sync disk" in weights.errors[pair[0].url]
+    failed = push_once(weights, pair, some_weights(1), 5)
+    assert list(failed) == [pair[0].url]
+    assert "runs with --dp-size 2 and --pp-size 1" in failed[pair[0].url]
+    assert "use --sglang-weight-sync disk" in failed[pair[0].url]
 
 
 def test_a_source_that_fails_lets_the_servers_go_on(pair: list[WeightServer]) -> None:
@@ -313,7 +322,7 @@ def test_never_more_than_a_bucket_is_held(pair: list[WeightServer], tmp_path: An
         weights: DistributedSync | DiskSync = sync(bucket_bytes=4 * kilobyte)
         if kind == "disk":
             weights = DiskSync(tmp_path / "w", hf_checkpoint=tmp_path, device="cpu", bucket_bytes=4096, timeout=60.0)
-        assert await weights.push(clients, source, 5) == [], weights.errors
+        assert await weights.push(clients, source, 5) == {}
         await weights.close()
 
     gc.disable()  # nothing waits for the collector
@@ -340,7 +349,7 @@ def test_only_the_loopback_listens_and_the_default_group_stays(pair: list[Weight
 
         async def work(clients: list[Server]) -> None:
             weights = sync()
-            assert await weights.push(clients, source, 5) == [], weights.errors
+            assert await weights.push(clients, source, 5) == {}
             await weights.close()
 
         with_clients(pair, work)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from slime_tis.rollout.engine import RolloutUnavailable, WeightSource
 from slime_tis.rollout.sglang.client import Server
+from slime_tis.rollout.sglang.errors import ServerError
 from slime_tis.rollout.sglang.weights.protocol import on_all_servers, pause, release, resume, weights_thread
 from slime_tis.storage.hf_checkpoint import write_hf_checkpoint
 
@@ -51,7 +52,6 @@ class DiskSync:
         Raises:
             ValueError: Another run uses the directory, or it cannot be written.
         """
-        self.errors: dict[str, str] = {}
         self._temporary = directory is None
         if directory is None:
             self._directory, self._lock = _make_temporary()
@@ -64,9 +64,8 @@ class DiskSync:
         self._current: tuple[Path, int] | None = None
         _remove_own(self._directory)
 
-    async def push(self, servers: Sequence[Server], source: WeightSource, version: int) -> list[Server]:
+    async def push(self, servers: Sequence[Server], source: WeightSource, version: int) -> dict[Server, str]:
         """See WeightSync; generation is held back while servers read, not while the files are written."""
-        self.errors = {}
 
         def write() -> Path:
             return write_checkpoint(self._directory, source(), version, self._hf_checkpoint, self._bucket_bytes)
@@ -79,8 +78,11 @@ class DiskSync:
 
     async def restore(self, server: Server) -> bool:
         """Has a server read the newest weights again, if some were written."""
-        self.errors.pop(server.url, None)
-        return self._current is not None and not await self._hand_out([server])
+        if self._current is None:
+            return False
+        for reason in (await self._hand_out([server])).values():
+            raise ServerError(reason)
+        return True
 
     async def close(self) -> None:
         """Removes the temporary directory; in one that was given the newest weights stay."""
@@ -89,9 +91,9 @@ class DiskSync:
         if self._temporary:
             shutil.rmtree(self._directory, ignore_errors=True)
 
-    async def _hand_out(self, servers: Sequence[Server]) -> list[Server]:
-        await on_all_servers(servers, self._load, self.errors)
-        failed = [server for server in servers if server.url in self.errors]
+    async def _hand_out(self, servers: Sequence[Server]) -> dict[Server, str]:
+        failed: dict[Server, str] = {}
+        await on_all_servers(servers, self._load, failed)
         await asyncio.gather(*map(release, failed))
         return failed
 

@@ -18,19 +18,18 @@ from slime_tis.rollout.engine import WeightSource
 from slime_tis.rollout.sglang.client import Server
 from slime_tis.rollout.sglang.config import is_loopback
 from slime_tis.rollout.sglang.errors import ServerError
-from slime_tis.rollout.sglang.schema import ServerInfo
 from slime_tis.rollout.sglang.weights.protocol import (
     Bucket,
     begin_session,
     buckets,
-    end_session,
     exchange,
     in_thread,
-    leave_group,
     on_all_servers,
     pause,
+    post_if_known,
     release,
     resume,
+    try_post,
     weights_thread,
 )
 
@@ -49,28 +48,26 @@ class DistributedSync:
             timeout: Longest wait for a server to join a group or to take one bucket, in seconds.
             address: Name or IP address at which servers reach this process; None finds it for each.
         """
-        self.errors: dict[str, str] = {}
         self._device, self._bucket_bytes = torch.device(device), bucket_bytes
         self._timeout, self._address = timeout, address
-        self._groups: dict[str, tuple[Server, UpdateGroup]] = {}
+        self._groups: dict[Server, UpdateGroup] = {}
         self._weights_thread = weights_thread(self._device)
 
-    async def push(self, servers: Sequence[Server], source: WeightSource, version: int) -> list[Server]:
+    async def push(self, servers: Sequence[Server], source: WeightSource, version: int) -> dict[Server, str]:
         """See WeightSync."""
-        self.errors = {}
+        failed: dict[Server, str] = {}
         loop = asyncio.get_running_loop()
         stream = buckets(source, self._bucket_bytes, self._place)
         try:
-            live = await on_all_servers(servers, pause, self.errors)
-            live = await on_all_servers(live, self._open, self.errors)
+            live = await on_all_servers(servers, pause, failed)
+            live = await on_all_servers(live, self._open, failed)
             while bucket := await loop.run_in_executor(self._weights_thread, next, stream, None):
-                live = await on_all_servers(live, partial(self._send, bucket=bucket, version=version), self.errors)
+                live = await on_all_servers(live, partial(self._send, bucket=bucket, version=version), failed)
                 del bucket
-            await on_all_servers(live, partial(self._finish, version=version), self.errors)
+            await on_all_servers(live, partial(self._finish, version=version), failed)
         except BaseException:
             await asyncio.gather(*map(self._give_up, servers))
             raise
-        failed = [server for server in servers if server.url in self.errors]
         await asyncio.gather(*map(self._give_up, failed))
         return failed
 
@@ -80,7 +77,7 @@ class DistributedSync:
 
     async def close(self) -> None:
         """Leaves all groups."""
-        await asyncio.gather(*(self._leave(server) for server, _ in list(self._groups.values())))
+        await asyncio.gather(*(self._leave(server) for server in list(self._groups)))
         self._weights_thread.shutdown(wait=False)
 
     def _place(self, tensor: Tensor) -> Tensor:
@@ -88,14 +85,14 @@ class DistributedSync:
 
     async def _open(self, server: Server) -> None:
         """Joins a group with the server, unless there is one, and opens its session."""
-        info = await server.info()
-        _, group = self._groups.get(server.url, (server, None))
-        if group is None or group.version != info.weight_version:  # it is not the process that joined
+        group = self._groups.get(server)
+        if group is None or group.version != await server.weight_version():  # it is not the process that joined
             await self._leave(server)
-            await self._join(server, info)
+            await self._join(server)
         await begin_session(server)
 
-    async def _join(self, server: Server, info: ServerInfo) -> None:
+    async def _join(self, server: Server) -> None:
+        info = await server.info()
         if (info.dp_size, info.pp_size) != (1, 1):
             raise ServerError(
                 f"{server.url} runs with --dp-size {info.dp_size} and --pp-size {info.pp_size}, and SGLang takes "
@@ -105,12 +102,12 @@ class DistributedSync:
         if address is None:
             address = await in_thread(partial(local_address, server.url))
         group = UpdateGroup(address, server_ranks=info.tp_size, device=self._device, timeout=self._timeout)
-        self._groups[server.url] = server, group
+        self._groups[server] = group
         request = server.post("/init_weights_update_group", group.request, timeout=self._timeout)
         await exchange(request, in_thread(group.join))
 
     async def _send(self, server: Server, *, bucket: Bucket, version: int) -> None:
-        _, group = self._groups[server.url]
+        group = self._groups[server]
         body: dict[str, object] = {
             "names": bucket.names,
             "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in bucket.tensors],
@@ -124,22 +121,20 @@ class DistributedSync:
         await exchange(request, in_thread(partial(group.broadcast, bucket.tensors)))
 
     async def _finish(self, server: Server, *, version: int) -> None:
-        await end_session(server)
+        await post_if_known(server, "/end_weight_update")
         await resume(server, version)
-        _, group = self._groups[server.url]
-        group.version = str(version)
+        self._groups[server].version = str(version)
 
     async def _give_up(self, server: Server) -> None:
-        _, group = self._groups.pop(server.url, (server, None))
+        group = self._groups.pop(server, None)
         if group is not None:
             group.close()
         await release(server, None if group is None else group.name)
 
     async def _leave(self, server: Server) -> None:
-        if server.url in self._groups:
-            _, group = self._groups.pop(server.url)
+        if group := self._groups.pop(server, None):
             group.close()
-            await leave_group(server, group.name)
+            await try_post(server, "/destroy_weights_update_group", {"group_name": group.name})
 
 
 class Backend(Protocol):

@@ -39,10 +39,7 @@ RELEASE_TIMEOUT = 5.0
 class WeightSync(Protocol):
     """A way of bringing weights to servers."""
 
-    errors: dict[str, str]
-    """Why servers failed in the last `push`, by URL."""
-
-    async def push(self, servers: Sequence[Server], source: WeightSource, version: int) -> list[Server]:
+    async def push(self, servers: Sequence[Server], source: WeightSource, version: int) -> dict[Server, str]:
         """Gives servers new weights, and names these `version`.
 
         Requests in flight are held back meanwhile and go on with the new weights. `source` is called once, and what
@@ -50,14 +47,18 @@ class WeightSync(Protocol):
         that other ranks take part in.
 
         Returns:
-            The servers that failed; what they were answering is aborted.
+            The servers that failed, and why; what they were answering is aborted.
 
         Raises:
             Exception: Whatever `source` raises; the servers are released then, with weights that are not to be used.
         """
 
     async def restore(self, server: Server) -> bool:
-        """Gives a server that came back the weights of the last `push`; False where that needs a `source`."""
+        """Gives a server that came back the weights of the last `push`; False where that needs a `source`.
+
+        Raises:
+            SGLangError: The server failed.
+        """
 
     async def close(self) -> None:
         """Frees what is held on either side."""
@@ -119,14 +120,14 @@ def weights_thread(device: torch.device) -> ThreadPoolExecutor:
 
 
 async def on_all_servers(
-    servers: Sequence[Server], step: Callable[[Server], Awaitable[None]], errors: dict[str, str]
+    servers: Sequence[Server], step: Callable[[Server], Awaitable[None]], failed: dict[Server, str]
 ) -> list[Server]:
     """Takes a step of an update on all servers at once.
 
     Args:
         servers: The servers.
         step: What to do with one.
-        errors: URL to error message; the servers that fail in this step are added.
+        failed: Error message of each server that failed; those that fail in this step are added.
 
     Returns:
         The servers that did not fail.
@@ -135,7 +136,7 @@ async def on_all_servers(
     passed = []
     for server, outcome in zip(servers, outcomes, strict=True):
         if isinstance(outcome, SGLangError):
-            errors[server.url] = server.quoted(str(outcome))
+            failed[server] = server.quoted(str(outcome))
         elif isinstance(outcome, BaseException):
             raise outcome
         else:
@@ -164,7 +165,7 @@ async def resume(server: Server, version: int) -> None:
     Raises:
         ServerError: It reports another version.
     """
-    found = (await server.info()).weight_version
+    found = await server.weight_version()
     if found != str(version):
         raise ServerError(f"{server.url} took weights {version} but says that it has {found!r}.")
     await server.post("/continue_generation", {}, timeout=CONTROL_TIMEOUT)
@@ -175,16 +176,11 @@ async def release(server: Server, group_name: str | None = None) -> None:
 
     What it was answering is aborted, so that no answer mixes weights.
     """
-    reachable = await _try_post(server, "/end_weight_update", {})
+    reachable = await try_post(server, "/end_weight_update", {})
     if reachable and group_name is not None:
-        await leave_group(server, group_name)
-    if reachable and await _try_post(server, "/abort_request", {"abort_all": True}):
-        await _try_post(server, "/continue_generation", {})
-
-
-async def leave_group(server: Server, name: str) -> None:
-    """Has a server leave an update group, as far as it still answers."""
-    await _try_post(server, "/destroy_weights_update_group", {"group_name": name})
+        await try_post(server, "/destroy_weights_update_group", {"group_name": group_name})
+    if reachable and await try_post(server, "/abort_request", {"abort_all": True}):
+        await try_post(server, "/continue_generation", {})
 
 
 async def begin_session(server: Server) -> None:
@@ -193,15 +189,10 @@ async def begin_session(server: Server) -> None:
     One that a trainer left open is closed first.
     """
     try:
-        await _post_if_known(server, "/begin_weight_update")
+        await post_if_known(server, "/begin_weight_update")
     except RequestRefused:
-        await _try_post(server, "/end_weight_update", {})
-        await _post_if_known(server, "/begin_weight_update")
-
-
-async def end_session(server: Server) -> None:
-    """Closes the session, where the server has one."""
-    await _post_if_known(server, "/end_weight_update")
+        await try_post(server, "/end_weight_update", {})
+        await post_if_known(server, "/begin_weight_update")
 
 
 async def exchange(request: Awaitable[None], own_part: asyncio.Future[None]) -> None:
@@ -252,7 +243,7 @@ def in_thread(function: Callable[[], Result]) -> asyncio.Future[Result]:
     return future
 
 
-async def _try_post(server: Server, endpoint: str, body: dict[str, object]) -> bool:
+async def try_post(server: Server, endpoint: str, body: dict[str, object]) -> bool:
     """Posts where a refusal does no harm; returns whether the server answers at all."""
     try:
         await server.post(endpoint, body, timeout=RELEASE_TIMEOUT)
@@ -263,7 +254,8 @@ async def _try_post(server: Server, endpoint: str, body: dict[str, object]) -> b
     return True
 
 
-async def _post_if_known(server: Server, endpoint: str) -> None:
+async def post_if_known(server: Server, endpoint: str) -> None:
+    """Posts to an endpoint that older servers do not have."""
     try:
         await server.post(endpoint, {}, timeout=CONTROL_TIMEOUT)
     except RequestRefused as error:
