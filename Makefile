@@ -45,7 +45,7 @@ study: install $(EXAMPLE)/complete.json  ## Run the study of collapse, all corre
 	$(BIN)/python -m examples.collapse_study.run --seeds $(SEEDS)
 
 test: $(VENV)/.installed-diffusion  ## Run the tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -n 2 --dist worksteal
 
 test-faults: $(VENV)/.installed-diffusion  ## Run the fault tests: hostile input, signals, killed processes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/faults -n 2 --dist loadfile

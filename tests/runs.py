@@ -5,6 +5,7 @@ import multiprocessing
 import multiprocessing.context
 import os
 import random
+import resource
 import socket
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +93,22 @@ def run_apart(flags: Sequence[str], output: Path, ranks: int = 1, timeout: float
     return Completed(max(statuses), "".join(written[0]), "".join(written[1]))
 
 
+def start_apart(flags: Sequence[str], output: Path, *, largest_file: int | None = None) -> BaseProcess:
+    """Starts train.py in a process like those of `run_apart`.
+
+    What it writes is in files beside `output`, with the suffixes .out and .err.
+
+    Args:
+        flags: the command line.
+        output: the run's directory, in one that exists.
+        largest_file: bytes beyond which writing a file fails, as on a full disk.
+    """
+    argv = [*flags, "--output-dir", str(output)]
+    process = fork_server().Process(target=_run_rank, args=(argv, {}, str(output), largest_file))
+    process.start()
+    return process
+
+
 def fork_server() -> multiprocessing.context.ForkServerContext:
     """Makes processes by forking one that has imported train.py and has never run autograd."""
     context = multiprocessing.get_context("forkserver")
@@ -132,7 +150,7 @@ def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     }
 
 
-def _run_rank(argv: list[str], environment: Mapping[str, str], log: str) -> None:
+def _run_rank(argv: list[str], environment: Mapping[str, str], log: str, largest_file: int | None = None) -> None:
     """One rank of a run, in the process that was forked for it."""
     import torch
 
@@ -144,6 +162,8 @@ def _run_rank(argv: list[str], environment: Mapping[str, str], log: str) -> None
     os.environ.update(environment)
     os.chdir(ROOT)
     torch.set_num_threads(1)
+    if largest_file is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
     sys.exit(train(argv))
 
 

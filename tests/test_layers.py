@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -99,6 +100,7 @@ HEAVY = (
 )
 
 
+@cache
 def sources() -> list[Path]:
     return sorted([*(ROOT / "slime_tis").rglob("*.py"), *(ROOT / "custom_tis").rglob("*.py")])
 
@@ -108,10 +110,15 @@ def layer_of(module: str) -> str | None:
     return max((layer for layer in ALLOWED if f"{module}.".startswith(f"{layer}.")), key=len, default=None)
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imports(path: Path) -> set[str]:
     """Modules of the project that a file imports, wherever in the file."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -127,11 +134,16 @@ def module_of(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
+@cache
+def module_names() -> set[str]:
+    return {module_of(path) for path in sources()}
+
+
 def imported_at_start(path: Path) -> set[str]:
     """Modules of the project that are imported while a file is: not those in functions or under TYPE_CHECKING."""
-    modules = {module_of(each) for each in sources()}
+    modules = module_names()
     found: set[str] = set()
-    statements: list[ast.AST] = list(ast.parse(path.read_text()).body)
+    statements: list[ast.AST] = list(parsed(path).body)
     while statements:
         match statements.pop():
             case ast.Import(names=names):

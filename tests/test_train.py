@@ -1,11 +1,8 @@
 """train.py as a whole, on a tiny model: algorithms, resuming, stale weights, masks, and one message for bad input."""
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from slime_tis.cli.main import train
 from tests.conftest import Run
-from tests.runs import ROOT, read_metrics, run_here, training_metrics
+from tests.runs import read_metrics, run_here, start_apart, training_metrics
 
 TWO_STEPS = ("--num-rollout", "2", "--num-steps-per-rollout", "2")
 ALGORITHMS = {
@@ -112,7 +109,9 @@ def test_recomputed_activations_give_the_same_step_to_the_bit(granularity: str, 
 
 
 @pytest.mark.parametrize(
-    "mode", [("--use-tis", "--tis-batch-normalize"), ("--use-rollout-logprobs",), ("--old-logprobs", "interpolate")]
+    "mode",
+    [("--use-tis", "--tis-batch-normalize"), ("--use-rollout-logprobs",), ("--old-logprobs", "interpolate")],
+    ids=["decoupled, normalised", "bypass", "interpolated"],
 )
 def test_trimming_goes_by_the_whole_step(mode: tuple[str, ...], run: Run) -> None:
     """One limit for all micro-batches, from one forward pass before them."""
@@ -174,16 +173,14 @@ def test_a_run_killed_and_resumed_gives_the_same_metrics(task: list[str], tmp_pa
     uninterrupted = run_here([*flags, "--save", str(tmp_path / "other")], tmp_path / "whole")
 
     flags += ["--load", str(tmp_path / "saved"), "--save", str(tmp_path / "saved")]
-    command = [sys.executable, "train.py", *flags, "--output-dir", str(tmp_path / "run")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    killed = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
-    assert killed.stdout is not None
-    for line in killed.stdout:
-        if line.startswith("step 5/6"):
-            break
-    killed.send_signal(signal.SIGKILL)
-    killed.wait()
-    killed.stdout.close()
+    killed = start_apart(flags, tmp_path / "run")
+    printed = tmp_path / "run.out"
+    while not (printed.exists() and "step 5/6" in printed.read_text()):
+        assert killed.is_alive(), (tmp_path / "run.err").read_text()
+        killed.join(0.005)
+    killed.kill()
+    killed.join()
+    assert killed.exitcode == -signal.SIGKILL
 
     run_here(flags, tmp_path / "run")
     resumed = read_metrics(tmp_path / "run")
@@ -242,7 +239,9 @@ def test_tool_tokens_are_neither_trained_on_nor_measured(task: list[str], run: R
 
 
 @pytest.mark.parametrize(
-    "path", ["custom_tis.tis.vanilla_tis", "custom_tis/mis.py:compute_mis_weights_with_cp", "custom_tis.icepop.icepop"]
+    "path",
+    ["custom_tis.tis.vanilla_tis", "custom_tis/mis.py:compute_mis_weights_with_cp", "custom_tis.icepop.icepop"],
+    ids=["tis", "mis", "icepop"],
 )
 def test_the_shipped_custom_functions_train(path: str, run: Run) -> None:
     rows = run("--use-tis", "--custom-tis-function-path", path, "--num-rollout", "2")
@@ -338,20 +337,13 @@ def test_sizes_that_do_not_divide_are_named(
     assert "--global-batch-size is 5" in refused([*task, "--global-batch-size", "5"], tmp_path, capsys)
 
 
-ON_A_FULL_DISK = """
-import resource, runpy
-resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # writes beyond it fail, as on a full disk
-runpy.run_path("train.py", run_name="__main__")
-"""
-
-
 def test_a_full_disk_stops_the_run_and_keeps_the_earlier_checkpoint(task: list[str], tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     flags = [*task, "--save", str(saved), "--save-interval", "1", "--num-rollout", "1"]
     run_here(flags, tmp_path / "first")
-    again = [*flags, "--load", str(saved), "--num-rollout", "2", "--output-dir", str(tmp_path / "second")]
-    command = [sys.executable, "-c", ON_A_FULL_DISK, *again]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 1
-    assert "earlier checkpoints are intact" in result.stderr.splitlines()[-1]
+    again = [*flags, "--load", str(saved), "--num-rollout", "2"]
+    process = start_apart(again, tmp_path / "second", largest_file=20_000)
+    process.join()
+    assert process.exitcode == 1
+    assert "earlier checkpoints are intact" in (tmp_path / "second.err").read_text().splitlines()[-1]
     assert [path.name for path in saved.iterdir()] == ["iter_0000001"]

@@ -57,7 +57,9 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(1)  # more gain little at this size, and sums stay in one order
     directory = Path(arguments.reporting.output_dir)
     first, last = Run(arguments).train(directory)
-    draw(directory, arguments.digits.compare_with and Path(arguments.digits.compare_with))
+    compare_with = arguments.digits.compare_with
+    if arguments.reporting.summary_plot or compare_with:
+        draw(directory, compare_with and Path(compare_with))
     print(f"eval reward: {first:.2f} -> {last:.2f}", flush=True)
     return 0
 

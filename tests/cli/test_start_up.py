@@ -46,8 +46,11 @@ def test_light_modules(module: str) -> None:
     assert not {name.split(".")[0] for name in loaded.stdout.split()}.intersection(HEAVY)
 
 
-@pytest.mark.parametrize("module", ["slime_tis", "slime_tis.correction"])
-def test_every_public_name_is_there(module: str) -> None:
-    code = f"import {module} as m; print(set(m.__all__) <= set(dir(m)), all(hasattr(m, name) for name in m.__all__))"
+def test_every_public_name_is_there() -> None:
+    code = (
+        "import slime_tis, slime_tis.correction; modules = slime_tis, slime_tis.correction\n"
+        "print([set(m.__all__) - set(dir(m)) for m in modules])\n"
+        "print([[name for name in m.__all__ if not hasattr(m, name)] for m in modules])"
+    )
     asked = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert asked.stdout == "True True\n"
+    assert asked.stdout == "[set(), set()]\n[[], []]\n"

@@ -89,6 +89,8 @@ def test_a_run_leaves_its_configuration_images_and_picture(corrected, tmp_path):
     assert samples["before"].shape == samples["after"].shape == (4, 10, 64)
     assert not torch.equal(samples["before"], samples["after"])
     assert (directory / PICTURE).stat().st_size > 20_000 and (directory / "summary.png").exists()
+    run(tmp_path / "plain", "--use-tis", "--num-rollout", "1")  # with --no-summary-plot
+    assert not (tmp_path / "plain" / PICTURE).exists()
     assert not [path for path in directory.iterdir() if path.name.endswith(".partial")]
 
 
@@ -109,6 +111,15 @@ def test_two_runs_are_drawn_side_by_side(corrected, tmp_path):
         (["--use-tis", "--tis-batch-normalize", "--num-steps-per-rollout", "3"], "rollout_corr/"),
         (["--use-rollout-logprobs", "--num-steps-per-rollout", "2"], "actor/rollout_corr/"),
         ([], None),
+    ],
+    ids=[
+        "metrics",
+        "bypass, rejection",
+        "policy gradient",
+        "preset, bf16",
+        "normalised, three steps",
+        "bypass",
+        "none",
     ],
 )
 def test_every_way_of_correcting_trains(tmp_path, flags, prefix):
