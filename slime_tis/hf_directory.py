@@ -13,7 +13,47 @@ from typing import Any
 
 from slime_tis.errors import first_line, one_line, quoted, quoted_path
 
-ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """What distinguishes one family of decoders from another."""
+
+    rotary_class: str
+    """Class in transformers that computes the rotary frequencies, as `module:name`."""
+    qkv_bias: bool | str = False
+    """Bias on the query, key and value projections, or the field of config.json that says."""
+    qk_norm: bool | str = False
+    """RMSNorm on queries and keys, per head, or the field of config.json that says."""
+    moe: bool = False
+    """Whether layers are mixtures of experts."""
+    shared_expert: str | None = None
+    """The expert that every token is given to, by its name within a layer of a checkpoint file."""
+    shared_expert_gate: str | None = None
+    """What its output is multiplied by, by the same kind of name."""
+
+
+FAMILIES = {
+    "LlamaForCausalLM": Family(rotary_class="transformers.models.llama.modeling_llama:LlamaRotaryEmbedding"),
+    "Qwen2ForCausalLM": Family(
+        rotary_class="transformers.models.qwen2.modeling_qwen2:Qwen2RotaryEmbedding", qkv_bias=True
+    ),
+    "Qwen3ForCausalLM": Family(
+        rotary_class="transformers.models.qwen3.modeling_qwen3:Qwen3RotaryEmbedding", qk_norm=True
+    ),
+    "Qwen2MoeForCausalLM": Family(
+        rotary_class="transformers.models.qwen2_moe.modeling_qwen2_moe:Qwen2MoeRotaryEmbedding",
+        qkv_bias="qkv_bias",
+        moe=True,
+        shared_expert="mlp.shared_expert",
+        shared_expert_gate="mlp.shared_expert_gate",
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        rotary_class="transformers.models.qwen3_moe.modeling_qwen3_moe:Qwen3MoeRotaryEmbedding",
+        qk_norm=True,
+        moe=True,
+    ),
+}
+"""The families that can be trained, by the name of their architecture in config.json."""
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 COUNTS = (
     "vocab_size",
@@ -24,13 +64,40 @@ COUNTS = (
     "num_key_value_heads",
     "head_dim",
     "max_position_embeddings",
+    "num_experts",
+    "num_local_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+    "decoder_sparse_step",
 )
 """Fields of config.json that are whole numbers above 0 where they are given."""
-FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
+FLAGS = ("tie_word_embeddings", "attention_bias", "qkv_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob")
 """Fields that are true or false where they are given."""
 FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 """Types of weights, as safetensors names them, that can be trained from."""
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+def has(hf: Any, part: bool | str) -> bool:
+    """Whether a model has a part of which `Family` says so, or names the field of the configuration that does."""
+    return bool(getattr(hf, part)) if isinstance(part, str) else part
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoeSizes:
+    """The mixture-of-experts layers of a model."""
+
+    layers: tuple[int, ...]
+    """Indices of the sparse layers, in order of depth; the others are dense."""
+    num_experts: int
+    """Routed experts of a sparse layer."""
+    top_k: int
+    """Routed experts that a token is given to."""
+    intermediate_size: int
+    """Inner size of a routed expert."""
+    shared_intermediate_size: int | None
+    """Inner size of the expert that every token is given to; None where there is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +127,11 @@ def read_model_config(directory: str | Path, flag: str = "--hf-checkpoint") -> d
         raise ValueError(f"{where} but holds no config.json; give a Hugging Face directory.")
     model = _read_object(path, f"{where} but its config.json")
     architectures = model.get("architectures") or ["unknown"]
-    if not isinstance(architectures, list) or architectures[0] not in ARCHITECTURES:
+    if not isinstance(architectures, list) or architectures[0] not in FAMILIES:
         name = architectures[0] if isinstance(architectures, list) else architectures
         raise ValueError(
             f"{where} of the architecture {one_line(str(name))} but "
-            f"supported are {', '.join(ARCHITECTURES)}; give a checkpoint of one of these."
+            f"supported are {', '.join(FAMILIES)}; give a checkpoint of one of these."
         )
     quantization = model.get("quantization_config")
     if quantization is not None:
@@ -75,6 +142,50 @@ def read_model_config(directory: str | Path, flag: str = "--hf-checkpoint") -> d
     for problem in _field_problems(model):
         raise ValueError(f"{where}, whose config.json has {problem}.")
     return model
+
+
+def load_config(directory: str | Path) -> Any:
+    """The configuration of a checkpoint as transformers reads it, with the defaults of its family.
+
+    Raises:
+        ValueError: transformers does not accept it.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(directory, local_files_only=True)
+    except Exception as error:  # transformers checks fields with errors of several libraries
+        raise ValueError(f"{Path(directory) / 'config.json'} is not accepted: {first_line(error)}.") from error
+
+
+def moe_layers(hf: Any) -> list[int]:
+    """The indices of a model's sparse layers, in order of depth.
+
+    Args:
+        hf: transformers' configuration of the model: a config.json may leave fields out, or have them under old names.
+    """
+    if not FAMILIES[hf.architectures[0]].moe:
+        return []
+    step, dense = hf.decoder_sparse_step, set(hf.mlp_only_layers)
+    return [layer for layer in range(hf.num_hidden_layers) if layer not in dense and (layer + 1) % step == 0]
+
+
+def moe_sizes(hf: Any) -> MoeSizes | None:
+    """The sizes of a model's mixture-of-experts layers; None where all layers are dense.
+
+    Args:
+        hf: transformers' configuration of the model.
+    """
+    layers = moe_layers(hf)
+    if not layers:
+        return None
+    return MoeSizes(
+        layers=tuple(layers),
+        num_experts=hf.num_experts,
+        top_k=hf.num_experts_per_tok,
+        intermediate_size=hf.moe_intermediate_size,
+        shared_intermediate_size=getattr(hf, "shared_expert_intermediate_size", None),
+    )
 
 
 def check_generation_config(directory: str | Path, flag: str = "--hf-checkpoint") -> None:
@@ -149,7 +260,7 @@ def check_tensors(directory: str | Path, model: Mapping[str, Any]) -> None:
 
 
 def expected_tensors(directory: str | Path, model: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of every tensor that a dense model of a configuration has.
+    """Name and shape of every tensor that a model of a configuration has.
 
     Raises:
         ValueError: config.json lacks a size.
@@ -157,28 +268,55 @@ def expected_tensors(directory: str | Path, model: Mapping[str, Any]) -> Iterato
     for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
         if model.get(name) is None:
             raise ValueError(f"{Path(directory) / 'config.json'} has no {name}, which every model has.")
-    family = model["architectures"][0]
-    hidden, inner, heads = model["hidden_size"], model["intermediate_size"], model["num_attention_heads"]
-    groups, width = model.get("num_key_value_heads") or heads, model.get("head_dim") or hidden // heads
+    family = FAMILIES[model["architectures"][0]]
+    hf = load_config(directory) if family.moe else None
+    moe = moe_sizes(hf) if family.moe else None
+    hidden = model["hidden_size"]
     yield "model.embed_tokens.weight", (model["vocab_size"], hidden)
     yield "model.norm.weight", (hidden,)
     if not model.get("tie_word_embeddings", False):
         yield "lm_head.weight", (model["vocab_size"], hidden)
     for layer in range(model["num_hidden_layers"]):
-        prefix = f"model.layers.{layer}"
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            yield f"{prefix}.{norm}.weight", (hidden,)
-        for part, rows in (("q", heads * width), ("k", groups * width), ("v", groups * width)):
-            yield f"{prefix}.self_attn.{part}_proj.weight", (rows, hidden)
-            if family == "Qwen2ForCausalLM":
-                yield f"{prefix}.self_attn.{part}_proj.bias", (rows,)
-        if family == "Qwen3ForCausalLM":
-            for part in "qk":
-                yield f"{prefix}.self_attn.{part}_norm.weight", (width,)
-        yield f"{prefix}.self_attn.o_proj.weight", (hidden, heads * width)
-        for part in ("gate", "up"):
-            yield f"{prefix}.mlp.{part}_proj.weight", (inner, hidden)
-        yield f"{prefix}.mlp.down_proj.weight", (hidden, inner)
+        parts = [_attention_tensors(model, family, hf)]
+        if moe is not None and layer in moe.layers:
+            parts.append(_moe_tensors(hidden, family, moe))
+        else:
+            parts.append(_mlp_tensors("mlp", hidden, model["intermediate_size"]))
+        for name, shape in (found for part in parts for found in part):
+            yield f"model.layers.{layer}.{name}", shape
+
+
+def _attention_tensors(model: Mapping[str, Any], family: Family, hf: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The norms and the attention of one layer."""
+    hidden, heads = model["hidden_size"], model["num_attention_heads"]
+    groups, width = model.get("num_key_value_heads") or heads, model.get("head_dim") or hidden // heads
+    for norm in ("input_layernorm", "post_attention_layernorm"):
+        yield f"{norm}.weight", (hidden,)
+    for part, rows in (("q", heads * width), ("k", groups * width), ("v", groups * width)):
+        yield f"self_attn.{part}_proj.weight", (rows, hidden)
+        if has(hf, family.qkv_bias):
+            yield f"self_attn.{part}_proj.bias", (rows,)
+    if has(hf, family.qk_norm):
+        for part in "qk":
+            yield f"self_attn.{part}_norm.weight", (width,)
+    yield "self_attn.o_proj.weight", (hidden, heads * width)
+
+
+def _mlp_tensors(prefix: str, hidden: int, inner: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for part in ("gate", "up"):
+        yield f"{prefix}.{part}_proj.weight", (inner, hidden)
+    yield f"{prefix}.down_proj.weight", (hidden, inner)
+
+
+def _moe_tensors(hidden: int, family: Family, moe: MoeSizes) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The router and the experts of one sparse layer."""
+    yield "mlp.gate.weight", (moe.num_experts, hidden)
+    for expert in range(moe.num_experts):
+        yield from _mlp_tensors(f"mlp.experts.{expert}", hidden, moe.intermediate_size)
+    if family.shared_expert is not None and moe.shared_intermediate_size is not None:
+        yield from _mlp_tensors(family.shared_expert, hidden, moe.shared_intermediate_size)
+    if family.shared_expert_gate is not None:
+        yield f"{family.shared_expert_gate}.weight", (1, hidden)
 
 
 def _read_object(path: Path, where: str) -> dict[str, Any]:

@@ -48,6 +48,16 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 128,
     "tie_word_embeddings": False,
 }
+MOE_SIZES: dict[str, dict[str, Any]] = {
+    "qwen2_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+    },
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True},
+}
+"""What the mixtures of experts have besides `SIZES`, by family."""
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -88,7 +98,7 @@ def make_checkpoint(path: str | Path, family: str, *, seed: int = 0, **sizes: An
     """
     config_class, model_class = FAMILIES[family]
     config = config_class(
-        **{**SIZES, "initializer_range": 0.2, **sizes},
+        **{**SIZES, **MOE_SIZES.get(family, {}), "initializer_range": 0.2, **sizes},
         pad_token_id=PAD,
         bos_token_id=BOS,
         eos_token_id=EOS,

@@ -202,7 +202,7 @@ GROUPS = {
     ),
     "parallelism and precision": (
         "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
-        "expert_model_parallel_size sequence_parallel use_distributed_optimizer bf16 "
+        "expert_model_parallel_size expert_tensor_parallel_size sequence_parallel use_distributed_optimizer bf16 "
         "recompute_granularity recompute_method recompute_num_layers num_threads"
     ),
     "checkpoints": "load save save_interval save_retain save_hf",
@@ -318,12 +318,13 @@ def configure(argv: Sequence[str], environ: Mapping[str, str], *, prog: str = "t
         namespace=argparse.Namespace(),
     )
     _check_correction(arguments)
-    _check_ranks(arguments, read_environment(environ).world_size)
+    world_size = read_environment(environ).world_size
+    _check_ranks(arguments, world_size)
     _check_warm_up(arguments)
     check_files(arguments.rollout, arguments.megatron)
     _check_dump(arguments)
     _check_truncation(arguments)
-    model = check_model(arguments.megatron, arguments.rollout)
+    model = check_model(arguments.megatron, arguments.rollout, world_size)
     _refuse_unknown(restated, model)
     check_outputs(arguments.rollout, arguments.megatron, arguments.reporting)
     check_resumption(arguments.megatron, effective_config(arguments))

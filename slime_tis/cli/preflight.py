@@ -7,10 +7,14 @@ from typing import Any
 
 from slime_tis.errors import quoted_path
 from slime_tis.hf_directory import (
+    FAMILIES,
     ModelSizes,
+    MoeSizes,
     check_generation_config,
     check_tensors,
+    load_config,
     model_sizes,
+    moe_sizes,
     read_model_config,
 )
 from slime_tis.megatron.config import MegatronConfig
@@ -40,7 +44,7 @@ def check_files(rollout: RolloutConfig, megatron: MegatronConfig) -> None:
         )
 
 
-def check_model(megatron: MegatronConfig, rollout: RolloutConfig) -> dict[str, Any]:
+def check_model(megatron: MegatronConfig, rollout: RolloutConfig, world_size: int) -> dict[str, Any]:
     """Reads the checkpoint's config.json, and whether the model divides over the ranks and holds the responses.
 
     Returns:
@@ -60,14 +64,61 @@ def check_model(megatron: MegatronConfig, rollout: RolloutConfig) -> dict[str, A
     ):
         if model.get(part, ranks) % ranks:
             raise ValueError(f"{flag} is {ranks} but the model's {part} is {model[part]}; choose a divisor of it.")
-    if megatron.expert_model_parallel_size > 1:
-        raise ValueError(
-            f"--expert-model-parallel-size is {megatron.expert_model_parallel_size} but the model has no "
-            "experts; leave it at 1."
-        )
+    _check_experts(megatron, rollout, world_size)
     _check_lengths(rollout, model.get("max_position_embeddings"))
     _check_stop_ids(rollout.rollout_stop_token_ids or (), model.get("vocab_size"))
     return model
+
+
+def _check_experts(megatron: MegatronConfig, rollout: RolloutConfig, world_size: int) -> None:
+    """Whether the experts divide over the ranks, and the rollout engine samples from the same model."""
+    directory, tensor = megatron.hf_checkpoint, megatron.tensor_model_parallel_size
+    ranks, expert_tensor = megatron.expert_model_parallel_size, megatron.expert_tensor_parallel_size
+    hf = load_config(directory) if FAMILIES[read_model_config(directory)["architectures"][0]].moe else None
+    moe = None if hf is None else moe_sizes(hf)
+    if hf is None or moe is None:
+        for flag, size in (("--expert-model-parallel-size", ranks), ("--expert-tensor-parallel-size", expert_tensor)):
+            if size is not None and size > 1:
+                raise ValueError(f"{flag} is {size} but the model has no experts; leave it at 1.")
+        return
+    if tensor > 1 and not megatron.sequence_parallel:
+        raise ValueError(
+            f"--tensor-model-parallel-size is {tensor} but megatron-core trains mixtures of experts over several "
+            "tensor-parallel ranks only with --sequence-parallel; add it."
+        )
+    shared = moe.shared_intermediate_size or tensor
+    for flag, size, part, value in (
+        ("--expert-model-parallel-size", ranks, "number of experts", moe.num_experts),
+        ("--expert-tensor-parallel-size", expert_tensor or tensor, "moe_intermediate_size", moe.intermediate_size),
+        ("--tensor-model-parallel-size", tensor, "inner size of the shared expert", shared),
+    ):
+        if value % size:
+            raise ValueError(f"{flag} is {size} but the model's {part} is {value}; choose a divisor of it.")
+    together = megatron.expert_parallel_size
+    if world_size % together:
+        raise ValueError(
+            f"WORLD_SIZE is {world_size} but --expert-model-parallel-size × --expert-tensor-parallel-size (unset: "
+            f"--tensor-model-parallel-size) × --pipeline-model-parallel-size is {together}; start a multiple of that "
+            "with torchrun --nproc-per-node, or lower one of them."
+        )
+    if rollout.rollout_engine == "sglang":
+        _check_for_sglang(directory, hf, moe)
+
+
+def _check_for_sglang(directory: str, hf: Any, moe: MoeSizes) -> None:
+    """Refuses what SGLang 0.5.23 reads as another model, without a word."""
+    if hf.tie_word_embeddings:
+        raise ValueError(
+            f"--hf-checkpoint is {quoted_path(directory)}, whose config.json has tie_word_embeddings, which SGLang "
+            "ignores for mixtures of experts, so that it would sample from another model; give a checkpoint with an "
+            "output layer of its own, or use --rollout-engine local."
+        )
+    if len(moe.layers) < hf.num_hidden_layers:
+        raise ValueError(
+            f"--hf-checkpoint is {quoted_path(directory)}, {len(moe.layers)} of whose {hf.num_hidden_layers} layers "
+            "have experts, but SGLang makes experts of all layers of this family, so that it would sample from another "
+            "model; give a checkpoint without dense layers, or use --rollout-engine local."
+        )
 
 
 def _check_lengths(rollout: RolloutConfig, of_model: Any) -> None:

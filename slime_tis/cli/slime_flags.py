@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from slime_tis.hf_directory import FAMILIES
+
 
 @dataclass(frozen=True)
 class Restated:
@@ -80,7 +82,6 @@ FIXED: Mapping[str, tuple[str, ...]] = {
     "--optimizer": ("adam",),
     "--loss-type": ("policy_loss",),
     "--train-backend": ("megatron",),
-    "--expert-tensor-parallel-size": ("1",),
     "--mtp-num-layers": ("0",),
     "--update-weight-mode": ("full",),
     "--kl-coef": ("0",),
@@ -335,24 +336,16 @@ def advice_for(flag: str) -> Advice | None:
     return best
 
 
-QK_NORM_ARCHITECTURES = ("Qwen3ForCausalLM",)
-"""Architectures with a norm on queries and keys."""
-
-QKV_BIAS_ARCHITECTURES = ("Qwen2ForCausalLM",)
-"""Architectures with a bias on queries, keys and values, whatever config.json says."""
-
-
 def checkpoint_facts(model: Mapping[str, Any]) -> dict[str, Any]:
     """What config.json says, under its own names, with what follows from it.
 
     Args:
-        model: the object of a config.json of one of the supported architectures.
+        model: the object of a config.json, which nobody has checked.
 
     Returns:
-        facts by name; one that the file leaves to its architecture's default is missing.
+        facts by name; one that the file leaves to its architecture's default is missing or None.
     """
     facts = {name: value for name, value in model.items() if value is not None}
-    architecture = (model.get("architectures") or ["?"])[0]
     heads, hidden = facts.get("num_attention_heads"), facts.get("hidden_size")
     if "head_dim" not in facts and isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
         facts["head_dim"] = hidden // heads
@@ -366,6 +359,10 @@ def checkpoint_facts(model: Mapping[str, Any]) -> dict[str, Any]:
         facts |= {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
     facts.setdefault("partial_rotary_factor", 1.0)
     facts |= {"normalization": "RMSNorm", "position_embedding_type": "rope", "grouped_query_attention": True}
-    facts["qk_norm"] = architecture in QK_NORM_ARCHITECTURES
-    facts["attention_bias"] = architecture in QKV_BIAS_ARCHITECTURES or bool(facts.get("attention_bias"))
+    architectures = facts.get("architectures")
+    name = architectures[0] if isinstance(architectures, list) and architectures else None
+    family = FAMILIES.get(name) if isinstance(name, str) else None
+    if family is not None:
+        parts = {"qk_norm": family.qk_norm, "attention_bias": family.qkv_bias}
+        facts |= {fact: facts.get(part) if isinstance(part, str) else part for fact, part in parts.items()}
     return facts

@@ -1,4 +1,4 @@
-"""A Hugging Face configuration → megatron-core's GPTModel, for the dense Llama, Qwen2 and Qwen3 families."""
+"""A Hugging Face configuration → megatron-core's GPTModel, for the families of `slime_tis.hf_directory`."""
 
 import importlib
 from dataclasses import dataclass
@@ -16,32 +16,15 @@ from megatron.core.transformer.transformer_block import (
     get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from slime_tis.errors import first_line
-from slime_tis.hf_directory import read_model_config
+from slime_tis.hf_directory import FAMILIES, Family, has, load_config, moe_sizes, read_model_config
 from slime_tis.megatron.attention import TorchAttention, TorchRMSNorm
 from slime_tis.megatron.config import MegatronConfig
+from slime_tis.megatron.moe import MoeRouter, moe_options
 from slime_tis.megatron.packing import RotaryAngles
 from slime_tis.megatron.parallel import Parallel
-
-
-@dataclass(frozen=True)
-class Family:
-    """What distinguishes one family of dense decoders from another."""
-
-    rotary_class: str
-    """Class in transformers that computes the rotary frequencies, as `module:name`."""
-    qkv_bias: bool | None
-    """Bias on the query, key and value projections; None where the configuration's attention_bias says."""
-    qk_norm: bool
-    """RMSNorm on queries and keys, per head."""
-
-
-FAMILIES = {
-    "LlamaForCausalLM": Family("transformers.models.llama.modeling_llama:LlamaRotaryEmbedding", None, False),
-    "Qwen2ForCausalLM": Family("transformers.models.qwen2.modeling_qwen2:Qwen2RotaryEmbedding", True, False),
-    "Qwen3ForCausalLM": Family("transformers.models.qwen3.modeling_qwen3:Qwen3RotaryEmbedding", None, True),
-}
 
 
 class HfConfig(Protocol):
@@ -80,18 +63,13 @@ def read_hf_config(directory: str | Path) -> HfConfig:
     Raises:
         ValueError: no configuration there, or an architecture (or a variant of it) that is not supported.
     """
-    from transformers import AutoConfig
-
     read_model_config(directory)
-    try:
-        hf: HfConfig = AutoConfig.from_pretrained(directory)
-    except Exception as error:  # transformers checks fields with errors of several libraries
-        raise ValueError(f"{Path(directory) / 'config.json'} is not accepted: {first_line(error)}.") from error
+    hf: HfConfig = load_config(directory)
     name = hf.architectures[0]
     unsupported = {
         "hidden_act": hf.hidden_act not in ("silu", "swish"),
         "mlp_bias": bool(getattr(hf, "mlp_bias", False)),
-        "attention_bias": FAMILIES[name].qkv_bias is None and bool(getattr(hf, "attention_bias", False)),
+        "attention_bias": FAMILIES[name].qkv_bias is False and bool(getattr(hf, "attention_bias", False)),
         "use_sliding_window": bool(getattr(hf, "use_sliding_window", False)),
     }
     for field, bad in unsupported.items():
@@ -105,11 +83,11 @@ def build_model(directory: str | Path, config: MegatronConfig, parallel: Paralle
     hf = read_hf_config(directory)
     family = FAMILIES[hf.architectures[0]]
     transformer = transformer_config(hf, config, parallel)
-    engine = parallel.backend.transformer_engine
+    engine = uses_transformer_engine(hf, parallel)
     inverse_frequency, scaling = rotary_frequencies(hf, family)
     module = GPTModel(
         transformer,
-        _transformer_engine_spec(family) if engine else _torch_spec(family, transformer),
+        _transformer_engine_spec(transformer) if engine else _torch_spec(transformer),
         vocab_size=padded_vocab_size(hf.vocab_size, parallel.tensor_size),
         max_sequence_length=hf.max_position_embeddings,
         pre_process=parallel.is_first_stage,
@@ -157,8 +135,8 @@ def transformer_config(hf: HfConfig, config: MegatronConfig, parallel: Parallel)
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
-        add_qkv_bias=bool(family.qkv_bias),
-        qk_layernorm=family.qk_norm,
+        add_qkv_bias=has(hf, family.qkv_bias),
+        qk_layernorm=has(hf, family.qk_norm),
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
@@ -173,12 +151,13 @@ def transformer_config(hf: HfConfig, config: MegatronConfig, parallel: Parallel)
         calculate_per_token_loss=True,
         variable_seq_lengths=pipeline > 1,
         moe_token_dispatcher_type="alltoall",  # required with variable_seq_lengths, dense or not
+        **moe_options(hf, parallel),
         use_cpu_initialization=on_cpu,
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
-        apply_rope_fusion=parallel.backend.transformer_engine,
+        apply_rope_fusion=uses_transformer_engine(hf, parallel),
         persist_layer_norm=False,
         batch_p2p_comm=not on_cpu,
         batch_p2p_sync=not on_cpu,
@@ -209,16 +188,35 @@ def rotary_frequencies(hf: HfConfig, family: Family) -> tuple[torch.Tensor, floa
     return rotary.inv_freq.float(), float(rotary.attention_scaling)
 
 
-def _transformer_engine_spec(family: Family) -> Any:
-    return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=family.qk_norm)
+def uses_transformer_engine(hf: HfConfig, parallel: Parallel) -> bool:
+    """Whether layers are those of transformer-engine.
+
+    Mixtures of experts have megatron-core's own linear layers wherever they run: what their weights are called in
+    transformer-engine's grouped layers is not known here.
+    """
+    return parallel.backend.transformer_engine and moe_sizes(hf) is None
 
 
-def _torch_spec(family: Family, config: TransformerConfig) -> TransformerBlockSubmodules:
-    layer = get_gpt_layer_local_spec(normalization="RMSNorm")
+def _transformer_engine_spec(config: TransformerConfig) -> Any:
+    return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+
+
+def _torch_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+    dense, first = _torch_layer_spec(config, None), get_transformer_layer_offset(config)
+    sparse = dense if config.num_moe_experts is None else _torch_layer_spec(config, config.num_moe_experts)
+    pattern = config.moe_layer_freq if config.num_moe_experts is not None else [0] * config.num_layers
+    here = pattern[first : first + get_num_layers_to_build(config)]
+    layers = [sparse if is_sparse else dense for is_sparse in here]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=TorchRMSNorm)
+
+
+def _torch_layer_spec(config: TransformerConfig, num_experts: int | None) -> Any:
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm", num_experts=num_experts)
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = TorchAttention
-    if family.qk_norm:
+    if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = TorchRMSNorm
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = TorchRMSNorm
-    layers = [layer] * get_num_layers_to_build(config)
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=TorchRMSNorm)
+    if num_experts is not None:
+        layer.submodules.mlp.submodules.router = MoeRouter
+    return layer

@@ -42,7 +42,10 @@ class MegatronConfig:
     """Ranks that hold zigzag slices of every sequence."""
 
     expert_model_parallel_size: Annotated[int, Limits(ge=1, le=4_096)] = 1
-    """Ranks that share the experts of a mixture-of-experts layer."""
+    """Ranks that share the experts of a mixture-of-experts layer, each with some of them."""
+
+    expert_tensor_parallel_size: Annotated[int | None, Limits(ge=1, le=4_096)] = None
+    """Ranks that share the matrices of one expert; unset means tensor_model_parallel_size."""
 
     sequence_parallel: bool = False
     """Shard activations outside the matrix products along the sequence over the tensor-parallel ranks."""
@@ -129,6 +132,12 @@ class MegatronConfig:
     def model_parallel_size(self) -> int:
         """Ranks that together hold one replica of the model: tensor × pipeline × context."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+    @property
+    def expert_parallel_size(self) -> int:
+        """Ranks that together hold all experts once: expert × expert-tensor × pipeline."""
+        tensor = self.expert_tensor_parallel_size or self.tensor_model_parallel_size
+        return self.expert_model_parallel_size * tensor * self.pipeline_model_parallel_size
 
 
 def _check_optimizer(config: MegatronConfig) -> None:

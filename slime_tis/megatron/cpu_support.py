@@ -21,6 +21,7 @@ import ast
 import importlib.abc
 import importlib.machinery
 import sys
+import textwrap
 from collections.abc import Sequence
 from types import CodeType, ModuleType
 from typing import Any
@@ -37,10 +38,25 @@ REPLACED_CALLS = {
     "torch.cuda.synchronize": "None",
     "torch.cuda.empty_cache": "None",
     "torch.cuda.manual_seed": "None",
+    "torch.cuda.Stream": "None",
     # of recomputed activations: the state of the CPU's generator is saved beside it
     "_get_cuda_rng_state": "None",
     "_set_cuda_rng_state": "None",
 }
+
+REPLACED_FUNCTIONS = {
+    # token_dispatcher.py: copies the numbers of tokens per rank to the host, on a stream of its own. On a CPU they are
+    # there, but all_to_all_single takes them as lists or arrays alone.
+    "_maybe_dtoh_and_synchronize": """
+        if not self.drop_and_pad and point == self.cuda_dtoh_point:
+            for name in ('input_splits', 'output_splits', 'output_splits_tp'):
+                splits = getattr(self, name)
+                if torch.is_tensor(splits):
+                    setattr(self, name, splits.numpy())
+        return tokens_per_expert
+    """,
+}
+"""Bodies of functions that are about CUDA streams throughout, by the function's name."""
 
 
 def install() -> None:
@@ -72,6 +88,13 @@ class _CudaToCpu(ast.NodeTransformer):
         self.generic_visit(node)
         if node.arg == "pin_memory":
             node.value = ast.copy_location(ast.Constant(False), node.value)
+        return node
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
+        if node.name in REPLACED_FUNCTIONS:
+            node.body = ast.parse(textwrap.dedent(REPLACED_FUNCTIONS[node.name])).body
+            return node
+        self.generic_visit(node)
         return node
 
     def visit_Call(self, node: ast.Call) -> ast.AST:

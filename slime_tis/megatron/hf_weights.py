@@ -1,20 +1,20 @@
-"""Weights between Hugging Face checkpoints and megatron-core's tensor- and pipeline-parallel shards, both ways.
+"""Weights of Hugging Face checkpoints and of megatron-core: tensor-, pipeline- and expert-parallel shards, both ways.
 
-Every Megatron parameter is made of one or more Hugging Face tensors. `RULES` says which, and `LAYOUTS` how each kind
+Every Megatron weight is made of one or more Hugging Face tensors. `RULES` says which, and `LAYOUTS` how each kind
 is cut over the tensor-parallel ranks and joined again.
 """
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state as mpu
 from torch import Tensor
 
 from slime_tis.errors import first_line
-from slime_tis.hf_directory import check_tensors, read_model_config, tensor_files
+from slime_tis.hf_directory import FAMILIES, check_tensors, read_model_config, tensor_files
 from slime_tis.megatron.architecture import HfConfig, Model
 from slime_tis.megatron.parallel import Parallel
 
@@ -50,16 +50,17 @@ def _join_qkv(shards: list[Tensor], hf: HfConfig) -> list[Tensor]:
 
 
 def _join_gated(shards: list[Tensor], hf: HfConfig) -> list[Tensor]:
-    gates, ups = zip(*(shard.chunk(2) for shard in shards), strict=True)
-    return [torch.cat(gates), torch.cat(ups)]
+    gates, ups = zip(*(shard.chunk(2, -2) for shard in shards), strict=True)
+    return [torch.cat(gates, -2), torch.cat(ups, -2)]
 
 
+# "rows" and "gated" count dimensions from the last one: those of experts are joined stacked, [experts, out, in].
 LAYOUTS = {
     "replicated": Layout(lambda t, rank, size, hf: t[0], lambda shards, hf: [shards[0]]),
-    "rows": Layout(lambda t, rank, size, hf: t[0].chunk(size, 1)[rank], lambda shards, hf: [torch.cat(shards, 1)]),
+    "rows": Layout(lambda t, rank, size, hf: t[0].chunk(size, -1)[rank], lambda shards, hf: [torch.cat(shards, -1)]),
     "vocab": Layout(_split_vocab, lambda shards, hf: [torch.cat(shards)[: hf.vocab_size]]),
     "qkv": Layout(_split_qkv, _join_qkv),
-    "gated": Layout(lambda t, rank, size, hf: torch.cat([part.chunk(size)[rank] for part in t]), _join_gated),
+    "gated": Layout(lambda t, rank, size, hf: torch.cat([part.chunk(size, -2)[rank] for part in t], -2), _join_gated),
 }
 
 _QKV = tuple(f"self_attn.{x}_proj" for x in "qkv")
@@ -78,22 +79,53 @@ LAYER_RULES: dict[str, tuple[str, tuple[str, ...]]] = {
     "mlp.linear_fc1.layer_norm_weight": ("replicated", ("post_attention_layernorm.weight",)),
     "mlp.linear_fc1.weight": ("gated", ("mlp.gate_proj.weight", "mlp.up_proj.weight")),
     "mlp.linear_fc2.weight": ("rows", ("mlp.down_proj.weight",)),
+    "mlp.router.weight": ("replicated", ("mlp.gate.weight",)),
+    "mlp.shared_experts.linear_fc1.weight": (
+        "gated",
+        ("{shared_expert}.gate_proj.weight", "{shared_expert}.up_proj.weight"),
+    ),
+    "mlp.shared_experts.linear_fc2.weight": ("rows", ("{shared_expert}.down_proj.weight",)),
+    "mlp.shared_experts.gate_weight": ("replicated", ("{shared_expert_gate}.weight",)),
+    "mlp.experts.local_experts.*.linear_fc1.weight": (
+        "gated",
+        ("mlp.experts.{expert}.gate_proj.weight", "mlp.experts.{expert}.up_proj.weight"),
+    ),
+    "mlp.experts.local_experts.*.linear_fc2.weight": ("rows", ("mlp.experts.{expert}.down_proj.weight",)),
 }
 RULES: dict[str, tuple[str, tuple[str, ...]]] = {
     "embedding.word_embeddings.weight": ("vocab", ("model.embed_tokens.weight",)),
     "decoder.final_layernorm.weight": ("replicated", ("model.norm.weight",)),
     "output_layer.weight": ("vocab", ("lm_head.weight",)),
 }
+EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
+"""The number of a routed expert among those of its rank, in the name of its weight."""
+GATHERED_BYTES = 2**30
+"""Weights of routed experts that one collective gathers, where one expert of each rank is not larger."""
 
 
-def rule(name: str, first_layer: int) -> tuple[Layout, list[str]]:
-    """The layout and the Hugging Face tensors of a Megatron parameter, whose stage begins at `first_layer`."""
+def rule(name: str, hf: HfConfig, first_layer: int, first_expert: int = 0) -> tuple[Layout, list[str]]:
+    """The layout and the Hugging Face tensors of a Megatron weight.
+
+    Args:
+        name: of the weight, on its rank.
+        hf: the model's configuration.
+        first_layer: of the rank's pipeline stage.
+        first_expert: of the rank's routed experts.
+    """
     if name in RULES:
         layout, sources = RULES[name]
         return LAYOUTS[layout], list(sources)
     _, _, index, within = name.split(".", 3)  # decoder.layers.I.…
-    layout, sources = LAYER_RULES[within]
-    return LAYOUTS[layout], [f"model.layers.{int(index) + first_layer}.{source}" for source in sources]
+    local = EXPERT.search(within)
+    layout, sources = LAYER_RULES[EXPERT.sub("*", within)]
+    family = FAMILIES[hf.architectures[0]]
+    names = {
+        "expert": first_expert + int(local[0]) if local else None,
+        "shared_expert": family.shared_expert,
+        "shared_expert_gate": family.shared_expert_gate,
+    }
+    prefix = f"model.layers.{int(index) + first_layer}"
+    return LAYOUTS[layout], [f"{prefix}.{source.format(**names)}" for source in sources]
 
 
 class HfTensors:
@@ -136,14 +168,16 @@ def load_hf_weights(model: Model, directory: str | Path, parallel: Parallel) -> 
     """
     check_tensors(directory, read_model_config(directory))
     tensors = HfTensors(directory, tied=model.hf_config.tie_word_embeddings)
-    first_layer = _first_layer(model, parallel)
-    for name, parameter in model.module.named_parameters():
-        layout, sources = rule(name, first_layer)
+    hf = model.hf_config
+    first_layer, first_expert = _first_layer(model, parallel), _first_expert(model, parallel, parallel.expert_rank)
+    for name, parameter in named_weights(model.module).items():
+        layout, sources = rule(name, hf, first_layer, first_expert)
+        expert = EXPERT.search(name) is not None
         shard = layout.split(
             [tensors[source] for source in sources],
-            parallel.tensor_rank,
-            parallel.tensor_size,
-            model.hf_config,
+            parallel.expert_tensor_rank if expert else parallel.tensor_rank,
+            parallel.expert_tensor_size if expert else parallel.tensor_size,
+            hf,
         )
         if shard.shape != parameter.shape:
             raise ValueError(f"{directory}: {sources} give {tuple(shard.shape)} for {name} {tuple(parameter.shape)}")
@@ -155,38 +189,84 @@ def named_hf_tensors(model: Model, parallel: Parallel) -> Iterator[tuple[str, Te
     """Streams the model's weights as whole tensors under their Hugging Face names.
 
     A collective: every rank must iterate to the end, and every rank gets every tensor, on its own device. At most one
-    parameter is whole at a time.
+    weight, or as many experts of a layer as `GATHERED_BYTES` allow, is whole at a time.
     """
+    weights = named_weights(model.module)
     for stage in range(parallel.pipeline_size):
         mine = stage == parallel.pipeline_rank
-        names = [name for name, _ in model.module.named_parameters()] if mine else None
-        names = parallel.broadcast_from_stage(names, stage)
-        parameters = dict(model.module.named_parameters())
         first_layer = stage * (model.config.num_layers // parallel.pipeline_size)
-        for name in names or []:
-            if name == "output_layer.weight" and model.hf_config.tie_word_embeddings:
+        for names in parallel.broadcast_from_stage(_gathered_together(weights, parallel) if mine else [], stage):
+            if names == ["output_layer.weight"] and model.hf_config.tie_word_embeddings:
                 continue
-            layout, targets = rule(name, first_layer)
-            whole = None
-            if mine:
-                shard = parameters[name].detach()
-                whole_everywhere = layout is LAYOUTS["replicated"] or parallel.tensor_size == 1
-                shards = [shard] if whole_everywhere else _gather_shards(shard, parallel)
-                whole = layout.join(shards, model.hf_config)
+            whole = _whole([weights[name].detach() for name in names], names[0], model, parallel) if mine else None
             if parallel.pipeline_size > 1:
                 whole = _broadcast_tensors(whole, stage, parallel)
             assert whole is not None
-            yield from zip(targets, whole, strict=True)
+            yield from _under_hf_names(names, whole, model, parallel, first_layer)
+
+
+def named_weights(module: torch.nn.Module) -> dict[str, Tensor]:
+    """The parameters of a rank, and its buffers that are weights too."""
+    return dict(module.named_parameters())
+
+
+def _gathered_together(weights: dict[str, Tensor], parallel: Parallel) -> list[list[str]]:
+    """The names of a rank's weights: each alone, but those of one matrix of a layer's experts together."""
+    alike: dict[str, list[str]] = {}
+    for name in weights:
+        alike.setdefault(EXPERT.sub("*", name), []).append(name)
+    together = []
+    for names in alike.values():
+        gathered = weights[names[0]].nbytes * parallel.expert_size * parallel.expert_tensor_size
+        at_once = max(GATHERED_BYTES // gathered, 1)
+        together += [names[start : start + at_once] for start in range(0, len(names), at_once)]
+    return together
+
+
+def _whole(shards: list[Tensor], name: str, model: Model, parallel: Parallel) -> list[Tensor]:
+    """The Hugging Face tensors of a weight, or of some experts' alike weights.
+
+    Args:
+        shards: this rank's, of one weight or of several experts.
+        name: of the first of them.
+        model: whose weights they are.
+        parallel: this process's place in the layout.
+
+    Returns:
+        Of each Hugging Face tensor that the weight is made of [weights, …]: one, or expert after expert of all ranks.
+    """
+    layout, _ = rule(name, model.hf_config, 0)
+    if EXPERT.search(name) is None:
+        gathered = shards if layout is LAYOUTS["replicated"] else _all_gather(shards[0], parallel.tensor_group)
+        return [tensor[None] for tensor in layout.join(gathered, model.hf_config)]
+    stacked = layout.join(_all_gather(torch.stack(shards), parallel.expert_tensor_group), model.hf_config)
+    return [torch.cat(_all_gather(tensor, parallel.expert_group)) for tensor in stacked]
+
+
+def _under_hf_names(
+    names: Sequence[str], whole: list[Tensor], model: Model, parallel: Parallel, first_layer: int
+) -> Iterator[tuple[str, Tensor]]:
+    owners = 1 if EXPERT.search(names[0]) is None else parallel.expert_size
+    places = ((owner, name) for owner in range(owners) for name in names)
+    for place, (owner, name) in enumerate(places):
+        _, targets = rule(name, model.hf_config, first_layer, _first_expert(model, parallel, owner))
+        yield from zip(targets, (tensor[place] for tensor in whole), strict=True)
 
 
 def _first_layer(model: Model, parallel: Parallel) -> int:
     return int(parallel.pipeline_rank * (model.config.num_layers // parallel.pipeline_size))
 
 
-def _gather_shards(shard: Tensor, parallel: Parallel) -> list[Tensor]:
-    shards = [torch.empty_like(shard) for _ in range(parallel.tensor_size)]
-    dist.all_gather(shards, shard.contiguous(), group=mpu.get_tensor_model_parallel_group())
-    return shards
+def _first_expert(model: Model, parallel: Parallel, owner: int) -> int:
+    return owner * ((model.config.num_moe_experts or 0) // parallel.expert_size)
+
+
+def _all_gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    if group.size() == 1:
+        return [tensor]
+    gathered = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    dist.all_gather(gathered, tensor.contiguous(), group=group)
+    return gathered
 
 
 def _broadcast_tensors(tensors: list[Tensor] | None, stage: int, parallel: Parallel) -> list[Tensor]:

@@ -55,6 +55,15 @@ class Parallel:
     context_size: int
     data_rank: int
     data_size: int
+    expert_rank: int
+    """Among the ranks that share the experts of a layer."""
+    expert_size: int
+    expert_tensor_rank: int
+    """Among the ranks that share the matrices of one expert."""
+    expert_tensor_size: int
+    tensor_group: dist.ProcessGroup
+    expert_group: dist.ProcessGroup
+    expert_tensor_group: dist.ProcessGroup
     pipeline_group: dist.ProcessGroup
     context_group: dist.ProcessGroup
     data_group: dist.ProcessGroup
@@ -152,6 +161,7 @@ def initialize(config: MegatronConfig) -> Parallel:
         config.pipeline_model_parallel_size,
         context_parallel_size=config.context_parallel_size,
         expert_model_parallel_size=config.expert_model_parallel_size,
+        expert_tensor_parallel_size=config.expert_tensor_parallel_size,
         create_gloo_process_groups=False,
     )
     initialize_rerun_state_machine(mode=RerunMode.DISABLED)
@@ -168,6 +178,13 @@ def initialize(config: MegatronConfig) -> Parallel:
         context_size=mpu.get_context_parallel_world_size(),
         data_rank=mpu.get_data_parallel_rank(),
         data_size=mpu.get_data_parallel_world_size(),
+        expert_rank=mpu.get_expert_model_parallel_rank(),
+        expert_size=mpu.get_expert_model_parallel_world_size(),
+        expert_tensor_rank=mpu.get_expert_tensor_parallel_rank(),
+        expert_tensor_size=mpu.get_expert_tensor_parallel_world_size(),
+        tensor_group=mpu.get_tensor_model_parallel_group(),
+        expert_group=mpu.get_expert_model_parallel_group(),
+        expert_tensor_group=mpu.get_expert_tensor_parallel_group(),
         pipeline_group=mpu.get_pipeline_model_parallel_group(),
         context_group=mpu.get_context_parallel_group(),
         data_group=mpu.get_data_parallel_group(),

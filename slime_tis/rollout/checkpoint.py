@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from slime_tis.errors import first_line
@@ -46,14 +46,40 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         ) from error
 
 
+def weights_by_file_name(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Every weight of a model under its name in a checkpoint file, as views of the model's own tensors.
+
+    transformers holds the experts of a layer in two tensors, `gate_up_proj` [experts, 2 · inner, hidden] and
+    `down_proj` [experts, hidden, inner]; files, and serving engines, have three matrices of each expert.
+    """
+    persistent = model.state_dict().keys()
+    held = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+    weights: dict[str, Tensor] = {}
+    for name, weight in held:
+        layer = name.rpartition(".")[0]
+        if name.endswith(".experts.gate_up_proj"):
+            for i, expert in enumerate(weight):
+                weights[f"{layer}.{i}.gate_proj.weight"], weights[f"{layer}.{i}.up_proj.weight"] = expert.chunk(2)
+        elif name.endswith(".experts.down_proj"):
+            weights |= {f"{layer}.{i}.down_proj.weight": expert for i, expert in enumerate(weight)}
+        elif name in persistent:
+            weights[name] = weight
+    return weights
+
+
 def linear_weight_names(model: PreTrainedModel) -> frozenset[str]:
-    """Names of the weights of all linear layers but the output layer: those that 8-bit engines round."""
+    """Names, in a checkpoint file, of the weights that 8-bit engines round.
+
+    Those are the weights of all linear layers and of all experts, but for the output layer, routers, and the gate of
+    a shared expert.
+    """
     output_layer = model.get_output_embeddings()
-    return frozenset(
+    linear = {
         f"{name}.weight"
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not output_layer
-    )
+        if isinstance(module, nn.Linear) and module is not output_layer and not name.endswith(".shared_expert_gate")
+    }
+    return frozenset(linear | {name for name in weights_by_file_name(model) if ".mlp.experts." in name})
 
 
 def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from slime_tis.rollout.checkpoint import eos_token_ids, linear_weight_names, load_model
+from slime_tis.rollout.checkpoint import eos_token_ids, linear_weight_names, load_model, weights_by_file_name
 from slime_tis.rollout.collectives import map_over_ranks
 from slime_tis.rollout.decode import Decoded, decode
 from slime_tis.rollout.engine import WeightSource
@@ -75,8 +75,8 @@ class LocalEngine:
     torch.distributed job every rank holds the whole model and samples its share of the prompts.
 
     Precisions: fp32; bf16 runs the whole model in bfloat16; fp8 and int8 round the weights of the linear
-    layers (not embeddings, norms, biases and the output layer) and compute in float32, which emulates the
-    weight rounding of such engines and not their rounding of activations.
+    layers and experts (not embeddings, norms, biases, routers and the output layer) and compute in float32,
+    which emulates the weight rounding of such engines and not their rounding of activations.
     """
 
     can_checkpoint_weights = True
@@ -112,11 +112,11 @@ class LocalEngine:
         self._safe_point = safe_point
         self._max_batch_tokens = max_batch_tokens
         self._model = load_model(hf_checkpoint, COMPUTE_DTYPES[precision]).to(device)
-        self._parameters = dict(self._model.named_parameters(remove_duplicate=False))
+        self._weights = weights_by_file_name(self._model)
         self._round = ROUNDINGS.get(precision)
         self._rounded_names = linear_weight_names(self._model) if self._round else frozenset()
         for name in self._rounded_names:
-            self._assign(name, self._parameters[name])
+            self._assign(name, self._weights[name])
         self._eos_token_ids = eos_token_ids(self._model, tokenizer)
         self._context_len = getattr(self._model.config, "max_position_embeddings", None)
 
@@ -159,8 +159,8 @@ class LocalEngine:
         for name, tensor in source():
             self._check(name, tensor, version)
             self._assign(name, tensor)
-            arrived.add(id(self._parameters[name]))
-        missing = [name for name, parameter in self._parameters.items() if id(parameter) not in arrived]
+            arrived.add(self._weights[name].data_ptr())
+        missing = [name for name, weight in self._weights.items() if weight.data_ptr() not in arrived]
         if missing:
             raise ValueError(
                 f"weight update {version} lacks {len(missing)} parameters of the rollout model, the first of "
@@ -193,23 +193,29 @@ class LocalEngine:
 
     def save_weights(self, directory: Path) -> None:
         """Writes the weights in use, rounded as they are, into a checkpoint."""
-        save_file({name: weight.detach().cpu() for name, weight in self._model.named_parameters()}, directory / WEIGHTS)
+        save_file({name: weight.cpu() for name, weight in self._tensors()}, directory / WEIGHTS)
 
     def load_weights(self, directory: Path, version: int) -> None:
         """Takes up the weights that `save_weights` wrote, which are not rounded again."""
         with safe_open(str(directory / WEIGHTS), "pt") as file, torch.no_grad():
-            for name, weight in self._model.named_parameters():
+            for name, weight in self._tensors():
                 weight.copy_(file.get_tensor(name))
         self.weight_version = version
 
     def close(self) -> None:
         """Lets the model go."""
-        del self._model, self._parameters
+        del self._model, self._weights
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors that hold the weights, each once."""
+        persistent = self._model.state_dict().keys()
+        yield from self._model.named_parameters()
+        yield from ((name, buffer) for name, buffer in self._model.named_buffers() if name in persistent)
 
     def _check(self, name: str, tensor: Tensor, version: int) -> None:
-        if name not in self._parameters:
+        if name not in self._weights:
             raise ValueError(f"weight update {version} has {name!r}, which the rollout model does not have.")
-        expected = self._parameters[name].shape
+        expected = self._weights[name].shape
         if tensor.shape != expected:
             raise ValueError(
                 f"weight update {version} has {name!r} of shape {tuple(tensor.shape)}, but the rollout model "
@@ -219,7 +225,7 @@ class LocalEngine:
     def _assign(self, name: str, tensor: Tensor) -> None:
         with torch.no_grad():
             value = self._round(tensor) if self._round and name in self._rounded_names else tensor
-            self._parameters[name].copy_(value)
+            self._weights[name].copy_(value)
 
     def _requests(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[_Request]:
         seen: Counter[int] = Counter()

@@ -217,7 +217,7 @@ def test_every_option_is_landed_or_named_here(base):
         custom_config_path custom_tis_function_path
         use_wandb wandb_project wandb_group wandb_mode wandb_dir
         tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size
-        expert_model_parallel_size sequence_parallel sglang_server_args
+        expert_model_parallel_size expert_tensor_parallel_size sequence_parallel sglang_server_args
     """
     landed = {word.removeprefix("--").replace("-", "_") for row in LANDINGS for word in row[0].split()}
     landed = {ALIASES.get(name, name).removeprefix("no_") for name in landed}

@@ -10,8 +10,6 @@ from slime_tis.cli.options import edit_distance, similar
 from slime_tis.cli.slime_flags import (
     ADVICE,
     FIXED,
-    QK_NORM_ARCHITECTURES,
-    QKV_BIAS_ARCHITECTURES,
     RENAMED,
     RESTATED,
     advice_for,
@@ -19,7 +17,6 @@ from slime_tis.cli.slime_flags import (
 )
 from slime_tis.cli.unknown_flags import UnknownFlag, refusal, split_unknown_flags
 from slime_tis.limits import flag
-from slime_tis.megatron.architecture import FAMILIES
 
 KNOWN = list(map(flag, (*OPTIONS, *ALIASES)))
 QWEN3 = {
@@ -103,7 +100,7 @@ def test_all_unknown_flags_are_one_message_in_groups():
             "--group-query-attention --num-query-groups 8 --use-rotary-position-embeddings --disable-bias-linear "
             "--normalization RMSNorm --norm-epsilon 1e-6 --rotary-base 1000000 --vocab-size 151936 --kv-channels 128 "
             "--qk-layernorm --attention-dropout 0.0 --hidden-dropout 0.0 --accumulate-allreduce-grads-in-fp32 "
-            "--attention-softmax-in-fp32 --optimizer adam --expert-tensor-parallel-size 1",
+            "--attention-softmax-in-fp32 --optimizer adam",
             QWEN3,
         ),
         (
@@ -187,9 +184,20 @@ def test_every_new_name_is_a_flag_here_or_one_of_the_servers():
     assert {new.name for new in RENAMED.values()} - FLAGS == {"--sglang-tp-size"}
 
 
-def test_facts_of_the_architectures_are_those_that_the_model_is_built_with():
-    assert {name for name, family in FAMILIES.items() if family.qk_norm} == set(QK_NORM_ARCHITECTURES)
-    assert {name for name, family in FAMILIES.items() if family.qkv_bias} == set(QKV_BIAS_ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("config", "qk_norm", "bias"),
+    [
+        ({"architectures": ["Qwen2ForCausalLM"], "attention_bias": False}, False, True),
+        ({"architectures": ["Qwen3ForCausalLM"]}, True, False),
+        ({"architectures": ["Qwen3MoeForCausalLM"]}, True, False),
+        ({"architectures": ["Qwen2MoeForCausalLM"], "qkv_bias": False}, False, False),
+        ({"architectures": ["Qwen2MoeForCausalLM"]}, False, None),
+    ],
+    ids=["qwen2", "qwen3", "qwen3_moe", "qwen2_moe, without bias", "qwen2_moe, not said"],
+)
+def test_norms_and_biases_follow_from_the_family_or_the_field_that_it_names(config, qk_norm, bias):
+    facts = checkpoint_facts(config)
+    assert (facts["qk_norm"], facts.get("attention_bias")) == (qk_norm, bias)
 
 
 def test_facts_follow_from_config_json():

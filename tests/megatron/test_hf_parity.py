@@ -4,37 +4,42 @@ from pathlib import Path
 
 import pytest
 
-from slime_tis.hf_directory import ARCHITECTURES
-from slime_tis.megatron.architecture import FAMILIES
+from slime_tis.hf_directory import FAMILIES
+from tests.checkpoints import FAMILIES as CHECKPOINTS
 from tests.checkpoints import make_checkpoint
 from tests.megatron.parity_worker import compare_all
 from tests.runs import free_port, spawn
 
 # A vocabulary that 2 does not divide, so that the padding of a tensor-parallel vocabulary is in play.
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 CASES = {
-    "qwen2": {},
-    "qwen3": {"tie_word_embeddings": True},
-    "llama": {
-        "vocab_size": 67,
-        "rope_parameters": {
-            "rope_type": "llama3",
-            "rope_theta": 10000.0,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 32,
-        },
-    },
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {"tie_word_embeddings": True}),
+    "llama": ("llama", {"vocab_size": 67, "rope_parameters": LLAMA3_ROPE}),
+    "qwen3_moe, weights of the best sum to 1": ("qwen3_moe", {"norm_topk_prob": True}),
+    "qwen3_moe, weights of the best as they are": ("qwen3_moe", {"norm_topk_prob": False}),
+    "qwen3_moe, first layer dense": ("qwen3_moe", {"mlp_only_layers": [0]}),
+    "qwen3_moe, every second layer sparse": ("qwen3_moe", {"num_hidden_layers": 3, "decoder_sparse_step": 2}),
+    "qwen2_moe, weights of the best as they are": ("qwen2_moe", {"norm_topk_prob": False}),
+    "qwen2_moe, weights of the best sum to 1, no bias": ("qwen2_moe", {"norm_topk_prob": True, "qkv_bias": False}),
 }
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_logits_and_weights_are_those_of_transformers(ranks: int, tmp_path: Path) -> None:
-    for family, sizes in CASES.items():
-        make_checkpoint(tmp_path / family, family, **sizes)
+    for name, (family, sizes) in CASES.items():
+        make_checkpoint(tmp_path / name, family, **sizes)
     spawn(compare_all, (ranks, free_port(), str(tmp_path)), ranks)
     assert len(list(tmp_path.glob("*/parity_*"))) == ranks * len(CASES)
 
 
-def test_the_command_line_accepts_the_families_that_can_be_built() -> None:
-    assert set(ARCHITECTURES) == set(FAMILIES)
+def test_every_family_that_the_command_line_accepts_is_compared() -> None:
+    compared = {CHECKPOINTS[family][1].__name__ for family, _ in CASES.values()}
+    assert compared == set(FAMILIES)

@@ -1,0 +1,58 @@
+"""Mixture-of-experts layers: megatron-core's options for them, and their router."""
+
+from typing import Any
+
+import torch.nn.functional as F
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+from slime_tis.hf_directory import FAMILIES, moe_layers, moe_sizes
+from slime_tis.megatron.parallel import Parallel
+
+
+def moe_options(hf: Any, parallel: Parallel) -> dict[str, Any]:
+    """The fields of megatron-core's configuration that describe a model's experts; none for a dense model.
+
+    Routers are trained by the policy's loss alone, without an auxiliary loss for balance.
+
+    Args:
+        hf: transformers' configuration of the model.
+        parallel: this process's place in the layout.
+    """
+    sizes = moe_sizes(hf)
+    if sizes is None:
+        return {}
+    sparse = set(moe_layers(hf))
+    return {
+        "num_moe_experts": sizes.num_experts,
+        "moe_layer_freq": [int(layer in sparse) for layer in range(hf.num_hidden_layers)],
+        "moe_ffn_hidden_size": sizes.intermediate_size,
+        "moe_shared_expert_intermediate_size": sizes.shared_intermediate_size,
+        "moe_shared_expert_gate": FAMILIES[hf.architectures[0]].shared_expert_gate is not None,
+        "moe_router_topk": sizes.top_k,
+        "moe_router_score_function": "softmax",
+        # The softmax over all experts, of which the best are taken as they are; else over the best alone.
+        "moe_router_pre_softmax": not hf.norm_topk_prob,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_grouped_gemm": False,
+        "moe_permute_fusion": False,
+        "expert_model_parallel_size": parallel.expert_size,
+        "expert_tensor_parallel_size": parallel.expert_tensor_size,
+    }
+
+
+class MoeRouter(TopKRouter):  # type: ignore[misc]  # megatron-core has no types
+    """megatron-core's top-k router without its need for transformer-engine.
+
+    An object in its attribute `router_replay` is asked for the experts of each token, see
+    `megatron.core.transformer.moe.moe_utils.topk_routing_with_score_function`.
+    """
+
+    def gating(self, input: Tensor) -> Tensor:
+        """Logits [..., experts] float32 of hidden states [..., hidden].
+
+        megatron-core's own reads a name that is not defined where transformer-engine is missing.
+        """
+        return F.linear(input.float(), self.weight.float())
