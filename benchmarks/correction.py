@@ -23,6 +23,7 @@ import venv
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -158,11 +159,11 @@ def _ours(config: RolloutCorrectionConfig, *inputs: Any, lengths: list[int] | No
 def _copy(batch: Batch) -> Callable[[], Any]:
     """14 bytes a token: two float32 and a bool read, one float32 and a bool written."""
     train, rollout, mask = batch.packed
-    out, kept = torch.empty_like(train), torch.empty_like(mask)
+    sums, copied = torch.empty_like(train), torch.empty_like(mask)
 
     def copy() -> None:
-        torch.add(train, rollout, out=out)
-        kept.copy_(mask)
+        torch.add(train, rollout, out=sums)
+        copied.copy_(mask)
 
     return copy
 
@@ -280,16 +281,22 @@ def main() -> None:
     plot(rows)
 
 
+@cache
+def commit() -> str:
+    """The commit of this checkout, short."""
+    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+
+
 def row(
     device: str, size: str, batch: Batch, valid: int, name: str, times: dict[str, Quantiles], peak: float
 ) -> dict[str, Any]:
     """When, where, what, and how long."""
-    commit = subprocess.run(["git", "-C", ROOT, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout
     return {
         "date": datetime.date.today().isoformat(),
         "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu, 1 thread",
-        "commit": commit.strip(),
+        "commit": commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "size": size,

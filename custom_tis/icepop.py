@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime_tis.integrations.slime import refuse_unread, token_ratios
+from slime_tis.integrations.slime import refuse_unread, weighted_by_token
 
 
 def check_args(args: Namespace) -> None:
@@ -50,9 +50,18 @@ def icepop(
     Returns:
         pg_loss, the loss masks without non-finite tokens, and tis (the raw ratio), tis_clipfrac, tis_abs, [N] each.
     """
-    ratio, masks = token_ratios(
-        args, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths, kwargs
+    return weighted_by_token(
+        args,
+        _inside,
+        pg_loss,
+        train_log_probs,
+        rollout_log_probs,
+        loss_masks,
+        total_lengths,
+        response_lengths,
+        kwargs,
     )
-    inside = (ratio >= getattr(args, "tis_clip_low", 0.0)) & (ratio <= getattr(args, "tis_clip", 2.0)) & (ratio > 0)
-    metrics = {"tis": ratio, "tis_clipfrac": (~inside).to(ratio.dtype), "tis_abs": (ratio - 1).abs()}
-    return torch.where(inside, pg_loss * ratio, 0.0), masks, metrics
+
+
+def _inside(ratio: Tensor, lower: float, upper: float) -> Tensor:
+    return torch.where((ratio >= lower) & (ratio <= upper), ratio, 0.0)

@@ -58,8 +58,7 @@ def compute_mis_weights(
     """
     config = config_from_args(args)
     found = correct(config, train_log_probs, rollout_log_probs, loss_masks)
-    factor = found.statistics.batch_norm_factor()
-    metrics = _metrics(config, found, train_log_probs, rollout_log_probs, loss_masks, ContextParallel(), factor)
+    metrics = _metrics(config, found, train_log_probs, rollout_log_probs, loss_masks, ContextParallel())
     lengths = [len(mask) for mask in loss_masks]
     masks = [mask.to(original.dtype) for mask, original in zip(found.mask, loss_masks, strict=True)]
     return (
@@ -123,8 +122,7 @@ def compute_mis_weights_with_cp(
             adaptive_bounds=adaptive_bounds,
         ),
     )
-    factor = found.statistics.batch_norm_factor() if batch_norm_factor is None else batch_norm_factor
-    metrics = _metrics(config, found, train_log_probs, rollout_log_probs, local_masks, context, factor)
+    metrics = _metrics(config, found, train_log_probs, rollout_log_probs, local_masks, context)
     if config.use_tis:
         weights = torch.cat(found.weights)
         pg_loss = torch.where(weights > 0, pg_loss * weights, 0.0)
@@ -158,14 +156,14 @@ def _metrics(
     rollout_log_probs: Sequence[Tensor | None],
     loss_masks: Sequence[Tensor],
     context: ContextParallel,
-    norm_factor: Tensor,
 ) -> dict[str, Tensor]:
     """slime's metrics, flat over the tokens of this rank, a sequence's value at each of its tokens."""
     spread = _spread_over_tokens(loss_masks)
     log_ratio = _log_ratio(train_log_probs, rollout_log_probs, loss_masks)
     metrics = _mismatch_metrics(found.sequence_sums, log_ratio, spread)
     if config.use_tis:
-        bounded = torch.cat(found.weights) * norm_factor.to(torch.float32)
+        applied, factor = torch.cat(found.weights), found.global_batch.batch_norm_factor
+        bounded = applied if factor is None else applied * factor.to(torch.float32)
         metrics |= _weight_metrics(config, found, log_ratio, bounded, spread)
     if config.use_rs and config.rs_level in SLIME_LEVELS and not config.adaptive:
         ratio = _ratio(config.rs_level, found.sequence_sums, log_ratio, spread)
@@ -180,8 +178,8 @@ def _metrics(
         metrics["second_moment_masked_fraction"] = trimmed.float()
     if config.use_tis:
         metrics |= _final_metrics(found, loss_masks, context, spread)
-        if config.tis_batch_normalize:
-            metrics["batch_norm_factor"] = norm_factor.to(torch.float32).expand_as(log_ratio)
+        if factor is not None:
+            metrics["batch_norm_factor"] = factor.to(torch.float32).expand_as(log_ratio)
     return metrics
 
 

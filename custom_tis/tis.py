@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime_tis.integrations.slime import refuse_unread, token_ratios
+from slime_tis.integrations.slime import refuse_unread, weighted_by_token
 
 
 def check_args(args: Namespace) -> None:
@@ -50,9 +50,14 @@ def vanilla_tis(
     Returns:
         pg_loss, the loss masks without non-finite tokens, and tis (the raw ratio), tis_clipfrac, tis_abs, [N] each.
     """
-    ratio, masks = token_ratios(
-        args, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths, kwargs
+    return weighted_by_token(
+        args,
+        torch.clamp,
+        pg_loss,
+        train_log_probs,
+        rollout_log_probs,
+        loss_masks,
+        total_lengths,
+        response_lengths,
+        kwargs,
     )
-    weight = ratio.clamp(getattr(args, "tis_clip_low", 0.0), getattr(args, "tis_clip", 2.0))
-    metrics = {"tis": ratio, "tis_clipfrac": (weight != ratio).to(ratio.dtype), "tis_abs": (ratio - 1).abs()}
-    return torch.where(ratio > 0, pg_loss * weight, 0.0), masks, metrics

@@ -43,7 +43,7 @@ ALLOWED: dict[str, set[str]] = {
         *("slime_tis.evaluation", "slime_tis.learner", "slime_tis.megatron", "slime_tis.rollout", "slime_tis.storage"),
     },
     "slime_tis.weight_sync": {"slime_tis.megatron", "slime_tis.rollout"},
-    "slime_tis.diffusion": {"slime_tis.alarm", "slime_tis.correction"},
+    "slime_tis.diffusion": {"slime_tis.alarm", "slime_tis.correction", "slime_tis.policy"},
     "slime_tis.policy": {
         "slime_tis",
         "slime_tis.correction",

@@ -176,7 +176,7 @@ class Run:
         self.optimizer.zero_grad()
         found.loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_grad).item()
-        if math.isfinite(norm) and found.units > 0:
+        if math.isfinite(norm) and found.denominator > 0:
             self.optimizer.step()
             self.steps_behind += 1
         return replace(found, loss=found.loss.detach(), numerator=found.numerator.detach()), norm
@@ -205,10 +205,11 @@ def spread(pixels_BP: Tensor, digits_B: Tensor) -> float:
 
 def loss_metrics(losses: tuple[DiffusionLoss, ...], norms: tuple[float, ...]) -> dict[str, float]:
     """train/… metrics over all optimizer steps of a rollout."""
-    kept, units = (max(sum(getattr(loss, name).item() for loss in losses), 1) for name in ("kept", "units"))
-    sums = {name: sum(loss.sums[name].item() for loss in losses) / kept for name in losses[0].sums}
+    accepted = max(sum(loss.accepted_steps.item() for loss in losses), 1)
+    denominator = max(sum(loss.denominator.item() for loss in losses), 1)
+    sums = {name: sum(loss.sums[name].item() for loss in losses) / accepted for name in losses[0].sums}
     return {
-        "train/loss": sum(loss.numerator.item() for loss in losses) / units,
+        "train/loss": sum(loss.numerator.item() for loss in losses) / denominator,
         "train/grad_norm": sum(norms) / len(norms),
         "train/skipped_steps": float(sum(not math.isfinite(norm) for norm in norms)),
         "train/pg_clipfrac": sums["clipped"],

@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import SupportsIndex
 
 import torch
 from torch import Tensor
@@ -12,18 +12,18 @@ LogProbs = Tensor | Sequence[Tensor | None]
 NAMES = ("train_log_probs", "rollout_log_probs", "loss_mask")
 
 
-def checked_tensors(*tensors: Any) -> tuple[Tensor, Tensor, Tensor]:
+def checked_tensors(train: Tensor, rollout: object, mask: object) -> tuple[Tensor, Tensor, Tensor]:
     """Train and rollout log-probs and the mask, as they are.
 
     Raises:
         ValueError: if they are not three dense tensors of one shape on one device, log-probs of floating point.
     """
-    train, rollout, mask = tensors
     if not isinstance(rollout, Tensor) or not isinstance(mask, Tensor):
         raise ValueError(
             f"train_log_probs is a tensor but rollout_log_probs is {type(rollout).__name__} and "
             f"loss_mask is {type(mask).__name__}; pass three tensors of one shape, or three lists."
         )
+    tensors = (train, rollout, mask)
     for name, x in zip(NAMES, tensors, strict=True):
         check_tensor(name, x, train.device)
     shapes = [tuple(x.shape) for x in tensors]
@@ -32,19 +32,22 @@ def checked_tensors(*tensors: Any) -> tuple[Tensor, Tensor, Tensor]:
             f"train_log_probs has shape {shapes[0]}, rollout_log_probs {shapes[1]}, loss_mask {shapes[2]}; "
             f"pass three tensors of one shape."
         )
-    return train, rollout, mask
+    return tensors
 
 
-def checked_lists(*lists: Any) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+def checked_lists(
+    train_log_probs: LogProbs, rollout_log_probs: LogProbs, loss_mask: LogProbs
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """Train and rollout log-probs and the mask as lists of [T_i], None in the rollout list replaced by NaN.
 
     Raises:
         ValueError: if they are not three lists of dense one-dimensional tensors on one device, log-probs of floating
             point, with one length per sequence.
     """
-    train, rollout, mask = lists
-    if not all(isinstance(x, Sequence) and not isinstance(x, str) for x in lists):
-        kinds = ", ".join(f"{name} is {type(x).__name__}" for name, x in zip(NAMES, lists, strict=True))
+    given = (train_log_probs, rollout_log_probs, loss_mask)
+    lists = [list(x) for x in given if isinstance(x, Sequence) and not isinstance(x, str)]
+    if len(lists) < len(given):
+        kinds = ", ".join(f"{name} is {type(x).__name__}" for name, x in zip(NAMES, given, strict=True))
         raise ValueError(f"{kinds}; pass three tensors of one shape, or three lists of tensors.")
     counts = [len(x) for x in lists]
     if len(set(counts)) > 1:
@@ -52,27 +55,30 @@ def checked_lists(*lists: Any) -> tuple[list[Tensor], list[Tensor], list[Tensor]
             f"train_log_probs has {counts[0]} sequences, rollout_log_probs {counts[1]}, loss_mask {counts[2]}; "
             f"pass one of each per sequence."
         )
-    device = train[0].device if train and isinstance(train[0], Tensor) else torch.device("cpu")
-    for name, xs in zip(NAMES, lists, strict=True):
-        for i, x in enumerate(xs):
-            if x is None and xs is rollout:
-                continue
-            check_tensor(f"{name}[{i}]", x, device, dimensions=1)
-    missing = [i for i, x in enumerate(rollout) if x is None]
-    if missing:
-        absent = [train[i].numel() for i in missing]
-        filled = dict(zip(missing, torch.full((sum(absent),), torch.nan, device=device).split(absent), strict=True))
-        rollout = [filled[i] if x is None else x for i, x in enumerate(rollout)]
-    for i, sizes in enumerate(zip(*([x.numel() for x in xs] for xs in (train, rollout, mask)), strict=True)):
+    device = lists[0][0].device if lists[0] and isinstance(lists[0][0], Tensor) else torch.device("cpu")
+    train = [check_tensor(f"{NAMES[0]}[{i}]", x, device, dimensions=1) for i, x in enumerate(lists[0])]
+    rollout = [
+        None if x is None else check_tensor(f"{NAMES[1]}[{i}]", x, device, dimensions=1) for i, x in enumerate(lists[1])
+    ]
+    mask = [check_tensor(f"{NAMES[2]}[{i}]", x, device, dimensions=1) for i, x in enumerate(lists[2])]
+    filled = _filled(train, rollout, device)
+    for i, sizes in enumerate(zip(*([x.numel() for x in xs] for xs in (train, filled, mask)), strict=True)):
         if len(set(sizes)) > 1:
             raise ValueError(
                 f"sequence {i}: train_log_probs has {sizes[0]} tokens, rollout_log_probs {sizes[1]}, "
                 f"loss_mask {sizes[2]}; pass tensors of one length per sequence."
             )
-    return list(train), list(rollout), list(mask)
+    return train, filled, mask
 
 
-def checked_lengths(lengths: Iterable[Any], shape: tuple[int, ...]) -> list[int]:
+def _filled(train: Sequence[Tensor], rollout: Sequence[Tensor | None], device: torch.device) -> list[Tensor]:
+    """Rollout log-probs, those of a sample that has none as NaN, which is one allocation for all of these."""
+    sizes = [t.numel() for t, r in zip(train, rollout, strict=True) if r is None]
+    absent = iter(torch.full((sum(sizes),), torch.nan, device=device).split(sizes) if sizes else ())
+    return [next(absent) if x is None else x for x in rollout]
+
+
+def checked_lengths(lengths: Iterable[SupportsIndex], shape: tuple[int, ...]) -> list[int]:
     """The lengths of packed sequences as whole numbers.
 
     Raises:
@@ -90,7 +96,7 @@ def checked_lengths(lengths: Iterable[Any], shape: tuple[int, ...]) -> list[int]
     return numbers
 
 
-def check_tensor(name: str, x: Any, device: torch.device, dimensions: int | None = None) -> Tensor:
+def check_tensor(name: str, x: object, device: torch.device, dimensions: int | None = None) -> Tensor:
     """The tensor itself.
 
     Args:

@@ -4,26 +4,28 @@ They are verl's presets in its old and new spelling, with verl's numbers, and th
 does not have.
 """
 
-from typing import Any
+from collections.abc import Mapping
 
-_BYPASS = {"use_rollout_logprobs": True}
-_PURE_GRADIENT = {"use_rollout_logprobs": True, "policy_loss": "reinforce"}
-_TOKEN_IS = {"use_tis": True, "tis_level": "token"}
-_SEQUENCE_IS = {"use_tis": True, "tis_level": "sequence"}
+Preset = dict[str, bool | str | float]
+
+_BYPASS: Preset = {"use_rollout_logprobs": True}
+_PURE_GRADIENT: Preset = {"use_rollout_logprobs": True, "policy_loss": "reinforce"}
+_TOKEN_IS: Preset = {"use_tis": True, "tis_level": "token"}
+_SEQUENCE_IS: Preset = {"use_tis": True, "tis_level": "sequence"}
 # IcePop zeroes the weight and keeps the token in the denominator, hence the original normalizer.
-_TOKEN_ICEPOP = {
+_TOKEN_ICEPOP: Preset = {
     **_TOKEN_IS,
     "tis_mode": "mask",
     "tis_lower_bound": 0.5,
     "tis_upper_bound": 5.0,
     "rejection_normalizer": "original",
 }
-_GEOMETRIC_RS = {"use_rs": True, "rs_level": "geometric", "rs_lower_bound": 0.999, "rs_upper_bound": 1.001}
-_ADAPTIVE_RS = {"use_rs": True, "rs_level": "geometric", "rs_z_score": 3.0}
-_K3_RS = {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01}
-_VETO = {"rs_veto_threshold": 1e-4}
+_GEOMETRIC_RS: Preset = {"use_rs": True, "rs_level": "geometric", "rs_lower_bound": 0.999, "rs_upper_bound": 1.001}
+_ADAPTIVE_RS: Preset = {"use_rs": True, "rs_level": "geometric", "rs_z_score": 3.0}
+_K3_RS: Preset = {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01}
+_VETO: Preset = {"rs_veto_threshold": 1e-4}
 
-PRESETS: dict[str, dict[str, Any]] = {
+PRESETS: dict[str, Preset] = {
     "decoupled_token_is": _TOKEN_IS,
     "decoupled_seq_is": _SEQUENCE_IS,
     "decoupled_seq_is_rs": {
@@ -61,7 +63,7 @@ FIXED_BOUNDS = ("rs_lower_bound", "rs_upper_bound")
 ADAPTIVE_BOUNDS = ("rs_z_score", "rs_target_fraction")
 
 
-def preset_values(name: str, given: dict[str, Any]) -> dict[str, Any]:
+def preset_values(name: str, given: Mapping[str, object]) -> Preset:
     """The options of a preset, without the rejection bounds of one kind where `given` has the other kind."""
     values = dict(PRESETS[name])
     for theirs, replaced in ((FIXED_BOUNDS, ADAPTIVE_BOUNDS), (ADAPTIVE_BOUNDS, FIXED_BOUNDS)):

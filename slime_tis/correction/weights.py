@@ -33,7 +33,7 @@ def bounded_weights(raw: Tensor, mode: str, lower: float, upper: float) -> Tenso
 
 
 def inside(masked_weight: Tensor) -> Tensor:
-    """1.0 where the mask mode kept the weight: w > 0 always, so that 0 means out of bounds."""
+    """1.0 where the mask mode accepts the weight: w > 0 always, so that 0 means out of bounds."""
     return indicator(torch.gt, masked_weight, 0.0)
 
 

@@ -66,7 +66,7 @@ def _about_rejection(config: RolloutCorrectionConfig, found: Mapping[str, float]
     if config.rejection_normalizer == "original":
         message += (
             f" The gradient is shrunk to {found['gradient_kept_fraction']:.0%} by it; "
-            f"--rejection-normalizer kept takes the mean over what is kept."
+            f"--rejection-normalizer kept takes the mean over the accepted steps."
         )
     if config.use_rollout_logprobs:
         message += " Without --use-rollout-logprobs rejection compares π_old, not the moving π_θ, with the rollout."

@@ -13,6 +13,7 @@ from torch import Tensor
 from slime_tis.correction import THIS_CALL, GlobalBatch, RolloutCorrectionConfig
 from slime_tis.diffusion.statistics import StepStatistics
 from slime_tis.diffusion.trajectories import check_shapes, correct_trajectories
+from slime_tis.policy.losses import ppo_clip, reinforce
 
 CLIP_RANGE = 1e-3
 """Distance of the ratio from 1 that is not clipped, for log-probs that are means over latent dimensions: such a ratio
@@ -21,20 +22,20 @@ is the D-th root of the step's, and so has to be clipped about D times closer th
 
 @dataclass(frozen=True)
 class DiffusionLoss:
-    """The loss of some steps. Over several calls, and over ranks, the exact mean is Σ numerator / Σ units."""
+    """The loss of some steps. Over several calls, and over ranks, the exact mean is Σ numerator / Σ denominator."""
 
     loss: Tensor
-    """0-dim: numerator / units, 0 where nothing was kept."""
+    """0-dim: numerator / denominator, 0 where no step is accepted."""
     numerator: Tensor
-    """0-dim, with gradient: Σ of the loss over kept steps."""
-    units: Tensor
-    """0-dim: steps that it is averaged over, kept ones or all, as `rejection_normalizer` says."""
-    kept: Tensor
-    """0-dim: kept steps. kept / total is what a mean over all steps shrinks the gradient by."""
-    total: Tensor
+    """0-dim, with gradient: Σ of the loss over accepted steps."""
+    denominator: Tensor
+    """0-dim: steps that it is averaged over, accepted ones or all, as `rejection_normalizer` says."""
+    accepted_steps: Tensor
+    """0-dim: accepted steps. accepted_steps / steps is what a mean over all steps shrinks the gradient by."""
+    steps: Tensor
     """0-dim: all steps."""
     sums: dict[str, Tensor]
-    """Σ over kept steps, 0-dim, without gradient: `clipped`, `kl` (log π_old − log π_θ) and `ratio` (π_θ/π_old)."""
+    """Σ over accepted steps, 0-dim, without gradient: `clipped`, `kl` (log π_old − log π_θ) and `ratio` (π_θ/π_old)."""
     statistics: StepStatistics | None
     """What was measured; None unless in bypass mode, where the correction is made here."""
 
@@ -58,10 +59,7 @@ def flow_grpo(
     Returns:
         (loss_BT, clipped_BT): the losses, and 1.0 where the clip took the gradient away.
     """
-    ratio_BT = (log_prob_BT - old_log_prob_BT).exp()
-    plain_BT = -ratio_BT * advantage_BT
-    clipped_BT = -ratio_BT.clamp(1 - clip_range, 1 + clip_range) * advantage_BT
-    return torch.maximum(plain_BT, clipped_BT), (clipped_BT > plain_BT).detach().to(plain_BT.dtype)
+    return ppo_clip(log_prob_BT, old_log_prob_BT, advantage_BT, clip_low=clip_range, clip_high=clip_range)
 
 
 def policy_gradient(
@@ -74,7 +72,7 @@ def policy_gradient(
 
     Args and returns as `flow_grpo`; π_old and the clip range have no part in it.
     """
-    return -advantage_BT * log_prob_BT, torch.zeros_like(log_prob_BT.detach())
+    return reinforce(log_prob_BT, advantage_BT), torch.zeros_like(log_prob_BT.detach())
 
 
 LOSSES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {"ppo": flow_grpo, "reinforce": policy_gradient}
@@ -96,9 +94,9 @@ def diffusion_loss(
 ) -> DiffusionLoss:
     """The corrected loss of SDE steps.
 
-        decoupled: Σ_kept w_t·L_t(π_θ, π_old) / units,   w and the kept steps from `correct_trajectories`
-        bypass:    Σ_kept L_t(π_θ, π_rollout) / units,   kept by π_θ/π_rollout here; a plain policy gradient is
-                   multiplied with w_t of the same ratio where `--use-tis` is on
+        decoupled: Σ_accepted w_t·L_t(π_θ, π_old) / denominator,   w and the accepted steps from `correct_trajectories`
+        bypass:    Σ_accepted L_t(π_θ, π_rollout) / denominator,   accepted by π_θ/π_rollout here; a plain policy
+                   gradient is multiplied with w_t of the same ratio where `--use-tis` is on
 
     Args:
         config: What to correct and how; `policy_loss` is ppo (`flow_grpo`) or reinforce (`policy_gradient`).
@@ -106,7 +104,7 @@ def diffusion_loss(
         old_log_probs: log π_old, of the same shape; in bypass mode log π_rollout (`apply_bypass_mode`).
         advantages: Of the same shape, or [B].
         weights: Decoupled, those of these steps: `TrajectoryCorrection.folded`, or `weights` with the `mask`.
-        mask: The steps that are kept; None where weights are folded, and a weight of 0 says rejected.
+        mask: The accepted steps; None where weights are folded, and a weight of 0 says rejected.
         clip_range: ε of `flow_grpo`.
         timesteps: As in `correct_trajectories`, for bypass mode.
         latent_dims: Likewise. The ratio of the loss itself stays on the scale of the log-probs.
@@ -138,14 +136,14 @@ def diffusion_loss(
     current, old = _usable(log_probs, old_log_probs, mask)
     loss_BT, clipped_BT = LOSSES[config.policy_loss](current, old, advantage, clip_range=clip_range)
     numerator = torch.where(mask, loss_BT * weights.to(loss_BT.dtype), 0.0).sum()
-    kept, total = mask.sum(), torch.ones_like(mask).sum()
-    units = kept if config.rejection_normalizer == "kept" else total
+    accepted, steps = mask.sum(), torch.ones_like(mask).sum()
+    denominator = accepted if config.rejection_normalizer == "kept" else steps
     return DiffusionLoss(
-        loss=numerator / units.clamp_min(1),
+        loss=numerator / denominator.clamp_min(1),
         numerator=numerator,
-        units=units,
-        kept=kept,
-        total=total,
+        denominator=denominator,
+        accepted_steps=accepted,
+        steps=steps,
         sums=_sums(current.detach() - old, clipped_BT, mask),
         statistics=statistics,
     )

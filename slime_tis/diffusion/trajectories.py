@@ -24,7 +24,7 @@ class TrajectoryCorrection:
     weights: Tensor
     """[B, T] or [B] float32 importance weights, 1 where IS is off or only reported."""
     mask: Tensor
-    """Of the same shape, bool: True where the step is kept."""
+    """Of the same shape, bool: True where the step is accepted."""
     statistics: StepStatistics
     """To be merged over micro-batches and ranks, then read with `statistics.metrics()`."""
     global_batch: GlobalBatch
@@ -32,7 +32,7 @@ class TrajectoryCorrection:
 
     @property
     def folded(self) -> Tensor:
-        """weights × mask: one factor per step. A kept step has a positive one, so nothing is lost by folding."""
+        """weights × mask: one factor per step. An accepted step has a positive one, so nothing is lost by folding."""
         return self.weights * self.mask
 
 

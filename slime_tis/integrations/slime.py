@@ -6,12 +6,13 @@ context-parallel group is looked up in the call, then in Megatron-core if the tr
 
 import sys
 from argparse import Namespace
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from slime_tis.correction import Ranks, ResponseSlices, RolloutCorrectionConfig, correct, response_slices
 
@@ -74,7 +75,7 @@ class ContextParallel:
 
     rank: int = 0
     size: int = 1
-    group: Any = None
+    group: ProcessGroup | None = None
 
     @property
     def ranks(self) -> Ranks:
@@ -141,6 +142,41 @@ def token_ratios(
     config = replace(UNBOUNDED, nonfinite_policy=getattr(args, "nonfinite_policy", None) or "reject")
     found = correct(config, train_log_probs, rollout_log_probs, slices.slice_list(loss_masks))
     return torch.cat(found.weights), whole_masks(found.mask, loss_masks, slices, context)
+
+
+def weighted_by_token(
+    args: Namespace,
+    bounded: Callable[[Tensor, float, float], Tensor],
+    pg_loss: Tensor,
+    train_log_probs: Sequence[Tensor],
+    rollout_log_probs: Sequence[Tensor | None],
+    loss_masks: Sequence[Tensor],
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    kwargs: Mapping[str, Any],
+) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
+    """A custom function that weights each token alone: loss, masks and slime's metrics of it.
+
+    Args:
+        args: tis_clip (2.0 if missing), tis_clip_low (0.0 if missing) and nonfinite_policy.
+        bounded: The weight of a ratio within the two bounds; what is masked has ratio 0 and a loss of 0.
+        pg_loss: As of a custom function, like all that follow.
+        train_log_probs: Of the training policy.
+        rollout_log_probs: Of the rollout engine.
+        loss_masks: Whole responses.
+        total_lengths: Tokens of prompt and response.
+        response_lengths: Tokens of the response.
+        kwargs: The rest of what the function was called with.
+
+    Returns:
+        pg_loss, the loss masks without non-finite tokens, and tis (the raw ratio), tis_clipfrac, tis_abs, [N] each.
+    """
+    ratio, masks = token_ratios(
+        args, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths, kwargs
+    )
+    weight = bounded(ratio, getattr(args, "tis_clip_low", 0.0), getattr(args, "tis_clip", 2.0))
+    metrics = {"tis": ratio, "tis_clipfrac": (weight != ratio).to(ratio.dtype), "tis_abs": (ratio - 1).abs()}
+    return torch.where((ratio > 0) & (weight > 0), pg_loss * weight, 0.0), masks, metrics
 
 
 def _first(args: Namespace, *names: str) -> Any:

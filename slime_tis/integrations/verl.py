@@ -10,9 +10,10 @@ anything; weights that are all zero, or a batch without a finite log-ratio, give
 """
 
 import sys
+from collections.abc import MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -52,6 +53,24 @@ TOKEN_LEVEL_ROLLOUT_RS_OPTIONS: set[str] = {name for name in CRITERIA if name.st
 MISMATCH = Config(get_mismatch_metrics=True)
 
 
+class Batch(Protocol):
+    """The part of verl's DataProto that is used here."""
+
+    @property
+    def batch(self) -> MutableMapping[str, Tensor]:
+        """Tensors by name."""
+
+
+class Options(Protocol):
+    """verl's options: a dictionary, omegaconf's or a dataclass of verl's."""
+
+    def get(self, name: str, default: Any = None, /) -> Any:
+        """An option by name, of the type that verl gives it."""
+
+
+BatchT = TypeVar("BatchT", bound=Batch)
+
+
 @dataclass
 class WeightsProto:
     """The part of verl's DataProto that is used here, where verl is absent."""
@@ -72,7 +91,7 @@ def compute_rollout_correction_and_rejection_mask(
     rollout_token_veto_threshold: float | None = None,
     *,
     verl_compat: bool = False,
-) -> tuple[Any, Tensor, dict[str, float]]:
+) -> tuple[Batch | None, Tensor, dict[str, float]]:
     """Weights, rejection mask and metrics of a padded batch.
 
     Args:
@@ -176,7 +195,9 @@ def compute_rollout_corr_metrics_from_logprobs(
     return {f"rollout_corr/{name}": value for name, value in metrics.items()}
 
 
-def compute_rollout_correction_and_add_to_batch(batch: Any, rollout_corr_config: Any) -> tuple[Any, dict[str, float]]:
+def compute_rollout_correction_and_add_to_batch(
+    batch: BatchT, rollout_corr_config: Options
+) -> tuple[BatchT, dict[str, float]]:
     """Corrects a DataProto in place: `response_mask` always, `rollout_is_weights` where there are weights.
 
     Args:
@@ -205,7 +226,11 @@ def compute_rollout_correction_and_add_to_batch(batch: Any, rollout_corr_config:
     return batch, metrics
 
 
-def apply_bypass_mode(batch: Any, rollout_corr_config: Any = None, policy_loss_config: Any = None) -> None:
+def apply_bypass_mode(
+    batch: Batch,
+    rollout_corr_config: Options | None = None,
+    policy_loss_config: MutableMapping[str, object] | None = None,
+) -> None:
     """Bypass: `old_log_probs` of the batch become `rollout_log_probs`, and the policy loss gets their configuration.
 
     Args:
@@ -229,12 +254,12 @@ def apply_bypass_mode(batch: Any, rollout_corr_config: Any = None, policy_loss_c
             policy_loss_config["loss_mode"] = "bypass_mode"
 
 
-def _open(config: Any) -> AbstractContextManager[Any]:
+def _open(config: object) -> AbstractContextManager[object]:
     """Lets a struct of omegaconf's take new keys; omegaconf has been imported by whoever has one."""
     omegaconf = sys.modules.get("omegaconf")
     if omegaconf is None or not omegaconf.OmegaConf.is_config(config):
         return nullcontext()
-    opened: AbstractContextManager[Any] = omegaconf.open_dict(config)
+    opened: AbstractContextManager[object] = omegaconf.open_dict(config)
     return opened
 
 
@@ -278,14 +303,15 @@ def _check(old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor
         )
 
 
-def _proto(weights: Tensor | None) -> Any:
+def _proto(weights: Tensor | None) -> Batch | None:
     """verl's DataProto where verl is loaded, a stand-in with the same `.batch` elsewhere."""
     if weights is None:
         return None
     protocol = sys.modules.get("verl.protocol")
     if protocol is None:
         return WeightsProto({"rollout_is_weights": weights})
-    return protocol.DataProto.from_dict(tensors={"rollout_is_weights": weights})
+    proto: Batch = protocol.DataProto.from_dict(tensors={"rollout_is_weights": weights})
+    return proto
 
 
 def _default_ranks() -> Ranks:

@@ -1,10 +1,14 @@
 """What a process imports before its command line is accepted: nothing that takes seconds."""
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import slime_tis
+from slime_tis import correction
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "transformers", "megatron", "sympy", "numpy", "math_verify", "matplotlib", "tensorboard", "pyarrow")
@@ -44,6 +48,25 @@ def test_light_modules(module: str) -> None:
     code = f"import sys, {module}; print(*sys.modules, sep=chr(10))"
     loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert not {name.split(".")[0] for name in loaded.stdout.split()}.intersection(HEAVY)
+
+
+def test_a_submodule_of_the_correction_is_an_attribute_before_any_import_of_it() -> None:
+    code = "import slime_tis; print(slime_tis.correction.statistics.Statistics.__name__)"
+    asked = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert asked.stdout == "Statistics\n"
+
+
+def test_what_the_lazy_packages_export_is_what_they_can_import() -> None:
+    """A name in one of the two tables alone would be listed and missing, or there and not listed."""
+    assert set(correction.__all__) == set(correction._MODULES)
+    assert set(correction._EXPORTS) <= {path.stem for path in (ROOT / "slime_tis" / "correction").glob("*.py")}
+    assert set(slime_tis.__all__) <= set(correction.__all__)
+    for package in (slime_tis, correction):
+        (checked,) = (
+            node for node in ast.parse(Path(package.__file__ or "").read_text()).body if isinstance(node, ast.If)
+        )
+        imported = [name.name for node in checked.body if isinstance(node, ast.ImportFrom) for name in node.names]
+        assert sorted(imported) == sorted(package.__all__)  # what type checkers see
 
 
 def test_every_public_name_is_there() -> None:

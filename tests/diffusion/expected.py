@@ -18,7 +18,7 @@ class ExpectedLoss:
     """The loss of a batch, its gradient, and what it is averaged over."""
 
     loss: float
-    units: int
+    denominator: int
     gradient: Rows
     """∂loss/∂log π_θ."""
     clipped: int
@@ -77,8 +77,8 @@ def expected_loss(
     if bypass:
         old = rollout
     result = expected_trajectories(config, current if bypass else old, rollout)
-    kept, total = sum(map(sum, result.mask)), sum(map(len, current))
-    units = kept if config.rejection_normalizer == "kept" else total
+    accepted, steps = sum(map(sum, result.mask)), sum(map(len, current))
+    denominator = accepted if config.rejection_normalizer == "kept" else steps
     loss, clipped, kl, ratios = 0.0, 0, 0.0, 0.0
     gradient = [[0.0] * len(row) for row in current]
     for i, row in enumerate(current):
@@ -88,11 +88,11 @@ def expected_loss(
             old_log_prob = old[i][t] if math.isfinite(old[i][t]) else log_prob
             value, slope, cut = _step(config, log_prob, old_log_prob, advantages[i][t], clip_range)
             loss += result.weights[i][t] * value
-            gradient[i][t] = result.weights[i][t] * slope / max(units, 1)
+            gradient[i][t] = result.weights[i][t] * slope / max(denominator, 1)
             clipped += cut
             kl += old_log_prob - log_prob
             ratios += math.exp(log_prob - old_log_prob)
-    return ExpectedLoss(loss / max(units, 1), units, gradient, clipped, kl, ratios)
+    return ExpectedLoss(loss / max(denominator, 1), denominator, gradient, clipped, kl, ratios)
 
 
 def _step(

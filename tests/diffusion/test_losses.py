@@ -78,8 +78,8 @@ def test_against_plain_loops(
         found = diffusion_loss(config, log_probs, old_log_probs, advantage, weights=folded, clip_range=0.1737)
         assert found.statistics is None
     assert found.loss.item() == pytest.approx(oracle.loss, rel=1e-6, abs=1e-6)
-    assert found.units.item() == oracle.units
-    assert (found.numerator / found.units.clamp_min(1)).item() == found.loss.item()
+    assert found.denominator.item() == oracle.denominator
+    assert (found.numerator / found.denominator.clamp_min(1)).item() == found.loss.item()
     (gradient,) = torch.autograd.grad(found.loss, log_probs)
     for row, expected in zip(gradient.tolist(), oracle.gradient, strict=True):
         assert row == pytest.approx(expected, rel=1e-6, abs=1e-7)
@@ -156,15 +156,15 @@ def test_weights_in_bypass_mode_are_reported_and_do_not_act() -> None:
 
 
 def test_denominators() -> None:
-    """Two of four steps rejected: over what is kept the mean is 1.5, over all of them half of that."""
+    """Two of four steps rejected: over the accepted the mean is 1.5, over all of them half of that."""
     log_probs = torch.zeros(2, 2, requires_grad=True)
     old = torch.tensor([[0.0, 5.0], [0.0, 5.0]])
     advantages = torch.tensor([-1.0, -2.0])
     losses = {}
-    for normalizer, units in (("kept", 2), ("original", 4)):
+    for normalizer, denominator in (("kept", 2), ("original", 4)):
         config = RolloutCorrectionConfig(use_rollout_logprobs=True, use_rs=True, rejection_normalizer=normalizer)  # type: ignore
         losses[normalizer] = found = diffusion_loss(config, log_probs, old, advantages)
-        assert (found.units.item(), found.kept.item(), found.total.item()) == (units, 2, 4)
+        assert (found.denominator.item(), found.accepted_steps.item(), found.steps.item()) == (denominator, 2, 4)
         assert found.statistics is not None
         assert found.statistics.metrics()["actor/rollout_corr/gradient_kept_fraction"] == 0.5
     assert losses["kept"].loss.item() == 1.5 and losses["original"].loss.item() == 0.75
@@ -175,7 +175,7 @@ def test_everything_rejected_is_a_loss_of_zero() -> None:
     log_probs = torch.zeros(2, 2, requires_grad=True)
     found = diffusion_loss(config, log_probs, torch.full((2, 2), 9.0), torch.ones(2))
     (gradient,) = torch.autograd.grad(found.loss, log_probs)
-    assert found.loss.item() == 0.0 and found.units.item() == 0 and not gradient.any()
+    assert found.loss.item() == 0.0 and found.denominator.item() == 0 and not gradient.any()
 
 
 @settings(max_examples=60, deadline=None)
@@ -183,7 +183,7 @@ def test_everything_rejected_is_a_loss_of_zero() -> None:
 def test_steps_and_micro_batches_add_up(
     config: RolloutCorrectionConfig, batch: tuple[Rows, Rows], by_step: bool
 ) -> None:
-    """Decoupled: the loss of the whole is Σ numerator / Σ units of its parts, cut along either dimension."""
+    """Decoupled: the loss of the whole is Σ numerator / Σ denominator of its parts, cut along either dimension."""
     config = replace(config, use_rollout_logprobs=False)
     old, rollout = tensors(*batch)
     log_probs, advantages = old + 0.1, torch.linspace(-1, 2, len(old), dtype=torch.float64)
@@ -194,9 +194,9 @@ def test_steps_and_micro_batches_add_up(
     else:
         cuts = [tuple(x[i : i + 1] for x in (log_probs, old, advantages, folded)) for i in range(len(old))]
     parts = [diffusion_loss(config, a, b, c, weights=d) for a, b, c, d in cuts]
-    numerator, units = sum(p.numerator for p in parts), sum(p.units for p in parts)
-    torch.testing.assert_close(numerator / max(units, 1), whole.loss, rtol=1e-6, atol=1e-7)
-    assert units == whole.units
+    numerator, denominator = sum(p.numerator for p in parts), sum(p.denominator for p in parts)
+    torch.testing.assert_close(numerator / max(denominator, 1), whole.loss, rtol=1e-6, atol=1e-7)
+    assert denominator == whole.denominator
 
 
 class TwoSteps:
