@@ -1,0 +1,155 @@
+"""train.py with top-p and top-k: training's log-probs are taken over the sets that were sampled from."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime_tis.cli.main import train
+from slime_tis.rollout.build import evaluation_sampling, training_sampling
+from slime_tis.rollout.config import RolloutConfig
+from tests.conftest import Run
+from tests.runs import make_task, read_metrics, run_apart, run_here, training_metrics
+
+EXACT = 1e-5
+"""Nats between the two engines at equal float32 weights."""
+DATA = "rollout_{rollout_id}.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("flags", "tokens"),
+    [
+        pytest.param("--rollout-top-p 0.5", (2, 40), id="top-p 0.5"),
+        pytest.param("--rollout-top-p 0.9", (10, 60), id="top-p 0.9"),
+        pytest.param("--rollout-top-p 0.99", (20, 63), id="top-p 0.99"),
+        pytest.param("--rollout-top-k 1", (1, 1), id="top-k 1"),
+        pytest.param("--rollout-top-k 3 --rollout-temperature 2", (3, 3), id="top-k 3, hot"),
+        pytest.param("--rollout-top-k 50", (50, 50), id="top-k 50"),
+        pytest.param("--rollout-top-p 0.8 --rollout-top-k 20 --rollout-temperature 0.6", (1, 20), id="both, cool"),
+        pytest.param("--rollout-top-p 0.7 --use-rollout-logprobs --use-rs", (2, 50), id="bypass"),
+        pytest.param("--rollout-top-p 0.7 --use-tis --num-steps-per-rollout 2", (2, 50), id="two steps"),
+    ],
+)
+def test_equal_weights_give_equal_log_probs(flags: str, tokens: tuple[float, float], run: Run) -> None:
+    rows = run(*flags.split(), "--rollout-precision", "fp32", "--num-rollout", "2", "--get-mismatch-metrics")
+    for row in rows:
+        # without weights and rejection; with two steps per rollout those of π_old, which the samples come from
+        assert row["train/train_rollout_logprob_abs_diff"] < EXACT
+        assert row["train/mismatch_k3_kl"] < 1e-9
+        assert row["train/nonfinite_token_fraction"] == 0
+        if "rollout/sampling_mask_tokens" in row:  # once per rollout
+            assert tokens[0] <= row["rollout/sampling_mask_tokens"] <= tokens[1]
+            assert row["rollout/sampling_mask_missing"] == row["rollout/sampling_mask_violations"] == 0
+    assert "rollout/sampling_mask_tokens" in rows[-1]
+
+
+def test_one_certain_token_teaches_nothing(run: Run) -> None:
+    for row in run("--rollout-top-k", "1", "--entropy-coef", "0.1", "--rollout-precision", "fp32"):
+        assert row["train/entropy_loss"] == row["train/entropy_gap"] == row["train/grad_norm"] == 0
+
+
+def test_samples_without_masks_are_refused_and_show_their_bias_where_it_is_allowed(
+    task: list[str], run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = str(tmp_path / DATA)
+    flags = ["--rollout-top-p", "0.8", "--rollout-precision", "fp32", "--num-rollout", "1"]
+    (replayed,) = run(*flags, "--save-debug-rollout-data", data, name="recorded")
+    change(tmp_path / "rollout_0.jsonl", lambda row: row.pop("sampling_mask"))
+    flags += ["--load-debug-rollout-data", data]
+    assert train([*task, *flags, "--output-dir", str(tmp_path / "refused")]) == 1
+    assert "has 16 samples without a sampling mask" in capsys.readouterr().err
+    (biased,) = run(*flags, "--allow-truncation-bias", name="biased")
+    assert biased["rollout/sampling_mask_missing"] == 1
+    assert replayed["train/train_rollout_logprob_abs_diff"] < EXACT
+    assert biased["train/train_rollout_logprob_abs_diff"] > 0.1
+    assert abs(replayed["train/entropy_gap"]) < 0.2
+    assert biased["train/entropy_gap"] > 0.3
+
+
+@pytest.mark.parametrize("policy", ["reject", "neutral"])
+def test_a_token_outside_of_its_set_is_left_to_the_nonfinite_policy(policy: str, run: Run, tmp_path: Path) -> None:
+    data = str(tmp_path / DATA)
+    flags = ["--rollout-top-k", "4", "--rollout-precision", "fp32", "--num-rollout", "1"]
+    run(*flags, "--save-debug-rollout-data", data, name="recorded")
+    flags += ["--use-tis", "--nonfinite-policy", policy, "--calculate-per-token-loss"]
+    (right,) = run(*flags, "--load-debug-rollout-data", data, name="right")
+
+    def spoil(row: dict[str, Any]) -> None:
+        row["response_ids"][0] = next(token for token in range(5, 60) if token not in row["response_ids"])
+
+    lines = (tmp_path / "rollout_0.jsonl").read_text().splitlines()
+    row = json.loads(lines[0])
+    spoil(row)
+    (tmp_path / "rollout_0.jsonl").write_text("\n".join([json.dumps(row), *lines[1:]]) + "\n")
+    (wrong,) = run(*flags, "--load-debug-rollout-data", data, name="wrong")
+    assert (right["rollout/sampling_mask_violations"], wrong["rollout/sampling_mask_violations"]) == (0, 1)
+    assert wrong["train/nonfinite_token_fraction"] == pytest.approx(1 / right["train/loss_denominator"])
+    assert wrong["train/loss_denominator"] == right["train/loss_denominator"] - (policy == "reject")
+    assert wrong["train/nonfinite_gradient_steps"] == 0
+    assert 0 < wrong["train/grad_norm"] < 100
+
+
+def change(path: Path, edit: Any) -> None:
+    """Applies `edit` to every row of a JSONL file."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows:
+        edit(row)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+LAYOUTS = {
+    "tensor": ["--tensor-model-parallel-size", "2"],
+    "tensor and sequence": ["--tensor-model-parallel-size", "2", "--sequence-parallel"],
+    "context": ["--context-parallel-size", "2"],
+    "pipeline, micro-batches, chunks": [
+        *("--pipeline-model-parallel-size", "2", "--micro-batch-size", "8", "--log-probs-chunk-size", "7")
+    ],
+    "data, token budget": ["--use-dynamic-batch-size", "--max-tokens-per-gpu", "48"],
+}
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[str], list[dict[str, Any]]]]:
+    """Flags that replay the rollouts of a run in one process, and the rows of that run."""
+    directory = tmp_path_factory.mktemp("truncated")
+    flags = [
+        *make_task(directory),
+        *("--rollout-precision", "fp32", "--rollout-top-p", "0.8", "--rollout-temperature", "0.9"),
+        *("--use-kl-loss", "--kl-loss-coef", "0.1", "--kl-loss-type", "k3", "--entropy-coef", "0.01", "--use-tis"),
+    ]
+    data = str(directory / DATA)
+    rows = run_here([*flags, "--save-debug-rollout-data", data], directory / "one")
+    assert all(row["train/train_rollout_logprob_abs_diff"] < EXACT for row in rows)
+    assert rows[0]["train/kl_loss"] < 1e-9 < rows[2]["train/kl_loss"]  # the reference is the first policy
+    yield [*flags, "--load-debug-rollout-data", data], rows
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_ranks_agree_with_one(
+    layout: str, one_process: tuple[list[str], list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    flags, expected = one_process
+    result = run_apart([*flags, *LAYOUTS[layout]], tmp_path, ranks=2)
+    assert result.returncode == 0, result.stderr[-4000:]
+    rows = read_metrics(tmp_path)
+    assert rows[0]["train/train_rollout_logprob_abs_diff"] < EXACT
+    for row, one in zip(rows, expected, strict=True):
+        assert training_metrics(row) == pytest.approx(training_metrics(one), rel=1e-4, abs=1e-4)
+
+
+def test_evaluation_records_no_sets() -> None:
+    config = RolloutConfig(
+        prompt_data="x",
+        rollout_batch_size=1,
+        rollout_max_response_len=1,
+        rm_type="random",
+        rollout_top_p=0.9,
+        eval_prompt_data=("y",),
+        eval_temperature=1.0,
+        eval_top_p=0.7,
+    )
+    assert training_sampling(config).return_sampling_mask
+    assert not evaluation_sampling(config).return_sampling_mask
+    assert evaluation_sampling(config).top_p == 0.7
