@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.faults.forked import ForkedRun, Outcome, group_is_empty, run_forked
+from tests.rollout.sglang.fake_sglang import fake_servers
 from tests.runs import make_task, read_metrics, training_metrics
 
 STEPS = 12
@@ -139,6 +140,82 @@ def test_a_signal_during_a_save_is_not_lost(
     differs = outcome.status != 0 or by_step(directory) != expected
     tries.record("the resumed run", f"{outcome.error} {by_step(directory)}" if differs else None)
     tries.check(at_least=9)
+
+
+def test_a_second_signal_during_a_save_ends_the_run_at_once_and_the_half_checkpoint_does_not_count(
+    tmp_path: Path, tally: Any
+) -> None:
+    """The run is stopped while it writes, so that the second signal finds it there; tries that come too late repeat."""
+    tries = tally("a second signal during a save")
+    task = make_task(tmp_path, hidden_size=512, intermediate_size=2048)  # a checkpoint of some 50 MB
+    save, directory = tmp_path / "save", tmp_path / "run"
+    arguments = [*task, "--num-rollout", "3", "--save", str(save), "--load", str(save), "--output-dir", str(directory)]
+    first = run_forked([*arguments, "--num-rollout", "1"], tmp_path / "first", timeout=120)
+    assert first.status == 0, first.error
+    for attempt in range(9):
+        number = SIGNALS[attempt % 3]
+        run = ForkedRun([*arguments, "--save-interval", "1"], tmp_path / f"log{attempt}")
+        until(lambda: any(save.glob(".iter_*")), run, HANG)
+        run.kill(number)
+        until(prints(run, number.name), run, HANG)
+        run.kill(signal.SIGSTOP)
+        unfinished = {path.name.removeprefix(".").split(".")[0] for path in save.glob(".iter_*")}
+        if unfinished and not has_ended(run):
+            until(lambda: False, run, 1.0)  # a second signal comes later than those that launchers pass on
+            run.kill(signal.SIGTERM)
+            run.kill(signal.SIGCONT)
+            outcome = run.wait(HANG)
+            failure = None if outcome.status == 128 + signal.SIGTERM else f"status {outcome.status}: {outcome.error}"
+            if f"{number.name}: the run saves and stops" not in outcome.error or outcome.traceback:
+                failure = failure or outcome.error
+            tries.record(f"{number.name} try {attempt}", failure)
+            break
+        run.kill(signal.SIGCONT)
+        run.wait(HANG)
+    whole = {path.name for path in save.glob("iter_*")}
+    last = run_forked(arguments, tmp_path / "last", timeout=120)
+    tries.record("the resumed run", last.error if last.status else None)
+    tries.record("the half checkpoint", f"{unfinished & whole} counts as whole" if unfinished & whole else None)
+    steps = sorted(by_step(directory))
+    tries.record("steps", None if steps == [1, 2, 3] else f"steps {steps}")
+    tries.check(at_least=4)
+
+
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
+def test_a_signal_while_sglang_is_waited_for(
+    number: signal.Signals, flags: list[str], tmp_path: Path, tally: Any
+) -> None:
+    """Requests hang in a server; the run saves and ends, and a resumed run gives the metrics of an undisturbed one."""
+    tries = tally("a signal while SGLang is waited for")
+    place = flags.index("--rollout-precision")
+    sglang = [*flags[:place], *flags[place + 2 :], "--num-rollout", "4", "--update-weights-interval", "1"]
+    sglang += ["--rollout-engine", "sglang", "--sglang-weight-sync", "disk"]
+
+    def line(name: str, url: str) -> list[str]:
+        places = {"--save": "save", "--load": "save", "--output-dir": "run", "--sglang-weight-dir": "weights"}
+        directories = [word for flag, place in places.items() for word in (flag, str(tmp_path / name / place))]
+        return [*sglang, "--sglang-url", url, *directories]
+
+    def trained(name: str) -> dict[int, dict[str, float]]:
+        rows = by_step(tmp_path / name / "run")
+        return {step: {k: v for k, v in row.items() if "sglang" not in k} for step, row in rows.items()}
+
+    with fake_servers(2) as (other, server):
+        whole = run_forked(line("whole", other.url), tmp_path / "log_whole", timeout=120)
+        assert whole.status == 0, whole.error
+        run = ForkedRun(line("signalled", server.url), tmp_path / "log")
+        until(prints(run, "step 1/4"), run, HANG)
+        server.stop_after = 1
+        until(lambda: bool(server.held), run, HANG)
+        run.kill(number)
+        outcome = run.wait(HANG)
+        failure = wrong(run, outcome, number)
+        tries.record("the run", failure if outcome.status else f"status {outcome.status}: {outcome.output}")
+        server.stop_after = None
+        resumed = run_forked(line("signalled", server.url), tmp_path / "log_resumed", timeout=120)
+        differs = resumed.status != 0 or trained("signalled") != trained("whole")
+        tries.record("the resumed run", f"{resumed.error} {trained('signalled')}" if differs else None)
+    tries.check(at_least=2)
 
 
 @pytest.mark.parametrize("reward", ["awaited", "blocking"])
