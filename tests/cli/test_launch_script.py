@@ -98,6 +98,7 @@ def test_a_sourced_file_that_is_missing_is_said(script):
         ("python train.py\0", "'PATH' is not text: it has null bytes."),
         ("$(" * 5000, "'PATH' nests quotes or substitutions too deeply."),
     ],
+    ids=["an open quote", "an open array", "an open substitution", "no training", "null bytes", "nested too deeply"],
 )
 def test_what_cannot_be_read_is_refused(script, text, message):
     path = script(text)

@@ -206,23 +206,23 @@ def test_gpus_are_shared_out(tmp_path, flags, argv, ranks):
     assert found.ranks == ranks
 
 
-@pytest.mark.parametrize(
-    ("flags", "argv"),
-    [
-        ("--update-weight-buffer-size 536870912", "--sglang-bucket-mb 512"),
-        ("--update-weight-transport nccl", "--sglang-weight-sync distributed"),
-        ("--check-weight-update-equal", "--check-weight-sync"),
-        ("--advantage-estimator reinforce_plus_plus", "--advantage-estimator reinforce_plus_plus_baseline"),
-        ("--load /ckpt", ""),
-        ("--lr fast", ""),
-        ("--lr 1 --lr 2", "--lr 2"),
-        ("--seed=7", "--seed 7"),
-        (
-            "--custom-tis-function-path examples.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp",
-            "--custom-tis-function-path custom_tis.mis.compute_mis_weights_with_cp",
-        ),
-    ],
-)
+CARRIED_OVER = [
+    ("--update-weight-buffer-size 536870912", "--sglang-bucket-mb 512"),
+    ("--update-weight-transport nccl", "--sglang-weight-sync distributed"),
+    ("--check-weight-update-equal", "--check-weight-sync"),
+    ("--advantage-estimator reinforce_plus_plus", "--advantage-estimator reinforce_plus_plus_baseline"),
+    ("--load /ckpt", ""),
+    ("--lr fast", ""),
+    ("--lr 1 --lr 2", "--lr 2"),
+    ("--seed=7", "--seed 7"),
+    (
+        "--custom-tis-function-path examples.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp",
+        "--custom-tis-function-path custom_tis.mis.compute_mis_weights_with_cp",
+    ),
+]
+
+
+@pytest.mark.parametrize(("flags", "argv"), CARRIED_OVER, ids=[row[0][:60] for row in CARRIED_OVER])
 def test_values_are_carried_over(tmp_path, flags, argv):
     found = ported(tmp_path, flags)
     del found.flags["--rollout-engine"]

@@ -334,41 +334,41 @@ def test_refusal_names_flag_value_and_fix(base, flags, message):
     assert refusal(base + flags) == message
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ("--rollout-engine sglang", "no server is named"),
-        (
-            "--sglang-url http://a:1",
-            "--sglang-url is ('http://a:1',) but has no effect without --rollout-engine sglang",
-        ),
-        ("--rollout-engine sglang --sglang-launch 1 --sglang-api-key s3cret", "--sglang-api-key-env names"),
-        (
-            "--rollout-engine sglang --sglang-launch 1 --sglang-admin-api-key s3cret",
-            "--sglang-admin-api-key-env names",
-        ),
-        (
-            "--rollout-engine sglang --sglang-launch 1 --sglang-ssl-keyfile-password=s3cret",
-            "--sglang-ssl-keyfile-password-env VARIABLE",
-        ),
-        (
-            "--rollout-engine sglang --sglang-launch 1 --rollout-precision fp8",
-            "--rollout-precision is 'fp8' but has no effect without --rollout-engine local",
-        ),
-        ("--rollout-engine sglang --sglang-launch 1 --sglang-port 1", "--sglang-base-port"),
-        ("--rollout-engine sglang --sglang-ulr http://a:1", "did you mean --sglang-url?"),
-        ("--rollout-engine sglang --sglang-url http://a:1 --rollout-top-p 0.9", "could not use the same distribution"),
-        ("--partial-rollout --over-sampling-batch-size 6", "--rollout-engine sglang"),
-        ("--over-sampling-batch-size 6", "has no effect without --partial-rollout"),
-        ("--rollout-engine sglang --sglang-launch 1 --partial-rollout", "--over-sampling-batch-size is None"),
-        (
-            "--rollout-engine sglang --sglang-launch 1 --partial-rollout --over-sampling-batch-size 6 "
-            "--rollout-lookahead 1",
-            "leave one of them out",
-        ),
-        ("--rollout-lookahead -1", "--rollout-lookahead is -1"),
-    ],
-)
+MEANINGLESS_ENGINES = [
+    ("--rollout-engine sglang", "no server is named"),
+    (
+        "--sglang-url http://a:1",
+        "--sglang-url is ('http://a:1',) but has no effect without --rollout-engine sglang",
+    ),
+    ("--rollout-engine sglang --sglang-launch 1 --sglang-api-key s3cret", "--sglang-api-key-env names"),
+    (
+        "--rollout-engine sglang --sglang-launch 1 --sglang-admin-api-key s3cret",
+        "--sglang-admin-api-key-env names",
+    ),
+    (
+        "--rollout-engine sglang --sglang-launch 1 --sglang-ssl-keyfile-password=s3cret",
+        "--sglang-ssl-keyfile-password-env VARIABLE",
+    ),
+    (
+        "--rollout-engine sglang --sglang-launch 1 --rollout-precision fp8",
+        "--rollout-precision is 'fp8' but has no effect without --rollout-engine local",
+    ),
+    ("--rollout-engine sglang --sglang-launch 1 --sglang-port 1", "--sglang-base-port"),
+    ("--rollout-engine sglang --sglang-ulr http://a:1", "did you mean --sglang-url?"),
+    ("--rollout-engine sglang --sglang-url http://a:1 --rollout-top-p 0.9", "could not use the same distribution"),
+    ("--partial-rollout --over-sampling-batch-size 6", "--rollout-engine sglang"),
+    ("--over-sampling-batch-size 6", "has no effect without --partial-rollout"),
+    ("--rollout-engine sglang --sglang-launch 1 --partial-rollout", "--over-sampling-batch-size is None"),
+    (
+        "--rollout-engine sglang --sglang-launch 1 --partial-rollout --over-sampling-batch-size 6 "
+        "--rollout-lookahead 1",
+        "leave one of them out",
+    ),
+    ("--rollout-lookahead -1", "--rollout-lookahead is -1"),
+]
+
+
+@pytest.mark.parametrize(("flags", "words"), MEANINGLESS_ENGINES, ids=[row[0][:60] for row in MEANINGLESS_ENGINES])
 def test_engines_that_mean_nothing_are_refused(base, flags, words):
     said = refusal(base + flags)
     assert words in said and "s3cret" not in said

@@ -118,26 +118,26 @@ def test_flags_that_repeat_config_json_are_accepted(line, model):
     assert said(line, model) == ""
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("--kv-channels 64", "--kv-channels is '64' but head_dim of config.json is 128; leave it out, or give the"),
-        ("--norm-epsilon 1e-5", "--norm-epsilon is '1e-5' but rms_norm_eps of config.json is 1e-06; leave it out"),
-        ("--num-layers", "--num-layers has 0 values but needs one; leave it out, config.json says it."),
-        ("--num-layers many", "--num-layers is 'many' but num_hidden_layers of config.json is 36; leave it out"),
-        ("--normalization LayerNorm", "--normalization is 'LayerNorm' but normalization of config.json is RMSNorm"),
-        ("--add-qkv-bias", "--add-qkv-bias is set but attention_bias of config.json is false; leave it out"),
-        (
-            "--untie-embeddings-and-output-weights",
-            "--untie-embeddings-and-output-weights is set but tie_word_embeddings of config.json is true; leave it",
-        ),
-        ("--use-rope-scaling", "--use-rope-scaling is set but rope_scaling of config.json is false; leave it out"),
-        ("--swiglu please", "--swiglu is 'please' but is a switch; leave it out."),
-        ("--optimizer sgd", "--optimizer is 'sgd' but always adam here; leave it out."),
-        ("--optimizer", "--optimizer is without a value but always adam here; leave it out."),
-        ("--attention-softmax-in-fp32 false", "--attention-softmax-in-fp32 is 'false' but cannot be turned off"),
-    ],
-)
+CONTRADICTIONS = [
+    ("--kv-channels 64", "--kv-channels is '64' but head_dim of config.json is 128; leave it out, or give the"),
+    ("--norm-epsilon 1e-5", "--norm-epsilon is '1e-5' but rms_norm_eps of config.json is 1e-06; leave it out"),
+    ("--num-layers", "--num-layers has 0 values but needs one; leave it out, config.json says it."),
+    ("--num-layers many", "--num-layers is 'many' but num_hidden_layers of config.json is 36; leave it out"),
+    ("--normalization LayerNorm", "--normalization is 'LayerNorm' but normalization of config.json is RMSNorm"),
+    ("--add-qkv-bias", "--add-qkv-bias is set but attention_bias of config.json is false; leave it out"),
+    (
+        "--untie-embeddings-and-output-weights",
+        "--untie-embeddings-and-output-weights is set but tie_word_embeddings of config.json is true; leave it",
+    ),
+    ("--use-rope-scaling", "--use-rope-scaling is set but rope_scaling of config.json is false; leave it out"),
+    ("--swiglu please", "--swiglu is 'please' but is a switch; leave it out."),
+    ("--optimizer sgd", "--optimizer is 'sgd' but always adam here; leave it out."),
+    ("--optimizer", "--optimizer is without a value but always adam here; leave it out."),
+    ("--attention-softmax-in-fp32 false", "--attention-softmax-in-fp32 is 'false' but cannot be turned off"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), CONTRADICTIONS, ids=[row[0] for row in CONTRADICTIONS])
 def test_flags_that_contradict_config_json_are_refused_with_both_values(line, message):
     assert said(line, QWEN3).startswith(message)
 
@@ -167,6 +167,14 @@ def test_a_suggestion_is_made_where_it_is_plausible(word, found):
 @pytest.mark.parametrize(
     ("a", "b", "distance"),
     [("", "", 0), ("", "abc", 3), ("kitten", "sitting", 3), ("ab", "ba", 1), ("hight", "height", 1), ("ca", "abc", 3)],
+    ids=[
+        "both empty",
+        "one empty",
+        "substitutions",
+        "a transposition",
+        "an insertion",
+        "a transposition and an insertion",
+    ],
 )
 def test_edit_distance(a, b, distance):
     assert edit_distance(a, b) == edit_distance(b, a) == distance

@@ -20,7 +20,9 @@ def test_warnings_are_one_line_each_and_replayed_truncation_is_none(whole, capsy
     )
 
 
-@pytest.mark.parametrize(("flags", "warns"), [("2", False), ("3", True), ("2999", True)])
+@pytest.mark.parametrize(
+    ("flags", "warns"), [("2", False), ("3", True), ("2999", True)], ids=["shorter", "as long", "longer"]
+)
 def test_a_warm_up_longer_than_the_run_is_warned_about(whole, capsys, flags, warns):
     parse_args(shlex.split(whole + "--lr-warmup-iters " + flags))
     assert capsys.readouterr().err == (
@@ -31,17 +33,17 @@ def test_a_warm_up_longer_than_the_run_is_warned_about(whole, capsys, flags, war
     )
 
 
-@pytest.mark.parametrize(
-    ("flags", "criterion"),
-    [
-        ("--rollout-correction-preset decoupled_geo_rs", "geometric"),
-        ("--use-rs --rs-level geometric --rs-upper-bound 1.001", "geometric"),
-        ("--rollout-rs seq_mean_k1 --rollout-rs-threshold 0.999_1.001", "seq_mean_k1"),
-        ("--use-rs --rs-level geometric --rs-upper-bound 1.01", None),
-        ("--rollout-correction-preset decoupled_geo_rs --rs-z-score 3", None),
-        ("--rollout-rs seq_mean_k3 --rollout-rs-threshold 0.001", None),
-    ],
-)
+GEOMETRIC_BOUNDS = [
+    ("--rollout-correction-preset decoupled_geo_rs", "geometric"),
+    ("--use-rs --rs-level geometric --rs-upper-bound 1.001", "geometric"),
+    ("--rollout-rs seq_mean_k1 --rollout-rs-threshold 0.999_1.001", "seq_mean_k1"),
+    ("--use-rs --rs-level geometric --rs-upper-bound 1.01", None),
+    ("--rollout-correction-preset decoupled_geo_rs --rs-z-score 3", None),
+    ("--rollout-rs seq_mean_k3 --rollout-rs-threshold 0.001", None),
+]
+
+
+@pytest.mark.parametrize(("flags", "criterion"), GEOMETRIC_BOUNDS, ids=[row[0] for row in GEOMETRIC_BOUNDS])
 def test_geometric_bounds_that_no_precision_fits_are_warned_about(whole, capsys, flags, criterion):
     parse_args(shlex.split(whole + flags))
     lower = "0.999" if criterion else ""
@@ -54,25 +56,30 @@ def test_geometric_bounds_that_no_precision_fits_are_warned_about(whole, capsys,
     )
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ("--rollout-lookahead 2", "--rollout-lookahead is 2"),
-        ("--update-weights-interval 3 --get-mismatch-metrics", "--update-weights-interval is 3"),
-        (
-            "--rollout-lookahead 1 --update-weights-interval 2",
-            "--rollout-lookahead is 1 and --update-weights-interval is 2",
-        ),
-        ("--update-weights-interval 3 --use-tis", None),
-        ("--update-weights-interval 3 --use-rollout-logprobs", None),
-        ("--update-weights-interval 3 --old-logprobs interpolate", None),
-    ],
-)
-def test_stale_samples_that_nothing_corrects_are_warned_about(base, capsys, flags, words):
+def warnings_of(line, capsys):
+    """What is printed on stderr where the command line is accepted."""
     make_checkpoint("model", "qwen3")  # parse_args looks at the weights, too
     capsys.readouterr()  # the bar of transformers
-    parse_args(shlex.split(base + flags))
-    assert capsys.readouterr().err == (
+    parse_args(shlex.split(line))
+    return capsys.readouterr().err
+
+
+STALE_SAMPLES = [
+    ("--rollout-lookahead 2", "--rollout-lookahead is 2"),
+    ("--update-weights-interval 3 --get-mismatch-metrics", "--update-weights-interval is 3"),
+    (
+        "--rollout-lookahead 1 --update-weights-interval 2",
+        "--rollout-lookahead is 1 and --update-weights-interval is 2",
+    ),
+    ("--update-weights-interval 3 --use-tis", None),
+    ("--update-weights-interval 3 --use-rollout-logprobs", None),
+    ("--update-weights-interval 3 --old-logprobs interpolate", None),
+]
+
+
+@pytest.mark.parametrize(("flags", "words"), STALE_SAMPLES, ids=[row[0] for row in STALE_SAMPLES])
+def test_stale_samples_that_nothing_corrects_are_warned_about(base, capsys, flags, words):
+    assert warnings_of(base + flags, capsys) == (
         f"warning: {words}, so samples come from older weights than those being trained, and nothing corrects that; "
         "add --use-tis, or --use-rollout-logprobs, whose ratios are to the policy that sampled.\n"
         if words
@@ -80,23 +87,20 @@ def test_stale_samples_that_nothing_corrects_are_warned_about(base, capsys, flag
     )
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ("--eps-clip-high 0.28", "--eps-clip-high is 0.28"),
-        ("--use-tis --eps-clip 0.1 --eps-clip-c 3", "--eps-clip is 0.1 and --eps-clip-c is 3"),
-        ("--use-tis --tis-batch-normalize --policy-loss gspo --eps-clip 3e-4", "--eps-clip is 0.0003"),
-        ("--use-tis", None),
-        ("--eps-clip-high 0.28 --num-steps-per-rollout 2", None),
-        ("--eps-clip-high 0.28 --use-rollout-logprobs", None),
-        ("--eps-clip-high 0.28 --old-logprobs interpolate", None),
-    ],
-)
+CLIP_RANGES = [
+    ("--eps-clip-high 0.28", "--eps-clip-high is 0.28"),
+    ("--use-tis --eps-clip 0.1 --eps-clip-c 3", "--eps-clip is 0.1 and --eps-clip-c is 3"),
+    ("--use-tis --tis-batch-normalize --policy-loss gspo --eps-clip 3e-4", "--eps-clip is 0.0003"),
+    ("--use-tis", None),
+    ("--eps-clip-high 0.28 --num-steps-per-rollout 2", None),
+    ("--eps-clip-high 0.28 --use-rollout-logprobs", None),
+    ("--eps-clip-high 0.28 --old-logprobs interpolate", None),
+]
+
+
+@pytest.mark.parametrize(("flags", "words"), CLIP_RANGES, ids=[row[0][:60] for row in CLIP_RANGES])
 def test_a_clip_range_without_effect_is_warned_about(base, capsys, flags, words):
-    make_checkpoint("model", "qwen3")  # parse_args looks at the weights, too
-    capsys.readouterr()  # the bar of transformers
-    parse_args(shlex.split(base + flags))
-    assert capsys.readouterr().err == (
+    assert warnings_of(base + flags, capsys) == (
         f"warning: {words}, but with one optimizer step per rollout the policy is its own old policy, all ratios are "
         "1, and nothing is clipped; raise --num-steps-per-rollout, or add --use-rollout-logprobs, which clips the "
         "ratio to the policy that sampled.\n"

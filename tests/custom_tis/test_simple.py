@@ -33,7 +33,9 @@ def call(path: str, **args: Any) -> tuple[torch.Tensor, list[torch.Tensor], dict
     )
 
 
-@pytest.mark.parametrize("path", ["custom_tis.tis.vanilla_tis", f"{FOLDER / 'tis.py'}:vanilla_tis"])
+@pytest.mark.parametrize(
+    "path", ["custom_tis.tis.vanilla_tis", f"{FOLDER / 'tis.py'}:vanilla_tis"], ids=["module", "file"]
+)
 def test_vanilla_tis(path: str) -> None:
     pg_loss, masks, metrics = call(path, tis_clip=2.0, tis_clip_low=0.5)
     assert pg_loss.tolist() == pytest.approx([2 * 1.105171, 4.0, 1.0, 0.0, 2 * 1.349859])
@@ -43,7 +45,7 @@ def test_vanilla_tis(path: str) -> None:
     assert metrics["tis_abs"].tolist()[:2] == pytest.approx([0.105171, 1.718282], abs=1e-6)
 
 
-@pytest.mark.parametrize("path", ["custom_tis.icepop.icepop", f"{FOLDER / 'icepop.py'}:icepop"])
+@pytest.mark.parametrize("path", ["custom_tis.icepop.icepop", f"{FOLDER / 'icepop.py'}:icepop"], ids=["module", "file"])
 def test_icepop(path: str) -> None:
     pg_loss, masks, metrics = call(path, tis_clip=2.0, tis_clip_low=0.5)
     assert pg_loss.tolist() == pytest.approx([2 * 1.105171, 0.0, 0.0, 0.0, 2 * 1.349859])
@@ -51,7 +53,9 @@ def test_icepop(path: str) -> None:
     assert metrics["tis_clipfrac"].tolist()[:3] == [0, 1, 1]
 
 
-@pytest.mark.parametrize("path", ["custom_tis.template.soft_tis", f"{FOLDER / 'template.py'}:soft_tis"])
+@pytest.mark.parametrize(
+    "path", ["custom_tis.template.soft_tis", f"{FOLDER / 'template.py'}:soft_tis"], ids=["module", "file"]
+)
 def test_template(path: str) -> None:
     pg_loss, _, metrics = call(path)
     assert pg_loss.tolist() == pytest.approx((4 * torch.tanh(RATIO / 2)).tolist())

@@ -35,7 +35,7 @@ def test_a_checkpoint_without_weights_is_refused(tmp_path):
         load_model(path, torch.float32)
 
 
-@pytest.mark.parametrize(("tied", "family"), [(True, "qwen3"), (False, "qwen2")])
+@pytest.mark.parametrize(("tied", "family"), [(True, "qwen3"), (False, "qwen2")], ids=["tied", "untied"])
 def test_linear_weights_are_the_projections(tmp_path, tied, family):
     model = load_model(make_checkpoint(tmp_path, family, tie_word_embeddings=tied), torch.bfloat16)
     attention, mlp = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
@@ -50,7 +50,9 @@ def test_linear_weights_are_the_projections(tmp_path, tied, family):
     assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
-@pytest.mark.parametrize(("configured", "expected"), [(7, (7,)), ([7, 9], (7, 9)), (None, (EOS,))])
+@pytest.mark.parametrize(
+    ("configured", "expected"), [(7, (7,)), ([7, 9], (7, 9)), (None, (EOS,))], ids=["one", "several", "the tokenizer's"]
+)
 def test_eos_is_the_generation_configurations_or_the_tokenizers(tmp_path, configured, expected):
     path = make_checkpoint(tmp_path, "llama")
     model = load_model(path, torch.float32)

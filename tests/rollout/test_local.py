@@ -64,7 +64,11 @@ def assert_same_samples(one, other):
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
-@pytest.mark.parametrize("filters", [{}, {"temperature": 0.6}, {"temperature": 1.3, "top_p": 0.8, "top_k": 20}])
+@pytest.mark.parametrize(
+    "filters",
+    [{}, {"temperature": 0.6}, {"temperature": 1.3, "top_p": 0.8, "top_k": 20}],
+    ids=["plain", "temperature", "temperature, top-p, top-k"],
+)
 def test_log_probs_are_those_of_an_independent_forward(checkpoints, family, filters):
     path = checkpoints[family, 0]
     sampling = Sampling(max_response_len=10, n_samples=2, **filters)
@@ -223,7 +227,7 @@ def test_an_update_that_does_not_fit_is_refused(checkpoints, edit, message):
     assert engine.weight_version == 0
 
 
-@pytest.mark.parametrize(("precision", "rounding"), [("fp8", round_fp8), ("int8", round_int8)])
+@pytest.mark.parametrize(("precision", "rounding"), [("fp8", round_fp8), ("int8", round_int8)], ids=["fp8", "int8"])
 def test_eight_bit_engines_round_linear_weights_and_nothing_else(checkpoints, tmp_path, precision, rounding):
     path, sampling = checkpoints["qwen3", 0], Sampling(max_response_len=8, n_samples=2)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)

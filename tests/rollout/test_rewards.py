@@ -87,6 +87,7 @@ def custom(tmp_path):
 @pytest.mark.parametrize(
     ("name", "scores"),
     [("plain", [2.0, 4.0, 2.0]), ("slow", [1.0, 2.0, 2.0]), ("group", [2.0, 2.0, 1.0])],
+    ids=["plain", "coroutine", "group"],
 )
 def test_own_functions_may_be_plain_or_coroutines_and_take_a_sample_or_a_group(custom, name, scores):
     reward = build_reward(make_config(custom_rm_path=custom(name)), Namespace(scale=2))

@@ -29,7 +29,7 @@ OUT = 0.0
         (0.5, 0.6, -1, [0.16 / 0.25, 0.09 / 0.25, OUT, OUT, OUT]),
     ],
 )
-@pytest.mark.parametrize("order", [[0, 1, 2, 3, 4], [3, 0, 4, 2, 1]])
+@pytest.mark.parametrize("order", [[0, 1, 2, 3, 4], [3, 0, 4, 2, 1]], ids=["sorted", "shuffled"])
 def test_filtered_log_probs_are_those_of_the_table(temperature, top_p, top_k, expected, order):
     log_probs = filtered_log_probs(LOGITS[:, order], temperature=temperature, top_p=top_p, top_k=top_k)
     torch.testing.assert_close(log_probs.exp(), torch.tensor([expected])[:, order], rtol=0.0, atol=1e-6)
@@ -87,7 +87,11 @@ def test_a_row_of_nan_gives_a_token_of_the_vocabulary_and_a_nan_log_prob():
     assert math.isnan(log_probs.item())
 
 
-@pytest.mark.parametrize(("temperature", "top_p", "top_k"), [(1.0, 1.0, -1), (0.7, 0.9, -1), (1.0, 1.0, 3)])
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "top_k"),
+    [(1.0, 1.0, -1), (0.7, 0.9, -1), (1.0, 1.0, 3)],
+    ids=["plain", "temperature and top-p", "top-k"],
+)
 def test_draws_follow_the_probabilities_that_are_reported(temperature, top_p, top_k):
     draws = 40_000
     logits = torch.randn(1, 12, generator=torch.Generator().manual_seed(3)).expand(draws, -1)
