@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from slime_tis.errors import CustomFunctionError, OtherRankFailed
 from slime_tis.interrupt import Interrupted
+from slime_tis.rollout.engine import RolloutUnavailable
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -35,7 +36,7 @@ def map_over_ranks(function: Callable[[Sequence[Item]], list[Result]], items: Se
         outcome = function(items[rank::size])
     except Exception as error:
         outcome = error
-    sent = _portable(outcome) if isinstance(outcome, Exception) else outcome
+    sent = portable(outcome) if isinstance(outcome, Exception) else outcome
     outcomes: list[list[Result] | Exception] = [[] for _ in range(size)]
     dist.all_gather_object(outcomes, sent)
     for other in outcomes:
@@ -51,12 +52,13 @@ def map_over_ranks(function: Callable[[Sequence[Item]], list[Result]], items: Se
     return [parts[place % size][place // size] for place in range(len(items))]
 
 
-def _portable(error: Exception) -> Exception:
+def portable(error: Exception) -> Exception:
     """The same message in a type that every rank can unpickle."""
     if isinstance(error, Interrupted):
         return error
     if isinstance(error, CustomFunctionError):
         return CustomFunctionError(str(error))
-    if isinstance(error, ValueError):
-        return ValueError(str(error))
+    for kind in (RolloutUnavailable, ValueError):
+        if isinstance(error, kind):
+            return kind(str(error))
     return OtherRankFailed(f"{type(error).__name__}: {error}")

@@ -108,7 +108,8 @@ class Server:
         self.malformed_answers = 0
         """Number of answers so far that could not be used."""
         self._client, self._timeout, self._vocab_size, self._workers = client, timeout, vocab_size, workers
-        self._redactor = client.auth.redactor if isinstance(client.auth, Keys) else Redactor(())
+        self.redactor = client.auth.redactor if isinstance(client.auth, Keys) else Redactor(())
+        """Of what the server says, for messages."""
         self._abort_timeout, self._health_timeout = abort_timeout, health_timeout
         self._aborts = BackgroundTasks()
 
@@ -172,15 +173,18 @@ class Server:
         request = asyncio.create_task(self._request("POST", "/generate", body, max_bytes=max_bytes))
         try:
             await asyncio.wait({request}, timeout=self._timeout)
-            if not request.done():
-                await self._abort_until_done(request, request_id)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._abort_timeout):
+                    while not request.done():
+                        await self.abort(request_id)
+                        await asyncio.wait({request}, timeout=ABORT_INTERVAL)
             if not request.done():
                 raise ServerError(f"{self.url} did not answer within {self._timeout:g} s.")
             with self._reading("/generate"):
                 return parse_generation(request.result(), max_new_tokens=max_new_tokens, vocab_size=self._vocab_size)
         finally:
-            if not request.done():
-                self._abort_in_background(request_id)
+            if not request.done():  # the server would find out by itself some seconds later
+                self._aborts.start(self.abort(request_id), name=f"abort {request_id}")
             await cancel_and_wait([request])
 
     async def prompt_log_probs(self, token_ids: Sequence[int]) -> list[float]:
@@ -197,11 +201,11 @@ class Server:
     async def abort(self, request_id: str) -> None:
         """Asks it to end a request, which is answered with what has been sampled.
 
-        Raises:
-            SGLangError: It does not answer, or refuses.
+        Where that fails, the request itself fails, too, or ends by itself.
         """
         for server in self._workers or (self,):
-            await server.post("/abort_request", {"rid": request_id}, timeout=ABORT_REQUEST_TIMEOUT)
+            with suppress(SGLangError):
+                await server.post("/abort_request", {"rid": request_id}, timeout=ABORT_REQUEST_TIMEOUT)
 
     async def post(self, endpoint: str, body: Mapping[str, object], *, timeout: float | None = None) -> None:
         """Has the server change something.
@@ -218,7 +222,7 @@ class Server:
         answer = await self._request("POST", endpoint, body, timeout=self._timeout if timeout is None else timeout)
         with suppress(InvalidAnswer):  # some endpoints answer text
             if parse(ControlAnswer, answer).success is False:
-                message = self.quoted(_error_message(answer)).rstrip(".")
+                message = self.redactor.quoted(_error_message(answer)).rstrip(".")
                 raise RequestRefused(f"{self.url}{endpoint} failed: {message}.", 200)
 
     async def get(self, *endpoints: str, timeout: float | None = None) -> bytes:
@@ -235,10 +239,6 @@ class Server:
                 if error.status not in UNKNOWN_ENDPOINT:
                     raise
         return await self._request("GET", endpoints[-1], timeout=timeout or self._timeout)
-
-    def quoted(self, text: str) -> str:
-        """Text that came from this server, for a message: without keys and control characters, and cut."""
-        return self._redactor.quoted(text)
 
     async def close(self) -> None:
         """Waits for aborts that are under way."""
@@ -263,11 +263,11 @@ class Server:
             if scope.expired():
                 raise ServerError(f"{url} did not answer within {timeout:g} s.") from None
             reason = str(error).strip().rstrip(".") or type(error).__name__
-            raise ServerError(f"{url} failed: {self.quoted(reason)}.") from None
+            raise ServerError(f"{url} failed: {self.redactor.quoted(reason)}.") from None
         if response.is_success:
             return content
         status = response.status_code
-        message = f"{url} answered HTTP {status}: {self.quoted(_error_message(content)).rstrip('.')}"
+        message = f"{url} answered HTTP {status}: {self.redactor.quoted(_error_message(content)).rstrip('.')}"
         if status in (401, 403):
             message += (
                 "; put its key into the environment variable that --sglang-api-key-env names, or an admin key into "
@@ -284,25 +284,8 @@ class Server:
             yield
         except InvalidAnswer as error:
             self.malformed_answers += 1
-            text = self.quoted(f"{self.url}{endpoint} gave an answer that cannot be used: {error}.")
+            text = self.redactor.quoted(f"{self.url}{endpoint} gave an answer that cannot be used: {error}.")
             raise MalformedAnswer(text) from None
-
-    async def _abort_until_done(self, request: asyncio.Task[bytes], request_id: str) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self._abort_timeout):
-                while not request.done():
-                    with suppress(SGLangError):
-                        await self.abort(request_id)
-                    await asyncio.wait({request}, timeout=ABORT_INTERVAL)
-
-    def _abort_in_background(self, request_id: str) -> None:
-        """Aborts a request whose answer nobody reads; the server would find out by itself some seconds later."""
-
-        async def abort() -> None:
-            with suppress(SGLangError):
-                await self.abort(request_id)
-
-        self._aborts.start(abort(), name=f"abort {request_id}")
 
 
 class Redactor:
@@ -404,11 +387,10 @@ class BackgroundTasks:
 async def cancel_and_wait(tasks: Iterable[asyncio.Task[object]]) -> None:
     """Cancels tasks and waits until they have ended, however they did."""
     all_tasks = list(tasks)
-    pending = {task for task in all_tasks if not task.done()}
-    while pending:
+    while pending := [task for task in all_tasks if not task.done()]:
         for task in pending:
             task.cancel()
-        _, pending = await asyncio.wait(pending, timeout=CANCEL_INTERVAL)
+        await asyncio.wait(pending, timeout=CANCEL_INTERVAL)
     await asyncio.gather(*all_tasks, return_exceptions=True)
 
 

@@ -104,10 +104,17 @@ class SGLangConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         _check_sources(self)
-        _check_sync_address(self)
+        if self.sglang_sync_address in ("", "0.0.0.0", "::"):
+            raise ValueError(
+                f"--sglang-sync-address is {quoted(self.sglang_sync_address)} but must be an address that servers "
+                "reach."
+            )
         _check_server_args(self.sglang_server_args or ())
         for name in ("sglang_api_key_env", "sglang_admin_api_key_env"):
-            _check_key_name(flag(name), getattr(self, name))
+            if not getattr(self, name).isidentifier():  # maybe the key itself: it is not repeated
+                raise ValueError(
+                    f"{flag(name)} must be the name of an environment variable, such as SGLANG_API_KEY, not the key."
+                )
 
     @property
     def server_urls(self) -> tuple[str, ...]:
@@ -280,13 +287,6 @@ def _check_sources(config: SGLangConfig) -> None:
         raise ValueError(f"--sglang-router-ip is {quoted(_shown(ip))} but must be an address or a host name.")
 
 
-def _check_sync_address(config: SGLangConfig) -> None:
-    if config.sglang_sync_address in ("", "0.0.0.0", "::"):
-        raise ValueError(
-            f"--sglang-sync-address is {quoted(config.sglang_sync_address)} but must be an address that servers reach."
-        )
-
-
 def _check_server_args(args: Sequence[str]) -> None:
     """Refuses flags that the run sets itself, in any spelling that argparse takes, and secrets, unseen."""
     for place, (name, equals, value) in enumerate(arg.partition("=") for arg in args):
@@ -301,9 +301,3 @@ def _check_server_args(args: Sequence[str]) -> None:
         raise ValueError(
             f"--sglang-server-args begins with {quoted(args[0])} but must begin with a flag, such as --tp-size."
         )
-
-
-def _check_key_name(name: str, value: str) -> None:
-    """The name of a variable, not a key that was put there by mistake: the value is not repeated."""
-    if not value.isidentifier():
-        raise ValueError(f"{name} must be the name of an environment variable, such as SGLANG_API_KEY, not the key.")

@@ -25,9 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime_tis.errors import OtherRankFailed
 from slime_tis.hf_directory import model_sizes, read_model_config
-from slime_tis.interrupt import Interrupted
+from slime_tis.rollout.collectives import portable
 from slime_tis.rollout.engine import RolloutUnavailable, WeightSource
 from slime_tis.rollout.sample import Prompt, Sample, Sampling, response_limit
 from slime_tis.rollout.sglang.client import BackgroundTasks, Server, cancel_and_wait, make_client, worker_urls
@@ -57,8 +56,6 @@ LONGEST_ROLLOUT = timedelta(days=30)
 """Longest wait of other ranks for rank 0: a rollout may take longer than a collective's usual timeout."""
 INPUT_MARGIN = 6
 """SGLang's max_req_input_len is the context less this: it reserves tokens for the response."""
-RANK_ERRORS = {error.__name__: error for error in (RolloutUnavailable, Interrupted, ValueError)}
-"""Errors that other ranks raise as rank 0 does; of all others they raise OtherRankFailed."""
 
 
 class SGLangEngine:
@@ -150,7 +147,10 @@ class SGLangEngine:
         """
         groups = [[self._pending(prompt, sampling) for _ in range(sampling.n_samples)] for prompt in prompts]
         if num_groups is not None:
-            groups[:0] = [[self._continued(sample, sampling) for sample in group] for group in self._unfinished]
+            groups[:0] = [
+                [PendingSample.from_sample(one, self._pending(one.prompt, sampling).max_new_tokens) for one in group]
+                for group in self._unfinished
+            ]
             self._check_num_groups(num_groups, len(groups))
         for index, group in enumerate(groups):
             for place, response in enumerate(group):
@@ -283,9 +283,6 @@ class SGLangEngine:
         if self._max_input_len is not None:  # a server may have been started with a shorter context
             lengths.append(max(self._max_input_len + INPUT_MARGIN - len(prompt.token_ids), 1))
         return PendingSample(prompt=prompt, max_new_tokens=int(min(lengths)))
-
-    def _continued(self, sample: Sample, sampling: Sampling) -> PendingSample:
-        return PendingSample.from_sample(sample, self._pending(sample.prompt, sampling).max_new_tokens)
 
     def _check_num_groups(self, num_groups: int, in_flight: int) -> None:
         if not 0 < num_groups <= in_flight:
@@ -521,8 +518,7 @@ class RankZero:
             result = work(shared_source)
         except Exception as error:
             with suppress(RuntimeError):  # the others may have failed, too, and be gone
-                kind = next((name for name, kind in RANK_ERRORS.items() if isinstance(error, kind)), "")
-                self._send("error", (kind, str(error)))
+                self._send("error", portable(error))
             raise
         self._send("result", result)
         return result
@@ -542,8 +538,7 @@ class RankZero:
             if kind == "result":
                 return content
             if kind == "error":
-                name, message = content
-                raise RANK_ERRORS.get(name, OtherRankFailed)(message)
+                raise content
             for _ in source():
                 pass
 

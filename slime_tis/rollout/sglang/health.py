@@ -372,7 +372,7 @@ class HealthMonitor:
                 continue
             unexpected = version_number(name) != state.version and updates == state.updates
             if unexpected and state.state == "live" and self.not_updating.is_set():
-                reason = state.server.quoted(f"it has weights {name!r}, not those that it was given.")
+                reason = state.server.redactor.quoted(f"it has weights {name!r}, not those that it was given.")
                 self._mark_without_weights(state, reason)
 
     async def _watch_for_loss(self) -> None:

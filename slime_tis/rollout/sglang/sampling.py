@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from slime_tis.rollout.sample import FinishReason, Prompt, Sample, Sampling
 from slime_tis.rollout.sglang.client import ABORT_INTERVAL, ABORT_TIMEOUT, Server, cancel_and_wait
 from slime_tis.rollout.sglang.dispatch import Attempts, Dispatcher
-from slime_tis.rollout.sglang.errors import ServerError, SGLangError
+from slime_tis.rollout.sglang.errors import ServerError
 from slime_tis.rollout.sglang.health import HealthMonitor, ServerState
 from slime_tis.rollout.sglang.schema import Completion
 
@@ -239,11 +239,6 @@ async def _abort_all(in_flight: Callable[[], Iterable[tuple[Server, str]]]) -> N
     with suppress(TimeoutError):
         async with asyncio.timeout(ABORT_TIMEOUT):
             while requests := list(in_flight()):
-                await asyncio.gather(*(_abort(server, request_id) for server, request_id in requests))
+                await asyncio.gather(*(server.abort(request_id) for server, request_id in requests))
                 await asyncio.sleep(wait)
                 wait = min(2 * wait, ABORT_INTERVAL)
-
-
-async def _abort(server: Server, request_id: str) -> None:
-    with suppress(SGLangError):  # then the request itself fails, too, or ends by itself
-        await server.abort(request_id)

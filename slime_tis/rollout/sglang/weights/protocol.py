@@ -136,7 +136,7 @@ async def on_all_servers(
     passed = []
     for server, outcome in zip(servers, outcomes, strict=True):
         if isinstance(outcome, SGLangError):
-            failed[server] = server.quoted(str(outcome))
+            failed[server] = server.redactor.quoted(str(outcome))
         elif isinstance(outcome, BaseException):
             raise outcome
         else:
