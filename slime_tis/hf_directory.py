@@ -26,6 +26,8 @@ class Family:
     """RMSNorm on queries and keys, per head, or the field of config.json that says."""
     moe: bool = False
     """Whether layers are mixtures of experts."""
+    sigmoid_router: bool = False
+    """Whether routers score experts by a sigmoid and choose them by score and bias, instead of by a softmax."""
     shared_expert: str | None = None
     """The expert that every token is given to, by its name within a layer of a checkpoint file."""
     shared_expert_gate: str | None = None
@@ -52,6 +54,14 @@ FAMILIES = {
         qk_norm=True,
         moe=True,
     ),
+    "Glm4MoeForCausalLM": Family(
+        rotary_class="transformers.models.glm4_moe.modeling_glm4_moe:Glm4MoeRotaryEmbedding",
+        qkv_bias="attention_bias",
+        qk_norm="use_qk_norm",
+        moe=True,
+        sigmoid_router=True,
+        shared_expert="mlp.shared_experts",
+    ),
 }
 """The families that can be trained, by the name of their architecture in config.json."""
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
@@ -70,9 +80,21 @@ COUNTS = (
     "moe_intermediate_size",
     "shared_expert_intermediate_size",
     "decoder_sparse_step",
+    "n_routed_experts",
+    "n_shared_experts",
+    "n_group",
+    "topk_group",
 )
 """Fields of config.json that are whole numbers above 0 where they are given."""
-FLAGS = ("tie_word_embeddings", "attention_bias", "qkv_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob")
+FLAGS = (
+    "tie_word_embeddings",
+    "attention_bias",
+    "qkv_bias",
+    "use_qk_norm",
+    "mlp_bias",
+    "use_sliding_window",
+    "norm_topk_prob",
+)
 """Fields that are true or false where they are given."""
 FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 """Types of weights, as safetensors names them, that can be trained from."""
@@ -129,8 +151,9 @@ def read_model_config(directory: str | Path, flag: str = "--hf-checkpoint") -> d
     architectures = model.get("architectures") or ["unknown"]
     if not isinstance(architectures, list) or architectures[0] not in FAMILIES:
         name = architectures[0] if isinstance(architectures, list) else architectures
+        latent = " with multi-head latent attention" if model.get("kv_lora_rank") is not None else ""
         raise ValueError(
-            f"{where} of the architecture {one_line(str(name))} but "
+            f"{where} of the architecture {one_line(str(name))}{latent} but "
             f"supported are {', '.join(FAMILIES)}; give a checkpoint of one of these."
         )
     quantization = model.get("quantization_config")
@@ -148,14 +171,17 @@ def load_config(directory: str | Path) -> Any:
     """The configuration of a checkpoint as transformers reads it, with the defaults of its family.
 
     Raises:
-        ValueError: transformers does not accept it.
+        ValueError: transformers does not accept it, or routers cannot be as it has them.
     """
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(directory, local_files_only=True)
+        hf = AutoConfig.from_pretrained(directory, local_files_only=True)
     except Exception as error:  # transformers checks fields with errors of several libraries
         raise ValueError(f"{Path(directory) / 'config.json'} is not accepted: {first_line(error)}.") from error
+    for problem in _moe_problems(hf):
+        raise ValueError(f"{Path(directory) / 'config.json'} has {problem}.")
+    return hf
 
 
 def moe_layers(hf: Any) -> list[int]:
@@ -166,6 +192,8 @@ def moe_layers(hf: Any) -> list[int]:
     """
     if not FAMILIES[hf.architectures[0]].moe:
         return []
+    if hasattr(hf, "first_k_dense_replace"):
+        return list(range(hf.first_k_dense_replace, hf.num_hidden_layers))
     step, dense = hf.decoder_sparse_step, set(hf.mlp_only_layers)
     return [layer for layer in range(hf.num_hidden_layers) if layer not in dense and (layer + 1) % step == 0]
 
@@ -179,13 +207,39 @@ def moe_sizes(hf: Any) -> MoeSizes | None:
     layers = moe_layers(hf)
     if not layers:
         return None
+    if hasattr(hf, "n_routed_experts"):
+        num_experts, shared = hf.n_routed_experts, hf.n_shared_experts * hf.moe_intermediate_size
+    else:
+        num_experts, shared = hf.num_experts, getattr(hf, "shared_expert_intermediate_size", None)
     return MoeSizes(
         layers=tuple(layers),
-        num_experts=hf.num_experts,
+        num_experts=num_experts,
         top_k=hf.num_experts_per_tok,
         intermediate_size=hf.moe_intermediate_size,
-        shared_intermediate_size=getattr(hf, "shared_expert_intermediate_size", None),
+        shared_intermediate_size=shared,
     )
+
+
+def _moe_problems(hf: Any) -> Iterator[str]:
+    """What cannot be about the routers of a model."""
+    sizes = moe_sizes(hf)
+    if sizes is None:
+        return
+    experts, top_k = sizes.num_experts, sizes.top_k
+    if top_k > experts:
+        yield f"num_experts_per_tok {top_k}, of {experts} experts"
+    if not FAMILIES[hf.architectures[0]].sigmoid_router:
+        return
+    # megatron-core divides the scores of several experts by their sum, and the score of a single one by nothing.
+    if hf.norm_topk_prob != (top_k > 1):
+        yield f"norm_topk_prob {quoted(hf.norm_topk_prob)} with num_experts_per_tok {top_k}, which is not supported"
+    if hf.n_group == 1:
+        return
+    if experts % hf.n_group or hf.topk_group > hf.n_group or hf.topk_group * (experts // hf.n_group) < top_k:
+        yield f"n_group {hf.n_group} and topk_group {hf.topk_group}, which do not fit {top_k} of {experts} experts"
+    # megatron-core scores a group by its best num_experts_per_tok / topk_group experts, the model by its best two.
+    if top_k // hf.topk_group != 2:
+        yield f"topk_group {hf.topk_group} with num_experts_per_tok {top_k}, of which only twice as many are supported"
 
 
 def check_generation_config(directory: str | Path, flag: str = "--hf-checkpoint") -> None:
@@ -311,6 +365,8 @@ def _mlp_tensors(prefix: str, hidden: int, inner: int) -> Iterator[tuple[str, tu
 def _moe_tensors(hidden: int, family: Family, moe: MoeSizes) -> Iterator[tuple[str, tuple[int, ...]]]:
     """The router and the experts of one sparse layer."""
     yield "mlp.gate.weight", (moe.num_experts, hidden)
+    if family.sigmoid_router:
+        yield "mlp.gate.e_score_correction_bias", (moe.num_experts,)
     for expert in range(moe.num_experts):
         yield from _mlp_tensors(f"mlp.experts.{expert}", hidden, moe.intermediate_size)
     if family.shared_expert is not None and moe.shared_intermediate_size is not None:
@@ -360,6 +416,9 @@ def _float_problems(model: Mapping[str, Any]) -> Iterator[str]:
     epsilon = model.get("rms_norm_eps")
     if epsilon is not None and not (_is_number(epsilon) and 0 <= epsilon < 1):
         yield f"rms_norm_eps {quoted(epsilon)}, which must be a number from 0 to 1"
+    scale = model.get("routed_scaling_factor")
+    if scale is not None and not (_is_number(scale) and scale > 0):
+        yield f"routed_scaling_factor {quoted(scale)}, which must be a number above 0"
     theta = model.get("rope_theta")
     if theta is not None and not (_is_number(theta) and theta > 0):
         yield f"rope_theta {quoted(theta)}, which must be a number above 0"

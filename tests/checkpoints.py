@@ -55,6 +55,12 @@ MOE_SIZES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 24,
         "shared_expert_intermediate_size": 40,
     },
+    "glm4_moe": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "routed_scaling_factor": 1.5,
+    },
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True},
 }
 """What the mixtures of experts have besides `SIZES`, by family."""
@@ -114,6 +120,9 @@ def make_checkpoint(path: str | Path, family: str, *, seed: int = 0, **sizes: An
                 parameter.normal_(0.0, 0.1, generator=generator)
             elif "norm" in name:
                 parameter.normal_(1.0, 0.1, generator=generator)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.1, generator=generator)
     model.generation_config = GenerationConfig(pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS)
     model.save_pretrained(path)
     make_tokenizer().save_pretrained(path)

@@ -67,7 +67,7 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding: each pair (x_i, x_{i+d/2}) turned by its angle.
+    """Rotary embedding: each pair (x_i, x_{i+d/2}) of the first d features turned by its angle.
 
         y_i = x_i cos − x_{i+d/2} sin,   y_{i+d/2} = x_{i+d/2} cos + x_i sin
 
@@ -75,15 +75,16 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     (https://arxiv.org/abs/2104.09864), eq. 34, with the pairs of Hugging Face's layout.
 
     Args:
-        x: [tokens, heads, d].
+        x: [tokens, heads, d or more]; features after the first d stay as they are.
         cos: [tokens, 1, d/2] of each token's angles.
         sin: [tokens, 1, d/2].
 
     Returns:
-        [tokens, heads, d], differentiable in x; the gradient is the rotation back.
+        As x, and differentiable in x; the gradient is the rotation back.
     """
-    rotated: Tensor = _Rotate.apply(x, cos.to(x.dtype), sin.to(x.dtype))  # type: ignore[no-untyped-call]  # torch's
-    return rotated
+    turned, rest = x.split([2 * cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]], -1)
+    turned = _Rotate.apply(turned, cos.to(x.dtype), sin.to(x.dtype))  # type: ignore[no-untyped-call]  # torch's
+    return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
 
 
 class _Rotate(torch.autograd.Function):

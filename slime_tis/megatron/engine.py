@@ -24,7 +24,7 @@ from torch import Tensor
 from slime_tis.megatron.architecture import build_model, padded_vocab_size
 from slime_tis.megatron.batch import TrainingBatch, fixed_partition, token_budget_partitions
 from slime_tis.megatron.config import MegatronConfig
-from slime_tis.megatron.hf_weights import load_hf_weights, named_hf_tensors
+from slime_tis.megatron.hf_weights import load_hf_weights, named_hf_tensors, named_weights
 from slime_tis.megatron.log_probs import vocab_parallel_log_probs
 from slime_tis.megatron.packing import MicroBatch, pack
 from slime_tis.megatron.parallel import Parallel
@@ -181,7 +181,7 @@ class TrainingEngine:
         return self._copy_weights() if keep_reference and reference is None else reference
 
     def _copy_weights(self) -> dict[str, Tensor]:
-        return {name: weight.detach().clone() for name, weight in self.model.module.named_parameters()}
+        return {name: weight.detach().clone() for name, weight in named_weights(self.model.module).items()}
 
     @contextmanager
     def _reference_weights(self) -> Iterator[None]:
@@ -196,7 +196,7 @@ class TrainingEngine:
 
     @torch.no_grad()
     def _set_weights(self, weights: dict[str, Tensor]) -> None:
-        for name, weight in self.model.module.named_parameters():
+        for name, weight in named_weights(self.model.module).items():
             weight.copy_(weights[name])
 
     def _wrap(self) -> DistributedDataParallel:

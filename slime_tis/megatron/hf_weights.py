@@ -80,6 +80,7 @@ LAYER_RULES: dict[str, tuple[str, tuple[str, ...]]] = {
     "mlp.linear_fc1.weight": ("gated", ("mlp.gate_proj.weight", "mlp.up_proj.weight")),
     "mlp.linear_fc2.weight": ("rows", ("mlp.down_proj.weight",)),
     "mlp.router.weight": ("replicated", ("mlp.gate.weight",)),
+    "mlp.router.expert_bias": ("replicated", ("mlp.gate.e_score_correction_bias",)),
     "mlp.shared_experts.linear_fc1.weight": (
         "gated",
         ("{shared_expert}.gate_proj.weight", "{shared_expert}.up_proj.weight"),
@@ -206,8 +207,9 @@ def named_hf_tensors(model: Model, parallel: Parallel) -> Iterator[tuple[str, Te
 
 
 def named_weights(module: torch.nn.Module) -> dict[str, Tensor]:
-    """The parameters of a rank, and its buffers that are weights too."""
-    return dict(module.named_parameters())
+    """The weights of a rank's part of a model: its parameters, and the biases of routers, which are not trained."""
+    biases = ((name, buffer) for name, buffer in module.named_buffers() if name.endswith(".expert_bias"))
+    return dict([*module.named_parameters(), *biases])
 
 
 def _gathered_together(weights: dict[str, Tensor], parallel: Parallel) -> list[list[str]]:

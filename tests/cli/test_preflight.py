@@ -19,8 +19,14 @@ def test_empty_prompt_file_is_refused(base, tmp_path):
         (
             '{"architectures": ["MambaForCausalLM"]}',
             "--hf-checkpoint is 'model' of the architecture MambaForCausalLM but supported are "
-            "LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen2MoeForCausalLM, Qwen3MoeForCausalLM; "
-            "give a checkpoint of one of these.",
+            "LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen2MoeForCausalLM, Qwen3MoeForCausalLM, "
+            "Glm4MoeForCausalLM; give a checkpoint of one of these.",
+        ),
+        (
+            '{"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512}',
+            "--hf-checkpoint is 'model' of the architecture DeepseekV3ForCausalLM with multi-head latent attention but "
+            "supported are LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen2MoeForCausalLM, "
+            "Qwen3MoeForCausalLM, Glm4MoeForCausalLM; give a checkpoint of one of these.",
         ),
         (
             "[]",

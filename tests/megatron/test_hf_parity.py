@@ -19,6 +19,16 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+GROUPS = {
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 2,
+    "use_qk_norm": True,
+    "attention_bias": True,
+    "partial_rotary_factor": 0.25,
+    "first_k_dense_replace": 0,
+}
 CASES = {
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {"tie_word_embeddings": True}),
@@ -29,6 +39,9 @@ CASES = {
     "qwen3_moe, every second layer sparse": ("qwen3_moe", {"num_hidden_layers": 3, "decoder_sparse_step": 2}),
     "qwen2_moe, weights of the best as they are": ("qwen2_moe", {"norm_topk_prob": False}),
     "qwen2_moe, weights of the best sum to 1, no bias": ("qwen2_moe", {"norm_topk_prob": True, "qkv_bias": False}),
+    "glm4_moe, first layer dense": ("glm4_moe", {}),
+    "glm4_moe, groups, norms, biases, two shared experts": ("glm4_moe", GROUPS),
+    "glm4_moe, one expert per token": ("glm4_moe", {"num_experts_per_tok": 1, "norm_topk_prob": False}),
 }
 
 
