@@ -67,6 +67,8 @@ class MoeRouter(TopKRouter):  # type: ignore[misc]  # megatron-core has no types
     `megatron.core.transformer.moe.moe_utils.topk_routing_with_score_function`.
     """
 
+    expert_bias: Tensor | None
+
     def gating(self, input: Tensor) -> Tensor:
         """Logits [..., experts] float32 of hidden states [..., hidden].
 
@@ -79,7 +81,7 @@ class MoeRouter(TopKRouter):  # type: ignore[misc]  # megatron-core has no types
         bias = self.expert_bias
         super()._apply(fn, recurse)
         if bias is not None:
-            self.expert_bias = bias.to(self.expert_bias.device)
+            self.expert_bias = bias.to(self.weight.device)
         return self
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:

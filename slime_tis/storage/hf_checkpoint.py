@@ -43,7 +43,7 @@ def write_hf_checkpoint(
         directory: an existing directory without weights.
         named_tensors: weights under their Hugging Face names, whole tensors on any device; consumed lazily.
         like: checkpoint directory whose configuration and tokenizer are copied; `dtype` of config.json becomes the
-            type of the weights.
+            type of the matrices.
         shard_bytes: size that a file of weights does not exceed, except for a single larger tensor.
 
     Raises:
@@ -57,19 +57,21 @@ def write_hf_checkpoint(
     shard: dict[str, Tensor] = {}
     size = total = 0
     dtypes: set[torch.dtype] = set()
+    of_vectors: set[torch.dtype] = set()
     for name, tensor in named_tensors:
         if shard and size + tensor.nbytes > shard_bytes:
             shards.append(_write_shard(directory, len(shards), shard))
             shard, size = {}, 0
         shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
         size, total = size + tensor.nbytes, total + tensor.nbytes
-        dtypes.add(tensor.dtype)
+        (dtypes if tensor.dim() > 1 else of_vectors).add(tensor.dtype)
         del tensor
     if not shard:
         raise ValueError("there are no weights to write: the model has no parameters.")
     shards.append(_write_shard(directory, len(shards), shard))
     _name_shards(directory, shards, total)
-    _set_dtype(directory / "config.json", dtypes)
+    # Vectors may be more precise than the matrices: the biases of routers are in float32.
+    _set_dtype(directory / "config.json", dtypes or of_vectors)
 
 
 def _write_shard(directory: Path, index: int, tensors: dict[str, Tensor]) -> list[str]:

@@ -70,9 +70,15 @@ def test_shards_hold_at_most_their_bytes_but_for_a_larger_tensor(directory: Path
 
 
 def test_weights_of_two_types_leave_the_type_of_the_configuration(directory: Path, like: Path) -> None:
-    weights = {"a": torch.zeros(1), "b": torch.zeros(1, dtype=torch.bfloat16)}
+    weights = {"a": torch.zeros(1, 1), "b": torch.zeros(1, 1, dtype=torch.bfloat16)}
     write_hf_checkpoint(directory, weights.items(), like=like, shard_bytes=100)
     assert json.loads((directory / "config.json").read_text())["torch_dtype"] == "float16"
+
+
+def test_a_vector_of_higher_precision_leaves_the_type_of_the_matrices(directory: Path, like: Path) -> None:
+    weights = {"weight": torch.zeros(2, 2, dtype=torch.bfloat16), "bias": torch.zeros(9)}
+    write_hf_checkpoint(directory, weights.items(), like=like, shard_bytes=100)
+    assert json.loads((directory / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 def test_views_that_share_memory_are_written_as_tensors_of_their_own(directory: Path, like: Path) -> None:
