@@ -18,6 +18,7 @@ from slime_tis.correction import (
     GlobalBatch,
     Ranks,
     RolloutCorrectionConfig,
+    Statistics,
     correct,
     interpolate_old_log_probs,
 )
@@ -25,12 +26,15 @@ from slime_tis.errors import NonFiniteGradient
 from slime_tis.megatron.batch import TrainingBatch, make_batch, shard, unshard
 from slime_tis.megatron.engine import StepResult, TrainingEngine
 from slime_tis.megatron.parallel import Parallel
+from slime_tis.megatron.routing_replay import RoutingRecord
 from slime_tis.policy.advantages import advantages
 from slime_tis.policy.config import PolicyConfig
 from slime_tis.policy.custom_tis import CustomTis, CustomTisFunction
 from slime_tis.policy.policy_loss import LossStep, policy_loss
 from slime_tis.policy.proximal_policy import needs_global_batch, needs_old_log_probs, uses_recomputed_old_policy
+from slime_tis.policy.replay_mismatch import MeasuredLoss, mismatch, mismatch_metrics
 from slime_tis.policy.step_sums import step_metrics
+from slime_tis.rollout.routing import has_usable_experts, has_usable_weights
 from slime_tis.rollout.sample import Sample
 
 
@@ -46,6 +50,10 @@ class Learner:
     """Whether samples may come without a token to train on, and are then left out of their group's baseline."""
     custom_tis: CustomTisFunction | None = None
     """A user's correction function."""
+    replays_rollout_routing: bool = False
+    """Whether the experts that samples come with are replayed."""
+    replays_routing_weights: bool = False
+    """Whether their combine weights are, too."""
     step: int = 0
     """Optimizer steps made so far: the version of the weights."""
     _old_version: int = 0
@@ -101,13 +109,27 @@ class Learner:
         size = self.parallel.data_size
         shards = [shard(samples, rank, size) for rank in range(size)]
         partition = self.engine.partitions([[len(sample.token_ids) for sample in of_rank] for of_rank in shards])
-        batch = training_batch(shards[self.parallel.data_rank], self.parallel)
+        batch, missing = self._with_routing(shards[self.parallel.data_rank])
+        record: RoutingRecord | None = [] if self.engine.config.use_routing_replay else None
         if needs_old_log_probs(self.correction, self.steps_per_rollout, self.policy.reject_before_advantage):
-            batch = batch.with_old_log_probs(self._old_log_probs(batch, partition))
+            batch = batch.with_old_log_probs(self._old_log_probs(batch, partition, record=record))
         if self.policy.use_kl_loss:
             with self.engine.timer("ref_log_probs"):
                 batch = batch.with_ref_log_probs(self.engine.reference_log_probs(batch, partition))
-        return Step(batch=batch, partition=partition)
+        return Step(batch=batch, partition=partition, routing_record=record, samples_without_routing=missing)
+
+    def _with_routing(self, samples: Sequence[Sample]) -> tuple[TrainingBatch, int]:
+        """The batch of this rank's samples with the experts to replay, and the number of all ranks' samples without."""
+        batch, sizes = training_batch(samples, self.parallel), self.engine.routing.sizes
+        if not self.replays_rollout_routing or sizes is None:
+            return batch, 0
+        usable = [has_usable_experts(sample, sizes) for sample in samples]
+        weights: list[Tensor | None] | None = None
+        if self.replays_routing_weights:
+            usable = [found and has_usable_weights(sample) for found, sample in zip(usable, samples, strict=True)]
+            weights = [sample.routing_weights if found else None for found, sample in zip(usable, samples, strict=True)]
+        experts = [sample.routed_experts if found else None for found, sample in zip(usable, samples, strict=True)]
+        return batch.with_routing(experts, weights), sum(self.parallel.all_gather_data(usable.count(False)))
 
     def _accepted(self, batch: TrainingBatch) -> list[bool]:
         """Which samples of the step have a token left after rejection, in their order, on every rank."""
@@ -130,15 +152,22 @@ class Learner:
             global_batch=GlobalBatch(ranks=self.parallel.ranks.with_slices(tokens.slices)),
         )
 
-    def _old_log_probs(self, batch: TrainingBatch, partition: list[list[int]]) -> Tensor:
+    def _old_log_probs(
+        self,
+        batch: TrainingBatch,
+        partition: list[list[int]],
+        *,
+        record: RoutingRecord | None = None,
+        source: RoutingRecord | None = None,
+    ) -> Tensor:
         self._old_log_prob_forwards += 1
         with self.engine.timer("old_log_probs"):
-            return self.engine.log_probs(batch, partition)
+            return self.engine.log_probs(batch, partition, record=record, source=source)
 
     def _train_step(self, step: Step, advantages: Sequence[float]) -> dict[str, float]:
         """One optimizer step with this rank's advantages; its metrics as train/NAME."""
         batch = step.batch.with_advantages(advantages)
-        known, custom = self._global_batch(batch, step.partition), self._custom_tis()
+        known, custom = self._global_batch(batch, step), self._custom_tis()
         context = LossStep(
             correction=self.correction,
             policy=self.policy,
@@ -148,9 +177,35 @@ class Learner:
             counts=self.parallel.context_rank == 0,
             custom=custom,
         )
-        result = self.engine.train_step(batch, step.partition, partial(policy_loss, step=context))
+        every = self.engine.config.measure_routing_mismatch
+        measures = every is not None and self.step % every == 0
+        measured = self._mismatch_without_replay(batch, step.partition) if measures else {}
+        loss = MeasuredLoss(context) if measures else partial(policy_loss, step=context)
+        result = self.engine.train_step(batch, step.partition, loss, source=step.routing_record)
         with self.engine.timer("metrics"):
-            return self._step_metrics(result, custom)
+            routing = self.engine.routing.metrics()
+            if self.replays_rollout_routing:
+                routing["routing_replay_missing"] = float(step.samples_without_routing)
+            if isinstance(loss, MeasuredLoss):
+                measured |= self._mismatch("with_replay", loss.statistics if self.parallel.is_last_stage else None)
+            return self._step_metrics(result, custom) | train_metrics(routing | measured)
+
+    def _mismatch_without_replay(self, batch: TrainingBatch, partition: list[list[int]]) -> dict[str, float]:
+        """The mismatch where every router chooses for itself, by one more forward pass, as without_replay/NAME."""
+        with self.engine.timer("without_replay"):
+            log_probs_L = self.engine.log_probs(batch, partition, compares_routing=True)
+            statistics = None
+            if self.parallel.is_last_stage:
+                tokens = batch.responses.to(self.parallel.backend.device)
+                statistics = mismatch(tokens, log_probs_L, self.parallel.ranks)
+            found = self._mismatch("without_replay", statistics)
+            differing = self.engine.routing.metrics().get("routing_difference")
+        return found if differing is None else found | {"without_replay/routing_difference": differing}
+
+    def _mismatch(self, prefix: str, statistics: Statistics | None) -> dict[str, float]:
+        """Metrics of the last stage's statistics, on every rank, as PREFIX/NAME."""
+        found = {} if statistics is None else mismatch_metrics(statistics.all_reduce(self.parallel.ranks))
+        return {f"{prefix}/{name}": value for name, value in self.parallel.broadcast_from_last_stage(found).items()}
 
     def _custom_tis(self) -> CustomTis | None:
         """The user's function for the micro-batches of this step."""
@@ -159,7 +214,7 @@ class Learner:
         seed = hash((self.engine.config.seed, self.step, self.parallel.data_rank)) % 2**32
         return CustomTis(function=self.custom_tis, seed=seed, context_group=self.parallel.context_group)
 
-    def _global_batch(self, batch: TrainingBatch, partition: list[list[int]]) -> GlobalBatch:
+    def _global_batch(self, batch: TrainingBatch, step: Step) -> GlobalBatch:
         """Mean weight, second-moment limit and adaptive bounds of the step, known before its first micro-batch."""
         correction, tokens = self.correction, batch.responses
         if not needs_global_batch(correction):
@@ -168,7 +223,7 @@ class Learner:
         if of_old and tokens.old_log_probs_L is not None:
             train_L = tokens.old_log_probs_L
         else:  # what is weighted follows π_θ, and that moves with every step
-            train_L = self._old_log_probs(batch, partition)
+            train_L = self._old_log_probs(batch, step.partition, source=step.routing_record)
         if not self.parallel.is_last_stage:
             return GlobalBatch()
         if correction.old_logprobs == "interpolate":
@@ -195,7 +250,12 @@ class Learner:
             "nonfinite_gradient_steps": float(not result.is_finite),
         }
         self._old_log_prob_forwards = 0
-        return {f"train/{name}": value for name, value in metrics.items()}
+        return train_metrics(metrics)
+
+
+def train_metrics(metrics: dict[str, float]) -> dict[str, float]:
+    """The same under their names in the log."""
+    return {f"train/{name}": value for name, value in metrics.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,6 +265,10 @@ class Step:
     batch: TrainingBatch
     partition: list[list[int]]
     """The samples of each micro-batch."""
+    routing_record: RoutingRecord | None
+    """Experts of the pass for old log-probs, to be replayed in training; None without `--use-routing-replay`."""
+    samples_without_routing: int
+    """Samples of all ranks that have no experts to replay, or none that are possible."""
 
 
 def advantages_of(

@@ -311,6 +311,8 @@ def set_up(arguments: Arguments, parallel: Parallel, interrupts: Interrupts, ope
         steps_per_rollout=steps,
         leaves_out_samples=rollout.max_weight_staleness is not None,
         custom_tis=custom_tis,
+        replays_rollout_routing=rollout.use_rollout_routing_replay,
+        replays_routing_weights=rollout.routing_replay_weights,
     )
     sampler = build_engine(
         rollout,

@@ -39,7 +39,7 @@ from slime_tis.limits import Limits, check_fields, flag
 from slime_tis.megatron.config import MegatronConfig
 from slime_tis.megatron.environment import read_environment
 from slime_tis.policy.config import PolicyConfig
-from slime_tis.policy.proximal_policy import clip_is_inactive
+from slime_tis.policy.proximal_policy import clip_is_inactive, needs_old_log_probs
 from slime_tis.reporting.config import ReportingConfig
 from slime_tis.reporting.health import corrects_staleness
 from slime_tis.rollout.config import RolloutConfig
@@ -161,9 +161,9 @@ GROUPS = {
         "hf_checkpoint ref_load prompt_data input_key label_key metadata_key apply_chat_template rollout_shuffle"
     ),
     "rollout": (
-        "rollout_engine rollout_precision update_weights_interval check_weight_sync weight_sync_bound "
-        "rollout_lookahead max_weight_staleness partial_rollout over_sampling_batch_size rollout_batch_size "
-        "n_samples_per_prompt rollout_max_prompt_len rollout_max_response_len "
+        "rollout_engine rollout_precision rollout_router_bits update_weights_interval check_weight_sync "
+        "weight_sync_bound rollout_lookahead max_weight_staleness partial_rollout over_sampling_batch_size "
+        "rollout_batch_size n_samples_per_prompt rollout_max_prompt_len rollout_max_response_len "
         "rollout_max_context_len"
     ),
     "SGLang servers": (
@@ -200,6 +200,7 @@ GROUPS = {
         "rs_target_fraction rs_veto_threshold rs_veto_upper_threshold rs_second_moment_bound rollout_rs "
         "rollout_rs_threshold rejection_normalizer nonfinite_policy custom_tis_function_path"
     ),
+    "routing replay": ("use_rollout_routing_replay routing_replay_weights use_routing_replay measure_routing_mismatch"),
     "parallelism and precision": (
         "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
         "expert_model_parallel_size expert_tensor_parallel_size sequence_parallel use_distributed_optimizer bf16 "
@@ -252,8 +253,9 @@ NEEDS = {
     "max_tokens_per_gpu": "--use-dynamic-batch-size",
     "recompute_method recompute_num_layers": "--recompute-granularity=full",
     "save_interval save_retain": "--save",
-    "rollout_precision": "--rollout-engine=local",
+    "rollout_precision rollout_router_bits": "--rollout-engine=local",
     "allow_truncation_bias": "--rollout-top-p --rollout-top-k",
+    "routing_replay_weights measure_routing_mismatch": "--use-rollout-routing-replay",
     "weight_sync_bound": "--check-weight-sync",
     "over_sampling_batch_size": "--partial-rollout",
     "eval_interval eval_input_key eval_label_key n_samples_per_eval_prompt eval_temperature eval_top_p "
@@ -318,6 +320,7 @@ def configure(argv: Sequence[str], environ: Mapping[str, str], *, prog: str = "t
         namespace=argparse.Namespace(),
     )
     _check_correction(arguments)
+    _check_routing_record(arguments)
     world_size = read_environment(environ).world_size
     _check_ranks(arguments, world_size)
     _check_warm_up(arguments)
@@ -491,6 +494,23 @@ def _check_correction(arguments: Arguments) -> None:
             f"--n-samples-per-prompt is {group} but --advantage-estimator {estimator} compares the "
             "samples of a prompt; raise it to 2 or more."
         )
+
+
+def _check_routing_record(arguments: Arguments) -> None:
+    """Whether there is a pass that --use-routing-replay can record."""
+    steps, correction = arguments.loop.num_steps_per_rollout, arguments.correction
+    assert steps is not None
+    if not arguments.megatron.use_routing_replay:
+        return
+    if needs_old_log_probs(correction, steps, arguments.policy.reject_before_advantage):
+        return
+    reason = "with one optimizer step per rollout the training pass is that of the old policy"
+    if correction.use_rollout_logprobs:
+        reason = "--use-rollout-logprobs takes those of the rollout engine"
+    raise ValueError(
+        f"--use-routing-replay is on but there is no pass for old log-probs to record: {reason}; leave it out, or use "
+        "--use-rollout-routing-replay, which needs no such pass."
+    )
 
 
 def _check_ranks(arguments: Arguments, world_size: int) -> None:

@@ -80,6 +80,15 @@ def _check_experts(megatron: MegatronConfig, rollout: RolloutConfig, world_size:
         for flag, size in (("--expert-model-parallel-size", ranks), ("--expert-tensor-parallel-size", expert_tensor)):
             if size is not None and size > 1:
                 raise ValueError(f"{flag} is {size} but the model has no experts; leave it at 1.")
+        for flag, given in (
+            ("--use-rollout-routing-replay", rollout.use_rollout_routing_replay),
+            ("--use-routing-replay", megatron.use_routing_replay),
+            ("--rollout-router-bits", rollout.rollout_router_bits is not None),
+        ):
+            if given:
+                raise ValueError(
+                    f"{flag} is given but the model has no experts, and with them no routers; leave it out."
+                )
         return
     if tensor > 1 and not megatron.sequence_parallel:
         raise ValueError(

@@ -285,11 +285,6 @@ ADVICE = (
         "leave it out",
     ),
     Advice(
-        "--use-routing-replay --use-rollout-routing-replay",
-        EXPERTS,
-        DENSE,
-    ),
-    Advice(
         "--rollout-health-check-* --rollout-data-transport --update-weight-delta-* --update-weight-disk-keep-files "
         "--update-weight-local-checkpoint-dir",
         "servers are watched and given whole weights in one way",

@@ -26,6 +26,10 @@ class TrainingBatch:
     """What is known of the response tokens that this context-parallel rank owns."""
     sampling_masks: list[SamplingMask] | None = None
     """The tokens that could be sampled at these response tokens, response by response; None for all tokens."""
+    routed_experts: Sequence[Tensor | None] | None = None
+    """Of each sequence the experts to replay, [tokens - 1, sparse layers, k]; None where its routers choose."""
+    routing_weights: Sequence[Tensor | None] | None = None
+    """Of each sequence the weights to replay, float32 of the same shape."""
 
     def __len__(self) -> int:
         """Samples."""
@@ -38,12 +42,20 @@ class TrainingBatch:
 
     def select(self, samples: Sequence[int]) -> TrainingBatch:
         """The samples at these indices, in that order."""
-        masks = self.sampling_masks
+        masks, experts, weights = self.sampling_masks, self.routed_experts, self.routing_weights
         return TrainingBatch(
             tokens=[self.tokens[i] for i in samples],
             responses=self.responses.select(samples),
             sampling_masks=None if masks is None else [masks[i] for i in samples],
+            routed_experts=None if experts is None else [experts[i] for i in samples],
+            routing_weights=None if weights is None else [weights[i] for i in samples],
         )
+
+    def with_routing(
+        self, experts: Sequence[Tensor | None] | None, weights: Sequence[Tensor | None] | None
+    ) -> TrainingBatch:
+        """The same samples with the experts to replay, and their weights."""
+        return replace(self, routed_experts=experts, routing_weights=weights)
 
     def with_old_log_probs(self, values_L: Tensor) -> TrainingBatch:
         """The same samples with log π_old [L]."""

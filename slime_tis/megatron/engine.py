@@ -21,6 +21,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
+from slime_tis.hf_directory import moe_sizes
 from slime_tis.megatron.architecture import build_model, padded_vocab_size
 from slime_tis.megatron.batch import TrainingBatch, fixed_partition, token_budget_partitions
 from slime_tis.megatron.config import MegatronConfig
@@ -28,6 +29,7 @@ from slime_tis.megatron.hf_weights import load_hf_weights, named_hf_tensors, nam
 from slime_tis.megatron.log_probs import vocab_parallel_log_probs
 from slime_tis.megatron.packing import MicroBatch, pack
 from slime_tis.megatron.parallel import Parallel
+from slime_tis.megatron.routing_replay import RoutingRecord, RoutingReplay
 from slime_tis.policy.policy_loss import LossInputs, LossOutputs
 from slime_tis.policy.step_sums import StepSums
 
@@ -87,6 +89,9 @@ class TrainingEngine:
         self.entropy_gradient, self.safe_point = entropy_gradient, safe_point
         self.timer = timer or (lambda name: nullcontext())
         self.model = build_model(config.hf_checkpoint, config, parallel)
+        self.routing = RoutingReplay(
+            self.model.module, moe_sizes(self.model.hf_config), parallel, sequence_parallel=config.sequence_parallel
+        )
         self.reference = self._load_weights(keep_reference)
         self.ddp = self._wrap()
         self.optimizer = get_megatron_optimizer(_optimizer_config(config), [self.ddp], use_gloo_process_groups=False)
@@ -95,17 +100,31 @@ class TrainingEngine:
         self.loss_denominator = torch.zeros([], dtype=torch.int)
         self.poison = torch.zeros([], device=parallel.backend.device)
 
-    def log_probs(self, batch: TrainingBatch, partition: Sequence[Sequence[int]]) -> Tensor:
+    def log_probs(
+        self,
+        batch: TrainingBatch,
+        partition: Sequence[Sequence[int]],
+        *,
+        record: RoutingRecord | None = None,
+        source: RoutingRecord | None = None,
+        compares_routing: bool = False,
+    ) -> Tensor:
         """Log-probs of the batch's response tokens under the present weights, without gradient.
 
         Args:
-            batch: this data-parallel rank's samples.
+            batch: this data-parallel rank's samples, with the experts to replay where there are any.
             partition: indices of the samples of each micro-batch.
+            record: gets the experts of every token.
+            source: record of another pass over the same micro-batches, which is replayed in place of the batch's.
+            compares_routing: whether the routers choose themselves, and are compared with the batch's experts.
 
         Returns:
             [L] float32, this context-parallel rank's tokens in the order of the batch; NaN on all pipeline stages but
             the last.
         """
+        self.routing.begin(
+            trains=False, replays=not compares_routing, counts=compares_routing, record=record, source=source
+        )
         with torch.no_grad():
             outputs = self._run(batch, partition, _detached_log_probs, forward_only=True)
         lengths = batch.responses.lengths
@@ -126,19 +145,33 @@ class TrainingEngine:
             self.temperature = usual
 
     def reference_log_probs(self, batch: TrainingBatch, partition: Sequence[Sequence[int]]) -> Tensor:
-        """As `log_probs`, under the reference policy."""
+        """As `log_probs`, under the reference policy, whose routers choose themselves."""
         with self._reference_weights():
-            return self.log_probs(batch, partition)
+            return self.log_probs(batch.with_routing(None, None), partition)
 
-    def train_step(self, batch: TrainingBatch, partition: Sequence[Sequence[int]], loss: Loss) -> StepResult:
+    def train_step(
+        self,
+        batch: TrainingBatch,
+        partition: Sequence[Sequence[int]],
+        loss: Loss,
+        *,
+        source: RoutingRecord | None = None,
+    ) -> StepResult:
         """Forward and backward over the micro-batches, gradients averaged over the global batch, one Adam step.
 
         Where nothing of the global batch was accepted (everything rejected) the weights stay as they are: a step on a
         zero gradient would still move them by momentum and weight decay. So they do where the gradient is not finite.
+
+        Args:
+            batch: this data-parallel rank's samples, with the experts to replay where there are any.
+            partition: indices of the samples of each micro-batch.
+            loss: of a micro-batch.
+            source: record of a pass over the same micro-batches, which is replayed in place of the batch's experts.
         """
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
         self.poison.zero_()
+        self.routing.begin(trains=True, counts=True, source=source)
         with self.timer("forward_backward"):
             sums = self._run(batch, partition, partial(self._loss, loss=loss), forward_only=False)
         loss_denominator = int(self.loss_denominator)
@@ -237,6 +270,7 @@ class TrainingEngine:
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
+        self.routing.end()
         return outputs
 
     def _packed(self, batch: TrainingBatch, partition: Sequence[Sequence[int]]) -> Iterator[MicroBatch]:
@@ -262,6 +296,7 @@ class TrainingEngine:
         on_log_probs: OnLogProbs[R],
     ) -> tuple[Tensor, Callable[..., R]]:
         micro = next(micro_batches)
+        self.routing.fill(micro)
         clock = partial(self.timer, "forward") if module.training else nullcontext
         with clock():
             output = module(

@@ -68,8 +68,14 @@ class MicroBatch:
     response_rows: Tensor
     """[L] rows of T whose logits predict the response tokens this rank owns, in their order."""
     packed_seq_params: PackedSequences
+    is_fed_T: Tensor
+    """bool: tokens that another token of their sequence follows; False for the last ones, padding and filler."""
     sampling_mask: SamplingMask | None = None
     """The tokens that could be sampled after each of the T tokens, recorded in `response_rows`; None for all."""
+    routed_experts: Tensor | None = None
+    """int16 [T, sparse layers, k] to replay, -1 where nothing was recorded; None: nothing in the micro-batch was."""
+    routing_weights: Tensor | None = None
+    """float32 [T, sparse layers, k] of the same, NaN where nothing was recorded."""
 
 
 def pack(
@@ -106,11 +112,15 @@ def pack(
     def token_at(position: Tensor) -> Tensor:
         return torch.where(position < total_T, flat[offset_T + torch.minimum(position, total_T - 1)], 0)
 
-    predicts_response_T = (position_T >= prompt_S[sequence_T] - 1) & (position_T < total_T - 1)
+    is_fed_T = (position_T < total_T - 1) & (sequence_T < len(batch))
+
+    def recorded(rows: Sequence[Tensor | None] | None, dtype: torch.dtype, missing: float) -> Tensor | None:
+        return recorded_rows(rows or [], sequence_T, position_T, is_fed_T, dtype=dtype, missing=missing)
+
     layout = _layout(local_S, start_S, sequence_T, place_T, chunk_S, context_rank, context_size)
     if rotary is not None:
         layout.cos, layout.sin = rotary(position_T)
-    response_rows = predicts_response_T.nonzero().squeeze(1)
+    response_rows = (is_fed_T & (position_T >= prompt_S[sequence_T] - 1)).nonzero().squeeze(1)
     masks = batch.sampling_masks
     packed = MicroBatch(
         responses=batch.responses,
@@ -120,8 +130,43 @@ def pack(
         response_rows=response_rows,
         packed_seq_params=layout,
         sampling_mask=None if masks is None else SamplingMask.cat(masks).spread(response_rows, len(position_T)),
+        is_fed_T=is_fed_T,
+        routed_experts=recorded(batch.routed_experts, torch.int16, -1),
+        routing_weights=recorded(batch.routing_weights, torch.float32, torch.nan),
     )
     return packed if torch.device(device).type == "cpu" else _to(packed, device)
+
+
+def recorded_rows(
+    rows_S: Sequence[Tensor | None],
+    sequence_T: Tensor,
+    position_T: Tensor,
+    is_fed_T: Tensor,
+    *,
+    dtype: torch.dtype,
+    missing: float,
+) -> Tensor | None:
+    """What the rollout engine recorded of every token that it was fed, [T, …].
+
+    Args:
+        rows_S: of each sequence, one row for each token but the last; None where it recorded nothing.
+        sequence_T: the sequence of each packed token.
+        position_T: its position there.
+        is_fed_T: whether it has a row.
+        dtype: of the result.
+        missing: the value where there is no row: of the last tokens, padding, filler, and sequences without rows.
+
+    Returns:
+        None where there are no rows at all.
+    """
+    there = [rows for rows in rows_S if rows is not None]
+    if not there:
+        return None
+    flat = torch.cat([*(rows.to(dtype) for rows in there), torch.full((1, *there[0].shape[1:]), missing, dtype=dtype)])
+    count_S = torch.tensor([0 if rows is None else len(rows) for rows in rows_S] + [0])  # the filler has none
+    start_S = count_S.cumsum(0) - count_S
+    row_T = torch.where(is_fed_T & (count_S[sequence_T] > 0), start_S[sequence_T] + position_T, len(flat) - 1)
+    return flat[row_T]
 
 
 def _filler_length(totals: Sequence[int], context_size: int, tensor_size: int) -> int:
@@ -202,6 +247,9 @@ def _to(packed: MicroBatch, device: torch.device | str) -> MicroBatch:
         response_rows=move(packed.response_rows),
         packed_seq_params=layout,
         sampling_mask=None if packed.sampling_mask is None else packed.sampling_mask.to(device),
+        is_fed_T=move(packed.is_fed_T),
+        routed_experts=None if packed.routed_experts is None else move(packed.routed_experts),
+        routing_weights=None if packed.routing_weights is None else move(packed.routing_weights),
     )
 
 

@@ -57,8 +57,14 @@ def build_engine(
         )
     from slime_tis.rollout.local import LocalEngine
 
-    precision = config.rollout_precision
-    return LocalEngine(hf_checkpoint, tokenizer, precision=precision, device=device, safe_point=safe_point)
+    return LocalEngine(
+        hf_checkpoint,
+        tokenizer,
+        precision=config.rollout_precision,
+        router_bits=config.rollout_router_bits,
+        device=device,
+        safe_point=safe_point,
+    )
 
 
 def training_sampling(config: RolloutConfig) -> Sampling:
@@ -72,6 +78,8 @@ def training_sampling(config: RolloutConfig) -> Sampling:
         max_context_len=config.rollout_max_context_len,
         n_samples=config.n_samples_per_prompt,
         stop_token_ids=config.rollout_stop_token_ids or (),
+        return_routed_experts=config.use_rollout_routing_replay,
+        return_routing_weights=config.routing_replay_weights,
     )
 
 

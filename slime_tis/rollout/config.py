@@ -22,6 +22,18 @@ class RolloutConfig:
     """Precision of the local engine's own copy of the weights; below fp32 the mismatch with training is real. SGLang
     servers have their own (--sglang-dtype, --sglang-quantization)."""
 
+    rollout_router_bits: Annotated[int | None, Limits(ge=2, le=16)] = None
+    """Bits that the local engine rounds the weights of mixture-of-experts routers to, for studies of engines whose
+    routers disagree; unset leaves them in the rollout precision's own type, as engines with 8-bit weights do."""
+
+    use_rollout_routing_replay: bool = False
+    """Take the experts that the rollout engine chose for every token in the passes for old log-probs and in training
+    (R3); the reference policy's routers choose themselves."""
+
+    routing_replay_weights: bool = False
+    """Also take the weights that the rollout engine combined these experts' outputs with; the gradient is that of the
+    training router's own weights."""
+
     update_weights_interval: Annotated[int, Limits(ge=1, le=1_000_000)] = 1
     """Rollouts between two weight updates of the engine; N makes samples up to N steps stale."""
 
@@ -148,6 +160,7 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         _check_sampling(self)
+        _check_routing(self)
         _check_evaluation(self)
         _check_asynchronous(self)
         if self.rm_type is None and self.custom_rm_path is None:
@@ -207,6 +220,19 @@ def _check_sampling(config: RolloutConfig) -> None:
             f"--rollout-top-p is {config.rollout_top_p} and --rollout-top-k {config.rollout_top_k}, but the sampling "
             "masks of SGLang servers are not read, so that training could not use the same distribution; leave them "
             "out, use --rollout-engine local, or add --allow-truncation-bias."
+        )
+
+
+def _check_routing(config: RolloutConfig) -> None:
+    if config.use_rollout_routing_replay and config.rollout_engine == "sglang":
+        raise ValueError(
+            "--use-rollout-routing-replay is on but --rollout-engine sglang does not record experts; leave it out or "
+            "use --rollout-engine local."
+        )
+    if config.routing_replay_weights and config.rollout_engine == "sglang":
+        raise ValueError(
+            "--routing-replay-weights is on but an SGLang server returns experts without their weights; leave it out "
+            "or use --rollout-engine local."
         )
 
 

@@ -3,19 +3,20 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from slime_tis.rollout.checkpoint import eos_token_ids, linear_weight_names, load_model, weights_by_file_name
 from slime_tis.rollout.collectives import map_over_ranks
 from slime_tis.rollout.decode import Decoded, decode
 from slime_tis.rollout.engine import WeightSource
-from slime_tis.rollout.quantize import round_fp8, round_int8
+from slime_tis.rollout.quantize import round_bits, round_fp8, round_int8
 from slime_tis.rollout.sample import FinishReason, Prompt, Sample, Sampling, response_limit
 from slime_tis.rollout.sampling import log_softmax, prompt_uniforms
 from slime_tis.sampling_mask import SamplingMask
@@ -28,6 +29,28 @@ COMPUTE_DTYPES = {
 }
 WEIGHTS = "rollout_weights.safetensors"
 ROUNDINGS: dict[str, Callable[[Tensor], Tensor]] = {"fp8": round_fp8, "int8": round_int8}
+
+
+def roundings(model: PreTrainedModel, precision: str, router_bits: int | None) -> dict[str, Callable[[Tensor], Tensor]]:
+    """How each weight is rounded, by its name, where it is.
+
+    Args:
+        model: whose weights they are.
+        precision: of the linear layers.
+        router_bits: of the routers of mixture-of-experts layers; None leaves them.
+
+    Raises:
+        ValueError: routers are to be rounded, and there are none.
+    """
+    found: dict[str, Callable[[Tensor], Tensor]] = {}
+    if precision in ROUNDINGS:
+        found = dict.fromkeys(linear_weight_names(model), ROUNDINGS[precision])
+    if router_bits is not None:
+        routers = [name for name, _ in model.named_parameters() if name.endswith(".mlp.gate.weight")]
+        if not routers:
+            raise ValueError(f"--rollout-router-bits is {router_bits} but the model has no routers; leave it out.")
+        found |= dict.fromkeys(routers, partial(round_bits, bits=router_bits))
+    return found
 
 
 @dataclass(frozen=True)
@@ -87,6 +110,7 @@ class LocalEngine:
         tokenizer: PreTrainedTokenizerBase,
         *,
         precision: str = "fp32",
+        router_bits: int | None = None,
         max_batch: int = 512,
         max_batch_tokens: int = 131072,
         device: torch.device | str = "cpu",
@@ -98,6 +122,8 @@ class LocalEngine:
             hf_checkpoint: directory with config.json and weights of a causal language model.
             tokenizer: of the checkpoint.
             precision: fp32, bf16, fp8 or int8.
+            router_bits: width that the routers of mixture-of-experts layers are rounded to; None leaves them as the
+              precision has them.
             max_batch: most samples decoded at a time, which bounds the memory of logits.
             max_batch_tokens: most prompt and response tokens of samples decoded at a time, which bounds that of
               the key/value cache. The samples of one prompt are decoded together whatever the bounds.
@@ -113,9 +139,8 @@ class LocalEngine:
         self._max_batch_tokens = max_batch_tokens
         self._model = load_model(hf_checkpoint, COMPUTE_DTYPES[precision]).to(device)
         self._weights = weights_by_file_name(self._model)
-        self._round = ROUNDINGS.get(precision)
-        self._rounded_names = linear_weight_names(self._model) if self._round else frozenset()
-        for name in self._rounded_names:
+        self._roundings = roundings(self._model, precision, router_bits)
+        for name in self._roundings:
             self._assign(name, self._weights[name])
         self._eos_token_ids = eos_token_ids(self._model, tokenizer)
         self._context_len = getattr(self._model.config, "max_position_embeddings", None)
@@ -224,8 +249,8 @@ class LocalEngine:
 
     def _assign(self, name: str, tensor: Tensor) -> None:
         with torch.no_grad():
-            value = self._round(tensor) if self._round and name in self._rounded_names else tensor
-            self._weights[name].copy_(value)
+            rounding = self._roundings.get(name)
+            self._weights[name].copy_(tensor if rounding is None else rounding(tensor))
 
     def _requests(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[_Request]:
         seen: Counter[int] = Counter()

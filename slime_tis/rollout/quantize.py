@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 FP8_MAX = 448.0  # largest finite float8_e4m3fn
-INT8_MAX = 127.0  # symmetric: -128 is not used
 
 
 def round_fp8(weight_OI: Tensor) -> Tensor:
@@ -32,8 +31,26 @@ def round_fp8(weight_OI: Tensor) -> Tensor:
     return scaled_OI.to(torch.float8_e4m3fn).float() * scale_O1
 
 
+def round_bits(weight_OI: Tensor, bits: int) -> Tensor:
+    """The nearest integer multiples of a row's scale, symmetric around 0, as `round_int8` with another width.
+
+      n = 2^(bits−1) − 1,   s_o = max_i |w_oi| / n,   w'_oi = s_o · round(w_oi / s_o)
+
+    Args:
+        weight_OI: [outputs, inputs] weights.
+        bits: of an integer, its sign among them.
+
+    Returns:
+        [outputs, inputs] float32.
+    """
+    weight_OI = weight_OI.float()
+    largest = 2.0 ** (bits - 1) - 1
+    scale_O1 = _row_scale(weight_OI, largest)
+    return (weight_OI / scale_O1).round().clamp(-largest, largest) * scale_O1
+
+
 def round_int8(weight_OI: Tensor) -> Tensor:
-    """The nearest integer multiples of a row's scale, symmetric around 0.
+    """The nearest integer multiples of a row's scale, symmetric around 0: -128 is not used.
 
       s_o = max_i |w_oi| / 127,   w'_oi = s_o · round(w_oi / s_o)
 
@@ -46,9 +63,7 @@ def round_int8(weight_OI: Tensor) -> Tensor:
     Returns:
         [outputs, inputs] float32.
     """
-    weight_OI = weight_OI.float()
-    scale_O1 = _row_scale(weight_OI, INT8_MAX)
-    return (weight_OI / scale_O1).round().clamp(-INT8_MAX, INT8_MAX) * scale_O1
+    return round_bits(weight_OI, 8)
 
 
 def _row_scale(weight_OI: Tensor, largest: float) -> Tensor:

@@ -11,6 +11,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from slime_tis.hf_directory import MoeSizes
+from slime_tis.rollout.sample import Sample
+
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
@@ -79,3 +82,31 @@ class RoutingRecorder:
 def expert_dtype(experts: int) -> torch.dtype:
     """The smallest integer type that numbers so many experts."""
     return torch.uint8 if experts <= 256 else torch.int16
+
+
+def has_usable_experts(sample: Sample, sizes: MoeSizes) -> bool:
+    """Whether the experts of a sample can be replayed: recorded for every token but the last, and possible.
+
+    A layer whose rows are all zero was not recorded: servers that hold some of the layers alone, or whose kernels
+    bypass the recording, return such rows.
+
+    Args:
+        sample: with or without experts.
+        sizes: of the model's mixture-of-experts layers.
+    """
+    experts, shape = sample.routed_experts, (len(sample.token_ids) - 1, len(sizes.layers), sizes.top_k)
+    if experts is None or experts.is_floating_point() or tuple(experts.shape) != shape:
+        return False
+    if experts.numel() == 0 or int(experts.min()) < 0 or int(experts.max()) >= sizes.num_experts:
+        return False
+    if not bool((experts != 0).any(-1).any(0).all()):
+        return False
+    return not any(bool((experts[..., step:] == experts[..., :-step]).any()) for step in range(1, sizes.top_k))
+
+
+def has_usable_weights(sample: Sample) -> bool:
+    """Whether a sample has a combine weight for each of its experts, finite and not negative."""
+    experts, weights = sample.routed_experts, sample.routing_weights
+    if experts is None or weights is None or weights.shape != experts.shape:
+        return False
+    return bool((weights.isfinite() & (weights >= 0)).all())

@@ -1,8 +1,11 @@
 """Every flag reaches its field, under its own and its old names, and slime's functions find it."""
 
+import json
+
 import pytest
 
 from slime_tis.cli.arguments import ALIASES, OPTIONS, effective_config
+from slime_tis.rollout.build import evaluation_sampling, training_sampling
 from tests.cli.conftest import configured, refusal
 
 SERVER = "--rollout-engine sglang --sglang-url http://a:1 "
@@ -218,6 +221,8 @@ def test_every_option_is_landed_or_named_here(base):
         use_wandb wandb_project wandb_group wandb_mode wandb_dir
         tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size
         expert_model_parallel_size expert_tensor_parallel_size sequence_parallel sglang_server_args
+        use_rollout_routing_replay routing_replay_weights use_routing_replay measure_routing_mismatch
+        rollout_router_bits
     """
     landed = {word.removeprefix("--").replace("-", "_") for row in LANDINGS for word in row[0].split()}
     landed = {ALIASES.get(name, name).removeprefix("no_") for name in landed}
@@ -229,6 +234,21 @@ def test_parallel_sizes_land_when_the_ranks_are_there(base):
     got = configured(base + line + "--context-parallel-size 2 --micro-batch-size 16", world_size=16).megatron
     assert got.model_parallel_size == 8
     assert (got.tensor_model_parallel_size, got.sequence_parallel) == (2, True)
+
+
+def test_routing_options_land_where_the_model_has_experts(base, tmp_path):
+    model = json.loads((tmp_path / "model/config.json").read_text())
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "model_type": "qwen3_moe"}
+    model |= experts | {"architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 16, "intermediate_size": 16}
+    (tmp_path / "model/config.json").write_text(json.dumps(model))
+    line = "--use-rollout-routing-replay --routing-replay-weights --measure-routing-mismatch 8 --rollout-router-bits 4 "
+    got = configured(base + line + "--use-routing-replay --num-steps-per-rollout 2")
+    assert (got.rollout.use_rollout_routing_replay, got.rollout.routing_replay_weights) == (True, True)
+    assert (got.megatron.use_routing_replay, got.megatron.measure_routing_mismatch) == (True, 8)
+    assert got.rollout.rollout_router_bits == 4
+    sampling = training_sampling(got.rollout)
+    assert (sampling.return_routed_experts, sampling.return_routing_weights) == (True, True)
+    assert not evaluation_sampling(got.rollout).records_routing
 
 
 @pytest.mark.parametrize(("old", "new"), ALIASES.items())

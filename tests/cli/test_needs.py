@@ -37,6 +37,18 @@ IDLE = [
     ("--kl-loss-type k2", "--kl-loss-type is 'k2' but has no effect without --use-kl-loss; add it"),
     ("--kl-loss-coef 0", "--kl-loss-coef is 0.0 but has no effect without --use-kl-loss; add it"),
     ("--ref-load reference", "--ref-load is 'reference' but has no effect without --use-kl-loss; add it"),
+    (
+        "--routing-replay-weights",
+        "--routing-replay-weights is set but has no effect without --use-rollout-routing-replay; add it",
+    ),
+    (
+        "--measure-routing-mismatch 8",
+        "--measure-routing-mismatch is 8 but has no effect without --use-rollout-routing-replay; add it",
+    ),
+    (
+        "--rollout-engine sglang --sglang-url http://a:1 --rollout-router-bits 4",
+        "--rollout-router-bits is 4 but has no effect without --rollout-engine local; add it",
+    ),
     ("--opsm-delta 1e-4", "--opsm-delta is 0.0001 but has no effect without --use-opsm; add it"),
     (
         "--advantage-estimator rloo --disable-grpo-std-normalization",

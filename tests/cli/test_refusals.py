@@ -9,6 +9,35 @@ from tests.cli.conftest import refusal
 
 REFUSALS = [
     (
+        "--use-routing-replay",
+        "--use-routing-replay is on but there is no pass for old log-probs to record: with one optimizer step per "
+        "rollout the training pass is that of the old policy; leave it out, or use --use-rollout-routing-replay, which "
+        "needs no such pass.",
+    ),
+    (
+        "--use-routing-replay --use-rollout-logprobs --num-steps-per-rollout 2",
+        "--use-routing-replay is on but there is no pass for old log-probs to record: --use-rollout-logprobs takes "
+        "those of the rollout engine; leave it out, or use --use-rollout-routing-replay, which needs no such pass.",
+    ),
+    (
+        "--use-rollout-routing-replay",
+        "--use-rollout-routing-replay is given but the model has no experts, and with them no routers; leave it out.",
+    ),
+    (
+        "--use-routing-replay --num-steps-per-rollout 2",
+        "--use-routing-replay is given but the model has no experts, and with them no routers; leave it out.",
+    ),
+    (
+        "--rollout-router-bits 4",
+        "--rollout-router-bits is given but the model has no experts, and with them no routers; leave it out.",
+    ),
+    ("--rollout-router-bits 1", "--rollout-router-bits is 1 but must be 2 to 16."),
+    (
+        "--use-rollout-routing-replay --rollout-engine sglang --sglang-url http://a:1",
+        "--use-rollout-routing-replay is on but --rollout-engine sglang does not record experts; leave it out or use "
+        "--rollout-engine local.",
+    ),
+    (
         "--use-opsm --opsm-policy old",
         "--opsm-policy is old but with one optimizer step per rollout the old policy is the one that is trained, and "
         "nothing is ever left out; make it rollout, or raise --num-steps-per-rollout.",

@@ -102,3 +102,68 @@ def test_the_gradient_of_a_rotation_is_that_of_its_formula() -> None:
     torch.testing.assert_close(rotate(x, cos, sin), expected.detach())
     (expected * direction).sum().backward()
     torch.testing.assert_close(leaf.grad, reference.grad)
+
+
+def routed(length: int, first: int) -> torch.Tensor:
+    """Rows that say where they are from: [length - 1, 2 layers, 2], first + 10 · position + layer, and 1 more."""
+    position = torch.arange(length - 1)[:, None, None] * 10
+    return (first + position + torch.arange(2)[:, None] + torch.tensor([0, 100])).to(torch.int16)
+
+
+def test_rows_of_experts_lie_where_their_tokens_do() -> None:
+    batch = batch_of([[5, 6, 7], [8, 9], [3, 4]], [2, 1, 1])
+    weights = [torch.full((2, 2, 2), 0.25), None, torch.full((1, 2, 2), 0.75)]
+    packed = pack(batch.with_routing([routed(3, 0), None, routed(2, 1000)], weights), tensor_size=4)
+    assert packed.is_fed_T.tolist() == [True, True, False, True, False, True, False, False]
+    assert packed.routed_experts is not None and packed.routed_experts.dtype == torch.int16
+    nothing = [-1, -1]
+    assert packed.routed_experts[:, 0].tolist() == [
+        *([0, 100], [10, 110], nothing),  # the last token of a sequence was not fed to the rollout engine
+        *(nothing, nothing),  # nothing was recorded of the second sequence
+        *([1000, 1100], nothing),
+        nothing,  # the filler
+    ]
+    assert packed.routed_experts[:, 1, 0].tolist() == [1, 11, -1, -1, -1, 1001, -1, -1]
+    assert packed.routing_weights is not None
+    found = packed.routing_weights[:, 1, 1]
+    assert found[[0, 1, 5]].tolist() == [0.25, 0.25, 0.75] and found[[2, 3, 4, 6, 7]].isnan().all()
+
+
+def test_without_any_rows_routers_choose() -> None:
+    batch = batch_of([[5, 6, 7], [8, 9]], [2, 1])
+    assert pack(batch).routed_experts is None
+    packed = pack(batch.with_routing([routed(3, 0), None], None).select([1]))
+    assert packed.routed_experts is None and packed.routing_weights is None
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9), st.booleans()), min_size=1, max_size=5),
+    st.integers(1, 4),
+    st.integers(1, 3),
+)
+def test_ranks_together_hold_every_row_of_experts_once(
+    shapes: list[tuple[int, int, bool]], context_size: int, tensor_size: int
+) -> None:
+    tokens = [[100 * i + j + 1 for j in range(prompt + response)] for i, (prompt, response, _) in enumerate(shapes)]
+    rows = [
+        routed(len(ids), 1000 * i) if there else None
+        for i, (ids, (*_, there)) in enumerate(zip(tokens, shapes, strict=True))
+    ]
+    responses = [response for _, response, _ in shapes]
+    found = []
+    for rank in range(context_size):
+        batch = batch_of(tokens, responses, rank, context_size).with_routing(rows, None)
+        packed = pack(batch, context_rank=rank, context_size=context_size, tensor_size=tensor_size)
+        if packed.routed_experts is None:
+            assert all(one is None for one in rows)
+            continue
+        recorded = packed.routed_experts[:, 0, 0] >= 0
+        assert bool((packed.is_fed_T | ~recorded).all())
+        first = packed.routed_experts[recorded, 0, 0].tolist()
+        ids = packed.input_ids[0, recorded].tolist()
+        assert first == [1000 * ((token - 1) // 100) + 10 * ((token - 1) % 100) for token in ids]
+        assert packed.routed_experts[recorded, 1, 1].tolist() == [number + 101 for number in first]
+        assert bool((packed.routed_experts[~recorded] == -1).all())
+        found += first
+    assert sorted(found) == sorted(number for one in rows if one is not None for number in one[:, 0, 0].tolist())

@@ -1,0 +1,305 @@
+"""Routing replay in one process, against transformers with the same experts forced upon it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from slime_tis.hf_directory import MoeSizes
+from slime_tis.megatron.batch import TrainingBatch, fixed_partition, make_batch
+from slime_tis.megatron.config import MegatronConfig
+from slime_tis.megatron.engine import StepResult, TrainingEngine
+from slime_tis.megatron.parallel import Parallel, initialize, shut_down
+from slime_tis.megatron.routing_replay import RoutingRecord, routing_metrics
+from slime_tis.policy.policy_loss import LossInputs, LossOutputs
+from tests.checkpoints import make_checkpoint
+
+PROMPT = 3
+LENGTHS = (9, 14, 8, 11)
+LAYERS, EXPERTS, TOP_K = 3, 8, 2
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "weights of the best sum to 1": ("qwen3_moe", {"norm_topk_prob": True}),
+    "weights of the best as they are": ("qwen3_moe", {"norm_topk_prob": False}),
+    "shared expert": ("qwen2_moe", {"norm_topk_prob": False}),
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("moe")
+    sizes = {"num_hidden_layers": LAYERS}
+    return {name: make_checkpoint(root / name, family, **sizes, **more) for name, (family, more) in CASES.items()}
+
+
+@pytest.fixture(scope="module")
+def parallel(checkpoints: dict[str, Path]) -> Iterator[Parallel]:
+    yield initialize(MegatronConfig(hf_checkpoint=str(next(iter(checkpoints.values())))))
+    shut_down()
+
+
+def make_engine(directory: Path, parallel: Parallel, **options: Any) -> TrainingEngine:
+    config = MegatronConfig(hf_checkpoint=str(directory), lr=0.0, weight_decay=0.0, clip_grad=0.0, **options)
+    return TrainingEngine(config, parallel, temperature=1.0, total_steps=1, keep_reference=True)
+
+
+def sequences() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, 60, (length,), generator=generator).tolist() for length in LENGTHS]
+
+
+def random_experts() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    scores = [torch.rand(length - 1, LAYERS, EXPERTS, generator=generator) for length in LENGTHS]
+    return [score.argsort(-1)[..., :TOP_K].to(torch.uint8) for score in scores]
+
+
+def random_weights() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return [torch.rand(length - 1, LAYERS, TOP_K, generator=generator) for length in LENGTHS]
+
+
+def batch_of(experts: list[Tensor | None] | None, weights: list[Tensor | None] | None = None) -> TrainingBatch:
+    ones = [[1] * (length - PROMPT) for length in LENGTHS]
+    return make_batch(sequences(), ones, ones, ones).with_routing(experts, weights)
+
+
+def negative_log_likelihood(inputs: LossInputs) -> LossOutputs:
+    count = torch.tensor(len(inputs.log_probs_L), dtype=torch.int)
+    sums: Any = Sums(float(inputs.log_probs_L.detach().sum()))
+    return LossOutputs(numerator=-inputs.log_probs_L.sum(), denominator=count, sums=sums)
+
+
+class Sums:
+    def __init__(self, log_prob: float) -> None:
+        self.log_prob = log_prob
+
+    def merge(self, other: "Sums") -> "Sums":
+        return Sums(self.log_prob + other.log_prob)
+
+
+def step(engine: TrainingEngine, batch: TrainingBatch, size: int = 2, **options: Any) -> StepResult:
+    return engine.train_step(batch, fixed_partition(len(batch), size), negative_log_likelihood, **options)
+
+
+def log_probs(engine: TrainingEngine, batch: TrainingBatch, **options: Any) -> Tensor:
+    return engine.log_probs(batch, fixed_partition(len(batch), 2), **options)
+
+
+def rows_of(record: RoutingRecord) -> list[Tensor]:
+    """The rows of each sequence, from a pass over micro-batches of two."""
+    parts = [part.split(LENGTHS[2 * number : 2 * number + 2]) for number, part in enumerate(record)]
+    return [part[:-1] for pair in parts for part in pair]
+
+
+class Forced:
+    """A model of transformers whose routers take the experts, and perhaps the weights, that they are given."""
+
+    def __init__(self, directory: Path, norm: bool) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, experts_implementation="eager"
+        )
+        self._norm = norm
+        self._experts: Tensor | None = None
+        self._weights: Tensor | None = None
+        for place, layer in enumerate(self.model.model.layers):
+            layer.mlp.gate.register_forward_hook(lambda gate, args, output, place=place: self._force(place, output))
+
+    def _force(self, place: int, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        assert self._experts is not None
+        experts = self._experts[:, place].long()
+        weights = output[0].softmax(-1).gather(1, experts)
+        if self._norm:
+            weights = weights / weights.sum(-1, keepdim=True)
+        if self._weights is not None:
+            weights = self._weights[:, place] + weights - weights.detach()
+        return output[0], weights, experts
+
+    def log_probs(self, experts: list[Tensor], weights: list[Tensor] | None = None) -> Tensor:
+        """[L] of the responses, with gradient."""
+        found = []
+        last = torch.arange(TOP_K).expand(1, LAYERS, TOP_K)  # of the last token, whose output is not looked at
+        for number, ids in enumerate(sequences()):
+            self._experts = torch.cat([experts[number].long(), last])
+            self._weights = None if weights is None else torch.cat([weights[number], torch.ones(last.shape)])
+            logits = self.model(torch.tensor([ids])).logits[0]
+            found.append(logits[PROMPT - 1 : -1].log_softmax(-1).gather(-1, torch.tensor(ids[PROMPT:])[:, None])[:, 0])
+        return torch.cat(found)
+
+    def router_gradients(self) -> list[Tensor]:
+        return [layer.mlp.gate.weight.grad for layer in self.model.model.layers]
+
+    def grad_norm(self) -> float:
+        squares = [parameter.grad.double().pow(2).sum() for parameter in self.model.parameters()]
+        return float(torch.stack(squares).sum().sqrt())
+
+
+def router_gradients(engine: TrainingEngine) -> list[Tensor]:
+    named = dict(engine.model.module.named_parameters())
+    return [named[f"decoder.layers.{layer}.mlp.router.weight"].main_grad for layer in range(LAYERS)]
+
+
+@pytest.mark.parametrize("weights", [None, random_weights()], ids=["experts", "experts and weights"])
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_gradients_are_those_of_autograd_with_the_same_experts(
+    case: str, weights: list[Tensor] | None, checkpoints: dict[str, Path], parallel: Parallel
+) -> None:
+    experts, forced = random_experts(), Forced(checkpoints[case], CASES[case][1]["norm_topk_prob"])
+    expected = forced.log_probs(experts, weights)
+    (-expected.mean()).backward()
+    engine = make_engine(checkpoints[case], parallel)
+    batch = batch_of(experts, weights)
+    torch.testing.assert_close(log_probs(engine, batch), expected.detach(), rtol=0, atol=2e-5)
+    assert float((log_probs(engine, batch_of(None)) - expected).detach().abs().mean()) > 0.05
+    result = step(engine, batch)
+    assert result.grad_norm == pytest.approx(forced.grad_norm(), rel=1e-5)
+    for found, wanted in zip(router_gradients(engine), forced.router_gradients(), strict=True):
+        assert float(wanted.norm()) > 1e-4
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_rows_that_are_off_by_one_are_found_out(checkpoints: dict[str, Path], parallel: Parallel) -> None:
+    case = "weights of the best sum to 1"
+    experts, engine = random_experts(), make_engine(checkpoints[case], parallel)
+    expected = Forced(checkpoints[case], True).log_probs(experts).detach()
+    for shift in (-1, 1):
+        shifted = log_probs(engine, batch_of([rows.roll(shift, 0) for rows in experts]))
+        assert float((shifted - expected).abs().mean()) > 0.05
+
+
+def test_the_experts_that_the_routers_choose_anyway_change_nothing(
+    checkpoints: dict[str, Path], parallel: Parallel
+) -> None:
+    engine = make_engine(checkpoints["shared expert"], parallel)
+    record: RoutingRecord = []
+    own = log_probs(engine, batch_of(None), record=record)
+    assert [tuple(part.shape) for part in record] == [(23, LAYERS, TOP_K), (19, LAYERS, TOP_K)]
+    rows = rows_of(record)
+    replayed = log_probs(engine, batch_of(rows))
+    torch.testing.assert_close(replayed, own, rtol=0, atol=1e-6)
+    one, other = step(engine, batch_of(None)), step(engine, batch_of(rows))
+    assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-6)
+    assert engine.routing.metrics()["routing_difference"] == 0.0
+
+
+def test_a_sample_without_rows_is_routed_by_the_routers_and_the_others_replay(
+    checkpoints: dict[str, Path], parallel: Parallel
+) -> None:
+    engine, experts = make_engine(checkpoints["weights of the best sum to 1"], parallel), random_experts()
+    own, replayed = log_probs(engine, batch_of(None)), log_probs(engine, batch_of(experts))
+    mixed = log_probs(engine, batch_of([experts[0], None, None, experts[3]], [random_weights()[0], None, None, None]))
+    sizes = [length - PROMPT for length in LENGTHS]
+    found, own_parts, replayed_parts = mixed.split(sizes), own.split(sizes), replayed.split(sizes)
+    for sample, expected in ((1, own_parts), (2, own_parts), (3, replayed_parts)):
+        torch.testing.assert_close(found[sample], expected[sample], rtol=0, atol=1e-6)
+    assert float((found[0] - own_parts[0]).abs().mean()) > 0.05
+    assert float((found[0] - replayed_parts[0]).abs().mean()) > 0.01  # it has weights of its own
+
+
+def test_the_reference_routes_for_itself(checkpoints: dict[str, Path], parallel: Parallel) -> None:
+    engine, partition = make_engine(checkpoints["shared expert"], parallel), fixed_partition(len(LENGTHS), 2)
+    reference = engine.reference_log_probs(batch_of(random_experts(), random_weights()), partition)
+    assert torch.equal(reference, log_probs(engine, batch_of(None)))
+
+
+def test_a_record_is_replayed_after_the_weights_have_changed(checkpoints: dict[str, Path], parallel: Parallel) -> None:
+    engine = make_engine(checkpoints["weights of the best sum to 1"], parallel)
+    record: RoutingRecord = []
+    log_probs(engine, batch_of(None), record=record)
+    with torch.no_grad():
+        for name, weight in engine.model.module.named_parameters():
+            if name.endswith("mlp.router.weight"):
+                weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)), alpha=0.5)
+    changed: RoutingRecord = []
+    log_probs(engine, batch_of(None), record=changed)
+    assert not torch.equal(torch.cat(record), torch.cat(changed))
+    replayed: RoutingRecord = []
+    log_probs(engine, batch_of(random_experts()), source=record, record=replayed)  # before the batch's own rows
+    assert torch.equal(torch.cat(record), torch.cat(replayed))
+    with_record = step(engine, batch_of(None), source=record)
+    assert with_record.grad_norm == pytest.approx(step(engine, batch_of(rows_of(record))).grad_norm, rel=1e-6)
+
+
+RECOMPUTATION = {
+    "every layer": {"recompute_method": "uniform", "recompute_num_layers": 1},
+    "groups of layers": {"recompute_method": "uniform", "recompute_num_layers": 3},
+    "the first layer alone": {"recompute_method": "block", "recompute_num_layers": 1},
+}
+
+
+@pytest.mark.parametrize("options", RECOMPUTATION.values(), ids=list(RECOMPUTATION))
+@pytest.mark.parametrize("weights", [None, random_weights()], ids=["experts", "experts and weights"])
+def test_recomputed_layers_replay_the_same_again(
+    options: dict[str, Any], weights: list[Tensor] | None, checkpoints: dict[str, Path], parallel: Parallel
+) -> None:
+    directory, batch = checkpoints["weights of the best sum to 1"], batch_of(random_experts(), weights)
+    plain = make_engine(directory, parallel)
+    recomputing = make_engine(directory, parallel, recompute_granularity="full", **options)
+    results = [step(engine, batch, size=1) for engine in (plain, recomputing)]
+    assert results[0].grad_norm == pytest.approx(results[1].grad_norm, rel=1e-6)
+    counted = [engine.routing.metrics() for engine in (plain, recomputing)]
+    assert counted[0] == counted[1]  # a second run counts nothing
+    for one, other in zip(*map(router_gradients, (plain, recomputing)), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+
+
+def test_a_pass_that_was_given_up_leaves_nothing_behind(checkpoints: dict[str, Path], parallel: Parallel) -> None:
+    options = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    engine = make_engine(checkpoints["shared expert"], parallel, **options)
+    batch = batch_of(random_experts())
+    expected = step(engine, batch).grad_norm
+
+    def interrupted(inputs: LossInputs) -> LossOutputs:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.train_step(batch, fixed_partition(len(batch), 2), interrupted)
+    assert step(engine, batch).grad_norm == pytest.approx(expected, rel=1e-6)
+
+
+def test_loads_and_differences_are_counted_once_per_token_that_was_fed(
+    checkpoints: dict[str, Path], parallel: Parallel
+) -> None:
+    engine, experts = make_engine(checkpoints["weights of the best sum to 1"], parallel), random_experts()
+    record: RoutingRecord = []
+    log_probs(engine, batch_of(None), record=record)
+    rows = rows_of(record)
+    log_probs(engine, batch_of([experts[0], None, *experts[2:]]), compares_routing=True)
+    found = engine.routing.metrics()
+    differs = torch.cat(
+        [
+            (rows[sample].long().sort(-1).values != experts[sample].long().sort(-1).values).any(-1)
+            for sample in (0, 2, 3)
+        ]
+    )
+    assert found["routing_difference"] == pytest.approx(float(differs.any(1).double().mean()))
+    for layer in range(LAYERS):
+        assert found[f"routing_difference/layer_{layer}"] == pytest.approx(float(differs[:, layer].double().mean()))
+    chosen = torch.cat(rows).long()
+    shares = torch.stack([chosen[:, layer].flatten().bincount(minlength=EXPERTS) for layer in range(LAYERS)]) / (
+        sum(LENGTHS) - len(LENGTHS)
+    )
+    assert found["expert_load_max"] == pytest.approx(float(shares.max()) / TOP_K)
+    assert found["expert_load_min"] == pytest.approx(float(shares.min()) / TOP_K)
+
+
+def test_metrics_of_counts_by_hand() -> None:
+    sizes = MoeSizes(layers=(1, 3), num_experts=2, top_k=1, intermediate_size=4, shared_intermediate_size=None)
+    layers = torch.tensor([[6.0, 2.0, 8.0, 1.0], [4.0, 4.0, 8.0, 2.0]])
+    assert routing_metrics(sizes, layers, torch.tensor([8.0, 3.0])) == {
+        "expert_load_max": 0.75,
+        "expert_load_min": 0.25,
+        "routing_difference": 0.375,
+        "routing_difference/layer_1": 0.125,
+        "routing_difference/layer_3": 0.25,
+    }
+    assert routing_metrics(sizes, layers * 0, torch.zeros(2)) == {}
+
+
+def test_a_dense_model_has_nothing_to_replay(tmp_path: Path, parallel: Parallel) -> None:
+    engine = make_engine(make_checkpoint(tmp_path / "dense", "qwen3"), parallel)
+    assert step(engine, batch_of(None)).grad_norm > 0
+    assert engine.routing.metrics() == {} and engine.routing.sizes is None
