@@ -43,10 +43,10 @@ class RunStopped(RuntimeError):
 
 
 def one_line(text: str, limit: int = 80) -> str:
-    """The text for use inside an error message: on one line, cut to `limit` characters, control characters escaped."""
-    text = " ".join(text.split())
-    text = text if len(text) <= limit else text[: limit - 1] + "…"
-    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
+    """The text for use inside an error message: on one line, control characters escaped, cut to `limit` characters."""
+    text = " ".join(text.split())[: limit + 1]
+    text = "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
+    return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def first_line(error: BaseException) -> str:
