@@ -16,6 +16,7 @@ from slime_tis.megatron.config import MegatronConfig
 from slime_tis.rollout.dump import from_dict, to_dict
 from slime_tis.rollout.engine import RolloutEngine
 from slime_tis.rollout.sample import Sample
+from slime_tis.rollout.weight_rounding import WeightRounder
 from slime_tis.storage.checkpoints import checkpoints
 from slime_tis.storage.directories import same_path
 from slime_tis.storage.resumption import TrainerState, changed, changed_options, check_options, read_trainer_state
@@ -90,6 +91,8 @@ class Checkpointer:
     learner: Learner
     sampler: RolloutEngine
     evaluation: Evaluation
+    rounder: WeightRounder
+    """Of the weights that are sent; it may have a state."""
     timer: Callable[[str], AbstractContextManager[None]]
     run_id: str
     identity: Identity
@@ -97,7 +100,7 @@ class Checkpointer:
     saved_step: int | None = None
     """The step of the newest checkpoint under --save, where this run knows of one."""
 
-    def resume(self, point: ResumePoint, update_weights: Callable[[], None]) -> None:
+    def resume(self, point: ResumePoint, update_weights: Callable[[], object]) -> None:
         """Restores the policy, the rollout engine and the evaluation; the data has been restored before.
 
         Args:
@@ -106,6 +109,7 @@ class Checkpointer:
         """
         state, options = point.state, self.identity.options
         checkpoint.load(point.checkpoint, self.learner.engine)
+        self.rounder.load(point.checkpoint, self.learner.parallel.backend.device)
         self.learner.step = state.step
         if state.first_accuracy is not None and not changed(state.options, options, EVALUATION_OPTIONS):
             self.evaluation.first_accuracy = state.first_accuracy
@@ -149,6 +153,12 @@ class Checkpointer:
             model=self.identity.model,
         )
         stale = self.sampler.weight_version != position.step
+
+        def write_extra(directory: Path) -> None:
+            self.rounder.save(directory)
+            if stale and self.sampler.can_checkpoint_weights:
+                self.sampler.save_weights(directory)
+
         with self.timer("save"):
             checkpoint.save(
                 config.save,
@@ -157,7 +167,7 @@ class Checkpointer:
                 asdict(state),
                 run=self.run_id,
                 retain=config.save_retain,
-                write_extra=self.sampler.save_weights if stale and self.sampler.can_checkpoint_weights else None,
+                write_extra=write_extra,
             )
         self.saved_step = position.step
 

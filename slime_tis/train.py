@@ -19,12 +19,13 @@ import signal
 import sys
 import uuid
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from torch import Tensor
 from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
@@ -59,6 +60,8 @@ from slime_tis.rollout.rewards import assign_rewards, build_reward, check_prompt
 from slime_tis.rollout.sample import Prompt, Sample
 from slime_tis.rollout.sampling_masks import check_sampling_masks, require_sampling_masks
 from slime_tis.rollout.staleness import mask_stale_samples
+from slime_tis.rollout.weight_rounding import WeightRounder
+from slime_tis.rollout.weight_updates import WeightUpdates
 from slime_tis.weight_sync import check_weight_sync, sync_check
 
 
@@ -89,7 +92,7 @@ def train(run: Run) -> None:
         run.rollout_id += 1
         run.checkpointer.position = position(run)
         if run.rollout_id % run.arguments.rollout.update_weights_interval == 0:
-            run.update_weights()
+            sampled |= run.update_weights()
         run.unreported[-1] |= {**sampled, **evaluate_when_due(run)}
         if run.checkpointer.is_due(run.rollout_id, run.num_rollout):
             run.checkpointer.save()
@@ -245,8 +248,8 @@ class Run:
     reward: Callable[[list[Sample]], list[float]]
     learner: Learner
     sampler: RolloutEngine
-    update_weights: Callable[[], None]
-    """Gives the policy's weights to the rollout engine."""
+    update_weights: Callable[[], dict[str, float]]
+    """Gives the policy's weights to the rollout engine; the metrics of the update."""
     evaluation: Evaluation
     checkpointer: Checkpointer
     health: Health
@@ -319,20 +322,28 @@ def set_up(arguments: Arguments, parallel: Parallel, interrupts: Interrupts, ope
         arguments.sglang,
         megatron.hf_checkpoint,
         tokenizer,
-        weights=engine.named_hf_tensors,
+        weights=lambda: weights(),
         weights_version=lambda: learner.step,
         output_dir=arguments.reporting.output_dir,
         device=parallel.backend.device,
         safe_point=interrupts.check,
     )
     opened.enter_context(closing(sampler))
+    rounder = WeightRounder(rollout.weight_update_rounding, megatron.seed)
+    updates = WeightUpdates(rounder, sampler.weight_precision, samples_all=rollout.check_weight_sync)
+
+    def weights() -> Iterable[tuple[str, Tensor]]:
+        return updates.source(engine.named_hf_tensors, learner.step)()
+
     check = sync_check(dataset, rollout.weight_sync_bound) if rollout.check_weight_sync else None
 
-    def update_weights() -> None:
+    def update_weights() -> dict[str, float]:
         with timer("update_weights"):
-            sampler.update_weights(engine.named_hf_tensors, learner.step)
+            sampler.update_weights(weights, learner.step)
+            metrics = updates.metrics()
         if check is not None:
             check_weight_sync(engine, sampler, check)
+        return metrics
 
     local_engine = partial(local_evaluation_engine, megatron, engine, tokenizer, interrupts)
     evaluation = Evaluation(
@@ -348,14 +359,16 @@ def set_up(arguments: Arguments, parallel: Parallel, interrupts: Interrupts, ope
         learner=learner,
         sampler=sampler,
         evaluation=evaluation,
+        rounder=rounder,
         timer=timer,
         run_id=run_id,
         identity=identity,
     )
     if resumed is not None:
         checkpointer.resume(resumed, update_weights)
-    elif not sampler.can_checkpoint_weights:  # its weights are whatever its servers were started with
+    else:  # servers have whatever they were started with; the local engine's weights are rounded as asked from now on
         update_weights()
+    timer.take()
     reporters = open_reporters(
         arguments.reporting,
         options_in_force(arguments),

@@ -161,8 +161,8 @@ GROUPS = {
         "hf_checkpoint ref_load prompt_data input_key label_key metadata_key apply_chat_template rollout_shuffle"
     ),
     "rollout": (
-        "rollout_engine rollout_precision rollout_router_bits update_weights_interval check_weight_sync "
-        "weight_sync_bound rollout_lookahead max_weight_staleness partial_rollout over_sampling_batch_size "
+        "rollout_engine rollout_precision rollout_router_bits weight_update_rounding update_weights_interval "
+        "check_weight_sync weight_sync_bound rollout_lookahead max_weight_staleness partial_rollout over_sampling_batch_size "
         "rollout_batch_size n_samples_per_prompt rollout_max_prompt_len rollout_max_response_len "
         "rollout_max_context_len"
     ),
@@ -256,6 +256,7 @@ NEEDS = {
     "rollout_precision rollout_router_bits": "--rollout-engine=local",
     "allow_truncation_bias": "--rollout-top-p --rollout-top-k",
     "routing_replay_weights measure_routing_mismatch": "--use-rollout-routing-replay",
+    "weight_update_rounding": ("--rollout-precision=bf16 --rollout-precision=fp8 --rollout-precision=int8"),
     "weight_sync_bound": "--check-weight-sync",
     "over_sampling_batch_size": "--partial-rollout",
     "eval_interval eval_input_key eval_label_key n_samples_per_eval_prompt eval_temperature eval_top_p "
@@ -323,6 +324,7 @@ def configure(argv: Sequence[str], environ: Mapping[str, str], *, prog: str = "t
     _check_routing_record(arguments)
     world_size = read_environment(environ).world_size
     _check_ranks(arguments, world_size)
+    _check_rounding(arguments)
     _check_warm_up(arguments)
     check_files(arguments.rollout, arguments.megatron)
     _check_dump(arguments)
@@ -533,6 +535,17 @@ def _check_ranks(arguments: Arguments, world_size: int) -> None:
         raise ValueError(
             f"--micro-batch-size is {micro} but a rank has {size // data_parallel} samples in a step; "
             f"choose a divisor of {size // data_parallel}."
+        )
+
+
+def _check_rounding(arguments: Arguments) -> None:
+    """Refuses to round weights that are in the rollout engine's precision already."""
+    rounding, rollout = arguments.rollout.weight_update_rounding, arguments.rollout
+    eight_bits = rollout.rollout_engine == "local" and rollout.rollout_precision in ("fp8", "int8")
+    if rounding != "nearest" and arguments.megatron.bf16 and not eight_bits:
+        raise ValueError(
+            f"--weight-update-rounding is {rounding} but with --bf16 the weights that are sent are bfloat16 already; "
+            "leave one of the two out."
         )
 
 

@@ -18,6 +18,8 @@ MAX_AT_BOUND = 0.05
 """Share of weights at a bound above which it is the bound that decides them."""
 MAX_K3 = 0.05
 """Largest k3 KL per token, in nats, which neither precision nor a few steps of staleness exceed."""
+MIN_RECEIVED = 0.5
+"""Share of the updates of the weights below which the rollout policy does not follow the trained one."""
 CONSTANT_ROLLOUTS = 10
 """Rollouts in a row with one reward for every sample at which the reward function is suspect."""
 STEPS_UNTIL_OVER = 10
@@ -252,6 +254,20 @@ def _mismatch(metrics: Mapping[str, float], correction: RolloutCorrectionConfig)
     )
 
 
+def _absorbed(metrics: Mapping[str, float], correction: RolloutCorrectionConfig) -> Finding | None:
+    received = metrics["rollout/update_received"]
+    if not received < MIN_RECEIVED:
+        return None
+    return Finding(
+        metric="rollout/update_received",
+        value=received,
+        message=f"in each of the last {RULES['absorbed_updates'].after} updates rounding to the rollout engine's "
+        f"precision kept back more than {1 - MIN_RECEIVED:.0%}, so samples are staler than rollout/weight_staleness "
+        "says; add --weight-update-rounding stochastic, train in the engine's precision (--bf16), or raise --lr or "
+        "the engine's precision.",
+    )
+
+
 RULES = {
     "rejection": _Rule(find=_rejection, after=2),
     "effective_samples": _Rule(find=_effective_samples, after=2),
@@ -263,6 +279,7 @@ RULES = {
     "constant_reward": _Rule(find=_constant_reward, after=1),
     "staleness": _Rule(find=_staleness, after=1),
     "mismatch": _Rule(find=_mismatch, after=2),
+    "absorbed_updates": _Rule(find=_absorbed, after=3),
 }
 """Rules by the name of their finding, health/NAME in the metrics."""
 

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from slime_tis.errors import quoted
 from slime_tis.limits import Limits, check_fields, flag
 from slime_tis.rollout.rm_types import check_rm_type, reward_keys
+from slime_tis.rollout.weight_rounding import Rounding
 
 GREEDY = "greedy samples of a group are all alike and teach nothing"
 
@@ -33,6 +34,11 @@ class RolloutConfig:
     routing_replay_weights: bool = False
     """Also take the weights that the rollout engine combined these experts' outputs with; the gradient is that of the
     training router's own weights."""
+
+    weight_update_rounding: Rounding = "nearest"
+    """How weights are rounded to the rollout engine's precision: nearest, stochastic (unbiased, at random by seed and
+    version) or error-compensated (the error of one update is added to the next); the last two let updates through that
+    are smaller than the precision."""
 
     update_weights_interval: Annotated[int, Limits(ge=1, le=1_000_000)] = 1
     """Rollouts between two weight updates of the engine; N makes samples up to N steps stale."""

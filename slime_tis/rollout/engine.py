@@ -1,12 +1,13 @@
 """The contract of a rollout engine."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor
 
 from slime_tis.rollout.sample import Prompt, Sample, Sampling
+from slime_tis.rollout.weight_rounding import Precision
 
 WeightSource = Callable[[], Iterable[tuple[str, Tensor]]]
 """Yields weights under their Hugging Face names, whole tensors, one after the other."""
@@ -61,6 +62,19 @@ class RolloutEngine(Protocol):
 
     def update_weights(self, source: WeightSource, version: int) -> None:
         """Takes new weights: calls the source once, and iterates what it returns to the end."""
+
+    def weight_precision(self, name: str) -> Precision:
+        """The precision in which the engine holds the tensor of a Hugging Face name."""
+
+    def weight_rows(self, strides: Mapping[str, int]) -> dict[str, dict[str, Tensor]]:
+        """Every so-many-th row of tensors in use, float32 on the CPU, to compare with what was sent.
+
+        Args:
+            strides: distance of the rows by Hugging Face name.
+
+        Returns:
+            by the name of each copy of the weights that the engine can show, the rows by the tensor's name.
+        """
 
     def prompt_log_probs(self, token_ids: Sequence[int]) -> dict[str, list[float]]:
         """Log-probs at temperature 1 of a text's tokens but the first, under the weights in use.

@@ -1,7 +1,7 @@
 """The in-process rollout engine: batched decoding with transformers."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from slime_tis.rollout.engine import WeightSource
 from slime_tis.rollout.quantize import round_bits, round_fp8, round_int8
 from slime_tis.rollout.sample import FinishReason, Prompt, Sample, Sampling, response_limit
 from slime_tis.rollout.sampling import log_softmax, prompt_uniforms
+from slime_tis.rollout.weight_rounding import Precision
 from slime_tis.sampling_mask import SamplingMask
 
 COMPUTE_DTYPES = {
@@ -29,6 +30,8 @@ COMPUTE_DTYPES = {
 }
 WEIGHTS = "rollout_weights.safetensors"
 ROUNDINGS: dict[str, Callable[[Tensor], Tensor]] = {"fp8": round_fp8, "int8": round_int8}
+NAME = "the local engine"
+"""What messages call it."""
 
 
 def roundings(model: PreTrainedModel, precision: str, router_bits: int | None) -> dict[str, Callable[[Tensor], Tensor]]:
@@ -109,7 +112,7 @@ class LocalEngine:
         hf_checkpoint: str | Path,
         tokenizer: PreTrainedTokenizerBase,
         *,
-        precision: str = "fp32",
+        precision: Precision = "fp32",
         router_bits: int | None = None,
         max_batch: int = 512,
         max_batch_tokens: int = 131072,
@@ -139,6 +142,7 @@ class LocalEngine:
         self._max_batch_tokens = max_batch_tokens
         self._model = load_model(hf_checkpoint, COMPUTE_DTYPES[precision]).to(device)
         self._weights = weights_by_file_name(self._model)
+        self._precision: Precision = precision
         self._roundings = roundings(self._model, precision, router_bits)
         for name in self._roundings:
             self._assign(name, self._weights[name])
@@ -193,12 +197,23 @@ class LocalEngine:
             )
         self.weight_version = version
 
+    def weight_precision(self, name: str) -> Precision:
+        """That of the model; under fp8 and int8 fp32 for what is not rounded to 8 bits."""
+        rounding = ROUNDINGS.get(self._precision)
+        return "fp32" if rounding is not None and self._roundings.get(name) is not rounding else self._precision
+
+    def weight_rows(self, strides: Mapping[str, int]) -> dict[str, dict[str, Tensor]]:
+        """Rows of the weights in use; see `engine.RolloutEngine`."""
+        return {
+            NAME: {name: self._weights[name][::stride].float().to("cpu", copy=True) for name, stride in strides.items()}
+        }
+
     @torch.no_grad()
     def prompt_log_probs(self, token_ids: Sequence[int]) -> dict[str, list[float]]:
         """Log-probs of a text's tokens but the first; see `engine.RolloutEngine`."""
         ids = torch.tensor([list(token_ids)], device=self._model.device)
         log_probs = log_softmax(self._model(ids).logits[0, :-1])
-        return {"the local engine": log_probs.gather(-1, ids[0, 1:, None])[:, 0].tolist()}
+        return {NAME: log_probs.gather(-1, ids[0, 1:, None])[:, 0].tolist()}
 
     def unfinished(self) -> list[list[Sample]]:
         """Nothing ever is."""

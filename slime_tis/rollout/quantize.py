@@ -26,7 +26,7 @@ def round_fp8(weight_OI: Tensor) -> Tensor:
         [outputs, inputs] float32.
     """
     weight_OI = weight_OI.float()
-    scale_O1 = _row_scale(weight_OI, FP8_MAX)
+    scale_O1 = row_scale(weight_OI, FP8_MAX)
     scaled_OI = (weight_OI / scale_O1).clamp(-FP8_MAX, FP8_MAX)
     return scaled_OI.to(torch.float8_e4m3fn).float() * scale_O1
 
@@ -45,7 +45,7 @@ def round_bits(weight_OI: Tensor, bits: int) -> Tensor:
     """
     weight_OI = weight_OI.float()
     largest = 2.0 ** (bits - 1) - 1
-    scale_O1 = _row_scale(weight_OI, largest)
+    scale_O1 = row_scale(weight_OI, largest)
     return (weight_OI / scale_O1).round().clamp(-largest, largest) * scale_O1
 
 
@@ -66,6 +66,6 @@ def round_int8(weight_OI: Tensor) -> Tensor:
     return round_bits(weight_OI, 8)
 
 
-def _row_scale(weight_OI: Tensor, largest: float) -> Tensor:
+def row_scale(weight_OI: Tensor, largest: float) -> Tensor:
     """max |w| / largest of each row; the smallest normal number where a row is zero or nearly so."""
     return (weight_OI.abs().amax(-1, keepdim=True) / largest).clamp_min(torch.finfo(torch.float32).tiny)

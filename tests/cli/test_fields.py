@@ -100,6 +100,12 @@ LANDINGS = [
     ("--seed 7", "megatron", "seed", 7),
     ("--num-threads 2", "megatron", "num_threads", 2),
     ("--rollout-engine local", "rollout", "rollout_engine", "local"),
+    (
+        "--rollout-precision bf16 --weight-update-rounding stochastic",
+        "rollout",
+        "weight_update_rounding",
+        "stochastic",
+    ),
     ("--rollout-lookahead 2", "rollout", "rollout_lookahead", 2),
     ("--max-weight-staleness 4", "rollout", "max_weight_staleness", 4),
     ("--check-weight-sync", "rollout", "check_weight_sync", True),

@@ -77,6 +77,11 @@ IDLE = [
         "--recompute-num-layers 1",
         "--recompute-num-layers is 1 but has no effect without --recompute-granularity full; add it",
     ),
+    (
+        "--weight-update-rounding stochastic",
+        "--weight-update-rounding is 'stochastic' but has no effect without --rollout-precision bf16, "
+        "--rollout-precision fp8 or --rollout-precision int8; add one of them",
+    ),
     ("--weight-sync-bound 1", "--weight-sync-bound is 1.0 but has no effect without --check-weight-sync; add it"),
     ("--save-interval 2", "--save-interval is 2 but has no effect without --save; add it"),
     ("--save-retain 2", "--save-retain is 2 but has no effect without --save; add it"),

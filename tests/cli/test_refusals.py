@@ -148,6 +148,11 @@ REFUSALS = [
         "--log-probs-chunk-size 0",
         "--log-probs-chunk-size is 0 but must be 1 to 100000000, or -1.",
     ),
+    (
+        "--bf16 --rollout-precision bf16 --weight-update-rounding stochastic",
+        "--weight-update-rounding is stochastic but with --bf16 the weights that are sent are bfloat16 already; leave "
+        "one of the two out.",
+    ),
     ("--adam-beta2 1", "--adam-beta2 is 1.0 but must be at least 0 and below 1."),
     ("--lr-decay-style linear --min-lr 1", "--min-lr is 1.0 but must not exceed --lr, which is 1e-06."),
     (

@@ -19,6 +19,7 @@ GOOD = {
     "rollout/zero_std_groups": 0.99,
     "rollout/raw_reward": 0.5,
     "rollout/weight_staleness": 3.0,
+    "rollout/update_received": 0.5,
     "train/mismatch_k3_kl": 0.05,
 }
 BAD: dict[str, tuple[dict[str, float], str]] = {
@@ -67,6 +68,13 @@ BAD: dict[str, tuple[dict[str, float], str]] = {
         {"train/mismatch_k3_kl": 0.2},
         "train/mismatch_k3_kl is 0.2: more than 0.05 nats per token between rollout and training policy; compare their "
         "weights (--check-weight-sync), temperature, tokenizer and chat template, then raise the rollout's precision.",
+    ),
+    "absorbed_updates": (
+        {"rollout/update_received": 0.02},
+        "rollout/update_received is 0.02: in each of the last 3 updates rounding to the rollout engine's precision "
+        "kept back more than 50%, so samples are staler than rollout/weight_staleness says; add "
+        "--weight-update-rounding stochastic, train in the engine's precision (--bf16), or raise --lr or the engine's "
+        "precision.",
     ),
 }
 

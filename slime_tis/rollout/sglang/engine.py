@@ -13,7 +13,7 @@ import itertools
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import AsyncExitStack, ExitStack, suppress
 from dataclasses import dataclass
@@ -39,6 +39,7 @@ from slime_tis.rollout.sglang.sampling import PendingSample, RolloutBatch
 from slime_tis.rollout.sglang.weights.disk import DiskSync
 from slime_tis.rollout.sglang.weights.distributed import DistributedSync
 from slime_tis.rollout.sglang.weights.protocol import WeightSync
+from slime_tis.rollout.weight_rounding import Precision
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -103,6 +104,7 @@ class SGLangEngine:
             ValueError: The servers refuse the key, or the config names none.
         """
         self.weight_version = 0
+        self._precision: Precision = "fp32"
         self._tokenizer, self._weights, self._safe_point = tokenizer, weights, safe_point
         self._weights_version = weights_version or (lambda: self.weight_version)
         self._sizes = model_sizes(read_model_config(hf_checkpoint))
@@ -197,6 +199,14 @@ class SGLangEngine:
     def prompt_log_probs(self, token_ids: Sequence[int]) -> dict[str, list[float]]:
         """Log-probs at temperature 1 of all tokens but the first, by the URL of each server."""
         return self._rank_zero.run(lambda _: self._loop.run(self._servers.prompt_log_probs(token_ids)), self._weights)
+
+    def weight_precision(self, name: str) -> Precision:
+        """fp32: what the servers make of weights is not known."""
+        return self._precision
+
+    def weight_rows(self, strides: Mapping[str, int]) -> dict[str, dict[str, Tensor]]:
+        """Nothing: SGLang shows the weights of a few models only."""
+        return {}
 
     def unfinished(self) -> Groups:
         """Groups that were aborted, and are to be continued; those of a rollout in flight once it is complete."""

@@ -1,0 +1,114 @@
+"""What the rollout engine is sent of an update, and how much of the update that is.
+
+    source(weights, version)  →  round each tensor as --weight-update-rounding says  →  rollout engine
+                                   ↘ a fixed sample of rows: trained and sent values, now and at the update before
+
+With trained weights w and what the engine has of them r, both as changes since the update before:
+
+    absorbed = share of the elements with Δw ≠ 0 whose Δr = 0,    received = ⟨Δr, Δw⟩ / ⟨Δw, Δw⟩
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slime_tis.rollout.engine import WeightSource
+from slime_tis.rollout.weight_rounding import Precision, WeightRounder, round_nearest, rounds
+
+SAMPLED = 61
+"""One row in so many is sampled; an odd number, so that no pattern of heads is met in step."""
+MOST_SAMPLED = 65_536
+"""Elements of one tensor that are sampled, unless a single row has more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampledRows:
+    """Every `stride`-th row of a tensor, in float32 on the CPU."""
+
+    stride: int
+    trained: Tensor
+    sent: Tensor
+    """The same rows as the engine holds them."""
+    share: float
+    """Of the tensor's elements, those that are sampled."""
+
+
+class WeightUpdates:
+    """Rounds and measures the weights on their way to the rollout engine."""
+
+    def __init__(self, rounder: WeightRounder, precision_of: Callable[[str], Precision], *, samples_all: bool) -> None:
+        """Begins before the first update.
+
+        Args:
+            rounder: how tensors are rounded before they are sent.
+            precision_of: the precision in which the engine holds the tensor of a name.
+            samples_all: whether to sample tensors too that the engine does not round.
+        """
+        self.rounder = rounder
+        self.sampled: dict[str, SampledRows] = {}
+        """Of the version sent last, by tensor."""
+        self._precision_of, self._samples_all = precision_of, samples_all
+        self._version: int | None = None
+        self._earlier: dict[str, SampledRows] = {}
+
+    def source(self, weights: WeightSource, version: int) -> WeightSource:
+        """The weights as they are to be sent under this version; a source may be called again for the same one."""
+
+        def rounded() -> Iterator[tuple[str, Tensor]]:
+            if version != self._version:
+                self._earlier = self.sampled
+            self._version, self.sampled = version, {}
+            self.rounder.begin(version)
+            for name, weight in weights():
+                precision = self._precision_of(name)
+                sent = self.rounder(name, weight, precision)
+                if self._samples_all or rounds(weight.dtype, precision):
+                    self.sampled[name] = sample_rows(weight, sent, precision)
+                yield name, sent
+
+        return rounded
+
+    def metrics(self) -> dict[str, float]:
+        """rollout/update_… of the last update; empty for the first one, and where no weight moved.
+
+        Sums over the sample, in which each tensor counts by its size.
+        """
+        moved = absorbed = square = absorbed_square = product = 0.0
+        for name in self.sampled.keys() & self._earlier.keys():
+            now, before = self.sampled[name], self._earlier[name]
+            trained, received = now.trained - before.trained, now.sent - before.sent
+            lost = (received == 0) & (trained != 0)
+            moved += trained.count_nonzero().item() / now.share
+            absorbed += lost.count_nonzero().item() / now.share
+            square += trained.square().sum(dtype=torch.float64).item() / now.share
+            absorbed_square += trained[lost].square().sum(dtype=torch.float64).item() / now.share
+            product += (trained * received).sum(dtype=torch.float64).item() / now.share
+        if square == 0:
+            return {}
+        return {
+            "rollout/update_absorbed": absorbed / moved,
+            "rollout/update_absorbed_norm": math.sqrt(absorbed_square / square),
+            "rollout/update_received": product / square,
+        }
+
+
+def sample_rows(weight: Tensor, sent: Tensor, precision: Precision) -> SampledRows:
+    """A sample of a tensor and of what the engine makes of it; the same rows for every version."""
+    stride = row_stride(weight)
+    trained = weight[::stride].detach().float()
+    return SampledRows(
+        stride=stride,
+        trained=trained.to("cpu", copy=True),
+        sent=round_nearest(sent[::stride].detach(), precision).to("cpu", copy=True),
+        share=trained.numel() / weight.numel(),
+    )
+
+
+def row_stride(weight: Tensor) -> int:
+    """How far apart the sampled rows of a tensor are: SAMPLED, or more where that would be too many elements."""
+    width = weight.numel() // len(weight)
+    rows = max(MOST_SAMPLED // width, 1)
+    return max(SAMPLED, -(-len(weight) // rows) | 1)

@@ -1,0 +1,137 @@
+"""Rounding of the weights that are sent: values by hand, no bias, the same for ranks and resumption, bounded errors."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slime_tis.rollout.weight_rounding import WeightRounder, round_nearest, round_stochastic, rounds, spacing
+
+COARSE = ["fp16", "bf16", "fp8", "int8"]
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def test_the_distance_of_neighbours_by_hand():
+    numbers = torch.tensor([1.0, 1.99, 2.0, 0.05, 0.0])
+    # bf16 has 7 bits of mantissa: 2^-7 in [1, 2), 2^-6 in [2, 4), 2^-12 in [1/32, 1/16)
+    assert spacing(numbers, "bf16")[:4].tolist() == [2.0**-7, 2.0**-7, 2.0**-6, 2.0**-12]
+    assert spacing(numbers, "fp16").tolist() == [2.0**-10, 2.0**-10, 2.0**-9, 2.0**-15, 2.0**-24]
+    assert spacing(numbers, "fp8").tolist() == [2.0**-3, 2.0**-3, 2.0**-2, 2.0**-8, 2.0**-9]
+    assert spacing(numbers, "int8").tolist() == [1.0] * 5
+
+
+def test_a_quarter_of_the_way_up_is_rounded_up_a_quarter_of_the_time():
+    weight = torch.full((1, 40_000), 1.0 + 2.0**-9)  # a quarter of bf16's distance above 1
+    sent = round_stochastic(weight, "bf16", generator())
+    assert sorted(set(sent[0].tolist())) == [1.0, 1.0 + 2.0**-7]
+    assert (sent > 1).float().mean().item() == pytest.approx(0.25, abs=0.011)  # 5 deviations of a binomial
+    assert torch.equal(round_stochastic(-weight, "bf16", generator()), -sent)
+    assert set(round_nearest(weight, "bf16")[0].tolist()) == {1.0}
+
+
+@pytest.mark.parametrize("precision", COARSE)
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**31), exponent=st.integers(-12, 3))
+def test_stochastic_rounding_takes_a_neighbour_and_has_no_bias(precision, seed, exponent):
+    weight = torch.randn(4, 16, generator=generator(seed)) * 2.0**exponent
+    drawn = torch.stack([round_stochastic(weight, precision, generator(seed + i)) for i in range(400)])
+    scale = weight.abs().amax(-1, keepdim=True) / {"fp8": 448.0, "int8": 127.0}.get(precision, 1.0)
+    if precision not in ("fp8", "int8"):
+        scale = torch.ones_like(scale)
+    step = spacing(weight.abs() / scale, precision) * scale
+    assert ((drawn - weight).abs() <= step * (1 + 1e-5)).all()
+    assert ((drawn.mean(0) - weight).abs() <= 0.5 * step * 5 / 400**0.5 + 1e-6 * weight.abs()).all()
+    again = round_nearest(drawn[0], precision)  # what the engine makes of what it is sent
+    torch.testing.assert_close(again, drawn[0], rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("precision", COARSE)
+def test_numbers_that_the_engine_can_hold_stay(precision):
+    held = round_nearest(torch.randn(8, 64, generator=generator()), precision)
+    torch.testing.assert_close(round_stochastic(held, precision, generator(1)), held, rtol=1e-6, atol=0.0)
+    extreme = torch.tensor([[0.0, -0.0, 1e-44, 3e38, -3e38]])
+    assert torch.isfinite(
+        round_stochastic(extreme[:, :3] if precision == "fp16" else extreme, precision, generator())
+    ).all()
+
+
+def test_what_an_engine_rounds():
+    assert rounds(torch.float32, "bf16") and rounds(torch.float32, "fp16") and rounds(torch.bfloat16, "fp16")
+    assert rounds(torch.bfloat16, "fp8") and rounds(torch.float32, "int8")
+    assert (
+        not rounds(torch.float32, "fp32") and not rounds(torch.bfloat16, "fp32") and not rounds(torch.bfloat16, "bf16")
+    )
+
+
+def send(rounder: WeightRounder, version: int, weight: torch.Tensor, precision: str = "bf16") -> torch.Tensor:
+    rounder.begin(version)
+    return rounder("w", weight, precision).float()
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "error-compensated"])
+def test_seed_version_and_name_alone_decide(rounding):
+    weight = torch.randn(32, 32, generator=generator()) * 0.05
+    first = WeightRounder(rounding, 7)
+    sent = send(first, 3, weight)
+    assert torch.equal(send(WeightRounder(rounding, 7), 3, weight), sent)  # another rank
+    assert torch.equal(send(first, 3, weight), sent)  # a server that comes back
+    assert not torch.equal(send(WeightRounder(rounding, 8), 3, weight), sent)
+    other = WeightRounder(rounding, 7)
+    other.begin(3)
+    assert not torch.equal(other("v", weight, "bf16").float(), sent)
+    assert other("w", weight, "bf16").dtype == torch.bfloat16
+    assert other("w", weight, "fp32") is weight
+    assert other("w", weight.bfloat16(), "bf16").dtype == torch.bfloat16
+
+
+def test_steps_below_the_distance_arrive_but_with_nearest():
+    """Sixty-four steps of an eighth of the distance, from numbers that bf16 can hold: 2 % of each step is left out."""
+    start = (0.03125 + torch.randint(0, 128, (64, 64), generator=generator()) * 2.0**-12).float()
+    step = 2.0**-15
+    arrived = {}
+    for rounding in ("nearest", "stochastic", "error-compensated"):
+        rounder = WeightRounder(rounding, 0)
+        sent = [round_nearest(send(rounder, v, start + v * step), "bf16") for v in range(4)]
+        arrived[rounding] = ((sent[3] - sent[0]).mean() / (3 * step)).item()
+    assert arrived["nearest"] == 0.0
+    assert arrived["stochastic"] == pytest.approx(1.0, abs=0.15)
+    assert arrived["error-compensated"] == pytest.approx(1.0, abs=0.15)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "int8"])
+def test_compensated_errors_stay_below_one_distance_and_cancel_over_updates(precision):
+    weight = torch.randn(16, 64, generator=generator()) * 0.05
+    drift = 1e-6 * torch.randn(16, 64, generator=generator(1))
+    trained = [weight + v * drift for v in range(200)]
+    rounder = WeightRounder("error-compensated", 0)
+    sent = [round_nearest(send(rounder, v, w, precision), precision) for v, w in enumerate(trained)]
+    largest = torch.stack(trained).abs().amax(0)
+    scale = largest.amax(-1, keepdim=True) / {"fp8": 448.0, "int8": 127.0}[precision] if precision != "bf16" else 1.0
+    distance = spacing(largest / scale, precision) * scale * 2.01  # twice: a number just below a power of two
+    errors = [s - w for s, w in zip(sent, trained, strict=True)]
+    assert all((error.abs() <= distance).all() for error in errors)
+    mean = torch.stack(errors).mean(0).abs()
+    assert (mean <= distance * 0.02).all()  # a sum that is bounded, over 200 updates; bfloat16 rounds the errors kept
+
+
+def test_errors_go_through_a_checkpoint(tmp_path):
+    weights = [torch.randn(8, 8, generator=generator(v)) for v in range(6)]
+    whole = WeightRounder("error-compensated", 0)
+    sent = [send(whole, v, w) for v, w in enumerate(weights)]
+    first = WeightRounder("error-compensated", 0)
+    for v in range(3):
+        send(first, v, weights[v])
+    first.save(tmp_path)
+    resumed = WeightRounder("error-compensated", 0)
+    resumed.load(tmp_path, "cpu")
+    # the resumed run sends the last version again, and goes on
+    for v, w in itertools.islice(enumerate(weights), 2, None):
+        assert torch.equal(send(resumed, v, w), sent[v])
+    (tmp_path / "empty").mkdir()
+    WeightRounder("stochastic", 0).save(tmp_path / "empty")
+    assert list((tmp_path / "empty").iterdir()) == []
