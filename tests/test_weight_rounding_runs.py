@@ -10,10 +10,6 @@ from tests.runs import read_metrics, run_apart, run_here
 SMALL = ("--rollout-precision", "bf16", "--lr", "1e-6", "--num-rollout", "4")
 
 
-def received(rows: list[dict[str, float]]) -> list[float]:
-    return [row["rollout/update_received"] for row in rows]
-
-
 def test_small_updates_are_measured_and_warned_of(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     rows = run(*SMALL, name="nearest")
     assert all(row["rollout/update_absorbed"] > 0.9 for row in rows)
@@ -46,4 +42,3 @@ def test_ranks_round_alike(task: list[str], tmp_path: Path, rounding: str) -> No
     two = read_metrics(tmp_path / "two")
     assert two[0]["rollout/raw_reward"] == alone[0]["rollout/raw_reward"]  # sampled by rounded weights
     assert two[0]["train/mismatch_k3_kl"] == pytest.approx(alone[0]["train/mismatch_k3_kl"], rel=0.1)
-    assert received(two)[0] == pytest.approx(received(alone)[0], rel=0.05)
