@@ -162,9 +162,9 @@ GROUPS = {
     ),
     "rollout": (
         "rollout_engine rollout_precision rollout_router_bits weight_update_rounding update_weights_interval "
-        "check_weight_sync weight_sync_bound rollout_lookahead max_weight_staleness partial_rollout over_sampling_batch_size "
-        "rollout_batch_size n_samples_per_prompt rollout_max_prompt_len rollout_max_response_len "
-        "rollout_max_context_len"
+        "check_weight_sync weight_sync_bound rollout_lookahead max_weight_staleness partial_rollout "
+        "over_sampling_batch_size rollout_batch_size n_samples_per_prompt rollout_max_prompt_len "
+        "rollout_max_response_len rollout_max_context_len"
     ),
     "SGLang servers": (
         "sglang_url sglang_router_ip sglang_router_port sglang_launch sglang_server_args sglang_python "
