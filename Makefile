@@ -11,7 +11,7 @@ SMOLLM2_RUN := runs/smollm2
 SMOLLM2_EXAMPLE := examples.smollm2_reasoning_gym
 SEEDS ?= 0
 
-.PHONY: help install data data-smollm2 train train-diffusion train-smollm2 study test test-faults test-smollm2 sglang-env test-sglang check format docs clean
+.PHONY: help install data data-smollm2 train train-diffusion train-smollm2 study test test-moe test-faults test-smollm2 sglang-env test-sglang check format docs clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -71,6 +71,9 @@ study: install $(EXAMPLE)/complete.json  ## Run the study of collapse, all corre
 
 test: $(VENV)/.installed-diffusion $(VENV)/.installed-gym  ## Run the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -n 2 --dist worksteal
+
+test-moe: install  ## Run the tests of mixtures of experts on every parallel layout
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/moe_layouts
 
 test-faults: $(VENV)/.installed-diffusion  ## Run the fault tests: hostile input, signals, killed processes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/faults -n 2 --dist loadfile

@@ -122,7 +122,7 @@ def _check_for_sglang(directory: str, hf: Any, moe: MoeSizes) -> None:
             "ignores for mixtures of experts, so that it would sample from another model; give a checkpoint with an "
             "output layer of its own, or use --rollout-engine local."
         )
-    if len(moe.layers) < hf.num_hidden_layers:
+    if hasattr(hf, "decoder_sparse_step") and len(moe.layers) < hf.num_hidden_layers:
         raise ValueError(
             f"--hf-checkpoint is {quoted_path(directory)}, {len(moe.layers)} of whose {hf.num_hidden_layers} layers "
             "have experts, but SGLang makes experts of all layers of this family, so that it would sample from another "

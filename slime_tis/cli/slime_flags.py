@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from slime_tis.hf_directory import FAMILIES
+from slime_tis.hf_directory import FAMILIES, Family
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,17 @@ RESTATED: Mapping[str, Restated] = {
     "--add-qkv-bias": Restated("attention_bias", (True,)),
     "--qk-layernorm": Restated("qk_norm", (True,)),
     "--untie-embeddings-and-output-weights": Restated("tie_word_embeddings", (False,)),
+    "--num-experts": Restated("num_experts"),
+    "--moe-router-topk": Restated("num_experts_per_tok"),
+    "--moe-ffn-hidden-size": Restated("moe_intermediate_size"),
+    "--moe-shared-expert-intermediate-size": Restated("shared_expert_intermediate_size"),
+    "--moe-shared-expert-gate": Restated("shared_expert_gate", (True,)),
+    "--moe-router-score-function": Restated("router_score_function"),
+    "--moe-router-pre-softmax": Restated("norm_topk_prob", (False,)),
+    "--moe-router-enable-expert-bias": Restated("expert_bias", (True,)),
+    "--moe-router-topk-scaling-factor": Restated("routed_scaling_factor"),
+    "--moe-router-num-groups": Restated("n_group"),
+    "--moe-router-group-topk": Restated("topk_group"),
 }
 """Flags that repeat config.json: checked against it, and accepted where they agree."""
 
@@ -83,6 +94,12 @@ FIXED: Mapping[str, tuple[str, ...]] = {
     "--loss-type": ("policy_loss",),
     "--train-backend": ("megatron",),
     "--mtp-num-layers": ("0",),
+    "--moe-token-dispatcher-type": ("alltoall",),
+    "--moe-token-drop-policy": ("probs",),
+    "--moe-router-dtype": ("fp32",),
+    "--moe-router-load-balancing-type": ("none", "aux_loss", "seq_aux_loss"),
+    "--moe-router-bias-update-rate": ("0",),
+    "--moe-aux-loss-coeff": ("0",),
     "--update-weight-mode": ("full",),
     "--kl-coef": ("0",),
     "--gamma": ("1",),
@@ -111,10 +128,9 @@ RENAMED: Mapping[str, Renamed] = {
 }
 """Flags whose name here is another. Names that are read here too are aliases, and no entries of this table."""
 
-EXPERTS = "mixture-of-experts models are not supported"
 ATTENTION = "multi-head latent, gated and linear attention are not supported"
 HOOK = "there is no such hook"
-DENSE = "use a dense Llama, Qwen2 or Qwen3 checkpoint"
+FAMILY = "use a Llama, Qwen2, Qwen3, Qwen2-MoE, Qwen3-MoE or GLM-4.5 checkpoint"
 
 ADVICE = (
     Advice(
@@ -147,7 +163,7 @@ ADVICE = (
         "--spec --megatron-config-path --model-name --transformer-impl --custom-model-provider-path "
         "--custom-megatron-init-path",
         "layers follow the checkpoint's config.json and the hardware",
-        f"leave it out, and {DENSE}",
+        f"leave it out, and {FAMILY}",
     ),
     Advice(
         "--attention-backend --no-rope-fusion --no-masked-softmax-fusion --no-gradient-accumulation-fusion "
@@ -157,9 +173,9 @@ ADVICE = (
         "leave it out",
     ),
     Advice(
-        "--moe-* --num-experts",
-        EXPERTS,
-        DENSE,
+        "--moe-*",
+        "experts and routers follow the checkpoint's config.json, and their kernels are chosen by this program",
+        "leave it out",
     ),
     Advice(
         "--multi-latent-attention --kv-lora-rank --q-lora-rank --qk-head-dim --qk-pos-emb-head-dim --v-head-dim "
@@ -167,7 +183,7 @@ ADVICE = (
         "--no-position-embedding --rotary-interleaved --apply-layernorm-1p --post-self-attn-layernorm "
         "--post-mlp-layernorm",
         ATTENTION,
-        DENSE,
+        FAMILY,
     ),
     Advice(
         "--decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers",
@@ -331,6 +347,10 @@ def advice_for(flag: str) -> Advice | None:
     return best
 
 
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names of the number of a layer's experts in config.json."""
+
+
 def checkpoint_facts(model: Mapping[str, Any]) -> dict[str, Any]:
     """What config.json says, under its own names, with what follows from it.
 
@@ -360,4 +380,18 @@ def checkpoint_facts(model: Mapping[str, Any]) -> dict[str, Any]:
     if family is not None:
         parts = {"qk_norm": family.qk_norm, "attention_bias": family.qkv_bias}
         facts |= {fact: facts.get(part) if isinstance(part, str) else part for fact, part in parts.items()}
-    return facts
+    return facts if family is None or not family.moe else facts | _moe_facts(facts, family)
+
+
+def _moe_facts(facts: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """What a config.json says about experts, under the names that Qwen's has."""
+    found = {
+        "num_experts": next((facts[name] for name in EXPERT_COUNTS if name in facts), None),
+        "router_score_function": "sigmoid" if family.sigmoid_router else "softmax",
+        "expert_bias": family.sigmoid_router,
+        "shared_expert_gate": family.shared_expert_gate is not None,
+    }
+    shared, width = facts.get("n_shared_experts"), facts.get("moe_intermediate_size")
+    if isinstance(shared, int) and isinstance(width, int):
+        found["shared_expert_intermediate_size"] = shared * width
+    return found

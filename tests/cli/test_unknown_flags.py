@@ -45,6 +45,27 @@ LLAMA31 = {
 }
 
 
+QWEN3_MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+}
+GLM45 = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "n_routed_experts": 160,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 1536,
+    "routed_scaling_factor": 2.5,
+    "n_group": 1,
+    "topk_group": 1,
+    "use_qk_norm": True,
+    "attention_bias": True,
+}
+
+
 def unknown(line):
     rest, flags = split_unknown_flags(shlex.split(line), FLAGS)
     assert rest == []
@@ -109,10 +130,23 @@ def test_all_unknown_flags_are_one_message_in_groups():
             LLAMA31,
         ),
         ("--add-qkv-bias", {"architectures": ["Qwen2ForCausalLM"]}),
+        (
+            "--moe-ffn-hidden-size 768 --moe-router-score-function softmax --moe-token-dispatcher-type alltoall "
+            "--moe-router-topk 8 --num-experts 128 --moe-token-drop-policy probs --moe-router-dtype fp32 "
+            "--moe-aux-loss-coeff 0",
+            QWEN3_MOE,
+        ),
+        (
+            "--num-experts 160 --moe-router-topk 8 --moe-ffn-hidden-size 1536 --moe-shared-expert-intermediate-size "
+            "1536 --moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0 "
+            "--moe-router-load-balancing-type seq_aux_loss --moe-router-topk-scaling-factor 2.5 "
+            "--moe-router-num-groups 1 --moe-router-group-topk 1 --qk-layernorm --add-qkv-bias",
+            GLM45,
+        ),
         ("--num-layers 7 --rotary-base 3", {}),
         ("--num-layers 7 --rotary-base 3", None),
     ],
-    ids=["qwen3", "llama3.1", "qwen2.5", "empty config.json", "no config.json"],
+    ids=["qwen3", "llama3.1", "qwen2.5", "qwen3-30b-a3b", "glm-4.5", "empty config.json", "no config.json"],
 )
 def test_flags_that_repeat_config_json_are_accepted(line, model):
     assert said(line, model) == ""
@@ -135,6 +169,29 @@ CONTRADICTIONS = [
     ("--optimizer", "--optimizer is without a value but always adam here; leave it out."),
     ("--attention-softmax-in-fp32 false", "--attention-softmax-in-fp32 is 'false' but cannot be turned off"),
 ]
+
+
+MOE_CONTRADICTIONS = [
+    ("--num-experts 64", "--num-experts is '64' but num_experts of config.json is 128; leave it out, or give the"),
+    ("--moe-router-topk 2", "--moe-router-topk is '2' but num_experts_per_tok of config.json is 8; leave it out"),
+    ("--moe-router-pre-softmax", "--moe-router-pre-softmax is set but norm_topk_prob of config.json is true; leave"),
+    ("--moe-router-score-function sigmoid", "--moe-router-score-function is 'sigmoid' but router_score_function of"),
+    ("--moe-router-enable-expert-bias", "--moe-router-enable-expert-bias is set but expert_bias of config.json is"),
+    ("--moe-shared-expert-gate", "--moe-shared-expert-gate is set but shared_expert_gate of config.json is false"),
+    ("--moe-aux-loss-coeff 0.01", "--moe-aux-loss-coeff is '0.01' but always 0 here; leave it out."),
+    ("--moe-router-dtype bf16", "--moe-router-dtype is 'bf16' but always fp32 here; leave it out."),
+    ("--moe-token-dispatcher-type allgather", "--moe-token-dispatcher-type is 'allgather' but always alltoall here"),
+    (
+        "--moe-grouped-gemm",
+        "--moe-grouped-gemm is not supported: experts and routers follow the checkpoint's config.json, and their "
+        "kernels are chosen by this program; leave it out.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), MOE_CONTRADICTIONS, ids=[row[0] for row in MOE_CONTRADICTIONS])
+def test_flags_of_experts_that_contradict_config_json_are_refused(line, message):
+    assert said(line, QWEN3_MOE).startswith(message)
 
 
 @pytest.mark.parametrize(("line", "message"), CONTRADICTIONS, ids=[row[0] for row in CONTRADICTIONS])

@@ -1,7 +1,8 @@
-"""Spawned by test_hf_parity: loads each checkpoint with all ranks tensor-parallel and compares."""
+"""Spawned by tests of parity: loads each checkpoint under a parallel layout and compares with transformers."""
 
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -9,9 +10,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from slime_tis.hf_directory import load_config, moe_sizes
+from slime_tis.megatron import hf_weights
 from slime_tis.megatron.batch import make_batch
 from slime_tis.megatron.config import MegatronConfig
 from slime_tis.megatron.engine import TrainingEngine
+from slime_tis.megatron.hf_weights import GATHERED_BYTES
 from slime_tis.megatron.packing import pack
 from slime_tis.megatron.parallel import Parallel, initialize, shut_down
 from tests.runs import rank_environment
@@ -19,10 +22,10 @@ from tests.runs import rank_environment
 LENGTHS = (7, 13, 20)
 
 
-def compare(directory: Path, parallel: Parallel) -> None:
+def compare(directory: Path, parallel: Parallel, layout: dict[str, Any]) -> None:
     reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     vocab = reference.config.vocab_size
-    engine = TrainingEngine(_config(directory, parallel), parallel, temperature=1.0, total_steps=1)
+    engine = TrainingEngine(_config(directory, layout), parallel, temperature=1.0, total_steps=1)
     generator = torch.Generator().manual_seed(0)
     tokens = [torch.randint(vocab, (length,), generator=generator).tolist() for length in LENGTHS]
     batch = make_batch(tokens, [[1]] * len(tokens), [[0.0]] * len(tokens), [[0]] * len(tokens))
@@ -37,35 +40,45 @@ def compare(directory: Path, parallel: Parallel) -> None:
             packed.input_ids, packed.position_ids, None, packed_seq_params=packed.packed_seq_params
         )[0]
         shards = [torch.empty_like(shard) for _ in range(parallel.tensor_size)]
-        dist.all_gather(shards, shard.contiguous())
+        dist.all_gather(shards, shard.contiguous(), group=parallel.tensor_group)
         logits = torch.cat(shards, 1)[: sum(LENGTHS), :vocab]
         expected = torch.cat([reference(torch.tensor([ids])).logits[0] for ids in tokens])
     difference = (logits - expected).abs().max().item()
     bound = 2e-5 if "shared_expert_intermediate_size" in vars(reference.config) else 1e-5
     assert difference <= bound, f"{directory.name}: logits differ by {difference}"
 
-    names = load_file(directory / "model.safetensors")
-    for name, tensor in engine.named_hf_tensors():
-        assert torch.equal(tensor, names.pop(name)), f"{directory.name}: {name} changed on its way"
-    assert not names, f"{directory.name}: {sorted(names)} were not exported"
+    for at_once in (GATHERED_BYTES, 1):  # all experts of a layer, and one of each rank
+        hf_weights.GATHERED_BYTES = at_once
+        names = load_file(directory / "model.safetensors")
+        for name, tensor in engine.named_hf_tensors():
+            assert torch.equal(tensor, names.pop(name)), f"{directory.name}: {name} changed on its way"
+        assert not names, f"{directory.name}: {sorted(names)} were not exported"
 
 
-def _config(directory: Path, parallel: Parallel) -> MegatronConfig:
-    sizes = moe_sizes(load_config(directory))
+def _config(directory: Path, layout: dict[str, Any]) -> MegatronConfig:
+    is_tensor_parallel = layout.get("tensor_model_parallel_size", 1) > 1
     return MegatronConfig(
         hf_checkpoint=str(directory),
-        tensor_model_parallel_size=parallel.tensor_size,
-        sequence_parallel=sizes is not None and parallel.tensor_size > 1,  # megatron-core asks for it
+        sequence_parallel=is_tensor_parallel and moe_sizes(load_config(directory)) is not None,  # megatron-core asks
+        **layout,
     )
 
 
-def compare_all(rank: int, ranks: int, port: int, path: str) -> None:
-    """Compares every checkpoint under `path`, as one of `ranks` tensor-parallel ranks."""
+def compare_all(rank: int, ranks: int, port: int, path: str, layout: dict[str, Any]) -> None:
+    """Compares every checkpoint under `path`, as one of several ranks.
+
+    Args:
+        rank: of this process.
+        ranks: of the job.
+        port: at which they meet.
+        path: directory of checkpoints.
+        layout: fields of MegatronConfig.
+    """
     torch.set_num_threads(1)
     os.environ.update(rank_environment(rank, ranks, port))
     directories = sorted(directory for directory in Path(path).iterdir() if directory.is_dir())
-    parallel = initialize(MegatronConfig(hf_checkpoint=str(directories[0]), tensor_model_parallel_size=ranks))
+    parallel = initialize(MegatronConfig(hf_checkpoint=str(directories[0]), **layout))
     for directory in directories:
-        compare(directory, parallel)
+        compare(directory, parallel, layout)
         (directory / f"parity_{rank}").touch()
     shut_down()

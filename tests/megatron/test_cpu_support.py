@@ -3,8 +3,12 @@
 import ast
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
 
+import numpy
 import pytest
+import torch
 
 from slime_tis.megatron.cpu_support import rewrite
 
@@ -15,6 +19,7 @@ REWRITTEN = [
     ("torch.cuda.synchronize()", "None"),
     ("y = x.cuda(non_blocking=True) + 1", "y = x + 1"),
     ("z = torch.empty(1, pin_memory=True)", "z = torch.empty(1, pin_memory=False)"),
+    ("stream = torch.cuda.Stream()", "stream = None"),
     ("ok = torch.cuda.is_available() and 'cudagraph'", "ok = torch.cuda.is_available() and 'cudagraph'"),
 ]
 
@@ -22,6 +27,25 @@ REWRITTEN = [
 @pytest.mark.parametrize(("source", "expected"), REWRITTEN)
 def test_rewrites_cuda_literals_and_nothing_else(source: str, expected: str) -> None:
     assert ast.unparse(rewrite(source, "<test>")) == expected
+
+
+def test_a_function_about_streams_gives_numbers_of_tokens_as_arrays() -> None:
+    source = """
+def _maybe_dtoh_and_synchronize(self, point, tokens_per_expert=None):
+    with torch.cuda.stream(self.cuda_dtoh_stream):
+        self.input_splits = maybe_move_tensor_to_cpu(self.input_splits, as_numpy=True)
+    return tokens_per_expert
+"""
+    names: dict[str, Any] = {"torch": torch}
+    exec(compile(rewrite(source, "<test>"), "<test>", "exec"), names)
+    splits = {"input_splits": torch.tensor([3, 1]), "output_splits": torch.tensor([2, 2]), "output_splits_tp": None}
+    tokens = torch.tensor([1, 2])
+    dispatcher = SimpleNamespace(drop_and_pad=False, cuda_dtoh_point="here", **splits)
+    assert names["_maybe_dtoh_and_synchronize"](dispatcher, "elsewhere", tokens) is tokens
+    assert dispatcher.input_splits is splits["input_splits"]
+    assert names["_maybe_dtoh_and_synchronize"](dispatcher, "here", tokens) is tokens
+    assert (dispatcher.input_splits.tolist(), dispatcher.output_splits.tolist()) == ([3, 1], [2, 2])
+    assert isinstance(dispatcher.input_splits, numpy.ndarray) and dispatcher.output_splits_tp is None
 
 
 def test_line_numbers_stay() -> None:

@@ -49,7 +49,8 @@ CASES = {
 def test_logits_and_weights_are_those_of_transformers(ranks: int, tmp_path: Path) -> None:
     for name, (family, sizes) in CASES.items():
         make_checkpoint(tmp_path / name, family, **sizes)
-    spawn(compare_all, (ranks, free_port(), str(tmp_path)), ranks)
+    layout = {"tensor_model_parallel_size": ranks}
+    spawn(compare_all, (ranks, free_port(), str(tmp_path), layout), ranks)
     assert len(list(tmp_path.glob("*/parity_*"))) == ranks * len(CASES)
 
 

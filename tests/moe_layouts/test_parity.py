@@ -1,0 +1,32 @@
+"""Mixtures of experts with their experts over two ranks: logits of transformers, and weights there and back."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoints import make_checkpoint
+from tests.megatron.parity_worker import compare_all
+from tests.runs import free_port, spawn
+
+CASES = {
+    "qwen3_moe": {"num_hidden_layers": 3, "mlp_only_layers": [1]},
+    "qwen2_moe": {},
+    "glm4_moe": {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "n_shared_experts": 2},
+}
+LAYOUTS = {
+    "experts": {"expert_model_parallel_size": 2},
+    "tensor and experts": {
+        "tensor_model_parallel_size": 2,
+        "expert_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 1,
+    },
+    "matrices of each expert": {"expert_tensor_parallel_size": 2},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_logits_and_weights_are_those_of_transformers(layout: str, tmp_path: Path) -> None:
+    for family, sizes in CASES.items():
+        make_checkpoint(tmp_path / family, family, **sizes)
+    spawn(compare_all, (2, free_port(), str(tmp_path), LAYOUTS[layout]), 2)
+    assert len(list(tmp_path.glob("*/parity_*"))) == 2 * len(CASES)
