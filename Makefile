@@ -64,7 +64,7 @@ $(SMOLLM2)/prompts/complete.json: | $(VENV)/.installed-gym
 	$(BIN)/python -m examples.reasoning_gym.prompts --out $(SMOLLM2)/prompts --train 384 --held-out 80 --answer number \
 		'chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1' \
 		'products?min_terms=2&max_terms=2&min_digits=1&max_digits=1' \
-		'basic_arithmetic?min_terms=2&max_terms=2&min_digits=1&max_digits=1&operators=["+","-","*"]&allow_parentheses=false'
+		'basic_arithmetic?min_terms=2&max_terms=2&min_digits=1&max_digits=1&operators=["+","*"]&allow_parentheses=false'
 
 study: install $(EXAMPLE)/complete.json  ## Run the study of collapse, all corrections; SEEDS="0 1 2" for the whole grid
 	$(BIN)/python -m examples.collapse_study.run --seeds $(SEEDS)

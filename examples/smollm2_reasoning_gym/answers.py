@@ -10,6 +10,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import torch
+from transformers.utils.logging import disable_progress_bar
 
 from examples.reasoning_gym.reward import RIGHT, entry_score
 from slime_tis.rollout.checkpoint import load_tokenizer
@@ -25,13 +26,17 @@ def main() -> int:
     parser.add_argument("--after", type=Path, required=True, help="the directory of --save-hf")
     parser.add_argument("--prompts", type=Path, required=True, help="eval.jsonl")
     parser.add_argument("--each", type=int, default=2, help="questions of each dataset (default 2)")
+    parser.add_argument("--max-response-len", type=int, default=12, help="tokens (default 12, as in train.yaml)")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    disable_progress_bar()
     try:
         tokenizer = load_tokenizer(options.before)
         rows = load_prompts(options.prompts, tokenizer, input_key="prompt", label_key="label", apply_chat_template=True)
         prompts = first_of_each(rows, options.each)
-        before, after = (answers(directory, prompts) for directory in (options.before, options.after))
+        before, after = (
+            answers(directory, prompts, options.max_response_len) for directory in (options.before, options.after)
+        )
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -52,11 +57,11 @@ def first_of_each(prompts: list[Prompt], each: int) -> list[Prompt]:
     return [prompt for name in sorted(by_dataset) for prompt in by_dataset[name][:each]]
 
 
-def answers(directory: Path, prompts: list[Prompt]) -> list[str]:
-    """Greedy answers of a checkpoint, up to 32 tokens."""
+def answers(directory: Path, prompts: list[Prompt], max_response_len: int) -> list[str]:
+    """Greedy answers of a checkpoint."""
     engine = LocalEngine(directory, load_tokenizer(directory))
     try:
-        groups = engine.generate(prompts, Sampling(temperature=0.0, max_response_len=32), 0)
+        groups = engine.generate(prompts, Sampling(temperature=0.0, max_response_len=max_response_len), 0)
     finally:
         engine.close()
     return [group[0].response for group in groups]
