@@ -25,6 +25,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "weights of the best sum to 1": ("qwen3_moe", {"norm_topk_prob": True}),
     "weights of the best as they are": ("qwen3_moe", {"norm_topk_prob": False}),
     "shared expert": ("qwen2_moe", {"norm_topk_prob": False}),
+    "sigmoid scores, bias, groups": (
+        "glm4_moe",
+        {"norm_topk_prob": True, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 0},
+    ),
 }
 
 
@@ -98,11 +102,11 @@ def rows_of(record: RoutingRecord) -> list[Tensor]:
 class Forced:
     """A model of transformers whose routers take the experts, and perhaps the weights, that they are given."""
 
-    def __init__(self, directory: Path, norm: bool) -> None:
+    def __init__(self, directory: Path, norm: bool, sigmoid: bool = False) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float32, experts_implementation="eager"
         )
-        self._norm = norm
+        self._norm, self._sigmoid = norm, sigmoid
         self._experts: Tensor | None = None
         self._weights: Tensor | None = None
         for place, layer in enumerate(self.model.model.layers):
@@ -111,9 +115,11 @@ class Forced:
     def _force(self, place: int, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         assert self._experts is not None
         experts = self._experts[:, place].long()
-        weights = output[0].softmax(-1).gather(1, experts)
+        scores = output[0].sigmoid() if self._sigmoid else output[0].softmax(-1)
+        weights = scores.gather(1, experts)
         if self._norm:
             weights = weights / weights.sum(-1, keepdim=True)
+        weights = weights * getattr(self.model.config, "routed_scaling_factor", 1.0)
         if self._weights is not None:
             weights = self._weights[:, place] + weights - weights.detach()
         return output[0], weights, experts
@@ -147,7 +153,7 @@ def router_gradients(engine: TrainingEngine) -> list[Tensor]:
 def test_loss_and_gradients_are_those_of_autograd_with_the_same_experts(
     case: str, weights: list[Tensor] | None, checkpoints: dict[str, Path], parallel: Parallel
 ) -> None:
-    experts, forced = random_experts(), Forced(checkpoints[case], CASES[case][1]["norm_topk_prob"])
+    experts, forced = random_experts(), Forced(checkpoints[case], CASES[case][1]["norm_topk_prob"], "sigmoid" in case)
     expected = forced.log_probs(experts, weights)
     (-expected.mean()).backward()
     engine = make_engine(checkpoints[case], parallel)

@@ -4,13 +4,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime_tis.rollout.quantize import round_fp8, round_int8
+from slime_tis.rollout.quantize import round_bits, round_fp8, round_int8
 
 
 def test_int8_rounds_to_multiples_of_the_row_scale():
     weight = torch.tensor([[127.0, -127.0, 0.4, 0.6, 0.5, 1.5], [1.27, 0.0, 0.003, 0.006, -0.016, 0.024]])
     expected = torch.tensor([[127.0, -127.0, 0.0, 1.0, 0.0, 2.0], [1.27, 0.0, 0.0, 0.01, -0.02, 0.02]])
     torch.testing.assert_close(round_int8(weight), expected, rtol=0.0, atol=1e-7)
+
+
+def test_four_bits_are_fifteen_multiples_of_the_row_scale():
+    weight = torch.tensor([[7.0, -7.0, 0.4, 0.6, -3.6], [0.7, 0.0, 0.03, 0.06, 0.14]])
+    expected = torch.tensor([[7.0, -7.0, 0.0, 1.0, -4.0], [0.7, 0.0, 0.0, 0.1, 0.1]])
+    torch.testing.assert_close(round_bits(weight, 4), expected, rtol=0.0, atol=1e-7)
 
 
 def test_fp8_rounds_to_e4m3_multiples_of_the_row_scale():

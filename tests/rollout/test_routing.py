@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from slime_tis.hf_directory import MoeSizes
 from slime_tis.rollout.checkpoint import load_tokenizer
 from slime_tis.rollout.local import LocalEngine
-from slime_tis.rollout.routing import expert_dtype
-from slime_tis.rollout.sample import Prompt, Sampling
+from slime_tis.rollout.routing import expert_dtype, has_usable_experts, has_usable_weights
+from slime_tis.rollout.sample import Prompt, Sample, Sampling
 from tests.checkpoints import make_checkpoint
 
 EXPERTS = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
@@ -97,6 +99,12 @@ def test_a_rows_memory_is_its_own(checkpoint):
         assert sample.routed_experts.untyped_storage().nbytes() == sample.routed_experts.numel()
 
 
+def test_a_dense_model_has_no_router_to_round(tmp_path):
+    path = make_checkpoint(tmp_path / "dense", "qwen3")
+    with pytest.raises(ValueError, match="--rollout-router-bits is 4 but the model has no routers; leave it out"):
+        LocalEngine(path, load_tokenizer(path), router_bits=4)
+
+
 def test_a_dense_model_has_no_experts_to_record(tmp_path):
     path = make_checkpoint(tmp_path / "dense", "qwen3")
     with pytest.raises(ValueError, match="routed experts were asked of a Qwen3ForCausalLM, which has no experts"):
@@ -106,3 +114,111 @@ def test_a_dense_model_has_no_experts_to_record(tmp_path):
 @pytest.mark.parametrize(("experts", "dtype"), [(8, torch.uint8), (256, torch.uint8), (257, torch.int16)])
 def test_the_smallest_type_that_holds_the_numbers(experts, dtype):
     assert expert_dtype(experts) is dtype
+
+
+GOOD = torch.tensor([[[0, 1], [2, 3]], [[7, 6], [0, 1]], [[5, 0], [1, 0]]], dtype=torch.uint8)
+
+
+def sample_with(experts, weights=None):
+    return Sample(
+        prompt=Prompt(index=0, text="1>", token_ids=(1, 5)),
+        group_index=0,
+        sample_index=0,
+        response_ids=[4, 2],
+        response="",
+        rollout_log_probs=[-1.0, -1.0],
+        loss_mask=[1, 1],
+        weight_versions=[0, 0],
+        finish_reason="stop",
+        routed_experts=experts,
+        routing_weights=weights,
+    )
+
+
+def sizes(top_k=2, experts=8):
+    return MoeSizes(layers=(0, 1), num_experts=experts, top_k=top_k, intermediate_size=4, shared_intermediate_size=None)
+
+
+def changed(index, value):
+    found = GOOD.clone()
+    found[index] = torch.tensor(value, dtype=torch.uint8)
+    return found
+
+
+@pytest.mark.parametrize("experts", [GOOD, GOOD.short(), GOOD.int()], ids=["uint8", "int16", "int32"])
+def test_experts_of_every_token_but_the_last_are_usable(experts):
+    assert has_usable_experts(sample_with(experts), sizes())
+
+
+@pytest.mark.parametrize(
+    "experts",
+    [
+        None,
+        GOOD[:-1],
+        torch.cat([GOOD, GOOD[:1]]),
+        GOOD[:, :1],
+        GOOD[..., :1],
+        GOOD[:, 0],
+        changed((0, 0, 0), 8),
+        changed((2, 1), [3, 3]),
+        changed((slice(None), 1), [0, 0]),
+        -GOOD.short() - 1,
+        GOOD.float(),
+    ],
+    ids=[
+        "none",
+        "a row too few",
+        "a row too many",
+        "a layer too few",
+        "an expert too few",
+        "no dimension of layers",
+        "an expert that does not exist",
+        "an expert twice",
+        "a layer of zeros",
+        "negative",
+        "floats",
+    ],
+)
+def test_experts_that_cannot_be_replayed_are_not_usable(experts):
+    assert not has_usable_experts(sample_with(experts), sizes())
+
+
+def test_a_layer_of_zeros_was_not_recorded_with_one_expert_per_token_either():
+    assert has_usable_experts(sample_with(GOOD[..., :1]), sizes(top_k=1))
+    zeros = GOOD[..., :1].clone()
+    zeros[:, 1] = 0
+    assert not has_usable_experts(sample_with(zeros), sizes(top_k=1))
+
+
+@pytest.mark.parametrize(
+    ("weights", "usable"),
+    [
+        (torch.full(GOOD.shape, 0.5), True),
+        (None, False),
+        (torch.full((2, 2, 2), 0.5), False),
+        (torch.full(GOOD.shape, torch.nan), False),
+        (torch.full(GOOD.shape, -0.5), False),
+    ],
+    ids=["good", "none", "a row too few", "not finite", "negative"],
+)
+def test_weights_are_usable_where_they_belong_to_the_experts(weights, usable):
+    assert has_usable_weights(sample_with(GOOD, weights)) is usable
+
+
+def test_a_router_alone_is_rounded(tmp_path):
+    path = make_checkpoint(tmp_path / "moe", "qwen3_moe")
+    tokenizer = load_tokenizer(path)
+    reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    engine = LocalEngine(path, tokenizer, router_bits=3)
+    engine.update_weights(lambda: load_file(path / "model.safetensors").items(), version=1)
+    engine.save_weights(tmp_path)
+    found = load_file(tmp_path / "rollout_weights.safetensors")
+    for name, weight in reference.named_parameters():
+        if name.endswith("mlp.gate.weight"):
+            scale = weight.abs().amax(-1, keepdim=True) / 3
+            levels = found[name] / scale
+            torch.testing.assert_close(levels, levels.round(), rtol=0, atol=1e-5)
+            assert float((found[name] - weight).abs().max()) <= float(scale.max()) / 2 + 1e-6
+            assert int(levels.round().unique().numel()) == 7
+        else:
+            assert torch.equal(found[name], weight)
