@@ -53,7 +53,7 @@ def test_the_sync_check_passes_equal_weights_and_names_the_error(run: Run, capsy
     with pytest.raises(AssertionError):
         run("--check-weight-sync", "--weight-sync-bound", "1e-6", "--num-rollout", "1", name="int8")
     said = capsys.readouterr().err
-    assert "parameter-sync error: after the update to step 1" in said and "the local engine" in said
+    assert "parameter-sync error: after the update to step 0" in said and "the local engine" in said
 
 
 def test_evaluation_by_the_rollout_engine_has_the_present_weights(run: Run, task: list[str], tmp_path: Path) -> None:
