@@ -221,10 +221,16 @@ def moe_sizes(hf: Any) -> MoeSizes | None:
 
 
 def _moe_problems(hf: Any) -> Iterator[str]:
-    """What cannot be about the routers of a model."""
+    """What cannot be about the sparse layers of a model."""
+    sparse_by = ("first_k_dense_replace", "decoder_sparse_step")
+    if FAMILIES[hf.architectures[0]].moe and not any(hasattr(hf, name) for name in sparse_by):
+        yield f"model_type {quoted(hf.model_type)}, which is not that of {hf.architectures[0]}"
+        return
     sizes = moe_sizes(hf)
     if sizes is None:
         return
+    if sizes.layers[0] < 0:
+        yield f"first_k_dense_replace {sizes.layers[0]}, which must be 0 or more"
     experts, top_k = sizes.num_experts, sizes.top_k
     if top_k > experts:
         yield f"num_experts_per_tok {top_k}, of {experts} experts"

@@ -114,6 +114,18 @@ def given(base):
         ),
         ({"num_experts_per_tok": 7}, "", 1, "model/config.json has num_experts_per_tok 7, of 6 experts."),
         (
+            {"model_type": "qwen3"},
+            "",
+            1,
+            "model/config.json has model_type 'qwen3', which is not that of Qwen3MoeForCausalLM.",
+        ),
+        (
+            {**GLM, "first_k_dense_replace": -1},
+            "",
+            1,
+            "model/config.json has first_k_dense_replace -1, which must be 0 or more.",
+        ),
+        (
             {**GLM, "norm_topk_prob": False},
             "",
             1,
@@ -156,6 +168,8 @@ def given(base):
         "sglang, first layer dense",
         "sglang, every second layer sparse",
         "more experts per token than there are",
+        "the type of a dense model",
+        "dense layers before the first",
         "sigmoid scores as they are",
         "groups of experts that do not fit",
         "more experts per group than two",
