@@ -54,6 +54,7 @@ def build_engine(
             output_dir=Path(output_dir),
             device=device,
             safe_point=safe_point,
+            sampling=training_sampling(config),
         )
     from slime_tis.rollout.local import LocalEngine
 

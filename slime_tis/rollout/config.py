@@ -230,11 +230,6 @@ def _check_sampling(config: RolloutConfig) -> None:
 
 
 def _check_routing(config: RolloutConfig) -> None:
-    if config.use_rollout_routing_replay and config.rollout_engine == "sglang":
-        raise ValueError(
-            "--use-rollout-routing-replay is on but --rollout-engine sglang does not record experts; leave it out or "
-            "use --rollout-engine local."
-        )
     if config.routing_replay_weights and config.rollout_engine == "sglang":
         raise ValueError(
             "--routing-replay-weights is on but an SGLang server returns experts without their weights; leave it out "

@@ -33,9 +33,9 @@ REFUSALS = [
     ),
     ("--rollout-router-bits 1", "--rollout-router-bits is 1 but must be 2 to 16."),
     (
-        "--use-rollout-routing-replay --rollout-engine sglang --sglang-url http://a:1",
-        "--use-rollout-routing-replay is on but --rollout-engine sglang does not record experts; leave it out or use "
-        "--rollout-engine local.",
+        "--use-rollout-routing-replay --routing-replay-weights --rollout-engine sglang --sglang-url http://a:1",
+        "--routing-replay-weights is on but an SGLang server returns experts without their weights; leave it out or "
+        "use --rollout-engine local.",
     ),
     (
         "--use-opsm --opsm-policy old",

@@ -8,7 +8,8 @@
 #
 # SGLang's package asks for CUDA libraries that neither install nor load here. So its packages are installed without
 # their dependencies (requirements.txt lists the ones that a CPU server imports), and cpu_stand_ins.py takes the place
-# of three compiled ones that are imported but never called. To start a server there by hand:
+# of three compiled ones that are imported but never called, and of two functions that need a GPU. To start a server
+# there by hand:
 #
 #   .venv-sglang/bin/python -m sglang.launch_server --config tools/sglang_cpu/server.yaml --model-path CHECKPOINT
 #
@@ -49,7 +50,7 @@ cp "$here/cpu_stand_ins.py" "$packages/"
 echo "import cpu_stand_ins" >"$packages/cpu_stand_ins.pth" # run by Python when it starts, workers included
 
 "$environment/bin/python" -W ignore -c '
-import sglang.srt.entrypoints.http_server, sglang.srt.models.qwen3' >/dev/null ||
+import sglang.srt.entrypoints.http_server, sglang.srt.models.qwen3, sglang.srt.models.qwen3_moe' >/dev/null ||
     fail "the packages are installed but SGLang's server does not import; its words are above."
 echo "$inputs" >"$stamp"
 echo "$environment has SGLang $("$environment/bin/python" -W ignore -c 'import sglang; print(sglang.__version__)')"

@@ -1,18 +1,21 @@
 """Lets SGLang be imported where compiled packages that it imports do not exist: on a machine without a GPU.
 
 `build.sh` puts this file and a `.pth` line that imports it into the environment, so that it runs at the start of
-every Python process there, the server's workers included. On a CPU a dense model needs none of what these
+every Python process there, the server's workers included. On a CPU a model needs none of what these
 packages do; only their names have to import. A stand-in that is called after all raises.
 
     triton       decorates kernels at import time, so its calls hand back what they decorate
     sgl_kernel   compiled kernels; every call raises
     torchvision  image processors; PyPI's build does not load beside a CPU build of torch
+
+Two functions of SGLang's own need a GPU where mixtures of experts are served; `REPLACEMENTS` has them in torch.
 """
 
 import importlib.abc
 import importlib.machinery
 import os
 import sys
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -87,5 +90,63 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             module.__version__ = VERSIONS[module.__name__]  # type: ignore[attr-defined]
 
 
+def allocate_host_memory(module: ModuleType) -> None:
+    """Takes host memory as it is: without CUDA there is nobody to register it with.
+
+    It holds the experts that `--enable-return-routed-experts` records.
+    """
+
+    def allocate(dims: Any, dtype: Any, device: str, pin_memory: bool, allocator: Any) -> Any:
+        return allocator.allocate(dims, dtype=dtype, device=device)
+
+    module.ALLOC_MEMORY_FUNCS["cpu"] = allocate
+
+
+def gate_shared_expert(module: ModuleType) -> None:
+    """Adds the output of Qwen2-MoE's shared expert, times the sigmoid of its gate, to that of the others in place."""
+
+    def add(hidden_states: Any, gate_weight: Any, shared_output: Any, final_hidden_states: Any) -> None:
+        final_hidden_states += (hidden_states @ gate_weight).sigmoid().unsqueeze(-1) * shared_output
+
+    module.fused_gate_sigmoid_mul_add = add  # type: ignore[attr-defined]
+
+
+REPLACEMENTS: dict[str, Callable[[ModuleType], None]] = {
+    "sglang.srt.mem_cache.pool_host.common": allocate_host_memory,
+    "sglang.kernels.ops.elementwise.elementwise": gate_shared_expert,
+}
+"""Modules of SGLang, and what is replaced in each as soon as it is imported."""
+
+
+class ReplacingLoader(importlib.abc.Loader):
+    """Runs a module as its own loader does, and then its entry of `REPLACEMENTS`."""
+
+    def __init__(self, loader: importlib.abc.Loader) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        """The module that its own loader makes."""
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Fills it, and replaces what needs a GPU."""
+        self._loader.exec_module(module)
+        REPLACEMENTS[module.__name__](module)
+
+
+class ReplacingFinder(importlib.abc.MetaPathFinder):
+    """Finds the modules of `REPLACEMENTS` where they are."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """The module's own specification with another loader, or None for all other modules."""
+        spec = importlib.machinery.PathFinder.find_spec(name, path) if name in REPLACEMENTS else None
+        if spec is not None and spec.loader is not None:
+            spec.loader = ReplacingLoader(spec.loader)
+        return spec
+
+
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")  # SGLang asks for it, and this environment is for nothing else
+sys.meta_path.insert(0, ReplacingFinder())
 sys.meta_path.append(Finder())  # the last: a package that is really installed comes first

@@ -23,6 +23,8 @@ from slime_tis.rollout.sglang.errors import InvalidAnswer, MalformedAnswer, Requ
 from slime_tis.rollout.sglang.schema import (
     Completion,
     ControlAnswer,
+    ExpertLayout,
+    ExpertRequest,
     ModelInfo,
     ServerInfo,
     WorkersAnswer,
@@ -85,6 +87,7 @@ class Server:
         *,
         timeout: float,
         vocab_size: int | None = None,
+        expert_layout: ExpertLayout | None = None,
         workers: Sequence[Server] = (),
         abort_timeout: float = ABORT_TIMEOUT,
         health_timeout: float = HEALTH_TIMEOUT,
@@ -96,6 +99,7 @@ class Server:
             client: As `make_client` returns it.
             timeout: Longest wait for an answer, in seconds.
             vocab_size: Number of token ids of the model, which no answer may exceed; None checks none.
+            expert_layout: What routed experts in its answers have to be, where the model has experts.
             workers: Servers that a router at this address hands requests on to; requests are aborted there.
             abort_timeout: Longest wait for the answer to an aborted request, in seconds.
             health_timeout: Longest wait for /health, in seconds.
@@ -105,9 +109,12 @@ class Server:
         """Whether its answers have the weight version of every token; None before the first."""
         self.takes_seeds = False
         """Whether it samples with the seed of each request; its own flag decides, which `info` reads."""
+        self.returns_routed_experts = False
+        """Whether it returns the experts of each token; its own flag decides, which `info` reads."""
         self.malformed_answers = 0
         """Number of answers so far that could not be used."""
         self._client, self._timeout, self._vocab_size, self._workers = client, timeout, vocab_size, workers
+        self._expert_layout = expert_layout
         self.redactor = client.auth.redactor if isinstance(client.auth, Keys) else Redactor(())
         """Of what the server says, for messages."""
         self._abort_timeout, self._health_timeout = abort_timeout, health_timeout
@@ -138,6 +145,7 @@ class Server:
         with self._reading("/server_info"):
             info = parse(ServerInfo, answer)
         self.takes_seeds = info.enable_deterministic_inference is True
+        self.returns_routed_experts = info.enable_return_routed_experts is True
         return info
 
     async def weight_version(self) -> str | None:
@@ -158,8 +166,11 @@ class Server:
         max_new_tokens: int,
         request_id: str,
         seed: int | None = None,
+        first_experts: int | None = None,
     ) -> Completion:
         """Samples the rest of a response; the arguments are those of `schema.generate_body`.
+
+        Routed experts come from the token `first_experts` on; None asks for none.
 
         A request that takes too long is aborted and returns what has been sampled. It is also aborted when this call is
         cancelled.
@@ -168,8 +179,13 @@ class Server:
             ServerError: There is no answer, or one that cannot be used.
             RequestRefused: The server says that the request is wrong.
         """
-        body = generate_body(input_ids, sampling, max_new_tokens=max_new_tokens, request_id=request_id, seed=seed)
-        max_bytes = max_answer_bytes(max_new_tokens)
+        experts, max_bytes = None, max_answer_bytes(max_new_tokens)
+        if first_experts is not None and self._expert_layout is not None:
+            experts = ExpertRequest(layout=self._expert_layout, input_len=len(input_ids), first=first_experts)
+            max_bytes += self._expert_layout.num_bytes(len(input_ids) + max_new_tokens)
+        body = generate_body(
+            input_ids, sampling, max_new_tokens=max_new_tokens, request_id=request_id, seed=seed, experts=experts
+        )
         request = asyncio.create_task(self._request("POST", "/generate", body, max_bytes=max_bytes))
         try:
             await asyncio.wait({request}, timeout=self._timeout)
@@ -181,7 +197,12 @@ class Server:
             if not request.done():
                 raise ServerError(f"{self.url} did not answer within {self._timeout:g} s.")
             with self._reading("/generate"):
-                return parse_generation(request.result(), max_new_tokens=max_new_tokens, vocab_size=self._vocab_size)
+                return parse_generation(
+                    request.result(),
+                    max_new_tokens=max_new_tokens,
+                    vocab_size=self._vocab_size,
+                    experts=experts,
+                )
         finally:
             if not request.done():  # the server would find out by itself some seconds later
                 self._aborts.start(self.abort(request_id), name=f"abort {request_id}")

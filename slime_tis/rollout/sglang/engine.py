@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime_tis.hf_directory import model_sizes, read_model_config
+from slime_tis.hf_directory import load_config, model_sizes, moe_sizes, read_model_config
 from slime_tis.rollout.collectives import portable
 from slime_tis.rollout.engine import RolloutUnavailable, WeightSource
 from slime_tis.rollout.sample import Prompt, Sample, Sampling, response_limit
@@ -36,6 +36,7 @@ from slime_tis.rollout.sglang.errors import MalformedAnswer, RequestRefused, Ser
 from slime_tis.rollout.sglang.health import HealthMonitor, Timeouts
 from slime_tis.rollout.sglang.launch import LaunchedServers
 from slime_tis.rollout.sglang.sampling import PendingSample, RolloutBatch
+from slime_tis.rollout.sglang.schema import ExpertLayout
 from slime_tis.rollout.sglang.weights.disk import DiskSync
 from slime_tis.rollout.sglang.weights.distributed import DistributedSync
 from slime_tis.rollout.sglang.weights.protocol import WeightSync
@@ -84,6 +85,7 @@ class SGLangEngine:
         timeouts: Timeouts | None = None,
         weight_sync: WeightSync | None = None,
         safe_point: Callable[[], None] = lambda: None,
+        sampling: Sampling | None = None,
     ) -> None:
         """Waits for the servers, and starts them where the config says so; a collective.
 
@@ -98,10 +100,12 @@ class SGLangEngine:
             timeouts: How long to wait for servers; None is as the config says.
             weight_sync: How new weights reach the servers; None is as the config says.
             safe_point: Called while a rollout is waited for; raises where it is to be given up.
+            sampling: How samples for training will be drawn; servers are checked for what it asks of them.
 
         Raises:
             RolloutUnavailable: No server comes up.
-            ValueError: The servers refuse the key, or the config names none.
+            ValueError: The servers refuse the key, the config names none, or they do not return the routed experts that
+                `sampling` asks for.
         """
         self.weight_version = 0
         self._precision: Precision = "fp32"
@@ -114,18 +118,23 @@ class SGLangEngine:
         self._stack = ExitStack()
         self._rank_zero = RankZero()
 
+        records_experts = sampling is not None and sampling.return_routed_experts
+        layout = expert_layout(hf_checkpoint) if records_experts else None
+
         def connect(_: WeightSource) -> int | None:
             config.check_has_servers()
             with ExitStack() as stack:
                 launched = None
                 if config.sglang_launch is not None:
-                    launched = LaunchedServers(config, hf_checkpoint, output_dir)
+                    launched = LaunchedServers(config, hf_checkpoint, output_dir, records_experts=records_experts)
                     stack.callback(launched.stop)
                     launched.start()
                 self._loop = stack.enter_context(LoopThread("sglang"))
-                self._servers = ServerGroup(config, timeouts, self._sizes.vocab_size, launched)
+                self._servers = ServerGroup(config, timeouts, self._sizes.vocab_size, layout, launched)
                 self._loop.run(self._servers.connect(weight_sync, hf_checkpoint, device))
                 stack.callback(lambda: self._loop.run(self._servers.close()))
+                if records_experts:
+                    self._servers.check_return_routed_experts()
                 self._stack = stack.pop_all()
             return self._servers.max_input_len
 
@@ -338,6 +347,7 @@ class ServerGroup:
         config: SGLangConfig,
         timeouts: Timeouts | None,
         vocab_size: int | None,
+        layout: ExpertLayout | None = None,
         launched: LaunchedServers | None = None,
     ) -> None:
         """Asks nothing yet.
@@ -346,6 +356,7 @@ class ServerGroup:
             config: Which servers, and how they are asked.
             timeouts: How long to wait for servers; None is as the config says.
             vocab_size: Number of token ids of the model, which no answer may exceed; None checks none.
+            layout: What routed experts in answers have to be; None where none are recorded.
             launched: Servers that were started here, which are started again when they end.
         """
         self.changed = threading.Event()
@@ -354,7 +365,7 @@ class ServerGroup:
         """Servers that came back and need weights that the trainer has."""
         self.batches: set[RolloutBatch] = set()
         """Rollouts that are being sampled."""
-        self._config, self._vocab_size, self._launched = config, vocab_size, launched
+        self._config, self._vocab_size, self._layout, self._launched = config, vocab_size, layout, launched
         self._timeouts = timeouts or Timeouts(recovery=config.sglang_recovery_timeout)
         self._tasks = BackgroundTasks()
         self._one_update = asyncio.Lock()
@@ -374,7 +385,14 @@ class ServerGroup:
 
             def server(url: str, workers: Sequence[Server] = ()) -> Server:
                 timeout = config.sglang_request_timeout
-                return Server(url, client, timeout=timeout, vocab_size=self._vocab_size, workers=workers)
+                return Server(
+                    url,
+                    client,
+                    timeout=timeout,
+                    vocab_size=self._vocab_size,
+                    expert_layout=self._layout,
+                    workers=workers,
+                )
 
             urls = config.server_urls if self._launched is None else self._launched.urls
             if config.router_url is not None:
@@ -403,11 +421,23 @@ class ServerGroup:
         """Longest input that all servers take, in tokens, where they say."""
         return min((s.max_input_len for s in self.health.states.values() if s.max_input_len), default=None)
 
+    def check_return_routed_experts(self) -> None:
+        """Refuses servers that do not record routed experts, and ignore requests for them.
+
+        Raises:
+            ValueError: A server that answers was started without the flag.
+        """
+        lacking = [s.server.url for s in self.health.states.values() if s.seen and not s.server.returns_routed_experts]
+        if lacking:
+            raise ValueError(
+                f"--use-rollout-routing-replay is on but {', '.join(lacking)} would not return the experts that it "
+                "chose; start such servers with --enable-return-routed-experts, or leave the flag out."
+            )
+
     async def update_weights(self, source: WeightSource, version: int) -> None:
         """Gives all servers that answer new weights; those that fail are marked down."""
         async with self._one_update, self.health.updating(version):
-            # Requests whose answer has one version for all tokens end before the version changes.
-            await asyncio.gather(*(b.interrupt(lambda s: not s.reports_token_versions) for b in list(self.batches)))
+            await asyncio.gather(*(batch.end_before_update() for batch in list(self.batches)))
             await self._push(self.health.reachable(), source, version)
             self.health.version = version
 
@@ -626,6 +656,22 @@ def build_weight_sync(
         bucket_bytes=bucket_bytes,
         timeout=timeout,
     )
+
+
+def expert_layout(hf_checkpoint: str | Path) -> ExpertLayout:
+    """What routed experts of a model have to be.
+
+    Args:
+        hf_checkpoint: Directory of the model.
+
+    Raises:
+        ValueError: It has no experts.
+    """
+    hf = load_config(hf_checkpoint)
+    moe = moe_sizes(hf)
+    if moe is None:
+        raise ValueError("--use-rollout-routing-replay is given but the model has no experts; leave it out.")
+    return ExpertLayout(num_hidden_layers=hf.num_hidden_layers, moe=moe)
 
 
 def response_seed(seed: int, group: int, place: int) -> int:

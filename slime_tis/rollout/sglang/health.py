@@ -138,6 +138,7 @@ class HealthMonitor:
         self.unavailable: RolloutUnavailable | None = None
         """Set while no server is left and none is expected back."""
         self.deaths = self.returns = 0
+        self._misses_experts = False
         self.not_updating = asyncio.Event()
         """Cleared while weights are on their way."""
         self.not_updating.set()
@@ -218,6 +219,15 @@ class HealthMonitor:
             self._tasks.start(self._find_unexpected_weights())  # a router does not say which of its servers answered
         else:
             self._mark_without_weights(state, str(error))
+
+    def note_missing_experts(self, server: Server, problem: str) -> None:
+        """An answer had no usable routed experts: the first one is reported, all are counted by their samples."""
+        if not self._misses_experts:
+            self._misses_experts = True
+            reason = server.redactor.quoted(f"{server.url} gave no experts that can be replayed: {problem}.")
+            logger.warning(
+                "%s Such samples are trained on without replay, and counted in train/routing_replay_missing.", reason
+            )
 
     @asynccontextmanager
     async def updating(self, version: int) -> AsyncIterator[None]:

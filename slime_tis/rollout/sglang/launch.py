@@ -33,13 +33,16 @@ TORCHRUN_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTE
 class LaunchedServers:
     """The servers of a run, each with its own process group, port and log file."""
 
-    def __init__(self, config: SGLangConfig, hf_checkpoint: str | Path, log_dir: str | Path) -> None:
+    def __init__(
+        self, config: SGLangConfig, hf_checkpoint: str | Path, log_dir: str | Path, *, records_experts: bool = False
+    ) -> None:
         """Starts nothing yet.
 
         Args:
             config: Number of servers, their flags, their Python and the variable with their key.
             hf_checkpoint: Directory of the model.
             log_dir: Directory for their output, unless the config names one.
+            records_experts: Whether they are to return the experts that tokens are routed to.
 
         Raises:
             ValueError: Not enough ports are free.
@@ -52,7 +55,7 @@ class LaunchedServers:
         self.servers = []
         for index, port in enumerate(free_ports(config.sglang_base_port, config.sglang_launch or 0)):
             log = directory / f"sglang_{index}.log"
-            command = server_command(config, hf_checkpoint, index, port, log)
+            command = server_command(config, hf_checkpoint, index, port, log, records_experts=records_experts)
             self.servers.append(LaunchedServer(port, command, environment, log))
 
     @property
@@ -264,9 +267,18 @@ def free_ports(first: int, count: int) -> list[int]:
     return ports
 
 
-def server_command(config: SGLangConfig, hf_checkpoint: str | Path, index: int, port: int, log: Path) -> list[str]:
+def server_command(
+    config: SGLangConfig,
+    hf_checkpoint: str | Path,
+    index: int,
+    port: int,
+    log: Path,
+    *,
+    records_experts: bool = False,
+) -> list[str]:
     """The command line of the `index`-th server of a run; of keys it has the names of their variables."""
     flags = ["--model-path", str(hf_checkpoint), "--host", HOST, "--port", str(port), *_passed_flags(config, index)]
+    flags += ["--enable-return-routed-experts"] * records_experts
     keys = ["--admin-api-key-env", config.sglang_admin_api_key_env, "--api-key-env", config.sglang_api_key_env]
     return [config.sglang_python or sys.executable, supervise.__file__, str(log), *flags, *keys]
 

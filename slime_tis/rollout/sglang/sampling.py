@@ -8,6 +8,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+
 from slime_tis.rollout.sample import FinishReason, Prompt, Sample, Sampling
 from slime_tis.rollout.sglang.client import ABORT_INTERVAL, ABORT_TIMEOUT, Server, cancel_and_wait
 from slime_tis.rollout.sglang.dispatch import Attempts, Dispatcher
@@ -34,6 +37,9 @@ class PendingSample:
     """Log-prob of each token."""
     versions: list[int] = field(default_factory=list)
     """Version of the weights that sampled each token."""
+    routed_experts: Tensor | None = None
+    """Experts of all tokens but the last, prompt included, as in `Sample`; None where some are missing, or nothing has
+    been sampled."""
     finish_reason: FinishReason | None = None
     """Why it ended; None while it has not."""
     num_requests: int = 0
@@ -50,8 +56,11 @@ class PendingSample:
             token_ids=list(sample.response_ids),
             log_probs=list(sample.rollout_log_probs),
             versions=list(sample.weight_versions),
+            routed_experts=sample.routed_experts,
             finish_reason=None if sample.finish_reason == "abort" else sample.finish_reason,
         )
+        if pending.routed_experts is not None and len(pending.routed_experts) != len(pending.input_ids) - 1:
+            pending.routed_experts = None
         pending.finish_if_full()
         return pending
 
@@ -65,8 +74,24 @@ class PendingSample:
         """Number of tokens that may still be sampled."""
         return self.max_new_tokens - len(self.token_ids)
 
+    @property
+    def first_experts(self) -> int | None:
+        """First token whose experts are still to be recorded; None where earlier ones are missing.
+
+        The last token sampled so far has not been fed yet. Those before it keep their rows: the next request feeds them
+        again, maybe to routers of other weights, which is why it is not asked for theirs.
+        """
+        if not self.token_ids:
+            return 0
+        return None if self.routed_experts is None else len(self.routed_experts)
+
     def append(self, completion: Completion, versions: list[int]) -> None:
         """Adds what a request sampled; an aborted one leaves the response unfinished."""
+        if completion.token_ids:
+            earlier, rows = self.routed_experts, completion.routed_experts
+            if self.token_ids and rows is not None:
+                rows = None if earlier is None else torch.cat([earlier, rows])
+            self.routed_experts = rows
         self.token_ids += completion.token_ids
         self.log_probs += completion.log_probs
         self.versions += versions
@@ -92,6 +117,7 @@ class PendingSample:
             loss_mask=[1] * len(self.token_ids),
             weight_versions=list(self.versions),
             finish_reason=self.finish_reason or "abort",
+            routed_experts=self.routed_experts,
         )
 
 
@@ -168,12 +194,22 @@ class RolloutBatch:
         if self._task is not None:
             await cancel_and_wait([self._task])
 
-    async def interrupt(self, applies: Callable[[Server], bool]) -> None:
-        """Ends the requests that some servers are answering; the responses go on from their tokens in new ones."""
-        requests = {r: r.request for group in self.groups for r in group if r.request and applies(r.request[0])}
-        self._interrupted.update(requests)
+    async def end_before_update(self) -> None:
+        """Ends requests that must not span an update of weights; the responses go on from their tokens in new ones.
+
+        These are those whose answer has one version for all tokens, and those with routed experts: a request that goes
+        on feeds its earlier tokens again, and returns what the new weights choose for them.
+        """
+        every = self._sampling.return_routed_experts
+        requests = [
+            (response, response.request)
+            for group in self.groups
+            for response in group
+            if response.request is not None and (every or not response.request[0].reports_token_versions)
+        ]
+        self._interrupted.update(response for response, _ in requests)
         # A response may have made its next request meanwhile, which is another tuple.
-        await _abort_all(lambda: [request for r, request in requests.items() if request and r.request is request])
+        await _abort_all(lambda: [request for response, request in requests if response.request is request])
 
     async def _sample(self, response: PendingSample, group: int, place: int) -> None:
         """Samples one response to its end, over as many requests as it takes."""
@@ -205,6 +241,7 @@ class RolloutBatch:
                 max_new_tokens=response.remaining_tokens,
                 request_id=request_id,
                 seed=response.seed if self._health.takes_seeds(state) else None,
+                first_experts=response.first_experts if self._sampling.return_routed_experts else None,
             )
         finally:
             response.request = None
@@ -213,6 +250,8 @@ class RolloutBatch:
             versions = [first_version] * len(completion.token_ids)
         self._health.check_versions(state, first_version, versions)
         server.reports_token_versions = completion.reports_token_versions
+        if completion.experts_problem is not None:
+            self._health.note_missing_experts(server, completion.experts_problem)
         response.append(completion, versions)
         if not completion.token_ids and not self._stopping and response not in self._interrupted:
             raise ServerError(f"{server.url} aborted a request before its first token.")

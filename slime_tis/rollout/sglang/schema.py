@@ -4,13 +4,20 @@ Nothing in an answer is believed unchecked: a server may be broken, be another p
 hold what concerns one value (its type, finite, within bounds), `parse_…` what concerns several (their counts agree).
 """
 
+import base64
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
+import numpy as np
+import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError
+from torch import Tensor
 
 from slime_tis.errors import quoted
+from slime_tis.hf_directory import MoeSizes
+from slime_tis.rollout.routing import expert_dtype
 from slime_tis.rollout.sample import FinishReason, Sampling
 from slime_tis.rollout.sglang.errors import InvalidAnswer
 
@@ -19,6 +26,8 @@ MAX_LOG_PROB = 1e-3
 BYTES_PER_TOKEN = 256
 """Most bytes of an answer per token, on average: its id, its log-prob at full precision, a span of weight versions and
 its text, which take 50 to 80 in real answers."""
+EXPERT_BYTES = 4
+"""Bytes of a routed expert, an int32, before base64 makes 4/3 of them."""
 ANSWER_BYTES = 256 << 10
 """Most bytes of an answer besides its tokens."""
 MAX_NAME = 128
@@ -93,6 +102,8 @@ class OutputMeta(Answer):
     completion_tokens: int | None = None
     weight_version: WeightVersion | None = None
     weight_versions: Annotated[list[WeightSpan] | None, FailFast()] = None
+    routed_experts: Any = None
+    """Of the tokens that were fed; `parse_routed_experts` reads them, for a sample is of use without."""
 
 
 class GenerateAnswer(Answer):
@@ -138,6 +149,9 @@ class ServerInfo(Answer):
     enable_deterministic_inference: Any = None
     """Whether it samples with the seed that a request names; only True counts."""
 
+    enable_return_routed_experts: Any = None
+    """Whether it records the experts of each token; only True counts, and without it requests for them are ignored."""
+
 
 class ControlAnswer(Answer):
     """The answer to a request that changes a server."""
@@ -159,6 +173,34 @@ class WorkersAnswer(Answer):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertLayout:
+    """What the routed experts in an answer have to be."""
+
+    num_hidden_layers: int
+    """All layers of the model, dense ones included, have columns in an answer."""
+
+    moe: MoeSizes
+    """Which of them have experts, how many there are, and how many a token is routed to."""
+
+    def num_bytes(self, num_tokens: int) -> int:
+        """Size of the experts of some tokens in an answer."""
+        return 4 * math.ceil(EXPERT_BYTES * num_tokens * self.num_hidden_layers * self.moe.top_k / 3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertRequest:
+    """The experts that a request asks for."""
+
+    layout: ExpertLayout
+
+    input_len: int
+    """Number of tokens that are sent."""
+
+    first: int
+    """The first of them whose experts are wanted."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Completion:
     """What a server sampled in one request."""
 
@@ -177,9 +219,21 @@ class Completion:
     finish_reason: FinishReason
     """Why the request ended."""
 
+    routed_experts: Tensor | None = None
+    """As in `Sample`, from the first token that was asked for to the last but one; None without usable ones."""
+
+    experts_problem: str | None = None
+    """Why experts that were asked for are of no use."""
+
 
 def generate_body(
-    input_ids: Sequence[int], sampling: Sampling, *, max_new_tokens: int, request_id: str, seed: int | None = None
+    input_ids: Sequence[int],
+    sampling: Sampling,
+    *,
+    max_new_tokens: int,
+    request_id: str,
+    seed: int | None = None,
+    experts: ExpertRequest | None = None,
 ) -> dict[str, object]:
     """The body of POST /generate for one sample.
 
@@ -190,6 +244,7 @@ def generate_body(
         request_id: Id to abort it by. The server aborts all ids that begin with the same characters, so that ids must
             have one width.
         seed: Of the response, for a server that takes one: a token follows from seed, position and weights.
+        experts: Which routed experts to return; None returns none.
     """
     params: dict[str, object] = {
         "temperature": sampling.temperature,
@@ -202,7 +257,15 @@ def generate_body(
         params["stop_token_ids"] = list(sampling.stop_token_ids)
     if seed is not None:
         params["sampling_seed"] = seed
-    return {"rid": request_id, "input_ids": list(input_ids), "sampling_params": params, "return_logprob": True}
+    body: dict[str, object] = {
+        "rid": request_id,
+        "input_ids": list(input_ids),
+        "sampling_params": params,
+        "return_logprob": True,
+    }
+    if experts is not None:
+        body |= {"return_routed_experts": True, "routed_experts_start_len": experts.first}
+    return body
 
 
 def score_body(token_ids: Sequence[int]) -> dict[str, object]:
@@ -239,13 +302,20 @@ def parse(schema: type[AnswerT], body: bytes) -> AnswerT:
         raise InvalidAnswer(_explanation(error)) from None
 
 
-def parse_generation(body: bytes, *, max_new_tokens: int, vocab_size: int | None = None) -> Completion:
-    """The answer to `generate_body`.
+def parse_generation(
+    body: bytes,
+    *,
+    max_new_tokens: int,
+    vocab_size: int | None = None,
+    experts: ExpertRequest | None = None,
+) -> Completion:
+    """The answer to `generate_body`; routed experts that are missing or cannot be leave it valid, without them.
 
     Args:
         body: JSON.
         max_new_tokens: Tokens that were asked for; fewer may come, at the end of the context.
         vocab_size: Number of token ids of the model; None checks none.
+        experts: Routed experts that were asked for.
 
     Raises:
         InvalidAnswer: Log-probs are missing, too few, NaN, null or positive, belong to other tokens, tokens lie
@@ -270,13 +340,64 @@ def parse_generation(body: bytes, *, max_new_tokens: int, vocab_size: int | None
         raise InvalidAnswer(f"it has {len(token_ids)} tokens where {max_new_tokens} were asked for")
     if not token_ids and meta.finish_reason.type != "abort":
         raise InvalidAnswer(f"it has no tokens but finish_reason {meta.finish_reason.type!r}")
+    versions = _token_versions(meta, len(token_ids))
+    routed_experts, problem = None, None
+    if experts is not None and token_ids:
+        try:
+            if len(set(versions or ())) > 1:  # the tokens before an update were fed again after it, to other routers
+                raise InvalidAnswer("its weights were updated in the middle of a request")
+            num_rows = experts.input_len + len(token_ids) - 1 - experts.first  # the last token was not fed
+            routed_experts = parse_routed_experts(meta.routed_experts, num_rows, experts.layout)
+        except InvalidAnswer as error:
+            problem = str(error)
     return Completion(
         token_ids=token_ids,
         log_probs=log_probs,
-        versions=_token_versions(meta, len(token_ids)),
+        versions=versions,
         reports_token_versions=meta.weight_versions is not None,
         finish_reason=meta.finish_reason.type,
+        routed_experts=routed_experts,
+        experts_problem=problem,
     )
+
+
+def parse_routed_experts(encoded: object, num_rows: int, layout: ExpertLayout) -> Tensor:
+    """The routed experts of an answer: base64 of little-endian int32 [tokens, all layers of the model, k].
+
+    Args:
+        encoded: As it was answered; anything.
+        num_rows: Tokens that they have to be of, at least one.
+        layout: What they have to be.
+
+    Returns:
+        uint8 (up to 256 experts) or int16 [tokens, sparse layers, k].
+
+    Raises:
+        InvalidAnswer: They are missing, of another size, out of range, or not distinct within a row.
+    """
+    moe = layout.moe
+    if not isinstance(encoded, str):
+        raise InvalidAnswer("it has no routed_experts" if encoded is None else f"routed_experts is {quoted(encoded)}")
+    if len(encoded) != layout.num_bytes(num_rows):
+        raise InvalidAnswer(
+            f"routed_experts has {len(encoded)} characters, not the {layout.num_bytes(num_rows)} of {num_rows} tokens, "
+            f"{layout.num_hidden_layers} layers and {moe.top_k} experts"
+        )
+    try:
+        data = base64.b64decode(encoded, validate=True)
+        every_layer = np.frombuffer(data, "<i4").reshape(num_rows, layout.num_hidden_layers, moe.top_k)
+    except ValueError:
+        raise InvalidAnswer("routed_experts is not base64 of whole rows") from None
+    experts = every_layer[:, list(moe.layers)]
+    if not 0 <= experts.min() <= experts.max() < moe.num_experts:
+        wrong = experts.min() if experts.min() < 0 else experts.max()
+        raise InvalidAnswer(f"routed_experts has expert {wrong}, but there are {moe.num_experts}")
+    if moe.top_k > 1 and not experts.any((0, 2)).all():  # what is left where a kernel bypasses the recording
+        layer = moe.layers[int(np.argmin(experts.any((0, 2))))]
+        raise InvalidAnswer(f"routed_experts is all zeros in layer {layer}: the server's kernels do not record them")
+    if any((experts[..., step:] == experts[..., :-step]).any() for step in range(1, moe.top_k)):
+        raise InvalidAnswer("routed_experts has the same expert twice for a token")
+    return torch.from_numpy(experts.astype(np.int64)).to(expert_dtype(moe.num_experts))
 
 
 def parse_scores(body: bytes, token_ids: Sequence[int]) -> list[float]:

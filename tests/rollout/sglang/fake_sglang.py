@@ -5,6 +5,7 @@ a test knows what every sample has to be, whoever samples it and however often t
 """
 
 import asyncio
+import base64
 import copy
 import json
 import threading
@@ -16,9 +17,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+
 RECORDED = Path(__file__).parent / "recorded"
 STOP = 2
 FIRST, LAST = 3, 63
+LAYERS, EXPERTS = 2, 8
 
 
 def recorded(name: str) -> Any:
@@ -35,6 +39,12 @@ def next_token(ids: list[int]) -> int:
 def log_prob(token: int, version: int) -> float:
     """Of a token under some weights; exact in binary, as all of it is."""
     return -(1 + token % 8) / 4 - version / 256
+
+
+def chosen_experts(token: int, version: int) -> list[list[int]]:
+    """The two experts of each layer that a token is routed to under some weights."""
+    firsts = [(token + 3 * layer + version) % EXPERTS for layer in range(LAYERS)]
+    return [[first, (first + 1 + token % (EXPERTS - 1)) % EXPERTS] for first in firsts]
 
 
 def continuation(ids: list[int], limit: int) -> list[int]:
@@ -78,6 +88,8 @@ class FakeSGLang:
         """What /server_info says that inputs must be shorter than; None is as recorded."""
         self.deterministic = False
         """Whether /server_info says that it takes seeds."""
+        self.returns_experts = True
+        """Whether it was started with the flag for it."""
         self.deaf = False
         """Whether aborts are heard and not followed."""
         self.paused = False
@@ -169,6 +181,7 @@ class FakeSGLang:
             return 200, {**recorded("model_info"), "weight_version": self.weight_version}
         if path == "/server_info":
             info = {**recorded("server_info"), "enable_deterministic_inference": self.deterministic}
+            info["enable_return_routed_experts"] = self.returns_experts
             return 200, info if self.longest is None else {**info, "max_req_input_len": self.longest}
         if path == "/workers" and self.workers:
             return 200, {"workers": [{"url": worker.url} for worker in self.workers]}
@@ -273,6 +286,11 @@ class FakeSGLang:
         del meta["weight_versions"]
         if self.reports_token_versions:
             meta["weight_versions"] = list(self._spans(versions))
+        if self.returns_experts and body.get("return_routed_experts"):
+            # As after a retraction: by the weights that it has when it answers.
+            fed = [*body["input_ids"], *found][body["routed_experts_start_len"] : -1]
+            rows = np.array([chosen_experts(token, self.version) for token in fed], dtype="<i4")
+            meta["routed_experts"] = base64.b64encode(rows.tobytes()).decode()
         return answer
 
     def _spans(self, versions: list[int]) -> Iterator[dict[str, Any]]:

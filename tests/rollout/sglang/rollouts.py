@@ -77,6 +77,7 @@ class Run:
     def __init__(self, servers: list[FakeSGLang], checkpoint: Path, **options: Any) -> None:
         self.servers, self.weights, self.sync = servers, Weights(), ByHand()
         timeouts, version = options.pop("timeouts", QUICK), options.pop("weights_version", None)
+        sampling = options.pop("sampling", None)
         options = {"sglang_url": tuple(server.url for server in servers), "sglang_request_timeout": 30.0, **options}
         by_hand = {} if options.get("sglang_weight_sync") == "disk" else {"weight_sync": self.sync}
         self.engine = SGLangEngine(
@@ -87,6 +88,7 @@ class Run:
             weights=self.weights,
             timeouts=timeouts,
             weights_version=version,
+            sampling=sampling,
             **by_hand,
         )
 

@@ -354,6 +354,12 @@ def test_servers_share_the_gpus_out(flags: tuple[str, ...], firsts: list[str | N
         assert (last and words[last + 1]) == first, json.dumps(words)
 
 
+@pytest.mark.parametrize("records", [False, True], ids=["plain", "with routed experts"])
+def test_servers_record_experts_where_they_are_replayed(records: bool) -> None:
+    words = server_command(SGLangConfig(sglang_launch=1), "m", 0, 1, Path("log"), records_experts=records)
+    assert ("--enable-return-routed-experts" in words) == records
+
+
 def test_a_size_that_is_not_a_number() -> None:
     config = SGLangConfig(sglang_launch=2, sglang_server_args=("--tp-size", "two"))
     with pytest.raises(ValueError, match="--sglang-tp-size is 'two' but must be a whole number"):

@@ -1,0 +1,344 @@
+"""Routed experts of servers: asked for, checked, put together over several requests, or left out."""
+
+import base64
+import json
+import logging
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slime_tis.hf_directory import MoeSizes
+from slime_tis.rollout.dump import from_dict, to_dict
+from slime_tis.rollout.routing import has_usable_experts
+from slime_tis.rollout.sample import Sample, Sampling
+from slime_tis.rollout.sglang import sampling as sampling_module
+from slime_tis.rollout.sglang.errors import InvalidAnswer
+from slime_tis.rollout.sglang.schema import (
+    ExpertLayout,
+    ExpertRequest,
+    generate_body,
+    max_answer_bytes,
+    parse_routed_experts,
+)
+from tests.checkpoints import make_checkpoint
+from tests.rollout.sglang.fake_sglang import (
+    EXPERTS,
+    LAYERS,
+    FakeSGLang,
+    chosen_experts,
+    continuation,
+    fake_servers,
+    spoiled,
+    wait_until,
+)
+from tests.rollout.sglang.rollouts import EARLY, LATE, PROMPTS, Run, assert_exact, flat, held
+
+SIZES = MoeSizes(
+    layers=tuple(range(LAYERS)), num_experts=EXPERTS, top_k=2, intermediate_size=24, shared_intermediate_size=None
+)
+SAMPLING = Sampling(max_response_len=20, n_samples=3, return_routed_experts=True)
+LONG = Sampling(max_response_len=30, n_samples=2, return_routed_experts=True)
+SHORT = next(prompt for prompt in EARLY if len(continuation(list(prompt.token_ids), 9)) >= 4)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3_moe", num_hidden_layers=LAYERS)
+
+
+@pytest.fixture
+def start(checkpoint: Path) -> Iterator[Callable[..., Run]]:
+    with ExitStack() as stack:
+
+        def make(count: int, prepare: Callable[[FakeSGLang], None] = lambda server: None, **options: Any) -> Run:
+            servers = stack.enter_context(fake_servers(count))
+            for server in servers:
+                prepare(server)
+            run = Run(servers, checkpoint, sampling=SAMPLING, **options)
+            stack.callback(run.engine.close)
+            return run
+
+        yield make
+
+
+def assert_experts(sample: Sample) -> None:
+    """Every row has the choice of the weights that sampled the token after it; the prompt's, of the first token."""
+    first = len(sample.prompt.token_ids)
+    of_next = [sample.weight_versions[max(place + 1 - first, 0)] for place in range(len(sample.token_ids) - 1)]
+    expected = [chosen_experts(token, version) for token, version in zip(sample.token_ids, of_next, strict=False)]
+    assert sample.routed_experts is not None and sample.routed_experts.dtype == torch.uint8
+    assert sample.routed_experts.tolist() == expected
+    assert has_usable_experts(sample, SIZES)
+
+
+def test_samples_come_with_the_experts_of_all_tokens_that_were_fed(start: Callable[..., Run]) -> None:
+    run = start(2)
+    groups = run.engine.generate(PROMPTS, SAMPLING, seed=0)
+    assert_exact(groups, PROMPTS)
+    for sample in flat(groups):
+        assert_experts(sample)
+    assert all(body["return_routed_experts"] and body["routed_experts_start_len"] == 0 for body in run.requests)
+
+
+def test_an_evaluation_asks_for_none(start: Callable[..., Run]) -> None:
+    run = start(1)
+    groups = run.engine.generate(PROMPTS[:2], Sampling(max_response_len=20), seed=0)
+    assert all(sample.routed_experts is None for sample in flat(groups))
+    assert not any("return_routed_experts" in body for body in run.requests)
+
+
+def test_updates_in_mid_request_leave_the_experts_of_earlier_tokens(start: Callable[..., Run]) -> None:
+    run = start(2)
+    with held(run, 5):
+        pending = run.engine.submit(LATE[:3], LONG, seed=0)
+        wait_until(lambda: run.num_held == 6)
+        run.update(1)
+        for server in run.servers:
+            server.stop_after = 9
+        wait_until(lambda: run.num_held == 6)
+        run.update(2)
+    groups = pending.result()
+    assert_exact(groups, LATE[:3], LONG)
+    for sample in flat(groups):
+        assert sample.weight_versions == [0] * 5 + [1] * 9 + [2] * 16
+        assert_experts(sample)
+    starts = sorted(body["routed_experts_start_len"] for body in run.requests)
+    assert starts == [0] * 6 + [7] * 6 + [16] * 6
+    assert all(
+        body["routed_experts_start_len"] == (0 if len(body["input_ids"]) == 3 else len(body["input_ids"]) - 1)
+        for body in run.requests
+    )
+
+
+def stragglers(run: Run) -> list[list[Sample]]:
+    """Two groups that have 2 to 8 tokens when a third one is complete."""
+    with held(run, 2):
+        pending = run.engine.submit([LATE[0], SHORT, LATE[1]], LONG, seed=0, num_groups=1)
+        wait_until(lambda: run.num_held == 6)
+        run.servers[0].stop_after = 8
+        assert_exact(pending.result(), [SHORT], LONG)
+    return run.engine.unfinished()
+
+
+def test_stragglers_go_on_from_the_experts_that_they_have_after_a_checkpoint_too(start: Callable[..., Run]) -> None:
+    run = start(1)
+    left = stragglers(run)
+    for sample in flat(left):
+        assert sample.finish_reason == "abort"
+        assert_experts(sample)
+    lengths = [len(sample.response_ids) for sample in flat(left)]
+    stored = json.loads(json.dumps([[to_dict(sample) for sample in group] for group in left]))
+    run.update(1)
+    run.engine.resume_unfinished([[from_dict(row) for row in group] for group in stored])
+    groups = run.engine.submit([], LONG, seed=1, num_groups=2).result()
+    assert_exact(groups, [LATE[0], LATE[1]], LONG)
+    for sample, length in zip(flat(groups), lengths, strict=True):
+        assert sample.weight_versions == [0] * length + [1] * (30 - length)
+        assert_experts(sample)
+
+
+def test_stragglers_without_all_experts_get_none(start: Callable[..., Run], caplog: pytest.LogCaptureFixture) -> None:
+    run = start(1)
+    (one, other), second = stragglers(run)
+    one.routed_experts = None
+    assert other.routed_experts is not None
+    other.routed_experts = other.routed_experts[:-1]
+    run.engine.resume_unfinished([[one, other], second])
+    groups = run.engine.submit([], LONG, seed=1, num_groups=2).result()
+    assert_exact(groups, [LATE[0], LATE[1]], LONG)
+    assert [sample.routed_experts is None for sample in flat(groups)] == [True, True, False, False]
+    assert sum("return_routed_experts" not in body for body in run.requests) == 2
+    assert not caplog.records
+
+
+def test_a_request_that_an_update_did_not_end_has_none(
+    start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sampling_module, "ABORT_TIMEOUT", 0.05)
+    run = start(1)
+    run.servers[0].deaf = True
+    with held(run, 5):
+        pending = run.engine.submit(LATE[:1], LONG, seed=0)
+        wait_until(lambda: run.num_held == 2)
+        run.update(1)
+    for sample in flat(pending.result()):
+        assert sample.weight_versions == [0] * 5 + [1] * 25
+        assert sample.routed_experts is None
+    assert "its weights were updated in the middle of a request" in caplog.text
+
+
+def rows_of(answer: dict[str, Any]) -> np.ndarray[Any, Any]:
+    data = base64.b64decode(answer["meta_info"]["routed_experts"])
+    return np.frombuffer(data, "<i4").reshape(-1, LAYERS, 2).copy()
+
+
+def with_rows(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A fault that changes the rows of an answer."""
+
+    def edit(answer: dict[str, Any]) -> None:
+        rows = rows_of(answer)
+        changed = change(rows)
+        answer["meta_info"]["routed_experts"] = base64.b64encode(
+            (rows if changed is None else changed).tobytes()
+        ).decode()
+
+    return spoiled(edit)
+
+
+def with_field(value: Any) -> Callable[[Any], Any]:
+    """A fault that changes the field as it is sent."""
+
+    def edit(answer: dict[str, Any]) -> None:
+        meta = answer["meta_info"]
+        meta["routed_experts"] = value(meta["routed_experts"]) if callable(value) else value
+
+    return spoiled(edit)
+
+
+def put(place: tuple[int, int, int], value: int) -> Callable[[Any], None]:
+    return lambda rows: rows.__setitem__(place, value)
+
+
+HOSTILE = {
+    "absent": (spoiled(lambda answer: answer["meta_info"].pop("routed_experts")), "it has no routed_experts"),
+    "null": (with_field(None), "it has no routed_experts"),
+    "a number": (with_field(7), "routed_experts is 7"),
+    "a list": (with_field([[1, 2]]), r"routed_experts is \[\[1, 2\]\]"),
+    "a row too few": (
+        with_rows(lambda rows: rows[1:]),
+        r"has \d+ characters, not the \d+ of \d+ tokens, 2 layers and 2",
+    ),
+    "a row too many": (with_rows(lambda rows: np.concatenate([rows, rows[:1]])), r"has \d+ characters, not the \d+ of"),
+    "too long": (with_field(lambda text: text * 9), r"has \d+ characters, not the \d+ of"),
+    "empty": (with_field(""), "has 0 characters"),
+    "not base64": (with_field(lambda text: "!" + text[1:]), "is not base64 of whole rows"),
+    "not ASCII": (with_field(lambda text: "é" + text[1:]), "is not base64 of whole rows"),
+    "padded early": (with_field(lambda text: text[:-4] + "A==="), "is not base64 of whole rows"),
+    "an expert too many": (with_rows(put((0, 1, 1), EXPERTS)), "has expert 8, but there are 8"),
+    "a negative expert": (with_rows(put((2, 0, 0), -1)), "has expert -1, but there are 8"),
+    "the largest number": (with_rows(put((0, 0, 0), 2**31 - 1)), "has expert 2147483647"),
+    "the same expert twice": (with_rows(lambda rows: rows[1].fill(3)), "the same expert twice for a token"),
+    "a layer of zeros": (with_rows(lambda rows: rows[:, 1].fill(0)), "is all zeros in layer 1"),
+    "zeros": (with_rows(lambda rows: rows.fill(0)), "is all zeros in layer 0"),
+}
+
+
+@pytest.mark.parametrize(("fault", "problem"), HOSTILE.values(), ids=list(HOSTILE))
+def test_a_sample_whose_experts_cannot_be_has_none_and_the_first_is_reported(
+    fault: Any, problem: str, start: Callable[..., Run], caplog: pytest.LogCaptureFixture
+) -> None:
+    run = start(1)
+    run.servers[0].faults.extend([fault, fault])
+    with caplog.at_level(logging.WARNING):
+        groups = run.engine.generate(LATE[:2], SAMPLING, seed=0)
+    assert_exact(groups, LATE[:2])
+    without = [sample for sample in flat(groups) if sample.routed_experts is None]
+    assert len(without) == 2
+    for sample in flat(groups):
+        if sample.routed_experts is not None:
+            assert_experts(sample)
+    (record,) = caplog.records
+    assert record.getMessage().startswith(f"{run.servers[0].url} gave no experts that can be replayed: ")
+    assert record.getMessage().endswith(
+        ". Such samples are trained on without replay, and counted in train/routing_replay_missing."
+    )
+    assert re.search(problem, record.getMessage())
+    assert run.engine.metrics()["rollout/sglang_malformed_responses"] == 0
+
+
+def test_an_answer_beyond_all_bounds_is_not_read_and_asked_for_again(start: Callable[..., Run]) -> None:
+    run = start(1)
+    run.servers[0].faults.append(with_field("A" * 2_000_000))
+    groups = run.engine.generate(LATE[:1], SAMPLING, seed=0)
+    assert_exact(groups, LATE[:1])
+    for sample in flat(groups):
+        assert_experts(sample)
+    assert run.engine.metrics()["rollout/sglang_malformed_responses"] == 1
+
+
+def test_servers_without_the_flag_are_refused_at_the_start(start: Callable[..., Run]) -> None:
+    def prepare(server: FakeSGLang) -> None:
+        server.returns_experts = False
+
+    with pytest.raises(
+        ValueError, match=r"^--use-rollout-routing-replay is on but http://127\.0\.0\.1:\d+, http\S+ would "
+    ):
+        start(2, prepare)
+
+
+def test_a_server_that_comes_back_without_the_flag_is_used_without(
+    start: Callable[..., Run], caplog: pytest.LogCaptureFixture
+) -> None:
+    run = start(1)
+    run.servers[0].returns_experts = False
+    groups = run.engine.generate(PROMPTS[:2], SAMPLING, seed=0)
+    assert_exact(groups, PROMPTS[:2])
+    assert all(sample.routed_experts is None for sample in flat(groups))
+    assert sum("it has no routed_experts" in record.getMessage() for record in caplog.records) == 1
+
+
+def layout(**fields: Any) -> ExpertLayout:
+    sizes = {"layers": (0, 1), "num_experts": 8, "top_k": 2, "intermediate_size": 4, "shared_intermediate_size": None}
+    num_hidden_layers = fields.pop("num_hidden_layers", 2)
+    return ExpertLayout(num_hidden_layers=num_hidden_layers, moe=MoeSizes(**{**sizes, **fields}))
+
+
+def test_a_request_asks_for_the_experts_that_are_missing() -> None:
+    sampling = Sampling(max_response_len=100, return_routed_experts=True)
+    experts = ExpertRequest(layout=layout(), input_len=4, first=3)
+    body = generate_body((1, 5, 6, 7), sampling, max_new_tokens=60, request_id="r1", experts=experts)
+    assert (body["return_routed_experts"], body["routed_experts_start_len"]) == (True, 3)
+
+
+def test_bytes_of_experts_by_hand() -> None:
+    # 48 layers of 8 experts of 4 bytes are 1,536 bytes, in base64 2,048.
+    qwen3_30b = layout(num_hidden_layers=48, layers=tuple(range(48)), num_experts=128, top_k=8)
+    assert qwen3_30b.num_bytes(1) == 2048
+    assert qwen3_30b.num_bytes(1000) == 2_048_000
+    assert layout(num_hidden_layers=1, layers=(0,), top_k=1).num_bytes(1) == 8
+    assert max_answer_bytes(1000) == 262_144 + 256_000
+
+
+@given(
+    st.integers(1, 5),
+    st.sampled_from([((0, 1, 2), 3), ((1, 2), 3), ((1,), 2), ((0, 2), 4)]),
+    st.sampled_from([(4, 2), (8, 3), (256, 8), (257, 2), (512, 1)]),
+    st.integers(0, 2**32 - 1),
+)
+def test_what_was_encoded_is_decoded_without_dense_layers(
+    rows: int, layers: tuple[tuple[int, ...], int], sizes: tuple[int, int], seed: int
+) -> None:
+    (sparse, num_layers), (num_experts, top_k) = layers, sizes
+    chance = np.random.default_rng(seed)
+    experts = np.argsort(chance.random((rows, num_layers, num_experts)), -1)[..., :top_k].astype("<i4")
+    dense = [layer for layer in range(num_layers) if layer not in sparse]
+    experts[:, dense] = 0
+    found = parse_routed_experts(
+        base64.b64encode(experts.tobytes()).decode(),
+        rows,
+        layout(num_hidden_layers=num_layers, layers=sparse, num_experts=num_experts, top_k=top_k),
+    )
+    assert found.dtype == (torch.uint8 if num_experts <= 256 else torch.int16)
+    assert np.array_equal(found.numpy(), experts[:, list(sparse)])
+
+
+def test_an_expert_of_its_own_may_be_the_first_everywhere() -> None:
+    one = layout(layers=(0,), num_hidden_layers=1, top_k=1)
+    assert parse_routed_experts(base64.b64encode(bytes(8)).decode(), 2, one).tolist() == [[[0]], [[0]]]
+
+
+@given(st.text(max_size=200) | st.binary(max_size=64).map(lambda data: base64.b64encode(data).decode()))
+def test_any_text_is_experts_or_a_problem(text: str) -> None:
+    try:
+        found = parse_routed_experts(text, 2, layout())
+    except InvalidAnswer:
+        return
+    assert found.shape == (2, 2, 2) and int(found.max()) < 8
