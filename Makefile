@@ -6,12 +6,15 @@ EXAMPLE := data/sort_digits
 RUN := runs/sort_digits
 DIFFUSION := -m examples.diffusion_digits.train --custom-config-path examples/diffusion_digits/train.yaml
 DIFFUSION_RUN := runs/diffusion_digits
+MOE_EXAMPLE := data/sort_digits_moe
+MOE_RUN := runs/sort_digits_moe
+MOE_CONFIG := examples/sort_digits_moe/train.yaml
 SMOLLM2 := data/smollm2
 SMOLLM2_RUN := runs/smollm2
 SMOLLM2_EXAMPLE := examples.smollm2_reasoning_gym
 SEEDS ?= 0
 
-.PHONY: help install data data-smollm2 train train-diffusion train-smollm2 study test test-moe test-faults test-smollm2 sglang-env test-sglang check format docs clean
+.PHONY: help install data data-smollm2 train train-diffusion train-moe train-smollm2 study test test-moe test-faults test-smollm2 sglang-env test-sglang check format docs clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,6 +46,16 @@ train-diffusion: $(VENV)/.installed-diffusion  ## Train a flow model of digits, 
 	$(BIN)/python $(DIFFUSION) --get-mismatch-metrics --output-dir $(DIFFUSION_RUN)/uncorrected
 	$(BIN)/python $(DIFFUSION) --use-tis --rs-veto-threshold 1e-4 --output-dir $(DIFFUSION_RUN)/corrected \
 		--compare-with $(DIFFUSION_RUN)/uncorrected
+
+train-moe: install $(MOE_EXAMPLE)/complete.json  ## Train a mixture of experts, without and with routing replay
+	@test ! -d $(MOE_RUN) || { earlier=$(MOE_RUN)-$$(date +%Y%m%d-%H%M%S); mv $(MOE_RUN) $$earlier; echo "the earlier runs are now $$earlier"; }
+	$(BIN)/python train.py --custom-config-path $(MOE_CONFIG) --output-dir $(MOE_RUN)/without_replay
+	$(BIN)/python train.py --custom-config-path $(MOE_CONFIG) --use-rollout-routing-replay \
+		--measure-routing-mismatch 4 --output-dir $(MOE_RUN)/with_replay
+	$(BIN)/python -m examples.sort_digits_moe.picture $(MOE_RUN)/without_replay $(MOE_RUN)/with_replay
+
+$(MOE_EXAMPLE)/complete.json: examples/sort_digits/prepare.py | install
+	$(BIN)/python examples/sort_digits/prepare.py --experts 8 --out $(MOE_EXAMPLE)
 
 $(VENV)/.installed-gym: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[gguf,gym]'
