@@ -47,6 +47,38 @@ def test_qwen3_on_gsm8k(files: dict[str, str]) -> None:
     assert found.rollout.rollout_lookahead == 1 and found.correction.use_rs
 
 
+@pytest.fixture
+def mixture(files: dict[str, str]) -> dict[str, str]:
+    """The same files with a mixture of 128 experts."""
+    make_checkpoint(
+        Path(files["MODEL"]), "qwen3_moe", max_position_embeddings=40960, num_experts=128, num_experts_per_tok=8
+    )
+    return files
+
+
+def test_qwen3_30b_a3b_with_servers_of_its_own(mixture: dict[str, str]) -> None:
+    servers = "http://10.0.0.5:30000 http://10.0.0.6:30000"
+    line = command_line("examples/qwen3_30b_a3b/run.sh", SERVERS=servers, ADDRESS_OF_RANK_0="10.0.0.1", **mixture)
+    found = configure(line, torchrun(8))
+    assert found.rollout.use_rollout_routing_replay and found.megatron.measure_routing_mismatch == 50
+    assert found.megatron.expert_model_parallel_size == 8
+    assert found.sglang.sglang_url == tuple(servers.split())
+    assert found.correction.use_tis and found.correction.rs_veto_threshold == 1e-4
+
+
+def test_qwen3_30b_a3b_on_one_machine(mixture: dict[str, str]) -> None:
+    found = configure(command_line("examples/qwen3_30b_a3b/run.sh", TRAIN_GPUS="4", **mixture), torchrun(4))
+    assert found.megatron.expert_model_parallel_size == 4 and found.sglang.sglang_launch == 2
+    assert found.sglang.sglang_server_args is not None
+    assert found.sglang.sglang_server_args[:4] == ("--tp-size", "2", "--base-gpu-id", "4")
+
+
+def test_qwen3_30b_a3b_without_servers_is_refused(mixture: dict[str, str]) -> None:
+    with pytest.raises(subprocess.CalledProcessError) as error:
+        command_line("examples/qwen3_30b_a3b/run.sh", **mixture)
+    assert error.value.returncode == 2 and "set SERVERS to the URLs of SGLang's servers" in error.value.stderr
+
+
 def test_several_machines(files: dict[str, str]) -> None:
     servers = "http://10.0.0.5:30000 http://10.0.0.6:30000"
     line = command_line("examples/clusters/torchrun.sh", SERVERS=servers, MASTER="10.0.0.1", **files)
