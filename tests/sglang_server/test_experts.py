@@ -1,0 +1,144 @@
+"""Routed experts of a real server, against transformers: over updates, aborts and partial rollouts."""
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from slime_tis.rollout.checkpoint import load_tokenizer, weights_by_file_name
+from slime_tis.rollout.dump import from_dict, to_dict
+from slime_tis.rollout.sample import Prompt, Sample, Sampling
+from slime_tis.rollout.sglang.config import SGLangConfig
+from slime_tis.rollout.sglang.engine import SGLangEngine
+from tests.checkpoints import make_checkpoint
+from tests.sglang_server.references import Reference
+from tests.sglang_server.servers import RealServer
+from tests.sglang_server.test_weights import all_samples, wait_for_decoding, worst_by_version
+
+BOUND = 1e-4
+SIZES = {"hidden_size": 64, "num_hidden_layers": 3, "vocab_size": 1024, "max_position_embeddings": 512}
+LONG = Sampling(max_response_len=300, n_samples=2, return_routed_experts=True)
+
+
+class MoeReference(Reference):
+    """A mixture of experts in transformers, float32, which also says what its routers choose."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        super().__init__(checkpoint)
+        self._chosen: dict[int, Tensor] = {}
+        for place, layer in enumerate(self._model.model.layers):
+            layer.mlp.gate.register_forward_hook(
+                lambda gate, args, output, place=place: self._chosen.__setitem__(place, output[2])
+            )
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Its weights under the names of files, one matrix for each expert."""
+        yield from weights_by_file_name(self._model).items()
+
+    def experts(self, token_ids: list[int]) -> Tensor:
+        """[tokens - 1, layers, k] of all tokens but the last."""
+        self.log_probs(token_ids)
+        return torch.stack([self._chosen[place] for place in range(len(self._chosen))], 1)[:-1]
+
+
+Servers = tuple[RealServer, dict[int, MoeReference], Path]
+
+
+@pytest.fixture(scope="module")
+def served(directory: Path) -> Iterator[Servers]:
+    """A server with a mixture of experts, and references of its weights and of two others."""
+    paths = [make_checkpoint(directory / f"moe_{seed}", "qwen3_moe", seed=seed, **SIZES) for seed in range(2)]
+    server = RealServer(paths[0], directory / "moe.log", "--dtype", "float32", "--enable-return-routed-experts")
+    references = [MoeReference(path) for path in paths]
+    yield server.wait(), {0: references[0], 1: references[1], 2: references[0]}, paths[0]
+    server.stop()
+
+
+@pytest.fixture
+def engine(served: Servers, tmp_path: Path) -> Iterator[SGLangEngine]:
+    server, references, path = served
+    config = SGLangConfig(sglang_url=(server.url,), sglang_bucket_mb=1)
+    engine = SGLangEngine(
+        config,
+        str(path),
+        load_tokenizer(str(path)),
+        output_dir=tmp_path,
+        weights=references[0].named_tensors,
+        sampling=LONG,
+    )
+    engine.update_weights(references[0].named_tensors, 0)
+    yield engine
+    engine.close()
+
+
+def assert_experts(sample: Sample, references: dict[int, MoeReference]) -> None:
+    """Every row is the choice of the weights that sampled the next token, after all tokens before it.
+
+    Rows whose router hesitates between two experts may differ; there are next to none in float32.
+    """
+    assert sample.routed_experts is not None
+    first = len(sample.prompt.token_ids)
+    of_next = [sample.weight_versions[max(place + 1 - first, 0)] for place in range(len(sample.token_ids) - 1)]
+    by_version = {version: references[version].experts(sample.token_ids) for version in set(of_next)}
+    expected = torch.stack([by_version[version][place] for place, version in enumerate(of_next)])
+    assert sample.routed_experts.shape == expected.shape
+    differing = (sample.routed_experts.long().sort(-1).values != expected.sort(-1).values).any(-1).any(-1)
+    assert int(differing.sum()) <= len(differing) // 200
+    assert worst_by_version(sample, references) < BOUND
+
+
+def test_experts_and_log_probs_are_those_of_transformers_through_updates(
+    served: Servers, engine: SGLangEngine, prompts: list[Prompt], tmp_path: Path
+) -> None:
+    server, references, path = served
+    sampling = Sampling(max_response_len=32, n_samples=2, return_routed_experts=True)
+    for sample in all_samples(engine.generate(prompts, sampling, seed=0)):
+        assert_experts(sample, references)
+    pending = engine.submit(prompts, LONG, seed=1)
+    for version in (1, 2):
+        wait_for_decoding(server.log)
+        engine.update_weights(references[version].named_tensors, version)
+    samples = all_samples(pending.result())
+    for sample in samples:
+        assert_experts(sample, references)
+    assert [len(set(sample.weight_versions)) for sample in samples].count(3) >= 2  # or the updates missed them
+    engine.close()
+
+    config = SGLangConfig(sglang_url=(server.url,), sglang_weight_sync="disk")
+    by_disk = SGLangEngine(
+        config,
+        str(path),
+        load_tokenizer(str(path)),
+        output_dir=tmp_path,
+        weights=references[0].named_tensors,
+        sampling=LONG,
+    )
+    by_disk.update_weights(references[1].named_tensors, 1)
+    for sample in all_samples(by_disk.generate(prompts[:4], sampling, seed=2)):
+        assert set(sample.weight_versions) == {1}
+        assert_experts(sample, references)
+    by_disk.close()
+
+
+def test_stragglers_keep_the_experts_of_their_tokens_over_a_checkpoint_and_an_update(
+    served: Servers, engine: SGLangEngine, prompts: list[Prompt]
+) -> None:
+    _, references, _ = served
+    sampling = dataclasses.replace(LONG, stop_token_ids=tuple(range(3, 1024, 32)))  # so that lengths differ
+    groups = engine.submit(prompts, sampling, seed=0, num_groups=3).result()
+    left = engine.unfinished()
+    begun = [sample for sample in all_samples(left) if sample.finish_reason == "abort" and sample.response_ids]
+    assert begun
+    for sample in [*all_samples(groups), *begun]:
+        assert_experts(sample, references)
+    stored = json.loads(json.dumps([[to_dict(sample) for sample in group] for group in left]))
+    engine.update_weights(references[1].named_tensors, 1)
+    engine.resume_unfinished([[from_dict(row) for row in group] for group in stored])
+    finished = all_samples(engine.submit([], sampling, seed=1, num_groups=len(left)).result())
+    for sample in finished:
+        assert_experts(sample, references)
+    assert sum(set(sample.weight_versions) == {0, 1} for sample in finished) == len(begun)
