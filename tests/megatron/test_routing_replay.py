@@ -25,6 +25,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "weights of the best sum to 1": ("qwen3_moe", {"norm_topk_prob": True}),
     "weights of the best as they are": ("qwen3_moe", {"norm_topk_prob": False}),
     "shared expert": ("qwen2_moe", {"norm_topk_prob": False}),
+    "sigmoid scores, bias, groups": (
+        "glm4_moe",
+        {"norm_topk_prob": True, "n_group": 4, "topk_group": 1, "first_k_dense_replace": 0},
+    ),
 }
 
 

@@ -15,9 +15,13 @@ REPLAY = [
 ]
 MODES = {
     "the rollout's experts": [],
+    "the rollout's experts and weights, and those of the pass for old log-probs": [
+        *("--routing-replay-weights", "--use-routing-replay")
+    ],
 }
 CASES = [
     *(("the rollout's experts", layout) for layout in LAYOUTS),
+    *((list(MODES)[1], layout) for layout in ("tensor and experts", "context and experts", "pipeline and experts")),
 ]
 
 
