@@ -1,0 +1,78 @@
+"""Training of mixtures of experts in one process: routers, their bias, recomputation, and which layers are used."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from slime_tis.hf_directory import MoeSizes, load_config, moe_sizes
+from slime_tis.megatron.architecture import uses_transformer_engine
+from slime_tis.megatron.batch import make_batch
+from slime_tis.megatron.config import MegatronConfig
+from slime_tis.megatron.engine import TrainingEngine
+from slime_tis.megatron.parallel import Parallel
+from tests.checkpoints import make_checkpoint
+from tests.megatron.test_checkpoint import likelihood
+
+TOKENS = [[3, 4, 5, 6, 7], [8, 9, 10], [11, 12, 13, 14]]
+BATCH = make_batch(TOKENS, [[1] * 3, [1] * 2, [1] * 2], [[0.0] * 3, [0.0] * 2, [0.0] * 2], [[0] * 3, [0] * 2, [0] * 2])
+BIAS = "e_score_correction_bias"
+
+
+@pytest.fixture(scope="module")
+def glm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("glm"), "glm4_moe", num_hidden_layers=3)
+
+
+def build(model: Path, parallel: Parallel, **options: Any) -> TrainingEngine:
+    config = MegatronConfig(hf_checkpoint=str(model), lr=1e-2, clip_grad=0.0, **options)
+    return TrainingEngine(config, parallel, temperature=1.0, total_steps=10, keep_reference=True)
+
+
+def test_the_bias_of_routers_is_float32_in_bfloat16_training_and_never_changes(glm: Path, parallel: Parallel) -> None:
+    engine, file = build(glm, parallel, bf16=True), load_file(glm / "model.safetensors")
+    before = engine.reference_log_probs(BATCH, [[0, 1, 2]])
+    for _ in range(2):
+        assert engine.train_step(BATCH, [[0, 2], [1]], likelihood).is_finite
+    torch.testing.assert_close(engine.reference_log_probs(BATCH, [[0, 1, 2]]), before, rtol=0, atol=0)
+    for name, tensor in engine.named_hf_tensors():
+        if name.endswith(BIAS):
+            assert tensor.dtype == torch.float32 and torch.equal(tensor, file.pop(name))
+        else:
+            assert tensor.dtype == torch.bfloat16, name
+            unchanged = torch.equal(tensor, file.pop(name).bfloat16())
+            assert not unchanged or ".experts." in name, name  # so few tokens do not reach every expert
+    assert not file
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "glm4_moe"])
+def test_recomputed_activations_give_the_same_gradient(family: str, parallel: Parallel, tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path, family)
+    recomputed = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    norms = [
+        build(model, parallel, **options).train_step(BATCH, [[0, 2], [1]], likelihood).grad_norm
+        for options in ({}, recomputed)
+    ]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-6)
+
+
+def test_sizes_are_those_of_the_configuration(glm: Path, tmp_path: Path) -> None:
+    assert moe_sizes(load_config(glm)) == MoeSizes(
+        layers=(1, 2), num_experts=8, top_k=2, intermediate_size=24, shared_intermediate_size=24
+    )
+    sizes = {"num_hidden_layers": 6, "mlp_only_layers": [1], "decoder_sparse_step": 2}
+    assert moe_sizes(load_config(make_checkpoint(tmp_path / "qwen2", "qwen2_moe", **sizes))) == MoeSizes(
+        layers=(3, 5), num_experts=8, top_k=2, intermediate_size=24, shared_intermediate_size=40
+    )
+    assert moe_sizes(load_config(make_checkpoint(tmp_path / "dense", "qwen3"))) is None
+
+
+def test_experts_are_in_torch_where_dense_models_are_in_transformer_engine(
+    glm: Path, model: Path, parallel: Parallel
+) -> None:
+    gpu = dataclasses.replace(parallel, backend=dataclasses.replace(parallel.backend, transformer_engine=True))
+    assert [uses_transformer_engine(load_config(path), gpu) for path in (model, glm)] == [True, False]
+    assert [uses_transformer_engine(load_config(path), parallel) for path in (model, glm)] == [False, False]
