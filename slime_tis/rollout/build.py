@@ -55,6 +55,7 @@ def build_engine(
             device=device,
             safe_point=safe_point,
             sampling=training_sampling(config),
+            allow_truncation_bias=config.allow_truncation_bias,
         )
     from slime_tis.rollout.local import LocalEngine
 

@@ -221,12 +221,6 @@ def _check_sampling(config: RolloutConfig) -> None:
             "--allow-truncation-bias is set but has no effect without --rollout-top-p or --rollout-top-k; add one of "
             "them or leave --allow-truncation-bias out."
         )
-    if config.rollout_engine == "sglang" and config.truncates_sampling and not config.allow_truncation_bias:
-        raise ValueError(
-            f"--rollout-top-p is {config.rollout_top_p} and --rollout-top-k {config.rollout_top_k}, but the sampling "
-            "masks of SGLang servers are not read, so that training could not use the same distribution; leave them "
-            "out, use --rollout-engine local, or add --allow-truncation-bias."
-        )
 
 
 def _check_routing(config: RolloutConfig) -> None:

@@ -97,7 +97,7 @@ def decode(
         tokens_BT[rows_A, step], log_probs_BT[rows_A, step] = tokens_A, log_probs_A
         lengths_B[rows_A] += alive_A
         if sets is not None:
-            sets.append(rows_A[alive_A], log_probs_AV[alive_A] > -torch.inf)
+            sets.append(rows_A[alive_A], (log_probs_AV > -torch.inf)[alive_A])
         stop_A = (tokens_A[:, None] == stops).any(-1)
         stopped_B[rows_A] |= stop_A & alive_A
         alive_A = alive_A & ~stop_A & (limits_A > step + 1)
@@ -159,8 +159,9 @@ class _SampledSets:
         self._steps: list[SamplingMask] = []
 
     def append(self, rows_A: Tensor, allowed_AV: Tensor) -> None:
-        """Adds the sets [A, V] that the samples `rows_A` draw their next token from."""
+        """Adds the sets [A, V] that the samples `rows_A` draw their next token from; the whole vocabulary is none."""
         self._rows.append(rows_A.cpu())
+        allowed_AV = allowed_AV & ~allowed_AV.all(-1, keepdim=True)
         token_ids = allowed_AV.nonzero()[:, 1].to(torch.int32)
         self._steps.append(SamplingMask(token_ids.cpu(), allowed_AV.sum(-1, dtype=torch.int32).cpu()))
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar, Literal
 
+import torch
 from torch import Tensor
 
 from slime_tis.sampling_mask import SamplingMask
@@ -153,6 +154,18 @@ class Sample:
     def effective_response_length(self) -> int:
         """Tokens of the response that are trained on."""
         return sum(self.loss_mask)
+
+    @property
+    def rollout_top_p_token_ids(self) -> Tensor | None:
+        """The tokens that could be sampled, of one response token after another."""
+        return None if self.sampling_mask is None else self.sampling_mask.token_ids
+
+    @property
+    def rollout_top_p_token_offsets(self) -> Tensor | None:
+        """Where the tokens of each response token begin in them, and where the last ones end."""
+        if self.sampling_mask is None:
+            return None
+        return torch.nn.functional.pad(self.sampling_mask.lengths.cumsum(0), (1, 0))
 
     @property
     def rollout_routed_experts(self) -> Tensor | None:

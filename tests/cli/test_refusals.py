@@ -389,7 +389,6 @@ MEANINGLESS_ENGINES = [
     ),
     ("--rollout-engine sglang --sglang-launch 1 --sglang-port 1", "--sglang-base-port"),
     ("--rollout-engine sglang --sglang-ulr http://a:1", "did you mean --sglang-url?"),
-    ("--rollout-engine sglang --sglang-url http://a:1 --rollout-top-p 0.9", "could not use the same distribution"),
     ("--partial-rollout --over-sampling-batch-size 6", "--rollout-engine sglang"),
     ("--over-sampling-batch-size 6", "has no effect without --partial-rollout"),
     ("--rollout-engine sglang --sglang-launch 1 --partial-rollout", "--over-sampling-batch-size is None"),

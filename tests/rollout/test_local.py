@@ -10,6 +10,7 @@ from slime_tis.rollout.local import LocalEngine
 from slime_tis.rollout.quantize import round_fp8, round_int8
 from slime_tis.rollout.sample import Prompt, Sample, Sampling
 from slime_tis.rollout.sampling import filtered_log_probs
+from slime_tis.sampling_mask import SamplingMask
 from tests.checkpoints import EOS, make_checkpoint
 
 TEXTS = ["31415>", "7>", "abc def + 12>", "Q: 2*3?", "00"]
@@ -48,12 +49,17 @@ def flat(groups) -> list[Sample]:
 
 def forward_log_probs(path, sample: Sample, sampling: Sampling) -> torch.Tensor:
     """Log-probs of the response by one forward pass over the unpadded sequence, without a cache."""
+    ids = torch.tensor(sample.response_ids)
+    return forward_distributions(path, sample, sampling).gather(-1, ids[:, None]).squeeze(-1)
+
+
+def forward_distributions(path, sample: Sample, sampling: Sampling) -> torch.Tensor:
+    """Log-probs of all tokens at each position of the response, by such a pass."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
     ids, start = torch.tensor([sample.token_ids]), len(sample.prompt.token_ids)
     with torch.no_grad():
         logits = model(input_ids=ids, use_cache=False).logits[0, start - 1 : -1]
-    log_probs = filtered_log_probs(logits, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k)
-    return log_probs.gather(-1, ids[0, start:, None]).squeeze(-1)
+    return filtered_log_probs(logits, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k)
 
 
 def assert_same_samples(one, other):
@@ -78,6 +84,29 @@ def test_log_probs_are_those_of_an_independent_forward(checkpoints, family, filt
         torch.testing.assert_close(
             torch.tensor(sample.rollout_log_probs), forward_log_probs(path, sample, sampling), **EXACT
         )
+
+
+@pytest.mark.parametrize(
+    "filters", [{"top_p": 0.8}, {"temperature": 1.3, "top_k": 6}, {"top_k": 1}], ids=["top-p", "top-k", "certain"]
+)
+def test_sampling_masks_are_the_sets_of_an_independent_forward(checkpoints, filters):
+    path = checkpoints["qwen3", 0]
+    # Responses of several lengths, so that finished ones leave the batch before others.
+    sampling = Sampling(
+        max_response_len=30, n_samples=4, stop_token_ids=tuple(range(5, 60, 9)), return_sampling_mask=True, **filters
+    )
+    samples = flat(make_engine(path).generate(make_prompts(path), sampling, seed=5))
+    assert len({len(sample.response_ids) for sample in samples}) > 1
+    for sample in samples:
+        allowed = forward_distributions(path, sample, sampling) > -torch.inf
+        assert sample.sampling_mask.sets() == [row.nonzero()[:, 0].tolist() for row in allowed]
+
+
+def test_a_cut_that_cuts_nothing_records_no_tokens(checkpoints):
+    path = checkpoints["qwen3", 0]
+    sampling = Sampling(max_response_len=5, top_k=1_000_000, return_sampling_mask=True)
+    for sample in flat(make_engine(path).generate(make_prompts(path), sampling, seed=5)):
+        assert sample.sampling_mask == SamplingMask.unrecorded(len(sample.response_ids))
 
 
 def test_samples_say_what_they_are(checkpoints):

@@ -88,3 +88,10 @@ def test_loaded_samples_without_masks_are_refused_where_sampling_was_truncated()
     require_sampling_masks("x", [[masked([[4], [5]]), masked(None, loss_mask=[0, 0])]])
     with pytest.raises(ValueError, match="has 1 samples without a sampling mask"):
         require_sampling_masks("x", [[masked([[4], [5]]), masked(None)]])
+
+
+def test_functions_written_for_slime_find_the_sets_under_its_names() -> None:
+    one = masked([[4, 9], [5]])
+    assert one.rollout_top_p_token_ids.tolist() == [4, 9, 5]
+    assert one.rollout_top_p_token_offsets.tolist() == [0, 2, 3]
+    assert masked(None).rollout_top_p_token_ids is masked(None).rollout_top_p_token_offsets is None

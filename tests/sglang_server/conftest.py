@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slime_tis.rollout.checkpoint import load_tokenizer
-from slime_tis.rollout.sample import Prompt
+from slime_tis.rollout.sample import Prompt, Sampling
 from slime_tis.rollout.sglang.config import SGLangConfig
 from slime_tis.rollout.sglang.engine import SGLangEngine
 from tests.checkpoints import BOS, make_checkpoint
@@ -89,6 +89,7 @@ def make_engine(checkpoint: Path, reference: Reference, tmp_path: Path) -> Itera
             *servers: RealServer,
             weights: Callable[[], Any] = reference.named_tensors,
             push: bool = True,
+            sampling: Sampling | None = None,
             **options: Any,
         ) -> SGLangEngine:
             urls = {"sglang_url": tuple(server.url for server in servers)} if servers else {}
@@ -100,6 +101,7 @@ def make_engine(checkpoint: Path, reference: Reference, tmp_path: Path) -> Itera
                 output_dir=tmp_path,
                 weights=weights,
                 device="cpu",
+                sampling=sampling,
             )
             engines.callback(engine.close)
             if push:

@@ -27,6 +27,37 @@ class Reference:
         logits = self._model(ids).logits[0, :-1].double() / temperature
         return logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].tolist()
 
+    @torch.no_grad()
+    def logits(self, sample: Sample) -> Tensor:
+        """[tokens, vocabulary] in double precision: those that each token of a response was sampled from."""
+        ids, start = torch.tensor([sample.token_ids]), len(sample.prompt.token_ids)
+        return self._model(ids).logits[0, start - 1 : -1].double()
+
+    def gap_over_sets(self, sample: Sample, versions: tuple[int, ...], temperature: float = 1.0) -> float:
+        """Largest difference to what the server said of a sample's tokens, over the sets that they were sampled from.
+
+        Args:
+            sample: with a sampling mask.
+            versions: of the weights; tokens that others sampled are left out.
+            temperature: of sampling.
+        """
+        assert sample.sampling_mask is not None
+        logits = self.logits(sample) / temperature
+        gaps = [0.0]
+        rows = zip(
+            logits,
+            sample.sampling_mask.sets(),
+            sample.response_ids,
+            sample.rollout_log_probs,
+            sample.weight_versions,
+            strict=True,
+        )
+        for row, allowed, token, log_prob, version in rows:
+            if version in versions:
+                expected = row[allowed].log_softmax(-1)[allowed.index(token)]
+                gaps.append(abs(float(expected) - log_prob))
+        return max(gaps)
+
     def gap(self, sample: Sample, temperature: float = 1.0) -> float:
         """Largest difference to what the server said of a sample's tokens."""
         return max(self.differences(sample, temperature))

@@ -179,7 +179,9 @@ class Server:
             ServerError: There is no answer, or one that cannot be used.
             RequestRefused: The server says that the request is wrong.
         """
-        experts, max_bytes = None, max_answer_bytes(max_new_tokens)
+        # Tokens as likely as the last one of top-k can be in a set, too.
+        set_tokens = 2 * sampling.top_k if sampling.return_sampling_mask else 0
+        experts, max_bytes = None, max_answer_bytes(max_new_tokens, set_tokens)
         if first_experts is not None and self._expert_layout is not None:
             experts = ExpertRequest(layout=self._expert_layout, input_len=len(input_ids), first=first_experts)
             max_bytes += self._expert_layout.num_bytes(len(input_ids) + max_new_tokens)
@@ -202,6 +204,7 @@ class Server:
                     max_new_tokens=max_new_tokens,
                     vocab_size=self._vocab_size,
                     experts=experts,
+                    with_sampling_mask=sampling.return_sampling_mask,
                 )
         finally:
             if not request.done():  # the server would find out by itself some seconds later

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import AsyncExitStack, ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -58,6 +58,9 @@ LONGEST_ROLLOUT = timedelta(days=30)
 """Longest wait of other ranks for rank 0: a rollout may take longer than a collective's usual timeout."""
 INPUT_MARGIN = 6
 """SGLang's max_req_input_len is the context less this: it reserves tokens for the response."""
+TIES = 4
+"""With top-p alone, top-k is the servers' limit on sampling masks less one part in so many: tokens as likely as the
+last of them need it, and a server aborts a request whose set is larger."""
 
 
 class SGLangEngine:
@@ -86,6 +89,7 @@ class SGLangEngine:
         weight_sync: WeightSync | None = None,
         safe_point: Callable[[], None] = lambda: None,
         sampling: Sampling | None = None,
+        allow_truncation_bias: bool = False,
     ) -> None:
         """Waits for the servers, and starts them where the config says so; a collective.
 
@@ -101,11 +105,12 @@ class SGLangEngine:
             weight_sync: How new weights reach the servers; None is as the config says.
             safe_point: Called while a rollout is waited for; raises where it is to be given up.
             sampling: How samples for training will be drawn; servers are checked for what it asks of them.
+            allow_truncation_bias: Go on without sampling masks where servers do not report those that `sampling` needs.
 
         Raises:
             RolloutUnavailable: No server comes up.
-            ValueError: The servers refuse the key, the config names none, or they do not return the routed experts that
-                `sampling` asks for.
+            ValueError: The servers refuse the key, the config names none, or they do not return the routed experts or
+                sampling masks that `sampling` asks for.
         """
         self.weight_version = 0
         self._precision: Precision = "fp32"
@@ -121,7 +126,7 @@ class SGLangEngine:
         records_experts = sampling is not None and sampling.return_routed_experts
         layout = expert_layout(hf_checkpoint) if records_experts else None
 
-        def connect(_: WeightSource) -> int | None:
+        def connect(_: WeightSource) -> tuple[int | None, int | None]:
             config.check_has_servers()
             with ExitStack() as stack:
                 launched = None
@@ -135,10 +140,13 @@ class SGLangEngine:
                 stack.callback(lambda: self._loop.run(self._servers.close()))
                 if records_experts:
                     self._servers.check_return_routed_experts()
+                mask_tokens = None
+                if sampling is not None and sampling.return_sampling_mask:
+                    mask_tokens = self._servers.sampling_mask_tokens(sampling, allow_truncation_bias)
                 self._stack = stack.pop_all()
-            return self._servers.max_input_len
+            return self._servers.max_input_len, mask_tokens
 
-        self._max_input_len = self._rank_zero.run(connect, weights)
+        self._max_input_len, self._mask_tokens = self._rank_zero.run(connect, weights)
 
     def submit(
         self, prompts: Sequence[Prompt], sampling: Sampling, seed: int = 0, *, num_groups: int | None = None
@@ -156,6 +164,7 @@ class SGLangEngine:
             ValueError: A prompt leaves no tokens for a response or has unknown ones, or fewer groups are in flight than
                 `num_groups`.
         """
+        sampling = self._with_reported_masks(sampling)
         groups = [[self._pending(prompt, sampling) for _ in range(sampling.n_samples)] for prompt in prompts]
         if num_groups is not None:
             groups[:0] = [
@@ -303,6 +312,16 @@ class SGLangEngine:
             lengths.append(max(self._max_input_len + INPUT_MARGIN - len(prompt.token_ids), 1))
         return PendingSample(prompt=prompt, max_new_tokens=int(min(lengths)))
 
+    def _with_reported_masks(self, sampling: Sampling) -> Sampling:
+        """The same sampling, with a top-k whose sampling masks servers report, or without masks."""
+        if not sampling.return_sampling_mask:
+            return sampling
+        limit, vocab_size = self._mask_tokens, self._sizes.vocab_size
+        cuts_nothing = sampling.top_p == 1 and vocab_size is not None and sampling.top_k >= vocab_size
+        if limit is None or cuts_nothing:
+            return replace(sampling, return_sampling_mask=False)
+        return replace(sampling, top_k=limit - limit // TIES if sampling.top_k == -1 else sampling.top_k)
+
     def _check_num_groups(self, num_groups: int, in_flight: int) -> None:
         if not 0 < num_groups <= in_flight:
             raise ValueError(
@@ -433,6 +452,32 @@ class ServerGroup:
                 f"--use-rollout-routing-replay is on but {', '.join(lacking)} would not return the experts that it "
                 "chose; start such servers with --enable-return-routed-experts, or leave the flag out."
             )
+
+    def sampling_mask_tokens(self, sampling: Sampling, allow_truncation_bias: bool) -> int | None:
+        """Most tokens of a sampling mask that all servers report; None where the bias of sampling without is allowed.
+
+        Raises:
+            ValueError: A server reports none, or fewer than top-k has, and the bias is not allowed.
+        """
+        limits = {s.server.url: s.sampling_mask_tokens or 1 for s in self.health.states.values() if s.seen}
+        url, limit = min(limits.items(), key=lambda item: item[1])
+        if limit >= max(sampling.top_k, 2):
+            return limit
+        if limit < 2:
+            problem = f"{url} does not report which tokens they leave; SGLang does from 0.5.23 on"
+        else:
+            problem = (
+                f"{url} reports at most {limit} of the tokens they leave; start it with --sampling-mask-max-tokens "
+                f"{sampling.top_k} or more"
+            )
+        message = f"--rollout-top-p is {sampling.top_p} and --rollout-top-k {sampling.top_k}, but {problem}."
+        if allow_truncation_bias:
+            logger.warning("%s Training goes on over the whole vocabulary (--allow-truncation-bias).", message)
+            return None
+        raise ValueError(
+            f"{message} Else training could not use the distribution that is sampled from; leave the two out, or add "
+            "--allow-truncation-bias."
+        )
 
     async def update_weights(self, source: WeightSource, version: int) -> None:
         """Gives all servers that answer new weights; those that fail are marked down."""

@@ -67,6 +67,8 @@ class ServerState:
     state: Literal["live", "probing", "down", "needs_weights"] = "down"
     max_input_len: int | None = None
     """Longest input that it takes, in tokens, where it says."""
+    sampling_mask_tokens: int | None = None
+    """Most tokens of a sampling mask that it reports; None where it reports none."""
     version: int = -1
     """Version of its weights; -1 where it is not known."""
     version_known: bool = True
@@ -352,7 +354,8 @@ class HealthMonitor:
         if error is None and state.holds_weights:
             try:
                 name = await state.server.weight_version()
-                longest = (await state.server.info()).max_req_input_len
+                info = await state.server.info()
+                longest, state.sampling_mask_tokens = info.max_req_input_len, info.sampling_mask_max_tokens
                 state.max_input_len = None if longest is None else longest - 1
             except ServerError as failure:
                 error = str(failure)

@@ -17,6 +17,7 @@ from slime_tis.rollout.sglang.dispatch import Attempts, Dispatcher
 from slime_tis.rollout.sglang.errors import ServerError
 from slime_tis.rollout.sglang.health import HealthMonitor, ServerState
 from slime_tis.rollout.sglang.schema import Completion
+from slime_tis.sampling_mask import SamplingMask
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,6 +41,8 @@ class PendingSample:
     routed_experts: Tensor | None = None
     """Experts of all tokens but the last, prompt included, as in `Sample`; None where some are missing, or nothing has
     been sampled."""
+    sampling_mask: SamplingMask | None = None
+    """The tokens that could be sampled at each token; None where none were recorded."""
     finish_reason: FinishReason | None = None
     """Why it ended; None while it has not."""
     num_requests: int = 0
@@ -57,6 +60,7 @@ class PendingSample:
             log_probs=list(sample.rollout_log_probs),
             versions=list(sample.weight_versions),
             routed_experts=sample.routed_experts,
+            sampling_mask=sample.sampling_mask,
             finish_reason=None if sample.finish_reason == "abort" else sample.finish_reason,
         )
         if pending.routed_experts is not None and len(pending.routed_experts) != len(pending.input_ids) - 1:
@@ -92,6 +96,11 @@ class PendingSample:
             if self.token_ids and rows is not None:
                 rows = None if earlier is None else torch.cat([earlier, rows])
             self.routed_experts = rows
+        if completion.sampling_mask is not None or self.sampling_mask is not None:
+            parts = (self.sampling_mask, self.token_ids), (completion.sampling_mask, completion.token_ids)
+            self.sampling_mask = SamplingMask.cat(
+                [SamplingMask.unrecorded(len(ids)) if mask is None else mask for mask, ids in parts]
+            )
         self.token_ids += completion.token_ids
         self.log_probs += completion.log_probs
         self.versions += versions
@@ -118,6 +127,7 @@ class PendingSample:
             weight_versions=list(self.versions),
             finish_reason=self.finish_reason or "abort",
             routed_experts=self.routed_experts,
+            sampling_mask=self.sampling_mask,
         )
 
 

@@ -20,6 +20,7 @@ from slime_tis.hf_directory import MoeSizes
 from slime_tis.rollout.routing import expert_dtype
 from slime_tis.rollout.sample import FinishReason, Sampling
 from slime_tis.rollout.sglang.errors import InvalidAnswer
+from slime_tis.sampling_mask import SamplingMask
 
 MAX_LOG_PROB = 1e-3
 """A probability of 1 may come out a little above it in half precision; what exceeds this is not a log-prob."""
@@ -28,6 +29,8 @@ BYTES_PER_TOKEN = 256
 its text, which take 50 to 80 in real answers."""
 EXPERT_BYTES = 4
 """Bytes of a routed expert, an int32, before base64 makes 4/3 of them."""
+BYTES_PER_TOKEN_ID = 10
+"""Most bytes of a token id in an answer, with what separates it from the next one."""
 ANSWER_BYTES = 256 << 10
 """Most bytes of an answer besides its tokens."""
 MAX_NAME = 128
@@ -104,6 +107,10 @@ class OutputMeta(Answer):
     weight_versions: Annotated[list[WeightSpan] | None, FailFast()] = None
     routed_experts: Any = None
     """Of the tokens that were fed; `parse_routed_experts` reads them, for a sample is of use without."""
+    output_token_sampling_mask: Annotated[list[list[TokenId]] | None, FailFast()] = None
+    """The tokens that could be sampled at each sampled token, by request."""
+    output_token_sampling_logprobs: Annotated[list[LogProb] | None, FailFast()] = None
+    """Log-prob of each sampled token among them."""
 
 
 class GenerateAnswer(Answer):
@@ -145,6 +152,9 @@ class ServerInfo(Answer):
     pp_size: RankCount = 1
     dp_size: RankCount = 1
     """Number of replicas behind its address."""
+
+    sampling_mask_max_tokens: Annotated[int, Field(ge=1, le=MAX_CONTEXT)] | None = None
+    """Most tokens of a set that it reports (--sampling-mask-max-tokens); SGLang before 0.5.23 reports no sets."""
 
     enable_deterministic_inference: Any = None
     """Whether it samples with the seed that a request names; only True counts."""
@@ -208,7 +218,7 @@ class Completion:
     """Sampled tokens, the stop token included."""
 
     log_probs: list[float]
-    """Log-probability of each token, after temperature."""
+    """Log-probability of each token in the distribution that it was sampled from."""
 
     versions: list[int] | None
     """Version of the weights that sampled each token, or None where the server reports none."""
@@ -224,6 +234,8 @@ class Completion:
 
     experts_problem: str | None = None
     """Why experts that were asked for are of no use."""
+    sampling_mask: SamplingMask | None = None
+    """The tokens that could be sampled at each token; None where they were not asked for."""
 
 
 def generate_body(
@@ -265,6 +277,10 @@ def generate_body(
     }
     if experts is not None:
         body |= {"return_routed_experts": True, "routed_experts_start_len": experts.first}
+
+    body = {"rid": request_id, "input_ids": list(input_ids), "sampling_params": params, "return_logprob": True}
+    if sampling.return_sampling_mask:
+        body |= {"return_sampling_mask": True, "sampling_logprobs_mode": "selected"}
     return body
 
 
@@ -278,13 +294,17 @@ def score_body(token_ids: Sequence[int]) -> dict[str, object]:
     }
 
 
-def max_answer_bytes(num_tokens: int) -> int:
+def max_answer_bytes(num_tokens: int, set_tokens: int = 0) -> int:
     """The largest answer to POST /generate that a server can have good reason to give, in bytes.
 
-    `ANSWER_BYTES` + `BYTES_PER_TOKEN` · tokens to sample or to score. Decoding that much JSON holds up the other
-    requests of the loop for less than half a second at 32,768 tokens.
+    `ANSWER_BYTES` + (`BYTES_PER_TOKEN` + `BYTES_PER_TOKEN_ID` · set tokens) · tokens. Decoding that much JSON holds up
+    the other requests of the loop for less than half a second at 32,768 tokens without sets.
+
+    Args:
+        num_tokens: Tokens to sample or to score.
+        set_tokens: Most tokens that could be sampled at each of them, where these sets are asked for.
     """
-    return ANSWER_BYTES + BYTES_PER_TOKEN * num_tokens
+    return ANSWER_BYTES + (BYTES_PER_TOKEN + BYTES_PER_TOKEN_ID * set_tokens) * num_tokens
 
 
 AnswerT = TypeVar("AnswerT", bound=Answer)
@@ -310,6 +330,8 @@ def parse_generation(
     experts: ExpertRequest | None = None,
 ) -> Completion:
     """The answer to `generate_body`; routed experts that are missing or cannot be leave it valid, without them.
+) -> Completion:
+    """The answer to `generate_body`.
 
     Args:
         body: JSON.
@@ -319,7 +341,8 @@ def parse_generation(
 
     Raises:
         InvalidAnswer: Log-probs are missing, too few, NaN, null or positive, belong to other tokens, tokens lie
-            outside of the vocabulary, or versions do not cover the tokens or go backwards.
+            outside of the vocabulary, versions do not cover the tokens or go backwards, or sets are missing, too few,
+            or lack the token that was sampled.
     """
     answer = parse(GenerateAnswer, body)
     meta, token_ids = answer.meta_info, answer.output_ids
@@ -350,6 +373,9 @@ def parse_generation(
             routed_experts = parse_routed_experts(meta.routed_experts, num_rows, experts.layout)
         except InvalidAnswer as error:
             problem = str(error)
+    mask = None
+    if with_sampling_mask:
+        mask, log_probs = _sampling_mask(meta, token_ids, vocab_size)
     return Completion(
         token_ids=token_ids,
         log_probs=log_probs,
@@ -398,6 +424,35 @@ def parse_routed_experts(encoded: object, num_rows: int, layout: ExpertLayout) -
     if any((experts[..., step:] == experts[..., :-step]).any() for step in range(1, moe.top_k)):
         raise InvalidAnswer("routed_experts has the same expert twice for a token")
     return torch.from_numpy(experts.astype(np.int64)).to(expert_dtype(moe.num_experts))
+        sampling_mask=mask,
+    )
+
+
+def _sampling_mask(
+    meta: OutputMeta, token_ids: Sequence[int], vocab_size: int | None
+) -> tuple[SamplingMask, list[float]]:
+    """The sets that tokens were sampled from, and the tokens' log-probs among them."""
+    sets, log_probs = meta.output_token_sampling_mask, meta.output_token_sampling_logprobs
+    if not token_ids:
+        return SamplingMask.unrecorded(0), []
+    if sets is None or log_probs is None:
+        raise InvalidAnswer("it has no output_token_sampling_mask with output_token_sampling_logprobs")
+    if not len(sets) == len(log_probs) == len(token_ids):
+        raise InvalidAnswer(
+            f"it has {len(sets)} sampling masks with {len(log_probs)} log-probs for {len(token_ids)} tokens"
+        )
+    for position, (allowed, token) in enumerate(zip(sets, token_ids, strict=True)):
+        distinct = set(allowed)
+        if len(distinct) < len(allowed):
+            raise InvalidAnswer(f"sampling mask {position} has a token twice")
+        if token not in distinct:
+            raise InvalidAnswer(f"sampling mask {position} lacks the token {token} that was sampled")
+        if vocab_size is not None and max(allowed) >= vocab_size:
+            raise InvalidAnswer(
+                f"sampling mask {position} has token {quoted(max(allowed))}, but the vocabulary of --hf-checkpoint "
+                f"ends at {vocab_size - 1}; see that the server runs the same model"
+            )
+    return SamplingMask.from_sets(sets), [min(log_prob, 0.0) for log_prob in log_probs]
 
 
 def parse_scores(body: bytes, token_ids: Sequence[int]) -> list[float]:

@@ -47,6 +47,11 @@ def chosen_experts(token: int, version: int) -> list[list[int]]:
     return [[first, (first + 1 + token % (EXPERTS - 1)) % EXPERTS] for first in firsts]
 
 
+def sampled_from(token: int) -> list[int]:
+    """The tokens that could be sampled where a token was."""
+    return [token, token - 1, *range(token % 3)] if token > 3 else [token]
+
+
 def continuation(ids: list[int], limit: int) -> list[int]:
     """The response that the model gives to a prompt."""
     found: list[int] = []
@@ -86,6 +91,8 @@ class FakeSGLang:
         """Tokens of the requests that wait at `stop_after`, by id."""
         self.longest: int | None = None
         """What /server_info says that inputs must be shorter than; None is as recorded."""
+        self.set_tokens: int | None = 4096
+        """Most tokens of a sampling mask that it reports; None as before SGLang 0.5.23, where none is."""
         self.deterministic = False
         """Whether /server_info says that it takes seeds."""
         self.returns_experts = True
@@ -182,6 +189,7 @@ class FakeSGLang:
         if path == "/server_info":
             info = {**recorded("server_info"), "enable_deterministic_inference": self.deterministic}
             info["enable_return_routed_experts"] = self.returns_experts
+            info["sampling_mask_max_tokens"] = self.set_tokens
             return 200, info if self.longest is None else {**info, "max_req_input_len": self.longest}
         if path == "/workers" and self.workers:
             return 200, {"workers": [{"url": worker.url} for worker in self.workers]}
@@ -282,6 +290,11 @@ class FakeSGLang:
             [log_prob(token, version), token, None] for token, version in zip(found, versions, strict=True)
         ]
         meta["completion_tokens"] = meta["output_token_logprobs_length"] = len(found)
+        if body.get("return_sampling_mask") and self.set_tokens:
+            meta["output_token_sampling_mask"] = [sampled_from(token) for token in found]
+            meta["output_token_sampling_logprobs"] = [
+                log_prob(token, version) / 2 for token, version in zip(found, versions, strict=True)
+            ]
         meta["weight_version"] = self.weight_version
         del meta["weight_versions"]
         if self.reports_token_versions:

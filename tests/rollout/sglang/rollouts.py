@@ -76,6 +76,7 @@ class Run:
 
     def __init__(self, servers: list[FakeSGLang], checkpoint: Path, **options: Any) -> None:
         self.servers, self.weights, self.sync = servers, Weights(), ByHand()
+        for_training = {name: options.pop(name) for name in ("sampling", "allow_truncation_bias") if name in options}
         timeouts, version = options.pop("timeouts", QUICK), options.pop("weights_version", None)
         sampling = options.pop("sampling", None)
         options = {"sglang_url": tuple(server.url for server in servers), "sglang_request_timeout": 30.0, **options}
@@ -90,6 +91,7 @@ class Run:
             weights_version=version,
             sampling=sampling,
             **by_hand,
+            **for_training,
         )
 
     def update(self, version: int) -> None:

@@ -1,0 +1,172 @@
+"""Sampling masks of SGLang servers: what is asked for, what is believed, and servers that report none."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from slime_tis.rollout.sample import Sampling
+from slime_tis.rollout.sglang.errors import InvalidAnswer
+from slime_tis.rollout.sglang.schema import Completion, generate_body, max_answer_bytes, parse_generation
+from slime_tis.sampling_mask import SamplingMask
+from tests.rollout.sglang.fake_sglang import FakeSGLang, log_prob, recorded, sampled_from, spoiled, wait_until
+from tests.rollout.sglang.rollouts import EARLY, LATE, PROMPTS, Run, flat, held
+
+TRUNCATED = Sampling(top_p=0.9, max_response_len=20, n_samples=2, return_sampling_mask=True)
+Start = Callable[..., Run]
+
+
+def masked_answer(**changes: Any) -> dict[str, Any]:
+    """The recorded answer of eight tokens with sampling masks, after changes of its meta_info."""
+    answer = recorded("generate_length")
+    ids = answer["output_ids"]
+    answer["meta_info"] |= {
+        "output_token_sampling_mask": [[token, 1, 2] for token in ids],
+        "output_token_sampling_logprobs": [-0.5] * len(ids),
+        **changes,
+    }
+    return answer
+
+
+def parsed(answer: dict[str, Any], *, with_sampling_mask: bool = True) -> Completion:
+    body = json.dumps(answer).encode()
+    return parse_generation(body, max_new_tokens=8, vocab_size=64, with_sampling_mask=with_sampling_mask)
+
+
+def test_the_request_asks_for_masks_and_for_log_probs_over_them() -> None:
+    body = generate_body((1,), dataclasses.replace(TRUNCATED, top_k=7), max_new_tokens=4, request_id="r")
+    assert (body["return_sampling_mask"], body["sampling_logprobs_mode"]) == (True, "selected")
+    assert "return_sampling_mask" not in generate_body(
+        (1,), Sampling(max_response_len=4), max_new_tokens=4, request_id="r"
+    )
+
+
+def test_an_answer_has_its_sets_and_the_log_probs_over_them() -> None:
+    completion = parsed(masked_answer())
+    assert completion.token_ids == [59, 24, 58, 11, 22, 36, 30, 42]
+    assert completion.log_probs == [-0.5] * 8
+    assert completion.sampling_mask == SamplingMask.from_sets([[token, 1, 2] for token in completion.token_ids])
+    plain = parsed(masked_answer(), with_sampling_mask=False)
+    assert plain.log_probs[0] == -5.014503479003906 and plain.sampling_mask is None
+
+
+SETS, LOG_PROBS = "output_token_sampling_mask", "output_token_sampling_logprobs"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        pytest.param({SETS: None}, "no output_token_sampling_mask", id="no masks"),
+        pytest.param({LOG_PROBS: None}, "no output_token_sampling_mask", id="no log-probs"),
+        pytest.param({SETS: [[59]] * 7}, "7 sampling masks with 8", id="too few masks"),
+        pytest.param({LOG_PROBS: [-1.0] * 9}, "8 sampling masks with 9", id="too many log-probs"),
+        pytest.param({SETS: [[58]] * 8}, "0 lacks the token 59", id="without the sampled token"),
+        pytest.param({SETS: [[]] * 8}, "0 lacks the token 59", id="an empty set"),
+        pytest.param({SETS: [[59, 3, 3]] * 8}, "0 has a token twice", id="a token twice"),
+        pytest.param({SETS: [[59, 64]] * 8}, "token 64, but the vocabulary", id="beyond the vocabulary"),
+        pytest.param({SETS: [[59, -1]] * 8}, r"\[0\]\[1\] is -1", id="a negative id"),
+        pytest.param({SETS: [[59, 1.5]] * 8}, r"\[0\]\[1\] is 1\.5", id="a fraction"),
+        pytest.param({SETS: "all"}, "is 'all'", id="text"),
+        pytest.param({LOG_PROBS: [0.5] * 8}, r"logprobs\[0\] is 0\.5", id="a positive log-prob"),
+        pytest.param({LOG_PROBS: [None] * 8}, r"logprobs\[0\] is None", id="null"),
+    ],
+)
+def test_sets_that_cannot_be_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidAnswer, match=message):
+        parsed(masked_answer(**changes))
+
+
+def test_answers_with_sets_may_be_larger_and_are_bounded() -> None:
+    assert max_answer_bytes(100) == 262_144 + 25_600
+    assert max_answer_bytes(100, 50) == 262_144 + 25_600 + 50_000
+
+
+@pytest.mark.parametrize(
+    ("limit", "top_k", "sent"),
+    [(4096, -1, 3072), (4096, 40, 40), (40, 40, 40), (4096, 1, 1)],
+    ids=["top-p alone", "top-k", "as many as reported", "greedy"],
+)
+def test_samples_carry_the_sets(start: Start, limit: int, top_k: int, sent: int) -> None:
+    sampling = dataclasses.replace(TRUNCATED, top_k=top_k)
+
+    def report(servers: list[FakeSGLang]) -> None:
+        servers[0].set_tokens = limit
+
+    run = start(1, report, sampling=sampling)
+    for sample in flat(run.engine.generate(PROMPTS, sampling)):
+        assert sample.sampling_mask is not None
+        assert sample.sampling_mask.sets() == [sampled_from(token) for token in sample.response_ids]
+        assert sample.rollout_log_probs == [log_prob(token, 0) / 2 for token in sample.response_ids]
+    assert {body["sampling_params"]["top_k"] for body in run.requests} == {sent}
+
+
+def test_no_sets_are_asked_for_where_nothing_is_cut_or_nothing_is_trained(start: Start) -> None:
+    run = start(1, sampling=TRUNCATED)
+    for sampling in (
+        dataclasses.replace(TRUNCATED, return_sampling_mask=False),
+        dataclasses.replace(TRUNCATED, top_p=1.0, top_k=1000),
+    ):
+        assert all(sample.sampling_mask is None for sample in flat(run.engine.generate(PROMPTS[:2], sampling)))
+    assert not any("return_sampling_mask" in body for body in run.requests)
+
+
+def old(servers: list[FakeSGLang]) -> None:
+    servers[-1].set_tokens = None
+
+
+def test_servers_that_report_no_sets_are_refused_at_the_start(start: Start) -> None:
+    with pytest.raises(ValueError, match="does not report which tokens they leave") as error:
+        start(2, old, sampling=TRUNCATED)
+    assert str(error.value).startswith("--rollout-top-p is 0.9 and --rollout-top-k -1, but http://127.0.0.1:")
+    assert "add --allow-truncation-bias" in str(error.value)
+    with pytest.raises(
+        ValueError, match="at most 4096 of the tokens they leave; start it with --sampling-mask-max-tok"
+    ):
+        start(1, sampling=dataclasses.replace(TRUNCATED, top_k=5000))
+    assert start(1, old, sampling=dataclasses.replace(TRUNCATED, return_sampling_mask=False))
+
+
+def test_their_bias_may_be_allowed_and_then_no_sets_are_asked_for(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = start(2, old, sampling=TRUNCATED, allow_truncation_bias=True)
+    assert "Training goes on over the whole vocabulary (--allow-truncation-bias)." in caplog.text
+    for sample in flat(run.engine.generate(PROMPTS, TRUNCATED)):
+        assert sample.sampling_mask is None
+        assert sample.rollout_log_probs == [log_prob(token, 0) for token in sample.response_ids]
+    assert {(body["sampling_params"]["top_p"], "return_sampling_mask" in body) for body in run.requests} == {
+        (0.9, False)
+    }
+
+
+def test_an_answer_without_sets_is_asked_for_again(start: Start) -> None:
+    run = start(1, sampling=TRUNCATED)
+    run.servers[0].faults.append(spoiled(lambda answer: answer["meta_info"].pop("output_token_sampling_mask")))
+    assert all(sample.sampling_mask for sample in flat(run.engine.generate(PROMPTS[:1], TRUNCATED)))
+    assert run.engine.metrics()["rollout/sglang_malformed_responses"] == 1
+
+
+@pytest.mark.parametrize("recorded_before", [True, False], ids=["with sets", "of an older checkpoint"])
+def test_sets_of_a_partial_rollout_are_those_of_both_requests(start: Start, recorded_before: bool) -> None:
+    sampling = dataclasses.replace(TRUNCATED, max_response_len=60)
+    run = start(1, sampling=sampling)
+    with held(run, 2):
+        rollout = run.engine.submit([*EARLY[:1], *LATE[:1]], sampling, num_groups=1)
+        wait_until(lambda: run.num_held == 4)
+    rollout.result()
+    left = run.engine.unfinished()
+    before = min(len(sample.response_ids) for sample in flat(left))
+    assert before >= 2
+    if not recorded_before:
+        for sample in flat(left):
+            sample.sampling_mask = None
+        run.engine.resume_unfinished(left)
+    continued = flat(run.engine.submit([], sampling, num_groups=1).result())
+    for first, sample in zip(flat(left), continued, strict=True):
+        sets = [sampled_from(token) for token in sample.response_ids]
+        if not recorded_before:
+            sets[: len(first.response_ids)] = [[] for _ in first.response_ids]
+        assert len(sets) == 60 and sample.sampling_mask is not None
+        assert sample.sampling_mask.sets() == sets

@@ -1,0 +1,99 @@
+"""Sampling masks of a real server: sets and log-probs against transformers, through weight updates and aborts."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from slime_tis.rollout.sample import Prompt, Sample, Sampling
+from slime_tis.rollout.sampling import filtered_log_probs
+from tests.runs import read_metrics, run_apart
+from tests.sglang_server.conftest import MakeEngine
+from tests.sglang_server.references import Reference
+from tests.sglang_server.servers import RealServer
+from tests.sglang_server.test_train import sglang_flags, task  # noqa: F401  # a fixture
+from tests.sglang_server.test_weights import all_samples, wait_for_decoding
+
+BOUND = 1e-4
+CASES = {
+    "top-p": {"top_p": 0.9},
+    "top-k": {"top_k": 7},
+    "both, hot": {"top_p": 0.8, "top_k": 50, "temperature": 1.7},
+    "both, cool": {"top_p": 0.95, "top_k": 20, "temperature": 0.6},
+    "greedy": {"top_k": 1},
+}
+
+
+def truncated(**filters: float) -> Sampling:
+    return Sampling(max_response_len=40, n_samples=2, return_sampling_mask=True, **filters)  # type: ignore[arg-type]
+
+
+def expected_sizes(reference: Reference, sample: Sample, sampling: Sampling) -> torch.Tensor:
+    """The number of tokens that the local engine's sampler would leave at each position."""
+    filters = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+    return (filtered_log_probs(reference.logits(sample), **filters) > -torch.inf).sum(-1)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_sets_and_log_probs_are_those_of_transformers(
+    case: str,
+    server: RealServer,
+    make_engine: MakeEngine,
+    prompts: list[Prompt],
+    reference: Reference,
+    other_reference: Reference,
+) -> None:
+    sampling = truncated(**CASES[case])
+    engine = make_engine(server, sampling=sampling)
+    for version, weights in ((0, reference), (1, other_reference)):
+        if version:
+            engine.update_weights(weights.named_tensors, version)
+        for sample in all_samples(engine.generate(prompts, sampling, seed=0)):
+            assert sample.sampling_mask is not None
+            assert set(sample.weight_versions) == {version}
+            assert sample.sampling_mask.contains(torch.tensor(sample.response_ids)).all()
+            assert weights.gap_over_sets(sample, (version,), sampling.temperature) < BOUND
+            sizes = expected_sizes(weights, sample, sampling)
+            # A token whose likelier ones sum to the nucleus probability but for rounding may be in or out.
+            assert (sample.sampling_mask.lengths - sizes).abs().max() <= 1
+            assert (sample.sampling_mask.lengths == sizes).float().mean() > 0.9
+
+
+def test_sets_through_an_update_in_the_middle_of_requests_and_a_partial_rollout(
+    server: RealServer, make_engine: MakeEngine, prompts: list[Prompt], reference: Reference, other_reference: Reference
+) -> None:
+    sampling = dataclasses.replace(truncated(top_p=0.9), max_response_len=400, stop_token_ids=tuple(range(3, 1024, 64)))
+    engine = make_engine(server, sampling=sampling)
+    rollout = engine.submit(prompts, sampling, seed=0, num_groups=3)
+    wait_for_decoding(server.log)
+    engine.update_weights(other_reference.named_tensors, 1)
+    groups = rollout.result()
+    left = engine.unfinished()
+    engine.update_weights(reference.named_tensors, 2)
+    groups += engine.submit([], sampling, seed=1, num_groups=len(left)).result()
+    samples = all_samples(groups)
+    assert {version for sample in samples for version in sample.weight_versions} >= {0, 1}
+    for sample in samples:
+        assert sample.sampling_mask is not None
+        assert len(sample.sampling_mask) == len(sample.response_ids)
+        assert (sample.sampling_mask.lengths > 0).all()
+        assert reference.gap_over_sets(sample, (0, 2)) < BOUND
+        assert other_reference.gap_over_sets(sample, (1,)) < BOUND
+
+
+def test_a_run_with_top_p_has_no_mismatch_and_measures_its_sets(task: list[str], tmp_path: Path) -> None:  # noqa: F811
+    flags = [*task, *sglang_flags("--sglang-dtype", "float32"), "--rollout-top-p", "0.9", "--rollout-top-k", "40"]
+    run = run_apart([*flags, "--context-parallel-size", "2"], tmp_path, ranks=2)
+    assert run.returncode == 0, run.stderr
+    for row in read_metrics(tmp_path):
+        assert row["train/train_rollout_logprob_abs_diff"] < 1e-5
+        assert 1 < row["rollout/sampling_mask_tokens"] <= 40
+        assert row["rollout/sampling_mask_missing"] == row["rollout/sampling_mask_violations"] == 0
+
+
+def test_a_limit_that_is_too_small_is_refused_at_the_start(
+    server: RealServer, make_engine: MakeEngine, prompts: list[Prompt]
+) -> None:
+    with pytest.raises(ValueError, match="at most 4096 of the tokens they leave; start it with --sampling-mask-max"):
+        make_engine(server, sampling=truncated(top_k=4097))
