@@ -234,6 +234,7 @@ class Completion:
 
     experts_problem: str | None = None
     """Why experts that were asked for are of no use."""
+
     sampling_mask: SamplingMask | None = None
     """The tokens that could be sampled at each token; None where they were not asked for."""
 
@@ -277,8 +278,6 @@ def generate_body(
     }
     if experts is not None:
         body |= {"return_routed_experts": True, "routed_experts_start_len": experts.first}
-
-    body = {"rid": request_id, "input_ids": list(input_ids), "sampling_params": params, "return_logprob": True}
     if sampling.return_sampling_mask:
         body |= {"return_sampling_mask": True, "sampling_logprobs_mode": "selected"}
     return body
@@ -328,16 +327,16 @@ def parse_generation(
     max_new_tokens: int,
     vocab_size: int | None = None,
     experts: ExpertRequest | None = None,
+    with_sampling_mask: bool = False,
 ) -> Completion:
     """The answer to `generate_body`; routed experts that are missing or cannot be leave it valid, without them.
-) -> Completion:
-    """The answer to `generate_body`.
 
     Args:
         body: JSON.
         max_new_tokens: Tokens that were asked for; fewer may come, at the end of the context.
         vocab_size: Number of token ids of the model; None checks none.
         experts: Routed experts that were asked for.
+        with_sampling_mask: Whether the tokens that could be sampled were asked for; log-probs are taken over them then.
 
     Raises:
         InvalidAnswer: Log-probs are missing, too few, NaN, null or positive, belong to other tokens, tokens lie
@@ -384,6 +383,7 @@ def parse_generation(
         finish_reason=meta.finish_reason.type,
         routed_experts=routed_experts,
         experts_problem=problem,
+        sampling_mask=mask,
     )
 
 
@@ -424,8 +424,6 @@ def parse_routed_experts(encoded: object, num_rows: int, layout: ExpertLayout) -
     if any((experts[..., step:] == experts[..., :-step]).any() for step in range(1, moe.top_k)):
         raise InvalidAnswer("routed_experts has the same expert twice for a token")
     return torch.from_numpy(experts.astype(np.int64)).to(expert_dtype(moe.num_experts))
-        sampling_mask=mask,
-    )
 
 
 def _sampling_mask(
