@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from slime_tis.rollout.sample import Prompt, Sample, Sampling
-from slime_tis.rollout.sampling import filtered_log_probs
 from tests.runs import read_metrics, run_apart
 from tests.sglang_server.conftest import MakeEngine
 from tests.sglang_server.references import Reference
@@ -30,9 +29,10 @@ def truncated(**filters: float) -> Sampling:
 
 
 def expected_sizes(reference: Reference, sample: Sample, sampling: Sampling) -> torch.Tensor:
-    """The number of tokens that the local engine's sampler would leave at each position."""
-    filters = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
-    return (filtered_log_probs(reference.logits(sample), **filters) > -torch.inf).sum(-1)
+    """The number of tokens that SGLang leaves: top-p of the whole distribution, where the local engine's follows top-k."""
+    probs = (reference.logits(sample) / sampling.temperature).softmax(-1).sort(-1, descending=True).values
+    sizes = (probs.cumsum(-1) - probs < sampling.top_p).sum(-1)
+    return sizes if sampling.top_k == -1 else sizes.clamp(max=sampling.top_k)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -63,18 +63,22 @@ def test_sets_and_log_probs_are_those_of_transformers(
 def test_sets_through_an_update_in_the_middle_of_requests_and_a_partial_rollout(
     server: RealServer, make_engine: MakeEngine, prompts: list[Prompt], reference: Reference, other_reference: Reference
 ) -> None:
-    sampling = dataclasses.replace(truncated(top_p=0.9), max_response_len=400, stop_token_ids=tuple(range(3, 1024, 64)))
-    engine = make_engine(server, sampling=sampling)
-    rollout = engine.submit(prompts, sampling, seed=0, num_groups=3)
+    long = dataclasses.replace(truncated(top_p=0.9), max_response_len=400)
+    engine = make_engine(server, sampling=long)
+    rollout = engine.submit(prompts, long, seed=0)
     wait_for_decoding(server.log)
     engine.update_weights(other_reference.named_tensors, 1)
-    groups = rollout.result()
+    updated = all_samples(rollout.result())
+    assert {version for sample in updated for version in sample.weight_versions} == {0, 1}
+
+    short = dataclasses.replace(long, stop_token_ids=tuple(range(3, 1024, 32)))
+    groups = engine.submit(prompts, short, seed=0, num_groups=3).result()
     left = engine.unfinished()
     engine.update_weights(reference.named_tensors, 2)
-    groups += engine.submit([], sampling, seed=1, num_groups=len(left)).result()
-    samples = all_samples(groups)
-    assert {version for sample in samples for version in sample.weight_versions} >= {0, 1}
-    for sample in samples:
+    groups += engine.submit([], short, seed=1, num_groups=len(left)).result()
+    partial = all_samples(groups)
+    assert {version for sample in partial for version in sample.weight_versions} == {1, 2}
+    for sample in [*updated, *partial]:
         assert sample.sampling_mask is not None
         assert len(sample.sampling_mask) == len(sample.response_ids)
         assert (sample.sampling_mask.lengths > 0).all()

@@ -11,7 +11,15 @@ from slime_tis.rollout.sample import Sampling
 from slime_tis.rollout.sglang.errors import InvalidAnswer
 from slime_tis.rollout.sglang.schema import Completion, generate_body, max_answer_bytes, parse_generation
 from slime_tis.sampling_mask import SamplingMask
-from tests.rollout.sglang.fake_sglang import FakeSGLang, log_prob, recorded, sampled_from, spoiled, wait_until
+from tests.rollout.sglang.fake_sglang import (
+    FakeSGLang,
+    continuation,
+    log_prob,
+    recorded,
+    sampled_from,
+    spoiled,
+    wait_until,
+)
 from tests.rollout.sglang.rollouts import EARLY, LATE, PROMPTS, Run, flat, held
 
 TRUNCATED = Sampling(top_p=0.9, max_response_len=20, n_samples=2, return_sampling_mask=True)
@@ -152,8 +160,9 @@ def test_an_answer_without_sets_is_asked_for_again(start: Start) -> None:
 def test_sets_of_a_partial_rollout_are_those_of_both_requests(start: Start, recorded_before: bool) -> None:
     sampling = dataclasses.replace(TRUNCATED, max_response_len=60)
     run = start(1, sampling=sampling)
+    early = next(prompt for prompt in EARLY if len(continuation(list(prompt.token_ids), 60)) > 2)
     with held(run, 2):
-        rollout = run.engine.submit([*EARLY[:1], *LATE[:1]], sampling, num_groups=1)
+        rollout = run.engine.submit([early, LATE[0]], sampling, num_groups=1)
         wait_until(lambda: run.num_held == 4)
     rollout.result()
     left = run.engine.unfinished()
