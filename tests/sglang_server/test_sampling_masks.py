@@ -29,7 +29,7 @@ def truncated(**filters: float) -> Sampling:
 
 
 def expected_sizes(reference: Reference, sample: Sample, sampling: Sampling) -> torch.Tensor:
-    """The number of tokens that SGLang leaves: top-p of the whole distribution, where the local engine's follows top-k."""
+    """The number of tokens that SGLang leaves: top-p is of the whole distribution, and does not follow top-k."""
     probs = (reference.logits(sample) / sampling.temperature).softmax(-1).sort(-1, descending=True).values
     sizes = (probs.cumsum(-1) - probs < sampling.top_p).sum(-1)
     return sizes if sampling.top_k == -1 else sizes.clamp(max=sampling.top_k)

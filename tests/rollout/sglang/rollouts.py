@@ -76,9 +76,8 @@ class Run:
 
     def __init__(self, servers: list[FakeSGLang], checkpoint: Path, **options: Any) -> None:
         self.servers, self.weights, self.sync = servers, Weights(), ByHand()
-        for_training = {name: options.pop(name) for name in ("sampling", "allow_truncation_bias") if name in options}
         timeouts, version = options.pop("timeouts", QUICK), options.pop("weights_version", None)
-        sampling = options.pop("sampling", None)
+        sampling, allow_truncation_bias = options.pop("sampling", None), options.pop("allow_truncation_bias", False)
         options = {"sglang_url": tuple(server.url for server in servers), "sglang_request_timeout": 30.0, **options}
         by_hand = {} if options.get("sglang_weight_sync") == "disk" else {"weight_sync": self.sync}
         self.engine = SGLangEngine(
@@ -91,7 +90,7 @@ class Run:
             weights_version=version,
             sampling=sampling,
             **by_hand,
-            **for_training,
+            allow_truncation_bias=allow_truncation_bias,
         )
 
     def update(self, version: int) -> None:

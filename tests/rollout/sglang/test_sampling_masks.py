@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
-from slime_tis.rollout.sample import Sampling
+from slime_tis.rollout.sample import Sample, Sampling
 from slime_tis.rollout.sglang.errors import InvalidAnswer
 from slime_tis.rollout.sglang.schema import Completion, generate_body, max_answer_bytes, parse_generation
 from slime_tis.sampling_mask import SamplingMask
@@ -20,7 +21,7 @@ from tests.rollout.sglang.fake_sglang import (
     spoiled,
     wait_until,
 )
-from tests.rollout.sglang.rollouts import EARLY, LATE, PROMPTS, Run, flat, held
+from tests.rollout.sglang.rollouts import LATE, PROMPTS, Run, flat
 
 TRUNCATED = Sampling(top_p=0.9, max_response_len=20, n_samples=2, return_sampling_mask=True)
 Start = Callable[..., Run]
@@ -160,22 +161,27 @@ def test_an_answer_without_sets_is_asked_for_again(start: Start) -> None:
 def test_sets_of_a_partial_rollout_are_those_of_both_requests(start: Start, recorded_before: bool) -> None:
     sampling = dataclasses.replace(TRUNCATED, max_response_len=60)
     run = start(1, sampling=sampling)
-    early = next(prompt for prompt in EARLY if len(continuation(list(prompt.token_ids), 60)) > 2)
-    with held(run, 2):
-        rollout = run.engine.submit([early, LATE[0]], sampling, num_groups=1)
-        wait_until(lambda: run.num_held == 4)
-    rollout.result()
-    left = run.engine.unfinished()
-    before = min(len(sample.response_ids) for sample in flat(left))
-    assert before >= 2
-    if not recorded_before:
-        for sample in flat(left):
-            sample.sampling_mask = None
-        run.engine.resume_unfinished(left)
-    continued = flat(run.engine.submit([], sampling, num_groups=1).result())
-    for first, sample in zip(flat(left), continued, strict=True):
-        sets = [sampled_from(token) for token in sample.response_ids]
-        if not recorded_before:
-            sets[: len(first.response_ids)] = [[] for _ in first.response_ids]
-        assert len(sets) == 60 and sample.sampling_mask is not None
-        assert sample.sampling_mask.sets() == sets
+    (whole,) = run.engine.generate([LATE[0]], sampling)
+    begun = [first_tokens(sample, 6, recorded_before) for sample in whole]
+    run.engine.resume_unfinished([begun])
+    (continued,) = run.engine.submit([], sampling, num_groups=1).result()
+    for sample, expected in zip(continued, whole, strict=True):
+        assert expected.sampling_mask is not None and sample.sampling_mask is not None
+        sets = expected.sampling_mask.sets()
+        assert len(sets) == 60
+        assert sample.sampling_mask.sets() == (sets if recorded_before else [[]] * 6 + sets[6:])
+    assert [len(body["input_ids"]) for body in run.requests] == [3, 3, 9, 9]
+
+
+def first_tokens(sample: Sample, count: int, with_sampling_mask: bool) -> Sample:
+    """The sample as it was when it was aborted after so many tokens."""
+    assert sample.sampling_mask is not None
+    return dataclasses.replace(
+        sample,
+        response_ids=sample.response_ids[:count],
+        rollout_log_probs=sample.rollout_log_probs[:count],
+        loss_mask=sample.loss_mask[:count],
+        weight_versions=sample.weight_versions[:count],
+        sampling_mask=sample.sampling_mask.select(torch.arange(count)) if with_sampling_mask else None,
+        finish_reason="abort",
+    )
