@@ -14,12 +14,10 @@ from slime_tis.rollout.sglang.schema import Completion, generate_body, max_answe
 from slime_tis.sampling_mask import SamplingMask
 from tests.rollout.sglang.fake_sglang import (
     FakeSGLang,
-    continuation,
     log_prob,
     recorded,
     sampled_from,
     spoiled,
-    wait_until,
 )
 from tests.rollout.sglang.rollouts import LATE, PROMPTS, Run, flat
 
