@@ -16,7 +16,7 @@ from slime_tis.megatron.config import MegatronConfig
 from slime_tis.rollout.dump import from_dict, to_dict
 from slime_tis.rollout.engine import RolloutEngine
 from slime_tis.rollout.sample import Sample
-from slime_tis.rollout.weight_rounding import WeightRounder
+from slime_tis.rollout.weight_updates import WeightUpdates
 from slime_tis.storage.checkpoints import checkpoints
 from slime_tis.storage.directories import same_path
 from slime_tis.storage.resumption import TrainerState, changed, changed_options, check_options, read_trainer_state
@@ -91,8 +91,8 @@ class Checkpointer:
     learner: Learner
     sampler: RolloutEngine
     evaluation: Evaluation
-    rounder: WeightRounder
-    """Of the weights that are sent; it may have a state."""
+    updates: WeightUpdates
+    """Of the rollout engine's weights; they have a state."""
     timer: Callable[[str], AbstractContextManager[None]]
     run_id: str
     identity: Identity
@@ -109,7 +109,7 @@ class Checkpointer:
         """
         state, options = point.state, self.identity.options
         checkpoint.load(point.checkpoint, self.learner.engine)
-        self.rounder.load(point.checkpoint, self.learner.parallel.backend.device)
+        self.updates.rounder.load(point.checkpoint, self.learner.parallel.backend.device)
         self.learner.step = state.step
         if state.first_accuracy is not None and not changed(state.options, options, EVALUATION_OPTIONS):
             self.evaluation.first_accuracy = state.first_accuracy
@@ -121,6 +121,7 @@ class Checkpointer:
         same_engine = not changed(state.options, options, ("rollout_engine", "rollout_precision"))
         if state.sampler_weight_version != state.step and same_engine and self.sampler.can_checkpoint_weights:
             self.sampler.load_weights(point.checkpoint, state.sampler_weight_version)
+            self.updates.load_samples(point.checkpoint, state.sampler_weight_version)
         else:
             update_weights()
         if self.learner.parallel.is_main:
@@ -155,9 +156,10 @@ class Checkpointer:
         stale = self.sampler.weight_version != position.step
 
         def write_extra(directory: Path) -> None:
-            self.rounder.save(directory)
+            self.updates.rounder.save(directory)
             if stale and self.sampler.can_checkpoint_weights:
                 self.sampler.save_weights(directory)
+                self.updates.save_samples(directory)
 
         with self.timer("save"):
             checkpoint.save(

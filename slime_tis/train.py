@@ -359,7 +359,7 @@ def set_up(arguments: Arguments, parallel: Parallel, interrupts: Interrupts, ope
         learner=learner,
         sampler=sampler,
         evaluation=evaluation,
-        rounder=rounder,
+        updates=updates,
         timer=timer,
         run_id=run_id,
         identity=identity,

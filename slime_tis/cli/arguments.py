@@ -254,7 +254,6 @@ NEEDS = {
     "recompute_method recompute_num_layers": "--recompute-granularity=full",
     "save_interval save_retain": "--save",
     "rollout_precision rollout_router_bits": "--rollout-engine=local",
-    "allow_truncation_bias": "--rollout-top-p --rollout-top-k",
     "routing_replay_weights measure_routing_mismatch": "--use-rollout-routing-replay",
     "weight_update_rounding": ("--rollout-precision=bf16 --rollout-precision=fp8 --rollout-precision=int8"),
     "weight_sync_bound": "--check-weight-sync",

@@ -6,7 +6,9 @@ from typing import Annotated, Literal
 from slime_tis.errors import quoted
 from slime_tis.limits import Limits, check_fields, flag
 from slime_tis.rollout.rm_types import check_rm_type, reward_keys
-from slime_tis.rollout.weight_rounding import Rounding
+
+Rounding = Literal["nearest", "stochastic", "error-compensated"]
+"""How weights are rounded on their way to the rollout engine."""
 
 GREEDY = "greedy samples of a group are all alike and teach nothing"
 

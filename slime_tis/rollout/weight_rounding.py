@@ -14,11 +14,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from slime_tis.rollout.config import Rounding
 from slime_tis.rollout.quantize import FP8_MAX, round_fp8, round_int8, row_scale
 
 Precision = Literal["fp32", "fp16", "bf16", "fp8", "int8"]
 """Precision in which an engine holds a tensor; in fp8 and int8 with a scale per row."""
-Rounding = Literal["nearest", "stochastic", "error-compensated"]
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 """Types of the precisions that tensors have of their own; fp8 and int8 weights are held in float32."""

@@ -8,11 +8,15 @@ With trained weights w and what the engine has of them r, both as changes since 
     absorbed = share of the elements with Δw ≠ 0 whose Δr = 0,    received = ⟨Δr, Δw⟩ / ⟨Δw, Δw⟩
 """
 
+import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from slime_tis.rollout.engine import WeightSource
@@ -22,6 +26,8 @@ SAMPLED = 61
 """One row in so many is sampled; an odd number, so that no pattern of heads is met in step."""
 MOST_SAMPLED = 65_536
 """Elements of one tensor that are sampled, unless a single row has more."""
+SAMPLES = "weight_update_samples.safetensors"
+"""File of a checkpoint that holds the sample of the update before, where the rollout engine keeps its weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +99,31 @@ class WeightUpdates:
             "rollout/update_absorbed_norm": math.sqrt(absorbed_square / square),
             "rollout/update_received": product / square,
         }
+
+    def save_samples(self, directory: Path) -> None:
+        """Puts the sample of the version sent last into an unfinished checkpoint."""
+        tensors = {f"trained.{name}": rows.trained for name, rows in self.sampled.items()}
+        tensors |= {f"sent.{name}": rows.sent for name, rows in self.sampled.items()}
+        shapes = {name: [rows.stride, rows.share] for name, rows in self.sampled.items()}
+        save_file(tensors, directory / SAMPLES, metadata={"shapes": json.dumps(shapes)})
+
+    def load_samples(self, directory: Path, version: int) -> None:
+        """Takes up what `save_samples` wrote of this version; without such a file the next update has no metrics."""
+        path = directory / SAMPLES
+        if not path.exists():
+            return
+        with safe_open(str(path), "pt") as file:
+            shapes: dict[str, tuple[int, float]] = json.loads(file.metadata()["shapes"])
+            self.sampled = {
+                name: SampledRows(
+                    stride=stride,
+                    trained=file.get_tensor(f"trained.{name}"),
+                    sent=file.get_tensor(f"sent.{name}"),
+                    share=share,
+                )
+                for name, (stride, share) in shapes.items()
+            }
+        self._version = version
 
 
 def sample_rows(weight: Tensor, sent: Tensor, precision: Precision) -> SampledRows:

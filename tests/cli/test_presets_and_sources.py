@@ -90,7 +90,8 @@ def test_options_in_force_round_trip_through_yaml(base, tmp_path):
 def test_options_in_force_are_all_but_those_that_lack_what_they_need(base):
     sources = {"use_rollout_correction", "rollout_correction_preset", "custom_config_path"}
     idle = {name for names in NEEDS for name in names.split()}
-    in_force = {"rollout_precision", "eps_clip", "eps_clip_high", "eps_clip_c", "disable_grpo_std_normalization"}
+    in_force = {"rollout_precision", "rollout_router_bits"}
+    in_force |= {"eps_clip", "eps_clip_high", "eps_clip_c", "disable_grpo_std_normalization"}
     found = configured(base)
     assert set(effective_config(found)) == set(OPTIONS) - sources
     assert set(options_in_force(found)) == set(OPTIONS) - sources - (idle - in_force)

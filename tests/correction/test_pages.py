@@ -9,6 +9,7 @@ import torch
 
 from slime_tis import PRESETS, RolloutCorrectionConfig, correct
 from slime_tis.correction.config import LEVELS
+from slime_tis.rollout.config import RolloutConfig
 
 DOCS = Path(__file__).parents[2] / "docs"
 MATH, CHOOSING = (DOCS / "math.md").read_text(), (DOCS / "choosing.md").read_text()
@@ -59,6 +60,6 @@ def test_figures_presets_and_levels_of_the_guide_exist() -> None:
 
 
 def test_flags_of_the_guide_are_fields() -> None:
-    fields = RolloutCorrectionConfig.__dataclass_fields__
+    fields = {*RolloutCorrectionConfig.__dataclass_fields__, *RolloutConfig.__dataclass_fields__}
     for flag in re.findall(r"--([a-z][a-z-]*)", CHOOSING):
         assert flag.replace("-", "_") in fields, flag
