@@ -1,5 +1,6 @@
 """Runs of train.py on a tiny random model, in this process or under torchrun, for tests that look at the metrics."""
 
+import gc
 import json
 import multiprocessing
 import multiprocessing.context
@@ -50,6 +51,7 @@ def run_here(flags: Sequence[str], output: Path) -> list[dict[str, Any]]:
     from slime_tis.cli.main import train
 
     assert train([*flags, "--output-dir", str(output)]) == 0
+    gc.collect()  # a run's process groups lie in reference cycles, and each gloo group keeps two threads
     return read_metrics(output)
 
 
