@@ -1,0 +1,1 @@
+"""Per-token dumps of training: the table, its files, readers of other projects' dumps, and what-if."""

@@ -1,0 +1,100 @@
+"""Tables in parquet files."""
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from slime_tis.dumps import parquet as own
+from slime_tis.dumps.parquet import is_own_parquet, parquet_tables, write_parquet
+from slime_tis.dumps.table import SampleParts, TokenTable
+from tests.dumps.tables import assert_same, full_table
+
+
+def test_a_table_comes_back_as_it_was_row_group_by_row_group(tmp_path, monkeypatch):
+    monkeypatch.setattr(own, "ROW_GROUP_TOKENS", 2)
+    path = tmp_path / "new" / "dump.parquet"
+    write_parquet(path, full_table())
+    tables = list(parquet_tables(path))
+    assert len(tables) == 2 and is_own_parquet(path)
+    assert_same(TokenTable.concatenate(tables), full_table())
+    assert [file.name for file in path.parent.iterdir()] == ["dump.parquet"]
+
+
+def test_one_row_per_sample_with_lists_of_its_tokens(tmp_path):
+    write_parquet(tmp_path / "a.parquet", full_table())
+    rows = parquet.read_table(tmp_path / "a.parquet").to_pylist()
+    assert [row["token"] for row in rows] == [[5, 6, 7], [], [8, 9]]
+    assert rows[0]["prompt"] == [1, 2] and rows[0]["experts"] == list(range(12)) and rows[2]["truncated"] == 1
+
+
+def test_columns_without_values_are_left_out(tmp_path):
+    table = TokenTable.from_parts([SampleParts(train_log_prob=[-1.0], rollout_log_prob=[-2.0])])
+    write_parquet(tmp_path / "a.parquet", table)
+    names = parquet.read_schema(tmp_path / "a.parquet").names
+    assert names == ["train_log_prob", "old_log_prob", "rollout_log_prob", "loss_mask"]
+    assert_same(TokenTable.concatenate(list(parquet_tables(tmp_path / "a.parquet"))), table)
+
+
+def test_a_table_without_samples_is_a_file(tmp_path):
+    write_parquet(tmp_path / "a.parquet", TokenTable.from_parts([]))
+    assert TokenTable.concatenate(list(parquet_tables(tmp_path / "a.parquet"))).tokens == 0
+
+
+def test_text_that_is_not_unicode_is_written(tmp_path):
+    part = SampleParts(train_log_prob=[-1.0], rollout_log_prob=[-2.0], text="a\ud800b")
+    write_parquet(tmp_path / "a.parquet", TokenTable.from_parts([part]))
+    assert next(parquet_tables(tmp_path / "a.parquet")).text == ("a?b",)
+
+
+def _rewritten(path, change):
+    table = parquet.read_table(path)
+    parquet.write_table(change(table), path)
+
+
+def _with_description(described):
+    return lambda table: table.replace_schema_metadata({own.KEY: json.dumps(described)})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        pytest.param(_with_description({"schema_version": 9}), "has schema version 9 but", id="later version"),
+        pytest.param(_with_description([]), "has damaged metadata", id="damaged metadata"),
+        pytest.param(lambda table: table.drop(["train_log_prob"]), "has no column train_log_prob", id="no log-probs"),
+        pytest.param(
+            lambda table: table.set_column(
+                table.column_names.index("token"), "token", pa.array([[1], [], [2]], pa.large_list(pa.int32()))
+            ),
+            "row group 0: token and rollout_log_prob differ in length",
+            id="lengths",
+        ),
+    ],
+)
+def test_a_file_of_another_form_is_one_message(tmp_path, change, message):
+    path = tmp_path / "a.parquet"
+    write_parquet(path, full_table())
+    _rewritten(path, change)
+    with pytest.raises(ValueError, match=message):
+        list(parquet_tables(path))
+
+
+def test_a_damaged_file_is_one_message(tmp_path):
+    path = tmp_path / "a.parquet"
+    write_parquet(path, full_table())
+    path.write_bytes(path.read_bytes()[:200])
+    with pytest.raises(ValueError, match=r"a\.parquet, row group 0 cannot be read"):
+        list(parquet_tables(path))
+
+
+def test_a_write_that_fails_leaves_the_earlier_file(tmp_path, monkeypatch):
+    path = tmp_path / "a.parquet"
+    write_parquet(path, full_table())
+    before = path.read_bytes()
+    table = full_table().select([0])
+    object.__setattr__(table, "metadata", {"bad": np.zeros(1)})
+    with pytest.raises(TypeError):
+        write_parquet(path, table)
+    assert path.read_bytes() == before and len(list(tmp_path.iterdir())) == 1
