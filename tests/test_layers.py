@@ -18,7 +18,9 @@ ALLOWED: dict[str, set[str]] = {
     "slime_tis.files": set(),
     "slime_tis.alarm": set(),
     "slime_tis.sampling_mask": set(),
-    "slime_tis.dumps": {"slime_tis", "slime_tis.correction", "slime_tis.errors", "slime_tis.files"},
+    "slime_tis.dumps": {
+        *("slime_tis", "slime_tis.correction", "slime_tis.errors", "slime_tis.files", "slime_tis.policy"),
+    },
     "slime_tis.interrupt": set(),
     "slime_tis.custom": {"slime_tis.errors", "slime_tis.integrations"},
     "slime_tis": {"slime_tis.correction"},

@@ -350,7 +350,8 @@ def turns_of(loss_mask_N: Column, offsets: Int64) -> Int32:
     starts = np.cumsum(trained & ~before)
     lengths = np.diff(offsets)
     of_earlier = np.concatenate([[0], starts])[offsets[:-1]]
-    return np.maximum(starts - np.repeat(of_earlier, lengths) - 1, 0).astype(np.int32)
+    number: Int32 = np.maximum(starts - np.repeat(of_earlier, lengths) - 1, 0).astype(np.int32)
+    return number
 
 
 def offsets_of(lengths: Sequence[int] | Column) -> Int64:
@@ -375,7 +376,7 @@ def _of_sample(part: SampleParts, name: str) -> Any:
 
 def _joined(rows: Sequence[Any], lengths: Sequence[int], dtype: type, name: str) -> Column | None:
     """The rows one after another; None where none has a value and the column may be missing."""
-    there = [np.asarray(row, dtype) for row in rows if row is not None]
+    there: list[Column] = [np.asarray(row, dtype) for row in rows if row is not None]
     if not there and rows and name not in REQUIRED_COLUMNS:
         return None
     shapes = {row.shape[1:] for row in there if len(row)}

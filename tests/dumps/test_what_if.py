@@ -1,0 +1,109 @@
+"""What corrections would have done to a table: numbers by hand, and all presets."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from slime_tis.correction import PRESETS, RolloutCorrectionConfig
+from slime_tis.dumps.table import SampleParts, TokenTable
+from slime_tis.dumps.what_if import corrections, flags_of, sweep, what_if
+from slime_tis.policy.config import PolicyConfig
+
+
+def table(advantages=(1.0, -1.0)) -> TokenTable:
+    """One token of ratio 2; a masked one, one of ratio 1/2 and one of ratio 1."""
+    log_2 = math.log(2)
+    parts = [
+        SampleParts(train_log_prob=[-1.0], rollout_log_prob=[-1.0 - log_2], advantage=[1.0], step=0),
+        SampleParts(
+            train_log_prob=[0.0, -2.0, -0.5],
+            rollout_log_prob=[float("nan"), -2.0 + log_2, -0.5],
+            loss_mask=[0, 1, 1],
+            advantage=[-1.0] * 3,
+            step=1,
+        ),
+    ]
+    if advantages is None:
+        parts = [replace(part, advantage=None) for part in parts]
+    return TokenTable.from_parts(parts)
+
+
+def one(config: RolloutCorrectionConfig, of: TokenTable | None = None, **options):
+    return what_if(of or table(), {"it": config}, **options)[0]
+
+
+def test_truncated_weights_by_hand():
+    row = one(RolloutCorrectionConfig(use_tis=True, tis_upper_bound=1.5))
+    assert (row.kept, row.weight_max) == (1.0, 1.5)
+    assert row.weight_mean == pytest.approx(1.0)  # (1.5 + 0.5 + 1) / 3
+    assert row.ess == pytest.approx(9 / (3 * 3.5))
+    # gradients of the mean over samples of their token means, times 2: −1.5, 0.25, 0.5 against −2, 0.25, 0.5
+    assert row.cosine == pytest.approx(3.3125 / math.sqrt(2.5625 * 4.3125))
+    assert row.norm_ratio == pytest.approx(math.sqrt(2.5625 / 4.3125))
+    # against −2, 0.25, 0.25: the second sample's ratio is 1/2
+    assert row.sequence_cosine == pytest.approx(3.1875 / math.sqrt(2.5625 * 4.125))
+    assert row.flags == "--use-tis --tis-upper-bound 1.5"
+
+
+def test_rejection_by_hand():
+    row = one(RolloutCorrectionConfig(use_rs=True, rs_upper_bound=1.5))
+    assert row.kept == pytest.approx(1 / 3)  # ratios 2 and 1/2 are out of bounds, 1 is not
+    assert (row.ess, row.weight_mean, row.weight_max) == (1.0, 1.0, 1.0)
+    assert row.cosine == pytest.approx(0.5 / math.sqrt(4.3125))
+
+
+def test_bypass_is_clipped_as_ppo_clips():
+    row = one(RolloutCorrectionConfig(use_rollout_logprobs=True))
+    # ratio 2 with A > 0 and ratio 1/2 with A < 0 are both clipped away; the token of ratio 1 is left
+    assert row.cosine == pytest.approx(0.5 / math.sqrt(4.3125))
+    wide = one(RolloutCorrectionConfig(use_rollout_logprobs=True), policy=PolicyConfig(eps_clip=0.9, eps_clip_high=9))
+    assert (wide.cosine, wide.norm_ratio) == (pytest.approx(1.0), pytest.approx(1.0))
+
+
+def test_everything_rejected_has_no_direction():
+    row = one(RolloutCorrectionConfig(use_rs=True, rs_lower_bound=5.0, rs_upper_bound=6.0))
+    assert (row.kept, row.cosine, row.norm_ratio) == (0.0, None, 0.0)
+
+
+def test_without_advantages_there_is_no_gradient_to_compare():
+    row = one(RolloutCorrectionConfig(use_tis=True, tis_upper_bound=1.5), table(advantages=None))
+    assert (row.cosine, row.norm_ratio, row.sequence_cosine) == (None, None, None)
+    assert row.weight_max == 1.5
+
+
+def test_what_is_of_the_global_batch_is_of_each_step():
+    config = RolloutCorrectionConfig(use_tis=True, tis_upper_bound=10.0, tis_batch_normalize=True)
+    row = one(config)
+    # step 0: mean weight 2; step 1: 0.75. Gradients −2/2, (0.5/0.75)/2, (1/0.75)/2 against −2, 0.25, 0.5
+    gradient = (-1.0, 1 / 3, 2 / 3)
+    expected = (2 + 0.25 / 3 + 1 / 3) / math.sqrt(sum(g * g for g in gradient) * 4.3125)
+    assert row.cosine == pytest.approx(expected)
+
+
+def test_interpolated_old_log_probs_need_weight_versions():
+    with pytest.raises(ValueError, match="needs weight versions"):
+        one(RolloutCorrectionConfig(use_tis=True, old_logprobs="interpolate"))
+
+
+def test_all_presets_and_the_sweep_have_a_row_and_flags_of_their_own():
+    rows = what_if(table())
+    assert [row.name for row in rows] == [*PRESETS, *sweep()]
+    assert len({row.flags for row in rows}) == len(rows) == len(corrections())
+    assert rows[0].flags == "--rollout-correction-preset decoupled_token_is"
+    assert all(math.isfinite(value) for row in rows for value in row.metrics.values())
+
+
+def test_no_tokens_are_a_table():
+    rows = what_if(TokenTable.from_parts([]))
+    assert {row.kept for row in rows} == {0.0}
+
+
+def test_a_larger_table_is_sampled():
+    row = one(RolloutCorrectionConfig(use_tis=True), max_tokens=3)
+    assert row.weight_max == 1.0  # of the second sample alone
+
+
+def test_flags_are_those_of_options_that_are_not_defaults():
+    config = RolloutCorrectionConfig(use_tis=True, tis_level="sequence", rs_veto_threshold=1e-4)
+    assert flags_of(config) == "--use-tis --tis-level sequence --rs-veto-threshold 0.0001"
