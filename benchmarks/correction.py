@@ -23,7 +23,6 @@ import venv
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +62,7 @@ sys.path[:0] = [str(ROOT), str(HERE)]
 
 import torch  # noqa: E402
 from peers.verl_helper import load_verl_helper  # noqa: E402
+from provenance import commit  # noqa: E402
 
 from slime_tis import RolloutCorrectionConfig, correct  # noqa: E402
 from slime_tis.correction.reference import reference_correct  # noqa: E402
@@ -279,13 +279,6 @@ def main() -> None:
         report(size, times, peaks)
     append(rows)
     plot(rows)
-
-
-@cache
-def commit() -> str:
-    """The commit of this checkout, short."""
-    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
 
 def row(

@@ -23,6 +23,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from provenance import commit, machine
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 PEERS = HERE / "peers"
@@ -59,6 +61,7 @@ COLUMNS = (
     "machine",
     "cores",
     "threads",
+    "commit",
     "contender",
     "rounds",
     "steps",
@@ -210,6 +213,7 @@ def append_rows(runs: dict[str, list[Run]], threads: int, steps: int) -> None:
                     "machine": machine(),
                     "cores": os.cpu_count(),
                     "threads": threads,
+                    "commit": commit(),
                     "contender": name,
                     "rounds": len(found),
                     "steps": steps,
@@ -220,15 +224,6 @@ def append_rows(runs: dict[str, list[Run]], threads: int, steps: int) -> None:
                     "versions": " ".join(f"{package}=={version}" for package, version in found[0].versions.items()),
                 }
             )
-
-
-def machine() -> str:
-    """The processor's name."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 if __name__ == "__main__":
