@@ -1,5 +1,6 @@
 """Runs of train.py on a task of its own for each file of tests."""
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,11 @@ from typing import Any
 import pytest
 
 from tests.runs import make_task, run_here
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell's background job ignores it, and so would its children
 
 Run = Callable[..., list[dict[str, Any]]]
 

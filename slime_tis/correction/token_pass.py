@@ -15,7 +15,7 @@ from slime_tis.correction.adaptive import clamped_k3_of
 from slime_tis.correction.blocks import Chunk
 from slime_tis.correction.config import RolloutCorrectionConfig
 from slime_tis.correction.criteria import Criterion
-from slime_tis.correction.ratio import Tokens, indicator, log_ratios, ratio_minus_1_, safe_exp, token_log_weights
+from slime_tis.correction.ratio import Tokens, indicator, log_ratios, safe_exp, safe_expm1, token_log_weights
 from slime_tis.correction.rejection import accepted, catastrophic_tokens, token_statistic
 from slime_tis.correction.sums import CriterionSums, SequenceSums, TokenWeightSums, stacked
 from slime_tis.correction.weights import bounded_weights, inside
@@ -54,11 +54,10 @@ class TokenExtremes:
 def token_pass(config: RolloutCorrectionConfig, chunk: Chunk) -> TokenPass:
     """Weights, verdicts and row sums of one chunk."""
     tokens = log_ratios(chunk, config.nonfinite_policy)
-    ratio = safe_exp(tokens.log_ratio_RK)
     weight, extremes, weight_sums = tokens.valid_RK, None, None
     if config.has_token_weights:
-        weight, extremes, weight_sums = _weigh(config, tokens, chunk, ratio)
-    ratio_minus_1 = ratio_minus_1_(ratio, tokens.log_ratio_RK, tokens.scratch_RK)
+        weight, extremes, weight_sums = _weigh(config, tokens, chunk)
+    ratio_minus_1 = safe_expm1(tokens.log_ratio_RK)
     rs_accepted, criteria = _apply_criteria(config.rejections, tokens, chunk)
     accepted = rs_accepted
     if config.has_token_weights and config.tis_mode == "mask":
@@ -116,14 +115,11 @@ def _apply_criteria(
 
 
 def _weigh(
-    config: RolloutCorrectionConfig, tokens: Tokens, chunk: Chunk, ratio_RK: Tensor
+    config: RolloutCorrectionConfig, tokens: Tokens, chunk: Chunk
 ) -> tuple[Tensor, TokenExtremes, TokenWeightSums[Tensor]]:
-    """Weight of every token, the extremes, and row sums.
-
-    At the token level `ratio_RK` is 0 at invalid tokens afterwards.
-    """
+    """Weight of every token, the extremes, and row sums."""
     valid = tokens.valid_RK
-    raw = ratio_RK if config.tis_level == "token" else safe_exp(token_log_weights(config.tis_level, tokens, chunk))
+    raw = safe_exp(token_log_weights(config.tis_level, tokens, chunk))
     lowest = torch.div(raw, valid, out=tokens.scratch_RK).amin()  # x/0 is +inf: no minimum
     raw.mul_(valid)
     weight = bounded_weights(raw, config.tis_mode, *config.is_bounds)
