@@ -1,4 +1,4 @@
-"""When something that is seen again and again is worth a word."""
+"""Alarms for conditions that hold several times in a row."""
 
 
 class Alarm:

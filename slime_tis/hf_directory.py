@@ -248,7 +248,7 @@ def _moe_problems(hf: Any) -> Iterator[str]:
         yield f"topk_group {hf.topk_group} with num_experts_per_tok {top_k}, of which only twice as many are supported"
 
 
-def check_generation_config(directory: str | Path, flag: str = "--hf-checkpoint") -> None:
+def check_generation_config(directory: str | Path) -> None:
     """Whether generation_config.json, where there is one, says what ends a response.
 
     Raises:
@@ -257,7 +257,7 @@ def check_generation_config(directory: str | Path, flag: str = "--hf-checkpoint"
     path = Path(directory) / "generation_config.json"
     if not path.is_file():
         return
-    where = f"{flag} is {quoted_path(directory)} but its generation_config.json"
+    where = f"--hf-checkpoint is {quoted_path(directory)} but its generation_config.json"
     ids = _read_object(path, where).get("eos_token_id")
     for one in ids if isinstance(ids, list) else [ids]:
         if one is not None and not (type(one) is int and 0 <= one < 2**31):

@@ -1,4 +1,4 @@
-"""The pages under docs/: flags up to date, command lines and YAML accepted, every figure in the glossary."""
+"""The pages under docs/: flags up to date, command lines and YAML accepted, every metric explained."""
 
 import importlib.util
 import json
@@ -131,7 +131,7 @@ CORRECTIONS = [
 
 
 @pytest.mark.parametrize("options", CORRECTIONS, ids=str)
-def test_every_figure_of_the_correction_is_in_the_glossary(options):
+def test_every_metric_of_the_correction_is_in_the_glossary(options):
     config = RolloutCorrectionConfig(**options)
     train = [torch.tensor([-1.0, -2.0]), torch.tensor([-0.5])]
     rollout = [torch.tensor([-1.1, -1.9]), torch.tensor([-0.4])]
@@ -142,7 +142,7 @@ def test_every_figure_of_the_correction_is_in_the_glossary(options):
     assert len(names) >= 15 and general - documented(r"train/\w+") == set()
 
 
-def test_every_figure_of_a_rollout_is_in_the_glossary():
+def test_every_metric_of_a_rollout_is_in_the_glossary():
     assert set(rollout_metrics([], 0)) - documented(r"rollout/\w+") == set()
 
 

@@ -26,7 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "slime_tis": {"slime_tis.correction"},
     "slime_tis.integrations": {"slime_tis.correction", "slime_tis.errors"},
     "custom_tis": {"slime_tis", "slime_tis.correction", "slime_tis.integrations"},
-    "slime_tis.storage": {"slime_tis.files", "slime_tis.hf_directory", "slime_tis.limits"},
+    "slime_tis.storage": {"slime_tis.errors", "slime_tis.files", "slime_tis.hf_directory", "slime_tis.limits"},
     "slime_tis.limits": {"slime_tis.errors"},
     "slime_tis.hf_directory": {"slime_tis.errors"},
     "slime_tis.cli": {

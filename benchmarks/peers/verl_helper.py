@@ -1,7 +1,7 @@
 """verl's `rollout_corr_helper.py`, run as it is published, without what else verl depends on.
 
 The file needs three small functions of `verl.utils.torch_functional`, which are taken from verl's own source, and three
-names for its type hints and its return value, which are stood in for.
+names for its type hints and its return value, which are replaced by empty ones.
 """
 
 import ast

@@ -97,8 +97,10 @@ def collapses(rows: Sequence[Row]) -> str:
 
 def ages(rows: Sequence[Row]) -> str:
     """The k3 KL of the samples of the newest and of the oldest weights, medians over seeds."""
-    youngest, oldest = (middle([row.k3_by_lag[end][1] for row in rows if row.k3_by_lag], "{:.2g}") for end in (0, -1))
-    return youngest if all(len(row.k3_by_lag) == 1 for row in rows) else f"{youngest} → {oldest}"
+    youngest, oldest = (
+        middle([row.k3_by_staleness[end][1] for row in rows if row.k3_by_staleness], "{:.2g}") for end in (0, -1)
+    )
+    return youngest if all(len(row.k3_by_staleness) == 1 for row in rows) else f"{youngest} → {oldest}"
 
 
 COLUMNS: dict[str, Callable[[Sequence[Row]], str]] = {

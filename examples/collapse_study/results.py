@@ -1,20 +1,17 @@
 """Results of a run, read from its metrics.jsonl: one row of results.csv."""
 
-import csv
-import io
 import json
-import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from slime_tis.files import write_atomically
+from examples.tables import read_rows
 from slime_tis.reporting.run_directory import METRICS
 
-ACCURACY, K3, LAG = "eval/accuracy", "train/mismatch_k3_kl", "rollout/weight_staleness"
+ACCURACY, K3, STALENESS = "eval/accuracy", "train/mismatch_k3_kl", "rollout/weight_staleness"
 MEANS = {
     "mismatch_kl": "train/mismatch_kl",
     "mismatch_k3_kl": K3,
@@ -50,7 +47,7 @@ class Row:
     """Wall time of the process, beside what else the machine was doing."""
     accuracy: tuple[tuple[int, float], ...]
     """The curve: (step, accuracy) of every evaluation."""
-    k3_by_lag: tuple[tuple[int, float], ...]
+    k3_by_staleness: tuple[tuple[int, float], ...]
     """(optimizer steps between the weights that sampled and those trained, median k3 KL of such steps)."""
     flags: str
     date: str
@@ -61,12 +58,6 @@ class Row:
     def key(self) -> tuple[str, str, int]:
         """Identifies the row."""
         return self.scenario, self.correction, self.seed
-
-
-COLUMNS = [field.name for field in fields(Row)]
-NUMBERS = {"seed": int, "collapse_step": int, "steps": int} | dict.fromkeys(
-    ("final_accuracy", "late_accuracy", "accuracy_area", "seconds", *MEANS), float
-)
 
 
 def summarize(rows: Sequence[Mapping[str, Any]], **facts: Any) -> Row:
@@ -87,17 +78,17 @@ def summarize(rows: Sequence[Mapping[str, Any]], **facts: Any) -> Row:
         collapse_step=collapse_step(curve),
         steps=rows[-1]["step"],
         accuracy=curve,
-        k3_by_lag=by_lag(rows),
+        k3_by_staleness=by_staleness(rows),
     )
 
 
-def by_lag(rows: Iterable[Mapping[str, Any]]) -> tuple[tuple[int, float], ...]:
-    """The median mismatch of the steps of each lag."""
+def by_staleness(rows: Iterable[Mapping[str, Any]]) -> tuple[tuple[int, float], ...]:
+    """The median mismatch of the steps of each staleness."""
     found: dict[int, list[float]] = {}
     for row in rows:
-        if row.get(LAG) is not None and row.get(K3) is not None:
-            found.setdefault(round(row[LAG]), []).append(row[K3])
-    return tuple((lag, statistics.median(values)) for lag, values in sorted(found.items()))
+        if row.get(STALENESS) is not None and row.get(K3) is not None:
+            found.setdefault(round(row[STALENESS]), []).append(row[K3])
+    return tuple((staleness, statistics.median(values)) for staleness, values in sorted(found.items()))
 
 
 def area(curve: Sequence[tuple[int, float]]) -> float:
@@ -129,43 +120,4 @@ def read_table(path: Path) -> dict[tuple[str, str, int], Row]:
     Raises:
         ValueError: it has other columns.
     """
-    if not path.exists():
-        return {}
-    with open(path, newline="", encoding="utf-8") as file:
-        lines = csv.DictReader(file)
-        if lines.fieldnames != COLUMNS:
-            raise ValueError(
-                f"{path} does not have the columns {', '.join(COLUMNS)}; move it away, and it is written again."
-            )
-        rows = [Row(**{name: _parsed(name, text) for name, text in line.items()}) for line in lines]
-    return {row.key: row for row in rows}
-
-
-def write_table(path: Path, rows: Iterable[Row]) -> None:
-    """Writes results.csv, whole or not at all."""
-    write_csv(path, COLUMNS, ([_written(value) for value in asdict(row).values()] for row in rows))
-
-
-def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Writes a CSV file, whole or not at all."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(columns)
-    writer.writerows(rows)
-    write_atomically(path, text.getvalue())
-
-
-def _parsed(name: str, text: str) -> Any:
-    if name in ("accuracy", "k3_by_lag"):
-        return tuple((int(place), float(value)) for place, value in (point.split(":") for point in text.split()))
-    if name not in NUMBERS:
-        return text
-    return NUMBERS[name](text) if text else None
-
-
-def _written(value: Any) -> str:
-    if isinstance(value, tuple):
-        return " ".join(f"{place}:{height:.4g}" for place, height in value)
-    if isinstance(value, float):
-        return f"{value:.5g}" if math.isfinite(value) else ""
-    return "" if value is None else str(value)
+    return {row.key: row for row in read_rows(path, Row)} if path.exists() else {}

@@ -24,7 +24,8 @@ from typing import Any
 
 from examples.collapse_study.cases import HERE, ROOT, Case, Grid
 from examples.collapse_study.report import draw, table
-from examples.collapse_study.results import Row, read_metrics, read_table, summarize, write_table
+from examples.collapse_study.results import Row, read_metrics, read_table, summarize
+from examples.tables import write_rows
 from slime_tis.cli.arguments import configure
 from slime_tis.files import write_atomically
 
@@ -54,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for row in run_all(cases, options.runs, options.jobs):
             found.append(row)
             rows[row.key] = row
-            write_table(options.results, sorted(rows.values(), key=lambda row: grid.position(row.key)))
+            write_rows(options.results, Row, sorted(rows.values(), key=lambda row: grid.position(row.key)))
             print(f"{len(found)}/{len(cases)}  {summary_line(row)}", flush=True)
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from here.", file=sys.stderr)

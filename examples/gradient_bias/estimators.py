@@ -172,9 +172,7 @@ def enumerated(config: RolloutCorrectionConfig, mismatch: Mismatch, length: int)
     return Moments.of(probability_C, estimates(advantage_C, terms_CV), kept_C > 0)
 
 
-def simulated(
-    config: RolloutCorrectionConfig, mismatch: Mismatch, length: int, responses: int, seed: int = 0
-) -> Moments:
+def simulated(config: RolloutCorrectionConfig, mismatch: Mismatch, length: int, responses: int) -> Moments:
     """The moments of an estimator from sampled responses, corrected by the library as they are.
 
     Args:
@@ -182,9 +180,8 @@ def simulated(
         mismatch: the two policies.
         length: T, in tokens.
         responses: how many are drawn.
-        seed: of the draw.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     baseline = right_answers(mismatch.rollout_V, length)
     sizes = [len(part) for part in torch.arange(responses).split(max(AT_ONCE // length, 1))]
     parts = [_simulated_estimates(config, mismatch, length, baseline, size, generator) for size in sizes]

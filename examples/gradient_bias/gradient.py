@@ -7,11 +7,10 @@
 """
 
 import argparse
-import csv
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from tqdm import tqdm
 
 from examples.collapse_study.cases import ROOT
 from examples.collapse_study.report import LOOKS, replace_table
-from examples.collapse_study.results import write_csv
 from examples.gradient_bias.estimators import (
     ENUMERABLE,
     ESTIMATORS,
@@ -31,6 +29,7 @@ from examples.gradient_bias.estimators import (
     simulated,
     true_gradient,
 )
+from examples.tables import read_rows, write_rows
 from slime_tis import RolloutCorrectionConfig
 from slime_tis.files import atomic_path
 
@@ -110,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--table", type=Path, default=TABLE, help="CSV file of the points")
     options = parser.parse_args(argv)
     if options.draw:
-        found = read_points(options.table)
+        found = read_rows(options.table, Point)
         print(draw(found, PICTURE))
         for name, text in tables(found).items():
             replace_table(PAGE, name, text)
@@ -118,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     torch.set_num_threads(1)
     cases = list(itertools.product(CORRELATIONS, LENGTHS, SIGMAS, ESTIMATORS))
-    write_points(options.table, list(tqdm(points(cases), total=len(cases), unit="points", mininterval=5)))
+    write_rows(options.table, Point, tqdm(points(cases), total=len(cases), unit="points", mininterval=5))
     print(options.table)
 
 
@@ -154,21 +153,6 @@ def relative(found: Moments, gradient_V: Tensor, responses: int = 0) -> dict[str
         "deviation_error": found.deviation_radius(responses) / norm if responses else 0.0,
         "kept": found.kept,
     }
-
-
-def write_points(path: Path, rows: Sequence[Point]) -> None:
-    """Writes gradient.csv, whole or not at all."""
-    lines = ([f"{x:.5g}" if isinstance(x, float) else x for x in asdict(row).values()] for row in rows)
-    write_csv(path, [field.name for field in fields(Point)], lines)
-
-
-def read_points(path: Path) -> list[Point]:
-    """The rows of a gradient.csv."""
-    kinds = {"estimator": str, "length": int, "responses": int}
-    with open(path, newline="", encoding="utf-8") as file:
-        return [
-            Point(**{name: kinds.get(name, float)(text) for name, text in row.items()}) for row in csv.DictReader(file)
-        ]
 
 
 def tables(found: Sequence[Point]) -> dict[str, str]:

@@ -16,11 +16,11 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 import slime_tis
 
 VOCABULARY, END = 10, 0  # token 0 ends a response
-PROMPTS, GROUP, LENGTH = 16, 8, 6
+PROMPTS, GROUP, LENGTH, UPDATE_INTERVAL = 16, 8, 6, 4
 CORRECTION = slime_tis.RolloutCorrectionConfig(use_tis=True, tis_upper_bound=2.0, rs_veto_threshold=1e-4)  # <-
 
 
-def train(steps: int, update_interval: int = 4) -> Iterator[dict[str, float]]:
+def train(steps: int) -> Iterator[dict[str, float]]:
     """Trains for some steps; yields the metrics of each."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16}
@@ -28,7 +28,7 @@ def train(steps: int, update_interval: int = 4) -> Iterator[dict[str, float]]:
     policy = Qwen3ForCausalLM(Qwen3Config(vocab_size=VOCABULARY, **sizes, **heads))
     optimizer = torch.optim.AdamW(policy.parameters(), lr=2e-3)
     for step in range(steps):
-        if step % update_interval == 0:
+        if step % UPDATE_INTERVAL == 0:
             rollout_engine = copy.deepcopy(policy).bfloat16()
         prompts = torch.randint(1, VOCABULARY, (PROMPTS, 1)).repeat_interleave(GROUP, 0)
         responses, rollout_log_probs = sample(rollout_engine, prompts)

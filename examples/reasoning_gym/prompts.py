@@ -232,7 +232,7 @@ def questions(spec: Spec, wanted: int, seen: set[str], seed: int) -> list[dict[s
     """Entries of a dataset whose questions nobody has seen, up to `wanted`, fewer where it has no more.
 
     reasoning-gym draws entry i of a dataset from `seed + i`: two seeds that are close have entries in common, so that
-    training and held-out questions are told apart by their text.
+    training and held-out questions are distinguished by their text.
     """
     dataset = make(spec.name, spec.config, seed=seed, size=100 * wanted + REPEATS)
     entries: list[dict[str, Any]] = []

@@ -9,15 +9,14 @@ weight is stale.
 """
 
 import argparse
-import csv
 import datetime
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
-from examples.collapse_study.results import write_csv
 from examples.collapse_study.run import processor, versions
+from examples.tables import write_rows
 from slime_tis.learner import training_batch
 from slime_tis.megatron.batch import TrainingBatch, fixed_partition
 from slime_tis.megatron.config import MegatronConfig
@@ -78,7 +77,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS, help="table to write")
     options = parser.parse_args()
     rows = measure(options.data, options.hf_checkpoint or options.data / "checkpoint")
-    write(rows, options.results)
+    write_rows(options.results, Row, rows)
     print(f"{table(rows)}\n\n{options.results}")
 
 
@@ -147,19 +146,6 @@ def mismatch_of(batch: TrainingBatch, training: TrainingEngine, *, compares_rout
     partition = fixed_partition(len(batch), PER_PASS)
     log_probs_L = training.log_probs(batch, partition, compares_routing=compares_routing)
     return mismatch_metrics(mismatch(batch.responses, log_probs_L, training.parallel.ranks))
-
-
-def write(rows: Iterable[Row], path: Path) -> None:
-    """Writes the table of results, whole or not at all."""
-    values = ([f"{value:.5g}" if isinstance(value, float) else value for value in asdict(row).values()] for row in rows)
-    write_csv(path, [field.name for field in fields(Row)], values)
-
-
-def read(path: Path) -> list[Row]:
-    """The rows of a table of results."""
-    parse = {field.name: field.type for field in fields(Row)}
-    with open(path, newline="", encoding="utf-8") as file:
-        return [Row(**{name: parse[name](value) for name, value in row.items()}) for row in csv.DictReader(file)]
 
 
 def table(rows: Iterable[Row]) -> str:

@@ -255,7 +255,7 @@ NEEDS = {
     "save_interval save_retain": "--save",
     "rollout_precision rollout_router_bits": "--rollout-engine=local",
     "routing_replay_weights measure_routing_mismatch": "--use-rollout-routing-replay",
-    "weight_update_rounding": ("--rollout-precision=bf16 --rollout-precision=fp8 --rollout-precision=int8"),
+    "weight_update_rounding": "--rollout-precision=bf16 --rollout-precision=fp8 --rollout-precision=int8",
     "weight_sync_bound": "--check-weight-sync",
     "over_sampling_batch_size": "--partial-rollout",
     "eval_interval eval_input_key eval_label_key n_samples_per_eval_prompt eval_temperature eval_top_p "
@@ -540,7 +540,7 @@ def _check_ranks(arguments: Arguments, world_size: int) -> None:
 def _check_rounding(arguments: Arguments) -> None:
     """Refuses to round weights that are in the rollout engine's precision already."""
     rounding, rollout = arguments.rollout.weight_update_rounding, arguments.rollout
-    eight_bits = rollout.rollout_engine == "local" and rollout.rollout_precision in ("fp8", "int8")
+    eight_bits = rollout.rollout_precision in ("fp8", "int8")
     if rounding != "nearest" and arguments.megatron.bf16 and not eight_bits:
         raise ValueError(
             f"--weight-update-rounding is {rounding} but with --bf16 the weights that are sent are bfloat16 already; "

@@ -341,15 +341,10 @@ def _need_packages() -> None:
 
 
 def _check_target(target: Path, given: str | Path) -> None:
-    problem = exports.replaceable(target) or unwritable(target.parent)
+    exports.check_target(target, f"OUT_DIR is {quoted_path(given)}", "import")
+    problem = unwritable(target.parent)
     if problem is not None:
-        raise ValueError(
-            f"OUT_DIR is {quoted_path(given)} but {problem}; give a directory that is absent, empty or an earlier "
-            "import."
-        )
-    left = exports.left_over(target)
-    if left is not None:
-        raise ValueError(f"{quoted_path(left)} is in the way of OUT_DIR; move that or give another.")
+        raise ValueError(f"OUT_DIR is {quoted_path(given)} but {problem}; give another.")
 
 
 def _check_names(gguf: Gguf, config: Mapping[str, Any]) -> None:

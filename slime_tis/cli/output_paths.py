@@ -122,17 +122,7 @@ def _check_export(save_hf: str, rollout: RolloutConfig, megatron: MegatronConfig
         name = next(place for place in (target, *target.parents) if same_path(place.parent, output_dir)).name
         if name in OWN_NAMES:
             raise _not_its_own(save_hf, "inside", f"the run directory's own {name}", str(output_dir / name))
-    problem = exports.replaceable(target)
-    if problem is not None:
-        raise ValueError(
-            f"--save-hf is {quoted_path(save_hf)} but {problem}; give a directory that is absent, empty or an earlier "
-            "export."
-        )
-    left = exports.left_over(target)
-    if left is not None:
-        raise ValueError(
-            f"--save-hf is {quoted_path(save_hf)} but {quoted_path(left)} is in its way; move that or give another."
-        )
+    exports.check_target(target, f"--save-hf is {quoted_path(save_hf)}", "export")
 
 
 def _relation(target: Path, path: Path) -> str | None:

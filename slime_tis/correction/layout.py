@@ -5,7 +5,6 @@ follow.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -20,45 +19,24 @@ GPU_CHUNK_TOKENS = 1 << 24
 """Tokens of a chunk elsewhere, where the number of launched kernels is what costs."""
 
 
-@dataclass(frozen=True)
-class Packed:
-    """[N] tensors, sequence after sequence."""
-
-    tensors: tuple[Tensor, Tensor, Tensor]
-    """Train and rollout log-probs, and the loss mask."""
-
-    def read(self, first: int, last: int, start: int, padded_len: int) -> Iterator[Tensor]:
-        """Sequences first … last of each tensor, `padded_len` tokens from `start`, masked after the last."""
-        for x in self.tensors:
-            here = x[start : start + padded_len]
-            gap = padded_len - here.numel()
-            yield torch.cat([here, here.new_zeros(gap)]) if gap else here
-
-
-@dataclass(frozen=True)
-class Listed:
-    """Lists of [T_i] tensors."""
-
-    lists: tuple[list[Tensor], list[Tensor], list[Tensor]]
-    """Train and rollout log-probs, and the loss mask."""
-
-    def read(self, first: int, last: int, start: int, padded_len: int) -> Iterator[Tensor]:
-        """Sequences first … last of each list, joined by one copy to `padded_len` tokens, masked after the last."""
-        gap = padded_len - sum(x.numel() for x in self.lists[0][first:last])
-        for xs in self.lists:
-            yield torch.cat([*xs[first:last], xs[first].new_zeros(gap)])
+Sequences = Tensor | list[Tensor]
+"""One value per token: packed [N], sequence after sequence, or a list of [T_i]."""
 
 
 class Layout:
     """A batch, read as chunks of blocks, and the way back."""
 
     def __init__(
-        self, tokens: Packed | Listed, device: torch.device, lengths: list[int], shape: tuple[int, ...] | None
+        self,
+        tokens: tuple[Sequences, Sequences, Sequences],
+        device: torch.device,
+        lengths: list[int],
+        shape: tuple[int, ...] | None,
     ) -> None:
         """Lays the tokens out in rows.
 
         Args:
-            tokens: Where the tokens are.
+            tokens: Train and rollout log-probs, and the loss mask.
             device: Device of the tokens.
             lengths: Tokens of each sequence.
             shape: Shape of the results; None for a list of sequences.
@@ -73,7 +51,7 @@ class Layout:
         """The batch as chunks of whole sequences, in order."""
         start = 0
         for (first, last), rows in zip(self._spans, self._rows, strict=True):
-            train, rollout, mask = (rows.to_blocks(x) for x in self._tokens.read(first, last, start, rows.padded_len))
+            train, rollout, mask = (rows.to_blocks(_tokens_of(x, first, last, start, rows)) for x in self._tokens)
             start += rows.tokens
             working = torch.promote_types(torch.promote_types(train.dtype, rollout.dtype), torch.float32)
             yield Chunk(
@@ -121,15 +99,27 @@ def as_layout(
             )
         lists = checked_lists(train_log_probs, rollout_log_probs, loss_mask)
         device = lists[0][0].device if lists[0] else torch.device("cpu")
-        return Layout(Listed(lists), device, [x.numel() for x in lists[0]], None)
+        return Layout(lists, device, [x.numel() for x in lists[0]], None)
     tensors = checked_tensors(train_log_probs, rollout_log_probs, loss_mask)
     shape = tuple(train_log_probs.shape)
     if lengths is None:
         if len(shape) != 2:
             raise ValueError(f"the log-probs have shape {shape}; pass [B, T], or [N] with lengths.")
         train, rollout, mask = (x.reshape(-1) for x in tensors)
-        return Layout(Packed((train, rollout, mask)), train.device, [shape[1]] * shape[0], shape)
-    return Layout(Packed(tensors), train_log_probs.device, checked_lengths(lengths, shape), shape)
+        return Layout((train, rollout, mask), train.device, [shape[1]] * shape[0], shape)
+    return Layout(tensors, train_log_probs.device, checked_lengths(lengths, shape), shape)
+
+
+def _tokens_of(tokens: Sequences, first: int, last: int, start: int, rows: Rows) -> Tensor:
+    """The tokens of sequences first … last, which begin at `start`, padded to whole rows.
+
+    Packed tokens are a view, where the padding lies over the sequences that follow; those of a list are one copy.
+    """
+    if not isinstance(tokens, Tensor):
+        return torch.cat([*tokens[first:last], tokens[first].new_zeros(rows.padded_len - rows.tokens)])
+    packed = tokens[start : start + rows.padded_len]
+    gap = rows.padded_len - packed.numel()
+    return torch.cat([packed, packed.new_zeros(gap)]) if gap else packed
 
 
 def _indicator(mask: Tensor, working: torch.dtype) -> Tensor:

@@ -69,7 +69,7 @@ def reference_correct(
     if not config.touches_loss:
         weights_BT, mask_BT = masked_in_BT.to(weights_BT.dtype), masked_in_BT
 
-    metrics = mismatch_metrics(config, train_log_probs, delta_BT, valid_BT, finite_BT, masked_in_BT)
+    metrics = mismatch_metrics(train_log_probs, delta_BT, valid_BT, finite_BT, masked_in_BT)
     if config.corrects and masked_in_BT.any():
         metrics["gradient_kept_fraction"] = (mask_BT.sum() / masked_in_BT.sum()).item()
     if not valid_BT.any():
@@ -171,12 +171,7 @@ def second_moment_limit(config: RolloutCorrectionConfig, delta_N: Tensor) -> flo
 
 
 def mismatch_metrics(
-    config: RolloutCorrectionConfig,
-    train_BT: Tensor,
-    delta_BT: Tensor,
-    valid_BT: Tensor,
-    finite_BT: Tensor,
-    masked_in_BT: Tensor,
+    train_BT: Tensor, delta_BT: Tensor, valid_BT: Tensor, finite_BT: Tensor, masked_in_BT: Tensor
 ) -> dict[str, float]:
     """Divergences over valid tokens and sequences; perplexities over the finite tokens of the sequences with one."""
     if not masked_in_BT.any():

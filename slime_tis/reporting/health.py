@@ -148,8 +148,7 @@ def _effective_samples(metrics: Mapping[str, float], correction: RolloutCorrecti
         metric="train/mis_eff_sample_size",
         value=share,
         message=f"fewer than {MIN_EFFECTIVE:.0%} of the samples carry the gradient, the rest is noise; lower "
-        "--tis-upper-bound, "
-        "weight at a lower level (--tis-level token), or bring the rollout closer.",
+        "--tis-upper-bound, weight at a lower level (--tis-level token), or bring the rollout closer.",
     )
 
 
@@ -213,8 +212,7 @@ def _no_variance(metrics: Mapping[str, float], correction: RolloutCorrectionConf
         metric="rollout/zero_std_groups",
         value=share,
         message="in every group all samples have the same reward, so that all advantages are 0; take prompts of "
-        "another "
-        "difficulty, more samples per prompt, or a reward that distinguishes answers.",
+        "another difficulty, more samples per prompt, or a reward that distinguishes answers.",
     )
 
 
@@ -236,9 +234,8 @@ def _staleness(metrics: Mapping[str, float], correction: RolloutCorrectionConfig
     return Finding(
         metric="rollout/weight_staleness",
         value=staleness,
-        message="the samples are of older weights, and nothing corrects that; add --use-tis, or "
-        "--use-rollout-logprobs, or "
-        "update the rollout engine after every rollout (--update-weights-interval 1, --rollout-lookahead 0).",
+        message="the samples are of older weights, and nothing corrects that; add --use-tis or --use-rollout-logprobs, "
+        "or update the rollout engine after every rollout (--update-weights-interval 1, --rollout-lookahead 0).",
     )
 
 

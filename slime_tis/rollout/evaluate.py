@@ -41,8 +41,6 @@ def evaluate(
     prompts: Sequence[Prompt],
     reward_fn: Callable[[list[Sample]], list[float]],
     sampling: Sampling,
-    *,
-    seed: int = 0,
 ) -> dict[str, float]:
     """Answers every prompt and scores the answers; a collective, as the engine's methods are.
 
@@ -51,7 +49,6 @@ def evaluate(
         prompts: at least one.
         reward_fn: scores of a list of samples.
         sampling: temperature 0 for greedy answers.
-        seed: of the sampling.
 
     Returns:
         accuracy: mean reward, which is the share of right answers where the reward is 0 or 1;
@@ -63,7 +60,7 @@ def evaluate(
     """
     if not prompts:
         raise ValueError("there are no prompts to evaluate on; give a file that has some.")
-    samples = [sample for group in engine.generate(prompts, sampling, seed) for sample in group]
+    samples = [sample for group in engine.generate(prompts, sampling) for sample in group]
     rewards = reward_fn(samples)
     return {
         "accuracy": sum(rewards) / len(samples),

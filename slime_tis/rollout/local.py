@@ -216,7 +216,7 @@ class LocalEngine:
         return {NAME: log_probs.gather(-1, ids[0, 1:, None])[:, 0].tolist()}
 
     def unfinished(self) -> list[list[Sample]]:
-        """Nothing ever is."""
+        """An empty list: every response is complete."""
         return []
 
     def resume_unfinished(self, groups: list[list[Sample]]) -> None:
@@ -228,7 +228,7 @@ class LocalEngine:
             )
 
     def metrics(self) -> dict[str, float]:
-        """Nothing to count."""
+        """Counts of the engine: it has none."""
         return {}
 
     def save_weights(self, directory: Path) -> None:

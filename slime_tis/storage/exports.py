@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from slime_tis.errors import quoted_path
 from slime_tis.files import write_atomically
 from slime_tis.storage.directories import exchange, remove_files
 
@@ -17,6 +18,25 @@ MARKER, PARTIAL_MARKER = ".slime_tis_export.json", ".slime_tis_export.json.parti
 """The list of an export's own files, and its name until it is complete (`files.atomic_path`)."""
 WEIGHTS = re.compile(r"part-[0-9]+\.safetensors|model(-[0-9]{5}-of-[0-9]{5})?\.safetensors(\.index\.json)?")
 """Names of weight files, which are not known before they are written."""
+
+
+def check_target(directory: Path, given: str, kind: str) -> None:
+    """Checks that an export may be written to a directory.
+
+    Args:
+        directory: where it will be.
+        given: beginning of the message: the flag and its value.
+        kind: what the user calls it, an export or an import.
+
+    Raises:
+        ValueError: it, or what is in its way, was not written by this program.
+    """
+    problem = replaceable(directory)
+    if problem is not None:
+        raise ValueError(f"{given} but {problem}; give a directory that is absent, empty or an earlier {kind}.")
+    left = left_over(directory)
+    if left is not None:
+        raise ValueError(f"{given} but {quoted_path(left)} is in its way; move that or give another.")
 
 
 def replaceable(directory: Path) -> str | None:

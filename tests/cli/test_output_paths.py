@@ -130,7 +130,7 @@ def test_a_file_with_the_name_of_a_report_is_not_overwritten(base: list[str]) ->
         configure([*base, "--output-dir", "project"], {})
 
 
-def test_what_stands_in_the_way_of_an_unfinished_export_is_named(base: list[str]) -> None:
+def test_what_is_in_the_way_of_an_unfinished_export_is_named(base: list[str]) -> None:
     Path(".hf.unfinished").mkdir()
     configure([*base, "--save-hf", "hf"], {})
     Path(".hf.unfinished/thesis.txt").write_text("mine")

@@ -257,7 +257,7 @@ def test_every_special_flag_is_one_of_this_program():
 
 
 def test_no_advice_names_a_flag_that_is_nowhere():
-    """What advice tells to use exists: flags of this program, those of servers, of torchrun, or groups of flags."""
+    """What advice says to use exists: flags of this program, those of servers, of torchrun, or groups of flags."""
     elsewhere = {"--nnodes", "--nproc-per-node", "--sglang-tp-size", "--sglang-base-gpu-id", "--sglang-quantization"}
     for advice in ADVICE:
         named = {word.strip(",;:.") for word in f"{advice.reason} {advice.instead}".split() if word.startswith("--")}

@@ -32,19 +32,19 @@ MISMATCH = {
 }
 
 
-def figures_of(**options: object) -> dict[str, float]:
+def metrics_of(**options: object) -> dict[str, float]:
     config = RolloutCorrectionConfig(**options)  # type: ignore[arg-type]
     return correct(config, TRAIN, ROLLOUT, MASK).statistics.metrics()
 
 
 def test_mismatch_alone() -> None:
-    assert figures_of(get_mismatch_metrics=True) == pytest.approx(MISMATCH, abs=1e-6)
+    assert metrics_of(get_mismatch_metrics=True) == pytest.approx(MISMATCH, abs=1e-6)
 
 
 def test_token_weights() -> None:
     """Weights 2, 1, 1/4 bounded to 1.5, 1, 1/4: mean 11/12, mean square (9/4 + 1 + 1/16)/3."""
     mean, square = 11 / 12, (2.25 + 1 + 0.0625) / 3
-    found = figures_of(use_tis=True, tis_upper_bound=1.5)
+    found = metrics_of(use_tis=True, tis_upper_bound=1.5)
     assert {name: found[name] for name in found if name not in MISMATCH} == pytest.approx(
         {
             "gradient_kept_fraction": 1.0,
@@ -72,7 +72,7 @@ def test_token_weights() -> None:
 
 def test_sequence_weights_count_each_sequence_once() -> None:
     """Weights 2 and 1/4; clipped to [1/2, 3/2]; mean 1."""
-    found = figures_of(
+    found = metrics_of(
         use_tis=True,
         tis_level="sequence",
         tis_mode="clip",
@@ -100,7 +100,7 @@ def test_sequence_weights_count_each_sequence_once() -> None:
 
 
 def test_rejection_and_veto() -> None:
-    found = figures_of(
+    found = metrics_of(
         use_rs=True, rs_upper_bound=1.5, rs_veto_threshold=0.3, rollout_rs="seq_mean_k1", rollout_rs_threshold=1.3
     )
     assert {name: found[name] for name in found if name not in MISMATCH} == pytest.approx(
@@ -120,7 +120,7 @@ def test_rejection_and_veto() -> None:
 
 
 def test_mask_mode() -> None:
-    found = figures_of(use_tis=True, tis_mode="mask", tis_lower_bound=0.5, tis_upper_bound=1.5)
+    found = metrics_of(use_tis=True, tis_mode="mask", tis_lower_bound=0.5, tis_upper_bound=1.5)
     assert found["mis_mask_fraction_low"] == found["mis_mask_fraction_high"] == pytest.approx(1 / 3)
     assert found["gradient_kept_fraction"] == pytest.approx(1 / 3) and found["mis_weight_min"] == 0.0
 
@@ -177,7 +177,7 @@ def test_bounds_beyond_float32_are_ordinary_bounds(mode: str, level: str, upper:
     assert values["mis_weight_max"] == (pytest.approx(2.0, rel=1e-6) if upper > 1 else pytest.approx(0.0, abs=1e-300))
 
 
-def test_reading_figures_leaves_nothing_out_of_an_empty_rank() -> None:
+def test_reading_metrics_leaves_nothing_out_of_an_empty_rank() -> None:
     config = RolloutCorrectionConfig(use_tis=True, tis_batch_normalize=True)
     full = correct(config, TRAIN, ROLLOUT, MASK).statistics
     merged = Statistics.empty(config).merge(full).merge(correct(config, [], [], []).statistics)

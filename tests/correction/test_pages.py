@@ -15,7 +15,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 MATH, CHOOSING = (DOCS / "math.md").read_text(), (DOCS / "choosing.md").read_text()
 
 
-def all_figures() -> set[str]:
+def all_metrics() -> set[str]:
     names: set[str] = set()
     for mode in ("truncate", "clip", "mask"):
         config = RolloutCorrectionConfig(
@@ -37,9 +37,9 @@ def test_functions_exist(function: str) -> None:
     assert callable(getattr(importlib.import_module(f"slime_tis.correction.{module}"), name))
 
 
-def test_every_figure_is_in_the_table_of_the_maths() -> None:
+def test_every_metric_is_in_the_table_of_the_maths() -> None:
     section = MATH.split("## 5.")[1]
-    for name in all_figures() - {"mis_batch_norm_factor"}:
+    for name in all_metrics() - {"mis_batch_norm_factor"}:
         stems = [name, re.sub(r"_(abs_diff|diff_max|diff_min|min|max|std|max_deviation|seq_fraction)$", "", name)]
         patterns = [
             re.sub(r"_(low|high)$", "_*", name),
@@ -48,8 +48,8 @@ def test_every_figure_is_in_the_table_of_the_maths() -> None:
         assert any(candidate in section for candidate in stems + patterns), name
 
 
-def test_figures_presets_and_levels_of_the_guide_exist() -> None:
-    known = all_figures()
+def test_metrics_presets_and_levels_of_the_guide_exist() -> None:
+    known = all_metrics()
     for name in re.findall(r"`((?:mismatch|mis|nonfinite|gradient)_\w+)`", CHOOSING):
         assert name in known, name
     table = CHOOSING.split("## 6.")[1].split("## 7.")[0]

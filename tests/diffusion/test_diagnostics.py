@@ -35,7 +35,7 @@ def test_nine_steps_five_percent_and_a_gap_are_not_enough() -> None:
     assert len(said(diagnostics, 1, rejected_sequence_fraction=0.5)) == 1
 
 
-def test_the_mend_fits_the_configuration() -> None:
+def test_the_fix_fits_the_configuration() -> None:
     config = RolloutCorrectionConfig(use_rollout_logprobs=True, use_rs=True, rejection_normalizer="original")
     metrics = {"rejected_sequence_fraction": 0.2, "gradient_kept_fraction": 0.83}
     ((_, message),) = said(Diagnostics(config), 10, "actor/rollout_corr/", **metrics)
@@ -54,21 +54,21 @@ def test_a_gap_of_more_than_a_nat_is_said_in_the_first_steps() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "figure", "expected"),
+    ("mode", "metric", "expected"),
     [
         ("truncate", "mis_truncate_fraction", 1),
         ("clip", "mis_clip_fraction_high", 1),
         ("mask", "mis_mask_fraction_high", 0),
     ],
 )
-def test_a_largest_weight_at_its_bound_is_said(mode: str, figure: str, expected: int) -> None:
+def test_a_largest_weight_at_its_bound_is_said(mode: str, metric: str, expected: int) -> None:
     config = RolloutCorrectionConfig(use_tis=True, tis_mode=mode, tis_upper_bound=3.0)  # type: ignore[arg-type]
-    found = said(Diagnostics(config), 50, **{figure: 0.01})
+    found = said(Diagnostics(config), 50, **{metric: 0.01})
     assert [step for step, _ in found] == [10] * expected
     assert all(s.startswith("The largest weight was at its bound --tis-upper-bound 3 in each") for _, s in found)
     late = Diagnostics(config)
     said(late, 45)
-    assert said(late, 20, **{figure: 0.01}) == []
+    assert said(late, 20, **{metric: 0.01}) == []
 
 
 def test_several_things_are_said_together_and_silence_is_the_rule() -> None:

@@ -54,7 +54,7 @@ def test_functions_named_on_the_page_exist():
         known = hasattr(diffusion, name) or hasattr(torch.distributed, name)
         assert known or name.startswith(("apply_", "compute_")), name
     for name in diffusion.__all__:
-        assert name in PAGE, f"{name} is public, so the page tells of it"
+        assert name in PAGE, f"{name} is public, so the page names it"
 
 
 def test_presets_fields_and_criteria_named_on_the_page_exist():
@@ -82,7 +82,7 @@ def test_links_of_the_page_lead_somewhere():
     assert links and all((ROOT / "docs" / link).exists() for link in links)
 
 
-def test_every_figure_is_in_a_glossary():
+def test_every_metric_is_in_a_glossary():
     glossary = (ROOT / "docs" / "metrics.md").read_text()
     for bypass in (False, True):
         config = RolloutCorrectionConfig(use_rollout_logprobs=bypass, use_rs=True, rs_veto_threshold=1e-4)

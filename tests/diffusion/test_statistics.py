@@ -16,14 +16,14 @@ ROLLOUT = torch.tensor([[-1.0 - LN2, -2.0], [-1.0 + 2 * LN2, -3.0 - 2 * LN2]], d
 TIMESTEPS = torch.tensor([[900.0, 300.0], [900.0, 600.0]])
 
 
-def figures_of(**options: object) -> dict[str, float]:
+def metrics_of(**options: object) -> dict[str, float]:
     config = RolloutCorrectionConfig(**options)  # type: ignore[arg-type]
     return correct_trajectories(config, TRAIN, ROLLOUT, timesteps=TIMESTEPS).statistics.metrics()
 
 
 def test_decoupled_by_hand() -> None:
     """Token weights 2, 1, 1/4, 4 bounded to 2; the veto takes the second trajectory."""
-    found = figures_of(use_tis=True, rs_veto_threshold=0.3)
+    found = metrics_of(use_tis=True, rs_veto_threshold=0.3)
     assert {name: value for name, value in found.items() if "ppl" not in name} == pytest.approx(
         {
             "rollout_corr/nonfinite_token_fraction": 0.0,
@@ -65,7 +65,7 @@ def test_decoupled_by_hand() -> None:
 
 
 def test_bypass_has_a_prefix_of_its_own_and_reports_weights() -> None:
-    found = figures_of(use_rollout_logprobs=True, use_rs=True, rs_level="geometric", rs_upper_bound=1.2)
+    found = metrics_of(use_rollout_logprobs=True, use_rs=True, rs_level="geometric", rs_upper_bound=1.2)
     assert {name.rsplit("/", 1)[0] for name in found} == {
         "actor/rollout_corr",
         "actor/rollout_corr/logprob_abs_diff",
@@ -77,7 +77,7 @@ def test_bypass_has_a_prefix_of_its_own_and_reports_weights() -> None:
 
 
 def test_a_mask_that_is_only_reported_rejects_nothing() -> None:
-    found = figures_of(use_rollout_logprobs=True, tis_mode="mask", tis_lower_bound=0.5)
+    found = metrics_of(use_rollout_logprobs=True, tis_mode="mask", tis_lower_bound=0.5)
     assert (
         found["actor/rollout_corr/mis_mask_fraction_high"] == found["actor/rollout_corr/mis_mask_fraction_low"] == 0.25
     )

@@ -37,8 +37,7 @@ def test_against_plain_loops(config: RolloutCorrectionConfig, batch: tuple[Rows,
     for row, expected in zip(found.folded.tolist(), folded, strict=True):
         assert row == pytest.approx(expected, rel=2e-6, abs=1e-7)
     assert ((found.folded > 0) == found.mask).all()
-    expected_figures = expected_metrics(config, *batch, times)
-    assert found.statistics.metrics() == pytest.approx(expected_figures, rel=1e-6, abs=1e-7)
+    assert found.statistics.metrics() == pytest.approx(expected_metrics(config, *batch, times), rel=1e-6, abs=1e-7)
 
 
 @settings(max_examples=150, deadline=None)
@@ -74,7 +73,7 @@ def test_micro_batches_merge(config: RolloutCorrectionConfig, batch: tuple[Rows,
 @settings(max_examples=60, deadline=None)
 @given(configurations(), trajectories())
 def test_one_step_is_a_column(config: RolloutCorrectionConfig, batch: tuple[Rows, Rows]) -> None:
-    """[B] is [B, 1]: each step of each trajectory stands for itself, and every level is the token's."""
+    """[B] is [B, 1]: each step of each trajectory is a sequence of its own, and every level is the token's."""
     train, rollout = (x[:, 0] for x in tensors(*batch))
     flat = correct_trajectories(config, train, rollout, timesteps=torch.tensor(600.0))
     column = correct_trajectories(config, train[:, None], rollout[:, None], timesteps=torch.tensor([600.0]))

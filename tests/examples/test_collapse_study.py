@@ -9,7 +9,8 @@ import pytest
 
 from examples.collapse_study import report, run
 from examples.collapse_study.cases import HERE, Grid
-from examples.collapse_study.results import Row, area, collapse_step, read_table, summarize, write_table
+from examples.collapse_study.results import Row, area, collapse_step, read_table, summarize
+from examples.tables import write_rows
 from slime_tis.cli.arguments import configure
 from tests.runs import ROOT, make_task
 
@@ -77,7 +78,7 @@ def test_an_unknown_name_is_refused(capsys, tmp_path):
 # Rows
 
 
-def test_figures_of_a_curve_by_hand():
+def test_results_of_a_curve_by_hand():
     curve = [(0, 0.4), (10, 0.6), (20, 0.2), (40, 0.3)]
     assert area(curve) == pytest.approx((10 * 0.5 + 10 * 0.4 + 20 * 0.25) / 40)
     assert collapse_step(curve) == 20, "0.2 is less than half of 0.6"
@@ -102,15 +103,15 @@ def test_a_row_from_the_metrics_of_a_run_and_back_from_csv(tmp_path):
         {"step": 1, "train/mismatch_k3_kl": 0.1, "train/gradient_kept_fraction": 1.0, "rollout/raw_reward": 0.5},
         {"step": 2, "train/mismatch_k3_kl": 0.3, "train/gradient_kept_fraction": 0.5, "eval/accuracy": 0.125},
     ]
-    lags = [0.0, 3.0]
-    metrics[1:] = [row | {"rollout/weight_staleness": lag} for row, lag in zip(metrics[1:], lags, strict=True)]
+    for row, staleness in zip(metrics[1:], (0.0, 3.0), strict=True):
+        row["rollout/weight_staleness"] = staleness
     row = summarize(metrics, **FACTS)
     assert (row.final_accuracy, row.accuracy_area, row.collapse_step, row.steps) == (0.125, 0.3125, 2, 2)
     assert row.mismatch_k3_kl == pytest.approx(0.2)
     assert (row.kept_fraction, row.reward, row.ess, row.mismatch_kl) == (0.75, 0.5, None, None)
     assert row.late_accuracy == 0.125
-    assert row.k3_by_lag == ((0, 0.1), (3, 0.3))
-    write_table(tmp_path / "r.csv", [row])
+    assert row.k3_by_staleness == ((0, 0.1), (3, 0.3))
+    write_rows(tmp_path / "r.csv", Row, [row])
     assert read_table(tmp_path / "r.csv") == {("both", "token TIS", 1): row}
     assert read_table(tmp_path / "none.csv") == {}
     (tmp_path / "other.csv").write_text("seed,accuracy\n0,0.5\n")
@@ -183,8 +184,8 @@ def test_runs_end_in_rows_are_resumed_and_fail_by_themselves(study, capsys):
 
 def row_of(correction: str, seed: int, *accuracy: float, scenario: str = "both") -> Row:
     curve = [{"step": 10 * i, "eval/accuracy": value} for i, value in enumerate(accuracy)]
-    for lag, row in enumerate(curve):
-        row |= {"train/mismatch_k3_kl": 0.01 + 0.02 * lag, "rollout/weight_staleness": float(lag)}
+    for staleness, row in enumerate(curve):
+        row |= {"train/mismatch_k3_kl": 0.01 + 0.02 * staleness, "rollout/weight_staleness": float(staleness)}
     return summarize(curve, **FACTS | {"scenario": scenario, "correction": correction, "seed": seed})
 
 

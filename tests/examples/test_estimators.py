@@ -21,6 +21,7 @@ from examples.gradient_bias.estimators import (
     simulated,
     true_gradient,
 )
+from examples.tables import read_rows, write_rows
 from slime_tis import correct
 
 SEQUENCES_NT = torch.tensor(list(itertools.product(range(3), repeat=4)))
@@ -123,7 +124,7 @@ def test_prefix_weights_simulated_and_by_brute_force():
 
 
 def test_the_points_in_the_repository_are_those_computed():
-    stored = {(p.correlation, p.length, p.sigma, p.estimator): p for p in gradient.read_points(gradient.TABLE)}
+    stored = {(p.correlation, p.length, p.sigma, p.estimator): p for p in read_rows(gradient.TABLE, gradient.Point)}
     assert set(stored) == set(
         itertools.product(gradient.CORRELATIONS, gradient.LENGTHS, gradient.SIGMAS, gradient.ESTIMATORS)
     )
@@ -136,7 +137,7 @@ def test_the_points_in_the_repository_are_those_computed():
 
 def test_the_page_of_maths_shows_the_tables():
     page = gradient.PAGE.read_text(encoding="utf-8")
-    for name, text in gradient.tables(gradient.read_points(gradient.TABLE)).items():
+    for name, text in gradient.tables(read_rows(gradient.TABLE, gradient.Point)).items():
         assert f"{report.begin(name)}{text}\n{report.END}" in page, "run `make docs`"
 
 
@@ -158,10 +159,10 @@ def test_errors_by_hand(mean, deviation, error, up_to_scale):
     assert point.error_up_to_scale(4) == pytest.approx(up_to_scale, abs=1e-6)
 
 
-def test_the_figure_of_the_points_is_drawn(tmp_path):
+def test_the_plot_of_the_points_is_drawn(tmp_path):
     cases = [(0.1, 4, sigma, name) for sigma in (0.01, 0.1) for name in ("token TIS", "sequence TIS")]
     points = [*gradient.points(cases)]
-    gradient.write_points(tmp_path / "g.csv", points)
-    assert [p.estimator for p in gradient.read_points(tmp_path / "g.csv")] == [case[3] for case in cases]
+    write_rows(tmp_path / "g.csv", gradient.Point, points)
+    assert [p.estimator for p in read_rows(tmp_path / "g.csv", gradient.Point)] == [case[3] for case in cases]
     gradient.draw(points, tmp_path / "g.png")
     assert (tmp_path / "g.png").stat().st_size > 10_000

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,23 +10,13 @@ import yaml
 
 from examples.sort_digits import prepare
 from examples.sort_digits_moe import measure, picture
+from examples.tables import read_rows
 from slime_tis.cli.arguments import configure
+from tests.examples.test_sort_digits import SMALL as DENSE
 from tests.runs import ROOT, read_metrics, run_here
 
 HERE = ROOT / "examples" / "sort_digits_moe"
-SMALL = prepare.Example(
-    digits=2,
-    train_prompts=40,
-    eval_prompts=16,
-    supervised_prompts=40,
-    hidden_size=32,
-    layers=2,
-    experts=4,
-    lr=1e-2,
-    batch_size=40,
-    accuracy=(0.1, 0.95),
-    sampled_accuracy=0.0,
-)
+SMALL = replace(DENSE, eval_prompts=16, layers=2, experts=4, accuracy=(0.1, 0.95))
 REPLAY = ["--use-rollout-routing-replay", "--measure-routing-mismatch", "1"]
 
 
@@ -116,7 +107,7 @@ def test_replay_leaves_what_is_not_routing_and_weights_leave_nothing_of_coarse_r
 
 
 def test_the_page_shows_the_table_of_results() -> None:
-    assert f"\n{measure.table(measure.read(measure.RESULTS))}\n" in (ROOT / "docs" / "moe.md").read_text()
+    assert f"\n{measure.table(read_rows(measure.RESULTS, measure.Row))}\n" in (ROOT / "docs" / "moe.md").read_text()
 
 
 def test_the_commands_shown_are_accepted(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:

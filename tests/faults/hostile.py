@@ -118,7 +118,7 @@ def text(content: str) -> Callable[[Any], Any]:
 
 
 def raw_number(name: str, digits: str) -> Callable[[Any], Any]:
-    """A number as it stands in the JSON, which Python's own encoder would not write."""
+    """A number as it is written in the JSON, which Python's own encoder would not write."""
     return lambda answer: json.dumps(edited(lambda a: a["meta_info"].update({name: "NUMBER"}))(answer)).replace(
         '"NUMBER"', digits
     )

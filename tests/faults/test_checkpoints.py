@@ -400,7 +400,7 @@ def test_a_full_disk_loses_nothing(task: list[str], trained: Path, tmp_path: Pat
     full.check(at_least=8)
 
 
-def test_a_small_disk_is_told_in_one_message(task: list[str], tmp_path: Path, tally: Any) -> None:
+def test_a_small_disk_is_reported_in_one_message(task: list[str], tmp_path: Path, tally: Any) -> None:
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)], capture_output=True, check=False
     )

@@ -202,7 +202,7 @@ def wrong_correction(config: RolloutCorrectionConfig, inputs: list[Any], found: 
         if bad:
             return f"not finite: {', '.join(bad)}"
         if values.get("mismatch_k3_kl", 0.0) < 0 or values.get("mis_weight_std", 0.0) < 0:
-            return "a figure is below 0 that cannot be"
+            return "a metric is below 0 that cannot be"
     if not found.statistics.batch_norm_factor() > 0:
         return "the mean weight is not above 0"
     return wrong_mean(found, masks)

@@ -211,7 +211,7 @@ INFO: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "nested arrays in /model_info": ("/model_info", lambda good: nested(100_000)),
     "no JSON": ("/model_info", lambda good: "<html>"),
     "a number of 5,000 digits": ("/server_info", lambda good: '{"tp_size": ' + "9" * 5000 + "}"),
-    "no room": ("/server_info", lambda good: {**good, "max_req_input_len": -7}),
+    "no tokens left": ("/server_info", lambda good: {**good, "max_req_input_len": -7}),
     "a trillion ranks": ("/server_info", lambda good: {**good, "tp_size": 10**12}),
     "sizes of text": ("/server_info", lambda good: {**good, "dp_size": "two"}),
     "the key as version": ("/model_info", lambda good: {**good, "weight_version": f"-{KEY}" * 20}),

@@ -364,7 +364,7 @@ def test_off_policy_sequence_masking_that_is_off_has_no_sums() -> None:
     assert loss_of(build({"use_opsm": True}), batch, CURRENT)[2].opsm_clipped is not None
 
 
-def test_a_custom_function_stands_in_for_veto_and_trimming_too() -> None:
+def test_a_custom_function_replaces_veto_and_trimming_too() -> None:
     def keep(args: Any, *, pg_loss: Tensor, loss_masks: list[Tensor], **_: Any) -> Any:
         return pg_loss, loss_masks, {}
 

@@ -16,7 +16,7 @@ def reward(samples):
     return [exact_match(sample.response, sample.label) for sample in samples]
 
 
-def test_figures_are_means_over_the_answers(tmp_path):
+def test_metrics_are_means_over_the_answers(tmp_path):
     path = make_checkpoint(tmp_path, "qwen3")
     tokenizer = load_tokenizer(path)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)

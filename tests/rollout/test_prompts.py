@@ -93,7 +93,7 @@ def test_the_chat_template_takes_strings_and_messages_and_adds_no_bos(tmp_path):
         ),
     ],
 )
-def test_bad_files_are_refused_in_one_sentence(tmp_path, content, options, message):
+def test_bad_files_are_refused_in_one_message(tmp_path, content, options, message):
     path = tmp_path / "p.jsonl"
     path.write_text(content)
     with pytest.raises(ValueError) as refusal:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -58,18 +59,22 @@ def served(directory: Path) -> Iterator[Servers]:
     server.stop()
 
 
-@pytest.fixture
-def engine(served: Servers, tmp_path: Path) -> Iterator[SGLangEngine]:
+def connect(served: Servers, output_dir: Path, **options: Any) -> SGLangEngine:
     server, references, path = served
-    config = SGLangConfig(sglang_url=(server.url,), sglang_bucket_mb=1)
-    engine = SGLangEngine(
-        config,
-        str(path),
-        load_tokenizer(str(path)),
-        output_dir=tmp_path,
+    return SGLangEngine(
+        SGLangConfig(sglang_url=(server.url,), **options),
+        path,
+        load_tokenizer(path),
+        output_dir=output_dir,
         weights=references[0].named_tensors,
         sampling=LONG,
     )
+
+
+@pytest.fixture
+def engine(served: Servers, tmp_path: Path) -> Iterator[SGLangEngine]:
+    _, references, _ = served
+    engine = connect(served, tmp_path, sglang_bucket_mb=1)
     engine.update_weights(references[0].named_tensors, 0)
     yield engine
     engine.close()
@@ -94,7 +99,7 @@ def assert_experts(sample: Sample, references: dict[int, MoeReference]) -> None:
 def test_experts_and_log_probs_are_those_of_transformers_through_updates(
     served: Servers, engine: SGLangEngine, prompts: list[Prompt], tmp_path: Path
 ) -> None:
-    server, references, path = served
+    server, references, _ = served
     sampling = Sampling(max_response_len=32, n_samples=2, return_routed_experts=True)
     for sample in all_samples(engine.generate(prompts, sampling, seed=0)):
         assert_experts(sample, references)
@@ -108,15 +113,7 @@ def test_experts_and_log_probs_are_those_of_transformers_through_updates(
     assert [len(set(sample.weight_versions)) for sample in samples].count(3) >= 2  # or the updates missed them
     engine.close()
 
-    config = SGLangConfig(sglang_url=(server.url,), sglang_weight_sync="disk")
-    by_disk = SGLangEngine(
-        config,
-        str(path),
-        load_tokenizer(str(path)),
-        output_dir=tmp_path,
-        weights=references[0].named_tensors,
-        sampling=LONG,
-    )
+    by_disk = connect(served, tmp_path, sglang_weight_sync="disk")
     by_disk.update_weights(references[1].named_tensors, 1)
     for sample in all_samples(by_disk.generate(prompts[:4], sampling, seed=2)):
         assert set(sample.weight_versions) == {1}

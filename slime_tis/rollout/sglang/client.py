@@ -418,7 +418,7 @@ async def cancel_and_wait(tasks: Iterable[asyncio.Task[object]]) -> None:
     await asyncio.gather(*all_tasks, return_exceptions=True)
 
 
-async def worker_urls(router: Server, timeout: float = ROUTER_TIMEOUT) -> tuple[str, ...]:
+async def worker_urls(router: Server) -> tuple[str, ...]:
     """The URLs of a router's servers, which take weights and control each by itself.
 
     Raises:
@@ -426,7 +426,7 @@ async def worker_urls(router: Server, timeout: float = ROUTER_TIMEOUT) -> tuple[
     """
     endpoints = ("/workers", "/list_workers")  # the latter of routers before 0.2.2
     try:
-        answer = parse(WorkersAnswer, await router.get(*endpoints, timeout=timeout))
+        answer = parse(WorkersAnswer, await router.get(*endpoints, timeout=ROUTER_TIMEOUT))
         found = answer.urls if answer.workers is None else [worker.url for worker in answer.workers]
         if found is None:
             raise InvalidAnswer("it has no workers")

@@ -14,6 +14,7 @@ from slime_tis.rollout.sglang.client import Redactor, Server, cancel_and_wait, m
 from slime_tis.rollout.sglang.errors import MalformedAnswer, RequestRefused, ServerError
 from slime_tis.rollout.sglang.schema import Completion, generate_body
 from tests.rollout.sglang.fake_sglang import FakeSGLang, continuation, fake_servers, recorded
+from tests.rollout.sglang.rollouts import stubborn
 
 KEY = "sk-not-to-be-seen"
 ROUTER = "http://router:3000"
@@ -333,21 +334,13 @@ def test_a_router_that_does_not_answer() -> None:
 
 def test_a_task_that_swallows_a_cancellation_gets_another_one() -> None:
     async def work() -> list[bool]:
-        swallowed, started = [], asyncio.Event()
-
-        async def stubborn() -> None:
-            started.set()
-            while len(swallowed) < 2:
-                try:
-                    await asyncio.sleep(3600)
-                except asyncio.CancelledError:
-                    swallowed.append(1)
-            await asyncio.sleep(3600)
+        swallowed: list[int] = []
+        started = asyncio.Event()
 
         async def failing() -> None:
             raise ValueError("of no interest here")
 
-        tasks = [asyncio.create_task(each) for each in (stubborn(), failing(), asyncio.sleep(0))]
+        tasks = [asyncio.create_task(each) for each in (stubborn(started, swallowed), failing(), asyncio.sleep(0))]
         await started.wait()
         await asyncio.wait(tasks[1:])
         await cancel_and_wait(tasks)

@@ -1,6 +1,5 @@
 """Whole rollouts on servers: what is sampled, refused, in flight at the same time, and left at the end."""
 
-import asyncio
 import logging
 import shutil
 import threading
@@ -16,7 +15,7 @@ from slime_tis.rollout.sample import Prompt, Sample, Sampling
 from slime_tis.rollout.sglang.config import SGLangConfig
 from slime_tis.rollout.sglang.engine import LoopThread, SGLangEngine
 from tests.rollout.sglang.fake_sglang import FakeSGLang, continuation, fake_servers, log_prob, spoiled, wait_until
-from tests.rollout.sglang.rollouts import LATE, PROMPTS, SAMPLING, Run, Weights, assert_exact, flat, held
+from tests.rollout.sglang.rollouts import LATE, PROMPTS, SAMPLING, Run, Weights, assert_exact, flat, held, stubborn
 
 
 def test_samples_are_those_of_the_model_in_the_prompts_order(start: Callable[..., Run], checkpoint: Path) -> None:
@@ -163,20 +162,12 @@ def test_rollouts_that_ended_are_let_go(start: Callable[..., Run]) -> None:
 
 
 def test_a_loop_ends_although_a_task_swallows_its_cancellation() -> None:
-    started, swallowed = threading.Event(), []
-
-    async def stubborn() -> None:
-        started.set()
-        while len(swallowed) < 2:
-            try:
-                await asyncio.sleep(3600)
-            except asyncio.CancelledError:
-                swallowed.append(1)
-        await asyncio.sleep(3600)
+    swallowed: list[int] = []
+    started = threading.Event()
 
     def use_a_loop() -> None:
         with LoopThread("stubborn") as loop:
-            loop.submit(stubborn())
+            loop.submit(stubborn(started, swallowed))
             started.wait()
 
     user = threading.Thread(target=use_a_loop, daemon=True)

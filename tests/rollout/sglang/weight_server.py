@@ -1,7 +1,7 @@
 """A server of weights in a process of its own, for tests: python weight_server.py SESSION TP_SIZE
 
 It answers the endpoints of an update over HTTP as SGLang does, and joins update groups with the same calls of torch,
-but keeps the tensors that it gets instead of a model. GET /state tells what happened; POST /behave breaks things:
+but keeps the tensors that it gets instead of a model. GET /state says what happened; POST /behave breaks things:
 
   refuse: {endpoint: how many of its next calls are refused}
   refuse_status: HTTP status of refusals, 400 unless given; with 200 the body alone says so
