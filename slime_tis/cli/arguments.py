@@ -636,11 +636,11 @@ def _about_clipping(arguments: Arguments) -> list[str]:
 def _about_staleness(arguments: Arguments) -> list[str]:
     """A warning where samples come from older weights than those being trained, and nothing corrects that."""
     rollout = arguments.rollout
-    lags = {
+    settings = {
         "--rollout-lookahead": rollout.rollout_lookahead,
         "--update-weights-interval": rollout.update_weights_interval,
     }
-    stale = [f"{name} is {value}" for name, value in lags.items() if value > (name == "--update-weights-interval")]
+    stale = [f"{name} is {value}" for name, value in settings.items() if value > (name == "--update-weights-interval")]
     if not stale or corrects_staleness(arguments.correction):
         return []
     return [

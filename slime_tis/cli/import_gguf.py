@@ -32,8 +32,6 @@ ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen
 """GGUF's name of an architecture → the class in transformers."""
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 """Types that weights can be written in → torch's name."""
-SHARD_BYTES = 5 * 2**30
-"""Size of a safetensors file, as on the Hugging Face hub."""
 
 OUTSIDE = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -371,7 +369,7 @@ def _write(gguf: Gguf, config: Mapping[str, Any], tokenizer: PreTrainedTokenizer
     """Configuration, tokenizer and weights, under another name until all are there."""
     from transformers import AutoConfig, GenerationConfig
 
-    from slime_tis.storage.hf_checkpoint import side_files, write_hf_checkpoint
+    from slime_tis.storage.hf_checkpoint import SHARD_BYTES, side_files, write_hf_checkpoint
 
     with tempfile.TemporaryDirectory() as beside:
         written = AutoConfig.for_model(gguf.architecture, **config)

@@ -20,7 +20,7 @@ RANK_0 = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PO
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command; returns its exit status, 2 for what it refuses.
+    """Runs a command; returns its exit status, 2 for what it refuses, 130 after Ctrl-C.
 
     Args:
         argv: The command line without the program's name; None means that of this process.
@@ -60,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             case "import-gguf":
                 from slime_tis.cli.import_gguf import import_gguf
 
+                if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # what is half written is to be removed
+                    signal.signal(signal.SIGINT, signal.default_int_handler)
                 print(import_gguf(chosen.file, chosen.directory, dtype=chosen.dtype))
     except ValueError as error:
         print(error, file=sys.stderr)
@@ -67,6 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("interrupted; what was not complete is removed.", file=sys.stderr)
+        return 128 + signal.SIGINT
     return 0
 
 

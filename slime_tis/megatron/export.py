@@ -5,9 +5,7 @@ from pathlib import Path
 from slime_tis.megatron.checkpoint import CheckpointError
 from slime_tis.megatron.engine import TrainingEngine
 from slime_tis.storage import exports
-from slime_tis.storage.hf_checkpoint import side_files, write_hf_checkpoint
-
-SHARD_BYTES = 5 * 2**30  # of one safetensors file, as the Hugging Face hub has them
+from slime_tis.storage.hf_checkpoint import SHARD_BYTES, side_files, write_hf_checkpoint
 
 
 def save_hf(directory: str | Path, engine: TrainingEngine) -> Path | None:

@@ -81,7 +81,7 @@ class LossStep:
 
 
 def policy_loss(inputs: LossInputs, step: LossStep) -> LossOutputs:
-    """The loss of one micro-batch by the algorithm that the options choose (docs/math.md lists them)."""
+    """The loss of one micro-batch by the algorithm that the options choose (the README lists them)."""
     old_L = old_log_probs(inputs, step)
     train_L = inputs.log_probs_L.detach() if step.correction.use_rollout_logprobs else old_L
     correction = correct_tokens(inputs.tokens, train_L, step)

@@ -15,6 +15,9 @@ from slime_tis.hf_directory import INDEX, SINGLE
 SIDE_FILES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")
 """Suffixes of the files that a checkpoint has beside its weights: configuration, tokenizer, chat template and code."""
 
+SHARD_BYTES = 5 * 2**30
+"""Size of a file of weights, as on the Hugging Face hub."""
+
 
 def side_files(directory: Path) -> list[Path]:
     """Lists the files of a checkpoint that `write_hf_checkpoint` copies.

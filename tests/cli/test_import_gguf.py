@@ -243,16 +243,31 @@ def test_a_directory_that_is_not_an_import_is_left_alone(tmp_path: Path, capsys:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["made", "model.gguf", "source"]
 
 
-def test_what_fails_while_writing_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "status", "message"),
+    [
+        (OSError("no space left on device"), 1, "error: no space left on device"),
+        (KeyboardInterrupt(), 130, "interrupted; what was not complete is removed."),
+    ],
+    ids=["full disk", "Ctrl-C"],
+)
+def test_what_fails_while_writing_leaves_nothing(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: BaseException,
+    status: int,
+    message: str,
+) -> None:
     source = make_source(tmp_path / "source", "llama")
     write_gguf(tmp_path / "model.gguf", source, "llama")
 
-    def full_disk(*_: Any, **__: Any) -> None:
-        raise OSError("no space left on device")
+    def fails(*_: Any, **__: Any) -> None:
+        raise error
 
-    monkeypatch.setattr("slime_tis.storage.hf_checkpoint.save_file", full_disk)
-    with pytest.raises(OSError, match="no space left"):
-        import_gguf(tmp_path / "model.gguf", tmp_path / "made")
+    monkeypatch.setattr("slime_tis.storage.hf_checkpoint.save_file", fails)
+    assert main(["import-gguf", str(tmp_path / "model.gguf"), str(tmp_path / "made")]) == status
+    assert capsys.readouterr().err == f"{message}\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.gguf", "source"]
 
 
