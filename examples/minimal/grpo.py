@@ -15,8 +15,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 import slime_tis
 
-VOCABULARY, END = 10, 0  # token 0 ends a response
-PROMPTS, GROUP, LENGTH, UPDATE_INTERVAL = 16, 8, 6, 4
+VOCABULARY, END, PROMPTS, GROUP, LENGTH, UPDATE_INTERVAL = 10, 0, 16, 8, 6, 4  # token 0 ends a response
 CORRECTION = slime_tis.RolloutCorrectionConfig(use_tis=True, tis_upper_bound=2.0, rs_veto_threshold=1e-4)  # <-
 
 

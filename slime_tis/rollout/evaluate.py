@@ -60,7 +60,7 @@ def evaluate(
     """
     if not prompts:
         raise ValueError("there are no prompts to evaluate on; give a file that has some.")
-    samples = [sample for group in engine.generate(prompts, sampling) for sample in group]
+    samples = [sample for group in engine.generate(prompts, sampling, seed=0) for sample in group]
     rewards = reward_fn(samples)
     return {
         "accuracy": sum(rewards) / len(samples),

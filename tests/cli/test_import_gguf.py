@@ -266,6 +266,7 @@ def test_what_fails_while_writing_leaves_nothing(
         raise error
 
     monkeypatch.setattr("slime_tis.storage.hf_checkpoint.save_file", fails)
+    capsys.readouterr()
     assert main(["import-gguf", str(tmp_path / "model.gguf"), str(tmp_path / "made")]) == status
     assert capsys.readouterr().err == f"{message}\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.gguf", "source"]
