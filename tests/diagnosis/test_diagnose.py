@@ -1,0 +1,247 @@
+"""Causes that are planted into the log-probs of a small softmax model, and what has to be named."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slime_tis.diagnosis import CAUSES, Diagnosis, Finding, diagnose
+from slime_tis.diagnosis.form_rules import concentration, reported_grid
+from slime_tis.diagnosis.metric_rules import findings
+from slime_tis.diagnosis.terminal import as_text
+from slime_tis.diagnosis.token_rules import best_lags
+from slime_tis.dumps.table import SampleParts, TokenTable
+
+SAMPLES, TOKENS, VOCABULARY = 48, 32, 40
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    logits = logits - logits.max(-1, keepdims=True)
+    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+
+class Softmax:
+    """Random logits for each token of each sample, tokens drawn from them, and the table of both engines' log-probs."""
+
+    def __init__(self, seed: int = 0, top_p: float = 1.0) -> None:
+        chance = np.random.default_rng(seed)
+        self.chance = chance
+        self.logits = 2.5 * chance.normal(size=(SAMPLES, TOKENS, VOCABULARY))
+        probability = np.exp(log_softmax(self.logits))
+        if top_p < 1:
+            order = np.argsort(-probability, -1)
+            ordered = np.take_along_axis(probability, order, -1)
+            np.put_along_axis(probability, order, np.where(ordered.cumsum(-1) - ordered >= top_p, 0, ordered), -1)
+            probability /= probability.sum(-1, keepdims=True)
+        uniform = chance.random((SAMPLES, TOKENS, 1))
+        self.token = (probability.cumsum(-1) < uniform).sum(-1).clip(max=VOCABULARY - 1)
+        self.train = self.of(log_softmax(self.logits))
+        with np.errstate(divide="ignore"):
+            self.rollout = self.of(np.log(probability))
+        full = log_softmax(self.logits)
+        self.entropy = -(np.exp(full) * full).sum(-1)
+
+    def of(self, log_probs: np.ndarray) -> np.ndarray:
+        return np.take_along_axis(log_probs, self.token[..., None], -1)[..., 0]
+
+    def noisy(self, size: float | np.ndarray) -> np.ndarray:
+        return self.of(log_softmax(self.logits + size * self.chance.normal(size=self.logits.shape)))
+
+    def table(self, rollout: np.ndarray | None = None, **columns: np.ndarray) -> TokenTable:
+        rollout = self.rollout if rollout is None else rollout
+        return TokenTable.from_parts(
+            [
+                SampleParts(
+                    train_log_prob=self.train[i],
+                    rollout_log_prob=rollout[i],
+                    entropy=self.entropy[i],
+                    token=self.token[i],
+                    step=int(columns["step"][i]) if "step" in columns else None,
+                    loss_mask=columns["loss_mask"][i] if "loss_mask" in columns else None,
+                    weight_version=columns["version"][i] if "version" in columns else None,
+                    experts=columns["experts"][i] if "experts" in columns else None,
+                )
+                for i in range(SAMPLES)
+            ]
+        )
+
+
+def planted(name: str) -> TokenTable:
+    model = Softmax(top_p=0.8 if name == "top-p" else 1.0)
+    rollout = model.rollout.copy()
+    match name:
+        case "shift":
+            return model.table(np.roll(rollout, 1, axis=1))
+        case "tokenised again":
+            for i in range(0, SAMPLES, 2):
+                at = 6 + i % 11
+                rollout[i, at:] = np.roll(rollout[i, at:], 1)
+            return model.table(rollout)
+        case "temperature":
+            return model.table(model.of(log_softmax(model.logits / 0.8)))
+        case "top-p":
+            return model.table()
+        case "stale":
+            version = np.where(np.arange(SAMPLES) % 2, 7, 4)[:, None].repeat(TOKENS, 1)
+            noise = np.where(version == 7, 0.005, 0.1)[..., None]
+            return model.table(model.noisy(noise), version=version, step=np.full(SAMPLES, 7))
+        case "never updated":
+            step = np.arange(SAMPLES) // 8
+            return model.table(
+                model.noisy(0.03 * (1 + step)[:, None, None]), step=step, version=step[:, None].repeat(TOKENS, 1)
+            )
+        case "bf16":
+            return model.table(model.noisy(0.01))
+        case "fp8":
+            return model.table(model.noisy(0.2))
+        case "NaN":
+            rollout[3, 4] = np.nan
+            return model.table(rollout)
+        case "-30 nats":
+            rollout[::7, 5] = -30.0 + np.arange(len(rollout[::7])) / 10
+            return model.table(rollout)
+        case "position":
+            return model.table(model.noisy(0.004 * (1 + np.arange(TOKENS))[:, None]))
+        case "prompt":
+            return model.table(model.noisy(0.4 / (1 + np.arange(TOKENS))[:, None]))
+        case "routing":
+            other = model.chance.random((SAMPLES, TOKENS, 1)) < 0.08
+            return model.table(model.noisy(np.where(other, 0.5, 0.002)), experts=np.zeros((SAMPLES, TOKENS, 2, 2), int))
+        case "tool output":
+            rollout[::3, 6:12] = 0.0
+            return model.table(rollout)
+        case "fp32":
+            return model.table(rollout + 1e-6 * model.chance.normal(size=rollout.shape))
+    raise AssertionError(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "cause"),
+    [
+        ("shift", "shifted_tokens"),
+        ("tokenised again", "retokenised"),
+        ("temperature", "temperature"),
+        ("top-p", "truncated_sampling"),
+        ("stale", "stale_weights"),
+        ("never updated", "weights_not_updated"),
+        ("bf16", "rounding"),
+        ("fp8", "rounding"),
+        ("NaN", "broken_tokens"),
+        ("-30 nats", "broken_tokens"),
+        ("position", "position_drift"),
+        ("prompt", "other_prompt"),
+        ("routing", "moe_routing"),
+        ("tool output", "mask_mistake"),
+        ("fp32", "healthy"),
+    ],
+    ids=lambda value: value,
+)
+def test_the_planted_cause_comes_first(name: str, cause: str) -> None:
+    found = diagnose(planted(name))
+    assert found.cause == cause, [(finding.cause, finding.score, finding.evidence) for finding in found.findings]
+    first = found.findings[0]
+    assert first.evidence and first.title and first.fix and 0 < first.confidence <= 1 and 0 <= first.share <= 1
+    json.dumps(found.as_json(), allow_nan=False)
+    assert first.title in as_text(found, "a run")
+
+
+def test_the_temperature_is_estimated() -> None:
+    assert diagnose(planted("temperature")).findings[0].detail == "rollout/training ≈ 0.82"  # planted: 0.80
+
+
+def test_two_causes_are_both_named() -> None:
+    model = Softmax()
+    rollout = model.of(log_softmax(model.logits / 0.7))
+    rollout[0, 5] = np.inf
+    causes = [finding.cause for finding in diagnose(model.table(rollout)).findings]
+    assert {"broken_tokens", "temperature"} <= set(causes)
+
+
+def test_masked_tokens_count_nowhere() -> None:
+    model = Softmax()
+    mask = np.ones((SAMPLES, TOKENS))
+    mask[:, 8:16] = 0
+    rollout = model.rollout.copy()
+    rollout[:, 8:16] = -30.0
+    rollout[:, 9] = np.nan
+    found = diagnose(model.table(rollout, loss_mask=mask))
+    assert (found.cause, found.tokens) == ("healthy", SAMPLES * (TOKENS - 8))
+
+
+def test_lags_of_a_sample_are_found_by_hand() -> None:
+    train = np.array([-1.0, -7.0, -2.0, -9.0, -3.0, -8.0, -4.0, -6.0])
+    rollout = np.array([-1.0, -7.0, -2.0, 0.0, -9.0, -3.0, -8.0, -4.0])
+    lags, saved, left = best_lags(train, rollout)
+    assert lags.tolist() == [0, 0, 0, 1, 1, 1, 1, 1]
+    # without a shift the last five tokens cost 5 + 5 + 5 + 4 + 2; with it the last one alone costs 1
+    assert saved == pytest.approx(21 - 1 - 0)
+    assert left == pytest.approx(1 / 21)
+
+
+@pytest.mark.parametrize(("kind", "grid"), [(np.float32, ""), (np.float16, "fp16")], ids=["float32", "float16"])
+def test_reported_numbers_of_16_bits_are_recognised(kind: type, grid: str) -> None:
+    values = -np.random.default_rng(0).exponential(size=200)
+    assert reported_grid(values.astype(kind).astype(np.float64)) == grid
+
+
+def test_reported_bf16_is_recognised() -> None:
+    bits = (-np.random.default_rng(0).exponential(size=200)).astype(np.float32).view(np.uint32)
+    assert reported_grid((bits & 0xFFFF0000).view(np.float32).astype(np.float64)) == "bf16"
+
+
+def test_concentration_of_known_sums() -> None:
+    assert concentration(np.array([9.0, *[1.0] * 9])) == pytest.approx(0.5)
+    assert concentration(np.ones(20)) == pytest.approx(0.1)
+
+
+def test_metrics_alone_name_what_they_show() -> None:
+    rows = [{"step": i, "train/mismatch_k3_kl": 0.02, "train/mismatch_k3_kl_staleness_0": 0.001,
+             "rollout/weight_staleness": 2.0, "train/nonfinite_token_fraction": 0.0} for i in range(9)]  # fmt: skip
+    found = diagnose(None, rows)
+    assert (found.cause, found.tokens) == ("stale_weights", 0)
+    assert "2.0 optimizer steps" in found.findings[0].evidence[0] and "20.0 times" in found.findings[0].evidence[1]
+
+
+def test_nothing_at_all_is_no_cause() -> None:
+    assert diagnose(None).cause == "healthy"
+    empty = TokenTable.from_parts([SampleParts(train_log_prob=[], rollout_log_prob=[])])
+    assert diagnose(empty).cause == "healthy"
+    masked = TokenTable.from_parts([SampleParts(train_log_prob=[-1.0], rollout_log_prob=[-9.0], loss_mask=[0])])
+    assert diagnose(masked).cause == "healthy"
+
+
+def test_every_cause_has_a_title_and_a_fix() -> None:
+    assert all(cause.title and cause.fix for cause in CAUSES.values())
+    assert Finding(cause="rounding", confidence=1, share=1, evidence=(), detail="int8").title.endswith("(int8)")
+
+
+@given(
+    st.lists(
+        st.lists(st.tuples(st.floats(width=32), st.floats(width=32), st.sampled_from([0, 1])), max_size=40), max_size=6
+    )
+)
+def test_whatever_the_numbers_are_there_is_an_answer(samples: list[list[tuple[float, float, int]]]) -> None:
+    parts = [
+        SampleParts(
+            train_log_prob=[row[0] for row in rows],
+            rollout_log_prob=[row[1] for row in rows],
+            loss_mask=[row[2] for row in rows],
+            weight_version=[0] * len(rows),
+            step=place,
+        )
+        for place, rows in enumerate(samples)
+    ]
+    found: Diagnosis = diagnose(TokenTable.from_parts(parts))
+    json.dumps(found.as_json(), allow_nan=False)
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["train/mismatch_k3_kl", "rollout/update_received", "train/entropy_gap"]),
+        st.none() | st.floats(0, 9),
+    )
+)
+def test_metrics_that_are_missing_are_no_error(row: dict[str, float | None]) -> None:
+    findings([{"step": 0, **row}] * 12)
