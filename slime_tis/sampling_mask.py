@@ -82,15 +82,6 @@ class SamplingMask:
         token_ids = self.token_ids.split([int(part.sum()) for part in lengths])
         return [SamplingMask(ids.clone(), part.clone()) for ids, part in zip(token_ids, lengths, strict=True)]
 
-    def spread(self, places: Tensor, positions: int) -> SamplingMask:
-        """The sets at ascending places among more positions, the others without a set.
-
-        Args:
-            places: [P] int64, ascending.
-            positions: of the result.
-        """
-        return SamplingMask(self.token_ids, self.lengths.new_zeros(positions).index_copy(0, places, self.lengths))
-
     def contains(self, token_ids: Tensor) -> Tensor:
         """[P] bool: whether each position's set contains the token given for it; True where no set was recorded."""
         position_N = self.position_of_token()

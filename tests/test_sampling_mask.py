@@ -17,7 +17,6 @@ def test_rows_by_hand() -> None:
     assert mask.lengths.tolist() == [2, 0, 1]
     assert mask.position_of_token().tolist() == [0, 0, 2]
     assert mask.select(torch.tensor([2, 0, 2])).sets() == [[1], [5, 7], [1]]
-    assert mask.spread(torch.tensor([1, 2, 4]), 6).sets() == [[], [5, 7], [], [], [1], []]
     assert mask.contains(torch.tensor([7, 3, 2])).tolist() == [True, True, False]
     assert mask.without(torch.tensor([True, False, False])).sets() == [[], [], [1]]
     assert mask != SamplingMask.from_sets([[5], [7], [1]])

@@ -11,19 +11,21 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor
 
 from slime_tis.errors import first_line
 from slime_tis.hf_directory import FAMILIES, Family, has, load_config, moe_sizes, read_model_config
 from slime_tis.megatron.attention import TorchAttention, TorchRMSNorm
 from slime_tis.megatron.config import MegatronConfig
 from slime_tis.megatron.moe import MoeRouter, moe_options
-from slime_tis.megatron.packing import RotaryAngles
+from slime_tis.megatron.packing import PackedSequences, RotaryAngles
 from slime_tis.megatron.parallel import Parallel
 
 
@@ -46,11 +48,37 @@ class HfConfig(Protocol):
     tie_word_embeddings: bool
 
 
+class ResponseModel(GPTModel):  # type: ignore[misc]  # megatron-core has no types
+    """A GPTModel that computes logits after the tokens that `PackedSequences.response_rows` names, and no others.
+
+    The rows of the prompts are left out before the output layer, whose time and memory are proportional to them.
+
+    Under sequence parallelism a rank's slice of the tokens has any number of these rows, so that the hidden states are
+    gathered here and the gradient of the rows is summed over the tensor-parallel ranks, as without sequence
+    parallelism; megatron-core does the same where its inference wants the last token of each sequence.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.post_process and self.config.sequence_parallel:
+            self.output_layer.sequence_parallel, self.output_layer.allreduce_dgrad = False, True
+
+    def _postprocess(self, hidden_states: Tensor, *, packed_seq_params: PackedSequences, **kwargs: Any) -> Tensor:
+        """Logits [1, L, V] of the rows, on the last pipeline stage; elsewhere the hidden states [T, 1, hidden]."""
+        if self.post_process:
+            if self.config.sequence_parallel:
+                hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
+            if packed_seq_params.response_rows is not None:
+                hidden_states = hidden_states.index_select(0, packed_seq_params.response_rows)
+        output: Tensor = super()._postprocess(hidden_states, packed_seq_params=packed_seq_params, **kwargs)
+        return output
+
+
 @dataclass(frozen=True)
 class Model:
     """A GPTModel (this rank's part) and what its inputs need."""
 
-    module: GPTModel
+    module: ResponseModel
     config: TransformerConfig
     hf_config: HfConfig
     rotary: RotaryAngles | None
@@ -85,7 +113,7 @@ def build_model(directory: str | Path, config: MegatronConfig, parallel: Paralle
     transformer = transformer_config(hf, config, parallel)
     engine = uses_transformer_engine(hf, parallel)
     inverse_frequency, scaling = rotary_frequencies(hf, family)
-    module = GPTModel(
+    module = ResponseModel(
         transformer,
         _transformer_engine_spec(transformer) if engine else _torch_spec(transformer),
         vocab_size=padded_vocab_size(hf.vocab_size, parallel.tensor_size),

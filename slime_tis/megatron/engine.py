@@ -313,15 +313,15 @@ class TrainingEngine:
         return output, last_stage
 
     def _response_log_probs(self, logits: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        """(log-probs, entropies) [L] of the response tokens on this rank."""
+        """(log-probs, entropies) [L] of the response tokens on this rank, from logits [L, V]; overwrites the logits."""
         parallel, vocab = self.parallel, self.model.hf_config.vocab_size
         width = padded_vocab_size(vocab, parallel.tensor_size) // parallel.tensor_size
         start = parallel.tensor_rank * width
         if start + width > vocab:
-            logits.detach()[:, max(vocab - start, 0) :] = -torch.inf  # rows that only pad the vocabulary
-        log_probs_T, entropy_T = vocab_parallel_log_probs(
+            logits.detach()[:, max(vocab - start, 0) :] = -torch.inf  # columns that only pad the vocabulary
+        return vocab_parallel_log_probs(
             logits,
-            micro.target_T,
+            micro.target_L,
             mpu.get_tensor_model_parallel_group(),
             vocab_start=start,
             temperature=self.temperature,
@@ -329,8 +329,6 @@ class TrainingEngine:
             entropy_gradient=self.entropy_gradient,
             sampling_mask=micro.sampling_mask,
         )
-        rows = micro.response_rows
-        return log_probs_T.index_select(0, rows), entropy_T.index_select(0, rows)
 
     def _loss(
         self, micro: MicroBatch, log_probs_L: Tensor, entropy_L: Tensor, loss: Loss

@@ -1,6 +1,7 @@
 """Sequences → one packed row: context-parallel slices, next-token targets, and the layout attention works on.
 
-Shapes: suffix _T the packed tokens of this context-parallel rank, _S the sequences of the micro-batch.
+Shapes: suffix _T the packed tokens of this context-parallel rank, _L the response tokens among those that they predict,
+_S the sequences of the micro-batch.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ from slime_tis.sampling_mask import SamplingMask
 
 @dataclass
 class PackedSequences(PackedSeqParams):  # type: ignore[misc]  # megatron-core has no types
-    """megatron-core's packed-sequence parameters, with what `TorchAttention` needs beside them."""
+    """megatron-core's packed-sequence parameters, with what `ResponseModel` and `TorchAttention` need beside them."""
+
+    response_rows: Tensor | None = None
+    """[L] packed tokens after which logits are computed, in that order; None for all."""
 
     cos: Tensor | None = None
     """[tokens, 1, d/2] cosines of the rotary angles; None where transformer-engine applies its own."""
@@ -63,15 +67,13 @@ class MicroBatch:
     """[1, T]"""
     position_ids: Tensor
     """[1, T] position of every token in its own sequence."""
-    target_T: Tensor
-    """The token that follows each token in its sequence, 0 after the last."""
-    response_rows: Tensor
-    """[L] rows of T whose logits predict the response tokens this rank owns, in their order."""
+    target_L: Tensor
+    """The response tokens that this rank owns, which the logits after `packed_seq_params.response_rows` predict."""
     packed_seq_params: PackedSequences
     is_fed_T: Tensor
     """bool: tokens that another token of their sequence follows; False for the last ones, padding and filler."""
     sampling_mask: SamplingMask | None = None
-    """The tokens that could be sampled after each of the T tokens, recorded in `response_rows`; None for all."""
+    """The tokens that could be sampled in place of each of the L targets; None for all."""
     routed_experts: Tensor | None = None
     """int16 [T, sparse layers, k] to replay, -1 where nothing was recorded; None: nothing in the micro-batch was."""
     routing_weights: Tensor | None = None
@@ -120,16 +122,15 @@ def pack(
     layout = _layout(local_S, start_S, sequence_T, place_T, chunk_S, context_rank, context_size)
     if rotary is not None:
         layout.cos, layout.sin = rotary(position_T)
-    response_rows = (is_fed_T & (position_T >= prompt_S[sequence_T] - 1)).nonzero().squeeze(1)
+    layout.response_rows = (is_fed_T & (position_T >= prompt_S[sequence_T] - 1)).nonzero().squeeze(1)
     masks = batch.sampling_masks
     packed = MicroBatch(
         responses=batch.responses,
         input_ids=token_at(position_T)[None],
         position_ids=position_T[None],
-        target_T=token_at(position_T + 1),
-        response_rows=response_rows,
+        target_L=token_at(position_T + 1)[layout.response_rows],
         packed_seq_params=layout,
-        sampling_mask=None if masks is None else SamplingMask.cat(masks).spread(response_rows, len(position_T)),
+        sampling_mask=None if masks is None else SamplingMask.cat(masks),
         is_fed_T=is_fed_T,
         routed_experts=recorded(batch.routed_experts, torch.int16, -1),
         routing_weights=recorded(batch.routing_weights, torch.float32, torch.nan),
@@ -243,8 +244,7 @@ def _to(packed: MicroBatch, device: torch.device | str) -> MicroBatch:
         responses=packed.responses.to(device),
         input_ids=move(packed.input_ids),
         position_ids=move(packed.position_ids),
-        target_T=move(packed.target_T),
-        response_rows=move(packed.response_rows),
+        target_L=move(packed.target_L),
         packed_seq_params=layout,
         sampling_mask=None if packed.sampling_mask is None else packed.sampling_mask.to(device),
         is_fed_T=move(packed.is_fed_T),

@@ -1,6 +1,7 @@
 """Spawned by tests of parity: loads each checkpoint under a parallel layout and compares with transformers."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,8 @@ def compare(directory: Path, parallel: Parallel, layout: dict[str, Any]) -> None
         tensor_size=parallel.tensor_size if engine.config.sequence_parallel else 1,
     )
     with torch.no_grad():
-        shard = engine.model.module(
-            packed.input_ids, packed.position_ids, None, packed_seq_params=packed.packed_seq_params
-        )[0]
+        every_row = replace(packed.packed_seq_params, response_rows=None)
+        shard = engine.model.module(packed.input_ids, packed.position_ids, None, packed_seq_params=every_row)[0]
         shards = [torch.empty_like(shard) for _ in range(parallel.tensor_size)]
         dist.all_gather(shards, shard.contiguous(), group=parallel.tensor_group)
         logits = torch.cat(shards, 1)[: sum(LENGTHS), :vocab]

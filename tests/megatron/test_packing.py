@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from slime_tis.megatron.attention import rotate
 from slime_tis.megatron.batch import TrainingBatch, make_batch
-from slime_tis.megatron.packing import RotaryAngles, pack
+from slime_tis.megatron.packing import MicroBatch, RotaryAngles, pack
 
 
 def batch_of(tokens: list[list[int]], responses: list[int], rank: int = 0, size: int = 1) -> TrainingBatch:
@@ -15,12 +15,19 @@ def batch_of(tokens: list[list[int]], responses: list[int], rank: int = 0, size:
     return make_batch(tokens, values, values, values, rank, size)
 
 
+def rows_of(packed: MicroBatch) -> list[int]:
+    """The rows whose logits predict the response tokens."""
+    rows = packed.packed_seq_params.response_rows
+    assert rows is not None
+    return rows.tolist()
+
+
 def test_two_sequences_on_one_rank() -> None:
     packed = pack(batch_of([[5, 6, 7], [8, 9]], [2, 1]))
     assert packed.input_ids.tolist() == [[5, 6, 7, 8, 9]]
     assert packed.position_ids.tolist() == [[0, 1, 2, 0, 1]]
-    assert packed.target_T.tolist() == [6, 7, 0, 9, 0]
-    assert packed.response_rows.tolist() == [0, 1, 3]
+    assert rows_of(packed) == [0, 1, 3]
+    assert packed.target_L.tolist() == [6, 7, 9]
     assert packed.packed_seq_params.cu_seqlens_q.tolist() == [0, 3, 5]
     assert packed.packed_seq_params.max_seqlen_q == 3
 
@@ -33,16 +40,18 @@ def test_zigzag_over_two_ranks() -> None:
     assert first.position_ids.tolist() == [[0, 1, 6, 7]]
     assert first.input_ids.tolist() == [[10, 11, 0, 0]]
     assert second.input_ids.tolist() == [[12, 13, 14, 15]]
-    assert second.target_T.tolist() == [13, 14, 15, 0]
-    assert first.response_rows.tolist() == []
-    assert second.response_rows.tolist() == [0, 1, 2]
+    assert rows_of(first) == []
+    assert rows_of(second) == [0, 1, 2]
+    assert first.target_L.tolist() == []
+    assert second.target_L.tolist() == [13, 14, 15]
     assert second.packed_seq_params.cu_seqlens_q.tolist() == [0, 8]
 
 
 def test_filler_makes_the_row_divisible_and_is_not_trained_on() -> None:
     packed = pack(batch_of([[5, 6, 7]], [2]), tensor_size=2)
     assert packed.input_ids.tolist() == [[5, 6, 7, 0]]
-    assert packed.response_rows.tolist() == [0, 1]
+    assert rows_of(packed) == [0, 1]
+    assert packed.target_L.tolist() == [6, 7]
     assert packed.packed_seq_params.cu_seqlens_q.tolist() == [0, 3, 4]
 
 
@@ -61,11 +70,10 @@ def test_ranks_together_hold_every_prediction_once(
     for rank in range(context_size):
         batch = batch_of(tokens, responses, rank, context_size)
         packed = pack(batch, context_rank=rank, context_size=context_size, tensor_size=tensor_size)
-        rows = packed.response_rows
-        assert len(rows) == len(batch.responses.loss_mask_L)
-        predicted += packed.target_T[rows].tolist()
-        previous = packed.input_ids[0, rows]
-        assert torch.equal(packed.target_T[rows], previous + 1)  # tokens of a sequence are consecutive numbers
+        assert len(packed.target_L) == len(batch.responses.loss_mask_L)
+        predicted += packed.target_L.tolist()
+        previous = packed.input_ids[0, rows_of(packed)]
+        assert torch.equal(packed.target_L, previous + 1)  # tokens of a sequence are consecutive numbers
         sizes.add(packed.input_ids.shape[1])
         assert packed.input_ids.shape[1] % tensor_size == 0
     assert len(sizes) == 1

@@ -1,0 +1,172 @@
+"""Logits of the response rows alone: log-probs, entropies, losses and gradients are those of logits of every row."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+
+from slime_tis.megatron.batch import TrainingBatch, make_batch
+from slime_tis.megatron.config import MegatronConfig
+from slime_tis.megatron.engine import TrainingEngine
+from slime_tis.megatron.packing import MicroBatch
+from slime_tis.megatron.parallel import Parallel, initialize, shut_down
+from slime_tis.policy.policy_loss import LossInputs, LossOutputs
+from slime_tis.sampling_mask import SamplingMask
+from tests.checkpoints import make_checkpoint
+from tests.runs import free_port, rank_environment, spawn
+
+TOKENS = [[3, 4, 5, 6, 7, 8, 9, 10], [8, 9, 10], [11, 12, 13, 14, 3, 2]]
+RESPONSES = [2, 1, 4]
+SETS = [[[9, 5], [10, 1, 2]], [[10, 40, 61]], [[13, 2], [], [], [2, 3, 4]]]
+
+
+class EveryRow(TrainingEngine):
+    """megatron-core's own output layer over every token; the response tokens' values are selected from the result."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        module = self.model.module
+        module.__class__ = GPTModel
+        if module.post_process and self.config.sequence_parallel:
+            module.output_layer.sequence_parallel, module.output_layer.allreduce_dgrad = True, False
+
+    def _pack(self, batch: TrainingBatch) -> MicroBatch:
+        micro = super()._pack(batch)
+        self.rows = micro.packed_seq_params.response_rows
+        return replace(micro, packed_seq_params=replace(micro.packed_seq_params, response_rows=None))
+
+    def _response_log_probs(self, logits: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        rows, mask = self.rows, micro.sampling_mask
+        assert rows is not None
+        target_T = torch.zeros(len(logits), dtype=torch.int64).index_copy(0, rows, micro.target_L)
+        if mask is not None:
+            lengths = torch.zeros(len(logits), dtype=torch.int32).index_copy(0, rows, mask.lengths)
+            mask = SamplingMask(mask.token_ids, lengths)
+        log_prob_T, entropy_T = super()._response_log_probs(
+            logits, replace(micro, target_L=target_T, sampling_mask=mask)
+        )
+        return log_prob_T[rows], entropy_T[rows]
+
+
+class Values(list[Tensor]):
+    """Log-probs and entropies of micro-batches."""
+
+    def merge(self, other: "Values") -> "Values":
+        return Values([*self, *other])
+
+
+def loss(inputs: LossInputs) -> LossOutputs:
+    weight_L = torch.linspace(0.5, 1.5, len(inputs.log_probs_L))
+    sums: Any = Values([torch.stack([inputs.log_probs_L, inputs.entropy_L]).detach()])
+    return LossOutputs(
+        numerator=0.3 * inputs.entropy_L.sum() - (weight_L * inputs.log_probs_L).sum(),
+        denominator=torch.tensor(len(weight_L), dtype=torch.int),
+        sums=sums,
+    )
+
+
+def batch_of(parallel: Parallel, *, masked: bool = False) -> TrainingBatch:
+    rows = [[1] * response for response in RESPONSES]
+    masks = [SamplingMask.from_sets(sets) for sets in SETS] if masked else []
+    return make_batch(TOKENS, rows, rows, rows, parallel.context_rank, parallel.context_size, sampling_masks=masks)
+
+
+def results(engine: TrainingEngine, batch: TrainingBatch, partition: list[list[int]]) -> dict[str, Tensor]:
+    """Old and reference log-probs, values in training, and the gradient of every parameter."""
+    found = {"old": engine.log_probs(batch, partition), "reference": engine.reference_log_probs(batch, partition)}
+    step = engine.train_step(batch, partition, loss)
+    assert step.loss_denominator > 0
+    values: Any = step.sums or []
+    found |= {f"values {number}": value for number, value in enumerate(values)}
+    for name, parameter in engine.model.module.named_parameters():
+        found[name] = parameter.main_grad.clone()
+    return found
+
+
+def compare(model: Path, parallel: Parallel, options: dict[str, Any], *, masked: bool) -> None:
+    """Both engines on the same weights and samples."""
+    config = MegatronConfig(hf_checkpoint=str(model), clip_grad=0.0, **options)
+    batch, partition = batch_of(parallel, masked=masked), [[0, 2], [1]]
+    expected, found = (
+        results(
+            engine(config, parallel, temperature=0.8, total_steps=1, keep_reference=True, entropy_gradient=True),
+            batch,
+            partition,
+        )
+        for engine in (EveryRow, TrainingEngine)
+    )
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            found[name], value, rtol=1e-5, atol=1e-6, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}"
+        )
+    if parallel.is_last_stage:
+        assert any(bool(value.any()) for name, value in found.items() if name.startswith("values"))
+
+
+@pytest.mark.parametrize(
+    ("family", "masked", "options"),
+    [
+        pytest.param("qwen3", False, {}, id="tied embeddings"),
+        pytest.param("llama", True, {"log_probs_chunk_size": 2}, id="sampling masks, chunks"),
+        pytest.param("qwen3_moe", True, {}, id="experts"),
+        pytest.param(
+            "qwen2",
+            False,
+            {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+            id="recomputation",
+        ),
+    ],
+)
+def test_one_process(family: str, masked: bool, options: dict[str, Any], parallel: Parallel, tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path, family, tie_word_embeddings=family == "qwen3")
+    compare(model, parallel, options, masked=masked)
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tensor": {"tensor_model_parallel_size": 2},
+    "tensor and sequence": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "context": {"context_parallel_size": 2},
+    "pipeline": {"pipeline_model_parallel_size": 2},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_ranks(layout: str, tmp_path: Path) -> None:
+    for family, tied in (("qwen3", True), ("qwen3_moe", False)):
+        make_checkpoint(tmp_path / family, family, tie_word_embeddings=tied, vocab_size=67)
+    spawn(compare_on_a_rank, (2, free_port(), str(tmp_path), LAYOUTS[layout]), 2)
+
+
+def compare_on_a_rank(rank: int, ranks: int, port: int, path: str, layout: dict[str, Any]) -> None:
+    """Compares the checkpoints under `path`, as one of several ranks.
+
+    Args:
+        rank: of this process.
+        ranks: of the job.
+        port: at which they meet.
+        path: directory of checkpoints.
+        layout: fields of MegatronConfig.
+    """
+    torch.set_num_threads(1)
+    os.environ.update(rank_environment(rank, ranks, port))
+    models = sorted(Path(path).iterdir())
+    parallel = initialize(MegatronConfig(hf_checkpoint=str(models[0]), **layout))
+    for model in models:
+        if "moe" in model.name and layout == LAYOUTS["tensor"]:
+            continue  # megatron-core has experts under tensor parallelism with sequence parallelism alone
+        compare(model, parallel, layout, masked=True)
+    shut_down()
+
+
+def test_prompt_rows_have_no_logits(parallel: Parallel, model: Path) -> None:
+    engine = TrainingEngine(MegatronConfig(hf_checkpoint=str(model)), parallel, temperature=1.0, total_steps=1)
+    shapes = []
+    engine.model.module.output_layer.register_forward_hook(lambda *call: shapes.append(tuple(call[2][0].shape)))
+    engine.log_probs(batch_of(parallel), [[0, 1, 2]])
+    assert shapes == [(sum(RESPONSES), 1, engine.model.hf_config.vocab_size)]
