@@ -38,6 +38,7 @@ from slime_tis.evaluation import Evaluation, local_evaluation_engine
 from slime_tis.exit_status import exit_status, message_of, report_error
 from slime_tis.interrupt import Interrupted, Interrupts
 from slime_tis.learner import Learner
+from slime_tis.megatron.config import MegatronConfig
 from slime_tis.megatron.engine import TrainingEngine
 from slime_tis.megatron.export import save_hf
 from slime_tis.megatron.parallel import Parallel, connect_store, initialize, shut_down
@@ -50,6 +51,7 @@ from slime_tis.reporting.timing import Timer
 from slime_tis.resumption import Checkpointer, Identity, Position, find_resume_point, model_identity
 from slime_tis.rollout.build import build_engine, training_sampling
 from slime_tis.rollout.checkpoint import load_tokenizer
+from slime_tis.rollout.config import RolloutConfig
 from slime_tis.rollout.dump import load_samples, save_samples
 from slime_tis.rollout.engine import RolloutEngine, RolloutFuture, RolloutUnavailable
 from slime_tis.rollout.evaluate import load_evaluation_prompts
@@ -62,7 +64,7 @@ from slime_tis.rollout.sampling_masks import check_sampling_masks, require_sampl
 from slime_tis.rollout.staleness import mask_stale_samples
 from slime_tis.rollout.weight_rounding import WeightRounder
 from slime_tis.rollout.weight_updates import WeightUpdates
-from slime_tis.weight_sync import check_weight_sync, sync_check
+from slime_tis.weight_sync import PROBE_TOKENS, SyncCheck, check_weight_sync, make_probe
 
 
 def train(run: Run) -> None:
@@ -335,14 +337,21 @@ def set_up(arguments: Arguments, parallel: Parallel, interrupts: Interrupts, ope
     def weights() -> Iterable[tuple[str, Tensor]]:
         return updates.source(engine.named_hf_tensors, learner.step)()
 
-    check = sync_check(dataset, rollout.weight_sync_bound) if rollout.check_weight_sync else None
+    check = None
+    if rollout.check_weight_sync:
+        limits = [one for one in (PROBE_TOKENS, sizes.context_len, sampler.max_context_len) if one is not None]
+        check = SyncCheck(
+            probe=make_probe(dataset.prompts, min(limits)),
+            bound=rollout.weight_sync_bound,
+            trains_in="bf16" if megatron.bf16 else "fp32",
+        )
 
     def update_weights() -> dict[str, float]:
         with timer("update_weights"):
             sampler.update_weights(weights, learner.step)
             metrics = updates.metrics()
         if check is not None:
-            check_weight_sync(engine, sampler, check)
+            metrics |= check_weight_sync(engine, sampler, check, updates)
         return metrics
 
     local_engine = partial(local_evaluation_engine, megatron, engine, tokenizer, interrupts)
@@ -366,7 +375,7 @@ def set_up(arguments: Arguments, parallel: Parallel, interrupts: Interrupts, ope
     )
     if resumed is not None:
         checkpointer.resume(resumed, update_weights)
-    else:  # servers have whatever they were started with; the local engine's weights are rounded as asked from now on
+    elif check is not None or not starts_with_policy(rollout, megatron):
         update_weights()
     timer.take()
     reporters = open_reporters(
@@ -398,6 +407,15 @@ def set_up(arguments: Arguments, parallel: Parallel, interrupts: Interrupts, ope
     )
     checkpointer.position = position(run)
     return run
+
+
+def starts_with_policy(rollout: RolloutConfig, megatron: MegatronConfig) -> bool:
+    """Whether the rollout engine has loaded the very weights that are trained.
+
+    Servers have whatever they were started with. A local engine that rounds is sent the first weights: they are rounded
+    as asked, and what arrives of later updates is measured against them.
+    """
+    return rollout.rollout_engine == "local" and rollout.rollout_precision == "fp32" and not megatron.bf16
 
 
 def check_rewards(arguments: Arguments, dataset: PromptDataset, eval_prompts: dict[str, list[Prompt]]) -> None:

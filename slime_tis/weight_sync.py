@@ -1,79 +1,241 @@
-"""Whether the rollout engine has the weights that are trained (`--check-weight-sync`)."""
+"""Whether the rollout engine has the weights that are trained (`--check-weight-sync`).
+
+After every update three questions, from the most exact one to the most general:
+
+    tensors    does each copy of the weights contain what was sent, as far as the engine can look into it?
+    movement   did the log-probs of a probe move as much as in training?   received = ⟨Δr, Δn⟩ / ⟨Δn, Δn⟩
+    gap        are they near those of training?                            gap = mean |r − n|
+
+with the probe's log-probs n of the training engine and r of the rollout engine, Δ against the update before. Rounding
+and kernels shift r from n by about as much at every update, so that Δr shows updates far smaller than the gap.
+"""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
-from slime_tis.megatron.batch import make_batch
+from slime_tis.megatron.batch import TrainingBatch, make_batch
 from slime_tis.megatron.engine import TrainingEngine
+from slime_tis.megatron.parallel import Parallel
 from slime_tis.rollout.engine import RolloutEngine
-from slime_tis.rollout.prompts import PromptDataset
+from slime_tis.rollout.sample import Prompt
+from slime_tis.rollout.weight_rounding import COARSENESS, Precision, coarser
+from slime_tis.rollout.weight_updates import WeightUpdates
 
 PROBE_PROMPTS, PROBE_TOKENS = 64, 512
-"""The probe is the longest of so many prompts, cut to so many tokens."""
+"""The probe is made of so many prompts, cut to so many tokens."""
+MIN_TOKENS = 16
+"""Tokens of a probe from which on its movement is judged."""
+MIN_RECEIVED = 0.5
+"""Share of an update of the weights that has to be left by rounding for movement to be judged, and of that share the
+part that the probe has to show."""
+DEVIATIONS = 4.0
+"""Standard errors by which the share that arrived must lie below."""
+GAPS: dict[Precision, float] = {"fp32": 0.01, "fp16": 0.05, "bf16": 0.15, "int8": 0.2, "fp8": 0.5}
+"""Largest mean gap of long probes by the coarser precision of the two engines: three
+to four times what SmolLM2-135M has (docs/precision_of_updates.md)."""
+SPREAD = 4.0
+"""A mean over n tokens may exceed it by so many parts in √n."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class SyncCheck:
-    """A comparison of the two engines' log-probs after every update."""
+    """A comparison of the two engines' weights and log-probs after every update."""
 
     probe: tuple[int, ...]
     """Token ids of the text that both engines score."""
-    bound: float
-    """Largest mean absolute difference, in nats per token."""
+    bound: float | None
+    """Largest mean absolute difference, in nats per token; None chooses it by precision and length of the probe."""
+    trains_in: Precision
+    """Precision of training."""
+    trained_L: Tensor | None = None
+    """Log-probs [L] of the probe by the training engine at the check before."""
+    received_L: dict[str, Tensor] = field(default_factory=dict)
+    """Those by each copy of the rollout engine's weights."""
+
+    def bound_in(self, precision: Precision | None) -> float:
+        """The bound for a rollout engine of this precision; None is taken for the coarsest."""
+        if self.bound is not None:
+            return self.bound
+        coarsest = coarser(self.trains_in, precision or COARSENESS[-1])
+        return GAPS[coarsest] * (1 + SPREAD / math.sqrt(len(self.probe) - 1))
 
 
-def sync_check(dataset: PromptDataset, bound: float) -> SyncCheck:
-    """The check with the longest of the first prompts as its probe.
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Log-probs of the probe by one copy of the rollout engine's weights beside those of training."""
+
+    gap: float
+    """Mean |r − n|, in nats per token; infinite where a log-prob is not finite."""
+    gap_before: float
+    """Mean |r − n'| to the training engine at the check before; NaN where there was none."""
+    movement: float
+    """Mean |n − n'|; NaN likewise."""
+    received: float
+    """⟨Δr, Δn⟩ / ⟨Δn, Δn⟩; NaN where nothing moved or there was no check before."""
+    error: float
+    """Its standard error."""
+
+    def is_missed(self, share: float = 1.0) -> bool:
+        """Whether the probe moved by less than MIN_RECEIVED of what it should have, beyond chance.
+
+        Args:
+            share: Of the update of the weights, what rounding left.
+        """
+        return self.received + DEVIATIONS * self.error < MIN_RECEIVED * min(share, 1.0)
+
+
+def make_probe(prompts: Sequence[Prompt], limit: int = PROBE_TOKENS) -> tuple[int, ...]:
+    """Token ids of the longest prompt and of others after it, each once, cut to `limit` tokens.
 
     A single token is taken twice, since the first token of a text has no log-prob.
     """
-    prompts = dataset.prompts[:PROBE_PROMPTS]
-    longest = max((prompt.token_ids for prompt in prompts), key=len)
-    probe = longest[:PROBE_TOKENS] if len(longest) > 1 else longest * 2
-    return SyncCheck(probe=tuple(probe), bound=bound)
+    texts = dict.fromkeys(tuple(prompt.token_ids) for prompt in prompts[:PROBE_PROMPTS])
+    ordered = [max(texts, key=len), *texts]
+    probe: list[int] = []
+    for text in dict.fromkeys(ordered):
+        if len(probe) >= limit:
+            break
+        probe += text
+    probe = probe[:limit]
+    return tuple(probe if len(probe) > 1 else probe * 2)
 
 
-def check_weight_sync(engine: TrainingEngine, sampler: RolloutEngine, check: SyncCheck) -> None:
-    """Compares the log-probs of the probe under both engines' weights after an update; a collective.
+def check_weight_sync(
+    engine: TrainingEngine, sampler: RolloutEngine, check: SyncCheck, updates: WeightUpdates
+) -> dict[str, float]:
+    """Compares the rollout engine with what it was sent and with the training engine after an update; a collective.
+
+    Returns:
+        rollout/weight_sync_gap, and from the second time on rollout/weight_sync_gap_before, rollout/probe_movement and
+        rollout/probe_received; of several copies of the weights those of the one with the largest gap.
 
     Raises:
-        ValueError: they differ by more than the bound; the message names the copy of the weights that does.
+        ValueError: They differ; the message names the copy of the weights that does.
     """
+    after = f"parameter-sync error: after the update to step {sampler.weight_version}"
+    _check_tensors(engine, sampler, updates, after)
+    precision, share = _expectation(engine, updates)
+    bound = check.bound_in(precision)
+    trained_L: Tensor | None = None
+    received_L: dict[str, Tensor] = {}
+    found: list[Comparison] = []
     for name, log_probs in sampler.prompt_log_probs(check.probe).items():
-        gap = log_prob_gap(engine, check.probe, log_probs)
-        if not gap <= check.bound:
+        batch = _probe_batch(engine, check.probe, log_probs)
+        if trained_L is None:
+            with engine.at_temperature(1.0):
+                trained_L = engine.log_probs(batch, [[0]])
+        received_L[name] = batch.responses.rollout_log_probs_L.to(trained_L)
+        one = compare(engine.parallel, received_L[name], trained_L, check.received_L.get(name), check.trained_L)
+        found.append(one)
+        if not one.gap <= bound:
             raise ValueError(
-                f"parameter-sync error: after the update to step {sampler.weight_version} the log-probs of a probe "
-                f"prompt differ by {gap:.3g} on average between training and {name}, more than --weight-sync-bound "
-                f"{check.bound}; see that both run the same model, and raise the bound if the "
-                "rollout engine is meant to be that coarse."
+                f"{after} the log-probs of a probe prompt differ by {one.gap:.3g} on average between training and "
+                f"{name}, more than --weight-sync-bound {bound:.3g}; see that both run the same model, and raise the "
+                "bound if the rollout engine is meant to be that coarse."
+            )
+        if share >= MIN_RECEIVED and len(check.probe) > MIN_TOKENS and one.is_missed(share):
+            raise ValueError(
+                f"{after} the log-probs of a probe prompt moved by {one.movement:.3g} on average in training, and "
+                f"{one.received:.0%} of that arrived at {name}; see that it takes every update."
+            )
+    check.trained_L, check.received_L = trained_L, received_L
+    if not found:
+        return {}
+    worst = max(found, key=lambda one: one.gap)
+    metrics = {
+        "rollout/weight_sync_gap": worst.gap,
+        "rollout/weight_sync_gap_before": worst.gap_before,
+        "rollout/probe_movement": worst.movement,
+        "rollout/probe_received": worst.received,
+    }
+    return {name: value for name, value in metrics.items() if not math.isnan(value)}
+
+
+def _check_tensors(engine: TrainingEngine, sampler: RolloutEngine, updates: WeightUpdates, after: str) -> None:
+    """Checks that the engine holds what it was sent, as far as it can look into its weights; a collective.
+
+    Raises:
+        ValueError: Some tensors differ.
+    """
+    for copy, names in sampler.wrong_weights(updates.sent_rows()).items():
+        count = engine.parallel.largest(len(names))
+        if count:
+            first = f", the first of them {names[0]!r}" if names else ""
+            raise ValueError(
+                f"{after} {count} tensors of {copy} are other than those that were sent{first}; see that it "
+                "takes every tensor of every update."
             )
 
 
-def log_prob_gap(engine: TrainingEngine, token_ids: Sequence[int], log_probs: Sequence[float]) -> float:
-    """Mean |log π_train − log π_other| over all tokens of a text but the first, at temperature 1; a collective.
+def _expectation(engine: TrainingEngine, updates: WeightUpdates) -> tuple[Precision | None, float]:
+    """The rollout engine's precision and the share of the update that rounding left, 0 where that is not known.
+
+    A collective: of a job's ranks some may send nothing and know neither.
+    """
+    precision = updates.precision
+    level = 0 if precision is None else 1 + COARSENESS.index(precision)
+    received = 0.0 if precision is None else updates.metrics().get("rollout/update_received", 1.0)
+    level = engine.parallel.largest(level)
+    share = engine.parallel.largest(round(1000 * min(max(received, 0.0), 1.0))) / 1000
+    return (COARSENESS[level - 1] if level else None), share
+
+
+def _probe_batch(engine: TrainingEngine, token_ids: Sequence[int], log_probs: Sequence[float]) -> TrainingBatch:
+    """A text of which all tokens but the first are a response with these log-probs, as far as this rank has it."""
+    count, parallel = len(token_ids) - 1, engine.parallel
+    place = parallel.context_rank, parallel.context_size
+    return make_batch([token_ids], [[1] * count], [log_probs], [[0] * count], *place)
+
+
+def compare(
+    parallel: Parallel,
+    received_L: Tensor,
+    trained_L: Tensor,
+    earlier_L: Tensor | None,
+    trained_earlier_L: Tensor | None,
+) -> Comparison:
+    """Compares the log-probs r of a copy of the weights with those of training, n; a collective.
+
+    The standard error of received = ⟨Δr, Δn⟩ / ⟨Δn, Δn⟩ is that of a regression through the origin whose noise differs
+    from token to token, √Σ Δn² (e/(1−h))² / Σ Δn² with e = Δr − received·Δn and h = Δn² / Σ Δn².
+
+    Source: "Some heteroskedasticity-consistent covariance matrix estimators with improved finite sample properties",
+    MacKinnon and White (https://doi.org/10.1016/0304-4076(85)90158-7), HC3.
 
     Args:
-        engine: the training engine.
-        token_ids: the text, two tokens or more.
-        log_probs: of its tokens but the first, by the other engine.
+        parallel: The ranks that share the probe.
+        received_L: r of this rank's tokens.
+        trained_L: n.
+        earlier_L: r at the check before, of the same copy; None where it was not there.
+        trained_earlier_L: n at the check before; None at the first.
 
     Returns:
-        The mean in nats, the same on every rank; infinite where a log-prob is not finite.
+        The comparison over all tokens, the same on every rank.
     """
-    parallel, count = engine.parallel, len(token_ids) - 1
-    place = parallel.context_rank, parallel.context_size
-    batch = make_batch([token_ids], [[1] * count], [log_probs], [[0] * count], *place)
-    with engine.at_temperature(1.0):
-        found_L = engine.log_probs(batch, [[0]])
-    gap = 0.0
+    gap = gap_before = movement = received = error = math.nan
     if parallel.is_last_stage:
-        difference_L = (found_L - batch.responses.rollout_log_probs_L.to(found_L)).abs().double()
-        total = torch.stack([difference_L.sum(), difference_L.new_tensor(float(len(difference_L)))])
-        difference, tokens = parallel.ranks.all_reduce(total).tolist()
-        gap = difference / tokens
-    gap = parallel.broadcast_from_last_stage(gap)
-    return math.inf if math.isnan(gap) else gap
+
+        def total(*terms: Tensor) -> list[float]:
+            sums = torch.stack([term.double().sum() for term in terms])
+            return [value / parallel.data_size for value in parallel.ranks.all_reduce(sums).tolist()]
+
+        r, n = received_L.double(), trained_L.double()
+        tokens, distance = total(torch.ones_like(n), (r - n).abs())
+        gap = math.inf if math.isnan(distance) else distance / tokens
+        if trained_earlier_L is not None:
+            dn = n - trained_earlier_L.double()
+            before, moved, square = total((r - trained_earlier_L.double()).abs(), dn.abs(), dn.square())
+            gap_before, movement = before / tokens, moved / tokens
+            if earlier_L is not None and square > 0:
+                dr = r - earlier_L.double()
+                (product,) = total(dr * dn)
+                received = product / square
+                share = (dn.square() / square).clamp_max(1 - 1e-6)
+                (noise,) = total((dn * (dr - received * dn) / (1 - share)).square())
+                error = math.sqrt(noise) / square
+    found = Comparison(gap=gap, gap_before=gap_before, movement=movement, received=received, error=error)
+    return parallel.broadcast_from_last_stage(found)

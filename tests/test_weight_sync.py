@@ -1,5 +1,8 @@
 """The probe of --check-weight-sync, and what is refused when set-up ends half-way."""
 
+import json
+import math
+import random
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,10 +10,26 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+import slime_tis.train
+from benchmarks.weight_sync_faults import FAULTS, Planter
 from slime_tis.cli.main import train
-from slime_tis.weight_sync import PROBE_TOKENS, sync_check
-from tests.runs import ROOT, make_task
+from slime_tis.correction.ranks import Ranks
+from slime_tis.rollout.engine import WeightSource
+from slime_tis.rollout.local import LocalEngine
+from slime_tis.weight_sync import (
+    PROBE_PROMPTS,
+    PROBE_TOKENS,
+    Comparison,
+    SyncCheck,
+    compare,
+    make_probe,
+)
+from tests.conftest import Run
+from tests.runs import ROOT, make_task, read_metrics, run_apart, run_here
 
 SERVER = f"""
 import sys, threading
@@ -27,14 +46,67 @@ with fake_servers(1) as (server,):
 """In place of SGLang's module of the same name: a server whose log-probs are those of no model."""
 
 
-def dataset(*prompts: tuple[int, ...]) -> Any:
-    return SimpleNamespace(prompts=[SimpleNamespace(token_ids=ids) for ids in prompts])
+def prompts(*texts: tuple[int, ...]) -> Any:
+    return [SimpleNamespace(token_ids=ids) for ids in texts]
 
 
-def test_the_probe_is_the_longest_prompt_cut_and_has_two_tokens() -> None:
-    assert sync_check(dataset((1,), (4, 5, 6), (2, 3)), 0.1).probe == (4, 5, 6)
-    assert sync_check(dataset((9,) * 1000), 0.1).probe == (9,) * PROBE_TOKENS
-    assert sync_check(dataset((7,), (8,)), 0.1).probe == (7, 7)
+def test_the_probe_is_the_longest_prompt_and_others_once_cut_and_has_two_tokens() -> None:
+    assert make_probe(prompts((1,), (4, 5, 6), (1,), (2, 3))) == (4, 5, 6, 1, 2, 3)
+    assert make_probe(prompts((1,), (4, 5, 6), (2, 3)), 5) == (4, 5, 6, 1, 2)
+    assert make_probe(prompts((9,) * 1000)) == (9,) * PROBE_TOKENS
+    assert make_probe(prompts((7,))) == (7, 7)
+    assert len(make_probe(prompts(*((number,) for number in range(1000))))) == PROBE_PROMPTS
+
+
+@pytest.mark.parametrize(
+    ("tokens", "trains_in", "precision", "bound"),
+    [
+        pytest.param(17, "fp32", "fp32", 0.02, id="0.01 · (1 + 4/√16)"),
+        pytest.param(257, "fp32", "bf16", 0.1875, id="0.15 · (1 + 4/√256)"),
+        pytest.param(257, "bf16", "fp32", 0.1875, id="training is coarser"),
+        pytest.param(257, "bf16", "fp8", 0.625, id="the engine is coarser"),
+        pytest.param(257, "fp32", None, 0.625, id="an engine that does not say"),
+    ],
+)
+def test_the_bound_follows_precision_and_length(tokens: int, trains_in: Any, precision: Any, bound: float) -> None:
+    check = SyncCheck(probe=(1,) * tokens, bound=None, trains_in=trains_in)
+    assert check.bound_in(precision) == pytest.approx(bound)
+    assert SyncCheck(probe=(1, 2), bound=0.3, trains_in=trains_in).bound_in(precision) == 0.3
+
+
+ALONE: Any = SimpleNamespace(
+    is_last_stage=True, data_size=1, ranks=Ranks(), broadcast_from_last_stage=lambda value: value
+)
+
+
+def compared(r: list[float], n: list[float], earlier: list[float] | None, trained: list[float] | None) -> Comparison:
+    now = torch.tensor(r), torch.tensor(n)
+    before = [None if one is None else torch.tensor(one) for one in (earlier, trained)]
+    return compare(ALONE, *now, *before)
+
+
+def test_comparison_by_hand() -> None:
+    found = compared([1.0, 0.0], [1.0, 1.0], [0.0, 0.0], [0.0, 0.0])
+    assert (found.gap, found.gap_before, found.movement, found.received) == (0.5, 0.5, 1.0, 0.5)
+    assert found.error == pytest.approx(0.5**0.5)  # e = ±1/2, h = 1/2: √(1 + 1) / 2
+    assert not found.is_missed()
+    # the same as before but for a shift: nothing arrived, and that without noise
+    missed = compared([0.3, 0.3, 0.3], [1.0, -2.0, 0.5], [0.3, 0.3, 0.3], [0.0, 0.0, 0.0])
+    assert (missed.received, missed.error, missed.is_missed()) == (0.0, 0.0, True)
+    first = compared([0.5, math.nan], [0.0, 0.0], None, None)
+    assert first.gap == math.inf and math.isnan(first.received) and not first.is_missed()
+    unmoved = compared([0.5, 0.1], [0.0, 0.0], [0.5, 0.2], [0.0, 0.0])
+    assert math.isnan(unmoved.received) and not unmoved.is_missed()
+
+
+@given(seed=st.integers(0, 10_000), tokens=st.integers(16, 200), noise=st.sampled_from([0.0, 0.1, 1.0, 10.0]))
+def test_noise_alone_is_never_called_a_missed_update(seed: int, tokens: int, noise: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    moved, first, second, shift = torch.randn(4, tokens, generator=generator)
+    n, n_before = moved.tolist(), [0.0] * tokens
+    r = (moved + shift + noise * first).tolist()
+    assert not compared(r, n, (shift + noise * second).tolist(), n_before).is_missed()
+    assert compared(shift.tolist(), n, shift.tolist(), n_before).is_missed()
 
 
 def test_prompts_of_one_token_are_checked(tmp_path: Path) -> None:
@@ -60,3 +132,84 @@ def test_servers_are_stopped_where_set_up_fails_after_their_start(
     assert (tmp_path / "run/sglang_0.log").exists()  # a server was started
     lines = [word for one in psutil.Process().children(recursive=True) for word in one.cmdline()]
     assert "--model-path" not in lines
+
+
+@pytest.fixture
+def long_prompts(tmp_path: Path) -> tuple[str, str]:
+    """Flags of prompts that make a probe of more than a hundred tokens."""
+    chance = random.Random(0)
+    texts = ["".join(chance.choices("0123456789abcdef", k=40)) + ">" for _ in range(8)]
+    rows = [json.dumps({"prompt": text, "label": "1"}) for text in texts]
+    (tmp_path / "long.jsonl").write_text("\n".join(rows) + "\n")
+    return "--prompt-data", str(tmp_path / "long.jsonl")
+
+
+def test_planted_faults_are_caught_and_fifty_good_updates_raise_no_alarm(
+    run: Run, task: list[str], long_prompts: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planter = Planter(checkpoint=task[task.index("--hf-checkpoint") + 1], plant_at=[2, 50])
+    monkeypatch.setattr(slime_tis.train, "check_weight_sync", planter)
+    rows = run(*long_prompts, "--check-weight-sync", "--num-rollout", "50", "--lr", "1e-4")
+    assert len(rows) == 50 and all(0 < row["rollout/weight_sync_gap"] < 0.1 for row in rows)
+    good = [row for row in planter.rows if not row.fault]
+    assert len(good) == 4 * 51 and all((row.wrong_tensors, row.log_probs) == (0, "nothing") for row in good)
+    faults = [row for row in planter.rows if row.fault]
+    assert len(faults) == 4 * 2 * len(FAULTS) and all(row.wrong_tensors > 0 for row in faults)
+    for row in faults:  # an engine that shows no weights is judged by its log-probs
+        if row.fault == "no update" and row.is_judged_by_movement:
+            assert row.log_probs == "movement", row
+
+
+def test_a_run_whose_engine_misses_an_update_stops(
+    run: Run, long_prompts: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    usual = LocalEngine.update_weights
+
+    def late(self: LocalEngine, source: WeightSource, version: int) -> None:
+        new = list(source())
+        if version == 0:
+            usual(self, lambda: new, version)
+        self.weight_version = version
+
+    monkeypatch.setattr(LocalEngine, "update_weights", late)
+    flags = (*long_prompts, "--check-weight-sync", "--rollout-precision", "fp32")
+    with pytest.raises(AssertionError):
+        run(*flags, name="tensors")
+    message = capsys.readouterr().err
+    assert "error: parameter-sync error: after the update to step 1" in message
+    assert "of the local engine are other than those that were sent" in message
+    monkeypatch.setattr(LocalEngine, "wrong_weights", lambda self, sent: {})
+    with pytest.raises(AssertionError):
+        run(*flags, "--weight-sync-bound", "100", name="movement")
+    assert "on average in training, and 0% of that arrived at the local engine" in capsys.readouterr().err
+    with pytest.raises(AssertionError):
+        run(*flags, "--weight-sync-bound", "1e-9", name="gap")
+    assert "more than --weight-sync-bound 1e-09" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("layout", [("--context-parallel-size", "2"), ("--pipeline-model-parallel-size", "2"), ()])
+def test_ranks_agree(task: list[str], long_prompts: tuple[str, str], tmp_path: Path, layout: tuple[str, ...]) -> None:
+    flags = [*task, *long_prompts, "--check-weight-sync", "--num-rollout", "2"]
+    alone = run_here(flags, tmp_path / "alone")
+    ended = run_apart([*flags, *layout], tmp_path / "two", ranks=2)
+    assert ended.returncode == 0, ended.stderr
+    for row, expected in zip(read_metrics(tmp_path / "two"), alone, strict=True):
+        for name in ("rollout/weight_sync_gap", "rollout/probe_movement", "rollout/probe_received"):
+            assert row[name] == pytest.approx(expected[name], rel=1e-2)
+
+
+def test_an_engine_that_has_loaded_the_policy_is_not_sent_it_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[int] = []
+    usual = LocalEngine.update_weights
+
+    def recorded(self: LocalEngine, source: WeightSource, version: int) -> None:
+        sent.append(version)
+        usual(self, source, version)
+
+    monkeypatch.setattr(LocalEngine, "update_weights", recorded)
+    rows = {}
+    for name, flags in {"fp32": (), "int8": (), "bf16": ("--bf16",)}.items():
+        precision = "fp32" if flags else name
+        rows[name] = run("--num-rollout", "1", "--rollout-precision", precision, *flags, name=name)
+    assert sent == [1, 0, 1, 0, 1]  # fp32 training and engine have the same weights
+    assert rows["fp32"][0]["train/mismatch_k3_kl"] < 1e-9

@@ -255,7 +255,9 @@ NEEDS = {
     "save_interval save_retain": "--save",
     "rollout_precision rollout_router_bits": "--rollout-engine=local",
     "routing_replay_weights measure_routing_mismatch": "--use-rollout-routing-replay",
-    "weight_update_rounding": "--rollout-precision=bf16 --rollout-precision=fp8 --rollout-precision=int8",
+    "weight_update_rounding": (
+        "--rollout-precision=bf16 --rollout-precision=fp8 --rollout-precision=int8 --rollout-engine=sglang"
+    ),
     "weight_sync_bound": "--check-weight-sync",
     "over_sampling_batch_size": "--partial-rollout",
     "eval_interval eval_input_key eval_label_key n_samples_per_eval_prompt eval_temperature eval_top_p "

@@ -56,6 +56,7 @@ def build_engine(
             safe_point=safe_point,
             sampling=training_sampling(config),
             allow_truncation_bias=config.allow_truncation_bias,
+            rounding=config.weight_update_rounding,
         )
     from slime_tis.rollout.local import LocalEngine
 

@@ -1,6 +1,7 @@
 """The contract of a rollout engine."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -11,6 +12,16 @@ from slime_tis.rollout.weight_rounding import Precision
 
 WeightSource = Callable[[], Iterable[tuple[str, Tensor]]]
 """Yields weights under their Hugging Face names, whole tensors, one after the other."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SentRows:
+    """Every `stride`-th row of a tensor that the engine was sent, float32 on the CPU, rounded to its precision."""
+
+    stride: int
+    rows: Tensor
+    changed: bool
+    """Whether they differ from those of the version before."""
 
 
 class RolloutUnavailable(RuntimeError):
@@ -41,6 +52,9 @@ class RolloutEngine(Protocol):
     weight_version: int
     """Version of the weights in use; 0 is the checkpoint."""
 
+    max_context_len: int | None
+    """Longest text that it takes, in tokens, where that is known."""
+
     can_checkpoint_weights: bool
     """Whether weights older than the policy's can be saved and taken up again; else a resumed run begins with the
     policy's own."""
@@ -63,17 +77,20 @@ class RolloutEngine(Protocol):
     def update_weights(self, source: WeightSource, version: int) -> None:
         """Takes new weights: calls the source once, and iterates what it returns to the end."""
 
-    def weight_precision(self, name: str) -> Precision:
-        """The precision in which the engine holds the tensor of a Hugging Face name."""
+    def weight_precision(self, name: str) -> Precision | None:
+        """The precision in which the engine holds the tensor of a Hugging Face name.
 
-    def weight_rows(self, strides: Mapping[str, int]) -> dict[str, dict[str, Tensor]]:
-        """Every so-many-th row of tensors in use, float32 on the CPU, to compare with what was sent.
+        None where it is not known, and on ranks whose weights the engine does not take.
+        """
+
+    def wrong_weights(self, sent: Mapping[str, SentRows]) -> dict[str, list[str]]:
+        """Names of the tensors in use that are other than those that were sent, as far as the engine can see.
 
         Args:
-            strides: distance of the rows by Hugging Face name.
+            sent: rows of the weights of the last update, by Hugging Face name.
 
         Returns:
-            by the name of each copy of the weights that the engine can show, the rows by the tensor's name.
+            by the name of each copy of the weights that the engine can look into; empty lists where all is well.
         """
 
     def prompt_log_probs(self, token_ids: Sequence[int]) -> dict[str, list[float]]:

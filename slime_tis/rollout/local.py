@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from slime_tis.rollout.checkpoint import eos_token_ids, linear_weight_names, load_model, weights_by_file_name
 from slime_tis.rollout.collectives import map_over_ranks
 from slime_tis.rollout.decode import Decoded, decode
-from slime_tis.rollout.engine import WeightSource
+from slime_tis.rollout.engine import SentRows, WeightSource
 from slime_tis.rollout.quantize import round_bits, round_fp8, round_int8
 from slime_tis.rollout.sample import FinishReason, Prompt, Sample, Sampling, response_limit
 from slime_tis.rollout.sampling import log_softmax, prompt_uniforms
@@ -147,7 +147,7 @@ class LocalEngine:
         for name in self._roundings:
             self._assign(name, self._weights[name])
         self._eos_token_ids = eos_token_ids(self._model, tokenizer)
-        self._context_len = getattr(self._model.config, "max_position_embeddings", None)
+        self.max_context_len = getattr(self._model.config, "max_position_embeddings", None)
 
     def submit(
         self, prompts: Sequence[Prompt], sampling: Sampling, seed: int, *, num_groups: int | None = None
@@ -202,10 +202,16 @@ class LocalEngine:
         rounding = ROUNDINGS.get(self._precision)
         return "fp32" if rounding is not None and self._roundings.get(name) is not rounding else self._precision
 
-    def weight_rows(self, strides: Mapping[str, int]) -> dict[str, dict[str, Tensor]]:
-        """Rows of the weights in use; see `engine.RolloutEngine`."""
+    def wrong_weights(self, sent: Mapping[str, SentRows]) -> dict[str, list[str]]:
+        """Tensors whose rows differ in any bit, but for routers that are rounded on their own."""
+        rounding = ROUNDINGS.get(self._precision)
+        comparable = {name: one for name, one in sent.items() if self._roundings.get(name) in (None, rounding)}
         return {
-            NAME: {name: self._weights[name][::stride].float().to("cpu", copy=True) for name, stride in strides.items()}
+            NAME: [
+                name
+                for name, one in comparable.items()
+                if not torch.equal(self._weights[name][:: one.stride].float().cpu(), one.rows)
+            ]
         }
 
     @torch.no_grad()
@@ -271,7 +277,7 @@ class LocalEngine:
         seen: Counter[int] = Counter()
         requests = []
         for prompt in prompts:
-            limit = response_limit(prompt, sampling, self._context_len)
+            limit = response_limit(prompt, sampling, self.max_context_len)
             requests.append(_Request(prompt=prompt, occurrence=seen[prompt.index], limit=limit))
             seen[prompt.index] += 1
         return requests

@@ -20,6 +20,8 @@ from slime_tis.rollout.quantize import FP8_MAX, round_fp8, round_int8, row_scale
 Precision = Literal["fp32", "fp16", "bf16", "fp8", "int8"]
 """Precision in which an engine holds a tensor; in fp8 and int8 with a scale per row."""
 
+COARSENESS: list[Precision] = ["fp32", "fp16", "bf16", "int8", "fp8"]
+"""Precisions from the finest to the coarsest in what they do to log-probs."""
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 """Types of the precisions that tensors have of their own; fp8 and int8 weights are held in float32."""
 FLOATS = {"fp16": (10, -14, 65504.0), "bf16": (7, -126, 3.3895314e38), "fp8": (3, -6, FP8_MAX)}
@@ -30,6 +32,11 @@ CHANCES = 2**16
 """Different random numbers of stochastic rounding: a float32 has 16 bits below those of a bfloat16."""
 ERRORS = "weight_rounding_errors.safetensors"
 """File of a checkpoint that holds the errors of error-compensated rounding."""
+
+
+def coarser(first: Precision, second: Precision) -> Precision:
+    """The one of two precisions that does more to log-probs."""
+    return max(first, second, key=lambda precision: COARSENESS.index(precision))
 
 
 def round_nearest(weight: Tensor, precision: Precision) -> Tensor:

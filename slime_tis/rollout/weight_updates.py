@@ -19,8 +19,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from slime_tis.rollout.engine import WeightSource
-from slime_tis.rollout.weight_rounding import Precision, WeightRounder, round_nearest, rounds
+from slime_tis.rollout.engine import SentRows, WeightSource
+from slime_tis.rollout.weight_rounding import Precision, WeightRounder, coarser, round_nearest, rounds
 
 SAMPLED = 61
 """One row in so many is sampled; an odd number, so that no pattern of heads is met in step."""
@@ -40,22 +40,28 @@ class SampledRows:
     """The same rows as the engine holds them."""
     share: float
     """Of the tensor's elements, those that are sampled."""
+    rounded: bool
+    """Whether the engine's precision is coarser than that of training."""
 
 
 class WeightUpdates:
     """Rounds and measures the weights on their way to the rollout engine."""
 
-    def __init__(self, rounder: WeightRounder, precision_of: Callable[[str], Precision], *, samples_all: bool) -> None:
+    def __init__(
+        self, rounder: WeightRounder, precision_of: Callable[[str], Precision | None], *, samples_all: bool
+    ) -> None:
         """Begins before the first update.
 
         Args:
             rounder: how tensors are rounded before they are sent.
-            precision_of: the precision in which the engine holds the tensor of a name.
+            precision_of: the precision in which the engine holds the tensor of a name; None where it is not known.
             samples_all: whether to sample tensors too that the engine does not round.
         """
         self.rounder = rounder
         self.sampled: dict[str, SampledRows] = {}
         """Of the version sent last, by tensor."""
+        self.precision: Precision | None = None
+        """The coarsest precision of a sampled tensor; None where none is known."""
         self._precision_of, self._samples_all = precision_of, samples_all
         self._version: int | None = None
         self._earlier: dict[str, SampledRows] = {}
@@ -70,21 +76,27 @@ class WeightUpdates:
             self.rounder.begin(version)
             for name, weight in weights():
                 precision = self._precision_of(name)
+                if precision is None:
+                    yield name, weight
+                    continue
                 sent = self.rounder(name, weight, precision)
                 if self._samples_all or rounds(weight.dtype, precision):
                     self.sampled[name] = sample_rows(weight, sent, precision)
+                    self.precision = coarser(precision, self.precision or precision)
                 yield name, sent
 
         return rounded
 
     def metrics(self) -> dict[str, float]:
-        """rollout/update_… of the last update; empty for the first one, and where no weight moved.
+        """rollout/update_… of the last update; empty for the first one, and where no rounded weight moved.
 
         Sums over the sample, in which each tensor counts by its size.
         """
         moved = absorbed = square = absorbed_square = product = 0.0
         for name in self.sampled.keys() & self._earlier.keys():
             now, before = self.sampled[name], self._earlier[name]
+            if not now.rounded:
+                continue
             trained, received = now.trained - before.trained, now.sent - before.sent
             lost = (received == 0) & (trained != 0)
             moved += trained.count_nonzero().item() / now.share
@@ -100,11 +112,20 @@ class WeightUpdates:
             "rollout/update_received": product / square,
         }
 
+    def sent_rows(self) -> dict[str, SentRows]:
+        """What the engine contains of the sampled rows after an update, and which of them changed with it."""
+        rows = {}
+        for name, now in self.sampled.items():
+            before = self._earlier.get(name)
+            changed = before is not None and not torch.equal(before.sent, now.sent)
+            rows[name] = SentRows(stride=now.stride, rows=now.sent, changed=changed)
+        return rows
+
     def save_samples(self, directory: Path) -> None:
         """Puts the sample of the version sent last into an unfinished checkpoint."""
         tensors = {f"trained.{name}": rows.trained for name, rows in self.sampled.items()}
         tensors |= {f"sent.{name}": rows.sent for name, rows in self.sampled.items()}
-        shapes = {name: [rows.stride, rows.share] for name, rows in self.sampled.items()}
+        shapes = {name: [rows.stride, rows.share, rows.rounded] for name, rows in self.sampled.items()}
         save_file(tensors, directory / SAMPLES, metadata={"shapes": json.dumps(shapes)})
 
     def load_samples(self, directory: Path, version: int) -> None:
@@ -113,15 +134,16 @@ class WeightUpdates:
         if not path.exists():
             return
         with safe_open(str(path), "pt") as file:
-            shapes: dict[str, tuple[int, float]] = json.loads(file.metadata()["shapes"])
+            shapes: dict[str, tuple[int, float, bool]] = json.loads(file.metadata()["shapes"])
             self.sampled = {
                 name: SampledRows(
                     stride=stride,
                     trained=file.get_tensor(f"trained.{name}"),
                     sent=file.get_tensor(f"sent.{name}"),
                     share=share,
+                    rounded=rounded,
                 )
-                for name, (stride, share) in shapes.items()
+                for name, (stride, share, rounded) in shapes.items()
             }
         self._version = version
 
@@ -135,6 +157,7 @@ def sample_rows(weight: Tensor, sent: Tensor, precision: Precision) -> SampledRo
         trained=trained.to("cpu", copy=True),
         sent=round_nearest(sent[::stride].detach(), precision).to("cpu", copy=True),
         share=trained.numel() / weight.numel(),
+        rounded=rounds(weight.dtype, precision),
     )
 
 

@@ -80,7 +80,7 @@ IDLE = [
     (
         "--weight-update-rounding stochastic",
         "--weight-update-rounding is 'stochastic' but has no effect without --rollout-precision bf16, "
-        "--rollout-precision fp8 or --rollout-precision int8; add one of them",
+        "--rollout-precision fp8, --rollout-precision int8 or --rollout-engine sglang; add one of them",
     ),
     ("--weight-sync-bound 1", "--weight-sync-bound is 1.0 but has no effect without --check-weight-sync; add it"),
     ("--save-interval 2", "--save-interval is 2 but has no effect without --save; add it"),

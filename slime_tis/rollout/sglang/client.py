@@ -21,6 +21,7 @@ from slime_tis.rollout.sample import Sampling
 from slime_tis.rollout.sglang.config import normalized_url
 from slime_tis.rollout.sglang.errors import InvalidAnswer, MalformedAnswer, RequestRefused, ServerError, SGLangError
 from slime_tis.rollout.sglang.schema import (
+    ChecksumAnswer,
     Completion,
     ControlAnswer,
     ExpertLayout,
@@ -55,6 +56,8 @@ CANCEL_INTERVAL = 0.5
 """Time after which a task that swallowed a cancellation gets another one, in seconds."""
 CONTROL_BYTES = 4 << 20
 """Largest answer of any endpoint but /generate, in bytes; /server_info, the largest, has some 100 kB."""
+CHECKSUM_BYTES = 64 << 20
+"""Largest answer of /weights_checker, in bytes: some 100 for every tensor of every rank."""
 ERROR_BYTES = 64 << 10
 """Read of the body of an error, in bytes; the rest is ignored."""
 RETRIED_STATUS = (408, 425, 429)
@@ -221,6 +224,23 @@ class Server:
         answer = await self._request("POST", "/generate", body, timeout=self._timeout, max_bytes=max_bytes)
         with self._reading("/generate"):
             return parse_scores(answer, token_ids)
+
+    async def weight_checksums(self) -> dict[str, list[str]]:
+        """Checksums of its tensors by name, one per rank that has it.
+
+        Raises:
+            ServerError: There is no answer, or one that cannot be used.
+            RequestRefused: This version does not give checksums.
+        """
+        body = {"action": "checksum", "selector": "target"}
+        answer = await self._request("POST", "/weights_checker", body, timeout=self._timeout, max_bytes=CHECKSUM_BYTES)
+        with self._reading("/weights_checker"):
+            found = parse(ChecksumAnswer, answer)
+        checksums: dict[str, list[str]] = {}
+        for rank in found.ranks:
+            for name, checksum in rank.checksums.items():
+                checksums.setdefault(name, []).append(checksum)
+        return checksums
 
     async def abort(self, request_id: str) -> None:
         """Asks it to end a request, which is answered with what has been sampled.

@@ -11,6 +11,7 @@ import asyncio
 import hashlib
 import itertools
 import logging
+import re
 import secrets
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
@@ -27,7 +28,8 @@ from torch import Tensor
 
 from slime_tis.hf_directory import load_config, model_sizes, moe_sizes, read_model_config
 from slime_tis.rollout.collectives import portable
-from slime_tis.rollout.engine import RolloutUnavailable, WeightSource
+from slime_tis.rollout.config import Rounding
+from slime_tis.rollout.engine import RolloutUnavailable, SentRows, WeightSource
 from slime_tis.rollout.sample import Prompt, Sample, Sampling, response_limit
 from slime_tis.rollout.sglang.client import BackgroundTasks, Server, cancel_and_wait, make_client, worker_urls
 from slime_tis.rollout.sglang.config import SGLangConfig, is_loopback
@@ -50,6 +52,19 @@ logger = logging.getLogger(__name__)
 Groups = list[list[Sample]]
 Result = TypeVar("Result")
 
+PRECISIONS: dict[str, Precision] = {
+    **dict.fromkeys(("half", "float16"), "fp16"),
+    "bfloat16": "bf16",
+    **dict.fromkeys(("float", "float32"), "fp32"),
+}
+"""By SGLang's names of types."""
+JOINED = {
+    r"\.experts\.\d+\.(gate|up)_proj\.weight$": ".experts.w13_weight",
+    r"\.experts\.\d+\.down_proj\.weight$": ".experts.w2_weight",
+    r"\.[qkv]_proj\.": ".qkv_proj.",
+    r"\.(gate|up)_proj\.": ".gate_up_proj.",
+}
+"""SGLang's names by those of the Hugging Face tensors that they join."""
 RESTART_INTERVAL = 1.0
 """Time between two looks at whether launched servers still run, in seconds."""
 SAFE_POINT_INTERVAL = 1.0
@@ -72,6 +87,9 @@ class SGLangEngine:
 
     can_checkpoint_weights = False
 
+    precision: Precision | None
+    """In which the servers hold weights, the same on every rank; None where they do not say, differ or quantize."""
+
     _servers: ServerGroup
     """Of rank 0 alone."""
 
@@ -90,6 +108,7 @@ class SGLangEngine:
         safe_point: Callable[[], None] = lambda: None,
         sampling: Sampling | None = None,
         allow_truncation_bias: bool = False,
+        rounding: Rounding = "nearest",
     ) -> None:
         """Waits for the servers, and starts them where the config says so; a collective.
 
@@ -106,17 +125,18 @@ class SGLangEngine:
             safe_point: Called while a rollout is waited for; raises where it is to be given up.
             sampling: How samples for training will be drawn; servers are checked for what it asks of them.
             allow_truncation_bias: Go on without sampling masks where servers do not report those that `sampling` needs.
+            rounding: How weights are rounded before they are sent; servers are checked for a precision to round to.
 
         Raises:
             RolloutUnavailable: No server comes up.
             ValueError: The servers refuse the key, the config names none, or they do not return the routed experts or
-                sampling masks that `sampling` asks for.
+                sampling masks that `sampling` asks for, or do not round weights that are to be rounded for them.
         """
         self.weight_version = 0
-        self._precision: Precision = "fp32"
         self._tokenizer, self._weights, self._safe_point = tokenizer, weights, safe_point
         self._weights_version = weights_version or (lambda: self.weight_version)
-        self._sizes = model_sizes(read_model_config(hf_checkpoint))
+        model = read_model_config(hf_checkpoint)
+        self._sizes = model_sizes(model)
         self._run_id, self._num_batches = secrets.token_hex(4), 0
         self._unfinished: Groups = []
         self._partial_in_flight = False
@@ -126,7 +146,7 @@ class SGLangEngine:
         records_experts = sampling is not None and sampling.return_routed_experts
         layout = expert_layout(hf_checkpoint) if records_experts else None
 
-        def connect(_: WeightSource) -> tuple[int | None, int | None]:
+        def connect(_: WeightSource) -> tuple[int | None, int | None, Precision | None]:
             config.check_has_servers()
             with ExitStack() as stack:
                 launched = None
@@ -143,10 +163,14 @@ class SGLangEngine:
                 mask_tokens = None
                 if sampling is not None and sampling.return_sampling_mask:
                     mask_tokens = self._servers.sampling_mask_tokens(sampling, allow_truncation_bias)
+                precision = self._servers.precision(model)
+                check_rounding(rounding, precision)
                 self._stack = stack.pop_all()
-            return self._servers.max_input_len, mask_tokens
+            return self._servers.max_input_len, mask_tokens, precision
 
-        self._max_input_len, self._mask_tokens = self._rank_zero.run(connect, weights)
+        self._max_input_len, self._mask_tokens, self.precision = self._rank_zero.run(connect, weights)
+        lengths = (self._sizes.context_len, self._max_input_len)
+        self.max_context_len = min((length for length in lengths if length is not None), default=None)
 
     def submit(
         self, prompts: Sequence[Prompt], sampling: Sampling, seed: int = 0, *, num_groups: int | None = None
@@ -218,13 +242,16 @@ class SGLangEngine:
         """Log-probs at temperature 1 of all tokens but the first, by the URL of each server."""
         return self._rank_zero.run(lambda _: self._loop.run(self._servers.prompt_log_probs(token_ids)), self._weights)
 
-    def weight_precision(self, name: str) -> Precision:
-        """fp32: what the servers make of weights is not known."""
-        return self._precision
+    def weight_precision(self, name: str) -> Precision | None:
+        """That of the dtype of all servers; None where they do not say, differ or quantize, and on other ranks."""
+        return self.precision if self._rank_zero.is_self else None
 
-    def weight_rows(self, strides: Mapping[str, int]) -> dict[str, dict[str, Tensor]]:
-        """Nothing: SGLang shows the weights of a few models only."""
-        return {}
+    def wrong_weights(self, sent: Mapping[str, SentRows]) -> dict[str, list[str]]:
+        """Tensors that the update changed, and whose checksum on a server is that of the update before.
+
+        By the URL of each server that gave checksums both times; SGLang does from 0.5.23 on.
+        """
+        return self._rank_zero.run(lambda _: self._loop.run(self._servers.wrong_weights(sent)), self._weights)
 
     def unfinished(self) -> Groups:
         """Groups that were aborted, and are to be continued; those of a rollout in flight once it is complete."""
@@ -386,6 +413,8 @@ class ServerGroup:
         """Rollouts that are being sampled."""
         self._config, self._vocab_size, self._layout, self._launched = config, vocab_size, layout, launched
         self._timeouts = timeouts or Timeouts(recovery=config.sglang_recovery_timeout)
+        self._checksums: dict[Server, dict[str, list[str]] | None] = {}  # of the update before
+        self._without_checksums: set[Server] = set()
         self._tasks = BackgroundTasks()
         self._one_update = asyncio.Lock()
 
@@ -479,6 +508,15 @@ class ServerGroup:
             "--allow-truncation-bias."
         )
 
+    def precision(self, model: Mapping[str, Any]) -> Precision | None:
+        """The precision in which all servers hold weights; None where they do not say, differ or quantize.
+
+        Args:
+            model: config.json of the checkpoint.
+        """
+        dtypes = {state.dtype for state in self.health.states.values() if state.seen}
+        return server_precision(dtypes.pop(), model) if len(dtypes) == 1 else None
+
     async def update_weights(self, source: WeightSource, version: int) -> None:
         """Gives all servers that answer new weights; those that fail are marked down."""
         async with self._one_update, self.health.updating(version):
@@ -512,6 +550,34 @@ class ServerGroup:
         servers = [state.server for state in self.health.available()]
         answers = await asyncio.gather(*map(ask, servers))
         return {server.url: found for server, found in zip(servers, answers, strict=True) if found is not None}
+
+    async def wrong_weights(self, sent: Mapping[str, SentRows]) -> dict[str, list[str]]:
+        """Tensors that did not change with the update; see `SGLangEngine.wrong_weights`."""
+
+        async def ask(server: Server) -> dict[str, list[str]] | None:
+            try:
+                return await server.weight_checksums()
+            except RequestRefused as error:
+                self._without_checksums.add(server)
+                logger.warning("%s Its weights are checked by their log-probs alone.", error)
+            except ServerError as error:
+                logger.warning("checksums of the weights failed: %s", error)
+            return None
+
+        servers = [state.server for state in self.health.available() if state.server not in self._without_checksums]
+        answers = await asyncio.gather(*map(ask, servers))
+        before, self._checksums = self._checksums, dict(zip(servers, answers, strict=True))
+        changed = [name for name, rows in sent.items() if rows.changed]
+        wrong = {}
+        for server, now in self._checksums.items():
+            earlier = before.get(server)
+            if now is None or earlier is None:
+                continue
+            held = {name: server_name(name) for name in changed}
+            wrong[server.url] = [
+                name for name, other in held.items() if other in now and now[other] == earlier.get(other)
+            ]
+        return wrong
 
     def metrics(self) -> dict[str, float]:
         """Counts since the start."""
@@ -717,6 +783,43 @@ def expert_layout(hf_checkpoint: str | Path) -> ExpertLayout:
     if moe is None:
         raise ValueError("--use-rollout-routing-replay is given but the model has no experts; leave it out.")
     return ExpertLayout(num_hidden_layers=hf.num_hidden_layers, moe=moe)
+
+
+def server_name(name: str) -> str:
+    """What SGLang calls the tensor that has a Hugging Face one in it: it joins matrices that read the same input."""
+    for parts, joined in JOINED.items():
+        name = re.sub(parts, joined, name)
+    return name
+
+
+def server_precision(dtype: str | None, model: Mapping[str, Any]) -> Precision | None:
+    """The precision that SGLang's `--dtype` stands for; None for one that is not known.
+
+    `auto` is the checkpoint's own type, and float16 for one in float32 (sglang/srt/configs/model_config.py).
+
+    Args:
+        dtype: What a server says; None where it does not.
+        model: config.json of the checkpoint.
+    """
+    if dtype == "auto":
+        own = model.get("dtype") or model.get("torch_dtype") or "float32"
+        dtype = "float16" if own == "float32" else own
+    return PRECISIONS.get(dtype) if isinstance(dtype, str) else None
+
+
+def check_rounding(rounding: Rounding, precision: Precision | None) -> None:
+    """Checks that servers hold weights in a precision that these can be rounded to.
+
+    Raises:
+        ValueError: Weights are to be rounded, and it is float32 or not known.
+    """
+    if rounding == "nearest" or precision not in ("fp32", None):
+        return
+    if precision == "fp32":
+        problem = "servers compute in float32, which holds the weights as they are"
+    else:
+        problem = "servers do not report one and the same --dtype without --quantization"
+    raise ValueError(f"--weight-update-rounding is {rounding} but {problem}; leave it out.")
 
 
 def response_seed(seed: int, group: int, place: int) -> int:

@@ -69,6 +69,8 @@ class ServerState:
     """Longest input that it takes, in tokens, where it says."""
     sampling_mask_tokens: int | None = None
     """Most tokens of a sampling mask that it reports; None where it reports none."""
+    dtype: str | None = None
+    """Type in which it holds weights, where it says; None of a server that quantizes them."""
     version: int = -1
     """Version of its weights; -1 where it is not known."""
     version_known: bool = True
@@ -357,6 +359,7 @@ class HealthMonitor:
                 info = await state.server.info()
                 longest, state.sampling_mask_tokens = info.max_req_input_len, info.sampling_mask_max_tokens
                 state.max_input_len = None if longest is None else longest - 1
+                state.dtype = info.dtype if info.quantization is None else None
             except ServerError as failure:
                 error = str(failure)
         if error is not None:

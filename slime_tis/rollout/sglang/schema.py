@@ -156,11 +156,29 @@ class ServerInfo(Answer):
     sampling_mask_max_tokens: Annotated[int, Field(ge=1, le=MAX_CONTEXT)] | None = None
     """Most tokens of a set that it reports (--sampling-mask-max-tokens); SGLang before 0.5.23 reports no sets."""
 
+    dtype: Annotated[str, Field(max_length=MAX_NAME)] | None = None
+    """Type that it computes in, "auto" where it follows the checkpoint."""
+
+    quantization: Any = None
+    """How it quantizes weights that it is given; None where it does not."""
+
     enable_deterministic_inference: Any = None
     """Whether it samples with the seed that a request names; only True counts."""
 
     enable_return_routed_experts: Any = None
     """Whether it records the experts of each token; only True counts, and without it requests for them are ignored."""
+
+
+class RankChecksums(Answer):
+    """Checksums of the tensors of one rank of a server."""
+
+    checksums: dict[str, str]
+
+
+class ChecksumAnswer(Answer):
+    """The answer to POST /weights_checker."""
+
+    ranks: list[RankChecksums]
 
 
 class ControlAnswer(Answer):

@@ -93,6 +93,11 @@ class FakeSGLang:
         """What /server_info says that inputs must be shorter than; None is as recorded."""
         self.set_tokens: int | None = 4096
         """Most tokens of a sampling mask that it reports; None as before SGLang 0.5.23, where none is."""
+        self.dtype: str | None = None
+        """What /server_info says that it holds weights in."""
+        self.quantization: str | None = None
+        self.checksums: dict[str, str] | None = None
+        """Of its tensors; None as before SGLang 0.5.23, which gives none."""
         self.deterministic = False
         """Whether /server_info says that it takes seeds."""
         self.returns_experts = True
@@ -188,6 +193,7 @@ class FakeSGLang:
             return 200, {**recorded("model_info"), "weight_version": self.weight_version}
         if path == "/server_info":
             info = {**recorded("server_info"), "enable_deterministic_inference": self.deterministic}
+            info |= {"dtype": self.dtype, "quantization": self.quantization}
             info["enable_return_routed_experts"] = self.returns_experts
             info["sampling_mask_max_tokens"] = self.set_tokens
             return 200, info if self.longest is None else {**info, "max_req_input_len": self.longest}
@@ -209,6 +215,9 @@ class FakeSGLang:
         if path in ("/pause_generation", "/continue_generation"):
             self.paused = path == "/pause_generation"
             return 200, recorded(path[1:])
+        if path == "/weights_checker" and self.checksums is not None:
+            rank = {"checksums": self.checksums, "per_gpu_checksum": "0", "parallelism_info": []}
+            return 200, {"success": True, "message": "Success.", "ranks": [rank], "per_engine_checksum": "0"}
         if path == "/flush_cache":
             return 200, "Cache flushed."
         if path == "/update_weights_from_disk":

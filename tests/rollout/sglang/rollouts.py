@@ -80,6 +80,7 @@ class Run:
         self.servers, self.weights, self.sync = servers, Weights(), ByHand()
         timeouts, version = options.pop("timeouts", QUICK), options.pop("weights_version", None)
         sampling, allow_truncation_bias = options.pop("sampling", None), options.pop("allow_truncation_bias", False)
+        rounding = options.pop("rounding", "nearest")
         options = {"sglang_url": tuple(server.url for server in servers), "sglang_request_timeout": 30.0, **options}
         by_hand = {} if options.get("sglang_weight_sync") == "disk" else {"weight_sync": self.sync}
         self.engine = SGLangEngine(
@@ -92,6 +93,7 @@ class Run:
             weights_version=version,
             sampling=sampling,
             **by_hand,
+            rounding=rounding,
             allow_truncation_bias=allow_truncation_bias,
         )
 

@@ -5,9 +5,12 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+import torch
 
+from slime_tis.rollout.engine import SentRows
 from slime_tis.rollout.local import LocalEngine
 from slime_tis.rollout.sample import Sampling
+from slime_tis.rollout.sglang.engine import server_name, server_precision
 from tests.rollout.sglang.fake_sglang import FakeSGLang, fake_servers, spoiled, wait_until, when
 from tests.rollout.sglang.rollouts import LATE, LIMIT, PROMPTS, SAMPLING, Run, assert_exact, flat
 
@@ -142,3 +145,73 @@ def test_weights_are_not_part_of_checkpoints(start: Callable[..., Run], tmp_path
     assert list(tmp_path.iterdir()) == []
     run.engine.load_weights(tmp_path, 3)
     assert (run.engine.weight_version, run.servers[0].weight_version) == (3, "3")
+
+
+def test_tensors_that_did_not_change_with_the_update_are_named(
+    start: Callable[..., Run], caplog: pytest.LogCaptureFixture
+) -> None:
+    run = start(2)
+    first, second = run.servers
+    first.checksums = {"model.layers.0.self_attn.qkv_proj.weight": "1", "model.norm.weight": "2", "other": "3"}
+    rows = SentRows(stride=1, rows=torch.zeros(1), changed=True)
+    same = SentRows(stride=1, rows=torch.zeros(1), changed=False)
+    names = ("model.layers.0.self_attn.q_proj.weight", "model.norm.weight", "unknown.weight")
+    sent = dict.fromkeys(names, rows) | {"other": same}
+    assert run.engine.wrong_weights(sent) == {}  # there is nothing to compare with
+    assert run.engine.wrong_weights(sent) == {first.url: list(names[:2])}
+    first.checksums = {**first.checksums, "model.layers.0.self_attn.qkv_proj.weight": "4"}
+    assert run.engine.wrong_weights(sent) == {first.url: ["model.norm.weight"]}
+    first.checksums = dict.fromkeys(first.checksums, "5")
+    assert run.engine.wrong_weights(sent) == {first.url: []}
+    assert caplog.text.count("Its weights are checked by their log-probs alone.") == 1
+    assert second.count("/weights_checker") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "joined"),
+    [
+        ("model.layers.3.self_attn.k_proj.bias", "model.layers.3.self_attn.qkv_proj.bias"),
+        ("model.layers.3.self_attn.o_proj.weight", "model.layers.3.self_attn.o_proj.weight"),
+        ("model.layers.3.mlp.up_proj.weight", "model.layers.3.mlp.gate_up_proj.weight"),
+        ("model.layers.3.mlp.experts.17.gate_proj.weight", "model.layers.3.mlp.experts.w13_weight"),
+        ("model.layers.3.mlp.experts.17.down_proj.weight", "model.layers.3.mlp.experts.w2_weight"),
+        ("lm_head.weight", "lm_head.weight"),
+    ],
+    ids=["attention", "output of attention", "mlp", "expert, input", "expert, output", "output layer"],
+)
+def test_names_of_joined_tensors(name: str, joined: str) -> None:
+    assert server_name(name) == joined
+
+
+@pytest.mark.parametrize(
+    ("dtype", "model", "precision"),
+    [
+        ("bfloat16", {}, "bf16"),
+        ("half", {}, "fp16"),
+        ("auto", {"dtype": "bfloat16"}, "bf16"),
+        ("auto", {"torch_dtype": "float32"}, "fp16"),
+        ("auto", {}, "fp16"),
+        ("float32", {"dtype": "bfloat16"}, "fp32"),
+        ("fp4", {}, None),
+        (None, {}, None),
+    ],
+)
+def test_the_precision_of_a_dtype(dtype: str | None, model: dict[str, str], precision: str | None) -> None:
+    assert server_precision(dtype, model) == precision
+
+
+def test_the_precision_is_that_of_all_servers_that_do_not_quantize(start: Callable[..., Run]) -> None:
+    def saying(*dtypes: str | None, quantization: str | None = None) -> Callable[[list[FakeSGLang]], None]:
+        def say(servers: list[FakeSGLang]) -> None:
+            for server, dtype in zip(servers, dtypes, strict=True):
+                server.dtype, server.quantization = dtype, quantization
+
+        return say
+
+    assert start(2, saying("bfloat16", "bfloat16"), rounding="stochastic").engine.weight_precision("w") == "bf16"
+    assert start(2, saying("bfloat16", "float16")).engine.weight_precision("w") is None
+    assert start(1, saying("bfloat16", quantization="fp8")).engine.weight_precision("w") is None
+    with pytest.raises(ValueError, match="is stochastic but servers do not report one and the same --dtype without"):
+        start(1, saying(None), rounding="stochastic")
+    with pytest.raises(ValueError, match="but servers compute in float32, which holds the weights as they are"):
+        start(1, saying("float32"), rounding="error-compensated")

@@ -1,0 +1,238 @@
+"""What `--check-weight-sync` catches: planted faults, and good updates, while a model trains.
+
+    python -m benchmarks.weight_sync_faults --plant-at 1 50 -- \
+        --custom-config-path examples/smollm2_reasoning_gym/train.yaml --num-rollout 50 ...
+
+Everything after `--` goes to train.py. After each of the run's updates four local engines, one per precision, are
+given the new weights and checked; at the updates that --plant-at names they are then given wrong ones.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import Tensor
+
+from slime_tis import train
+from slime_tis.cli.main import train as run_train
+from slime_tis.megatron.engine import TrainingEngine
+from slime_tis.rollout.checkpoint import load_tokenizer
+from slime_tis.rollout.engine import RolloutEngine, SentRows
+from slime_tis.rollout.local import LocalEngine
+from slime_tis.rollout.weight_rounding import Precision, WeightRounder
+from slime_tis.rollout.weight_updates import WeightUpdates
+from slime_tis.weight_sync import MIN_RECEIVED, SyncCheck, check_weight_sync
+
+PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "int8", "fp8")
+Weights = dict[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class History:
+    """The weights of the last updates, newest last, and the number of layers."""
+
+    weights: list[Weights]
+    layers: int
+
+
+def no_update(history: History) -> Weights:
+    """The weights before."""
+    return history.weights[-2]
+
+
+def missing_layer(history: History) -> Weights:
+    """One layer in the middle is that before."""
+    return _stale(history, {history.layers // 2})
+
+
+def half_stale(history: History) -> Weights:
+    """Every second layer is that before."""
+    return _stale(history, set(range(0, history.layers, 2)))
+
+
+def swapped(history: History) -> Weights:
+    """The query matrices of the first two layers are in each other's place."""
+    new = history.weights[-1]
+    first, second = (f"model.layers.{layer}.self_attn.q_proj.weight" for layer in (0, 1))
+    return {**new, first: new[second], second: new[first]}
+
+
+def _stale(history: History, layers: set[int]) -> Weights:
+    new, before = history.weights[-1], history.weights[-2]
+    parts = tuple(f"model.layers.{layer}." for layer in layers)
+    return {name: before[name] if name.startswith(parts) else tensor for name, tensor in new.items()}
+
+
+FAULTS: dict[str, Callable[[History], Weights]] = {
+    "no update": no_update,
+    "one layer missing": missing_layer,
+    "half the layers stale": half_stale,
+    "two tensors swapped": swapped,
+    "one update late": no_update,
+}
+"""The weights that arrive in place of the newest. The late engine had those of two updates ago before."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One update of one engine."""
+
+    precision: str
+    version: int
+    fault: str
+    """Empty for a good update."""
+    wrong_tensors: int
+    """Tensors in use that are other than those that were sent."""
+    log_probs: str
+    """What the check of the log-probs alone finds: gap, movement, or nothing."""
+    metrics: dict[str, float]
+    """Of the update that should have arrived, and of the check where it finds nothing."""
+
+    @property
+    def is_judged_by_movement(self) -> bool:
+        """Whether rounding left enough of the update for the probe to have to move."""
+        return self.metrics.get("rollout/update_received", 1.0) >= MIN_RECEIVED
+
+
+@dataclass(kw_only=True)
+class Lane:
+    """A rollout engine with the state of its check."""
+
+    engine: LocalEngine
+    updates: WeightUpdates
+    check: SyncCheck
+
+
+class WithoutTensors:
+    """A rollout engine into whose weights nobody can look."""
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        self.weight_version, self.prompt_log_probs = engine.weight_version, engine.prompt_log_probs
+
+    def wrong_weights(self, sent: Mapping[str, SentRows]) -> dict[str, list[str]]:
+        """Nothing."""
+        return {}
+
+
+@dataclass(kw_only=True)
+class Planter:
+    """Takes the place of `check_weight_sync` in a run, and checks engines of its own as well."""
+
+    checkpoint: str
+    plant_at: Sequence[int]
+    precisions: Sequence[Precision] = PRECISIONS
+    rows: list[Row] = field(default_factory=list)
+    lanes: dict[Precision, Lane] = field(default_factory=dict)
+    history: list[Weights] = field(default_factory=list)
+
+    def __call__(
+        self, engine: TrainingEngine, sampler: RolloutEngine, check: SyncCheck, updates: WeightUpdates
+    ) -> dict[str, float]:
+        """Checks the run's own engine, then the others."""
+        found = check_weight_sync(engine, sampler, check, updates)
+        if not self.lanes:
+            self.lanes = {precision: self._lane(precision, check) for precision in self.precisions}
+        new = {name: tensor.clone() for name, tensor in engine.named_hf_tensors()}
+        self.history = [*self.history[-2:], new]
+        for precision, lane in self.lanes.items():
+            before = copy(lane.check)
+            version = sampler.weight_version
+            lane.engine.update_weights(lane.updates.source(new.items, version), version)
+            self._record(engine, lane, lane.check, precision, "")
+            if version in self.plant_at:
+                self._plant(engine, lane, before, precision)
+                lane.engine.update_weights(new.items, version)
+        return found
+
+    def _lane(self, precision: Precision, check: SyncCheck) -> Lane:
+        engine = LocalEngine(self.checkpoint, load_tokenizer(self.checkpoint), precision=precision)
+        updates = WeightUpdates(WeightRounder("nearest", 0), engine.weight_precision, samples_all=True)
+        return Lane(
+            engine=engine,
+            updates=updates,
+            check=SyncCheck(probe=check.probe, bound=check.bound, trains_in=check.trains_in),
+        )
+
+    def _plant(self, engine: TrainingEngine, lane: Lane, before: SyncCheck, precision: Precision) -> None:
+        new, version = self.history[-1], lane.engine.weight_version
+        layers = 1 + max(int(name.split(".")[2]) for name in new if name.startswith("model.layers."))
+        history = History(weights=self.history, layers=layers)
+        for name, fault in FAULTS.items():
+            check = copy(before)
+            if name == "one update late":
+                if len(self.history) < 3:
+                    continue
+                lane.engine.update_weights(self.history[-3].items, version)
+                check = _as_after(engine, lane, before)
+            lane.engine.update_weights(fault(history).items, version)
+            self._record(engine, lane, check, precision, name)
+
+    def _record(self, engine: TrainingEngine, lane: Lane, check: SyncCheck, precision: str, fault: str) -> None:
+        wrong = lane.engine.wrong_weights(lane.updates.sent_rows())
+        metrics, log_probs = lane.updates.metrics(), "nothing"
+        try:
+            metrics |= check_weight_sync(engine, WithoutTensors(lane.engine), check, lane.updates)  # type: ignore[arg-type]
+        except ValueError as error:
+            log_probs = "movement" if "of that arrived" in str(error) else "gap"
+        self.rows.append(
+            Row(
+                precision=precision,
+                version=lane.engine.weight_version,
+                fault=fault,
+                wrong_tensors=sum(map(len, wrong.values())),
+                log_probs=log_probs,
+                metrics=metrics,
+            )
+        )
+
+
+def _as_after(engine: TrainingEngine, lane: Lane, check: SyncCheck) -> SyncCheck:
+    """The check as it is where the engine's weights of now had been checked at the update before."""
+    late = copy(check)
+    ((name, log_probs),) = lane.engine.prompt_log_probs(check.probe).items()
+    received_L = check.received_L[name]
+    late.received_L = {name: received_L.new_tensor(log_probs)}
+    return late
+
+
+def table(rows: Iterable[Row]) -> list[str]:
+    """Markdown: per fault and precision the tensors that differ and what the log-probs alone show."""
+    rows = list(rows)
+    precisions = list(dict.fromkeys(row.precision for row in rows))
+    lines = ["| weights that arrived | " + " | ".join(precisions) + " |", "|---" * (len(precisions) + 1) + "|"]
+    for fault in dict.fromkeys(row.fault for row in rows):
+        cells = []
+        for precision in precisions:
+            found = [row for row in rows if (row.fault, row.precision) == (fault, precision)]
+            tensors = sum(row.wrong_tensors > 0 for row in found)
+            seen = sum(row.log_probs != "nothing" for row in found)
+            ways = "/".join(sorted({row.log_probs for row in found} - {"nothing"}))
+            cells.append(f"{tensors} / {seen} of {len(found)}{f' ({ways})' if ways else ''}")
+        lines.append(f"| {fault or 'the new ones'} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Makes the run, and prints the table; rows go to weight_sync_faults.jsonl in its directory."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    place = arguments.index("--") if "--" in arguments else len(arguments)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hf-checkpoint", required=True)
+    parser.add_argument("--plant-at", type=int, nargs="+", default=[2], help="updates at which faults are planted")
+    parser.add_argument("--out", type=Path, required=True, help="file of rows, JSON lines")
+    given, flags = parser.parse_args(arguments[:place]), arguments[place + 1 :]
+    planter = Planter(checkpoint=given.hf_checkpoint, plant_at=given.plant_at)
+    train.check_weight_sync = planter
+    status = run_train(["--hf-checkpoint", given.hf_checkpoint, "--check-weight-sync", *flags])
+    with open(given.out, "w") as lines:
+        lines.writelines(json.dumps(vars(row)) + "\n" for row in planter.rows)
+    print("\n".join(table(planter.rows)))
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
