@@ -36,6 +36,7 @@ from slime_tis.policy.replay_mismatch import MeasuredLoss, mismatch, mismatch_me
 from slime_tis.policy.step_sums import step_metrics
 from slime_tis.rollout.routing import has_usable_experts, has_usable_weights
 from slime_tis.rollout.sample import Sample
+from slime_tis.train_dump import RecordedLoss, StepDump, TrainDump
 
 
 @dataclass(kw_only=True)
@@ -54,6 +55,8 @@ class Learner:
     """Whether the experts that samples come with are replayed."""
     replays_routing_weights: bool = False
     """Whether their combine weights are, too."""
+    dump: TrainDump | None = None
+    """Gets every step's tokens; on all ranks or none, and used by those that have whole responses' log-probs first."""
     step: int = 0
     """Optimizer steps made so far: the version of the weights."""
     _old_version: int = 0
@@ -116,7 +119,13 @@ class Learner:
         if self.policy.use_kl_loss:
             with self.engine.timer("ref_log_probs"):
                 batch = batch.with_ref_log_probs(self.engine.reference_log_probs(batch, partition))
-        return Step(batch=batch, partition=partition, routing_record=record, samples_without_routing=missing)
+        return Step(
+            samples=shards[self.parallel.data_rank],
+            batch=batch,
+            partition=partition,
+            routing_record=record,
+            samples_without_routing=missing,
+        )
 
     def _with_routing(self, samples: Sequence[Sample]) -> tuple[TrainingBatch, int]:
         """The batch of this rank's samples with the experts to replay, and the number of all ranks' samples without."""
@@ -181,7 +190,10 @@ class Learner:
         measures = every is not None and self.step % every == 0
         measured = self._mismatch_without_replay(batch, step.partition) if measures else {}
         loss = MeasuredLoss(context) if measures else partial(policy_loss, step=context)
-        result = self.engine.train_step(batch, step.partition, loss, source=step.routing_record)
+        recorded = RecordedLoss(loss)
+        used = loss if self.dump is None else recorded
+        result = self.engine.train_step(batch, step.partition, used, source=step.routing_record)
+        self._dump(step, advantages, recorded, known)
         with self.engine.timer("metrics"):
             routing = self.engine.routing.metrics()
             if self.replays_rollout_routing:
@@ -189,6 +201,29 @@ class Learner:
             if isinstance(loss, MeasuredLoss):
                 measured |= self._mismatch("with_replay", loss.statistics if self.parallel.is_last_stage else None)
             return self._step_metrics(result, custom) | train_metrics(routing | measured)
+
+    def _dump(self, step: Step, advantages: Sequence[float], recorded: RecordedLoss, known: GlobalBatch) -> None:
+        """Hands what the loss made of the step's tokens to the dump, whole responses on one rank of each data share.
+
+        The context-parallel ranks put their slices together, those of the tensor-parallel ranks being the same.
+        """
+        parallel = self.parallel
+        if self.dump is None or not parallel.is_last_stage or parallel.tensor_rank > 0:
+            return
+        with self.engine.timer("train_dump"):
+            tokens = step.batch.responses
+            record_L = recorded.in_order(step.partition, tokens.lengths)
+            record_N = parallel.ranks.over_context(tokens.slices.scatter(record_L))
+            if parallel.context_rank == 0:
+                self.dump.add(
+                    StepDump(
+                        samples=step.samples,
+                        advantages=advantages,
+                        record_N=record_N.cpu(),
+                        step=self.step,
+                        global_batch=replace(known, ranks=Ranks()),
+                    )
+                )
 
     def _mismatch_without_replay(self, batch: TrainingBatch, partition: list[list[int]]) -> dict[str, float]:
         """The mismatch where every router chooses for itself, by one more forward pass, as without_replay/NAME."""
@@ -262,7 +297,9 @@ def train_metrics(metrics: dict[str, float]) -> dict[str, float]:
 class Step:
     """One optimizer step's samples on this data-parallel rank."""
 
+    samples: Sequence[Sample]
     batch: TrainingBatch
+    """The same samples as tensors."""
     partition: list[list[int]]
     """The samples of each micro-batch."""
     routing_record: RoutingRecord | None

@@ -33,7 +33,7 @@ from slime_tis.cli.arguments import Arguments, describe, effective_config, optio
 from slime_tis.cli.output_paths import held_outputs
 from slime_tis.cli.preflight import prompt_sizes
 from slime_tis.custom import load_custom_tis
-from slime_tis.errors import NonFiniteGradient, RunStopped
+from slime_tis.errors import NonFiniteGradient, RunStopped, quoted_path
 from slime_tis.evaluation import Evaluation, local_evaluation_engine
 from slime_tis.exit_status import exit_status, message_of, report_error
 from slime_tis.interrupt import Interrupted, Interrupts
@@ -43,6 +43,7 @@ from slime_tis.megatron.engine import TrainingEngine
 from slime_tis.megatron.export import save_hf
 from slime_tis.megatron.parallel import Parallel, connect_store, initialize, shut_down
 from slime_tis.policy.custom_tis import CustomTisFunction
+from slime_tis.policy.proximal_policy import old_policy_name
 from slime_tis.reporting.health import Health
 from slime_tis.reporting.progress import shown_progress
 from slime_tis.reporting.reporters import Reporter, open_reporters
@@ -64,6 +65,7 @@ from slime_tis.rollout.sampling_masks import check_sampling_masks, require_sampl
 from slime_tis.rollout.staleness import mask_stale_samples
 from slime_tis.rollout.weight_rounding import WeightRounder
 from slime_tis.rollout.weight_updates import WeightUpdates
+from slime_tis.train_dump import DumpSettings, TrainDump
 from slime_tis.weight_sync import PROBE_TOKENS, SyncCheck, check_weight_sync, make_probe
 
 
@@ -90,7 +92,7 @@ def train(run: Run) -> None:
             )
             sampled |= check_sampling_masks(groups, truncates_sampling=run.arguments.rollout.truncates_sampling)
             safe_point(run)
-            run.unreported = [{}] if run.arguments.loop.debug_rollout_only else run.learner.train(groups)
+            run.unreported = [{}] if run.arguments.loop.debug_rollout_only else train_on(run, groups)
         run.rollout_id += 1
         run.checkpointer.position = position(run)
         if run.rollout_id % run.arguments.rollout.update_weights_interval == 0:
@@ -121,6 +123,16 @@ def sample(run: Run) -> list[list[Sample]]:
     if loop.save_debug_rollout_data is not None and run.parallel.is_main:
         save_samples(loop.save_debug_rollout_data.format(rollout_id=run.rollout_id), groups)
     return groups
+
+
+def train_on(run: Run, groups: list[list[Sample]]) -> list[dict[str, float]]:
+    """The optimizer steps of one rollout; what they made of its tokens is dumped, that of a refused step included."""
+    try:
+        return run.learner.train(groups)
+    finally:
+        if run.learner.dump is not None:
+            with run.timer("train_dump"):
+                run.learner.dump.end_rollout(run.rollout_id)
 
 
 def evaluate_when_due(run: Run) -> dict[str, float]:
@@ -193,8 +205,8 @@ def finish(run: Run) -> None:
 
 
 @contextmanager
-def closing(resource: RolloutEngine | Reporter) -> Iterator[None]:
-    """Closes a rollout engine or a reporter at the end; after an error, that error is the one that is raised."""
+def closing(resource: RolloutEngine | Reporter | TrainDump) -> Iterator[None]:
+    """Closes an engine, a reporter or a dump at the end; after an error, that error is the one that is raised."""
     try:
         yield
     except BaseException:
@@ -309,6 +321,9 @@ def set_up(arguments: Arguments, parallel: Parallel, interrupts: Interrupts, ope
         timer=timer,
         safe_point=between_micro_batches,
     )
+    dump = open_dump(arguments, parallel)
+    if dump is not None:
+        opened.enter_context(closing(dump))
     learner = Learner(
         engine=engine,
         correction=arguments.correction,
@@ -318,6 +333,7 @@ def set_up(arguments: Arguments, parallel: Parallel, interrupts: Interrupts, ope
         custom_tis=custom_tis,
         replays_rollout_routing=rollout.use_rollout_routing_replay,
         replays_routing_weights=rollout.routing_replay_weights,
+        dump=dump,
     )
     sampler = build_engine(
         rollout,
@@ -429,6 +445,37 @@ def check_rewards(arguments: Arguments, dataset: PromptDataset, eval_prompts: di
     for name, prompts in eval_prompts.items():
         flags = f"--label-key or --eval-label-key (--eval-prompt-data {name})"
         check_prompts(arguments.rollout, prompts, flags)
+
+
+def open_dump(arguments: Arguments, parallel: Parallel) -> TrainDump | None:
+    """What writes --save-debug-train-data; None without it.
+
+    Raises:
+        ValueError: several ranks would write the same file.
+    """
+    pattern, steps = arguments.loop.save_debug_train_data, arguments.loop.num_steps_per_rollout
+    if pattern is None:
+        return None
+    assert steps is not None  # parse_args derives it
+    settings = DumpSettings(
+        pattern=pattern,
+        correction=arguments.correction,
+        policy=arguments.policy,
+        old_policy=old_policy_name(arguments.correction, steps),
+        has_custom_function=arguments.custom_tis_function_path is not None,
+        metadata={
+            "precision": "bf16" if arguments.megatron.bf16 else "fp32",
+            "rollout_precision": arguments.rollout.rollout_precision,
+            "temperature": arguments.rollout.rollout_temperature,
+            "tokenizer": str(Path(arguments.megatron.hf_checkpoint).resolve()),
+        },
+    )
+    if parallel.data_size > 1 and settings.path(0, 0) == settings.path(0, 1):
+        raise ValueError(
+            f"--save-debug-train-data is {quoted_path(pattern)}, one file for {parallel.data_size} data-parallel "
+            "ranks; put {rank} into it."
+        )
+    return TrainDump(settings, parallel.rank)
 
 
 def num_rollout(arguments: Arguments, dataset: PromptDataset) -> int:

@@ -77,6 +77,14 @@ class LoopConfig:
     """File that samples are saved to; {rollout_id} in it becomes the rollout's number, and has to be in it where
     there are several rollouts."""
 
+    save_debug_train_data: str | None = None
+    """File that what training made of every token is saved to: log-probs, weights, masks, advantages (docs/dumps.md).
+    {rollout_id} and {rank} in it become numbers; parquet, or slime's layout where it ends in .pt."""
+
+    dump_details: str | None = None
+    """Directory for save_debug_rollout_data (rollout_data/{rollout_id}.jsonl) and save_debug_train_data
+    (train_data/{rollout_id}_{rank}.parquet), where these are not given."""
+
     load_debug_rollout_data: str | None = None
     """File that samples are read from, not generated; {rollout_id} in it becomes the rollout's number."""
 
@@ -95,24 +103,61 @@ class LoopConfig:
                 "does not train; leave one of the two out."
             )
         for name in ("save_debug_rollout_data", "load_debug_rollout_data"):
-            _check_pattern(flag(name), getattr(self, name))
-        pattern = self.save_debug_rollout_data
-        if pattern is not None and self.num_rollout != 1 and pattern.format(rollout_id=0) == pattern:
+            _check_pattern(flag(name), getattr(self, name), ("rollout_id",))
+        _check_pattern("--save-debug-train-data", self.save_debug_train_data, ("rollout_id", "rank"))
+        for name in ("save_debug_rollout_data", "save_debug_train_data"):
+            pattern = getattr(self, name)
+            if pattern is None or self.num_rollout == 1:
+                continue
+            if pattern.format(rollout_id=0, rank=0) == pattern.format(rollout_id=1, rank=0):
+                raise ValueError(
+                    f"{flag(name)} is {quoted(pattern)}, one file for all rollouts; put {{rollout_id}} into it, or "
+                    "each would overwrite the last."
+                )
+        if self.save_debug_train_data is not None and self.save_debug_train_data == self.save_debug_rollout_data:
             raise ValueError(
-                f"--save-debug-rollout-data is {quoted(pattern)}, one file for all rollouts; put {{rollout_id}} into "
-                "it, or each would overwrite the last."
+                f"--save-debug-train-data and --save-debug-rollout-data are both {quoted(self.save_debug_train_data)}; "
+                "give each a file of its own."
+            )
+        if self.debug_rollout_only and self.save_debug_train_data is not None:
+            raise ValueError(
+                f"--save-debug-train-data is {quoted(self.save_debug_train_data)} but --debug-rollout-only does not "
+                "train; leave one of the two out."
             )
 
+    def with_dump_patterns(self) -> "LoopConfig":
+        """The same options with the files that dump_details means, where none are given.
 
-def _check_pattern(flag: str, pattern: str | None) -> None:
-    """Whether a file's name has no field but a plain {rollout_id}."""
+        Raises:
+            ValueError: both kinds of files are given elsewhere, so that dump_details has no effect.
+        """
+        if self.dump_details is None:
+            return self
+        directory = self.dump_details.replace("{", "{{").replace("}", "}}")
+        patterns: dict[str, str] = {}
+        if self.load_debug_rollout_data is None:  # samples that are loaded are not saved again
+            patterns["save_debug_rollout_data"] = f"{directory}/rollout_data/{{rollout_id}}.jsonl"
+        if not self.debug_rollout_only:
+            patterns["save_debug_train_data"] = f"{directory}/train_data/{{rollout_id}}_{{rank}}.parquet"
+        given: dict[str, Any] = {name: getattr(self, name) or pattern for name, pattern in patterns.items()}
+        if not given.items() & patterns.items():
+            raise ValueError(
+                f"--dump-details is {quoted(self.dump_details)} but {' and '.join(map(flag, given))} say where dumps "
+                "go; leave it out."
+            )
+        return dataclasses.replace(self, **given)
+
+
+def _check_pattern(flag: str, pattern: str | None, names: tuple[str, ...]) -> None:
+    """Whether a file's name has no fields but those of these names, as plain as {rollout_id}."""
     try:
         fields = [field[1:] for field in string.Formatter().parse(pattern or "") if field[1] is not None]
     except ValueError:
         fields = [("unbalanced braces", "", None)]
-    if any(field != ("rollout_id", "", None) for field in fields):
+    if any(field not in [(name, "", None) for name in names] for field in fields):
+        allowed = " and ".join(f"{{{name}}}" for name in names)
         raise ValueError(
-            f"{flag} is {quoted(pattern)} but may have no field besides {{rollout_id}}; write other braces twice."
+            f"{flag} is {quoted(pattern)} but may have no field besides {allowed}; write other braces twice."
         )
 
 
@@ -211,7 +256,8 @@ GROUPS = {
         "output_dir summary_plot progress use_tensorboard tb_project_name tb_experiment_name use_wandb "
         "wandb_project wandb_group wandb_mode wandb_dir"
     ),
-    "debugging": "debug_rollout_only save_debug_rollout_data load_debug_rollout_data",
+    "debugging": "debug_rollout_only save_debug_rollout_data save_debug_train_data dump_details "
+    "load_debug_rollout_data",
 }
 """Titled groups of --help, and the options of each in their order there."""
 
@@ -219,12 +265,13 @@ ALIASES = {**CORRECTION_ALIASES, "save_retain_count": "save_retain"}
 """Old names of options and the name each one has now; both are read on the command line and in YAML."""
 
 METAVARS = {
-    "DIR": "hf_checkpoint ref_load load save save_hf output_dir wandb_dir sglang_log_dir sglang_weight_dir",
+    "DIR": "hf_checkpoint ref_load load save save_hf output_dir wandb_dir sglang_log_dir sglang_weight_dir "
+    "dump_details",
     "URL": "sglang_url",
     "ADDRESS": "sglang_router_ip sglang_sync_address",
     "WORD": "sglang_server_args",
     "PYTHON": "sglang_python",
-    "FILE": "prompt_data save_debug_rollout_data load_debug_rollout_data",
+    "FILE": "prompt_data save_debug_rollout_data save_debug_train_data load_debug_rollout_data",
     "FILE.yaml": "custom_config_path",
     "FUNCTION": "custom_rm_path custom_tis_function_path",
     "KEY": "input_key label_key metadata_key eval_input_key eval_label_key reward_key eval_reward_key",
@@ -316,7 +363,7 @@ def configure(argv: Sequence[str], environ: Mapping[str, str], *, prog: str = "t
         megatron=build(MegatronConfig, values),
         rollout=rollout,
         sglang=_build_sglang(rollout, values),
-        loop=_resolve_steps(rollout, build(LoopConfig, values)),
+        loop=_resolve_steps(rollout, build(LoopConfig, values).with_dump_patterns()),
         reporting=build(ReportingConfig, values),
         custom_tis_function_path=values.get("custom_tis_function_path"),
         namespace=argparse.Namespace(),
@@ -332,7 +379,7 @@ def configure(argv: Sequence[str], environ: Mapping[str, str], *, prog: str = "t
     _check_truncation(arguments)
     model = check_model(arguments.megatron, arguments.rollout, world_size)
     _refuse_unknown(restated, model)
-    check_outputs(arguments.rollout, arguments.megatron, arguments.reporting)
+    check_outputs(arguments.rollout, arguments.megatron, arguments.reporting, _first_dumps(arguments.loop))
     check_resumption(arguments.megatron, effective_config(arguments))
     return dataclasses.replace(arguments, namespace=_slime_namespace(arguments))
 
@@ -578,6 +625,12 @@ def _check_dump(arguments: Arguments) -> None:
             f"--load-debug-rollout-data is {quoted(pattern)} but there is no file "
             f"{quoted(pattern.format(rollout_id=0))}; --save-debug-rollout-data writes it."
         )
+
+
+def _first_dumps(loop: LoopConfig) -> dict[str, str]:
+    """The first file of each kind of dump, by flag."""
+    patterns = {name: getattr(loop, name) for name in ("save_debug_rollout_data", "save_debug_train_data")}
+    return {flag(name): pattern.format(rollout_id=0, rank=0) for name, pattern in patterns.items() if pattern}
 
 
 def _check_truncation(arguments: Arguments) -> None:

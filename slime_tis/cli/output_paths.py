@@ -17,8 +17,16 @@ from slime_tis.storage.directories import LOCK, held, same_path, unwritable
 from slime_tis.storage.resumption import check_options
 
 
-def check_outputs(rollout: RolloutConfig, megatron: MegatronConfig, reporting: ReportingConfig) -> None:
-    """Whether --output-dir, --save and --save-hf can be written and belong to this run.
+def check_outputs(
+    rollout: RolloutConfig, megatron: MegatronConfig, reporting: ReportingConfig, dumps: Mapping[str, str]
+) -> None:
+    """Whether --output-dir, --save, --save-hf and dumps can be written, and the former belong to this run.
+
+    Args:
+        rollout: names files that the run reads.
+        megatron: names files that the run reads, and directories that it writes.
+        reporting: names the run directory.
+        dumps: the first file of each kind of dump, by flag.
 
     Raises:
         ValueError: one cannot be written, is in use by other files, or would replace an input of the run.
@@ -31,6 +39,10 @@ def check_outputs(rollout: RolloutConfig, megatron: MegatronConfig, reporting: R
         problem = None if directory is None else unwritable(directory)
         if problem is not None:
             raise ValueError(f"{flag} is {quoted_path(directory)} but {problem}; give a directory that can be written.")
+    for flag, file in dumps.items():
+        problem = "it is a directory" if Path(file).is_dir() else unwritable(Path(file).parent)
+        if problem is not None:
+            raise ValueError(f"{flag} would write {quoted_path(file)} but {problem}; give a file that can be written.")
     foreign = foreign_file(Path(reporting.output_dir))
     if foreign is not None:
         raise ValueError(

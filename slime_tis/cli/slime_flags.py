@@ -308,10 +308,9 @@ ADVICE = (
     ),
     Advice("--debug-train-only", "it is implied", "use --load-debug-rollout-data alone"),
     Advice(
-        "--load-debug-rollout-data-subsample --save-debug-train-data --dump-details --memory-* --profile-* "
-        "--record-memory-history --use-pytorch-profiler",
-        "dumps are of rollouts, and profiles are the perf/ metrics",
-        "use --save-debug-rollout-data",
+        "--load-debug-rollout-data-subsample --memory-* --profile-* --record-memory-history --use-pytorch-profiler",
+        "dumps are loaded whole, and profiles are the perf/ metrics",
+        "use --save-debug-rollout-data and --save-debug-train-data",
     ),
     Advice("--use-rollout-entropy", "the entropy is reported anyway", "see train/entropy_loss"),
     Advice(

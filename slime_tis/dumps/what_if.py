@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slime_tis.correction import LOG_RATIO_BOUND, PRESETS, RolloutCorrectionConfig, response_slices
+from slime_tis.correction import PRESETS, RolloutCorrectionConfig, response_slices
+from slime_tis.dumps.annotate import UNBOUNDED
 from slime_tis.dumps.table import Column, TokenTable
 from slime_tis.policy.config import PolicyConfig
 from slime_tis.policy.policy_loss import LossInputs, LossOutputs, LossStep, policy_loss
@@ -30,8 +31,6 @@ SWEEP_MODES = ("truncate", "mask")
 SWEEP_WEIGHT_BOUNDS = (1.5, 2.0, 5.0, 10.0)
 SWEEP_REJECTION_BOUNDS = {"token": (2.0, 5.0, 10.0), "sequence": (1.5, 2.0, 5.0), "geometric": (1.001, 1.01, 1.05)}
 SWEEP_Z_SCORES = (2.0, 3.0, 4.0)
-UNBOUNDED = 2 * float(np.exp(LOG_RATIO_BOUND))
-"""An upper bound that no weight reaches: weights end at e^20."""
 
 
 @dataclass(frozen=True, kw_only=True)

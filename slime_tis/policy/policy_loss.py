@@ -8,8 +8,10 @@ micro-batches and ranks and divides once, so that the mean is that of the global
 Shapes: suffix _L the response tokens this rank holds, packed; _S the sequences.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 
 import torch
@@ -60,6 +62,32 @@ class LossOutputs:
     """int32 scalar: tokens or sequences; 0 but on context-parallel rank 0."""
     sums: StepSums
     """What metrics are computed from."""
+    record: TokenRecord
+    """What the loss made of each token, which dumps are written of."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenRecord:
+    """What the loss made of each response token of a micro-batch, without gradient; [L] each."""
+
+    log_probs_L: Tensor
+    """log π_θ."""
+    old_log_probs_L: Tensor
+    """log π_old of the loss."""
+    entropy_L: Tensor
+    weights_L: Tensor
+    """What multiplied the loss, 1 without importance weights and 0 where masked; NaN where a user's function did it."""
+    accepted_L: Tensor
+    """bool, the tokens that count in the loss."""
+
+    def stack(self) -> Tensor:
+        """float32 [L, 5], in the order of the fields."""
+        return torch.stack([getattr(self, field.name).detach().float() for field in fields(self)], 1)
+
+    @classmethod
+    def unstack(cls, values: Tensor) -> TokenRecord:
+        """The inverse of `stack`, but for the types."""
+        return cls(**{field.name: column for field, column in zip(fields(cls), values.unbind(1), strict=True)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +128,25 @@ def policy_loss(inputs: LossInputs, step: LossStep) -> LossOutputs:
     objective_L = (
         terms.pg_loss - step.policy.entropy_coef * terms.entropy_loss + step.policy.kl_loss_coef * terms.kl_loss
     )
-    return LossOutputs(numerator=reduction.sum(objective_L), denominator=sums.loss_denominator.to(torch.int), sums=sums)
+    return LossOutputs(
+        numerator=reduction.sum(objective_L),
+        denominator=sums.loss_denominator.to(torch.int),
+        sums=sums,
+        record=TokenRecord(
+            log_probs_L=inputs.log_probs_L.detach(),
+            old_log_probs_L=old_L.detach(),
+            entropy_L=inputs.entropy_L.detach(),
+            weights_L=applied_weights(inputs.tokens, correction, step),
+            accepted_L=losses.mask_L,
+        ),
+    )
+
+
+def applied_weights(tokens: ResponseTokens, correction: Correction[Tensor], step: LossStep) -> Tensor:
+    """The weights that multiply the loss, [L]; in bypass those of the correction are measured alone."""
+    if step.custom is not None and step.correction.corrects:
+        return torch.full_like(correction.weights, torch.nan)
+    return correction.weights if step.correction.use_tis else (tokens.loss_mask_L > 0).float()
 
 
 def old_log_probs(inputs: LossInputs, step: LossStep) -> Tensor:

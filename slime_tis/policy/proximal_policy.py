@@ -14,6 +14,15 @@ def uses_recomputed_old_policy(correction: RolloutCorrectionConfig, steps_per_ro
     return needs_global_batch(correction) or steps_per_rollout > 1
 
 
+def old_policy_name(correction: RolloutCorrectionConfig, steps_per_rollout: int) -> str:
+    """Whose log-probs the loss takes as log π_old: "rollout", "interpolated", "recomputed", or "current" (π_θ)."""
+    if correction.use_rollout_logprobs:
+        return "rollout"
+    if correction.old_logprobs == "interpolate":
+        return "interpolated"
+    return "recomputed" if uses_recomputed_old_policy(correction, steps_per_rollout) else "current"
+
+
 def needs_old_log_probs(
     correction: RolloutCorrectionConfig, steps_per_rollout: int, reject_before_advantage: bool = False
 ) -> bool:

@@ -1,0 +1,166 @@
+"""train.py --save-debug-train-data: what is in the files, on every layout, and what-if against train.py itself."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from slime_tis.correction import RolloutCorrectionConfig
+from slime_tis.dumps.readers import read
+from slime_tis.dumps.table import TokenTable
+from slime_tis.dumps.what_if import what_if
+from slime_tis.rollout.dump import load_samples
+from tests.runs import make_task, run_apart, run_here
+
+CORRECTION = (
+    *("--use-tis", "--tis-upper-bound", "1.01", "--use-rs", "--rs-upper-bound", "1.03"),
+    *("--rs-veto-threshold", "0.96", "--rs-veto-upper-threshold", "1.05"),
+)
+
+
+@pytest.fixture(scope="module")
+def dumped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[str], Path, list[dict[str, float]]]]:
+    """Flags of a run of one rollout in two steps, its directory, and its rows; the dumps are under `dump`."""
+    directory = tmp_path_factory.mktemp("dumped")
+    flags = [*make_task(directory), "--num-rollout", "1", *CORRECTION]
+    rows = run_here(
+        [*flags, "--num-steps-per-rollout", "2", "--dump-details", str(directory / "dump")], directory / "out"
+    )
+    yield flags, directory, rows
+
+
+def test_the_dump_has_the_tokens_of_the_rollout_and_of_both_steps(dumped) -> None:
+    _, directory, _ = dumped
+    table = read(directory / "dump" / "train_data" / "0_0.parquet")
+    groups = load_samples(directory / "dump" / "rollout_data" / "0.jsonl", 4, 4)
+    samples = [sample for group in groups for sample in group]
+    assert table.sample_index.tolist() == [sample.sample_index for sample in samples]
+    assert table.step.tolist() == [0] * 8 + [1] * 8
+    assert table.group.tolist() == [sample.group_index for sample in samples]
+    assert table.token.tolist() == [token for sample in samples for token in sample.response_ids]
+    assert table.prompt.tolist() == [token for sample in samples for token in sample.prompt.token_ids]
+    assert table.reward.tolist() == pytest.approx([sample.reward for sample in samples])
+    assert table.text == tuple(sample.response for sample in samples)
+    np.testing.assert_allclose(table.rollout_log_prob, np.concatenate([s.rollout_log_probs for s in samples]), 1e-6)
+    assert table.metadata["old_policy"] == "recomputed" and table.metadata["rollout_precision"] == "int8"
+    assert table.metadata["criteria"] == ["token", "veto", "nonfinite", "other"]
+    assert (table.train_log_prob[:8] == table.old_log_prob[:8]).all()  # the first step is that of the old policy
+    assert (table.train_log_prob[-8:] != table.old_log_prob[-8:]).any()
+
+
+def test_the_columns_are_those_of_the_metrics(dumped) -> None:
+    _, directory, rows = dumped
+    whole = read(directory / "dump")
+    for step, row in enumerate(rows):
+        table = whole.select(np.flatnonzero(whole.step == step))
+        bit = {name: (table.rejected >> i) & 1 for i, name in enumerate(table.metadata["criteria"])}
+        assert bit["token"].mean() == pytest.approx(row["train/mis_rs_token_masked_fraction"], abs=1e-6)
+        assert (bit["token"].mean(), bit["veto"].mean()) > (0, 0) and not bit["other"].any()
+        assert (bit["veto"] == table.vetoed).all()
+        assert (table.rejected == 0).mean() == pytest.approx(row["train/gradient_kept_fraction"], abs=1e-6)
+        assert table.bounded_weight.mean() == pytest.approx(row["train/mis_ratio_mean_after_mis"], rel=1e-6)
+        assert table.weight.max() == pytest.approx(row["train/mis_weight_max_before_clip"], rel=1e-6)
+        assert np.expm1(table.log_ratio).mean() - table.log_ratio.mean() == pytest.approx(
+            row["train/mismatch_k3_kl"], rel=1e-3
+        )
+        assert (table.bounded_weight == np.minimum(table.weight, np.float32(1.01))).all()
+
+
+PRESETS = (
+    "decoupled_geo_rs_token_tis_adaptive",
+    "bypass_ppo_clip_k3_rs",
+    "bypass_pg_geo_rs_seq_tis",
+    "decoupled_token_icepop",
+)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_what_if_gives_the_numbers_of_a_run_with_these_flags(dumped, tmp_path: Path, preset: str) -> None:
+    flags, directory, _ = dumped
+    replay = [*flags[: -len(CORRECTION)], "--load-debug-rollout-data", str(directory / "dump/rollout_data/0.jsonl")]
+    measured = [*replay, "--get-mismatch-metrics", "--save-debug-train-data", str(tmp_path / "plain.parquet")]
+    run_here(measured, tmp_path / "plain")
+    row = run_here([*replay, "--rollout-correction-preset", preset], tmp_path / "with")[0]
+    config = RolloutCorrectionConfig.preset(preset)
+    found = what_if(read(tmp_path / "plain.parquet"), {preset: config})[0]
+    assert found.flags == f"--rollout-correction-preset {preset}"
+    expected = {name.removeprefix("train/"): value for name, value in row.items() if name.startswith("train/")}
+    shared = found.metrics.keys() & expected.keys()
+    assert {"gradient_kept_fraction", "loss", "pg_clipfrac", "mis_eff_sample_size"} <= shared | {"mis_eff_sample_size"}
+    assert len(shared) > 20
+    for name in shared:
+        assert found.metrics[name] == pytest.approx(expected[name], rel=1e-6, abs=1e-6), name
+    assert found.kept == pytest.approx(expected["gradient_kept_fraction"], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [
+        pytest.param(["--context-parallel-size", "2"], 4, id="data and context"),
+        pytest.param(
+            [*("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"), "--micro-batch-size", "8"],
+            4,
+            id="tensor and pipeline",
+        ),
+    ],
+)
+def test_every_layout_writes_each_sample_once_and_whole(dumped, tmp_path: Path, layout: list[str], ranks: int) -> None:
+    flags, directory, _ = dumped
+    replay = [*flags, "--num-steps-per-rollout", "2"]
+    replay += ["--load-debug-rollout-data", str(directory / "dump/rollout_data/0.jsonl")]
+    result = run_apart([*replay, *layout, "--dump-details", str(tmp_path / "dump")], tmp_path / "out", ranks)
+    assert result.returncode == 0, result.stderr[-4000:]
+    expected, found = read(directory / "dump"), read(tmp_path / "dump")
+    assert len(list((tmp_path / "dump" / "train_data").iterdir())) == (2 if "--context-parallel-size" in layout else 1)
+    found = found.select(np.argsort(found.sample_index))
+    for name in ("token", "prompt", "loss_mask", "rejected", "step", "reward", "weight_version", "rollout_log_prob"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name), err_msg=name)
+    for name in ("train_log_prob", "old_log_prob", "advantage", "entropy", "weight", "bounded_weight"):
+        np.testing.assert_allclose(getattr(found, name), getattr(expected, name), atol=2e-4, err_msg=name)
+
+
+def test_experts_are_those_of_the_tokens_before(tmp_path: Path) -> None:
+    flags = [*make_task(tmp_path, "qwen3_moe"), "--num-rollout", "1", "--use-rollout-routing-replay"]
+    dump = tmp_path / "dump.pt"
+    run_here(
+        [*flags, "--save-debug-train-data", str(dump), "--save-debug-rollout-data", str(tmp_path / "r.jsonl")],
+        tmp_path / "out",
+    )
+    table = read(dump)
+    samples = [sample for group in load_samples(tmp_path / "r.jsonl", 4, 4) for sample in group]
+    rows = [s.routed_experts[len(s.prompt.token_ids) - 1 :].numpy() for s in samples]
+    assert table.experts.tolist() == np.concatenate(rows).tolist()
+
+
+def test_a_file_that_is_something_else_is_left_and_reported(tmp_path: Path, capfd) -> None:
+    path = tmp_path / "0.parquet"
+    path.write_text("mine")
+    flags = [*make_task(tmp_path), "--num-rollout", "1", "--save-debug-train-data", str(path)]
+    assert len(run_here(flags, tmp_path / "out")) == 1
+    assert path.read_text() == "mine"
+    assert f"warning: --save-debug-train-data: {path} was not written: the file is there" in capfd.readouterr().err
+
+
+def test_the_step_that_was_refused_is_dumped(tmp_path: Path, capfd) -> None:
+    from slime_tis.cli.main import train
+
+    task = [*make_task(tmp_path), "--num-rollout", "1"]
+    (tmp_path / "reward.py").write_text("def reward(args, sample):\n    return 1e30 * sample.response_ids[0]\n")
+    flags = [*task, "--disable-grpo-std-normalization", "--save-debug-train-data", str(tmp_path / "dump_{rank}.pt")]
+    assert train([*flags, "--output-dir", str(tmp_path / "out")]) == 1
+    assert "is not finite" in capfd.readouterr().err
+    table = read(tmp_path / "dump_0.pt")
+    assert len(table) == 16 and np.abs(table.advantage).max() > 1e29
+
+
+def test_a_table_reads_the_same_from_both_formats(dumped, tmp_path: Path) -> None:
+    from slime_tis.dumps.files import write
+    from tests.dumps.tables import assert_same
+
+    table: TokenTable = read(dumped[1] / "dump")
+    for name in ("a.parquet", "a.pt"):
+        write(tmp_path / name, table)
+        assert_same(read(tmp_path / name), table)
+    assert json.dumps(dict(table.metadata))
