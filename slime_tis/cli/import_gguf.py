@@ -132,11 +132,12 @@ def open_gguf(path: Path) -> Gguf:
     from gguf import GGUFReader
 
     if not path.is_file():
-        raise ValueError(f"{quoted_path(path)} does not exist; give a GGUF file.")
+        problem = "is not a file" if path.exists() else "does not exist"
+        raise ValueError(f"{quoted_path(path)} {problem}; give a GGUF file.")
     try:
         reader = GGUFReader(path)
     except Exception as error:  # a wrong magic number is a ValueError, a file cut short whatever numpy raises
-        raise ValueError(f"{quoted_path(path)} does not read as GGUF: {first_line(error)}.") from error
+        raise ValueError(f"{quoted_path(path)} does not read as GGUF, or is cut off: {first_line(error)}.") from error
     field = reader.get_field("general.architecture")
     architecture = None if field is None else field.contents()
     if architecture not in ARCHITECTURES:
@@ -340,7 +341,9 @@ def _need_packages() -> None:
 
 def _check_target(target: Path, given: str | Path) -> None:
     exports.check_target(target, f"OUT_DIR is {quoted_path(given)}", "import")
-    problem = unwritable(target.parent)
+    problem = unwritable(target)
+    if problem is None and unwritable(target.parent) is not None:
+        problem = "the directory above it, where the new one is made, cannot be written"
     if problem is not None:
         raise ValueError(f"OUT_DIR is {quoted_path(given)} but {problem}; give another.")
 

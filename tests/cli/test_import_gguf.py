@@ -306,6 +306,10 @@ def test_other_files_are_refused_with_one_message(
     assert "does not read as GGUF" in found and found.count("\n") == 1
     assert main(["import-gguf", str(tmp_path / "nothing.gguf"), str(tmp_path / "made")]) == 2
     assert "does not exist" in capsys.readouterr().err
+    assert main(["import-gguf", str(tmp_path), str(tmp_path / "made")]) == 2
+    assert "is not a file; give a GGUF file." in capsys.readouterr().err
+    assert main(["import-gguf", str(tmp_path / "model.gguf"), str(tmp_path / "model.gguf" / "made")]) == 2
+    assert capsys.readouterr().err.endswith(f"made' but {str(tmp_path / 'model.gguf')!r} is a file; give another.\n")
 
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
