@@ -146,7 +146,7 @@ def show(ported: Ported, script: str, verdict: str = "") -> str:
     parts = [" ".join([*ported.launcher, "train.py"])]
     parts += [" ".join([name, *map(_quoted, values)]) for name, values in ported.flags.items()]
     counted = ", ".join(f"{count} {outcome}" for outcome, count in ported.counts.items())
-    first = f"{script} for train.py; nothing of it was run. Of its flags are {counted}."
+    first = f"{script} for train.py; nothing of it was run. Its flags: {counted}."
     lines = [*_comment(first, ""), " \\\n   ".join(parts)]
     for group in GROUPS:
         if group in ported.notes:

@@ -61,8 +61,8 @@ ray job submit --address="http://127.0.0.1:8265" \
    --actor-num-nodes 1 --actor-num-gpus-per-node ${GPUS} --colocate \
    ${MODEL_ARGS[@]} ${CKPT_ARGS[@]} ${ROLLOUT_ARGS[@]} ${GRPO_ARGS[@]} "${OTHER_ARGS[@]}"
 """
-PORTED = r"""# run.sh for train.py; nothing of it was run. Of its flags are 5 renamed, 10 left out since config.json or
-#   this program says it, 23 kept, 3 changed, 3 not supported, 1 to do by hand, 1 not known.
+PORTED = r"""# run.sh for train.py; nothing of it was run. Its flags: 5 renamed, 10 left out since config.json or this
+#   program says it, 23 kept, 3 changed, 3 not supported, 1 to do by hand, 1 not known.
 torchrun --nproc-per-node 4 train.py \
    --hf-checkpoint DIRECTORY/model \
    --load DIRECTORY/saved \
