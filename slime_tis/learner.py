@@ -38,6 +38,11 @@ from slime_tis.rollout.routing import has_usable_experts, has_usable_weights
 from slime_tis.rollout.sample import Sample
 from slime_tis.train_dump import RecordedLoss, StepDump, TrainDump
 
+WITH_REPLAY, WITHOUT_REPLAY = "with_replay", "without_replay"
+"""Prefixes of the metrics of both passes that `--measure-routing-mismatch` compares."""
+DIFFERENCE = "routing_difference"
+"""Share of tokens that the training router would send to other experts; that of one layer has its name appended."""
+
 
 @dataclass(kw_only=True)
 class Learner:
@@ -52,9 +57,11 @@ class Learner:
     custom_tis: CustomTisFunction | None = None
     """A user's correction function."""
     replays_rollout_routing: bool = False
-    """Whether the experts that samples come with are replayed."""
+    """Whether the experts that samples come with are replayed in training."""
     replays_routing_weights: bool = False
     """Whether their combine weights are, too."""
+    measure_routing_mismatch: int | None = None
+    """Steps between two measurements of the mismatch with and without the rollout's experts; None means none."""
     dump: TrainDump | None = None
     """Gets every step's tokens; on all ranks or none, and used by those that have whole responses' log-probs first."""
     step: int = 0
@@ -67,6 +74,11 @@ class Learner:
     def parallel(self) -> Parallel:
         """This process's place in the layout."""
         return self.engine.parallel
+
+    @property
+    def _uses_rollout_routing(self) -> bool:
+        """Whether the experts that samples come with are replayed, or measured with."""
+        return self.replays_rollout_routing or self.measure_routing_mismatch is not None
 
     @property
     def has_stepped(self) -> bool:
@@ -112,7 +124,8 @@ class Learner:
         size = self.parallel.data_size
         shards = [shard(samples, rank, size) for rank in range(size)]
         partition = self.engine.partitions([[len(sample.token_ids) for sample in of_rank] for of_rank in shards])
-        batch, missing = self._with_routing(shards[self.parallel.data_rank])
+        recorded, missing = self._with_routing(shards[self.parallel.data_rank])
+        batch = recorded if self.replays_rollout_routing else recorded.with_routing(None, None)
         record: RoutingRecord | None = [] if self.engine.config.use_routing_replay else None
         if needs_old_log_probs(self.correction, self.steps_per_rollout, self.policy.reject_before_advantage):
             batch = batch.with_old_log_probs(self._old_log_probs(batch, partition, record=record))
@@ -122,15 +135,16 @@ class Learner:
         return Step(
             samples=shards[self.parallel.data_rank],
             batch=batch,
+            recorded=recorded,
             partition=partition,
             routing_record=record,
             samples_without_routing=missing,
         )
 
     def _with_routing(self, samples: Sequence[Sample]) -> tuple[TrainingBatch, int]:
-        """The batch of this rank's samples with the experts to replay, and the number of all ranks' samples without."""
+        """The batch of this rank's samples with their experts, and how many samples of all ranks have none of use."""
         batch, sizes = training_batch(samples, self.parallel), self.engine.routing.sizes
-        if not self.replays_rollout_routing or sizes is None:
+        if not self._uses_rollout_routing or sizes is None:
             return batch, 0
         usable = [has_usable_experts(sample, sizes) for sample in samples]
         weights: list[Tensor | None] | None = None
@@ -186,9 +200,9 @@ class Learner:
             counts=self.parallel.context_rank == 0,
             custom=custom,
         )
-        every = self.engine.config.measure_routing_mismatch
+        every = self.measure_routing_mismatch
         measures = every is not None and self.step % every == 0
-        measured = self._mismatch_without_replay(batch, step.partition) if measures else {}
+        measured = self._mismatch_otherwise(step) if measures else {}
         loss = MeasuredLoss(context) if measures else partial(policy_loss, step=context)
         recorded = RecordedLoss(loss)
         used = loss if self.dump is None else recorded
@@ -196,10 +210,11 @@ class Learner:
         self._dump(step, advantages, recorded, known)
         with self.engine.timer("metrics"):
             routing = self.engine.routing.metrics()
-            if self.replays_rollout_routing:
+            if self._uses_rollout_routing:
                 routing["routing_replay_missing"] = float(step.samples_without_routing)
             if isinstance(loss, MeasuredLoss):
-                measured |= self._mismatch("with_replay", loss.statistics if self.parallel.is_last_stage else None)
+                trained = WITH_REPLAY if self.replays_rollout_routing else WITHOUT_REPLAY
+                measured |= self._mismatch(trained, loss.statistics if self.parallel.is_last_stage else None)
             return self._step_metrics(result, custom) | train_metrics(routing | measured)
 
     def _dump(self, step: Step, advantages: Sequence[float], recorded: RecordedLoss, known: GlobalBatch) -> None:
@@ -225,17 +240,29 @@ class Learner:
                     )
                 )
 
-    def _mismatch_without_replay(self, batch: TrainingBatch, partition: list[list[int]]) -> dict[str, float]:
-        """The mismatch where every router chooses for itself, by one more forward pass, as without_replay/NAME."""
-        with self.engine.timer("without_replay"):
-            log_probs_L = self.engine.log_probs(batch, partition, compares_routing=True)
+    def _mismatch_otherwise(self, step: Step) -> dict[str, float]:
+        """The mismatch of what training does not do, replay or no replay, by one more forward pass.
+
+        Returns:
+            Where training replays the rollout's experts, without_replay/NAME with the difference of routing; else
+            with_replay/NAME, and the difference of routing as a run with replay has it.
+        """
+        replays = not self.replays_rollout_routing
+        name = WITH_REPLAY if replays else WITHOUT_REPLAY
+        with self.engine.timer(name):
+            log_probs_L = self.engine.log_probs(
+                step.recorded, step.partition, replays_routing=replays, counts_routing=True
+            )
             statistics = None
             if self.parallel.is_last_stage:
-                tokens = batch.responses.to(self.parallel.backend.device)
+                tokens = step.recorded.responses.to(self.parallel.backend.device)
                 statistics = mismatch(tokens, log_probs_L, self.parallel.ranks)
-            found = self._mismatch("without_replay", statistics)
-            differing = self.engine.routing.metrics().get("routing_difference")
-        return found if differing is None else found | {"without_replay/routing_difference": differing}
+            found = self._mismatch(name, statistics)
+            counted = self.engine.routing.metrics()
+        differences = {key: value for key, value in counted.items() if key.startswith(DIFFERENCE)}
+        if replays:
+            return found | differences
+        return found | {f"{name}/{DIFFERENCE}": value for key, value in differences.items() if key == DIFFERENCE}
 
     def _mismatch(self, prefix: str, statistics: Statistics | None) -> dict[str, float]:
         """Metrics of the last stage's statistics, on every rank, as PREFIX/NAME."""
@@ -300,6 +327,8 @@ class Step:
     samples: Sequence[Sample]
     batch: TrainingBatch
     """The same samples as tensors."""
+    recorded: TrainingBatch
+    """These with the rollout's experts, whether or not training replays them."""
     partition: list[list[int]]
     """The samples of each micro-batch."""
     routing_record: RoutingRecord | None

@@ -333,6 +333,7 @@ def set_up(arguments: Arguments, parallel: Parallel, interrupts: Interrupts, ope
         custom_tis=custom_tis,
         replays_rollout_routing=rollout.use_rollout_routing_replay,
         replays_routing_weights=rollout.routing_replay_weights,
+        measure_routing_mismatch=rollout.measure_routing_mismatch,
         dump=dump,
     )
     sampler = build_engine(

@@ -56,6 +56,24 @@ def test_mismatch_is_measured_every_so_many_steps(run: Run) -> None:
     assert all("train/routing_difference" in row for row in rows)
 
 
+def test_a_run_without_replay_measures_what_replay_would_leave(run: Run) -> None:
+    plain = run(*COARSE, "--num-steps-per-rollout", "2")
+    measured = run(*COARSE, "--num-steps-per-rollout", "2", *REPLAY[1:-1], "2", name="measured")
+    replayed = run(*COARSE, "--num-steps-per-rollout", "2", *REPLAY, "--num-rollout", "1", name="replayed")
+    assert [row["step"] for row in measured if "train/with_replay/ratio_max" in row] == [1, 3, 5]
+    assert any("perf/with_replay_time" in row for row in measured)
+    for row, same in zip(measured, plain, strict=True):  # training is that without replay, to the bit
+        assert {name: row[name] for name in training_metrics(same)} == training_metrics(same)
+        assert row["train/routing_replay_missing"] == 0
+    for row in measured[::2]:
+        assert 0 < row["train/with_replay/mismatch_k3_kl"] < row["train/without_replay/mismatch_k3_kl"] / 3
+        assert row["train/routing_difference"] > 0.2 and row["train/routing_difference/layer_0"] > 0.05
+    for metric in ("mismatch_k3_kl", "ratio_max", "ratio_min", "train_rollout_logprob_abs_diff"):
+        for name in (f"train/with_replay/{metric}", f"train/without_replay/{metric}"):  # of the same samples
+            assert measured[0][name] == pytest.approx(replayed[0][name], rel=1e-5)
+    assert measured[0]["train/routing_difference"] == replayed[0]["train/routing_difference"]
+
+
 def test_the_pass_for_old_log_probs_is_replayed_in_training(run: Run) -> None:
     steps = ("--num-steps-per-rollout", "2", "--lr", "3e-2", "--rollout-precision", "fp32")
     plain, replayed = run(*steps), run(*steps, "--use-routing-replay", name="replayed")

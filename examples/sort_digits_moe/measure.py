@@ -123,7 +123,7 @@ def compare(name: str, samples: list[Sample], training: TrainingEngine) -> Itera
     other_experts = None
     for replay, batch in zip(REPLAYS, (replayed, replayed, with_weights), strict=True):
         own_choice = other_experts is None  # the first pass: routers choose, and are compared with what is recorded
-        metrics = mismatch_of(batch, training, compares_routing=own_choice)
+        metrics = mismatch_of(batch, training, replays_routing=not own_choice)
         if own_choice:
             other_experts = training.routing.metrics()["routing_difference"]
         yield Row(
@@ -141,10 +141,10 @@ def compare(name: str, samples: list[Sample], training: TrainingEngine) -> Itera
         )
 
 
-def mismatch_of(batch: TrainingBatch, training: TrainingEngine, *, compares_routing: bool) -> dict[str, float]:
+def mismatch_of(batch: TrainingBatch, training: TrainingEngine, *, replays_routing: bool) -> dict[str, float]:
     """The metrics of the training policy's log-probs against the engine's."""
     partition = fixed_partition(len(batch), PER_PASS)
-    log_probs_L = training.log_probs(batch, partition, compares_routing=compares_routing)
+    log_probs_L = training.log_probs(batch, partition, replays_routing=replays_routing, counts_routing=True)
     return mismatch_metrics(mismatch(batch.responses, log_probs_L, training.parallel.ranks))
 
 

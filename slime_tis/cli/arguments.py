@@ -301,7 +301,7 @@ NEEDS = {
     "recompute_method recompute_num_layers": "--recompute-granularity=full",
     "save_interval save_retain": "--save",
     "rollout_precision rollout_router_bits": "--rollout-engine=local",
-    "routing_replay_weights measure_routing_mismatch": "--use-rollout-routing-replay",
+    "routing_replay_weights": "--use-rollout-routing-replay",
     "weight_update_rounding": (
         "--rollout-precision=bf16 --rollout-precision=fp8 --rollout-precision=int8 --rollout-engine=sglang"
     ),
@@ -547,11 +547,17 @@ def _check_correction(arguments: Arguments) -> None:
 
 
 def _check_routing_record(arguments: Arguments) -> None:
-    """Whether there is a pass that --use-routing-replay can record."""
-    steps, correction = arguments.loop.num_steps_per_rollout, arguments.correction
+    """Whether there is a pass that --use-routing-replay can record, and nothing that it would be confused with."""
+    steps, correction, rollout = arguments.loop.num_steps_per_rollout, arguments.correction, arguments.rollout
     assert steps is not None
     if not arguments.megatron.use_routing_replay:
         return
+    if rollout.measure_routing_mismatch is not None and not rollout.use_rollout_routing_replay:
+        raise ValueError(
+            f"--measure-routing-mismatch is {rollout.measure_routing_mismatch}, which compares training with and "
+            "without the rollout engine's experts, but --use-routing-replay trains with others; add "
+            "--use-rollout-routing-replay, or leave one of the two out."
+        )
     if needs_old_log_probs(correction, steps, arguments.policy.reject_before_advantage):
         return
     reason = "with one optimizer step per rollout the training pass is that of the old policy"

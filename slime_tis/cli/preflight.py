@@ -83,6 +83,7 @@ def _check_experts(megatron: MegatronConfig, rollout: RolloutConfig, world_size:
         for flag, given in (
             ("--use-rollout-routing-replay", rollout.use_rollout_routing_replay),
             ("--use-routing-replay", megatron.use_routing_replay),
+            ("--measure-routing-mismatch", rollout.measure_routing_mismatch is not None),
             ("--rollout-router-bits", rollout.rollout_router_bits is not None),
         ):
             if given:

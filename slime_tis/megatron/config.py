@@ -66,10 +66,6 @@ class MegatronConfig:
     """Record the experts of mixture-of-experts layers in the forward pass for old log-probs, and take the same in the
     training passes that follow (R2)."""
 
-    measure_routing_mismatch: Annotated[int | None, Limits(ge=1, le=1_000_000)] = None
-    """Optimizer steps between two measurements of the mismatch without routing replay, each one more forward pass;
-    unset means none."""
-
     log_probs_chunk_size: Annotated[int, Limits(ge=1, le=100_000_000, also=(-1,))] = -1
     """Tokens whose log-probs are computed at a time from logits; -1 means all at once."""
 

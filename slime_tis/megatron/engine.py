@@ -107,7 +107,8 @@ class TrainingEngine:
         *,
         record: RoutingRecord | None = None,
         source: RoutingRecord | None = None,
-        compares_routing: bool = False,
+        replays_routing: bool = True,
+        counts_routing: bool = False,
     ) -> Tensor:
         """Log-probs of the batch's response tokens under the present weights, without gradient.
 
@@ -116,15 +117,14 @@ class TrainingEngine:
             partition: indices of the samples of each micro-batch.
             record: gets the experts of every token.
             source: record of another pass over the same micro-batches, which is replayed in place of the batch's.
-            compares_routing: whether the routers choose themselves, and are compared with the batch's experts.
+            replays_routing: whether the batch's experts are taken; else the routers choose, and are compared with them.
+            counts_routing: whether experts are counted, for `routing.metrics`.
 
         Returns:
             [L] float32, this context-parallel rank's tokens in the order of the batch; NaN on all pipeline stages but
             the last.
         """
-        self.routing.begin(
-            trains=False, replays=not compares_routing, counts=compares_routing, record=record, source=source
-        )
+        self.routing.begin(trains=False, replays=replays_routing, counts=counts_routing, record=record, source=source)
         with torch.no_grad():
             outputs = self._run(batch, partition, _detached_log_probs, forward_only=True)
         lengths = batch.responses.lengths

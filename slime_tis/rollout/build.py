@@ -81,7 +81,7 @@ def training_sampling(config: RolloutConfig) -> Sampling:
         max_context_len=config.rollout_max_context_len,
         n_samples=config.n_samples_per_prompt,
         stop_token_ids=config.rollout_stop_token_ids or (),
-        return_routed_experts=config.use_rollout_routing_replay,
+        return_routed_experts=config.records_routed_experts,
         return_routing_weights=config.routing_replay_weights,
     )
 

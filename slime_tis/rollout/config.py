@@ -31,11 +31,16 @@ class RolloutConfig:
 
     use_rollout_routing_replay: bool = False
     """Take the experts that the rollout engine chose for every token in the passes for old log-probs and in training
-    (R3); the reference policy's routers choose themselves."""
+    (R3); the reference policy's routers choose themselves. With one expert per token, samples of SGLang that a layer
+    sends to expert 0 throughout are trained on without: servers mark so what they did not record."""
 
     routing_replay_weights: bool = False
     """Also take the weights that the rollout engine combined these experts' outputs with; the gradient is that of the
     training router's own weights."""
+
+    measure_routing_mismatch: Annotated[int | None, Limits(ge=1, le=1_000_000)] = None
+    """Optimizer steps between two measurements of the mismatch with and without routing replay, whether or not the run
+    replays, each one more forward pass; unset means none."""
 
     weight_update_rounding: Rounding = "nearest"
     """How weights are rounded to the rollout engine's precision: nearest, stochastic (unbiased, at random by seed and
@@ -189,6 +194,11 @@ class RolloutConfig:
     def truncates_sampling(self) -> bool:
         """Whether top-p or top-k leave out tokens in the samples that are trained on."""
         return self.rollout_top_p < 1.0 or self.rollout_top_k != -1
+
+    @property
+    def records_routed_experts(self) -> bool:
+        """Whether the experts of samples for training are recorded, to be replayed or to measure replay with."""
+        return self.use_rollout_routing_replay or self.measure_routing_mismatch is not None
 
     @property
     def eval_prompt_sets(self) -> tuple[tuple[str, str], ...]:

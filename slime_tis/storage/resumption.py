@@ -13,6 +13,7 @@ FIXED = {
     "seed": "the random state is the checkpoint's",
     "bf16": "the optimizer's state has another form",
     "use_distributed_optimizer": "the optimizer's state has another form",
+    "expert_model_parallel_size": "the optimizer's state of the experts has another form",
     "rollout_shuffle": "prompts of the present epoch would come twice or never",
 }
 """Options that a resumed run has to keep, and why."""

@@ -253,7 +253,7 @@ def test_routing_options_land_where_the_model_has_experts(base, tmp_path):
     line = "--use-rollout-routing-replay --routing-replay-weights --measure-routing-mismatch 8 --rollout-router-bits 4 "
     got = configured(base + line + "--use-routing-replay --num-steps-per-rollout 2")
     assert (got.rollout.use_rollout_routing_replay, got.rollout.routing_replay_weights) == (True, True)
-    assert (got.megatron.use_routing_replay, got.megatron.measure_routing_mismatch) == (True, 8)
+    assert (got.megatron.use_routing_replay, got.rollout.measure_routing_mismatch) == (True, 8)
     assert got.rollout.rollout_router_bits == 4
     sampling = training_sampling(got.rollout)
     assert (sampling.return_routed_experts, sampling.return_routing_weights) == (True, True)

@@ -42,10 +42,6 @@ IDLE = [
         "--routing-replay-weights is set but has no effect without --use-rollout-routing-replay; add it",
     ),
     (
-        "--measure-routing-mismatch 8",
-        "--measure-routing-mismatch is 8 but has no effect without --use-rollout-routing-replay; add it",
-    ),
-    (
         "--rollout-engine sglang --sglang-url http://a:1 --rollout-router-bits 4",
         "--rollout-router-bits is 4 but has no effect without --rollout-engine local; add it",
     ),

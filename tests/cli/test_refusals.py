@@ -31,6 +31,15 @@ REFUSALS = [
         "--rollout-router-bits 4",
         "--rollout-router-bits is given but the model has no experts, and with them no routers; leave it out.",
     ),
+    (
+        "--measure-routing-mismatch 8",
+        "--measure-routing-mismatch is given but the model has no experts, and with them no routers; leave it out.",
+    ),
+    (
+        "--measure-routing-mismatch 8 --use-routing-replay --num-steps-per-rollout 2",
+        "--measure-routing-mismatch is 8, which compares training with and without the rollout engine's experts, but "
+        "--use-routing-replay trains with others; add --use-rollout-routing-replay, or leave one of the two out.",
+    ),
     ("--rollout-router-bits 1", "--rollout-router-bits is 1 but must be 2 to 16."),
     (
         "--use-rollout-routing-replay --routing-replay-weights --rollout-engine sglang --sglang-url http://a:1",

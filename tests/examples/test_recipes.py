@@ -60,7 +60,7 @@ def test_qwen3_30b_a3b_with_servers_of_its_own(mixture: dict[str, str]) -> None:
     servers = "http://10.0.0.5:30000 http://10.0.0.6:30000"
     line = command_line("examples/qwen3_30b_a3b/run.sh", SERVERS=servers, ADDRESS_OF_RANK_0="10.0.0.1", **mixture)
     found = configure(line, torchrun(8))
-    assert found.rollout.use_rollout_routing_replay and found.megatron.measure_routing_mismatch == 50
+    assert found.rollout.use_rollout_routing_replay and found.rollout.measure_routing_mismatch == 50
     assert found.megatron.expert_model_parallel_size == 8
     assert found.sglang.sglang_url == tuple(servers.split())
     assert found.correction.use_tis and found.correction.rs_veto_threshold == 1e-4

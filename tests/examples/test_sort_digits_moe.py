@@ -128,5 +128,5 @@ def test_the_commands_shown_are_accepted(data: Path, monkeypatch: pytest.MonkeyP
             "runs/sort_digits_moe/without_replay",
             "runs/sort_digits_moe/with_replay",
         ]
-    assert not found[1].correction.corrects and found[1].megatron.measure_routing_mismatch == 4
+    assert not found[1].correction.corrects and found[1].rollout.measure_routing_mismatch == 4
     assert yaml.safe_load((HERE / "train.yaml").read_text())["summary_plot"] is False

@@ -34,3 +34,11 @@ def test_a_run_goes_on_from_a_checkpoint(optimizer: list[str], tmp_path: Path) -
     changed = {name for name, weight in weights.items() if not torch.equal(weight, start[name])}
     assert weights.keys() - changed == {name for name in weights if name.endswith("e_score_correction_bias")}
     AutoModelForCausalLM.from_pretrained(tmp_path / "resumed_hf")
+    for size, ranks in (("1", 1), ("4", 4)):  # the optimizer's state of these experts does not fit other sizes
+        other = run_apart([*flags, *resumed, "--expert-model-parallel-size", size], tmp_path / f"by_{size}", ranks)
+        assert other.returncode == 1
+        assert (
+            f"--expert-model-parallel-size is {size} but the run that --load resumes has 2, and the optimizer's state "
+            "of the experts has another form; set it back to 2 or start afresh with another --save."
+        ) in other.stderr
+        assert not (tmp_path / f"by_{size}" / "metrics.jsonl").exists()

@@ -1,13 +1,17 @@
-"""Whole runs of train.py on a real server: bf16 there, fp32 in training."""
+"""Whole runs of train.py on a real server: bf16 there, fp32 in training; also with the experts that it chose."""
 
 import json
 import math
+import signal
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
-from tests.runs import free_port, make_task, read_metrics, run_apart
+from slime_tis.rollout.dump import from_dict, load_samples
+from slime_tis.rollout.sample import Sample
+from tests.runs import free_port, make_task, read_metrics, run_apart, start_apart
 from tests.sglang_server.servers import FLAGS, PYTHON
 
 STEPS = 4
@@ -60,3 +64,68 @@ def test_two_ranks_that_share_a_model_give_an_fp32_server_its_weights(task: list
     for rollout in range(STEPS):
         samples = [json.loads(line) for line in Path(data.format(rollout_id=rollout)).read_text().splitlines()]
         assert {version for sample in samples for version in sample["weight_versions"]} == {rollout}
+
+
+@pytest.fixture(scope="module")
+def experts_task(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    flags = make_task(tmp_path_factory.mktemp("experts"), "qwen3_moe", prompts=32, hidden_size=64, num_hidden_layers=3)
+    precision = flags.index("--rollout-precision")
+    flags = [*flags[:precision], *flags[precision + 2 :], "--lr", "1e-5", "--use-rollout-routing-replay"]
+    return [*flags, *sglang_flags("--sglang-dtype", "bfloat16")]
+
+
+def test_a_run_replays_the_experts_of_a_bf16_server(experts_task: list[str], tmp_path: Path) -> None:
+    flags = ["--num-rollout", "2", "--n-samples-per-prompt", "16", "--num-steps-per-rollout", "2"]
+    run = run_apart([*experts_task, *flags, "--measure-routing-mismatch", "1"], tmp_path)
+    assert run.returncode == 0, run.stderr
+    rows = read_metrics(tmp_path)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    for row in rows:
+        assert row["train/routing_replay_missing"] == 0
+        assert 0 < row["train/routing_difference"] < 0.5
+        with_replay, without = (row[f"train/{name}_replay/mismatch_k3_kl"] for name in ("with", "without"))
+        assert math.isfinite(without) and 0 < with_replay < without
+        assert row["rollout/sglang_retries"] == row["rollout/sglang_malformed_responses"] == 0
+
+
+def test_an_interrupted_partial_rollout_goes_on_with_the_experts_of_its_stragglers(
+    experts_task: list[str], tmp_path: Path
+) -> None:
+    data = tmp_path / "rollout_{rollout_id}.jsonl"
+    flags = [*experts_task, "--partial-rollout", "--over-sampling-batch-size", "8", "--num-rollout", "6"]
+    flags += ["--rollout-max-response-len", "100", "--rollout-stop-token-ids", *map(str, range(3, 64, 8))]
+    flags += ["--save", str(tmp_path / "checkpoints"), "--save-debug-rollout-data", str(data)]
+    first = start_apart(flags, tmp_path / "first")
+    metrics = tmp_path / "first" / "metrics.jsonl"
+    while first.is_alive() and not (metrics.exists() and metrics.read_text()):
+        first.join(0.1)
+    first.terminate()
+    first.join(120)
+    assert first.exitcode == 128 + signal.SIGTERM, (tmp_path / "first.err").read_text()
+    (checkpoint,) = (tmp_path / "checkpoints").glob("iter_*")
+    unfinished = json.loads((checkpoint / "trainer_state.json").read_text())["unfinished"]
+    begun = [sample for group in unfinished for sample in map(from_dict, group) if sample.finish_reason == "abort"]
+    begun = [sample for sample in begun if sample.response_ids]
+    assert begun
+    run = run_apart([*flags, "--load", str(tmp_path / "checkpoints")], tmp_path / "second")
+    assert run.returncode == 0, run.stderr
+    rows = [*read_metrics(tmp_path / "first"), *read_metrics(tmp_path / "second")]
+    assert [row["step"] for row in rows] == list(range(1, 7))
+    assert all(row["train/routing_replay_missing"] == 0 for row in rows)
+    files = [data.with_name(f"rollout_{rollout}.jsonl") for rollout in range(len(read_metrics(tmp_path / "first")), 6)]
+    trained = [sample for file in files for group in load_samples(file, 4, 4) for sample in group]
+    pairs = [(one, whole) for one in begun for whole in trained if begins_with(whole, one)]
+    assert pairs
+    for one, whole in pairs:
+        assert whole.routed_experts is not None and one.routed_experts is not None
+        assert torch.equal(whole.routed_experts[: len(one.token_ids) - 1], one.routed_experts)
+        assert len(whole.routed_experts) == len(whole.token_ids) - 1
+
+
+def begins_with(whole: Sample, part: Sample) -> bool:
+    """Whether a sample goes on from another one."""
+    length = len(part.response_ids)
+    return (whole.prompt.index, whole.response_ids[:length], whole.rollout_log_probs[:length]) == (
+        *(part.prompt.index, part.response_ids),
+        part.rollout_log_probs,
+    )

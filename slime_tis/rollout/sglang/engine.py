@@ -478,8 +478,9 @@ class ServerGroup:
         lacking = [s.server.url for s in self.health.states.values() if s.seen and not s.server.returns_routed_experts]
         if lacking:
             raise ValueError(
-                f"--use-rollout-routing-replay is on but {', '.join(lacking)} would not return the experts that it "
-                "chose; start such servers with --enable-return-routed-experts, or leave the flag out."
+                "--use-rollout-routing-replay or --measure-routing-mismatch is on but "
+                f"{', '.join(lacking)} would not return the experts that it chose; start such servers with "
+                "--enable-return-routed-experts, or leave the flags out."
             )
 
     def sampling_mask_tokens(self, sampling: Sampling, allow_truncation_bias: bool) -> int | None:

@@ -89,6 +89,19 @@ class PendingSample:
             return 0
         return None if self.routed_experts is None else len(self.routed_experts)
 
+    @property
+    def unrecorded_layer(self) -> int | None:
+        """The first sparse layer that sent every token to expert 0, once the response has ended; None where none did.
+
+        Kernels that bypass the recording leave such rows. With several experts per token no row can be of zeros, and
+        `parse_routed_experts` refuses the answer; with one the two cannot be distinguished in a single answer, which
+        may have a single row.
+        """
+        if self.finish_reason is None or self.routed_experts is None or not len(self.routed_experts):
+            return None
+        layers = (self.routed_experts == 0).all(-1).all(0).nonzero().flatten().tolist()
+        return layers[0] if layers else None
+
     def append(self, completion: Completion, versions: list[int]) -> None:
         """Adds what a request sampled; an aborted one leaves the response unfinished."""
         if completion.token_ids:
@@ -126,7 +139,7 @@ class PendingSample:
             loss_mask=[1] * len(self.token_ids),
             weight_versions=list(self.versions),
             finish_reason=self.finish_reason or "abort",
-            routed_experts=self.routed_experts,
+            routed_experts=self.routed_experts if self.unrecorded_layer is None else None,
             sampling_mask=self.sampling_mask,
         )
 
@@ -263,6 +276,9 @@ class RolloutBatch:
         if completion.experts_problem is not None:
             self._health.note_missing_experts(server, completion.experts_problem)
         response.append(completion, versions)
+        if response.unrecorded_layer is not None:
+            problem = f"every token of a response went to expert 0 of sparse layer {response.unrecorded_layer}"
+            self._health.note_missing_experts(server, f"{problem}, as if it were not recorded")
         if not completion.token_ids and not self._stopping and response not in self._interrupted:
             raise ServerError(f"{server.url} aborted a request before its first token.")
 

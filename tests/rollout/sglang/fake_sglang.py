@@ -70,6 +70,8 @@ class FakeSGLang:
         self.reports_token_versions = True
         self.stop_after: int | None = None
         """Tokens after which every request waits until this is None or more."""
+        self.pace = 0.0
+        """Seconds that each token takes."""
         self.faults: deque[Any] = deque()
         """What becomes of the next requests: a status, drop, hang, or a function that spoils the answer."""
         self.requests: list[dict[str, Any]] = []
@@ -276,7 +278,7 @@ class FakeSGLang:
         while len(found) < limit:
             waiting = True
             while waiting:
-                await asyncio.sleep(0.0005 if self.paused or self.stop_after is not None else 0)
+                await asyncio.sleep(self.pace or (0.0005 if self.paused or self.stop_after is not None else 0))
                 if self.aborted & {"*", body["rid"]} and not self.deaf:
                     return self._formed(body, found, versions, {"type": "abort", "message": "Aborted"})
                 waiting = self.stop_after is not None and len(found) >= self.stop_after

@@ -16,12 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_tis.hf_directory import MoeSizes
+from slime_tis.rollout.checkpoint import load_tokenizer
 from slime_tis.rollout.dump import from_dict, to_dict
 from slime_tis.rollout.routing import has_usable_experts
-from slime_tis.rollout.sample import Sample, Sampling
+from slime_tis.rollout.sample import FinishReason, Sample, Sampling
 from slime_tis.rollout.sglang import sampling as sampling_module
 from slime_tis.rollout.sglang.errors import InvalidAnswer
+from slime_tis.rollout.sglang.sampling import PendingSample
 from slime_tis.rollout.sglang.schema import (
+    Completion,
     ExpertLayout,
     ExpertRequest,
     generate_body,
@@ -268,9 +271,8 @@ def test_servers_without_the_flag_are_refused_at_the_start(start: Callable[..., 
     def prepare(server: FakeSGLang) -> None:
         server.returns_experts = False
 
-    with pytest.raises(
-        ValueError, match=r"^--use-rollout-routing-replay is on but http://127\.0\.0\.1:\d+, http\S+ would "
-    ):
+    flags = "--use-rollout-routing-replay or --measure-routing-mismatch"
+    with pytest.raises(ValueError, match=rf"^{flags} is on but http://127\.0\.0\.1:\d+, http\S+ would "):
         start(2, prepare)
 
 
@@ -333,6 +335,31 @@ def test_what_was_encoded_is_decoded_without_dense_layers(
 def test_an_expert_of_its_own_may_be_the_first_everywhere() -> None:
     one = layout(layers=(0,), num_hidden_layers=1, top_k=1)
     assert parse_routed_experts(base64.b64encode(bytes(8)).decode(), 2, one).tolist() == [[[0]], [[0]]]
+
+
+def completion(experts: list[list[int]], finish_reason: FinishReason) -> Completion:
+    """One token, with the single expert of each layer for every token that was fed."""
+    return Completion(
+        token_ids=[5],
+        log_probs=[-1.0],
+        versions=[0],
+        reports_token_versions=True,
+        finish_reason=finish_reason,
+        routed_experts=torch.tensor(experts, dtype=torch.uint8)[..., None],
+    )
+
+
+def test_one_expert_per_token_is_judged_over_the_whole_response(checkpoint: Path) -> None:
+    tokenizer = load_tokenizer(checkpoint)
+    for last, unrecorded in (([0, 0], 0), ([0, 3], 0), ([6, 0], 1), ([6, 3], None)):
+        pending = PendingSample(prompt=SHORT, max_new_tokens=8)
+        pending.append(completion([[0, 0]] * len(SHORT.token_ids), "abort"), [0])
+        assert pending.unrecorded_layer is None  # the rows to come may be others
+        assert pending.to_sample(tokenizer, 0, 0).routed_experts is not None
+        pending.append(completion([last], "stop"), [0])
+        assert pending.unrecorded_layer == unrecorded
+        experts = pending.to_sample(tokenizer, 0, 0).routed_experts
+        assert experts is None if unrecorded is not None else experts is not None and experts[-1, :, 0].tolist() == last
 
 
 @given(st.text(max_size=200) | st.binary(max_size=64).map(lambda data: base64.b64encode(data).decode()))
