@@ -71,7 +71,8 @@ class Tokens:
     def uncertainty(self) -> Floats:
         """[N] 1 − p, by which noise of the logits becomes noise of the log-prob; at least 0.001."""
         likelier = np.maximum(np.nan_to_num(self.train, nan=-1.0), np.nan_to_num(self.rollout, nan=-1.0))
-        return np.maximum(1 - np.exp(np.minimum(likelier, 0.0)), 1e-3)
+        uncertainty: Floats = np.maximum(1 - np.exp(np.minimum(likelier, 0.0)), 1e-3)
+        return uncertainty
 
     def only(self, chosen: Mask) -> Tokens:
         """The chosen tokens."""
