@@ -1,0 +1,279 @@
+"""Dumps of every project, written in the form of its own source, and what is wrong with them as one message."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from pyarrow import parquet
+
+from slime_tis.dumps import readers
+from slime_tis.dumps.files import write
+from slime_tis.dumps.readers import files_of, read
+from tests.dumps.tables import assert_same, full_table
+
+
+def write_lines(path: Path, rows: list[Any]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def slime_sample(**changes: Any) -> dict[str, Any]:
+    """A sample of slime's format_version 2: two prompt tokens and three of the response."""
+    return {
+        "data_parallel_rank": 0,
+        "sample_index": 7,
+        "rollout_position": 0,
+        "tokens": torch.tensor([1, 2, 5, 6, 7]),
+        "total_lengths": 5,
+        "response_lengths": 3,
+        "loss_masks": torch.tensor([1, 0, 1], dtype=torch.int32),
+        "rollout_log_probs": torch.tensor([-1.5, 0.0, -2.0]),
+        "log_probs": torch.tensor([-1.0, -0.5, -2.25]),
+        "advantages": torch.tensor([0.5, 0.5, 0.5]),
+        "rewards": 1.0,
+        "truncated": 1,
+        "rollout_ids": 3,
+    } | changes
+
+
+def assert_slime(table: Any) -> None:
+    assert table.log_ratio.tolist() == [0.5, 0.0, -0.25]
+    assert (table.token.tolist(), table.prompt.tolist()) == ([5, 6, 7], [1, 2])
+    assert table.loss_mask.tolist() == [1, 0, 1] and table.advantage.tolist() == [0.5] * 3
+    assert (table.reward.tolist(), table.step.tolist()) == ([1.0], [4])
+    assert table.metadata["source"] == "slime"
+
+
+def test_slime_writes_a_list_of_samples(tmp_path):
+    content = {"format_version": 2, "rollout_id": 4, "rank": 0, "samples": [slime_sample()], "dp_shards": [{"rank": 0}]}
+    torch.save(content, tmp_path / "4.pt")
+    table = read(tmp_path / "4.pt")
+    assert_slime(table)
+    assert table.sample_index.tolist() == [7] and table.truncated.tolist() == [1]
+
+
+def test_miles_and_earlier_slime_write_a_dict_of_lists(tmp_path):
+    data = {key: [value] for key, value in slime_sample().items() if key != "data_parallel_rank"}
+    data |= {"raw_reward": [0.0, 1.0], "num_microbatches": [1, 2]}  # of the whole batch, of the schedule
+    for rank in (0, 1):
+        content = {"rollout_id": 4, "rank": rank, "rollout_data": data, "cp_rank": 0, "cp_size": 1}
+        (tmp_path / "train_data").mkdir(exist_ok=True)
+        torch.save(content, tmp_path / "train_data" / f"4_{rank}.pt")
+    assert len(read(tmp_path)) == 2  # --dump-details' directory, the files of both ranks
+    assert_slime(read(tmp_path / "train_data" / "4_1.pt"))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        pytest.param([1], "holds a list, but", id="a list"),
+        pytest.param({"rollout_id": 1}, "has neither samples nor rollout_data", id="something else"),
+        pytest.param({"samples": [slime_sample(), {}]}, "sample 1 'response_lengths'", id="no length"),
+        pytest.param(
+            {"samples": [slime_sample(log_probs=torch.zeros(2))]},
+            "sample 0 has 2 entries of log_probs for 3 response tokens; where these are slices",
+            id="context-parallel slices",
+        ),
+        pytest.param(
+            {"samples": [slime_sample(rollout_log_probs=None)]},
+            "sample 0 has no rollout_log_probs; slime saves both with --use-tis",
+            id="no rollout log-probs",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_pt_file_is_said(tmp_path, content, message):
+    torch.save(content, tmp_path / "4.pt")
+    with pytest.raises(ValueError, match=message):
+        read(tmp_path / "4.pt")
+
+
+def test_a_pt_file_runs_no_code(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return (Path.touch, (tmp_path / "ran",))
+
+    torch.save({"samples": [Evil()]}, tmp_path / "4.pt")
+    with pytest.raises(ValueError, match="cannot be read as a dump of slime's form"):
+        read(tmp_path / "4.pt")
+    assert not (tmp_path / "ran").exists()
+
+
+def nemo_row(index: int, **changes: Any) -> dict[str, Any]:
+    """A row as NeMo-RL's log_batched_dict_as_jsonl writes it: every value in a list of one, padded to 6 tokens."""
+    row = {
+        "content": ["text"],
+        "rewards": [1.0],
+        "input_lengths": [5],
+        "token_ids": [[1, 2, 5, 6, 7, 0]],
+        "token_loss_mask": [[0, 0, 1, 0, 1, 0]],
+        "sample_loss_mask": [1.0],
+        "advantages": [[0.0, 0.0, 0.5, 0.5, 0.5, 0.0]],
+        "generation_logprobs": [[0.0, 0.0, -1.5, 0.0, -2.0, 0.0]],
+        "prev_logprobs": [[0.0, -9.0, -1.0, -0.5, -2.25, 0.0]],
+    }
+    return {**row, **{key: [value] for key, value in changes.items()}, "idx": index}
+
+
+def test_nemo_rl(tmp_path):
+    rows = [nemo_row(0), nemo_row(1, sample_loss_mask=0.0, filtered_rewards=0.25)]
+    write_lines(tmp_path / "train_data_step12.jsonl", rows)
+    write_lines(tmp_path / "train_data_step2.jsonl", [nemo_row(0)])
+    table = read(tmp_path)
+    assert table.step.tolist() == [1, 11, 11]  # files in the order of their numbers
+    assert table.log_ratio.tolist() == [0.5, 0.0, -0.25, 0.5, 0.0, -0.25, 0.0, 0.0, 0.0]
+    assert table.token.tolist()[:3] == [5, 6, 7] and table.prompt.tolist()[:2] == [1, 2]
+    assert table.loss_mask.tolist()[3:] == [1, 0, 1, 0, 0, 0]  # the last sample is masked as a whole
+    assert table.reward.tolist() == [1.0, 1.0, 0.25] and table.advantage.tolist()[0] == 0.5
+    assert table.metadata == {"source": "nemo_rl", "old_policy": "recomputed"}
+
+
+def prime_row(**changes: Any) -> dict[str, Any]:
+    """A row of prime-rl's TokenExporter, schema_version 1."""
+    row = {
+        **{"schema_version": 1, "step": 3, "rank": 0, "micro_step": 0, "micro_sequence_idx": 0},
+        **{"export_sequence_idx": 0, "env_name": "math"},
+        "token_ids": [1, 2, 5, 6, 7],
+        "position_ids": [0, 1, 2, 3, 4],
+        "loss_mask": [False, False, True, False, True],
+        "advantages": [0.5] * 5,
+        "inference_logprobs": [0.0, 0.0, -1.5, 0.0, None],
+        "trainer_logprobs": [-3.0, -2.0, -1.0, -0.5, -2.25],
+        "entropy": [0.1, 0.2, 0.3, 0.4, 0.5],
+        "is_masked": [False, False, True, False, False],
+        **{"mismatch_kl": [None] * 5, "rl_weights": [None] * 5},
+    }
+    return row | changes
+
+
+def test_prime_rl(tmp_path):
+    write_lines(tmp_path / "token_exports" / "step_3" / "rank_0.jsonl", [prime_row()])
+    write_lines(tmp_path / "token_exports" / "step_10" / "rank_0.jsonl", [prime_row(step=10, is_masked=[None] * 5)])
+    (tmp_path / "token_exports" / "step_3" / "STABLE").touch()
+    table = read(tmp_path)
+    assert sorted(table.step.tolist()) == [3, 10]
+    of_3 = table.select(np.flatnonzero(table.step == 3))
+    assert of_3.log_ratio.tolist() == [0.5, 0.0, 0.0]
+    assert math.isnan(of_3.rollout_log_prob[2]) and of_3.valid.tolist() == [True, False, False]
+    assert of_3.rejected.tolist() == [1, 0, 0] and of_3.metadata["criteria"] == ["is_masked"]
+    assert of_3.entropy.tolist() == pytest.approx([0.3, 0.4, 0.5]) and of_3.prompt.tolist() == [1, 2]
+
+
+def verl_row(**changes: Any) -> dict[str, Any]:
+    return {"input": "p", "output": "<b>", "gts": "4", "score": 1.0, "step": 9} | changes
+
+
+def test_verl_generations_that_carry_log_probs(tmp_path):
+    row = verl_row(old_log_probs=[-1.0, -2.25], rollout_log_probs=[-1.5, -2.0], response_mask=[1, 1], advantages=0.5)
+    write_lines(tmp_path / "9.jsonl", [row])
+    table = read(tmp_path)
+    assert table.log_ratio.tolist() == [0.5, -0.25] and table.advantage.tolist() == [0.5, 0.5]
+    assert (table.text, table.prompt_text, table.reward.tolist(), table.step.tolist()) == (("<b>",), ("p",), [1.0], [9])
+
+
+def test_verl_generations_without_log_probs_say_what_to_do(tmp_path):
+    write_lines(tmp_path / "9.jsonl", [verl_row()])
+    with pytest.raises(ValueError, match="line 1 is a generation of verl without old_log_probs and rollout_log_probs"):
+        read(tmp_path / "9.jsonl")
+
+
+PLAIN = {"train_log_probs": [-1.0, -0.5], "rollout_log_probs": [-1.5, None], "loss_mask": [1, 1]}
+
+
+def test_plain_jsonl_and_parquet_are_the_same_table(tmp_path):
+    row = PLAIN | {"tokens": [5, 6], "advantages": 0.5, "step": 1, "response": "ab", "weight_versions": [3, 4]}
+    write_lines(tmp_path / "a.jsonl", [row, row])
+    parquet.write_table(pa.Table.from_pylist([row, row]), tmp_path / "a.parquet")
+    table = read(tmp_path / "a.jsonl")
+    assert table.log_ratio.tolist() == [0.5, 0.0, 0.5, 0.0] and table.token.tolist() == [5, 6, 5, 6]
+    assert (table.text, table.weight_version.tolist()) == (("ab", "ab"), [3, 4, 3, 4])
+    assert_same(read(tmp_path / "a.parquet"), table)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        pytest.param("{", "line 2 is not JSON", id="no JSON"),
+        pytest.param("[" * 100_000, "line 2 is not JSON", id="nested deeply"),
+        pytest.param("[1]", "line 2 is JSON of type list", id="no object"),
+        pytest.param("\xff\xfe", "line 2 is not JSON", id="no text"),
+        pytest.param(
+            json.dumps(PLAIN | {"loss_mask": [1]}),
+            "line 2 has 1 entries of loss_mask but 2 of the log-probs",
+            id="length",
+        ),
+        pytest.param(
+            json.dumps(PLAIN | {"train_log_probs": "abc"}), "line 2 has train_log_probs that is 'abc' but", id="text"
+        ),
+        pytest.param(
+            json.dumps(PLAIN | {"train_log_probs": ["1", 2]}), "line 2 has train_log_probs with an entry", id="entry"
+        ),
+        pytest.param(
+            json.dumps(PLAIN | {"train_log_probs": [0.5, -1]}),
+            "line 2 has a train_log_prob of 0.5; log-probs are natural logarithms",
+            id="probabilities",
+        ),
+        pytest.param(json.dumps({"x": 1}), "line 2 has train_log_probs that is None", id="another form"),
+    ],
+)
+def test_what_is_wrong_with_a_line_is_said_with_its_number(tmp_path, line, message):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(json.dumps(PLAIN).encode() + b"\n" + line.encode("latin-1") + b"\n")
+    with pytest.raises(ValueError, match=message) as error:
+        read(path)
+    assert str(error.value).startswith(str(path))
+
+
+def test_unknown_forms_and_rollout_dumps_are_named(tmp_path):
+    with pytest.raises(ValueError, match=r"has none of the known forms .* the keys \['x'\]"):
+        read(write_lines(tmp_path / "x.jsonl", [{"x": 1}]))
+    with pytest.raises(ValueError, match="without training log-probs; --save-debug-train-data has them"):
+        read(write_lines(tmp_path / "y.jsonl", [{"response_ids": [1], "rollout_log_probs": [-1.0]}]))
+
+
+def test_a_line_without_end_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "LONGEST_LINE", 100)
+    (tmp_path / "a.jsonl").write_text("[" * 500)
+    with pytest.raises(ValueError, match="line 1 is longer than"):
+        read(tmp_path / "a.jsonl")
+
+
+def test_nothing_to_read_is_one_message(tmp_path):
+    with pytest.raises(ValueError, match="there is no file or directory"):
+        read(tmp_path / "missing")
+    with pytest.raises(ValueError, match="has no dumps in it; --save-debug-train-data"):
+        read(tmp_path)
+    with pytest.raises(ValueError, match="has no samples"):
+        read(write_lines(tmp_path / "a.jsonl", []))
+    (tmp_path / "a.parquet").write_text("PAR1")
+    with pytest.raises(ValueError, match=r"a\.parquet cannot be read as parquet"):
+        read(tmp_path / "a.parquet")
+
+
+def test_a_run_directory_leads_to_its_dumps(tmp_path):
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    for rollout in (2, 10):
+        write(elsewhere / f"t_{rollout}_0.parquet", full_table())
+    run.mkdir()
+    (run / "metrics.jsonl").write_text('{"step": 1}\n')
+    (run / "config.yaml").write_text(
+        f"num_rollout: 3\nsave_debug_train_data: {elsewhere}/t_{{rollout_id}}_{{rank}}.parquet\n"
+    )
+    assert [file.name for file in files_of(run)] == ["t_2_0.parquet", "t_10_0.parquet"]
+    assert len(read(run)) == 6
+
+
+def test_a_random_part_is_drawn_from_all_files(tmp_path):
+    rows = [PLAIN | {"step": step} for step in range(50)]
+    for name in ("a.jsonl", "b.jsonl"):
+        write_lines(tmp_path / name, rows)
+    part = read(tmp_path, max_tokens=20, seed=1)
+    assert part.tokens == 20 and part.metadata["sampled"] == {"samples": 100, "tokens": 200}
+    assert len(set(part.step.tolist())) > 5
+    assert_same(part, read(tmp_path, max_tokens=20, seed=1))
+    assert "sampled" not in read(tmp_path, max_tokens=200).metadata
