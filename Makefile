@@ -14,7 +14,7 @@ SMOLLM2_RUN := runs/smollm2
 SMOLLM2_EXAMPLE := examples.smollm2_reasoning_gym
 SEEDS ?= 0
 
-.PHONY: help install data data-smollm2 train train-diffusion train-moe train-smollm2 study test test-moe test-faults test-smollm2 sglang-env test-sglang check format docs clean
+.PHONY: help install data data-smollm2 train train-diffusion train-moe train-smollm2 study test test-moe test-faults test-smollm2 test-report diagnose-study sglang-env test-sglang check format docs clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -25,7 +25,7 @@ install: $(VENV)/.installed  ## Make the virtual environment, with pinned versio
 $(VENV)/.installed: constraints.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[train,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[train,report,dev]'
 	touch $@
 
 train: install $(EXAMPLE)/complete.json  ## Train the example: sorting digits, with rollout correction
@@ -93,6 +93,12 @@ test-faults: $(VENV)/.installed-diffusion  ## Run the fault tests: hostile input
 
 test-smollm2: $(VENV)/.installed-gym  ## Download and convert SmolLM2-135M, and train it for two steps
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/smollm2 -rs
+
+test-report: install  ## Open the report page in a headless browser; skipped where there is no chromium
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/browser -rs
+
+diagnose-study: install  ## Plant causes of a mismatch in tiny models, and count how often they are named
+	OMP_NUM_THREADS=1 $(BIN)/python -m examples.diagnose_study.run --results examples/diagnose_study/results.csv
 
 # The servers' own environment: SGLang's pinned libraries are not those of training.
 sglang-env:  ## Make the environment of SGLang servers on a CPU, 1.6 GB

@@ -35,7 +35,11 @@ ALLOWED: dict[str, set[str]] = {
         *("slime_tis.reporting", "slime_tis.rollout", "slime_tis.storage"),
     },
     "slime_tis.diagnosis": {"slime_tis.dumps", "slime_tis.errors", "slime_tis.hf_directory"},
-    "slime_tis.cli.main": {"slime_tis", "slime_tis.cli", "slime_tis.train"},
+    "slime_tis.cli.main": {"slime_tis", "slime_tis.cli", "slime_tis.report", "slime_tis.train"},
+    "slime_tis.report": {
+        *("slime_tis.correction", "slime_tis.diagnosis", "slime_tis.dumps", "slime_tis.errors", "slime_tis.files"),
+        "slime_tis.reporting",
+    },
     "slime_tis.train": {
         *("slime_tis.cli", "slime_tis.custom", "slime_tis.errors", "slime_tis.evaluation", "slime_tis.exit_status"),
         *("slime_tis.interrupt", "slime_tis.learner", "slime_tis.megatron", "slime_tis.policy"),

@@ -3,6 +3,8 @@
     slime-tis train --hf-checkpoint DIR …    trains; `python train.py …` in a checkout does the same
     slime-tis port run.sh                    prints a launch script of slime in this program's flags
     slime-tis import-gguf FILE.gguf OUT_DIR  writes a GGUF file as a Hugging Face directory
+    slime-tis report RUN_OR_DUMP             writes one HTML file on a run or on dumps of its tokens
+    slime-tis diagnose RUN_OR_DUMP           names the causes of the mismatch between training and rollout
 
 A command line is read and checked before torch, transformers and Megatron-core are imported, which takes seconds.
 """
@@ -50,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     imported.add_argument("file", metavar="FILE.gguf", help="the model, in one file")
     imported.add_argument("directory", metavar="OUT_DIR", help="absent, empty or an earlier import, which is replaced")
     imported.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of the weights (default fp32)")
+    _add_analysis(commands)
     chosen = parser.parse_args(argv)
     try:
         match chosen.command:
@@ -63,6 +66,17 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # what is half written is to be removed
                     signal.signal(signal.SIGINT, signal.default_int_handler)
                 print(import_gguf(chosen.file, chosen.directory, dtype=chosen.dtype))
+            case "report":
+                from slime_tis.report.command import report
+
+                if (chosen.path is None) == (chosen.compare is None):
+                    raise ValueError("error: give one run or dump, or two after --compare.")
+                paths = chosen.compare or [chosen.path]
+                print(report(paths, out=chosen.out, as_json=chosen.json, hf_checkpoint=chosen.hf_checkpoint))
+            case "diagnose":
+                from slime_tis.report.command import diagnosis
+
+                print(diagnosis(chosen.path, hf_checkpoint=chosen.hf_checkpoint, as_json=chosen.json))
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
@@ -73,6 +87,37 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted; what was not complete is removed.", file=sys.stderr)
         return 128 + signal.SIGINT
     return 0
+
+
+def _add_analysis(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds the commands that read what a run wrote."""
+    what = "directory of a run, or dumps of tokens: a file, a directory or a pattern"
+    reported = commands.add_parser(
+        "report",
+        help="write one HTML file on a run or on dumps of its tokens",
+        description="Writes one self-contained HTML file: the run's metrics, the mismatch's shape, samples with "
+        "coloured tokens, other corrections, and a diagnosis. Needs the extra report.",
+    )
+    reported.add_argument("path", metavar="RUN_OR_DUMP", nargs="?", help=what)
+    reported.add_argument("--compare", nargs=2, metavar=("A", "B"), help="two runs or dumps in one file")
+    reported.add_argument(
+        "--out", default="", metavar="FILE", help="file to write (default RUN/report.html); a report is replaced"
+    )
+    reported.add_argument("--json", action="store_true", help="print the numbers as JSON; a page only with --out")
+    reported.add_argument("--hf-checkpoint", default="", metavar="DIR", help="directory of the tokenizer")
+    diagnosed = commands.add_parser(
+        "diagnose",
+        help="name the causes of the mismatch between training and rollout",
+        description="Names the causes of the mismatch, ranked, with the evidence and what to change.",
+    )
+    diagnosed.add_argument("path", metavar="RUN_OR_DUMP", help=what)
+    diagnosed.add_argument(
+        "--hf-checkpoint",
+        default="",
+        metavar="DIR",
+        help="model that scores a few samples in fp32: which engine is wrong?",
+    )
+    diagnosed.add_argument("--json", action="store_true", help="print JSON")
 
 
 def train(argv: Sequence[str] | None = None, *, prog: str = "train.py") -> int:

@@ -13,7 +13,7 @@ from slime_tis.diagnosis.causes import Finding
 from slime_tis.diagnosis.tokens import Tokens, tokens_of
 from slime_tis.dumps.table import TokenTable
 
-TOKEN_RULES = (token_rules.misaligned, token_rules.mask_mistake, token_rules.broken_tokens)
+TOKEN_RULES = (token_rules.mask_mistake, token_rules.misaligned, token_rules.broken_tokens)
 """Rules that take their tokens out, in this order."""
 FORM_RULES = (
     form_rules.weights_not_updated,

@@ -25,8 +25,8 @@ def truncated_sampling(tokens: Tokens) -> Finding | None:
     least = float(np.quantile(log_ratio, 0.002))
     return Finding(
         cause="truncated_sampling",
-        confidence=0.9 * confidence,
-        share=float(2 * one_sided - 1),
+        confidence=0.96 * confidence,
+        share=float(one_sided),
         evidence=(
             f"{one_sided:.1%} of the mismatch is negative: training finds tokens less likely, almost never likelier",
             f"99.8 % of the tokens have Δ above {least:.3f}, that is a kept mass above {np.exp(least):.2f}",
@@ -157,7 +157,7 @@ def position(tokens: Tokens) -> Finding | None:
     if len(edges) < 4 or len(chosen) < 10 * MIN_TOKENS:
         return None
     bins = np.clip(np.searchsorted(edges, chosen.position, side="right") - 1, 0, len(edges) - 2)
-    size = np.array([_noise(chosen.only(bins == i)) for i in range(len(edges) - 1)])
+    size = np.array([_median_noise(chosen.only(bins == i)) for i in range(len(edges) - 1)])
     rank, later = _rank_correlation(size), float(np.median(size[1:]))
     ends = f"{size[0]:.2g} at the first tokens, {later:.2g} later on and {size[-1]:.2g} at the last ones"
     if size[0] < size[1:].min():
@@ -168,7 +168,7 @@ def position(tokens: Tokens) -> Finding | None:
         cause, statement = "other_prompt", f"abs(Δ) relative to 1 − p falls, as the prompt's influence fades: {ends}"
     if confidence == 0:
         return None
-    return Finding(cause=cause, confidence=0.92 * confidence, share=1.0, evidence=(statement,))
+    return Finding(cause=cause, confidence=0.9 * confidence, share=1.0, evidence=(statement,))
 
 
 def moe_routing(tokens: Tokens) -> Finding | None:

@@ -21,10 +21,15 @@ BROKEN_TIMES = 12.0
 """How many times the 95 % quantile of the others a broken token is."""
 MAX_BROKEN = 0.05
 """Share of tokens up to which they are few."""
-LAGS = (0, -1, 1, -2, 2, -3, 3)
+LAGS = (0, -1, 1, -2, 2, -3, 3, 4, 5, 6)
 """Shifts in tokens that are tried."""
 SWITCH = 4.0
 """Nats that a change of the lag within a sample costs."""
+MIN_SAVED = 4.0
+"""Nats that the lags of a sample have to save."""
+CERTAIN_LEFT, MAX_LEFT = 0.35, 0.6
+"""Shares of the shifted tokens' mismatch that may be left, where little is saved and where more is: tokens of text that
+was tokenised again follow other tokens, and their log-probs agree only nearly."""
 OUTSIDE = 1.0
 """Nats that a token costs whose partner lies outside of the sample."""
 MAX_ALIGNED = 192
@@ -96,7 +101,7 @@ def misaligned(tokens: Tokens, total: float) -> Verdict:
         path, gain, left = best_lags(train, rollout)
         aligned += 1
         shifted = path != 0
-        if shifted.sum() < 4 or gain < 4.0 or left > 0.35:
+        if shifted.sum() < 4 or gain < MIN_SAVED or left > (CERTAIN_LEFT if gain < 1.5 * MIN_SAVED else MAX_LEFT):
             continue
         found[rows[shifted]] = True
         lags.append(int(np.median(path[shifted])))

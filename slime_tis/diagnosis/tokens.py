@@ -65,7 +65,8 @@ class Tokens:
     @property
     def size(self) -> Floats:
         """[N] min(abs(Δ), 10); 10 where Δ is not finite."""
-        return np.where(self.finite, np.minimum(np.abs(self.log_ratio), MAX_SIZE), MAX_SIZE)
+        size: Floats = np.where(self.finite, np.minimum(np.abs(self.log_ratio), MAX_SIZE), MAX_SIZE)
+        return size
 
     @property
     def uncertainty(self) -> Floats:

@@ -1,0 +1,51 @@
+"""The plots of the page, as Plotly takes them: plain dictionaries, which the page draws."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+COLORS = ("#3b6ea5", "#c0572b", "#3f8f5f", "#8a5ea8", "#a8832a", "#4a9aa8")
+"""Colours of series, readable on white and on black."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plot:
+    """One plot."""
+
+    id: str
+    """Of its element in the page."""
+    title: str
+    says: str
+    """What it shows, in one plain statement."""
+    traces: list[dict[str, Any]]
+    layout: dict[str, Any] = field(default_factory=dict)
+    wide: bool = False
+    """Whether it takes the whole width."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+def line(x: Any, y: Any, name: str, color: int = 0, **more: Any) -> dict[str, Any]:
+    """A line; `color` is a place in `COLORS`."""
+    style = {"color": COLORS[color % len(COLORS)], "width": 1.6}
+    return {"type": "scatter", "mode": "lines", "x": plain(x), "y": plain(y), "name": name, "line": style, **more}
+
+
+def axis(title: str, *, log: bool = False) -> dict[str, Any]:
+    """An axis with its title."""
+    return {"title": {"text": title}, "type": "log" if log else "linear"}
+
+
+def plain(values: Any) -> list[Any]:
+    """Numbers as JSON takes them, five digits long; None where they are not finite."""
+    if isinstance(values, np.ndarray) or (values and isinstance(values[0], float | np.floating)):
+        array = np.asarray(values)
+        if array.dtype.kind == "f":
+            return [float(f"{value:.5g}") if np.isfinite(value) else None for value in array.tolist()]
+        return list(array.tolist())
+    return [value.item() if isinstance(value, np.generic) else value for value in values]

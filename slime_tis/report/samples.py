@@ -1,0 +1,153 @@
+"""The samples of the page: columns of tokens as base64, text as JSON, worst sample first.
+
+Nothing here is made into HTML: the page shows all of it through `textContent`.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slime_tis.dumps.table import TokenTable
+
+MAX_TOKENS = 100_000
+"""Response tokens in the page."""
+MAX_PROMPT = 4_000
+"""Characters, or tokens where there is no text, of a prompt in the page: its end."""
+MAX_EXPERTS = 1_000_000
+"""Numbers of experts in the page; of more, the first sparse layers."""
+
+Decode = Callable[[Sequence[int]], list[str]]
+
+
+def chosen_samples(table: TokenTable, max_tokens: int = MAX_TOKENS) -> TokenTable:
+    """The samples to show, the one of largest mean abs(Δ) first.
+
+    Of a larger table half of the tokens are those of the worst samples, with the groups that they are in, and half
+    those of other samples at random.
+    """
+    order = np.argsort(-mean_size(table), kind="stable")
+    if table.tokens <= max_tokens:
+        return table.select(order)
+    if table.group is not None:
+        order = _with_groups(table, order)
+    lengths = table.response_length[order]
+    worst = order[np.cumsum(lengths) <= max_tokens // 2]
+    others = np.setdiff1d(order, worst)
+    others = np.random.default_rng(0).permutation(others)
+    others = others[np.cumsum(table.response_length[others]) <= max_tokens - int(table.response_length[worst].sum())]
+    chosen = np.concatenate([worst, others])
+    if not len(chosen):  # one response is longer than the page may be
+        chosen = order[:1]
+    return table.select(chosen[np.argsort(-mean_size(table)[chosen], kind="stable")])
+
+
+def mean_size(table: TokenTable) -> NDArray[np.float64]:
+    """[S] mean abs(Δ) of the valid tokens of each sample; 0 where it has none."""
+    valid = table.valid
+    sample = table.sample[valid]
+    count = np.bincount(sample, minlength=len(table))
+    return np.asarray(np.bincount(sample, np.abs(table.log_ratio[valid]), len(table)) / np.maximum(count, 1))
+
+
+def payload(table: TokenTable, decode: Decode | None = None) -> dict[str, Any]:
+    """What the page needs of the samples.
+
+    Args:
+        table: The samples to show, in their order.
+        decode: Texts of token ids, each on its own; None shows the ids.
+    """
+    size = np.abs(table.log_ratio[table.valid])
+    ids, place = np.unique(table.token, return_inverse=True) if table.token is not None else (None, None)
+    texts = None if decode is None or ids is None else decode([int(i) for i in ids])
+    columns: dict[str, Any] = {
+        "train": _packed(table.train_log_prob),
+        "rollout": _packed(table.rollout_log_prob),
+        "ratio": _packed(table.log_ratio),
+        "valid": _packed(table.valid.astype(np.uint8)),
+        "mask": _packed((table.loss_mask > 0).astype(np.uint8)),
+    }
+    if table.metadata.get("old_policy") in ("recomputed", "interpolated"):
+        columns["old"] = _packed(table.old_log_prob)
+    for name, key in (("weight", "weight"), ("bounded_weight", "bounded"), ("advantage", "advantage")):
+        if (column := getattr(table, name)) is not None:
+            columns[key] = _packed(column)
+    for name in ("entropy", "weight_version", "turn", "rejected", "vetoed"):
+        if (column := getattr(table, name)) is not None:
+            columns[name] = _packed(column)
+    if place is not None:
+        columns["token"] = _packed(place.astype(np.int32))
+    return {
+        "offsets": table.offsets.tolist(),
+        "columns": columns,
+        "experts": _experts(table),
+        "ids": None if ids is None else ids.tolist(),
+        "texts": texts,
+        "scale": float(np.quantile(size, 0.99)) if len(size) else 1.0,
+        "criteria": [str(name) for name in table.metadata.get("criteria") or ()],
+        "samples": [_sample(table, i, float(mean), decode) for i, mean in enumerate(mean_size(table))],
+    }
+
+
+def _sample(table: TokenTable, i: int, mean: float, decode: Decode | None) -> dict[str, Any]:
+    rows = slice(int(table.offsets[i]), int(table.offsets[i + 1]))
+    valid = table.valid[rows]
+    worst = float(np.abs(table.log_ratio[rows]).max(initial=0.0))
+    values: dict[str, Any] = {"mean": mean, "worst": worst, "valid": int(valid.sum())}
+    for name in ("step", "sample_index", "group", "reward", "truncated"):
+        column = getattr(table, name)
+        if column is not None and np.isfinite(column[i]):
+            values[name] = column[i].item()
+    if table.advantage is not None and valid.any():
+        values["advantage"] = float(np.nanmean(table.advantage[rows][valid]))
+    values["prompt"] = _prompt(table, i, decode)
+    values["text"] = table.text[i] if table.text is not None else ""
+    return values
+
+
+def _prompt(table: TokenTable, i: int, decode: Decode | None) -> str:
+    if table.prompt_text is not None and table.prompt_text[i]:
+        text = table.prompt_text[i]
+    elif table.prompt is not None and table.prompt_offsets is not None:
+        ids = table.prompt[table.prompt_offsets[i] : table.prompt_offsets[i + 1]][-MAX_PROMPT:].tolist()
+        text = " ".join(map(str, ids)) if decode is None else "".join(decode(ids))
+    else:
+        return ""
+    return text if len(text) <= MAX_PROMPT else "…" + text[-MAX_PROMPT:]
+
+
+def _experts(table: TokenTable) -> dict[str, Any] | None:
+    if table.experts is None or not table.tokens or not table.experts.size:
+        return None
+    layers, k = table.experts.shape[1:]
+    shown = int(np.clip(MAX_EXPERTS // (table.tokens * k), 1, layers))
+    return {
+        "layers": shown,
+        "of": layers,
+        "k": k,
+        "ids": _packed(table.experts[:, :shown].astype(np.int16).reshape(-1)),
+    }
+
+
+def _packed(column: NDArray[Any]) -> dict[str, str]:
+    """An array in little-endian bytes and base64, with the name of its type in JavaScript."""
+    names = {"f4": "Float32Array", "i4": "Int32Array", "i2": "Int16Array", "u1": "Uint8Array"}
+    return {
+        "type": names[column.dtype.str[1:]],
+        "bytes": base64.b64encode(np.ascontiguousarray(column, column.dtype.newbyteorder("<")).tobytes()).decode(),
+    }
+
+
+def _with_groups(table: TokenTable, order: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The order with the samples of a group moved up to its first one."""
+    assert table.group is not None
+    steps = table.step if table.step is not None else np.zeros(len(table), np.int32)
+    _, group = np.unique(np.stack([steps, table.group]), axis=1, return_inverse=True)
+    group = group.reshape(-1)[order]
+    _, first = np.unique(group, return_index=True)
+    rank = first[np.searchsorted(np.unique(group), group)]
+    return order[np.argsort(rank, kind="stable")]

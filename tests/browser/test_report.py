@@ -1,0 +1,137 @@
+"""The report in a real browser: nothing is logged as an error, plots are drawn, and what is clicked works.
+
+Needs chromium on PATH (apt-get install chromium) and the package playwright; skipped where there is none.
+"""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime_tis.cli.main import main
+from tests.report.dumps import make_run
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="no chromium on PATH; apt-get install chromium")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    sync_api = pytest.importorskip("playwright.sync_api", reason="the package playwright is not installed")
+    with sync_api.sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = make_run(tmp_path_factory.mktemp("browser") / "run")
+    assert main(["report", str(run)]) == 0
+    return run / "report.html"
+
+
+@pytest.fixture(params=["light", "dark"])
+def page(browser: Any, report: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
+    opened = browser.new_page(viewport={"width": 1240, "height": 900}, color_scheme=request.param)
+    troubles: list[str] = []
+    opened.on(
+        "console", lambda message: troubles.append(message.text) if message.type in ("error", "warning") else None
+    )
+    opened.on("pageerror", lambda error: troubles.append(str(error)))
+    opened.on("request", lambda made: troubles.append(made.url) if made.url.startswith("http") else None)
+    opened.goto(report.as_uri())
+    opened.wait_for_function("document.documentElement.dataset.drawn !== undefined")
+    yield opened
+    assert troubles == []
+    opened.close()
+
+
+def test_every_plot_is_drawn(page: Any) -> None:
+    canvases = page.locator(".canvas")
+    assert canvases.count() == 12
+    for place in range(canvases.count()):
+        drawn = canvases.nth(place).locator(".trace, .hm, .heatmaplayer image, .points path")
+        assert drawn.count() > 0, canvases.nth(place).get_attribute("id")
+
+
+def test_tokens_are_coloured_by_what_is_chosen(page: Any) -> None:
+    def colors() -> list[str]:
+        return page.eval_on_selector_all("#sample .tokens span", "all => all.map(one => one.style.background)")
+
+    by_ratio = colors()
+    assert len({color for color in by_ratio if color}) > 3
+    page.select_option("#color", "weight")
+    by_weight = colors()
+    page.select_option("#color", "mask")
+    by_mask = colors()
+    assert by_ratio != by_weight != by_mask and len(by_ratio) == len(by_mask) == 24
+    assert page.locator("#legend").inner_text().strip().startswith("trained on")
+
+
+def test_masked_tokens_are_shown_as_masked(page: Any) -> None:
+    page.fill("#search", "question 5")
+    page.locator("#list li").first.click()
+    masked = page.locator("#sample .tokens span.masked")
+    assert masked.count() == 4 and masked.first.evaluate("one => one.style.background") == ""
+    masked.first.hover()
+    assert "not trained on" in page.locator("#details").inner_text()
+
+
+def test_details_of_a_token(page: Any) -> None:
+    page.locator("#sample .tokens span").nth(12).hover()
+    details = page.locator("#details").inner_text()
+    for name in (
+        "position 12",
+        "log π train",
+        "log π rollout",
+        "Δ",
+        "weight",
+        "advantage",
+        "entropy",
+        "weights",
+        "experts",
+    ):
+        assert name in details
+
+
+def test_search_finds_samples_and_says_where_there_is_none(page: Any) -> None:
+    page.fill("#search", "answer 7")
+    assert page.locator("#list li").count() == 1
+    page.fill("#search", "step 1")
+    assert page.locator("#list li").count() == 8
+    page.fill("#search", "nowhere to be found")
+    assert page.locator("#list").inner_text() == "no sample contains this"
+
+
+def test_a_group_side_by_side(page: Any) -> None:
+    page.click("#side")
+    assert page.locator("#sample article").count() == 4
+    assert page.locator("#sample article .about").first.inner_text().count("reward") == 1
+
+
+def test_hostile_text_is_text(page: Any) -> None:
+    page.fill("#search", "window.hacked")
+    items = page.locator("#list li")
+    assert items.count() == 2
+    for place in range(2):
+        items.nth(place).click()
+        shown = page.locator("#sample article").inner_text()
+        assert "</script><script>window.hacked=1</script><img src=x" in shown
+        assert "‹U+202E›evil␀␇" in shown
+    assert page.evaluate("window.hacked") is None
+    assert page.locator("#sample img, #list img").count() == 0
+
+
+def test_the_table_of_corrections_sorts_and_gives_flags(page: Any) -> None:
+    rows = page.locator("#what-if-table tbody tr")
+    assert rows.count() > 30
+    page.locator("#what-if-table th", has_text="kept").click()
+    kept = [float(text) for text in page.locator("#what-if-table tbody tr td:nth-child(2)").all_inner_texts()]
+    assert kept == sorted(kept, reverse=True)
+    page.locator("#what-if-table td", has_text="decoupled_token_is").first.click()
+    assert page.locator("#flags code").inner_text() == "--rollout-correction-preset decoupled_token_is"
+    page.click("#flags button")
+    assert page.locator("#flags button").inner_text() in ("copied", "selected")

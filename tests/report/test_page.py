@@ -1,0 +1,219 @@
+"""The report: what is in its data, that hostile text stays text, and what it may overwrite."""
+
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from slime_tis.cli.main import main
+from slime_tis.dumps.parquet import write_parquet
+from slime_tis.dumps.table import SampleParts, TokenTable
+from slime_tis.report import overview, samples, shape
+from slime_tis.report.page import page_data, render
+from slime_tis.report.source import Source, open_source
+from slime_tis.report.what_if_rows import _front
+from tests.report.dumps import HOSTILE, SAMPLES, make_run, make_table
+
+
+class Parsed(HTMLParser):
+    """Elements of a page, and the text of its scripts."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_data(self, data: str) -> None:
+        if self.elements and self.elements[-1][0] == "script":
+            self.scripts[-1] += data
+
+    @property
+    def data(self) -> dict:
+        return json.loads(self.scripts[0])
+
+
+def source(table: TokenTable | None = None) -> Source:
+    return Source(
+        name="dump", path=Path("dump.parquet"), metrics=(), table=make_table() if table is None else table, note=""
+    )
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("report") / "run")
+
+
+@pytest.fixture(scope="module")
+def page(run: Path) -> str:
+    assert main(["report", str(run)]) == 0
+    return (run / "report.html").read_text()
+
+
+def test_the_page_has_three_scripts_and_loads_nothing(page: str) -> None:
+    parsed = Parsed(page)
+    assert [attributes.get("type") for tag, attributes in parsed.elements if tag == "script"] == [
+        "application/json",
+        None,
+        None,
+    ]
+    assert not [1 for tag, attributes in parsed.elements if "src" in attributes or tag in ("link", "img", "iframe")]
+    assert all(attributes["href"].startswith("#") for tag, attributes in parsed.elements if tag == "a")
+    assert "default-src 'none'" in page
+
+
+def test_hostile_text_is_data_and_nothing_else(page: str) -> None:
+    assert HOSTILE not in page and "<img src=x" not in page
+    data = Parsed(page).data
+    shown = [sample["text"] for sample in data["samples"]["samples"]]
+    assert HOSTILE in shown and any(HOSTILE in sample["prompt"] for sample in data["samples"]["samples"])
+
+
+def test_a_run_shows_its_metrics_its_warning_and_its_tokens(page: str) -> None:
+    data = Parsed(page).data
+    assert [plot["id"] for plot in data["overview"]] == ["run-reward", "run-mismatch", "run-ess", "run-gradient"]
+    (warning,) = data["warnings"]
+    assert (warning["name"], warning["step"], warning["last"]) == ("mismatch", 8, 11)
+    assert "nats per token" in warning["message"]
+    assert [plot["id"] for plot in data["shape"]] == [
+        *("density", "tail", "by-position", "by-length", "by-turn", "by-age", "by-entropy")
+    ]
+    assert all(plot["says"].endswith(".") for plot in data["overview"] + data["shape"] + data["what_if"]["plots"])
+    assert len(data["samples"]["samples"]) == SAMPLES and data["diagnoses"][0]["findings"]
+    assert {row["flags"] for row in data["what_if"]["rows"]} >= {"--rollout-correction-preset decoupled_token_is"}
+
+
+def test_a_report_is_replaced_and_nothing_else_is(
+    run: Path, page: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    own, foreign = tmp_path / "own.html", tmp_path / "notes.html"
+    own.write_text(page)
+    foreign.write_text("<html>my notes</html>")
+    dump = tmp_path / "dump.parquet"
+    write_parquet(dump, make_table(4))
+    assert main(["report", str(dump), "--out", str(own)]) == 0
+    assert '"dump.parquet"' in own.read_text()
+    for place, message in [
+        (foreign, "is not a report"),
+        (tmp_path, "is not a file"),
+        (tmp_path / "absent" / "page.html", "does not exist"),
+        (dump, "is not a report"),
+    ]:
+        capsys.readouterr()
+        assert main(["report", str(dump), "--out", str(place)]) == 2
+        assert message in capsys.readouterr().err
+    assert foreign.read_text() == "<html>my notes</html>"
+
+
+def test_a_run_without_dumps_says_which_flag_writes_them(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    run = make_run(tmp_path / "run")
+    (run / "config.yaml").write_text("lr: 0.001\n")
+    assert main(["report", str(run)]) == 0
+    assert "--save-debug-train-data" in capsys.readouterr().out
+    data = Parsed((run / "report.html").read_text()).data
+    assert data["samples"] is None and data["shape"] == [] and len(data["overview"]) == 4
+    assert main(["diagnose", str(run)]) == 0
+    assert "--save-debug-train-data" in capsys.readouterr().out
+
+
+def test_two_runs_in_one_page(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    other = make_run(tmp_path / "other", steps=5)
+    out = tmp_path / "both.html"
+    assert main(["report", "--compare", str(run), str(other), "--out", str(out)]) == 0
+    data = Parsed(out.read_text()).data
+    assert [one["name"] for one in data["diagnoses"]] == ["run", "other"]
+    assert [trace["name"] for trace in data["overview"][0]["traces"]] == [
+        "run: rollout reward",
+        "other: rollout reward",
+    ]
+    assert len(data["shape"][1]["traces"]) == 4
+    assert main(["report", str(run), "--compare", str(run), str(other)]) == 2
+    assert main(["report"]) == 2
+
+
+def test_json_has_the_numbers_and_no_page(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    dump = tmp_path / "dump.parquet"
+    write_parquet(dump, make_table(8))
+    assert main(["report", str(dump), "--json"]) == 0
+    numbers = json.loads(capsys.readouterr().out)
+    assert numbers["sources"][0]["mismatch"]["samples"] == 8 and numbers["what_if"] and numbers["diagnoses"]
+    assert [path.name for path in tmp_path.iterdir()] == ["dump.parquet"]
+    assert main(["diagnose", str(dump), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["findings"][0]["cause"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"step": 0, "train/loss": "<b>"}\n', "[]\n", '{"step": 0}\n{"st\n{"step": 2}\n', '{"step": 0, "a": [1]}\n'],
+    ids=["text", "list", "cut", "nested"],
+)
+def test_damaged_metrics_are_one_message(tmp_path: Path, capsys: pytest.CaptureFixture, text: str) -> None:
+    (tmp_path / "metrics.jsonl").write_text(text)
+    assert main(["report", str(tmp_path)]) == 2
+    message = capsys.readouterr().err.strip()
+    assert "metrics.jsonl" in message and len(message.splitlines()) == 1
+
+
+def test_what_is_absent_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    for command in ("report", "diagnose"):
+        assert main([command, str(tmp_path / "nothing")]) == 2
+        assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+def test_numbers_of_a_table_by_hand() -> None:
+    table = TokenTable.from_parts(
+        [SampleParts(train_log_prob=[-1.0, -2.0, -3.0], rollout_log_prob=[-1.5, -2.0, -90.0], loss_mask=[1, 1, 0])]
+    )
+    numbers = shape.summary(table)
+    assert (numbers["tokens"], numbers["trained_tokens"], numbers["tokens_without_log_prob"]) == (3, 2, 0)
+    assert numbers["mean_abs_log_ratio"] == 0.25 and numbers["max_abs_log_ratio"] == 0.5
+    assert numbers["k3"] == pytest.approx((np.exp(0.5) - 0.5 - 1) / 2)
+
+
+def test_a_table_without_a_valid_token_is_an_ordinary_page() -> None:
+    table = TokenTable.from_parts([SampleParts(train_log_prob=[np.nan], rollout_log_prob=[-1.0])])
+    empty = TokenTable.from_parts([])
+    for each in (table, empty):
+        assert Parsed(render(page_data([source(each)]))).data["shape"] == []
+
+
+def test_the_worst_samples_come_first_with_their_groups_and_others_are_left_out() -> None:
+    table = make_table(40, 20)
+    shown = samples.chosen_samples(table, 400)
+    assert shown.tokens <= 400
+    size = samples.mean_size(shown)
+    assert (np.diff(size) <= 0).all()
+    assert size[0] == samples.mean_size(table).max()
+    assert shown.step is not None and shown.group is not None
+    worst = (shown.step == shown.step[0]) & (shown.group == shown.group[0])
+    assert worst.sum() == 4
+
+
+def test_masked_tokens_have_no_mismatch_in_the_page() -> None:
+    data = samples.payload(make_table())
+    ratio = np.frombuffer(__import__("base64").b64decode(data["columns"]["ratio"]["bytes"]), "<f4")
+    assert np.abs(ratio).max() < 1  # masked tokens are 30 nats apart
+
+
+def test_warnings_that_come_back_are_listed_again() -> None:
+    rows = [{"step": i, "health/mismatch": float(held)} for i, held in enumerate([1, 1, 0, 1])]
+    found = overview.warnings(rows)
+    assert [(warning["step"], warning["last"]) for warning in found] == [(0, 1), (3, 3)]
+
+
+def test_the_front_has_the_points_that_no_other_beats() -> None:
+    assert _front([(0.0, 1.0), (1.0, 0.0), (0.5, 0.5), (0.6, 0.6), (0.5, 0.5)]) == [True, True, True, False, True]
+
+
+def test_dumps_that_moved_with_their_run_are_found(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "before")
+    moved = run.rename(tmp_path / "after")
+    table = open_source(str(moved)).table
+    assert table is not None and len(table) == SAMPLES
