@@ -3,8 +3,8 @@
     python -m benchmarks.weight_sync_faults --plant-at 1 50 -- \
         --custom-config-path examples/smollm2_reasoning_gym/train.yaml --num-rollout 50 ...
 
-Everything after `--` goes to train.py. After each of the run's updates four local engines, one per precision, are
-given the new weights and checked; at the updates that --plant-at names they are then given wrong ones.
+Everything after `--` goes to train.py. After each of the run's updates local engines of several precisions are given
+the new weights and checked; at the updates that --plant-at names they are then given wrong ones.
 """
 
 import argparse
@@ -21,19 +21,27 @@ from slime_tis import train
 from slime_tis.cli.main import train as run_train
 from slime_tis.megatron.engine import TrainingEngine
 from slime_tis.rollout.checkpoint import load_tokenizer
+from slime_tis.rollout.config import Rounding
 from slime_tis.rollout.engine import RolloutEngine, SentRows
 from slime_tis.rollout.local import LocalEngine
 from slime_tis.rollout.weight_rounding import Precision, WeightRounder
 from slime_tis.rollout.weight_updates import WeightUpdates
 from slime_tis.weight_sync import MIN_RECEIVED, SyncCheck, check_weight_sync
 
-PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "int8", "fp8")
+ENGINES: tuple[tuple[Precision, Rounding], ...] = (
+    ("fp32", "nearest"),
+    ("bf16", "nearest"),
+    ("bf16", "stochastic"),
+    ("int8", "nearest"),
+    ("fp8", "nearest"),
+)
+"""Precision and rounding of updates of the engines that are checked."""
 Weights = dict[str, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
 class History:
-    """The weights of the last updates, newest last, and the number of layers."""
+    """The weights that were sent with the last updates, newest last, and the number of layers."""
 
     weights: list[Weights]
     layers: int
@@ -81,7 +89,8 @@ FAULTS: dict[str, Callable[[History], Weights]] = {
 class Row:
     """One update of one engine."""
 
-    precision: str
+    engine: str
+    """Its precision, and its rounding where that is another than nearest."""
     version: int
     fault: str
     """Empty for a good update."""
@@ -105,6 +114,8 @@ class Lane:
     engine: LocalEngine
     updates: WeightUpdates
     check: SyncCheck
+    sent: list[Weights] = field(default_factory=list)
+    """What it was sent with the last three updates."""
 
 
 class WithoutTensors:
@@ -124,63 +135,63 @@ class Planter:
 
     checkpoint: str
     plant_at: Sequence[int]
-    precisions: Sequence[Precision] = PRECISIONS
     rows: list[Row] = field(default_factory=list)
-    lanes: dict[Precision, Lane] = field(default_factory=dict)
-    history: list[Weights] = field(default_factory=list)
+    lanes: dict[str, Lane] = field(default_factory=dict)
 
     def __call__(
         self, engine: TrainingEngine, sampler: RolloutEngine, check: SyncCheck, updates: WeightUpdates
     ) -> dict[str, float]:
         """Checks the run's own engine, then the others."""
         found = check_weight_sync(engine, sampler, check, updates)
+        version = sampler.weight_version
         if not self.lanes:
-            self.lanes = {precision: self._lane(precision, check) for precision in self.precisions}
+            names = {one: one[0] if one[1] == "nearest" else " ".join(one) for one in ENGINES}
+            self.lanes = {name: self._lane(*one, check) for one, name in names.items()}
         new = {name: tensor.clone() for name, tensor in engine.named_hf_tensors()}
-        self.history = [*self.history[-2:], new]
-        for precision, lane in self.lanes.items():
+        for name, lane in self.lanes.items():
             before = copy(lane.check)
-            version = sampler.weight_version
-            lane.engine.update_weights(lane.updates.source(new.items, version), version)
-            self._record(engine, lane, lane.check, precision, "")
+            sent = dict(lane.updates.source(new.items, version)())
+            lane.sent = [*lane.sent[-2:], sent]
+            lane.engine.update_weights(sent.items, version)
+            self._record(engine, lane, lane.check, name, "")
             if version in self.plant_at:
-                self._plant(engine, lane, before, precision)
-                lane.engine.update_weights(new.items, version)
+                self._plant(engine, lane, before, name)
+                lane.engine.update_weights(sent.items, version)
         return found
 
-    def _lane(self, precision: Precision, check: SyncCheck) -> Lane:
+    def _lane(self, precision: Precision, rounding: Rounding, check: SyncCheck) -> Lane:
         engine = LocalEngine(self.checkpoint, load_tokenizer(self.checkpoint), precision=precision)
-        updates = WeightUpdates(WeightRounder("nearest", 0), engine.weight_precision, samples_all=True)
+        updates = WeightUpdates(WeightRounder(rounding, 0), engine.weight_precision, samples_all=True)
         return Lane(
             engine=engine,
             updates=updates,
             check=SyncCheck(probe=check.probe, bound=check.bound, trains_in=check.trains_in),
         )
 
-    def _plant(self, engine: TrainingEngine, lane: Lane, before: SyncCheck, precision: Precision) -> None:
-        new, version = self.history[-1], lane.engine.weight_version
-        layers = 1 + max(int(name.split(".")[2]) for name in new if name.startswith("model.layers."))
-        history = History(weights=self.history, layers=layers)
-        for name, fault in FAULTS.items():
+    def _plant(self, engine: TrainingEngine, lane: Lane, before: SyncCheck, name: str) -> None:
+        version = lane.engine.weight_version
+        layers = 1 + max(int(one.split(".")[2]) for one in lane.sent[-1] if one.startswith("model.layers."))
+        history = History(weights=lane.sent, layers=layers)
+        for title, fault in FAULTS.items():
             check = copy(before)
-            if name == "one update late":
-                if len(self.history) < 3:
+            if title == "one update late":
+                if len(lane.sent) < 3:
                     continue
-                lane.engine.update_weights(self.history[-3].items, version)
-                check = _as_after(engine, lane, before)
+                lane.engine.update_weights(lane.sent[-3].items, version)
+                check = _as_after(lane, before)
             lane.engine.update_weights(fault(history).items, version)
-            self._record(engine, lane, check, precision, name)
+            self._record(engine, lane, check, name, title)
 
-    def _record(self, engine: TrainingEngine, lane: Lane, check: SyncCheck, precision: str, fault: str) -> None:
+    def _record(self, engine: TrainingEngine, lane: Lane, check: SyncCheck, name: str, fault: str) -> None:
         wrong = lane.engine.wrong_weights(lane.updates.sent_rows())
         metrics, log_probs = lane.updates.metrics(), "nothing"
         try:
             metrics |= check_weight_sync(engine, WithoutTensors(lane.engine), check, lane.updates)  # type: ignore[arg-type]
         except ValueError as error:
-            log_probs = "movement" if "of that arrived" in str(error) else "gap"
+            log_probs = "movement" if "moved by" in str(error) else "gap"
         self.rows.append(
             Row(
-                precision=precision,
+                engine=name,
                 version=lane.engine.weight_version,
                 fault=fault,
                 wrong_tensors=sum(map(len, wrong.values())),
@@ -190,7 +201,7 @@ class Planter:
         )
 
 
-def _as_after(engine: TrainingEngine, lane: Lane, check: SyncCheck) -> SyncCheck:
+def _as_after(lane: Lane, check: SyncCheck) -> SyncCheck:
     """The check as it is where the engine's weights of now had been checked at the update before."""
     late = copy(check)
     ((name, log_probs),) = lane.engine.prompt_log_probs(check.probe).items()
@@ -200,14 +211,14 @@ def _as_after(engine: TrainingEngine, lane: Lane, check: SyncCheck) -> SyncCheck
 
 
 def table(rows: Iterable[Row]) -> list[str]:
-    """Markdown: per fault and precision the tensors that differ and what the log-probs alone show."""
+    """Markdown: per fault and engine the tensors that differ and what the log-probs alone show."""
     rows = list(rows)
-    precisions = list(dict.fromkeys(row.precision for row in rows))
-    lines = ["| weights that arrived | " + " | ".join(precisions) + " |", "|---" * (len(precisions) + 1) + "|"]
+    engines = list(dict.fromkeys(row.engine for row in rows))
+    lines = ["| weights that arrived | " + " | ".join(engines) + " |", "|---" * (len(engines) + 1) + "|"]
     for fault in dict.fromkeys(row.fault for row in rows):
         cells = []
-        for precision in precisions:
-            found = [row for row in rows if (row.fault, row.precision) == (fault, precision)]
+        for engine in engines:
+            found = [row for row in rows if (row.fault, row.engine) == (fault, engine)]
             tensors = sum(row.wrong_tensors > 0 for row in found)
             seen = sum(row.log_probs != "nothing" for row in found)
             ways = "/".join(sorted({row.log_probs for row in found} - {"nothing"}))

@@ -198,9 +198,11 @@ class LocalEngine:
         self.weight_version = version
 
     def weight_precision(self, name: str) -> Precision:
-        """That of the model; under fp8 and int8 fp32 for what is not rounded to 8 bits."""
-        rounding = ROUNDINGS.get(self._precision)
-        return "fp32" if rounding is not None and self._roundings.get(name) is not rounding else self._precision
+        """8 bits where the tensor is rounded to them, else its type: some, such as routers' biases, stay in float32."""
+        rounding, held = ROUNDINGS.get(self._precision), self._weights.get(name)
+        if rounding is not None and self._roundings.get(name) is rounding:
+            return self._precision
+        return "bf16" if held is not None and held.dtype == torch.bfloat16 else "fp32"
 
     def wrong_weights(self, sent: Mapping[str, SentRows]) -> dict[str, list[str]]:
         """Tensors whose rows differ in any bit, but for routers that are rounded on their own."""
