@@ -1,6 +1,6 @@
 """The tokens that truncated sampling (top-p, top-k) could draw at each position of a response.
 
-Shapes: suffix _N one value per token of a set, _P one value per position.
+Shapes: suffix _M one value per token of the sets, one position after another.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class SamplingMask:
     """
 
     token_ids: Tensor
-    """[N] int32, the sets of all positions one after another."""
+    """[M] int32, the sets of all positions one after another."""
     lengths: Tensor
-    """[P] int32, the tokens of each position's set."""
+    """[positions] int32, the tokens of each position's set."""
 
     def __len__(self) -> int:
         """Positions."""
@@ -64,17 +64,17 @@ class SamplingMask:
         return [ids.tolist() for ids in self.token_ids.split(self.lengths.tolist())]
 
     def position_of_token(self) -> Tensor:
-        """[N] int64: the position that each token id belongs to; nothing synchronises with the host."""
+        """[M] int64: the position that each token id belongs to; nothing synchronises with the host."""
         positions = torch.arange(len(self), device=self.lengths.device)
         return positions.repeat_interleave(self.lengths, output_size=len(self.token_ids))
 
     def select(self, positions: Tensor) -> SamplingMask:
         """The sets at the given positions [int64], in that order."""
-        starts_P = self.lengths.cumsum(0) - self.lengths
+        starts = self.lengths.cumsum(0) - self.lengths
         lengths = self.lengths[positions]
-        shift = starts_P[positions] - (lengths.cumsum(0) - lengths)
-        index_N = torch.arange(int(lengths.sum()), device=lengths.device) + shift.repeat_interleave(lengths)
-        return SamplingMask(self.token_ids[index_N], lengths)
+        shift = starts[positions] - (lengths.cumsum(0) - lengths)
+        index_M = torch.arange(int(lengths.sum()), device=lengths.device) + shift.repeat_interleave(lengths)
+        return SamplingMask(self.token_ids[index_M], lengths)
 
     def split(self, positions: Sequence[int]) -> list[SamplingMask]:
         """The masks of so many consecutive positions each, in memory of their own: views would be pickled whole."""
@@ -83,16 +83,16 @@ class SamplingMask:
         return [SamplingMask(ids.clone(), part.clone()) for ids, part in zip(token_ids, lengths, strict=True)]
 
     def contains(self, token_ids: Tensor) -> Tensor:
-        """[P] bool: whether each position's set contains the token given for it; True where no set was recorded."""
-        position_N = self.position_of_token()
-        found_N = self.token_ids == token_ids[position_N]
-        found_P = torch.zeros(len(self), dtype=torch.int64, device=self.lengths.device)
-        return (found_P.index_add_(0, position_N, found_N.long()) > 0) | (self.lengths == 0)
+        """Whether each position's set has the token given for it, bool [positions]; True where no set was recorded."""
+        position_M = self.position_of_token()
+        found_M = self.token_ids == token_ids[position_M]
+        found = torch.zeros(len(self), dtype=torch.int64, device=self.lengths.device)
+        return (found.index_add_(0, position_M, found_M.long()) > 0) | (self.lengths == 0)
 
-    def without(self, forgotten_P: Tensor) -> SamplingMask:
-        """The same positions, without the sets of those where `forgotten_P` [P] is True."""
-        stays_N = ~forgotten_P[self.position_of_token()]
-        return SamplingMask(self.token_ids[stays_N], self.lengths.masked_fill(forgotten_P, 0))
+    def without(self, forgotten: Tensor) -> SamplingMask:
+        """The same positions, without the sets of those where `forgotten` [positions] is True."""
+        stays_M = ~forgotten[self.position_of_token()]
+        return SamplingMask(self.token_ids[stays_M], self.lengths.masked_fill(forgotten, 0))
 
     def to(self, device: torch.device | str) -> SamplingMask:
         """The same sets on another device."""

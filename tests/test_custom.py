@@ -126,9 +126,9 @@ def test_what_lies_beside_a_file_is_found_when_it_is_called_too_and_by_nobody_el
         ("nowhere/file.py:f", "there is no file nowhere/file.py in /"),
         ("pyproject.toml:f", "pyproject.toml is not a Python file; its name must end in .py"),
         ("docs:f", "'docs:f': docs is a directory; write path/file.py:function"),
-        ("a\0b.py:f", "is no path: embedded null byte"),
-        ("~nobody/x.py:f", "is no path: Could not determine home directory|there is no file"),
-        ("x" * 5000 + ".py:f", "…': .* is no path: .*File name too long"),
+        ("a\0b.py:f", "is not a path: embedded null byte"),
+        ("~nobody/x.py:f", "is not a path: Could not determine home directory|there is no file"),
+        ("x" * 5000 + ".py:f", "…': .* is not a path: .*File name too long"),
     ],
 )
 def test_what_cannot_be_found_is_said(path: str, message: str) -> None:

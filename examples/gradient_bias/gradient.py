@@ -94,7 +94,7 @@ class Point:
     def error_up_to_scale(self, batch: int) -> float:
         """The same of c·ĝ for the best c: √(1 − ⟨E ĝ, g⟩² / (‖g‖²·E‖ĝ‖²)); 1 where ĝ points away from g.
 
-        A gradient that is merely too small is no error here, as it is none to Adam or after clipping the norm.
+        A gradient that is merely too small does not count as an error: Adam and clipping the norm take its size out.
         """
         squared_length = self.bias**2 + 2 * self.projection - 1 + self.deviation**2 / batch
         found = max(self.projection, 0.0) ** 2 / squared_length if squared_length > 0 else 0.0

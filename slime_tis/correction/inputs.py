@@ -106,7 +106,7 @@ def check_tensor(name: str, x: object, device: torch.device, dimensions: int | N
         dimensions: That it has to have; any number when None.
 
     Raises:
-        ValueError: if it is no dense tensor of this kind, or log-probs are not of floating point.
+        ValueError: if it is not a dense tensor of this kind, or log-probs are not of floating point.
     """
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} is {type(x).__name__}; pass a tensor.")

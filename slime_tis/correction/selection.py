@@ -13,7 +13,7 @@ from slime_tis.correction.ranks import ONE_RANK, Ranks
 DIGIT_BITS = 9
 """Bits of the result that one round of the search finds: seven rounds for the 63 of a float64 without sign."""
 INFINITY_BITS = 0x7FF0 << 48
-"""+inf as an integer; the bits beyond it are no numbers."""
+"""+inf as an integer; the bits beyond it are not numbers."""
 
 
 def order_statistic(values_N: Tensor, index: Tensor, ranks: Ranks = ONE_RANK) -> Tensor:

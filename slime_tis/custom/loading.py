@@ -101,7 +101,7 @@ def _existing(shown: str, given: Path) -> Path:
         file = given.expanduser().resolve()
         exists, directory = file.is_file(), file.is_dir()
     except (OSError, RuntimeError, ValueError) as error:  # a loop of links, an unknown user, a null byte
-        raise CustomFunctionError(f"{shown}: {one_line(str(given))} is no path: {one_line(str(error))}.") from None
+        raise CustomFunctionError(f"{shown}: {one_line(str(given))} is not a path: {one_line(str(error))}.") from None
     if directory:
         raise CustomFunctionError(f"{shown}: {given} is a directory; write path/file.py:function.")
     if not exists:

@@ -164,7 +164,7 @@ def rejection_options(
 
     Raises:
         ValueError: if criteria are given without a threshold or with a lower bound of the older API, or a level with a
-            threshold that is no number or pair.
+            threshold that is not a number or a pair.
         TypeError: if the threshold is neither a number nor a string.
     """
     return _options(_rejection(rollout_rs, threshold, threshold_lower))

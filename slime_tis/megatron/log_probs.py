@@ -129,14 +129,14 @@ def _leave_out_(logits: Tensor, local_mask: SamplingMask) -> None:
     no [tokens, V] mask is made. NaN and +inf outside of a set become NaN, so that broken weights still show.
     """
     width = logits.shape[1]
-    column_N = local_mask.token_ids.long()
-    mine_N, column_N = (column_N >= 0) & (column_N < width), column_N.clamp(0, width - 1)
-    place_N = local_mask.position_of_token() * width + column_N
+    column_M = local_mask.token_ids.long()
+    mine_M, column_M = (column_M >= 0) & (column_M < width), column_M.clamp(0, width - 1)
+    place_M = local_mask.position_of_token() * width + column_M
     flat = logits.view(-1)
     # A token of another rank becomes −inf at a place that may be another token's: the larger one is right.
-    logit_N = torch.where(mine_N, flat[place_N], -torch.inf)
+    logit_M = torch.where(mine_M, flat[place_M], -torch.inf)
     logits.add_(torch.where(local_mask.lengths > 0, -torch.inf, 0.0).unsqueeze(1))
-    flat.scatter_reduce_(0, place_N, logit_N, "amax")
+    flat.scatter_reduce_(0, place_M, logit_M, "amax")
 
 
 def _softmax_(

@@ -125,7 +125,7 @@ def _listed(directory: Path) -> set[str]:
 
 
 def _strange(directory: Path, own: set[str]) -> str | None:
-    """A name in a directory that is no file of an export, None where there is none."""
+    """A name in a directory that is not that of a file of an export, None where there is none."""
     own = own | {MARKER} if own else own
     for entry in sorted(os.scandir(directory), key=lambda entry: entry.name):
         if entry.name not in own or not entry.is_file(follow_symlinks=False):

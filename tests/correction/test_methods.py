@@ -25,7 +25,7 @@ def test_interpolation_carries_no_gradient_and_checks_shapes() -> None:
 
 
 def test_a_token_of_unknown_version_keeps_the_log_prob_of_the_rollout() -> None:
-    """v = −1 is no version 6 steps ago, whose α would be 5/6."""
+    """v = −1 is not a version of 6 steps ago, whose α would be 5/6."""
     old = interpolate_old_log_probs(torch.tensor([-1.0, -1.0]), torch.tensor([-2.0, -2.0]), 5, torch.tensor([-1, 3]))
     assert old.tolist() == [-2.0, -1.5]
 

@@ -10,8 +10,6 @@ from slime_tis import RolloutCorrectionConfig
 from tests.correction.expected import Expected, expected_correction
 from tests.diffusion.strategies import Rows
 
-Mask = list[list[bool]]
-
 
 @dataclass
 class ExpectedLoss:

@@ -196,7 +196,7 @@ GENERATE: dict[str, Callable[[Any], Any]] = {
     "a token of text": token("5"),
     "a token that is true": token(True),
     "a token of 1.5": token(1.5),
-    "tokens that are no list": edited(lambda a: a.update(output_ids={"0": 1})),
+    "tokens that are not a list": edited(lambda a: a.update(output_ids={"0": 1})),
     "more tokens than asked for": edited(
         lambda a: (
             a.update(output_ids=[5] * 3000),
@@ -214,7 +214,7 @@ GENERATE: dict[str, Callable[[Any], Any]] = {
     "a log-prob above 0": entry(0, 0.7),
     "a log-prob of text": entry(0, "-1.0"),
     "a log-prob that is false": entry(0, False),
-    "log-probs that are no list": meta(output_token_logprobs="abc"),
+    "log-probs that are not a list": meta(output_token_logprobs="abc"),
     "log-probs of lists": meta(output_token_logprobs=[[[[]]]]),
     "log-probs of numbers": meta(output_token_logprobs=[1, 2]),
     "a log-prob missing": edited(lambda a: a["meta_info"]["output_token_logprobs"].pop()),
@@ -233,7 +233,7 @@ GENERATE: dict[str, Callable[[Any], Any]] = {
     "a version of 5,000 digits": spans(("9" * 5000, 0, None)),
     "a version that is an object": spans(({"a": 1}, 0, None)),
     "a version that is true": spans((True, 0, None)),
-    "spans that are no list": meta(weight_versions={"version": "0"}),
+    "spans that are not a list": meta(weight_versions={"version": "0"}),
     # Reasons and words.
     "an unknown finish_reason": meta(finish_reason={"type": "error"}),
     "a finish_reason that is a list": meta(finish_reason=["stop"]),
@@ -262,7 +262,7 @@ PROTOCOL: dict[str, Callable[[Any], Any]] = {
     "a status line with the key": lambda answer: Raw(f"HTTP/1.1 {KEY} {ADMIN_KEY}\r\n\r\n".encode()),
     "a status line that steers the terminal": lambda answer: Raw(f"HTTP/1.1 {STEERING}\n\r\n".encode()),
 }
-"""Answers that are no HTTP, or an odd one, which are to be asked for elsewhere."""
+"""Answers that are not HTTP, or an odd one, which are to be asked for elsewhere."""
 
 
 def refusal(words: Any, status: str = "503 X") -> Callable[[Any], Any]:

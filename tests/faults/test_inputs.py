@@ -96,7 +96,7 @@ FILES: dict[str, tuple[bytes, str]] = {
     "blank lines": (b"\n \n\t\n", "is empty"),
     "a mark alone": (codecs.BOM_UTF8, "is empty"),
 }
-"""Files that are no JSONL at all."""
+"""Files that are not JSONL at all."""
 
 LINES: dict[str, tuple[bytes, str]] = {
     "invalid UTF-8": (b'{"prompt": "\xff", "label": "1"}\n', "is not UTF-8: byte 0xff at byte 13; save it as UTF-8"),
@@ -155,7 +155,7 @@ LINES: dict[str, tuple[bytes, str]] = {
 
 
 def test_data_sets_that_are_no_jsonl(tally: Any, tmp_path: Path) -> None:
-    t = tally("data sets that are no JSONL")
+    t = tally("data sets that are not JSONL")
     for name, (content, words) in FILES.items():
         path = tmp_path / "p.jsonl"
         path.write_bytes(content)

@@ -67,7 +67,7 @@ def test_the_newest_complete_one_is_found_and_old_ones_go(model: Path, parallel:
     assert checkpoint.newest_whole(tmp_path) is None
     for step in (9, 10, 11):
         checkpoint.save(tmp_path, step, engine, {}, run="a", retain=2)
-    (tmp_path / "iter_0000012").mkdir()  # a directory without a trainer's state is no checkpoint
+    (tmp_path / "iter_0000012").mkdir()  # a directory without a trainer's state is not a checkpoint
     (tmp_path / "iter_abc").mkdir()
     (tmp_path / ".iter_0000013.unfinished").mkdir()  # what a killed run leaves
     found = checkpoint.newest_whole(tmp_path)

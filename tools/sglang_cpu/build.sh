@@ -36,7 +36,7 @@ fi
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
     fail "SGLang 0.5.23 needs Python 3.11 or newer, but $python is $("$python" --version 2>&1); set PYTHON to another."
 if [[ -e $environment && ! -f $environment/pyvenv.cfg ]]; then
-    fail "$environment exists and is no virtual environment; move it away or name another directory."
+    fail "$environment exists and is not a virtual environment; move it away or name another directory."
 fi
 
 rm -f "$stamp" # a build that breaks off is begun anew next time

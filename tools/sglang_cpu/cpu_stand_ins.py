@@ -75,7 +75,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Answers `import` for the packages above and whatever lies below them."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        """A stand-in's specification, or None where the name is no business of ours."""
+        """A stand-in's specification, or None where the name does not concern it."""
         if name.split(".")[0] not in VERSIONS:
             return None
         return importlib.machinery.ModuleSpec(name, self, is_package=True)

@@ -87,7 +87,7 @@ def digests(named: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def some_weights(seed: int) -> dict[str, Tensor]:
-    """Tensors of odd shapes and several types, one that is no contiguous block, and one with values beyond bf16."""
+    """Tensors of odd shapes and several types, one that is not contiguous, and one with values beyond bf16."""
     make = torch.Generator().manual_seed(seed)
     weights = {
         "embed": torch.randn(37, 11, generator=make),
