@@ -1,0 +1,53 @@
+"""What --save-debug-train-data adds to a step: train.py with and without it, in turns.
+
+    python -m benchmarks.train_dump [PAIRS]
+
+Prints, as medians over the pairs with the smallest and largest: the CPU time of the whole process with dumps divided
+by that without, the same for the wall time of a step, and the share of a step that training spends on the dump itself.
+"""
+
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.runs import make_task, run_here
+
+SIZES = {"hidden_size": 128, "intermediate_size": 256}
+FLAGS = (
+    *("--rollout-batch-size", "8", "--n-samples-per-prompt", "8", "--rollout-max-response-len", "64"),
+    *("--num-rollout", "4", "--use-tis", "--use-rs", "--rs-upper-bound", "1.2", "--rs-veto-threshold", "1e-3"),
+)
+
+
+def main(pairs: int) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        flags = [*make_task(directory, **SIZES), *FLAGS]
+        measure(flags, directory / "warm-up")
+        cpu, wall, share = [], [], []
+        for pair in range(pairs):
+            found = {}
+            for dumps in (False, True) if pair % 2 else (True, False):
+                extra = ["--save-debug-train-data", str(directory / "{rollout_id}.parquet")] if dumps else []
+                found[dumps] = measure([*flags, *extra], directory / f"{pair}-{dumps}")
+            cpu.append(found[True][0] / found[False][0])
+            wall.append(found[True][1] / found[False][1])
+            share.append(found[True][2])
+    for title, values in (("CPU time", cpu), ("step time", wall), ("share of a step", share)):
+        print(f"{title}: {statistics.median(values):.4f} ({min(values):.4f} to {max(values):.4f}, {pairs} pairs)")
+
+
+def measure(flags: Sequence[str], output: Path) -> tuple[float, float, float]:
+    """CPU seconds of a run, its median seconds per step, and the median share of a step that the dump takes."""
+    begun = time.process_time()
+    rows = run_here(flags, output)[1:]
+    share = [row.get("perf/train_dump_time", 0.0) / row["perf/step_time"] for row in rows]
+    times = [row["perf/step_time"] for row in rows]
+    return time.process_time() - begun, statistics.median(times), statistics.median(share)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 5)
