@@ -1,19 +1,24 @@
 """Measures what routing replay leaves of the mismatch, by the precision of the rollout engine; writes mismatch.csv.
 
-    python -m examples.sort_digits_moe.measure    # data/sort_digits_moe, some minutes on one core
+    python -m examples.sort_digits_moe.measure data/sort_digits_moe ...    # two minutes on one core for each policy
 
 An engine of each precision answers the held-out prompts, and records its experts and their weights. Training in
 fp32, with the same weights, then computes the log-probs of these answers: with experts of its own choice, with the
 engine's experts, and with the engine's experts and their weights. All of the difference is the engine's rounding: no
-weight is stale.
+weight is stale. Engines that round a part of the weights alone show what the rest of the mismatch comes from.
 """
 
 import argparse
 import datetime
 import os
-from collections.abc import Iterable, Iterator
+import statistics
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+
+from safetensors.torch import load_file
+from torch import Tensor
 
 from examples.collapse_study.run import processor, versions
 from examples.tables import write_rows
@@ -26,6 +31,7 @@ from slime_tis.policy.replay_mismatch import mismatch, mismatch_metrics
 from slime_tis.rollout.checkpoint import load_tokenizer
 from slime_tis.rollout.local import LocalEngine
 from slime_tis.rollout.prompts import load_prompts
+from slime_tis.rollout.quantize import round_fp8
 from slime_tis.rollout.sample import Sample, Sampling
 
 HERE = Path(__file__).resolve().parent
@@ -39,6 +45,12 @@ ENGINES: dict[str, tuple[str, int | None]] = {
     "fp8, routers of 4 bits": ("fp8", 4),
 }
 """--rollout-precision and --rollout-router-bits."""
+PARTS: dict[str, tuple[Callable[[Tensor], Tensor], tuple[str, ...]]] = {
+    "bf16 weights, computed in fp32": (lambda weight: weight.bfloat16().float(), ("",)),
+    "fp8 experts": (round_fp8, (".mlp.experts.",)),
+    "fp8 attention": (round_fp8, tuple(f".self_attn.{name}_proj." for name in "qkvo")),
+}
+"""Engines in fp32 with a part of the weights rounded: how, and what the names of these have in them."""
 REPLAYS = ("nothing", "experts", "experts and weights")
 SAMPLES = 8  # per prompt
 RESPONSE = 12  # tokens, at most
@@ -49,6 +61,8 @@ PER_PASS = 256  # samples in a micro-batch
 class Row:
     """The mismatch of an engine's samples under one kind of replay."""
 
+    policy: str
+    """Directory of the checkpoint."""
     engine: str
     replayed: str
     tokens: int
@@ -59,6 +73,8 @@ class Row:
     """Mean absolute difference of log-probs, nats."""
     k3: float
     """Mean of exp(Δ) − Δ − 1 over tokens."""
+    ten_tokens: float
+    """Share of it that the ten tokens with the most have."""
     smallest: float
     """Smallest ratio π_train/π_rollout of a token."""
     largest: float
@@ -70,13 +86,13 @@ class Row:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, default=DATA, help=f"what prepare.py made (default {DATA})")
+    parser.add_argument("data", type=Path, nargs="*", default=[DATA], help=f"what prepare.py made (default {DATA})")
     parser.add_argument(
-        "--hf-checkpoint", type=Path, help="another policy than data's own, such as one that was trained"
+        "--hf-checkpoint", type=Path, help="another policy than the data's own, such as one that was trained"
     )
     parser.add_argument("--results", type=Path, default=RESULTS, help="table to write")
     options = parser.parse_args()
-    rows = measure(options.data, options.hf_checkpoint or options.data / "checkpoint")
+    rows = [row for data in options.data for row in measure(data, options.hf_checkpoint or data / "checkpoint")]
     write_rows(options.results, Row, rows)
     print(f"{table(rows)}\n\n{options.results}")
 
@@ -99,19 +115,31 @@ def measure(data: Path, checkpoint: Path, samples: int = SAMPLES) -> list[Row]:
     rows = []
     try:
         training = TrainingEngine(config, parallel, temperature=1.0, total_steps=1, keep_reference=False)
-        for name, (precision, bits) in ENGINES.items():
+        for name in (*ENGINES, *PARTS):
+            precision, bits = ENGINES.get(name, ("fp32", None))
             engine = LocalEngine(checkpoint, tokenizer, precision=precision, router_bits=bits)
+            if name in PARTS:
+                engine.update_weights(partial(partly_rounded, checkpoint, *PARTS[name]), 0)
             found = [sample for group in engine.generate(prompts, sampling, 0) for sample in group]
-            rows += list(compare(name, found, training))
+            rows += list(compare(str(checkpoint), name, found, training))
     finally:
         shut_down()
     return rows
 
 
-def compare(name: str, samples: list[Sample], training: TrainingEngine) -> Iterator[Row]:
+def partly_rounded(
+    checkpoint: Path, rounding: Callable[[Tensor], Tensor], parts: tuple[str, ...]
+) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a checkpoint; those with one of `parts` in their names are rounded."""
+    for name, weight in load_file(checkpoint / "model.safetensors").items():
+        yield name, rounding(weight) if any(part in name for part in parts) else weight
+
+
+def compare(policy: str, name: str, samples: list[Sample], training: TrainingEngine) -> Iterator[Row]:
     """One row per kind of replay.
 
     Args:
+        policy: directory of the checkpoint.
         name: of the engine that the samples come from.
         samples: with experts and weights.
         training: the policy in fp32.
@@ -127,12 +155,14 @@ def compare(name: str, samples: list[Sample], training: TrainingEngine) -> Itera
         if own_choice:
             other_experts = training.routing.metrics()["routing_difference"]
         yield Row(
+            policy=policy,
             engine=name,
             replayed=replay,
             tokens=sum(plain.responses.lengths),
             other_experts=other_experts,
             abs_diff=metrics["train_rollout_logprob_abs_diff"],
             k3=metrics["mismatch_k3_kl"],
+            ten_tokens=metrics["ten_tokens"],
             smallest=metrics["ratio_min"],
             largest=metrics["ratio_max"],
             date=datetime.date.today().isoformat(),
@@ -142,32 +172,44 @@ def compare(name: str, samples: list[Sample], training: TrainingEngine) -> Itera
 
 
 def mismatch_of(batch: TrainingBatch, training: TrainingEngine, *, replays_routing: bool) -> dict[str, float]:
-    """The metrics of the training policy's log-probs against the engine's."""
+    """The metrics of the training policy's log-probs against the engine's, and the share of ten tokens in k3."""
     partition = fixed_partition(len(batch), PER_PASS)
     log_probs_L = training.log_probs(batch, partition, replays_routing=replays_routing, counts_routing=True)
-    return mismatch_metrics(mismatch(batch.responses, log_probs_L, training.parallel.ranks))
+    delta_L = (log_probs_L - batch.responses.rollout_log_probs_L).double()
+    k3_L = delta_L.expm1() - delta_L
+    metrics = mismatch_metrics(mismatch(batch.responses, log_probs_L, training.parallel.ranks))
+    return metrics | {"ten_tokens": float(k3_L.topk(10).values.sum() / k3_L.sum().clamp_min(1e-30))}
 
 
 def table(rows: Iterable[Row]) -> str:
-    """The Markdown table of docs/moe.md: without replay → experts → experts and weights."""
-    by_engine: dict[str, list[Row]] = {}
-    for row in rows:
-        by_engine.setdefault(row.engine, []).append(row)
+    """The Markdown table of docs/moe.md: without replay → experts → experts and weights.
+
+    Means are medians over the policies, smallest and largest ratios those of all policies.
+    """
     lines = [
-        "| rollout engine | other experts | mean abs Δ | k3 KL | smallest ratio | largest ratio |",
-        "|---|---|---|---|---|---|",
+        "| rollout engine | other experts | mean abs Δ | k3 KL | k3 lower by | smallest ratio | largest ratio |",
+        "|---|---|---|---|---|---|---|",
     ]
-    for name, found in by_engine.items():
+    rows = list(rows)
+    for name in dict.fromkeys(row.engine for row in rows):
+        plain, *replays = ([row for row in rows if (row.engine, row.replayed) == (name, kind)] for kind in REPLAYS)
+        kinds = (plain, *replays)
         columns = [
-            " → ".join(f"{value:.1e}" for value in values)
-            for values in ([row.abs_diff for row in found], [row.k3 for row in found])
+            f"{statistics.median(row.other_experts for row in plain):.1%}",
+            " → ".join(f"{statistics.median(row.abs_diff for row in kind):.1e}" for kind in kinds),
+            " → ".join(f"{statistics.median(row.k3 for row in kind):.1e}" for kind in kinds),
+            ", ".join(lower_by(without, with_experts) for without, with_experts in zip(plain, replays[0], strict=True)),
+            " → ".join(f"{min(row.smallest for row in kind):.3g}" for kind in kinds),
+            " → ".join(f"{max(row.largest for row in kind):.3g}" for kind in kinds),
         ]
-        columns += [
-            " → ".join(f"{value:.3g}" for value in values)
-            for values in ([row.smallest for row in found], [row.largest for row in found])
-        ]
-        lines.append(f"| {name} | {found[0].other_experts:.2%} | {' | '.join(columns)} |")
+        lines.append(f"| {name} | {' | '.join(columns)} |")
     return "\n".join(lines)
+
+
+def lower_by(without: Row, replayed: Row) -> str:
+    """How many times lower k3 is with replay; a dash where there is no mismatch of routing."""
+    factor = without.k3 / replayed.k3
+    return "–" if not without.other_experts else f"{factor:.0f}" if factor >= 10 else f"{factor:.1f}"
 
 
 if __name__ == "__main__":

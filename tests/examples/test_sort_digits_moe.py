@@ -94,7 +94,7 @@ def test_replay_leaves_what_is_not_routing_and_weights_leave_nothing_of_coarse_r
     directory = data / "data" / "sort_digits_moe"
     rows = measure.measure(directory, directory / "checkpoint", samples=4)
     assert [(row.engine, row.replayed) for row in rows] == [
-        (engine, replayed) for engine in measure.ENGINES for replayed in measure.REPLAYS
+        (engine, replayed) for engine in (*measure.ENGINES, *measure.PARTS) for replayed in measure.REPLAYS
     ]
     found = {(row.engine, row.replayed): row for row in rows}
     for replayed in measure.REPLAYS:
