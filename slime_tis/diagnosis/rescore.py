@@ -71,7 +71,7 @@ def rescore(table: TokenTable, hf_checkpoint: str) -> Rescored:
         hf_checkpoint: Directory of the model.
 
     Raises:
-        ValueError: The dump has no token ids or no prompts, or the directory is no model that reads.
+        ValueError: The dump has no token ids or no prompts, or the directory is not a model that can be read.
     """
     if table.token is None or table.prompt is None:
         raise ValueError("--hf-checkpoint needs token ids and prompts, and this dump has none of them.")

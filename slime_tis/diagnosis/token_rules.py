@@ -12,7 +12,7 @@ from slime_tis.diagnosis.tokens import Floats, Mask, Tokens, ramp
 MIN_RUN = 2.5
 """Mean length of the runs of placeholders from which they are segments (tool output), and not single broken tokens."""
 PLACEHOLDER_SIZE = 0.02
-"""abs(Δ) above which a repeated log-prob is no coincidence, nats."""
+"""abs(Δ) above which a repeated log-prob is not a coincidence, nats."""
 MIN_PLACEHOLDER = 1.0
 """abs(Δ) that a quarter of the placeholders exceeds, nats; one token left by a top-p above 0.4 is below it."""
 BROKEN_SIZE = 3.0

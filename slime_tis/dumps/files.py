@@ -35,6 +35,6 @@ def _is_own(path: Path) -> bool:
         if path.suffix != ".pt":
             return is_own_parquet(path)
         found = torch.load(path, weights_only=True, mmap=True)
-    except Exception:  # unpickling what is no dump may raise anything
+    except Exception:  # unpickling another file may raise anything
         return False
     return isinstance(found, dict) and isinstance(found.get("metadata"), dict)

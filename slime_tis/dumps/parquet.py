@@ -110,7 +110,7 @@ def _arrow(table: TokenTable) -> Any:
             columns[name] = pa.array(values)
     for name in TEXT_COLUMNS:
         if (texts := getattr(table, name)) is not None:
-            # a lone surrogate, which a tokenizer may leave, is no UTF-8
+            # a lone surrogate, which a tokenizer may leave, is not UTF-8
             columns[name] = pa.array([text.encode("utf-8", "replace").decode() for text in texts], pa.string())
     if table.prompt is not None and table.prompt_offsets is not None:
         columns["prompt"] = _lists(table.prompt, table.prompt_offsets)

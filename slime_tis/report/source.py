@@ -38,11 +38,6 @@ class Source:
     note: str
     """What is missing, and what to do about it."""
 
-    @property
-    def is_run(self) -> bool:
-        """Whether it is a run directory."""
-        return (self.path / METRICS).is_file()
-
 
 def open_source(path: str) -> Source:
     """Reads a run directory with the dumps that its configuration names, or a dump in any format that `read` knows.
