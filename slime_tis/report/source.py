@@ -18,7 +18,7 @@ from slime_tis.reporting.run_directory import CONFIG, METRICS, metrics_before
 
 MAX_METRICS = 2**29
 """Bytes that a metrics.jsonl may have."""
-MAX_TOKENS = 20_000_000
+MAX_TOKENS = 4_000_000
 """Tokens of dumps that are read; of more, a random part of the samples."""
 DUMPS_FLAG = "--save-debug-train-data"
 """The flag of train.py that writes dumps."""
@@ -51,8 +51,8 @@ def open_source(path: str) -> Source:
         table = read(path, max_tokens=MAX_TOKENS)
         return Source(name=place.name or path, path=place, metrics=(), table=table, note="")
     rows = _metrics(place / METRICS)
-    table, note = _dumps_of(place)
-    return Source(name=place.resolve().name, path=place, metrics=rows, table=table, note=note)
+    found, note = _dumps_of(place)
+    return Source(name=place.resolve().name, path=place, metrics=rows, table=found, note=note)
 
 
 def _metrics(path: Path) -> tuple[Mapping[str, Any], ...]:
