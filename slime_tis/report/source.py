@@ -48,8 +48,8 @@ def open_source(path: str) -> Source:
     """
     place = Path(path)
     if not (place / METRICS).is_file():
-        table = read(path, max_tokens=MAX_TOKENS)
-        return Source(name=place.name or path, path=place, metrics=(), table=table, note="")
+        whole = read(path, max_tokens=MAX_TOKENS)
+        return Source(name=place.name or path, path=place, metrics=(), table=whole, note="")
     rows = _metrics(place / METRICS)
     found, note = _dumps_of(place)
     return Source(name=place.resolve().name, path=place, metrics=rows, table=found, note=note)
