@@ -12,9 +12,12 @@ MOE_CONFIG := examples/sort_digits_moe/train.yaml
 SMOLLM2 := data/smollm2
 SMOLLM2_RUN := runs/smollm2
 SMOLLM2_EXAMPLE := examples.smollm2_reasoning_gym
+SMOLLM2_TASKS := 'chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1' \
+	'products?min_terms=2&max_terms=2&min_digits=1&max_digits=1' \
+	'basic_arithmetic?min_terms=2&max_terms=2&min_digits=1&max_digits=1&operators=["+","*"]&allow_parentheses=false'
 SEEDS ?= 0
 
-.PHONY: help install data data-smollm2 train train-diffusion train-moe train-smollm2 study test test-moe test-faults test-smollm2 test-report diagnose-study sglang-env test-sglang check format docs clean
+.PHONY: help install data data-smollm2 train train-diffusion train-moe train-smollm2 study study-smollm2 test test-moe test-faults test-smollm2 test-report diagnose-study sglang-env test-sglang check format docs clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -75,12 +78,18 @@ $(SMOLLM2)/checkpoint/config.json: | $(VENV)/.installed-gym
 
 $(SMOLLM2)/prompts/complete.json: | $(VENV)/.installed-gym
 	$(BIN)/python -m examples.reasoning_gym.prompts --out $(SMOLLM2)/prompts --train 384 --held-out 80 --answer number \
-		'chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1' \
-		'products?min_terms=2&max_terms=2&min_digits=1&max_digits=1' \
-		'basic_arithmetic?min_terms=2&max_terms=2&min_digits=1&max_digits=1&operators=["+","*"]&allow_parentheses=false'
+		$(SMOLLM2_TASKS)
 
 study: install $(EXAMPLE)/complete.json  ## Run the study of collapse, all corrections; SEEDS="0 1 2" for the whole grid
 	$(BIN)/python -m examples.collapse_study.run --seeds $(SEEDS)
+
+# One run at a time: each takes 6 GB of memory.
+study-smollm2: $(VENV)/.installed-gym $(SMOLLM2)/checkpoint/config.json $(SMOLLM2)/study_prompts/complete.json  ## Run what the study on SmolLM2 lacks; SEEDS="0 1 2" for all
+	$(BIN)/python -m examples.collapse_study.run --study examples/real_model_study --missing --jobs 1 --seeds $(SEEDS)
+
+$(SMOLLM2)/study_prompts/complete.json: | $(VENV)/.installed-gym
+	$(BIN)/python -m examples.reasoning_gym.prompts --out $(SMOLLM2)/study_prompts --train 256 --held-out 96 --answer number \
+		$(SMOLLM2_TASKS)
 
 test: $(VENV)/.installed-diffusion $(VENV)/.installed-gym  ## Run the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -n 2 --dist worksteal
@@ -116,10 +125,11 @@ format: install  ## Format, and fix what the linter can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-docs: install  ## Write the generated parts of docs/: flags, packages, plots and tables of the study
+docs: install  ## Write the generated parts of docs/: flags, packages, plots and tables of the studies
 	$(BIN)/python docs/write_flags.py
 	$(BIN)/python docs/write_architecture.py
 	$(BIN)/python -m examples.collapse_study.report
+	$(BIN)/python -m examples.real_model_study.mismatch --draw
 	$(BIN)/python -m examples.gradient_bias.gradient --draw
 
 clean:  ## Remove caches and builds; data, runs and the virtual environment stay

@@ -1,4 +1,4 @@
-"""The runs of the study: scenarios × corrections × seeds, as command lines of train.py."""
+"""The runs of a study: scenarios × corrections × seeds, as command lines of train.py."""
 
 from __future__ import annotations
 
@@ -11,13 +11,46 @@ import yaml
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-COMMON, GRID = HERE / "train.yaml", HERE / "grid.yaml"
+
+
+@dataclass(frozen=True)
+class Study:
+    """A grid of runs, and where it and what it makes lie; studies of other directories share this package's code."""
+
+    directory: Path = HERE
+
+    @property
+    def common(self) -> Path:
+        """What all runs have in common, as a YAML file of train.py."""
+        return self.directory / "train.yaml"
+
+    @property
+    def results(self) -> Path:
+        """The table of all runs."""
+        return self.directory / "results.csv"
+
+    @property
+    def runs(self) -> Path:
+        """Directory of the runs' own directories."""
+        return Path("runs") / self.directory.name
+
+    @property
+    def page(self) -> Path:
+        """The page that has the table."""
+        return ROOT / "docs" / f"{self.directory.name}.md"
+
+    @property
+    def picture(self) -> Path:
+        """The picture on that page."""
+        return self.page.with_suffix(".png")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """One run."""
 
+    common: Path
+    """YAML file of train.py that all runs have in common."""
     scenario: str
     correction: str
     seed: int
@@ -38,23 +71,26 @@ class Case:
     def command(self, directory: Path) -> list[str]:
         """Arguments of train.py for this run, written to a directory."""
         seeds = ("--seed", str(self.seed), "--rollout-seed", str(self.seed))
-        common = ("--custom-config-path", str(COMMON.relative_to(ROOT)))
-        return [*common, *self.flags, *seeds, "--output-dir", str(directory)]
+        common = self.common.relative_to(ROOT) if self.common.is_relative_to(ROOT) else self.common
+        return ["--custom-config-path", str(common), *self.flags, *seeds, "--output-dir", str(directory)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
     """Flags of every scenario and correction, by name."""
 
+    common: Path
+    """YAML file of train.py that all runs have in common."""
     scenarios: Mapping[str, str]
     corrections: Mapping[str, str]
     only: Mapping[str, Sequence[str]]
     """Scenarios that are run with some of the corrections alone."""
 
     @classmethod
-    def load(cls, path: Path = GRID) -> Grid:
-        """Reads grid.yaml."""
-        return cls(**yaml.safe_load(path.read_text(encoding="utf-8")))
+    def load(cls, study: Study = Study()) -> Grid:  # frozen
+        """Reads the study's grid.yaml."""
+        text = (study.directory / "grid.yaml").read_text(encoding="utf-8")
+        return cls(**{"only": {}} | yaml.safe_load(text), common=study.common)
 
     def cases(self, seeds: Sequence[int], more: Sequence[str] = ()) -> list[Case]:
         """All runs, one seed after another, so that an interrupted study has whole seeds.
@@ -65,6 +101,7 @@ class Grid:
         """
         return [
             Case(
+                common=self.common,
                 scenario=scenario,
                 correction=correction,
                 seed=seed,
@@ -92,6 +129,7 @@ class Grid:
             ValueError: a name is not in the grid.
         """
         return Grid(
+            common=self.common,
             scenarios=_chosen("scenario", self.scenarios, scenarios),
             corrections=_chosen("correction", self.corrections, corrections),
             only=self.only,

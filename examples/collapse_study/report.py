@@ -1,6 +1,6 @@
-"""The plot and the tables of the study, from results.csv.
+"""The plot and the tables of every study, from its results.csv.
 
-python -m examples.collapse_study.report    # writes both into docs/; part of `make docs`
+python -m examples.collapse_study.report    # writes them into docs/; part of `make docs`
 """
 
 import statistics
@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from examples.collapse_study.cases import HERE, ROOT
+from examples.collapse_study.cases import ROOT, Grid, Study
 from examples.collapse_study.results import Row, read_table
 from slime_tis.files import atomic_path, write_atomically
 
-PAGE = ROOT / "docs" / "collapse_study.md"
-PICTURE = ROOT / "docs" / "collapse_study.png"
+STUDIES = (Study(), Study(ROOT / "examples" / "real_model_study"))
+SEEDS = (0, 1, 2)
+"""Those of a whole study."""
 END = "<!-- end of table -->\n"
 
 REFERENCE = "none"
@@ -27,6 +28,7 @@ LOOKS = {
     "sequence TIS": ("tab:orange", "-"),
     "sequence MIS": ("tab:orange", "--"),
     "geometric RS + veto": ("tab:green", "-"),
+    "geometric RS by z-score": ("tab:green", "-"),
     "bypass PPO": ("tab:purple", "-"),
     "bypass PPO + RS": ("tab:purple", "--"),
     "policy gradient + sequence IS": ("tab:red", ":"),
@@ -35,9 +37,10 @@ LOOKS = {
 
 
 def main() -> None:
-    rows = list(read_table(HERE / "results.csv").values())
-    print(draw(rows, PICTURE))
-    print(replace_table(PAGE, "results", table(rows)))
+    for study in STUDIES:
+        rows = list(read_table(study.results).values())
+        print(draw(rows, study.picture))
+        print(replace_table(study.page, "results", table(rows) + not_run(rows, Grid.load(study))))
 
 
 def replace_table(page: Path, name: str, text: str) -> Path:
@@ -67,6 +70,24 @@ def table(rows: Iterable[Row]) -> str:
         for correction, seeds in cases.items():
             parts.append(f"| {correction} | {' | '.join(column(seeds) for column in COLUMNS.values())} |")
     return "\n".join(parts[1:])
+
+
+def not_run(rows: Iterable[Row], grid: Grid) -> str:
+    """A paragraph that lists the runs that a whole study has and these rows lack; nothing where there are none."""
+    there, cases = {row.key for row in rows}, grid.cases(SEEDS)
+    lacking: dict[tuple[str, str], list[str]] = {}
+    for case in cases:
+        if case.key not in there:
+            lacking.setdefault((case.scenario, case.correction), []).append(str(case.seed))
+    if not lacking:
+        return ""
+    by_scenario: dict[str, list[str]] = {}
+    for (scenario, correction), seeds in lacking.items():
+        by_scenario.setdefault(scenario, []).append(f"{correction} (seeds {', '.join(seeds)})")
+    listed = "\n".join(f"* {scenario}: {', '.join(names)}" for scenario, names in by_scenario.items())
+    count = sum(case.key in there for case in cases)
+    seeds = ", ".join(map(str, SEEDS))
+    return f"\n\n{count} of the {len(cases)} runs of seeds {seeds} were made. Not run yet:\n\n{listed}"
 
 
 def by_case(rows: Iterable[Row]) -> dict[str, dict[str, list[Row]]]:

@@ -1,10 +1,12 @@
-"""Runs train.py over the grid of the study, several runs at a time, and writes a row per run into results.csv.
+"""Runs train.py over the grid of a study, several runs at a time, and writes a row per run into its results.csv.
 
     python -m examples.collapse_study.run                  # every scenario and correction, one seed
     python -m examples.collapse_study.run --seeds 0 1 2    # the whole grid
+    python -m examples.collapse_study.run --study examples/real_model_study --missing --jobs 1
 
 A run that ended before, with the same flags, is not made again: a study that was interrupted goes on with a second
-call. The row of a run takes the place of the one that results.csv has of it.
+call. The row of a run takes the place of the one that results.csv has of it; with --missing, runs that have a row with
+their flags there are left out.
 """
 
 import argparse
@@ -16,21 +18,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from examples.collapse_study.cases import HERE, ROOT, Case, Grid
+from examples.collapse_study.cases import ROOT, Case, Grid, Study
 from examples.collapse_study.report import draw, table
 from examples.collapse_study.results import Row, read_metrics, read_table, summarize
 from examples.tables import write_rows
 from slime_tis.cli.arguments import configure
 from slime_tis.files import write_atomically
 
-RESULTS = HERE / "results.csv"
-RUNS = Path("runs/collapse_study")
 FINISHED = "finished.json"
 """Written below a run's directory when it has ended: its flags, and what of its row is not in metrics.jsonl."""
 LOG = "train.log"
@@ -40,10 +40,12 @@ LAST_LINES = 5
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
-    grid = Grid.load()
     try:
+        grid = Grid.load(options.study)
         rows = read_table(options.results)
         cases = grid.chosen(options.scenarios, options.corrections).cases(sorted({*options.seeds}), options.more)
+        if options.missing:
+            cases = [case for case in cases if not is_in(rows, case)]
         for case in cases:
             configure(case.command(options.runs / case.name), {})  # what train.py would refuse, before any run
     except ValueError as error:
@@ -69,17 +71,30 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m examples.collapse_study.run", description=__doc__.split("\n")[0])
+    parser.add_argument(
+        "--study", type=Path, default=Study().directory, help="directory of the study's train.yaml and grid.yaml"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="one run of each case per seed (default 0)")
     parser.add_argument("--scenarios", nargs="+", metavar="NAME", help="those of grid.yaml to run (default all)")
     parser.add_argument("--corrections", nargs="+", metavar="NAME", help="those of grid.yaml to run (default all)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time (default the cores)")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="table that the rows go to")
-    parser.add_argument("--runs", type=Path, default=RUNS, help="directory of the runs' own directories")
+    parser.add_argument("--missing", action="store_true", help="only runs that the table has no row of")
+    parser.add_argument("--results", type=Path, help="table that the rows go to (default the study's results.csv)")
+    parser.add_argument("--runs", type=Path, help="directory of the runs' own directories (default runs/STUDY)")
     parser.add_argument("more", nargs="*", help="after --: flags of train.py for every run")
     options = parser.parse_args(argv)
     if options.jobs < 1:
         parser.error(f"--jobs is {options.jobs}; it must be at least 1.")
+    if not (options.study / "grid.yaml").is_file():
+        parser.error(f"--study is {options.study}, where there is no grid.yaml.")
+    study = Study(options.study.resolve())
+    options.study, options.results, options.runs = study, options.results or study.results, options.runs or study.runs
     return options
+
+
+def is_in(rows: Mapping[tuple[str, str, int], Row], case: Case) -> bool:
+    """Whether the table has a row of this run, with these flags."""
+    return case.key in rows and rows[case.key].flags == " ".join(case.flags)
 
 
 def run_all(cases: Sequence[Case], runs: Path, jobs: int) -> Iterator[Row]:

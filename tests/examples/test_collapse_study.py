@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from examples.collapse_study import report, run
-from examples.collapse_study.cases import HERE, Grid
+from examples.collapse_study.cases import Grid, Study
 from examples.collapse_study.results import Row, area, collapse_step, read_table, summarize
 from examples.tables import write_rows
 from slime_tis.cli.arguments import configure
@@ -202,16 +202,17 @@ def test_the_table_has_medians_and_ranges_over_seeds():
 
 
 def test_the_page_shows_what_the_table_of_results_says():
-    rows = read_table(HERE / "results.csv")
+    rows = read_table(Study().results)
     assert set(rows) == {case.key for case in Grid.load().cases([0, 1, 2])}, "the whole grid is in results.csv"
     flags = {case.key: " ".join(case.flags) for case in Grid.load().cases([0, 1, 2])}
     assert {key: row.flags for key, row in rows.items()} == flags, "grid.yaml says something else than was run"
-    page = report.PAGE.read_text(encoding="utf-8")
+    assert report.not_run(rows.values(), Grid.load()) == ""
+    page = Study().page.read_text(encoding="utf-8")
     assert f"{report.begin('results')}{report.table(rows.values())}\n{report.END}" in page, "run `make docs`"
 
 
 def test_the_commands_shown_are_accepted(data):
-    text = (HERE / "README.md").read_text(encoding="utf-8") + report.PAGE.read_text(encoding="utf-8")
+    text = (Study().directory / "README.md").read_text(encoding="utf-8") + Study().page.read_text(encoding="utf-8")
     targets = set(re.findall(r"^make (\w+)", text, re.M))
     makefile = (ROOT / "Makefile").read_text()
     assert targets == {"study"} and re.search("^study:", makefile, re.M)

@@ -1,0 +1,159 @@
+"""The study on a pretrained model: its grid, what is left out of it, its page, and the mismatch with intervals."""
+
+import json
+import math
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+from examples.collapse_study import report, run
+from examples.collapse_study.cases import Grid, Study
+from examples.collapse_study.results import Row, read_table, summarize
+from examples.real_model_study import mismatch
+from examples.tables import read_rows, write_rows
+from slime_tis.cli.arguments import configure
+from tests.checkpoints import make_checkpoint
+from tests.runs import ROOT
+
+STUDY = Study(ROOT / "examples" / "real_model_study")
+SCENARIOS = {"both": ("fp8", 8), "staleness": ("fp32", 8), "bf16": ("bf16", 1), "fp8": ("fp8", 1), "int8": ("int8", 1)}
+
+
+@pytest.fixture
+def data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The paths that train.yaml names, in a checkout that has not made them."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    checkpoint, prompts = (tmp_path / "data" / "smollm2" / name for name in ("checkpoint", "study_prompts"))
+    for directory in (checkpoint, prompts):
+        directory.mkdir(parents=True)
+    (checkpoint / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    for name in ("train.jsonl", "eval.jsonl"):
+        (prompts / name).write_text('{"prompt": [{"role": "user", "content": "1 + 1"}], "label": "2"}\n')
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("data")
+def test_every_case_is_a_command_line_that_train_accepts() -> None:
+    cases = Grid.load(STUDY).cases([3])
+    found = {(case.scenario, case.correction): configure(case.command(STUDY.runs / case.name), {}) for case in cases}
+    assert len(found) == 25
+    assert [case.correction for case in cases[:5]] == [
+        *("standard PPO", "token TIS", "sequence TIS", "geometric RS by z-score", "bypass PPO")
+    ]
+    assert {
+        scenario: (got.rollout.rollout_precision, got.rollout.update_weights_interval)
+        for (scenario, _), got in found.items()
+    } == SCENARIOS
+    of_both = {name: got.correction for (scenario, name), got in found.items() if scenario == "both"}
+    assert {name for name, got in of_both.items() if got.corrects} == {
+        *("token TIS", "sequence TIS", "geometric RS by z-score")
+    }
+    assert of_both["sequence TIS"].tis_level == "sequence"
+    assert of_both["geometric RS by z-score"].rs_z_score == 3
+    assert of_both["bypass PPO"].use_rollout_logprobs
+    assert {got.megatron.seed for got in found.values()} == {3}
+
+
+def row_of(scenario: str, correction: str, seed: int, flags: str = "") -> Row:
+    curve = [{"step": step, "eval/accuracy": 0.2 + step / 20} for step in (0, 4, 8, 12)]
+    facts = {"seconds": 1.0, "flags": flags, "date": "2026-01-02", "machine": "2 cores", "versions": "python 3"}
+    return summarize(curve, scenario=scenario, correction=correction, seed=seed, **facts)
+
+
+def test_what_was_not_run_is_listed() -> None:
+    grid = Grid.load(STUDY).chosen(["both", "bf16"], ["standard PPO", "bypass PPO"])
+    rows = [row_of("both", "standard PPO", seed) for seed in (0, 1, 2)] + [row_of("both", "bypass PPO", 0)]
+    assert report.not_run(rows, grid).splitlines() == [
+        "",
+        "",
+        "4 of the 12 runs of seeds 0, 1, 2 were made. Not run yet:",
+        "",
+        "* both: bypass PPO (seeds 1, 2)",
+        "* bf16: standard PPO (seeds 0, 1, 2), bypass PPO (seeds 0, 1, 2)",
+    ]
+
+
+@pytest.mark.usefixtures("data")
+def test_runs_with_a_row_of_their_flags_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cases = Grid.load(STUDY).chosen(["both"], None).cases([0])
+    table = tmp_path / "results.csv"
+    write_rows(table, Row, [row_of("both", case.correction, 0, " ".join(case.flags)) for case in cases])
+    where = ["--study", str(STUDY.directory), "--results", str(table), "--runs", str(tmp_path / "runs")]
+    assert run.main([*where, "--scenarios", "both", "--missing"]) == 0
+    assert capsys.readouterr().out.startswith("0 runs, ")
+    rows = read_table(table)
+    assert [case.correction for case in cases if not run.is_in(rows, case)] == []
+    others = Grid.load(STUDY).chosen(["both"], None).cases([0], ["--lr", "1e-5"])
+    assert not any(run.is_in(rows, case) for case in others), "these have other flags"
+
+
+def test_a_directory_without_a_grid_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run.main(["--study", str(tmp_path)])
+    assert "where there is no grid.yaml" in capsys.readouterr().err
+
+
+def test_the_page_shows_what_the_tables_say() -> None:
+    rows, page = read_table(STUDY.results), STUDY.page.read_text(encoding="utf-8")
+    cases = {case.key: " ".join(case.flags) for case in Grid.load(STUDY).cases(report.SEEDS)}
+    assert {key: row.flags for key, row in rows.items()}.items() <= cases.items(), "grid.yaml says something else"
+    shown = report.table(rows.values()) + report.not_run(rows.values(), Grid.load(STUDY))
+    assert f"{report.begin('results')}{shown}\n{report.END}" in page, "run `make docs`"
+    measured = mismatch.table(read_rows(mismatch.RESULTS, mismatch.Row))
+    assert f"{report.begin('mismatch')}{measured}\n{report.END}" in page, "run `make docs`"
+
+
+@pytest.mark.usefixtures("data")
+def test_the_commands_shown_are_accepted() -> None:
+    text = (STUDY.directory / "README.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"^python -m examples\.collapse_study\.run (?:.*\\\n)*.*$", text, re.M)
+    options = run.parse(shlex.split(shown.replace("\\\n", " "))[3:])
+    cases = Grid.load(options.study).chosen(options.scenarios, options.corrections).cases([0], options.more)
+    assert [case.correction for case in cases] == ["standard PPO", "token TIS"] and options.missing
+    assert all(configure(case.command(options.runs), {}).loop.num_rollout == 4 for case in cases)
+
+
+def test_estimates_by_hand() -> None:
+    """ρ of two responses: 2 and 1; 1/2. k3 = ((1 − ln 2) + 0 + (−1/2 + ln 2))/3 = 1/6; χ² = (3 + 0 − 3/4)/3 = 3/4."""
+    log_ratios = [torch.tensor([2.0, 1.0], dtype=torch.float64).log(), torch.tensor([0.5], dtype=torch.float64).log()]
+    k3, chi2, largest = mismatch.estimates(log_ratios)
+    assert k3[0] == pytest.approx(1 / 6) and chi2[0] == pytest.approx(0.75) and largest[0] == pytest.approx(2)
+    # resamples: twice the first (a quarter), both (half), twice the second (a quarter)
+    assert k3[1:] == pytest.approx(((1 - math.log(2)) / 2, math.log(2) - 0.5))
+    assert chi2[1:] == pytest.approx((-0.75, 1.5))
+    assert largest[1:] == pytest.approx((0.5, 2))
+
+
+def test_intervals_hold_the_mean_in_their_share_of_samples() -> None:
+    torch.manual_seed(0)
+    sigma, hits = 0.1, 0
+    for _ in range(100):
+        delta = sigma * torch.randn(40, 5, dtype=torch.float64) - sigma**2 / 2
+        _, low, high = next(iter(mismatch.estimates(list(delta), resamples=200)))
+        hits += low <= sigma**2 / 2 <= high  # E[ρ] = 1, so that k3 = −E[log ρ]
+    assert 85 <= hits <= 99
+
+
+def test_a_small_model_is_measured(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path / "model", "llama")
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{i}+1="}}\n' for i in range(4)))
+    rows = mismatch.measure(checkpoint, tmp_path / "rows.jsonl", apply_chat_template=False, response=4)
+    pairs = [(row.training, row.rollout) for row in rows]
+    assert pairs == [*(("fp32", name) for name in ("fp32", "bf16", "int8", "fp8")), ("bf16", "bf16"), ("bf16", "fp8")]
+    by_pair = dict(zip(pairs, rows, strict=True))
+    assert by_pair["fp32", "fp32"].k3 < 1e-9 < by_pair["fp32", "int8"].k3 < by_pair["fp32", "fp8"].k3
+    for row in rows:
+        assert row.k3_low <= row.k3 <= row.k3_high and row.chi2_low <= row.chi2 <= row.chi2_high
+        assert row.largest_low <= row.largest == pytest.approx(row.largest_high) and row.samples == 4
+    write_rows(tmp_path / "mismatch.csv", mismatch.Row, rows)
+    again = read_rows(tmp_path / "mismatch.csv", mismatch.Row)
+    assert mismatch.table(again).splitlines()[:2] == [
+        "| training | rollout | tokens | k3 KL | χ² per token | largest weight |",
+        "|---|---|---|---|---|---|",
+    ]
+    assert len(mismatch.table(again).splitlines()) == 8
