@@ -111,6 +111,7 @@ class Checkpointer:
         checkpoint.load(point.checkpoint, self.learner.engine)
         self.updates.rounder.load(point.checkpoint, self.learner.parallel.backend.device)
         self.learner.step = state.step
+        self.learner.engine.keep_token_budget(state.token_budget)
         if state.first_accuracy is not None and not changed(state.options, options, EVALUATION_OPTIONS):
             self.evaluation.first_accuracy = state.first_accuracy
         self.evaluation.is_overdue = bool(self.evaluation.prompts) and state.evaluation_due
@@ -150,6 +151,7 @@ class Checkpointer:
             evaluation_due=self.evaluation.is_overdue,
             sampler_weight_version=self.sampler.weight_version,
             first_accuracy=None if math.isnan(first) else first,
+            token_budget=None if engine.token_budget is None else engine.token_budget.tokens,
             options=self.identity.options,
             model=self.identity.model,
         )

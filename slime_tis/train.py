@@ -395,6 +395,8 @@ def set_up(arguments: Arguments, parallel: Parallel, interrupts: Interrupts, ope
     elif check is not None or not starts_with_policy(rollout, megatron):
         update_weights()
     timer.take()
+    if parallel.is_main and engine.token_budget is not None and engine.token_budget.reason is not None:
+        print(f"micro-batches: {engine.token_budget}", flush=True)
     reporters = open_reporters(
         arguments.reporting,
         options_in_force(arguments),

@@ -54,7 +54,8 @@ class MegatronConfig:
     """Shard optimizer state over the data-parallel ranks."""
 
     micro_batch_size: Annotated[int | None, Limits(ge=1, le=1_000_000)] = None
-    """Samples in one forward pass of a rank; unset means all of the rank's samples of a step."""
+    """Samples in one forward pass of a rank; unset, with max_tokens_per_gpu unset too, means as many tokens as half of
+    the free memory holds, which is printed at the start."""
 
     use_dynamic_batch_size: bool = False
     """Pack samples into micro-batches of at most max_tokens_per_gpu tokens instead of a fixed count."""

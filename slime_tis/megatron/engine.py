@@ -27,6 +27,7 @@ from slime_tis.megatron.batch import TrainingBatch, fixed_partition, token_budge
 from slime_tis.megatron.config import MegatronConfig
 from slime_tis.megatron.hf_weights import load_hf_weights, named_hf_tensors, named_weights
 from slime_tis.megatron.log_probs import vocab_parallel_log_probs
+from slime_tis.megatron.memory import TokenBudget, bytes_per_token, free_memory
 from slime_tis.megatron.packing import MicroBatch, pack
 from slime_tis.megatron.parallel import Parallel
 from slime_tis.megatron.routing_replay import RoutingRecord, RoutingReplay
@@ -99,6 +100,8 @@ class TrainingEngine:
         self.model.config.finalize_model_grads_func = self._finalize
         self.loss_denominator = torch.zeros([], dtype=torch.int)
         self.poison = torch.zeros([], device=parallel.backend.device)
+        self.token_budget = self._token_budget()
+        """Of a micro-batch on this rank, the same on all ranks; None where micro-batches are so many samples."""
 
     def log_probs(
         self,
@@ -193,11 +196,15 @@ class TrainingEngine:
 
     def partitions(self, lengths_of_ranks: list[list[int]]) -> list[list[int]]:
         """This data-parallel rank's micro-batches, from the sequence lengths of every rank's samples."""
-        if self.config.use_dynamic_batch_size:
-            assert self.config.max_tokens_per_gpu is not None
-            budget = self.config.max_tokens_per_gpu * self.parallel.context_size
+        if self.token_budget is not None:
+            budget = self.token_budget.tokens * self.parallel.context_size
             return token_budget_partitions(lengths_of_ranks, budget)[self.parallel.data_rank]
         return fixed_partition(len(lengths_of_ranks[self.parallel.data_rank]), self.config.micro_batch_size)
+
+    def keep_token_budget(self, tokens: int | None) -> None:
+        """Takes the budget of the run that this one goes on from, unless the options decide; None leaves this one's."""
+        if tokens is not None and self.token_budget is not None and self.token_budget.reason is not None:
+            self.token_budget = TokenBudget(tokens=tokens, reason="as before this run was resumed")
 
     def named_hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The weights as whole tensors under Hugging Face names; a collective (see hf_weights)."""
@@ -212,6 +219,19 @@ class TrainingEngine:
             reference = self._copy_weights()
         load_hf_weights(self.model, config.hf_checkpoint, self.parallel)
         return self._copy_weights() if keep_reference and reference is None else reference
+
+    def _token_budget(self) -> TokenBudget | None:
+        """The budget that is given, or that fits into the memory of every rank; a collective where none is given."""
+        config, parallel = self.config, self.parallel
+        if config.use_dynamic_batch_size:
+            assert config.max_tokens_per_gpu is not None
+            return TokenBudget(tokens=config.max_tokens_per_gpu)
+        if config.micro_batch_size is not None:
+            return None
+        moments = 8 * sum(weight.numel() for weight in self.model.module.parameters())  # which Adam is yet to make
+        free = free_memory(parallel.backend.device, parallel.local_size) - moments
+        per_token = bytes_per_token(self.model.config, self.model.hf_config.vocab_size, config.log_probs_chunk_size)
+        return TokenBudget.that_fits(max(-parallel.largest(-free), 0), per_token)
 
     def _copy_weights(self) -> dict[str, Tensor]:
         return {name: weight.detach().clone() for name, weight in named_weights(self.model.module).items()}

@@ -11,12 +11,14 @@ class Environment:
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
+    local_world_size: int = 1
+    """Processes on this machine."""
     launched: bool = False
     """Whether RANK is set: the ranks meet at MASTER_ADDR and MASTER_PORT."""
 
 
 def read_environment(environ: Mapping[str, str]) -> Environment:
-    """Reads RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+    """Reads RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
     Raises:
         ValueError: one of them is missing beside RANK or has a value that it cannot have.
@@ -29,13 +31,16 @@ def read_environment(environ: Mapping[str, str]) -> Environment:
     if rank >= world_size:
         raise ValueError(f"RANK is {rank} but WORLD_SIZE is {world_size}, so ranks end at {world_size - 1}; {LAUNCH}.")
     local_rank = _count(environ, "LOCAL_RANK", 0)
+    local_world_size = _count(environ, "LOCAL_WORLD_SIZE", 1, smallest=1)
     if launched:
         if not environ.get("MASTER_ADDR"):
             raise ValueError(f"RANK is {rank} but MASTER_ADDR is unset; {LAUNCH}.")
         port = _count(environ, "MASTER_PORT", None, smallest=1)
         if port > 65535:
             raise ValueError(f"the environment variable MASTER_PORT is {port} but a port is at most 65535; {LAUNCH}.")
-    return Environment(rank=rank, local_rank=local_rank, world_size=world_size, launched=launched)
+    return Environment(
+        rank=rank, local_rank=local_rank, world_size=world_size, local_world_size=local_world_size, launched=launched
+    )
 
 
 LAUNCH = "start several ranks with torchrun, or one process without the variables of torchrun"

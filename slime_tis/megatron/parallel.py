@@ -61,6 +61,8 @@ class Parallel:
     expert_tensor_rank: int
     """Among the ranks that share the matrices of one expert."""
     expert_tensor_size: int
+    local_size: int
+    """Processes of the job on this machine."""
     tensor_group: dist.ProcessGroup
     expert_group: dist.ProcessGroup
     expert_tensor_group: dist.ProcessGroup
@@ -182,6 +184,7 @@ def initialize(config: MegatronConfig) -> Parallel:
         expert_size=mpu.get_expert_model_parallel_world_size(),
         expert_tensor_rank=mpu.get_expert_tensor_parallel_rank(),
         expert_tensor_size=mpu.get_expert_tensor_parallel_world_size(),
+        local_size=environment.local_world_size,
         tensor_group=mpu.get_tensor_model_parallel_group(),
         expert_group=mpu.get_expert_model_parallel_group(),
         expert_tensor_group=mpu.get_expert_tensor_parallel_group(),

@@ -56,6 +56,9 @@ class TrainerState:
     first_accuracy: float | None
     """Held-out accuracy before training."""
 
+    token_budget: int | None
+    """Tokens of a micro-batch, where free memory decided: the same ones make the same sums in the same order."""
+
     options: dict[str, Any]
     """The configuration in force."""
 

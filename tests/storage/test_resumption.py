@@ -18,6 +18,7 @@ STATE = TrainerState(
     evaluation_due=False,
     sampler_weight_version=2,
     first_accuracy=None,
+    token_budget=512,
     options={"lr": 1e-4},
     model="0",
 )

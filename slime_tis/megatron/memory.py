@@ -1,0 +1,101 @@
+"""The token budget of a micro-batch where none is given: the memory that is free, over what a token takes of it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+SHARE = 0.5
+"""Of the free memory that a micro-batch may take: the rest is for caches of sampling, buckets and fragmentation."""
+CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenBudget:
+    """How many tokens a micro-batch may have on one rank."""
+
+    tokens: int
+    """A sequence that has more is a micro-batch of its own."""
+    reason: str | None = None
+    """How it was found; None where the options give it."""
+
+    def __str__(self) -> str:
+        """For the user."""
+        return (
+            f"at most {self.tokens} tokens on a rank ({self.reason}); "
+            "--micro-batch-size N, or --use-dynamic-batch-size --max-tokens-per-gpu N, sets another size"
+        )
+
+    @classmethod
+    def that_fits(cls, free: int, per_token: int) -> "TokenBudget":
+        """The budget for so many free bytes, at so many for each token.
+
+        It is a power of two, so that two runs of the same command, which never find the same memory free to the byte,
+        seldom differ in their micro-batches.
+        """
+        tokens = max(int(SHARE * free) // per_token, 1)
+        return cls(
+            tokens=1 << (tokens.bit_length() - 1),
+            reason=f"{free / 2**30:.1f} GiB free, {per_token / 2**20:.2f} MiB per token",
+        )
+
+
+def free_memory(device: torch.device, processes: int) -> int:
+    """Bytes that this process may still take: of its GPU, or its share of the machine's or its container's memory.
+
+    Args:
+        device: that tensors are on.
+        processes: of the job on this machine, which share its memory.
+    """
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return min(psutil.virtual_memory().available, _left_in_the_container()) // processes
+
+
+def bytes_per_token(config: TransformerConfig, vocab_size: int, chunk_size: int) -> int:
+    """Bytes that a token of a micro-batch takes at the peak of a training step: activations, and logits.
+
+    Per layer what autograd saves: inputs and outputs of both norms and the residual sum (5 hidden vectors); queries
+    before and after rotation, keys and values repeated for them, and the output of the attention twice (6 vectors of
+    all queries); keys and values (3); both halves of what enters the MLP's product, its gate and the product (4 inner
+    vectors). With pipeline parallelism the first stage holds as many micro-batches as there are stages: again all
+    layers of one. Logits are one fp32 tensor that is saved and two that log-probs are computed through; every token is
+    taken to be one of a response.
+
+    Args:
+        config: of the model, with its parallel sizes.
+        vocab_size: of the whole vocabulary.
+        chunk_size: tokens whose log-probs are computed at a time; -1 for all, and then the temporaries are as large.
+    """
+    size, tensor = config.params_dtype.itemsize, config.tensor_model_parallel_size
+    queries = config.num_attention_heads * config.kv_channels
+    groups = config.num_query_groups * config.kv_channels
+    inner = config.ffn_hidden_size
+    if config.num_moe_experts is not None:
+        sparse = config.moe_router_topk * config.moe_ffn_hidden_size + (config.moe_shared_expert_intermediate_size or 0)
+        inner = max(inner if 0 in config.moe_layer_freq else 0, sparse)
+    split = (
+        5 * config.hidden_size / (tensor if config.sequence_parallel else 1)
+        + (6 * queries + 3 * groups + 4 * inner) / tensor
+    )
+    layers = config.num_layers * split
+    if config.recompute_granularity == "full":
+        layers = config.num_layers * config.hidden_size + split
+    logits = (4 if size == 4 else 4 + size) + (8 if chunk_size == -1 else 0)
+    return int(size * layers + logits * vocab_size / tensor)
+
+
+def _left_in_the_container() -> int:
+    """Bytes to the limit of the control group that this process is in; endless where there is none (cgroup v2)."""
+    try:
+        limit, used = ((CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        cached = [
+            line for line in (CGROUP / "memory.stat").read_text().splitlines() if line.startswith("inactive_file")
+        ]
+    except OSError:
+        return 2**63
+    if limit == "max":
+        return 2**63
+    return max(int(limit) - int(used) + sum(int(line.split()[1]) for line in cached), 0)

@@ -1,0 +1,146 @@
+"""The token budget of micro-batches: bytes of a token and free memory by hand, and what a run makes of it."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from slime_tis.megatron import engine as engine_module
+from slime_tis.megatron import memory
+from slime_tis.megatron.batch import token_budget_partitions
+from slime_tis.megatron.config import MegatronConfig
+from slime_tis.megatron.engine import TrainingEngine
+from slime_tis.megatron.memory import TokenBudget, bytes_per_token, free_memory
+from slime_tis.megatron.parallel import Parallel
+from tests.conftest import Run
+from tests.runs import training_metrics
+
+SMOLLM2 = {
+    "params_dtype": torch.float32,
+    "num_layers": 30,
+    "hidden_size": 576,
+    "num_attention_heads": 9,
+    "num_query_groups": 3,
+    "kv_channels": 64,
+    "ffn_hidden_size": 1536,
+    "num_moe_experts": None,
+    "tensor_model_parallel_size": 1,
+    "sequence_parallel": False,
+    "recompute_granularity": None,
+}
+PER_LAYER = 5 * 576 + 6 * 576 + 3 * 192 + 4 * 1536
+
+
+@pytest.mark.parametrize(
+    ("changes", "chunk_size", "expected"),
+    [
+        pytest.param({}, -1, 4 * 30 * PER_LAYER + 12 * 49152, id="fp32"),
+        pytest.param({}, 256, 4 * 30 * PER_LAYER + 4 * 49152, id="fp32, log-probs in chunks"),
+        pytest.param({"params_dtype": torch.bfloat16}, -1, 2 * 30 * PER_LAYER + 14 * 49152, id="bf16"),
+        pytest.param(
+            {"tensor_model_parallel_size": 2},
+            -1,
+            4 * 30 * (5 * 576 + (PER_LAYER - 5 * 576) // 2) + 6 * 49152,
+            id="two tensor-parallel ranks",
+        ),
+        pytest.param(
+            {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+            -1,
+            2 * 30 * PER_LAYER + 6 * 49152,
+            id="with sequence parallelism",
+        ),
+        pytest.param(
+            {"recompute_granularity": "full"}, -1, 4 * (30 * 576 + PER_LAYER) + 12 * 49152, id="recomputation"
+        ),
+        pytest.param(
+            {
+                "num_moe_experts": 8,
+                "moe_layer_freq": [1] * 30,
+                "moe_router_topk": 2,
+                "moe_ffn_hidden_size": 512,
+                "moe_shared_expert_intermediate_size": None,
+            },
+            -1,
+            4 * 30 * (PER_LAYER - 4 * 1536 + 4 * 1024) + 12 * 49152,
+            id="experts",
+        ),
+    ],
+)
+def test_bytes_of_a_token_by_hand(changes: dict[str, Any], chunk_size: int, expected: int) -> None:
+    config: Any = SimpleNamespace(**SMOLLM2 | changes)
+    assert bytes_per_token(config, 49152, chunk_size) == expected
+
+
+@pytest.mark.parametrize(
+    ("free", "tokens"), [(2 * 1000 * 999, 512), (2 * 1000 * 512, 512), (1500 * 2, 1), (100, 1), (0, 1)]
+)
+def test_the_budget_is_the_power_of_two_that_half_of_the_memory_holds(free: int, tokens: int) -> None:
+    assert TokenBudget.that_fits(free, 1000).tokens == tokens
+
+
+def test_what_is_free_is_shared_and_bounded_by_the_container(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    assert (free_memory(cpu, 1), free_memory(cpu, 4)) == (1000, 250)
+    for name, text in (
+        ("memory.max", "900\n"),
+        ("memory.current", "700\n"),
+        ("memory.stat", "anon 5\ninactive_file 40\n"),
+    ):
+        (tmp_path / name).write_text(text)
+    assert (free_memory(cpu, 1), free_memory(cpu, 2)) == (240, 120)
+    (tmp_path / "memory.max").write_text("max\n")
+    assert free_memory(cpu, 1) == 1000
+    (tmp_path / "memory.max").write_text("100\n")
+    assert free_memory(cpu, 1) == 0
+
+
+def test_options_decide_where_they_are_given(model: Path, parallel: Parallel) -> None:
+    def budget(**options: Any) -> TokenBudget | None:
+        config = MegatronConfig(hf_checkpoint=str(model), **options)
+        return TrainingEngine(config, parallel, temperature=1.0, total_steps=1).token_budget
+
+    assert budget(micro_batch_size=2) is None
+    assert budget(use_dynamic_batch_size=True, max_tokens_per_gpu=100) == TokenBudget(tokens=100)
+    found = budget()
+    assert found is not None and found.reason is not None and found.tokens > 10_000
+
+
+def test_micro_batches_that_fit_give_the_same_results(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--use-tis", "--use-rs", "--rs-level", "geometric", "--rs-upper-bound", "1.01", "--num-rollout", "2"]
+    whole = run(*flags, name="whole")
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("micro-batches: ")]
+    assert " tokens on a rank (" in line and " GiB free, " in line and "--micro-batch-size N" in line
+    sizes: list[tuple[int, int]] = []
+
+    def counted(lengths: list[list[int]], budget: int) -> list[list[list[int]]]:
+        found = token_budget_partitions(lengths, budget)
+        sizes.append((budget, len(found[0])))
+        return found
+
+    monkeypatch.setattr(engine_module, "token_budget_partitions", counted)
+    monkeypatch.setattr(engine_module, "free_memory", lambda device, processes: 2**21)
+    parts = run(*flags, name="parts")
+    assert all(count > 1 for _, count in sizes), sizes
+    assert f"micro-batches: at most {sizes[0][0]} tokens" in capsys.readouterr().out
+    for one, other in zip(whole, parts, strict=True):
+        assert training_metrics(other) == pytest.approx(training_metrics(one), rel=1e-4, abs=1e-5)
+
+
+def test_a_resumed_run_has_the_micro_batches_that_it_had(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    save = str(tmp_path / "save")
+    monkeypatch.setattr(engine_module, "free_memory", lambda device, processes: 2**21)
+    run("--num-rollout", "1", "--save", save, name="first")
+    (first,) = [
+        line.split(" (")[0] for line in capsys.readouterr().out.splitlines() if line.startswith("micro-batches")
+    ]
+    monkeypatch.setattr(engine_module, "free_memory", lambda device, processes: 2**40)
+    run("--num-rollout", "2", "--save", save, "--load", save, name="second")
+    assert f"{first} (as before this run was resumed)" in capsys.readouterr().out
