@@ -74,7 +74,7 @@ def table(rows: Iterable[Row]) -> str:
 
 def not_run(rows: Iterable[Row], grid: Grid) -> str:
     """A paragraph that lists the runs that a whole study has and these rows lack; nothing where there are none."""
-    there, cases = {row.key for row in rows}, grid.cases(SEEDS)
+    there, cases = {row.key for row in rows}, sorted(grid.cases(SEEDS), key=lambda case: grid.position(case.key))
     lacking: dict[tuple[str, str], list[str]] = {}
     for case in cases:
         if case.key not in there:

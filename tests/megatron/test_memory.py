@@ -1,4 +1,4 @@
-"""The token budget of micro-batches: bytes of a token and free memory by hand, and what a run makes of it."""
+"""The token budget of micro-batches: bytes of a token and free memory by hand, and which options replace it."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,15 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from slime_tis.megatron import engine as engine_module
 from slime_tis.megatron import memory
-from slime_tis.megatron.batch import token_budget_partitions
 from slime_tis.megatron.config import MegatronConfig
 from slime_tis.megatron.engine import TrainingEngine
 from slime_tis.megatron.memory import TokenBudget, bytes_per_token, free_memory
 from slime_tis.megatron.parallel import Parallel
-from tests.conftest import Run
-from tests.runs import training_metrics
 
 SMOLLM2 = {
     "params_dtype": torch.float32,
@@ -107,40 +103,3 @@ def test_options_decide_where_they_are_given(model: Path, parallel: Parallel) ->
     assert budget(use_dynamic_batch_size=True, max_tokens_per_gpu=100) == TokenBudget(tokens=100)
     found = budget()
     assert found is not None and found.reason is not None and found.tokens > 10_000
-
-
-def test_micro_batches_that_fit_give_the_same_results(
-    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    flags = ["--use-tis", "--use-rs", "--rs-level", "geometric", "--rs-upper-bound", "1.01", "--num-rollout", "2"]
-    whole = run(*flags, name="whole")
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("micro-batches: ")]
-    assert " tokens on a rank (" in line and " GiB free, " in line and "--micro-batch-size N" in line
-    sizes: list[tuple[int, int]] = []
-
-    def counted(lengths: list[list[int]], budget: int) -> list[list[list[int]]]:
-        found = token_budget_partitions(lengths, budget)
-        sizes.append((budget, len(found[0])))
-        return found
-
-    monkeypatch.setattr(engine_module, "token_budget_partitions", counted)
-    monkeypatch.setattr(engine_module, "free_memory", lambda device, processes: 2**21)
-    parts = run(*flags, name="parts")
-    assert all(count > 1 for _, count in sizes), sizes
-    assert f"micro-batches: at most {sizes[0][0]} tokens" in capsys.readouterr().out
-    for one, other in zip(whole, parts, strict=True):
-        assert training_metrics(other) == pytest.approx(training_metrics(one), rel=1e-4, abs=1e-5)
-
-
-def test_a_resumed_run_has_the_micro_batches_that_it_had(
-    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    save = str(tmp_path / "save")
-    monkeypatch.setattr(engine_module, "free_memory", lambda device, processes: 2**21)
-    run("--num-rollout", "1", "--save", save, name="first")
-    (first,) = [
-        line.split(" (")[0] for line in capsys.readouterr().out.splitlines() if line.startswith("micro-batches")
-    ]
-    monkeypatch.setattr(engine_module, "free_memory", lambda device, processes: 2**40)
-    run("--num-rollout", "2", "--save", save, "--load", save, name="second")
-    assert f"{first} (as before this run was resumed)" in capsys.readouterr().out

@@ -1,0 +1,47 @@
+"""Micro-batches that free memory decides: the same results, and the same micro-batches after a resumption."""
+
+from pathlib import Path
+
+import pytest
+
+from slime_tis.megatron import engine as engine_module
+from slime_tis.megatron.batch import token_budget_partitions
+from tests.conftest import Run
+from tests.runs import training_metrics
+
+
+def test_micro_batches_that_fit_give_the_same_results(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--use-tis", "--use-rs", "--rs-level", "geometric", "--rs-upper-bound", "1.01", "--num-rollout", "2"]
+    whole = run(*flags, name="whole")
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("micro-batches: ")]
+    assert " tokens on a rank (" in line and " GiB free, " in line and "--micro-batch-size N" in line
+    sizes: list[tuple[int, int]] = []
+
+    def counted(lengths: list[list[int]], budget: int) -> list[list[list[int]]]:
+        found = token_budget_partitions(lengths, budget)
+        sizes.append((budget, len(found[0])))
+        return found
+
+    monkeypatch.setattr(engine_module, "token_budget_partitions", counted)
+    monkeypatch.setattr(engine_module, "free_memory", lambda device, processes: 2**21)
+    parts = run(*flags, name="parts")
+    assert all(count > 1 for _, count in sizes), sizes
+    assert f"micro-batches: at most {sizes[0][0]} tokens" in capsys.readouterr().out
+    for one, other in zip(whole, parts, strict=True):
+        assert training_metrics(other) == pytest.approx(training_metrics(one), rel=1e-4, abs=1e-5)
+
+
+def test_a_resumed_run_has_the_micro_batches_that_it_had(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    save = str(tmp_path / "save")
+    monkeypatch.setattr(engine_module, "free_memory", lambda device, processes: 2**21)
+    run("--num-rollout", "1", "--save", save, name="first")
+    (first,) = [
+        line.split(" (")[0] for line in capsys.readouterr().out.splitlines() if line.startswith("micro-batches")
+    ]
+    monkeypatch.setattr(engine_module, "free_memory", lambda device, processes: 2**40)
+    run("--num-rollout", "2", "--save", save, "--load", save, name="second")
+    assert f"{first} (as before this run was resumed)" in capsys.readouterr().out
