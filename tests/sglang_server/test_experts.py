@@ -140,30 +140,3 @@ def test_stragglers_keep_the_experts_of_their_tokens_over_a_checkpoint_and_an_up
     for sample in finished:
         assert_experts(sample, references)
     assert sum(set(sample.weight_versions) == {0, 1} for sample in finished) == len(begun)
-
-
-def test_sigmoid_routers_with_a_bias_and_groups_choose_as_those_of_transformers(
-    directory: Path, prompts: list[Prompt], tmp_path: Path
-) -> None:
-    sizes = {**SIZES, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "first_k_dense_replace": 1}
-    paths = [make_checkpoint(directory / f"glm_{seed}", "glm4_moe", seed=seed, **sizes) for seed in range(2)]
-    server = RealServer(paths[0], directory / "glm.log", "--dtype", "float32", "--enable-return-routed-experts")
-    references = {version: MoeReference(path) for version, path in enumerate(paths)}
-    try:
-        engine = SGLangEngine(
-            SGLangConfig(sglang_url=(server.wait().url,), sglang_bucket_mb=1),
-            str(paths[0]),
-            load_tokenizer(str(paths[0])),
-            output_dir=tmp_path,
-            weights=references[0].named_tensors,
-            sampling=LONG,
-        )
-        for version, reference in references.items():
-            engine.update_weights(reference.named_tensors, version)
-            sampling = dataclasses.replace(LONG, max_response_len=32)
-            for sample in all_samples(engine.generate(prompts, sampling, seed=version)):
-                assert set(sample.weight_versions) == {version}
-                assert_experts(sample, references)
-        engine.close()
-    finally:
-        server.stop()
