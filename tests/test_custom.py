@@ -130,6 +130,22 @@ def test_what_lies_beside_a_file_is_found_when_it_is_called_too_and_by_nobody_el
         ("~nobody/x.py:f", "is not a path: Could not determine home directory|there is no file"),
         ("x" * 5000 + ".py:f", "…': .* is not a path: .*File name too long"),
     ],
+    ids=[
+        "no dot",
+        "empty",
+        "no function",
+        "no module",
+        "relative module",
+        "path without .py",
+        "no such function",
+        "constant",
+        "no file",
+        "not Python",
+        "directory",
+        "null byte",
+        "unknown home",
+        "long path",
+    ],
 )
 def test_what_cannot_be_found_is_said(path: str, message: str) -> None:
     with pytest.raises(CustomFunctionError, match=message) as caught:
@@ -154,6 +170,22 @@ def test_what_cannot_be_found_is_said(path: str, message: str) -> None:
         ("from helper_with_a_fault import x", r"raised RuntimeError: deep \(.*/helper_with_a_fault.py, line 2\)"),
         ("\0", "raised (SyntaxError|ValueError): source code string cannot contain null bytes"),
         ("g = 1", "mine.py has no function 'f'; it has none"),
+    ],
+    ids=[
+        "syntax",
+        "indentation",
+        "raises KeyError",
+        "raises ZeroDivisionError",
+        "no such module",
+        "relative import beyond the top",
+        "module of slime that is not here",
+        "name that slime's module lacks",
+        "calls sys.exit",
+        "raises SystemExit",
+        "raises KeyboardInterrupt",
+        "its import raises",
+        "null byte in the text",
+        "no function",
     ],
 )
 def test_a_file_that_cannot_be_imported_is_said_with_its_line(tmp_path: Path, text: str, message: str) -> None:
@@ -406,6 +438,15 @@ NAN = float("nan")
         (returning(metrics=lambda kw: {3: torch.ones(3)}), "returned a metric named 3"),
         (returning(metrics=lambda kw: {"": torch.ones(3)}), "returned a metric named ''"),
         (returning(metrics=lambda kw: {"a\nb": torch.ones(3)}), r"returned a metric named 'a\\nb'"),
+    ],
+    ids=[
+        "loss alone", "nothing", "no metrics", "loss is None", "loss shorter", "loss summed", "loss on meta",
+        "loss sparse", "loss of integers", "loss in float16", "loss in bfloat16", "loss detached",
+        "loss without grad mode", "loss is another leaf", "loss of another leaf's gradient", "loss NaN",
+        "loss overflows float32", "one mask of two", "masks are None", "masks are a tensor", "mask shorter",
+        "mask is a list", "mask with NaN", "mask below 0", "mask of halves", "metrics are None", "metric is a float",
+        "metric of two values", "metric is complex", "metric named 3", "metric without a name",
+        "metric with a line break",
     ],
 )  # fmt: skip
 def test_a_wrong_return_is_named(function: Any, message: str) -> None:

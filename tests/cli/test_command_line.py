@@ -67,6 +67,7 @@ def test_rollout_correction_alone_means_token_weights():
         ("--width 1 --hight 2", "--hight is not a flag; did you mean --height?"),
         ("--width 1 --rollout-correction-preset pg_iz", "--rollout-correction-preset is 'pg_iz'; did you mean pg_is?"),
     ],
+    ids=["required flag missing", "text for a number", "misspelt flag", "misspelt preset"],
 )
 def test_refusals(line, message):
     with pytest.raises(ValueError) as error:

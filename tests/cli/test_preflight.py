@@ -38,6 +38,7 @@ def test_empty_prompt_file_is_refused(base, tmp_path):
             "double quotes: line 1 column 2 (char 1).",
         ),
     ],
+    ids=["another architecture", "latent attention", "a list", "cut JSON"],
 )
 def test_unusable_checkpoint_is_refused(base, tmp_path, config, message):
     (tmp_path / "model" / "config.json").write_text(config)

@@ -440,6 +440,7 @@ def test_engines_that_mean_nothing_are_refused(base, flags, words):
             "--pipeline-model-parallel-size is 4 but the model's num_hidden_layers is 2; choose a divisor of it.",
         ),
     ],
+    ids=["global batch", "micro-batch", "tensor-parallel", "pipeline-parallel"],
 )
 def test_sizes_that_do_not_divide_over_the_ranks(base, flags, world_size, message):
     assert refusal(base + flags, world_size) == message

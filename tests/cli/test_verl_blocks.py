@@ -11,8 +11,8 @@ from slime_tis.integrations.verl_config import RolloutCorrectionConfig as VerlCo
 from tests.cli.conftest import configured
 
 # verl's YAML blocks, as its documents give them, and what they are here.
-VERL_BLOCKS = [
-    (
+VERL_BLOCKS = {
+    "token IS": (
         "rollout_is: token\nrollout_is_threshold: 2.5\nrollout_rs: null\nbypass_mode: false",
         {
             "use_tis": True,
@@ -22,7 +22,7 @@ VERL_BLOCKS = [
             "use_rollout_logprobs": False,
         },
     ),
-    (
+    "sequence IS and RS": (
         "rollout_is: sequence\nrollout_is_threshold: 2.0\nrollout_rs: sequence\nrollout_rs_threshold: 3.0\n"
         "rollout_rs_threshold_lower: 0.5\nrollout_is_batch_normalize: true",
         {
@@ -35,7 +35,7 @@ VERL_BLOCKS = [
             "tis_batch_normalize": True,
         },
     ),
-    (
+    "geometric RS, veto, policy gradient": (
         "rollout_is: null\nrollout_rs: geometric\nrollout_rs_threshold: 1.001\n"
         "rollout_rs_threshold_lower: 0.999\n"
         "rollout_token_veto_threshold: 1e-4\nbypass_mode: true\nuse_policy_gradient: true",
@@ -50,16 +50,16 @@ VERL_BLOCKS = [
             "policy_loss": "reinforce",
         },
     ),
-    (
+    "bypass PPO": (
         "rollout_is: token\nrollout_is_threshold: 2.0\nbypass_mode: true\nuse_policy_gradient: false",
         {"use_tis": False, "use_rollout_logprobs": True, "policy_loss": "ppo", "get_mismatch_metrics": False},
     ),
-    (
+    "bypass PPO, k1": (
         "rollout_is: sequence\nbypass_mode: true\nrollout_rs: seq_mean_k1\nrollout_rs_threshold: 0.5_2.0\n"
         "loss_type: ppo_clip",
         {"use_tis": False, "use_rs": False, "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.5_2.0"},
     ),
-    (
+    "masked token IS": (
         "rollout_is: token\nrollout_is_threshold: 0.5_5.0",
         {
             "use_tis": True,
@@ -69,14 +69,14 @@ VERL_BLOCKS = [
             "rejection_normalizer": "original",
         },
     ),
-    (
+    "pure rollout correction": (
         "rollout_is: sequence\nbypass_old_logprob_for_rollout: true\nuse_pure_rollout_correction: true",
         {"use_tis": True, "tis_level": "sequence", "use_rollout_logprobs": True, "policy_loss": "reinforce"},
     ),
-]
+}
 
 
-@pytest.mark.parametrize(("block", "expected"), VERL_BLOCKS)
+@pytest.mark.parametrize(("block", "expected"), VERL_BLOCKS.values(), ids=VERL_BLOCKS)
 def test_verl_block_is_translated(base, tmp_path, block, expected):
     indented = "\n".join("    " + line for line in block.splitlines())
     (tmp_path / "verl.yaml").write_text(
@@ -87,7 +87,7 @@ def test_verl_block_is_translated(base, tmp_path, block, expected):
     assert {name: got[name] for name in expected} == expected
 
 
-@pytest.mark.parametrize("block", [block for block, _ in VERL_BLOCKS])
+@pytest.mark.parametrize("block", [block for block, _ in VERL_BLOCKS.values()], ids=VERL_BLOCKS)
 def test_verls_class_and_verls_block_say_the_same(base, tmp_path, block):
     indented = "\n".join("    " + line for line in block.splitlines())
     (tmp_path / "verl.yaml").write_text(f"algorithm:\n  rollout_correction:\n{indented}\n")

@@ -51,6 +51,14 @@ def noise(lengths: list[int], sd: float, seed: int = 0) -> list[Tensor]:
         ({"rs_target_fraction": 0.25}, [True, False, True, True], Z_DOWN),
         ({"rs_target_fraction": 0.5}, [True, False, True, False], (4 * K3 - 4 * 5e-5) / SD),
     ],
+    ids=[
+        "z-score 1.89",
+        "z-score 1.91",
+        "z-score 2.11",
+        "target fraction 0.24",
+        "target fraction 0.25",
+        "target fraction 0.5",
+    ],
 )
 def test_by_hand(level: str, options: dict[str, float], expected: list[bool], z_score: float) -> None:
     config = reject(level, **options)

@@ -31,6 +31,7 @@ def test_it_is_frozen_and_keyword_only() -> None:
         ({"rs_lower_bound": 0.3}, (0.3, 2.0)),
         ({"rs_lower_bound": 0.3, "rs_upper_bound": 3.0, "tis_upper_bound": 7.0}, (0.3, 3.0)),
     ],
+    ids=["none given", "IS upper", "IS lower", "RS upper", "RS lower", "RS both"],
 )
 def test_missing_bounds(options: dict[str, Any], bounds: tuple[float, float]) -> None:
     config = RolloutCorrectionConfig(use_rs=True, **options)
@@ -101,6 +102,37 @@ GEOMETRIC = {"use_rs": True, "rs_level": "geometric"}
             {**GEOMETRIC, "rs_z_score": 3.0, "rs_lower_bound": 0.9, "rs_upper_bound": 1.1},
             "replaces fixed bounds; drop --rs-lower-bound and --rs-upper-bound, or --rs-z-score",
         ),
+    ],
+    ids=[
+        "mode",
+        "level",
+        "IS upper 0",
+        "IS upper infinite",
+        "IS upper NaN",
+        "RS lower negative",
+        "IS upper text",
+        "IS upper truth",
+        "IS bounds reversed",
+        "RS bounds equal",
+        "veto above 1",
+        "upper veto below 1",
+        "unknown divergence",
+        "unknown aggregation",
+        "no threshold",
+        "three thresholds of two",
+        "range of k2",
+        "range of words",
+        "range reversed",
+        "negative threshold",
+        "bypass corrected twice",
+        "interpolated and bypass",
+        "z-score without RS",
+        "z-score at token level",
+        "z-score 0",
+        "target fraction truth",
+        "target fraction above 1",
+        "z-score and target fraction",
+        "z-score and bounds",
     ],
 )
 def test_what_means_nothing_is_refused(options: dict[str, Any], message: str) -> None:
@@ -185,6 +217,7 @@ def test_preset_overrides_and_unknown_presets() -> None:
         ({"get_mismatch_metrics": True}, False, True),
         ({"old_logprobs": "interpolate"}, False, True),
     ],
+    ids=["TIS", "RS", "veto", "verl's RS", "trimming", "z-score", "bypass", "metrics", "interpolated"],
 )
 def test_what_needs_what(options: dict[str, Any], corrects: bool, needs: bool) -> None:
     config = RolloutCorrectionConfig(**options)

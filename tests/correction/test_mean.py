@@ -37,6 +37,7 @@ def mean(layout: str, aggregation: Any, **options: Any) -> torch.Tensor:
         ("seq-mean-token-mean", "kept", ((1 + 4) / 2 + (2 + 8) / 2) / 2),
         ("seq-mean-token-mean", "original", ((1 + 4) / 3 + (2 + 8) / 2) / 2),
     ],
+    ids=["token-mean over accepted", "token-mean over original", "seq-mean over accepted", "seq-mean over original"],
 )
 def test_by_hand(layout: str, aggregation: str, normalizer: str, expected: float) -> None:
     assert mean(layout, aggregation, rejection_normalizer=normalizer).item() == pytest.approx(expected)

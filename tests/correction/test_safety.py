@@ -156,6 +156,14 @@ def test_one_token() -> None:
         ),
         ((torch.zeros(3), torch.zeros(3), torch.ones(3)), r"pass \[B, T\], or \[N\] with lengths"),
     ],
+    ids=[
+        "number of masks",
+        "tokens of a sequence",
+        "shapes",
+        "tensor and list",
+        "list and tensor",
+        "packed without lengths",
+    ],
 )
 def test_layouts_that_disagree(arguments: tuple, message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -306,6 +306,7 @@ def test_without_weights_there_is_a_bias_and_means_hide_it() -> None:
             ).expand_as(ratio),
         ),
     ],
+    ids=["token", "geometric", "truncated token", "sequence with rejection"],
 )
 def test_the_bias_is_its_closed_form(options: dict, closed_form) -> None:
     """The expected loss is −E_rollout[R·Σ_t w_t·∇log π_θ(t)] with the weights that the formulas give."""
@@ -373,6 +374,16 @@ def test_decoupled_weights_lead_back_to_the_old_policy() -> None:
             lambda z: diffusion_loss(replace(OFF, policy_loss="gspo"), z, z, torch.zeros(4)),
             "--policy-loss is gspo, but SDE steps have ppo and reinforce",
         ),
+    ],
+    ids=[
+        "old log-probs",
+        "advantages per trajectory",
+        "advantages per step",
+        "weights",
+        "mask",
+        "no weights",
+        "weights in bypass",
+        "gspo",
     ],
 )
 def test_refusals(call, message: str) -> None:

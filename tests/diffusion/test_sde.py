@@ -211,6 +211,7 @@ def test_samples_of_a_mixture_have_the_marginals_of_the_ode() -> None:
             "reduction is 'max'; choose mean or sum",
         ),
     ],
+    ids=["velocity", "one dimension", "time", "ceiling", "noise level", "next sample", "reduction"],
 )
 def test_refusals(call, message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -157,7 +157,11 @@ def test_bypass_takes_the_rollout_for_the_old_policy() -> None:
     assert batch["old_log_probs"].item() == -2.0, "the batch that was passed stays as it was"
 
 
-@pytest.mark.parametrize("batch", [{}, {"latents": torch.zeros(1)}, {"rollout_log_probs": None}])
+@pytest.mark.parametrize(
+    "batch",
+    [{}, {"latents": torch.zeros(1)}, {"rollout_log_probs": None}],
+    ids=["empty batch", "other fields", "None"],
+)
 def test_bypass_without_rollout_log_probs_is_refused(batch: dict) -> None:
     had = ", ".join(batch) or "nothing"
     with pytest.raises(ValueError, match=f"--use-rollout-logprobs needs rollout_log_probs, but the batch has {had};"):
@@ -185,6 +189,7 @@ def test_missing_log_probs_of_a_step_are_the_policys_affair() -> None:
         (((4, 3), (4, 3), (4,)), r"timesteps has shape \(4,\), train_log_probs \(4, 3\); .*, \(3,\)\."),
         (((4,), (4,), (3,)), r"timesteps has shape \(3,\), train_log_probs \(4,\)"),
     ],
+    ids=["steps", "dimensions", "three dimensions", "scalars", "timesteps of [B, steps]", "timesteps of [B]"],
 )
 def test_shapes_that_disagree(shapes: tuple, message: str) -> None:
     train, rollout, *times = (torch.zeros(shape) for shape in shapes)

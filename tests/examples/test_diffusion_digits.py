@@ -256,6 +256,18 @@ def test_a_gradient_that_is_not_finite_is_left_out(tmp_path):
         ("--rollout-precision int4", "--rollout-precision is 'int4' but must be one of fp32, bf16, fp8."),
         ("--tis-uper-bound 2", "--tis-uper-bound is not a flag; did you mean --tis-upper-bound?"),
     ],
+    ids=[
+        "lr",
+        "sde-steps",
+        "caption-noise",
+        "one sample per prompt",
+        "steps that do not divide",
+        "policy-loss",
+        "old-logprobs",
+        "corrected twice",
+        "precision",
+        "misspelt flag",
+    ],
 )
 def test_refusals(flags, message, capsys):
     assert train.main(flags.split()) == 2

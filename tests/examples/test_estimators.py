@@ -150,6 +150,7 @@ def test_the_page_of_maths_shows_the_tables():
         ((1.0, 0.0), 2.0, 1.0, math.sqrt(0.5)),  # four responses: half of the squared length is noise
         ((-1.0, 0.0), 0.0, 2.0, 1.0),
     ],
+    ids=["exact", "too small", "45 degrees off", "half noise", "opposite"],
 )
 def test_errors_by_hand(mean, deviation, error, up_to_scale):
     mean_V, gradient_V = torch.tensor([*mean, 0.0]), torch.tensor([1.0, 0.0, 0.0])

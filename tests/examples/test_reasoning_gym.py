@@ -43,6 +43,18 @@ def rows(path: Path) -> list[dict[str, Any]]:
         ("word", "…", None),
         ("text", " a b \n", "a b"),
     ],
+    ids=[
+        "last number",
+        "negative number",
+        "difference",
+        "decimal and separator",
+        "no number",
+        "last tag",
+        "no tag",
+        "first word",
+        "no word",
+        "text",
+    ],
 )
 def test_answers_are_read(reader: str, response: str, expected: str | None) -> None:
     assert reward.read_answer(response, reader) == expected
@@ -171,6 +183,18 @@ def test_a_level_sets_the_fields_of_the_curriculum() -> None:
         ("gsm_symbolic?level=0", "gsm_symbolic has no curriculum"),
         ("chain_sum?weight=0", "has weight 0, but must be a number above 0"),
         ("chain_sum?answer=last", "has answer 'last', but must be one of tag, number, word, text."),
+    ],
+    ids=[
+        "misspelt dataset",
+        "composite",
+        "unknown field",
+        "value out of range",
+        "text for a number",
+        "no value",
+        "level out of range",
+        "no curriculum",
+        "weight 0",
+        "unknown reader",
     ],
 )
 def test_specifications_that_are_refused(text: str, message: str) -> None:

@@ -33,7 +33,25 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("options", "of_batch", "once", "twice", "forward"), CASES)
+@pytest.mark.parametrize(
+    ("options", "of_batch", "once", "twice", "forward"),
+    CASES,
+    ids=[
+        "nothing",
+        "TIS",
+        "batch-normalise without TIS",
+        "batch-normalise",
+        "trimming",
+        "z-score",
+        "metrics",
+        "bypass",
+        "bypass with metrics",
+        "bypass, batch-normalise",
+        "bypass, trimming",
+        "bypass, z-score",
+        "interpolated, trimming",
+    ],
+)
 def test_forward_passes(options: dict, of_batch: bool, once: bool, twice: bool, forward: bool) -> None:
     config = RolloutCorrectionConfig(**options)
     assert needs_global_batch(config) == of_batch

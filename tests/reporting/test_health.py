@@ -131,6 +131,7 @@ def test_rejecting_everything_is_named_as_the_cause_of_no_gradient() -> None:
         (RolloutCorrectionConfig(use_rollout_logprobs=True), []),
         (RolloutCorrectionConfig(old_logprobs="interpolate"), []),
     ],
+    ids=["no correction", "metrics only", "TIS", "bypass", "interpolated old policy"],
 )
 def test_staleness_is_said_where_nothing_corrects_it(config: RolloutCorrectionConfig, names: list[str]) -> None:
     assert [name for name, finding in findings(GOOD, config).items() if finding] == names

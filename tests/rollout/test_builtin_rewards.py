@@ -9,6 +9,7 @@ from slime_tis.rollout.rm_types import RM_TYPES
 @pytest.mark.parametrize(
     ("response", "label", "score"),
     [("0123", "0123", 1.0), (" 0123\n", "0123", 1.0), ("0132", "0123", 0.0), ("", "0123", 0.0)],
+    ids=["equal", "white space around", "another order", "empty"],
 )
 def test_exact_match(response, label, score):
     assert exact_match(response, label) == score
@@ -42,6 +43,32 @@ def test_exact_match(response, label, score):
         ("9" * 5000, "7", 0.0),
         ("1e999999999", "7", 0.0),
     ],
+    ids=[
+        "last number of a sentence",
+        "label with ####",
+        "thousands separator",
+        "currency",
+        "last of two numbers",
+        "boxed before number",
+        "last of two boxes",
+        "fraction against decimal",
+        "dfrac against fraction",
+        "equation with a fraction",
+        "sign differs",
+        "negative",
+        "per cent",
+        "no leading zero",
+        "sixteen digits off",
+        "polynomial",
+        "another power",
+        "box left open",
+        "division by zero",
+        "no number",
+        "empty",
+        "sum left to do",
+        "5000 digits",
+        "huge exponent",
+    ],
 )
 def test_math(response, label, score):
     assert math_match(response, label) == score
@@ -56,6 +83,14 @@ def test_math(response, label, score):
         ("dog", "cat", 0.0),
         ("", "cat", 0.0),
         ("the", "a", 1.0),
+    ],
+    ids=[
+        "articles and punctuation",
+        "two of three words",
+        "repeated words",
+        "nothing shared",
+        "empty",
+        "articles alone",
     ],
 )
 def test_f1(response, label, score):
@@ -84,6 +119,25 @@ def test_f1(response, label, score):
         ("}{", "x+1", 0.0),
         ("(" * 50, "x+1", 0.0),
     ],
+    ids=[
+        "order of terms",
+        "rationalised root",
+        "another root",
+        "spaces in a pair",
+        "pair reversed",
+        "another interval",
+        "sum left to do",
+        "unit",
+        "equation",
+        "degrees",
+        "words in another case",
+        "another word",
+        "mixed number",
+        "complex",
+        "empty",
+        "unbalanced braces",
+        "fifty parentheses",
+    ],
 )
 def test_math_on_expressions(answer, label, score):
     assert math_match(f"so \\boxed{{{answer}}}", label) == score
@@ -99,6 +153,15 @@ def test_math_on_expressions(answer, label, score):
         ("hm ###Response \\boxed{1/2} ###Response \\boxed{3}", "\\boxed{0.5}", 1.0),
         ("</think>\\boxed{12}", "", 0.0),
         ("</think>\\boxed{}", "12", 0.0),
+    ],
+    ids=[
+        "box after thinking",
+        "box within thinking",
+        "last of two answers",
+        "no end of thinking",
+        "first of two ###Response",
+        "empty label",
+        "empty box",
     ],
 )
 def test_deepscaler(response, label, score):
@@ -119,6 +182,18 @@ def test_deepscaler(response, label, score):
         ("Answer:", "42", 0.0),
         ("Answer: 42", "42.0", 1.0),
     ],
+    ids=[
+        "own line",
+        "lower case and dollars",
+        "bold",
+        "last of two answers right",
+        "last of two answers wrong",
+        "equation",
+        "too far from the end",
+        "no Answer",
+        "nothing after Answer",
+        "decimal label",
+    ],
 )
 def test_dapo(response, label, acc):
     assert dapo(response, label) == {"score": 2 * acc - 1, "acc": acc}
@@ -127,6 +202,7 @@ def test_dapo(response, label, acc):
 @pytest.mark.parametrize(
     ("response", "label", "score"),
     [("yes", "Yes.", 1.0), ("yes it is", "yes", 0.0), ("no", "no answer", 0.0), ("yes", "no", 0.0)],
+    ids=["yes", "yes and more", "no against no answer", "yes against no"],
 )
 def test_f1_of_a_verdict_is_all_or_nothing(response, label, score):
     assert token_f1(response, label) == score
@@ -154,6 +230,24 @@ CHOICES = {"choices": ["a red fox", "a blue whale", "a green frog", "none"]}
         ("Answer: Y", "Y", {"valid_letters": ["X", "Y"]}, 1.0),
         ("", "B", {}, 0.0),
         ("I like cats", "cat", {}, 0.0),
+    ],
+    ids=[
+        "sentence",
+        "parentheses and case",
+        "bold",
+        "last of two answers",
+        "last letter",
+        "letter first",
+        "the word correct",
+        "after thinking",
+        "other article",
+        "text of a choice",
+        "letter of a choice",
+        "letter out of range",
+        "correct letter of metadata",
+        "valid letters of metadata",
+        "empty",
+        "letter within a word",
     ],
 )
 def test_gpqa(response, label, metadata, score):

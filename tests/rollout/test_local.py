@@ -246,6 +246,7 @@ def test_a_tied_output_layer_may_be_missing_from_an_update(tmp_path):
             "weight update 3 lacks 1 parameters of the rollout model, the first of them 'lm_head.weight'.",
         ),
     ],
+    ids=["unknown tensor", "another shape", "two missing", "one missing"],
 )
 def test_an_update_that_does_not_fit_is_refused(checkpoints, edit, message):
     path = checkpoints["qwen3", 0]

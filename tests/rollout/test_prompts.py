@@ -92,6 +92,18 @@ def test_the_chat_template_takes_strings_and_messages_and_adds_no_bos(tmp_path):
             "--rollout-max-prompt-len is 3, but the shortest prompt of '{path}' has 4 tokens; raise it.",
         ),
     ],
+    ids=[
+        "empty",
+        "blank lines",
+        "cut JSON",
+        "a list",
+        "no prompt",
+        "no label",
+        "empty prompt",
+        "messages without a template",
+        "metadata of text",
+        "all prompts too long",
+    ],
 )
 def test_bad_files_are_refused_in_one_message(tmp_path, content, options, message):
     path = tmp_path / "p.jsonl"

@@ -202,6 +202,7 @@ def test_a_dict_without_the_key_and_a_number_with_one_are_refused(tmp_path):
         ),
         ({"rm_type": "math", "reward_key": ""}, "--reward-key is empty; name a key of the reward function's dict, or"),
     ],
+    ids=["no key of several", "unknown key", "key of a number", "empty key"],
 )
 def test_keys_are_checked_before_anything_is_built(options, message):
     with pytest.raises(ValueError) as refusal:

@@ -28,6 +28,17 @@ OUT = 0.0
         # at temperature 0.5 the first token is 0.56, the second 0.32
         (0.5, 0.6, -1, [0.16 / 0.25, 0.09 / 0.25, OUT, OUT, OUT]),
     ],
+    ids=[
+        "plain",
+        "top-k of all",
+        "temperature",
+        "top-k",
+        "top-p that a token reaches",
+        "top-p within a token",
+        "top-p of the first",
+        "top-p after top-k",
+        "top-p after temperature",
+    ],
 )
 @pytest.mark.parametrize("order", [[0, 1, 2, 3, 4], [3, 0, 4, 2, 1]], ids=["sorted", "shuffled"])
 def test_filtered_log_probs_are_those_of_the_table(temperature, top_p, top_k, expected, order):

@@ -38,6 +38,7 @@ def test_a_state_is_read_as_it_was_written(tmp_path: Path) -> None:
         ({"first_accuracy": []}, "trainer_state.json has 'first_accuracy': [], which is not a valid value."),
         ({"run": "x" * 1000 + "\n", "step": None}, "trainer_state.json has 'step': None, which is not a valid value."),
     ],
+    ids=["text for a number", "truth for a number", "mapping for a list", "list for a number", "nothing for a number"],
 )
 def test_a_value_of_another_type_is_named(change: dict[str, Any], words: str, tmp_path: Path) -> None:
     (tmp_path / "trainer_state.json").write_text(json.dumps({**asdict(STATE), **change}))
