@@ -17,7 +17,7 @@ SMOLLM2_TASKS := 'chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1' \
 	'basic_arithmetic?min_terms=2&max_terms=2&min_digits=1&max_digits=1&operators=["+","*"]&allow_parentheses=false'
 SEEDS ?= 0
 
-.PHONY: help install data data-smollm2 train train-diffusion train-moe train-smollm2 study study-smollm2 test test-moe test-faults test-smollm2 test-report diagnose-study sglang-env test-sglang check format docs clean
+.PHONY: help install data data-smollm2 train train-diffusion train-moe train-smollm2 study study-smollm2 test test-slow test-moe test-faults test-smollm2 test-report diagnose-study sglang-env test-sglang check format docs clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -93,6 +93,9 @@ $(SMOLLM2)/study_prompts/complete.json: | $(VENV)/.installed-gym
 
 test: $(VENV)/.installed-diffusion $(VENV)/.installed-gym  ## Run the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -n 2 --dist worksteal
+
+test-slow: install  ## Run the tests that start programs as a user does, each of which imports everything anew
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/slow -n 2 --dist worksteal
 
 test-moe: install  ## Run the tests of mixtures of experts on every parallel layout
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/moe_layouts

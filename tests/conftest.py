@@ -1,20 +1,43 @@
 """Runs of train.py on a task of its own for each file of tests."""
 
+import gc
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.runs import make_task, run_here
+from tests.runs import make_task, run_here, start_fork_server
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # a shell's background job ignores it, and so would its children
+    # a shell's background job ignores it, and so would its children
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 Run = Callable[..., list[dict[str, Any]]]
+
+
+def pytest_configure() -> None:
+    """Postpones the search for garbage while modules are imported: a million objects, of which none is garbage."""
+    gc.disable()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Leaves the imported modules out of every search, and starts the fork server where tests need it."""
+    gc.freeze()
+    gc.enable()
+    used = {name for item in session.items if isinstance(item, pytest.Function) for name in vars(item.module)}
+    if used & {"run_apart", "start_apart"}:
+        import slime_tis.train  # noqa: F401  (what the forked processes run)
+    if used & {"run_apart", "start_apart", "spawn", "fork_server", "WeightServer"}:
+        start_fork_server()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def collected() -> Iterator[None]:
+    """Process groups that a file of tests leaves lie in reference cycles, and each of gloo's has three threads."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture(scope="module")

@@ -141,7 +141,7 @@ def test_rejected_siblings_shift_no_baseline(run: Run, tmp_path: Path) -> None:
     """With the reward of a rejected sample made huge, nothing that is trained on changes."""
     data = tmp_path / "rollout.jsonl"
     bounds = ("--use-rs", "--rs-level", "geometric", "--rs-lower-bound", "0.99", "--rs-upper-bound", "1.01")
-    flags = (*bounds, "--reject-before-advantage", "--num-rollout", "1")
+    flags = (*bounds, "--reject-before-advantage", "--num-rollout", "1", "--rollout-batch-size", "2")
     (row,) = run(*flags, "--save-debug-rollout-data", str(data), name="sample")
     assert 0 < row["train/mis_rs_seq_masked_fraction"] < 1
     samples = [json.loads(line) for line in data.read_text().splitlines()]

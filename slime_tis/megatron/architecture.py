@@ -24,7 +24,7 @@ from slime_tis.errors import first_line
 from slime_tis.hf_directory import FAMILIES, Family, has, load_config, moe_sizes, read_model_config
 from slime_tis.megatron.attention import TorchAttention, TorchRMSNorm
 from slime_tis.megatron.config import MegatronConfig
-from slime_tis.megatron.moe import MoeRouter, moe_options
+from slime_tis.megatron.moe import MoeRouter, moe_options, release_probabilities
 from slime_tis.megatron.packing import PackedSequences, RotaryAngles
 from slime_tis.megatron.parallel import Parallel
 
@@ -125,6 +125,7 @@ def build_model(directory: str | Path, config: MegatronConfig, parallel: Paralle
         parallel_output=True,
     )
     module.to(parallel.backend.device)
+    release_probabilities(module)
     if engine:
         if scaling != 1.0:
             raise ValueError(f"{directory}: rotary scaling by {scaling} (YaRN) is supported on plain torch layers only")

@@ -20,8 +20,10 @@ Why not less than that:
 import ast
 import importlib.abc
 import importlib.machinery
+import re
 import sys
 import textwrap
+from bisect import bisect_left
 from collections.abc import Sequence
 from types import CodeType, ModuleType
 from typing import Any
@@ -57,6 +59,8 @@ REPLACED_FUNCTIONS = {
     """,
 }
 """Bodies of functions that are about CUDA streams throughout, by the function's name."""
+MARKS = re.compile(rb"cuda|pin_memory|" + "|".join(REPLACED_FUNCTIONS).encode())
+"""What a line that is rewritten contains. Two thirds of megatron-core's files have no such line."""
 
 
 def install() -> None:
@@ -74,11 +78,24 @@ def install() -> None:
 
 def rewrite(source: str | bytes, path: str) -> ast.Module:
     """Parses a megatron.core source file and returns its tree with the CUDA literals replaced."""
-    tree: ast.Module = _CudaToCpu().visit(ast.parse(source, path))
-    return ast.fix_missing_locations(tree)
+    data = source.encode() if isinstance(source, str) else source
+    lines = [number for number, line in enumerate(data.split(b"\n"), start=1) if MARKS.search(line)]
+    tree: ast.Module = _CudaToCpu(lines).visit(ast.parse(source, path))
+    return tree
 
 
 class _CudaToCpu(ast.NodeTransformer):
+    def __init__(self, lines: Sequence[int]) -> None:
+        self.lines = lines
+
+    def visit(self, node: ast.AST) -> Any:
+        if isinstance(node, ast.stmt):  # each node that is looked at costs time at every start of a process
+            first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))])
+            index = bisect_left(self.lines, first)
+            if index == len(self.lines) or self.lines[index] > (node.end_lineno or node.lineno):
+                return node
+        return super().visit(node)
+
     def visit_Constant(self, node: ast.Constant) -> ast.Constant:
         if isinstance(node.value, str) and node.value in LITERALS:
             return ast.copy_location(ast.Constant(LITERALS[node.value]), node)
@@ -99,7 +116,7 @@ class _CudaToCpu(ast.NodeTransformer):
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
-        name = ast.unparse(node.func)
+        name = _dotted(node.func)
         if name in REPLACED_CALLS:
             replacement = ast.parse(REPLACED_CALLS[name], mode="eval").body
             return ast.copy_location(replacement, node)
@@ -108,16 +125,29 @@ class _CudaToCpu(ast.NodeTransformer):
         return node
 
 
+def _dotted(node: ast.expr) -> str:
+    """The name `a.b.c` of an expression; of another expression what follows its last call or index."""
+    parts = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    parts.append(node.id if isinstance(node, ast.Name) else "")
+    return ".".join(reversed(parts))
+
+
 class _Loader(importlib.machinery.SourceFileLoader):
     def source_to_code(  # type: ignore[override]  # typeshed has parameters that importlib does not pass
         self, data: Any, path: Any, *, _optimize: int = -1
     ) -> CodeType:
         return compile(rewrite(data, str(path)), path, "exec", dont_inherit=True, optimize=_optimize)
 
-    def get_code(self, fullname: str) -> CodeType:
-        # Straight from the source: a cached .pyc would hold the code of the file before it is rewritten.
+    def get_code(self, fullname: str) -> CodeType | None:
         path = self.get_filename(fullname)
-        return self.source_to_code(self.get_data(path), path)
+        data = self.get_data(path)
+        if not MARKS.search(data):
+            return importlib.machinery.SourceFileLoader(fullname, path).get_code(fullname)
+        # Straight from the source: a cached .pyc would hold the code of the file before it is rewritten.
+        return self.source_to_code(data, path)
 
 
 class _Finder(importlib.abc.MetaPathFinder):

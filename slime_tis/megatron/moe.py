@@ -4,8 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.nn.functional as F
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
-from torch import Tensor
+from torch import Tensor, nn
 
 from slime_tis.hf_directory import FAMILIES, moe_sizes
 from slime_tis.megatron.parallel import Parallel
@@ -40,6 +41,22 @@ def moe_options(hf: Any, parallel: Parallel) -> dict[str, Any]:
         "expert_model_parallel_size": parallel.expert_size,
         "expert_tensor_parallel_size": parallel.expert_tensor_size,
     }
+
+
+def release_probabilities(module: nn.Module) -> None:
+    """Makes megatron-core's dispatchers forget the probabilities of a micro-batch once their layer has run.
+
+    They would keep them, with their graph, until the next micro-batch. The graph leads to the parameters, whose hooks
+    of data parallelism lead to the model: a cycle through C++ that Python's garbage collector does not see, so that
+    neither the model nor its process groups were ever freed.
+    """
+
+    def release(layer: Any, args: Any, output: Any) -> None:
+        layer.token_dispatcher.local_probs = layer.token_dispatcher.probs = None
+
+    for part in module.modules():
+        if isinstance(part, MoELayer):
+            part.register_forward_hook(release)
 
 
 def _softmax_options(hf: Any) -> dict[str, Any]:

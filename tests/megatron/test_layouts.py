@@ -1,13 +1,12 @@
 """train.py on two ranks: every parallel layout gives the metrics of one process on the same data."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.runs import make_task, read_metrics, run_apart, run_program, training_metrics
+from tests.runs import make_task, read_metrics, run_apart, run_here, training_metrics
 
 TWO_RANKS = {
     "data": [],
@@ -30,17 +29,25 @@ CORRECTION = [
 ]
 
 
-@pytest.fixture(scope="module")
-def one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[str], list[dict[str, Any]]]]:
+def replayed(directory: Path) -> tuple[list[str], list[dict[str, Any]]]:
     """Flags that replay the rollouts of a run in one process, and the rows of that run."""
-    directory = tmp_path_factory.mktemp("layouts")
     flags = [*make_task(directory), *CORRECTION]
     data = str(directory / "rollout_{rollout_id}.jsonl")
-    result = run_apart([*flags, "--save-debug-rollout-data", data], directory / "one")
-    assert result.returncode == 0, result.stderr[-4000:]
-    rows = read_metrics(directory / "one")
+    rows = run_here([*flags, "--save-debug-rollout-data", data], directory / "one")
     assert 0 < rows[0]["train/gradient_kept_fraction"] < 1  # the comparison is about rejection too
-    yield [*flags, "--load-debug-rollout-data", data], rows
+    return [*flags, "--load-debug-rollout-data", data], rows
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], list[dict[str, Any]]]:
+    return replayed(tmp_path_factory.mktemp("layouts"))
+
+
+def assert_same(rows: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    """The metrics of every step are those of another run, but for the order of sums."""
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    for row, one in zip(rows, expected, strict=True):
+        assert training_metrics(row) == pytest.approx(training_metrics(one), rel=1e-4, abs=1e-4)
 
 
 @pytest.mark.parametrize("layout", TWO_RANKS)
@@ -48,14 +55,9 @@ def test_two_ranks_agree_with_one(
     layout: str, one_process: tuple[list[str], list[dict[str, Any]]], tmp_path: Path
 ) -> None:
     flags, expected = one_process
-    launch = run_program if layout == "tensor and sequence" else run_apart  # one of them under torchrun itself
-    result = launch([*flags, *TWO_RANKS[layout]], tmp_path, ranks=2)
+    result = run_apart([*flags, *TWO_RANKS[layout]], tmp_path, ranks=2)
     assert result.returncode == 0, result.stderr[-4000:]
-    rows = read_metrics(tmp_path)
-    assert [row["step"] for row in rows] == [1, 2, 3]
-    for row, one in zip(rows, expected, strict=True):
-        expected_metrics = training_metrics(one)
-        assert training_metrics(row) == pytest.approx(expected_metrics, rel=1e-4, abs=1e-4)
+    assert_same(read_metrics(tmp_path), expected)
 
 
 # A correction that asks more of the ranks than sums: the layout it is tried in, and its flags.
@@ -84,23 +86,20 @@ def test_two_ranks_agree_with_one_on_more(
 ) -> None:
     layout, correction = MORE[case]
     flags = [*one_process[0], *correction, "--num-rollout", "2"]
-    rows = {}
-    for ranks in (1, 2):
-        result = run_apart([*flags, *(layout if ranks == 2 else [])], tmp_path / str(ranks), ranks)
-        assert result.returncode == 0, result.stderr[-4000:]
-        rows[ranks] = [training_metrics(row) for row in read_metrics(tmp_path / str(ranks))]
-    assert 0 < rows[1][0]["train/gradient_kept_fraction"] < 1
-    assert 0 < rows[1][0].get("train/mis_second_moment_masked_fraction", 0.5) < 1
-    assert rows[2] == [pytest.approx(row, rel=1e-4, abs=1e-4) for row in rows[1]]
+    alone = [training_metrics(row) for row in run_here(flags, tmp_path / "1")]
+    result = run_apart([*flags, *layout], tmp_path / "2", ranks=2)
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert 0 < alone[0]["train/gradient_kept_fraction"] < 1
+    assert 0 < alone[0].get("train/mis_second_moment_masked_fraction", 0.5) < 1
+    together = [training_metrics(row) for row in read_metrics(tmp_path / "2")]
+    assert together == [pytest.approx(row, rel=1e-4, abs=1e-4) for row in alone]
 
 
 def test_samples_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
     flags = [*make_task(tmp_path), "--num-rollout", "1", "--rollout-precision", "fp32"]
-    texts = {}
-    for ranks in (1, 2):
-        data = tmp_path / f"samples_{ranks}.jsonl"
-        saved = ["--save-debug-rollout-data", str(data)]
-        result = run_apart([*flags, *saved], tmp_path / f"run_{ranks}", ranks)
-        assert result.returncode == 0, result.stderr[-4000:]
-        texts[ranks] = [json.loads(line)["response_ids"] for line in data.read_text().splitlines()]
-    assert texts[1] == texts[2]
+    files = [tmp_path / f"samples_{ranks}.jsonl" for ranks in (1, 2)]
+    run_here([*flags, "--save-debug-rollout-data", str(files[0])], tmp_path / "run_1")
+    result = run_apart([*flags, "--save-debug-rollout-data", str(files[1])], tmp_path / "run_2", ranks=2)
+    assert result.returncode == 0, result.stderr[-4000:]
+    alone, together = ([json.loads(line)["response_ids"] for line in file.read_text().splitlines()] for file in files)
+    assert alone == together

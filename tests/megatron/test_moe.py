@@ -1,6 +1,8 @@
 """Training of mixtures of experts in one process: routers, their bias, recomputation, and which layers are used."""
 
 import dataclasses
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,16 @@ def test_recomputed_activations_give_the_same_gradient(family: str, parallel: Pa
         for options in ({}, recomputed)
     ]
     assert norms[1] == pytest.approx(norms[0], rel=1e-6)
+
+
+def test_an_engine_that_is_done_with_is_freed(glm: Path, model: Path, parallel: Parallel) -> None:
+    for path in (model, glm):
+        engine = build(path, parallel)
+        assert engine.train_step(BATCH, [[0, 2], [1]], likelihood).is_finite
+        module = weakref.ref(engine.model.module)
+        del engine
+        gc.collect()
+        assert module() is None, path
 
 
 def test_sizes_are_those_of_the_configuration(glm: Path, tmp_path: Path) -> None:

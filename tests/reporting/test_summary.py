@@ -1,17 +1,14 @@
 """summary.png: the series it reads, the lines it draws, and the picture drawn anew from a run directory."""
 
 import json
-import subprocess
+import runpy
 import sys
-from pathlib import Path
 
 import matplotlib
 import pytest
 
 from slime_tis.reporting import summary
 from slime_tis.reporting.summary import PANELS, plot_summary, read_series, running_mean
-
-ROOT = Path(__file__).parents[2]
 
 
 def write_metrics(directory, rows):
@@ -77,12 +74,14 @@ def test_a_run_that_logged_nothing_still_has_a_picture(tmp_path):
     assert not list(tmp_path.glob(".*"))
 
 
-def test_module_draws_a_run_anew_and_refuses_what_is_none(tmp_path):
+def test_module_draws_a_run_anew_and_refuses_what_is_none(tmp_path, monkeypatch, capsys):
     write_metrics(tmp_path, [{"step": 1, "train/loss": 0.5}])
-    command = [sys.executable, "-m", summary.__name__, str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout == f"{tmp_path / 'summary.png'}\n"
-    command[-1] = str(tmp_path / "gone")
-    refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    monkeypatch.delitem(sys.modules, summary.__name__)  # as in a process that has imported nothing
+    monkeypatch.setattr(sys, "argv", ["summary.py", str(tmp_path)])
+    runpy.run_module(summary.__name__, run_name="__main__")
+    assert capsys.readouterr().out == f"{tmp_path / 'summary.png'}\n"
+    monkeypatch.setattr(sys, "argv", ["summary.py", str(tmp_path / "gone")])
+    with pytest.raises(SystemExit) as refused:
+        runpy.run_module(summary.__name__, run_name="__main__")
     message = f"{tmp_path / 'gone' / 'metrics.jsonl'} does not exist; give the directory of a run, which contains"
-    assert refused.returncode == 1 and refused.stderr == message + " metrics.jsonl.\n"
+    assert refused.value.code == message + " metrics.jsonl."

@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from slime_tis.rollout.engine import RolloutUnavailable
 from slime_tis.rollout.sglang import launch
 from slime_tis.rollout.sglang.config import SGLangConfig
 from slime_tis.rollout.sglang.launch import LaunchedServers, free_ports, server_command
+from tests.runs import fork_server
 
 SECRET = "k'ey\\with-quotes"
 FAKE = """
@@ -253,21 +255,21 @@ def test_a_server_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: py
     assert gone(found["pid"]) and gone(found["family"][0])
 
 
+def start_and_wait(directory: Path, url: Connection) -> None:
+    """A program that starts a server, sends its URL, and goes on."""
+    os.environ["PYTHONPATH"] = str(directory / "packages")
+    config = SGLangConfig(sglang_launch=1, sglang_base_port=29000, sglang_server_args=("--family",))
+    url.send(LaunchedServers(config, "m", directory).start()[0])
+    signal.pause()
+
+
 def test_servers_end_with_this_program(tmp_path: Path) -> None:
-    script = f"""
-import sys, time
-from pathlib import Path
-from slime_tis.rollout.sglang.config import SGLangConfig
-from slime_tis.rollout.sglang.launch import LaunchedServers
-config = SGLangConfig(sglang_launch=1, sglang_base_port=29000, sglang_server_args=("--family",))
-print(LaunchedServers(config, "m", Path({str(tmp_path)!r})).start()[0], flush=True)
-time.sleep(600)
-"""
-    program = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    assert program.stdout is not None
-    found = facts(program.stdout.readline().strip())
+    ours, theirs = fork_server().Pipe(duplex=False)
+    program = fork_server().Process(target=start_and_wait, args=(tmp_path, theirs))
+    program.start()
+    found = facts(ours.recv())
     program.kill()
-    program.wait()
+    program.join()
     assert gone(found["pid"])
 
 

@@ -5,8 +5,6 @@ import json
 import os
 import resource
 import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +20,7 @@ from slime_tis.rollout.sglang.errors import ServerError
 from slime_tis.rollout.sglang.weights.disk import DiskSync, write_checkpoint
 from tests.checkpoints import make_checkpoint
 from tests.rollout.sglang.weight_servers import WeightServer, digests, running, some_weights, with_clients
+from tests.runs import fork_server
 
 
 @pytest.fixture(scope="module")
@@ -159,20 +158,24 @@ def test_a_full_disk_is_reported_and_the_source_exhausted(tmp_path: Path, checkp
     assert directories(tmp_path) == ["weights_00000001"]
 
 
+def crash(root: Path, checkpoint: Path) -> None:
+    """Writes weights, and ends in the middle of writing others."""
+    weights = sync(root, checkpoint, bucket_bytes=10)
+    asyncio.run(weights.push([], lambda: [("a", torch.zeros(9))], 1))
+
+    def source() -> Iterator[tuple[str, Tensor]]:
+        yield "a", torch.ones(9)
+        yield "b", torch.ones(9)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    asyncio.run(weights.push([], source, 2))
+
+
 def test_a_crash_in_between_leaves_the_old_one_and_the_next_run_cleans_up(tmp_path: Path, checkpoint: Path) -> None:
-    script = f"""
-import asyncio, os, torch
-from pathlib import Path
-from slime_tis.rollout.sglang.weights.disk import DiskSync
-weights = DiskSync(Path({str(tmp_path)!r}), hf_checkpoint={str(checkpoint)!r}, device="cpu", bucket_bytes=10, timeout=1)
-asyncio.run(weights.push([], lambda: [("a", torch.zeros(9))], 1))
-def source():
-    yield "a", torch.ones(9)
-    yield "b", torch.ones(9)
-    os.kill(os.getpid(), 9)
-asyncio.run(weights.push([], source, 2))
-"""
-    assert subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[3]).returncode == -9
+    process = fork_server().Process(target=crash, args=(tmp_path, checkpoint))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     assert directories(tmp_path) == ["unfinished_00000002", "weights_00000001"]
     (old,) = tmp_path.glob("weights_*")
     with safe_open(str(old / "model.safetensors"), "pt") as tensors:

@@ -1,4 +1,4 @@
-"""A server of weights in a process of its own, for tests: python weight_server.py SESSION TP_SIZE
+"""A server of weights in a process of its own, for tests, which `serve` is the target of.
 
 It answers the endpoints of an update over HTTP as SGLang does, and joins update groups with the same calls of torch,
 but keeps the tensors that it gets instead of a model. GET /state says what happened; POST /behave breaks things:
@@ -13,11 +13,11 @@ import hashlib
 import json
 import os
 import signal
-import sys
 import threading
 import time
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,11 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world, rendezvous
 
-HAS_SESSION, TP_SIZE = sys.argv[1] == "session", int(sys.argv[2])
 
-
-def start() -> dict[str, Any]:
+def start(tp_size: int) -> dict[str, Any]:
     return {
         "version": "default",
-        "info": {"tp_size": TP_SIZE, "dp_size": 1, "pp_size": 1, "version": "0.5.23"},
+        "info": {"tp_size": tp_size, "dp_size": 1, "pp_size": 1, "version": "0.5.23"},
         "calls": [],
         "paused": False,
         "session": False,
@@ -41,9 +39,10 @@ def start() -> dict[str, Any]:
     }
 
 
-state = start()
+state: dict[str, Any] = {}
 groups: dict[str, list[Any]] = {}
-weights: list[dict[str, torch.Tensor]] = [{} for _ in range(TP_SIZE)]
+weights: list[dict[str, torch.Tensor]] = []
+"""Of each tensor-parallel rank."""
 
 
 def join(address: str, port: int, rank: int, size: int, name: str, backend: str) -> Any:
@@ -88,7 +87,7 @@ def init_group(body: dict[str, Any]) -> str | None:
     name = body["group_name"]
     where = (body["master_address"], body["master_port"], body["rank_offset"], body["world_size"], name)
     jobs = [lambda: join(*where, body["backend"])]
-    for rank in range(1, TP_SIZE):
+    for rank in range(1, len(weights)):
         jobs.append(lambda rank=rank: join_again(where[0], where[1], where[2] + rank, where[3], name))
     groups[name] = in_threads(jobs)
     return None
@@ -102,7 +101,7 @@ def destroy_group(body: dict[str, Any]) -> str | None:
 
 
 def update(body: dict[str, Any]) -> str | None:
-    if HAS_SESSION and not state["session"]:
+    if "/begin_weight_update" in ENDPOINTS and not state["session"]:
         return "update_weights_from_distributed must run between begin_weight_update() and end_weight_update()"
     if body["group_name"] not in groups:
         return f"Group {body['group_name']} not in {list(groups)}."
@@ -111,7 +110,7 @@ def update(body: dict[str, Any]) -> str | None:
         os.kill(os.getpid(), signal.SIGKILL)
     if state["buckets"] == state.get("hang_bucket"):
         time.sleep(600)
-    in_threads([lambda rank=rank: receive(body, rank) for rank in range(TP_SIZE)])
+    in_threads([lambda rank=rank: receive(body, rank) for rank in range(len(weights))])
     if state["buckets"] == state.get("refuse_bucket"):
         return "Failed to update parameter online: shapes differ."
     state["version"] = body.get("weight_version", state["version"])
@@ -169,8 +168,7 @@ ENDPOINTS: dict[str, Any] = {
     "/update_weights_from_distributed": update,
     "/update_weights_from_disk": update_from_disk,
 }
-if HAS_SESSION:
-    ENDPOINTS |= {"/begin_weight_update": begin, "/end_weight_update": end}
+OF_SESSIONS: dict[str, Any] = {"/begin_weight_update": begin, "/end_weight_update": end}
 
 
 def digest(tensor: torch.Tensor) -> list[Any]:
@@ -191,7 +189,7 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or "{}")
         if self.path == "/behave":
             state.clear()
-            state.update({**start(), **body})
+            state.update({**start(len(weights)), **body})
             for name in list(groups):
                 destroy_group({"group_name": name})
             return self.answer(200, {})
@@ -220,8 +218,13 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
-if __name__ == "__main__":
+def serve(port: Connection, session: bool, tp_size: int) -> None:
+    """Serves until the process ends, and sends the port that it listens on."""
     torch.set_num_threads(1)
+    weights.extend({} for _ in range(tp_size))
+    state.update(start(tp_size))
+    if session:
+        ENDPOINTS.update(OF_SESSIONS)
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    print(server.server_port, flush=True)
+    port.send(server.server_port)
     server.serve_forever()

@@ -2,12 +2,8 @@
 
 import asyncio
 import hashlib
-import os
-import subprocess
-import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
@@ -15,6 +11,8 @@ import torch
 from torch import Tensor
 
 from slime_tis.rollout.sglang.client import Server, make_client
+from tests.rollout.sglang import weight_server
+from tests.runs import fork_server
 
 Result = TypeVar("Result")
 
@@ -23,19 +21,16 @@ class WeightServer:
     """One process, and what is known of it here."""
 
     def __init__(self, *, session: bool = True, tp_size: int = 1) -> None:
-        script = Path(__file__).with_name("weight_server.py")
-        self.process = subprocess.Popen(
-            [sys.executable, str(script), "session" if session else "none", str(tp_size)],
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+        context = fork_server()
+        self.port, port = context.Pipe(duplex=False)
+        self.process = context.Process(target=weight_server.serve, args=(port, session, tp_size), daemon=True)
+        self.process.start()
+        port.close()
 
     @property
     def url(self) -> str:
         if not hasattr(self, "_url"):
-            assert self.process.stdout is not None
-            self._url = f"http://127.0.0.1:{int(self.process.stdout.readline())}"
+            self._url = f"http://127.0.0.1:{self.port.recv()}"
         return self._url
 
     def behave(self, **how: Any) -> None:
@@ -53,7 +48,7 @@ class WeightServer:
 
     def stop(self) -> None:
         self.process.kill()
-        self.process.wait()
+        self.process.join()
 
 
 @contextmanager
