@@ -18,7 +18,9 @@ def benchmark():
     spec = importlib.util.spec_from_file_location("whole_step", ROOT / "benchmarks" / "whole_step.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.syspath_prepend(ROOT / "benchmarks")
+        spec.loader.exec_module(module)
     return module
 
 

@@ -21,6 +21,8 @@ from tests.checkpoints import make_checkpoint
 
 TOKENS = [[3, 4, 5, 6, 7], [8, 9, 10], [11, 12, 13, 14]]
 MASKS = [[1] * 3, [1] * 2, [1] * 2]
+NO_RECORD: Any = None
+"""What dumps would be written of."""
 
 
 class Nothing:
@@ -31,9 +33,8 @@ class Nothing:
 def likelihood(inputs: LossInputs) -> LossOutputs:
     log_probs = inputs.log_probs_L
     sums: Any = Nothing()
-    return LossOutputs(
-        numerator=-log_probs.sum(), denominator=torch.tensor(log_probs.numel(), dtype=torch.int), sums=sums
-    )
+    count = torch.tensor(log_probs.numel(), dtype=torch.int)
+    return LossOutputs(numerator=-log_probs.sum(), denominator=count, sums=sums, record=NO_RECORD)
 
 
 def steps(engine: TrainingEngine, count: int) -> list[float]:

@@ -18,6 +18,7 @@ from slime_tis.megatron.parallel import Parallel, initialize, shut_down
 from slime_tis.policy.policy_loss import LossInputs, LossOutputs
 from slime_tis.sampling_mask import SamplingMask
 from tests.checkpoints import make_checkpoint
+from tests.megatron.test_checkpoint import NO_RECORD
 from tests.runs import free_port, rank_environment, spawn
 
 TOKENS = [[3, 4, 5, 6, 7, 8, 9, 10], [8, 9, 10], [11, 12, 13, 14, 3, 2]]
@@ -67,6 +68,7 @@ def loss(inputs: LossInputs) -> LossOutputs:
         numerator=0.3 * inputs.entropy_L.sum() - (weight_L * inputs.log_probs_L).sum(),
         denominator=torch.tensor(len(weight_L), dtype=torch.int),
         sums=sums,
+        record=NO_RECORD,
     )
 
 

@@ -17,6 +17,7 @@ from slime_tis.megatron.parallel import Parallel, initialize, shut_down
 from slime_tis.megatron.routing_replay import RoutingRecord, routing_metrics
 from slime_tis.policy.policy_loss import LossInputs, LossOutputs
 from tests.checkpoints import make_checkpoint
+from tests.megatron.test_checkpoint import NO_RECORD
 
 PROMPT = 3
 LENGTHS = (9, 14, 8, 11)
@@ -74,7 +75,7 @@ def batch_of(experts: list[Tensor | None] | None, weights: list[Tensor | None] |
 def negative_log_likelihood(inputs: LossInputs) -> LossOutputs:
     count = torch.tensor(len(inputs.log_probs_L), dtype=torch.int)
     sums: Any = Sums(float(inputs.log_probs_L.detach().sum()))
-    return LossOutputs(numerator=-inputs.log_probs_L.sum(), denominator=count, sums=sums)
+    return LossOutputs(numerator=-inputs.log_probs_L.sum(), denominator=count, sums=sums, record=NO_RECORD)
 
 
 class Sums:
