@@ -1,7 +1,6 @@
 """Runs of train.py on a tiny random model, in this process or under torchrun, for tests that look at the metrics."""
 
 import gc
-import itertools
 import json
 import multiprocessing
 import multiprocessing.context
@@ -139,8 +138,11 @@ def _fork_instead(path: bytes, arguments: Sequence[str], descriptors: Sequence[i
     if pid:
         return pid
     try:
-        for first, last in itertools.pairwise([2, *sorted(descriptors), os.sysconf("SC_OPEN_MAX")]):
-            os.closerange(first + 1, last)
+        # Others become /dev/null instead of being closed: pytest's streams, which loggers hold, would else write to
+        # whatever gets their number next.
+        null = os.open(os.devnull, os.O_RDWR)
+        for descriptor in {int(name) for name in os.listdir("/dev/fd")} - {0, 1, 2, null, *descriptors}:
+            os.dup2(null, descriptor, inheritable=False)
         exec(arguments[-1], {})
     finally:
         os._exit(1)
