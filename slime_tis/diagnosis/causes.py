@@ -56,7 +56,7 @@ CAUSES: dict[str, Cause] = {
     "position_drift": Cause(
         title="mismatch that grows with position",
         fix="Compare what depends on position: rope_theta and rope scaling, the sliding window, precision of the KV "
-        "cache, context parallelism.",
+        "cache, context parallelism. Answers that begin alike, with a template, look the same.",
     ),
     "moe_routing": Cause(
         title="experts chosen differently",

@@ -120,7 +120,7 @@ def stale_weights(tokens: Tokens) -> Finding | None:
         cause="stale_weights",
         confidence=0.93 * confidence,
         share=float(tokens.size[old].sum() / tokens.size.sum()),
-        evidence=(behind, f"abs(Δ) of the oldest-but-newest tokens: {times:.1f} times that of the newest"),
+        evidence=(behind, f"abs(Δ) of the tokens of older weights is {times:.1f} times that of the newest ones"),
     )
 
 
@@ -150,9 +150,10 @@ def weights_not_updated(tokens: Tokens) -> Finding | None:
 def position(tokens: Tokens) -> Finding | None:
     """abs(Δ), relative to 1 − p, rises over the response (drift) or falls (another prompt)."""
     chosen = tokens
-    if tokens.staleness is not None:  # partial rollouts have their older tokens first
-        values, counts = np.unique(tokens.staleness, return_counts=True)
-        chosen = tokens.only(tokens.staleness == values[counts.argmax()])
+    if tokens.staleness is not None:
+        # Of the newest weights alone: an update moves some positions more than others, and partial rollouts have
+        # their older tokens first.
+        chosen = tokens.only(tokens.staleness == tokens.staleness.min())
     edges = np.unique(np.quantile(chosen.position, np.linspace(0, 1, 7)).astype(np.int64))
     if len(edges) < 4 or len(chosen) < 10 * MIN_TOKENS:
         return None
@@ -168,7 +169,8 @@ def position(tokens: Tokens) -> Finding | None:
         cause, statement = "other_prompt", f"abs(Δ) relative to 1 − p falls, as the prompt's influence fades: {ends}"
     if confidence == 0:
         return None
-    return Finding(cause=cause, confidence=0.9 * confidence, share=1.0, evidence=(statement,))
+    share = float(chosen.size.sum() / tokens.size.sum())
+    return Finding(cause=cause, confidence=0.9 * confidence, share=share, evidence=(statement,))
 
 
 def moe_routing(tokens: Tokens) -> Finding | None:
@@ -200,7 +202,7 @@ def rounding(tokens: Tokens) -> Finding | None:
     if grid:
         evidence.append(f"log-probs are numbers of {grid}: they were rounded when they were reported")
     else:
-        evidence.append("it depends neither on position, nor on the temperature, nor on the age of the weights")
+        evidence.append(f"its size is that of {kind} weights" if kind else "no precision makes as much")
     if not kind:
         return Finding(cause="unexplained", confidence=0.5, share=1.0, evidence=tuple(evidence))
     return Finding(

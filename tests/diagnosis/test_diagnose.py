@@ -87,6 +87,12 @@ def planted(name: str) -> TokenTable:
             version = np.where(np.arange(SAMPLES) % 2, 7, 4)[:, None].repeat(TOKENS, 1)
             noise = np.where(version == 7, 0.005, 0.1)[..., None]
             return model.table(model.noisy(noise), version=version, step=np.full(SAMPLES, 7))
+        case "stale, first tokens alike":
+            old = (np.arange(SAMPLES) % 4 > 0)[:, None]
+            position = np.arange(TOKENS)
+            noise = (np.where(old, 0.1, 0.02) * np.where(position < 4, 0.05, 1))[..., None]
+            version = np.where(old, 6, 7).repeat(TOKENS, 1)
+            return model.table(model.noisy(noise), version=version, step=np.full(SAMPLES, 7))
         case "never updated":
             step = np.arange(SAMPLES) // 8
             return model.table(
@@ -125,6 +131,7 @@ def planted(name: str) -> TokenTable:
         ("temperature", "temperature"),
         ("top-p", "truncated_sampling"),
         ("stale", "stale_weights"),
+        ("stale, first tokens alike", "stale_weights"),
         ("never updated", "weights_not_updated"),
         ("bf16", "rounding"),
         ("fp8", "rounding"),
