@@ -140,14 +140,17 @@ class WeightRounder:
     def _compensated(self, name: str, weight: Tensor, precision: Precision) -> Tensor:
         """round(w + e), with the new error e + w − round(w + e).
 
-        The first error is random, up to half the distance to the next number. With none, weights that are moved alike
-        (Adam's first steps all have length lr) would be rounded up in one and the same update.
+        The first error is random, less than half the distance to the next number, so that a bfloat16 weight is sent
+        to a bfloat16 engine as it is. With none, weights that are moved alike (Adam's first steps all have length lr)
+        would be rounded up in one and the same update.
         """
         error = self._before.get(name)
         if error is None:
             generator = self._generator(name, weight.device, None)
             noise = torch.rand(weight.shape, generator=generator, device=weight.device).sub_(0.5)
-            error = noise.mul_(self._distance(weight.float(), precision)).bfloat16()
+            # Below a power of two the next number is nearer; the error itself is rounded, and must not become a half.
+            below = weight.float() * (1 - 2**-9)
+            error = noise.mul_(1 - 2**-7).mul_(self._distance(below, precision)).bfloat16()
             self._before[name] = error
         wanted = weight.float() + error
         sent = round_nearest(wanted, precision)

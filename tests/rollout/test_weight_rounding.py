@@ -135,3 +135,12 @@ def test_errors_go_through_a_checkpoint(tmp_path):
     (tmp_path / "empty").mkdir()
     WeightRounder("stochastic", 0).save(tmp_path / "empty")
     assert list((tmp_path / "empty").iterdir()) == []
+
+
+def test_weights_of_the_engines_precision_are_first_sent_as_they_are():
+    weight = torch.randn(64, 4000, generator=torch.Generator().manual_seed(0)).bfloat16().float()
+    weight[:, 0] = 2.0 ** torch.arange(-32, 32)
+    for rounding in ("stochastic", "error-compensated"):
+        rounder = WeightRounder(rounding, 0)
+        rounder.begin(0)
+        assert torch.equal(rounder("w", weight, "bf16").float(), weight)
