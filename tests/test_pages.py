@@ -66,9 +66,9 @@ def test_commands_name_targets_scripts_and_modules_that_are_there(page: Path) ->
 OTHER_PROGRAMS = """
 --logdir --nnodes --no-build-isolation --nproc-per-node --shutdown-timeout --signal --signals-to-handle
 --enable-deterministic-inference --enable-return-routed-experts --moe-runner-backend --log-ratio-scale --dtype
---compare --json --out --experts
+--compare --json --out --experts --prompts --steps --every --held-out
 """
-"""Flags of tensorboard, pip, torchrun, Slurm, SGLang, programs of examples/, other commands of `slime-tis`."""
+"""Flags of tensorboard, pip, torchrun, Slurm, SGLang, examples/, benchmarks/, other commands of `slime-tis`."""
 
 
 @pytest.mark.parametrize(
