@@ -24,6 +24,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from benchmarks.provenance import machine
 from examples.collapse_study.cases import ROOT, Case, Grid, Study
 from examples.collapse_study.report import draw, table
 from examples.collapse_study.results import Row, read_metrics, read_table, summarize
@@ -156,7 +157,7 @@ def run(case: Case, directory: Path, processes: set[subprocess.Popen[bytes]]) ->
         "seconds": time.monotonic() - start,
         "flags": " ".join(case.flags),
         "date": datetime.date.today().isoformat(),
-        "machine": f"{os.cpu_count()} cores of {processor()}",
+        "machine": f"{os.cpu_count()} cores of {machine()}",
         "versions": versions(),
     }
     write_atomically(finished, json.dumps({"command": command, "facts": facts}, indent=2) + "\n")
@@ -176,15 +177,6 @@ def summary_line(row: Row) -> str:
     collapsed = "" if row.collapse_step is None else f", less than half of its best at step {row.collapse_step}"
     accuracy = f"accuracy {row.accuracy[0][1]:.2f} -> {row.final_accuracy:.2f}"
     return f"{row.scenario}, {row.correction}, seed {row.seed}: {accuracy}{collapsed} ({row.seconds:.0f} s)"
-
-
-def processor() -> str:
-    """The processor's name."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def versions() -> str:

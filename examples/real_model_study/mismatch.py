@@ -18,8 +18,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from benchmarks.provenance import machine
 from examples.collapse_study.report import replace_table
-from examples.collapse_study.run import processor, versions
+from examples.collapse_study.run import versions
 from examples.tables import read_rows, write_rows
 from slime_tis.learner import training_batch
 from slime_tis.megatron.batch import fixed_partition
@@ -144,7 +145,7 @@ def compare(engine: TrainingEngine, samples: list[Sample], *, training: str, rol
         tokens=len(train_L),
         **found,
         date=datetime.date.today().isoformat(),
-        machine=f"{os.cpu_count()} cores of {processor()}",
+        machine=f"{os.cpu_count()} cores of {machine()}",
         versions=versions(),
     )
 

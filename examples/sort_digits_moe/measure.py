@@ -20,7 +20,8 @@ from pathlib import Path
 from safetensors.torch import load_file
 from torch import Tensor
 
-from examples.collapse_study.run import processor, versions
+from benchmarks.provenance import machine
+from examples.collapse_study.run import versions
 from examples.tables import write_rows
 from slime_tis.learner import training_batch
 from slime_tis.megatron.batch import TrainingBatch, fixed_partition
@@ -166,7 +167,7 @@ def compare(policy: str, name: str, samples: list[Sample], training: TrainingEng
             smallest=metrics["ratio_min"],
             largest=metrics["ratio_max"],
             date=datetime.date.today().isoformat(),
-            machine=f"{os.cpu_count()} cores of {processor()}",
+            machine=f"{os.cpu_count()} cores of {machine()}",
             versions=versions(),
         )
 

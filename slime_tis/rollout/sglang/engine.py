@@ -794,7 +794,7 @@ def server_name(name: str) -> str:
 
 
 def server_precision(dtype: str | None, model: Mapping[str, Any]) -> Precision | None:
-    """The precision that SGLang's `--dtype` stands for; None for one that is not known.
+    """The precision that a `--dtype` of SGLang means; None for one that is not known.
 
     `auto` is the checkpoint's own type, and float16 for one in float32 (sglang/srt/configs/model_config.py).
 
