@@ -83,6 +83,7 @@ def training_sampling(config: RolloutConfig) -> Sampling:
         stop_token_ids=config.rollout_stop_token_ids or (),
         return_routed_experts=config.records_routed_experts,
         return_routing_weights=config.routing_replay_weights,
+        for_training=True,
     )
 
 

@@ -212,6 +212,9 @@ class Sampling:
     return_sampling_mask: bool = False
     """Whether the samples carry the sets of tokens that top-p and top-k left; evaluation has no use for them."""
 
+    for_training: bool = False
+    """Whether samples are trained on: no request of a user's function may then change temperature, top-p or top-k."""
+
     def __post_init__(self) -> None:
         if self.temperature < 0.0:
             raise ValueError(f"temperature is {self.temperature} but must be 0 (greedy) or more.")

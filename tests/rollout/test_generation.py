@@ -1,0 +1,186 @@
+"""What a request may ask, what its random numbers follow from, and where a response stops."""
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slime_tis.rollout.generation import (
+    Generation,
+    Request,
+    RequestOptions,
+    SampleEngine,
+    SampleKey,
+    StopStrings,
+    request_options,
+    request_uniforms,
+    response_text,
+)
+from slime_tis.rollout.sample import Sampling
+from tests.checkpoints import CHARACTERS, EOS, make_tokenizer
+
+RUN = Sampling(temperature=0.8, top_p=0.9, top_k=20, max_response_len=7, stop_token_ids=(9,))
+KEY = SampleKey(seed=3, prompt_index=5, occurrence=0, sample=1)
+
+
+def token_ids(text):
+    return make_tokenizer()(text, add_special_tokens=False)["input_ids"]
+
+
+def test_what_a_request_leaves_out_is_the_runs_own():
+    assert request_options(None, RUN) == request_options({"stop": None}, RUN) == RequestOptions(sampling=RUN)
+
+
+def test_a_request_asks_under_sglangs_names():
+    asked = {
+        "temperature": 1,
+        "top_p": 0.5,
+        "top_k": -1,
+        "max_new_tokens": 30,
+        "stop": ["</a>", "b", "</a>"],
+        "stop_token_ids": [4, 5],
+        "skip_special_tokens": False,
+        "no_stop_trim": True,
+        "spaces_between_special_tokens": False,
+    }
+    assert request_options(asked, RUN) == RequestOptions(
+        sampling=Sampling(temperature=1.0, top_p=0.5, top_k=-1, max_response_len=30, stop_token_ids=(4, 5)),
+        stop=("</a>", "b"),
+        skip_special_tokens=False,
+        no_stop_trim=True,
+        spaces_between_special_tokens=False,
+    )
+    assert request_options({"stop": "end"}, RUN).stop == ("end",)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        (
+            {"min_p": 0.1},
+            "sampling_params has 'min_p', but the names are temperature, top_p, top_k, max_new_tokens, stop, "
+            "stop_token_ids, skip_special_tokens, no_stop_trim, spaces_between_special_tokens.",
+        ),
+        ({"temperature": "hot"}, "sampling_params has temperature 'hot' but it must be a number."),
+        ({"temperature": -1}, "temperature is -1.0 but must be 0 (greedy) or more."),
+        ({"top_k": 2.5}, "sampling_params has top_k 2.5 but it must be a whole number."),
+        ({"max_new_tokens": 0}, "sampling_params has max_new_tokens 0 but it must be 1 or more."),
+        ({"max_new_tokens": True}, "sampling_params has max_new_tokens True but it must be a whole number."),
+        ({"stop": [""]}, "sampling_params has stop [''] but it must be a text or a list of texts."),
+        ({"stop_token_ids": 5}, "sampling_params has stop_token_ids 5 but it must be a list of token ids."),
+        ({"no_stop_trim": 1}, "sampling_params has no_stop_trim 1 but it must be True or False."),
+    ],
+    ids=["unknown", "text", "negative", "fraction", "no tokens", "boolean", "empty stop", "one token", "number"],
+)
+def test_impossible_parameters_are_refused(params, message):
+    with pytest.raises(ValueError) as refusal:
+        request_options(params, RUN)
+    assert str(refusal.value) == message
+
+
+def test_samples_for_training_come_from_the_distribution_that_training_computes():
+    training = Sampling(temperature=0.8, max_response_len=7, for_training=True)
+    assert request_options({"temperature": 0.8, "top_p": 1, "top_k": -1}, training).sampling == training
+    with pytest.raises(ValueError) as refusal:
+        request_options({"temperature": 0}, training)
+    assert str(refusal.value) == (
+        "sampling_params has temperature 0, but the run samples with 0.8: the log-probs would not be those of the "
+        "distribution that training computes; leave it out."
+    )
+
+
+def asked(calls, key=KEY, **options):
+    """The requests that an engine makes of some inputs."""
+    requests: list[Request] = []
+
+    async def answer(request):
+        requests.append(request)
+        return Generation(token_ids=[], log_probs=[], weight_versions=[], finish_reason="stop", text="")
+
+    async def ask():
+        engine = SampleEngine(answer, RUN, key, number=8, vocab_size=64, **options)
+        for ids in calls:
+            await engine.generate(ids, session_id="s")
+
+    asyncio.run(ask())
+    return requests
+
+
+def test_random_numbers_follow_from_the_sample_its_input_and_repetitions_alone():
+    first, again, other = asked([[1, 2], [1, 2], [1, 3]])
+    assert (first.token_ids, first.session) == ([1, 2], (8, "s"))
+    assert len({first.key, again.key, other.key}) == 3
+    assert [request.key for request in asked([[1, 3], [1, 2], [1, 2]])] == [other.key, first.key, again.key]
+    for field in ("seed", "prompt_index", "occurrence", "sample"):
+        changed = SampleKey(**{**vars(KEY), field: 77})
+        assert asked([[1, 2]], changed)[0].key != first.key
+
+
+def test_uniforms_are_the_same_again_and_longer_requests_extend_them():
+    key = bytes(range(16))
+    assert request_uniforms(key, 3) == request_uniforms(key, 9)[:3]
+    assert request_uniforms(key, 2) == pytest.approx([0.7761366048984066, 0.9612052412461628], abs=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([], "token_ids is empty, but sampling needs at least one token to follow."),
+        (
+            [1, 64],
+            "token_ids has 64, but the model's vocabulary ends at 63; use the tokenizer of --hf-checkpoint.",
+        ),
+        ([-1, 5], "token_ids has -1, but the model's vocabulary ends at 63; use the tokenizer of --hf-checkpoint."),
+    ],
+    ids=["empty", "too large", "negative"],
+)
+def test_impossible_tokens_are_refused(ids, message):
+    with pytest.raises(ValueError) as refusal:
+        asked([ids])
+    assert str(refusal.value) == message
+
+
+@given(st.text(CHARACTERS, min_size=1, max_size=12), st.lists(st.text(CHARACTERS, min_size=1, max_size=3), max_size=3))
+def test_a_stop_string_is_found_at_the_token_that_completes_it(text, stop):
+    ids = token_ids(text)
+    ends = [text.find(one) + len(one) for one in stop if one in text]
+    assert StopStrings(make_tokenizer(), stop).first(ids) == (min(ends) if ends else None)
+
+
+def test_stop_strings_of_several_bytes_a_character_are_found():
+    """Byte-level tokens: each character below is several tokens, none of which is text by itself."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {byte: index for index, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    ids = fast("日本€語€")["input_ids"]
+    assert StopStrings(fast, ["本€"]).first(ids) == 9
+    assert StopStrings(fast, ["語"]).first(ids) == 12
+    assert StopStrings(fast, ["x"]).first(ids) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "reason", "text"),
+    [
+        ({}, "length", "ab>:c"),
+        ({"stop": (">:",)}, "stop", "ab"),
+        ({"stop": (">:",), "no_stop_trim": True}, "stop", "ab>:c"),
+        ({}, "stop", "ab>:"),
+    ],
+    ids=["length", "stop string", "untrimmed", "stop token"],
+)
+def test_text_ends_before_the_stop(options, reason, text):
+    options = RequestOptions(sampling=RUN, **options)
+    assert response_text(make_tokenizer(), token_ids("ab>:c"), options, reason) == text
+
+
+def test_special_tokens_are_shown_where_asked_for():
+    ids = [*token_ids("ab"), EOS]
+    shown = RequestOptions(sampling=RUN, skip_special_tokens=False, no_stop_trim=True)
+    assert response_text(make_tokenizer(), ids, shown, "stop") == "ab<eos>"
+    assert response_text(make_tokenizer(), ids, RequestOptions(sampling=RUN), "stop") == "ab"
