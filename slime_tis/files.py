@@ -5,6 +5,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+FOREIGN = "the file is there and is no dump of this program; move it, or give another name"
+"""Why a dump is not written over a file."""
+
 
 @contextmanager
 def atomic_path(path: str | Path) -> Iterator[Path]:

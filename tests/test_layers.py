@@ -30,8 +30,9 @@ ALLOWED: dict[str, set[str]] = {
     "slime_tis.limits": {"slime_tis.errors"},
     "slime_tis.hf_directory": {"slime_tis.errors"},
     "slime_tis.cli": {
-        *("slime_tis", "slime_tis.correction", "slime_tis.custom", "slime_tis.errors", "slime_tis.hf_directory"),
-        *("slime_tis.integrations", "slime_tis.limits", "slime_tis.megatron", "slime_tis.policy"),
+        *("slime_tis", "slime_tis.correction", "slime_tis.custom", "slime_tis.dumps", "slime_tis.errors"),
+        *("slime_tis.hf_directory", "slime_tis.integrations", "slime_tis.limits", "slime_tis.megatron"),
+        "slime_tis.policy",
         *("slime_tis.reporting", "slime_tis.rollout", "slime_tis.storage"),
     },
     "slime_tis.diagnosis": {"slime_tis.dumps", "slime_tis.errors", "slime_tis.hf_directory"},

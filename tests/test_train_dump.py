@@ -11,7 +11,7 @@ from slime_tis.correction import RolloutCorrectionConfig
 from slime_tis.dumps.readers import read
 from slime_tis.dumps.table import TokenTable
 from slime_tis.dumps.what_if import what_if
-from slime_tis.rollout.dump import load_samples
+from slime_tis.rollout.dump import load_samples, save_samples
 from tests.runs import make_task, run_apart, run_here
 
 CORRECTION = (
@@ -135,12 +135,62 @@ def test_experts_are_those_of_the_tokens_before(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_something_else_is_left_and_reported(tmp_path: Path, capfd) -> None:
-    path = tmp_path / "0.parquet"
+    path = tmp_path / "1.parquet"
     path.write_text("mine")
-    flags = [*make_task(tmp_path), "--num-rollout", "1", "--save-debug-train-data", str(path)]
-    assert len(run_here(flags, tmp_path / "out")) == 1
-    assert path.read_text() == "mine"
+    flags = [
+        *make_task(tmp_path),
+        "--num-rollout",
+        "2",
+        "--save-debug-train-data",
+        str(tmp_path / "{rollout_id}.parquet"),
+    ]
+    assert len(run_here(flags, tmp_path / "out")) == 2
+    assert path.read_text() == "mine" and len(read(tmp_path / "0.parquet")) == 16
     assert f"warning: --save-debug-train-data: {path} was not written: the file is there" in capfd.readouterr().err
+
+
+def test_samples_replace_samples_and_nothing_else(dumped, tmp_path: Path) -> None:
+    source = dumped[1] / "dump" / "rollout_data" / "0.jsonl"
+    groups = load_samples(source, 4, 4)
+    path = tmp_path / "0.jsonl"
+    for _ in range(2):
+        save_samples(path, groups)
+        assert path.read_bytes() == source.read_bytes()
+    for content in ('{"prompt": "1+1="}\n', "", "[]\n", "\x00\xff"):
+        path.write_bytes(content.encode("latin-1"))
+        with pytest.raises(ValueError, match=r"were not saved to '.*0\.jsonl': the file is there and is no dump"):
+            save_samples(path, groups)
+        assert path.read_bytes() == content.encode("latin-1")
+    assert [found.name for found in tmp_path.iterdir()] == ["0.jsonl"]
+
+
+ENDINGS = {
+    "Ctrl-C": ("os.kill(os.getpid(), signal.SIGINT)", 130, "stopped by SIGINT"),
+    "an error": ("raise RuntimeError('no answer')", 2, "no answer"),
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_what_was_dumped_before_a_run_ends_early_is_whole(tmp_path: Path, ending: str) -> None:
+    statement, status, message = ENDINGS[ending]
+    task = make_task(tmp_path)
+    (tmp_path / "reward.py").write_text(
+        "import os, signal\ncalls = 0\n\ndef reward(args, sample):\n    global calls\n    calls += 1\n"
+        f"    if calls == 40:\n        {statement}\n    return len(sample.response_ids) % 3\n"
+    )
+    result = run_apart([*task, "--num-rollout", "40", "--dump-details", str(tmp_path / "dump")], tmp_path / "out")
+    assert result.returncode == status and message in result.stderr, result.stderr[-4000:]
+    for name in ("train_data", "rollout_data"):
+        files = {path.name for path in (tmp_path / "dump" / name).iterdir()}
+        numbers = range(len(files))
+        assert len(files) >= 2  # those of the rollouts before the 40th of 16 samples each
+        assert files == {f"{i}_0.parquet" if name == "train_data" else f"{i}.jsonl" for i in numbers}
+        for i in numbers:
+            if name == "train_data":
+                table = read(tmp_path / "dump" / name / f"{i}_0.parquet")
+                assert len(table) == 16 and table.step.tolist() == [i] * 16
+            else:
+                assert len(load_samples(tmp_path / "dump" / name / f"{i}.jsonl", 4, 4)) == 4
 
 
 def test_the_step_that_was_refused_is_dumped(tmp_path: Path, capfd) -> None:

@@ -54,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     imported.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of the weights (default fp32)")
     _add_analysis(commands)
     chosen = parser.parse_args(argv)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # what is half written is to be removed
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         match chosen.command:
             case None:
@@ -63,8 +65,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             case "import-gguf":
                 from slime_tis.cli.import_gguf import import_gguf
 
-                if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # what is half written is to be removed
-                    signal.signal(signal.SIGINT, signal.default_int_handler)
                 print(import_gguf(chosen.file, chosen.directory, dtype=chosen.dtype))
             case "report":
                 from slime_tis.report.command import report
@@ -81,7 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
+        place = "" if error.filename is None else f" ({str(error.filename)!r})"
+        print(f"error: {error.strerror or error}{place}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted; what was not complete is removed.", file=sys.stderr)
@@ -91,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _add_analysis(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Adds the commands that read what a run wrote."""
-    what = "directory of a run, or dumps of tokens: a file, a directory or a pattern"
+    what = "directory of a run, or dumps of tokens: a file or a directory"
     reported = commands.add_parser(
         "report",
         help="write one HTML file on a run or on dumps of its tokens",

@@ -6,7 +6,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from slime_tis.errors import quoted_path
+from slime_tis.errors import first_line, quoted_path
 from slime_tis.megatron.config import MegatronConfig
 from slime_tis.reporting.config import ReportingConfig
 from slime_tis.reporting.run_directory import OWN_NAMES, foreign_file
@@ -43,6 +43,8 @@ def check_outputs(
         problem = "it is a directory" if Path(file).is_dir() else unwritable(Path(file).parent)
         if problem is not None:
             raise ValueError(f"{flag} would write {quoted_path(file)} but {problem}; give a file that can be written.")
+        if os.path.lexists(file):
+            _check_dump(flag, Path(file))
     foreign = foreign_file(Path(reporting.output_dir))
     if foreign is not None:
         raise ValueError(
@@ -94,6 +96,19 @@ def _is_inside(inner: Path, outer: Path) -> bool:
     """Whether a path is another one or lies below it."""
     inner = inner.resolve()
     return any(same_path(place, outer) for place in (inner, *inner.parents))
+
+
+def _check_dump(flag: str, file: Path) -> None:
+    """A dump is written over a dump of its kind, and over nothing else."""
+    # imported where there is a file: they bring torch, which takes seconds
+    if flag == "--save-debug-rollout-data":
+        from slime_tis.rollout.dump import check_replaceable
+    else:
+        from slime_tis.dumps.files import check_replaceable
+    try:
+        check_replaceable(file)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{flag} would write {quoted_path(file)} but {first_line(error)}.") from error
 
 
 def _check_save(megatron: MegatronConfig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
@@ -9,6 +10,10 @@ import torch
 from slime_tis.dumps.parquet import is_own_parquet, write_parquet
 from slime_tis.dumps.pt import write_pt
 from slime_tis.dumps.table import TokenTable
+from slime_tis.files import FOREIGN
+
+PT_KEYS = {"format_version", "samples", "dp_shards"}
+"""Keys that every .pt file of `write_pt` has, beside the metadata."""
 
 
 def write(path: str | Path, table: TokenTable) -> None:
@@ -26,15 +31,17 @@ def check_replaceable(path: Path) -> None:
     Raises:
         ValueError: it is something else.
     """
-    if path.exists() and not _is_own(path):
-        raise ValueError("the file is there and is no dump of this program; move it, or give another name")
+    if os.path.lexists(path) and not _is_own(path):
+        raise ValueError(FOREIGN)
 
 
 def _is_own(path: Path) -> bool:
+    if not path.is_file():  # a pipe or a device would be waited for
+        return False
     try:
         if path.suffix != ".pt":
             return is_own_parquet(path)
         found = torch.load(path, weights_only=True, mmap=True)
     except Exception:  # unpickling another file may raise anything
         return False
-    return isinstance(found, dict) and isinstance(found.get("metadata"), dict)
+    return isinstance(found, dict) and isinstance(found.get("metadata"), dict) and found.keys() >= PT_KEYS

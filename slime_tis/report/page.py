@@ -5,10 +5,10 @@ from __future__ import annotations
 import html
 import json
 import math
-import os
 from collections.abc import Sequence
 from importlib.resources import files as resources
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from slime_tis.diagnosis import diagnose
@@ -106,19 +106,29 @@ def check_output(path: str | Path) -> None:
             )
     elif not place.parent.is_dir():
         raise ValueError(f"--out {quoted_path(place)} is in a directory that does not exist; make it, or give another.")
-    if not os.access(place.parent, os.W_OK | os.X_OK):
-        raise ValueError(f"--out {quoted_path(place)}: its directory cannot be written; give another --out.")
+    try:
+        with TemporaryFile(dir=place.parent):  # permissions alone do not say it: /sys, a read-only mount
+            pass
+    except OSError as error:
+        raise _unwritten(place, error) from error
 
 
 def write_page(path: str | Path, data: dict[str, Any]) -> None:
     """Writes the page, whole or not at all, in the place of nothing or of an earlier one.
 
     Raises:
-        ValueError: as `check_output` and `render`.
-        OSError: Writing failed.
+        ValueError: as `check_output` and `render`, or writing failed.
     """
     check_output(path)
-    write_atomically(path, render(data))
+    page = render(data)
+    try:
+        write_atomically(path, page)
+    except OSError as error:
+        raise _unwritten(Path(path), error) from error
+
+
+def _unwritten(place: Path, error: OSError) -> ValueError:
+    return ValueError(f"--out {quoted_path(place)} cannot be written: {error.strerror or error}; give another --out.")
 
 
 def _json(data: Any) -> str:

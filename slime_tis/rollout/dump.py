@@ -4,6 +4,7 @@ import base64
 import dataclasses
 import json
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,24 +13,53 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slime_tis.files import atomic_path
+from slime_tis.errors import quoted_path
+from slime_tis.files import FOREIGN, atomic_path
 from slime_tis.rollout.sample import Prompt, Sample
 from slime_tis.sampling_mask import SamplingMask
 
 TENSORS = {"routed_experts": ("uint8", "int16"), "routing_weights": ("float32",)}
 """Fields of a sample that are tensors, and the types that each may have."""
+LONGEST_SAMPLE = 1 << 28
+"""Characters of a line."""
 
 
 def save_samples(path: str | Path, groups: Sequence[Sequence[Sample]]) -> None:
     """Writes every sample of a rollout to a file that appears when it is complete.
 
     A log-prob that is missing or not finite becomes null.
+
+    Raises:
+        ValueError: another file has that name.
+        OSError: the file cannot be written.
     """
     path = Path(path)
+    try:
+        check_replaceable(path)
+    except ValueError as error:
+        raise ValueError(f"the samples were not saved to {quoted_path(path)}: {error}.") from error
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_path(path) as partial, partial.open("w", encoding="utf-8") as lines:
         for sample in (sample for group in groups for sample in group):
             lines.write(json.dumps(to_dict(sample), allow_nan=False) + "\n")
+
+
+def check_replaceable(path: Path) -> None:
+    """Whether samples may be written over a file: it is absent, or begins with a sample.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if not os.path.lexists(path):
+        return
+    try:
+        if path.is_file():  # a pipe or a device would be waited for
+            with path.open(encoding="utf-8") as lines:
+                from_dict(json.loads(lines.readline(LONGEST_SAMPLE)))
+            return
+    except (ValueError, RecursionError):
+        pass
+    raise ValueError(FOREIGN)
 
 
 def load_samples(path: str | Path, prompts: int, n_samples: int) -> list[list[Sample]]:

@@ -1,13 +1,19 @@
 """Where a run may write: checked before anything is built, with one message that says what is in the way."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
+import torch
+from pyarrow import parquet
 
 from slime_tis.cli.arguments import configure
 from slime_tis.cli.output_paths import held_outputs
+from slime_tis.dumps.files import write
+from slime_tis.dumps.table import SampleParts, TokenTable
 from slime_tis.storage.checkpoints import MANIFEST, TRAINER_STATE
 
 
@@ -25,6 +31,10 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     Path("export/config.json").write_text("{}")
     Path("export/.slime_tis_export.json").write_text('{"files": ["config.json"]}')
     Path("link").symlink_to("data")
+    Path("lost").symlink_to("nowhere")
+    os.mkfifo("pipe.pt")
+    parquet.write_table(pa.table({"mine": [1]}), "other.parquet")
+    torch.save({"metadata": {}, "mine": torch.ones(3)}, "other.pt")
     (Path("old/iter_0000003") / TRAINER_STATE).write_text(json.dumps({"run": "a", "options": {"seed": 7}}))
     return [
         *("--hf-checkpoint", "data/model", "--ref-load", "data/ref", "--use-kl-loss", "--kl-loss-coef", "0.1"),
@@ -44,6 +54,9 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 WHOLE = "an export replaces its whole directory, so give it one of its own."
 FREE = "give a directory that is absent, empty or an earlier export."
+NO_DUMP = "the file is there and is no dump of this program; move it, or give another name."
+DUMPS = ("--save-debug-train-data", "--save-debug-rollout-data")
+FOREIGN = ("data/train.jsonl", "data/model/config.json", "lost", "pipe.pt", "other.parquet", "other.pt")
 REFUSED = {
     "--save-hf data/model": f"--save-hf is 'data/model', which is the same as --hf-checkpoint 'data/model'; {WHOLE}",
     "--save-hf data/model/": f"--save-hf is 'data/model/', which is the same as --hf-checkpoint 'data/model'; {WHOLE}",
@@ -89,6 +102,10 @@ REFUSED = {
     "--use-tensorboard --tb-project-name ../../..": (
         "--tb-project-name is '../../..', which leads out of the run directory; give a name, for example mine."
     ),
+    **{f"{flag} {path}": f"{flag} would write {path!r} but {NO_DUMP}" for flag in DUMPS for path in FOREIGN},
+    "--save-debug-train-data data": (
+        "--save-debug-train-data would write 'data' but it is a directory; give a file that can be written."
+    ),
     "--use-tensorboard --tb-experiment-name /tmp/x": (
         "--tb-experiment-name is '/tmp/x', which leads out of the run directory; give a name, for example mine."
     ),
@@ -122,6 +139,14 @@ def test_a_place_that_is_not_the_runs_own_is_refused(flags: str, base: list[str]
 )
 def test_a_place_of_its_own_is_accepted(flags: str, base: list[str]) -> None:
     configure([*base, *flags.split()], {})
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.pt"])
+def test_an_earlier_dump_is_written_over(name: str, base: list[str]) -> None:
+    write(name, TokenTable.from_parts([SampleParts(train_log_prob=[-1.0], rollout_log_prob=[-1.0])]))
+    configure([*base, "--save-debug-train-data", name], {})
+    with pytest.raises(ValueError, match=r"--save-debug-rollout-data would write .* is no dump of this program"):
+        configure([*base, "--save-debug-rollout-data", name], {})
 
 
 def test_a_file_with_the_name_of_a_report_is_not_overwritten(base: list[str]) -> None:

@@ -105,10 +105,13 @@ def test_a_report_is_replaced_and_nothing_else_is(
         (tmp_path, "is not a file"),
         (tmp_path / "absent" / "page.html", "does not exist"),
         (dump, "is not a report"),
+        (Path("/sys/page.html"), "cannot be written: "),
+        (Path("/proc/page.html"), "cannot be written: "),
     ]:
         capsys.readouterr()
         assert main(["report", str(dump), "--out", str(place)]) == 2
-        assert message in capsys.readouterr().err
+        written = capsys.readouterr().err
+        assert message in written and len(written.splitlines()) == 1 and "Errno" not in written
     assert foreign.read_text() == "<html>my notes</html>"
 
 
