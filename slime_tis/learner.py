@@ -123,7 +123,7 @@ class Learner:
         """This rank's share of one step's samples, with old and reference log-probs, and its micro-batches."""
         size = self.parallel.data_size
         shards = [shard(samples, rank, size) for rank in range(size)]
-        partition = self.engine.partitions([[len(sample.token_ids) for sample in of_rank] for of_rank in shards])
+        partition = self.engine.partitions([[len(sample.tokens) for sample in of_rank] for of_rank in shards])
         recorded, missing = self._with_routing(shards[self.parallel.data_rank])
         batch = recorded if self.replays_rollout_routing else recorded.with_routing(None, None)
         record: RoutingRecord | None = [] if self.engine.config.use_routing_replay else None
@@ -150,8 +150,12 @@ class Learner:
         weights: list[Tensor | None] | None = None
         if self.replays_routing_weights:
             usable = [found and has_usable_weights(sample) for found, sample in zip(usable, samples, strict=True)]
-            weights = [sample.routing_weights if found else None for found, sample in zip(usable, samples, strict=True)]
-        experts = [sample.routed_experts if found else None for found, sample in zip(usable, samples, strict=True)]
+            weights = [
+                sample.rollout_routing_weights if found else None for found, sample in zip(usable, samples, strict=True)
+            ]
+        experts = [
+            sample.rollout_routed_experts if found else None for found, sample in zip(usable, samples, strict=True)
+        ]
         return batch.with_routing(experts, weights), sum(self.parallel.all_gather_data(usable.count(False)))
 
     def _accepted(self, batch: TrainingBatch) -> list[bool]:
@@ -383,7 +387,7 @@ def nonfinite_message(step: int, metrics: dict[str, float], *, weights_are_finit
 def training_batch(samples: Sequence[Sample], parallel: Parallel) -> TrainingBatch:
     """What Megatron trains on: sequences, masks and per-token values of this rank's samples."""
     return make_batch(
-        [sample.token_ids for sample in samples],
+        [sample.tokens for sample in samples],
         [sample.loss_mask for sample in samples],
         [sample.rollout_log_probs for sample in samples],
         [sample.weight_versions for sample in samples],

@@ -25,7 +25,7 @@ from slime_tis.dumps.table import Column, SampleParts, TokenTable, turns_of
 from slime_tis.errors import first_line
 from slime_tis.policy.config import PolicyConfig
 from slime_tis.policy.policy_loss import LossInputs, LossOutputs, TokenRecord
-from slime_tis.rollout.sample import Sample
+from slime_tis.rollout.sample import Sample, SampleStatus
 
 WAITING = 2
 """Rollouts that may wait to be written; training waits when there are more, so that memory is bounded."""
@@ -142,7 +142,7 @@ class TrainDump:
 
 def table_of(step: StepDump, settings: DumpSettings) -> TokenTable:
     """The table of a step's tokens, with what the correction says of each."""
-    lengths = [len(sample.response_ids) for sample in step.samples]
+    lengths = [sample.response_length for sample in step.samples]
     record = TokenRecord.unstack(step.record_N)
     table = TokenTable.from_parts(
         [
@@ -174,29 +174,29 @@ def _parts(sample: Sample, record: TokenRecord, advantage: float, step: int) -> 
         loss_mask=sample.loss_mask,
         token=sample.response_ids,
         bounded_weight=record.weights_L.numpy(),
-        advantage=np.full(len(sample.response_ids), advantage, np.float32),
+        advantage=np.full(sample.response_length, advantage, np.float32),
         entropy=record.entropy_L.numpy(),
         weight_version=sample.weight_versions,
         experts=_experts(sample),
-        prompt=sample.prompt.token_ids,
+        prompt=sample.prompt_ids,
         step=step,
-        sample_index=sample.sample_index,
+        sample_index=sample.index,
         group=sample.group_index,
         reward=sample.reward,
-        truncated=sample.finish_reason == "length",
+        truncated=sample.status is SampleStatus.TRUNCATED,
         text=sample.response,
-        prompt_text=sample.prompt.text,
+        prompt_text=sample.prompt_text,
     )
 
 
 def _experts(sample: Sample) -> Column | None:
     """The experts of each response token's prediction: the rows of the tokens before them."""
-    experts = sample.routed_experts
+    experts = sample.rollout_routed_experts
     if experts is None:
         return None
-    first = len(sample.prompt.token_ids) - 1
-    found: Column = experts[first : first + len(sample.response_ids)].numpy()
-    return found if len(found) == len(sample.response_ids) else None
+    first = len(sample.tokens) - sample.response_length - 1
+    found: Column = experts[first : first + sample.response_length].numpy()
+    return found if len(found) == sample.response_length else None
 
 
 def _metadata(settings: DumpSettings) -> dict[str, Any]:

@@ -95,7 +95,7 @@ def spoil(file: Path) -> None:
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     samples = [sample for group in load_samples(file, 4, 4) for sample in group]
     for number, (row, sample) in enumerate(zip(rows[:4], samples, strict=False)):
-        experts, weights = sample.routed_experts, sample.routing_weights
+        experts, weights = sample.rollout_routed_experts, sample.rollout_routing_weights
         assert experts is not None and weights is not None
         changed = [(None, weights), (experts[:-1], weights[:-1]), (experts + 8, weights), (experts, None)][number]
         row |= {"routed_experts": encoded(changed[0]), "routing_weights": encoded(changed[1])}

@@ -36,7 +36,7 @@ def test_the_dump_has_the_tokens_of_the_rollout_and_of_both_steps(dumped) -> Non
     table = read(directory / "dump" / "train_data" / "0_0.parquet")
     groups = load_samples(directory / "dump" / "rollout_data" / "0.jsonl", 4, 4)
     samples = [sample for group in groups for sample in group]
-    assert table.sample_index.tolist() == [sample.sample_index for sample in samples]
+    assert table.sample_index.tolist() == [sample.index for sample in samples]
     assert table.step.tolist() == [0] * 8 + [1] * 8
     assert table.group.tolist() == [sample.group_index for sample in samples]
     assert table.token.tolist() == [token for sample in samples for token in sample.response_ids]
@@ -130,7 +130,7 @@ def test_experts_are_those_of_the_tokens_before(tmp_path: Path) -> None:
     )
     table = read(dump)
     samples = [sample for group in load_samples(tmp_path / "r.jsonl", 4, 4) for sample in group]
-    rows = [s.routed_experts[len(s.prompt.token_ids) - 1 :].numpy() for s in samples]
+    rows = [s.rollout_routed_experts[len(s.prompt.token_ids) - 1 :].numpy() for s in samples]
     assert table.experts.tolist() == np.concatenate(rows).tolist()
 
 

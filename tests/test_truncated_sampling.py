@@ -77,7 +77,8 @@ def test_a_token_outside_of_its_set_is_left_to_the_nonfinite_policy(policy: str,
     (right,) = run(*flags, "--load-debug-rollout-data", data, name="right")
 
     def spoil(row: dict[str, Any]) -> None:
-        row["response_ids"][0] = next(token for token in range(5, 60) if token not in row["response_ids"])
+        first = len(row["tokens"]) - row["response_length"]
+        row["tokens"][first] = next(token for token in range(5, 60) if token not in row["tokens"])
 
     lines = (tmp_path / "rollout_0.jsonl").read_text().splitlines()
     row = json.loads(lines[0])

@@ -146,9 +146,9 @@ def compare(policy: str, name: str, samples: list[Sample], training: TrainingEng
         training: the policy in fp32.
     """
     plain = training_batch(samples, training.parallel)
-    experts = [sample.routed_experts for sample in samples]
+    experts = [sample.rollout_routed_experts for sample in samples]
     replayed = plain.with_routing(experts, None)
-    with_weights = plain.with_routing(experts, [sample.routing_weights for sample in samples])
+    with_weights = plain.with_routing(experts, [sample.rollout_routing_weights for sample in samples])
     other_experts = None
     for replay, batch in zip(REPLAYS, (replayed, replayed, with_weights), strict=True):
         own_choice = other_experts is None  # the first pass: routers choose, and are compared with what is recorded

@@ -181,7 +181,7 @@ def format_of(row: Row) -> RowFormat:
     for known in FORMATS:
         if known.keys <= row.keys():
             return known
-    if {"response_ids", "rollout_log_probs"} <= row.keys():
+    if "rollout_log_probs" in row and row.keys() & {"response_ids", "response_length"}:
         raise ValueError(
             "is of --save-debug-rollout-data, without training log-probs; --save-debug-train-data has them."
         )

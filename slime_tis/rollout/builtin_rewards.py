@@ -117,7 +117,7 @@ def gpqa(response: str, label: str, metadata: Mapping[str, Any]) -> float:
 
 def random_reward(sample: Sample) -> float:
     """0 or 1 with equal chances, by the sample's place and tokens alone, so that a resumed run draws the same."""
-    drawn = (sample.prompt.index, sample.group_index, sample.sample_index, sample.response_ids)
+    drawn = (sample.prompt_index, sample.group_index, sample.index, sample.response_ids)
     return float(zlib.crc32(repr(drawn).encode()) & 1)
 
 

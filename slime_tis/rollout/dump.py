@@ -15,13 +15,20 @@ from torch import Tensor
 
 from slime_tis.errors import quoted_path
 from slime_tis.files import FOREIGN, atomic_path
-from slime_tis.rollout.sample import Prompt, Sample
+from slime_tis.rollout.json_values import json_object
+from slime_tis.rollout.sample import STATUS, Prompt, Sample, SampleStatus, by_rollout
 from slime_tis.sampling_mask import SamplingMask
 
-TENSORS = {"routed_experts": ("uint8", "int16"), "routing_weights": ("float32",)}
+TENSORS = {"rollout_routed_experts": ("uint8", "int16"), "rollout_routing_weights": ("float32",)}
 """Fields of a sample that are tensors, and the types that each may have."""
 LONGEST_SAMPLE = 1 << 28
 """Characters of a line."""
+EARLIER_NAMES = {
+    "sample_index": "index",
+    "routed_experts": "rollout_routed_experts",
+    "routing_weights": "rollout_routing_weights",
+}
+"""Fields of files written before samples had slime's names."""
 
 
 def save_samples(path: str | Path, groups: Sequence[Sequence[Sample]]) -> None:
@@ -76,12 +83,12 @@ def load_samples(path: str | Path, prompts: int, n_samples: int) -> list[list[Sa
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"the rollout data {str(path)!r} does not exist; --save-debug-rollout-data writes it.")
-    groups: dict[int, list[Sample]] = {}
+    groups: dict[int | None, list[Sample]] = {}
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             sample = _sample(line, f"{path}, line {number}")
             groups.setdefault(sample.group_index, []).append(sample)
-    found = sorted({len(group) for group in groups.values()})
+    found = sorted({len(by_rollout(group)) for group in groups.values()})
     if len(groups) != prompts or found != [n_samples]:
         raise ValueError(
             f"the rollout data {str(path)!r} has {len(groups)} prompts with {found} samples each, but "
@@ -91,16 +98,26 @@ def load_samples(path: str | Path, prompts: int, n_samples: int) -> list[list[Sa
 
 
 def to_dict(sample: Sample) -> dict[str, Any]:
-    """The sample as JSON takes it; metadata that is the prompt's own is left to the prompt."""
-    without: dict[str, Any] = dict.fromkeys([*TENSORS, "sampling_mask"])  # asdict would copy them
-    row = dataclasses.asdict(dataclasses.replace(sample, **without))
+    """The sample as JSON takes it.
+
+    Metadata that is the prompt's own is left to the prompt, and so are tokens of the prompt that begin the sample's.
+    """
+    row = {field.name: getattr(sample, field.name) for field in dataclasses.fields(sample)}
+    row["status"] = sample.status.value
     row |= {name: encoded(getattr(sample, name)) for name in TENSORS}
     if sample.sampling_mask is not None:
         row["sampling_mask"] = {name: encoded(part) for name, part in vars(sample.sampling_mask).items()}
-    if row["metadata"] == row["prompt"]["metadata"]:
-        row["metadata"] = {}
+    row["metadata"] = json_object(sample.metadata, "its metadata")
+    if sample.train_metadata is not None:
+        row["train_metadata"] = json_object(sample.train_metadata, "its train_metadata")
+    if isinstance(sample.prompt, Prompt):
+        row["prompt"] = dataclasses.asdict(sample.prompt)
+        if list(sample.prompt.token_ids) == sample.prompt_ids:
+            row["prompt"]["token_ids"] = None
+        if sample.metadata == sample.prompt.metadata:
+            row["metadata"] = {}
     row["rollout_log_probs"] = [
-        value if value is not None and math.isfinite(value) else None for value in row["rollout_log_probs"]
+        value if value is not None and math.isfinite(value) else None for value in sample.rollout_log_probs
     ]
     return row
 
@@ -112,23 +129,53 @@ def from_dict(row: dict[str, Any]) -> Sample:
         ValueError: the row is not a sample, or its lists differ in length.
     """
     try:
-        prompt = Prompt(**{**row["prompt"], "token_ids": tuple(row["prompt"]["token_ids"])})
-        log_probs = [math.nan if value is None else value for value in row["rollout_log_probs"]]
+        row = {EARLIER_NAMES.get(name, name): value for name, value in row.items()}
+        if "response_ids" in row:
+            _take_earlier_form(row)
         mask = _sampling_mask(row.get("sampling_mask"))
-        tensors = {name: decoded(row.get(name), name, dtypes) for name, dtypes in TENSORS.items()}
-        sample = Sample(**{**row, "prompt": prompt, "rollout_log_probs": log_probs, **tensors, "sampling_mask": mask})
-    except (KeyError, TypeError) as error:
+        row |= {
+            "prompt": _prompt(row),
+            "status": SampleStatus(row["status"]),
+            "rollout_log_probs": [math.nan if value is None else value for value in row["rollout_log_probs"]],
+            "sampling_mask": mask,
+            **{name: decoded(row.get(name), name, dtypes) for name, dtypes in TENSORS.items()},
+        }
+        sample = Sample(**row)
+        _check_lengths(sample)
+    except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"is not a sample: {error}.") from error
-    lengths = {
-        name: len(getattr(sample, name))
-        for name in ("response_ids", "rollout_log_probs", "loss_mask", "weight_versions")
-    }
-    if mask is not None:
-        lengths["sampling_mask"] = len(mask)
+    return sample
+
+
+def _take_earlier_form(row: dict[str, Any]) -> None:
+    """Gives a row of earlier files, which had the response's tokens alone and another name of the status, its form."""
+    response = row.pop("response_ids")
+    row["tokens"] = [*row["prompt"]["token_ids"], *response]
+    row["response_length"] = len(response)
+    row["status"] = STATUS[row.pop("finish_reason")].value
+
+
+def _prompt(row: dict[str, Any]) -> Any:
+    """A row of a prompt file where the sample answers one, else the text or the messages that it answers."""
+    prompt = row["prompt"]
+    if not isinstance(prompt, dict):
+        return prompt
+    ids = prompt["token_ids"]
+    if ids is None:
+        ids = row["tokens"][: len(row["tokens"]) - row["response_length"]]
+    return Prompt(**{**prompt, "token_ids": tuple(ids)})
+
+
+def _check_lengths(sample: Sample) -> None:
+    lengths = {"response_length": sample.response_length}
+    lengths |= {name: len(getattr(sample, name)) for name in ("rollout_log_probs", "loss_mask", "weight_versions")}
+    if sample.sampling_mask is not None:
+        lengths["sampling_mask"] = len(sample.sampling_mask)
     if len(set(lengths.values())) > 1:
         listed = ", ".join(f"{name} {length}" for name, length in lengths.items())
         raise ValueError(f"has lists of different lengths: {listed}.")
-    return sample
+    if not 0 <= sample.response_length <= len(sample.tokens):
+        raise ValueError(f"has a response_length of {sample.response_length} but {len(sample.tokens)} tokens.")
 
 
 def encoded(tensor: Tensor | None) -> dict[str, Any] | None:

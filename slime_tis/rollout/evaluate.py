@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from slime_tis.rollout.engine import RolloutEngine
 from slime_tis.rollout.metrics import mean_parts
 from slime_tis.rollout.prompts import load_prompts
-from slime_tis.rollout.sample import Prompt, Sample, Sampling
+from slime_tis.rollout.sample import Prompt, Sample, SampleStatus, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -64,7 +64,7 @@ def evaluate(
     rewards = reward_fn(samples)
     return {
         "accuracy": sum(rewards) / len(samples),
-        "response_length": sum(len(sample.response_ids) for sample in samples) / len(samples),
-        "truncated_fraction": sum(sample.finish_reason == "length" for sample in samples) / len(samples),
+        "response_length": sum(sample.response_length for sample in samples) / len(samples),
+        "truncated_fraction": sum(sample.status is SampleStatus.TRUNCATED for sample in samples) / len(samples),
         **{f"reward/{key}": value for key, value in mean_parts(samples).items()},
     }

@@ -17,7 +17,7 @@ from slime_tis.rollout.collectives import map_over_ranks
 from slime_tis.rollout.decode import Decoded, decode
 from slime_tis.rollout.engine import SentRows, WeightSource
 from slime_tis.rollout.quantize import round_bits, round_fp8, round_int8
-from slime_tis.rollout.sample import FinishReason, Prompt, Sample, Sampling, response_limit
+from slime_tis.rollout.sample import STATUS, FinishReason, Prompt, Sample, Sampling, response_limit
 from slime_tis.rollout.sampling import log_softmax, prompt_uniforms
 from slime_tis.rollout.weight_rounding import Precision
 from slime_tis.sampling_mask import SamplingMask
@@ -347,18 +347,19 @@ class LocalEngine:
             )
         return responses
 
-    def _sample(self, prompt: Prompt, response: _Response, group_index: int, sample_index: int) -> Sample:
+    def _sample(self, prompt: Prompt, response: _Response, group_index: int, index: int) -> Sample:
         return Sample(
             prompt=prompt,
             group_index=group_index,
-            sample_index=sample_index,
-            response_ids=response.token_ids,
+            index=index,
+            tokens=[*prompt.token_ids, *response.token_ids],
             response=response.text,
+            response_length=len(response.token_ids),
             rollout_log_probs=response.log_probs,
             loss_mask=[1] * len(response.token_ids),
             weight_versions=[self.weight_version] * len(response.token_ids),
-            finish_reason=response.finish_reason,
-            routed_experts=response.routed_experts,
-            routing_weights=response.routing_weights,
+            status=STATUS[response.finish_reason],
+            rollout_routed_experts=response.routed_experts,
+            rollout_routing_weights=response.routing_weights,
             sampling_mask=response.sampling_mask,
         )

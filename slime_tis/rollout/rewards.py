@@ -177,7 +177,7 @@ def _builtin_reward(default: str, key: RewardKey, safe_point: Callable[[], None]
         name = str(_rm_type(default, sample.metadata))
         if sample.label is None and name.removeprefix(BOXED) not in WITHOUT_LABEL:
             raise ValueError(
-                f"prompt {sample.prompt.index} has no label, which --rm-type {name} needs; set --label-key."
+                f"prompt {sample.prompt_index} has no label, which --rm-type {name} needs; set --label-key."
             )
         value, parts = _chosen(builtin_reward(name, sample), key, f"--rm-type {name}", sample)
         return Score(value=value, parts=parts)
@@ -202,13 +202,13 @@ def _custom_reward(
         masks = [list(sample.loss_mask) for sample in group]
         if whole_groups:
             returned = await call(list(group))
-            with _reading(function, group[0].prompt.index):
+            with _reading(function, group[0].prompt_index):
                 rewards = _as_list(returned, group, describe(function))
         else:
             rewards = await asyncio.gather(*map(call, group))
         found = []
         for reward, sample, trained_on, mask in zip(rewards, group, before, masks, strict=True):
-            with _reading(function, sample.prompt.index):
+            with _reading(function, sample.prompt_index):
                 _check_untouched(sample, trained_on, describe(function))
                 found.append(_checked(reward, key, describe(function), sample, mask))
         return found
@@ -234,10 +234,10 @@ def _takes_groups(function: Callable[..., Any]) -> bool:
 def _trained_on(sample: Sample) -> tuple[Any, ...]:
     """What a reward function may not change, since it belongs together."""
     return (
-        list(sample.response_ids),
+        list(sample.tokens),
         list(sample.rollout_log_probs),
         list(sample.weight_versions),
-        (sample.group_index, sample.sample_index, sample.finish_reason),
+        (sample.group_index, sample.index, sample.response_length, sample.status),
     )
 
 
@@ -256,13 +256,13 @@ def _reading(function: Callable[..., Any], index: int) -> Iterator[None]:
 
 
 def _check_untouched(sample: Sample, before: tuple[Any, ...], function: str) -> None:
-    is_list = isinstance(sample.loss_mask, list) and len(sample.loss_mask) == len(before[0])
+    is_list = isinstance(sample.loss_mask, list) and len(sample.loss_mask) == sample.response_length
     untouched = is_list and all(isinstance(value, int) and value in (0, 1) for value in sample.loss_mask)
     untouched = untouched and _trained_on(sample) == before
     if not untouched:
         raise CustomFunctionError(
             f"{function} changed the tokens, log-probs, versions or places of a sample of prompt "
-            f"{sample.prompt.index}, or its loss_mask to other than a 0 or 1 for each response token; it may set "
+            f"{sample.prompt_index}, or its loss_mask to other than a 0 or 1 for each response token; it may set "
             "metadata, loss_mask and remove_sample."
         )
 
@@ -271,7 +271,7 @@ def _as_list(rewards: Any, group: list[Sample], function: str) -> list[Any]:
     rewards = rewards.tolist() if hasattr(rewards, "tolist") else rewards
     if not isinstance(rewards, list | tuple) or len(rewards) != len(group):
         raise CustomFunctionError(
-            f"{function} returned {_shown(rewards)} for the {len(group)} samples of prompt {group[0].prompt.index}; it "
+            f"{function} returned {_shown(rewards)} for the {len(group)} samples of prompt {group[0].prompt_index}; it "
             "must return a list of as many rewards."
         )
     return list(rewards)
@@ -281,13 +281,13 @@ def _checked(reward: Any, key: RewardKey, function: str, sample: Sample, mask: l
     value, parts = _chosen(reward, key, function, sample)
     if not isinstance(sample.metadata, Mapping):
         raise CustomFunctionError(
-            f"{function} left {_shown(sample.metadata)} as the metadata of prompt {sample.prompt.index}; leave a dict."
+            f"{function} left {_shown(sample.metadata)} as the metadata of prompt {sample.prompt_index}; leave a dict."
         )
     metadata = json_object(sample.metadata, "its metadata")
     return Score(
         value=value,
         parts=parts,
-        metadata=None if metadata == sample.prompt.metadata else metadata,
+        metadata=None if metadata == getattr(sample.prompt, "metadata", None) else metadata,
         loss_mask=None if sample.loss_mask == mask else [int(value) for value in sample.loss_mask],
         remove_sample=bool(sample.remove_sample),
     )
@@ -295,7 +295,7 @@ def _checked(reward: Any, key: RewardKey, function: str, sample: Sample, mask: l
 
 def _chosen(reward: Any, key: RewardKey, function: str, sample: Sample) -> tuple[float, dict[str, float]]:
     """The reward as a number, and the other numbers where it is a dict."""
-    index = sample.prompt.index
+    index = sample.prompt_index
     if not isinstance(reward, Mapping):
         if key.name is not None:
             raise CustomFunctionError(

@@ -91,7 +91,7 @@ def has_usable_experts(sample: Sample, sizes: MoeSizes) -> bool:
         sample: with or without experts.
         sizes: of the model's mixture-of-experts layers.
     """
-    experts, shape = sample.routed_experts, (len(sample.token_ids) - 1, len(sizes.layers), sizes.top_k)
+    experts, shape = sample.rollout_routed_experts, (len(sample.tokens) - 1, len(sizes.layers), sizes.top_k)
     if experts is None or experts.is_floating_point() or tuple(experts.shape) != shape:
         return False
     if experts.numel() == 0 or int(experts.min()) < 0 or int(experts.max()) >= sizes.num_experts:
@@ -101,7 +101,7 @@ def has_usable_experts(sample: Sample, sizes: MoeSizes) -> bool:
 
 def has_usable_weights(sample: Sample) -> bool:
     """Whether a sample has a combine weight for each of its experts, finite and not negative."""
-    experts, weights = sample.routed_experts, sample.routing_weights
+    experts, weights = sample.rollout_routed_experts, sample.rollout_routing_weights
     if experts is None or weights is None or weights.shape != experts.shape:
         return False
     return bool((weights.isfinite() & (weights >= 0)).all())

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,10 +16,11 @@ from torch import Tensor
 from slime_tis.sampling_mask import SamplingMask
 
 FinishReason = Literal["stop", "length", "abort"]
+T = TypeVar("T", int, float)
 
 
 class SampleStatus(Enum):
-    """What became of a sample, under slime's names; the engines here give completed, truncated and aborted ones."""
+    """What became of a sample, under slime's names."""
 
     PENDING = "pending"
     COMPLETED = "completed"
@@ -30,6 +34,7 @@ STATUS: dict[FinishReason, SampleStatus] = {
     "length": SampleStatus.TRUNCATED,
     "abort": SampleStatus.ABORTED,
 }
+FINISH_REASONS = {status: reason for reason, status in STATUS.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,107 +63,142 @@ class Prompt(str):
         return super().__new__(cls, text)
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Sample:
-    """One response to a prompt, with the log-probs of the policy that sampled it.
+    """One response to a prompt: what engines and users' own generate functions fill, rewards score, and training takes.
 
-    It is mutable, as slime's is: a reward function, the user's own among them, writes into it.
-
-    The four lists are one entry per response token, the end-of-sequence token included.
+    It has the fields of slime's Sample, which functions written for slime construct, read and write, and like slime's
+    it is mutable. Prompt and response are one list of tokens, of which the last `response_length` are the response.
     """
 
-    prompt: Prompt
-    """What was answered."""
-
-    group_index: int
+    group_index: int | None = None
     """Place of the prompt in the batch; the samples of one prompt share it."""
 
-    sample_index: int
+    index: int | None = None
     """Place of this sample in the batch."""
 
-    response_ids: list[int]
-    """Sampled tokens."""
+    rollout_id: int | None = None
+    """Number of the rollout that the sample is a segment of: several segments of one call of a generate function share
+    it, and count as one rollout. None where the rollout is this sample alone."""
 
-    response: str
-    """Their text, without special tokens."""
+    prompt: str | list[dict[str, Any]] = ""
+    """What was answered: a row of a prompt file (`Prompt`, which is its own text), or any text or messages."""
 
-    rollout_log_probs: list[float]
-    """Log-probability of each token in the distribution it was sampled from; NaN where it is missing."""
+    tokens: list[int] = field(default_factory=list)
+    """Tokens of prompt and response."""
 
-    loss_mask: list[int]
-    """1 where a token is trained on, 0 where it is not the policy's own (tool output)."""
+    response: str = ""
+    """Text of the response, without special tokens."""
 
-    weight_versions: list[int]
-    """Version of the weights that sampled each token."""
+    response_length: int = 0
+    """Tokens of the response, the end-of-sequence token and the observations of tools included."""
 
-    finish_reason: FinishReason
-    """Why sampling ended: stop token, length limit, or aborted from outside."""
+    label: str | None = None
+    """What the reward compares the response with; unset means that of the prompt's row."""
+
+    reward: float | None = None
+    """Score of the response, once it has one."""
+
+    loss_mask: list[int] = None  # type: ignore[assignment]  # slime's functions ask whether it is None
+    """For each response token 1 where it is trained on, 0 where it is not the policy's own (tool output); None before
+    there is a response."""
+
+    weight_versions: list[int] = field(default_factory=list)
+    """For each response token the version of the weights that sampled it, in optimizer steps; an observation has that
+    of the token before it."""
+
+    rollout_log_probs: list[float] = None  # type: ignore[assignment]  # as of loss_mask
+    """Log-probability of each response token in the distribution that it was sampled from; NaN where it is missing, any
+    number where the loss mask is 0. None before there is a response."""
+
+    remove_sample: bool = False
+    """Whether to train on none of the sample's tokens; its reward stays in its group's baseline."""
+
+    status: SampleStatus = SampleStatus.PENDING
+    """What became of it: completed by a stop token, truncated by a length limit, aborted from outside, failed."""
+
+    metadata: dict[str, Any] = field(default_factory=dict)
+    """Notes of the user's own; unset means a copy of those of the prompt's row."""
+
+    train_metadata: dict[str, Any] | None = None
+    """Notes for functions that take part in training."""
+
+    session_id: str | None = None
+    """Name of a conversation, whose requests share a cache."""
+
+    non_generation_time: float = 0.0
+    """Seconds that a generate function spent on anything but sampling."""
 
     sampling_mask: SamplingMask | None = None
     """The tokens that could be sampled at each response token under top-p or top-k; None where nothing was cut, or
     the engine did not report it."""
 
-    reward: float | None = None
-    """Score of the response, once it has one."""
+    rollout_routed_experts: Tensor | None = field(default=None, compare=False)
+    """uint8 or int16 [tokens - 1, sparse layers, k]: the experts that the engine's routers chose, in their order, when
+    each token of prompt and response but the last was fed; None where they were not recorded."""
+
+    rollout_routing_weights: Tensor | None = field(default=None, compare=False)
+    """float32 of the same shape: what the engine multiplied the output of each of these experts by."""
 
     reward_parts: dict[str, float] = field(default_factory=dict)
     """The numbers of a reward that is a dict, by key; the score is the one that --reward-key names."""
 
-    metadata: dict[str, Any] = field(default_factory=dict)
-    """The prompt's metadata, this sample's own copy, which a reward function may write into."""
-
-    remove_sample: bool = False
-    """Whether a reward function asked to train on none of the sample's tokens."""
-
-    routed_experts: Tensor | None = field(default=None, compare=False)
-    """uint8 or int16 [tokens - 1, sparse layers, k]: the experts that the engine's routers chose, in their order, when
-    each token of prompt and response but the last was fed; None where they were not recorded."""
-
-    routing_weights: Tensor | None = field(default=None, compare=False)
-    """float32 of the same shape: what the engine multiplied the output of each of these experts by."""
+    prompt_index: int = -1
+    """Row of the prompt file that is answered, whatever a function makes of `prompt`; -1 where there is none."""
 
     Status: ClassVar = SampleStatus
 
     def __post_init__(self) -> None:
-        if not self.metadata:
-            self.metadata = copy.deepcopy(self.prompt.metadata)
+        if isinstance(self.prompt, Prompt):
+            self.prompt_index = self.prompt.index
+            self.label = self.prompt.label if self.label is None else self.label
+            self.metadata = self.metadata or copy.deepcopy(self.prompt.metadata)
 
     @property
-    def token_ids(self) -> list[int]:
-        """Prompt and response tokens."""
-        return [*self.prompt.token_ids, *self.response_ids]
+    def row(self) -> Prompt:
+        """The row of the prompt file that is answered.
 
-    # The names that reward functions written for slime read.
-
-    @property
-    def label(self) -> str | None:
-        """The prompt's label."""
-        return self.prompt.label
-
-    @property
-    def index(self) -> int:
-        """Place of this sample in the batch."""
-        return self.sample_index
+        Raises:
+            ValueError: something else is.
+        """
+        if not isinstance(self.prompt, Prompt):
+            raise ValueError("the sample answers no row of a prompt file.")
+        return self.prompt
 
     @property
-    def tokens(self) -> list[int]:
-        """Prompt and response tokens."""
-        return self.token_ids
+    def prompt_ids(self) -> list[int]:
+        """Tokens before the response."""
+        return self.tokens[: len(self.tokens) - self.response_length]
 
     @property
-    def response_length(self) -> int:
+    def response_ids(self) -> list[int]:
         """Tokens of the response."""
-        return len(self.response_ids)
+        return self.tokens[len(self.tokens) - self.response_length :]
+
+    @property
+    def prompt_text(self) -> str:
+        """The prompt as one text."""
+        return str(self.prompt) if isinstance(self.prompt, str) else json.dumps(self.prompt, ensure_ascii=False)
 
     @property
     def effective_response_length(self) -> int:
         """Tokens of the response that are trained on."""
-        return sum(self.loss_mask)
+        return self.response_length if self.loss_mask is None else sum(self.loss_mask)
+
+    @property
+    def trained_versions(self) -> list[int]:
+        """Versions of the weights that sampled the tokens that are trained on."""
+        return [version for version, trained in zip(self.weight_versions, self.loss_mask, strict=True) if trained]
 
     @property
     def rollout_top_p_token_ids(self) -> Tensor | None:
-        """The tokens that could be sampled, of one response token after another."""
+        """The tokens of `sampling_mask`, of one response token after another."""
         return None if self.sampling_mask is None else self.sampling_mask.token_ids
+
+    @rollout_top_p_token_ids.setter
+    def rollout_top_p_token_ids(self, token_ids: Sequence[int] | Tensor | None) -> None:
+        lengths = SamplingMask.unrecorded(0).lengths if self.sampling_mask is None else self.sampling_mask.lengths
+        self.sampling_mask = None if token_ids is None else SamplingMask(_int32(token_ids), lengths)
 
     @property
     def rollout_top_p_token_offsets(self) -> Tensor | None:
@@ -167,15 +207,113 @@ class Sample:
             return None
         return torch.nn.functional.pad(self.sampling_mask.lengths.cumsum(0), (1, 0))
 
-    @property
-    def rollout_routed_experts(self) -> Tensor | None:
-        """The experts that the engine's routers chose."""
-        return self.routed_experts
+    @rollout_top_p_token_offsets.setter
+    def rollout_top_p_token_offsets(self, offsets: Sequence[int] | Tensor | None) -> None:
+        ids = SamplingMask.unrecorded(0).token_ids if self.sampling_mask is None else self.sampling_mask.token_ids
+        self.sampling_mask = None if offsets is None else SamplingMask(ids, _int32(offsets).diff())
 
-    @property
-    def status(self) -> SampleStatus:
-        """Why sampling ended, as slime says it."""
-        return STATUS[self.finish_reason]
+    def get_reward_value(self, args: Any) -> float | None:
+        """The reward as a number, by `args.reward_key` where it is a dict."""
+        if isinstance(self.reward, Mapping):
+            return float(self.reward[args.reward_key])
+        return self.reward
+
+    def append_response_tokens(
+        self,
+        args: Any = None,
+        *,
+        tokens: Sequence[int] | Tensor | None = None,
+        log_probs: Sequence[float] | Tensor | None = None,
+        trainable: bool = True,
+        meta_info: Mapping[str, Any] | None = None,
+        text: str | None = None,
+        update_terminal_info: bool = True,
+    ) -> None:
+        """Appends tokens to the response, with their entries of loss mask, log-probs and versions.
+
+        Args:
+            args: the program's options, which slime passes.
+            tokens: that the policy sampled, or of an observation.
+            log_probs: of sampled tokens; an observation has none, and gets 0.
+            trainable: whether the policy sampled them.
+            meta_info: of the server's answer: the version of its weights, the tokens that truncated sampling left
+                (output_token_sampling_mask), and why the request ended, which becomes the status.
+            text: of the tokens, appended to the response's.
+            update_terminal_info: whether to take the status from meta_info.
+
+        Raises:
+            ValueError: sampled tokens without log-probs, an observation with some, or lists of different lengths.
+        """
+        ids, meta = _listed(tokens, int), meta_info or {}
+        values = None if log_probs is None else _listed(log_probs, float)
+        if trainable and ids and values is None:
+            raise ValueError("tokens that are trained on need the log-probs that they were sampled with.")
+        if not trainable and values:
+            raise ValueError("tokens with trainable=False are not the policy's, and have no log-probs.")
+        values = [0.0] * len(ids) if values is None else values
+        if len(values) != len(ids):
+            raise ValueError(f"there are {len(values)} log_probs for {len(ids)} tokens.")
+        before = self.response_length
+        mask = [1] * before if self.loss_mask is None else self.loss_mask
+        earlier = self.rollout_log_probs
+        if earlier is None:
+            earlier = [math.nan if trained else 0.0 for trained in mask]
+        if not len(mask) == len(earlier) == before:
+            raise ValueError(
+                f"response_length is {before}, but loss_mask has {len(mask)} entries and rollout_log_probs "
+                f"{len(earlier)}; change them together."
+            )
+        self.tokens = [*self.tokens, *ids]
+        self.response_length += len(ids)
+        self.loss_mask = [*mask, *[int(trainable)] * len(ids)]
+        self.rollout_log_probs = [*earlier, *values]
+        if len(self.weight_versions) == before:  # else the program knows what its own engine sampled
+            self.weight_versions = [*self.weight_versions, *_versions(meta, len(ids), self.weight_versions)]
+        sets = meta.get("output_token_sampling_mask")
+        if sets is not None or self.sampling_mask is not None:
+            known = SamplingMask.unrecorded(before) if self.sampling_mask is None else self.sampling_mask
+            added = SamplingMask.unrecorded(len(ids)) if sets is None else SamplingMask.from_sets(sets)
+            self.sampling_mask = SamplingMask.cat([known, added])
+        self.response += text or ""
+        if update_terminal_info and "finish_reason" in meta:
+            self.status = STATUS.get(meta["finish_reason"]["type"], self.status)
+
+
+def by_rollout(samples: Iterable[Sample]) -> list[list[Sample]]:
+    """Samples that lie one after another, put together with the other segments of their rollout."""
+    found: list[list[Sample]] = []
+    for sample in samples:
+        if found and sample.rollout_id is not None and found[-1][0].rollout_id == sample.rollout_id:
+            found[-1].append(sample)
+        else:
+            found.append([sample])
+    return found
+
+
+def _listed(values: Any, kind: type[T]) -> list[T]:
+    if values is None:
+        return []
+    return [kind(value) for value in (values.flatten().tolist() if isinstance(values, Tensor) else values)]
+
+
+def _int32(values: Sequence[int] | Tensor) -> Tensor:
+    return torch.as_tensor(values, dtype=torch.int32).reshape(-1)
+
+
+def _versions(meta: Mapping[str, Any], count: int, before: Sequence[int]) -> list[int]:
+    """The version of each of so many tokens, from a server's meta_info; without, that of the token before them.
+
+    A name of weights that is no number is that of the weights that a server started with.
+    """
+
+    def number(name: Any) -> int:
+        return int(name) if str(name).isdecimal() else 0
+
+    spans = meta.get("weight_versions")
+    if spans:
+        return [number(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
+    name = meta.get("weight_version", before[-1] if before else None)
+    return [] if name is None else [number(name)] * count
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ def check_sampling_masks(groups: Sequence[Sequence[Sample]], *, truncates_sampli
     samples = [sample for group in groups for sample in group]
     if not truncates_sampling and all(sample.sampling_mask is None for sample in samples):
         return {}
-    masks = [sample.sampling_mask or SamplingMask.unrecorded(len(sample.response_ids)) for sample in samples]
+    masks = [sample.sampling_mask or SamplingMask.unrecorded(sample.response_length) for sample in samples]
     whole = SamplingMask.cat(masks)
     token_ids = torch.tensor([token for sample in samples for token in sample.response_ids], dtype=torch.int32)
     outside = ~whole.contains(token_ids)

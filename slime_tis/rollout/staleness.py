@@ -22,7 +22,7 @@ def mask_stale_samples(groups: Sequence[Sequence[Sample]], version: int, limit: 
     if limit is None:
         return 0
     samples = [sample for group in groups for sample in group]
-    stale = [sample for sample in samples if version - min(sample.weight_versions, default=version) > limit]
+    stale = [sample for sample in samples if version - min(sample.trained_versions, default=version) > limit]
     for sample in stale:
         sample.loss_mask = [0] * len(sample.loss_mask)
     return len(stale)

@@ -233,7 +233,7 @@ def test_unknown_forms_and_rollout_dumps_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"has none of the known forms .* the keys \['x'\]"):
         read(write_lines(tmp_path / "x.jsonl", [{"x": 1}]))
     with pytest.raises(ValueError, match="without training log-probs; --save-debug-train-data has them"):
-        read(write_lines(tmp_path / "y.jsonl", [{"response_ids": [1], "rollout_log_probs": [-1.0]}]))
+        read(write_lines(tmp_path / "y.jsonl", [{"response_length": 1, "rollout_log_probs": [-1.0]}]))
 
 
 def test_a_line_without_end_is_refused(tmp_path, monkeypatch):

@@ -222,11 +222,11 @@ REWARDS: dict[str, tuple[str, str]] = {
         "returned [] for the 4 samples",
     ),
     "empties the tokens": (
-        "def fn(args, sample):\n    sample.response_ids.clear()\n    return 1",
+        "def fn(args, sample):\n    sample.tokens.clear()\n    return 1",
         "changed the tokens",
     ),
     "changes a token": (
-        "def fn(args, sample):\n    sample.response_ids[0] = 10**9\n    return 1",
+        "def fn(args, sample):\n    sample.tokens[0] = 10**9\n    return 1",
         "changed the tokens",
     ),
     "changes log-probs": (

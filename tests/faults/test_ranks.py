@@ -33,16 +33,16 @@ import os
 def raises_on_rank_1(args, sample):
     if os.environ["RANK"] == "1":
         raise KeyError("no such label")
-    return float(sample.sample_index % 2)
+    return float(sample.index % 2)
 
 def dies_on_rank_1(args, sample):
     if os.environ["RANK"] == "1":
         os.kill(os.getpid(), 9)
-    return float(sample.sample_index % 2)
+    return float(sample.index % 2)
 
 def overflows_in_the_second_rollout(args, sample):
     huge = 1e300 if 1 in sample.weight_versions else 1.0
-    return huge * (sample.sample_index % 2)
+    return huge * (sample.index % 2)
 
 def unhappy(args, sample):
     raise ValueError("this reward is never happy")

@@ -101,5 +101,5 @@ def test_samples_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
     run_here([*flags, "--save-debug-rollout-data", str(files[0])], tmp_path / "run_1")
     result = run_apart([*flags, "--save-debug-rollout-data", str(files[1])], tmp_path / "run_2", ranks=2)
     assert result.returncode == 0, result.stderr[-4000:]
-    alone, together = ([json.loads(line)["response_ids"] for line in file.read_text().splitlines()] for file in files)
+    alone, together = ([json.loads(line)["tokens"] for line in file.read_text().splitlines()] for file in files)
     assert alone == together

@@ -9,26 +9,26 @@ import torch
 
 from slime_tis.rollout.dump import load_samples, save_samples
 from slime_tis.rollout.sample import Prompt, Sample
+from tests.samples import make_sample
+
+PROMPT = Prompt(index=7, text="21>", token_ids=(1, 2, 3), label="12", metadata={"level": 3})
 
 
-def sample(group: int, place: int, **changes: object) -> Sample:
+def sample(group: int, place: int, response_ids: tuple[int, int] = (4, 5), **changes: object) -> Sample:
     values = {
-        "prompt": Prompt(index=7, text="21>", token_ids=(1, 2, 3), label="12", metadata={"level": 3}),
         "group_index": group,
-        "sample_index": 2 * group + place,
-        "response_ids": [4, 5],
+        "index": 2 * group + place,
         "response": "12",
         "rollout_log_probs": [-0.25, -1.5],
         "loss_mask": [1, 0],
         "weight_versions": [3, 4],
-        "finish_reason": "stop",
         "reward": 0.5,
     }
-    return Sample(**{**values, **changes})  # type: ignore[arg-type]
+    return make_sample(PROMPT, list(response_ids), **{**values, **changes})
 
 
 def test_samples_come_back_as_they_were(tmp_path: Path) -> None:
-    groups = [[sample(0, 0), sample(0, 1, reward=None)], [sample(1, 0), sample(1, 1, response_ids=[9, 9])]]
+    groups = [[sample(0, 0), sample(0, 1, reward=None)], [sample(1, 0), sample(1, 1, response_ids=(9, 9))]]
     save_samples(tmp_path / "a" / "rollout.jsonl", groups)
     assert load_samples(tmp_path / "a" / "rollout.jsonl", 2, 2) == groups
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["rollout.jsonl"]
@@ -60,7 +60,7 @@ def test_a_bad_line_is_named(line: str, message: str, tmp_path: Path) -> None:
 
 def test_lists_of_different_lengths_are_named(tmp_path: Path) -> None:
     save_samples(tmp_path / "x", [[sample(0, 0, loss_mask=[1])]])
-    with pytest.raises(ValueError, match="response_ids 2, rollout_log_probs 2, loss_mask 1"):
+    with pytest.raises(ValueError, match="response_length 2, rollout_log_probs 2, loss_mask 1"):
         load_samples(tmp_path / "x", 1, 1)
 
 
@@ -75,17 +75,20 @@ def test_another_number_of_samples_is_refused(tmp_path: Path) -> None:
 def test_routing_comes_back_to_the_bit(tmp_path: Path) -> None:
     experts = torch.tensor([[[3, 1]], [[0, 255]], [[7, 2]], [[5, 6]]], dtype=torch.uint8)
     weights = torch.rand(4, 1, 2)
-    rows = [sample(0, 0, routed_experts=experts, routing_weights=weights), sample(0, 1, routed_experts=experts.short())]
+    rows = [
+        sample(0, 0, rollout_routed_experts=experts, rollout_routing_weights=weights),
+        sample(0, 1, rollout_routed_experts=experts.short()),
+    ]
     save_samples(tmp_path / "x", [rows])
     first, second = load_samples(tmp_path / "x", 1, 2)[0]
     for found, wanted in (
-        (first.routed_experts, experts),
-        (first.routing_weights, weights),
-        (second.routed_experts, experts.short()),
+        (first.rollout_routed_experts, experts),
+        (first.rollout_routing_weights, weights),
+        (second.rollout_routed_experts, experts.short()),
     ):
         assert found is not None and found.dtype == wanted.dtype and torch.equal(found, wanted)
-    assert second.routing_weights is None
-    assert json.loads((tmp_path / "x").read_text().splitlines()[0])["routed_experts"] == {
+    assert second.rollout_routing_weights is None
+    assert json.loads((tmp_path / "x").read_text().splitlines()[0])["rollout_routed_experts"] == {
         "dtype": "uint8",
         "shape": [4, 1, 2],
         "base64": "AwEA/wcCBQY=",
@@ -107,9 +110,60 @@ def test_routing_comes_back_to_the_bit(tmp_path: Path) -> None:
     ids=["dtype", "too-large", "negative", "fraction", "no-shape", "short", "not-base64", "number"],
 )
 def test_routing_that_is_not_a_tensor_is_named(changes: dict[str, object], message: str, tmp_path: Path) -> None:
-    save_samples(tmp_path / "x", [[sample(0, 0, routed_experts=torch.zeros(4, 1, 2, dtype=torch.uint8))]])
+    save_samples(tmp_path / "x", [[sample(0, 0, rollout_routed_experts=torch.zeros(4, 1, 2, dtype=torch.uint8))]])
     row = json.loads((tmp_path / "x").read_text())
-    row["routed_experts"] |= changes
+    row["rollout_routed_experts"] |= changes
     (tmp_path / "x").write_text(json.dumps(row) + "\n")
-    with pytest.raises(ValueError, match=f"line 1 has routed_experts that are not a tensor: .*{message}"):
+    with pytest.raises(ValueError, match=f"line 1 has rollout_routed_experts that are not a tensor: .*{message}"):
         load_samples(tmp_path / "x", 1, 1)
+
+
+EARLIER = {
+    "prompt": {"index": 7, "text": "21>", "token_ids": [1, 2, 3], "label": "12", "metadata": {"level": 3}},
+    "group_index": 0,
+    "sample_index": 1,
+    "response_ids": [4, 5],
+    "response": "12",
+    "rollout_log_probs": [None, -1.5],
+    "loss_mask": [1, 0],
+    "weight_versions": [3, 4],
+    "finish_reason": "length",
+    "sampling_mask": None,
+    "reward": 0.5,
+    "reward_parts": {"acc": 1.0},
+    "metadata": {},
+    "remove_sample": False,
+    "routed_experts": {"dtype": "uint8", "shape": [4, 1, 2], "base64": "AwEA/wcCBQY="},
+    "routing_weights": None,
+}
+"""A row as it was written before samples had slime's names."""
+
+
+def test_a_file_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    (tmp_path / "x").write_text(json.dumps(EARLIER) + "\n")
+    ((found,),) = load_samples(tmp_path / "x", 1, 1)
+    assert math.isnan(found.rollout_log_probs.pop(0))
+    wanted = sample(0, 1, reward_parts={"acc": 1.0}, status=Sample.Status.TRUNCATED, rollout_log_probs=[-1.5])
+    assert found == wanted and found.metadata == {"level": 3} and found.row == PROMPT
+    assert found.rollout_routed_experts is not None
+    assert found.rollout_routed_experts.tolist() == [[[3, 1]], [[0, 255]], [[7, 2]], [[5, 6]]]
+
+
+def test_segments_with_prompts_of_their_own_come_back_as_one_rollout(tmp_path: Path) -> None:
+    first = sample(0, 0, rollout_id=0, session_id="a", train_metadata={"weight": 2}, non_generation_time=0.5)
+    second = Sample(
+        group_index=0,
+        index=1,
+        rollout_id=0,
+        prompt=[{"role": "user", "content": "21"}],
+        prompt_index=7,
+        tokens=[8, 9, 4],
+        response_length=1,
+        loss_mask=[1],
+        rollout_log_probs=[-2.0],
+        weight_versions=[3],
+        status=Sample.Status.FAILED,
+    )
+    save_samples(tmp_path / "x", [[first, second, sample(0, 2)]])
+    assert load_samples(tmp_path / "x", 1, 2) == [[first, second, sample(0, 2)]]
+    assert json.loads((tmp_path / "x").read_text().splitlines()[0])["prompt"]["token_ids"] is None

@@ -8,7 +8,7 @@ from slime_tis.rollout import decode
 from slime_tis.rollout.checkpoint import load_tokenizer
 from slime_tis.rollout.local import LocalEngine
 from slime_tis.rollout.quantize import round_fp8, round_int8
-from slime_tis.rollout.sample import Prompt, Sample, Sampling
+from slime_tis.rollout.sample import STATUS, Prompt, Sample, Sampling
 from slime_tis.rollout.sampling import filtered_log_probs
 from slime_tis.sampling_mask import SamplingMask
 from tests.checkpoints import EOS, make_checkpoint
@@ -56,7 +56,7 @@ def forward_log_probs(path, sample: Sample, sampling: Sampling) -> torch.Tensor:
 def forward_distributions(path, sample: Sample, sampling: Sampling) -> torch.Tensor:
     """Log-probs of all tokens at each position of the response, by such a pass."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
-    ids, start = torch.tensor([sample.token_ids]), len(sample.prompt.token_ids)
+    ids, start = torch.tensor([sample.tokens]), len(sample.prompt.token_ids)
     with torch.no_grad():
         logits = model(input_ids=ids, use_cache=False).logits[0, start - 1 : -1]
     return filtered_log_probs(logits, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k)
@@ -65,7 +65,7 @@ def forward_distributions(path, sample: Sample, sampling: Sampling) -> torch.Ten
 def assert_same_samples(one, other):
     for a, b in zip(flat(one), flat(other), strict=True):
         assert a.response_ids == b.response_ids
-        assert (a.response, a.finish_reason) == (b.response, b.finish_reason)
+        assert (a.response, a.status) == (b.response, b.status)
         torch.testing.assert_close(torch.tensor(a.rollout_log_probs), torch.tensor(b.rollout_log_probs), **EXACT)
 
 
@@ -113,12 +113,12 @@ def test_samples_say_what_they_are(checkpoints):
     path = checkpoints["qwen3", 0]
     prompts, tokenizer = make_prompts(path), load_tokenizer(path)
     samples = flat(make_engine(path).generate(prompts, Sampling(max_response_len=5, n_samples=3), seed=0))
-    assert [sample.sample_index for sample in samples] == list(range(15))
+    assert [sample.index for sample in samples] == list(range(15))
     assert [sample.group_index for sample in samples] == [place // 3 for place in range(15)]
     for sample in samples:
         assert sample.prompt is prompts[sample.group_index]
         assert sample.response == tokenizer.decode(sample.response_ids, skip_special_tokens=True)
-        assert sample.token_ids == [*sample.prompt.token_ids, *sample.response_ids]
+        assert sample.tokens == [*sample.prompt.token_ids, *sample.response_ids]
         length = len(sample.response_ids)
         assert (sample.loss_mask, sample.weight_versions) == ([1] * length, [0] * length)
         assert sample.reward is None
@@ -132,7 +132,7 @@ def test_responses_end_with_their_stop_token_or_at_their_limit(checkpoints):
     for sample in samples:
         assert not ends & set(sample.response_ids[:-1])
         stopped = sample.response_ids[-1] in ends
-        assert sample.finish_reason == ("stop" if stopped else "length")
+        assert sample.status is STATUS["stop" if stopped else "length"]
         assert stopped or len(sample.response_ids) == 30
     assert {sample.response_ids[-1] for sample in samples} >= ends
 
@@ -193,7 +193,7 @@ def test_greedy_is_that_of_transformers(checkpoints, family):
     for prompt, (sample,) in zip(prompts, groups, strict=True):
         ids = torch.tensor([prompt.token_ids])
         expected = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=25)
-        assert sample.token_ids == expected[0].tolist()
+        assert sample.tokens == expected[0].tolist()
         torch.testing.assert_close(
             torch.tensor(sample.rollout_log_probs),
             forward_log_probs(path, sample, Sampling(max_response_len=25)),
@@ -295,7 +295,7 @@ def test_the_context_bounds_responses_and_refuses_prompts_that_fill_it(checkpoin
     engine, prompts = make_engine(path), make_prompts(path)
     sampling = Sampling(max_response_len=50, max_context_len=16, stop_token_ids=())
     groups = engine.generate(prompts, sampling, seed=2)
-    assert {len(s.token_ids) for s in flat(groups) if s.finish_reason == "length"} == {16}
+    assert {len(s.tokens) for s in flat(groups) if s.status is Sample.Status.TRUNCATED} == {16}
     whole = engine.generate(prompts, Sampling(max_response_len=50), seed=2)
     for cut, sample in zip(flat(groups), flat(whole), strict=True):
         assert cut.response_ids == sample.response_ids[: len(cut.response_ids)]

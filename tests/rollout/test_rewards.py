@@ -12,6 +12,7 @@ from slime_tis.rollout.dump import from_dict, to_dict
 from slime_tis.rollout.metrics import rollout_metrics
 from slime_tis.rollout.rewards import assign_rewards, build_reward, check_prompts
 from slime_tis.rollout.sample import Prompt, Sample
+from tests.samples import make_sample
 
 NAMES = "exact_match, math, deepscaler, dapo, f1, gpqa, random, each also as boxed_NAME"
 
@@ -23,16 +24,11 @@ def make_config(**options) -> RolloutConfig:
 def make_samples(*groups, label: str | None = "12") -> list[Sample]:
     """Samples of prompts 10, 11, … with the given responses."""
     return [
-        Sample(
-            prompt=Prompt(index=10 + group, text="?", token_ids=(1,), label=label, metadata={"group": group}),
+        make_sample(
+            Prompt(index=10 + group, text="?", token_ids=(1,), label=label, metadata={"group": group}),
+            [3],
             group_index=group,
-            sample_index=0,
-            response_ids=[3],
             response=response,
-            rollout_log_probs=[-1.0],
-            loss_mask=[1],
-            weight_versions=[0],
-            finish_reason="stop",
         )
         for group, responses in enumerate(groups)
         for response in responses
@@ -121,7 +117,7 @@ WRONG = {
         "returned a dict for prompt 10; say which of 'acc', 'len' is the reward with --reward-key.",
     ),
     "tokens": (
-        "sample.response_ids.clear(); return 1",
+        "sample.tokens.clear(); return 1",
         "changed the tokens, log-probs, versions or places of a sample of prompt 10, or its loss_mask to other than a "
         "0 or 1 for each response token; it may set metadata, loss_mask and remove_sample.",
     ),

@@ -9,8 +9,9 @@ from slime_tis.hf_directory import MoeSizes
 from slime_tis.rollout.checkpoint import load_tokenizer
 from slime_tis.rollout.local import LocalEngine
 from slime_tis.rollout.routing import expert_dtype, has_usable_experts, has_usable_weights
-from slime_tis.rollout.sample import Prompt, Sample, Sampling
+from slime_tis.rollout.sample import Prompt, Sampling
 from tests.checkpoints import make_checkpoint
+from tests.samples import make_sample
 
 EXPERTS = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
 SIZES = {
@@ -67,20 +68,21 @@ def test_rows_are_the_experts_of_every_token_but_the_last(checkpoint):
     samples = generate(path, return_routed_experts=True, return_routing_weights=True)
     assert len({len(sample.response_ids) for sample in samples}) > 1  # some are dropped from the batch before others
     for sample in samples:
-        experts, weights = routing_of(model, LAYERS[name], sample.token_ids)
-        assert sample.routed_experts is not None and sample.routed_experts.dtype == torch.uint8
+        experts, weights = routing_of(model, LAYERS[name], sample.tokens)
+        assert sample.rollout_routed_experts is not None and sample.rollout_routed_experts.dtype == torch.uint8
         # transformers leaves the order of GLM's experts open
         rows, order = (
-            sample.routed_experts.long().sort(-1) if name == "glm4_moe" else (sample.routed_experts.long(), None)
+            sample.rollout_routed_experts.long().sort(-1)
+            if name == "glm4_moe"
+            else (sample.rollout_routed_experts.long(), None)
         )
         expected, expected_order = experts[:-1].sort(-1) if name == "glm4_moe" else (experts[:-1], None)
         assert torch.equal(rows, expected)
-        assert sample.routing_weights is not None
-        found, wanted = sample.routing_weights, weights[:-1]
+        assert sample.rollout_routing_weights is not None
+        found, wanted = sample.rollout_routing_weights, weights[:-1]
         if order is not None and expected_order is not None:
             found, wanted = found.gather(-1, order), wanted.gather(-1, expected_order)
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
-        assert sample.rollout_routed_experts is sample.routed_experts
 
 
 @pytest.mark.parametrize("checkpoint", ["qwen3_moe"], indirect=True)
@@ -88,15 +90,15 @@ def test_only_what_is_asked_for_is_recorded_and_samples_are_the_same(checkpoint)
     _, path = checkpoint
     without, ids = generate(path), generate(path, return_routed_experts=True)
     assert [sample.response_ids for sample in without] == [sample.response_ids for sample in ids]
-    assert all(sample.routed_experts is None and sample.routing_weights is None for sample in without)
-    assert all(sample.routed_experts is not None and sample.routing_weights is None for sample in ids)
+    assert all(sample.rollout_routed_experts is None and sample.rollout_routing_weights is None for sample in without)
+    assert all(sample.rollout_routed_experts is not None and sample.rollout_routing_weights is None for sample in ids)
 
 
 @pytest.mark.parametrize("checkpoint", ["qwen3_moe"], indirect=True)
 def test_a_rows_memory_is_its_own(checkpoint):
     _, path = checkpoint
     for sample in generate(path, return_routed_experts=True):
-        assert sample.routed_experts.untyped_storage().nbytes() == sample.routed_experts.numel()
+        assert sample.rollout_routed_experts.untyped_storage().nbytes() == sample.rollout_routed_experts.numel()
 
 
 def test_a_dense_model_has_no_router_to_round(tmp_path):
@@ -120,19 +122,8 @@ GOOD = torch.tensor([[[0, 1], [2, 3]], [[7, 6], [0, 1]], [[5, 0], [1, 0]]], dtyp
 
 
 def sample_with(experts, weights=None):
-    return Sample(
-        prompt=Prompt(index=0, text="1>", token_ids=(1, 5)),
-        group_index=0,
-        sample_index=0,
-        response_ids=[4, 2],
-        response="",
-        rollout_log_probs=[-1.0, -1.0],
-        loss_mask=[1, 1],
-        weight_versions=[0, 0],
-        finish_reason="stop",
-        routed_experts=experts,
-        routing_weights=weights,
-    )
+    prompt = Prompt(index=0, text="1>", token_ids=(1, 5))
+    return make_sample(prompt, [4, 2], rollout_routed_experts=experts, rollout_routing_weights=weights)
 
 
 def sizes(top_k=2, experts=8):

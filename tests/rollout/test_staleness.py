@@ -2,20 +2,12 @@
 
 from slime_tis.rollout.sample import Prompt, Sample
 from slime_tis.rollout.staleness import mask_stale_samples
+from tests.samples import make_sample
 
 
 def sample(versions: list[int]) -> Sample:
-    return Sample(
-        prompt=Prompt(index=0, text="", token_ids=(5,)),
-        group_index=0,
-        sample_index=0,
-        response_ids=[7] * len(versions),
-        response="",
-        rollout_log_probs=[-1.0] * len(versions),
-        loss_mask=[1] * len(versions),
-        weight_versions=versions,
-        finish_reason="stop",
-    )
+    prompt = Prompt(index=0, text="", token_ids=(5,))
+    return make_sample(prompt, [7] * len(versions), weight_versions=versions)
 
 
 def masks(version: int, limit: int | None) -> tuple[list[list[list[int]]], int]:

@@ -86,13 +86,13 @@ def assert_experts(sample: Sample, references: dict[int, MoeReference]) -> None:
 
     Rows whose router hesitates between two experts may differ; there are next to none in float32.
     """
-    assert sample.routed_experts is not None
+    assert sample.rollout_routed_experts is not None
     first = len(sample.prompt.token_ids)
-    of_next = [sample.weight_versions[max(place + 1 - first, 0)] for place in range(len(sample.token_ids) - 1)]
-    by_version = {version: references[version].experts(sample.token_ids) for version in set(of_next)}
+    of_next = [sample.weight_versions[max(place + 1 - first, 0)] for place in range(len(sample.tokens) - 1)]
+    by_version = {version: references[version].experts(sample.tokens) for version in set(of_next)}
     expected = torch.stack([by_version[version][place] for place, version in enumerate(of_next)])
-    assert sample.routed_experts.shape == expected.shape
-    differing = (sample.routed_experts.long().sort(-1).values != expected.sort(-1).values).any(-1).any(-1)
+    assert sample.rollout_routed_experts.shape == expected.shape
+    differing = (sample.rollout_routed_experts.long().sort(-1).values != expected.sort(-1).values).any(-1).any(-1)
     assert int(differing.sum()) <= len(differing) // 200
     assert worst_by_version(sample, references) < BOUND
 
@@ -129,7 +129,7 @@ def test_stragglers_keep_the_experts_of_their_tokens_over_a_checkpoint_and_an_up
     sampling = dataclasses.replace(LONG, stop_token_ids=tuple(range(3, 1024, 32)))  # so that lengths differ
     groups = engine.submit(prompts, sampling, seed=0, num_groups=3).result()
     left = engine.unfinished()
-    begun = [sample for sample in all_samples(left) if sample.finish_reason == "abort" and sample.response_ids]
+    begun = [sample for sample in all_samples(left) if sample.status is Sample.Status.ABORTED and sample.response_ids]
     assert begun
     for sample in [*all_samples(groups), *begun]:
         assert_experts(sample, references)

@@ -11,7 +11,7 @@ from slime_tis.megatron.batch import make_batch
 from slime_tis.megatron.config import MegatronConfig
 from slime_tis.megatron.engine import TrainingEngine
 from slime_tis.megatron.parallel import Parallel, initialize, shut_down
-from slime_tis.rollout.sample import Prompt, Sample, Sampling
+from slime_tis.rollout.sample import STATUS, Prompt, Sample, Sampling
 from tests.checkpoints import EOS
 from tests.sglang_server.conftest import MakeEngine
 from tests.sglang_server.references import Reference
@@ -52,11 +52,11 @@ def test_log_probs_are_those_of_transformers_and_of_training(
     groups = engine.generate(prompts, sampling, seed=0)
     assert [[sample.prompt for sample in group] for group in groups] == [[prompt] * 3 for prompt in prompts]
     samples = [sample for group in groups for sample in group]
-    assert [sample.sample_index for sample in samples] == list(range(24))
+    assert [sample.index for sample in samples] == list(range(24))
     assert len({tuple(sample.response_ids) for sample in samples}) == 24
     for sample in samples:
-        assert sample.finish_reason == ("stop" if sample.response_ids[-1] == EOS else "length")
-        assert sample.finish_reason == "stop" or len(sample.response_ids) == 48
+        assert sample.status is STATUS["stop" if sample.response_ids[-1] == EOS else "length"]
+        assert sample.status is Sample.Status.COMPLETED or len(sample.response_ids) == 48
         assert sample.loss_mask == [1] * len(sample.response_ids)
         assert sample.weight_versions == [0] * len(sample.response_ids)
         assert reference.gap(sample, temperature) < BOUND
@@ -86,7 +86,7 @@ def test_a_stop_token_ends_a_response_and_is_part_of_it(
     sampling = Sampling(max_response_len=200, n_samples=4, stop_token_ids=stops)
     for group in make_engine(server).generate(prompts, sampling, seed=0):
         for sample in group:
-            assert sample.finish_reason == "stop"
+            assert sample.status is Sample.Status.COMPLETED
             assert [token in (EOS, *stops) for token in sample.response_ids].index(True) == len(sample.response_ids) - 1
             assert reference.gap(sample) < BOUND
 
@@ -97,7 +97,7 @@ def test_a_response_ends_with_the_context_and_no_prompt_is_sent_that_leaves_none
     engine = make_engine(server)
     long = dataclasses.replace(prompts[0], token_ids=tuple(3 + i % 60 for i in range(500)))
     ((sample,),) = engine.generate([long], Sampling(max_response_len=400), seed=0)
-    assert sample.finish_reason == "stop" or len(sample.token_ids) >= 510
+    assert sample.status is Sample.Status.COMPLETED or len(sample.tokens) >= 510
     assert reference.gap(sample) < BOUND
     written = server.log.read_text().count("POST /generate")
     too_long = dataclasses.replace(long, token_ids=tuple(3 for _ in range(600)))

@@ -52,7 +52,7 @@ def test_a_launched_server_asks_for_a_key_that_nobody_sees_and_is_started_again_
     wait_for_decoding(tmp_path / "sglang_0.log")
     scheduler.kill()
     samples = all_samples(pending.result())
-    assert [sample.sample_index for sample in samples] == list(range(2 * len(prompts)))
+    assert [sample.index for sample in samples] == list(range(2 * len(prompts)))
     assert all(set(sample.weight_versions) == {3} and reference.gap(sample) < BOUND for sample in samples)
     assert engine.metrics()["rollout/sglang_restarts"] == 1
 

@@ -1,6 +1,6 @@
 """Partial rollouts on a real server: stragglers are aborted, and gone on with in the next rollout."""
 
-from slime_tis.rollout.sample import Prompt, Sampling
+from slime_tis.rollout.sample import Prompt, Sample, Sampling
 from tests.sglang_server.conftest import MakeEngine
 from tests.sglang_server.references import Reference
 from tests.sglang_server.servers import RealServer
@@ -17,10 +17,10 @@ def test_aborted_samples_are_gone_on_with_from_their_tokens(
 
     groups = engine.submit(prompts, sampling, seed=0, num_groups=3).result()
     assert len(groups) == 3
-    assert all(sample.finish_reason in ("stop", "length") for sample in all_samples(groups))
+    assert all(sample.status in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED) for sample in all_samples(groups))
     left = engine.unfinished()
     assert sorted(group[0].prompt.index for group in [*groups, *left]) == list(range(8))
-    begun = [sample for sample in all_samples(left) if sample.finish_reason == "abort" and sample.response_ids]
+    begun = [sample for sample in all_samples(left) if sample.status is Sample.Status.ABORTED and sample.response_ids]
     assert begun
 
     engine.update_weights(other_reference.named_tensors, 1)
@@ -28,7 +28,7 @@ def test_aborted_samples_are_gone_on_with_from_their_tokens(
     assert engine.unfinished() == []
     finished = {(sample.prompt.index, tuple(sample.response_ids)): sample for sample in all_samples(groups)}
     for sample in finished.values():
-        assert sample.finish_reason == "stop" or len(sample.response_ids) == 400
+        assert sample.status is Sample.Status.COMPLETED or len(sample.response_ids) == 400
         assert worst_by_version(sample, weights) < BOUND
     for sample in begun:
         kept = len(sample.response_ids)

@@ -105,7 +105,9 @@ def test_an_interrupted_partial_rollout_goes_on_with_the_experts_of_its_straggle
     assert first.exitcode == 128 + signal.SIGTERM, (tmp_path / "first.err").read_text()
     (checkpoint,) = (tmp_path / "checkpoints").glob("iter_*")
     unfinished = json.loads((checkpoint / "trainer_state.json").read_text())["unfinished"]
-    begun = [sample for group in unfinished for sample in map(from_dict, group) if sample.finish_reason == "abort"]
+    begun = [
+        sample for group in unfinished for sample in map(from_dict, group) if sample.status is Sample.Status.ABORTED
+    ]
     begun = [sample for sample in begun if sample.response_ids]
     assert begun
     run = run_apart([*flags, "--load", str(tmp_path / "checkpoints")], tmp_path / "second")
@@ -118,9 +120,9 @@ def test_an_interrupted_partial_rollout_goes_on_with_the_experts_of_its_straggle
     pairs = [(one, whole) for one in begun for whole in trained if begins_with(whole, one)]
     assert pairs
     for one, whole in pairs:
-        assert whole.routed_experts is not None and one.routed_experts is not None
-        assert torch.equal(whole.routed_experts[: len(one.token_ids) - 1], one.routed_experts)
-        assert len(whole.routed_experts) == len(whole.token_ids) - 1
+        assert whole.rollout_routed_experts is not None and one.rollout_routed_experts is not None
+        assert torch.equal(whole.rollout_routed_experts[: len(one.tokens) - 1], one.rollout_routed_experts)
+        assert len(whole.rollout_routed_experts) == len(whole.tokens) - 1
 
 
 def begins_with(whole: Sample, part: Sample) -> bool:

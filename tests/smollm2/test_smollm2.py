@@ -15,7 +15,7 @@ from examples.smollm2_reasoning_gym import answers, prepare
 from slime_tis.hf_directory import check_tensors, read_model_config
 from slime_tis.rollout.checkpoint import load_tokenizer
 from slime_tis.rollout.local import LocalEngine
-from slime_tis.rollout.sample import Prompt, Sampling
+from slime_tis.rollout.sample import Prompt, Sample, Sampling
 from tests.runs import ROOT, read_metrics, run_apart
 
 TASKS = ("chain_sum?max_terms=2&max_digits=1", "products?max_digits=1")
@@ -54,7 +54,7 @@ def test_it_answers_in_words(checkpoint: Path) -> None:
     engine = LocalEngine(checkpoint, tokenizer)
     ((sample,),) = engine.generate([prompt], Sampling(temperature=0.0, max_response_len=16), 0)
     engine.close()
-    assert sample.response == "The capital of France is Paris." and sample.finish_reason == "stop"
+    assert sample.response == "The capital of France is Paris." and sample.status is Sample.Status.COMPLETED
 
 
 def test_it_trains_for_two_steps(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -192,7 +192,7 @@ class SGLangEngine:
         groups = [[self._pending(prompt, sampling) for _ in range(sampling.n_samples)] for prompt in prompts]
         if num_groups is not None:
             groups[:0] = [
-                [PendingSample.from_sample(one, self._pending(one.prompt, sampling).max_new_tokens) for one in group]
+                [PendingSample.from_sample(one, self._pending(one.row, sampling).max_new_tokens) for one in group]
                 for group in self._unfinished
             ]
             self._check_num_groups(num_groups, len(groups))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from slime_tis.rollout.sample import FinishReason, Prompt, Sample, Sampling
+from slime_tis.rollout.sample import FINISH_REASONS, STATUS, FinishReason, Prompt, Sample, SampleStatus, Sampling
 from slime_tis.rollout.sglang.client import ABORT_INTERVAL, ABORT_TIMEOUT, Server, cancel_and_wait
 from slime_tis.rollout.sglang.dispatch import Attempts, Dispatcher
 from slime_tis.rollout.sglang.errors import ServerError
@@ -53,15 +53,16 @@ class PendingSample:
     @classmethod
     def from_sample(cls, sample: Sample, max_new_tokens: int) -> PendingSample:
         """Continues a sample that was aborted; one that ended stays as it is."""
+        ended = sample.status is not SampleStatus.ABORTED
         pending = cls(
-            prompt=sample.prompt,
+            prompt=sample.row,
             max_new_tokens=max_new_tokens,
             token_ids=list(sample.response_ids),
             log_probs=list(sample.rollout_log_probs),
             versions=list(sample.weight_versions),
-            routed_experts=sample.routed_experts,
+            routed_experts=sample.rollout_routed_experts,
             sampling_mask=sample.sampling_mask,
-            finish_reason=None if sample.finish_reason == "abort" else sample.finish_reason,
+            finish_reason=FINISH_REASONS[sample.status] if ended else None,
         )
         if pending.routed_experts is not None and len(pending.routed_experts) != len(pending.input_ids) - 1:
             pending.routed_experts = None
@@ -127,19 +128,20 @@ class PendingSample:
         if self.finish_reason is None and (self.remaining_tokens < 1 or too_long):
             self.finish_reason = "length"
 
-    def to_sample(self, tokenizer: PreTrainedTokenizerBase, group_index: int, sample_index: int) -> Sample:
-        """The sample so far; an unfinished one has the finish reason abort."""
+    def to_sample(self, tokenizer: PreTrainedTokenizerBase, group_index: int, index: int) -> Sample:
+        """The sample so far; an unfinished one is aborted."""
         return Sample(
             prompt=self.prompt,
             group_index=group_index,
-            sample_index=sample_index,
-            response_ids=list(self.token_ids),
+            index=index,
+            tokens=self.input_ids,
+            response_length=len(self.token_ids),
             response=tokenizer.decode(self.token_ids, skip_special_tokens=True),
             rollout_log_probs=list(self.log_probs),
             loss_mask=[1] * len(self.token_ids),
             weight_versions=list(self.versions),
-            finish_reason=self.finish_reason or "abort",
-            routed_experts=self.routed_experts if self.unrecorded_layer is None else None,
+            status=STATUS[self.finish_reason or "abort"],
+            rollout_routed_experts=self.routed_experts if self.unrecorded_layer is None else None,
             sampling_mask=self.sampling_mask,
         )
 

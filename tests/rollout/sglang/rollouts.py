@@ -12,7 +12,7 @@ from torch import Tensor
 
 from slime_tis.rollout.checkpoint import load_tokenizer
 from slime_tis.rollout.engine import WeightSource
-from slime_tis.rollout.sample import Prompt, Sample, Sampling
+from slime_tis.rollout.sample import STATUS, Prompt, Sample, Sampling
 from slime_tis.rollout.sglang.client import Server
 from slime_tis.rollout.sglang.config import SGLangConfig
 from slime_tis.rollout.sglang.engine import SGLangEngine
@@ -125,9 +125,9 @@ def assert_exact(groups: list[list[Sample]], prompts: Sequence[Prompt], sampling
     """Every sample is there once, in its place, and is what the model says."""
     assert [[sample.prompt for sample in group] for group in groups] == [[p] * sampling.n_samples for p in prompts]
     for number, sample in enumerate(flat(groups)):
-        assert (sample.group_index, sample.sample_index) == (number // sampling.n_samples, number)
+        assert (sample.group_index, sample.index) == (number // sampling.n_samples, number)
         assert sample.response_ids == continuation(list(sample.prompt.token_ids), sampling.max_response_len)
-        assert sample.finish_reason == ("stop" if sample.response_ids[-1] == STOP else "length")
+        assert sample.status is STATUS["stop" if sample.response_ids[-1] == STOP else "length"]
         assert_log_probs(sample)
 
 

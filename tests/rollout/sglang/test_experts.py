@@ -75,10 +75,10 @@ def start(checkpoint: Path) -> Iterator[Callable[..., Run]]:
 def assert_experts(sample: Sample) -> None:
     """Every row has the choice of the weights that sampled the token after it; the prompt's, of the first token."""
     first = len(sample.prompt.token_ids)
-    of_next = [sample.weight_versions[max(place + 1 - first, 0)] for place in range(len(sample.token_ids) - 1)]
-    expected = [chosen_experts(token, version) for token, version in zip(sample.token_ids, of_next, strict=False)]
-    assert sample.routed_experts is not None and sample.routed_experts.dtype == torch.uint8
-    assert sample.routed_experts.tolist() == expected
+    of_next = [sample.weight_versions[max(place + 1 - first, 0)] for place in range(len(sample.tokens) - 1)]
+    expected = [chosen_experts(token, version) for token, version in zip(sample.tokens, of_next, strict=False)]
+    assert sample.rollout_routed_experts is not None and sample.rollout_routed_experts.dtype == torch.uint8
+    assert sample.rollout_routed_experts.tolist() == expected
     assert has_usable_experts(sample, SIZES)
 
 
@@ -94,7 +94,7 @@ def test_samples_come_with_the_experts_of_all_tokens_that_were_fed(start: Callab
 def test_an_evaluation_asks_for_none(start: Callable[..., Run]) -> None:
     run = start(1)
     groups = run.engine.generate(PROMPTS[:2], Sampling(max_response_len=20), seed=0)
-    assert all(sample.routed_experts is None for sample in flat(groups))
+    assert all(sample.rollout_routed_experts is None for sample in flat(groups))
     assert not any("return_routed_experts" in body for body in run.requests)
 
 
@@ -135,7 +135,7 @@ def test_stragglers_go_on_from_the_experts_that_they_have_after_a_checkpoint_too
     run = start(1)
     left = stragglers(run)
     for sample in flat(left):
-        assert sample.finish_reason == "abort"
+        assert sample.status is Sample.Status.ABORTED
         assert_experts(sample)
     lengths = [len(sample.response_ids) for sample in flat(left)]
     stored = json.loads(json.dumps([[to_dict(sample) for sample in group] for group in left]))
@@ -151,13 +151,13 @@ def test_stragglers_go_on_from_the_experts_that_they_have_after_a_checkpoint_too
 def test_stragglers_without_all_experts_get_none(start: Callable[..., Run], caplog: pytest.LogCaptureFixture) -> None:
     run = start(1)
     (one, other), second = stragglers(run)
-    one.routed_experts = None
-    assert other.routed_experts is not None
-    other.routed_experts = other.routed_experts[:-1]
+    one.rollout_routed_experts = None
+    assert other.rollout_routed_experts is not None
+    other.rollout_routed_experts = other.rollout_routed_experts[:-1]
     run.engine.resume_unfinished([[one, other], second])
     groups = run.engine.submit([], LONG, seed=1, num_groups=2).result()
     assert_exact(groups, [LATE[0], LATE[1]], LONG)
-    assert [sample.routed_experts is None for sample in flat(groups)] == [True, True, False, False]
+    assert [sample.rollout_routed_experts is None for sample in flat(groups)] == [True, True, False, False]
     assert sum("return_routed_experts" not in body for body in run.requests) == 2
     assert not caplog.records
 
@@ -174,7 +174,7 @@ def test_a_request_that_an_update_did_not_end_has_none(
         run.update(1)
     for sample in flat(pending.result()):
         assert sample.weight_versions == [0] * 5 + [1] * 25
-        assert sample.routed_experts is None
+        assert sample.rollout_routed_experts is None
     assert "its weights were updated in the middle of a request" in caplog.text
 
 
@@ -243,10 +243,10 @@ def test_a_sample_whose_experts_cannot_be_has_none_and_the_first_is_reported(
     with caplog.at_level(logging.WARNING):
         groups = run.engine.generate(LATE[:2], SAMPLING, seed=0)
     assert_exact(groups, LATE[:2])
-    without = [sample for sample in flat(groups) if sample.routed_experts is None]
+    without = [sample for sample in flat(groups) if sample.rollout_routed_experts is None]
     assert len(without) == 2
     for sample in flat(groups):
-        if sample.routed_experts is not None:
+        if sample.rollout_routed_experts is not None:
             assert_experts(sample)
     (record,) = caplog.records
     assert record.getMessage().startswith(f"{run.servers[0].url} gave no experts that can be replayed: ")
@@ -283,7 +283,7 @@ def test_a_server_that_comes_back_without_the_flag_is_used_without(
     run.servers[0].returns_experts = False
     groups = run.engine.generate(PROMPTS[:2], SAMPLING, seed=0)
     assert_exact(groups, PROMPTS[:2])
-    assert all(sample.routed_experts is None for sample in flat(groups))
+    assert all(sample.rollout_routed_experts is None for sample in flat(groups))
     assert sum("it has no routed_experts" in record.getMessage() for record in caplog.records) == 1
 
 
@@ -355,10 +355,10 @@ def test_one_expert_per_token_is_judged_over_the_whole_response(checkpoint: Path
         pending = PendingSample(prompt=SHORT, max_new_tokens=8)
         pending.append(completion([[0, 0]] * len(SHORT.token_ids), "abort"), [0])
         assert pending.unrecorded_layer is None  # the rows to come may be others
-        assert pending.to_sample(tokenizer, 0, 0).routed_experts is not None
+        assert pending.to_sample(tokenizer, 0, 0).rollout_routed_experts is not None
         pending.append(completion([last], "stop"), [0])
         assert pending.unrecorded_layer == unrecorded
-        experts = pending.to_sample(tokenizer, 0, 0).routed_experts
+        experts = pending.to_sample(tokenizer, 0, 0).rollout_routed_experts
         assert experts is None if unrecorded is not None else experts is not None and experts[-1, :, 0].tolist() == last
 
 

@@ -16,6 +16,7 @@ from slime_tis.rollout.sglang.config import SGLangConfig
 from slime_tis.rollout.sglang.engine import LoopThread, SGLangEngine
 from tests.rollout.sglang.fake_sglang import FakeSGLang, continuation, fake_servers, log_prob, spoiled, wait_until
 from tests.rollout.sglang.rollouts import LATE, PROMPTS, SAMPLING, Run, Weights, assert_exact, flat, held, stubborn
+from tests.samples import make_sample
 
 
 def test_samples_are_those_of_the_model_in_the_prompts_order(start: Callable[..., Run], checkpoint: Path) -> None:
@@ -57,22 +58,16 @@ def test_responses_end_with_the_context(start: Callable[..., Run]) -> None:
     )
     sampling = Sampling(max_response_len=50)
     ((sample,),) = start(1).engine.generate([late], sampling, seed=0)
-    assert (len(sample.token_ids), sample.finish_reason) == (127, "length")  # 0.5.9 refuses to be asked for all 128
+    assert (len(sample.tokens), sample.status) == (
+        127,
+        Sample.Status.TRUNCATED,
+    )  # 0.5.9 refuses to be asked for all 128
 
 
 def begun(tokens: int) -> Sample:
     """A response to LATE[0] that was aborted after some tokens."""
-    return Sample(
-        prompt=LATE[0],
-        group_index=0,
-        sample_index=0,
-        response_ids=continuation(list(LATE[0].token_ids), tokens),
-        response="",
-        rollout_log_probs=[-1.0] * tokens,
-        loss_mask=[1] * tokens,
-        weight_versions=[0] * tokens,
-        finish_reason="abort",
-    )
+    response = continuation(list(LATE[0].token_ids), tokens)
+    return make_sample(LATE[0], response, status=Sample.Status.ABORTED)
 
 
 def test_inputs_that_servers_do_not_take_are_not_sent(start: Callable[..., Run]) -> None:
@@ -85,7 +80,7 @@ def test_inputs_that_servers_do_not_take_are_not_sent(start: Callable[..., Run])
         run.engine.generate([long], SAMPLING, seed=0)
     run.engine.resume_unfinished([[begun(5)]])
     ((sample,),) = run.engine.submit([], Sampling(max_response_len=30), seed=0, num_groups=1).result()
-    assert (sample.response_ids, sample.finish_reason) == (begun(5).response_ids, "length")
+    assert (sample.response_ids, sample.status) == (begun(5).response_ids, Sample.Status.TRUNCATED)
     assert run.requests == []
 
 
@@ -99,7 +94,7 @@ def test_a_limit_that_is_lower_since_a_server_was_started_anew_is_kept_to(start:
     wait_until(lambda: run.engine.metrics()["rollout/sglang_returns"] == 1)
     run.engine.resume_unfinished([[begun(5)]])
     ((sample,),) = run.engine.submit([], Sampling(max_response_len=30), seed=0, num_groups=1).result()
-    assert (sample.response_ids, sample.finish_reason) == (begun(5).response_ids, "length")
+    assert (sample.response_ids, sample.status) == (begun(5).response_ids, Sample.Status.TRUNCATED)
     assert run.requests == []
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from slime_tis.rollout.dump import from_dict, to_dict
-from slime_tis.rollout.sample import Sampling
+from slime_tis.rollout.sample import Sample, Sampling
 from tests.rollout.sglang.fake_sglang import (
     continuation,
     wait_until,
@@ -44,7 +44,7 @@ def test_stragglers_are_kept_and_gone_on_with(start: Callable[..., Run]) -> None
     begun = [sample for sample in flat(left) if sample.prompt in LATE]
     assert len(begun) == 4
     for sample in begun:
-        assert sample.finish_reason == "abort"
+        assert sample.status is Sample.Status.ABORTED
         assert 0 < len(sample.response_ids) <= 8
         assert sample.response_ids == continuation(list(sample.prompt.token_ids), len(sample.response_ids))
         assert_log_probs(sample)
@@ -63,9 +63,9 @@ def test_stragglers_are_kept_and_gone_on_with(start: Callable[..., Run]) -> None
     assert run.engine.unfinished() == []
     for sample in flat(groups):
         if sample in flat(groups[:-1]) and sample.prompt in LATE:
-            old = kept[sample.prompt.index, sample.sample_index % 2]
+            old = kept[sample.prompt.index, sample.index % 2]
             assert sample.weight_versions == [0] * old + [1] * (30 - old)
-    goes_on = [len(sample.response_ids) for sample in flat(left) if sample.finish_reason == "abort"]
+    goes_on = [len(sample.response_ids) for sample in flat(left) if sample.status is Sample.Status.ABORTED]
     assert sorted(len(body["input_ids"]) - 3 for body in run.requests) == sorted([*goes_on, 0, 0])
 
 
@@ -96,7 +96,7 @@ def test_a_straggler_that_ends_while_it_is_aborted_is_complete(start: Callable[.
     when(lambda: run.servers[0].aborted, run.release)
     assert_exact(pending.result(), [EARLY[0]], sampling)
     ((sample,),) = run.engine.unfinished()
-    assert (sample.prompt, sample.finish_reason, len(sample.response_ids)) == (LATE[0], "length", 30)
+    assert (sample.prompt, sample.status, sample.response_length) == (LATE[0], Sample.Status.TRUNCATED, 30)
     asked = len(run.requests)
     assert_exact(run.engine.submit([], sampling, seed=0, num_groups=1).result(), [LATE[0]], sampling)
     assert len(run.requests) == asked

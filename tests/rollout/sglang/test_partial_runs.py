@@ -52,7 +52,7 @@ def stragglers(directory: Path) -> list[Sample]:
     (checkpoint,) = directory.glob("iter_*")
     state: dict[str, Any] = json.loads((checkpoint / "trainer_state.json").read_text())
     samples = [from_dict(row) for group in state["unfinished"] for row in group]
-    return [sample for sample in samples if sample.finish_reason == "abort" and sample.response_ids]
+    return [sample for sample in samples if sample.status is Sample.Status.ABORTED and sample.response_ids]
 
 
 def test_stragglers_of_an_interrupted_run_keep_their_experts(task: list[str], tmp_path: Path) -> None:
@@ -80,8 +80,8 @@ def test_stragglers_of_an_interrupted_run_keep_their_experts(task: list[str], tm
     pairs = [(one, whole) for one in begun for whole in trained if goes_on_from(whole, one)]
     assert any(len(set(whole.weight_versions)) > len(set(one.weight_versions)) for one, whole in pairs)
     for one, whole in pairs:
-        assert whole.routed_experts is not None and one.routed_experts is not None
-        assert torch.equal(whole.routed_experts[: len(one.routed_experts)], one.routed_experts)
+        assert whole.rollout_routed_experts is not None and one.rollout_routed_experts is not None
+        assert torch.equal(whole.rollout_routed_experts[: len(one.rollout_routed_experts)], one.rollout_routed_experts)
 
 
 def goes_on_from(whole: Sample, part: Sample) -> bool:

@@ -176,10 +176,11 @@ def first_tokens(sample: Sample, count: int, with_sampling_mask: bool) -> Sample
     assert sample.sampling_mask is not None
     return dataclasses.replace(
         sample,
-        response_ids=sample.response_ids[:count],
+        tokens=sample.tokens[: len(sample.prompt_ids) + count],
+        response_length=count,
         rollout_log_probs=sample.rollout_log_probs[:count],
         loss_mask=sample.loss_mask[:count],
         weight_versions=sample.weight_versions[:count],
         sampling_mask=sample.sampling_mask.select(torch.arange(count)) if with_sampling_mask else None,
-        finish_reason="abort",
+        status=Sample.Status.ABORTED,
     )

@@ -1,0 +1,22 @@
+"""Samples for tests."""
+
+from typing import Any
+
+from slime_tis.rollout.sample import Prompt, Sample
+
+
+def make_sample(prompt: Prompt, response_ids: list[int], **fields: Any) -> Sample:
+    """A completed sample of a prompt; log-probs of −1 and weights of version 0, all of it trained on."""
+    length = len(response_ids)
+    values: dict[str, Any] = {
+        "prompt": prompt,
+        "group_index": 0,
+        "index": 0,
+        "tokens": [*prompt.token_ids, *response_ids],
+        "response_length": length,
+        "rollout_log_probs": [-1.0] * length,
+        "loss_mask": [1] * length,
+        "weight_versions": [0] * length,
+        "status": Sample.Status.COMPLETED,
+    }
+    return Sample(**{**values, **fields})
