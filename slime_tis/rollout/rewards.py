@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from slime_tis.custom import calling, check_signature, describe, load_function
 from slime_tis.errors import CustomFunctionError, one_line
-from slime_tis.integrations import slime_modules
 from slime_tis.rollout.builtin_rewards import WITHOUT_LABEL, builtin_reward
 from slime_tis.rollout.collectives import map_over_ranks
 from slime_tis.rollout.json_values import json_object
@@ -32,8 +31,6 @@ POLL = 1.0
 """Time between two safe points while scores are awaited, in seconds."""
 SYMBOLIC = ("math", "deepscaler", "dapo")
 """Built-in rewards that compare with math-verify."""
-
-slime_modules.MODULES |= {"slime.utils": {}, "slime.utils.types": {"Sample": Sample}}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from slime_tis.integrations import slime_modules
 from slime_tis.sampling_mask import SamplingMask
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -277,6 +278,9 @@ class Sample:
         self.response += text or ""
         if update_terminal_info and "finish_reason" in meta:
             self.status = STATUS.get(meta["finish_reason"]["type"], self.status)
+
+
+slime_modules.MODULES |= {"slime.utils": {}, "slime.utils.types": {"Sample": Sample}}
 
 
 def by_rollout(samples: Iterable[Sample]) -> list[list[Sample]]:
