@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ from slime_tis.megatron.engine import TrainingEngine
 from slime_tis.rollout.build import evaluation_sampling
 from slime_tis.rollout.config import RolloutConfig
 from slime_tis.rollout.engine import RolloutEngine
-from slime_tis.rollout.evaluate import evaluate
+from slime_tis.rollout.evaluate import accuracy_metrics, answer
 from slime_tis.rollout.local import LocalEngine
 from slime_tis.rollout.sample import Prompt, Sample
 
@@ -38,6 +38,8 @@ class Evaluation:
     prompts: dict[str, list[Prompt]]
     """Prompts of each set by its name; the accuracy of the first set is the run's."""
     reward: Callable[[list[Sample]], list[float]]
+    logs: Callable[[int, Mapping[str, Sequence[Sample]]], bool]
+    """Shows the number of the rollout and the answers of each set to the user; whether the metrics are logged."""
     config: RolloutConfig
     engine: TrainingEngine
     """Whose weights are evaluated."""
@@ -70,11 +72,12 @@ class Evaluation:
         """Leaves an evaluation that a signal ended to the resumed run."""
         self.is_overdue = bool(self.prompts)
 
-    def __call__(self, version: int) -> dict[str, float]:
+    def __call__(self, version: int, rollout_id: int) -> dict[str, float]:
         """Held-out accuracy and lengths as eval/SET and eval/SET/…; a collective. Empty without prompts.
 
         Args:
             version: of the policy's weights, in optimizer steps.
+            rollout_id: rollouts trained on so far.
 
         Raises:
             Interrupted: a signal ended it, where it may be abandoned.
@@ -82,20 +85,22 @@ class Evaluation:
         if not self.prompts:
             return {}
         metrics: dict[str, float] = {}
+        answers: dict[str, list[Sample]] = {}
         with self.timer("eval"):
             if self._answers is None:
                 self._answers = self.build_engine()
             if self._answers.weight_version != version:
                 self._answers.update_weights(self.engine.named_hf_tensors, version)
             for name, prompts in self.prompts.items():
-                found = evaluate(self._answers, prompts, self.reward, evaluation_sampling(self.config))
+                answers[name] = answer(self._answers, prompts, self.reward, evaluation_sampling(self.config))
+                found = accuracy_metrics(answers[name])
                 metrics[f"eval/{name}"] = found.pop("accuracy")
                 metrics |= {f"eval/{name}/{part}": value for part, value in found.items()}
         self.last_accuracy = metrics[f"eval/{next(iter(self.prompts))}"]
         if math.isnan(self.first_accuracy):
             self.first_accuracy = self.last_accuracy
         self.is_overdue = False
-        return metrics
+        return metrics if self.logs(rollout_id, answers) else {}
 
 
 def local_evaluation_engine(

@@ -85,8 +85,14 @@ class Learner:
         """Whether a step was made on the rollout that is trained on."""
         return self.step > self._old_version
 
-    def train(self, groups: Sequence[Sequence[Sample]]) -> list[dict[str, float]]:
+    def train(
+        self, groups: Sequence[Sequence[Sample]], given_advantages: Sequence[float] | None = None
+    ) -> list[dict[str, float]]:
         """Makes all optimizer steps on one rollout.
+
+        Args:
+            groups: the samples of each prompt.
+            given_advantages: of every sample, in place of the estimator's; `normalize_advantages` acts on them.
 
         Returns:
             The metrics of each step.
@@ -103,7 +109,7 @@ class Learner:
             accepted = [keep for step in steps for keep in self._accepted(step.batch)]
         elif self.leaves_out_samples:
             accepted = [any(sample.loss_mask) for sample in samples]
-        per_sample = advantages_of(groups, accepted, self.policy)
+        per_sample = advantages_of(groups, accepted, self.policy, given_advantages)
         rows = []
         for number, step in enumerate(steps):
             of_step = per_sample[number * size : (number + 1) * size]
@@ -342,7 +348,10 @@ class Step:
 
 
 def advantages_of(
-    groups: Sequence[Sequence[Sample]], accepted: Sequence[bool] | None, policy: PolicyConfig
+    groups: Sequence[Sequence[Sample]],
+    accepted: Sequence[bool] | None,
+    policy: PolicyConfig,
+    given: Sequence[float] | None = None,
 ) -> list[float]:
     """The advantage of every sample, group after group.
 
@@ -350,6 +359,7 @@ def advantages_of(
         groups: as many samples of each prompt.
         accepted: which samples baselines are made of; None for all.
         policy: the estimator.
+        given: advantages in place of the estimator's.
     """
     samples = [sample for group in groups for sample in group]
 
@@ -358,7 +368,13 @@ def advantages_of(
 
     rewards = grouped([sample.reward or 0.0 for sample in samples])
     valid = grouped([float(sum(sample.loss_mask)) for sample in samples])
-    found = advantages(rewards, valid, policy, None if accepted is None else grouped(accepted) > 0)
+    found = advantages(
+        rewards,
+        valid,
+        policy,
+        None if accepted is None else grouped(accepted) > 0,
+        None if given is None else grouped(given),
+    )
     per_sample: list[float] = found.flatten().tolist()
     return per_sample
 

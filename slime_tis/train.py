@@ -17,6 +17,7 @@ import logging
 import os
 import signal
 import sys
+import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -49,15 +50,17 @@ from slime_tis.reporting.progress import shown_progress
 from slime_tis.reporting.reporters import Reporter, open_reporters
 from slime_tis.reporting.run_directory import check_metrics
 from slime_tis.reporting.timing import Timer
-from slime_tis.resumption import Checkpointer, Identity, Position, find_resume_point, model_identity
+from slime_tis.resumption import Checkpointer, Identity, Position, ResumePoint, find_resume_point, model_identity
 from slime_tis.rollout.build import build_engine, training_sampling
 from slime_tis.rollout.checkpoint import load_tokenizer
 from slime_tis.rollout.config import RolloutConfig
 from slime_tis.rollout.dump import load_samples, save_samples
+from slime_tis.rollout.dynamic_sampling import Collected, collect
 from slime_tis.rollout.engine import RolloutEngine, RolloutFuture, RolloutUnavailable
 from slime_tis.rollout.evaluate import load_evaluation_prompts
+from slime_tis.rollout.hooks import RolloutHooks
 from slime_tis.rollout.metrics import rollout_metrics
-from slime_tis.rollout.prefetch import Prefetcher
+from slime_tis.rollout.prefetch import BATCH, Prefetcher
 from slime_tis.rollout.prompts import PromptDataset
 from slime_tis.rollout.rewards import assign_rewards, build_reward, check_prompts
 from slime_tis.rollout.sample import Prompt, Sample
@@ -79,20 +82,23 @@ def train(run: Run) -> None:
     """
     if run.evaluation.is_due_first(run.rollout_id):
         with run.interrupts.abandonable():
-            run.reporters.log(run.evaluation(run.learner.step), run.learner.step)
+            run.reporters.log(run.evaluation(run.learner.step, run.rollout_id), run.learner.step)
         run.timer.take()
     while run.rollout_id < run.num_rollout:
         safe_point(run)
         run.checkpointer.position = position(run)
         with run.interrupts.abandonable():
-            groups = sample(run)
-            sampled = rollout_metrics(groups, run.learner.step) | run.sampler.metrics()
+            groups, sampled = sample(run)
             sampled["rollout/stale_samples"] = mask_stale_samples(
                 groups, run.learner.step, run.arguments.rollout.max_weight_staleness
             )
             sampled |= check_sampling_masks(groups, truncates_sampling=run.arguments.rollout.truncates_sampling)
             safe_point(run)
-            run.unreported = [{}] if run.arguments.loop.debug_rollout_only else train_on(run, groups)
+            shaped = run.hooks.shape_rewards(groups)
+            if shaped is not None:
+                sampled["rollout/raw_reward"] = sum(shaped.raw) / len(shaped.raw)
+            advantages = None if shaped is None else shaped.advantages
+            run.unreported = [{}] if run.arguments.loop.debug_rollout_only else train_on(run, groups, advantages)
         run.rollout_id += 1
         run.checkpointer.position = position(run)
         if run.rollout_id % run.arguments.rollout.update_weights_interval == 0:
@@ -106,29 +112,48 @@ def train(run: Run) -> None:
     finish(run)
 
 
-def sample(run: Run) -> list[list[Sample]]:
-    """Prompts → scored responses; the same groups on every rank."""
+def sample(run: Run) -> tuple[list[list[Sample]], dict[str, float]]:
+    """Prompts → scored groups to train on, the same on every rank, and the metrics of the rollout."""
     loop, rollout = run.arguments.loop, run.arguments.rollout
+    start = time.monotonic()
     if loop.load_debug_rollout_data is not None:
         path = loop.load_debug_rollout_data.format(rollout_id=run.rollout_id)
         groups = load_samples(path, rollout.rollout_batch_size, rollout.n_samples_per_prompt)
         if rollout.truncates_sampling and not rollout.allow_truncation_bias:
             require_sampling_masks(path, groups)
-        return groups
+        found = Collected(groups=groups, sampled=groups)
+    else:
+        found = collect(
+            scored_batches(run),
+            rollout.rollout_batch_size,
+            run.hooks.judge,
+            max_batches=rollout.dynamic_sampling_max_batches,
+        )
+        run.hooks.filter_samples(found.groups)
+        run.hooks.process_all(found.sampled, run.data_source)
+        if loop.save_debug_rollout_data is not None and run.parallel.is_main:
+            save_samples(loop.save_debug_rollout_data.format(rollout_id=run.rollout_id), found.groups)
+    metrics = rollout_metrics(found.groups, run.learner.step) | found.metrics
+    if not run.hooks.logs_rollout(run.rollout_id, found.groups, found.metrics, time.monotonic() - start):
+        metrics = {}
+    return found.groups, metrics | run.sampler.metrics()
+
+
+def scored_batches(run: Run) -> Iterator[list[list[Sample]]]:
+    """Batches of prompts, answered and scored, as many as are asked for; the same on every rank."""
     shown = run.parallel.is_main and run.arguments.reporting.progress
-    with run.timer("generate"), shown_progress(run.prefetcher.progress, "responses", shown=shown):
-        groups = run.prefetcher.next(run.rollout_id, run.num_rollout - 1)
-    with run.timer("reward"):
-        assign_rewards(groups, run.reward)
-    if loop.save_debug_rollout_data is not None and run.parallel.is_main:
-        save_samples(loop.save_debug_rollout_data.format(rollout_id=run.rollout_id), groups)
-    return groups
+    while True:
+        with run.timer("generate"), shown_progress(run.prefetcher.progress, "responses", shown=shown):
+            groups = run.prefetcher.next(run.rollout_id, run.num_rollout - 1)
+        with run.timer("reward"):
+            assign_rewards(groups, run.reward)
+        yield groups
 
 
-def train_on(run: Run, groups: list[list[Sample]]) -> list[dict[str, float]]:
+def train_on(run: Run, groups: list[list[Sample]], advantages: list[float] | None) -> list[dict[str, float]]:
     """The optimizer steps of one rollout; what they made of its tokens is dumped, that of a refused step included."""
     try:
-        return run.learner.train(groups)
+        return run.learner.train(groups, advantages)
     finally:
         if run.learner.dump is not None:
             with run.timer("train_dump"):
@@ -141,7 +166,7 @@ def evaluate_when_due(run: Run) -> dict[str, float]:
         return {}
     try:
         with run.interrupts.abandonable():
-            return run.evaluation(run.learner.step)
+            return run.evaluation(run.learner.step, run.rollout_id)
     except Interrupted:  # the run stops at the next safe point; it evaluates when it is resumed
         run.evaluation.abandon()
         return {}
@@ -199,7 +224,7 @@ def finish(run: Run) -> None:
     if evaluation.is_overdue:
         safe_point(run)
     if not evaluation.has_run:
-        evaluation(run.learner.step)  # resumed after the last rollout
+        evaluation(run.learner.step, run.rollout_id)  # resumed after the last rollout
     if run.parallel.is_main and evaluation.prompts:
         print(f"eval accuracy: {evaluation.first_accuracy:.2f} -> {evaluation.last_accuracy:.2f}", flush=True)
 
@@ -260,6 +285,9 @@ class Run:
     prefetcher: Prefetcher
     """Takes prompts from the data and has them answered ahead of training."""
     reward: Callable[[list[Sample]], list[float]]
+    hooks: RolloutHooks
+    data_source: object
+    """Of the prompts, for the user's functions."""
     learner: Learner
     sampler: RolloutEngine
     update_weights: Callable[[], dict[str, float]]
@@ -287,6 +315,7 @@ def set_up(arguments: Arguments, parallel: Parallel, interrupts: Interrupts, ope
         function = load_custom_tis(arguments.custom_tis_function_path, arguments.namespace)
         custom_tis = CustomTisFunction.bind(function, arguments.namespace)
     reward = build_reward(rollout, arguments.namespace, interrupts.check)
+    hooks = RolloutHooks.load(rollout, arguments.namespace)
     eval_reward = build_reward(rollout, arguments.namespace, interrupts.check, evaluation=True)
     timer = Timer()
 
@@ -375,6 +404,7 @@ def set_up(arguments: Arguments, parallel: Parallel, interrupts: Interrupts, ope
     evaluation = Evaluation(
         prompts=eval_prompts,
         reward=eval_reward,
+        logs=hooks.logs_evaluation,
         config=rollout,
         engine=engine,
         build_engine=local_engine if rollout.evaluates_locally else lambda: sampler,
@@ -412,8 +442,10 @@ def set_up(arguments: Arguments, parallel: Parallel, interrupts: Interrupts, ope
         parallel=parallel,
         interrupts=interrupts,
         timer=timer,
-        prefetcher=open_prefetcher(arguments, dataset, sampler),
+        prefetcher=open_prefetcher(arguments, dataset, sampler, 0 if resumed is None else first_batch(resumed)),
         reward=reward,
+        hooks=hooks,
+        data_source=dataset,
         learner=learner,
         sampler=sampler,
         update_weights=update_weights,
@@ -490,8 +522,14 @@ def num_rollout(arguments: Arguments, dataset: PromptDataset) -> int:
     return max(loop.num_epoch * len(dataset) // arguments.rollout.rollout_batch_size, 1)
 
 
-def open_prefetcher(arguments: Arguments, dataset: PromptDataset, sampler: RolloutEngine) -> Prefetcher:
-    """The rollouts in flight: what they sample, and how many prompts each takes from the data."""
+def first_batch(resumed: ResumePoint) -> int:
+    """The number of the batch that a resumed run begins with; checkpoints of earlier versions count rollouts."""
+    number: int = resumed.state.dataset.get(BATCH, resumed.state.rollout_id)
+    return number
+
+
+def open_prefetcher(arguments: Arguments, dataset: PromptDataset, sampler: RolloutEngine, number: int) -> Prefetcher:
+    """The batches in flight, from `number` on: what they sample, and how many prompts each takes from the data."""
     rollout = arguments.rollout
 
     def submit(prompts: list[Prompt], number: int) -> RolloutFuture:
@@ -500,10 +538,10 @@ def open_prefetcher(arguments: Arguments, dataset: PromptDataset, sampler: Rollo
         return sampler.submit(prompts, training_sampling(rollout), seed, num_groups=num_groups)
 
     def fresh_prompts() -> int:
-        """Prompts that the next rollout takes from the data, besides those that are not finished."""
+        """Prompts that the next batch takes from the data, besides those that are not finished."""
         return (rollout.over_sampling_batch_size or rollout.rollout_batch_size) - len(sampler.unfinished())
 
-    return Prefetcher(dataset, submit, prompts=fresh_prompts, depth=rollout.rollout_lookahead)
+    return Prefetcher(dataset, submit, prompts=fresh_prompts, depth=rollout.rollout_lookahead, number=number)
 
 
 def main(arguments: Arguments) -> int:

@@ -208,7 +208,9 @@ GROUPS = {
     "rollout": (
         "rollout_engine rollout_precision rollout_router_bits weight_update_rounding update_weights_interval "
         "check_weight_sync weight_sync_bound rollout_lookahead max_weight_staleness partial_rollout "
-        "over_sampling_batch_size rollout_batch_size n_samples_per_prompt rollout_max_prompt_len "
+        "over_sampling_batch_size dynamic_sampling_filter_path dynamic_sampling_max_batches "
+        "rollout_sample_filter_path rollout_all_samples_process_path custom_rollout_log_function_path "
+        "rollout_batch_size n_samples_per_prompt rollout_max_prompt_len "
         "rollout_max_response_len rollout_max_context_len"
     ),
     "SGLang servers": (
@@ -220,10 +222,14 @@ GROUPS = {
     "sampling": (
         "rollout_temperature rollout_top_p rollout_top_k allow_truncation_bias rollout_stop_token_ids rollout_seed"
     ),
-    "rewards": "rm_type custom_rm_path reward_key eval_reward_key",
+    "rewards": (
+        "rm_type rm_url rm_timeout rm_max_retries rm_concurrency custom_rm_path reward_key reward_weights "
+        "eval_reward_key custom_reward_post_process_path"
+    ),
     "evaluation": (
         "eval_prompt_data eval_interval eval_input_key eval_label_key n_samples_per_eval_prompt "
-        "eval_temperature eval_top_p eval_max_response_len eval_engine skip_eval_before_train"
+        "eval_temperature eval_top_p eval_max_response_len eval_engine skip_eval_before_train "
+        "custom_eval_rollout_log_function_path"
     ),
     "training loop": (
         "num_rollout num_epoch num_steps_per_rollout global_batch_size micro_batch_size "
@@ -267,13 +273,16 @@ ALIASES = {**CORRECTION_ALIASES, "save_retain_count": "save_retain"}
 METAVARS = {
     "DIR": "hf_checkpoint ref_load load save save_hf output_dir wandb_dir sglang_log_dir sglang_weight_dir "
     "dump_details",
-    "URL": "sglang_url",
+    "URL": "sglang_url rm_url",
+    "KEY=WEIGHT,…": "reward_weights",
     "ADDRESS": "sglang_router_ip sglang_sync_address",
     "WORD": "sglang_server_args",
     "PYTHON": "sglang_python",
     "FILE": "prompt_data save_debug_rollout_data save_debug_train_data load_debug_rollout_data",
     "FILE.yaml": "custom_config_path",
-    "FUNCTION": "custom_rm_path custom_tis_function_path",
+    "FUNCTION": "custom_rm_path custom_tis_function_path dynamic_sampling_filter_path rollout_sample_filter_path "
+    "rollout_all_samples_process_path custom_reward_post_process_path custom_rollout_log_function_path "
+    "custom_eval_rollout_log_function_path",
     "KEY": "input_key label_key metadata_key eval_input_key eval_label_key reward_key eval_reward_key",
     "[NAME] PATH": "eval_prompt_data",
     "ID": "rollout_stop_token_ids",
@@ -306,9 +315,12 @@ NEEDS = {
         "--rollout-precision=bf16 --rollout-precision=fp8 --rollout-precision=int8 --rollout-engine=sglang"
     ),
     "weight_sync_bound": "--check-weight-sync",
-    "over_sampling_batch_size": "--partial-rollout",
+    "over_sampling_batch_size": "--partial-rollout --dynamic-sampling-filter-path",
+    "dynamic_sampling_max_batches": "--dynamic-sampling-filter-path",
+    "rm_timeout rm_max_retries rm_concurrency": "--rm-url",
     "eval_interval eval_input_key eval_label_key n_samples_per_eval_prompt eval_temperature eval_top_p "
-    "eval_max_response_len eval_engine skip_eval_before_train eval_reward_key": "--eval-prompt-data",
+    "eval_max_response_len eval_engine skip_eval_before_train eval_reward_key "
+    "custom_eval_rollout_log_function_path": "--eval-prompt-data",
     "sglang_url sglang_router_ip sglang_router_port sglang_launch sglang_startup_timeout sglang_request_timeout "
     "sglang_concurrency sglang_max_retries sglang_recovery_timeout sglang_weight_sync sglang_bucket_mb "
     "sglang_api_key_env sglang_admin_api_key_env": "--rollout-engine=sglang",
@@ -369,6 +381,7 @@ def configure(argv: Sequence[str], environ: Mapping[str, str], *, prog: str = "t
         namespace=argparse.Namespace(),
     )
     _check_correction(arguments)
+    _check_hooks(arguments)
     _check_routing_record(arguments)
     world_size = read_environment(environ).world_size
     _check_ranks(arguments, world_size)
@@ -539,11 +552,27 @@ def _check_correction(arguments: Arguments) -> None:
             "and nothing is ever left out; make it rollout, or raise --num-steps-per-rollout."
         )
     group, estimator = arguments.rollout.n_samples_per_prompt, arguments.policy.advantage_estimator
-    if group < 2:
+    if group < 2 and arguments.rollout.custom_reward_post_process_path is None:
         raise ValueError(
             f"--n-samples-per-prompt is {group} but --advantage-estimator {estimator} compares the "
             "samples of a prompt; raise it to 2 or more."
         )
+
+
+def _check_hooks(arguments: Arguments) -> None:
+    """Whether the user's functions leave every other option an effect."""
+    if arguments.rollout.custom_reward_post_process_path is None:
+        return
+    without = {
+        "--disable-grpo-std-normalization": arguments.policy.disable_grpo_std_normalization,
+        "--reject-before-advantage": arguments.policy.reject_before_advantage,
+    }
+    for flag_without, given in without.items():
+        if given:
+            raise ValueError(
+                f"{flag_without} has no effect on the advantages of --custom-reward-post-process-path; leave one of "
+                "the two out."
+            )
 
 
 def _check_routing_record(arguments: Arguments) -> None:

@@ -237,17 +237,15 @@ ADVICE = (
         "change losses, weights and masks with --custom-tis-function-path",
     ),
     Advice(
-        "--custom-reward-post-process-path --disable-rewards-normalization",
-        HOOK,
-        "shape rewards in the function of --custom-rm-path; --disable-grpo-std-normalization leaves out the division",
+        "--disable-rewards-normalization",
+        "an estimator compares the rewards of a group",
+        "return the rewards as they are from a function for --custom-reward-post-process-path",
     ),
     Advice(
-        "--dynamic-sampling-filter-path --buffer-filter-path --rollout-sample-filter-path "
-        "--rollout-sample-hook-path --rollout-all-samples-process-path --rollout-data-postprocess-path "
-        "--custom-convert-samples-to-train-data-path --custom-rollout-log-function-path "
-        "--custom-eval-rollout-log-function-path --custom-update-weight-post-write-path",
+        "--buffer-filter-path --rollout-sample-hook-path --rollout-data-postprocess-path "
+        "--custom-convert-samples-to-train-data-path --custom-update-weight-post-write-path",
         HOOK,
-        "set sample.remove_sample or sample.loss_mask in the function of --custom-rm-path",
+        "set sample.remove_sample or sample.loss_mask in a function for --rollout-sample-filter-path",
     ),
     Advice(
         "--mask-offpolicy-in-partial-rollout",
@@ -258,11 +256,6 @@ ADVICE = (
         "--group-rm",
         "the function's own signature says it",
         "name its second parameter samples: it then gets all samples of a prompt",
-    ),
-    Advice(
-        "--rm-url",
-        "there is no --rm-type remote_rm",
-        "call the service in a coroutine of your own with --custom-rm-path",
     ),
     Advice(
         "--log-reward-category --log-passrate --log-correct-samples --log-multi-turn",

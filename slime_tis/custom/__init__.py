@@ -1,7 +1,7 @@
 """Functions of the user's own: loaded from a path, called so that any failure is one message, held to a contract."""
 
 from slime_tis.custom.contract import TisResult, call_custom_tis, check_metric_names, load_custom_tis
-from slime_tis.custom.loading import load_function
+from slime_tis.custom.loading import load_function, load_hook
 from slime_tis.custom.messages import calling, check_signature, describe
 
 __all__ = [
@@ -13,4 +13,5 @@ __all__ = [
     "describe",
     "load_custom_tis",
     "load_function",
+    "load_hook",
 ]

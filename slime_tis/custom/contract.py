@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from slime_tis.custom.loading import load_function
-from slime_tis.custom.messages import calling, check_signature, describe
+from slime_tis.custom.messages import calling, check_plain, check_signature, describe
 from slime_tis.custom.state import kept_state
 from slime_tis.errors import CustomFunctionError, one_line
 
@@ -49,10 +49,7 @@ def load_custom_tis(path: str, args: Namespace) -> Callable[..., Any]:
         CustomFunctionError: if it cannot be loaded or called as the contract says, or refuses the options.
     """
     function = load_function(path)
-    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
-        raise CustomFunctionError(
-            f"{describe(function)} is a coroutine or a generator; write a plain `def` with a `return`."
-        )
+    check_plain(function)
     check_signature(function, *_call_of(function, ARGUMENTS))
     _check_global_batch(function, args)
     check_args = getattr(inspect.unwrap(function), "__globals__", {}).get("check_args")

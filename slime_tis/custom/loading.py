@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from slime_tis.custom.messages import TRACEBACK_HINT, delivered, happened
+from slime_tis.custom.messages import TRACEBACK_HINT, check_plain, check_signature, delivered, happened
 from slime_tis.errors import CustomFunctionError, one_line
 from slime_tis.integrations import slime_modules
 
@@ -56,6 +56,23 @@ def load_function(path: str) -> Callable[..., Any]:
         raise CustomFunctionError(f"{shown}: {name} in {place} is a {type(function).__name__}, and cannot be called.")
     found: Callable[..., Any] = function
     return found
+
+
+def load_hook(path: str, arguments: Sequence[str], keywords: Sequence[str] = ()) -> Callable[..., Any]:
+    """The function at a path, which is called and returns; see `load_function`.
+
+    Args:
+        path: `package.module.function` or `path/file.py:function`.
+        arguments: names of its positional arguments.
+        keywords: names of its keyword arguments.
+
+    Raises:
+        CustomFunctionError: it cannot be loaded, cannot be called with these, or is a coroutine or a generator.
+    """
+    function = load_function(path)
+    check_plain(function)
+    check_signature(function, arguments, keywords)
+    return function
 
 
 @contextmanager

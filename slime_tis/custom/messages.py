@@ -78,6 +78,18 @@ def check_signature(function: Callable[..., Any], positional: Sequence[str], key
         ) from None
 
 
+def check_plain(function: Callable[..., Any]) -> None:
+    """Checks that a function returns its result, and no coroutine or generator.
+
+    Raises:
+        CustomFunctionError: it is declared with `async def`, or has a `yield`.
+    """
+    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+        raise CustomFunctionError(
+            f"{describe(function)} is a coroutine or a generator; write a plain `def` with a `return`."
+        )
+
+
 def happened(error: BaseException) -> str:
     """`raised TYPE: text`, or `called sys.exit(status)`."""
     if isinstance(error, SystemExit):

@@ -81,7 +81,13 @@ def whiten(values: Tensor, weights: Tensor) -> Tensor:
     return torch.where(weights > 0, (values - mean) / (variance.sqrt() + EPSILON), 0.0)
 
 
-def advantages(rewards: Tensor, valid_tokens: Tensor, config: PolicyConfig, accepted: Tensor | None = None) -> Tensor:
+def advantages(
+    rewards: Tensor,
+    valid_tokens: Tensor,
+    config: PolicyConfig,
+    accepted: Tensor | None = None,
+    given: Tensor | None = None,
+) -> Tensor:
     """The advantages that the options ask for.
 
     Args:
@@ -89,11 +95,14 @@ def advantages(rewards: Tensor, valid_tokens: Tensor, config: PolicyConfig, acce
         valid_tokens: [G, n] trained tokens of each sample.
         config: the estimator and its options.
         accepted: [G, n] bool, the samples that baselines are made of; the others get 0. None for all.
+        given: [G, n] advantages in place of the estimator's.
 
     Returns:
         [G, n].
     """
-    found = ESTIMATORS[config.advantage_estimator](rewards, valid_tokens, config, accepted)
+    found = given
+    if found is None:
+        found = ESTIMATORS[config.advantage_estimator](rewards, valid_tokens, config, accepted)
     if not config.normalize_advantages:
         return found
     return whiten(found, valid_tokens if accepted is None else valid_tokens * accepted)

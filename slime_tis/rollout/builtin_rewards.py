@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from slime_tis.rollout.answers import last_boxed, last_number, marked_answer, number_of, same_answer
-from slime_tis.rollout.rm_types import BOXED
+from slime_tis.rollout.rm_types import BOXED, REMOTE
 from slime_tis.rollout.sample import Sample
 
 Reward = float | dict[str, float]
@@ -132,8 +132,8 @@ SCORES: dict[str, Callable[[Sample, str], Reward]] = {
 }
 """Built-in rewards by name: of the sample, and the response or what it has in a box."""
 
-WITHOUT_LABEL = ("random",)
-"""Built-in rewards that compare with nothing."""
+WITHOUT_LABEL = ("random", REMOTE)
+"""Built-in rewards that need no label."""
 
 
 def builtin_reward(name: str, sample: Sample) -> Reward:

@@ -62,3 +62,32 @@ def portable(error: Exception) -> Exception:
         if isinstance(error, kind):
             return kind(str(error))
     return OtherRankFailed(f"{type(error).__name__}: {error}")
+
+
+def on_rank_zero(function: Callable[[], Result]) -> Result:
+    """Returns what `function()` returns on rank 0, on every rank; a collective.
+
+    For code of the user's own that decides something: what it decides is the same on all ranks, however it does.
+
+    Args:
+        function: called on rank 0 alone; its result can be pickled.
+
+    Raises:
+        Exception: what it raised, on every rank, as `map_over_ranks` does.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return function()
+    outcome: list[Result | Exception | None] = [None]
+    own: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = function()
+        except Exception as error:
+            own, outcome[0] = error, portable(error)
+    dist.broadcast_object_list(outcome, src=0)
+    if own is not None:
+        raise own
+    found = outcome[0]
+    if isinstance(found, Exception):
+        raise found
+    return found  # type: ignore[return-value]  # of rank 0

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from slime_tis.errors import quoted
 from slime_tis.limits import Limits, check_fields, flag
-from slime_tis.rollout.rm_types import check_rm_type, reward_keys
+from slime_tis.rollout.rm_types import check_rm_type, is_remote, parse_weights, reward_keys
 
 Rounding = Literal["nearest", "stochastic", "error-compensated"]
 """How weights are rounded on their way to the rollout engine."""
@@ -63,7 +63,32 @@ class RolloutConfig:
     their tokens; needs over_sampling_batch_size and the sglang engine."""
 
     over_sampling_batch_size: Annotated[int | None, Limits(ge=1, le=1_000_000)] = None
-    """Prompts in flight per rollout under partial_rollout, more than rollout_batch_size."""
+    """Prompts of one batch, where a rollout may need more of them than it trains on: under partial_rollout, more than
+    rollout_batch_size, and with dynamic_sampling_filter_path, where unset means rollout_batch_size."""
+
+    dynamic_sampling_filter_path: str | None = None
+    """Function that says of every group of samples whether it is trained on, as pkg.module.function or
+    path/file.py:function; groups that it drops are replaced by those of fresh prompts (DAPO)."""
+
+    dynamic_sampling_max_batches: Annotated[int, Limits(ge=1, le=1_000_000)] = 30
+    """Batches of prompts that dynamic sampling takes for one rollout before the run saves and stops."""
+
+    rollout_sample_filter_path: str | None = None
+    """Function that gets the groups of a rollout and sets remove_sample where a sample is not to be trained on."""
+
+    rollout_all_samples_process_path: str | None = None
+    """Function that gets all groups that were sampled for a rollout, those that dynamic sampling dropped among them."""
+
+    custom_reward_post_process_path: str | None = None
+    """Function that turns the scored samples of a rollout into (raw rewards, advantages), in place of the advantage
+    estimator."""
+
+    custom_rollout_log_function_path: str | None = None
+    """Function that is shown every rollout; where it returns true, metrics of rollouts (rollout/…) are not logged."""
+
+    custom_eval_rollout_log_function_path: str | None = None
+    """Function that is shown the answers to held-out prompts; where it returns true, their metrics (eval/…) are not
+    logged."""
 
     check_weight_sync: bool = False
     """After each weight update compare the log-probs of a probe prompt between the two engines, and stop where
@@ -127,8 +152,21 @@ class RolloutConfig:
     """Token ids that end a response besides the tokenizer's end of sequence."""
 
     rm_type: str | None = None
-    """Name of a built-in reward: exact_match, math, deepscaler, dapo, f1, gpqa or random, each also with boxed_ before
-    it; a row's metadata may name its own as rm_type."""
+    """Name of a built-in reward: exact_match, math, deepscaler, dapo, f1, gpqa, random or remote_rm, each also with
+    boxed_ before it; a row's metadata may name its own as rm_type."""
+
+    rm_url: str | None = None
+    """URL of the server that scores the responses whose rm_type is remote_rm: it gets prompt, response and label, and
+    answers with a number or an object of numbers."""
+
+    rm_timeout: Annotated[float, Limits(ge=0.1, le=86_400)] = 120.0
+    """Longest wait for one answer of the reward server, in seconds."""
+
+    rm_max_retries: Annotated[int, Limits(ge=0, le=1_000)] = 10
+    """Further attempts after a request to the reward server that failed, with growing pauses of at most a minute."""
+
+    rm_concurrency: Annotated[int, Limits(ge=1, le=10_000)] = 64
+    """Requests to the reward server at a time, of each rank."""
 
     custom_rm_path: str | None = None
     """Reward function of your own, as pkg.module.function or path/file.py:function."""
@@ -136,8 +174,12 @@ class RolloutConfig:
     reward_key: str | None = None
     """Key of the reward, where the reward function returns a dict; its other numbers are reported."""
 
+    reward_weights: str | None = None
+    """Weights of the components of a reward that is a dict, as KEY=WEIGHT,KEY=WEIGHT: their sum is the reward, and
+    each component is reported; in place of reward_key."""
+
     eval_reward_key: str | None = None
-    """Key of the reward of held-out prompts; unset means reward_key."""
+    """Key of the reward of held-out prompts; unset means reward_key or reward_weights."""
 
     eval_interval: Annotated[int | None, Limits(ge=1, le=1_000_000)] = None
     """Rollouts between two evaluations; unset means before and after training only."""
@@ -211,6 +253,16 @@ class RolloutConfig:
 
 def _check_reward(config: RolloutConfig) -> None:
     name = config.rm_type
+    if config.rm_url is not None and not config.rm_url.startswith(("http://", "https://")):
+        raise ValueError(f"--rm-url is {quoted(config.rm_url)} but must begin with http:// or https://.")
+    if name is not None and is_remote(name) and config.rm_url is None:
+        raise ValueError(f"--rm-type is {name} but --rm-url is unset; add the URL of the reward server.")
+    weights = None if config.reward_weights is None else parse_weights(config.reward_weights)
+    if weights is not None and config.reward_key is not None:
+        raise ValueError(
+            f"--reward-weights is {quoted(config.reward_weights)} and --reward-key is {quoted(config.reward_key)}; "
+            "leave one of the two out."
+        )
     for key, value in (("reward_key", config.reward_key), ("eval_reward_key", config.eval_reward_key)):
         if value == "":
             raise ValueError(f"{flag(key)} is empty; name a key of the reward function's dict, or leave it out.")
@@ -218,11 +270,19 @@ def _check_reward(config: RolloutConfig) -> None:
             continue
         check_rm_type("--rm-type", name)
         keys = reward_keys(name)
+        if is_remote(name):
+            continue
         if value is not None and not keys:
             raise ValueError(f"{flag(key)} is {value!r} but --rm-type {name} gives a number; leave it out.")
         if value is not None and value not in keys:
             raise ValueError(f"{flag(key)} is {value!r} but --rm-type {name} gives {' and '.join(keys)}.")
-    if name is not None and reward_keys(name) and config.reward_key is None:
+    unknown = [
+        key for key in weights or () if name is not None and not is_remote(name) and key not in reward_keys(name)
+    ]
+    if unknown:
+        gives = " and ".join(reward_keys(str(name))) or "a number"
+        raise ValueError(f"--reward-weights names {unknown[0]!r} but --rm-type {name} gives {gives}; leave it out.")
+    if name is not None and reward_keys(name) and config.reward_key is None and weights is None:
         keys = reward_keys(name)
         raise ValueError(f"--rm-type {name} gives {' and '.join(keys)}; add --reward-key {keys[0]}.")
 
@@ -264,6 +324,11 @@ def _check_evaluation(config: RolloutConfig) -> None:
 
 def _check_asynchronous(config: RolloutConfig) -> None:
     size = config.over_sampling_batch_size
+    if size is not None and size < config.rollout_batch_size:
+        raise ValueError(
+            f"--over-sampling-batch-size is {size} but a rollout trains on {config.rollout_batch_size} prompts "
+            "(--rollout-batch-size); raise it."
+        )
     if not config.partial_rollout:
         return
     if config.rollout_engine != "sglang":

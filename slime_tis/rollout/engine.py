@@ -25,7 +25,10 @@ class SentRows:
 
 
 class RolloutUnavailable(RuntimeError):
-    """No rollout engine is left that could answer; the run saves what it has and stops with this message."""
+    """No rollout can be had; the run saves what it has and stops with this message.
+
+    No rollout engine is left that could answer, the reward server does not answer, or a filter drops every group.
+    """
 
 
 class RolloutFuture(Protocol):

@@ -36,12 +36,12 @@ def load_evaluation_prompts(
     }
 
 
-def evaluate(
+def answer(
     engine: RolloutEngine,
     prompts: Sequence[Prompt],
     reward_fn: Callable[[list[Sample]], list[float]],
     sampling: Sampling,
-) -> dict[str, float]:
+) -> list[Sample]:
     """Answers every prompt and scores the answers; a collective, as the engine's methods are.
 
     Args:
@@ -50,20 +50,27 @@ def evaluate(
         reward_fn: scores of a list of samples.
         sampling: temperature 0 for greedy answers.
 
-    Returns:
-        accuracy: mean reward, which is the share of right answers where the reward is 0 or 1;
-        response_length: mean tokens of a response; truncated_fraction: share that the length limit ended;
-        reward/KEY: mean of each number of rewards that are dicts.
-
     Raises:
         ValueError: no prompts.
     """
     if not prompts:
         raise ValueError("there are no prompts to evaluate on; give a file that has some.")
     samples = [sample for group in engine.generate(prompts, sampling, seed=0) for sample in group]
-    rewards = reward_fn(samples)
+    for sample, reward in zip(samples, reward_fn(samples), strict=True):
+        sample.reward = reward
+    return samples
+
+
+def accuracy_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Means over scored answers.
+
+    Returns:
+        accuracy: mean reward, which is the share of right answers where the reward is 0 or 1;
+        response_length: mean tokens of a response; truncated_fraction: share that the length limit ended;
+        reward/KEY: mean of each number of rewards that are dicts.
+    """
     return {
-        "accuracy": sum(rewards) / len(samples),
+        "accuracy": sum(sample.reward or 0.0 for sample in samples) / len(samples),
         "response_length": sum(sample.response_length for sample in samples) / len(samples),
         "truncated_fraction": sum(sample.status is SampleStatus.TRUNCATED for sample in samples) / len(samples),
         **{f"reward/{key}": value for key, value in mean_parts(samples).items()},

@@ -7,9 +7,8 @@ import importlib.util
 import inspect
 import math
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +16,10 @@ from slime_tis.custom import calling, check_signature, describe, load_function
 from slime_tis.errors import CustomFunctionError, one_line
 from slime_tis.rollout.builtin_rewards import WITHOUT_LABEL, builtin_reward
 from slime_tis.rollout.collectives import map_over_ranks
-from slime_tis.rollout.json_values import json_object
-from slime_tis.rollout.rm_types import BOXED, check_rm_type
+from slime_tis.rollout.remote_reward import RewardRequest, RewardServer
+from slime_tis.rollout.rm_types import BOXED, check_rm_type, is_remote, parse_weights
 from slime_tis.rollout.sample import Prompt, Sample
+from slime_tis.rollout.written import Before, Written, check_untouched, reading
 
 if TYPE_CHECKING:
     from slime_tis.rollout.config import RolloutConfig
@@ -43,39 +43,30 @@ class Score:
     parts: dict[str, float]
     """The other numbers of a reward that is a dict, by key."""
 
-    metadata: dict[str, Any] | None = None
-    """The sample's metadata where the function changed it, else None."""
-
-    loss_mask: list[int] | None = None
-    """The sample's loss mask where the function changed it, else None."""
-
-    remove_sample: bool = False
-    """Whether none of the sample's tokens is trained on."""
+    written: Written = field(default_factory=Written)
+    """What the function wrote into the sample."""
 
     def apply(self, sample: Sample) -> None:
         """Writes everything but the value into the sample."""
         sample.reward_parts = self.parts
-        if self.metadata is not None:
-            sample.metadata = self.metadata
-        if self.loss_mask is not None:
-            sample.loss_mask = self.loss_mask
-        sample.remove_sample = self.remove_sample
-        if self.remove_sample:
-            sample.loss_mask = [0] * len(sample.loss_mask)
+        self.written.apply(sample)
 
 
 ScoreGroups = Callable[[Sequence[list[Sample]]], list[list[Score]]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RewardKey:
-    """Which number of a reward that is a dict is the reward."""
+    """How the reward follows from one that is a dict."""
 
-    name: str | None
-    """The key; None where rewards are numbers."""
+    name: str | None = None
+    """The key of the reward; None where rewards are numbers, or weighted sums."""
 
     flag: str
-    """The flag that gives it, for messages."""
+    """The flag that says so, for messages."""
+
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """Weights of the components whose sum is the reward, by key; empty where there are none."""
 
 
 def build_reward(
@@ -88,10 +79,10 @@ def build_reward(
     """The function that scores a list of samples, as `--rm-type` or `--custom-rm-path` says.
 
     A function of the user's own is called as `fn(args, sample)`, or, where its second parameter is named `samples`, as
-    `fn(args, samples)` with all samples of one prompt, and returns a reward each: a number, or, with `--reward-key`, a
-    dict of which that key is the reward. Either may be a coroutine function. In a torch.distributed job the prompts are
-    shared over the ranks, so that each sample is scored once, and every rank gets all scores, and what the function
-    wrote into the samples.
+    `fn(args, samples)` with all samples of one prompt, and returns a reward each: a number, or a dict, of which
+    `--reward-key` names the reward, or `--reward-weights` the components that add up to it. Either may be a coroutine
+    function. In a torch.distributed job the prompts are shared over the ranks, so that each sample is scored once, and
+    every rank gets all scores, and what the function wrote into the samples.
 
     Args:
         config: with `rm_type` or `custom_rm_path`.
@@ -104,16 +95,19 @@ def build_reward(
         CustomFunctionError: the function cannot be loaded or called, or, when scoring, it raises or breaks the
             contract.
     """
-    key = RewardKey(config.reward_key, "--reward-key")
+    key = RewardKey(name=config.reward_key, flag="--reward-key")
+    if config.reward_weights is not None:
+        key = RewardKey(flag="--reward-weights", weights=parse_weights(config.reward_weights))
     if evaluation and config.eval_reward_key is not None:
-        key = RewardKey(config.eval_reward_key, "--eval-reward-key")
+        key = RewardKey(name=config.eval_reward_key, flag="--eval-reward-key")
     if config.custom_rm_path is not None:
         score_groups = _custom_reward(load_function(config.custom_rm_path), args, key, safe_point)
     else:
         assert config.rm_type is not None  # RolloutConfig requires one of the two
         check_rm_type("--rm-type", config.rm_type)
         _require_math_verify("--rm-type", config.rm_type)
-        score_groups = _builtin_reward(config.rm_type, key, safe_point)
+        server = None if config.rm_url is None else RewardServer.build(config)
+        score_groups = _builtin_reward(config.rm_type, key, safe_point, server)
 
     def reward(samples: list[Sample]) -> list[float]:
         groups = [list(group) for _, group in groupby(samples, key=lambda sample: sample.group_index)]
@@ -149,6 +143,8 @@ def check_prompts(config: RolloutConfig, prompts: Sequence[Prompt], flags: str =
         name = _rm_type(config.rm_type, prompt.metadata)
         if not isinstance(name, str):
             raise ValueError(f"prompt {prompt.index} has an rm_type in its metadata that is not text: {_shown(name)}.")
+        if is_remote(name) and config.rm_url is None:
+            raise ValueError(f"prompt {prompt.index} has the rm_type {name} in its metadata; add --rm-url.")
         if name != config.rm_type:
             check_rm_type(f"the rm_type in the metadata of prompt {prompt.index}", name)
             _require_math_verify(f"the rm_type in the metadata of prompt {prompt.index}", name)
@@ -168,18 +164,43 @@ def _require_math_verify(source: str, name: str) -> None:
         )
 
 
-def _builtin_reward(default: str, key: RewardKey, safe_point: Callable[[], None]) -> ScoreGroups:
-    def score_one(sample: Sample) -> Score:
-        safe_point()
+def _builtin_reward(
+    default: str, key: RewardKey, safe_point: Callable[[], None], server: RewardServer | None
+) -> ScoreGroups:
+    def name_of(sample: Sample) -> str:
         name = str(_rm_type(default, sample.metadata))
         if sample.label is None and name.removeprefix(BOXED) not in WITHOUT_LABEL:
             raise ValueError(
                 f"prompt {sample.prompt_index} has no label, which --rm-type {name} needs; set --label-key."
             )
-        value, parts = _chosen(builtin_reward(name, sample), key, f"--rm-type {name}", sample)
+        return name
+
+    def score_one(sample: Sample, name: str, answer: Any) -> Score:
+        safe_point()
+        remote = server is not None and is_remote(name)
+        source = f"the reward server {server.url}" if server is not None and remote else f"--rm-type {name}"
+        reward = answer if remote else builtin_reward(name, sample)
+        value, parts = _chosen(reward, key, source, sample)
         return Score(value=value, parts=parts)
 
-    return lambda groups: [[score_one(sample) for sample in group] for group in groups]
+    def score_groups(groups: Sequence[list[Sample]]) -> list[list[Score]]:
+        names = [[name_of(sample) for sample in group] for group in groups]
+        remote = [
+            RewardRequest.of(sample, boxed=name.startswith(BOXED))
+            for group, row in zip(groups, names, strict=True)
+            for sample, name in zip(group, row, strict=True)
+            if is_remote(name)
+        ]
+        answers = iter(server.ask(remote, safe_point) if server is not None and remote else ())
+        return [
+            [
+                score_one(sample, name, next(answers) if is_remote(name) else None)
+                for sample, name in zip(group, row, strict=True)
+            ]
+            for group, row in zip(groups, names, strict=True)
+        ]
+
+    return score_groups
 
 
 def _custom_reward(
@@ -195,19 +216,20 @@ def _custom_reward(
             return await found if inspect.isawaitable(found) else found
 
     async def score(group: list[Sample]) -> list[Score]:
-        before = [_trained_on(sample) for sample in group]
-        masks = [list(sample.loss_mask) for sample in group]
+        before = [Before.of(sample) for sample in group]
         if whole_groups:
             returned = await call(list(group))
-            with _reading(function, group[0].prompt_index):
+            with reading(function, f"prompt {group[0].prompt_index} a reward or sample"):
                 rewards = _as_list(returned, group, describe(function))
         else:
             rewards = await asyncio.gather(*map(call, group))
         found = []
-        for reward, sample, trained_on, mask in zip(rewards, group, before, masks, strict=True):
-            with _reading(function, sample.prompt_index):
-                _check_untouched(sample, trained_on, describe(function))
-                found.append(_checked(reward, key, describe(function), sample, mask))
+        for reward, sample, was in zip(rewards, group, before, strict=True):
+            with reading(function, f"prompt {sample.prompt_index} a reward or sample"):
+                check_untouched(was, sample, describe(function))
+                value, parts = _chosen(reward, key, describe(function), sample)
+                written = Written.between(was, sample, describe(function))
+                found.append(Score(value=value, parts=parts, written=written))
         return found
 
     async def score_all(groups: Sequence[list[Sample]]) -> list[list[Score]]:
@@ -228,42 +250,6 @@ def _takes_groups(function: Callable[..., Any]) -> bool:
     return len(names) > 1 and names[1] == "samples"
 
 
-def _trained_on(sample: Sample) -> tuple[Any, ...]:
-    """What a reward function may not change, since it belongs together."""
-    return (
-        list(sample.tokens),
-        list(sample.rollout_log_probs),
-        list(sample.weight_versions),
-        (sample.group_index, sample.index, sample.response_length, sample.status),
-    )
-
-
-@contextmanager
-def _reading(function: Callable[..., Any], index: int) -> Iterator[None]:
-    """Reads what a reward function returned and wrote, objects of the user's own among it, whose methods may raise."""
-    try:
-        yield
-    except CustomFunctionError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise CustomFunctionError(
-            f"{describe(function)} gave prompt {index} a reward or sample that cannot be read: "
-            f"{type(error).__name__}: {one_line(str(error))}"
-        ) from error
-
-
-def _check_untouched(sample: Sample, before: tuple[Any, ...], function: str) -> None:
-    is_list = isinstance(sample.loss_mask, list) and len(sample.loss_mask) == sample.response_length
-    untouched = is_list and all(isinstance(value, int) and value in (0, 1) for value in sample.loss_mask)
-    untouched = untouched and _trained_on(sample) == before
-    if not untouched:
-        raise CustomFunctionError(
-            f"{function} changed the tokens, log-probs, versions or places of a sample of prompt "
-            f"{sample.prompt_index}, or its loss_mask to other than a 0 or 1 for each response token; it may set "
-            "metadata, loss_mask and remove_sample."
-        )
-
-
 def _as_list(rewards: Any, group: list[Sample], function: str) -> list[Any]:
     rewards = rewards.tolist() if hasattr(rewards, "tolist") else rewards
     if not isinstance(rewards, list | tuple) or len(rewards) != len(group):
@@ -274,25 +260,11 @@ def _as_list(rewards: Any, group: list[Sample], function: str) -> list[Any]:
     return list(rewards)
 
 
-def _checked(reward: Any, key: RewardKey, function: str, sample: Sample, mask: list[int]) -> Score:
-    value, parts = _chosen(reward, key, function, sample)
-    if not isinstance(sample.metadata, Mapping):
-        raise CustomFunctionError(
-            f"{function} left {_shown(sample.metadata)} as the metadata of prompt {sample.prompt_index}; leave a dict."
-        )
-    metadata = json_object(sample.metadata, "its metadata")
-    return Score(
-        value=value,
-        parts=parts,
-        metadata=None if metadata == getattr(sample.prompt, "metadata", None) else metadata,
-        loss_mask=None if sample.loss_mask == mask else [int(value) for value in sample.loss_mask],
-        remove_sample=bool(sample.remove_sample),
-    )
-
-
 def _chosen(reward: Any, key: RewardKey, function: str, sample: Sample) -> tuple[float, dict[str, float]]:
     """The reward as a number, and the other numbers where it is a dict."""
     index = sample.prompt_index
+    if key.weights:
+        return _weighted(reward, key.weights, function, index)
     if not isinstance(reward, Mapping):
         if key.name is not None:
             raise CustomFunctionError(
@@ -303,20 +275,40 @@ def _chosen(reward: Any, key: RewardKey, function: str, sample: Sample) -> tuple
     keys = one_line(", ".join(map(repr, reward)), 200) or "no keys"
     if key.name is None:
         raise CustomFunctionError(
-            f"{function} returned a dict for prompt {index}; say which of {keys} is the reward with {key.flag}."
+            f"{function} returned a dict for prompt {index}; say which of {keys} is the reward with {key.flag}, or "
+            "their weights with --reward-weights."
         )
     if key.name not in reward:
         raise CustomFunctionError(
             f"{function} returned a dict without {key.name!r}, which {key.flag} names, for prompt {index}; it has "
             f"{keys}."
         )
-    found = {str(name): _as_number(part) for name, part in reward.items() if name != key.name}
+    parts = _parts({name: part for name, part in reward.items() if name != key.name}, function, index)
+    return _number(reward[key.name], function, index, f" as {key.name!r}"), parts
+
+
+def _weighted(reward: Any, weights: Mapping[str, float], function: str, index: int) -> tuple[float, dict[str, float]]:
+    """The weighted sum of a reward's components, and all its numbers."""
+    missing = [name for name in weights if not isinstance(reward, Mapping) or name not in reward]
+    if missing:
+        shown = "a dict" if isinstance(reward, Mapping) else _shown(reward)
+        raise CustomFunctionError(
+            f"{function} returned {shown} without {missing[0]!r}, which --reward-weights names, for prompt {index}; "
+            "return a dict with a number for each of them."
+        )
+    terms = [weight * _number(reward[name], function, index, f" as {name!r}") for name, weight in weights.items()]
+    return _number(sum(terms), function, index, " as the weighted sum"), _parts(reward, function, index)
+
+
+def _parts(reward: Mapping[Any, Any], function: str, index: int) -> dict[str, float]:
+    """The finite numbers of a dict."""
+    found = {str(name): _as_number(part) for name, part in reward.items()}
     parts = {name: part for name, part in found.items() if part is not None and math.isfinite(part)}
     if len(parts) > MOST_PARTS:
         raise CustomFunctionError(
-            f"{function} returned a dict of {len(parts) + 1} numbers for prompt {index}; {MOST_PARTS} can be reported."
+            f"{function} returned a dict of {len(parts)} numbers for prompt {index}; {MOST_PARTS} can be reported."
         )
-    return _number(reward[key.name], function, index, f" as {key.name!r}"), parts
+    return parts
 
 
 def _number(reward: Any, function: str, index: int, role: str) -> float:

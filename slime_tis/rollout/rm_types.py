@@ -1,5 +1,6 @@
-"""Names of the built-in rewards, which the command line and the rows of a prompt file may give."""
+"""Names of the built-in rewards, which the command line and the rows of a prompt file may give, and their weights."""
 
+import math
 from collections.abc import Mapping
 
 RM_TYPES: Mapping[str, tuple[str, ...]] = {
@@ -10,14 +11,17 @@ RM_TYPES: Mapping[str, tuple[str, ...]] = {
     "f1": (),
     "gpqa": (),
     "random": (),
+    "remote_rm": (),
 }
 """Built-in rewards by name, and the keys of what each gives; () where it gives a number."""
+
+REMOTE = "remote_rm"
+"""The reward that a server gives, a number or a dict of numbers."""
 
 BOXED = "boxed_"
 """Before a name: what the last \\boxed{} of the response holds is scored in its place."""
 
 ELSEWHERE = {
-    "remote_rm": "the call of a reward server",
     "ifbench": "a benchmark that slime downloads while it runs",
 }
 """Rewards of slime that are not built in."""
@@ -45,6 +49,34 @@ def check_rm_type(source: str, name: str) -> None:
     raise ValueError(f"{source} is {name[:80]!r} but must be one of {known}.")
 
 
+def is_remote(name: str) -> bool:
+    """Whether a server gives the reward of that name."""
+    return name.removeprefix(BOXED) == REMOTE
+
+
 def reward_keys(name: str) -> tuple[str, ...]:
     """Keys of what a built-in reward gives, () for a number."""
     return RM_TYPES[name.removeprefix(BOXED)]
+
+
+def parse_weights(text: str) -> dict[str, float]:
+    """The weights of --reward-weights, KEY=WEIGHT,KEY=WEIGHT, by key.
+
+    Raises:
+        ValueError: the text has another form, names a key twice, or a weight is not a finite number.
+    """
+    weights: dict[str, float] = {}
+    for part in text.split(","):
+        name, equals, number = (word.strip() for word in part.rpartition("="))
+        try:
+            weight = float(number)
+        except ValueError:
+            weight = math.nan
+        if not name or not equals or not math.isfinite(weight):
+            raise ValueError(
+                f"--reward-weights is {text[:80]!r} but must be KEY=WEIGHT,KEY=WEIGHT with finite weights."
+            )
+        if name in weights:
+            raise ValueError(f"--reward-weights names {name[:80]!r} twice; give each key once.")
+        weights[name] = weight
+    return weights

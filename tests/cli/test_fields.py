@@ -13,6 +13,17 @@ LAUNCH = "--rollout-engine sglang --sglang-launch 2 "
 # fmt: off
 LANDINGS = [
     # flags, config, field, value: every flag of this program and of slime that is taken over
+    ("--dynamic-sampling-filter-path a.py:f", "rollout", "dynamic_sampling_filter_path", "a.py:f"),
+    (
+        "--dynamic-sampling-filter-path a.py:f --dynamic-sampling-max-batches 3",
+        "rollout",
+        "dynamic_sampling_max_batches",
+        3,
+    ),
+    ("--rollout-sample-filter-path a.py:f", "rollout", "rollout_sample_filter_path", "a.py:f"),
+    ("--rollout-all-samples-process-path a.py:f", "rollout", "rollout_all_samples_process_path", "a.py:f"),
+    ("--custom-reward-post-process-path a.py:f", "rollout", "custom_reward_post_process_path", "a.py:f"),
+    ("--custom-rollout-log-function-path a.py:f", "rollout", "custom_rollout_log_function_path", "a.py:f"),
     ("--use-tis", "correction", "use_tis", True),
     ("--use-tis --tis-mode mask", "correction", "tis_mode", "mask"),
     ("--use-tis --tis-mode clip", "correction", "tis_mode", "clip"),
@@ -167,6 +178,17 @@ LANDINGS = [
     ("--rollout-shuffle", "rollout", "rollout_shuffle", True),
     ("--rollout-seed 3", "rollout", "rollout_seed", 3),
     ("--rm-type none --custom-rm-path mine.py:score", "rollout", "custom_rm_path", "mine.py:score"),
+    ("--rm-type remote_rm --rm-url http://a:1/", "rollout", "rm_url", "http://a:1/"),
+    ("--rm-type remote_rm --rm-url http://a:1/ --rm-timeout 3", "rollout", "rm_timeout", 3.0),
+    ("--rm-type remote_rm --rm-url http://a:1/ --rm-max-retries 0", "rollout", "rm_max_retries", 0),
+    ("--rm-type remote_rm --rm-url http://a:1/ --rm-concurrency 2", "rollout", "rm_concurrency", 2),
+    ("--rm-type dapo --reward-weights acc=1,score=2", "rollout", "reward_weights", "acc=1,score=2"),
+    (
+        "--eval-prompt-data eval.jsonl --custom-eval-rollout-log-function-path a.py:f",
+        "rollout",
+        "custom_eval_rollout_log_function_path",
+        "a.py:f",
+    ),
     ("--rm-type dapo --reward-key acc", "rollout", "reward_key", "acc"),
     (
         "--rm-type dapo --reward-key score --eval-prompt-data eval.jsonl --eval-reward-key acc",

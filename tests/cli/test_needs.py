@@ -8,6 +8,10 @@ from slime_tis.cli.arguments import NEEDS
 from tests.cli.conftest import configured, refusal
 
 IDLE = [
+    (
+        "--dynamic-sampling-max-batches 3",
+        "--dynamic-sampling-max-batches is 3 but has no effect without --dynamic-sampling-filter-path; add it",
+    ),
     ("--rs-upper-bound 1.1", "--rs-upper-bound is 1.1 but has no effect without --use-rs; add it"),
     ("--rs-lower-bound 0.9", "--rs-lower-bound is 0.9 but has no effect without --use-rs; add it"),
     ("--rs-level token", "--rs-level is 'token' but has no effect without --use-rs; add it"),

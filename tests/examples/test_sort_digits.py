@@ -11,7 +11,7 @@ from examples.sort_digits import prepare
 from slime_tis.cli.arguments import parse_args
 from slime_tis.rollout.checkpoint import load_tokenizer
 from slime_tis.rollout.config import RolloutConfig
-from slime_tis.rollout.evaluate import evaluate
+from slime_tis.rollout.evaluate import accuracy_metrics, answer
 from slime_tis.rollout.local import LocalEngine
 from slime_tis.rollout.prompts import load_prompts
 from slime_tis.rollout.rewards import build_reward
@@ -37,7 +37,7 @@ def answers(directory, **sampling):
     prompts = load_prompts(directory / "eval.jsonl", tokenizer, input_key="prompt", label_key="label")
     config = RolloutConfig(prompt_data="p", rollout_batch_size=1, rollout_max_response_len=1, rm_type="exact_match")
     engine = LocalEngine(directory / "checkpoint", tokenizer)
-    return evaluate(engine, prompts, build_reward(config), Sampling(max_response_len=4, **sampling))
+    return accuracy_metrics(answer(engine, prompts, build_reward(config), Sampling(max_response_len=4, **sampling)))
 
 
 @pytest.fixture(scope="module")

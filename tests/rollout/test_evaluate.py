@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM
 
 from slime_tis.rollout.builtin_rewards import exact_match
 from slime_tis.rollout.checkpoint import load_tokenizer
-from slime_tis.rollout.evaluate import evaluate
+from slime_tis.rollout.evaluate import accuracy_metrics, answer
 from slime_tis.rollout.local import LocalEngine
 from slime_tis.rollout.sample import Prompt, Sampling
 from tests.checkpoints import EOS, make_checkpoint
@@ -25,13 +25,13 @@ def test_metrics_are_means_over_the_answers(tmp_path):
         ids = tokenizer(text, return_tensors="pt")["input_ids"]
         mask = torch.ones_like(ids)
         output = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=6)[0, ids.shape[1] :]
-        answer = tokenizer.decode(output, skip_special_tokens=True)
-        label = answer if index % 3 else answer + "!"  # right at four prompts of six
+        text_of_answer = tokenizer.decode(output, skip_special_tokens=True)
+        label = text_of_answer if index % 3 else text_of_answer + "!"  # right at four prompts of six
         prompts.append(Prompt(index=index, text=text, token_ids=tuple(ids[0].tolist()), label=label))
         lengths.append(len(output))
         truncated += output[-1].item() != EOS
-    metrics = evaluate(LocalEngine(path, tokenizer), prompts, reward, Sampling(temperature=0.0, max_response_len=6))
-    assert metrics == {
+    answers = answer(LocalEngine(path, tokenizer), prompts, reward, Sampling(temperature=0.0, max_response_len=6))
+    assert accuracy_metrics(answers) == {
         "accuracy": pytest.approx(4 / 6),
         "response_length": pytest.approx(sum(lengths) / 6),
         "truncated_fraction": pytest.approx(truncated / 6),
@@ -42,4 +42,4 @@ def test_no_prompts_are_refused(tmp_path):
     path = make_checkpoint(tmp_path, "qwen3")
     engine = LocalEngine(path, load_tokenizer(path))
     with pytest.raises(ValueError, match="there are no prompts to evaluate on"):
-        evaluate(engine, [], reward, Sampling(max_response_len=1))
+        answer(engine, [], reward, Sampling(max_response_len=1))

@@ -14,7 +14,7 @@ from slime_tis.rollout.rewards import assign_rewards, build_reward, check_prompt
 from slime_tis.rollout.sample import Prompt, Sample
 from tests.samples import make_sample
 
-NAMES = "exact_match, math, deepscaler, dapo, f1, gpqa, random, each also as boxed_NAME"
+NAMES = "exact_match, math, deepscaler, dapo, f1, gpqa, random, remote_rm, each also as boxed_NAME"
 
 
 def make_config(**options) -> RolloutConfig:
@@ -114,7 +114,8 @@ WRONG = {
     ),
     "dict": (
         "return {'acc': 1, 'len': 2}",
-        "returned a dict for prompt 10; say which of 'acc', 'len' is the reward with --reward-key.",
+        "returned a dict for prompt 10; say which of 'acc', 'len' is the reward with --reward-key, or their weights "
+        "with --reward-weights.",
     ),
     "tokens": (
         "sample.tokens.clear(); return 1",
@@ -168,6 +169,36 @@ def test_a_dict_gives_the_reward_of_its_key_and_the_other_numbers(tmp_path):
     assert samples[2].reward_parts == {"score": 3.0}
 
 
+def test_weighted_components_add_up_and_are_reported_one_by_one(tmp_path):
+    path = tmp_path / "reward.py"
+    path.write_text(
+        "def fn(args, sample):\n"
+        "    return {'correct': sample.response == 'a', 'format': len(sample.response), 'words': 7}\n"
+    )
+    config = make_config(custom_rm_path=f"{path}:fn", reward_weights="correct=1, format=0.2", eval_reward_key="correct")
+    samples = make_samples(["a", "aa"])
+    assert build_reward(config)(samples) == [1.2, 0.4]
+    assert samples[1].reward_parts == {"correct": 0.0, "format": 2.0, "words": 7.0}
+    metrics = rollout_metrics([samples], 0)
+    assert (metrics["rollout/reward/correct"], metrics["rollout/reward/format"]) == (0.5, 1.5)
+    assert build_reward(config, evaluation=True)(samples) == [1.0, 0.0]
+
+
+def test_weights_that_a_reward_lacks_are_refused(tmp_path):
+    message = (
+        "fn (FILE, line 1) returned {} without 'b', which --reward-weights names, for prompt 10; return a dict with a "
+        "number for each of them."
+    )
+    for returned, shown in {"{'a': 1}": "a dict", "1.0": "1.0"}.items():
+        code = f"def fn(args, sample):\n    return {returned}\n"
+        weights = "a=1,b=2" if returned.startswith("{") else "b=2"
+        assert refusal_of(tmp_path, code, reward_weights=weights) == message.format(shown)
+    code = "def fn(args, sample):\n    return {'b': float('nan')}\n"
+    assert refusal_of(tmp_path, code, reward_weights="b=2") == (
+        "fn (FILE, line 1) returned nan as 'b' for prompt 10; it must return a finite number."
+    )
+
+
 def test_a_dict_without_the_key_and_a_number_with_one_are_refused(tmp_path):
     code = "def fn(args, sample):\n    return {'score': 1.0}\n"
     assert refusal_of(tmp_path, code, reward_key="acc") == (
@@ -196,9 +227,22 @@ def test_a_dict_without_the_key_and_a_number_with_one_are_refused(tmp_path):
             {"rm_type": "math", "eval_reward_key": "acc"},
             "--eval-reward-key is 'acc' but --rm-type math gives a number; leave it out.",
         ),
+        ({"rm_type": "math", "reward_weights": "a=1"}, "--reward-weights names 'a' but --rm-type math gives a number"),
+        ({"rm_type": "dapo", "reward_weights": "a"}, "--reward-weights is 'a' but must be KEY=WEIGHT,KEY=WEIGHT with"),
+        ({"rm_type": "dapo", "reward_weights": "acc=nan"}, "--reward-weights is 'acc=nan' but must be KEY=WEIGHT"),
+        ({"rm_type": "dapo", "reward_weights": "acc=1,acc=2"}, "--reward-weights names 'acc' twice; give each key"),
+        (
+            {"rm_type": "dapo", "reward_weights": "acc=1", "reward_key": "acc"},
+            "--reward-weights is 'acc=1' and --reward-key is 'acc'; leave one of the two out.",
+        ),
+        ({"rm_type": "remote_rm"}, "--rm-type is remote_rm but --rm-url is unset; add the URL of the reward server."),
+        ({"rm_type": "remote_rm", "rm_url": "host:1"}, "--rm-url is 'host:1' but must begin with http:// or https://."),
         ({"rm_type": "math", "reward_key": ""}, "--reward-key is empty; name a key of the reward function's dict, or"),
     ],
-    ids=["no key of several", "unknown key", "key of a number", "empty key"],
+    ids=[
+        *("no key of several", "unknown key", "key of a number", "weights of a number", "no weight"),
+        *("a weight that is no number", "a key twice", "weights and key", "no url", "no scheme", "empty key"),
+    ],
 )
 def test_keys_are_checked_before_anything_is_built(options, message):
     with pytest.raises(ValueError) as refusal:

@@ -1,0 +1,119 @@
+"""Which groups dynamic sampling accepts, in numbers worked out by hand."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slime_tis.rollout.dynamic_sampling import MOST_REASONS, accepted_groups, collect
+from slime_tis.rollout.engine import RolloutUnavailable
+from slime_tis.rollout.filter_hub import (
+    DynamicFilterOutput,
+    check_reward_nonzero_std,
+    check_reward_nonzero_std_with_fallback,
+)
+from slime_tis.rollout.sample import Sample
+from tests.rollout.test_rewards import make_samples
+
+
+def scored(*rewards: float) -> list[Sample]:
+    """A group with these rewards."""
+    samples = make_samples(["a"] * len(rewards))
+    for place, (sample, reward) in enumerate(zip(samples, rewards, strict=True)):
+        sample.reward, sample.group_index, sample.index = reward, 0, place
+    return samples
+
+
+EQUAL, UNEQUAL = (1.0, 1.0), (0.0, 1.0)
+
+
+def judge_with(function):
+    return lambda groups: [function(None, group) for group in groups]
+
+
+def batches(*rewards: list[tuple[float, float]]):
+    for batch in rewards:
+        groups = [scored(*of_group) for of_group in batch]
+        for place, group in enumerate(groups):
+            for number, sample in enumerate(group):
+                sample.group_index, sample.index = place, 2 * place + number
+        yield groups
+
+
+def test_groups_of_equal_rewards_are_replaced_and_counted_by_reason():
+    found = collect(
+        batches([EQUAL, UNEQUAL, (0.25, 0.25)], [UNEQUAL, EQUAL, UNEQUAL]),
+        2,
+        judge_with(check_reward_nonzero_std),
+        max_batches=2,
+    )
+    assert [group[0].group_index for group in found.groups] == [1, 3]
+    assert [sample.index for group in found.groups for sample in group] == [2, 3, 6, 7]
+    assert [group[0].group_index for group in found.sampled] == [0, 1, 2, 3, 4, 5]
+    assert found.metrics == {
+        "rollout/dynamic_filter/batches": 2,
+        "rollout/dynamic_filter/sampled": 6,
+        "rollout/dynamic_filter/dropped": 3,
+        "rollout/dynamic_filter/unused": 1,
+        "rollout/dynamic_filter/raw_reward": pytest.approx((1 + 0.5 + 0.25 + 0.5 + 1 + 0.5) / 6),
+        "rollout/dynamic_filter/drop_zero_std_1.0": 2,
+        "rollout/dynamic_filter/drop_zero_std_0.2": 1,
+    }
+
+
+def test_without_a_filter_the_first_batch_is_the_rollout():
+    found = collect(batches([EQUAL, UNEQUAL]), 2, None, max_batches=1)
+    assert len(found.groups) == 2 and found.sampled is found.groups and found.metrics == {}
+
+
+def test_with_fallback_one_batch_is_enough():
+    found = collect(
+        batches([EQUAL, EQUAL, UNEQUAL]), 2, judge_with(check_reward_nonzero_std_with_fallback), max_batches=1
+    )
+    assert [group[0].group_index for group in found.groups] == [1, 2]
+    assert found.metrics["rollout/dynamic_filter/dropped"] == 1
+
+
+def test_a_filter_that_drops_everything_ends_with_one_message():
+    def endless():
+        while True:
+            yield from batches([EQUAL] * 4)
+
+    with pytest.raises(RolloutUnavailable) as stopped:
+        collect(endless(), 2, judge_with(check_reward_nonzero_std), max_batches=3)
+    assert str(stopped.value) == (
+        "the dynamic sampling filter accepted 0 of the 12 prompts of 3 batches, and a rollout needs 2 (dropped: "
+        "zero_std_1.0 12); choose other prompts, raise --dynamic-sampling-max-batches, or use a filter with "
+        "keep_when_insufficient."
+    )
+
+
+def test_reasons_without_end_are_counted_together():
+    reasons: Counter[str] = Counter()
+    outputs = [DynamicFilterOutput(keep=False, reason=str(number)) for number in range(MOST_REASONS + 5)]
+    assert accepted_groups([scored(*EQUAL)] * len(outputs), outputs, 1, reasons) == []
+    assert len(reasons) == MOST_REASONS + 1 and reasons["other"] == 5
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=12), st.integers(1, 12))
+def test_a_fallback_drops_as_many_as_leave_enough(keeps, missing):
+    outputs = [DynamicFilterOutput(keep=keep, reason="x", keep_when_insufficient=True) for keep in keeps]
+    kept = accepted_groups([scored(*EQUAL)] * len(keeps), outputs, missing, Counter())
+    assert len(kept) == max(sum(keeps), min(missing, len(keeps)))
+
+
+@pytest.mark.parametrize(
+    ("rewards", "keep", "reason"),
+    [
+        ((0.0, 1.0), True, None),
+        ((1.0, 1.0, 1.0), False, "zero_std_1.0"),
+        ((0.5, 0.5 + 1e-7), False, "zero_std_0.5"),
+        ((3.0,), False, "zero_std_3.0"),
+    ],
+    ids=["unequal", "equal", "nearly equal", "one sample"],
+)
+def test_the_filter_of_dapo(rewards, keep, reason):
+    output = check_reward_nonzero_std(None, scored(*rewards))
+    assert output == DynamicFilterOutput(keep=keep, reason=reason)
+    assert check_reward_nonzero_std_with_fallback(None, scored(*rewards)).keep_when_insufficient

@@ -1,0 +1,125 @@
+"""train.py with the user's functions around a rollout: dynamic sampling, filters, shaped rewards, logs."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from slime_tis.cli.main import train
+from tests.conftest import Run
+from tests.runs import run_apart, run_here, training_metrics
+
+PARITY = """
+import os
+def fn(args, samples, **kwargs):
+    from slime.rollout.filter_hub.base_types import DynamicFilterOutput
+    if os.environ.get("RANK") == "1":
+        raise RuntimeError("called on another rank than 0")
+    keep = len(samples[0].prompt) % 2 == 0
+    return DynamicFilterOutput(keep=keep, reason=None if keep else "odd")
+"""
+
+
+@pytest.fixture
+def parity(tmp_path: Path) -> list[str]:
+    """A filter that drops prompts of odd length."""
+    (tmp_path / "parity.py").write_text(PARITY)
+    return ["--dynamic-sampling-filter-path", f"{tmp_path / 'parity.py'}:fn"]
+
+
+def prompts_of(pattern: Path, rollouts: int) -> list[list[str]]:
+    """The prompts of each dumped rollout."""
+    rows = [
+        [json.loads(line) for line in Path(str(pattern).format(rollout_id=number)).read_text().splitlines()]
+        for number in range(rollouts)
+    ]
+    return [[row["prompt"]["text"] for row in of_rollout[::4]] for of_rollout in rows]
+
+
+def test_dropped_prompts_are_replaced_in_the_order_of_the_data(run: Run, parity: list[str], tmp_path: Path) -> None:
+    data = tmp_path / "{rollout_id}.jsonl"
+    flags = [*parity, "--over-sampling-batch-size", "5", "--save-debug-rollout-data", str(data)]
+    rows = run(*flags, "--num-rollout", "2")
+    found = prompts_of(data, 2)
+    assert all(len(texts) == 4 and all(len(text) % 2 == 0 for text in texts) for texts in found)
+    for row in rows:
+        sampled, dropped = row["rollout/dynamic_filter/sampled"], row["rollout/dynamic_filter/dropped"]
+        assert sampled == 5 * row["rollout/dynamic_filter/batches"]
+        assert dropped == row.get("rollout/dynamic_filter/drop_odd", 0)
+        assert sampled - dropped - row["rollout/dynamic_filter/unused"] == 4
+    again = run(*parity, "--over-sampling-batch-size", "5", "--num-rollout", "2", name="again")
+    assert list(map(training_metrics, again)) == list(map(training_metrics, rows))
+
+
+def test_with_lookahead_batches_in_flight_fill_the_rollout(run: Run, parity: list[str], tmp_path: Path) -> None:
+    taken = []
+    for depth in (0, 2):
+        data = tmp_path / f"{depth}_{{rollout_id}}.jsonl"
+        flags = [*parity, "--rollout-lookahead", str(depth), "--save-debug-rollout-data", str(data)]
+        run(*flags, "--num-rollout", "3", name=str(depth))
+        taken.append(prompts_of(data, 3))
+    assert taken[0] == taken[1]
+
+
+def test_a_resumed_run_samples_the_same(task: list[str], parity: list[str], tmp_path: Path) -> None:
+    flags = [*task, *parity, "--num-rollout", "3", "--save-interval", "2"]
+    whole = run_here([*flags, "--save", str(tmp_path / "whole")], tmp_path / "run")
+    (tmp_path / "load").mkdir()
+    (tmp_path / "load" / "iter_0000002").symlink_to(tmp_path / "whole" / "iter_0000002")
+    resumed = run_here([*flags, "--load", str(tmp_path / "load"), "--save", str(tmp_path / "other")], tmp_path / "two")
+    assert list(map(training_metrics, resumed)) == list(map(training_metrics, whole))[2:]
+
+
+def test_a_filter_that_drops_everything_stops_the_run_where_it_was(
+    task: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "never.py").write_text("def fn(args, samples, **kwargs):\n    return False\n")
+    flags = [*task, "--dynamic-sampling-filter-path", f"{tmp_path / 'never.py'}:fn"]
+    assert train([*flags, "--dynamic-sampling-max-batches", "2", "--output-dir", str(tmp_path / "run")]) == 1
+    said = capsys.readouterr().err
+    assert "error: the dynamic sampling filter accepted 0 of the 8 prompts of 2 batches, and a rollout needs 4" in said
+
+
+def test_two_ranks_train_on_the_groups_that_rank_0_accepts(task: list[str], parity: list[str], tmp_path: Path) -> None:
+    flags = [*task, *parity, "--num-rollout", "1", "--rollout-precision", "fp32", "--no-bf16"]
+    alone = run_apart(flags, tmp_path / "one")
+    both = run_apart(flags, tmp_path / "two", ranks=2)
+    assert (alone.returncode, both.returncode) == (0, 0), alone.stderr + both.stderr
+    rows = [json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[0]) for name in ("one", "two")]
+    for name in ("rollout/dynamic_filter/sampled", "rollout/dynamic_filter/dropped", "rollout/raw_reward"):
+        assert rows[0][name] == rows[1][name]
+    assert rows[0]["train/loss"] == pytest.approx(rows[1]["train/loss"], abs=1e-6)
+
+
+HOOKS = """
+import json
+def remove_first(args, samples):
+    for group in samples:
+        group[0].remove_sample = True
+
+def record(args, samples, data_source):
+    with open(OUT, "a") as lines:
+        lines.write(json.dumps([len(samples), len(data_source)]) + "\\n")
+
+def shape(args, samples):
+    return [7.0] * len(samples), [float(sample.index % 2) for sample in samples]
+
+def log(rollout_id, args, samples, rollout_extra_metrics, rollout_time):
+    return rollout_id == 1
+"""
+
+
+def test_filters_shaped_rewards_and_logs_have_their_effect(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "hooks.py").write_text(HOOKS.replace("OUT", repr(str(tmp_path / "seen"))))
+
+    def path(name: str) -> str:
+        return f"{tmp_path / 'hooks.py'}:{name}"
+
+    plain = run("--num-rollout", "1", name="plain")
+    flags = ["--rollout-sample-filter-path", path("remove_first"), "--rollout-all-samples-process-path", path("record")]
+    flags += ["--custom-reward-post-process-path", path("shape"), "--custom-rollout-log-function-path", path("log")]
+    rows = run(*flags, "--num-rollout", "2")
+    assert rows[0]["train/loss_denominator"] == plain[0]["train/loss_denominator"] - 4
+    assert (tmp_path / "seen").read_text() == "[4, 16]\n[4, 16]\n"
+    assert rows[0]["rollout/raw_reward"] == 7.0 and rows[0]["train/pg_loss"] != plain[0]["train/pg_loss"]
+    assert "rollout/response_len" in rows[0] and "rollout/response_len" not in rows[1]
