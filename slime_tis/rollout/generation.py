@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 DISTRIBUTION = ("temperature", "top_p", "top_k")
 """Names of `sampling_params` that the log-probs depend on."""
+UNIFORMS_AT_A_TIME = 64
+"""Random numbers that are drawn together, of which a short response leaves some."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,11 +281,11 @@ def input_digest(key: SampleKey, token_ids: Sequence[int]) -> bytes:
     return hashlib.blake2b(np.asarray(numbers, dtype="<i8").tobytes(), digest_size=32).digest()
 
 
-def request_uniforms(key: bytes, length: int) -> list[float]:
-    """The uniforms in [0, 1) that the first `length` tokens of a request are drawn with."""
-    philox = np.random.Philox(key=np.frombuffer(key, dtype="<u8"))
-    uniforms: list[float] = np.random.Generator(philox).random(length).tolist()
-    return uniforms
+def request_uniforms(key: bytes) -> Iterator[float]:
+    """The uniforms in [0, 1) that the tokens of a request are drawn with, one after the other, without an end."""
+    generator = np.random.Generator(np.random.Philox(key=np.frombuffer(key, dtype="<u8")))
+    while True:
+        yield from generator.random(UNIFORMS_AT_A_TIME).tolist()
 
 
 class StopStrings:
