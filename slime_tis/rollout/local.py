@@ -1,5 +1,6 @@
 """The in-process rollout engine: batched decoding with transformers."""
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,11 +15,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from slime_tis.rollout.checkpoint import eos_token_ids, linear_weight_names, load_model, weights_by_file_name
 from slime_tis.rollout.collectives import map_over_ranks
+from slime_tis.rollout.continuous_batching import ContinuousBatching
 from slime_tis.rollout.decode import Decoded, decode
 from slime_tis.rollout.engine import SentRows, WeightSource
+from slime_tis.rollout.functions import FunctionBatch, FunctionCall, calls_over_ranks, new_groups
+from slime_tis.rollout.generation import RolloutFunction
 from slime_tis.rollout.quantize import round_bits, round_fp8, round_int8
 from slime_tis.rollout.sample import STATUS, FinishReason, Prompt, Sample, Sampling, response_limit
 from slime_tis.rollout.sampling import log_softmax, prompt_uniforms
+from slime_tis.rollout.tasks import cancel_and_wait
 from slime_tis.rollout.weight_rounding import Precision
 from slime_tis.sampling_mask import SamplingMask
 
@@ -136,6 +141,7 @@ class LocalEngine:
         if precision not in COMPUTE_DTYPES:
             raise ValueError(f"rollout precision is {precision!r} but must be one of {', '.join(COMPUTE_DTYPES)}.")
         self.weight_version = 0
+        self._is_asked = False
         self._tokenizer = tokenizer
         self._max_batch = max_batch
         self._safe_point = safe_point
@@ -173,6 +179,50 @@ class LocalEngine:
             for group_index, (prompt, responses) in enumerate(zip(prompts, groups, strict=True))
         ]
 
+    def submit_function(
+        self,
+        prompts: Sequence[Prompt],
+        function: RolloutFunction,
+        sampling: Sampling,
+        seed: int,
+        *,
+        concurrency: int,
+        num_groups: int | None = None,
+    ) -> CompletedRollout:
+        """Calls the function at once, in an event loop of this thread; see `engine.RolloutEngine`.
+
+        Requests are batched continuously, in slots of a cache that lasts for this call; a function that blocks the
+        loop holds up all others. What a sample is follows from the seed, its prompt, the weights and what the function
+        does: how many are made at once, and on which rank, does not matter.
+
+        Raises:
+            ValueError: The model cannot be batched so, or `num_groups` is given.
+        """
+        if num_groups is not None:
+            raise ValueError("the local engine makes all groups of a rollout: it has no stragglers to leave out.")
+
+        def make(groups: Sequence[Sequence[FunctionCall]]) -> None:
+            batching = ContinuousBatching(
+                self._model,
+                self._tokenizer,
+                eos_token_ids=self._eos_token_ids,
+                context_len=self.max_context_len,
+                weight_version=self.weight_version,
+                records_routing=sampling.records_routing,
+                max_batch=self._max_batch,
+                max_batch_tokens=self._max_batch_tokens,
+                safe_point=self._safe_point,
+            )
+            vocab_size = self._model.get_input_embeddings().num_embeddings
+            self._is_asked = True
+            try:
+                asyncio.run(make_rollouts(batching, groups, function, sampling, concurrency, vocab_size))
+            finally:
+                self._is_asked = False
+
+        groups = calls_over_ranks(make, new_groups(prompts, sampling.n_samples, seed))
+        return CompletedRollout(groups)
+
     def update_weights(self, source: WeightSource, version: int) -> None:
         """Takes a whole set of weights.
 
@@ -183,7 +233,10 @@ class LocalEngine:
 
         Raises:
             ValueError: an unknown name, a shape that differs from the checkpoint's, or a missing parameter.
+            RuntimeError: functions are asking the engine, whose caches are of the weights in use.
         """
+        if self._is_asked:
+            raise RuntimeError("weights cannot change while functions ask the local engine; update them afterwards.")
         arrived = set()
         for name, tensor in source():
             self._check(name, tensor, version)
@@ -363,3 +416,44 @@ class LocalEngine:
             rollout_routing_weights=response.routing_weights,
             sampling_mask=response.sampling_mask,
         )
+
+
+async def make_rollouts(
+    batching: ContinuousBatching,
+    groups: Sequence[Sequence[FunctionCall]],
+    function: RolloutFunction,
+    sampling: Sampling,
+    concurrency: int,
+    vocab_size: int,
+) -> None:
+    """Calls a function while its requests are answered; a failure of the model ends both.
+
+    Args:
+        batching: Answers requests.
+        groups: Calls for each prompt, which get their samples.
+        function: Makes one rollout.
+        sampling: The run's own.
+        concurrency: Most calls at once.
+        vocab_size: Number of token ids of the model.
+    """
+    batch = FunctionBatch(
+        groups,
+        function,
+        batching.answer,
+        sampling,
+        concurrency=concurrency,
+        vocab_size=vocab_size,
+        end_sample=batching.end_sample,
+    )
+
+    def ended(task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, Exception):
+            batch.fail(error)
+
+    answering = asyncio.create_task(batching.run())
+    answering.add_done_callback(ended)
+    try:
+        await batch.run()
+    finally:
+        await cancel_and_wait([answering])

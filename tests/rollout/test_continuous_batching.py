@@ -6,16 +6,13 @@ from contextlib import asynccontextmanager
 
 import pytest
 import torch
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Gemma2Config, LlamaConfig
 
 from slime_tis.rollout.checkpoint import load_model, load_tokenizer
-from slime_tis.rollout.continuous_batching import BLOCK, ContinuousBatching, common_prefix, whole_blocks
+from slime_tis.rollout.continuous_batching import BLOCK, ContinuousBatching, whole_blocks
 from slime_tis.rollout.generation import SampleEngine, SampleKey, request_uniforms
-from slime_tis.rollout.routing import RoutingRecorder
 from slime_tis.rollout.sample import Sampling
 from slime_tis.rollout.sampling import sample_tokens
-from slime_tis.rollout.slot_cache import check_config
-from tests.checkpoints import EOS, SIZES, make_checkpoint
+from tests.checkpoints import EOS, make_checkpoint
 
 RUN = Sampling(max_response_len=12, temperature=0.9, stop_token_ids=(7,))
 EXACT = {"rtol": 0.0, "atol": 1e-5}

@@ -1,5 +1,7 @@
 """Two gloo processes sample and score what one process does, and fail together."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +11,7 @@ from slime_tis.rollout.collectives import map_over_ranks
 from slime_tis.rollout.config import RolloutConfig
 from slime_tis.rollout.local import LocalEngine
 from slime_tis.rollout.rewards import build_reward
-from slime_tis.rollout.sample import Prompt, Sampling
+from slime_tis.rollout.sample import STATUS, Prompt, Sampling
 from tests.checkpoints import make_checkpoint
 from tests.runs import spawn
 
@@ -36,7 +38,19 @@ def rollout(path):
     samples = [s for batch in (prompts, prompts[:1]) for g in engine.generate(batch, sampling, 4) for s in g]
     for sample, score in zip(samples, reward(samples), strict=True):
         sample.reward = score
-    return samples
+    asked = engine.submit_function(prompts, ask_twice, sampling, 4, concurrency=4).result()
+    return samples, [sample for group in asked for sample in group]
+
+
+async def ask_twice(sample, engine):
+    """Two turns with an observation between them; every other rollout has a second segment."""
+    answer = await engine.generate(sample.tokens)
+    sample.append_response_tokens(tokens=answer.token_ids, log_probs=answer.log_probs)
+    sample.append_response_tokens(tokens=[11, 12], trainable=False)
+    answer = await engine.generate(sample.tokens, {"max_new_tokens": 5})
+    sample.append_response_tokens(tokens=answer.token_ids, log_probs=answer.log_probs)
+    sample.status, sample.reward = STATUS[answer.finish_reason], 0.0
+    return [sample, copy.deepcopy(sample)] if sample.index % 2 else [sample]
 
 
 def share_of_digits(args, sample):
@@ -56,7 +70,8 @@ def work(rank, path, out):
         map_over_ranks(fail_on_rank_1, [10, 11, 12])
     except ValueError as error:
         failure = str(error)
-    torch.save({"samples": rollout(path), "failure": failure}, f"{out}/{rank}.pt")
+    samples, asked = rollout(path)
+    torch.save({"samples": samples, "asked": asked, "failure": failure}, f"{out}/{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -64,7 +79,7 @@ def work(rank, path, out):
 def test_two_ranks_sample_and_score_as_one(tmp_path):
     path = make_checkpoint(tmp_path / "checkpoint", "qwen3")
     spawn(work, args=(str(path), str(tmp_path)), nprocs=SIZE)
-    alone = rollout(path)
+    alone, asked = rollout(path)
     assert len({sample.reward for sample in alone}) > 1
     for rank in range(SIZE):
         result = torch.load(tmp_path / f"{rank}.pt", weights_only=False)
@@ -74,6 +89,11 @@ def test_two_ranks_sample_and_score_as_one(tmp_path):
             assert shared.prompt == own.prompt
             assert (shared.group_index, shared.index) == (own.group_index, own.index)
             assert shared.reward == own.reward
+            assert shared.rollout_log_probs == pytest.approx(own.rollout_log_probs, abs=1e-5)
+        assert [sample.tokens for sample in result["asked"]] == [sample.tokens for sample in asked]
+        for shared, own in zip(result["asked"], asked, strict=True):
+            assert (shared.group_index, shared.index, shared.rollout_id) == (own.group_index, own.index, own.rollout_id)
+            assert (shared.loss_mask, shared.status) == (own.loss_mask, own.status)
             assert shared.rollout_log_probs == pytest.approx(own.rollout_log_probs, abs=1e-5)
 
 

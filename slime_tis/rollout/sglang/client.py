@@ -10,7 +10,7 @@ import base64
 import json
 import logging
 import re
-from collections.abc import Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from urllib.parse import quote
 
@@ -36,6 +36,7 @@ from slime_tis.rollout.sglang.schema import (
     parse_scores,
     score_body,
 )
+from slime_tis.rollout.tasks import BackgroundTasks, cancel_and_wait
 
 CONNECT_TIMEOUT = 10.0
 """Longest wait for a connection, in seconds."""
@@ -52,8 +53,6 @@ ABORT_REQUEST_TIMEOUT = 5.0
 """Longest wait for a server to take note that a request is to be aborted, in seconds."""
 ROUTER_TIMEOUT = 60.0
 """Longest wait for a router to name its servers, in seconds."""
-CANCEL_INTERVAL = 0.5
-"""Time after which a task that swallowed a cancellation gets another one, in seconds."""
 CONTROL_BYTES = 4 << 20
 """Largest answer of any endpoint but /generate, in bytes; /server_info, the largest, has some 100 kB."""
 CHECKSUM_BYTES = 64 << 20
@@ -405,37 +404,6 @@ def make_client(api_key: str | None = None, admin_api_key: str | None = None) ->
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEPALIVE),
         trust_env=False,
     )
-
-
-class BackgroundTasks:
-    """Tasks that nobody waits for while they run."""
-
-    def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def start(self, work: Coroutine[None, None, None], name: str | None = None) -> None:
-        """Starts a task, and holds it until it has ended: the loop itself has weak references alone."""
-        task = asyncio.create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def wait(self) -> None:
-        """Waits until all have ended."""
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def cancel(self) -> None:
-        """Cancels all, and waits until they have ended."""
-        await cancel_and_wait(self._tasks)
-
-
-async def cancel_and_wait(tasks: Iterable[asyncio.Task[object]]) -> None:
-    """Cancels tasks and waits until they have ended, however they did."""
-    all_tasks = list(tasks)
-    while pending := [task for task in all_tasks if not task.done()]:
-        for task in pending:
-            task.cancel()
-        await asyncio.wait(pending, timeout=CANCEL_INTERVAL)
-    await asyncio.gather(*all_tasks, return_exceptions=True)
 
 
 async def worker_urls(router: Server) -> tuple[str, ...]:

@@ -31,7 +31,7 @@ from slime_tis.rollout.collectives import portable
 from slime_tis.rollout.config import Rounding
 from slime_tis.rollout.engine import RolloutUnavailable, SentRows, WeightSource
 from slime_tis.rollout.sample import Prompt, Sample, Sampling, response_limit
-from slime_tis.rollout.sglang.client import BackgroundTasks, Server, cancel_and_wait, make_client, worker_urls
+from slime_tis.rollout.sglang.client import Server, make_client, worker_urls
 from slime_tis.rollout.sglang.config import SGLangConfig, is_loopback
 from slime_tis.rollout.sglang.dispatch import Dispatcher
 from slime_tis.rollout.sglang.errors import MalformedAnswer, RequestRefused, ServerError, SGLangError
@@ -42,6 +42,7 @@ from slime_tis.rollout.sglang.schema import ExpertLayout
 from slime_tis.rollout.sglang.weights.disk import DiskSync
 from slime_tis.rollout.sglang.weights.distributed import DistributedSync
 from slime_tis.rollout.sglang.weights.protocol import WeightSync
+from slime_tis.rollout.tasks import BackgroundTasks, cancel_and_wait
 from slime_tis.rollout.weight_rounding import Precision
 
 if TYPE_CHECKING:

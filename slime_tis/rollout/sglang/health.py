@@ -28,9 +28,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from slime_tis.rollout.engine import RolloutUnavailable
-from slime_tis.rollout.sglang.client import BackgroundTasks, Server, cancel_and_wait
+from slime_tis.rollout.sglang.client import Server
 from slime_tis.rollout.sglang.errors import RequestRefused, ServerError, SGLangError, UnexpectedWeights
 from slime_tis.rollout.sglang.schema import version_number
+from slime_tis.rollout.tasks import BackgroundTasks, cancel_and_wait
 
 logger = logging.getLogger(__name__)
 

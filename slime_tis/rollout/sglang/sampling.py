@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from slime_tis.rollout.sample import FINISH_REASONS, STATUS, FinishReason, Prompt, Sample, SampleStatus, Sampling
-from slime_tis.rollout.sglang.client import ABORT_INTERVAL, ABORT_TIMEOUT, Server, cancel_and_wait
+from slime_tis.rollout.sglang.client import ABORT_INTERVAL, ABORT_TIMEOUT, Server
 from slime_tis.rollout.sglang.dispatch import Attempts, Dispatcher
 from slime_tis.rollout.sglang.errors import ServerError
 from slime_tis.rollout.sglang.health import HealthMonitor, ServerState
 from slime_tis.rollout.sglang.schema import Completion
+from slime_tis.rollout.tasks import cancel_and_wait
 from slime_tis.sampling_mask import SamplingMask
 
 if TYPE_CHECKING:
