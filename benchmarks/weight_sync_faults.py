@@ -36,6 +36,7 @@ ENGINES: tuple[tuple[Precision, Rounding], ...] = (
     ("fp8", "nearest"),
 )
 """Precision and rounding of updates of the engines that are checked."""
+NAMES = {one[0] if one[1] == "nearest" else " ".join(one): one for one in ENGINES}
 Weights = dict[str, Tensor]
 
 
@@ -135,6 +136,8 @@ class Planter:
 
     checkpoint: str
     plant_at: Sequence[int]
+    engines: Sequence[str] = tuple(NAMES)
+    """The engines that are checked besides the run's own."""
     rows: list[Row] = field(default_factory=list)
     lanes: dict[str, Lane] = field(default_factory=dict)
 
@@ -145,8 +148,7 @@ class Planter:
         found = check_weight_sync(engine, sampler, check, updates)
         version = sampler.weight_version
         if not self.lanes:
-            names = {one: one[0] if one[1] == "nearest" else " ".join(one) for one in ENGINES}
-            self.lanes = {name: self._lane(*one, check) for one, name in names.items()}
+            self.lanes = {name: self._lane(*NAMES[name], check) for name in self.engines}
         new = {name: tensor.clone() for name, tensor in engine.named_hf_tensors()}
         for name, lane in self.lanes.items():
             before = copy(lane.check)
@@ -234,9 +236,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hf-checkpoint", required=True)
     parser.add_argument("--plant-at", type=int, nargs="+", default=[2], help="updates at which faults are planted")
+    parser.add_argument("--engines", nargs="+", choices=NAMES, default=list(NAMES), help="engines that are checked")
     parser.add_argument("--out", type=Path, required=True, help="file of rows, JSON lines")
     given, flags = parser.parse_args(arguments[:place]), arguments[place + 1 :]
-    planter = Planter(checkpoint=given.hf_checkpoint, plant_at=given.plant_at)
+    planter = Planter(checkpoint=given.hf_checkpoint, plant_at=given.plant_at, engines=given.engines)
     train.check_weight_sync = planter
     status = run_train(["--hf-checkpoint", given.hf_checkpoint, "--check-weight-sync", *flags])
     with open(given.out, "w") as lines:

@@ -10,13 +10,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import slime_tis.train
+from benchmarks.weight_sync_faults import FAULTS, Planter
 from examples.reasoning_gym import prompts
 from examples.smollm2_reasoning_gym import answers, prepare
 from slime_tis.hf_directory import check_tensors, read_model_config
 from slime_tis.rollout.checkpoint import load_tokenizer
 from slime_tis.rollout.local import LocalEngine
 from slime_tis.rollout.sample import Prompt, Sample, Sampling
-from tests.runs import ROOT, read_metrics, run_apart
+from tests.runs import REWARD, ROOT, read_metrics, run_apart, run_here
 
 TASKS = ("chain_sum?max_terms=2&max_digits=1", "products?max_digits=1")
 
@@ -103,3 +105,28 @@ def test_answers_before_and_after_are_printed(
         "  after",
     ]
     assert lines[2].removeprefix("  before: ") == lines[3].removeprefix("  after:  ")
+
+
+def test_planted_faults_of_weight_updates_are_caught(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = tmp_path / "prompts"
+    assert prompts.main(["--out", str(data), "--train", "32", "--held-out", "4", "--answer", "number", *TASKS]) == 0
+    (tmp_path / "reward.py").write_text(REWARD)
+    planter = Planter(checkpoint=str(checkpoint), plant_at=[2], engines=["bf16"])
+    monkeypatch.setattr(slime_tis.train, "check_weight_sync", planter)
+    flags = [
+        *("--custom-config-path", str(ROOT / "examples/smollm2_reasoning_gym/train.yaml")),
+        *("--hf-checkpoint", str(checkpoint), "--prompt-data", str(data / "train.jsonl"), "--check-weight-sync"),
+        *("--custom-rm-path", f"{tmp_path / 'reward.py'}:reward"),
+        *("--eval-prompt-data", "none", "--eval-interval", "none", "--no-use-tensorboard", "--no-summary-plot"),
+        *("--num-rollout", "2", "--rollout-batch-size", "2", "--n-samples-per-prompt", "4", "--lr-warmup-iters", "0"),
+        *("--micro-batch-size", "8"),
+    ]
+    run_here(flags, tmp_path / "run")
+    for row in planter.rows:
+        good = not row.fault
+        assert (row.wrong_tensors == 0) == good, row
+        if good or row.fault == "two tensors swapped" or (row.fault == "no update" and row.is_judged_by_movement):
+            assert (row.log_probs == "nothing") == good, row
+    assert {row.fault for row in planter.rows} == {"", *FAULTS}
