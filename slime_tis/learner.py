@@ -23,7 +23,7 @@ from slime_tis.correction import (
     interpolate_old_log_probs,
 )
 from slime_tis.errors import NonFiniteGradient
-from slime_tis.megatron.batch import TrainingBatch, make_batch, shard, unshard
+from slime_tis.megatron.batch import TrainingBatch, dealt_together, make_batch, shard, unshard
 from slime_tis.megatron.engine import StepResult, TrainingEngine
 from slime_tis.megatron.parallel import Parallel
 from slime_tis.megatron.routing_replay import RoutingRecord
@@ -106,14 +106,15 @@ class Learner:
         steps = [self._prepare(samples[start : start + size]) for start in range(0, len(samples), size)]
         accepted = None
         if self.policy.reject_before_advantage:
-            accepted = [keep for step in steps for keep in self._accepted(step.batch)]
+            accepted = [keep for step in steps for keep in self._accepted(step)]
         elif self.leaves_out_samples:
             accepted = [any(sample.loss_mask) for sample in samples]
         per_sample = advantages_of(groups, accepted, self.policy, given_advantages)
         rows = []
         for number, step in enumerate(steps):
             of_step = per_sample[number * size : (number + 1) * size]
-            rows.append(self._train_step(step, shard(of_step, self.parallel.data_rank, self.parallel.data_size)))
+            place = (self.parallel.data_rank, self.parallel.data_size, step.dealt_together)
+            rows.append(self._train_step(step, shard(of_step, *place)))
             if rows[-1]["train/nonfinite_gradient_steps"]:
                 self._check_may_skip(rows)
             self.step += 1
@@ -128,8 +129,12 @@ class Learner:
     def _prepare(self, samples: Sequence[Sample]) -> Step:
         """This rank's share of one step's samples, with old and reference log-probs, and its micro-batches."""
         size = self.parallel.data_size
-        shards = [shard(samples, rank, size) for rank in range(size)]
-        partition = self.engine.partitions([[len(sample.tokens) for sample in of_rank] for of_rank in shards])
+        together = dealt_together([one.group_index for one in samples], size) if self.engine.shares_prompts else 1
+        shards = [shard(samples, rank, size, together) for rank in range(size)]
+        partition = self.engine.partitions(
+            [[sample.tokens for sample in of_rank] for of_rank in shards],
+            [[len(sample.loss_mask) for sample in of_rank] for of_rank in shards],
+        )
         recorded, missing = self._with_routing(shards[self.parallel.data_rank])
         batch = recorded if self.replays_rollout_routing else recorded.with_routing(None, None)
         record: RoutingRecord | None = [] if self.engine.config.use_routing_replay else None
@@ -140,6 +145,7 @@ class Learner:
                 batch = batch.with_ref_log_probs(self.engine.reference_log_probs(batch, partition))
         return Step(
             samples=shards[self.parallel.data_rank],
+            dealt_together=together,
             batch=batch,
             recorded=recorded,
             partition=partition,
@@ -164,14 +170,16 @@ class Learner:
         ]
         return batch.with_routing(experts, weights), sum(self.parallel.all_gather_data(usable.count(False)))
 
-    def _accepted(self, batch: TrainingBatch) -> list[bool]:
+    def _accepted(self, step: Step) -> list[bool]:
         """Which samples of the step have a token left after rejection, in their order, on every rank."""
+        batch = step.batch
         accepted: list[bool] = []
         if self.parallel.is_last_stage:
             old_log_probs_L = batch.responses.old_log_probs_L
             assert old_log_probs_L is not None  # made in _prepare, under the option that leads here
             accepted = (self._correct(batch, old_log_probs_L).accepted_per_sequence > 0).tolist()
-        return unshard(self.parallel.all_gather_data(self.parallel.broadcast_from_last_stage(accepted)))
+        of_ranks = self.parallel.all_gather_data(self.parallel.broadcast_from_last_stage(accepted))
+        return unshard(of_ranks, step.dealt_together)
 
     def _correct(self, batch: TrainingBatch, train_log_probs_L: Tensor) -> Correction[Tensor]:
         """The correction of the step's global batch, before training on it; a collective of the last stage's ranks."""
@@ -335,6 +343,8 @@ class Step:
     """One optimizer step's samples on this data-parallel rank."""
 
     samples: Sequence[Sample]
+    dealt_together: int
+    """Consecutive samples of the step that are on one rank."""
     batch: TrainingBatch
     """The same samples as tensors."""
     recorded: TrainingBatch

@@ -427,6 +427,8 @@ def set_up(arguments: Arguments, parallel: Parallel, interrupts: Interrupts, ope
     timer.take()
     if parallel.is_main and engine.token_budget is not None and engine.token_budget.reason is not None:
         print(f"micro-batches: {engine.token_budget}", flush=True)
+    if parallel.is_main and megatron.share_prompts is None and not engine.shares_prompts:
+        print(f"shared prompts: off ({engine.no_shared_prompts})", flush=True)
     reporters = open_reporters(
         arguments.reporting,
         options_in_force(arguments),

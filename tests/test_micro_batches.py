@@ -6,6 +6,7 @@ import pytest
 
 from slime_tis.megatron import engine as engine_module
 from slime_tis.megatron.batch import token_budget_partitions
+from slime_tis.megatron.prefix_tree import PrefixTree
 from tests.conftest import Run
 from tests.runs import training_metrics
 
@@ -19,8 +20,8 @@ def test_micro_batches_that_fit_give_the_same_results(
     assert " tokens on a rank (" in line and " GiB free, " in line and "--micro-batch-size N" in line
     sizes: list[tuple[int, int]] = []
 
-    def counted(lengths: list[list[int]], budget: int) -> list[list[list[int]]]:
-        found = token_budget_partitions(lengths, budget)
+    def counted(trees: list[PrefixTree], budget: int) -> list[list[list[int]]]:
+        found = token_budget_partitions(trees, budget)
         sizes.append((budget, len(found[0])))
         return found
 

@@ -233,7 +233,7 @@ GROUPS = {
     ),
     "training loop": (
         "num_rollout num_epoch num_steps_per_rollout global_batch_size micro_batch_size "
-        "use_dynamic_batch_size max_tokens_per_gpu log_probs_chunk_size seed"
+        "use_dynamic_batch_size max_tokens_per_gpu share_prompts log_probs_chunk_size seed"
     ),
     "optimizer": (
         "lr min_lr lr_warmup_iters lr_decay_style lr_decay_iters weight_decay adam_beta1 adam_beta2 adam_eps clip_grad "

@@ -82,7 +82,7 @@ class Option:
         """The default in the words of --help."""
         if self.default is MISSING:
             return "required"
-        if self.type.kind is bool:
+        if self.type.kind is bool and self.default is not None:
             return f"default: {'on' if self.default else 'off'}"
         return "default: unset" if self.default is None else f"default: {self.default}"
 

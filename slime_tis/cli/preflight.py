@@ -91,6 +91,11 @@ def _check_experts(megatron: MegatronConfig, rollout: RolloutConfig, world_size:
                     f"{flag} is given but the model has no experts, and with them no routers; leave it out."
                 )
         return
+    if megatron.share_prompts:
+        raise ValueError(
+            "--share-prompts is on but the model is a mixture of experts, whose routing is recorded, replayed and "
+            "counted for each sample; leave it out."
+        )
     if tensor > 1 and not megatron.sequence_parallel:
         raise ValueError(
             f"--tensor-model-parallel-size is {tensor} but megatron-core trains mixtures of experts over several "

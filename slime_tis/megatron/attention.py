@@ -18,6 +18,8 @@ from slime_tis.megatron.packing import PackedSequences
 class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has no types
     """Rotary embedding and causal attention over packed sequences, by `scaled_dot_product_attention`.
 
+    Where sequences share their prompts, `SharedAttention` takes its place.
+
     Under context parallelism keys and values are gathered over the ranks, queries stay. The rotary embedding is
     applied here, with angles gathered by position once a micro-batch, since megatron-core's own splits and joins the
     packed tokens per sequence, layer and tensor.
@@ -52,6 +54,8 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has
         if layout is None or layout.cos is None or layout.sin is None:
             raise ValueError("TorchAttention takes packed sequences with rotary angles: pass packed_seq_params")
         query, key = rotate(query, layout.cos, layout.sin), rotate(key, layout.cos, layout.sin)
+        if layout.shared is not None:
+            return layout.shared(query, key, value, self.softmax_scale).flatten(1)
         if self.context_group.size() > 1:
             key, value = all_gather_tokens(torch.stack([key, value], 1), self.context_group).unbind(1)
         repeats = query.shape[1] // key.shape[1]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Sized
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Hashable, Sequence, Sized
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from slime_tis.correction import ResponseSlices, response_slices
+from slime_tis.megatron.prefix_tree import PrefixTree
 from slime_tis.policy.tokens import ResponseTokens
 from slime_tis.sampling_mask import SamplingMask
 
@@ -138,14 +141,29 @@ def _local_masks(masks: Sequence[SamplingMask], slices: ResponseSlices) -> list[
     return SamplingMask.cat(masks).select(positions).split(slices.local_lengths)
 
 
-def shard(items: Sequence[T], rank: int, size: int) -> list[T]:
-    """The items of data-parallel rank `rank` of `size`: every size-th one."""
-    return list(items[rank::size])
+def shard(items: Sequence[T], rank: int, size: int, together: int = 1) -> list[T]:
+    """The items of data-parallel rank `rank` of `size`: every size-th run of so many together."""
+    return [
+        item
+        for start in range(rank * together, len(items), size * together)
+        for item in items[start : start + together]
+    ]
 
 
-def unshard(shards: Sequence[Sequence[T]]) -> list[T]:
+def unshard(shards: Sequence[Sequence[T]], together: int = 1) -> list[T]:
     """All items in their order, from the equally many of each data-parallel rank."""
-    return [item for items in zip(*shards, strict=True) for item in items]
+    starts = range(0, len(shards[0]), together)
+    return [item for start in starts for of_rank in shards for item in of_rank[start : start + together]]
+
+
+def dealt_together(groups: Sequence[Hashable], size: int) -> int:
+    """The longest runs that samples can be dealt out in, without cutting a group, to ranks that get equally many.
+
+    Args:
+        groups: of each sample its group, those of one side by side.
+        size: data-parallel ranks, which divide the samples.
+    """
+    return math.gcd(len(groups) // size, *(len(list(group)) for _, group in groupby(groups)))
 
 
 def fixed_partition(count: int, micro_batch_size: int | None) -> list[list[int]]:
@@ -154,39 +172,115 @@ def fixed_partition(count: int, micro_batch_size: int | None) -> list[list[int]]
     return [list(range(start, min(start + size, count))) for start in range(0, count, size)]
 
 
-def token_budget_partitions(lengths_of_ranks: list[list[int]], max_tokens: int) -> list[list[list[int]]]:
+def token_budget_partitions(trees: Sequence[PrefixTree], max_tokens: int) -> list[list[list[int]]]:
     """Micro-batches of at most `max_tokens` for every data-parallel rank, as many on each.
 
-    First-fit decreasing on each rank; where a rank needs fewer micro-batches than another its fullest are split, so
-    that every rank makes the same number of passes. A sequence longer than the budget is a micro-batch of its own.
+    First-fit decreasing on each rank, of families: sequences that share what they begin with, whose shared tokens count
+    once. A family that is over the budget is dealt out sequence by sequence, each where it fits beside its siblings.
+    Where a rank needs fewer micro-batches than another its fullest are split, so that every rank makes the same number
+    of passes. A sequence longer than the budget is a micro-batch of its own.
 
     Args:
-        lengths_of_ranks: tokens of every sequence, for every data-parallel rank. Every rank needs at least as many
-            sequences as the rank with most micro-batches, which equal numbers of sequences guarantee.
-        max_tokens: the budget, in tokens.
+        trees: the sequences of every data-parallel rank. Every rank needs at least as many sequences as the rank with
+            most micro-batches, which equal numbers of sequences guarantee.
+        max_tokens: the budget, in tokens that are computed, and in response tokens, each of which has logits.
 
     Returns:
         For every rank its micro-batches, each a sorted list of indices into that rank's sequences.
     """
-    partitions = [_first_fit_decreasing(lengths, max_tokens) for lengths in lengths_of_ranks]
+    partitions = [_first_fit_decreasing(tree, max_tokens) for tree in trees]
     count = max(len(partition) for partition in partitions)
-    for lengths, partition in zip(lengths_of_ranks, partitions, strict=True):
+    for partition in partitions:
         while len(partition) < count:
-            fullest = max((bin for bin in partition if len(bin) > 1), key=lambda bin: sum(lengths[i] for i in bin))
+            fullest = max((one for one in partition if len(one) > 1), key=lambda one: one.load)
             partition.remove(fullest)
-            partition += [fullest[0::2], fullest[1::2]]
-    return [[sorted(bin) for bin in partition] for partition in partitions]
+            partition += fullest.halves()
+    return [[sorted(one.samples) for one in partition] for partition in partitions]
 
 
-def _first_fit_decreasing(lengths: list[int], max_tokens: int) -> list[list[int]]:
-    bins: list[list[int]] = []
-    free: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        slot = next((b for b, tokens in enumerate(free) if tokens >= lengths[index]), None)
-        if slot is None:
-            bins.append([])
-            free.append(max_tokens)
-            slot = len(bins) - 1
-        bins[slot].append(index)
-        free[slot] -= lengths[index]
-    return bins
+@dataclass(kw_only=True)
+class _Planned:
+    """A micro-batch in the making."""
+
+    tree: PrefixTree
+    families: list[list[int]] = field(default_factory=list)
+    """Its samples, those that share a beginning side by side."""
+    segments: set[int] = field(default_factory=set)
+    tokens: int = 0
+    responses: int = 0
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    @property
+    def samples(self) -> list[int]:
+        return [sample for family in self.families for sample in family]
+
+    @property
+    def load(self) -> int:
+        """What the budget bounds."""
+        return max(self.tokens, self.responses)
+
+    def load_with(self, samples: Sequence[int]) -> int:
+        """The load with more samples."""
+        more = self._new_segments(samples)
+        return max(self.tokens + self._tokens(more), self.responses + self._responses(samples))
+
+    def add(self, samples: Sequence[int], *, are_siblings: bool = False) -> None:
+        """Takes more samples of one family, of the last one where they are siblings."""
+        more = self._new_segments(samples)
+        self.segments |= more
+        self.tokens += self._tokens(more)
+        self.responses += self._responses(samples)
+        if are_siblings and self.families:
+            self.families[-1] += samples
+        else:
+            self.families.append(list(samples))
+
+    def halves(self) -> list[_Planned]:
+        """Its families in two, or the siblings of its only one."""
+        if len(self.families) > 1:
+            parts = [self.families[0::2], self.families[1::2]]
+        else:
+            (family,) = self.families
+            parts = [[family[: len(family) // 2]], [family[len(family) // 2 :]]]
+        found = [_Planned(tree=self.tree) for _ in parts]
+        for one, families in zip(found, parts, strict=True):
+            for family in families:
+                one.add(family)
+        return found
+
+    def _new_segments(self, samples: Sequence[int]) -> set[int]:
+        return {segment for sample in samples for segment in self.tree.paths[sample]} - self.segments
+
+    def _tokens(self, segments: set[int]) -> int:
+        return sum(self.tree.segments[segment].length for segment in segments)
+
+    def _responses(self, samples: Sequence[int]) -> int:
+        return sum(self.tree.response_lengths[sample] for sample in samples)
+
+
+def _first_fit_decreasing(tree: PrefixTree, max_tokens: int) -> list[_Planned]:
+    planned: list[_Planned] = []
+    loads = [(_Planned(tree=tree).load_with(family), family) for family in tree.families()]
+    for load, family in sorted(loads, key=lambda pair: -pair[0]):
+        if len(family) > 1 and load > max_tokens:
+            planned += _dealt_out(tree, family, max_tokens)
+            continue
+        # Two families may have their largest tokens and responses apart: the sum of their loads is an upper bound.
+        place = next((one for one in planned if one.load + load <= max_tokens), None)
+        if place is None:
+            planned.append(place := _Planned(tree=tree))
+        place.add(family)
+    return planned
+
+
+def _dealt_out(tree: PrefixTree, family: Sequence[int], max_tokens: int) -> list[_Planned]:
+    """Micro-batches of one family."""
+    planned: list[_Planned] = []
+    for sample in family:
+        place = next((one for one in planned if one.load_with([sample]) <= max_tokens), None)
+        if place is None:
+            planned.append(place := _Planned(tree=tree))
+        place.add([sample], are_siblings=True)
+    return planned

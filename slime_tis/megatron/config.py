@@ -63,6 +63,10 @@ class MegatronConfig:
     max_tokens_per_gpu: Annotated[int | None, Limits(ge=1, le=100_000_000)] = None
     """Token budget of one packed micro-batch on one rank, in tokens; needs use_dynamic_batch_size."""
 
+    share_prompts: bool | None = None
+    """Compute the tokens that the samples of a micro-batch begin with alike, such as the prompt of a group, once; unset
+    means wherever that is possible: on a CPU, without experts and context parallelism."""
+
     use_routing_replay: bool = False
     """Record the experts of mixture-of-experts layers in the forward pass for old log-probs, and take the same in the
     training passes that follow (R2)."""
@@ -127,6 +131,11 @@ class MegatronConfig:
         _check_optimizer(self)
         _check_batching(self)
         _check_recomputation(self)
+        if self.share_prompts and self.context_parallel_size > 1:
+            raise ValueError(
+                f"--share-prompts is on but --context-parallel-size is {self.context_parallel_size}, which cuts every "
+                "sequence into slices; leave one of the two out."
+            )
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
             raise ValueError(
                 "--sequence-parallel is on but --tensor-model-parallel-size is 1; "

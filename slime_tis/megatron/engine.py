@@ -22,7 +22,7 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from slime_tis.hf_directory import moe_sizes
-from slime_tis.megatron.architecture import build_model, padded_vocab_size
+from slime_tis.megatron.architecture import build_model, padded_vocab_size, uses_transformer_engine
 from slime_tis.megatron.batch import TrainingBatch, fixed_partition, token_budget_partitions
 from slime_tis.megatron.config import MegatronConfig
 from slime_tis.megatron.hf_weights import load_hf_weights, named_hf_tensors, named_weights
@@ -30,6 +30,7 @@ from slime_tis.megatron.log_probs import vocab_parallel_log_probs
 from slime_tis.megatron.memory import TokenBudget, bytes_per_token, free_memory
 from slime_tis.megatron.packing import MicroBatch, pack
 from slime_tis.megatron.parallel import Parallel
+from slime_tis.megatron.prefix_tree import PrefixTree
 from slime_tis.megatron.routing_replay import RoutingRecord, RoutingReplay
 from slime_tis.policy.policy_loss import LossInputs, LossOutputs
 from slime_tis.policy.step_sums import StepSums
@@ -100,6 +101,8 @@ class TrainingEngine:
         self.model.config.finalize_model_grads_func = self._finalize
         self.loss_denominator = torch.zeros([], dtype=torch.int)
         self.poison = torch.zeros([], device=parallel.backend.device)
+        self.no_shared_prompts = self._no_shared_prompts()
+        """Why prompts are computed for each sample; None where each is computed once."""
         self.token_budget = self._token_budget()
         """Of a micro-batch on this rank, the same on all ranks; None where micro-batches are so many samples."""
 
@@ -194,12 +197,29 @@ class TrainingEngine:
         finite = [weight.detach().isfinite().all() for weight in self.model.module.parameters()]
         return not self.parallel.largest(int(~torch.stack(finite).all()))
 
-    def partitions(self, lengths_of_ranks: list[list[int]]) -> list[list[int]]:
-        """This data-parallel rank's micro-batches, from the sequence lengths of every rank's samples."""
-        if self.token_budget is not None:
-            budget = self.token_budget.tokens * self.parallel.context_size
-            return token_budget_partitions(lengths_of_ranks, budget)[self.parallel.data_rank]
-        return fixed_partition(len(lengths_of_ranks[self.parallel.data_rank]), self.config.micro_batch_size)
+    def partitions(
+        self, tokens_of_ranks: Sequence[Sequence[Sequence[int]]], responses_of_ranks: Sequence[Sequence[int]]
+    ) -> list[list[int]]:
+        """This data-parallel rank's micro-batches.
+
+        Args:
+            tokens_of_ranks: token ids of the sequences of every rank.
+            responses_of_ranks: the lengths of their responses.
+        """
+        if self.token_budget is None:
+            return fixed_partition(len(tokens_of_ranks[self.parallel.data_rank]), self.config.micro_batch_size)
+        ranks = zip(tokens_of_ranks, responses_of_ranks, strict=True)
+        trees = [
+            PrefixTree.of(tokens, responses) if self.shares_prompts else PrefixTree.apart(map(len, tokens), responses)
+            for tokens, responses in ranks
+        ]
+        budget = self.token_budget.tokens * self.parallel.context_size
+        return token_budget_partitions(trees, budget)[self.parallel.data_rank]
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether what samples of a micro-batch begin with alike is computed once."""
+        return self.no_shared_prompts is None
 
     def keep_token_budget(self, tokens: int | None) -> None:
         """Takes the budget of the run that this one goes on from, unless the options decide; None leaves this one's."""
@@ -219,6 +239,28 @@ class TrainingEngine:
             reference = self._copy_weights()
         load_hf_weights(self.model, config.hf_checkpoint, self.parallel)
         return self._copy_weights() if keep_reference and reference is None else reference
+
+    def _no_shared_prompts(self) -> str | None:
+        """Why prompts are computed for each sample, for the user.
+
+        Raises:
+            ValueError: they cannot be shared here although the options ask for it.
+        """
+        asked, backend = self.config.share_prompts, self.parallel.backend
+        if asked is False:
+            return "--no-share-prompts"
+        reason = None
+        if self.parallel.context_size > 1:
+            reason = "context parallelism cuts every sequence into slices"
+        elif moe_sizes(self.model.hf_config) is not None:
+            reason = "the routing of experts is recorded, replayed and counted for each sample"
+        elif uses_transformer_engine(self.model.hf_config, self.parallel):
+            reason = "transformer-engine has no attention to a shared prompt"
+        if reason is not None and asked:
+            raise ValueError(f"--share-prompts is on but {reason}; leave it out.")
+        if reason is None and backend.device.type != "cpu" and not asked:
+            reason = "not tried on a GPU; --share-prompts turns it on, with FlexAttention"
+        return reason
 
     def _token_budget(self) -> TokenBudget | None:
         """The budget that is given, or that fits into the memory of every rank; a collective where none is given."""
@@ -306,6 +348,7 @@ class TrainingEngine:
             context_rank=parallel.context_rank,
             context_size=parallel.context_size,
             tensor_size=parallel.tensor_size if self.config.sequence_parallel else 1,
+            share_prompts=self.shares_prompts,
             device=parallel.backend.device,
         )
 

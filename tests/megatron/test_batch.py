@@ -5,7 +5,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime_tis.megatron.batch import fixed_partition, make_batch, shard, token_budget_partitions, unshard
+from slime_tis.megatron.batch import (
+    dealt_together,
+    fixed_partition,
+    make_batch,
+    shard,
+    token_budget_partitions,
+    unshard,
+)
+from slime_tis.megatron.prefix_tree import PrefixTree
+
+
+def apart(lengths: list[int]) -> PrefixTree:
+    """Sequences that share nothing."""
+    return PrefixTree.apart(lengths, [1] * len(lengths))
 
 
 def test_fixed_partition() -> None:
@@ -15,15 +28,15 @@ def test_fixed_partition() -> None:
 
 def test_token_budget_packs_first_fit_decreasing() -> None:
     # 7 | 6 3 | 5 4 of a budget of 9; the shorter ones go where they first fit.
-    assert token_budget_partitions([[3, 7, 4, 6, 5]], 9) == [[[1], [0, 3], [2, 4]]]
+    assert token_budget_partitions([apart([3, 7, 4, 6, 5])], 9) == [[[1], [0, 3], [2, 4]]]
 
 
 def test_a_sequence_over_the_budget_is_alone() -> None:
-    assert token_budget_partitions([[20, 4, 4]], 9) == [[[0], [1, 2]]]
+    assert token_budget_partitions([apart([20, 4, 4])], 9) == [[[0], [1, 2]]]
 
 
 def test_ranks_make_the_same_number_of_passes() -> None:
-    first, second = token_budget_partitions([[9, 9, 9], [2, 2, 2]], 9)
+    first, second = token_budget_partitions([apart([9, 9, 9]), apart([2, 2, 2])], 9)
     assert first == [[0], [1], [2]]
     assert len(second) == 3 and sorted(i for bin in second for i in bin) == [0, 1, 2]
 
@@ -37,7 +50,7 @@ def test_ranks_make_the_same_number_of_passes() -> None:
     st.integers(1, 120),
 )
 def test_every_sample_is_in_one_micro_batch_within_the_budget(lengths: list[list[int]], budget: int) -> None:
-    partitions = token_budget_partitions(lengths, budget)
+    partitions = token_budget_partitions([apart(of_rank) for of_rank in lengths], budget)
     assert len({len(partition) for partition in partitions}) == 1
     for mine, partition in zip(lengths, partitions, strict=True):
         assert sorted(i for bin in partition for i in bin) == list(range(len(mine)))
@@ -112,3 +125,62 @@ def test_shards_of_all_ranks_are_the_samples_in_their_order(size: int, per_rank:
 def test_shards_are_dealt_out_one_by_one() -> None:
     assert shard("abcdef", 1, 3) == ["b", "e"]
     assert unshard([["a", "d"], ["b", "e"], ["c", "f"]]) == ["a", "b", "c", "d", "e", "f"]
+
+
+def test_siblings_are_dealt_out_together_where_ranks_get_as_many() -> None:
+    assert dealt_together(["a"] * 4 + ["b"] * 4, 2) == 4
+    assert shard("aaaabbbb", 1, 2, 4) == list("bbbb")
+    assert dealt_together(["a"] * 4 + ["b"] * 4 + ["c"] * 4, 2) == 2  # six each
+    assert shard("abcdefghijkl", 0, 2, 2) == list("abefij")
+    assert dealt_together(["a"] * 3 + ["b"] * 5, 2) == 1
+
+
+@given(st.integers(1, 4), st.lists(st.integers(1, 6), min_size=1, max_size=5))
+def test_shards_of_runs_are_the_samples_in_their_order(size: int, groups: list[int]) -> None:
+    samples = [(group, i) for group, count in enumerate(groups * size) for i in range(count)]
+    together = dealt_together([group for group, _ in samples], size)
+    shards = [shard(samples, rank, size, together) for rank in range(size)]
+    assert {len(of_rank) for of_rank in shards} == {len(samples) // size}
+    assert unshard(shards, together) == samples
+
+
+def test_a_group_counts_its_prompt_once() -> None:
+    # 3 + 2 · 2 tokens each: two groups are 14 tokens, 20 if prompts counted for each sample
+    tokens = [[1, 1, 1, 5, 6], [1, 1, 1, 7, 8], [2, 2, 2, 5, 6], [2, 2, 2, 7, 8]]
+    tree = PrefixTree.of(tokens, [2] * 4)
+    assert token_budget_partitions([tree], 14) == [[[0, 1, 2, 3]]]
+    assert token_budget_partitions([tree], 13) == [[[0, 1], [2, 3]]]
+    assert token_budget_partitions([tree], 6) == [[[0], [1], [2], [3]]]
+
+
+def test_a_group_over_the_budget_is_dealt_out_by_samples() -> None:
+    tree = PrefixTree.of([[1, 1, 1, 5 + i, 6] for i in range(5)], [2] * 5)
+    assert token_budget_partitions([tree], 7) == [[[0, 1], [2, 3], [4]]]
+
+
+def test_response_tokens_have_logits_also_where_they_are_shared() -> None:
+    tree = PrefixTree.of([[1, 5, 6, 7]] * 4, [3] * 4)
+    assert tree.tokens == 4
+    assert token_budget_partitions([tree], 6) == [[[0, 1], [2, 3]]]
+
+
+def test_the_only_group_of_a_micro_batch_is_split_for_another_rank() -> None:
+    shared = PrefixTree.of([[1, 1, 5 + i] for i in range(4)], [1] * 4)
+    first, second = token_budget_partitions([apart([9, 9, 9]), shared], 9)
+    assert first == [[0], [1], [2]]
+    assert sorted(map(len, second)) == [1, 1, 2] and sorted(i for one in second for i in one) == [0, 1, 2, 3]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(0, 2), max_size=12)), min_size=1, max_size=14),
+    st.integers(1, 60),
+)
+def test_what_is_packed_is_within_the_budget(drawn: list[tuple[int, list[int]]], budget: int) -> None:
+    prompts = [[1, 2], [1, 2, 0, 1, 2, 0, 1, 2, 0, 1], [1, 2, 0, 1, 2, 0, 1, 2, 0, 2]]
+    tokens = [[*prompts[prompt], *response] for prompt, response in drawn]
+    responses = [len(response) for _, response in drawn]
+    (partition,) = token_budget_partitions([PrefixTree.of(tokens, responses)], budget)
+    assert sorted(i for samples in partition for i in samples) == list(range(len(tokens)))
+    for samples in partition:
+        packed = PrefixTree.of([tokens[i] for i in samples], [responses[i] for i in samples])
+        assert len(samples) == 1 or max(packed.tokens, sum(packed.response_lengths)) <= budget

@@ -1,0 +1,98 @@
+"""Prefix trees: segments by hand, and every sequence read off its path, whatever sequences share."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slime_tis.megatron.prefix_tree import LEAST_SHARED, PrefixTree
+
+Segments = list[tuple[list[int], int]]
+
+
+def tree_of(samples: list[tuple[list[int], list[int]]]) -> PrefixTree:
+    return PrefixTree.of([[*prompt, *response] for prompt, response in samples], [len(r) for _, r in samples])
+
+
+def segments_of(samples: list[tuple[list[int], list[int]]]) -> Segments:
+    """The tokens of each segment, and the segment before it."""
+    tokens = [[*prompt, *response] for prompt, response in samples]
+    return [(tokens[one.sequence][one.start : one.start + one.length], one.parent) for one in tree_of(samples).segments]
+
+
+def test_a_prompt_is_there_once() -> None:
+    samples = [([5, 6, 7], [9, 1]), ([5, 6, 7], [8]), ([4], [3])]
+    assert segments_of(samples) == [([4, 3], -1), ([5, 6, 7], -1), ([8], 1), ([9, 1], 1)]
+    tree = tree_of(samples)
+    assert tree.paths == ((1, 3), (1, 2), (0,))
+    assert tree.ends == [1, 4, 3, 4]
+    assert (tree.tokens, tree.is_shared, tree.families()) == (8, True, [[1, 0], [2]])
+
+
+def test_what_another_goes_on_from_is_a_part_of_it() -> None:
+    samples = [([5, 6], [7]), ([5, 6], [7, 8]), ([5, 6], []), ([5, 6], [7, 8])]
+    assert segments_of(samples) == [([5, 6, 7, 8], -1)]
+    assert tree_of(samples).paths == ((0,), (0,), (0,), (0,))
+
+
+def test_one_of_two_that_part_may_be_the_beginning_of_a_third() -> None:
+    samples = [([5, 6], [7]), ([5, 6], [7, 8]), ([5, 6], [9])]
+    assert segments_of(samples) == [([5, 6], -1), ([7, 8], 0), ([9], 0)]
+    assert tree_of(samples).paths == ((0, 1), (0, 1), (0, 2))
+
+
+def test_beginnings_that_end_within_the_prompts_are_shared_where_they_are_long() -> None:
+    template = list(range(LEAST_SHARED))
+    assert segments_of([([*template, 20], [1]), ([*template, 21], [1])]) == [(template, -1), ([20, 1], 0), ([21, 1], 0)]
+    short = tree_of([([*template[:-1], 20], [1]), ([*template[:-1], 21], [1])])
+    assert not short.is_shared and short.paths == ((0,), (1,))
+
+
+def test_turns_are_shared_after_the_prompt() -> None:
+    turn = list(range(10, 10 + LEAST_SHARED))
+    samples = [([1, 2], [*turn, 5]), ([1, 2], [*turn, 6]), ([1, 2], [9])]
+    assert segments_of(samples) == [([1, 2], -1), ([9], 0), (turn, 0), ([5], 2), ([6], 2)]
+
+
+def test_nothing_shared_leaves_the_sequences_in_their_order() -> None:
+    samples = [([9], [1]), ([8], [1, 2]), ([7, 7], [3])]
+    tree = tree_of(samples)
+    assert tree == PrefixTree.apart([2, 3, 3], [1, 2, 1])
+    assert not tree.is_shared and tree.families() == [[0], [1], [2]]
+
+
+groups = st.lists(
+    st.tuples(
+        st.lists(st.integers(0, 2), min_size=1, max_size=20),
+        st.lists(st.lists(st.integers(0, 1), max_size=14), min_size=1, max_size=5),
+    ),
+    min_size=1,
+    max_size=4,
+)
+"""Prompts with their responses, of so few different tokens that much is equal."""
+
+
+@given(groups)
+def test_every_sequence_is_read_off_its_path(drawn: list[tuple[list[int], list[list[int]]]]) -> None:
+    samples = [(prompt, response) for prompt, responses in drawn for response in responses]
+    tokens = [[*prompt, *response] for prompt, response in samples]
+    tree = tree_of(samples)
+    for sequence, path in zip(tokens, tree.paths, strict=True):
+        parts = [tree.segments[segment] for segment in path]
+        read = [token for one in parts for token in tokens[one.sequence][one.start : one.start + one.length]]
+        assert read[: len(sequence)] == sequence and len(read) - parts[-1].length < len(sequence)
+        assert [one.parent for one in parts] == [-1, *path[:-1]] and [one.depth for one in parts] == [*range(len(path))]
+    for index, one in enumerate(tree.segments):
+        assert one.length > 0 and one.parent < index
+        following = [other for other in range(index + 1, len(tree.segments)) if index in _before(tree, other)]
+        assert following == list(range(index + 1, tree.ends[index]))
+    assert tree.tokens <= sum(map(len, tokens)) and tree.is_shared == (tree.tokens < sum(map(len, tokens)))
+    for prompt, _ in drawn:
+        if all(other == prompt or other[: len(prompt)] != prompt for other, _ in drawn):  # at least the prompt
+            assert len({tree.paths[i][0] for i, sample in enumerate(samples) if sample[0] == prompt}) == 1
+    assert sorted(sample for family in tree.families() for sample in family) == list(range(len(samples)))
+
+
+def _before(tree: PrefixTree, segment: int) -> set[int]:
+    found = set()
+    while (segment := tree.segments[segment].parent) >= 0:
+        found.add(segment)
+    return found
