@@ -57,6 +57,13 @@ def given(base):
         ),
         (
             {},
+            "--share-prompts",
+            1,
+            "--share-prompts is on but the model is a mixture of experts, whose routing is recorded, replayed and "
+            "counted for each sample; leave it out.",
+        ),
+        (
+            {},
             "--expert-model-parallel-size 4",
             4,
             "--expert-model-parallel-size is 4 but the model's number of experts is 6; choose a divisor of it.",

@@ -91,6 +91,8 @@ LANDINGS = [
     ("--micro-batch-size 16", "megatron", "micro_batch_size", 16),
     ("--use-dynamic-batch-size --max-tokens-per-gpu 512", "megatron", "max_tokens_per_gpu", 512),
     ("--log-probs-chunk-size 128", "megatron", "log_probs_chunk_size", 128),
+    ("--share-prompts", "megatron", "share_prompts", True),
+    ("--no-share-prompts", "megatron", "share_prompts", False),
     ("--lr 1e-4", "megatron", "lr", 1e-4),
     ("--lr-decay-style linear --lr 1e-4 --min-lr 1e-5", "megatron", "min_lr", 1e-5),
     ("--num-rollout 11 --lr-warmup-iters 10", "megatron", "lr_warmup_iters", 10),

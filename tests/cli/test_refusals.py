@@ -148,6 +148,11 @@ REFUSALS = [
         "is 2; start a multiple of that with torchrun --nproc-per-node.",
     ),
     (
+        "--context-parallel-size 2 --share-prompts",
+        "--share-prompts is on but --context-parallel-size is 2, which cuts every sequence into slices; leave one of "
+        "the two out.",
+    ),
+    (
         "--expert-model-parallel-size 2",
         "--expert-model-parallel-size is 2 but the model has no experts; leave it at 1.",
     ),
