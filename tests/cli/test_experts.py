@@ -166,6 +166,7 @@ def given(base):
     ],
     ids=[
         "tensor without sequence parallelism",
+        "shared prompts",
         "experts over ranks",
         "an expert over ranks",
         "an expert over tensor-parallel ranks",
