@@ -203,11 +203,19 @@ def _numbers(row: Row, key: str, length: int | None = None) -> Column:
     values = row.get(key)
     if not isinstance(values, list):
         raise ValueError(f"has {key} that is {quoted(values, 40)} but must be a list of numbers.")
-    if any(value is not None and not isinstance(value, int | float) for value in values):
-        raise ValueError(f"has {key} with an entry that is no number.")
-    if length is not None and len(values) != length:
-        raise ValueError(f"has {len(values)} entries of {key} but {length} of the log-probs.")
-    return np.array(values, np.float64)
+    try:
+        numbers = np.array(values)
+        if numbers.dtype.kind == "O":  # null among them, or a number beyond 64 bits
+            if any(value is not None and not isinstance(value, int | float) for value in values):
+                raise ValueError
+            numbers = np.array(values, np.float64)
+        if numbers.dtype.kind not in "fiub" or numbers.ndim != 1:
+            raise ValueError
+    except (ValueError, OverflowError):
+        raise ValueError(f"has {key} with an entry that is no number.") from None
+    if length is not None and len(numbers) != length:
+        raise ValueError(f"has {len(numbers)} entries of {key} but {length} of the log-probs.")
+    return numbers.astype(np.float64, copy=False)
 
 
 def _optional(row: Row, key: str, length: int | None) -> Column | None:
@@ -226,7 +234,10 @@ def _number(row: Row, key: str) -> float | None:
     value = row.get(key)
     if value is not None and not isinstance(value, int | float):
         raise ValueError(f"has {key} that is {quoted(value, 40)} but must be a number.")
-    return None if value is None else float(value)
+    try:
+        return None if value is None else float(value)
+    except OverflowError:
+        raise ValueError(f"has {key} that is {quoted(value, 40)}, beyond any number of 64 bits.") from None
 
 
 def _whole_number(row: Row, key: str) -> int:

@@ -1,7 +1,7 @@
 """A `TokenTable` as a parquet file: one row per sample, list columns for its tokens.
 
-The schema is that of docs/dumps.md. Parts of a file are read and written one row group at a time, of about a million
-tokens, so that a file may be larger than memory.
+The schema is that of docs/dumps.md. A file is written one row group at a time and read in parts of about as many
+bytes, so that it may be larger than memory.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from slime_tis.dumps.table import (
     TOKEN_COLUMNS,
     Column,
     TokenTable,
+    cast,
     offsets_of,
 )
 from slime_tis.errors import first_line, quoted
@@ -31,8 +32,9 @@ SCHEMA_VERSION = 1
 """Of the columns and their meaning; a file of a later version is refused."""
 KEY = b"slime_tis"
 """Key of the file's metadata whose value is {"schema_version", "metadata", "experts_shape"} as JSON."""
-ROW_GROUP_TOKENS = 1 << 20
-"""Response tokens of a row group, which has one sample at least."""
+ROW_GROUP_BYTES = 1 << 26
+"""Bytes of a row group and of what is read at a time, before compression: a million tokens without experts. One sample
+at least."""
 
 
 def write_parquet(path: str | Path, table: TokenTable) -> None:
@@ -72,7 +74,7 @@ def parquet_tables(path: str | Path) -> Iterator[TokenTable]:
         with parquet.ParquetFile(path) as file:
             described = _description(file.schema_arrow, place)
             for group in range(file.num_row_groups):
-                yield _table(file.read_row_group(group), described)
+                yield from (_table(part, described) for part in _parts(file, group))
     except (pa.ArrowException, OSError, KeyError, TypeError) as error:
         raise ValueError(f"{place}, row group {group} cannot be read: {first_line(error)}.") from error
     except ValueError as error:
@@ -97,9 +99,21 @@ def _description(schema: Any, place: str) -> dict[str, Any]:
     return described
 
 
+def _parts(file: Any, group: int) -> Iterator[Any]:
+    """A row group in parts of about ROW_GROUP_BYTES, by the numbers that its metadata announces."""
+    described = file.metadata.row_group(group)
+    size = sum(4 * described.column(i).num_values for i in range(described.num_columns))
+    if size <= 2 * ROW_GROUP_BYTES or described.num_rows < 2:
+        yield file.read_row_group(group)
+        return
+    rows = max(described.num_rows * ROW_GROUP_BYTES // size, 1)
+    for batch in file.iter_batches(batch_size=rows, row_groups=[group]):
+        yield pa.Table.from_batches([batch])
+
+
 def _row_groups(table: TokenTable) -> Iterator[Column]:
-    """Consecutive samples of about ROW_GROUP_TOKENS tokens each."""
-    group_S = table.offsets[:-1] // ROW_GROUP_TOKENS
+    """Consecutive samples of about ROW_GROUP_BYTES each."""
+    group_S = table.offsets[:-1] * (table.nbytes // table.tokens) // ROW_GROUP_BYTES
     yield from np.split(np.arange(len(table)), np.flatnonzero(np.diff(group_S)) + 1)
 
 
@@ -138,10 +152,10 @@ def _table(group: Any, described: dict[str, Any]) -> TokenTable:
             columns[name] = _values(group, name, dtype).reshape(-1, *shape) if width else np.zeros((0, *shape), dtype)
     for name, dtype in SAMPLE_COLUMNS.items():
         if name in group.column_names:
-            columns[name] = group[name].to_numpy().astype(dtype, copy=False)
+            columns[name] = cast(group[name].to_numpy(), dtype, name)
     for name in TEXT_COLUMNS:
         if name in group.column_names:
-            columns[name] = tuple(group[name].to_pylist())
+            columns[name] = tuple("" if text is None else str(text) for text in group[name].to_pylist())
     if "prompt" in group.column_names:
         columns["prompt"] = _values(group, "prompt", np.int32)
         columns["prompt_offsets"] = offsets_of(_lengths(group, "prompt"))
@@ -149,10 +163,13 @@ def _table(group: Any, described: dict[str, Any]) -> TokenTable:
 
 
 def _lengths(group: Any, name: str) -> Column:
-    lengths: Column = group[name].combine_chunks().value_lengths().to_numpy()
+    lists = group[name].combine_chunks()
+    if lists.null_count:
+        raise ValueError(f"{name} has a sample without a list.")
+    lengths: Column = lists.value_lengths().to_numpy()
     return lengths
 
 
 def _values(group: Any, name: str, dtype: type) -> Column:
-    values: Column = group[name].combine_chunks().flatten().to_numpy().astype(dtype, copy=False)
-    return values
+    values: Column = group[name].combine_chunks().flatten().to_numpy(zero_copy_only=False)
+    return cast(values, dtype, name)

@@ -43,7 +43,7 @@ PATTERNS = (
 NOT_DUMPS = ("metrics.jsonl",)
 
 
-def read(path: str | Path, *, max_tokens: int | None = None, seed: int = 0) -> TokenTable:
+def read(path: str | Path, *, max_tokens: int | None = None, max_bytes: int | None = None, seed: int = 0) -> TokenTable:
     """The table of a dump.
 
     It may be a file or a directory with files of one form: parquet or .pt of this program, a run directory of this
@@ -54,55 +54,69 @@ def read(path: str | Path, *, max_tokens: int | None = None, seed: int = 0) -> T
     Args:
         path: of the file or the directory.
         max_tokens: response tokens to keep, a random part of the samples where there are more; then memory is
-            bounded by twice as many, and by one row group of parquet or one .pt file. All when None.
+            bounded by twice as many, and by one part of a parquet file or one .pt file. All when None.
+        max_bytes: of the table, likewise: what bounds memory where tokens have many experts.
         seed: of that part.
 
     Raises:
         ValueError: nothing is there, or it is of no known form, or damaged; names the file and the line.
     """
     files = files_of(Path(path))
-    return gathered((table for file in files for table in tables_of(file)), max_tokens, seed, str(path))
+    kept = Reservoir(max_tokens, max_bytes, seed)
+    for file in files:
+        for table in tables_of(file):
+            kept.add(table)
+    if not kept.tables:
+        raise ValueError(f"{path} has no samples.")
+    return kept.table()
 
 
-def gathered(tables: Iterable[TokenTable], max_tokens: int | None, seed: int, place: str) -> TokenTable:
-    """All samples of some tables, or as many that are drawn from all of them with equal chances.
+class Reservoir:
+    """Samples of some tables, drawn from all of them with equal chances.
 
     Every sample gets a random number, and those with the lowest stay.
-
-    Args:
-        tables: at least one.
-        max_tokens: response tokens to keep; all when None.
-        seed: of the random numbers.
-        place: what is read, for the message.
-
-    Raises:
-        ValueError: there is no table, or they cannot be one table.
     """
-    chance = np.random.default_rng(seed)
-    kept: list[TokenTable] = []
-    priorities: list[Column] = []
-    samples = tokens = held = 0
-    for table in tables:
-        kept.append(table)
-        priorities.append(chance.random(len(table)))
-        samples, tokens, held = samples + len(table), tokens + table.tokens, held + table.tokens
-        if max_tokens is not None and held > 2 * max_tokens:
-            kept, priorities = _thinned(kept, priorities, max_tokens)
-            held = kept[0].tokens
-    if not kept:
-        raise ValueError(f"{place} has no samples.")
-    if max_tokens is None or tokens <= max_tokens:
-        return TokenTable.concatenate(kept)
-    found = _thinned(kept, priorities, max_tokens)[0][0]
-    return replace(found, metadata={**found.metadata, "sampled": {"samples": samples, "tokens": tokens}})
 
+    def __init__(self, max_tokens: int | None, max_bytes: int | None, seed: int) -> None:
+        self._max_tokens = 2**62 if max_tokens is None else max_tokens
+        self._max_bytes = max_bytes
+        self._chance = np.random.default_rng(seed)
+        self._priorities: list[Column] = []
+        self._bound = np.inf
+        """Lowest number of a sample that was left out."""
+        self._held = 0
+        """Response tokens in `tables`."""
+        self.tables: list[TokenTable] = []
+        self.samples = self.tokens = 0
+        """Of all tables that were added."""
 
-def _thinned(
-    tables: Sequence[TokenTable], priorities: Sequence[Column], max_tokens: int
-) -> tuple[list[TokenTable], list[Column]]:
-    table, priority = TokenTable.concatenate(tables), np.concatenate(priorities)
-    chosen = lowest_priorities(priority, table.response_length, max_tokens)
-    return [table.select(chosen)], [priority[chosen]]
+    def add(self, table: TokenTable) -> None:
+        """Takes the samples of a table that may stay; those left out leave with the next table."""
+        priority = self._chance.random(len(table))
+        self.samples, self.tokens = self.samples + len(table), self.tokens + table.tokens
+        if self._max_bytes is not None and table.tokens:
+            self._max_tokens = min(self._max_tokens, self._max_bytes * table.tokens // table.nbytes)
+        chosen = np.flatnonzero(priority < self._bound)
+        self.tables.append(table if len(chosen) == len(table) else table.select(chosen))
+        self._priorities.append(priority[chosen])
+        self._held += self.tables[-1].tokens
+        if self._held > 2 * self._max_tokens:
+            self._thin()
+
+    def table(self) -> TokenTable:
+        """All samples that stay, as one table; `metadata["sampled"]` says of how many where some were left out."""
+        if self.tokens > self._max_tokens:
+            self._thin()
+            whole = {"samples": self.samples, "tokens": self.tokens}
+            return replace(self.tables[0], metadata={**self.tables[0].metadata, "sampled": whole})
+        return TokenTable.concatenate(self.tables)
+
+    def _thin(self) -> None:
+        table, priority = TokenTable.concatenate(self.tables), np.concatenate(self._priorities)
+        chosen = lowest_priorities(priority, table.response_length, self._max_tokens)
+        self._bound = min(self._bound, np.delete(priority, chosen).min(initial=np.inf))
+        self.tables, self._priorities = [table.select(chosen)], [priority[chosen]]
+        self._held = self.tables[0].tokens
 
 
 def files_of(path: Path) -> list[Path]:
@@ -175,10 +189,17 @@ def _tables(rows: Iterator[tuple[str, dict[str, Any]]], path: Path) -> Iterator[
         parts.append(part)
         tokens += len(part.rollout_log_prob)
         if tokens >= CHUNK_TOKENS:
-            yield TokenTable.from_parts(parts, {"source": form.source, **form.metadata})
+            yield _table(parts, form, path)
             parts, tokens = [], 0
     if form is not None and parts:
-        yield TokenTable.from_parts(parts, {"source": form.source, **form.metadata})
+        yield _table(parts, form, path)
+
+
+def _table(parts: Sequence[SampleParts], form: RowFormat, path: Path) -> TokenTable:
+    try:
+        return TokenTable.from_parts(parts, {"source": form.source, **form.metadata})
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def _check(part: SampleParts) -> None:
@@ -257,7 +278,10 @@ def slime_table(path: Path) -> TokenTable:
             raise ValueError(f"{path}, sample {index} {first_line(error)}.") from error
     own = content.get("metadata")
     metadata = own if isinstance(own, dict) else {"source": "slime", "old_policy": "recomputed"}
-    return TokenTable.from_parts(parts, metadata)
+    try:
+        return TokenTable.from_parts(parts, metadata)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}: {first_line(error)}.") from error
 
 
 def _transposed(data: Mapping[str, Any], path: Path) -> list[dict[str, Any]]:

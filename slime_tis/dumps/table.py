@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from slime_tis.errors import quoted
+
 Float32 = NDArray[np.float32]
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -49,6 +51,14 @@ SAMPLE_COLUMNS: dict[str, type] = {
     "truncated": np.uint8,
 }
 """Columns of samples that are numbers, [S], and their types."""
+
+METADATA: dict[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("source", "precision", "rollout_precision", "tokenizer", "old_policy"), str),
+    **dict.fromkeys(("flags", "policy", "sampled"), dict),
+    "temperature": (int, float),
+    "criteria": list,
+}
+"""Keys of the metadata that this program reads, and the types of their values."""
 
 TEXT_COLUMNS = ("text", "prompt_text")
 """Columns of samples that are text."""
@@ -172,6 +182,7 @@ class TokenTable:
             raise ValueError("offsets must begin with 0 and never fall.")
         if (self.prompt is None) != (self.prompt_offsets is None):
             raise ValueError("prompt and prompt_offsets belong together; give both or none.")
+        _check_metadata(self.metadata)
         self._check(TOKEN_COLUMNS, tokens, "tokens")
         self._check(SAMPLE_COLUMNS, len(self), "samples")
         for name in TEXT_COLUMNS:
@@ -201,6 +212,13 @@ class TokenTable:
     def tokens(self) -> int:
         """Response tokens of all samples."""
         return int(self.offsets[-1])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all columns, of text one per character."""
+        columns = (getattr(self, item.name) for item in fields(self))
+        numbers = sum(column.nbytes for column in columns if isinstance(column, np.ndarray))
+        return numbers + sum(len(text) for name in TEXT_COLUMNS for text in getattr(self, name) or ())
 
     @property
     def response_length(self) -> Int32:
@@ -259,7 +277,7 @@ class TokenTable:
             values = [getattr(part, name) for part in parts]
             if any(value is not None for value in values):
                 missing = MISSING[dtype]
-                columns[name] = np.array([missing if value is None else value for value in values], dtype)
+                columns[name] = cast([missing if value is None else value for value in values], dtype, name)
         for name in TEXT_COLUMNS:
             texts = [getattr(part, name) for part in parts]
             if any(text is not None for text in texts):
@@ -369,14 +387,14 @@ def _of_sample(part: SampleParts, name: str) -> Any:
     value = getattr(part, name)
     if value is None and name == "old_log_prob":
         return part.train_log_prob
-    if value is None and name == "loss_mask":
-        return np.ones(len(part.rollout_log_prob), np.uint8)
+    if name == "loss_mask":
+        return np.ones(len(part.rollout_log_prob), np.uint8) if value is None else np.asarray(value) > 0
     return value
 
 
 def _joined(rows: Sequence[Any], lengths: Sequence[int], dtype: type, name: str) -> Column | None:
     """The rows one after another; None where none has a value and the column may be missing."""
-    there: list[Column] = [np.asarray(row, dtype) for row in rows if row is not None]
+    there: list[Column] = [cast(row, dtype, name) for row in rows if row is not None]
     if not there and rows and name not in REQUIRED_COLUMNS:
         return None
     shapes = {row.shape[1:] for row in there if len(row)}
@@ -384,11 +402,43 @@ def _joined(rows: Sequence[Any], lengths: Sequence[int], dtype: type, name: str)
         raise ValueError(f"{name} has rows of the shapes {' and '.join(map(str, sorted(shapes)))}; they must agree.")
     shape = shapes.pop() if shapes else ((0, 0) if name == "experts" else ())
     missing = 0 if name == "rejected" else MISSING[dtype]
+    given = iter(there)
     parts = [
-        np.full((length, *shape), missing, dtype) if row is None else np.asarray(row, dtype).reshape(length, *shape)
+        np.full((length, *shape), missing, dtype) if row is None else next(given).reshape(length, *shape)
         for row, length in zip(rows, lengths, strict=True)
     ]
     return np.concatenate([np.zeros((0, *shape), dtype), *parts])
+
+
+def cast(values: Sequence[Any] | Column, dtype: type, name: str) -> Column:
+    """Numbers in the type of a column.
+
+    Raises:
+        ValueError: an entry is no number, or no whole number that the type can hold.
+    """
+    array = np.asarray(values)
+    if array.dtype == dtype or not array.size:
+        return array.astype(dtype, copy=False)
+    if not np.issubdtype(dtype, np.integer):
+        with np.errstate(over="ignore"):  # beyond float32: infinite, as training would have it
+            return array.astype(dtype)
+    limits = np.iinfo(dtype)
+    fits = array.dtype.kind in "biuf" and bool(((array >= limits.min) & (array <= limits.max)).all())
+    if not fits or bool((array != np.floor(array)).any()):
+        raise ValueError(f"{name} has an entry that is no whole number from {limits.min} to {limits.max}.")
+    return array.astype(dtype)
+
+
+def _check_metadata(metadata: Mapping[str, Any]) -> None:
+    """Refuses values of known keys that are of another type."""
+    for key, kind in METADATA.items():
+        if (value := metadata.get(key)) is not None and not isinstance(value, kind):
+            raise ValueError(f"metadata have {key} that is {quoted(value, 40)}.")
+    if not all(isinstance(name, str) for name in metadata.get("criteria") or ()):
+        raise ValueError("metadata have criteria that are no names.")
+    sampled = metadata.get("sampled")
+    if sampled and not (isinstance(sampled.get("samples"), int) and isinstance(sampled.get("tokens"), int)):
+        raise ValueError("metadata have sampled without the numbers of samples and tokens.")
 
 
 def _prompt_lengths(table: TokenTable) -> Column:

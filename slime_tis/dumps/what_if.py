@@ -6,7 +6,7 @@ TokenTable → policy_loss under one configuration → metrics of the step, and 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import reduce
 from itertools import product
 from typing import Any
@@ -19,13 +19,16 @@ from slime_tis.correction import PRESETS, RolloutCorrectionConfig, response_slic
 from slime_tis.dumps.annotate import UNBOUNDED
 from slime_tis.dumps.table import Column, TokenTable
 from slime_tis.policy.config import PolicyConfig
-from slime_tis.policy.policy_loss import LossInputs, LossOutputs, LossStep, policy_loss
+from slime_tis.policy.policy_loss import LossInputs, LossStep, policy_loss
 from slime_tis.policy.proximal_policy import needs_global_batch
 from slime_tis.policy.step_sums import step_metrics
 from slime_tis.policy.tokens import ResponseTokens
 
 MAX_TOKENS = 1 << 18
 """Response tokens that `what_if` looks at by default; of larger tables it takes a random part."""
+MAX_STEPS = 64
+"""Optimizer steps that corrections of a whole batch are applied to by default, each on its own; of more, a random
+part."""
 SWEEP_LEVELS = ("token", "sequence", "geometric")
 SWEEP_MODES = ("truncate", "mask")
 SWEEP_WEIGHT_BOUNDS = (1.5, 2.0, 5.0, 10.0)
@@ -60,6 +63,9 @@ class WhatIf:
     or stale sequences, mostly noise."""
     sequence_norm_ratio: float | None
     """As `norm_ratio`, with the ratio of the whole sequence."""
+    steps: int | None
+    """Steps that it was applied to one by one, as a correction of a whole batch; None where all tokens were taken at
+    once."""
     metrics: dict[str, float]
     """All metrics of the step under the names of docs/metrics.md, without `train/`."""
 
@@ -85,12 +91,24 @@ def corrections() -> dict[str, RolloutCorrectionConfig]:
     return {name: RolloutCorrectionConfig.preset(name) for name in PRESETS} | sweep()
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Batches:
+    """Tokens that corrections are applied to, and the exact gradients that theirs are compared with."""
+
+    inputs: tuple[LossInputs, ...]
+    """All samples at once, or those of each step."""
+    has_advantages: bool
+    exact: Mapping[str, Tensor] = field(default_factory=dict)
+    """Gradients with the exact ratio of each token, and with that of each sequence."""
+
+
 def what_if(
     table: TokenTable,
     configs: Mapping[str, RolloutCorrectionConfig] | None = None,
     *,
     policy: PolicyConfig | None = None,
     max_tokens: int = MAX_TOKENS,
+    max_steps: int = MAX_STEPS,
     seed: int = 0,
 ) -> list[WhatIf]:
     """Applies corrections to a table, each in place of the one that its run had.
@@ -103,7 +121,8 @@ def what_if(
         configs: corrections by name; `corrections()` when None.
         policy: clip ranges and how the loss is averaged; those of the table's metadata when None.
         max_tokens: response tokens to look at; of a larger table a random part is taken, which bounds memory.
-        seed: of that part.
+        max_steps: steps that corrections of a whole batch are applied to; of more, a random part.
+        seed: of both parts.
 
     Returns:
         One row for each correction, in their order.
@@ -114,34 +133,42 @@ def what_if(
     """
     table = table.sampled(max_tokens, seed)
     policy = policy_of(table) if policy is None else replace(policy, use_kl_loss=False)
-    exact = {level: _gradient(table, _exact_weights(level), policy)[1] for level in ("token", "sequence")}
+    configs = corrections() if configs is None else configs
+    batches: dict[bool, _Batches] = {}
     rows = []
-    for name, config in (corrections() if configs is None else configs).items():
-        metrics, gradient_N = _gradient(table, config, policy)
-        cosine, norm_ratio = _compared(gradient_N, exact["token"])
-        sequence_cosine, sequence_norm_ratio = _compared(gradient_N, exact["sequence"])
-        rows.append(
-            WhatIf(
-                name=name,
-                flags=f"--rollout-correction-preset {name}" if is_preset(name, config) else flags_of(config),
-                config=config,
-                kept=metrics["gradient_kept_fraction"],
-                ess=metrics.get("mis_eff_sample_size", 1.0),
-                weight_mean=metrics.get("mis_ratio_mean_after_mis", 1.0),
-                weight_max=metrics.get("mis_weight_max", 1.0),
-                cosine=cosine,
-                norm_ratio=norm_ratio,
-                sequence_cosine=sequence_cosine,
-                sequence_norm_ratio=sequence_norm_ratio,
-                metrics=metrics,
-            )
-        )
+    for name, config in configs.items():
+        stepwise = needs_global_batch(config)
+        if stepwise not in batches:
+            parts = _steps(table, max_steps, seed) if stepwise else [table]
+            batches[stepwise] = _with_exact(parts, policy)
+        rows.append(_row(name, config, batches[stepwise], _loss_step(table, config, policy)))
     return rows
+
+
+def _row(name: str, config: RolloutCorrectionConfig, batches: _Batches, step: LossStep) -> WhatIf:
+    metrics, gradient_N = _applied(batches, step)
+    cosine, norm_ratio = _compared(gradient_N, batches.exact.get("token"))
+    sequence_cosine, sequence_norm_ratio = _compared(gradient_N, batches.exact.get("sequence"))
+    return WhatIf(
+        name=name,
+        flags=f"--rollout-correction-preset {name}" if is_preset(name, config) else flags_of(config),
+        config=config,
+        kept=metrics["gradient_kept_fraction"],
+        ess=metrics.get("mis_eff_sample_size", 1.0),
+        weight_mean=metrics.get("mis_ratio_mean_after_mis", 1.0),
+        weight_max=metrics.get("mis_weight_max", 1.0),
+        cosine=cosine,
+        norm_ratio=norm_ratio,
+        sequence_cosine=sequence_cosine,
+        sequence_norm_ratio=sequence_norm_ratio,
+        steps=len(batches.inputs) if needs_global_batch(config) else None,
+        metrics=metrics,
+    )
 
 
 def policy_of(table: TokenTable) -> PolicyConfig:
     """The options of the policy loss that a table was made under, without the KL loss; defaults where not known."""
-    known = {field.name for field in fields(PolicyConfig)}
+    known = {option.name for option in fields(PolicyConfig)}
     given = table.metadata.get("policy") or {}
     options: dict[str, Any] = {name: value for name, value in given.items() if name in known}
     return replace(PolicyConfig(**options), use_kl_loss=False)
@@ -155,11 +182,11 @@ def is_preset(name: str, config: RolloutCorrectionConfig) -> bool:
 def flags_of(config: RolloutCorrectionConfig) -> str:
     """The options of train.py that make a configuration: those that are not the defaults."""
     words = []
-    for field in fields(config):
-        value = getattr(config, field.name)
-        if value == field.default:
+    for option in fields(config):
+        value = getattr(config, option.name)
+        if value == option.default:
             continue
-        words.append("--" + field.name.replace("_", "-"))
+        words.append("--" + option.name.replace("_", "-"))
         words += [] if value is True else [f"{value:g}" if isinstance(value, float) else str(value)]
     return " ".join(words)
 
@@ -170,48 +197,46 @@ def _exact_weights(level: str) -> RolloutCorrectionConfig:
     return RolloutCorrectionConfig(use_rollout_logprobs=True, policy_loss="reinforce", **options)
 
 
-def _gradient(
-    table: TokenTable, config: RolloutCorrectionConfig, policy: PolicyConfig
-) -> tuple[dict[str, float], Tensor | None]:
-    """The metrics of the table under a configuration, and the gradient of its loss with respect to log π_θ [N].
+def _with_exact(parts: Sequence[TokenTable], policy: PolicyConfig) -> _Batches:
+    """Tables as batches, with the exact gradients."""
+    batches = _Batches(
+        inputs=tuple(loss_inputs(part) for part in parts),
+        has_advantages=parts[0].advantage is not None and any(part.tokens for part in parts),
+    )
+    exact = {}
+    for level in ("token", "sequence"):
+        _, gradient_N = _applied(batches, _loss_step(parts[0], _exact_weights(level), policy))
+        if gradient_N is not None:
+            exact[level] = gradient_N
+    return replace(batches, exact=exact)
 
-    The gradient is None where the table has no advantages.
+
+def _applied(batches: _Batches, step: LossStep) -> tuple[dict[str, float], Tensor | None]:
+    """The metrics of a correction over all batches, and the gradient of its loss with respect to log π_θ [N].
+
+    The gradient is None without advantages.
     """
-    parts = _steps(table) if needs_global_batch(config) else [np.arange(len(table))]
-    outputs, log_probs = [], []
-    for samples in parts:
-        inputs = loss_inputs(table if len(parts) == 1 else table.select(samples))
-        outputs.append(policy_loss(inputs, _loss_step(table, config, policy)))
-        log_probs.append(inputs.log_probs_L)
+    outputs = [policy_loss(inputs, step) for inputs in batches.inputs]
     sums = reduce(lambda one, other: one.merge(other), (output.sums for output in outputs))
-    metrics = step_metrics(sums, config, policy)
-    if table.advantage is None or not table.tokens:
+    metrics = step_metrics(sums, step.correction, step.policy)
+    if not batches.has_advantages:
         return metrics, None
-    return metrics, _in_order(table, parts, _gradients(outputs, log_probs))
-
-
-def _gradients(outputs: Sequence[LossOutputs], log_probs: Sequence[Tensor]) -> list[Tensor]:
+    log_probs = [inputs.log_probs_L for inputs in batches.inputs]
     numerator = torch.stack([output.numerator for output in outputs]).sum()
     denominator = torch.stack([output.denominator for output in outputs]).sum().clamp_min(1)
     if not numerator.requires_grad:  # nothing is accepted
-        return [torch.zeros_like(values) for values in log_probs]
-    return list(torch.autograd.grad(numerator / denominator, list(log_probs)))
+        return metrics, torch.zeros_like(torch.cat(log_probs))
+    return metrics, torch.cat(torch.autograd.grad(numerator / denominator, log_probs))
 
 
-def _in_order(table: TokenTable, parts: Sequence[Column], gradients: Sequence[Tensor]) -> Tensor:
-    """The gradients of the parts' tokens in the order of the table."""
-    order = np.argsort(np.concatenate(parts), kind="stable")
-    lengths = np.concatenate([table.response_length[samples] for samples in parts]).tolist()
-    pieces = torch.cat(list(gradients)).split(lengths)
-    return torch.cat([pieces[i] for i in order])
-
-
-def _steps(table: TokenTable) -> list[Column]:
-    """The samples of each optimizer step; all together where the steps are not known."""
-    if table.step is None:
-        return [np.arange(len(table))]
+def _steps(table: TokenTable, max_steps: int, seed: int) -> list[TokenTable]:
+    """The samples of each optimizer step, of `max_steps` at most; all together where the steps are not known."""
+    if table.step is None or not len(table):
+        return [table]
     order = np.argsort(table.step, kind="stable")
-    return np.split(order, np.flatnonzero(np.diff(table.step[order])) + 1)
+    steps = np.split(order, np.flatnonzero(np.diff(table.step[order])) + 1)
+    chosen = np.sort(np.random.default_rng(seed).permutation(len(steps))[:max_steps])
+    return [table.select(steps[i]) for i in chosen]
 
 
 def _compared(gradient_N: Tensor | None, exact_N: Tensor | None) -> tuple[float | None, float | None]:

@@ -5,13 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from slime_tis.correction import RolloutCorrectionConfig
 from slime_tis.report.plots import COLORS, Plot, axis, line
 from slime_tis.reporting.health import findings
 from slime_tis.reporting.summary import CORRECTION_PREFIXES
 
 Rows = Sequence[Mapping[str, Any]]
+Series = tuple[str, list[int], list[float]]
+"""Label, steps and values of a metric."""
 HEALTH = "health/"
+MAX_POINTS = 2_000
+"""Points of a line; of more, the smallest and the largest of each of half as many stretches of steps."""
+MAX_SERIES = 24
+"""Lines of a panel of one run, where each evaluation set has one."""
+MAX_WARNINGS = 200
+"""Warnings that are listed, the first ones."""
 
 PANELS: tuple[tuple[str, str, str, dict[str, str], bool], ...] = (
     (
@@ -86,7 +96,7 @@ def plots(runs: Sequence[tuple[str, Rows]]) -> list[Plot]:
     for key, title, says, wanted, log in PANELS:
         traces, color = [], 0
         for place, (run, rows) in enumerate(runs):
-            for label, steps, values in _chosen(rows, wanted, log):
+            for label, steps, values in map(_thinned, _chosen(rows, wanted, log)[:MAX_SERIES]):
                 shown = line(steps, values, f"{run}: {label}" if len(runs) > 1 else label, color)
                 if place:
                     shown["line"] = {**shown["line"], "dash": "dash"}
@@ -102,7 +112,7 @@ def plots(runs: Sequence[tuple[str, Rows]]) -> list[Plot]:
 
 
 def warnings(rows: Rows) -> list[dict[str, Any]]:
-    """The health warnings of a run: name, first and last step, and the message where the metrics still give it."""
+    """The first health warnings of a run: name, steps, and the message where the metrics still give it."""
     found: list[dict[str, Any]] = []
     latest: dict[str, dict[str, Any]] = {}
     for row in rows:
@@ -112,7 +122,7 @@ def warnings(rows: Rows) -> list[dict[str, Any]]:
                 latest.pop(rule, None)
             elif rule in latest:
                 latest[rule]["last"] = row["step"]
-            else:
+            elif len(found) < MAX_WARNINGS:
                 latest[rule] = {"name": rule, "step": row["step"], "last": row["step"], "message": _message(rule, row)}
                 found.append(latest[rule])
     return found
@@ -138,7 +148,19 @@ def _mark(step: int) -> dict[str, Any]:
     return {"type": "line", "x0": step, "x1": step, "y0": 0, "y1": 1, "yref": "paper", "line": style, "opacity": 0.7}
 
 
-def _chosen(rows: Rows, wanted: Mapping[str, str], positive: bool) -> list[tuple[str, list[int], list[float]]]:
+def _thinned(series: Series) -> Series:
+    """The series with at most MAX_POINTS points, its spikes among them."""
+    label, steps, values = series
+    if len(steps) <= MAX_POINTS:
+        return series
+    stretches = np.array_split(np.arange(len(steps)), MAX_POINTS // 2)
+    number = np.array(values)
+    ends = ({int(part[number[part].argmin()]), int(part[number[part].argmax()])} for part in stretches)
+    chosen = sorted(place for pair in ends for place in pair)
+    return label, [steps[i] for i in chosen], [values[i] for i in chosen]
+
+
+def _chosen(rows: Rows, wanted: Mapping[str, str], positive: bool) -> list[Series]:
     """Label, steps and values of the wanted metrics that were logged."""
     series = []
     for name, label in wanted.items():

@@ -44,23 +44,26 @@ function drawn() {
   };
   return (layout) => ({ ...base, ...layout, xaxis: { ...axis, ...layout.xaxis }, yaxis: { ...axis, ...layout.yaxis } });
 }
-const figures = [];
+const plots = [];
 function plot(parent, spec, onclick) {
   const canvas = element("div", { class: "canvas", id: "plot-" + spec.id });
   parent.append(element("div", { class: "plot" + (spec.wide ? " wide" : "") },
     element("h3", {}, spec.title), element("p", { class: "says" }, spec.says), canvas));
-  figures.push([canvas, spec, onclick]);
+  plots.push([canvas, spec, onclick]);
 }
+// One after another, so that the page can be read and scrolled meanwhile; html[data-drawn] says that all are there.
 async function drawAll() {
-  const complete = drawn();
-  for (const [canvas, spec, onclick] of figures) {
-    const layout = complete(spec.layout);
+  for (const [canvas, spec, onclick] of plots) {
+    await new Promise((next) => setTimeout(next));
+    const layout = drawn()(spec.layout);
     layout.showlegend = spec.traces.filter((trace) => trace.showlegend !== false && trace.type !== "heatmap").length > 1;
     await Plotly.react(canvas, spec.traces, layout, { displaylogo: false, responsive: true, modeBarButtonsToRemove: ["lasso2d", "select2d"] });
     if (onclick) { canvas.removeAllListeners("plotly_click"); canvas.on("plotly_click", onclick); }
   }
-  document.documentElement.dataset.drawn = figures.length;
+  document.documentElement.dataset.drawn = plots.length;
 }
+// Plotly comes after this script, so that text and tables are there before it is read.
+addEventListener("load", drawAll);
 dark.addEventListener("change", drawAll);
 
 // Tables: columns of {key, title, text?, show?}; a click on a head sorts.
@@ -118,7 +121,8 @@ const samples = data.samples;
 const column = {};
 if (samples) {
   const unpacked = (packed) => {
-    const bytes = Uint8Array.from(atob(packed.bytes), (c) => c.charCodeAt(0));
+    const text = atob(packed.bytes), bytes = new Uint8Array(text.length);
+    for (let i = 0; i < bytes.length; i++) bytes[i] = text.charCodeAt(i);
     return new { Float32Array, Int32Array, Int16Array, Uint8Array }[packed.type](bytes.buffer);
   };
   for (const [name, packed] of Object.entries(samples.columns)) column[name] = unpacked(packed);
@@ -302,4 +306,3 @@ if (data.what_if.rows.length) {
   byId("what-if-table").append(table(data.what_if.columns, data.what_if.rows, flags));
 }
 note(byId("what-if"), data.notes.what_if);
-drawAll();

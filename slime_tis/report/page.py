@@ -82,7 +82,7 @@ def render(data: dict[str, Any]) -> str:
     }
     page = _resource("page.html")
     pieces = []
-    for name in ("STYLE", "DATA", "PLOTLY", "SCRIPT"):  # as they come in the page; each is looked for after the last
+    for name in ("STYLE", "DATA", "SCRIPT", "PLOTLY"):  # as they come in the page; each is looked for after the last
         before, page = page.split(f"/*{name}*/", 1)
         pieces += [before, parts[name]]
     return "".join([*pieces, page])

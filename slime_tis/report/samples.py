@@ -16,8 +16,14 @@ from slime_tis.dumps.table import TokenTable
 
 MAX_TOKENS = 100_000
 """Response tokens in the page."""
+MAX_SAMPLES = 5_000
+"""Samples in the page."""
 MAX_PROMPT = 4_000
 """Characters, or tokens where there is no text, of a prompt in the page: its end."""
+MAX_TEXT = 20_000
+"""Characters of a response's text in the page, beside its tokens: its start."""
+MAX_CHARACTERS = 4_000_000
+"""Characters of all prompts in the page, and of all texts: of many samples each has fewer."""
 MAX_EXPERTS = 1_000_000
 """Numbers of experts in the page; of more, the first sparse layers."""
 
@@ -31,15 +37,16 @@ def chosen_samples(table: TokenTable, max_tokens: int = MAX_TOKENS) -> TokenTabl
     those of other samples at random.
     """
     order = np.argsort(-mean_size(table), kind="stable")
-    if table.tokens <= max_tokens:
+    if table.tokens <= max_tokens and len(table) <= MAX_SAMPLES:
         return table.select(order)
     if table.group is not None:
         order = _with_groups(table, order)
     lengths = table.response_length[order]
-    worst = order[np.cumsum(lengths) <= max_tokens // 2]
+    worst = order[np.cumsum(lengths) <= max_tokens // 2][: MAX_SAMPLES // 2]
     others = np.setdiff1d(order, worst)
     others = np.random.default_rng(0).permutation(others)
-    others = others[np.cumsum(table.response_length[others]) <= max_tokens - int(table.response_length[worst].sum())]
+    left = max_tokens - int(table.response_length[worst].sum())
+    others = others[np.cumsum(table.response_length[others]) <= left][: MAX_SAMPLES - len(worst)]
     chosen = np.concatenate([worst, others])
     if not len(chosen):  # one response is longer than the page may be
         chosen = order[:1]
@@ -89,35 +96,51 @@ def payload(table: TokenTable, decode: Decode | None = None) -> dict[str, Any]:
         "texts": texts,
         "scale": float(np.quantile(size, 0.99)) if len(size) else 1.0,
         "criteria": [str(name) for name in table.metadata.get("criteria") or ()],
-        "samples": [_sample(table, i, float(mean), decode) for i, mean in enumerate(mean_size(table))],
+        "samples": _samples(table, decode),
     }
 
 
-def _sample(table: TokenTable, i: int, mean: float, decode: Decode | None) -> dict[str, Any]:
+def _samples(table: TokenTable, decode: Decode | None) -> list[dict[str, Any]]:
+    valid, size = table.valid, np.abs(table.log_ratio)
+    return [
+        _sample(table, i, float(mean), valid, size, decode)  # columns of the table are computed once
+        for i, mean in enumerate(mean_size(table))
+    ]
+
+
+def _sample(
+    table: TokenTable,
+    i: int,
+    mean: float,
+    valid_N: NDArray[np.bool_],
+    size_N: NDArray[np.float32],
+    decode: Decode | None,
+) -> dict[str, Any]:
     rows = slice(int(table.offsets[i]), int(table.offsets[i + 1]))
-    valid = table.valid[rows]
-    worst = float(np.abs(table.log_ratio[rows]).max(initial=0.0))
-    values: dict[str, Any] = {"mean": mean, "worst": worst, "valid": int(valid.sum())}
+    valid = valid_N[rows]
+    values: dict[str, Any] = {"mean": mean, "worst": float(size_N[rows].max(initial=0.0)), "valid": int(valid.sum())}
     for name in ("step", "sample_index", "group", "reward", "truncated"):
         column = getattr(table, name)
         if column is not None and np.isfinite(column[i]):
             values[name] = column[i].item()
     if table.advantage is not None and valid.any():
         values["advantage"] = float(np.nanmean(table.advantage[rows][valid]))
-    values["prompt"] = _prompt(table, i, decode)
-    values["text"] = table.text[i] if table.text is not None else ""
+    characters = MAX_CHARACTERS // len(table)
+    values["prompt"] = _prompt(table, i, decode, min(characters, MAX_PROMPT))
+    text, most = table.text[i] if table.text is not None else "", min(characters, MAX_TEXT)
+    values["text"] = text if len(text) <= most else text[:most] + "…"
     return values
 
 
-def _prompt(table: TokenTable, i: int, decode: Decode | None) -> str:
+def _prompt(table: TokenTable, i: int, decode: Decode | None, most: int) -> str:
     if table.prompt_text is not None and table.prompt_text[i]:
         text = table.prompt_text[i]
     elif table.prompt is not None and table.prompt_offsets is not None:
-        ids = table.prompt[table.prompt_offsets[i] : table.prompt_offsets[i + 1]][-MAX_PROMPT:].tolist()
+        ids = table.prompt[table.prompt_offsets[i] : table.prompt_offsets[i + 1]][-most:].tolist()
         text = " ".join(map(str, ids)) if decode is None else "".join(decode(ids))
     else:
         return ""
-    return text if len(text) <= MAX_PROMPT else "…" + text[-MAX_PROMPT:]
+    return text if len(text) <= most else "…" + text[-most:]
 
 
 def _experts(table: TokenTable) -> dict[str, Any] | None:

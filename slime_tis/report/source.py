@@ -18,8 +18,10 @@ from slime_tis.reporting.run_directory import CONFIG, METRICS, metrics_before
 
 MAX_METRICS = 2**29
 """Bytes that a metrics.jsonl may have."""
-MAX_TOKENS = 4_000_000
-"""Tokens of dumps that are read; of more, a random part of the samples."""
+MAX_TOKENS = 2_000_000
+"""Tokens of dumps that are held; of more, a random part of the samples."""
+MAX_BYTES = 1 << 28
+"""Bytes of dumps that are held, likewise: fewer tokens where each has many experts."""
 DUMPS_FLAG = "--save-debug-train-data"
 """The flag of train.py that writes dumps."""
 
@@ -48,7 +50,7 @@ def open_source(path: str) -> Source:
     """
     place = Path(path)
     if not (place / METRICS).is_file():
-        whole = read(path, max_tokens=MAX_TOKENS)
+        whole = read(path, max_tokens=MAX_TOKENS, max_bytes=MAX_BYTES)
         return Source(name=place.name or path, path=place, metrics=(), table=whole, note="")
     rows = _metrics(place / METRICS)
     found, note = _dumps_of(place)
@@ -84,7 +86,7 @@ def _dumps_of(run: Path) -> tuple[TokenTable | None, str]:
             files_of(place)
         except ValueError:
             continue
-        return read(place, max_tokens=MAX_TOKENS), ""
+        return read(place, max_tokens=MAX_TOKENS, max_bytes=MAX_BYTES), ""
     return None, f"The dumps of this run, {pattern}, are not where it wrote them; give their path instead of the run's."
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from slime_tis.dumps.table import TokenTable
 from slime_tis.dumps.what_if import MAX_TOKENS, WhatIf, what_if
 from slime_tis.report.plots import COLORS, Plot, axis, plain
@@ -21,6 +23,8 @@ COLUMNS = (
     {"key": "flags", "title": "flags", "text": True},
 )
 """Columns of the table in the page."""
+BATCHWISE = "batch normalisation, second-moment trimming, adaptive bounds"
+"""Corrections that are applied to each step on its own."""
 
 
 def section(table: TokenTable | None) -> dict[str, Any]:
@@ -42,6 +46,10 @@ def section(table: TokenTable | None) -> dict[str, Any]:
         notes.append("The dump has no advantages, so that nothing can be said of the gradient.")
     if table.tokens > MAX_TOKENS:
         notes.append(f"A random part of the samples, of {MAX_TOKENS:,} tokens at most.")
+    taken = max((result.steps for result in results if result.steps is not None), default=0)
+    there = 1 if table.step is None else len(np.unique(table.step))
+    if taken < there:
+        notes.append(f"What depends on a whole batch ({BATCHWISE}) is that of {taken} of the {there:,} steps.")
     return {**empty, "rows": rows, "plots": plots, "note": " ".join(notes)}
 
 

@@ -43,7 +43,7 @@ def page(browser: Any, report: Path, request: pytest.FixtureRequest) -> Iterator
     opened.on("pageerror", lambda error: troubles.append(str(error)))
     opened.on("request", lambda made: troubles.append(made.url) if made.url.startswith("http") else None)
     opened.goto(report.as_uri())
-    opened.wait_for_function("document.documentElement.dataset.drawn !== undefined")
+    opened.wait_for_selector("html[data-drawn]", state="attached")
     yield opened
     assert troubles == []
     opened.close()

@@ -14,13 +14,22 @@ from tests.dumps.tables import assert_same, full_table
 
 
 def test_a_table_comes_back_as_it_was_row_group_by_row_group(tmp_path, monkeypatch):
-    monkeypatch.setattr(own, "ROW_GROUP_TOKENS", 2)
+    monkeypatch.setattr(own, "ROW_GROUP_BYTES", 2 * (full_table().nbytes // 5))  # two of its five tokens
     path = tmp_path / "new" / "dump.parquet"
     write_parquet(path, full_table())
     tables = list(parquet_tables(path))
     assert len(tables) == 2 and is_own_parquet(path)
     assert_same(TokenTable.concatenate(tables), full_table())
     assert [file.name for file in path.parent.iterdir()] == ["dump.parquet"]
+
+
+def test_a_large_row_group_is_read_in_parts(tmp_path, monkeypatch):
+    write_parquet(tmp_path / "a.parquet", full_table())
+    assert parquet.ParquetFile(tmp_path / "a.parquet").num_row_groups == 1
+    monkeypatch.setattr(own, "ROW_GROUP_BYTES", 100)
+    tables = list(parquet_tables(tmp_path / "a.parquet"))
+    assert [len(table) for table in tables] == [1, 1, 1]
+    assert_same(TokenTable.concatenate(tables), full_table())
 
 
 def test_one_row_per_sample_with_lists_of_its_tokens(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -277,3 +278,53 @@ def test_a_random_part_is_drawn_from_all_files(tmp_path):
     assert len(set(part.step.tolist())) > 5
     assert_same(part, read(tmp_path, max_tokens=20, seed=1))
     assert "sampled" not in read(tmp_path, max_tokens=200).metadata
+
+
+def test_what_is_held_is_bounded_in_bytes_too(tmp_path):
+    table = full_table()
+    wide = replace(table, experts=np.zeros((5, 100, 8), np.int32))
+    for name, content in (("narrow", table), ("wide", wide)):
+        for i in range(8):
+            write(tmp_path / name / f"{i}.parquet", content)
+    assert table.nbytes < 500 and 16_000 < wide.nbytes < 16_500
+    assert read(tmp_path / "narrow", max_bytes=40_000).tokens == 40
+    part = read(tmp_path / "wide", max_bytes=40_000)
+    assert 5 < part.tokens <= 12 and part.nbytes <= 40_000
+    assert part.metadata["sampled"] == {"samples": 24, "tokens": 40}
+
+
+def test_the_part_is_the_same_however_the_dump_is_split(tmp_path):
+    rows = [PLAIN | {"step": step} for step in range(90)]
+    write_lines(tmp_path / "whole" / "a.jsonl", rows)
+    for i in range(9):
+        write_lines(tmp_path / "split" / f"{i}.jsonl", rows[10 * i : 10 * i + 10])
+    whole, split = (read(tmp_path / name, max_tokens=14, seed=3) for name in ("whole", "split"))
+    assert_same(whole, split)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokens": [1, 1e300]}, "token has an entry that is no whole number from -2147483648 to 2147483647"),
+        ({"tokens": [1, None]}, "token has an entry that is no whole number"),
+        ({"tokens": [1, 0.5]}, "token has an entry that is no whole number"),
+        ({"tokens": [1, 10**400]}, "has tokens with an entry that is no number"),
+        ({"tokens": [1, "2"]}, "has tokens with an entry that is no number"),
+        ({"tokens": [[1], [2]]}, "has tokens with an entry that is no number"),
+        ({"tokens": [[1], 2]}, "has tokens with an entry that is no number"),
+        ({"reward": 10**400}, "beyond any number of 64 bits"),
+        ({"step": 10**30}, "step has an entry that is no whole number"),
+        ({"prompt": [-(10**12)]}, "prompt has an entry that is no whole number"),
+    ],
+    ids=["huge", "null", "half", "digits", "text", "nested", "ragged", "reward", "step", "prompt"],
+)
+def test_numbers_that_no_column_can_hold_are_refused(tmp_path, change, message):
+    with pytest.raises(ValueError, match=message) as error:
+        read(write_lines(tmp_path / "a.jsonl", [PLAIN | change]))
+    assert str(error.value).startswith(str(tmp_path))
+
+
+def test_a_fraction_in_the_mask_is_trained_on_and_a_log_prob_beyond_float32_is_infinite(tmp_path):
+    row = PLAIN | {"loss_mask": [0.5, 0], "train_log_probs": [-1e300, -1.0]}
+    table = read(write_lines(tmp_path / "a.jsonl", [row]))
+    assert table.loss_mask.tolist() == [1, 0] and table.train_log_prob.tolist() == [-np.inf, -1.0]

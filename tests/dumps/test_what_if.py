@@ -81,6 +81,14 @@ def test_what_is_of_the_global_batch_is_of_each_step():
     assert row.cosine == pytest.approx(expected)
 
 
+def test_of_many_steps_a_part_is_taken_for_what_is_of_the_global_batch():
+    config = RolloutCorrectionConfig(use_tis=True, tis_upper_bound=10.0, tis_batch_normalize=True)
+    row = one(config, max_steps=1, seed=1)
+    assert (row.steps, one(config).steps, one(RolloutCorrectionConfig(use_tis=True)).steps) == (1, 2, None)
+    # step 0 alone: one token, whose weight is normalised to 1
+    assert (row.weight_max, row.cosine, row.norm_ratio) == (1.0, pytest.approx(1.0), pytest.approx(0.5))
+
+
 def test_interpolated_old_log_probs_need_weight_versions():
     with pytest.raises(ValueError, match="needs weight versions"):
         one(RolloutCorrectionConfig(use_tis=True, old_logprobs="interpolate"))

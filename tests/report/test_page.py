@@ -1,6 +1,7 @@
 """The report: what is in its data, that hostile text stays text, and what it may overwrite."""
 
 import json
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -197,6 +198,32 @@ def test_the_worst_samples_come_first_with_their_groups_and_others_are_left_out(
     assert shown.step is not None and shown.group is not None
     worst = (shown.step == shown.step[0]) & (shown.group == shown.group[0])
     assert worst.sum() == 4
+
+
+def test_a_page_is_bounded_whatever_it_is_of(tmp_path: Path) -> None:
+    """Bytes of the parts of a page: of many tokens, many samples with long texts, many experts, and many steps."""
+
+    def size(value: object) -> int:
+        return len(json.dumps(value))
+
+    long = samples.payload(samples.chosen_samples(repeated(make_table(24, 500), 10)))
+    assert long["offsets"][-1] <= 100_000 and size(long) < 9_000_000
+    assert samples.payload(repeated(make_table(24, 500), 8))["experts"]["layers"] == 3
+    wide = replace(make_table(24, 500), experts=np.zeros((12_000, 300, 8), np.int32))
+    assert samples.payload(wide)["experts"]["layers"] == 10  # of 300: a million numbers at most
+    many = repeated(replace(make_table(24, 1), text=("x" * 9_000,) * 24, prompt_text=("y" * 9_000,) * 24), 300)
+    shown = samples.chosen_samples(many)
+    assert len(many) == 7_200 and len(shown) == 5_000 and size(samples.payload(shown)) < 11_000_000
+    rows = [
+        {"step": i, "train/grad_norm": 50.0 if i == 12_345 else 1.0, "health/mismatch": i % 2} for i in range(20_000)
+    ]
+    (plot,) = overview.plots([("run", rows)])
+    assert len(plot.traces[0]["x"]) <= 2_000 and max(plot.traces[0]["y"]) == 50.0
+    assert len(overview.warnings(rows)) == 200 and len(plot.layout["shapes"]) == 200
+
+
+def repeated(table: TokenTable, times: int) -> TokenTable:
+    return TokenTable.concatenate([table] * times)
 
 
 def test_masked_tokens_have_no_mismatch_in_the_page() -> None:
