@@ -13,6 +13,7 @@ from slime_tis.megatron.config import MegatronConfig
 from slime_tis.megatron.engine import TrainingEngine
 from slime_tis.rollout.build import evaluation_sampling
 from slime_tis.rollout.config import RolloutConfig
+from slime_tis.rollout.custom_generate import GenerateFunction
 from slime_tis.rollout.engine import RolloutEngine
 from slime_tis.rollout.evaluate import accuracy_metrics, answer
 from slime_tis.rollout.local import LocalEngine
@@ -46,6 +47,8 @@ class Evaluation:
     build_engine: Callable[[], RolloutEngine]
     """The engine that answers; called at the first evaluation."""
     timer: Callable[[str], AbstractContextManager[None]]
+    generate: GenerateFunction | None = None
+    """The user's function that makes the answers; None lets the engine answer."""
     first_accuracy: float = math.nan
     """Before training, or where the run was first evaluated; NaN before that."""
     last_accuracy: float = math.nan
@@ -92,7 +95,14 @@ class Evaluation:
             if self._answers.weight_version != version:
                 self._answers.update_weights(self.engine.named_hf_tensors, version)
             for name, prompts in self.prompts.items():
-                answers[name] = answer(self._answers, prompts, self.reward, evaluation_sampling(self.config))
+                answers[name] = answer(
+                    self._answers,
+                    prompts,
+                    self.reward,
+                    evaluation_sampling(self.config),
+                    self.generate,
+                    self.config.generate_concurrency,
+                )
                 found = accuracy_metrics(answers[name])
                 metrics[f"eval/{name}"] = found.pop("accuracy")
                 metrics |= {f"eval/{name}/{part}": value for part, value in found.items()}

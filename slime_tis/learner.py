@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ from slime_tis.policy.proximal_policy import needs_global_batch, needs_old_log_p
 from slime_tis.policy.replay_mismatch import MeasuredLoss, mismatch, mismatch_metrics
 from slime_tis.policy.step_sums import step_metrics
 from slime_tis.rollout.routing import has_usable_experts, has_usable_weights
-from slime_tis.rollout.sample import Sample
+from slime_tis.rollout.sample import Sample, by_rollout
 from slime_tis.train_dump import RecordedLoss, StepDump, TrainDump
 
 WITH_REPLAY, WITHOUT_REPLAY = "with_replay", "without_replay"
@@ -100,21 +101,24 @@ class Learner:
         Raises:
             NonFiniteGradient: a gradient is not finite, and such steps are not to be skipped.
         """
-        samples = [sample for group in groups for sample in group]
-        size = len(samples) // self.steps_per_rollout
+        rollouts = [rollout for group in groups for rollout in by_rollout(group)]
+        size = len(rollouts) // self.steps_per_rollout
         self._old_version = self.step
-        steps = [self._prepare(samples[start : start + size]) for start in range(0, len(samples), size)]
+        steps = [self._prepare(rollouts[start : start + size]) for start in range(0, len(rollouts), size)]
         accepted = None
         if self.policy.reject_before_advantage:
             accepted = [keep for step in steps for keep in self._accepted(step)]
         elif self.leaves_out_samples:
-            accepted = [any(sample.loss_mask) for sample in samples]
-        per_sample = advantages_of(groups, accepted, self.policy, given_advantages)
+            accepted = [any(map(any, (sample.loss_mask for sample in rollout))) for rollout in rollouts]
+        elif any(sample.failure for rollout in rollouts for sample in rollout):
+            accepted = [not all(sample.failure for sample in rollout) for rollout in rollouts]
+        advantages = iter(advantages_of(groups, accepted, self.policy, given_advantages))
+        per_rollout = [[next(advantages) for _ in rollout] for rollout in rollouts]
         rows = []
         for number, step in enumerate(steps):
-            of_step = per_sample[number * size : (number + 1) * size]
-            place = (self.parallel.data_rank, self.parallel.data_size, step.dealt_together)
-            rows.append(self._train_step(step, shard(of_step, *place)))
+            of_step = per_rollout[number * size : (number + 1) * size]
+            of_rank = shard(of_step, self.parallel.data_rank, self.parallel.data_size, step.dealt_together)
+            rows.append(self._train_step(step, [advantage for rollout in of_rank for advantage in rollout]))
             if rows[-1]["train/nonfinite_gradient_steps"]:
                 self._check_may_skip(rows)
             self.step += 1
@@ -126,16 +130,25 @@ class Learner:
         if not finite or self.engine.config.nonfinite_gradient == "stop":
             raise NonFiniteGradient(nonfinite_message(self.step + 1, rows[-1], weights_are_finite=finite), rows)
 
-    def _prepare(self, samples: Sequence[Sample]) -> Step:
-        """This rank's share of one step's samples, with old and reference log-probs, and its micro-batches."""
+    def _prepare(self, rollouts: Sequence[Sequence[Sample]]) -> Step:
+        """This rank's share of one step's rollouts, with old and reference log-probs, and its micro-batches.
+
+        The segments of a rollout are in the same micro-batch, where their tokens are averaged over together.
+        """
         size = self.parallel.data_size
-        together = dealt_together([one.group_index for one in samples], size) if self.engine.shares_prompts else 1
-        shards = [shard(samples, rank, size, together) for rank in range(size)]
-        partition = self.engine.partitions(
-            [[sample.tokens for sample in of_rank] for of_rank in shards],
-            [[len(sample.loss_mask) for sample in of_rank] for of_rank in shards],
+        together = dealt_together([one[0].group_index for one in rollouts], size) if self.engine.shares_prompts else 1
+        shards = [shard(rollouts, rank, size, together) for rank in range(size)]
+        own = shards[self.parallel.data_rank]
+        samples = [sample for rollout in own for sample in rollout]
+        of_each = [number for number, rollout in enumerate(own) for _ in rollout]
+        whole = self.engine.partitions(
+            [[list(chain(*(sample.tokens for sample in rollout))) for rollout in of_rank] for of_rank in shards],
+            [[sum(sample.response_length for sample in rollout) for rollout in of_rank] for of_rank in shards],
         )
-        recorded, missing = self._with_routing(shards[self.parallel.data_rank])
+        partition = [
+            [place for place, rollout in enumerate(of_each) if rollout in chosen] for chosen in map(set, whole)
+        ]
+        recorded, missing = self._with_routing(samples, of_each)
         batch = recorded if self.replays_rollout_routing else recorded.with_routing(None, None)
         record: RoutingRecord | None = [] if self.engine.config.use_routing_replay else None
         if needs_old_log_probs(self.correction, self.steps_per_rollout, self.policy.reject_before_advantage):
@@ -144,7 +157,8 @@ class Learner:
             with self.engine.timer("ref_log_probs"):
                 batch = batch.with_ref_log_probs(self.engine.reference_log_probs(batch, partition))
         return Step(
-            samples=shards[self.parallel.data_rank],
+            samples=samples,
+            rollouts=of_each,
             dealt_together=together,
             batch=batch,
             recorded=recorded,
@@ -153,9 +167,9 @@ class Learner:
             samples_without_routing=missing,
         )
 
-    def _with_routing(self, samples: Sequence[Sample]) -> tuple[TrainingBatch, int]:
+    def _with_routing(self, samples: Sequence[Sample], rollouts: Sequence[int]) -> tuple[TrainingBatch, int]:
         """The batch of this rank's samples with their experts, and how many samples of all ranks have none of use."""
-        batch, sizes = training_batch(samples, self.parallel), self.engine.routing.sizes
+        batch, sizes = training_batch(samples, self.parallel, rollouts), self.engine.routing.sizes
         if not self._uses_rollout_routing or sizes is None:
             return batch, 0
         usable = [has_usable_experts(sample, sizes) for sample in samples]
@@ -171,13 +185,15 @@ class Learner:
         return batch.with_routing(experts, weights), sum(self.parallel.all_gather_data(usable.count(False)))
 
     def _accepted(self, step: Step) -> list[bool]:
-        """Which samples of the step have a token left after rejection, in their order, on every rank."""
-        batch = step.batch
+        """Which rollouts of the step have a token left after rejection, in their order, on every rank."""
         accepted: list[bool] = []
         if self.parallel.is_last_stage:
-            old_log_probs_L = batch.responses.old_log_probs_L
+            old_log_probs_L = step.batch.responses.old_log_probs_L
             assert old_log_probs_L is not None  # made in _prepare, under the option that leads here
-            accepted = (self._correct(batch, old_log_probs_L).accepted_per_sequence > 0).tolist()
+            accepted = [False] * (max(step.rollouts) + 1)
+            left = (self._correct(step.batch, old_log_probs_L).accepted_per_sequence > 0).tolist()
+            for rollout, has_some in zip(step.rollouts, left, strict=True):
+                accepted[rollout] |= has_some
         of_ranks = self.parallel.all_gather_data(self.parallel.broadcast_from_last_stage(accepted))
         return unshard(of_ranks, step.dealt_together)
 
@@ -343,8 +359,10 @@ class Step:
     """One optimizer step's samples on this data-parallel rank."""
 
     samples: Sequence[Sample]
+    rollouts: Sequence[int]
+    """Number of the rollout that each sample is a segment of."""
     dealt_together: int
-    """Consecutive samples of the step that are on one rank."""
+    """Consecutive rollouts of the step that are on one rank."""
     batch: TrainingBatch
     """The same samples as tensors."""
     recorded: TrainingBatch
@@ -363,30 +381,31 @@ def advantages_of(
     policy: PolicyConfig,
     given: Sequence[float] | None = None,
 ) -> list[float]:
-    """The advantage of every sample, group after group.
+    """The advantage of every sample, group after group; all segments of a rollout have that of the rollout.
 
     Args:
-        groups: as many samples of each prompt.
-        accepted: which samples baselines are made of; None for all.
+        groups: as many rollouts of each prompt; the rewards of a rollout's segments are added.
+        accepted: which rollouts baselines are made of; None for all.
         policy: the estimator.
-        given: advantages in place of the estimator's.
+        given: advantages in place of the estimator's, one for each sample.
     """
-    samples = [sample for group in groups for sample in group]
+    rollouts = [rollout for group in groups for rollout in by_rollout(group)]
+    units = rollouts if given is None else [[sample] for rollout in rollouts for sample in rollout]
+    if given is not None and accepted is not None:
+        accepted = [keep for keep, rollout in zip(accepted, rollouts, strict=True) for _ in rollout]
 
     def grouped(values: Sequence[float] | Sequence[bool]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float64).view(len(groups), -1)
+        return torch.tensor(values, dtype=torch.float64).view(len(groups) if given is None else 1, -1)
 
-    rewards = grouped([sample.reward or 0.0 for sample in samples])
-    valid = grouped([float(sum(sample.loss_mask)) for sample in samples])
     found = advantages(
-        rewards,
-        valid,
+        grouped([sum(sample.reward or 0.0 for sample in unit) for unit in units]),
+        grouped([float(sum(sum(sample.loss_mask) for sample in unit)) for unit in units]),
         policy,
         None if accepted is None else grouped(accepted) > 0,
         None if given is None else grouped(given),
     )
-    per_sample: list[float] = found.flatten().tolist()
-    return per_sample
+    per_unit: list[float] = found.flatten().tolist()
+    return [value for value, unit in zip(per_unit, units, strict=True) for _ in unit]
 
 
 def nonfinite_message(step: int, metrics: dict[str, float], *, weights_are_finite: bool) -> str:
@@ -410,8 +429,16 @@ def nonfinite_message(step: int, metrics: dict[str, float], *, weights_are_finit
     return f"the gradient of step {step} is not finite, and the step was not made ({shown}). {cause}"
 
 
-def training_batch(samples: Sequence[Sample], parallel: Parallel) -> TrainingBatch:
-    """What Megatron trains on: sequences, masks and per-token values of this rank's samples."""
+def training_batch(
+    samples: Sequence[Sample], parallel: Parallel, rollouts: Sequence[int] | None = None
+) -> TrainingBatch:
+    """What Megatron trains on: sequences, masks and per-token values of this rank's samples.
+
+    Args:
+        samples: of this rank.
+        parallel: its place in the layout.
+        rollouts: number of the rollout that each sample is a segment of; None where each is a rollout of its own.
+    """
     return make_batch(
         [sample.tokens for sample in samples],
         [sample.loss_mask for sample in samples],
@@ -420,4 +447,5 @@ def training_batch(samples: Sequence[Sample], parallel: Parallel) -> TrainingBat
         parallel.context_rank,
         parallel.context_size,
         sampling_masks=[sample.sampling_mask for sample in samples],
+        rollouts=rollouts,
     )

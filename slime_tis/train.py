@@ -25,6 +25,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 from torch import Tensor
 from tqdm import tqdm
@@ -54,9 +55,15 @@ from slime_tis.resumption import Checkpointer, Identity, Position, ResumePoint, 
 from slime_tis.rollout.build import build_engine, training_sampling
 from slime_tis.rollout.checkpoint import load_tokenizer
 from slime_tis.rollout.config import RolloutConfig
+from slime_tis.rollout.custom_generate import (
+    GenerateFunction,
+    build_generate_function,
+    load_generate_function,
+    settle,
+)
 from slime_tis.rollout.dump import load_samples, save_samples
 from slime_tis.rollout.dynamic_sampling import Collected, collect
-from slime_tis.rollout.engine import RolloutEngine, RolloutFuture, RolloutUnavailable
+from slime_tis.rollout.engine import FunctionEngine, RolloutEngine, RolloutFuture, RolloutUnavailable
 from slime_tis.rollout.evaluate import load_evaluation_prompts
 from slime_tis.rollout.hooks import RolloutHooks
 from slime_tis.rollout.metrics import rollout_metrics
@@ -65,7 +72,8 @@ from slime_tis.rollout.prompts import PromptDataset
 from slime_tis.rollout.rewards import assign_rewards, build_reward, check_prompts
 from slime_tis.rollout.sample import Prompt, Sample
 from slime_tis.rollout.sampling_masks import check_sampling_masks, require_sampling_masks
-from slime_tis.rollout.staleness import mask_stale_samples
+from slime_tis.rollout.slime_client import LOCAL_ADDRESS
+from slime_tis.rollout.staleness import mask_removed_samples, mask_stale_samples
 from slime_tis.rollout.weight_rounding import WeightRounder
 from slime_tis.rollout.weight_updates import WeightUpdates
 from slime_tis.train_dump import DumpSettings, TrainDump
@@ -89,6 +97,7 @@ def train(run: Run) -> None:
         run.checkpointer.position = position(run)
         with run.interrupts.abandonable():
             groups, sampled = sample(run)
+            mask_removed_samples(groups)
             sampled["rollout/stale_samples"] = mask_stale_samples(
                 groups, run.learner.step, run.arguments.rollout.max_weight_staleness
             )
@@ -145,6 +154,9 @@ def scored_batches(run: Run) -> Iterator[list[list[Sample]]]:
     while True:
         with run.timer("generate"), shown_progress(run.prefetcher.progress, "responses", shown=shown):
             groups = run.prefetcher.next(run.rollout_id, run.num_rollout - 1)
+        failures = settle(groups) if run.arguments.rollout.custom_generate_function_path is not None else None
+        if failures is not None and run.parallel.is_main:
+            tqdm.write(f"warning: rollout {run.rollout_id}: {failures}", file=sys.stderr)
         with run.timer("reward"):
             assign_rewards(groups, run.reward)
         yield groups
@@ -318,6 +330,8 @@ def set_up(arguments: Arguments, parallel: Parallel, interrupts: Interrupts, ope
     hooks = RolloutHooks.load(rollout, arguments.namespace)
     eval_reward = build_reward(rollout, arguments.namespace, interrupts.check, evaluation=True)
     timer = Timer()
+    if rollout.custom_generate_function_path is not None:
+        load_generate_function(rollout.custom_generate_function_path)
 
     identity = Identity(options=effective_config(arguments), model=model_identity(megatron.hf_checkpoint))
     resumed = find_resume_point(megatron, identity, is_main=parallel.is_main)
@@ -377,6 +391,15 @@ def set_up(arguments: Arguments, parallel: Parallel, interrupts: Interrupts, ope
         safe_point=interrupts.check,
     )
     opened.enter_context(closing(sampler))
+    generate = build_generate_function(
+        rollout,
+        arguments.namespace,
+        tokenizer,
+        vocab_size=sizes.vocab_size,
+        context_len=sizes.context_len,
+        version=lambda: sampler.weight_version,
+        address=arguments.sglang.address or LOCAL_ADDRESS,
+    )
     rounder = WeightRounder(rollout.weight_update_rounding, megatron.seed)
     updates = WeightUpdates(rounder, sampler.weight_precision, samples_all=rollout.check_weight_sync)
 
@@ -409,6 +432,7 @@ def set_up(arguments: Arguments, parallel: Parallel, interrupts: Interrupts, ope
         engine=engine,
         build_engine=local_engine if rollout.evaluates_locally else lambda: sampler,
         timer=timer,
+        generate=generate,
     )
     checkpointer = Checkpointer(
         config=megatron,
@@ -444,7 +468,9 @@ def set_up(arguments: Arguments, parallel: Parallel, interrupts: Interrupts, ope
         parallel=parallel,
         interrupts=interrupts,
         timer=timer,
-        prefetcher=open_prefetcher(arguments, dataset, sampler, 0 if resumed is None else first_batch(resumed)),
+        prefetcher=open_prefetcher(
+            arguments, dataset, sampler, generate, 0 if resumed is None else first_batch(resumed)
+        ),
         reward=reward,
         hooks=hooks,
         data_source=dataset,
@@ -530,14 +556,22 @@ def first_batch(resumed: ResumePoint) -> int:
     return number
 
 
-def open_prefetcher(arguments: Arguments, dataset: PromptDataset, sampler: RolloutEngine, number: int) -> Prefetcher:
+def open_prefetcher(
+    arguments: Arguments, dataset: PromptDataset, sampler: RolloutEngine, generate: GenerateFunction | None, number: int
+) -> Prefetcher:
     """The batches in flight, from `number` on: what they sample, and how many prompts each takes from the data."""
     rollout = arguments.rollout
 
     def submit(prompts: list[Prompt], number: int) -> RolloutFuture:
         num_groups = rollout.rollout_batch_size if rollout.partial_rollout else None
         seed = (rollout.rollout_seed << 32) + number
-        return sampler.submit(prompts, training_sampling(rollout), seed, num_groups=num_groups)
+        sampling = training_sampling(rollout)
+        if generate is None:
+            return sampler.submit(prompts, sampling, seed, num_groups=num_groups)
+        concurrency = rollout.generate_concurrency
+        return cast(FunctionEngine, sampler).submit_function(
+            prompts, generate.bind(sampling), sampling, seed, concurrency=concurrency, num_groups=num_groups
+        )
 
     def fresh_prompts() -> int:
         """Prompts that the next batch takes from the data, besides those that are not finished."""

@@ -208,7 +208,8 @@ GROUPS = {
     "rollout": (
         "rollout_engine rollout_precision rollout_router_bits weight_update_rounding update_weights_interval "
         "check_weight_sync weight_sync_bound rollout_lookahead max_weight_staleness partial_rollout "
-        "over_sampling_batch_size dynamic_sampling_filter_path dynamic_sampling_max_batches "
+        "over_sampling_batch_size custom_generate_function_path generate_concurrency generate_timeout retokenization "
+        "dynamic_sampling_filter_path dynamic_sampling_max_batches "
         "rollout_sample_filter_path rollout_all_samples_process_path custom_rollout_log_function_path "
         "rollout_batch_size n_samples_per_prompt rollout_max_prompt_len "
         "rollout_max_response_len rollout_max_context_len"
@@ -280,7 +281,8 @@ METAVARS = {
     "PYTHON": "sglang_python",
     "FILE": "prompt_data save_debug_rollout_data save_debug_train_data load_debug_rollout_data",
     "FILE.yaml": "custom_config_path",
-    "FUNCTION": "custom_rm_path custom_tis_function_path dynamic_sampling_filter_path rollout_sample_filter_path "
+    "FUNCTION": "custom_rm_path custom_generate_function_path custom_tis_function_path dynamic_sampling_filter_path "
+    "rollout_sample_filter_path "
     "rollout_all_samples_process_path custom_reward_post_process_path custom_rollout_log_function_path "
     "custom_eval_rollout_log_function_path",
     "KEY": "input_key label_key metadata_key eval_input_key eval_label_key reward_key eval_reward_key",
@@ -316,6 +318,7 @@ NEEDS = {
     ),
     "weight_sync_bound": "--check-weight-sync",
     "over_sampling_batch_size": "--partial-rollout --dynamic-sampling-filter-path",
+    "generate_concurrency generate_timeout retokenization": "--custom-generate-function-path",
     "dynamic_sampling_max_batches": "--dynamic-sampling-filter-path",
     "rm_timeout rm_max_retries rm_concurrency": "--rm-url",
     "eval_interval eval_input_key eval_label_key n_samples_per_eval_prompt eval_temperature eval_top_p "

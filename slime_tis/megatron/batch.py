@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slime_tis.correction import ResponseSlices, response_slices
 from slime_tis.megatron.prefix_tree import PrefixTree
-from slime_tis.policy.tokens import ResponseTokens
+from slime_tis.policy.tokens import ResponseTokens, numbered
 from slime_tis.sampling_mask import SamplingMask
 
 T = TypeVar("T")
@@ -82,6 +82,7 @@ def make_batch(
     context_size: int = 1,
     *,
     sampling_masks: Sequence[SamplingMask | None] = (),
+    rollouts: Sequence[int] | None = None,
 ) -> TrainingBatch:
     """Builds a batch from whole sequences, with what this context-parallel rank owns of the responses.
 
@@ -93,6 +94,7 @@ def make_batch(
         context_rank: in the context-parallel group.
         context_size: of the group.
         sampling_masks: of the responses, None where none was recorded; empty where nothing truncates sampling.
+        rollouts: number of the rollout that each sample is a segment of; None where each is a rollout of its own.
 
     Raises:
         ValueError: the rows of a sample's response differ in length, or the numbers of samples do.
@@ -128,6 +130,7 @@ def make_batch(
             loss_mask_N=loss_mask_N,
             rollout_log_probs_L=slices.slice_flat(packed(rollout_log_probs, torch.float32)),
             weight_versions_L=slices.slice_flat(packed(weight_versions, torch.int64)),
+            rollouts=None if rollouts is None else numbered(rollouts),
         ),
         sampling_masks=_local_masks(masks, slices),
     )

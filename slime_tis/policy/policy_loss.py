@@ -59,7 +59,7 @@ class LossOutputs:
     numerator: Tensor
     """Scalar, with gradient."""
     denominator: Tensor
-    """int32 scalar: tokens or sequences; 0 but on context-parallel rank 0."""
+    """int32 scalar: tokens or rollouts; 0 but on context-parallel rank 0."""
     sums: StepSums
     """What metrics are computed from."""
     record: TokenRecord
@@ -121,6 +121,7 @@ def policy_loss(inputs: LossInputs, step: LossStep) -> LossOutputs:
         if step.correction.rejection_normalizer == "original"
         else losses.accepted_per_sequence,
         inputs.tokens.lengths,
+        inputs.tokens.rollout_of_each,
         per_token=step.policy.calculate_per_token_loss,
     )
     sums = step_sums(inputs, train_L, correction, near, losses, reduction, step)
@@ -323,7 +324,11 @@ def step_sums(
     """
     tokens, masked_in_S = inputs.tokens, correction.masked_in_per_sequence
     original = LossReduction.build(
-        tokens.loss_mask_L > 0, masked_in_S, tokens.lengths, per_token=step.policy.calculate_per_token_loss
+        tokens.loss_mask_L > 0,
+        masked_in_S,
+        tokens.lengths,
+        tokens.rollout_of_each,
+        per_token=step.policy.calculate_per_token_loss,
     )
     measured = {name: value.double() for name, value in losses.custom_metrics.items()}
     opsm_clipped = None if near is None else original.sum_each((~near.near_L).double()[None])[0]

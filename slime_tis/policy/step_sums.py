@@ -56,7 +56,7 @@ class StepSums:
     terms: LossTerms
     """Numerators over accepted tokens or sequences, of this rank's tokens."""
     loss_denominator: Tensor
-    """Accepted tokens, or sequences that have any. This and the next three are 0 but on context-parallel rank 0."""
+    """Accepted tokens, or rollouts that have any. This and the next three are 0 but on context-parallel rank 0."""
     original_denominator: Tensor
     """The same before rejection."""
     accepted_tokens: Tensor
@@ -163,27 +163,33 @@ def _under_free_names(custom: dict[str, float], own: dict[str, float]) -> dict[s
 
 @dataclass(frozen=True)
 class LossReduction:
-    """Masked sums whose quotient by `denominator` is the mean over tokens, or over sequences of their token means."""
+    """Masked sums whose quotient by `denominator` is the mean over tokens, or over rollouts of their token means."""
 
     scale_L: Tensor
     """float32: what one token counts, 0 where it is masked."""
     denominator: Tensor
-    """float64 scalar: tokens, or sequences that have any."""
+    """float64 scalar: tokens, or rollouts that have any."""
 
     @classmethod
-    def build(cls, mask_L: Tensor, counts_S: Tensor, lengths: Sequence[int], *, per_token: bool) -> LossReduction:
+    def build(
+        cls, mask_L: Tensor, counts_S: Tensor, lengths: Sequence[int], rollouts: Sequence[int], *, per_token: bool
+    ) -> LossReduction:
         """The reduction over the tokens of a mask.
 
         Args:
             mask_L: bool, the tokens on this rank that count.
             counts_S: float64, the tokens that each whole sequence is averaged over.
             lengths: tokens of each sequence on this rank.
+            rollouts: number of the rollout that each sequence is a segment of, from 0 on; the segments of one are
+                averaged over together.
             per_token: average over tokens, not over sequences.
         """
         if per_token:
             return cls(mask_L.float(), counts_S.sum())
-        inverse_S = torch.where(counts_S > 0, 1 / counts_S.clamp_min(1), 0.0).float()
-        return cls(torch.where(mask_L, expand(inverse_S, lengths), 0.0), (counts_S > 0).sum().to(counts_S.dtype))
+        rollout_S = torch.tensor(rollouts, dtype=torch.int64).to(counts_S.device, non_blocking=True)
+        counts_R = counts_S.new_zeros(max(rollouts, default=-1) + 1).index_add_(0, rollout_S, counts_S)
+        inverse_S = torch.where(counts_R > 0, 1 / counts_R.clamp_min(1), 0.0).float()[rollout_S]
+        return cls(torch.where(mask_L, expand(inverse_S, lengths), 0.0), (counts_R > 0).sum().to(counts_S.dtype))
 
     def sum(self, term_L: Tensor) -> Tensor:
         """Σ scale · term, with gradient; a masked token contributes nothing, whatever its term is."""

@@ -38,6 +38,8 @@ class ResponseTokens:
     """float32 log π_ref in nats; None without a KL loss."""
     advantages_L: Tensor | None = None
     """float32; None before rewards are compared."""
+    rollouts: tuple[int, ...] | None = None
+    """Number of the rollout that each response is a segment of, from 0 on; None where each is a rollout of its own."""
 
     def __len__(self) -> int:
         """Responses."""
@@ -47,6 +49,11 @@ class ResponseTokens:
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each response on this rank."""
         return self.slices.local_lengths
+
+    @property
+    def rollout_of_each(self) -> tuple[int, ...]:
+        """`rollouts`, or as many different ones as there are responses."""
+        return tuple(range(len(self))) if self.rollouts is None else self.rollouts
 
     @property
     def response_lengths(self) -> tuple[int, ...]:
@@ -64,6 +71,7 @@ class ResponseTokens:
             self,
             slices=self.slices.select(samples),
             total_lengths=tuple(self.total_lengths[i] for i in samples),
+            rollouts=None if self.rollouts is None else numbered([self.rollouts[i] for i in samples]),
             **found,
         )
 
@@ -80,6 +88,12 @@ class ResponseTokens:
     def _tensors(self) -> dict[str, Tensor]:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+
+def numbered(names: Sequence[int]) -> tuple[int, ...]:
+    """The same names as numbers from 0 on, in the order in which they first occur."""
+    numbers: dict[int, int] = {}
+    return tuple(numbers.setdefault(name, len(numbers)) for name in names)
 
 
 def expand(values_S: Tensor, lengths: Sequence[int]) -> Tensor:

@@ -70,6 +70,21 @@ class RolloutConfig:
     """Function that says of every group of samples whether it is trained on, as pkg.module.function or
     path/file.py:function; groups that it drops are replaced by those of fresh prompts (DAPO)."""
 
+    custom_generate_function_path: str | None = None
+    """Function of your own that makes each sample by asking the engine as often as it likes, as pkg.module.function or
+    path/file.py:function: agents with tools, several turns, several samples."""
+
+    generate_concurrency: Annotated[int, Limits(ge=1, le=65_536)] = 256
+    """Most calls of custom_generate_function_path at once, per rank of the local engine."""
+
+    generate_timeout: Annotated[float, Limits(gt=0, le=10_000_000)] = 3600.0
+    """Longest time for one call of custom_generate_function_path, in seconds; a sample that takes longer is given up
+    and counted."""
+
+    retokenization: Literal["reject", "keep-mask", "error"] = "reject"
+    """What becomes of samples of custom_generate_function_path whose tokens are not those that the engine sampled:
+    reject trains on none of the sample, keep-mask on the tokens that still are, error ends the run."""
+
     dynamic_sampling_max_batches: Annotated[int, Limits(ge=1, le=1_000_000)] = 30
     """Batches of prompts that dynamic sampling takes for one rollout before the run saves and stops."""
 
@@ -218,7 +233,7 @@ class RolloutConfig:
         _check_routing(self)
         _check_evaluation(self)
         _check_asynchronous(self)
-        if self.rm_type is None and self.custom_rm_path is None:
+        if self.rm_type is None and self.custom_rm_path is None and self.custom_generate_function_path is None:
             raise ValueError("--rm-type is unset and so is --custom-rm-path; add one of them to score responses.")
         if self.rm_type is not None and self.custom_rm_path is not None:
             raise ValueError(
@@ -323,6 +338,8 @@ def _check_evaluation(config: RolloutConfig) -> None:
 
 
 def _check_asynchronous(config: RolloutConfig) -> None:
+    if config.custom_generate_function_path is not None and config.rollout_engine != "local":
+        raise ValueError("--custom-generate-function-path needs --rollout-engine local.")
     size = config.over_sampling_batch_size
     if size is not None and size < config.rollout_batch_size:
         raise ValueError(

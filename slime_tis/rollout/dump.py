@@ -110,11 +110,11 @@ def to_dict(sample: Sample) -> dict[str, Any]:
     row["metadata"] = json_object(sample.metadata, "its metadata")
     if sample.train_metadata is not None:
         row["train_metadata"] = json_object(sample.train_metadata, "its train_metadata")
-    if isinstance(sample.prompt, Prompt):
-        row["prompt"] = dataclasses.asdict(sample.prompt)
-        if list(sample.prompt.token_ids) == sample.prompt_ids:
-            row["prompt"]["token_ids"] = None
-        if sample.metadata == sample.prompt.metadata:
+    if sample.prompt_row is not None:
+        row["prompt_row"] = dataclasses.asdict(sample.prompt_row)
+        if list(sample.prompt_row.token_ids) == sample.prompt_ids:
+            row["prompt_row"]["token_ids"] = None
+        if sample.metadata == sample.prompt_row.metadata:
             row["metadata"] = {}
     row["rollout_log_probs"] = [
         value if value is not None and math.isfinite(value) else None for value in sample.rollout_log_probs
@@ -134,7 +134,7 @@ def from_dict(row: dict[str, Any]) -> Sample:
             _take_earlier_form(row)
         mask = _sampling_mask(row.get("sampling_mask"))
         row |= {
-            "prompt": _prompt(row),
+            "prompt_row": _prompt_row(row),
             "status": SampleStatus(row["status"]),
             "rollout_log_probs": [math.nan if value is None else value for value in row["rollout_log_probs"]],
             "sampling_mask": mask,
@@ -150,20 +150,25 @@ def from_dict(row: dict[str, Any]) -> Sample:
 def _take_earlier_form(row: dict[str, Any]) -> None:
     """Gives a row of earlier files, which had the response's tokens alone and another name of the status, its form."""
     response = row.pop("response_ids")
-    row["tokens"] = [*row["prompt"]["token_ids"], *response]
+    row["prompt_row"] = row["prompt"]
+    row["prompt"] = row["prompt"]["text"]
+    row["tokens"] = [*row["prompt_row"]["token_ids"], *response]
     row["response_length"] = len(response)
     row["status"] = STATUS[row.pop("finish_reason")].value
 
 
-def _prompt(row: dict[str, Any]) -> Any:
-    """A row of a prompt file where the sample answers one, else the text or the messages that it answers."""
-    prompt = row["prompt"]
-    if not isinstance(prompt, dict):
-        return prompt
-    ids = prompt["token_ids"]
+def _prompt_row(row: dict[str, Any]) -> Prompt | None:
+    """The row of a prompt file that the sample answers, which takes the place of a prompt with the same text."""
+    fields = row["prompt_row"]
+    if fields is None:
+        return None
+    ids = fields["token_ids"]
     if ids is None:
         ids = row["tokens"][: len(row["tokens"]) - row["response_length"]]
-    return Prompt(**{**prompt, "token_ids": tuple(ids)})
+    found = Prompt(**{**fields, "token_ids": tuple(ids)})
+    if row["prompt"] == found:
+        row["prompt"] = found
+    return found
 
 
 def _check_lengths(sample: Sample) -> None:

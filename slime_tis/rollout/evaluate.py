@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from slime_tis.rollout.engine import RolloutEngine
+from slime_tis.rollout.custom_generate import GenerateFunction, settle
+from slime_tis.rollout.engine import FunctionEngine, RolloutEngine
 from slime_tis.rollout.metrics import mean_parts
 from slime_tis.rollout.prompts import load_prompts
+from slime_tis.rollout.rewards import assign_rewards
 from slime_tis.rollout.sample import Prompt, Sample, SampleStatus, Sampling
 
 if TYPE_CHECKING:
@@ -41,6 +43,8 @@ def answer(
     prompts: Sequence[Prompt],
     reward_fn: Callable[[list[Sample]], list[float]],
     sampling: Sampling,
+    generate: GenerateFunction | None = None,
+    concurrency: int = 1,
 ) -> list[Sample]:
     """Answers every prompt and scores the answers; a collective, as the engine's methods are.
 
@@ -49,16 +53,25 @@ def answer(
         prompts: at least one.
         reward_fn: scores of a list of samples.
         sampling: temperature 0 for greedy answers.
+        generate: the user's function that makes the answers; None lets the engine answer.
+        concurrency: most calls of it at once.
 
     Raises:
         ValueError: no prompts.
+        CustomFunctionError: the user's function made no answer at all.
     """
     if not prompts:
         raise ValueError("there are no prompts to evaluate on; give a file that has some.")
-    samples = [sample for group in engine.generate(prompts, sampling, seed=0) for sample in group]
-    for sample, reward in zip(samples, reward_fn(samples), strict=True):
-        sample.reward = reward
-    return samples
+    if generate is None:
+        groups = engine.generate(prompts, sampling, seed=0)
+    else:
+        call = generate.bind(sampling, evaluation=True)
+        groups = (
+            cast(FunctionEngine, engine).submit_function(prompts, call, sampling, 0, concurrency=concurrency).result()
+        )
+        settle(groups)
+    assign_rewards(groups, reward_fn)
+    return [sample for group in groups for sample in group]
 
 
 def accuracy_metrics(samples: Sequence[Sample]) -> dict[str, float]:

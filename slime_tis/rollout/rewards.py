@@ -102,8 +102,9 @@ def build_reward(
         key = RewardKey(name=config.eval_reward_key, flag="--eval-reward-key")
     if config.custom_rm_path is not None:
         score_groups = _custom_reward(load_function(config.custom_rm_path), args, key, safe_point)
+    elif config.rm_type is None:  # RolloutConfig requires a generate function then
+        score_groups = _missing_rewards
     else:
-        assert config.rm_type is not None  # RolloutConfig requires one of the two
         check_rm_type("--rm-type", config.rm_type)
         _require_math_verify("--rm-type", config.rm_type)
         server = None if config.rm_url is None else RewardServer.build(config)
@@ -120,8 +121,8 @@ def build_reward(
 
 
 def assign_rewards(groups: Sequence[Sequence[Sample]], reward: RewardFunction) -> None:
-    """Sets the reward of every sample; a collective, as the reward is."""
-    samples = [sample for group in groups for sample in group]
+    """Sets the reward of every sample that has none yet; a collective, as the reward is."""
+    samples = [sample for group in groups for sample in group if sample.reward is None]
     for sample, value in zip(samples, reward(samples), strict=True):
         sample.reward = value
 
@@ -240,6 +241,20 @@ def _custom_reward(
         return list(await scores)
 
     return lambda groups: asyncio.run(score_all(groups))
+
+
+def _missing_rewards(groups: Sequence[list[Sample]]) -> list[list[Score]]:
+    """Refuses samples without a reward where nothing scores them.
+
+    Raises:
+        CustomFunctionError: there are some.
+    """
+    if groups:
+        raise CustomFunctionError(
+            f"the generate function gave a sample of prompt {groups[0][0].prompt_index} without a reward, and neither "
+            "--rm-type nor --custom-rm-path is given; set sample.reward, or add one of them."
+        )
+    return []
 
 
 def _takes_groups(function: Callable[..., Any]) -> bool:

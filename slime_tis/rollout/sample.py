@@ -144,27 +144,39 @@ class Sample:
     reward_parts: dict[str, float] = field(default_factory=dict)
     """The numbers of a reward that is a dict, by key; the score is the one that --reward-key names."""
 
-    prompt_index: int = -1
-    """Row of the prompt file that is answered, whatever a function makes of `prompt`; -1 where there is none."""
+    prompt_row: Prompt | None = None
+    """The row of a prompt file that is answered, whatever a function makes of `prompt`; None where there is none."""
+
+    failure: str | None = None
+    """Why a call of a generate function gave no sample (raised, timeout, tokens, …); None where it gave one."""
+
+    retokenized: int = 0
+    """Tokens that the generate function gave to be trained on, and that are not what the engine sampled there."""
 
     Status: ClassVar = SampleStatus
 
     def __post_init__(self) -> None:
-        if isinstance(self.prompt, Prompt):
-            self.prompt_index = self.prompt.index
-            self.label = self.prompt.label if self.label is None else self.label
-            self.metadata = self.metadata or copy.deepcopy(self.prompt.metadata)
+        if self.prompt_row is None and isinstance(self.prompt, Prompt):
+            self.prompt_row = self.prompt
+        if self.prompt_row is not None:
+            self.label = self.prompt_row.label if self.label is None else self.label
+            self.metadata = self.metadata or copy.deepcopy(self.prompt_row.metadata)
 
     @property
     def row(self) -> Prompt:
-        """The row of the prompt file that is answered.
+        """The row of a prompt file that is answered.
 
         Raises:
-            ValueError: something else is.
+            ValueError: there is none.
         """
-        if not isinstance(self.prompt, Prompt):
+        if self.prompt_row is None:
             raise ValueError("the sample answers no row of a prompt file.")
-        return self.prompt
+        return self.prompt_row
+
+    @property
+    def prompt_index(self) -> int:
+        """Number of that row; -1 where there is none."""
+        return -1 if self.prompt_row is None else self.prompt_row.index
 
     @property
     def prompt_ids(self) -> list[int]:

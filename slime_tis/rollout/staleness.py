@@ -1,4 +1,4 @@
-"""Leaves out of training what weights that are too old have sampled."""
+"""Leaves samples out of training: those that weights that are too old have sampled, and those that were removed."""
 
 from collections.abc import Sequence
 
@@ -26,3 +26,10 @@ def mask_stale_samples(groups: Sequence[Sequence[Sample]], version: int, limit: 
     for sample in stale:
         sample.loss_mask = [0] * len(sample.loss_mask)
     return len(stale)
+
+
+def mask_removed_samples(groups: Sequence[Sequence[Sample]]) -> None:
+    """Zeroes the loss mask of samples that a function removed; their rewards stay in the baselines of their groups."""
+    for sample in (sample for group in groups for sample in group):
+        if sample.remove_sample:
+            sample.loss_mask = [0] * len(sample.loss_mask)

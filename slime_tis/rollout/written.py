@@ -67,8 +67,6 @@ class Written:
         if self.loss_mask is not None:
             sample.loss_mask = self.loss_mask
         sample.remove_sample = self.remove_sample
-        if self.remove_sample:
-            sample.loss_mask = [0] * len(sample.loss_mask)
 
 
 def check_untouched(before: Before, sample: Sample, function: str) -> None:

@@ -14,6 +14,15 @@ LAUNCH = "--rollout-engine sglang --sglang-launch 2 "
 LANDINGS = [
     # flags, config, field, value: every flag of this program and of slime that is taken over
     ("--dynamic-sampling-filter-path a.py:f", "rollout", "dynamic_sampling_filter_path", "a.py:f"),
+    ("--custom-generate-function-path a.py:f", "rollout", "custom_generate_function_path", "a.py:f"),
+    (
+        "--custom-generate-function-path a.py:f --generate-concurrency 8",
+        "rollout",
+        "generate_concurrency",
+        8,
+    ),
+    ("--custom-generate-function-path a.py:f --generate-timeout 2.5", "rollout", "generate_timeout", 2.5),
+    ("--custom-generate-function-path a.py:f --retokenization keep-mask", "rollout", "retokenization", "keep-mask"),
     (
         "--dynamic-sampling-filter-path a.py:f --dynamic-sampling-max-batches 3",
         "rollout",

@@ -147,7 +147,8 @@ def test_every_option_that_needs_another_is_refused_alone():
         sglang_router_ip sglang_router_port sglang_startup_timeout sglang_request_timeout sglang_concurrency
         sglang_max_retries sglang_recovery_timeout sglang_weight_sync sglang_bucket_mb sglang_api_key_env
         sglang_server_args sglang_base_port sglang_log_dir rs_z_score rs_target_fraction opsm_policy eval_reward_key
-        sglang_admin_api_key_env custom_eval_rollout_log_function_path rm_timeout rm_max_retries rm_concurrency"""
+        sglang_admin_api_key_env custom_eval_rollout_log_function_path rm_timeout rm_max_retries rm_concurrency
+        generate_concurrency generate_timeout retokenization"""
     assert {name for names in NEEDS for name in names.split()} == tried | set(alike.split())
 
 

@@ -156,7 +156,7 @@ def test_segments_with_prompts_of_their_own_come_back_as_one_rollout(tmp_path: P
         index=1,
         rollout_id=0,
         prompt=[{"role": "user", "content": "21"}],
-        prompt_index=7,
+        prompt_row=PROMPT,
         tokens=[8, 9, 4],
         response_length=1,
         loss_mask=[1],
@@ -166,4 +166,4 @@ def test_segments_with_prompts_of_their_own_come_back_as_one_rollout(tmp_path: P
     )
     save_samples(tmp_path / "x", [[first, second, sample(0, 2)]])
     assert load_samples(tmp_path / "x", 1, 2) == [[first, second, sample(0, 2)]]
-    assert json.loads((tmp_path / "x").read_text().splitlines()[0])["prompt"]["token_ids"] is None
+    assert json.loads((tmp_path / "x").read_text().splitlines()[0])["prompt_row"]["token_ids"] is None

@@ -8,6 +8,7 @@ import pytest
 from slime_tis.errors import CustomFunctionError
 from slime_tis.rollout.filter_hub import DynamicFilterOutput
 from slime_tis.rollout.hooks import RolloutHooks, ShapedRewards
+from slime_tis.rollout.staleness import mask_removed_samples
 from tests.rollout.test_rewards import make_config, make_samples
 
 
@@ -112,6 +113,7 @@ def test_a_sample_filter_removes_samples_from_training(tmp_path):
     code = "def fn(args, samples):\n    for group in samples:\n        group[0].remove_sample = True\n"
     groups = groups_of((1.0, 2.0), (0.0, 1.0))
     load(tmp_path, "rollout_sample_filter_path", code).filter_samples(groups)
+    mask_removed_samples(groups)
     assert [[sample.loss_mask for sample in group] for group in groups] == [[[0], [1]], [[0], [1]]]
 
 

@@ -12,6 +12,7 @@ from slime_tis.rollout.dump import from_dict, to_dict
 from slime_tis.rollout.metrics import rollout_metrics
 from slime_tis.rollout.rewards import assign_rewards, build_reward, check_prompts
 from slime_tis.rollout.sample import Prompt, Sample
+from slime_tis.rollout.staleness import mask_removed_samples
 from tests.samples import make_sample
 
 NAMES = "exact_match, math, deepscaler, dapo, f1, gpqa, random, remote_rm, each also as boxed_NAME"
@@ -275,6 +276,7 @@ def test_a_function_of_slime_reads_and_writes_the_fields_of_its_sample(tmp_path)
     groups = [samples[:2], samples[2:]]
     assign_rewards(groups, build_reward(make_config(custom_rm_path=f"{tmp_path / 'reward.py'}:fn")))
     assert [sample.reward for sample in samples] == [0.0, 0.0, 1.0, 1.0]
+    mask_removed_samples(groups)
     assert [sample.loss_mask for sample in samples] == [[1], [0], [0], [1]]
     assert [sample.remove_sample for sample in samples] == [False, True, False, False]
     assert [sample.metadata["length"] for sample in samples] == [1, 2, 3, 1]

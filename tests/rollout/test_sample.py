@@ -20,9 +20,9 @@ def test_a_sample_takes_label_metadata_and_row_from_its_prompt() -> None:
     sample.metadata["level"].append(2)
     assert PROMPT.metadata == {"level": [1]}
     sample.prompt = "other text"
-    assert sample.prompt_index == 3
+    assert sample.prompt_index == 3 and sample.row is PROMPT
     with pytest.raises(ValueError, match="answers no row"):
-        _ = sample.row
+        _ = Sample().row
     assert Sample().prompt_index == -1 and Sample().status is Sample.Status.PENDING
 
 
