@@ -88,6 +88,10 @@ class RolloutEngine(Protocol):
     """Whether weights older than the policy's can be saved and taken up again; else a resumed run begins with the
     policy's own."""
 
+    @property
+    def http_address(self) -> tuple[str, int] | None:
+        """Host and port of the router, else of the first server, for POST /generate; None on ranks that ask none."""
+
     def submit(
         self, prompts: Sequence[Prompt], sampling: Sampling, seed: int, *, num_groups: int | None = None
     ) -> RolloutFuture:
@@ -98,6 +102,38 @@ class RolloutEngine(Protocol):
 
         An engine in this process samples at once; a remote one goes on while the caller trains, and tokens that
         follow an update of the weights carry its version.
+        """
+
+    def submit_function(
+        self,
+        prompts: Sequence[Prompt],
+        function: RolloutFunction,
+        sampling: Sampling,
+        seed: int,
+        *,
+        concurrency: int,
+        num_groups: int | None = None,
+    ) -> RolloutFuture:
+        """Starts calling a function for `sampling.n_samples` rollouts of each prompt.
+
+        The function is given a sample with the tokens of its prompt, and a `TokenEngine`, and returns the samples of
+        one rollout. Its group has the samples of all its rollouts; those of one share a `rollout_id`.
+
+        An engine in this process calls it at once, each rank for its share of the prompts; a remote one on rank 0, in
+        the background, while the caller trains: requests go on over updates of the weights, and each token has the
+        version that sampled it.
+
+        With `num_groups`, once so many groups are complete, requests are answered with the finish reason abort.
+        Rollouts with a sample of status ABORTED are then `unfinished`; the next call of this method calls the function
+        again with that sample, or from the prompt on where the rollout has several or none was returned in time.
+
+        Args:
+            prompts: Each gets a group.
+            function: Makes one rollout; what it raises ends the rollout of all.
+            sampling: How requests are sampled that say nothing else.
+            seed: Of the rollout.
+            concurrency: Most calls of the function at once, of each rank that calls it.
+            num_groups: Number of groups that are waited for; None waits for all.
         """
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> list[list[Sample]]:

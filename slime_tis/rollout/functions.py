@@ -242,6 +242,15 @@ def packed(group: list[list[Sample]]) -> bytes:
         ) from error
 
 
+def divided_calls(
+    groups: Sequence[Sequence[FunctionCall]], num_groups: int | None
+) -> tuple[list[list[Sample]], list[list[Sample]]]:
+    """The samples of the first complete groups, and those of the others, which are to be gone on with."""
+    complete = [group for group in groups if all(call.complete for call in group)][:num_groups]
+    taken = set(map(id, complete))
+    return numbered(complete), numbered([group for group in groups if id(group) not in taken])
+
+
 def numbered(groups: Sequence[Sequence[FunctionCall]]) -> list[list[Sample]]:
     """The samples of each group, numbered from 0 on; a call that was not made has one without a response."""
     found, number = [], 0

@@ -111,6 +111,7 @@ class LocalEngine:
     """
 
     can_checkpoint_weights = True
+    http_address: tuple[str, int] | None = None
 
     def __init__(
         self,

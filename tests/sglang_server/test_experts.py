@@ -122,6 +122,26 @@ def test_experts_and_log_probs_are_those_of_transformers_through_updates(
     by_disk.close()
 
 
+def test_a_router_with_a_bias_and_groups_chooses_as_in_transformers_through_an_update(
+    directory: Path, prompts: list[Prompt], tmp_path: Path
+) -> None:
+    paths = [make_checkpoint(directory / f"glm_{seed}", "glm4_moe", seed=seed, **SIZES) for seed in range(2)]
+    server = RealServer(paths[0], directory / "glm.log", "--dtype", "float32", "--enable-return-routed-experts")
+    try:
+        references = {version: MoeReference(path) for version, path in enumerate(paths)}
+        engine = connect((server.wait(), references, paths[0]), tmp_path, sglang_bucket_mb=1)
+        sampling = Sampling(max_response_len=16, n_samples=2, return_routed_experts=True)
+        for version in (0, 1):
+            engine.update_weights(references[version].named_tensors, version)
+            samples = all_samples(engine.generate(prompts[:4], sampling, seed=0))
+            assert {one for sample in samples for one in sample.weight_versions} == {version}
+            for sample in samples:
+                assert_experts(sample, references)
+        engine.close()
+    finally:
+        server.stop()
+
+
 def test_stragglers_keep_the_experts_of_their_tokens_over_a_checkpoint_and_an_update(
     served: Servers, engine: SGLangEngine, prompts: list[Prompt]
 ) -> None:

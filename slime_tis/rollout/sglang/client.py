@@ -169,6 +169,7 @@ class Server:
         request_id: str,
         seed: int | None = None,
         first_experts: int | None = None,
+        stop: Sequence[str] = (),
     ) -> Completion:
         """Samples the rest of a response; the arguments are those of `schema.generate_body`.
 
@@ -188,7 +189,13 @@ class Server:
             experts = ExpertRequest(layout=self._expert_layout, input_len=len(input_ids), first=first_experts)
             max_bytes += self._expert_layout.num_bytes(len(input_ids) + max_new_tokens)
         body = generate_body(
-            input_ids, sampling, max_new_tokens=max_new_tokens, request_id=request_id, seed=seed, experts=experts
+            input_ids,
+            sampling,
+            max_new_tokens=max_new_tokens,
+            request_id=request_id,
+            seed=seed,
+            experts=experts,
+            stop=stop,
         )
         request = asyncio.create_task(self._request("POST", "/generate", body, max_bytes=max_bytes))
         try:

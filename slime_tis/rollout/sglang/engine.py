@@ -22,6 +22,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import httpx
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -30,6 +31,8 @@ from slime_tis.hf_directory import load_config, model_sizes, moe_sizes, read_mod
 from slime_tis.rollout.collectives import portable
 from slime_tis.rollout.config import Rounding
 from slime_tis.rollout.engine import RolloutUnavailable, SentRows, WeightSource
+from slime_tis.rollout.functions import FunctionBatch, divided_calls, resumed_groups
+from slime_tis.rollout.generation import RolloutFunction
 from slime_tis.rollout.sample import Prompt, Sample, Sampling, response_limit
 from slime_tis.rollout.sglang.client import Server, make_client, worker_urls
 from slime_tis.rollout.sglang.config import SGLangConfig, is_loopback
@@ -37,7 +40,7 @@ from slime_tis.rollout.sglang.dispatch import Dispatcher
 from slime_tis.rollout.sglang.errors import MalformedAnswer, RequestRefused, ServerError, SGLangError
 from slime_tis.rollout.sglang.health import HealthMonitor, Timeouts
 from slime_tis.rollout.sglang.launch import LaunchedServers
-from slime_tis.rollout.sglang.sampling import PendingSample, RolloutBatch
+from slime_tis.rollout.sglang.sampling import FunctionRequests, PendingSample, Requests, RolloutBatch
 from slime_tis.rollout.sglang.schema import ExpertLayout
 from slime_tis.rollout.sglang.weights.disk import DiskSync
 from slime_tis.rollout.sglang.weights.distributed import DistributedSync
@@ -200,28 +203,50 @@ class SGLangEngine:
         for index, group in enumerate(groups):
             for place, response in enumerate(group):
                 response.seed = response_seed(seed, index, place)
-        batch, future = None, None
+        batch = None
         if self._rank_zero.is_self:
-            batch = RolloutBatch(
-                f"{self._run_id}-r{self._num_batches:08d}",
-                groups,
-                sampling,
-                self._servers.health,
-                self._servers.dispatcher,
-                num_groups=num_groups,
-                max_input_len=self._servers.max_input_len,  # of the servers as they are by now
+            batch = RolloutBatch(self._batch_name, groups, sampling, self._requests(sampling), num_groups=num_groups)
+        return self._start(batch, lambda: self._divide(groups, num_groups), num_groups, sum(map(len, groups)))
+
+    def submit_function(
+        self,
+        prompts: Sequence[Prompt],
+        function: RolloutFunction,
+        sampling: Sampling,
+        seed: int = 0,
+        *,
+        concurrency: int,
+        num_groups: int | None = None,
+    ) -> SGLangRollout:
+        """Starts calling the function on rank 0, in the loop of the servers' requests; see `engine.RolloutEngine`.
+
+        Raises:
+            ValueError: Fewer groups are in flight than `num_groups`.
+        """
+        unfinished = self._unfinished if num_groups is not None else []
+        groups = resumed_groups(unfinished, prompts, sampling.n_samples, seed)
+        if num_groups is not None:
+            self._check_num_groups(num_groups, len(groups))
+        asked = None
+        if self._rank_zero.is_self:
+            asked = FunctionRequests(
+                self._batch_name,
+                self._requests(sampling),
+                self._tokenizer,
+                sampling_of=self._with_reported_masks,
+                limit_of=self._limit_after,
             )
-            self._servers.batches.add(batch)
-            future = self._loop.submit(batch.run())
-
-            def done(_: object) -> None:
-                self._servers.batches.discard(batch)
-                self._servers.changed.set()
-
-            future.add_done_callback(done)
-        self._num_batches += 1
-        self._partial_in_flight |= num_groups is not None
-        return SGLangRollout(self, batch, future, num_groups, total=sum(map(len, groups)))
+            asked.batch = FunctionBatch(
+                groups,
+                function,
+                asked.answer,
+                sampling,
+                concurrency=concurrency,
+                vocab_size=self._sizes.vocab_size,
+                num_groups=num_groups,
+                end_requests=asked.requests.stop if num_groups is not None else None,
+            )
+        return self._start(asked, lambda: divided_calls(groups, num_groups), num_groups, sum(map(len, groups)))
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int = 0) -> Groups:
         """`submit` and its result, in the prompts' order."""
@@ -254,6 +279,14 @@ class SGLangEngine:
         """
         return self._rank_zero.run(lambda _: self._loop.run(self._servers.wrong_weights(sent)), self._weights)
 
+    @property
+    def http_address(self) -> tuple[str, int] | None:
+        """Host and port of the router, else of the first server; see `engine.RolloutEngine`."""
+        if not self._rank_zero.is_self:
+            return None
+        url = httpx.URL(self._servers.url)
+        return (url.host, url.port or 80) if url.scheme == "http" else None
+
     def unfinished(self) -> Groups:
         """Groups that were aborted, and are to be continued; those of a rollout in flight once it is complete."""
         return self._unfinished
@@ -283,15 +316,49 @@ class SGLangEngine:
         """Waits for a rollout; a collective, for `SGLangRollout`."""
 
         def wait(weights: WeightSource) -> tuple[Groups, Groups]:
-            assert rollout.batch is not None and rollout.future is not None
+            assert rollout.future is not None
             self._wait(rollout.future, weights)
-            return self._divide(rollout.batch.groups, rollout.num_groups)
+            return rollout.divide()
 
         is_partial = rollout.num_groups is not None
         self._partial_in_flight &= not is_partial
         groups, unfinished = self._rank_zero.run(wait, self._weights)
         self._unfinished = unfinished if is_partial else self._unfinished
         return groups
+
+    @property
+    def _batch_name(self) -> str:
+        return f"{self._run_id}-r{self._num_batches:08d}"
+
+    def _requests(self, sampling: Sampling) -> Requests:
+        return Requests(
+            self._servers.health,
+            self._servers.dispatcher,
+            max_input_len=self._servers.max_input_len,  # of the servers as they are by now
+            records_experts=sampling.return_routed_experts,
+        )
+
+    def _start(
+        self,
+        batch: RolloutBatch | FunctionRequests | None,
+        divide: Callable[[], tuple[Groups, Groups]],
+        num_groups: int | None,
+        total: int,
+    ) -> SGLangRollout:
+        """Starts a batch in the background, on rank 0."""
+        future = None
+        if batch is not None:
+            self._servers.batches.add(batch)
+            future = self._loop.submit(batch.run())
+
+            def done(_: object) -> None:
+                self._servers.batches.discard(batch)
+                self._servers.changed.set()
+
+            future.add_done_callback(done)
+        self._num_batches += 1
+        self._partial_in_flight |= num_groups is not None
+        return SGLangRollout(self, batch, future, divide, num_groups, total)
 
     def _wait(self, future: Future[None], weights: WeightSource) -> None:
         """Waits for a batch, and meanwhile gives weights to servers that come back without.
@@ -326,19 +393,33 @@ class SGLangEngine:
         ]
 
     def _pending(self, prompt: Prompt, sampling: Sampling) -> PendingSample:
-        context_len, vocab_size = self._sizes.context_len, self._sizes.vocab_size
-        limit = response_limit(prompt, sampling, context_len, self._max_input_len)
+        vocab_size = self._sizes.vocab_size
+        limit = response_limit(prompt, sampling, self._sizes.context_len, self._max_input_len)
         if vocab_size is not None and not 0 <= min(prompt.token_ids) <= max(prompt.token_ids) < vocab_size:
             raise ValueError(
                 f"prompt {prompt.index} has token {max(prompt.token_ids)}, but the model's vocabulary ends at "
                 f"{vocab_size - 1}; use the tokenizer of --hf-checkpoint."
             )
-        lengths = [limit]
-        if context_len is not None:  # SGLang 0.5.9 refuses a request for the whole context
-            lengths.append(max(context_len - 1 - len(prompt.token_ids), 1))
+        lengths = [max(length, 1) for length in self._server_limits(len(prompt.token_ids))]
+        return PendingSample(prompt=prompt, max_new_tokens=min([limit, *lengths]))
+
+    def _limit_after(self, length: int, sampling: Sampling) -> int:
+        """Most tokens that may follow so many; below 1 where none may."""
+        limits = [sampling.max_response_len, *self._server_limits(length)]
+        if sampling.max_context_len is not None:
+            limits.append(sampling.max_context_len - length)
+        if self._max_input_len is not None and length > self._max_input_len:
+            return 0
+        return min(limits)
+
+    def _server_limits(self, length: int) -> list[int]:
+        """Most tokens that servers sample after so many."""
+        limits = []
+        if self._sizes.context_len is not None:  # SGLang 0.5.9 refuses a request for the whole context
+            limits.append(self._sizes.context_len - 1 - length)
         if self._max_input_len is not None:  # a server may have been started with a shorter context
-            lengths.append(max(self._max_input_len + INPUT_MARGIN - len(prompt.token_ids), 1))
-        return PendingSample(prompt=prompt, max_new_tokens=int(min(lengths)))
+            limits.append(self._max_input_len + INPUT_MARGIN - length)
+        return limits
 
     def _with_reported_masks(self, sampling: Sampling) -> Sampling:
         """The same sampling, with a top-k whose sampling masks servers report, or without masks."""
@@ -364,8 +445,10 @@ class SGLangRollout:
     """A rollout that servers are sampling; batch and future are None on all ranks but rank 0."""
 
     engine: SGLangEngine
-    batch: RolloutBatch | None
+    batch: RolloutBatch | FunctionRequests | None
     future: Future[None] | None
+    divide: Callable[[], tuple[Groups, Groups]]
+    """Returns the groups to train on, and those to continue, once the batch is done."""
     num_groups: int | None
     total: int
     groups: Groups | None = None
@@ -410,7 +493,7 @@ class ServerGroup:
         """Set when a batch is done, or a server waits for weights."""
         self.waiting_for_source: set[Server] = set()
         """Servers that came back and need weights that the trainer has."""
-        self.batches: set[RolloutBatch] = set()
+        self.batches: set[RolloutBatch | FunctionRequests] = set()
         """Rollouts that are being sampled."""
         self._config, self._vocab_size, self._layout, self._launched = config, vocab_size, layout, launched
         self._timeouts = timeouts or Timeouts(recovery=config.sglang_recovery_timeout)
@@ -464,6 +547,12 @@ class ServerGroup:
             if self._launched is not None:
                 self._tasks.start(self._restart(self._launched))
             self._stack = stack.pop_all()
+
+    @property
+    def url(self) -> str:
+        """Of the router, else of the first server."""
+        router = self.health.router
+        return (router or next(iter(self.health.states.values()))).server.url
 
     @property
     def max_input_len(self) -> int | None:
@@ -522,7 +611,7 @@ class ServerGroup:
     async def update_weights(self, source: WeightSource, version: int) -> None:
         """Gives all servers that answer new weights; those that fail are marked down."""
         async with self._one_update, self.health.updating(version):
-            await asyncio.gather(*(batch.end_before_update() for batch in list(self.batches)))
+            await asyncio.gather(*(batch.requests.end_before_update() for batch in list(self.batches)))
             await self._push(self.health.reachable(), source, version)
             self.health.version = version
 

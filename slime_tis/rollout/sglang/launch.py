@@ -293,6 +293,7 @@ def server_environment(config: SGLangConfig) -> dict[str, str]:
     environment["PYTHONUNBUFFERED"] = "1"
     if not torch.cuda.is_available():
         environment.setdefault("SGLANG_USE_CPU_ENGINE", "1")  # else SGLang looks for CUDA, whatever its flags say
+        environment.setdefault("TORCHDYNAMO_DISABLE", "1")  # it would compile some routers with triton
     if config.sglang_python and os.sep in config.sglang_python:
         programs = os.path.dirname(os.path.abspath(config.sglang_python))
         environment["PATH"] = f"{programs}{os.pathsep}{environment.get('PATH', os.defpath)}"

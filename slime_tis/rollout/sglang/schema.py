@@ -265,6 +265,7 @@ def generate_body(
     request_id: str,
     seed: int | None = None,
     experts: ExpertRequest | None = None,
+    stop: Sequence[str] = (),
 ) -> dict[str, object]:
     """The body of POST /generate for one sample.
 
@@ -276,6 +277,7 @@ def generate_body(
             have one width.
         seed: Of the response, for a server that takes one: a token follows from seed, position and weights.
         experts: Which routed experts to return; None returns none.
+        stop: Texts that end the response.
     """
     params: dict[str, object] = {
         "temperature": sampling.temperature,
@@ -286,6 +288,8 @@ def generate_body(
     }
     if sampling.stop_token_ids:
         params["stop_token_ids"] = list(sampling.stop_token_ids)
+    if stop:
+        params |= {"stop": list(stop), "no_stop_trim": True}
     if seed is not None:
         params["sampling_seed"] = seed
     body: dict[str, object] = {

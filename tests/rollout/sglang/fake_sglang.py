@@ -19,6 +19,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from tests.checkpoints import CHARACTERS
+
 RECORDED = Path(__file__).parent / "recorded"
 STOP = 2
 FIRST, LAST = 3, 63
@@ -45,6 +47,11 @@ def chosen_experts(token: int, version: int) -> list[list[int]]:
     """The two experts of each layer that a token is routed to under some weights."""
     firsts = [(token + 3 * layer + version) % EXPERTS for layer in range(LAYERS)]
     return [[first, (first + 1 + token % (EXPERTS - 1)) % EXPERTS] for first in firsts]
+
+
+def text_of(ids: list[int]) -> str:
+    """The text of tokens, as the tokenizer of the tests decodes them."""
+    return "".join(CHARACTERS[token - FIRST] for token in ids if token != STOP)
 
 
 def sampled_from(token: int) -> list[int]:
@@ -290,6 +297,10 @@ class FakeSGLang:
             versions.append(self.version)
             if token == STOP or token in body["sampling_params"].get("stop_token_ids", []):
                 finish = {"type": "stop", "matched": token}
+                break
+            matched = [stop for stop in body["sampling_params"].get("stop", []) if stop in text_of(found)]
+            if matched:
+                finish = {"type": "stop", "matched": matched[0]}
                 break
         return self._formed(body, found, versions, finish)
 

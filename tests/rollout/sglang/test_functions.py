@@ -1,0 +1,291 @@
+"""Functions that ask servers: turns, updates of weights in between, aborts, failures and limits."""
+
+import asyncio
+import json
+from collections.abc import Callable
+
+import httpx
+import pytest
+
+from slime_tis.rollout.dump import from_dict, to_dict
+from slime_tis.rollout.engine import RolloutUnavailable
+from slime_tis.rollout.sample import STATUS, Sample, Sampling
+from tests.rollout.sglang.fake_sglang import continuation, log_prob, text_of, wait_until
+from tests.rollout.sglang.rollouts import EARLY, LATE, PROMPTS, Run, flat, held
+
+RUN = Sampling(max_response_len=12, n_samples=2)
+OBSERVATION = [20, 21]
+
+
+async def two_turns(sample, engine):
+    """An answer, an observation, and another answer; an aborted sample goes on where it was."""
+    for turn in range(sample.loss_mask.count(0) // 2 if sample.loss_mask else 0, 2):
+        answer = await engine.generate(sample.tokens)
+        sample.append_response_tokens(
+            tokens=answer.token_ids,
+            log_probs=answer.log_probs,
+            meta_info={
+                "weight_versions": [
+                    {"version": v, "start": i, "end": i + 1} for i, v in enumerate(answer.weight_versions)
+                ]
+            },
+        )
+        sample.status = STATUS[answer.finish_reason]
+        if answer.finish_reason == "abort":
+            return [sample]
+        if turn == 0:
+            sample.append_response_tokens(tokens=OBSERVATION, trainable=False)
+    return [sample]
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+def assert_two_turns(sample: Sample) -> None:
+    """Both answers are what the model says; a first one that was aborted may be longer by its second request."""
+    first = sample.loss_mask.index(0)
+    ids = list(sample.prompt.token_ids)
+    answers = [continuation(ids, first)]
+    ids += answers[0] + OBSERVATION
+    answers.append(continuation(ids, RUN.max_response_len))
+    assert sample.tokens == ids + answers[1]
+    assert sample.loss_mask == [1] * first + [0, 0] + [1] * len(answers[1])
+    for token, value, version, trained in zip(
+        sample.response_ids, sample.rollout_log_probs, sample.weight_versions, sample.loss_mask, strict=True
+    ):
+        assert value == (log_prob(token, version) if trained else 0.0)
+
+
+def test_functions_ask_servers_over_several_turns(start: Callable[..., Run]) -> None:
+    run = start(2)
+    future = run.engine.submit_function(PROMPTS, two_turns, RUN, seed=3, concurrency=5)
+    groups = future.result()
+    assert future.progress == (24, 24)
+    assert [[sample.prompt for sample in group] for group in groups] == [[prompt] * 2 for prompt in PROMPTS]
+    assert [(s.group_index, s.index, s.rollout_id) for s in flat(groups)] == [(n // 2, n, n) for n in range(24)]
+    for sample in flat(groups):
+        assert_two_turns(sample)
+    names = [body["rid"] for body in run.requests]
+    assert len(set(names)) == 48 and len(set(map(len, names))) == 1
+    assert max(server.most_at_once for server in run.servers) <= 5
+    assert all(server.requests for server in run.servers)
+
+
+def test_failures_of_servers_are_tried_again_unnoticed(start: Callable[..., Run]) -> None:
+    run = start(1)
+    run.servers[0].faults.extend([500, "drop", 429])
+    for sample in flat(run.engine.submit_function(PROMPTS[:3], two_turns, RUN, concurrency=9).result()):
+        assert_two_turns(sample)
+    assert run.engine.metrics()["rollout/sglang_retries"] == 3
+
+
+def test_a_rollout_without_servers_ends_though_functions_swallow_it(start: Callable[..., Run]) -> None:
+    run = start(1, sglang_max_retries=1)
+    run.servers[0].faults.extend([500] * 100)
+
+    async def careless(sample, engine):
+        try:
+            return await two_turns(sample, engine)
+        except Exception:
+            return [sample]
+
+    with pytest.raises(RolloutUnavailable, match="a request failed 2 times"):
+        run.engine.submit_function(PROMPTS[:3], careless, RUN, concurrency=9).result()
+
+
+@pytest.mark.parametrize("spans", [True, False], ids=["versions by token", "one version per answer"])
+def test_weights_change_in_the_middle_of_a_turn(start: Callable[..., Run], spans: bool) -> None:
+    run = start(1, prepare=lambda servers: [setattr(server, "reports_token_versions", spans) for server in servers])
+    run.engine.submit_function(EARLY[:1], two_turns, RUN, concurrency=1).result()  # tells how versions are reported
+    with held(run, 5):
+        future = run.engine.submit_function(LATE[:2], two_turns, RUN, concurrency=4)
+        wait_until(lambda: run.num_held == 4)
+        run.update(1)
+    for sample in flat(future.result()):
+        assert_two_turns(sample)
+        first = sample.loss_mask.index(0)
+        assert first == 12
+        assert sample.weight_versions == [0] * 5 + [1] * (sample.response_length - 5)
+
+
+def test_stragglers_are_aborted_and_their_function_goes_on_with_them(start: Callable[..., Run]) -> None:
+    run = start(1)
+    mixed = [LATE[0], EARLY[0], LATE[1], EARLY[1]]
+
+    async def one_turn(sample, engine):
+        if sample.response_length == 0 and sample.prompt in EARLY:
+            await until(lambda: run.num_held == 4 or not run.servers[0].stop_after)
+            sample.append_response_tokens(tokens=[5], log_probs=[-0.5])
+            sample.status = Sample.Status.COMPLETED
+            return [sample]
+        return await two_turns(sample, engine)
+
+    with held(run, 6):
+        future = run.engine.submit_function(mixed, one_turn, RUN, concurrency=8, num_groups=2)
+        groups = future.result()
+    assert [group[0].prompt for group in groups] == EARLY[:2]
+    assert [(s.group_index, s.index, s.rollout_id) for s in flat(groups)] == [
+        (0, 0, 0),
+        (0, 1, 1),
+        (1, 2, 2),
+        (1, 3, 3),
+    ]
+    left = run.engine.unfinished()
+    for sample in flat(left):
+        assert sample.status is Sample.Status.ABORTED and sample.prompt in LATE
+        assert sample.response_ids == continuation(list(sample.prompt.token_ids), 6)
+    stored = json.loads(json.dumps([[to_dict(sample) for sample in group] for group in left]))
+    run.update(1)
+    run.engine.resume_unfinished([[from_dict(row) for row in group] for group in stored])
+    groups = run.engine.submit_function([EARLY[2]], one_turn, RUN, concurrency=8, num_groups=3).result()
+    assert [group[0].prompt for group in groups] == [LATE[0], LATE[1], EARLY[2]]
+    for sample in flat(groups[:2]):
+        assert sample.response_ids[:6] == continuation(list(sample.prompt.token_ids), 6)
+        assert sample.weight_versions == [0] * 6 + [1] * (sample.response_length - 6)
+        assert_two_turns(sample)
+    assert run.engine.unfinished() == []
+
+
+def test_a_function_that_ignores_the_abort_begins_anew(start: Callable[..., Run], monkeypatch) -> None:
+    run = start(1)
+    aborts = []
+
+    async def stubborn(sample, engine):
+        if sample.prompt in EARLY:
+            await until(lambda: run.num_held == 2)
+            sample.status = Sample.Status.COMPLETED
+            return [sample]
+        while True:
+            answer = await engine.generate(sample.tokens)
+            if answer.finish_reason == "abort":
+                aborts.append(answer.token_ids)
+
+    monkeypatch.setattr("slime_tis.rollout.functions.ABORT_TIMEOUT", 0.05)
+    with held(run, 6):
+        future = run.engine.submit_function([LATE[0], EARLY[0]], stubborn, RUN, concurrency=8, num_groups=1)
+        (group,) = future.result()
+    assert group[0].prompt == EARLY[0]
+    lengths = sorted(map(len, aborts))
+    assert lengths[-2:] == [6, 6] and set(lengths[:-2]) == {0}
+    assert [(s.status, s.tokens) for s in flat(run.engine.unfinished())] == [
+        (Sample.Status.PENDING, list(LATE[0].token_ids))
+    ] * 2
+
+
+def test_a_stop_string_may_span_two_requests(start: Callable[..., Run]) -> None:
+    run = start(1, prepare=lambda servers: setattr(servers[0], "reports_token_versions", False))
+    run.engine.submit_function(EARLY[:1], two_turns, RUN, concurrency=1).result()
+    expected = continuation(list(LATE[0].token_ids), 60)
+    stop = text_of(expected[4:7])
+    end = text_of(expected).index(stop) + 3
+    answers = []
+
+    async def stops(sample, engine):
+        answers.append(await engine.generate(sample.tokens, {"stop": stop, "max_new_tokens": 60}))
+        return [sample]
+
+    with held(run, 5):
+        future = run.engine.submit_function(LATE[:1], stops, Sampling(max_response_len=5), concurrency=1)
+        wait_until(lambda: run.num_held == 1)
+        run.update(1)
+    future.result()
+    (answer,) = answers
+    assert answer.token_ids == expected[:end]
+    assert (answer.finish_reason, answer.text) == ("stop", text_of(expected[: end - 3]))
+    assert answer.weight_versions == [0] * 5 + [1] * (end - 5)
+    assert run.requests[-1]["sampling_params"]["stop"] == [stop]
+
+
+def test_a_cancelled_request_is_aborted_on_its_server(start: Callable[..., Run]) -> None:
+    run = start(1)
+
+    async def hurried(sample, engine):
+        asked = asyncio.create_task(engine.generate(sample.tokens))
+        await until(lambda: run.num_held)
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+        return [sample]
+
+    with held(run, 3):
+        run.engine.submit_function(LATE[:1], hurried, Sampling(max_response_len=9), concurrency=1).result()
+        wait_until(lambda: not run.servers[0].live)
+    assert run.servers[0].aborted == {run.requests[0]["rid"]}
+
+
+def test_limits_end_an_answer_and_an_input_without_space_is_not_sent(start: Callable[..., Run]) -> None:
+    run = start(1)
+    answers = []
+
+    async def long(sample, engine):
+        for length in (130, 127, 126, 100):
+            answers.append(await engine.generate([1] + [9] * (length - 1), {"max_new_tokens": 1000}))
+        answers.append(await engine.generate(LATE[0].token_ids))
+        return [sample]
+
+    sampling = Sampling(max_response_len=50, max_context_len=20)
+    run.engine.submit_function(PROMPTS[:1], long, Sampling(max_response_len=50), concurrency=1).result()
+    assert [len(body["input_ids"]) for body in run.requests] == [126, 100, 3]
+    assert [body["sampling_params"]["max_new_tokens"] for body in run.requests] == [1, 27, 50]
+    assert [answer.finish_reason for answer in answers[:2]] == ["length", "length"]
+    run.engine.submit_function(PROMPTS[:1], long, sampling, concurrency=1).result()
+    assert run.requests[3]["sampling_params"]["max_new_tokens"] == 17
+
+
+def test_servers_that_take_seeds_get_one_for_each_request(start: Callable[..., Run]) -> None:
+    run = start(1, prepare=lambda servers: setattr(servers[0], "deterministic", True))
+
+    async def asks(sample, engine):
+        for _ in range(2):
+            await engine.generate([1, 5, 6])
+        return [sample]
+
+    def seeds(**options) -> list[int]:
+        run.servers[0].requests.clear()
+        run.engine.submit_function(PROMPTS[:2], asks, RUN, concurrency=1, **options).result()
+        return sorted(body["sampling_params"]["sampling_seed"] for body in run.requests)
+
+    first = seeds(seed=1)
+    assert len(set(first)) == 8 and first[0] >= 0 and first[-1] < 2**63
+    assert seeds(seed=1) == first
+    assert not set(seeds(seed=2)) & set(first)
+
+
+def test_functions_may_post_to_the_address_themselves(start: Callable[..., Run]) -> None:
+    run = start(1)
+
+    async def posts(sample, engine):
+        host, port = run.engine.http_address
+        body = {"input_ids": sample.tokens, "sampling_params": {"max_new_tokens": 4}, "return_logprob": True}
+        async with httpx.AsyncClient(trust_env=False) as client:
+            found = (await client.post(f"http://{host}:{port}/generate", json={**body, "rid": "own"})).json()
+        sample.append_response_tokens(
+            tokens=found["output_ids"],
+            log_probs=[value for value, *_ in found["meta_info"]["output_token_logprobs"]],
+            meta_info=found["meta_info"],
+        )
+        return [sample]
+
+    assert run.engine.http_address == ("127.0.0.1", run.servers[0].port)
+    ((sample,),) = run.engine.submit_function(LATE[:1], posts, Sampling(max_response_len=9), concurrency=1).result()
+    assert sample.response_ids == continuation(list(LATE[0].token_ids), 4)
+    assert sample.status is Sample.Status.TRUNCATED
+
+
+def test_closing_the_engine_ends_functions(start: Callable[..., Run]) -> None:
+    run = start(1)
+    ended = []
+
+    async def waits(sample, engine):
+        try:
+            return await two_turns(sample, engine)
+        finally:
+            ended.append(sample.index)
+
+    with held(run, 3):
+        future = run.engine.submit_function(LATE[:2], waits, RUN, concurrency=3)
+        wait_until(lambda: run.num_held == 3)
+        run.engine.close()
+    assert sorted(ended) == [0, 1, 2]
+    assert future.progress == (0, 4)
