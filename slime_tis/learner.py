@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ from slime_tis.megatron.parallel import Parallel
 from slime_tis.megatron.routing_replay import RoutingRecord
 from slime_tis.policy.advantages import advantages
 from slime_tis.policy.config import PolicyConfig
+from slime_tis.policy.custom_loss import CustomLoss, ObjectiveFunctions, loss_batch, token_advantages
 from slime_tis.policy.custom_tis import CustomTis, CustomTisFunction
 from slime_tis.policy.policy_loss import LossStep, policy_loss
 from slime_tis.policy.proximal_policy import needs_global_batch, needs_old_log_probs, uses_recomputed_old_policy
@@ -57,6 +59,8 @@ class Learner:
     """Whether samples may come without a token to train on, and are then left out of their group's baseline."""
     custom_tis: CustomTisFunction | None = None
     """A user's correction function."""
+    functions: ObjectiveFunctions | None = None
+    """The user's functions for advantages and the loss."""
     replays_rollout_routing: bool = False
     """Whether the experts that samples come with are replayed in training."""
     replays_routing_weights: bool = False
@@ -114,15 +118,55 @@ class Learner:
             accepted = [not all(sample.failure for sample in rollout) for rollout in rollouts]
         advantages = iter(advantages_of(groups, accepted, self.policy, given_advantages))
         per_rollout = [[next(advantages) for _ in rollout] for rollout in rollouts]
-        rows = []
+        shares = []
         for number, step in enumerate(steps):
             of_step = per_rollout[number * size : (number + 1) * size]
             of_rank = shard(of_step, self.parallel.data_rank, self.parallel.data_size, step.dealt_together)
-            rows.append(self._train_step(step, [advantage for rollout in of_rank for advantage in rollout]))
+            shares.append([advantage for rollout in of_rank for advantage in rollout])
+        steps = self._with_advantages(steps, shares)
+        rows = []
+        for step, share in zip(steps, shares, strict=True):
+            rows.append(self._train_step(step, share))
             if rows[-1]["train/nonfinite_gradient_steps"]:
                 self._check_may_skip(rows)
             self.step += 1
         return rows
+
+    def _with_advantages(self, steps: Sequence[Step], shares: Sequence[Sequence[float]]) -> list[Step]:
+        """The steps with the advantages of this rank's samples, or those that the user's function makes of them."""
+        steps = [
+            replace(step, batch=step.batch.with_advantages(share)) for step, share in zip(steps, shares, strict=True)
+        ]
+        functions = self.functions
+        if functions is None or functions.advantage is None or not self.parallel.is_last_stage:
+            return steps
+        tokens = [step.batch.responses.to(self.parallel.backend.device) for step in steps]
+        data: dict[str, list[Any]] = {}
+        for step, of_step, share in zip(steps, tokens, shares, strict=True):
+            part = loss_batch(of_step, step.batch.tokens)
+            del part["advantages"]
+            part |= {
+                "tokens": part["unconcat_tokens"],
+                "kl": [torch.zeros_like(values) for values in part["rollout_log_probs"]],
+                "rewards": list(share),
+                "raw_reward": [sample.reward for sample in step.samples],
+                "sample_indices": [sample.index for sample in step.samples],
+                "metadata": [sample.metadata for sample in step.samples],
+            }
+            for key, values in part.items():
+                data.setdefault(key, []).extend(values)
+        seed = hash((self.engine.config.seed, self.step, self.parallel.data_rank)) % 2**32
+        advantages_L = token_advantages(
+            functions,
+            data,
+            [length for of_step in tokens for length in of_step.lengths],
+            torch.cat([of_step.loss_mask_L for of_step in tokens]),
+            seed=seed,
+        )
+        parts = advantages_L.cpu().split([sum(of_step.lengths) for of_step in tokens])
+        return [
+            replace(step, batch=step.batch.with_token_advantages(part)) for step, part in zip(steps, parts, strict=True)
+        ]
 
     def _check_may_skip(self, rows: list[dict[str, float]]) -> None:
         """Refuses to go on after a step that was not made, unless such steps are to be left out; a collective."""
@@ -151,7 +195,10 @@ class Learner:
         recorded, missing = self._with_routing(samples, of_each)
         batch = recorded if self.replays_rollout_routing else recorded.with_routing(None, None)
         record: RoutingRecord | None = [] if self.engine.config.use_routing_replay else None
-        if needs_old_log_probs(self.correction, self.steps_per_rollout, self.policy.reject_before_advantage):
+        policy = self.policy
+        if needs_old_log_probs(
+            self.correction, self.steps_per_rollout, policy.reject_before_advantage, policy.has_own_objective
+        ):
             batch = batch.with_old_log_probs(self._old_log_probs(batch, partition, record=record))
         if self.policy.use_kl_loss:
             with self.engine.timer("ref_log_probs"):
@@ -223,8 +270,8 @@ class Learner:
 
     def _train_step(self, step: Step, advantages: Sequence[float]) -> dict[str, float]:
         """One optimizer step with this rank's advantages; its metrics as train/NAME."""
-        batch = step.batch.with_advantages(advantages)
-        known, custom = self._global_batch(batch, step), self._custom_tis()
+        batch = step.batch
+        known, custom, custom_loss = self._global_batch(batch, step), self._custom_tis(), self._custom_loss()
         context = LossStep(
             correction=self.correction,
             policy=self.policy,
@@ -233,6 +280,8 @@ class Learner:
             global_batch=replace(known, ranks=Ranks(context=self.parallel.ranks.context)),
             counts=self.parallel.context_rank == 0,
             custom=custom,
+            custom_loss=custom_loss,
+            functions=self.functions,
         )
         every = self.measure_routing_mismatch
         measures = every is not None and self.step % every == 0
@@ -249,7 +298,7 @@ class Learner:
             if isinstance(loss, MeasuredLoss):
                 trained = WITH_REPLAY if self.replays_rollout_routing else WITHOUT_REPLAY
                 measured |= self._mismatch(trained, loss.statistics if self.parallel.is_last_stage else None)
-            return self._step_metrics(result, custom) | train_metrics(routing | measured)
+            return self._step_metrics(result, custom or custom_loss) | train_metrics(routing | measured)
 
     def _dump(self, step: Step, advantages: Sequence[float], recorded: RecordedLoss, known: GlobalBatch) -> None:
         """Hands what the loss made of the step's tokens to the dump, whole responses on one rank of each data share.
@@ -303,6 +352,13 @@ class Learner:
         found = {} if statistics is None else mismatch_metrics(statistics.all_reduce(self.parallel.ranks))
         return {f"{prefix}/{name}": value for name, value in self.parallel.broadcast_from_last_stage(found).items()}
 
+    def _custom_loss(self) -> CustomLoss | None:
+        """The user's loss for the micro-batches of this step."""
+        if self.functions is None or self.functions.loss is None:
+            return None
+        seed = hash((self.engine.config.seed, self.step, self.parallel.data_rank)) % 2**32
+        return CustomLoss(function=self.functions.loss, args=self.functions.args, seed=seed)
+
     def _custom_tis(self) -> CustomTis | None:
         """The user's function for the micro-batches of this step."""
         if self.custom_tis is None:
@@ -328,7 +384,7 @@ class Learner:
             )
         return self._correct(batch, train_L).global_batch
 
-    def _step_metrics(self, result: StepResult, custom: CustomTis | None) -> dict[str, float]:
+    def _step_metrics(self, result: StepResult, custom: CustomTis | CustomLoss | None) -> dict[str, float]:
         """train/… metrics of a step, on every rank."""
         parallel = self.parallel
         metrics: dict[str, float] = {}

@@ -44,6 +44,7 @@ from slime_tis.megatron.config import MegatronConfig
 from slime_tis.megatron.engine import TrainingEngine
 from slime_tis.megatron.export import save_hf
 from slime_tis.megatron.parallel import Parallel, connect_store, initialize, shut_down
+from slime_tis.policy.custom_loss import ObjectiveFunctions
 from slime_tis.policy.custom_tis import CustomTisFunction
 from slime_tis.policy.proximal_policy import old_policy_name
 from slime_tis.reporting.health import Health
@@ -328,6 +329,7 @@ def set_up(arguments: Arguments, parallel: Parallel, interrupts: Interrupts, ope
         custom_tis = CustomTisFunction.bind(function, arguments.namespace)
     reward = build_reward(rollout, arguments.namespace, interrupts.check)
     hooks = RolloutHooks.load(rollout, arguments.namespace)
+    functions = ObjectiveFunctions.load(arguments.policy, arguments.namespace)
     eval_reward = build_reward(rollout, arguments.namespace, interrupts.check, evaluation=True)
     timer = Timer()
     if rollout.custom_generate_function_path is not None:
@@ -361,6 +363,7 @@ def set_up(arguments: Arguments, parallel: Parallel, interrupts: Interrupts, ope
         total_steps=rollouts * steps,
         keep_reference=arguments.policy.use_kl_loss,
         entropy_gradient=arguments.policy.entropy_coef != 0,
+        gives_logits=functions.loss is not None,
         timer=timer,
         safe_point=between_micro_batches,
     )
@@ -374,6 +377,7 @@ def set_up(arguments: Arguments, parallel: Parallel, interrupts: Interrupts, ope
         steps_per_rollout=steps,
         leaves_out_samples=rollout.max_weight_staleness is not None,
         custom_tis=custom_tis,
+        functions=functions,
         replays_rollout_routing=rollout.use_rollout_routing_replay,
         replays_routing_weights=rollout.routing_replay_weights,
         measure_routing_mismatch=rollout.measure_routing_mismatch,

@@ -241,6 +241,7 @@ GROUPS = {
         "nonfinite_gradient"
     ),
     "policy loss": (
+        "loss_type custom_loss_function_path custom_advantage_function_path custom_pg_loss_reducer_function_path "
         "advantage_estimator disable_grpo_std_normalization normalize_advantages reject_before_advantage policy_loss "
         "eps_clip eps_clip_high eps_clip_c use_opsm opsm_policy opsm_delta use_kl_loss kl_loss_coef kl_loss_type "
         "entropy_coef calculate_per_token_loss"
@@ -284,7 +285,8 @@ METAVARS = {
     "FUNCTION": "custom_rm_path custom_generate_function_path custom_tis_function_path dynamic_sampling_filter_path "
     "rollout_sample_filter_path "
     "rollout_all_samples_process_path custom_reward_post_process_path custom_rollout_log_function_path "
-    "custom_eval_rollout_log_function_path",
+    "custom_eval_rollout_log_function_path custom_loss_function_path custom_advantage_function_path "
+    "custom_pg_loss_reducer_function_path",
     "KEY": "input_key label_key metadata_key eval_input_key eval_label_key reward_key eval_reward_key",
     "[NAME] PATH": "eval_prompt_data",
     "ID": "rollout_stop_token_ids",
@@ -302,6 +304,7 @@ NOT_FOR_SERVERS = set(RENAMED)
 NEEDS = {
     **CORRECTION_NEEDS,
     "reject_before_advantage": REJECTS,
+    "custom_loss_function_path": "--loss-type=custom_loss",
     "disable_grpo_std_normalization": "--advantage-estimator=grpo",
     "eps_clip eps_clip_high": "--policy-loss=ppo --policy-loss=cispo --policy-loss=gspo",
     "eps_clip_c": "--policy-loss=ppo",
@@ -563,19 +566,36 @@ def _check_correction(arguments: Arguments) -> None:
 
 
 def _check_hooks(arguments: Arguments) -> None:
-    """Whether the user's functions leave every other option an effect."""
-    if arguments.rollout.custom_reward_post_process_path is None:
-        return
-    without = {
-        "--disable-grpo-std-normalization": arguments.policy.disable_grpo_std_normalization,
-        "--reject-before-advantage": arguments.policy.reject_before_advantage,
+    """Whether the user's functions leave every other option an effect, and get what they need."""
+    policy, correction = arguments.policy, arguments.correction
+    estimates = {
+        "--disable-grpo-std-normalization": policy.disable_grpo_std_normalization,
+        "--reject-before-advantage": policy.reject_before_advantage,
     }
-    for flag_without, given in without.items():
-        if given:
-            raise ValueError(
-                f"{flag_without} has no effect on the advantages of --custom-reward-post-process-path; leave one of "
-                "the two out."
-            )
+    of_sample = {
+        "--normalize-advantages": policy.normalize_advantages,
+        "--use-opsm": policy.use_opsm,
+        "--save-debug-train-data": arguments.loop.save_debug_train_data is not None,
+    }
+    of_loss = {
+        "a correction (--use-tis, --use-rs, …)": correction.corrects,
+        "--custom-tis-function-path": arguments.custom_tis_function_path is not None,
+        "--custom-pg-loss-reducer-function-path": policy.custom_pg_loss_reducer_function_path is not None,
+        "--use-opsm": policy.use_opsm,
+        "--entropy-coef": policy.entropy_coef != 0,
+        "--rollout-top-p or --rollout-top-k": arguments.rollout.truncates_sampling,
+    }
+    shapes = arguments.rollout.custom_reward_post_process_path is not None
+    for path, used, without in (
+        ("--custom-reward-post-process-path", shapes, estimates),
+        ("--custom-advantage-function-path", policy.custom_advantage_function_path is not None, of_sample),
+        ("--loss-type custom_loss", policy.loss_type == "custom_loss", of_loss),
+    ):
+        for other, given in without.items():
+            if used and given:
+                raise ValueError(f"{path} is given and so is {other}, which has no part in it; leave one of them out.")
+    if policy.loss_type == "custom_loss" and policy.custom_loss_function_path is None:
+        raise ValueError("--loss-type is custom_loss but --custom-loss-function-path is unset; add your function.")
 
 
 def _check_routing_record(arguments: Arguments) -> None:
@@ -590,7 +610,8 @@ def _check_routing_record(arguments: Arguments) -> None:
             "without the rollout engine's experts, but --use-routing-replay trains with others; add "
             "--use-rollout-routing-replay, or leave one of the two out."
         )
-    if needs_old_log_probs(correction, steps, arguments.policy.reject_before_advantage):
+    policy = arguments.policy
+    if needs_old_log_probs(correction, steps, policy.reject_before_advantage, policy.has_own_objective):
         return
     reason = "with one optimizer step per rollout the training pass is that of the old policy"
     if correction.use_rollout_logprobs:

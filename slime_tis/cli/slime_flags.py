@@ -91,7 +91,6 @@ FIXED: Mapping[str, tuple[str, ...]] = {
     "--hidden-dropout": ("0",),
     "--attention-dropout": ("0",),
     "--optimizer": ("adam",),
-    "--loss-type": ("policy_loss",),
     "--train-backend": ("megatron",),
     "--mtp-num-layers": ("0",),
     "--moe-token-dispatcher-type": ("alltoall",),
@@ -230,7 +229,6 @@ ADVICE = (
         "--load-debug-rollout-data",
     ),
     Advice(
-        "--custom-loss-function-path --custom-pg-loss-reducer-function-path --custom-advantage-function-path "
         "--custom-megatron-before-log-prob-hook-path --custom-megatron-before-train-step-hook-path "
         "--recompute-loss-function",
         HOOK,

@@ -1,6 +1,6 @@
 """Functions of the user's own: loaded from a path, called so that any failure is one message, held to a contract."""
 
-from slime_tis.custom.contract import TisResult, call_custom_tis, check_metric_names, load_custom_tis
+from slime_tis.custom.contract import TisResult, call_custom_tis, check_metric_names, leads_to, load_custom_tis
 from slime_tis.custom.loading import load_function, load_hook
 from slime_tis.custom.messages import calling, check_signature, describe
 
@@ -11,6 +11,7 @@ __all__ = [
     "check_metric_names",
     "check_signature",
     "describe",
+    "leads_to",
     "load_custom_tis",
     "load_function",
     "load_hook",

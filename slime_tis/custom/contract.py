@@ -166,7 +166,7 @@ def _checked_loss(name: str, pg_loss: Any, given: Tensor, origin: Any) -> Tensor
             f"{name} returned a pg_loss of {pg_loss.dtype}; return {given.dtype}, as it was given: what was rounded "
             f"to another type cannot be made good."
         )
-    if given.requires_grad and not _leads_to(pg_loss.grad_fn, origin):
+    if given.requires_grad and not leads_to(pg_loss.grad_fn, origin):
         raise CustomFunctionError(
             f"{name} lost the gradient of pg_loss; multiply the pg_loss that it gets with detached weights, and do not "
             f"detach or rebuild it."
@@ -181,7 +181,7 @@ def _checked_loss(name: str, pg_loss: Any, given: Tensor, origin: Any) -> Tensor
     return loss
 
 
-def _leads_to(node: Any, origin: Any) -> bool:
+def leads_to(node: Any, origin: Any) -> bool:
     """Whether the autograd graph from a node back reaches the origin."""
     seen, waiting = set(), [node]
     while waiting:

@@ -72,6 +72,10 @@ class TrainingBatch:
         """The same samples with every sample's advantage at each of its tokens."""
         return replace(self, responses=self.responses.with_advantages(per_sample))
 
+    def with_token_advantages(self, advantages_L: Tensor) -> TrainingBatch:
+        """The same samples with an advantage [L] of each token's own."""
+        return replace(self, responses=replace(self.responses, advantages_L=advantages_L))
+
 
 def make_batch(
     tokens: Sequence[Sequence[int]],

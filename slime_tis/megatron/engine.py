@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Any, TypeVar
 
@@ -32,6 +32,7 @@ from slime_tis.megatron.packing import MicroBatch, pack
 from slime_tis.megatron.parallel import Parallel
 from slime_tis.megatron.prefix_tree import PrefixTree
 from slime_tis.megatron.routing_replay import RoutingRecord, RoutingReplay
+from slime_tis.megatron.slime_loss import get_log_probs_and_entropy  # noqa: F401  (users' losses import it)
 from slime_tis.policy.policy_loss import LossInputs, LossOutputs
 from slime_tis.policy.step_sums import StepSums
 
@@ -72,6 +73,7 @@ class TrainingEngine:
         total_steps: int,
         keep_reference: bool = False,
         entropy_gradient: bool = False,
+        gives_logits: bool = False,
         timer: Callable[[str], AbstractContextManager[Any]] | None = None,
         safe_point: Callable[[], None] = lambda: None,
     ) -> None:
@@ -84,11 +86,12 @@ class TrainingEngine:
             total_steps: optimizer steps of the run; the learning rate decays over them unless configured.
             keep_reference: keep a frozen copy of the reference policy's weights.
             entropy_gradient: whether the objective differentiates the entropy.
+            gives_logits: whether the loss gets a copy of the logits, too.
             timer: `timer(name)` is a context manager that adds to the time of `name`.
             safe_point: called before each micro-batch; what it raises gives the pass up, and the weights stay.
         """
         self.config, self.parallel, self.temperature = config, parallel, temperature
-        self.entropy_gradient, self.safe_point = entropy_gradient, safe_point
+        self.entropy_gradient, self.gives_logits, self.safe_point = entropy_gradient, gives_logits, safe_point
         self.timer = timer or (lambda name: nullcontext())
         self.model = build_model(config.hf_checkpoint, config, parallel)
         self.routing = RoutingReplay(
@@ -371,22 +374,27 @@ class TrainingEngine:
 
         def last_stage(logits: Tensor, non_loss_data: bool = False) -> R:
             with clock():
-                return on_log_probs(micro, *self._response_log_probs(logits[0], micro))
+                self._leave_out_padding(logits[0])
+                given = replace(micro, logits=logits.clone()) if self.gives_logits and module.training else micro
+                return on_log_probs(given, *self._response_log_probs(logits[0], micro))
 
         return output, last_stage
 
-    def _response_log_probs(self, logits: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        """(log-probs, entropies) [L] of the response tokens on this rank, from logits [L, V]; overwrites the logits."""
+    def _leave_out_padding(self, logits: Tensor) -> None:
+        """Overwrites the logits [L, V] of columns that only pad the vocabulary."""
         parallel, vocab = self.parallel, self.model.hf_config.vocab_size
         width = padded_vocab_size(vocab, parallel.tensor_size) // parallel.tensor_size
         start = parallel.tensor_rank * width
         if start + width > vocab:
-            logits.detach()[:, max(vocab - start, 0) :] = -torch.inf  # columns that only pad the vocabulary
+            logits.detach()[:, max(vocab - start, 0) :] = -torch.inf
+
+    def _response_log_probs(self, logits: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        """(log-probs, entropies) [L] of the response tokens on this rank, from logits [L, V]; overwrites the logits."""
         return vocab_parallel_log_probs(
             logits,
             micro.target_L,
             mpu.get_tensor_model_parallel_group(),
-            vocab_start=start,
+            vocab_start=self.parallel.tensor_rank * logits.shape[1],
             temperature=self.temperature,
             chunk_size=self.config.log_probs_chunk_size,
             entropy_gradient=self.entropy_gradient,
@@ -396,7 +404,11 @@ class TrainingEngine:
     def _loss(
         self, micro: MicroBatch, log_probs_L: Tensor, entropy_L: Tensor, loss: Loss
     ) -> tuple[Tensor, Tensor, StepSums]:
-        found = loss(LossInputs(tokens=micro.responses, log_probs_L=log_probs_L, entropy_L=entropy_L))
+        inputs = LossInputs(tokens=micro.responses, log_probs_L=log_probs_L, entropy_L=entropy_L)
+        if micro.logits is not None:
+            sequences = [tokens.to(micro.logits.device) for tokens in micro.sequences]
+            inputs = replace(inputs, sequences=sequences, logits=micro.logits)
+        found = loss(inputs)
         self.poison += found.numerator.detach() * 0.0  # NaN where the loss is NaN or infinite, else 0
         return found.numerator, found.denominator, found.sums
 

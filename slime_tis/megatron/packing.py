@@ -77,6 +77,8 @@ class MicroBatch:
     target_L: Tensor
     """The response tokens that this rank owns, which the logits after `packed_seq_params.response_rows` predict."""
     packed_seq_params: PackedSequences
+    sequences: Sequence[Tensor]
+    """Prompt and response of each sample, int64, on the host."""
     is_fed_T: Tensor
     """bool: tokens that another token of their sequence follows; False for the last ones, padding and filler."""
     sampling_mask: SamplingMask | None = None
@@ -85,6 +87,8 @@ class MicroBatch:
     """int16 [T, sparse layers, k] to replay, -1 where nothing was recorded; None: nothing in the micro-batch was."""
     routing_weights: Tensor | None = None
     """float32 [T, sparse layers, k] of the same, NaN where nothing was recorded."""
+    logits: Tensor | None = None
+    """[1, L, V] that predict the L targets, with gradient, once they are there; None where no user's loss gets them."""
 
 
 def pack(
@@ -150,6 +154,7 @@ def pack(
         target_L=target_L,
         packed_seq_params=layout,
         sampling_mask=None if masks is None else SamplingMask.cat(masks),
+        sequences=batch.tokens,
         is_fed_T=is_fed_T,
         routed_experts=recorded(batch.routed_experts, torch.int16, -1),
         routing_weights=recorded(batch.routing_weights, torch.float32, torch.nan),
@@ -302,6 +307,7 @@ def _to(packed: MicroBatch, device: torch.device | str) -> MicroBatch:
         target_L=move(packed.target_L),
         packed_seq_params=layout,
         sampling_mask=None if packed.sampling_mask is None else packed.sampling_mask.to(device),
+        sequences=packed.sequences,
         is_fed_T=move(packed.is_fed_T),
         routed_experts=None if packed.routed_experts is None else move(packed.routed_experts),
         routing_weights=None if packed.routing_weights is None else move(packed.routing_weights),

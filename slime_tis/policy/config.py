@@ -25,6 +25,19 @@ class PolicyConfig:
     normalize_advantages: bool = False
     """Shift and scale the advantages of the global batch to mean 0 and deviation 1 over valid tokens."""
 
+    custom_advantage_function_path: str | None = None
+    """Function of your own that sets the advantage of every token, as pkg.module.function or path/file.py:function."""
+
+    loss_type: Literal["policy_loss", "custom_loss"] = "policy_loss"
+    """The loss: policy_loss, which policy_loss, clips and corrections make, or custom_loss, a function of your own."""
+
+    custom_loss_function_path: str | None = None
+    """Function of your own that makes the loss from logits, for loss_type custom_loss."""
+
+    custom_pg_loss_reducer_function_path: str | None = None
+    """Function of your own that makes the policy loss of samples from that of their tokens;
+    slime_tis.policy.reducers.dr_grpo divides by a constant."""
+
     eps_clip: Annotated[float, Limits(gt=0, lt=1, hint="0.2 is customary")] = 0.2
     """PPO clip range below 1, a distance of the ratio from 1: the lower clip is 1 - eps_clip."""
 
@@ -67,6 +80,11 @@ class PolicyConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+
+    @property
+    def has_own_objective(self) -> bool:
+        """Whether a function of the user's own gets log π_old, for advantages or the loss."""
+        return self.custom_advantage_function_path is not None or self.loss_type == "custom_loss"
 
     @property
     def clip_high(self) -> float:

@@ -28,6 +28,7 @@ from slime_tis.correction import (
     off_policy_sequence_mask,
 )
 from slime_tis.policy.config import PolicyConfig
+from slime_tis.policy.custom_loss import CustomLoss, ObjectiveFunctions, reduced_loss
 from slime_tis.policy.custom_tis import CustomTis
 from slime_tis.policy.losses import LOSSES, TokenLossInputs, kl_estimate
 from slime_tis.policy.staleness import staleness_sums
@@ -44,6 +45,10 @@ class LossInputs:
     """log π_θ, with gradient."""
     entropy_L: Tensor
     """Entropies of the distributions that the tokens were predicted from."""
+    sequences: Sequence[Tensor] = ()
+    """Prompt and response of each sample, int64, for a user's loss; empty without one."""
+    logits: Tensor | None = None
+    """[1, L, V] of these tokens with gradient, for a user's loss; None without one."""
 
     @property
     def advantages_L(self) -> Tensor:
@@ -106,6 +111,10 @@ class LossStep:
     """Whether this rank counts tokens and sequences: one of the context-parallel ranks does."""
     custom: CustomTis | None = None
     """A user's function in place of the library's correction."""
+    custom_loss: CustomLoss | None = None
+    """A user's function in place of the loss."""
+    functions: ObjectiveFunctions | None = None
+    """The user's other functions; None where there are none."""
 
 
 def policy_loss(inputs: LossInputs, step: LossStep) -> LossOutputs:
@@ -125,12 +134,9 @@ def policy_loss(inputs: LossInputs, step: LossStep) -> LossOutputs:
         per_token=step.policy.calculate_per_token_loss,
     )
     sums = step_sums(inputs, train_L, correction, near, losses, reduction, step)
-    terms = losses.terms
-    objective_L = (
-        terms.pg_loss - step.policy.entropy_coef * terms.entropy_loss + step.policy.kl_loss_coef * terms.kl_loss
-    )
+    numerator, sums = objective(inputs, losses, reduction, sums, step)
     return LossOutputs(
-        numerator=reduction.sum(objective_L),
+        numerator=numerator,
         denominator=sums.loss_denominator.to(torch.int),
         sums=sums,
         record=TokenRecord(
@@ -141,6 +147,40 @@ def policy_loss(inputs: LossInputs, step: LossStep) -> LossOutputs:
             accepted_L=losses.mask_L,
         ),
     )
+
+
+def objective(
+    inputs: LossInputs, losses: TokenLosses, reduction: LossReduction, sums: StepSums, step: LossStep
+) -> tuple[Tensor, StepSums]:
+    """The numerator of the loss, and the sums with what a user's function made of the policy loss.
+
+    Args:
+        inputs: of the micro-batch.
+        losses: per token.
+        reduction: over the accepted tokens.
+        sums: of the micro-batch.
+        step: the options.
+    """
+    terms, policy = losses.terms, step.policy
+    if step.custom_loss is not None:
+        assert inputs.logits is not None
+        loss, metrics = step.custom_loss(inputs.tokens, inputs.sequences, inputs.logits, reduction.sum)
+        return loss, replace(sums, terms=replace(sums.terms, pg_loss=loss.detach().double()), custom=metrics)
+    if step.functions is None or step.functions.reducer is None:
+        objective_L = terms.pg_loss - policy.entropy_coef * terms.entropy_loss + policy.kl_loss_coef * terms.kl_loss
+        return reduction.sum(objective_L), sums
+    mask_L = losses.mask_L
+    loss = reduced_loss(
+        step.functions,
+        inputs.tokens,
+        torch.where(mask_L, terms.pg_loss, 0.0),
+        step.global_batch.ranks.over_context(inputs.tokens.slices.scatter(mask_L.float())),
+        per_token=policy.calculate_per_token_loss,
+        seed=step.version,
+    )
+    sums = replace(sums, terms=replace(sums.terms, pg_loss=loss.detach().double()))
+    regularizer_L = policy.kl_loss_coef * terms.kl_loss - policy.entropy_coef * terms.entropy_loss
+    return loss + reduction.sum(regularizer_L), sums
 
 
 def applied_weights(tokens: ResponseTokens, correction: Correction[Tensor], step: LossStep) -> Tensor:

@@ -24,14 +24,19 @@ def old_policy_name(correction: RolloutCorrectionConfig, steps_per_rollout: int)
 
 
 def needs_old_log_probs(
-    correction: RolloutCorrectionConfig, steps_per_rollout: int, reject_before_advantage: bool = False
+    correction: RolloutCorrectionConfig,
+    steps_per_rollout: int,
+    reject_before_advantage: bool = False,
+    has_own_objective: bool = False,
 ) -> bool:
     """Whether that forward pass is made: for the loss, to measure the mismatch of π_old itself, or to reject early.
 
-    Measuring takes none with one step per rollout, where the training forward is that of π_old.
+    Functions of the user's own for advantages or the loss get them, too, where they are not the rollout's. Measuring
+    takes none with one step per rollout, where the training forward is that of π_old.
     """
     measures = correction.get_mismatch_metrics and steps_per_rollout > 1
-    return measures or reject_before_advantage or uses_recomputed_old_policy(correction, steps_per_rollout)
+    is_given = has_own_objective and not correction.use_rollout_logprobs
+    return measures or reject_before_advantage or is_given or uses_recomputed_old_policy(correction, steps_per_rollout)
 
 
 def needs_global_batch(correction: RolloutCorrectionConfig) -> bool:

@@ -131,6 +131,8 @@ def step_metrics(sums: StepSums, correction: RolloutCorrectionConfig, policy: Po
     metrics["loss"] = (
         metrics["pg_loss"] - policy.entropy_coef * metrics["entropy_loss"] + policy.kl_loss_coef * metrics["kl_loss"]
     )
+    if policy.loss_type == "custom_loss":
+        metrics["loss"] = metrics["pg_loss"]
     if not policy.use_kl_loss:
         del metrics["kl_loss"]
     metrics |= sums.statistics.metrics()

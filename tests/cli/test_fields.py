@@ -13,6 +13,10 @@ LAUNCH = "--rollout-engine sglang --sglang-launch 2 "
 # fmt: off
 LANDINGS = [
     # flags, config, field, value: every flag of this program and of slime that is taken over
+    ("--custom-advantage-function-path a.py:f", "policy", "custom_advantage_function_path", "a.py:f"),
+    ("--custom-pg-loss-reducer-function-path a.f", "policy", "custom_pg_loss_reducer_function_path", "a.f"),
+    ("--loss-type custom_loss --custom-loss-function-path a.f", "policy", "custom_loss_function_path", "a.f"),
+    ("--loss-type policy_loss", "policy", "loss_type", "policy_loss"),
     ("--dynamic-sampling-filter-path a.py:f", "rollout", "dynamic_sampling_filter_path", "a.py:f"),
     ("--custom-generate-function-path a.py:f", "rollout", "custom_generate_function_path", "a.py:f"),
     (

@@ -9,6 +9,10 @@ from tests.cli.conftest import configured, refusal
 
 IDLE = [
     (
+        "--custom-loss-function-path a.f",
+        "--custom-loss-function-path is 'a.f' but has no effect without --loss-type custom_loss; add it",
+    ),
+    (
         "--dynamic-sampling-max-batches 3",
         "--dynamic-sampling-max-batches is 3 but has no effect without --dynamic-sampling-filter-path; add it",
     ),

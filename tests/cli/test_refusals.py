@@ -111,6 +111,25 @@ REFUSALS = [
         "--micro-batch-size is 5 but a rank has 32 samples in a step; choose a divisor of 32.",
     ),
     (
+        "--loss-type custom_loss",
+        "--loss-type is custom_loss but --custom-loss-function-path is unset; add your function.",
+    ),
+    (
+        "--loss-type custom_loss --custom-loss-function-path a.f --use-tis",
+        "--loss-type custom_loss is given and so is a correction (--use-tis, --use-rs, …), which has no part in it; "
+        "leave one of them out.",
+    ),
+    (
+        "--custom-advantage-function-path a.f --normalize-advantages",
+        "--custom-advantage-function-path is given and so is --normalize-advantages, which has no part in it; leave "
+        "one of them out.",
+    ),
+    (
+        "--custom-reward-post-process-path a.f --disable-grpo-std-normalization",
+        "--custom-reward-post-process-path is given and so is --disable-grpo-std-normalization, which has no part in "
+        "it; leave one of them out.",
+    ),
+    (
         "--use-dynamic-batch-size",
         "--use-dynamic-batch-size is on but --max-tokens-per-gpu is unset; add a token budget.",
     ),
