@@ -58,7 +58,8 @@ def test_the_advantages_and_the_reducer_shown_act(run: Run) -> None:
     assert objective(run, *flags, name="reduced", step=0)["train/grad_norm"] == pytest.approx(plain / 100, rel=1e-4)
     mean = objective(run, name="mean", step=0)["train/grad_norm"]
     flags = (reducer, "slime_tis.policy.reducers.dr_grpo")
-    assert 0 < objective(run, *flags, name="dr_grpo", step=0)["train/grad_norm"] < mean
+    dr_grpo = objective(run, *flags, name="dr_grpo", step=0)  # every response here reaches the limit
+    assert dr_grpo["train/grad_norm"] == pytest.approx(mean, rel=1e-5)
     flags = ("--custom-advantage-function-path", "my_objective.py:fading")
     assert 0 < objective(run, *flags, name="faded", step=0)["train/grad_norm"] < mean
 
