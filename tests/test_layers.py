@@ -59,10 +59,12 @@ ALLOWED: dict[str, set[str]] = {
         "slime_tis.correction",
         "slime_tis.custom",
         "slime_tis.errors",
+        "slime_tis.integrations",
         "slime_tis.limits",
     },
     "slime_tis.megatron": {
         "slime_tis",
+        "slime_tis.integrations",
         "slime_tis.hf_directory",
         "slime_tis.correction",
         "slime_tis.custom",
