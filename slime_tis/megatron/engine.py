@@ -22,7 +22,7 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from slime_tis.hf_directory import moe_sizes
-from slime_tis.megatron.architecture import build_model, padded_vocab_size, uses_transformer_engine
+from slime_tis.megatron.architecture import HfConfig, build_model, padded_vocab_size, uses_transformer_engine
 from slime_tis.megatron.batch import TrainingBatch, fixed_partition, token_budget_partitions
 from slime_tis.megatron.config import MegatronConfig
 from slime_tis.megatron.hf_weights import load_hf_weights, named_hf_tensors, named_weights
@@ -104,7 +104,7 @@ class TrainingEngine:
         self.model.config.finalize_model_grads_func = self._finalize
         self.loss_denominator = torch.zeros([], dtype=torch.int)
         self.poison = torch.zeros([], device=parallel.backend.device)
-        self.no_shared_prompts = self._no_shared_prompts()
+        self.no_shared_prompts = why_not_shared(config.share_prompts, parallel, self.model.hf_config)
         """Why prompts are computed for each sample; None where each is computed once."""
         self.token_budget = self._token_budget()
         """Of a micro-batch on this rank, the same on all ranks; None where micro-batches are so many samples."""
@@ -242,28 +242,6 @@ class TrainingEngine:
             reference = self._copy_weights()
         load_hf_weights(self.model, config.hf_checkpoint, self.parallel)
         return self._copy_weights() if keep_reference and reference is None else reference
-
-    def _no_shared_prompts(self) -> str | None:
-        """Why prompts are computed for each sample, for the user.
-
-        Raises:
-            ValueError: they cannot be shared here although the options ask for it.
-        """
-        asked, backend = self.config.share_prompts, self.parallel.backend
-        if asked is False:
-            return "--no-share-prompts"
-        reason = None
-        if self.parallel.context_size > 1:
-            reason = "context parallelism cuts every sequence into slices"
-        elif moe_sizes(self.model.hf_config) is not None:
-            reason = "the routing of experts is recorded, replayed and counted for each sample"
-        elif uses_transformer_engine(self.model.hf_config, self.parallel):
-            reason = "transformer-engine has no attention to a shared prompt"
-        if reason is not None and asked:
-            raise ValueError(f"--share-prompts is on but {reason}; leave it out.")
-        if reason is None and backend.device.type != "cpu" and not asked:
-            reason = "not tried on a GPU; --share-prompts turns it on, with FlexAttention"
-        return reason
 
     def _token_budget(self) -> TokenBudget | None:
         """The budget that is given, or that fits into the memory of every rank; a collective where none is given."""
@@ -439,6 +417,33 @@ class TrainingEngine:
                 clip_grad_by_total_norm_fp32(parameters, self.config.clip_grad, norm)
         self.optimizer.step_with_ready_grads()
         return norm
+
+
+def why_not_shared(asked: bool | None, parallel: Parallel, hf_config: HfConfig) -> str | None:
+    """Why prompts are computed for each sample, for the user; None where those of siblings are computed once.
+
+    Args:
+        asked: what the options say; None where they leave it open.
+        parallel: this process's place in the layout.
+        hf_config: of the model.
+
+    Raises:
+        ValueError: prompts cannot be shared although the options ask for it.
+    """
+    if asked is False:
+        return "--no-share-prompts"
+    reason = None
+    if parallel.context_size > 1:
+        reason = "context parallelism cuts every sequence into slices"
+    elif moe_sizes(hf_config) is not None:
+        reason = "the routing of experts is recorded, replayed and counted for each sample"
+    elif uses_transformer_engine(hf_config, parallel):
+        reason = "transformer-engine has no attention to a shared prompt"
+    if reason is not None and asked:
+        raise ValueError(f"--share-prompts is on but {reason}; leave it out.")
+    if reason is None and parallel.backend.device.type != "cpu" and not asked:
+        return "not tried on a GPU; --share-prompts turns it on, with FlexAttention"
+    return reason
 
 
 def _detached_log_probs(micro: MicroBatch, log_probs_L: Tensor, entropy_L: Tensor) -> Tensor:

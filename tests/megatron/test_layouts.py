@@ -58,6 +58,8 @@ def test_two_ranks_agree_with_one(
     result = run_apart([*flags, *TWO_RANKS[layout]], tmp_path, ranks=2)
     assert result.returncode == 0, result.stderr[-4000:]
     assert_same(read_metrics(tmp_path), expected)
+    says = "shared prompts: off (context parallelism cuts every sequence into slices)"
+    assert (says in result.stdout) == ("context" in layout)
 
 
 # A correction that asks more of the ranks than sums: the layout it is tried in, and its flags.

@@ -32,6 +32,33 @@ def test_two_sequences_on_one_rank() -> None:
     assert packed.packed_seq_params.max_seqlen_q == 3
 
 
+def test_siblings_share_their_prompt() -> None:
+    tokens, responses = [[5, 6, 7], [5, 6, 8, 9], [1, 2], [5, 6]], [1, 2, 1, 0]
+    packed = pack(batch_of(tokens, responses), share_prompts=True, tensor_size=4)
+    assert packed.input_ids.tolist() == [[1, 2, 5, 6, 7, 8, 9, 0]]
+    assert packed.position_ids.tolist() == [[0, 1, 0, 1, 2, 2, 3, 0]]
+    assert rows_of(packed) == [3, 3, 5, 0]  # the prompt's last token is before both responses
+    assert packed.target_L.tolist() == [7, 8, 9, 2]
+    assert packed.is_fed_T.tolist() == [True, False, True, True, False, True, False, False]
+    assert packed.packed_seq_params.cu_seqlens_q.tolist() == [0, 2, 4, 5, 7, 8]
+    shared = packed.packed_seq_params.shared
+    assert shared is not None and shared.end_T.tolist() == [2, 2, 7, 7, 5, 7, 7, 8]
+
+
+def test_nothing_shared_is_packed_as_without() -> None:
+    batch = batch_of([[5, 6, 7], [8, 9]], [2, 1])
+    packed, without = pack(batch, share_prompts=True), pack(batch)
+    assert packed.packed_seq_params.shared is None
+    assert torch.equal(packed.input_ids, without.input_ids) and rows_of(packed) == rows_of(without)
+
+
+def test_prompts_are_not_shared_where_experts_are_replayed() -> None:
+    batch = batch_of([[5, 6, 7], [5, 6, 8]], [1, 1]).with_routing([routed(3, 0), routed(3, 1000)], None)
+    packed = pack(batch, share_prompts=True)
+    assert packed.input_ids.tolist() == [[5, 6, 7, 5, 6, 8]]
+    assert packed.routed_experts is not None and packed.routed_experts[:, 0, 0].tolist() == [0, 10, -1, 1000, 1010, -1]
+
+
 def test_zigzag_over_two_ranks() -> None:
     # 6 tokens are 4 chunks of 2 (the last one padding): rank 0 has positions 0 1 6 7, rank 1 has 2 3 4 5.
     sequences, responses = [[10, 11, 12, 13, 14, 15]], [3]

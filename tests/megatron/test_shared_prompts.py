@@ -1,19 +1,26 @@
 """Shared prompts: log-probs, values in training and gradients are those of prompts computed for each sample."""
 
 import os
+import random
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
+from slime_tis.megatron.architecture import read_hf_config
 from slime_tis.megatron.batch import TrainingBatch, make_batch
 from slime_tis.megatron.config import MegatronConfig
-from slime_tis.megatron.engine import TrainingEngine
+from slime_tis.megatron.engine import TrainingEngine, why_not_shared
 from slime_tis.megatron.packing import MicroBatch
-from slime_tis.megatron.parallel import Parallel, initialize, shut_down
+from slime_tis.megatron.parallel import Backend, Parallel, initialize, shut_down
 from slime_tis.sampling_mask import SamplingMask
 from tests.checkpoints import make_checkpoint
+from tests.megatron.test_prefix_tree import groups
 from tests.megatron.test_response_rows import results
 from tests.runs import free_port, rank_environment, spawn
 
@@ -101,6 +108,67 @@ def test_one_process(
     tmp_path: Path,
 ) -> None:
     compare(make_checkpoint(tmp_path, family), parallel, options, partition, tokens)
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path, parallel: Parallel) -> Counting:
+    """An engine whose weights stay as they are."""
+    config = MegatronConfig(hf_checkpoint=str(model), clip_grad=0.0, lr=0.0)
+    return Counting(config, parallel, temperature=1.0, total_steps=1, keep_reference=True, entropy_gradient=True)
+
+
+@settings(max_examples=12, deadline=None)
+@given(groups, st.randoms(use_true_random=False))
+def test_random_groups(engine: Counting, drawn: list[tuple[list[int], list[list[int]]]], chance: random.Random) -> None:
+    samples = [(prompt, response) for prompt, responses in drawn for response in responses]
+    rows = [[1] * len(response) for _, response in samples]
+    assume(any(rows))
+    batch = make_batch([[3 + token for token in (*p, *r)] for p, r in samples], rows, rows, rows)
+    cut = chance.randint(0, len(samples))
+    order = chance.sample(range(len(samples)), len(samples))
+    partition = [part for part in (order[:cut], order[cut:]) if any(rows[i] for i in part)]
+    covered = sorted(i for part in partition for i in part)
+    batch, position = batch.select(covered), {sample: place for place, sample in enumerate(covered)}
+    partition = [[position[sample] for sample in part] for part in partition]
+    engine.no_shared_prompts = "to compare"
+    expected = results(engine, batch, partition)
+    engine.no_shared_prompts = None
+    found = results(engine, batch, partition)
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            found[name], value, rtol=1e-5, atol=2e-5, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+@pytest.mark.parametrize(
+    ("transformer_engine", "device", "asked", "says"),
+    [
+        (False, "cpu", None, None),
+        (False, "cpu", False, "--no-share-prompts"),
+        (False, "cuda", None, "not tried on a GPU; --share-prompts turns it on, with FlexAttention"),
+        (False, "cuda", True, None),
+        (True, "cuda", None, "transformer-engine has no attention to a shared prompt"),
+    ],
+)
+def test_why_prompts_are_not_shared(
+    engine: Counting, transformer_engine: bool, device: str, asked: bool | None, says: str | None
+) -> None:
+    backend = Backend(device=torch.device(device), collectives="gloo", transformer_engine=transformer_engine)
+    parallel = replace(engine.parallel, backend=backend)
+    assert why_not_shared(asked, parallel, engine.model.hf_config) == says
+
+
+def test_what_cannot_share_prompts_is_refused(engine: Counting) -> None:
+    backend = Backend(device=torch.device("cuda"), collectives="nccl", transformer_engine=True)
+    message = "--share-prompts is on but transformer-engine has no attention to a shared prompt; leave it out."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        why_not_shared(True, replace(engine.parallel, backend=backend), engine.model.hf_config)
+
+
+def test_experts_are_computed_for_each_sample(parallel: Parallel, tmp_path: Path) -> None:
+    hf_config = read_hf_config(make_checkpoint(tmp_path, "qwen3_moe"))
+    says = "the routing of experts is recorded, replayed and counted for each sample"
+    assert why_not_shared(None, parallel, hf_config) == says
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
