@@ -25,7 +25,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import cast
 
 from torch import Tensor
 from tqdm import tqdm
@@ -64,7 +63,7 @@ from slime_tis.rollout.custom_generate import (
 )
 from slime_tis.rollout.dump import load_samples, save_samples
 from slime_tis.rollout.dynamic_sampling import Collected, collect
-from slime_tis.rollout.engine import FunctionEngine, RolloutEngine, RolloutFuture, RolloutUnavailable
+from slime_tis.rollout.engine import RolloutEngine, RolloutFuture, RolloutUnavailable
 from slime_tis.rollout.evaluate import load_evaluation_prompts
 from slime_tis.rollout.hooks import RolloutHooks
 from slime_tis.rollout.metrics import rollout_metrics
@@ -402,7 +401,7 @@ def set_up(arguments: Arguments, parallel: Parallel, interrupts: Interrupts, ope
         vocab_size=sizes.vocab_size,
         context_len=sizes.context_len,
         version=lambda: sampler.weight_version,
-        address=arguments.sglang.address or LOCAL_ADDRESS,
+        address=sampler.http_address or LOCAL_ADDRESS,
     )
     rounder = WeightRounder(rollout.weight_update_rounding, megatron.seed)
     updates = WeightUpdates(rounder, sampler.weight_precision, samples_all=rollout.check_weight_sync)
@@ -573,7 +572,7 @@ def open_prefetcher(
         if generate is None:
             return sampler.submit(prompts, sampling, seed, num_groups=num_groups)
         concurrency = rollout.generate_concurrency
-        return cast(FunctionEngine, sampler).submit_function(
+        return sampler.submit_function(
             prompts, generate.bind(sampling), sampling, seed, concurrency=concurrency, num_groups=num_groups
         )
 

@@ -338,8 +338,6 @@ def _check_evaluation(config: RolloutConfig) -> None:
 
 
 def _check_asynchronous(config: RolloutConfig) -> None:
-    if config.custom_generate_function_path is not None and config.rollout_engine != "local":
-        raise ValueError("--custom-generate-function-path needs --rollout-engine local.")
     size = config.over_sampling_batch_size
     if size is not None and size < config.rollout_batch_size:
         raise ValueError(

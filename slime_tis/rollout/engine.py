@@ -47,31 +47,6 @@ class RolloutFuture(Protocol):
         """
 
 
-class FunctionEngine(Protocol):
-    """A rollout engine that answers functions of the user's own."""
-
-    def submit_function(
-        self,
-        prompts: Sequence[Prompt],
-        function: RolloutFunction,
-        sampling: Sampling,
-        seed: int,
-        *,
-        concurrency: int,
-        num_groups: int | None = None,
-    ) -> RolloutFuture:
-        """Starts `function(sample, engine)` for `sampling.n_samples` samples of each prompt; a collective.
-
-        Args:
-            prompts: Of the rollout.
-            function: Makes one rollout, of one sample or several.
-            sampling: The run's own.
-            seed: Of the rollout.
-            concurrency: Most calls at once.
-            num_groups: As of `submit`: once so many groups are complete, requests are answered with abort.
-        """
-
-
 class RolloutEngine(Protocol):
     """Samples responses with its own copy of the policy's weights.
 

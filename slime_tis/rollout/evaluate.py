@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from slime_tis.rollout.custom_generate import GenerateFunction, settle
-from slime_tis.rollout.engine import FunctionEngine, RolloutEngine
+from slime_tis.rollout.engine import RolloutEngine
 from slime_tis.rollout.metrics import mean_parts
 from slime_tis.rollout.prompts import load_prompts
 from slime_tis.rollout.rewards import assign_rewards
@@ -66,9 +66,7 @@ def answer(
         groups = engine.generate(prompts, sampling, seed=0)
     else:
         call = generate.bind(sampling, evaluation=True)
-        groups = (
-            cast(FunctionEngine, engine).submit_function(prompts, call, sampling, 0, concurrency=concurrency).result()
-        )
+        groups = engine.submit_function(prompts, call, sampling, 0, concurrency=concurrency).result()
         settle(groups)
     assign_rewards(groups, reward_fn)
     return [sample for group in groups for sample in group]

@@ -129,18 +129,6 @@ class SGLangConfig:
         return f"http://{bracketed(self.sglang_router_ip)}:{self.sglang_router_port}"
 
     @property
-    def address(self) -> tuple[str, int] | None:
-        """Host and port of the router, else of the first server; None where there is none."""
-        if self.sglang_router_ip is not None and self.sglang_router_port is not None:
-            return self.sglang_router_ip, self.sglang_router_port
-        if self.sglang_launch is not None:
-            return "127.0.0.1", self.sglang_base_port
-        if not self.server_urls:
-            return None
-        parts = urlsplit(self.server_urls[0])
-        return parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
-
-    @property
     def api_key(self) -> str | None:
         """The key in the environment variable, or None where it is unset or empty; not to be logged."""
         return os.environ.get(self.sglang_api_key_env) or None
