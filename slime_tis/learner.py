@@ -37,6 +37,7 @@ from slime_tis.policy.policy_loss import LossStep, policy_loss
 from slime_tis.policy.proximal_policy import needs_global_batch, needs_old_log_probs, uses_recomputed_old_policy
 from slime_tis.policy.replay_mismatch import MeasuredLoss, mismatch, mismatch_metrics
 from slime_tis.policy.step_sums import step_metrics
+from slime_tis.rollout.metrics import rollout_reward
 from slime_tis.rollout.routing import has_usable_experts, has_usable_weights
 from slime_tis.rollout.sample import Sample, by_rollout
 from slime_tis.train_dump import RecordedLoss, StepDump, TrainDump
@@ -454,7 +455,7 @@ def advantages_of(
         return torch.tensor(values, dtype=torch.float64).view(len(groups) if given is None else 1, -1)
 
     found = advantages(
-        grouped([sum(sample.reward or 0.0 for sample in unit) for unit in units]),
+        grouped([rollout_reward(unit) for unit in units]),
         grouped([float(sum(sum(sample.loss_mask) for sample in unit)) for unit in units]),
         policy,
         None if accepted is None else grouped(accepted) > 0,

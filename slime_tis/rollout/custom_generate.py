@@ -147,10 +147,10 @@ class GenerateFunction:
         samples = list(returned) if isinstance(returned, list | tuple) else [returned]
         if not samples or not all(isinstance(sample, Sample) for sample in samples):
             raise self._broken("returned", f"returned {quoted(returned)}; return a Sample or a list of them", given)
-        aborted = any(_status(sample, engine) is SampleStatus.ABORTED for sample in samples)
-        if aborted and (len(samples) > 1 or not samples[0].response_length):
-            return [_without_response(given)]
         try:
+            aborted = any(_status(sample, engine) is SampleStatus.ABORTED for sample in samples)
+            if aborted and (len(samples) > 1 or not samples[0].response_length):
+                return [_without_response(given)]
             return [self._checked(sample, given, engine) for sample in samples]
         except (NoSample, CustomFunctionError):
             raise
@@ -439,11 +439,13 @@ def _without_response(given: Sample) -> Sample:
 
 
 def _status(sample: Sample, engine: RecordedEngine) -> SampleStatus:
-    """Its own; aborted where the last request was, and where the function left it pending what that request says."""
+    """Its own; what the last request says where that was aborted, or the function left the status as it was given."""
+    status = SampleStatus(sample.status)
     reasons = [one.generation.finish_reason for one in engine.sampled if one.is_trained is None]
-    last = STATUS[reasons[-1]] if reasons else SampleStatus.COMPLETED
-    pending = sample.status is SampleStatus.PENDING
-    return last if pending or last is SampleStatus.ABORTED else SampleStatus(sample.status)
+    if not reasons:
+        return SampleStatus.COMPLETED if status is SampleStatus.PENDING else status
+    untouched = status in (SampleStatus.PENDING, SampleStatus.ABORTED)
+    return STATUS[reasons[-1]] if untouched or reasons[-1] == "abort" else status
 
 
 def _prompt(sample: Sample, given: Sample) -> Any:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import pairwise
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
@@ -197,6 +198,11 @@ class Sample:
     def effective_response_length(self) -> int:
         """Tokens of the response that are trained on."""
         return self.response_length if self.loss_mask is None else sum(self.loss_mask)
+
+    @property
+    def turns(self) -> int:
+        """Runs of tokens that are trained on."""
+        return sum(now > before for before, now in pairwise([0, *self.loss_mask]))
 
     @property
     def trained_versions(self) -> list[int]:

@@ -1,0 +1,376 @@
+"""Generate functions held to their contract; which tokens of a sample are the tokens that were sampled."""
+
+import asyncio
+import math
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slime_tis.errors import CustomFunctionError
+from slime_tis.rollout.config import RolloutConfig
+from slime_tis.rollout.custom_generate import build_generate_function, settle
+from slime_tis.rollout.generation import Generation
+from slime_tis.rollout.metrics import rollout_metrics
+from slime_tis.rollout.sample import Prompt, Sample, Sampling, by_rollout
+from slime_tis.rollout.sampled_tokens import Sampled, provenance
+from slime_tis.sampling_mask import SamplingMask
+
+PROMPT = Prompt(index=3, text="abc", token_ids=(1, 2, 3), label="x", metadata={"level": 1})
+SAMPLING = Sampling(max_response_len=4)
+
+
+class Letters:
+    """A tokenizer: token n is the n-th letter, and "bc" is one token, 27, where a text is tokenized."""
+
+    def decode(self, ids: Sequence[int], **_: Any) -> str:
+        return "".join("bc" if token == 27 else chr(96 + token) for token in ids)
+
+    def encode(self, text: str) -> list[int]:
+        ids, place = [], 0
+        while place < len(text):
+            pair = text[place : place + 2] == "bc"
+            ids.append(27 if pair else ord(text[place]) - 96)
+            place += 1 + pair
+        return ids
+
+
+class Engine:
+    """Samples 2, 3, 4 and 5 after every input, with log-probs that follow from the length of the input."""
+
+    def __init__(self, finish_reason: str = "length", version: int = 7) -> None:
+        self.finish_reason, self.version = finish_reason, version
+
+    async def generate(
+        self, token_ids: Sequence[int], sampling_params: Mapping[str, Any] | None = None, *, session_id: Any = None
+    ) -> Generation:
+        count = (sampling_params or {}).get("max_new_tokens", 4)
+        ids = [2, 3, 4, 5][:count]
+        await asyncio.sleep(0)
+        return Generation(
+            token_ids=ids,
+            log_probs=[-float(len(token_ids)) - place / 8 for place in range(count)],
+            weight_versions=[self.version] * count,
+            finish_reason=self.finish_reason,  # type: ignore[arg-type]
+            text=Letters().decode(ids),
+            sampling_mask=SamplingMask.from_sets([[token, 9] for token in ids]),
+            routed_experts=torch.arange(len(token_ids) + count - 1)[:, None, None] + 100 * len(token_ids),
+        )
+
+
+IMPORTS = "import asyncio\nfrom slime.utils.types import Sample\nfrom slime.utils.http_utils import post\n"
+TURN = """
+    out = await engine.generate(sample.tokens, {"max_new_tokens": 2})
+    sample.append_response_tokens(args, tokens=out.token_ids, log_probs=out.log_probs, text=out.text)
+"""
+
+
+def call(tmp_path: Path, body: str, engine: Any = None, sample: Sample | None = None, **options: Any) -> list[Sample]:
+    """What a function with this body gives; the lines of the body begin in line 5 of FILE."""
+    path = tmp_path / f"agent_{len(list(tmp_path.iterdir()))}.py"
+    path.write_text(f"{IMPORTS}async def generate(args, sample, sampling_params, engine):\n{body}\n")
+    config = RolloutConfig(
+        prompt_data="p",
+        rollout_batch_size=2,
+        rollout_max_response_len=4,
+        custom_generate_function_path=f"{path}:generate",
+        rollout_max_context_len=40,
+        **options,
+    )
+    function = build_generate_function(
+        config,
+        Namespace(reward_key=None),
+        Letters(),  # type: ignore[arg-type]
+        vocab_size=28,
+        context_len=None,
+        version=lambda: 5,
+        address=("127.0.0.1", 0),
+    )
+    assert function is not None
+    sample = sample or Sample(prompt=PROMPT, tokens=list(PROMPT.token_ids))
+    return asyncio.run(function.bind(SAMPLING)(sample, engine or Engine()))
+
+
+def test_turns_come_with_what_the_engine_recorded(tmp_path: Path) -> None:
+    observation = "    sample.append_response_tokens(args, tokens=[26], trainable=False, text='z')\n"
+    (sample,) = call(tmp_path, f"{TURN}{observation}{TURN}    return sample")
+    assert sample.tokens == [1, 2, 3, 2, 3, 26, 2, 3] and sample.loss_mask == [1, 1, 0, 1, 1]
+    assert sample.rollout_log_probs == [-3.0, -3.125, 0.0, -6.0, -6.125]
+    assert sample.weight_versions == [7] * 5 and sample.status is Sample.Status.TRUNCATED
+    assert sample.sampling_mask == SamplingMask.from_sets([[2, 9], [3, 9], [], [2, 9], [3, 9]])
+    assert sample.response == "bczbc" and sample.metadata == {"level": 1} and sample.row is PROMPT
+    assert sample.retokenized == 0 and sample.failure is None
+    experts = sample.rollout_routed_experts  # of tokens that a token was sampled after, of the request that did so
+    assert experts is not None and experts.flatten().tolist() == [600, 601, 302, 303, 604, 605, 606]
+
+
+def test_log_probs_and_versions_may_be_left_to_the_engine(tmp_path: Path) -> None:
+    body = """
+    out = await engine.generate([8, 9], sampling_params)
+    return Sample(tokens=[8, 9, *out.token_ids, 4], response_length=5, loss_mask=[1, 1, 1, 1, 0], reward=0.5)"""
+    (sample,) = call(tmp_path, body)
+    assert sample.rollout_log_probs[:4] == [-2.0, -2.125, -2.25, -2.375] and sample.weight_versions == [7] * 5
+    assert sample.prompt_ids == [8, 9] and sample.prompt == "abc" and (sample.reward, sample.label) == (0.5, "x")
+
+
+RETOKENIZED = """
+    out = await engine.generate(sample.tokens, {"max_new_tokens": 3})
+    again = [27, 4]  # "bcd" tokenized again
+    length = len(again)
+    sample.append_response_tokens(args, tokens=again, log_probs=out.log_probs[:2], text=out.text)
+    out = await engine.generate(sample.tokens, {"max_new_tokens": 2})
+    sample.append_response_tokens(args, tokens=out.token_ids, log_probs=out.log_probs, text=out.text)
+    return sample"""
+
+
+def test_tokens_that_were_tokenized_again_are_found_and_their_sample_rejected(tmp_path: Path) -> None:
+    (sample,) = call(tmp_path, RETOKENIZED)
+    assert sample.retokenized == 2 and sample.remove_sample and sample.tokens[3:] == [27, 4, 2, 3]
+
+
+def test_the_tokens_that_still_are_what_was_sampled_can_be_trained_on(tmp_path: Path) -> None:
+    (sample,) = call(tmp_path, RETOKENIZED, retokenization="keep-mask")
+    assert sample.loss_mask == [0, 0, 1, 1] and sample.retokenized == 2 and not sample.remove_sample
+    assert sample.rollout_log_probs[2:] == [-5.0, -5.125]
+
+
+def test_or_the_run_ends_with_a_message(tmp_path: Path) -> None:
+    with pytest.raises(CustomFunctionError) as error:
+        call(tmp_path, RETOKENIZED, retokenization="error")
+    assert str(error.value).replace(str(tmp_path), "") == (
+        "generate (/agent_0.py, line 4) gave 2 of 4 tokens to be trained on that are not what was sampled after the "
+        "tokens before them, for prompt 3; the first is response token 0, 27 ('bc'). Give the engine token ids and "
+        "append the ids of its answer; --retokenization keep-mask trains on the others."
+    )
+
+
+def test_slimes_way_to_the_server_is_answered_by_the_same_engine_and_proved(tmp_path: Path) -> None:
+    body = """
+    url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
+    text = sample.prompt
+    sample.tokens = [1, 2, 3]
+    for _ in range(2):
+        out = await post(url, {"PAYLOAD", "sampling_params": {"max_new_tokens": 2}, "return_logprob": True})
+        pairs = out["meta_info"]["output_token_logprobs"]
+        sample.append_response_tokens(
+            args, tokens=[pair[1] for pair in pairs], log_probs=[pair[0] for pair in pairs],
+            meta_info=out["meta_info"], text=out["text"])
+        text += out["text"]
+    return sample"""
+    (by_ids,) = call(tmp_path, body.replace('"PAYLOAD"', '"input_ids": sample.tokens'))
+    assert by_ids.rollout_log_probs == [-3.0, -3.125, -5.0, -5.125] and by_ids.retokenized == 0
+    (by_text,) = call(tmp_path, body.replace('"PAYLOAD"', '"text": text'), retokenization="keep-mask")
+    assert by_text.retokenized == 4  # "abc" is tokenized as a, bc: the tokens followed another input
+
+
+BROKEN = {
+    # body, reason, what the message says
+    "raises": ("    raise KeyError('tool')", "raised", "generate (FILE, line 5) raised KeyError: 'tool'."),
+    "exits": ("    raise SystemExit(0)", "raised", "called sys.exit(0)"),
+    "cancels itself": ("    raise asyncio.CancelledError", "raised", "raised CancelledError"),
+    "nothing": ("    pass", "returned", "generate (FILE, line 4) returned None; return a Sample or a list of them"),
+    "no samples": ("    return []", "returned", "returned []"),
+    "no response": ("    return sample", "tokens", "gave 3 tokens with a response_length of 0"),
+    "all response": ("    sample.response_length = 3\n    return sample", "tokens", "tokens are prompt and response"),
+    "a token beyond the vocabulary": (
+        "    return Sample(tokens=[1, 28], response_length=1)",
+        "tokens",
+        "gave the token 28; the vocabulary ends at 27",
+    ),
+    "tokens that are text": ("    return Sample(tokens=['a', 'b'], response_length=1)", "tokens", "both are whole"),
+    "beyond the context": ("    return Sample(tokens=[1] * 41, response_length=9)", "context", "more than the 40"),
+    "a short mask": (
+        "    return Sample(tokens=[1, 2, 3], response_length=2, loss_mask=[1])",
+        "loss_mask",
+        "gave a loss_mask of 1 entries for a response_length of 2; give a 0 or 1 for each response token",
+    ),
+    "a mask of halves": ("    return Sample(tokens=[1, 2], response_length=1, loss_mask=[0.5])", "loss_mask", "0 or 1"),
+    "few log-probs": (
+        "    return Sample(tokens=[1, 2, 3], response_length=2, rollout_log_probs=[-1.0])",
+        "log_probs",
+        "gave 1 rollout_log_probs for a response_length of 2",
+    ),
+    "a log-prob that is none": (
+        "    return Sample(tokens=[1, 2], response_length=1, rollout_log_probs=[float('nan')])",
+        "log_probs",
+        "gave the log-prob nan for response token 0, which is trained on",
+    ),
+    "a probability as log-prob": (
+        "    return Sample(tokens=[1, 2], response_length=1, rollout_log_probs=[0.7])",
+        "log_probs",
+        "gave the log-prob 0.7",
+    ),
+    "log-probs shifted by one": (
+        f"{TURN}    sample.rollout_log_probs = sample.rollout_log_probs[1:] + [-1.0]\n    return sample",
+        "log_probs",
+        "gave the log-prob -3.1250 for response token 0, which was sampled with -3.0000; log-probs and tokens are out",
+    ),
+    "a megabyte of text": (
+        f"{TURN}    sample.response = 'x' * (1 << 21)\n    return sample",
+        "size",
+        "of 2097152 char",
+    ),
+    "a megabyte of metadata": (
+        f"{TURN}    sample.metadata['x'] = 'x' * (1 << 21)\n    return sample",
+        "size",
+        "metada",
+    ),
+    "metadata in itself": (f"{TURN}    sample.metadata['x'] = sample.metadata\n    return sample", "metadata", "nests"),
+    "a reward of nan": (
+        f"{TURN}    sample.reward = float('nan')\n    return sample",
+        "returned",
+        "gave the reward nan",
+    ),
+    "an impossible status": (f"{TURN}    sample.status = 'done'\n    return sample", "returned", "cannot be read"),
+}
+
+
+@pytest.mark.parametrize(("body", "reason", "message"), BROKEN.values(), ids=BROKEN)
+def test_a_broken_contract_costs_one_sample_and_is_named(body: str, reason: str, message: str, tmp_path: Path) -> None:
+    (sample,) = call(tmp_path, body)
+    found = sample.metadata["generate_error"].replace(str(tmp_path / "agent_0.py"), "FILE")
+    assert sample.failure == reason and message in found
+    assert sample.tokens == [1, 2, 3, 3] and sample.loss_mask == [0] and sample.reward == 0.0
+    assert sample.status is Sample.Status.FAILED and sample.weight_versions == [5]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "    await asyncio.sleep(1000)",
+        "    try:\n        await asyncio.sleep(1000)\n    finally:\n        await engine.generate([1])",
+    ],
+    ids=["sleeps", "asks on"],
+)
+def test_a_function_that_hangs_costs_one_sample(body: str, tmp_path: Path) -> None:
+    (sample,) = call(tmp_path, body, generate_timeout=0.01)
+    assert sample.failure == "timeout" and "took more than 0.01 s" in sample.metadata["generate_error"]
+
+
+def test_a_function_that_cannot_be_called_so_is_refused_before_anything_is_built(tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text("async def generate(args, sample): pass\n")
+    config = RolloutConfig(
+        prompt_data="p",
+        rollout_batch_size=2,
+        rollout_max_response_len=4,
+        custom_generate_function_path=f"{tmp_path / 'agent.py'}:generate",
+    )
+    with pytest.raises(CustomFunctionError, match=r"cannot be called as generate\(args, sample, sampling_params\)"):
+        build_generate_function(
+            config,
+            Namespace(),
+            Letters(),  # type: ignore[arg-type]
+            vocab_size=28,
+            context_len=None,
+            version=lambda: 0,
+            address=("a", 1),
+        )
+
+
+def test_an_aborted_sample_goes_on_and_its_earlier_tokens_stay_proved(tmp_path: Path) -> None:
+    (first,) = call(tmp_path, f"{TURN}    return sample", Engine("abort"))
+    assert first.status is Sample.Status.ABORTED and first.loss_mask == [1, 1]
+    (whole,) = call(tmp_path, f"{TURN}    return sample", Engine(version=8), sample=first)
+    assert whole.tokens == [1, 2, 3, 2, 3, 2, 3] and whole.weight_versions == [7, 7, 8, 8] and whole.retokenized == 0
+    assert whole.rollout_log_probs == [-3.0, -3.125, -5.0, -5.125] and whole.status is Sample.Status.TRUNCATED
+
+
+def test_several_segments_that_were_aborted_begin_anew(tmp_path: Path) -> None:
+    (sample,) = call(tmp_path, f"{TURN}    return [sample, sample]", Engine("abort"))
+    assert (sample.status, sample.tokens, sample.response_length) == (Sample.Status.ABORTED, [1, 2, 3], 0)
+
+
+def test_failures_are_counted_by_reason_and_end_the_run_where_there_is_nothing_else(tmp_path: Path) -> None:
+    (good,) = call(tmp_path, f"{TURN}    return sample")
+    (bad,) = call(tmp_path, "    raise ValueError('no tool')")
+    good.rollout_id, bad.rollout_id, good.reward = 0, 1, 1.0
+    message = settle([[good, bad]])
+    assert message is not None and message.startswith("1 of 2 samples could not be made and train nothing: generate")
+    metrics = rollout_metrics([[good, bad]], 7)
+    assert metrics["rollout/generate_failed"] == 0.5 and metrics["rollout/generate_failed/raised"] == 1.0
+    assert metrics["rollout/response_len"] == 2.0  # of the sample that was made
+    with pytest.raises(
+        CustomFunctionError, match=r"none of the 1 samples of a rollout could be made: generate .* raised"
+    ):
+        settle([[bad]])
+    assert settle([[good]]) is None
+
+
+def test_a_sample_without_a_response_is_a_failure() -> None:
+    aborted = Sample(prompt=PROMPT, tokens=[1, 2, 3], status=Sample.Status.ABORTED, loss_mask=[], rollout_log_probs=[])
+    message = settle([[aborted, Sample(prompt=PROMPT, tokens=[1, 2], response_length=1)]])
+    assert aborted.failure == "aborted" and aborted.tokens == [1, 2, 3, 3] and message is not None
+
+
+def test_segments_count_as_one_rollout_in_the_metrics(tmp_path: Path) -> None:
+    segments = call(
+        tmp_path,
+        f"{TURN}    other = Sample(tokens=[5, *out.token_ids], response_length=2, loss_mask=[0, 0])\n"
+        "    return [sample, other]",
+    )
+    for segment, reward in zip(segments, (0.25, 0.5), strict=True):
+        segment.rollout_id, segment.reward = 4, reward
+    assert by_rollout(segments) == [segments]
+    metrics = rollout_metrics([segments], 7)
+    assert metrics["rollout/raw_reward"] == 0.75 and metrics["rollout/response_len"] == 2.0
+    assert metrics["rollout/turns"] == 1.0 and metrics["rollout/observation_len"] == 2.0
+
+
+def requests(*pairs: tuple[list[int], list[int]]) -> list[Sampled]:
+    return [
+        Sampled(
+            input_ids=ids,
+            generation=Generation(
+                token_ids=out,
+                log_probs=[-1.0] * len(out),
+                weight_versions=[0] * len(out),
+                finish_reason="stop",
+                text="",
+            ),
+        )
+        for ids, out in pairs
+    ]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "length", "pairs", "request_of_each"),
+    [
+        ([1, 2, 3, 4], 2, [([1, 2], [3, 4])], [0, 0]),
+        ([1, 2, 3, 4], 2, [([1, 2], [3, 9])], [0, -1]),
+        ([1, 2, 3, 4], 2, [([1, 9], [3, 4])], [-1, -1]),
+        ([1, 2, 3, 8, 4], 3, [([1, 2], [3]), ([1, 2, 3, 8], [4])], [0, -1, 1]),
+        ([1, 2, 3, 8, 4], 3, [([1, 2], [3]), ([1, 2, 3, 7], [4])], [0, -1, -1]),
+        ([1, 2, 3, 4], 2, [([1, 2], [3, 5]), ([1, 2], [3, 4])], [1, 1]),
+        ([1, 2, 3], 1, [([1], [2, 3])], [0]),
+    ],
+    ids=["all", "another end", "another input", "two turns", "another observation", "asked twice", "longer than"],
+)
+def test_where_tokens_were_sampled(
+    tokens: list[int], length: int, pairs: list[tuple[list[int], list[int]]], request_of_each: list[int]
+) -> None:
+    assert provenance(tokens, length, requests(*pairs)).request == request_of_each
+
+
+@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), min_size=1, max_size=5), st.integers(0, 100))
+def test_every_sampled_token_is_found_and_none_after_a_change(turns: list[list[int]], place: int) -> None:
+    tokens, pairs, mask = [7], [], []
+    for number, turn in enumerate(turns):
+        pairs.append((list(tokens), turn))
+        tokens, mask = [*tokens, *turn, 8 + number], [*mask, *[1] * len(turn), 0]
+    found = provenance(tokens, len(mask), requests(*pairs))
+    assert [number >= 0 for number in found.request] == [bool(trained) for trained in mask]
+    place %= len(mask)
+    tokens[1 + place] += 100
+    changed = provenance(tokens, len(mask), requests(*pairs)).request
+    assert changed[:place] == found.request[:place] and set(changed[place:]) == {-1}
+
+
+def test_nothing_is_known_of_tokens_that_no_engine_sampled(tmp_path: Path) -> None:
+    (sample,) = call(tmp_path, "    return Sample(tokens=[1, 2, 3], response_length=2)")
+    assert all(math.isnan(value) for value in sample.rollout_log_probs) and sample.weight_versions == [5, 5]
+    assert sample.response == "bc" and sample.retokenized == 0
