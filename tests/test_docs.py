@@ -14,8 +14,9 @@ import torch
 from slime_tis.cli.arguments import configure
 from slime_tis.correction import RolloutCorrectionConfig, correct
 from slime_tis.integrations import verl
-from slime_tis.policy.staleness import BUCKETS, staleness_metrics, staleness_sums
+from slime_tis.policy.breakdown import STALENESS, TURN, metrics_by, sums_by
 from slime_tis.rollout.metrics import rollout_metrics
+from slime_tis.rollout.sample import Sample
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -143,15 +144,18 @@ def test_every_metric_of_the_correction_is_in_the_glossary(options):
 
 
 def test_every_metric_of_a_rollout_is_in_the_glossary():
-    assert set(rollout_metrics([], 0)) - documented(r"rollout/\w+") == set()
+    failed = Sample(response_length=1, loss_mask=[0], failure="raised")
+    names = {name.replace("/raised", "/REASON") for name in rollout_metrics([[failed]], 0)}
+    assert names - documented(r"rollout/[\w/]+") == set()
 
 
-def test_every_metric_by_staleness_is_in_the_glossary():
-    sums = staleness_sums(torch.zeros(6), torch.ones(6), torch.ones(6), torch.tensor([0, 1, 2, 4, 7, 12]))
-    names = {re.sub("_staleness_.*", "_staleness_N", f"train/{name}") for name in staleness_metrics(sums)}
+@pytest.mark.parametrize("by", [STALENESS, TURN], ids=["staleness", "turn"])
+def test_every_metric_of_a_breakdown_is_in_the_glossary(by):
+    sums = sums_by(by, torch.zeros(6), torch.ones(6), torch.ones(6), torch.tensor([0, 1, 2, 4, 7, 12]))
+    names = {re.sub(f"_{by.name}_.*", f"_{by.name}_N", f"train/{name}") for name in metrics_by(by, sums)}
     assert len(names) == 4 and names - documented(r"train/\w+") == set()
     page = (DOCS / "metrics.md").read_text()
-    assert all(f"`{bucket}`" in page for bucket in BUCKETS)
+    assert all(f"`{bucket}`" in page for bucket in by.buckets)
 
 
 def test_every_timed_part_is_in_the_glossary():

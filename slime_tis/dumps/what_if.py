@@ -22,7 +22,7 @@ from slime_tis.policy.config import PolicyConfig
 from slime_tis.policy.policy_loss import LossInputs, LossStep, policy_loss
 from slime_tis.policy.proximal_policy import needs_global_batch
 from slime_tis.policy.step_sums import step_metrics
-from slime_tis.policy.tokens import ResponseTokens
+from slime_tis.policy.tokens import ResponseTokens, turns_of
 
 MAX_TOKENS = 1 << 18
 """Response tokens that `what_if` looks at by default; of larger tables it takes a random part."""
@@ -269,6 +269,7 @@ def loss_inputs(table: TokenTable) -> LossInputs:
         loss_mask_N=loss_mask,
         rollout_log_probs_L=_tensor(table.rollout_log_prob),
         weight_versions_L=torch.from_numpy(version),
+        turns_L=turns_of(loss_mask, lengths),
         old_log_probs_L=_tensor(table.old_log_prob) if recomputed else None,
         advantages_L=advantage,
     )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slime_tis.correction import ResponseSlices, response_slices
 from slime_tis.megatron.prefix_tree import PrefixTree
-from slime_tis.policy.tokens import ResponseTokens, numbered
+from slime_tis.policy.tokens import ResponseTokens, numbered, turns_of
 from slime_tis.sampling_mask import SamplingMask
 
 T = TypeVar("T")
@@ -134,6 +134,7 @@ def make_batch(
             loss_mask_N=loss_mask_N,
             rollout_log_probs_L=slices.slice_flat(packed(rollout_log_probs, torch.float32)),
             weight_versions_L=slices.slice_flat(packed(weight_versions, torch.int64)),
+            turns_L=slices.slice_flat(turns_of(loss_mask_N, lengths)),
             rollouts=None if rollouts is None else numbered(rollouts),
         ),
         sampling_masks=_local_masks(masks, slices),

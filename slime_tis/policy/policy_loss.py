@@ -27,11 +27,11 @@ from slime_tis.correction import (
     interpolate_old_log_probs,
     off_policy_sequence_mask,
 )
+from slime_tis.policy.breakdown import STALENESS, TURN, sums_by
 from slime_tis.policy.config import PolicyConfig
 from slime_tis.policy.custom_loss import CustomLoss, ObjectiveFunctions, reduced_loss
 from slime_tis.policy.custom_tis import CustomTis
 from slime_tis.policy.losses import LOSSES, TokenLossInputs, kl_estimate
-from slime_tis.policy.staleness import staleness_sums
 from slime_tis.policy.step_sums import LossReduction, LossTerms, StepSums
 from slime_tis.policy.tokens import ResponseTokens, expand
 
@@ -374,6 +374,7 @@ def step_sums(
     opsm_clipped = None if near is None else original.sum_each((~near.near_L).double()[None])[0]
     custom = original.sum_each(torch.stack(list(measured.values()))).unbind() if measured else ()
     counted = float(step.counts)
+    compared = train_log_probs_L, tokens.rollout_log_probs_L, tokens.loss_mask_L
     return StepSums(
         terms=LossTerms.unstack(reduction.sum_each(losses.terms.stack())),
         loss_denominator=reduction.denominator * counted,
@@ -382,9 +383,8 @@ def step_sums(
         masked_in_tokens=masked_in_S.sum() * counted,
         statistics=correction.statistics,
         old_policy_statistics=old_policy_statistics(inputs, step),
-        staleness=staleness_sums(
-            train_log_probs_L, tokens.rollout_log_probs_L, tokens.loss_mask_L, step.version - tokens.weight_versions_L
-        ),
+        staleness=sums_by(STALENESS, *compared, step.version - tokens.weight_versions_L),
+        turns=sums_by(TURN, *compared, tokens.turns_L),
         opsm_clipped=opsm_clipped,
         custom=dict(zip(measured, custom, strict=True)),
     )

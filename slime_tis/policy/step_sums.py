@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from slime_tis.correction import Ranks, RolloutCorrectionConfig, Statistics
+from slime_tis.policy.breakdown import STALENESS, TURN, metrics_by
 from slime_tis.policy.config import PolicyConfig
-from slime_tis.policy.staleness import staleness_metrics
 from slime_tis.policy.tokens import expand
 
 
@@ -68,6 +68,8 @@ class StepSums:
     """Those between π_old itself and π_rollout, under --get-mismatch-metrics; else empty."""
     staleness: Tensor
     """[buckets, 4] sums of the mismatch by staleness, of this rank's tokens."""
+    turns: Tensor
+    """[buckets, 4] the same by turn."""
     opsm_clipped: Tensor | None
     """Numerator over `original_denominator` of the share that off-policy sequence masking leaves out; None where it is
     off."""
@@ -96,13 +98,13 @@ class StepSums:
         custom = [self.custom[name] for name in sorted(self.custom)]
         opsm = [] if self.opsm_clipped is None else [self.opsm_clipped]
         scalars = torch.stack([*counts, *opsm, *custom])
-        return torch.cat([self.terms.stack(), scalars, self.staleness.view(-1)])
+        return torch.cat([self.terms.stack(), scalars, self.staleness.view(-1), self.turns.view(-1)])
 
     def _with_added(self, values: Tensor) -> StepSums:
         """These sums with the values of `_added` replaced."""
         has_opsm = self.opsm_clipped is not None
         sizes = [len(fields(LossTerms)), 4 + has_opsm + len(self.custom), self.staleness.numel()]
-        terms, scalars, staleness = values.split(sizes)
+        terms, scalars, staleness, turns = values.split([*sizes, self.turns.numel()])
         loss_denominator, original_denominator, accepted, masked_in, *rest = scalars.unbind()
         opsm_clipped, custom = (rest[0], rest[1:]) if has_opsm else (None, rest)
         return replace(
@@ -113,6 +115,7 @@ class StepSums:
             accepted_tokens=accepted,
             masked_in_tokens=masked_in,
             staleness=staleness.view_as(self.staleness),
+            turns=turns.view_as(self.turns),
             opsm_clipped=opsm_clipped,
             custom=dict(zip(sorted(self.custom), custom, strict=True)),
         )
@@ -140,7 +143,7 @@ def step_metrics(sums: StepSums, correction: RolloutCorrectionConfig, policy: Po
     if correction.get_mismatch_metrics:
         of_old_policy = sums.old_policy_statistics.metrics()
         metrics |= {name: value for name, value in of_old_policy.items() if name != "gradient_kept_fraction"}
-    metrics |= staleness_metrics(sums.staleness)
+    metrics |= metrics_by(STALENESS, sums.staleness) | metrics_by(TURN, sums.turns)
     original = sums.original_denominator.clamp_min(1)
     if sums.opsm_clipped is not None:
         metrics["opsm_clipfrac"] = float(sums.opsm_clipped / original)

@@ -32,6 +32,8 @@ class ResponseTokens:
     """float32 log π_rollout in nats; NaN where the engine gave none."""
     weight_versions_L: Tensor
     """int64: optimizer steps behind the weights that sampled each token."""
+    turns_L: Tensor
+    """int64: number of the run of trained tokens that each token belongs to, from 1 on in each response."""
     old_log_probs_L: Tensor | None = None
     """float32 log π_old in nats, from a forward pass before the rollout's first step; None where none was made."""
     ref_log_probs_L: Tensor | None = None
@@ -88,6 +90,23 @@ class ResponseTokens:
     def _tensors(self) -> dict[str, Tensor]:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+
+def turns_of(loss_mask_N: Tensor, lengths: Sequence[int]) -> Tensor:
+    """[N] int64: number of the run of trained tokens that each token belongs to or follows, from 1 on in each response.
+
+    Args:
+        loss_mask_N: of the whole responses, one after another.
+        lengths: tokens of each response.
+    """
+    trained_N = loss_mask_N > 0
+    before_N = torch.nn.functional.pad(trained_N[:-1], (1, 0)) if len(trained_N) else trained_N
+    length_S = torch.tensor(lengths, dtype=torch.int64)
+    start_S = length_S.cumsum(0) - length_S
+    before_N[start_S[length_S > 0]] = False
+    starts_N = (trained_N & ~before_N).long().cumsum(0)
+    earlier_S = torch.nn.functional.pad(starts_N, (1, 0))[start_S]
+    return (starts_N - expand(earlier_S, lengths)).clamp_min(1)
 
 
 def numbered(names: Sequence[int]) -> tuple[int, ...]:

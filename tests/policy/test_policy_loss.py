@@ -13,12 +13,12 @@ from torch import Tensor
 from slime_tis.correction import GlobalBatch, Ranks, ReduceOp, RolloutCorrectionConfig, response_slices
 from slime_tis.errors import CustomFunctionError
 from slime_tis.megatron.batch import make_batch
+from slime_tis.policy.breakdown import STALENESS, TURN, metrics_by
 from slime_tis.policy.config import PolicyConfig
 from slime_tis.policy.custom_tis import CustomTis, CustomTisFunction
 from slime_tis.policy.policy_loss import LossInputs, LossStep, policy_loss
-from slime_tis.policy.staleness import staleness_metrics
-from slime_tis.policy.step_sums import StepSums, step_metrics
-from slime_tis.policy.tokens import ResponseTokens
+from slime_tis.policy.step_sums import LossReduction, StepSums, step_metrics
+from slime_tis.policy.tokens import ResponseTokens, turns_of
 
 NAN = float("nan")
 
@@ -36,6 +36,7 @@ def make(masks: Sequence[Sequence[int]], **values: Sequence[Sequence[float]]) ->
         loss_mask_L=loss_mask_N,
         loss_mask_N=loss_mask_N,
         weight_versions_L=torch.tensor([x for row in versions for x in row], dtype=torch.int64),
+        turns_L=turns_of(loss_mask_N, lengths),
         **packed,
     )
 
@@ -255,7 +256,7 @@ def test_the_mismatch_is_reported_by_staleness_of_the_weights() -> None:
     versions = [[3.0, 3.0, 3.0, 2.0], [1.0, 0.0]]
     batch = make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES, weight_versions=versions)
     sums = loss_of(replace(build(), version=3), batch, CURRENT)[2]
-    found = staleness_metrics(sums.merge(sums).staleness)
+    found = metrics_by(STALENESS, sums.merge(sums).staleness)
     assert found["mismatch_kl_staleness_0"] == pytest.approx(-0.5)
     assert found["mismatch_kl_staleness_1"] == pytest.approx(0.5)
     assert found["mismatch_kl_staleness_2"] == 0.0
@@ -263,7 +264,7 @@ def test_the_mismatch_is_reported_by_staleness_of_the_weights() -> None:
     assert found["token_fraction_staleness_0"] == pytest.approx(0.4)
     assert found["train_rollout_logprob_abs_diff_staleness_3_to_4"] == pytest.approx(0.25)
     fresh = loss_of(build(), make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES), CURRENT)[2]
-    assert staleness_metrics(fresh.staleness) == {}
+    assert metrics_by(STALENESS, fresh.staleness) == {}
 
 
 def test_kl_and_entropy_enter_the_loss() -> None:
@@ -473,3 +474,34 @@ def test_a_custom_function_with_the_wrong_return_is_named() -> None:
     batch = make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES)
     with pytest.raises(ValueError, match=r"forgetful \(.*, line \d+\) returned a tensor of shape"):
         loss_of(custom(forgetful, use_tis=True), batch, CURRENT)
+
+
+def test_turns_are_the_runs_of_trained_tokens_of_each_response() -> None:
+    mask = torch.tensor([0, 1, 1, 0, 1, 0, 1, 1, 1, 0, 1.0])
+    assert turns_of(mask, [6, 0, 2, 3]).tolist() == [1, 1, 1, 1, 2, 2, 1, 1, 1, 1, 2]
+    assert turns_of(mask[:0], [0]).tolist() == []
+
+
+def test_the_mismatch_is_reported_by_turn_without_what_tools_said() -> None:
+    tokens = make(
+        [[1, 1, 0, 1], [1, 0]],
+        rollout_log_probs=[[-1.0, -1.0, 9.0, -3.0], [-1.0, -50.0]],
+        advantages=[[1.0] * 4, [1.0] * 2],
+    )
+    inputs = LossInputs(tokens=tokens, log_probs_L=torch.full((6,), -2.0), entropy_L=torch.zeros(6))
+    found = metrics_by(TURN, policy_loss(inputs, build()).sums.turns)
+    assert found["token_fraction_turn_1"] == 0.75 and found["token_fraction_turn_2"] == 0.25
+    assert found["mismatch_kl_turn_1"] == pytest.approx(1.0) and found["mismatch_kl_turn_2"] == pytest.approx(-1.0)
+    assert found["train_rollout_logprob_abs_diff_turn_1"] == pytest.approx(1.0)
+    assert {name.rpartition("_turn_")[2] for name in found} == {"1", "2"}
+
+
+def test_segments_of_a_rollout_are_averaged_over_together() -> None:
+    mask = torch.tensor([True, True, False, True, True, True])
+    counts = torch.tensor([2.0, 2.0, 1.0], dtype=torch.float64)
+    apart = LossReduction.build(mask, counts, [3, 2, 1], [0, 1, 2], per_token=False)
+    assert apart.scale_L.tolist() == [0.5, 0.5, 0, 0.5, 0.5, 1.0] and apart.denominator == 3
+    together = LossReduction.build(mask, counts, [3, 2, 1], [0, 0, 1], per_token=False)
+    assert together.scale_L.tolist() == [0.25, 0.25, 0, 0.25, 0.25, 1.0] and together.denominator == 2
+    per_token = LossReduction.build(mask, counts, [3, 2, 1], [0, 0, 1], per_token=True)
+    assert per_token.scale_L.tolist() == [1, 1, 0, 1, 1, 1] and per_token.denominator == 5

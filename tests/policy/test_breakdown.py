@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from slime_tis.correction import RolloutCorrectionConfig, correct
-from slime_tis.policy.staleness import staleness_metrics, staleness_sums
+from slime_tis.policy.breakdown import STALENESS, metrics_by, sums_by
 
 NAN, INF = float("nan"), float("inf")
 
 
 def test_sums_over_the_tokens_of_each_bucket() -> None:
     train, rollout = torch.tensor([-1.0, -2.0, -1.0, -30.0, -1.0]), torch.tensor([-1.5, -1.0, -1.25, -1.0, -9.0])
-    table = staleness_sums(train, rollout, torch.tensor([1, 1, 1, 1, 0]), torch.tensor([0, 4, 3, 12, 12]))
+    table = sums_by(STALENESS, train, rollout, torch.tensor([1, 1, 1, 1, 0]), torch.tensor([0, 4, 3, 12, 12]))
     # Δ: 0.5 at staleness 0, −1 and 0.25 at 3 to 4, −29 at 9 or more with e^Δ taken at −20; the last is masked.
     expected = torch.zeros(6, 4, dtype=torch.float64)
     expected[0] = torch.tensor([1, 0.5, math.expm1(0.5), 0.5])
@@ -27,7 +27,7 @@ def test_tokens_count_where_the_correction_counts_them(unusable: float) -> None:
     """A large number in place of minus infinity is left out, as what is not finite is."""
     train, rollout = torch.tensor([0.0, 0.0, -1.0]), torch.tensor([-0.5, unusable, -0.75])
     mask = torch.ones(3)
-    found = staleness_metrics(staleness_sums(train, rollout, mask, torch.tensor([0, 1, 1])))
+    found = metrics_by(STALENESS, sums_by(STALENESS, train, rollout, mask, torch.tensor([0, 1, 1])))
     assert found["token_fraction_staleness_1"] == 0.5
     assert found["train_rollout_logprob_abs_diff_staleness_1"] == 0.25
     config = RolloutCorrectionConfig(get_mismatch_metrics=True)
@@ -36,5 +36,7 @@ def test_tokens_count_where_the_correction_counts_them(unusable: float) -> None:
 
 
 def test_a_log_ratio_below_the_limit_counts() -> None:
-    table = staleness_sums(torch.zeros(1), torch.tensor([-999_936.0]), torch.ones(1), torch.zeros(1, dtype=torch.int64))
+    table = sums_by(
+        STALENESS, torch.zeros(1), torch.tensor([-999_936.0]), torch.ones(1), torch.zeros(1, dtype=torch.int64)
+    )
     assert table[0].tolist() == [1, 999_936.0, pytest.approx(math.expm1(20)), 999_936.0]
