@@ -347,9 +347,9 @@ class ContinuousBatching:
                 )
         for slot in self._slots:
             slot.tokens = slot.tokens[:capacity]
-        slots = self._cache.slots
+        slots, wanted = self._cache.slots, len(self._slots) + len(self._waiting) + 1
         if len(self._slots) >= slots:
-            slots = 2 * len(self._slots) + 1
+            slots = max(wanted, slots + slots // 2)
         slots = min(slots, most)
         if (slots, capacity) != (self._cache.slots, self._cache.capacity):
             self._cache.resize(slots, capacity)

@@ -6,13 +6,17 @@ from contextlib import asynccontextmanager
 
 import pytest
 import torch
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Gemma2Config, LlamaConfig
 
+from slime_tis.rollout import continuous_batching
 from slime_tis.rollout.checkpoint import load_model, load_tokenizer
-from slime_tis.rollout.continuous_batching import BLOCK, ContinuousBatching, whole_blocks
+from slime_tis.rollout.continuous_batching import ContinuousBatching, common_prefix, whole_blocks
 from slime_tis.rollout.generation import SampleEngine, SampleKey, request_uniforms
+from slime_tis.rollout.routing import RoutingRecorder
 from slime_tis.rollout.sample import Sampling
-from slime_tis.rollout.sampling import sample_tokens
-from tests.checkpoints import EOS, make_checkpoint
+from slime_tis.rollout.sampling import filtered_log_probs, sample_tokens
+from slime_tis.rollout.slot_cache import check_config
+from tests.checkpoints import EOS, SIZES, make_checkpoint
 
 RUN = Sampling(max_response_len=12, temperature=0.9, stop_token_ids=(7,))
 EXACT = {"rtol": 0.0, "atol": 1e-5}
@@ -149,21 +153,214 @@ def test_answers_are_those_of_plain_forward_passes(models, family):
 
 def test_answers_depend_on_neither_arrival_nor_concurrency_nor_companions(models):
     model, tokenizer = models("qwen3")
-    alone = [entry for number in range(9) for entry in episodes(model, tokenizer, [number])[0]]
-    for options in ({}, {"shuffle": 1}, {"shuffle": 2, "concurrency": 3}, {"concurrency": 1}, {"max_batch": 2}):
-        assert_same(alone, episodes(model, tokenizer, range(9), **options)[0])
+    alone = [entry for number in range(5) for entry in episodes(model, tokenizer, [number])[0]]
+    for options in ({}, {"shuffle": 1}, {"shuffle": 2, "concurrency": 2}, {"max_batch": 2}):
+        assert_same(alone, episodes(model, tokenizer, range(5), **options)[0])
 
 
-def test_a_small_memory_is_kept_to_and_changes_nothing(models):
+def test_a_small_memory_is_kept_to_and_changes_nothing(models, monkeypatch):
+    monkeypatch.setattr(continuous_batching, "BLOCK", 16)
     model, tokenizer = models("llama")
-    sampling = Sampling(max_response_len=70, stop_token_ids=())
-    whole, large = episodes(model, tokenizer, range(8), sampling=sampling, turns=2)
+    sampling = Sampling(max_response_len=20, stop_token_ids=())
+    whole, large = episodes(model, tokenizer, range(5), sampling=sampling, turns=2)
     assert large.counts.preempted == 0
     per_token = 2 * 2 * 2 * 16 * 4  # layers, keys and values, heads, head_dim, bytes
-    for tokens in (3 * BLOCK, BLOCK):
-        found, small = episodes(model, tokenizer, range(8), sampling=sampling, turns=2, max_batch_tokens=tokens)
+    longest = whole_blocks(max(len(ids) + len(answer.token_ids) for _, ids, _, answer in whole))
+    for tokens, preempts in ((8 * 16, True), (16, False)):  # the latter has one slot alone
+        found, small = episodes(model, tokenizer, range(5), sampling=sampling, turns=2, max_batch_tokens=tokens)
         assert_same(whole, found)
-        longest = max(len(ids) + len(answer.token_ids) for _, ids, _, answer in found)
-        assert small._cache.num_bytes <= per_token * max(tokens, whole_blocks(longest))
-    assert small.counts.preempted == 0  # one slot alone
-    assert episodes(model, tokenizer, range(8), sampling=sampling, max_batch_tokens=4 * BLOCK)[1].counts.preempted > 0
+        assert small._cache.num_bytes <= per_token * max(tokens, longest)
+        assert (small.counts.preempted > 0) == preempts
+
+
+def ask_all(scheduler, requests, sampling=RUN):
+    """The answers to (input, parameters, session) that are asked at the same time, and the engine."""
+
+    async def go():
+        engine = engine_of(scheduler, 0, sampling)
+        async with running(scheduler):
+            return await asyncio.gather(
+                *(engine.generate(ids, params, session_id=session) for ids, params, session in requests)
+            )
+
+    return asyncio.run(go())
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe", "glm4_moe"])
+def test_experts_and_their_weights_are_those_of_one_forward_pass(models, family):
+    """Of the prompt that requests share, of what is prefilled and of what is sampled."""
+    model, tokenizer = models(family)
+    sampling = Sampling(max_response_len=9, return_routed_experts=True, return_routing_weights=True)
+    answers, scheduler = episodes(model, tokenizer, range(5), sampling=sampling, records_routing=True)
+    assert scheduler.counts.reused > 0
+    for _, ids, _, answer in answers:
+        fed = [*ids, *answer.token_ids[:-1]]
+        with RoutingRecorder(model) as recorder, torch.no_grad():
+            model(torch.tensor([fed]), use_cache=False)
+            expected = recorder.take(1)[0]
+        assert torch.equal(answer.routed_experts, expected.experts)
+        torch.testing.assert_close(answer.routing_weights, expected.weights, **EXACT)
+
+
+def test_each_request_is_sampled_as_it_asks(models):
+    """Requests of one batch with other temperatures, cuts and stops; the sets that could be sampled are recorded."""
+    model, tokenizer = models("qwen3")
+    run = Sampling(max_response_len=15, return_sampling_mask=True)
+    asked = [
+        {"temperature": 0.0},
+        {"temperature": 1.5, "top_k": 4},
+        {"top_p": 0.5},
+        {},
+        {"stop_token_ids": list(range(5, 60, 3))},
+        {"stop": ["a", "9k", "b"], "max_new_tokens": 60},
+        {"temperature": 0.0, "max_new_tokens": 3, "skip_special_tokens": False},
+    ]
+    ids = [1, *range(20, 40)]
+    scheduler = scheduler_of(model, tokenizer)
+    answers = ask_all(scheduler, [(ids, params, str(place)) for place, params in enumerate(asked)], run)
+    for params, answer in zip(asked, answers, strict=True):
+        text = "".join(tokenizer.decode([token]) for token in answer.token_ids)
+        stops, length = params.get("stop_token_ids", []), params.get("max_new_tokens", 15)
+        stopped = answer.token_ids[-1] in (EOS, *stops) or any(stop in text for stop in params.get("stop", []))
+        assert answer.finish_reason == ("stop" if stopped else "length")
+        assert stopped or len(answer.token_ids) == length
+        assert not {EOS, *stops} & set(answer.token_ids[:-1])
+        with torch.no_grad():
+            logits = model(torch.tensor([[*ids, *answer.token_ids[:-1]]])).logits[0, len(ids) - 1 :]
+        if params.get("temperature") == 0:
+            expected = logits.log_softmax(-1)
+            assert answer.token_ids == expected.argmax(-1).tolist()
+        else:
+            expected = filtered_log_probs(
+                logits,
+                temperature=params.get("temperature", 1.0),
+                top_p=params.get("top_p", 1.0),
+                top_k=params.get("top_k", -1),
+            )
+        log_probs = expected.gather(-1, torch.tensor(answer.token_ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(answer.log_probs), log_probs, **EXACT)
+        cut = [row.nonzero()[:, 0].tolist() if not row.all() else [] for row in expected > -torch.inf]
+        assert answer.sampling_mask.sets() == cut
+
+
+def test_a_shared_prompt_is_computed_once(models):
+    model, tokenizer = models("llama")
+    prompt = [1, *range(3, 60)]
+    scheduler = scheduler_of(model, tokenizer)
+    ask_all(scheduler, [(prompt, None, str(place)) for place in range(6)])
+    assert (scheduler.counts.passes, scheduler.counts.prefilled) == (1, 57)
+    assert scheduler.counts.reused == 5 * 57
+
+
+def test_a_turn_feeds_only_what_is_new(models):
+    model, tokenizer = models("llama")
+    scheduler = scheduler_of(model, tokenizer)
+
+    async def go():
+        engine = engine_of(scheduler, 0)
+        async with running(scheduler):
+            first = [1, *range(3, 60)]
+            answer = await engine.generate(first)
+            second = [*first, *answer.token_ids, 9, 8, 7]
+            before = vars(scheduler.counts).copy()
+            await engine.generate(second)
+            return vars(scheduler.counts)["prefilled"] - before["prefilled"], len(scheduler._slots)
+
+    # The last token that was sampled has not been fed; the last of the input is fed by the decode step.
+    assert asyncio.run(go()) == (3, 1)
+
+
+def test_long_inputs_are_prefilled_in_parts(models, monkeypatch):
+    model, tokenizer = models("qwen3")
+    draw = random.Random(0)
+    inputs = [[1, *draw.choices(range(3, 60), k=length)] for length in (300, 40, 7, 2, 0)]
+    whole = ask_all(scheduler_of(model, tokenizer), [(ids, None, None) for ids in inputs])
+    monkeypatch.setattr(continuous_batching, "PREFILL_COLUMNS", 16)
+    monkeypatch.setattr(continuous_batching, "PREFILL_TOKENS", 40)
+    scheduler = scheduler_of(model, tokenizer)
+    for one, other in zip(whole, ask_all(scheduler, [(ids, None, None) for ids in inputs]), strict=True):
+        assert one.token_ids == other.token_ids
+        torch.testing.assert_close(torch.tensor(one.log_probs), torch.tensor(other.log_probs), **EXACT)
+    assert scheduler.counts.passes >= 19
+
+
+def test_a_cancelled_request_leaves_the_batch(models):
+    model, tokenizer = models("llama")
+    scheduler = scheduler_of(model, tokenizer, max_batch=2)
+
+    async def go():
+        engine = engine_of(scheduler, 0, Sampling(max_response_len=400, stop_token_ids=()))
+        async with running(scheduler):
+            # The third waits for a slot; none of the three has another way to end before the context does.
+            asked = [asyncio.create_task(engine.generate([1, first] * 9)) for first in (5, 6, 7)]
+            while scheduler.counts.decoded < 20:
+                await asyncio.sleep(0)
+            for task in asked:
+                task.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+            steps = scheduler.counts.steps
+            answer = await engine.generate([1, 5, 6], {"max_new_tokens": 3})
+            return scheduler.counts.steps - steps, answer
+
+    steps, answer = asyncio.run(go())
+    assert steps <= 4 and len(answer.token_ids) <= 3
+
+
+def test_the_context_ends_a_response(models):
+    model, tokenizer = models("llama")
+    run = Sampling(max_response_len=90, max_context_len=20)
+    scheduler = scheduler_of(model, tokenizer, eos_token_ids=(), context_len=30)
+    long, short, full = ask_all(scheduler, [([1] * 25, None, "a"), ([1] * 12, None, "b"), ([1] * 20, None, "c")], run)
+    assert (long.token_ids, long.finish_reason, long.text) == ([], "length", "")
+    assert (len(short.token_ids), short.finish_reason, full.token_ids) == (8, "length", [])
+
+
+def test_multi_head_latent_attention_is_batched_too(models):
+    config = DeepseekV3Config(
+        **{**SIZES, "head_dim": None, "num_key_value_heads": 4, "max_position_embeddings": 512},
+        moe_intermediate_size=24,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+        kv_lora_rank=16,
+        q_lora_rank=24,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=12,
+        initializer_range=0.2,
+    )
+    torch.manual_seed(0)
+    model, (_, tokenizer) = DeepseekV3ForCausalLM(config).eval().requires_grad_(False), models("llama")
+    for _, ids, key, answer in episodes(model, tokenizer, range(4), turns=2)[0]:
+        tokens, log_probs = reference(model, ids, key)
+        assert answer.token_ids == tokens
+        torch.testing.assert_close(torch.tensor(answer.log_probs), torch.tensor(log_probs), **EXACT)
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        (Gemma2Config(), "a cache of DynamicSlidingWindowLayer"),
+        (
+            LlamaConfig(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
+            "dynamic rotary embeddings",
+        ),
+    ],
+    ids=["sliding window", "length-dependent rotary embeddings"],
+)
+def test_models_that_cannot_be_batched_are_refused(config, problem):
+    with pytest.raises(ValueError) as refusal:
+        check_config(config)
+    assert str(refusal.value) == (
+        f"the model ({config.model_type}) has {problem}, which the local engine cannot batch for functions that ask it "
+        "for single sequences; use --rollout-engine sglang."
+    )
+
+
+def test_common_prefixes():
+    assert common_prefix([1, 2, 3], [1, 2, 4, 5]) == 2
+    assert common_prefix([1, 2], [1, 2, 4]) == 2
+    assert common_prefix([7], [8]) == common_prefix([], [8]) == 0
+    assert [whole_blocks(length) for length in (1, 64, 65)] == [64, 64, 128]
