@@ -13,6 +13,7 @@ from slime_tis.evaluation import EVALUATION_OPTIONS, Evaluation
 from slime_tis.learner import Learner
 from slime_tis.megatron import checkpoint
 from slime_tis.megatron.config import MegatronConfig
+from slime_tis.rollout.data_source import CustomDataSource
 from slime_tis.rollout.dump import from_dict, to_dict
 from slime_tis.rollout.engine import RolloutEngine
 from slime_tis.rollout.sample import Sample
@@ -93,6 +94,8 @@ class Checkpointer:
     evaluation: Evaluation
     updates: WeightUpdates
     """Of the rollout engine's weights; they have a state."""
+    data: CustomDataSource | None
+    """A user's data source, which saves itself; None where prompts come from a file."""
     timer: Callable[[str], AbstractContextManager[None]]
     run_id: str
     identity: Identity
@@ -146,7 +149,7 @@ class Checkpointer:
             run=self.run_id,
             step=position.step,
             rollout_id=position.rollout_id,
-            dataset=position.dataset,
+            dataset=self._data_state(),
             unfinished=[[to_dict(sample) for sample in group] for group in position.unfinished],
             evaluation_due=self.evaluation.is_overdue,
             sampler_weight_version=self.sampler.weight_version,
@@ -174,6 +177,13 @@ class Checkpointer:
                 write_extra=write_extra,
             )
         self.saved_step = position.step
+
+    def _data_state(self) -> dict[str, Any]:
+        """Where the data goes on; a collective."""
+        position = self.position
+        return (
+            position.dataset if self.data is None else self.data.checkpoint(position.dataset, position.rollout_id - 1)
+        )
 
     def is_due(self, rollout_id: int, num_rollout: int) -> bool:
         """Whether a checkpoint is written after so many of the run's rollouts."""

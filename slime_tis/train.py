@@ -61,6 +61,7 @@ from slime_tis.rollout.custom_generate import (
     load_generate_function,
     settle,
 )
+from slime_tis.rollout.data_source import CustomDataSource
 from slime_tis.rollout.dump import load_samples, save_samples
 from slime_tis.rollout.dynamic_sampling import Collected, collect
 from slime_tis.rollout.engine import RolloutEngine, RolloutFuture, RolloutUnavailable
@@ -341,7 +342,11 @@ def set_up(arguments: Arguments, parallel: Parallel, interrupts: Interrupts, ope
 
     tokenizer = load_tokenizer(megatron.hf_checkpoint)
     sizes = prompt_sizes(megatron, rollout)
-    dataset = PromptDataset(rollout.prompt_data, tokenizer, rollout, sizes)
+    dataset: PromptDataset | CustomDataSource = (
+        PromptDataset(rollout.prompt_data, tokenizer, rollout, sizes)
+        if rollout.data_source_path is None
+        else CustomDataSource(rollout.data_source_path, arguments.namespace, tokenizer, rollout, sizes)
+    )
     if resumed is not None:
         dataset.load_state_dict(resumed.state.dataset)
     eval_prompts = load_evaluation_prompts(rollout, tokenizer, sizes)
@@ -443,6 +448,7 @@ def set_up(arguments: Arguments, parallel: Parallel, interrupts: Interrupts, ope
         sampler=sampler,
         evaluation=evaluation,
         updates=updates,
+        data=dataset if isinstance(dataset, CustomDataSource) else None,
         timer=timer,
         run_id=run_id,
         identity=identity,
@@ -476,7 +482,7 @@ def set_up(arguments: Arguments, parallel: Parallel, interrupts: Interrupts, ope
         ),
         reward=reward,
         hooks=hooks,
-        data_source=dataset,
+        data_source=dataset if isinstance(dataset, PromptDataset) else dataset.source,
         learner=learner,
         sampler=sampler,
         update_weights=update_weights,
@@ -500,7 +506,9 @@ def starts_with_policy(rollout: RolloutConfig, megatron: MegatronConfig) -> bool
     return rollout.rollout_engine == "local" and rollout.rollout_precision == "fp32" and not megatron.bf16
 
 
-def check_rewards(arguments: Arguments, dataset: PromptDataset, eval_prompts: dict[str, list[Prompt]]) -> None:
+def check_rewards(
+    arguments: Arguments, dataset: PromptDataset | CustomDataSource, eval_prompts: dict[str, list[Prompt]]
+) -> None:
     """Checks that every prompt can be scored, before a model is built.
 
     Raises:
@@ -544,7 +552,7 @@ def open_dump(arguments: Arguments, parallel: Parallel) -> TrainDump | None:
     return TrainDump(settings, parallel.rank)
 
 
-def num_rollout(arguments: Arguments, dataset: PromptDataset) -> int:
+def num_rollout(arguments: Arguments, dataset: PromptDataset | CustomDataSource) -> int:
     """Rollouts of the run: --num-rollout, or as many as --num-epoch passes over the prompts take."""
     loop = arguments.loop
     if loop.num_rollout is not None:
@@ -560,7 +568,11 @@ def first_batch(resumed: ResumePoint) -> int:
 
 
 def open_prefetcher(
-    arguments: Arguments, dataset: PromptDataset, sampler: RolloutEngine, generate: GenerateFunction | None, number: int
+    arguments: Arguments,
+    dataset: PromptDataset | CustomDataSource,
+    sampler: RolloutEngine,
+    generate: GenerateFunction | None,
+    number: int,
 ) -> Prefetcher:
     """The batches in flight, from `number` on: what they sample, and how many prompts each takes from the data."""
     rollout = arguments.rollout

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from slime_tis.rollout.dump import load_samples
 from tests.conftest import Run
-from tests.runs import ROOT, training_metrics
+from tests.runs import ROOT, run_here, training_metrics
 
 PAGE = (ROOT / "docs" / "customization.md").read_text()
 EXAMPLES = dict(re.findall(r"^```python\n# (\w+\.py): (.*?)^```$", PAGE, re.M | re.S))
@@ -37,6 +38,25 @@ def test_the_filters_logs_and_shaped_rewards_shown_run(run: Run, task: list[str]
     assert row["train/loss_denominator"] == pytest.approx(16 * (1 - row["rollout/truncated"]))
     assert len(json.loads((tmp_path / "run" / "all_samples.jsonl").read_text())["rewards"]) == 4
     assert json.loads((tmp_path / "run" / "longest.jsonl").read_text())["rollout/dynamic_filter/sampled"] == 4
+
+
+def test_the_data_source_shown_is_taken_up_where_it_was(task: list[str], tmp_path: Path) -> None:
+    data = str(tmp_path / "{rollout_id}.jsonl")
+    flags = [*task, "--data-source-path", "my_data.py:Sums", "--rollout-lookahead", "1", "--num-rollout", "3"]
+    flags += ["--save-debug-rollout-data", data]
+    run_here([*flags, "--save", "save", "--save-interval", "2"], tmp_path / "run")
+
+    def prompts(number: int) -> list[int]:
+        return [group[0].metadata["number"] for group in load_samples(tmp_path / f"{number}.jsonl", 4, 4)]
+
+    assert [prompts(number) for number in range(3)] == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
+    (tmp_path / "load").mkdir()
+    (tmp_path / "load" / "iter_0000002").symlink_to(tmp_path / "save" / "iter_0000002")
+    (tmp_path / "load" / "sums_1.json").symlink_to(tmp_path / "save" / "sums_1.json")
+    assert json.loads((tmp_path / "load" / "sums_1.json").read_text()) == 12  # the third rollout is in flight
+    (tmp_path / "2.jsonl").rename(tmp_path / "whole.jsonl")
+    run_here([*flags, "--load", "load"], tmp_path / "resumed")
+    assert prompts(2) == [9, 10, 11, 12]
 
 
 def objective(run: Run, *flags: str, name: str, step: int = 1) -> dict[str, float]:

@@ -203,7 +203,8 @@ OPTIONS = declare_options(CONFIGS)
 
 GROUPS = {
     "model and data": (
-        "hf_checkpoint ref_load prompt_data input_key label_key metadata_key apply_chat_template rollout_shuffle"
+        "hf_checkpoint ref_load prompt_data data_source_path input_key label_key metadata_key apply_chat_template "
+        "rollout_shuffle"
     ),
     "rollout": (
         "rollout_engine rollout_precision rollout_router_bits weight_update_rounding update_weights_interval "
@@ -285,7 +286,7 @@ METAVARS = {
     "FUNCTION": "custom_rm_path custom_generate_function_path custom_tis_function_path dynamic_sampling_filter_path "
     "rollout_sample_filter_path "
     "rollout_all_samples_process_path custom_reward_post_process_path custom_rollout_log_function_path "
-    "custom_eval_rollout_log_function_path custom_loss_function_path custom_advantage_function_path "
+    "custom_eval_rollout_log_function_path data_source_path custom_loss_function_path custom_advantage_function_path "
     "custom_pg_loss_reducer_function_path",
     "KEY": "input_key label_key metadata_key eval_input_key eval_label_key reward_key eval_reward_key",
     "[NAME] PATH": "eval_prompt_data",
@@ -585,10 +586,16 @@ def _check_hooks(arguments: Arguments) -> None:
         "--entropy-coef": policy.entropy_coef != 0,
         "--rollout-top-p or --rollout-top-k": arguments.rollout.truncates_sampling,
     }
+    of_file = {
+        "--check-weight-sync": arguments.rollout.check_weight_sync,
+        "--rollout-shuffle": arguments.rollout.rollout_shuffle,
+        "--load-debug-rollout-data": arguments.loop.load_debug_rollout_data is not None,
+    }
     shapes = arguments.rollout.custom_reward_post_process_path is not None
     for path, used, without in (
         ("--custom-reward-post-process-path", shapes, estimates),
         ("--custom-advantage-function-path", policy.custom_advantage_function_path is not None, of_sample),
+        ("--data-source-path", arguments.rollout.data_source_path is not None, of_file),
         ("--loss-type custom_loss", policy.loss_type == "custom_loss", of_loss),
     ):
         for other, given in without.items():

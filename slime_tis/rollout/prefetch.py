@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from slime_tis.rollout.data_source import CustomDataSource
 from slime_tis.rollout.engine import RolloutFuture
 from slime_tis.rollout.prompts import PromptDataset
 from slime_tis.rollout.sample import Prompt, Sample
@@ -29,7 +30,7 @@ class Prefetcher:
 
     def __init__(
         self,
-        dataset: PromptDataset,
+        dataset: PromptDataset | CustomDataSource,
         submit: Callable[[list[Prompt], int], RolloutFuture],
         *,
         prompts: Callable[[], int],
@@ -72,7 +73,10 @@ class Prefetcher:
 
     def state_dict(self) -> dict[str, Any]:
         """State of the data before the prompts in flight, which a resumed run therefore takes again."""
-        return self._queue[0].state if self._queue else self._state()
+        state = self._queue[0].state if self._queue else self._state()
+        if isinstance(self._dataset, CustomDataSource):
+            self._dataset.forget_before(state)
+        return state
 
     def _state(self) -> dict[str, Any]:
         return {**self._dataset.state_dict(), BATCH: self._number}

@@ -176,7 +176,7 @@ def load_prompts(
     prompts = _drop_long(prompts, len(rows), max_prompt_len, path)
     if sizes is not None:
         for prompt in prompts:
-            _check_fits(prompt, rows[prompt.index][0], sizes)
+            check_fits(prompt, rows[prompt.index][0], sizes)
     return prompts
 
 
@@ -185,7 +185,12 @@ def _far_too_long(text: str, limit: int | None) -> bool:
     return limit is not None and len(text) > CHARACTERS_PER_TOKEN * limit
 
 
-def _check_fits(prompt: Prompt, place: str, sizes: ModelSizes) -> None:
+def check_fits(prompt: Prompt, place: str, sizes: ModelSizes) -> None:
+    """Checks that the model can answer a prompt.
+
+    Raises:
+        ValueError: it fills the context, or has tokens that the model does not know.
+    """
     length = len(prompt.token_ids)
     if sizes.context_len is not None and length >= sizes.context_len:
         raise ValueError(_does_not_fit(place, f"{length} tokens", sizes.context_len))
@@ -248,6 +253,18 @@ def _text(value: Any, place: str, tokenizer: PreTrainedTokenizerBase, apply_chat
     if not value:
         raise ValueError(f"{place} has an empty prompt.")
     return _encodable(value, f"{place} has a prompt")
+
+
+def rendered(prompt: object, place: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, bool]:
+    """The text of a prompt, and whether the tokenizer adds its special tokens; messages are rendered by the template.
+
+    Raises:
+        ValueError: it is no text and no messages, is empty, or does not fit the template.
+    """
+    is_chat = isinstance(prompt, list)
+    if is_chat and not tokenizer.chat_template:
+        raise ValueError(f"{place} has a prompt of messages, but the tokenizer has no chat template; give a text.")
+    return _text(prompt, place, tokenizer, is_chat), not is_chat
 
 
 def _encodable(text: str, what: str) -> str:
