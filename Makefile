@@ -109,8 +109,9 @@ test-smollm2: $(VENV)/.installed-gym  ## Download and convert SmolLM2-135M, and 
 test-report: install  ## Open the report page in a headless browser; skipped where there is no chromium
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/browser -rs
 
-diagnose-study: install  ## Plant causes of a mismatch in tiny models, and count how often they are named
+diagnose-study: install  ## Plant causes of a mismatch in tiny models and runs of train.py, and count how often they are named
 	OMP_NUM_THREADS=1 $(BIN)/python -m examples.diagnose_study.run --results examples/diagnose_study/results.csv
+	OMP_NUM_THREADS=1 $(BIN)/python -m examples.diagnose_study.real_runs --results examples/diagnose_study/results_runs.csv
 
 # The servers' own environment: SGLang's pinned libraries are not those of training.
 sglang-env:  ## Make the environment of SGLang servers on a CPU, 1.6 GB

@@ -37,6 +37,7 @@ from slime_tis.custom import load_custom_tis
 from slime_tis.errors import NonFiniteGradient, RunStopped, quoted_path
 from slime_tis.evaluation import Evaluation, local_evaluation_engine
 from slime_tis.exit_status import exit_status, message_of, report_error
+from slime_tis.hf_directory import load_config, moe_sizes
 from slime_tis.interrupt import Interrupted, Interrupts
 from slime_tis.learner import Learner
 from slime_tis.megatron.config import MegatronConfig
@@ -531,6 +532,7 @@ def open_dump(arguments: Arguments, parallel: Parallel) -> TrainDump | None:
     if pattern is None:
         return None
     assert steps is not None  # parse_args derives it
+    moe = moe_sizes(load_config(arguments.megatron.hf_checkpoint))
     settings = DumpSettings(
         pattern=pattern,
         correction=arguments.correction,
@@ -539,7 +541,9 @@ def open_dump(arguments: Arguments, parallel: Parallel) -> TrainDump | None:
         has_custom_function=arguments.custom_tis_function_path is not None,
         metadata={
             "precision": "bf16" if arguments.megatron.bf16 else "fp32",
-            "rollout_precision": arguments.rollout.rollout_precision,
+            "rollout_precision": rollout_precision(arguments),
+            "num_experts": 0 if moe is None else moe.num_experts,
+            "replays_experts": arguments.rollout.use_rollout_routing_replay,
             "temperature": arguments.rollout.rollout_temperature,
             "tokenizer": str(Path(arguments.megatron.hf_checkpoint).resolve()),
         },
@@ -550,6 +554,13 @@ def open_dump(arguments: Arguments, parallel: Parallel) -> TrainDump | None:
             "ranks; put {rank} into it."
         )
     return TrainDump(settings, parallel.rank)
+
+
+def rollout_precision(arguments: Arguments) -> str | None:
+    """Precision of the rollout engine's weights as far as options say it: servers may choose by their checkpoint."""
+    if arguments.rollout.rollout_engine == "local":
+        return arguments.rollout.rollout_precision
+    return None
 
 
 def num_rollout(arguments: Arguments, dataset: PromptDataset | CustomDataSource) -> int:

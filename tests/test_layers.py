@@ -43,7 +43,13 @@ ALLOWED: dict[str, set[str]] = {
     },
     "slime_tis.train": {
         *("slime_tis.cli", "slime_tis.custom", "slime_tis.errors", "slime_tis.evaluation", "slime_tis.exit_status"),
-        *("slime_tis.interrupt", "slime_tis.learner", "slime_tis.megatron", "slime_tis.policy"),
+        *(
+            "slime_tis.hf_directory",
+            "slime_tis.interrupt",
+            "slime_tis.learner",
+            "slime_tis.megatron",
+            "slime_tis.policy",
+        ),
         *("slime_tis.reporting", "slime_tis.resumption", "slime_tis.rollout", "slime_tis.train_dump"),
         "slime_tis.weight_sync",
     },

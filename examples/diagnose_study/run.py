@@ -9,7 +9,7 @@ Dumps are kept below --dumps and not made again; results.csv gets a row for each
 import argparse
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,7 +44,7 @@ class Case:
     @property
     def cause(self) -> str:
         """The planted cause."""
-        return "healthy" if self.fault == "healthy" else FAULTS[self.fault][0]
+        return FAULTS[self.fault][0] if self.fault in FAULTS else "healthy"
 
     def path(self, dumps: Path) -> Path:
         """Its dump."""
@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"seed {seed}: {right} of {sum(row.seed == seed for row in rows)} right", flush=True)
     if options.results:
         write_rows(options.results, Row, rows)
-    print(summary(rows))
+    print(summary(rows, {fault: cause for fault, (cause, _, _) in FAULTS.items()}))
     return 0
 
 
@@ -131,23 +131,28 @@ def examine(case: Case, table: TokenTable) -> Row:
     return Row(
         fault=case.fault,
         cause=case.cause,
-        strength="" if case.fault == "healthy" else STRENGTHS[case.strength],
+        strength="" if case.fault not in FAULTS else STRENGTHS[case.strength],
         seed=case.seed,
         family=case.family,
         mean_abs_log_ratio=float(f"{found.mean_abs_log_ratio:.4g}"),
         found=first.cause,
         second=found.findings[1].cause if len(found.findings) > 1 else "",
         detail=first.detail,
-        right_detail="" if case.fault == "healthy" else FAULTS[case.fault][1],
+        right_detail="" if case.fault not in FAULTS else FAULTS[case.fault][1],
         confidence=round(first.confidence, 3),
     )
 
 
-def summary(rows: Sequence[Row]) -> str:
-    """Tables in Markdown: right answers by fault, the confusion matrix at medium strength, forms of rounding."""
+def summary(rows: Sequence[Row], causes: Mapping[str, str]) -> str:
+    """Tables in Markdown: right answers by fault, the confusion matrix at medium strength, forms of rounding.
+
+    Args:
+        rows: of the cases.
+        causes: planted cause by fault, in the order of the table.
+    """
     planted = [row for row in rows if row.fault != "healthy"]
     lines = ["| planted | cause | small | medium | large | named instead |", "|---|---|---|---|---|---|"]
-    for fault, (cause, _, _) in FAULTS.items():
+    for fault, cause in causes.items():
         of_fault = [row for row in planted if row.fault == fault]
         shares = [_share([row for row in of_fault if row.strength == strength]) for strength in STRENGTHS]
         wrong = Counter(row.found for row in of_fault if not row.right)

@@ -205,9 +205,40 @@ def rounding(tokens: Tokens) -> Finding | None:
         evidence.append(f"its size is that of {kind} weights" if kind else "no precision makes as much")
     if not kind:
         return Finding(cause="unexplained", confidence=0.5, share=1.0, evidence=tuple(evidence))
+    if not grid:
+        kind, statement = named_precision(tokens.precisions, kind)
+        evidence += [statement] if statement else []
     return Finding(
         cause="rounding", confidence=0.6 if not grid else 0.8, share=1.0, evidence=tuple(evidence), detail=kind
     )
+
+
+FITS = {
+    "bf16": ("bf16", "bf16 or int8"),
+    "fp16": ("bf16",),
+    "int8": ("bf16", "bf16 or int8", "fp8"),
+    "fp8": ("bf16 or int8", "fp8"),
+}
+"""Sizes of noise that each precision of an engine can make; int8 and fp8 depend on the spread of the weights."""
+
+
+def named_precision(precisions: tuple[str, str], size: str) -> tuple[str, str]:
+    """The form of rounding by the precisions that a run names, and what they say; the size alone where it names none.
+
+    Args:
+        precisions: of the training and of the rollout engine.
+        size: form by the size of the noise.
+    """
+    train, rollout = precisions
+    if not rollout:
+        return size, ""
+    said = f"the run names {train or 'no precision'} for training and {rollout} for the rollout engine"
+    fitting = [precision for precision in (rollout, train) if size in FITS.get(precision, ())]
+    if fitting:
+        return fitting[0], f"{said}, which fits"
+    if rollout in FITS or train in FITS:
+        return size, f"{said}, which makes noise of another size: look for a second cause"
+    return size, f"{said}: what rounds is something else, such as a cache, a kernel or a reduced matrix product"
 
 
 def reported_grid(log_probs: Floats) -> str:

@@ -76,10 +76,11 @@ def rescore(table: TokenTable, hf_checkpoint: str) -> Rescored:
     if table.token is None or table.prompt is None:
         raise ValueError("--hf-checkpoint needs token ids and prompts, and this dump has none of them.")
     model = _model(hf_checkpoint)
-    least = int(max(table.token.max(initial=0), table.prompt.max(initial=0)))
-    if least >= model.config.vocab_size:
+    ids = np.concatenate([table.token, table.prompt])
+    outside = ids[(ids < 0) | (ids >= model.config.vocab_size)]
+    if len(outside):
         raise ValueError(
-            f"the dump has token id {least} but the model in {quoted_path(hf_checkpoint)} has "
+            f"the dump has token id {outside[0]} but the model in {quoted_path(hf_checkpoint)} has "
             f"{model.config.vocab_size}; give the model that sampled."
         )
     scored = [found for step, chosen in _chosen(table) if (found := _compare(table, model, step, chosen)) is not None]
@@ -91,12 +92,18 @@ def rescore(table: TokenTable, hf_checkpoint: str) -> Rescored:
 def _model(directory: str) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
     read_model_config(directory)
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # stderr is for messages
     try:
         return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True).eval()
     except Exception as error:  # a damaged safetensors file is an error of its own class
         raise ValueError(f"{quoted_path(directory)} does not load as a model: {first_line(error)}.") from error
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _chosen(table: TokenTable) -> list[tuple[int | None, Sequence[int]]]:

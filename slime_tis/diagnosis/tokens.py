@@ -44,7 +44,9 @@ class Tokens:
     step: Integers | None
     """Optimizer steps made before the one that trained on the token."""
     has_experts: bool
-    """Whether the model is a mixture of experts."""
+    """Whether the model is a mixture of experts that each engine chooses for itself, as far as the dump says."""
+    precisions: tuple[str, str] = ("", "")
+    """Of the training and of the rollout engine, as the run names them; empty where it does not."""
 
     def __len__(self) -> int:
         """Number of tokens."""
@@ -102,8 +104,16 @@ def tokens_of(table: TokenTable) -> Tokens:
         staleness=None if version is None or step is None else step - version,
         version=version,
         step=step,
-        has_experts=table.experts is not None,
+        has_experts=_routes(table),
+        precisions=(str(table.metadata.get("precision") or ""), str(table.metadata.get("rollout_precision") or "")),
     )
+
+
+def _routes(table: TokenTable) -> bool:
+    """Whether experts may differ; runs that replay the rollout engine's in training record them, and they do not."""
+    if table.metadata.get("replays_experts"):
+        return False
+    return table.experts is not None or bool(table.metadata.get("num_experts"))
 
 
 def ramp(value: float, low: float, high: float) -> float:

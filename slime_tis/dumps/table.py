@@ -56,6 +56,8 @@ METADATA: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("source", "precision", "rollout_precision", "tokenizer", "old_policy"), str),
     **dict.fromkeys(("flags", "policy", "sampled"), dict),
     "temperature": (int, float),
+    "num_experts": int,
+    "replays_experts": bool,
     "criteria": list,
 }
 """Keys of the metadata that this program reads, and the types of their values."""
@@ -167,7 +169,9 @@ class TokenTable:
 
     source: project and format, "slime_tis", "slime", "nemo_rl", "prime_rl", "verl" or "plain".
     precision: of the training engine, "bf16" or "fp32".
-    rollout_precision: of the rollout engine.
+    rollout_precision: of the rollout engine; None where servers choose it.
+    num_experts: routed experts of a sparse layer, 0 of a dense model.
+    replays_experts: whether training took the experts that the rollout engine recorded.
     temperature: that log-probs were taken at.
     tokenizer: directory of the tokenizer.
     old_policy: as of `old_log_prob`.

@@ -233,7 +233,7 @@ LANDINGS = [
     ("--global-batch-size 16", "loop", "num_steps_per_rollout", 2),
     ("--num-steps-per-rollout 4", "loop", "global_batch_size", 8),
     ("--debug-rollout-only", "loop", "debug_rollout_only", True),
-    ("--save-debug-rollout-data d/{rollout_id}.pt", "loop", "save_debug_rollout_data", "d/{rollout_id}.pt"),
+    ("--save-debug-rollout-data d/saved_{rollout_id}.pt", "loop", "save_debug_rollout_data", "d/saved_{rollout_id}.pt"),
     ("--save-debug-train-data d/{rollout_id}_{rank}.pt", "loop", "save_debug_train_data", "d/{rollout_id}_{rank}.pt"),
     ("--dump-details d", "loop", "save_debug_train_data", "d/train_data/{rollout_id}_{rank}.parquet"),
     ("--dump-details d", "loop", "save_debug_rollout_data", "d/rollout_data/{rollout_id}.jsonl"),

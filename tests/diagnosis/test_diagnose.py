@@ -1,6 +1,7 @@
 """Causes that are planted into the log-probs of a small softmax model, and what has to be named."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -156,6 +157,45 @@ def test_the_planted_cause_comes_first(name: str, cause: str) -> None:
 
 def test_the_temperature_is_estimated() -> None:
     assert diagnose(planted("temperature")).findings[0].detail == "rollout/training ≈ 0.82"  # planted: 0.80
+
+
+@pytest.mark.parametrize(
+    ("precisions", "noise", "detail", "words"),
+    [
+        (("fp32", "int8"), 0.03, "int8", "which fits"),
+        (("fp32", "bf16"), 0.01, "bf16", "which fits"),
+        (("bf16", "fp32"), 0.01, "bf16", "which fits"),
+        (("fp32", "bf16"), 0.2, "fp8", "noise of another size"),
+        (("fp32", "fp32"), 0.003, "bf16", "what rounds is something else"),
+        (("fp32", None), 0.003, "bf16", "its size is that of bf16 weights"),
+    ],
+    ids=["int8", "bf16", "bf16 training", "too large", "fp32", "unknown"],
+)
+def test_the_precisions_that_a_run_names_are_evidence(
+    precisions: tuple[str, str | None], noise: float, detail: str, words: str
+) -> None:
+    model = Softmax()
+    table = model.table(model.noisy(noise))
+    named = {"precision": precisions[0], "rollout_precision": precisions[1]}
+    first = diagnose(replace(table, metadata=named)).findings[0]
+    assert (first.cause, first.detail) == ("rounding", detail)
+    assert words in first.evidence[-1]
+
+
+@pytest.mark.parametrize(
+    ("metadata", "experts", "cause"),
+    [
+        ({}, True, "moe_routing"),
+        ({"num_experts": 8, "replays_experts": False}, False, "moe_routing"),
+        ({"num_experts": 8, "replays_experts": True}, True, "rounding"),
+        ({"num_experts": 0, "replays_experts": False}, False, "rounding"),
+    ],
+    ids=["recorded", "named by the run", "replayed", "dense"],
+)
+def test_routing_is_a_cause_where_experts_may_differ(metadata: dict, experts: bool, cause: str) -> None:
+    table = planted("routing")
+    table = replace(table, metadata=metadata, experts=table.experts if experts else None)
+    assert diagnose(table).cause == cause
 
 
 def test_two_causes_are_both_named() -> None:

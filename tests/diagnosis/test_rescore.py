@@ -1,0 +1,114 @@
+"""Samples scored again in fp32: which engine is wrong, on the command line and in numbers."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from slime_tis.cli.main import main
+from slime_tis.diagnosis.rescore import rescore
+from slime_tis.dumps.parquet import write_parquet
+from slime_tis.dumps.table import SampleParts, TokenTable
+from tests.checkpoints import make_checkpoint
+
+PROMPT, RESPONSE, SAMPLES = 5, 12, 8
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("rescore") / "model", "llama")
+
+
+@pytest.fixture(scope="module")
+def exact(model: Path) -> TokenTable:
+    """Random tokens at temperature 0.5 with the log-probs of the model on both sides."""
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    ids = torch.randint(3, 50, (SAMPLES, PROMPT + RESPONSE), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        log_probs = (loaded(ids).logits[:, PROMPT - 1 : -1] / 0.5).log_softmax(-1)
+    chosen = log_probs.gather(2, ids[:, PROMPT:, None])[..., 0].numpy()
+    parts = [
+        SampleParts(
+            train_log_prob=chosen[i],
+            rollout_log_prob=chosen[i],
+            token=ids[i, PROMPT:].numpy(),
+            prompt=ids[i, :PROMPT].numpy(),
+            step=i // 4,
+        )
+        for i in range(SAMPLES)
+    ]
+    return TokenTable.from_parts(parts, {"temperature": 0.5})
+
+
+def noisy(values: np.ndarray, size: float) -> np.ndarray:
+    return (values + size * np.random.default_rng(0).choice([-1, 1], len(values))).astype(np.float32)
+
+
+CASES = {
+    "none": (0.0, 0.0, "both engines agree with fp32"),
+    "rollout": (0.0, 0.05, "the rollout engine is wrong: training agrees with fp32"),
+    "training": (0.05, 0.001, "training is wrong: the rollout engine agrees with fp32"),
+    "both": (0.05, 0.04, "both differ from fp32: other weights than the model's, or an input that both have wrong"),
+}
+
+
+@pytest.mark.parametrize("wrong", CASES)
+def test_the_engine_that_is_wrong_is_named(model: Path, exact: TokenTable, wrong: str) -> None:
+    train, rollout, verdict = CASES[wrong]
+    table = replace(
+        exact,
+        train_log_prob=noisy(exact.train_log_prob, train),
+        rollout_log_prob=noisy(exact.rollout_log_prob, rollout),
+    )
+    found = rescore(table, str(model))
+    assert found.verdict == verdict
+    assert (found.train_error, found.rollout_error) == (
+        pytest.approx(train, abs=1e-4),
+        pytest.approx(rollout, abs=1e-4),
+    )
+    assert (found.samples, found.tokens) == (4, 4 * RESPONSE)
+
+
+def test_the_step_that_the_weights_fit_is_taken_and_masked_tokens_count_nowhere(model: Path, exact: TokenTable) -> None:
+    first = np.arange(exact.tokens) < 4 * RESPONSE
+    mask = np.where(np.arange(exact.tokens) % 3 == 0, 0, 1).astype(np.uint8)
+    both = np.where(first, exact.train_log_prob - 1, exact.train_log_prob)  # other weights in the first step
+    both = np.where(mask == 0, np.float32(-50), both).astype(np.float32)
+    found = rescore(replace(exact, train_log_prob=both, rollout_log_prob=both, loss_mask=mask), str(model))
+    assert (found.step, found.tokens, found.verdict) == (1, 32, "both engines agree with fp32")
+
+
+def test_the_command_says_it(model: Path, exact: TokenTable, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    dump = tmp_path / "dump.parquet"
+    write_parquet(dump, replace(exact, rollout_log_prob=noisy(exact.rollout_log_prob, 0.05)))
+    assert main(["diagnose", str(dump), "--hf-checkpoint", str(model)]) == 0
+    words = " ".join(capsys.readouterr().out.split())
+    assert (
+        "Scored again in fp32: the rollout engine is wrong: training agrees with fp32 (48 tokens of 4 samples of"
+        in words
+    )
+    assert main(["diagnose", str(dump), "--hf-checkpoint", str(model), "--json"]) == 0
+    rescored = json.loads(capsys.readouterr().out)["rescored"]
+    assert rescored["rollout_error"] == pytest.approx(0.05, abs=1e-4) and rescored["verdict"].startswith("the rollout")
+
+
+def test_what_cannot_be_scored_is_one_message(
+    model: Path, exact: TokenTable, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    dump = tmp_path / "dump.parquet"
+    for table, directory, message in (
+        (replace(exact, prompt=None, prompt_offsets=None), model, "needs token ids and prompts"),
+        (replace(exact, token=exact.token + 1000), model, "the dump has token id 10"),
+        (replace(exact, token=exact.token - 1000), model, "the dump has token id -"),
+        (exact, tmp_path / "absent", "absent"),
+        (exact, tmp_path, "config.json"),
+        (exact.select([]), model, "no sample of the dump has log-probs"),
+    ):
+        write_parquet(dump, table)
+        assert main(["diagnose", str(dump), "--hf-checkpoint", str(directory)]) == 2
+        written = capsys.readouterr().err
+        assert message in written and len(written.splitlines()) == 1, written
