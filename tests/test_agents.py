@@ -1,0 +1,191 @@
+"""Runs of train.py with a generate function: proof against Megatron, segments, failures, resumption, evaluation."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from slime_tis.cli.main import train
+from slime_tis.dumps.readers import read
+from slime_tis.rollout.dump import load_samples
+from tests.runs import make_task, read_metrics, run_apart, run_here
+
+ROOT = Path(__file__).parent.parent
+AGENTS = """
+from slime.rollout.sglang_rollout import GenerateState
+from slime.utils.http_utils import post
+from slime.utils.types import Sample
+
+OBSERVATIONS = [[4], [5, 6], [12, 4, 5]]
+
+
+async def eight_turns(args, sample, sampling_params, engine):
+    for turn in range(8):
+        out = await engine.generate(sample.tokens, {**sampling_params, "max_new_tokens": 1 + (turn + sample.index) % 3})
+        sample.append_response_tokens(args, tokens=out.token_ids, log_probs=out.log_probs, text=out.text)
+        if turn < 7:
+            sample.append_response_tokens(args, tokens=OBSERVATIONS[turn % 3], trainable=False)
+    return sample
+
+
+async def shifted(args, sample, sampling_params, engine):
+    sample = await eight_turns(args, sample, sampling_params, engine)
+    sample.rollout_log_probs = [0.0, *sample.rollout_log_probs[:-1]]
+    return sample
+
+
+async def unmasked(args, sample, sampling_params, engine):
+    sample = await eight_turns(args, sample, sampling_params, engine)
+    sample.loss_mask = [1] * sample.response_length
+    sample.rollout_log_probs = [value or -1.0 for value in sample.rollout_log_probs]
+    return sample
+
+
+async def segments(args, sample, sampling_params, engine):
+    whole = await eight_turns(args, sample, sampling_params, engine)
+    whole.reward = len(whole.tokens) % 3 + whole.tokens[-1] / 50
+    if whole.index % 3 == 0:
+        return whole
+    compacted = whole.tokens[-5:]
+    out = await engine.generate(compacted, {"max_new_tokens": 4})
+    second = Sample(prompt=[{"role": "user", "content": "so far"}], tokens=compacted, reward=out.token_ids[0] / 50)
+    second.append_response_tokens(args, tokens=out.token_ids, log_probs=out.log_probs, text=out.text)
+    return [whole, second]
+
+
+async def search(args, sample, sampling_params):
+    # the pattern of slime's example search-r1: text to the server's address, stop strings, observations in between
+    tokenizer = GenerateState(args).tokenizer
+    url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
+    prompt_ids = tokenizer(sample.prompt, add_special_tokens=False)["input_ids"]
+    sampling_params = {**sampling_params, "stop": ["3", "7"], "max_new_tokens": 6}
+    response, response_ids, loss_mask, log_probs = "", [], [], []
+    for _ in range(3):
+        payload = {"sampling_params": sampling_params, "return_logprob": True}
+        payload |= {"input_ids": prompt_ids + response_ids} if sample.index % 2 else {"text": sample.prompt + response}
+        output = await post(url, payload)
+        pairs = output["meta_info"]["output_token_logprobs"]
+        response += output["text"]
+        response_ids += [pair[1] for pair in pairs]
+        loss_mask += [1] * len(pairs)
+        log_probs += [pair[0] for pair in pairs]
+        if output["meta_info"]["finish_reason"]["type"] == "length":
+            break
+        found = tokenizer("12>", add_special_tokens=False)["input_ids"]
+        response += "12>"
+        response_ids += found
+        loss_mask += [0] * len(found)
+        log_probs += [0.0] * len(found)
+    sample.tokens, sample.response_length = prompt_ids + response_ids, len(response_ids)
+    sample.response, sample.loss_mask, sample.rollout_log_probs = response, loss_mask, log_probs
+    sample.status = Sample.Status.COMPLETED
+    return sample
+
+
+async def unreliable(args, sample, sampling_params, engine):
+    if sample.index % 4 == 0:
+        raise RuntimeError("the tool is broken")
+    sample = await eight_turns(args, sample, sampling_params, engine)
+    if sample.index % 4 == 1:
+        sample.response = "x" * (1 << 21)
+    return sample
+"""
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]:
+    directory = tmp_path_factory.mktemp("agents")
+    flags = [*make_task(directory), "--rollout-precision", "fp32", "--num-rollout", "1"]
+    (directory / "agents.py").write_text(AGENTS)
+    return flags, directory
+
+
+def agent(task: tuple[list[str], Path], name: str) -> list[str]:
+    return [*task[0], "--custom-generate-function-path", f"{task[1] / 'agents.py'}:{name}"]
+
+
+def test_log_probs_of_eight_turns_are_those_that_megatron_computes(task, tmp_path: Path) -> None:
+    (row,) = run_here([*agent(task, "eight_turns"), "--dump-details", str(tmp_path / "dump")], tmp_path / "run")
+    table = read(tmp_path / "dump" / "train_data" / "0_0.parquet")
+    trained = table.loss_mask > 0
+    gap = np.abs(table.train_log_prob - table.rollout_log_prob)
+    assert table.turn.max() == 7 and gap[trained].max() < 1e-4
+    assert (table.rollout_log_prob[~trained] == 0).all() and (table.train_log_prob[~trained] < -0.01).all()
+    shift = np.abs(table.train_log_prob - np.roll(table.rollout_log_prob, 1))
+    assert (shift[trained] > 1e-2).mean() > 0.9  # what a shift by one would show
+    assert row["rollout/turns"] == 8.0 and row["rollout/observation_len"] == 13.0
+    assert row["rollout/response_len"] == pytest.approx(trained.sum() / 16) and row["rollout/retokenized"] == 0.0
+    by_turn = [row[f"train/token_fraction_turn_{name}"] for name in ("1", "2", "3", "4", "5_to_8")]
+    assert sum(by_turn) == pytest.approx(1.0)
+    assert row["train/train_rollout_logprob_abs_diff_turn_5_to_8"] < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("shifted", "log-probs and tokens are out of step (prompt"),
+        ("unmasked", "tokens to be trained on that are not what was sampled after the tokens before them"),
+    ],
+    ids=["log-probs shifted by one", "observations that are trained on"],
+)
+def test_a_shift_by_one_and_a_wrong_mask_end_a_strict_run(
+    task, name: str, message: str, tmp_path: Path, capsys
+) -> None:
+    flags = [*agent(task, name), "--retokenization", "error", "--output-dir", str(tmp_path / "run")]
+    assert train(flags) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_segments_train_alike_on_one_rank_and_on_two(task, tmp_path: Path) -> None:
+    flags = [*agent(task, "segments"), "--num-steps-per-rollout", "2", "--micro-batch-size", "2"]
+    data = tmp_path / "samples.jsonl"
+    alone = run_here([*flags, "--save-debug-rollout-data", str(data)], tmp_path / "alone")
+    groups = load_samples(data, 4, 4)
+    assert [len(group) for group in groups] != [4] * 4
+    assert [row["train/loss_denominator"] for row in alone] == [8.0, 8.0]  # rollouts
+    assert alone[-1]["rollout/segments"] == pytest.approx(sum(map(len, groups)) / 16)
+    two = run_apart(flags, tmp_path / "two", ranks=2)
+    assert two.returncode == 0, two.stderr[-3000:]
+    for one, other in zip(alone, read_metrics(tmp_path / "two"), strict=True):
+        for name in ("train/grad_norm", "train/loss", "train/entropy_loss", "rollout/raw_reward", "rollout/turns"):
+            if name in one:
+                assert other[name] == pytest.approx(one[name], rel=1e-3, abs=1e-6)
+    again = run_here([*flags, "--load-debug-rollout-data", str(data)], tmp_path / "again")
+    assert [row["train/grad_norm"] for row in again] == [row["train/grad_norm"] for row in alone]
+
+
+def test_a_function_in_slimes_pattern_runs_on_the_local_engine(task, tmp_path: Path) -> None:
+    data = tmp_path / "samples.jsonl"
+    (row,) = run_here([*agent(task, "search"), "--save-debug-rollout-data", str(data)], tmp_path / "run")
+    samples = [sample for group in load_samples(data, 4, 4) for sample in group]
+    assert "rollout/generate_failed" not in row or row["rollout/generate_failed"] == 0.0
+    assert all(sample.retokenized == 0 for sample in samples[1::2])  # those that hand token ids on
+    assert {sample.status.value for sample in samples} == {"completed"}
+    assert row["train/train_rollout_logprob_abs_diff"] < 1e-5
+
+
+def test_failures_cost_their_samples_alone(task, tmp_path: Path, capsys) -> None:
+    (row,) = run_here(agent(task, "unreliable"), tmp_path / "run")
+    assert row["rollout/generate_failed"] == 0.5
+    assert (row["rollout/generate_failed/raised"], row["rollout/generate_failed/size"]) == (4.0, 4.0)
+    assert row["train/loss_denominator"] == 8.0 and row["train/train_rollout_logprob_abs_diff"] < 1e-5
+    assert "8 of 16 samples could not be made and train nothing: " in capsys.readouterr().err
+
+
+def test_a_resumed_run_goes_on_to_the_bit_and_evaluates_with_the_function(task, tmp_path: Path) -> None:
+    evaluation = ["--eval-prompt-data", str(task[1] / "train.jsonl"), "--eval-max-response-len", "4"]
+    flags = [*agent(task, "segments"), "--rollout-precision", "int8", *evaluation]
+    whole = run_here([*flags, "--num-rollout", "2"], tmp_path / "whole")
+    run_here([*flags, "--save", str(tmp_path / "save")], tmp_path / "first")
+    (row,) = run_here([*flags, "--num-rollout", "2", "--load", str(tmp_path / "save")], tmp_path / "resumed")
+    for name in ("rollout/raw_reward", "rollout/response_len", "train/grad_norm", "eval/accuracy"):
+        assert row[name] == whole[-1][name]
+
+
+def test_the_example_of_the_page_runs(task, tmp_path: Path) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "agents.md").read_text(), re.S)
+    (tmp_path / "my_agent.py").write_text(code)
+    flags = [*task[0], "--custom-generate-function-path", f"{tmp_path / 'my_agent.py'}:generate"]
+    (row,) = run_here(flags, tmp_path / "run")
+    assert "rollout/generate_failed" not in row and row["train/train_rollout_logprob_abs_diff"] < 1e-5
