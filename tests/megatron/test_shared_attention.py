@@ -35,7 +35,7 @@ def dense(tree: PrefixTree, filler: int, query: Tensor, key: Tensor, value: Tens
     return F.scaled_dot_product_attention(*rows, attn_mask=torch.tensor(sees), scale=0.3)[0].transpose(0, 1)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(groups, st.integers(0, 3))
 def test_merged_parts_are_a_dense_mask(drawn: list[tuple[list[int], list[list[int]]]], filler: int) -> None:
     tree = tree_of([(prompt, response) for prompt, responses in drawn for response in responses])
@@ -46,11 +46,18 @@ def test_merged_parts_are_a_dense_mask(drawn: list[tuple[list[int], list[list[in
     grads = [torch.autograd.grad((output * weights).sum(), taken) for output in (found, expected)]
     for one, other in zip(*grads, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@settings(max_examples=5, deadline=None)
+@given(groups, st.integers(0, 3))
+def test_blocks_are_a_dense_mask(drawn: list[tuple[list[int], list[list[int]]]], filler: int) -> None:
+    tree = tree_of([(prompt, response) for prompt, responses in drawn for response in responses])
+    query, key, value = (x.detach() for x in inputs(tree.tokens + filler))
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # it is slow where it is not compiled
-        query, key, value = (x.detach() for x in taken)
-        blocks = flexible(flex_attention, query, key, value, block_mask(attention.end_T), 0.3)
-    torch.testing.assert_close(blocks, expected.detach(), rtol=1e-5, atol=1e-5)
+        mask = block_mask(SharedAttention.of(tree, filler).end_T)
+        found = flexible(flex_attention, query, key, value, mask, 0.3)
+    torch.testing.assert_close(found, dense(tree, filler, query, key, value), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("size", [1, 1e4], ids=["scores near 0", "scores beyond float32's exponentials"])

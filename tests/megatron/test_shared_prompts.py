@@ -97,6 +97,7 @@ TOKENS, TOKENS_SPLIT = 31, (5 + 3 + 1 + 3 + 2) + (5 + 3 + 3 + 9 + 1 + 2) + (12 +
             TOKENS,
             id="recomputation",
         ),
+        pytest.param("qwen3", {"recompute_granularity": "selective"}, WHOLE, TOKENS, id="recomputation of attention"),
     ],
 )
 def test_one_process(
@@ -149,6 +150,7 @@ def test_random_groups(engine: Counting, drawn: list[tuple[list[int], list[list[
         (False, "cuda", True, None),
         (True, "cuda", None, "transformer-engine has no attention to a shared prompt"),
     ],
+    ids=["a CPU", "turned off", "a GPU", "a GPU, asked for", "transformer-engine"],
 )
 def test_why_prompts_are_not_shared(
     engine: Counting, transformer_engine: bool, device: str, asked: bool | None, says: str | None
