@@ -9,6 +9,8 @@ DIFFUSION_RUN := runs/diffusion_digits
 MOE_EXAMPLE := data/sort_digits_moe
 MOE_RUN := runs/sort_digits_moe
 MOE_CONFIG := examples/sort_digits_moe/train.yaml
+AGENT_EXAMPLE := data/tool_agent
+AGENT_RUN := runs/tool_agent
 SMOLLM2 := data/smollm2
 SMOLLM2_RUN := runs/smollm2
 SMOLLM2_EXAMPLE := examples.smollm2_reasoning_gym
@@ -17,7 +19,7 @@ SMOLLM2_TASKS := 'chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1' \
 	'basic_arithmetic?min_terms=2&max_terms=2&min_digits=1&max_digits=1&operators=["+","*"]&allow_parentheses=false'
 SEEDS ?= 0
 
-.PHONY: help install data data-smollm2 train train-diffusion train-moe train-smollm2 study study-smollm2 test test-slow test-moe test-faults test-smollm2 test-report diagnose-study sglang-env test-sglang check format docs clean
+.PHONY: help install data data-smollm2 train train-diffusion train-moe train-agent train-smollm2 study study-agent study-smollm2 test test-slow test-moe test-faults test-smollm2 test-report diagnose-study sglang-env test-sglang check format docs clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -64,6 +66,14 @@ $(VENV)/.installed-gym: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[gguf,gym]'
 	touch $@
 
+train-agent: $(AGENT_EXAMPLE)/complete.json  ## Train an agent that calls a calculator, with importance weights per turn
+	@test ! -d $(AGENT_RUN) || { earlier=$(AGENT_RUN)-$$(date +%Y%m%d-%H%M%S); mv $(AGENT_RUN) $$earlier; echo "the earlier run is now $$earlier"; }
+	$(BIN)/python train.py --custom-config-path examples/tool_agent/train.yaml --save-hf $(AGENT_RUN)/hf --output-dir $(AGENT_RUN)
+	$(BIN)/python -m examples.tool_agent.episodes $(AGENT_EXAMPLE)/checkpoint $(AGENT_RUN)/hf
+
+$(AGENT_EXAMPLE)/complete.json: examples/tool_agent/prepare.py | $(VENV)/.installed-gym
+	$(BIN)/python -m examples.tool_agent.prepare --out $(AGENT_EXAMPLE)
+
 train-smollm2: $(VENV)/.installed-gym data-smollm2  ## Train SmolLM2-135M-Instruct on reasoning-gym's arithmetic
 	@test ! -d $(SMOLLM2_RUN) || { earlier=$(SMOLLM2_RUN)-$$(date +%Y%m%d-%H%M%S); mv $(SMOLLM2_RUN) $$earlier; echo "the earlier run is now $$earlier"; }
 	$(BIN)/python train.py --custom-config-path examples/smollm2_reasoning_gym/train.yaml \
@@ -82,6 +92,9 @@ $(SMOLLM2)/prompts/complete.json: | $(VENV)/.installed-gym
 
 study: install $(EXAMPLE)/complete.json  ## Run the study of collapse, all corrections; SEEDS="0 1 2" for the whole grid
 	$(BIN)/python -m examples.collapse_study.run --seeds $(SEEDS)
+
+study-agent: $(AGENT_EXAMPLE)/complete.json  ## Compare weights per token, turn and episode under a stale engine; SEEDS="0 1 2" for all
+	$(BIN)/python -m examples.collapse_study.run --study examples/tool_agent_study --missing --seeds $(SEEDS)
 
 # One run at a time: each takes 6 GB of memory.
 study-smollm2: $(VENV)/.installed-gym $(SMOLLM2)/checkpoint/config.json $(SMOLLM2)/study_prompts/complete.json  ## Run what the study on SmolLM2 lacks; SEEDS="0 1 2" for all

@@ -12,7 +12,7 @@ from examples.collapse_study.cases import ROOT, Grid, Study
 from examples.collapse_study.results import Row, read_table
 from slime_tis.files import atomic_path, write_atomically
 
-STUDIES = (Study(), Study(ROOT / "examples" / "real_model_study"))
+STUDIES = (Study(), *(Study(ROOT / "examples" / name) for name in ("real_model_study", "tool_agent_study")))
 SEEDS = (0, 1, 2)
 """Those of a whole study."""
 END = "<!-- end of table -->\n"
@@ -25,6 +25,7 @@ LOOKS = {
     "standard PPO": ("black", "-"),
     "token TIS": ("tab:blue", "-"),
     "token MIS": ("tab:blue", "--"),
+    "segment TIS": ("tab:cyan", "-"),
     "sequence TIS": ("tab:orange", "-"),
     "sequence MIS": ("tab:orange", "--"),
     "geometric RS + veto": ("tab:green", "-"),

@@ -16,7 +16,7 @@ import random
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -122,6 +122,19 @@ def prepare(out: Path, *, seed: int = 0, example: Example | None = None) -> dict
         "seconds": time.monotonic() - start,
         "example": asdict(example),
     }
+    write_example(out, model, tokenizer, train, held_out, report)
+    return report
+
+
+def write_example(
+    out: Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    train: list[dict[str, Any]],
+    held_out: list[dict[str, Any]],
+    report: dict[str, Any],
+) -> None:
+    """Makes the directory `out`, whole or not at all."""
     out.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))
     try:
@@ -134,10 +147,9 @@ def prepare(out: Path, *, seed: int = 0, example: Example | None = None) -> dict
         os.rename(unfinished, out)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    return report
 
 
-def make_rows(example: Example, seed: int) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+def make_rows(example: Example, seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Training and held-out rows, all of them different."""
     generator = random.Random(seed)
     questions: dict[str, None] = {}
@@ -147,9 +159,9 @@ def make_rows(example: Example, seed: int) -> tuple[list[dict[str, str]], list[d
     return rows[: example.train_prompts], rows[example.train_prompts :]
 
 
-def make_tokenizer(max_length: int) -> PreTrainedTokenizerFast:
+def make_tokenizer(max_length: int, characters: Sequence[str] = CHARACTERS) -> PreTrainedTokenizerFast:
     """A byte-level BPE without merges: every character is a token, and `<bos>` is put before each text."""
-    vocab = {token: index for index, token in enumerate([*SPECIAL_TOKENS, *CHARACTERS])}
+    vocab = {token: index for index, token in enumerate([*SPECIAL_TOKENS, *characters])}
     tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -166,29 +178,43 @@ def make_tokenizer(max_length: int) -> PreTrainedTokenizerFast:
 
 
 def make_model(example: Example, seed: int) -> PreTrainedModel:
+    """The example's model with random weights."""
+    return make_qwen3(
+        vocab_size=len(SPECIAL_TOKENS) + len(CHARACTERS),
+        hidden_size=example.hidden_size,
+        layers=example.layers,
+        experts=example.experts,
+        max_length=2 * example.digits + 44,
+        seed=seed,
+    )
+
+
+def make_qwen3(
+    *, vocab_size: int, hidden_size: int, layers: int, max_length: int, seed: int, experts: int = 0
+) -> PreTrainedModel:
     """A Qwen3 model, dense or a mixture of experts, with random weights."""
     torch.manual_seed(seed)
     sizes: dict[str, Any] = {
-        "vocab_size": len(SPECIAL_TOKENS) + len(CHARACTERS),
-        "hidden_size": example.hidden_size,
-        "intermediate_size": 3 * example.hidden_size,
-        "num_hidden_layers": example.layers,
+        "vocab_size": vocab_size,
+        "hidden_size": hidden_size,
+        "intermediate_size": 3 * hidden_size,
+        "num_hidden_layers": layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": example.hidden_size // 4,
-        "max_position_embeddings": 2 * example.digits + 44,
+        "head_dim": hidden_size // 4,
+        "max_position_embeddings": max_length,
         "pad_token_id": PAD,
         "bos_token_id": BOS,
         "eos_token_id": EOS,
         "dtype": "float32",
     }
     model: PreTrainedModel
-    if example.experts:
+    if experts:
         config = Qwen3MoeConfig(
             **sizes,
-            num_experts=example.experts,
+            num_experts=experts,
             num_experts_per_tok=EXPERTS_PER_TOKEN,
-            moe_intermediate_size=example.hidden_size,
+            moe_intermediate_size=hidden_size,
             norm_topk_prob=True,
             tie_word_embeddings=False,  # SGLang's Qwen3-MoE has an output layer of its own, tied or not
         )
@@ -200,7 +226,7 @@ def make_model(example: Example, seed: int) -> PreTrainedModel:
     return model
 
 
-def answered(rows: list[dict[str, str]], tokenizer: PreTrainedTokenizerFast) -> Tensor:
+def answered(rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerFast) -> Tensor:
     """[rows, tokens] of `<bos>`, prompt, label, `<eos>`: all rows are equally long."""
     texts = [row["prompt"] + row["label"] + "<eos>" for row in rows]
     return torch.tensor(tokenizer(texts)["input_ids"])
@@ -276,7 +302,7 @@ def accuracies(model: PreTrainedModel, tokens: Tensor, digits: int) -> tuple[flo
     return greedy.item(), sampled.item()
 
 
-def write_jsonl(path: Path, rows: list[dict[str, str]]) -> None:
+def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
     """One row a line."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 

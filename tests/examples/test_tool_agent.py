@@ -1,0 +1,153 @@
+"""The example of an agent with a calculator, at a size that runs in seconds: tool, data, and a run of two steps."""
+
+import random
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from examples.collapse_study.cases import Grid, Study
+from examples.sort_digits.prepare import make_tokenizer
+from examples.tool_agent import agent, episodes, prepare
+from examples.tool_agent.calculator import calculate
+from slime_tis.cli.arguments import configure
+from slime_tis.rollout.sample import Sample
+from tests.runs import ROOT, run_here
+
+HERE = ROOT / "examples" / "tool_agent"
+SMALL = prepare.Example(
+    train_prompts=64,
+    eval_prompts=8,
+    hidden_size=32,
+    layers=2,
+    transcripts=64,
+    batch_size=16,
+    accuracy=(0.0, 1.0),
+    copied=0.0,
+)
+ROW = {"prompt": "47+38-62>", "label": "23"}
+
+
+@pytest.mark.parametrize(
+    ("call", "result"),
+    [
+        ("47+38", "85"),
+        ("-85-62", "-147"),
+        ("0-0", "0"),
+        ("999999+999999", "1999998"),
+        ("", "!"),
+        ("47", "!"),
+        ("47+", "!"),
+        ("1+2+3", "!"),
+        ("47*38", "!"),
+        ("1000000+1", "!"),
+        ("٣+٤", "!"),
+        ("__import__('os')", "!"),
+        ("9" * 1_000_000, "!"),
+    ],
+    ids=lambda value: repr(value)[:20],
+)
+def test_the_calculator_knows_one_operation(call: str, result: str) -> None:
+    assert calculate(call) == result
+
+
+@pytest.mark.parametrize(
+    ("probability", "text", "sampled"),
+    [
+        ((1.0, 1.0, 1.0), "<bos>47+38-62>?47+38=85;?85-62=23;!23<eos>", "?47+38=?85-62=!23<eos>"),
+        ((0.0, 1.0, 0.0), "<bos>47+38-62>?47+38=85;!23<eos>", "?47+38=!23<eos>"),
+        ((1.0, 0.0, 0.0), "<bos>47+38-62>!23<eos>", "!23<eos>"),
+    ],
+    ids=["every call", "one call", "no call"],
+)
+def test_a_transcript_calls_until_it_answers(probability: tuple[float, ...], text: str, sampled: str) -> None:
+    tokenizer = make_tokenizer(prepare.MAX_LENGTH, prepare.CHARACTERS)
+    found = prepare.transcript(ROW, tokenizer, probability, random.Random(0))
+    assert tokenizer.decode(found.tokens) == text
+    own = [token for token, is_sampled in zip(found.tokens, found.sampled, strict=True) if is_sampled]
+    assert tokenizer.decode(own) == sampled
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"),
+    [
+        ("?47+38=85;?85-62=23;!23<eos>", 1.0),
+        ("!23", 1.0),
+        ("!24!23<eos>", 1.0),
+        ("!24<eos>", 0.0),
+        ("?47+38=85;", 0.0),
+        ("!<eos>", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_the_last_answer_is_scored(response: str, reward: float) -> None:
+    entry = {"question": "47 + 38 - 62 =", "answer": "23", "metadata": {}}
+    metadata = {"dataset": "chain_sum", "config": prepare.CONFIG, "entry": entry, "answer": "text"}
+    assert agent.correct(Namespace(), Sample(response=response, metadata=metadata)) == reward
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What prepare.py makes, below a directory of its own."""
+    root = tmp_path_factory.mktemp("agent")
+    prepare.prepare(root / "data" / "tool_agent", example=SMALL)
+    (root / "examples").symlink_to(ROOT / "examples")
+    return root
+
+
+def test_it_trains_for_two_steps(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(data)
+    flags = ["--custom-config-path", str(HERE / "train.yaml"), "--num-rollout", "2", "--rollout-batch-size", "4"]
+    flags += ["--eval-interval", "2", "--no-progress", "--no-summary-plot", "--lr-warmup-iters", "1"]
+    rows = run_here(flags, tmp_path)
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    for row in rows[1:]:
+        assert row["rollout/retokenized"] == 0 and row["rollout/generate_failed"] == 0
+        assert 1e-9 < row["train/mismatch_k3_kl"] < 0.1
+        assert 1 <= row["rollout/turns"] <= agent.MAX_CALLS + 1
+
+
+def test_both_recipes_are_command_lines_that_are_accepted(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(data)
+    for name in ("train.yaml", "sglang.yaml"):
+        found = configure(["--custom-config-path", str(HERE / name)], {})
+        given = yaml.safe_load((HERE / name).read_text())
+        assert found.rollout.custom_generate_function_path == given["custom_generate_function_path"]
+
+
+def test_every_case_of_the_comparison_is_a_command_line_that_is_accepted(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(data)
+    study = Study(ROOT / "examples" / "tool_agent_study")
+    found = {
+        (case.scenario, case.correction): configure(case.command(study.runs / case.name), {})
+        for case in Grid.load(study).cases([0])
+    }
+    assert {key: got.correction.tis_level for key, got in found.items() if got.correction.use_tis} == {
+        ("stale fp8", f"{level} TIS"): level for level in ("token", "segment", "sequence")
+    }
+    assert [got.correction.corrects for got in found.values()].count(False) == 2
+
+
+def test_episodes_are_printed_with_their_calls(
+    data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = data / "data" / "tool_agent"
+    flags = [str(directory / "checkpoint"), "--prompts", str(directory / "eval.jsonl"), "--each", "2"]
+    monkeypatch.setattr("sys.argv", ["episodes", *flags])
+    episodes.main()
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.startswith(f"{directory / 'checkpoint'}: accuracy 0.") and head.endswith(" calls per episode")
+    assert len(lines) == 2 and all(">" in line for line in lines)
+
+
+def test_rows_are_questions_of_two_to_four_numbers_and_no_question_is_held_out_and_trained_on() -> None:
+    train, held_out = prepare.make_rows(SMALL, seed=0)
+    assert (len(train), len(held_out)) == (64, 8)
+    assert not {row["prompt"] for row in train} & {row["prompt"] for row in held_out}
+    for row in train:
+        first, operations = prepare.split_expression(row["prompt"].removesuffix(">"))
+        assert 1 <= len(operations) <= 3
+        assert int(first) + sum(map(int, operations)) == int(row["label"])
