@@ -72,6 +72,7 @@ from slime_tis.rollout.metrics import rollout_metrics
 from slime_tis.rollout.prefetch import BATCH, Prefetcher
 from slime_tis.rollout.prompts import PromptDataset
 from slime_tis.rollout.rewards import assign_rewards, build_reward, check_prompts
+from slime_tis.rollout.rollout_function import CustomRollout, build_rollout_function, load_rollout_function
 from slime_tis.rollout.sample import Prompt, Sample
 from slime_tis.rollout.sampling_masks import check_sampling_masks, require_sampling_masks
 from slime_tis.rollout.slime_client import LOCAL_ADDRESS
@@ -133,6 +134,12 @@ def sample(run: Run) -> tuple[list[list[Sample]], dict[str, float]]:
         if rollout.truncates_sampling and not rollout.allow_truncation_bias:
             require_sampling_masks(path, groups)
         found = Collected(groups=groups, sampled=groups)
+    elif run.own_rollout is not None:
+        with run.timer("generate"):
+            groups, extra = run.own_rollout(run.rollout_id)
+        with run.timer("reward"):
+            assign_rewards(groups, run.reward)
+        found = Collected(groups=groups, sampled=groups, metrics=extra)
     else:
         found = collect(
             scored_batches(run),
@@ -140,11 +147,12 @@ def sample(run: Run) -> tuple[list[list[Sample]], dict[str, float]]:
             run.hooks.judge,
             max_batches=rollout.dynamic_sampling_max_batches,
         )
+    if loop.load_debug_rollout_data is None:
         run.hooks.filter_samples(found.groups)
         run.hooks.process_all(found.sampled, run.data_source)
         if loop.save_debug_rollout_data is not None and run.parallel.is_main:
             save_samples(loop.save_debug_rollout_data.format(rollout_id=run.rollout_id), found.groups)
-    metrics = rollout_metrics(found.groups, run.learner.step) | found.metrics
+    metrics = found.metrics | rollout_metrics(found.groups, run.learner.step)
     if not run.hooks.logs_rollout(run.rollout_id, found.groups, found.metrics, time.monotonic() - start):
         metrics = {}
     return found.groups, metrics | run.sampler.metrics()
@@ -299,6 +307,8 @@ class Run:
     prefetcher: Prefetcher
     """Takes prompts from the data and has them answered ahead of training."""
     reward: Callable[[list[Sample]], list[float]]
+    own_rollout: CustomRollout | None
+    """The user's function for whole rollouts, in place of the prefetcher."""
     hooks: RolloutHooks
     data_source: object
     """Of the prompts, for the user's functions."""
@@ -335,6 +345,8 @@ def set_up(arguments: Arguments, parallel: Parallel, interrupts: Interrupts, ope
     timer = Timer()
     if rollout.custom_generate_function_path is not None:
         load_generate_function(rollout.custom_generate_function_path)
+    if rollout.rollout_function_path is not None:
+        load_rollout_function(rollout.rollout_function_path)
 
     identity = Identity(options=effective_config(arguments), model=model_identity(megatron.hf_checkpoint))
     resumed = find_resume_point(megatron, identity, is_main=parallel.is_main)
@@ -409,6 +421,15 @@ def set_up(arguments: Arguments, parallel: Parallel, interrupts: Interrupts, ope
         version=lambda: sampler.weight_version,
         address=sampler.http_address or LOCAL_ADDRESS,
     )
+    own_rollout = build_rollout_function(
+        rollout,
+        arguments.namespace,
+        tokenizer,
+        dataset,
+        sizes=sizes,
+        version=lambda: sampler.weight_version,
+        address=sampler.http_address,
+    )
     rounder = WeightRounder(rollout.weight_update_rounding, megatron.seed)
     updates = WeightUpdates(rounder, sampler.weight_precision, samples_all=rollout.check_weight_sync)
 
@@ -482,6 +503,7 @@ def set_up(arguments: Arguments, parallel: Parallel, interrupts: Interrupts, ope
             arguments, dataset, sampler, generate, 0 if resumed is None else first_batch(resumed)
         ),
         reward=reward,
+        own_rollout=own_rollout,
         hooks=hooks,
         data_source=dataset if isinstance(dataset, PromptDataset) else dataset.source,
         learner=learner,

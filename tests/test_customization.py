@@ -59,6 +59,18 @@ def test_the_data_source_shown_is_taken_up_where_it_was(task: list[str], tmp_pat
     assert prompts(2) == [9, 10, 11, 12]
 
 
+def test_the_rollout_shown_is_trained_on_and_resumed(task: list[str], tmp_path: Path) -> None:
+    flags = [*task, "--rollout-function-path", "my_rollout.py:generate_rollout", "--num-rollout", "3"]
+    rows = run_here([*flags, "--save", "save", "--save-interval", "2"], tmp_path / "run")
+    assert [row["rollout/response_len"] for row in rows] == [3, 3, 3]
+    assert rows[0]["rollout/teacher"] == 1 and rows[0]["train/loss_denominator"] == 16
+    assert rows[0]["train/mismatch_training_log_ppl"] != rows[0]["train/mismatch_rollout_log_ppl"] == 2.0
+    (tmp_path / "load").mkdir()
+    (tmp_path / "load" / "iter_0000002").symlink_to(tmp_path / "save" / "iter_0000002")
+    (resumed,) = run_here([*flags, "--load", "load"], tmp_path / "resumed")[-1:]
+    assert training_metrics(resumed) == training_metrics(rows[2])
+
+
 def objective(run: Run, *flags: str, name: str, step: int = 1) -> dict[str, float]:
     """The metrics of a step, the first or the second of a rollout of two."""
     return training_metrics(run("--num-rollout", "1", "--num-steps-per-rollout", "2", *flags, name=name)[step])

@@ -210,9 +210,8 @@ GROUPS = {
         "rollout_engine rollout_precision rollout_router_bits weight_update_rounding update_weights_interval "
         "check_weight_sync weight_sync_bound rollout_lookahead max_weight_staleness partial_rollout "
         "over_sampling_batch_size custom_generate_function_path generate_concurrency generate_timeout retokenization "
-        "dynamic_sampling_filter_path dynamic_sampling_max_batches "
-        "rollout_sample_filter_path rollout_all_samples_process_path custom_rollout_log_function_path "
-        "rollout_batch_size n_samples_per_prompt rollout_max_prompt_len "
+        "dynamic_sampling_filter_path dynamic_sampling_max_batches rollout_function_path rollout_sample_filter_path "
+        "rollout_all_samples_process_path custom_rollout_log_function_path rollout_batch_size n_samples_per_prompt rollout_max_prompt_len "
         "rollout_max_response_len rollout_max_context_len"
     ),
     "SGLang servers": (
@@ -284,10 +283,9 @@ METAVARS = {
     "FILE": "prompt_data save_debug_rollout_data save_debug_train_data load_debug_rollout_data",
     "FILE.yaml": "custom_config_path",
     "FUNCTION": "custom_rm_path custom_generate_function_path custom_tis_function_path dynamic_sampling_filter_path "
-    "rollout_sample_filter_path "
-    "rollout_all_samples_process_path custom_reward_post_process_path custom_rollout_log_function_path "
-    "custom_eval_rollout_log_function_path data_source_path custom_loss_function_path custom_advantage_function_path "
-    "custom_pg_loss_reducer_function_path",
+    "rollout_sample_filter_path rollout_all_samples_process_path custom_reward_post_process_path "
+    "custom_rollout_log_function_path custom_eval_rollout_log_function_path data_source_path rollout_function_path "
+    "custom_loss_function_path custom_advantage_function_path custom_pg_loss_reducer_function_path",
     "KEY": "input_key label_key metadata_key eval_input_key eval_label_key reward_key eval_reward_key",
     "[NAME] PATH": "eval_prompt_data",
     "ID": "rollout_stop_token_ids",
@@ -591,10 +589,20 @@ def _check_hooks(arguments: Arguments) -> None:
         "--rollout-shuffle": arguments.rollout.rollout_shuffle,
         "--load-debug-rollout-data": arguments.loop.load_debug_rollout_data is not None,
     }
+    rollout = arguments.rollout
+    of_engine = {
+        "--custom-generate-function-path": rollout.custom_generate_function_path is not None,
+        "--dynamic-sampling-filter-path": rollout.dynamic_sampling_filter_path is not None,
+        "--partial-rollout": rollout.partial_rollout,
+        "--rollout-lookahead": rollout.rollout_lookahead > 0,
+        "--use-rollout-routing-replay": rollout.use_rollout_routing_replay,
+        "--load-debug-rollout-data": arguments.loop.load_debug_rollout_data is not None,
+    }
     shapes = arguments.rollout.custom_reward_post_process_path is not None
     for path, used, without in (
         ("--custom-reward-post-process-path", shapes, estimates),
         ("--custom-advantage-function-path", policy.custom_advantage_function_path is not None, of_sample),
+        ("--rollout-function-path", rollout.rollout_function_path is not None, of_engine),
         ("--data-source-path", arguments.rollout.data_source_path is not None, of_file),
         ("--loss-type custom_loss", policy.loss_type == "custom_loss", of_loss),
     ):

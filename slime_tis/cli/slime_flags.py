@@ -221,7 +221,7 @@ ADVICE = (
         "use --max-tokens-per-gpu, and --log-probs-chunk-size for the memory of the logits",
     ),
     Advice(
-        "--rollout-function-path --eval-function-path "
+        "--eval-function-path "
         "--disable-rollout-global-dataset --rollout-task-type --rollout-buffer-url --fetch-trajectory-retry-times "
         "--min-batch-collection-ratio --load-forge-rollout-data --use-distributed-post --http-proxy",
         "responses come from prompt files and the rollout engine",

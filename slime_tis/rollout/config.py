@@ -113,6 +113,10 @@ class RolloutConfig:
     """Largest mean absolute difference of the probe's log-probs under check_weight_sync; unset chooses by the engines'
     precision and the length of the probe, 0.18 for bf16 and 512 tokens."""
 
+    rollout_function_path: str | None = None
+    """Function of your own that makes whole rollouts in place of the rollout engine, as pkg.module.function or
+    path/file.py:function; evaluation is by the engine."""
+
     data_source_path: str | None = None
     """Class of your own that gives the training prompts in place of the file prompt_data, which it may read; as
     pkg.module.Class or path/file.py:Class."""

@@ -18,6 +18,7 @@ LANDINGS = [
     ("--loss-type custom_loss --custom-loss-function-path a.f", "policy", "custom_loss_function_path", "a.f"),
     ("--loss-type policy_loss", "policy", "loss_type", "policy_loss"),
     ("--data-source-path a.py:C", "rollout", "data_source_path", "a.py:C"),
+    ("--rollout-function-path a.py:f", "rollout", "rollout_function_path", "a.py:f"),
     ("--dynamic-sampling-filter-path a.py:f", "rollout", "dynamic_sampling_filter_path", "a.py:f"),
     ("--custom-generate-function-path a.py:f", "rollout", "custom_generate_function_path", "a.py:f"),
     (

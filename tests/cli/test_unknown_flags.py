@@ -213,7 +213,7 @@ def test_flags_that_contradict_config_json_are_refused_with_both_values(line, me
         ("--rotary-base", None),
         ("--swiglu", None),
         ("--vocab-size", None),
-        ("--rollout-function-path", None),
+        ("--custom-megatron-before-train-step-hook-path", None),
         ("--" + "x" * 100_000, None),
     ],
 )
