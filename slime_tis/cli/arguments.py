@@ -211,7 +211,8 @@ GROUPS = {
         "check_weight_sync weight_sync_bound rollout_lookahead max_weight_staleness partial_rollout "
         "over_sampling_batch_size custom_generate_function_path generate_concurrency generate_timeout retokenization "
         "dynamic_sampling_filter_path dynamic_sampling_max_batches rollout_function_path rollout_sample_filter_path "
-        "rollout_all_samples_process_path custom_rollout_log_function_path rollout_batch_size n_samples_per_prompt rollout_max_prompt_len "
+        "rollout_all_samples_process_path custom_rollout_log_function_path rollout_batch_size "
+        "n_samples_per_prompt rollout_max_prompt_len "
         "rollout_max_response_len rollout_max_context_len"
     ),
     "SGLang servers": (
