@@ -265,6 +265,18 @@ def _absorbed(metrics: Mapping[str, float], correction: RolloutCorrectionConfig)
     )
 
 
+def _retokenized(metrics: Mapping[str, float], correction: RolloutCorrectionConfig) -> Finding | None:
+    share = metrics["rollout/retokenized"]
+    if not share > 0:
+        return None
+    return Finding(
+        metric="rollout/retokenized",
+        value=share,
+        message="the generate function gives tokens to be trained on that are not those that the engine sampled; hand "
+        "on token ids instead of text (docs/agents.md).",
+    )
+
+
 RULES = {
     "rejection": _Rule(find=_rejection, after=2),
     "effective_samples": _Rule(find=_effective_samples, after=2),
@@ -276,6 +288,7 @@ RULES = {
     "constant_reward": _Rule(find=_constant_reward, after=1),
     "staleness": _Rule(find=_staleness, after=1),
     "mismatch": _Rule(find=_mismatch, after=2),
+    "retokenized": _Rule(find=_retokenized, after=1),
     "absorbed_updates": _Rule(find=_absorbed, after=3),
 }
 """Rules by the name of their finding, health/NAME in the metrics."""

@@ -116,8 +116,9 @@ def to_dict(sample: Sample) -> dict[str, Any]:
             row["prompt_row"]["token_ids"] = None
         if sample.metadata == sample.prompt_row.metadata:
             row["metadata"] = {}
+    row["loss_mask"] = sample.loss_mask or []  # None before there is a response
     row["rollout_log_probs"] = [
-        value if value is not None and math.isfinite(value) else None for value in sample.rollout_log_probs
+        value if value is not None and math.isfinite(value) else None for value in sample.rollout_log_probs or []
     ]
     return row
 

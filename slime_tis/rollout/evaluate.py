@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from slime_tis.rollout.custom_generate import GenerateFunction, settle
 from slime_tis.rollout.engine import RolloutEngine
-from slime_tis.rollout.metrics import mean_parts
+from slime_tis.rollout.metrics import has_status, mean_parts, rollout_reward
 from slime_tis.rollout.prompts import load_prompts
 from slime_tis.rollout.rewards import assign_rewards
-from slime_tis.rollout.sample import Prompt, Sample, SampleStatus, Sampling
+from slime_tis.rollout.sample import Prompt, Sample, SampleStatus, Sampling, by_rollout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -73,16 +73,17 @@ def answer(
 
 
 def accuracy_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Means over scored answers.
+    """Means over scored answers; the segments of one are put together.
 
     Returns:
         accuracy: mean reward, which is the share of right answers where the reward is 0 or 1;
         response_length: mean tokens of a response; truncated_fraction: share that the length limit ended;
         reward/KEY: mean of each number of rewards that are dicts.
     """
+    answers = by_rollout(samples)
     return {
-        "accuracy": sum(sample.reward or 0.0 for sample in samples) / len(samples),
-        "response_length": sum(sample.response_length for sample in samples) / len(samples),
-        "truncated_fraction": sum(sample.status is SampleStatus.TRUNCATED for sample in samples) / len(samples),
+        "accuracy": sum(map(rollout_reward, answers)) / len(answers),
+        "response_length": sum(sample.effective_response_length for sample in samples) / len(answers),
+        "truncated_fraction": sum(has_status(answer, SampleStatus.TRUNCATED) for answer in answers) / len(answers),
         **{f"reward/{key}": value for key, value in mean_parts(samples).items()},
     }

@@ -28,7 +28,7 @@ def parallel(checkpoint: Path) -> Iterator[Parallel]:
 
 def training_log_probs(engine: TrainingEngine, samples: list[Sample]) -> list[torch.Tensor]:
     batch = make_batch(
-        [sample.token_ids for sample in samples],
+        [sample.tokens for sample in samples],
         [sample.loss_mask for sample in samples],
         [sample.rollout_log_probs for sample in samples],
         [sample.weight_versions for sample in samples],
