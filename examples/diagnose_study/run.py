@@ -180,10 +180,12 @@ def _confusion(rows: Sequence[Row]) -> list[str]:
 
 
 def _forms(rows: Sequence[Row]) -> list[str]:
-    lines = ["| rounding to | named bf16 | bf16 or int8 | fp8 | another cause |", "|---|---|---|---|---|"]
+    lines = ["| rounding to | named bf16 | int8 | bf16 or int8 | fp8 | another cause |", "|---|---|---|---|---|---|"]
     for form in ("bf16", "int8", "fp8"):
         found = [row for row in rows if row.right_detail == form]
-        named = [sum(row.right and row.detail == name for row in found) for name in ("bf16", "bf16 or int8", "fp8")]
+        named = [
+            sum(row.right and row.detail == name for row in found) for name in ("bf16", "int8", "bf16 or int8", "fp8")
+        ]
         lines.append(f"| {form} | {' | '.join(map(str, named))} | {sum(not row.right for row in found)} |")
     return lines
 

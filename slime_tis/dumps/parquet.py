@@ -149,7 +149,11 @@ def _table(group: Any, described: dict[str, Any]) -> TokenTable:
             width = int(np.prod(shape, dtype=np.int64))
             if not np.array_equal(_lengths(group, name), lengths * width):
                 raise ValueError(f"{name} and rollout_log_prob differ in length.")
-            columns[name] = _values(group, name, dtype).reshape(-1, *shape) if width else np.zeros((0, *shape), dtype)
+            columns[name] = (
+                _values(group, name, dtype).reshape(-1, *shape)
+                if width
+                else np.zeros((int(lengths.sum()), *shape), dtype)
+            )
     for name, dtype in SAMPLE_COLUMNS.items():
         if name in group.column_names:
             columns[name] = cast(group[name].to_numpy(), dtype, name)

@@ -123,8 +123,9 @@ def _sample(
         column = getattr(table, name)
         if column is not None and np.isfinite(column[i]):
             values[name] = column[i].item()
-    if table.advantage is not None and valid.any():
-        values["advantage"] = float(np.nanmean(table.advantage[rows][valid]))
+    advantages = np.zeros(0) if table.advantage is None else table.advantage[rows][valid]
+    if np.isfinite(advantages).any():
+        values["advantage"] = float(advantages[np.isfinite(advantages)].mean(dtype=np.float64))
     characters = MAX_CHARACTERS // len(table)
     values["prompt"] = _prompt(table, i, decode, min(characters, MAX_PROMPT))
     text, most = table.text[i] if table.text is not None else "", min(characters, MAX_TEXT)
