@@ -1,6 +1,6 @@
 """Episodes of several turns on the local engine: continuous batching against static batches of the same tokens.
 
-    python -m benchmarks.continuous_batching --rounds 5
+    python -m benchmarks.continuous_batching --rounds 3
 
 Episodes of uneven length and several turns, each turn an answer of a planned length and an observation, on a
 random Llama. Contenders, interleaved in every round, in seconds of CPU time of one thread:
@@ -161,9 +161,9 @@ CONTENDERS: dict[str, Callable[[LocalEngine, Sequence[Episode]], int]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--episodes", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--dry-run", action="store_true", help="append no rows")
     given = parser.parse_args()
     torch.set_num_threads(1)

@@ -11,7 +11,7 @@ least recently is taken, and where every slot is in use, the newest request wait
 
 What a request samples follows from its input, its uniforms and the weights, whatever else is in the batch.
 
-Shapes: A decoding slots, B rows of a pass, T its columns, V vocabulary, suffix _N one value per token that is fed.
+Shapes: A decoding slots, B rows of a pass, T its columns, V vocabulary, suffix _T one value per token that is fed.
 """
 
 from __future__ import annotations
@@ -438,25 +438,23 @@ class ContinuousBatching:
         positions_BT = starts_B.to(device)[:, None] + torch.arange(columns, device=device)
         lengths = [len(slot.tokens) + len(tokens) for slot, tokens in zip(slots, fed, strict=True)]
         if columns == 1:
-            row_N = torch.arange(len(fed), device=device)
-            column_N = torch.zeros_like(row_N)
+            row_T = torch.arange(len(fed), device=device)
+            column_T = torch.zeros_like(row_T)
         else:
             padding_B = torch.tensor([columns - len(tokens) for tokens in fed], device=device)
-            row_N, column_N = (torch.arange(columns, device=device) >= padding_B[:, None]).nonzero(as_tuple=True)
+            row_T, column_T = (torch.arange(columns, device=device) >= padding_B[:, None]).nonzero(as_tuple=True)
             positions_BT = positions_BT.clamp(min=0)  # of padding, which attends to the first token
         self._cache.window = Window(
             first=first,
             slots=len(fed),
             length=max(lengths),
-            row_N=row_N,
-            column_N=column_N,
-            slot_N=row_N + first,
-            position_N=positions_BT[row_N, column_N],
+            row_T=row_T,
+            column_T=column_T,
+            slot_T=row_T + first,
+            position_T=positions_BT[row_T, column_T],
         )
-        allowed_BTL = torch.arange(max(lengths), device=device) <= positions_BT[:, :, None]
-        mask = torch.zeros(allowed_BTL.shape, dtype=self._model.dtype, device=device).masked_fill_(
-            ~allowed_BTL, -torch.inf
-        )
+        allowed = torch.arange(max(lengths), device=device) <= positions_BT[:, :, None]
+        mask = torch.zeros(allowed.shape, dtype=self._model.dtype, device=device).masked_fill_(~allowed, -torch.inf)
         with self._recorder or nullcontext():
             output = model(
                 input_ids=ids_BT,

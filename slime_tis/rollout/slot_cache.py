@@ -1,6 +1,6 @@
 """A key/value cache of sequences of uneven length, each in a slot of its own, in transformers' cache interface.
 
-Shapes: suffix _N one value per token that a forward pass feeds, padding left out.
+Shapes: suffix _T one value per token that a forward pass feeds, packed.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class Window:
     """Number of slots, the rows of the pass."""
     length: int
     """Tokens of the longest sequence, those of this pass included."""
-    row_N: Tensor
+    row_T: Tensor
     """Row of each token in the pass."""
-    column_N: Tensor
+    column_T: Tensor
     """Its column in the pass."""
-    slot_N: Tensor
+    slot_T: Tensor
     """Its slot."""
-    position_N: Tensor
+    position_T: Tensor
     """Its position in the sequence."""
 
 
@@ -64,7 +64,7 @@ class SlotTensor:
             # Zeros, for attention multiplies what is masked by 0, and memory as it comes may hold NaN.
             self._data = states.new_zeros(shape)
         states, data = states.movedim(self._token_dim, 1), self._data.movedim(self._token_dim, 1)
-        data[window.slot_N, window.position_N] = states[window.row_N, window.column_N]
+        data[window.slot_T, window.position_T] = states[window.row_T, window.column_T]
 
     def read(self, first: int, slots: int, length: int) -> Tensor:
         """A view of the first tokens of some slots."""
