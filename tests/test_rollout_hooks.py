@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from slime_tis.cli.main import train
+from slime_tis.rollout.dump import load_samples
 from tests.conftest import Run
 from tests.runs import run_apart, run_here, training_metrics
 
@@ -29,11 +30,8 @@ def parity(tmp_path: Path) -> list[str]:
 
 def prompts_of(pattern: Path, rollouts: int) -> list[list[str]]:
     """The prompts of each dumped rollout."""
-    rows = [
-        [json.loads(line) for line in Path(str(pattern).format(rollout_id=number)).read_text().splitlines()]
-        for number in range(rollouts)
-    ]
-    return [[row["prompt"]["text"] for row in of_rollout[::4]] for of_rollout in rows]
+    paths = [str(pattern).format(rollout_id=number) for number in range(rollouts)]
+    return [[group[0].prompt_text for group in load_samples(path, 4, 4)] for path in paths]
 
 
 def test_dropped_prompts_are_replaced_in_the_order_of_the_data(run: Run, parity: list[str], tmp_path: Path) -> None:
