@@ -19,7 +19,7 @@ SMOLLM2_TASKS := 'chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1' \
 	'basic_arithmetic?min_terms=2&max_terms=2&min_digits=1&max_digits=1&operators=["+","*"]&allow_parentheses=false'
 SEEDS ?= 0
 
-.PHONY: help install data data-smollm2 train train-diffusion train-moe train-agent train-smollm2 study study-agent study-smollm2 test test-slow test-moe test-faults test-smollm2 test-report diagnose-study sglang-env test-sglang check format docs clean
+.PHONY: help install data data-smollm2 train train-diffusion train-moe train-agent train-smollm2 study study-agent study-smollm2 test test-slow test-moe test-faults test-smollm2 test-kernels test-report diagnose-study sglang-env test-sglang check format docs clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -118,6 +118,14 @@ test-faults: $(VENV)/.installed-diffusion  ## Run the fault tests: hostile input
 
 test-smollm2: $(VENV)/.installed-gym  ## Download and convert SmolLM2-135M, and train it for two steps
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/smollm2 -rs
+
+# triton beside the environment, not in it: no other program finds it, and torch and Megatron behave as without it.
+$(VENV)/.installed-triton: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VENV)/triton --constraint constraints.txt triton
+	touch $@
+
+test-kernels: $(VENV)/.installed-triton  ## Run the tests of the fused kernels, in Triton's interpreter where there is no GPU
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 PYTHONPATH=$(VENV)/triton $(BIN)/python -m pytest tests/kernels -rs
 
 test-report: install  ## Open the report page in a headless browser; skipped where there is no chromium
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/browser -rs

@@ -41,6 +41,40 @@ class Chunk:
         return (self.sequence_R * LONGEST_SEQUENCE + self.offset_R).argsort()
 
 
+@dataclass(frozen=True)
+class PackedChunk:
+    """Some whole sequences of a batch, as packed tokens and the rows that they lie in."""
+
+    train_N: Tensor
+    """Log-probs of the training policy; what follows the chunk's last token is of other sequences, or padding."""
+    rollout_N: Tensor
+    """Log-probs of the rollout policy; NaN where the sample has none."""
+    mask_N: Tensor
+    """Of any dtype, nonzero at the tokens of the loss."""
+    rows: "Rows"
+    """Where the sequences lie."""
+    first: int
+    """Number of the chunk's first sequence in the batch."""
+
+    @property
+    def working_dtype(self) -> torch.dtype:
+        """What the correction is computed in: float32, or float64 where log-probs are."""
+        return torch.promote_types(torch.promote_types(self.train_N.dtype, self.rollout_N.dtype), torch.float32)
+
+    def blocks(self) -> Chunk:
+        """The chunk as blocks, in the working precision."""
+        rows, working = self.rows, self.working_dtype
+        return Chunk(
+            train_RK=rows.to_blocks(self.train_N).to(working),
+            rollout_RK=rows.to_blocks(self.rollout_N).to(working),
+            mask_RK=rows.mask_foreign_(_indicator(rows.to_blocks(self.mask_N), working)),
+            sequence_R=rows.owner_R,
+            offset_R=rows.offset_R,
+            first=self.first,
+            count=rows.end_S.numel(),
+        )
+
+
 class Rows:
     """Which rows of K tokens the sequences of a chunk lie in.
 
@@ -58,17 +92,18 @@ class Rows:
             width: K.
             aligned: Whether every row is one sequence's alone.
         """
-        self._end_S, self._length_S, self._width = end_S, length_S, width
+        self.end_S, self.length_S, self.width = end_S, length_S, width
         self.tokens, self.aligned = tokens, aligned
-        self._rows = max(-(-tokens // width), 1)
-        self.padded_len = self._rows * width
+        self.full_rows = max(-(-tokens // width), 1)
+        """Number of rows without the boundary rows."""
+        self.padded_len = self.full_rows * width
         """Tokens that the rows hold: the last row may end after the chunk's last token."""
         device, count = end_S.device, end_S.numel()
-        start_S = self._end_S - self._length_S
+        self.start_S = start_S = end_S - length_S
         row_starts = torch.arange(0, self.padded_len, width, device=device)
-        owner_R = torch.searchsorted(self._end_S, row_starts, right=True).clamp_max_(count - 1)
+        owner_R = torch.searchsorted(self.end_S, row_starts, right=True).clamp_max_(count - 1)
         if not self.aligned:
-            self._boundary_S = start_S.div(width, rounding_mode="floor").clamp_max_(self._rows - 1)
+            self._boundary_S = start_S.div(width, rounding_mode="floor").clamp_max_(self.full_rows - 1)
             boundary = self._boundary_S * width
             row_starts = torch.cat([row_starts, torch.where(boundary < start_S, boundary, boundary - width)])
             owner_R = torch.cat([owner_R, torch.arange(count, device=device)])
@@ -78,21 +113,24 @@ class Rows:
         """Where in its sequence the row begins, in tokens; below 0 where another sequence's tokens come first."""
 
     def to_blocks(self, flat_N: Tensor) -> Tensor:
-        """Tokens of the chunk as blocks [R, K], with the rows that sequences begin in twice."""
-        rows = flat_N.view(self._rows, self._width)
+        """Tokens of the chunk as blocks [R, K], with the rows that sequences begin in twice; a view where it can be."""
+        gap = self.padded_len - flat_N.numel()
+        if gap > 0:
+            flat_N = torch.cat([flat_N, flat_N.new_zeros(gap)])
+        rows = flat_N.view(self.full_rows, self.width)
         return rows if self.aligned else torch.cat([rows, rows.index_select(0, self._boundary_S)])
 
     def mask_foreign_(self, mask_RK: Tensor) -> Tensor:
         """Clears a mask, in place, at tokens of another sequence than the row's owner: each token counts once."""
         if self.aligned:
             return mask_RK
-        column = torch.arange(self._width, device=mask_RK.device)
-        rows, boundary_rows = mask_RK[: self._rows], mask_RK[self._rows :]
+        column = torch.arange(self.width, device=mask_RK.device)
+        rows, boundary_rows = mask_RK[: self.full_rows], mask_RK[self.full_rows :]
         rows.view(-1)[self.tokens :].zero_()
-        position = self.offset_R[self._rows :, None] + column
-        boundary_rows.mul_((position >= 0) & (position < self._length_S[:, None]))
+        position = self.offset_R[self.full_rows :, None] + column
+        boundary_rows.mul_((position >= 0) & (position < self.length_S[:, None]))
         owner_S = self.owner_R.index_select(0, self._boundary_S)
-        left_S = self._end_S.index_select(0, owner_S) - self._boundary_S * self._width
+        left_S = self.end_S.index_select(0, owner_S) - self._boundary_S * self.width
         rows.index_copy_(0, self._boundary_S, rows.index_select(0, self._boundary_S) * (column < left_S[:, None]))
         return mask_RK
 
@@ -101,8 +139,8 @@ class Rows:
         if self.aligned:
             return blocks_RK.view(-1)
         numbers = blocks_RK.view(torch.uint8) if blocks_RK.dtype == torch.bool else blocks_RK
-        numbers[: self._rows].index_add_(0, self._boundary_S, numbers[self._rows :])
-        return blocks_RK[: self._rows].view(-1)
+        numbers[: self.full_rows].index_add_(0, self._boundary_S, numbers[self.full_rows :])
+        return blocks_RK[: self.full_rows].view(-1)
 
 
 def row_width(lengths: list[int]) -> int:
@@ -116,3 +154,10 @@ def row_width(lengths: list[int]) -> int:
             return divisor
     average = sum(lengths) / max(len(lengths), 1)
     return next((width for width in ROW_WIDTHS if average >= 8 * width), ROW_WIDTHS[-1])
+
+
+def _indicator(mask: Tensor, working: torch.dtype) -> Tensor:
+    """1.0 where a mask of any dtype is not 0, in memory of its own."""
+    if mask.dtype == torch.bool:
+        return mask.view(torch.uint8).to(working)
+    return torch.ne(mask, 0, out=torch.empty_like(mask, dtype=working))

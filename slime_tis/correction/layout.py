@@ -10,7 +10,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from slime_tis.correction.blocks import Chunk, Rows, row_width
+from slime_tis.correction.blocks import PackedChunk, Rows, row_width
 from slime_tis.correction.inputs import LogProbs, checked_lengths, checked_lists, checked_tensors
 
 CPU_CHUNK_TOKENS = 1 << 18
@@ -47,22 +47,13 @@ class Layout:
         self._spans = _spans(lengths, CPU_CHUNK_TOKENS if self.device.type == "cpu" else GPU_CHUNK_TOKENS)
         self._rows = list(self._rows_of_chunks()) if lengths else []
 
-    def chunks(self) -> Iterator[Chunk]:
+    def chunks(self) -> Iterator[PackedChunk]:
         """The batch as chunks of whole sequences, in order."""
         start = 0
         for (first, last), rows in zip(self._spans, self._rows, strict=True):
-            train, rollout, mask = (rows.to_blocks(_tokens_of(x, first, last, start, rows)) for x in self._tokens)
+            train, rollout, mask = (_tokens_of(x, first, last, start, rows) for x in self._tokens)
+            yield PackedChunk(train_N=train, rollout_N=rollout, mask_N=mask, rows=rows, first=first)
             start += rows.tokens
-            working = torch.promote_types(torch.promote_types(train.dtype, rollout.dtype), torch.float32)
-            yield Chunk(
-                train_RK=train.to(working),
-                rollout_RK=rollout.to(working),
-                mask_RK=rows.mask_foreign_(_indicator(mask, working)),
-                sequence_R=rows.owner_R,
-                offset_R=rows.offset_R,
-                first=first,
-                count=last - first,
-            )
 
     def _rows_of_chunks(self) -> Iterator[Rows]:
         """The rows of each chunk."""
@@ -111,22 +102,13 @@ def as_layout(
 
 
 def _tokens_of(tokens: Sequences, first: int, last: int, start: int, rows: Rows) -> Tensor:
-    """The tokens of sequences first … last, which begin at `start`, padded to whole rows.
+    """The tokens of sequences first … last, which begin at `start`, and what follows them in their last row.
 
-    Packed tokens are a view, where the padding lies over the sequences that follow; those of a list are one copy.
+    Packed tokens are a view, which ends where the batch does; those of a list are one copy, padded to whole rows.
     """
-    if not isinstance(tokens, Tensor):
-        return torch.cat([*tokens[first:last], tokens[first].new_zeros(rows.padded_len - rows.tokens)])
-    packed = tokens[start : start + rows.padded_len]
-    gap = rows.padded_len - packed.numel()
-    return torch.cat([packed, packed.new_zeros(gap)]) if gap else packed
-
-
-def _indicator(mask: Tensor, working: torch.dtype) -> Tensor:
-    """1.0 where a mask of any dtype is not 0, in memory of its own."""
-    if mask.dtype == torch.bool:
-        return mask.view(torch.uint8).to(working)
-    return torch.ne(mask, 0, out=torch.empty_like(mask, dtype=working))
+    if isinstance(tokens, Tensor):
+        return tokens[start : start + rows.padded_len]
+    return torch.cat([*tokens[first:last], tokens[first].new_zeros(rows.padded_len - rows.tokens)])
 
 
 def _spans(lengths: list[int], most: int) -> list[tuple[int, int]]:

@@ -1,18 +1,23 @@
 """The one pass over the tokens of a chunk: weight, verdict, and the row sums of everything that is measured.
 
-This is the seam of a fused kernel: `token_pass` reads a chunk once and returns two blocks and a table; all that
-follows works on that table, one row per sequence.
+`token_pass` reads a chunk once and returns two blocks and a table; all that follows works on that table, one row per
+sequence. On a GPU the fused kernels of `fused_token_pass` do it, elsewhere torch operations on blocks that fit the
+caches; SLIME_TIS_TOKEN_PASS chooses one of them.
 
 Shapes: suffix _RK is [rows, row width], _R per row, _S per sequence.
 """
 
+import importlib.util
+import os
+import warnings
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from slime_tis.correction.adaptive import clamped_k3_of
-from slime_tis.correction.blocks import Chunk
+from slime_tis.correction.blocks import Chunk, PackedChunk
 from slime_tis.correction.config import RolloutCorrectionConfig
 from slime_tis.correction.criteria import Criterion
 from slime_tis.correction.ratio import Tokens, indicator, log_ratios, safe_exp, safe_expm1, token_log_weights
@@ -51,8 +56,68 @@ class TokenExtremes:
     """Of the weights inside the bounds in mask mode; in other modes `ratio_max`, which the mode then bounds."""
 
 
-def token_pass(config: RolloutCorrectionConfig, chunk: Chunk) -> TokenPass:
-    """Weights, verdicts and row sums of one chunk."""
+VARIABLE = "SLIME_TIS_TOKEN_PASS"
+"""Environment variable: `auto` (the default), `triton` or `eager`."""
+
+
+def token_pass(config: RolloutCorrectionConfig, packed: PackedChunk) -> TokenPass:
+    """Weights, verdicts and row sums of one chunk.
+
+    Raises:
+        ValueError: if a token is not finite under the "raise" policy; if `SLIME_TIS_TOKEN_PASS` asks for
+            what cannot be.
+    """
+    if uses_triton(packed.train_N.device):
+        from slime_tis.correction.fused_token_pass import fused_token_pass  # imports triton
+
+        return fused_token_pass(config, packed)
+    return eager_token_pass(config, packed.blocks())
+
+
+def uses_triton(device: torch.device) -> bool:
+    """Whether the fused kernels are used for tensors of a device, by `SLIME_TIS_TOKEN_PASS`.
+
+    auto: on CUDA where triton is installed; where it is not, a warning says so once. triton: always, on a CPU under
+    TRITON_INTERPRET=1. eager: never.
+
+    Raises:
+        ValueError: if the variable has another value, or asks for triton where it cannot run.
+    """
+    choice = os.environ.get(VARIABLE, "auto")
+    if choice not in ("auto", "triton", "eager"):
+        raise ValueError(f"{VARIABLE} is {choice[:80]!r}; set it to auto, triton or eager, or leave it out.")
+    if choice == "eager" or (choice == "auto" and device.type != "cuda"):
+        return False
+    installed = _triton_is_installed()
+    if choice == "auto":
+        if not installed:
+            _warn_of_eager()
+        return installed
+    if not installed:
+        raise ValueError(f"{VARIABLE} is triton, which is not installed; install it, or set the variable to eager.")
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(
+            f"{VARIABLE} is triton but the tensors are on {device}; leave it out, or set TRITON_INTERPRET=1."
+        )
+    return True
+
+
+@cache
+def _triton_is_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@cache
+def _warn_of_eager() -> None:
+    warnings.warn(
+        f"triton is not installed: the rollout correction runs on the GPU without its fused kernels; install triton, "
+        f"or set {VARIABLE}=eager.",
+        stacklevel=2,
+    )
+
+
+def eager_token_pass(config: RolloutCorrectionConfig, chunk: Chunk) -> TokenPass:
+    """`token_pass` in torch operations, on any device."""
     tokens = log_ratios(chunk, config.nonfinite_policy)
     weight, extremes, weight_sums = tokens.valid_RK, None, None
     if config.has_token_weights:

@@ -1,0 +1,177 @@
+"""The token pass as fused Triton kernels: what `eager_token_pass` computes, from one read of the packed tokens.
+
+A token costs 14 bytes of memory traffic with float32 log-probs: 4 + 4 + 1 are read, 4 + 1 written. Boundary rows add an
+eighth at most, the table of row sums half a byte to a byte per token. The levels prefix and segment read the tokens
+once more, for what rows hand to each other. Nothing synchronises with the host but the "raise" policy.
+"""
+
+import math
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slime_tis.correction.blocks import PackedChunk
+from slime_tis.correction.config import RolloutCorrectionConfig
+from slime_tis.correction.criteria import Criterion
+from slime_tis.correction.ratio import in_float32, log_ratios
+from slime_tis.correction.sums import named, number_of_columns, sequence_columns
+from slime_tis.correction.token_pass import TokenExtremes, TokenPass
+from slime_tis.correction.triton_kernels import carry_kernel, row_summary_kernel, table_kernel, token_pass_kernel
+
+TILE_TOKENS = 1024
+"""Tokens of a program: eight per thread of its four warps, whose dozen temporaries then fit its registers."""
+TILE_ROWS = 64
+"""Rows that a sequence's program reads at a time."""
+MASK_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float32, torch.float64)
+"""Masks that the kernels read as they are, besides bool; others are compared with 0 first."""
+
+
+def fused_token_pass(config: RolloutCorrectionConfig, packed: PackedChunk) -> TokenPass:
+    """Weights, verdicts and row sums of one chunk, equal to `eager_token_pass` but for rounding; the same every time.
+
+    Raises:
+        ValueError: if a token is not finite under the "raise" policy.
+    """
+    rows, device = packed.rows, packed.train_N.device
+    row_count, sequences = rows.owner_R.numel(), rows.end_S.numel()
+    columns = sequence_columns(config)
+    column_count = number_of_columns(columns)
+    options, tile = _options(config), _tile(packed)
+    programs = triton.cdiv(row_count, tile["ROWS"])
+    working = packed.working_dtype
+    tokens = _tokens(packed)
+    # k3 of the adaptive bounds is summed in float64: float32 would keep three digits of it
+    table_CR = torch.empty(column_count, row_count, dtype=torch.float64 if config.adaptive else working, device=device)
+    table_S = torch.empty(sequences, column_count, dtype=torch.float64, device=device)
+    weight_RK = torch.empty(row_count, rows.width, dtype=working, device=device)
+    accepted_RK = torch.empty(row_count, rows.width, dtype=torch.bool, device=device)
+    squares_RK = torch.empty_like(weight_RK) if options["TRIMS"] else None
+    extremes_PX = torch.empty(programs, 3, dtype=working, device=device)
+    places = {"WIDTH": rows.width, "ALIGNED": rows.aligned}
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        carried = _carried(packed, tokens, tile, options)
+        outputs = (weight_RK, accepted_RK.view(torch.uint8), squares_RK, table_CR, extremes_PX)
+        token_pass_kernel[(programs,)](*tokens, *carried, *outputs, row_count, tokens[0].numel(), **tile, **options)
+        table_kernel[(sequences,)](
+            table_CR,
+            table_S,
+            rows.start_S,
+            rows.length_S,
+            row_count,
+            rows.full_rows,
+            column_count,
+            COLUMNS=triton.next_power_of_2(column_count),
+            BLOCK=TILE_ROWS,
+            **places,
+        )
+    if config.nonfinite_policy == "raise" and bool((named(columns, table_S.unbind(1)).nonfinite > 0).any()):
+        log_ratios(packed.blocks(), "raise")  # names the token
+    extremes = None
+    if config.has_token_weights:
+        extremes = TokenExtremes(extremes_PX[:, 0].amin(), extremes_PX[:, 1].amax(), extremes_PX[:, 2].amax())
+    return TokenPass(
+        weight_RK=weight_RK,
+        accepted_RK=accepted_RK,
+        squares_RK=squares_RK,
+        table_S=table_S,
+        extremes=extremes,
+        sequence_R=rows.owner_R,
+    )
+
+
+def _tokens(packed: PackedChunk) -> tuple[Tensor, ...]:
+    """What the kernels read: contiguous tokens in a dtype that they know, and where rows and sequences lie."""
+    mask = packed.mask_N
+    if mask.dtype not in MASK_DTYPES:
+        mask = (mask if mask.dtype == torch.bool else mask.ne(0)).contiguous().view(torch.uint8)
+    log_probs = (packed.train_N.contiguous(), packed.rollout_N.contiguous())
+    rows = packed.rows
+    return (*log_probs, mask.contiguous(), rows.owner_R, rows.offset_R, rows.start_S, rows.length_S)
+
+
+def _tile(packed: PackedChunk) -> dict[str, Any]:
+    """Shape of a program's tile, and the working precision."""
+    width = packed.rows.width
+    columns = triton.next_power_of_2(width)
+    working = tl.float64 if packed.working_dtype == torch.float64 else tl.float32
+    return {"WIDTH": width, "COLUMNS": columns, "ROWS": max(TILE_TOKENS // columns, 1), "DTYPE": working}
+
+
+def _carried(
+    packed: PackedChunk, tokens: tuple[Tensor, ...], tile: dict[str, Any], options: dict[str, Any]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Σ Δ before each row of its sequence, and Σ Δ of the runs that enter it from before and from after; float64."""
+    levels = {name: options[name] for name in ("PREFIX", "SEGMENT")}
+    if not any(levels.values()):
+        return None, None, None
+    rows = packed.rows
+    row_count = rows.owner_R.numel()
+    total, head, tail, through = torch.empty(4, row_count, dtype=torch.float64, device=tokens[0].device)
+    row_summary_kernel[(triton.cdiv(row_count, tile["ROWS"]),)](
+        *tokens, total, head, tail, through, row_count, tokens[0].numel(), **tile, **levels
+    )
+
+    def carry(value_R: Tensor, *, chained: bool, backward: bool) -> Tensor:
+        carried_R = torch.zeros_like(value_R)
+        carry_kernel[(rows.end_S.numel(),)](
+            value_R,
+            through,
+            carried_R,
+            rows.start_S,
+            rows.length_S,
+            rows.full_rows,
+            WIDTH=rows.width,
+            ALIGNED=rows.aligned,
+            CHAINED=chained,
+            BACKWARD=backward,
+            BLOCK=TILE_ROWS,
+        )
+        return carried_R
+
+    return (
+        carry(total, chained=False, backward=False) if levels["PREFIX"] else None,
+        carry(tail, chained=True, backward=False) if levels["SEGMENT"] else None,
+        carry(head, chained=True, backward=True) if levels["SEGMENT"] else None,
+    )
+
+
+def _options(config: RolloutCorrectionConfig) -> dict[str, Any]:
+    """The configuration as the compile-time constants of `token_pass_kernel`."""
+    criteria = tuple(_criterion(x) for x in config.rejections if x.per_token or x.divergence != "k1")
+    level = config.tis_level if config.has_token_weights else "none"
+    used = {level, *(criterion[1] for criterion in criteria)}
+    lower, upper = config.is_bounds
+    below, above = config.rs_veto_threshold, config.rs_veto_upper_threshold
+    return {
+        "PREFIX": "prefix" in used,
+        "SEGMENT": "segment" in used,
+        "NEUTRAL": config.nonfinite_policy == "neutral",
+        "WEIGHT_LEVEL": level,
+        "MODE": config.tis_mode,
+        "LOWER": in_float32(lower),
+        "UPPER": in_float32(upper),
+        "KINDS": tuple(criterion[0] for criterion in criteria),
+        "STATISTICS": tuple(criterion[1] for criterion in criteria),
+        "LOWERS": tuple(criterion[2] for criterion in criteria),
+        "UPPERS": tuple(criterion[3] for criterion in criteria),
+        "ADAPTIVE": config.adaptive,
+        "VETOES": config.vetoes,
+        "VETO_BELOW": -math.inf if below is None else math.log(below),
+        "VETO_ABOVE": math.inf if above is None else math.log(above),
+        "TRIMS": config.rs_second_moment_bound is not None,
+        "TOUCHES_LOSS": config.touches_loss,
+    }
+
+
+def _criterion(criterion: Criterion) -> tuple[str, str, float | None, float]:
+    """What of a token is judged or summed ("token", "max", "sum"), the statistic, and its bounds as it has them."""
+    if criterion.sums_divergence:
+        return "sum", criterion.divergence, None, 0.0
+    if criterion.lower is None:
+        return "token" if criterion.per_token else "max", criterion.divergence, None, in_float32(criterion.upper)
+    bounds = math.log(criterion.lower), math.log(criterion.upper)
+    return "token", criterion.aggregation, *bounds

@@ -1,0 +1,105 @@
+"""Compiles the kernels for a GPU that need not be there: `python tests/kernels/compiled.py`, without TRITON_INTERPRET.
+
+Prints one line per kernel: its name, registers per thread, spilled bytes, loads of several values at a time.
+"""
+
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from slime_tis import RolloutCorrectionConfig
+from slime_tis.correction import fused_token_pass, triton_kernels
+from slime_tis.correction.layout import as_layout
+
+HOPPER = GPUTarget("cuda", 90, 32)
+CONFIGS = {
+    "token": RolloutCorrectionConfig(use_tis=True, use_rs=True, rs_level="geometric", rs_veto_threshold=1e-4),
+    "everything": RolloutCorrectionConfig(
+        use_tis=True,
+        tis_level="prefix",
+        tis_mode="mask",
+        use_rs=True,
+        rs_level="geometric",
+        rs_z_score=3.0,
+        rs_veto_threshold=1e-4,
+        rs_veto_upper_threshold=100.0,
+        rollout_rs="token_k1,token_k3,seq_sum_k2,seq_mean_k3,seq_max_k2",
+        rollout_rs_threshold="2.0,0.1,1.0,0.1,1.0",
+        rs_second_moment_bound=0.04,
+        nonfinite_policy="neutral",
+    ),
+    "segment": RolloutCorrectionConfig(use_tis=True, tis_level="segment", tis_mode="clip"),
+}
+
+
+class Recorder:
+    """Takes the place of a kernel, and compiles it for what it is launched with."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: tuple[int]) -> Any:
+        return self.compile
+
+    def compile(self, *args: Any, **constants: Any) -> None:
+        names = self.kernel.arg_names
+        values = dict(zip(names, args, strict=False)) | constants
+        kinds = {name: _kind(value) for name, value in values.items() if name not in constants}
+        signature = {name: kinds.get(name, "constexpr") for name in names}
+        fixed = {name: values[name] for name in names if signature[name] == "constexpr"}
+        sixteens = [
+            name for name, kind in kinds.items() if kind[0] == "*" or (kind == "i32" and values[name] % 16 == 0)
+        ]
+        aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in sixteens}
+        found = triton.compile(ASTSource(self.kernel, signature, fixed, aligned), target=HOPPER)
+        print(self.kernel.__name__, *_usage(found.asm["cubin"]), found.asm["ptx"].count("ld.global.v"))
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "constexpr"
+    if isinstance(value, int):
+        return "i32"
+    types = {
+        torch.float32: "fp32",
+        torch.bfloat16: "bf16",
+        torch.float64: "fp64",
+        torch.uint8: "u8",
+        torch.int64: "i64",
+    }
+    return f"*{types[value.dtype]}"
+
+
+def _usage(cubin: bytes) -> list[int]:
+    """Registers and bytes of local memory, by the assembler's own tool beside triton."""
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tools / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True).stdout
+    return [int(number) for name in ("REG", "LOCAL") for number in re.findall(rf"\b{name}:(\d+)", text)]
+
+
+def main() -> None:
+    for name in ("token_pass_kernel", "row_summary_kernel", "carry_kernel", "table_kernel"):
+        setattr(fused_token_pass, name, Recorder(getattr(triton_kernels, name)))
+    for (name, config), dtype in zip(CONFIGS.items(), (torch.float32, torch.bfloat16, torch.float64), strict=True):
+        print(f"# {name}, {dtype}")
+        lengths = [4096, 1016, 8]
+        tokens = [torch.zeros(sum(lengths), dtype=kind) for kind in (dtype, dtype, torch.bool)]
+        for chunk in as_layout(*tokens, lengths).chunks():
+            fused_token_pass.fused_token_pass(config, chunk)
+
+
+if __name__ == "__main__":
+    main()

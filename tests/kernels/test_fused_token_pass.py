@@ -1,0 +1,248 @@
+"""The fused token pass against the eager one and the reference, under Triton's interpreter or on a GPU."""
+
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from slime_tis import RolloutCorrectionConfig, correct
+from slime_tis.correction import token_pass as token_pass_module
+from slime_tis.correction.config import LEVELS
+from slime_tis.correction.layout import Layout, as_layout
+from slime_tis.correction.reference import reference_correct
+from slime_tis.correction.sums import named, sequence_columns
+from slime_tis.correction.token_pass import eager_token_pass
+from tests.correction.strategies import batches, configurations
+
+triton = pytest.importorskip("triton", reason="triton is not installed")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("set TRITON_INTERPRET=1, as make test-kernels does: there is no GPU", allow_module_level=True)
+
+from slime_tis.correction import fused_token_pass as module  # noqa: E402
+from slime_tis.correction.fused_token_pass import fused_token_pass  # noqa: E402
+
+EVERYTHING = RolloutCorrectionConfig(
+    use_tis=True,
+    tis_level="prefix",
+    tis_mode="mask",
+    tis_upper_bound=1.37,
+    use_rs=True,
+    rs_level="segment",
+    rs_veto_threshold=0.173,
+    rs_veto_upper_threshold=4.19,
+    rollout_rs="token_k1,token_k3,seq_sum_k2,seq_mean_k3,seq_max_k2",
+    rollout_rs_threshold="0.61_1.93,0.0523,1.0,0.1,1.0",
+    rs_second_moment_bound=0.0719,
+)
+Batch = tuple[list, list, list]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_tiles() -> Iterator[None]:
+    """Few rows at a time, so that short sequences have several tiles, and the interpreter little to do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "TILE_TOKENS", 32)
+        patch.setattr(module, "TILE_ROWS", 4)
+        yield
+
+
+def random_tokens(tokens: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """Log-probs of two policies with some that are not finite, and a mask in spans."""
+    generator = torch.Generator().manual_seed(0)
+    rollout = -torch.rand(tokens, generator=generator)
+    train = rollout + 0.3 * torch.randn(tokens, generator=generator)
+    train[7::31], rollout[11::53] = math.nan, -math.inf
+    mask = (torch.rand(-(-tokens // 3), generator=generator) > 0.2).repeat_interleave(3)[:tokens]
+    return [train.to(DEVICE, dtype), rollout.to(DEVICE, dtype), mask.to(DEVICE)]
+
+
+def packed(batch: Batch, dtype: torch.dtype = torch.float32) -> Layout:
+    dtypes = (dtype, dtype, torch.bool)
+    tensors = [
+        torch.tensor([y for x in xs for y in x], dtype=d, device=DEVICE) for xs, d in zip(batch, dtypes, strict=True)
+    ]
+    return as_layout(*tensors, [len(x) for x in batch[0]])
+
+
+def assert_same(config: RolloutCorrectionConfig, layout: Layout, *, rtol: float = 5e-6, but: tuple = ()) -> None:
+    """Equal verdicts, and weights, sums and extremes that are equal but for rounding."""
+    for chunk in layout.chunks():
+        eager, fused = eager_token_pass(config, chunk.blocks()), fused_token_pass(config, chunk)
+        close = {"rtol": rtol, "atol": rtol, "check_dtype": True}
+        assert torch.equal(fused.accepted_RK, eager.accepted_RK)
+        assert torch.equal(fused.sequence_R, eager.sequence_R)
+        torch.testing.assert_close(fused.weight_RK, eager.weight_RK, **close)
+        if eager.squares_RK is None:
+            assert fused.squares_RK is None
+        else:
+            torch.testing.assert_close(fused.squares_RK, eager.squares_RK, **close)
+        tables = [named(sequence_columns(config), part.table_S.unbind(1)) for part in (eager, fused)]
+        names = [column.name for column in fields(tables[0]) if column.name not in but]
+        torch.testing.assert_close(*[plain([getattr(table, name) for name in names]) for table in tables], **close)
+        assert (fused.extremes is None) == (eager.extremes is None)
+        if eager.extremes is not None:
+            torch.testing.assert_close(vars(fused.extremes), vars(eager.extremes), **close)
+
+
+def plain(node: Any) -> Any:
+    """Dataclasses as dictionaries, for `assert_close`; None as 0."""
+    if isinstance(node, list):
+        return [plain(x) for x in node]
+    if isinstance(node, dict):
+        return {name: plain(x) for name, x in node.items()}
+    return torch.zeros(()) if node is None else node if isinstance(node, torch.Tensor) else plain(vars(node))
+
+
+@settings(max_examples=40, deadline=None)
+@given(configurations(), batches())
+def test_finite_batches(config: RolloutCorrectionConfig, batch: Batch) -> None:
+    assert_same(config, packed(batch))
+
+
+@settings(max_examples=40, deadline=None)
+@given(configurations(), batches(wild=True))
+def test_batches_with_non_finite_values(config: RolloutCorrectionConfig, batch: Batch) -> None:
+    # rows of log-probs of ±3e38 overflow in the order in which they are added
+    assert_same(config, packed(batch), but=("train",))
+
+
+@settings(max_examples=20, deadline=None)
+@given(configurations(), batches(wild=True))
+def test_correct_agrees_with_the_reference(config: RolloutCorrectionConfig, batch: Batch) -> None:
+    width = max((len(x) for x in batch[0]), default=0) + 1
+    fill = (math.nan, math.nan, False)
+    tensors = [
+        torch.tensor([[*x, *[f] * (width - len(x))] for x in xs], dtype=d, device=DEVICE).view(len(xs), width)
+        for xs, f, d in zip(batch, fill, (torch.float64, torch.float64, torch.bool), strict=True)
+    ]
+    reference = reference_correct(config, *tensors)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(token_pass_module.VARIABLE, "triton")
+        found = correct(config, *tensors)
+    torch.testing.assert_close(found.weights.double(), reference.weights, rtol=2e-6, atol=1e-7)
+    assert torch.equal(found.mask, reference.mask)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_sequences_of_many_rows(level: str) -> None:
+    config = RolloutCorrectionConfig(use_tis=True, tis_level=level, tis_mode="clip", use_rs=True, rs_level=level)
+    assert_same(config, as_layout(*random_tokens(215), lengths=[5, 0, 1, 131, 78]))
+
+
+def test_everything_at_once_over_many_rows() -> None:
+    assert_same(EVERYTHING, as_layout(*random_tokens(120), lengths=[0, 100, 20, 0]))
+
+
+@pytest.mark.parametrize("width", [1, 20, 258], ids=["one token", "one row", "two rows of 129"])
+def test_padded_batches_whose_rows_are_no_power_of_two(width: int) -> None:
+    config = RolloutCorrectionConfig(use_tis=True, tis_level="segment", tis_mode="mask", use_rs=True)
+    assert_same(config, as_layout(*[x.view(2, width) for x in random_tokens(2 * width)], None))
+
+
+def test_a_run_that_goes_on_through_whole_rows() -> None:
+    config = RolloutCorrectionConfig(use_tis=True, tis_level="segment", tis_upper_bound=1e6)
+    train, rollout = torch.full((200,), 0.0625, device=DEVICE), torch.zeros(200, device=DEVICE)
+    mask = torch.ones(200, device=DEVICE)
+    mask[120] = 0
+    layout = as_layout(train, rollout, mask, lengths=[10, 180, 10])
+    (chunk,) = layout.chunks()
+    weights = layout.restore([fused_token_pass(config, chunk).weight_RK], torch.float32)
+    assert isinstance(weights, torch.Tensor)
+    expected = [*[0.625] * 10, *[110 * 0.0625] * 110, *[69 * 0.0625] * 69, *[0.625] * 10]
+    assert torch.cat([weights[:120], weights[121:]]).log().tolist() == pytest.approx(expected, rel=1e-6)
+    assert weights[120] == 0
+
+
+@pytest.mark.parametrize(
+    ("train", "rollout", "mask"),
+    [
+        (torch.bfloat16, torch.bfloat16, torch.bool),
+        (torch.float16, torch.float32, torch.int64),
+        (torch.float64, torch.float32, torch.uint8),
+        (torch.float32, torch.bfloat16, torch.float16),
+        (torch.float32, torch.float32, torch.float64),
+    ],
+    ids=str,
+)
+def test_dtypes(train: torch.dtype, rollout: torch.dtype, mask: torch.dtype) -> None:
+    config = RolloutCorrectionConfig(use_tis=True, rollout_rs="seq_sum_k3", rollout_rs_threshold="0.1")
+    values = random_tokens(40)
+    # one ulp of the working precision where both passes have it in full, and nothing less exact in float64
+    rtol = 1e-12 if train == torch.float64 else 5e-6
+    layout = as_layout(values[0].to(train), values[1].to(rollout), values[2].to(mask), lengths=[33, 7])
+    assert_same(config, layout, rtol=rtol)
+
+
+def test_small_log_ratios_keep_their_digits() -> None:
+    config = RolloutCorrectionConfig(use_tis=True)
+    train = torch.tensor([1e-7, 3e-5, -2e-3, 0.3465, 0.3467, 5.0, 19.9, -40.0], device=DEVICE)
+    layout = as_layout(train, torch.zeros_like(train), torch.ones_like(train), lengths=[1] * 8)
+    (chunk,) = layout.chunks()
+    sums = named(sequence_columns(config), fused_token_pass(config, chunk).table_S.unbind(1))
+    exact = train.double().clamp(-20, 20).expm1()
+    torch.testing.assert_close(sums.ratio_minus_1, exact, rtol=3e-7, atol=0.0)
+
+
+def test_non_contiguous_tokens_and_lists() -> None:
+    config = RolloutCorrectionConfig(use_tis=True, rs_veto_threshold=0.5)
+    tokens = [torch.stack([x, x], 1).view(-1)[::2] for x in random_tokens(41)]
+    assert_same(config, as_layout(*tokens, lengths=[40, 1]))
+    lists = [list(x.split([3, 0, 37, 1])) for x in random_tokens(41)]
+    lists[1][2] = None
+    assert_same(config, as_layout(*lists, None))
+
+
+def test_empty_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(token_pass_module.VARIABLE, "triton")
+    none = torch.zeros(0, device=DEVICE)
+    found = correct(EVERYTHING, none, none, none, lengths=[0, 0])
+    assert found.mask.shape == (0,) and found.accepted_per_sequence.tolist() == [0, 0]
+    assert correct(EVERYTHING, none.view(0, 4), none.view(0, 4), none.view(0, 4)).weights.shape == (0, 4)
+
+
+def test_tokens_that_are_not_finite_are_named() -> None:
+    config = RolloutCorrectionConfig(use_tis=True, nonfinite_policy="raise")
+    tokens = [torch.zeros(20, device=DEVICE), torch.zeros(20, device=DEVICE), torch.ones(20, device=DEVICE)]
+    (chunk,) = as_layout(*tokens, lengths=[3, 17]).chunks()
+    fused_token_pass(config, chunk)
+    tokens[0][5] = math.nan
+    (chunk,) = as_layout(*tokens, lengths=[3, 17]).chunks()
+    with pytest.raises(ValueError, match="sequence 1, position 2: train log-prob nan"):
+        fused_token_pass(config, chunk)
+
+
+def test_the_same_tokens_give_the_same_bits() -> None:
+    layout = as_layout(*random_tokens(90), lengths=[50, 40])
+    first, second = ([fused_token_pass(EVERYTHING, chunk).table_S for chunk in layout.chunks()] for _ in range(2))
+    assert torch.equal(torch.cat(first), torch.cat(second))
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="there is no GPU to synchronise with")
+def test_no_host_synchronisation() -> None:
+    (chunk,) = as_layout(*random_tokens(90), lengths=[50, 40]).chunks()
+    fused_token_pass(EVERYTHING, chunk)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        fused_token_pass(EVERYTHING, chunk)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_kernels_compile_for_a_gpu_without_spilling(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    script = Path(__file__).with_name("compiled.py")
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [line.split() for line in done.stdout.splitlines() if not line.startswith("#")]
+    assert len(rows) == 11
+    assert all(int(registers) <= 255 and int(spilled) == 0 for _, registers, spilled, _ in rows)
