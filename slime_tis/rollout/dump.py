@@ -104,6 +104,8 @@ def to_dict(sample: Sample) -> dict[str, Any]:
     """
     row = {field.name: getattr(sample, field.name) for field in dataclasses.fields(sample)}
     row["status"] = sample.status.value
+    if isinstance(sample.prompt, Prompt):  # a mapping of its fields, to those who convert dataclasses in what they hold
+        row["prompt"] = str(sample.prompt)
     row |= {name: encoded(getattr(sample, name)) for name in TENSORS}
     if sample.sampling_mask is not None:
         row["sampling_mask"] = {name: encoded(part) for name, part in vars(sample.sampling_mask).items()}

@@ -3,7 +3,7 @@
 import pytest
 
 from slime_tis.rollout.builtin_rewards import SCORES, dapo, deepscaler, exact_match, gpqa, math_match, token_f1
-from slime_tis.rollout.rm_types import RM_TYPES
+from slime_tis.rollout.rm_types import REMOTE, RM_TYPES
 
 
 @pytest.mark.parametrize(
@@ -255,4 +255,4 @@ def test_gpqa(response, label, metadata, score):
 
 
 def test_every_name_has_its_function():
-    assert set(SCORES) == set(RM_TYPES)
+    assert {*SCORES, REMOTE} == set(RM_TYPES)

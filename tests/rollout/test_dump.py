@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slime_tis.rollout.dump import load_samples, save_samples
+from slime_tis.rollout.dump import load_samples, save_samples, to_dict
 from slime_tis.rollout.sample import Prompt, Sample
 from tests.samples import make_sample
 
@@ -25,6 +25,11 @@ def sample(group: int, place: int, response_ids: tuple[int, int] = (4, 5), **cha
         "reward": 0.5,
     }
     return make_sample(PROMPT, list(response_ids), **{**values, **changes})
+
+
+def test_a_prompt_is_text_and_nothing_that_a_conversion_of_dataclasses_takes_apart() -> None:
+    sample = Sample(prompt=Prompt(index=3, text="1+1", token_ids=(5, 6, 7)), tokens=[5, 6, 7])
+    assert type(to_dict(sample)["prompt"]) is str
 
 
 def test_samples_come_back_as_they_were(tmp_path: Path) -> None:
