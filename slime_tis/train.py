@@ -77,6 +77,7 @@ from slime_tis.rollout.sample import Prompt, Sample
 from slime_tis.rollout.sampling_masks import check_sampling_masks, require_sampling_masks
 from slime_tis.rollout.slime_client import LOCAL_ADDRESS
 from slime_tis.rollout.staleness import mask_removed_samples, mask_stale_samples
+from slime_tis.rollout.unfinished import Unfinished
 from slime_tis.rollout.weight_rounding import WeightRounder
 from slime_tis.rollout.weight_updates import WeightUpdates
 from slime_tis.train_dump import DumpSettings, TrainDump
@@ -155,7 +156,7 @@ def sample(run: Run) -> tuple[list[list[Sample]], dict[str, float]]:
     metrics = found.metrics | rollout_metrics(found.groups, run.learner.step)
     if not run.hooks.logs_rollout(run.rollout_id, found.groups, found.metrics, time.monotonic() - start):
         metrics = {}
-    return found.groups, metrics | run.sampler.metrics()
+    return found.groups, metrics | run.sampler.metrics() | run.unfinished.metrics()
 
 
 def scored_batches(run: Run) -> Iterator[list[list[Sample]]]:
@@ -217,7 +218,7 @@ def position(run: Run) -> Position:
         step=run.learner.step,
         rollout_id=run.rollout_id,
         dataset=run.prefetcher.state_dict(),
-        unfinished=run.sampler.unfinished(),
+        unfinished=run.unfinished.groups(),
     )
 
 
@@ -320,6 +321,8 @@ class Run:
     checkpointer: Checkpointer
     health: Health
     reporters: Reporter
+    unfinished: Unfinished
+    """Groups whose stragglers were aborted."""
     num_rollout: int
     """Rollouts of the whole run."""
     rollout_id: int = 0
@@ -494,14 +497,16 @@ def set_up(arguments: Arguments, parallel: Parallel, interrupts: Interrupts, ope
         enabled=parallel.is_main,
     )
     opened.enter_context(closing(reporters))
+    unfinished = Unfinished(engine=sampler, choose=hooks.choose)
     run = Run(
         arguments=arguments,
         parallel=parallel,
         interrupts=interrupts,
         timer=timer,
         prefetcher=open_prefetcher(
-            arguments, dataset, sampler, generate, 0 if resumed is None else first_batch(resumed)
+            arguments, dataset, sampler, unfinished, generate, 0 if resumed is None else first_batch(resumed)
         ),
+        unfinished=unfinished,
         reward=reward,
         own_rollout=own_rollout,
         hooks=hooks,
@@ -604,6 +609,7 @@ def open_prefetcher(
     arguments: Arguments,
     dataset: PromptDataset | CustomDataSource,
     sampler: RolloutEngine,
+    unfinished: Unfinished,
     generate: GenerateFunction | None,
     number: int,
 ) -> Prefetcher:
@@ -623,7 +629,8 @@ def open_prefetcher(
 
     def fresh_prompts() -> int:
         """Prompts that the next batch takes from the data, besides those that are not finished."""
-        return (rollout.over_sampling_batch_size or rollout.rollout_batch_size) - len(sampler.unfinished())
+        size = rollout.over_sampling_batch_size or rollout.rollout_batch_size
+        return size - unfinished.take(size)
 
     return Prefetcher(dataset, submit, prompts=fresh_prompts, depth=rollout.rollout_lookahead, number=number)
 

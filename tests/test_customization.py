@@ -8,6 +8,7 @@ import pytest
 
 from slime_tis.rollout.dump import load_samples
 from tests.conftest import Run
+from tests.rollout.sglang.fake_sglang import fake_servers
 from tests.runs import ROOT, run_here, training_metrics
 
 PAGE = (ROOT / "docs" / "customization.md").read_text()
@@ -38,6 +39,19 @@ def test_the_filters_logs_and_shaped_rewards_shown_run(run: Run, task: list[str]
     assert row["train/loss_denominator"] == pytest.approx(16 * (1 - row["rollout/truncated"]))
     assert len(json.loads((tmp_path / "run" / "all_samples.jsonl").read_text())["rewards"]) == 4
     assert json.loads((tmp_path / "run" / "longest.jsonl").read_text())["rollout/dynamic_filter/sampled"] == 4
+
+
+def test_the_buffer_filter_shown_runs(task: list[str], tmp_path: Path) -> None:
+    precision = task.index("--rollout-precision")  # of the local engine
+    flags = [*task[:precision], *task[precision + 2 :], "--rollout-engine", "sglang", "--sglang-weight-sync", "disk"]
+    flags += ["--partial-rollout", "--over-sampling-batch-size", "8", "--rollout-max-response-len", "60"]
+    flags += ["--buffer-filter-path", "my_buffer.py:least_left", "--num-rollout", "4"]
+    with fake_servers(1) as (server,):
+        server.pace = 0.01  # so that all requests are under way before the first of them ends
+        rows = run_here([*flags, "--sglang-url", server.url], tmp_path / "run")
+    assert [row["rollout/buffer_dropped"] for row in rows] == [0, 0, 0, 0]
+    assert all(row["rollout/buffer_waiting"] == 0 for row in rows)
+    assert rows[-1]["rollout/mixed_versions"] > 0
 
 
 def test_the_data_source_shown_is_taken_up_where_it_was(task: list[str], tmp_path: Path) -> None:

@@ -209,7 +209,8 @@ GROUPS = {
     "rollout": (
         "rollout_engine rollout_precision rollout_router_bits weight_update_rounding update_weights_interval "
         "check_weight_sync weight_sync_bound rollout_lookahead max_weight_staleness partial_rollout "
-        "over_sampling_batch_size custom_generate_function_path generate_concurrency generate_timeout retokenization "
+        "over_sampling_batch_size buffer_filter_path custom_generate_function_path generate_concurrency "
+        "generate_timeout retokenization "
         "dynamic_sampling_filter_path dynamic_sampling_max_batches rollout_function_path rollout_sample_filter_path "
         "rollout_all_samples_process_path custom_rollout_log_function_path rollout_batch_size "
         "n_samples_per_prompt rollout_max_prompt_len "
@@ -284,7 +285,7 @@ METAVARS = {
     "FILE": "prompt_data save_debug_rollout_data save_debug_train_data load_debug_rollout_data",
     "FILE.yaml": "custom_config_path",
     "FUNCTION": "custom_rm_path custom_generate_function_path custom_tis_function_path dynamic_sampling_filter_path "
-    "rollout_sample_filter_path rollout_all_samples_process_path custom_reward_post_process_path "
+    "buffer_filter_path rollout_sample_filter_path rollout_all_samples_process_path custom_reward_post_process_path "
     "custom_rollout_log_function_path custom_eval_rollout_log_function_path data_source_path rollout_function_path "
     "custom_loss_function_path custom_advantage_function_path custom_pg_loss_reducer_function_path",
     "KEY": "input_key label_key metadata_key eval_input_key eval_label_key reward_key eval_reward_key",

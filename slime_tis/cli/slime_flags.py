@@ -240,7 +240,7 @@ ADVICE = (
         "return the rewards as they are from a function for --custom-reward-post-process-path",
     ),
     Advice(
-        "--buffer-filter-path --rollout-sample-hook-path --rollout-data-postprocess-path "
+        "--rollout-sample-hook-path --rollout-data-postprocess-path "
         "--custom-convert-samples-to-train-data-path --custom-update-weight-post-write-path",
         HOOK,
         "set sample.remove_sample or sample.loss_mask in a function for --rollout-sample-filter-path",

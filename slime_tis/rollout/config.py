@@ -88,6 +88,10 @@ class RolloutConfig:
     dynamic_sampling_max_batches: Annotated[int, Limits(ge=1, le=1_000_000)] = 30
     """Batches of prompts that dynamic sampling takes for one rollout before the run saves and stops."""
 
+    buffer_filter_path: str | None = None
+    """Function that chooses, under partial_rollout, which of the unfinished groups the next batch goes on with, and
+    which wait for a later one."""
+
     rollout_sample_filter_path: str | None = None
     """Function that gets the groups of a rollout and sets remove_sample where a sample is not to be trained on."""
 
@@ -353,6 +357,11 @@ def _check_asynchronous(config: RolloutConfig) -> None:
             "(--rollout-batch-size); raise it."
         )
     if not config.partial_rollout:
+        if config.buffer_filter_path is not None:
+            raise ValueError(
+                "--buffer-filter-path chooses among the groups that --partial-rollout leaves unfinished; add that, or "
+                "leave it out."
+            )
         return
     if config.rollout_engine != "sglang":
         raise ValueError(

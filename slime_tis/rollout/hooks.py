@@ -1,5 +1,6 @@
 """Functions of the user's own around a rollout, in slime's signatures: loaded, called on rank 0, held to a contract.
 
+buffer_filter(args, rollout_id, buffer, num_samples) -> groups           of the unfinished ones; the rest waits
 dynamic_sampling_filter(args, samples) -> DynamicFilterOutput | bool      for every group, once it is scored
 rollout_sample_filter(args, groups) -> None                               sets sample.remove_sample
 rollout_all_samples_process(args, groups, data_source) -> None            also of the groups that were dropped
@@ -22,12 +23,14 @@ from slime_tis.rollout.collectives import on_rank_zero
 from slime_tis.rollout.config import RolloutConfig
 from slime_tis.rollout.filter_hub import DynamicFilterOutput
 from slime_tis.rollout.sample import Sample, SampleStatus
+from slime_tis.rollout.unfinished import Choose, Chosen
 from slime_tis.rollout.written import Before, Written, reading
 
 Result = TypeVar("Result")
 Function = Callable[..., Any]
 
 ARGUMENTS = {
+    "buffer_filter": ("args", "rollout_id", "buffer", "num_samples"),
     "dynamic_sampling_filter": ("args", "samples"),
     "rollout_sample_filter": ("args", "samples"),
     "rollout_all_samples_process": ("args", "samples", "data_source"),
@@ -59,6 +62,7 @@ class RolloutHooks:
 
     args: Namespace
     """The program's options, which every function gets."""
+    buffer_filter: Function | None = None
     dynamic_sampling_filter: Function | None = None
     rollout_sample_filter: Function | None = None
     rollout_all_samples_process: Function | None = None
@@ -78,6 +82,29 @@ class RolloutHooks:
             path = getattr(config, f"{name}_path")
             found[name] = None if path is None else load_hook(path, arguments)
         return cls(args=args, **found)
+
+    @property
+    def choose(self) -> Choose | None:
+        """The buffer filter; a collective. None where there is none."""
+        function = self.buffer_filter
+        if function is None:
+            return None
+
+        def choose(groups: Sequence[list[Sample]], count: int) -> Chosen:
+            buffer = list(groups)
+            returned: list[Any] = []
+
+            def call() -> None:
+                with calling(function):
+                    returned.append(function(self.args, None, buffer, count))
+
+            def read() -> Chosen:
+                with reading(function, "groups"):
+                    return _chosen(returned[0], buffer, groups, count, describe(function))
+
+            return _call_with_samples(function, groups, call, read)
+
+        return choose
 
     @property
     def judge(self) -> Callable[[Sequence[list[Sample]]], list[DynamicFilterOutput]] | None:
@@ -218,6 +245,27 @@ def _call_with_samples(
     for sample, change in zip(samples, written, strict=True):
         change.apply(sample)
     return result
+
+
+def _chosen(
+    returned: Any, buffer: list[list[Sample]], groups: Sequence[list[Sample]], count: int, function: str
+) -> Chosen:
+    """Places of the groups that a buffer filter returned, and of those that it left in the buffer."""
+    places = {id(group): place for place, group in enumerate(groups)}
+    if not isinstance(returned, list | tuple):
+        raise CustomFunctionError(f"{function} returned {one_line(repr(returned))}; return a list of groups.")
+    found = [places.get(id(group)) for group in returned]
+    left = [places.get(id(group)) for group in buffer if not any(group is one for one in returned)]
+    if None in found or None in left or len({*found}) < len(found):
+        raise CustomFunctionError(
+            f"{function} returned or left groups that are not of the buffer, or one of them twice; return some of the "
+            "lists that it got."
+        )
+    if len(found) > count:
+        raise CustomFunctionError(f"{function} returned {len(found)} groups, more than num_samples, {count}.")
+    return Chosen(
+        returned=[place for place in found if place is not None], left=[place for place in left if place is not None]
+    )
 
 
 def _verdict(output: Any, function: Function, index: int) -> DynamicFilterOutput:

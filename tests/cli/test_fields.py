@@ -35,6 +35,13 @@ LANDINGS = [
         "dynamic_sampling_max_batches",
         3,
     ),
+    (
+        "--rollout-engine sglang --sglang-url http://127.0.0.1:1 --partial-rollout --over-sampling-batch-size 100 "
+        "--buffer-filter-path a.py:f",
+        "rollout",
+        "buffer_filter_path",
+        "a.py:f",
+    ),
     ("--rollout-sample-filter-path a.py:f", "rollout", "rollout_sample_filter_path", "a.py:f"),
     ("--rollout-all-samples-process-path a.py:f", "rollout", "rollout_all_samples_process_path", "a.py:f"),
     ("--custom-reward-post-process-path a.py:f", "rollout", "custom_reward_post_process_path", "a.py:f"),

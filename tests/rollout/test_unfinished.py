@@ -1,0 +1,116 @@
+"""Unfinished groups under a buffer filter: taken, left, dropped, and what a filter may not return."""
+
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from slime_tis.errors import CustomFunctionError
+from slime_tis.rollout.engine import RolloutEngine
+from slime_tis.rollout.hooks import RolloutHooks
+from slime_tis.rollout.sample import Sample
+from slime_tis.rollout.unfinished import Unfinished
+
+
+class Engine:
+    """The part of an engine that keeps unfinished groups."""
+
+    def __init__(self, groups: list[list[Sample]]) -> None:
+        self.groups = groups
+
+    def unfinished(self) -> list[list[Sample]]:
+        return self.groups
+
+    def resume_unfinished(self, groups: list[list[Sample]]) -> None:
+        self.groups = groups
+
+
+def group(number: int) -> list[Sample]:
+    return [
+        Sample(
+            group_index=number,
+            prompt="p",
+            tokens=[1, 2, 3],
+            response_length=2,
+            loss_mask=[1, 1],
+            rollout_log_probs=[-1.0, -2.0],
+            weight_versions=[0, 0],
+            status=Sample.Status.ABORTED,
+        )
+        for _ in range(2)
+    ]
+
+
+def made(filter_function: Callable[..., Any] | None, count: int = 4) -> tuple[Unfinished, Engine]:
+    engine = Engine([group(number) for number in range(count)])
+    choose = RolloutHooks(args=Namespace(), buffer_filter=filter_function).choose
+    return Unfinished(engine=cast(RolloutEngine, engine), choose=choose), engine
+
+
+def numbers(groups: list[list[Sample]]) -> list[int | None]:
+    return [samples[0].group_index for samples in groups]
+
+
+def pop_last(args: Any, rollout_id: Any, buffer: list[list[Sample]], num_samples: int) -> list[list[Sample]]:
+    """Takes one group from the end, and gives up the first."""
+    chosen = [buffer.pop()]
+    del buffer[0]
+    return chosen
+
+
+def test_groups_that_are_left_wait_and_come_first() -> None:
+    unfinished, engine = made(pop_last)
+    assert unfinished.take(8) == 1
+    assert numbers(engine.groups) == [3]
+    assert unfinished.metrics() == {"rollout/buffer_waiting": 2, "rollout/buffer_dropped": 1}
+    engine.groups = [group(9)]  # what the batch left unfinished
+    assert numbers(unfinished.groups()) == [1, 2, 9]
+    assert unfinished.take(8) == 1
+    assert numbers(engine.groups) == [9]
+    assert numbers(unfinished.waiting) == [2]
+    assert unfinished.metrics() == {"rollout/buffer_waiting": 1, "rollout/buffer_dropped": 1}
+
+
+def test_a_group_that_is_returned_and_still_in_the_buffer_is_taken_once() -> None:
+    unfinished, engine = made(lambda args, rollout_id, buffer, num_samples: buffer[1:2])
+    assert unfinished.take(8) == 1
+    assert (numbers(engine.groups), numbers(unfinished.waiting)) == ([1], [0, 2, 3])
+
+
+def test_without_a_filter_all_go_on() -> None:
+    unfinished, engine = made(None)
+    assert unfinished.take(2) == 4
+    assert (numbers(engine.groups), unfinished.waiting, unfinished.metrics()) == ([0, 1, 2, 3], [], {})
+
+
+def test_an_empty_buffer_is_not_filtered() -> None:
+    def fail(args: Any, rollout_id: Any, buffer: Any, num_samples: int) -> None:
+        raise AssertionError
+
+    assert made(fail, count=0)[0].take(4) == 0
+
+
+def mutate(args: Any, rollout_id: Any, buffer: list[list[Sample]], num_samples: int) -> list[list[Sample]]:
+    buffer[0][0].tokens[0] = 7
+    return buffer[:1]
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda args, rollout_id, buffer, num_samples: None, "returned None; return a list of groups"),
+        (lambda args, rollout_id, buffer, num_samples: [list(buffer[0])], "not of the buffer"),
+        (lambda args, rollout_id, buffer, num_samples: [buffer[0], buffer[0]], "one of them twice"),
+        (lambda args, rollout_id, buffer, num_samples: buffer.append([]) or [], "not of the buffer"),
+        (lambda args, rollout_id, buffer, num_samples: buffer, "returned 4 groups, more than num_samples, 3"),
+        (lambda args, rollout_id, buffer, num_samples: 1 / 0, "ZeroDivisionError"),
+        (mutate, "changed"),
+    ],
+    ids=["None", "copy", "twice", "foreign", "too many", "raises", "mutates"],
+)
+def test_what_a_filter_may_not_do_is_one_message(function: Callable[..., Any], message: str) -> None:
+    with pytest.raises(CustomFunctionError, match=message) as error:
+        made(function)[0].take(3)
+    assert Path(__file__).name in str(error.value)
