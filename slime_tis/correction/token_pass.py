@@ -1,8 +1,8 @@
 """The one pass over the tokens of a chunk: weight, verdict, and the row sums of everything that is measured.
 
 `token_pass` reads a chunk once and returns two blocks and a table; all that follows works on that table, one row per
-sequence. On a GPU the fused kernels of `fused_token_pass` do it, elsewhere torch operations on blocks that fit the
-caches; SLIME_TIS_TOKEN_PASS chooses one of them.
+sequence. Torch operations on blocks that fit the caches do it or, where SLIME_TIS_TOKEN_PASS asks for them, the fused
+kernels of `fused_token_pass`.
 
 Shapes: suffix _RK is [rows, row width], _R per row, _S per sequence.
 """
@@ -57,7 +57,7 @@ class TokenExtremes:
 
 
 VARIABLE = "SLIME_TIS_TOKEN_PASS"
-"""Environment variable: `auto` (the default), `triton` or `eager`."""
+"""Environment variable: `eager` (the default), `auto` or `triton`."""
 
 
 def token_pass(config: RolloutCorrectionConfig, packed: PackedChunk) -> TokenPass:
@@ -77,13 +77,13 @@ def token_pass(config: RolloutCorrectionConfig, packed: PackedChunk) -> TokenPas
 def uses_triton(device: torch.device) -> bool:
     """Whether the fused kernels are used for tensors of a device, by `SLIME_TIS_TOKEN_PASS`.
 
-    auto: on CUDA where triton is installed; where it is not, a warning says so once. triton: always, on a CPU under
-    TRITON_INTERPRET=1. eager: never.
+    eager, or unset: never, as long as no GPU has run them. auto: on CUDA where triton is installed; where it is not, a
+    warning says so once. triton: always, on a CPU under TRITON_INTERPRET=1.
 
     Raises:
         ValueError: if the variable has another value, or asks for triton where it cannot run.
     """
-    choice = os.environ.get(VARIABLE, "auto")
+    choice = os.environ.get(VARIABLE, "eager")
     if choice not in ("auto", "triton", "eager"):
         raise ValueError(f"{VARIABLE} is {choice[:80]!r}; set it to auto, triton or eager, or leave it out.")
     if choice == "eager" or (choice == "auto" and device.type != "cuda"):

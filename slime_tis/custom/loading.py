@@ -217,7 +217,8 @@ def _place(error: BaseException, file: Path | None) -> str | None:
 
 def _hint(error: BaseException) -> str:
     if isinstance(error, ImportError) and (error.name or "").split(".")[0] == "slime":
-        return f"slime is not installed, and of its modules this program has {slime_modules.described()} alone."
+        here = slime_modules.described(error.name or "")
+        return f"slime is not installed, and of its modules this program has {here} alone."
     if isinstance(error, ImportError) and "relative import" in str(error):
         return "for imports beyond the file's own directory write package.module.function, and set PYTHONPATH."
     if isinstance(error, ModuleNotFoundError):

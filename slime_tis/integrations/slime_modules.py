@@ -121,6 +121,8 @@ def provide() -> None:
         sys.meta_path.append(_FINDER)
 
 
-def described() -> str:
-    """What can be imported, for error messages."""
-    return "; ".join(f"{module}: {', '.join(names)}" for module, names in MODULES.items() if names)
+def described(module: str) -> str:
+    """What can be imported from a module that is here, or else which modules are here, for error messages."""
+    if names := MODULES.get(module):
+        return f"{', '.join(sorted(names))} of {module}"
+    return ", ".join(sorted(name for name, names in MODULES.items() if names))

@@ -22,13 +22,21 @@ def installed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     yield request.param
 
 
-def test_a_cpu_is_eager_and_says_nothing(installed: bool) -> None:
+def test_unset_is_eager(installed: bool) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert uses_triton(CPU) is False and uses_triton(CUDA) is False
+
+
+def test_a_cpu_is_eager_and_says_nothing(installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "auto")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert uses_triton(CPU) is False
 
 
-def test_a_gpu_uses_triton_and_warns_once_where_there_is_none(installed: bool) -> None:
+def test_a_gpu_uses_triton_and_warns_once_where_there_is_none(installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "auto")
     if installed:
         assert uses_triton(CUDA) is True
         return
