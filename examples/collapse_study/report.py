@@ -162,7 +162,7 @@ def draw(rows: Sequence[Row], path: Path) -> Path:
         axis.grid(alpha=0.25)
         axis.set_ylim(0, 1)
     axes[0][0].set_ylabel("held-out accuracy of the training policy")
-    figure.legend(handles=lines.values(), loc="outside lower center", ncols=5, frameon=False)
+    figure.legend(handles=lines.values(), loc="outside lower center", ncols=min(5, 2 * len(panels)), frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_path(path) as partial:
         figure.savefig(partial, dpi=110, format="png")
