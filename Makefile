@@ -105,7 +105,7 @@ $(SMOLLM2)/study_prompts/complete.json: | $(VENV)/.installed-gym
 		$(SMOLLM2_TASKS)
 
 test: $(VENV)/.installed-diffusion $(VENV)/.installed-gym  ## Run the tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -n 3 --dist worksteal
 
 test-slow: install  ## Run the tests that start programs as a user does, each of which imports everything anew
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/slow -n 2 --dist worksteal

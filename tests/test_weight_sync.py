@@ -14,8 +14,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import slime_tis.train
-from benchmarks.weight_sync_faults import FAULTS, Planter
 from slime_tis.cli.main import train
 from slime_tis.correction.ranks import Ranks
 from slime_tis.rollout.engine import WeightSource
@@ -143,22 +141,6 @@ def long_prompts(tmp_path: Path) -> tuple[str, str]:
     rows = [json.dumps({"prompt": text, "label": "1"}) for text in texts]
     (tmp_path / "long.jsonl").write_text("\n".join(rows) + "\n")
     return "--prompt-data", str(tmp_path / "long.jsonl")
-
-
-def test_planted_faults_are_caught_and_fifty_good_updates_raise_no_alarm(
-    run: Run, task: list[str], long_prompts: tuple[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    planter = Planter(checkpoint=task[task.index("--hf-checkpoint") + 1], plant_at=[2, 50])
-    monkeypatch.setattr(slime_tis.train, "check_weight_sync", planter)
-    rows = run(*long_prompts, "--check-weight-sync", "--num-rollout", "50", "--lr", "1e-4")
-    assert len(rows) == 50 and all(0 < row["rollout/weight_sync_gap"] < 0.1 for row in rows)
-    good = [row for row in planter.rows if not row.fault]
-    assert len(good) == 5 * 51 and all((row.wrong_tensors, row.log_probs) == (0, "nothing") for row in good)
-    faults = [row for row in planter.rows if row.fault]
-    assert len(faults) == 5 * 2 * len(FAULTS) and all(row.wrong_tensors > 0 for row in faults)
-    for row in faults:  # an engine that shows no weights is judged by its log-probs
-        if row.fault == "no update" and row.is_judged_by_movement:
-            assert row.log_probs == "movement", row
 
 
 def test_a_run_whose_engine_misses_an_update_stops(
