@@ -93,17 +93,24 @@ def main() -> None:
     options = parser.parse_args()
     if options.experts not in (0, *range(EXPERTS_PER_TOKEN, 129)):
         parser.error(f"--experts is {options.experts} but must be 0 or {EXPERTS_PER_TOKEN} to 128.")
-    if (options.out / COMPLETE).exists():
-        print(f"{options.out} is complete already.")
+    if is_complete(parser, options.out):
         return
-    if options.out.exists() and any(options.out.iterdir()):
-        parser.error(f"{options.out} exists and is not an example of ours; remove it or choose another --out.")
     torch.set_num_threads(1)  # more gain little at this size, and cost much where cores are shared
     report = prepare(options.out, seed=options.seed, example=Example(experts=options.experts))
     print(
         f"{options.out}: {report['parameters']:,} parameters, {report['steps']} supervised steps, accuracy "
         f"{report['accuracy']:.2f} greedy and {report['sampled_accuracy']:.2f} sampled, {report['seconds']:.0f} s."
     )
+
+
+def is_complete(parser: argparse.ArgumentParser, out: Path) -> bool:
+    """Whether an example is there already, which is said; anything else in its place ends the program."""
+    if (out / COMPLETE).exists():
+        print(f"{out} is complete already.")
+        return True
+    if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
+        parser.error(f"{out} exists and is not an example of ours; remove it or choose another --out.")
+    return False
 
 
 def prepare(out: Path, *, seed: int = 0, example: Example | None = None) -> dict[str, Any]:

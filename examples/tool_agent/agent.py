@@ -17,7 +17,7 @@ from examples.tool_agent.calculator import calculate
 
 CALL, END_OF_CALL, ANSWER, END_OF_OBSERVATION = "?", "=", "!", ";"
 MAX_CALLS = 6
-"""Calls after which an episode ends without an answer; three are the most that a question needs."""
+"""Calls that are carried out; an episode that asks for another ends there. A question needs three at most."""
 
 
 async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], engine: Any) -> Any:
@@ -33,8 +33,8 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], engi
         The sample, with the policy's tokens and the calculator's.
     """
     tokenizer = load_tokenizer(args.hf_checkpoint)
-    calls = sample.response.count(END_OF_OBSERVATION)
-    while calls <= MAX_CALLS:
+    calls = sample.metadata.get("calls", 0) if sample.response_length else 0
+    while True:
         left = args.rollout_max_response_len - sample.response_length
         if left < 1:
             sample.status = sample.Status.TRUNCATED
@@ -43,7 +43,7 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], engi
             sample.tokens, {**sampling_params, "max_new_tokens": left, "stop": [END_OF_CALL]}, session_id="episode"
         )
         sample.append_response_tokens(args, tokens=found.token_ids, log_probs=found.log_probs, text=found.text)
-        if found.finish_reason != "stop" or not found.text.endswith(END_OF_CALL):
+        if found.finish_reason != "stop" or not found.text.endswith(END_OF_CALL) or calls == MAX_CALLS:
             break
         _, _, call = sample.response.removesuffix(END_OF_CALL).rpartition(CALL)
         observation = calculate(call) + END_OF_OBSERVATION

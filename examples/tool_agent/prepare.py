@@ -28,7 +28,14 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from examples.reasoning_gym.reward import encoded
-from examples.sort_digits.prepare import COMPLETE, PAD, SPECIAL_TOKENS, make_qwen3, make_tokenizer, write_example
+from examples.sort_digits.prepare import (
+    PAD,
+    SPECIAL_TOKENS,
+    is_complete,
+    make_qwen3,
+    make_tokenizer,
+    write_example,
+)
 from examples.tool_agent.calculator import calculate
 
 CHARACTERS = (*"0123456789", *"+-=>?!;", "Ġ")  # Ġ is how byte-level tokenizers write a space
@@ -89,11 +96,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="directory to make")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts and the weights (default 0)")
     options = parser.parse_args()
-    if (options.out / COMPLETE).exists():
-        print(f"{options.out} is complete already.")
+    if is_complete(parser, options.out):
         return
-    if options.out.exists() and any(options.out.iterdir()):
-        parser.error(f"{options.out} exists and is not an example of ours; remove it or choose another --out.")
     torch.set_num_threads(1)  # more gain little at this size, and cost much where cores are shared
     report = prepare(options.out, seed=options.seed)
     print(

@@ -1,8 +1,10 @@
 """The example of an agent with a calculator, at a size that runs in seconds: tool, data, and a run of two steps."""
 
+import asyncio
 import random
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -12,6 +14,7 @@ from examples.sort_digits.prepare import make_tokenizer
 from examples.tool_agent import agent, episodes, prepare
 from examples.tool_agent.calculator import calculate
 from slime_tis.cli.arguments import configure
+from slime_tis.rollout.generation import Generation
 from slime_tis.rollout.sample import Sample
 from tests.runs import ROOT, run_here
 
@@ -85,6 +88,47 @@ def test_the_last_answer_is_scored(response: str, reward: float) -> None:
     entry = {"question": "47 + 38 - 62 =", "answer": "23", "metadata": {}}
     metadata = {"dataset": "chain_sum", "config": prepare.CONFIG, "entry": entry, "answer": "text"}
     assert agent.correct(Namespace(), Sample(response=response, metadata=metadata)) == reward
+
+
+class Caller:
+    """An engine whose policy calls for ever."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.ids = tokenizer.encode("?1+1=", add_special_tokens=False)
+
+    async def generate(self, token_ids: list[int], sampling_params: dict[str, Any], *, session_id: str) -> Generation:
+        count = len(self.ids)
+        return Generation(
+            token_ids=self.ids,
+            log_probs=[-1.0] * count,
+            weight_versions=[0] * count,
+            finish_reason="stop",
+            text="?1+1=",
+        )
+
+
+def test_an_episode_that_only_calls_ends(data: Path) -> None:
+    checkpoint = str(data / "data" / "tool_agent" / "checkpoint")
+    args = Namespace(hf_checkpoint=checkpoint, rollout_max_response_len=1000)
+    sample = Sample(prompt="1+1>", tokens=[1, 5, 14, 5, 16])
+    found = asyncio.run(agent.generate(args, sample, {}, Caller(agent.load_tokenizer(checkpoint))))
+    assert found.response == "?1+1=2;" * agent.MAX_CALLS + "?1+1="
+    assert found.metadata["calls"] == agent.MAX_CALLS == 6
+    assert found.turns == 7 and found.loss_mask == [*[1, 1, 1, 1, 1, 0, 0] * 6, 1, 1, 1, 1, 1]
+
+
+def test_nothing_is_written_over_what_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "directory").mkdir()
+    (tmp_path / "directory" / "notes").write_text("mine")
+    for name in ("file", "directory"):
+        monkeypatch.setattr("sys.argv", ["prepare", "--out", str(tmp_path / name)])
+        with pytest.raises(SystemExit):
+            prepare.main()
+        assert "exists and is not an example of ours" in capsys.readouterr().err
+    assert (tmp_path / "file").read_text() == (tmp_path / "directory" / "notes").read_text() == "mine"
 
 
 @pytest.fixture(scope="module")
