@@ -1,10 +1,12 @@
 """Whole training steps of train.py, of TRL's GRPOTrainer and of hand-written loops, on the same task.
 
     python benchmarks/whole_step.py --threads 2 1 --rounds 3 --steps 40
+    python benchmarks/whole_step.py --task smollm2 --threads 1 --rounds 3 --steps 3
 
 Every round runs each contender once, in a process of its own, one after another, so that what else the machine does
-falls on all alike. A contender's time is the median over rounds of its median step, the first steps left out. Prints
-the medians, the ratios and where our time goes, and appends a row per contender to whole_step.csv.
+falls on all alike. A contender's time is the median over rounds of its median step, the first steps left out; its
+memory is the median over rounds of the largest resident set of its process. Prints the medians, the ratios and where
+the time goes, and appends a row per contender to whole_step.csv.
 """
 
 import argparse
@@ -20,10 +22,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from peers.task import CLOCKS, MAX_GRAD_NORM, TASKS, Task, prepare_rows
 from provenance import commit, machine
+from transformers import AutoTokenizer
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -32,13 +36,8 @@ TABLE = HERE / "whole_step.csv"
 TRL_VENV = ROOT / ".venv-trl"
 TRL_PACKAGES = ("trl==1.16.0", "transformers==5.23.0", "accelerate==1.15.0", "datasets")
 TORCH_PACKAGE = "torch==2.13.0"
-WARM_UP = 5
-"""First steps of a run that are left out: imports, caches and allocators are still warming."""
 
-TASK_FLAGS = (
-    "--input-key prompt --label-key label --rm-type exact_match --rollout-batch-size 32 --n-samples-per-prompt 8 "
-    "--rollout-max-response-len 12 --rollout-shuffle --lr 1e-4 --weight-decay 0 --clip-grad 1.0 --no-progress"
-)
+TASK_FLAGS = "--input-key prompt --label-key label --weight-decay 0 --no-progress"
 
 OURS = {
     "slime_tis, decoupled TIS + RS + veto": (
@@ -49,8 +48,10 @@ OURS = {
 """What we measure of ours, by name: the flags of the correction."""
 
 TRL = "TRL GRPOTrainer"
+TRL_SCRIPT = "trl_grpo.py"
 PEER_SCRIPTS = {
-    TRL: ("trl_grpo.py",),
+    TRL: (TRL_SCRIPT,),
+    "TRL GRPOTrainer, gradient checkpointing": (TRL_SCRIPT, "--checkpointing"),
     "hand-written loop": ("hand_written.py",),
     "hand-written loop, own decode": ("hand_written.py", "--own-decode"),
 }
@@ -70,6 +71,11 @@ COLUMNS = (
     "reward_at_end",
     "python",
     "versions",
+    "task",
+    "clock",
+    "response_len",
+    "peak_memory_mb",
+    "memory_times_trl",
 )
 
 
@@ -80,63 +86,123 @@ class Run:
     steps: list[float]
     parts: dict[str, float]
     reward: float
+    """Mean of the last ten steps."""
+    response_len: float
+    """Mean tokens of a completion after warm-up."""
+    warm_up: int
+    """Steps that are left out."""
     versions: dict[str, str] = field(default_factory=dict)
+    peak_memory: float = 0.0
+    """Largest resident set, in MB (10⁶ bytes)."""
 
     @property
     def median(self) -> float:
         """The median step after warm-up."""
-        return statistics.median(self.steps[WARM_UP:])
+        return statistics.median(self.steps[self.warm_up :])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What all contenders are run with."""
+
+    name: str
+    """Of the task."""
+    data: Path
+    """Its directory."""
+    threads: int
+    steps: int
+    clock: str
+
+    @property
+    def task(self) -> Task:
+        """What is trained on."""
+        return TASKS[self.name]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, default=ROOT / "data" / "sort_digits", help="directory of the example")
+    parser.add_argument("--task", choices=TASKS, default="sort_digits", help="what is trained on")
+    parser.add_argument("--data", type=Path, help="directory of the task, data/TASK by default")
     parser.add_argument("--threads", type=int, nargs="+", default=[2, 1], help="CPU threads, each measured alone")
     parser.add_argument("--rounds", type=int, default=3, help="runs of every contender")
     parser.add_argument("--steps", type=int, default=40, help="training steps of a run")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="what a second is: cpu on a busy machine")
     parser.add_argument("--only", nargs="+", help="contenders to run, by a part of their names")
     options = parser.parse_args()
-    if options.steps <= WARM_UP:
-        parser.error(f"--steps is {options.steps} but the first {WARM_UP} are left out; ask for more.")
+    task = TASKS[options.task]
+    if options.steps <= task.warm_up:
+        parser.error(f"--steps is {options.steps} but the first {task.warm_up} are left out; ask for more.")
     names = [name for name in (*OURS, *PEER_SCRIPTS) if not options.only or any(p in name for p in options.only)]
-    prepare_example(options.data)
-    trl_python = prepare_trl() if TRL in names else None
+    data = (options.data or ROOT / "data" / task.data).resolve()
+    prepare_task(task, data)
+    trl_python = prepare_trl() if any(script_of(name) == TRL_SCRIPT for name in names) else None
     for threads in options.threads:
+        setting = Setting(name=options.task, data=data, threads=threads, steps=options.steps, clock=options.clock)
         runs: dict[str, list[Run]] = {name: [] for name in names}
         for turn, name in itertools.product(range(1, options.rounds + 1), names):
-            runs[name].append(measure(name, options.data, threads, options.steps, trl_python))
-            print(f"round {turn}: {name} {runs[name][-1].median:.3f} s", file=sys.stderr, flush=True)
-        report(runs, threads)
-        append_rows(runs, threads, options.steps)
+            runs[name].append(run := measure(name, setting, trl_python))
+            shown = f"{run.median:.3f} s, {run.peak_memory:.0f} MB, {run.response_len:.1f} tokens per response"
+            print(f"round {turn}: {name} {shown}", file=sys.stderr, flush=True)
+        report(runs, setting)
+        append_rows(runs, setting)
 
 
-def measure(name: str, data: Path, threads: int, steps: int, trl_python: Path | None) -> Run:
+def script_of(name: str) -> str | None:
+    """The script of a peer; None for ours."""
+    return None if name in OURS else PEER_SCRIPTS[name][0]
+
+
+def measure(name: str, setting: Setting, trl_python: Path | None) -> Run:
     """Runs one contender in a process of its own."""
     with tempfile.TemporaryDirectory() as scratch:
+        checkpoint, rows = setting.data / "checkpoint", Path(scratch) / "rows.jsonl"
+        prepare_rows(setting.task, setting.data, AutoTokenizer.from_pretrained(checkpoint), rows)
         if name in OURS:
-            return measure_ours(OURS[name].split(), data, threads, steps, Path(scratch))
+            return measure_ours(OURS[name].split(), setting, rows, Path(scratch))
         out = Path(scratch) / "times.json"
         script, *switches = PEER_SCRIPTS[name]
-        python = str(trl_python if name == TRL else sys.executable)
-        line = [python, str(PEERS / script), "--data", str(data), "--out", str(out), *switches]
-        run_quietly([*line, "--threads", str(threads), "--steps", str(steps)], threads)
+        python = str(trl_python if script == TRL_SCRIPT else sys.executable)
+        line = [python, str(PEERS / script), "--task", setting.name, "--checkpoint", str(checkpoint)]
+        line += ["--rows", str(rows), "--out", str(out), "--clock", setting.clock, *switches]
+        memory = run_quietly([*line, "--threads", str(setting.threads), "--steps", str(setting.steps)], setting.threads)
         found = json.loads(out.read_text())
-    parts = {part: statistics.median(seconds[WARM_UP:]) for part, seconds in found["parts"].items()}
-    return Run(steps=found["steps"], parts=parts, reward=found["reward"], versions=found["versions"])
+    warm_up = setting.task.warm_up
+    return Run(
+        steps=found["steps"],
+        parts={part: statistics.median(seconds[warm_up:]) for part, seconds in found["parts"].items()},
+        reward=statistics.mean(found["rewards"][-10:]),
+        response_len=statistics.mean(found["lengths"][warm_up:]),
+        warm_up=warm_up,
+        versions=found["versions"],
+        peak_memory=memory,
+    )
 
 
-def measure_ours(correction: Sequence[str], data: Path, threads: int, steps: int, scratch: Path) -> Run:
+def our_flags(task: Task) -> list[str]:
+    """The flags of train.py that say the task, but for its files."""
+    line = [*TASK_FLAGS.split(), *task.our_reward.split(), "--lr", str(task.learning_rate)]
+    line += ["--clip-grad", str(MAX_GRAD_NORM), "--rollout-batch-size", str(task.prompts)]
+    line += ["--n-samples-per-prompt", str(task.group), "--rollout-max-response-len", str(task.max_new_tokens)]
+    return [*line, "--micro-batch-size", str(task.micro_batch)]
+
+
+def measure_ours(correction: Sequence[str], setting: Setting, rows: Path, scratch: Path) -> Run:
     """Runs train.py and reads its steps from the metrics.jsonl that every run leaves."""
-    line = [sys.executable, str(ROOT / "train.py"), *TASK_FLAGS.split(), *correction]
-    line += ["--hf-checkpoint", str(data / "checkpoint"), "--prompt-data", str(data / "train.jsonl")]
-    line += ["--num-rollout", str(steps), "--num-threads", str(threads), "--output-dir", str(scratch)]
-    run_quietly(line, threads)
-    rows = [json.loads(text) for text in (scratch / "metrics.jsonl").read_text().splitlines()]
-    rows = [row for row in rows if "train/loss" in row]
+    line = [sys.executable, str(PEERS / "ours.py"), setting.clock, *our_flags(setting.task), *correction]
+    line += ["--hf-checkpoint", str(setting.data / "checkpoint"), "--prompt-data", str(rows)]
+    line += ["--num-rollout", str(setting.steps), "--num-threads", str(setting.threads), "--output-dir", str(scratch)]
+    memory = run_quietly(line, setting.threads)
+    found = [json.loads(text) for text in (scratch / "metrics.jsonl").read_text().splitlines()]
+    found = [row for row in found if "train/loss" in row]
+    return replace(of_metrics(found, setting.task.warm_up), peak_memory=memory)
+
+
+def of_metrics(rows: Sequence[dict[str, float]], warm_up: int) -> Run:
+    """The steps of train.py's metrics."""
     names = {name for row in rows for name in row if name.startswith("perf/") and name.endswith("_time")}
     parts = {
         name.removeprefix("perf/").removesuffix("_time"): statistics.median(
-            row.get(name, 0.0) for row in rows[WARM_UP:]
+            row.get(name, 0.0) for row in rows[warm_up:]
         )
         for name in names - {"perf/step_time"}
     }
@@ -145,26 +211,44 @@ def measure_ours(correction: Sequence[str], data: Path, threads: int, steps: int
         steps=[row["perf/step_time"] for row in rows],
         parts=parts,
         reward=statistics.mean(row["rollout/raw_reward"] for row in rows[-10:]),
+        response_len=statistics.mean(row["rollout/response_len"] for row in rows[warm_up:]),
+        warm_up=warm_up,
         versions={name: importlib.metadata.version(name) for name in ("torch", "transformers", "megatron-core")},
     )
 
 
-def run_quietly(command: Sequence[str], threads: int) -> None:
+def run_quietly(command: Sequence[str], threads: int) -> float:
     """Runs a command with that many threads; where it fails, shows what it printed.
+
+    Returns:
+        The largest resident set of its process, and of those that it waited for, in MB.
 
     Raises:
         SystemExit: it failed.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), environment.get("PYTHONPATH"))))
+    with tempfile.TemporaryFile() as printed:
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=printed, stderr=subprocess.STDOUT)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            printed.seek(0)
+            sys.exit(f"{' '.join(command)} failed:\n{printed.read().decode(errors='replace')}")
+    return usage.ru_maxrss * 1024 / 1e6
 
 
-def prepare_example(data: Path) -> None:
-    """Makes the example's checkpoint and prompts where they are not there yet."""
-    script = ROOT / "examples" / "sort_digits" / "prepare.py"
-    subprocess.run([sys.executable, str(script), "--out", str(data)], check=True)
+def prepare_task(task: Task, data: Path) -> None:
+    """Makes the checkpoint and the prompts of sort digits where they are not there yet.
+
+    Raises:
+        SystemExit: the real model is not there.
+    """
+    if task.data == "sort_digits":
+        script = ROOT / "examples" / "sort_digits" / "prepare.py"
+        subprocess.run([sys.executable, str(script), "--out", str(data)], check=True)
+    elif not (data / task.rows).exists():
+        sys.exit(f"{data / task.rows} is not there; make it with: python examples/smollm2_reasoning_gym/prepare.py")
 
 
 def prepare_trl() -> Path:
@@ -179,15 +263,24 @@ def prepare_trl() -> Path:
     return python
 
 
-def report(runs: dict[str, list[Run]], threads: int) -> None:
-    """Prints medians, each round's time, ratios, and where the time of each contender goes."""
-    width = max(map(len, runs))
+def report(runs: dict[str, list[Run]], setting: Setting) -> None:
+    """Prints medians, each round's time, ratios, memory, and where the time of each contender goes."""
+    width, threads = max(map(len, runs)), setting.threads
     medians = {name: statistics.median(run.median for run in found) for name, found in runs.items()}
-    print(f"\n{threads} thread{'s' * (threads > 1)}: seconds a step, median of rounds (each round), relative to TRL")
+    memory = {name: statistics.median(run.peak_memory for run in found) for name, found in runs.items()}
+    print(
+        f"\n{setting.name}, {threads} thread{'s' * (threads > 1)}: {setting.clock} seconds per step, "
+        "median of rounds (each round), relative to TRL"
+    )
     for name, found in sorted(runs.items(), key=lambda item: medians[item[0]]):
         rounds = " ".join(f"{run.median:.3f}" for run in found)
         ratio = f"× {medians[name] / medians[TRL]:.2f}" if TRL in medians else ""
         print(f"  {name:<{width}}  {medians[name]:.3f}  ({rounds})  {ratio}")
+    print("peak memory, MB, and tokens per response:")
+    for name, found in runs.items():
+        ratio = f"× {memory[name] / memory[TRL]:.2f}" if TRL in memory else ""
+        tokens = statistics.mean(run.response_len for run in found)
+        print(f"  {name:<{width}}  {memory[name]:.0f}  {ratio}  {tokens:.1f}")
     print("parts, ms:")
     for name, found in runs.items():
         parts = {part: statistics.median(run.parts[part] for run in found) for part in found[0].parts}
@@ -198,9 +291,10 @@ def report(runs: dict[str, list[Run]], threads: int) -> None:
         print(f"  {name:<{width}}  {', '.join(shown)}, rest {rest * 1e3:.1f}")
 
 
-def append_rows(runs: dict[str, list[Run]], threads: int, steps: int) -> None:
+def append_rows(runs: dict[str, list[Run]], setting: Setting) -> None:
     """Appends one row per contender to whole_step.csv, with date, machine and versions."""
     medians = {name: statistics.median(run.median for run in found) for name, found in runs.items()}
+    memory = {name: statistics.median(run.peak_memory for run in found) for name, found in runs.items()}
     is_new = not TABLE.exists()
     with open(TABLE, "a", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
@@ -212,16 +306,21 @@ def append_rows(runs: dict[str, list[Run]], threads: int, steps: int) -> None:
                     "date": datetime.date.today().isoformat(),
                     "machine": machine(),
                     "cores": os.cpu_count(),
-                    "threads": threads,
+                    "threads": setting.threads,
                     "commit": commit(),
                     "contender": name,
                     "rounds": len(found),
-                    "steps": steps,
+                    "steps": setting.steps,
                     "median_step_s": f"{medians[name]:.4f}",
                     "times_trl": f"{medians[name] / medians[TRL]:.3f}" if TRL in medians else "",
                     "reward_at_end": f"{statistics.mean(run.reward for run in found):.3f}",
                     "python": platform.python_version(),
                     "versions": " ".join(f"{package}=={version}" for package, version in found[0].versions.items()),
+                    "task": setting.name,
+                    "clock": setting.clock,
+                    "response_len": f"{statistics.mean(run.response_len for run in found):.1f}",
+                    "peak_memory_mb": f"{memory[name]:.0f}",
+                    "memory_times_trl": f"{memory[name] / memory[TRL]:.3f}" if TRL in memory else "",
                 }
             )
 

@@ -25,8 +25,12 @@ def benchmark():
 
 
 def run(module, seconds, **options):
-    steps = [9.0] * module.WARM_UP + [seconds - 0.1, seconds, seconds + 0.2]
-    return module.Run(steps=steps, parts={"generate": seconds / 4}, reward=0.5, **options)
+    steps = [9.0] * 5 + [seconds - 0.1, seconds, seconds + 0.2]
+    return module.Run(steps=steps, parts={"generate": seconds / 4}, reward=0.5, response_len=11.5, warm_up=5, **options)
+
+
+def setting(module, name="sort_digits", **options):
+    return module.Setting(name=name, data=Path("data"), threads=2, steps=8, clock="wall", **options)
 
 
 def test_median_leaves_the_warm_up_out(benchmark):
@@ -37,33 +41,91 @@ def test_rows_have_the_medians_and_their_ratio_to_trl(benchmark, tmp_path, monke
     monkeypatch.setattr(benchmark, "TABLE", tmp_path / "whole_step.csv")
     ours = "slime_tis, --use-rollout-logprobs"
     runs = {
-        benchmark.TRL: [run(benchmark, seconds, versions={"torch": "2", "trl": "1"}) for seconds in (0.4, 0.5, 0.9)],
-        ours: [run(benchmark, seconds) for seconds in (0.3, 0.2, 0.25)],
+        benchmark.TRL: [
+            run(benchmark, seconds, versions={"torch": "2", "trl": "1"}, peak_memory=memory)
+            for seconds, memory in ((0.4, 2000), (0.5, 1600), (0.9, 1000))
+        ],
+        ours: [run(benchmark, seconds, peak_memory=800) for seconds in (0.3, 0.2, 0.25)],
     }
     for _ in range(2):
-        benchmark.append_rows(runs, threads=2, steps=8)
+        benchmark.append_rows(runs, setting(benchmark))
     with open(tmp_path / "whole_step.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["contender"] for row in rows] == [benchmark.TRL, ours] * 2
     assert [row["median_step_s"] for row in rows[:2]] == ["0.5000", "0.2500"]
     assert [row["times_trl"] for row in rows[:2]] == ["1.000", "0.500"]
     assert rows[0]["versions"] == "torch==2 trl==1" and rows[0]["rounds"] == "3" and rows[0]["machine"]
-    benchmark.report(runs, threads=2)
+    assert [row["peak_memory_mb"] for row in rows[:2]] == ["1600", "800"]
+    assert [row["memory_times_trl"] for row in rows[:2]] == ["1.000", "0.500"]
+    assert [rows[0][name] for name in ("task", "clock", "response_len")] == ["sort_digits", "wall", "11.5"]
+    benchmark.report(runs, setting(benchmark))
     lines = capsys.readouterr().out.splitlines()
     assert lines[2].split("  ") == ["", ours, "0.250", "(0.300 0.200 0.250)", "× 0.50"]
     assert lines[-1] == f"  {ours}  generate 62.5, rest 187.5"
 
 
-def test_our_command_lines_are_accepted(benchmark, tmp_path, monkeypatch):
+def test_the_table_of_the_repository_has_these_columns(benchmark):
+    with open(benchmark.TABLE, newline="") as file:
+        assert tuple(csv.DictReader(file).fieldnames) == benchmark.COLUMNS
+
+
+def test_memory_is_the_largest_of_the_process_and_its_children(benchmark):
+    child = "bytearray(300_000_000)"
+    program = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}], check=True)"
+    assert 300 < benchmark.run_quietly([sys.executable, "-c", program], threads=1) < 400
+
+
+def test_a_contender_that_fails_shows_what_it_printed(benchmark):
+    with pytest.raises(SystemExit, match="no such luck"):
+        benchmark.run_quietly([sys.executable, "-c", "raise ValueError('no such luck')"], threads=1)
+
+
+def test_all_contenders_get_the_same_prompts_in_the_same_order(benchmark, tmp_path):
+    task = benchmark.TASKS["smollm2"]
+    (tmp_path / "prompts").mkdir()
+    rows = [{"prompt": [{"role": "user", "content": f"{n} + 1"}], "label": str(n + 1)} for n in range(20)]
+    (tmp_path / task.rows).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    written = []
+    for name in "one", "other":
+        benchmark.prepare_rows(task, tmp_path, Template(), tmp_path / name)
+        written.append((tmp_path / name).read_text())
+    assert written[0] == written[1]
+    found = [json.loads(line) for line in written[0].splitlines()]
+    assert sorted(found, key=lambda row: int(row["label"])) == [
+        {"prompt": f"<{n} + 1>", "label": str(n + 1)} for n in range(20)
+    ]
+    assert found != sorted(found, key=lambda row: int(row["label"]))
+
+
+class Template:
+    """A tokenizer's chat template that shows its only message."""
+
+    def apply_chat_template(self, messages, *, tokenize, add_generation_prompt):
+        assert add_generation_prompt and not tokenize
+        return f"<{messages[0]['content']}>"
+
+
+@pytest.mark.parametrize(("text", "score"), [("9 * 2 = 18", 1.0), ("18 or 19", 0.0), ("none", 0.0), ("-18", 0.0)])
+def test_the_last_number_is_the_answer(benchmark, text, score):
+    assert benchmark.TASKS["smollm2"].score(text, "18") == score
+
+
+@pytest.mark.parametrize("name", ["sort_digits", "smollm2"])
+def test_our_command_lines_are_accepted(benchmark, tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "checkpoint").mkdir()
     (tmp_path / "checkpoint" / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"]}))
     (tmp_path / "train.jsonl").write_text('{"prompt": "21>", "label": "12"}\n')
-    line = [*benchmark.TASK_FLAGS.split(), "--hf-checkpoint", "checkpoint", "--prompt-data", "train.jsonl"]
+    task = benchmark.TASKS[name]
+    reward = tmp_path / "benchmarks" / "peers"  # relative to the repository, where contenders run
+    reward.mkdir(parents=True)
+    (reward / "task.py").write_text((ROOT / "benchmarks" / "peers" / "task.py").read_text())
+    line = [*benchmark.our_flags(task), "--hf-checkpoint", "checkpoint", "--prompt-data", "train.jsonl"]
     decoupled, bypass = (
         configure([*line, *flags.split(), "--num-rollout", "40", "--num-threads", "2"], {})
         for flags in benchmark.OURS.values()
     )
-    assert decoupled.loop.global_batch_size == bypass.loop.global_batch_size == 256
+    assert decoupled.loop.global_batch_size == bypass.loop.global_batch_size == task.prompts * task.group
+    assert decoupled.megatron.micro_batch_size == task.micro_batch
     assert decoupled.correction.use_tis and decoupled.correction.rs_veto_threshold == 1e-4
     assert bypass.correction.use_rollout_logprobs and not bypass.correction.corrects

@@ -8,17 +8,7 @@ import torch
 import transformers
 import trl
 from datasets import Dataset
-from task import (
-    GROUP,
-    LEARNING_RATE,
-    MAX_GRAD_NORM,
-    MAX_NEW_TOKENS,
-    PROMPTS,
-    StepClock,
-    read_options,
-    read_rows,
-    write_times,
-)
+from task import CLOCKS, MAX_GRAD_NORM, TASKS, StepClock, read_options, read_rows, write_times
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -37,36 +27,37 @@ class EndOfStep(TrainerCallback):
 
 
 def main() -> None:
-    options = read_options(__doc__.splitlines()[0])
+    options = read_options(__doc__.splitlines()[0], "--checkpointing")
+    task = TASKS[options.task]
     torch.set_num_threads(options.threads)
-    checkpoint = options.data / "checkpoint"
-    clock = StepClock()
+    clock = StepClock(CLOCKS[options.clock])
 
-    def exact_match(completions: list[str], label: list[str], **_: Any) -> list[float]:
-        rewards = [float(completion == wanted) for completion, wanted in zip(completions, label, strict=True)]
-        clock.rewards.append(sum(rewards) / len(rewards))
+    def scores(completions: list[str], label: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+        rewards = [task.score(text, wanted) for text, wanted in zip(completions, label, strict=True)]
+        clock.scored(rewards, [len(ids) for ids in completion_ids])
         return rewards
 
     with tempfile.TemporaryDirectory() as directory:
         trainer = GRPOTrainer(
-            model=AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32),
-            reward_funcs=exact_match,
+            model=AutoModelForCausalLM.from_pretrained(options.checkpoint, dtype=torch.float32),
+            reward_funcs=scores,
             args=GRPOConfig(
                 output_dir=directory,
                 max_steps=options.steps,
-                per_device_train_batch_size=PROMPTS * GROUP,
-                gradient_accumulation_steps=1,
-                num_generations=GROUP,
-                max_completion_length=MAX_NEW_TOKENS,
+                per_device_train_batch_size=task.micro_batch,
+                gradient_accumulation_steps=task.micro_batches,  # all completions of a step are sampled at once
+                num_generations=task.group,
+                max_completion_length=task.max_new_tokens,
                 temperature=1.0,
-                learning_rate=LEARNING_RATE,
+                learning_rate=task.learning_rate,
                 lr_scheduler_type="constant",
                 weight_decay=0.0,
                 max_grad_norm=MAX_GRAD_NORM,
                 beta=0.0,
                 num_iterations=1,
+                shuffle_dataset=False,
                 bf16=False,
-                gradient_checkpointing=False,
+                gradient_checkpointing=options.checkpointing,
                 use_cpu=True,
                 use_vllm=False,
                 logging_steps=1,
@@ -75,8 +66,8 @@ def main() -> None:
                 disable_tqdm=True,
                 seed=0,
             ),
-            train_dataset=Dataset.from_list(read_rows(options.data, "train.jsonl")),
-            processing_class=AutoTokenizer.from_pretrained(checkpoint, padding_side="left"),
+            train_dataset=Dataset.from_list(read_rows(options.rows)),
+            processing_class=AutoTokenizer.from_pretrained(options.checkpoint, padding_side="left"),
             callbacks=[EndOfStep(clock)],
         )
         trainer.train()
