@@ -190,9 +190,10 @@ class Learner:
             [[list(chain(*(sample.tokens for sample in rollout))) for rollout in of_rank] for of_rank in shards],
             [[sum(sample.response_length for sample in rollout) for rollout in of_rank] for of_rank in shards],
         )
-        partition = [
-            [place for place, rollout in enumerate(of_each) if rollout in chosen] for chosen in map(set, whole)
-        ]
+        places: list[list[int]] = [[] for _ in own]
+        for place, number in enumerate(of_each):
+            places[number].append(place)
+        partition = [[place for number in chosen for place in places[number]] for chosen in whole]
         recorded, missing = self._with_routing(samples, of_each)
         batch = recorded if self.replays_rollout_routing else recorded.with_routing(None, None)
         record: RoutingRecord | None = [] if self.engine.config.use_routing_replay else None

@@ -5,6 +5,8 @@ Shapes: suffix _N is per token of the whole responses, one response after anothe
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -60,6 +62,16 @@ class ResponseSlices:
     """Tokens of each response on this rank."""
     lengths: tuple[int, ...]
     """Tokens of each whole response."""
+
+    @cached_property
+    def local_starts(self) -> tuple[int, ...]:
+        """Where each response begins among this rank's tokens, and where the last one ends."""
+        return tuple(accumulate(self.local_lengths, initial=0))
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """The same among the tokens of whole responses."""
+        return tuple(accumulate(self.lengths, initial=0))
 
     def select(self, responses: Sequence[int]) -> "ResponseSlices":
         """The slices of the responses at these indices, in that order."""

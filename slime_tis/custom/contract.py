@@ -6,7 +6,7 @@ fn(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengt
 
 import inspect
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -115,23 +115,25 @@ def call_custom_tis(function: Callable[..., Any], args: Any, *, seed: int = 0, *
     return pg_loss, list(masks), dict(metrics)
 
 
-def check_metric_names(function: Callable[..., Any], names: Sequence[Sequence[str]], place: str) -> None:
+def check_metric_names(function: Callable[..., Any], names: Mapping[int, Sequence[str]], place: str) -> None:
     """Checks that a custom function returned the same metrics everywhere, since they are added up.
 
     Args:
         function: The custom function, for the message.
-        names: The names that each call returned, sorted.
+        names: The names that calls returned, sorted, by the number of the call.
         place: What the calls differ in: "micro-batch" or "rank".
 
     Raises:
         CustomFunctionError: naming two calls that differ, and in what.
     """
-    for number, found in enumerate(names):
-        if list(found) != list(names[0]):
-            differing = sorted(set(found) ^ set(names[0]))
+    first = min(names)
+    for number, found in names.items():
+        if list(found) != list(names[first]):
+            differing = sorted(set(found) ^ set(names[first]))
             raise CustomFunctionError(
                 f"{describe(function)} returned metric {one_line(repr(differing[0]))} for one {place} and not for "
-                f"another ({place}s 0 and {number}); return the same names in every call, 0 where there is nothing."
+                f"another ({place} {first} and {place} {number}); return the same names in every call, 0 where there "
+                "is nothing."
             )
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import Counter
 from collections.abc import Hashable, Sequence, Sized
 from dataclasses import dataclass, field, replace
+from heapq import heapify, heappop, heappush
 from itertools import groupby
 from typing import TypeVar
 
@@ -198,12 +201,22 @@ def token_budget_partitions(trees: Sequence[PrefixTree], max_tokens: int) -> lis
     """
     partitions = [_first_fit_decreasing(tree, max_tokens) for tree in trees]
     count = max(len(partition) for partition in partitions)
-    for partition in partitions:
-        while len(partition) < count:
-            fullest = max((one for one in partition if len(one) > 1), key=lambda one: one.load)
-            partition.remove(fullest)
-            partition += fullest.halves()
-    return [[sorted(one.samples) for one in partition] for partition in partitions]
+    return [[sorted(one.samples) for one in _split_fullest(partition, count)] for partition in partitions]
+
+
+def _split_fullest(planned: Sequence[_Planned], count: int) -> list[_Planned]:
+    """So many micro-batches, the fullest of which has been split in two as often as it takes."""
+    made = dict(enumerate(planned))
+    heap = [(-one.load, number) for number, one in made.items() if len(one) > 1]
+    heapify(heap)
+    numbers = itertools.count(len(made))
+    while len(made) < count:
+        _, fullest = heappop(heap)
+        for half in made.pop(fullest).halves():
+            made[number := next(numbers)] = half
+            if len(half) > 1:
+                heappush(heap, (-half.load, number))
+    return list(made.values())
 
 
 @dataclass(kw_only=True)
@@ -218,7 +231,7 @@ class _Planned:
     responses: int = 0
 
     def __len__(self) -> int:
-        return len(self.samples)
+        return sum(map(len, self.families))
 
     @property
     def samples(self) -> list[int]:
@@ -271,24 +284,69 @@ class _Planned:
 def _first_fit_decreasing(tree: PrefixTree, max_tokens: int) -> list[_Planned]:
     planned: list[_Planned] = []
     loads = [(_Planned(tree=tree).load_with(family), family) for family in tree.families()]
+    space = FirstFit(len(tree))
     for load, family in sorted(loads, key=lambda pair: -pair[0]):
         if len(family) > 1 and load > max_tokens:
-            planned += _dealt_out(tree, family, max_tokens)
+            for one in _dealt_out(tree, family, max_tokens):
+                space.set(len(planned), max_tokens - one.load)
+                planned.append(one)
             continue
         # Two families may have their largest tokens and responses apart: the sum of their loads is an upper bound.
-        place = next((one for one in planned if one.load + load <= max_tokens), None)
+        place = space.first(load)
         if place is None:
-            planned.append(place := _Planned(tree=tree))
-        place.add(family)
+            place = len(planned)
+            planned.append(_Planned(tree=tree))
+        planned[place].add(family)
+        space.set(place, max_tokens - planned[place].load)
     return planned
 
 
 def _dealt_out(tree: PrefixTree, family: Sequence[int], max_tokens: int) -> list[_Planned]:
     """Micro-batches of one family."""
     planned: list[_Planned] = []
+    uses = Counter(segment for sample in family for segment in tree.paths[sample])
+    space = FirstFit(len(family))
     for sample in family:
-        place = next((one for one in planned if one.load_with([sample]) <= max_tokens), None)
+        # What no sibling has is added to every micro-batch, and in most of them it is all that is.
+        own = sum(tree.segments[segment].length for segment in tree.paths[sample] if uses[segment] == 1)
+        place = space.first(own)
+        while place is not None and planned[place].load_with([sample]) > max_tokens:
+            place = space.first(own, place + 1)
         if place is None:
-            planned.append(place := _Planned(tree=tree))
-        place.add([sample], are_siblings=True)
+            place = len(planned)
+            planned.append(_Planned(tree=tree))
+        planned[place].add([sample], are_siblings=True)
+        space.set(place, max_tokens - planned[place].tokens)
     return planned
+
+
+class FirstFit:
+    """The space that is left in bins, and the first of them where something fits: a tree of maxima."""
+
+    def __init__(self, bins: int) -> None:
+        """Begins with no space in any of so many bins."""
+        self._leaves = 1 << max(bins - 1, 0).bit_length()
+        self._most: list[float] = [-math.inf] * (2 * self._leaves)
+
+    def set(self, place: int, space: float) -> None:
+        """Notes the space of a bin."""
+        node = self._leaves + place
+        self._most[node] = space
+        while node > 1:
+            node //= 2
+            self._most[node] = max(self._most[2 * node], self._most[2 * node + 1])
+
+    def first(self, needed: float, start: int = 0) -> int | None:
+        """The first bin from `start` on with as much space; None where there is none."""
+        node = self._leaves + start
+        if start >= self._leaves:
+            return None
+        while self._most[node] < needed:
+            while node & (node + 1) and node % 2:  # the last of its parent
+                node //= 2
+            if not node & (node + 1):  # the last of its level
+                return None
+            node += 1
+        while node < self._leaves:
+            node = 2 * node if self._most[2 * node] >= needed else 2 * node + 1
+        return node - self._leaves

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -64,9 +63,9 @@ class ResponseTokens:
 
     def select(self, samples: Sequence[int]) -> ResponseTokens:
         """The responses at the indices `samples`, in that order."""
-        local, whole = (list(accumulate(lengths, initial=0)) for lengths in (self.lengths, self.response_lengths))
+        slices = self.slices
         found: dict[str, Any] = {
-            name: _select(value, whole if name == "loss_mask_N" else local, samples)
+            name: _select(value, slices.starts if name == "loss_mask_N" else slices.local_starts, samples)
             for name, value in self._tensors().items()
         }
         return replace(

@@ -129,6 +129,14 @@ class Slot:
             return self.tokens
         return self.tokens + self.work.pending[:-1]
 
+    def may_share(self, tokens: Sequence[int], count: int) -> bool:
+        """Whether it may share so many tokens: the last of them is the same."""
+        last = count - 1
+        if last < len(self.tokens):
+            return self.tokens[last] == tokens[last]
+        pending = () if self.work is None else self.work.pending
+        return last < len(self.tokens) + len(pending) - 1 and pending[last - len(self.tokens)] == tokens[last]
+
 
 class ContinuousBatching:
     """Answers requests of one asyncio loop with one model, whose weights stay the same meanwhile."""
@@ -251,8 +259,7 @@ class ContinuousBatching:
         return self._decode() if self._decoding else False
 
     def _drop_cancelled(self) -> None:
-        if any(work.answer.done() for work in self._waiting):
-            self._waiting = deque(work for work in self._waiting if not work.answer.done())
+        """Takes cancelled requests out of their slots; those that wait are left out once it is their turn."""
         for slot in [slot for slot in self._slots if slot.work and slot.work.answer.done()]:
             self._leave(slot)
 
@@ -263,15 +270,18 @@ class ContinuousBatching:
         later: list[Work] = []
         while self._waiting:
             work = self._waiting.popleft()
-            tokens = work.known
-            source, shared = self._longest_prefix(work.request.session, tokens)
-            is_prefilled = source is None or shared <= len(source.tokens)
-            slot = self._slot_for(work, tokens, source, shared) if is_prefilled else None
-            if slot is None:
-                later.append(work)
-                if is_prefilled:
-                    break
+            if work.answer.done():
                 continue
+            tokens = work.known
+            capacity = self._capacity_for(len(tokens))
+            if capacity is None:
+                later.append(work)
+                break
+            source, shared = self._longest_prefix(work.request.session, tokens)
+            if source is not None and shared > len(source.tokens):
+                later.append(work)
+                continue
+            slot = self._slot_for(work, capacity, source, shared)
             slot.work, slot.session = work, work.request.session
             work.pending, work.waited = tokens[len(slot.tokens) :], 0
             self.counts.reused += len(slot.tokens)
@@ -282,23 +292,23 @@ class ContinuousBatching:
 
         The last token is left out: it is fed in any case, for the logits of the next one.
         """
+        most = len(tokens) - 1
+        for slot in self._slots:
+            cached = len(slot.tokens)
+            if slot.work is None and slot.session == session and cached <= most and slot.tokens == tokens[:cached]:
+                return slot, cached
         best: tuple[Slot | None, int] = None, 0
         for slot in self._slots:
-            cached = slot.cached_soon
-            if tokens[:MIN_SHARED] != cached[:MIN_SHARED] and slot.session != session:
+            least = best[1] + 1 if slot.session == session else max(best[1] + 1, MIN_SHARED)
+            if least > most or not slot.may_share(tokens, least):
                 continue
-            shared = min(common_prefix(tokens, cached), len(tokens) - 1)
-            if slot.work is None and slot.session == session and shared == len(cached):
-                return slot, shared
-            if shared > best[1] and (shared >= MIN_SHARED or slot.session == session):
+            shared = min(common_prefix(tokens, slot.cached_soon), most)
+            if shared >= least:
                 best = slot, shared
         return best
 
-    def _slot_for(self, work: Work, tokens: list[int], source: Slot | None, shared: int) -> Slot | None:
-        """A slot with the shared tokens; None where every slot is in use."""
-        capacity = self._capacity_for(len(tokens))
-        if capacity is None:
-            return None
+    def _slot_for(self, work: Work, capacity: int, source: Slot | None, shared: int) -> Slot:
+        """A slot with the shared tokens, of slots of a size with which one more request fits in."""
         self._resize(capacity, keep=source)
         idle = [slot for slot in self._slots if slot.work is None and slot is not source]
         is_full = len(self._slots) == self._most_slots(capacity)
@@ -346,7 +356,7 @@ class ContinuousBatching:
                     )
                 )
         for slot in self._slots:
-            slot.tokens = slot.tokens[:capacity]
+            del slot.tokens[capacity:]
         slots, wanted = self._cache.slots, len(self._slots) + len(self._waiting) + 1
         if len(self._slots) >= slots:
             slots = max(wanted, slots + slots // 2)

@@ -128,23 +128,26 @@ class _RoutingOfSamples:
         """Begins with the rows of the prompts, padded on the left, which the samples of each share."""
         self._prompts = [padded[place, -len(prompt) :] for place, prompt in enumerate(prompts)]
         self._n_samples = n_samples
+        self._rows: list[Tensor] = []
         self._steps: list[Routing] = []
 
     def append(self, rows_A: Tensor, step: Routing) -> None:
         """Takes the next token of each active sample, [A, 1, layers, k]; the others have had their last."""
-        shape = (len(self._prompts) * self._n_samples, *step.experts.shape[1:])
-        experts, weights = step.experts.new_zeros(shape), step.weights.new_zeros(shape)
-        experts[rows_A], weights[rows_A] = step.experts, step.weights
-        self._steps.append(Routing(experts=experts, weights=weights))
+        self._rows.append(rows_A)
+        self._steps.append(step)
 
     def of_samples(self, lengths_B: Tensor) -> list[Routing]:
         """The rows of every token of a sample but its last, which was not fed."""
-        sampled = Routing.cat(self._steps, 1) if self._steps else None
+        if self._steps:
+            row_of_each = torch.cat(self._rows)
+            sampled = Routing.cat(self._steps)[row_of_each.argsort(stable=True), 0]  # the steps of each stay in order
+            ends = row_of_each.bincount(minlength=len(lengths_B)).cumsum(0).tolist()
         found = []
         for sample, length in enumerate(lengths_B.tolist()):
             parts = [self._prompts[sample // self._n_samples]]
-            if sampled is not None:
-                parts.append(sampled[sample, : length - 1])
+            if self._steps:
+                start = ends[sample - 1] if sample else 0
+                parts.append(sampled[start : start + length - 1])
             found.append(
                 Routing.cat(parts)
             )  # a copy: a view would be sent to other ranks with all that it is a view of

@@ -138,6 +138,10 @@ class FunctionBatch:
         self._function, self._answer, self._sampling, self._concurrency = function, answer, sampling, concurrency
         self._vocab_size, self._end_requests, self._end_sample = vocab_size, end_requests, end_sample
         self._num_groups = len(groups) if num_groups is None else num_groups
+        self._missing = [sum(not call.complete for call in group) for group in groups]
+        """Calls of each group that are not complete."""
+        self._complete = self._missing.count(0)
+        """Groups whose calls are."""
         self._stopping = False
         self._changed = asyncio.Event()
         self._failure: Exception | None = None
@@ -155,10 +159,14 @@ class FunctionBatch:
             Exception: What a call raised.
         """
         gate = asyncio.Semaphore(self._concurrency)
-        calls = [call for group in self.groups for call in group if not call.complete]
-        tasks = [asyncio.create_task(self._call(call, gate)) for call in calls]
+        tasks = [
+            asyncio.create_task(self._call(call, place, gate))
+            for place, group in enumerate(self.groups)
+            for call in group
+            if not call.complete
+        ]
         try:
-            while not self._is_done() and self._failure is None:
+            while self._complete < self._num_groups and self._failure is None:
                 self._changed.clear()
                 await self._changed.wait()
             if self._failure is None and self._end_requests is not None:
@@ -176,10 +184,8 @@ class FunctionBatch:
         self._failure = self._failure or error
         self._changed.set()
 
-    def _is_done(self) -> bool:
-        return sum(all(call.complete for call in group) for group in self.groups) >= self._num_groups
-
-    async def _call(self, call: FunctionCall, gate: asyncio.Semaphore) -> None:
+    async def _call(self, call: FunctionCall, place: int, gate: asyncio.Semaphore) -> None:
+        """Calls the function for a call of the group at a place."""
         async with gate:
             if self._stopping or self._failure is not None:
                 return
@@ -190,6 +196,8 @@ class FunctionBatch:
                 samples = await self._function(call.first_sample(), engine)
                 call.complete = not (self._stopping and is_unfinished(samples))
                 call.samples = samples
+                self._missing[place] -= call.complete
+                self._complete += call.complete and self._missing[place] == 0
             except asyncio.CancelledError:
                 task = asyncio.current_task()
                 if task is not None and task.cancelling():

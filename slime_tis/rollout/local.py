@@ -382,16 +382,15 @@ class LocalEngine:
         return [responses[start : start + n_samples] for start in range(0, len(responses), n_samples)]
 
     def _responses(self, decoded: Decoded, sampling: Sampling) -> list[_Response]:
-        tokens, log_probs = decoded.tokens_BT.tolist(), decoded.log_probs_BT.tolist()
         lengths, stopped = decoded.lengths_B.tolist(), decoded.stopped_B.tolist()
         responses = []
         for sample, length in enumerate(lengths):
             routing = None if decoded.routing is None else decoded.routing[sample]
-            ids = tokens[sample][:length]
+            ids = decoded.tokens_BT[sample, :length].tolist()  # the tensors are as long as a response may be
             responses.append(
                 _Response(
                     token_ids=ids,
-                    log_probs=log_probs[sample][:length],
+                    log_probs=decoded.log_probs_BT[sample, :length].tolist(),
                     finish_reason="stop" if stopped[sample] else "length",
                     text=self._tokenizer.decode(ids, skip_special_tokens=True),
                     sampling_mask=None if decoded.sampling_masks is None else decoded.sampling_masks[sample],

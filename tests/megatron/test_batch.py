@@ -5,7 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slime_tis.correction import context_parallel
+from slime_tis.megatron import batch as batch_module
 from slime_tis.megatron.batch import (
+    FirstFit,
     dealt_together,
     fixed_partition,
     make_batch,
@@ -184,3 +187,65 @@ def test_what_is_packed_is_within_the_budget(drawn: list[tuple[int, list[int]]],
     for samples in partition:
         packed = PrefixTree.of([tokens[i] for i in samples], [responses[i] for i in samples])
         assert len(samples) == 1 or max(packed.tokens, sum(packed.response_lengths)) <= budget
+
+
+@given(
+    st.integers(1, 20).flatmap(
+        lambda bins: st.tuples(
+            st.just(bins),
+            st.lists(st.tuples(st.integers(0, bins - 1), st.integers(0, 9)), max_size=30),
+        )
+    ),
+    st.integers(0, 9),
+    st.integers(0, 20),
+)
+def test_the_first_bin_with_space(given_bins: tuple[int, list[tuple[int, int]]], needed: int, start: int) -> None:
+    bins, changes = given_bins
+    space, plain = FirstFit(bins), [-1.0] * bins
+    for place, value in changes:
+        space.set(place, value)
+        plain[place] = value
+    assert space.first(needed, start) == next((i for i in range(start, bins) if plain[i] >= needed), None)
+
+
+def test_a_place_is_found_without_a_look_at_every_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Counted(list[float]):
+        reads = 0
+
+        def __getitem__(self, index):  # type: ignore[no-untyped-def]
+            Counted.reads += 1
+            return super().__getitem__(index)
+
+    space = FirstFit(1024)
+    for place in range(1024):
+        space.set(place, 1 + (place == 1023))
+    space._most = Counted(space._most)
+    assert space.first(2) == 1023 and Counted.reads <= 64
+
+    looks: list[int] = []
+    planned, load_with = batch_module._Planned, batch_module._Planned.load_with
+    monkeypatch.setattr(planned, "load_with", lambda self, samples: looks.append(1) or load_with(self, samples))
+    siblings = PrefixTree.of([[1, 2, 10 + i, 3, 4] for i in range(256)], [3] * 256)
+    (partition,) = token_budget_partitions([siblings], 8)
+    assert len(partition) == 128 and len(looks) <= 2 * 256
+
+
+def test_a_rank_that_needs_many_more_passes_splits_the_fullest_without_a_look_at_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks: list[int] = []
+    planned, load = batch_module._Planned, batch_module._Planned.load.fget
+    assert load is not None
+    monkeypatch.setattr(planned, "load", property(lambda self: looks.append(1) or load(self)))
+    first, second = token_budget_partitions([apart([9] * 256), apart([1] * 256)], 9)
+    assert len(first) == len(second) == 256 and sorted(i for one in second for i in one) == list(range(256))
+    assert len(looks) <= 8 * 256
+
+
+def test_micro_batches_are_selected_by_starts_that_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    sums: list[int] = []
+    accumulate = context_parallel.accumulate
+    monkeypatch.setattr(context_parallel, "accumulate", lambda *a, **k: sums.append(1) or accumulate(*a, **k))
+    batch = make_batch([[1] * 4] * 50, [[1, 1]] * 50, [[0.5, 0.25]] * 50, [[0, 0]] * 50).with_advantages([1.0] * 50)
+    parts = [batch.select([i, (i + 1) % 50]) for i in range(50)]
+    assert all(len(part) == 2 for part in parts) and len(sums) == 2

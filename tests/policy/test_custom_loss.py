@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from slime_tis.errors import CustomFunctionError
+from slime_tis.policy import custom_loss
 from slime_tis.policy.config import PolicyConfig
 from slime_tis.policy.custom_loss import CustomLoss, ObjectiveFunctions, reduced_loss, token_advantages
 from slime_tis.policy.reducers import dr_grpo
@@ -133,3 +134,27 @@ def test_advantages_are_of_every_token_and_checked(tmp_path: Path) -> None:
         with pytest.raises(CustomFunctionError) as refusal:
             advantages(load(tmp_path, "advantage", f"{head}{value}\n"))
         assert message in str(refusal.value)
+
+
+def test_metrics_are_compared_with_those_of_the_first_micro_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "def fn(args, batch, logits, mean):\n    fn.n = getattr(fn, 'n', -1) + 1\n"
+    code += "    return logits.sum(), {'a': 1.0} | ({'b': 2.0} if fn.n == 20 else {})\n"
+    function = load(tmp_path, "loss", code.replace("mean", "sum_of_sample_mean")).loss
+    assert function is not None
+    compared: list[int] = []
+    check = custom_loss.check_metric_names
+    monkeypatch.setattr(
+        custom_loss,
+        "check_metric_names",
+        lambda fn, names, place: compared.append(len(names)) or check(fn, names, place),
+    )
+    loss, logits = CustomLoss(function=function, args=ARGS, seed=0), torch.ones(1, 5, 3).requires_grad_() * 1
+    for _ in range(20):
+        loss(make_tokens([2, 3]), [], logits, torch.sum)
+    with pytest.raises(
+        CustomFunctionError, match=r"'b' for one micro-batch and not .* \(micro-batch 0 and micro-batch 20\)"
+    ):
+        loss(make_tokens([2, 3]), [], logits, torch.sum)
+    assert compared == [1] + [2] * 20

@@ -10,7 +10,7 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Gemma2Config, 
 
 from slime_tis.rollout import continuous_batching
 from slime_tis.rollout.checkpoint import load_model, load_tokenizer
-from slime_tis.rollout.continuous_batching import ContinuousBatching, common_prefix, whole_blocks
+from slime_tis.rollout.continuous_batching import ContinuousBatching, Slot, common_prefix, whole_blocks
 from slime_tis.rollout.generation import SampleEngine, SampleKey, request_uniforms
 from slime_tis.rollout.routing import RoutingRecorder
 from slime_tis.rollout.sample import Sampling
@@ -364,3 +364,38 @@ def test_common_prefixes():
     assert common_prefix([1, 2], [1, 2, 4]) == 2
     assert common_prefix([7], [8]) == common_prefix([], [8]) == 0
     assert [whole_blocks(length) for length in (1, 64, 65)] == [64, 64, 128]
+
+
+def test_the_longest_prefix_is_found_by_comparing_what_may_be_longer(models, monkeypatch):
+    """Slots that begin alike and go on otherwise are told apart by one token each."""
+    scheduler = scheduler_of(*models("llama"))
+    compared = []
+    monkeypatch.setattr(
+        continuous_batching, "common_prefix", lambda *pair: compared.append(pair) or common_prefix(*pair)
+    )
+    system = list(range(10, 40))
+    for place in range(50):
+        scheduler._slots.append(Slot(place=place, tokens=[*system, place, 1, 2], session=(place, None)))
+    found = scheduler._longest_prefix
+    assert found((99, None), [*system, 30, 1, 7, 7]) == (scheduler._slots[30], 32) and len(compared) == 2
+    assert found((99, None), [*system, 99, 1]) == (scheduler._slots[0], 30) and len(compared) == 3
+    assert found((4, None), [*system, 4, 1, 2, 8]) == (scheduler._slots[4], 33) and len(compared) == 3
+    assert found((4, None), [*system[:5], 9, 9]) == (scheduler._slots[4], 5)
+    assert found((99, None), [*system[:5], 9, 9]) == (None, 0)
+
+
+def test_a_request_that_no_slot_is_free_for_is_compared_with_none(models, monkeypatch):
+    looks = []
+    longest_prefix = ContinuousBatching._longest_prefix
+    monkeypatch.setattr(ContinuousBatching, "_longest_prefix", lambda *a: looks.append(1) or longest_prefix(*a))
+    found, _ = episodes(*models("llama"), range(6), turns=1, max_batch=2)
+    assert len(found) == 6 and len(looks) <= 12  # one that waits for a shared prefix is looked at again
+
+
+def test_slots_that_fit_are_left_as_they_are(models):
+    scheduler = scheduler_of(*models("llama"))
+    scheduler._slots = [Slot(place=0, tokens=[1] * 5), Slot(place=1, tokens=[2] * 70)]
+    lists = [slot.tokens for slot in scheduler._slots]
+    scheduler._resize(64)
+    assert [len(slot.tokens) for slot in scheduler._slots] == [5, 64]
+    assert all(slot.tokens is tokens for slot, tokens in zip(scheduler._slots, lists, strict=True))

@@ -1,5 +1,7 @@
 """The in-process engine against independent forward passes, against transformers, and against itself."""
 
+import tracemalloc
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -8,6 +10,7 @@ from slime_tis.rollout import decode
 from slime_tis.rollout.checkpoint import load_tokenizer
 from slime_tis.rollout.local import LocalEngine
 from slime_tis.rollout.quantize import round_fp8, round_int8
+from slime_tis.rollout.routing import Routing
 from slime_tis.rollout.sample import STATUS, Prompt, Sample, Sampling
 from slime_tis.rollout.sampling import filtered_log_probs
 from slime_tis.sampling_mask import SamplingMask
@@ -313,3 +316,40 @@ def test_the_context_bounds_responses_and_refuses_prompts_that_fill_it(checkpoin
 def test_an_unknown_precision_is_refused(checkpoints):
     with pytest.raises(ValueError, match="rollout precision is 'fp4' but must be one of fp32, bf16, fp8, int8"):
         make_engine(checkpoints["llama", 0], precision="fp4")
+
+
+def test_short_responses_take_little_memory_where_long_ones_may_be(checkpoints):
+    limit = 1_000_000
+    decoded = decode.Decoded(
+        tokens_BT=torch.full((2, limit), 7),
+        log_probs_BT=torch.full((2, limit), -0.5),
+        lengths_B=torch.tensor([3, 1]),
+        stopped_B=torch.tensor([True, False]),
+        routing=None,
+        sampling_masks=None,
+    )
+    engine = make_engine(checkpoints["llama", 0])
+    tracemalloc.start()
+    first, second = engine._responses(decoded, Sampling(max_response_len=limit))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (first.token_ids, first.log_probs) == ([7, 7, 7], [-0.5, -0.5, -0.5])
+    assert (second.token_ids, second.finish_reason) == ([7], "length") and peak < 1e6
+
+
+def test_experts_are_held_for_the_tokens_that_are_fed():
+    """Of a long response among finished ones those of the long one alone."""
+
+    def rows(value, count):
+        experts = torch.full((count, 1, 2, 4), value, dtype=torch.uint8)
+        return Routing(experts=experts, weights=experts.float())
+
+    prompts = rows(9, 1)
+    recorded = decode._RoutingOfSamples(prompts, [[1]], 3)
+    recorded.append(torch.tensor([0, 1, 2]), rows(1, 3))
+    for step in range(2, 50):
+        recorded.append(torch.tensor([1]), rows(step, 1))
+    assert sum(step.experts.numel() for step in recorded._steps) == (3 + 48) * 8
+    short, long, other = recorded.of_samples(torch.tensor([2, 50, 1]))
+    assert short.experts[:, 0, 0].tolist() == [9, 1] and other.experts[:, 0, 0].tolist() == [9]
+    assert long.experts[:, 0, 0].tolist() == [9, *range(1, 50)] and long.weights.shape == (50, 2, 4)
