@@ -30,7 +30,7 @@ install: $(VENV)/.installed  ## Make the virtual environment, with pinned versio
 $(VENV)/.installed: constraints.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[train,report,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[train,dev]'
 	touch $@
 
 train: install $(EXAMPLE)/complete.json  ## Train the example: sorting digits, with rollout correction

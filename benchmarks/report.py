@@ -1,16 +1,17 @@
 """What a report costs: CPU seconds and memory to write it, and how long its page takes to open.
 
-    python -m benchmarks.report DIRECTORY [MILLIONS]
+    python -m benchmarks.report DIRECTORY [MILLIONS] [PAGE …]
 
 Writes a run of 500 steps whose dumps have 0.1 or MILLIONS million tokens below DIRECTORY, where it is missing, and the
-report on it. The page is opened three times in chromium: milliseconds to the load event, when text and tables are
-there, and until all plots are drawn, and the CPU seconds of its main thread.
+report on it. The page is opened five times in chromium, in turns with the PAGEs, such as those of another version.
 """
 
 import json
 import resource
+import statistics
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from slime_tis.dumps.table import TokenTable, offsets_of
 STEPS, LENGTH, PROMPT = 500, 200, 64
 
 
-def main(directory: Path, millions: float) -> None:
+def main(directory: Path, millions: float, others: Sequence[Path]) -> None:
     run = directory / f"report_{millions:g}"
     if not (run / "metrics.jsonl").exists():
         write_run(run, int(millions * 1e6 / STEPS / LENGTH))
@@ -33,7 +34,7 @@ def main(directory: Path, millions: float) -> None:
     print(
         f"{millions:g} million tokens: {time.process_time() - begun:.1f} s CPU, imports included, peak {peak:.2f} GiB"
     )
-    open_page(run / "report.html")
+    open_pages([run / "report.html", *others])
 
 
 def write_run(run: Path, samples: int) -> None:
@@ -82,26 +83,53 @@ def tokens_of(step: int, samples: int) -> TokenTable:
     )
 
 
-def open_page(path: Path) -> None:
+PROBE = """
+const times = {};
+const all = (query) => [...document.querySelectorAll(query)];
+function look() {
+  const seen = (name, there) => { if (there && !(name in times)) times[name] = performance.now(); };
+  const canvases = all(".canvas"), inView = canvases.filter((one) => one.getBoundingClientRect().top < innerHeight);
+  const drawn = (one) => one.querySelector(".main-svg .xy") !== null;
+  const tables = all("#what-if-table tbody tr").length > 0;
+  seen("text and tables", tables);
+  seen("plots in view", tables && inView.length && inView.every(drawn));
+  seen("samples", all("#sample .tokens span").length > 0);
+  seen("all plots", tables && canvases.every(drawn));
+  if (Object.keys(times).length < 4) requestAnimationFrame(look);
+  else document.documentElement.dataset.times = JSON.stringify(times);
+}
+requestAnimationFrame(look);
+"""
+"""Milliseconds from the start of the navigation to the first frame in which each is there."""
+
+
+def open_pages(paths: Sequence[Path], repeats: int = 5) -> None:
+    """Opens the pages in turns; prints medians with the smallest and largest, and the CPU time of the main thread."""
     from playwright.sync_api import sync_playwright
 
     from tests.browser.test_report import BROWSER
 
+    found: dict[Path, list[dict[str, float]]] = {path: [] for path in paths}
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
-        for _ in range(3):
-            page = browser.new_page(viewport={"width": 1240, "height": 900})
-            session = page.context.new_cdp_session(page)
-            session.send("Performance.enable", {"timeDomain": "threadTicks"})
-            page.goto(path.resolve().as_uri(), wait_until="commit")
-            page.wait_for_selector("html[data-drawn]", state="attached")
-            drawn = page.evaluate("performance.now()")
-            loaded = page.evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd")
-            metrics = {one["name"]: one["value"] for one in session.send("Performance.getMetrics")["metrics"]}
-            print(f"page: load {loaded:.0f} ms, drawn {drawn:.0f} ms, main thread {metrics['TaskDuration']:.2f} s CPU")
-            page.close()
+        for repeat in range(repeats):
+            for path in paths[:: 1 if repeat % 2 else -1]:
+                page = browser.new_page(viewport={"width": 1240, "height": 900})
+                page.add_init_script(PROBE)
+                session = page.context.new_cdp_session(page)
+                session.send("Performance.enable", {"timeDomain": "threadTicks"})
+                page.goto(path.resolve().as_uri(), wait_until="commit")
+                times = page.wait_for_selector("html[data-times]", state="attached").get_attribute("data-times")
+                metrics = {one["name"]: one["value"] for one in session.send("Performance.getMetrics")["metrics"]}
+                found[path].append({**json.loads(times), "CPU, all plots": 1e3 * metrics["TaskDuration"]})
+                page.close()
         browser.close()
+    for path, rows in found.items():
+        print(f"{path}: {path.stat().st_size / 1e6:.1f} MB; milliseconds, {repeats} repeats")
+        for name in rows[0]:
+            values = [row[name] for row in rows]
+            print(f"  {name}: {statistics.median(values):.0f} ({min(values):.0f} to {max(values):.0f})")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), float(sys.argv[2]) if len(sys.argv) > 2 else 0.1)
+    main(Path(sys.argv[1]), float(sys.argv[2]) if len(sys.argv) > 2 else 0.1, [Path(name) for name in sys.argv[3:]])

@@ -28,7 +28,7 @@ MARK_WITHIN = 400
 def page_data(
     sources: Sequence[Source], decode: samples.Decode | None = None, *, with_samples: bool = True
 ) -> dict[str, Any]:
-    """Everything that the page shows, as JSON takes it.
+    """Everything that the page shows, as JSON takes it, but for `samples`, which `samples.packed` takes.
 
     Args:
         sources: One run or dump, or two that are compared: samples, worst tokens and what-if are those of the first.
@@ -65,26 +65,22 @@ def page_data(
 
 
 def render(data: dict[str, Any]) -> str:
-    """The page as HTML, without a reference to anything outside of it.
-
-    Raises:
-        ValueError: plotly is not installed.
-    """
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError as error:
-        raise ValueError("The report needs plotly; install it with: pip install 'slime_tis[report]'.") from error
+    """The page as HTML, without a reference to anything outside of it."""
+    shown = data["samples"]
     parts = {
         "STYLE": _resource("page.css"),
+        "DATA": _json({name: value for name, value in data.items() if name != "samples"}),
         "SCRIPT": _resource("page.js"),
-        "PLOTLY": get_plotlyjs(),
-        "DATA": _json(data),
+        "PLOTLY": _resource("plotly/plotly-basic.min.js"),
+        "PLOTS": _resource("plots.js"),
+        "TOKENS": "" if shown is None else samples.packed(_finite(shown)),
+        "SAMPLES": _resource("samples.js"),
     }
     page = _resource("page.html")
     pieces = []
-    for name in ("STYLE", "DATA", "SCRIPT", "PLOTLY"):  # as they come in the page; each is looked for after the last
+    for name, part in parts.items():  # as they come in the page; each is looked for after the last
         before, page = page.split(f"/*{name}*/", 1)
-        pieces += [before, parts[name]]
+        pieces += [before, part]
     return "".join([*pieces, page])
 
 
@@ -117,7 +113,7 @@ def write_page(path: str | Path, data: dict[str, Any]) -> None:
     """Writes the page, whole or not at all, in the place of nothing or of an earlier one.
 
     Raises:
-        ValueError: as `check_output` and `render`, or writing failed.
+        ValueError: as `check_output`, or writing failed.
     """
     check_output(path)
     page = render(data)

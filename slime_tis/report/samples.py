@@ -1,4 +1,4 @@
-"""The samples of the page: columns of tokens as base64, text as JSON, worst sample first.
+"""The samples of the page: columns of tokens in their bytes, text as JSON, worst sample first.
 
 Nothing here is made into HTML: the page shows all of it through `textContent`.
 """
@@ -6,6 +6,9 @@ Nothing here is made into HTML: the page shows all of it through `textContent`.
 from __future__ import annotations
 
 import base64
+import json
+import struct
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -62,7 +65,7 @@ def mean_size(table: TokenTable) -> NDArray[np.float64]:
 
 
 def payload(table: TokenTable, decode: Decode | None = None) -> dict[str, Any]:
-    """What the page needs of the samples.
+    """What the page needs of the samples: plain values, and `columns` of arrays with one value per token.
 
     Args:
         table: The samples to show, in their order.
@@ -71,33 +74,56 @@ def payload(table: TokenTable, decode: Decode | None = None) -> dict[str, Any]:
     size = np.abs(table.log_ratio[table.valid])
     ids, place = np.unique(table.token, return_inverse=True) if table.token is not None else (None, None)
     texts = None if decode is None or ids is None else decode([int(i) for i in ids])
-    columns: dict[str, Any] = {
-        "train": _packed(table.train_log_prob),
-        "rollout": _packed(table.rollout_log_prob),
-        "ratio": _packed(table.log_ratio),
-        "valid": _packed(table.valid.astype(np.uint8)),
-        "mask": _packed((table.loss_mask > 0).astype(np.uint8)),
+    columns: dict[str, NDArray[Any]] = {
+        "train": table.train_log_prob,
+        "rollout": table.rollout_log_prob,
+        "ratio": table.log_ratio,
+        "valid": table.valid.astype(np.uint8),
+        "mask": (table.loss_mask > 0).astype(np.uint8),
     }
     if table.metadata.get("old_policy") in ("recomputed", "interpolated"):
-        columns["old"] = _packed(table.old_log_prob)
-    for name, key in (("weight", "weight"), ("bounded_weight", "bounded"), ("advantage", "advantage")):
+        columns["old"] = table.old_log_prob
+    for name in ("weight", "bounded_weight", "advantage", "entropy", "weight_version", "turn", "rejected", "vetoed"):
         if (column := getattr(table, name)) is not None:
-            columns[key] = _packed(column)
-    for name in ("entropy", "weight_version", "turn", "rejected", "vetoed"):
-        if (column := getattr(table, name)) is not None:
-            columns[name] = _packed(column)
+            columns[name] = column
     if place is not None:
-        columns["token"] = _packed(place.astype(np.int32))
+        columns["token"] = place.astype(np.int32)
+    experts = None
+    if table.experts is not None and table.experts.size:
+        of, k = table.experts.shape[1:]
+        layers = int(np.clip(MAX_EXPERTS // (table.tokens * k), 1, of))
+        experts = {"layers": layers, "of": of, "k": k}
+        columns["experts"] = table.experts[:, :layers].astype(np.int16)
     return {
         "offsets": table.offsets.tolist(),
         "columns": columns,
-        "experts": _experts(table),
+        "experts": experts,
         "ids": None if ids is None else ids.tolist(),
         "texts": texts,
         "scale": float(np.quantile(size, 0.99)) if len(size) else 1.0,
         "criteria": [str(name) for name in table.metadata.get("criteria") or ()],
         "samples": _samples(table, decode),
     }
+
+
+def packed(payload: dict[str, Any]) -> str:
+    """What `payload` returns, for the page to unpack: base64 of zlib of a length, a JSON and little-endian columns.
+
+    In the JSON, `columns` has of each its type in JavaScript, its first byte after the JSON, and its number of values.
+    """
+    types = {"f4": "Float32Array", "i4": "Int32Array", "i2": "Int16Array", "u1": "Uint8Array"}
+    places, parts, start = {}, [], 0
+    for name, column in payload["columns"].items():
+        places[name] = types[column.dtype.str[1:]], start, column.size
+        parts.append(_aligned(column.astype(column.dtype.newbyteorder("<")).tobytes(), b"\0"))
+        start += len(parts[-1])
+    head = _aligned(json.dumps({**payload, "columns": places}, allow_nan=False).encode(), b" ")
+    return base64.b64encode(zlib.compress(b"".join([struct.pack("<I", len(head)), head, *parts]))).decode()
+
+
+def _aligned(part: bytes, filler: bytes) -> bytes:
+    """The bytes, filled up to a multiple of four: JavaScript has no view of numbers at other places."""
+    return part + filler * (-len(part) % 4)
 
 
 def _samples(table: TokenTable, decode: Decode | None) -> list[dict[str, Any]]:
@@ -142,28 +168,6 @@ def _prompt(table: TokenTable, i: int, decode: Decode | None, most: int) -> str:
     else:
         return ""
     return text if len(text) <= most else "…" + text[-most:]
-
-
-def _experts(table: TokenTable) -> dict[str, Any] | None:
-    if table.experts is None or not table.tokens or not table.experts.size:
-        return None
-    layers, k = table.experts.shape[1:]
-    shown = int(np.clip(MAX_EXPERTS // (table.tokens * k), 1, layers))
-    return {
-        "layers": shown,
-        "of": layers,
-        "k": k,
-        "ids": _packed(table.experts[:, :shown].astype(np.int16).reshape(-1)),
-    }
-
-
-def _packed(column: NDArray[Any]) -> dict[str, str]:
-    """An array in little-endian bytes and base64, with the name of its type in JavaScript."""
-    names = {"f4": "Float32Array", "i4": "Int32Array", "i2": "Int16Array", "u1": "Uint8Array"}
-    return {
-        "type": names[column.dtype.str[1:]],
-        "bytes": base64.b64encode(np.ascontiguousarray(column, column.dtype.newbyteorder("<")).tobytes()).decode(),
-    }
 
 
 def _with_groups(table: TokenTable, order: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -3,6 +3,7 @@
 Needs chromium on PATH (apt-get install chromium) and the package playwright; skipped where there is none.
 """
 
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,7 +44,7 @@ def page(browser: Any, report: Path, request: pytest.FixtureRequest) -> Iterator
     opened.on("pageerror", lambda error: troubles.append(str(error)))
     opened.on("request", lambda made: troubles.append(made.url) if made.url.startswith("http") else None)
     opened.goto(report.as_uri())
-    opened.wait_for_selector("html[data-drawn]", state="attached")
+    opened.wait_for_selector("html[data-drawn][data-samples]", state="attached")
     yield opened
     assert troubles == []
     opened.close()
@@ -53,8 +54,31 @@ def test_every_plot_is_drawn(page: Any) -> None:
     canvases = page.locator(".canvas")
     assert canvases.count() == 12
     for place in range(canvases.count()):
-        drawn = canvases.nth(place).locator(".trace, .hm, .heatmaplayer image, .points path")
+        drawn = canvases.nth(place).locator(".trace, .points path")
         assert drawn.count() > 0, canvases.nth(place).get_attribute("id")
+    assert page.locator("#plot-density image").count() == 1
+
+
+def test_a_plot_that_is_scrolled_to_is_drawn_before_the_page_is_loaded(browser: Any, report: Path) -> None:
+    opened = browser.new_page(viewport={"width": 1240, "height": 500})
+    opened.add_init_script("addEventListener('load', (event) => event.stopImmediatePropagation(), true)")
+    opened.goto(report.as_uri())
+    opened.wait_for_selector("html[data-samples]", state="attached")
+    pareto = opened.locator("#plot-pareto .main-svg")
+    assert pareto.count() == 0 and opened.locator("html[data-drawn]").count() == 0
+    opened.locator("#plot-pareto").scroll_into_view_if_needed()
+    pareto.first.wait_for(state="attached")
+    opened.close()
+
+
+def test_the_density_says_how_many_tokens_a_cell_has(page: Any) -> None:
+    page.locator("#plot-density").scroll_into_view_if_needed()
+    box = page.locator("#plot-density .nsewdrag").bounding_box()
+    for share in range(2, 40):  # along the diagonal, from its upper end
+        page.mouse.move(box["x"] + box["width"] * (1 - share / 80), box["y"] + box["height"] * share / 80)
+        if page.locator("#plot-density .hovertext").count():
+            break
+    assert re.search(r"rollout.*training.*\d tokens", page.locator("#plot-density .hovertext").text_content(), re.S)
 
 
 def test_tokens_are_coloured_by_what_is_chosen(page: Any) -> None:
@@ -134,4 +158,4 @@ def test_the_table_of_corrections_sorts_and_gives_flags(page: Any) -> None:
     page.locator("#what-if-table td", has_text="decoupled_token_is").first.click()
     assert page.locator("#flags code").inner_text() == "--rollout-correction-preset decoupled_token_is"
     page.click("#flags button")
-    assert page.locator("#flags button").inner_text() in ("copied", "selected")
+    page.locator("#flags button", has_text=re.compile("^(copied|selected)$")).wait_for()

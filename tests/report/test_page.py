@@ -1,9 +1,16 @@
 """The report: what is in its data, that hostile text stays text, and what it may overwrite."""
 
+import base64
+import hashlib
+import io
 import json
+import re
+import struct
+import zlib
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +20,7 @@ from slime_tis.dumps.parquet import write_parquet
 from slime_tis.dumps.table import SampleParts, TokenTable
 from slime_tis.report import overview, samples, shape
 from slime_tis.report.page import page_data, render
+from slime_tis.report.plots import density_image
 from slime_tis.report.source import Source, open_source
 from slime_tis.report.what_if_rows import _front
 from tests.report.dumps import HOSTILE, SAMPLES, make_run, make_table
@@ -38,7 +46,22 @@ class Parsed(HTMLParser):
 
     @property
     def data(self) -> dict:
-        return json.loads(self.scripts[0])
+        packed = self.scripts[4].strip()
+        return {**json.loads(self.scripts[0]), "samples": unpacked(packed)[0] if packed else None}
+
+
+def unpacked(packed: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """The JSON and the columns of `samples.packed`, read as samples.js does."""
+    raw = zlib.decompress(base64.b64decode(packed))
+    (length,) = struct.unpack_from("<I", raw)
+    head = json.loads(raw[4 : 4 + length])
+    types = {"Float32Array": "<f4", "Int32Array": "<i4", "Int16Array": "<i2", "Uint8Array": "u1"}
+    assert length % 4 == 0 and all(start % 4 == 0 for _, start, _ in head["columns"].values())
+    columns = {
+        name: np.frombuffer(raw, types[kind], count, 4 + length + start)
+        for name, (kind, start, count) in head["columns"].items()
+    }
+    return head, columns
 
 
 def source(table: TokenTable | None = None) -> Source:
@@ -58,13 +81,13 @@ def page(run: Path) -> str:
     return (run / "report.html").read_text()
 
 
-def test_the_page_has_three_scripts_and_loads_nothing(page: str) -> None:
+def test_the_page_has_its_scripts_in_the_order_of_their_needs_and_loads_nothing(page: str) -> None:
     parsed = Parsed(page)
     assert [attributes.get("type") for tag, attributes in parsed.elements if tag == "script"] == [
-        "application/json",
-        None,
-        None,
+        *("application/json", None, None, None),  # numbers; text and tables; Plotly; what draws with it
+        *("application/octet-stream", None),  # samples and what shows them
     ]
+    assert parsed.scripts[2].startswith("/**\n* plotly.js (basic - minified) v") and "MIT" in parsed.scripts[2][:300]
     assert not [1 for tag, attributes in parsed.elements if "src" in attributes or tag in ("link", "img", "iframe")]
     assert all(attributes["href"].startswith("#") for tag, attributes in parsed.elements if tag == "a")
     assert "default-src 'none'" in page
@@ -73,6 +96,7 @@ def test_the_page_has_three_scripts_and_loads_nothing(page: str) -> None:
 def test_hostile_text_is_data_and_nothing_else(page: str) -> None:
     assert HOSTILE not in page and "<img src=x" not in page
     data = Parsed(page).data
+    assert re.fullmatch("[A-Za-z0-9+/=]+", Parsed(page).scripts[4].strip())
     shown = [sample["text"] for sample in data["samples"]["samples"]]
     assert HOSTILE in shown and any(HOSTILE in sample["prompt"] for sample in data["samples"]["samples"])
 
@@ -203,8 +227,8 @@ def test_the_worst_samples_come_first_with_their_groups_and_others_are_left_out(
 def test_a_page_is_bounded_whatever_it_is_of(tmp_path: Path) -> None:
     """Bytes of the parts of a page: of many tokens, many samples with long texts, many experts, and many steps."""
 
-    def size(value: object) -> int:
-        return len(json.dumps(value))
+    def size(payload: dict[str, Any]) -> int:
+        return len(samples.packed(payload))
 
     long = samples.payload(samples.chosen_samples(repeated(make_table(24, 500), 10)))
     assert long["offsets"][-1] <= 100_000 and size(long) < 9_000_000
@@ -226,10 +250,35 @@ def repeated(table: TokenTable, times: int) -> TokenTable:
     return TokenTable.concatenate([table] * times)
 
 
-def test_masked_tokens_have_no_mismatch_in_the_page() -> None:
-    data = samples.payload(make_table())
-    ratio = np.frombuffer(__import__("base64").b64decode(data["columns"]["ratio"]["bytes"]), "<f4")
-    assert np.abs(ratio).max() < 1  # masked tokens are 30 nats apart
+def test_columns_come_out_of_the_page_as_they_went_in() -> None:
+    table = make_table(3, 7)  # 21 values: a column of bytes ends between two places of numbers
+    head, columns = unpacked(samples.packed(samples.payload(table)))
+    np.testing.assert_array_equal(columns["train"], table.train_log_prob)
+    np.testing.assert_array_equal(columns["weight_version"], table.weight_version)
+    np.testing.assert_array_equal(columns["mask"], table.loss_mask)
+    np.testing.assert_array_equal(np.array(head["ids"])[columns["token"]], table.token)
+    np.testing.assert_array_equal(columns["experts"].reshape(21, 3, 2), table.experts)
+    assert np.abs(columns["ratio"]).max() < 1  # masked tokens are 30 nats apart
+    assert head["experts"] == {"layers": 3, "of": 3, "k": 2} and head["offsets"] == [0, 7, 14, 21]
+
+
+def test_the_picture_of_the_density_is_a_png_of_its_cells() -> None:
+    from PIL import Image
+
+    uri = density_image(np.array([[0.0, 1.0, 0.5], [-np.inf, 0.0625, np.nan]]))
+    kind, body = uri.split(",")
+    with Image.open(io.BytesIO(base64.b64decode(body))) as picture:
+        pixels = np.asarray(picture.convert("RGBA"))
+    assert kind == "data:image/png;base64"
+    assert pixels[0].tolist() == [[68, 1, 84, 255], [253, 231, 37, 255], [33, 144, 141, 255]]
+    assert pixels[1, 1].tolist() == [70, 22, 103, 255] and pixels[1, ::2, 3].tolist() == [0, 0]
+
+
+def test_plotly_is_the_file_that_its_readme_names() -> None:
+    directory = Path(samples.__file__).parent / "plotly"
+    digest = hashlib.sha256((directory / "plotly-basic.min.js").read_bytes()).hexdigest()
+    assert f"`{digest}`" in (directory / "README.md").read_text()
+    assert "MIT License" in (directory / "LICENSE").read_text()
 
 
 def test_warnings_that_come_back_are_listed_again() -> None:

@@ -1,0 +1,187 @@
+"use strict";
+// Samples and their tokens. They come last in the page, as base64 of what zlib made of a JSON and the columns of the tokens.
+let samples = null;
+const column = {};
+async function unpack(text) {
+  const packed = atob(text), bytes = new Uint8Array(packed.length);
+  for (let i = 0; i < bytes.length; i++) bytes[i] = packed.charCodeAt(i);
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
+  const buffer = await new Response(stream).arrayBuffer();
+  const length = new DataView(buffer).getUint32(0, true);
+  samples = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 4, length)));
+  for (const [name, [type, start, count]] of Object.entries(samples.columns))
+    column[name] = new { Float32Array, Int32Array, Int16Array, Uint8Array }[type](buffer, 4 + length + start, count);
+}
+
+const MOST_LISTED = 300, MOST_TOKENS = 4000;
+let shown = [], current = 0, sideBySide = false, wholeSample = -1;
+
+function tokenText(i) {
+  if (!column.token) return "token " + i;
+  const place = column.token[i];
+  return samples.texts ? visible(samples.texts[place]) : String(samples.ids[place]);
+}
+const length = (i) => samples.offsets[i + 1] - samples.offsets[i];
+
+function background(i, mode) {
+  if (!column.mask[i]) return "";
+  const tint = (rgb, share) => `rgba(${rgb},${Math.min(0.85, Math.max(0, share)).toFixed(3)})`;
+  if (mode === "mask") {
+    if (column.vetoed && column.vetoed[i]) return tint("138,94,168", 0.6);
+    if (column.rejected && column.rejected[i]) return tint("192,87,43", 0.6);
+    return tint("63,143,95", 0.25);
+  }
+  if (mode === "weight") {
+    const weight = (column.bounded_weight || column.weight)[i];
+    const log = Math.log(Math.max(weight, 1e-9));
+    return tint(log < 0 ? "59,110,165" : "192,87,43", Math.abs(log) / Math.log(2));
+  }
+  if (!column.valid[i]) return "";
+  return tint(column.ratio[i] < 0 ? "59,110,165" : "192,87,43", 0.85 * Math.abs(column.ratio[i]) / Math.max(samples.scale, 1e-6));
+}
+
+function recolor() {
+  const mode = byId("color").value;
+  for (const token of document.querySelectorAll("#sample .tokens span")) token.style.background = background(+token.dataset.i, mode);
+  const legends = {
+    ratio: [["59,110,165", "training finds it less likely"], ["192,87,43", "likelier"]],
+    weight: [["59,110,165", "weight below 1"], ["192,87,43", "above 1"]],
+    mask: [["63,143,95", "trained on"], ["192,87,43", "rejected"], ["138,94,168", "vetoed"]],
+  };
+  byId("legend").replaceChildren(...legends[mode].flatMap(([rgb, text]) => [element("i", { style: `background: rgba(${rgb},.7)` }), text]));
+}
+
+function article(i) {
+  const sample = samples.samples[i], start = samples.offsets[i];
+  const count = wholeSample === i ? length(i) : Math.min(length(i), MOST_TOKENS);
+  const about = [`${length(i)} tokens`, `mean abs(Δ) ${number(sample.mean)}`];
+  for (const [key, text] of [["step", "step"], ["group", "group"], ["sample_index", "sample"], ["reward", "reward"], ["advantage", "advantage"]])
+    if (sample[key] !== undefined) about.push(`${text} ${number(sample[key])}`);
+  if (sample.truncated) about.push("truncated");
+  const tokens = element("div", { class: "tokens" + (samples.texts ? "" : " ids") });
+  for (let at = start; at < start + count; at++) {
+    const kind = !column.mask[at] ? "masked" : column.valid[at] ? "" : "missing";
+    tokens.append(element("span", { "data-i": at, ...(kind ? { class: kind } : {}) }, tokenText(at)));
+  }
+  const more = count < length(i) ? element("button", { type: "button", onclick: () => { wholeSample = i; show(); } }, `All ${length(i)} tokens`) : null;
+  const text = !samples.texts && sample.text ? element("div", { class: "prompt" }, visible(sample.text)) : null;
+  return element("article", {}, element("p", { class: "about" }, about.join(" · ")),
+    sample.prompt ? element("div", { class: "prompt" }, visible(sample.prompt)) : null, text, tokens, more);
+}
+
+function show() {
+  const group = samples.samples[current]?.group;
+  const step = samples.samples[current]?.step;
+  const together = sideBySide && group !== undefined
+    ? samples.samples.map((_, i) => i).filter((i) => samples.samples[i].group === group && samples.samples[i].step === step) : [current];
+  byId("sample").replaceChildren(...(samples.samples.length ? together.slice(0, 16).map(article) : []));
+  recolor();
+}
+
+function matches(i, query) {
+  const wanted = /^(step|group|sample)\s+(\d+)$/.exec(query);
+  const sample = samples.samples[i];
+  if (wanted) return sample[wanted[1] === "sample" ? "sample_index" : wanted[1]] === +wanted[2];
+  if ((sample.text + "\n" + sample.prompt).toLowerCase().includes(query)) return true;
+  let response = "";
+  for (let at = samples.offsets[i]; at < samples.offsets[i + 1]; at++) {
+    if (column.token && String(samples.ids[column.token[at]]) === query) return true;
+    if (samples.texts) response += samples.texts[column.token[at]];
+  }
+  return response.toLowerCase().includes(query);
+}
+
+function list() {
+  const query = byId("search").value.trim().toLowerCase(), order = byId("order").value;
+  const key = (i) => (order === "length" ? length(i) : samples.samples[i][order] ?? -Infinity);
+  shown = samples.samples.map((_, i) => i).filter((i) => !query || matches(i, query));
+  shown.sort((a, b) => key(b) - key(a));
+  byId("list").replaceChildren(...shown.slice(0, MOST_LISTED).map((i) => {
+    const sample = samples.samples[i];
+    let start = "";
+    for (let at = samples.offsets[i]; at < Math.min(samples.offsets[i + 1], samples.offsets[i] + 24); at++) start += tokenText(at) + (samples.texts ? "" : " ");
+    const about = `abs(Δ) ${number(sample.mean)}` + (sample.reward !== undefined ? ` · reward ${number(sample.reward)}` : "") + (sample.step !== undefined ? ` · step ${sample.step}` : "");
+    return element("li", { "data-sample": i, "aria-current": i === current }, element("div", { class: "text" }, start), element("div", { class: "about" }, about));
+  }));
+  if (shown.length > MOST_LISTED) byId("list").append(element("li", {}, `${shown.length - MOST_LISTED} more: search, or order them otherwise`));
+  if (!shown.length) byId("list").append(element("li", {}, "no sample contains this"));
+}
+
+function details(i) {
+  const parts = [element("b", {}, tokenText(i))];
+  const add = (name, value) => parts.push(element("span", {}, element("i", {}, name + " "), value));
+  let sample = 0;
+  while (samples.offsets[sample + 1] <= i) sample++;
+  add("position", String(i - samples.offsets[sample]));
+  if (column.token) add("id", String(samples.ids[column.token[i]]));
+  if (!column.mask[i]) add("masked", "not trained on; its log-probs mean nothing");
+  else {
+    add("log π train", number(column.train[i], 5));
+    if (column.old) add("log π old", number(column.old[i], 5));
+    add("log π rollout", number(column.rollout[i], 5));
+    add("Δ", column.valid[i] ? number(column.ratio[i]) : "not finite");
+    if (column.weight) add("weight", number(column.weight[i]));
+    if (column.bounded_weight) add("bounded", number(column.bounded_weight[i]));
+    if (column.advantage) add("advantage", number(column.advantage[i]));
+    if (column.entropy) add("entropy", number(column.entropy[i]));
+    if (column.weight_version) add("weights", String(column.weight_version[i]));
+    if (column.turn) add("turn", String(column.turn[i]));
+    if (column.rejected && column.rejected[i]) add("rejected by", samples.criteria.filter((_, bit) => column.rejected[i] >> bit & 1).map(visible).join(", ") || "a criterion");
+    if (column.vetoed && column.vetoed[i]) add("vetoed", "its sequence");
+  }
+  if (column.experts) {
+    const { layers, of, k } = samples.experts, from = i * layers * k;
+    const rows = Array.from({ length: layers }, (_, layer) => Array.from(column.experts.subarray(from + layer * k, from + (layer + 1) * k)).join("+"));
+    add(`experts of ${layers} of ${of} layers`, rows.slice(0, 48).join(" "));
+  }
+  byId("details").replaceChildren(...parts);
+}
+
+function start() {
+  if (!column.weight && !column.bounded_weight) byId("color").querySelector("[value=weight]").remove();
+  for (const [key, name] of [["reward", "reward"], ["advantage", "advantage"], ["step", "step"]])
+    if (samples.samples.every((sample) => sample[key] === undefined)) byId("order").querySelector(`[value=${name}]`).remove();
+  if (samples.samples.every((sample) => sample.group === undefined)) byId("side").remove();
+  else byId("side").addEventListener("click", () => { sideBySide = !sideBySide; byId("side").setAttribute("aria-pressed", sideBySide); show(); });
+  byId("color").addEventListener("change", recolor);
+  byId("order").addEventListener("change", list);
+  byId("search").addEventListener("input", list);
+  byId("list").addEventListener("click", (event) => {
+    const item = event.target.closest("[data-sample]");
+    if (!item) return;
+    current = +item.dataset.sample;
+    for (const other of byId("list").children) other.setAttribute("aria-current", other === item);
+    show();
+  });
+  byId("sample").addEventListener("mouseover", (event) => {
+    const token = event.target.closest("[data-i]");
+    if (!token) return;
+    byId("sample").querySelectorAll(".at").forEach((other) => other.classList.remove("at"));
+    token.classList.add("at");
+    details(+token.dataset.i);
+  });
+  list();
+  current = shown[0];
+  list();
+  show();
+}
+
+function absent(text) {
+  for (const part of [".controls", ".viewer", "#details"]) byId("samples").querySelector(part).remove();
+  note(byId("samples"), text);
+}
+
+// html[data-samples] says how many there are.
+(async () => {
+  const text = byId("tokens").textContent;
+  try {
+    if (text) await unpack(text);
+    byId("tokens").remove();
+    if (samples && samples.samples.length) start(); else absent("");
+  } catch (error) {
+    absent("This browser cannot show the samples: " + error);
+    console.error(error);
+  }
+  note(byId("samples"), data.notes.samples);
+  document.documentElement.dataset.samples = samples ? samples.samples.length : 0;
+})();
