@@ -45,12 +45,13 @@ class EveryRow(TrainingEngine):
     def _pack(self, batch: TrainingBatch) -> MicroBatch:
         micro = super()._pack(batch)
         self.rows = micro.packed_seq_params.response_rows
-        return replace(micro, packed_seq_params=replace(micro.packed_seq_params, response_rows=None))
+        layout = replace(micro.packed_seq_params, response_rows=None, gives_logits=True)
+        return replace(micro, packed_seq_params=layout)
 
-    def _response_log_probs(self, logits: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+    def _from_logits(self, logits: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         assert self.rows is not None
         target_T = torch.zeros(len(logits), dtype=torch.int64).index_copy(0, self.rows, micro.target_L)
-        log_prob_T, entropy_T = super()._response_log_probs(logits, replace(micro, target_L=target_T))
+        log_prob_T, entropy_T = super()._from_logits(logits, replace(micro, target_L=target_T))
         return log_prob_T[self.rows], entropy_T[self.rows]
 
 
@@ -161,11 +162,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         batch = batch_of(vocabulary, options.prompts, options.prompt_tokens, response_tokens)
         for row in measure(contenders, batch, options.rounds):
             print(row, flush=True)
-            _append(options.out, about | {"response_tokens": response_tokens} | row)
+            append(options.out, about | {"response_tokens": response_tokens} | row)
     shut_down()
 
 
-def _append(path: Path, row: dict[str, Any]) -> None:
+def append(path: Path, row: dict[str, Any]) -> None:
+    """Adds a row to a CSV file, which begins with the names of its columns."""
     is_new = not path.exists()
     with open(path, "a", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(row))

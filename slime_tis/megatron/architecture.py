@@ -49,7 +49,7 @@ class HfConfig(Protocol):
 
 
 class ResponseModel(GPTModel):  # type: ignore[misc]  # megatron-core has no types
-    """A GPTModel that computes logits after the tokens that `PackedSequences.response_rows` names, and no others.
+    """A GPTModel whose output are hidden states, or logits, after the tokens of `PackedSequences.response_rows` alone.
 
     The rows of the prompts are left out before the output layer, whose time and memory are proportional to them.
 
@@ -64,14 +64,22 @@ class ResponseModel(GPTModel):  # type: ignore[misc]  # megatron-core has no typ
             self.output_layer.sequence_parallel, self.output_layer.allreduce_dgrad = False, True
 
     def _postprocess(self, hidden_states: Tensor, *, packed_seq_params: PackedSequences, **kwargs: Any) -> Tensor:
-        """Logits [1, L, V] of the rows, on the last pipeline stage; elsewhere the hidden states [T, 1, hidden]."""
+        """Hidden states [L, 1, h] or logits [1, L, V] of the rows on the last pipeline stage; elsewhere [T, 1, h]."""
         if self.post_process:
             if self.config.sequence_parallel:
                 hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
             if packed_seq_params.response_rows is not None:
                 hidden_states = hidden_states.index_select(0, packed_seq_params.response_rows)
+            if not packed_seq_params.gives_logits:
+                return hidden_states
         output: Tensor = super()._postprocess(hidden_states, packed_seq_params=packed_seq_params, **kwargs)
         return output
+
+    def output_weight(self) -> Tensor:
+        """The output layer's weight, this rank's part of the vocabulary, on the last pipeline stage."""
+        tied = self.share_embeddings_and_output_weights
+        weight: Tensor = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        return weight
 
 
 @dataclass(frozen=True)

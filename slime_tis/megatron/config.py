@@ -72,7 +72,8 @@ class MegatronConfig:
     training passes that follow (R2)."""
 
     log_probs_chunk_size: Annotated[int, Limits(ge=1, le=100_000_000, also=(-1,))] = -1
-    """Tokens whose log-probs are computed at a time from logits; -1 means all at once."""
+    """Response tokens whose log-probs are computed at a time; -1 means as many as suit the output layer. Logits exist
+    for so many tokens and a block of the vocabulary, 8 MiB in float32, but where a loss of your own gets them all."""
 
     lr: Annotated[float, Limits(ge=0, le=1)] = 1e-6
     """Peak learning rate of Adam, per step."""

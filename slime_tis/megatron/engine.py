@@ -25,6 +25,7 @@ from slime_tis.hf_directory import moe_sizes
 from slime_tis.megatron.architecture import HfConfig, build_model, padded_vocab_size, uses_transformer_engine
 from slime_tis.megatron.batch import TrainingBatch, fixed_partition, token_budget_partitions
 from slime_tis.megatron.config import MegatronConfig
+from slime_tis.megatron.fused_log_probs import fused_linear_log_probs
 from slime_tis.megatron.hf_weights import load_hf_weights, named_hf_tensors, named_weights
 from slime_tis.megatron.log_probs import vocab_parallel_log_probs
 from slime_tis.megatron.memory import TokenBudget, bytes_per_token, free_memory
@@ -86,7 +87,7 @@ class TrainingEngine:
             total_steps: optimizer steps of the run; the learning rate decays over them unless configured.
             keep_reference: keep a frozen copy of the reference policy's weights.
             entropy_gradient: whether the objective differentiates the entropy.
-            gives_logits: whether the loss gets a copy of the logits, too.
+            gives_logits: whether the loss gets a copy of the logits, which then are computed in training.
             timer: `timer(name)` is a context manager that adds to the time of `name`.
             safe_point: called before each micro-batch; what it raises gives the pass up, and the weights stay.
         """
@@ -253,7 +254,8 @@ class TrainingEngine:
             return None
         moments = 8 * sum(weight.numel() for weight in self.model.module.parameters())  # which Adam is yet to make
         free = free_memory(parallel.backend.device, parallel.local_size) - moments
-        per_token = bytes_per_token(self.model.config, self.model.hf_config.vocab_size, config.log_probs_chunk_size)
+        logits = self.model.hf_config.vocab_size if self.gives_logits else 0
+        per_token = bytes_per_token(self.model.config, logits, config.log_probs_chunk_size)
         return TokenBudget.that_fits(max(-parallel.largest(-free), 0), per_token)
 
     def _copy_weights(self) -> dict[str, Tensor]:
@@ -323,7 +325,7 @@ class TrainingEngine:
 
     def _pack(self, batch: TrainingBatch) -> MicroBatch:
         parallel = self.parallel
-        return pack(
+        micro = pack(
             batch,
             rotary=self.model.rotary,
             context_rank=parallel.context_rank,
@@ -332,6 +334,8 @@ class TrainingEngine:
             share_prompts=self.shares_prompts,
             device=parallel.backend.device,
         )
+        micro.packed_seq_params.gives_logits = self.gives_logits and self.ddp.training
+        return micro
 
     def _forward_step(
         self,
@@ -350,34 +354,44 @@ class TrainingEngine:
                 packed_seq_params=micro.packed_seq_params,
             )
 
-        def last_stage(logits: Tensor, non_loss_data: bool = False) -> R:
+        def last_stage(output: Tensor, non_loss_data: bool = False) -> R:
             with clock():
-                self._leave_out_padding(logits[0])
-                given = replace(micro, logits=logits.clone()) if self.gives_logits and module.training else micro
-                return on_log_probs(given, *self._response_log_probs(logits[0], micro))
+                if not micro.packed_seq_params.gives_logits:
+                    return on_log_probs(micro, *self._from_hidden_states(output[:, 0], micro))
+                output.detach()[..., self._vocabulary[1] :] = -torch.inf
+                return on_log_probs(replace(micro, logits=output.clone()), *self._from_logits(output[0], micro))
 
         return output, last_stage
 
-    def _leave_out_padding(self, logits: Tensor) -> None:
-        """Overwrites the logits [L, V] of columns that only pad the vocabulary."""
+    @property
+    def _vocabulary(self) -> tuple[int, int]:
+        """Of this tensor-parallel rank's columns the first one's token, and how many do not only pad the vocabulary."""
         parallel, vocab = self.parallel, self.model.hf_config.vocab_size
         width = padded_vocab_size(vocab, parallel.tensor_size) // parallel.tensor_size
         start = parallel.tensor_rank * width
-        if start + width > vocab:
-            logits.detach()[:, max(vocab - start, 0) :] = -torch.inf
+        return start, min(max(vocab - start, 0), width)
 
-    def _response_log_probs(self, logits: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        """(log-probs, entropies) [L] of the response tokens on this rank, from logits [L, V]; overwrites the logits."""
-        return vocab_parallel_log_probs(
-            logits,
-            micro.target_L,
-            mpu.get_tensor_model_parallel_group(),
-            vocab_start=self.parallel.tensor_rank * logits.shape[1],
-            temperature=self.temperature,
-            chunk_size=self.config.log_probs_chunk_size,
-            entropy_gradient=self.entropy_gradient,
-            sampling_mask=micro.sampling_mask,
+    def _from_hidden_states(self, hidden_LI: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        """(log-probs, entropies) [L] of the response tokens on this rank."""
+        start, width = self._vocabulary
+        weight_OI = self.model.module.output_weight()
+        return fused_linear_log_probs(
+            hidden_LI, weight_OI, micro.target_L, vocab_start=start, width=width, **self._softmax_options(micro)
         )
+
+    def _from_logits(self, logits: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        """The same from logits [L, V], which are overwritten."""
+        start, _ = self._vocabulary
+        return vocab_parallel_log_probs(logits, micro.target_L, vocab_start=start, **self._softmax_options(micro))
+
+    def _softmax_options(self, micro: MicroBatch) -> dict[str, Any]:
+        return {
+            "group": mpu.get_tensor_model_parallel_group(),
+            "temperature": self.temperature,
+            "chunk_size": self.config.log_probs_chunk_size,
+            "entropy_gradient": self.entropy_gradient,
+            "sampling_mask": micro.sampling_mask,
+        }
 
     def _loss(
         self, micro: MicroBatch, log_probs_L: Tensor, entropy_L: Tensor, loss: Loss

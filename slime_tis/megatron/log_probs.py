@@ -61,11 +61,8 @@ def vocab_parallel_log_probs(
         group = None
     if sampling_mask is not None and len(sampling_mask) != len(target_T):
         raise ValueError(f"the sampling mask has {len(sampling_mask)} positions for {len(target_T)} rows of logits")
-    local_target_T = target_T - vocab_start
-    if sampling_mask is not None:
-        sampling_mask = SamplingMask(sampling_mask.token_ids - vocab_start, sampling_mask.lengths)
     found: tuple[Tensor, Tensor] = _VocabParallelLogProbs.apply(  # type: ignore[no-untyped-call]  # torch's
-        logits, local_target_T, group, temperature, chunk_size, entropy_gradient, sampling_mask
+        logits, target_T - vocab_start, group, temperature, chunk_size, entropy_gradient, vocab_start, sampling_mask
     )
     return found
 
@@ -80,11 +77,12 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         temperature: float,
         chunk_size: int,
         entropy_gradient: bool,
-        local_mask: SamplingMask | None,
+        vocab_start: int,
+        sampling_mask: SamplingMask | None,
     ) -> tuple[Tensor, Tensor]:
         probs = logits.detach().float()
-        if local_mask is not None:
-            _leave_out_(probs, local_mask)
+        if sampling_mask is not None:
+            leave_out_(probs, sampling_mask, vocab_start)
         log_prob_T = probs.new_empty(probs.shape[0])
         entropy_T = probs.new_empty(probs.shape[0])
         for rows in _chunks(probs.shape[0], chunk_size):
@@ -109,7 +107,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
                 surprise = log_probs.add_(entropy_T[rows].unsqueeze(1))
                 scale = scale - grad_entropy_T[rows].unsqueeze(1) * surprise
             _gradient_(probs[rows], local_target_T[rows], scale, grad_log_prob_T[rows])
-        return probs.div_(ctx.temperature).to(ctx.dtype), None, None, None, None, None, None
+        return probs.div_(ctx.temperature).to(ctx.dtype), None, None, None, None, None, None, None
 
 
 def _chunks(rows: int, chunk_size: int) -> list[slice]:
@@ -117,25 +115,31 @@ def _chunks(rows: int, chunk_size: int) -> list[slice]:
     return [slice(start, min(start + size, rows)) for start in range(0, rows, max(size, 1))]
 
 
-def _in_this_shard(local_target_T: Tensor, width: int) -> tuple[Tensor, Tensor]:
+def in_this_shard(local_target_T: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Whether each target is one of so many columns, [T], and its column, [T, 1], where it is."""
     mine_T = (local_target_T >= 0) & (local_target_T < width)
     return mine_T, local_target_T.clamp(0, width - 1).unsqueeze(1)
 
 
-def _leave_out_(logits: Tensor, local_mask: SamplingMask) -> None:
+def leave_out_(logits: Tensor, sampling_mask: SamplingMask, start: int) -> None:
     """Overwrites logits outside of each row's set by −inf, in place; rows without a set stay as they are.
 
     The logits of the sets are taken out, the rows lowered to −inf, and the sets put back, in memory of the sets' size:
     no [tokens, V] mask is made. NaN and +inf outside of a set become NaN, so that broken weights still show.
+
+    Args:
+        logits: [rows, V] of the tokens from `start` on.
+        sampling_mask: the sets, in ids of the whole vocabulary.
+        start: id of the first column.
     """
     width = logits.shape[1]
-    column_M = local_mask.token_ids.long()
+    column_M = sampling_mask.token_ids.long() - start
     mine_M, column_M = (column_M >= 0) & (column_M < width), column_M.clamp(0, width - 1)
-    place_M = local_mask.position_of_token() * width + column_M
+    place_M = sampling_mask.position_of_token() * width + column_M
     flat = logits.view(-1)
     # A token of another rank becomes −inf at a place that may be another token's: the larger one is right.
     logit_M = torch.where(mine_M, flat[place_M], -torch.inf)
-    logits.add_(torch.where(local_mask.lengths > 0, -torch.inf, 0.0).unsqueeze(1))
+    logits.add_(torch.where(sampling_mask.lengths > 0, -torch.inf, 0.0).unsqueeze(1))
     flat.scatter_reduce_(0, place_M, logit_M, "amax")
 
 
@@ -149,7 +153,7 @@ def _softmax_(
     if group is not None:
         all_reduce(max_T, ReduceOp.MAX, group=group)
     z.sub_(max_T.unsqueeze(1))
-    mine_T, column_T = _in_this_shard(local_target_T, z.shape[1])
+    mine_T, column_T = in_this_shard(local_target_T, z.shape[1])
     target_z_T = torch.where(mine_T, z.gather(1, column_T).squeeze(1), 0.0)
     exp_z = z.exp()
     # A padded vocabulary entry, or one outside of the set, has z = −inf and probability 0: it adds nothing to Σ e^z z.
@@ -164,6 +168,6 @@ def _softmax_(
 
 def _gradient_(probs: Tensor, local_target_T: Tensor, scale: Tensor, grad_log_prob_T: Tensor) -> None:
     """Overwrites π by π·scale + 1_y·∂log π, where scale = −∂log π − (log π + H)·∂H."""
-    mine_T, column_T = _in_this_shard(local_target_T, probs.shape[1])
+    mine_T, column_T = in_this_shard(local_target_T, probs.shape[1])
     probs.mul_(scale)
     probs.scatter_add_(1, column_T, torch.where(mine_T, grad_log_prob_T, 0.0).unsqueeze(1))

@@ -54,20 +54,23 @@ def free_memory(device: torch.device, processes: int) -> int:
     return min(psutil.virtual_memory().available, _left_in_the_container()) // processes
 
 
-def bytes_per_token(config: TransformerConfig, vocab_size: int, chunk_size: int) -> int:
+def bytes_per_token(config: TransformerConfig, logits: int, chunk_size: int) -> int:
     """Bytes that a token of a micro-batch takes at the peak of a training step: activations, and logits.
 
     Per layer what autograd saves: inputs and outputs of both norms and the residual sum (5 hidden vectors); queries
     before and after rotation, keys and values repeated for them, and the output of the attention twice (6 vectors of
     all queries); keys and values (3); both halves of what enters the MLP's product, its gate and the product (4 inner
     vectors). With pipeline parallelism the first stage holds as many micro-batches as there are stages: again all
-    layers of one. Logits are one fp32 tensor that is saved and two that log-probs are computed through; every token is
+    layers of one. Log-probs take the hidden state that the output layer gets, a copy in fp32 and its gradient in fp32;
+    the logits that they are computed from exist in tiles of a fixed size. Where all logits are asked for they are one
+    fp32 tensor that is saved, one that a user's loss gets, and two that log-probs are computed through. Every token is
     taken to be one of a response.
 
     Args:
         config: of the model, with its parallel sizes.
-        vocab_size: of the whole vocabulary.
-        chunk_size: tokens whose log-probs are computed at a time; -1 for all, and then the temporaries are as large.
+        logits: of each token, that is the whole vocabulary; 0 where logits of all tokens are not asked for.
+        chunk_size: tokens whose log-probs are computed at a time from logits; -1 for all, and then the temporaries are
+            as large.
     """
     size, tensor = config.params_dtype.itemsize, config.tensor_model_parallel_size
     queries = config.num_attention_heads * config.kv_channels
@@ -83,8 +86,9 @@ def bytes_per_token(config: TransformerConfig, vocab_size: int, chunk_size: int)
     layers = config.num_layers * split
     if config.recompute_granularity == "full":
         layers = config.num_layers * config.hidden_size + split
-    logits = (4 if size == 4 else 4 + size) + (8 if chunk_size == -1 else 0)
-    return int(size * layers + logits * vocab_size / tensor)
+    log_probs = (size + 8) * config.hidden_size
+    of_logits = (8 if size == 4 else 8 + size) + (8 if chunk_size == -1 else 0)
+    return int(size * layers + log_probs + of_logits * logits / tensor)
 
 
 def _left_in_the_container() -> int:

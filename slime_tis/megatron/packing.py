@@ -28,8 +28,11 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]  # megatron-core h
     """megatron-core's packed-sequence parameters, with what `ResponseModel` and `TorchAttention` need beside them."""
 
     response_rows: Tensor | None = None
-    """[L] packed tokens after which logits are computed, in that order; None for all. With shared prompts a token is
+    """[L] packed tokens that predict response tokens, in that order; None for all. With shared prompts a token is
     there once for each response that goes on from it."""
+    gives_logits: bool = False
+    """Whether the model's output are the logits after these tokens, or their hidden states, from which log-probs are
+    computed without logits of all of them."""
     shared: SharedAttention | None = None
     """Attention over segments that several sequences have in common, in place of what follows; None where none is."""
 

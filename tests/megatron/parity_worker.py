@@ -37,7 +37,7 @@ def compare(directory: Path, parallel: Parallel, layout: dict[str, Any]) -> None
         tensor_size=parallel.tensor_size if engine.config.sequence_parallel else 1,
     )
     with torch.no_grad():
-        every_row = replace(packed.packed_seq_params, response_rows=None)
+        every_row = replace(packed.packed_seq_params, response_rows=None, gives_logits=True)
         shard = engine.model.module(packed.input_ids, packed.position_ids, None, packed_seq_params=every_row)[0]
         shards = [torch.empty_like(shard) for _ in range(parallel.tensor_size)]
         dist.all_gather(shards, shard.contiguous(), group=parallel.tensor_group)

@@ -26,30 +26,41 @@ SMOLLM2 = {
     "sequence_parallel": False,
     "recompute_granularity": None,
 }
+HEAD = 12 * 576
+"""Of log-probs: hidden states, a copy and their gradient."""
 PER_LAYER = 5 * 576 + 6 * 576 + 3 * 192 + 4 * 1536
 
 
 @pytest.mark.parametrize(
-    ("changes", "chunk_size", "expected"),
+    ("changes", "logits", "chunk_size", "expected"),
     [
-        pytest.param({}, -1, 4 * 30 * PER_LAYER + 12 * 49152, id="fp32"),
-        pytest.param({}, 256, 4 * 30 * PER_LAYER + 4 * 49152, id="fp32, log-probs in chunks"),
-        pytest.param({"params_dtype": torch.bfloat16}, -1, 2 * 30 * PER_LAYER + 14 * 49152, id="bf16"),
+        pytest.param({}, 0, -1, 4 * 30 * PER_LAYER + HEAD, id="fp32"),
+        pytest.param({}, 0, 256, 4 * 30 * PER_LAYER + HEAD, id="fp32, log-probs in chunks"),
+        pytest.param({}, 49152, -1, 4 * 30 * PER_LAYER + HEAD + 16 * 49152, id="fp32, logits asked for"),
+        pytest.param({}, 49152, 256, 4 * 30 * PER_LAYER + HEAD + 8 * 49152, id="the same, log-probs in chunks"),
+        pytest.param({"params_dtype": torch.bfloat16}, 0, -1, 2 * 30 * PER_LAYER + 10 * 576, id="bf16"),
+        pytest.param(
+            {"params_dtype": torch.bfloat16},
+            49152,
+            -1,
+            2 * 30 * PER_LAYER + 10 * 576 + 18 * 49152,
+            id="bf16, logits asked for",
+        ),
         pytest.param(
             {"tensor_model_parallel_size": 2},
+            49152,
             -1,
-            4 * 30 * (5 * 576 + (PER_LAYER - 5 * 576) // 2) + 6 * 49152,
+            4 * 30 * (5 * 576 + (PER_LAYER - 5 * 576) // 2) + HEAD + 8 * 49152,
             id="two tensor-parallel ranks",
         ),
         pytest.param(
             {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+            0,
             -1,
-            2 * 30 * PER_LAYER + 6 * 49152,
+            2 * 30 * PER_LAYER + HEAD,
             id="with sequence parallelism",
         ),
-        pytest.param(
-            {"recompute_granularity": "full"}, -1, 4 * (30 * 576 + PER_LAYER) + 12 * 49152, id="recomputation"
-        ),
+        pytest.param({"recompute_granularity": "full"}, 0, -1, 4 * (30 * 576 + PER_LAYER) + HEAD, id="recomputation"),
         pytest.param(
             {
                 "num_moe_experts": 8,
@@ -58,15 +69,16 @@ PER_LAYER = 5 * 576 + 6 * 576 + 3 * 192 + 4 * 1536
                 "moe_ffn_hidden_size": 512,
                 "moe_shared_expert_intermediate_size": None,
             },
+            0,
             -1,
-            4 * 30 * (PER_LAYER - 4 * 1536 + 4 * 1024) + 12 * 49152,
+            4 * 30 * (PER_LAYER - 4 * 1536 + 4 * 1024) + HEAD,
             id="experts",
         ),
     ],
 )
-def test_bytes_of_a_token_by_hand(changes: dict[str, Any], chunk_size: int, expected: int) -> None:
+def test_bytes_of_a_token_by_hand(changes: dict[str, Any], logits: int, chunk_size: int, expected: int) -> None:
     config: Any = SimpleNamespace(**SMOLLM2 | changes)
-    assert bytes_per_token(config, 49152, chunk_size) == expected
+    assert bytes_per_token(config, logits, chunk_size) == expected
 
 
 @pytest.mark.parametrize(
