@@ -252,7 +252,7 @@ class _FusedLinearLogProbs(torch.autograd.Function):
         return log_prob_L, entropy_L
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]  # torch's
+    @once_differentiable
     def backward(ctx: Any, grad_log_prob_L: Tensor, grad_entropy_L: Tensor) -> tuple[Tensor | None, ...]:
         options: _Options = ctx.options
         weight_OI, *saved = ctx.saved_tensors
@@ -274,7 +274,8 @@ class _FusedLinearLogProbs(torch.autograd.Function):
 
 def _sums_of(chunk: _Chunk, blocks: Sequence[slice]) -> tuple[_Sums, tuple[Tensor, ...]]:
     """The sums over all blocks, and of the last one z − m and m."""
-    sums, last = _Sums.none(chunk), ()
+    sums = _Sums.none(chunk)
+    last: tuple[Tensor, ...] = ()
     for block in blocks:
         del last  # before the next tile is made
         tile, z_RV = _Sums.of_tile(chunk, block)
