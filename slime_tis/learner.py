@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -183,17 +182,15 @@ class Learner:
         size = self.parallel.data_size
         together = dealt_together([one[0].group_index for one in rollouts], size) if self.engine.shares_prompts else 1
         shards = [shard(rollouts, rank, size, together) for rank in range(size)]
-        own = shards[self.parallel.data_rank]
-        samples = [sample for rollout in own for sample in rollout]
-        of_each = [number for number, rollout in enumerate(own) for _ in rollout]
-        whole = self.engine.partitions(
-            [[list(chain(*(sample.tokens for sample in rollout))) for rollout in of_rank] for of_rank in shards],
-            [[sum(sample.response_length for sample in rollout) for rollout in of_rank] for of_rank in shards],
+        of_ranks = [[sample for rollout in of_rank for sample in rollout] for of_rank in shards]
+        numbers = [[number for number, rollout in enumerate(of_rank) for _ in rollout] for of_rank in shards]
+        samples, of_each = of_ranks[self.parallel.data_rank], numbers[self.parallel.data_rank]
+        micro_batches = self.engine.micro_batches(
+            [[sample.tokens for sample in of_rank] for of_rank in of_ranks],
+            [[sample.response_length for sample in of_rank] for of_rank in of_ranks],
+            numbers,
         )
-        places: list[list[int]] = [[] for _ in own]
-        for place, number in enumerate(of_each):
-            places[number].append(place)
-        partition = [[place for number in chosen for place in places[number]] for chosen in whole]
+        partition = micro_batches.partition
         recorded, missing = self._with_routing(samples, of_each)
         batch = recorded if self.replays_rollout_routing else recorded.with_routing(None, None)
         record: RoutingRecord | None = [] if self.engine.config.use_routing_replay else None
@@ -212,6 +209,7 @@ class Learner:
             batch=batch,
             recorded=recorded,
             partition=partition,
+            load=micro_batches.load,
             routing_record=record,
             samples_without_routing=missing,
         )
@@ -300,7 +298,8 @@ class Learner:
             if isinstance(loss, MeasuredLoss):
                 trained = WITH_REPLAY if self.replays_rollout_routing else WITHOUT_REPLAY
                 measured |= self._mismatch(trained, loss.statistics if self.parallel.is_last_stage else None)
-            return self._step_metrics(result, custom or custom_loss) | train_metrics(routing | measured)
+            metrics = self._step_metrics(result, custom or custom_loss) | train_metrics(routing | measured)
+        return metrics if step.load is None else metrics | {"perf/micro_batch_load": step.load}
 
     def _dump(self, step: Step, advantages: Sequence[float], recorded: RecordedLoss, known: GlobalBatch) -> None:
         """Hands what the loss made of the step's tokens to the dump, whole responses on one rank of each data share.
@@ -427,6 +426,8 @@ class Step:
     """These with the rollout's experts, whether or not training replays them."""
     partition: list[list[int]]
     """The samples of each micro-batch."""
+    load: float | None
+    """Tokens of the largest micro-batch of all ranks, as a share of the token budget; None without one."""
     routing_record: RoutingRecord | None
     """Experts of the pass for old log-probs, to be replayed in training; None without `--use-routing-replay`."""
     samples_without_routing: int

@@ -20,8 +20,8 @@ def test_micro_batches_that_fit_give_the_same_results(
     assert " tokens on a rank (" in line and " GiB free, " in line and "--micro-batch-size N" in line
     sizes: list[tuple[int, int]] = []
 
-    def counted(trees: list[PrefixTree], budget: int) -> list[list[list[int]]]:
-        found = token_budget_partitions(trees, budget)
+    def counted(trees: list[PrefixTree], budget: int, rollouts: list[list[int]]) -> list[list[list[int]]]:
+        found = token_budget_partitions(trees, budget, rollouts)
         sizes.append((budget, len(found[0])))
         return found
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Hashable, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
-from itertools import groupby
+from itertools import chain, groupby
 from typing import TypeVar
 
 import torch
@@ -183,25 +183,37 @@ def fixed_partition(count: int, micro_batch_size: int | None) -> list[list[int]]
     return [list(range(start, min(start + size, count))) for start in range(0, count, size)]
 
 
-def token_budget_partitions(trees: Sequence[PrefixTree], max_tokens: int) -> list[list[list[int]]]:
+def token_budget_partitions(
+    trees: Sequence[PrefixTree], max_tokens: int, rollouts: Sequence[Sequence[int]] | None = None
+) -> list[list[list[int]]]:
     """Micro-batches of at most `max_tokens` for every data-parallel rank, as many on each.
 
-    First-fit decreasing on each rank, of families: sequences that share what they begin with, whose shared tokens count
-    once. A family that is over the budget is dealt out sequence by sequence, each where it fits beside its siblings.
-    Where a rank needs fewer micro-batches than another its fullest are split, so that every rank makes the same number
-    of passes. A sequence longer than the budget is a micro-batch of its own.
+    First-fit decreasing on each rank, of families: rollouts whose sequences share what they begin with, with shared
+    tokens counted once. A family that is over the budget is dealt out rollout by rollout, each where it fits beside its
+    siblings. Where a rank needs fewer micro-batches than another its fullest are split, so that every rank makes the
+    same number of passes. A rollout that is over the budget is a micro-batch of its own.
 
     Args:
-        trees: the sequences of every data-parallel rank. Every rank needs at least as many sequences as the rank with
-            most micro-batches, which equal numbers of sequences guarantee.
-        max_tokens: the budget, in tokens that are computed, and in response tokens, each of which has logits.
+        trees: the sequences of every data-parallel rank. Every rank needs at least as many rollouts as the rank with
+            most micro-batches, which equal numbers of rollouts guarantee.
+        max_tokens: the budget, in tokens that are computed, and in response tokens.
+        rollouts: for every rank the number of the rollout that each sequence is a segment of, from 0 on; None where
+            each is a rollout of its own.
 
     Returns:
         For every rank its micro-batches, each a sorted list of indices into that rank's sequences.
     """
-    partitions = [_first_fit_decreasing(tree, max_tokens) for tree in trees]
+    numbers = [range(len(tree)) for tree in trees] if rollouts is None else rollouts
+    partitions = [
+        _first_fit_decreasing(tree, of_each, max_tokens) for tree, of_each in zip(trees, numbers, strict=True)
+    ]
     count = max(len(partition) for partition in partitions)
     return [[sorted(one.samples) for one in _split_fullest(partition, count)] for partition in partitions]
+
+
+def load_of(tree: PrefixTree, samples: Sequence[int]) -> int:
+    """What a token budget bounds of a micro-batch: tokens that are computed, or response tokens if they are more."""
+    return _Planned(tree=tree).load_with(samples)
 
 
 def _split_fullest(planned: Sequence[_Planned], count: int) -> list[_Planned]:
@@ -224,18 +236,19 @@ class _Planned:
     """A micro-batch in the making."""
 
     tree: PrefixTree
-    families: list[list[int]] = field(default_factory=list)
-    """Its samples, those that share a beginning side by side."""
+    families: list[list[list[int]]] = field(default_factory=list)
+    """The samples of its rollouts, those of rollouts that share a beginning side by side."""
     segments: set[int] = field(default_factory=set)
     tokens: int = 0
     responses: int = 0
 
     def __len__(self) -> int:
+        """Rollouts."""
         return sum(map(len, self.families))
 
     @property
     def samples(self) -> list[int]:
-        return [sample for family in self.families for sample in family]
+        return [sample for family in self.families for rollout in family for sample in rollout]
 
     @property
     def load(self) -> int:
@@ -247,16 +260,17 @@ class _Planned:
         more = self._new_segments(samples)
         return max(self.tokens + self._tokens(more), self.responses + self._responses(samples))
 
-    def add(self, samples: Sequence[int], *, are_siblings: bool = False) -> None:
-        """Takes more samples of one family, of the last one where they are siblings."""
+    def add(self, family: Sequence[list[int]], *, are_siblings: bool = False) -> None:
+        """Takes more rollouts of one family, of the last one where they are siblings."""
+        samples = list(chain(*family))
         more = self._new_segments(samples)
         self.segments |= more
         self.tokens += self._tokens(more)
         self.responses += self._responses(samples)
         if are_siblings and self.families:
-            self.families[-1] += samples
+            self.families[-1] += family
         else:
-            self.families.append(list(samples))
+            self.families.append(list(family))
 
     def halves(self) -> list[_Planned]:
         """Its families in two, or the siblings of its only one."""
@@ -281,9 +295,31 @@ class _Planned:
         return sum(self.tree.response_lengths[sample] for sample in samples)
 
 
-def _first_fit_decreasing(tree: PrefixTree, max_tokens: int) -> list[_Planned]:
+def _families(tree: PrefixTree, rollouts: Sequence[int]) -> list[list[list[int]]]:
+    """The samples of rollouts, those of rollouts that share a beginning, with each other or with a third, together."""
+    samples_of: dict[int, list[int]] = {}
+    for sample, number in enumerate(rollouts):
+        samples_of.setdefault(number, []).append(sample)
+    joined = {number: number for number in samples_of}
+
+    def first(number: int) -> int:
+        while joined[number] != number:
+            joined[number] = number = joined[joined[number]]
+        return number
+
+    alike = tree.families()
+    for samples in alike:
+        for sample in samples:
+            joined[first(rollouts[sample])] = first(rollouts[samples[0]])
+    found: dict[int, list[list[int]]] = {}
+    for number in dict.fromkeys(rollouts[sample] for samples in alike for sample in samples):
+        found.setdefault(first(number), []).append(samples_of[number])
+    return list(found.values())
+
+
+def _first_fit_decreasing(tree: PrefixTree, rollouts: Sequence[int], max_tokens: int) -> list[_Planned]:
     planned: list[_Planned] = []
-    loads = [(_Planned(tree=tree).load_with(family), family) for family in tree.families()]
+    loads = [(load_of(tree, list(chain(*family))), family) for family in _families(tree, rollouts)]
     space = FirstFit(len(tree))
     for load, family in sorted(loads, key=lambda pair: -pair[0]):
         if len(family) > 1 and load > max_tokens:
@@ -301,21 +337,22 @@ def _first_fit_decreasing(tree: PrefixTree, max_tokens: int) -> list[_Planned]:
     return planned
 
 
-def _dealt_out(tree: PrefixTree, family: Sequence[int], max_tokens: int) -> list[_Planned]:
-    """Micro-batches of one family."""
+def _dealt_out(tree: PrefixTree, family: Sequence[list[int]], max_tokens: int) -> list[_Planned]:
+    """Micro-batches of the rollouts of one family."""
     planned: list[_Planned] = []
-    uses = Counter(segment for sample in family for segment in tree.paths[sample])
+    segments = [{segment for sample in rollout for segment in tree.paths[sample]} for rollout in family]
+    uses = Counter(chain(*segments))
     space = FirstFit(len(family))
-    for sample in family:
+    for rollout, own in zip(family, segments, strict=True):
         # What no sibling has is added to every micro-batch, and in most of them it is all that is.
-        own = sum(tree.segments[segment].length for segment in tree.paths[sample] if uses[segment] == 1)
-        place = space.first(own)
-        while place is not None and planned[place].load_with([sample]) > max_tokens:
-            place = space.first(own, place + 1)
+        needed = sum(tree.segments[segment].length for segment in own if uses[segment] == 1)
+        place = space.first(needed)
+        while place is not None and planned[place].load_with(rollout) > max_tokens:
+            place = space.first(needed, place + 1)
         if place is None:
             place = len(planned)
             planned.append(_Planned(tree=tree))
-        planned[place].add([sample], are_siblings=True)
+        planned[place].add([rollout], are_siblings=True)
         space.set(place, max_tokens - planned[place].tokens)
     return planned
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from slime_tis.hf_directory import moe_sizes
 from slime_tis.megatron.architecture import HfConfig, build_model, padded_vocab_size, uses_transformer_engine
-from slime_tis.megatron.batch import TrainingBatch, fixed_partition, token_budget_partitions
+from slime_tis.megatron.batch import TrainingBatch, fixed_partition, load_of, token_budget_partitions
 from slime_tis.megatron.config import MegatronConfig
 from slime_tis.megatron.fused_log_probs import fused_linear_log_probs
 from slime_tis.megatron.hf_weights import load_hf_weights, named_hf_tensors, named_weights
@@ -60,6 +60,16 @@ class StepResult:
     def is_finite(self) -> bool:
         """Whether gradient and loss are."""
         return math.isfinite(self.grad_norm)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatches:
+    """How the samples of a data-parallel rank are dealt into micro-batches."""
+
+    partition: list[list[int]]
+    """The samples of each."""
+    load: float | None = None
+    """Tokens of the largest one of all ranks, as a share of the token budget; None without one."""
 
 
 class TrainingEngine:
@@ -201,24 +211,38 @@ class TrainingEngine:
         finite = [weight.detach().isfinite().all() for weight in self.model.module.parameters()]
         return not self.parallel.largest(int(~torch.stack(finite).all()))
 
-    def partitions(
-        self, tokens_of_ranks: Sequence[Sequence[Sequence[int]]], responses_of_ranks: Sequence[Sequence[int]]
-    ) -> list[list[int]]:
-        """This data-parallel rank's micro-batches.
+    def micro_batches(
+        self,
+        tokens_of_ranks: Sequence[Sequence[Sequence[int]]],
+        responses_of_ranks: Sequence[Sequence[int]],
+        rollouts_of_ranks: Sequence[Sequence[int]],
+    ) -> MicroBatches:
+        """This data-parallel rank's micro-batches, which have the segments of a rollout together.
 
         Args:
             tokens_of_ranks: token ids of the sequences of every rank.
             responses_of_ranks: the lengths of their responses.
+            rollouts_of_ranks: the number of the rollout that each is a segment of, from 0 on.
         """
+        rank = self.parallel.data_rank
         if self.token_budget is None:
-            return fixed_partition(len(tokens_of_ranks[self.parallel.data_rank]), self.config.micro_batch_size)
+            rollouts = rollouts_of_ranks[rank]
+            places: list[list[int]] = [[] for _ in range(max(rollouts, default=-1) + 1)]
+            for place, rollout in enumerate(rollouts):
+                places[rollout].append(place)
+            runs = fixed_partition(len(places), self.config.micro_batch_size)
+            return MicroBatches(partition=[[place for number in run for place in places[number]] for run in runs])
         ranks = zip(tokens_of_ranks, responses_of_ranks, strict=True)
         trees = [
             PrefixTree.of(tokens, responses) if self.shares_prompts else PrefixTree.apart(map(len, tokens), responses)
             for tokens, responses in ranks
         ]
         budget = self.token_budget.tokens * self.parallel.context_size
-        return token_budget_partitions(trees, budget)[self.parallel.data_rank]
+        partitions = token_budget_partitions(trees, budget, rollouts_of_ranks)
+        loads = [
+            load_of(tree, samples) for tree, partition in zip(trees, partitions, strict=True) for samples in partition
+        ]
+        return MicroBatches(partition=partitions[rank], load=max(loads) / budget)
 
     @property
     def shares_prompts(self) -> bool:

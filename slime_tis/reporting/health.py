@@ -277,6 +277,19 @@ def _retokenized(metrics: Mapping[str, float], correction: RolloutCorrectionConf
     )
 
 
+def _micro_batch_load(metrics: Mapping[str, float], correction: RolloutCorrectionConfig) -> Finding | None:
+    load = metrics["perf/micro_batch_load"]
+    if not load > 1:
+        return None
+    return Finding(
+        metric="perf/micro_batch_load",
+        value=load,
+        message="a micro-batch is over the token budget: a sample, or the segments of a rollout, which are in one "
+        "micro-batch, have more tokens, and may not fit into memory; raise --max-tokens-per-gpu, lower "
+        "--rollout-max-context-len, or return fewer or shorter segments.",
+    )
+
+
 RULES = {
     "rejection": _Rule(find=_rejection, after=2),
     "effective_samples": _Rule(find=_effective_samples, after=2),
@@ -290,6 +303,7 @@ RULES = {
     "mismatch": _Rule(find=_mismatch, after=2),
     "retokenized": _Rule(find=_retokenized, after=1),
     "absorbed_updates": _Rule(find=_absorbed, after=3),
+    "micro_batch_load": _Rule(find=_micro_batch_load, after=1),
 }
 """Rules by the name of their finding, health/NAME in the metrics."""
 

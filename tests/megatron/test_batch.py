@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime_tis.correction import context_parallel
@@ -11,6 +11,7 @@ from slime_tis.megatron.batch import (
     FirstFit,
     dealt_together,
     fixed_partition,
+    load_of,
     make_batch,
     shard,
     token_budget_partitions,
@@ -44,6 +45,7 @@ def test_ranks_make_the_same_number_of_passes() -> None:
     assert len(second) == 3 and sorted(i for bin in second for i in bin) == [0, 1, 2]
 
 
+@settings(deadline=None)
 @given(
     st.integers(1, 3).flatmap(
         lambda ranks: st.integers(1, 12).flatmap(
@@ -117,6 +119,7 @@ def test_select_takes_the_slices_of_a_context_rank_along() -> None:
     assert whole.select([0, 1]).responses.slices == whole.responses.slices
 
 
+@settings(deadline=None)
 @given(st.integers(1, 5), st.integers(0, 6))
 def test_shards_of_all_ranks_are_the_samples_in_their_order(size: int, per_rank: int) -> None:
     samples = list(range(size * per_rank))
@@ -138,6 +141,7 @@ def test_siblings_are_dealt_out_together_where_ranks_get_as_many() -> None:
     assert dealt_together(["a"] * 3 + ["b"] * 5, 2) == 1
 
 
+@settings(deadline=None)
 @given(st.integers(1, 4), st.lists(st.integers(1, 6), min_size=1, max_size=5))
 def test_shards_of_runs_are_the_samples_in_their_order(size: int, groups: list[int]) -> None:
     samples = [(group, i) for group, count in enumerate(groups * size) for i in range(count)]
@@ -174,6 +178,7 @@ def test_the_only_group_of_a_micro_batch_is_split_for_another_rank() -> None:
     assert sorted(map(len, second)) == [1, 1, 2] and sorted(i for one in second for i in one) == [0, 1, 2, 3]
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(0, 2), max_size=12)), min_size=1, max_size=14),
     st.integers(1, 60),
@@ -189,6 +194,45 @@ def test_what_is_packed_is_within_the_budget(drawn: list[tuple[int, list[int]]],
         assert len(samples) == 1 or max(packed.tokens, sum(packed.response_lengths)) <= budget
 
 
+def test_what_the_segments_of_a_rollout_share_counts_once() -> None:
+    # Each rollout is 10 + 2 tokens and goes on with 1: 13 are computed, and 25 would be if the segments were apart.
+    tokens = [[*range(20 * n, 20 * n + 10), *more] for n in (0, 1) for more in ([90, 91], [90, 91, 92])]
+    tree = PrefixTree.of(tokens, [2, 3, 2, 3])
+    assert tree.tokens == 26 and [load_of(tree, [0, 1]), load_of(tree, [0, 1, 2, 3])] == [13, 26]
+    assert token_budget_partitions([tree], 26, [[0, 0, 1, 1]]) == [[[0, 1, 2, 3]]]
+    assert token_budget_partitions([tree], 25, [[0, 0, 1, 1]]) == [[[0, 1], [2, 3]]]
+
+
+def test_the_segments_of_a_rollout_over_the_budget_are_together_and_alone() -> None:
+    # Rollout 0 has two segments that share nothing, and the second begins as rollout 1 does.
+    tokens = [[1] * 9, [2] * 8 + [3], [2] * 8 + [4], [5, 6]]
+    tree = PrefixTree.of(tokens, [1, 1, 1, 1])
+    assert token_budget_partitions([tree], 12, [[0, 0, 1, 2]]) == [[[0, 1], [2, 3]]]
+    assert token_budget_partitions([tree], 19, [[0, 0, 1, 2]]) == [[[0, 1, 2], [3]]]
+    assert token_budget_partitions([tree], 21, [[0, 0, 1, 2]]) == [[[0, 1, 2, 3]]]
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.lists(st.tuples(st.integers(0, 2), st.integers(1, 12)), min_size=1, max_size=3), min_size=1, max_size=8
+    ),
+    st.integers(1, 60),
+)
+def test_rollouts_are_whole_and_within_the_budget(drawn: list[list[tuple[int, int]]], budget: int) -> None:
+    tokens = [[*[prompt] * 9, *range(10, 10 + own)] for rollout in drawn for prompt, own in rollout]
+    responses = [own for rollout in drawn for _, own in rollout]
+    rollouts = [number for number, rollout in enumerate(drawn) for _ in rollout]
+    tree = PrefixTree.of(tokens, responses)
+    (partition,) = token_budget_partitions([tree], budget, [rollouts])
+    assert sorted(i for samples in partition for i in samples) == list(range(len(tokens)))
+    for samples in partition:
+        chosen = {rollouts[i] for i in samples}
+        assert samples == [i for i, number in enumerate(rollouts) if number in chosen]
+        assert len(chosen) == 1 or load_of(tree, samples) <= budget
+
+
+@settings(deadline=None)
 @given(
     st.integers(1, 20).flatmap(
         lambda bins: st.tuples(

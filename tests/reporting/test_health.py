@@ -21,6 +21,7 @@ GOOD = {
     "rollout/weight_staleness": 3.0,
     "rollout/update_received": 0.5,
     "train/mismatch_k3_kl": 0.05,
+    "perf/micro_batch_load": 1.0,
 }
 BAD: dict[str, tuple[dict[str, float], str]] = {
     "rejection": (
@@ -75,6 +76,12 @@ BAD: dict[str, tuple[dict[str, float], str]] = {
         "kept back more than 50%, so samples are staler than rollout/weight_staleness says; add "
         "--weight-update-rounding stochastic, train in the engine's precision (--bf16), or raise --lr or the engine's "
         "precision.",
+    ),
+    "micro_batch_load": (
+        {"perf/micro_batch_load": 1.5},
+        "perf/micro_batch_load is 1.5: a micro-batch is over the token budget: a sample, or the segments of a rollout, "
+        "which are in one micro-batch, have more tokens, and may not fit into memory; raise --max-tokens-per-gpu, "
+        "lower --rollout-max-context-len, or return fewer or shorter segments.",
     ),
 }
 
