@@ -1,12 +1,12 @@
 """Whole training steps of train.py, of TRL's GRPOTrainer and of hand-written loops, on the same task.
 
     python benchmarks/whole_step.py --threads 2 1 --rounds 3 --steps 40
-    python benchmarks/whole_step.py --task smollm2 --threads 1 --rounds 3 --steps 3
+    python benchmarks/whole_step.py --task smollm2 --threads 1 --rounds 3 --steps 1
 
-Every round runs each contender once, in a process of its own, one after another, so that what else the machine does
-falls on all alike. A contender's time is the median over rounds of its median step, the first steps left out; its
-memory is the median over rounds of the largest resident set of its process. Prints the medians, the ratios and where
-the time goes, and appends a row per contender to whole_step.csv.
+Every round runs each contender once, in a process of its own, one after another (or --jobs at a time), so that what
+else the machine does falls on all alike. A contender's time is the median over rounds of its median step, the first
+steps left out; its memory is the median over rounds of the largest resident set of its process. Prints the medians,
+the ratios and where the time goes, and appends a row per contender to whole_step.csv.
 """
 
 import argparse
@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -56,6 +57,15 @@ PEER_SCRIPTS = {
     "hand-written loop, own decode": ("hand_written.py", "--own-decode"),
 }
 """The others, by name: the script below peers/ and its switches."""
+
+MEASURE = """
+import resource, subprocess, sys
+status = subprocess.run(sys.argv[2:]).returncode
+open(sys.argv[1], "w").write(str(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss))
+sys.exit(status)
+"""
+"""Runs a command and writes its largest resident set in KiB. The kernel counts the memory of the process that starts
+another as the other's, so that the one that starts it has to be small."""
 
 COLUMNS = (
     "date",
@@ -127,6 +137,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="runs of every contender")
     parser.add_argument("--steps", type=int, default=40, help="training steps of a run")
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="what a second is: cpu on a busy machine")
+    parser.add_argument("--jobs", type=int, default=1, help="contenders that run at the same time, for --clock cpu")
     parser.add_argument("--only", nargs="+", help="contenders to run, by a part of their names")
     options = parser.parse_args()
     task = TASKS[options.task]
@@ -139,10 +150,17 @@ def main() -> None:
     for threads in options.threads:
         setting = Setting(name=options.task, data=data, threads=threads, steps=options.steps, clock=options.clock)
         runs: dict[str, list[Run]] = {name: [] for name in names}
-        for turn, name in itertools.product(range(1, options.rounds + 1), names):
-            runs[name].append(run := measure(name, setting, trl_python))
+
+        def run_once(turn: int, name: str, setting: Setting = setting) -> tuple[str, Run]:
+            run = measure(name, setting, trl_python)
             shown = f"{run.median:.3f} s, {run.peak_memory:.0f} MB, {run.response_len:.1f} tokens per response"
             print(f"round {turn}: {name} {shown}", file=sys.stderr, flush=True)
+            return name, run
+
+        order = itertools.product(range(1, options.rounds + 1), names)
+        with ThreadPoolExecutor(options.jobs) as pool:
+            for name, run in pool.map(run_once, *zip(*order, strict=True)):
+                runs[name].append(run)
         report(runs, setting)
         append_rows(runs, setting)
 
@@ -228,14 +246,12 @@ def run_quietly(command: Sequence[str], threads: int) -> float:
     """
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), environment.get("PYTHONPATH"))))
-    with tempfile.TemporaryFile() as printed:
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=printed, stderr=subprocess.STDOUT)
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        if process.returncode:
-            printed.seek(0)
-            sys.exit(f"{' '.join(command)} failed:\n{printed.read().decode(errors='replace')}")
-    return usage.ru_maxrss * 1024 / 1e6
+    with tempfile.NamedTemporaryFile() as found:
+        line = [sys.executable, "-c", MEASURE, found.name, *command]
+        done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
+        return int(found.read()) * 1024 / 1e6
 
 
 def prepare_task(task: Task, data: Path) -> None:

@@ -491,19 +491,19 @@ class ContinuousBatching:
         for (temperature, top_p, top_k), rows in alike.items():
             logits = logits_AV if len(rows) == len(works) else logits_AV[torch.tensor(rows, device=logits_AV.device)]
             uniforms = torch.tensor([next(works[row].uniforms) for row in rows], dtype=torch.float64)
-            drawn, drawn_log_probs, log_probs_BV = sample_tokens(
+            drawn, drawn_log_probs, drawn_from_BV = sample_tokens(
                 logits, uniforms.to(logits.device), temperature=temperature, top_p=top_p, top_k=top_k
             )
             for row, token, log_prob in zip(rows, drawn.tolist(), drawn_log_probs.tolist(), strict=True):
                 tokens[row], log_probs[row] = token, log_prob
-            self._record_sets([works[row] for row in rows], log_probs_BV)
+            self._record_sets([works[row] for row in rows], drawn_from_BV)
         return tokens, log_probs
 
-    def _record_sets(self, works: Sequence[Work], log_probs_BV: Tensor) -> None:
+    def _record_sets(self, works: Sequence[Work], drawn_from_BV: Tensor) -> None:
         """Notes the tokens that could be drawn; the whole vocabulary as none."""
         if not any(work.sampling.return_sampling_mask for work in works):
             return
-        allowed_BV = log_probs_BV > -torch.inf
+        allowed_BV = drawn_from_BV > -torch.inf
         allowed_BV &= ~allowed_BV.all(-1, keepdim=True)
         sets = allowed_BV.nonzero()[:, 1].to(torch.int32).cpu().split(allowed_BV.sum(-1).tolist())
         for work, allowed in zip(works, sets, strict=True):

@@ -40,20 +40,24 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no t
         return self.keys, self.values
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeats each row, into tensors of their own size."""
-        super().batch_repeat_interleave(repeats)
-        self._free = 0
+        """Repeats each row, into buffers with space for tokens to come."""
+        rows = torch.arange(len(self.keys), device=self.keys.device).repeat_interleave(repeats)
+        self.batch_select_indices(rows)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Leaves the rows at these indices, in tensors of their own size."""
-        super().batch_select_indices(indices)
-        self._free = 0
+        """Leaves the rows at these indices, in buffers with at least the space for tokens to come that there was."""
+        length = self.get_seq_length()
+        self._move(indices, length + max(self._free, MIN_FREE))
 
     def _grow(self, length: int) -> None:
-        start, capacity = self.get_seq_length(), length + max(length // 2, MIN_FREE)
-        self._key_buffer = _extended(self.keys, capacity)
-        self._value_buffer = _extended(self.values, capacity)
-        self._free = capacity - start
+        self._move(None, length + max(length // 2, MIN_FREE))
+
+    def _move(self, rows: Tensor | None, capacity: int) -> None:
+        """Copies rows (None for all) into buffers for so many tokens."""
+        length = self.get_seq_length()
+        self._key_buffer, self._value_buffer = (_copied(states, rows, capacity) for states in (self.keys, self.values))
+        self.keys, self.values = self._key_buffer[:, :, :length], self._value_buffer[:, :, :length]
+        self._free = capacity - length
 
 
 def growing_cache(config: PretrainedConfig) -> DynamicCache:
@@ -63,8 +67,9 @@ def growing_cache(config: PretrainedConfig) -> DynamicCache:
     return cache
 
 
-def _extended(states: Tensor, capacity: int) -> Tensor:
+def _copied(states: Tensor, rows: Tensor | None, capacity: int) -> Tensor:
     batch, heads, length, head_dim = states.shape
-    buffer = torch.empty(batch, heads, capacity, head_dim, dtype=states.dtype, device=states.device)
-    buffer[:, :, :length] = states
+    count = batch if rows is None else len(rows)
+    buffer = torch.empty(count, heads, capacity, head_dim, dtype=states.dtype, device=states.device)
+    buffer[:, :, :length] = states if rows is None else states.index_select(0, rows)
     return buffer

@@ -23,22 +23,24 @@ def sample_tokens(
         top_k: number of likeliest tokens that can be drawn, or -1 for all.
 
     Returns:
-        tokens [B] int64, their log-probs [B] float32, and the log-probs [B, V] of the distribution that they were drawn
-        from, −inf at tokens that top-p and top-k left out.
+        tokens [B] int64, their log-probs [B] float32, and the logits [B, V] of the distribution that they were drawn
+        from, up to a constant of each row, −inf at tokens that top-p and top-k left out.
     """
     if temperature == 0.0:
         log_probs_BV = log_softmax(logits_BV)
         tokens_B = log_probs_BV.argmax(-1)
-    else:
-        log_probs_BV = filtered_log_probs(logits_BV, temperature=temperature, top_p=top_p, top_k=top_k)
-        tokens_B = inverse_cdf(log_probs_BV.exp(), uniforms_B)
-    return tokens_B, log_probs_BV.gather(-1, tokens_B[:, None]).squeeze(-1), log_probs_BV
+        return tokens_B, log_probs_BV.gather(-1, tokens_B[:, None]).squeeze(-1), log_probs_BV
+    shifted_BV = _shifted(filtered_logits(logits_BV, temperature=temperature, top_p=top_p, top_k=top_k))
+    weights_BV = shifted_BV.exp()  # in place of probabilities, which would take another pass over the vocabulary
+    tokens_B = inverse_cdf(weights_BV, uniforms_B)
+    log_probs_B = shifted_BV.gather(-1, tokens_B[:, None]).squeeze(-1) - weights_BV.sum(-1).log()
+    return tokens_B, log_probs_B, shifted_BV
 
 
-def filtered_log_probs(logits_BV: Tensor, *, temperature: float, top_p: float, top_k: int) -> Tensor:
-    """Log-probs after temperature, then top-k, then top-p of what top-k left, renormalised.
+def filtered_logits(logits_BV: Tensor, *, temperature: float, top_p: float, top_k: int) -> Tensor:
+    """Logits after temperature, then top-k, then top-p of what top-k left.
 
-      log softmax(where(kept, logits / temperature, -inf))
+      where(kept, logits / temperature, -inf)
 
     Sources: "Hierarchical Neural Story Generation", Fan et al. (https://arxiv.org/abs/1805.04833), section 5
     for top-k; "The Curious Case of Neural Text Degeneration", Holtzman et al.
@@ -53,7 +55,9 @@ def filtered_log_probs(logits_BV: Tensor, *, temperature: float, top_p: float, t
     Returns:
         [B, V] float32, -inf at tokens that are left out.
     """
-    scaled_BV = logits_BV.float() / temperature
+    scaled_BV = logits_BV.float()
+    if temperature != 1.0:
+        scaled_BV = scaled_BV / temperature
     if 0 < top_k < scaled_BV.shape[-1]:
         kth_B1 = scaled_BV.topk(top_k, dim=-1).values[:, -1:]
         scaled_BV = scaled_BV.masked_fill(scaled_BV < kth_B1, -torch.inf)
@@ -63,7 +67,7 @@ def filtered_log_probs(logits_BV: Tensor, *, temperature: float, top_p: float, t
         above_BV = probs_BV.cumsum(-1, dtype=torch.float64) - probs_BV  # what the likelier tokens sum to
         left_out_BV = torch.zeros_like(order_BV, dtype=torch.bool).scatter(-1, order_BV, above_BV >= top_p)
         scaled_BV = scaled_BV.masked_fill(left_out_BV, -torch.inf)
-    return log_softmax(scaled_BV)
+    return scaled_BV
 
 
 def log_softmax(logits_BV: Tensor) -> Tensor:
@@ -79,9 +83,12 @@ def log_softmax(logits_BV: Tensor) -> Tensor:
     Returns:
         [..., V] float32.
     """
-    logits_BV = logits_BV.float()
-    shifted_BV = logits_BV - logits_BV.amax(-1, keepdim=True)
+    shifted_BV = _shifted(logits_BV.float())
     return shifted_BV.sub_(shifted_BV.exp().sum(-1, keepdim=True).log_())
+
+
+def _shifted(logits_BV: Tensor) -> Tensor:
+    return logits_BV - logits_BV.amax(-1, keepdim=True)
 
 
 def inverse_cdf(probs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
@@ -102,7 +109,7 @@ def inverse_cdf(probs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
     if vocab <= CDF_CHUNK:
         tokens_B, _ = _search(probs_BV.double(), uniforms_B * probs_BV.sum(-1, dtype=torch.float64))
         return tokens_B
-    padded_BV = torch.nn.functional.pad(probs_BV, (0, -vocab % CDF_CHUNK))
+    padded_BV = torch.nn.functional.pad(probs_BV, (0, -vocab % CDF_CHUNK)) if vocab % CDF_CHUNK else probs_BV
     chunks_BCV = padded_BV.view(rows, -1, CDF_CHUNK)
     sums_BC = chunks_BCV.sum(-1, dtype=torch.float64)
     chunk_B, rest_B = _search(sums_BC, uniforms_B * sums_BC.sum(-1))

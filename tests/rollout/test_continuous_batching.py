@@ -14,7 +14,7 @@ from slime_tis.rollout.continuous_batching import ContinuousBatching, Slot, comm
 from slime_tis.rollout.generation import SampleEngine, SampleKey, request_uniforms
 from slime_tis.rollout.routing import RoutingRecorder
 from slime_tis.rollout.sample import Sampling
-from slime_tis.rollout.sampling import filtered_log_probs, sample_tokens
+from slime_tis.rollout.sampling import filtered_logits, log_softmax, sample_tokens
 from slime_tis.rollout.slot_cache import check_config
 from tests.checkpoints import EOS, SIZES, make_checkpoint
 
@@ -231,11 +231,13 @@ def test_each_request_is_sampled_as_it_asks(models):
             expected = logits.log_softmax(-1)
             assert answer.token_ids == expected.argmax(-1).tolist()
         else:
-            expected = filtered_log_probs(
-                logits,
-                temperature=params.get("temperature", 1.0),
-                top_p=params.get("top_p", 1.0),
-                top_k=params.get("top_k", -1),
+            expected = log_softmax(
+                filtered_logits(
+                    logits,
+                    temperature=params.get("temperature", 1.0),
+                    top_p=params.get("top_p", 1.0),
+                    top_k=params.get("top_k", -1),
+                )
             )
         log_probs = expected.gather(-1, torch.tensor(answer.token_ids)[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(answer.log_probs), log_probs, **EXACT)

@@ -39,3 +39,17 @@ def test_tokens_are_written_without_copying_the_past():
     states = torch.zeros(2, 3, 1, 5)
     addresses = [cache.update(states, states, FULL)[0].data_ptr() for _ in range(200)]
     assert len(set(addresses[1:])) <= 5  # the buffer grows by half
+
+
+def test_rows_are_shared_and_dropped_with_one_copy():
+    """The token after is written into the buffer that the rows were copied into."""
+    cache = growing_cache(CONFIG)
+    cache.update(torch.zeros(2, 3, 7, 5), torch.zeros(2, 3, 7, 5), FULL)
+    for rows, select in (
+        (6, lambda: cache.layers[FULL].batch_repeat_interleave(3)),
+        (2, lambda: cache.layers[FULL].batch_select_indices(torch.tensor([0, 4]))),
+    ):
+        select()
+        before = cache.layers[FULL].keys.data_ptr()
+        states = torch.zeros(rows, 3, 1, 5)
+        assert cache.update(states, states, FULL)[0].data_ptr() == before

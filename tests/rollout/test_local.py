@@ -12,7 +12,7 @@ from slime_tis.rollout.local import LocalEngine
 from slime_tis.rollout.quantize import round_fp8, round_int8
 from slime_tis.rollout.routing import Routing
 from slime_tis.rollout.sample import STATUS, Prompt, Sample, Sampling
-from slime_tis.rollout.sampling import filtered_log_probs
+from slime_tis.rollout.sampling import filtered_logits, log_softmax
 from slime_tis.sampling_mask import SamplingMask
 from tests.checkpoints import EOS, make_checkpoint
 
@@ -62,7 +62,9 @@ def forward_distributions(path, sample: Sample, sampling: Sampling) -> torch.Ten
     ids, start = torch.tensor([sample.tokens]), len(sample.prompt.token_ids)
     with torch.no_grad():
         logits = model(input_ids=ids, use_cache=False).logits[0, start - 1 : -1]
-    return filtered_log_probs(logits, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k)
+    return log_softmax(
+        filtered_logits(logits, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k)
+    )
 
 
 def assert_same_samples(one, other):

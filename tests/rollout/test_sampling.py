@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from slime_tis.rollout import sampling
-from slime_tis.rollout.sampling import filtered_log_probs, inverse_cdf, log_softmax, prompt_uniforms, sample_tokens
+from slime_tis.rollout.sampling import filtered_logits, inverse_cdf, log_softmax, prompt_uniforms, sample_tokens
 
 PROBS = [0.4, 0.3, 0.15, 0.1, 0.05]
 LOGITS = torch.tensor([PROBS]).log() + 3.0  # logits are known up to a constant
@@ -41,19 +41,19 @@ OUT = 0.0
     ],
 )
 @pytest.mark.parametrize("order", [[0, 1, 2, 3, 4], [3, 0, 4, 2, 1]], ids=["sorted", "shuffled"])
-def test_filtered_log_probs_are_those_of_the_table(temperature, top_p, top_k, expected, order):
-    log_probs = filtered_log_probs(LOGITS[:, order], temperature=temperature, top_p=top_p, top_k=top_k)
+def test_filtered_logits_are_those_of_the_table(temperature, top_p, top_k, expected, order):
+    log_probs = log_softmax(filtered_logits(LOGITS[:, order], temperature=temperature, top_p=top_p, top_k=top_k))
     torch.testing.assert_close(log_probs.exp(), torch.tensor([expected])[:, order], rtol=0.0, atol=1e-6)
 
 
 def test_top_k_keeps_tokens_that_tie_with_the_last_one_kept():
     logits = torch.tensor([[1.0, 2.0, 1.0, 0.0]])
-    probs = filtered_log_probs(logits, temperature=1.0, top_p=1.0, top_k=2).exp()
+    probs = log_softmax(filtered_logits(logits, temperature=1.0, top_p=1.0, top_k=2)).exp()
     assert probs[0].tolist() == pytest.approx([1 / (2 + math.e), math.e / (2 + math.e), 1 / (2 + math.e), 0.0])
 
 
 def test_bfloat16_logits_are_filtered_in_float32():
-    log_probs = filtered_log_probs(LOGITS.bfloat16(), temperature=1.0, top_p=1.0, top_k=-1)
+    log_probs = log_softmax(filtered_logits(LOGITS.bfloat16(), temperature=1.0, top_p=1.0, top_k=-1))
     assert log_probs.dtype == torch.float32
     assert log_probs.exp().sum().item() == pytest.approx(1.0, abs=1e-6)
 
@@ -64,9 +64,27 @@ def test_log_probs_of_a_large_vocabulary_are_not_biased(vocab):
     logits = 4.0 * torch.randn(4, vocab, generator=torch.Generator().manual_seed(0))
     error = log_softmax(logits) - logits.double().log_softmax(-1)
     assert error.mean().abs() < 2e-7 and error.abs().max() < 5e-6
-    assert torch.equal(filtered_log_probs(logits, temperature=1.0, top_p=1.0, top_k=-1), log_softmax(logits))
+    assert torch.equal(log_softmax(filtered_logits(logits, temperature=1.0, top_p=1.0, top_k=-1)), log_softmax(logits))
     greedy, log_prob, _ = sampling.sample_tokens(logits, torch.zeros(4), temperature=0.0, top_p=1.0, top_k=-1)
     assert torch.equal(log_prob, log_softmax(logits).gather(-1, greedy[:, None])[:, 0])
+
+
+@pytest.mark.parametrize(
+    "filters",
+    [{}, {"temperature": 0.7}, {"top_p": 0.8, "top_k": 50}],
+    ids=["plain", "temperature", "top-p, top-k"],
+)
+def test_draws_by_weights_are_those_by_probabilities(filters):
+    """Weights that do not sum to 1 save a pass over the vocabulary; rounding moves no draw, and no log-prob at all."""
+    filters = {"temperature": 1.0, "top_p": 1.0, "top_k": -1} | filters
+    generator = torch.Generator().manual_seed(0)
+    logits = 3.0 * torch.randn(200, 5000, generator=generator)
+    uniforms = torch.rand(200, generator=generator, dtype=torch.float64)
+    tokens, log_probs, drawn_from = sample_tokens(logits, uniforms, **filters)
+    table = log_softmax(filtered_logits(logits, **filters))
+    assert torch.equal(tokens, inverse_cdf(table.exp(), uniforms))
+    assert torch.equal(log_probs, table.gather(-1, tokens[:, None])[:, 0])
+    assert torch.equal(drawn_from > -torch.inf, table > -torch.inf)
 
 
 @pytest.mark.parametrize("block", [2, 3, 512])
@@ -108,7 +126,7 @@ def test_draws_follow_the_probabilities_that_are_reported(temperature, top_p, to
     logits = torch.randn(1, 12, generator=torch.Generator().manual_seed(3)).expand(draws, -1)
     uniforms = prompt_uniforms(7, 0, 0, draws, 1)[:, 0]
     tokens, log_probs, _ = sample_tokens(logits, uniforms, temperature=temperature, top_p=top_p, top_k=top_k)
-    table = filtered_log_probs(logits[:1], temperature=temperature, top_p=top_p, top_k=top_k)[0]
+    table = log_softmax(filtered_logits(logits[:1], temperature=temperature, top_p=top_p, top_k=top_k))[0]
     torch.testing.assert_close(log_probs, table[tokens], rtol=0.0, atol=1e-6)
     counts, expected = torch.bincount(tokens, minlength=12).double(), draws * table.double().exp()
     kept = expected > 0
