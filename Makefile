@@ -18,8 +18,10 @@ SMOLLM2_TASKS := 'chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1' \
 	'products?min_terms=2&max_terms=2&min_digits=1&max_digits=1' \
 	'basic_arithmetic?min_terms=2&max_terms=2&min_digits=1&max_digits=1&operators=["+","*"]&allow_parentheses=false'
 SEEDS ?= 0
+GPU_PYTHON ?= 3.12
+GPU_FLAGS ?=
 
-.PHONY: help install data data-smollm2 train train-diffusion train-moe train-agent train-smollm2 study study-agent study-smollm2 test test-slow test-moe test-faults test-smollm2 test-kernels test-report diagnose-study sglang-env test-sglang check format docs clean
+.PHONY: help install data data-smollm2 train train-diffusion train-moe train-agent train-smollm2 study study-agent study-smollm2 test test-slow test-moe test-faults test-smollm2 test-kernels test-report gpu-wheels gpu diagnose-study sglang-env test-sglang check format docs clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -126,6 +128,13 @@ $(VENV)/.installed-triton: $(VENV)/.installed
 
 test-kernels: $(VENV)/.installed-triton  ## Run the tests of the fused kernels, in Triton's interpreter where there is no GPU
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 PYTHONPATH=$(VENV)/triton $(BIN)/python -m pytest tests/kernels -rs
+
+gpu-wheels: install $(EXAMPLE)/complete.json  ## Fill .gpu/ for `make gpu` on a machine without a network, for its Python GPU_PYTHON
+	$(BIN)/python tools/gpu/carry.py --python $(GPU_PYTHON)
+
+# The interpreter whose torch sees the GPU, and no environment of ours: there may be no index to make one from.
+gpu:  ## Run all that needs a GPU, in ten minutes; GPU_FLAGS="--device cpu" rehearses it on a CPU
+	$(PYTHON) tools/gpu/run.py $(GPU_FLAGS)
 
 test-report: install  ## Open the report page in a headless browser; skipped where there is no chromium
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/browser -rs

@@ -1,17 +1,21 @@
 """The token pass on a GPU: fused and eager, beside a copy of the same bytes.
 
-    python -m benchmarks.token_pass [--tokens 8388608] [--rounds 50]
+    python -m benchmarks.token_pass [--tokens 8388608] [--rounds 50] [--device cpu]
 
 Sequences of up to 8192 tokens, of many lengths and of one; float32 log-probs and a bool mask. The copy moves 14
 bytes per token: it reads 7 and writes 7. Time between CUDA events, the second-level cache overwritten before each call,
-contenders in turns, 20, 50 and 80 % quantiles. Appends rows to token_pass.csv. Needs CUDA and triton.
+contenders in turns, 20, 50 and 80 % quantiles. Should the fused pass wait for the host, the benchmark ends with an
+error. Appends rows to token_pass.csv. Needs CUDA and triton; with `--device cpu` the kernels run in Triton's
+interpreter, under TRITON_INTERPRET=1, and the times mean nothing but that all of it runs.
 """
 
 import argparse
 import csv
+import importlib.util
 import os
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
@@ -22,7 +26,7 @@ import torch
 from benchmarks.provenance import commit
 from slime_tis import RolloutCorrectionConfig
 from slime_tis.correction.layout import as_layout
-from slime_tis.correction.token_pass import VARIABLE, eager_token_pass, uses_triton
+from slime_tis.correction.token_pass import eager_token_pass
 
 ROWS = Path(__file__).with_suffix(".csv")
 LONGEST = 8192
@@ -51,7 +55,7 @@ def contenders(config: RolloutCorrectionConfig, tensors: list[torch.Tensor], len
     from slime_tis.correction.fused_token_pass import fused_token_pass
 
     (chunk,) = as_layout(*tensors, lengths).chunks()
-    moved = torch.empty(7 * sum(lengths), dtype=torch.uint8, device="cuda")
+    moved = torch.empty(7 * sum(lengths), dtype=torch.uint8, device=tensors[0].device)
     target = torch.empty_like(moved)
 
     return {
@@ -61,41 +65,62 @@ def contenders(config: RolloutCorrectionConfig, tensors: list[torch.Tensor], len
     }
 
 
-def measure(calls: dict[str, Callable], rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of each call, after three that are not counted."""
+def measure(calls: dict[str, Callable], rounds: int, device: str) -> dict[str, list[float]]:
+    """Milliseconds of each call, after some that are not counted; on a GPU a call that synchronises is an error."""
     times: dict[str, list[float]] = {name: [] for name in calls}
-    flush = torch.empty(CACHE_BYTES, dtype=torch.uint8, device="cuda")
-    for round_number in range(-3, rounds):
+    on_gpu = device == "cuda"
+    flush = torch.empty(CACHE_BYTES if on_gpu else 1, dtype=torch.uint8, device=device)
+    for round_number in range(-3 if on_gpu else -1, rounds):
         for name, call in calls.items():
             flush.zero_()
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            call()
-            end.record()
-            end.synchronize()
+            found = (
+                gpu_milliseconds(call, checks=name == "fused" and round_number >= -1)
+                if on_gpu
+                else cpu_milliseconds(call)
+            )
             if round_number >= 0:
-                times[name].append(begin.elapsed_time(end))
+                times[name].append(found)
     return times
 
 
-def rows_of(tokens: int, rounds: int) -> list[dict[str, Any]]:
+def gpu_milliseconds(call: Callable, checks: bool) -> float:
+    """Time between two events; with `checks` a synchronisation with the host is an error."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.set_sync_debug_mode("error" if checks else "default")
+    try:
+        begin.record()
+        call()
+        end.record()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    end.synchronize()
+    return begin.elapsed_time(end)
+
+
+def cpu_milliseconds(call: Callable) -> float:
+    start = time.process_time()
+    call()
+    return 1e3 * (time.process_time() - start)
+
+
+def rows_of(tokens: int, rounds: int, device: str) -> list[dict[str, Any]]:
     import triton
 
     rows = []
     for layout in ("ragged", "one length"):
         lengths = lengths_of(tokens, layout == "ragged")
-        rollout = -torch.empty(sum(lengths), device="cuda").exponential_(2.0)
+        rollout = -torch.empty(sum(lengths), device=device).exponential_(2.0)
         train = rollout + 0.02 * torch.randn_like(rollout)
         mask = torch.rand_like(rollout) > 0.2
         for level, config in CONFIGS.items():
-            times = measure(contenders(config, [train, rollout, mask], lengths), rounds)
+            times = measure(contenders(config, [train, rollout, mask], lengths), rounds, device)
             copy = statistics.median(times["copy"])
             for name, values in times.items():
                 low, median, high = (statistics.quantiles(values, n=10)[i] for i in (1, 4, 7))
                 rows.append(
                     {
                         "date": date.today().isoformat(),
-                        "gpu_name": torch.cuda.get_device_name(),
+                        "gpu_name": torch.cuda.get_device_name() if device == "cuda" else "none, interpreted",
                         "commit": commit(),
                         "torch": torch.__version__,
                         "triton": triton.__version__,
@@ -118,21 +143,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=1 << 23, help="tokens of the batch, at most 2^24")
     parser.add_argument("--rounds", type=int, default=50, help="times that all contenders take their turn")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries the code out")
+    parser.add_argument("--out", type=Path, default=ROWS, help="table to append to (default token_pass.csv)")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
+    if options.device == "cuda" and not torch.cuda.is_available():
         sys.exit(
             "There is no CUDA device: this benchmark measures the memory bandwidth of a GPU. Nothing was measured."
         )
+    if options.device == "cpu" and options.out == ROWS:
+        sys.exit("--device cpu measures nothing; name another table than token_pass.csv with --out.")
+    if options.device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        sys.exit("--device cpu needs TRITON_INTERPRET=1: there is no compiler for a CPU.")
     if not LONGEST <= options.tokens <= 1 << 24:
         sys.exit(f"--tokens is {options.tokens}; choose {LONGEST} to {1 << 24}, one chunk of the correction.")
     if options.rounds < 5:
         sys.exit(f"--rounds is {options.rounds}; quantiles need 5 or more.")
-    os.environ[VARIABLE] = "auto"
-    if not uses_triton(torch.device("cuda")):
+    if importlib.util.find_spec("triton") is None:
         sys.exit("triton is not installed: there is nothing to compare.")
-    rows = rows_of(options.tokens, options.rounds)
-    new = not ROWS.exists()
-    with ROWS.open("a", newline="") as file:
+    rows = rows_of(options.tokens, options.rounds, options.device)
+    new = not options.out.exists()
+    with options.out.open("a", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         if new:
             writer.writeheader()

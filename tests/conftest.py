@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.devices import SIMULATED, on_device
 from tests.runs import make_task, run_here, start_fork_server
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -17,9 +18,22 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 Run = Callable[..., list[dict[str, Any]]]
 
 
-def pytest_configure() -> None:
-    """Postpones the search for garbage while modules are imported: a million objects, of which none is garbage."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--device`, for the tests of what is computed with tensors."""
+    parser.addoption(
+        "--device", default="cpu", choices=["cpu", "cuda", SIMULATED], help="device of the tensors that tests make"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Postpones the search for garbage while modules are imported: a million objects, of which none is garbage.
+
+    From here on tests make their tensors on the device, those of a module's constants too.
+    """
     gc.disable()
+    device = on_device(config.getoption("device"))
+    device.__enter__()
+    config.add_cleanup(lambda: device.__exit__(None, None, None))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

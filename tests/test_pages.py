@@ -67,8 +67,9 @@ OTHER_PROGRAMS = """
 --logdir --nnodes --no-build-isolation --nproc-per-node --shutdown-timeout --signal --signals-to-handle
 --enable-deterministic-inference --enable-return-routed-experts --moe-runner-backend --log-ratio-scale --dtype
 --compare --json --out --experts --prompts --steps --every --held-out --plant-at --engines
+--device --stages --model
 """
-"""Flags of tensorboard, pip, torchrun, Slurm, SGLang, examples/, benchmarks/, other commands of `slime-tis`."""
+"""Flags of tensorboard, pip, torchrun, Slurm, SGLang, pytest, examples/, benchmarks/, tools/, other `slime-tis …`."""
 
 
 @pytest.mark.parametrize(

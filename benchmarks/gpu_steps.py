@@ -1,0 +1,198 @@
+"""Steps of train.py on a GPU: bf16, one process, the local rollout engine on the same GPU, correction on.
+
+    python -m benchmarks.gpu_steps [--model toy|smollm2] [--steps N] [--device cpu]
+
+Every contender is a process of its own. Its metrics have to be finite, and the first step with shared prompts, on the
+same samples as without, has to come to the same loss, mismatch and gradient but for rounding; a difference ends in exit
+status 1. Appends rows to gpu_steps.csv: median seconds per step, the first ones left out, and the most memory that
+torch held on the GPU.
+"""
+
+import argparse
+import csv
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.provenance import CARRIED, commit
+from slime_tis.cli.main import train
+
+ROOT = Path(__file__).resolve().parents[1]
+ROWS = Path(__file__).with_suffix(".csv")
+WARM_UP = 3
+"""First steps that are left out of the median, where there are more: kernels are still being compiled."""
+COMMON = (
+    "--input-key prompt --label-key label --rm-type exact_match --rollout-shuffle --bf16 --rollout-precision bf16 "
+    "--seed 0 --lr 1e-5 --weight-decay 0 --use-tis --tis-upper-bound 2.0 --use-rs --rs-level geometric "
+    "--rs-lower-bound 0.8 --rs-upper-bound 1.25 --rs-veto-threshold 1e-4 "
+    "--no-progress --no-summary-plot --no-use-tensorboard"
+)
+MODELS = {
+    "toy": "--rollout-batch-size 32 --n-samples-per-prompt 8 --rollout-max-response-len 12 --micro-batch-size 64",
+    "smollm2": (
+        "--rollout-batch-size 8 --n-samples-per-prompt 8 --rollout-max-response-len 64 --micro-batch-size 32 "
+        "--apply-chat-template"
+    ),
+}
+CONTENDERS = {
+    "each prompt for every sample": "--no-share-prompts",
+    "each prompt once": "--share-prompts",
+    "each prompt once, fused token pass": "--share-prompts",
+}
+FUSED = "each prompt once, fused token pass"
+COMPARED = {"train/loss": 0.02, "train/mismatch_training_log_ppl": 0.01, "train/grad_norm": 0.1}
+"""Metrics of the first step, and how far apart they may be: bf16 has eight bits, and attention adds otherwise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One contender's process."""
+
+    rows: list[dict[str, Any]]
+    """Of metrics.jsonl, one for each step."""
+    peak_bytes: int
+    """Of the GPU's memory; 0 on a CPU."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=tuple(MODELS), default="toy", help="toy is the sort-digits example")
+    parser.add_argument("--data", type=Path, help="the example's directory, or the checkpoint's (default .gpu, data)")
+    parser.add_argument("--steps", type=int, default=12, help="steps of a contender")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries the code out")
+    parser.add_argument("--out", type=Path, default=ROWS, help="table to append to (default gpu_steps.csv)")
+    parser.add_argument("--peak", type=Path, help=argparse.SUPPRESS)
+    options, flags = parser.parse_known_args()
+    if options.peak is not None:
+        sys.exit(train_here(flags, options.peak))
+    if flags:
+        parser.error(f"unrecognized arguments: {' '.join(flags)}")
+    if options.steps < 1:
+        parser.error(f"--steps is {options.steps} but must be 1 or more.")
+    if (options.device == "cuda") != torch.cuda.is_available():
+        sys.exit(f"--device is {options.device} but train.py takes a GPU if and only if torch sees one.")
+    if options.device == "cpu" and options.out == ROWS:
+        sys.exit("--device cpu measures no GPU; name another table than gpu_steps.csv with --out.")
+    with tempfile.TemporaryDirectory() as scratch:
+        task = task_flags(options.model, options.data, Path(scratch))
+        runs = {name: measure(name, task, options.steps, Path(scratch) / str(n)) for n, name in enumerate(CONTENDERS)}
+    append(options.out, [row(options, name, run) for name, run in runs.items()])
+    problems = [problem for name, run in runs.items() for problem in wrong(name, run, next(iter(runs.values())))]
+    sys.exit("\n".join(problems) or 0)
+
+
+def task_flags(model: str, data: Path | None, scratch: Path) -> list[str]:
+    """Model and prompts."""
+    if model == "toy":
+        data = data or CARRIED / "sort_digits"
+        found = ["--hf-checkpoint", str(data / "checkpoint"), "--prompt-data", str(data / "train.jsonl")]
+    else:
+        prompts = scratch / "prompts.jsonl"
+        rows = [
+            {
+                "prompt": [{"role": "user", "content": f"What is {a} plus {b}? Answer with a number."}],
+                "label": str(a + b),
+            }
+            for a in range(8)
+            for b in range(8)
+        ]
+        prompts.write_text("".join(json.dumps(one) + "\n" for one in rows))
+        checkpoint = data or ROOT / "data" / "smollm2" / "checkpoint"
+        found = ["--hf-checkpoint", str(checkpoint), "--prompt-data", str(prompts)]
+    return [*found, *COMMON.split(), *MODELS[model].split()]
+
+
+def measure(name: str, task: list[str], steps: int, output: Path) -> Run:
+    """Runs one contender.
+
+    Raises:
+        SystemExit: it failed; what it printed is shown.
+    """
+    output.mkdir()
+    peak = output / "peak"
+    flags = [*task, *CONTENDERS[name].split(), "--num-rollout", str(steps), "--output-dir", str(output / "run")]
+    command = [sys.executable, "-m", "benchmarks.gpu_steps", "--peak", str(peak), *flags]
+    token_pass = "triton" if name == FUSED else "eager"
+    environment = {**os.environ, "SLIME_TIS_TOKEN_PASS": token_pass}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{name} ended with status {done.returncode}:\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}")
+    lines = (output / "run" / "metrics.jsonl").read_text().splitlines()
+    rows = [found for found in map(json.loads, lines) if "train/loss" in found]
+    return Run(rows=rows, peak_bytes=int(peak.read_text()))
+
+
+def train_here(flags: list[str], peak: Path) -> int:
+    """Trains in this process, and writes the most memory that it had on the GPU."""
+    status = train(flags)
+    peak.write_text(str(torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0))
+    return status
+
+
+def wrong(name: str, run: Run, first: Run) -> list[str]:
+    """What of a run is not as it has to be."""
+    found = [
+        f"{name}: {metric} of step {number} is {value}"
+        for number, values in enumerate(run.rows, start=1)
+        for metric, value in values.items()
+        if isinstance(value, float) and not math.isfinite(value)
+    ]
+    for metric, tolerance in COMPARED.items():
+        ours, theirs = run.rows[0][metric], first.rows[0][metric]
+        if not abs(ours - theirs) <= tolerance * max(abs(theirs), 0.01):
+            found.append(f"{name}: {metric} of the first step is {ours:.6g}, but {theirs:.6g} without shared prompts")
+    return found
+
+
+def row(options: argparse.Namespace, name: str, run: Run) -> dict[str, Any]:
+    """When, where, what, and how long."""
+    counted = run.rows[min(WARM_UP, len(run.rows) - 1) :]
+
+    def median(metric: str) -> float:
+        return round(statistics.median(values.get(metric, 0.0) for values in counted), 5)
+
+    found = {
+        "date": date.today().isoformat(),
+        "gpu_name": torch.cuda.get_device_name() if options.device == "cuda" else "none, on a CPU",
+        "commit": commit(),
+        "python": platform.python_version(),
+        **{package: importlib.metadata.version(package) for package in ("torch", "transformers", "megatron-core")},
+        "model": options.model,
+        "contender": name,
+        "steps": len(run.rows),
+        "median_step_s": median("perf/step_time"),
+        "generate_s": median("perf/generate_time"),
+        "forward_backward_s": median("perf/forward_backward_time"),
+        "peak_mib": round(run.peak_bytes / 2**20, 1),
+        "first_loss": run.rows[0]["train/loss"],
+        "first_grad_norm": run.rows[0]["train/grad_norm"],
+        "mismatch_k3_kl": median("train/mismatch_k3_kl"),
+        "raw_reward": round(run.rows[-1]["rollout/raw_reward"], 4),
+    }
+    print(found, flush=True)
+    return found
+
+
+def append(path: Path, rows: list[dict[str, Any]]) -> None:
+    is_new = not path.exists()
+    with path.open("a", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        if is_new:
+            writer.writeheader()
+        writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""The device that tests put tensors on: `pytest --device cuda`, or `--device simulated`, which needs no GPU.
+
+Tensors that a test makes without naming a device are made on the CPU, so that they are the same on every device, and
+moved. What the package makes without naming a device stays on the CPU, as it would for a user, and then meets
+tensors of the other device.
+
+`simulated` is an accelerator that computes on the CPU. A tensor of it refuses what one on a GPU refuses: an operation
+with tensors of the CPU other than scalars, and `numpy()`. It also counts where a GPU would make the host wait.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+TESTS = str(Path(__file__).parent)
+MAKERS = {
+    *(torch.tensor, torch.as_tensor, torch.from_numpy, torch.arange, torch.linspace, torch.eye),
+    *(torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn, torch.randint, torch.randperm),
+}
+SIMULATED = "simulated"
+aten = torch.ops.aten
+COPIES = {aten._to_copy.default, aten.copy_.default}
+"""What moves values between devices."""
+WAITS = {
+    *(aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default),
+    *(aten.nonzero.default, aten.masked_select.default, aten._unique2.default),
+}
+"""What a GPU finishes before the host goes on: values that the host reads, and results whose size depends on values."""
+INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
+"""What takes indices that are on the CPU, for which a GPU's tensors wait as well."""
+
+
+@contextmanager
+def on_device(device: str) -> Iterator[None]:
+    """Makes the tensors of tests on a device."""
+    if device == SIMULATED:
+        simulate()
+    with nullcontext() if device == "cpu" else _TestsOn(device):
+        yield
+
+
+class _TestsOn(TorchFunctionMode):
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in MAKERS and kwargs.get("device") is None and _called_by_a_test():
+            gradient = kwargs.pop("requires_grad", False)
+            return func(*args, **kwargs).to(self.device).requires_grad_(gradient)
+        return func(*args, **kwargs)
+
+
+def _called_by_a_test() -> bool:
+    return sys._getframe(2).f_code.co_filename.startswith(TESTS)
+
+
+@cache
+def simulate() -> Library:
+    """Makes `simulated` the name of a device."""
+    _setup_privateuseone_for_python_backend(SIMULATED)
+    made = Library("aten", "IMPL")  # whose operations end with it
+    for name in ("empty.memory_format", "empty_strided"):  # all others are made of these two
+        on_cpu = partial(getattr(aten, name.split(".")[0]), device="cpu")
+        made.impl(name, partial(_made, on_cpu), "PrivateUse1")
+    made.impl("_copy_from", _copy_from, "PrivateUse1")  # what torch.tensor(…, device=…) calls by itself
+    return made
+
+
+def _made(on_cpu: Callable, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
+    return SimulatedTensor(on_cpu(*args, **kwargs))
+
+
+def _copy_from(values: Tensor, place: "SimulatedTensor", non_blocking: bool = False) -> Tensor:
+    SimulatedTensor.waits += not non_blocking
+    place.inner.copy_(values)
+    return place
+
+
+class SimulatedTensor(Tensor):
+    """A tensor on the CPU that says it is elsewhere."""
+
+    inner: Tensor
+    waits = 0
+    """Times so far that a GPU would have made the host wait."""
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> "SimulatedTensor":
+        found = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            inner.size(),
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
+            device=torch.device(SIMULATED, 0),
+        )
+        found.inner = inner
+        return found
+
+    def __init__(self, inner: Tensor) -> None:
+        super().__init__()
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return dispatch(func, args, kwargs or {})
+
+    def __repr__(self, **_: Any) -> str:
+        return f"simulated({self.inner!r})"
+
+    def tolist(self) -> Any:
+        SimulatedTensor.waits += 1
+        return self.inner.tolist()
+
+    def numpy(self, **_: Any) -> Any:
+        raise TypeError("can't convert a tensor of a simulated device to numpy; use Tensor.cpu() first")
+
+
+def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Runs an operation on the CPU, and says where its results are."""
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    simulated = {id(x.inner): x for x in tensors if isinstance(x, SimulatedTensor)}
+    asked = kwargs.get("device")
+    kwargs = {**kwargs, "device": torch.device("cpu")} if asked is not None else kwargs
+    if simulated:
+        _check(func, tensors, args)
+    elsewhere = bool(simulated) if asked is None else torch.device(asked).type == SIMULATED
+    if func is aten.copy_.default:
+        elsewhere = isinstance(args[0], SimulatedTensor)
+    SimulatedTensor.waits += func in COPIES and _waits(func, args, kwargs, to_device=elsewhere)
+    inner = tree_map_only(SimulatedTensor, lambda x: x.inner, (args, kwargs))
+    found = func(*inner[0], **inner[1])
+
+    def outside(x: Tensor) -> Tensor:
+        known = simulated.get(id(x))
+        return known if known is not None else SimulatedTensor(x) if elsewhere else x
+
+    if func is aten.copy_.default:
+        return args[0]
+    return tree_map_only(Tensor, outside, found)
+
+
+def _waits(func: Any, args: Any, kwargs: dict[str, Any], *, to_device: bool) -> bool:
+    """Whether a copy makes the host wait: only one to the device, or on it, can do without."""
+    is_in_place = func is aten.copy_.default
+    if isinstance(args[is_in_place], SimulatedTensor):
+        return not to_device
+    return to_device and not (kwargs.get("non_blocking") or (is_in_place and len(args) > 2 and args[2]))
+
+
+def _check(func: Any, tensors: list[Tensor], args: Any) -> None:
+    """Refuses what a GPU refuses."""
+    SimulatedTensor.waits += func in WAITS
+    if func in COPIES:
+        return
+    if func in INDEXING and isinstance(args[0], SimulatedTensor):
+        indices = [x for x in args[1] if x is not None and not isinstance(x, SimulatedTensor)]
+        SimulatedTensor.waits += bool(indices)
+        tensors = [x for x in tensors if not any(x is index for index in indices)]
+    pointwise = torch.Tag.pointwise in func.tags
+    is_written = func._schema.arguments[0].alias_info is not None and func._schema.arguments[0].alias_info.is_write
+    for place, x in enumerate(tensors):
+        scalar = pointwise and x.dim() == 0 and not (place == 0 and is_written)
+        if not isinstance(x, SimulatedTensor) and not scalar:
+            raise RuntimeError(
+                f"{func}: expected all tensors to be on the same device, but one {tuple(x.shape)} is on the CPU"
+            )

@@ -1,0 +1,164 @@
+"""Both engines on the device of the run, a GPU where there is one, against transformers on the CPU in float32.
+
+`pytest --device cuda` asks for the GPU; without the option these tests run on the CPU, and are skipped on a machine
+whose GPU the engines would take instead.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM
+
+from slime_tis import RolloutCorrectionConfig, correct
+from slime_tis.megatron.batch import TrainingBatch, make_batch
+from slime_tis.megatron.config import MegatronConfig
+from slime_tis.megatron.engine import TrainingEngine
+from slime_tis.megatron.parallel import Parallel, initialize, shut_down
+from slime_tis.policy.policy_loss import LossInputs, LossOutputs
+from slime_tis.rollout.checkpoint import load_tokenizer
+from slime_tis.rollout.local import LocalEngine
+from slime_tis.rollout.quantize import round_int8
+from slime_tis.rollout.sample import Prompt, Sample, Sampling
+from tests.checkpoints import make_checkpoint
+from tests.megatron.test_response_rows import Values
+
+PROMPTS = [list(range(3, 24)), list(range(30, 39))]
+RESPONSES = [[8, 11, 12, 40, 41], [13], [14, 15, 16], [50, 9, 9, 9, 9, 9, 9, 9]]
+TOKENS = [[*prompt, *response] for prompt in PROMPTS for response in RESPONSES]
+BF16 = 0.2
+"""Twice the largest change of a log-prob of these models by bf16, seen on a CPU."""
+
+
+@pytest.fixture(scope="module")
+def parallel(request: pytest.FixtureRequest) -> Iterator[Parallel]:
+    asked = request.config.getoption("device")
+    if (asked == "cuda") != torch.cuda.is_available():
+        pytest.skip(f"the engines take a GPU where there is one, and --device is {asked}")
+    found = initialize(MegatronConfig(hf_checkpoint="none"))
+    assert (found.backend.device.type, found.backend.collectives) == (
+        ("cuda", "nccl") if asked == "cuda" else ("cpu", "gloo")
+    )
+    yield found
+    shut_down()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(make_checkpoint(tmp_path_factory.mktemp("on_device") / "model", "llama"))
+
+
+def batch_of() -> TrainingBatch:
+    rows = [[1] * len(response) for _ in PROMPTS for response in RESPONSES]
+    return make_batch(TOKENS, rows, rows, rows)
+
+
+def loss(inputs: LossInputs) -> LossOutputs:
+    log_probs_L = inputs.log_probs_L
+    return LossOutputs(
+        numerator=-log_probs_L.sum(),
+        denominator=torch.tensor(len(log_probs_L), dtype=torch.int),
+        sums=Values(),
+        record=None,
+    )
+
+
+def reference(checkpoint: Path) -> tuple[list[Tensor], float]:
+    """Log-probs of the responses, and the norm of the gradient of their mean, by transformers in float32."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager")
+    found = []
+    for tokens, response in zip(TOKENS, RESPONSES * len(PROMPTS), strict=True):
+        ids = torch.tensor(tokens, device="cpu")
+        logits = model(ids[None]).logits[0, -len(response) - 1 : -1]
+        found.append(-cross_entropy(logits, ids[-len(response) :], reduction="none"))
+    (-torch.cat(found).mean()).backward()
+    norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
+    return [one.detach() for one in found], float(norm)
+
+
+@pytest.mark.parametrize("share", [False, True], ids=["apart", "shared prompts"])
+@pytest.mark.parametrize(("bf16", "tolerance"), [(False, 2e-5), (True, BF16)], ids=["fp32", "bf16"])
+def test_log_probs_and_gradient(
+    checkpoint: Path, parallel: Parallel, bf16: bool, tolerance: float, share: bool
+) -> None:
+    config = MegatronConfig(hf_checkpoint=str(checkpoint), clip_grad=0.0, lr=1e-3, bf16=bf16, share_prompts=share)
+    engine = TrainingEngine(config, parallel, temperature=1.0, total_steps=2)
+    partition = [[0, 1, 2, 3], [4, 5, 6, 7]]
+    found = engine.log_probs(batch_of(), partition)
+    expected, norm = reference(checkpoint)
+    assert found.device.type == parallel.backend.device.type
+    torch.testing.assert_close(found.cpu(), torch.cat(expected), rtol=0.0, atol=tolerance)
+    step = engine.train_step(batch_of(), partition, loss)
+    assert step.grad_norm == pytest.approx(norm, rel=tolerance)
+    again = engine.log_probs(batch_of(), partition)
+    assert float((again - found).sum()) > 0.1  # the step made these tokens likelier
+    assert engine.weights_are_finite()
+
+
+def sampled(engine: LocalEngine, checkpoint: Path, temperature: float) -> list[Sample]:
+    tokenizer = load_tokenizer(checkpoint)
+    texts = ["31415>", "7>", "abc def + 12>"]
+    prompts = [
+        Prompt(index=index, text=text, token_ids=tuple(tokenizer(text)["input_ids"]))
+        for index, text in enumerate(texts)
+    ]
+    sampling = Sampling(n_samples=4, temperature=temperature, max_response_len=10)
+    return [sample for group in engine.generate(prompts, sampling, 3) for sample in group]
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 2e-5), ("int8", 2e-5), ("bf16", BF16)])
+def test_samples_of_the_local_engine(
+    checkpoint: Path, parallel: Parallel, precision: str, tolerance: float, tmp_path: Path
+) -> None:
+    device = parallel.backend.device
+    engine = LocalEngine(checkpoint, load_tokenizer(checkpoint), precision=precision, device=device)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager")
+    if precision == "int8":
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if name.endswith("proj.weight"):
+                    weight.copy_(round_int8(weight))
+    samples = sampled(engine, checkpoint, temperature=1.0)
+    assert len(samples) == 12
+    for sample in samples:
+        ids = torch.tensor(sample.tokens, device="cpu")
+        with torch.no_grad():
+            log_probs = model(ids[None]).logits[0].log_softmax(-1)
+        start = len(sample.prompt.token_ids)
+        expected = log_probs[start - 1 : -1].gather(-1, ids[start:, None])[:, 0]
+        found = torch.tensor(sample.rollout_log_probs, device="cpu")
+        torch.testing.assert_close(found, expected, rtol=0.0, atol=tolerance)
+    # weights go out, in from tensors of the device, and in from the file again
+    engine.save_weights(tmp_path)
+    weights = {name: weight.to(device) for name, weight in model.state_dict().items()}
+    engine.update_weights(lambda: iter((name, 0.5 * weight) for name, weight in weights.items()), 1)
+    changed = sampled(engine, checkpoint, temperature=1.0)
+    assert [sample.tokens for sample in changed] != [sample.tokens for sample in samples]
+    assert changed[0].weight_versions == [1] * len(changed[0].rollout_log_probs)
+    engine.load_weights(tmp_path, 2)
+    again = sampled(engine, checkpoint, temperature=1.0)
+    assert [sample.tokens for sample in again] == [sample.tokens for sample in samples]
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "segment"])
+def test_the_correction_does_not_wait_for_the_device(parallel: Parallel, level: str) -> None:
+    config = RolloutCorrectionConfig(use_tis=True, tis_level=level, use_rs=True, rs_level="geometric", rs_z_score=3.0)
+    device = parallel.backend.device
+    rollout = -torch.arange(1.0, 41.0, device=device) / 40
+    train = rollout + 0.1 * torch.sin(torch.arange(40.0, device=device))
+    mask = torch.ones(40, device=device)
+    first = correct(config, train, rollout, mask, lengths=[10, 0, 25, 5])
+    if device.type == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = correct(config, train, rollout, mask, lengths=[10, 0, 25, 5])
+    finally:
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(found.weights, first.weights)
+    on_cpu = correct(config, train.cpu(), rollout.cpu(), mask.cpu(), lengths=[10, 0, 25, 5])
+    torch.testing.assert_close(found.weights.cpu(), on_cpu.weights, rtol=1e-5, atol=1e-6)
+    assert found.statistics.metrics() == pytest.approx(on_cpu.statistics.metrics(), rel=1e-4, abs=1e-5)

@@ -1,0 +1,190 @@
+"""`make gpu`: its stages, limits, messages and tables; and what is carried."""
+
+import csv
+import importlib.util
+import json
+import sys
+import zipfile
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from benchmarks import gpu_steps, provenance
+from slime_tis.cli.arguments import configure
+
+ROOT = Path(__file__).parents[1]
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"gpu_{name}", ROOT / "tools" / "gpu" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+run, carry = load("run"), load("carry")
+
+
+def make_wheel(directory: Path, name: str, version: str, requires: tuple[str, ...] = ()) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"{name}-{version}-py3-none-any.whl"
+    info = f"{name}-{version}.dist-info"
+    lines = [
+        "Metadata-Version: 2.1",
+        f"Name: {name}",
+        f"Version: {version}",
+        *(f"Requires-Dist: {x}" for x in requires),
+    ]
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(f"{name}.py", "answer = 42\n")
+        archive.writestr(f"{info}/METADATA", "\n".join(lines) + "\n")
+        archive.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        archive.writestr(f"{info}/RECORD", f"{name}.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n")
+    return path
+
+
+def test_every_stage_runs_something_that_exists() -> None:
+    assert [stage.name for stage in run.STAGES] == ["kernels", "bandwidth", "engines", "train", "library", "smollm2"]
+    for stage in run.STAGES:
+        module = stage.command[1]
+        assert module == "pytest" or (ROOT / (module.replace(".", "/") + ".py")).is_file()
+        assert all((ROOT / word).exists() for word in stage.command if word.startswith("tests/"))
+        assert 5 < stage.limit <= run.TOTAL < 600
+
+
+def test_without_a_gpu_nothing_is_run(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert run.main([]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    assert captured.err.endswith("sees no GPU; nothing was run.\n")
+
+
+def test_an_unknown_stage_is_refused(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run.main(["--stages", "kernels", "everything"])
+    assert "invalid choice: 'everything'" in capsys.readouterr().err
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the runner takes wheels from and writes to, with a torch that sees no GPU."""
+    machine = {"gpu": None, "python": "3.12.3", "versions": {"torch": "2.11.0", "pytest-xdist": None}}
+    monkeypatch.setattr(run, "probe", lambda python, environment: machine)
+    monkeypatch.setattr(run, "CARRIED", tmp_path / ".gpu")
+    monkeypatch.setenv("OUT", str(tmp_path / "out"))
+    return tmp_path
+
+
+def test_without_wheels_nothing_is_run(machine: Path, capsys: pytest.CaptureFixture) -> None:
+    assert run.main(["--device", "cpu"]) == 2
+    assert "run `make gpu-wheels` where there is an index" in capsys.readouterr().err
+
+
+def test_a_place_that_is_a_file_is_refused(machine: Path, capsys: pytest.CaptureFixture) -> None:
+    make_wheel(machine / ".gpu" / "wheels", "carried", "1.0")
+    (machine / "out").write_text("")
+    assert run.main(["--device", "cpu"]) == 2
+    assert f"cannot write to {machine / 'out'}: File exists; choose another --out." in capsys.readouterr().err
+    assert (machine / "out").read_text() == ""
+
+
+def stage(name: str, code: str, **options: object) -> object:
+    return run.Stage(name=name, about="", limit=60, command=("-c", code), **options)
+
+
+def test_stages_fail_alone(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_wheel(machine / ".gpu" / "wheels", "carried", "1.0")
+    stages = (
+        stage("fails", "import sys; print('it fails'); sys.exit(3)"),
+        stage("skipped", "", needs=run.ROOT / "no such directory"),
+        stage("imports", "import carried; assert carried.answer == 42"),
+        stage("more", "import sys; assert sys.argv[1:] == ['--few']", rehearsal=("--few",)),
+    )
+    monkeypatch.setattr(run, "STAGES", stages)
+    assert run.main(["--device", "cpu"]) == 1
+    (log,) = (machine / "out").glob("gpu-*.log")
+    assert "it fails\n" in log.read_text() and "1 of 5 stages failed" in log.read_text()
+    rows = list(csv.DictReader((machine / "out" / "summary.csv").open()))
+    assert [(row["stage"], row["result"], row["message"]) for row in rows] == [
+        ("wheels", "passed", ""),
+        ("fails", "failed", "exit status 3"),
+        ("skipped", "skipped", "no such directory is not there"),
+        ("imports", "passed", ""),
+        ("more", "passed", ""),
+    ]
+    assert {(row["gpu_name"], row["torch"]) for row in rows} == {("none, rehearsal on a CPU", "2.11.0")}
+    assert run.main(["--device", "cpu", "--stages", "imports"]) == 0
+
+
+def test_a_stage_that_takes_too_long_is_ended_with_its_processes(tmp_path: Path) -> None:
+    child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
+    log = run.Log(tmp_path / "log")
+    command = ["-c", child]
+    # the pipe that the log follows ends with the last process that holds it
+    outcome = run.run_stage(stage("long", child), command, 0.5, sys.executable, {}, log)
+    assert (outcome.result, outcome.message, outcome.is_failure) == ("timeout", "ended after 0 s", True)
+
+
+def test_what_the_wheels_lack_is_named(tmp_path: Path) -> None:
+    make_wheel(
+        tmp_path, "megatron_core", "0.16.1", ("torch>=2.6", "einops", "te; extra == 'te'", "old; python_version<'3'")
+    )
+    make_wheel(tmp_path, "pydantic", "2.7", ())
+    make_wheel(tmp_path, "math_verify", "0.9", ())
+    missing = sorted(carry.lacking(tmp_path, "3.12"))
+    assert missing == ["einops", "omegaconf", "pydantic>=2.8"]
+
+
+def test_wheels_of_other_versions_are_removed(tmp_path: Path) -> None:
+    old, new = make_wheel(tmp_path, "typing_inspection", "0.4.4"), make_wheel(tmp_path, "typing_inspection", "0.4.5")
+    carry.remove_others(tmp_path, ["typing-inspection==0.4.5"])
+    assert (old.exists(), new.exists()) == (False, True)
+
+
+def test_what_is_carried_has_a_pin() -> None:
+    pins = carry.read_pins(ROOT / "constraints.txt")
+    assert {name: pins[carry.canonicalize_name(name)] for name in carry.PACKAGES}["megatron-core"] == "0.16.1"
+
+
+def test_the_commit_of_a_checkout_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "slime_tis").mkdir()
+    (tmp_path / "slime_tis" / "a.py").write_text("a = 1\n")
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
+    monkeypatch.setattr(provenance, "CARRIED", tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    source = {"commit": "abc1234", "digest": provenance.source_digest()}
+    (tmp_path / "source.json").write_text(json.dumps(source))
+    assert provenance.commit.__wrapped__() == "abc1234"
+    (tmp_path / "slime_tis" / "a.py").write_text("a = 2\n")
+    assert provenance.commit.__wrapped__() == "abc1234 with changes"
+
+
+@pytest.mark.parametrize("model", gpu_steps.MODELS)
+@pytest.mark.parametrize("contender", gpu_steps.CONTENDERS)
+def test_the_flags_of_the_runs_are_accepted(model: str, contender: str, task: list[str]) -> None:
+    flags = [
+        *task[:4],  # model and prompts
+        "--num-rollout",
+        "1",
+        *gpu_steps.COMMON.split(),
+    ]
+    found = configure([*flags, *gpu_steps.MODELS[model].split(), *gpu_steps.CONTENDERS[contender].split()], {})
+    assert found.megatron.bf16 and found.correction.use_tis and found.rollout.rollout_precision == "bf16"
+    assert found.megatron.share_prompts is (contender != "each prompt for every sample")
+
+
+def test_what_is_not_as_it_has_to_be() -> None:
+    good = {"train/loss": 0.5, "train/mismatch_training_log_ppl": -1.0, "train/grad_norm": 2.0, "step": 1}
+    first = gpu_steps.Run(rows=[good], peak_bytes=0)
+    assert gpu_steps.wrong("a", first, first) == []
+    bad = gpu_steps.Run(rows=[{**good, "train/loss": 0.52}, {**good, "train/kl": float("nan")}], peak_bytes=0)
+    assert gpu_steps.wrong("b", bad, first) == [
+        "b: train/kl of step 2 is nan",
+        "b: train/loss of the first step is 0.52, but 0.5 without shared prompts",
+    ]
