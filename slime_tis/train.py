@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from torch import Tensor
@@ -71,7 +72,7 @@ from slime_tis.rollout.hooks import RolloutHooks
 from slime_tis.rollout.metrics import rollout_metrics
 from slime_tis.rollout.prefetch import BATCH, Prefetcher
 from slime_tis.rollout.prompts import PromptDataset
-from slime_tis.rollout.rewards import assign_rewards, build_reward, check_prompts
+from slime_tis.rollout.rewards import assign_rewards, build_reward, check_prompts, check_reward_server
 from slime_tis.rollout.rollout_function import CustomRollout, build_rollout_function, load_rollout_function
 from slime_tis.rollout.sample import Prompt, Sample
 from slime_tis.rollout.sampling_masks import check_sampling_masks, require_sampling_masks
@@ -547,6 +548,10 @@ def check_rewards(
     for name, prompts in eval_prompts.items():
         flags = f"--label-key or --eval-label-key (--eval-prompt-data {name})"
         check_prompts(arguments.rollout, prompts, flags)
+    rollout = arguments.rollout
+    sources = (rollout.data_source_path, rollout.rollout_function_path, rollout.custom_generate_function_path)
+    if sources == (None, None, None):  # a user's own may name the server for any sample to come
+        check_reward_server(rollout, [*dataset.prompts, *chain(*eval_prompts.values())])
 
 
 def open_dump(arguments: Arguments, parallel: Parallel) -> TrainDump | None:

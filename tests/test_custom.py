@@ -117,6 +117,7 @@ def test_what_lies_beside_a_file_is_found_when_it_is_called_too_and_by_nobody_el
     [
         ("sqrt", "'sqrt' names no module and function; write package.module.function or path/file.py:function"),
         ("", "'' names no module and function"),
+        ("dir/file.py", "'dir/file.py' names a file and no function in it; write dir/file.py:function."),
         ("file.py:", "'file.py:' names no module and function"),
         ("nowhere.sqrt", "there is no module 'nowhere'; is its directory on PYTHONPATH?"),
         ("..tis.x", "'..tis.x': ..tis is not a module's name. For a file, write path/file.py:function."),
@@ -133,6 +134,7 @@ def test_what_lies_beside_a_file_is_found_when_it_is_called_too_and_by_nobody_el
     ids=[
         "no dot",
         "empty",
+        "a file alone",
         "no function",
         "no module",
         "relative module",

@@ -5,6 +5,7 @@ python -m examples.tool_agent.episodes data/tool_agent/checkpoint runs/tool_agen
 
 import argparse
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,17 @@ RESPONSE = 64
 """Most tokens of an episode after its prompt."""
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("checkpoints", nargs="+", type=Path, help="Hugging Face directories")
     parser.add_argument("--prompts", type=Path, default=PROMPTS, help=f"held-out questions (default {PROMPTS})")
     parser.add_argument("--each", type=int, default=4, help="episodes to print of each policy (default 4)")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
+    for checkpoint in options.checkpoints:
+        if not (checkpoint / "config.json").is_file():
+            parser.error(f"{checkpoint} has no config.json; give directories of Hugging Face checkpoints.")
+    if not options.prompts.is_file():
+        parser.error(f"there are no questions in {options.prompts}; examples/tool_agent/prepare.py writes them.")
     torch.set_num_threads(1)
     disable_progress_bar()
     for checkpoint in options.checkpoints:

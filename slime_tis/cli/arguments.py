@@ -747,7 +747,22 @@ def _warnings(arguments: Arguments) -> list[str]:
             f"--lr-warmup-iters is {warm_up} but the run has {steps} optimizer steps, so that the learning rate never "
             "reaches --lr."
         )
-    return [*warnings, *_about_clipping(arguments), *_about_staleness(arguments)]
+    return [*warnings, *_about_loaded_samples(arguments), *_about_clipping(arguments), *_about_staleness(arguments)]
+
+
+def _about_loaded_samples(arguments: Arguments) -> list[str]:
+    """A warning where functions that take part in sampling are given, and samples are loaded."""
+    rollout = arguments.rollout
+    names = ["dynamic_sampling_filter_path", "rollout_sample_filter_path", "rollout_all_samples_process_path"]
+    if not rollout.eval_prompt_data:
+        names.append("custom_generate_function_path")
+    given = [flag(name) for name in names if getattr(rollout, name) is not None]
+    if arguments.loop.load_debug_rollout_data is None or not given:
+        return []
+    return [
+        f"{' and '.join(given)} will not be called: --load-debug-rollout-data has samples that are made and chosen "
+        "already."
+    ]
 
 
 def _about_clipping(arguments: Arguments) -> list[str]:

@@ -221,7 +221,12 @@ ADVICE = (
         "use --max-tokens-per-gpu, and --log-probs-chunk-size for the memory of the logits",
     ),
     Advice(
-        "--eval-function-path "
+        "--eval-function-path",
+        "the rollout engine answers held-out prompts",
+        "use --eval-prompt-data NAME PATH, with a --custom-generate-function-path of your own, which is told so where "
+        "it has a parameter named evaluation, and --eval-reward-key",
+    ),
+    Advice(
         "--disable-rollout-global-dataset --rollout-task-type --rollout-buffer-url --fetch-trajectory-retry-times "
         "--min-batch-collection-ratio --load-forge-rollout-data --use-distributed-post --http-proxy",
         "responses come from prompt files and the rollout engine",

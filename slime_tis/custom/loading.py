@@ -38,6 +38,8 @@ def load_function(path: str) -> Callable[..., Any]:
     """
     slime_modules.provide()
     shown = repr(one_line(path))
+    if ":" not in path and path.endswith(".py"):
+        raise CustomFunctionError(f"{shown} names a file and no function in it; write {one_line(path)}:function.")
     place, separator, name = path.rpartition(":" if ":" in path else ".")
     if not place or not name:
         raise CustomFunctionError(

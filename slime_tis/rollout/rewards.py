@@ -7,7 +7,7 @@ import importlib.util
 import inspect
 import math
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -151,6 +151,25 @@ def check_prompts(config: RolloutConfig, prompts: Sequence[Prompt], flags: str =
             _require_math_verify(f"the rm_type in the metadata of prompt {prompt.index}", name)
         if prompt.label is None and name.removeprefix(BOXED) not in WITHOUT_LABEL:
             raise ValueError(f"prompt {prompt.index} has no label, which --rm-type {name} needs; set {flags}.")
+
+
+def check_reward_server(config: RolloutConfig, prompts: Iterable[Prompt]) -> None:
+    """Checks that a reward server is asked for something.
+
+    Args:
+        config: with its address, or nothing is checked.
+        prompts: all of the run.
+
+    Raises:
+        ValueError: no prompt's answer is scored by it.
+    """
+    if config.rm_url is None or config.rm_type is None:
+        return
+    if not any(is_remote(str(_rm_type(config.rm_type, prompt.metadata))) for prompt in prompts):
+        raise ValueError(
+            f"--rm-url is given, but --rm-type is {config.rm_type} and no prompt has a remote rm_type in its metadata, "
+            "so that no server is asked; add --rm-type remote_rm, or leave --rm-url out."
+        )
 
 
 def _rm_type(default: str, metadata: Mapping[str, Any]) -> Any:

@@ -20,6 +20,20 @@ def test_warnings_are_one_line_each_and_replayed_truncation_is_none(whole, capsy
     )
 
 
+def test_functions_that_loaded_samples_have_no_use_for_are_warned_about(whole, capsys, tmp_path):
+    (tmp_path / "0.jsonl").touch()
+    loads = f"--load-debug-rollout-data {tmp_path}/0.jsonl "
+    functions = "--dynamic-sampling-filter-path a.f --custom-generate-function-path a.g "
+    parse_args(shlex.split(whole + functions))
+    parse_args(shlex.split(whole + loads))
+    assert capsys.readouterr().err == ""
+    parse_args(shlex.split(whole + loads + functions))
+    assert capsys.readouterr().err == (
+        "warning: --dynamic-sampling-filter-path and --custom-generate-function-path will not be called: "
+        "--load-debug-rollout-data has samples that are made and chosen already.\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("flags", "warns"), [("2", False), ("3", True), ("2999", True)], ids=["shorter", "as long", "longer"]
 )

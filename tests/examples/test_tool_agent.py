@@ -175,16 +175,29 @@ def test_every_case_of_the_comparison_is_a_command_line_that_is_accepted(
     assert [got.correction.corrects for got in found.values()].count(False) == 2
 
 
-def test_episodes_are_printed_with_their_calls(
-    data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_episodes_are_printed_with_their_calls(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = data / "data" / "tool_agent"
     flags = [str(directory / "checkpoint"), "--prompts", str(directory / "eval.jsonl"), "--each", "2"]
-    monkeypatch.setattr("sys.argv", ["episodes", *flags])
-    episodes.main()
+    episodes.main(flags)
     head, *lines = capsys.readouterr().out.splitlines()
     assert head.startswith(f"{directory / 'checkpoint'}: accuracy 0.") and head.endswith(" calls per episode")
     assert len(lines) == 2 and all(">" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["{data}/nowhere"], "nowhere has no config.json; give directories of Hugging Face checkpoints."),
+        (["{data}/checkpoint", "--prompts", "{data}/none"], "none; examples/tool_agent/prepare.py writes them."),
+    ],
+    ids=["no checkpoint", "no questions"],
+)
+def test_episodes_of_what_is_not_there_are_one_message(
+    flags: list[str], message: str, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as refusal:
+        episodes.main([flag.format(data=data / "data" / "tool_agent") for flag in flags])
+    assert refusal.value.code == 2 and capsys.readouterr().err.endswith(f"{message}\n")
 
 
 def test_rows_are_questions_of_two_to_four_numbers_and_no_question_is_held_out_and_trained_on() -> None:

@@ -3,6 +3,7 @@
 import json
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 from slime_tis.errors import CustomFunctionError
 from slime_tis.rollout.engine import RolloutUnavailable
 from slime_tis.rollout.remote_reward import LONGEST_ANSWER, RewardRequest, RewardServer
-from slime_tis.rollout.rewards import build_reward, check_prompts
+from slime_tis.rollout.rewards import build_reward, check_prompts, check_reward_server
+from slime_tis.rollout.sample import Prompt
 from tests.rollout.test_rewards import make_config, make_samples
 from tests.runs import free_port
 
@@ -97,6 +99,20 @@ def test_rows_choose_their_own_reward(serve):
     samples[1].prompt.metadata["rm_type"] = "remote_rm"
     with pytest.raises(ValueError, match="prompt 11 has the rm_type remote_rm in its metadata; add --rm-url"):
         check_prompts(make_config(rm_type="exact_match"), [sample.prompt for sample in samples])
+
+
+@pytest.mark.parametrize(
+    ("rm_type", "row", "asks"),
+    [("math", None, False), ("math", "dapo", False), ("remote_rm", None, True), ("math", "boxed_remote_rm", True)],
+    ids=["nobody", "other rewards", "the flag", "a row"],
+)
+def test_a_server_that_nothing_asks_is_refused(rm_type, row, asks):
+    prompts = [Prompt(index=0, text="a", token_ids=(1,), metadata={}), Prompt(index=1, text="b", token_ids=(1,))]
+    if row is not None:
+        prompts[1].metadata["rm_type"] = row
+    config = make_config(rm_type=rm_type, rm_url="http://a:1/")
+    with nullcontext() if asks else pytest.raises(ValueError, match="--rm-type is math and no prompt has a remote"):
+        check_reward_server(config, prompts)
 
 
 def test_an_object_is_weighted(serve):
