@@ -21,7 +21,7 @@ SEEDS ?= 0
 GPU_PYTHON ?= 3.12
 GPU_FLAGS ?=
 
-.PHONY: help install data data-smollm2 train train-diffusion train-moe train-agent train-smollm2 study study-agent study-smollm2 test test-slow test-moe test-faults test-smollm2 test-kernels test-report gpu-wheels gpu diagnose-study sglang-env test-sglang check format docs clean
+.PHONY: help install data data-smollm2 train train-diffusion train-moe train-agent train-smollm2 study study-agent study-smollm2 study-rounding test test-slow test-moe test-faults test-smollm2 test-kernels test-report gpu-wheels gpu diagnose-study sglang-env test-sglang check format docs clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -101,6 +101,12 @@ study-agent: $(AGENT_EXAMPLE)/complete.json  ## Compare weights per token, turn 
 # One run at a time: each takes 6 GB of memory.
 study-smollm2: $(VENV)/.installed-gym $(SMOLLM2)/checkpoint/config.json $(SMOLLM2)/study_prompts/complete.json  ## Run what the study on SmolLM2 lacks; SEEDS="0 1 2" for all
 	$(BIN)/python -m examples.collapse_study.run --study examples/real_model_study --missing --jobs 1 --seeds $(SEEDS)
+
+study-rounding: $(VENV)/.installed-gym $(SMOLLM2)/checkpoint_bf16/config.json $(SMOLLM2)/study_prompts/complete.json  ## Train SmolLM2 on samples of an engine in bf16, by rounding of its weights; SEEDS="0 1 2" for all
+	$(BIN)/python -m examples.collapse_study.run --study examples/rounding_study --missing --jobs 1 --seeds $(SEEDS)
+
+$(SMOLLM2)/checkpoint_bf16/config.json: | $(VENV)/.installed-gym
+	$(BIN)/python -m $(SMOLLM2_EXAMPLE).prepare --dtype bf16 --out $(SMOLLM2)/checkpoint_bf16
 
 $(SMOLLM2)/study_prompts/complete.json: | $(VENV)/.installed-gym
 	$(BIN)/python -m examples.reasoning_gym.prompts --out $(SMOLLM2)/study_prompts --train 256 --held-out 96 --answer number \

@@ -6,9 +6,11 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import yaml
 
+Curve = Literal["accuracy", "rewards"]
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 
@@ -85,6 +87,8 @@ class Grid:
     corrections: Mapping[str, str]
     only: Mapping[str, Sequence[str]]
     """Scenarios that are run with some of the corrections alone."""
+    draws: Curve = "accuracy"
+    """What the study's picture shows over the steps, a column of results.csv."""
 
     @classmethod
     def load(cls, study: Study = Study()) -> Grid:  # frozen
@@ -133,6 +137,7 @@ class Grid:
             scenarios=_chosen("scenario", self.scenarios, scenarios),
             corrections=_chosen("correction", self.corrections, corrections),
             only=self.only,
+            draws=self.draws,
         )
 
 

@@ -8,14 +8,19 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from examples.collapse_study.cases import ROOT, Grid, Study
+from examples.collapse_study.cases import ROOT, Curve, Grid, Study
 from examples.collapse_study.results import Row, read_table
 from slime_tis.files import atomic_path, write_atomically
 
-STUDIES = (Study(), *(Study(ROOT / "examples" / name) for name in ("real_model_study", "tool_agent_study")))
+STUDIES = (
+    Study(),
+    *(Study(ROOT / "examples" / name) for name in ("real_model_study", "rounding_study", "tool_agent_study")),
+)
 SEEDS = (0, 1, 2)
 """Those of a whole study."""
 END = "<!-- end of table -->\n"
+MISSING = "–"
+"""In a cell without a value."""
 
 REFERENCE = "none"
 """The scenario without a mismatch, drawn into the panels of the others."""
@@ -33,6 +38,10 @@ LOOKS = {
     "bypass PPO": ("tab:purple", "-"),
     "bypass PPO + RS": ("tab:purple", "--"),
     "policy gradient + sequence IS": ("tab:red", ":"),
+    "engine in fp32": ("grey", ":"),
+    "nearest": ("black", "-"),
+    "stochastic": ("tab:blue", "-"),
+    "error-compensated": ("tab:green", "-"),
 }
 """Colour and style of a line, one colour per family; other lines get matplotlib's next colour."""
 
@@ -40,8 +49,9 @@ LOOKS = {
 def main() -> None:
     for study in STUDIES:
         rows = list(read_table(study.results).values())
-        print(draw(rows, study.picture))
-        print(replace_table(study.page, "results", table(rows) + not_run(rows, Grid.load(study))))
+        grid = Grid.load(study)
+        print(draw(rows, study.picture, grid.draws))
+        print(replace_table(study.page, "results", table(rows) + not_run(rows, grid)))
 
 
 def replace_table(page: Path, name: str, text: str) -> Path:
@@ -59,17 +69,12 @@ def begin(name: str) -> str:
 
 def table(rows: Iterable[Row]) -> str:
     """One Markdown table per scenario: medians over seeds, in brackets the lowest and highest."""
-    parts = []
+    rows, parts = list(rows), []
+    columns = {name: column for name, column in COLUMNS.items() if name not in SOME or column(rows) != MISSING}
     for scenario, cases in by_case(rows).items():
-        parts += [
-            "",
-            f"**{scenario}**",
-            "",
-            f"| correction | {' | '.join(COLUMNS)} |",
-            "|---" * (len(COLUMNS) + 1) + "|",
-        ]
-        for correction, seeds in cases.items():
-            parts.append(f"| {correction} | {' | '.join(column(seeds) for column in COLUMNS.values())} |")
+        parts += ["", f"**{scenario}**", "", f"| run | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+        for name, seeds in cases.items():
+            parts.append(f"| {name} | {' | '.join(column(seeds) for column in columns.values())} |")
     return "\n".join(parts[1:])
 
 
@@ -108,13 +113,13 @@ def spread(values: Sequence[float]) -> str:
 def middle(values: Sequence[float | None], form: str) -> str:
     """The median of the values that are not None."""
     there = [value for value in values if value is not None]
-    return form.format(statistics.median(there)) if there else "–"
+    return form.format(statistics.median(there)) if there else MISSING
 
 
 def collapses(rows: Sequence[Row]) -> str:
     """Median step of the runs that lost half of their best, and how many of the seeds did."""
     steps = [row.collapse_step for row in rows if row.collapse_step is not None]
-    return f"{statistics.median_low(steps)} ({len(steps)} of {len(rows)})" if steps else "–"
+    return f"{statistics.median_low(steps)} ({len(steps)} of {len(rows)})" if steps else MISSING
 
 
 def ages(rows: Sequence[Row]) -> str:
@@ -134,12 +139,26 @@ COLUMNS: dict[str, Callable[[Sequence[Row]], str]] = {
     "k3 KL, new → old": ages,
     "ESS": lambda rows: middle([row.ess for row in rows], "{:.2f}"),
     "kept": lambda rows: middle([row.kept_fraction for row in rows], "{:.0%}"),
+    "last reward": lambda rows: middle([row.rewards[-1][1] if row.rewards else None for row in rows], "{:.2f}"),
+    "update received": lambda rows: middle([row.update_received for row in rows], "{:.2f}"),
 }
 """Columns of the table, each from the seeds of one case."""
+LABELS: dict[Curve, str] = {
+    "accuracy": "held-out accuracy of the training policy",
+    "rewards": "mean reward of the rollout engine's samples",
+}
+SOME = ("ESS", "last reward", "update received")
+"""Columns that are left out of a table in which no row has a value."""
 
 
-def draw(rows: Sequence[Row], path: Path) -> Path:
-    """Draws held-out accuracy over steps, one panel per scenario: medians over seeds, and their range."""
+def draw(rows: Sequence[Row], path: Path, curve: Curve = "accuracy") -> Path:
+    """Draws a curve over steps, one panel per scenario: medians over seeds, and their range.
+
+    Args:
+        rows: of all runs.
+        path: PNG file to make or to replace.
+        curve: held-out accuracy of the training policy, or rewards of the rollout engine's samples.
+    """
     import matplotlib  # slow to import
 
     matplotlib.use("Agg")
@@ -154,14 +173,14 @@ def draw(rows: Sequence[Row], path: Path) -> Path:
     lines: dict[str, Any] = {}
     for axis, (scenario, cases) in zip(axes[0], panels.items(), strict=True):
         if reference:
-            _draw_case(axis, reference, "standard PPO, no mismatch", lines)
+            _draw_case(axis, reference, curve, "standard PPO, no mismatch", lines)
         for correction, seeds in cases.items():
-            _draw_case(axis, seeds, correction, lines)
+            _draw_case(axis, seeds, curve, correction, lines)
         axis.set_title(scenario, loc="left", fontweight="bold")
         axis.set_xlabel("optimizer step")
         axis.grid(alpha=0.25)
         axis.set_ylim(0, 1)
-    axes[0][0].set_ylabel("held-out accuracy of the training policy")
+    axes[0][0].set_ylabel(LABELS[curve])
     figure.legend(handles=lines.values(), loc="outside lower center", ncols=min(5, 2 * len(panels)), frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_path(path) as partial:
@@ -170,9 +189,9 @@ def draw(rows: Sequence[Row], path: Path) -> Path:
     return path
 
 
-def _draw_case(axis: Any, seeds: Sequence[Row], label: str, lines: dict[str, Any]) -> None:
+def _draw_case(axis: Any, seeds: Sequence[Row], curve: Curve, label: str, lines: dict[str, Any]) -> None:
     """The median over seeds as a line, their range as a band; steps that some seed lacks are left out."""
-    curves = [dict(row.accuracy) for row in seeds]
+    curves = [dict(getattr(row, curve)) for row in seeds]
     steps = sorted(set.intersection(*map(set, curves)))
     heights = [[curve[step] for curve in curves] for step in steps]
     color, style = LOOKS.get(label, (None, "-"))

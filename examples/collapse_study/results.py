@@ -11,13 +11,17 @@ from typing import Any
 from examples.tables import read_rows
 from slime_tis.reporting.run_directory import METRICS
 
-ACCURACY, K3, STALENESS = "eval/accuracy", "train/mismatch_k3_kl", "rollout/weight_staleness"
+ACCURACY, REWARD = "eval/accuracy", "rollout/raw_reward"
+K3, STALENESS = "train/mismatch_k3_kl", "rollout/weight_staleness"
+EIGHTHS = 8
+"""Points of the curve of rewards."""
 MEANS = {
     "mismatch_kl": "train/mismatch_kl",
     "mismatch_k3_kl": K3,
     "ess": "train/mis_eff_sample_size",
     "kept_fraction": "train/gradient_kept_fraction",
-    "reward": "rollout/raw_reward",
+    "reward": REWARD,
+    "update_received": "rollout/update_received",
 }
 """Columns that are means of a metric over all steps; empty where it was not logged."""
 
@@ -42,11 +46,15 @@ class Row:
     """Effective sample size of the weights, a share of 1; None where there are no weights."""
     kept_fraction: float | None
     reward: float | None
+    update_received: float | None
+    """Share of each update that arrived in the engine's precision; None where nothing is rounded."""
     steps: int
     seconds: float
     """Wall time of the process, beside what else the machine was doing."""
     accuracy: tuple[tuple[int, float], ...]
     """The curve: (step, accuracy) of every evaluation."""
+    rewards: tuple[tuple[int, float], ...]
+    """The curve of the samples' mean reward, over each eighth of the run: (its last step, mean)."""
     k3_by_staleness: tuple[tuple[int, float], ...]
     """(optimizer steps between the weights that sampled and those trained, median k3 KL of such steps)."""
     flags: str
@@ -69,6 +77,7 @@ def summarize(rows: Sequence[Mapping[str, Any]], **facts: Any) -> Row:
     """
     curve = tuple((row["step"], row[ACCURACY]) for row in rows if ACCURACY in row)
     means = {name: mean_of([row.get(metric) for row in rows]) for name, metric in MEANS.items()}
+    last = rows[-1]["step"]
     return Row(
         **means,
         **facts,
@@ -76,8 +85,9 @@ def summarize(rows: Sequence[Mapping[str, Any]], **facts: Any) -> Row:
         late_accuracy=statistics.fmean(value for step, value in curve if step > 0.75 * curve[-1][0]),
         accuracy_area=area(curve),
         collapse_step=collapse_step(curve),
-        steps=rows[-1]["step"],
+        steps=last,
         accuracy=curve,
+        rewards=by_eighths(rows),
         k3_by_staleness=by_staleness(rows),
     )
 
@@ -89,6 +99,16 @@ def by_staleness(rows: Iterable[Mapping[str, Any]]) -> tuple[tuple[int, float], 
         if row.get(STALENESS) is not None and row.get(K3) is not None:
             found.setdefault(round(row[STALENESS]), []).append(row[K3])
     return tuple((staleness, statistics.median(values)) for staleness, values in sorted(found.items()))
+
+
+def by_eighths(rows: Sequence[Mapping[str, Any]]) -> tuple[tuple[int, float], ...]:
+    """The mean reward over each eighth of the steps; of fewer than eight steps each one's."""
+    rewards = [(row["step"], row[REWARD]) for row in rows if row.get(REWARD) is not None]
+    ends = sorted({round(len(rewards) * part / EIGHTHS) for part in range(EIGHTHS + 1)})
+    return tuple(
+        (rewards[end - 1][0], statistics.fmean(reward for _, reward in rewards[start:end]))
+        for start, end in pairwise(ends)
+    )
 
 
 def area(curve: Sequence[tuple[int, float]]) -> float:

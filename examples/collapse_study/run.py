@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
     if found:
         found.sort(key=lambda row: grid.position(row.key))
-        print(f"\n{table(found)}\n\n{options.results}\n{draw(found, options.runs / 'study.png')}")
+        print(f"\n{table(found)}\n\n{options.results}\n{draw(found, options.runs / 'study.png', grid.draws)}")
     return 0 if len(found) == len(cases) else 1
 
 

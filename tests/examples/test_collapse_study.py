@@ -9,7 +9,7 @@ import pytest
 
 from examples.collapse_study import report, run
 from examples.collapse_study.cases import Grid, Study
-from examples.collapse_study.results import Row, area, collapse_step, read_table, summarize
+from examples.collapse_study.results import Row, area, by_eighths, collapse_step, read_table, summarize
 from examples.tables import write_rows
 from slime_tis.cli.arguments import configure
 from tests.runs import ROOT
@@ -119,6 +119,13 @@ def test_a_row_from_the_metrics_of_a_run_and_back_from_csv(tmp_path):
         read_table(tmp_path / "other.csv")
 
 
+def test_rewards_are_means_over_eighths_of_the_run():
+    rows = [{"step": 0}, *({"step": step, "rollout/raw_reward": float(step)} for step in range(1, 17))]
+    assert by_eighths(rows) == tuple((step, step - 0.5) for step in range(2, 17, 2))
+    assert by_eighths(rows[:4]) == ((1, 1.0), (2, 2.0), (3, 3.0))
+    assert by_eighths(rows[:1]) == ()
+
+
 # The report
 
 
@@ -134,10 +141,10 @@ def test_the_table_has_medians_and_ranges_over_seeds():
     assert report.table(rows).splitlines() == [
         "**both**",
         "",
-        f"| correction | {' | '.join(report.COLUMNS)} |",
-        "|---|---|---|---|---|---|---|---|---|",
-        "| a | 0.10 [0.00, 0.30] | 0.10 [0.00, 0.30] | 0.25 [0.20, 0.35] | 10 (2 of 3) | 0.02 | 0.01 → 0.03 | – | – |",
-        "| b | 0.80 | 0.80 | 0.60 | – | 0.02 | 0.01 → 0.03 | – | – |",
+        "| run | final accuracy | last quarter | mean accuracy | collapse at step | k3 KL | k3 KL, new → old | kept |",
+        "|---|---|---|---|---|---|---|---|",
+        "| a | 0.10 [0.00, 0.30] | 0.10 [0.00, 0.30] | 0.25 [0.20, 0.35] | 10 (2 of 3) | 0.02 | 0.01 → 0.03 | – |",
+        "| b | 0.80 | 0.80 | 0.60 | – | 0.02 | 0.01 → 0.03 | – |",
     ]
 
 

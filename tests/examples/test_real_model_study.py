@@ -26,10 +26,12 @@ SCENARIOS = {"both": ("fp8", 8), "staleness": ("fp32", 8), "bf16": ("bf16", 1), 
 def data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The paths that train.yaml names, in a checkout that has not made them."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    checkpoint, prompts = (tmp_path / "data" / "smollm2" / name for name in ("checkpoint", "study_prompts"))
-    for directory in (checkpoint, prompts):
-        directory.mkdir(parents=True)
-    (checkpoint / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    prompts = tmp_path / "data" / "smollm2" / "study_prompts"
+    prompts.mkdir(parents=True)
+    for name in ("checkpoint", "checkpoint_bf16"):
+        checkpoint = tmp_path / "data" / "smollm2" / name
+        checkpoint.mkdir()
+        (checkpoint / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
     for name in ("train.jsonl", "eval.jsonl"):
         (prompts / name).write_text('{"prompt": [{"role": "user", "content": "1 + 1"}], "label": "2"}\n')
     monkeypatch.chdir(tmp_path)
@@ -55,6 +57,27 @@ def test_every_case_is_a_command_line_that_train_accepts() -> None:
     assert of_both["geometric RS by z-score"].rs_z_score == 3
     assert of_both["bypass PPO"].use_rollout_logprobs
     assert {got.megatron.seed for got in found.values()} == {3}
+
+
+@pytest.mark.usefixtures("data")
+def test_every_case_of_the_rounding_study_is_a_command_line_that_train_accepts() -> None:
+    study = Study(ROOT / "examples" / "rounding_study")
+    cases = Grid.load(study).cases([3])
+    found = {case.key[:2]: configure(case.command(study.runs / case.name), {}) for case in cases}
+    assert {scenario: got.megatron.lr for (scenario, _), got in found.items()} == {
+        "lr 1e-5": 1e-5,
+        "lr 5e-6": 5e-6,
+        "lr 1e-6": 1e-6,
+    }
+    assert {
+        name: (got.rollout.rollout_precision, got.rollout.weight_update_rounding) for (_, name), got in found.items()
+    } == {
+        "engine in fp32": ("fp32", "nearest"),
+        "nearest": ("bf16", "nearest"),
+        "stochastic": ("bf16", "stochastic"),
+        "error-compensated": ("bf16", "error-compensated"),
+    }
+    assert not any(got.megatron.bf16 for got in found.values())
 
 
 def row_of(scenario: str, correction: str, seed: int, flags: str = "") -> Row:
@@ -96,6 +119,16 @@ def test_a_directory_without_a_grid_is_refused(tmp_path: Path, capsys: pytest.Ca
     with pytest.raises(SystemExit):
         run.main(["--study", str(tmp_path)])
     assert "where there is no grid.yaml" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["rounding_study", "tool_agent_study"])
+def test_the_page_of_another_study_shows_what_its_table_says(name: str) -> None:
+    study = Study(ROOT / "examples" / name)
+    rows, page = read_table(study.results), study.page.read_text(encoding="utf-8")
+    cases = {case.key: " ".join(case.flags) for case in Grid.load(study).cases(report.SEEDS)}
+    assert {key: row.flags for key, row in rows.items()}.items() <= cases.items(), "grid.yaml says something else"
+    shown = report.table(rows.values()) + report.not_run(rows.values(), Grid.load(study))
+    assert f"{report.begin('results')}{shown}\n{report.END}" in page, "run `make docs`"
 
 
 def test_the_page_shows_what_the_tables_say() -> None:
