@@ -46,12 +46,15 @@ MODELS = {
         "--apply-chat-template"
     ),
 }
+APART, FUSED, RESUMED = "each prompt for every sample", "each prompt once, fused token pass", "resumed"
 CONTENDERS = {
-    "each prompt for every sample": "--no-share-prompts",
+    APART: "--no-share-prompts",
     "each prompt once": "--share-prompts",
-    "each prompt once, fused token pass": "--share-prompts",
+    FUSED: "--share-prompts",
+    RESUMED: "--no-share-prompts --load {first}/checkpoints",
 }
-FUSED = "each prompt once, fused token pass"
+SAVES = "--save {first}/checkpoints --save-interval 1000"
+"""Of the first contender: a checkpoint at its end, which the last one goes on from; the toy model's alone."""
 COMPARED = {"train/loss": 0.02, "train/mismatch_training_log_ppl": 0.01, "train/grad_norm": 0.1}
 """Metrics of the first step, and how far apart they may be: bf16 has eight bits, and attention adds otherwise."""
 
@@ -87,7 +90,8 @@ def main() -> None:
         sys.exit("--device cpu measures no GPU; name another table than gpu_steps.csv with --out.")
     with tempfile.TemporaryDirectory() as scratch:
         task = task_flags(options.model, options.data, Path(scratch))
-        runs = {name: measure(name, task, options.steps, Path(scratch) / str(n)) for n, name in enumerate(CONTENDERS)}
+        names = [name for name in CONTENDERS if name != RESUMED or options.model == "toy"]
+        runs = {name: measure(name, task, options.steps, Path(scratch), saves=RESUMED in names) for name in names}
     append(options.out, [row(options, name, run) for name, run in runs.items()])
     problems = [problem for name, run in runs.items() for problem in wrong(name, run, next(iter(runs.values())))]
     sys.exit("\n".join(problems) or 0)
@@ -114,16 +118,20 @@ def task_flags(model: str, data: Path | None, scratch: Path) -> list[str]:
     return [*found, *COMMON.split(), *MODELS[model].split()]
 
 
-def measure(name: str, task: list[str], steps: int, output: Path) -> Run:
+def measure(name: str, task: list[str], steps: int, scratch: Path, *, saves: bool) -> Run:
     """Runs one contender.
 
     Raises:
         SystemExit: it failed; what it printed is shown.
     """
+    output = scratch / str(list(CONTENDERS).index(name))
     output.mkdir()
     peak = output / "peak"
-    flags = [*task, *CONTENDERS[name].split(), "--num-rollout", str(steps), "--output-dir", str(output / "run")]
-    command = [sys.executable, "-m", "benchmarks.gpu_steps", "--peak", str(peak), *flags]
+    flags = CONTENDERS[name] + (f" {SAVES}" if saves and name == APART else "")
+    rollouts = steps + 2 if name == RESUMED else steps
+    own = [word.format(first=scratch / "0") for word in flags.split()]
+    command = [sys.executable, "-m", "benchmarks.gpu_steps", "--peak", str(peak), *task, *own]
+    command += ["--num-rollout", str(rollouts), "--output-dir", str(output / "run")]
     token_pass = "triton" if name == FUSED else "eager"
     environment = {**os.environ, "SLIME_TIS_TOKEN_PASS": token_pass}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -149,7 +157,7 @@ def wrong(name: str, run: Run, first: Run) -> list[str]:
         for metric, value in values.items()
         if isinstance(value, float) and not math.isfinite(value)
     ]
-    for metric, tolerance in COMPARED.items():
+    for metric, tolerance in COMPARED.items() if name != RESUMED else ():
         ours, theirs = run.rows[0][metric], first.rows[0][metric]
         if not abs(ours - theirs) <= tolerance * max(abs(theirs), 0.01):
             found.append(f"{name}: {metric} of the first step is {ours:.6g}, but {theirs:.6g} without shared prompts")

@@ -186,7 +186,7 @@ def _metrics(
 def _spread_over_tokens(loss_masks: Sequence[Tensor]) -> Spread:
     """A function from one value per sequence to that value at each of its tokens on this rank."""
     lengths = [len(mask) for mask in loss_masks]
-    counts = torch.tensor(lengths, device=loss_masks[0].device)
+    counts = torch.tensor(lengths).to(loss_masks[0].device, non_blocking=True)
     return lambda values_S: values_S.to(torch.float32).repeat_interleave(counts, output_size=sum(lengths))
 
 
@@ -243,10 +243,13 @@ def _final_metrics(
 ) -> dict[str, Tensor]:
     """Mean, minimum and maximum of each whole sequence's weights as applied; 0 where it has no valid token."""
     weights, valid = torch.cat(found.weights), torch.cat(list(loss_masks)).bool()
-    counts = torch.tensor([len(mask) for mask in loss_masks], device=weights.device)
-    total = torch.segment_reduce(weights.to(torch.float64), "sum", lengths=counts, initial=0)
-    lowest = torch.segment_reduce(torch.where(valid, -weights, -torch.inf), "max", lengths=counts, initial=-torch.inf)
-    highest = torch.segment_reduce(weights, "max", lengths=counts, initial=0)
+    counts = torch.tensor([len(mask) for mask in loss_masks]).to(weights.device, non_blocking=True)
+    # unsafe leaves out a check of the lengths for which a GPU's host would wait
+    total = torch.segment_reduce(weights.to(torch.float64), "sum", lengths=counts, unsafe=True, initial=0)
+    lowest = torch.segment_reduce(
+        torch.where(valid, -weights, -torch.inf), "max", lengths=counts, unsafe=True, initial=-torch.inf
+    )
+    highest = torch.segment_reduce(weights, "max", lengths=counts, unsafe=True, initial=0)
     ranks = context.ranks
     total = ranks.over_context(total)
     lowest, highest = ranks.over_context(torch.stack([lowest, highest]), "max").unbind()

@@ -71,7 +71,8 @@ def simulate() -> Library:
     """Makes `simulated` the name of a device."""
     _setup_privateuseone_for_python_backend(SIMULATED)
     made = Library("aten", "IMPL")  # whose operations end with it
-    for name in ("empty.memory_format", "empty_strided"):  # all others are made of these two
+    # most others are made of the first two; arange resizes what they give
+    for name in ("empty.memory_format", "empty_strided", "arange", "arange.start", "arange.start_step"):
         on_cpu = partial(getattr(aten, name.split(".")[0]), device="cpu")
         made.impl(name, partial(_made, on_cpu), "PrivateUse1")
     made.impl("_copy_from", _copy_from, "PrivateUse1")  # what torch.tensor(…, device=…) calls by itself

@@ -84,7 +84,7 @@ class Correction(Generic[LayoutT]):
         terms_N = torch.where(mask_N.bool(), loss_N, 0.0) * weight_N
         if aggregation == "seq-mean-token-mean":
             inverse_S = self._counts_per_sequence().clamp_min(1).reciprocal()
-            repeats_S = torch.tensor(self.lengths, dtype=torch.int64, device=inverse_S.device)
+            repeats_S = torch.tensor(self.lengths, dtype=torch.int64).to(inverse_S.device, non_blocking=True)
             terms_N = terms_N * inverse_S.repeat_interleave(repeats_S, output_size=terms_N.numel()).to(terms_N.dtype)
         divisor = self.loss_denominator(aggregation) if denominator is None else denominator
         return terms_N.sum() / divisor.clamp_min(1).to(terms_N.dtype)

@@ -53,7 +53,7 @@ def sums_by(
     log_ratio_L = torch.where(valid_L, log_ratio_L, 0.0)
     ratio_minus_1_L = log_ratio_L.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).expm1()
     columns = torch.stack([valid_L.double(), log_ratio_L, ratio_minus_1_L, log_ratio_L.abs()], 1)
-    first = torch.tensor(by.first, device=number_L.device)
+    first = torch.tensor(by.first).to(number_L.device, non_blocking=True)
     bucket_L = torch.bucketize(number_L, first, right=True)
     return columns.new_zeros(len(by.buckets), columns.shape[1]).index_add_(0, bucket_L, columns)
 

@@ -3,6 +3,10 @@
 import pytest
 import torch
 
+from slime_tis import RolloutCorrectionConfig, correct
+from slime_tis.correction.config import LEVELS
+from slime_tis.correction.rollout_correction import AGGREGATIONS
+from slime_tis.policy.breakdown import STALENESS, sums_by
 from tests.devices import SIMULATED, SimulatedTensor
 
 
@@ -35,3 +39,18 @@ def test_the_simulated_device_refuses_what_a_gpu_refuses() -> None:
     assert SimulatedTensor.waits == waits + 1
     there.sum().item()
     assert SimulatedTensor.waits == waits + 2
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_correction_and_loss_leave_the_host_alone(level: str, aggregation: str) -> None:
+    config = RolloutCorrectionConfig(
+        use_tis=True, tis_level=level, use_rs=True, rs_level="geometric", rs_z_score=3.0, rs_veto_threshold=1e-4
+    )
+    rollout = -torch.arange(1.0, 41.0) / 40
+    train, mask = rollout + 0.1 * torch.sin(torch.arange(40.0)), torch.ones(40)
+    waits = SimulatedTensor.waits
+    found = correct(config, train, rollout, mask, lengths=[10, 0, 25, 5])
+    found.mean(train, aggregation=aggregation)
+    sums_by(STALENESS, train, rollout, mask, torch.arange(40, device=SIMULATED))
+    assert SimulatedTensor.waits == waits

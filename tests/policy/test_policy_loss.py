@@ -59,7 +59,7 @@ def evaluate(
 def loss_of(step: LossStep, tokens: ResponseTokens, log_probs: list[float]) -> tuple[float, Tensor, StepSums]:
     """(loss, gradient at the log-probs, sums) of a step with this micro-batch alone."""
     leaf = torch.tensor(log_probs, requires_grad=True)
-    numerator, denominator, sums = evaluate(step, tokens, leaf, torch.zeros(len(log_probs)))
+    numerator, denominator, sums = evaluate(step, tokens.to(leaf.device), leaf, torch.zeros(len(log_probs)))
     (numerator / denominator.clamp_min(1)).backward()
     assert leaf.grad is not None
     return (numerator / denominator.clamp_min(1)).item(), leaf.grad, sums
