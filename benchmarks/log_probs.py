@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.provenance import commit, machine
-from benchmarks.shared_prompts import Measured, append, batch_of
+from benchmarks.shared_prompts import MIB, Measured, append, batch_of, peak_mib
 from slime_tis.megatron.batch import TrainingBatch
 from slime_tis.megatron.config import MegatronConfig
 from slime_tis.megatron.engine import TrainingEngine
@@ -39,13 +39,6 @@ class AllLogits(TrainingEngine):
         return self._from_logits(logits.squeeze(1), micro)
 
 
-class NoLogits(TrainingEngine):
-    """Neither logits nor log-probs: what the other layers take."""
-
-    def _from_hidden_states(self, hidden_LI: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        return hidden_LI.sum(1), hidden_LI.detach().sum(1)
-
-
 class Contender(Measured):
     """One way to compute log-probs, with the engine that all of them share."""
 
@@ -59,6 +52,18 @@ class Contender(Measured):
         self.engine.__class__ = self.kind
         return super().seconds(batch)
 
+    def logits_mib(self, batch: TrainingBatch) -> float:
+        """Memory that output layer and log-probs take beside the weight's gradient, forward and backward."""
+        self.engine.__class__ = self.kind
+        micro, weight = self.engine._pack(batch), self.engine.model.module.output_weight()
+        hidden_LI = torch.randn(len(micro.target_L), weight.shape[1], requires_grad=True)
+
+        def once() -> None:
+            log_probs_L, _ = self.engine._from_hidden_states(hidden_LI, micro)
+            log_probs_L[:: self.every].sum().backward()
+
+        return peak_mib(once) - weight.nbytes / MIB
+
     def _loss(self, micro: MicroBatch, log_probs_L: Tensor, entropy_L: Tensor) -> tuple[Tensor, Tensor, None]:
         loss, denominator, _ = super()._loss(micro, log_probs_L[:: self.every], entropy_L)
         self.log_probs = log_probs_L.detach()
@@ -69,7 +74,6 @@ CONTENDERS: dict[str, tuple[type[TrainingEngine], int]] = {
     "all logits": (AllLogits, 1),
     "fused": (TrainingEngine, 1),
     "fused, half of the tokens without gradient": (TrainingEngine, 2),
-    "other layers alone": (NoLogits, 1),
 }
 
 
@@ -98,6 +102,10 @@ def measure(model: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     batch = batch_of(vocabulary, options.prompts, options.prompt_tokens, options.response_tokens)
     contenders["all logits"].seconds(batch)  # makes buffers
     peaks = {name: one.peak_mib(batch) for name, one in contenders.items()}
+    logits = {
+        name: statistics.median(one.logits_mib(batch) for _ in range(options.rounds))
+        for name, one in contenders.items()
+    }
     seconds = [{name: one.seconds(batch) for name, one in contenders.items()} for _ in range(options.rounds)]
     first = contenders["all logits"]
     rows = [
@@ -108,6 +116,7 @@ def measure(model: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
             "median_s": round(statistics.median(row[name] for row in seconds), 3),
             "times_all_logits": round(statistics.median(row[name] / row["all logits"] for row in seconds), 3),
             "peak_mib": round(peaks[name], 1),
+            "logits_mib": round(logits[name], 1),
             "log_prob_difference": float(f"{float((one.log_probs - first.log_probs).abs().max()):.1e}"),
         }
         for name, one in contenders.items()

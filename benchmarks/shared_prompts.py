@@ -12,7 +12,7 @@ import csv
 import ctypes
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -93,15 +93,20 @@ class Measured:
 
     def peak_mib(self, batch: TrainingBatch) -> float:
         """Memory that a pass takes beside weights and gradients."""
-        ctypes.CDLL(None).malloc_trim(0)  # what earlier passes freed goes back to the system
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-        before = status("VmRSS")
-        self.seconds(batch)
-        return (status("VmHWM") - before) / MIB
+        return peak_mib(lambda: self.seconds(batch))
 
     def _loss(self, micro: MicroBatch, log_probs_L: Tensor, entropy_L: Tensor) -> tuple[Tensor, Tensor, None]:
         self.log_probs = log_probs_L.detach()
         return -log_probs_L.sum(), torch.tensor(len(log_probs_L), dtype=torch.int), None
+
+
+def peak_mib(work: Callable[[], object]) -> float:
+    """Memory that something takes beside what there is."""
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed goes back to the system
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = status("VmRSS")
+    work()
+    return (status("VmHWM") - before) / MIB
 
 
 def status(name: str) -> int:

@@ -276,8 +276,10 @@ class TrainingEngine:
             return TokenBudget(tokens=config.max_tokens_per_gpu)
         if config.micro_batch_size is not None:
             return None
-        moments = 8 * sum(weight.numel() for weight in self.model.module.parameters())  # which Adam is yet to make
-        free = free_memory(parallel.backend.device, parallel.local_size) - moments
+        weights = list(self.model.module.parameters())
+        moments = 8 * sum(weight.numel() for weight in weights)  # which Adam is yet to make
+        gradient = max(weight.nbytes for weight in weights)  # which autograd makes before it is added to the others
+        free = free_memory(parallel.backend.device, parallel.local_size) - moments - gradient
         logits = self.model.hf_config.vocab_size if self.gives_logits else 0
         per_token = bytes_per_token(self.model.config, logits, config.log_probs_chunk_size)
         return TokenBudget.that_fits(max(-parallel.largest(-free), 0), per_token)

@@ -18,7 +18,9 @@ from slime_tis.megatron.log_probs import in_this_shard, leave_out_
 from slime_tis.sampling_mask import SamplingMask
 
 TILE_BYTES = 8 * 2**20
-"""Of the logits that exist at a time, in float32."""
+"""Of the logits that exist at a time, in float32: about what a processor's cache holds."""
+GPU_TILE_BYTES = 128 * 2**20
+"""On a GPU, where a tile costs a dozen kernel launches."""
 MIN_COLUMNS = 512
 """Of a tile: with fewer, a matrix product is less efficient. More rows than fit beside them are taken in chunks."""
 
@@ -83,7 +85,7 @@ def fused_linear_log_probs(
         temperature=temperature,
         entropy_gradient=entropy_gradient,
         sampling_mask=sampling_mask,
-        tiles=_Tiles.of(len(target_L), width, chunk_size),
+        tiles=_Tiles.of(len(target_L), width, chunk_size, GPU_TILE_BYTES if hidden_LI.is_cuda else TILE_BYTES),
     )
     found: tuple[Tensor, Tensor] = _FusedLinearLogProbs.apply(hidden_LI, weight_OI, target_L, options)  # type: ignore[no-untyped-call]  # torch's
     return found
@@ -103,8 +105,8 @@ class _Tiles:
     """Of the vocabulary."""
 
     @classmethod
-    def of(cls, rows: int, width: int, chunk_size: int) -> "_Tiles":
-        entries = TILE_BYTES // 4
+    def of(cls, rows: int, width: int, chunk_size: int, tile_bytes: int) -> "_Tiles":
+        entries = tile_bytes // 4
         if chunk_size == -1:
             chunk_size = entries // max(min(width, MIN_COLUMNS), 1)
         chunk = max(min(rows, chunk_size), 1)
