@@ -94,7 +94,7 @@ def replaced(shares: tuple[float, float, float], value: float) -> Callable[[int]
     def of_strength(strength: int) -> Report:
         def report(world: World, sample: Sample, chance: np.random.Generator) -> None:
             hit = chance.random(sample.response_length) < shares[strength]
-            hit[3] |= sample.index == 0 and sample.weight_versions[0] == 0
+            hit[min(3, len(hit) - 1)] |= sample.index == 0 and sample.weight_versions[0] == 0
             pairs = zip(sample.rollout_log_probs, hit, strict=True)
             sample.rollout_log_probs = [value if one else log_prob for log_prob, one in pairs]
 
@@ -109,7 +109,7 @@ def tool_output(strength: int) -> Report:
     def report(world: World, sample: Sample, chance: np.random.Generator) -> None:
         if chance.random() >= (0.1, 0.3, 0.8)[strength]:
             return
-        length = int(chance.integers(3, 8))
+        length = min(int(chance.integers(3, 8)), sample.response_length)
         output = [TOOL, *chance.integers(FIRST, world.vocabulary, length - 1).tolist()]
         sample.tokens = [*sample.tokens[:-length], *output]
         sample.rollout_log_probs = [*sample.rollout_log_probs[:-length], *[(0.0, -1.0)[world.seed % 2]] * length]

@@ -75,12 +75,18 @@ def broken_tokens(tokens: Tokens, total: float) -> Verdict:
         return None, np.zeros(len(tokens), bool)
     evidence = []
     if broken.any():
-        evidence.append(f"{broken.sum()} of {len(tokens)} trained tokens ({broken.mean():.3%}) are NaN or infinite")
+        evidence.append(
+            f"{broken.sum()} of {len(tokens)} trained tokens ({100 * broken.mean():.2g}%) are NaN or infinite"
+        )
     if outlying.any():
         log_ratio = tokens.log_ratio[outlying]
         worst = log_ratio[np.argmax(np.abs(log_ratio))]
-        evidence.append(f"{outlying.sum()} tokens ({outlying.mean():.3%}) differ by up to {worst:+.1f} nats")
-        evidence.append(f"95 % of the others differ by less than {ordinary:.2g} nats")
+        evidence.append(
+            f"{outlying.sum()} tokens ({100 * outlying.mean():.2g}%) have Δ of up to {worst:+.1f} nats".replace(
+                "-", "−"
+            )
+        )
+        evidence.append(f"95% of the others differ by less than {ordinary:.2g} nats")
     few = ramp(outlying.mean(), MAX_BROKEN, 0.02) if not broken.any() else 1.0
     finding = Finding(
         cause="broken_tokens",

@@ -76,9 +76,16 @@ PANELS: tuple[tuple[str, str, str, dict[str, str], bool], ...] = (
     ),
     (
         "staleness",
-        "Weight age and entropy",
-        "Optimizer steps that the sampling weights were behind, and the entropy of the policy in nats.",
-        {"rollout/weight_staleness": "weight age", "train/entropy_loss": "entropy"},
+        "Weight age",
+        "Optimizer steps that the weights which sampled were behind, on average.",
+        {"rollout/weight_staleness": "weight age"},
+        False,
+    ),
+    (
+        "entropy",
+        "Entropy",
+        "Entropy of the policy in nats: near zero it samples the same answers again.",
+        {"train/entropy_loss": "entropy"},
         False,
     ),
 )
@@ -94,14 +101,16 @@ def plots(runs: Sequence[tuple[str, Rows]]) -> list[Plot]:
     """
     drawn = []
     for key, title, says, wanted, log in PANELS:
-        traces, color = [], 0
+        traces = []
+        colors: dict[str, int] = {}  # a metric has one colour in all runs; those after the first are dashed
         for place, (run, rows) in enumerate(runs):
             for label, steps, values in map(_thinned, _chosen(rows, wanted, log)[:MAX_SERIES]):
-                shown = line(steps, values, f"{run}: {label}" if len(runs) > 1 else label, color)
+                shown = line(
+                    steps, values, f"{run}: {label}" if len(runs) > 1 else label, colors.setdefault(label, len(colors))
+                )
                 if place:
                     shown["line"] = {**shown["line"], "dash": "dash"}
                 traces.append(shown | ({"mode": "lines+markers"} if len(steps) < 40 else {}))
-                color += 1
         if not traces:
             continue
         layout: dict[str, Any] = {"xaxis": axis("step"), "yaxis": axis("", log=log)}

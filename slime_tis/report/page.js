@@ -26,6 +26,7 @@ function number(value, digits = 3) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (!Number.isFinite(value)) return value > 0 ? "∞" : "−∞";
   const size = Math.abs(value);
+  if (Number.isInteger(value) && size >= 1000) return value.toLocaleString("en-US").replace("-", "−");
   const text = size !== 0 && (size < 1e-3 || size >= 1e5) ? value.toExponential(digits - 1) : String(Number(value.toPrecision(digits)));
   return text.replace("-", "−");
 }
@@ -66,13 +67,13 @@ function note(parent, text) { if (text) parent.append(element("p", { class: "not
 
 // Head, diagnosis, overview, shape
 byId("title").textContent = visible(data.title);
-byId("subtitle").textContent = visible(data.subtitle);
+byId("subtitle").textContent = data.subtitle.map(visible).join("\n");
 for (const run of data.diagnoses) {
   if (data.diagnoses.length > 1) byId("findings").append(element("h3", {}, visible(run.name)));
   run.findings.forEach((finding, place) => byId("findings").append(element("div", {
     class: "finding" + (finding.cause === "healthy" ? " healthy" : place === 0 ? " first" : ""), "data-cause": finding.cause },
     element("h3", {}, `${place + 1}. ${visible(finding.title)}`),
-    element("p", {}, `confidence ${Math.round(100 * finding.confidence)} %, ${Math.round(100 * finding.share)} % of the mismatch`),
+    element("p", {}, `confidence ${Math.round(100 * finding.confidence)}%, ${Math.round(100 * finding.share)}% of the mismatch`),
     element("ul", {}, ...finding.evidence.map((text) => element("li", {}, visible(text)))),
     element("p", {}, visible(finding.fix)))));
 }
@@ -83,10 +84,14 @@ for (const [name, id] of [["overview", "overview"], ["shape", "shape"]]) {
 if (data.warnings.length) byId("warnings").append(table([
   { key: "step", title: "first step" }, { key: "last", title: "last step" }, { key: "name", title: "warning", text: true },
   { key: "message", title: "message", text: true }], data.warnings));
-data.facts.forEach((fact) => byId("facts").append(element("div", {}, element("b", {}, visible(fact.value)), element("span", {}, visible(fact.name)))));
+for (const { name, facts } of data.facts) {
+  if (data.facts.length > 1) byId("facts").append(element("h3", {}, visible(name)));
+  byId("facts").append(element("div", { class: "facts" }, ...facts.map((fact) =>
+    element("div", {}, element("b", {}, visible(fact.value)), element("span", {}, visible(fact.name))))));
+}
 if (data.worst.length) byId("worst-tokens").append(element("h3", {}, "Worst tokens"),
   element("p", { class: "says" }, "Token ids of the largest mean abs(Δ), among those that occur at least three times."),
-  table([{ key: "text", title: "token", text: true }, { key: "token", title: "id" }, { key: "count", title: "tokens" },
+  table([{ key: "text", title: "token", text: true, show: (text) => visible(text).replace(/ /g, "␣").replace(/\n/g, "␊") || "–" }, { key: "token", title: "id" }, { key: "count", title: "tokens" },
     { key: "mean", title: "mean abs(Δ)" }, { key: "max", title: "largest" }], data.worst));
 
 // What if

@@ -49,7 +49,7 @@ def page_data(
             for warning in overview.warnings(source.metrics)
         ],
         "shape": [plot.as_json() for plot in _shapes(sources)],
-        "facts": [fact for source in sources for fact in _facts(source, named=len(sources) > 1)],
+        "facts": [{"name": source.name, "facts": _facts(source.table)} for source in sources],
         "worst": [] if first.table is None else _with_text(shape.worst_tokens(first.table), decode),
         "samples": None if shown is None else samples.payload(shown, decode),
         "what_if": whatever,
@@ -149,33 +149,37 @@ def _shapes(sources: Sequence[Source]) -> list[Plot]:
     """Plots of the first table, with the lines of the second one over them."""
     tables = [(source.name, source.table) for source in sources if source.table is not None]
     if len(tables) < 2:
-        return shape.plots(tables[0][1]) if tables else []
+        return _comparing(shape.plots(tables[0][1])) if tables else []
     (name, table), (other_name, other) = tables
     others = {plot.id: plot for plot in shape.plots(other, 1, html.escape(other_name))}
     drawn = shape.plots(table, 0, html.escape(name))
     for plot in drawn:
         if plot.id in others and plot.id != "density":
             plot.traces.extend(others[plot.id].traces)
-    return drawn
+    return _comparing(drawn)
 
 
-def _facts(source: Source, *, named: bool) -> list[dict[str, str]]:
-    before = f"{source.name}: " if named else ""
+def _comparing(drawn: list[Plot]) -> list[Plot]:
+    """The plots with more than one point on a line: the others, of one turn or one length, have nothing to show."""
+    return [plot for plot in drawn if any(len(trace["x"]) > 1 for trace in plot.traces)]
+
+
+def _facts(table: TokenTable | None) -> list[dict[str, str]]:
     facts: list[tuple[str, str]] = []
-    if source.table is not None:
-        numbers = shape.summary(source.table)
+    if table is not None:
+        numbers = shape.summary(table)
         facts += [("trained tokens", f"{numbers['trained_tokens']:,}"), ("samples", f"{numbers['samples']:,}")]
         for key, label in (
             ("mean_abs_log_ratio", "mean abs(Δ), nats"),
-            ("p99_abs_log_ratio", "99 % quantile"),
-            ("max_abs_log_ratio", "largest"),
+            ("p99_abs_log_ratio", "99% quantile, nats"),
+            ("max_abs_log_ratio", "largest, nats"),
             ("k3", "k3, nats per token"),
         ):
             if key in numbers:
                 facts.append((label, f"{numbers[key]:.3g}"))
         if numbers["tokens_without_log_prob"]:
             facts.append(("without a log-prob", f"{numbers['tokens_without_log_prob']:,}"))
-    return [{"name": before + name, "value": value} for name, value in facts]
+    return [{"name": name, "value": value} for name, value in facts]
 
 
 def _with_text(worst: list[dict[str, Any]], decode: samples.Decode | None) -> list[dict[str, Any]]:
@@ -183,14 +187,19 @@ def _with_text(worst: list[dict[str, Any]], decode: samples.Decode | None) -> li
     return [{**row, "text": text} for row, text in zip(worst, texts, strict=True)]
 
 
-def _subtitle(sources: Sequence[Source]) -> str:
+def _subtitle(sources: Sequence[Source]) -> list[str]:
     parts = []
     for source in sources:
-        found = [f"{len(source.metrics)} steps"] if source.metrics else []
+        found = [f"{_steps(source):,} steps"] if source.metrics else []
         if source.table is not None:
             found.append(f"{source.table.tokens:,} tokens of {len(source.table):,} samples")
         parts.append(f"{source.path}: {', '.join(found) or 'nothing'}")
-    return "; ".join(parts)
+    return parts
+
+
+def _steps(source: Source) -> int:
+    """Optimizer steps that the metrics are of: rows that have more than an evaluation."""
+    return sum(any(not name.startswith(("eval/", "step")) for name in row) for row in source.metrics)
 
 
 def _sampled(table: TokenTable | None) -> str:

@@ -124,7 +124,7 @@ function details(i) {
     if (column.bounded_weight) add("bounded", number(column.bounded_weight[i]));
     if (column.advantage) add("advantage", number(column.advantage[i]));
     if (column.entropy) add("entropy", number(column.entropy[i]));
-    if (column.weight_version) add("weights", String(column.weight_version[i]));
+    if (column.weight_version) add("weight version", String(column.weight_version[i]));
     if (column.turn) add("turn", String(column.turn[i]));
     if (column.rejected && column.rejected[i]) add("rejected by", samples.criteria.filter((_, bit) => column.rejected[i] >> bit & 1).map(visible).join(", ") || "a criterion");
     if (column.vetoed && column.vetoed[i]) add("vetoed", "its sequence");

@@ -204,8 +204,8 @@ def _against(key: str, label: str, value_N: Array, size_N: Array, color: int, na
     traces = [
         {**line(x, mean, f"{prefix}mean", color), "mode": "lines+markers", "customdata": plain(counts[enough])},
         {
-            **line(x, np.array(high), f"{prefix}99 % quantile", color),
-            "opacity": 0.45,
+            **line(x, np.array(high), f"{prefix}99% quantile", color),
+            "opacity": 0.6,
             "customdata": plain(counts[enough]),
         },
     ]

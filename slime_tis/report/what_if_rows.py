@@ -25,6 +25,8 @@ COLUMNS = (
 """Columns of the table in the page."""
 BATCHWISE = "batch normalisation, second-moment trimming, adaptive bounds"
 """Corrections that are applied to each step on its own."""
+LEAST = 1e-4
+"""Bias and lost sample at which points are drawn that have less: both axes are logarithmic."""
 
 
 def section(table: TokenTable | None) -> dict[str, Any]:
@@ -66,12 +68,15 @@ def _pareto(results: Sequence[WhatIf]) -> list[Plot]:
     trace = {
         "type": "scatter",
         "mode": "markers",
-        "x": plain([loss for _, _, loss in points]),
-        "y": plain([max(bias, 0.0) for _, bias, _ in points]),
-        "text": [results[place].name for place, _, _ in points],
+        "x": plain([max(loss, LEAST) for _, _, loss in points]),
+        "y": plain([max(bias, LEAST) for _, bias, _ in points]),
+        "text": [
+            f"{results[place].name}<br>bias {max(bias, 0.0):.3g}, lost sample {loss:.3g}"
+            for place, bias, loss in points
+        ],
         "customdata": [place for place, _, _ in points],
         "marker": {"size": 9, "color": [COLORS[1] if good else COLORS[0] for good in best], "opacity": 0.8},
-        "hovertemplate": "%{text}<br>bias %{y:.3g}, lost sample %{x:.3g}<extra></extra>",
+        "hovertemplate": "%{text}<extra></extra>",
         "showlegend": False,
     }
     return [
@@ -79,9 +84,13 @@ def _pareto(results: Sequence[WhatIf]) -> list[Plot]:
             id="pareto",
             title="Bias against variance",
             says="Each point is a correction: how far its gradient turns from the exact one, and how much of the "
-            "effective sample it loses. No other correction is better in both than an orange one. Click for its flags.",
+            f"effective sample it loses, both at least {LEAST:g}. No other correction is better in both than an orange "
+            "one. Click for its flags.",
             traces=[trace],
-            layout={"xaxis": axis("lost sample, 1 − kept · ESS"), "yaxis": axis("bias, 1 − cosine")},
+            layout={
+                "xaxis": axis("lost sample, 1 − kept · ESS", log=True),
+                "yaxis": axis("bias, 1 − cosine", log=True),
+            },
             wide=True,
         )
     ]

@@ -52,7 +52,7 @@ def page(browser: Any, report: Path, request: pytest.FixtureRequest) -> Iterator
 
 def test_every_plot_is_drawn(page: Any) -> None:
     canvases = page.locator(".canvas")
-    assert canvases.count() == 12
+    assert canvases.count() == 11
     for place in range(canvases.count()):
         drawn = canvases.nth(place).locator(".trace, .points path")
         assert drawn.count() > 0, canvases.nth(place).get_attribute("id")
@@ -115,7 +115,7 @@ def test_details_of_a_token(page: Any) -> None:
         "weight",
         "advantage",
         "entropy",
-        "weights",
+        "weight version",
         "experts",
     ):
         assert name in details

@@ -108,7 +108,7 @@ def test_a_run_shows_its_metrics_its_warning_and_its_tokens(page: str) -> None:
     assert (warning["name"], warning["step"], warning["last"]) == ("mismatch", 8, 11)
     assert "nats per token" in warning["message"]
     assert [plot["id"] for plot in data["shape"]] == [
-        *("density", "tail", "by-position", "by-length", "by-turn", "by-age", "by-entropy")
+        *("density", "tail", "by-position", "by-turn", "by-age", "by-entropy")  # all responses are equally long
     ]
     assert all(plot["says"].endswith(".") for plot in data["overview"] + data["shape"] + data["what_if"]["plots"])
     assert len(data["samples"]["samples"]) == SAMPLES and data["diagnoses"][0]["findings"]
@@ -279,6 +279,21 @@ def test_plotly_is_the_file_that_its_readme_names() -> None:
     digest = hashlib.sha256((directory / "plotly-basic.min.js").read_bytes()).hexdigest()
     assert f"`{digest}`" in (directory / "README.md").read_text()
     assert "MIT License" in (directory / "LICENSE").read_text()
+
+
+def test_what_has_one_value_alone_is_not_drawn_against() -> None:
+    def drawn(*tables: TokenTable) -> set[str]:
+        return {plot["id"] for plot in page_data([source(table) for table in tables])["shape"]}
+
+    short, long = make_table(4, 10), make_table(4, 20)
+    assert "by-length" not in drawn(short) | drawn(long) | drawn(short, long)
+    assert "by-length" in drawn(TokenTable.concatenate([short, long]))
+
+
+def test_steps_are_those_of_training_and_not_of_evaluation() -> None:
+    rows = ({"step": 0, "eval/accuracy": 0.5}, {"step": 1, "train/grad_norm": 1.0}, {"step": 2, "train/grad_norm": 1.0})
+    run = Source(name="run", path=Path("run"), metrics=rows, table=None, note="")
+    assert page_data([run])["subtitle"] == ["run: 2 steps"]
 
 
 def test_warnings_that_come_back_are_listed_again() -> None:
