@@ -36,6 +36,18 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(lambda: device.__exit__(None, None, None))
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out tests that start ranks of gloo, where the tensors of this process are on another device."""
+    if config.getoption("device") == "cpu":
+        return
+    for item in items:
+        if not isinstance(item, pytest.Function):
+            continue
+        fixtures = [each[-1].func for each in item._fixtureinfo.name2fixturedefs.values()]
+        if any("spawn" in function.__code__.co_names for function in (item.function, *fixtures)):
+            item.add_marker(pytest.mark.skip(reason="the processes that it starts compute on the CPU"))
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Leaves the imported modules out of every search, and starts the fork server where tests need it."""
     gc.freeze()

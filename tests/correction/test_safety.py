@@ -181,7 +181,10 @@ def test_layouts_that_disagree(arguments: tuple, message: str) -> None:
             (*[torch.zeros(1, 2)] * 2, torch.zeros(1, 2, dtype=torch.complex64)),
             "loss_mask has dtype torch.complex64; pass",
         ),
-        ((torch.zeros(1, 2), torch.zeros(1, 2, device="meta"), torch.ones(1, 2)), "on meta but train_log_probs on cpu"),
+        (
+            (torch.zeros(1, 2), torch.zeros(1, 2, device="meta"), torch.ones(1, 2)),
+            f"on meta but train_log_probs on {torch.zeros(1).device}",
+        ),
         (
             (torch.zeros(1, 2), torch.zeros(1, 2).to_sparse(), torch.ones(1, 2)),
             "has layout torch.sparse_coo; pass a dense",
