@@ -143,7 +143,7 @@ def main() -> None:
     task = TASKS[options.task]
     if options.steps <= task.warm_up:
         parser.error(f"--steps is {options.steps} but the first {task.warm_up} are left out; ask for more.")
-    names = [name for name in (*OURS, *PEER_SCRIPTS) if not options.only or any(p in name for p in options.only)]
+    names = chosen([*OURS, *PEER_SCRIPTS], options.only)
     data = (options.data or ROOT / "data" / task.data).resolve()
     prepare_task(task, data)
     trl_python = prepare_trl() if any(script_of(name) == TRL_SCRIPT for name in names) else None
@@ -163,6 +163,13 @@ def main() -> None:
                 runs[name].append(run)
         report(runs, setting)
         append_rows(runs, setting)
+
+
+def chosen(names: Sequence[str], parts: Sequence[str] | None) -> list[str]:
+    """The names that contain one of the parts, or are it where it is a whole name; all without parts."""
+    if not parts:
+        return list(names)
+    return [name for name in names if any(part == name if part in names else part in name for part in parts)]
 
 
 def script_of(name: str) -> str | None:

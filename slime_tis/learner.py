@@ -24,7 +24,7 @@ from slime_tis.correction import (
     interpolate_old_log_probs,
 )
 from slime_tis.errors import NonFiniteGradient
-from slime_tis.megatron.batch import TrainingBatch, dealt_together, make_batch, shard, unshard
+from slime_tis.megatron.batch import TrainingBatch, dealt_together, fixed_partition, make_batch, shard, unshard
 from slime_tis.megatron.engine import StepResult, TrainingEngine
 from slime_tis.megatron.parallel import Parallel
 from slime_tis.megatron.routing_replay import RoutingRecord
@@ -123,7 +123,7 @@ class Learner:
             of_step = per_rollout[number * size : (number + 1) * size]
             of_rank = shard(of_step, self.parallel.data_rank, self.parallel.data_size, step.dealt_together)
             shares.append([advantage for rollout in of_rank for advantage in rollout])
-        steps = self._with_advantages(steps, shares)
+        steps = [self._zeros_together(step) for step in self._with_advantages(steps, shares)]
         rows = []
         for step, share in zip(steps, shares, strict=True):
             rows.append(self._train_step(step, share))
@@ -167,6 +167,40 @@ class Learner:
         return [
             replace(step, batch=step.batch.with_token_advantages(part)) for step, part in zip(steps, parts, strict=True)
         ]
+
+    @property
+    def _scales_with_advantages(self) -> bool:
+        """Whether the loss of every token is a multiple of its advantage."""
+        policy = self.policy
+        is_ours = self.custom_tis is None and (self.functions is None or self.functions.loss is None)
+        return is_ours and not policy.use_kl_loss and policy.entropy_coef == 0
+
+    def _zeros_together(self, step: Step) -> Step:
+        """The step with groups whose advantages are all zero in micro-batches of their own, as far as these go.
+
+        Such micro-batches have no backward pass. Only micro-batches of so many samples are made anew, and none whose
+        experts are recorded in their order.
+        """
+        engine, size = self.engine, self.engine.config.micro_batch_size
+        makes_anew = engine.token_budget is None and size is not None and step.routing_record is None
+        if not (makes_anew and self._scales_with_advantages and engine.skips_backward):
+            return step
+        tokens = step.batch.responses
+        assert tokens.advantages_L is not None
+        counts = [bool(part.any()) for part in tokens.advantages_L.split(list(tokens.lengths))]
+        group_of = dict(zip(step.rollouts, (sample.group_index for sample in step.samples), strict=True))
+        samples: dict[int, list[int]] = {}
+        counting = set()
+        for place, rollout in enumerate(step.rollouts):
+            samples.setdefault(rollout, []).append(place)
+            if counts[place]:
+                counting.add(group_of[rollout])
+        order = sorted(samples, key=lambda rollout: group_of[rollout] not in counting)  # the others stay in their order
+        partition = [
+            sorted(place for index in chosen for place in samples[order[index]])
+            for chosen in fixed_partition(len(order), size)
+        ]
+        return replace(step, partition=partition)
 
     def _check_may_skip(self, rows: list[dict[str, float]]) -> None:
         """Refuses to go on after a step that was not made, unless such steps are to be left out; a collective."""
@@ -289,7 +323,13 @@ class Learner:
         loss = MeasuredLoss(context) if measures else partial(policy_loss, step=context)
         recorded = RecordedLoss(loss)
         used = loss if self.dump is None else recorded
-        result = self.engine.train_step(batch, step.partition, used, source=step.routing_record)
+        result = self.engine.train_step(
+            batch,
+            step.partition,
+            used,
+            source=step.routing_record,
+            scales_with_advantages=self._scales_with_advantages,
+        )
         self._dump(step, advantages, recorded, known)
         with self.engine.timer("metrics"):
             routing = self.engine.routing.metrics()

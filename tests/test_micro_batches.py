@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 
 from slime_tis.megatron import engine as engine_module
-from slime_tis.megatron.batch import token_budget_partitions
+from slime_tis.megatron.batch import TrainingBatch, token_budget_partitions
+from slime_tis.megatron.engine import TrainingEngine
+from slime_tis.megatron.packing import MicroBatch
 from slime_tis.megatron.prefix_tree import PrefixTree
 from tests.conftest import Run
 from tests.runs import training_metrics
@@ -66,3 +68,52 @@ def test_a_resumed_run_has_the_micro_batches_that_it_had(
     monkeypatch.setattr(engine_module, "free_memory", lambda device, processes: 2**40)
     run("--num-rollout", "2", "--save", save, "--load", save, name="second")
     assert f"{first} (as before this run was resumed)" in capsys.readouterr().out
+
+
+CERTAIN = """
+def reward(args, sample):
+    if {certain}:
+        return 1.0
+    return len(sample.response_ids) % 3 + sample.response_ids[0] / 50
+"""
+
+
+@pytest.mark.parametrize(
+    ("certain", "flags", "without_gradient"),
+    [
+        pytest.param("sample.group_index % 2", [], 3, id="every second group, in a micro-batch of their own"),
+        pytest.param("True", [], 6, id="all, and no gradient at all"),
+        pytest.param("sample.group_index % 2", ["--entropy-coef", "0.01"], 0, id="another term has a gradient"),
+        pytest.param(
+            "sample.group_index % 2", ["--use-kl-loss", "--kl-loss-coef", "0.1"], 0, id="the reference policy, too"
+        ),
+    ],
+)
+def test_micro_batches_without_advantages_have_no_backward_pass(
+    certain: str,
+    flags: list[str],
+    without_gradient: int,
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Where all rewards of a group are equal, so that its gradient is zero; metrics and weights are the same."""
+    (tmp_path / "certain.py").write_text(CERTAIN.format(certain=certain))
+    flags = [*flags, "--micro-batch-size", "8", "--use-tis", "--use-rs", "--rs-level", "geometric"]
+    flags += ["--rs-upper-bound", "1.01", "--custom-rm-path", f"{tmp_path / 'certain.py'}:reward"]
+    gradients: list[bool] = []
+    pack = TrainingEngine._pack
+
+    def counted(engine: TrainingEngine, batch: TrainingBatch) -> MicroBatch:
+        micro = pack(engine, batch)
+        gradients.append(micro.has_gradient)
+        return micro
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainingEngine, "_pack", counted)
+        skipped = run(*flags, name="skipped")
+    monkeypatch.setattr(TrainingEngine, "skips_backward", False)
+    whole = run(*flags, name="whole")
+    assert gradients.count(False) == without_gradient
+    for one, other in zip(skipped, whole, strict=True):
+        assert training_metrics(one) == pytest.approx(training_metrics(other), rel=1e-5, abs=1e-6)

@@ -64,6 +64,13 @@ def test_rows_have_the_medians_and_their_ratio_to_trl(benchmark, tmp_path, monke
     assert lines[-1] == f"  {ours}  generate 62.5, rest 187.5"
 
 
+def test_contenders_are_chosen_by_a_part_of_their_names_or_by_all_of_it(benchmark):
+    names = ["TRL", "TRL, checkpointing", "loop"]
+    assert benchmark.chosen(names, None) == names
+    assert benchmark.chosen(names, ["TRL", "oo"]) == ["TRL", "loop"]
+    assert benchmark.chosen(names, ["TR"]) == ["TRL", "TRL, checkpointing"]
+
+
 def test_the_table_of_the_repository_has_these_columns(benchmark):
     with open(benchmark.TABLE, newline="") as file:
         assert tuple(csv.DictReader(file).fieldnames) == benchmark.COLUMNS

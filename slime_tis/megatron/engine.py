@@ -119,6 +119,7 @@ class TrainingEngine:
         """Why prompts are computed for each sample; None where each is computed once."""
         self.token_budget = self._token_budget()
         """Of a micro-batch on this rank, the same on all ranks; None where micro-batches are so many samples."""
+        self._skips = False
 
     def log_probs(
         self,
@@ -176,6 +177,7 @@ class TrainingEngine:
         loss: Loss,
         *,
         source: RoutingRecord | None = None,
+        scales_with_advantages: bool = False,
     ) -> StepResult:
         """Forward and backward over the micro-batches, gradients averaged over the global batch, one Adam step.
 
@@ -187,13 +189,17 @@ class TrainingEngine:
             partition: indices of the samples of each micro-batch.
             loss: of a micro-batch.
             source: record of a pass over the same micro-batches, which is replayed in place of the batch's experts.
+            scales_with_advantages: whether the loss of a token is a multiple of its advantage, so that the gradient of
+                a micro-batch without any is zero. It has a forward pass alone then, where `skips_backward` allows it.
         """
+        self._skips = scales_with_advantages and self.skips_backward
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
         self.poison.zero_()
         self.routing.begin(trains=True, counts=True, source=source)
         with self.timer("forward_backward"):
             sums = self._run(batch, partition, partial(self._loss, loss=loss), forward_only=False)
+        self._skips = False
         loss_denominator = int(self.loss_denominator)
         grad_norm = 0.0
         if loss_denominator > 0:
@@ -243,6 +249,16 @@ class TrainingEngine:
             load_of(tree, samples) for tree, partition in zip(trees, partitions, strict=True) for samples in partition
         ]
         return MicroBatches(partition=partitions[rank], load=max(loads) / budget)
+
+    @property
+    def skips_backward(self) -> bool:
+        """Whether a rank may leave the backward pass of a micro-batch out, on its own.
+
+        It may not where backward passes communicate with ranks that have other tokens: context, pipeline and expert
+        parallelism.
+        """
+        parallel = self.parallel
+        return parallel.context_size == parallel.pipeline_size == 1 and moe_sizes(self.model.hf_config) is None
 
     @property
     def shares_prompts(self) -> bool:
@@ -361,6 +377,9 @@ class TrainingEngine:
             device=parallel.backend.device,
         )
         micro.packed_seq_params.gives_logits = self.gives_logits and self.ddp.training
+        advantages_L = batch.responses.advantages_L
+        if self._skips and advantages_L is not None and not advantages_L.any():
+            return replace(micro, has_gradient=False)
         return micro
 
     def _forward_step(
@@ -372,7 +391,8 @@ class TrainingEngine:
         micro = next(micro_batches)
         self.routing.fill(micro)
         clock = partial(self.timer, "forward") if module.training else nullcontext
-        with clock():
+        differentiates = micro.has_gradient and torch.is_grad_enabled()
+        with clock(), torch.set_grad_enabled(differentiates):
             output = module(
                 input_ids=micro.input_ids,
                 position_ids=micro.position_ids,
@@ -381,7 +401,7 @@ class TrainingEngine:
             )
 
         def last_stage(output: Tensor, non_loss_data: bool = False) -> R:
-            with clock():
+            with clock(), torch.set_grad_enabled(differentiates):  # megatron-core differentiates what has a gradient
                 if not micro.packed_seq_params.gives_logits:
                     return on_log_probs(micro, *self._from_hidden_states(output[:, 0], micro))
                 output.detach()[..., self._vocabulary[1] :] = -torch.inf

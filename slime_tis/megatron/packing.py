@@ -90,6 +90,8 @@ class MicroBatch:
     """int16 [T, sparse layers, k] to replay, -1 where nothing was recorded; None: nothing in the micro-batch was."""
     routing_weights: Tensor | None = None
     """float32 [T, sparse layers, k] of the same, NaN where nothing was recorded."""
+    has_gradient: bool = True
+    """Whether its loss is to be differentiated; without, it has a forward pass for the metrics."""
     logits: Tensor | None = None
     """[1, L, V] that predict the L targets, with gradient, once they are there; None where no user's loss gets them."""
 
