@@ -116,4 +116,4 @@ def test_micro_batches_without_advantages_have_no_backward_pass(
     whole = run(*flags, name="whole")
     assert gradients.count(False) == without_gradient
     for one, other in zip(skipped, whole, strict=True):
-        assert training_metrics(one) == pytest.approx(training_metrics(other), rel=1e-5, abs=1e-6)
+        assert training_metrics(one) == pytest.approx(training_metrics(other), rel=1e-4, abs=1e-5)
