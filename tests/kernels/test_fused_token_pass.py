@@ -27,6 +27,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("set TRITON_INTERPRET=1, as make test-kernels does: there is no GPU", allow_module_level=True)
 
+EXAMPLES = 40 if DEVICE == "cpu" else 10
+"""Of each property: a GPU's compiler makes new kernels for every configuration, seconds each."""
+
 from slime_tis.correction import fused_token_pass as module  # noqa: E402
 from slime_tis.correction.fused_token_pass import fused_token_pass  # noqa: E402
 
@@ -102,20 +105,20 @@ def plain(node: Any) -> Any:
     return torch.zeros(()) if node is None else node if isinstance(node, torch.Tensor) else plain(vars(node))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 @given(configurations(), batches())
 def test_finite_batches(config: RolloutCorrectionConfig, batch: Batch) -> None:
     assert_same(config, packed(batch))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 @given(configurations(), batches(wild=True))
 def test_batches_with_non_finite_values(config: RolloutCorrectionConfig, batch: Batch) -> None:
     # rows of log-probs of ±3e38 overflow in the order in which they are added
     assert_same(config, packed(batch), but=("train",))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=EXAMPLES // 2, deadline=None)
 @given(configurations(), batches(wild=True))
 def test_correct_agrees_with_the_reference(config: RolloutCorrectionConfig, batch: Batch) -> None:
     width = max((len(x) for x in batch[0]), default=0) + 1
