@@ -5,11 +5,13 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from slime_tis.rollout.dump import load_samples
 from tests.conftest import Run
 from tests.rollout.sglang.fake_sglang import fake_servers
-from tests.runs import ROOT, run_here, training_metrics
+from tests.runs import ROOT, read_metrics, run_apart, run_here, training_metrics
 
 PAGE = (ROOT / "docs" / "customization.md").read_text()
 EXAMPLES = dict(re.findall(r"^```python\n# (\w+\.py): (.*?)^```$", PAGE, re.M | re.S))
@@ -108,6 +110,52 @@ def test_the_advantages_and_the_reducer_shown_act(run: Run) -> None:
     assert dr_grpo["train/grad_norm"] == pytest.approx(mean, rel=1e-5)
     flags = ("--custom-advantage-function-path", "my_objective.py:fading")
     assert 0 < objective(run, *flags, name="faded", step=0)["train/grad_norm"] < mean
+
+
+ADVANTAGE = ("--custom-advantage-function-path", "my_objective.py:fading")
+REDUCER = ("--custom-pg-loss-reducer-function-path", "my_objective.py:constant_divisor")
+LOSS = ("--loss-type", "custom_loss", "--custom-loss-function-path", "my_objective.py:clipped")
+
+
+@pytest.mark.parametrize(
+    ("flags", "layouts"),
+    [
+        pytest.param([*ADVANTAGE, *REDUCER, "--use-kl-loss", "--kl-loss-coef", "0.1"], [()], id="advantages, reducer"),
+        pytest.param([*ADVANTAGE, *LOSS], [(), ("--tensor-model-parallel-size", "2")], id="advantages, loss"),
+    ],
+)
+def test_objectives_are_those_of_one_rank(
+    flags: list[str], layouts: list[tuple[str, ...]], task: list[str], tmp_path: Path
+) -> None:
+    """Weights that one step has changed in proportion to the gradient, and metrics, on two ranks of a layout."""
+    flags = [
+        *task,
+        *(flag.replace("my_objective", f"{tmp_path}/my_objective") for flag in flags),
+        "--num-rollout",
+        "1",
+        "--lr",
+        "0.01",
+        "--adam-eps",
+        "1",
+        "--weight-decay",
+        "0",
+    ]
+    flags += ["--clip-grad", "0", "--micro-batch-size", "4"]
+    (alone,) = run_here([*flags, "--save-hf", str(tmp_path / "alone_hf")], tmp_path / "alone")
+    weights = load_file(tmp_path / "alone_hf" / "model.safetensors")
+    before = load_file(Path(task[task.index("--hf-checkpoint") + 1]) / "model.safetensors")
+    moved = max(float((weights[name] - before[name]).abs().max()) for name in before)
+    assert moved > 1e-3
+    for layout in layouts:
+        name = f"two{len(layout)}"
+        two = run_apart([*flags, *layout, "--save-hf", str(tmp_path / f"{name}_hf")], tmp_path / name, ranks=2)
+        assert two.returncode == 0, two.stderr[-3000:]
+        found = load_file(tmp_path / f"{name}_hf" / "model.safetensors")
+        assert found.keys() == weights.keys()
+        for key, weight in weights.items():
+            torch.testing.assert_close(found[key], weight, rtol=0.0, atol=1e-6)
+        (row,) = read_metrics(tmp_path / name)
+        assert training_metrics(row) == pytest.approx(training_metrics(alone), rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.parametrize("path", re.findall(r"^\| `(slime_tis\.[\w.]+)`", PAGE, re.M))
