@@ -11,7 +11,6 @@ import argparse
 import statistics
 import tempfile
 from collections.abc import Sequence
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from benchmarks.provenance import commit, machine
+from benchmarks.provenance import provenance
 from benchmarks.shared_prompts import MIB, Measured, append, batch_of, peak_mib
 from slime_tis.megatron.batch import TrainingBatch
 from slime_tis.megatron.config import MegatronConfig
@@ -139,15 +138,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=ROWS)
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
-    about = {
-        "date": date.today().isoformat(),
-        "machine": machine(),
-        "commit": commit(),
-        "threads": 1,
-        "rounds": options.rounds,
-        "torch": torch.__version__,
-        "model": "random" if options.hf_checkpoint is None else options.hf_checkpoint.resolve().parent.name,
-    }
+    about = provenance(
+        "random" if options.hf_checkpoint is None else options.hf_checkpoint.resolve().parent.name, options.rounds
+    )
     with tempfile.TemporaryDirectory() as directory:
         if options.hf_checkpoint is None:
             random_model(Path(directory), options.vocabulary)

@@ -1,6 +1,8 @@
 """What a row of a benchmark was measured on."""
 
+import datetime
 import hashlib
+import importlib.metadata
 import json
 import platform
 import subprocess
@@ -20,6 +22,19 @@ def machine() -> str:
     except OSError:
         return platform.processor()
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def provenance(model: str, rounds: int) -> dict[str, object]:
+    """The first columns of a row: what was measured, when, on what; on one thread."""
+    return {
+        "date": datetime.date.today().isoformat(),
+        "machine": machine(),
+        "commit": commit(),
+        "threads": 1,
+        "rounds": rounds,
+        "torch": importlib.metadata.version("torch"),
+        "model": model,
+    }
 
 
 @cache

@@ -14,14 +14,13 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.provenance import commit, machine
+from benchmarks.provenance import provenance
 from slime_tis.megatron.architecture import ResponseModel
 from slime_tis.megatron.batch import TrainingBatch, make_batch
 from slime_tis.megatron.config import MegatronConfig
@@ -152,13 +151,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     }
     vocabulary = next(iter(contenders.values())).engine.model.hf_config.vocab_size
     about = {
-        "date": date.today().isoformat(),
-        "machine": machine(),
-        "commit": commit(),
-        "threads": 1,
-        "rounds": options.rounds,
-        "torch": torch.__version__,
-        "model": Path(options.hf_checkpoint).resolve().parent.name,
+        **provenance(Path(options.hf_checkpoint).resolve().parent.name, options.rounds),
         "prompts": options.prompts,
         "samples": SAMPLES,
         "prompt_tokens": options.prompt_tokens,

@@ -144,6 +144,8 @@ def main() -> None:
     if options.steps <= task.warm_up:
         parser.error(f"--steps is {options.steps} but the first {task.warm_up} are left out; ask for more.")
     names = chosen([*OURS, *PEER_SCRIPTS], options.only)
+    if not names:
+        parser.error(f"--only {' '.join(options.only)} names none of {', '.join([*OURS, *PEER_SCRIPTS])}.")
     data = (options.data or ROOT / "data" / task.data).resolve()
     prepare_task(task, data)
     trl_python = prepare_trl() if any(script_of(name) == TRL_SCRIPT for name in names) else None
@@ -271,7 +273,7 @@ def prepare_task(task: Task, data: Path) -> None:
         script = ROOT / "examples" / "sort_digits" / "prepare.py"
         subprocess.run([sys.executable, str(script), "--out", str(data)], check=True)
     elif not (data / task.rows).exists():
-        sys.exit(f"{data / task.rows} is not there; make it with: python examples/smollm2_reasoning_gym/prepare.py")
+        sys.exit(f"{data / task.rows} is not there; make it with: make data-smollm2")
 
 
 def prepare_trl() -> Path:

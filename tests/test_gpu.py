@@ -188,3 +188,15 @@ def test_what_is_not_as_it_has_to_be() -> None:
         "b: train/kl of step 2 is nan",
         "b: train/loss of the first step is 0.52, but 0.5 without shared prompts",
     ]
+
+
+def test_a_directory_of_something_else_is_not_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "complete.json").write_text("{}")
+    wheel = tmp_path / "other" / "wheels" / "mine-1.0-py3-none-any.whl"
+    wheel.parent.mkdir(parents=True)
+    wheel.touch()
+    monkeypatch.setattr("sys.argv", ["carry", "--data", str(tmp_path / "data"), "--out", str(tmp_path / "other")])
+    with pytest.raises(SystemExit, match="2"):
+        carry.main()
+    assert [path for path in (tmp_path / "other").rglob("*") if path.is_file()] == [wheel]

@@ -223,8 +223,8 @@ ADVICE = (
     Advice(
         "--eval-function-path",
         "the rollout engine answers held-out prompts",
-        "use --eval-prompt-data NAME PATH, with a --custom-generate-function-path of your own, which is told so where "
-        "it has a parameter named evaluation, and --eval-reward-key",
+        "use --eval-prompt-data NAME PATH, with a --custom-generate-function-path of your own, which gets "
+        "evaluation=True where it has a parameter named evaluation, and --eval-reward-key",
     ),
     Advice(
         "--disable-rollout-global-dataset --rollout-task-type --rollout-buffer-url --fetch-trajectory-retry-times "

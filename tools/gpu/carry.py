@@ -54,6 +54,12 @@ def main() -> None:
         parser.error(f"{options.data} is not the example; make it with `make data`.")
     if options.out.exists() and not options.out.is_dir():
         parser.error(f"{options.out} is not a directory; remove it or choose another --out.")
+    source_file = options.out / "source.json"
+    if options.out.is_dir() and any(options.out.iterdir()) and not source_file.is_file():
+        parser.error(f"{options.out} has files of something else; choose another --out, an empty or absent directory.")
+    options.out.mkdir(parents=True, exist_ok=True)
+    source = {"commit": commit(), "digest": source_digest()}
+    source_file.write_text(json.dumps(source) + "\n", encoding="utf-8")  # first: what is replaced later is ours
     wheels = options.out / "wheels"
     pins = read_pins(ROOT / "constraints.txt")
     requirements = [f"{name}=={pins[canonicalize_name(name)]}" for name in PACKAGES]
@@ -63,8 +69,6 @@ def main() -> None:
     if missing:
         sys.exit(f"Nothing provides {', '.join(missing)} there; add it to PACKAGES or THERE of {Path(__file__).name}.")
     shutil.copytree(options.data, options.out / "sort_digits", dirs_exist_ok=True)
-    source = {"commit": commit(), "digest": source_digest()}
-    (options.out / "source.json").write_text(json.dumps(source) + "\n", encoding="utf-8")
     size = sum(path.stat().st_size for path in options.out.rglob("*") if path.is_file())
     if size > LIMIT:
         sys.exit(
