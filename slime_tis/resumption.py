@@ -134,15 +134,18 @@ class Checkpointer:
             if difference:
                 print(f"options changed since then: {difference}", flush=True)
 
-    def save(self) -> None:
-        """Writes a checkpoint of the position; nothing without --save. A collective.
+    def save(self, before_it_counts: Callable[[], object] | None = None) -> None:
+        """Writes a checkpoint of the position; a collective.
+
+        Args:
+            before_it_counts: called when all of it is written and no run could go on from it: whatever of the steps
+                before has to be on disk by then, as a run that goes on from it does not make them again.
 
         Raises:
             CheckpointError: it could not be written, or the weights are not finite.
         """
         config, engine, position = self.config, self.learner.engine, self.position
-        if config.save is None:
-            return
+        assert config.save is not None
         self.check_weights()
         first = self.evaluation.first_accuracy
         state = TrainerState(
@@ -166,16 +169,20 @@ class Checkpointer:
                 self.sampler.save_weights(directory)
                 self.updates.save_samples(directory)
 
+        if self.learner.dump is not None:
+            with self.timer("train_dump"):
+                self.learner.dump.flush()
         with self.timer("save"):
-            checkpoint.save(
-                config.save,
-                position.step,
-                engine,
-                asdict(state),
-                run=self.run_id,
-                retain=config.save_retain,
-                write_extra=write_extra,
+            unfinished = checkpoint.write(
+                config.save, position.step, engine, asdict(state), run=self.run_id, write_extra=write_extra
             )
+        if before_it_counts is not None:
+            try:
+                before_it_counts()
+            except BaseException:
+                unfinished.discard()
+                raise
+        unfinished.finish(config.save_retain)
         self.saved_step = position.step
 
     def _data_state(self) -> dict[str, Any]:
@@ -186,8 +193,10 @@ class Checkpointer:
         )
 
     def is_due(self, rollout_id: int, num_rollout: int) -> bool:
-        """Whether a checkpoint is written after so many of the run's rollouts."""
+        """Whether a checkpoint is written after so many of the run's rollouts; never without --save."""
         interval = self.config.save_interval
+        if self.config.save is None:
+            return False
         return rollout_id == num_rollout or bool(interval and rollout_id % interval == 0)
 
     def save_before_stopping(self) -> str:

@@ -4,7 +4,7 @@
     for every rollout:
         prompts → responses (of this rollout, and of the next ones in the background) → rewards → advantages
         for every step: old log-probs where needed → correction and loss → optimizer step
-        weights to the rollout engine → evaluation → checkpoint → report
+        weights to the rollout engine → evaluation → checkpoint, which counts once the steps are reported
     write the policy as a Hugging Face directory
 
 `python train.py --help` lists the flags; docs/quick_start.md walks through a run.
@@ -119,10 +119,9 @@ def train(run: Run) -> None:
             sampled |= run.update_weights()
         run.unreported[-1] |= {**sampled, **evaluate_when_due(run)}
         if run.checkpointer.is_due(run.rollout_id, run.num_rollout):
-            run.checkpointer.save()
-        run.unreported[-1] |= step_times(run.timer)
-        report(run, run.unreported, run.learner.step or run.rollout_id)
-        run.unreported = []
+            run.checkpointer.save(before_it_counts=partial(report_rollout, run))
+        else:
+            report_rollout(run)
     finish(run)
 
 
@@ -194,6 +193,13 @@ def evaluate_when_due(run: Run) -> dict[str, float]:
     except Interrupted:  # the run stops at the next safe point; it evaluates when it is resumed
         run.evaluation.abandon()
         return {}
+
+
+def report_rollout(run: Run) -> None:
+    """Logs the steps of the last rollout; a checkpoint that counts before would lose them to a kill."""
+    run.unreported[-1] |= step_times(run.timer)
+    report(run, run.unreported, run.learner.step or run.rollout_id)
+    run.unreported = []
 
 
 def report(run: Run, rows: Sequence[dict[str, float]], last_step: int) -> None:

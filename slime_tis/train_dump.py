@@ -118,8 +118,12 @@ class TrainDump:
         self._queue.put((rollout_id, self._steps))
         self._steps = []
 
+    def flush(self) -> None:
+        """Waits until the rollouts so far are written."""
+        self._queue.join()
+
     def close(self) -> None:
-        """Waits until everything is written."""
+        """Waits until everything is written, and ends the thread."""
         if self._thread is None:
             return
         self._queue.put(None)
@@ -138,6 +142,8 @@ class TrainDump:
             except Exception as error:  # whatever it is, training goes on
                 message = f"warning: --save-debug-train-data: {path} was not written: {first_line(error)}."
                 tqdm.write(message, file=sys.stderr)
+            finally:
+                self._queue.task_done()
 
 
 def table_of(step: StepDump, settings: DumpSettings) -> TokenTable:

@@ -10,6 +10,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from slime_tis.cli.main import train
+from slime_tis.storage import checkpoints as checkpoint_files
 from tests.conftest import Run
 from tests.runs import read_metrics, run_here, start_apart, training_metrics
 
@@ -187,6 +188,36 @@ def test_a_run_killed_and_resumed_gives_the_same_metrics(task: list[str], tmp_pa
     assert [row["step"] for row in resumed] == [1, 2, 3, 4, 5, 6]
     expected = [training_metrics(row) for row in uninterrupted]
     assert [training_metrics(row) for row in resumed] == expected
+
+
+def test_a_checkpoint_counts_once_its_steps_are_reported_and_dumped(
+    task: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, finish = [], checkpoint_files.finish
+
+    def observed(unfinished: Path, checkpoint: Path, run: str) -> None:
+        rows = [row["step"] for row in read_metrics(tmp_path / "out")]
+        found.append((checkpoint.name, rows, sorted(path.name for path in (tmp_path / "dump").iterdir())))
+        finish(unfinished, checkpoint, run)
+
+    monkeypatch.setattr(checkpoint_files, "finish", observed)
+    rows = run_here(
+        [
+            *(*task, "--num-rollout", "2", "--num-steps-per-rollout", "2", "--save-interval", "1"),
+            *(
+                "--save",
+                str(tmp_path / "save"),
+                "--save-debug-train-data",
+                str(tmp_path / "dump" / "{rollout_id}.parquet"),
+            ),
+        ],
+        tmp_path / "out",
+    )
+    assert found == [
+        ("iter_0000002", [1, 2], ["0.parquet"]),
+        ("iter_0000004", [1, 2, 3, 4], ["0.parquet", "1.parquet"]),
+    ]
+    assert rows[1]["perf/save_time"] > 0 and rows[3]["perf/save_time"] > 0
 
 
 def test_a_finished_run_has_left_everything(task: list[str], tmp_path: Path) -> None:

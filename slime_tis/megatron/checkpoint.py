@@ -6,7 +6,8 @@ trainer's state; `slime_tis.storage.checkpoints` has the names of its files. All
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,17 +32,66 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read; the message is for the user."""
 
 
-def save(
+@dataclass(frozen=True, kw_only=True)
+class Unfinished:
+    """A checkpoint whose files are all written, which counts once it is finished.
+
+    A process that ends before leaves a directory that no run goes on from, and that the next save removes.
+    """
+
+    path: Path
+    final: Path
+    """The name that it will have."""
+    run: str
+    is_main: bool
+
+    def finish(self, retain: int) -> Path:
+        """Gives the checkpoint its name, and removes older ones of the run; a collective.
+
+        Args:
+            retain: how many of the run's newest checkpoints stay.
+
+        Raises:
+            CheckpointError: it could not be renamed, on every rank; earlier ones are as they were.
+        """
+        with self.discarded_on_error():
+            _on_main(self.is_main, lambda: files.finish(self.path, self.final, self.run))
+        if self.is_main:
+            _prune(self.final, self.run, retain)
+        return self.final
+
+    def discard(self) -> None:
+        """Removes its files."""
+        if self.is_main:
+            files.discard(self.path)
+
+    @contextmanager
+    def discarded_on_error(self) -> Iterator[None]:
+        """Removes its files where the block raises.
+
+        Raises:
+            CheckpointError: in place of an error of files or of megatron-core.
+        """
+        try:
+            yield
+        except (Exception, CheckpointException) as error:
+            self.discard()
+            raise CheckpointError(
+                f"could not write checkpoint {self.final}: {_reason(error)}; earlier checkpoints are intact, "
+                "free space (or fix the path) and go on with --load"
+            ) from error
+
+
+def write(
     directory: str | Path,
     step: int,
     engine: TrainingEngine,
     trainer_state: dict[str, Any],
     *,
     run: str,
-    retain: int,
     write_extra: Callable[[Path], None] | None = None,
-) -> Path:
-    """Writes `directory/iter_STEP`.
+) -> Unfinished:
+    """Writes all files of `directory/iter_STEP`, which counts as a checkpoint once it is finished.
 
     Args:
         directory: where checkpoints of this run live.
@@ -49,42 +99,31 @@ def save(
         engine: its model, optimizer, scheduler and random state are saved.
         trainer_state: what else the loop needs to go on, JSON-serialisable.
         run: identity of the run, written into the checkpoint; only checkpoints that contain it are removed.
-        retain: how many of the run's newest checkpoints stay; older ones are removed once this one is complete.
         write_extra: called by the main process with the unfinished directory, to put more files in it.
 
     Raises:
         CheckpointError: it could not be written (a full disk, say), on every rank; earlier ones are as they were.
     """
     final = files.checkpoint_path(directory, step)
-    unfinished = final.with_name(f".{final.name}.unfinished")
-    main = engine.parallel.is_main
+    path = final.with_name(f".{final.name}.unfinished")
+    unfinished = Unfinished(path=path, final=final, run=run, is_main=engine.parallel.is_main)
 
     def write_state() -> None:
         if write_extra is not None:
-            write_extra(unfinished)
+            write_extra(path)
         state = json.dumps({"run": run, **trainer_state}, indent=2)
-        (unfinished / files.TRAINER_STATE).write_text(state + "\n", encoding="utf-8")
+        (path / files.TRAINER_STATE).write_text(state + "\n", encoding="utf-8")
 
-    def finish(sums: dict[str, str]) -> None:
-        files.write_manifest(unfinished, sums)
-        files.finish(unfinished, final, run)
-
-    try:
-        _on_main(main, lambda: files.begin(final))
-        upstream.save_sharded(_sharded_state(engine, is_loading=False), unfinished)
-        _on_main(main, write_state)
-        shares = _on_every_rank(lambda: files.checksums(unfinished, _share(files.files_of(unfinished))))
-        _on_main(main, lambda: finish({name: value for share in shares for name, value in share.items()}))
-    except (Exception, CheckpointException) as error:
-        if main:
-            files.discard(unfinished)
-        raise CheckpointError(
-            f"could not write checkpoint {final}: {_reason(error)}; earlier checkpoints are intact, "
-            "free space (or fix the path) and go on with --load"
-        ) from error
-    if main:
-        _prune(final, run, retain)
-    return final
+    with unfinished.discarded_on_error():
+        _on_main(unfinished.is_main, lambda: files.begin(final))
+        upstream.save_sharded(_sharded_state(engine, is_loading=False), path)
+        _on_main(unfinished.is_main, write_state)
+        names = files.files_of(path)
+        assert all(files.OWN_FILE.fullmatch(name) for name in names), names  # or a killed run's would never be removed
+        shares = _on_every_rank(lambda: files.checksums(path, _share(names)))
+        sums = {name: value for share in shares for name, value in share.items()}
+        _on_main(unfinished.is_main, lambda: files.write_manifest(path, sums))
+    return unfinished
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,6 +26,7 @@ from slime_tis.rollout.sampling import log_softmax, prompt_uniforms
 from slime_tis.rollout.tasks import cancel_and_wait
 from slime_tis.rollout.weight_rounding import Precision
 from slime_tis.sampling_mask import SamplingMask
+from slime_tis.storage.checkpoints import ROLLOUT_WEIGHTS
 
 COMPUTE_DTYPES = {
     "fp32": torch.float32,
@@ -33,7 +34,6 @@ COMPUTE_DTYPES = {
     "fp8": torch.float32,
     "int8": torch.float32,
 }
-WEIGHTS = "rollout_weights.safetensors"
 ROUNDINGS: dict[str, Callable[[Tensor], Tensor]] = {"fp8": round_fp8, "int8": round_int8}
 NAME = "the local engine"
 """What messages call it."""
@@ -295,11 +295,11 @@ class LocalEngine:
 
     def save_weights(self, directory: Path) -> None:
         """Writes the weights in use, rounded as they are, into a checkpoint."""
-        save_file({name: weight.cpu() for name, weight in self._tensors()}, directory / WEIGHTS)
+        save_file({name: weight.cpu() for name, weight in self._tensors()}, directory / ROLLOUT_WEIGHTS)
 
     def load_weights(self, directory: Path, version: int) -> None:
         """Takes up the weights that `save_weights` wrote, which are not rounded again."""
-        with safe_open(str(directory / WEIGHTS), "pt") as file, torch.no_grad():
+        with safe_open(str(directory / ROLLOUT_WEIGHTS), "pt") as file, torch.no_grad():
             for name, weight in self._tensors():
                 weight.copy_(file.get_tensor(name))
         self.weight_version = version

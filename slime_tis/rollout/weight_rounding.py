@@ -16,6 +16,7 @@ from torch import Tensor
 
 from slime_tis.rollout.config import Rounding
 from slime_tis.rollout.quantize import FP8_MAX, round_fp8, round_int8, row_scale
+from slime_tis.storage.checkpoints import ROUNDING_ERRORS
 
 Precision = Literal["fp32", "fp16", "bf16", "fp8", "int8"]
 """Precision in which an engine holds a tensor; in fp8 and int8 with a scale per row."""
@@ -30,8 +31,6 @@ INT8_MAX = 127.0
 """Largest multiple of a row's scale."""
 CHANCES = 2**16
 """Different random numbers of stochastic rounding: a float32 has 16 bits below those of a bfloat16."""
-ERRORS = "weight_rounding_errors.safetensors"
-"""File of a checkpoint that holds the errors of error-compensated rounding."""
 
 
 def coarser(first: Precision, second: Precision) -> Precision:
@@ -173,11 +172,11 @@ class WeightRounder:
             return
         tensors = {f"before.{name}": error.cpu() for name, error in self._before.items()}
         tensors |= {f"after.{name}": error.cpu() for name, error in self._after.items()}
-        save_file(tensors, directory / ERRORS, metadata={"version": str(self._version)})
+        save_file(tensors, directory / ROUNDING_ERRORS, metadata={"version": str(self._version)})
 
     def load(self, directory: Path, device: torch.device | str) -> None:
         """Takes up what `save` wrote; without such a file the errors begin anew."""
-        path = directory / ERRORS
+        path = directory / ROUNDING_ERRORS
         if self.rounding != "error-compensated" or not path.exists():
             return
         with safe_open(str(path), "pt", device=str(device)) as file:

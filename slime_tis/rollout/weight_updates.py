@@ -21,13 +21,12 @@ from torch import Tensor
 
 from slime_tis.rollout.engine import SentRows, WeightSource
 from slime_tis.rollout.weight_rounding import Precision, WeightRounder, coarser, round_nearest, rounds
+from slime_tis.storage.checkpoints import UPDATE_SAMPLES
 
 SAMPLED = 61
 """One row in so many is sampled; an odd number, so that no pattern of heads is met in step."""
 MOST_SAMPLED = 65_536
 """Elements of one tensor that are sampled, unless a single row has more."""
-SAMPLES = "weight_update_samples.safetensors"
-"""File of a checkpoint that holds the sample of the update before, where the rollout engine keeps its weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,15 +121,15 @@ class WeightUpdates:
         return rows
 
     def save_samples(self, directory: Path) -> None:
-        """Puts the sample of the version sent last into an unfinished checkpoint."""
+        """Puts the sample of the version sent last into an unfinished checkpoint: the next update is measured by it."""
         tensors = {f"trained.{name}": rows.trained for name, rows in self.sampled.items()}
         tensors |= {f"sent.{name}": rows.sent for name, rows in self.sampled.items()}
         shapes = {name: [rows.stride, rows.share, rows.rounded] for name, rows in self.sampled.items()}
-        save_file(tensors, directory / SAMPLES, metadata={"shapes": json.dumps(shapes)})
+        save_file(tensors, directory / UPDATE_SAMPLES, metadata={"shapes": json.dumps(shapes)})
 
     def load_samples(self, directory: Path, version: int) -> None:
         """Takes up what `save_samples` wrote of this version; without such a file the next update has no metrics."""
-        path = directory / SAMPLES
+        path = directory / UPDATE_SAMPLES
         if not path.exists():
             return
         with safe_open(str(path), "pt") as file:

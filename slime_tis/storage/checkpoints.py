@@ -15,14 +15,17 @@ from typing import Any
 from slime_tis.storage.directories import exchange, remove_files
 
 TRAINER_STATE, MANIFEST = "trainer_state.json", "SHA256SUMS"
+ROLLOUT_WEIGHTS, ROUNDING_ERRORS = "rollout_weights.safetensors", "weight_rounding_errors.safetensors"
+UPDATE_SAMPLES = "weight_update_samples.safetensors"
+"""Files of a checkpoint beside megatron-core's own."""
 NAME = re.compile(r"iter_([0-9]{1,18})")
 LEFT_OVER = re.compile(r"\.iter_[0-9]{1,18}\.(unfinished|removed)")
 """Names of directories that a run that was killed may leave behind."""
 OWN_FILE = re.compile(
-    r"__[0-9]+_[0-9]+\.distcp|(__[0-9]+)?\.metadata(\.tmp)?|common\.pt|metadata\.json|rollout_weights\.safetensors|"
-    rf"{re.escape(TRAINER_STATE)}|{MANIFEST}"
+    r"__[0-9]+_[0-9]+\.distcp|(__[0-9]+)?\.metadata(\.tmp)?|common\.pt|metadata\.json|"
+    + "|".join(map(re.escape, (TRAINER_STATE, MANIFEST, ROLLOUT_WEIGHTS, ROUNDING_ERRORS, UPDATE_SAMPLES)))
 )
-"""Names of the files that an unfinished checkpoint may hold."""
+"""Names of the files that an unfinished checkpoint may hold, and that are removed where a killed run left them."""
 LINE = re.compile(r"([0-9a-f]{64})  (.+)")
 
 

@@ -69,6 +69,18 @@ def kill(run: ForkedRun, moment: Callable[[], bool], delay: float) -> bool:
     return reached
 
 
+def after_a_save(save: Path, count: int) -> Callable[[], bool]:
+    """Whether that many checkpoints are there that were not before."""
+    present = {path.name for path in save.glob("iter_*")}
+    return lambda: len({path.name for path in save.glob("iter_*")} - present) >= count
+
+
+def within_a_save(save: Path, count: int) -> Callable[[], bool]:
+    """Whether a checkpoint is being written after that many others."""
+    enough = after_a_save(save, count)
+    return lambda: enough() and any(save.glob(".iter_*.unfinished"))
+
+
 def wrong_on_disk(save: Path) -> str | None:
     """What is wrong with the checkpoints that a killed run left, or None."""
     for checkpoint in checkpoints(save):
@@ -84,36 +96,32 @@ def test_a_killed_run_goes_on_to_the_bit(
 ) -> None:
     chance = random.Random(0)
     anywhere, saving = tally("SIGKILL at a random moment"), tally("SIGKILL within a save")
+    after = tally("SIGKILL once a checkpoint counts")
     for chain in range(CHAINS):
         directory = tmp_path / str(chain)
         save = directory / "save"
         for number in range(KILLS):
             run = ForkedRun(own(flags, directory), directory / f"log_{number}")
-            within_save = number % 2 == 0
-            if within_save:
-                present = {path.name for path in save.glob("*")}
-                skipped = chance.randint(0, 1)
-
-                def moment(save: Path = save, present: set[str] = present, skipped: int = skipped) -> bool:
-                    new = [path.name for path in save.glob("iter_*") if path.name not in present]
-                    return len(new) >= skipped and any(save.glob(".iter_*.unfinished"))
-
-                reached = kill(run, moment, chance.uniform(0, 0.04))
-            else:
-                reached = kill(run, lambda: True, chance.uniform(0.2, 2.0))
+            kind, moment, delay = [
+                (saving, within_a_save(save, chance.randint(0, 1)), 0.04),
+                (after, after_a_save(save, chance.randint(1, 2)), 0.004),
+                (anywhere, lambda: True, 2.0),
+            ][number % 3]
+            reached = kill(run, moment, chance.uniform(0, delay))
             if not reached:
                 continue  # the run came to its end first
             wrong = wrong_on_disk(save)
             if not group_is_empty(run.pid):
                 wrong = "left a process running"
-            (saving if within_save else anywhere).record(f"run {chain}, kill {number}", wrong)
+            kind.record(f"run {chain}, kill {number}", wrong)
         outcome = run_forked(own(flags, directory), directory / "last", timeout=TIMEOUT)
         failure = None if outcome.status == 0 else outcome.error
         anywhere.record(f"run {chain}, to its end", failure or differs(results(directory), expected))
         left = sorted(path.name for path in save.iterdir())
         anywhere.record(f"run {chain}, retention", None if len(left) == 2 else str(left))
-    anywhere.check(at_least=15)
-    saving.check(at_least=10)
+    after.check(at_least=5)
+    anywhere.check(at_least=10)
+    saving.check(at_least=5)
 
 
 def differs(found: tuple[list[dict[str, Any]], str], expected: tuple[list[dict[str, Any]], str]) -> str | None:
