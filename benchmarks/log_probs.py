@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.provenance import provenance
-from benchmarks.shared_prompts import MIB, Measured, append, batch_of, peak_mib
+from benchmarks.shared_prompts import Measured, append, batch_of, peak_mib
 from slime_tis.megatron.batch import TrainingBatch
 from slime_tis.megatron.config import MegatronConfig
 from slime_tis.megatron.engine import TrainingEngine
@@ -52,16 +52,16 @@ class Contender(Measured):
         return super().seconds(batch)
 
     def logits_mib(self, batch: TrainingBatch) -> float:
-        """Memory that output layer and log-probs take beside the weight's gradient, forward and backward."""
+        """Memory that output layer and log-probs take, the weight's gradient included that autograd holds."""
         self.engine.__class__ = self.kind
-        micro, weight = self.engine._pack(batch), self.engine.model.module.output_weight()
-        hidden_LI = torch.randn(len(micro.target_L), weight.shape[1], requires_grad=True)
+        micro, inputs = self.engine._pack(batch), self.engine.model.config.hidden_size
+        hidden_LI = torch.randn(len(micro.target_L), inputs, requires_grad=True)
 
         def once() -> None:
             log_probs_L, _ = self.engine._from_hidden_states(hidden_LI, micro)
             log_probs_L[:: self.every].sum().backward()
 
-        return peak_mib(once) - weight.nbytes / MIB
+        return peak_mib(once)
 
     def _loss(self, micro: MicroBatch, log_probs_L: Tensor, entropy_L: Tensor) -> tuple[Tensor, Tensor, None]:
         loss, denominator, _ = super()._loss(micro, log_probs_L[:: self.every], entropy_L)

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from slime_tis.errors import first_line
 from slime_tis.hf_directory import FAMILIES, Family, has, load_config, moe_sizes, read_model_config
-from slime_tis.megatron.attention import TorchAttention, TorchRMSNorm
+from slime_tis.megatron.attention import TorchAttention
 from slime_tis.megatron.config import MegatronConfig
+from slime_tis.megatron.layers import TorchMLP, TorchRMSNorm, TorchSwiGLU
 from slime_tis.megatron.moe import MoeRouter, moe_options, release_probabilities
 from slime_tis.megatron.packing import PackedSequences, RotaryAngles
 from slime_tis.megatron.parallel import Parallel
@@ -194,6 +195,7 @@ def transformer_config(hf: HfConfig, config: MegatronConfig, parallel: Parallel)
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
+        use_te_activation_func=not uses_transformer_engine(hf, parallel),  # that of the spec, whosever it is
         apply_rope_fusion=uses_transformer_engine(hf, parallel),
         persist_layer_norm=False,
         batch_p2p_comm=not on_cpu,
@@ -254,6 +256,11 @@ def _torch_layer_spec(config: TransformerConfig, num_experts: int | None) -> Any
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = TorchRMSNorm
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = TorchRMSNorm
+    mlp = layer.submodules.mlp
     if num_experts is not None:
-        layer.submodules.mlp.submodules.router = MoeRouter
+        mlp.submodules.router = MoeRouter
+        for experts in (mlp.submodules.experts, mlp.submodules.shared_experts):
+            experts.submodules.activation_func = TorchSwiGLU
+    else:
+        mlp.module = TorchMLP
     return layer

@@ -1,7 +1,7 @@
-"""Attention and RMSNorm in plain torch, as megatron-core spec modules.
+"""Attention in plain torch, as a megatron-core spec module.
 
-They serve where transformer-engine is absent: on a CPU, and on a GPU without it. megatron-core's own local attention
-knows neither packed sequences nor context parallelism, and its torch RMSNorm refuses sequence parallelism.
+It serves where transformer-engine is absent: on a CPU, and on a GPU without it. megatron-core's own local attention
+knows neither packed sequences nor context parallelism.
 """
 
 from typing import Any
@@ -55,6 +55,7 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has
             raise ValueError("TorchAttention takes packed sequences with rotary angles: pass packed_seq_params")
         query, key = rotate(query, layout.cos, layout.sin), rotate(key, layout.cos, layout.sin)
         if layout.shared is not None:
+            value = value.contiguous()  # a view would keep queries and keys as they were before rotation, too
             return layout.shared(query, key, value, self.softmax_scale).flatten(1)
         if self.context_group.size() > 1:
             key, value = all_gather_tokens(torch.stack([key, value], 1), self.context_group).unbind(1)
@@ -130,17 +131,3 @@ class _AllGatherTokens(torch.autograd.Function):
         grad = grads[0].contiguous()
         torch.distributed.all_reduce(grad, group=ctx.group)
         return grad.chunk(ctx.group.size())[ctx.group.rank()], None
-
-
-class TorchRMSNorm(torch.nn.Module):
-    """x / sqrt(mean(x²) + ε) · weight, with the mark that makes megatron-core reduce its gradient under SP."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # megatron-core's mark
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalises the last dimension of x [..., hidden_size]."""
-        return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)

@@ -28,7 +28,7 @@ from slime_tis.megatron.config import MegatronConfig
 from slime_tis.megatron.fused_log_probs import fused_linear_log_probs
 from slime_tis.megatron.hf_weights import load_hf_weights, named_hf_tensors, named_weights
 from slime_tis.megatron.log_probs import vocab_parallel_log_probs
-from slime_tis.megatron.memory import TokenBudget, bytes_per_token, free_memory
+from slime_tis.megatron.memory import TokenBudget, bytes_per_token, free_memory, return_freed_memory
 from slime_tis.megatron.packing import MicroBatch, pack
 from slime_tis.megatron.parallel import Parallel
 from slime_tis.megatron.prefix_tree import PrefixTree
@@ -113,6 +113,10 @@ class TrainingEngine:
         self.optimizer = get_megatron_optimizer(_optimizer_config(config), [self.ddp], use_gloo_process_groups=False)
         self.scheduler = _scheduler(config, self.optimizer, total_steps)
         self.model.config.finalize_model_grads_func = self._finalize
+        logits = self.model.hf_config.vocab_size if gives_logits else 0
+        self._token_bytes = bytes_per_token(self.model.config, logits, config.log_probs_chunk_size)
+        if parallel.is_first_stage:
+            self.model.module.embedding.register_forward_hook(self._return_memory_before_its_gradient)
         self.loss_denominator = torch.zeros([], dtype=torch.int)
         self.poison = torch.zeros([], device=parallel.backend.device)
         self.no_shared_prompts = why_not_shared(config.share_prompts, parallel, self.model.hf_config)
@@ -296,9 +300,7 @@ class TrainingEngine:
         moments = 8 * sum(weight.numel() for weight in weights)  # which Adam is yet to make
         gradient = max(weight.nbytes for weight in weights)  # which autograd makes before it is added to the others
         free = free_memory(parallel.backend.device, parallel.local_size) - moments - gradient
-        logits = self.model.hf_config.vocab_size if self.gives_logits else 0
-        per_token = bytes_per_token(self.model.config, logits, config.log_probs_chunk_size)
-        return TokenBudget.that_fits(max(-parallel.largest(-free), 0), per_token)
+        return TokenBudget.that_fits(max(-parallel.largest(-free), 0), self._token_bytes)
 
     def _copy_weights(self) -> dict[str, Tensor]:
         return {name: weight.detach().clone() for name, weight in named_weights(self.model.module).items()}
@@ -399,6 +401,9 @@ class TrainingEngine:
                 attention_mask=None,
                 packed_seq_params=micro.packed_seq_params,
             )
+        if output.requires_grad:
+            # temporaries, before the backward pass makes others
+            return_freed_memory(output.device, self._token_bytes * micro.input_ids.numel())
 
         def last_stage(output: Tensor, non_loss_data: bool = False) -> R:
             with clock(), torch.set_grad_enabled(differentiates):  # megatron-core differentiates what has a gradient
@@ -408,6 +413,12 @@ class TrainingEngine:
                 return on_log_probs(replace(micro, logits=output.clone()), *self._from_logits(output[0], micro))
 
         return output, last_stage
+
+    def _return_memory_before_its_gradient(self, _module: torch.nn.Module, _inputs: Any, output: Tensor) -> None:
+        """Hook of the embedding, whose gradient, as large as its weight, is made when all activations are freed."""
+        if output.requires_grad:
+            freed = self._token_bytes * output.shape[0]
+            output.register_hook(lambda grad: return_freed_memory(grad.device, freed))
 
     @property
     def _vocabulary(self) -> tuple[int, int]:
@@ -422,7 +433,13 @@ class TrainingEngine:
         start, width = self._vocabulary
         weight_OI = self.model.module.output_weight()
         return fused_linear_log_probs(
-            hidden_LI, weight_OI, micro.target_L, vocab_start=start, width=width, **self._softmax_options(micro)
+            hidden_LI,
+            weight_OI,
+            micro.target_L,
+            vocab_start=start,
+            width=width,
+            weight_grad_OI=weight_OI.main_grad,  # type: ignore[attr-defined]  # megatron-core's
+            **self._softmax_options(micro),
         )
 
     def _from_logits(self, logits: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:

@@ -37,6 +37,7 @@ def fused_linear_log_probs(
     chunk_size: int = -1,
     entropy_gradient: bool = True,
     sampling_mask: SamplingMask | None = None,
+    weight_grad_OI: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of every target under softmax(hidden · weightᵀ / temperature), and the entropy of that distribution.
 
@@ -61,6 +62,8 @@ def fused_linear_log_probs(
         chunk_size: rows worked on at a time; −1 for as many as fit into a tile beside `MIN_COLUMNS`.
         entropy_gradient: whether the entropy is to be differentiated; without it the backward pass is cheaper.
         sampling_mask: the set of every row that the softmax is over, as of `vocab_parallel_log_probs`.
+        weight_grad_OI: what the weight's gradient is added to in the backward pass, megatron-core's `main_grad`, in
+            place of being returned to autograd, which would hold another tensor of that size meanwhile.
 
     Returns:
         (log_prob_L, entropy_L), float32 (float64 for such hidden states), differentiable in hidden states and weight
@@ -85,6 +88,7 @@ def fused_linear_log_probs(
         temperature=temperature,
         entropy_gradient=entropy_gradient,
         sampling_mask=sampling_mask,
+        weight_grad_OI=weight_grad_OI,
         tiles=_Tiles.of(len(target_L), width, chunk_size, GPU_TILE_BYTES if hidden_LI.is_cuda else TILE_BYTES),
     )
     found: tuple[Tensor, Tensor] = _FusedLinearLogProbs.apply(hidden_LI, weight_OI, target_L, options)  # type: ignore[no-untyped-call]  # torch's
@@ -121,6 +125,7 @@ class _Options:
     temperature: float
     entropy_gradient: bool
     sampling_mask: SamplingMask | None
+    weight_grad_OI: Tensor | None
     tiles: _Tiles
 
 
@@ -271,7 +276,8 @@ class _FusedLinearLogProbs(torch.autograd.Function):
             grad_hidden_LI = grad_hidden_LI.new_zeros(hidden_LI.shape).index_copy_(0, rows, grad_hidden_LI)
         if options.group is not None:
             all_reduce(grad_hidden_LI, group=options.group)
-        return grad_hidden_LI.to(hidden_LI.dtype), grad_weight_OI, None, None
+        is_added = options.weight_grad_OI is not None
+        return grad_hidden_LI.to(hidden_LI.dtype), None if is_added else grad_weight_OI, None, None
 
 
 def _sums_of(chunk: _Chunk, blocks: Sequence[slice]) -> tuple[_Sums, tuple[Tensor, ...]]:
@@ -309,7 +315,7 @@ def _gradients(
     slope_L = scale_L * grad_entropy_L if options.entropy_gradient else None
     of_target_L = grad_log_prob_L / options.temperature
     grad_hidden_LI = max_L.new_zeros(hidden_LI.shape)
-    grad_weight_OI = torch.zeros_like(weight_OI)
+    grad_weight_OI = torch.zeros_like(weight_OI) if options.weight_grad_OI is None else options.weight_grad_OI
     for block in options.tiles.blocks:
         grad_block_OI = grad_weight_OI[block].to(max_L.dtype)
         for chunk in chunks:
@@ -325,7 +331,8 @@ def _gradients(
             _add_product_(grad_hidden_LI[rows], grad_RV, weight_OI[block])
             _add_product_(grad_block_OI, grad_RV.t(), chunk.hidden_RI)
             del z_RV, grad_RV  # before the next tile is made
-        grad_weight_OI[block] = grad_block_OI
+        if grad_block_OI.dtype != grad_weight_OI.dtype:  # else it is a view
+            grad_weight_OI[block] = grad_block_OI
     return grad_hidden_LI, grad_weight_OI
 
 

@@ -1,6 +1,11 @@
-"""The token budget of a micro-batch where none is given: the memory that is free, over what a token takes of it."""
+"""The token budget of a micro-batch where none is given: the memory that is free, over what a token takes of it.
 
+Also gives memory back to the system between micro-batches, on a CPU.
+"""
+
+import ctypes
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import psutil
@@ -10,6 +15,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 SHARE = 0.5
 """Of the free memory that a micro-batch may take: the rest is for caches of sampling, buckets and fragmentation."""
 CGROUP = Path("/sys/fs/cgroup")
+KEPT = 256 * 2**20
+"""Bytes of freed memory that the C library may keep, which saves the time to take them from the system again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,14 +64,15 @@ def free_memory(device: torch.device, processes: int) -> int:
 def bytes_per_token(config: TransformerConfig, logits: int, chunk_size: int) -> int:
     """Bytes that a token of a micro-batch takes at the peak of a training step: activations, and logits.
 
-    Per layer what autograd saves: inputs and outputs of both norms and the residual sum (5 hidden vectors); queries
-    before and after rotation, keys and values repeated for them, and the output of the attention twice (6 vectors of
-    all queries); keys and values (3); both halves of what enters the MLP's product, its gate and the product (4 inner
-    vectors). With pipeline parallelism the first stage holds as many micro-batches as there are stages: again all
-    layers of one. Log-probs take the hidden state that the output layer gets, a copy in fp32 and its gradient in fp32;
-    the logits that they are computed from exist in tiles of a fixed size. Where all logits are asked for they are one
-    fp32 tensor that is saved, one that a user's loss gets, and two that log-probs are computed through. Every token is
-    taken to be one of a response.
+    Per layer what autograd saves: inputs and outputs of both norms (4 hidden vectors); queries, keys and values
+    repeated for them, and the output of the attention twice (5 vectors of all queries), fewer with shared prompts; keys
+    and values (2); gate and up of the MLP (2 inner vectors; 4 with an expert's product, before and after its
+    probability; 5 with transformer-engine, whose MLP saves silu(gate), a copy of up and the product, too). With
+    pipeline parallelism the first stage holds as many micro-batches as there are stages: again all layers of one.
+    Log-probs take the hidden state that the output layer gets, a copy in fp32 and its gradient in fp32; the logits that
+    they are computed from exist in tiles of a fixed size. Where all logits are asked for they are one fp32 tensor that
+    is saved, one that a user's loss gets, and two that log-probs are computed through. Every token is taken to be one
+    of a response.
 
     Args:
         config: of the model, with its parallel sizes.
@@ -75,13 +83,13 @@ def bytes_per_token(config: TransformerConfig, logits: int, chunk_size: int) -> 
     size, tensor = config.params_dtype.itemsize, config.tensor_model_parallel_size
     queries = config.num_attention_heads * config.kv_channels
     groups = config.num_query_groups * config.kv_channels
-    inner = config.ffn_hidden_size
+    inner = (2 if config.use_te_activation_func else 5) * config.ffn_hidden_size
     if config.num_moe_experts is not None:
         sparse = config.moe_router_topk * config.moe_ffn_hidden_size + (config.moe_shared_expert_intermediate_size or 0)
-        inner = max(inner if 0 in config.moe_layer_freq else 0, sparse)
+        inner = max(inner if 0 in config.moe_layer_freq else 0, 4 * sparse)
     split = (
-        5 * config.hidden_size / (tensor if config.sequence_parallel else 1)
-        + (6 * queries + 3 * groups + 4 * inner) / tensor
+        4 * config.hidden_size / (tensor if config.sequence_parallel else 1)
+        + (5 * queries + 2 * groups + inner) / tensor
     )
     layers = config.num_layers * split
     if config.recompute_granularity == "full":
@@ -89,6 +97,31 @@ def bytes_per_token(config: TransformerConfig, logits: int, chunk_size: int) -> 
     log_probs = (size + 8) * config.hidden_size
     of_logits = (8 if size == 4 else 8 + size) + (8 if chunk_size == -1 else 0)
     return int(size * layers + log_probs + of_logits * logits / tensor)
+
+
+def return_freed_memory(device: torch.device, freed: int) -> None:
+    """Gives memory that was freed back to the system.
+
+    glibc keeps freed blocks of less than 32 MiB, and those of one micro-batch fit the next one badly, whose tensors
+    have other sizes: half as much again was resident as was in use. Does nothing with other C libraries, nor where
+    tensors are on a GPU.
+
+    Args:
+        device: that tensors are on.
+        freed: bytes that were freed, about; nothing is done for less than `KEPT`.
+    """
+    libc = _glibc() if device.type == "cpu" and freed > KEPT else None
+    if libc is not None:
+        libc.malloc_trim(0)
+
+
+@cache
+def _glibc() -> ctypes.CDLL | None:
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "malloc_trim"):
+        return None
+    libc.malloc_trim.argtypes = [ctypes.c_size_t]
+    return libc
 
 
 def _left_in_the_container() -> int:

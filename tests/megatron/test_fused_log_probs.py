@@ -82,6 +82,28 @@ def test_values_and_gradients_are_those_of_all_logits(
         torch.testing.assert_close(found, value, atol=2e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("entries", [10**6, 36, 20], ids=["one tile", "blocks of the vocabulary", "chunks and blocks"])
+def test_the_gradient_of_the_weight_is_added_to_what_is_given(
+    dtype: torch.dtype, entries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiles_of(monkeypatch, entries)
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(ROWS, INPUTS).to(dtype), torch.randn(PADDED, INPUTS).to(dtype)
+    target, before = torch.tensor(TARGETS), torch.randn(PADDED, INPUTS)
+
+    def gradient(added_to: Tensor | None) -> Tensor | None:
+        leaf = weight.clone().requires_grad_()
+        log_prob, _ = fused_linear_log_probs(hidden, leaf, target, None, width=VOCABULARY, weight_grad_OI=added_to)
+        log_prob.sum().backward()
+        return leaf.grad
+
+    expected, found = gradient(None), before.clone()
+    assert expected is not None and gradient(found) is None
+    torch.testing.assert_close(found - before, expected.float(), rtol=0, atol=1e-5 if dtype == torch.float32 else 2e-2)
+    assert torch.equal(found[VOCABULARY:], before[VOCABULARY:])
+
+
 @pytest.mark.parametrize("entries", [10**6, 20], ids=["one tile", "several"])
 def test_gradients_in_float64_are_those_of_finite_differences(entries: int, monkeypatch: pytest.MonkeyPatch) -> None:
     tiles_of(monkeypatch, entries)

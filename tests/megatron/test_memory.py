@@ -4,13 +4,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 from slime_tis.megatron import memory
 from slime_tis.megatron.config import MegatronConfig
 from slime_tis.megatron.engine import TrainingEngine
-from slime_tis.megatron.memory import TokenBudget, bytes_per_token, free_memory
+from slime_tis.megatron.memory import KEPT, TokenBudget, bytes_per_token, free_memory, return_freed_memory
 from slime_tis.megatron.parallel import Parallel
 
 SMOLLM2 = {
@@ -25,16 +26,20 @@ SMOLLM2 = {
     "tensor_model_parallel_size": 1,
     "sequence_parallel": False,
     "recompute_granularity": None,
+    "use_te_activation_func": True,
 }
 HEAD = 12 * 576
 """Of log-probs: hidden states, a copy and their gradient."""
-PER_LAYER = 5 * 576 + 6 * 576 + 3 * 192 + 4 * 1536
+PER_LAYER = 4 * 576 + 5 * 576 + 2 * 192 + 2 * 1536
 
 
 @pytest.mark.parametrize(
     ("changes", "logits", "chunk_size", "expected"),
     [
         pytest.param({}, 0, -1, 4 * 30 * PER_LAYER + HEAD, id="fp32"),
+        pytest.param(
+            {"use_te_activation_func": False}, 0, -1, 4 * 30 * (PER_LAYER + 3 * 1536) + HEAD, id="transformer-engine"
+        ),
         pytest.param({}, 0, 256, 4 * 30 * PER_LAYER + HEAD, id="fp32, log-probs in chunks"),
         pytest.param({}, 49152, -1, 4 * 30 * PER_LAYER + HEAD + 16 * 49152, id="fp32, logits asked for"),
         pytest.param({}, 49152, 256, 4 * 30 * PER_LAYER + HEAD + 8 * 49152, id="the same, log-probs in chunks"),
@@ -50,7 +55,7 @@ PER_LAYER = 5 * 576 + 6 * 576 + 3 * 192 + 4 * 1536
             {"tensor_model_parallel_size": 2},
             49152,
             -1,
-            4 * 30 * (5 * 576 + (PER_LAYER - 5 * 576) // 2) + HEAD + 8 * 49152,
+            4 * 30 * (4 * 576 + (PER_LAYER - 4 * 576) // 2) + HEAD + 8 * 49152,
             id="two tensor-parallel ranks",
         ),
         pytest.param(
@@ -71,7 +76,7 @@ PER_LAYER = 5 * 576 + 6 * 576 + 3 * 192 + 4 * 1536
             },
             0,
             -1,
-            4 * 30 * (PER_LAYER - 4 * 1536 + 4 * 1024) + HEAD,
+            4 * 30 * (PER_LAYER - 2 * 1536 + 4 * 1024) + HEAD,
             id="experts",
         ),
     ],
@@ -115,3 +120,19 @@ def test_options_decide_where_they_are_given(model: Path, parallel: Parallel) ->
     assert budget(use_dynamic_batch_size=True, max_tokens_per_gpu=100) == TokenBudget(tokens=100)
     found = budget()
     assert found is not None and found.reason is not None and found.tokens > 10_000
+
+
+def test_freed_memory_goes_back_to_the_system() -> None:
+    if memory._glibc() is None:
+        pytest.skip("the C library is not glibc")
+    torch.ones(31 * 2**18)  # freed blocks up to this size stay in the heap from now on
+    blocks = [torch.ones(2**18) for _ in range(2 * KEPT // 2**20)]
+    held = blocks[63::64]  # the last one is above all others
+    del blocks
+    kept = psutil.Process().memory_info().rss
+    return_freed_memory(torch.device("cpu"), KEPT)
+    return_freed_memory(torch.device("cuda"), 2 * KEPT)
+    assert psutil.Process().memory_info().rss >= kept
+    return_freed_memory(torch.device("cpu"), 2 * KEPT)
+    assert psutil.Process().memory_info().rss < kept - KEPT
+    assert all(block.sum() == 2**18 for block in held)

@@ -1,0 +1,112 @@
+"""RMSNorm and SwiGLU against torch's own: values to the bit, gradients, and what is saved for the backward pass."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slime_tis.megatron.layers import TorchRMSNorm, swiglu, with_recomputed_input
+
+TOKENS, HIDDEN = 5, 48
+
+
+def norm(dtype: torch.dtype) -> TorchRMSNorm:
+    layer = TorchRMSNorm(SimpleNamespace(params_dtype=dtype, sequence_parallel=False), HIDDEN, 1e-6)  # type: ignore[arg-type]
+    with torch.no_grad():
+        layer.weight.copy_(torch.randn(HIDDEN).exp())
+    return layer
+
+
+def plain_swiglu(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def gradients(function: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
+    x = x.detach().requires_grad_()
+    return torch.autograd.grad(function(x), [x, *more], grad)
+
+
+def saved(function: Callable[[Tensor], Tensor], x: Tensor) -> int:
+    """Elements that are saved for the backward pass, the input and parameters among them."""
+    sizes: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes() // tensor.itemsize
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = function(x.detach().requires_grad_())
+    assert output.requires_grad
+    return sum(sizes.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
+def test_the_norm_is_that_of_torch(dtype: torch.dtype, scale: float) -> None:
+    torch.manual_seed(0)
+    layer, x = norm(dtype), (torch.randn(TOKENS, 1, HIDDEN) * scale).to(dtype)
+    grad = torch.randn(TOKENS, 1, HIDDEN).to(dtype)
+
+    def reference(x: Tensor) -> Tensor:
+        return F.rms_norm(x, (HIDDEN,), layer.weight, layer.eps)
+
+    assert torch.equal(layer(x), reference(x))
+    found = gradients(layer, x, grad, layer.weight)
+    for one, other in zip(found, gradients(reference, x, grad, layer.weight), strict=True):
+        assert one.dtype == dtype and one.shape == other.shape
+        difference = (one.double() - other.double()).norm() / other.double().norm()
+        assert difference < (1e-6 if dtype == torch.float32 else 1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_swiglu_is_that_of_torch(dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    x, grad = (torch.randn(TOKENS, 1, 2 * HIDDEN) * 3).to(dtype), torch.randn(TOKENS, 1, HIDDEN).to(dtype)
+    assert torch.equal(swiglu(x), plain_swiglu(x))
+    torch.testing.assert_close(*gradients(swiglu, x, grad), *gradients(plain_swiglu, x, grad))
+
+
+def test_gradients_are_those_of_differences() -> None:
+    torch.manual_seed(2)
+    layer, x = norm(torch.float64), torch.randn(3, HIDDEN, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(layer, (x,))
+    assert torch.autograd.gradcheck(swiglu, (x,))
+
+
+def test_what_the_backward_pass_does_not_need_is_not_saved() -> None:
+    x = torch.randn(TOKENS, HIDDEN)
+    assert saved(norm(torch.float32), x) == TOKENS * HIDDEN + TOKENS + HIDDEN  # x, a number per token, the weight
+    assert saved(swiglu, x) == TOKENS * HIDDEN
+    assert saved(plain_swiglu, x) == TOKENS * HIDDEN * 3 // 2  # what saving is counted against
+
+
+def test_the_input_of_a_layer_is_computed_again() -> None:
+    torch.manual_seed(3)
+    weight = torch.randn(HIDDEN, HIDDEN, requires_grad=True)
+    x, grad = torch.randn(TOKENS, 2 * HIDDEN), torch.randn(TOKENS, HIDDEN)
+
+    def layer(entering: Tensor) -> Tensor:
+        return entering @ weight
+
+    def recomputing(x: Tensor) -> Tensor:
+        return with_recomputed_input(layer, swiglu, x)
+
+    def plain(x: Tensor) -> Tensor:
+        return layer(swiglu(x))
+
+    for one, other in zip(gradients(recomputing, x, grad, weight), gradients(plain, x, grad, weight), strict=True):
+        assert torch.equal(one, other)
+    calls = []
+
+    def counted(x: Tensor) -> Tensor:
+        calls.append(torch.is_grad_enabled())
+        return swiglu(x)
+
+    output = with_recomputed_input(layer, counted, x.requires_grad_())
+    assert calls == [True]
+    output.backward(grad)
+    assert calls == [True, False]
