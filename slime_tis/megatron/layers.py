@@ -132,10 +132,11 @@ def with_recomputed_input(layer: Callable[[Tensor], R], function: Callable[[Tens
         x: saved for both.
     """
     entering = function(x)
+    shape, address = entering.shape, entering.data_ptr()  # autograd keeps `pack`, which must not keep the tensor
     saved = x.detach()
 
     def pack(tensor: Tensor) -> Tensor | _Recomputed:
-        is_input = tensor.shape == entering.shape and tensor.data_ptr() == entering.data_ptr()
+        is_input = tensor.shape == shape and tensor.data_ptr() == address
         return _Recomputed(saved) if is_input else tensor
 
     def unpack(packed: Tensor | _Recomputed) -> Tensor:
