@@ -195,7 +195,7 @@ def transformer_config(hf: HfConfig, config: MegatronConfig, parallel: Parallel)
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
-        use_te_activation_func=not uses_transformer_engine(hf, parallel),  # that of the spec, whosever it is
+        use_te_activation_func=not uses_transformer_engine(hf, parallel),  # the spec's, here TorchSwiGLU
         apply_rope_fusion=uses_transformer_engine(hf, parallel),
         persist_layer_norm=False,
         batch_p2p_comm=not on_cpu,

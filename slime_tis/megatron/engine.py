@@ -72,6 +72,19 @@ class MicroBatches:
     """Tokens of the largest one of all ranks, as a share of the token budget; None without one."""
 
 
+@dataclass(frozen=True)
+class ReturnsMemoryBeforeGradient:
+    """Forward hook of the embedding, whose gradient, as large as its weight, is made once all activations are freed."""
+
+    token_bytes: int
+    """That the activations of a token take."""
+
+    def __call__(self, _module: torch.nn.Module, _inputs: Any, output: Tensor) -> None:
+        """Has the activations' memory returned when the gradient of the output is there."""
+        if output.requires_grad:
+            output.register_hook(lambda grad: return_freed_memory(grad.device, self.token_bytes * len(grad)))
+
+
 class TrainingEngine:
     """A policy in Megatron-core: log-probs, training steps, and its weights under Hugging Face names."""
 
@@ -116,7 +129,7 @@ class TrainingEngine:
         logits = self.model.hf_config.vocab_size if gives_logits else 0
         self._token_bytes = bytes_per_token(self.model.config, logits, config.log_probs_chunk_size)
         if parallel.is_first_stage:
-            self.model.module.embedding.register_forward_hook(self._return_memory_before_its_gradient)
+            self.model.module.embedding.register_forward_hook(ReturnsMemoryBeforeGradient(self._token_bytes))
         self.loss_denominator = torch.zeros([], dtype=torch.int)
         self.poison = torch.zeros([], device=parallel.backend.device)
         self.no_shared_prompts = why_not_shared(config.share_prompts, parallel, self.model.hf_config)
@@ -413,12 +426,6 @@ class TrainingEngine:
                 return on_log_probs(replace(micro, logits=output.clone()), *self._from_logits(output[0], micro))
 
         return output, last_stage
-
-    def _return_memory_before_its_gradient(self, _module: torch.nn.Module, _inputs: Any, output: Tensor) -> None:
-        """Hook of the embedding, whose gradient, as large as its weight, is made when all activations are freed."""
-        if output.requires_grad:
-            freed = self._token_bytes * output.shape[0]
-            output.register_hook(lambda grad: return_freed_memory(grad.device, freed))
 
     @property
     def _vocabulary(self) -> tuple[int, int]:
