@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from tests.devices import SIMULATED, on_device
 from tests.runs import make_task, run_here, start_fork_server
@@ -14,6 +15,9 @@ from tests.runs import make_task, run_here, start_fork_server
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # a shell's background job ignores it, and so would its children
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+settings.register_profile("busy machine", deadline=None)  # no test asserts a time
+settings.load_profile("busy machine")
 
 Run = Callable[..., list[dict[str, Any]]]
 

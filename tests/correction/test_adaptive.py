@@ -127,7 +127,7 @@ def test_small_batches(options: dict[str, float]) -> None:
     assert with_an_empty_one.global_batch.adaptive_bounds.k3.item() == pytest.approx(K3)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 40), st.floats(0.01, 0.9), st.integers(0, 1000))
 def test_the_share_is_rejected_to_the_sequence(count: int, share: float, seed: int) -> None:
     found = of_log_ratios(reject(rs_target_fraction=share), noise([5 + i for i in range(count)], 0.05, seed))
@@ -177,7 +177,7 @@ def test_padded_and_packed_batches() -> None:
     assert packed.mask.tolist() == found.mask.view(-1).tolist()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.floats(0, 4) | st.sampled_from([0.0, 0.25, 5e-324, 1e300, math.inf]), max_size=20),
     st.integers(0, 20),

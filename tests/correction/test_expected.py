@@ -32,13 +32,13 @@ def assert_agrees(config: RolloutCorrectionConfig, batch: tuple[list, list, list
     assert values == pytest.approx(result.metrics, rel=1e-6, abs=1e-7)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(configurations(), batches())
 def test_finite_batches(config: RolloutCorrectionConfig, batch: tuple[list, list, list]) -> None:
     assert_agrees(config, batch, expected_correction(config, *batch))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(configurations(), batches(wild=True))
 def test_batches_with_non_finite_values(config: RolloutCorrectionConfig, batch: tuple[list, list, list]) -> None:
     result = expected_correction(config, *batch)

@@ -24,7 +24,7 @@ def assert_same(a: tuple, b: tuple) -> None:
     assert a[2].metrics() == pytest.approx(b[2].metrics(), rel=1e-6, abs=1e-6)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(configurations(), batches(), st.randoms())
 def test_permutation(config: RolloutCorrectionConfig, batch: Inputs, shuffler: random.Random) -> None:
     inputs = tensors(batch)
@@ -36,7 +36,7 @@ def test_permutation(config: RolloutCorrectionConfig, batch: Inputs, shuffler: r
     assert_same(expected, (shuffled.weights, shuffled.mask, shuffled.statistics))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(configurations(), batches(), st.integers(0, 40))
 def test_layout_and_padding(config: RolloutCorrectionConfig, batch: Inputs, extra: int) -> None:
     inputs = tensors(batch)
@@ -60,7 +60,7 @@ def pad(sequences: list[torch.Tensor], width: int) -> torch.Tensor:
     return out
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(configurations(), batches(), st.integers(0, 5))
 def test_micro_batches_merge(config: RolloutCorrectionConfig, batch: Inputs, cut: int) -> None:
     inputs = tensors(batch)
@@ -81,7 +81,7 @@ def test_micro_batches_merge(config: RolloutCorrectionConfig, batch: Inputs, cut
     assert_same((whole.weights, whole.mask, whole.statistics), (weights, mask, statistics))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(configurations(), batches(max_sequences=8))
 def test_chunks(config: RolloutCorrectionConfig, batch: Inputs) -> None:
     inputs = tensors(batch)

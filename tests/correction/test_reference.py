@@ -47,7 +47,7 @@ def assert_is(reference: ReferenceCorrection, expected: Expected) -> None:
         assert mask[: len(row)].tolist() == row_mask and not mask[len(row) :].any() and not weights[len(row) :].any()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(configurations(), batches())
 def test_finite_batches(config: RolloutCorrectionConfig, batch: Batch) -> None:
     reference = reference_correct(config, *padded(batch))
@@ -58,7 +58,7 @@ def test_finite_batches(config: RolloutCorrectionConfig, batch: Batch) -> None:
     assert_metrics(reference.metrics, expected.metrics, 1e-7)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(configurations(), batches(wild=True))
 def test_batches_with_non_finite_values(config: RolloutCorrectionConfig, batch: Batch) -> None:
     reference = reference_correct(config, *padded(batch))

@@ -16,7 +16,7 @@ TOKEN_IS = RolloutCorrectionConfig(use_tis=True)
 NAN, INF = math.nan, math.inf
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(configurations(), batches(wild=True))
 def test_nothing_non_finite_comes_out(config: RolloutCorrectionConfig, batch: tuple[list, list, list]) -> None:
     train, rollout, mask = batch

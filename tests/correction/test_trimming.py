@@ -57,7 +57,7 @@ def test_trimming_by_hand() -> None:
     assert values["mis_second_moment_masked_fraction"] == 0.25 and values["gradient_kept_fraction"] == 0.75
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.floats(-2, 2, width=32), min_size=1, max_size=30), st.floats(0.01, 2.0))
 def test_trimming_drops_the_largest_and_no_more_than_needed(values: list[float], bound: float) -> None:
     config = RolloutCorrectionConfig(rs_second_moment_bound=bound)
@@ -103,7 +103,7 @@ def test_limit_by_hand(case: str) -> None:
 SQUARES = st.floats(0, 4, width=32) | st.sampled_from([0.0, 0.25, 0.3, 1.0])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(SQUARES, max_size=40),
     st.floats(1e-3, 4),

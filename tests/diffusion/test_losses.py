@@ -53,7 +53,7 @@ def drawn(rows: Rows, draw: st.DataObject, values: st.SearchStrategy[float]) -> 
     return [draw.draw(st.lists(values, min_size=len(row), max_size=len(row))) for row in rows]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(configurations(), trajectories(), st.data(), st.booleans(), st.sampled_from(["kept", "original"]))
 def test_against_plain_loops(
     config: RolloutCorrectionConfig, batch: tuple[Rows, Rows], draw: st.DataObject, clipped: bool, normalizer: str
@@ -87,7 +87,7 @@ def test_against_plain_loops(
     assert sums == pytest.approx({"clipped": oracle.clipped, "kl": oracle.kl, "ratio": oracle.ratio}, abs=1e-6)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(configurations(), trajectories(wild=True), st.booleans())
 def test_nothing_non_finite_comes_out(config: RolloutCorrectionConfig, batch: tuple[Rows, Rows], clipped: bool) -> None:
     """Neither in the loss nor in the gradient, where a step is rejected or neutral for not being finite."""
@@ -178,7 +178,7 @@ def test_everything_rejected_is_a_loss_of_zero() -> None:
     assert found.loss.item() == 0.0 and found.denominator.item() == 0 and not gradient.any()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(configurations(), trajectories(), st.booleans())
 def test_steps_and_micro_batches_add_up(
     config: RolloutCorrectionConfig, batch: tuple[Rows, Rows], by_step: bool

@@ -57,7 +57,7 @@ def test_times_per_trajectory_are_those_of_each() -> None:
     assert whole[1].item() == gaussian_log_prob(sample[1:2], means[1:2], stds[1].item(), reduction="sum").item()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.floats(-3, 3), st.floats(-3, 3), st.floats(1e-3, 3), st.integers(1, 5), st.integers(1, 4))
 def test_log_probs_are_those_of_torch(x: float, mean: float, std: float, batch: int, width: int) -> None:
     generator = torch.Generator().manual_seed(batch)
@@ -123,7 +123,7 @@ class GaussianFlow:
         return mean, variance
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.floats(0.05, 0.9), st.floats(0.1, 1.5), st.floats(-2, 2), st.floats(0.3, 2.0))
 def test_a_small_step_keeps_the_marginal_whatever_the_noise(t: float, a: float, m: float, s: float) -> None:
     """Of ODE and SDE alike: what a step of size h does to mean and variance differs from the marginal by O(h²)."""

@@ -24,7 +24,7 @@ def times_of(batch: int, steps: int) -> Rows:
     return [[TIMES[(i + t) % len(TIMES)] for t in range(steps)] for i in range(batch)]
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 @given(configurations(), trajectories())
 def test_against_plain_loops(config: RolloutCorrectionConfig, batch: tuple[Rows, Rows]) -> None:
     oracle = expected_trajectories(config, *batch)
@@ -40,7 +40,7 @@ def test_against_plain_loops(config: RolloutCorrectionConfig, batch: tuple[Rows,
     assert found.statistics.metrics() == pytest.approx(expected_metrics(config, *batch, times), rel=1e-6, abs=1e-7)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(configurations(), trajectories(wild=True))
 def test_what_is_not_finite(config: RolloutCorrectionConfig, batch: tuple[Rows, Rows]) -> None:
     oracle = expected_trajectories(config, *batch)
@@ -54,7 +54,7 @@ def test_what_is_not_finite(config: RolloutCorrectionConfig, batch: tuple[Rows, 
     assert {name: values[name] for name in sizes} == pytest.approx(sizes, rel=1e-6, abs=1e-7)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(configurations(), trajectories(), st.integers(0, 5))
 def test_micro_batches_merge(config: RolloutCorrectionConfig, batch: tuple[Rows, Rows], cut: int) -> None:
     train, rollout = tensors(*batch)
@@ -70,7 +70,7 @@ def test_micro_batches_merge(config: RolloutCorrectionConfig, batch: tuple[Rows,
     assert merged == pytest.approx(whole.statistics.metrics(), rel=1e-6, abs=1e-6)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(configurations(), trajectories())
 def test_one_step_is_a_column(config: RolloutCorrectionConfig, batch: tuple[Rows, Rows]) -> None:
     """[B] is [B, 1]: each step of each trajectory is a sequence of its own, and every level is the token's."""

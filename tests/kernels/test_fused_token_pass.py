@@ -105,20 +105,20 @@ def plain(node: Any) -> Any:
     return torch.zeros(()) if node is None else node if isinstance(node, torch.Tensor) else plain(vars(node))
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(configurations(), batches())
 def test_finite_batches(config: RolloutCorrectionConfig, batch: Batch) -> None:
     assert_same(config, packed(batch))
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(configurations(), batches(wild=True))
 def test_batches_with_non_finite_values(config: RolloutCorrectionConfig, batch: Batch) -> None:
     # rows of log-probs of ±3e38 overflow in the order in which they are added
     assert_same(config, packed(batch), but=("train",))
 
 
-@settings(max_examples=EXAMPLES // 2, deadline=None)
+@settings(max_examples=EXAMPLES // 2)
 @given(configurations(), batches(wild=True))
 def test_correct_agrees_with_the_reference(config: RolloutCorrectionConfig, batch: Batch) -> None:
     width = max((len(x) for x in batch[0]), default=0) + 1

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_tis.correction import context_parallel
@@ -45,7 +45,6 @@ def test_ranks_make_the_same_number_of_passes() -> None:
     assert len(second) == 3 and sorted(i for bin in second for i in bin) == [0, 1, 2]
 
 
-@settings(deadline=None)
 @given(
     st.integers(1, 3).flatmap(
         lambda ranks: st.integers(1, 12).flatmap(
@@ -119,7 +118,6 @@ def test_select_takes_the_slices_of_a_context_rank_along() -> None:
     assert whole.select([0, 1]).responses.slices == whole.responses.slices
 
 
-@settings(deadline=None)
 @given(st.integers(1, 5), st.integers(0, 6))
 def test_shards_of_all_ranks_are_the_samples_in_their_order(size: int, per_rank: int) -> None:
     samples = list(range(size * per_rank))
@@ -141,7 +139,6 @@ def test_siblings_are_dealt_out_together_where_ranks_get_as_many() -> None:
     assert dealt_together(["a"] * 3 + ["b"] * 5, 2) == 1
 
 
-@settings(deadline=None)
 @given(st.integers(1, 4), st.lists(st.integers(1, 6), min_size=1, max_size=5))
 def test_shards_of_runs_are_the_samples_in_their_order(size: int, groups: list[int]) -> None:
     samples = [(group, i) for group, count in enumerate(groups * size) for i in range(count)]
@@ -178,7 +175,6 @@ def test_the_only_group_of_a_micro_batch_is_split_for_another_rank() -> None:
     assert sorted(map(len, second)) == [1, 1, 2] and sorted(i for one in second for i in one) == [0, 1, 2, 3]
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(0, 2), max_size=12)), min_size=1, max_size=14),
     st.integers(1, 60),
@@ -212,7 +208,6 @@ def test_the_segments_of_a_rollout_over_the_budget_are_together_and_alone() -> N
     assert token_budget_partitions([tree], 21, [[0, 0, 1, 2]]) == [[[0, 1, 2, 3]]]
 
 
-@settings(deadline=None)
 @given(
     st.lists(
         st.lists(st.tuples(st.integers(0, 2), st.integers(1, 12)), min_size=1, max_size=3), min_size=1, max_size=8
@@ -232,7 +227,6 @@ def test_rollouts_are_whole_and_within_the_budget(drawn: list[list[tuple[int, in
         assert len(chosen) == 1 or load_of(tree, samples) <= budget
 
 
-@settings(deadline=None)
 @given(
     st.integers(1, 20).flatmap(
         lambda bins: st.tuples(

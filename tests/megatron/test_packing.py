@@ -82,7 +82,7 @@ def test_filler_makes_the_row_divisible_and_is_not_trained_on() -> None:
     assert packed.packed_seq_params.cu_seqlens_q.tolist() == [0, 3, 4]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=5),
     st.integers(1, 4),
@@ -171,7 +171,7 @@ def test_without_any_rows_routers_choose() -> None:
     assert packed.routed_experts is None and packed.routing_weights is None
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9), st.booleans()), min_size=1, max_size=5),
     st.integers(1, 4),

@@ -35,7 +35,7 @@ def dense(tree: PrefixTree, filler: int, query: Tensor, key: Tensor, value: Tens
     return F.scaled_dot_product_attention(*rows, attn_mask=torch.tensor(sees), scale=0.3)[0].transpose(0, 1)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(groups, st.integers(0, 3))
 def test_merged_parts_are_a_dense_mask(drawn: list[tuple[list[int], list[list[int]]]], filler: int) -> None:
     tree = tree_of([(prompt, response) for prompt, responses in drawn for response in responses])
@@ -48,7 +48,7 @@ def test_merged_parts_are_a_dense_mask(drawn: list[tuple[list[int], list[list[in
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(groups, st.integers(0, 3))
 def test_blocks_are_a_dense_mask(drawn: list[tuple[list[int], list[list[int]]]], filler: int) -> None:
     tree = tree_of([(prompt, response) for prompt, responses in drawn for response in responses])

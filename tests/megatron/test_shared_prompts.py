@@ -118,7 +118,7 @@ def engine(model: Path, parallel: Parallel) -> Counting:
     return Counting(config, parallel, temperature=1.0, total_steps=1, keep_reference=True, entropy_gradient=True)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(groups, st.randoms(use_true_random=False))
 def test_random_groups(engine: Counting, drawn: list[tuple[list[int], list[list[int]]]], chance: random.Random) -> None:
     samples = [(prompt, response) for prompt, responses in drawn for response in responses]

@@ -35,7 +35,7 @@ def test_a_quarter_of_the_way_up_is_rounded_up_a_quarter_of_the_time():
 
 
 @pytest.mark.parametrize("precision", COARSE)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 2**31), exponent=st.integers(-12, 3))
 def test_stochastic_rounding_takes_a_neighbour_and_has_no_bias(precision, seed, exponent):
     weight = torch.randn(4, 16, generator=generator(seed)) * 2.0**exponent
