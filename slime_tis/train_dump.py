@@ -119,7 +119,7 @@ class TrainDump:
         self._steps = []
 
     def flush(self) -> None:
-        """Waits until the rollouts so far are written."""
+        """Waits until the rollouts so far are written, or reported as not written."""
         self._queue.join()
 
     def close(self) -> None:

@@ -1,6 +1,7 @@
 """The named metrics, computed from merged statistics once per step."""
 
 import math
+import sys
 from dataclasses import fields
 
 from slime_tis.correction.config import RolloutCorrectionConfig
@@ -137,8 +138,10 @@ def _bound_metrics(bounds: BoundSums[float], sequences: float) -> dict[str, floa
 
 
 def _deviation(minus_1: float, minus_1_squared: float, count: float) -> float:
-    """Standard deviation of w from Σ(w − 1) and Σ(w − 1)²."""
-    return math.sqrt(max(minus_1_squared / count - (minus_1 / count) ** 2, 0.0))
+    """Standard deviation of w from Σ(w − 1) and Σ(w − 1)²; 0 where their difference is within their rounding."""
+    mean_square = minus_1_squared / count
+    variance = mean_square - (minus_1 / count) ** 2
+    return math.sqrt(variance) if variance > 4 * sys.float_info.epsilon * mean_square else 0.0
 
 
 def _weight_of(config: RolloutCorrectionConfig, ratio: float) -> float:
