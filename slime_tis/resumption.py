@@ -119,7 +119,8 @@ class Checkpointer:
             self.evaluation.first_accuracy = state.first_accuracy
         self.evaluation.is_overdue = bool(self.evaluation.prompts) and state.evaluation_due
         save = self.config.save
-        if save is not None and same_path(point.checkpoint.parent, save) and not self.evaluation.is_overdue:
+        goes_on_there = save is not None and same_path(point.checkpoint.parent, save)
+        if goes_on_there and not self.evaluation.is_overdue:
             self.saved_step = state.step
         self.sampler.resume_unfinished([[from_dict(row) for row in group] for group in state.unfinished])
         same_engine = not changed(state.options, options, ("rollout_engine", "rollout_precision"))
@@ -129,6 +130,8 @@ class Checkpointer:
         else:
             update_weights()
         if self.learner.parallel.is_main:
+            if goes_on_there:  # a run that was killed may not have come to it, and this one have nothing left to save
+                checkpoint.remove_older(point.checkpoint, self.run_id, self.config.save_retain)
             print(f"resumed from {point.checkpoint}, after step {state.step}", flush=True)
             difference = changed_options(state.options, options)
             if difference:

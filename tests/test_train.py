@@ -190,6 +190,22 @@ def test_a_run_killed_and_resumed_gives_the_same_metrics(task: list[str], tmp_pa
     assert [training_metrics(row) for row in resumed] == expected
 
 
+def test_a_resumed_run_ends_the_removal_that_a_killed_one_began_though_it_has_nothing_to_save(
+    task: list[str], tmp_path: Path
+) -> None:
+    save = tmp_path / "save"
+    flags = [*task, "--num-rollout", "4", "--save-interval", "1", "--save", str(save)]
+    run_here([*flags, "--save-retain", "4"], tmp_path / "run")
+    (save / "iter_0000001").rename(save / ".iter_0000001.removed")  # killed here after the last checkpoint counted
+    (save / ".iter_0000001.removed" / "common.pt").unlink()
+    before = sorted(path.name for path in save.iterdir())
+    elsewhere = [*flags[:-1], str(tmp_path / "other"), "--load", str(save), "--save-retain", "2"]
+    run_here(elsewhere, tmp_path / "second")
+    assert sorted(path.name for path in save.iterdir()) == before  # --load alone is only read
+    run_here([*flags, "--load", str(save), "--save-retain", "2"], tmp_path / "run")
+    assert sorted(path.name for path in save.iterdir()) == ["iter_0000003", "iter_0000004"]
+
+
 def test_a_checkpoint_counts_once_its_steps_are_reported_and_dumped(
     task: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

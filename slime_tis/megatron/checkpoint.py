@@ -57,7 +57,7 @@ class Unfinished:
         with self.discarded_on_error():
             _on_main(self.is_main, lambda: files.finish(self.path, self.final, self.run))
         if self.is_main:
-            _prune(self.final, self.run, retain)
+            remove_older(self.final, self.run, retain)
         return self.final
 
     def discard(self) -> None:
@@ -184,6 +184,18 @@ def load(checkpoint: Path, engine: TrainingEngine) -> None:
         ) from error
 
 
+def remove_older(newest: Path, run: str, retain: int) -> None:
+    """Removes a run's checkpoints before `newest` but for the last `retain` counting it, and what killed runs left.
+
+    Warns where that fails. For the main process alone.
+    """
+    try:
+        files.sweep(newest.parent)
+        files.prune(newest, run, retain)
+    except OSError as error:
+        print(f"warning: an earlier checkpoint could not be removed: {error}", file=sys.stderr)
+
+
 def _damage(checkpoint: Path) -> str | None:
     """What is wrong with this rank's share of the files of a checkpoint."""
     try:
@@ -192,13 +204,6 @@ def _damage(checkpoint: Path) -> str | None:
     except files.Damaged as error:
         return str(error)
     return None
-
-
-def _prune(newest: Path, run: str, retain: int) -> None:
-    try:
-        files.prune(newest, run, retain)
-    except OSError as error:
-        print(f"warning: an earlier checkpoint could not be removed: {error}", file=sys.stderr)
 
 
 def _share(names: list[str]) -> list[str]:

@@ -60,13 +60,22 @@ def begin(checkpoint: Path) -> Path:
     """
     unfinished = checkpoint.with_name(f".{checkpoint.name}.unfinished")
     checkpoint.parent.mkdir(parents=True, exist_ok=True)
-    for left in checkpoint.parent.iterdir():
-        if LEFT_OVER.fullmatch(left.name) and left.is_dir() and not left.is_symlink():
-            discard(left)
+    sweep(checkpoint.parent)
     if unfinished.exists():
         raise FileExistsError(errno.EEXIST, "holds files that this program did not write", str(unfinished))
     unfinished.mkdir()
     return unfinished
+
+
+def sweep(directory: Path) -> None:
+    """Removes what killed runs left of checkpoints that they were writing or removing.
+
+    Raises:
+        OSError: a file cannot be removed.
+    """
+    for left in directory.iterdir():
+        if LEFT_OVER.fullmatch(left.name) and left.is_dir() and not left.is_symlink():
+            discard(left)
 
 
 def discard(left_over: Path) -> None:
