@@ -80,13 +80,25 @@ class JsonLines:
     def __init__(self, path: Path, resume_step: int = 0, *, evaluates_again: bool = False) -> None:
         if path.exists():
             write_atomically(path, "".join(metrics_before(path, resume_step, evaluates_again=evaluates_again)))
+        self._path = path
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (open as long as the run)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Appends a line and flushes it."""
+        """Appends a line and flushes it.
+
+        Raises:
+            OSError: it cannot be written, on a full disk for instance; the message names the file.
+        """
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        self._file.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
-        self._file.flush()
+        line = json.dumps({"step": step, **finite}, allow_nan=False) + "\n"
+        try:
+            self._file.write(line)
+            self._file.flush()
+        except OSError as error:
+            raise OSError(
+                f"could not write the metrics of step {step} to {self._path}: {error.strerror}; free space (or give "
+                "another --output-dir), and go on with --load from the newest checkpoint, if there is one"
+            ) from error
 
     def close(self) -> None:
         """Closes the file."""

@@ -401,18 +401,44 @@ def test_a_full_disk_loses_nothing(task: list[str], trained: Path, tmp_path: Pat
 
 
 def test_a_small_disk_is_reported_in_one_message(task: list[str], tmp_path: Path, tally: Any) -> None:
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)], capture_output=True, check=False
-    )
-    if mounted.returncode != 0:
-        pytest.skip("mounting a file system is not permitted")
     full = tally("full disk")
-    try:
+    with disk(tmp_path, "1m"):
         flags = [*task, "--num-rollout", "3", "--save-interval", "1", "--output-dir", str(tmp_path / "run")]
         outcome = run_forked([*flags, "--save", str(tmp_path / "save")], tmp_path.parent / "small_log", timeout=TIMEOUT)
         full.record("1 MB", not_one_message(outcome, 1, "No space left on device"))
         left = [path.name for path in (tmp_path / "save").iterdir()]
         full.record("what is left", None if left == ["iter_0000001"] else str(left))
-    finally:
-        subprocess.run(["umount", "-l", str(tmp_path)], check=False)
     full.check(at_least=2)
+
+
+def test_a_checkpoint_whose_metrics_cannot_be_written_does_not_count(
+    task: list[str], trained: Path, tmp_path: Path, tally: Any
+) -> None:
+    full = tally("full disk")
+    (tmp_path / "run").mkdir()
+    with disk(tmp_path / "run", "20k"):
+        outcome = run_forked(resume(task, tmp_path), tmp_path / "log", timeout=TIMEOUT)
+        full.record(
+            "20 kB for metrics", not_one_message(outcome, 1, "could not write the metrics of step", "metrics.jsonl")
+        )
+        left = sorted(path.name for path in (tmp_path / "save").iterdir())
+        whole = (tmp_path / "run" / "metrics.jsonl").read_bytes().count(b"\n")
+        right = whole < 4 and left[-1] == f"iter_{whole:07d}" and left[0][0] != "."
+        full.record("what is left", None if right else f"{left}, metrics of {whole} steps")
+        subprocess.run(["mount", "-o", "remount,size=1m", str(tmp_path / "run")], check=True)
+        outcome = run_forked(resume(task, tmp_path), tmp_path / "log", timeout=TIMEOUT)
+        same = outcome.status == 0 and metrics(tmp_path / "run") == metrics(trained / "run")
+        full.record("after it", None if same else outcome.error)
+    full.check(at_least=3)
+
+
+@contextmanager
+def disk(path: Path, size: str) -> Iterator[None]:
+    """A file system of a size at a path; skips the test where it may not be mounted."""
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)]
+    if subprocess.run(command, capture_output=True, check=False).returncode != 0:
+        pytest.skip("mounting a file system is not permitted")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(path)], check=False)

@@ -6,6 +6,7 @@ import math
 import os
 import pty
 import re
+import resource
 import struct
 import subprocess
 import sys
@@ -41,6 +42,18 @@ def test_jsonl_is_one_valid_object_a_step_at_once(tmp_path):
     assert path.read_text() == '{"step": 1, "train/loss": 0.5, "train/kl": null, "train/max": null}\n'
     reporter.log({"train/loss": 0.25}, 2)
     assert lines_of(path)[1] == {"step": 2, "train/loss": 0.25}
+    reporter.close()
+
+
+def test_jsonl_on_a_full_disk_names_the_file_and_the_step(tmp_path):
+    reporter = JsonLines(tmp_path / "metrics.jsonl")
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, unlimited[1]))
+    try:
+        with pytest.raises(OSError, match=r"^could not write the metrics of step 7 to .*jsonl: File too large"):
+            reporter.log({f"train/{number}": 0.5 for number in range(20)}, 7)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
     reporter.close()
 
 
