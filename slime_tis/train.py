@@ -17,6 +17,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 import uuid
 import warnings
@@ -689,7 +690,12 @@ def _run(arguments: Arguments, interrupts: Interrupts) -> int:
 
 
 def prepare_terminal() -> None:
-    """Leaves the terminal to this program: what libraries only remark goes unsaid, and any path can be printed."""
+    """Leaves the terminal to this program: what libraries only remark goes unsaid, and any path can be printed.
+
+    tqdm's own lock is a semaphore that forked processes share: one that was killed while it printed, a worker of a
+    reward function for instance, would hold it for ever, and the run would wait for it at its next line.
+    """
+    tqdm.set_lock(threading.RLock())
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     for name in ("megatron", "transformers", "torch"):

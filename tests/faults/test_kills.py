@@ -2,6 +2,7 @@
 and a resumed run comes to the same metrics and weights, to the bit."""
 
 import hashlib
+import multiprocessing
 import random
 import shutil
 import signal
@@ -12,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+from tqdm import tqdm
 
 from slime_tis.storage.checkpoints import check, checkpoints, read_manifest
 from slime_tis.storage.exports import MARKER
@@ -19,8 +21,8 @@ from tests.faults.forked import ForkedRun, group_is_empty, run_forked
 from tests.runs import make_task, read_metrics, training_metrics
 
 STEPS = 10
-CHAINS, KILLS = 5, 9
-"""Runs that are killed, and how often each of them is."""
+CHAINS, KILLS, ENOUGH = 5, 9, {"anywhere": 15, "saving": 10, "after": 5}
+"""Runs that are killed, how often each of them at most, and kills of each kind: more runs are made until there are."""
 TIMEOUT = 120.0
 
 
@@ -97,7 +99,10 @@ def test_a_killed_run_goes_on_to_the_bit(
     chance = random.Random(0)
     anywhere, saving = tally("SIGKILL at a random moment"), tally("SIGKILL within a save")
     after = tally("SIGKILL once a checkpoint counts")
-    for chain in range(CHAINS):
+    kills = {"anywhere": anywhere, "saving": saving, "after": after}
+    for chain in range(3 * CHAINS):
+        if chain >= CHAINS and all(kills[kind].tries >= enough for kind, enough in ENOUGH.items()):
+            break  # a run that comes to its end before a kill is none
         directory = tmp_path / str(chain)
         save = directory / "save"
         for number in range(KILLS):
@@ -119,9 +124,8 @@ def test_a_killed_run_goes_on_to_the_bit(
         anywhere.record(f"run {chain}, to its end", failure or differs(results(directory), expected))
         left = sorted(path.name for path in save.iterdir())
         anywhere.record(f"run {chain}, retention", None if len(left) == 2 else str(left))
-    after.check(at_least=5)
-    anywhere.check(at_least=15)
-    saving.check(at_least=10)
+    for kind, enough in ENOUGH.items():
+        kills[kind].check(at_least=enough)
 
 
 def differs(found: tuple[list[dict[str, Any]], str], expected: tuple[list[dict[str, Any]], str]) -> str | None:
@@ -167,6 +171,21 @@ def test_an_export_that_is_killed_leaves_the_old_one_or_the_new_one(
     whole = outcome.status == 0 and snapshot(tmp_path / "hf") == new and not left
     kills.record("a run that is not killed", None if whole else f"{outcome.error} {left}")
     kills.check(at_least=8)
+
+
+def test_a_run_prints_though_a_process_was_killed_while_it_printed(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tally: Callable[[str], Any]
+) -> None:
+    lock = multiprocessing.RLock()
+    killed = multiprocessing.get_context("fork").Process(target=lock.acquire)
+    killed.start()
+    killed.join()
+    assert not lock.acquire(block=False)  # nobody will let it go
+    monkeypatch.setattr(tqdm, "_lock", lock, raising=False)
+    outcome = run_forked([*own(flags, tmp_path, resumes=False), "--num-rollout", "1"], tmp_path / "log", timeout=60)
+    prints = tally("a lock of a process that is gone")
+    prints.record("tqdm's", None if outcome.status == 0 else f"status {outcome.status}: {outcome.output[-200:]}")
+    prints.check(at_least=1)
 
 
 def snapshot(directory: Path) -> dict[str, str]:
