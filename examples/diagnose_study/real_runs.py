@@ -185,6 +185,9 @@ FAULTS: dict[str, Fault] = {
 """One fault in a run. Where train.py has one strength of it, that counts as medium."""
 PAIRS: dict[str, Fault] = {
     "stale weights and NaN": Fault(cause="stale_weights", also="broken_tokens", flags=late, report=NAN),
+    "stale weights and fp8": Fault(
+        cause="stale_weights", also="rounding", flags=lambda strength: (*late(strength), *precision("fp8")(strength))
+    ),
     "fp8 and lost scale": Fault(cause="rounding", also="broken_tokens", flags=precision("fp8"), report=LOST),
     "temperature and tool output": Fault(cause="temperature", also="mask_mistake", sampling=heated, report=tool_output),
     "int8 and shifted": Fault(cause="rounding", also="shifted_tokens", flags=precision("int8"), report=shifted),

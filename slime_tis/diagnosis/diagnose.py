@@ -10,7 +10,7 @@ import numpy as np
 
 from slime_tis.diagnosis import form_rules, metric_rules, token_rules
 from slime_tis.diagnosis.causes import Finding
-from slime_tis.diagnosis.tokens import Tokens, tokens_of
+from slime_tis.diagnosis.tokens import MIN_TOKENS, Tokens, tokens_of
 from slime_tis.dumps.table import TokenTable
 
 TOKEN_RULES = (token_rules.mask_mistake, token_rules.misaligned, token_rules.broken_tokens)
@@ -92,7 +92,7 @@ def findings_of(tokens: Tokens) -> list[Finding]:
             found.append(finding)
             tokens = tokens.only(~explained)
     tokens = tokens.only(tokens.finite)
-    if len(tokens) < form_rules.MIN_TOKENS:
+    if len(tokens) < MIN_TOKENS:
         return found
     size = float(np.abs(tokens.log_ratio).mean())
     if size < form_rules.NEGLIGIBLE:

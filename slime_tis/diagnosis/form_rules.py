@@ -6,12 +6,10 @@ Each is a function of the tokens that returns its finding with the share of the 
 import numpy as np
 
 from slime_tis.diagnosis.causes import Finding
-from slime_tis.diagnosis.tokens import Floats, Tokens, ramp
+from slime_tis.diagnosis.tokens import MIN_TOKENS, Floats, Tokens, ramp
 
 NEGLIGIBLE = 2e-4
 """Mean abs(Δ) below which nothing needs to change, nats: what two fp32 engines with other kernels leave."""
-MIN_TOKENS = 30
-"""Tokens from which a form can be seen."""
 
 
 def truncated_sampling(tokens: Tokens) -> Finding | None:
@@ -149,11 +147,8 @@ def weights_not_updated(tokens: Tokens) -> Finding | None:
 
 def position(tokens: Tokens) -> Finding | None:
     """abs(Δ), relative to 1 − p, rises over the response (drift) or falls (another prompt)."""
-    chosen = tokens
-    if tokens.staleness is not None:
-        # Of the newest weights alone: an update moves some positions more than others, and partial rollouts have
-        # their older tokens first.
-        chosen = tokens.only(tokens.staleness == tokens.staleness.min())
+    # an update moves some positions more than others, and partial rollouts have their older tokens first
+    chosen = _of_newest_weights(tokens)
     edges = np.unique(np.quantile(chosen.position, np.linspace(0, 1, 7)).astype(np.int64))
     if len(edges) < 4 or len(chosen) < 10 * MIN_TOKENS:
         return None
@@ -192,25 +187,35 @@ def moe_routing(tokens: Tokens) -> Finding | None:
 
 
 def rounding(tokens: Tokens) -> Finding | None:
-    """Noise of both signs that depends on nothing: low precision of weights, activations or reported log-probs."""
-    mean = float(np.abs(tokens.log_ratio).mean())
-    noise = _noise(tokens)
+    """Noise of both signs that depends on nothing: low precision of weights, activations or reported log-probs.
+
+    It is measured on the tokens of the newest weights, and taken to be as large on the others.
+    """
+    newest = _of_newest_weights(tokens)
+    if len(newest) < MIN_TOKENS:
+        newest = tokens
+    mean = float(np.abs(newest.log_ratio).mean())
+    if mean < NEGLIGIBLE:
+        return None
+    noise = _noise(newest)
+    share = min(noise / _noise(tokens), 1.0)
     grid = reported_grid(tokens.rollout)
     grid = grid or reported_grid(tokens.train)
     kind = grid or ("bf16" if noise < 0.006 else "bf16 or int8" if noise < 0.025 else "fp8" if noise < 0.4 else "")
-    evidence = [f"abs(Δ) is {mean:.2g} nats on average, {noise:.2g} relative to 1 − p, with both signs"]
+    where = "" if len(newest) == len(tokens) else " on the tokens of the newest weights"
+    evidence = [f"abs(Δ) is {mean:.2g} nats on average{where}, {noise:.2g} relative to 1 − p, with both signs"]
     if grid:
         evidence.append(f"log-probs are numbers of {grid}: they were rounded when they were reported")
     else:
         evidence.append(f"its size is that of {kind} weights" if kind else "no precision makes as much")
     if not kind:
-        return Finding(cause="unexplained", confidence=0.5, share=1.0, evidence=tuple(evidence))
+        return Finding(cause="unexplained", confidence=0.5, share=share, evidence=tuple(evidence))
+    confidence = 0.8 if grid else 0.6
     if not grid:
-        kind, statement = named_precision(tokens.precisions, kind)
+        kind, statement, fits = named_precision(tokens.precisions, kind)
         evidence += [statement] if statement else []
-    return Finding(
-        cause="rounding", confidence=0.6 if not grid else 0.8, share=1.0, evidence=tuple(evidence), detail=kind
-    )
+        confidence = 0.75 if fits else confidence
+    return Finding(cause="rounding", confidence=confidence, share=share, evidence=tuple(evidence), detail=kind)
 
 
 FITS = {
@@ -222,8 +227,8 @@ FITS = {
 """Sizes of noise that each precision of an engine can make; int8 and fp8 depend on the spread of the weights."""
 
 
-def named_precision(precisions: tuple[str, str], size: str) -> tuple[str, str]:
-    """The form of rounding by the precisions that a run names, and what they say; the size alone where it names none.
+def named_precision(precisions: tuple[str, str], size: str) -> tuple[str, str, bool]:
+    """The form of rounding by the precisions that a run names, or by the size alone; what they say; whether they fit.
 
     Args:
         precisions: of the training and of the rollout engine.
@@ -231,14 +236,14 @@ def named_precision(precisions: tuple[str, str], size: str) -> tuple[str, str]:
     """
     train, rollout = precisions
     if not rollout:
-        return size, ""
+        return size, "", False
     said = f"the run names {train or 'no precision'} for training and {rollout} for the rollout engine"
     fitting = [precision for precision in (rollout, train) if size in FITS.get(precision, ())]
     if fitting:
-        return fitting[0], f"{said}, which fits"
+        return fitting[0], f"{said}, which fits", True
     if rollout in FITS or train in FITS:
-        return size, f"{said}, which makes noise of another size: look for a second cause"
-    return size, f"{said}: what rounds is something else, such as a cache, a kernel or a reduced matrix product"
+        return size, f"{said}, which makes noise of another size: look for a second cause", False
+    return size, f"{said}: what rounds is something else, such as a cache, a kernel or a reduced matrix product", False
 
 
 def reported_grid(log_probs: Floats) -> str:
@@ -256,6 +261,11 @@ def concentration(size: Floats) -> float:
     """Share of a sum that its largest tenth has."""
     ordered = np.sort(size)[::-1]
     return float(ordered[: max(len(ordered) // 10, 1)].sum() / max(ordered.sum(), 1e-12))
+
+
+def _of_newest_weights(tokens: Tokens) -> Tokens:
+    """The tokens that the newest weights sampled; all of them where their age is not known."""
+    return tokens if tokens.staleness is None else tokens.only(tokens.staleness == tokens.staleness.min())
 
 
 def _noise(tokens: Tokens) -> float:

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slime_tis.diagnosis.causes import Finding
-from slime_tis.diagnosis.tokens import Floats, Mask, Tokens, ramp
+from slime_tis.diagnosis.tokens import MAX_SIZE, MIN_TOKENS, Floats, Mask, Tokens, ramp
 
 MIN_RUN = 2.5
 """Mean length of the runs of placeholders from which they are segments (tool output), and not single broken tokens."""
@@ -33,9 +33,9 @@ was tokenised again follow other tokens, and their log-probs agree only nearly."
 OUTSIDE = 1.0
 """Nats that a token costs whose partner lies outside of the sample."""
 MAX_ALIGNED = 192
-"""Samples that are aligned, those of the largest mismatch."""
-ALIGNED_TOKENS = 1024
-"""First tokens of a sample that are aligned."""
+"""Samples that are aligned."""
+MIN_ALIGNED_TOKENS, ALIGNED_TOKENS = 6, 1024
+"""Tokens that a sample has to have for that, and its first ones that are aligned."""
 
 Verdict = tuple[Finding | None, Mask]
 
@@ -67,11 +67,13 @@ def mask_mistake(tokens: Tokens, total: float) -> Verdict:
 def broken_tokens(tokens: Tokens, total: float) -> Verdict:
     """Few tokens that are NaN, infinite or nats away while the others agree."""
     broken = ~tokens.finite
-    ordinary = np.quantile(tokens.size[tokens.finite], 0.95) if tokens.finite.any() else 0.0
-    bound = max(BROKEN_SIZE, BROKEN_TIMES * ordinary)
-    outlying = tokens.finite & (tokens.size >= min(bound, 10.0))
+    ordinary_N = _ordinary_size(tokens)
+    bound_N = np.maximum(BROKEN_SIZE, BROKEN_TIMES * ordinary_N)
+    outlying = tokens.finite & (tokens.size >= np.minimum(bound_N, MAX_SIZE))
+    if not broken.any():
+        outlying &= bound_N <= MAX_SIZE
     found = broken | outlying
-    if not found.any() or (not broken.any() and (bound > 10 or found.mean() > MAX_BROKEN)):
+    if not found.any() or (not broken.any() and found.mean() > MAX_BROKEN):
         return None, np.zeros(len(tokens), bool)
     evidence = []
     if broken.any():
@@ -86,7 +88,7 @@ def broken_tokens(tokens: Tokens, total: float) -> Verdict:
                 "-", "−"
             )
         )
-        evidence.append(f"95% of the others differ by less than {ordinary:.2g} nats")
+        evidence.append(f"95% of the others differ by less than {ordinary_N[outlying].max():.2g} nats")
     few = ramp(outlying.mean(), MAX_BROKEN, 0.02) if not broken.any() else 1.0
     finding = Finding(
         cause="broken_tokens",
@@ -98,31 +100,46 @@ def broken_tokens(tokens: Tokens, total: float) -> Verdict:
 
 
 def misaligned(tokens: Tokens, total: float) -> Verdict:
-    """Samples whose log-probs agree after a shift: of the whole sample, or from some token on (tokenised again)."""
+    """Samples whose log-probs agree after a shift: of the whole sample, or from some token on (tokenised again).
+
+    Of many suspects the worst and a part of the others are tried. Those that are not, or are too short, count as
+    shifted where most of the others are.
+    """
     found = np.zeros(len(tokens), bool)
-    lags: list[int] = []
-    changes = aligned = 0
-    for rows in _worst_samples(tokens):
-        train, rollout = tokens.train[rows], tokens.rollout[rows]
-        path, gain, left = best_lags(train, rollout)
-        aligned += 1
+    suspects = _suspects(tokens)
+    long = [i for i, rows in enumerate(suspects) if len(rows) >= MIN_ALIGNED_TOKENS]
+    worst, rest = long[: MAX_ALIGNED // 2], long[MAX_ALIGNED // 2 :]
+    others = rest[:: -(-len(rest) // (MAX_ALIGNED // 2)) or 1]
+    lags: dict[int, int] = {}
+    changes = 0
+    for i in [*worst, *others]:
+        rows, tail = np.split(suspects[i], [ALIGNED_TOKENS])
+        path, gain, left = best_lags(tokens.train[rows], tokens.rollout[rows])
         shifted = path != 0
         if shifted.sum() < 4 or gain < MIN_SAVED or left > (CERTAIN_LEFT if gain < 1.5 * MIN_SAVED else MAX_LEFT):
             continue
         found[rows[shifted]] = True
-        lags.append(int(np.median(path[shifted])))
+        found[tail] = shifted[-1]
+        lags[i] = int(np.median(path[shifted]))
         changes += bool((~shifted[: max(len(path) // 2, 1)]).sum() >= 2 or len(np.unique(path[shifted])) > 1)
-    if not lags or len(lags) < max(2, 0.02 * len(np.unique(tokens.sample))):
+    tried = others or worst
+    usual = sum(i in lags for i in tried) / max(len(tried), 1)
+    untried = set(range(len(suspects))).difference(worst, others)
+    if not lags or len(lags) + usual * len(untried) < max(2, 0.02 * len(np.unique(tokens.sample))):
         return None, np.zeros(len(tokens), bool)
+    if usual > 0.5:
+        for i in untried:
+            found[suspects[i]] = True
     again = changes > 0.4 * len(lags)
-    lag = int(np.median(lags))
+    lag = int(np.median(list(lags.values())))
     where = "from some token on" if again else "as a whole"
+    number = len(worst) + len(others)
     finding = Finding(
         cause="retokenised" if again else "shifted_tokens",
         confidence=0.75 + 0.2 * ramp(len(lags), 2, 12),
         share=_share(tokens, found, total),
         evidence=(
-            f"the log-probs of {len(lags)} of the {aligned} worst samples agree after a shift {where}",
+            f"the log-probs of {len(lags)} of {number} samples of large mismatch agree after a shift {where}",
             f"the usual shift is {lag:+d} tokens",
         ),
         detail="" if again else f"by {lag:+d}",
@@ -164,18 +181,32 @@ def best_lags(train: Floats, rollout: Floats) -> tuple[NDArray[np.int64], float,
     return np.array(LAGS)[path], float(cost_TK[:, 0].sum() - chosen.sum()), left
 
 
-def _worst_samples(tokens: Tokens) -> list[NDArray[np.int64]]:
-    """Rows of the samples of largest mismatch, each in the order of its tokens."""
+def _suspects(tokens: Tokens) -> list[NDArray[np.int64]]:
+    """Rows of the samples of large mismatch, the worst first, each in the order of its tokens."""
     if not len(tokens):
         return []
     _, starts, lengths = np.unique(tokens.sample, return_index=True, return_counts=True)
     mean_S = np.add.reduceat(tokens.size, starts) / lengths
-    worst = np.argsort(-mean_S)[:MAX_ALIGNED]
-    return [
-        np.arange(starts[i], starts[i] + min(lengths[i], ALIGNED_TOKENS))
-        for i in worst
-        if mean_S[i] > 0.1 and lengths[i] >= 6
-    ]
+    return [np.arange(starts[i], starts[i] + lengths[i]) for i in np.argsort(-mean_S) if mean_S[i] > 0.1]
+
+
+def _ordinary_size(tokens: Tokens) -> Floats:
+    """[N] abs(Δ) that 95 % of the tokens do not exceed, nats; of older weights, 95 % of those of the same step and age.
+
+    One long step of the optimizer moves the tokens that weights of before sampled by nats, in that step alone.
+    """
+    sizes = tokens.size[tokens.finite]
+    ordinary_N = np.full(len(tokens), np.quantile(sizes, 0.95) if len(sizes) else 0.0)
+    if tokens.staleness is None or tokens.step is None:
+        return ordinary_N
+    stale = (tokens.staleness > 0) & tokens.finite
+    places = np.stack([tokens.step, tokens.staleness])[:, stale]
+    _, group, counts = np.unique(places, axis=1, return_inverse=True, return_counts=True)
+    rows = np.flatnonzero(stale)[np.argsort(group, kind="stable")]
+    for members in np.split(rows, np.cumsum(counts)[:-1]):
+        if len(members) >= MIN_TOKENS:
+            ordinary_N[members] = np.quantile(tokens.size[members], 0.95)
+    return ordinary_N
 
 
 def _common_value(tokens: Tokens) -> tuple[float, int]:

@@ -19,6 +19,8 @@ Mask = NDArray[np.bool_]
 
 MAX_SIZE = 10.0
 """Nats that one token counts at most: beyond that it is broken, and must not hide the others."""
+MIN_TOKENS = 30
+"""Tokens from which a form can be seen."""
 MAX_TOKENS = 400_000
 """Tokens that rules look at; of more, a random part of the samples."""
 

@@ -206,6 +206,59 @@ def test_two_causes_are_both_named() -> None:
     assert {"broken_tokens", "temperature"} <= set(causes)
 
 
+def test_tokens_of_one_long_step_that_older_weights_sampled_are_not_broken() -> None:
+    model = Softmax()
+    step = 1 + np.arange(SAMPLES) // 3
+    long = step == 3  # it moved the policy far from the weights that sampled
+    rollout = model.noisy(np.where(long, 1.2, 0.02)[:, None, None])
+    apart = np.abs(model.train - rollout)
+    assert (apart[long] > 3).any() and apart[~long].max() < 0.1
+
+    def causes(age: np.ndarray) -> set[str]:
+        table = model.table(rollout, step=step, version=(step - age)[:, None].repeat(TOKENS, 1))
+        return {finding.cause for finding in diagnose(table).findings}
+
+    stale = step % 2
+    assert "broken_tokens" not in causes(stale)
+    assert "broken_tokens" in causes(0 * stale)  # where the newest weights sampled
+    rollout[step == 5, 7] = -30.0
+    assert "broken_tokens" in causes(stale)
+
+
+@pytest.mark.parametrize(("noise", "causes"), [(0.02, ["stale_weights", "rounding"]), (1e-6, ["stale_weights"])])
+def test_precision_beside_stale_weights_is_that_of_the_newest(noise: float, causes: list[str]) -> None:
+    model = Softmax()
+    ages = (np.arange(SAMPLES) % 3)[:, None].repeat(TOKENS, 1)
+    found = diagnose(
+        model.table(model.noisy((noise + 0.1 * ages)[..., None]), version=7 - ages, step=np.full(SAMPLES, 7))
+    ).findings
+    assert [finding.cause for finding in found] == causes
+    for finding in found[1:]:
+        assert finding.detail == "bf16 or int8" and 0.1 < finding.share < 0.5
+        assert "on the tokens of the newest weights" in finding.evidence[0]
+
+
+@pytest.mark.parametrize(("samples", "tokens"), [(900, 32), (20, 1500)], ids=["many samples", "long samples"])
+@pytest.mark.parametrize(
+    ("name", "cause"), [("shift", "shifted_tokens"), ("tokenised again", "retokenised")], ids=lambda value: value
+)
+def test_a_shift_of_a_large_dump_accounts_for_all_of_its_mismatch(
+    name: str, cause: str, samples: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "SAMPLES", samples)
+    monkeypatch.setitem(globals(), "TOKENS", tokens)
+    (finding,) = diagnose(planted(name)).findings
+    assert finding.cause == cause and finding.share > 0.98
+
+
+def test_a_shift_in_a_part_of_a_large_dump_leaves_the_other_causes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "SAMPLES", 900)
+    model = Softmax()
+    rollout = model.noisy(0.2)
+    rollout[::5] = np.roll(rollout[::5], 1, axis=1)
+    assert [finding.cause for finding in diagnose(model.table(rollout)).findings] == ["shifted_tokens", "rounding"]
+
+
 def test_masked_tokens_count_nowhere() -> None:
     model = Softmax()
     mask = np.ones((SAMPLES, TOKENS))

@@ -182,7 +182,9 @@ def test_a_run_prints_though_a_process_was_killed_while_it_printed(
     killed.join()
     assert not lock.acquire(block=False)  # nobody will let it go
     monkeypatch.setattr(tqdm, "_lock", lock, raising=False)
-    outcome = run_forked([*own(flags, tmp_path, resumes=False), "--num-rollout", "1"], tmp_path / "log", timeout=TIMEOUT)
+    outcome = run_forked(
+        [*own(flags, tmp_path, resumes=False), "--num-rollout", "1"], tmp_path / "log", timeout=TIMEOUT
+    )
     prints = tally("a lock of a process that is gone")
     prints.record("tqdm's", None if outcome.status == 0 else f"status {outcome.status}: {outcome.output[-200:]}")
     prints.check(at_least=1)
