@@ -25,13 +25,13 @@ LAGS = (0, -1, 1, -2, 2, -3, 3, 4, 5, 6)
 """Shifts in tokens that are tried."""
 SWITCH = 4.0
 """Nats that a change of the lag within a sample costs."""
+OUTSIDE = 1.0
+"""Nats that a token costs whose partner lies outside of the sample."""
 MIN_SAVED = 4.0
 """Nats that the lags of a sample have to save."""
 CERTAIN_LEFT, MAX_LEFT = 0.35, 0.6
 """Shares of the shifted tokens' mismatch that may be left, where little is saved and where more is: tokens of text that
 was tokenised again follow other tokens, and their log-probs agree only nearly."""
-OUTSIDE = 1.0
-"""Nats that a token costs whose partner lies outside of the sample."""
 MAX_ALIGNED = 192
 """Samples that are aligned."""
 MIN_ALIGNED_TOKENS, ALIGNED_TOKENS = 6, 1024
@@ -154,15 +154,18 @@ def best_lags(train: Floats, rollout: Floats) -> tuple[NDArray[np.int64], float,
     change of k.
 
     Returns:
-        The lags; the nats saved by them; and what is left where a token is shifted, as a share of what was there.
+        The lags; the nats that they save, and what they leave as a share of what was there, both over the tokens that
+        are shifted and whose partner lies in the sample: others speak for no lag.
     """
     tokens = len(train)
     cost_TK = np.full((tokens, len(LAGS)), OUTSIDE)
+    has_partner_TK = np.zeros((tokens, len(LAGS)), bool)
     for column, lag in enumerate(LAGS):
         low, high = max(0, -lag), min(tokens, tokens - lag)
         if high > low:
             difference = np.abs(train[low:high] - rollout[low + lag : high + lag])
             cost_TK[low:high, column] = np.minimum(np.nan_to_num(difference, nan=OUTSIDE, posinf=5.0), 5.0)
+            has_partner_TK[low:high, column] = True
     best = cost_TK[0] + SWITCH * (np.arange(len(LAGS)) > 0) * 0.25
     came_from = np.zeros((tokens, len(LAGS)), np.int64)
     for t in range(1, tokens):
@@ -175,10 +178,9 @@ def best_lags(train: Floats, rollout: Floats) -> tuple[NDArray[np.int64], float,
     for t in range(tokens - 1, 0, -1):
         path[t - 1] = came_from[t, path[t]]
     chosen = cost_TK[np.arange(tokens), path]
-    shifted = path > 0
-    there = cost_TK[shifted, 0].sum()
-    left = float(chosen[shifted].sum() / there) if there > 0 else 1.0
-    return np.array(LAGS)[path], float(cost_TK[:, 0].sum() - chosen.sum()), left
+    paired = (path > 0) & has_partner_TK[np.arange(tokens), path]
+    there, left = cost_TK[paired, 0].sum(), chosen[paired].sum()
+    return np.array(LAGS)[path], float(there - left), float(left / there) if there > 0 else 1.0
 
 
 def _suspects(tokens: Tokens) -> list[NDArray[np.int64]]:

@@ -275,9 +275,19 @@ def test_lags_of_a_sample_are_found_by_hand() -> None:
     rollout = np.array([-1.0, -7.0, -2.0, 0.0, -9.0, -3.0, -8.0, -4.0])
     lags, saved, left = best_lags(train, rollout)
     assert lags.tolist() == [0, 0, 0, 1, 1, 1, 1, 1]
-    # without a shift the last five tokens cost 5 + 5 + 5 + 4 + 2; with it the last one alone costs 1
-    assert saved == pytest.approx(21 - 1 - 0)
-    assert left == pytest.approx(1 / 21)
+    # without a shift these five cost 5 + 5 + 5 + 4 + 2, with it nothing; the last one has no partner and does not count
+    assert saved == pytest.approx(5 + 5 + 5 + 4)
+    assert left == 0
+    train[-2] = -4.5
+    assert best_lags(train, rollout)[1:] == pytest.approx((5 + 5 + 5 + 3.5 - 0.5, 0.5 / 18.5))
+
+
+def test_the_end_of_a_sample_is_not_shifted_out_of_it() -> None:
+    train = np.concatenate([np.full(20, -1.0), -0.5 * np.arange(6, 12)])
+    rollout = np.concatenate([np.full(20, -1.0), np.zeros(6)])
+    lags, saved, left = best_lags(train, rollout)
+    assert lags[-6:].tolist() == [6] * 6  # no token of these has a partner
+    assert (saved, left) == (0, 1)
 
 
 @pytest.mark.parametrize(("kind", "grid"), [(np.float32, ""), (np.float16, "fp16")], ids=["float32", "float16"])
