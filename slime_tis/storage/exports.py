@@ -61,8 +61,10 @@ def left_over(directory: Path) -> Path | None:
     unfinished = _unfinished(directory)
     if not os.path.lexists(unfinished) or (unfinished / MARKER).is_file():
         return None
-    empty = unfinished.is_dir() and not unfinished.is_symlink() and not any(unfinished.iterdir())
-    return None if empty else unfinished
+    if not unfinished.is_dir() or unfinished.is_symlink():
+        return unfinished
+    begun = all(path.name == PARTIAL_MARKER and path.is_file() for path in unfinished.iterdir())  # or empty
+    return None if begun else unfinished
 
 
 def begin(directory: Path, names: Iterable[str]) -> Path:

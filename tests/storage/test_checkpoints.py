@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from slime_tis.storage import checkpoints as files
+from tests.storage.killed import killed_at_each_operation
 
 
 def write(directory: Path, step: int, run: str, *, extra: str | None = None) -> Path:
@@ -123,3 +124,29 @@ def test_what_killed_runs_left_is_swept_and_a_strange_file_in_it_is_not(tmp_path
     with pytest.raises(OSError, match="holds files that this program did not write"):
         write(tmp_path, 5, "a")
     assert (tmp_path / ".iter_0000005.unfinished" / "thesis.txt").read_text() == "mine"
+
+
+def test_a_run_killed_at_any_operation_on_checkpoints_leaves_whole_ones_and_the_next_save_tidies_up(
+    tmp_path: Path,
+) -> None:
+    for step in (1, 2):
+        write(tmp_path, step, "a")
+
+    def save() -> None:
+        files.prune(write(tmp_path, 3, "a"), "a", retain=2)
+
+    for number in killed_at_each_operation(tmp_path, save):
+        whole = files.checkpoints(tmp_path)
+        assert len(whole) >= 2, f"killed at operation {number}"
+        for checkpoint in whole:
+            files.check(checkpoint, files.read_manifest(checkpoint))
+        files.sweep(tmp_path)  # as a resumed run does
+        files.prune(whole[-1], "a", retain=2)
+        assert names(tmp_path) == [path.name for path in whole[-2:]], f"killed at operation {number}"
+        for path in whole:
+            if path.exists() and files.step_of(path) == 3:
+                path.rename(tmp_path.parent / f"third{number}")
+        for step in (1, 2):
+            if not files.checkpoint_path(tmp_path, step).exists():
+                write(tmp_path, step, "a")
+    assert names(tmp_path) == ["iter_0000002", "iter_0000003"]
