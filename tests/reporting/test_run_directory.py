@@ -6,7 +6,9 @@ import os
 import pytest
 import yaml
 
-from slime_tis.reporting.run_directory import foreign_file, metrics_before, prepare_run_directory
+from slime_tis.reporting.reporters import JsonLines
+from slime_tis.reporting.run_directory import METRICS, continues, foreign_file, metrics_before, prepare_run_directory
+from tests.storage.killed import killed_at_each_operation
 
 
 def names(directory):
@@ -87,3 +89,28 @@ def test_lines_before_a_step_are_kept_and_one_cut_off_is_not(tmp_path):
     assert metrics_before(path, 9) == ['{"step": 1}\n', '{"step": 2}\n']
     path.write_text('{"step": 1}\n{"step": 2}')
     assert metrics_before(path, 9) == ['{"step": 1}\n', '{"step": 2}\n']
+
+
+@pytest.mark.parametrize("resume_step", [0, 3], ids=["anew", "resumed"])
+def test_a_run_killed_at_any_operation_on_its_directory_loses_no_report(tmp_path, resume_step):
+    directory = tmp_path / "run"
+
+    def start(resume_step=resume_step):
+        assert foreign_file(directory) is None
+        prepare_run_directory(str(directory), {"lr": 1.0}, resume_step, "a")
+        JsonLines(directory / METRICS, resume_step).close()
+
+    def rows():
+        return sum(path.read_text().count("\n") for path in directory.rglob(METRICS))
+
+    start(0)
+    (directory / METRICS).write_text("".join(json.dumps({"step": step}) + "\n" for step in (1, 2)))
+    kills = 0
+    for _number in killed_at_each_operation(tmp_path, start):
+        kills += 1
+        assert rows() == 2
+        start()
+        assert rows() == 2
+        if resume_step:
+            assert continues(directory, "a") and not (directory / "earlier").exists()
+    assert kills > 5
