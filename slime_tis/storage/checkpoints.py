@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from slime_tis.storage.directories import exchange, remove_files
+from slime_tis.storage.directories import SAFETENSORS_PARTIAL, exchange, remove_files
 
 TRAINER_STATE, MANIFEST = "trainer_state.json", "SHA256SUMS"
 ROLLOUT_WEIGHTS, ROUNDING_ERRORS = "rollout_weights.safetensors", "weight_rounding_errors.safetensors"
@@ -23,6 +23,7 @@ LEFT_OVER = re.compile(r"\.iter_[0-9]{1,18}\.(unfinished|removed)")
 """Names of directories that a run that was killed may leave behind."""
 OWN_FILE = re.compile(
     r"__[0-9]+_[0-9]+\.distcp|(__[0-9]+)?\.metadata(\.tmp)?|common\.pt|metadata\.json|"
+    rf"{SAFETENSORS_PARTIAL}|"
     + "|".join(map(re.escape, (TRAINER_STATE, MANIFEST, ROLLOUT_WEIGHTS, ROUNDING_ERRORS, UPDATE_SAMPLES)))
 )
 """Names of the files that an unfinished checkpoint may hold, and that are removed where a killed run left them."""

@@ -16,6 +16,8 @@ from typing import IO
 LOCK = ".lock"
 RENAME_EXCHANGE = 2  # linux/fs.h
 AT_FDCWD = -100  # fcntl.h
+SAFETENSORS_PARTIAL = r"\.tmp[A-Za-z0-9]{6}"
+"""Name of the file that safetensors writes to before it is whole."""
 
 
 class DirectoryInUse(ValueError):

@@ -12,11 +12,13 @@ from pathlib import Path
 
 from slime_tis.errors import quoted_path
 from slime_tis.files import write_atomically
-from slime_tis.storage.directories import exchange, remove_files
+from slime_tis.storage.directories import SAFETENSORS_PARTIAL, exchange, remove_files
 
 MARKER, PARTIAL_MARKER = ".slime_tis_export.json", ".slime_tis_export.json.partial"
 """The list of an export's own files, and its name until it is complete (`files.atomic_path`)."""
-WEIGHTS = re.compile(r"part-[0-9]+\.safetensors|model(-[0-9]{5}-of-[0-9]{5})?\.safetensors(\.index\.json)?")
+WEIGHTS = re.compile(
+    rf"part-[0-9]+\.safetensors|model(-[0-9]{{5}}-of-[0-9]{{5}})?\.safetensors(\.index\.json)?|{SAFETENSORS_PARTIAL}"
+)
 """Names of weight files, which are not known before they are written."""
 
 

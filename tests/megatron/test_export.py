@@ -60,7 +60,7 @@ def test_what_a_killed_run_left_is_swept(engine: TrainingEngine, tmp_path: Path)
     left = tmp_path / ".hf.unfinished"
     left.mkdir()
     (left / ".slime_tis_export.json").write_text('{"files": ["config.json"]}')
-    for name in ("config.json", "part-0.safetensors", "model-00001-of-00002.safetensors"):
+    for name in ("config.json", "part-0.safetensors", "model-00001-of-00002.safetensors", ".tmpSpjdmX"):
         (left / name).write_text("")
     save_hf(tmp_path / "hf", engine)
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]

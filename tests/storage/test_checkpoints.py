@@ -115,7 +115,7 @@ def test_the_same_step_again_takes_the_place_of_the_first(tmp_path: Path) -> Non
 def test_what_killed_runs_left_is_swept_and_a_strange_file_in_it_is_not(tmp_path: Path) -> None:
     for name in (".iter_0000003.unfinished", ".iter_0000001.removed"):
         (tmp_path / name).mkdir()
-        for file in ("__0_1.distcp", ".metadata.tmp", "common.pt"):
+        for file in ("__0_1.distcp", ".metadata.tmp", "common.pt", ".tmpSpjdmX"):
             (tmp_path / name / file).write_text("")
     write(tmp_path, 4, "a")
     assert names(tmp_path) == ["iter_0000004"]
