@@ -204,7 +204,7 @@ def _ordinary_size(tokens: Tokens) -> Floats:
     stale = (tokens.staleness > 0) & tokens.finite
     places = np.stack([tokens.step, tokens.staleness])[:, stale]
     _, group, counts = np.unique(places, axis=1, return_inverse=True, return_counts=True)
-    rows = np.flatnonzero(stale)[np.argsort(group, kind="stable")]
+    rows = np.flatnonzero(stale)[np.argsort(group.ravel(), kind="stable")]
     for members in np.split(rows, np.cumsum(counts)[:-1]):
         if len(members) >= MIN_TOKENS:
             ordinary_N[members] = np.quantile(tokens.size[members], 0.95)
