@@ -159,13 +159,11 @@ def best_lags(train: Floats, rollout: Floats) -> tuple[NDArray[np.int64], float,
     """
     tokens = len(train)
     cost_TK = np.full((tokens, len(LAGS)), OUTSIDE)
-    has_partner_TK = np.zeros((tokens, len(LAGS)), bool)
     for column, lag in enumerate(LAGS):
         low, high = max(0, -lag), min(tokens, tokens - lag)
         if high > low:
             difference = np.abs(train[low:high] - rollout[low + lag : high + lag])
             cost_TK[low:high, column] = np.minimum(np.nan_to_num(difference, nan=OUTSIDE, posinf=5.0), 5.0)
-            has_partner_TK[low:high, column] = True
     best = cost_TK[0] + SWITCH * (np.arange(len(LAGS)) > 0) * 0.25
     came_from = np.zeros((tokens, len(LAGS)), np.int64)
     for t in range(1, tokens):
@@ -178,9 +176,11 @@ def best_lags(train: Floats, rollout: Floats) -> tuple[NDArray[np.int64], float,
     for t in range(tokens - 1, 0, -1):
         path[t - 1] = came_from[t, path[t]]
     chosen = cost_TK[np.arange(tokens), path]
-    paired = (path > 0) & has_partner_TK[np.arange(tokens), path]
+    lags = np.array(LAGS)[path]
+    partner = np.arange(tokens) + lags
+    paired = (lags != 0) & (partner >= 0) & (partner < tokens)
     there, left = cost_TK[paired, 0].sum(), chosen[paired].sum()
-    return np.array(LAGS)[path], float(there - left), float(left / there) if there > 0 else 1.0
+    return lags, float(there - left), float(left / there) if there > 0 else 1.0
 
 
 def _suspects(tokens: Tokens) -> list[NDArray[np.int64]]:
