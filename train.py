@@ -1,4 +1,4 @@
-"""Trains a language model by reinforcement learning. The program itself is slime_tis/train.py.
+"""Trains a language model by reinforcement learning. The program itself is slime_tis/trainer/train.py.
 
 `python train.py --help` lists the flags; docs/quick_start.md walks through a run. Where slime_tis is installed,
 `slime-tis train` does the same.
@@ -6,7 +6,7 @@
 
 import sys
 
-from slime_tis.cli.main import train
+from slime_tis.main import train
 
 if __name__ == "__main__":
     sys.exit(train())

@@ -30,10 +30,10 @@ import transformers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.provenance import commit, machine
-from slime_tis.rollout.decode import decode
-from slime_tis.rollout.generation import TokenEngine
-from slime_tis.rollout.local import LocalEngine
-from slime_tis.rollout.sample import Prompt, Sample, Sampling
+from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
+from slime_tis.trainer.engines.generation import TokenEngine
+from slime_tis.trainer.engines.local.decode import decode
+from slime_tis.trainer.engines.local.engine import LocalEngine
 from tests.checkpoints import make_tokenizer
 
 TABLE = Path(__file__).with_suffix(".csv")

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from benchmarks.provenance import CARRIED, commit
-from slime_tis.cli.main import train
+from slime_tis.main import train
 
 ROOT = Path(__file__).resolve().parents[1]
 ROWS = Path(__file__).with_suffix(".csv")

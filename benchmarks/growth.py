@@ -38,27 +38,27 @@ from torch import Tensor
 from benchmarks.provenance import commit, machine
 from custom_tis import mis
 from slime_tis import RolloutCorrectionConfig, correct
-from slime_tis.learner import Learner, advantages_of, training_batch
-from slime_tis.megatron.batch import token_budget_partitions
-from slime_tis.megatron.config import MegatronConfig
-from slime_tis.megatron.engine import TrainingEngine
-from slime_tis.megatron.packing import pack
-from slime_tis.megatron.parallel import initialize, shut_down
-from slime_tis.megatron.prefix_tree import PrefixTree
 from slime_tis.policy.config import PolicyConfig
 from slime_tis.policy.custom_tis import CustomTis, CustomTisFunction
 from slime_tis.policy.policy_loss import LossInputs, LossStep, policy_loss
 from slime_tis.policy.step_sums import StepSums, step_metrics
-from slime_tis.rollout.config import RolloutConfig
-from slime_tis.rollout.custom_generate import build_generate_function
-from slime_tis.rollout.dump import from_dict, to_dict
-from slime_tis.rollout.functions import FunctionBatch, new_groups
-from slime_tis.rollout.generation import Generation, Request, TokenEngine
-from slime_tis.rollout.local import LocalEngine
-from slime_tis.rollout.metrics import rollout_metrics
-from slime_tis.rollout.rewards import build_reward
-from slime_tis.rollout.sample import Prompt, Sample, Sampling
-from slime_tis.train_dump import DumpSettings, StepDump, table_of
+from slime_tis.trainer.agents.custom_generate import build_generate_function
+from slime_tis.trainer.data.dump import from_dict, to_dict
+from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
+from slime_tis.trainer.engines.functions import FunctionBatch, new_groups
+from slime_tis.trainer.engines.generation import Generation, Request, TokenEngine
+from slime_tis.trainer.engines.local.engine import LocalEngine
+from slime_tis.trainer.learner import Learner, advantages_of, training_batch
+from slime_tis.trainer.megatron.batch import token_budget_partitions
+from slime_tis.trainer.megatron.engine import TrainingEngine
+from slime_tis.trainer.megatron.packing import pack
+from slime_tis.trainer.megatron.parallel import initialize, shut_down
+from slime_tis.trainer.megatron.prefix_tree import PrefixTree
+from slime_tis.trainer.options.megatron import MegatronConfig
+from slime_tis.trainer.options.rollout import RolloutConfig
+from slime_tis.trainer.rewards.rewards import build_reward
+from slime_tis.trainer.rollout.metrics import rollout_metrics
+from slime_tis.trainer.train_dump import DumpSettings, StepDump, table_of
 from tests.checkpoints import make_checkpoint, make_tokenizer
 
 TABLE, PLOT = Path(__file__).with_suffix(".csv"), Path(__file__).with_suffix(".png")

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from slime_tis.dumps.parquet import write_parquet
-from slime_tis.dumps.table import TokenTable, offsets_of
+from slime_tis.analysis.dumps.parquet import write_parquet
+from slime_tis.analysis.dumps.table import TokenTable, offsets_of
 
 STEPS, LENGTH, PROMPT = 500, 200, 64
 
@@ -26,7 +26,7 @@ def main(directory: Path, millions: float, others: Sequence[Path]) -> None:
     run = directory / f"report_{millions:g}"
     if not (run / "metrics.jsonl").exists():
         write_run(run, int(millions * 1e6 / STEPS / LENGTH))
-    from slime_tis.cli.main import main as slime_tis
+    from slime_tis.main import main as slime_tis
 
     begun = time.process_time()
     assert slime_tis(["report", str(run)]) == 0

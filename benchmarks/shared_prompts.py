@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.provenance import provenance
-from slime_tis.megatron.architecture import ResponseModel
-from slime_tis.megatron.batch import TrainingBatch, make_batch
-from slime_tis.megatron.config import MegatronConfig
-from slime_tis.megatron.engine import TrainingEngine
-from slime_tis.megatron.packing import MicroBatch
-from slime_tis.megatron.parallel import initialize, shut_down
+from slime_tis.trainer.megatron.architecture import ResponseModel
+from slime_tis.trainer.megatron.batch import TrainingBatch, make_batch
+from slime_tis.trainer.megatron.engine import TrainingEngine
+from slime_tis.trainer.megatron.packing import MicroBatch
+from slime_tis.trainer.megatron.parallel import initialize, shut_down
+from slime_tis.trainer.options.megatron import MegatronConfig
 
 ROWS = Path(__file__).with_suffix(".csv")
 SAMPLES = 8

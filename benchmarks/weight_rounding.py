@@ -19,13 +19,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from benchmarks.provenance import commit, machine
-from slime_tis.rollout.checkpoint import load_model, load_tokenizer, weights_by_file_name
-from slime_tis.rollout.config import Rounding
-from slime_tis.rollout.local import LocalEngine
-from slime_tis.rollout.prompts import load_prompts
-from slime_tis.rollout.sampling import log_softmax
-from slime_tis.rollout.weight_rounding import WeightRounder
-from slime_tis.rollout.weight_updates import WeightUpdates
+from slime_tis.trainer.data.prompts import load_prompts
+from slime_tis.trainer.engines.local.checkpoint import load_model, load_tokenizer, weights_by_file_name
+from slime_tis.trainer.engines.local.engine import LocalEngine
+from slime_tis.trainer.engines.local.sampling import log_softmax
+from slime_tis.trainer.engines.weight_rounding import WeightRounder
+from slime_tis.trainer.engines.weight_updates import WeightUpdates
+from slime_tis.trainer.options.rollout import Rounding
 
 MODES: tuple[Rounding, ...] = ("nearest", "stochastic", "error-compensated")
 COLUMNS = ("lr", "rounding", "step", "trained", "engine", "k3", "received")

@@ -17,16 +17,16 @@ from pathlib import Path
 
 from torch import Tensor
 
-from slime_tis import train
-from slime_tis.cli.main import train as run_train
-from slime_tis.megatron.engine import TrainingEngine
-from slime_tis.rollout.checkpoint import load_tokenizer
-from slime_tis.rollout.config import Rounding
-from slime_tis.rollout.engine import RolloutEngine, SentRows
-from slime_tis.rollout.local import LocalEngine
-from slime_tis.rollout.weight_rounding import Precision, WeightRounder
-from slime_tis.rollout.weight_updates import WeightUpdates
-from slime_tis.weight_sync import MIN_RECEIVED, SyncCheck, check_weight_sync
+from slime_tis.main import train as run_train
+from slime_tis.trainer import train
+from slime_tis.trainer.engines.engine import RolloutEngine, SentRows
+from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
+from slime_tis.trainer.engines.local.engine import LocalEngine
+from slime_tis.trainer.engines.weight_rounding import Precision, WeightRounder
+from slime_tis.trainer.engines.weight_updates import WeightUpdates
+from slime_tis.trainer.megatron.engine import TrainingEngine
+from slime_tis.trainer.options.rollout import Rounding
+from slime_tis.trainer.weight_sync import MIN_RECEIVED, SyncCheck, check_weight_sync
 
 ENGINES: tuple[tuple[Precision, Rounding], ...] = (
     ("fp32", "nearest"),

@@ -58,7 +58,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.enable()
     used = {name for item in session.items if isinstance(item, pytest.Function) for name in vars(item.module)}
     if used & {"run_apart", "start_apart"}:
-        import slime_tis.train  # noqa: F401  (what the forked processes run)
+        import slime_tis.trainer.train  # noqa: F401  (what the forked processes run)
     if used & {"run_apart", "start_apart", "spawn", "fork_server", "WeightServer"}:
         start_fork_server()
 

@@ -51,7 +51,7 @@ def make_task(directory: Path, family: str = "qwen3", prompts: int = 16, **sizes
 
 def run_here(flags: Sequence[str], output: Path) -> list[dict[str, Any]]:
     """Runs train.py in this process and returns the rows of its metrics.jsonl."""
-    from slime_tis.cli.main import train
+    from slime_tis.main import train
 
     assert train([*flags, "--output-dir", str(output)]) == 0
     gc.collect()  # a run's process groups lie in reference cycles, and each gloo group keeps two threads
@@ -117,7 +117,7 @@ def start_apart(flags: Sequence[str], output: Path, *, largest_file: int | None 
 def fork_server() -> multiprocessing.context.ForkServerContext:
     """Makes processes by forking one that has imported train.py and has never run autograd."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["slime_tis.train", "tests.runs"])
+    context.set_forkserver_preload(["slime_tis.trainer.train", "tests.runs"])
     return context
 
 
@@ -186,7 +186,7 @@ def _run_rank(argv: list[str], environment: Mapping[str, str], log: str, largest
     """One rank of a run, in the process that was forked for it."""
     import torch
 
-    from slime_tis.cli.main import train
+    from slime_tis.main import train
 
     for name, descriptor in (("out", 1), ("err", 2)):
         os.dup2(os.open(f"{log}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), descriptor)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from slime_tis.rollout.sample import Prompt, Sample
+from slime_tis.trainer.data.sample import Prompt, Sample
 
 
 def make_sample(prompt: Prompt, response_ids: list[int], **fields: Any) -> Sample:

@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from slime_tis.cli.main import train
-from slime_tis.dumps.readers import read
-from slime_tis.megatron.prefix_tree import PrefixTree
-from slime_tis.rollout.dump import load_samples
-from slime_tis.rollout.sample import by_rollout
+from slime_tis.analysis.dumps.readers import read
+from slime_tis.main import train
+from slime_tis.trainer.data.dump import load_samples
+from slime_tis.trainer.data.sample import by_rollout
+from slime_tis.trainer.megatron.prefix_tree import PrefixTree
 from tests.runs import make_task, read_metrics, run_apart, run_here, training_metrics
 
 ROOT = Path(__file__).parent.parent

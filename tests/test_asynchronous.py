@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from slime_tis.cli.main import train
-from slime_tis.rollout.engine import RolloutUnavailable
-from slime_tis.rollout.local import LocalEngine
+from slime_tis.main import train
+from slime_tis.trainer.engines.engine import RolloutUnavailable
+from slime_tis.trainer.engines.local.engine import LocalEngine
 from tests.conftest import Run
 from tests.runs import read_metrics, run_here
 

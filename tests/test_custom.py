@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from slime_tis.custom import call_custom_tis, calling, check_signature, describe, load_custom_tis, load_function
 from slime_tis.errors import CustomFunctionError, one_line
+from slime_tis.user_functions import call_custom_tis, calling, check_signature, describe, load_custom_tis, load_function
 
 MASKS = [torch.ones(2), torch.ones(1)]
 

@@ -32,6 +32,6 @@ def test_the_reward_shown_scores(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", re.findall(r"^\| `(custom_tis\.[\w.]+)`", PAGE, re.M))
 def test_the_functions_listed_are_there(path: str) -> None:
-    from slime_tis.custom import load_function
+    from slime_tis.user_functions import load_function
 
     assert load_function(path).__doc__

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from slime_tis.rollout.dump import load_samples
+from slime_tis.trainer.data.dump import load_samples
 from tests.conftest import Run
 from tests.rollout.sglang.fake_sglang import fake_servers
 from tests.runs import ROOT, read_metrics, run_apart, run_here, training_metrics
@@ -160,6 +160,6 @@ def test_objectives_are_those_of_one_rank(
 
 @pytest.mark.parametrize("path", re.findall(r"^\| `(slime_tis\.[\w.]+)`", PAGE, re.M))
 def test_the_functions_listed_are_there(path: str) -> None:
-    from slime_tis.custom import load_function
+    from slime_tis.user_functions import load_function
 
     assert load_function(path).__doc__

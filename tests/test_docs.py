@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from slime_tis.cli.arguments import configure
 from slime_tis.correction import RolloutCorrectionConfig, correct
 from slime_tis.integrations import verl
 from slime_tis.policy.breakdown import STALENESS, TURN, metrics_by, sums_by
-from slime_tis.rollout.metrics import rollout_metrics
-from slime_tis.rollout.sample import Sample
+from slime_tis.trainer.cli.arguments import configure
+from slime_tis.trainer.data.sample import Sample
+from slime_tis.trainer.rollout.metrics import rollout_metrics
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 from benchmarks import gpu_steps, provenance
-from slime_tis.cli.arguments import configure
+from slime_tis.trainer.cli.arguments import configure
 
 ROOT = Path(__file__).parents[1]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from torch import distributed as dist
 
-from slime_tis import interrupt
-from slime_tis.interrupt import Failure, Interrupted, Interrupts, stops_because
+from slime_tis.trainer import interrupt
+from slime_tis.trainer.interrupt import Failure, Interrupted, Interrupts, stops_because
 
 
 def until(condition) -> None:

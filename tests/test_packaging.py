@@ -8,7 +8,7 @@ from pathlib import Path
 from setuptools import find_packages
 
 import slime_tis
-from slime_tis.cli.main import main
+from slime_tis.main import main
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -33,7 +33,7 @@ def test_one_place_gives_the_version() -> None:
 
 def test_the_console_script_is_the_command() -> None:
     (script,) = [each for each in entry_points(group="console_scripts") if each.name == "slime-tis"]
-    assert script.value == PROJECT["project"]["scripts"]["slime-tis"] == "slime_tis.cli.main:main"
+    assert script.value == PROJECT["project"]["scripts"]["slime-tis"] == "slime_tis.main:main"
     assert script.load() is main
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime_tis.cli.arguments import configure
+from slime_tis.trainer.cli.arguments import configure
 from tests.checkpoints import make_checkpoint
 from tests.runs import ROOT
 
@@ -58,7 +58,7 @@ def test_the_sglang_commands_are_accepted(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def test_the_slime_flags_name_a_function_that_is_there() -> None:
-    from slime_tis.custom import load_function
+    from slime_tis.user_functions import load_function
 
     (flags,) = [block for block in blocks("") if block.startswith("--use-tis --custom")]
     assert callable(load_function(flags.split()[-1]))

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from slime_tis.cli.main import train
-from slime_tis.rollout.dump import load_samples
+from slime_tis.main import train
+from slime_tis.trainer.data.dump import load_samples
 from tests.conftest import Run
 from tests.runs import run_apart, run_here, training_metrics
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime_tis.sampling_mask import SamplingMask
+from slime_tis.trainer.data.sampling_mask import SamplingMask
 
 SETS = st.lists(st.lists(st.integers(0, 9), max_size=4, unique=True), max_size=8)
 

@@ -9,8 +9,8 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM
 
-from slime_tis.cli.main import train
-from slime_tis.storage import checkpoints as checkpoint_files
+from slime_tis.main import train
+from slime_tis.trainer.storage import checkpoints as checkpoint_files
 from tests.conftest import Run
 from tests.runs import read_metrics, run_here, start_apart, training_metrics
 

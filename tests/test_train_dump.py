@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from slime_tis.analysis.diagnosis.rescore import rescore
+from slime_tis.analysis.dumps.readers import read
+from slime_tis.analysis.dumps.table import TokenTable
+from slime_tis.analysis.dumps.what_if import what_if
 from slime_tis.correction import RolloutCorrectionConfig
-from slime_tis.diagnosis.rescore import rescore
-from slime_tis.dumps.readers import read
-from slime_tis.dumps.table import TokenTable
-from slime_tis.dumps.what_if import what_if
-from slime_tis.rollout.dump import load_samples, save_samples
+from slime_tis.trainer.data.dump import load_samples, save_samples
 from tests.runs import make_task, run_apart, run_here
 
 CORRECTION = (
@@ -202,7 +202,7 @@ def test_what_was_dumped_before_a_run_ends_early_is_whole(tmp_path: Path, ending
 
 
 def test_the_step_that_was_refused_is_dumped(tmp_path: Path, capfd) -> None:
-    from slime_tis.cli.main import train
+    from slime_tis.main import train
 
     task = [*make_task(tmp_path), "--num-rollout", "1"]
     (tmp_path / "reward.py").write_text("def reward(args, sample):\n    return 1e30 * sample.response_ids[0]\n")
@@ -214,7 +214,7 @@ def test_the_step_that_was_refused_is_dumped(tmp_path: Path, capfd) -> None:
 
 
 def test_a_table_reads_the_same_from_both_formats(dumped, tmp_path: Path) -> None:
-    from slime_tis.dumps.files import write
+    from slime_tis.analysis.dumps.files import write
     from tests.dumps.tables import assert_same
 
     table: TokenTable = read(dumped[1] / "dump")

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from slime_tis.cli.main import train
-from slime_tis.rollout.build import evaluation_sampling, training_sampling
-from slime_tis.rollout.config import RolloutConfig
+from slime_tis.main import train
+from slime_tis.trainer.engines.build import evaluation_sampling, training_sampling
+from slime_tis.trainer.options.rollout import RolloutConfig
 from tests.conftest import Run
 from tests.runs import make_task, read_metrics, run_apart, run_here, training_metrics
 

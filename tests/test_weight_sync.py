@@ -14,11 +14,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime_tis.cli.main import train
 from slime_tis.correction.ranks import Ranks
-from slime_tis.rollout.engine import WeightSource
-from slime_tis.rollout.local import LocalEngine
-from slime_tis.weight_sync import (
+from slime_tis.main import train
+from slime_tis.trainer.engines.engine import WeightSource
+from slime_tis.trainer.engines.local.engine import LocalEngine
+from slime_tis.trainer.weight_sync import (
     PROBE_PROMPTS,
     PROBE_TOKENS,
     Comparison,

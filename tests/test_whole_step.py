@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slime_tis.cli.arguments import configure
+from slime_tis.trainer.cli.arguments import configure
 
 ROOT = Path(__file__).parents[1]
 

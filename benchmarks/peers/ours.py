@@ -8,7 +8,7 @@ from functools import partial
 
 from task import CLOCKS
 
-from slime_tis.cli.arguments import parse_args
+from slime_tis.trainer.cli.arguments import parse_args
 
 if __name__ == "__main__":
     arguments = parse_args(sys.argv[2:])

@@ -22,8 +22,8 @@ from examples.diagnose_study.world import (
     sample,
     score,
 )
-from slime_tis.dumps.table import SampleParts, TokenTable
-from slime_tis.rollout.quantize import round_bits, round_fp8, round_int8
+from slime_tis.analysis.dumps.table import SampleParts, TokenTable
+from slime_tis.trainer.engines.quantize import round_bits, round_fp8, round_int8
 
 Choice = tuple[float, float, float]
 

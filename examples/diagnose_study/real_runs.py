@@ -29,12 +29,12 @@ from transformers import PreTrainedTokenizerFast
 from examples.diagnose_study.run import DENSE, DUMPS, MOE, REPORTED, STRENGTHS, Case, Row, examine, summary
 from examples.diagnose_study.world import FIRST, MERGEABLE, SEPARATOR, SYSTEM, TOOL, World, answers, make_world
 from examples.tables import write_rows
-from slime_tis.cli.main import train
-from slime_tis.dumps.readers import read
-from slime_tis.dumps.table import TokenTable
-from slime_tis.rollout import local
-from slime_tis.rollout.engine import WeightSource
-from slime_tis.rollout.sample import Prompt, Sample, Sampling
+from slime_tis.analysis.dumps.readers import read
+from slime_tis.analysis.dumps.table import TokenTable
+from slime_tis.main import train
+from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
+from slime_tis.trainer.engines.engine import WeightSource
+from slime_tis.trainer.engines.local import engine as local
 
 RESULTS = Path(__file__).parent / "results_runs.csv"
 ROLLOUTS, PROMPTS, SAMPLES = 9, 6, 4

@@ -18,9 +18,9 @@ import torch
 from examples.diagnose_study.faults import FAULTS, HEALTHY, healthy
 from examples.diagnose_study.world import World, make_world
 from examples.tables import write_rows
-from slime_tis.diagnosis import diagnose
-from slime_tis.dumps.parquet import parquet_tables, write_parquet
-from slime_tis.dumps.table import TokenTable
+from slime_tis.analysis.diagnosis import diagnose
+from slime_tis.analysis.dumps.parquet import parquet_tables, write_parquet
+from slime_tis.analysis.dumps.table import TokenTable
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results.csv"

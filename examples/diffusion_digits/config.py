@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from slime_tis.cli.command_line import (
+from slime_tis.correction.config import RolloutCorrectionConfig
+from slime_tis.limits import Limits, check_fields
+from slime_tis.trainer.cli.command_line import (
     CORRECTION_ALIASES,
     CORRECTION_NEEDS,
     CommandLine,
@@ -16,10 +18,8 @@ from slime_tis.cli.command_line import (
     read_flags,
     unmet_needs,
 )
-from slime_tis.cli.options import declare_options
-from slime_tis.correction.config import RolloutCorrectionConfig
-from slime_tis.limits import Limits, check_fields
-from slime_tis.reporting.config import ReportingConfig
+from slime_tis.trainer.cli.options import declare_options
+from slime_tis.trainer.options.reporting import ReportingConfig
 
 PIXELS = 64
 """Latent dimensions of a step: the digits are 8×8 and no autoencoder is in between."""

@@ -41,7 +41,7 @@ from slime_tis.diffusion import (
 )
 from slime_tis.files import atomic_path
 from slime_tis.policy.advantages import grpo
-from slime_tis.reporting.reporters import open_reporters
+from slime_tis.trainer.reporting.reporters import open_reporters
 
 TIMESTEPS = 1000
 """Timesteps at t = 1, as the schedulers of diffusion models count them."""

@@ -22,16 +22,16 @@ from benchmarks.provenance import machine
 from examples.collapse_study.report import replace_table
 from examples.collapse_study.run import versions
 from examples.tables import read_rows, write_rows
-from slime_tis.learner import training_batch
-from slime_tis.megatron.batch import fixed_partition
-from slime_tis.megatron.config import MegatronConfig
-from slime_tis.megatron.engine import TrainingEngine
-from slime_tis.megatron.parallel import initialize, shut_down
-from slime_tis.rollout.checkpoint import load_tokenizer
-from slime_tis.rollout.local import LocalEngine
-from slime_tis.rollout.prompts import load_prompts
-from slime_tis.rollout.sample import Prompt, Sample, Sampling
-from slime_tis.rollout.weight_rounding import Precision
+from slime_tis.trainer.data.prompts import load_prompts
+from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
+from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
+from slime_tis.trainer.engines.local.engine import LocalEngine
+from slime_tis.trainer.engines.weight_rounding import Precision
+from slime_tis.trainer.learner import training_batch
+from slime_tis.trainer.megatron.batch import fixed_partition
+from slime_tis.trainer.megatron.engine import TrainingEngine
+from slime_tis.trainer.megatron.parallel import initialize, shut_down
+from slime_tis.trainer.options.megatron import MegatronConfig
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "mismatch.csv"

@@ -13,10 +13,10 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from examples.reasoning_gym.reward import RIGHT, entry_score
-from slime_tis.rollout.checkpoint import load_tokenizer
-from slime_tis.rollout.local import LocalEngine
-from slime_tis.rollout.prompts import load_prompts
-from slime_tis.rollout.sample import Prompt, Sampling
+from slime_tis.trainer.data.prompts import load_prompts
+from slime_tis.trainer.data.sample import Prompt, Sampling
+from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
+from slime_tis.trainer.engines.local.engine import LocalEngine
 
 
 def main() -> int:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from slime_tis.files import atomic_path
-from slime_tis.reporting.run_directory import METRICS
-from slime_tis.reporting.summary import COLORS, Series, read_series, running_mean
+from slime_tis.trainer.reporting.run_directory import METRICS
+from slime_tis.trainer.reporting.summary import COLORS, Series, read_series, running_mean
 
 PICTURE = "replay.png"
 BLUE, RED = COLORS[:2]

@@ -13,11 +13,11 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from examples.tool_agent.agent import correct, generate
-from slime_tis.rollout.checkpoint import load_tokenizer
-from slime_tis.rollout.custom_generate import slime_sampling_params
-from slime_tis.rollout.local import LocalEngine
-from slime_tis.rollout.prompts import load_prompts
-from slime_tis.rollout.sample import Sample, Sampling
+from slime_tis.trainer.agents.custom_generate import slime_sampling_params
+from slime_tis.trainer.data.prompts import load_prompts
+from slime_tis.trainer.data.sample import Sample, Sampling
+from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
+from slime_tis.trainer.engines.local.engine import LocalEngine
 
 PROMPTS = Path("data/tool_agent/eval.jsonl")
 RESPONSE = 64

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime_tis.custom import calling, check_metric_names, describe, leads_to, load_function, load_hook
-from slime_tis.custom.state import kept_state
 from slime_tis.errors import CustomFunctionError, one_line
 from slime_tis.policy.config import PolicyConfig
 from slime_tis.policy.tokens import ResponseTokens
+from slime_tis.user_functions import calling, check_metric_names, describe, leads_to, load_function, load_hook
+from slime_tis.user_functions.state import kept_state
 
 LONGEST_NAME = 100
 """Characters of a metric's name."""

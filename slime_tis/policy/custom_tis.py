@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from slime_tis.correction import GlobalBatch
-from slime_tis.custom import TisResult, call_custom_tis, check_metric_names
 from slime_tis.policy.tokens import ResponseTokens
+from slime_tis.user_functions import TisResult, call_custom_tis, check_metric_names
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from slime_tis.cli.main import main
+from slime_tis.main import main
 from tests.report.dumps import make_run
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

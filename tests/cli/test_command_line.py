@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from slime_tis.cli.command_line import (
+from slime_tis.correction.config import RolloutCorrectionConfig
+from slime_tis.trainer.cli.command_line import (
     CORRECTION_ALIASES,
     CORRECTION_NEEDS,
     CommandLine,
@@ -14,8 +15,7 @@ from slime_tis.cli.command_line import (
     merge_sources,
     read_flags,
 )
-from slime_tis.cli.options import declare_options
-from slime_tis.correction.config import RolloutCorrectionConfig
+from slime_tis.trainer.cli.options import declare_options
 
 
 @dataclass(frozen=True, kw_only=True)

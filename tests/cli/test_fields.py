@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from slime_tis.cli.arguments import ALIASES, OPTIONS, effective_config
-from slime_tis.rollout.build import evaluation_sampling, training_sampling
+from slime_tis.trainer.cli.arguments import ALIASES, OPTIONS, effective_config
+from slime_tis.trainer.engines.build import evaluation_sampling, training_sampling
 from tests.cli.conftest import configured, refusal
 
 SERVER = "--rollout-engine sglang --sglang-url http://a:1 "

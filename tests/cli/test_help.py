@@ -1,7 +1,7 @@
 """The text of --help."""
 
-from slime_tis.cli.arguments import COMMAND_LINE, GROUPS, OPTIONS, build_parser
-from slime_tis.cli.command_line import help_notes
+from slime_tis.trainer.cli.arguments import COMMAND_LINE, GROUPS, OPTIONS, build_parser
+from slime_tis.trainer.cli.command_line import help_notes
 
 
 def test_help_is_grouped_and_every_option_has_a_text_and_a_default():

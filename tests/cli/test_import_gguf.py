@@ -10,14 +10,14 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
-from slime_tis.cli.main import main
 from slime_tis.hf_directory import check_tensors, read_model_config
-from slime_tis.rollout.checkpoint import eos_token_ids, load_model, load_tokenizer
+from slime_tis.main import main
+from slime_tis.trainer.engines.local.checkpoint import eos_token_ids, load_model, load_tokenizer
 from tests.checkpoints import CHARACTERS, CHAT_TEMPLATE, make_checkpoint
 
 gguf = pytest.importorskip("gguf", reason="the extra gguf is not installed")
 
-from slime_tis.cli.import_gguf import INSIDE, OUTSIDE, Gguf, import_gguf, llama3_rope  # noqa: E402
+from slime_tis.trainer.cli.import_gguf import INSIDE, OUTSIDE, Gguf, import_gguf, llama3_rope  # noqa: E402
 
 TOKENS = torch.tensor([[1, 5, 9, 44, 17, 3, 60, 21]])
 NAMES = {ours: theirs for theirs, ours in OUTSIDE.items()} | {f".{ours}.": f".{name}." for name, ours in INSIDE.items()}
@@ -265,7 +265,7 @@ def test_what_fails_while_writing_leaves_nothing(
     def fails(*_: Any, **__: Any) -> None:
         raise error
 
-    monkeypatch.setattr("slime_tis.storage.hf_checkpoint.save_file", fails)
+    monkeypatch.setattr("slime_tis.trainer.storage.hf_checkpoint.save_file", fails)
     capsys.readouterr()
     assert main(["import-gguf", str(tmp_path / "model.gguf"), str(tmp_path / "made")]) == status
     assert capsys.readouterr().err == f"{message}\n"

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from slime_tis.cli.launch_script import END, OUTPUT, UNSET, read_launch
+from slime_tis.trainer.cli.launch_script import END, OUTPUT, UNSET, read_launch
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import shlex
 
 import pytest
 
-from slime_tis.cli.arguments import NEEDS
+from slime_tis.trainer.cli.arguments import NEEDS
 from tests.cli.conftest import configured, refusal
 
 IDLE = [

@@ -10,11 +10,11 @@ import pytest
 import torch
 from pyarrow import parquet
 
-from slime_tis.cli.arguments import configure
-from slime_tis.cli.output_paths import held_outputs
-from slime_tis.dumps.files import write
-from slime_tis.dumps.table import SampleParts, TokenTable
-from slime_tis.storage.checkpoints import MANIFEST, TRAINER_STATE
+from slime_tis.analysis.dumps.files import write
+from slime_tis.analysis.dumps.table import SampleParts, TokenTable
+from slime_tis.trainer.cli.arguments import configure
+from slime_tis.trainer.cli.output_paths import held_outputs
+from slime_tis.trainer.storage.checkpoints import MANIFEST, TRAINER_STATE
 
 
 @pytest.fixture

@@ -5,11 +5,11 @@ import shlex
 
 import pytest
 
-from slime_tis.cli.arguments import ALIASES, FLAGS, OPTIONS, configure
-from slime_tis.cli.launch_script import read_launch
-from slime_tis.cli.main import main, port_script
-from slime_tis.cli.port import SPECIAL, Vocabulary, port
-from slime_tis.cli.slime_flags import ADVICE
+from slime_tis.main import main, port_script
+from slime_tis.trainer.cli.arguments import ALIASES, FLAGS, OPTIONS, configure
+from slime_tis.trainer.cli.launch_script import read_launch
+from slime_tis.trainer.cli.port import SPECIAL, Vocabulary, port
+from slime_tis.trainer.cli.slime_flags import ADVICE
 
 VOCABULARY = Vocabulary(options=OPTIONS, aliases=ALIASES, flags=FLAGS)
 

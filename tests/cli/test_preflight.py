@@ -4,7 +4,7 @@ import shlex
 
 import pytest
 
-from slime_tis.cli.arguments import parse_args
+from slime_tis.trainer.cli.arguments import parse_args
 from tests.cli.conftest import refusal
 
 

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 import yaml
 
-from slime_tis.cli import arguments
-from slime_tis.cli.arguments import NEEDS, OPTIONS, describe, effective_config, options_in_force
 from slime_tis.correction.presets import PRESETS
+from slime_tis.trainer.cli import arguments
+from slime_tis.trainer.cli.arguments import NEEDS, OPTIONS, describe, effective_config, options_in_force
 from tests.cli.conftest import configured
 
 

@@ -17,10 +17,10 @@ COMMANDS = {
     "an option without effect": ("train.py", ["--rs-upper-bound", "2"], 2),
     "a number out of its limits": ("train.py", ["--lr", "7"], 2),
     "help of train.py": ("train.py", ["--help"], 0),
-    "help of slime-tis train": ("slime_tis/cli/main.py", ["train", "--help"], 0),
-    "slime-tis alone": ("slime_tis/cli/main.py", [], 0),
-    "slime-tis --version": ("slime_tis/cli/main.py", ["--version"], 0),
-    "slime-tis port": ("slime_tis/cli/main.py", ["port", "run.sh"], 0),
+    "help of slime-tis train": ("slime_tis/main.py", ["train", "--help"], 0),
+    "slime-tis alone": ("slime_tis/main.py", [], 0),
+    "slime-tis --version": ("slime_tis/main.py", ["--version"], 0),
+    "slime-tis port": ("slime_tis/main.py", ["port", "run.sh"], 0),
 }
 RUN = """
 import atexit, runpy, sys
@@ -43,7 +43,7 @@ def test_nothing_heavy_is_imported_before_a_command_line_is_accepted(case: str, 
     assert not modules.intersection(HEAVY)
 
 
-@pytest.mark.parametrize("module", ["slime_tis", "slime_tis.correction.config", "slime_tis.cli.arguments"])
+@pytest.mark.parametrize("module", ["slime_tis", "slime_tis.correction.config", "slime_tis.trainer.cli.arguments"])
 def test_light_modules(module: str) -> None:
     code = f"import sys, {module}; print(*sys.modules, sep=chr(10))"
     loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -5,9 +5,10 @@ import shlex
 
 import pytest
 
-from slime_tis.cli.arguments import ALIASES, FLAGS, OPTIONS, configure
-from slime_tis.cli.options import edit_distance, similar
-from slime_tis.cli.slime_flags import (
+from slime_tis.limits import flag
+from slime_tis.trainer.cli.arguments import ALIASES, FLAGS, OPTIONS, configure
+from slime_tis.trainer.cli.options import edit_distance, similar
+from slime_tis.trainer.cli.slime_flags import (
     ADVICE,
     FIXED,
     RENAMED,
@@ -15,8 +16,7 @@ from slime_tis.cli.slime_flags import (
     advice_for,
     checkpoint_facts,
 )
-from slime_tis.cli.unknown_flags import UnknownFlag, refusal, split_unknown_flags
-from slime_tis.limits import flag
+from slime_tis.trainer.cli.unknown_flags import UnknownFlag, refusal, split_unknown_flags
 
 KNOWN = list(map(flag, (*OPTIONS, *ALIASES)))
 QWEN3 = {

@@ -6,8 +6,8 @@ import re
 import pytest
 import yaml
 
-from slime_tis.cli import arguments
 from slime_tis.integrations.verl_config import RolloutCorrectionConfig as VerlConfig
+from slime_tis.trainer.cli import arguments
 from tests.cli.conftest import configured
 
 # verl's YAML blocks, as its documents give them, and what they are here.

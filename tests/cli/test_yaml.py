@@ -2,7 +2,7 @@
 
 import pytest
 
-from slime_tis.cli import arguments
+from slime_tis.trainer.cli import arguments
 from tests.cli.conftest import configured, refusal
 
 

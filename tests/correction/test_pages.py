@@ -9,7 +9,7 @@ import torch
 
 from slime_tis import PRESETS, RolloutCorrectionConfig, correct
 from slime_tis.correction.config import LEVELS
-from slime_tis.rollout.config import RolloutConfig
+from slime_tis.trainer.options.rollout import RolloutConfig
 
 DOCS = Path(__file__).parents[2] / "docs"
 MATH, CHOOSING = (DOCS / "math.md").read_text(), (DOCS / "choosing.md").read_text()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from custom_tis.mis import compute_mis_weights, compute_mis_weights_with_cp
-from slime_tis.custom import call_custom_tis
+from slime_tis.user_functions import call_custom_tis
 
 GOLDEN = json.loads((Path(__file__).parent.parent / "golden" / "slime_mis.json").read_text())
 TRAIN = [torch.tensor(s["train"]) for s in GOLDEN["sequences"]]

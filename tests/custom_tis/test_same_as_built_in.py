@@ -12,13 +12,13 @@ from torch import Tensor
 
 from custom_tis.mis import compute_mis_weights_with_cp
 from slime_tis.correction import RolloutCorrectionConfig, correct
-from slime_tis.custom import load_custom_tis
 from slime_tis.errors import CustomFunctionError
 from slime_tis.policy.config import PolicyConfig
 from slime_tis.policy.custom_tis import CustomTis, CustomTisFunction
 from slime_tis.policy.policy_loss import LossStep
 from slime_tis.policy.step_sums import StepSums, step_metrics
 from slime_tis.policy.tokens import ResponseTokens
+from slime_tis.user_functions import load_custom_tis
 from tests.policy.test_policy_loss import counts, evaluate, make
 
 LEVELS = ("token", "sequence", "geometric", "prefix", "segment")

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from slime_tis import context_parallel_slices
-from slime_tis.custom import call_custom_tis, load_function
+from slime_tis.user_functions import call_custom_tis, load_function
 from tests.runs import free_port, spawn
 
 TRAIN = [torch.tensor([0.1, 1.0, -1.0, 0.0]), torch.tensor([0.3])]

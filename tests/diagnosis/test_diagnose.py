@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime_tis.diagnosis import CAUSES, Diagnosis, Finding, diagnose
-from slime_tis.diagnosis.form_rules import concentration, reported_grid
-from slime_tis.diagnosis.metric_rules import findings
-from slime_tis.diagnosis.terminal import as_text
-from slime_tis.diagnosis.token_rules import best_lags
-from slime_tis.dumps.table import SampleParts, TokenTable
+from slime_tis.analysis.diagnosis import CAUSES, Diagnosis, Finding, diagnose
+from slime_tis.analysis.diagnosis.form_rules import concentration, reported_grid
+from slime_tis.analysis.diagnosis.metric_rules import findings
+from slime_tis.analysis.diagnosis.terminal import as_text
+from slime_tis.analysis.diagnosis.token_rules import best_lags
+from slime_tis.analysis.dumps.table import SampleParts, TokenTable
 
 SAMPLES, TOKENS, VOCABULARY = 48, 32, 40
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from slime_tis.cli.main import main
-from slime_tis.diagnosis.rescore import rescore
-from slime_tis.dumps.parquet import write_parquet
-from slime_tis.dumps.table import SampleParts, TokenTable
+from slime_tis.analysis.diagnosis.rescore import rescore
+from slime_tis.analysis.dumps.parquet import write_parquet
+from slime_tis.analysis.dumps.table import SampleParts, TokenTable
+from slime_tis.main import main
 from tests.checkpoints import make_checkpoint
 
 PROMPT, RESPONSE, SAMPLES = 5, 12, 8

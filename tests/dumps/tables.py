@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from slime_tis.dumps.table import SampleParts, TokenTable
+from slime_tis.analysis.dumps.table import SampleParts, TokenTable
 
 
 def full_table() -> TokenTable:

@@ -5,10 +5,10 @@ import re
 
 import pytest
 
-from slime_tis.cli.arguments import LoopConfig
-from slime_tis.dumps.files import write
-from slime_tis.dumps.json_rows import format_of
-from slime_tis.dumps.table import SAMPLE_COLUMNS, TEXT_COLUMNS, TOKEN_COLUMNS
+from slime_tis.analysis.dumps.files import write
+from slime_tis.analysis.dumps.json_rows import format_of
+from slime_tis.analysis.dumps.table import SAMPLE_COLUMNS, TEXT_COLUMNS, TOKEN_COLUMNS
+from slime_tis.trainer.cli.arguments import LoopConfig
 from tests.dumps.tables import full_table
 from tests.test_docs import DOCS, blocks
 

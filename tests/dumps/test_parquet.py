@@ -7,9 +7,9 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from slime_tis.dumps import parquet as own
-from slime_tis.dumps.parquet import is_own_parquet, parquet_tables, write_parquet
-from slime_tis.dumps.table import SampleParts, TokenTable
+from slime_tis.analysis.dumps import parquet as own
+from slime_tis.analysis.dumps.parquet import is_own_parquet, parquet_tables, write_parquet
+from slime_tis.analysis.dumps.table import SampleParts, TokenTable
 from tests.dumps.tables import assert_same, full_table
 
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from pyarrow import parquet
 
-from slime_tis.dumps import readers
-from slime_tis.dumps.files import write
-from slime_tis.dumps.readers import files_of, read
+from slime_tis.analysis.dumps import readers
+from slime_tis.analysis.dumps.files import write
+from slime_tis.analysis.dumps.readers import files_of, read
 from tests.dumps.tables import assert_same, full_table
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime_tis.dumps.table import SampleParts, TokenTable, offsets_of, turns_of
+from slime_tis.analysis.dumps.table import SampleParts, TokenTable, offsets_of, turns_of
 from tests.dumps.tables import assert_same, full_table
 
 

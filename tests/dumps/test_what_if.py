@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
+from slime_tis.analysis.dumps.table import SampleParts, TokenTable
+from slime_tis.analysis.dumps.what_if import corrections, flags_of, sweep, what_if
 from slime_tis.correction import PRESETS, RolloutCorrectionConfig
-from slime_tis.dumps.table import SampleParts, TokenTable
-from slime_tis.dumps.what_if import corrections, flags_of, sweep, what_if
 from slime_tis.policy.config import PolicyConfig
 
 

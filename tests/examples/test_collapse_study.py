@@ -11,7 +11,7 @@ from examples.collapse_study import report, run
 from examples.collapse_study.cases import Grid, Study
 from examples.collapse_study.results import Row, area, by_eighths, collapse_step, read_table, summarize
 from examples.tables import write_rows
-from slime_tis.cli.arguments import configure
+from slime_tis.trainer.cli.arguments import configure
 from tests.runs import ROOT
 
 # The grid

@@ -14,7 +14,7 @@ from examples.collapse_study.cases import Grid, Study
 from examples.collapse_study.results import Row, read_table, summarize
 from examples.real_model_study import mismatch
 from examples.tables import read_rows, write_rows
-from slime_tis.cli.arguments import configure
+from slime_tis.trainer.cli.arguments import configure
 from tests.checkpoints import make_checkpoint
 from tests.runs import ROOT
 

@@ -17,8 +17,8 @@ reasoning_gym = pytest.importorskip("reasoning_gym", reason="the extra gym is no
 from reasoning_gym.factory import DATASETS  # noqa: E402
 
 from examples.reasoning_gym import prompts, reward  # noqa: E402
-from slime_tis.rollout.json_values import json_object  # noqa: E402
-from slime_tis.rollout.prompt_files import rows_of  # noqa: E402
+from slime_tis.trainer.data.json_values import json_object  # noqa: E402
+from slime_tis.trainer.data.prompt_files import rows_of  # noqa: E402
 from tests.checkpoints import make_checkpoint  # noqa: E402
 
 SUM = "chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1"

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from examples.sort_digits import prepare
-from slime_tis.cli.arguments import parse_args
-from slime_tis.rollout.checkpoint import load_tokenizer
-from slime_tis.rollout.config import RolloutConfig
-from slime_tis.rollout.evaluate import accuracy_metrics, answer
-from slime_tis.rollout.local import LocalEngine
-from slime_tis.rollout.prompts import load_prompts
-from slime_tis.rollout.rewards import build_reward
-from slime_tis.rollout.sample import Sampling
+from slime_tis.trainer.cli.arguments import parse_args
+from slime_tis.trainer.data.prompts import load_prompts
+from slime_tis.trainer.data.sample import Sampling
+from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
+from slime_tis.trainer.engines.local.engine import LocalEngine
+from slime_tis.trainer.options.rollout import RolloutConfig
+from slime_tis.trainer.rewards.rewards import build_reward
+from slime_tis.trainer.rollout.evaluate import accuracy_metrics, answer
 
 SMALL = prepare.Example(
     digits=2,

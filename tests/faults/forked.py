@@ -40,8 +40,8 @@ class ForkedRun:
             environ: Variables added to the environment.
             cwd: Working directory of the run.
         """
-        import slime_tis.train  # noqa: F401  before the fork, so that children have it
-        from slime_tis.cli.main import train
+        import slime_tis.trainer.train  # noqa: F401  before the fork, so that children have it
+        from slime_tis.main import train
 
         directory.mkdir(parents=True, exist_ok=True)
         self.stdout, self.stderr = directory / "stdout.txt", directory / "stderr.txt"

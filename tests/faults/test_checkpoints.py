@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from slime_tis.errors import quoted_path
-from slime_tis.megatron import checkpoint
-from slime_tis.megatron.config import MegatronConfig
-from slime_tis.megatron.parallel import initialize, shut_down
-from slime_tis.storage.checkpoints import MANIFEST, TRAINER_STATE, checksums, files_of, write_manifest
+from slime_tis.trainer.megatron import checkpoint
+from slime_tis.trainer.megatron.parallel import initialize, shut_down
+from slime_tis.trainer.options.megatron import MegatronConfig
+from slime_tis.trainer.storage.checkpoints import MANIFEST, TRAINER_STATE, checksums, files_of, write_manifest
 from tests.faults.forked import ForkedRun, Outcome, run_forked
 from tests.runs import make_task, read_metrics, spawn, training_metrics
 

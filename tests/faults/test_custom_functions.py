@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from slime_tis import train
-from slime_tis.custom import load_custom_tis
 from slime_tis.errors import CustomFunctionError
+from slime_tis.trainer import train
+from slime_tis.user_functions import load_custom_tis
 from tests.faults.forked import Outcome, run_forked
 from tests.runs import make_task, read_metrics, run_apart
 

@@ -28,11 +28,11 @@ from slime_tis.hf_directory import (
     read_model_config,
     tensor_files,
 )
-from slime_tis.megatron.architecture import read_hf_config
-from slime_tis.megatron.config import MegatronConfig
-from slime_tis.megatron.hf_weights import HfTensors
-from slime_tis.rollout.checkpoint import load_model, load_tokenizer
-from slime_tis.rollout.prompts import load_prompts
+from slime_tis.trainer.data.prompts import load_prompts
+from slime_tis.trainer.engines.local.checkpoint import load_model, load_tokenizer
+from slime_tis.trainer.megatron.architecture import read_hf_config
+from slime_tis.trainer.megatron.hf_weights import HfTensors
+from slime_tis.trainer.options.megatron import MegatronConfig
 from tests.checkpoints import make_checkpoint, make_tokenizer
 from tests.faults.forked import run_forked
 from tests.runs import make_task

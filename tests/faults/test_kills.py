@@ -15,8 +15,8 @@ import psutil
 import pytest
 from tqdm import tqdm
 
-from slime_tis.storage.checkpoints import check, checkpoints, read_manifest
-from slime_tis.storage.exports import MARKER
+from slime_tis.trainer.storage.checkpoints import check, checkpoints, read_manifest
+from slime_tis.trainer.storage.exports import MARKER
 from tests.faults.forked import ForkedRun, group_is_empty, run_forked
 from tests.runs import make_task, read_metrics, training_metrics
 

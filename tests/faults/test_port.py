@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from slime_tis.cli.main import main
+from slime_tis.main import main
 from tests.faults.forked import run_forked
 from tests.runs import make_task
 

@@ -18,12 +18,12 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from slime_tis.rollout.checkpoint import load_tokenizer
-from slime_tis.rollout.engine import RolloutUnavailable
-from slime_tis.rollout.sample import Sampling
-from slime_tis.rollout.sglang.config import SGLangConfig
-from slime_tis.rollout.sglang.engine import SGLangEngine
-from slime_tis.rollout.sglang.health import Timeouts
+from slime_tis.trainer.data.sample import Sampling
+from slime_tis.trainer.engines.engine import RolloutUnavailable
+from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
+from slime_tis.trainer.engines.sglang.engine import SGLangEngine
+from slime_tis.trainer.engines.sglang.health import Timeouts
+from slime_tis.trainer.options.sglang import SGLangConfig
 from tests.checkpoints import make_checkpoint
 from tests.faults.forked import run_forked
 from tests.faults.hostile import (

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from slime_tis import context_parallel_slices
-from slime_tis.custom import load_function
 from slime_tis.integrations import slime_modules
+from slime_tis.user_functions import load_function
 from tests.runs import free_port, spawn
 
 TOTAL, RESPONSE = 23, 20

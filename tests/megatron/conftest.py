@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from slime_tis.megatron.config import MegatronConfig
-from slime_tis.megatron.parallel import Parallel, initialize, shut_down
+from slime_tis.trainer.megatron.parallel import Parallel, initialize, shut_down
+from slime_tis.trainer.options.megatron import MegatronConfig
 from tests.checkpoints import make_checkpoint
 
 

@@ -11,13 +11,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from slime_tis.hf_directory import load_config, moe_sizes
-from slime_tis.megatron import hf_weights
-from slime_tis.megatron.batch import make_batch
-from slime_tis.megatron.config import MegatronConfig
-from slime_tis.megatron.engine import TrainingEngine
-from slime_tis.megatron.hf_weights import GATHERED_BYTES
-from slime_tis.megatron.packing import pack
-from slime_tis.megatron.parallel import Parallel, initialize, shut_down
+from slime_tis.trainer.megatron import hf_weights
+from slime_tis.trainer.megatron.batch import make_batch
+from slime_tis.trainer.megatron.engine import TrainingEngine
+from slime_tis.trainer.megatron.hf_weights import GATHERED_BYTES
+from slime_tis.trainer.megatron.packing import pack
+from slime_tis.trainer.megatron.parallel import Parallel, initialize, shut_down
+from slime_tis.trainer.options.megatron import MegatronConfig
 from tests.runs import rank_environment
 
 LENGTHS = (7, 13, 20)

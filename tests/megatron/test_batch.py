@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_tis.correction import context_parallel
-from slime_tis.megatron import batch as batch_module
-from slime_tis.megatron.batch import (
+from slime_tis.trainer.megatron import batch as batch_module
+from slime_tis.trainer.megatron.batch import (
     FirstFit,
     dealt_together,
     fixed_partition,
@@ -17,7 +17,7 @@ from slime_tis.megatron.batch import (
     token_budget_partitions,
     unshard,
 )
-from slime_tis.megatron.prefix_tree import PrefixTree
+from slime_tis.trainer.megatron.prefix_tree import PrefixTree
 
 
 def apart(lengths: list[int]) -> PrefixTree:

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from slime_tis.megatron import checkpoint, upstream
-from slime_tis.megatron.batch import make_batch
-from slime_tis.megatron.config import MegatronConfig
-from slime_tis.megatron.engine import TrainingEngine
-from slime_tis.megatron.parallel import Parallel
 from slime_tis.policy.policy_loss import LossInputs, LossOutputs
-from slime_tis.storage.checkpoints import read_state
+from slime_tis.trainer.megatron import checkpoint, upstream
+from slime_tis.trainer.megatron.batch import make_batch
+from slime_tis.trainer.megatron.engine import TrainingEngine
+from slime_tis.trainer.megatron.parallel import Parallel
+from slime_tis.trainer.options.megatron import MegatronConfig
+from slime_tis.trainer.storage.checkpoints import read_state
 from tests.checkpoints import make_checkpoint
 
 TOKENS = [[3, 4, 5, 6, 7], [8, 9, 10], [11, 12, 13, 14]]

@@ -11,8 +11,8 @@ import numpy
 import pytest
 import torch
 
-import slime_tis.megatron.parallel  # and with it megatron.core
-from slime_tis.megatron.cpu_support import rewrite
+import slime_tis.trainer.megatron.parallel  # and with it megatron.core
+from slime_tis.trainer.megatron.cpu_support import rewrite
 
 REWRITTEN = [
     ("x = torch.zeros(1, device='cuda')", "x = torch.zeros(1, device='cpu')"),
@@ -56,7 +56,7 @@ def test_line_numbers_stay() -> None:
 
 
 def test_options_are_read_without_megatron_core() -> None:
-    code = "import sys, slime_tis.megatron.config; sys.exit('megatron.core' in sys.modules)"
+    code = "import sys, slime_tis.trainer.options.megatron; sys.exit('megatron.core' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
@@ -66,9 +66,9 @@ def test_importing_megatron_core_first_is_refused_where_there_is_no_cuda(monkeyp
     )
     assert "megatron.core" in sys.modules
     if torch.cuda.is_available():
-        importlib.reload(slime_tis.megatron)
+        importlib.reload(slime_tis.trainer.megatron)
     else:
         with pytest.raises(
             RuntimeError, match=r"megatron\.core is already imported: import slime_tis\.megatron before it"
         ):
-            importlib.reload(slime_tis.megatron)
+            importlib.reload(slime_tis.trainer.megatron)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from slime_tis.megatron.environment import LAUNCH, Environment, read_environment
+from slime_tis.trainer.megatron.environment import LAUNCH, Environment, read_environment
 
 TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from slime_tis.megatron import export
-from slime_tis.megatron.config import MegatronConfig
-from slime_tis.megatron.engine import TrainingEngine
-from slime_tis.megatron.export import save_hf
-from slime_tis.megatron.parallel import Parallel
+from slime_tis.trainer.megatron import export
+from slime_tis.trainer.megatron.engine import TrainingEngine
+from slime_tis.trainer.megatron.export import save_hf
+from slime_tis.trainer.megatron.parallel import Parallel
+from slime_tis.trainer.options.megatron import MegatronConfig
 
 
 @pytest.fixture(scope="module")

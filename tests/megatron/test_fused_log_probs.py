@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slime_tis.megatron import fused_log_probs
-from slime_tis.megatron.fused_log_probs import fused_linear_log_probs
-from slime_tis.megatron.log_probs import vocab_parallel_log_probs
-from slime_tis.sampling_mask import SamplingMask
+from slime_tis.trainer.data.sampling_mask import SamplingMask
+from slime_tis.trainer.megatron import fused_log_probs
+from slime_tis.trainer.megatron.fused_log_probs import fused_linear_log_probs
+from slime_tis.trainer.megatron.log_probs import vocab_parallel_log_probs
 
 ROWS, INPUTS, VOCABULARY, PADDED = 9, 6, 13, 15
 SETS = [[0, 5, 2], [3], [12, 1], [], [7, 8, 9], [4], [6, 0], [2, 11], []]

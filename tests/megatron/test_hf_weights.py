@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from slime_tis.megatron.hf_weights import HfTensors
+from slime_tis.trainer.megatron.hf_weights import HfTensors
 from tests.checkpoints import make_checkpoint
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slime_tis.megatron.layers import TorchRMSNorm, swiglu, with_recomputed_input
+from slime_tis.trainer.megatron.layers import TorchRMSNorm, swiglu, with_recomputed_input
 
 TOKENS, HIDDEN = 5, 48
 

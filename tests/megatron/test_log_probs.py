@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from slime_tis.megatron.log_probs import vocab_parallel_log_probs
-from slime_tis.sampling_mask import SamplingMask
+from slime_tis.trainer.data.sampling_mask import SamplingMask
+from slime_tis.trainer.megatron.log_probs import vocab_parallel_log_probs
 
 HAND_LOGITS = [[0.0, math.log(3.0)], [math.log(4.0), 0.0]]
 

@@ -8,11 +8,11 @@ import psutil
 import pytest
 import torch
 
-from slime_tis.megatron import memory
-from slime_tis.megatron.config import MegatronConfig
-from slime_tis.megatron.engine import TrainingEngine
-from slime_tis.megatron.memory import KEPT, TokenBudget, bytes_per_token, free_memory, return_freed_memory
-from slime_tis.megatron.parallel import Parallel
+from slime_tis.trainer.megatron import memory
+from slime_tis.trainer.megatron.engine import TrainingEngine
+from slime_tis.trainer.megatron.memory import KEPT, TokenBudget, bytes_per_token, free_memory, return_freed_memory
+from slime_tis.trainer.megatron.parallel import Parallel
+from slime_tis.trainer.options.megatron import MegatronConfig
 
 SMOLLM2 = {
     "params_dtype": torch.float32,

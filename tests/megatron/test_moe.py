@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file
 
 from slime_tis.hf_directory import MoeSizes, load_config, moe_sizes
-from slime_tis.megatron.architecture import uses_transformer_engine
-from slime_tis.megatron.batch import make_batch
-from slime_tis.megatron.config import MegatronConfig
-from slime_tis.megatron.engine import TrainingEngine
-from slime_tis.megatron.parallel import Parallel
+from slime_tis.trainer.megatron.architecture import uses_transformer_engine
+from slime_tis.trainer.megatron.batch import make_batch
+from slime_tis.trainer.megatron.engine import TrainingEngine
+from slime_tis.trainer.megatron.parallel import Parallel
+from slime_tis.trainer.options.megatron import MegatronConfig
 from tests.checkpoints import make_checkpoint
 from tests.megatron.test_checkpoint import likelihood
 

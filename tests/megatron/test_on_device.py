@@ -14,15 +14,15 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from slime_tis import RolloutCorrectionConfig, correct
-from slime_tis.megatron.batch import TrainingBatch, make_batch
-from slime_tis.megatron.config import MegatronConfig
-from slime_tis.megatron.engine import TrainingEngine
-from slime_tis.megatron.parallel import Parallel, initialize, shut_down
 from slime_tis.policy.policy_loss import LossInputs, LossOutputs
-from slime_tis.rollout.checkpoint import load_tokenizer
-from slime_tis.rollout.local import LocalEngine
-from slime_tis.rollout.quantize import round_int8
-from slime_tis.rollout.sample import Prompt, Sample, Sampling
+from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
+from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
+from slime_tis.trainer.engines.local.engine import LocalEngine
+from slime_tis.trainer.engines.quantize import round_int8
+from slime_tis.trainer.megatron.batch import TrainingBatch, make_batch
+from slime_tis.trainer.megatron.engine import TrainingEngine
+from slime_tis.trainer.megatron.parallel import Parallel, initialize, shut_down
+from slime_tis.trainer.options.megatron import MegatronConfig
 from tests.checkpoints import make_checkpoint
 from tests.megatron.test_response_rows import Values
 

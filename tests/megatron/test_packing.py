@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime_tis.megatron.attention import rotate
-from slime_tis.megatron.batch import TrainingBatch, make_batch
-from slime_tis.megatron.packing import MicroBatch, RotaryAngles, pack
+from slime_tis.trainer.megatron.attention import rotate
+from slime_tis.trainer.megatron.batch import TrainingBatch, make_batch
+from slime_tis.trainer.megatron.packing import MicroBatch, RotaryAngles, pack
 
 
 def batch_of(tokens: list[list[int]], responses: list[int], rank: int = 0, size: int = 1) -> TrainingBatch:

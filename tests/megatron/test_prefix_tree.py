@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime_tis.megatron.prefix_tree import LEAST_SHARED, PrefixTree
+from slime_tis.trainer.megatron.prefix_tree import LEAST_SHARED, PrefixTree
 
 Segments = list[tuple[list[int], int]]
 

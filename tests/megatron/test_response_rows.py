@@ -11,14 +11,14 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from slime_tis.megatron import fused_log_probs
-from slime_tis.megatron.batch import TrainingBatch, make_batch
-from slime_tis.megatron.config import MegatronConfig
-from slime_tis.megatron.engine import TrainingEngine
-from slime_tis.megatron.packing import MicroBatch
-from slime_tis.megatron.parallel import Parallel, initialize, shut_down
 from slime_tis.policy.policy_loss import LossInputs, LossOutputs
-from slime_tis.sampling_mask import SamplingMask
+from slime_tis.trainer.data.sampling_mask import SamplingMask
+from slime_tis.trainer.megatron import fused_log_probs
+from slime_tis.trainer.megatron.batch import TrainingBatch, make_batch
+from slime_tis.trainer.megatron.engine import TrainingEngine
+from slime_tis.trainer.megatron.packing import MicroBatch
+from slime_tis.trainer.megatron.parallel import Parallel, initialize, shut_down
+from slime_tis.trainer.options.megatron import MegatronConfig
 from tests.checkpoints import make_checkpoint
 from tests.megatron.test_checkpoint import NO_RECORD
 from tests.runs import free_port, rank_environment, spawn

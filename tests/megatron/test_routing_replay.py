@@ -10,12 +10,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from slime_tis.hf_directory import MoeSizes
-from slime_tis.megatron.batch import TrainingBatch, fixed_partition, make_batch
-from slime_tis.megatron.config import MegatronConfig
-from slime_tis.megatron.engine import StepResult, TrainingEngine
-from slime_tis.megatron.parallel import Parallel, initialize, shut_down
-from slime_tis.megatron.routing_replay import RoutingRecord, routing_metrics
 from slime_tis.policy.policy_loss import LossInputs, LossOutputs
+from slime_tis.trainer.megatron.batch import TrainingBatch, fixed_partition, make_batch
+from slime_tis.trainer.megatron.engine import StepResult, TrainingEngine
+from slime_tis.trainer.megatron.parallel import Parallel, initialize, shut_down
+from slime_tis.trainer.megatron.routing_replay import RoutingRecord, routing_metrics
+from slime_tis.trainer.options.megatron import MegatronConfig
 from tests.checkpoints import make_checkpoint
 from tests.megatron.test_checkpoint import NO_RECORD
 

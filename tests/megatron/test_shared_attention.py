@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
-from slime_tis.megatron.prefix_tree import PrefixTree
-from slime_tis.megatron.shared_attention import SharedAttention, block_mask, flexible
+from slime_tis.trainer.megatron.prefix_tree import PrefixTree
+from slime_tis.trainer.megatron.shared_attention import SharedAttention, block_mask, flexible
 from tests.megatron.test_prefix_tree import groups, tree_of
 
 HEADS, GROUPS, WIDTH = 4, 2, 8

@@ -12,13 +12,13 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from slime_tis.megatron.architecture import read_hf_config
-from slime_tis.megatron.batch import TrainingBatch, make_batch
-from slime_tis.megatron.config import MegatronConfig
-from slime_tis.megatron.engine import TrainingEngine, why_not_shared
-from slime_tis.megatron.packing import MicroBatch
-from slime_tis.megatron.parallel import Backend, Parallel, initialize, shut_down
-from slime_tis.sampling_mask import SamplingMask
+from slime_tis.trainer.data.sampling_mask import SamplingMask
+from slime_tis.trainer.megatron.architecture import read_hf_config
+from slime_tis.trainer.megatron.batch import TrainingBatch, make_batch
+from slime_tis.trainer.megatron.engine import TrainingEngine, why_not_shared
+from slime_tis.trainer.megatron.packing import MicroBatch
+from slime_tis.trainer.megatron.parallel import Backend, Parallel, initialize, shut_down
+from slime_tis.trainer.options.megatron import MegatronConfig
 from tests.checkpoints import make_checkpoint
 from tests.megatron.test_prefix_tree import groups
 from tests.megatron.test_response_rows import results

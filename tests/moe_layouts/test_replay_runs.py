@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from slime_tis.rollout.dump import encoded, load_samples
+from slime_tis.trainer.data.dump import encoded, load_samples
 from tests.conftest import Run
 from tests.runs import make_task, run_here, training_metrics
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from slime_tis.dumps.parquet import write_parquet
-from slime_tis.dumps.table import SampleParts, TokenTable
+from slime_tis.analysis.dumps.parquet import write_parquet
+from slime_tis.analysis.dumps.table import SampleParts, TokenTable
 
 HOSTILE = (
     "</script><script>window.hacked=1</script><img src=x onerror='window.hacked=1'>"

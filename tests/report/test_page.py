@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slime_tis.cli.main import main
-from slime_tis.dumps.parquet import write_parquet
-from slime_tis.dumps.table import SampleParts, TokenTable
-from slime_tis.report import overview, samples, shape
-from slime_tis.report.page import page_data, render
-from slime_tis.report.plots import density_image
-from slime_tis.report.source import Source, open_source
-from slime_tis.report.what_if_rows import _front
+from slime_tis.analysis.dumps.parquet import write_parquet
+from slime_tis.analysis.dumps.table import SampleParts, TokenTable
+from slime_tis.analysis.report import overview, samples, shape
+from slime_tis.analysis.report.page import page_data, render
+from slime_tis.analysis.report.plots import density_image
+from slime_tis.analysis.report.source import Source, open_source
+from slime_tis.analysis.report.what_if_rows import _front
+from slime_tis.main import main
 from tests.report.dumps import HOSTILE, SAMPLES, make_run, make_table
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import pytest
 
 from slime_tis import RolloutCorrectionConfig
-from slime_tis.reporting.health import RULES, Health, findings
+from slime_tis.trainer.reporting.health import RULES, Health, findings
 
 TIS = RolloutCorrectionConfig(use_tis=True)
 NOTHING = RolloutCorrectionConfig()

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from slime_tis.reporting import progress
+from slime_tis.trainer.reporting import progress
 
 
 def test_the_bar_follows_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from slime_tis.reporting.config import ReportingConfig
-from slime_tis.reporting.reporters import JsonLines, Reporters, format_step, open_reporters
+from slime_tis.trainer.options.reporting import ReportingConfig
+from slime_tis.trainer.reporting.reporters import JsonLines, Reporters, format_step, open_reporters
 
 ROOT = Path(__file__).parents[2]
 METRICS = {
@@ -145,8 +145,8 @@ def test_other_ranks_write_and_print_nothing(tmp_path, capsys):
 
 PROGRAM = """
 import sys
-from slime_tis.reporting.config import ReportingConfig
-from slime_tis.reporting.reporters import Console
+from slime_tis.trainer.options.reporting import ReportingConfig
+from slime_tis.trainer.reporting.reporters import Console
 console = Console(3, progress=sys.argv[1] == "on")
 for step in (1, 2, 3):
     console.log({"rollout/raw_reward": step / 4}, step)

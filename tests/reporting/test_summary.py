@@ -7,8 +7,8 @@ import sys
 import matplotlib
 import pytest
 
-from slime_tis.reporting import summary
-from slime_tis.reporting.summary import PANELS, plot_summary, read_series, running_mean
+from slime_tis.trainer.reporting import summary
+from slime_tis.trainer.reporting.summary import PANELS, plot_summary, read_series, running_mean
 
 
 def write_metrics(directory, rows):

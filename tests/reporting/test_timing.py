@@ -2,7 +2,7 @@
 
 import pytest
 
-from slime_tis.reporting.timing import Timer
+from slime_tis.trainer.reporting.timing import Timer
 
 
 class Clock:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from slime_tis.rollout.builtin_rewards import SCORES, dapo, deepscaler, exact_match, gpqa, math_match, token_f1
-from slime_tis.rollout.rm_types import REMOTE, RM_TYPES
+from slime_tis.trainer.options.rm_types import REMOTE, RM_TYPES
+from slime_tis.trainer.rewards.builtin_rewards import SCORES, dapo, deepscaler, exact_match, gpqa, math_match, token_f1
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from slime_tis.rollout.checkpoint import eos_token_ids, linear_weight_names, load_model, load_tokenizer
+from slime_tis.trainer.engines.local.checkpoint import eos_token_ids, linear_weight_names, load_model, load_tokenizer
 from tests.checkpoints import EOS, make_checkpoint
 
 

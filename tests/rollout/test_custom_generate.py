@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_tis.errors import CustomFunctionError
-from slime_tis.rollout.config import RolloutConfig
-from slime_tis.rollout.custom_generate import build_generate_function, settle
-from slime_tis.rollout.generation import Generation
-from slime_tis.rollout.metrics import rollout_metrics
-from slime_tis.rollout.sample import Prompt, Sample, Sampling, by_rollout
-from slime_tis.rollout.sampled_tokens import Sampled, provenance
-from slime_tis.sampling_mask import SamplingMask
+from slime_tis.trainer.agents.custom_generate import build_generate_function, settle
+from slime_tis.trainer.agents.sampled_tokens import Sampled, provenance
+from slime_tis.trainer.data.sample import Prompt, Sample, Sampling, by_rollout
+from slime_tis.trainer.data.sampling_mask import SamplingMask
+from slime_tis.trainer.engines.generation import Generation
+from slime_tis.trainer.options.rollout import RolloutConfig
+from slime_tis.trainer.rollout.metrics import rollout_metrics
 
 PROMPT = Prompt(index=3, text="abc", token_ids=(1, 2, 3), label="x", metadata={"level": 1})
 SAMPLING = Sampling(max_response_len=4)

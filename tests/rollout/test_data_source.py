@@ -7,9 +7,9 @@ import pytest
 
 from slime_tis.errors import CustomFunctionError
 from slime_tis.hf_directory import ModelSizes
-from slime_tis.rollout.checkpoint import load_tokenizer
-from slime_tis.rollout.data_source import CustomDataSource
-from slime_tis.rollout.prefetch import Prefetcher
+from slime_tis.trainer.data.data_source import CustomDataSource
+from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
+from slime_tis.trainer.rollout.prefetch import Prefetcher
 from tests.checkpoints import make_checkpoint
 from tests.rollout.test_prefetch import Log
 from tests.rollout.test_rewards import make_config

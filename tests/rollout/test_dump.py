@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from slime_tis.rollout.dump import load_samples, save_samples, to_dict
-from slime_tis.rollout.sample import Prompt, Sample
+from slime_tis.trainer.data.dump import load_samples, save_samples, to_dict
+from slime_tis.trainer.data.sample import Prompt, Sample
 from tests.samples import make_sample
 
 PROMPT = Prompt(index=7, text="21>", token_ids=(1, 2, 3), label="12", metadata={"level": 3})

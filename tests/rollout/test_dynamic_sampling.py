@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime_tis.rollout.dynamic_sampling import MOST_REASONS, accepted_groups, collect
-from slime_tis.rollout.engine import RolloutUnavailable
-from slime_tis.rollout.filter_hub import (
+from slime_tis.trainer.data.sample import Sample
+from slime_tis.trainer.engines.engine import RolloutUnavailable
+from slime_tis.trainer.rollout.dynamic_sampling import MOST_REASONS, accepted_groups, collect
+from slime_tis.trainer.rollout.filter_hub import (
     DynamicFilterOutput,
     check_reward_nonzero_std,
     check_reward_nonzero_std_with_fallback,
 )
-from slime_tis.rollout.sample import Sample
 from tests.rollout.test_rewards import make_samples
 
 

@@ -7,9 +7,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from slime_tis.rollout.checkpoint import linear_weight_names, load_model, load_tokenizer, weights_by_file_name
-from slime_tis.rollout.local import LocalEngine
-from slime_tis.rollout.quantize import round_fp8, round_int8
+from slime_tis.trainer.engines.local.checkpoint import (
+    linear_weight_names,
+    load_model,
+    load_tokenizer,
+    weights_by_file_name,
+)
+from slime_tis.trainer.engines.local.engine import LocalEngine
+from slime_tis.trainer.engines.quantize import round_fp8, round_int8
 from tests.checkpoints import make_checkpoint
 
 FAMILIES = ("qwen3_moe", "qwen2_moe", "glm4_moe")

@@ -4,11 +4,18 @@ import asyncio
 
 import pytest
 
-from slime_tis.interrupt import Interrupted
-from slime_tis.rollout.checkpoint import load_tokenizer
-from slime_tis.rollout.functions import FunctionBatch, FunctionCall, new_groups, numbered, packed, resumed_groups
-from slime_tis.rollout.local import LocalEngine
-from slime_tis.rollout.sample import STATUS, Prompt, Sample, Sampling
+from slime_tis.trainer.data.sample import STATUS, Prompt, Sample, Sampling
+from slime_tis.trainer.engines.functions import (
+    FunctionBatch,
+    FunctionCall,
+    new_groups,
+    numbered,
+    packed,
+    resumed_groups,
+)
+from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
+from slime_tis.trainer.engines.local.engine import LocalEngine
+from slime_tis.trainer.interrupt import Interrupted
 from tests.checkpoints import make_checkpoint
 
 RUN = Sampling(max_response_len=10, n_samples=3)
@@ -119,7 +126,7 @@ def test_an_interrupt_is_honoured_between_decode_steps(checkpoint, asks, monkeyp
     async def elsewhere(sample, engine):
         await asyncio.Event().wait()
 
-    monkeypatch.setattr("slime_tis.rollout.continuous_batching.SAFE_POINT_INTERVAL", 0.001)
+    monkeypatch.setattr("slime_tis.trainer.engines.local.continuous_batching.SAFE_POINT_INTERVAL", 0.001)
     engine = LocalEngine(checkpoint, load_tokenizer(checkpoint), safe_point=safe_point)
     with pytest.raises(Interrupted):
         engine.submit_function(prompts_of(checkpoint), one_turn if asks else elsewhere, RUN, 5, concurrency=6)

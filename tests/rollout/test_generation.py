@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime_tis.rollout.generation import (
+from slime_tis.trainer.data.sample import Sampling
+from slime_tis.trainer.engines.generation import (
     Generation,
     Request,
     RequestOptions,
@@ -17,7 +18,6 @@ from slime_tis.rollout.generation import (
     request_uniforms,
     response_text,
 )
-from slime_tis.rollout.sample import Sampling
 from tests.checkpoints import CHARACTERS, EOS, make_tokenizer
 
 RUN = Sampling(temperature=0.8, top_p=0.9, top_k=20, max_response_len=7, stop_token_ids=(9,))

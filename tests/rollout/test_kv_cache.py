@@ -3,7 +3,7 @@
 import torch
 from transformers import DynamicCache, Gemma2Config
 
-from slime_tis.rollout.kv_cache import growing_cache
+from slime_tis.trainer.engines.local.kv_cache import growing_cache
 
 CONFIG = Gemma2Config(num_hidden_layers=2, sliding_window=4)
 FULL = CONFIG.layer_types.index("full_attention")  # the other layer is sliding

@@ -6,14 +6,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from slime_tis.rollout import decode
-from slime_tis.rollout.checkpoint import load_tokenizer
-from slime_tis.rollout.local import LocalEngine
-from slime_tis.rollout.quantize import round_fp8, round_int8
-from slime_tis.rollout.routing import Routing
-from slime_tis.rollout.sample import STATUS, Prompt, Sample, Sampling
-from slime_tis.rollout.sampling import filtered_logits, log_softmax
-from slime_tis.sampling_mask import SamplingMask
+from slime_tis.trainer.data.sample import STATUS, Prompt, Sample, Sampling
+from slime_tis.trainer.data.sampling_mask import SamplingMask
+from slime_tis.trainer.engines.local import decode
+from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
+from slime_tis.trainer.engines.local.engine import LocalEngine
+from slime_tis.trainer.engines.local.routing import Routing
+from slime_tis.trainer.engines.local.sampling import filtered_logits, log_softmax
+from slime_tis.trainer.engines.quantize import round_fp8, round_int8
 from tests.checkpoints import EOS, make_checkpoint
 
 TEXTS = ["31415>", "7>", "abc def + 12>", "Q: 2*3?", "00"]

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from slime_tis.rollout.prefetch import Prefetcher
+from slime_tis.trainer.rollout.prefetch import Prefetcher
 
 
 class Counting:

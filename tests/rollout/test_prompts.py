@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from slime_tis.rollout.config import RolloutConfig
-from slime_tis.rollout.prompts import PromptDataset, load_prompts
+from slime_tis.trainer.data.prompts import PromptDataset, load_prompts
+from slime_tis.trainer.options.rollout import RolloutConfig
 from tests.checkpoints import make_tokenizer
 
 TOKENIZER = make_tokenizer()

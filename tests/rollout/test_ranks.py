@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slime_tis.rollout.checkpoint import load_tokenizer
-from slime_tis.rollout.collectives import map_over_ranks
-from slime_tis.rollout.config import RolloutConfig
-from slime_tis.rollout.local import LocalEngine
-from slime_tis.rollout.rewards import build_reward
-from slime_tis.rollout.sample import STATUS, Prompt, Sampling
+from slime_tis.trainer.collectives import map_over_ranks
+from slime_tis.trainer.data.sample import STATUS, Prompt, Sampling
+from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
+from slime_tis.trainer.engines.local.engine import LocalEngine
+from slime_tis.trainer.options.rollout import RolloutConfig
+from slime_tis.trainer.rewards.rewards import build_reward
 from tests.checkpoints import make_checkpoint
 from tests.runs import spawn
 

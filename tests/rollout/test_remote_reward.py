@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from slime_tis.errors import CustomFunctionError
-from slime_tis.rollout.engine import RolloutUnavailable
-from slime_tis.rollout.remote_reward import LONGEST_ANSWER, RewardRequest, RewardServer
-from slime_tis.rollout.rewards import build_reward, check_prompts, check_reward_server
-from slime_tis.rollout.sample import Prompt
+from slime_tis.trainer.data.sample import Prompt
+from slime_tis.trainer.engines.engine import RolloutUnavailable
+from slime_tis.trainer.rewards.remote_reward import LONGEST_ANSWER, RewardRequest, RewardServer
+from slime_tis.trainer.rewards.rewards import build_reward, check_prompts, check_reward_server
 from tests.rollout.test_rewards import make_config, make_samples
 from tests.runs import free_port
 

@@ -7,12 +7,12 @@ from argparse import Namespace
 import pytest
 
 from slime_tis.errors import CustomFunctionError
-from slime_tis.rollout.config import RolloutConfig
-from slime_tis.rollout.dump import from_dict, to_dict
-from slime_tis.rollout.metrics import rollout_metrics
-from slime_tis.rollout.rewards import assign_rewards, build_reward, check_prompts
-from slime_tis.rollout.sample import Prompt, Sample
-from slime_tis.rollout.staleness import mask_removed_samples
+from slime_tis.trainer.data.dump import from_dict, to_dict
+from slime_tis.trainer.data.sample import Prompt, Sample
+from slime_tis.trainer.options.rollout import RolloutConfig
+from slime_tis.trainer.rewards.rewards import assign_rewards, build_reward, check_prompts
+from slime_tis.trainer.rollout.metrics import rollout_metrics
+from slime_tis.trainer.rollout.staleness import mask_removed_samples
 from tests.samples import make_sample
 
 NAMES = "exact_match, math, deepscaler, dapo, f1, gpqa, random, remote_rm, each also as boxed_NAME"

@@ -8,9 +8,9 @@ import pytest
 
 from slime_tis.errors import CustomFunctionError
 from slime_tis.hf_directory import ModelSizes
-from slime_tis.rollout.checkpoint import load_tokenizer
-from slime_tis.rollout.prompts import PromptDataset
-from slime_tis.rollout.rollout_function import build_rollout_function
+from slime_tis.trainer.agents.rollout_function import build_rollout_function
+from slime_tis.trainer.data.prompts import PromptDataset
+from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
 from tests.checkpoints import make_checkpoint
 from tests.rollout.test_rewards import make_config
 

@@ -6,10 +6,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from slime_tis.hf_directory import MoeSizes
-from slime_tis.rollout.checkpoint import load_tokenizer
-from slime_tis.rollout.local import LocalEngine
-from slime_tis.rollout.routing import expert_dtype, has_usable_experts, has_usable_weights
-from slime_tis.rollout.sample import Prompt, Sampling
+from slime_tis.trainer.data.sample import Prompt, Sampling
+from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
+from slime_tis.trainer.engines.local.engine import LocalEngine
+from slime_tis.trainer.engines.local.routing import expert_dtype, has_usable_experts, has_usable_weights
 from tests.checkpoints import make_checkpoint
 from tests.samples import make_sample
 

@@ -6,9 +6,9 @@ from argparse import Namespace
 import pytest
 import torch
 
-from slime_tis.custom import load_function
-from slime_tis.rollout.sample import Prompt, Sample, by_rollout
-from slime_tis.sampling_mask import SamplingMask
+from slime_tis.trainer.data.sample import Prompt, Sample, by_rollout
+from slime_tis.trainer.data.sampling_mask import SamplingMask
+from slime_tis.user_functions import load_function
 from tests.samples import make_sample
 
 PROMPT = Prompt(index=3, text="2+2", token_ids=(5, 6), label="4", metadata={"level": [1]})

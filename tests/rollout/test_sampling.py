@@ -5,8 +5,14 @@ import math
 import pytest
 import torch
 
-from slime_tis.rollout import sampling
-from slime_tis.rollout.sampling import filtered_logits, inverse_cdf, log_softmax, prompt_uniforms, sample_tokens
+from slime_tis.trainer.engines.local import sampling
+from slime_tis.trainer.engines.local.sampling import (
+    filtered_logits,
+    inverse_cdf,
+    log_softmax,
+    prompt_uniforms,
+    sample_tokens,
+)
 
 PROBS = [0.4, 0.3, 0.15, 0.1, 0.05]
 LOGITS = torch.tensor([PROBS]).log() + 3.0  # logits are known up to a constant

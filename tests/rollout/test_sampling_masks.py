@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from slime_tis.rollout.dump import load_samples, save_samples
-from slime_tis.rollout.sample import Sample
-from slime_tis.rollout.sampling_masks import check_sampling_masks, require_sampling_masks
-from slime_tis.sampling_mask import SamplingMask
+from slime_tis.trainer.data.dump import load_samples, save_samples
+from slime_tis.trainer.data.sample import Sample
+from slime_tis.trainer.data.sampling_mask import SamplingMask
+from slime_tis.trainer.rollout.sampling_masks import check_sampling_masks, require_sampling_masks
 from tests.rollout.test_dump import sample
 
 

@@ -8,8 +8,8 @@ from contextlib import suppress
 
 import psutil
 
-from slime_tis.rollout import symbolic
-from slime_tis.rollout.symbolic import same_expression
+from slime_tis.trainer.rewards import symbolic
+from slime_tis.trainer.rewards.symbolic import same_expression
 
 
 def test_comparisons_from_threads_and_after_the_process_was_killed():

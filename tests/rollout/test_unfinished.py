@@ -8,10 +8,10 @@ from typing import Any, cast
 import pytest
 
 from slime_tis.errors import CustomFunctionError
-from slime_tis.rollout.engine import RolloutEngine
-from slime_tis.rollout.hooks import RolloutHooks
-from slime_tis.rollout.sample import Sample
-from slime_tis.rollout.unfinished import Unfinished
+from slime_tis.trainer.data.sample import Sample
+from slime_tis.trainer.engines.engine import RolloutEngine
+from slime_tis.trainer.rollout.hooks import RolloutHooks
+from slime_tis.trainer.rollout.unfinished import Unfinished
 
 
 class Engine:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime_tis.rollout.weight_rounding import WeightRounder, round_nearest, round_stochastic, rounds, spacing
+from slime_tis.trainer.engines.weight_rounding import WeightRounder, round_nearest, round_stochastic, rounds, spacing
 
 COARSE = ["fp16", "bf16", "fp8", "int8"]
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from slime_tis.rollout.weight_rounding import WeightRounder, round_nearest
-from slime_tis.rollout.weight_updates import WeightUpdates, row_stride
+from slime_tis.trainer.engines.weight_rounding import WeightRounder, round_nearest
+from slime_tis.trainer.engines.weight_updates import WeightUpdates, row_stride
 
 BF16 = 2.0**-7
 """Distance of neighbouring bf16 numbers in [1, 2)."""

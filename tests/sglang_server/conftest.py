@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from slime_tis.rollout.checkpoint import load_tokenizer
-from slime_tis.rollout.sample import Prompt, Sampling
-from slime_tis.rollout.sglang.config import SGLangConfig
-from slime_tis.rollout.sglang.engine import SGLangEngine
+from slime_tis.trainer.data.sample import Prompt, Sampling
+from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
+from slime_tis.trainer.engines.sglang.engine import SGLangEngine
+from slime_tis.trainer.options.sglang import SGLangConfig
 from tests.checkpoints import BOS, make_checkpoint
 from tests.sglang_server.references import Reference
 from tests.sglang_server.servers import PYTHON, RealServer

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from slime_tis.rollout.sample import Sample
+from slime_tis.trainer.data.sample import Sample
 
 
 class Reference:

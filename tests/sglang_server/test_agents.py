@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from slime_tis.rollout.checkpoint import load_tokenizer
-from slime_tis.rollout.config import RolloutConfig
-from slime_tis.rollout.custom_generate import GenerateFunction, build_generate_function
-from slime_tis.rollout.local import LocalEngine
-from slime_tis.rollout.sample import Prompt, Sample, Sampling
+from slime_tis.trainer.agents.custom_generate import GenerateFunction, build_generate_function
+from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
+from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
+from slime_tis.trainer.engines.local.engine import LocalEngine
+from slime_tis.trainer.options.rollout import RolloutConfig
 from tests.sglang_server.conftest import MakeEngine
 from tests.sglang_server.servers import RealServer
 from tests.test_agents import AGENTS

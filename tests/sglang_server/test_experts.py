@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from slime_tis.rollout.checkpoint import load_tokenizer, weights_by_file_name
-from slime_tis.rollout.dump import from_dict, to_dict
-from slime_tis.rollout.sample import Prompt, Sample, Sampling
-from slime_tis.rollout.sglang.config import SGLangConfig
-from slime_tis.rollout.sglang.engine import SGLangEngine
+from slime_tis.trainer.data.dump import from_dict, to_dict
+from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
+from slime_tis.trainer.engines.local.checkpoint import load_tokenizer, weights_by_file_name
+from slime_tis.trainer.engines.sglang.engine import SGLangEngine
+from slime_tis.trainer.options.sglang import SGLangConfig
 from tests.checkpoints import make_checkpoint
 from tests.sglang_server.references import Reference
 from tests.sglang_server.servers import RealServer

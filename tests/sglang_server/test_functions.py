@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from slime_tis.rollout.checkpoint import load_tokenizer
-from slime_tis.rollout.generation import TokenEngine
-from slime_tis.rollout.local import LocalEngine
-from slime_tis.rollout.sample import STATUS, Prompt, Sample, Sampling
+from slime_tis.trainer.data.sample import STATUS, Prompt, Sample, Sampling
+from slime_tis.trainer.engines.generation import TokenEngine
+from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
+from slime_tis.trainer.engines.local.engine import LocalEngine
 from tests.checkpoints import EOS
 from tests.sglang_server.conftest import MakeEngine
 from tests.sglang_server.references import Reference

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from slime_tis.megatron.batch import make_batch
-from slime_tis.megatron.config import MegatronConfig
-from slime_tis.megatron.engine import TrainingEngine
-from slime_tis.megatron.parallel import Parallel, initialize, shut_down
-from slime_tis.rollout.sample import STATUS, Prompt, Sample, Sampling
+from slime_tis.trainer.data.sample import STATUS, Prompt, Sample, Sampling
+from slime_tis.trainer.megatron.batch import make_batch
+from slime_tis.trainer.megatron.engine import TrainingEngine
+from slime_tis.trainer.megatron.parallel import Parallel, initialize, shut_down
+from slime_tis.trainer.options.megatron import MegatronConfig
 from tests.checkpoints import EOS
 from tests.sglang_server.conftest import MakeEngine
 from tests.sglang_server.references import Reference

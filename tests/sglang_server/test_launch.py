@@ -7,8 +7,8 @@ import httpx
 import psutil
 import pytest
 
-from slime_tis.rollout.sample import Prompt, Sampling
-from slime_tis.rollout.sglang.engine import SGLangEngine
+from slime_tis.trainer.data.sample import Prompt, Sampling
+from slime_tis.trainer.engines.sglang.engine import SGLangEngine
 from tests.runs import free_port
 from tests.sglang_server.conftest import MakeEngine
 from tests.sglang_server.references import Reference

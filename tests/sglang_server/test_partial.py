@@ -1,6 +1,6 @@
 """Partial rollouts on a real server: stragglers are aborted, and gone on with in the next rollout."""
 
-from slime_tis.rollout.sample import Prompt, Sample, Sampling
+from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
 from tests.sglang_server.conftest import MakeEngine
 from tests.sglang_server.references import Reference
 from tests.sglang_server.servers import RealServer

@@ -6,7 +6,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from slime_tis.rollout.sample import Prompt, Sample, Sampling
+from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
 from tests.sglang_server.conftest import MakeEngine
 from tests.sglang_server.references import Reference
 from tests.sglang_server.servers import RealServer

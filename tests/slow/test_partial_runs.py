@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from slime_tis.cli.main import train
-from slime_tis.rollout.dump import from_dict, load_samples
-from slime_tis.rollout.sample import Sample
+from slime_tis.main import train
+from slime_tis.trainer.data.dump import from_dict, load_samples
+from slime_tis.trainer.data.sample import Sample
 from tests.rollout.sglang.fake_sglang import fake_servers
 from tests.rollout.sglang.test_experts import assert_experts
 from tests.runs import make_task, read_metrics

@@ -10,18 +10,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import slime_tis.train
+import slime_tis.trainer.train
 from benchmarks.weight_sync_faults import FAULTS, Planter
 from examples.reasoning_gym import prompts
 from examples.smollm2_reasoning_gym import answers, prepare
 from slime_tis.hf_directory import check_tensors, read_model_config
-from slime_tis.megatron.batch import make_batch
-from slime_tis.megatron.config import MegatronConfig
-from slime_tis.megatron.engine import TrainingEngine
-from slime_tis.megatron.parallel import initialize, shut_down
-from slime_tis.rollout.checkpoint import load_tokenizer
-from slime_tis.rollout.local import LocalEngine
-from slime_tis.rollout.sample import Prompt, Sample, Sampling
+from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
+from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
+from slime_tis.trainer.engines.local.engine import LocalEngine
+from slime_tis.trainer.megatron.batch import make_batch
+from slime_tis.trainer.megatron.engine import TrainingEngine
+from slime_tis.trainer.megatron.parallel import initialize, shut_down
+from slime_tis.trainer.options.megatron import MegatronConfig
 from tests.megatron.test_response_rows import loss
 from tests.runs import REWARD, ROOT, read_metrics, run_apart, run_here
 
@@ -141,7 +141,7 @@ def test_planted_faults_of_weight_updates_are_caught(
     assert prompts.main(["--out", str(data), "--train", "32", "--held-out", "4", "--answer", "number", *TASKS]) == 0
     (tmp_path / "reward.py").write_text(REWARD)
     planter = Planter(checkpoint=str(checkpoint), plant_at=[2], engines=["bf16"])
-    monkeypatch.setattr(slime_tis.train, "check_weight_sync", planter)
+    monkeypatch.setattr(slime_tis.trainer.train, "check_weight_sync", planter)
     flags = [
         *("--custom-config-path", str(ROOT / "examples/smollm2_reasoning_gym/train.yaml")),
         *("--hf-checkpoint", str(checkpoint), "--prompt-data", str(data / "train.jsonl"), "--check-weight-sync"),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from slime_tis.storage import checkpoints as files
+from slime_tis.trainer.storage import checkpoints as files
 from tests.storage.killed import killed_at_each_operation
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from slime_tis.storage.directories import DirectoryInUse, exchange, held, remove_files, same_path, unwritable
+from slime_tis.trainer.storage.directories import DirectoryInUse, exchange, held, remove_files, same_path, unwritable
 
 HOLD = """
 import sys
 from pathlib import Path
-from slime_tis.storage.directories import held
+from slime_tis.trainer.storage.directories import held
 with held({Path(sys.argv[1]): "--save"}):
     print("held", flush=True)
     sys.stdin.read()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from slime_tis.storage import exports
+from slime_tis.trainer.storage import exports
 from tests.storage.killed import killed_at_each_operation
 
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from slime_tis.storage.hf_checkpoint import write_hf_checkpoint
+from slime_tis.trainer.storage.hf_checkpoint import write_hf_checkpoint
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slime_tis.storage.resumption import TrainerState, changed_options, check_options, read_trainer_state
+from slime_tis.trainer.storage.resumption import TrainerState, changed_options, check_options, read_trainer_state
 
 STATE = TrainerState(
     run="a",

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime_tis.rollout.checkpoint import load_tokenizer
-from slime_tis.rollout.engine import WeightSource
-from slime_tis.rollout.sample import STATUS, Prompt, Sample, Sampling
-from slime_tis.rollout.sglang.client import Server
-from slime_tis.rollout.sglang.config import SGLangConfig
-from slime_tis.rollout.sglang.engine import SGLangEngine
-from slime_tis.rollout.sglang.health import Timeouts
+from slime_tis.trainer.data.sample import STATUS, Prompt, Sample, Sampling
+from slime_tis.trainer.engines.engine import WeightSource
+from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
+from slime_tis.trainer.engines.sglang.client import Server
+from slime_tis.trainer.engines.sglang.engine import SGLangEngine
+from slime_tis.trainer.engines.sglang.health import Timeouts
+from slime_tis.trainer.options.sglang import SGLangConfig
 from tests.rollout.sglang.fake_sglang import STOP, FakeSGLang, continuation, log_prob
 
 QUICK = Timeouts(recovery=30.0, first_retry=0.005, max_retry=0.02, health_interval=0.01)

@@ -5,10 +5,10 @@ from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
-from slime_tis.rollout.config import RolloutConfig
-from slime_tis.rollout.custom_generate import build_generate_function
-from slime_tis.rollout.dump import from_dict, to_dict
-from slime_tis.rollout.sample import Sample, Sampling
+from slime_tis.trainer.agents.custom_generate import build_generate_function
+from slime_tis.trainer.data.dump import from_dict, to_dict
+from slime_tis.trainer.data.sample import Sample, Sampling
+from slime_tis.trainer.options.rollout import RolloutConfig
 from tests.rollout.sglang.fake_sglang import continuation
 from tests.rollout.sglang.rollouts import EARLY, LATE, Run, flat, held
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from slime_tis.rollout.engine import RolloutUnavailable
-from slime_tis.rollout.sample import Sampling
-from slime_tis.rollout.sglang.client import Server, make_client
-from slime_tis.rollout.sglang.dispatch import Attempts, Dispatcher
-from slime_tis.rollout.sglang.errors import RequestRefused, UnexpectedWeights
-from slime_tis.rollout.sglang.health import HealthMonitor, ServerState, Timeouts
+from slime_tis.trainer.data.sample import Sampling
+from slime_tis.trainer.engines.engine import RolloutUnavailable
+from slime_tis.trainer.engines.sglang.client import Server, make_client
+from slime_tis.trainer.engines.sglang.dispatch import Attempts, Dispatcher
+from slime_tis.trainer.engines.sglang.errors import RequestRefused, UnexpectedWeights
+from slime_tis.trainer.engines.sglang.health import HealthMonitor, ServerState, Timeouts
 from tests.rollout.sglang.fake_sglang import FakeSGLang, continuation, fake_servers, when
 
 QUICK = Timeouts(recovery=30.0, first_retry=0.005, max_retry=0.02, health_interval=0.01)

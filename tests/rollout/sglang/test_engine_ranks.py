@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slime_tis.rollout.checkpoint import load_tokenizer
-from slime_tis.rollout.engine import RolloutUnavailable
-from slime_tis.rollout.sample import Sampling
-from slime_tis.rollout.sglang.config import SGLangConfig
-from slime_tis.rollout.sglang.engine import SGLangEngine
+from slime_tis.trainer.data.sample import Sampling
+from slime_tis.trainer.engines.engine import RolloutUnavailable
+from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
+from slime_tis.trainer.engines.sglang.engine import SGLangEngine
+from slime_tis.trainer.options.sglang import SGLangConfig
 from tests.checkpoints import make_checkpoint
 from tests.rollout.sglang.fake_sglang import fake_servers, log_prob
 from tests.rollout.sglang.rollouts import EARLY, LATE, PROMPTS, QUICK, SAMPLING, ByHand, Weights, assert_exact, flat

@@ -16,14 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_tis.hf_directory import MoeSizes
-from slime_tis.rollout.checkpoint import load_tokenizer
-from slime_tis.rollout.dump import from_dict, to_dict
-from slime_tis.rollout.routing import has_usable_experts
-from slime_tis.rollout.sample import FinishReason, Sample, Sampling
-from slime_tis.rollout.sglang import sampling as sampling_module
-from slime_tis.rollout.sglang.errors import InvalidAnswer
-from slime_tis.rollout.sglang.sampling import PendingSample
-from slime_tis.rollout.sglang.schema import (
+from slime_tis.trainer.data.dump import from_dict, to_dict
+from slime_tis.trainer.data.sample import FinishReason, Sample, Sampling
+from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
+from slime_tis.trainer.engines.local.routing import has_usable_experts
+from slime_tis.trainer.engines.sglang import sampling as sampling_module
+from slime_tis.trainer.engines.sglang.errors import InvalidAnswer
+from slime_tis.trainer.engines.sglang.sampling import PendingSample
+from slime_tis.trainer.engines.sglang.schema import (
     Completion,
     ExpertLayout,
     ExpertRequest,

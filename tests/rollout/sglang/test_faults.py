@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from slime_tis.rollout.engine import RolloutUnavailable
-from slime_tis.rollout.sample import Sampling
-from slime_tis.rollout.sglang.health import Timeouts
+from slime_tis.trainer.data.sample import Sampling
+from slime_tis.trainer.engines.engine import RolloutUnavailable
+from slime_tis.trainer.engines.sglang.health import Timeouts
 from tests.rollout.sglang.fake_sglang import fake_servers, spoiled, wait_until, when
 from tests.rollout.sglang.rollouts import EARLY, LATE, PROMPTS, SAMPLING, Run, assert_exact, flat, held
 

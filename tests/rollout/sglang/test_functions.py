@@ -7,9 +7,9 @@ from collections.abc import Callable
 import httpx
 import pytest
 
-from slime_tis.rollout.dump import from_dict, to_dict
-from slime_tis.rollout.engine import RolloutUnavailable
-from slime_tis.rollout.sample import STATUS, Sample, Sampling
+from slime_tis.trainer.data.dump import from_dict, to_dict
+from slime_tis.trainer.data.sample import STATUS, Sample, Sampling
+from slime_tis.trainer.engines.engine import RolloutUnavailable
 from tests.rollout.sglang.fake_sglang import continuation, log_prob, text_of, wait_until
 from tests.rollout.sglang.rollouts import EARLY, LATE, PROMPTS, Run, flat, held
 
@@ -162,7 +162,7 @@ def test_a_function_that_ignores_the_abort_begins_anew(start: Callable[..., Run]
             if answer.finish_reason == "abort":
                 aborts.append(answer.token_ids)
 
-    monkeypatch.setattr("slime_tis.rollout.functions.ABORT_TIMEOUT", 0.05)
+    monkeypatch.setattr("slime_tis.trainer.engines.functions.ABORT_TIMEOUT", 0.05)
     with held(run, 6):
         future = run.engine.submit_function([LATE[0], EARLY[0]], stubborn, RUN, concurrency=8, num_groups=1)
         (group,) = future.result()

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from slime_tis.rollout.checkpoint import load_tokenizer
-from slime_tis.rollout.engine import RolloutUnavailable
-from slime_tis.rollout.local import LocalEngine
-from slime_tis.rollout.sample import Prompt, Sample, Sampling
-from slime_tis.rollout.sglang.config import SGLangConfig
-from slime_tis.rollout.sglang.engine import LoopThread, SGLangEngine
+from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
+from slime_tis.trainer.engines.engine import RolloutUnavailable
+from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
+from slime_tis.trainer.engines.local.engine import LocalEngine
+from slime_tis.trainer.engines.sglang.engine import LoopThread, SGLangEngine
+from slime_tis.trainer.options.sglang import SGLangConfig
 from tests.rollout.sglang.fake_sglang import FakeSGLang, continuation, fake_servers, log_prob, spoiled, wait_until
 from tests.rollout.sglang.rollouts import LATE, PROMPTS, SAMPLING, Run, Weights, assert_exact, flat, held, stubborn
 from tests.samples import make_sample

@@ -17,10 +17,10 @@ import httpx
 import psutil
 import pytest
 
-from slime_tis.rollout.engine import RolloutUnavailable
-from slime_tis.rollout.sglang import launch
-from slime_tis.rollout.sglang.config import SGLangConfig
-from slime_tis.rollout.sglang.launch import LaunchedServers, free_ports, server_command
+from slime_tis.trainer.engines.engine import RolloutUnavailable
+from slime_tis.trainer.engines.sglang import launch
+from slime_tis.trainer.engines.sglang.launch import LaunchedServers, free_ports, server_command
+from slime_tis.trainer.options.sglang import SGLangConfig
 from tests.runs import fork_server
 
 SECRET = "k'ey\\with-quotes"

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from slime_tis.rollout.dump import from_dict, to_dict
-from slime_tis.rollout.sample import Sample, Sampling
+from slime_tis.trainer.data.dump import from_dict, to_dict
+from slime_tis.trainer.data.sample import Sample, Sampling
 from tests.rollout.sglang.fake_sglang import (
     continuation,
     wait_until,

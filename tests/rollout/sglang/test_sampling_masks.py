@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from slime_tis.rollout.sample import Sample, Sampling
-from slime_tis.rollout.sglang.errors import InvalidAnswer
-from slime_tis.rollout.sglang.schema import Completion, generate_body, max_answer_bytes, parse_generation
-from slime_tis.sampling_mask import SamplingMask
+from slime_tis.trainer.data.sample import Sample, Sampling
+from slime_tis.trainer.data.sampling_mask import SamplingMask
+from slime_tis.trainer.engines.sglang.errors import InvalidAnswer
+from slime_tis.trainer.engines.sglang.schema import Completion, generate_body, max_answer_bytes, parse_generation
 from tests.rollout.sglang.fake_sglang import (
     FakeSGLang,
     log_prob,

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from slime_tis.rollout.sample import Sampling
-from slime_tis.rollout.sglang.errors import InvalidAnswer
-from slime_tis.rollout.sglang.schema import (
+from slime_tis.trainer.data.sample import Sampling
+from slime_tis.trainer.engines.sglang.errors import InvalidAnswer
+from slime_tis.trainer.engines.sglang.schema import (
     Answer,
     Completion,
     ModelInfo,

@@ -7,10 +7,10 @@ from urllib.parse import urlsplit
 import pytest
 import torch
 
-from slime_tis.rollout.engine import SentRows
-from slime_tis.rollout.local import LocalEngine
-from slime_tis.rollout.sample import Sampling
-from slime_tis.rollout.sglang.engine import server_name, server_precision
+from slime_tis.trainer.data.sample import Sampling
+from slime_tis.trainer.engines.engine import SentRows
+from slime_tis.trainer.engines.local.engine import LocalEngine
+from slime_tis.trainer.engines.sglang.engine import server_name, server_precision
 from tests.rollout.sglang.fake_sglang import FakeSGLang, fake_servers, spoiled, wait_until, when
 from tests.rollout.sglang.rollouts import LATE, LIMIT, PROMPTS, SAMPLING, Run, assert_exact, flat
 

@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime_tis.rollout.sglang.client import Server
-from slime_tis.rollout.sglang.config import SGLangConfig
-from slime_tis.rollout.sglang.engine import build_weight_sync
-from slime_tis.rollout.sglang.weights import protocol
-from slime_tis.rollout.sglang.weights.disk import DiskSync
-from slime_tis.rollout.sglang.weights.distributed import DistributedSync, UpdateGroup, local_address
-from slime_tis.rollout.sglang.weights.protocol import buckets
+from slime_tis.trainer.engines.sglang.client import Server
+from slime_tis.trainer.engines.sglang.engine import build_weight_sync
+from slime_tis.trainer.engines.sglang.weights import protocol
+from slime_tis.trainer.engines.sglang.weights.disk import DiskSync
+from slime_tis.trainer.engines.sglang.weights.distributed import DistributedSync, UpdateGroup, local_address
+from slime_tis.trainer.engines.sglang.weights.protocol import buckets
+from slime_tis.trainer.options.sglang import SGLangConfig
 from tests.rollout.sglang.weight_servers import WeightServer, digests, running, some_weights, with_clients
 
 Work = Callable[[list[Server]], Any]

@@ -10,7 +10,7 @@ import httpx
 import torch
 from torch import Tensor
 
-from slime_tis.rollout.sglang.client import Server, make_client
+from slime_tis.trainer.engines.sglang.client import Server, make_client
 from tests.rollout.sglang import weight_server
 from tests.runs import fork_server
 

@@ -1,0 +1,1 @@
+"""Per-token dumps: readers, diagnosis, what-if and the report page."""

@@ -1,0 +1,151 @@
+"""Which engine is wrong: a few samples scored again in fp32 with a Hugging Face model, beside what both reported."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from slime_tis.analysis.dumps.table import TokenTable
+from slime_tis.errors import first_line, quoted_path
+from slime_tis.hf_directory import read_model_config
+
+SAMPLES = 6
+"""Samples that are scored of the first step, and of the last one."""
+MAX_TOKENS = 4096
+"""Tokens of a prompt and its response; longer samples are left out."""
+TIMES = 3.0
+"""How many times further from the reference the wrong engine is than the other."""
+ALIKE = 2e-3
+"""Distance up to which an engine agrees with the reference, nats."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rescored:
+    """Distances of both engines from fp32."""
+
+    samples: int
+    tokens: int
+    step: int | None
+    """Step whose samples fit the model's weights best; None where the dump has no steps."""
+    train_error: float
+    """Mean abs(log π_train − log π_fp32), nats."""
+    rollout_error: float
+    """Mean abs(log π_rollout − log π_fp32), nats."""
+
+    @property
+    def verdict(self) -> str:
+        """Which engine is wrong, in words."""
+        train, rollout = self.train_error, self.rollout_error
+        if max(train, rollout) < ALIKE:
+            return "both engines agree with fp32"
+        if rollout > TIMES * train:
+            return "the rollout engine is wrong: training agrees with fp32"
+        if train > TIMES * rollout:
+            return "training is wrong: the rollout engine agrees with fp32"
+        return "both differ from fp32: other weights than the model's, or an input that both have wrong"
+
+    def __str__(self) -> str:
+        """The verdict with its numbers."""
+        step = "" if self.step is None else f" of step {self.step}"
+        return (
+            f"{self.verdict} ({self.tokens} tokens of {self.samples} samples{step}: mean abs(log π − log π_fp32) is "
+            f"{self.train_error:.2g} of training and {self.rollout_error:.2g} of the rollout engine, nats)"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {**asdict(self), "verdict": self.verdict}
+
+
+def rescore(table: TokenTable, hf_checkpoint: str) -> Rescored:
+    """Scores a few samples with a model in fp32.
+
+    The model has to be the one that sampled: of a run that trains, the checkpoint that it started from fits the first
+    step, and one that was exported after it the last.
+
+    Args:
+        table: A dump with token ids and prompts.
+        hf_checkpoint: Directory of the model.
+
+    Raises:
+        ValueError: The dump has no token ids or no prompts, or the directory is not a model that can be read.
+    """
+    if table.token is None or table.prompt is None:
+        raise ValueError("--hf-checkpoint needs token ids and prompts, and this dump has none of them.")
+    model = _model(hf_checkpoint)
+    ids = np.concatenate([table.token, table.prompt])
+    outside = ids[(ids < 0) | (ids >= model.config.vocab_size)]
+    if len(outside):
+        raise ValueError(
+            f"the dump has token id {outside[0]} but the model in {quoted_path(hf_checkpoint)} has "
+            f"{model.config.vocab_size}; give the model that sampled."
+        )
+    scored = [found for step, chosen in _chosen(table) if (found := _compare(table, model, step, chosen)) is not None]
+    if not scored:
+        raise ValueError(f"no sample of the dump has log-probs and at most {MAX_TOKENS} tokens.")
+    return min(scored, key=lambda found: min(found.train_error, found.rollout_error))
+
+
+def _model(directory: str) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    read_model_config(directory)
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # stderr is for messages
+    try:
+        return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True).eval()
+    except Exception as error:  # a damaged safetensors file is an error of its own class
+        raise ValueError(f"{quoted_path(directory)} does not load as a model: {first_line(error)}.") from error
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _chosen(table: TokenTable) -> list[tuple[int | None, Sequence[int]]]:
+    """Samples of the first and of the last step."""
+    if table.prompt_offsets is None:
+        return []
+    prompts = np.diff(table.prompt_offsets)
+    fits = (prompts + table.response_length <= MAX_TOKENS) & (prompts > 0) & (table.response_length > 0)
+    if table.step is None:
+        return [(None, np.flatnonzero(fits)[:SAMPLES].tolist())]
+    steps = sorted({int(table.step.min()), int(table.step.max())}) if len(table) else []
+    return [(step, np.flatnonzero(fits & (table.step == step))[:SAMPLES].tolist()) for step in steps]
+
+
+def _compare(table: TokenTable, model: Any, step: int | None, chosen: Sequence[int]) -> Rescored | None:
+    train, rollout = [], []
+    for i in chosen:
+        rows = slice(int(table.offsets[i]), int(table.offsets[i + 1]))
+        valid = table.valid[rows]
+        reference = _log_probs(table, model, i)[valid]
+        train.append(np.abs(table.policy_log_prob[rows][valid] - reference))
+        rollout.append(np.abs(table.rollout_log_prob[rows][valid] - reference))
+    tokens = sum(map(len, train))
+    if not tokens:
+        return None
+    return Rescored(
+        samples=len(chosen),
+        tokens=tokens,
+        step=step,
+        train_error=float(np.concatenate(train).mean()),
+        rollout_error=float(np.concatenate(rollout).mean()),
+    )
+
+
+def _log_probs(table: TokenTable, model: Any, i: int) -> Any:
+    import torch
+
+    assert table.token is not None and table.prompt is not None and table.prompt_offsets is not None
+    prompt = table.prompt[table.prompt_offsets[i] : table.prompt_offsets[i + 1]]
+    response = table.token[table.offsets[i] : table.offsets[i + 1]]
+    ids = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))[None]
+    temperature = float(table.metadata.get("temperature") or 1.0)
+    with torch.inference_mode():
+        logits = model(ids).logits[0, len(prompt) - 1 : -1].float() / temperature
+    return logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0].numpy()

@@ -1,0 +1,123 @@
+"""The trained tokens of a table in the form that the rules measure.
+
+Shapes: suffix _N the tokens that are looked at, one sample after another.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slime_tis.analysis.dumps.table import TokenTable
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+
+MAX_SIZE = 10.0
+"""Nats that one token counts at most: beyond that it is broken, and must not hide the others."""
+MIN_TOKENS = 30
+"""Tokens from which a form can be seen."""
+MAX_TOKENS = 400_000
+"""Tokens that rules look at; of more, a random part of the samples."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Tokens:
+    """Tokens with `loss_mask` 1, as arrays [N]."""
+
+    train: Floats
+    """log π_train, NaN and infinite included."""
+    rollout: Floats
+    """log π_rollout, likewise."""
+    sample: Integers
+    """Sample of each token."""
+    position: Integers
+    """Place in the response."""
+    entropy: Floats | None
+    """Entropy of the training engine's distribution, nats."""
+    staleness: Integers | None
+    """Optimizer steps between the weights that sampled the token and the trained ones."""
+    version: Integers | None
+    """Optimizer steps behind the weights that sampled the token."""
+    step: Integers | None
+    """Optimizer steps made before the one that trained on the token."""
+    has_experts: bool
+    """Whether the model is a mixture of experts that each engine chooses for itself, as far as the dump says."""
+    precisions: tuple[str, str] = ("", "")
+    """Of the training and of the rollout engine, as the run names them; empty where it does not."""
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+        return len(self.train)
+
+    @property
+    def finite(self) -> Mask:
+        """[N] whether both log-probs are finite numbers that probabilities can have."""
+        return np.isfinite(self.train) & np.isfinite(self.rollout)
+
+    @property
+    def log_ratio(self) -> Floats:
+        """[N] Δ = log π_train − log π_rollout; 0 where it is not finite."""
+        with np.errstate(invalid="ignore"):
+            log_ratio: Floats = np.where(self.finite, self.train - self.rollout, 0.0)
+        return log_ratio
+
+    @property
+    def size(self) -> Floats:
+        """[N] min(abs(Δ), 10); 10 where Δ is not finite."""
+        size: Floats = np.where(self.finite, np.minimum(np.abs(self.log_ratio), MAX_SIZE), MAX_SIZE)
+        return size
+
+    @property
+    def uncertainty(self) -> Floats:
+        """[N] 1 − p, by which noise of the logits becomes noise of the log-prob; at least 0.001."""
+        likelier = np.maximum(np.nan_to_num(self.train, nan=-1.0), np.nan_to_num(self.rollout, nan=-1.0))
+        uncertainty: Floats = np.maximum(1 - np.exp(np.minimum(likelier, 0.0)), 1e-3)
+        return uncertainty
+
+    def only(self, chosen: Mask) -> Tokens:
+        """The chosen tokens."""
+        columns: dict[str, Any] = {}
+        for item in fields(self):
+            value = getattr(self, item.name)
+            columns[item.name] = value[chosen] if isinstance(value, np.ndarray) else value
+        return replace(self, **columns)
+
+
+def tokens_of(table: TokenTable) -> Tokens:
+    """The trained tokens of a table; of a large one those of a random part of its samples."""
+    table = table.sampled(MAX_TOKENS)
+    chosen = table.loss_mask > 0
+    version = None if table.weight_version is None else table.weight_version.astype(np.int64)[chosen]
+    if version is not None and (version < 0).any():
+        version = None
+    step = None if table.step is None else table.step.astype(np.int64)[table.sample][chosen]
+    entropy = None if table.entropy is None else table.entropy.astype(np.float64)[chosen]
+    return Tokens(
+        train=table.policy_log_prob.astype(np.float64)[chosen],
+        rollout=table.rollout_log_prob.astype(np.float64)[chosen],
+        sample=table.sample.astype(np.int64)[chosen],
+        position=table.position.astype(np.int64)[chosen],
+        entropy=None if entropy is None or not np.isfinite(entropy).any() else entropy,
+        staleness=None if version is None or step is None else step - version,
+        version=version,
+        step=step,
+        has_experts=_routes(table),
+        precisions=(str(table.metadata.get("precision") or ""), str(table.metadata.get("rollout_precision") or "")),
+    )
+
+
+def _routes(table: TokenTable) -> bool:
+    """Whether experts may differ; runs that replay the rollout engine's in training record them, and they do not."""
+    if table.metadata.get("replays_experts"):
+        return False
+    return table.experts is not None or bool(table.metadata.get("num_experts"))
+
+
+def ramp(value: float, low: float, high: float) -> float:
+    """0 up to `low`, 1 from `high` on, linear between; also where `low` is the larger one."""
+    return float(np.clip((value - low) / (high - low), 0.0, 1.0))

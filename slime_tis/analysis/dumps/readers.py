@@ -1,0 +1,342 @@
+"""Reads per-token dumps, of this program and of others, into one `TokenTable`.
+
+file or directory → files → tables of some samples each → one table, or a random part of it
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from pyarrow import parquet
+from torch import Tensor
+
+from slime_tis.analysis.dumps.json_rows import RowFormat, format_of
+from slime_tis.analysis.dumps.parquet import is_own_parquet, parquet_tables
+from slime_tis.analysis.dumps.pt import OWN_COLUMNS
+from slime_tis.analysis.dumps.table import Column, SampleParts, TokenTable, lowest_priorities
+from slime_tis.errors import first_line, quoted_path
+
+CHUNK_TOKENS = 1 << 16
+"""Response tokens that are parsed before they become arrays."""
+LONGEST_LINE = 1 << 28
+"""Bytes of a line of JSON."""
+PATTERNS = (
+    "train_data/*.parquet",
+    "train_data/*.pt",
+    "token_exports/step_*/rank_*.jsonl",
+    "step_*/rank_*.jsonl",
+    "train_data_step*.jsonl",
+    "*.parquet",
+    "*.pt",
+    "rank_*.jsonl",
+    "*.jsonl",
+)
+"""Where the dumps of a directory are; the first pattern that any file fits is taken."""
+NOT_DUMPS = ("metrics.jsonl",)
+
+
+def read(path: str | Path, *, max_tokens: int | None = None, max_bytes: int | None = None, seed: int = 0) -> TokenTable:
+    """The table of a dump.
+
+    It may be a file or a directory with files of one form: parquet or .pt of this program, a run directory of this
+    program, slime's and miles's `--save-debug-train-data`, NeMo-RL's `train_data_step*.jsonl`, prime-rl's
+    `token_exports`, verl's generations where they carry log-probs, and JSONL or parquet with the columns
+    train_log_probs, rollout_log_probs and loss_mask (docs/dumps.md).
+
+    Args:
+        path: of the file or the directory.
+        max_tokens: response tokens to keep, a random part of the samples where there are more; then memory is
+            bounded by twice as many, and by one part of a parquet file or one .pt file. All when None.
+        max_bytes: of the table, likewise: what bounds memory where tokens have many experts.
+        seed: of that part.
+
+    Raises:
+        ValueError: nothing is there, or it is of no known form, or damaged; names the file and the line.
+    """
+    files = files_of(Path(path))
+    kept = Reservoir(max_tokens, max_bytes, seed)
+    for file in files:
+        for table in tables_of(file):
+            kept.add(table)
+    if not kept.tables:
+        raise ValueError(f"{path} has no samples.")
+    return kept.table()
+
+
+class Reservoir:
+    """Samples of some tables, drawn from all of them with equal chances.
+
+    Every sample gets a random number, and those with the lowest stay.
+    """
+
+    def __init__(self, max_tokens: int | None, max_bytes: int | None, seed: int) -> None:
+        self._max_tokens = 2**62 if max_tokens is None else max_tokens
+        self._max_bytes = max_bytes
+        self._chance = np.random.default_rng(seed)
+        self._priorities: list[Column] = []
+        self._bound = np.inf
+        """Lowest number of a sample that was left out."""
+        self._held = 0
+        """Response tokens in `tables`."""
+        self.tables: list[TokenTable] = []
+        self.samples = self.tokens = 0
+        """Of all tables that were added."""
+
+    def add(self, table: TokenTable) -> None:
+        """Takes the samples of a table that may stay; those left out leave with the next table."""
+        priority = self._chance.random(len(table))
+        self.samples, self.tokens = self.samples + len(table), self.tokens + table.tokens
+        if self._max_bytes is not None and table.tokens:
+            self._max_tokens = min(self._max_tokens, self._max_bytes * table.tokens // table.nbytes)
+        chosen = np.flatnonzero(priority < self._bound)
+        self.tables.append(table if len(chosen) == len(table) else table.select(chosen))
+        self._priorities.append(priority[chosen])
+        self._held += self.tables[-1].tokens
+        if self._held > 2 * self._max_tokens:
+            self._thin()
+
+    def table(self) -> TokenTable:
+        """All samples that stay, as one table; `metadata["sampled"]` says of how many where some were left out."""
+        if self.tokens > self._max_tokens:
+            self._thin()
+            whole = {"samples": self.samples, "tokens": self.tokens}
+            return replace(self.tables[0], metadata={**self.tables[0].metadata, "sampled": whole})
+        return TokenTable.concatenate(self.tables)
+
+    def _thin(self) -> None:
+        table, priority = TokenTable.concatenate(self.tables), np.concatenate(self._priorities)
+        chosen = lowest_priorities(priority, table.response_length, self._max_tokens)
+        self._bound = min(self._bound, np.delete(priority, chosen).min(initial=np.inf))
+        self.tables, self._priorities = [table.select(chosen)], [priority[chosen]]
+        self._held = self.tables[0].tokens
+
+
+def files_of(path: Path) -> list[Path]:
+    """The files of a dump, in the order of the numbers in their names.
+
+    Raises:
+        ValueError: there are none.
+    """
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise ValueError(f"there is no file or directory {quoted_path(path)}.")
+    for found in (_files_of_run(path), *(path.glob(pattern) for pattern in PATTERNS)):
+        found = [file for file in found if file.is_file() and file.name not in NOT_DUMPS]
+        if found:
+            return sorted(found, key=_numbers_in)
+    raise ValueError(
+        f"{quoted_path(path)} has no dumps in it; --save-debug-train-data or --dump-details writes them "
+        "(docs/dumps.md)."
+    )
+
+
+def _files_of_run(directory: Path) -> Iterable[Path]:
+    """The dumps that the options in a run directory name; a relative name is one below the working directory."""
+    try:
+        options = (directory / "config.yaml").read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return []
+    found = re.search(r"^save_debug_train_data: *['\"]?(.+?)['\"]? *$", options, re.MULTILINE)
+    if found is None:
+        return []
+    pattern = Path(re.sub(r"\{(rollout_id|rank)\}", "*", found[1])).absolute()
+    return Path(pattern.anchor).glob(str(pattern.relative_to(pattern.anchor)))
+
+
+def _numbers_in(path: Path) -> tuple[list[int], str]:
+    return [int(number) for number in re.findall(r"\d+", path.name)], str(path)
+
+
+def tables_of(path: Path) -> Iterator[TokenTable]:
+    """The tables of a file, some samples each.
+
+    Raises:
+        ValueError: the file is of no known form, or damaged; names it and the line or sample.
+    """
+    if path.suffix == ".pt":
+        yield slime_table(path)
+        return
+    if path.suffix != ".parquet":
+        yield from _tables(_json_rows(path), path)
+        return
+    try:
+        own = is_own_parquet(path)
+    except (OSError, pa.ArrowException) as error:
+        raise ValueError(f"{path} cannot be read as parquet: {first_line(error)}.") from error
+    yield from parquet_tables(path) if own else _tables(_parquet_rows(path), path)
+
+
+def _tables(rows: Iterator[tuple[str, dict[str, Any]]], path: Path) -> Iterator[TokenTable]:
+    form: RowFormat | None = None
+    parts: list[SampleParts] = []
+    tokens = 0
+    for place, row in rows:
+        try:
+            form = form or format_of(row)
+            part = form.parts(row, path)
+            _check(part)
+        except ValueError as error:
+            raise ValueError(f"{place} {error}") from error
+        parts.append(part)
+        tokens += len(part.rollout_log_prob)
+        if tokens >= CHUNK_TOKENS:
+            yield _table(parts, form, path)
+            parts, tokens = [], 0
+    if form is not None and parts:
+        yield _table(parts, form, path)
+
+
+def _table(parts: Sequence[SampleParts], form: RowFormat, path: Path) -> TokenTable:
+    try:
+        return TokenTable.from_parts(parts, {"source": form.source, **form.metadata})
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _check(part: SampleParts) -> None:
+    """Refuses what no engine returns."""
+    for name in ("train_log_prob", "rollout_log_prob"):
+        values = np.asarray(getattr(part, name), np.float64)
+        trained = np.ones(len(values)) if part.loss_mask is None else np.asarray(part.loss_mask)
+        if bool(((values > 1e-2) & (trained > 0)).any()):
+            raise ValueError(f"has a {name} of {values.max():.4g}; log-probs are natural logarithms, at most 0.")
+
+
+def _json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    try:
+        with path.open("rb") as lines:
+            number = 0
+            while line := lines.readline(LONGEST_LINE):
+                number += 1
+                place = f"{path}, line {number}"
+                if len(line) == LONGEST_LINE:
+                    raise ValueError(f"{place} is longer than {LONGEST_LINE >> 20} MiB.")
+                if line.strip():
+                    yield place, _parsed(line, place)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}.") from error
+
+
+def _parsed(line: bytes, place: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{place} is not JSON: {first_line(error)}.") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"{place} is JSON of type {type(row).__name__}, but each line must be an object.")
+    return row
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    number = 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=64):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{path}, row {number}", row
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"{path} cannot be read as parquet after row {number}: {first_line(error)}.") from error
+
+
+def slime_table(path: Path) -> TokenTable:
+    """The table of a `.pt` file in slime's layout, of this program, slime or miles.
+
+    Source: THUDM/slime, slime/observability/train_data_utils.py, save_debug_train_data: format_version 2 has a list of
+    samples; before, and in radixark/miles, miles/utils/train_dump_utils.py, "rollout_data" is a dict of lists.
+    Log-probs are those of the response; `log_probs` are the training engine's before the rollout's first step.
+
+    Raises:
+        ValueError: the file is of another form, holds slices of context-parallel ranks, or has no rollout log-probs.
+    """
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # unpickling a damaged file may raise anything
+        raise ValueError(f"{path} cannot be read as a dump of slime's form: {first_line(error)}.") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}, but a dump of slime's form is a dict.")
+    if isinstance(content.get("samples"), list):
+        samples = content["samples"]
+    elif isinstance(content.get("rollout_data"), dict):
+        samples = _transposed(content["rollout_data"], path)
+    else:
+        raise ValueError(f"{path} has neither samples nor rollout_data; it is no train data of slime or miles.")
+    parts = []
+    for index, sample in enumerate(samples):
+        try:
+            parts.append(_slime_parts(sample, content.get("rollout_id")))
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{path}, sample {index} {first_line(error)}.") from error
+    own = content.get("metadata")
+    metadata = own if isinstance(own, dict) else {"source": "slime", "old_policy": "recomputed"}
+    try:
+        return TokenTable.from_parts(parts, metadata)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}: {first_line(error)}.") from error
+
+
+def _transposed(data: Mapping[str, Any], path: Path) -> list[dict[str, Any]]:
+    """One dict per sample from lists with one entry per sample."""
+    lengths = data.get("response_lengths")
+    if not isinstance(lengths, list | tuple | Tensor):
+        raise ValueError(f"{path} has no response_lengths.")
+    columns = {
+        key: values
+        for key, values in data.items()
+        if isinstance(values, list | tuple | Tensor) and len(values) == len(lengths)
+    }
+    return [{key: values[index] for key, values in columns.items()} for index in range(len(lengths))]
+
+
+def _slime_parts(sample: Mapping[str, Any], rollout_id: Any) -> SampleParts:
+    length = int(sample["response_lengths"])
+
+    def column(key: str) -> Column | None:
+        if sample.get(key) is None:
+            return None
+        values = np.asarray(sample[key])
+        if len(values) != length:
+            raise ValueError(
+                f"has {len(values)} entries of {key} for {length} response tokens; where these are slices of "
+                "context-parallel ranks, dump with a newer slime, which puts them together"
+            )
+        return values
+
+    log_probs, rollout = column("log_probs"), column("rollout_log_probs")
+    if log_probs is None or rollout is None:
+        missing = "log_probs" if log_probs is None else "rollout_log_probs"
+        raise ValueError(f"has no {missing}; slime saves both with --use-tis or --get-mismatch-metrics")
+    own = {name: column(name) for name in OWN_COLUMNS if name != "train_log_prob"}
+    train, tokens = column("train_log_prob"), sample.get("tokens")
+    ids = None if tokens is None else np.asarray(tokens)
+    versions = sample.get("weight_versions")
+    reward = sample.get("local_raw_reward", sample.get("rewards"))
+    text, prompt = sample.get("response"), sample.get("prompt")
+    return SampleParts(
+        train_log_prob=log_probs if train is None else train,
+        old_log_prob=log_probs,
+        rollout_log_prob=rollout,
+        loss_mask=column("loss_masks"),
+        token=None if ids is None else ids[len(ids) - length :],
+        prompt=None if ids is None else ids[: len(ids) - length],
+        advantage=column("advantages"),
+        weight_version=column("weight_versions") if isinstance(versions, Tensor) else None,
+        step=sample.get("step", rollout_id),
+        sample_index=sample.get("sample_index", sample.get("sample_indices")),
+        group=sample.get("group_index"),
+        reward=None if reward is None else float(reward),
+        truncated=None if sample.get("truncated") is None else bool(sample["truncated"]),
+        text=text if isinstance(text, str) else None,
+        prompt_text=prompt if isinstance(prompt, str) else None,
+        entropy=own.pop("entropy"),
+        **own,
+    )

@@ -1,0 +1,295 @@
+"""What each correction would have done to the tokens of a dump: the program's own policy loss on every row.
+
+TokenTable → policy_loss under one configuration → metrics of the step, and the gradient with respect to log π_θ
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import reduce
+from itertools import product
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slime_tis.analysis.dumps.annotate import UNBOUNDED
+from slime_tis.analysis.dumps.table import Column, TokenTable
+from slime_tis.correction import PRESETS, RolloutCorrectionConfig, response_slices
+from slime_tis.policy.config import PolicyConfig
+from slime_tis.policy.policy_loss import LossInputs, LossStep, policy_loss
+from slime_tis.policy.proximal_policy import needs_global_batch
+from slime_tis.policy.step_sums import step_metrics
+from slime_tis.policy.tokens import ResponseTokens, turns_of
+
+MAX_TOKENS = 1 << 18
+"""Response tokens that `what_if` looks at by default; of larger tables it takes a random part."""
+MAX_STEPS = 64
+"""Optimizer steps that corrections of a whole batch are applied to by default, each on its own; of more, a random
+part."""
+SWEEP_LEVELS = ("token", "sequence", "geometric")
+SWEEP_MODES = ("truncate", "mask")
+SWEEP_WEIGHT_BOUNDS = (1.5, 2.0, 5.0, 10.0)
+SWEEP_REJECTION_BOUNDS = {"token": (2.0, 5.0, 10.0), "sequence": (1.5, 2.0, 5.0), "geometric": (1.001, 1.01, 1.05)}
+SWEEP_Z_SCORES = (2.0, 3.0, 4.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhatIf:
+    """One correction, and what it would have done to a table."""
+
+    name: str
+    """Of the preset or of the point of the sweep."""
+    flags: str
+    """The options of train.py that choose it, to copy."""
+    config: RolloutCorrectionConfig
+    kept: float
+    """Share of the trained tokens that are accepted, 0 to 1."""
+    ess: float
+    """Effective sample size (Σw)²/(n·Σw²) of the weights after their bounds, 0 to 1; 1 without weights."""
+    weight_mean: float
+    """Mean weight after the bounds; 1 without weights."""
+    weight_max: float
+    """Largest weight after the bounds; 1 without weights."""
+    cosine: float | None
+    """Cosine between the gradient of the policy loss with respect to log π_θ and that of −ρ_t·A_t·log π_θ, with the
+    exact ratio ρ_t of each token. None without advantages, or where one of them is 0."""
+    norm_ratio: float | None
+    """Norm of the first gradient divided by that of the second."""
+    sequence_cosine: float | None
+    """As `cosine`, with the exact ratio of the whole sequence, Π_t ρ_t, which makes the gradient unbiased and, for long
+    or stale sequences, mostly noise."""
+    sequence_norm_ratio: float | None
+    """As `norm_ratio`, with the ratio of the whole sequence."""
+    steps: int | None
+    """Steps that it was applied to one by one, as a correction of a whole batch; None where all tokens were taken at
+    once."""
+    metrics: dict[str, float]
+    """All metrics of the step under the names of docs/metrics.md, without `train/`."""
+
+
+def sweep() -> dict[str, RolloutCorrectionConfig]:
+    """Weights and rejection over levels, modes and bounds, by name."""
+    found = {}
+    for level, mode, upper in product(SWEEP_LEVELS, SWEEP_MODES, SWEEP_WEIGHT_BOUNDS):
+        options: dict[str, Any] = {"use_tis": True, "tis_level": level, "tis_mode": mode, "tis_upper_bound": upper}
+        found[f"tis {level} {mode} {upper:g}"] = RolloutCorrectionConfig(**options)
+    for level, bounds in SWEEP_REJECTION_BOUNDS.items():
+        for upper in bounds:
+            options = {"use_rs": True, "rs_level": level, "rs_upper_bound": upper}
+            found[f"rs {level} {upper:g}"] = RolloutCorrectionConfig(**options)
+    for z_score in SWEEP_Z_SCORES:
+        options = {"use_rs": True, "rs_level": "geometric", "rs_z_score": z_score}
+        found[f"rs geometric z {z_score:g}"] = RolloutCorrectionConfig(**options)
+    return found
+
+
+def corrections() -> dict[str, RolloutCorrectionConfig]:
+    """All presets, and the sweep."""
+    return {name: RolloutCorrectionConfig.preset(name) for name in PRESETS} | sweep()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Batches:
+    """Tokens that corrections are applied to, and the exact gradients that theirs are compared with."""
+
+    inputs: tuple[LossInputs, ...]
+    """All samples at once, or those of each step."""
+    has_advantages: bool
+    exact: Mapping[str, Tensor] = field(default_factory=dict)
+    """Gradients with the exact ratio of each token, and with that of each sequence."""
+
+
+def what_if(
+    table: TokenTable,
+    configs: Mapping[str, RolloutCorrectionConfig] | None = None,
+    *,
+    policy: PolicyConfig | None = None,
+    max_tokens: int = MAX_TOKENS,
+    max_steps: int = MAX_STEPS,
+    seed: int = 0,
+) -> list[WhatIf]:
+    """Applies corrections to a table, each in place of the one that its run had.
+
+    Every number comes from the functions that train.py calls. What a correction needs to know of the global batch
+    (mean weight, second-moment limit, adaptive bounds) is that of each step's samples in the table.
+
+    Args:
+        table: of one step or several.
+        configs: corrections by name; `corrections()` when None.
+        policy: clip ranges and how the loss is averaged; those of the table's metadata when None.
+        max_tokens: response tokens to look at; of a larger table a random part is taken, which bounds memory.
+        max_steps: steps that corrections of a whole batch are applied to; of more, a random part.
+        seed: of both parts.
+
+    Returns:
+        One row for each correction, in their order.
+
+    Raises:
+        ValueError: a correction interpolates old log-probs, and the table has no weight versions; or a token is not
+            finite under the "raise" policy.
+    """
+    table = table.sampled(max_tokens, seed)
+    policy = policy_of(table) if policy is None else replace(policy, use_kl_loss=False)
+    configs = corrections() if configs is None else configs
+    batches: dict[bool, _Batches] = {}
+    rows = []
+    for name, config in configs.items():
+        stepwise = needs_global_batch(config)
+        if stepwise not in batches:
+            parts = _steps(table, max_steps, seed) if stepwise else [table]
+            batches[stepwise] = _with_exact(parts, policy)
+        rows.append(_row(name, config, batches[stepwise], _loss_step(table, config, policy)))
+    return rows
+
+
+def _row(name: str, config: RolloutCorrectionConfig, batches: _Batches, step: LossStep) -> WhatIf:
+    metrics, gradient_N = _applied(batches, step)
+    cosine, norm_ratio = _compared(gradient_N, batches.exact.get("token"))
+    sequence_cosine, sequence_norm_ratio = _compared(gradient_N, batches.exact.get("sequence"))
+    return WhatIf(
+        name=name,
+        flags=f"--rollout-correction-preset {name}" if is_preset(name, config) else flags_of(config),
+        config=config,
+        kept=metrics["gradient_kept_fraction"],
+        ess=metrics.get("mis_eff_sample_size", 1.0),
+        weight_mean=metrics.get("mis_ratio_mean_after_mis", 1.0),
+        weight_max=metrics.get("mis_weight_max", 1.0),
+        cosine=cosine,
+        norm_ratio=norm_ratio,
+        sequence_cosine=sequence_cosine,
+        sequence_norm_ratio=sequence_norm_ratio,
+        steps=len(batches.inputs) if needs_global_batch(config) else None,
+        metrics=metrics,
+    )
+
+
+def policy_of(table: TokenTable) -> PolicyConfig:
+    """The options of the policy loss that a table was made under, without the KL loss; defaults where not known."""
+    known = {option.name for option in fields(PolicyConfig)}
+    given = table.metadata.get("policy") or {}
+    options: dict[str, Any] = {name: value for name, value in given.items() if name in known}
+    return replace(PolicyConfig(**options), use_kl_loss=False)
+
+
+def is_preset(name: str, config: RolloutCorrectionConfig) -> bool:
+    """Whether a configuration is that of the preset of its name."""
+    return name in PRESETS and RolloutCorrectionConfig.preset(name) == config
+
+
+def flags_of(config: RolloutCorrectionConfig) -> str:
+    """The options of train.py that make a configuration: those that are not the defaults."""
+    words = []
+    for option in fields(config):
+        value = getattr(config, option.name)
+        if value == option.default:
+            continue
+        words.append("--" + option.name.replace("_", "-"))
+        words += [] if value is True else [f"{value:g}" if isinstance(value, float) else str(value)]
+    return " ".join(words)
+
+
+def _exact_weights(level: str) -> RolloutCorrectionConfig:
+    """−ρ·A·log π_θ with the ratio of a level, which nothing bounds."""
+    options: dict[str, Any] = {"use_tis": True, "tis_level": level, "tis_upper_bound": UNBOUNDED}
+    return RolloutCorrectionConfig(use_rollout_logprobs=True, policy_loss="reinforce", **options)
+
+
+def _with_exact(parts: Sequence[TokenTable], policy: PolicyConfig) -> _Batches:
+    """Tables as batches, with the exact gradients."""
+    batches = _Batches(
+        inputs=tuple(loss_inputs(part) for part in parts),
+        has_advantages=parts[0].advantage is not None and any(part.tokens for part in parts),
+    )
+    exact = {}
+    for level in ("token", "sequence"):
+        _, gradient_N = _applied(batches, _loss_step(parts[0], _exact_weights(level), policy))
+        if gradient_N is not None:
+            exact[level] = gradient_N
+    return replace(batches, exact=exact)
+
+
+def _applied(batches: _Batches, step: LossStep) -> tuple[dict[str, float], Tensor | None]:
+    """The metrics of a correction over all batches, and the gradient of its loss with respect to log π_θ [N].
+
+    The gradient is None without advantages.
+    """
+    outputs = [policy_loss(inputs, step) for inputs in batches.inputs]
+    sums = reduce(lambda one, other: one.merge(other), (output.sums for output in outputs))
+    metrics = step_metrics(sums, step.correction, step.policy)
+    if not batches.has_advantages:
+        return metrics, None
+    log_probs = [inputs.log_probs_L for inputs in batches.inputs]
+    numerator = torch.stack([output.numerator for output in outputs]).sum()
+    denominator = torch.stack([output.denominator for output in outputs]).sum().clamp_min(1)
+    if not numerator.requires_grad:  # nothing is accepted
+        return metrics, torch.zeros_like(torch.cat(log_probs))
+    return metrics, torch.cat(torch.autograd.grad(numerator / denominator, log_probs))
+
+
+def _steps(table: TokenTable, max_steps: int, seed: int) -> list[TokenTable]:
+    """The samples of each optimizer step, of `max_steps` at most; all together where the steps are not known."""
+    if table.step is None or not len(table):
+        return [table]
+    order = np.argsort(table.step, kind="stable")
+    steps = np.split(order, np.flatnonzero(np.diff(table.step[order])) + 1)
+    chosen = np.sort(np.random.default_rng(seed).permutation(len(steps))[:max_steps])
+    return [table.select(steps[i]) for i in chosen]
+
+
+def _compared(gradient_N: Tensor | None, exact_N: Tensor | None) -> tuple[float | None, float | None]:
+    """Cosine and norm ratio of two gradients; None where they are not there or 0."""
+    if gradient_N is None or exact_N is None:
+        return None, None
+    one, other = gradient_N.double(), exact_N.double()
+    norm, exact_norm = float(one.norm()), float(other.norm())
+    if exact_norm == 0:
+        return None, None
+    return (float(one @ other) / (norm * exact_norm) if norm else None), norm / exact_norm
+
+
+def loss_inputs(table: TokenTable) -> LossInputs:
+    """A table as the policy loss takes a micro-batch; log π_θ requires a gradient."""
+    lengths = table.response_length.tolist()
+    prompts = [0] * len(table) if table.prompt_offsets is None else np.diff(table.prompt_offsets).tolist()
+    totals = [prompt + response for prompt, response in zip(prompts, lengths, strict=True)]
+    version = np.zeros(table.tokens, np.int64)
+    if table.weight_version is not None:  # relative to the step, whose own version is then 0
+        step = 0 if table.step is None else np.repeat(table.step, table.response_length)
+        version = table.weight_version.astype(np.int64) - step
+    loss_mask = torch.from_numpy(table.loss_mask.astype(np.float32))
+    advantage = torch.ones(table.tokens) if table.advantage is None else _tensor(table.advantage).nan_to_num()
+    recomputed = table.metadata.get("old_policy") == "recomputed"
+    tokens = ResponseTokens(
+        slices=response_slices(totals, lengths, 0, 1),
+        total_lengths=tuple(totals),
+        loss_mask_L=loss_mask,
+        loss_mask_N=loss_mask,
+        rollout_log_probs_L=_tensor(table.rollout_log_prob),
+        weight_versions_L=torch.from_numpy(version),
+        turns_L=turns_of(loss_mask, lengths),
+        old_log_probs_L=_tensor(table.old_log_prob) if recomputed else None,
+        advantages_L=advantage,
+    )
+    entropy = torch.zeros(table.tokens) if table.entropy is None else _tensor(table.entropy)
+    log_probs = _tensor(table.train_log_prob).requires_grad_()
+    return LossInputs(tokens=tokens, log_probs_L=log_probs, entropy_L=entropy)
+
+
+def _loss_step(table: TokenTable, config: RolloutCorrectionConfig, policy: PolicyConfig) -> LossStep:
+    if config.old_logprobs == "interpolate" and table.weight_version is None:
+        raise ValueError("--old-logprobs interpolate needs weight versions, which the dump does not have.")
+    recomputed = table.metadata.get("old_policy") == "recomputed"
+    follows = config.use_rollout_logprobs or config.old_logprobs == "interpolate"
+    return LossStep(
+        correction=config,
+        policy=policy,
+        uses_recomputed_old_policy=recomputed and not follows,
+        version=0,
+    )
+
+
+def _tensor(values: Column) -> Tensor:
+    return torch.from_numpy(np.array(values))

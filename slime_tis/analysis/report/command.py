@@ -1,0 +1,97 @@
+"""The commands `slime-tis report` and `slime-tis diagnose`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from slime_tis.analysis.diagnosis import diagnose
+from slime_tis.analysis.diagnosis.rescore import rescore
+from slime_tis.analysis.diagnosis.terminal import as_text
+from slime_tis.analysis.report import overview, shape
+from slime_tis.analysis.report.page import check_output, page_data, write_page
+from slime_tis.analysis.report.source import Source, open_source
+from slime_tis.analysis.report.token_texts import decoder
+
+
+def report(paths: Sequence[str], *, out: str = "", as_json: bool = False, hf_checkpoint: str = "") -> str:
+    """Writes the page on a run or a dump, or on two that are compared; returns what to print.
+
+    Args:
+        paths: One or two run directories or dumps.
+        out: File to write; by default report.html in the run directory, or DUMP.report.html beside a dump, or
+            comparison.html here.
+        as_json: Print the numbers as JSON; the page is written only where `out` is given.
+        hf_checkpoint: Directory of the tokenizer, where the dump names none.
+
+    Raises:
+        ValueError: A path does not read, or `out` may not be replaced; nothing is written then.
+        OSError: Reading or writing failed.
+    """
+    if out:
+        check_output(out)
+    sources = [open_source(path) for path in paths]
+    target = out or ("" if as_json else _default_out(sources))
+    if target:
+        check_output(target)
+    data = page_data(sources, decoder(sources[0].table, hf_checkpoint), with_samples=bool(target))
+    if target:
+        write_page(target, data)
+    if as_json:
+        return json.dumps(_numbers(sources, data), indent=1, allow_nan=False)
+    notes = "".join(f"\n{source.note}" for source in sources if source.note)
+    return f"{target} ({Path(target).stat().st_size / 1e6:.1f} MB){notes}"
+
+
+def diagnosis(path: str, *, hf_checkpoint: str = "", as_json: bool = False) -> str:
+    """Names the causes of the mismatch of a run or a dump; returns what to print.
+
+    Args:
+        path: Run directory or dump.
+        hf_checkpoint: Directory of a model that scores a few samples in fp32.
+        as_json: JSON in place of text.
+
+    Raises:
+        ValueError: The path or the model does not read.
+        OSError: Reading failed.
+    """
+    source = open_source(path)
+    found = diagnose(source.table, source.metrics)
+    rescored = None
+    if hf_checkpoint:
+        if source.table is None:
+            raise ValueError(f"--hf-checkpoint scores the samples of a dump. {source.note}")
+        rescored = rescore(source.table, hf_checkpoint)
+    if as_json:
+        values = {"name": source.name, **found.as_json(), "rescored": None if rescored is None else rescored.as_json()}
+        return json.dumps(values, indent=1, allow_nan=False)
+    note = source.note if rescored is None else f"Scored again in fp32: {rescored}."
+    return as_text(found, str(source.path), note)
+
+
+def _default_out(sources: Sequence[Source]) -> str:
+    if len(sources) > 1:
+        return "comparison.html"
+    path = sources[0].path
+    return str(path / "report.html" if path.is_dir() else path.with_name(f"{path.name}.report.html"))
+
+
+def _numbers(sources: Sequence[Source], data: dict[str, Any]) -> dict[str, Any]:
+    """What a machine wants of a report: no plots and no samples."""
+    return {
+        "sources": [
+            {
+                "name": source.name,
+                "steps": len(source.metrics),
+                "last": overview.last_values(source.metrics),
+                "warnings": overview.warnings(source.metrics),
+                "mismatch": None if source.table is None else shape.summary(source.table),
+                "note": source.note,
+            }
+            for source in sources
+        ],
+        "diagnoses": data["diagnoses"],
+        "what_if": data["what_if"]["rows"],
+    }

@@ -1,0 +1,227 @@
+"""The mismatch's shape: how abs(Δ) is distributed and what it depends on.
+
+Shapes: suffix _N the valid tokens of a table.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slime_tis.analysis.dumps.table import TokenTable
+from slime_tis.analysis.report.plots import COLOR_SCALE, Plot, axis, density_image, line, plain
+
+Array = NDArray[Any]
+BINS = 24
+"""Bins of what abs(Δ) is drawn against."""
+CELLS = 72
+"""Cells of the density, along each axis."""
+WORST_TOKENS = 25
+"""Token ids in the table of the worst."""
+MIN_COUNT = 3
+"""Tokens that a bin or a token id must have."""
+
+
+def plots(table: TokenTable, color: int = 0, name: str = "mean") -> list[Plot]:
+    """Plots of the mismatch; those of columns that the table lacks are left out.
+
+    Args:
+        table: The tokens.
+        color: Place in the colours, of a second table that is drawn over the first.
+        name: Of the series.
+    """
+    valid = table.valid
+    if not valid.any():
+        return []
+    log_ratio = table.log_ratio[valid]
+    size = np.abs(log_ratio)
+    drawn = [_density(table.policy_log_prob[valid], table.rollout_log_prob[valid]), _tail(log_ratio, color, name)]
+    sample = table.sample[valid]
+    against: list[tuple[str, str, Array | None]] = [
+        ("position", "position in the response, tokens", table.position[valid]),
+        ("length", "response length, tokens", table.response_length[sample]),
+        ("turn", "turn", None if table.turn is None else table.turn[valid]),
+        ("age", "weight age, optimizer steps", _staleness(table, valid)),
+        (
+            "entropy",
+            "entropy of the training distribution, nats",
+            None if table.entropy is None else table.entropy[valid],
+        ),
+    ]
+    for key, label, value in against:
+        if value is not None and (plot := _against(key, label, value, size, color, name)) is not None:
+            drawn.append(plot)
+    return drawn
+
+
+def summary(table: TokenTable) -> dict[str, Any]:
+    """Numbers of the mismatch: tokens, mean abs(Δ), k3, quantiles."""
+    valid = table.valid
+    log_ratio = table.log_ratio[valid].astype(np.float64)
+    trained = int((table.loss_mask > 0).sum())
+    base = {
+        "samples": len(table),
+        "tokens": table.tokens,
+        "trained_tokens": trained,
+        "tokens_without_log_prob": trained - int(valid.sum()),
+    }
+    if not len(log_ratio):
+        return base
+    size = np.abs(log_ratio)
+    capped = np.clip(log_ratio, -20, 20)
+    return base | {
+        "mean_abs_log_ratio": float(size.mean()),
+        "median_abs_log_ratio": float(np.median(size)),
+        "p99_abs_log_ratio": float(np.quantile(size, 0.99)),
+        "max_abs_log_ratio": float(size.max()),
+        "mean_log_ratio": float(log_ratio.mean()),
+        "k3": float((np.expm1(capped) - capped).mean()),
+    }
+
+
+def worst_tokens(table: TokenTable) -> list[dict[str, Any]]:
+    """Token ids of largest mean abs(Δ) among the ids that occur often enough to have one."""
+    if table.token is None:
+        return []
+    valid = table.valid
+    ids, place, counts = np.unique(table.token[valid], return_inverse=True, return_counts=True)
+    size = np.abs(table.log_ratio[valid])
+    mean = np.bincount(place, size, len(ids)) / np.maximum(counts, 1)
+    largest = np.zeros(len(ids))
+    np.maximum.at(largest, place, size)
+    order = np.argsort(-np.where(counts >= MIN_COUNT, mean, -1))[:WORST_TOKENS]
+    return [
+        {"token": int(ids[i]), "count": int(counts[i]), "mean": float(mean[i]), "max": float(largest[i])}
+        for i in order
+        if counts[i] >= MIN_COUNT
+    ]
+
+
+def _density(train_N: Array, rollout_N: Array) -> Plot:
+    low = float(max(np.quantile(np.minimum(train_N, rollout_N), 0.0005), -40.0)) - 1e-3
+    edges = np.linspace(low, 0, CELLS + 1)
+    counts, _, _ = np.histogram2d(np.clip(rollout_N, low, 0), np.clip(train_N, low, 0), bins=[edges, edges])
+    centres = (edges[1:] + edges[:-1]) / 2
+    x, y = np.nonzero(counts)
+    most = max(float(np.log10(counts.max())), 1.0)
+    with np.errstate(divide="ignore"):
+        picture = density_image(np.log10(counts.T[::-1]) / most)
+    place = {"xref": "x", "yref": "y", "x": low, "y": 0, "sizex": -low, "sizey": -low}
+    ticks = list(range(int(most) + 1))
+    bar = {"thickness": 8, "outlinewidth": 0, "tickvals": ticks, "ticktext": [f"{10**tick:,}" for tick in ticks]}
+    no_grid = {"showgrid": False, "zeroline": False}
+    return Plot(
+        id="density",
+        title="Training against rollout log-probs",
+        says="Tokens on the diagonal have the same log-prob in both engines; colour is the number of tokens.",
+        traces=[
+            {**line([low, 0], [low, 0], "equal", 1, hoverinfo="skip"), "showlegend": False},
+            {
+                "type": "scatter",
+                "mode": "none",
+                "x": plain(centres[x]),
+                "y": plain(centres[y]),
+                "customdata": counts[x, y].astype(int).tolist(),
+                "hovertemplate": "rollout %{x:.2f}<br>training %{y:.2f}<br>%{customdata:,} tokens<extra></extra>",
+                "showlegend": False,
+            },
+            {
+                "type": "scatter",
+                "mode": "markers",
+                "x": [None],
+                "y": [None],
+                "marker": {
+                    "color": [0],
+                    "cmin": 0,
+                    "cmax": most,
+                    "colorscale": COLOR_SCALE,
+                    "showscale": True,
+                    "colorbar": bar,
+                },
+                "showlegend": False,
+            },
+        ],
+        layout={
+            "xaxis": axis("log π rollout, nats") | no_grid,
+            "yaxis": axis("log π train, nats") | no_grid,
+            "images": [{"source": picture, **place, "sizing": "stretch", "layer": "below"}],
+        },
+    )
+
+
+def _tail(log_ratio_N: Array, color: int, name: str) -> Plot:
+    traces = []
+    for sign, label, dash in ((-1, "Δ < 0", "dot"), (1, "Δ > 0", "solid")):
+        size = np.sort(np.maximum(sign * log_ratio_N, 0))
+        least = max(float(size[-1]) * 1e-5, 1e-7)
+        x = np.geomspace(least, max(float(size[-1]), least * 2), 80)
+        share = 1 - np.searchsorted(size, x, side="left") / len(size)
+        series = line(x[share > 0], share[share > 0], f"{name}, {label}" if name != "mean" else label, color)
+        series["line"] = {**series["line"], "dash": dash}
+        traces.append(series)
+    return Plot(
+        id="tail",
+        title="Tails",
+        says="The share of tokens whose mismatch is at least this large, for each sign; both axes are logarithmic.",
+        traces=traces,
+        layout={"xaxis": axis("abs(Δ), nats", log=True), "yaxis": axis("share of tokens", log=True)},
+    )
+
+
+WORDS = {
+    "position": "Whether the mismatch grows along the response, as it does when a cache or a position is inexact.",
+    "length": "Whether longer responses are worse per token.",
+    "turn": "Whether later turns of a conversation are worse.",
+    "age": "Whether tokens of older weights are worse: what age 0 has is the engines' precision.",
+    "entropy": "Whether uncertain tokens are worse, as under rounding and another temperature.",
+}
+
+
+def _against(key: str, label: str, value_N: Array, size_N: Array, color: int, name: str) -> Plot | None:
+    finite = np.isfinite(value_N)
+    value, size = value_N[finite], size_N[finite]
+    if not len(value):
+        return None
+    levels = np.unique(value) if len(value) < 2_000_000 else np.unique(value[:: len(value) // 1_000_000])
+    if len(levels) <= BINS:
+        centres, place = levels.astype(np.float64), np.searchsorted(levels, value).clip(0, len(levels) - 1)
+    else:
+        edges = np.unique(np.quantile(levels, np.linspace(0, 1, BINS + 1)))
+        place = np.clip(np.searchsorted(edges, value, side="right") - 1, 0, len(edges) - 2)
+        centres = (edges[1:] + edges[:-1]) / 2
+    counts = np.bincount(place, minlength=len(centres))
+    enough = counts >= MIN_COUNT
+    if not enough.any():
+        return None
+    mean = np.bincount(place, size, len(centres))[enough] / counts[enough]
+    order = np.argsort(place, kind="stable")
+    starts = np.concatenate([[0], np.cumsum(counts)])
+    high = [float(np.quantile(size[order[starts[i] : starts[i + 1]]], 0.99)) for i in np.flatnonzero(enough)]
+    x = centres[enough]
+    prefix = "" if name == "mean" else f"{name}, "
+    traces = [
+        {**line(x, mean, f"{prefix}mean", color), "mode": "lines+markers", "customdata": plain(counts[enough])},
+        {
+            **line(x, np.array(high), f"{prefix}99% quantile", color),
+            "opacity": 0.6,
+            "customdata": plain(counts[enough]),
+        },
+    ]
+    for trace in traces:
+        trace["hovertemplate"] = "%{x:.4g}: %{y:.3g} nats<br>%{customdata} tokens"
+    return Plot(
+        id=f"by-{key}",
+        title=f"abs(Δ) by {label.split(',')[0]}",
+        says=WORDS[key],
+        traces=traces,
+        layout={"xaxis": axis(label), "yaxis": axis("abs(Δ), nats", log=bool((mean > 0).all()))},
+    )
+
+
+def _staleness(table: TokenTable, valid: Array) -> Array | None:
+    if table.weight_version is None or table.step is None:
+        return None
+    version = table.weight_version[valid].astype(np.float64)
+    return np.where(version < 0, np.nan, table.step[table.sample[valid]] - version)

@@ -1,0 +1,101 @@
+"""The section of other corrections: the table, and bias against variance as a plot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from slime_tis.analysis.dumps.table import TokenTable
+from slime_tis.analysis.dumps.what_if import MAX_TOKENS, WhatIf, what_if
+from slime_tis.analysis.report.plots import COLORS, Plot, axis, plain
+
+COLUMNS = (
+    {"key": "name", "title": "correction", "text": True},
+    {"key": "kept", "title": "kept"},
+    {"key": "ess", "title": "ESS"},
+    {"key": "weight_mean", "title": "mean weight"},
+    {"key": "weight_max", "title": "largest weight"},
+    {"key": "cosine", "title": "cosine"},
+    {"key": "norm_ratio", "title": "norm ratio"},
+    {"key": "sequence_cosine", "title": "cosine, sequences"},
+    {"key": "flags", "title": "flags", "text": True},
+)
+"""Columns of the table in the page."""
+BATCHWISE = "batch normalisation, second-moment trimming, adaptive bounds"
+"""Corrections that are applied to each step on its own."""
+LEAST = 1e-4
+"""Bias and lost sample at which points are drawn that have less: both axes are logarithmic."""
+
+
+def section(table: TokenTable | None) -> dict[str, Any]:
+    """Rows, columns, plots and a note of the section; empty without tokens."""
+    empty: dict[str, Any] = {"rows": [], "columns": list(COLUMNS), "plots": [], "note": ""}
+    if table is None or not table.valid.any():
+        return empty
+    try:
+        results = what_if(table)
+    except ValueError as error:
+        return {**empty, "note": str(error)}
+    if not results:
+        return empty
+    keys = [str(column["key"]) for column in COLUMNS]
+    rows = [{key: getattr(result, key) for key in keys} for result in results]
+    plots = [plot.as_json() for plot in _pareto(results)]
+    notes = []
+    if not plots:
+        notes.append("The dump has no advantages, so that nothing can be said of the gradient.")
+    if table.tokens > MAX_TOKENS:
+        notes.append(f"A random part of the samples, of {MAX_TOKENS:,} tokens at most.")
+    taken = max((result.steps for result in results if result.steps is not None), default=0)
+    there = 1 if table.step is None else len(np.unique(table.step))
+    if taken < there:
+        notes.append(f"What depends on a whole batch ({BATCHWISE}) is that of {taken} of the {there:,} steps.")
+    return {**empty, "rows": rows, "plots": plots, "note": " ".join(notes)}
+
+
+def _pareto(results: Sequence[WhatIf]) -> list[Plot]:
+    """Bias, 1 − cosine, against variance, what is lost of the effective sample."""
+    points = [
+        (place, 1 - result.cosine, 1 - result.kept * result.ess)
+        for place, result in enumerate(results)
+        if result.cosine is not None
+    ]
+    if not points:
+        return []
+    best = _front([(bias, loss) for _, bias, loss in points])
+    trace = {
+        "type": "scatter",
+        "mode": "markers",
+        "x": plain([max(loss, LEAST) for _, _, loss in points]),
+        "y": plain([max(bias, LEAST) for _, bias, _ in points]),
+        "text": [
+            f"{results[place].name}<br>bias {max(bias, 0.0):.3g}, lost sample {loss:.3g}"
+            for place, bias, loss in points
+        ],
+        "customdata": [place for place, _, _ in points],
+        "marker": {"size": 9, "color": [COLORS[1] if good else COLORS[0] for good in best], "opacity": 0.8},
+        "hovertemplate": "%{text}<extra></extra>",
+        "showlegend": False,
+    }
+    return [
+        Plot(
+            id="pareto",
+            title="Bias against variance",
+            says="Each point is a correction: how far its gradient turns from the exact one, and how much of the "
+            f"effective sample it loses, both at least {LEAST:g}. No other correction is better in both than an orange "
+            "one. Click for its flags.",
+            traces=[trace],
+            layout={
+                "xaxis": axis("lost sample, 1 − kept · ESS", log=True),
+                "yaxis": axis("bias, 1 − cosine", log=True),
+            },
+            wide=True,
+        )
+    ]
+
+
+def _front(points: Sequence[tuple[float, float]]) -> list[bool]:
+    """Whether no other point is at least as good in both and better in one."""
+    return [not any(a <= x and b <= y and (a < x or b < y) for a, b in points) for x, y in points]

@@ -1,0 +1,170 @@
+"""The command `slime-tis`, and what `python train.py` calls.
+
+    slime-tis train --hf-checkpoint DIR …    trains; `python train.py …` in a checkout does the same
+    slime-tis port run.sh                    prints a launch script of slime in this program's flags
+    slime-tis import-gguf FILE.gguf OUT_DIR  writes a GGUF file as a Hugging Face directory
+    slime-tis report RUN_OR_DUMP             writes one HTML file on a run or on dumps of its tokens
+    slime-tis diagnose RUN_OR_DUMP           names the causes of the mismatch between training and rollout
+
+A command line is read and checked before torch, transformers and Megatron-core are imported, which takes seconds.
+"""
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+import slime_tis
+
+RANK_0 = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+"""Variables that torchrun gives to the first rank."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command; returns its exit status, 2 for what it refuses, 130 after Ctrl-C.
+
+    Args:
+        argv: The command line without the program's name; None means that of this process.
+    """
+    argv = _own_command_line() if argv is None else list(argv)
+    if argv[:1] == ["train"]:
+        return train(argv[1:], prog="slime-tis train")
+    parser = argparse.ArgumentParser(
+        prog="slime-tis", description="Training with rollout correction, and tools beside it."
+    )
+    parser.add_argument("--version", action="version", version=f"slime-tis {slime_tis.__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    commands.add_parser("train", help="train; `slime-tis train --help` lists the flags")
+    ported = commands.add_parser(
+        "port",
+        help="print a launch script of slime in the flags of train.py",
+        description="Reads a bash launch script of slime without running it, and prints the command line of train.py "
+        "with comments on what was changed, added or left out.",
+    )
+    ported.add_argument("script", metavar="SCRIPT", help="launch script, for example slime/scripts/run-qwen3-4B.sh")
+    imported = commands.add_parser(
+        "import-gguf",
+        help="write a GGUF file as a Hugging Face directory",
+        description="Writes a GGUF file of a dense Llama, Qwen2 or Qwen3 model as the directory that --hf-checkpoint "
+        "takes: configuration, dequantized weights, tokenizer and chat template. Needs the extra gguf.",
+    )
+    imported.add_argument("file", metavar="FILE.gguf", help="the model, in one file")
+    imported.add_argument("directory", metavar="OUT_DIR", help="absent, empty or an earlier import, which is replaced")
+    imported.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of the weights (default fp32)")
+    _add_analysis(commands)
+    chosen = parser.parse_args(argv)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # what is half written is to be removed
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        match chosen.command:
+            case None:
+                parser.print_help()
+            case "port":
+                sys.stdout.write(port_script(chosen.script))
+            case "import-gguf":
+                from slime_tis.trainer.cli.import_gguf import import_gguf
+
+                print(import_gguf(chosen.file, chosen.directory, dtype=chosen.dtype))
+            case "report":
+                from slime_tis.analysis.report.command import report
+
+                if (chosen.path is None) == (chosen.compare is None):
+                    raise ValueError("error: give one run or dump, or two after --compare.")
+                paths = chosen.compare or [chosen.path]
+                print(report(paths, out=chosen.out, as_json=chosen.json, hf_checkpoint=chosen.hf_checkpoint))
+            case "diagnose":
+                from slime_tis.analysis.report.command import diagnosis
+
+                print(diagnosis(chosen.path, hf_checkpoint=chosen.hf_checkpoint, as_json=chosen.json))
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except OSError as error:
+        place = "" if error.filename is None else f" ({str(error.filename)!r})"
+        print(f"error: {error.strerror or error}{place}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; what was not complete is removed.", file=sys.stderr)
+        return 128 + signal.SIGINT
+    return 0
+
+
+def _add_analysis(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds the commands that read what a run wrote."""
+    what = "directory of a run, or dumps of tokens: a file or a directory"
+    reported = commands.add_parser(
+        "report",
+        help="write one HTML file on a run or on dumps of its tokens",
+        description="Writes one self-contained HTML file: the run's metrics, the mismatch's shape, samples with "
+        "coloured tokens, other corrections, and a diagnosis. Needs the extra report.",
+    )
+    reported.add_argument("path", metavar="RUN_OR_DUMP", nargs="?", help=what)
+    reported.add_argument("--compare", nargs=2, metavar=("A", "B"), help="two runs or dumps in one file")
+    reported.add_argument(
+        "--out", default="", metavar="FILE", help="file to write (default RUN/report.html); a report is replaced"
+    )
+    reported.add_argument("--json", action="store_true", help="print the numbers as JSON; a page only with --out")
+    reported.add_argument("--hf-checkpoint", default="", metavar="DIR", help="directory of the tokenizer")
+    diagnosed = commands.add_parser(
+        "diagnose",
+        help="name the causes of the mismatch between training and rollout",
+        description="Names the causes of the mismatch, ranked, with the evidence and what to change.",
+    )
+    diagnosed.add_argument("path", metavar="RUN_OR_DUMP", help=what)
+    diagnosed.add_argument(
+        "--hf-checkpoint",
+        default="",
+        metavar="DIR",
+        help="model that scores a few samples in fp32: which engine is wrong?",
+    )
+    diagnosed.add_argument("--json", action="store_true", help="print JSON")
+
+
+def train(argv: Sequence[str] | None = None, *, prog: str = "train.py") -> int:
+    """Checks a command line and then runs `slime_tis.trainer.train`; returns the exit status.
+
+    Args:
+        argv: The command line without the program's name; None means that of this process.
+        prog: Name of the program in `--help`.
+
+    Raises:
+        SystemExit: The command line is refused, with code 2 and a message on stderr, or asks for help, with code 0.
+    """
+    argv = _own_command_line() if argv is None else list(argv)
+    from slime_tis.trainer.cli.arguments import parse_args
+
+    arguments = parse_args(argv, prog=prog)
+    from slime_tis.trainer.train import main as run
+
+    return run(arguments)
+
+
+def port_script(path: str) -> str:
+    """Rewrites a launch script of slime as a command line of train.py, with comments.
+
+    Raises:
+        ValueError: The script cannot be read, or runs no training.
+    """
+    from slime_tis.trainer.cli.arguments import ALIASES, FLAGS, OPTIONS, configure
+    from slime_tis.trainer.cli.launch_script import read_launch
+    from slime_tis.trainer.cli.port import Vocabulary, port, show
+
+    ported = port(read_launch(path), Vocabulary(options=OPTIONS, aliases=ALIASES, flags=FLAGS))
+    verdict = ""
+    try:
+        configure(ported.argv, {**RANK_0, "WORLD_SIZE": str(ported.ranks)})
+    except (ValueError, OSError) as error:
+        verdict = str(error)
+    return show(ported, os.path.basename(path), verdict)
+
+
+def _own_command_line() -> list[str]:
+    """The command line of this process, which Ctrl-C ends without a traceback until the run takes signals over."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    return sys.argv[1:]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The trainer: Megatron-core trains, SGLang or an in-process engine samples."""

@@ -1,0 +1,1 @@
+"""Rollouts that user functions make: requests, provenance of tokens, slime's interface."""

@@ -1,0 +1,184 @@
+"""Proof that the tokens trained on are the tokens sampled: what an engine sampled in an episode, and where it lies.
+
+A response token of a sample counts as sampled where one request had exactly the tokens before it as its input, with
+what it had sampled so far, and then sampled this token. Tokens that were decoded and tokenized again differ, and so do
+all that follow an input that differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime_tis.trainer.data.sample import Sample, SampleStatus
+from slime_tis.trainer.data.sampling_mask import SamplingMask
+from slime_tis.trainer.engines.generation import Generation, TokenEngine
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampled:
+    """One request and its answer, or what an earlier call of the function had sampled of an aborted sample."""
+
+    input_ids: list[int]
+    generation: Generation
+    is_trained: list[int] | None = None
+    """1 for each token that was sampled; None where all were."""
+
+
+class RecordedEngine:
+    """A `TokenEngine` that remembers what it sampled."""
+
+    def __init__(self, engine: TokenEngine, sample: Sample) -> None:
+        """Begins with what an aborted sample came with.
+
+        Args:
+            engine: That answers.
+            sample: What the function is given.
+        """
+        self._engine = engine
+        self.sampled: list[Sampled] = []
+        self.lost: Exception | None = None
+        """What ended the engine, and therefore ends the run."""
+        self.is_closed = False
+        """Whether requests are refused: the function ran out of time."""
+        if sample.response_length:
+            self.sampled.append(_of_sample(sample))
+
+    @property
+    def was_aborted(self) -> bool:
+        """Whether a request was answered with abort."""
+        return any(one.generation.finish_reason == "abort" and one.is_trained is None for one in self.sampled)
+
+    async def generate(
+        self,
+        token_ids: Sequence[int],
+        sampling_params: Mapping[str, Any] | None = None,
+        *,
+        session_id: str | None = None,
+    ) -> Generation:
+        """Samples what follows some tokens; see `TokenEngine`."""
+        if self.is_closed:
+            raise RuntimeError("this sample ran out of time (--generate-timeout).")
+        generation = await self._engine.generate(token_ids, sampling_params, session_id=session_id)
+        self.sampled.append(Sampled(input_ids=[int(token) for token in token_ids], generation=generation))
+        return replace(  # whatever the function does to the lists in place
+            generation,
+            token_ids=list(generation.token_ids),
+            log_probs=list(generation.log_probs),
+            weight_versions=list(generation.weight_versions),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Provenance:
+    """Where each response token of a sample was sampled."""
+
+    request: list[int]
+    """Number of the request among those given; -1 where the token was not sampled."""
+    place: list[int]
+    """Place of the token among those of the request."""
+    longest: int | None
+    """The request whose input and answer agree with most of the sample's tokens; None where none agrees."""
+    agreeing: int
+    """How many tokens of the sample these are."""
+
+
+def provenance(tokens: Sequence[int], response_length: int, requests: Sequence[Sampled]) -> Provenance:
+    """Finds the request that sampled each response token, given exactly the tokens before it.
+
+    Args:
+        tokens: Of prompt and response.
+        response_length: Tokens of the response, the last ones.
+        requests: What was sampled, in any order. Where several requests had the same input, that which agrees with
+            more of what follows counts.
+    """
+    tokens, first = list(tokens), len(tokens) - response_length
+    agreeing = []
+    for number, one in enumerate(requests):
+        start = len(one.input_ids)
+        if tokens[:start] == one.input_ids:
+            after, ids = tokens[start:], one.generation.token_ids
+            same = next((i for i, (a, b) in enumerate(zip(after, ids, strict=False)) if a != b), None)
+            agreeing.append((start + (min(len(after), len(ids)) if same is None else same), number))
+    request, place = [-1] * response_length, [0] * response_length
+    for end, number in sorted(agreeing):
+        start, mask = len(requests[number].input_ids), requests[number].is_trained
+        for position in range(max(start, first), end):
+            if mask is None or mask[position - start]:
+                request[position - first], place[position - first] = number, position - start
+    longest = max(agreeing, default=(0, None))
+    return Provenance(request=request, place=place, longest=longest[1], agreeing=longest[0])
+
+
+def take_over(sample: Sample, found: Provenance, requests: Sequence[Sampled]) -> None:
+    """Gives a sample what the engine recorded of its tokens: log-probs, versions, sampling masks and experts.
+
+    Tokens that were not sampled keep their log-probs, and get the version of the token before them.
+    """
+    sources = list(zip(found.request, found.place, strict=True))
+    generations = [one.generation for one in requests]
+    sample.rollout_log_probs = [
+        generations[number].log_probs[place] if number >= 0 else given
+        for (number, place), given in zip(sources, sample.rollout_log_probs, strict=True)
+    ]
+    versions = [generations[number].weight_versions[place] if number >= 0 else None for number, place in sources]
+    known = [version for version in versions if version is not None]
+    if known:
+        last = known[0]
+        sample.weight_versions = [last := last if version is None else version for version in versions]
+    if any(one.sampling_mask is not None for one in generations):
+        sample.sampling_mask = _sampling_mask(sources, generations)
+    if found.longest is not None:
+        sample.rollout_routed_experts = _routing(sample, found, requests, "routed_experts")
+        sample.rollout_routing_weights = _routing(sample, found, requests, "routing_weights")
+
+
+def _sampling_mask(sources: Sequence[tuple[int, int]], generations: Sequence[Generation]) -> SamplingMask:
+    masks = [
+        SamplingMask.unrecorded(len(one.token_ids)) if one.sampling_mask is None else one.sampling_mask
+        for one in generations
+    ]
+    starts = [0]
+    for mask in masks:
+        starts.append(starts[-1] + len(mask))
+    rows = [starts[number] + place if number >= 0 else starts[-1] for number, place in sources]
+    return SamplingMask.cat([*masks, SamplingMask.unrecorded(1)]).select(torch.tensor(rows, dtype=torch.int64))
+
+
+def _routing(sample: Sample, found: Provenance, requests: Sequence[Sampled], name: str) -> Tensor | None:
+    """Rows of the tokens that were fed; those that a token was sampled after come from the request that did so."""
+    assert found.longest is not None
+    rows: Tensor | None = getattr(requests[found.longest].generation, name)
+    if rows is None:
+        return None
+    rows = rows[: min(found.agreeing, len(sample.tokens)) - 1].clone()
+    first = len(sample.tokens) - sample.response_length
+    for offset, (number, place) in enumerate(zip(found.request, found.place, strict=True)):
+        if number not in (-1, found.longest):
+            source = getattr(requests[number].generation, name)
+            fed, row = first + offset - 1, len(requests[number].input_ids) + place - 1
+            if source is not None and row < len(source) and fed < len(rows):
+                rows[fed] = source[row]
+    return rows
+
+
+def _of_sample(sample: Sample) -> Sampled:
+    aborted = sample.status is SampleStatus.ABORTED
+    return Sampled(
+        input_ids=sample.prompt_ids,
+        generation=Generation(
+            token_ids=sample.response_ids,
+            log_probs=list(sample.rollout_log_probs),
+            weight_versions=list(sample.weight_versions),
+            finish_reason="abort" if aborted else "stop",
+            text=sample.response,
+            routed_experts=sample.rollout_routed_experts,
+            routing_weights=sample.rollout_routing_weights,
+            sampling_mask=sample.sampling_mask,
+        ),
+        is_trained=list(sample.loss_mask),
+    )

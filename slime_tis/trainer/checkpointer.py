@@ -1,0 +1,238 @@
+"""Checkpoints of a run: which one it goes on from, what it takes from there, and what is saved when it ends."""
+
+import hashlib
+import math
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slime_tis.trainer.data.data_source import CustomDataSource
+from slime_tis.trainer.data.dump import from_dict, to_dict
+from slime_tis.trainer.data.sample import Sample
+from slime_tis.trainer.engines.engine import RolloutEngine
+from slime_tis.trainer.engines.weight_updates import WeightUpdates
+from slime_tis.trainer.evaluation import EVALUATION_OPTIONS, Evaluation
+from slime_tis.trainer.learner import Learner
+from slime_tis.trainer.megatron import checkpoint
+from slime_tis.trainer.options.megatron import MegatronConfig
+from slime_tis.trainer.storage.checkpoints import checkpoints
+from slime_tis.trainer.storage.directories import same_path
+from slime_tis.trainer.storage.resumption import (
+    TrainerState,
+    changed,
+    changed_options,
+    check_options,
+    read_trainer_state,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """What the checkpoints of a run have in common."""
+
+    options: dict[str, Any]
+    """The configuration in force."""
+    model: str
+    """SHA-256 of the model's config.json."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """Where a resumed run goes on: after the last rollout that was trained on as a whole, or at the start."""
+
+    step: int = 0
+    rollout_id: int = 0
+    dataset: dict[str, Any] = field(default_factory=dict)
+    unfinished: list[list[Sample]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumePoint:
+    """The checkpoint that a run goes on from."""
+
+    checkpoint: Path
+    state: TrainerState
+
+
+def model_identity(hf_checkpoint: str) -> str:
+    """SHA-256 of a model's config.json."""
+    return hashlib.sha256((Path(hf_checkpoint) / "config.json").read_bytes()).hexdigest()
+
+
+def find_resume_point(config: MegatronConfig, identity: Identity, *, is_main: bool) -> ResumePoint | None:
+    """The newest whole checkpoint under --load and its state; None where there is none. A collective.
+
+    Args:
+        config: with --load and the model.
+        identity: of this run, which the checkpoint's is compared with.
+        is_main: whether this rank warns of damaged checkpoints.
+
+    Raises:
+        ValueError: the checkpoint is of another model, or of options that a resumed run cannot change.
+        CheckpointError: every checkpoint is damaged.
+    """
+    found = None if config.load is None else checkpoint.newest_whole(config.load)
+    if found is None:
+        return None
+    if is_main:
+        for damaged in found.damaged:
+            print(f"warning: passed over {config.load}/{damaged}", file=sys.stderr)
+    state = read_trainer_state(found.checkpoint)
+    check_options(state.options, identity.options)
+    if state.model != identity.model:
+        raise ValueError(
+            f"--hf-checkpoint is {config.hf_checkpoint!r}, a model with another config.json than that of "
+            f"{state.options.get('hf_checkpoint')!r}, which {found.checkpoint} trains; give that one."
+        )
+    return ResumePoint(checkpoint=found.checkpoint, state=state)
+
+
+@dataclass(kw_only=True)
+class Checkpointer:
+    """Saves the run at its position, and takes it up from there."""
+
+    config: MegatronConfig
+    learner: Learner
+    sampler: RolloutEngine
+    evaluation: Evaluation
+    updates: WeightUpdates
+    """Of the rollout engine's weights; they have a state."""
+    data: CustomDataSource | None
+    """A user's data source, which saves itself; None where prompts come from a file."""
+    timer: Callable[[str], AbstractContextManager[None]]
+    run_id: str
+    identity: Identity
+    position: Position = field(default_factory=Position)
+    saved_step: int | None = None
+    """The step of the newest checkpoint under --save, where this run knows of one."""
+
+    def resume(self, point: ResumePoint, update_weights: Callable[[], object]) -> None:
+        """Restores the policy, the rollout engine and the evaluation; the data has been restored before.
+
+        Args:
+            point: where to go on.
+            update_weights: gives the policy's weights to the rollout engine.
+        """
+        state, options = point.state, self.identity.options
+        checkpoint.load(point.checkpoint, self.learner.engine)
+        self.updates.rounder.load(point.checkpoint, self.learner.parallel.backend.device)
+        self.learner.step = state.step
+        self.learner.engine.keep_token_budget(state.token_budget)
+        if state.first_accuracy is not None and not changed(state.options, options, EVALUATION_OPTIONS):
+            self.evaluation.first_accuracy = state.first_accuracy
+        self.evaluation.is_overdue = bool(self.evaluation.prompts) and state.evaluation_due
+        save = self.config.save
+        goes_on_there = save is not None and same_path(point.checkpoint.parent, save)
+        if goes_on_there and not self.evaluation.is_overdue:
+            self.saved_step = state.step
+        self.sampler.resume_unfinished([[from_dict(row) for row in group] for group in state.unfinished])
+        same_engine = not changed(state.options, options, ("rollout_engine", "rollout_precision"))
+        if state.sampler_weight_version != state.step and same_engine and self.sampler.can_checkpoint_weights:
+            self.sampler.load_weights(point.checkpoint, state.sampler_weight_version)
+            self.updates.load_samples(point.checkpoint, state.sampler_weight_version)
+        else:
+            update_weights()
+        if self.learner.parallel.is_main:
+            if goes_on_there:  # a run that was killed may not have come to it, and this one have nothing left to save
+                checkpoint.remove_older(point.checkpoint, self.run_id, self.config.save_retain)
+            print(f"resumed from {point.checkpoint}, after step {state.step}", flush=True)
+            difference = changed_options(state.options, options)
+            if difference:
+                print(f"options changed since then: {difference}", flush=True)
+
+    def save(self, before_it_counts: Callable[[], object] | None = None) -> None:
+        """Writes a checkpoint of the position; a collective.
+
+        Args:
+            before_it_counts: called when all of it is written and no run could go on from it: whatever of the steps
+                before has to be on disk by then, as a run that goes on from it does not make them again.
+
+        Raises:
+            CheckpointError: it could not be written, or the weights are not finite.
+        """
+        config, engine, position = self.config, self.learner.engine, self.position
+        assert config.save is not None
+        self.check_weights()
+        first = self.evaluation.first_accuracy
+        state = TrainerState(
+            run=self.run_id,
+            step=position.step,
+            rollout_id=position.rollout_id,
+            dataset=self._data_state(),
+            unfinished=[[to_dict(sample) for sample in group] for group in position.unfinished],
+            evaluation_due=self.evaluation.is_overdue,
+            sampler_weight_version=self.sampler.weight_version,
+            first_accuracy=None if math.isnan(first) else first,
+            token_budget=None if engine.token_budget is None else engine.token_budget.tokens,
+            options=self.identity.options,
+            model=self.identity.model,
+        )
+        stale = self.sampler.weight_version != position.step
+
+        def write_extra(directory: Path) -> None:
+            self.updates.rounder.save(directory)
+            if stale and self.sampler.can_checkpoint_weights:
+                self.sampler.save_weights(directory)
+                self.updates.save_samples(directory)
+
+        if self.learner.dump is not None:
+            with self.timer("train_dump"):
+                self.learner.dump.flush()
+        with self.timer("save"):
+            unfinished = checkpoint.write(
+                config.save, position.step, engine, asdict(state), run=self.run_id, write_extra=write_extra
+            )
+        if before_it_counts is not None:
+            try:
+                before_it_counts()
+            except BaseException:
+                unfinished.discard()
+                raise
+        unfinished.finish(config.save_retain)
+        self.saved_step = position.step
+
+    def _data_state(self) -> dict[str, Any]:
+        """Where the data goes on; a collective."""
+        position = self.position
+        return (
+            position.dataset if self.data is None else self.data.checkpoint(position.dataset, position.rollout_id - 1)
+        )
+
+    def is_due(self, rollout_id: int, num_rollout: int) -> bool:
+        """Whether a checkpoint is written after so many of the run's rollouts; never without --save."""
+        interval = self.config.save_interval
+        if self.config.save is None:
+            return False
+        return rollout_id == num_rollout or bool(interval and rollout_id % interval == 0)
+
+    def save_before_stopping(self) -> str:
+        """Saves what was trained, unless that is done; returns a message that says where."""
+        save, step = self.config.save, self.position.step
+        if self.position.rollout_id == 0:
+            return "The run stops before its first rollout was trained on; there is nothing to save."
+        if save is None:
+            return f"The run stops after step {step}, unsaved: --save is unset."
+        if not self.learner.engine.weights_are_finite():
+            return f"Nothing was saved, as the weights are not finite. {self._newest()}"
+        if self.saved_step != step:
+            self.save()
+        return f"The run stops after step {step}, saved under {save}; the same command with --load {save} resumes."
+
+    def check_weights(self) -> None:
+        """Refuses to write weights that are not finite, over good ones perhaps; a collective.
+
+        Raises:
+            CheckpointError: they are not finite.
+        """
+        if not self.learner.engine.weights_are_finite():
+            raise checkpoint.CheckpointError(
+                f"the weights are not finite after step {self.position.step} and were not saved: the step was too "
+                f"long; lower --lr or --weight-decay. {self._newest()}"
+            )
+
+    def _newest(self) -> str:
+        earlier = [] if self.config.save is None else checkpoints(self.config.save)
+        return f"The newest checkpoint is {earlier[-1]}." if earlier else "There is no earlier checkpoint."

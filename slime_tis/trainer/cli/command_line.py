@@ -1,0 +1,367 @@
+"""A command line made of options: titled groups of flags, YAML and presets, read by one rule.
+
+A flag is a field of a config: the field gives its name, type, choices and default, the docstring under the
+field is its help. Every source is read by the same rules, so a YAML file may hold whatever a flag may hold.
+
+Precedence: command line > YAML (`--custom-config-path`) > preset (`--rollout-correction-preset`) > defaults.
+"""
+
+import argparse
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from slime_tis.correction.presets import PRESETS, preset_values
+from slime_tis.errors import quoted
+from slime_tis.limits import flag
+from slime_tis.trainer.cli.options import Given, Option, Source, nearest, read_given
+from slime_tis.trainer.cli.verl_options import CORRECTION, split_overrides
+from slime_tis.trainer.cli.yaml_options import read_yaml
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceConfig:
+    """Where options come from besides the command line."""
+
+    use_rollout_correction: bool = False
+    """Turn the correction on as preset or YAML say, and as --use-tis where neither says anything."""
+
+    rollout_correction_preset: str | None = None
+    """Name of a preset of correction options, for example decoupled_token_is."""
+
+    custom_config_path: str | None = None
+    """YAML file of options, with flag names as keys or verl's algorithm.rollout_correction block."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommandLine:
+    """The flags of a program."""
+
+    options: Mapping[str, Option]
+    """By name."""
+
+    groups: Mapping[str, str]
+    """Titled groups of --help, and the options of each in their order there."""
+
+    aliases: Mapping[str, str]
+    """Old names of options and the name each one has now; both are read on the command line and in YAML."""
+
+    metavars: Mapping[str, str]
+    """What --help shows as the value, and the options that it is the value of; numbers show N (whole) or X."""
+
+    needs: Mapping[str, str]
+    """Options, and the flags one of which each of them needs to have any effect, as in `CORRECTION_NEEDS`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What a command line gives."""
+
+    given: dict[str, Given]
+    """Values of flags, by option."""
+
+    overrides: dict[str, str]
+    """Text of Hydra overrides of verl's options, by dotted key."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """A flag that another option needs."""
+
+    option: str
+    """Name of its option."""
+
+    value: str | None
+    """The value that is needed; None where anything but off, unset and 0 will do."""
+
+    suggested: bool
+    """Whether --help and messages name it."""
+
+    def met_by(self, value: Any) -> bool:
+        """Whether a value of the option is what is needed."""
+        return bool(value) if self.value is None else str(value) == self.value
+
+    def __str__(self) -> str:
+        """The flag as one writes it."""
+        return flag(self.option) + ("" if self.value is None else f" {self.value}")
+
+
+CORRECTION_ALIASES = {
+    "tis_clip": "tis_upper_bound",
+    "tis_clip_low": "tis_lower_bound",
+    "mis_mode": "tis_mode",
+    "mis_level": "tis_level",
+    "mis_lower_bound": "tis_lower_bound",
+    "mis_upper_bound": "tis_upper_bound",
+    "mis_batch_normalize": "tis_batch_normalize",
+    "mis_veto_threshold": "rs_veto_threshold",
+}
+"""Names that options of the correction have elsewhere."""
+
+CORRECTION_SWITCHES = (
+    "use_tis",
+    "use_rs",
+    "rollout_rs",
+    "rs_veto_threshold",
+    "rs_veto_upper_threshold",
+    "rs_second_moment_bound",
+)
+"""Options that make the correction act on the loss: what --use-rollout-correction turns on, where any is given."""
+
+REJECTS = "--use-rs --rollout-rs --rs-veto-threshold --rs-veto-upper-threshold --rs-second-moment-bound --tis-mode=mask"
+"""Flags one of which makes something leave the mask."""
+
+CORRECTION_NEEDS = {
+    "tis_mode tis_batch_normalize": "--use-tis | --custom-tis-function-path",
+    "tis_level": "--use-tis | --use-rollout-logprobs --custom-tis-function-path",
+    "tis_lower_bound": "--use-tis --use-rs | --custom-tis-function-path",
+    "tis_upper_bound": "--use-tis --use-rs | --use-rollout-logprobs --custom-tis-function-path",
+    "rs_level rs_lower_bound rs_upper_bound": "--use-rs | --custom-tis-function-path",
+    "rs_z_score rs_target_fraction": "--use-rs",
+    "rollout_rs_threshold": "--rollout-rs",
+    "rejection_normalizer": f"{REJECTS} | --use-opsm --custom-tis-function-path",
+}
+"""Options of the correction, and the flags one of which each of them needs to have any effect.
+
+Those after a bar will do, but are not what --help and messages suggest: a custom function may read any option, and in
+bypass the weights are measured, though the loss has no use for them, so their level and bound have an effect.
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        words, _, value = message.removeprefix("argument ").replace(": ", " ", 1).partition("ignored explicit argument")
+        raise ValueError(f"{words}takes no value." if value else f"{words}.")
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=34)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        values = "" if action.nargs in (0, "?") else f" {action.metavar}"
+        return ", ".join(action.option_strings) + values
+
+
+def make_parser(line: CommandLine, *, prog: str, usage: str, description: str) -> argparse.ArgumentParser:
+    """The parser of a command line: titled groups of flags, whose values it keeps as text."""
+    parser = _Parser(
+        prog=prog,
+        usage=usage,
+        description=description,
+        epilog="Every switch has a --no- form, and the value none takes an option back to its default, so that the "
+        f"command line can undo what YAML or a preset says. Presets: {', '.join(PRESETS)}.",
+        formatter_class=_HelpFormatter,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    for title, names in line.groups.items():
+        group = parser.add_argument_group(title)
+        for name in names.split():
+            _add_flag(group, line, line.options[name])
+    return parser
+
+
+def _add_flag(group: argparse._ArgumentGroup, line: CommandLine, option: Option) -> None:
+    names = [option.name, *(old for old, new in line.aliases.items() if new == option.name)]
+    text = f"{option.help} ({'; '.join(help_notes(line, option))})".replace("%", "%%")
+    if option.type.kind is bool:
+        _add_switch(group, option, names, text)
+        return
+    group.add_argument(
+        *map(flag, names),
+        dest=option.name,
+        nargs="+" if option.type.is_list else None,
+        metavar=_metavar(line, option),
+        help=text,
+    )
+
+
+def _add_switch(group: argparse._ArgumentGroup, option: Option, names: list[str], text: str) -> None:
+    """Both forms of a switch; the help shows the one that departs from the default."""
+    shown, hidden = (argparse.SUPPRESS, text) if option.default else (text, argparse.SUPPRESS)
+    group.add_argument(*map(flag, names), dest=option.name, nargs="?", const="true", help=shown)
+    negative = (flag(f"no_{name}") for name in names)
+    group.add_argument(*negative, dest=option.name, action="store_const", const="false", help=hidden)
+
+
+def help_notes(line: CommandLine, option: Option) -> list[str]:
+    """What --help adds to the text of an option: its default, its limits and what it needs."""
+    needs = needs_of(line, option.name)
+    return [
+        option.default_text,
+        *([] if option.type.limits is None else [str(option.type.limits)]),
+        *([f"needs {_alternatives(needs)}"] if needs else []),
+    ]
+
+
+def _metavar(line: CommandLine, option: Option) -> str:
+    if option.type.choices:
+        return "{" + ",".join(option.type.choices) + "}"
+    named = (metavar for metavar, names in line.metavars.items() if option.name in names.split())
+    return next(named, "X" if option.type.kind in (float, str) else "N")
+
+
+def read_flags(line: CommandLine, parser: argparse.ArgumentParser, argv: Sequence[str]) -> Flags:
+    """What a command line gives: values of flags, and Hydra overrides of verl's options.
+
+    Raises:
+        ValueError: one line, for an unknown flag, a wrong value, or one option under two names.
+    """
+    words, overrides = split_overrides(argv)
+    if "--" in words:  # argparse would take everything after it for values
+        raise ValueError(_not_a_flag(line, "--"))
+    _check_names(line, words)
+    known, unknown = parser.parse_known_args(words)
+    if unknown:
+        raise ValueError("\n".join(_not_a_flag(line, word) for word in _without_values(unknown)))
+    given = {
+        name: read_given(flag(name), line.options[name], text, Source.COMMAND_LINE)
+        for name, text in vars(known).items()
+    }
+    return Flags(given=given, overrides=overrides)
+
+
+def _check_names(line: CommandLine, words: Sequence[str]) -> None:
+    """Refuses an option that is given under its own and under an old name: which of them wins would be a guess."""
+    spellings = {flag(name): name for name in line.options} | {flag(old): new for old, new in line.aliases.items()}
+    used: dict[str, str] = {}
+    for spelling in (word.split("=")[0] for word in words):
+        if spelling in spellings and used.setdefault(spellings[spelling], spelling) != spelling:
+            raise ValueError(f"{used[spellings[spelling]]} and {spelling} are one option; leave one of the two out.")
+
+
+def _without_values(words: Sequence[str]) -> Sequence[str]:
+    """The words that are flags, without those that may be their values; all of them where none is."""
+    return [word for word in words if word.startswith("-")] or words
+
+
+def _not_a_flag(line: CommandLine, word: str) -> str:
+    shown = quoted(word)[1:-1] or "An empty word"
+    if "=" in word and "." in word.split("=")[0] and not word.startswith("-"):
+        return f"{shown} is an override of Hydra, of which only {CORRECTION}.KEY=VALUE is read; give it as a flag."
+    return f"{shown} is not a flag; {nearest(word.split('=')[0], map(flag, (*line.options, *line.aliases)))}"
+
+
+def merge_sources(line: CommandLine, flags: Flags) -> dict[str, Any]:
+    """Values by precedence: command line, then YAML, then preset; defaults are the configs' own.
+
+    Args:
+        line: the flags, those of `SourceConfig` and `RolloutCorrectionConfig` among them.
+        flags: what the command line gives.
+
+    Raises:
+        ValueError: one line, for what YAML or preset say wrongly, an option that no source gives, or one without
+            effect.
+    """
+    given = _with_preset(line, _with_yaml(line, flags))
+    switch = given.get("use_rollout_correction")
+    says_something = "rollout_correction_preset" in given or any(name in given for name in CORRECTION_SWITCHES)
+    if switch is not None and switch.value and not says_something:
+        given["use_tis"] = switch
+    lower = given.get("tis_lower_bound")
+    if lower is not None and lower.value == 0 and ("tis_mode" not in given or given["tis_mode"].value == "truncate"):
+        # slime's default of --tis-clip-low: no lower bound
+        given["tis_lower_bound"] = dataclasses.replace(lower, value=None, unset=True)
+    for option in line.options.values():
+        if option.default is MISSING and option.name not in given:
+            raise ValueError(
+                f"{flag(option.name)} is unset but required; add {flag(option.name)} {_metavar(line, option)}."
+            )
+    return {name: one.value for name, one in _with_effect(line, given).items()}
+
+
+def _with_yaml(line: CommandLine, flags: Flags) -> dict[str, Given]:
+    """The values of YAML and, over them, those of the command line."""
+    path = flags.given.get("custom_config_path")
+    in_yaml = {name: option for name, option in line.options.items() if name != "custom_config_path"}
+    file = None if path is None or path.unset else Path(path.value)
+    given = read_yaml(file, flags.overrides, in_yaml, line.aliases)
+    for name, one in flags.given.items():
+        other = given.get(name)
+        if other is not None and other.source == Source.COMMAND_LINE and other.value != one.value:
+            raise ValueError(f"{one.label} and {other.label} are one option; leave one of the two out.")
+    return {**given, **flags.given}
+
+
+def _with_preset(line: CommandLine, given: Mapping[str, Given]) -> dict[str, Given]:
+    """The values given, over those of the preset that they name."""
+    preset = given.get("rollout_correction_preset")
+    if preset is None or preset.unset:
+        return dict(given)
+    if preset.value not in PRESETS:
+        raise ValueError(f"--rollout-correction-preset is {quoted(preset.value)}; {nearest(preset.value, PRESETS)}")
+    chosen = {
+        name: read_given(f"{name} of the preset {preset.value}", line.options[name], str(value), Source.PRESET)
+        for name, value in preset_values(preset.value, {name: one.value for name, one in given.items()}).items()
+    }
+    return {**chosen, **given}
+
+
+def _with_effect(line: CommandLine, given: Mapping[str, Given]) -> dict[str, Given]:
+    """The values without those whose switch a source of at least their precedence turned off.
+
+    Raises:
+        ValueError: an option has no effect, because what it needs was not given.
+    """
+    values = {name: option.default for name, option in line.options.items()}
+    values |= {name: one.value for name, one in given.items()}
+    effective = {}
+    for name, one in given.items():
+        unmet = [] if one.unset else unmet_needs(line, name, values)
+        if not unmet:
+            effective[name] = one
+        elif not any(_turned_off(given.get(need.option), one) for need in unmet):
+            value = "set" if one.value is True else quoted(one.value)
+            which = "it" if sum(need.suggested for need in unmet) == 1 else "one of them"
+            raise ValueError(
+                f"{one.label} is {value} but has no effect without {_alternatives(unmet)}; "
+                f"add {which} or leave {one.label.split()[0]} out."
+            )
+    return effective
+
+
+def _turned_off(switch: Given | None, one: Given) -> bool:
+    """Whether an option was overruled, or given beside the words that turn it off, as in a template."""
+    if switch is None:
+        return False
+    return switch.source > one.source or (switch.source == one.source and switch.value in (False, None))
+
+
+def unmet_needs(line: CommandLine, name: str, values: Mapping[str, Any]) -> list[Need]:
+    """The flags one of which an option lacks to have an effect under `values`; empty where it has one."""
+    needs = needs_of(line, name)
+    met = [need for need in needs if need.met_by(values[need.option])]
+    if not met:
+        return needs
+    further = [unmet_needs(line, need.option, values) for need in met]
+    return [] if [] in further else further[0]
+
+
+def needs_of(line: CommandLine, name: str) -> list[Need]:
+    """The flags one of which an option needs, of those that this command line has."""
+    words = next((words for names, words in line.needs.items() if name in names.split()), "")
+    needs = []
+    for part, suggested in zip(words.split("|"), (True, False), strict=False):
+        for word in part.split():
+            name_of_flag, _, value = word.partition("=")
+            option = name_of_flag.removeprefix("--").replace("-", "_")
+            if option in line.options:
+                needs.append(Need(option=option, value=value or None, suggested=suggested))
+    return needs
+
+
+def _alternatives(needs: Sequence[Need]) -> str:
+    *first, last = (str(need) for need in needs if need.suggested)
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+ConfigT = TypeVar("ConfigT")
+
+
+def build(config: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
+    """A config from those of the values that are its fields."""
+    names = [field.name for field in dataclasses.fields(config) if field.name in values]  # type: ignore[arg-type]
+    return config(**{name: values[name] for name in names})

@@ -1,0 +1,124 @@
+"""Options from a YAML file: flag names as keys, and verl's blocks, there or as Hydra overrides."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from slime_tis.errors import quoted
+from slime_tis.trainer.cli.options import Given, Option, Source, nearest, read_given
+from slime_tis.trainer.cli.verl_options import BLOCKS, from_verl
+
+LARGEST_FILE = 64 * 1024
+"""Bytes of a configuration; one with every option is below 8 KiB."""
+
+DEEPEST = 8
+"""Levels of nesting; verl's block has three."""
+
+YAML_NULLS = ("", "~", "null")
+
+
+def read_yaml(
+    path: Path | None, overrides: Mapping[str, str], options: Mapping[str, Option], aliases: Mapping[str, str]
+) -> dict[str, Given]:
+    """Reads the options of a YAML file, with Hydra overrides over its verl blocks.
+
+    YAML's own typing is left out: scalars stay text and are read as a command line's are.
+
+    Args:
+        path: the file; None for overrides alone.
+        overrides: dotted keys of verl's blocks and their text.
+        options: the options there are, by name.
+        aliases: old names of options and the name each one has now.
+
+    Returns:
+        The values given, by the option's name.
+
+    Raises:
+        ValueError: one line, for a file that is not there or not YAML, an unknown key or a wrong value.
+    """
+    document = {} if path is None else _read_document(path)
+    place = "" if path is None else f" in {_shown(path)}"
+    blocks = {name: value for name, value in document.items() if name in BLOCKS}
+    verl = from_verl(blocks, overrides, place)
+    values = {name: read_given(entry.label, options[name], entry.value, entry.source) for name, entry in verl.items()}
+    for key in [key for key in document if key not in BLOCKS]:
+        name = aliases.get(key.replace("-", "_"), key.replace("-", "_"))
+        label = quoted(key)[1:-1] + place
+        if name not in options:
+            raise ValueError(f"{label} is not an option; {nearest(key, (*options, *aliases))}")
+        given = read_given(label, options[name], document[key], Source.YAML)
+        other = values.get(name)
+        if other is not None and (name not in verl or (other.source == Source.YAML and other.value != given.value)):
+            raise ValueError(f"{label} gives {name} a second time, besides {other.label}; leave one of the two out.")
+        values.setdefault(name, given)
+    return values
+
+
+def _read_document(path: Path) -> dict[str, Any]:
+    place = f"--custom-config-path is {quoted(str(path))}"
+    if not path.is_file():
+        raise ValueError(f"{place} but there is no such file; give a YAML file.")
+    if path.stat().st_size > LARGEST_FILE:
+        raise ValueError(
+            f"{place} but it has {path.stat().st_size} bytes, more than the {LARGEST_FILE} that are read; "
+            "give a file of options."
+        )
+    try:
+        document = _Loader(path.read_text(encoding="utf-8")).get_single_data()
+    except _Refused as error:
+        raise ValueError(f"{_shown(path)}, {error}.") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).replace("<unicode string>", "the file").split())
+        raise ValueError(f"{place} but it is not YAML: {quoted(reason, 220)[1:-1]}.") from None
+    if document is not None and not isinstance(document, dict):
+        raise ValueError(f"{place} but it contains no keys; write one `key: value` per line.")
+    return document or {}
+
+
+def _shown(path: Path) -> str:
+    return quoted(str(path))[1:-1]
+
+
+class _Refused(Exception):
+    """YAML that is valid but not taken here; the text begins with the line."""
+
+
+class _Loader(yaml.BaseLoader):
+    """Mappings, lists and text, null as None; refuses aliases, keys given twice and deep nesting."""
+
+    depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event = self.peek_event()  # type: ignore[no-untyped-call]  # PyYAML's
+        if isinstance(event, yaml.AliasEvent):
+            raise _Refused(
+                f"{_line(event)}: *{str(event.anchor)[:40]} is an alias, which is not read; write the value out"
+            )
+        self.depth += 1
+        if self.depth > DEEPEST:
+            raise _Refused(f"{_line(event)}: more than {DEEPEST} levels are nested; write one `key: value` per line")
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+    def construct_scalar(self, node: Any) -> Any:
+        return None if node.style is None and node.value.lower() in YAML_NULLS else node.value
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        lines: dict[str, str] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise _Refused(f"{_line(key)}: a key must be a word; write `key: value`")
+            if key.value in lines:
+                raise _Refused(
+                    f"{_line(key)}: {quoted(key.value)} is given a second time, after {lines[key.value]}; "
+                    "leave one of the two out"
+                )
+            lines[key.value] = _line(key)
+        return {key.value: self.construct_object(value, deep=True) for key, value in node.value}
+
+
+def _line(marked: Any) -> str:
+    return f"line {marked.start_mark.line + 1}"

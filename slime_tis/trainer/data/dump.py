@@ -1,0 +1,247 @@
+"""Samples in a file: one JSON object per line, to look at, to analyse, or to train on again."""
+
+import base64
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slime_tis.errors import quoted_path
+from slime_tis.files import FOREIGN, atomic_path
+from slime_tis.trainer.data.json_values import json_object
+from slime_tis.trainer.data.sample import STATUS, Prompt, Sample, SampleStatus, by_rollout
+from slime_tis.trainer.data.sampling_mask import SamplingMask
+
+TENSORS = {"rollout_routed_experts": ("uint8", "int16"), "rollout_routing_weights": ("float32",)}
+"""Fields of a sample that are tensors, and the types that each may have."""
+LONGEST_SAMPLE = 1 << 28
+"""Characters of a line."""
+EARLIER_NAMES = {
+    "sample_index": "index",
+    "routed_experts": "rollout_routed_experts",
+    "routing_weights": "rollout_routing_weights",
+}
+"""Fields of files written before samples had slime's names."""
+
+
+def save_samples(path: str | Path, groups: Sequence[Sequence[Sample]]) -> None:
+    """Writes every sample of a rollout to a file that appears when it is complete.
+
+    A log-prob that is missing or not finite becomes null.
+
+    Raises:
+        ValueError: another file has that name.
+        OSError: the file cannot be written.
+    """
+    path = Path(path)
+    try:
+        check_replaceable(path)
+    except ValueError as error:
+        raise ValueError(f"the samples were not saved to {quoted_path(path)}: {error}.") from error
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_path(path) as partial, partial.open("w", encoding="utf-8") as lines:
+        for sample in (sample for group in groups for sample in group):
+            lines.write(json.dumps(to_dict(sample), allow_nan=False) + "\n")
+
+
+def check_replaceable(path: Path) -> None:
+    """Whether samples may be written over a file: it is absent, or begins with a sample.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if not os.path.lexists(path):
+        return
+    try:
+        if path.is_file():  # a pipe or a device would be waited for
+            with path.open(encoding="utf-8") as lines:
+                from_dict(json.loads(lines.readline(LONGEST_SAMPLE)))
+            return
+    except (ValueError, RecursionError):
+        pass
+    raise ValueError(FOREIGN)
+
+
+def load_samples(path: str | Path, prompts: int, n_samples: int) -> list[list[Sample]]:
+    """Reads the groups of a rollout back.
+
+    Args:
+        path: of the file.
+        prompts: groups that must be there.
+        n_samples: samples that each must have.
+
+    Raises:
+        ValueError: no file, a line that is not a sample, with its number, or another number of samples.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"the rollout data {str(path)!r} does not exist; --save-debug-rollout-data writes it.")
+    groups: dict[int | None, list[Sample]] = {}
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            sample = _sample(line, f"{path}, line {number}")
+            groups.setdefault(sample.group_index, []).append(sample)
+    found = sorted({len(by_rollout(group)) for group in groups.values()})
+    if len(groups) != prompts or found != [n_samples]:
+        raise ValueError(
+            f"the rollout data {str(path)!r} has {len(groups)} prompts with {found} samples each, but "
+            f"--rollout-batch-size is {prompts} and --n-samples-per-prompt {n_samples}; set them to what it holds."
+        )
+    return list(groups.values())
+
+
+def to_dict(sample: Sample) -> dict[str, Any]:
+    """The sample as JSON takes it.
+
+    Metadata that is the prompt's own is left to the prompt, and so are tokens of the prompt that begin the sample's.
+    """
+    row = {field.name: getattr(sample, field.name) for field in dataclasses.fields(sample)}
+    row["status"] = sample.status.value
+    if isinstance(sample.prompt, Prompt):  # a mapping of its fields, to those who convert dataclasses in what they hold
+        row["prompt"] = str(sample.prompt)
+    row |= {name: encoded(getattr(sample, name)) for name in TENSORS}
+    if sample.sampling_mask is not None:
+        row["sampling_mask"] = {name: encoded(part) for name, part in vars(sample.sampling_mask).items()}
+    row["metadata"] = json_object(sample.metadata, "its metadata")
+    if sample.train_metadata is not None:
+        row["train_metadata"] = json_object(sample.train_metadata, "its train_metadata")
+    if sample.prompt_row is not None:
+        row["prompt_row"] = dataclasses.asdict(sample.prompt_row)
+        if list(sample.prompt_row.token_ids) == sample.prompt_ids:
+            row["prompt_row"]["token_ids"] = None
+        if sample.metadata == sample.prompt_row.metadata:
+            row["metadata"] = {}
+    row["loss_mask"] = sample.loss_mask or []  # None before there is a response
+    row["rollout_log_probs"] = [
+        value if value is not None and math.isfinite(value) else None for value in sample.rollout_log_probs or []
+    ]
+    return row
+
+
+def from_dict(row: dict[str, Any]) -> Sample:
+    """The sample of a row that `to_dict` made; a log-prob that is null becomes NaN.
+
+    Raises:
+        ValueError: the row is not a sample, or its lists differ in length.
+    """
+    try:
+        row = {EARLIER_NAMES.get(name, name): value for name, value in row.items()}
+        if "response_ids" in row:
+            _take_earlier_form(row)
+        mask = _sampling_mask(row.get("sampling_mask"))
+        row |= {
+            "prompt_row": _prompt_row(row),
+            "status": SampleStatus(row["status"]),
+            "rollout_log_probs": [math.nan if value is None else value for value in row["rollout_log_probs"]],
+            "sampling_mask": mask,
+            **{name: decoded(row.get(name), name, dtypes) for name, dtypes in TENSORS.items()},
+        }
+        sample = Sample(**row)
+        _check_lengths(sample)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"is not a sample: {error}.") from error
+    return sample
+
+
+def _take_earlier_form(row: dict[str, Any]) -> None:
+    """Gives a row of earlier files, which had the response's tokens alone and another name of the status, its form."""
+    response = row.pop("response_ids")
+    row["prompt_row"] = row["prompt"]
+    row["prompt"] = row["prompt"]["text"]
+    row["tokens"] = [*row["prompt_row"]["token_ids"], *response]
+    row["response_length"] = len(response)
+    row["status"] = STATUS[row.pop("finish_reason")].value
+
+
+def _prompt_row(row: dict[str, Any]) -> Prompt | None:
+    """The row of a prompt file that the sample answers, which takes the place of a prompt with the same text."""
+    fields = row["prompt_row"]
+    if fields is None:
+        return None
+    ids = fields["token_ids"]
+    if ids is None:
+        ids = row["tokens"][: len(row["tokens"]) - row["response_length"]]
+    found = Prompt(**{**fields, "token_ids": tuple(ids)})
+    if row["prompt"] == found:
+        row["prompt"] = found
+    return found
+
+
+def _check_lengths(sample: Sample) -> None:
+    lengths = {"response_length": sample.response_length}
+    lengths |= {name: len(getattr(sample, name)) for name in ("rollout_log_probs", "loss_mask", "weight_versions")}
+    if sample.sampling_mask is not None:
+        lengths["sampling_mask"] = len(sample.sampling_mask)
+    if len(set(lengths.values())) > 1:
+        listed = ", ".join(f"{name} {length}" for name, length in lengths.items())
+        raise ValueError(f"has lists of different lengths: {listed}.")
+    if not 0 <= sample.response_length <= len(sample.tokens):
+        raise ValueError(f"has a response_length of {sample.response_length} but {len(sample.tokens)} tokens.")
+
+
+def encoded(tensor: Tensor | None) -> dict[str, Any] | None:
+    """A tensor as JSON takes it: type, shape, and its little-endian bytes in base64."""
+    if tensor is None:
+        return None
+    data = tensor.contiguous().cpu().numpy()
+    return {"dtype": data.dtype.name, "shape": list(data.shape), "base64": base64.b64encode(data.tobytes()).decode()}
+
+
+def decoded(row: Any, name: str, dtypes: Sequence[str]) -> Tensor | None:
+    """The tensor that `encoded` made a row of.
+
+    Args:
+        row: of a file; None means no tensor.
+        name: of the field, for the message.
+        dtypes: types that the tensor may have.
+
+    Raises:
+        ValueError: another type, or a shape that its bytes do not fill.
+    """
+    if row is None:
+        return None
+    try:
+        dtype, shape, data = row["dtype"], row["shape"], base64.b64decode(row["base64"], validate=True)
+        if dtype not in dtypes:
+            raise ValueError(f"its dtype is {dtype!r:.40} but must be {' or '.join(dtypes)}")
+        if not all(type(size) is int and size >= 0 for size in shape):
+            raise ValueError(f"its shape is {shape!r:.40}")
+        values = np.frombuffer(data, np.dtype(dtype).newbyteorder("<"))
+        return torch.from_numpy(values.astype(dtype).reshape(shape))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"has {name} that are not a tensor: {error}.") from error
+
+
+def _sampling_mask(row: Any) -> SamplingMask | None:
+    if row is None:
+        return None
+    if not isinstance(row, dict):
+        raise ValueError(f"has a sampling_mask that is {row!r:.40}.")
+    token_ids = decoded(row.get("token_ids"), "the token_ids of a sampling_mask", ["int32"])
+    lengths = decoded(row.get("lengths"), "the lengths of a sampling_mask", ["int32"])
+    if token_ids is None or lengths is None or token_ids.dim() != 1 or lengths.dim() != 1:
+        raise ValueError("has a sampling_mask that is not two lists of numbers, token_ids and lengths.")
+    if bool((lengths < 0).any()) or int(lengths.sum()) != len(token_ids):
+        raise ValueError(
+            f"has a sampling_mask whose lengths add up to {int(lengths.sum())}, or are negative, with "
+            f"{len(token_ids)} token_ids."
+        )
+    if bool((token_ids < 0).any()):
+        raise ValueError(f"has a sampling_mask with the token id {int(token_ids.min())}.")
+    return SamplingMask(token_ids, lengths)
+
+
+def _sample(line: str, place: str) -> Sample:
+    try:
+        return from_dict(json.loads(line))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{place} is not a sample: {error}.") from error
+    except ValueError as error:
+        raise ValueError(f"{place} {error}") from error

@@ -1,0 +1,308 @@
+"""Prompt files: JSONL or parquet rows, tokenized once and visited epoch by epoch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Sequence
+from decimal import Decimal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from slime_tis.errors import first_line, quoted
+from slime_tis.hf_directory import ModelSizes
+from slime_tis.trainer.data.json_values import json_object
+from slime_tis.trainer.data.prompt_files import rows_of
+from slime_tis.trainer.data.sample import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from slime_tis.trainer.options.rollout import RolloutConfig
+
+logger = logging.getLogger(__name__)
+
+CHARACTERS_PER_TOKEN = 1000
+"""Above this average over a text no tokenizer comes; the longest tokens, runs of blanks, have some hundred."""
+FEW = 20
+"""Keys of a row that a message lists."""
+
+
+class PromptDataset:
+    """The training prompts, in the file's order or shuffled anew every epoch.
+
+    The order of an epoch depends on the seed and the epoch's number alone, so that two integers are all there
+    is to save.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        tokenizer: PreTrainedTokenizerBase,
+        config: RolloutConfig,
+        sizes: ModelSizes | None = None,
+    ) -> None:
+        """Reads the file; see `load_prompts`."""
+        self.prompts = load_prompts(
+            path,
+            tokenizer,
+            input_key=config.input_key,
+            label_key=config.label_key,
+            metadata_key=config.metadata_key,
+            apply_chat_template=config.apply_chat_template,
+            max_prompt_len=config.rollout_max_prompt_len,
+            sizes=sizes,
+        )
+        self._digest = _digest(self.prompts)
+        self._seed = config.rollout_seed if config.rollout_shuffle else None
+        self._epoch = 0
+        self._position = 0
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def next_batch(self, size: int) -> list[Prompt]:
+        """The next `size` prompts; a batch that reaches the end of an epoch goes on into the next."""
+        batch: list[Prompt] = []
+        while len(batch) < size:
+            order = epoch_order(len(self.prompts), self._seed, self._epoch)
+            taken = order[self._position : self._position + size - len(batch)]
+            batch.extend(self.prompts[place] for place in taken)
+            self._position += len(taken)
+            if self._position == len(self.prompts):
+                self._epoch, self._position = self._epoch + 1, 0
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the next batch begins, and which prompts these are."""
+        return {"epoch": self._epoch, "position": self._position, "prompts": self._digest}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from a saved place.
+
+        Raises:
+            ValueError: the place is of other prompts than these, or is none.
+        """
+        epoch, position, digest = (state.get(name) for name in ("epoch", "position", "prompts"))
+        if digest != self._digest:
+            raise ValueError(
+                "the prompts of --prompt-data are not those that the run was started with, so that it cannot go on "
+                "where it stopped; give the same file and the same options of reading it (--input-key, "
+                "--apply-chat-template, --rollout-max-prompt-len), or start afresh with another --save."
+            )
+        if not (isinstance(epoch, int) and isinstance(position, int) and 0 <= position < len(self.prompts)):
+            raise ValueError(f"the checkpoint stopped at {state!r}, which is not a place in --prompt-data.")
+        self._epoch, self._position = epoch, position
+
+
+def _digest(prompts: Sequence[Prompt]) -> str:
+    """SHA-256 of the prompts' tokens in their order."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(np.asarray(prompt.token_ids, dtype=np.int64).tobytes() + b"|")
+    return digest.hexdigest()
+
+
+def epoch_order(size: int, seed: int | None, epoch: int) -> Sequence[int]:
+    """The places 0 .. size − 1 in the order of an epoch: shuffled by (seed, epoch), or as they are."""
+    if seed is None:
+        return range(size)
+    order: list[int] = np.random.default_rng([seed % 2**64, epoch]).permutation(size).tolist()
+    return order
+
+
+def load_prompts(
+    path: str | Path,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    input_key: str,
+    label_key: str | None = None,
+    metadata_key: str = "metadata",
+    apply_chat_template: bool = False,
+    max_prompt_len: int | None = None,
+    sizes: ModelSizes | None = None,
+) -> list[Prompt]:
+    """Reads and tokenizes a prompt file.
+
+    Plain text is tokenized as the tokenizer does by default, with its beginning-of-sequence token if it has
+    one; a chat template writes its own special tokens, and none are added.
+
+    Args:
+        path: JSONL, or parquet where the name ends in .parquet.
+        tokenizer: of the policy.
+        input_key: of the prompt, a string; with a chat template also a list of messages.
+        label_key: of the label, or None. Labels that are not strings become their JSON, decimals their digits.
+        metadata_key: of a mapping for rewards; a row may lack it. The row's other columns are metadata too, under
+          their names; where both have a name, the mapping's value counts.
+        apply_chat_template: render the prompt with the tokenizer's chat template.
+        max_prompt_len: longest prompt, in tokens; longer ones are left out and their number is logged.
+        sizes: of the model: prompts that fill its context, or have tokens it does not know, are refused.
+
+    Raises:
+        ValueError: no file, nothing in it, or a row that is not as it should be, with its line number.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"the prompt file {str(path)!r} does not exist.")
+    rows = list(rows_of(path))
+    if not rows:
+        raise ValueError(f"the prompt file {str(path)!r} is empty.")
+    if apply_chat_template and not tokenizer.chat_template:
+        raise ValueError("--apply-chat-template is set, but the tokenizer has no chat template; leave it out.")
+    texts = [_text(_value(row, input_key, place), place, tokenizer, apply_chat_template) for place, row in rows]
+    context_len = None if sizes is None else sizes.context_len
+    places = [index for index, text in enumerate(texts) if not _far_too_long(text, max_prompt_len or context_len)]
+    if max_prompt_len is None and len(places) < len(texts):
+        index = next(index for index, kept in enumerate([*places, -1]) if index != kept)
+        raise ValueError(_does_not_fit(rows[index][0], f"{len(texts[index])} characters", context_len))
+    encoded = (
+        tokenizer([texts[i] for i in places], add_special_tokens=not apply_chat_template)["input_ids"] if places else []
+    )
+    prompts = [
+        Prompt(
+            index=index,
+            text=texts[index],
+            token_ids=tuple(ids),
+            label=None
+            if label_key is None
+            else _label(_value(rows[index][1], label_key, rows[index][0]), rows[index][0]),
+            metadata=_metadata(*rows[index], input_key, label_key, metadata_key),
+        )
+        for index, ids in zip(places, encoded, strict=True)
+    ]
+    prompts = _drop_long(prompts, len(rows), max_prompt_len, path)
+    if sizes is not None:
+        for prompt in prompts:
+            check_fits(prompt, rows[prompt.index][0], sizes)
+    return prompts
+
+
+def _far_too_long(text: str, limit: int | None) -> bool:
+    """Whether a text has more tokens than a limit for certain, which tokenizing it would take a minute to find."""
+    return limit is not None and len(text) > CHARACTERS_PER_TOKEN * limit
+
+
+def check_fits(prompt: Prompt, place: str, sizes: ModelSizes) -> None:
+    """Checks that the model can answer a prompt.
+
+    Raises:
+        ValueError: it fills the context, or has tokens that the model does not know.
+    """
+    length = len(prompt.token_ids)
+    if sizes.context_len is not None and length >= sizes.context_len:
+        raise ValueError(_does_not_fit(place, f"{length} tokens", sizes.context_len))
+    if sizes.vocab_size is not None and length and max(prompt.token_ids) >= sizes.vocab_size:
+        raise ValueError(
+            f"{place} has a prompt with token {max(prompt.token_ids)}, but the model's vocabulary ends at "
+            f"{sizes.vocab_size - 1}; the tokenizer of --hf-checkpoint is of another model."
+        )
+
+
+def _does_not_fit(place: str, length: str, context_len: int | None) -> str:
+    return (
+        f"{place} has a prompt of {length}, which leaves no tokens for a response in a context of {context_len}; "
+        "set --rollout-max-prompt-len to leave such prompts out."
+    )
+
+
+def _drop_long(prompts: list[Prompt], rows: int, max_prompt_len: int | None, path: Path) -> list[Prompt]:
+    if max_prompt_len is None:
+        return prompts
+    kept = [prompt for prompt in prompts if len(prompt.token_ids) <= max_prompt_len]
+    if not kept:
+        lengths = [len(prompt.token_ids) for prompt in prompts]
+        shortest = f"has {min(lengths)} tokens" if lengths else "is far longer"
+        raise ValueError(
+            f"--rollout-max-prompt-len is {max_prompt_len}, but the shortest prompt of {str(path)!r} {shortest}; "
+            "raise it."
+        )
+    if len(kept) < rows:
+        logger.warning(
+            "%d of %d prompts of %s are longer than --rollout-max-prompt-len %d and are left out.",
+            rows - len(kept),
+            rows,
+            path,
+            max_prompt_len,
+        )
+    return kept
+
+
+def _value(row: dict[str, Any], key: str, place: str) -> Any:
+    if key not in row:
+        keys = ", ".join(map(quoted, list(row)[:FEW])) or "none"
+        raise ValueError(f"{place} has no key {key!r}; its keys are {keys}{', …' * (len(row) > FEW)}.")
+    return row[key]
+
+
+def _text(value: Any, place: str, tokenizer: PreTrainedTokenizerBase, apply_chat_template: bool) -> str:
+    if apply_chat_template:
+        messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
+        try:
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # templates raise whatever their author chose
+            raise ValueError(f"{place} does not fit the chat template: {first_line(error)}.") from error
+        return _encodable(text, f"{place} has a prompt")
+    if not isinstance(value, str):
+        raise ValueError(
+            f"{place} has a prompt of type {type(value).__name__} where a string is needed; a list of "
+            "messages needs --apply-chat-template."
+        )
+    if not value:
+        raise ValueError(f"{place} has an empty prompt.")
+    return _encodable(value, f"{place} has a prompt")
+
+
+def rendered(prompt: object, place: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, bool]:
+    """The text of a prompt, and whether the tokenizer adds its special tokens; messages are rendered by the template.
+
+    Raises:
+        ValueError: it is no text and no messages, is empty, or does not fit the template.
+    """
+    is_chat = isinstance(prompt, list)
+    if is_chat and not tokenizer.chat_template:
+        raise ValueError(f"{place} has a prompt of messages, but the tokenizer has no chat template; give a text.")
+    return _text(prompt, place, tokenizer, is_chat), not is_chat
+
+
+def _encodable(text: str, what: str) -> str:
+    """A text that is one: JSON may hold half of a surrogate pair, which no tokenizer and no file takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(text[error.start]):04x}"
+        raise ValueError(f"{what} with half of a surrogate pair, {half}, at character {error.start + 1}.") from None
+    return text
+
+
+def _label(value: Any, place: str) -> str | None:
+    if value is None:
+        return None
+    if isinstance(value, Decimal):
+        return str(value)
+    if not isinstance(value, str):
+        try:
+            value = json.dumps(value)
+        except (TypeError, ValueError, RecursionError):  # bytes and dates of parquet
+            raise ValueError(
+                f"{place} has a label of type {type(value).__name__}, which JSON has not; write it as a string."
+            ) from None
+    return _encodable(value, f"{place} has a label")
+
+
+def _metadata(
+    place: str, row: dict[str, Any], input_key: str, label_key: str | None, metadata_key: str
+) -> dict[str, Any]:
+    """The row's other columns, and its mapping; a string is read as JSON, for files that can hold no mapping."""
+    found = row.get(metadata_key)
+    if isinstance(found, str):
+        try:
+            found = json.loads(found)
+        except (ValueError, RecursionError):
+            found = metadata_key  # which is not a mapping
+    if found is not None and not isinstance(found, dict):
+        raise ValueError(f"{place} has {metadata_key!r} that is not a mapping.")
+    others = {key: value for key, value in row.items() if key not in (input_key, label_key, metadata_key)}
+    return json_object(others, place) | json_object(found or {}, f"{place}, {metadata_key!r}")

@@ -1,0 +1,424 @@
+"""The data of a rollout: prompts in, sampled responses out, and how to sample them."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import pairwise
+from typing import Any, ClassVar, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from slime_tis.integrations import slime_modules
+from slime_tis.trainer.data.sampling_mask import SamplingMask
+
+FinishReason = Literal["stop", "length", "abort"]
+T = TypeVar("T", int, float)
+
+
+class SampleStatus(Enum):
+    """What became of a sample, under slime's names."""
+
+    PENDING = "pending"
+    COMPLETED = "completed"
+    TRUNCATED = "truncated"
+    ABORTED = "aborted"
+    FAILED = "failed"
+
+
+STATUS: dict[FinishReason, SampleStatus] = {
+    "stop": SampleStatus.COMPLETED,
+    "length": SampleStatus.TRUNCATED,
+    "abort": SampleStatus.ABORTED,
+}
+FINISH_REASONS = {status: reason for reason, status in STATUS.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt(str):
+    """One row of a prompt file. It is its own text, as reward functions written for slime expect of `sample.prompt`."""
+
+    index: int  # type: ignore[assignment]  # hides str.index, for which there is str.find
+    """Row of the file, from 0."""
+
+    text: str
+    """The prompt as it was tokenized, after the chat template where one is applied."""
+
+    token_ids: tuple[int, ...]
+    """Tokens of the text."""
+
+    label: str | None = None
+    """What the reward compares the response with."""
+
+    metadata: dict[str, Any] = field(default_factory=dict)
+    """Anything else that the row hands to the reward: its other columns, and its mapping of metadata."""
+
+    __hash__ = str.__hash__
+
+    def __new__(cls, text: str = "", **fields: Any) -> Prompt:
+        """Makes the string; the fields are set by the dataclass."""
+        return super().__new__(cls, text)
+
+
+@dataclass
+class Sample:
+    """One response to a prompt: what engines and users' own generate functions fill, rewards score, and training takes.
+
+    It has the fields of slime's Sample, which functions written for slime construct, read and write, and like slime's
+    it is mutable. Prompt and response are one list of tokens, of which the last `response_length` are the response.
+    """
+
+    group_index: int | None = None
+    """Place of the prompt in the batch; the samples of one prompt share it."""
+
+    index: int | None = None
+    """Place of this sample in the batch."""
+
+    rollout_id: int | None = None
+    """Number of the rollout that the sample is a segment of: several segments of one call of a generate function share
+    it, and count as one rollout. None where the rollout is this sample alone."""
+
+    prompt: str | list[dict[str, Any]] = ""
+    """What was answered: a row of a prompt file (`Prompt`, which is its own text), or any text or messages."""
+
+    tokens: list[int] = field(default_factory=list)
+    """Tokens of prompt and response."""
+
+    response: str = ""
+    """Text of the response, without special tokens."""
+
+    response_length: int = 0
+    """Tokens of the response, the end-of-sequence token and the observations of tools included."""
+
+    label: str | None = None
+    """What the reward compares the response with; unset means that of the prompt's row."""
+
+    reward: float | None = None
+    """Score of the response, once it has one."""
+
+    loss_mask: list[int] = None  # type: ignore[assignment]  # slime's functions ask whether it is None
+    """For each response token 1 where it is trained on, 0 where it is not the policy's own (tool output); None before
+    there is a response."""
+
+    weight_versions: list[int] = field(default_factory=list)
+    """For each response token the version of the weights that sampled it, in optimizer steps; an observation has that
+    of the token before it."""
+
+    rollout_log_probs: list[float] = None  # type: ignore[assignment]  # as of loss_mask
+    """Log-probability of each response token in the distribution that it was sampled from; NaN where it is missing, any
+    number where the loss mask is 0. None before there is a response."""
+
+    remove_sample: bool = False
+    """Whether to train on none of the sample's tokens; its reward stays in its group's baseline."""
+
+    status: SampleStatus = SampleStatus.PENDING
+    """What became of it: completed by a stop token, truncated by a length limit, aborted from outside, failed."""
+
+    metadata: dict[str, Any] = field(default_factory=dict)
+    """Notes of the user's own; unset means a copy of those of the prompt's row."""
+
+    train_metadata: dict[str, Any] | None = None
+    """Notes for functions that take part in training."""
+
+    session_id: str | None = None
+    """Name of a conversation, whose requests share a cache."""
+
+    non_generation_time: float = 0.0
+    """Seconds that a generate function spent on anything but sampling."""
+
+    sampling_mask: SamplingMask | None = None
+    """The tokens that could be sampled at each response token under top-p or top-k; None where nothing was cut, or
+    the engine did not report it."""
+
+    rollout_routed_experts: Tensor | None = field(default=None, compare=False)
+    """uint8 or int16 [tokens - 1, sparse layers, k]: the experts that the engine's routers chose, in their order, when
+    each token of prompt and response but the last was fed; None where they were not recorded."""
+
+    rollout_routing_weights: Tensor | None = field(default=None, compare=False)
+    """float32 of the same shape: what the engine multiplied the output of each of these experts by."""
+
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    """The numbers of a reward that is a dict, by key; the score is the one that --reward-key names."""
+
+    prompt_row: Prompt | None = None
+    """The row of a prompt file that is answered, whatever a function makes of `prompt`; None where there is none."""
+
+    failure: str | None = None
+    """Why a call of a generate function gave no sample (raised, timeout, tokens, …); None where it gave one."""
+
+    retokenized: int = 0
+    """Tokens that the generate function gave to be trained on, and that are not what the engine sampled there."""
+
+    Status: ClassVar = SampleStatus
+
+    def __post_init__(self) -> None:
+        if self.prompt_row is None and isinstance(self.prompt, Prompt):
+            self.prompt_row = self.prompt
+        if self.prompt_row is not None:
+            self.label = self.prompt_row.label if self.label is None else self.label
+            self.metadata = self.metadata or copy.deepcopy(self.prompt_row.metadata)
+
+    @property
+    def row(self) -> Prompt:
+        """The row of a prompt file that is answered.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if self.prompt_row is None:
+            raise ValueError("the sample answers no row of a prompt file.")
+        return self.prompt_row
+
+    @property
+    def prompt_index(self) -> int:
+        """Number of that row; -1 where there is none."""
+        return -1 if self.prompt_row is None else self.prompt_row.index
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """Tokens before the response."""
+        return self.tokens[: len(self.tokens) - self.response_length]
+
+    @property
+    def response_ids(self) -> list[int]:
+        """Tokens of the response."""
+        return self.tokens[len(self.tokens) - self.response_length :]
+
+    @property
+    def prompt_text(self) -> str:
+        """The prompt as one text."""
+        return str(self.prompt) if isinstance(self.prompt, str) else json.dumps(self.prompt, ensure_ascii=False)
+
+    @property
+    def effective_response_length(self) -> int:
+        """Tokens of the response that are trained on."""
+        return self.response_length if self.loss_mask is None else sum(self.loss_mask)
+
+    @property
+    def turns(self) -> int:
+        """Runs of tokens that are trained on."""
+        return sum(now > before for before, now in pairwise([0, *self.loss_mask]))
+
+    @property
+    def trained_versions(self) -> list[int]:
+        """Versions of the weights that sampled the tokens that are trained on."""
+        return [version for version, trained in zip(self.weight_versions, self.loss_mask, strict=True) if trained]
+
+    @property
+    def rollout_top_p_token_ids(self) -> Tensor | None:
+        """The tokens of `sampling_mask`, of one response token after another."""
+        return None if self.sampling_mask is None else self.sampling_mask.token_ids
+
+    @rollout_top_p_token_ids.setter
+    def rollout_top_p_token_ids(self, token_ids: Sequence[int] | Tensor | None) -> None:
+        lengths = SamplingMask.unrecorded(0).lengths if self.sampling_mask is None else self.sampling_mask.lengths
+        self.sampling_mask = None if token_ids is None else SamplingMask(_int32(token_ids), lengths)
+
+    @property
+    def rollout_top_p_token_offsets(self) -> Tensor | None:
+        """Where the tokens of each response token begin in them, and where the last ones end."""
+        if self.sampling_mask is None:
+            return None
+        return torch.nn.functional.pad(self.sampling_mask.lengths.cumsum(0), (1, 0))
+
+    @rollout_top_p_token_offsets.setter
+    def rollout_top_p_token_offsets(self, offsets: Sequence[int] | Tensor | None) -> None:
+        ids = SamplingMask.unrecorded(0).token_ids if self.sampling_mask is None else self.sampling_mask.token_ids
+        self.sampling_mask = None if offsets is None else SamplingMask(ids, _int32(offsets).diff())
+
+    def get_reward_value(self, args: Any) -> float | None:
+        """The reward as a number, by `args.reward_key` where it is a dict."""
+        if isinstance(self.reward, Mapping):
+            return float(self.reward[args.reward_key])
+        return self.reward
+
+    def append_response_tokens(
+        self,
+        args: Any = None,
+        *,
+        tokens: Sequence[int] | Tensor | None = None,
+        log_probs: Sequence[float] | Tensor | None = None,
+        trainable: bool = True,
+        meta_info: Mapping[str, Any] | None = None,
+        text: str | None = None,
+        update_terminal_info: bool = True,
+    ) -> None:
+        """Appends tokens to the response, with their entries of loss mask, log-probs and versions.
+
+        Args:
+            args: the program's options, which slime passes.
+            tokens: that the policy sampled, or of an observation.
+            log_probs: of sampled tokens; an observation has none, and gets 0.
+            trainable: whether the policy sampled them.
+            meta_info: of the server's answer: the version of its weights, the tokens that truncated sampling left
+                (output_token_sampling_mask), and why the request ended, which becomes the status.
+            text: of the tokens, appended to the response's.
+            update_terminal_info: whether to take the status from meta_info.
+
+        Raises:
+            ValueError: sampled tokens without log-probs, an observation with some, or lists of different lengths.
+        """
+        ids, meta = _listed(tokens, int), meta_info or {}
+        values = None if log_probs is None else _listed(log_probs, float)
+        if trainable and ids and values is None:
+            raise ValueError("tokens that are trained on need the log-probs that they were sampled with.")
+        if not trainable and values:
+            raise ValueError("tokens with trainable=False are not the policy's, and have no log-probs.")
+        values = [0.0] * len(ids) if values is None else values
+        if len(values) != len(ids):
+            raise ValueError(f"there are {len(values)} log_probs for {len(ids)} tokens.")
+        before = self.response_length
+        mask = [1] * before if self.loss_mask is None else self.loss_mask
+        earlier = self.rollout_log_probs
+        if earlier is None:
+            earlier = [math.nan if trained else 0.0 for trained in mask]
+        if not len(mask) == len(earlier) == before:
+            raise ValueError(
+                f"response_length is {before}, but loss_mask has {len(mask)} entries and rollout_log_probs "
+                f"{len(earlier)}; change them together."
+            )
+        self.tokens = [*self.tokens, *ids]
+        self.response_length += len(ids)
+        self.loss_mask = [*mask, *[int(trainable)] * len(ids)]
+        self.rollout_log_probs = [*earlier, *values]
+        if len(self.weight_versions) == before:  # else the program knows what its own engine sampled
+            self.weight_versions = [*self.weight_versions, *_versions(meta, len(ids), self.weight_versions)]
+        sets = meta.get("output_token_sampling_mask")
+        if sets is not None or self.sampling_mask is not None:
+            known = SamplingMask.unrecorded(before) if self.sampling_mask is None else self.sampling_mask
+            added = SamplingMask.unrecorded(len(ids)) if sets is None else SamplingMask.from_sets(sets)
+            self.sampling_mask = SamplingMask.cat([known, added])
+        self.response += text or ""
+        if update_terminal_info and "finish_reason" in meta:
+            self.status = STATUS.get(meta["finish_reason"]["type"], self.status)
+
+
+slime_modules.MODULES |= {"slime.utils": {}, "slime.utils.types": {"Sample": Sample}}
+
+
+def by_rollout(samples: Iterable[Sample]) -> list[list[Sample]]:
+    """Samples that lie one after another, put together with the other segments of their rollout."""
+    found: list[list[Sample]] = []
+    for sample in samples:
+        if found and sample.rollout_id is not None and found[-1][0].rollout_id == sample.rollout_id:
+            found[-1].append(sample)
+        else:
+            found.append([sample])
+    return found
+
+
+def _listed(values: Any, kind: type[T]) -> list[T]:
+    if values is None:
+        return []
+    return [kind(value) for value in (values.flatten().tolist() if isinstance(values, Tensor) else values)]
+
+
+def _int32(values: Sequence[int] | Tensor) -> Tensor:
+    return torch.as_tensor(values, dtype=torch.int32).reshape(-1)
+
+
+def _versions(meta: Mapping[str, Any], count: int, before: Sequence[int]) -> list[int]:
+    """The version of each of so many tokens, from a server's meta_info; without, that of the token before them.
+
+    A name of weights that is no number is that of the weights that a server started with.
+    """
+
+    def number(name: Any) -> int:
+        return int(name) if str(name).isdecimal() else 0
+
+    spans = meta.get("weight_versions")
+    if spans:
+        return [number(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
+    name = meta.get("weight_version", before[-1] if before else None)
+    return [] if name is None else [number(name)] * count
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How responses are drawn."""
+
+    temperature: float = 1.0
+    """Divides the logits; 0 takes the likeliest token and reports log-probs at temperature 1."""
+
+    top_p: float = 1.0
+    """Nucleus probability: the likeliest tokens that reach it together can be sampled; 1 means all tokens."""
+
+    top_k: int = -1
+    """Number of likeliest tokens that can be sampled; -1 means all."""
+
+    max_response_len: int
+    """Longest response, in tokens."""
+
+    max_context_len: int | None = None
+    """Longest prompt and response together, in tokens; unset means the model's own limit."""
+
+    n_samples: int = 1
+    """Responses per prompt."""
+
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end a response besides the model's end-of-sequence tokens."""
+
+    return_routed_experts: bool = False
+    """Record the experts that every token is routed to."""
+
+    return_routing_weights: bool = False
+    """Record the weights that the outputs of these experts are combined with."""
+
+    return_sampling_mask: bool = False
+    """Whether the samples carry the sets of tokens that top-p and top-k left; evaluation has no use for them."""
+
+    for_training: bool = False
+    """Whether samples are trained on: no request of a user's function may then change temperature, top-p or top-k."""
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0.0:
+            raise ValueError(f"temperature is {self.temperature} but must be 0 (greedy) or more.")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"top_p is {self.top_p} but must be above 0 and at most 1; 1 keeps all tokens.")
+        if self.top_k != -1 and self.top_k < 1:
+            raise ValueError(f"top_k is {self.top_k} but must be 1 or more, or -1 for all tokens.")
+        for name in ("max_response_len", "n_samples"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)} but must be 1 or more.")
+
+    @property
+    def records_routing(self) -> bool:
+        """Whether experts or their weights are recorded."""
+        return self.return_routed_experts or self.return_routing_weights
+
+
+def response_limit(
+    prompt: Prompt, sampling: Sampling, context_len: int | None, longest_prompt: int | None = None
+) -> int:
+    """The most tokens that a response to a prompt may have.
+
+    Args:
+        prompt: to be answered.
+        sampling: its limits.
+        context_len: the model's own limit on prompt and response together; None where there is none.
+        longest_prompt: most tokens that the engine takes; None where only the context limits them.
+
+    Raises:
+        ValueError: the prompt leaves no tokens for a response.
+    """
+    length = len(prompt.token_ids)
+    if length == 0:
+        raise ValueError(f"prompt {prompt.index} has no tokens; a response needs at least one to follow.")
+    contexts = [limit for limit in (sampling.max_context_len, context_len) if limit is not None]
+    limit = min([sampling.max_response_len, *(context - length for context in contexts)])
+    if limit < 1:
+        raise ValueError(
+            f"prompt {prompt.index} has {length} tokens, which leaves no tokens for a response in a "
+            f"context of {min(contexts)}; set --rollout-max-prompt-len to leave such prompts out."
+        )
+    if longest_prompt is not None and length > longest_prompt:
+        raise ValueError(
+            f"prompt {prompt.index} has {length} tokens, but the servers take {longest_prompt} at most; set "
+            "--rollout-max-prompt-len to leave such prompts out."
+        )
+    return limit

@@ -1,0 +1,1 @@
+"""Rollout engines: the contract, weights on their way to an engine, and the two engines."""

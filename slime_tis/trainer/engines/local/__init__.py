@@ -1,0 +1,1 @@
+"""The in-process rollout engine on transformers."""

@@ -1,0 +1,107 @@
+"""Experts that the routers of a Hugging Face model choose, recorded while it samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from slime_tis.hf_directory import MoeSizes
+from slime_tis.trainer.data.sample import Sample
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """Experts of every token that was fed to a model, in every sparse layer."""
+
+    experts: Tensor
+    """uint8 (up to 256 experts) or int16 [..., tokens, layers, k] in the router's order."""
+    weights: Tensor
+    """float32 of the same shape: what the output of each expert was multiplied by."""
+
+    def __getitem__(self, index: Any) -> Routing:
+        """The rows at an index of the leading dimensions."""
+        return Routing(experts=self.experts[index], weights=self.weights[index])
+
+    @classmethod
+    def cat(cls, parts: Sequence[Routing], dim: int = 0) -> Routing:
+        """Several, one after another."""
+        return cls(
+            experts=torch.cat([part.experts for part in parts], dim),
+            weights=torch.cat([part.weights for part in parts], dim),
+        )
+
+
+class RoutingRecorder:
+    """A context manager within which a model's calls of its experts are recorded.
+
+    transformers calls the experts of a layer, whatever the family, as `experts(hidden_states, indices, weights)`.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Finds the layers of experts.
+
+        Raises:
+            ValueError: the model has none.
+        """
+        self._experts = [module for name, module in model.named_modules() if name.endswith(".mlp.experts")]
+        if not self._experts:
+            raise ValueError(f"routed experts were asked of a {type(model).__name__}, which has no experts.")
+        self._calls: list[tuple[Tensor, Tensor]] = []
+        self._hooks: list[Any] = []
+        self._dtype = expert_dtype(int(self._experts[0].num_experts))
+
+    def __enter__(self) -> RoutingRecorder:
+        self._hooks = [module.register_forward_pre_hook(self._record) for module in self._experts]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def take(self, batch: int) -> Routing:
+        """[batch, tokens, layers, k] of the forward pass since the last call."""
+        calls, self._calls = self._calls, []
+        assert len(calls) == len(self._experts)
+        experts = torch.stack([indices for indices, _ in calls], -2).to(self._dtype)
+        weights = torch.stack([weights for _, weights in calls], -2).float()
+        return Routing(experts=experts.unflatten(0, (batch, -1)), weights=weights.unflatten(0, (batch, -1)))
+
+    def _record(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        _, indices, weights = args
+        self._calls.append((indices, weights))
+
+
+def expert_dtype(experts: int) -> torch.dtype:
+    """The smallest integer type that numbers so many experts."""
+    return torch.uint8 if experts <= 256 else torch.int16
+
+
+def has_usable_experts(sample: Sample, sizes: MoeSizes) -> bool:
+    """Whether the experts of a sample can be replayed: recorded for every token but the last, and possible.
+
+    Args:
+        sample: with or without experts.
+        sizes: of the model's mixture-of-experts layers.
+    """
+    experts, shape = sample.rollout_routed_experts, (len(sample.tokens) - 1, len(sizes.layers), sizes.top_k)
+    if experts is None or experts.is_floating_point() or tuple(experts.shape) != shape:
+        return False
+    if experts.numel() == 0 or int(experts.min()) < 0 or int(experts.max()) >= sizes.num_experts:
+        return False
+    return not any(bool((experts[..., step:] == experts[..., :-step]).any()) for step in range(1, sizes.top_k))
+
+
+def has_usable_weights(sample: Sample) -> bool:
+    """Whether a sample has a combine weight for each of its experts, finite and not negative."""
+    experts, weights = sample.rollout_routed_experts, sample.rollout_routing_weights
+    if experts is None or weights is None or weights.shape != experts.shape:
+        return False
+    return bool((weights.isfinite() & (weights >= 0)).all())

@@ -1,0 +1,327 @@
+"""SGLang servers that a run starts on this machine, watches, starts again and stops."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from itertools import zip_longest
+from pathlib import Path
+
+import httpx
+import psutil
+import torch
+
+from slime_tis.errors import one_line
+from slime_tis.trainer.engines.engine import RolloutUnavailable
+from slime_tis.trainer.engines.sglang import supervise
+from slime_tis.trainer.options.sglang import SGLangConfig
+
+HOST = "127.0.0.1"
+MAX_RESTARTS = 3
+"""Times that a server is started again without having run for the startup timeout in between."""
+GRACE = 30.0
+"""Time that servers have to end by themselves, in seconds."""
+LOG_LINES, LOG_BYTES = 8, 4096
+"""What a message quotes of a log at most: lines, and the bytes that are searched for them."""
+TORCHRUN_PREFIXES = ("TORCHELASTIC_", "ROLE_", "GROUP_")
+TORCHRUN_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Environment of a rank of training, which a server would take for its own."""
+
+
+class LaunchedServers:
+    """The servers of a run, each with its own process group, port and log file."""
+
+    def __init__(
+        self, config: SGLangConfig, hf_checkpoint: str | Path, log_dir: str | Path, *, records_experts: bool = False
+    ) -> None:
+        """Starts nothing yet.
+
+        Args:
+            config: Number of servers, their flags, their Python and the variable with their key.
+            hf_checkpoint: Directory of the model.
+            log_dir: Directory for their output, unless the config names one.
+            records_experts: Whether they are to return the experts that tokens are routed to.
+
+        Raises:
+            ValueError: Not enough ports are free.
+        """
+        self.restarts = 0
+        self._startup_timeout = config.sglang_startup_timeout
+        directory = Path(config.sglang_log_dir or log_dir)
+        directory.mkdir(parents=True, exist_ok=True)
+        environment = server_environment(config)
+        self.servers = []
+        for index, port in enumerate(free_ports(config.sglang_base_port, config.sglang_launch or 0)):
+            log = directory / f"sglang_{index}.log"
+            command = server_command(config, hf_checkpoint, index, port, log, records_experts=records_experts)
+            self.servers.append(LaunchedServer(port, command, environment, log))
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The servers' URLs, which stay the same when a server is started again."""
+        return tuple(server.url for server in self.servers)
+
+    def start(self) -> tuple[str, ...]:
+        """Starts all servers and waits until they answer; returns their URLs.
+
+        Raises:
+            RolloutUnavailable: One ended, or did not answer in time; all are stopped then.
+        """
+        try:
+            for server in self.servers:
+                server.start()
+            self._wait()
+        except BaseException:
+            self.stop()
+            raise
+        return self.urls
+
+    def poll(self) -> list[str]:
+        """Starts servers again that have ended, without waiting; to be called every second or so.
+
+        Returns:
+            A message for each server that has ended.
+        """
+        messages = []
+        for server in self.servers:
+            if server.status is not None:
+                messages.append(server.note_end(self._startup_timeout))
+            elif server.restart_at is not None and time.monotonic() >= server.restart_at:
+                self.restarts += 1
+                server.start()
+        return messages
+
+    def stop(self) -> None:
+        """Asks all servers to end, waits, and kills those that have not."""
+        for server in self.servers:
+            if server.process is not None and server.is_running:
+                server.process.terminate()
+        deadline = time.monotonic() + GRACE
+        while any(server.is_running for server in self.servers) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        for server in self.servers:
+            server.kill()
+            server.process = server.restart_at = None
+
+    def _wait(self) -> None:
+        deadline = time.monotonic() + self._startup_timeout
+        waiting = list(self.servers)
+        with httpx.Client(trust_env=False, timeout=30.0) as client:
+            while waiting:
+                for server in self.servers:
+                    if server.status is not None:
+                        raise RolloutUnavailable(
+                            f"the SGLang server at {server.url} ended before it was up, with exit status "
+                            f"{server.status}; {server.quoted_log()}"
+                        )
+                waiting = [server for server in waiting if not server.is_up(client)]
+                if waiting and time.monotonic() > deadline:
+                    raise RolloutUnavailable(
+                        f"the SGLang server at {waiting[0].url} is not up after --sglang-startup-timeout "
+                        f"{self._startup_timeout:g} s; {waiting[0].quoted_log()}"
+                    )
+                time.sleep(0.2)
+
+
+class LaunchedServer:
+    """One server in a process group of its own, which ends when this program does."""
+
+    def __init__(self, port: int, command: list[str], environment: dict[str, str], log: Path) -> None:
+        """Starts nothing yet; the server's output is appended to `log`."""
+        self.port, self.url, self.command = port, f"http://{HOST}:{port}", command
+        self.process: subprocess.Popen[bytes] | None = None
+        self.started = 0.0
+        self.failures = 0
+        """Times that it ended without having run for the startup timeout in between."""
+        self.restart_at: float | None = None
+        """When it is started again; None while it runs, or is given up."""
+        self._environment, self._log, self._log_start = environment, log, 0
+
+    def start(self) -> None:
+        """Starts it.
+
+        Raises:
+            RolloutUnavailable: The program does not run.
+        """
+        self.started, self.restart_at = time.monotonic(), None
+        self._log_start = self._log.stat().st_size if self._log.exists() else 0
+        try:
+            self.process = subprocess.Popen(
+                self.command,
+                stdin=subprocess.PIPE,  # never written: the supervisor waits for its end
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=self._environment,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise RolloutUnavailable(
+                f"--sglang-python is {self.command[0]!r}, which does not run: {error.strerror}."
+            ) from error
+
+    @property
+    def status(self) -> int | None:
+        """The exit status, or None while it runs or before it is started.
+
+        What it left of its process group is killed when it has ended.
+        """
+        process = self.process
+        if process is None:
+            return None
+        if process.returncode is None:
+            # Not reaped by this look, so that the group's number still is its own.
+            if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+                return None
+            self.kill()
+        return process.returncode
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it was started and has not ended."""
+        return self.process is not None and self.status is None
+
+    def kill(self) -> None:
+        """Ends it and what it started, unless that has been done."""
+        if self.process is None:
+            return
+        if self.process.returncode is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        if self.process.stdin:
+            self.process.stdin.close()
+
+    def note_end(self, startup_timeout: float) -> str:
+        """Settles when it is started again, after it has ended; returns a message."""
+        ended = f"the SGLang server at {self.url} ended with exit status {self.status}"
+        self.process = None
+        if time.monotonic() - self.started > startup_timeout:
+            self.failures = 0
+        self.failures += 1
+        if self.failures > MAX_RESTARTS:
+            return f"{ended} and is given up after {MAX_RESTARTS} restarts; {self.quoted_log()}"
+        self.restart_at = time.monotonic() + 2.0 ** (self.failures - 1)
+        return f"{ended} and is started again ({self.failures} of {MAX_RESTARTS}); {self.quoted_log()}"
+
+    def is_up(self, client: httpx.Client) -> bool:
+        """Whether it answers that it is healthy.
+
+        Raises:
+            RolloutUnavailable: Another program answers at its address.
+        """
+        try:
+            with client.stream("GET", f"{self.url}/health") as response:  # the body is not read
+                if response.status_code != 200:
+                    return False
+        except httpx.HTTPError:
+            return False
+        if not self._listens():
+            raise RolloutUnavailable(
+                f"another program answers at {self.url}; choose free ports with --sglang-base-port."
+            )
+        return True
+
+    def quoted_log(self) -> str:
+        """The end of its log, as the end of a message."""
+        try:
+            with self._log.open("rb") as file:
+                file.seek(max(self._log_start, self._log.stat().st_size - LOG_BYTES))
+                text = file.read().decode(errors="replace")
+        except OSError:
+            text = ""
+        lines = [line.strip() for line in text.splitlines() if line.strip()][-LOG_LINES:]
+        return f"its log {self._log} " + (f"ends: {one_line(' | '.join(lines), LOG_BYTES)}" if lines else "is empty.")
+
+    def _listens(self) -> bool:
+        """Whether it, and not some other program, listens at its port."""
+        assert self.process is not None
+        try:
+            own = psutil.Process(self.process.pid)
+            connections = [each for one in [own, *own.children(recursive=True)] for each in one.net_connections("tcp")]
+        except psutil.Error:
+            return True  # one of them has just ended, which `_wait` reports
+        return any(each.status == psutil.CONN_LISTEN and each.laddr.port == self.port for each in connections)
+
+
+def free_ports(first: int, count: int) -> list[int]:
+    """The first `count` ports from `first` on that no program on this machine listens at.
+
+    Raises:
+        ValueError: There are not as many.
+    """
+    ports: list[int] = []
+    for port in range(first, 65536):
+        if len(ports) == count:
+            break
+        try:
+            socket.create_server((HOST, port)).close()
+        except OSError:
+            continue
+        ports.append(port)
+    if len(ports) < count:
+        raise ValueError(
+            f"--sglang-base-port is {first} but only {len(ports)} ports from there on are free, and --sglang-launch "
+            f"needs {count}; choose a lower one."
+        )
+    return ports
+
+
+def server_command(
+    config: SGLangConfig,
+    hf_checkpoint: str | Path,
+    index: int,
+    port: int,
+    log: Path,
+    *,
+    records_experts: bool = False,
+) -> list[str]:
+    """The command line of the `index`-th server of a run; of keys it has the names of their variables."""
+    flags = ["--model-path", str(hf_checkpoint), "--host", HOST, "--port", str(port), *_passed_flags(config, index)]
+    flags += ["--enable-return-routed-experts"] * records_experts
+    keys = ["--admin-api-key-env", config.sglang_admin_api_key_env, "--api-key-env", config.sglang_api_key_env]
+    return [config.sglang_python or sys.executable, supervise.__file__, str(log), *flags, *keys]
+
+
+def server_environment(config: SGLangConfig) -> dict[str, str]:
+    """This program's environment without its place in a torchrun job, and with the other Python's programs first."""
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in TORCHRUN_NAMES and not name.startswith(TORCHRUN_PREFIXES)
+    }
+    environment["PYTHONUNBUFFERED"] = "1"
+    if not torch.cuda.is_available():
+        environment.setdefault("SGLANG_USE_CPU_ENGINE", "1")  # else SGLang looks for CUDA, whatever its flags say
+        environment.setdefault("TORCHDYNAMO_DISABLE", "1")  # it would compile some routers with triton
+    if config.sglang_python and os.sep in config.sglang_python:
+        programs = os.path.dirname(os.path.abspath(config.sglang_python))
+        environment["PATH"] = f"{programs}{os.pathsep}{environment.get('PATH', os.defpath)}"
+    return environment
+
+
+def _passed_flags(config: SGLangConfig, index: int) -> list[str]:
+    """The flags passed through; of several servers on GPUs each begins where the one before ends."""
+    flags = list(config.sglang_server_args or ())
+    if index == 0 or _value(flags, "--device") == "cpu":
+        return flags
+    size = _number(flags, 1, "--tp-size", "--tp", "--tensor-parallel-size")
+    size *= _number(flags, 1, "--pp-size", "--pp", "--pipeline-parallel-size")
+    first = _number(flags, 0, "--base-gpu-id")
+    return [*flags, "--base-gpu-id", str(first + index * size)]  # of two, the server takes the last
+
+
+def _number(flags: list[str], default: int, *names: str) -> int:
+    value = _value(flags, *names)
+    if value is not None and not value.isdecimal():
+        raise ValueError(f"--sglang-{names[0][2:]} is {value!r} but must be a whole number.")
+    return default if value is None else int(value)
+
+
+def _value(flags: list[str], *names: str) -> str | None:
+    """The value of a flag, in either spelling."""
+    for flag, following in zip_longest(flags, flags[1:]):
+        name, equals, value = flag.partition("=")
+        if name in names:
+            return value if equals else following
+    return None

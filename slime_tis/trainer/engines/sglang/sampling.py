@@ -1,0 +1,451 @@
+"""A rollout on servers: each response is sampled over as many requests as it takes, until enough are complete."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from slime_tis.trainer.data.sample import FINISH_REASONS, STATUS, FinishReason, Prompt, Sample, SampleStatus, Sampling
+from slime_tis.trainer.data.sampling_mask import SamplingMask
+from slime_tis.trainer.engines.functions import FunctionBatch
+from slime_tis.trainer.engines.generation import Generation, Request, RequestOptions, StopStrings, response_text
+from slime_tis.trainer.engines.sglang.client import ABORT_INTERVAL, ABORT_TIMEOUT, Server
+from slime_tis.trainer.engines.sglang.dispatch import Attempts, Dispatcher
+from slime_tis.trainer.engines.sglang.errors import ServerError
+from slime_tis.trainer.engines.sglang.health import HealthMonitor, ServerState
+from slime_tis.trainer.engines.sglang.schema import Completion
+from slime_tis.trainer.engines.tasks import cancel_and_wait
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ABORTED_PAUSE = 0.01
+"""Wait before a request is answered with abort, in seconds: functions that ask on and on do not hold up the loop."""
+
+
+@dataclass(eq=False, kw_only=True)
+class PendingSample:
+    """A response and what is known of it so far."""
+
+    prompt: Prompt
+    max_new_tokens: int
+    """Longest response, in tokens."""
+    seed: int | None = None
+    """Seed of its random numbers, for servers that take one."""
+    token_ids: list[int] = field(default_factory=list)
+    """Tokens sampled so far."""
+    log_probs: list[float] = field(default_factory=list)
+    """Log-prob of each token."""
+    versions: list[int] = field(default_factory=list)
+    """Version of the weights that sampled each token."""
+    routed_experts: Tensor | None = None
+    """Experts of all tokens but the last, prompt included, as in `Sample`; None where some are missing, or nothing has
+    been sampled."""
+    sampling_mask: SamplingMask | None = None
+    """The tokens that could be sampled at each token; None where none were recorded."""
+    finish_reason: FinishReason | None = None
+    """Why it ended; None while it has not."""
+    num_requests: int = 0
+    """Number of requests made for it."""
+    request: tuple[Server, str] | None = None
+    """The server that is being asked, and the request's id; a new tuple for every request."""
+
+    @classmethod
+    def from_sample(cls, sample: Sample, max_new_tokens: int) -> PendingSample:
+        """Continues a sample that was aborted; one that ended stays as it is."""
+        ended = sample.status is not SampleStatus.ABORTED
+        pending = cls(
+            prompt=sample.row,
+            max_new_tokens=max_new_tokens,
+            token_ids=list(sample.response_ids),
+            log_probs=list(sample.rollout_log_probs),
+            versions=list(sample.weight_versions),
+            routed_experts=sample.rollout_routed_experts,
+            sampling_mask=sample.sampling_mask,
+            finish_reason=FINISH_REASONS[sample.status] if ended else None,
+        )
+        if pending.routed_experts is not None and len(pending.routed_experts) != len(pending.input_ids) - 1:
+            pending.routed_experts = None
+        pending.finish_if_full()
+        return pending
+
+    @property
+    def input_ids(self) -> list[int]:
+        """Tokens that the next one follows."""
+        return [*self.prompt.token_ids, *self.token_ids]
+
+    @property
+    def remaining_tokens(self) -> int:
+        """Number of tokens that may still be sampled."""
+        return self.max_new_tokens - len(self.token_ids)
+
+    @property
+    def first_experts(self) -> int | None:
+        """First token whose experts are still to be recorded; None where earlier ones are missing.
+
+        The last token sampled so far has not been fed yet. Those before it keep their rows: the next request feeds them
+        again, maybe to routers of other weights, which is why it is not asked for theirs.
+        """
+        if not self.token_ids:
+            return 0
+        return None if self.routed_experts is None else len(self.routed_experts)
+
+    @property
+    def unrecorded_layer(self) -> int | None:
+        """The first sparse layer that sent every token to expert 0, once the response has ended; None where none did.
+
+        Kernels that bypass the recording leave such rows. With several experts per token no row can be of zeros, and
+        `parse_routed_experts` refuses the answer; with one the two cannot be distinguished in a single answer, which
+        may have a single row.
+        """
+        if self.finish_reason is None or self.routed_experts is None or not len(self.routed_experts):
+            return None
+        layers = (self.routed_experts == 0).all(-1).all(0).nonzero().flatten().tolist()
+        return layers[0] if layers else None
+
+    def append(self, completion: Completion, versions: list[int]) -> None:
+        """Adds what a request sampled; an aborted one leaves the response unfinished."""
+        if completion.token_ids:
+            earlier, rows = self.routed_experts, completion.routed_experts
+            if self.token_ids and rows is not None:
+                rows = None if earlier is None else torch.cat([earlier, rows])
+            self.routed_experts = rows
+        if completion.sampling_mask is not None or self.sampling_mask is not None:
+            parts = (self.sampling_mask, self.token_ids), (completion.sampling_mask, completion.token_ids)
+            self.sampling_mask = SamplingMask.cat(
+                [SamplingMask.unrecorded(len(ids)) if mask is None else mask for mask, ids in parts]
+            )
+        self.token_ids += completion.token_ids
+        self.log_probs += completion.log_probs
+        self.versions += versions
+        if completion.finish_reason != "abort":
+            self.finish_reason = completion.finish_reason
+        self.finish_if_full()
+
+    def finish_if_full(self, max_input_len: int | None = None) -> None:
+        """Ends it by its length when no token is left, or servers take no input that long."""
+        too_long = max_input_len is not None and len(self.input_ids) > max_input_len and len(self.token_ids) > 0
+        if self.finish_reason is None and (self.remaining_tokens < 1 or too_long):
+            self.finish_reason = "length"
+
+    def stop_after(self, length: int) -> None:
+        """Leaves only the first tokens of the response, which ends with them."""
+        fed = len(self.prompt.token_ids) + length - 1
+        self.routed_experts = None if self.routed_experts is None else self.routed_experts[:fed].clone()
+        if self.sampling_mask is not None:
+            self.sampling_mask = self.sampling_mask.select(torch.arange(length))
+        self.token_ids, self.log_probs = self.token_ids[:length], self.log_probs[:length]
+        self.versions, self.finish_reason = self.versions[:length], "stop"
+
+    def to_sample(self, tokenizer: PreTrainedTokenizerBase, group_index: int, index: int) -> Sample:
+        """The sample so far; an unfinished one is aborted."""
+        return Sample(
+            prompt=self.prompt,
+            group_index=group_index,
+            index=index,
+            tokens=self.input_ids,
+            response_length=len(self.token_ids),
+            response=tokenizer.decode(self.token_ids, skip_special_tokens=True),
+            rollout_log_probs=list(self.log_probs),
+            loss_mask=[1] * len(self.token_ids),
+            weight_versions=list(self.versions),
+            status=STATUS[self.finish_reason or "abort"],
+            rollout_routed_experts=self.routed_experts if self.unrecorded_layer is None else None,
+            sampling_mask=self.sampling_mask,
+        )
+
+
+class Requests:
+    """Has responses sampled, each over as many requests as it takes, until it is stopped. It belongs to one loop."""
+
+    def __init__(
+        self, health: HealthMonitor, dispatcher: Dispatcher, *, max_input_len: int | None, records_experts: bool
+    ) -> None:
+        """Asks nothing yet.
+
+        Args:
+            health: Of the servers.
+            dispatcher: Hands out the servers.
+            max_input_len: Longest input that all servers take, in tokens.
+            records_experts: Whether responses have routed experts.
+        """
+        self.stopping = False
+        """Whether requests are aborted, and no more are made."""
+        self._health, self._dispatcher = health, dispatcher
+        self._max_input_len, self._records_experts = max_input_len, records_experts
+        self._tasks: dict[asyncio.Task[None], PendingSample] = {}
+        self._interrupted: set[PendingSample] = set()
+
+    async def finish(self, response: PendingSample, options: RequestOptions, request_id: str) -> None:
+        """Samples a response to its end, or until requests are aborted.
+
+        Args:
+            response: Gets what is sampled.
+            options: How to sample.
+            request_id: Beginning of the ids of its requests, of one width for all responses.
+
+        Raises:
+            RolloutUnavailable: No server is left, or requests failed too often.
+            RequestRefused: A server says that a request is wrong.
+        """
+        task = asyncio.create_task(self._finish(response, options, request_id))
+        self._tasks[task] = response
+        try:
+            await asyncio.wait({task})
+            if not task.cancelled():
+                task.result()
+        finally:
+            await cancel_and_wait([task])
+            del self._tasks[task]
+
+    async def stop(self) -> None:
+        """Ends all requests in flight, which are answered with what has been sampled, and makes no more."""
+        self.stopping = True
+
+        def in_flight() -> list[tuple[Server, str]]:
+            for task, response in self._tasks.items():
+                if response.request is None:
+                    task.cancel()
+            return [one.request for task, one in self._tasks.items() if one.request and not task.done()]
+
+        await _abort_all(in_flight)
+
+    async def end_before_update(self) -> None:
+        """Ends requests that must not span an update of weights; the responses go on from their tokens in new ones.
+
+        These are those whose answer has one version for all tokens, and those with routed experts: a request that goes
+        on feeds its earlier tokens again, and returns what the new weights choose for them.
+        """
+        requests = [
+            (response, response.request)
+            for response in self._tasks.values()
+            if response.request is not None
+            and (self._records_experts or not response.request[0].reports_token_versions)
+        ]
+        self._interrupted.update(response for response, _ in requests)
+        # A response may have made its next request meanwhile, which is another tuple.
+        await _abort_all(lambda: [request for response, request in requests if response.request is request])
+
+    async def _finish(self, response: PendingSample, options: RequestOptions, request_id: str) -> None:
+        attempts = Attempts()
+        while response.finish_reason is None and not self.stopping:
+            response.finish_if_full(self._max_input_len)
+            if response.finish_reason is None:
+                async with self._dispatcher.server(attempts) as state:
+                    number = response.num_requests % 1000
+                    await self._request(response, options, state, f"{request_id}-t{number:03d}")
+
+    async def _request(
+        self, response: PendingSample, options: RequestOptions, state: ServerState, request_id: str
+    ) -> None:
+        """One request for the rest of a response."""
+        server, first_version = state.server, self._health.version_of(state)
+        self._interrupted.discard(response)
+        response.num_requests += 1
+        response.request = server, request_id
+        try:
+            completion = await server.generate(
+                response.input_ids,
+                options.sampling,
+                max_new_tokens=response.remaining_tokens,
+                request_id=request_id,
+                seed=response.seed if self._health.takes_seeds(state) else None,
+                first_experts=response.first_experts if self._records_experts else None,
+                stop=options.stop,
+            )
+        finally:
+            response.request = None
+        versions = completion.versions
+        if versions is None:
+            versions = [first_version] * len(completion.token_ids)
+        self._health.check_versions(state, first_version, versions)
+        server.reports_token_versions = completion.reports_token_versions
+        if completion.experts_problem is not None:
+            self._health.note_missing_experts(server, completion.experts_problem)
+        response.append(completion, versions)
+        if response.unrecorded_layer is not None:
+            problem = f"every token of a response went to expert 0 of sparse layer {response.unrecorded_layer}"
+            self._health.note_missing_experts(server, f"{problem}, as if it were not recorded")
+        if not completion.token_ids and not self.stopping and response not in self._interrupted:
+            raise ServerError(f"{server.url} aborted a request before its first token.")
+
+
+class RolloutBatch:
+    """Groups of responses that are being sampled. It belongs to one loop; `progress` may be read from any thread."""
+
+    def __init__(
+        self,
+        name: str,
+        groups: Sequence[Sequence[PendingSample]],
+        sampling: Sampling,
+        requests: Requests,
+        *,
+        num_groups: int | None = None,
+    ) -> None:
+        """Asks nothing yet.
+
+        Args:
+            name: Beginning of the ids of its requests, unlike that of any other batch, all of one width.
+            groups: Responses to each prompt.
+            sampling: How to sample.
+            requests: Has them sampled; of this batch alone.
+            num_groups: Number of complete groups after which the rest is aborted; None waits for all.
+        """
+        self.groups, self.requests = groups, requests
+        self._name, self._options = name, RequestOptions(sampling=sampling)
+        self._num_groups = len(groups) if num_groups is None else num_groups
+        self._unfinished = [sum(response.finish_reason is None for response in group) for group in groups]
+        self._done = asyncio.Event()
+        """Set when enough groups are complete, or the batch failed."""
+        self._failure: Exception | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Number of responses that are complete, and of all."""
+        total = sum(map(len, self.groups))
+        return total - sum(self._unfinished), total
+
+    async def run(self) -> None:
+        """Samples until enough groups are complete.
+
+        Raises:
+            RolloutUnavailable: No server is left, or requests failed too often.
+            RequestRefused: A server says that a request is wrong.
+        """
+        self._task = asyncio.current_task()
+        self._check_done()
+        tasks = [
+            asyncio.create_task(self._sample(response, group, place))
+            for group, responses in enumerate(self.groups)
+            for place, response in enumerate(responses)
+            if response.finish_reason is None and not self._done.is_set()
+        ]
+        try:
+            await self._done.wait()
+            if self._failure is None:
+                await self.requests.stop()
+        finally:
+            await cancel_and_wait(tasks)
+        if self._failure is not None:
+            raise self._failure
+
+    async def close(self) -> None:
+        """Ends `run`; requests in flight are aborted."""
+        if self._task is not None:
+            await cancel_and_wait([self._task])
+
+    async def _sample(self, response: PendingSample, group: int, place: int) -> None:
+        """Samples one response to its end."""
+        try:
+            await self.requests.finish(response, self._options, f"{self._name}-g{group:06d}-s{place:04d}")
+        except Exception as error:
+            self._failure = self._failure or error
+            self._done.set()
+        if response.finish_reason is not None:
+            self._unfinished[group] -= 1
+            self._check_done()
+
+    def _check_done(self) -> None:
+        if self._unfinished.count(0) >= self._num_groups:
+            self._done.set()
+
+
+class FunctionRequests:
+    """A rollout that a function makes by requests to servers. It belongs to one loop; `progress` to any thread."""
+
+    def __init__(
+        self,
+        name: str,
+        requests: Requests,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        sampling_of: Callable[[Sampling], Sampling],
+        limit_of: Callable[[int, Sampling], int],
+    ) -> None:
+        """Asks nothing yet.
+
+        Args:
+            name: Beginning of the ids of its requests, unlike that of any other batch, all of one width.
+            requests: Has responses sampled; of this rollout alone.
+            tokenizer: Of the model.
+            sampling_of: What is asked of servers for a request's own sampling.
+            limit_of: Most tokens that may follow so many.
+        """
+        self.requests = requests
+        self.batch: FunctionBatch
+        """The calls of the function, whose requests these are."""
+        self._name, self._tokenizer, self._numbers = name, tokenizer, itertools.count()
+        self._sampling_of, self._limit_of = sampling_of, limit_of
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Number of calls that are complete, and of all."""
+        return self.batch.progress
+
+    async def run(self) -> None:
+        """Calls the function until enough groups are complete.
+
+        Raises:
+            RolloutUnavailable: No server is left, or requests failed too often.
+            RequestRefused: A server says that a request is wrong.
+            Exception: What a call raised.
+        """
+        self._task = asyncio.current_task()
+        await self.batch.run()
+
+    async def close(self) -> None:
+        """Ends `run`; requests in flight are aborted."""
+        if self._task is not None:
+            await cancel_and_wait([self._task])
+
+    async def answer(self, request: Request) -> Generation:
+        """Answers one request; with abort once enough groups are complete."""
+        if self.requests.stopping:
+            await asyncio.sleep(ABORTED_PAUSE)
+        options = replace(request.options, sampling=self._sampling_of(request.options.sampling))
+        response = PendingSample(
+            prompt=Prompt(index=0, text="", token_ids=tuple(request.token_ids)),
+            max_new_tokens=self._limit_of(len(request.token_ids), options.sampling),
+            seed=int.from_bytes(request.key[:8], "big") >> 1,
+        )
+        if response.max_new_tokens < 1:
+            response.finish_reason = "length"
+        try:
+            await self.requests.finish(response, options, f"{self._name}-q{next(self._numbers) % 10**8:08d}")
+        except Exception as error:  # functions may swallow it
+            self.batch.fail(error)
+            raise
+        if options.stop and response.num_requests > 1:  # servers look at what they sampled themselves
+            end = StopStrings(self._tokenizer, options.stop).first(response.token_ids)
+            if end is not None:
+                response.stop_after(end)
+        finish_reason = response.finish_reason or "abort"
+        return Generation(
+            token_ids=response.token_ids,
+            log_probs=response.log_probs,
+            weight_versions=response.versions,
+            finish_reason=finish_reason,
+            text=response_text(self._tokenizer, response.token_ids, options, finish_reason),
+            routed_experts=response.routed_experts if response.unrecorded_layer is None else None,
+            sampling_mask=response.sampling_mask,
+        )
+
+
+async def _abort_all(in_flight: Callable[[], Iterable[tuple[Server, str]]]) -> None:
+    """Asks servers to abort requests, again and again: a server ignores one that it has not read yet."""
+    wait = 0.01
+    with suppress(TimeoutError):
+        async with asyncio.timeout(ABORT_TIMEOUT):
+            while requests := list(in_flight()):
+                await asyncio.gather(*(server.abort(request_id) for server, request_id in requests))
+                await asyncio.sleep(wait)
+                wait = min(2 * wait, ABORT_INTERVAL)

@@ -1,0 +1,533 @@
+"""What is sent to an SGLang server and what it answers, as types; checked against answers of real servers.
+
+Nothing in an answer is believed unchecked: a server may be broken, be another program, or run another model. The types
+hold what concerns one value (its type, finite, within bounds), `parse_…` what concerns several (their counts agree).
+"""
+
+import base64
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+import numpy as np
+import torch
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError
+from torch import Tensor
+
+from slime_tis.errors import quoted
+from slime_tis.hf_directory import MoeSizes
+from slime_tis.trainer.data.sample import FinishReason, Sampling
+from slime_tis.trainer.data.sampling_mask import SamplingMask
+from slime_tis.trainer.engines.local.routing import expert_dtype
+from slime_tis.trainer.engines.sglang.errors import InvalidAnswer
+
+MAX_LOG_PROB = 1e-3
+"""A probability of 1 may come out a little above it in half precision; what exceeds this is not a log-prob."""
+BYTES_PER_TOKEN = 256
+"""Most bytes of an answer per token, on average: its id, its log-prob at full precision, a span of weight versions and
+its text, which take 50 to 80 in real answers."""
+EXPERT_BYTES = 4
+"""Bytes of a routed expert, an int32, before base64 makes 4/3 of them."""
+BYTES_PER_TOKEN_ID = 10
+"""Most bytes of a token id in an answer, with what separates it from the next one."""
+ANSWER_BYTES = 256 << 10
+"""Most bytes of an answer besides its tokens."""
+MAX_NAME = 128
+"""Characters of a name of weights."""
+MAX_VERSION = 2**53
+MAX_RANKS = 1 << 16
+"""Ranks of one kind that a server can have."""
+MAX_CONTEXT = 1 << 32
+"""Tokens."""
+NEUTRAL_SAMPLING_PARAMS = {"min_p": 0.0, "repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
+"""Sent along, so that defaults of the server or of the checkpoint cannot change the distribution."""
+
+
+def version_number(name: object) -> int:
+    """Our version of the weights that a server names: a decimal number, else 0, the weights that it started with.
+
+    Raises:
+        ValueError: The name is neither of the two: not text, far too long, or a number that no version has.
+    """
+    if name is None:
+        return 0
+    if type(name) is int:
+        name = str(name) if 0 <= name <= MAX_VERSION else "-1"
+    if not isinstance(name, str) or len(name) > MAX_NAME:
+        raise ValueError(f"the name of its weights is {quoted(name)}")
+    if name.isascii() and name.isdecimal() and int(name) <= MAX_VERSION:
+        return int(name)
+    if name.isascii() and name.lstrip("+-").replace(".", "", 1).isdecimal():
+        raise ValueError(f"the version of its weights is {quoted(name)}")
+    return 0
+
+
+def _weight_name(name: object) -> str | None:
+    version_number(name)
+    return None if name is None else str(name)
+
+
+LogProb = Annotated[float, Field(le=MAX_LOG_PROB, allow_inf_nan=False)]
+TokenId = Annotated[int, Field(ge=0)]
+TokenLogProb = tuple[LogProb | None, TokenId, Any]
+"""SGLang's [log-prob, token, text]; the first token of an input follows nothing and has no log-prob."""
+WeightVersion = Annotated[int, BeforeValidator(version_number)]
+WeightName = Annotated[str | None, BeforeValidator(_weight_name)]
+RankCount = Annotated[int, BeforeValidator(lambda count: 1 if count is None else count), Field(ge=1, le=MAX_RANKS)]
+
+
+class Answer(BaseModel):
+    """Fields of an answer that are used; others are ignored."""
+
+    model_config = ConfigDict(strict=True, protected_namespaces=())
+
+
+class WeightSpan(Answer):
+    """Tokens of a response, from start to before end, that one version of the weights sampled."""
+
+    version: WeightVersion
+    start: int
+    end: int
+
+
+class Finish(Answer):
+    """Why a request ended."""
+
+    type: FinishReason
+
+
+class OutputMeta(Answer):
+    """`meta_info` of POST /generate."""
+
+    finish_reason: Finish
+    output_token_logprobs: Annotated[list[TokenLogProb] | None, FailFast()] = None
+    completion_tokens: int | None = None
+    weight_version: WeightVersion | None = None
+    weight_versions: Annotated[list[WeightSpan] | None, FailFast()] = None
+    routed_experts: Any = None
+    """Of the tokens that were fed; `parse_routed_experts` reads them, for a sample is of use without."""
+    output_token_sampling_mask: Annotated[list[list[TokenId]] | None, FailFast()] = None
+    """The tokens that could be sampled at each sampled token, by request."""
+    output_token_sampling_logprobs: Annotated[list[LogProb] | None, FailFast()] = None
+    """Log-prob of each sampled token among them."""
+
+
+class GenerateAnswer(Answer):
+    """The answer to POST /generate."""
+
+    output_ids: Annotated[list[TokenId] | None, FailFast()] = None
+    meta_info: OutputMeta
+
+
+class InputMeta(Answer):
+    """`meta_info` of POST /generate where no token is sampled."""
+
+    input_token_logprobs: Annotated[list[TokenLogProb], FailFast()]
+
+
+class ScoreAnswer(Answer):
+    """The answer to POST /generate where no token is sampled."""
+
+    meta_info: InputMeta
+
+
+class ModelInfo(Answer):
+    """The answer to GET /model_info."""
+
+    weight_version: WeightName = None
+    """Name of the weights in use; "default" where they are those it started with."""
+
+
+class ServerInfo(Answer):
+    """The answer to GET /server_info, which also holds the API key and is not to be logged.
+
+    Its own weight version is that of the start.
+    """
+
+    max_req_input_len: Annotated[int, Field(ge=1, le=MAX_CONTEXT)] | None = None
+    """Number of tokens that every input must be shorter than, where the server says."""
+
+    tp_size: RankCount = 1
+    pp_size: RankCount = 1
+    dp_size: RankCount = 1
+    """Number of replicas behind its address."""
+
+    sampling_mask_max_tokens: Annotated[int, Field(ge=1, le=MAX_CONTEXT)] | None = None
+    """Most tokens of a set that it reports (--sampling-mask-max-tokens); SGLang before 0.5.23 reports no sets."""
+
+    dtype: Annotated[str, Field(max_length=MAX_NAME)] | None = None
+    """Type that it computes in, "auto" where it follows the checkpoint."""
+
+    quantization: Any = None
+    """How it quantizes weights that it is given; None where it does not."""
+
+    enable_deterministic_inference: Any = None
+    """Whether it samples with the seed that a request names; only True counts."""
+
+    enable_return_routed_experts: Any = None
+    """Whether it records the experts of each token; only True counts, and without it requests for them are ignored."""
+
+
+class RankChecksums(Answer):
+    """Checksums of the tensors of one rank of a server."""
+
+    checksums: dict[str, str]
+
+
+class ChecksumAnswer(Answer):
+    """The answer to POST /weights_checker."""
+
+    ranks: list[RankChecksums]
+
+
+class ControlAnswer(Answer):
+    """The answer to a request that changes a server."""
+
+    success: Any = None
+
+
+class Worker(Answer):
+    """One server of a router."""
+
+    url: str
+
+
+class WorkersAnswer(Answer):
+    """The answer to a router's GET /workers, or /list_workers of routers before 0.2.2, which has urls."""
+
+    workers: list[Worker] | None = None
+    urls: list[str] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertLayout:
+    """What the routed experts in an answer have to be."""
+
+    num_hidden_layers: int
+    """All layers of the model, dense ones included, have columns in an answer."""
+
+    moe: MoeSizes
+    """Which of them have experts, how many there are, and how many a token is routed to."""
+
+    def num_bytes(self, num_tokens: int) -> int:
+        """Size of the experts of some tokens in an answer."""
+        return 4 * math.ceil(EXPERT_BYTES * num_tokens * self.num_hidden_layers * self.moe.top_k / 3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertRequest:
+    """The experts that a request asks for."""
+
+    layout: ExpertLayout
+
+    input_len: int
+    """Number of tokens that are sent."""
+
+    first: int
+    """The first of them whose experts are wanted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """What a server sampled in one request."""
+
+    token_ids: list[int]
+    """Sampled tokens, the stop token included."""
+
+    log_probs: list[float]
+    """Log-probability of each token in the distribution that it was sampled from."""
+
+    versions: list[int] | None
+    """Version of the weights that sampled each token, or None where the server reports none."""
+
+    reports_token_versions: bool
+    """Whether the versions were reported token by token; else one for all."""
+
+    finish_reason: FinishReason
+    """Why the request ended."""
+
+    routed_experts: Tensor | None = None
+    """As in `Sample`, from the first token that was asked for to the last but one; None without usable ones."""
+
+    experts_problem: str | None = None
+    """Why experts that were asked for are of no use."""
+
+    sampling_mask: SamplingMask | None = None
+    """The tokens that could be sampled at each token; None where they were not asked for."""
+
+
+def generate_body(
+    input_ids: Sequence[int],
+    sampling: Sampling,
+    *,
+    max_new_tokens: int,
+    request_id: str,
+    seed: int | None = None,
+    experts: ExpertRequest | None = None,
+    stop: Sequence[str] = (),
+) -> dict[str, object]:
+    """The body of POST /generate for one sample.
+
+    Args:
+        input_ids: Tokens of the prompt, and of its response what has been sampled.
+        sampling: How to sample.
+        max_new_tokens: Most tokens that may still be sampled.
+        request_id: Id to abort it by. The server aborts all ids that begin with the same characters, so that ids must
+            have one width.
+        seed: Of the response, for a server that takes one: a token follows from seed, position and weights.
+        experts: Which routed experts to return; None returns none.
+        stop: Texts that end the response.
+    """
+    params: dict[str, object] = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "max_new_tokens": max_new_tokens,
+        **NEUTRAL_SAMPLING_PARAMS,
+    }
+    if sampling.stop_token_ids:
+        params["stop_token_ids"] = list(sampling.stop_token_ids)
+    if stop:
+        params |= {"stop": list(stop), "no_stop_trim": True}
+    if seed is not None:
+        params["sampling_seed"] = seed
+    body: dict[str, object] = {
+        "rid": request_id,
+        "input_ids": list(input_ids),
+        "sampling_params": params,
+        "return_logprob": True,
+    }
+    if experts is not None:
+        body |= {"return_routed_experts": True, "routed_experts_start_len": experts.first}
+    if sampling.return_sampling_mask:
+        body |= {"return_sampling_mask": True, "sampling_logprobs_mode": "selected"}
+    return body
+
+
+def score_body(token_ids: Sequence[int]) -> dict[str, object]:
+    """The body of POST /generate that asks for the log-probs of given tokens and samples none."""
+    return {
+        "input_ids": list(token_ids),
+        "sampling_params": {"temperature": 1.0, "max_new_tokens": 0, **NEUTRAL_SAMPLING_PARAMS},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+
+
+def max_answer_bytes(num_tokens: int, set_tokens: int = 0) -> int:
+    """The largest answer to POST /generate that a server can have good reason to give, in bytes.
+
+    `ANSWER_BYTES` + (`BYTES_PER_TOKEN` + `BYTES_PER_TOKEN_ID` · set tokens) · tokens. Decoding that much JSON holds up
+    the other requests of the loop for less than half a second at 32,768 tokens without sets.
+
+    Args:
+        num_tokens: Tokens to sample or to score.
+        set_tokens: Most tokens that could be sampled at each of them, where these sets are asked for.
+    """
+    return ANSWER_BYTES + (BYTES_PER_TOKEN + BYTES_PER_TOKEN_ID * set_tokens) * num_tokens
+
+
+AnswerT = TypeVar("AnswerT", bound=Answer)
+
+
+def parse(schema: type[AnswerT], body: bytes) -> AnswerT:
+    """The body of an answer as a type.
+
+    Raises:
+        InvalidAnswer: It is not JSON, or a field is missing or not of its type.
+    """
+    try:
+        return schema.model_validate_json(body)
+    except ValidationError as error:
+        raise InvalidAnswer(_explanation(error)) from None
+
+
+def parse_generation(
+    body: bytes,
+    *,
+    max_new_tokens: int,
+    vocab_size: int | None = None,
+    experts: ExpertRequest | None = None,
+    with_sampling_mask: bool = False,
+) -> Completion:
+    """The answer to `generate_body`; routed experts that are missing or cannot be leave it valid, without them.
+
+    Args:
+        body: JSON.
+        max_new_tokens: Tokens that were asked for; fewer may come, at the end of the context.
+        vocab_size: Number of token ids of the model; None checks none.
+        experts: Routed experts that were asked for.
+        with_sampling_mask: Whether the tokens that could be sampled were asked for; log-probs are taken over them then.
+
+    Raises:
+        InvalidAnswer: Log-probs are missing, too few, NaN, null or positive, belong to other tokens, tokens lie
+            outside of the vocabulary, versions do not cover the tokens or go backwards, or sets are missing, too few,
+            or lack the token that was sampled.
+    """
+    answer = parse(GenerateAnswer, body)
+    meta, token_ids = answer.meta_info, answer.output_ids
+    entries = [] if token_ids == [] else meta.output_token_logprobs
+    if entries is None:
+        raise InvalidAnswer("it has no output_token_logprobs")
+    if token_ids is None:
+        token_ids = [token for _, token, _ in entries]
+    if vocab_size is not None and token_ids and max(token_ids) >= vocab_size:
+        raise InvalidAnswer(
+            f"it has token {quoted(max(token_ids))}, but the vocabulary of --hf-checkpoint ends at {vocab_size - 1}; "
+            "see that the server runs the same model"
+        )
+    log_probs = _log_probs_of(token_ids, entries)
+    if meta.completion_tokens not in (None, len(token_ids)):
+        raise InvalidAnswer(f"it has {len(token_ids)} tokens and says that they are {quoted(meta.completion_tokens)}")
+    if len(token_ids) > max_new_tokens:
+        raise InvalidAnswer(f"it has {len(token_ids)} tokens where {max_new_tokens} were asked for")
+    if not token_ids and meta.finish_reason.type != "abort":
+        raise InvalidAnswer(f"it has no tokens but finish_reason {meta.finish_reason.type!r}")
+    versions = _token_versions(meta, len(token_ids))
+    routed_experts, problem = None, None
+    if experts is not None and token_ids:
+        try:
+            if len(set(versions or ())) > 1:  # the tokens before an update were fed again after it, to other routers
+                raise InvalidAnswer("its weights were updated in the middle of a request")
+            num_rows = experts.input_len + len(token_ids) - 1 - experts.first  # the last token was not fed
+            routed_experts = parse_routed_experts(meta.routed_experts, num_rows, experts.layout)
+        except InvalidAnswer as error:
+            problem = str(error)
+    mask = None
+    if with_sampling_mask:
+        mask, log_probs = _sampling_mask(meta, token_ids, vocab_size)
+    return Completion(
+        token_ids=token_ids,
+        log_probs=log_probs,
+        versions=versions,
+        reports_token_versions=meta.weight_versions is not None,
+        finish_reason=meta.finish_reason.type,
+        routed_experts=routed_experts,
+        experts_problem=problem,
+        sampling_mask=mask,
+    )
+
+
+def parse_routed_experts(encoded: object, num_rows: int, layout: ExpertLayout) -> Tensor:
+    """The routed experts of an answer: base64 of little-endian int32 [tokens, all layers of the model, k].
+
+    Args:
+        encoded: As it was answered; anything.
+        num_rows: Tokens that they have to be of, at least one.
+        layout: What they have to be.
+
+    Returns:
+        uint8 (up to 256 experts) or int16 [tokens, sparse layers, k].
+
+    Raises:
+        InvalidAnswer: They are missing, of another size, out of range, or not distinct within a row.
+    """
+    moe = layout.moe
+    if not isinstance(encoded, str):
+        raise InvalidAnswer("it has no routed_experts" if encoded is None else f"routed_experts is {quoted(encoded)}")
+    if len(encoded) != layout.num_bytes(num_rows):
+        raise InvalidAnswer(
+            f"routed_experts has {len(encoded)} characters, not the {layout.num_bytes(num_rows)} of {num_rows} tokens, "
+            f"{layout.num_hidden_layers} layers and {moe.top_k} experts"
+        )
+    try:
+        data = base64.b64decode(encoded, validate=True)
+        every_layer = np.frombuffer(data, "<i4").reshape(num_rows, layout.num_hidden_layers, moe.top_k)
+    except ValueError:
+        raise InvalidAnswer("routed_experts is not base64 of whole rows") from None
+    experts = every_layer[:, list(moe.layers)]
+    if not 0 <= experts.min() <= experts.max() < moe.num_experts:
+        wrong = experts.min() if experts.min() < 0 else experts.max()
+        raise InvalidAnswer(f"routed_experts has expert {wrong}, but there are {moe.num_experts}")
+    if moe.top_k > 1 and not experts.any((0, 2)).all():  # what is left where a kernel bypasses the recording
+        layer = moe.layers[int(np.argmin(experts.any((0, 2))))]
+        raise InvalidAnswer(f"routed_experts is all zeros in layer {layer}: the server's kernels do not record them")
+    if any((experts[..., step:] == experts[..., :-step]).any() for step in range(1, moe.top_k)):
+        raise InvalidAnswer("routed_experts has the same expert twice for a token")
+    return torch.from_numpy(experts.astype(np.int64)).to(expert_dtype(moe.num_experts))
+
+
+def _sampling_mask(
+    meta: OutputMeta, token_ids: Sequence[int], vocab_size: int | None
+) -> tuple[SamplingMask, list[float]]:
+    """The sets that tokens were sampled from, and the tokens' log-probs among them."""
+    sets, log_probs = meta.output_token_sampling_mask, meta.output_token_sampling_logprobs
+    if not token_ids:
+        return SamplingMask.unrecorded(0), []
+    if sets is None or log_probs is None:
+        raise InvalidAnswer("it has no output_token_sampling_mask with output_token_sampling_logprobs")
+    if not len(sets) == len(log_probs) == len(token_ids):
+        raise InvalidAnswer(
+            f"it has {len(sets)} sampling masks with {len(log_probs)} log-probs for {len(token_ids)} tokens"
+        )
+    for position, (allowed, token) in enumerate(zip(sets, token_ids, strict=True)):
+        distinct = set(allowed)
+        if len(distinct) < len(allowed):
+            raise InvalidAnswer(f"sampling mask {position} has a token twice")
+        if token not in distinct:
+            raise InvalidAnswer(f"sampling mask {position} lacks the token {token} that was sampled")
+        if vocab_size is not None and max(allowed) >= vocab_size:
+            raise InvalidAnswer(
+                f"sampling mask {position} has token {quoted(max(allowed))}, but the vocabulary of --hf-checkpoint "
+                f"ends at {vocab_size - 1}; see that the server runs the same model"
+            )
+    return SamplingMask.from_sets(sets), [min(log_prob, 0.0) for log_prob in log_probs]
+
+
+def parse_scores(body: bytes, token_ids: Sequence[int]) -> list[float]:
+    """The log-probs, at temperature 1, of all given tokens but the first, each after those before it.
+
+    Raises:
+        InvalidAnswer: As for `parse_generation`.
+    """
+    return _log_probs_of(token_ids[1:], parse(ScoreAnswer, body).meta_info.input_token_logprobs[1:])
+
+
+def _log_probs_of(token_ids: Sequence[int], entries: Sequence[TokenLogProb]) -> list[float]:
+    """The log-prob of every entry, after checking that it belongs to the token."""
+    if len(entries) != len(token_ids):
+        raise InvalidAnswer(f"it has {len(entries)} log-probs for {len(token_ids)} tokens")
+    log_probs = []
+    for position, ((log_prob, of_token, _), token) in enumerate(zip(entries, token_ids, strict=True)):
+        if of_token != token:
+            raise InvalidAnswer(f"log-prob {position} is of token {quoted(of_token)}, but the token is {token}")
+        if log_prob is None:
+            raise InvalidAnswer(f"log-prob {position} is null")
+        log_probs.append(min(log_prob, 0.0))
+    return log_probs
+
+
+def _token_versions(meta: OutputMeta, length: int) -> list[int] | None:
+    if meta.weight_versions is None:
+        return None if meta.weight_version is None else [meta.weight_version] * length
+    versions: list[int] = []
+    newest = 0
+    for span in meta.weight_versions:
+        if span.start != len(versions) or span.end < span.start:
+            text = f"a span from {quoted(span.start)} to {quoted(span.end)} after {len(versions)} tokens"
+            raise InvalidAnswer(f"weight_versions has {text}")
+        if span.end > length:
+            raise InvalidAnswer(f"weight_versions covers {quoted(span.end)} tokens of {length}")
+        if span.version < newest:
+            raise InvalidAnswer(f"weight_versions goes back from {newest} to {span.version}")
+        versions += [span.version] * (span.end - span.start)
+        newest = span.version
+    if len(versions) != length:
+        raise InvalidAnswer(f"weight_versions covers {len(versions)} tokens of {length}")
+    return versions
+
+
+def _explanation(error: ValidationError) -> str:
+    """The first error of a validation, without what pydantic adds for programmers."""
+    first = error.errors(include_url=False)[0]
+    field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
+    match first["type"]:
+        case "json_invalid":
+            return "it is not JSON"
+        case "value_error":
+            return str(first["ctx"]["error"])
+        case "missing":
+            return f"it has no {field}"
+        case _:
+            return f"{field or 'it'} is {quoted(first['input'])}"

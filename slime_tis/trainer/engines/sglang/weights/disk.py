@@ -1,0 +1,201 @@
+"""Weights through a directory that this program and the servers see."""
+
+import asyncio
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+import torch
+from torch import Tensor
+
+from slime_tis.trainer.engines.engine import RolloutUnavailable, WeightSource
+from slime_tis.trainer.engines.sglang.client import Server
+from slime_tis.trainer.engines.sglang.errors import ServerError
+from slime_tis.trainer.engines.sglang.weights.protocol import on_all_servers, pause, release, resume, weights_thread
+from slime_tis.trainer.storage.hf_checkpoint import write_hf_checkpoint
+
+TEMPORARY, LOCK = "slime_tis_weights_", ".lock"
+FINISHED, UNFINISHED = "weights_", "unfinished_"
+OWN = re.compile(rf"({FINISHED}|{UNFINISHED})\d{{8}}_[0-9a-f]{{8}}")
+"""Names of the directories that are written, and that may be removed."""
+
+
+class DiskSync:
+    """Writes weights as a Hugging Face checkpoint, which the servers then read."""
+
+    def __init__(
+        self,
+        directory: str | Path | None,
+        *,
+        hf_checkpoint: str | Path,
+        device: torch.device | str,
+        bucket_bytes: int,
+        timeout: float,
+    ) -> None:
+        """Locks the directory, and removes what an earlier run left there.
+
+        Args:
+            directory: For this run alone, made where missing; None makes a temporary one on this machine, and removes
+                those of runs that were killed.
+            hf_checkpoint: Directory that configuration and tokenizer are copied from.
+            device: Of this process, where weights come from.
+            bucket_bytes: Size of a file, unless a single tensor is larger.
+            timeout: Longest wait for a server to read the weights, in seconds.
+
+        Raises:
+            ValueError: Another run uses the directory, or it cannot be written.
+        """
+        self._temporary = directory is None
+        if directory is None:
+            self._directory, self._lock = _make_temporary()
+        else:
+            self._directory = Path(directory).absolute()
+            self._lock = _lock(self._directory)
+        self._hf_checkpoint = Path(hf_checkpoint)
+        self._bucket_bytes, self._timeout = bucket_bytes, timeout
+        self._weights_thread = weights_thread(torch.device(device))
+        self._current: tuple[Path, int] | None = None
+        _remove_own(self._directory)
+
+    async def push(self, servers: Sequence[Server], source: WeightSource, version: int) -> dict[Server, str]:
+        """See WeightSync; generation is held back while servers read, not while the files are written."""
+
+        def write() -> Path:
+            return write_checkpoint(self._directory, source(), version, self._hf_checkpoint, self._bucket_bytes)
+
+        written = await asyncio.get_running_loop().run_in_executor(self._weights_thread, write)
+        self._current = written, version
+        failed = await self._hand_out(servers)
+        _remove_own(self._directory, but=written)
+        return failed
+
+    async def restore(self, server: Server) -> bool:
+        """Has a server read the newest weights again, if some were written."""
+        if self._current is None:
+            return False
+        for reason in (await self._hand_out([server])).values():
+            raise ServerError(reason)
+        return True
+
+    async def close(self) -> None:
+        """Removes the temporary directory; in one that was given the newest weights stay."""
+        self._weights_thread.shutdown(wait=False)
+        self._lock.close()
+        if self._temporary:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    async def _hand_out(self, servers: Sequence[Server]) -> dict[Server, str]:
+        failed: dict[Server, str] = {}
+        await on_all_servers(servers, self._load, failed)
+        await asyncio.gather(*map(release, failed))
+        return failed
+
+    async def _load(self, server: Server) -> None:
+        assert self._current is not None
+        path, version = self._current
+        body: dict[str, object] = {
+            "model_path": str(path),
+            "weight_version": str(version),
+            "load_format": "auto",  # not that of the start, which may be dummy
+            "flush_cache": False,  # it is empty since the pause
+        }
+        await pause(server)
+        await server.post("/update_weights_from_disk", body, timeout=self._timeout)
+        await resume(server, version)
+
+
+def write_checkpoint(
+    directory: Path, weights: Iterable[tuple[str, Tensor]], version: int, hf_checkpoint: Path, shard_bytes: int
+) -> Path:
+    """Writes weights with the other files of a checkpoint; the directory appears under its name when complete.
+
+    Args:
+        directory: To make the new one in.
+        weights: Whole tensors under their Hugging Face names; consumed lazily.
+        version: Part of the name.
+        hf_checkpoint: Directory that files without weights are copied from.
+        shard_bytes: Size of a file, unless a single tensor is larger.
+
+    Returns:
+        The new directory.
+
+    Raises:
+        RolloutUnavailable: The disk is full, or the like; what was there before is left as it was.
+    """
+    name = f"{version:08d}_{secrets.token_hex(4)}"
+    unfinished, finished = directory / f"{UNFINISHED}{name}", directory / f"{FINISHED}{name}"
+    weights = iter(weights)
+    try:
+        unfinished.mkdir()
+        write_hf_checkpoint(unfinished, weights, like=hf_checkpoint, shard_bytes=shard_bytes)
+        unfinished.rename(finished)
+    except OSError as error:
+        for _ in weights:  # other ranks take part in it
+            pass
+        raise RolloutUnavailable(
+            f"the weights of version {version} could not be written to {directory} ({error}); free space or choose "
+            "another --sglang-weight-dir."
+        ) from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return finished
+
+
+def _make_temporary() -> tuple[Path, IO[str]]:
+    """A new temporary directory and the lock on it; first those of runs that were killed are removed."""
+    place = Path(tempfile.gettempdir())
+    _remove_abandoned(place)
+    made = Path(tempfile.mkdtemp(prefix=f".{TEMPORARY}"))
+    lock = _lock(made)
+    directory = made.rename(place / made.name.removeprefix("."))  # only now may other runs take it for abandoned
+    return directory, lock
+
+
+def _remove_abandoned(place: Path) -> None:
+    """Removes temporary directories of this user whose lock nobody holds: their run has ended.
+
+    One that holds anything but weights of this program stays.
+    """
+    for path in place.glob(f"{TEMPORARY}*"):
+        with suppress(OSError):
+            if path.is_symlink() or path.stat().st_uid != os.getuid():
+                continue
+            names = {each.name for each in path.iterdir()}
+            with open(path / LOCK, "r+") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if all(OWN.fullmatch(name) for name in names - {LOCK}):
+                    _remove_own(path)
+                    (path / LOCK).unlink()
+                    path.rmdir()
+
+
+def _lock(directory: Path) -> IO[str]:
+    """A lock on a directory, held until the file is closed or the process ends."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = open(directory / LOCK, "w")  # noqa: SIM115
+    except OSError as error:
+        raise ValueError(f"--sglang-weight-dir is {directory}, which cannot be written: {error.strerror}.") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        lock.close()
+        raise ValueError(
+            f"--sglang-weight-dir is {directory}, which another run is using; give each run its own."
+        ) from error
+    except OSError:  # a file system without locks
+        pass
+    return lock
+
+
+def _remove_own(directory: Path, but: Path | None = None) -> None:
+    for path in directory.iterdir():
+        if path != but and OWN.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)

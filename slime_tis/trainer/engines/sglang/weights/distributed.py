@@ -1,0 +1,282 @@
+"""Weights by broadcast: one torch process group per server, NCCL from a GPU and gloo from a CPU."""
+
+import asyncio
+import ipaddress
+import secrets
+import socket
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slime_tis.trainer.engines.engine import WeightSource
+from slime_tis.trainer.engines.sglang.client import Server
+from slime_tis.trainer.engines.sglang.errors import ServerError
+from slime_tis.trainer.engines.sglang.weights.protocol import (
+    Bucket,
+    begin_session,
+    buckets,
+    exchange,
+    in_thread,
+    on_all_servers,
+    pause,
+    post_if_known,
+    release,
+    resume,
+    try_post,
+    weights_thread,
+)
+from slime_tis.trainer.options.sglang import is_loopback
+
+
+class DistributedSync:
+    """Broadcasts weights to the servers in buckets, over NCCL from a GPU and gloo from a CPU."""
+
+    def __init__(
+        self, *, device: torch.device | str, bucket_bytes: int, timeout: float, address: str | None = None
+    ) -> None:
+        """Opens nothing yet.
+
+        Args:
+            device: Of this process; tensors that are elsewhere are moved to it, a bucket at a time.
+            bucket_bytes: Size of a bucket.
+            timeout: Longest wait for a server to join a group or to take one bucket, in seconds.
+            address: Name or IP address at which servers reach this process; None finds it for each.
+        """
+        self._device, self._bucket_bytes = torch.device(device), bucket_bytes
+        self._timeout, self._address = timeout, address
+        self._groups: dict[Server, UpdateGroup] = {}
+        self._weights_thread = weights_thread(self._device)
+
+    async def push(self, servers: Sequence[Server], source: WeightSource, version: int) -> dict[Server, str]:
+        """See WeightSync."""
+        failed: dict[Server, str] = {}
+        loop = asyncio.get_running_loop()
+        stream = buckets(source, self._bucket_bytes, self._place)
+        try:
+            live = await on_all_servers(servers, pause, failed)
+            live = await on_all_servers(live, self._open, failed)
+            while bucket := await loop.run_in_executor(self._weights_thread, next, stream, None):
+                live = await on_all_servers(live, partial(self._send, bucket=bucket, version=version), failed)
+                del bucket
+            await on_all_servers(live, partial(self._finish, version=version), failed)
+        except BaseException:
+            await asyncio.gather(*map(self._give_up, servers))
+            raise
+        await asyncio.gather(*map(self._give_up, failed))
+        return failed
+
+    async def restore(self, server: Server) -> bool:
+        """Returns False: the weights are in the trainer alone."""
+        return False
+
+    async def close(self) -> None:
+        """Leaves all groups."""
+        await asyncio.gather(*(self._leave(server) for server in list(self._groups)))
+        self._weights_thread.shutdown(wait=False)
+
+    def _place(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().to(self._device).contiguous()
+
+    async def _open(self, server: Server) -> None:
+        """Joins a group with the server, unless there is one, and opens its session."""
+        group = self._groups.get(server)
+        if group is None or group.version != await server.weight_version():  # it is not the process that joined
+            await self._leave(server)
+            await self._join(server)
+        await begin_session(server)
+
+    async def _join(self, server: Server) -> None:
+        info = await server.info()
+        if (info.dp_size, info.pp_size) != (1, 1):
+            raise ServerError(
+                f"{server.url} runs with --dp-size {info.dp_size} and --pp-size {info.pp_size}, and SGLang takes "
+                "distributed weights with 1 of each; use --sglang-weight-sync disk."
+            )
+        address = self._address
+        if address is None:
+            address = await in_thread(partial(local_address, server.url))
+        group = UpdateGroup(address, server_ranks=info.tp_size, device=self._device, timeout=self._timeout)
+        self._groups[server] = group
+        request = server.post("/init_weights_update_group", group.request, timeout=self._timeout)
+        await exchange(request, in_thread(group.join))
+
+    async def _send(self, server: Server, *, bucket: Bucket, version: int) -> None:
+        group = self._groups[server]
+        body: dict[str, object] = {
+            "names": bucket.names,
+            "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in bucket.tensors],
+            "shapes": [list(tensor.shape) for tensor in bucket.tensors],
+            "group_name": group.name,
+            "flush_cache": False,  # it is empty since the pause
+        }
+        if bucket.last:
+            body["weight_version"] = str(version)
+        request = server.post("/update_weights_from_distributed", body, timeout=self._timeout)
+        await exchange(request, in_thread(partial(group.broadcast, bucket.tensors)))
+
+    async def _finish(self, server: Server, *, version: int) -> None:
+        await post_if_known(server, "/end_weight_update")
+        await resume(server, version)
+        self._groups[server].version = str(version)
+
+    async def _give_up(self, server: Server) -> None:
+        group = self._groups.pop(server, None)
+        if group is not None:
+            group.close()
+        await release(server, None if group is None else group.name)
+
+    async def _leave(self, server: Server) -> None:
+        if group := self._groups.pop(server, None):
+            group.close()
+            await try_post(server, "/destroy_weights_update_group", {"group_name": group.name})
+
+
+class Backend(Protocol):
+    """The methods of ProcessGroupGloo and ProcessGroupNCCL that are used, which torch's own types leave out."""
+
+    def broadcast(self, tensor: Tensor, root: int) -> dist.Work:
+        """Starts sending a tensor from the root to all ranks."""
+
+    def abort(self) -> None:
+        """Ends what is under way."""
+
+
+class UpdateGroup:
+    """Broadcasts tensors from this process, rank 0, to the ranks of one server.
+
+    A server joins by `torch.distributed`'s own rendezvous: a TCP store in this process, in which all keys of a
+    group begin with its name. Nothing of the default group is used or changed, so that a trainer in a job of its own
+    can have groups with servers too.
+
+    Each server has its own group: in one for all, a member that dies in a broadcast leaves the others waiting for their
+    own timeout, half an hour with SGLang.
+
+    Anyone who reaches the store's port can join, so it is open on the loopback alone where the server is there.
+    """
+
+    def __init__(self, address: str, *, server_ranks: int, device: torch.device, timeout: float) -> None:
+        """Opens the store; `join` makes the group once the server has the `request`.
+
+        Args:
+            address: Name or IP address at which the server reaches this process.
+            server_ranks: Number of the server's processes.
+            device: Of the tensors; NCCL is used on a GPU and gloo elsewhere.
+            timeout: Of the rendezvous and of each broadcast, in seconds.
+        """
+        self.name = f"slime_tis_{secrets.token_hex(8)}"
+        self.version: str | None = None
+        self._address, self._device, self._size = address, device, server_ranks + 1
+        self._timeout = timedelta(seconds=timeout)
+        listener, self._host, self._own_address = _listen(address)
+        self._port = listener.getsockname()[1]
+        self._store: dist.TCPStore | None = dist.TCPStore(
+            self._host,
+            self._port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=self._timeout,
+            master_listen_fd=listener.detach(),
+        )
+        self._group: Backend | None = None
+
+    @property
+    def request(self) -> dict[str, object]:
+        """The body of /init_weights_update_group."""
+        return {
+            "master_address": self._address,
+            "master_port": self._port,
+            "rank_offset": 1,
+            "world_size": self._size,
+            "group_name": self.name,
+            "backend": "nccl" if self._device.type == "cuda" else "gloo",
+        }
+
+    def join(self) -> None:
+        """Makes the group; blocks until all ranks have joined or `close` is called on another thread.
+
+        Raises:
+            RuntimeError: They did not join in time, or the store was closed.
+        """
+        client = dist.TCPStore(self._host, self._port, is_master=False, timeout=self._timeout)
+        # Keys of the server: SGLang's init_custom_process_group adds the name before torch adds name and device.
+        store = dist.PrefixStore(f"{self.name}/", dist.PrefixStore(self.name, client))
+        if self._device.type == "cuda":
+            self._group = _nccl(dist.PrefixStore("cuda/", store), self._size, self.name, self._timeout)
+        else:
+            self._group = _gloo(dist.PrefixStore("cpu/", store), self._size, self._own_address, self._timeout)
+
+    def broadcast(self, tensors: Sequence[Tensor]) -> None:
+        """Sends tensors in order; blocks until the server has them.
+
+        Raises:
+            RuntimeError: The server is gone, or the timeout passed.
+        """
+        group = self._group
+        assert group is not None
+        if self._device.type != "cuda":
+            for work in [group.broadcast(tensor, 0) for tensor in tensors]:
+                work.wait()
+            return
+        stream = torch.cuda.Stream(self._device)  # its own, so that no group waits for another
+        stream.wait_stream(torch.cuda.default_stream(self._device))
+        with torch.cuda.device(self._device), torch.cuda.stream(stream):
+            for work in [group.broadcast(tensor, 0) for tensor in tensors]:
+                work.wait()
+            stream.synchronize()
+
+    def close(self) -> None:
+        """Leaves the group and shuts the store, which ends a `join` under way on either side."""
+        if self._group is not None and self._device.type == "cuda":
+            self._group.abort()
+        self._store = self._group = None
+
+
+def local_address(url: str) -> str:
+    """The address of this machine that a server at `url` can reach it at."""
+    if is_loopback(url):
+        return "127.0.0.1"
+    parts = urlsplit(url)
+    host, port = parts.hostname or "", parts.port or 80
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)  # sends nothing: a datagram socket only looks its route up
+        return str(probe.getsockname()[0])
+
+
+def _listen(address: str) -> tuple[socket.socket, str, str | None]:
+    """An open port, on nothing but `address` where that is an IP address of this machine.
+
+    Returns:
+        The socket, the host to reach it at from here, and the address it is bound to (None for all).
+    """
+    host = "127.0.0.1" if address == "localhost" else address
+    try:
+        version = ipaddress.ip_address(host).version
+        family = socket.AF_INET6 if version == 6 else socket.AF_INET
+        return socket.create_server((host, 0), family=family), host, host
+    except (ValueError, OSError):  # a name, or an address that is translated on the way here
+        return socket.create_server(("", 0)), "127.0.0.1", None
+
+
+def _gloo(store: dist.PrefixStore, size: int, address: str | None, timeout: timedelta) -> Backend:
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = timeout
+    options._devices = [gloo.create_device(hostname=address) if address else gloo.create_default_device()]
+    backend: Backend = gloo(store, 0, size, options)
+    return backend
+
+
+def _nccl(store: dist.PrefixStore, size: int, name: str, timeout: timedelta) -> Backend:
+    nccl: Any = dist.ProcessGroupNCCL
+    options = nccl.Options()
+    options._timeout = timeout
+    options.group_name = name
+    backend: Backend = nccl(store, 0, size, options)
+    return backend

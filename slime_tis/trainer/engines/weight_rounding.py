@@ -1,0 +1,191 @@
+"""Rounds weights to the precision of a rollout engine: to the nearest number, at random, or with memory of the error.
+
+An optimizer step of 1e-6 is far below the distance of neighbouring bfloat16 numbers, 2.4e-4 at a weight of 0.05.
+Rounded to the nearest, a weight that lies on such a number stays there until many steps have added up, and the rollout
+policy with it. In the two other modes the rollout engine's weights follow the trained ones on average.
+"""
+
+import hashlib
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from slime_tis.trainer.engines.quantize import FP8_MAX, round_fp8, round_int8, row_scale
+from slime_tis.trainer.options.rollout import Rounding
+from slime_tis.trainer.storage.checkpoints import ROUNDING_ERRORS
+
+Precision = Literal["fp32", "fp16", "bf16", "fp8", "int8"]
+"""Precision in which an engine holds a tensor; in fp8 and int8 with a scale per row."""
+
+COARSENESS: list[Precision] = ["fp32", "fp16", "bf16", "int8", "fp8"]
+"""Precisions from the finest to the coarsest in what they do to log-probs."""
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+"""Types of the precisions that tensors have of their own; fp8 and int8 weights are held in float32."""
+FLOATS = {"fp16": (10, -14, 65504.0), "bf16": (7, -126, 3.3895314e38), "fp8": (3, -6, FP8_MAX)}
+"""Of each floating-point format: bits of the mantissa, exponent of the smallest normal number, largest number."""
+INT8_MAX = 127.0
+"""Largest multiple of a row's scale."""
+CHANCES = 2**16
+"""Different random numbers of stochastic rounding: a float32 has 16 bits below those of a bfloat16."""
+
+
+def coarser(first: Precision, second: Precision) -> Precision:
+    """The one of two precisions that does more to log-probs."""
+    return max(first, second, key=lambda precision: COARSENESS.index(precision))
+
+
+def round_nearest(weight: Tensor, precision: Precision) -> Tensor:
+    """The nearest numbers that an engine of this precision can hold.
+
+    Args:
+        weight: any shape; for fp8 and int8 [outputs, inputs], with a scale per row (quantize.py).
+        precision: of the engine.
+
+    Returns:
+        The same shape, float32.
+    """
+    if precision == "fp8":
+        return round_fp8(weight)
+    if precision == "int8":
+        return round_int8(weight)
+    return weight.to(DTYPES[precision]).float()
+
+
+def round_stochastic(weight: Tensor, precision: Precision, generator: torch.Generator) -> Tensor:
+    """One of the two nearest numbers of the precision, the nearer with the greater probability.
+
+      w' = sgn(w) · s · h · ⌊|w| / (s·h) + u⌋,   u uniform in [0, 1),   E[w'] = w
+
+    with the scale s of the row (1 without one) and the distance h of neighbouring numbers at |w|/s. A number that the
+    precision can hold stays as it is.
+
+    Source: "Deep Learning with Limited Numerical Precision", Gupta et al. (https://arxiv.org/abs/1502.02551),
+    section 3.
+
+    Args:
+        weight: as for `round_nearest`.
+        precision: of the engine.
+        generator: of u, on the weight's device.
+
+    Returns:
+        The same shape, float32.
+    """
+    weight = weight.float()
+    if precision == "fp32":
+        return weight
+    scale = row_scale(weight, largest_of(precision)) if precision in ("fp8", "int8") else None
+    scaled = weight.abs() if scale is None else _snapped(weight.abs() / scale, largest_of(precision))
+    step = spacing(scaled, precision)
+    chance = torch.empty_like(scaled, dtype=torch.int32).random_(CHANCES, generator=generator)
+    rounded = (scaled / step).add_(chance.float().div_(CHANCES)).floor_().mul_(step).clamp_max_(largest_of(precision))
+    return torch.copysign(rounded if scale is None else rounded.mul_(scale), weight)
+
+
+def spacing(magnitude: Tensor, precision: Precision) -> Tensor:
+    """The distance of neighbouring numbers of a precision at non-negative float32 numbers; 1 for int8."""
+    if precision == "int8":
+        return torch.ones_like(magnitude)
+    mantissa, lowest, _ = FLOATS[precision]
+    exponent = (magnitude.contiguous().view(torch.int32) >> 23).sub_(127).clamp_min_(lowest)
+    return ((exponent - mantissa + 127).clamp_min_(1) << 23).view(torch.float32)
+
+
+def largest_of(precision: Precision) -> float:
+    """The largest number of a precision, before a scale."""
+    return INT8_MAX if precision == "int8" else FLOATS[precision][2]
+
+
+def _snapped(scaled: Tensor, largest: float) -> Tensor:
+    """Takes what division left just below the largest number of a row for it, so that the row keeps its scale."""
+    return torch.where(scaled > largest * (1 - 1e-6), largest, scaled)
+
+
+class WeightRounder:
+    """Rounds the tensors of each update as `--weight-update-rounding` says; a version sent again is rounded alike."""
+
+    def __init__(self, rounding: Rounding, seed: int) -> None:
+        """Starts without errors.
+
+        Args:
+            rounding: nearest leaves tensors as they are, since the engine rounds what it gets.
+            seed: of the random numbers, which depend on it, the tensor's name and the version alone.
+        """
+        self.rounding: Rounding = rounding
+        self._seed = seed
+        self._version: int | None = None
+        self._before: dict[str, Tensor] = {}  # errors before the version was sent
+        self._after: dict[str, Tensor] = {}
+
+    def begin(self, version: int) -> None:
+        """Begins an update, before its first tensor."""
+        if version != self._version and self._version is not None:
+            self._before = self._before | self._after
+        self._version, self._after = version, {}
+
+    def __call__(self, name: str, weight: Tensor, precision: Precision) -> Tensor:
+        """The tensor to send; without rounding or in a precision that holds it, the tensor itself."""
+        if self.rounding == "nearest" or not rounds(weight.dtype, precision):
+            return weight
+        if self.rounding == "stochastic":
+            sent = round_stochastic(weight, precision, self._generator(name, weight.device, self._version))
+        else:
+            sent = self._compensated(name, weight, precision)
+        return sent.to(DTYPES.get(precision, torch.float32))
+
+    def _compensated(self, name: str, weight: Tensor, precision: Precision) -> Tensor:
+        """round(w + e), with the new error e + w − round(w + e).
+
+        The first error is random, less than half the distance to the next number, so that a bfloat16 weight is sent
+        to a bfloat16 engine as it is. With none, weights that are moved alike (Adam's first steps all have length lr)
+        would be rounded up in one and the same update.
+        """
+        error = self._before.get(name)
+        if error is None:
+            generator = self._generator(name, weight.device, None)
+            noise = torch.rand(weight.shape, generator=generator, device=weight.device).sub_(0.5)
+            # Below a power of two the next number is nearer; the error itself is rounded, and must not become a half.
+            below = weight.float() * (1 - 2**-9)
+            error = noise.mul_(1 - 2**-7).mul_(self._distance(below, precision)).bfloat16()
+            self._before[name] = error
+        wanted = weight.float() + error
+        sent = round_nearest(wanted, precision)
+        self._after[name] = (wanted - sent).bfloat16()
+        return sent
+
+    def _distance(self, weight: Tensor, precision: Precision) -> Tensor:
+        if precision not in ("fp8", "int8"):
+            return spacing(weight.abs(), precision)
+        scale = row_scale(weight, largest_of(precision))
+        return spacing(weight.abs() / scale, precision) * scale
+
+    def _generator(self, name: str, device: torch.device, version: int | None) -> torch.Generator:
+        digest = hashlib.sha256(f"{self._seed} {name} {version}".encode()).digest()
+        return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+    def save(self, directory: Path) -> None:
+        """Puts the errors into an unfinished checkpoint; nothing in the other modes."""
+        if self.rounding != "error-compensated" or self._version is None:
+            return
+        tensors = {f"before.{name}": error.cpu() for name, error in self._before.items()}
+        tensors |= {f"after.{name}": error.cpu() for name, error in self._after.items()}
+        save_file(tensors, directory / ROUNDING_ERRORS, metadata={"version": str(self._version)})
+
+    def load(self, directory: Path, device: torch.device | str) -> None:
+        """Takes up what `save` wrote; without such a file the errors begin anew."""
+        path = directory / ROUNDING_ERRORS
+        if self.rounding != "error-compensated" or not path.exists():
+            return
+        with safe_open(str(path), "pt", device=str(device)) as file:
+            self._version = int(file.metadata()["version"])
+            for key in file.keys():  # noqa: SIM118  # safetensors' own method
+                of, name = key.split(".", 1)
+                (self._before if of == "before" else self._after)[name] = file.get_tensor(key)
+
+
+def rounds(dtype: torch.dtype, precision: Precision) -> bool:
+    """Whether an engine of this precision rounds weights of this type."""
+    return precision in ("fp8", "int8") or torch.promote_types(dtype, DTYPES[precision]) != DTYPES[precision]

@@ -1,0 +1,126 @@
+"""Held-out accuracy while a run trains."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from slime_tis.trainer.agents.custom_generate import GenerateFunction
+from slime_tis.trainer.data.sample import Prompt, Sample
+from slime_tis.trainer.engines.build import evaluation_sampling
+from slime_tis.trainer.engines.engine import RolloutEngine
+from slime_tis.trainer.engines.local.engine import LocalEngine
+from slime_tis.trainer.interrupt import Interrupts
+from slime_tis.trainer.megatron.engine import TrainingEngine
+from slime_tis.trainer.options.megatron import MegatronConfig
+from slime_tis.trainer.options.rollout import RolloutConfig
+from slime_tis.trainer.rollout.evaluate import accuracy_metrics, answer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+EVALUATION_OPTIONS = (
+    "eval_prompt_data",
+    "n_samples_per_eval_prompt",
+    "eval_temperature",
+    "eval_top_p",
+    "eval_max_response_len",
+)
+"""Options that decide what a held-out accuracy means."""
+
+
+@dataclass(kw_only=True)
+class Evaluation:
+    """Evaluates the training policy on the held-out prompt sets, and remembers how it began."""
+
+    prompts: dict[str, list[Prompt]]
+    """Prompts of each set by its name; the accuracy of the first set is the run's."""
+    reward: Callable[[list[Sample]], list[float]]
+    logs: Callable[[int, Mapping[str, Sequence[Sample]]], bool]
+    """Shows the number of the rollout and the answers of each set to the user; whether the metrics are logged."""
+    config: RolloutConfig
+    engine: TrainingEngine
+    """Whose weights are evaluated."""
+    build_engine: Callable[[], RolloutEngine]
+    """The engine that answers; called at the first evaluation."""
+    timer: Callable[[str], AbstractContextManager[None]]
+    generate: GenerateFunction | None = None
+    """The user's function that makes the answers; None lets the engine answer."""
+    first_accuracy: float = math.nan
+    """Before training, or where the run was first evaluated; NaN before that."""
+    last_accuracy: float = math.nan
+    is_overdue: bool = False
+    """Whether a signal ended an evaluation, which a resumed run makes."""
+    _answers: RolloutEngine | None = field(default=None, init=False)
+
+    def is_due(self, rollout_id: int, num_rollout: int) -> bool:
+        """Whether the policy is evaluated after so many of the run's rollouts."""
+        interval = self.config.eval_interval
+        return rollout_id == num_rollout or bool(interval and rollout_id % interval == 0)
+
+    def is_due_first(self, rollout_id: int) -> bool:
+        """Whether the loop begins with an evaluation: before training, or the one that a signal ended."""
+        before = rollout_id == 0 and not self.config.skip_eval_before_train
+        return bool(self.prompts) and (before or self.is_overdue)
+
+    @property
+    def has_run(self) -> bool:
+        """Whether this process has evaluated the policy."""
+        return not math.isnan(self.last_accuracy)
+
+    def abandon(self) -> None:
+        """Leaves an evaluation that a signal ended to the resumed run."""
+        self.is_overdue = bool(self.prompts)
+
+    def __call__(self, version: int, rollout_id: int) -> dict[str, float]:
+        """Held-out accuracy and lengths as eval/SET and eval/SET/…; a collective. Empty without prompts.
+
+        Args:
+            version: of the policy's weights, in optimizer steps.
+            rollout_id: rollouts trained on so far.
+
+        Raises:
+            Interrupted: a signal ended it, where it may be abandoned.
+        """
+        if not self.prompts:
+            return {}
+        metrics: dict[str, float] = {}
+        answers: dict[str, list[Sample]] = {}
+        with self.timer("eval"):
+            if self._answers is None:
+                self._answers = self.build_engine()
+            if self._answers.weight_version != version:
+                self._answers.update_weights(self.engine.named_hf_tensors, version)
+            for name, prompts in self.prompts.items():
+                answers[name] = answer(
+                    self._answers,
+                    prompts,
+                    self.reward,
+                    evaluation_sampling(self.config),
+                    self.generate,
+                    self.config.generate_concurrency,
+                )
+                found = accuracy_metrics(answers[name])
+                metrics[f"eval/{name}"] = found.pop("accuracy")
+                metrics |= {f"eval/{name}/{part}": value for part, value in found.items()}
+        self.last_accuracy = metrics[f"eval/{next(iter(self.prompts))}"]
+        if math.isnan(self.first_accuracy):
+            self.first_accuracy = self.last_accuracy
+        self.is_overdue = False
+        return metrics if self.logs(rollout_id, answers) else {}
+
+
+def local_evaluation_engine(
+    config: MegatronConfig, engine: TrainingEngine, tokenizer: PreTrainedTokenizerBase, interrupts: Interrupts
+) -> RolloutEngine:
+    """An engine in this process with a copy of the weights as they are trained, unrounded."""
+    return LocalEngine(
+        config.hf_checkpoint,
+        tokenizer,
+        precision="bf16" if config.bf16 else "fp32",
+        device=engine.parallel.backend.device,
+        safe_point=interrupts.check,
+    )

@@ -1,0 +1,266 @@
+"""A Hugging Face configuration → megatron-core's GPTModel, for the families of `slime_tis.hf_directory`."""
+
+import importlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor
+
+from slime_tis.errors import first_line
+from slime_tis.hf_directory import FAMILIES, Family, has, load_config, moe_sizes, read_model_config
+from slime_tis.trainer.megatron.attention import TorchAttention
+from slime_tis.trainer.megatron.layers import TorchMLP, TorchRMSNorm, TorchSwiGLU
+from slime_tis.trainer.megatron.moe import MoeRouter, moe_options, release_probabilities
+from slime_tis.trainer.megatron.packing import PackedSequences, RotaryAngles
+from slime_tis.trainer.megatron.parallel import Parallel
+from slime_tis.trainer.options.megatron import MegatronConfig
+
+
+class HfConfig(Protocol):
+    """The fields of a Hugging Face configuration that are read here and in `hf_weights`, which a new family must have.
+
+    Some families also have `head_dim`, `attention_bias`, `mlp_bias` and `use_sliding_window`.
+    """
+
+    architectures: list[str]
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    hidden_act: str
+    rms_norm_eps: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+
+
+class ResponseModel(GPTModel):  # type: ignore[misc]  # megatron-core has no types
+    """A GPTModel whose output are hidden states, or logits, after the tokens of `PackedSequences.response_rows` alone.
+
+    The rows of the prompts are left out before the output layer, whose time and memory are proportional to them.
+
+    Under sequence parallelism a rank's slice of the tokens has any number of these rows, so that the hidden states are
+    gathered here and the gradient of the rows is summed over the tensor-parallel ranks, as without sequence
+    parallelism; megatron-core does the same where its inference wants the last token of each sequence.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.post_process and self.config.sequence_parallel:
+            self.output_layer.sequence_parallel, self.output_layer.allreduce_dgrad = False, True
+
+    def _postprocess(self, hidden_states: Tensor, *, packed_seq_params: PackedSequences, **kwargs: Any) -> Tensor:
+        """Hidden states [L, 1, h] or logits [1, L, V] of the rows on the last pipeline stage; elsewhere [T, 1, h]."""
+        if self.post_process:
+            if self.config.sequence_parallel:
+                hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
+            if packed_seq_params.response_rows is not None:
+                hidden_states = hidden_states.index_select(0, packed_seq_params.response_rows)
+            if not packed_seq_params.gives_logits:
+                return hidden_states
+        output: Tensor = super()._postprocess(hidden_states, packed_seq_params=packed_seq_params, **kwargs)
+        return output
+
+    def output_weight(self) -> Tensor:
+        """The output layer's weight, this rank's part of the vocabulary, on the last pipeline stage."""
+        tied = self.share_embeddings_and_output_weights
+        weight: Tensor = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        return weight
+
+
+@dataclass(frozen=True)
+class Model:
+    """A GPTModel (this rank's part) and what its inputs need."""
+
+    module: ResponseModel
+    config: TransformerConfig
+    hf_config: HfConfig
+    rotary: RotaryAngles | None
+    """Rotary angles that the packing computes; None where the layers apply their own."""
+
+
+def read_hf_config(directory: str | Path) -> HfConfig:
+    """Loads a checkpoint's configuration.
+
+    Raises:
+        ValueError: no configuration there, or an architecture (or a variant of it) that is not supported.
+    """
+    read_model_config(directory)
+    hf: HfConfig = load_config(directory)
+    name = hf.architectures[0]
+    unsupported = {
+        "hidden_act": hf.hidden_act not in ("silu", "swish"),
+        "mlp_bias": bool(getattr(hf, "mlp_bias", False)),
+        "attention_bias": FAMILIES[name].qkv_bias is False and bool(getattr(hf, "attention_bias", False)),
+        "use_sliding_window": bool(getattr(hf, "use_sliding_window", False)),
+    }
+    for field, bad in unsupported.items():
+        if bad:
+            raise ValueError(f"{directory}: {field}={getattr(hf, field)!r} is not supported for {name}")
+    return hf
+
+
+def build_model(directory: str | Path, config: MegatronConfig, parallel: Parallel) -> Model:
+    """Builds this rank's part of the model, with uninitialised weights, on its device."""
+    hf = read_hf_config(directory)
+    family = FAMILIES[hf.architectures[0]]
+    transformer = transformer_config(hf, config, parallel)
+    engine = uses_transformer_engine(hf, parallel)
+    inverse_frequency, scaling = rotary_frequencies(hf, family)
+    module = ResponseModel(
+        transformer,
+        _transformer_engine_spec(transformer) if engine else _torch_spec(transformer),
+        vocab_size=padded_vocab_size(hf.vocab_size, parallel.tensor_size),
+        max_sequence_length=hf.max_position_embeddings,
+        pre_process=parallel.is_first_stage,
+        post_process=parallel.is_last_stage,
+        share_embeddings_and_output_weights=hf.tie_word_embeddings,
+        position_embedding_type="rope" if engine else "none",
+        parallel_output=True,
+    )
+    module.to(parallel.backend.device)
+    release_probabilities(module)
+    if engine:
+        if scaling != 1.0:
+            raise ValueError(f"{directory}: rotary scaling by {scaling} (YaRN) is supported on plain torch layers only")
+        module.rotary_pos_emb.inv_freq = inverse_frequency.to(parallel.backend.device)
+        return Model(module, transformer, hf, None)
+    return Model(module, transformer, hf, RotaryAngles(inverse_frequency, scaling))
+
+
+def transformer_config(hf: HfConfig, config: MegatronConfig, parallel: Parallel) -> TransformerConfig:
+    """megatron-core's configuration of a Hugging Face model under the parallel layout.
+
+    Raises:
+        ValueError: heads, groups or layers that the parallel sizes do not divide.
+    """
+    tensor, pipeline = parallel.tensor_size, parallel.pipeline_size
+    for name, value, size, flag in (
+        ("num_attention_heads", hf.num_attention_heads, tensor, "--tensor-model-parallel-size"),
+        ("num_key_value_heads", hf.num_key_value_heads, tensor, "--tensor-model-parallel-size"),
+        ("intermediate_size", hf.intermediate_size, tensor, "--tensor-model-parallel-size"),
+        ("num_hidden_layers", hf.num_hidden_layers, pipeline, "--pipeline-model-parallel-size"),
+    ):
+        if value % size:
+            raise ValueError(f"{name}={value} of the checkpoint is not divisible by {flag} {size}")
+    family = FAMILIES[hf.architectures[0]]
+    dtype = torch.bfloat16 if config.bf16 else torch.float32
+    on_cpu = parallel.backend.device.type == "cpu"
+    return TransformerConfig(
+        num_layers=hf.num_hidden_layers,
+        hidden_size=hf.hidden_size,
+        num_attention_heads=hf.num_attention_heads,
+        num_query_groups=hf.num_key_value_heads,
+        kv_channels=getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
+        ffn_hidden_size=hf.intermediate_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=hf.rms_norm_eps,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        add_qkv_bias=has(hf, family.qkv_bias),
+        qk_layernorm=has(hf, family.qk_norm),
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=config.bf16,
+        autocast_dtype=dtype,
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=pipeline,
+        context_parallel_size=parallel.context_size,
+        sequence_parallel=config.sequence_parallel,
+        # Sums over tokens or sequences are divided once, by their number in the global batch.
+        calculate_per_token_loss=True,
+        variable_seq_lengths=pipeline > 1,
+        moe_token_dispatcher_type="alltoall",  # required with variable_seq_lengths, dense or not
+        **moe_options(hf, parallel),
+        use_cpu_initialization=on_cpu,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        use_te_activation_func=not uses_transformer_engine(hf, parallel),  # the spec's, here TorchSwiGLU
+        apply_rope_fusion=uses_transformer_engine(hf, parallel),
+        persist_layer_norm=False,
+        batch_p2p_comm=not on_cpu,
+        batch_p2p_sync=not on_cpu,
+        recompute_granularity=config.recompute_granularity,
+        recompute_method=config.recompute_method,
+        recompute_num_layers=config.recompute_num_layers,
+    )
+
+
+def padded_vocab_size(vocab_size: int, tensor_size: int) -> int:
+    """The vocabulary, rounded up so that every tensor-parallel rank holds as many rows."""
+    return -(-vocab_size // tensor_size) * tensor_size
+
+
+def rotary_frequencies(hf: HfConfig, family: Family) -> tuple[torch.Tensor, float]:
+    """(inverse frequencies [d/2], factor on cosine and sine), as transformers computes them for this model.
+
+    Raises:
+        ValueError: its settings lack something that their type needs.
+    """
+    module, name = family.rotary_class.split(":")
+    try:
+        rotary = getattr(importlib.import_module(module), name)(config=hf)
+    except Exception as error:  # a missing factor, say
+        raise ValueError(
+            f"the checkpoint's rotary positions are not as they should be: {first_line(error)}."
+        ) from error
+    return rotary.inv_freq.float(), float(rotary.attention_scaling)
+
+
+def uses_transformer_engine(hf: HfConfig, parallel: Parallel) -> bool:
+    """Whether layers are those of transformer-engine.
+
+    Mixtures of experts have megatron-core's own linear layers wherever they run: what their weights are called in
+    transformer-engine's grouped layers is not known here.
+    """
+    return parallel.backend.transformer_engine and moe_sizes(hf) is None
+
+
+def _transformer_engine_spec(config: TransformerConfig) -> Any:
+    return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+
+
+def _torch_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+    dense, first = _torch_layer_spec(config, None), get_transformer_layer_offset(config)
+    sparse = dense if config.num_moe_experts is None else _torch_layer_spec(config, config.num_moe_experts)
+    pattern = config.moe_layer_freq if config.num_moe_experts is not None else [0] * config.num_layers
+    here = pattern[first : first + get_num_layers_to_build(config)]
+    layers = [sparse if is_sparse else dense for is_sparse in here]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=TorchRMSNorm)
+
+
+def _torch_layer_spec(config: TransformerConfig, num_experts: int | None) -> Any:
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm", num_experts=num_experts)
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = TorchAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = TorchRMSNorm
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = TorchRMSNorm
+    mlp = layer.submodules.mlp
+    if num_experts is not None:
+        mlp.submodules.router = MoeRouter
+        for experts in (mlp.submodules.experts, mlp.submodules.shared_experts):
+            experts.submodules.activation_func = TorchSwiGLU
+    else:
+        mlp.module = TorchMLP
+    return layer

@@ -1,0 +1,133 @@
+"""Attention in plain torch, as a megatron-core spec module.
+
+It serves where transformer-engine is absent: on a CPU, and on a GPU without it. megatron-core's own local attention
+knows neither packed sequences nor context parallelism.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from slime_tis.trainer.megatron.packing import PackedSequences
+
+
+class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has no types
+    """Rotary embedding and causal attention over packed sequences, by `scaled_dot_product_attention`.
+
+    Where sequences share their prompts, `SharedAttention` takes its place.
+
+    Under context parallelism keys and values are gathered over the ranks, queries stay. The rotary embedding is
+    applied here, with angles gathered by position once a micro-batch, since megatron-core's own splits and joins the
+    packed tokens per sequence, layer and tensor.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        softmax_scale: float | None = None,
+        pg_collection: Any = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        self.softmax_scale = softmax_scale
+        self.context_group = pg_collection.cp
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSequences | None = None,
+    ) -> Tensor:
+        """query [tokens, heads, d], key and value [tokens, groups, d] → [tokens, heads·d]."""
+        layout = packed_seq_params
+        if layout is None or layout.cos is None or layout.sin is None:
+            raise ValueError("TorchAttention takes packed sequences with rotary angles: pass packed_seq_params")
+        query, key = rotate(query, layout.cos, layout.sin), rotate(key, layout.cos, layout.sin)
+        if layout.shared is not None:
+            value = value.contiguous()  # a view would keep queries and keys as they were before rotation, too
+            return layout.shared(query, key, value, self.softmax_scale).flatten(1)
+        if self.context_group.size() > 1:
+            key, value = all_gather_tokens(torch.stack([key, value], 1), self.context_group).unbind(1)
+        repeats = query.shape[1] // key.shape[1]
+        output = F.scaled_dot_product_attention(
+            layout.query_rows(query),
+            layout.key_rows(key).repeat_interleave(repeats, 1),
+            layout.key_rows(value).repeat_interleave(repeats, 1),
+            attn_mask=layout.attention_mask,
+            is_causal=layout.attention_mask is None,
+            scale=self.softmax_scale,
+        )
+        return layout.tokens(output).flatten(1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding: each pair (x_i, x_{i+d/2}) of the first d features turned by its angle.
+
+        y_i = x_i cos − x_{i+d/2} sin,   y_{i+d/2} = x_{i+d/2} cos + x_i sin
+
+    Source: "RoFormer: Enhanced Transformer with Rotary Position Embedding", Su et al.
+    (https://arxiv.org/abs/2104.09864), eq. 34, with the pairs of Hugging Face's layout.
+
+    Args:
+        x: [tokens, heads, d or more]; features after the first d stay as they are.
+        cos: [tokens, 1, d/2] of each token's angles.
+        sin: [tokens, 1, d/2].
+
+    Returns:
+        As x, and differentiable in x; the gradient is the rotation back.
+    """
+    turned, rest = x.split([2 * cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]], -1)
+    turned = _Rotate.apply(turned, cos.to(x.dtype), sin.to(x.dtype))  # type: ignore[no-untyped-call]  # torch's
+    return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turned(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turned(grads[0], cos, -sin), None, None
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    turned: Tensor = x.unflatten(-1, (2, half)) * cos.unsqueeze(-2)
+    turned[..., 0, :].addcmul_(x[..., half:], sin, value=-1)
+    turned[..., 1, :].addcmul_(x[..., :half], sin)
+    return turned.flatten(-2)
+
+
+def all_gather_tokens(x: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
+    """[tokens, …] of every rank, one after another: [ranks·tokens, …]. Its gradient is the sum over the ranks."""
+    gathered: Tensor = _AllGatherTokens.apply(x, group)  # type: ignore[no-untyped-call]  # torch's
+    return gathered
+
+
+class _AllGatherTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
+        ctx.group = group
+        gathered = [torch.empty_like(x) for _ in range(group.size())]
+        torch.distributed.all_gather(gathered, x.contiguous(), group=group)
+        return torch.cat(gathered)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        grad = grads[0].contiguous()
+        torch.distributed.all_reduce(grad, group=ctx.group)
+        return grad.chunk(ctx.group.size())[ctx.group.rank()], None

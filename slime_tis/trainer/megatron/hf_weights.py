@@ -1,0 +1,282 @@
+"""Weights of Hugging Face checkpoints and of megatron-core: tensor-, pipeline- and expert-parallel shards, both ways.
+
+Every Megatron weight is made of one or more Hugging Face tensors. `RULES` says which, and `LAYOUTS` how each kind
+is cut over the tensor-parallel ranks and joined again.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slime_tis.errors import first_line
+from slime_tis.hf_directory import FAMILIES, check_tensors, read_model_config, tensor_files
+from slime_tis.trainer.megatron.architecture import HfConfig, Model
+from slime_tis.trainer.megatron.parallel import Parallel
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How whole tensors and tensor-parallel shards of one kind of parameter relate."""
+
+    split: Callable[[list[Tensor], int, int, HfConfig], Tensor]
+    """(whole tensors, rank, size, hf_config) → this rank's shard."""
+    join: Callable[[list[Tensor], HfConfig], list[Tensor]]
+    """(shards of all ranks, hf_config) → whole tensors."""
+
+
+def _split_vocab(tensors: list[Tensor], rank: int, size: int, hf: HfConfig) -> Tensor:
+    rows = -(-hf.vocab_size // size)
+    shard = tensors[0][rank * rows : (rank + 1) * rows]
+    return torch.cat([shard, shard.new_zeros(rows - len(shard), *shard.shape[1:])])
+
+
+def _split_qkv(tensors: list[Tensor], rank: int, size: int, hf: HfConfig) -> Tensor:
+    """Megatron keeps, for every key-value group, its query heads, then its key, then its value."""
+    groups = hf.num_key_value_heads
+    per_group = [tensor.unflatten(0, (groups, -1)) for tensor in tensors]
+    return torch.cat(per_group, 1).chunk(size)[rank].flatten(0, 1)
+
+
+def _join_qkv(shards: list[Tensor], hf: HfConfig) -> list[Tensor]:
+    joined = torch.cat(shards).unflatten(0, (hf.num_key_value_heads, -1))
+    queries = hf.num_attention_heads // hf.num_key_value_heads
+    head = joined.shape[1] // (queries + 2)
+    return [part.flatten(0, 1) for part in joined.split([queries * head, head, head], 1)]
+
+
+def _join_gated(shards: list[Tensor], hf: HfConfig) -> list[Tensor]:
+    gates, ups = zip(*(shard.chunk(2, -2) for shard in shards), strict=True)
+    return [torch.cat(gates, -2), torch.cat(ups, -2)]
+
+
+# "rows" and "gated" count dimensions from the last one: those of experts are joined stacked, [experts, out, in].
+LAYOUTS = {
+    "replicated": Layout(lambda t, rank, size, hf: t[0], lambda shards, hf: [shards[0]]),
+    "rows": Layout(lambda t, rank, size, hf: t[0].chunk(size, -1)[rank], lambda shards, hf: [torch.cat(shards, -1)]),
+    "vocab": Layout(_split_vocab, lambda shards, hf: [torch.cat(shards)[: hf.vocab_size]]),
+    "qkv": Layout(_split_qkv, _join_qkv),
+    "gated": Layout(lambda t, rank, size, hf: torch.cat([part.chunk(size, -2)[rank] for part in t], -2), _join_gated),
+}
+
+_QKV = tuple(f"self_attn.{x}_proj" for x in "qkv")
+
+# Megatron name (within its layer) → (layout, Hugging Face names). transformer-engine fuses a norm into the linear
+# layer that follows it, hence two names for the same weight.
+LAYER_RULES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "input_layernorm.weight": ("replicated", ("input_layernorm.weight",)),
+    "self_attention.linear_qkv.layer_norm_weight": ("replicated", ("input_layernorm.weight",)),
+    "self_attention.linear_qkv.weight": ("qkv", tuple(f"{name}.weight" for name in _QKV)),
+    "self_attention.linear_qkv.bias": ("qkv", tuple(f"{name}.bias" for name in _QKV)),
+    "self_attention.q_layernorm.weight": ("replicated", ("self_attn.q_norm.weight",)),
+    "self_attention.k_layernorm.weight": ("replicated", ("self_attn.k_norm.weight",)),
+    "self_attention.linear_proj.weight": ("rows", ("self_attn.o_proj.weight",)),
+    "pre_mlp_layernorm.weight": ("replicated", ("post_attention_layernorm.weight",)),
+    "mlp.linear_fc1.layer_norm_weight": ("replicated", ("post_attention_layernorm.weight",)),
+    "mlp.linear_fc1.weight": ("gated", ("mlp.gate_proj.weight", "mlp.up_proj.weight")),
+    "mlp.linear_fc2.weight": ("rows", ("mlp.down_proj.weight",)),
+    "mlp.router.weight": ("replicated", ("mlp.gate.weight",)),
+    "mlp.router.expert_bias": ("replicated", ("mlp.gate.e_score_correction_bias",)),
+    "mlp.shared_experts.linear_fc1.weight": (
+        "gated",
+        ("{shared_expert}.gate_proj.weight", "{shared_expert}.up_proj.weight"),
+    ),
+    "mlp.shared_experts.linear_fc2.weight": ("rows", ("{shared_expert}.down_proj.weight",)),
+    "mlp.shared_experts.gate_weight": ("replicated", ("{shared_expert_gate}.weight",)),
+    "mlp.experts.local_experts.*.linear_fc1.weight": (
+        "gated",
+        ("mlp.experts.{expert}.gate_proj.weight", "mlp.experts.{expert}.up_proj.weight"),
+    ),
+    "mlp.experts.local_experts.*.linear_fc2.weight": ("rows", ("mlp.experts.{expert}.down_proj.weight",)),
+}
+RULES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "embedding.word_embeddings.weight": ("vocab", ("model.embed_tokens.weight",)),
+    "decoder.final_layernorm.weight": ("replicated", ("model.norm.weight",)),
+    "output_layer.weight": ("vocab", ("lm_head.weight",)),
+}
+EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
+"""The number of a routed expert among those of its rank, in the name of its weight."""
+GATHERED_BYTES = 2**30
+"""Weights of routed experts that one collective gathers, where one expert of each rank is not larger."""
+
+
+def rule(name: str, hf: HfConfig, first_layer: int, first_expert: int = 0) -> tuple[Layout, list[str]]:
+    """The layout and the Hugging Face tensors of a Megatron weight.
+
+    Args:
+        name: of the weight, on its rank.
+        hf: the model's configuration.
+        first_layer: of the rank's pipeline stage.
+        first_expert: of the rank's routed experts.
+    """
+    if name in RULES:
+        layout, sources = RULES[name]
+        return LAYOUTS[layout], list(sources)
+    _, _, index, within = name.split(".", 3)  # decoder.layers.I.…
+    local = EXPERT.search(within)
+    layout, sources = LAYER_RULES[EXPERT.sub("*", within)]
+    family = FAMILIES[hf.architectures[0]]
+    names = {
+        "expert": first_expert + int(local[0]) if local else None,
+        "shared_expert": family.shared_expert,
+        "shared_expert_gate": family.shared_expert_gate,
+    }
+    prefix = f"model.layers.{int(index) + first_layer}"
+    return LAYOUTS[layout], [f"{prefix}.{source.format(**names)}" for source in sources]
+
+
+class HfTensors:
+    """The tensors of a Hugging Face checkpoint directory, read one at a time."""
+
+    def __init__(self, directory: str | Path, *, tied: bool) -> None:
+        """Looks which there are, and where.
+
+        Args:
+            directory: Of the checkpoint.
+            tied: Whether the output layer has the embeddings' weights, as `tie_word_embeddings` of config.json says.
+        """
+        self.directory, self.tied = Path(directory), tied
+        self.files = tensor_files(directory)
+
+    def __getitem__(self, name: str) -> Tensor:
+        from safetensors import SafetensorError, safe_open
+
+        if name == "lm_head.weight" and self.tied:
+            name = "model.embed_tokens.weight"
+        if name not in self.files:
+            why = ", and its config.json does not tie it to the embeddings" if name == "lm_head.weight" else ""
+            raise ValueError(f"{self.directory} has no tensor {name}{why}; the checkpoint is incomplete.")
+        path = self.files[name]
+        try:
+            with safe_open(str(path), "pt") as file:
+                tensor: Tensor = file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path}: the tensor {name} cannot be read ({first_line(error)}).") from None
+        if not tensor.isfinite().all():
+            raise ValueError(f"{path}: the tensor {name} holds NaN or infinity; the checkpoint is damaged.")
+        return tensor
+
+
+def load_hf_weights(model: Model, directory: str | Path, parallel: Parallel) -> None:
+    """Fills this rank's shard of the model from a Hugging Face checkpoint.
+
+    Raises:
+        ValueError: a tensor is missing, damaged, of another shape than the model's, or holds NaN or infinity.
+    """
+    check_tensors(directory, read_model_config(directory))
+    tensors = HfTensors(directory, tied=model.hf_config.tie_word_embeddings)
+    hf = model.hf_config
+    first_layer, first_expert = _first_layer(model, parallel), _first_expert(model, parallel, parallel.expert_rank)
+    for name, parameter in named_weights(model.module).items():
+        layout, sources = rule(name, hf, first_layer, first_expert)
+        expert = EXPERT.search(name) is not None
+        shard = layout.split(
+            [tensors[source] for source in sources],
+            parallel.expert_tensor_rank if expert else parallel.tensor_rank,
+            parallel.expert_tensor_size if expert else parallel.tensor_size,
+            hf,
+        )
+        if shard.shape != parameter.shape:
+            raise ValueError(f"{directory}: {sources} give {tuple(shard.shape)} for {name} {tuple(parameter.shape)}")
+        with torch.no_grad():
+            parameter.copy_(shard)
+
+
+def named_hf_tensors(model: Model, parallel: Parallel) -> Iterator[tuple[str, Tensor]]:
+    """Streams the model's weights as whole tensors under their Hugging Face names.
+
+    A collective: every rank must iterate to the end, and every rank gets every tensor, on its own device. At most one
+    weight, or as many experts of a layer as `GATHERED_BYTES` allow, is whole at a time.
+    """
+    weights = named_weights(model.module)
+    for stage in range(parallel.pipeline_size):
+        mine = stage == parallel.pipeline_rank
+        first_layer = stage * (model.config.num_layers // parallel.pipeline_size)
+        for names in parallel.broadcast_from_stage(_gathered_together(weights, parallel) if mine else [], stage):
+            if names == ["output_layer.weight"] and model.hf_config.tie_word_embeddings:
+                continue
+            whole = _whole([weights[name].detach() for name in names], names[0], model, parallel) if mine else None
+            if parallel.pipeline_size > 1:
+                whole = _broadcast_tensors(whole, stage, parallel)
+            assert whole is not None
+            yield from _under_hf_names(names, whole, model, parallel, first_layer)
+
+
+def named_weights(module: torch.nn.Module) -> dict[str, Tensor]:
+    """The weights of a rank's part of a model: its parameters, and the biases of routers, which are not trained."""
+    biases = ((name, buffer) for name, buffer in module.named_buffers() if name.endswith(".expert_bias"))
+    return dict([*module.named_parameters(), *biases])
+
+
+def _gathered_together(weights: dict[str, Tensor], parallel: Parallel) -> list[list[str]]:
+    """The names of a rank's weights: each alone, but those of one matrix of a layer's experts together."""
+    alike: dict[str, list[str]] = {}
+    for name in weights:
+        alike.setdefault(EXPERT.sub("*", name), []).append(name)
+    together = []
+    for names in alike.values():
+        gathered = weights[names[0]].nbytes * parallel.expert_size * parallel.expert_tensor_size
+        at_once = max(GATHERED_BYTES // gathered, 1)
+        together += [names[start : start + at_once] for start in range(0, len(names), at_once)]
+    return together
+
+
+def _whole(shards: list[Tensor], name: str, model: Model, parallel: Parallel) -> list[Tensor]:
+    """The Hugging Face tensors of a weight, or of some experts' alike weights.
+
+    Args:
+        shards: this rank's, of one weight or of several experts.
+        name: of the first of them.
+        model: whose weights they are.
+        parallel: this process's place in the layout.
+
+    Returns:
+        Of each Hugging Face tensor that the weight is made of [weights, …]: one, or expert after expert of all ranks.
+    """
+    layout, _ = rule(name, model.hf_config, 0)
+    if EXPERT.search(name) is None:
+        gathered = shards if layout is LAYOUTS["replicated"] else _all_gather(shards[0], parallel.tensor_group)
+        return [tensor[None] for tensor in layout.join(gathered, model.hf_config)]
+    stacked = layout.join(_all_gather(torch.stack(shards), parallel.expert_tensor_group), model.hf_config)
+    return [torch.cat(_all_gather(tensor, parallel.expert_group)) for tensor in stacked]
+
+
+def _under_hf_names(
+    names: Sequence[str], whole: list[Tensor], model: Model, parallel: Parallel, first_layer: int
+) -> Iterator[tuple[str, Tensor]]:
+    owners = 1 if EXPERT.search(names[0]) is None else parallel.expert_size
+    places = ((owner, name) for owner in range(owners) for name in names)
+    for place, (owner, name) in enumerate(places):
+        _, targets = rule(name, model.hf_config, first_layer, _first_expert(model, parallel, owner))
+        yield from zip(targets, (tensor[place] for tensor in whole), strict=True)
+
+
+def _first_layer(model: Model, parallel: Parallel) -> int:
+    return int(parallel.pipeline_rank * (model.config.num_layers // parallel.pipeline_size))
+
+
+def _first_expert(model: Model, parallel: Parallel, owner: int) -> int:
+    return owner * ((model.config.num_moe_experts or 0) // parallel.expert_size)
+
+
+def _all_gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    if group.size() == 1:
+        return [tensor]
+    gathered = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    dist.all_gather(gathered, tensor.contiguous(), group=group)
+    return gathered
+
+
+def _broadcast_tensors(tensors: list[Tensor] | None, stage: int, parallel: Parallel) -> list[Tensor]:
+    described = parallel.broadcast_from_stage([(t.shape, t.dtype) for t in tensors or []], stage)
+    device = parallel.backend.device
+    tensors = tensors or [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in described]
+    source = dist.get_global_rank(parallel.pipeline_group, stage)
+    for i, tensor in enumerate(tensors):
+        tensors[i] = tensor.contiguous()
+        dist.broadcast(tensors[i], source, parallel.pipeline_group)
+    return tensors

@@ -1,0 +1,238 @@
+"""The process groups, and the one place where device, collective library and layer implementation are chosen."""
+
+import importlib.util
+import os
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.rerun_state_machine import (
+    RerunMode,
+    destroy_rerun_state_machine,
+    initialize_rerun_state_machine,
+)
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from slime_tis.correction import Ranks
+from slime_tis.trainer.megatron.environment import Environment, read_environment
+from slime_tis.trainer.options.megatron import MegatronConfig
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backend:
+    """What this machine offers."""
+
+    device: torch.device
+    collectives: str
+    """Backend of torch.distributed: nccl or gloo."""
+    transformer_engine: bool
+    """Layers from transformer-engine, or from megatron-core and plain torch."""
+
+
+def choose_backend(local_rank: int = 0) -> Backend:
+    """CUDA, NCCL and transformer-engine where they are; otherwise CPU, gloo and plain torch layers."""
+    if not torch.cuda.is_available():
+        return Backend(device=torch.device("cpu"), collectives="gloo", transformer_engine=False)
+    device = torch.device("cuda", local_rank)
+    has_engine = importlib.util.find_spec("transformer_engine") is not None
+    return Backend(device=device, collectives="nccl", transformer_engine=has_engine)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parallel:
+    """This process's place in the model- and data-parallel layout, and the reductions over it."""
+
+    backend: Backend
+    tensor_rank: int
+    tensor_size: int
+    pipeline_rank: int
+    pipeline_size: int
+    context_rank: int
+    context_size: int
+    data_rank: int
+    data_size: int
+    expert_rank: int
+    """Among the ranks that share the experts of a layer."""
+    expert_size: int
+    expert_tensor_rank: int
+    """Among the ranks that share the matrices of one expert."""
+    expert_tensor_size: int
+    local_size: int
+    """Processes of the job on this machine."""
+    tensor_group: dist.ProcessGroup
+    expert_group: dist.ProcessGroup
+    expert_tensor_group: dist.ProcessGroup
+    pipeline_group: dist.ProcessGroup
+    context_group: dist.ProcessGroup
+    data_group: dist.ProcessGroup
+    data_and_context_group: dist.ProcessGroup
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank has the embedding."""
+        return self.pipeline_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank has the output layer, and with it log-probs and the loss."""
+        return self.pipeline_rank == self.pipeline_size - 1
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes files and talks to the user."""
+        return self.rank == 0
+
+    @property
+    def rank(self) -> int:
+        """This process among all."""
+        return dist.get_rank()
+
+    @property
+    def size(self) -> int:
+        """Processes of the job."""
+        return dist.get_world_size()
+
+    def largest(self, value: int) -> int:
+        """The largest value of all ranks; a collective with one host synchronisation, where there are several."""
+        if self.size == 1:
+            return value
+        largest = torch.tensor([value], device=self.backend.device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return int(largest)
+
+    @property
+    def ranks(self) -> Ranks:
+        """The reductions over the context- and data-parallel ranks, in place."""
+        sliced, shared = self.context_size > 1, self.data_size > 1
+        if not (sliced or shared):
+            return Ranks()
+        return Ranks.from_groups(
+            context=self.context_group if sliced else None,
+            data=self.data_group if shared else None,
+            data_and_context=self.data_and_context_group if sliced and shared else None,
+        )
+
+    def broadcast_from_stage(self, value: T, stage: int) -> T:
+        """A small Python object of pipeline stage `stage`, on every stage."""
+        if self.pipeline_size == 1:
+            return value
+        box: list[T] = [value]
+        dist.broadcast_object_list(box, dist.get_global_rank(self.pipeline_group, stage), self.pipeline_group)
+        return box[0]
+
+    def broadcast_from_last_stage(self, value: T) -> T:
+        """A small Python object of the last pipeline stage, on every stage."""
+        return self.broadcast_from_stage(value, self.pipeline_size - 1)
+
+    def all_gather_data(self, value: T) -> list[T]:
+        """A small Python object of every data-parallel rank, in their order."""
+        return _all_gather(value, self.data_size, self.data_group)
+
+    def all_gather_data_and_context(self, value: T) -> list[T]:
+        """A small Python object of every data- and context-parallel rank, in their order."""
+        return _all_gather(value, self.data_size * self.context_size, self.data_and_context_group)
+
+
+def _all_gather(value: T, size: int, group: dist.ProcessGroup) -> list[T]:
+    gathered: list[T] = [value] * size
+    if size > 1:
+        dist.all_gather_object(gathered, value, group=group)
+    return gathered
+
+
+def initialize(config: MegatronConfig) -> Parallel:
+    """Starts torch.distributed (alone, or as torchrun says) and megatron-core's groups, and seeds every rank.
+
+    Raises:
+        ValueError: the environment is not that of a rank, or the ranks do not meet.
+    """
+    environment = read_environment(os.environ)
+    backend = choose_backend(environment.local_rank)
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    if backend.device.type == "cuda":
+        torch.cuda.set_device(backend.device)
+    if not dist.is_initialized():
+        _start_process_group(backend, environment)
+    mpu.initialize_model_parallel(
+        config.tensor_model_parallel_size,
+        config.pipeline_model_parallel_size,
+        context_parallel_size=config.context_parallel_size,
+        expert_model_parallel_size=config.expert_model_parallel_size,
+        expert_tensor_parallel_size=config.expert_tensor_parallel_size,
+        create_gloo_process_groups=False,
+    )
+    initialize_rerun_state_machine(mode=RerunMode.DISABLED)
+    torch.manual_seed(config.seed)
+    # megatron-core's other random-state tracker asks the CUDA driver for its state.
+    model_parallel_cuda_manual_seed(config.seed, inference_rng_tracker=backend.device.type == "cpu")
+    return Parallel(
+        backend=backend,
+        tensor_rank=mpu.get_tensor_model_parallel_rank(),
+        tensor_size=mpu.get_tensor_model_parallel_world_size(),
+        pipeline_rank=mpu.get_pipeline_model_parallel_rank(),
+        pipeline_size=mpu.get_pipeline_model_parallel_world_size(),
+        context_rank=mpu.get_context_parallel_rank(),
+        context_size=mpu.get_context_parallel_world_size(),
+        data_rank=mpu.get_data_parallel_rank(),
+        data_size=mpu.get_data_parallel_world_size(),
+        expert_rank=mpu.get_expert_model_parallel_rank(),
+        expert_size=mpu.get_expert_model_parallel_world_size(),
+        expert_tensor_rank=mpu.get_expert_tensor_parallel_rank(),
+        expert_tensor_size=mpu.get_expert_tensor_parallel_world_size(),
+        local_size=environment.local_world_size,
+        tensor_group=mpu.get_tensor_model_parallel_group(),
+        expert_group=mpu.get_expert_model_parallel_group(),
+        expert_tensor_group=mpu.get_expert_tensor_parallel_group(),
+        pipeline_group=mpu.get_pipeline_model_parallel_group(),
+        context_group=mpu.get_context_parallel_group(),
+        data_group=mpu.get_data_parallel_group(),
+        data_and_context_group=mpu.get_data_parallel_group(with_context_parallel=True),
+    )
+
+
+def _start_process_group(backend: Backend, environment: Environment) -> None:
+    if not environment.launched:
+        dist.init_process_group(backend.collectives, store=dist.HashStore(), rank=0, world_size=1)
+        return
+    try:
+        dist.init_process_group(backend.collectives)
+    except (RuntimeError, ValueError) as error:  # torch has a dozen kinds of them
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(
+            f"rank {environment.rank} of {environment.world_size} did not meet the others at {address}: "
+            f"{reason[:200]}; see that MASTER_ADDR and MASTER_PORT are the same on all ranks and that the port is free."
+        ) from error
+
+
+def connect_store() -> dist.Store | None:
+    """A connection of its own to the key-value store that the ranks met at; None where there is one rank."""
+    if dist.get_world_size() == 1:
+        return None
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False
+    )
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the store outlives a restart of the ranks
+    return dist.PrefixStore(f"slime_tis/{attempt}", store)
+
+
+def lost_contact(error: BaseException | None) -> bool:
+    """Whether an error, or what led to it, is that of a collective whose other ranks are gone."""
+    while error is not None:
+        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def shut_down() -> None:
+    """Ends megatron-core's groups and torch.distributed."""
+    mpu.destroy_model_parallel()
+    destroy_rerun_state_machine()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,61 @@
+"""slime's helper for loss functions of the user's own: from the logits that they get to log-probs and entropies."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state as mpu
+from torch import Tensor
+
+from slime_tis.integrations import slime_modules
+from slime_tis.integrations.slime import context_parallel
+from slime_tis.trainer.megatron.log_probs import vocab_parallel_log_probs
+
+
+def get_log_probs_and_entropy(
+    logits: Tensor,
+    *,
+    args: Namespace,
+    unconcat_tokens: Sequence[Tensor],
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    with_entropy: bool = False,
+    **others: Any,
+) -> tuple[Tensor, dict[str, list[Tensor]]]:
+    """Log-probs of the response tokens on this rank at the rollout's temperature, with gradient.
+
+    Args:
+        logits: [1, L, V] that the loss function got.
+        args: with rollout_temperature and log_probs_chunk_size.
+        unconcat_tokens: prompt and response of each sample.
+        total_lengths: tokens of prompt and response.
+        response_lengths: tokens of the response.
+        with_entropy: also the entropies.
+        others: what slime passes besides, without effect here.
+
+    Returns:
+        An empty tensor, and by "log_probs" and "entropy" a list with one tensor per sample.
+    """
+    slices = context_parallel({}).slices(total_lengths, response_lengths, None)
+    responses = [
+        tokens[len(tokens) - length :] for tokens, length in zip(unconcat_tokens, response_lengths, strict=True)
+    ]
+    log_probs_L, entropy_L = vocab_parallel_log_probs(
+        logits[0].clone(),  # which is overwritten, and the function may want them again
+        slices.slice_flat(torch.cat(responses)),
+        mpu.get_tensor_model_parallel_group(),
+        vocab_start=mpu.get_tensor_model_parallel_rank() * logits.shape[-1],
+        temperature=args.rollout_temperature,
+        chunk_size=args.log_probs_chunk_size,
+        entropy_gradient=with_entropy,
+    )
+    found = {"log_probs": list(log_probs_L.split(slices.local_lengths))}
+    if with_entropy:
+        found["entropy"] = list(entropy_L.split(slices.local_lengths))
+    return logits.new_empty(0), found
+
+
+slime_modules.MODULES["slime.backends.megatron_utils.loss"] = {"get_log_probs_and_entropy": get_log_probs_and_entropy}

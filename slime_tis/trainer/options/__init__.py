@@ -1,0 +1,1 @@
+"""Options of the trainer: one frozen dataclass per subject."""

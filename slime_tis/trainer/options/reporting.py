@@ -1,0 +1,65 @@
+"""Options of the reports: the run directory, the progress bar, TensorBoard and Weights & Biases."""
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Literal
+
+from slime_tis.limits import check_fields
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportingConfig:
+    """Where the metrics of a run are reported."""
+
+    output_dir: str = "runs/latest"
+    """Run directory: config.yaml, metrics.jsonl, summary.png and TensorBoard events."""
+
+    use_tensorboard: bool = False
+    """Write TensorBoard events below the run directory."""
+
+    tb_project_name: str | None = None
+    """Sub-directory of the TensorBoard events that groups runs."""
+
+    tb_experiment_name: str | None = None
+    """Sub-directory of the TensorBoard events that names the run."""
+
+    use_wandb: bool = False
+    """Log to Weights & Biases; the key comes from the environment variable WANDB_API_KEY only."""
+
+    wandb_project: str | None = None
+    """Weights & Biases project; unset means slime_tis."""
+
+    wandb_group: str | None = None
+    """Weights & Biases group of the run."""
+
+    wandb_mode: Literal["online", "offline", "disabled"] | None = None
+    """Weights & Biases mode; unset means the one of the environment."""
+
+    wandb_dir: str | None = None
+    """Directory of Weights & Biases files; unset means the run directory."""
+
+    summary_plot: bool = True
+    """Draw summary.png at the end of the run (later: `python -m slime_tis.trainer.reporting.summary DIR`)."""
+
+    progress: bool = True
+    """Progress bar on stderr, where that is a terminal."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not self.output_dir:
+            raise ValueError("--output-dir is empty but must name a directory, for example runs/latest.")
+        for flag, name in (
+            ("--tb-project-name", self.tb_project_name),
+            ("--tb-experiment-name", self.tb_experiment_name),
+        ):
+            if name is not None and (PurePath(name).is_absolute() or ".." in PurePath(name).parts):
+                raise ValueError(
+                    f"{flag} is {name!r}, which leads out of the run directory; give a name, for example mine."
+                )
+        for flag, used, package in (
+            ("--use-tensorboard", self.use_tensorboard, "tensorboard"),
+            ("--use-wandb", self.use_wandb, "wandb"),
+        ):
+            if used and importlib.util.find_spec(package) is None:
+                raise ValueError(f"{flag} is on but {package} is not installed; run pip install {package}.")

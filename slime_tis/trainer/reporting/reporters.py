@@ -1,0 +1,235 @@
+"""Reporters of metrics: one `log(metrics, step)` for the console, JSONL, TensorBoard and W&B."""
+
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from tqdm import tqdm
+
+from slime_tis.files import write_atomically
+from slime_tis.trainer.options.reporting import ReportingConfig
+from slime_tis.trainer.reporting.run_directory import METRICS, TENSORBOARD, metrics_before, prepare_run_directory
+from slime_tis.trainer.reporting.summary import CORRECTION_PREFIXES, plot_summary
+
+REJECTION_METRICS = (
+    "mis_rs_masked_fraction",
+    "mis_catastrophic_seq_fraction",
+    "mis_second_moment_masked_fraction",
+    "mis_mask_fraction_high",
+    "opsm_clipfrac",
+)
+"""Metrics that are logged where tokens can be rejected."""
+
+COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("reward", "rollout/raw_reward", "{:.3f}".format),
+    ("loss", "train/loss", lambda loss: f"{loss:+.4f}" if abs(loss) < 1e4 else f"{loss:+.3e}"),
+    ("grad norm", "train/grad_norm", "{:.3f}".format),
+    *(("k3", f"{prefix}mismatch_k3_kl", "{:.1e}".format) for prefix in CORRECTION_PREFIXES),
+    *(("weight", f"{prefix}mis_ratio_mean_after_mis", "{:.3f}".format) for prefix in CORRECTION_PREFIXES),
+    *(
+        ("rejected", f"{prefix}gradient_kept_fraction", lambda kept: f"{1 - kept:.1%}")
+        for prefix in CORRECTION_PREFIXES
+    ),
+    ("time", "perf/step_time", "{:.2f} s".format),
+)
+"""Columns of the console's line: label, metric and format. A column whose metric is missing is left out."""
+
+
+class Reporter(Protocol):
+    """A destination of metrics."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Reports the metrics of a step; steps rise from call to call."""
+
+    def close(self) -> None:
+        """Writes what is pending and closes the destination."""
+
+
+class Reporters:
+    """Several reporters as one; an empty sequence makes one that reports nothing."""
+
+    def __init__(self, reporters: Sequence[Reporter], after_close: Callable[[], object] | None = None) -> None:
+        """Takes the reporters together.
+
+        Args:
+            reporters: Reporters in the order in which they are called.
+            after_close: Called when all of them are closed.
+        """
+        self._reporters, self._after_close = reporters, after_close
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Reports to each."""
+        for reporter in self._reporters:
+            reporter.log(metrics, step)
+
+    def close(self) -> None:
+        """Closes each."""
+        for reporter in self._reporters:
+            reporter.close()
+        if self._after_close is not None:
+            self._after_close()
+
+
+class JsonLines:
+    """metrics.jsonl: one JSON object per step, complete after every step. A value that is not finite becomes null."""
+
+    def __init__(self, path: Path, resume_step: int = 0, *, evaluates_again: bool = False) -> None:
+        if path.exists():
+            write_atomically(path, "".join(metrics_before(path, resume_step, evaluates_again=evaluates_again)))
+        self._path = path
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (open as long as the run)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Appends a line and flushes it.
+
+        Raises:
+            OSError: it cannot be written, on a full disk for instance; the message names the file.
+        """
+        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        line = json.dumps({"step": step, **finite}, allow_nan=False) + "\n"
+        try:
+            self._file.write(line)
+            self._file.flush()
+        except OSError as error:
+            raise OSError(
+                f"could not write the metrics of step {step} to {self._path}: {error.strerror}; free space (or give "
+                "another --output-dir), and go on with --load from the newest checkpoint, if there is one"
+            ) from error
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+class Console:
+    """One readable line per step on stdout, above a progress bar on stderr where that is a terminal.
+
+    Steps count from 1; step 0 is the evaluation before training.
+    """
+
+    def __init__(self, total_steps: int, resume_step: int = 0, progress: bool = True) -> None:
+        shown = progress and sys.stderr.isatty()
+        self._total = total_steps
+        self._bar = tqdm(
+            total=total_steps, initial=max(resume_step - 1, 0), unit="step", disable=not shown, leave=False
+        )
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Prints the line of a step."""
+        tqdm.write(format_step(metrics, step, self._total), file=sys.stdout)
+        sys.stdout.flush()
+        self._bar.update(max(step - self._bar.n, 0))
+
+    def close(self) -> None:
+        """Removes the bar."""
+        self._bar.close()
+
+
+class TensorBoard:
+    """Scalars as TensorBoard events; a resumed run hides what an earlier one logged at the same steps.
+
+    A step is one event with all its scalars: written one by one they would take 1 % of a small step.
+    """
+
+    def __init__(self, directory: Path, resume_step: int = 0) -> None:
+        # slow to import, and only when asked for
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]  # generated
+        from tensorboard.compat.proto.summary_pb2 import Summary as Scalars  # type: ignore[import-untyped]  # generated
+        from torch.utils.tensorboard import FileWriter
+
+        self._scalars = Scalars
+        self._writer = FileWriter(str(directory), flush_secs=10)
+        self._writer.add_event(Event(session_log=SessionLog(status=SessionLog.START)), resume_step)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Adds one scalar per metric."""
+        values = [self._scalars.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._writer.add_summary(self._scalars(value=values), step)
+
+    def close(self) -> None:
+        """Flushes and closes the event file."""
+        self._writer.close()
+
+
+class WandB:
+    """Scalars to Weights & Biases; the key comes from WANDB_API_KEY in the environment."""
+
+    def __init__(self, config: ReportingConfig, directory: Path, effective_config: Mapping[str, Any]) -> None:
+        import wandb  # an optional package
+
+        self._run = wandb.init(
+            project=config.wandb_project or "slime_tis",
+            group=config.wandb_group,
+            mode=config.wandb_mode,
+            dir=config.wandb_dir or str(directory),
+            config=dict(effective_config),
+        )
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Sends the metrics of a step."""
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """Uploads what is pending and ends the run."""
+        self._run.finish()
+
+
+def open_reporters(
+    config: ReportingConfig,
+    effective_config: Mapping[str, Any],
+    *,
+    total_steps: int,
+    resume_step: int = 0,
+    evaluates_again: bool = False,
+    run: str | None = None,
+    enabled: bool = True,
+) -> Reporter:
+    """Prepares the directory of a run and opens the reporters that its options name.
+
+    Args:
+        config: Which reporters, and where they write.
+        effective_config: Plain values of the whole configuration, written as config.yaml and sent to W&B.
+        total_steps: Steps of the whole run.
+        resume_step: First step that will be logged; rows at and after it are deleted.
+        evaluates_again: Whether the step before it is evaluated first, which an earlier resumption may have logged.
+        run: Identity of the run; None makes one.
+        enabled: Whether this process reports: the main rank alone does.
+
+    Returns:
+        One reporter; close it when the run ends, which also draws summary.png where that is asked for.
+    """
+    if not enabled:
+        return Reporters(())
+    directory = prepare_run_directory(config.output_dir, effective_config, resume_step, run)
+    reporters: list[Reporter] = [
+        JsonLines(directory / METRICS, resume_step, evaluates_again=evaluates_again),
+        Console(total_steps, resume_step, config.progress),
+    ]
+    if config.use_tensorboard:
+        names = [name for name in (config.tb_project_name, config.tb_experiment_name) if name]
+        reporters.append(TensorBoard(directory.joinpath(TENSORBOARD, *names), resume_step))
+    if config.use_wandb:
+        reporters.append(WandB(config, directory, effective_config))
+    draw = partial(plot_summary, directory) if config.summary_plot else None
+    return Reporters(reporters, after_close=draw)
+
+
+def format_step(metrics: Mapping[str, float], step: int, total_steps: int) -> str:
+    """Formats the console's line of a step: its number, the columns that were logged, the score of every evaluation."""
+    width = len(str(total_steps))
+    parts = [f"step {step:>{width}}/{total_steps}"]
+    columns = [column for column in COLUMNS if column[0] != "rejected" or _can_reject(metrics, column[1])]
+    parts += [f"{label} {show(metrics[name])}" for label, name, show in columns if name in metrics]
+    evaluations = (name for name in metrics if name.startswith("eval/") and name.count("/") == 1)
+    parts += [f"{name} {metrics[name]:.3f}" for name in evaluations]
+    return "  ".join(parts)
+
+
+def _can_reject(metrics: Mapping[str, float], kept: str) -> bool:
+    """Whether tokens were, or could have been, rejected."""
+    prefix = kept.removesuffix("gradient_kept_fraction")
+    return metrics.get(kept, 1.0) < 1.0 or any(prefix + name in metrics for name in REJECTION_METRICS)

@@ -1,0 +1,222 @@
+"""The files of training checkpoints: their names, checksums and owners, and which may be removed.
+
+`DIR/iter_0000010/` holds what megatron-core wrote, `trainer_state.json`, and `SHA256SUMS` over all of it, which
+`sha256sum -c SHA256SUMS` checks too. It is written as `DIR/.iter_0000010.unfinished/` and renamed when whole.
+"""
+
+import errno
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from slime_tis.trainer.storage.directories import SAFETENSORS_PARTIAL, exchange, remove_files
+
+TRAINER_STATE, MANIFEST = "trainer_state.json", "SHA256SUMS"
+ROLLOUT_WEIGHTS, ROUNDING_ERRORS = "rollout_weights.safetensors", "weight_rounding_errors.safetensors"
+UPDATE_SAMPLES = "weight_update_samples.safetensors"
+"""Files of a checkpoint beside megatron-core's own."""
+NAME = re.compile(r"iter_([0-9]{1,18})")
+LEFT_OVER = re.compile(r"\.iter_[0-9]{1,18}\.(unfinished|removed)")
+"""Names of directories that a run that was killed may leave behind."""
+OWN_FILE = re.compile(
+    r"__[0-9]+_[0-9]+\.distcp|(__[0-9]+)?\.metadata(\.tmp)?|common\.pt|metadata\.json|"
+    rf"{SAFETENSORS_PARTIAL}|"
+    + "|".join(map(re.escape, (TRAINER_STATE, MANIFEST, ROLLOUT_WEIGHTS, ROUNDING_ERRORS, UPDATE_SAMPLES)))
+)
+"""Names of the files that an unfinished checkpoint may hold, and that are removed where a killed run left them."""
+LINE = re.compile(r"([0-9a-f]{64})  (.+)")
+
+
+class Damaged(ValueError):
+    """A file of a checkpoint is not as it was written; the message names it and says how."""
+
+
+def checkpoint_path(directory: str | Path, step: int) -> Path:
+    """Where the checkpoint after a number of optimizer steps lives."""
+    return Path(directory) / f"iter_{step:07d}"
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step that a checkpoint's name gives."""
+    return int(checkpoint.name.removeprefix("iter_"))
+
+
+def checkpoints(directory: str | Path) -> list[Path]:
+    """The checkpoints under a directory by step, whole or damaged; other names are passed over."""
+    directory = Path(directory)
+    if not directory.is_dir():
+        return []
+    found = [path for path in directory.iterdir() if NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=lambda path: (step_of(path), path.name))
+
+
+def begin(checkpoint: Path) -> Path:
+    """Makes the directory that a checkpoint is written to before it is whole, and removes what killed runs left.
+
+    Raises:
+        OSError: it cannot be made, or a left-over directory holds files of somebody else.
+    """
+    unfinished = checkpoint.with_name(f".{checkpoint.name}.unfinished")
+    checkpoint.parent.mkdir(parents=True, exist_ok=True)
+    sweep(checkpoint.parent)
+    if unfinished.exists():
+        raise FileExistsError(errno.EEXIST, "holds files that this program did not write", str(unfinished))
+    unfinished.mkdir()
+    return unfinished
+
+
+def sweep(directory: Path) -> None:
+    """Removes what killed runs left of checkpoints that they were writing or removing.
+
+    Raises:
+        OSError: a file cannot be removed.
+    """
+    for left in directory.iterdir():
+        if LEFT_OVER.fullmatch(left.name) and left.is_dir() and not left.is_symlink():
+            discard(left)
+
+
+def discard(left_over: Path) -> None:
+    """Removes the files of an unfinished checkpoint, and no others; does nothing where there is none."""
+    if left_over.is_dir():
+        remove_files(left_over, [path.name for path in left_over.iterdir() if OWN_FILE.fullmatch(path.name)])
+
+
+def finish(unfinished: Path, checkpoint: Path, run: str) -> None:
+    """Gives a whole checkpoint its name; one of this run that had the name is replaced in one step.
+
+    One of another run, a damaged one whose run is unknown, or one with strange files is renamed to `….replaced`.
+    """
+    if checkpoint.exists() and not (run_of(checkpoint) == run and _holds_only_its_own(checkpoint)):
+        checkpoint.rename(_free(checkpoint.with_name(f"{checkpoint.name}.replaced")))
+    if not checkpoint.exists():
+        unfinished.rename(checkpoint)
+        return
+    exchange(unfinished, checkpoint)
+    _remove(unfinished)
+
+
+def prune(newest: Path, run: str, retain: int) -> None:
+    """Removes this run's checkpoints before `newest`, but for the last `retain` counting it.
+
+    Those of other runs, of later steps, and those that hold a file that this program did not write stay.
+    """
+    before = [path for path in checkpoints(newest.parent) if step_of(path) < step_of(newest)]
+    own = [path for path in before if run_of(path) == run]
+    for old in own[: max(len(own) - (retain - 1), 0)]:
+        if _holds_only_its_own(old):
+            removed = old.with_name(f".{old.name}.removed")
+            old.rename(removed)
+            _remove(removed)
+
+
+def run_of(checkpoint: Path) -> str | None:
+    """Identity of the run that wrote a checkpoint; None where that cannot be read."""
+    try:
+        run = json.loads((checkpoint / TRAINER_STATE).read_text(encoding="utf-8"))["run"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return run if isinstance(run, str) else None
+
+
+def files_of(checkpoint: Path) -> list[str]:
+    """The relative names of all files of a checkpoint but its manifest, sorted."""
+    found = (path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file())
+    return sorted(name for name in found if name != MANIFEST)
+
+
+def checksums(checkpoint: Path, names: Iterable[str]) -> dict[str, str]:
+    """SHA-256 of files of a checkpoint, by name.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    found = {}
+    for name in names:
+        with open(checkpoint / name, "rb") as file:
+            found[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
+
+
+def write_manifest(checkpoint: Path, sums: Mapping[str, str]) -> None:
+    """Writes `SHA256SUMS`."""
+    lines = [f"{sums[name]}  {name}\n" for name in sorted(sums)]
+    (checkpoint / MANIFEST).write_text("".join(lines), encoding="utf-8")
+
+
+def read_manifest(checkpoint: Path) -> dict[str, str]:
+    """The checksums that were written, by name.
+
+    Raises:
+        Damaged: there are none, or the file is not such a list.
+    """
+    try:
+        lines = (checkpoint / MANIFEST).read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        raise Damaged(f"{MANIFEST} is missing") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise Damaged(f"{MANIFEST} cannot be read ({error})") from None
+    sums = {}
+    for number, line in enumerate(lines, start=1):
+        parts = LINE.fullmatch(line)
+        if parts is None or ".." in PurePosixPath(parts[2]).parts or PurePosixPath(parts[2]).is_absolute():
+            raise Damaged(f"line {number} of {MANIFEST} is not a checksum and a name")
+        sums[parts[2]] = parts[1]
+    if TRAINER_STATE not in sums:
+        raise Damaged(f"{MANIFEST} does not list {TRAINER_STATE}")
+    return sums
+
+
+def check(checkpoint: Path, sums: Mapping[str, str]) -> None:
+    """Compares files with their checksums.
+
+    Raises:
+        Damaged: one is missing, cannot be read or differs.
+    """
+    for name, expected in sums.items():
+        try:
+            (found,) = checksums(checkpoint, [name]).values()
+        except FileNotFoundError:
+            raise Damaged(f"{name} is missing") from None
+        except OSError as error:
+            raise Damaged(f"{name} cannot be read ({error.strerror})") from None
+        if found != expected:
+            raise Damaged(f"{name} is not as it was written (its SHA-256 differs)")
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """The trainer's state of a checkpoint.
+
+    Raises:
+        Damaged: it cannot be read.
+    """
+    try:
+        state = json.loads((checkpoint / TRAINER_STATE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise Damaged(f"{TRAINER_STATE} cannot be read ({error})") from None
+    if not isinstance(state, dict):
+        raise Damaged(f"{TRAINER_STATE} is not a JSON object")
+    return state
+
+
+def _holds_only_its_own(checkpoint: Path) -> bool:
+    try:
+        return set(files_of(checkpoint)) <= set(read_manifest(checkpoint))
+    except Damaged:
+        return False
+
+
+def _remove(checkpoint: Path) -> None:
+    remove_files(checkpoint, [*read_manifest(checkpoint), MANIFEST])
+
+
+def _free(path: Path) -> Path:
+    """The path, or with a number where it is taken."""
+    number, free = 1, path
+    while free.exists():
+        number += 1
+        free = path.with_name(f"{path.name}.{number}")
+    return free

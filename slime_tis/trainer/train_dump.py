@@ -1,0 +1,221 @@
+"""Per-token dumps of training (`--save-debug-train-data`), written by a thread of their own.
+
+policy loss → RecordedLoss → StepDump → queue → table → file
+"""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from slime_tis.analysis.dumps.annotate import annotated
+from slime_tis.analysis.dumps.files import check_replaceable, write
+from slime_tis.analysis.dumps.table import Column, SampleParts, TokenTable, turns_of
+from slime_tis.correction import GlobalBatch, RolloutCorrectionConfig
+from slime_tis.errors import first_line
+from slime_tis.policy.config import PolicyConfig
+from slime_tis.policy.policy_loss import LossInputs, LossOutputs, TokenRecord
+from slime_tis.trainer.data.sample import Sample, SampleStatus
+
+WAITING = 2
+"""Rollouts that may wait to be written; training waits when there are more, so that memory is bounded."""
+
+
+class RecordedLoss:
+    """A policy loss that remembers what it made of each token."""
+
+    def __init__(self, loss: Callable[[LossInputs], LossOutputs]) -> None:
+        self._loss = loss
+        self._records: list[TokenRecord] = []
+
+    def __call__(self, inputs: LossInputs) -> LossOutputs:
+        """The loss of one micro-batch."""
+        outputs = self._loss(inputs)
+        self._records.append(outputs.record)
+        return outputs
+
+    def in_order(self, partition: Sequence[Sequence[int]], lengths: Sequence[int]) -> Tensor:
+        """The records of all micro-batches as float32 [L, 5], in the order of the batch.
+
+        Args:
+            partition: the samples of each micro-batch.
+            lengths: tokens of each sample on this rank.
+        """
+        order = [sample for samples in partition for sample in samples]
+        parts = torch.cat([record.stack() for record in self._records]).split([lengths[sample] for sample in order])
+        of_sample = dict(zip(order, parts, strict=True))
+        return torch.cat([of_sample[sample] for sample in range(len(order))])
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepDump:
+    """One optimizer step's samples on a data-parallel rank, and what the loss made of their tokens."""
+
+    samples: Sequence[Sample]
+    advantages: Sequence[float]
+    """One per sample."""
+    record_N: Tensor
+    """float32 [N, 5] on the CPU, `TokenRecord.stack` of the whole responses."""
+    step: int
+    """Optimizer steps made before."""
+    global_batch: GlobalBatch
+    """What was known of the batch of all ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DumpSettings:
+    """What all steps of a run have in common."""
+
+    pattern: str
+    """Of the files' names; {rollout_id} and {rank} in it become numbers."""
+    correction: RolloutCorrectionConfig
+    policy: PolicyConfig
+    old_policy: str
+    """Whose log-probs the old ones are, as of `TokenTable.old_log_prob`."""
+    has_custom_function: bool
+    """Whether a user's function takes the place of the correction."""
+    metadata: Mapping[str, Any]
+    """precision, rollout_precision, temperature and tokenizer, as of `TokenTable.metadata`."""
+
+    def path(self, rollout_id: int, rank: int) -> Path:
+        """The file of a rollout and a rank."""
+        return Path(self.pattern.format(rollout_id=rollout_id, rank=rank))
+
+
+class TrainDump:
+    """Writes the steps of each rollout to one file, in a thread.
+
+    A file that cannot be written is reported on stderr, and the run goes on.
+    """
+
+    def __init__(self, settings: DumpSettings, rank: int) -> None:
+        self._settings, self._rank = settings, rank
+        self._steps: list[StepDump] = []
+        self._queue: queue.Queue[tuple[int, list[StepDump]] | None] = queue.Queue(WAITING)
+        self._thread: threading.Thread | None = None
+
+    def add(self, step: StepDump) -> None:
+        """Takes a step of the rollout that is trained on."""
+        self._steps.append(step)
+
+    def end_rollout(self, rollout_id: int) -> None:
+        """Hands the steps of a rollout to the thread; waits as long as two others wait to be written."""
+        if not self._steps:
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._write_all, name="train dump", daemon=True)
+            self._thread.start()
+        self._queue.put((rollout_id, self._steps))
+        self._steps = []
+
+    def flush(self) -> None:
+        """Waits until the rollouts so far are written, or reported as not written."""
+        self._queue.join()
+
+    def close(self) -> None:
+        """Waits until everything is written, and ends the thread."""
+        if self._thread is None:
+            return
+        self._queue.put(None)
+        self._thread.join()
+        self._thread = None
+
+    def _write_all(self) -> None:
+        while (item := self._queue.get()) is not None:
+            rollout_id, steps = item
+            path = self._settings.path(rollout_id, self._rank)
+            try:
+                check_replaceable(path)
+                table = TokenTable.concatenate([table_of(step, self._settings) for step in steps])
+                metadata = {**table.metadata, "rollout_id": rollout_id, "rank": self._rank}
+                write(path, replace(table, metadata=metadata))
+            except Exception as error:  # whatever it is, training goes on
+                message = f"warning: --save-debug-train-data: {path} was not written: {first_line(error)}."
+                tqdm.write(message, file=sys.stderr)
+            finally:
+                self._queue.task_done()
+
+
+def table_of(step: StepDump, settings: DumpSettings) -> TokenTable:
+    """The table of a step's tokens, with what the correction says of each."""
+    lengths = [sample.response_length for sample in step.samples]
+    record = TokenRecord.unstack(step.record_N)
+    table = TokenTable.from_parts(
+        [
+            _parts(sample, TokenRecord.unstack(values), advantage, step.step)
+            for sample, values, advantage in zip(
+                step.samples, step.record_N.split(lengths), step.advantages, strict=True
+            )
+        ],
+        _metadata(settings),
+    )
+    table = replace(table, turn=turns_of(table.loss_mask, table.offsets))
+    accepted = record.accepted_L.numpy() > 0
+    if not settings.has_custom_function:
+        return annotated(table, settings.correction, accepted=accepted, global_batch=step.global_batch)
+    left_out = (table.loss_mask > 0) & ~accepted
+    return replace(
+        table,
+        rejected=left_out.astype(np.int32),
+        bounded_weight=None,
+        metadata={**table.metadata, "criteria": ["custom"]},
+    )
+
+
+def _parts(sample: Sample, record: TokenRecord, advantage: float, step: int) -> SampleParts:
+    return SampleParts(
+        train_log_prob=record.log_probs_L.numpy(),
+        old_log_prob=record.old_log_probs_L.numpy(),
+        rollout_log_prob=sample.rollout_log_probs,
+        loss_mask=sample.loss_mask,
+        token=sample.response_ids,
+        bounded_weight=record.weights_L.numpy(),
+        advantage=np.full(sample.response_length, advantage, np.float32),
+        entropy=record.entropy_L.numpy(),
+        weight_version=sample.weight_versions,
+        experts=_experts(sample),
+        prompt=sample.prompt_ids,
+        step=step,
+        sample_index=sample.index,
+        group=sample.group_index,
+        reward=sample.reward,
+        truncated=sample.status is SampleStatus.TRUNCATED,
+        text=sample.response,
+        prompt_text=sample.prompt_text,
+    )
+
+
+def _experts(sample: Sample) -> Column | None:
+    """The experts of each response token's prediction: the rows of the tokens before them."""
+    experts = sample.rollout_routed_experts
+    if experts is None:
+        return None
+    first = len(sample.tokens) - sample.response_length - 1
+    found: Column = experts[first : first + sample.response_length].numpy()
+    return found if len(found) == sample.response_length else None
+
+
+def _metadata(settings: DumpSettings) -> dict[str, Any]:
+    return {
+        "source": "slime_tis",
+        **settings.metadata,
+        "old_policy": settings.old_policy,
+        "flags": _changed(settings.correction),
+        "policy": _changed(settings.policy),
+    }
+
+
+def _changed(config: RolloutCorrectionConfig | PolicyConfig) -> dict[str, Any]:
+    """The options that are not the defaults."""
+    values = {field.name: (getattr(config, field.name), field.default) for field in fields(config)}
+    return {name: value for name, (value, default) in values.items() if value != default}
