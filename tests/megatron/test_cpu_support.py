@@ -69,6 +69,6 @@ def test_importing_megatron_core_first_is_refused_where_there_is_no_cuda(monkeyp
         importlib.reload(slime_tis.trainer.megatron)
     else:
         with pytest.raises(
-            RuntimeError, match=r"megatron\.core is already imported: import slime_tis\.megatron before it"
+            RuntimeError, match=r"megatron\.core is already imported: import slime_tis\.trainer\.megatron before it"
         ):
             importlib.reload(slime_tis.trainer.megatron)
