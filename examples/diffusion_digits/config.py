@@ -15,6 +15,7 @@ from slime_tis.trainer.cli.command_line import (
     build,
     make_parser,
     merge_sources,
+    naming_sources,
     read_flags,
     unmet_needs,
 )
@@ -165,14 +166,15 @@ def configure(argv: Sequence[str]) -> Arguments:
         description="Trains a flow model of handwritten digits to draw the digit that it is asked for, with the "
         "mismatch between rollout and training log-probs measured and corrected.",
     )
-    values = merge_sources(COMMAND_LINE, read_flags(COMMAND_LINE, parser, argv))
-    correction = build(RolloutCorrectionConfig, values)
+    options = merge_sources(COMMAND_LINE, read_flags(COMMAND_LINE, parser, argv))
+    with naming_sources(options):
+        correction = build(RolloutCorrectionConfig, options)
     if correction.policy_loss not in ("ppo", "reinforce"):
         raise ValueError(f"--policy-loss is {correction.policy_loss} but SDE steps have ppo and reinforce; choose one.")
     if correction.old_logprobs == "interpolate":
         raise ValueError("--old-logprobs is interpolate but SDE steps have no version per token; make it recompute.")
     return Arguments(
-        digits=build(DigitsConfig, values), correction=correction, reporting=build(ReportingConfig, values)
+        digits=build(DigitsConfig, options), correction=correction, reporting=build(ReportingConfig, options)
     )
 
 

@@ -27,40 +27,41 @@ class RolloutCorrectionConfig:
     """What to correct and how. Bounds are always on the ratio π_train/π_rollout."""
 
     use_tis: bool = False
-    """Multiply the loss by importance weights (`--use-tis`)."""
+    """Multiply the loss by importance weights."""
     tis_mode: Mode = "truncate"
     """truncate: min(w, upper); clip: clamp(w, lower, upper); mask: w inside the bounds, rejected outside."""
     tis_level: Level = "token"
     """How log-ratios become a log-weight: token, sequence (sum), geometric (mean), prefix (sum up to the
     token), segment (sum over a turn)."""
-    tis_lower_bound: Annotated[float | None, Limits(gt=0)] = None
-    """Lower bound of the weight; 1/upper when None."""
+    tis_lower_bound: Annotated[float | None, Limits(ge=0)] = None
+    """Lower bound of the weight; 1/upper when unset, no lower bound when 0."""
     tis_upper_bound: Annotated[float, Limits(gt=0)] = 2.0
     """Upper bound of the weight."""
     tis_batch_normalize: bool = False
     """Divide the bounded weights by their mean over the global batch."""
     use_rs: bool = False
-    """Reject tokens or sequences whose ratio is out of bounds (`--use-rs`)."""
+    """Reject tokens or sequences whose ratio is out of bounds."""
     rs_level: Level = "token"
     """Level of the rejected ratio, as `tis_level`."""
-    rs_lower_bound: Annotated[float | None, Limits(gt=0)] = None
-    """Lower bound for rejection; 1/`rs_upper_bound`, or the weight's lower bound when neither is given."""
+    rs_lower_bound: Annotated[float | None, Limits(ge=0)] = None
+    """Lower bound for rejection; 1/`rs_upper_bound`, or the weight's lower bound when neither is given. 0 for no
+    lower bound."""
     rs_upper_bound: Annotated[float | None, Limits(gt=0)] = None
-    """Upper bound for rejection; `tis_upper_bound` when None."""
+    """Upper bound for rejection; `tis_upper_bound` when unset."""
     rs_z_score: Annotated[float | None, Limits(gt=0)] = None
     """Reject a sequence whose log-ratio is more than this many standard deviations from its mean, both of them from
     its length and the k3 of the global batch; 3 for example. In place of the bounds, at level geometric or
-    sequence; off when None."""
+    sequence; off when unset."""
     rs_target_fraction: Annotated[float | None, Limits(gt=0, lt=1, hint="0.02 is customary")] = None
     """Reject this share of the sequences of the global batch, those with the largest z-scores; 0.02 for example. In
-    place of the bounds, as `rs_z_score`; off when None."""
+    place of the bounds, as `rs_z_score`; off when unset."""
     rs_veto_threshold: Annotated[float | None, Limits(gt=0, lt=1, hint="1e-4 is customary")] = None
-    """Reject a sequence with any token ratio below this (1e-4 to 1e-6); off when None."""
+    """Reject a sequence with any token ratio below this (1e-4 to 1e-6); off when unset."""
     rs_veto_upper_threshold: Annotated[float | None, Limits(gt=1, hint="100 is customary")] = None
-    """Reject a sequence with any token ratio above this (for example 100); off when None."""
+    """Reject a sequence with any token ratio above this (for example 100); off when unset."""
     rs_second_moment_bound: Annotated[float | None, Limits(gt=0)] = None
     """Drop the tokens of the global batch with the largest Δ² until the mean Δ² of the rest is at most this; off
-    when None."""
+    when unset."""
     rollout_rs: str | None = None
     """verl's comma-separated criteria, all of which must hold: `token_k1,seq_max_k3`."""
     rollout_rs_threshold: str | float | None = None
@@ -76,7 +77,8 @@ class RolloutCorrectionConfig:
     policy_loss: PolicyLoss = "ppo"
     """ppo, cispo, gspo, or reinforce (no clipping; the importance weight carries the correction)."""
     get_mismatch_metrics: bool = False
-    """Measure the mismatch even where nothing is corrected; the loss is left untouched."""
+    """Take π_old for the mismatch metrics also in bypass, and call a custom correction for its metrics. The metrics
+    are always logged; the loss is unchanged."""
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -39,11 +39,16 @@ class Criterion:
     divergence: str
     """k1 = Δ, bounded on the ratio exp(Δ); k2 = Δ²/2 and k3 = exp(Δ) − Δ − 1, bounded above."""
     lower: float | None
-    """Lower bound on the ratio (k1), None for k2 and k3."""
+    """Lower bound on the ratio (k1), 0 for none; None for k2 and k3."""
     upper: float
     """Upper bound: on the ratio for k1, on the divergence itself for k2 and k3."""
     adaptive: bool = False
     """Whether the bounds are those of `AdaptiveBounds`, in place of `lower` and `upper`."""
+
+    @property
+    def log_bounds(self) -> tuple[float, float]:
+        """Bounds on the log-ratio, of a k1 criterion."""
+        return (math.log(self.lower) if self.lower else -math.inf), math.log(self.upper)
 
     @property
     def per_token(self) -> bool:
@@ -61,7 +66,8 @@ def parse_criteria(names: str | None, thresholds: str | float | None) -> tuple[C
 
     Args:
         names: `token_k1,seq_max_k3`, or None for no criterion.
-        thresholds: `0.5_2.0,0.01`: one for all or one each; `lower_upper` or `upper` for k1, else `upper`.
+        thresholds: `0.5_2.0,0.01`: one for all or one each; `lower_upper` or `upper` for k1, else `upper`. A lower
+            bound of 0 is none.
 
     Raises:
         ValueError: if a name is unknown, a threshold is missing or not a positive number, or counts differ.
@@ -84,6 +90,11 @@ def parse_criteria(names: str | None, thresholds: str | float | None) -> tuple[C
             raise ValueError(
                 f"--rollout-rs names {option!r}, which is a level; write --use-rs --rs-level {option} with "
                 "--rs-upper-bound."
+            )
+        if option == "seq_max_k1":
+            raise ValueError(
+                "--rollout-rs names 'seq_max_k1', which is no criterion; bound every ratio of a sequence with "
+                "--rs-veto-threshold and --rs-veto-upper-threshold."
             )
         if option not in CRITERIA:
             raise ValueError(f"--rollout-rs names {option[:80]!r}; choose from {', '.join(CRITERIA)}.")
@@ -115,10 +126,12 @@ def _criterion(option: str, spec: str) -> Criterion:
         raise ValueError(
             f"--rollout-rs-threshold {spec[:80]!r} for {option} is not a number; write 0.5_2.0 or 0.01."
         ) from error
-    if not all(0 < number < math.inf for number in numbers):
-        raise ValueError(f"--rollout-rs-threshold {spec[:80]!r} for {option}; give finite numbers above 0.")
-    upper = numbers[-1]
-    lower = None if divergence != "k1" else (numbers[0] if len(numbers) == 2 else 1.0 / upper)
+    *lowers, upper = numbers
+    if not (0 < upper < math.inf and all(0 <= number < math.inf for number in lowers)):
+        raise ValueError(
+            f"--rollout-rs-threshold {spec[:80]!r} for {option}; give finite numbers above 0, or 0 for no lower bound."
+        )
+    lower = None if divergence != "k1" else (lowers[0] if lowers else 1.0 / upper)
     return Criterion(name=option, aggregation=aggregation, divergence=divergence, lower=lower, upper=upper)
 
 

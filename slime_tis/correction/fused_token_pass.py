@@ -173,5 +173,5 @@ def _criterion(criterion: Criterion) -> tuple[str, str, float | None, float]:
         return "sum", criterion.divergence, None, 0.0
     if criterion.lower is None:
         return "token" if criterion.per_token else "max", criterion.divergence, None, in_float32(criterion.upper)
-    bounds = math.log(criterion.lower), math.log(criterion.upper)
-    return "token", criterion.aggregation, *bounds
+    log_lower, log_upper = criterion.log_bounds
+    return "token", criterion.aggregation, log_lower if criterion.lower else None, log_upper

@@ -70,13 +70,13 @@ def _weight_metrics(
     """Mean and extremes before the mode; mean, extremes, deviation and sample size of the weights after it."""
     count = weights.count
     mean = weights.total / count
-    deviation = _deviation(weights.minus_1, weights.minus_1_squared, count)
-    mean_square = deviation * deviation + mean * mean
     normalizer = mean if config.tis_batch_normalize and mean > SMALLEST_BATCH_MEAN else 1.0
     lowest, highest = _weight_of(config, mins.ratio), _weight_of(config, maxs.ratio)
     if config.tis_mode == "mask":
         lowest = 0.0 if weights.low + weights.high else lowest
         highest = maxs.weight
+    deviation = _deviation(weights.minus_1, weights.minus_1_squared, count, highest - lowest)
+    mean_square = deviation * deviation + mean * mean
     found = {
         "mis_mean_is_weight_before_clip": 1 + weights.before_minus_1 / count,
         "mis_weight_max_before_clip": maxs.ratio,
@@ -105,7 +105,7 @@ def _sequence_weight_metrics(
     lowest, highest = mins.sequence_weight, maxs.sequence_weight
     return {
         "mis_seq_weight_mean": 1 + weights.minus_1 / sequences,
-        "mis_seq_weight_std": _deviation(weights.minus_1, weights.minus_1_squared, sequences),
+        "mis_seq_weight_std": _deviation(weights.minus_1, weights.minus_1_squared, sequences, highest - lowest),
         "mis_seq_weight_min": lowest,
         "mis_seq_weight_max": highest,
         "mis_seq_weight_max_deviation": max(abs(lowest - 1), abs(highest - 1)),
@@ -137,11 +137,16 @@ def _bound_metrics(bounds: BoundSums[float], sequences: float) -> dict[str, floa
     }
 
 
-def _deviation(minus_1: float, minus_1_squared: float, count: float) -> float:
-    """Standard deviation of w from Σ(w − 1) and Σ(w − 1)²; 0 where their difference is within their rounding."""
+def _deviation(minus_1: float, minus_1_squared: float, count: float, spread: float) -> float:
+    """Standard deviation of w from Σ(w − 1), Σ(w − 1)² and max w − min w.
+
+    The sums may be float32's: no deviation is above half the spread (Popoviciu), so equal weights have exactly 0.
+    """
     mean_square = minus_1_squared / count
     variance = mean_square - (minus_1 / count) ** 2
-    return math.sqrt(variance) if variance > 4 * sys.float_info.epsilon * mean_square else 0.0
+    if variance <= 4 * sys.float_info.epsilon * mean_square:
+        return 0.0
+    return min(math.sqrt(variance), max(spread, 0.0) / 2)
 
 
 def _weight_of(config: RolloutCorrectionConfig, ratio: float) -> float:

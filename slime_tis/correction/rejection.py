@@ -39,8 +39,9 @@ def accepted(criterion: Criterion, statistic: Tensor) -> Tensor:
     """1.0 where a statistic (of any shape) lies within the bounds of the criterion."""
     if criterion.lower is None:
         return indicator(torch.le, statistic, criterion.upper)
-    within = indicator(torch.le, statistic, math.log(criterion.upper))
-    return within.mul_(indicator(torch.ge, statistic, math.log(criterion.lower)))
+    log_lower, log_upper = criterion.log_bounds
+    within = indicator(torch.le, statistic, log_upper)
+    return within.mul_(indicator(torch.ge, statistic, log_lower)) if criterion.lower else within
 
 
 def catastrophic_tokens(config: RolloutCorrectionConfig, tokens: Tokens) -> Tensor:

@@ -56,6 +56,9 @@ class TokenExtremes:
     """Of the weights inside the bounds in mask mode; in other modes `ratio_max`, which the mode then bounds."""
 
 
+LOWEST_BOUND = 1e-30
+"""A lower bound that is below every weight and above 0 in float32."""
+
 VARIABLE = "SLIME_TIS_TOKEN_PASS"
 """Environment variable: `eager` (the default), `auto` or `triton`."""
 
@@ -212,7 +215,7 @@ def _weight_sums(
     valid, scratch = tokens.valid_RK, tokens.scratch_RK
     invalid_R = valid.shape[-1] - tokens.valid_R  # their ratio of 0 is below any bound
     high_R = indicator(torch.gt, raw_RK, upper, scratch).sum(-1)
-    low_R = indicator(torch.lt, raw_RK, lower, scratch).sum(-1).sub_(invalid_R)
+    low_R = indicator(torch.lt, raw_RK, max(lower, LOWEST_BOUND), scratch).sum(-1).sub_(invalid_R)
     minus_1 = torch.sub(weight_RK, valid, out=scratch)
     minus_1_R, minus_1_squared_R = minus_1.sum(-1), _sum_of_squares(minus_1)
     is_ratio = config.tis_level == "token"

@@ -35,15 +35,15 @@ def config_from_args(args: Namespace) -> RolloutCorrectionConfig:
     """slime's options, or train.py's, as a configuration: the one that the library itself would correct by.
 
     Attributes that are missing or None take their defaults; `tis_clip` and `tis_clip_low` are read as the bounds of
-    the weight, and a lower bound of 0, slime's default, is none. Bounds that are not given follow from those that are,
-    as everywhere in the library: 1/upper for a lower bound, those of the weight for rejection without any of its own.
+    the weight, and a `tis_clip_low` of 0, slime's default, as unset. Bounds that are not given follow from those that
+    are: 1/upper for a lower bound, those of the weight for rejection without any.
     """
     values = {}
     for field in fields(RolloutCorrectionConfig):
         if field.name not in NOT_OF_THE_CORRECTION:
             values[field.name] = _first(args, field.name, STAND_INS.get(field.name, field.name))
-    for name in ("tis_lower_bound", "rs_lower_bound"):
-        values[name] = values[name] or None
+    if getattr(args, "tis_lower_bound", None) is None:
+        values["tis_lower_bound"] = values["tis_lower_bound"] or None
     given = {name: value for name, value in values.items() if value is not None}
     return RolloutCorrectionConfig(**given, policy_loss="reinforce", get_mismatch_metrics=True)
 

@@ -284,7 +284,7 @@ def _reject(
 def _with_inverted_bounds(config: Config) -> Config:
     """k1 bounds as verl reads them: on π_rollout/π_train."""
     specs = [
-        str(c.upper) if c.lower is None else f"{1 / c.upper}_{1 / c.lower}"
+        str(c.upper) if c.lower is None else f"{1 / c.upper}_{1 / (c.lower or 1e-300)}"
         for c in parse_criteria(config.rollout_rs, config.rollout_rs_threshold)
     ]
     return replace(config, rollout_rs_threshold=",".join(specs) or None)

@@ -60,7 +60,7 @@ def compute_is_metrics(
         highest, lowest = _highest(bounded[valid]), _lowest(bounded[valid])
     else:
         rows = log_ratio_for_metrics.double()[:, 0][present].nan_to_num(0.0, torch.inf, -torch.inf)
-        high, low = _mean_of(rows > math.log(upper)), _mean_of(rows < math.log(lower))
+        high, low = _mean_of(rows > math.log(upper)), _mean_of(rows < (math.log(lower) if lower else -math.inf))
         ratios = rows.clamp(max=LOG_RATIO_BOUND).exp()
         highest, lowest = _highest(ratios), _lowest(ratios)
     applied = bounded.clamp(0.0, upper)
@@ -182,7 +182,7 @@ def _statistic(
     spread = per_token if criterion.per_token else per_row[:, None].expand_as(per_token)
     if criterion.lower is None:
         return spread, per_row, 0.0, criterion.upper
-    return spread, per_row, math.log(criterion.lower), math.log(criterion.upper)
+    return spread, per_row, *criterion.log_bounds
 
 
 def _clean(log_ratio_BT: Tensor, response_mask_BT: Tensor) -> tuple[Tensor, Tensor]:

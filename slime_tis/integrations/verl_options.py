@@ -114,6 +114,20 @@ def _bypasses_with_ratio(options: Mapping[str, OptionT]) -> bool:
     return bypass is not None and bypass.value is True and (loss is None or loss.value == "ppo")
 
 
+def _split_bounds(bounds: dict[str, OptionT]) -> dict[str, OptionT]:
+    """A level's bounds, with `lower_upper` in the upper one split."""
+    pair = bounds["rs_upper_bound"]
+    if not (isinstance(pair.value, str) and "_" in pair.value):
+        return bounds
+    if "rs_lower_bound" in bounds:
+        raise ValueError(
+            f"{pair.label} is {quoted(pair.value)}, which has a lower bound, and so has "
+            f"{bounds['rs_lower_bound'].label}; leave one of the two out."
+        )
+    lower, upper = pair.value.split("_", 1)
+    return {"rs_lower_bound": replace(pair, value=lower), "rs_upper_bound": replace(pair, value=upper)}
+
+
 def _rejection(block: Mapping[str, OptionT], options: Mapping[str, OptionT]) -> dict[str, OptionT]:
     """The options of the rejection: a level with its bounds, or a list of criteria."""
     bounds = {name: options[name] for name in ("rs_lower_bound", "rs_upper_bound") if name in options}
@@ -127,6 +141,7 @@ def _rejection(block: Mapping[str, OptionT], options: Mapping[str, OptionT]) -> 
             f"{chosen.label} is {quoted(chosen.value)} but rollout_rs_threshold is unset; add it, as verl requires too."
         )
     if isinstance(chosen.value, str) and chosen.value in REJECTION_LEVELS:
+        bounds = _split_bounds(bounds)
         return {"use_rs": replace(chosen, value=True), "rs_level": chosen, **bounds}
     if "rs_lower_bound" in bounds:
         raise ValueError(

@@ -6,7 +6,7 @@ import pytest
 
 from slime_tis.trainer.cli.arguments import ALIASES, OPTIONS, effective_config
 from slime_tis.trainer.engines.build import evaluation_sampling, training_sampling
-from tests.cli.conftest import configured, refusal
+from tests.cli.conftest import configured
 
 SERVER = "--rollout-engine sglang --sglang-url http://a:1 "
 LAUNCH = "--rollout-engine sglang --sglang-launch 2 "
@@ -81,7 +81,9 @@ LANDINGS = [
     ("--old-logprobs interpolate", "correction", "old_logprobs", "interpolate"),
     ("--get-mismatch-metrics", "correction", "get_mismatch_metrics", True),
     ("--use-rollout-correction", "correction", "use_tis", True),
-    ("--use-rollout-correction --use-rs", "correction", "use_tis", False),
+    ("--use-rollout-correction --use-rs", "correction", "use_tis", True),
+    ("--use-rs --rs-lower-bound 0", "correction", "rs_lower_bound", 0.0),
+    ("--use-tis --tis-mode clip --tis-clip-low 0", "correction", "tis_lower_bound", 0.0),
     ("--advantage-estimator rloo", "policy", "advantage_estimator", "rloo"),
     (
         "--advantage-estimator reinforce_plus_plus_baseline",
@@ -319,11 +321,6 @@ def test_old_names_are_read_as_the_new_ones(base, tmp_path, old, new):
     assert str(by_flag[new]) in (value, "True") and by_flag[new] != OPTIONS[new].default
 
 
-def test_slimes_zero_lower_clip_means_no_lower_bound(base):
-    assert configured(base + "--use-tis --tis-clip 2 --tis-clip-low 0").correction.tis_lower_bound is None
-    assert refusal(base + "--use-tis --tis-mode clip --tis-clip-low 0").startswith("--tis-lower-bound is 0")
-
-
 def test_namespace_has_slimes_names(base):
     args = configured(base + "--use-tis --tis-clip 3 --rs-veto-threshold 1e-4 --eps-clip 0.3").namespace
     assert (args.use_tis, args.tis_mode, args.tis_level, args.tis_upper_bound) == (
@@ -352,4 +349,5 @@ def test_namespace_has_the_bounds_that_nobody_set(base):
     assert bounds("--use-tis --use-rs --rs-level geometric --rs-upper-bound 1.25") == (0.5, 0.8, 1.25)
     assert bounds("--use-tis --tis-upper-bound 4 --use-rs") == (0.25, 0.25, 4.0)
     assert bounds("--use-tis --use-rs --rs-lower-bound 0.9") == (0.5, 0.9, 2.0)
+    assert bounds("--use-tis --use-rs --tis-clip-low 0") == (0.0, 0.0, 2.0)
     assert bounds("--use-tis --tis-upper-bound 0.8")[0] is None  # mode truncate, which has no lower bound

@@ -189,6 +189,11 @@ MOE_CONTRADICTIONS = [
 ]
 
 
+@pytest.mark.parametrize("name", ["--use-opd", "--opd-kl-coef", "--opd-teacher-load"])
+def test_flags_of_on_policy_distillation_are_not_to_be_left_out(name):
+    assert "distillation" in said(name) and "leave it out" not in said(name)
+
+
 @pytest.mark.parametrize(("line", "message"), MOE_CONTRADICTIONS, ids=[row[0] for row in MOE_CONTRADICTIONS])
 def test_flags_of_experts_that_contradict_config_json_are_refused(line, message):
     assert said(line, QWEN3_MOE).startswith(message)

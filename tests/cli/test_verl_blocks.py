@@ -35,6 +35,14 @@ VERL_BLOCKS = {
             "tis_batch_normalize": True,
         },
     ),
+    "RS of a level with a pair": (
+        "rollout_is: null\nrollout_rs: token\nrollout_rs_threshold: 0.5_2.0",
+        {"use_rs": True, "rs_level": "token", "rs_lower_bound": 0.5, "rs_upper_bound": 2.0},
+    ),
+    "one-sided RS": (
+        "rollout_is: null\nrollout_rs: sequence\nrollout_rs_threshold: 2.0\nrollout_rs_threshold_lower: 0",
+        {"use_rs": True, "rs_level": "sequence", "rs_lower_bound": 0.0, "rs_upper_bound": 2.0},
+    ),
     "geometric RS, veto, policy gradient": (
         "rollout_is: null\nrollout_rs: geometric\nrollout_rs_threshold: 1.001\n"
         "rollout_rs_threshold_lower: 0.999\n"

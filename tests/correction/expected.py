@@ -201,7 +201,9 @@ def _outside(criterion: Criterion, values: list[float], valid: list[bool], mask:
     if criterion.lower is None:
         bad = [x > criterion.upper for x in statistics]
     else:
-        bad = [not math.log(criterion.lower) <= x <= math.log(criterion.upper) for x in statistics]
+        bad = [x > math.log(criterion.upper) for x in statistics]
+        if criterion.lower:
+            bad = [b or x < math.log(criterion.lower) for b, x in zip(bad, statistics, strict=True)]
     return [b and ok for b, ok in zip(bad, valid, strict=True)]
 
 

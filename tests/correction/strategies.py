@@ -13,6 +13,7 @@ THRESHOLDS = {"k1": "0.61_1.93", "k2": "0.0617", "k3": "0.0523"}
 FIXED_BOUNDS: list[dict[str, float]] = [
     {},
     {"rs_lower_bound": 0.563},
+    {"rs_lower_bound": 0},
     {"rs_upper_bound": 1.719},
     {"rs_lower_bound": 0.563, "rs_upper_bound": 1.719},
 ]
@@ -24,7 +25,7 @@ def configurations(draw: Any, policies: tuple[str, ...] = ("reject", "neutral"))
     """Any valid combination of weights, rejection, veto, normalisation and policy for non-finite tokens."""
     assert set(policies) <= set(get_args(NonfinitePolicy))
     names = draw(st.lists(st.sampled_from(list(CRITERIA)), unique=True, max_size=3))
-    lower = draw(st.sampled_from([None, 0.437, 0.811]))
+    lower = draw(st.sampled_from([None, 0, 0.437, 0.811]))
     use_rs, rs_level = draw(st.booleans()), draw(st.sampled_from(LEVELS))
     bounds = draw(st.sampled_from(FIXED_BOUNDS if not use_rs or rs_level not in SEQUENCE_LEVELS else ALL_BOUNDS))
     return RolloutCorrectionConfig(

@@ -29,9 +29,11 @@ def test_it_is_frozen_and_keyword_only() -> None:
         ({"tis_lower_bound": 0.1}, (0.1, 2.0)),
         ({"rs_upper_bound": 5.0}, (0.2, 5.0)),
         ({"rs_lower_bound": 0.3}, (0.3, 2.0)),
+        ({"rs_lower_bound": 0}, (0.0, 2.0)),
+        ({"tis_lower_bound": 0}, (0.0, 2.0)),
         ({"rs_lower_bound": 0.3, "rs_upper_bound": 3.0, "tis_upper_bound": 7.0}, (0.3, 3.0)),
     ],
-    ids=["none given", "IS upper", "IS lower", "RS upper", "RS lower", "RS both"],
+    ids=["none given", "IS upper", "IS lower", "RS upper", "RS lower", "no RS lower", "no IS lower", "RS both"],
 )
 def test_missing_bounds(options: dict[str, Any], bounds: tuple[float, float]) -> None:
     config = RolloutCorrectionConfig(use_rs=True, **options)
@@ -48,6 +50,7 @@ def test_criteria() -> None:
         Criterion(name="seq_max_k3", aggregation="max", divergence="k3", lower=None, upper=0.01),
     )
     assert parse_criteria("seq_sum_k1", 4.0)[0].lower == 0.25
+    assert parse_criteria("seq_sum_k1", "0_4.0")[0].lower == 0.0
     assert [c.upper for c in parse_criteria("token_k2,seq_mean_k3", "0.1")] == [0.1, 0.1]
     assert parse_criteria(None, None) == () == parse_criteria("", "1.0")
 
@@ -77,7 +80,7 @@ GEOMETRIC = {"use_rs": True, "rs_level": "geometric"}
             "--rs-veto-upper-threshold is 0.5 but must be above 1 and finite; 100 is customary",
         ),
         ({"rollout_rs": "token_k4", "rollout_rs_threshold": 1}, "--rollout-rs names 'token_k4'; choose from token_k1"),
-        ({"rollout_rs": "seq_max_k1", "rollout_rs_threshold": 1}, "--rollout-rs names 'seq_max_k1'"),
+        ({"rollout_rs": "seq_max_k1", "rollout_rs_threshold": 1}, "'seq_max_k1'.* --rs-veto-threshold"),
         ({"rollout_rs": "token_k1"}, "--rollout-rs token_k1 needs --rollout-rs-threshold"),
         ({"rollout_rs": "token_k1,token_k2", "rollout_rs_threshold": "1,2,3"}, "gives 3 values for 2 criteria"),
         ({"rollout_rs": "token_k2", "rollout_rs_threshold": "0.1_0.2"}, "give a single upper bound"),

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from slime_tis import RolloutCorrectionConfig, Statistics, correct
+from slime_tis.correction.config import Level
 
 # Two sequences: Δ = [ln 2, 0, masked] and [−ln 4].
 TRAIN = [torch.tensor([-1.0, -2.0, -9.0]), torch.tensor([-3.0])]
@@ -123,6 +124,15 @@ def test_mask_mode() -> None:
     found = metrics_of(use_tis=True, tis_mode="mask", tis_lower_bound=0.5, tis_upper_bound=1.5)
     assert found["mis_mask_fraction_low"] == found["mis_mask_fraction_high"] == pytest.approx(1 / 3)
     assert found["gradient_kept_fraction"] == pytest.approx(1 / 3) and found["mis_weight_min"] == 0.0
+
+
+@pytest.mark.parametrize("level", ["token", "prefix", "segment", "sequence"])
+@pytest.mark.parametrize("upper", [1.05, 2.0, 10.0], ids=str)
+def test_equal_weights_have_no_deviation(level: Level, upper: float) -> None:
+    config = RolloutCorrectionConfig(use_tis=True, tis_level=level, tis_upper_bound=upper)
+    rollout = torch.full((19,), -3.0)
+    found = correct(config, [torch.zeros(19)], [rollout], [torch.ones(19)]).statistics.metrics()
+    assert found["mis_weight_std"] == 0 and found["mis_eff_sample_size"] == 1
 
 
 def test_the_deviation_of_weights_near_one_is_not_lost_in_float32() -> None:

@@ -1,6 +1,7 @@
 """The verl integration against verl 0.9.1's own output, and where it deliberately differs."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -126,8 +127,27 @@ def test_errors_are_those_of_verl() -> None:
 
 def test_what_is_no_criterion_of_verl_is_refused_with_the_list() -> None:
     """verl has a maximum of k2 and of k3, which are distances, and none of k1, which has a sign."""
-    with pytest.raises(ValueError, match=r"'seq_max_k1'; choose from token_k1, token_k2, .*seq_max_k2, seq_max_k3"):
+    with pytest.raises(ValueError, match=r"'seq_max_k4'; choose from token_k1, token_k2, .*seq_max_k2, seq_max_k3"):
+        compute_rollout_rejection_mask(torch.zeros(1, 2), torch.ones(1, 2), "seq_max_k4", 2.0)
+    with pytest.raises(ValueError, match=r"'seq_max_k1'.* --rs-veto-threshold"):
         compute_rollout_rejection_mask(torch.zeros(1, 2), torch.ones(1, 2), "seq_max_k1", 2.0)
+
+
+@pytest.mark.parametrize("compat", [False, True])
+def test_a_lower_bound_of_zero_is_none(compat: bool) -> None:
+    """Ratios of e⁻⁹, 1 and e⁹; with `verl_compat` the bounds are on the inverse of the ratio."""
+    _, mask, metrics = compute_rollout_correction_and_rejection_mask(
+        torch.tensor([[-9.0, 0.0, 9.0]]),
+        torch.zeros(1, 3),
+        torch.ones(1, 3),
+        rollout_is="token",
+        rollout_is_threshold="0_2.0",
+        rollout_rs="token_k1",
+        rollout_rs_threshold="0_2.0",
+        verl_compat=compat,
+    )
+    assert mask.tolist() == ([[0, 1, 1]] if compat else [[1, 1, 0]])
+    assert all(map(math.isfinite, metrics.values()))
 
 
 @pytest.mark.parametrize("threshold", [True, False, None, [2.0]], ids=str)

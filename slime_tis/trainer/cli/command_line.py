@@ -8,7 +8,9 @@ Precedence: command line > YAML (`--custom-config-path`) > preset (`--rollout-co
 
 import argparse
 import dataclasses
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -26,7 +28,7 @@ class SourceConfig:
     """Where options come from besides the command line."""
 
     use_rollout_correction: bool = False
-    """Turn the correction on as preset or YAML say, and as --use-tis where neither says anything."""
+    """Same as --use-tis. Refused with --no-use-tis and with a preset that has no importance weights."""
 
     rollout_correction_preset: str | None = None
     """Name of a preset of correction options, for example decoupled_token_is."""
@@ -108,7 +110,7 @@ CORRECTION_SWITCHES = (
     "rs_veto_upper_threshold",
     "rs_second_moment_bound",
 )
-"""Options that make the correction act on the loss: what --use-rollout-correction turns on, where any is given."""
+"""Options that make the correction act on the loss."""
 
 REJECTS = "--use-rs --rollout-rs --rs-veto-threshold --rs-veto-upper-threshold --rs-second-moment-bound --tis-mode=mask"
 """Flags one of which makes something leave the mask."""
@@ -245,7 +247,7 @@ def _not_a_flag(line: CommandLine, word: str) -> str:
     return f"{shown} is not a flag; {nearest(word.split('=')[0], map(flag, (*line.options, *line.aliases)))}"
 
 
-def merge_sources(line: CommandLine, flags: Flags) -> dict[str, Any]:
+def merge_sources(line: CommandLine, flags: Flags) -> dict[str, Given]:
     """Values by precedence: command line, then YAML, then preset; defaults are the configs' own.
 
     Args:
@@ -257,20 +259,28 @@ def merge_sources(line: CommandLine, flags: Flags) -> dict[str, Any]:
             effect.
     """
     given = _with_preset(line, _with_yaml(line, flags))
-    switch = given.get("use_rollout_correction")
-    says_something = "rollout_correction_preset" in given or any(name in given for name in CORRECTION_SWITCHES)
-    if switch is not None and switch.value and not says_something:
-        given["use_tis"] = switch
-    lower = given.get("tis_lower_bound")
-    if lower is not None and lower.value == 0 and ("tis_mode" not in given or given["tis_mode"].value == "truncate"):
-        # slime's default of --tis-clip-low: no lower bound
-        given["tis_lower_bound"] = dataclasses.replace(lower, value=None, unset=True)
+    _turn_on_weights(given)
     for option in line.options.values():
         if option.default is MISSING and option.name not in given:
             raise ValueError(
                 f"{flag(option.name)} is unset but required; add {flag(option.name)} {_metavar(line, option)}."
             )
-    return {name: one.value for name, one in _with_effect(line, given).items()}
+    return _with_effect(line, given)
+
+
+@contextmanager
+def naming_sources(given: Mapping[str, Given]) -> Iterator[None]:
+    """Adds to a refusal the user's own words for each flag in it that was given under another name."""
+    try:
+        yield
+    except ValueError as error:
+        named = re.findall(r"--[\w-]+", str(error))
+        written = [
+            f"{flag(name)} is {one.label}"
+            for name, one in given.items()
+            if flag(name) in named and one.label.split()[0].lstrip("-").replace("-", "_") != name
+        ]
+        raise ValueError(f"{error} ({', '.join(written)})" if written else str(error)) from None
 
 
 def _with_yaml(line: CommandLine, flags: Flags) -> dict[str, Given]:
@@ -298,6 +308,32 @@ def _with_preset(line: CommandLine, given: Mapping[str, Given]) -> dict[str, Giv
         for name, value in preset_values(preset.value, {name: one.value for name, one in given.items()}).items()
     }
     return {**chosen, **given}
+
+
+def _turn_on_weights(given: dict[str, Given]) -> None:
+    """Sets use_tis where --use-rollout-correction is on.
+
+    Raises:
+        ValueError: Another option says that there are no importance weights.
+    """
+    switch, preset, weights = (
+        given.get(name) for name in ("use_rollout_correction", "rollout_correction_preset", "use_tis")
+    )
+    if switch is None or not switch.value:
+        return
+    if weights is not None and (weights.value or weights.source > switch.source):
+        return
+    if weights is not None:
+        opposite = f"{weights.label} is off"
+    elif preset is not None and not preset.unset:
+        opposite = f"the preset {preset.value} has none"
+    else:
+        given["use_tis"] = switch
+        return
+    raise ValueError(
+        f"{switch.label} turns on importance weights, but {opposite}; "
+        "add --use-tis for weights, or leave --use-rollout-correction out."
+    )
 
 
 def _with_effect(line: CommandLine, given: Mapping[str, Given]) -> dict[str, Given]:
@@ -361,7 +397,7 @@ def _alternatives(needs: Sequence[Need]) -> str:
 ConfigT = TypeVar("ConfigT")
 
 
-def build(config: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
-    """A config from those of the values that are its fields."""
-    names = [field.name for field in dataclasses.fields(config) if field.name in values]  # type: ignore[arg-type]
-    return config(**{name: values[name] for name in names})
+def build(config: type[ConfigT], given: Mapping[str, Given]) -> ConfigT:
+    """A config from the options that are its fields."""
+    names = [field.name for field in dataclasses.fields(config) if field.name in given]  # type: ignore[arg-type]
+    return config(**{name: given[name].value for name in names})

@@ -291,10 +291,19 @@ ADVICE = (
         "use --use-kl-loss with --kl-loss-type low_var_kl",
     ),
     Advice(
-        "--disable-compute-advantages-and-returns --freeze-params-name-list --only-train-params-name-list --use-opd "
-        "--opd-*",
-        "all weights are trained, by reinforcement learning",
-        "leave it out",
+        "--use-opd --opd-*",
+        "there is no on-policy distillation from a teacher",
+        "use slime for this experiment; --use-kl-loss --ref-load DIR only adds a penalty towards a reference model",
+    ),
+    Advice(
+        "--disable-compute-advantages-and-returns",
+        "the loss always has advantages",
+        "give your own with --custom-advantage-function-path, or your own loss with --custom-loss-function-path",
+    ),
+    Advice(
+        "--freeze-params-name-list --only-train-params-name-list",
+        "all weights are trained",
+        "use slime to train a part of the weights",
     ),
     Advice(
         "--rollout-health-check-* --rollout-data-transport --update-weight-delta-* --update-weight-disk-keep-files "
