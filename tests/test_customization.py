@@ -25,7 +25,9 @@ def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_the_filters_logs_and_shaped_rewards_shown_run(run: Run, task: list[str], tmp_path: Path) -> None:
+def test_the_filters_logs_and_shaped_rewards_shown_run(
+    run: Run, task: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     reward = "def reward(args, sample):\n    return float((sample.index + len(sample.prompt)) % 2)\n"
     (tmp_path / "half.py").write_text(reward)
     flags = ["--custom-rm-path", "half.py:reward", "--dynamic-sampling-filter-path", "my_filter.py:solvable"]
@@ -37,6 +39,8 @@ def test_the_filters_logs_and_shaped_rewards_shown_run(run: Run, task: list[str]
     flags += ["--eval-prompt-data", held_out, "--skip-eval-before-train"]
     flags += ["--custom-eval-rollout-log-function-path", "my_log.py:log_evaluation"]
     (row,) = run(*flags, "--num-rollout", "1")
+    (evaluated,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("eval accuracy: ")]
+    assert "->" not in evaluated  # nothing was measured before training
     assert row["rollout/dynamic_filter/dropped"] == 0 and row["rollout/raw_reward"] == 0.5
     assert row["train/loss_denominator"] == pytest.approx(16 * (1 - row["rollout/truncated"]))
     assert len(json.loads((tmp_path / "run" / "all_samples.jsonl").read_text())["rewards"]) == 4

@@ -52,6 +52,8 @@ class Evaluation:
     first_accuracy: float = math.nan
     """Before training, or where the run was first evaluated; NaN before that."""
     last_accuracy: float = math.nan
+    is_first: bool = False
+    """Whether the last evaluation is the run's first."""
     is_overdue: bool = False
     """Whether a signal ended an evaluation, which a resumed run makes."""
     _answers: RolloutEngine | None = field(default=None, init=False)
@@ -70,6 +72,12 @@ class Evaluation:
     def has_run(self) -> bool:
         """Whether this process has evaluated the policy."""
         return not math.isnan(self.last_accuracy)
+
+    @property
+    def summary(self) -> str:
+        """The accuracies before and after training; the last alone where nothing was measured before it."""
+        before = "" if self.is_first else f"{self.first_accuracy:.2f} -> "
+        return f"eval accuracy: {before}{self.last_accuracy:.2f}"
 
     def abandon(self) -> None:
         """Leaves an evaluation that a signal ended to the resumed run."""
@@ -107,7 +115,8 @@ class Evaluation:
                 metrics[f"eval/{name}"] = found.pop("accuracy")
                 metrics |= {f"eval/{name}/{part}": value for part, value in found.items()}
         self.last_accuracy = metrics[f"eval/{next(iter(self.prompts))}"]
-        if math.isnan(self.first_accuracy):
+        self.is_first = math.isnan(self.first_accuracy)
+        if self.is_first:
             self.first_accuracy = self.last_accuracy
         self.is_overdue = False
         return metrics if self.logs(rollout_id, answers) else {}

@@ -264,7 +264,7 @@ def finish(run: Run) -> None:
     if not evaluation.has_run:
         evaluation(run.learner.step, run.rollout_id)  # resumed after the last rollout
     if run.parallel.is_main and evaluation.prompts:
-        print(f"eval accuracy: {evaluation.first_accuracy:.2f} -> {evaluation.last_accuracy:.2f}", flush=True)
+        print(evaluation.summary, flush=True)
 
 
 @contextmanager

@@ -291,6 +291,8 @@ METAVARS = {
     "custom_loss_function_path custom_advantage_function_path custom_pg_loss_reducer_function_path",
     "KEY": "input_key label_key metadata_key eval_input_key eval_label_key reward_key eval_reward_key",
     "[NAME] PATH": "eval_prompt_data",
+    "CRITERION,…": "rollout_rs",
+    "LIMIT,…": "rollout_rs_threshold",
     "ID": "rollout_stop_token_ids",
     "NAME": "rollout_correction_preset rm_type tb_project_name tb_experiment_name wandb_project wandb_group "
     "sglang_api_key_env sglang_admin_api_key_env",
