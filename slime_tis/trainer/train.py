@@ -161,7 +161,8 @@ def sample(run: Run) -> tuple[list[list[Sample]], dict[str, float]]:
         run.hooks.process_all(found.sampled, run.data_source)
         if loop.save_debug_rollout_data is not None and run.parallel.is_main:
             save_samples(loop.save_debug_rollout_data.format(rollout_id=run.rollout_id), found.groups)
-    metrics = found.metrics | rollout_metrics(found.groups, run.learner.step)
+    are_episodes = rollout.custom_generate_function_path is not None
+    metrics = found.metrics | rollout_metrics(found.groups, run.learner.step, are_episodes=are_episodes)
     if not run.hooks.logs_rollout(run.rollout_id, found.groups, found.metrics, time.monotonic() - start):
         metrics = {}
     return found.groups, metrics | run.sampler.metrics() | run.unfinished.metrics()

@@ -129,6 +129,16 @@ def test_rejecting_everything_is_named_as_the_cause_of_no_gradient() -> None:
     )
 
 
+def test_rejection_of_retokenized_samples_does_not_blame_the_bounds() -> None:
+    row = GOOD | {"train/grad_norm": 0.0, "train/skipped_steps": 1.0, "train/gradient_kept_fraction": 0.0}
+    all_retokenized = {"rollout/retokenized": 1.0}
+    found = findings(row | all_retokenized, TIS)
+    assert found["rejection"] is None and "retokenized" in str(found["zero_gradient"])
+    half = findings(row | {"rollout/retokenized": 0.5}, TIS)
+    assert half["rejection"] is not None and "widen the bounds" in str(half["zero_gradient"])
+    assert findings(GOOD | all_retokenized | {"train/gradient_kept_fraction": 0.4}, TIS)["rejection"] is not None
+
+
 @pytest.mark.parametrize(
     ("config", "names"),
     [

@@ -129,7 +129,7 @@ def findings(metrics: Mapping[str, float], correction: RolloutCorrectionConfig) 
 
 def _rejection(metrics: Mapping[str, float], correction: RolloutCorrectionConfig) -> Finding | None:
     kept = metrics["train/gradient_kept_fraction"]
-    if not 1 - kept > MAX_REJECTED:
+    if not 1 - kept > MAX_REJECTED or _is_all_retokenized(metrics):
         return None
     return Finding(
         metric="train/gradient_kept_fraction",
@@ -171,13 +171,21 @@ def _zero_gradient(metrics: Mapping[str, float], correction: RolloutCorrectionCo
     if norm != 0:
         return None
     reason = (
-        "nothing was left to train on: everything was rejected or left out; widen the bounds, or raise "
+        "nothing was left to train on: every sample was retokenized; return the token ids that the engine sampled, "
+        "or add --retokenization keep-mask (docs/agents.md)"
+        if _is_all_retokenized(metrics)
+        else "nothing was left to train on: everything was rejected or left out; widen the bounds, or raise "
         "--max-weight-staleness"
         if metrics.get("train/skipped_steps")
         else "nothing is learned from this step: all advantages are 0, as they are where all samples of a group have "
         "the same reward; check the reward function and the difficulty of the prompts"
     )
     return Finding(metric="train/grad_norm", value=norm, message=f"{reason}.")
+
+
+def _is_all_retokenized(metrics: Mapping[str, float]) -> bool:
+    """Whether retokenization left nothing to train on, so that wider bounds would not help."""
+    return metrics.get("train/skipped_steps", 0) > 0 and metrics.get("rollout/retokenized") == 1
 
 
 def _nonfinite_gradient(metrics: Mapping[str, float], correction: RolloutCorrectionConfig) -> Finding | None:

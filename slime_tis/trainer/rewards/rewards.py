@@ -43,13 +43,14 @@ class Score:
     parts: dict[str, float]
     """The other numbers of a reward that is a dict, by key."""
 
-    written: Written = field(default_factory=Written)
-    """What the function wrote into the sample."""
+    written: Written | None = None
+    """Fields that the function wrote into the sample; None for a built-in reward, which writes none."""
 
     def apply(self, sample: Sample) -> None:
         """Writes everything but the value into the sample."""
         sample.reward_parts = self.parts
-        self.written.apply(sample)
+        if self.written is not None:
+            self.written.apply(sample)
 
 
 ScoreGroups = Callable[[Sequence[list[Sample]]], list[list[Score]]]
