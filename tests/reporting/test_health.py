@@ -70,6 +70,12 @@ BAD: dict[str, tuple[dict[str, float], str]] = {
         "train/mismatch_k3_kl is 0.2: more than 0.05 nats per token between rollout and training policy; compare their "
         "weights (--check-weight-sync), temperature, tokenizer and chat template, then raise the rollout's precision.",
     ),
+    "routing_replay": (
+        {"train/routing_replay_missing": 16.0},
+        "train/routing_replay_missing is 16: this number of samples of the step has no experts that can be replayed, "
+        "so training routes them itself; generate the samples with --use-rollout-routing-replay and an engine that "
+        "records experts (docs/moe.md).",
+    ),
     "absorbed_updates": (
         {"rollout/update_received": 0.02},
         "rollout/update_received is 0.02: in each of the last 3 updates rounding to the rollout engine's precision "

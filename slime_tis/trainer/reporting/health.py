@@ -285,6 +285,19 @@ def _retokenized(metrics: Mapping[str, float], correction: RolloutCorrectionConf
     )
 
 
+def _routing_replay(metrics: Mapping[str, float], correction: RolloutCorrectionConfig) -> Finding | None:
+    samples = metrics["train/routing_replay_missing"]
+    if not samples > 0:
+        return None
+    return Finding(
+        metric="train/routing_replay_missing",
+        value=samples,
+        message="this number of samples of the step has no experts that can be replayed, so training routes them "
+        "itself; generate the samples with --use-rollout-routing-replay and an engine that records experts "
+        "(docs/moe.md).",
+    )
+
+
 def _micro_batch_load(metrics: Mapping[str, float], correction: RolloutCorrectionConfig) -> Finding | None:
     load = metrics["perf/micro_batch_load"]
     if not load > 1:
@@ -310,6 +323,7 @@ RULES = {
     "staleness": _Rule(find=_staleness, after=1),
     "mismatch": _Rule(find=_mismatch, after=2),
     "retokenized": _Rule(find=_retokenized, after=1),
+    "routing_replay": _Rule(find=_routing_replay, after=1),
     "absorbed_updates": _Rule(find=_absorbed, after=3),
     "micro_batch_load": _Rule(find=_micro_batch_load, after=1),
 }

@@ -13,6 +13,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from slime_tis.errors import CustomFunctionError, one_line
+from slime_tis.policy.advantages import MAX_REWARD
 from slime_tis.trainer.collectives import map_over_ranks
 from slime_tis.trainer.data.sample import Prompt, Sample
 from slime_tis.trainer.data.written import Before, Written, check_untouched, reading
@@ -351,6 +352,11 @@ def _number(reward: Any, function: str, index: int, role: str) -> float:
     if number is None or not math.isfinite(number):
         raise CustomFunctionError(
             f"{function} returned {_shown(reward)}{role} for prompt {index}; it must return a finite number."
+        )
+    if abs(number) > MAX_REWARD:
+        raise CustomFunctionError(
+            f"{function} returned {number:g}{role} for prompt {index}; it must return a number of at most "
+            f"{MAX_REWARD:g} in magnitude, or advantages overflow."
         )
     return number
 
