@@ -7,6 +7,7 @@
 #
 # Servers open to a network want a key: start them with --api-key and give training the same one in SGLANG_API_KEY.
 # Weights travel from rank 0 to each server over NCCL; ADDRESS_OF_RANK_0 is where servers find it.
+# Further flags are added: torchrun.sh --num-rollout 10.
 # LAUNCH replaces the launcher, for example to look at the command line: LAUNCH="printf %s\n".
 set -euo pipefail
 : "${MODEL:?directory of the Hugging Face checkpoint}" "${TRAIN:?prompt file}" "${SERVERS:?URLs of the servers}"
@@ -23,4 +24,4 @@ exec ${LAUNCH:-$TORCHRUN} train.py \
    --use-dynamic-batch-size --max-tokens-per-gpu 16384 --lr 1e-6 \
    --use-rollout-logprobs --use-rs --rs-level geometric --rs-lower-bound 0.95 --rs-upper-bound 1.05 \
    --rollout-engine sglang --sglang-url $SERVERS --sglang-sync-address "${ADDRESS_OF_RANK_0:-$MASTER}" \
-   --rollout-lookahead 1 --output-dir "${OUT:-runs/cluster}"
+   --rollout-lookahead 1 --output-dir "${OUT:-runs/cluster}" "$@"

@@ -16,6 +16,7 @@
 #
 # and without --moe-runner-backend triton_kernel or flashinfer_trtllm, whose kernels bypass the recording.
 # With GPUs of 192 GB one machine is enough: TRAIN_GPUS=4 and no SERVERS; the run starts two servers on the other four.
+# SGLANG_PYTHON is the Python of the environment that has sglang, for TRAIN_GPUS=4. Further flags are added: run.sh --num-rollout 10.
 # LAUNCH replaces the launcher, for example to look at the command line: LAUNCH="printf %s\n".
 set -euo pipefail
 : "${MODEL:?directory of the Hugging Face checkpoint}" "${TRAIN:?prompt file}" "${EVAL:?held-out prompt file}"
@@ -103,7 +104,7 @@ if [ -n "$SERVERS" ]; then
    SGLANG_ARGS+=(--sglang-url $SERVERS --sglang-sync-address "${ADDRESS_OF_RANK_0:-127.0.0.1}")
 else
    SGLANG_ARGS+=(--sglang-launch 2 --sglang-tp-size 2 --sglang-base-gpu-id "$TRAIN_GPUS")
-   SGLANG_ARGS+=(--sglang-mem-fraction-static 0.8)
+   SGLANG_ARGS+=(--sglang-mem-fraction-static 0.8 ${SGLANG_PYTHON:+--sglang-python "$SGLANG_PYTHON"})
 fi
 
 REPORT_ARGS=(
@@ -113,4 +114,4 @@ REPORT_ARGS=(
 
 exec ${LAUNCH:-torchrun --standalone --nproc-per-node "$TRAIN_GPUS"} train.py \
    "${CKPT_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "${EVAL_ARGS[@]}" "${PERF_ARGS[@]}" "${GRPO_ARGS[@]}" \
-   "${CORRECTION_ARGS[@]}" "${OPTIMIZER_ARGS[@]}" "${SGLANG_ARGS[@]}" "${REPORT_ARGS[@]}"
+   "${CORRECTION_ARGS[@]}" "${OPTIMIZER_ARGS[@]}" "${SGLANG_ARGS[@]}" "${REPORT_ARGS[@]}" "$@"

@@ -2,8 +2,12 @@
 # Qwen3-4B on GSM8K: Megatron on four GPUs, SGLang on the other four of one machine, samples up to a rollout stale,
 # with token-level truncated importance sampling, geometric rejection by z-score and veto.
 #
-#   MODEL=/models/Qwen3-4B TRAIN=/data/gsm8k/train.jsonl EVAL=/data/gsm8k/test.jsonl bash examples/qwen3_gsm8k/run.sh
+#   hf download openai/gsm8k --repo-type dataset --local-dir gsm8k
+#   python examples/qwen3_gsm8k/prepare.py --parquet gsm8k/main/train-00000-of-00001.parquet --out /data/gsm8k/train.jsonl
+#   python examples/qwen3_gsm8k/prepare.py --parquet gsm8k/main/test-00000-of-00001.parquet --out /data/gsm8k/test.jsonl
+#   SGLANG_PYTHON=.venv-sglang/bin/python MODEL=/models/Qwen3-4B TRAIN=/data/gsm8k/train.jsonl EVAL=/data/gsm8k/test.jsonl bash examples/qwen3_gsm8k/run.sh
 #
+# SGLANG_PYTHON is the Python of the environment that has sglang. Further flags are added: run.sh --num-rollout 10.
 # LAUNCH replaces the launcher, for example to look at the command line: LAUNCH="printf %s\n".
 set -euo pipefail
 : "${MODEL:?directory of the Hugging Face checkpoint}" "${TRAIN:?prompt file}" "${EVAL:?held-out prompt file}"
@@ -83,6 +87,7 @@ SGLANG_ARGS=(
    --sglang-mem-fraction-static 0.85
    --sglang-weight-sync distributed
    --check-weight-sync
+   ${SGLANG_PYTHON:+--sglang-python "$SGLANG_PYTHON"}
 )
 
 REPORT_ARGS=(
@@ -92,4 +97,4 @@ REPORT_ARGS=(
 
 exec ${LAUNCH:-torchrun --standalone --nproc-per-node 4} train.py \
    "${CKPT_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "${EVAL_ARGS[@]}" "${PERF_ARGS[@]}" "${GRPO_ARGS[@]}" \
-   "${CORRECTION_ARGS[@]}" "${OPTIMIZER_ARGS[@]}" "${SGLANG_ARGS[@]}" "${REPORT_ARGS[@]}"
+   "${CORRECTION_ARGS[@]}" "${OPTIMIZER_ARGS[@]}" "${SGLANG_ARGS[@]}" "${REPORT_ARGS[@]}" "$@"

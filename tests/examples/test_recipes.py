@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,10 @@ from tests.checkpoints import make_checkpoint
 from tests.runs import ROOT
 
 
-def command_line(recipe: str, **environment: str) -> list[str]:
+def command_line(recipe: str, *flags: str, **environment: str) -> list[str]:
     """What a recipe would pass to train.py."""
     found = subprocess.run(
-        ["bash", str(ROOT / recipe)],
+        ["bash", str(ROOT / recipe), *flags],
         env={"PATH": os.environ["PATH"], "LAUNCH": "printf %s\\n", **environment},
         capture_output=True,
         text=True,
@@ -40,7 +41,9 @@ def torchrun(ranks: int) -> dict[str, str]:
 
 
 def test_qwen3_on_gsm8k(files: dict[str, str]) -> None:
-    found = configure(command_line("examples/qwen3_gsm8k/run.sh", **files), torchrun(4))
+    line = command_line("examples/qwen3_gsm8k/run.sh", "--num-rollout", "7", SGLANG_PYTHON=sys.executable, **files)
+    found = configure(line, torchrun(4))
+    assert found.sglang.sglang_python == sys.executable and found.loop.num_rollout == 7
     assert found.sglang.sglang_launch == 2
     assert found.sglang.sglang_server_args is not None
     assert found.sglang.sglang_server_args[:2] == ("--tp-size", "2")
@@ -67,7 +70,9 @@ def test_qwen3_30b_a3b_with_servers_of_its_own(mixture: dict[str, str]) -> None:
 
 
 def test_qwen3_30b_a3b_on_one_machine(mixture: dict[str, str]) -> None:
-    found = configure(command_line("examples/qwen3_30b_a3b/run.sh", TRAIN_GPUS="4", **mixture), torchrun(4))
+    found = configure(
+        command_line("examples/qwen3_30b_a3b/run.sh", "--lr", "1e-7", TRAIN_GPUS="4", **mixture), torchrun(4)
+    )
     assert found.megatron.expert_model_parallel_size == 4 and found.sglang.sglang_launch == 2
     assert found.sglang.sglang_server_args is not None
     assert found.sglang.sglang_server_args[:4] == ("--tp-size", "2", "--base-gpu-id", "4")
@@ -81,10 +86,12 @@ def test_qwen3_30b_a3b_without_servers_is_refused(mixture: dict[str, str]) -> No
 
 def test_several_machines(files: dict[str, str]) -> None:
     servers = "http://10.0.0.5:30000 http://10.0.0.6:30000"
-    line = command_line("examples/clusters/torchrun.sh", SERVERS=servers, MASTER="10.0.0.1", **files)
+    line = command_line(
+        "examples/clusters/torchrun.sh", "--num-rollout", "7", SERVERS=servers, MASTER="10.0.0.1", **files
+    )
     found = configure(line, torchrun(16))
     assert found.sglang.sglang_url == tuple(servers.split())
-    assert found.sglang.sglang_sync_address == "10.0.0.1"
+    assert found.sglang.sglang_sync_address == "10.0.0.1" and found.loop.num_rollout == 7
 
 
 def test_slurm_runs_the_recipe_of_several_machines() -> None:
