@@ -17,6 +17,8 @@ from collections.abc import Sequence
 
 import slime_tis
 
+EXTRAS = {"import-gguf": "train,gguf", "report": "analysis", "diagnose": "analysis"}
+"""The extras that a command needs; the others need `train`."""
 RANK_0 = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 """Variables that torchrun gives to the first rank."""
 
@@ -77,6 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 from slime_tis.analysis.report.command import diagnosis
 
                 print(diagnosis(chosen.path, hf_checkpoint=chosen.hf_checkpoint, as_json=chosen.json))
+    except ModuleNotFoundError as error:
+        return _package_is_missing(error, f"slime-tis {chosen.command}", EXTRAS.get(chosen.command, "train"))
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
@@ -97,7 +101,7 @@ def _add_analysis(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
         "report",
         help="write one HTML file on a run or on dumps of its tokens",
         description="Writes one self-contained HTML file: the run's metrics, the mismatch's shape, samples with "
-        "coloured tokens, other corrections, and a diagnosis. Needs the extra report.",
+        "coloured tokens, other corrections, and a diagnosis. Needs the extra analysis.",
     )
     reported.add_argument("path", metavar="RUN_OR_DUMP", nargs="?", help=what)
     reported.add_argument("--compare", nargs=2, metavar=("A", "B"), help="two runs or dumps in one file")
@@ -109,7 +113,8 @@ def _add_analysis(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     diagnosed = commands.add_parser(
         "diagnose",
         help="name the causes of the mismatch between training and rollout",
-        description="Names the causes of the mismatch, ranked, with the evidence and what to change.",
+        description="Names the causes of the mismatch, ranked, with the evidence and what to change. "
+        "Needs the extra analysis.",
     )
     diagnosed.add_argument("path", metavar="RUN_OR_DUMP", help=what)
     diagnosed.add_argument(
@@ -132,12 +137,24 @@ def train(argv: Sequence[str] | None = None, *, prog: str = "train.py") -> int:
         SystemExit: The command line is refused, with code 2 and a message on stderr, or asks for help, with code 0.
     """
     argv = _own_command_line() if argv is None else list(argv)
-    from slime_tis.trainer.cli.arguments import parse_args
+    try:
+        from slime_tis.trainer.cli.arguments import parse_args
 
-    arguments = parse_args(argv, prog=prog)
-    from slime_tis.trainer.train import main as run
-
+        arguments = parse_args(argv, prog=prog)
+        from slime_tis.trainer.train import main as run
+    except ModuleNotFoundError as error:
+        return _package_is_missing(error, prog, "train")
     return run(arguments)
+
+
+def _package_is_missing(error: ModuleNotFoundError, command: str, extra: str) -> int:
+    """Prints how to install a package; returns the exit status. A missing module of slime_tis itself is a defect."""
+    package = (error.name or "slime_tis").split(".")[0]
+    if package == "slime_tis":
+        raise error
+    install = f"pip install 'slime_tis[{extra}]'"
+    print(f"error: {command} needs the package {package}; install it with: {install}", file=sys.stderr)
+    return 2
 
 
 def port_script(path: str) -> str:

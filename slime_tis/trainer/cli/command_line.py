@@ -20,7 +20,6 @@ from slime_tis.errors import quoted
 from slime_tis.limits import flag
 from slime_tis.trainer.cli.options import Given, Option, Source, nearest, read_given
 from slime_tis.trainer.cli.verl_options import CORRECTION, split_overrides
-from slime_tis.trainer.cli.yaml_options import read_yaml
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,7 +287,11 @@ def _with_yaml(line: CommandLine, flags: Flags) -> dict[str, Given]:
     path = flags.given.get("custom_config_path")
     in_yaml = {name: option for name, option in line.options.items() if name != "custom_config_path"}
     file = None if path is None or path.unset else Path(path.value)
-    given = read_yaml(file, flags.overrides, in_yaml, line.aliases)
+    given: dict[str, Given] = {}
+    if file is not None or flags.overrides:
+        from slime_tis.trainer.cli.yaml_options import read_yaml  # PyYAML: `slime-tis port` works without it
+
+        given = read_yaml(file, flags.overrides, in_yaml, line.aliases)
     for name, one in flags.given.items():
         other = given.get(name)
         if other is not None and other.source == Source.COMMAND_LINE and other.value != one.value:

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from slime_tis.files import write_atomically
 
 CONFIG, METRICS, SUMMARY, TENSORBOARD = "config.yaml", "metrics.jsonl", "summary.png", "tensorboard"
@@ -35,6 +33,8 @@ def prepare_run_directory(
     Returns:
         The directory.
     """
+    import yaml  # the command line uses this module where PyYAML is missing
+
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
     if not (resume_step > 0 and continues(path, run)):

@@ -1,0 +1,93 @@
+"""The commands where packages of the extras are missing: `sys.modules[name] = None` lets an import of them fail."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoints import make_checkpoint
+from tests.runs import ROOT
+
+RUN = """
+import sys
+sys.modules.update(dict.fromkeys({missing!r}))
+from slime_tis.main import main
+sys.exit(main({argv!r}))
+"""
+TRAIN = ("megatron", "psutil", "pydantic", "math_verify", "tensorboard", "matplotlib", "gguf")
+"""Packages that the extra analysis does not bring along."""
+ALL = (*TRAIN, "transformers", "tokenizers", "safetensors", "yaml", "httpx", "tqdm", "pyarrow")
+"""Packages that a base install does not bring along."""
+CHECKPOINT = ("--hf-checkpoint", "model", "--prompt-data", "rows.jsonl", "--num-rollout", "1")
+BATCH = (
+    "--rollout-batch-size",
+    "1",
+    "--n-samples-per-prompt",
+    "2",
+    "--rollout-max-response-len",
+    "4",
+    "--rm-type",
+    "exact_match",
+)
+DUMP = '{"train_log_probs": [-1.0, -0.5], "rollout_log_probs": [-1.1, -0.5], "loss_mask": [1, 1]}\n'
+
+
+def run(directory: Path, missing: tuple[str, ...], *argv: str) -> subprocess.CompletedProcess[str]:
+    make_checkpoint(directory / "model", "qwen3")
+    (directory / "rows.jsonl").write_text('{"prompt": "21>", "label": "12"}\n')
+    (directory / "dump.jsonl").write_text(DUMP)
+    (directory / "run.sh").write_text("python3 train.py --lr 1e-6 --hf-checkpoint /m --num-rollout 1\n")
+    (directory / "run.yaml").write_text("num_rollout: 1\n")
+    command = [sys.executable, "-c", RUN.format(missing=missing, argv=list(argv))]
+    return subprocess.run(command, cwd=directory, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+
+
+NEEDS = {
+    "train": (("train", *CHECKPOINT, *BATCH), "train"),
+    "train with YAML": (("train", "--custom-config-path", "run.yaml"), "train"),
+    "report": (("report", "dump.jsonl"), "analysis"),
+    "diagnose": (("diagnose", "dump.jsonl"), "analysis"),
+    "import-gguf": (("import-gguf", "model.gguf", "out"), "train,gguf"),
+}
+
+
+@pytest.mark.parametrize("command", NEEDS)
+def test_a_command_names_the_extra_that_it_needs(command: str, tmp_path: Path) -> None:
+    argv, extra = NEEDS[command]
+    ended = run(tmp_path, ALL, *argv)
+    assert ended.returncode == 2 and len(ended.stderr.splitlines()) == 1, ended.stderr
+    assert f"pip install 'slime_tis[{extra}]'" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    "argv", [("--version",), ("port", "run.sh"), ("train", "--help"), ("report", "--help")], ids=" ".join
+)
+def test_a_base_install_is_enough(argv: tuple[str, ...], tmp_path: Path) -> None:
+    ended = run(tmp_path, (*ALL, "numpy"), *argv)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("argv", [("report", "dump.jsonl"), ("diagnose", "dump.jsonl")], ids=" ".join)
+def test_the_extra_analysis_is_enough(argv: tuple[str, ...], tmp_path: Path) -> None:
+    ended = run(tmp_path, TRAIN, *argv)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("package", ["megatron", "transformers", "safetensors", "httpx", "psutil"])
+def test_train_without_one_package_ends_in_one_line(package: str, tmp_path: Path) -> None:
+    ended = run(tmp_path, (package,), "train", *CHECKPOINT, *BATCH)
+    assert ended.returncode == 2 and len(ended.stderr.splitlines()) == 1, ended.stderr
+    assert f"the package {package};" in ended.stderr
+
+
+def test_the_library_works_without_any_other_package(tmp_path: Path) -> None:
+    """NumPy is declared because torch warns without it; the library does not import it."""
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({(*ALL, 'numpy')!r}))\n"
+        "import torch, slime_tis\n"
+        "config = slime_tis.RolloutCorrectionConfig(use_tis=True, tis_upper_bound=2.0)\n"
+        "print(slime_tis.correct(config, torch.zeros(1, 1), -torch.ones(1, 1), torch.ones(1, 1)).weights.item())"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert ended.stdout == "2.0\n"
