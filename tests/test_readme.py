@@ -20,17 +20,10 @@ def blocks(language: str) -> list[str]:
     return [text for name, text in re.findall(r"^```(\w*)\n(.*?)^```$", README, re.M | re.S) if name == language]
 
 
-def test_the_make_targets_are_there() -> None:
-    makefile = (ROOT / "Makefile").read_text()
-    shown = [target for block in blocks("")[:2] for target in re.findall(r"^make ([\w-]+)", block, re.M)]
-    assert shown == ["install", "train", "test"]
-    assert all(re.search(rf"^{target}:", makefile, re.M) for target in shown)
-
-
 def test_the_extras_are_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = {name for names in re.findall(r"\[([\w,]+)\]'", README) for name in names.split(",")}
-    assert extras == {"train"} and extras <= set(project["optional-dependencies"])
+    assert extras == {"analysis", "train"} and extras <= set(project["optional-dependencies"])
     assert project["license"] == "Apache-2.0" and (ROOT / "LICENSE").exists()
 
 
@@ -80,7 +73,8 @@ def test_the_five_lines_run(layout: str, rejected: str) -> None:
     }
     if layout == "list":
         names = {name: list(value) for name, value in names.items()}
-    exec(blocks("python")[0], names)
+    block = blocks("python")[0]
+    exec("import slime_tis\n" + block[block.index("config =") :], names)
     names["loss"].backward()
     assert leaf.grad is not None and leaf.grad.isfinite().all()
     if rejected == "everything":
@@ -88,3 +82,50 @@ def test_the_five_lines_run(layout: str, rejected: str) -> None:
         return
     assert names["metrics"]["gradient_kept_fraction"] == 1.0
     assert names["loss"].item() == pytest.approx(3 * (old_log_probs - rollout_log_probs).exp().mean().item())
+
+
+def test_the_blocks_run_in_the_order_in_which_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands are parsed where only the data exist that earlier blocks make; Python runs, each block by itself."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    makefile = (ROOT / "Makefile").read_text()
+    runs: set[str] = set()
+    seen = set()
+    for language, text in re.findall(r"^```(\w*)\n(.*?)^```$", README, re.M | re.S):
+        if language == "python":
+            exec(text, {})
+        for line in text.replace("\\\n", " ").splitlines() if not language else ():
+            words = shlex.split(line, comments=True) if re.match(r"make |pip |python |\.venv/", line) else []
+            match words:
+                case ["make", target]:
+                    assert re.search(rf"^{target}:", makefile, re.M), target
+                    if target in ("data", "train"):
+                        make_sort_digits(tmp_path / "data/sort_digits")
+                case ["pip", "install", package]:
+                    assert re.fullmatch(r"\.(\[(analysis|train)\])?", package)
+                case [python, "train.py", *flags] if not any(word in ("DIR", "FILE.jsonl") for word in flags):
+                    assert python == ".venv/bin/python"
+                    configure(flags, {})
+                    runs.update(flags[flags.index("--output-dir") + 1 :][:1] if "--output-dir" in flags else ())
+                case [".venv/bin/slime-tis", "report" | "diagnose", run]:
+                    assert run in runs
+            seen.add(" ".join(words[:2]))
+    expected = {
+        "make install",
+        "make train",
+        "make data",
+        "pip install",
+        ".venv/bin/python train.py",
+        ".venv/bin/slime-tis report",
+    }
+    assert expected <= seen
+
+
+def make_sort_digits(directory: Path) -> None:
+    make_checkpoint(directory / "checkpoint", "qwen3")
+    for name in ("train.jsonl", "eval.jsonl"):
+        (directory / name).write_text('{"prompt": "21>", "label": "12"}\n')
+
+
+def test_every_page_is_linked() -> None:
+    assert [page.name for page in (ROOT / "docs").glob("*.md") if f"docs/{page.name}" not in README] == []
