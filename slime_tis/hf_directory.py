@@ -176,7 +176,7 @@ def load_config(directory: str | Path) -> Any:
     from transformers import AutoConfig
 
     try:
-        hf = AutoConfig.from_pretrained(directory, local_files_only=True)
+        hf = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers checks fields with errors of several libraries
         raise ValueError(f"{Path(directory) / 'config.json'} is not accepted: {first_line(error)}.") from error
     for problem in _moe_problems(hf):

@@ -63,4 +63,4 @@ def correct(args: Any, sample: Any, **kwargs: Any) -> float:
 @cache
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """The policy's tokenizer."""
-    return AutoTokenizer.from_pretrained(path)
+    return AutoTokenizer.from_pretrained(path, trust_remote_code=False)

@@ -6,6 +6,7 @@ file or directory → files → tables of some samples each → one table, or a 
 from __future__ import annotations
 
 import json
+import pickle
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -260,6 +261,8 @@ def slime_table(path: Path) -> TokenTable:
     """
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:  # torch's message recommends weights_only=False, which would run the file's code
+        raise ValueError(f"{path} is damaged, or holds objects other than tensors, which are never loaded.") from None
     except Exception as error:  # unpickling a damaged file may raise anything
         raise ValueError(f"{path} cannot be read as a dump of slime's form: {first_line(error)}.") from error
     if not isinstance(content, dict):

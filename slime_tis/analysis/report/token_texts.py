@@ -29,7 +29,7 @@ def decoder(table: TokenTable | None, hf_checkpoint: str = "") -> Decode | None:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # of a damaged file, whatever its parser raises
         if hf_checkpoint:
             raise ValueError(f"{quoted_path(directory)} has no tokenizer that reads: {first_line(error)}.") from error

@@ -20,7 +20,7 @@ def load_model(path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
     """
     _check_directory(Path(path))
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # of transformers, safetensors and huggingface_hub, which share no class
         raise ValueError(f"--hf-checkpoint is {str(path)!r}, which does not load: {first_line(error)}.") from error
     return model.eval().requires_grad_(False)
@@ -39,7 +39,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
             "files there."
         )
     try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # of transformers and tokenizers, which share no class
         raise ValueError(
             f"--hf-checkpoint is {str(path)!r}, whose tokenizer does not load: {first_line(error)}."
