@@ -189,6 +189,22 @@ def test_damaged_metrics_are_one_message(tmp_path: Path, capsys: pytest.CaptureF
     assert "metrics.jsonl" in message and len(message.splitlines()) == 1
 
 
+def test_code_of_a_tokenizer_that_a_dump_names_never_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    maps = {"tokenizer_class": "T", "auto_map": {"AutoTokenizer": [None, "evil.T"], "AutoConfig": "evil.C"}}
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass T: pass\nclass C: pass\n")
+    for name in ("config.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text(json.dumps(maps))
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
+    write_parquet(tmp_path / "a.parquet", replace(make_table(), metadata={"tokenizer": str(tmp_path)}))
+    assert main(["report", str(tmp_path / "a.parquet"), "--out", str(tmp_path / "a.html")]) == 0
+    assert main(["report", str(tmp_path / "a.parquet"), "--hf-checkpoint", str(tmp_path)]) == 2
+    captured = capsys.readouterr()
+    assert "custom code" not in captured.out and len(captured.err.strip().splitlines()) == 1
+    assert not (tmp_path / "ran").exists()
+
+
 def test_what_is_absent_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     for command in ("report", "diagnose"):
         assert main([command, str(tmp_path / "nothing")]) == 2

@@ -98,7 +98,9 @@ def _model(directory: str) -> Any:
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # stderr is for messages
     try:
-        return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True, trust_remote_code=False).eval()
+        return AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, local_files_only=True, trust_remote_code=False
+        ).eval()
     except Exception as error:  # a damaged safetensors file is an error of its own class
         raise ValueError(f"{quoted_path(directory)} does not load as a model: {first_line(error)}.") from error
     finally:

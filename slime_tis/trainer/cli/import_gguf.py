@@ -308,7 +308,9 @@ def read_tokenizer(gguf: Gguf, scratch: Path, context: int) -> PreTrainedTokeniz
 
     (scratch / "model.gguf").symlink_to(gguf.path.resolve())
     try:
-        read = AutoTokenizer.from_pretrained(scratch, gguf_file="model.gguf", local_files_only=True, trust_remote_code=False)
+        read = AutoTokenizer.from_pretrained(
+            scratch, gguf_file="model.gguf", local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:  # of transformers and tokenizers, which share no class
         raise ValueError(f"{gguf.path} has a tokenizer that does not load: {first_line(error)}.") from error
     if gguf.get("tokenizer.ggml.pre") in DIGIT_PRE:
