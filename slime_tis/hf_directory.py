@@ -235,6 +235,11 @@ def _moe_problems(hf: Any) -> Iterator[str]:
     if top_k > experts:
         yield f"num_experts_per_tok {top_k}, of {experts} experts"
     if not FAMILIES[hf.architectures[0]].sigmoid_router:
+        if top_k == 1 and hf.norm_topk_prob:
+            yield (
+                "norm_topk_prob true with num_experts_per_tok 1: every expert is weighted by 1 and the router has no "
+                "gradient; use a checkpoint with norm_topk_prob false or with several experts per token"
+            )
         return
     # megatron-core divides the scores of several experts by their sum, and the score of a single one by nothing.
     if hf.norm_topk_prob != (top_k > 1):

@@ -44,6 +44,19 @@ async def unmasked(args, sample, sampling_params, engine):
     return sample
 
 
+async def retokenized(args, sample, sampling_params, engine):
+    out = await engine.generate(sample.tokens, {**sampling_params, "max_new_tokens": 3})
+    other = [4 if token != 4 else 5 for token in out.token_ids]
+    sample.append_response_tokens(args, tokens=other, log_probs=out.log_probs, text=out.text)
+    return sample
+
+
+async def removed(args, sample, sampling_params, engine):
+    sample = await eight_turns(args, sample, sampling_params, engine)
+    sample.remove_sample = True
+    return sample
+
+
 async def segments(args, sample, sampling_params, engine):
     whole = await eight_turns(args, sample, sampling_params, engine)
     whole.reward = len(whole.tokens) % 3 + whole.tokens[-1] / 50
@@ -148,6 +161,20 @@ def test_a_shift_by_one_and_a_wrong_mask_end_a_strict_run(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("name", "share"), [("retokenized", 1.0), ("removed", 0.0)])
+def test_a_built_in_reward_does_not_train_on_excluded_samples(
+    task, name: str, share: float, tmp_path: Path, capsys
+) -> None:
+    flags = agent(task, name)
+    place = flags.index("--custom-rm-path")
+    flags[place : place + 2] = ["--rm-type", "random"]
+    (row,) = run_here(flags, tmp_path / "run")
+    assert row["train/loss_denominator"] == row["train/grad_norm"] == 0 and row["rollout/retokenized"] == share
+    output = capsys.readouterr()
+    assert ("every sample was retokenized" in output.out + output.err) == (share == 1)
+    assert ("widen the bounds" in output.out + output.err) == (share == 0)
+
+
 def test_segments_train_alike_on_one_rank_and_on_two(task, tmp_path: Path) -> None:
     flags = [*agent(task, "segments"), "--num-steps-per-rollout", "2", "--micro-batch-size", "2"]
     data = tmp_path / "samples.jsonl"
@@ -221,4 +248,7 @@ def test_the_example_of_the_page_runs(task, tmp_path: Path) -> None:
     (tmp_path / "my_agent.py").write_text(code)
     flags = [*task[0], "--custom-generate-function-path", f"{tmp_path / 'my_agent.py'}:generate"]
     (row,) = run_here(flags, tmp_path / "run")
-    assert "rollout/generate_failed" not in row and row["train/train_rollout_logprob_abs_diff"] < 1e-5
+    assert (
+        row["rollout/generate_failed"] == row["rollout/retokenized"] == 0.0
+        and row["train/train_rollout_logprob_abs_diff"] < 1e-5
+    )

@@ -63,7 +63,7 @@ def test_commands_name_targets_scripts_and_modules_that_are_there(page: Path) ->
 
 
 OTHER_PROGRAMS = """
---logdir --nnodes --no-build-isolation --nproc-per-node --shutdown-timeout --signal --signals-to-handle
+--index-url --logdir --nnodes --no-build-isolation --nproc-per-node --shutdown-timeout --signal --signals-to-handle
 --enable-deterministic-inference --enable-return-routed-experts --moe-runner-backend --log-ratio-scale --dtype
 --compare --json --out --experts --prompts --steps --every --held-out --plant-at --engines
 --device --stages --model

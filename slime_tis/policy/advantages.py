@@ -7,6 +7,8 @@ from torch import Tensor
 
 from slime_tis.policy.config import PolicyConfig
 
+MAX_REWARD = 1e30
+"""Largest magnitude of a reward; beyond it advantages or gradients overflow."""
 EPSILON = 1e-6  # keeps a group whose rewards are all equal at advantage 0 instead of 0/0
 
 

@@ -119,12 +119,12 @@ class CustomLoss:
 
 
 def loss_batch(tokens: ResponseTokens, sequences: Sequence[Tensor]) -> dict[str, Any]:
-    """A batch under slime's keys: lists with one tensor per sample, this rank's slices but for masks and sequences."""
+    """Copies under slime's keys: lists with one tensor per sample, this rank's slices but for masks and sequences."""
     found: dict[str, Any] = {
-        "unconcat_tokens": list(sequences),
+        "unconcat_tokens": [sequence.clone() for sequence in sequences],
         "total_lengths": list(tokens.total_lengths),
         "response_lengths": list(tokens.response_lengths),
-        "loss_masks": list(tokens.loss_mask_N.split(tokens.response_lengths)),
+        "loss_masks": list(tokens.loss_mask_N.clone().split(tokens.response_lengths)),
     }
     values = {
         "rollout_log_probs": tokens.rollout_log_probs_L,
@@ -162,7 +162,7 @@ def reduced_loss(
     """
     function = functions.reducer
     assert function is not None
-    masks = list(mask_N.split(tokens.response_lengths))
+    masks = list(mask_N.clone().split(tokens.response_lengths))
     more = {"args": functions.args} if "args" in _keyword_names(function) else {}
     with kept_state(seed), calling(function):
         reduce = function(list(tokens.total_lengths), list(tokens.response_lengths), masks, per_token, **more)

@@ -33,7 +33,7 @@ from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
 from slime_tis.errors import NonFiniteGradient, RunStopped, quoted_path
-from slime_tis.hf_directory import load_config, moe_sizes
+from slime_tis.hf_directory import load_config, model_sizes, moe_sizes, read_model_config
 from slime_tis.policy.custom_loss import ObjectiveFunctions
 from slime_tis.policy.custom_tis import CustomTisFunction
 from slime_tis.policy.proximal_policy import old_policy_name
@@ -139,7 +139,8 @@ def sample(run: Run) -> tuple[list[list[Sample]], dict[str, float]]:
     start = time.monotonic()
     if loop.load_debug_rollout_data is not None:
         path = loop.load_debug_rollout_data.format(rollout_id=run.rollout_id)
-        groups = load_samples(path, rollout.rollout_batch_size, rollout.n_samples_per_prompt)
+        sizes = model_sizes(read_model_config(run.arguments.megatron.hf_checkpoint))
+        groups = load_samples(path, rollout.rollout_batch_size, rollout.n_samples_per_prompt, sizes)
         if rollout.truncates_sampling and not rollout.allow_truncation_bias:
             require_sampling_masks(path, groups)
         found = Collected(groups=groups, sampled=groups)
@@ -161,7 +162,8 @@ def sample(run: Run) -> tuple[list[list[Sample]], dict[str, float]]:
         run.hooks.process_all(found.sampled, run.data_source)
         if loop.save_debug_rollout_data is not None and run.parallel.is_main:
             save_samples(loop.save_debug_rollout_data.format(rollout_id=run.rollout_id), found.groups)
-    metrics = found.metrics | rollout_metrics(found.groups, run.learner.step)
+    are_episodes = rollout.custom_generate_function_path is not None
+    metrics = found.metrics | rollout_metrics(found.groups, run.learner.step, are_episodes=are_episodes)
     if not run.hooks.logs_rollout(run.rollout_id, found.groups, found.metrics, time.monotonic() - start):
         metrics = {}
     return found.groups, metrics | run.sampler.metrics() | run.unfinished.metrics()

@@ -119,6 +119,13 @@ def given(base):
             "this family, so that it would sample from another model; give a checkpoint without dense layers, or use "
             "--rollout-engine local.",
         ),
+        (
+            {"num_experts_per_tok": 1, "norm_topk_prob": True},
+            "",
+            1,
+            "model/config.json has norm_topk_prob true with num_experts_per_tok 1: every expert is weighted by 1 and "
+            "the router has no gradient; use a checkpoint with norm_topk_prob false or with several experts per token.",
+        ),
         ({"num_experts_per_tok": 7}, "", 1, "model/config.json has num_experts_per_tok 7, of 6 experts."),
         (
             {"model_type": "qwen3"},
@@ -175,6 +182,7 @@ def given(base):
         "sglang, tied",
         "sglang, first layer dense",
         "sglang, every second layer sparse",
+        "one expert per token, normalized",
         "more experts per token than there are",
         "the type of a dense model",
         "dense layers before the first",

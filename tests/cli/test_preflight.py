@@ -5,7 +5,7 @@ import shlex
 import pytest
 
 from slime_tis.trainer.cli.arguments import parse_args
-from tests.cli.conftest import refusal
+from tests.cli.conftest import configured, refusal
 
 
 def test_empty_prompt_file_is_refused(base, tmp_path):
@@ -43,6 +43,16 @@ def test_empty_prompt_file_is_refused(base, tmp_path):
 def test_unusable_checkpoint_is_refused(base, tmp_path, config, message):
     (tmp_path / "model" / "config.json").write_text(config)
     assert refusal(base) == message
+
+
+@pytest.mark.parametrize(("layers", "message"), [(2, None), (3, "must divide the 2 layers"), (99, "must divide the 2")])
+def test_recomputation_in_chunks_that_do_not_divide_the_layers_is_refused(base, layers, message):
+    line = f"{base}--recompute-granularity full --recompute-num-layers {layers} --recompute-method "
+    assert configured(line + "block").megatron.recompute_num_layers == layers
+    if message is None:
+        configured(line + "uniform")
+    else:
+        assert message in refusal(line + "uniform")
 
 
 def test_a_checkpoint_without_weights_is_refused_with_code_2(base, capsys):

@@ -50,6 +50,11 @@ def test_the_bias_of_routers_is_float32_in_bfloat16_training_and_never_changes(g
     assert not file
 
 
+def test_experts_that_the_ranks_do_not_divide_are_refused(glm: Path, parallel: Parallel) -> None:
+    with pytest.raises(ValueError, match="--expert-model-parallel-size 3"):
+        build(glm, dataclasses.replace(parallel, expert_size=3))
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "glm4_moe"])
 def test_recomputed_activations_give_the_same_gradient(family: str, parallel: Parallel, tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path, family)

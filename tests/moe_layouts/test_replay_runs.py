@@ -112,6 +112,7 @@ def test_samples_without_usable_experts_are_trained_without_replay_and_counted(t
     spoil(tmp_path / "0.jsonl")
     row = run_here(flags, tmp_path / "spoilt")[0]
     assert (whole["train/routing_replay_missing"], row["train/routing_replay_missing"]) == (0, 4)
+    assert (whole.get("health/routing_replay"), row["health/routing_replay"]) == (None, 1)
     assert row["train/with_replay/mismatch_k3_kl"] > 100 * whole["train/with_replay/mismatch_k3_kl"]
     assert row["train/without_replay/mismatch_k3_kl"] == whole["train/without_replay/mismatch_k3_kl"]
     micro_batches = run_here([*flags, "--micro-batch-size", "2"], tmp_path / "micro")[0]

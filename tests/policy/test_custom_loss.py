@@ -10,7 +10,7 @@ import torch
 from slime_tis.errors import CustomFunctionError
 from slime_tis.policy import custom_loss
 from slime_tis.policy.config import PolicyConfig
-from slime_tis.policy.custom_loss import CustomLoss, ObjectiveFunctions, reduced_loss, token_advantages
+from slime_tis.policy.custom_loss import CustomLoss, ObjectiveFunctions, loss_batch, reduced_loss, token_advantages
 from slime_tis.policy.reducers import dr_grpo
 from slime_tis.policy.tokens import ResponseTokens
 from tests.policy.test_policy_loss import make
@@ -110,6 +110,18 @@ def test_dr_grpo_divides_by_the_longest_response() -> None:
     functions = ObjectiveFunctions.load(PolicyConfig(custom_pg_loss_reducer_function_path=name), ARGS)
     assert functions.reducer is dr_grpo
     assert reduce(functions).item() == pytest.approx((1 + 2 + 4 + 5) / 8)
+
+
+def test_functions_cannot_change_what_is_trained_in_place(tmp_path: Path) -> None:
+    sequences = [torch.arange(4), torch.arange(5)]
+    tokens = make_tokens([2, 3])
+    masks = tokens.loss_mask_N.clone()
+    found = loss_batch(tokens, sequences)
+    for key in ("unconcat_tokens", "loss_masks", "rollout_log_probs"):
+        for value in found[key]:
+            value.fill_(7)
+    assert torch.equal(tokens.loss_mask_N, masks) and [one.tolist() for one in sequences] == [[0, 1, 2, 3], [*range(5)]]
+    assert not (tokens.rollout_log_probs_L == 7).any()
 
 
 def advantages(functions: ObjectiveFunctions) -> list[float]:

@@ -70,6 +70,12 @@ BAD: dict[str, tuple[dict[str, float], str]] = {
         "train/mismatch_k3_kl is 0.2: more than 0.05 nats per token between rollout and training policy; compare their "
         "weights (--check-weight-sync), temperature, tokenizer and chat template, then raise the rollout's precision.",
     ),
+    "routing_replay": (
+        {"train/routing_replay_missing": 16.0},
+        "train/routing_replay_missing is 16: this number of samples of the step has no experts that can be replayed, "
+        "so training routes them itself; generate the samples with --use-rollout-routing-replay and an engine that "
+        "records experts (docs/moe.md).",
+    ),
     "absorbed_updates": (
         {"rollout/update_received": 0.02},
         "rollout/update_received is 0.02: in each of the last 3 updates rounding to the rollout engine's precision "
@@ -127,6 +133,16 @@ def test_rejecting_everything_is_named_as_the_cause_of_no_gradient() -> None:
     assert message.startswith(
         "train/grad_norm is 0: nothing was left to train on: everything was rejected or left out;"
     )
+
+
+def test_rejection_of_retokenized_samples_does_not_blame_the_bounds() -> None:
+    row = GOOD | {"train/grad_norm": 0.0, "train/skipped_steps": 1.0, "train/gradient_kept_fraction": 0.0}
+    all_retokenized = {"rollout/retokenized": 1.0}
+    found = findings(row | all_retokenized, TIS)
+    assert found["rejection"] is None and "retokenized" in str(found["zero_gradient"])
+    half = findings(row | {"rollout/retokenized": 0.5}, TIS)
+    assert half["rejection"] is not None and "widen the bounds" in str(half["zero_gradient"])
+    assert findings(GOOD | all_retokenized | {"train/gradient_kept_fraction": 0.4}, TIS)["rejection"] is not None
 
 
 @pytest.mark.parametrize(

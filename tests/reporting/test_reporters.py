@@ -86,6 +86,11 @@ def test_console_line_has_the_columns_that_were_logged():
     )
 
 
+def test_console_line_stays_short_for_huge_numbers():
+    huge = {"rollout/raw_reward": -1e200, "train/grad_norm": 2e18, "eval/a": 1e30}
+    assert format_step(huge, 1, 1) == "step 1/1  reward -1.000e+200  grad norm 2.000e+18  eval/a 1.000e+30"
+
+
 def test_console_line_leaves_out_what_was_not_measured():
     metrics = {"eval/sort_digits": 0.34, "eval/sort_digits/response_len": 11.0}
     assert format_step(metrics, 0, 9) == "step 0/9  eval/sort_digits 0.340"

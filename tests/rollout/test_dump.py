@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from slime_tis.hf_directory import ModelSizes
 from slime_tis.trainer.data.dump import load_samples, save_samples, to_dict
 from slime_tis.trainer.data.sample import Prompt, Sample
 from tests.samples import make_sample
@@ -75,6 +76,27 @@ def test_another_number_of_samples_is_refused(tmp_path: Path) -> None:
         load_samples(tmp_path / "x", 4, 2)
     with pytest.raises(ValueError, match="does not exist"):
         load_samples(tmp_path / "none", 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"vocab_size": 5, "context_len": 5}, "line 1 has token 5"),
+        ({"vocab_size": 6, "context_len": 4}, "line 1 has 5 tokens, but the model's context has 4"),
+    ],
+    ids=["token outside the vocabulary", "longer than the context"],
+)
+def test_samples_that_do_not_fit_the_model_are_refused(sizes: dict[str, int], message: str, tmp_path: Path) -> None:
+    save_samples(tmp_path / "x", [[sample(0, 0)]])
+    assert load_samples(tmp_path / "x", 1, 1, ModelSizes(vocab_size=6, context_len=5))
+    with pytest.raises(ValueError, match=message):
+        load_samples(tmp_path / "x", 1, 1, ModelSizes(**sizes))
+
+
+def test_a_negative_token_is_refused(tmp_path: Path) -> None:
+    save_samples(tmp_path / "x", [[sample(0, 0, tokens=[1, 2, 3, -1, 5])]])
+    with pytest.raises(ValueError, match="has token -1"):
+        load_samples(tmp_path / "x", 1, 1, ModelSizes(vocab_size=None, context_len=None))
 
 
 def test_routing_comes_back_to_the_bit(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from slime_tis.errors import CustomFunctionError, quoted
+from slime_tis.policy.advantages import MAX_REWARD
 from slime_tis.trainer.agents.sampled_tokens import Provenance, RecordedEngine, provenance, take_over
 from slime_tis.trainer.agents.slime_client import SlimeEngine, current_engine
 from slime_tis.trainer.data.json_values import json_object
@@ -282,9 +283,12 @@ class GenerateFunction:
         if isinstance(reward, Mapping):
             parts = {str(name): float(part) for name, part in reward.items() if isinstance(part, int | float)}
             reward = parts.pop(self.args.reward_key or "", math.nan)
-        if reward is None or math.isfinite(float(reward)):
+        if reward is None or abs(float(reward)) <= MAX_REWARD:
             return None if reward is None else float(reward), parts
-        message = f"gave the reward {quoted(sample.reward)}; it must be a finite number, or a dict with --reward-key"
+        message = (
+            f"gave the reward {quoted(sample.reward)}; it must be a finite number of at most {MAX_REWARD:g} in "
+            "magnitude, or a dict with --reward-key"
+        )
         raise self._broken("returned", message, given)
 
     def _handle_retokenized(self, sample: Sample, where: Provenance, engine: RecordedEngine) -> None:

@@ -64,6 +64,13 @@ def check_model(megatron: MegatronConfig, rollout: RolloutConfig, world_size: in
     ):
         if model.get(part, ranks) % ranks:
             raise ValueError(f"{flag} is {ranks} but the model's {part} is {model[part]}; choose a divisor of it.")
+    chunk = megatron.recompute_num_layers
+    of_stage = model.get("num_hidden_layers", 0) // megatron.pipeline_model_parallel_size
+    if megatron.recompute_method == "uniform" and chunk is not None and of_stage % chunk:
+        raise ValueError(
+            f"--recompute-num-layers is {chunk} but with --recompute-method uniform it must divide the {of_stage} "
+            "layers of a pipeline stage; choose a divisor of that, or --recompute-method block."
+        )
     _check_experts(megatron, rollout, world_size)
     _check_lengths(rollout, model.get("max_position_embeddings"))
     _check_stop_ids(rollout.rollout_stop_token_ids or (), model.get("vocab_size"))

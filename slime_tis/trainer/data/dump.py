@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slime_tis.errors import quoted_path
+from slime_tis.errors import quoted, quoted_path
 from slime_tis.files import FOREIGN, atomic_path
+from slime_tis.hf_directory import ModelSizes
 from slime_tis.trainer.data.json_values import json_object
 from slime_tis.trainer.data.sample import STATUS, Prompt, Sample, SampleStatus, by_rollout
 from slime_tis.trainer.data.sampling_mask import SamplingMask
@@ -69,16 +70,17 @@ def check_replaceable(path: Path) -> None:
     raise ValueError(FOREIGN)
 
 
-def load_samples(path: str | Path, prompts: int, n_samples: int) -> list[list[Sample]]:
+def load_samples(path: str | Path, prompts: int, n_samples: int, sizes: ModelSizes | None = None) -> list[list[Sample]]:
     """Reads the groups of a rollout back.
 
     Args:
         path: of the file.
         prompts: groups that must be there.
         n_samples: samples that each must have.
+        sizes: vocabulary and context of the model that is trained; None checks neither.
 
     Raises:
-        ValueError: no file, a line that is not a sample, with its number, or another number of samples.
+        ValueError: no file, a line that is not a sample or does not fit the model, or another number of samples.
     """
     path = Path(path)
     if not path.is_file():
@@ -87,6 +89,8 @@ def load_samples(path: str | Path, prompts: int, n_samples: int) -> list[list[Sa
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             sample = _sample(line, f"{path}, line {number}")
+            if sizes is not None:
+                _check_fits(sample, f"{path}, line {number}", sizes)
             groups.setdefault(sample.group_index, []).append(sample)
     found = sorted({len(by_rollout(group)) for group in groups.values()})
     if len(groups) != prompts or found != [n_samples]:
@@ -95,6 +99,26 @@ def load_samples(path: str | Path, prompts: int, n_samples: int) -> list[list[Sa
             f"--rollout-batch-size is {prompts} and --n-samples-per-prompt {n_samples}; set them to what it holds."
         )
     return list(groups.values())
+
+
+def _check_fits(sample: Sample, place: str, sizes: ModelSizes) -> None:
+    """Checks that the model can compute the log-probs of a sample.
+
+    Raises:
+        ValueError: it is longer than the context, or has tokens outside the vocabulary.
+    """
+    vocab_size, context_len = sizes.vocab_size or math.inf, sizes.context_len or math.inf
+    outside = [token for token in sample.tokens if type(token) is not int or not 0 <= token < vocab_size]
+    if outside:
+        raise ValueError(
+            f"{place} has token {quoted(outside[0])}, but the model's token ids are 0 to {vocab_size - 1}; give "
+            "--load-debug-rollout-data samples of this model."
+        )
+    if len(sample.tokens) > context_len:
+        raise ValueError(
+            f"{place} has {len(sample.tokens)} tokens, but the model's context has {context_len}; give "
+            "--load-debug-rollout-data samples of this model."
+        )
 
 
 def to_dict(sample: Sample) -> dict[str, Any]:

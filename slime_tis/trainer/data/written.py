@@ -31,13 +31,13 @@ class Before:
 class Written:
     """What a function changed in a sample."""
 
-    metadata: dict[str, Any] | None = None
+    metadata: dict[str, Any] | None
     """The sample's metadata where they are not its prompt's, else None."""
 
-    loss_mask: list[int] | None = None
+    loss_mask: list[int] | None
     """The sample's loss mask where the function changed it, else None."""
 
-    remove_sample: bool = False
+    remove_sample: bool
     """Whether none of the sample's tokens is trained on."""
 
     @classmethod

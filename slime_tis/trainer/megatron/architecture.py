@@ -147,14 +147,15 @@ def transformer_config(hf: HfConfig, config: MegatronConfig, parallel: Parallel)
     """megatron-core's configuration of a Hugging Face model under the parallel layout.
 
     Raises:
-        ValueError: heads, groups or layers that the parallel sizes do not divide.
+        ValueError: heads, groups, layers or experts that the parallel sizes do not divide.
     """
-    tensor, pipeline = parallel.tensor_size, parallel.pipeline_size
+    tensor, pipeline, moe = parallel.tensor_size, parallel.pipeline_size, moe_sizes(hf)
     for name, value, size, flag in (
         ("num_attention_heads", hf.num_attention_heads, tensor, "--tensor-model-parallel-size"),
         ("num_key_value_heads", hf.num_key_value_heads, tensor, "--tensor-model-parallel-size"),
         ("intermediate_size", hf.intermediate_size, tensor, "--tensor-model-parallel-size"),
         ("num_hidden_layers", hf.num_hidden_layers, pipeline, "--pipeline-model-parallel-size"),
+        ("number of experts", moe.num_experts if moe else 0, parallel.expert_size, "--expert-model-parallel-size"),
     ):
         if value % size:
             raise ValueError(f"{name}={value} of the checkpoint is not divisible by {flag} {size}")

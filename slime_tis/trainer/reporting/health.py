@@ -129,7 +129,7 @@ def findings(metrics: Mapping[str, float], correction: RolloutCorrectionConfig) 
 
 def _rejection(metrics: Mapping[str, float], correction: RolloutCorrectionConfig) -> Finding | None:
     kept = metrics["train/gradient_kept_fraction"]
-    if not 1 - kept > MAX_REJECTED:
+    if not 1 - kept > MAX_REJECTED or _is_all_retokenized(metrics):
         return None
     return Finding(
         metric="train/gradient_kept_fraction",
@@ -171,13 +171,21 @@ def _zero_gradient(metrics: Mapping[str, float], correction: RolloutCorrectionCo
     if norm != 0:
         return None
     reason = (
-        "nothing was left to train on: everything was rejected or left out; widen the bounds, or raise "
+        "nothing was left to train on: every sample was retokenized; return the token ids that the engine sampled, "
+        "or add --retokenization keep-mask (docs/agents.md)"
+        if _is_all_retokenized(metrics)
+        else "nothing was left to train on: everything was rejected or left out; widen the bounds, or raise "
         "--max-weight-staleness"
         if metrics.get("train/skipped_steps")
         else "nothing is learned from this step: all advantages are 0, as they are where all samples of a group have "
         "the same reward; check the reward function and the difficulty of the prompts"
     )
     return Finding(metric="train/grad_norm", value=norm, message=f"{reason}.")
+
+
+def _is_all_retokenized(metrics: Mapping[str, float]) -> bool:
+    """Whether retokenization left nothing to train on, so that wider bounds would not help."""
+    return metrics.get("train/skipped_steps", 0) > 0 and metrics.get("rollout/retokenized") == 1
 
 
 def _nonfinite_gradient(metrics: Mapping[str, float], correction: RolloutCorrectionConfig) -> Finding | None:
@@ -277,6 +285,19 @@ def _retokenized(metrics: Mapping[str, float], correction: RolloutCorrectionConf
     )
 
 
+def _routing_replay(metrics: Mapping[str, float], correction: RolloutCorrectionConfig) -> Finding | None:
+    samples = metrics["train/routing_replay_missing"]
+    if not samples > 0:
+        return None
+    return Finding(
+        metric="train/routing_replay_missing",
+        value=samples,
+        message="this number of samples of the step has no experts that can be replayed, so training routes them "
+        "itself; generate the samples with --use-rollout-routing-replay and an engine that records experts "
+        "(docs/moe.md).",
+    )
+
+
 def _micro_batch_load(metrics: Mapping[str, float], correction: RolloutCorrectionConfig) -> Finding | None:
     load = metrics["perf/micro_batch_load"]
     if not load > 1:
@@ -302,6 +323,7 @@ RULES = {
     "staleness": _Rule(find=_staleness, after=1),
     "mismatch": _Rule(find=_mismatch, after=2),
     "retokenized": _Rule(find=_retokenized, after=1),
+    "routing_replay": _Rule(find=_routing_replay, after=1),
     "absorbed_updates": _Rule(find=_absorbed, after=3),
     "micro_batch_load": _Rule(find=_micro_batch_load, after=1),
 }

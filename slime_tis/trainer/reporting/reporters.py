@@ -24,10 +24,16 @@ REJECTION_METRICS = (
 )
 """Metrics that are logged where tokens can be rejected."""
 
+
+def _decimal(value: float) -> str:
+    """Three decimals, or an exponent where the number would be long."""
+    return f"{value:.3f}" if abs(value) < 1e6 else f"{value:.3e}"
+
+
 COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
-    ("reward", "rollout/raw_reward", "{:.3f}".format),
+    ("reward", "rollout/raw_reward", _decimal),
     ("loss", "train/loss", lambda loss: f"{loss:+.4f}" if abs(loss) < 1e4 else f"{loss:+.3e}"),
-    ("grad norm", "train/grad_norm", "{:.3f}".format),
+    ("grad norm", "train/grad_norm", _decimal),
     *(("k3", f"{prefix}mismatch_k3_kl", "{:.1e}".format) for prefix in CORRECTION_PREFIXES),
     *(("weight", f"{prefix}mis_ratio_mean_after_mis", "{:.3f}".format) for prefix in CORRECTION_PREFIXES),
     *(
@@ -225,7 +231,7 @@ def format_step(metrics: Mapping[str, float], step: int, total_steps: int) -> st
     columns = [column for column in COLUMNS if column[0] != "rejected" or _can_reject(metrics, column[1])]
     parts += [f"{label} {show(metrics[name])}" for label, name, show in columns if name in metrics]
     evaluations = (name for name in metrics if name.startswith("eval/") and name.count("/") == 1)
-    parts += [f"{name} {metrics[name]:.3f}" for name in evaluations]
+    parts += [f"{name} {_decimal(metrics[name])}" for name in evaluations]
     return "  ".join(parts)
 
 

@@ -13,6 +13,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from slime_tis.errors import CustomFunctionError, one_line
+from slime_tis.policy.advantages import MAX_REWARD
 from slime_tis.trainer.collectives import map_over_ranks
 from slime_tis.trainer.data.sample import Prompt, Sample
 from slime_tis.trainer.data.written import Before, Written, check_untouched, reading
@@ -43,13 +44,14 @@ class Score:
     parts: dict[str, float]
     """The other numbers of a reward that is a dict, by key."""
 
-    written: Written = field(default_factory=Written)
-    """What the function wrote into the sample."""
+    written: Written | None = None
+    """Fields that the function wrote into the sample; None for a built-in reward, which writes none."""
 
     def apply(self, sample: Sample) -> None:
         """Writes everything but the value into the sample."""
         sample.reward_parts = self.parts
-        self.written.apply(sample)
+        if self.written is not None:
+            self.written.apply(sample)
 
 
 ScoreGroups = Callable[[Sequence[list[Sample]]], list[list[Score]]]
@@ -350,6 +352,11 @@ def _number(reward: Any, function: str, index: int, role: str) -> float:
     if number is None or not math.isfinite(number):
         raise CustomFunctionError(
             f"{function} returned {_shown(reward)}{role} for prompt {index}; it must return a finite number."
+        )
+    if abs(number) > MAX_REWARD:
+        raise CustomFunctionError(
+            f"{function} returned {number:g}{role} for prompt {index}; it must return a number of at most "
+            f"{MAX_REWARD:g} in magnitude, or advantages overflow."
         )
     return number
 

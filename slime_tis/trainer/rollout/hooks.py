@@ -11,13 +11,13 @@ custom_eval_rollout_log_function(rollout_id, args, data, extra_metrics) -> bool
 
 from __future__ import annotations
 
-import math
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from slime_tis.errors import CustomFunctionError, one_line
+from slime_tis.policy.advantages import MAX_REWARD
 from slime_tis.trainer.collectives import on_rank_zero
 from slime_tis.trainer.data.sample import Sample, SampleStatus
 from slime_tis.trainer.data.written import Before, Written, reading
@@ -313,8 +313,11 @@ def _shaped(returned: Any, count: int, function: str) -> ShapedRewards:
             shown = f"{len(values)}" if isinstance(values, list | tuple) else one_line(repr(values))
             raise CustomFunctionError(f"{function} returned {shown} {name} for {count} samples; return as many.")
         numbers = [float(value) for value in values]
-        wrong = next((number for number in numbers if not math.isfinite(number)), None)
+        wrong = next((number for number in numbers if not abs(number) <= MAX_REWARD), None)
         if wrong is not None:
-            raise CustomFunctionError(f"{function} returned {wrong} among the {name}; return finite numbers.")
+            raise CustomFunctionError(
+                f"{function} returned {wrong} among the {name}; return finite numbers of at most {MAX_REWARD:g} in "
+                "magnitude."
+            )
         lists.append(numbers)
     return ShapedRewards(raw=lists[0], advantages=lists[1])

@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from slime_tis.trainer.data.sample import Sample, SampleStatus, by_rollout
 
 
-def rollout_metrics(groups: Sequence[Sequence[Sample]], version: int) -> dict[str, float]:
+def rollout_metrics(
+    groups: Sequence[Sequence[Sample]], version: int, *, are_episodes: bool = False
+) -> dict[str, float]:
     """Means over the rollouts of a batch, as rollout/NAME; observations and calls that failed count in none of them.
 
     Args:
         groups: the scored samples of every prompt.
         version: of the training policy's weights, in optimizer steps, when training on the samples begins.
+        are_episodes: whether a generate function made the samples; `episode_metrics` are then always included.
     """
     rollouts = [rollout for group in groups for rollout in by_rollout(group)]
     made = [rollout for rollout in rollouts if not rollout[0].failure]
@@ -28,7 +31,8 @@ def rollout_metrics(groups: Sequence[Sequence[Sample]], version: int) -> dict[st
         "zero_std_groups": _mean([len(set(map(rollout_reward, by_rollout(group)))) == 1 for group in groups]),
     }
     metrics |= {f"reward/{key}": value for key, value in mean_parts(samples).items()}
-    if any(sample.turns != 1 or 0 in sample.loss_mask or sample.failure for group in groups for sample in group):
+    are_episodes |= any(one.turns != 1 or 0 in one.loss_mask or one.failure for group in groups for one in group)
+    if are_episodes:
         metrics |= episode_metrics(rollouts)
     return {f"rollout/{name}": value for name, value in metrics.items()}
 
