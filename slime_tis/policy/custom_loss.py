@@ -71,12 +71,18 @@ class CustomLoss:
     """Names of the metrics that each call returned."""
 
     def __call__(
-        self, tokens: ResponseTokens, sequences: Sequence[Tensor], logits: Tensor, sum_of_sample_mean: Function
+        self,
+        tokens: ResponseTokens,
+        weights_L: Tensor,
+        sequences: Sequence[Tensor],
+        logits: Tensor,
+        sum_of_sample_mean: Function,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Calls the function on a micro-batch.
 
         Args:
-            tokens: of the micro-batch.
+            tokens: of the micro-batch; `loss_mask_N` without the tokens that the correction rejects.
+            weights_L: importance weights of the correction: 1 without weights, 0 where masked.
             sequences: prompt and response of each sample, int64.
             logits: [1, L, V], those that predict the response tokens, with gradient.
             sum_of_sample_mean: the sum over samples of the mean over their accepted tokens, or over tokens.
@@ -88,6 +94,7 @@ class CustomLoss:
             CustomFunctionError: the function raised, or returned what its contract does not allow.
         """
         batch = loss_batch(tokens, sequences)
+        batch["rollout_is_weights"] = list(weights_L.clone().split(tokens.lengths))
         with kept_state(self.seed + len(self.metric_names)), calling(self.function):
             returned = self.function(self.args, batch, logits, sum_of_sample_mean)
         name = describe(self.function)

@@ -134,7 +134,8 @@ def policy_loss(inputs: LossInputs, step: LossStep) -> LossOutputs:
         per_token=step.policy.calculate_per_token_loss,
     )
     sums = step_sums(inputs, train_L, correction, near, losses, reduction, step)
-    numerator, sums = objective(inputs, losses, reduction, sums, step)
+    weights_L = applied_weights(inputs.tokens, correction, step)
+    numerator, sums = objective(inputs, losses, weights_L, reduction, sums, step)
     return LossOutputs(
         numerator=numerator,
         denominator=sums.loss_denominator.to(torch.int),
@@ -143,28 +144,36 @@ def policy_loss(inputs: LossInputs, step: LossStep) -> LossOutputs:
             log_probs_L=inputs.log_probs_L.detach(),
             old_log_probs_L=old_L.detach(),
             entropy_L=inputs.entropy_L.detach(),
-            weights_L=applied_weights(inputs.tokens, correction, step),
+            weights_L=weights_L,
             accepted_L=losses.mask_L,
         ),
     )
 
 
 def objective(
-    inputs: LossInputs, losses: TokenLosses, reduction: LossReduction, sums: StepSums, step: LossStep
+    inputs: LossInputs,
+    losses: TokenLosses,
+    weights_L: Tensor,
+    reduction: LossReduction,
+    sums: StepSums,
+    step: LossStep,
 ) -> tuple[Tensor, StepSums]:
     """The numerator of the loss, and the sums with what a user's function made of the policy loss.
 
     Args:
         inputs: of the micro-batch.
         losses: per token.
+        weights_L: importance weights, without gradient.
         reduction: over the accepted tokens.
         sums: of the micro-batch.
         step: the options.
     """
-    terms, policy = losses.terms, step.policy
+    terms, policy, tokens = losses.terms, step.policy, inputs.tokens
     if step.custom_loss is not None:
         assert inputs.logits is not None
-        loss, metrics = step.custom_loss(inputs.tokens, inputs.sequences, inputs.logits, reduction.sum)
+        if step.correction.corrects:
+            tokens = replace(tokens, loss_mask_N=whole_mask(tokens, losses.mask_L, step))
+        loss, metrics = step.custom_loss(tokens, weights_L, inputs.sequences, inputs.logits, reduction.sum)
         return loss, replace(sums, terms=replace(sums.terms, pg_loss=loss.detach().double()), custom=metrics)
     if step.functions is None or step.functions.reducer is None:
         objective_L = terms.pg_loss - policy.entropy_coef * terms.entropy_loss + policy.kl_loss_coef * terms.kl_loss
@@ -172,15 +181,20 @@ def objective(
     mask_L = losses.mask_L
     loss = reduced_loss(
         step.functions,
-        inputs.tokens,
+        tokens,
         torch.where(mask_L, terms.pg_loss, 0.0),
-        step.global_batch.ranks.over_context(inputs.tokens.slices.scatter(mask_L.float())),
+        whole_mask(tokens, mask_L, step),
         per_token=policy.calculate_per_token_loss,
         seed=step.version,
     )
     sums = replace(sums, terms=replace(sums.terms, pg_loss=loss.detach().double()))
     regularizer_L = policy.kl_loss_coef * terms.kl_loss - policy.entropy_coef * terms.entropy_loss
     return loss + reduction.sum(regularizer_L), sums
+
+
+def whole_mask(tokens: ResponseTokens, mask_L: Tensor, step: LossStep) -> Tensor:
+    """The mask of whole responses, float32 [N], from the slices of all context-parallel ranks."""
+    return step.global_batch.ranks.over_context(tokens.slices.scatter(mask_L.float()))
 
 
 def applied_weights(tokens: ResponseTokens, correction: Correction[Tensor], step: LossStep) -> Tensor:

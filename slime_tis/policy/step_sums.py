@@ -74,7 +74,8 @@ class StepSums:
     """Numerator over `original_denominator` of the share that off-policy sequence masking leaves out; None where it is
     off."""
     custom: dict[str, Tensor]
-    """Numerators over `original_denominator` of the metrics that a custom function returned."""
+    """Numerators of the metrics that a custom function returned: over `original_denominator` of a custom correction,
+    over `loss_denominator` of a custom loss."""
 
     def merge(self, other: StepSums) -> StepSums:
         """The sums of two micro-batches together."""
@@ -145,9 +146,13 @@ def step_metrics(sums: StepSums, correction: RolloutCorrectionConfig, policy: Po
         metrics |= {name: value for name, value in of_old_policy.items() if name != "gradient_kept_fraction"}
     metrics |= metrics_by(STALENESS, sums.staleness) | metrics_by(TURN, sums.turns)
     original = sums.original_denominator.clamp_min(1)
+    # The function of a custom loss reduces its metrics itself, over accepted tokens.
+    custom_denominator = sums.loss_denominator.clamp_min(1) if policy.loss_type == "custom_loss" else original
     if sums.opsm_clipped is not None:
         metrics["opsm_clipfrac"] = float(sums.opsm_clipped / original)
-    return metrics | _under_free_names({name: float(value / original) for name, value in sums.custom.items()}, metrics)
+    return metrics | _under_free_names(
+        {name: float(value / custom_denominator) for name, value in sums.custom.items()}, metrics
+    )
 
 
 RESERVED = ("grad_norm", "lr", "loss_denominator", "old_log_prob_forwards", "skipped_steps", "nonfinite_gradient_steps")

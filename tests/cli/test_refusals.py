@@ -115,8 +115,8 @@ REFUSALS = [
         "--loss-type is custom_loss but --custom-loss-function-path is unset; add your function.",
     ),
     (
-        "--loss-type custom_loss --custom-loss-function-path a.f --use-tis",
-        "--loss-type custom_loss is given and so is a correction (--use-tis, --use-rs, …), which has no part in it; "
+        "--loss-type custom_loss --custom-loss-function-path a.f --use-tis --custom-tis-function-path a.g",
+        "--loss-type custom_loss is given and so is --custom-tis-function-path, which has no part in it; "
         "leave one of them out.",
     ),
     (

@@ -327,6 +327,19 @@ def test_every_cause_has_a_title_and_a_fix() -> None:
     assert Finding(cause="rounding", confidence=1, share=1, evidence=(), detail="int8").title.endswith("(int8)")
 
 
+@pytest.mark.parametrize(("confidence", "names"), [(0.89, True), (0.9, False)], ids=["doubtful", "sure"])
+def test_a_doubtful_finding_names_the_command_that_proves_it(confidence: float, names: bool) -> None:
+    finding = Finding(cause="rounding", confidence=confidence, share=1, evidence=())
+    assert ("slime-tis diagnose --hf-checkpoint DIR" in finding.fix) == names
+
+
+def test_one_broken_token_is_singular() -> None:
+    train = np.full(400, -1.0)
+    train[7] = -21.0
+    table = TokenTable.from_parts([SampleParts(train_log_prob=train, rollout_log_prob=np.full(400, -1.001))])
+    assert diagnose(table).findings[0].evidence[0].startswith("1 token (")
+
+
 @given(
     st.lists(
         st.lists(st.tuples(st.floats(width=32), st.floats(width=32), st.sampled_from([0, 1])), max_size=40), max_size=6

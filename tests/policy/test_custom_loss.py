@@ -43,16 +43,18 @@ def call_loss(tmp_path: Path, body: str) -> tuple[torch.Tensor, dict[str, torch.
     function = load(tmp_path, "loss", code).loss
     assert function is not None
     logits = torch.arange(15.0).view(1, 5, 3).requires_grad_() * 1
-    return CustomLoss(function=function, args=ARGS, seed=0)(make_tokens([2, 3]), [], logits, torch.sum)
+    loss = CustomLoss(function=function, args=ARGS, seed=0)
+    return loss(make_tokens([2, 3]), torch.arange(5.0), [], logits, torch.sum)
 
 
 def test_a_loss_gets_slimes_batch(tmp_path: Path) -> None:
     body = """
     assert sorted(batch) == [
-        "advantages", "log_probs", "loss_masks", "response_lengths", "rollout_log_probs", "total_lengths",
-        "unconcat_tokens"
+        "advantages", "log_probs", "loss_masks", "response_lengths", "rollout_is_weights",
+        "rollout_log_probs", "total_lengths", "unconcat_tokens"
     ], sorted(batch)
     assert [len(part) for part in batch["advantages"]] == batch["response_lengths"] == [2, 3]
+    assert [part.tolist() for part in batch["rollout_is_weights"]] == [[0, 1], [2, 3, 4]]
     batch["advantages"][0].zero_()
     torch.set_default_dtype(torch.float64)
     return sum_of_sample_mean(logits), {"seen": 2}"""
@@ -164,9 +166,9 @@ def test_metrics_are_compared_with_those_of_the_first_micro_batch(
     )
     loss, logits = CustomLoss(function=function, args=ARGS, seed=0), torch.ones(1, 5, 3).requires_grad_() * 1
     for _ in range(20):
-        loss(make_tokens([2, 3]), [], logits, torch.sum)
+        loss(make_tokens([2, 3]), torch.ones(5), [], logits, torch.sum)
     with pytest.raises(
         CustomFunctionError, match=r"'b' for one micro-batch and not .* \(micro-batch 0 and micro-batch 20\)"
     ):
-        loss(make_tokens([2, 3]), [], logits, torch.sum)
+        loss(make_tokens([2, 3]), torch.ones(5), [], logits, torch.sum)
     assert compared == [1] + [2] * 20

@@ -81,6 +81,10 @@ CAUSES: dict[str, Cause] = {
 }
 """Causes by name."""
 
+SURE = 0.9
+"""Confidence below which a finding names the command that proves it."""
+PROOF = " To prove it, run `slime-tis diagnose --hf-checkpoint DIR` on the dump: it names the engine that is wrong."
+
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
@@ -109,8 +113,8 @@ class Finding:
 
     @property
     def fix(self) -> str:
-        """What to change."""
-        return CAUSES[self.cause].fix
+        """What to change, and below SURE how to prove the cause."""
+        return CAUSES[self.cause].fix + (PROOF if self.confidence < SURE else "")
 
     def as_json(self) -> dict[str, Any]:
         """The finding as plain values, its title and fix included."""

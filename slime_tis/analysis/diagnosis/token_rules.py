@@ -84,9 +84,8 @@ def broken_tokens(tokens: Tokens, total: float) -> Verdict:
         log_ratio = tokens.log_ratio[outlying]
         worst = log_ratio[np.argmax(np.abs(log_ratio))]
         evidence.append(
-            f"{outlying.sum()} tokens ({100 * outlying.mean():.2g}%) have Δ of up to {worst:+.1f} nats".replace(
-                "-", "−"
-            )
+            f"{outlying.sum()} token{'' if outlying.sum() == 1 else 's'} ({100 * outlying.mean():.2g}%) "
+            f"with Δ of up to {worst:+.1f} nats".replace("-", "−")
         )
         evidence.append(f"95% of the others differ by less than {ordinary_N[outlying].max():.2g} nats")
     few = ramp(outlying.mean(), MAX_BROKEN, 0.02) if not broken.any() else 1.0

@@ -572,7 +572,7 @@ def _check_correction(arguments: Arguments) -> None:
 
 def _check_hooks(arguments: Arguments) -> None:
     """Whether the user's functions leave every other option an effect, and get what they need."""
-    policy, correction = arguments.policy, arguments.correction
+    policy = arguments.policy
     estimates = {
         "--disable-grpo-std-normalization": policy.disable_grpo_std_normalization,
         "--reject-before-advantage": policy.reject_before_advantage,
@@ -583,7 +583,6 @@ def _check_hooks(arguments: Arguments) -> None:
         "--save-debug-train-data": arguments.loop.save_debug_train_data is not None,
     }
     of_loss = {
-        "a correction (--use-tis, --use-rs, …)": correction.corrects,
         "--custom-tis-function-path": arguments.custom_tis_function_path is not None,
         "--custom-pg-loss-reducer-function-path": policy.custom_pg_loss_reducer_function_path is not None,
         "--use-opsm": policy.use_opsm,
