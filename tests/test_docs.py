@@ -5,6 +5,7 @@ import json
 import math
 import re
 import shlex
+import sys
 import textwrap
 from pathlib import Path
 
@@ -201,6 +202,16 @@ def test_python_on_the_page_for_verl_runs():
             assert found["loss"].item() == pytest.approx((min(row[0], 2.0) * 3 + row[1] * 0.5) / 3)
     assert found["config"].tis_level == "token" and found["weights"].max() == 2.0
     assert found["loss"].item() == pytest.approx(-(math.exp(0.1) + 2.0 + math.exp(-0.1)) / 3)
+
+
+def test_the_switch_on_the_page_for_verl_replaces_its_helper(monkeypatch):
+    name = "verl.trainer.ppo.rollout_corr_helper"
+    monkeypatch.setitem(sys.modules, name, None)  # restored afterwards
+    (code,) = [block for block in blocks("verl.md", "python") if block.startswith("# use_slime_tis.py")]
+    found = {}
+    exec(code, found)
+    found["switch"]()
+    assert importlib.import_module(name).apply_bypass_mode is verl.apply_bypass_mode
 
 
 def test_names_on_the_page_for_verl_exist():

@@ -2,12 +2,17 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from slime_tis.analysis.dumps.files import write
 from slime_tis.analysis.dumps.json_rows import format_of
+from slime_tis.analysis.dumps.readers import read
 from slime_tis.analysis.dumps.table import SAMPLE_COLUMNS, TEXT_COLUMNS, TOKEN_COLUMNS
+from slime_tis.analysis.report.source import open_source
+from slime_tis.main import main
 from slime_tis.trainer.cli.arguments import LoopConfig
 from tests.dumps.tables import full_table
 from tests.test_docs import DOCS, blocks
@@ -22,13 +27,58 @@ def test_the_page_lists_the_columns_and_their_types():
     assert samples == numbers | {"prompt": "list of int32"} | dict.fromkeys(TEXT_COLUMNS, "string")
 
 
-@pytest.mark.parametrize("index", [0, 1], ids=["reading", "what if"])
+@pytest.mark.parametrize("index", [0, -1], ids=["reading", "what if"])
 def test_the_examples_run(tmp_path, monkeypatch, capsys, index):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "runs/a/dump/train_data/0_0.parquet", full_table())
     exec(compile(blocks("dumps.md", "python")[index], "docs/dumps.md", "exec"), {})
     printed = capsys.readouterr().out
     assert ("3 samples, 5 tokens" if index == 0 else "--rollout-correction-preset pg_is") in printed
+
+
+def test_the_patch_of_verl_makes_generations_that_read(tmp_path):
+    """verl 0.9.1's call: reward lists and a padded batch in, a row per sample with each list's own entry out."""
+
+    class Trainer:
+        def _log_rollout_data(self, batch, reward_extra_infos_dict, timing_raw, rollout_data_dir):
+            lists = {"input": ["p", "q"], "output": ["a", "b"], "gts": [None] * 2, "score": [1.0, 0.0], "step": [9] * 2}
+            columns = lists | {name: values for name, values in reward_extra_infos_dict.items() if len(values) == 2}
+            rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+            (rollout_data_dir / "9.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    names = {}
+    (code,) = [block for block in blocks("dumps.md", "python") if block.startswith("# verl_dumps.py")]
+    exec(compile(code, "verl_dumps.py", "exec"), names)
+    names["patch"](Trainer)
+    batch = SimpleNamespace(
+        batch={
+            "attention_mask": torch.tensor([[0, 1, 1, 1, 0], [1, 1, 1, 1, 1]]),
+            "responses": torch.tensor([[5, 6, 0], [7, 8, 9]]),
+            "response_mask": torch.tensor([[1, 1, 0], [1, 0, 1]]),
+            "old_log_probs": torch.tensor([[-1.0, -0.5, 0.0], [-1.0, 0.0, -2.0]]),
+            "rollout_log_probs": torch.tensor([[-1.5, -0.5, 0.0], [-1.0, 0.0, -2.5]], dtype=torch.bfloat16),
+        }
+    )
+    Trainer()._log_rollout_data(batch, {"acc": [1, 0]}, {}, tmp_path)
+    table = read(tmp_path)
+    assert table.response_length.tolist() == [2, 3] and table.token.tolist() == [5, 6, 7, 8, 9]
+    assert table.log_ratio.tolist() == [0.5, 0.0, 0.0, 0.0, 0.5] and table.loss_mask.tolist() == [1, 1, 1, 0, 1]
+
+
+def test_the_writer_shown_writes_what_reads(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (code,) = [block for block in blocks("dumps.md", "python") if "import write" in block]
+    exec(compile(code, "docs/dumps.md", "exec"), {})
+    source = open_source("my_step_7.parquet")
+    assert source.table.reward.tolist() == [1.0] and source.table.metadata["old_policy"] == "recomputed"
+    assert source.note == ""
+
+
+def test_a_dump_without_weight_versions_says_that_staleness_cannot_be_seen(tmp_path, capsys):
+    (row,) = blocks("dumps.md", "json")
+    (tmp_path / "own.jsonl").write_text(row)
+    assert main(["diagnose", str(tmp_path / "own.jsonl")]) == 0
+    assert "staleness cannot be seen" in capsys.readouterr().out
 
 
 def test_the_row_of_ones_own_is_recognised():

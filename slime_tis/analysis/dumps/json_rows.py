@@ -101,15 +101,15 @@ def verl(row: Row, path: Path) -> SampleParts:
     """A row of verl's `trainer.rollout_data_dir/{step}.jsonl` that carries log-probs.
 
     Source: verl-project/verl, verl/trainer/ppo/ray_trainer.py, _write_generations: input, output, gts, score, step
-    and every list that reward functions return beside the score. verl itself writes no log-probs there; rows are
-    read where the keys of its batch are among them (old_log_probs, rollout_log_probs, response_mask, responses,
-    advantages), as lists over the response.
+    and every list that reward functions return with the score. verl itself writes no log-probs there, and rewards run
+    before old_log_probs exist. The patch in docs/dumps.md adds the keys of its batch (old_log_probs,
+    rollout_log_probs, response_mask, responses, advantages) as lists over the response.
     """
     missing = [name for name in ("old_log_probs", "rollout_log_probs") if row.get(name) is None]
     if missing:
         raise ValueError(
-            f"is a generation of verl without {' and '.join(missing)}; add them to what is dumped "
-            "(reward_extra_info), or write JSONL with train_log_probs, rollout_log_probs and loss_mask."
+            f"is a generation of verl without {' and '.join(missing)}; the patch in docs/dumps.md adds them, "
+            "or write JSONL with train_log_probs, rollout_log_probs and loss_mask."
         )
     length = len(row["old_log_probs"]) if isinstance(row["old_log_probs"], list) else None
     return SampleParts(

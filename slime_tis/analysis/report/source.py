@@ -51,10 +51,17 @@ def open_source(path: str) -> Source:
     place = Path(path)
     if not (place / METRICS).is_file():
         whole = read(path, max_tokens=MAX_TOKENS, max_bytes=MAX_BYTES)
-        return Source(name=place.name or path, path=place, metrics=(), table=whole, note="")
+        return Source(name=place.name or path, path=place, metrics=(), table=whole, note=_staleness_note(whole))
     rows = _metrics(place / METRICS)
     found, note = _dumps_of(place)
-    return Source(name=place.resolve().name, path=place, metrics=rows, table=found, note=note)
+    return Source(name=place.resolve().name, path=place, metrics=rows, table=found, note=note or _staleness_note(found))
+
+
+def _staleness_note(table: TokenTable | None) -> str:
+    """A hint where the age of the weights is unknown."""
+    if table is None or not table.tokens or (table.weight_version is not None and table.step is not None):
+        return ""
+    return "The dump lacks weight_versions or step, so staleness cannot be seen (docs/dumps.md)."
 
 
 def _metrics(path: Path) -> tuple[Mapping[str, Any], ...]:
