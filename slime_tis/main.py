@@ -1,6 +1,7 @@
 """The command `slime-tis`, and what `python train.py` calls.
 
     slime-tis train --hf-checkpoint DIR …    trains; `python train.py …` in a checkout does the same
+    slime-tis demo                           trains a tiny model for a minute and writes a report on its mismatch
     slime-tis port run.sh                    prints a launch script of slime in this program's flags
     slime-tis import-gguf FILE.gguf OUT_DIR  writes a GGUF file as a Hugging Face directory
     slime-tis report RUN_OR_DUMP             writes one HTML file on a run or on dumps of its tokens
@@ -38,6 +39,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"slime-tis {slime_tis.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     commands.add_parser("train", help="train; `slime-tis train --help` lists the flags")
+    demo = commands.add_parser(
+        "demo",
+        help="train a tiny model for a minute and write a report on its mismatch",
+        description="Makes a tiny model that sorts digits, trains it on samples of a stale fp8 engine, writes a report "
+        "and prints the diagnosis. Needs the extra train, but no GPU, no network and no checkout.",
+    )
+    demo.add_argument("--out", default="slime-tis-demo", metavar="DIR", help="directory to make (default %(default)s)")
     ported = commands.add_parser(
         "port",
         help="print a launch script of slime in the flags of train.py",
@@ -62,6 +70,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         match chosen.command:
             case None:
                 parser.print_help()
+            case "demo":
+                from slime_tis.trainer.demo import demo as run_demo
+
+                return run_demo(chosen.out)
             case "port":
                 sys.stdout.write(port_script(chosen.script))
             case "import-gguf":

@@ -116,6 +116,16 @@ def test_the_block_on_the_verl_page_is_what_its_table_says(task, tmp_path):
     assert got == configure(shlex.split(task + same + "--rs-veto-threshold 1e-4"), {}).correction
 
 
+def test_the_memory_table_is_the_formula_above_it():
+    """Parameters ÷ (TP × PP) × (6 + 12 ÷ DP) bytes, in GiB."""
+    rows = re.findall(r"^\| Qwen3-\S+ \| ([\d,]+) \| (.*) \|$", (DOCS / "gpu.md").read_text(), re.M)
+    layouts = ((1, 1), (2, 2), (4, 1), (4, 2), (8, 1))  # model-parallel size, DP
+    for parameters, cells in rows:
+        sizes = [int(parameters.replace(",", "")) / size * (6 + 12 / dp) / 2**30 for size, dp in layouts]
+        assert [float(cell) for cell in cells.split(" | ")] == pytest.approx(sizes, abs=0.051)
+    assert len(rows) == 6
+
+
 def test_configuration_of_the_example_is_accepted(task):
     example = ROOT / "examples" / "sort_digits" / "train.yaml"
     got = configure(["--custom-config-path", str(example)], {})

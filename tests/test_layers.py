@@ -41,6 +41,8 @@ LAYERS = (
     ("slime_tis.trainer.exit_status", "slime_tis.trainer.checkpointer"),
     ("slime_tis.trainer.cli",),
     ("slime_tis.trainer.train",),
+    ("slime_tis.trainer.sort_digits",),
+    ("slime_tis.trainer.demo",),
     ("slime_tis.main",),
 )
 HEIGHT = {name: height for height, layer in enumerate(LAYERS) for name in layer}

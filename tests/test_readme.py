@@ -95,8 +95,10 @@ def test_the_blocks_run_in_the_order_in_which_they_are_read(tmp_path: Path, monk
         if language == "python":
             exec(text, {})
         for line in text.replace("\\\n", " ").splitlines() if not language else ():
-            words = shlex.split(line, comments=True) if re.match(r"make |pip |python |\.venv/", line) else []
+            words = shlex.split(line, comments=True) if re.match(r"make |pip |slime-tis |python |\.venv/", line) else []
             match words:
+                case ["slime-tis", "demo"]:
+                    assert "pip install" in seen
                 case ["make", target]:
                     assert re.search(rf"^{target}:", makefile, re.M), target
                     if target in ("data", "train"):

@@ -28,15 +28,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from examples.reasoning_gym.reward import encoded
-from examples.sort_digits.prepare import (
-    PAD,
-    SPECIAL_TOKENS,
-    is_complete,
-    make_qwen3,
-    make_tokenizer,
-    write_example,
-)
+from examples.sort_digits.prepare import is_complete
 from examples.tool_agent.calculator import calculate
+from slime_tis.trainer.sort_digits import PAD, SPECIAL_TOKENS, make_qwen3, make_tokenizer, write_example
 
 CHARACTERS = (*"0123456789", *"+-=>?!;", "Ġ")  # Ġ is how byte-level tokenizers write a space
 MAX_LENGTH = 128

@@ -46,6 +46,7 @@ def run(directory: Path, missing: tuple[str, ...], *argv: str) -> subprocess.Com
 NEEDS = {
     "train": (("train", *CHECKPOINT, *BATCH), "train"),
     "train with YAML": (("train", "--custom-config-path", "run.yaml"), "train"),
+    "demo": (("demo",), "train"),
     "report": (("report", "dump.jsonl"), "analysis"),
     "diagnose": (("diagnose", "dump.jsonl"), "analysis"),
     "import-gguf": (("import-gguf", "model.gguf", "out"), "train,gguf"),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from examples.sort_digits import prepare
+from slime_tis.trainer import sort_digits as prepare
 from slime_tis.trainer.cli.arguments import parse_args
 from slime_tis.trainer.data.prompts import load_prompts
 from slime_tis.trainer.data.sample import Sampling
@@ -17,6 +17,7 @@ from slime_tis.trainer.options.rollout import RolloutConfig
 from slime_tis.trainer.rewards.rewards import build_reward
 from slime_tis.trainer.rollout.evaluate import accuracy_metrics, answer
 
+ROOT = Path(__file__).parents[2]
 SMALL = prepare.Example(
     digits=2,
     train_prompts=40,
@@ -138,13 +139,13 @@ def test_the_same_seed_makes_the_same_mixture(tmp_path):
 
 
 def test_the_flags_that_the_readme_shows_parse(tmp_path, monkeypatch):
-    readme = (Path(prepare.__file__).parent / "README.md").read_text()
+    readme = (ROOT / "examples/sort_digits/README.md").read_text()
     command, flags, run = re.findall(r"```\n(.*?)```", readme, flags=re.DOTALL)
     assert command.split()[:2] == ["python", "examples/sort_digits/prepare.py"]
     directory = command.split()[-1]
     prepare.prepare(tmp_path / directory, example=SMALL)
     monkeypatch.chdir(tmp_path)
-    config = Path(prepare.__file__).parents[2] / run.split()[3]
+    config = ROOT / run.split()[3]
     assert parse_args(["--custom-config-path", str(config), *run.split()[4:]]).correction.use_tis
     rollout = parse_args(
         [*flags.split(), "--rollout-batch-size", "32", "--n-samples-per-prompt", "8", "--num-rollout", "1"]

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from examples.sort_digits import prepare
 from examples.sort_digits_moe import measure, picture
 from examples.tables import read_rows
+from slime_tis.trainer import sort_digits as prepare
 from slime_tis.trainer.cli.arguments import configure
 from tests.examples.test_sort_digits import SMALL as DENSE
 from tests.runs import ROOT, read_metrics, run_here

@@ -10,12 +10,12 @@ import pytest
 import yaml
 
 from examples.collapse_study.cases import Grid, Study
-from examples.sort_digits.prepare import make_tokenizer
 from examples.tool_agent import agent, episodes, prepare
 from examples.tool_agent.calculator import calculate
 from slime_tis.trainer.cli.arguments import configure
 from slime_tis.trainer.data.sample import Sample
 from slime_tis.trainer.engines.generation import Generation
+from slime_tis.trainer.sort_digits import make_tokenizer
 from tests.runs import ROOT, run_here
 
 HERE = ROOT / "examples" / "tool_agent"

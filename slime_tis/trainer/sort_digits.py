@@ -1,0 +1,281 @@
+"""A small policy and its prompts: sort digits, `3141592653>` → `1123345569`. `slime-tis demo` and examples use them.
+
+The policy is trained on a few supervised answers and stopped when its greedy answers to the held-out prompts are right
+a third of the time: reinforcement learning starts from there.
+"""
+
+import json
+import os
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
+PAD, BOS, EOS = range(3)  # the places of the first three in the vocabulary
+CHARACTERS = (*"0123456789", ">", "Ġ")  # Ġ is how byte-level tokenizers write a space
+COMPLETE = "complete.json"
+EXPERTS_PER_TOKEN = 2
+UNSURE = 4.0  # nats that an answer is unlikely by, above which no accuracy is worth a look
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """Sizes of the task, the model and its supervised training."""
+
+    digits: int = 10
+    """Digits to sort."""
+
+    train_prompts: int = 4096
+    """Rows of train.jsonl."""
+
+    eval_prompts: int = 256
+    """Rows of eval.jsonl; none of them is in train.jsonl."""
+
+    hidden_size: int = 128
+    """Width of the model."""
+
+    layers: int = 3
+    """Depth of the model."""
+
+    experts: int = 0
+    """Experts of every layer, each as wide as the model, of which a token takes two; 0 for a dense model."""
+
+    supervised_prompts: int = 256
+    """Training rows whose answers the supervised training sees; so few that it grows sure of them, and
+    samples are right about as often as greedy answers, long before it can sort."""
+
+    lr: float = 2e-3
+    """Learning rate of the supervised training."""
+
+    batch_size: int = 128
+    """Prompts per supervised step."""
+
+    accuracy: tuple[float, float] = (0.30, 0.40)
+    """Greedy held-out accuracy to stop in, lowest and highest."""
+
+    sampled_accuracy: float = 0.15
+    """Accuracy of answers sampled at temperature 1 to stop above: a policy that samples no right answer has
+    nothing to learn from."""
+
+    max_steps: int = 1000
+    """Supervised steps after which it is given up."""
+
+
+def prepare(out: Path, *, seed: int = 0, example: Example | None = None) -> dict[str, Any]:
+    """Makes the directory `out`, whole or not at all, and returns what its `complete.json` says."""
+    example = example or Example()
+    start = time.monotonic()
+    train, held_out = make_rows(example, seed)
+    tokenizer = make_tokenizer(max_length=2 * example.digits + 44)
+    model = make_model(example, seed)
+    supervised = answered(train[: example.supervised_prompts], tokenizer)
+    results = train_supervised(model, supervised, answered(held_out, tokenizer), example, seed)
+    report = {
+        "seed": seed,
+        **results,
+        "parameters": model.num_parameters(),
+        "seconds": time.monotonic() - start,
+        "example": asdict(example),
+    }
+    write_example(out, model, tokenizer, train, held_out, report)
+    return report
+
+
+def write_example(
+    out: Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    train: list[dict[str, Any]],
+    held_out: list[dict[str, Any]],
+    report: dict[str, Any],
+) -> None:
+    """Makes the directory `out`, whole or not at all."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))
+    try:
+        model.save_pretrained(unfinished / "checkpoint")
+        tokenizer.save_pretrained(unfinished / "checkpoint")
+        write_jsonl(unfinished / "train.jsonl", train)
+        write_jsonl(unfinished / "eval.jsonl", held_out)
+        (unfinished / COMPLETE).write_text(json.dumps(report, indent=2) + "\n")
+        unfinished.chmod(0o755)  # mkdtemp's directories are closed to others
+        os.rename(unfinished, out)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def make_rows(example: Example, seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Training and held-out rows, all of them different."""
+    generator = random.Random(seed)
+    questions: dict[str, None] = {}
+    while len(questions) < example.train_prompts + example.eval_prompts:
+        questions["".join(generator.choices("0123456789", k=example.digits))] = None
+    rows = [{"prompt": f"{digits}>", "label": "".join(sorted(digits))} for digits in questions]
+    return rows[: example.train_prompts], rows[example.train_prompts :]
+
+
+def make_tokenizer(max_length: int, characters: Sequence[str] = CHARACTERS) -> PreTrainedTokenizerFast:
+    """A byte-level BPE without merges: every character is a token, and `<bos>` is put before each text."""
+    vocab = {token: index for index, token in enumerate([*SPECIAL_TOKENS, *characters])}
+    tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        padding_side="left",
+        model_max_length=max_length,
+    )
+
+
+def make_model(example: Example, seed: int) -> PreTrainedModel:
+    """The example's model with random weights."""
+    return make_qwen3(
+        vocab_size=len(SPECIAL_TOKENS) + len(CHARACTERS),
+        hidden_size=example.hidden_size,
+        layers=example.layers,
+        experts=example.experts,
+        max_length=2 * example.digits + 44,
+        seed=seed,
+    )
+
+
+def make_qwen3(
+    *, vocab_size: int, hidden_size: int, layers: int, max_length: int, seed: int, experts: int = 0
+) -> PreTrainedModel:
+    """A Qwen3 model, dense or a mixture of experts, with random weights."""
+    torch.manual_seed(seed)
+    sizes: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "hidden_size": hidden_size,
+        "intermediate_size": 3 * hidden_size,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": hidden_size // 4,
+        "max_position_embeddings": max_length,
+        "pad_token_id": PAD,
+        "bos_token_id": BOS,
+        "eos_token_id": EOS,
+        "dtype": "float32",
+    }
+    model: PreTrainedModel
+    if experts:
+        config = Qwen3MoeConfig(
+            **sizes,
+            num_experts=experts,
+            num_experts_per_tok=EXPERTS_PER_TOKEN,
+            moe_intermediate_size=hidden_size,
+            norm_topk_prob=True,
+            tie_word_embeddings=False,  # SGLang's Qwen3-MoE has an output layer of its own, tied or not
+        )
+        model = Qwen3MoeForCausalLM(config)
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**sizes, tie_word_embeddings=True))
+    model = model.float()
+    model.generation_config = GenerationConfig(pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS)
+    return model
+
+
+def answered(rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerFast) -> Tensor:
+    """[rows, tokens] of `<bos>`, prompt, label, `<eos>`: all rows are equally long."""
+    texts = [row["prompt"] + row["label"] + "<eos>" for row in rows]
+    return torch.tensor(tokenizer(texts)["input_ids"])
+
+
+def train_supervised(
+    model: PreTrainedModel, train: Tensor, held_out: Tensor, example: Example, seed: int
+) -> dict[str, float]:
+    """Trains until the accuracies are what was asked for, and returns them with the steps taken.
+
+    A step that passes over the range of greedy accuracy is taken back, and the learning rate halved.
+
+    Raises:
+        RuntimeError: The accuracies are not reached.
+    """
+    lowest, highest = example.accuracy
+    optimizer = torch.optim.AdamW(model.parameters(), lr=example.lr, betas=(0.9, 0.98), weight_decay=0.0)
+    warmup, scale = 30, 1.0
+    for step, batch in zip(range(1, example.max_steps + 1), batches(train, example, seed), strict=False):
+        for group in optimizer.param_groups:
+            group["lr"] = example.lr * scale * min(1.0, step / warmup)
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        loss = -answer_log_probs(model, batch, example.digits).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if loss.item() * (example.digits + 1) > UNSURE:
+            continue
+        greedy, sampled = accuracies(model, held_out, example.digits)
+        if lowest <= greedy <= highest and sampled >= example.sampled_accuracy:
+            return {"steps": step, "accuracy": greedy, "sampled_accuracy": sampled}
+        if greedy > highest:
+            scale /= 2
+            with torch.no_grad():
+                for parameter, value in zip(model.parameters(), before, strict=True):
+                    parameter.copy_(value)
+    raise RuntimeError(
+        f"seed {seed} did not reach a greedy accuracy of {lowest} to {highest} in {example.max_steps} steps; "
+        "take another --seed."
+    )
+
+
+def batches(train: Tensor, example: Example, seed: int) -> Iterator[Tensor]:
+    """Batches of rows without end, in a new order every epoch."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield from train[torch.randperm(len(train), generator=generator)].split(example.batch_size)
+
+
+def answer_logits(model: PreTrainedModel, tokens: Tensor, digits: int) -> Tensor:
+    """[rows, digits + 1, vocabulary] logits of the answer and `<eos>`."""
+    logits: Tensor = model(input_ids=tokens[:, :-1], logits_to_keep=digits + 1, use_cache=False).logits
+    return logits
+
+
+def answer_log_probs(model: PreTrainedModel, tokens: Tensor, digits: int) -> Tensor:
+    """[rows, digits + 1] log-probs of the answer and `<eos>`."""
+    logits = answer_logits(model, tokens, digits)
+    return logits.log_softmax(-1).gather(-1, tokens[:, -digits - 1 :, None]).squeeze(-1)
+
+
+@torch.no_grad()
+def accuracies(model: PreTrainedModel, tokens: Tensor, digits: int) -> tuple[float, float]:
+    """Share of answers that are right, greedy and expected of samples, from one forward pass.
+
+    A greedy answer is right if each right token is the likeliest after those before it; a sampled one is right
+    with the product of their probabilities.
+    """
+    log_probs = answer_logits(model, tokens, digits).log_softmax(-1)
+    answers = tokens[:, -digits - 1 :]
+    greedy = (log_probs.argmax(-1) == answers).all(-1).float().mean()
+    sampled = log_probs.gather(-1, answers[..., None]).sum((1, 2)).exp().mean()
+    return greedy.item(), sampled.item()
+
+
+def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Writes one row per line."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
