@@ -38,6 +38,7 @@ ENGINES: tuple[tuple[Precision, Rounding], ...] = (
 """Precision and rounding of updates of the engines that are checked."""
 NAMES = {one[0] if one[1] == "nearest" else " ".join(one): one for one in ENGINES}
 Weights = dict[str, Tensor]
+QUERIES = "model.layers.0.self_attn.q_proj.weight"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +71,21 @@ def swapped(history: History) -> Weights:
     return {**new, first: new[second], second: new[first]}
 
 
+def flipped_head(history: History) -> Weights:
+    """The sign of an eighth of the rows of one query matrix is wrong."""
+    weight = history.weights[-1][QUERIES].clone()
+    weight[len(weight) // 8 : len(weight) // 4] *= -1
+    return {**history.weights[-1], QUERIES: weight}
+
+
+def stale_quarter(history: History) -> Weights:
+    """The third quarter of one query matrix is that before."""
+    weight = history.weights[-1][QUERIES].clone()
+    quarter = slice(len(weight) // 2, len(weight) * 3 // 4)
+    weight[quarter] = history.weights[-2][QUERIES][quarter]
+    return {**history.weights[-1], QUERIES: weight}
+
+
 def _stale(history: History, layers: set[int]) -> Weights:
     new, before = history.weights[-1], history.weights[-2]
     parts = tuple(f"model.layers.{layer}." for layer in layers)
@@ -81,6 +97,8 @@ FAULTS: dict[str, Callable[[History], Weights]] = {
     "one layer missing": missing_layer,
     "half the layers stale": half_stale,
     "two tensors swapped": swapped,
+    "a head's sign flipped": flipped_head,
+    "a quarter of a matrix stale": stale_quarter,
     "one update late": no_update,
 }
 """The weights that arrive in place of the newest. The late engine had those of two updates ago before."""

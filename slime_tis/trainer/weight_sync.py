@@ -184,8 +184,7 @@ def _expectation(
     """
     precision, received = updates.precision, 0.0
     level = 0 if precision is None else 1 + COARSENESS.index(precision)
-    moved = any(rows.changed for rows in updates.sent_rows().values())
-    if precision is not None and moved and coarser(trains_in, precision) == precision:
+    if precision is not None and updates.moved and coarser(trains_in, precision) == precision:
         received = updates.metrics().get("rollout/update_received", 1.0)
     level = engine.parallel.largest(level)
     share = engine.parallel.largest(round(1000 * min(max(received, 0.0), 1.0))) / 1000

@@ -2,9 +2,13 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
+from slime_tis.trainer.engines.local.engine import LocalEngine
 from slime_tis.trainer.engines.weight_rounding import WeightRounder, round_nearest
 from slime_tis.trainer.engines.weight_updates import WeightUpdates, row_stride
+from tests.checkpoints import make_checkpoint
 
 BF16 = 2.0**-7
 """Distance of neighbouring bf16 numbers in [1, 2)."""
@@ -85,6 +89,82 @@ def test_the_sample_is_small_and_only_of_what_is_rounded():
     everything = updates_of(precision="fp32", samples_all=True)
     push(everything, 0, half=torch.zeros(8, 8))
     assert set(everything.sampled) == {"half"}
+
+
+def test_small_tensors_are_checked_completely_and_every_row_of_large_ones_in_turn():
+    updates, seen = updates_of(precision="fp32", samples_all=True), set()
+    for version in range(400):
+        push(updates, version, small=torch.zeros(128, 511), big=torch.zeros(128, 512))
+        rows = updates.sent_rows()
+        assert rows["small"].rows.shape == (128, 511)
+        seen |= set(range(rows["big"].first, 128, rows["big"].stride))
+    assert len(rows["big"].rows) <= 3 and seen == set(range(128))
+
+
+def test_changes_are_those_of_all_elements_in_the_engines_precision():
+    updates, w = updates_of(samples_all=True), torch.ones(64, 64)
+    push(updates, 0, w=w)
+    assert not updates.sent_rows()["w"].changed
+    push(updates, 1, w=w + BF16 / 8)
+    assert not updates.sent_rows()["w"].changed  # bf16 has no such numbers
+    one = w.clone()
+    one[40, 50] += BF16
+    push(updates, 2, w=one)
+    assert updates.sent_rows()["w"].changed and not updates.moved  # row 40 is not in the fixed sample
+    push(updates, 3, w=one + BF16)
+    assert updates.sent_rows()["w"].changed_everywhere and updates.moved
+    quarter = one + BF16
+    quarter[:48] += BF16
+    push(updates, 4, w=quarter)
+    assert updates.sent_rows()["w"].changed and not updates.sent_rows()["w"].changed_everywhere
+
+
+def flipped_head(weights, before):
+    weights["model.layers.0.self_attn.q_proj.weight"][64:96] *= -1
+
+
+def stale_quarter(weights, before):
+    name = "model.layers.0.self_attn.q_proj.weight"
+    weights[name][128:192] = before[name][128:192]
+
+
+def permuted_expert(weights, before):
+    for name in ("gate", "up"):
+        weight = weights[f"model.layers.0.mlp.experts.1.{name}_proj.weight"]
+        weight[1:] = weight[1:].flip(0)
+
+
+def tied_head(weights, before):
+    pass
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("fault", [None, flipped_head, stale_quarter, permuted_expert, tied_head])
+def test_faults_in_rows_outside_the_fixed_sample_are_found(fault, precision, tmp_path):
+    sizes = {"hidden_size": 256, "num_attention_heads": 8, "head_dim": 32, "tie_word_embeddings": True}
+    path = make_checkpoint(tmp_path, "qwen3_moe", **sizes)
+    engine = LocalEngine(path, load_tokenizer(path), precision=precision)
+    assert engine._weights["model.layers.0.self_attn.q_proj.weight"].shape == (256, 256)
+    if fault is tied_head:  # an engine with two copies of the tied weights updates the embedding alone
+        head = engine._model.get_output_embeddings()
+        head.weight = torch.nn.Parameter(head.weight.detach().clone())
+    updates = WeightUpdates(WeightRounder("nearest", 0), engine.weight_precision, samples_all=True)
+    start = {name: weight.clone() for name, weight in load_file(path / "model.safetensors").items()}
+    wrong = set()
+    for version in range(12):
+        new = {name: weight * (1 + 0.03 * version) for name, weight in start.items()}
+        sent = {name: weight.clone() for name, weight in updates.source(new.items, version)()}
+        if fault is not None:
+            fault(sent, start)
+        engine.update_weights(sent.items, version)
+        (names,) = engine.wrong_weights(updates.sent_rows()).values()
+        wrong |= set(names)
+    expected = {
+        None: set(),
+        permuted_expert: {f"model.layers.0.mlp.experts.1.{name}_proj.weight" for name in ("gate", "up")},
+        tied_head: {"lm_head.weight"},
+    }
+    assert wrong == expected.get(fault, {"model.layers.0.self_attn.q_proj.weight"})
 
 
 def test_nearest_hands_the_very_tensors_on():

@@ -17,12 +17,16 @@ WeightSource = Callable[[], Iterable[tuple[str, Tensor]]]
 
 @dataclass(frozen=True, kw_only=True)
 class SentRows:
-    """Every `stride`-th row of a tensor that the engine was sent, float32 on the CPU, rounded to its precision."""
+    """Rows of a tensor that the engine was sent, float32 on the CPU, rounded to its precision."""
 
-    stride: int
     rows: Tensor
+    """Every `stride`-th row from row `first` on; all rows of a small tensor."""
+    first: int = 0
+    stride: int = 1
     changed: bool
-    """Whether they differ from those of the version before."""
+    """Whether any element of the tensor differs from the version before, in the engine's precision."""
+    changed_everywhere: bool = False
+    """Whether each of `weight_updates.BLOCKS` blocks of rows, and each of as many blocks of columns, differs."""
 
 
 class RolloutUnavailable(RuntimeError):

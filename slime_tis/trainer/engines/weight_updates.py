@@ -10,6 +10,7 @@ With trained weights w and what the engine has of them r, both as changes since 
 
 import json
 import math
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,10 @@ from slime_tis.trainer.storage.checkpoints import UPDATE_SAMPLES
 SAMPLED = 61
 """One row in so many is sampled; an odd number, so that no pattern of heads is met in step."""
 MOST_SAMPLED = 65_536
-"""Elements of one tensor that are sampled, unless a single row has more."""
+"""Elements of one tensor that are sampled, unless a single row has more; smaller tensors are checked completely."""
+BLOCKS = 32
+"""Blocks of rows and of columns whose changes are known: a shard on one of up to `BLOCKS` / 2 ranks contains one."""
+EMBEDDING, OUTPUT_LAYER = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +58,8 @@ class WeightUpdates:
         Args:
             rounder: how tensors are rounded before they are sent.
             precision_of: the precision in which the engine holds the tensor of a name; None where it is not known.
-            samples_all: whether to sample tensors too that the engine does not round.
+            samples_all: whether to sample tensors too that the engine does not round, and to keep rows for
+                `sent_rows`.
         """
         self.rounder = rounder
         self.sampled: dict[str, SampledRows] = {}
@@ -64,14 +69,17 @@ class WeightUpdates:
         self._precision_of, self._samples_all = precision_of, samples_all
         self._version: int | None = None
         self._earlier: dict[str, SampledRows] = {}
+        self._checked: dict[str, tuple[int, int, Tensor]] = {}  # first row, stride and rows, by tensor
+        self._sums: dict[str, Tensor] = {}
+        self._earlier_sums: dict[str, Tensor] = {}
 
     def source(self, weights: WeightSource, version: int) -> WeightSource:
         """The weights as they are to be sent under this version; a source may be called again for the same one."""
 
         def rounded() -> Iterator[tuple[str, Tensor]]:
             if version != self._version:
-                self._earlier = self.sampled
-            self._version, self.sampled = version, {}
+                self._earlier, self._earlier_sums = self.sampled, self._sums
+            self._version, self.sampled, self._checked, self._sums = version, {}, {}, {}
             self.rounder.begin(version)
             for name, weight in weights():
                 precision = self._precision_of(name)
@@ -82,6 +90,9 @@ class WeightUpdates:
                 if self._samples_all or rounds(weight.dtype, precision):
                     self.sampled[name] = sample_rows(weight, sent, precision)
                     self.precision = coarser(precision, self.precision or precision)
+                if self._samples_all:
+                    self._checked[name] = checked_rows(name, sent, precision, version)
+                    self._sums[name] = block_sums(round_nearest(sent.detach(), precision))
                 yield name, sent
 
         return rounded
@@ -111,14 +122,28 @@ class WeightUpdates:
             "rollout/update_received": product / square,
         }
 
+    @property
+    def moved(self) -> bool:
+        """Whether the update changed any row of the fixed sample, as the engine holds it."""
+        pairs = ((self._earlier.get(name), now) for name, now in self.sampled.items())
+        return any(before is not None and not torch.equal(before.sent, now.sent) for before, now in pairs)
+
     def sent_rows(self) -> dict[str, SentRows]:
-        """What the engine contains of the sampled rows after an update, and which of them changed with it."""
-        rows = {}
-        for name, now in self.sampled.items():
-            before = self._earlier.get(name)
-            changed = before is not None and not torch.equal(before.sent, now.sent)
-            rows[name] = SentRows(stride=now.stride, rows=now.sent, changed=changed)
-        return rows
+        """What the engine must contain after an update; the embedding's rows are also those of a tied output layer."""
+        found = {}
+        for name, (first, stride, rows) in self._checked.items():
+            sums = self._sums[name]
+            changed = sums != self._earlier_sums.get(name, sums)
+            found[name] = SentRows(
+                first=first,
+                stride=stride,
+                rows=rows,
+                changed=bool(changed.any()),
+                changed_everywhere=bool(changed.all()),
+            )
+        if OUTPUT_LAYER not in found and EMBEDDING in found:
+            found[OUTPUT_LAYER] = found[EMBEDDING]
+        return found
 
     def save_samples(self, directory: Path) -> None:
         """Puts the sample of the version sent last into an unfinished checkpoint: the next update is measured by it."""
@@ -158,6 +183,27 @@ def sample_rows(weight: Tensor, sent: Tensor, precision: Precision) -> SampledRo
         share=trained.numel() / weight.numel(),
         rounded=rounds(weight.dtype, precision),
     )
+
+
+def checked_rows(name: str, sent: Tensor, precision: Precision, version: int) -> tuple[int, int, Tensor]:
+    """First row, stride and rows that the engine is compared with: all of a small tensor, else random by version."""
+    stride = 1 if sent.numel() < MOST_SAMPLED else row_stride(sent)
+    first = random.Random(f"{version} {name}").randrange(min(stride, len(sent)))
+    return first, stride, round_nearest(sent[first::stride].detach(), precision).to("cpu", copy=True)
+
+
+def block_sums(weight: Tensor) -> Tensor:
+    """Sums of the bits of each block of a float32 tensor's rows and columns, on the CPU.
+
+    A sum that changes proves that the block did; two changes that cancel in a sum go unnoticed.
+    """
+    bits_OI = weight.contiguous().view(torch.int32).reshape(len(weight), -1)
+    found = []
+    for sums in (bits_OI.sum(1, dtype=torch.int64), bits_OI.sum(0, dtype=torch.int64)):
+        blocks = min(BLOCKS, len(sums))
+        block = torch.arange(len(sums), device=sums.device) * blocks // len(sums)
+        found.append(sums.new_zeros(blocks).index_add_(0, block, sums))
+    return torch.cat(found).cpu()
 
 
 def row_stride(weight: Tensor) -> int:

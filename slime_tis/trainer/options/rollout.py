@@ -110,8 +110,8 @@ class RolloutConfig:
     logged."""
 
     check_weight_sync: bool = False
-    """After each weight update compare the log-probs of a probe prompt between the two engines, and stop where
-    they disagree."""
+    """After each weight update compare tensors (local engine: small ones completely, rows of others; SGLang: checksums)
+    and the log-probs of a probe prompt between the two engines, and stop where they disagree."""
 
     weight_sync_bound: Annotated[float | None, Limits(gt=0, le=1_000)] = None
     """Largest mean absolute difference of the probe's log-probs under check_weight_sync; unset chooses by the engines'

@@ -105,7 +105,7 @@ class FakeSGLang:
         self.dtype: str | None = None
         """What /server_info says that it holds weights in."""
         self.quantization: str | None = None
-        self.checksums: dict[str, str] | None = None
+        self.checksums: list[dict[str, str]] | None = None  # by rank
         """Of its tensors; None as before SGLang 0.5.23, which gives none."""
         self.deterministic = False
         """Whether /server_info says that it takes seeds."""
@@ -225,8 +225,9 @@ class FakeSGLang:
             self.paused = path == "/pause_generation"
             return 200, recorded(path[1:])
         if path == "/weights_checker" and self.checksums is not None:
-            rank = {"checksums": self.checksums, "per_gpu_checksum": "0", "parallelism_info": []}
-            return 200, {"success": True, "message": "Success.", "ranks": [rank], "per_engine_checksum": "0"}
+            more = {"per_gpu_checksum": "0", "parallelism_info": []}
+            ranks = [{"checksums": checksums, **more} for checksums in self.checksums]
+            return 200, {"success": True, "message": "Success.", "ranks": ranks, "per_engine_checksum": "0"}
         if path == "/flush_cache":
             return 200, "Cache flushed."
         if path == "/update_weights_from_disk":

@@ -10,7 +10,7 @@ import torch
 from slime_tis.trainer.data.sample import Sampling
 from slime_tis.trainer.engines.engine import SentRows
 from slime_tis.trainer.engines.local.engine import LocalEngine
-from slime_tis.trainer.engines.sglang.engine import server_name, server_precision
+from slime_tis.trainer.engines.sglang.engine import is_stale, server_name, server_precision
 from tests.rollout.sglang.fake_sglang import FakeSGLang, fake_servers, spoiled, wait_until, when
 from tests.rollout.sglang.rollouts import LATE, LIMIT, PROMPTS, SAMPLING, Run, assert_exact, flat
 
@@ -152,19 +152,50 @@ def test_tensors_that_did_not_change_with_the_update_are_named(
 ) -> None:
     run = start(2)
     first, second = run.servers
-    first.checksums = {"model.layers.0.self_attn.qkv_proj.weight": "1", "model.norm.weight": "2", "other": "3"}
-    rows = SentRows(stride=1, rows=torch.zeros(1), changed=True)
-    same = SentRows(stride=1, rows=torch.zeros(1), changed=False)
+    checksums = {"model.layers.0.self_attn.qkv_proj.weight": "1", "model.norm.weight": "2", "other": "3"}
+    first.checksums = [checksums]
+    rows = SentRows(rows=torch.zeros(1), changed=True)
+    same = SentRows(rows=torch.zeros(1), changed=False)
     names = ("model.layers.0.self_attn.q_proj.weight", "model.norm.weight", "unknown.weight")
     sent = dict.fromkeys(names, rows) | {"other": same}
     assert run.engine.wrong_weights(sent) == {}  # there is nothing to compare with
     assert run.engine.wrong_weights(sent) == {first.url: list(names[:2])}
-    first.checksums = {**first.checksums, "model.layers.0.self_attn.qkv_proj.weight": "4"}
+    first.checksums = [checksums | {"model.layers.0.self_attn.qkv_proj.weight": "4"}]
     assert run.engine.wrong_weights(sent) == {first.url: ["model.norm.weight"]}
-    first.checksums = dict.fromkeys(first.checksums, "5")
+    first.checksums = [dict.fromkeys(checksums, "5")]
     assert run.engine.wrong_weights(sent) == {first.url: []}
     assert caplog.text.count("Its weights are checked by their log-probs alone.") == 1
     assert second.count("/weights_checker") == 1
+
+
+@pytest.mark.parametrize(
+    ("now", "on_every_rank", "stale"),
+    [
+        (["1", "2"], False, True),
+        (["1", "5"], False, False),
+        (["1", "5"], True, True),
+        (["5", "6"], True, False),
+        (["1"], True, False),
+        ([], True, False),
+        (["1", "2", "3"], True, False),
+    ],
+    ids=["all ranks", "one rank that may not change", "one rank", "none", "another layout", "unknown", "more ranks"],
+)
+def test_checksums_of_ranks(now: list[str], on_every_rank: bool, stale: bool) -> None:
+    assert is_stale(now, ["1", "2"], on_every_rank=on_every_rank) is stale
+    assert not is_stale(["0"] + ["5"] * 16, ["0"] * 17, on_every_rank=True)
+
+
+def test_a_stale_shard_of_one_rank_is_named(start: Callable[..., Run]) -> None:
+    run = start(1)
+    (server,) = run.servers
+    name, head = "model.layers.0.mlp.down_proj.weight", "lm_head.weight"
+    sent = dict.fromkeys((name, head), SentRows(rows=torch.zeros(1), changed=True, changed_everywhere=True))
+    server.checksums = [{name: "1", head: "1"}, {name: "2", head: "2"}]
+    assert run.engine.wrong_weights(sent) == {}
+    server.checksums = [{name: "3", head: "3"}, {name: "2", head: "2"}]
+    assert run.engine.wrong_weights(sent) == {server.url: [name]}  # a rank's vocabulary may be padding
+    assert run.engine.wrong_weights(sent) == {server.url: [name, head]}
 
 
 @pytest.mark.parametrize(

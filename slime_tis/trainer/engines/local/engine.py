@@ -31,6 +31,7 @@ from slime_tis.trainer.engines.local.sampling import log_softmax, prompt_uniform
 from slime_tis.trainer.engines.quantize import round_bits, round_fp8, round_int8
 from slime_tis.trainer.engines.tasks import cancel_and_wait
 from slime_tis.trainer.engines.weight_rounding import Precision
+from slime_tis.trainer.engines.weight_updates import OUTPUT_LAYER
 from slime_tis.trainer.storage.checkpoints import ROLLOUT_WEIGHTS
 
 COMPUTE_DTYPES = {
@@ -267,11 +268,12 @@ class LocalEngine:
         """Tensors whose rows differ in any bit, but for routers that are rounded on their own."""
         rounding = ROUNDINGS.get(self._precision)
         comparable = {name: one for name, one in sent.items() if self._roundings.get(name) in (None, rounding)}
+        held = self._weights | {OUTPUT_LAYER: self._model.get_output_embeddings().weight}  # also where it is tied
         return {
             NAME: [
                 name
                 for name, one in comparable.items()
-                if not torch.equal(self._weights[name][:: one.stride].float().cpu(), one.rows)
+                if not torch.equal(held[name][one.first :: one.stride].float().cpu(), one.rows)
             ]
         }
 

@@ -45,6 +45,7 @@ from slime_tis.trainer.engines.sglang.weights.distributed import DistributedSync
 from slime_tis.trainer.engines.sglang.weights.protocol import WeightSync
 from slime_tis.trainer.engines.tasks import BackgroundTasks, cancel_and_wait
 from slime_tis.trainer.engines.weight_rounding import Precision
+from slime_tis.trainer.engines.weight_updates import BLOCKS, EMBEDDING, OUTPUT_LAYER
 from slime_tis.trainer.options.rollout import Rounding
 from slime_tis.trainer.options.sglang import SGLangConfig, is_loopback
 
@@ -658,16 +659,25 @@ class ServerGroup:
         servers = [state.server for state in self.health.available() if state.server not in self._without_checksums]
         answers = await asyncio.gather(*map(ask, servers))
         before, self._checksums = self._checksums, dict(zip(servers, answers, strict=True))
-        changed = [name for name, rows in sent.items() if rows.changed]
+        joined: dict[str, list[SentRows]] = {}
+        for name, rows in sent.items():
+            joined.setdefault(server_name(name), []).append(rows)
         wrong = {}
         for server, now in self._checksums.items():
             earlier = before.get(server)
             if now is None or earlier is None:
                 continue
-            held = {name: server_name(name) for name in changed}
-            wrong[server.url] = [
-                name for name, other in held.items() if other in now and now[other] == earlier.get(other)
-            ]
+            stale = {
+                name
+                for name, parts in joined.items()
+                if is_stale(
+                    now.get(name, []),
+                    earlier.get(name, []),
+                    on_every_rank=name not in (EMBEDDING, OUTPUT_LAYER)
+                    and all(part.changed_everywhere for part in parts),
+                )
+            }
+            wrong[server.url] = [name for name, rows in sent.items() if rows.changed and server_name(name) in stale]
         return wrong
 
     def metrics(self) -> dict[str, float]:
@@ -881,6 +891,21 @@ def server_name(name: str) -> str:
     for parts, joined in JOINED.items():
         name = re.sub(parts, joined, name)
     return name
+
+
+def is_stale(now: Sequence[str], before: Sequence[str], *, on_every_rank: bool) -> bool:
+    """Whether a tensor that an update changed has the checksums of the update before.
+
+    Args:
+        now: Checksums by rank; empty where the server has no such tensor.
+        before: Those after the update before.
+        on_every_rank: Whether the shard of each rank must have changed, for up to `BLOCKS` / 2 ranks. Vocabularies
+            are padded, so that the last rank may hold padding alone.
+    """
+    same = [one == other for one, other in zip(now, before, strict=False)]
+    if not same or len(now) != len(before):
+        return False
+    return all(same) or (on_every_rank and len(same) <= BLOCKS // 2 and any(same))
 
 
 def server_precision(dtype: str | None, model: Mapping[str, Any]) -> Precision | None:
