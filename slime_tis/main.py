@@ -5,6 +5,7 @@
     slime-tis port run.sh                    prints a launch script of slime in this program's flags
     slime-tis import-gguf FILE.gguf OUT_DIR  writes a GGUF file as a Hugging Face directory
     slime-tis report RUN_OR_DUMP             writes one HTML file on a run or on dumps of its tokens
+    slime-tis what-if RUN_OR_DUMP [FLAGS]    prints what corrections would have done to these tokens
     slime-tis diagnose RUN_OR_DUMP           names the causes of the mismatch between training and rollout
 
 A command line is read and checked before torch, transformers and Megatron-core are imported, which takes seconds.
@@ -18,7 +19,7 @@ from collections.abc import Sequence
 
 import slime_tis
 
-EXTRAS = {"import-gguf": "train,gguf", "report": "analysis", "diagnose": "analysis"}
+EXTRAS = {"import-gguf": "train,gguf", "report": "analysis", "diagnose": "analysis", "what-if": "analysis"}
 """The extras that a command needs; the others need `train`."""
 RANK_0 = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 """Variables that torchrun gives to the first rank."""
@@ -91,6 +92,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 from slime_tis.analysis.report.command import diagnosis
 
                 print(diagnosis(chosen.path, hf_checkpoint=chosen.hf_checkpoint, as_json=chosen.json))
+            case "what-if":
+                print(what_if_table(chosen.dump, chosen.flags))
     except ModuleNotFoundError as error:
         return _package_is_missing(error, f"slime-tis {chosen.command}", EXTRAS.get(chosen.command, "train"))
     except ValueError as error:
@@ -136,6 +139,21 @@ def _add_analysis(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
         help="model that scores a few samples in fp32: which engine is wrong?",
     )
     diagnosed.add_argument("--json", action="store_true", help="print JSON")
+    compared = commands.add_parser(
+        "what-if",
+        usage="slime-tis what-if [-h] RUN_OR_DUMP [FLAGS OF A CORRECTION]",
+        help="print what corrections would have done to the tokens of a dump",
+        description="Prints one row for no correction and one for the chosen correction, or without flags for "
+        "every preset and a sweep. Needs the extra analysis.",
+    )
+    compared.add_argument("dump", metavar="RUN_OR_DUMP", help=what)
+    compared.add_argument(
+        "flags",
+        metavar="FLAGS",
+        nargs=argparse.REMAINDER,
+        help="as train.py takes them, e.g. --use-tis --tis-level sequence, --rollout-correction-preset NAME, or "
+        "--use-tis --custom-tis-function-path FILE.py:FUNCTION",
+    )
 
 
 def train(argv: Sequence[str] | None = None, *, prog: str = "train.py") -> int:
@@ -167,6 +185,33 @@ def _package_is_missing(error: ModuleNotFoundError, command: str, extra: str) ->
     install = f"pip install 'slime_tis[{extra}]'"
     print(f"error: {command} needs the package {package}; install it with: {install}", file=sys.stderr)
     return 2
+
+
+def what_if_table(path: str, flags: Sequence[str]) -> str:
+    """The table of `slime-tis what-if`.
+
+    Args:
+        path: Run directory or dump.
+        flags: Flags of a correction; all presets and a sweep without.
+
+    Raises:
+        ValueError: The path does not read, has no tokens, or a flag is refused.
+        OSError: Reading failed.
+    """
+    from slime_tis.analysis.dumps.what_if import as_text, policy_of, what_if
+    from slime_tis.analysis.report.source import open_source
+    from slime_tis.correction import RolloutCorrectionConfig
+    from slime_tis.trainer.cli.arguments import read_correction
+    from slime_tis.user_functions import load_custom_tis
+
+    table = open_source(path).table
+    if table is None or not table.valid.any():
+        raise ValueError(f"{path} has no dumps of tokens; --save-debug-train-data writes them (docs/dumps.md).")
+    if not flags:
+        return as_text(what_if(table))
+    correction, function, args = read_correction(flags, policy_of(table))
+    chosen = load_custom_tis(function, args) if function else correction
+    return as_text(what_if(table, [RolloutCorrectionConfig(), chosen], args=args), flags=" ".join(flags))
 
 
 def port_script(path: str) -> str:

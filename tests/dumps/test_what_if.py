@@ -1,13 +1,17 @@
 """What corrections would have done to a table: numbers by hand, and all presets."""
 
 import math
+from argparse import Namespace
 from dataclasses import replace
 
 import pytest
+import torch
 
+from slime_tis.analysis.dumps.files import write
 from slime_tis.analysis.dumps.table import SampleParts, TokenTable
 from slime_tis.analysis.dumps.what_if import corrections, flags_of, sweep, what_if
 from slime_tis.correction import PRESETS, RolloutCorrectionConfig
+from slime_tis.main import main
 from slime_tis.policy.config import PolicyConfig
 
 
@@ -44,6 +48,68 @@ def test_truncated_weights_by_hand():
     # against −2, 0.25, 0.25: the second sample's ratio is 1/2
     assert row.sequence_cosine == pytest.approx(3.1875 / math.sqrt(2.5625 * 4.125))
     assert row.flags == "--use-tis --tis-upper-bound 1.5"
+
+
+def halve(args, *, pg_loss, loss_masks, **_):
+    """Weights of 1/2 and of 2 at the first sample's token and the others; the last token is rejected."""
+    weights = torch.tensor([0.5, 2.0, 2.0, 2.0])
+    loss_masks[-1] = loss_masks[-1] * torch.tensor([1, 1, 0])
+    return pg_loss * weights * args.scale, loss_masks, {}
+
+
+def test_a_list_takes_corrections_and_functions_in_slimes_contract():
+    rows = what_if(
+        table(), [RolloutCorrectionConfig(), RolloutCorrectionConfig(use_tis=True), halve], args=Namespace(scale=2.0)
+    )
+    assert [row.name for row in rows] == ["no correction", "--use-tis", "halve"]
+    assert rows[1] == replace(one(RolloutCorrectionConfig(use_tis=True)), name="--use-tis")
+    row = rows[2]  # weights 1 and 4 at the two accepted tokens
+    assert (row.kept, row.weight_mean, row.weight_max) == (pytest.approx(2 / 3), 2.5, 4.0)
+    assert row.ess == pytest.approx(25 / (2 * 17))
+    # gradients times 2 of the mean over samples: −1, 4 and 0 against −2, 0.25, 0.5
+    assert row.cosine == pytest.approx(3 / math.sqrt(17 * 4.3125))
+    assert row.flags.startswith("--use-tis --custom-tis-function-path ") and row.flags.endswith(".halve")
+
+
+FLAGS = {
+    "built-in": ("--use-tis", "--tis-upper-bound", "1.5"),
+    "preset": ("--rollout-correction-preset", "decoupled_token_is"),
+    "function": ("--use-tis", "--tis-upper-bound", "1.5", "--custom-tis-function-path", "custom_tis.tis.vanilla_tis"),
+}
+
+
+@pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
+def test_the_command_prints_no_correction_and_the_one_chosen(tmp_path, capsys, flags):
+    write(tmp_path / "dump.parquet", table())
+    assert main(["what-if", str(tmp_path / "dump.parquet"), *flags]) == 0
+    _, *lines = capsys.readouterr().out.splitlines()
+    ess = {line.split("  ")[-1]: float(line.split()[1]) for line in lines}
+    weight = 2.0 if "preset" in flags[0] else 1.5
+    exact = (weight + 1.5) ** 2 / (3 * (weight**2 + 1.25))
+    assert ess == {"no correction": 1.0, " ".join(flags): pytest.approx(exact, abs=1e-3)}
+
+
+def test_the_command_without_flags_prints_all_presets_and_the_sweep(tmp_path, capsys):
+    write(tmp_path / "dump.parquet", table())
+    assert main(["what-if", str(tmp_path / "dump.parquet")]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1 + len(corrections())
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        pytest.param(["--lr", "1"], "--lr is not a flag of a correction", id="another group"),
+        pytest.param(["--use-tsi"], "--use-tsi", id="typo"),
+        pytest.param(["--tis-level", "token"], "no effect without", id="no effect"),
+        pytest.param(["--use-tis", "--custom-tis-function-path", "absent.py:f"], "absent.py", id="no function"),
+        pytest.param(["--get-mismatch-metrics", "--custom-tis-function-path", "a.f"], "--use-tis", id="only measures"),
+    ],
+)
+def test_the_command_refuses_with_one_line(tmp_path, capsys, flags, message):
+    write(tmp_path / "dump.parquet", table())
+    assert main(["what-if", str(tmp_path / "dump.parquet"), *flags]) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err and not printed.out
 
 
 def test_rejection_by_hand():

@@ -5,8 +5,9 @@ TokenTable → policy_loss under one configuration → metrics of the step, and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import reduce
 from itertools import product
 from typing import Any
@@ -17,9 +18,10 @@ from torch import Tensor
 
 from slime_tis.analysis.dumps.annotate import UNBOUNDED
 from slime_tis.analysis.dumps.table import Column, TokenTable
-from slime_tis.correction import PRESETS, RolloutCorrectionConfig, response_slices
+from slime_tis.correction import PRESETS, GlobalBatch, RolloutCorrectionConfig, response_slices
 from slime_tis.policy.config import PolicyConfig
-from slime_tis.policy.policy_loss import LossInputs, LossStep, policy_loss
+from slime_tis.policy.custom_tis import CustomTis, CustomTisFunction
+from slime_tis.policy.policy_loss import LossInputs, LossStep, old_log_probs, policy_loss
 from slime_tis.policy.proximal_policy import needs_global_batch
 from slime_tis.policy.step_sums import step_metrics
 from slime_tis.policy.tokens import ResponseTokens, turns_of
@@ -29,11 +31,16 @@ MAX_TOKENS = 1 << 18
 MAX_STEPS = 64
 """Optimizer steps that corrections of a whole batch are applied to by default, each on its own; of more, a random
 part."""
+BY_FUNCTION = RolloutCorrectionConfig(use_tis=True)
+"""The configuration that a function in slime's contract runs under."""
 SWEEP_LEVELS = ("token", "sequence", "geometric")
 SWEEP_MODES = ("truncate", "mask")
 SWEEP_WEIGHT_BOUNDS = (1.5, 2.0, 5.0, 10.0)
 SWEEP_REJECTION_BOUNDS = {"token": (2.0, 5.0, 10.0), "sequence": (1.5, 2.0, 5.0), "geometric": (1.001, 1.01, 1.05)}
 SWEEP_Z_SCORES = (2.0, 3.0, 4.0)
+
+CorrectionChoice = RolloutCorrectionConfig | Callable[..., Any]
+"""A configuration, or a function in slime's contract."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +52,12 @@ class WhatIf:
     flags: str
     """The options of train.py that choose it, to copy."""
     config: RolloutCorrectionConfig
+    """`BY_FUNCTION` for a function."""
     kept: float
     """Share of the trained tokens that are accepted, 0 to 1."""
     ess: float
-    """Effective sample size (Σw)²/(n·Σw²) of the weights after their bounds, 0 to 1; 1 without weights."""
+    """Effective sample size (Σw)²/(n·Σw²) of the weights after their bounds, 0 to 1; 1 without weights. The weight
+    of a function is its loss of an accepted token whose loss was 1."""
     weight_mean: float
     """Mean weight after the bounds; 1 without weights."""
     weight_max: float
@@ -104,8 +113,9 @@ class _Batches:
 
 def what_if(
     table: TokenTable,
-    configs: Mapping[str, RolloutCorrectionConfig] | None = None,
+    configs: Mapping[str, CorrectionChoice] | Sequence[CorrectionChoice] | None = None,
     *,
+    args: Namespace | None = None,
     policy: PolicyConfig | None = None,
     max_tokens: int = MAX_TOKENS,
     max_steps: int = MAX_STEPS,
@@ -118,7 +128,8 @@ def what_if(
 
     Args:
         table: of one step or several.
-        configs: corrections by name; `corrections()` when None.
+        configs: corrections or functions in slime's contract, in a list or by name; `corrections()` when None.
+        args: options that functions get; those of `BY_FUNCTION` and of `policy` when None.
         policy: clip ranges and how the loss is averaged; those of the table's metadata when None.
         max_tokens: response tokens to look at; of a larger table a random part is taken, which bounds memory.
         max_steps: steps that corrections of a whole batch are applied to; of more, a random part.
@@ -130,19 +141,80 @@ def what_if(
     Raises:
         ValueError: a correction interpolates old log-probs, and the table has no weight versions; or a token is not
             finite under the "raise" policy.
+        CustomFunctionError: a function raised, or returned what its contract does not allow.
     """
     table = table.sampled(max_tokens, seed)
     policy = policy_of(table) if policy is None else replace(policy, use_kl_loss=False)
-    configs = corrections() if configs is None else configs
+    if configs is None:
+        configs = corrections()
+    named = configs.items() if isinstance(configs, Mapping) else [(_name_of(choice), choice) for choice in configs]
+    args = Namespace(**asdict(BY_FUNCTION), **asdict(policy)) if args is None else args
     batches: dict[bool, _Batches] = {}
     rows = []
-    for name, config in configs.items():
+    for name, choice in named:
+        config = choice if isinstance(choice, RolloutCorrectionConfig) else BY_FUNCTION
         stepwise = needs_global_batch(config)
         if stepwise not in batches:
             parts = _steps(table, max_steps, seed) if stepwise else [table]
             batches[stepwise] = _with_exact(parts, policy)
-        rows.append(_row(name, config, batches[stepwise], _loss_step(table, config, policy)))
+        step = _loss_step(table, config, policy)
+        if isinstance(choice, RolloutCorrectionConfig):
+            rows.append(_row(name, config, batches[stepwise], step))
+        else:
+            rows.append(_row_of_function(name, choice, args, batches[stepwise], step))
     return rows
+
+
+def _name_of(choice: CorrectionChoice) -> str:
+    if isinstance(choice, RolloutCorrectionConfig):
+        return flags_of(choice) or "no correction"
+    return getattr(choice, "__name__", repr(choice))
+
+
+def _row_of_function(
+    name: str, function: Callable[..., Any], args: Namespace, batches: _Batches, step: LossStep
+) -> WhatIf:
+    bound = CustomTisFunction.bind(function, args)
+    (inputs,) = batches.inputs
+    old_L = old_log_probs(inputs, step).detach()
+    ones_L = torch.ones_like(old_L).requires_grad_() * 1
+    found = CustomTis(function=bound, seed=0)(
+        inputs.tokens,
+        loss_L=ones_L,
+        log_probs_L=inputs.log_probs_L,
+        train_log_probs_L=old_L,
+        global_batch=GlobalBatch(),
+    )
+    weights = found.loss_L.detach()[found.mask_L & (inputs.tokens.loss_mask_L > 0)].double()
+    row = _row(name, BY_FUNCTION, batches, replace(step, custom=CustomTis(function=bound, seed=0)))
+    row = replace(row, flags=f"--use-tis --custom-tis-function-path {path_of(function)}")
+    if not len(weights):
+        return replace(row, ess=0.0, weight_mean=0.0, weight_max=0.0)
+    square = len(weights) * weights.square().sum()
+    ess = float(weights.sum().square() / square) if square > 0 else 0.0
+    return replace(row, ess=ess, weight_mean=float(weights.mean()), weight_max=float(weights.max()))
+
+
+def as_text(rows: Sequence[WhatIf], *, flags: str = "") -> str:
+    """A table for a terminal, the best direction first.
+
+    Args:
+        rows: Corrections.
+        flags: What the last row is named; its own flags by default.
+    """
+    if flags:
+        rows = [*rows[:-1], replace(rows[-1], flags=flags)]
+    lines = ["  kept    ESS  mean w   max w  cosine  norm ratio  flags"]
+    for row in sorted(rows, key=lambda row: -2.0 if row.cosine is None else row.cosine, reverse=True):
+        cosine, norm = ("-" if value is None else f"{value:.4f}" for value in (row.cosine, row.norm_ratio))
+        numbers = f"{row.kept:6.1%} {row.ess:6.3f} {row.weight_mean:7.4g} {row.weight_max:7.4g}"
+        lines.append(f"{numbers} {cosine:>7} {norm:>11}  {row.flags or 'no correction'}")
+    return "\n".join(lines)
+
+
+def path_of(function: Callable[..., Any]) -> str:
+    """A function's path, as --custom-tis-function-path takes it where its module can be imported."""
+    return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', repr(function))}"
 
 
 def _row(name: str, config: RolloutCorrectionConfig, batches: _Batches, step: LossStep) -> WhatIf:

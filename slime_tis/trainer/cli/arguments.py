@@ -804,20 +804,56 @@ def _rejects_any_precision(criterion: Criterion) -> bool:
     return by_mean and (criterion.upper < 1.01 - 1e-9 or (criterion.lower or 0.0) > 1 / (1.01 - 1e-9))
 
 
+def read_correction(
+    argv: Sequence[str], policy: PolicyConfig
+) -> tuple[RolloutCorrectionConfig, str | None, argparse.Namespace]:
+    """Reads the flags of a correction alone, as `slime-tis what-if` takes them.
+
+    Args:
+        argv: Flags of the group "rollout correction", and --policy-loss.
+        policy: Options of the policy loss, for a function.
+
+    Returns:
+        The correction, the path of a custom TIS function or None, and the options that this function gets.
+
+    Raises:
+        ValueError: a flag is unknown, belongs to another group, or has a wrong value.
+    """
+    optional = {name: option for name, option in OPTIONS.items() if option.default is not dataclasses.MISSING}
+    line = dataclasses.replace(COMMAND_LINE, options=optional)
+    flags = read_flags(COMMAND_LINE, build_parser("slime-tis what-if"), argv)
+    for name in flags.given:
+        if name not in (*GROUPS["rollout correction"].split(), "policy_loss"):
+            raise ValueError(f"{flag(name)} is not a flag of a correction; leave it out.")
+    values = merge_sources(line, flags)
+    correction = build(RolloutCorrectionConfig, values)
+    path = values["custom_tis_function_path"].value if "custom_tis_function_path" in values else None
+    if path and not correction.corrects:
+        raise ValueError("--custom-tis-function-path needs --use-tis; add it.")
+    known = dataclasses.asdict(policy) | dataclasses.asdict(correction)
+    return correction, path, _slime_names(known, correction, policy)
+
+
 def _slime_namespace(arguments: Arguments) -> argparse.Namespace:
-    """Every option under its name, and under the names that slime's correction functions read.
+    """Every option under its name, and under the names that slime's correction functions read."""
+    return _slime_names(effective_config(arguments), arguments.correction, arguments.policy)
+
+
+def _slime_names(
+    values: dict[str, Any], correction: RolloutCorrectionConfig, policy: PolicyConfig
+) -> argparse.Namespace:
+    """Options under their names and slime's.
 
     Bounds that nobody set are those that the built-in correction derives, so that whoever reads them rejects alike.
     """
-    values, correction = effective_config(arguments), arguments.correction
     lowest = correction.tis_lower_bound
     lower, upper = correction.is_bounds
     if lower < upper:  # not so where an upper bound below 1 has no lower one, as in mode truncate it may
         values["tis_lower_bound"] = lower
     if not correction.adaptive:
         values["rs_lower_bound"], values["rs_upper_bound"] = correction.rs_bounds
-    values |= {old: values[new] for old, new in ALIASES.items()}
-    values["eps_clip_high"] = arguments.policy.clip_high
-    values["opsm_delta"] = arguments.policy.opsm_bound
+    values |= {old: values[new] for old, new in ALIASES.items() if new in values}
+    values["eps_clip_high"] = policy.clip_high
+    values["opsm_delta"] = policy.opsm_bound
     values["tis_clip_low"] = lowest or 0.0
     return argparse.Namespace(**values)
