@@ -827,7 +827,7 @@ def read_correction(
             raise ValueError(f"{flag(name)} is not a flag of a correction; leave it out.")
     values = merge_sources(line, flags)
     correction = build(RolloutCorrectionConfig, values)
-    path = values["custom_tis_function_path"].value if "custom_tis_function_path" in values else None
+    path = build(CodeConfig, values).custom_tis_function_path
     if path and not correction.corrects:
         raise ValueError("--custom-tis-function-path needs --use-tis; add it.")
     known = dataclasses.asdict(policy) | dataclasses.asdict(correction)
