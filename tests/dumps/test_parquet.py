@@ -17,6 +17,7 @@ def test_a_table_comes_back_as_it_was_row_group_by_row_group(tmp_path, monkeypat
     monkeypatch.setattr(own, "ROW_GROUP_BYTES", 2 * (full_table().nbytes // 5))  # two of its five tokens
     path = tmp_path / "new" / "dump.parquet"
     write_parquet(path, full_table())
+    monkeypatch.undo()
     tables = list(parquet_tables(path))
     assert len(tables) == 2 and is_own_parquet(path)
     assert_same(TokenTable.concatenate(tables), full_table())
@@ -67,17 +68,34 @@ def _with_description(described):
     return lambda table: table.replace_schema_metadata({own.KEY: json.dumps(described)})
 
 
+def _with_column(name, values):
+    return lambda table: table.set_column(table.column_names.index(name), name, pa.array(values))
+
+
+DESCRIBED = {"schema_version": 1, "metadata": {}, "experts_shape": [2, 2]}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        pytest.param(_with_description({"schema_version": 9}), "has schema version 9 but", id="later version"),
-        pytest.param(_with_description([]), "has damaged metadata", id="damaged metadata"),
-        pytest.param(lambda table: table.drop(["train_log_prob"]), "has no column train_log_prob", id="no log-probs"),
+        pytest.param(_with_description({"schema_version": 9}), "schema version 9", id="later version"),
+        pytest.param(_with_description([]), "damaged metadata", id="damaged metadata"),
+        pytest.param(lambda table: table.drop(["train_log_prob"]), "no column train_log_prob", id="no log-probs"),
+        pytest.param(_with_description(None), "damaged metadata", id="null"),
+        pytest.param(_with_description(DESCRIBED | {"metadata": "text"}), "damaged metadata", id="text metadata"),
+        pytest.param(_with_description(DESCRIBED | {"experts_shape": [2**70, 1]}), "damaged metadata", id="experts"),
+        pytest.param(lambda t: t.replace_schema_metadata({own.KEY: "[" * 10**5}), "damaged metadata", id="nested"),
+        *(
+            pytest.param(_with_column(name, values), "cannot be read|must be|without a list", id=f"{name} {i}")
+            for name in ("token", "prompt", "experts", "reward", "step", "text", "rollout_log_prob")
+            for i, values in enumerate((["a", "b", "c"], [{"a": 1}] * 3, [[[1]]] * 3, [None] * 3, [2**62] * 3))
+            if (name, i) not in {("reward", 3), ("text", 0), ("text", 3), ("reward", 4)}
+        ),
         pytest.param(
             lambda table: table.set_column(
                 table.column_names.index("token"), "token", pa.array([[1], [], [2]], pa.large_list(pa.int32()))
             ),
-            "row group 0: token and rollout_log_prob differ in length",
+            "token and rollout_log_prob differ in length",
             id="lengths",
         ),
     ],
@@ -94,7 +112,7 @@ def test_a_damaged_file_is_one_message(tmp_path):
     path = tmp_path / "a.parquet"
     write_parquet(path, full_table())
     path.write_bytes(path.read_bytes()[:200])
-    with pytest.raises(ValueError, match=r"a\.parquet, row group 0 cannot be read"):
+    with pytest.raises(ValueError, match=r"a\.parquet cannot be read"):
         list(parquet_tables(path))
 
 

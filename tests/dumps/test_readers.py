@@ -2,6 +2,7 @@
 
 import json
 import math
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ import pytest
 import torch
 from pyarrow import parquet
 
+from slime_tis.analysis.dumps import parquet as own
 from slime_tis.analysis.dumps import readers
 from slime_tis.analysis.dumps.files import write
 from slime_tis.analysis.dumps.readers import files_of, read
+from slime_tis.analysis.dumps.table import SampleParts, TokenTable
 from tests.dumps.tables import assert_same, full_table
 
 
@@ -52,7 +55,8 @@ def assert_slime(table: Any) -> None:
 
 
 def test_slime_writes_a_list_of_samples(tmp_path):
-    content = {"format_version": 2, "rollout_id": 4, "rank": 0, "samples": [slime_sample()], "dp_shards": [{"rank": 0}]}
+    sample = slime_sample(log_probs=torch.nn.Parameter(slime_sample()["log_probs"]))  # gradients are allowed
+    content = {"format_version": 2, "rollout_id": 4, "rank": 0, "samples": [sample], "dp_shards": [{"rank": 0}]}
     torch.save(content, tmp_path / "4.pt")
     table = read(tmp_path / "4.pt")
     assert_slime(table)
@@ -74,8 +78,8 @@ def test_miles_and_earlier_slime_write_a_dict_of_lists(tmp_path):
     ("content", "message"),
     [
         pytest.param([1], "holds a list, but", id="a list"),
-        pytest.param({"rollout_id": 1}, "has neither samples nor rollout_data", id="something else"),
-        pytest.param({"samples": [slime_sample(), {}]}, "sample 1 'response_lengths'", id="no length"),
+        pytest.param({"rollout_id": 1}, "has no 'rollout_data'", id="something else"),
+        pytest.param({"samples": [slime_sample(), {}]}, "sample 1 has no 'response_lengths'", id="no length"),
         pytest.param(
             {"samples": [slime_sample(log_probs=torch.zeros(2))]},
             "sample 0 has 2 entries of log_probs for 3 response tokens; where these are slices",
@@ -85,6 +89,21 @@ def test_miles_and_earlier_slime_write_a_dict_of_lists(tmp_path):
             {"samples": [slime_sample(rollout_log_probs=None)]},
             "sample 0 has no rollout_log_probs; slime saves both with --use-tis",
             id="no rollout log-probs",
+        ),
+        pytest.param({"samples": [slime_sample(truncated=torch.ones(2))]}, "sample 0 ", id="two truncated"),
+        pytest.param({"samples": [slime_sample(step=[[1]])]}, "sample 0 has step", id="list of steps"),
+        pytest.param({"samples": [slime_sample(log_probs=[0, 10**400, 0])]}, "no number of 64 bits", id="400 digits"),
+        pytest.param({"samples": [slime_sample(log_probs=[[0.0]] * 3)]}, "sample 0 has a list", id="nested list"),
+        pytest.param({"samples": [slime_sample(log_probs=torch.eye(3).to_sparse())]}, "sample 0 ", id="sparse"),
+        pytest.param({"samples": 7}, "int", id="samples"),
+        pytest.param({"rollout_data": {"response_lengths": torch.tensor(1)}}, "0-d tensor", id="lengths"),
+        pytest.param(
+            {"samples": [slime_sample(response_lengths=2**40, log_probs=torch.zeros(1).expand(2**40))]},
+            "has 3 entries of rollout_log_probs",
+            id="longer than the file",
+        ),
+        pytest.param(
+            {"samples": [slime_sample(advantages=torch.zeros(1).expand(3, 2**40))]}, "MiB of memory", id="bomb"
         ),
     ],
 )
@@ -103,6 +122,15 @@ def test_a_pt_file_runs_no_code(tmp_path):
     with pytest.raises(ValueError, match="which are never loaded") as error:
         read(tmp_path / "4.pt")
     assert "weights_only" not in str(error.value) and not (tmp_path / "ran").exists()
+
+
+def test_a_compressed_pt_file_is_refused(tmp_path):
+    torch.save({"samples": [slime_sample(advantages=torch.zeros(10**6))]}, tmp_path / "plain.pt")
+    with zipfile.ZipFile(tmp_path / "plain.pt") as plain, zipfile.ZipFile(tmp_path / "4.pt", "w", 8) as packed:
+        for entry in plain.infolist():
+            packed.writestr(entry.filename, plain.read(entry), zipfile.ZIP_DEFLATED)
+    with pytest.raises(ValueError, match="entries larger than the file"):
+        read(tmp_path / "4.pt")
 
 
 def nemo_row(index: int, **changes: Any) -> dict[str, Any]:
@@ -194,6 +222,32 @@ def test_plain_jsonl_and_parquet_are_the_same_table(tmp_path):
     assert table.log_ratio.tolist() == [0.5, 0.0, 0.5, 0.0] and table.token.tolist() == [5, 6, 5, 6]
     assert (table.text, table.weight_version.tolist()) == (("ab", "ab"), [3, 4, 3, 4])
     assert_same(read(tmp_path / "a.parquet"), table)
+
+
+def test_a_small_parquet_file_that_needs_much_memory_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(own, "MAX_GROUP_BYTES", 1 << 20)
+    zeros = [[0.0] * 10**6]
+    parquet.write_table(pa.table({"train_log_probs": zeros, "rollout_log_probs": zeros}), tmp_path / "a.parquet")
+    part = SampleParts(train_log_prob=zeros[0], rollout_log_prob=zeros[0])
+    write(tmp_path / "b.parquet", TokenTable.from_parts([part]))
+    text = pa.table({"train_log_probs": [[0.0]], "rollout_log_probs": [[0.0]], "response": ["a"]})
+    parquet.write_table(
+        text, tmp_path / "c.parquet", use_dictionary=False, column_encoding={"response": "DELTA_BYTE_ARRAY"}
+    )
+    for name, message in (("a", "MiB of memory"), ("b", "MiB of memory"), ("c", "DELTA_BYTE_ARRAY")):
+        with pytest.raises(ValueError, match=message):
+            read(tmp_path / f"{name}.parquet")
+
+
+def test_a_text_that_many_samples_repeat_takes_memory_once(tmp_path):
+    text, rows = "a" * 10**6, 40
+    parts = [SampleParts(train_log_prob=[-1.0], rollout_log_prob=[-1.0], text=text)] * rows
+    write(tmp_path / "a.parquet", TokenTable.from_parts(parts))
+    columns = {"train_log_probs": [[-1.0]] * rows, "rollout_log_probs": [[-1.0]] * rows, "response": [text] * rows}
+    parquet.write_table(pa.table(columns), tmp_path / "b.parquet")
+    for name in "ab":
+        found = read(tmp_path / f"{name}.parquet").text
+        assert len(found) == rows and found[0] == text and len({id(one) for one in found}) == 1
 
 
 @pytest.mark.parametrize(

@@ -179,8 +179,11 @@ def test_json_has_the_numbers_and_no_page(run: Path, tmp_path: Path, capsys: pyt
 
 @pytest.mark.parametrize(
     "text",
-    ['{"step": 0, "train/loss": "<b>"}\n', "[]\n", '{"step": 0}\n{"st\n{"step": 2}\n', '{"step": 0, "a": [1]}\n'],
-    ids=["text", "list", "cut", "nested"],
+    [
+        *('{"step": 0, "train/loss": "<b>"}\n', "[]\n", '{"step": 0}\n{"st\n{"step": 2}\n', '{"step": 0, "a": [1]}\n'),
+        '{"step": 0, "train/grad_norm": 1' + "0" * 400 + "}\n",
+    ],
+    ids=["text", "list", "cut", "nested", "400 digits"],
 )
 def test_damaged_metrics_are_one_message(tmp_path: Path, capsys: pytest.CaptureFixture, text: str) -> None:
     (tmp_path / "metrics.jsonl").write_text(text)

@@ -7,7 +7,7 @@ bytes, so that it may be larger than memory.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from slime_tis.analysis.dumps.table import (
     TOKEN_COLUMNS,
     Column,
     TokenTable,
-    cast,
     offsets_of,
 )
 from slime_tis.errors import first_line, quoted
@@ -35,6 +34,17 @@ KEY = b"slime_tis"
 ROW_GROUP_BYTES = 1 << 26
 """Bytes of a row group and of what is read at a time, before compression: a million tokens without experts. One sample
 at least."""
+MAX_GROUP_BYTES, MAX_EXPANSION = 1 << 30, 32
+"""A row group may take this many bytes in memory, or this many times the size of its file, whichever is larger."""
+SCHEMA = pa.schema(
+    [
+        *((name, pa.from_numpy_dtype(dtype)) for name, dtype in SAMPLE_COLUMNS.items()),
+        *((name, pa.dictionary(pa.int32(), pa.string())) for name in TEXT_COLUMNS),
+        *((name, pa.large_list(pa.from_numpy_dtype(dtype))) for name, dtype in TOKEN_COLUMNS.items()),
+        ("prompt", pa.large_list(pa.int32())),
+    ]
+)
+"""Types that columns are converted to when they are read."""
 
 
 def write_parquet(path: str | Path, table: TokenTable) -> None:
@@ -67,48 +77,89 @@ def parquet_tables(path: str | Path) -> Iterator[TokenTable]:
     """The tables of a file's row groups, one after another.
 
     Raises:
-        ValueError: the file is of another form or a later version, or damaged; names the file and the row group.
+        ValueError: the file is of another form or a later version, or damaged; names the file.
     """
-    place, group = str(path), 0
     try:
-        with parquet.ParquetFile(path) as file:
-            described = _description(file.schema_arrow, place)
-            for group in range(file.num_row_groups):
-                yield from (_table(part, described) for part in _parts(file, group))
-    except (pa.ArrowException, OSError, KeyError, TypeError) as error:
-        raise ValueError(f"{place}, row group {group} cannot be read: {first_line(error)}.") from error
+        found = parquet.read_schema(path)
+        described = _description(found)
+        schema = pa.schema([item for item in SCHEMA if item.name in found.names])
+        for batch in batches(Path(path), schema.names):
+            yield _table(batch.select(schema.names).cast(schema), described)
+    except (pa.ArrowException, OSError, TypeError) as error:
+        raise ValueError(f"{path} cannot be read: {first_line(error)}.") from error
     except ValueError as error:
-        raise ValueError(str(error) if place in str(error) else f"{place}, row group {group}: {error}") from error
+        raise ValueError(f"{path}: {error}") from error
 
 
-def _description(schema: Any, place: str) -> dict[str, Any]:
-    found = (schema.metadata or {}).get(KEY)
-    if found is None:
-        raise ValueError(f"{place} is parquet, but of another program.")
-    described = json.loads(found)
-    if not isinstance(described, dict) or not isinstance(described.get("schema_version"), int):
-        raise ValueError(f"{place} has damaged metadata: {quoted(found)}.")
-    if described["schema_version"] > SCHEMA_VERSION:
+def batches(path: Path, names: Sequence[str], value_bytes: int = 4) -> Iterator[Any]:
+    """The row groups of a file in parts of about ROW_GROUP_BYTES after decoding.
+
+    Columns of text are dictionaries, so that a text that many rows repeat takes memory once.
+
+    Args:
+        path: of the file.
+        names: columns to read.
+        value_bytes: memory that each number will take.
+
+    Raises:
+        ValueError: a row group would take far more memory than its file has bytes.
+    """
+    file_bytes = path.stat().st_size
+    with parquet.ParquetFile(path, read_dictionary=[name for name in names if name in text_columns(path)]) as file:
+        for index in range(file.num_row_groups):
+            group = file.metadata.row_group(index)
+            chunks = [group.column(i) for i in range(group.num_columns)]
+            chunks = [chunk for chunk in chunks if chunk.path_in_schema.split(".")[0] in names]
+            size = sum(value_bytes * chunk.num_values for chunk in chunks)
+            size += sum(chunk.total_uncompressed_size for chunk in chunks if chunk.physical_type == "BYTE_ARRAY")
+            if size > max(MAX_GROUP_BYTES, MAX_EXPANSION * file_bytes):
+                raise ValueError(f"row group {index} needs {size >> 20} MiB of memory; write smaller row groups.")
+            if any("DELTA_BYTE_ARRAY" in chunk.encodings for chunk in chunks):
+                raise ValueError("text has the encoding DELTA_BYTE_ARRAY, whose size is not bounded; write PLAIN.")
+            if group.num_rows == 0:
+                yield pa.RecordBatch.from_pylist([], file.schema_arrow)
+            parts = 1 if size <= 2 * ROW_GROUP_BYTES else -(-size // ROW_GROUP_BYTES)
+            yield from file.iter_batches(max(group.num_rows // parts, 1), row_groups=[index], columns=names)
+
+
+def text_columns(path: Path) -> set[str]:
+    """Names of the columns of text of a parquet file, without lists of text."""
+    schema = parquet.read_metadata(path).schema
+    return {column.path for column in schema if column.physical_type == "BYTE_ARRAY"}
+
+
+def texts(column: Any) -> list[str | None]:
+    """The texts of a dictionary column; equal ones are one object."""
+    known = column.dictionary.to_pylist()
+    return [None if index is None else known[index] for index in column.indices.to_pylist()]
+
+
+def _description(schema: Any) -> dict[str, Any]:
+    """The value of KEY.
+
+    Raises:
+        ValueError: it is damaged or of a later version, or a column is missing.
+    """
+    found = (schema.metadata or {}).get(KEY, b"")
+    damaged = f"damaged metadata {quoted(found)}."
+    try:
+        described = dict(json.loads(found))
+        later = described["schema_version"] > SCHEMA_VERSION
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise ValueError(damaged) from None
+    if later:
         raise ValueError(
-            f"{place} has schema version {described['schema_version']} but this program reads up to {SCHEMA_VERSION}; "
-            "update slime_tis."
+            f"schema version {described['schema_version']} is newer than {SCHEMA_VERSION}; update slime_tis."
         )
+    shape = described.get("experts_shape")
+    if not isinstance(described.get("metadata"), dict) or not isinstance(shape, list) or len(shape) != 2:
+        raise ValueError(damaged)
+    if not all(isinstance(size, int) and 0 <= size < 2**15 for size in shape):
+        raise ValueError(damaged)
     missing = [name for name in REQUIRED_COLUMNS if name not in schema.names]
     if missing:
-        raise ValueError(f"{place} has no column {', '.join(missing)}.")
+        raise ValueError(f"no column {', '.join(missing)}.")
     return described
-
-
-def _parts(file: Any, group: int) -> Iterator[Any]:
-    """A row group in parts of about ROW_GROUP_BYTES, by the numbers that its metadata announces."""
-    described = file.metadata.row_group(group)
-    size = sum(4 * described.column(i).num_values for i in range(described.num_columns))
-    if size <= 2 * ROW_GROUP_BYTES or described.num_rows < 2:
-        yield file.read_row_group(group)
-        return
-    rows = max(described.num_rows * ROW_GROUP_BYTES // size, 1)
-    for batch in file.iter_batches(batch_size=rows, row_groups=[group]):
-        yield pa.Table.from_batches([batch])
 
 
 def _row_groups(table: TokenTable) -> Iterator[Column]:
@@ -140,40 +191,30 @@ def _lists(values: Column, offsets: Column) -> Any:
     return pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(values))
 
 
-def _table(group: Any, described: dict[str, Any]) -> TokenTable:
+def _table(batch: Any, described: dict[str, Any]) -> TokenTable:
     columns: dict[str, Any] = {}
-    lengths = _lengths(group, "rollout_log_prob")
-    for name, dtype in TOKEN_COLUMNS.items():
-        if name in group.column_names:
-            shape = tuple(described["experts_shape"]) if name == "experts" else ()
-            width = int(np.prod(shape, dtype=np.int64))
-            if not np.array_equal(_lengths(group, name), lengths * width):
-                raise ValueError(f"{name} and rollout_log_prob differ in length.")
-            columns[name] = (
-                _values(group, name, dtype).reshape(-1, *shape)
-                if width
-                else np.zeros((int(lengths.sum()), *shape), dtype)
-            )
-    for name, dtype in SAMPLE_COLUMNS.items():
-        if name in group.column_names:
-            columns[name] = cast(group[name].to_numpy(), dtype, name)
-    for name in TEXT_COLUMNS:
-        if name in group.column_names:
-            columns[name] = tuple("" if text is None else str(text) for text in group[name].to_pylist())
-    if "prompt" in group.column_names:
-        columns["prompt"] = _values(group, "prompt", np.int32)
-        columns["prompt_offsets"] = offsets_of(_lengths(group, "prompt"))
+    lengths, _ = _lists_of(batch, "rollout_log_prob")
+    for name in TOKEN_COLUMNS:
+        if name not in batch.schema.names:
+            continue
+        shape = described["experts_shape"] if name == "experts" else ()
+        counts, values = _lists_of(batch, name)
+        if not np.array_equal(counts, lengths * int(np.prod(shape, dtype=np.int64))):
+            raise ValueError(f"{name} and rollout_log_prob differ in length.")
+        columns[name] = values.reshape(int(lengths.sum()), *shape)
+    for name in batch.schema.names:
+        if name in SAMPLE_COLUMNS:
+            columns[name] = batch[name].to_numpy(zero_copy_only=False)
+        elif name in TEXT_COLUMNS:
+            columns[name] = tuple(text or "" for text in texts(batch[name]))
+    if "prompt" in batch.schema.names:
+        counts, columns["prompt"] = _lists_of(batch, "prompt")
+        columns["prompt_offsets"] = offsets_of(counts)
     return TokenTable(offsets=offsets_of(lengths), **columns, metadata=described["metadata"])
 
 
-def _lengths(group: Any, name: str) -> Column:
-    lists = group[name].combine_chunks()
-    if lists.null_count:
+def _lists_of(batch: Any, name: str) -> tuple[Column, Column]:
+    """Lengths of the lists of a column, and their entries one after another."""
+    if batch[name].null_count:
         raise ValueError(f"{name} has a sample without a list.")
-    lengths: Column = lists.value_lengths().to_numpy()
-    return lengths
-
-
-def _values(group: Any, name: str, dtype: type) -> Column:
-    values: Column = group[name].combine_chunks().flatten().to_numpy(zero_copy_only=False)
-    return cast(values, dtype, name)
+    return batch[name].value_lengths().to_numpy(), batch[name].flatten().to_numpy(zero_copy_only=False)

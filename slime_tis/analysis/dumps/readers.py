@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,13 +21,23 @@ from pyarrow import parquet
 from torch import Tensor
 
 from slime_tis.analysis.dumps.json_rows import RowFormat, format_of
-from slime_tis.analysis.dumps.parquet import is_own_parquet, parquet_tables
+from slime_tis.analysis.dumps.parquet import (
+    MAX_EXPANSION,
+    MAX_GROUP_BYTES,
+    batches,
+    is_own_parquet,
+    parquet_tables,
+    text_columns,
+    texts,
+)
 from slime_tis.analysis.dumps.pt import OWN_COLUMNS
 from slime_tis.analysis.dumps.table import Column, SampleParts, TokenTable, lowest_priorities
-from slime_tis.errors import first_line, quoted_path
+from slime_tis.errors import first_line, quoted, quoted_path
 
-CHUNK_TOKENS = 1 << 16
-"""Response tokens that are parsed before they become arrays."""
+CHUNK_TOKENS = 1 << 18
+"""Response tokens and characters of text that are parsed before they become a table."""
+PYTHON_NUMBER_BYTES = 32
+"""Memory of a float in a list."""
 LONGEST_LINE = 1 << 28
 """Bytes of a line of JSON."""
 PATTERNS = (
@@ -188,7 +199,7 @@ def _tables(rows: Iterator[tuple[str, dict[str, Any]]], path: Path) -> Iterator[
         except ValueError as error:
             raise ValueError(f"{place} {error}") from error
         parts.append(part)
-        tokens += len(part.rollout_log_prob)
+        tokens += len(part.rollout_log_prob) + len(part.text or "") + len(part.prompt_text or "")
         if tokens >= CHUNK_TOKENS:
             yield _table(parts, form, path)
             parts, tokens = [], 0
@@ -240,11 +251,17 @@ def _parsed(line: bytes, place: str) -> dict[str, Any]:
 def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     number = 0
     try:
-        with parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=64):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield f"{path}, row {number}", row
+        text = text_columns(path)
+        columns = [
+            name
+            for name in parquet.read_schema(path).names
+            if name in text or not any(column.startswith(f"{name}.") for column in text)
+        ]
+        for batch in batches(path, columns, PYTHON_NUMBER_BYTES):
+            values = [texts(batch[name]) if name in text else batch[name].to_pylist() for name in columns]
+            for row in zip(*values, strict=True):
+                number += 1
+                yield f"{path}, row {number}", dict(zip(columns, row, strict=True))
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{path} cannot be read as parquet after row {number}: {first_line(error)}.") from error
 
@@ -260,6 +277,10 @@ def slime_table(path: Path) -> TokenTable:
         ValueError: the file is of another form, holds slices of context-parallel ranks, or has no rollout log-probs.
     """
     try:
+        file_bytes = path.stat().st_size
+        with zipfile.ZipFile(path) as archive:
+            if sum(entry.file_size for entry in archive.infolist()) > file_bytes:
+                raise ValueError("entries larger than the file")
         content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:  # torch's message recommends weights_only=False, which would run the file's code
         raise ValueError(f"{path} is damaged, or holds objects other than tensors, which are never loaded.") from None
@@ -267,46 +288,50 @@ def slime_table(path: Path) -> TokenTable:
         raise ValueError(f"{path} cannot be read as a dump of slime's form: {first_line(error)}.") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds a {type(content).__name__}, but a dump of slime's form is a dict.")
-    if isinstance(content.get("samples"), list):
-        samples = content["samples"]
-    elif isinstance(content.get("rollout_data"), dict):
-        samples = _transposed(content["rollout_data"], path)
-    else:
-        raise ValueError(f"{path} has neither samples nor rollout_data; it is no train data of slime or miles.")
-    parts = []
-    for index, sample in enumerate(samples):
-        try:
-            parts.append(_slime_parts(sample, content.get("rollout_id")))
-        except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"{path}, sample {index} {first_line(error)}.") from error
     own = content.get("metadata")
     metadata = own if isinstance(own, dict) else {"source": "slime", "old_policy": "recomputed"}
+    parts: list[SampleParts] = []
+    place, size = "", 0
     try:
+        samples = content["samples"] if "samples" in content else _transposed(content["rollout_data"])
+        for index, sample in enumerate(samples):
+            place = f", sample {index}"
+            parts.append(_slime_parts({"step": content.get("rollout_id"), **sample}))
+            size += sum(value.nbytes for value in vars(parts[-1]).values() if isinstance(value, np.ndarray))
+            if size > max(MAX_GROUP_BYTES, MAX_EXPANSION * file_bytes):
+                raise ValueError(f"needs {size >> 20} MiB of memory with those before it; the file repeats numbers")
+        place = ""
         return TokenTable.from_parts(parts, metadata)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{path}: {first_line(error)}.") from error
+    except KeyError as error:
+        raise ValueError(f"{path}{place} has no {error}, which train data of slime and miles have.") from error
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
+        raise ValueError(f"{path}{place} {first_line(error)}.") from error
 
 
-def _transposed(data: Mapping[str, Any], path: Path) -> list[dict[str, Any]]:
+def _transposed(data: Mapping[str, Any]) -> list[dict[str, Any]]:
     """One dict per sample from lists with one entry per sample."""
-    lengths = data.get("response_lengths")
-    if not isinstance(lengths, list | tuple | Tensor):
-        raise ValueError(f"{path} has no response_lengths.")
-    columns = {
-        key: values
-        for key, values in data.items()
-        if isinstance(values, list | tuple | Tensor) and len(values) == len(lengths)
-    }
-    return [{key: values[index] for key, values in columns.items()} for index in range(len(lengths))]
+    lengths = len(data["response_lengths"])
+    lists = {key: values for key, values in data.items() if isinstance(values, list | tuple | Tensor)}
+    columns = {key: values for key, values in lists.items() if len(values) == lengths}
+    return [{key: values[index] for key, values in columns.items()} for index in range(lengths)]
 
 
-def _slime_parts(sample: Mapping[str, Any], rollout_id: Any) -> SampleParts:
+def _array(values: Any) -> Column:
+    """A tensor or a list of numbers as an array, without a copy where possible."""
+    if isinstance(values, Tensor):
+        return values.detach().resolve_conj().numpy()
+    if not all(isinstance(value, int | float) for value in values):
+        raise ValueError("has a list with an entry that is no number")
+    return np.asarray(values)
+
+
+def _slime_parts(sample: Mapping[str, Any]) -> SampleParts:
     length = int(sample["response_lengths"])
 
     def column(key: str) -> Column | None:
         if sample.get(key) is None:
             return None
-        values = np.asarray(sample[key])
+        values = _array(sample[key])
         if len(values) != length:
             raise ValueError(
                 f"has {len(values)} entries of {key} for {length} response tokens; where these are slices of "
@@ -314,15 +339,22 @@ def _slime_parts(sample: Mapping[str, Any], rollout_id: Any) -> SampleParts:
             )
         return values
 
+    def number(*keys: str) -> Any:
+        value = next((sample[key] for key in keys if key in sample), None)
+        value = value.item() if isinstance(value, Tensor) else value
+        if not isinstance(value, int | float | None):
+            raise ValueError(f"has {keys[0]} {quoted(value)}, which is no number")
+        return value
+
     log_probs, rollout = column("log_probs"), column("rollout_log_probs")
     if log_probs is None or rollout is None:
         missing = "log_probs" if log_probs is None else "rollout_log_probs"
         raise ValueError(f"has no {missing}; slime saves both with --use-tis or --get-mismatch-metrics")
     own = {name: column(name) for name in OWN_COLUMNS if name != "train_log_prob"}
     train, tokens = column("train_log_prob"), sample.get("tokens")
-    ids = None if tokens is None else np.asarray(tokens)
+    ids = None if tokens is None else _array(tokens)
     versions = sample.get("weight_versions")
-    reward = sample.get("local_raw_reward", sample.get("rewards"))
+    reward, truncated = number("local_raw_reward", "rewards"), number("truncated")
     text, prompt = sample.get("response"), sample.get("prompt")
     return SampleParts(
         train_log_prob=log_probs if train is None else train,
@@ -333,11 +365,11 @@ def _slime_parts(sample: Mapping[str, Any], rollout_id: Any) -> SampleParts:
         prompt=None if ids is None else ids[: len(ids) - length],
         advantage=column("advantages"),
         weight_version=column("weight_versions") if isinstance(versions, Tensor) else None,
-        step=sample.get("step", rollout_id),
-        sample_index=sample.get("sample_index", sample.get("sample_indices")),
-        group=sample.get("group_index"),
+        step=number("step"),
+        sample_index=number("sample_index", "sample_indices"),
+        group=number("group_index"),
         reward=None if reward is None else float(reward),
-        truncated=None if sample.get("truncated") is None else bool(sample["truncated"]),
+        truncated=None if truncated is None else bool(truncated),
         text=text if isinstance(text, str) else None,
         prompt_text=prompt if isinstance(prompt, str) else None,
         entropy=own.pop("entropy"),

@@ -424,8 +424,11 @@ def cast(values: Sequence[Any] | Column, dtype: type, name: str) -> Column:
     if array.dtype == dtype or not array.size:
         return array.astype(dtype, copy=False)
     if not np.issubdtype(dtype, np.integer):
-        with np.errstate(over="ignore"):  # beyond float32: infinite, as training would have it
-            return array.astype(dtype)
+        try:
+            with np.errstate(over="ignore"):  # beyond float32: infinite, as training would have it
+                return array.astype(dtype)
+        except (TypeError, OverflowError):
+            raise ValueError(f"{name} has an entry that is no number of 64 bits.") from None
     limits = np.iinfo(dtype)
     fits = array.dtype.kind in "biuf" and bool(((array >= limits.min) & (array <= limits.max)).all())
     if not fits or bool((array != np.floor(array)).any()):

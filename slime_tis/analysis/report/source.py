@@ -70,11 +70,11 @@ def _metrics(path: Path) -> tuple[Mapping[str, Any], ...]:
     rows = []
     for number, line in enumerate(metrics_before(path, 2**62), start=1):
         row = json.loads(line)
-        values = (value for key, value in row.items())
         if not all(
-            value is None or (isinstance(value, int | float) and not isinstance(value, bool)) for value in values
+            value is None or type(value) is float or (type(value) is int and abs(value) < 2**63)
+            for value in row.values()
         ):
-            raise ValueError(f"{quoted_path(path)}, line {number}, has something else than numbers.")
+            raise ValueError(f"{quoted_path(path)}, line {number}, has a value that is not a number of 64 bits.")
         rows.append(row)
     return tuple(rows)
 

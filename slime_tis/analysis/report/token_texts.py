@@ -26,17 +26,18 @@ def decoder(table: TokenTable | None, hf_checkpoint: str = "") -> Decode | None:
         if hf_checkpoint:
             raise ValueError(f"--hf-checkpoint {quoted_path(hf_checkpoint)} is not a directory.")
         return None
-    from transformers import AutoTokenizer
+    from tokenizers import Tokenizer
 
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # of a damaged file, whatever its parser raises
+    try:  # transformers would read more files of the directory, and could run code in it
+        tokenizer = Tokenizer.from_file(str(Path(directory) / "tokenizer.json"))
+    except Exception as error:  # tokenizers raises Exception itself
         if hf_checkpoint:
-            raise ValueError(f"{quoted_path(directory)} has no tokenizer that reads: {first_line(error)}.") from error
+            problem = first_line(error)
+            raise ValueError(f"{quoted_path(directory)} has no tokenizer.json that can be read: {problem}.") from error
         return None
-    size = len(tokenizer)
+    size = tokenizer.get_vocab_size()
 
     def decode(ids: Sequence[int]) -> list[str]:
-        return [tokenizer.decode([i]) if 0 <= i < size else f"⟨{i}⟩" for i in ids]
+        return [tokenizer.decode([i], skip_special_tokens=False) if 0 <= i < size else f"⟨{i}⟩" for i in ids]
 
     return decode
