@@ -7,8 +7,8 @@ from torch import Tensor
 
 from slime_tis.policy.config import PolicyConfig
 
-MAX_REWARD = 1e30
-"""Largest magnitude of a reward; beyond it advantages or gradients overflow."""
+MAX_REWARD = 1e150
+"""Largest magnitude of a reward: the squares of larger ones overflow in float64, and all advantages would be 0."""
 EPSILON = 1e-6  # keeps a group whose rewards are all equal at advantage 0 instead of 0/0
 
 

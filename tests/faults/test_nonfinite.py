@@ -28,7 +28,7 @@ STOPS = {
 }
 CODE = """
 def huge(args, sample):
-    return 1e300 * sample.response_ids[0]
+    return 1e100 * sample.response_ids[0]
 
 def overflow(args, *, pg_loss, loss_masks, **kwargs):
     return pg_loss * 3e38, loss_masks, {}
@@ -111,7 +111,7 @@ def test_what_is_not_finite_ends_the_run_or_is_skipped(
 def test_the_last_good_step_is_saved_and_resumed(directory: Path, tmp_path: Path, tally: Any) -> None:
     """Steps 1 and 2 are good; the reward of the third rollout overflows. Without that it goes on from step 2."""
     tries = tally("the checkpoint of the last good step")
-    (tmp_path / "late.py").write_text("def reward(args, sample):\n    return 1e300 * (sample.index % 2)\n")
+    (tmp_path / "late.py").write_text("def reward(args, sample):\n    return 1e100 * (sample.index % 2)\n")
     flags = [*task(directory), "--save", str(tmp_path / "save"), "--load", str(tmp_path / "save")]
     flags += ["--output-dir", str(tmp_path / "run"), "--disable-grpo-std-normalization"]
     good = run_forked([*flags, "--num-rollout", "2"], tmp_path / "good")

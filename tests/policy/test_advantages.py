@@ -3,7 +3,15 @@
 import pytest
 import torch
 
-from slime_tis.policy.advantages import ESTIMATORS, advantages, grpo, reinforce_plus_plus_baseline, rloo, whiten
+from slime_tis.policy.advantages import (
+    ESTIMATORS,
+    MAX_REWARD,
+    advantages,
+    grpo,
+    reinforce_plus_plus_baseline,
+    rloo,
+    whiten,
+)
 from slime_tis.policy.config import PolicyConfig
 
 REWARDS = torch.tensor([[1.0, 0.0, 0.0, 1.0], [2.0, 2.0, 2.0, 2.0]], dtype=torch.float64)
@@ -22,6 +30,11 @@ def test_grpo_is_the_distance_from_the_group_mean_in_unbiased_deviations() -> No
 
 def test_grpo_without_the_deviation() -> None:
     assert grpo(REWARDS, normalize_std=False)[0].tolist() == [0.5, -0.5, -0.5, 0.5]
+
+
+def test_the_largest_rewards_have_advantages() -> None:
+    rewards = MAX_REWARD * torch.tensor([[1.0, -1.0] * 64], dtype=torch.float64)
+    assert grpo(rewards).sign().equal(rewards.sign()) and rloo(rewards).isfinite().all()
 
 
 def test_rloo_compares_with_the_siblings() -> None:

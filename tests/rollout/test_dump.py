@@ -93,6 +93,15 @@ def test_samples_that_do_not_fit_the_model_are_refused(sizes: dict[str, int], me
         load_samples(tmp_path / "x", 1, 1, ModelSizes(**sizes))
 
 
+@pytest.mark.parametrize("reward", [1e308, float("nan"), "1", {"acc": 1.0}], ids=["overflow", "nan", "text", "dict"])
+def test_a_reward_that_cannot_be_trained_on_is_refused(reward: object, tmp_path: Path) -> None:
+    save_samples(tmp_path / "x", [[sample(0, 0)]])
+    row = json.loads((tmp_path / "x").read_text()) | {"reward": reward}
+    (tmp_path / "x").write_text(json.dumps(row) + "\n")
+    with pytest.raises(ValueError, match="line 1 has the reward"):
+        load_samples(tmp_path / "x", 1, 1, ModelSizes(vocab_size=None, context_len=None))
+
+
 def test_a_negative_token_is_refused(tmp_path: Path) -> None:
     save_samples(tmp_path / "x", [[sample(0, 0, tokens=[1, 2, 3, -1, 5])]])
     with pytest.raises(ValueError, match="has token -1"):

@@ -143,7 +143,7 @@ def test_rewards_are_shaped(tmp_path):
         ("None", "returned None; return the tuple (raw_rewards, rewards)."),
         ("[1.0], [1.0]", "returned 1 raw_rewards for 2 samples; return as many."),
         ("[1.0, 2.0], [1.0, float('nan')]", "returned nan among the rewards; return finite numbers"),
-        ("[1.0, 1e31], [1.0, 2.0]", "returned 1e+31 among the raw_rewards"),
+        ("[1.0, 1e151], [1.0, 2.0]", "returned 1e+151 among the raw_rewards"),
         ("[1.0, 2.0], ['a', 'b']", "gave rewards that cannot be read: ValueError: could not convert string"),
         ("[1.0, 2.0], 3", "returned 3 rewards for 2 samples; return as many."),
     ],

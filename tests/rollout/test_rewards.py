@@ -104,7 +104,7 @@ def refusal_of(tmp_path, code, **options):
 WRONG = {
     "nan": ("return float('nan')", "returned nan for prompt 10; it must return a finite number."),
     "inf": ("return float('inf')", "returned inf for prompt 10; it must return a finite number."),
-    "overflow": ("return -1e31", "returned -1e+31 for prompt 10; it must return a number of at most 1e+30"),
+    "overflow": ("return -1e151", "returned -1e+151 for prompt 10; it must return a number of at most 1e+150"),
     "none": ("pass", "returned None for prompt 10; it must return a finite number."),
     "text": ("return '1.0'", "returned '1.0' for prompt 10; it must return a finite number."),
     "list": ("return [1.0]", "returned [1.0] for prompt 10; it must return a finite number."),

@@ -83,7 +83,7 @@ WRONG = {
     "token": ("sample.tokens[-1] = 300", "gave the token 300; the vocabulary ends at 299"),
     "context": ("sample.tokens = [1] * 65", "gave 65 tokens, more than the 64 of the context"),
     "reward": ("sample.reward = float('nan')", "gave the reward nan; it must be a finite number"),
-    "huge reward": ("sample.reward = 1e308", "gave the reward 1e+308; it must be a finite number of at most 1e+30"),
+    "huge reward": ("sample.reward = 1e308", "gave the reward 1e+308; it must be a finite number of at most 1e+150"),
     "metrics": ("metrics = {'a': float('nan')}", "returned nan as metric 'a'; return finite numbers under printable"),
 }
 

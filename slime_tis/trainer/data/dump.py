@@ -16,6 +16,7 @@ from torch import Tensor
 from slime_tis.errors import quoted, quoted_path
 from slime_tis.files import FOREIGN, atomic_path
 from slime_tis.hf_directory import ModelSizes
+from slime_tis.policy.advantages import MAX_REWARD
 from slime_tis.trainer.data.json_values import json_object
 from slime_tis.trainer.data.sample import STATUS, Prompt, Sample, SampleStatus, by_rollout
 from slime_tis.trainer.data.sampling_mask import SamplingMask
@@ -102,11 +103,16 @@ def load_samples(path: str | Path, prompts: int, n_samples: int, sizes: ModelSiz
 
 
 def _check_fits(sample: Sample, place: str, sizes: ModelSizes) -> None:
-    """Checks that the model can compute the log-probs of a sample.
+    """Checks that the model can be trained on a sample.
 
     Raises:
-        ValueError: it is longer than the context, or has tokens outside the vocabulary.
+        ValueError: it is longer than the context, has tokens outside the vocabulary, or a reward that is out of bounds.
     """
+    reward = sample.reward
+    if reward is not None and not (isinstance(reward, int | float) and abs(reward) <= MAX_REWARD):
+        raise ValueError(
+            f"{place} has the reward {quoted(reward)}; give a number of at most {MAX_REWARD:g} in magnitude."
+        )
     vocab_size, context_len = sizes.vocab_size or math.inf, sizes.context_len or math.inf
     outside = [token for token in sample.tokens if type(token) is not int or not 0 <= token < vocab_size]
     if outside:
