@@ -65,6 +65,8 @@ FAMILIES = {
 }
 """The families that can be trained, by the name of their architecture in config.json."""
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
+MAX_LAYERS, MAX_COUNT = 1024, 2**31 - 1
+"""Limits on counts: transformers makes a list with an entry for each layer before it reads weights."""
 COUNTS = (
     "vocab_size",
     "hidden_size",
@@ -404,8 +406,11 @@ def _field_problems(model: Mapping[str, Any]) -> Iterator[str]:
     """What cannot be about the fields that are given."""
     for name in COUNTS:
         value = model.get(name)
+        most = MAX_LAYERS if name == "num_hidden_layers" else MAX_COUNT
         if value is not None and (type(value) is not int or value < 1):
             yield f"{name} {quoted(value)}, which must be a whole number above 0"
+        elif value is not None and value > most:
+            yield f"{name} {quoted(value)}, which must be at most {most}"
     for name in FLAGS:
         value = model.get(name)
         if value is not None and type(value) is not bool:
@@ -491,5 +496,6 @@ def _tensors_of(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
             return {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
     except (SafetensorError, OSError, ValueError) as error:
         raise ValueError(
-            f"{path} cannot be read as safetensors ({first_line(error)}); it is damaged or incomplete, fetch it anew."
+            f"{quoted_path(path)} cannot be read as safetensors ({first_line(error)}); it is damaged or incomplete, "
+            "fetch it anew."
         ) from None

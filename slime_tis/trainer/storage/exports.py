@@ -46,6 +46,8 @@ def replaceable(directory: Path) -> str | None:
 
     It may where nothing is there, an empty directory, or an earlier export to which nobody added anything.
     """
+    if any("\ud800" <= character <= "\udfff" for character in str(directory)):
+        return "its name is not UTF-8"  # safetensors cannot write there
     if not os.path.lexists(directory):
         return None
     if not directory.is_dir():
