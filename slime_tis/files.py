@@ -23,6 +23,8 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
     """
     path = Path(path)
     partial = path.with_name(f".{path.name.removeprefix('.')}.partial")
+    partial.unlink(missing_ok=True)  # of a killed run, or a link that somebody else made
+    os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666))
     try:
         yield partial
         partial.replace(path)

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Sequence
 
 import slime_tis
+from slime_tis.terminal import protect_output
 
 EXTRAS = {"import-gguf": "train,gguf", "report": "analysis", "diagnose": "analysis", "what-if": "analysis"}
 """The extras that a command needs; the others need `train`."""
@@ -34,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = _own_command_line() if argv is None else list(argv)
     if argv[:1] == ["train"]:
         return train(argv[1:], prog="slime-tis train")
+    protect_output(keep_running=False)
     parser = argparse.ArgumentParser(
         prog="slime-tis", description="Training with rollout correction, and tools beside it."
     )
@@ -94,6 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(diagnosis(chosen.path, hf_checkpoint=chosen.hf_checkpoint, as_json=chosen.json))
             case "what-if":
                 print(what_if_table(chosen.dump, chosen.flags))
+        sys.stdout.flush()  # a full disk is an error of this command, not of the interpreter's exit
     except ModuleNotFoundError as error:
         return _package_is_missing(error, f"slime-tis {chosen.command}", EXTRAS.get(chosen.command, "train"))
     except ValueError as error:
@@ -167,6 +170,7 @@ def train(argv: Sequence[str] | None = None, *, prog: str = "train.py") -> int:
         SystemExit: The command line is refused, with code 2 and a message on stderr, or asks for help, with code 0.
     """
     argv = _own_command_line() if argv is None else list(argv)
+    protect_output(keep_running=False)  # for --help
     try:
         from slime_tis.trainer.cli.arguments import parse_args
 
@@ -174,6 +178,7 @@ def train(argv: Sequence[str] | None = None, *, prog: str = "train.py") -> int:
         from slime_tis.trainer.train import main as run
     except ModuleNotFoundError as error:
         return _package_is_missing(error, prog, "train")
+    protect_output(keep_running=True)
     return run(arguments)
 
 

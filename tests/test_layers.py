@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 # From the lowest layer to the highest: a module imports its own layer and lower ones.
 LAYERS = (
     ("slime_tis.errors",),
-    ("slime_tis.limits", "slime_tis.files", "slime_tis.alarm", "slime_tis.hf_directory"),
+    ("slime_tis.limits", "slime_tis.files", "slime_tis.terminal", "slime_tis.alarm", "slime_tis.hf_directory"),
     ("slime_tis.correction",),
     ("slime_tis",),  # the public names
     ("slime_tis.integrations",),

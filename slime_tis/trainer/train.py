@@ -12,7 +12,6 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import os
 import signal
@@ -699,14 +698,12 @@ def _run(arguments: Arguments, interrupts: Interrupts) -> int:
 
 
 def prepare_terminal() -> None:
-    """Leaves the terminal to this program: what libraries only remark goes unsaid, and any path can be printed.
+    """Leaves the terminal to this program: what libraries only remark goes unsaid.
 
     tqdm's own lock is a semaphore that forked processes share: one that was killed while it printed, a worker of a
     reward function for instance, would hold it for ever, and the run would wait for it at its next line.
     """
     tqdm.set_lock(threading.RLock())
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
     for name in ("megatron", "transformers", "torch"):
         warnings.filterwarnings("ignore", module=rf"{name}\.")
         logging.getLogger(name).setLevel(logging.ERROR)

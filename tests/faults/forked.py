@@ -30,7 +30,13 @@ class ForkedRun:
     """A run of train.py in a forked process, the leader of a process group of its own."""
 
     def __init__(
-        self, argv: Sequence[str], directory: Path, *, environ: Mapping[str, str] | None = None, cwd: Path | None = None
+        self,
+        argv: Sequence[str],
+        directory: Path,
+        *,
+        environ: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        before: Callable[[], None] = lambda: None,
     ) -> None:
         """Starts the run.
 
@@ -39,6 +45,7 @@ class ForkedRun:
             directory: Where its output is kept, made when missing.
             environ: Variables added to the environment.
             cwd: Working directory of the run.
+            before: Called in the child just before the run, for example to limit its resources.
         """
         import slime_tis.trainer.train  # noqa: F401  before the fork, so that children have it
         from slime_tis.main import train
@@ -50,10 +57,15 @@ class ForkedRun:
         sys.stderr.flush()
         self.pid = os.fork()
         if self.pid == 0:
-            self._child(train, argv, environ or {}, cwd)
+            self._child(train, argv, environ or {}, cwd, before)
 
     def _child(
-        self, main: Callable[[], int], argv: Sequence[str], environ: Mapping[str, str], cwd: Path | None
+        self,
+        main: Callable[[], int],
+        argv: Sequence[str],
+        environ: Mapping[str, str],
+        cwd: Path | None,
+        before: Callable[[], None],
     ) -> None:
         status = 1
         try:
@@ -68,6 +80,7 @@ class ForkedRun:
             if cwd is not None:
                 os.chdir(cwd)
             sys.argv[1:] = argv  # the process's own command line, as that of `python train.py`
+            before()
             status = main()
         except SystemExit as error:
             status = error.code if isinstance(error.code, int) else 1
@@ -111,9 +124,10 @@ def run_forked(
     timeout: float = 60,
     environ: Mapping[str, str] | None = None,
     cwd: Path | None = None,
+    before: Callable[[], None] = lambda: None,
 ) -> Outcome:
     """Runs train.py in a forked child until it ends."""
-    return ForkedRun(argv, directory, environ=environ, cwd=cwd).wait(timeout)
+    return ForkedRun(argv, directory, environ=environ, cwd=cwd, before=before).wait(timeout)
 
 
 def group_is_empty(group: int) -> bool:

@@ -238,7 +238,10 @@ def test_a_dict_without_the_key_and_a_number_with_one_are_refused(tmp_path):
             "--reward-weights is 'acc=1' and --reward-key is 'acc'; leave one of the two out.",
         ),
         ({"rm_type": "remote_rm"}, "--rm-type is remote_rm but --rm-url is unset; add the URL of the reward server."),
-        ({"rm_type": "remote_rm", "rm_url": "host:1"}, "--rm-url is 'host:1' but must begin with http:// or https://."),
+        (
+            {"rm_type": "remote_rm", "rm_url": "host:1"},
+            "--rm-url is 'host:1' but must begin with http:// or https:// and a host.",
+        ),
         ({"rm_type": "math", "reward_key": ""}, "--reward-key is empty; name a key of the reward function's dict, or"),
     ],
     ids=[
@@ -250,6 +253,22 @@ def test_keys_are_checked_before_anything_is_built(options, message):
     with pytest.raises(ValueError) as refusal:
         make_config(**options)
     assert str(refusal.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://ann:SECRET@a:1/",
+        "http://SECRET@a/",
+        "http://a/x?token=SECRET",
+        "http://a/#SECRET",
+        "ftp://b:SECRET@a/?SECRET",
+    ],
+)
+def test_a_secret_in_the_url_of_a_reward_server_is_refused_unseen(url):
+    with pytest.raises(ValueError, match="--rm-url") as refusal:
+        make_config(rm_type="remote_rm", rm_url=url)
+    assert "SECRET" not in str(refusal.value)
 
 
 SLIMES_OWN = """

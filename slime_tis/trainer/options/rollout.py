@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from slime_tis.errors import quoted
 from slime_tis.limits import Limits, check_fields, flag
 from slime_tis.trainer.options.rm_types import check_rm_type, is_remote, parse_weights, reward_keys
+from slime_tis.trainer.options.sglang import shown_url, split_url
 
 Rounding = Literal["nearest", "stochastic", "error-compensated"]
 """How weights are rounded on their way to the rollout engine."""
@@ -278,10 +279,21 @@ class RolloutConfig:
         return tuple(zip(parts[::2], parts[1::2], strict=True))
 
 
+def _check_reward_url(url: str) -> None:
+    parts = split_url(url)
+    if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"--rm-url is {quoted(shown_url(url))} but must begin with http:// or https:// and a host.")
+    if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
+        raise ValueError(
+            f"--rm-url for {parts.hostname} holds a user name, password or query, which logs and config.yaml would "
+            "show; call such a server from a --custom-rm-path function that reads the secret from the environment."
+        )
+
+
 def _check_reward(config: RolloutConfig) -> None:
     name = config.rm_type
-    if config.rm_url is not None and not config.rm_url.startswith(("http://", "https://")):
-        raise ValueError(f"--rm-url is {quoted(config.rm_url)} but must begin with http:// or https://.")
+    if config.rm_url is not None:
+        _check_reward_url(config.rm_url)
     if name is not None and is_remote(name) and config.rm_url is None:
         raise ValueError(f"--rm-type is {name} but --rm-url is unset; add the URL of the reward server.")
     weights = None if config.reward_weights is None else parse_weights(config.reward_weights)

@@ -211,16 +211,16 @@ def normalized_url(url: str) -> str:
     Raises:
         ValueError: Another scheme, no host, a bad port, or more than an address: credentials, a query, a fragment.
     """
-    parts = _split(url)
+    parts = split_url(url)
     if parts is None or not url.isprintable() or parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"--sglang-url is {quoted(_shown(url))} but must be http://HOST:PORT or https://HOST:PORT.")
+        raise ValueError(f"--sglang-url is {quoted(shown_url(url))} but must be http://HOST:PORT or https://HOST:PORT.")
     if parts.username is not None or parts.password is not None:
         raise ValueError(
             f"--sglang-url for {parts.hostname} holds a user name or password; put a key into the environment "
             "variable that --sglang-api-key-env names."
         )
     if parts.query or parts.fragment:
-        raise ValueError(f"--sglang-url is {quoted(_shown(url))} but must end with the port or a path.")
+        raise ValueError(f"--sglang-url is {quoted(shown_url(url))} but must end with the port or a path.")
     port = "" if parts.port is None else f":{parts.port}"
     return f"{parts.scheme}://{bracketed(parts.hostname)}{port}{parts.path.rstrip('/')}"
 
@@ -239,7 +239,7 @@ def bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
-def _split(url: str) -> SplitResult | None:
+def split_url(url: str) -> SplitResult | None:
     """The parts of a URL, or None where it is malformed."""
     try:
         parts = urlsplit(url.strip())
@@ -248,14 +248,14 @@ def _split(url: str) -> SplitResult | None:
         return None
 
 
-def _shown(url: str) -> str:
+def shown_url(url: str) -> str:
     """A URL for a message, without what may be secret."""
     return url.split("?")[0].rsplit("@", 1)[-1]
 
 
 def _sources(config: SGLangConfig) -> dict[str, object]:
     named = {
-        "--sglang-url": " ".join(_shown(url) for url in config.sglang_url or ()) or None,
+        "--sglang-url": " ".join(shown_url(url) for url in config.sglang_url or ()) or None,
         "--sglang-router-ip": config.sglang_router_ip,
         "--sglang-launch": config.sglang_launch,
     }
@@ -271,7 +271,7 @@ def _check_sources(config: SGLangConfig) -> None:
             raise ValueError(f"--sglang-url names {url} {urls.count(url)} times; name each server once.")
         if len(urlsplit(url).hostname or "") > MAX_HOST:
             raise ValueError(
-                f"--sglang-url is {quoted(_shown(url))} but a host name has {MAX_HOST} characters at most."
+                f"--sglang-url is {quoted(shown_url(url))} but a host name has {MAX_HOST} characters at most."
             )
     given = _sources(config)
     if len(given) > 1:
@@ -282,9 +282,9 @@ def _check_sources(config: SGLangConfig) -> None:
         raise ValueError(f"--sglang-router-ip is {ip} and --sglang-router-port {port}; give both or neither.")
     if ip is None:
         return
-    is_host = _split(f"http://{bracketed(ip)}") == SplitResult("http", bracketed(ip), "", "", "")
+    is_host = split_url(f"http://{bracketed(ip)}") == SplitResult("http", bracketed(ip), "", "", "")
     if not is_host or len(ip) > MAX_HOST or any(character.isspace() for character in ip):
-        raise ValueError(f"--sglang-router-ip is {quoted(_shown(ip))} but must be an address or a host name.")
+        raise ValueError(f"--sglang-router-ip is {quoted(shown_url(ip))} but must be an address or a host name.")
 
 
 def _check_server_args(args: Sequence[str]) -> None:

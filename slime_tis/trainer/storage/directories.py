@@ -88,7 +88,8 @@ def _lock(path: Path, flag: str) -> Iterator[None]:
 
 def _open_locked(path: Path, flag: str) -> IO[str]:
     while True:
-        file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 (open as long as the run)
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        file = os.fdopen(os.open(path, flags, 0o666), "a+", encoding="utf-8")  # open as long as the run
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -101,7 +102,7 @@ def _open_locked(path: Path, flag: str) -> IO[str]:
                 f"{flag} is {str(path.parent)!r}, which {holder} is writing; "
                 "wait for it, stop it, or choose another directory."
             ) from None
-        if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+        if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.lstat()):
             return file
         file.close()  # another run let it go between the opening and the lock
 
