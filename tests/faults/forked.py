@@ -87,9 +87,11 @@ class ForkedRun:
         except BaseException:
             traceback.print_exc()
         finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(status)
+            try:
+                sys.stdout.flush()
+                sys.stderr.flush()
+            finally:
+                os._exit(status)
 
     def kill(self, number: int = signal.SIGKILL, *, group: bool = False) -> None:
         """Sends a signal to the run, or to its whole process group as a terminal does."""
