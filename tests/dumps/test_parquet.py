@@ -81,6 +81,7 @@ DESCRIBED = {"schema_version": 1, "metadata": {}, "experts_shape": [2, 2]}
         pytest.param(_with_description({"schema_version": 9}), "schema version 9", id="later version"),
         pytest.param(_with_description([]), "damaged metadata", id="damaged metadata"),
         pytest.param(lambda table: table.drop(["train_log_prob"]), "no column train_log_prob", id="no log-probs"),
+        pytest.param(lambda table: table.append_column("token", table["token"]), "2 times", id="two columns"),
         pytest.param(_with_description(None), "damaged metadata", id="null"),
         pytest.param(_with_description(DESCRIBED | {"metadata": "text"}), "damaged metadata", id="text metadata"),
         pytest.param(_with_description(DESCRIBED | {"experts_shape": [2**70, 1]}), "damaged metadata", id="experts"),

@@ -85,7 +85,7 @@ def parquet_tables(path: str | Path) -> Iterator[TokenTable]:
         schema = pa.schema([item for item in SCHEMA if item.name in found.names])
         for batch in batches(Path(path), schema.names):
             yield _table(batch.select(schema.names).cast(schema), described)
-    except (pa.ArrowException, OSError, TypeError) as error:
+    except (pa.ArrowException, OSError, TypeError, KeyError) as error:
         raise ValueError(f"{path} cannot be read: {first_line(error)}.") from error
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error

@@ -262,7 +262,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             for row in zip(*values, strict=True):
                 number += 1
                 yield f"{path}, row {number}", dict(zip(columns, row, strict=True))
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, KeyError) as error:
         raise ValueError(f"{path} cannot be read as parquet after row {number}: {first_line(error)}.") from error
 
 
