@@ -1,7 +1,6 @@
 """A `TokenTable` as a parquet file: one row per sample, list columns for its tokens.
 
-The schema is that of docs/dumps.md. A file is written one row group at a time and read in parts of about as many
-bytes, so that it may be larger than memory.
+docs/dumps.md lists the columns. Files are written and read in row groups, so that they may be larger than memory.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ SCHEMA_VERSION = 1
 KEY = b"slime_tis"
 """Key of the file's metadata whose value is {"schema_version", "metadata", "experts_shape"} as JSON."""
 ROW_GROUP_BYTES = 1 << 26
-"""Bytes of a row group and of what is read at a time, before compression: a million tokens without experts. One sample
-at least."""
+"""Decoded bytes of a row group and of each part that is read, at least one sample: a million tokens without experts."""
 MAX_GROUP_BYTES, MAX_EXPANSION = 1 << 30, 32
 """A row group may take this many bytes in memory, or this many times the size of its file, whichever is larger."""
 SCHEMA = pa.schema(
@@ -52,7 +50,7 @@ def write_parquet(path: str | Path, table: TokenTable) -> None:
 
     Args:
         path: of the file; directories are made where missing.
-        table: to write; columns that are None are left out.
+        table: to write; columns that are None are skipped.
 
     Raises:
         OSError: the file cannot be written.
@@ -69,7 +67,7 @@ def write_parquet(path: str | Path, table: TokenTable) -> None:
 
 
 def is_own_parquet(path: Path) -> bool:
-    """Whether a parquet file was written by `write_parquet`, of whatever version."""
+    """Whether a parquet file was written by `write_parquet`; of any version."""
     return KEY in (parquet.read_schema(path).metadata or {})
 
 

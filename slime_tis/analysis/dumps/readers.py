@@ -95,7 +95,7 @@ class Reservoir:
         self._chance = np.random.default_rng(seed)
         self._priorities: list[Column] = []
         self._bound = np.inf
-        """Lowest number of a sample that was left out."""
+        """Lowest number of a discarded sample."""
         self._held = 0
         """Response tokens in `tables`."""
         self.tables: list[TokenTable] = []
@@ -103,7 +103,7 @@ class Reservoir:
         """Of all tables that were added."""
 
     def add(self, table: TokenTable) -> None:
-        """Takes the samples of a table that may stay; those left out leave with the next table."""
+        """Adds the samples of a table that may stay. Discarded samples are freed with the next table."""
         priority = self._chance.random(len(table))
         self.samples, self.tokens = self.samples + len(table), self.tokens + table.tokens
         if self._max_bytes is not None and table.tokens:
@@ -116,7 +116,7 @@ class Reservoir:
             self._thin()
 
     def table(self) -> TokenTable:
-        """All samples that stay, as one table; `metadata["sampled"]` says of how many where some were left out."""
+        """All samples that stay, as one table; `metadata["sampled"]` has the total where some were discarded."""
         if self.tokens > self._max_tokens:
             self._thin()
             whole = {"samples": self.samples, "tokens": self.tokens}
@@ -271,7 +271,7 @@ def slime_table(path: Path) -> TokenTable:
 
     Source: THUDM/slime, slime/observability/train_data_utils.py, save_debug_train_data: format_version 2 has a list of
     samples; before, and in radixark/miles, miles/utils/train_dump_utils.py, "rollout_data" is a dict of lists.
-    Log-probs are those of the response; `log_probs` are the training engine's before the rollout's first step.
+    Log-probs cover the response; `log_probs` are the training engine's before the rollout's first step.
 
     Raises:
         ValueError: the file is of another form, holds slices of context-parallel ranks, or has no rollout log-probs.

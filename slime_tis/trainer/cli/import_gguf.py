@@ -200,7 +200,7 @@ def llama3_scaling(divisors: NDArray[Any], theta: float) -> dict[str, Any]:
     """Llama 3's scaling of rotary frequencies, whose factor is the largest divisor.
 
     Raises:
-        ValueError: the divisors are not those of Llama 3.1 to 3.3 for this factor.
+        ValueError: the divisors differ from the ones of Llama 3.1 to 3.3 for this factor.
     """
     import numpy as np
 
@@ -208,7 +208,7 @@ def llama3_scaling(divisors: NDArray[Any], theta: float) -> dict[str, Any]:
     wavelengths = 2 * np.pi * theta ** (np.arange(len(divisors)) / len(divisors))
     smooth = np.clip((8192 / wavelengths - 1) / (4 - 1), 0, 1)
     if not np.allclose(divisors, 1 / ((1 - smooth) / factor + smooth), rtol=1e-3):
-        raise ValueError(f"{ROPE_FREQS} is not that of Llama 3")
+        raise ValueError(f"{ROPE_FREQS} differs from Llama 3")
     factors = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     return {"rope_type": "llama3", "factor": factor, **factors}
 
