@@ -12,7 +12,7 @@ A command line is read and checked before torch, transformers and Megatron-core 
 """
 
 import argparse
-import os
+import io
 import signal
 import sys
 from collections.abc import Sequence
@@ -22,8 +22,6 @@ from slime_tis.terminal import protect_output
 
 EXTRAS = {"import-gguf": "train,gguf", "report": "analysis", "diagnose": "analysis", "what-if": "analysis"}
 """The extras that a command needs; the others need `train`."""
-RANK_0 = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-"""Variables that torchrun gives to the first rank."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -78,6 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
                 return run_demo(chosen.out)
             case "port":
+                from slime_tis.trainer.cli.port import port_script
+
+                if isinstance(sys.stdout, io.TextIOWrapper):  # a script is UTF-8 in every locale
+                    sys.stdout.reconfigure(encoding="utf-8")
                 sys.stdout.write(port_script(chosen.script))
             case "import-gguf":
                 from slime_tis.trainer.cli.import_gguf import import_gguf
@@ -217,25 +219,6 @@ def what_if_table(path: str, flags: Sequence[str]) -> str:
     correction, function, args = read_correction(flags, policy_of(table))
     chosen = load_custom_tis(function, args) if function else correction
     return as_text(what_if(table, [RolloutCorrectionConfig(), chosen], args=args), flags=" ".join(flags))
-
-
-def port_script(path: str) -> str:
-    """Rewrites a launch script of slime as a command line of train.py, with comments.
-
-    Raises:
-        ValueError: The script cannot be read, or runs no training.
-    """
-    from slime_tis.trainer.cli.arguments import ALIASES, FLAGS, OPTIONS, configure
-    from slime_tis.trainer.cli.launch_script import read_launch
-    from slime_tis.trainer.cli.port import Vocabulary, port, show
-
-    ported = port(read_launch(path), Vocabulary(options=OPTIONS, aliases=ALIASES, flags=FLAGS))
-    verdict = ""
-    try:
-        configure(ported.argv, {**RANK_0, "WORLD_SIZE": str(ported.ranks)})
-    except (ValueError, OSError) as error:
-        verdict = str(error)
-    return show(ported, os.path.basename(path), verdict)
 
 
 def _own_command_line() -> list[str]:

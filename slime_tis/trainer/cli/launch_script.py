@@ -1,39 +1,61 @@
-"""Reads the training command out of a bash launch script without running any of it.
+"""Reads the training command out of a bash launch script. Nothing of the script is executed.
 
     MODEL_ARGS=(--num-layers 36)            arrays and variables, also from files that the script sources
     ray job submit -- python3 train.py ${MODEL_ARGS[@]} --lr "$LR"
 
-What is known only when the script runs (the output of a command, arithmetic, the environment) is a mark in the word
-that has it; an assignment under a condition counts where the variable has no other value.
+Supported: assignments (`=`, `+=`, arrays), `source`, quotes, here-documents, redirections, `$X`, `${X}`, `${X[@]}`,
+`${X:-default}` and its relatives, and the script's own directory. The output of any other command, arithmetic and
+other expansions become marks in the word. Conditions are not evaluated: an assignment in a block counts if the
+variable has no other value, and a note names it.
 """
 
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import dropwhile
 from pathlib import Path
 
-LARGEST = 1 << 20
-"""Size of a script, in bytes."""
-MOST_FILES, DEEPEST = 16, 4
-"""Files that a script sources, in all and inside one another."""
-LONGEST_VALUE = 1 << 16
-"""Characters that one word expands to."""
-MOST_WORDS = 10_000
-"""Words of a command or an array."""
+MAX_SCRIPT_BYTES = 1 << 18
+MAX_EXPANDED_CHARACTERS = 1 << 22
+"""Characters that all variables of a script expand to, together."""
+MAX_FILES, MAX_SOURCE_DEPTH, MAX_NESTING = 16, 4, 20
 PROGRAMS = ("train.py", "train_async.py")
 
-UNSET, END, OUTPUT = "\ue000", "\ue001", "\ue002"
-"""Marks in expanded words: UNSET NAME END for a variable without a value, OUTPUT for the output of a command."""
+UNSET, END, DOUBT = "\ue000", "\ue001", "\ue002"
+"""Marks in expanded words: UNSET NAME END for a variable without a value, DOUBT NAME END before a doubtful value."""
+OUTPUT = UNSET + END
+"""Mark in expanded words for the output of a command."""
 
 NAME = r"[A-Za-z_][A-Za-z0-9_]*"
+TOKEN = re.compile(
+    rf"""(?P<join>\\\n) | (?P<blank>[^\S\n]+ | (?<![^\s;|&()])\#[^\n]*)
+    | (?P<array>{NAME}\+?=\() | (?P<arithmetic>\(\() | (?P<process>[<>]\() | (?P<quote>\$?'|["`]|\$[({{])
+    | (?P<heredoc><<-?[ \t]*(?!<)['"\\]?(?P<delimiter>[\w.-]+)['"]?)
+    | (?P<redirect>(?:\d*|&)(?:<<<|>>|>\||<>|[<>])&?(?P<copied>(?<=&)(?:\d|-))?)
+    | (?P<end>[\n;|&()]) | (?P<word>(?:[^\s\\'"`$();|&<>]+|\\.)+ | [$\\])""",
+    re.VERBOSE | re.ASCII,
+)
+CLOSERS = {"'": "'", "$'": "'", '"': '"', "`": "`", "$(": ")", "${": "}", "(": ")"}
+"""The end of a span, by its beginning."""
+IN_QUOTES = re.compile(r'\\.|\$[({]|["`]', re.DOTALL)
+UNQUOTED = re.compile(r"""\\.|(?<![^\s(;])#[^\n]*|\$?'|\$[({]|["`()}]""", re.DOTALL | re.ASCII)
+SINGLE_QUOTED = {"'": re.compile(r"[^']*'"), "$'": re.compile(r"(?:[^'\\]|\\.)*'", re.DOTALL)}
+
+PIECE = re.compile(r"""([^\\'"`$]+)|\\(.?)|\$?'|"|`|\$""", re.DOTALL)
+QUOTED_PIECE = re.compile(r'((?:[^\\`$]|\\(?![\\$`"\n]))+)|\\(.)|`|\$', re.DOTALL)
 ASSIGNMENT = re.compile(rf"({NAME})(\+?)=(.*)", re.DOTALL)
-PARAMETER = re.compile(rf"({NAME})(\[(?:@|\*|\d+)\])?(?:(:?[-=+?])(.*))?", re.DOTALL)
-HERE = re.compile(r"\bdirname\b.*(?:\bBASH_SOURCE\b|\$0|\$\{0\})(?P<after>.*)", re.DOTALL)
-UP = re.compile(r"/\.\.")
-OPENERS = {"if", "for", "while", "until", "case", "select", "{"}
-CLOSERS = {"fi", "done", "esac", "}"}
-PREFIXES = {"then", "else", "elif", "do", "!", "time", "exec", "nohup", "sudo", "in"}
+PARAMETER = re.compile(rf"({NAME})(\[[@*]\])?(?:(:?[-=+?])(.*))?", re.DOTALL)
+VARIABLE = re.compile(rf"\$({NAME}|[0-9@*#?$!-])")
+WHOLE_VARIABLE = re.compile(rf"\$\{{?({NAME})(\[@\])?\}}?")
+DOUBTS = re.compile(f"{DOUBT}([^{END}]*){END}")
+SCRIPT_ITSELF = re.compile(r"\bBASH_SOURCE\b|\$0|\$\{0\}")
+PYTHON_PATH = re.compile(
+    rf"""^[^#\n]*PYTHONPATH\\?"?\s*[:=]\s*\\?["']?((?:[^"'\\\s`$]|\$\{{{NAME}\}}|\$(?={NAME}))+)""", re.MULTILINE
+)
+BLOCK_STARTS = {"if", "for", "while", "until", "case", "select", "{"}
+BLOCK_ENDS = {"fi", "done", "esac", "}"}
+KEYWORDS = BLOCK_STARTS | BLOCK_ENDS | {"then", "else", "elif", "do", "!", "time", "exec", "nohup", "sudo", "in"}
 DECLARATIONS = {"export", "local", "declare", "readonly", "typeset"}
 
 
@@ -45,66 +67,58 @@ class Launch:
     """train.py or train_async.py."""
 
     words: tuple[str, ...]
-    """What follows it, expanded, with marks for what is known only when it runs."""
+    """The expanded words after the program, with marks for values that are known only when the script runs."""
 
-    notes: tuple[str, ...]
-    """What could not be read, or was read with a doubt."""
+    notes: tuple[str, ...] = ()
+    """Parts of the script that were not read, or whose value is uncertain."""
 
-
-@dataclass
-class _State:
-    """What is known while a script is read."""
-
-    directory: Path
-    variables: dict[str, list[str]] = field(default_factory=dict)
-    arrays: set[str] = field(default_factory=set)
-    conditional: dict[str, str] = field(default_factory=dict)
-    """Variables that were set under a condition, and the value taken."""
-    doubts: dict[str, set[str]] = field(default_factory=dict)
-    """Variables whose value depends on those, and on which."""
-    touched: set[str] = field(default_factory=set)
-    """Variables that were looked at since this was last emptied."""
-    used: set[str] = field(default_factory=set)
-    """Variables set under a condition that a training command depends on."""
-    files: set[Path] = field(default_factory=set)
-    notes: list[str] = field(default_factory=list)
-    launches: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)
+    python_path: tuple[str, ...] = ()
+    """Entries of the PYTHONPATH that the script sets, without Megatron-LM."""
 
 
 def read_launch(path: str | Path) -> Launch:
     """The last command of a script that runs train.py or train_async.py.
 
     Raises:
-        ValueError: the script cannot be read, has quotes or parentheses without an end, or no such command.
+        ValueError: The script cannot be read, has an open quote or parenthesis, or runs no training.
     """
     path = Path(path)
-    state = _State(directory=path.parent)
-    try:
-        _read(_text_of(path), state, depth=0)
-    except RecursionError:
-        raise ValueError(f"{str(path)!r} nests quotes or substitutions too deeply.") from None
-    if not state.launches:
+    if path.suffix == ".py":
         raise ValueError(
-            f"{str(path)!r} has no command that runs {' or '.join(PROGRAMS)}; give a launch script of slime."
+            f"{str(path)!r} is a Python program, but port reads bash. Write its command as a line "
+            "`python train.py FLAGS` into a file, and port that file."
         )
-    if len(state.launches) > 1:
-        state.notes.append(f"the script runs training {len(state.launches)} times; this is the last one")
-    program, words = state.launches[-1]
-    state.notes += [
-        f"{name} is set under a condition; {legible(value)[:80]!r} is taken"
-        for name, value in state.conditional.items()
-        if name in state.used
+    reader = _Reader(path.parent.absolute(), files={path.resolve()})
+    reader.read(_text_of(path), depth=0)
+    if not reader.launches:
+        raise ValueError(f"{str(path)!r} has no command that runs {' or '.join(PROGRAMS)}; give a slime launch script.")
+    if len(reader.launches) > 1:
+        reader.notes.append(f"the script runs training {len(reader.launches)} times; this is the last command")
+    program, words = reader.launches[-1]
+    doubtful = {name for word in words for name in DOUBTS.findall(word)}
+    reader.notes += [text for name, text in reader.doubts.items() if name in doubtful]
+    sure = [DOUBTS.sub("", word) for word in words]
+    words = [new for word, new in zip(words, sure, strict=True) if new or not word]
+    entries = [
+        each
+        for each in dict.fromkeys(reader.python_path.split(":"))
+        if each not in ("", f"{UNSET}PYTHONPATH{END}") and "Megatron-LM" not in each
     ]
-    return Launch(program, words, tuple(state.notes))
+    return Launch(program, tuple(words), tuple(reader.notes), tuple(entries))
+
+
+def legible(word: str) -> str:
+    """The word with its marks as bash writes them."""
+    return re.sub(f"{UNSET}([^{END}]*){END}", lambda mark: f"${{{mark[1]}}}" if mark[1] else "$(...)", word)
 
 
 def _text_of(path: Path) -> str:
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
-            raise ValueError(f"{str(path)!r} is not a file; give a launch script of slime.")
-        if status.st_size > LARGEST:
-            raise ValueError(f"{str(path)!r} has {status.st_size} bytes, more than the {LARGEST} of a launch script.")
+            raise ValueError(f"{str(path)!r} is not a file; give a slime launch script.")
+        if status.st_size > MAX_SCRIPT_BYTES:
+            raise ValueError(f"{str(path)!r} has {status.st_size} bytes; a script has at most {MAX_SCRIPT_BYTES}.")
         text = path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{str(path)!r} is not text: byte {error.start} is not UTF-8.") from None
@@ -112,376 +126,275 @@ def _text_of(path: Path) -> str:
         raise ValueError(f"{str(path)!r} cannot be read: {error.strerror}.") from None
     if "\0" in text:
         raise ValueError(f"{str(path)!r} is not text: it has null bytes.")
-    return re.sub(f"[{UNSET}{END}{OUTPUT}]", "?", text).replace("\r\n", "\n")
-
-
-def _read(text: str, state: _State, depth: int) -> None:
-    """Follows the commands of a script: assignments, sourced files, and the training command."""
-    block = 0
-    for words in _commands(text):
-        while words and words[0] in OPENERS | CLOSERS | PREFIXES:
-            block = max(0, block + (words[0] in OPENERS) - (words[0] in CLOSERS))
-            words = words[1:]
-        if words:
-            _follow(words, state, depth, conditional=block > 0)
-
-
-def _follow(words: list[str], state: _State, depth: int, conditional: bool) -> None:
-    if words[0] in DECLARATIONS:
-        words = [word for word in words[1:] if not word.startswith("-")]
-    assigned = 0
-    while assigned < len(words) and ASSIGNMENT.fullmatch(words[assigned]):
-        assigned += 1
-    if assigned == len(words):
-        for word in words:
-            _assign(word, state, conditional)
-    elif words[0] in ("source", ".") and len(words) > 1:
-        _source("".join(_expand(words[1], state)), state, depth)
-    elif any("train" in word for word in words):
-        _note_launch(words, state, depth)
-
-
-def _note_launch(words: list[str], state: _State, depth: int) -> None:
-    """Keeps what follows train.py in a command; looks into the words of a command that is handed to a shell."""
-    program, found = "", list[str]()
-    for raw in words:
-        for word in _expand(raw, state):
-            name = word.rpartition("/")[2]
-            if program:
-                found.append(word)
-            elif name in PROGRAMS:
-                program = name
-                state.touched.clear()
-            elif any(f"{each} " in word for each in PROGRAMS) and depth < DEEPEST:  # bash -c "python train.py …"
-                _read(word, state, depth + 1)
-                return
-    if program:
-        state.used = _roots(state)
-        state.launches.append((program, _without_redirections(found)))
-
-
-def _without_redirections(words: list[str]) -> tuple[str, ...]:
-    arguments: list[str] = []
-    skip = False
-    for word in words[:MOST_WORDS]:
-        if skip:
-            skip = False
-        elif re.fullmatch(r"(?:\d|&)?(?:>>?|<)(?:&\d)?", word):
-            skip = not word.endswith(("&1", "&2"))
-        elif not re.match(r"(?:\d|&)?(?:>>?|<)", word):
-            arguments.append(word)
-    return tuple(arguments)
-
-
-def _assign(word: str, state: _State, conditional: bool) -> None:
-    match = ASSIGNMENT.fullmatch(word)
-    assert match is not None
-    name, append, value = match.groups()
-    is_array = value.startswith("(") and value.endswith(")")
-    state.touched.clear()
-    if is_array:
-        words = [each for command in _commands(value[1:-1]) for each in command]
-        fields = [field for each in words for field in _expand(each, state)]
-    else:
-        fields = ["".join(_expand(value, state, split=False))]
-    doubts, known = _roots(state), state.variables.get(name)
-    if conditional:
-        certain = known is not None and not _is_marked(known) and name not in state.doubts
-        if (certain and not append) or (known is not None and _is_marked(fields)):
-            return
-        if not is_array:
-            state.conditional[name] = fields[0]
-            doubts = {name}
-    if append:
-        before = known or []
-        doubts |= state.doubts.get(name, set())
-        fields = [*before, *fields] if is_array else ["".join(before + fields)]
-    if len(fields) > MOST_WORDS or sum(map(len, fields)) > 16 * LONGEST_VALUE:
-        raise ValueError(f"the variable {name[:80]} of the script grows beyond {MOST_WORDS} words.")
-    state.variables[name] = fields
-    state.doubts.pop(name, None)
-    if doubts:
-        state.doubts[name] = doubts
-    (state.arrays.add if is_array else state.arrays.discard)(name)
-
-
-def _roots(state: _State) -> set[str]:
-    """The variables set under a condition that what was looked at depends on."""
-    return {root for name in state.touched for root in state.doubts.get(name, ())}
-
-
-def _is_marked(fields: list[str]) -> bool:
-    return any(mark in field for field in fields for mark in (UNSET, OUTPUT))
-
-
-def _source(name: str, state: _State, depth: int) -> None:
-    path = _find(name, state.directory)
-    if path is None:
-        state.notes.append(f"{legible(name)[:80]!r}, which the script sources, is not here: what it sets is missing")
-        return
-    if depth >= DEEPEST or len(state.files) >= MOST_FILES:
-        raise ValueError(f"the script sources more than {MOST_FILES} files, or {DEEPEST} inside one another.")
-    if path.resolve() in state.files:
-        return
-    state.files.add(path.resolve())
-    _read(_text_of(path), state, depth + 1)
-
-
-def _find(name: str, directory: Path) -> Path | None:
-    """The sourced file: where the script says, or where slime keeps it, scripts/models, next to or above the script."""
-    if _is_marked([name]) or not name or "\n" in name:
-        return None
-    places = [directory / name]
-    if "models/" in name:
-        tail = name[name.rindex("models/") :]
-        places += [above / folder / tail for above in (directory, *directory.parents[:3]) for folder in ("", "scripts")]
-    for place in places:
-        try:
-            if place.exists():
-                return place
-        except (OSError, ValueError):
-            continue
-    return None
-
-
-def legible(word: str) -> str:
-    """The word with its marks as bash writes them."""
-    return re.sub(f"{UNSET}([^{END}]*){END}", r"${\1}", word).replace(OUTPUT, "$(…)")
-
-
-# --- words of a script
+    return re.sub(f"[{UNSET}{END}{DOUBT}]", "?", text).replace("\r\n", "\n")
 
 
 def _commands(text: str) -> Iterator[list[str]]:
-    """The simple commands of a script as lists of raw words, quotes and substitutions still in them."""
+    """The simple commands of a script as lists of raw words, with quotes and without redirections."""
     words: list[str] = []
-    word = ""
-    heredocs: list[str] = []
-    place, size = 0, len(text)
-
-    while place < size:
-        letter = text[place]
-        if letter == "\\":
-            word += "" if text[place : place + 2] == "\\\n" else text[place : place + 2]
-            place += 2
-            continue
-        if letter == "#" and not word:
-            end = text.find("\n", place)
-            place = size if end < 0 else end
-            continue
-        if letter in "'\"`" or text[place : place + 2] in ("$(", "${", "$'"):
-            end = _span(text, place)
-            word, place = word + text[place:end], end
-            continue
-        if letter == "(":
-            end = _span(text, place)
-            if re.fullmatch(rf"{NAME}\+?=", word):
-                word += text[place:end]
-            elif text[place : place + 2] != "((" and text[place:end] != "()":
-                if word:
-                    words, word = [*words, word], ""
+    parts: list[str] = []
+    delimiters: list[str] = []
+    is_redirected, index = False, 0
+    while index < len(text):
+        token = TOKEN.match(text, index)
+        assert token is not None
+        kind, start, index = token.lastgroup, index, token.end()
+        if kind in ("quote", "array", "process"):
+            opening = start if kind == "quote" else index - 1
+            index = _end_of_span(text, opening)
+            parts.append(("$" if kind == "process" else text[start:opening]) + text[opening:index])
+        elif kind == "arithmetic":
+            index = _end_of_span(text, start)
+        elif kind == "word":
+            parts.append(token[0])
+        elif kind != "join":
+            if parts and not is_redirected:
+                words.append("".join(parts))
+            is_redirected = is_redirected and not parts and kind == "blank"
+            parts = []
+            if kind == "redirect":
+                is_redirected = token["copied"] is None
+            elif kind == "heredoc":
+                delimiters.append(token["delimiter"])
+            elif kind == "end":
                 if words:
                     yield words
                 words = []
-                yield from _commands(text[place + 1 : end - 1])
-            place = end
-            continue
-        if text[place : place + 2] == "<<" and text[place : place + 3] != "<<<":
-            match = re.compile(r"<<-?\s*(['\"]?)([A-Za-z0-9_.-]+)\1").match(text, place)
-            if match:
-                heredocs.append(match[2])
-                place = match.end()
-                continue
-        is_redirection = letter == "&" and (word.endswith((">", "<")) or text[place + 1 : place + 2] == ">")
-        if letter in "\n;|&)" and not is_redirection:
-            if word:
-                words.append(word)
-            if words:
-                yield words
-            words, word = [], ""
-            place += 1
-            if letter == "\n":
-                for delimiter in heredocs:
-                    place = _after_heredoc(text, place, delimiter)
-                heredocs = []
-            continue
-        if letter in " \t":
-            if word:
-                words.append(word)
-            word = ""
-        else:
-            word += letter
-        place += 1
-    if word:
-        words.append(word)
+                for delimiter in delimiters if token[0] == "\n" else ():
+                    end = re.compile(rf"^\t*{re.escape(delimiter)}$", re.MULTILINE).search(text, index)
+                    index = end.end() if end else len(text)
+                delimiters = [] if token[0] == "\n" else delimiters
+    if parts and not is_redirected:
+        words.append("".join(parts))
     if words:
         yield words
 
 
-def _after_heredoc(text: str, place: int, delimiter: str) -> int:
-    match = re.compile(rf"^\t*{re.escape(delimiter)}$", re.MULTILINE).search(text, place)
-    return len(text) if match is None else match.end()
+def _end_of_span(text: str, start: int) -> int:
+    """The index behind the quotes, substitution or parentheses that begin at `start`, in linear time."""
+    closers: list[str] = []
+    index = start
+    while True:
+        inner = closers[-1] if closers else ""
+        token = (IN_QUOTES if inner in ('"', "`") else UNQUOTED).search(text, index)
+        is_quote = token is not None and token[0] in SINGLE_QUOTED
+        if token and is_quote:
+            token = SINGLE_QUOTED[token[0]].match(text, token.end())
+        if token is None or len(closers) > MAX_NESTING:
+            line, opener = text.count("\n", 0, start) + 1, text[start : start + 2].strip()
+            raise ValueError(f"line {line}: {opener!r} has no end, or spans nest more than {MAX_NESTING} deep.")
+        index = token.end()
+        if not is_quote and token[0] == inner:
+            closers.pop()
+        elif not is_quote and token[0] in CLOSERS and (token[0], inner) not in (("(", "}"), ('"', "`")):
+            closers.append(CLOSERS[token[0]])
+        if not closers:
+            return index
 
 
-def _span(text: str, start: int) -> int:
-    """Where what opens at `start` ends: quotes, a substitution, or parentheses.
+@dataclass
+class _Reader:
+    """Follows the commands of a script, and expands words with the variables set so far."""
 
-    Raises:
-        ValueError: it does not end.
-    """
-    opener = text[start : start + 2]
-    if text[start] == "'" or opener == "$'":
-        end = _closing_quote(text, start + (2 if opener == "$'" else 1), escapes=opener == "$'")
-    else:
-        closer = {'"': '"', "`": "`", "(": ")"}.get(text[start]) or {"$(": ")", "${": "}"}[opener]
-        inside = start + (2 if opener in ("$(", "${") else 1)
-        end = _closing(text, inside, closer, quoted=text[start] in '"`')
-    if end < 0:
-        line = text.count("\n", 0, start) + 1
-        raise ValueError(f"line {line} of the script opens {text[start : start + 2].strip()!r} without an end.")
-    return end + 1
+    directory: Path
+    """Directory of the file that is read."""
+    files: set[Path]
+    variables: dict[str, list[str]] = field(default_factory=dict)
+    """Words by variable; one word for a variable that is not an array."""
+    doubts: dict[str, str] = field(default_factory=dict)
+    """Notes on variables, for which a mark in their words asks."""
+    notes: list[str] = field(default_factory=list)
+    launches: list[tuple[str, list[str]]] = field(default_factory=list)
+    python_path: str = ""
+    expanded: int = 0
 
+    def read(self, text: str, depth: int) -> None:
+        """Follows assignments, sourced files and training commands."""
+        block = 0
+        for words in _commands(text):
+            command = list(dropwhile(KEYWORDS.__contains__, words))
+            for word in words[: len(words) - len(command)]:
+                block = max(0, block + (word in BLOCK_STARTS) - (word in BLOCK_ENDS))
+            if command:
+                self._follow(command, depth, conditional=block > 0)
+        for match in PYTHON_PATH.finditer(text):
+            self.python_path = self._value(f'"{match[1]}"')
 
-def _closing_quote(text: str, place: int, escapes: bool) -> int:
-    while place < len(text) and text[place] != "'":
-        place += 2 if escapes and text[place] == "\\" else 1
-    return place if place < len(text) else -1
+    def _follow(self, words: list[str], depth: int, conditional: bool) -> None:
+        if words[0] in DECLARATIONS:
+            words = [word for word in words[1:] if not word.startswith("-")]
+        command = list(dropwhile(ASSIGNMENT.fullmatch, words))
+        if not command or command[0] in ("source", "."):
+            for word in words[: len(words) - len(command)]:
+                self._assign(word, conditional)
+            if command[1:]:
+                self._source(self._value(command[1]), depth)
+        elif any("train" in word.lower() for word in command):
+            self._note_launch(command, depth)
 
+    def _note_launch(self, command: Iterable[str], depth: int) -> None:
+        """Keeps the words after train.py; reads a command inside a word, as in `bash -c`."""
+        program, words = "", list[str]()
+        for raw in command:
+            for word in self._expand(raw):
+                name = DOUBTS.sub("", word).rpartition("/")[2]
+                if program:
+                    words.append(word)
+                elif name in PROGRAMS:
+                    program = name
+                elif any(f"{each} " in word for each in PROGRAMS) and depth < MAX_SOURCE_DEPTH:
+                    self.read(word, depth + 1)
+                    return
+        if program:
+            self.launches.append((program, words))
 
-def _closing(text: str, place: int, closer: str, quoted: bool) -> int:
-    """Index of the closer, past what is nested and escaped; -1 without one."""
-    while place < len(text):
-        letter = text[place]
-        nested = text[place : place + 2] in ("$(", "${") or (letter == "`" and closer != "`")
-        if not quoted:
-            nested = nested or letter in "'\"" or (letter == "(" and closer == ")")
-        if letter == closer:
-            return place
-        if letter == "\\":
-            place += 2
-        elif nested:
-            place = _span(text, place)
-        elif letter == "#" and closer == ")" and text[place - 1] in " \t\n(":
-            end = text.find("\n", place)
-            place = len(text) if end < 0 else end
+    def _assign(self, word: str, conditional: bool) -> None:
+        match = ASSIGNMENT.fullmatch(word)
+        assert match is not None
+        name, append, value = match.groups()
+        is_array = value.startswith("(") and value.endswith(")")
+        if is_array:
+            words = [each for raws in _commands(value[1:-1]) for raw in raws for each in self._expand(raw)]
         else:
-            place += 1
-    return -1
+            words = ["".join(self._expand(value, split=False))]
+        known = self.variables.get(name)
+        if conditional:
+            is_certain = known is not None and not any(UNSET in each or DOUBT in each for each in known)
+            if (is_certain and not append) or (known is not None and _is_open(words)):
+                return
+            taken = DOUBTS.sub("", legible(" ".join(words)))[:80]
+            self.doubts[name] = f"{name} is set under a condition; {taken!r} is taken"
+            words = [f"{DOUBT}{name}{END}{word}" for word in words[:1]] + words[1:]
+        if append and known is not None:
+            words = [*known, *words] if is_array else ["".join(known + words)]
+        self.variables[name] = words
 
+    def _source(self, name: str, depth: int) -> None:
+        path = self._find(name)
+        if path is None:
+            self.notes.append(f"the sourced file {legible(name)[:80]!r} is not found; what it sets is missing")
+        elif path.resolve() not in self.files:
+            if depth >= MAX_SOURCE_DEPTH or len(self.files) > MAX_FILES:
+                raise ValueError(f"the script sources more than {MAX_FILES} files, or deeper than {MAX_SOURCE_DEPTH}.")
+            self.files.add(path.resolve())
+            text, directory = _text_of(path), self.directory
+            self.directory = path.parent
+            self.read(text, depth + 1)
+            self.directory = directory
 
-# --- their expansion
+    def _find(self, name: str) -> Path | None:
+        """The sourced file where the script says, or in slime's scripts/models next to or above the script."""
+        places = [] if _is_open([name]) else [self.directory / name]
+        if "models/" in name:
+            tail = name[name.rindex("models/") :]
+            above = (self.directory, *self.directory.parents[:3])
+            places += [each / folder / tail for each in above for folder in ("", "scripts")]
+        for place in places if name else ():
+            try:
+                if place.exists():
+                    return place
+            except (OSError, ValueError):
+                continue
+        return None
 
+    def _value(self, raw: str) -> str:
+        """The text that a raw word expands to."""
+        return DOUBTS.sub("", "".join(self._expand(raw, split=False)))
 
-def _expand(raw: str, state: _State, *, split: bool = True) -> list[str]:
-    """The fields that bash would make of a raw word; none for an unquoted variable that is empty."""
-    fields: list[str] = []
-    current: str | None = None
-    place = 0
+    def _expand(self, raw: str, *, split: bool = True) -> list[str]:
+        """The words that bash makes of a raw word; none for an unquoted variable that is empty."""
+        words: list[list[str]] = []
+        is_open = False
+        for values in self._pieces(raw, split):
+            for number, value in enumerate(values):
+                if number or not is_open:
+                    words.append([])
+                words[-1].append(value)
+                is_open = True
+        return ["".join(parts) for parts in words]
 
-    def add(parts: list[str], joined: bool) -> None:
-        """Appends parts of which the first continues the current field and the last one stays open."""
-        nonlocal current
-        for number, part in enumerate([" ".join(parts)] if joined else parts):
-            if number:
-                fields.append(current or "")
-                current = None
-            current = (current or "") + part
-            if len(current) > LONGEST_VALUE:
-                raise ValueError(f"a word of the script expands to more than {LONGEST_VALUE} characters.")
-
-    while place < len(raw):
-        letter = raw[place]
-        end = place + 1
-        if letter == "\\":
-            end = place + 2
-            add([raw[place + 1 : end]], True)
-        elif letter == "'" or raw.startswith("$'", place):
-            end = _span(raw, place)
-            add([raw[place:end].lstrip("$")[1:-1]], True)
-        elif letter == '"':
-            end = _span(raw, place)
-            inner = raw[place + 1 : end - 1]
-            array = re.fullmatch(rf"\$\{{({NAME})\[@\]\}}", inner)
-            if array and array[1] in state.variables:
-                state.touched.add(array[1])
-                add(state.variables[array[1]], not split)
+    def _pieces(self, raw: str, split: bool) -> Iterator[list[str]]:
+        """The values of a word's pieces; the first value of a piece continues the current word."""
+        index = 0
+        while index < len(raw):
+            piece = PIECE.match(raw, index)
+            assert piece is not None
+            start, index = index, piece.end()
+            if piece[1] or piece[0][0] == "\\":
+                yield [piece[1] or piece[2]]
+            elif piece[0][-1] == "'":
+                index = _end_of_span(raw, start)
+                yield [raw[piece.end() : index - 1]]
+            elif piece[0] == '"':
+                index = _end_of_span(raw, start)
+                inner = raw[start + 1 : index - 1]
+                whole = WHOLE_VARIABLE.fullmatch(inner)
+                if whole and (whole[2] or (whole[1].endswith("ARGS") and whole[1] not in self.variables)):
+                    values = self._look_up(whole[1], every=True)
+                    yield values if split else [" ".join(values)]
+                else:
+                    yield ["".join(self._quoted(inner))]
             else:
-                add(_quoted(inner, state), True)
-        elif letter in "$`":
-            value, end = _substitute(raw, place, state)
-            parts = [part for field in value for part in field.split()] if split else value
-            if parts:
-                add(parts, not split)
-        else:
-            add([letter], True)
-        place = end
-        if len(fields) > MOST_WORDS:
-            raise ValueError(f"a command of the script has more than {MOST_WORDS} words.")
-    return fields if current is None else [*fields, current]
+                values, index = self._substitute(raw, start)
+                yield " ".join(values).split() if split else [" ".join(values)]
+
+    def _quoted(self, inner: str) -> Iterator[str]:
+        """The text between double quotes, expanded."""
+        index = 0
+        while index < len(inner):
+            piece = QUOTED_PIECE.match(inner, index)
+            assert piece is not None
+            if piece[1] or piece[2]:
+                index = piece.end()
+                yield piece[1] or piece[2].strip("\n")
+            else:
+                values, index = self._substitute(inner, index)
+                yield " ".join(values)
+
+    def _substitute(self, text: str, start: int) -> tuple[list[str], int]:
+        """The value of the substitution that a `$` or a backquote begins, and the index behind it."""
+        if text[start] == "`" or text.startswith(("$(", "${"), start):
+            end = _end_of_span(text, start)
+            is_parameter = text.startswith("${", start)
+            return self._parameter(text[start + 2 : end - 1]) if is_parameter else self._run(text[start:end]), end
+        match = VARIABLE.match(text, start)
+        return (["$"], start + 1) if match is None else (self._look_up(match[1]), match.end())
+
+    def _run(self, command: str) -> list[str]:
+        """The directory if the command is an idiom for the script's own, else the mark of a command's output."""
+        body = command[2:-1].strip()
+        if body.startswith("cd ") and body.endswith("&& pwd"):
+            return [self._value(body[3:-6].removeprefix("-- ").replace("&>/dev/null", "").strip())]
+        is_own = body.startswith("dirname ") and SCRIPT_ITSELF.search(body)
+        return [str(self.directory) if is_own else OUTPUT]
+
+    def _parameter(self, inner: str) -> list[str]:
+        """The value of ${...}: a variable or an array, or either with a default."""
+        match = PARAMETER.fullmatch(inner)
+        if match is None:  # ${#X}, ${X%Y}, ${!X}, ${X[1]}
+            return [OUTPUT]
+        name, index, operator, alternative = match.groups()
+        value = self.variables.get(name)
+        is_set = value is not None and not ((operator or "").startswith(":") and value in ([], [""]))
+        if operator and operator[-1] == "+":
+            return self._expand(alternative) if is_set else []
+        if operator and operator[-1] in "-=" and not is_set:
+            return [" ".join(self._expand(alternative, split=False))]
+        return self._look_up(name, every=index is not None)
+
+    def _look_up(self, name: str, *, every: bool = False) -> list[str]:
+        """The words of a variable, or without `every` its first word. An unset array is a doubt and no word."""
+        if name not in self.variables and (every or name.endswith("ARGS")):
+            self.doubts[name] = f"{name} is unset and expands to nothing"
+            return [f"{DOUBT}{name}{END}"]
+        if name not in self.variables:
+            return [f"{UNSET}{name}{END}"]
+        values = self.variables.get(name, [])[: None if every else 1]
+        self.expanded += sum(map(len, values)) + len(values)
+        if self.expanded > MAX_EXPANDED_CHARACTERS:
+            raise ValueError(f"the script's variables expand to more than {MAX_EXPANDED_CHARACTERS} characters.")
+        return values
 
 
-def _quoted(inner: str, state: _State) -> list[str]:
-    """The text between double quotes, expanded, as the parts of one field."""
-    parts: list[str] = []
-    place, size = 0, 0
-    while place < len(inner):
-        if inner[place] == "\\" and inner[place + 1 : place + 2] in ("$", "`", '"', "\\", "\n"):
-            parts.append(inner[place + 1].strip("\n"))
-            place += 2
-        elif inner[place] in "$`":
-            value, place = _substitute(inner, place, state)
-            parts.append(" ".join(value))
-        else:
-            parts.append(inner[place])
-            place += 1
-        size += len(parts[-1])
-        if size > LONGEST_VALUE:
-            raise ValueError(f"a word of the script expands to more than {LONGEST_VALUE} characters.")
-    return ["".join(parts)]
-
-
-def _substitute(text: str, place: int, state: _State) -> tuple[list[str], int]:
-    """The value of what a `$` or a backquote begins, and where it ends."""
-    if text[place] == "`" or text.startswith("$(", place):
-        end = _span(text, place)
-        return [_directory(text[place:end], state)], end
-    if text.startswith("${", place):
-        end = _span(text, place)
-        return _parameter(text[place + 2 : end - 1], state), end
-    match = re.compile(rf"\$({NAME}|[0-9@*#?$!-])").match(text, place)
-    if match is None:
-        return ["$"], place + 1
-    state.touched.add(match[1])
-    return state.variables.get(match[1], [f"{UNSET}{match[1]}{END}"])[: None if match[1] else 1], match.end()
-
-
-def _directory(command: str, state: _State) -> str:
-    """The script's own directory where the command is the idiom for it; else the mark of a command's output."""
-    idiom = HERE.search(command)
-    if idiom is None:
-        return OUTPUT
-    directory = state.directory
-    for _ in UP.findall(idiom["after"]):
-        directory = directory / ".."
-    return str(directory)
-
-
-def _parameter(inner: str, state: _State) -> list[str]:
-    """The value of ${…}: a variable, an array, or either with a default."""
-    match = PARAMETER.fullmatch(inner)
-    if match is None:  # ${#x}, ${x%y}, ${!x}: known only when it runs
-        inside = re.search(NAME, inner)
-        return [f"{UNSET}{inside[0]}{END}" if inside and not state.variables.get(inside[0]) else OUTPUT]
-    name, index, operator, alternative = match.groups()
-    state.touched.add(name)
-    value = state.variables.get(name)
-    if value is not None and index and index[1:-1].isdecimal():
-        value = value[int(index[1:-1]) : int(index[1:-1]) + 1] or None
-    elif value is not None and not index and name in state.arrays:
-        value = value[:1]
-    is_set = value is not None and not (operator and operator.startswith(":") and value == [""])
-    if operator in ("+", ":+"):
-        return _expand(alternative or "", state) if is_set else []
-    if is_set or not operator or operator.endswith("?"):
-        return [f"{UNSET}{name}{END}"] if value is None else value
-    return [" ".join(_expand(alternative or "", state, split=False))]
+def _is_open(words: list[str]) -> bool:
+    return any(UNSET in word for word in words)

@@ -1,48 +1,45 @@
-"""A launch script of slime in this program's flags: what is kept, changed, added and left out, and why.
+"""`slime-tis port run.sh` prints a slime launch script as a command line of `train.py`, with comments.
 
-`slime-tis port run.sh` prints a command that can be run as it is, and comments. Nothing of the script is executed.
+The comments list what was changed, renamed, added and dropped, and why. Nothing of the script is executed.
 """
 
 import json
 import re
 import shlex
 import textwrap
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slime_tis.trainer.cli.launch_script import END, OUTPUT, UNSET, Launch, legible
-from slime_tis.trainer.cli.options import Option, read_value
-from slime_tis.trainer.cli.slime_flags import FIXED, RENAMED, RESTATED, advice_for
+from slime_tis.trainer.cli.arguments import ALIASES, FLAGS, OPTIONS, configure
+from slime_tis.trainer.cli.launch_script import END, NAME, OUTPUT, UNSET, Launch, legible, read_launch
+from slime_tis.trainer.cli.options import read_value
+from slime_tis.trainer.cli.slime_flags import RENAMED, advice_for
 from slime_tis.trainer.cli.unknown_flags import UnknownFlag, disagreement
 
 PLACEMENT = (
     *("--actor-num-nodes", "--actor-num-gpus-per-node", "--num-gpus-per-node", "--colocate", "--rollout-num-gpus"),
     *("--rollout-num-gpus-per-engine", "--offload", "--offload-train", "--offload-rollout"),
 )
-"""Flags that say which GPUs do what; torchrun and --sglang-launch say it here."""
+"""Flags that assign GPUs; torchrun and --sglang-launch replace them."""
+COMMENT_WIDTH = 110
+DEFAULT_GPUS_PER_NODE, MAX_GPUS = 8, 1024
 
-WIDTH = 110
-"""Longest line of a comment, in characters, unless a word is longer."""
-
-GPUS_PER_NODE, MOST_GPUS = 8, 1024
-"""GPUs of a node where the script does not say, and at most."""
-
+# Values that mean something else here.
 ESTIMATORS = {
-    "gspo": ("grpo", "gspo"),
-    "cispo": ("grpo", "cispo"),
-    "reinforce_plus_plus": ("reinforce_plus_plus_baseline", None),
+    "gspo": "--advantage-estimator grpo --policy-loss gspo",
+    "cispo": "--advantage-estimator grpo --policy-loss cispo",
+    "reinforce_plus_plus": "--advantage-estimator reinforce_plus_plus_baseline",
 }
-"""slime's --advantage-estimator → the estimator here, and the --policy-loss that it means."""
-
 FUNCTIONS = {
-    "examples.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp": (
-        "custom_tis.mis.compute_mis_weights_with_cp"
-    ),
+    "examples.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp": "--custom-tis-function-path "
+    "custom_tis.mis.compute_mis_weights_with_cp",
+    "slime.rollout.fully_async_rollout.generate_rollout_fully_async": "--rollout-lookahead 1",
+    "fully_async_rollout.generate_rollout_fully_async": "--rollout-lookahead 1",
+    "slime.rollout.sglang_rollout.generate_rollout": "",
 }
-"""Functions of slime's examples that are shipped here."""
-
+"""slime's functions, and the flags that replace them."""
 SLIME_DEFAULTS = {
     "bf16": "True",
     "micro_batch_size": "1",
@@ -51,117 +48,129 @@ SLIME_DEFAULTS = {
     "tis_upper_bound": "2.0",
     "eval_temperature": "1.0",
 }
-"""Options whose default is another one in slime or Megatron-core, and what it is there."""
+"""Options with another default in slime or Megatron-core, and that default."""
+NO_EFFECT = re.compile(
+    r"(--[a-z0-9-]+) is (?:.* but has no effect|on but --tensor-model-parallel-size is 1)", re.DOTALL
+)
+"""Refusals of flags that change nothing, which port drops."""
 
-CHANGED = "changed"
-ADDED = "added since slime's default is another"
-TODO = "to do by hand"
-RENAMES = "renamed"
-RESTATES = "left out since config.json or this program says it"
-UNSUPPORTED = "not supported"
-UNKNOWN = "not known"
-GROUPS = (TODO, CHANGED, RENAMES, ADDED, RESTATES, UNSUPPORTED, UNKNOWN)
+TODO, CHANGED, RENAMES, ADDED, RESTATES, NO_OPS, UNSUPPORTED, UNKNOWN = (
+    "to do by hand",
+    "changed",
+    "renamed",
+    "added because slime has another default",
+    "dropped because config.json or this program has the value",
+    "dropped because they have no effect",
+    "not supported",
+    "not known",
+)
 
-
-@dataclass(frozen=True)
-class Vocabulary:
-    """The flags of this program."""
-
-    options: Mapping[str, Option]
-    """By name."""
-
-    aliases: Mapping[str, str]
-    """Old names of options and the name each one has now."""
-
-    flags: Collection[str]
-    """All that are read, --no- forms included."""
-
-    def option_of(self, flag: str) -> Option:
-        """The option that a flag sets."""
-        name = flag[2:].replace("-", "_")
-        name = name if name in self.options or name in self.aliases else name.removeprefix("no_")
-        return self.options[self.aliases.get(name, name)]
+Given = Mapping[str, UnknownFlag]
 
 
 @dataclass
 class Ported:
-    """A command line in the making."""
+    """A command line under construction."""
 
     flags: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Flags and their values, in the script's order."""
-
+    """Values by flag, in the script's order."""
     notes: dict[str, list[str]] = field(default_factory=dict)
-    """What to say about the others, by group."""
-
-    launcher: tuple[str, ...] = ("python",)
-    """What starts train.py."""
-
+    """Comments by title."""
+    launcher: tuple[str, ...] = ()
     ranks: int = 1
-    """Ranks that it starts, on all nodes."""
-
+    """Ranks of torchrun on all nodes."""
     counts: dict[str, int] = field(default_factory=dict)
-    """Flags of the script by what became of them."""
+    """Numbers of the script's flags by outcome."""
 
-    def note(self, group: str, text: str) -> None:
+    def note(self, title: str, text: str) -> None:
         """Adds a comment."""
-        self.notes.setdefault(group, []).append(text)
+        self.notes.setdefault(title, []).append(text)
+
+    def replace(self, flag: UnknownFlag, new: str, reason: str = "") -> str:
+        """Replaces a flag by others, given as words with blanks between; returns the title of the comment."""
+        for words in re.split(r" (?=--)", new) if new else ():
+            name, *values = words.split(" ")
+            self.flags[name] = tuple(values)
+        self.note(CHANGED, f"{_shown(flag)} {f'becomes {legible(new)}' if new else 'is dropped'}{reason}.")
+        return CHANGED
 
     @property
     def argv(self) -> list[str]:
-        """The command line after train.py; a variable that the script does not set is the word ${NAME}."""
+        """The command line after train.py; a variable without a value is the word ${NAME}."""
         return [word for name, values in self.flags.items() for word in (name, *map(legible, values))]
 
 
-def port(launch: Launch, vocabulary: Vocabulary) -> Ported:
-    """The training command of a slime script in this program's flags.
+def port_script(path: str) -> str:
+    """A slime launch script as a command line of train.py, with comments.
 
-    Args:
-        launch: read by `read_launch`.
-        vocabulary: this program's flags.
+    Raises:
+        ValueError: The script cannot be read, or runs no training.
     """
-    ported = Ported()
-    for note in launch.notes:
-        ported.note(TODO, f"{note}.")
-    given = _group(launch.words, ported)
-    model = _model_of(given)
-    for flag in given.values():
-        outcome = _port_flag(flag, given, vocabulary, model, ported)
-        ported.counts[outcome] = ported.counts.get(outcome, 0) + 1
-    _place(given, ported)
-    if launch.program == "train_async.py" and "--rollout-lookahead" not in ported.flags:
-        ported.flags["--rollout-lookahead"] = ("1",)
-        ported.note(CHANGED, "train_async.py is --rollout-lookahead 1 here.")
-    _add_defaults(given, vocabulary, ported)
-    return ported
-
-
-def show(ported: Ported, script: str, verdict: str = "") -> str:
-    """The command and its comments as bash.
-
-    Args:
-        ported: the command line.
-        script: name of the script, for the first line.
-        verdict: what train.py says about the command line, empty for nothing.
-    """
-    parts = [" ".join([*ported.launcher, "train.py"])]
-    parts += [" ".join([name, *map(_quoted, values)]) for name, values in ported.flags.items()]
+    ported = port(read_launch(path))
+    refusal = _drop_no_ops(ported)
     counted = ", ".join(f"{count} {outcome}" for outcome, count in ported.counts.items())
-    first = f"{script} for train.py; nothing of it was run. Its flags: {counted}."
-    lines = [*_comment(first, ""), " \\\n   ".join(parts)]
-    for group in GROUPS:
-        if group in ported.notes:
-            notes = ported.notes[group]
-            lines += ["#", f"# {group}:"]
-            lines += [line for note in ([", ".join(notes)] if group == RESTATES else notes) for line in _comment(note)]
-    if verdict:
+    lines = _comment(f"{Path(path).name} for train.py; nothing of it was executed. Its flags: {counted}.", "")
+    command = [" ".join([*ported.launcher, "train.py"])]
+    command += [" ".join([name, *map(_quoted, values)]) for name, values in ported.flags.items()]
+    lines.append(" \\\n   ".join(command))
+    for title in (TODO, CHANGED, RENAMES, ADDED, NO_OPS, RESTATES, UNSUPPORTED, UNKNOWN):
+        notes = ported.notes.get(title, [])
+        lines += ["#", f"# {title}:"] if notes else []
+        lines += [
+            line for note in ([", ".join(notes)] if title == RESTATES and notes else notes) for line in _comment(note)
+        ]
+    if refusal:
         lines += ["#", "# on this machine train.py says:"]
-        lines += [line for text in verdict.splitlines() for line in _comment(text)]
+        lines += [line for text in refusal.splitlines() for line in _comment(text)]
     return "\n".join(lines) + "\n"
 
 
-def _group(words: tuple[str, ...], ported: Ported) -> dict[str, UnknownFlag]:
-    """Flags with their values; of a flag that is given twice the last, as argparse has it."""
+def port(launch: Launch) -> Ported:
+    """The training command of a slime script in this program's flags."""
+    ported = Ported()
+    for note in launch.notes:
+        ported.note(TODO, f"{note}.")
+    given = _flags_of(launch.words, ported)
+    if "--eval-top-k" in given and given["--eval-top-k"].values == ("1",):
+        ported.note(CHANGED, "--eval-top-k 1 becomes --eval-temperature 0: evaluation is greedy.")
+        given["--eval-temperature"] = UnknownFlag("--eval-temperature", ("0",))
+        del given["--eval-top-k"]
+    model = _model_of(given)
+    for flag in given.values():
+        outcome = _port_flag(flag, given, model, ported)
+        ported.counts[outcome] = ported.counts.get(outcome, 0) + 1
+    _assign_gpus(given, ported)
+    if launch.program == "train_async.py" and "--rollout-lookahead" not in ported.flags:
+        ported.flags["--rollout-lookahead"] = ("1",)
+        ported.note(CHANGED, "train_async.py becomes --rollout-lookahead 1.")
+    if launch.python_path:
+        ported.launcher = (f"PYTHONPATH={_quoted(':'.join(launch.python_path))}", *ported.launcher)
+        ported.note(CHANGED, "PYTHONPATH has the script's entries, where its functions are, without Megatron-LM.")
+    _add_defaults(ported)
+    return ported
+
+
+def _drop_no_ops(ported: Ported) -> str:
+    """Drops flags that train.py refuses because they have no effect; returns the message of another refusal."""
+    while True:
+        try:
+            rank = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+            configure(ported.argv, {**rank, "WORLD_SIZE": str(ported.ranks)})
+            return ""
+        except (ValueError, OSError) as error:
+            match = NO_EFFECT.match(str(error))
+            dropped = [name for name in ported.flags if match and _option_of(name) == _option_of(match[1])]
+            if not dropped:
+                return str(error)
+            for name in dropped:
+                del ported.flags[name]
+            ported.note(NO_OPS, str(error))
+
+
+def _flags_of(words: tuple[str, ...], ported: Ported) -> dict[str, UnknownFlag]:
+    """Flags with their values; of a repeated flag the last, as in argparse."""
     found: dict[str, list[str]] = {}
+    repeated: dict[str, None] = {}
     values: list[str] = []
     for word in words:
         name, equals, value = word.partition("=")
@@ -169,217 +178,173 @@ def _group(words: tuple[str, ...], ported: Ported) -> dict[str, UnknownFlag]:
             values.append(word)
             continue
         if name in found:
-            ported.note(CHANGED, f"{name} is given twice; the last counts.")
+            repeated[name] = None
         values = found[name] = [value] if equals else []
+    for name in repeated:
+        ported.note(CHANGED, f"{name[:80]} is given more than once; the last value counts.")
     return {name: UnknownFlag(name, tuple(values)) for name, values in found.items()}
 
 
-def _port_flag(
-    flag: UnknownFlag,
-    given: Mapping[str, UnknownFlag],
-    vocabulary: Vocabulary,
-    model: Mapping[str, Any] | None,
-    ported: Ported,
-) -> str:
-    """Takes a flag over, or notes why not; says what became of it."""
-    unknown = [value for value in flag.values if OUTPUT in value or (not value.isprintable() and UNSET not in value)]
+def _port_flag(flag: UnknownFlag, given: Given, model: Mapping[str, Any] | None, ported: Ported) -> str:
+    """Keeps, changes or drops a flag, and adds the comment; returns what happened to it."""
+    is_unknown = any(OUTPUT in value or not (value.isprintable() or UNSET in value) for value in flag.values)
+    is_open = any(UNSET in value for value in flag.values)
     advice = advice_for(flag.name)
     if flag.name in PLACEMENT:
-        return RENAMES  # _place looks at them together
-    if flag.name in RESTATED or flag.name in FIXED:
-        difference = "" if unknown or any(map(_is_open, flag.values)) else disagreement(flag, model)
+        return RENAMES  # _assign_gpus reads them together
+    if flag.is_checked:
+        difference = "" if is_open or is_unknown else disagreement(flag, model)
         ported.note(TODO if difference else RESTATES, difference or _shown(flag))
         return RESTATES
     if advice is not None:
         ported.note(UNSUPPORTED, f"{_shown(flag)}: {advice.reason}; {advice.instead}.")
         return UNSUPPORTED
-    if unknown:
-        ported.note(TODO, f"{_shown(flag)}: its value is the output of a command, which was not run; add it yourself.")
+    if is_unknown:
+        ported.note(TODO, f"{_shown(flag)}: the value is a command's output; add the flag with its value.")
         return TODO
     if flag.name in RENAMED:
         new = RENAMED[flag.name]
         ported.flags[new.name] = tuple(FORMS[new.form](value) for value in flag.values)
         ported.note(RENAMES, f"{_shown(flag)} is {' '.join([new.name, *map(legible, ported.flags[new.name])])}.")
         return RENAMES
-    if flag.name in vocabulary.flags:
-        return _port_own(flag, given, vocabulary, ported)
-    if flag.name.startswith("--sglang-"):
-        ported.flags[flag.name] = flag.values
-        return "kept"
-    ported.note(UNKNOWN, f"{_shown(flag)}: neither a flag of train.py nor one of slime that is known here.")
-    return UNKNOWN
-
-
-def _port_own(flag: UnknownFlag, given: Mapping[str, UnknownFlag], vocabulary: Vocabulary, ported: Ported) -> str:
-    """A flag that both programs have: kept, unless its value means something else here."""
-    special = SPECIAL.get(flag.name)
-    change = special(flag, given) if special else None
-    if change is not None:
-        ported.flags |= change.flags
-        ported.note(CHANGED, change.note)
-        return CHANGED
-    option = vocabulary.option_of(flag.name)
-    if not any(map(_is_open, flag.values)):
-        problem = _problem(flag, option)
-        if problem:
-            ported.note(TODO, f"{problem} It is left out.")
-            return TODO
-    else:
-        ported.note(TODO, f"{_shown(flag)}: the script does not set it; set the variable, or write the value.")
+    if flag.name not in FLAGS and not flag.name.startswith("--sglang-"):
+        ported.note(UNKNOWN, f"{_shown(flag)}: neither train.py nor slime is known to have this flag.")
+        return UNKNOWN
+    outcome = _port_changed(flag, given, ported)
+    if outcome:
+        return outcome
+    if is_open:
+        ported.note(TODO, f"{_shown(flag)}: the script does not set the variable; set it, or write the value.")
+    elif problem := _problem(flag):
+        ported.note(TODO, f"{problem} It is dropped.")
+        return TODO
     ported.flags[flag.name] = flag.values
     return "kept"
 
 
-def _problem(flag: UnknownFlag, option: Option) -> str:
-    """Why the option does not take the flag's values; empty where it does."""
-    values: Any = list(flag.values) if option.type.is_list else " ".join(flag.values)
+def _port_changed(flag: UnknownFlag, given: Given, ported: Ported) -> str:
+    """Replaces a flag whose value means something else here; empty if the value stays."""
+    value = " ".join(flag.values)
+    match flag.name:
+        case "--ref-load" if not (Path(value) / "config.json").is_file():
+            return ported.replace(flag, "", ": it takes a Hugging Face directory, by default --hf-checkpoint")
+        case "--load" if "--save" in given and value.rstrip("/") == " ".join(given["--save"].values).rstrip("/"):
+            ported.flags["--load"] = given["--save"].values
+            ported.note(CHANGED, f"{_shown(flag)} resumes from this program's checkpoints; slime's are not read.")
+            return CHANGED
+        case "--load":
+            return ported.replace(flag, "", ": slime's checkpoints are not read; give weights with --hf-checkpoint")
+        case "--advantage-estimator" if value in ESTIMATORS:
+            return ported.replace(flag, ESTIMATORS[value])
+        case "--custom-tis-function-path" | "--rollout-function-path" if value in FUNCTIONS:
+            return ported.replace(flag, FUNCTIONS[value])
+        case "--rollout-function-path" if "sft_rollout" in value:
+            ported.note(UNSUPPORTED, f"{_shown(flag)}: there is no supervised fine-tuning; use slime for this script.")
+            return UNSUPPORTED
+        case "--custom-config-path" if not Path(value).is_file():
+            ported.note(TODO, f"{_shown(flag)} is a path in slime's directory; copy the file.")
+    return ""
+
+
+def _option_of(flag: str) -> str:
+    """Name of the option that a flag sets."""
+    name = flag[2:].replace("-", "_")
+    name = name if name in OPTIONS or name in ALIASES else name.removeprefix("no_")
+    return ALIASES.get(name, name)
+
+
+def _problem(flag: UnknownFlag) -> str:
+    """Why the option refuses the flag's values; empty if it accepts them."""
+    option = OPTIONS.get(_option_of(flag.name))
+    if option is None:  # a flag of SGLang servers
+        return ""
     if option.type.kind is bool:
         return f"{_shown(flag)}: it is a switch." if flag.values else ""
     try:
-        read_value(flag.name, option, values)
+        read_value(flag.name, option, list(flag.values) if option.type.is_list else " ".join(flag.values))
     except ValueError as error:
         return str(error)
     return ""
 
 
-@dataclass(frozen=True)
-class Change:
-    """What a flag becomes."""
-
-    flags: dict[str, tuple[str, ...]]
-    """Flags to write in its place, none to leave it out."""
-
-    note: str
-    """Why."""
-
-
-Given = Mapping[str, UnknownFlag]
-
-
-def _reference(flag: UnknownFlag, given: Given) -> Change | None:
-    if flag.values and (Path(flag.values[0]) / "config.json").is_file():
-        return None
-    return Change(
-        {},
-        f"{_shown(flag)} is left out: slime's is a Megatron checkpoint, here it is a Hugging Face directory, by "
-        "default that of --hf-checkpoint.",
-    )
-
-
-def _resumed(flag: UnknownFlag, given: Given) -> Change | None:
-    save = given.get("--save")
-    if save is not None and flag.values and save.values and _same_path(flag.values[0], save.values[0]):
-        return Change(
-            {"--load": save.values},
-            f"{_shown(flag)} resumes from checkpoints of this program; those of slime are not read.",
-        )
-    return Change(
-        {}, f"{_shown(flag)} is left out: checkpoints of slime are not read; give weights with --hf-checkpoint."
-    )
-
-
-def _estimator(flag: UnknownFlag, given: Given) -> Change | None:
-    name = " ".join(flag.values)
-    if name not in ESTIMATORS:
-        return None
-    estimator, loss = ESTIMATORS[name]
-    flags: dict[str, tuple[str, ...]] = {"--advantage-estimator": (estimator,)}
-    flags |= {"--policy-loss": (loss,)} if loss else {}
-    return Change(
-        flags, f"{_shown(flag)} is {' '.join(word for pair in flags.items() for word in (pair[0], *pair[1]))}."
-    )
-
-
-def _correction(flag: UnknownFlag, given: Given) -> Change | None:
-    name = " ".join(flag.values)
-    if name not in FUNCTIONS:
-        return None
-    return Change({flag.name: (FUNCTIONS[name],)}, f"{_shown(flag)} is {FUNCTIONS[name]} here.")
-
-
-def _options_file(flag: UnknownFlag, given: Given) -> Change | None:
-    if flag.values and Path(flag.values[0]).is_file():
-        return None
-    return Change({flag.name: flag.values}, f"{_shown(flag)} is a path in slime's directory; copy the file.")
-
-
-SPECIAL: dict[str, Callable[[UnknownFlag, Given], Change | None]] = {
-    "--ref-load": _reference,
-    "--load": _resumed,
-    "--advantage-estimator": _estimator,
-    "--custom-tis-function-path": _correction,
-    "--custom-config-path": _options_file,
-}
-"""Flags of both programs whose values may mean something else, and what they become; None keeps them."""
-
-
-def _place(given: Given, ported: Ported) -> None:
-    """torchrun and the servers, from slime's counts of nodes and GPUs."""
-    stated = [_shown(given[name]) for name in PLACEMENT if name in given]
+def _assign_gpus(given: Given, ported: Ported) -> None:
+    """Sets torchrun's ranks and the servers from slime's numbers of nodes and GPUs."""
+    stated = ", ".join(_shown(given[name]) for name in PLACEMENT if name in given) or "slime's placement"
     nodes = _count(given, "--actor-num-nodes", 1)
-    gpus = _count(given, "--actor-num-gpus-per-node", 0)
-    assumed = "" if gpus else f" ({GPUS_PER_NODE} GPUs in a node are assumed)"
-    gpus = min(gpus or GPUS_PER_NODE, MOST_GPUS)
-    per_server = min(max(1, _count(given, "--rollout-num-gpus-per-engine", 1)), MOST_GPUS)
-    shares = "--colocate" in given
-    ranks = _ranks(given, gpus - per_server if shares else gpus, halved=gpus // 2 if shares else gpus, nodes=nodes)
-    for_servers = gpus - ranks if shares else _count(given, "--rollout-num-gpus", per_server)
-    launcher = ["torchrun", *(["--nnodes", str(nodes)] if nodes > 1 else []), "--nproc-per-node", str(ranks)]
-    ported.launcher, ported.ranks = tuple(launcher), nodes * ranks
-    servers = ""
-    if not {"--sglang-url", "--sglang-router-ip"} & set(ported.flags):
-        count = max(1, for_servers // per_server)
-        ported.flags |= {"--rollout-engine": ("sglang",), "--sglang-launch": (str(count),)}
+    gpus = min(_count(given, "--actor-num-gpus-per-node", 0) or DEFAULT_GPUS_PER_NODE, MAX_GPUS)
+    if not _count(given, "--actor-num-gpus-per-node", 0):
+        stated += f" ({DEFAULT_GPUS_PER_NODE} GPUs in a node are assumed)"
+    per_server = min(max(1, _count(given, "--rollout-num-gpus-per-engine", 1)), MAX_GPUS)
+    is_shared = "--colocate" in given
+    ranks = (
+        _ranks(given, nodes, max(gpus // 2, 1), gpus - per_server) if is_shared else _ranks(given, nodes, gpus, gpus)
+    )
+    for_servers = gpus - ranks if is_shared else _count(given, "--rollout-num-gpus", per_server)
+    ported.launcher = (
+        "torchrun",
+        *(["--nnodes", str(nodes)] if nodes > 1 else []),
+        "--nproc-per-node",
+        str(ranks or gpus),
+    )
+    ported.ranks = nodes * (ranks or gpus)
+    ported.flags["--rollout-engine"] = ("sglang",)
+    text = f"{stated}: torchrun starts {ported.ranks} ranks"
+    runs_elsewhere = bool({"--sglang-url", "--sglang-router-ip"} & set(ported.flags))
+    if runs_elsewhere or per_server > gpus or not ranks:
+        own = [name for name in ported.flags if name.startswith("--sglang-") and name not in FLAGS]
+        words = [word.replace("--sglang-", "--") for name in own for word in (name, *ported.flags.pop(name))]
+        words = [*(["--tp-size", str(per_server)] if per_server > 1 else []), *map(legible, words)]
+        if not runs_elsewhere:
+            ported.flags["--sglang-url"] = ("http://SERVER:30000",)
+            ported.note(
+                TODO, "a node has too few GPUs for training and SGLang; start servers elsewhere, and name them."
+            )
+        if words:
+            ported.note(TODO, f"start the servers with {' '.join(words)}.")
+    else:
+        servers = max(1, for_servers // per_server)
+        ported.flags["--sglang-launch"] = (str(servers),)
         ported.flags |= {"--sglang-tp-size": (str(per_server),)} if per_server > 1 else {}
         ported.flags.setdefault("--sglang-base-gpu-id", (str(ranks),))
-        servers = f", and --sglang-launch {_many(count, 'server')} of {_many(per_server, 'GPU')} from GPU {ranks} on"
-    else:
-        ported.flags["--rollout-engine"] = ("sglang",)
-    reason = ": training and SGLang do not take turns on the same GPUs" if shares else ""
-    ported.note(
-        CHANGED,
-        f"{', '.join(stated) or 'what slime assumes'}{assumed}: torchrun starts {_many(nodes * ranks, 'rank')}{servers}"
-        f"{reason}.",
-    )
+        text += f", and --sglang-launch {servers} starts servers with --sglang-tp-size {per_server} from GPU {ranks} on"
+    ported.note(CHANGED, f"{text}{'. Training and SGLang do not share GPUs' if is_shared else ''}.")
     if nodes > 1:
         ported.note(TODO, "start torchrun on every node, with --rdzv-endpoint; examples/clusters has a Slurm script.")
 
 
-def _ranks(given: Given, most: int, *, halved: int, nodes: int) -> int:
-    """Ranks of a node: whole replicas of the model that divide the samples of a step, in about so many GPUs."""
-    sizes = [_count(given, f"--{part}-parallel-size", 1) for part in ("tensor-model", "pipeline-model", "context")]
-    replica = max(1, sizes[0] * sizes[1] * sizes[2])
+def _ranks(given: Given, nodes: int, smallest: int, largest: int) -> int:
+    """Ranks of a node: complete replicas of the model whose number divides the samples of a step; 0 if none fit."""
+    replica = 1
+    for part in ("tensor-model", "pipeline-model", "context"):
+        replica *= max(1, _count(given, f"--{part}-parallel-size", 1))
     samples = _count(given, "--global-batch-size", 0)
-    ranks = max(halved, 1)
-    for candidate in range(max(halved, min(replica, most)), 0, -1):
-        whole = candidate * nodes % replica == 0
-        if whole and samples % (candidate * nodes // replica) == 0:
-            ranks = candidate
-            break
-    return ranks
+    for ranks in range(max(smallest, min(replica, largest)), 0, -1):
+        if ranks * nodes % replica == 0 and samples % (ranks * nodes // replica) == 0:
+            return ranks
+    return 0
 
 
-def _add_defaults(given: Given, vocabulary: Vocabulary, ported: Ported) -> None:
-    """Options that the script leaves to defaults which are others here."""
+def _add_defaults(ported: Ported) -> None:
+    """Adds slime's defaults that differ from this program's."""
     relevant = {
         "micro_batch_size": "--use-dynamic-batch-size" not in ported.flags,
         "tis_upper_bound": "--use-tis" in ported.flags and "--custom-config-path" not in ported.flags,
         "eval_temperature": "--eval-prompt-data" in ported.flags,
-        "bf16": "--fp16" not in given,
     }
-    set_already = {vocabulary.option_of(name).name for name in ported.flags if name in vocabulary.flags}
+    names = set(map(_option_of, ported.flags))
     for name, value in SLIME_DEFAULTS.items():
-        if name in set_already or not relevant.get(name, True) or str(vocabulary.options[name].default) == value:
+        if name in names or not relevant.get(name, True) or str(OPTIONS[name].default) == value:
             continue
         flag = "--" + name.replace("_", "-")
-        if name == "eval_temperature":  # slime's is that of the rollouts
-            value = " ".join(ported.flags.get("--rollout-temperature", (value,)))
-        ported.flags[flag] = () if value == "True" else (value,)
-        ported.note(ADDED, " ".join([flag, *map(legible, ported.flags[flag])]))
+        values: tuple[str, ...] = () if value == "True" else (value,)
+        if name == "eval_temperature":  # slime evaluates at the temperature of the rollouts
+            values = ported.flags.get("--rollout-temperature", values)
+        ported.flags[flag] = values
+        ported.note(ADDED, " ".join([flag, *map(legible, values)]))
 
 
 def _model_of(given: Given) -> dict[str, Any] | None:
-    """config.json of the checkpoint where this machine has it."""
+    """config.json of the checkpoint if this machine has it."""
     try:
         path = Path(" ".join(given["--hf-checkpoint"].values)) / "config.json"
         model = json.loads(path.read_text(encoding="utf-8"))
@@ -389,30 +354,17 @@ def _model_of(given: Given) -> dict[str, Any] | None:
 
 
 def _count(given: Given, name: str, default: int) -> int:
-    """The whole number that a flag gives; the default where it gives none that can be read."""
     values = given[name].values if name in given else ()
     return int(values[0]) if len(values) == 1 and re.fullmatch(r"[0-9]{1,9}", values[0]) else default
 
 
-def _same_path(a: str, b: str) -> bool:
-    return a.rstrip("/") == b.rstrip("/")
-
-
-def _mebibytes(text: str) -> str:
-    return str(max(1, int(text) >> 20)) if re.fullmatch(r"[0-9]{1,18}", text) else text
-
-
-FORMS: dict[str, Callable[[str], str]] = {
+FORMS: Mapping[str, Callable[[str], str]] = {
     "same": str,
-    "bytes to MiB": _mebibytes,
+    "bytes to MiB": lambda text: str(max(1, int(text) >> 20)) if re.fullmatch(r"[0-9]{1,18}", text) else text,
     "URL": lambda text: text if "://" in text else f"http://{text}",
     "transport": lambda text: {"nccl": "distributed"}.get(text, text),
 }
-"""How values of renamed flags are written here."""
-
-
-def _is_open(value: str) -> bool:
-    return UNSET in value or OUTPUT in value
+"""Conversions of the values of renamed flags."""
 
 
 def _shown(flag: UnknownFlag) -> str:
@@ -420,29 +372,16 @@ def _shown(flag: UnknownFlag) -> str:
 
 
 def _quoted(word: str) -> str:
-    """The word for bash; a variable that the script does not set stays one, and nothing else is expanded."""
+    """The word for bash; a variable without a value stays a variable, and nothing else is expanded."""
     if UNSET not in word:
         return shlex.quote(word)
     escaped = re.sub(r'([\\"$`])', r"\\\1", word)
-    return '"' + re.sub(f"{UNSET}([^{END}]*){END}", _variable, escaped) + '"'
-
-
-def _variable(match: re.Match[str]) -> str:
-    return f"${{{match[1]}}}" if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", match[1]) else ""
-
-
-def _many(count: int, thing: str) -> str:
-    return f"{count} {thing}{'s' * (count != 1)}"
+    return '"' + re.sub(f"{UNSET}({NAME})?[^{END}]*{END}", r"${\1}", escaped).replace("${}", "") + '"'
 
 
 def _comment(text: str, indent: str = "  ") -> list[str]:
-    """The text as lines of comment, of which no part is a command when the output is run."""
+    """The text as comment lines; control characters are escaped."""
     printable = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
-    return textwrap.wrap(
-        printable,
-        WIDTH,
-        initial_indent=f"# {indent}",
-        subsequent_indent=f"# {indent}  ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    wrapper = textwrap.TextWrapper(COMMENT_WIDTH, f"# {indent}", f"# {indent}  ")
+    wrapper.break_long_words = wrapper.break_on_hyphens = False
+    return wrapper.wrap(printable)
