@@ -14,6 +14,14 @@ function element(tag, attributes, ...children) {
   return made;
 }
 
+// The bytes of a script element that holds base64 of zlib data. Removes the element.
+async function inflate(script) {
+  const packed = atob(script.textContent), bytes = new Uint8Array(packed.length);
+  for (let i = 0; i < bytes.length; i++) bytes[i] = packed.charCodeAt(i);
+  script.remove();
+  return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"))).arrayBuffer();
+}
+
 // Control characters become their pictures, marks that change the direction of text their code points.
 function visible(text) {
   return String(text)

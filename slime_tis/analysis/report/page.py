@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import base64
 import html
 import json
 import math
+import zlib
 from collections.abc import Sequence
 from importlib.resources import files as resources
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
+
+from plotly.offline import get_plotlyjs
 
 from slime_tis.analysis.diagnosis import diagnose
 from slime_tis.analysis.dumps.table import TokenTable
@@ -71,10 +75,10 @@ def render(data: dict[str, Any]) -> str:
         "STYLE": _resource("page.css"),
         "DATA": _json({name: value for name, value in data.items() if name != "samples"}),
         "SCRIPT": _resource("page.js"),
-        "PLOTLY": _resource("plotly/plotly-basic.min.js"),
-        "PLOTS": _resource("plots.js"),
-        "TOKENS": "" if shown is None else samples.packed(_finite(shown)),
+        "TOKENS": "" if shown is None else _deflated(samples.packed(_finite(shown))),
         "SAMPLES": _resource("samples.js"),
+        "PLOTLY": _deflated(get_plotlyjs().encode()),
+        "PLOTS": _resource("plots.js"),
     }
     page = _resource("page.html")
     pieces = []
@@ -125,6 +129,11 @@ def write_page(path: str | Path, data: dict[str, Any]) -> None:
 
 def _unwritten(place: Path, error: OSError) -> ValueError:
     return ValueError(f"--out {quoted_path(place)} cannot be written: {error.strerror or error}; give another --out.")
+
+
+def _deflated(content: bytes) -> str:
+    """Base64 of zlib data, which page.js inflates."""
+    return base64.b64encode(zlib.compress(content)).decode()
 
 
 def _json(data: Any) -> str:

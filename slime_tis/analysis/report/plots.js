@@ -1,5 +1,5 @@
 "use strict";
-// Draws the plots of page.js with Plotly: those in view at once, the others when they come into view or the page is loaded.
+// Draws the plots of page.js with Plotly: visible plots first, the others after the page has loaded.
 const dark = matchMedia("(prefers-color-scheme: dark)");
 function themed(layout) {
   const style = getComputedStyle(document.documentElement);
@@ -21,26 +21,32 @@ async function draw([canvas, spec, onclick]) {
   if (onclick) { canvas.removeAllListeners("plotly_click"); canvas.on("plotly_click", onclick); }
 }
 
-const undrawn = new Set(plots);
+const pending = new Set(plots);
 let drawing = false, loaded = false;
-function next() {
-  const all = [...undrawn];
-  const inView = ([canvas]) => { const box = canvas.getBoundingClientRect(); return box.top < innerHeight && box.bottom > 0; };
-  return all.find(inView) ?? (loaded ? all[0] : undefined);
+function nextPlot() {
+  const all = [...pending];
+  const visible = ([canvas]) => { const box = canvas.getBoundingClientRect(); return box.top < innerHeight && box.bottom > 0; };
+  return all.find(visible) ?? (loaded ? all[0] : undefined);
 }
-// One after another, so that the page can be read and scrolled meanwhile; html[data-drawn] says that all are there.
+// One plot at a time, so that the page stays responsive. html[data-drawn] is set after the last plot.
 async function drawAll() {
-  if (drawing) return;
+  if (drawing || !window.Plotly) return;
   drawing = true;
-  for (let one; (one = next()); ) {
-    undrawn.delete(one);
-    try { await draw(one); } catch (error) { console.error(error); }
-    await new Promise((done) => setTimeout(done));
+  for (let plot; (plot = nextPlot()); ) {
+    pending.delete(plot);
+    try { await draw(plot); } catch (error) { console.error(error); }
+    await new Promise((resolve) => setTimeout(resolve));
   }
   drawing = false;
-  if (!undrawn.size) document.documentElement.dataset.drawn = plots.length;
+  if (!pending.size) document.documentElement.dataset.drawn = plots.length;
 }
-drawAll();
 addEventListener("scroll", drawAll, { passive: true });
 addEventListener("load", () => { loaded = true; drawAll(); });
-dark.addEventListener("change", () => { plots.forEach((one) => undrawn.add(one)); drawAll(); });
+dark.addEventListener("change", () => { plots.forEach((plot) => pending.add(plot)); drawAll(); });
+
+// Plotly is deflated: its 4.8 MB take 1.4 MB of the page.
+(async () => {
+  const source = await inflate(byId("plotly"));
+  const script = element("script", { src: URL.createObjectURL(new Blob([source], { type: "text/javascript" })), onload: drawAll });
+  document.head.append(script);
+})();

@@ -2,11 +2,8 @@
 // Samples and their tokens. They come last in the page, as base64 of what zlib made of a JSON and the columns of the tokens.
 let samples = null;
 const column = {};
-async function unpack(text) {
-  const packed = atob(text), bytes = new Uint8Array(packed.length);
-  for (let i = 0; i < bytes.length; i++) bytes[i] = packed.charCodeAt(i);
-  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
-  const buffer = await new Response(stream).arrayBuffer();
+async function unpack(script) {
+  const buffer = await inflate(script);
   const length = new DataView(buffer).getUint32(0, true);
   samples = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 4, length)));
   for (const [name, [type, start, count]] of Object.entries(samples.columns))
@@ -173,10 +170,8 @@ function absent(text) {
 
 // html[data-samples] says how many there are.
 (async () => {
-  const text = byId("tokens").textContent;
   try {
-    if (text) await unpack(text);
-    byId("tokens").remove();
+    if (byId("tokens").textContent) await unpack(byId("tokens"));
     if (samples && samples.samples.length) start(); else absent("");
   } catch (error) {
     absent("This browser cannot show the samples: " + error);

@@ -5,10 +5,8 @@ Nothing here is made into HTML: the page shows all of it through `textContent`.
 
 from __future__ import annotations
 
-import base64
 import json
 import struct
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -106,10 +104,10 @@ def payload(table: TokenTable, decode: Decode | None = None) -> dict[str, Any]:
     }
 
 
-def packed(payload: dict[str, Any]) -> str:
-    """What `payload` returns, for the page to unpack: base64 of zlib of a length, a JSON and little-endian columns.
+def packed(payload: dict[str, Any]) -> bytes:
+    """The samples as bytes for samples.js: the length of a JSON text, that text, and little-endian columns.
 
-    In the JSON, `columns` has of each its type in JavaScript, its first byte after the JSON, and its number of values.
+    `columns` of the JSON has the JavaScript type of each column, its first byte after the JSON, and its length.
     """
     types = {"f4": "Float32Array", "i4": "Int32Array", "i2": "Int16Array", "u1": "Uint8Array"}
     places, parts, start = {}, [], 0
@@ -118,7 +116,7 @@ def packed(payload: dict[str, Any]) -> str:
         parts.append(_aligned(column.astype(column.dtype.newbyteorder("<")).tobytes(), b"\0"))
         start += len(parts[-1])
     head = _aligned(json.dumps({**payload, "columns": places}, allow_nan=False).encode(), b" ")
-    return base64.b64encode(zlib.compress(b"".join([struct.pack("<I", len(head)), head, *parts]))).decode()
+    return b"".join([struct.pack("<I", len(head)), head, *parts])
 
 
 def _aligned(part: bytes, filler: bytes) -> bytes:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slime_tis.analysis.dumps.table import TokenTable
-from slime_tis.analysis.report.plots import COLOR_SCALE, Plot, axis, density_image, line, plain
+from slime_tis.analysis.report.plots import Plot, axis, line, plain
 
 Array = NDArray[Any]
 BINS = 24
@@ -102,52 +102,31 @@ def worst_tokens(table: TokenTable) -> list[dict[str, Any]]:
 def _density(train_N: Array, rollout_N: Array) -> Plot:
     low = float(max(np.quantile(np.minimum(train_N, rollout_N), 0.0005), -40.0)) - 1e-3
     edges = np.linspace(low, 0, CELLS + 1)
-    counts, _, _ = np.histogram2d(np.clip(rollout_N, low, 0), np.clip(train_N, low, 0), bins=[edges, edges])
-    centres = (edges[1:] + edges[:-1]) / 2
-    x, y = np.nonzero(counts)
-    most = max(float(np.log10(counts.max())), 1.0)
+    counts, _, _ = np.histogram2d(np.clip(train_N, low, 0), np.clip(rollout_N, low, 0), bins=[edges, edges])
+    centers = plain((edges[1:] + edges[:-1]) / 2)
     with np.errstate(divide="ignore"):
-        picture = density_image(np.log10(counts.T[::-1]) / most)
-    place = {"xref": "x", "yref": "y", "x": low, "y": 0, "sizex": -low, "sizey": -low}
-    ticks = list(range(int(most) + 1))
-    bar = {"thickness": 8, "outlinewidth": 0, "tickvals": ticks, "ticktext": [f"{10**tick:,}" for tick in ticks]}
+        log_counts = np.log10(counts)
+    ticks = list(range(int(log_counts.max()) + 1))
+    heatmap = {
+        "type": "heatmap",
+        "x": centers,
+        "y": centers,
+        "z": [plain(row) for row in log_counts],
+        "customdata": counts.astype(int).tolist(),
+        "hovertemplate": "rollout %{x:.2f}<br>training %{y:.2f}<br>%{customdata:,} tokens<extra></extra>",
+        "hoverongaps": False,
+        "colorscale": "Viridis",
+        "colorbar": {"thickness": 8, "outlinewidth": 0, "tickvals": ticks, "ticktext": [f"{10**t:,}" for t in ticks]},
+        "showlegend": False,
+    }
+    diagonal = line([low, 0], [low, 0], "equal", 1, hoverinfo="skip")
     no_grid = {"showgrid": False, "zeroline": False}
     return Plot(
         id="density",
-        title="Training against rollout log-probs",
-        says="Tokens on the diagonal have the same log-prob in both engines; colour is the number of tokens.",
-        traces=[
-            {**line([low, 0], [low, 0], "equal", 1, hoverinfo="skip"), "showlegend": False},
-            {
-                "type": "scatter",
-                "mode": "none",
-                "x": plain(centres[x]),
-                "y": plain(centres[y]),
-                "customdata": counts[x, y].astype(int).tolist(),
-                "hovertemplate": "rollout %{x:.2f}<br>training %{y:.2f}<br>%{customdata:,} tokens<extra></extra>",
-                "showlegend": False,
-            },
-            {
-                "type": "scatter",
-                "mode": "markers",
-                "x": [None],
-                "y": [None],
-                "marker": {
-                    "color": [0],
-                    "cmin": 0,
-                    "cmax": most,
-                    "colorscale": COLOR_SCALE,
-                    "showscale": True,
-                    "colorbar": bar,
-                },
-                "showlegend": False,
-            },
-        ],
-        layout={
-            "xaxis": axis("log π rollout, nats") | no_grid,
-            "yaxis": axis("log π train, nats") | no_grid,
-            "images": [{"source": picture, **place, "sizing": "stretch", "layer": "below"}],
-        },
+        title="Training and rollout log-probs",
+        says="Tokens on the diagonal have equal log-probs in both engines. The color is the number of tokens.",
+        traces=[heatmap, {**diagonal, "showlegend": False}],
+        layout={"xaxis": axis("log π rollout, nats") | no_grid, "yaxis": axis("log π train, nats") | no_grid},
     )
 
 
