@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             case None:
                 parser.print_help()
             case "demo":
-                from slime_tis.trainer.demo import demo as run_demo
+                from slime_tis.demo import demo as run_demo
 
                 return run_demo(chosen.out)
             case "port":

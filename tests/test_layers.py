@@ -14,18 +14,26 @@ ROOT = Path(__file__).parents[1]
 # From the lowest layer to the highest: a module imports its own layer and lower ones.
 LAYERS = (
     ("slime_tis.errors",),
-    ("slime_tis.limits", "slime_tis.files", "slime_tis.terminal", "slime_tis.alarm", "slime_tis.hf_directory"),
+    (
+        "slime_tis.limits",
+        "slime_tis.files",
+        "slime_tis.metrics_file",
+        "slime_tis.terminal",
+        "slime_tis.alarm",
+        "slime_tis.hf_directory",
+    ),
     ("slime_tis.correction",),
     ("slime_tis",),  # the public names
     ("slime_tis.integrations",),
     ("slime_tis.user_functions", "custom_tis"),
     ("slime_tis.policy",),
     ("slime_tis.diffusion",),
-    ("slime_tis.trainer.options",),
-    ("slime_tis.analysis.dumps",),
+    ("slime_tis.rules",),
+    ("slime_tis.analysis.dumps",),  # the file format of dumps, which training writes
     ("slime_tis.analysis.diagnosis",),
-    ("slime_tis.trainer.reporting",),
     ("slime_tis.analysis.report",),
+    ("slime_tis.trainer.options",),
+    ("slime_tis.trainer.reporting",),
     ("slime_tis.trainer.interrupt",),
     ("slime_tis.trainer.storage",),
     (
@@ -42,7 +50,7 @@ LAYERS = (
     ("slime_tis.trainer.cli",),
     ("slime_tis.trainer.train",),
     ("slime_tis.trainer.sort_digits",),
-    ("slime_tis.trainer.demo",),
+    ("slime_tis.demo",),
     ("slime_tis.main",),
 )
 HEIGHT = {name: height for height, layer in enumerate(LAYERS) for name in layer}
@@ -96,6 +104,12 @@ def test_imports_point_downward(path: Path) -> None:
     for name in imports(path):
         layer = layer_of(name)
         assert layer is not None and HEIGHT[layer] <= HEIGHT[own], f"{module} imports {name}"
+
+
+def test_training_uses_the_dump_format_and_nothing_else_of_the_analysis() -> None:
+    trainer = [path for path in sources() if "trainer" in path.relative_to(ROOT).parts]
+    used = {name for path in trainer for name in imports(path) if name.startswith("slime_tis.analysis.")}
+    assert used and all(name.startswith("slime_tis.analysis.dumps.") for name in used), used
 
 
 def test_no_module_imports_itself_through_others() -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from slime_tis.files import atomic_path
-from slime_tis.trainer.reporting.run_directory import METRICS
+from slime_tis.metrics_file import METRICS
 from slime_tis.trainer.reporting.summary import COLORS, Series, read_series, running_mean
 
 SAMPLES, PICTURE = "samples.pt", "diffusion_digits.png"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_tis.files import atomic_path
-from slime_tis.trainer.reporting.run_directory import METRICS
+from slime_tis.metrics_file import METRICS
 from slime_tis.trainer.reporting.summary import COLORS, Series, read_series, running_mean
 
 PICTURE = "replay.png"

@@ -8,12 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime_tis.analysis.diagnosis import CAUSES, Diagnosis, Finding, diagnose
+from slime_tis.analysis.diagnosis import CAUSES, Diagnosis, diagnose
+from slime_tis.analysis.diagnosis.causes import describe
 from slime_tis.analysis.diagnosis.form_rules import concentration, reported_grid
 from slime_tis.analysis.diagnosis.metric_rules import findings
 from slime_tis.analysis.diagnosis.terminal import as_text
 from slime_tis.analysis.diagnosis.token_rules import best_lags
 from slime_tis.analysis.dumps.table import SampleParts, TokenTable
+from slime_tis.rules import Finding
 
 SAMPLES, TOKENS, VOCABULARY = 48, 32, 40
 
@@ -323,13 +325,13 @@ def test_nothing_at_all_is_no_cause() -> None:
 
 
 def test_every_cause_has_a_title_and_a_fix() -> None:
-    assert all(cause.title and cause.fix for cause in CAUSES.values())
-    assert Finding(cause="rounding", confidence=1, share=1, evidence=(), detail="int8").title.endswith("(int8)")
+    assert all(title and fix for title, fix in CAUSES.values())
+    assert describe(Finding(cause="rounding", evidence=(), detail="int8")).title.endswith("(int8)")
 
 
-@pytest.mark.parametrize(("confidence", "names"), [(0.89, True), (0.9, False)], ids=["doubtful", "sure"])
+@pytest.mark.parametrize(("confidence", "names"), [(0.89, True), (0.9, False)], ids=["doubtful", "certain"])
 def test_a_doubtful_finding_names_the_command_that_proves_it(confidence: float, names: bool) -> None:
-    finding = Finding(cause="rounding", confidence=confidence, share=1, evidence=())
+    finding = describe(Finding(cause="rounding", confidence=confidence, evidence=()))
     assert ("slime-tis diagnose --hf-checkpoint DIR" in finding.fix) == names
 
 

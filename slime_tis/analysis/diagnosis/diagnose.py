@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from slime_tis.analysis.diagnosis import form_rules, metric_rules, token_rules
-from slime_tis.analysis.diagnosis.causes import Finding
+from slime_tis.analysis.diagnosis.causes import describe
 from slime_tis.analysis.diagnosis.tokens import MIN_TOKENS, Tokens, tokens_of
 from slime_tis.analysis.dumps.table import TokenTable
+from slime_tis.rules import Finding
 
 TOKEN_RULES = (token_rules.mask_mistake, token_rules.misaligned, token_rules.broken_tokens)
 """Rules that take their tokens out, in this order."""
@@ -47,14 +48,10 @@ class Diagnosis:
         return self.findings[0].cause
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values."""
-        mean = self.mean_abs_log_ratio
-        return {
-            "findings": [finding.as_json() for finding in self.findings],
-            "tokens": self.tokens,
-            "samples": self.samples,
-            "mean_abs_log_ratio": mean if np.isfinite(mean) else None,
-        }
+        """Plain values for JSON."""
+        findings = [{**asdict(finding), "score": finding.score} for finding in self.findings]
+        mean = self.mean_abs_log_ratio if np.isfinite(self.mean_abs_log_ratio) else None
+        return {**vars(self), "findings": findings, "mean_abs_log_ratio": mean}
 
 
 def diagnose(table: TokenTable | None, metrics: Sequence[Mapping[str, Any]] = ()) -> Diagnosis:
@@ -102,8 +99,7 @@ def findings_of(tokens: Tokens) -> list[Finding]:
     return found + [replace(finding, share=finding.share * left) for finding in forms]
 
 
-def _ranked(found: Sequence[Finding], nothing: str) -> tuple[Finding, ...]:
-    ranked = sorted((finding for finding in found if finding.score >= MIN_SCORE), key=lambda f: -f.score)
-    if ranked:
-        return tuple(ranked)
-    return (Finding(cause="healthy", confidence=0.9, share=1.0, evidence=(nothing,)),)
+def _ranked(findings: Sequence[Finding], healthy_evidence: str) -> tuple[Finding, ...]:
+    ranked = sorted((finding for finding in findings if finding.score >= MIN_SCORE), key=lambda f: -f.score)
+    healthy = Finding(cause="healthy", confidence=0.9, evidence=(healthy_evidence,))
+    return tuple(map(describe, ranked or [healthy]))

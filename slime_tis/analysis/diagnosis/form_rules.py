@@ -5,8 +5,8 @@ Each is a function of the tokens that returns its finding with the share of the 
 
 import numpy as np
 
-from slime_tis.analysis.diagnosis.causes import Finding
 from slime_tis.analysis.diagnosis.tokens import MIN_TOKENS, Floats, Tokens, ramp
+from slime_tis.rules import Finding
 
 NEGLIGIBLE = 2e-4
 """Mean abs(Δ) below which nothing needs to change, nats: what two fp32 engines with other kernels leave."""

@@ -1,127 +1,140 @@
-"""What the metrics of a run show about the causes of its mismatch, where there are no dumps or beside them."""
+"""Rules on the metrics of a whole run, for runs without dumps and in addition to them."""
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from slime_tis.analysis.diagnosis.causes import Finding
 from slime_tis.analysis.diagnosis.tokens import ramp
+from slime_tis.rules import METRIC_PREFIXES, Finding, Rule, Values, evaluate
 
 Rows = Sequence[Mapping[str, Any]]
-PREFIXES = ("train/", "rollout_corr/", "actor/rollout_corr/")
-"""Prefixes under which metrics of a correction are logged."""
 
 
 def findings(rows: Rows) -> list[Finding]:
-    """The findings of all rules on the rows of a metrics.jsonl."""
-    return [finding for rule in RULES if (finding := rule(rows)) is not None]
+    """Findings of the rows of a metrics.jsonl."""
+    found = evaluate(RUN_RULES, run_statistics(rows))
+    return [finding for finding in found.values() if finding is not None]
 
 
-def series(rows: Rows, name: str) -> list[float]:
-    """The finite values of a metric of the correction, under any of its prefixes, or of another metric by its name."""
-    names = (name,) if "/" in name else tuple(prefix + name for prefix in PREFIXES)
-    values = (next((row[key] for key in names if isinstance(row.get(key), (int, float))), None) for row in rows)
+def run_statistics(rows: Rows) -> dict[str, float]:
+    """Named statistics of a run's metrics. A statistic is missing if its metrics are."""
+    series = {name: _series(rows, name) for name in SERIES}
+    values = {f"mean {name}": fmean(numbers) for name, numbers in series.items() if numbers}
+    values |= {f"max {name}": max(numbers) for name, numbers in series.items() if numbers}
+    values |= {f"count {name}": float(len(numbers)) for name, numbers in series.items()}
+    size, gaps = series["train_rollout_logprob_abs_diff"], series["train/entropy_gap"]
+    if (third := len(size) // 3) >= 3:
+        parts = (size[:third], size[third:-third], size[-third:])
+        values |= dict(zip(("first third", "second third", "last third"), map(fmean, parts), strict=True))
+    if len(gaps) >= 5:
+        mean = fmean(gaps)
+        error = (fmean((gap - mean) ** 2 for gap in gaps) / len(gaps)) ** 0.5 + 1e-9
+        values["gap in standard errors"] = mean / error
+    for ratio, names in RATIOS.items():
+        numerator, denominator = (values.get(f"mean {name}") for name in names)
+        if numerator is not None and denominator is not None:
+            values[ratio] = numerator / max(denominator, 1e-12)
+    return values
+
+
+SERIES = (
+    "nonfinite_token_fraction",
+    "rollout/update_received",
+    "train_rollout_logprob_abs_diff",
+    "rollout/weight_staleness",
+    "mismatch_k3_kl",
+    "mismatch_k3_kl_staleness_0",
+    "train/entropy_gap",
+    "train/without_replay/mismatch_k3_kl",
+    "train/with_replay/mismatch_k3_kl",
+)
+"""Metrics that the rules use; a name without a slash is a metric of the correction, under any of its prefixes."""
+RATIOS = {
+    "staleness ratio": ("mismatch_k3_kl", "mismatch_k3_kl_staleness_0"),
+    "replay ratio": ("train/without_replay/mismatch_k3_kl", "train/with_replay/mismatch_k3_kl"),
+}
+
+
+def _series(rows: Rows, name: str) -> list[float]:
+    """The finite values of a metric."""
+    names = (name,) if "/" in name else tuple(prefix + name for prefix in METRIC_PREFIXES)
+    values = (next((row[key] for key in names if isinstance(row.get(key), int | float)), None) for row in rows)
     return [float(value) for value in values if value is not None]
 
 
-def _broken(rows: Rows) -> Finding | None:
-    shares = series(rows, "nonfinite_token_fraction")
-    if not shares or max(shares) == 0:
-        return None
-    return Finding(
+def _growth(values: Values) -> float:
+    """Confidence that abs(Δ) grows over a run although the weights count as current."""
+    first, middle, last = (values[f"{name} third"] for name in ("first", "second", "last"))
+    if values.get("max rollout/weight_staleness", 0) > 0 or first <= 0 or last < 0.01:
+        return 0.0
+    return 0.7 * min(ramp(last, 3 * first, 8 * first), ramp(last, 1.2 * middle, 1.8 * middle))
+
+
+STALENESS = "the sampling weights are {values[mean rollout/weight_staleness]:.1f} optimizer steps behind on average"
+RUN_RULES = (
+    Rule(
         cause="broken_tokens",
-        confidence=0.9,
+        metric="max nonfinite_token_fraction",
+        condition=lambda value, *_: 0.9 * (value > 0),
+        message="up to {value:.3%} of the tokens of a step have no finite log-prob",
         share=0.5,
-        evidence=(f"up to {max(shares):.3%} of the tokens of a step have no finite log-prob",),
-    )
-
-
-def _not_received(rows: Rows) -> Finding | None:
-    received = series(rows, "rollout/update_received")
-    if len(received) < 3 or fmean(received) > 0.5:
-        return None
-    return Finding(
+    ),
+    Rule(
         cause="weights_not_updated",
-        confidence=0.5 + 0.4 * ramp(fmean(received), 0.5, 0.1),
-        share=0.5,
-        evidence=(f"rounding let {fmean(received):.0%} of the updates of the weights arrive in the rollout engine",),
-    )
-
-
-def _grows(rows: Rows) -> Finding | None:
-    size, staleness = series(rows, "train_rollout_logprob_abs_diff"), series(rows, "rollout/weight_staleness")
-    third = len(size) // 3
-    if third < 3 or (staleness and max(staleness) > 0):
-        return None
-    first, middle, last = fmean(size[:third]), fmean(size[third:-third]), fmean(size[-third:])
-    confidence = min(ramp(last, 3 * first, 8 * first), ramp(last, 1.2 * middle, 1.8 * middle)) if first > 0 else 0.0
-    if confidence == 0 or last < 0.01:
-        return None
-    return Finding(
-        cause="weights_not_updated",
-        confidence=0.7 * confidence,
-        share=0.5,
-        evidence=(
-            f"mean abs(Δ) grows from {first:.2g} over {middle:.2g} to {last:.2g}, while the weights count as new",
+        metric="mean rollout/update_received",
+        condition=lambda value, values, _: (
+            (value <= 0.5 and values["count rollout/update_received"] >= 3) * (0.5 + 0.4 * ramp(value, 0.5, 0.1))
         ),
-    )
-
-
-def _stale(rows: Rows) -> Finding | None:
-    staleness = series(rows, "rollout/weight_staleness")
-    fresh, size = series(rows, "mismatch_k3_kl_staleness_0"), series(rows, "mismatch_k3_kl")
-    if not staleness or fmean(staleness) <= 0 or not size:
-        return None
-    evidence = [f"the weights that sampled are {fmean(staleness):.1f} optimizer steps behind on average"]
-    confidence = 0.6
-    if fresh:
-        times = fmean(size) / max(fmean(fresh), 1e-12)
-        evidence.append(f"k3 of all tokens is {times:.1f} times that of the tokens of current weights")
-        confidence = 0.9 * ramp(times, 1.0, 2.0)
-    return Finding(cause="stale_weights", confidence=confidence, share=0.5, evidence=tuple(evidence))
-
-
-def _truncated(rows: Rows) -> Finding | None:
-    gaps = series(rows, "train/entropy_gap")
-    if len(gaps) < 5:
-        return None
-    mean = fmean(gaps)
-    error = (fmean((gap - mean) ** 2 for gap in gaps) / len(gaps)) ** 0.5 + 1e-9
-    if mean < 0.02 or mean / error < 5:
-        return None
-    return Finding(
+        message="after rounding, {value:.0%} of the weight updates arrive in the rollout engine",
+        share=0.5,
+    ),
+    Rule(
+        cause="weights_not_updated",
+        metric="last third",
+        condition=lambda _, values, __: _growth(values),
+        message="mean abs(Δ) grows from {values[first third]:.2g} over {values[second third]:.2g} to {value:.2g}, but "
+        "the weights count as current",
+        share=0.5,
+    ),
+    Rule(
+        cause="stale_weights",
+        metric="staleness ratio",
+        condition=lambda value, values, _: 0.9 * (values["mean rollout/weight_staleness"] > 0) * ramp(value, 1.0, 2.0),
+        message=STALENESS + "\nk3 of all tokens is {value:.1f} times that of tokens from current weights",
+        share=0.5,
+    ),
+    Rule(
+        cause="stale_weights",
+        metric="mean mismatch_k3_kl",
+        condition=lambda _, values, __: (
+            0.6 * (values["mean rollout/weight_staleness"] > 0 and "staleness ratio" not in values)
+        ),
+        message=STALENESS,
+        share=0.5,
+    ),
+    Rule(
         cause="truncated_sampling",
-        confidence=0.7,
+        metric="gap in standard errors",
+        condition=lambda value, values, _: 0.7 * (value >= 5 and values["mean train/entropy_gap"] >= 0.02),
+        message="train/entropy_gap is {values[mean train/entropy_gap]:+.3f} on average, {value:.0f} standard errors "
+        "above 0",
         share=0.3,
-        evidence=(f"train/entropy_gap is {mean:+.3f} on average, {mean / error:.0f} standard errors above 0",),
         detail="or a lower temperature",
-    )
-
-
-def _routing(rows: Rows) -> Finding | None:
-    without = series(rows, "train/without_replay/mismatch_k3_kl")
-    replayed = series(rows, "train/with_replay/mismatch_k3_kl")
-    if without and replayed and fmean(without) > 2 * fmean(replayed):
-        return Finding(
-            cause="moe_routing",
-            confidence=0.6,
-            share=0.3,
-            evidence=(f"without replay k3 is {fmean(without) / max(fmean(replayed), 1e-12):.1f} times that with it",),
-        )
-    return None
-
-
-def _precision(rows: Rows) -> Finding | None:
-    size = series(rows, "train_rollout_logprob_abs_diff")
-    if not size or fmean(size) < 2e-3:
-        return None
-    return Finding(
-        cause="rounding",
-        confidence=0.35,
+    ),
+    Rule(
+        cause="moe_routing",
+        metric="replay ratio",
+        condition=lambda value, *_: 0.6 * (value > 2),
+        message="without replay, k3 is {value:.1f} times as large as with replay",
         share=0.3,
-        evidence=(f"mean abs(Δ) is {fmean(size):.2g} nats; dumps of tokens show what it depends on",),
+    ),
+    Rule(
+        cause="rounding",
+        metric="mean train_rollout_logprob_abs_diff",
+        condition=lambda value, *_: 0.35 * (value >= 2e-3),
+        message="mean abs(Δ) is {value:.2g} nats; dumps of tokens show what it depends on",
+        share=0.3,
         detail="or another cause",
-    )
-
-
-RULES = (_broken, _not_received, _grows, _stale, _truncated, _routing, _precision)
+    ),
+)
+"""The first rule of a cause whose condition holds makes its finding."""

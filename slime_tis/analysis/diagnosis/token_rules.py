@@ -6,8 +6,8 @@ Each returns its finding, or None, and the tokens that it accounts for; later ru
 import numpy as np
 from numpy.typing import NDArray
 
-from slime_tis.analysis.diagnosis.causes import Finding
 from slime_tis.analysis.diagnosis.tokens import MAX_SIZE, MIN_TOKENS, Floats, Mask, Tokens, ramp
+from slime_tis.rules import Finding
 
 MIN_RUN = 2.5
 """Mean length of the runs of placeholders from which they are segments (tool output), and not single broken tokens."""

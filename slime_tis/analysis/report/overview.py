@@ -8,9 +8,7 @@ from typing import Any
 import numpy as np
 
 from slime_tis.analysis.report.plots import COLORS, Plot, axis, line
-from slime_tis.correction import RolloutCorrectionConfig
-from slime_tis.trainer.reporting.health import findings
-from slime_tis.trainer.reporting.summary import CORRECTION_PREFIXES
+from slime_tis.rules import METRIC_PREFIXES, STEP_RULES, evaluate
 
 Rows = Sequence[Mapping[str, Any]]
 Series = tuple[str, list[int], list[float]]
@@ -148,7 +146,7 @@ def last_values(rows: Rows) -> dict[str, float]:
 
 def _message(rule: str, row: Mapping[str, Any]) -> str:
     known = {name: value for name, value in row.items() if isinstance(value, int | float)}
-    finding = findings(known, RolloutCorrectionConfig()).get(rule)
+    finding = evaluate(STEP_RULES, known).get(rule)
     return "" if finding is None else str(finding)
 
 
@@ -177,7 +175,7 @@ def _chosen(rows: Rows, wanted: Mapping[str, str], positive: bool) -> list[Serie
             below = sorted({key for row in rows for key in row if key.startswith(name) and key.count("/") == 1})
             chosen: list[tuple[tuple[str, ...], str]] = [((key,), f"{label} {key.removeprefix(name)}") for key in below]
         else:
-            starred = tuple(name.replace("*", prefix) for prefix in CORRECTION_PREFIXES)
+            starred = tuple(name.replace("*", prefix) for prefix in METRIC_PREFIXES)
             chosen = [(starred if name.startswith("*") else (name,), label)]
         for keys, text in chosen:
             points = [(row["step"], row[key]) for row in rows for key in keys if isinstance(row.get(key), int | float)]

@@ -14,7 +14,7 @@ import yaml
 from slime_tis.analysis.dumps.readers import files_of, read
 from slime_tis.analysis.dumps.table import TokenTable
 from slime_tis.errors import first_line, quoted_path
-from slime_tis.trainer.reporting.run_directory import CONFIG, METRICS, metrics_before
+from slime_tis.metrics_file import CONFIG, METRICS, metrics_before
 
 MAX_METRICS = 2**29
 """Bytes that a metrics.jsonl may have."""

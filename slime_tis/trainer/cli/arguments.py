@@ -18,6 +18,7 @@ from slime_tis.errors import quoted, quoted_path
 from slime_tis.limits import Limits, check_fields, flag
 from slime_tis.policy.config import PolicyConfig
 from slime_tis.policy.proximal_policy import clip_is_inactive, needs_old_log_probs
+from slime_tis.rules import corrects_staleness
 from slime_tis.trainer.cli.command_line import (
     CORRECTION_ALIASES,
     CORRECTION_NEEDS,
@@ -44,7 +45,6 @@ from slime_tis.trainer.options.megatron import MegatronConfig
 from slime_tis.trainer.options.reporting import ReportingConfig
 from slime_tis.trainer.options.rollout import RolloutConfig
 from slime_tis.trainer.options.sglang import SGLangConfig, split_server_flags
-from slime_tis.trainer.reporting.health import corrects_staleness
 
 ENDLESS_WARM_UP = 1000
 """Times the optimizer steps of a run from which on a warm-up is a slip of the finger, not a trial of a longer run."""

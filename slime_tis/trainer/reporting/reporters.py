@@ -11,9 +11,11 @@ from typing import Any, Protocol
 from tqdm import tqdm
 
 from slime_tis.files import write_atomically
+from slime_tis.metrics_file import METRICS, metrics_before
+from slime_tis.rules import METRIC_PREFIXES
 from slime_tis.trainer.options.reporting import ReportingConfig
-from slime_tis.trainer.reporting.run_directory import METRICS, TENSORBOARD, metrics_before, prepare_run_directory
-from slime_tis.trainer.reporting.summary import CORRECTION_PREFIXES, plot_summary
+from slime_tis.trainer.reporting.run_directory import TENSORBOARD, prepare_run_directory
+from slime_tis.trainer.reporting.summary import plot_summary
 
 REJECTION_METRICS = (
     "mis_rs_masked_fraction",
@@ -34,12 +36,9 @@ COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("reward", "rollout/raw_reward", _decimal),
     ("loss", "train/loss", lambda loss: f"{loss:+.4f}" if abs(loss) < 1e4 else f"{loss:+.3e}"),
     ("grad norm", "train/grad_norm", _decimal),
-    *(("k3", f"{prefix}mismatch_k3_kl", "{:.1e}".format) for prefix in CORRECTION_PREFIXES),
-    *(("weight", f"{prefix}mis_ratio_mean_after_mis", "{:.3f}".format) for prefix in CORRECTION_PREFIXES),
-    *(
-        ("rejected", f"{prefix}gradient_kept_fraction", lambda kept: f"{1 - kept:.1%}")
-        for prefix in CORRECTION_PREFIXES
-    ),
+    *(("k3", f"{prefix}mismatch_k3_kl", "{:.1e}".format) for prefix in METRIC_PREFIXES),
+    *(("weight", f"{prefix}mis_ratio_mean_after_mis", "{:.3f}".format) for prefix in METRIC_PREFIXES),
+    *(("rejected", f"{prefix}gradient_kept_fraction", lambda kept: f"{1 - kept:.1%}") for prefix in METRIC_PREFIXES),
     ("time", "perf/step_time", "{:.2f} s".format),
 )
 """Columns of the console's line: label, metric and format. A column whose metric is missing is left out."""

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from slime_tis.files import atomic_path
-from slime_tis.trainer.reporting.run_directory import METRICS, SUMMARY
+from slime_tis.metrics_file import METRICS
+from slime_tis.rules import METRIC_PREFIXES
+from slime_tis.trainer.reporting.run_directory import SUMMARY
 
 Series = list[tuple[int, float]]
 LONG = 40
@@ -35,13 +37,9 @@ class Panel:
     right: dict[str, str] = field(default_factory=dict)
 
 
-CORRECTION_PREFIXES = ("train/", "rollout_corr/", "actor/rollout_corr/")
-"""Prefixes under which metrics of a correction are logged: one of them in each run."""
-
-
 def _under_any_prefix(labels: dict[str, str]) -> dict[str, str]:
     """Metrics of the correction and their labels, under every prefix that they may have."""
-    return {prefix + name: label for prefix in CORRECTION_PREFIXES for name, label in labels.items()}
+    return {prefix + name: label for prefix in METRIC_PREFIXES for name, label in labels.items()}
 
 
 PANELS = (

@@ -1,0 +1,264 @@
+"""The rule engine of health warnings and of the diagnosis: rules are table entries, their results are findings.
+
+`evaluate` applies a table of rules to named values. `STEP_RULES` are the health warnings: they read the metrics of one
+optimizer step. `slime_tis.analysis.diagnosis.metric_rules` has a table for the metrics of a whole run.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from slime_tis.correction import RolloutCorrectionConfig
+
+Values = Mapping[str, float]
+
+METRIC_PREFIXES = ("train/", "rollout_corr/", "actor/rollout_corr/")
+"""A run logs the metrics of the correction under one of these prefixes."""
+MAX_REJECTED = 0.1
+"""Largest healthy share of rejected tokens."""
+MIN_EFFECTIVE_SAMPLES = 0.5
+"""Smallest healthy effective sample size, as a share of the batch."""
+MAX_WEIGHTS_AT_BOUND = 0.05
+"""Largest healthy share of weights at the upper bound."""
+MAX_K3 = 0.05
+"""Largest healthy k3 KL, nats per token. Low precision and a few steps of staleness stay below it."""
+MIN_UPDATE_RECEIVED = 0.5
+"""Smallest healthy share of a weight update that reaches the rollout engine."""
+CONSTANT_REWARD_ROLLOUTS = 10
+"""Consecutive rollouts with a single reward value after which the reward function is suspect."""
+EQUAL_REWARD_ROLLOUTS = "equal_reward_rollouts"
+"""Value that `trainer.reporting.health.Health` counts: consecutive rollouts with a single reward value."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """A problem that metrics or tokens show."""
+
+    cause: str
+    """Name of the rule that found it, or of the cause in `slime_tis.analysis.diagnosis.CAUSES`."""
+    evidence: tuple[str, ...]
+    """Measured facts, one statement each."""
+    fix: str = ""
+    """What to change."""
+    title: str = ""
+    """The cause in words."""
+    confidence: float = 1.0
+    """From 0 to 1: how specific the evidence is to this cause."""
+    share: float = 1.0
+    """Share of the mismatch, Σ min(abs(Δ), 10), that the cause explains."""
+    detail: str = ""
+    """Variant of the cause, such as a precision, a lag in tokens or a ratio of temperatures."""
+
+    @property
+    def score(self) -> float:
+        """Findings are ranked by their confidence and their share of the mismatch."""
+        return self.confidence * (0.4 + 0.6 * self.share)
+
+    def __str__(self) -> str:
+        """The finding as a one-line warning."""
+        return f"{'; '.join(self.evidence)}; {self.fix}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """A condition on named values, and the finding it leads to."""
+
+    cause: str
+    metric: str
+    """Name of the value that shows the problem. The rule is skipped if the value is missing."""
+    condition: Callable[[float, Values, RolloutCorrectionConfig], float | bool]
+    """Confidence from 0 to 1, or a bool, from the metric's value, all values and the run's configuration."""
+    message: str
+    """Template of the evidence, with `value`, `complement` (1 − value), `values` and `correction`."""
+    fix: str = ""
+    after: int = 1
+    """Consecutive steps with the finding before a health warning is printed."""
+    share: float = 1.0
+    detail: str = ""
+
+
+def evaluate(
+    rules: Sequence[Rule], values: Values, correction: RolloutCorrectionConfig | None = None
+) -> dict[str, Finding | None]:
+    """Findings by cause: None if no rule of the cause applies, no entry if all its metrics are missing.
+
+    Args:
+        rules: Table of rules. The first rule of a cause whose condition holds makes its finding.
+        values: Metrics or statistics by name.
+        correction: Configuration of the run.
+    """
+    correction = correction or RolloutCorrectionConfig()
+    findings: dict[str, Finding | None] = {}
+    for rule in rules:
+        try:
+            value = values[rule.metric]
+            confidence = float(rule.condition(value, values, correction))
+        except KeyError:  # a value is missing
+            continue
+        if findings.setdefault(rule.cause, None) is None and confidence > 0:
+            text = rule.message.format(value=value, complement=1 - value, values=values, correction=correction)
+            findings[rule.cause] = Finding(
+                cause=rule.cause,
+                evidence=tuple(text.split("\n")),
+                fix=rule.fix.format(correction=correction),
+                confidence=confidence,
+                share=rule.share,
+                detail=rule.detail,
+            )
+    return findings
+
+
+def corrects_staleness(correction: RolloutCorrectionConfig) -> bool:
+    """Whether weights, rejection or the clip compare the policy with the policy that sampled."""
+    return correction.corrects or correction.use_rollout_logprobs or correction.old_logprobs == "interpolate"
+
+
+def _all_retokenized(values: Values) -> bool:
+    """Whether retokenization removed every sample, so that wider bounds would not help."""
+    return values.get("train/skipped_steps", 0) > 0 and values.get("rollout/retokenized") == 1
+
+
+def _at_bound_rule(mode: str, metric: str) -> Rule:
+    return Rule(
+        cause="at_bound",
+        metric=metric,
+        condition=lambda value, values, correction: correction.tis_mode == mode and value > MAX_WEIGHTS_AT_BOUND,
+        message=f"{metric} is {{value:.3g}}: in each of the last 10 steps more than {MAX_WEIGHTS_AT_BOUND:.0%} of the "
+        "weights were at --tis-upper-bound {correction.tis_upper_bound:g}, so the bound determines the weights",
+        fix="raise the bound, weight at a lower level, or reduce the mismatch.",
+        after=10,
+    )
+
+
+STEP_RULES = (
+    Rule(
+        cause="rejection",
+        metric="train/gradient_kept_fraction",
+        condition=lambda value, values, _: 1 - value > MAX_REJECTED and not _all_retokenized(values),
+        message="train/gradient_kept_fraction is {value:.3g}: {complement:.1%} of the tokens are rejected, "
+        f"more than {MAX_REJECTED:.0%}, so training sees a biased selection",
+        fix="widen the rejection bounds, adapt them to length and noise (--rs-target-fraction 0.02), or reduce the "
+        "mismatch (higher precision, newer weights).",
+        after=2,
+    ),
+    Rule(
+        cause="effective_samples",
+        metric="train/mis_eff_sample_size",
+        condition=lambda value, *_: value < MIN_EFFECTIVE_SAMPLES,
+        message="train/mis_eff_sample_size is {value:.3g}: fewer than "
+        f"{MIN_EFFECTIVE_SAMPLES:.0%} of the samples carry the gradient",
+        fix="lower --tis-upper-bound, weight at a lower level (--tis-level token), or reduce the mismatch.",
+        after=2,
+    ),
+    _at_bound_rule("truncate", "train/mis_truncate_fraction"),
+    _at_bound_rule("clip", "train/mis_clip_fraction_high"),
+    Rule(
+        cause="zero_gradient",
+        metric="train/grad_norm",
+        condition=lambda value, values, _: value == 0 and _all_retokenized(values),
+        message="train/grad_norm is 0: every sample was retokenized, so no token was trained on",
+        fix="return the token ids that the engine sampled, or add --retokenization keep-mask (docs/agents.md).",
+    ),
+    Rule(
+        cause="zero_gradient",
+        metric="train/grad_norm",
+        condition=lambda value, values, _: value == 0 and values.get("train/skipped_steps", 0) > 0,
+        message="train/grad_norm is 0: every token was rejected or masked",
+        fix="widen the bounds, or raise --max-weight-staleness.",
+    ),
+    Rule(
+        cause="zero_gradient",
+        metric="train/grad_norm",
+        condition=lambda value, *_: value == 0,
+        message="train/grad_norm is 0: all advantages are 0, which happens if each group's samples have equal rewards",
+        fix="check the reward function and the difficulty of the prompts.",
+    ),
+    Rule(
+        cause="nonfinite_gradient",
+        metric="train/nonfinite_gradient_steps",
+        condition=lambda value, *_: value != 0,
+        message="train/nonfinite_gradient_steps is {value:.3g}: the gradient was NaN or infinite and the step was "
+        "skipped",
+        fix="lower --lr, and check rewards, --kl-loss-coef and --entropy-coef.",
+    ),
+    Rule(
+        cause="nonfinite_log_probs",
+        metric="train/nonfinite_token_fraction",
+        condition=lambda value, *_: value > 0,
+        message="train/nonfinite_token_fraction is {value:.3g}: log-probs of the rollout or training engine are NaN, "
+        "infinite or missing",
+        fix="check the rollout engine's numerics; --nonfinite-policy {correction.nonfinite_policy} handles these "
+        "tokens.",
+    ),
+    Rule(
+        cause="no_variance",
+        metric="rollout/zero_std_groups",
+        condition=lambda value, *_: value >= 1,
+        message="rollout/zero_std_groups is {value:.3g}: within every group all rewards are equal, so all advantages "
+        "are 0",
+        fix="use prompts of another difficulty, more samples per prompt, or a finer-grained reward.",
+        after=2,
+    ),
+    Rule(
+        cause="constant_reward",
+        metric="rollout/raw_reward",
+        condition=lambda _, values, __: values[EQUAL_REWARD_ROLLOUTS] >= CONSTANT_REWARD_ROLLOUTS,
+        message="rollout/raw_reward is {value:.3g}: every sample of the last "
+        f"{CONSTANT_REWARD_ROLLOUTS} rollouts has this reward",
+        fix="check that the reward function reads the answer and the label correctly (--rm-type, --custom-rm-path, "
+        "--label-key).",
+    ),
+    Rule(
+        cause="staleness",
+        metric="rollout/weight_staleness",
+        condition=lambda value, _, correction: value > 0 and not corrects_staleness(correction),
+        message="rollout/weight_staleness is {value:.3g}: samples come from older weights and nothing corrects for it",
+        fix="add --use-tis or --use-rollout-logprobs, or update the rollout engine after every rollout "
+        "(--update-weights-interval 1, --rollout-lookahead 0).",
+    ),
+    Rule(
+        cause="mismatch",
+        metric="train/mismatch_k3_kl",
+        condition=lambda value, *_: value > MAX_K3,
+        message="train/mismatch_k3_kl is {value:.3g}: the KL between rollout and training policy is above "
+        f"{MAX_K3:g} nats per token",
+        fix="compare weights (--check-weight-sync), temperature, tokenizer and chat template of both engines, then "
+        "raise the rollout's precision.",
+        after=2,
+    ),
+    Rule(
+        cause="retokenized",
+        metric="rollout/retokenized",
+        condition=lambda value, *_: value > 0,
+        message="rollout/retokenized is {value:.3g}: the generate function returned trained tokens that the engine did "
+        "not sample",
+        fix="return the sampled token ids instead of text (docs/agents.md).",
+    ),
+    Rule(
+        cause="routing_replay",
+        metric="train/routing_replay_missing",
+        condition=lambda value, *_: value > 0,
+        message="train/routing_replay_missing is {value:.3g}: this number of samples has no recorded experts, so "
+        "training routes their tokens itself",
+        fix="generate with --use-rollout-routing-replay and an engine that records experts (docs/moe.md).",
+    ),
+    Rule(
+        cause="absorbed_updates",
+        metric="rollout/update_received",
+        condition=lambda value, *_: value < MIN_UPDATE_RECEIVED,
+        message="rollout/update_received is {value:.3g}: in each of the last 3 updates, rounding to the rollout "
+        f"engine's precision lost more than {1 - MIN_UPDATE_RECEIVED:.0%}, so samples are staler than "
+        "rollout/weight_staleness reports",
+        fix="add --weight-update-rounding stochastic, train in the engine's precision (--bf16), or raise --lr or the "
+        "engine's precision.",
+        after=3,
+    ),
+    Rule(
+        cause="micro_batch_load",
+        metric="perf/micro_batch_load",
+        condition=lambda value, *_: value > 1,
+        message="perf/micro_batch_load is {value:.3g}: a micro-batch exceeds the token budget and may not fit into "
+        "memory; one sample, or all segments of one rollout, are larger than the budget",
+        fix="raise --max-tokens-per-gpu, lower --rollout-max-context-len, or return fewer or shorter segments.",
+    ),
+)
+"""Health warnings. The cause is the name of the metric `health/CAUSE`."""
