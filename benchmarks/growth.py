@@ -48,7 +48,7 @@ from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
 from slime_tis.trainer.engines.functions import FunctionBatch, new_groups
 from slime_tis.trainer.engines.generation import Generation, Request, TokenEngine
 from slime_tis.trainer.engines.local.engine import LocalEngine
-from slime_tis.trainer.learner import Learner, advantages_of, training_batch
+from slime_tis.trainer.learner import Learner
 from slime_tis.trainer.megatron.batch import token_budget_partitions
 from slime_tis.trainer.megatron.engine import TrainingEngine
 from slime_tis.trainer.megatron.packing import pack
@@ -58,6 +58,7 @@ from slime_tis.trainer.options.megatron import MegatronConfig
 from slime_tis.trainer.options.rollout import RolloutConfig
 from slime_tis.trainer.rewards.rewards import build_reward
 from slime_tis.trainer.rollout.metrics import rollout_metrics
+from slime_tis.trainer.step import advantages_of, training_batch
 from slime_tis.trainer.train_dump import DumpSettings, StepDump, table_of
 from tests.checkpoints import make_checkpoint, make_tokenizer
 

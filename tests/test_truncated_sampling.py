@@ -59,7 +59,7 @@ def test_samples_without_masks_are_refused_and_show_their_bias_where_it_is_allow
     change(tmp_path / "rollout_0.jsonl", lambda row: row.pop("sampling_mask"))
     flags += ["--load-debug-rollout-data", data]
     assert train([*task, *flags, "--output-dir", str(tmp_path / "refused")]) == 1
-    assert "has 16 samples without a sampling mask" in capsys.readouterr().err
+    assert "16 samples of the rollout data" in capsys.readouterr().err
     (biased,) = run(*flags, "--allow-truncation-bias", name="biased")
     assert biased["rollout/sampling_mask_missing"] == 1
     assert replayed["train/train_rollout_logprob_abs_diff"] < EXACT

@@ -29,11 +29,11 @@ from slime_tis.trainer.data.sample import Sample, Sampling
 from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
 from slime_tis.trainer.engines.local.engine import LocalEngine
 from slime_tis.trainer.engines.quantize import round_fp8
-from slime_tis.trainer.learner import training_batch
 from slime_tis.trainer.megatron.batch import TrainingBatch, fixed_partition
 from slime_tis.trainer.megatron.engine import TrainingEngine
 from slime_tis.trainer.megatron.parallel import initialize, shut_down
 from slime_tis.trainer.options.megatron import MegatronConfig
+from slime_tis.trainer.step import training_batch
 
 HERE = Path(__file__).resolve().parent
 DATA, RESULTS = Path("data/sort_digits_moe"), HERE / "mismatch.csv"

@@ -119,6 +119,10 @@ class Interrupts:
         finally:
             self._abandonable = False
 
+    def keep(self) -> None:
+        """Ends `abandonable` early: an optimizer step was made, and giving up the rollout would lose it."""
+        self._abandonable = False
+
     def check(self) -> None:
         """A safe point of this rank alone, where the caller takes care that the others learn of it.
 

@@ -13,9 +13,9 @@ from slime_tis.trainer.data.prompts import load_prompts
 from slime_tis.trainer.data.sample import Sampling
 from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
 from slime_tis.trainer.engines.local.engine import LocalEngine
+from slime_tis.trainer.evaluation import accuracy_metrics, answer
 from slime_tis.trainer.options.rollout import RolloutConfig
 from slime_tis.trainer.rewards.rewards import build_reward
-from slime_tis.trainer.rollout.evaluate import accuracy_metrics, answer
 
 ROOT = Path(__file__).parents[2]
 SMALL = prepare.Example(

@@ -7,8 +7,8 @@ from transformers import AutoModelForCausalLM
 from slime_tis.trainer.data.sample import Prompt, Sampling
 from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
 from slime_tis.trainer.engines.local.engine import LocalEngine
+from slime_tis.trainer.evaluation import accuracy_metrics, answer
 from slime_tis.trainer.rewards.builtin_rewards import exact_match
-from slime_tis.trainer.rollout.evaluate import accuracy_metrics, answer
 from tests.checkpoints import EOS, make_checkpoint
 
 

@@ -8,7 +8,7 @@ import pytest
 from slime_tis.errors import CustomFunctionError
 from slime_tis.trainer.rollout.filter_hub import DynamicFilterOutput
 from slime_tis.trainer.rollout.hooks import RolloutHooks, ShapedRewards
-from slime_tis.trainer.rollout.staleness import mask_removed_samples
+from slime_tis.trainer.samples import mask_removed_samples
 from tests.rollout.test_rewards import make_config, make_samples
 
 

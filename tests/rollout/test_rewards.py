@@ -12,7 +12,7 @@ from slime_tis.trainer.data.sample import Prompt, Sample
 from slime_tis.trainer.options.rollout import RolloutConfig
 from slime_tis.trainer.rewards.rewards import assign_rewards, build_reward, check_prompts
 from slime_tis.trainer.rollout.metrics import rollout_metrics
-from slime_tis.trainer.rollout.staleness import mask_removed_samples
+from slime_tis.trainer.samples import mask_removed_samples
 from tests.samples import make_sample
 
 NAMES = "exact_match, math, deepscaler, dapo, f1, gpqa, random, remote_rm, each also as boxed_NAME"

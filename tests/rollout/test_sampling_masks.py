@@ -9,7 +9,7 @@ import pytest
 from slime_tis.trainer.data.dump import load_samples, save_samples
 from slime_tis.trainer.data.sample import Sample
 from slime_tis.trainer.data.sampling_mask import SamplingMask
-from slime_tis.trainer.rollout.sampling_masks import check_sampling_masks, require_sampling_masks
+from slime_tis.trainer.samples import check_sampling_masks, require_sampling_masks
 from tests.rollout.test_dump import sample
 
 
@@ -86,7 +86,7 @@ def test_a_mask_of_another_length_than_the_response_is_refused(tmp_path: Path) -
 
 def test_loaded_samples_without_masks_are_refused_where_sampling_was_truncated() -> None:
     require_sampling_masks("x", [[masked([[4], [5]]), masked(None, loss_mask=[0, 0])]])
-    with pytest.raises(ValueError, match="has 1 samples without a sampling mask"):
+    with pytest.raises(ValueError, match="no sampling mask"):
         require_sampling_masks("x", [[masked([[4], [5]]), masked(None)]])
 
 

@@ -1,7 +1,7 @@
 """Samples of old weights lose their loss mask and are counted; the others are untouched."""
 
 from slime_tis.trainer.data.sample import Prompt, Sample
-from slime_tis.trainer.rollout.staleness import mask_stale_samples
+from slime_tis.trainer.samples import mask_stale_samples
 from tests.samples import make_sample
 
 

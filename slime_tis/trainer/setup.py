@@ -1,0 +1,449 @@
+"""Builds a run in stages, each from finished objects.
+
+user functions → checkpoint to resume → data → learner → rollout engine → samples → evaluation → reporters
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slime_tis.errors import quoted_path
+from slime_tis.hf_directory import ModelSizes, load_config, model_sizes, moe_sizes, read_model_config
+from slime_tis.policy.custom_loss import ObjectiveFunctions
+from slime_tis.policy.custom_tis import CustomTisFunction
+from slime_tis.policy.proximal_policy import old_policy_name
+from slime_tis.trainer.agents.custom_generate import GenerateFunction, build_generate_function, load_generate_function
+from slime_tis.trainer.agents.rollout_function import build_rollout_function, load_rollout_function
+from slime_tis.trainer.agents.slime_client import LOCAL_ADDRESS
+from slime_tis.trainer.checkpointer import Checkpointer, Identity, ResumePoint, find_resume_point, model_identity
+from slime_tis.trainer.cli.arguments import Arguments, effective_config, options_in_force
+from slime_tis.trainer.cli.preflight import prompt_sizes
+from slime_tis.trainer.data.data_source import CustomDataSource
+from slime_tis.trainer.data.prompts import PromptDataset
+from slime_tis.trainer.data.sample import Prompt, Sample
+from slime_tis.trainer.engines.build import build_engine, training_sampling
+from slime_tis.trainer.engines.engine import RolloutEngine, RolloutFuture
+from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
+from slime_tis.trainer.evaluation import Evaluation, load_evaluation_prompts, local_evaluation_engine
+from slime_tis.trainer.interrupt import Interrupts
+from slime_tis.trainer.learner import Learner
+from slime_tis.trainer.megatron.engine import TrainingEngine
+from slime_tis.trainer.megatron.parallel import Parallel
+from slime_tis.trainer.policy_weights import PolicyWeights
+from slime_tis.trainer.reporting.health import Health
+from slime_tis.trainer.reporting.reporters import Reporter, open_reporters
+from slime_tis.trainer.reporting.run_directory import check_metrics
+from slime_tis.trainer.reporting.timing import Timer
+from slime_tis.trainer.rewards.rewards import build_reward, check_prompts, check_reward_server
+from slime_tis.trainer.rollout.hooks import RolloutHooks
+from slime_tis.trainer.rollout.prefetch import BATCH, Prefetcher
+from slime_tis.trainer.rollout.unfinished import Unfinished
+from slime_tis.trainer.samples import SampleSource
+from slime_tis.trainer.train_dump import DumpSettings, TrainDump
+from slime_tis.user_functions import load_custom_tis
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+RewardFunction = Callable[[list[Sample]], list[float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Process:
+    """This process: its options, its place in the layout, its signals and its clock."""
+
+    arguments: Arguments
+    parallel: Parallel
+    interrupts: Interrupts
+    timer: Timer
+    opened: ExitStack
+    """Closes engines, dumps and reporters at the end, also after an error during set-up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UserFunctions:
+    """The functions that options name, and the built-in ones where an option is unset."""
+
+    custom_tis: CustomTisFunction | None
+    objective: ObjectiveFunctions
+    hooks: RolloutHooks
+    reward: RewardFunction
+    eval_reward: RewardFunction
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """Prompts to train on and to evaluate on."""
+
+    tokenizer: PreTrainedTokenizerBase
+    sizes: ModelSizes
+    dataset: PromptDataset | CustomDataSource
+    eval_prompts: dict[str, list[Prompt]]
+    num_rollout: int
+    """Rollouts of the whole run."""
+
+
+@dataclass
+class Run:
+    """The parts of a run, and its progress."""
+
+    arguments: Arguments
+    parallel: Parallel
+    interrupts: Interrupts
+    timer: Timer
+    samples: SampleSource
+    learner: Learner
+    weights: PolicyWeights
+    evaluation: Evaluation
+    checkpointer: Checkpointer
+    health: Health
+    reporters: Reporter
+    num_rollout: int
+    """Rollouts of the whole run."""
+    rollout_id: int = 0
+    """Rollouts trained on so far."""
+    unreported: list[dict[str, float]] = field(default_factory=list)
+    """Metrics of finished optimizer steps that are not logged yet."""
+
+
+def set_up(arguments: Arguments, parallel: Parallel, interrupts: Interrupts, opened: ExitStack) -> Run:
+    """Builds all parts of a run and restores the checkpoint under --load, if there is one."""
+    process = Process(arguments=arguments, parallel=parallel, interrupts=interrupts, timer=Timer(), opened=opened)
+    functions = load_functions(process)
+    identity = Identity(options=effective_config(arguments), model=model_identity(arguments.megatron.hf_checkpoint))
+    resumed = find_resume_point(arguments.megatron, identity, is_main=parallel.is_main)
+    run_id = uuid.uuid4().hex if resumed is None else resumed.state.run
+    check_metrics(arguments.reporting.output_dir, run_id)
+    data = load_data(process, resumed)
+    learner = build_learner(process, functions, data)
+    weights = PolicyWeights(learner=learner, config=arguments.rollout, megatron=arguments.megatron, timer=process.timer)
+    sampler = build_sampler(process, data, weights)
+    weights.connect(sampler, data.dataset.prompts, data.sizes.context_len)
+    generate = build_generate_function(
+        arguments.rollout,
+        arguments.namespace,
+        data.tokenizer,
+        vocab_size=data.sizes.vocab_size,
+        context_len=data.sizes.context_len,
+        version=lambda: sampler.weight_version,
+        address=sampler.http_address or LOCAL_ADDRESS,
+    )
+    samples = build_samples(process, functions, data, sampler, generate, resumed)
+    evaluation = build_evaluation(process, functions, data, learner, sampler, generate)
+    checkpointer = Checkpointer(
+        config=arguments.megatron,
+        learner=learner,
+        sampler=sampler,
+        evaluation=evaluation,
+        updates=weights.updates,
+        data=data.dataset if isinstance(data.dataset, CustomDataSource) else None,
+        timer=process.timer,
+        run_id=run_id,
+        identity=identity,
+    )
+    if resumed is not None:
+        checkpointer.resume(resumed, weights.send)
+    elif weights.check is not None or not weights.are_loaded_by_the_engine:
+        weights.send()
+    process.timer.take()
+    report_settings(process, learner.engine)
+    return Run(
+        arguments=arguments,
+        parallel=parallel,
+        interrupts=interrupts,
+        timer=process.timer,
+        samples=samples,
+        learner=learner,
+        weights=weights,
+        evaluation=evaluation,
+        checkpointer=checkpointer,
+        health=Health(arguments.correction),
+        reporters=build_reporters(process, data, learner, evaluation, run_id),
+        num_rollout=data.num_rollout,
+        rollout_id=0 if resumed is None else resumed.state.rollout_id,
+    )
+
+
+def load_functions(process: Process) -> UserFunctions:
+    """Loads every user function, so that a wrong one is refused before a model is built."""
+    arguments, check = process.arguments, process.interrupts.check
+    rollout, namespace = arguments.rollout, arguments.namespace
+    custom_tis = None
+    if arguments.custom_tis_function_path is not None:
+        custom_tis = CustomTisFunction.bind(load_custom_tis(arguments.custom_tis_function_path, namespace), namespace)
+    if rollout.custom_generate_function_path is not None:
+        load_generate_function(rollout.custom_generate_function_path)
+    if rollout.rollout_function_path is not None:
+        load_rollout_function(rollout.rollout_function_path)
+    return UserFunctions(
+        custom_tis=custom_tis,
+        objective=ObjectiveFunctions.load(arguments.policy, namespace),
+        hooks=RolloutHooks.load(rollout, namespace),
+        reward=build_reward(rollout, namespace, check),
+        eval_reward=build_reward(rollout, namespace, check, evaluation=True),
+    )
+
+
+def load_data(process: Process, resumed: ResumePoint | None) -> Data:
+    """Loads the tokenizer and the prompts, and checks that every prompt can be scored."""
+    arguments = process.arguments
+    rollout, tokenizer = arguments.rollout, load_tokenizer(arguments.megatron.hf_checkpoint)
+    sizes = prompt_sizes(arguments.megatron, rollout)
+    dataset: PromptDataset | CustomDataSource = (
+        PromptDataset(rollout.prompt_data, tokenizer, rollout, sizes)
+        if rollout.data_source_path is None
+        else CustomDataSource(rollout.data_source_path, arguments.namespace, tokenizer, rollout, sizes)
+    )
+    if resumed is not None:
+        dataset.load_state_dict(resumed.state.dataset)
+    eval_prompts = load_evaluation_prompts(rollout, tokenizer, sizes)
+    check_rewards(arguments, dataset, eval_prompts)
+    num_rollout = arguments.loop.num_rollout
+    if num_rollout is None:
+        assert arguments.loop.num_epoch is not None  # parse_args requires one of the two
+        num_rollout = max(arguments.loop.num_epoch * len(dataset) // rollout.rollout_batch_size, 1)
+    return Data(tokenizer=tokenizer, sizes=sizes, dataset=dataset, eval_prompts=eval_prompts, num_rollout=num_rollout)
+
+
+def check_rewards(
+    arguments: Arguments, dataset: PromptDataset | CustomDataSource, eval_prompts: dict[str, list[Prompt]]
+) -> None:
+    """Checks that every prompt can be scored.
+
+    Raises:
+        ValueError: A label is missing, or has another form than the reward needs.
+    """
+    if arguments.loop.load_debug_rollout_data is None:  # loaded samples have their rewards
+        check_prompts(arguments.rollout, dataset.prompts)
+    for name, prompts in eval_prompts.items():
+        flags = f"--label-key or --eval-label-key (--eval-prompt-data {name})"
+        check_prompts(arguments.rollout, prompts, flags)
+    rollout = arguments.rollout
+    sources = (rollout.data_source_path, rollout.rollout_function_path, rollout.custom_generate_function_path)
+    if sources == (None, None, None):  # a user function may choose the server for each sample
+        check_reward_server(rollout, [*dataset.prompts, *chain(*eval_prompts.values())])
+
+
+def build_learner(process: Process, functions: UserFunctions, data: Data) -> Learner:
+    """Builds the training engine and the learner."""
+    arguments, parallel = process.arguments, process.parallel
+    rollout, steps = arguments.rollout, steps_per_rollout(arguments)
+    engine = TrainingEngine(
+        arguments.megatron,
+        parallel,
+        temperature=rollout.rollout_temperature,
+        total_steps=data.num_rollout * steps,
+        keep_reference=arguments.policy.use_kl_loss,
+        entropy_gradient=arguments.policy.entropy_coef != 0,
+        gives_logits=functions.objective.loss is not None,
+        timer=process.timer,
+        safe_point=process.interrupts.check if parallel.size == 1 else _never,  # one rank of several cannot stop alone
+    )
+    dump = open_dump(arguments, parallel)
+    if dump is not None:
+        process.opened.enter_context(closing(dump))
+    return Learner(
+        engine=engine,
+        correction=arguments.correction,
+        policy=arguments.policy,
+        steps_per_rollout=steps,
+        leaves_out_samples=rollout.max_weight_staleness is not None,
+        custom_tis=functions.custom_tis,
+        functions=functions.objective,
+        replays_rollout_routing=rollout.use_rollout_routing_replay,
+        replays_routing_weights=rollout.routing_replay_weights,
+        measure_routing_mismatch=rollout.measure_routing_mismatch,
+        dump=dump,
+        after_step=process.interrupts.keep,
+    )
+
+
+def _never() -> None:
+    """Never interrupts."""
+
+
+def open_dump(arguments: Arguments, parallel: Parallel) -> TrainDump | None:
+    """Returns the writer of --save-debug-train-data; None without the flag.
+
+    Raises:
+        ValueError: Several ranks would write the same file.
+    """
+    pattern = arguments.loop.save_debug_train_data
+    if pattern is None:
+        return None
+    rollout, moe = arguments.rollout, moe_sizes(load_config(arguments.megatron.hf_checkpoint))
+    settings = DumpSettings(
+        pattern=pattern,
+        correction=arguments.correction,
+        policy=arguments.policy,
+        old_policy=old_policy_name(arguments.correction, steps_per_rollout(arguments)),
+        has_custom_function=arguments.custom_tis_function_path is not None,
+        metadata={
+            "precision": "bf16" if arguments.megatron.bf16 else "fp32",
+            # SGLang's servers may choose their precision themselves
+            "rollout_precision": rollout.rollout_precision if rollout.rollout_engine == "local" else None,
+            "num_experts": 0 if moe is None else moe.num_experts,
+            "replays_experts": rollout.use_rollout_routing_replay,
+            "temperature": rollout.rollout_temperature,
+            "tokenizer": str(Path(arguments.megatron.hf_checkpoint).resolve()),
+        },
+    )
+    if parallel.data_size > 1 and settings.path(0, 0) == settings.path(0, 1):
+        raise ValueError(
+            f"--save-debug-train-data is {quoted_path(pattern)}, one file for {parallel.data_size} data-parallel "
+            "ranks; add {rank} to the name."
+        )
+    return TrainDump(settings, parallel.rank)
+
+
+def steps_per_rollout(arguments: Arguments) -> int:
+    """Returns the optimizer steps of each rollout."""
+    assert arguments.loop.num_steps_per_rollout is not None  # parse_args derives it
+    return arguments.loop.num_steps_per_rollout
+
+
+def build_sampler(process: Process, data: Data, weights: PolicyWeights) -> RolloutEngine:
+    """Builds the rollout engine."""
+    arguments = process.arguments
+    sampler = build_engine(
+        arguments.rollout,
+        arguments.sglang,
+        arguments.megatron.hf_checkpoint,
+        data.tokenizer,
+        weights=weights.tensors,
+        weights_version=weights.version,
+        output_dir=arguments.reporting.output_dir,
+        device=process.parallel.backend.device,
+        safe_point=process.interrupts.check,
+    )
+    process.opened.enter_context(closing(sampler))
+    return sampler
+
+
+def build_samples(
+    process: Process,
+    functions: UserFunctions,
+    data: Data,
+    sampler: RolloutEngine,
+    generate: GenerateFunction | None,
+    resumed: ResumePoint | None,
+) -> SampleSource:
+    """Builds the path of samples from the rollout engine to the learner."""
+    arguments, dataset = process.arguments, data.dataset
+    rollout = arguments.rollout
+    unfinished = Unfinished(engine=sampler, choose=functions.hooks.choose)
+
+    def submit(prompts: list[Prompt], number: int) -> RolloutFuture:
+        num_groups = rollout.rollout_batch_size if rollout.partial_rollout else None
+        seed = (rollout.rollout_seed << 32) + number
+        sampling = training_sampling(rollout)
+        if generate is None:
+            return sampler.submit(prompts, sampling, seed, num_groups=num_groups)
+        function = generate.bind(sampling)
+        concurrency = rollout.generate_concurrency
+        return sampler.submit_function(
+            prompts, function, sampling, seed, concurrency=concurrency, num_groups=num_groups
+        )
+
+    def new_prompts() -> int:
+        """Returns the number of new prompts of the next batch; unfinished groups fill the rest."""
+        size = rollout.over_sampling_batch_size or rollout.rollout_batch_size
+        return size - unfinished.take(size)
+
+    first_batch = 0  # checkpoints of early versions have no batch number; there, it is the number of the rollout
+    if resumed is not None:
+        first_batch = resumed.state.dataset.get(BATCH, resumed.state.rollout_id)
+    return SampleSource(
+        arguments=arguments,
+        is_main=process.parallel.is_main,
+        timer=process.timer,
+        sizes=model_sizes(read_model_config(arguments.megatron.hf_checkpoint)),
+        sampler=sampler,
+        prefetcher=Prefetcher(
+            dataset, submit, prompts=new_prompts, depth=rollout.rollout_lookahead, number=first_batch
+        ),
+        unfinished=unfinished,
+        custom_rollout=build_rollout_function(
+            rollout,
+            arguments.namespace,
+            data.tokenizer,
+            dataset,
+            sizes=data.sizes,
+            version=lambda: sampler.weight_version,
+            address=sampler.http_address,
+        ),
+        reward=functions.reward,
+        hooks=functions.hooks,
+        data_source=dataset if isinstance(dataset, PromptDataset) else dataset.source,
+        num_rollout=data.num_rollout,
+    )
+
+
+def build_evaluation(
+    process: Process,
+    functions: UserFunctions,
+    data: Data,
+    learner: Learner,
+    sampler: RolloutEngine,
+    generate: GenerateFunction | None,
+) -> Evaluation:
+    """Builds the evaluation on held-out prompts."""
+    config = process.arguments.rollout
+    local_engine = partial(
+        local_evaluation_engine, process.arguments.megatron, learner.engine, data.tokenizer, process.interrupts
+    )
+    return Evaluation(
+        prompts=data.eval_prompts,
+        reward=functions.eval_reward,
+        logs=functions.hooks.logs_evaluation,
+        config=config,
+        engine=learner.engine,
+        build_engine=local_engine if config.evaluates_locally else lambda: sampler,
+        timer=process.timer,
+        generate=generate,
+    )
+
+
+def build_reporters(process: Process, data: Data, learner: Learner, evaluation: Evaluation, run_id: str) -> Reporter:
+    """Opens the reporters of metrics."""
+    arguments = process.arguments
+    reporters = open_reporters(
+        arguments.reporting,
+        options_in_force(arguments),
+        total_steps=data.num_rollout * steps_per_rollout(arguments),
+        resume_step=learner.step + 1 if learner.step else 0,
+        evaluates_again=evaluation.is_overdue,
+        run=run_id,
+        enabled=process.parallel.is_main,
+    )
+    process.opened.enter_context(closing(reporters))
+    return reporters
+
+
+def report_settings(process: Process, engine: TrainingEngine) -> None:
+    """Prints settings that the training engine derived."""
+    if not process.parallel.is_main:
+        return
+    if engine.token_budget is not None and engine.token_budget.reason is not None:
+        print(f"micro-batches: {engine.token_budget}", flush=True)
+    if process.arguments.megatron.share_prompts is None and not engine.shares_prompts:
+        print(f"shared prompts: off ({engine.no_shared_prompts})", flush=True)
+
+
+@contextmanager
+def closing(resource: RolloutEngine | Reporter | TrainDump) -> Iterator[None]:
+    """Closes an engine, a reporter or a dump at the end; an error of the block is raised instead of one of `close`."""
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):  # the disk may be what failed
+            resource.close()
+        raise
+    resource.close()

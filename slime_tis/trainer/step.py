@@ -1,0 +1,117 @@
+"""The samples of one optimizer step as tensors, and their advantages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from slime_tis.policy.advantages import advantages
+from slime_tis.policy.config import PolicyConfig
+from slime_tis.policy.custom_loss import loss_batch
+from slime_tis.policy.tokens import ResponseTokens
+from slime_tis.trainer.data.sample import Sample, by_rollout
+from slime_tis.trainer.megatron.batch import TrainingBatch, make_batch
+from slime_tis.trainer.megatron.parallel import Parallel
+from slime_tis.trainer.megatron.routing_replay import RoutingRecord
+from slime_tis.trainer.rollout.metrics import rollout_reward
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One optimizer step's samples on this data-parallel rank."""
+
+    samples: Sequence[Sample]
+    rollouts: Sequence[int]
+    """Number of the rollout to which each sample belongs; the segments of a rollout share one."""
+    dealt_together: int
+    """Consecutive rollouts of the step that are assigned to one rank."""
+    batch: TrainingBatch
+    """The samples as tensors."""
+    recorded: TrainingBatch
+    """The samples with the rollout's experts, also if training does not replay them."""
+    partition: list[list[int]]
+    """The samples of each micro-batch."""
+    load: float | None
+    """Tokens of the largest micro-batch of all ranks, as a share of the token budget; None without a budget."""
+    routing_record: RoutingRecord | None
+    """Experts of the old log-prob pass, for training to replay; None without `--use-routing-replay`."""
+    samples_without_routing: int
+    """Samples of all ranks without usable experts."""
+
+
+def user_batch(step: Step, tokens: ResponseTokens, advantages: Sequence[float]) -> dict[str, list[Any]]:
+    """Returns the columns that --custom-advantage-function-path gets for one step, in slime's names.
+
+    Args:
+        step: This rank's samples.
+        tokens: Their response tokens, on the device.
+        advantages: One per sample.
+    """
+    columns: dict[str, list[Any]] = loss_batch(tokens, step.batch.tokens)
+    del columns["advantages"]
+    return columns | {
+        "tokens": columns["unconcat_tokens"],
+        "kl": [torch.zeros_like(values) for values in columns["rollout_log_probs"]],
+        "rewards": list(advantages),
+        "raw_reward": [sample.reward for sample in step.samples],
+        "sample_indices": [sample.index for sample in step.samples],
+        "metadata": [sample.metadata for sample in step.samples],
+    }
+
+
+def advantages_of(
+    groups: Sequence[Sequence[Sample]],
+    accepted: Sequence[bool] | None,
+    policy: PolicyConfig,
+    given: Sequence[float] | None = None,
+) -> list[float]:
+    """Returns the advantage of every sample, group by group; all segments of a rollout share its advantage.
+
+    Args:
+        groups: The same number of rollouts for each prompt; the rewards of a rollout's segments are added.
+        accepted: Which rollouts count in the baselines; None for all.
+        policy: The estimator.
+        given: Advantages instead of the estimator's, one per sample.
+    """
+    rollouts = [rollout for group in groups for rollout in by_rollout(group)]
+    units = rollouts if given is None else [[sample] for rollout in rollouts for sample in rollout]
+    if given is not None and accepted is not None:
+        accepted = [keep for keep, rollout in zip(accepted, rollouts, strict=True) for _ in rollout]
+
+    def grouped(values: Sequence[float] | Sequence[bool]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float64).view(len(groups) if given is None else 1, -1)
+
+    per_unit = advantages(
+        grouped([rollout_reward(unit) for unit in units]),
+        grouped([float(sum(sum(sample.loss_mask) for sample in unit)) for unit in units]),
+        policy,
+        None if accepted is None else grouped(accepted) > 0,
+        None if given is None else grouped(given),
+    )
+    values: list[float] = per_unit.flatten().tolist()
+    return [value for value, unit in zip(values, units, strict=True) for _ in unit]
+
+
+def training_batch(
+    samples: Sequence[Sample], parallel: Parallel, rollouts: Sequence[int] | None = None
+) -> TrainingBatch:
+    """Returns this rank's samples as tensors: sequences, masks and per-token values.
+
+    Args:
+        samples: Samples of this rank.
+        parallel: The parallel layout.
+        rollouts: Number of the rollout to which each sample belongs; None if each sample is a separate rollout.
+    """
+    return make_batch(
+        [sample.tokens for sample in samples],
+        [sample.loss_mask for sample in samples],
+        [sample.rollout_log_probs for sample in samples],
+        [sample.weight_versions for sample in samples],
+        parallel.context_rank,
+        parallel.context_size,
+        sampling_masks=[sample.sampling_mask for sample in samples],
+        rollouts=rollouts,
+    )
