@@ -247,7 +247,7 @@ class Learner:
         )
 
     def _with_routing(self, samples: Sequence[Sample], rollouts: Sequence[int]) -> tuple[TrainingBatch, int]:
-        """Returns this rank's batch with the rollout's experts and the number of samples of all ranks without usable ones."""
+        """Returns this rank's batch with the rollout's experts and the count of samples without usable ones."""
         batch, sizes = training_batch(samples, self.parallel, rollouts), self.engine.routing.sizes
         if not self._uses_rollout_routing or sizes is None:
             return batch, 0
