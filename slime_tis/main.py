@@ -88,8 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             case "report":
                 from slime_tis.analysis.report.command import report
 
-                if (chosen.path is None) == (chosen.compare is None):
-                    raise ValueError("error: give one run or dump, or two after --compare.")
+                if (chosen.path is None) == (chosen.compare is None) or len(chosen.compare or (1, 2)) < 2:
+                    raise ValueError("error: give one run or dump, or several after --compare.")
                 paths = chosen.compare or [chosen.path]
                 print(report(paths, out=chosen.out, as_json=chosen.json, hf_checkpoint=chosen.hf_checkpoint))
             case "diagnose":
@@ -124,7 +124,12 @@ def _add_analysis(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
         "coloured tokens, other corrections, and a diagnosis. Needs the extra analysis.",
     )
     reported.add_argument("path", metavar="RUN_OR_DUMP", nargs="?", help=what)
-    reported.add_argument("--compare", nargs=2, metavar=("A", "B"), help="two runs or dumps in one file")
+    reported.add_argument(
+        "--compare",
+        nargs="+",
+        metavar="RUN_OR_DUMP",
+        help="several in one file; runs that differ in seeds form a group",
+    )
     reported.add_argument(
         "--out", default="", metavar="FILE", help="file to write (default RUN/report.html); a report is replaced"
     )

@@ -10,6 +10,7 @@ from typing import Any
 
 from examples.collapse_study.cases import ROOT, Curve, Grid, Study
 from examples.collapse_study.results import Row, read_table
+from slime_tis.analysis.report.groups import spread as spread_over_runs
 from slime_tis.files import atomic_path, write_atomically
 
 STUDIES = (
@@ -191,12 +192,10 @@ def draw(rows: Sequence[Row], path: Path, curve: Curve = "accuracy") -> Path:
 
 def _draw_case(axis: Any, seeds: Sequence[Row], curve: Curve, label: str, lines: dict[str, Any]) -> None:
     """The median over seeds as a line, their range as a band; steps that some seed lacks are left out."""
-    curves = [dict(getattr(row, curve)) for row in seeds]
-    steps = sorted(set.intersection(*map(set, curves)))
-    heights = [[curve[step] for curve in curves] for step in steps]
+    steps, median, low, high = spread_over_runs([dict(getattr(row, curve)) for row in seeds])
     color, style = LOOKS.get(label, (None, "-"))
-    (line,) = axis.plot(steps, list(map(statistics.median, heights)), style, color=color, label=label)
-    axis.fill_between(steps, list(map(min, heights)), list(map(max, heights)), color=line.get_color(), alpha=0.1)
+    (line,) = axis.plot(steps, median, style, color=color, label=label)
+    axis.fill_between(steps, low, high, color=line.get_color(), alpha=0.1)
     lines[label] = line
 
 

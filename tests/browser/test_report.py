@@ -71,17 +71,23 @@ def test_a_plot_that_is_scrolled_to_is_drawn_before_the_page_is_loaded(browser: 
     opened.close()
 
 
-def test_the_density_says_how_many_tokens_a_cell_has(page: Any) -> None:
+def test_the_density_shows_the_number_of_tokens_of_a_cell(page: Any) -> None:
     page.locator("#plot-density").scroll_into_view_if_needed()
     box = page.locator("#plot-density .nsewdrag").bounding_box()
-    for share in range(2, 40):  # along the diagonal, from its upper end
-        page.mouse.move(box["x"] + box["width"] * (1 - share / 80), box["y"] + box["height"] * share / 80)
-        if page.locator("#plot-density .hovertext").count():
-            break
-    assert re.search(r"rollout.*training.*\d tokens", page.locator("#plot-density .hovertext").text_content(), re.S)
+    x, y = page.evaluate("""() => {
+      const plot = document.getElementById("plot-density"), { x, y, z } = plot.data[0];
+      const row = z.findIndex((values) => values.some((value) => value !== null));
+      const column = z[row].findIndex((value) => value !== null);
+      return [plot._fullLayout.xaxis.d2p(x[column]), plot._fullLayout.yaxis.d2p(y[row])];
+    }""")
+    page.mouse.move(box["x"] + x - 1, box["y"] + y)
+    page.mouse.move(box["x"] + x, box["y"] + y)
+    hover = page.locator("#plot-density .hovertext")
+    hover.wait_for()
+    assert re.search(r"rollout.*training.*\d tokens", hover.text_content(), re.S)
 
 
-def test_tokens_are_coloured_by_what_is_chosen(page: Any) -> None:
+def test_tokens_are_colored_by_what_is_chosen(page: Any) -> None:
     def colors() -> list[str]:
         return page.eval_on_selector_all("#sample .tokens span", "all => all.map(one => one.style.background)")
 
@@ -127,7 +133,7 @@ def test_search_finds_samples_and_says_where_there_is_none(page: Any) -> None:
     page.fill("#search", "step 1")
     assert page.locator("#list li").count() == 8
     page.fill("#search", "nowhere to be found")
-    assert page.locator("#list").inner_text() == "no sample contains this"
+    assert page.locator("#list").inner_text() == "no matching samples"
 
 
 def test_a_group_side_by_side(page: Any) -> None:

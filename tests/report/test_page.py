@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import re
+import shlex
 import struct
 import zlib
 from dataclasses import replace
@@ -17,11 +18,13 @@ import pytest
 from slime_tis.analysis.dumps.parquet import write_parquet
 from slime_tis.analysis.dumps.table import SampleParts, TokenTable
 from slime_tis.analysis.report import overview, samples, shape
+from slime_tis.analysis.report.groups import group_runs, spread
 from slime_tis.analysis.report.page import page_data, render
 from slime_tis.analysis.report.source import Source, open_source
 from slime_tis.analysis.report.what_if_rows import _front
 from slime_tis.main import main
 from tests.report.dumps import HOSTILE, SAMPLES, make_run, make_table
+from tests.test_docs import blocks
 
 
 class Parsed(HTMLParser):
@@ -161,8 +164,33 @@ def test_two_runs_in_one_page(run: Path, tmp_path: Path, capsys: pytest.CaptureF
         "other: rollout reward",
     ]
     assert len(data["shape"][1]["traces"]) == 4
-    assert main(["report", str(run), "--compare", str(run), str(other)]) == 2
-    assert main(["report"]) == 2
+    for wrong in ([str(run), "--compare", str(run), str(other)], [], ["--compare", str(run)]):
+        assert main(["report", *wrong]) == 2
+
+
+def test_runs_that_differ_in_seeds_are_drawn_as_median_and_range(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (command,) = [block for block in blocks("report.md", "") if "seeds.html" in block]
+    argv = shlex.split(command)[1:]
+    for run in map(Path, argv[2:6]):
+        level, seed = run.name.split("_")
+        run.mkdir(parents=True)
+        options = {"tis_level": level, "seed": int(seed), "output_dir": str(run)}
+        (run / "config.yaml").write_text(json.dumps(options))
+        rows = [{"step": i, "rollout/raw_reward": int(seed) ** 2 * i} for i in range(4 if seed == "2" else 5)]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(argv) == 0
+    data = Parsed(Path("seeds.html").read_text()).data
+    low, high, median, *others = data["overview"][0]["traces"]
+    assert median["name"] == "tis_level=token (2 runs): rollout reward" and median["x"] == [0, 1, 2, 3]
+    assert (low["y"], median["y"], high["y"]) == ([0, 1, 2, 3], [0, 2.5, 5, 7.5], [0, 4, 8, 12])
+    assert high["fill"] == "tonexty" and len(others) == 3 and data["title"] == "4 runs"
+
+
+def test_the_spread_of_curves_is_taken_at_common_steps() -> None:
+    assert spread([{0: 1.0, 1: 2.0}, {1: 5.0, 2: 9.0}, {1: 3.0}]) == ([1], [3.0], [2.0], [5.0])
 
 
 def test_json_has_the_numbers_and_no_page(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -259,7 +287,7 @@ def test_a_page_is_bounded_whatever_it_is_of(tmp_path: Path) -> None:
     rows = [
         {"step": i, "train/grad_norm": 50.0 if i == 12_345 else 1.0, "health/mismatch": i % 2} for i in range(20_000)
     ]
-    (plot,) = overview.plots([("run", rows)])
+    (plot,) = overview.plots(group_runs([Source(name="run", path=tmp_path, metrics=tuple(rows), table=None, note="")]))
     assert len(plot.traces[0]["x"]) <= 2_000 and max(plot.traces[0]["y"]) == 50.0
     assert len(overview.warnings(rows)) == 200 and len(plot.layout["shapes"]) == 200
 

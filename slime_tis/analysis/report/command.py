@@ -11,16 +11,17 @@ from slime_tis.analysis.diagnosis import diagnose
 from slime_tis.analysis.diagnosis.rescore import rescore
 from slime_tis.analysis.diagnosis.terminal import as_text
 from slime_tis.analysis.report import overview, shape
+from slime_tis.analysis.report.groups import group_runs
 from slime_tis.analysis.report.page import check_output, page_data, write_page
 from slime_tis.analysis.report.source import Source, open_source
 from slime_tis.analysis.report.token_texts import decoder
 
 
 def report(paths: Sequence[str], *, out: str = "", as_json: bool = False, hf_checkpoint: str = "") -> str:
-    """Writes the page on a run or a dump, or on two that are compared; returns what to print.
+    """Writes the page on a run or a dump, or on several that are compared; returns the text to print.
 
     Args:
-        paths: One or two run directories or dumps.
+        paths: Run directories or dumps.
         out: File to write; by default report.html in the run directory, or DUMP.report.html beside a dump, or
             comparison.html here.
         as_json: Print the numbers as JSON; the page is written only where `out` is given.
@@ -32,7 +33,7 @@ def report(paths: Sequence[str], *, out: str = "", as_json: bool = False, hf_che
     """
     if out:
         check_output(out)
-    sources = [open_source(path) for path in paths]
+    sources = [open_source(path, len(paths)) for path in paths]
     target = out or ("" if as_json else _default_out(sources))
     if target:
         check_output(target)
@@ -41,7 +42,7 @@ def report(paths: Sequence[str], *, out: str = "", as_json: bool = False, hf_che
         write_page(target, data)
     if as_json:
         return json.dumps(_numbers(sources, data), indent=1, allow_nan=False)
-    notes = "".join(f"\n{source.note}" for source in sources if source.note)
+    notes = "".join(f"\n{note}" for note in dict.fromkeys(source.note for source in sources) if note)
     return f"{target} ({Path(target).stat().st_size / 1e6:.1f} MB){notes}"
 
 
@@ -92,6 +93,7 @@ def _numbers(sources: Sequence[Source], data: dict[str, Any]) -> dict[str, Any]:
             }
             for source in sources
         ],
+        "groups": {group.name: [source.name for source in group.sources] for group in group_runs(sources)},
         "diagnoses": data["diagnoses"],
         "what_if": data["what_if"]["rows"],
     }

@@ -1,52 +1,55 @@
-"""The overview of a run from its metrics.jsonl: what it learned, how far apart the engines were, and the warnings."""
+"""The overview of runs from their metrics.jsonl: plots, and health warnings."""
 
 from __future__ import annotations
 
+import html
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from slime_tis.analysis.report.groups import Group, spread
 from slime_tis.analysis.report.plots import COLORS, Plot, axis, line
 from slime_tis.rules import METRIC_PREFIXES, STEP_RULES, evaluate
 
 Rows = Sequence[Mapping[str, Any]]
-Series = tuple[str, list[int], list[float]]
-"""Label, steps and values of a metric."""
+Points = tuple[list[int], list[float], list[float], list[float]]
+"""Steps, and the median, lowest and highest value over the runs of a group."""
+DASHES = ("solid", "dash", "dot", "dashdot")
 HEALTH = "health/"
 MAX_POINTS = 2_000
-"""Points of a line; of more, the smallest and the largest of each of half as many stretches of steps."""
+"""Points of a line. A longer line keeps the smallest and the largest point of each of MAX_POINTS/2 stretches."""
 MAX_SERIES = 24
-"""Lines of a panel of one run, where each evaluation set has one."""
+"""Lines of a group in one panel; each evaluation set has one line."""
 MAX_WARNINGS = 200
-"""Warnings that are listed, the first ones."""
+"""Listed warnings of a run, the earliest ones."""
 
 PANELS: tuple[tuple[str, str, str, dict[str, str], bool], ...] = (
     (
         "reward",
         "Reward and held-out accuracy",
-        "Whether the run learns, and whether what it learns holds on prompts that it was not trained on.",
+        "Whether the run learns, and whether it generalizes to held-out prompts.",
         {"rollout/raw_reward": "rollout reward", "eval/": "held-out"},
         False,
     ),
     (
         "mismatch",
         "Mismatch per token",
-        "How far apart the engines are: k3 estimates the KL divergence in nats, χ² the second moment of the weights.",
+        "k3 estimates the KL divergence between the engines in nats, χ² the second moment of the weights.",
         {"*mismatch_k3_kl": "k3", "*mismatch_chi2_token": "χ²", "*train_rollout_logprob_abs_diff": "mean abs(Δ)"},
         True,
     ),
     (
         "perplexity",
         "Perplexity ratio",
-        "Perplexity of the samples under training over that under the rollout engine: 1 is equal.",
+        "Perplexity of the samples in training divided by perplexity in the rollout engine. 1 means equal.",
         {"*mismatch_ppl_ratio": "ratio"},
         False,
     ),
     (
         "ess",
         "Effective sample size and weights",
-        "The share of the batch that carries the gradient, and the mean importance weight before and after its bounds.",
+        "Share of the batch that carries the gradient, and the mean importance weight before and after its bounds.",
         {
             "*mis_eff_sample_size": "effective sample size",
             "*mis_mean_is_weight_before_clip": "mean weight",
@@ -57,7 +60,7 @@ PANELS: tuple[tuple[str, str, str, dict[str, str], bool], ...] = (
     (
         "rejections",
         "Rejections",
-        "The share of tokens or sequences that the correction took out of the loss.",
+        "Share of tokens or sequences that the correction removed from the loss.",
         {
             "*mis_rs_masked_fraction": "tokens rejected",
             "*mis_catastrophic_seq_fraction": "sequences vetoed",
@@ -68,58 +71,75 @@ PANELS: tuple[tuple[str, str, str, dict[str, str], bool], ...] = (
     (
         "gradient",
         "Gradient norm",
-        "A spike announces a collapse, often together with χ².",
+        "A spike often precedes a collapse, together with a spike of χ².",
         {"train/grad_norm": "gradient norm"},
         False,
     ),
     (
         "staleness",
         "Weight age",
-        "Optimizer steps that the weights which sampled were behind, on average.",
+        "Mean number of optimizer steps between the sampling weights and the trained weights.",
         {"rollout/weight_staleness": "weight age"},
         False,
     ),
     (
         "entropy",
         "Entropy",
-        "Entropy of the policy in nats: near zero it samples the same answers again.",
+        "Entropy of the policy in nats. Near zero, the policy repeats the same answers.",
         {"train/entropy_loss": "entropy"},
         False,
     ),
 )
-"""Panels: id, title, what it says, metrics and their labels, whether the axis is logarithmic. A * means any prefix of
-the correction's metrics, a name that ends in / all metrics below it."""
+"""Panels: id, title, description, metrics with labels, logarithmic axis. A * stands for any of METRIC_PREFIXES, and a
+name that ends in / for all metrics directly below it."""
 
 
-def plots(runs: Sequence[tuple[str, Rows]]) -> list[Plot]:
-    """One plot for each panel that a run logged something of; several runs are drawn over each other.
+def plots(groups: Sequence[Group]) -> list[Plot]:
+    """One plot for each panel with logged metrics.
 
-    Args:
-        runs: Names of the runs, and the rows of their metrics.jsonl.
+    A single group has one color per metric. Several groups have one color each, and one line style per metric. The
+    line of a group is the median of its runs, and a band shows their range.
     """
     drawn = []
-    for key, title, says, wanted, log in PANELS:
+    for key, title, says, names, log in PANELS:
         traces = []
-        colors: dict[str, int] = {}  # a metric has one colour in all runs; those after the first are dashed
-        for place, (run, rows) in enumerate(runs):
-            for label, steps, values in map(_thinned, _chosen(rows, wanted, log)[:MAX_SERIES]):
-                shown = line(
-                    steps, values, f"{run}: {label}" if len(runs) > 1 else label, colors.setdefault(label, len(colors))
-                )
-                if place:
-                    shown["line"] = {**shown["line"], "dash": "dash"}
-                traces.append(shown | ({"mode": "lines+markers"} if len(steps) < 40 else {}))
+        labels: dict[str, int] = {}
+        for index, group in enumerate(groups):
+            curves = [_curves(source.metrics, names, positive=log) for source in group.sources]
+            for label in list(dict.fromkeys(label for curve in curves for label in curve))[:MAX_SERIES]:
+                rank = labels.setdefault(label, len(labels))
+                points = spread([curve[label] for curve in curves if label in curve])
+                if not points[0]:
+                    continue
+                name = html.escape(f"{group.name}: {label}") if len(groups) > 1 else html.escape(label)
+                color, dash = (index, DASHES[rank % len(DASHES)]) if len(groups) > 1 else (rank, "solid")
+                traces += _median_and_range(_thinned(points), name, color, dash, with_range=len(curves) > 1)
         if not traces:
             continue
         layout: dict[str, Any] = {"xaxis": axis("step"), "yaxis": axis("", log=log)}
-        if len(runs) == 1:
-            layout["shapes"] = [_mark(step) for step in sorted({w["step"] for w in warnings(runs[0][1])})]
+        if len(groups) == len(groups[0].sources) == 1:
+            starts = sorted({warning["step"] for warning in warnings(groups[0].sources[0].metrics)})
+            layout["shapes"] = [_vertical_line(step) for step in starts]
         drawn.append(Plot(id=f"run-{key}", title=title, says=says, traces=traces, layout=layout))
     return drawn
 
 
+def _median_and_range(points: Points, name: str, color: int, dash: str, *, with_range: bool) -> list[dict[str, Any]]:
+    steps, median, low, high = points
+    traces = [line(steps, median, name, color)]
+    traces[0]["line"]["dash"] = dash
+    if len(steps) < 40:
+        traces[0]["mode"] = "lines+markers"
+    if not with_range:
+        return traces
+    edge = {"mode": "lines", "showlegend": False, "hoverinfo": "skip"}
+    lowest, highest = (line(steps, values, name, color, **edge) for values in (low, high))
+    lowest["line"]["width"] = highest["line"]["width"] = 0
+    return [lowest, {**highest, "fill": "tonexty", "fillcolor": COLORS[color % len(COLORS)] + "26"}, *traces]
+
+
 def warnings(rows: Rows) -> list[dict[str, Any]]:
-    """The first health warnings of a run: name, steps, and the message where the metrics still give it."""
+    """The first health warnings of a run: name, first and last step, and message."""
     found: list[dict[str, Any]] = []
     latest: dict[str, dict[str, Any]] = {}
     for row in rows:
@@ -137,11 +157,8 @@ def warnings(rows: Rows) -> list[dict[str, Any]]:
 
 def last_values(rows: Rows) -> dict[str, float]:
     """The last value of each metric of the panels."""
-    values: dict[str, float] = {}
-    for _, _, _, wanted, log in PANELS:
-        for label, _, series in _chosen(rows, wanted, log):
-            values[label] = series[-1]
-    return values
+    curves = (_curves(rows, names, positive=log) for _, _, _, names, log in PANELS)
+    return {label: curve[max(curve)] for panel in curves for label, curve in panel.items()}
 
 
 def _message(rule: str, row: Mapping[str, Any]) -> str:
@@ -150,36 +167,34 @@ def _message(rule: str, row: Mapping[str, Any]) -> str:
     return "" if finding is None else str(finding)
 
 
-def _mark(step: int) -> dict[str, Any]:
+def _vertical_line(step: int) -> dict[str, Any]:
     style = {"color": COLORS[1], "width": 1, "dash": "dot"}
     return {"type": "line", "x0": step, "x1": step, "y0": 0, "y1": 1, "yref": "paper", "line": style, "opacity": 0.7}
 
 
-def _thinned(series: Series) -> Series:
-    """The series with at most MAX_POINTS points, its spikes among them."""
-    label, steps, values = series
+def _thinned(points: Points) -> Points:
+    """At most MAX_POINTS points, with the smallest and the largest median of each stretch of steps."""
+    steps, median = points[0], np.array(points[1])
     if len(steps) <= MAX_POINTS:
-        return series
+        return points
     stretches = np.array_split(np.arange(len(steps)), MAX_POINTS // 2)
-    number = np.array(values)
-    ends = ({int(part[number[part].argmin()]), int(part[number[part].argmax()])} for part in stretches)
-    chosen = sorted(place for pair in ends for place in pair)
-    return label, [steps[i] for i in chosen], [values[i] for i in chosen]
+    kept = {int(index) for part in stretches for index in (part[median[part].argmin()], part[median[part].argmax()])}
+    steps, middle, low, high = ([column[index] for index in sorted(kept)] for column in points)
+    return steps, middle, low, high
 
 
-def _chosen(rows: Rows, wanted: Mapping[str, str], positive: bool) -> list[Series]:
-    """Label, steps and values of the wanted metrics that were logged."""
-    series = []
-    for name, label in wanted.items():
+def _curves(rows: Rows, names: Mapping[str, str], *, positive: bool) -> dict[str, dict[int, float]]:
+    """Label → step → value of the logged metrics; a logarithmic panel takes positive values only."""
+    curves: dict[str, dict[int, float]] = {}
+    for name, label in names.items():
         if name.endswith("/"):
             below = sorted({key for row in rows for key in row if key.startswith(name) and key.count("/") == 1})
-            chosen: list[tuple[tuple[str, ...], str]] = [((key,), f"{label} {key.removeprefix(name)}") for key in below]
+            keys_of = {f"{label} {key.removeprefix(name)}": (key,) for key in below}
         else:
-            starred = tuple(name.replace("*", prefix) for prefix in METRIC_PREFIXES)
-            chosen = [(starred if name.startswith("*") else (name,), label)]
-        for keys, text in chosen:
-            points = [(row["step"], row[key]) for row in rows for key in keys if isinstance(row.get(key), int | float)]
-            points = [(step, value) for step, value in points if value > 0 or not positive]
-            if points:
-                series.append((text, [step for step, _ in points], [float(value) for _, value in points]))
-    return series
+            keys_of = {label: tuple(name.replace("*", prefix) for prefix in METRIC_PREFIXES)}
+        for text, keys in keys_of.items():
+            values = {row["step"]: float(row[key]) for row in rows for key in keys if row.get(key) is not None}
+            values = {step: value for step, value in values.items() if value > 0 or not positive}
+            if values:
+                curves[text] = values
+    return curves

@@ -1,17 +1,17 @@
 "use strict";
-// Everything that comes from a run is put into the page as text (textContent), never as HTML.
+// All values from a run enter the page as text (textContent), never as HTML.
 const data = JSON.parse(document.getElementById("data").textContent);
 const byId = (id) => document.getElementById(id);
 
 function element(tag, attributes, ...children) {
-  const made = document.createElement(tag);
+  const node = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes || {})) {
-    if (name === "class") made.className = value;
-    else if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
-    else made.setAttribute(name, value);
+    if (name === "class") node.className = value;
+    else if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else node.setAttribute(name, value);
   }
-  for (const child of children) if (child !== null && child !== undefined) made.append(child);
-  return made;
+  for (const child of children) if (child !== null && child !== undefined) node.append(child);
+  return node;
 }
 
 // The bytes of a script element that holds base64 of zlib data. Removes the element.
@@ -22,7 +22,7 @@ async function inflate(script) {
   return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"))).arrayBuffer();
 }
 
-// Control characters become their pictures, marks that change the direction of text their code points.
+// Shows control characters as pictures (␀), and marks that change the text direction as code points.
 function visible(text) {
   return String(text)
     .replace(/[\u0000-\u0009\u000b-\u001f]/g, (c) => String.fromCharCode(0x2400 + c.charCodeAt(0)))
@@ -39,7 +39,7 @@ function number(value, digits = 3) {
   return text.replace("-", "−");
 }
 
-// Plots, which plots.js draws: [element, what Plotly takes, listener of clicks].
+// Plots for plots.js: [element, traces and layout, click listener].
 const plots = [];
 function plot(parent, spec, onclick) {
   const canvas = element("div", { class: "canvas", id: "plot-" + spec.id });
@@ -48,7 +48,7 @@ function plot(parent, spec, onclick) {
   plots.push([canvas, spec, onclick]);
 }
 
-// Tables: columns of {key, title, text?, show?}; a click on a head sorts.
+// A table with columns {key, title, text?, show?}; a click on a heading sorts.
 function table(columns, rows, onrow) {
   let sorted = null, rising = false;
   const body = element("tbody");
@@ -78,9 +78,9 @@ byId("title").textContent = visible(data.title);
 byId("subtitle").textContent = data.subtitle.map(visible).join("\n");
 for (const run of data.diagnoses) {
   if (data.diagnoses.length > 1) byId("findings").append(element("h3", {}, visible(run.name)));
-  run.findings.forEach((finding, place) => byId("findings").append(element("div", {
-    class: "finding" + (finding.cause === "healthy" ? " healthy" : place === 0 ? " first" : ""), "data-cause": finding.cause },
-    element("h3", {}, `${place + 1}. ${visible(finding.title)}`),
+  run.findings.forEach((finding, index) => byId("findings").append(element("div", {
+    class: "finding" + (finding.cause === "healthy" ? " healthy" : index === 0 ? " first" : ""), "data-cause": finding.cause },
+    element("h3", {}, `${index + 1}. ${visible(finding.title)}`),
     element("p", {}, `confidence ${Math.round(100 * finding.confidence)}%, ${Math.round(100 * finding.share)}% of the mismatch`),
     element("ul", {}, ...finding.evidence.map((text) => element("li", {}, visible(text)))),
     element("p", {}, visible(finding.fix)))));
@@ -93,12 +93,13 @@ if (data.warnings.length) byId("warnings").append(table([
   { key: "step", title: "first step" }, { key: "last", title: "last step" }, { key: "name", title: "warning", text: true },
   { key: "message", title: "message", text: true }], data.warnings));
 for (const { name, facts } of data.facts) {
+  if (!facts.length) continue;
   if (data.facts.length > 1) byId("facts").append(element("h3", {}, visible(name)));
   byId("facts").append(element("div", { class: "facts" }, ...facts.map((fact) =>
     element("div", {}, element("b", {}, visible(fact.value)), element("span", {}, visible(fact.name))))));
 }
 if (data.worst.length) byId("worst-tokens").append(element("h3", {}, "Worst tokens"),
-  element("p", { class: "says" }, "Token ids of the largest mean abs(Δ), among those that occur at least three times."),
+  element("p", { class: "says" }, "Token ids with the largest mean abs(Δ) among ids that occur at least three times."),
   table([{ key: "text", title: "token", text: true, show: (text) => visible(text).replace(/ /g, "␣").replace(/\n/g, "␊") || "–" }, { key: "token", title: "id" }, { key: "count", title: "tokens" },
     { key: "mean", title: "mean abs(Δ)" }, { key: "max", title: "largest" }], data.worst));
 

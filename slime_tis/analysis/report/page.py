@@ -18,6 +18,7 @@ from plotly.offline import get_plotlyjs
 from slime_tis.analysis.diagnosis import diagnose
 from slime_tis.analysis.dumps.table import TokenTable
 from slime_tis.analysis.report import overview, samples, shape, what_if_rows
+from slime_tis.analysis.report.groups import group_runs
 from slime_tis.analysis.report.plots import Plot
 from slime_tis.analysis.report.source import Source
 from slime_tis.errors import quoted_path
@@ -43,10 +44,10 @@ def page_data(
     whatever = what_if_rows.section(first.table)
     shown = None if first.table is None or not with_samples else samples.chosen_samples(first.table)
     return {
-        "title": " and ".join(source.name for source in sources),
+        "title": f"{len(sources)} runs" if len(sources) > 2 else " and ".join(source.name for source in sources),
         "subtitle": _subtitle(sources),
         "diagnoses": [{"name": source.name, **diagnose(source.table, source.metrics).as_json()} for source in sources],
-        "overview": [plot.as_json() for plot in overview.plots([(html.escape(s.name), s.metrics) for s in sources])],
+        "overview": [plot.as_json() for plot in overview.plots(group_runs(sources))],
         "warnings": [
             {**warning, "name": warning["name"] if len(sources) == 1 else f"{source.name}: {warning['name']}"}
             for source in sources
@@ -60,8 +61,8 @@ def page_data(
         "notes": {
             "overview": ""
             if any(source.metrics for source in sources)
-            else "A dump has no metrics; give the directory of the run.",
-            "shape": " ".join(filter(None, (_sampled(source.table) or source.note for source in sources))),
+            else "A dump has no metrics. Give the run directory to see them.",
+            "shape": " ".join(dict.fromkeys(_sampled(source.table) or source.note for source in sources)).strip(),
             "samples": first.note or _left_out(first.table, shown),
             "what_if": first.note or whatever["note"],
         },
@@ -155,21 +156,22 @@ def _resource(name: str) -> str:
 
 
 def _shapes(sources: Sequence[Source]) -> list[Plot]:
-    """Plots of the first table, with the lines of the second one over them."""
-    tables = [(source.name, source.table) for source in sources if source.table is not None]
+    """Plots of the first table, with the lines of the other tables added."""
+    tables = [(html.escape(source.name), source.table) for source in sources if source.table is not None]
     if len(tables) < 2:
-        return _comparing(shape.plots(tables[0][1])) if tables else []
-    (name, table), (other_name, other) = tables
-    others = {plot.id: plot for plot in shape.plots(other, 1, html.escape(other_name))}
-    drawn = shape.plots(table, 0, html.escape(name))
-    for plot in drawn:
-        if plot.id in others and plot.id != "density":
-            plot.traces.extend(others[plot.id].traces)
-    return _comparing(drawn)
+        return _with_lines(shape.plots(tables[0][1])) if tables else []
+    drawn: dict[str, Plot] = {}
+    for index, (name, table) in enumerate(tables):
+        for plot in shape.plots(table, index, name):
+            if plot.id not in drawn:
+                drawn[plot.id] = plot
+            elif plot.id != "density":
+                drawn[plot.id].traces.extend(plot.traces)
+    return _with_lines(list(drawn.values()))
 
 
-def _comparing(drawn: list[Plot]) -> list[Plot]:
-    """The plots with more than one point on a line: the others, of one turn or one length, have nothing to show."""
+def _with_lines(drawn: list[Plot]) -> list[Plot]:
+    """The plots that have a line of more than one point."""
     return [plot for plot in drawn if any(len(trace["x"]) > 1 for trace in plot.traces)]
 
 
@@ -215,10 +217,10 @@ def _sampled(table: TokenTable | None) -> str:
     whole = None if table is None else table.metadata.get("sampled")
     if table is None or not whole:
         return ""
-    return f"A random part of the dump: {len(table):,} of its {whole['samples']:,} samples."
+    return f"Computed on a random part of the dump: {len(table):,} of {whole['samples']:,} samples."
 
 
 def _left_out(table: TokenTable | None, shown: TokenTable | None) -> str:
     if table is None or shown is None or len(shown) == len(table):
         return ""
-    return f"{len(shown):,} of {len(table):,} samples are in the page: the worst ones, and others at random."
+    return f"The page has {len(shown):,} of {len(table):,} samples: the worst samples, and a random part of the others."

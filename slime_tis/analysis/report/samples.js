@@ -1,5 +1,5 @@
 "use strict";
-// Samples and their tokens. They come last in the page, as base64 of what zlib made of a JSON and the columns of the tokens.
+// Samples and their tokens, from the bytes that samples.py packs.
 let samples = null;
 const column = {};
 async function unpack(script) {
@@ -10,13 +10,13 @@ async function unpack(script) {
     column[name] = new { Float32Array, Int32Array, Int16Array, Uint8Array }[type](buffer, 4 + length + start, count);
 }
 
-const MOST_LISTED = 300, MOST_TOKENS = 4000;
+const MAX_LISTED_SAMPLES = 300, MAX_SHOWN_TOKENS = 4000;
 let shown = [], current = 0, sideBySide = false, wholeSample = -1;
 
 function tokenText(i) {
   if (!column.token) return "token " + i;
-  const place = column.token[i];
-  return samples.texts ? visible(samples.texts[place]) : String(samples.ids[place]);
+  const index = column.token[i];
+  return samples.texts ? visible(samples.texts[index]) : String(samples.ids[index]);
 }
 const length = (i) => samples.offsets[i + 1] - samples.offsets[i];
 
@@ -41,7 +41,7 @@ function recolor() {
   const mode = byId("color").value;
   for (const token of document.querySelectorAll("#sample .tokens span")) token.style.background = background(+token.dataset.i, mode);
   const legends = {
-    ratio: [["59,110,165", "training finds it less likely"], ["192,87,43", "likelier"]],
+    ratio: [["59,110,165", "less likely in training"], ["192,87,43", "more likely in training"]],
     weight: [["59,110,165", "weight below 1"], ["192,87,43", "above 1"]],
     mask: [["63,143,95", "trained on"], ["192,87,43", "rejected"], ["138,94,168", "vetoed"]],
   };
@@ -50,7 +50,7 @@ function recolor() {
 
 function article(i) {
   const sample = samples.samples[i], start = samples.offsets[i];
-  const count = wholeSample === i ? length(i) : Math.min(length(i), MOST_TOKENS);
+  const count = wholeSample === i ? length(i) : Math.min(length(i), MAX_SHOWN_TOKENS);
   const about = [`${length(i)} tokens`, `mean abs(Δ) ${number(sample.mean)}`];
   for (const [key, text] of [["step", "step"], ["group", "group"], ["sample_index", "sample"], ["reward", "reward"], ["advantage", "advantage"]])
     if (sample[key] !== undefined) about.push(`${text} ${number(sample[key])}`);
@@ -93,15 +93,15 @@ function list() {
   const key = (i) => (order === "length" ? length(i) : samples.samples[i][order] ?? -Infinity);
   shown = samples.samples.map((_, i) => i).filter((i) => !query || matches(i, query));
   shown.sort((a, b) => key(b) - key(a));
-  byId("list").replaceChildren(...shown.slice(0, MOST_LISTED).map((i) => {
+  byId("list").replaceChildren(...shown.slice(0, MAX_LISTED_SAMPLES).map((i) => {
     const sample = samples.samples[i];
     let start = "";
     for (let at = samples.offsets[i]; at < Math.min(samples.offsets[i + 1], samples.offsets[i] + 24); at++) start += tokenText(at) + (samples.texts ? "" : " ");
     const about = `abs(Δ) ${number(sample.mean)}` + (sample.reward !== undefined ? ` · reward ${number(sample.reward)}` : "") + (sample.step !== undefined ? ` · step ${sample.step}` : "");
     return element("li", { "data-sample": i, "aria-current": i === current }, element("div", { class: "text" }, start), element("div", { class: "about" }, about));
   }));
-  if (shown.length > MOST_LISTED) byId("list").append(element("li", {}, `${shown.length - MOST_LISTED} more: search, or order them otherwise`));
-  if (!shown.length) byId("list").append(element("li", {}, "no sample contains this"));
+  if (shown.length > MAX_LISTED_SAMPLES) byId("list").append(element("li", {}, `${shown.length - MAX_LISTED_SAMPLES} more samples: search, or choose another order`));
+  if (!shown.length) byId("list").append(element("li", {}, "no matching samples"));
 }
 
 function details(i) {
@@ -111,7 +111,7 @@ function details(i) {
   while (samples.offsets[sample + 1] <= i) sample++;
   add("position", String(i - samples.offsets[sample]));
   if (column.token) add("id", String(samples.ids[column.token[i]]));
-  if (!column.mask[i]) add("masked", "not trained on; its log-probs mean nothing");
+  if (!column.mask[i]) add("masked", "not trained on; ignore its log-probs");
   else {
     add("log π train", number(column.train[i], 5));
     if (column.old) add("log π old", number(column.old[i], 5));
@@ -163,18 +163,18 @@ function start() {
   show();
 }
 
-function absent(text) {
+function removeSamples(text) {
   for (const part of [".controls", ".viewer", "#details"]) byId("samples").querySelector(part).remove();
   note(byId("samples"), text);
 }
 
-// html[data-samples] says how many there are.
+// html[data-samples] is the number of samples.
 (async () => {
   try {
     if (byId("tokens").textContent) await unpack(byId("tokens"));
-    if (samples && samples.samples.length) start(); else absent("");
+    if (samples && samples.samples.length) start(); else removeSamples("");
   } catch (error) {
-    absent("This browser cannot show the samples: " + error);
+    removeSamples("This browser cannot show the samples: " + error);
     console.error(error);
   }
   note(byId("samples"), data.notes.samples);

@@ -1,4 +1,4 @@
-"""The mismatch's shape: how abs(Δ) is distributed and what it depends on.
+"""The shape of the mismatch: how abs(Δ) is distributed and which variables it depends on.
 
 Shapes: suffix _N the valid tokens of a table.
 """
@@ -15,22 +15,22 @@ from slime_tis.analysis.report.plots import Plot, axis, line, plain
 
 Array = NDArray[Any]
 BINS = 24
-"""Bins of what abs(Δ) is drawn against."""
+"""Bins of the horizontal axis."""
 CELLS = 72
 """Cells of the density, along each axis."""
 WORST_TOKENS = 25
-"""Token ids in the table of the worst."""
+"""Rows of the table of the worst token ids."""
 MIN_COUNT = 3
-"""Tokens that a bin or a token id must have."""
+"""Smallest number of tokens of a bin or a token id."""
 
 
 def plots(table: TokenTable, color: int = 0, name: str = "mean") -> list[Plot]:
-    """Plots of the mismatch; those of columns that the table lacks are left out.
+    """Plots of the mismatch. Plots of missing columns are skipped.
 
     Args:
         table: The tokens.
-        color: Place in the colours, of a second table that is drawn over the first.
-        name: Of the series.
+        color: Index of the line color.
+        name: Name of the series.
     """
     valid = table.valid
     if not valid.any():
@@ -57,7 +57,7 @@ def plots(table: TokenTable, color: int = 0, name: str = "mean") -> list[Plot]:
 
 
 def summary(table: TokenTable) -> dict[str, Any]:
-    """Numbers of the mismatch: tokens, mean abs(Δ), k3, quantiles."""
+    """Summary statistics: tokens, mean abs(Δ), k3, quantiles."""
     valid = table.valid
     log_ratio = table.log_ratio[valid].astype(np.float64)
     trained = int((table.loss_mask > 0).sum())
@@ -82,7 +82,7 @@ def summary(table: TokenTable) -> dict[str, Any]:
 
 
 def worst_tokens(table: TokenTable) -> list[dict[str, Any]]:
-    """Token ids of largest mean abs(Δ) among the ids that occur often enough to have one."""
+    """Token ids with the largest mean abs(Δ) among ids with at least MIN_COUNT tokens."""
     if table.token is None:
         return []
     valid = table.valid
@@ -143,18 +143,18 @@ def _tail(log_ratio_N: Array, color: int, name: str) -> Plot:
     return Plot(
         id="tail",
         title="Tails",
-        says="The share of tokens whose mismatch is at least this large, for each sign; both axes are logarithmic.",
+        says="Share of tokens whose mismatch has at least this size, for each sign. Both axes are logarithmic.",
         traces=traces,
         layout={"xaxis": axis("abs(Δ), nats", log=True), "yaxis": axis("share of tokens", log=True)},
     )
 
 
-WORDS = {
-    "position": "Whether the mismatch grows along the response, as it does when a cache or a position is inexact.",
-    "length": "Whether longer responses are worse per token.",
-    "turn": "Whether later turns of a conversation are worse.",
-    "age": "Whether tokens of older weights are worse: what age 0 has is the engines' precision.",
-    "entropy": "Whether uncertain tokens are worse, as under rounding and another temperature.",
+DESCRIPTIONS = {
+    "position": "Whether the mismatch grows along the response, for example by an inexact KV cache.",
+    "length": "Whether longer responses have a larger mismatch per token.",
+    "turn": "Whether later turns have a larger mismatch.",
+    "age": "Whether tokens from older weights have a larger mismatch. Age 0 shows the precision of the engines alone.",
+    "entropy": "Whether uncertain tokens have a larger mismatch, which rounding and a different temperature cause.",
 }
 
 
@@ -193,7 +193,7 @@ def _against(key: str, label: str, value_N: Array, size_N: Array, color: int, na
     return Plot(
         id=f"by-{key}",
         title=f"abs(Δ) by {label.split(',')[0]}",
-        says=WORDS[key],
+        says=DESCRIPTIONS[key],
         traces=traces,
         layout={"xaxis": axis(label), "yaxis": axis("abs(Δ), nats", log=bool((mean > 0).all()))},
     )

@@ -1,11 +1,11 @@
-"""What a report is made of: the metrics of a run, and the tokens of its dumps."""
+"""Sources of a report: the metrics of a run, and the tokens of its dumps."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,22 +39,34 @@ class Source:
     """Tokens; None where the run wrote no dumps."""
     note: str
     """What is missing, and what to do about it."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """The run's config.yaml; empty for a dump."""
 
 
-def open_source(path: str) -> Source:
+def open_source(path: str, part: int = 1) -> Source:
     """Reads a run directory with the dumps that its configuration names, or a dump in any format that `read` knows.
 
+    Args:
+        path: Run directory or dump.
+        part: Number of sources that share the memory for dumps.
+
     Raises:
-        ValueError: There is nothing there, or a file is damaged, too large or of another form.
+        ValueError: The path does not exist, or a file is damaged, too large or of an unknown form.
         OSError: A file cannot be read.
     """
-    place = Path(path)
-    if not (place / METRICS).is_file():
-        whole = read(path, max_tokens=MAX_TOKENS, max_bytes=MAX_BYTES)
-        return Source(name=place.name or path, path=place, metrics=(), table=whole, note=_staleness_note(whole))
-    rows = _metrics(place / METRICS)
-    found, note = _dumps_of(place)
-    return Source(name=place.resolve().name, path=place, metrics=rows, table=found, note=note or _staleness_note(found))
+    source = Path(path)
+    table: TokenTable | None
+    if not (source / METRICS).is_file():
+        table = _read(source, part)
+        return Source(name=source.name or path, path=source, metrics=(), table=table, note=_staleness_note(table))
+    rows, options = _metrics(source / METRICS), _options(source / CONFIG)
+    table, note = _dumps_of(source, options.get("save_debug_train_data"), part)
+    note = note or _staleness_note(table)
+    return Source(name=source.resolve().name, path=source, metrics=rows, table=table, note=note, options=options)
+
+
+def _read(path: Path, part: int) -> TokenTable:
+    return read(path, max_tokens=MAX_TOKENS // part, max_bytes=MAX_BYTES // part)
 
 
 def _staleness_note(table: TokenTable | None) -> str:
@@ -79,36 +91,30 @@ def _metrics(path: Path) -> tuple[Mapping[str, Any], ...]:
     return tuple(rows)
 
 
-def _dumps_of(run: Path) -> tuple[TokenTable | None, str]:
-    """The dumps that the configuration of a run names, and a note where there are none."""
-    pattern = _pattern(run / CONFIG)
-    if pattern is None:
+def _dumps_of(run: Path, pattern: Any, part: int) -> tuple[TokenTable | None, str]:
+    """The dumps that --save-debug-train-data of a run wrote, or None and a note."""
+    if not isinstance(pattern, str) or not pattern:
         return None, (
-            f"This run wrote no dumps of tokens, so there is nothing but its metrics to show. {DUMPS_FLAG} PATTERN, "
-            f"for example {DUMPS_FLAG} '{run}/dumps/{{rollout_id}}.parquet', writes them."
+            f"This run wrote no dumps of tokens, so the report has its metrics only. {DUMPS_FLAG} PATTERN, "
+            f"for example {DUMPS_FLAG} 'DIR/{{rollout_id}}.parquet', writes them."
         )
     directory = Path(os.path.dirname(pattern.split("{", 1)[0]) if "{" in pattern else pattern)
-    for place in (run if directory.samefile(run) else directory for directory in _existing(directory, run)):
+    for moved in (directory, run / directory.name):  # the run may have moved with its dumps
         try:
-            files_of(place)
+            files = run if moved.exists() and moved.samefile(run) else moved
+            files_of(files)
         except ValueError:
             continue
-        return read(place, max_tokens=MAX_TOKENS, max_bytes=MAX_BYTES), ""
-    return None, f"The dumps of this run, {pattern}, are not where it wrote them; give their path instead of the run's."
+        return _read(files, part), ""
+    return None, f"The run's dumps {pattern} do not exist any more; give the path of the dumps instead of the run."
 
 
-def _existing(directory: Path, run: Path) -> list[Path]:
-    """Where the dumps may be: where the run wrote them, or beside its metrics when it was moved."""
-    return [place for place in (directory, run / directory.name) if place.exists()]
-
-
-def _pattern(path: Path) -> str | None:
-    """The value of --save-debug-train-data in a run's config.yaml."""
+def _options(path: Path) -> dict[str, Any]:
+    """The options in a run's config.yaml; none without the file."""
     try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+        options = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        return None
+        return {}
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{quoted_path(path)} is damaged: {first_line(error)}.") from error
-    value = config.get("save_debug_train_data") if isinstance(config, dict) else None
-    return value if isinstance(value, str) and value else None
+    return options if isinstance(options, dict) else {}

@@ -1,4 +1,4 @@
-"""The section of other corrections: the table, and bias against variance as a plot."""
+"""The what-if section: the table of corrections, and the plot of bias against variance."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ COLUMNS = (
 )
 """Columns of the table in the page."""
 BATCHWISE = "batch normalisation, second-moment trimming, adaptive bounds"
-"""Corrections that are applied to each step on its own."""
-LEAST = 1e-4
-"""Bias and lost sample at which points are drawn that have less: both axes are logarithmic."""
+"""Corrections that are applied to each step separately."""
+MIN_PLOTTED = 1e-4
+"""Smaller biases and losses are drawn at this value, because both axes are logarithmic."""
 
 
 def section(table: TokenTable | None) -> dict[str, Any]:
@@ -45,18 +45,18 @@ def section(table: TokenTable | None) -> dict[str, Any]:
     plots = [plot.as_json() for plot in _pareto(results)]
     notes = []
     if not plots:
-        notes.append("The dump has no advantages, so that nothing can be said of the gradient.")
+        notes.append("The dump has no advantages, so gradients cannot be compared.")
     if table.tokens > MAX_TOKENS:
-        notes.append(f"A random part of the samples, of {MAX_TOKENS:,} tokens at most.")
+        notes.append(f"Computed on a random part of the samples with at most {MAX_TOKENS:,} tokens.")
     taken = max((result.steps for result in results if result.steps is not None), default=0)
     there = 1 if table.step is None else len(np.unique(table.step))
     if taken < there:
-        notes.append(f"What depends on a whole batch ({BATCHWISE}) is that of {taken} of the {there:,} steps.")
+        notes.append(f"Whole-batch corrections ({BATCHWISE}) were computed on {taken} of {there:,} steps.")
     return {**empty, "rows": rows, "plots": plots, "note": " ".join(notes)}
 
 
 def _pareto(results: Sequence[WhatIf]) -> list[Plot]:
-    """Bias, 1 − cosine, against variance, what is lost of the effective sample."""
+    """Bias, 1 − cosine, against variance, the lost share of the effective sample."""
     points = [
         (place, 1 - result.cosine, 1 - result.kept * result.ess)
         for place, result in enumerate(results)
@@ -68,8 +68,8 @@ def _pareto(results: Sequence[WhatIf]) -> list[Plot]:
     trace = {
         "type": "scatter",
         "mode": "markers",
-        "x": plain([max(loss, LEAST) for _, _, loss in points]),
-        "y": plain([max(bias, LEAST) for _, bias, _ in points]),
+        "x": plain([max(loss, MIN_PLOTTED) for _, _, loss in points]),
+        "y": plain([max(bias, MIN_PLOTTED) for _, bias, _ in points]),
         "text": [
             f"{results[place].name}<br>bias {max(bias, 0.0):.3g}, lost sample {loss:.3g}"
             for place, bias, loss in points
@@ -83,9 +83,9 @@ def _pareto(results: Sequence[WhatIf]) -> list[Plot]:
         Plot(
             id="pareto",
             title="Bias against variance",
-            says="Each point is a correction: how far its gradient turns from the exact one, and how much of the "
-            f"effective sample it loses, both at least {LEAST:g}. No other correction is better in both than an orange "
-            "one. Click for its flags.",
+            says="Each point is a correction: the angle between its gradient and the exact one, and the share of the "
+            f"effective sample it loses (both at least {MIN_PLOTTED:g}). No correction beats an orange point in both. "
+            "Click a point for its flags.",
             traces=[trace],
             layout={
                 "xaxis": axis("lost sample, 1 − kept · ESS", log=True),
