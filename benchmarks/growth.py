@@ -49,8 +49,8 @@ from slime_tis.trainer.engines.functions import FunctionBatch, new_groups
 from slime_tis.trainer.engines.generation import Generation, Request, TokenEngine
 from slime_tis.trainer.engines.local.engine import LocalEngine
 from slime_tis.trainer.learner import Learner
-from slime_tis.trainer.megatron.batch import token_budget_partitions
 from slime_tis.trainer.megatron.engine import TrainingEngine
+from slime_tis.trainer.megatron.micro_batches import token_budget_partitions
 from slime_tis.trainer.megatron.packing import pack
 from slime_tis.trainer.megatron.parallel import initialize, shut_down
 from slime_tis.trainer.megatron.prefix_tree import PrefixTree

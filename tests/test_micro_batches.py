@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from slime_tis.trainer.megatron import engine as engine_module
-from slime_tis.trainer.megatron.batch import TrainingBatch, token_budget_partitions
+from slime_tis.trainer.megatron.batch import TrainingBatch
 from slime_tis.trainer.megatron.engine import TrainingEngine
+from slime_tis.trainer.megatron.micro_batches import token_budget_partitions
 from slime_tis.trainer.megatron.packing import MicroBatch
 from slime_tis.trainer.megatron.prefix_tree import PrefixTree
 from tests.conftest import Run

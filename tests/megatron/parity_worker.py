@@ -15,7 +15,7 @@ from slime_tis.trainer.megatron import hf_weights
 from slime_tis.trainer.megatron.batch import make_batch
 from slime_tis.trainer.megatron.engine import TrainingEngine
 from slime_tis.trainer.megatron.hf_weights import GATHERED_BYTES
-from slime_tis.trainer.megatron.packing import pack
+from slime_tis.trainer.megatron.packing import RowSplit, pack
 from slime_tis.trainer.megatron.parallel import Parallel, initialize, shut_down
 from slime_tis.trainer.options.megatron import MegatronConfig
 from tests.runs import rank_environment
@@ -31,11 +31,8 @@ def compare(directory: Path, parallel: Parallel, layout: dict[str, Any]) -> None
     tokens = [torch.randint(vocab, (length,), generator=generator).tolist() for length in LENGTHS]
     batch = make_batch(tokens, [[1]] * len(tokens), [[0.0]] * len(tokens), [[0]] * len(tokens))
 
-    packed = pack(
-        batch,
-        rotary=engine.model.rotary,
-        tensor_size=parallel.tensor_size if engine.config.sequence_parallel else 1,
-    )
+    split = RowSplit(tensor_size=parallel.tensor_size if engine.config.sequence_parallel else 1)
+    packed = pack(batch, split, rotary=engine.model.rotary)
     with torch.no_grad():
         every_row = replace(packed.packed_seq_params, response_rows=None, gives_logits=True)
         shard = engine.model.module(packed.input_ids, packed.position_ids, None, packed_seq_params=every_row)[0]

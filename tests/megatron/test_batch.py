@@ -6,17 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_tis.correction import context_parallel
-from slime_tis.trainer.megatron import batch as batch_module
-from slime_tis.trainer.megatron.batch import (
-    FirstFit,
-    dealt_together,
-    fixed_partition,
-    load_of,
-    make_batch,
-    shard,
-    token_budget_partitions,
-    unshard,
-)
+from slime_tis.trainer.megatron.batch import dealt_together, fixed_partition, make_batch, shard, unshard
+from slime_tis.trainer.megatron.micro_batches import load_of, token_budget_partitions
 from slime_tis.trainer.megatron.prefix_tree import PrefixTree
 
 
@@ -225,59 +216,6 @@ def test_rollouts_are_whole_and_within_the_budget(drawn: list[list[tuple[int, in
         chosen = {rollouts[i] for i in samples}
         assert samples == [i for i, number in enumerate(rollouts) if number in chosen]
         assert len(chosen) == 1 or load_of(tree, samples) <= budget
-
-
-@given(
-    st.integers(1, 20).flatmap(
-        lambda bins: st.tuples(
-            st.just(bins),
-            st.lists(st.tuples(st.integers(0, bins - 1), st.integers(0, 9)), max_size=30),
-        )
-    ),
-    st.integers(0, 9),
-    st.integers(0, 20),
-)
-def test_the_first_bin_with_space(given_bins: tuple[int, list[tuple[int, int]]], needed: int, start: int) -> None:
-    bins, changes = given_bins
-    space, plain = FirstFit(bins), [-1.0] * bins
-    for place, value in changes:
-        space.set(place, value)
-        plain[place] = value
-    assert space.first(needed, start) == next((i for i in range(start, bins) if plain[i] >= needed), None)
-
-
-def test_a_place_is_found_without_a_look_at_every_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Counted(list[float]):
-        reads = 0
-
-        def __getitem__(self, index):  # type: ignore[no-untyped-def]
-            Counted.reads += 1
-            return super().__getitem__(index)
-
-    space = FirstFit(1024)
-    for place in range(1024):
-        space.set(place, 1 + (place == 1023))
-    space._most = Counted(space._most)
-    assert space.first(2) == 1023 and Counted.reads <= 64
-
-    looks: list[int] = []
-    planned, load_with = batch_module._Planned, batch_module._Planned.load_with
-    monkeypatch.setattr(planned, "load_with", lambda self, samples: looks.append(1) or load_with(self, samples))
-    siblings = PrefixTree.of([[1, 2, 10 + i, 3, 4] for i in range(256)], [3] * 256)
-    (partition,) = token_budget_partitions([siblings], 8)
-    assert len(partition) == 128 and len(looks) <= 2 * 256
-
-
-def test_a_rank_that_needs_many_more_passes_splits_the_fullest_without_a_look_at_all(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    looks: list[int] = []
-    planned, load = batch_module._Planned, batch_module._Planned.load.fget
-    assert load is not None
-    monkeypatch.setattr(planned, "load", property(lambda self: looks.append(1) or load(self)))
-    first, second = token_budget_partitions([apart([9] * 256), apart([1] * 256)], 9)
-    assert len(first) == len(second) == 256 and sorted(i for one in second for i in one) == list(range(256))
-    assert len(looks) <= 8 * 256
 
 
 def test_micro_batches_are_selected_by_starts_that_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:

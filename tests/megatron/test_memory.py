@@ -10,7 +10,7 @@ import torch
 
 from slime_tis.trainer.megatron import memory
 from slime_tis.trainer.megatron.engine import TrainingEngine
-from slime_tis.trainer.megatron.memory import KEPT, TokenBudget, bytes_per_token, free_memory, return_freed_memory
+from slime_tis.trainer.megatron.memory import MIN_TRIMMED_BYTES, TokenBudget, bytes_per_token, free_memory, trim_heap
 from slime_tis.trainer.megatron.parallel import Parallel
 from slime_tis.trainer.options.megatron import MegatronConfig
 
@@ -126,13 +126,13 @@ def test_freed_memory_goes_back_to_the_system() -> None:
     if memory._glibc() is None:
         pytest.skip("the C library is not glibc")
     torch.ones(31 * 2**18)  # freed blocks up to this size stay in the heap from now on
-    blocks = [torch.ones(2**18) for _ in range(2 * KEPT // 2**20)]
+    blocks = [torch.ones(2**18) for _ in range(2 * MIN_TRIMMED_BYTES // 2**20)]
     held = blocks[63::64]  # the last one is above all others
     del blocks
     kept = psutil.Process().memory_info().rss
-    return_freed_memory(torch.device("cpu"), KEPT)
-    return_freed_memory(torch.device("cuda"), 2 * KEPT)
+    trim_heap(torch.device("cpu"), MIN_TRIMMED_BYTES)
+    trim_heap(torch.device("cuda"), 2 * MIN_TRIMMED_BYTES)
     assert psutil.Process().memory_info().rss >= kept
-    return_freed_memory(torch.device("cpu"), 2 * KEPT)
-    assert psutil.Process().memory_info().rss < kept - KEPT
+    trim_heap(torch.device("cpu"), 2 * MIN_TRIMMED_BYTES)
+    assert psutil.Process().memory_info().rss < kept - MIN_TRIMMED_BYTES
     assert all(block.sum() == 2**18 for block in held)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from slime_tis.trainer.megatron.attention import rotate
 from slime_tis.trainer.megatron.batch import TrainingBatch, make_batch
-from slime_tis.trainer.megatron.packing import MicroBatch, RotaryAngles, pack
+from slime_tis.trainer.megatron.packing import MicroBatch, RotaryAngles, RowSplit, pack
 
 
 def batch_of(tokens: list[list[int]], responses: list[int], rank: int = 0, size: int = 1) -> TrainingBatch:
@@ -34,7 +34,7 @@ def test_two_sequences_on_one_rank() -> None:
 
 def test_siblings_share_their_prompt() -> None:
     tokens, responses = [[5, 6, 7], [5, 6, 8, 9], [1, 2], [5, 6]], [1, 2, 1, 0]
-    packed = pack(batch_of(tokens, responses), share_prompts=True, tensor_size=4)
+    packed = pack(batch_of(tokens, responses), RowSplit(tensor_size=4), share_prompts=True)
     assert packed.input_ids.tolist() == [[1, 2, 5, 6, 7, 8, 9, 0]]
     assert packed.position_ids.tolist() == [[0, 1, 0, 1, 2, 2, 3, 0]]
     assert rows_of(packed) == [3, 3, 5, 0]  # the prompt's last token is before both responses
@@ -62,8 +62,8 @@ def test_prompts_are_not_shared_where_experts_are_replayed() -> None:
 def test_zigzag_over_two_ranks() -> None:
     # 6 tokens are 4 chunks of 2 (the last one padding): rank 0 has positions 0 1 6 7, rank 1 has 2 3 4 5.
     sequences, responses = [[10, 11, 12, 13, 14, 15]], [3]
-    first = pack(batch_of(sequences, responses, 0, 2), context_rank=0, context_size=2)
-    second = pack(batch_of(sequences, responses, 1, 2), context_rank=1, context_size=2)
+    first = pack(batch_of(sequences, responses, 0, 2), RowSplit(context_rank=0, context_size=2))
+    second = pack(batch_of(sequences, responses, 1, 2), RowSplit(context_rank=1, context_size=2))
     assert first.position_ids.tolist() == [[0, 1, 6, 7]]
     assert first.input_ids.tolist() == [[10, 11, 0, 0]]
     assert second.input_ids.tolist() == [[12, 13, 14, 15]]
@@ -75,7 +75,7 @@ def test_zigzag_over_two_ranks() -> None:
 
 
 def test_filler_makes_the_row_divisible_and_is_not_trained_on() -> None:
-    packed = pack(batch_of([[5, 6, 7]], [2]), tensor_size=2)
+    packed = pack(batch_of([[5, 6, 7]], [2]), RowSplit(tensor_size=2))
     assert packed.input_ids.tolist() == [[5, 6, 7, 0]]
     assert rows_of(packed) == [0, 1]
     assert packed.target_L.tolist() == [6, 7]
@@ -96,7 +96,7 @@ def test_ranks_together_hold_every_prediction_once(
     predicted, sizes = [], set()
     for rank in range(context_size):
         batch = batch_of(tokens, responses, rank, context_size)
-        packed = pack(batch, context_rank=rank, context_size=context_size, tensor_size=tensor_size)
+        packed = pack(batch, RowSplit(context_rank=rank, context_size=context_size, tensor_size=tensor_size))
         assert len(packed.target_L) == len(batch.responses.loss_mask_L)
         predicted += packed.target_L.tolist()
         previous = packed.input_ids[0, rows_of(packed)]
@@ -148,7 +148,7 @@ def routed(length: int, first: int) -> torch.Tensor:
 def test_rows_of_experts_lie_where_their_tokens_do() -> None:
     batch = batch_of([[5, 6, 7], [8, 9], [3, 4]], [2, 1, 1])
     weights = [torch.full((2, 2, 2), 0.25), None, torch.full((1, 2, 2), 0.75)]
-    packed = pack(batch.with_routing([routed(3, 0), None, routed(2, 1000)], weights), tensor_size=4)
+    packed = pack(batch.with_routing([routed(3, 0), None, routed(2, 1000)], weights), RowSplit(tensor_size=4))
     assert packed.is_fed_T.tolist() == [True, True, False, True, False, True, False, False]
     assert packed.routed_experts is not None and packed.routed_experts.dtype == torch.int16
     nothing = [-1, -1]
@@ -189,7 +189,7 @@ def test_ranks_together_hold_every_row_of_experts_once(
     found = []
     for rank in range(context_size):
         batch = batch_of(tokens, responses, rank, context_size).with_routing(rows, None)
-        packed = pack(batch, context_rank=rank, context_size=context_size, tensor_size=tensor_size)
+        packed = pack(batch, RowSplit(context_rank=rank, context_size=context_size, tensor_size=tensor_size))
         if packed.routed_experts is None:
             assert all(one is None for one in rows)
             continue

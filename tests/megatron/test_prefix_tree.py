@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime_tis.trainer.megatron.prefix_tree import LEAST_SHARED, PrefixTree
+from slime_tis.trainer.megatron.prefix_tree import MIN_SHARED, PrefixTree
 
 Segments = list[tuple[list[int], int]]
 
@@ -40,14 +40,14 @@ def test_one_of_two_that_part_may_be_the_beginning_of_a_third() -> None:
 
 
 def test_beginnings_that_end_within_the_prompts_are_shared_where_they_are_long() -> None:
-    template = list(range(LEAST_SHARED))
+    template = list(range(MIN_SHARED))
     assert segments_of([([*template, 20], [1]), ([*template, 21], [1])]) == [(template, -1), ([20, 1], 0), ([21, 1], 0)]
     short = tree_of([([*template[:-1], 20], [1]), ([*template[:-1], 21], [1])])
     assert not short.is_shared and short.paths == ((0,), (1,))
 
 
 def test_turns_are_shared_after_the_prompt() -> None:
-    turn = list(range(10, 10 + LEAST_SHARED))
+    turn = list(range(10, 10 + MIN_SHARED))
     samples = [([1, 2], [*turn, 5]), ([1, 2], [*turn, 6]), ([1, 2], [9])]
     assert segments_of(samples) == [([1, 2], -1), ([9], 0), (turn, 0), ([5], 2), ([6], 2)]
 

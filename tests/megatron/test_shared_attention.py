@@ -56,7 +56,7 @@ def test_blocks_are_a_dense_mask(drawn: list[tuple[list[int], list[list[int]]]],
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # it is slow where it is not compiled
         mask = block_mask(SharedAttention.of(tree, filler).end_T)
-        found = flexible(flex_attention, query, key, value, mask, 0.3)
+        found = flexible(flex_attention, (query, key, value), mask, 0.3)
     torch.testing.assert_close(found, dense(tree, filler, query, key, value), rtol=1e-5, atol=1e-5)
 
 

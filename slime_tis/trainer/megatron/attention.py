@@ -1,7 +1,7 @@
 """Attention in plain torch, as a megatron-core spec module.
 
-It serves where transformer-engine is absent: on a CPU, and on a GPU without it. megatron-core's own local attention
-knows neither packed sequences nor context parallelism.
+It is used without transformer-engine. megatron-core's local attention supports neither packed sequences nor context
+parallelism.
 """
 
 from typing import Any
@@ -18,11 +18,9 @@ from slime_tis.trainer.megatron.packing import PackedSequences
 class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has no types
     """Rotary embedding and causal attention over packed sequences, by `scaled_dot_product_attention`.
 
-    Where sequences share their prompts, `SharedAttention` takes its place.
-
-    Under context parallelism keys and values are gathered over the ranks, queries stay. The rotary embedding is
-    applied here, with angles gathered by position once a micro-batch, since megatron-core's own splits and joins the
-    packed tokens per sequence, layer and tensor.
+    `SharedAttention` replaces it if sequences share their prompts. Under context parallelism keys and values are
+    gathered over the ranks. The rotary embedding is applied here, with angles computed once per micro-batch, because
+    megatron-core's rotary embedding splits and joins the packed tokens per sequence, layer and tensor.
     """
 
     def __init__(
@@ -51,11 +49,10 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has
     ) -> Tensor:
         """query [tokens, heads, d], key and value [tokens, groups, d] → [tokens, heads·d]."""
         layout = packed_seq_params
-        if layout is None or layout.cos is None or layout.sin is None:
-            raise ValueError("TorchAttention takes packed sequences with rotary angles: pass packed_seq_params")
+        assert layout is not None and layout.cos is not None and layout.sin is not None  # `pack` with rotary angles
         query, key = rotate(query, layout.cos, layout.sin), rotate(key, layout.cos, layout.sin)
         if layout.shared is not None:
-            value = value.contiguous()  # a view would keep queries and keys as they were before rotation, too
+            value = value.contiguous()  # a view would keep the unrotated queries and keys alive
             return layout.shared(query, key, value, self.softmax_scale).flatten(1)
         if self.context_group.size() > 1:
             key, value = all_gather_tokens(torch.stack([key, value], 1), self.context_group).unbind(1)
@@ -72,7 +69,7 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding: each pair (x_i, x_{i+d/2}) of the first d features turned by its angle.
+    """Rotary embedding: rotates each pair (x_i, x_{i+d/2}) of the first d features by its angle.
 
         y_i = x_i cos − x_{i+d/2} sin,   y_{i+d/2} = x_{i+d/2} cos + x_i sin
 
@@ -80,40 +77,40 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     (https://arxiv.org/abs/2104.09864), eq. 34, with the pairs of Hugging Face's layout.
 
     Args:
-        x: [tokens, heads, d or more]; features after the first d stay as they are.
+        x: [tokens, heads, d or more]; features after the first d are unchanged.
         cos: [tokens, 1, d/2] of each token's angles.
         sin: [tokens, 1, d/2].
 
     Returns:
-        As x, and differentiable in x; the gradient is the rotation back.
+        A tensor like x, differentiable in x; the gradient is the inverse rotation.
     """
-    turned, rest = x.split([2 * cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]], -1)
-    turned = _Rotate.apply(turned, cos.to(x.dtype), sin.to(x.dtype))  # type: ignore[no-untyped-call]  # torch's
-    return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
+    rotated, rest = x.split([2 * cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]], -1)
+    rotated = _Rotate.apply(rotated, cos.to(x.dtype), sin.to(x.dtype))  # type: ignore[no-untyped-call]  # torch's
+    return torch.cat([rotated, rest], -1) if rest.shape[-1] else rotated
 
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turned(x, cos, sin)
+        return _rotated(x, cos, sin)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _turned(grads[0], cos, -sin), None, None
+        return _rotated(grads[0], cos, -sin), None, None
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = x.shape[-1] // 2
-    turned: Tensor = x.unflatten(-1, (2, half)) * cos.unsqueeze(-2)
-    turned[..., 0, :].addcmul_(x[..., half:], sin, value=-1)
-    turned[..., 1, :].addcmul_(x[..., :half], sin)
-    return turned.flatten(-2)
+    rotated: Tensor = x.unflatten(-1, (2, half)) * cos.unsqueeze(-2)
+    rotated[..., 0, :].addcmul_(x[..., half:], sin, value=-1)
+    rotated[..., 1, :].addcmul_(x[..., :half], sin)
+    return rotated.flatten(-2)
 
 
 def all_gather_tokens(x: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
-    """[tokens, …] of every rank, one after another: [ranks·tokens, …]. Its gradient is the sum over the ranks."""
+    """Concatenates [tokens, …] of all ranks: [ranks·tokens, …]. The gradient is summed over the ranks."""
     gathered: Tensor = _AllGatherTokens.apply(x, group)  # type: ignore[no-untyped-call]  # torch's
     return gathered
 

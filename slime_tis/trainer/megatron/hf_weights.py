@@ -6,6 +6,7 @@ is cut over the tensor-parallel ranks and joined again.
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -210,6 +211,28 @@ def named_weights(module: torch.nn.Module) -> dict[str, Tensor]:
     """The weights of a rank's part of a model: its parameters, and the biases of routers, which are not trained."""
     biases = ((name, buffer) for name, buffer in module.named_buffers() if name.endswith(".expert_bias"))
     return dict([*module.named_parameters(), *biases])
+
+
+def copied_weights(module: torch.nn.Module) -> dict[str, Tensor]:
+    """A copy of `named_weights`."""
+    return {name: weight.detach().clone() for name, weight in named_weights(module).items()}
+
+
+@contextmanager
+def replaced_weights(module: torch.nn.Module, weights: dict[str, Tensor]) -> Iterator[None]:
+    """Inside the block, the module has these weights; afterwards, its previous ones."""
+
+    @torch.no_grad()
+    def assign(values: dict[str, Tensor]) -> None:
+        for name, weight in named_weights(module).items():
+            weight.copy_(values[name])
+
+    previous = copied_weights(module)
+    assign(weights)
+    try:
+        yield
+    finally:
+        assign(previous)
 
 
 def _gathered_together(weights: dict[str, Tensor], parallel: Parallel) -> list[list[str]]:

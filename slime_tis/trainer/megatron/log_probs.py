@@ -1,173 +1,274 @@
 """Log-probs of given tokens from vocabulary-parallel logits, in the memory of one softmax.
 
-Shapes: suffix _T tokens, V the part of the vocabulary that this tensor-parallel rank holds.
+Shapes: suffix _L rows, that is response tokens; V this tensor-parallel rank's part of the vocabulary.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 
 from slime_tis.trainer.data.sampling_mask import SamplingMask
 
+LOWEST = -1e4
+"""Replaces −inf in z − m, so that e^{z−m}·(z−m) is 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenDistribution:
+    """softmax(logits / temperature) over the tokens that could be sampled, split over tensor-parallel ranks."""
+
+    temperature: float = 1.0
+    sampling_mask: SamplingMask | None = None
+    """Each row's set of tokens. A row without a set has the whole vocabulary; None if every row has."""
+    group: ProcessGroup | None = None
+    """Tensor-parallel group over which the vocabulary is split; None if it is not split."""
+    vocab_start: int = 0
+    """Id of this rank's first token."""
+    vocab_size: int | None = None
+    """Tokens of the whole vocabulary, without padding; None if it is not padded."""
+    chunk_size: int = -1
+    """Rows per chunk, which bounds the temporaries; −1 for automatic."""
+    entropy_gradient: bool = True
+    """Whether the entropy is differentiable; if not, the backward pass is cheaper."""
+
+    def __post_init__(self) -> None:
+        if self.temperature <= 0:
+            raise ValueError(f"temperature must be positive, got {self.temperature}")
+
+    def check_rows(self, rows: int, targets: int) -> None:
+        """Raises ValueError if the numbers of rows, targets and sampling masks differ."""
+        masks = rows if self.sampling_mask is None else len(self.sampling_mask)
+        if not rows == targets == masks:
+            raise ValueError(f"got {rows} rows, {targets} targets and {masks} sampling masks")
+
+    def width(self, columns: int) -> int:
+        """Of this rank's columns, the number that are tokens; the others pad the vocabulary."""
+        return columns if self.vocab_size is None else min(max(self.vocab_size - self.vocab_start, 0), columns)
+
+    def scale_(self, logits_LV: Tensor, start: int) -> Tensor:
+        """Divides logits of the tokens from `start` on by the temperature and removes tokens outside the sets."""
+        if self.temperature != 1.0:
+            logits_LV.div_(self.temperature)
+        if self.sampling_mask is not None:
+            leave_out_(logits_LV, self.sampling_mask, start)
+        return logits_LV
+
 
 def vocab_parallel_log_probs(
-    logits: Tensor,
-    target_T: Tensor,
-    group: ProcessGroup | None,
-    *,
-    vocab_start: int = 0,
-    temperature: float = 1.0,
-    chunk_size: int = -1,
-    entropy_gradient: bool = True,
-    sampling_mask: SamplingMask | None = None,
+    logits_LV: Tensor, target_L: Tensor, distribution: TokenDistribution | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of every target under softmax(logits / temperature), and the entropy of that distribution.
+    """Log-prob of every target under the distribution, and the distribution's entropy.
 
         log π(y) = z_y − log Σ_{v∈S} e^{z_v},    H = log Σ_{v∈S} e^{z_v} − Σ_{v∈S} π_v z_v,    z = logits / temperature
 
     S is the whole vocabulary, or the set of tokens that could be sampled, which is constant under differentiation
     ("DeepSeek-V3.2", DeepSeek-AI (https://arxiv.org/abs/2512.02556), section 3.1, "Keep Sampling Mask").
 
-    The backward pass needs π alone, so exactly one [tokens, V] tensor is saved: fp32 logits are overwritten by it
-    (their producer, a linear layer, does not need them), logits in another precision are freed.
+    One [L, V] tensor is saved for the backward pass. It overwrites fp32 logits, which a linear layer does not need.
 
     Args:
-        logits: [tokens, V], any float precision; overwritten when fp32.
-        target_T: [tokens] int64, ids in the whole vocabulary.
-        group: tensor-parallel group over which the vocabulary is split; None or a group of one for a whole one.
-        vocab_start: the id of this rank's first column.
-        temperature: > 0, that of the sampling distribution.
-        chunk_size: rows worked on at a time, which bounds the temporaries; −1 for all at once.
-        entropy_gradient: whether the entropy is to be differentiated; without it the backward pass is cheaper.
-        sampling_mask: S of every row, in ids of the whole vocabulary; ids beyond it are passed over, and a row without
-            a set has the whole vocabulary. None where all rows have.
+        logits_LV: any float precision; overwritten if fp32.
+        target_L: int64 ids in the whole vocabulary.
+        distribution: temperature, sampling sets and split of the vocabulary.
 
     Returns:
-        (log_prob_T, entropy_T), float32, differentiable in the logits (the entropy where asked for). A target outside
-        of its set has log-prob −inf.
+        (log_prob_L, entropy_L), at least float32 and differentiable. A target outside its set has log-prob −inf.
 
     Raises:
-        ValueError: shapes that do not fit, or a temperature that is not positive.
+        ValueError: the numbers of rows differ.
     """
-    if logits.dim() != 2 or target_T.shape != logits.shape[:1]:
-        raise ValueError(
-            f"logits must be [tokens, V] and targets [tokens], got {tuple(logits.shape)}, {tuple(target_T.shape)}"
-        )
-    if temperature <= 0:
-        raise ValueError(f"temperature must be positive, got {temperature}")
-    if group is not None and group.size() == 1:
-        group = None
-    if sampling_mask is not None and len(sampling_mask) != len(target_T):
-        raise ValueError(f"the sampling mask has {len(sampling_mask)} positions for {len(target_T)} rows of logits")
-    found: tuple[Tensor, Tensor] = _VocabParallelLogProbs.apply(  # type: ignore[no-untyped-call]  # torch's
-        logits, target_T - vocab_start, group, temperature, chunk_size, entropy_gradient, vocab_start, sampling_mask
-    )
-    return found
+    distribution = distribution or TokenDistribution()
+    distribution.check_rows(len(logits_LV), len(target_L))
+    outputs: tuple[Tensor, Tensor] = _VocabParallelLogProbs.apply(logits_LV, target_L, distribution)  # type: ignore[no-untyped-call]  # torch's
+    return outputs
 
 
 class _VocabParallelLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        logits: Tensor,
-        local_target_T: Tensor,
-        group: ProcessGroup | None,
-        temperature: float,
-        chunk_size: int,
-        entropy_gradient: bool,
-        vocab_start: int,
-        sampling_mask: SamplingMask | None,
+        ctx: Any, logits_LV: Tensor, target_L: Tensor, distribution: TokenDistribution
     ) -> tuple[Tensor, Tensor]:
-        probs = logits.detach().float()
-        if sampling_mask is not None:
-            leave_out_(probs, sampling_mask, vocab_start)
-        log_prob_T = probs.new_empty(probs.shape[0])
-        entropy_T = probs.new_empty(probs.shape[0])
-        for rows in _chunks(probs.shape[0], chunk_size):
-            log_prob_T[rows], entropy_T[rows] = _softmax_(probs[rows], local_target_T[rows], group, temperature)
-        if not entropy_gradient:
-            ctx.mark_non_differentiable(entropy_T)
-        ctx.save_for_backward(probs, local_target_T, entropy_T)
-        ctx.temperature, ctx.chunk_size, ctx.dtype = temperature, chunk_size, logits.dtype
-        ctx.entropy_gradient = entropy_gradient
-        return log_prob_T, entropy_T
+        z_LV = distribution.scale_(logits_LV.detach().to(precision(logits_LV)), distribution.vocab_start)
+        column_L = target_L - distribution.vocab_start
+        sums = LogitSums.cat(
+            [
+                LogitSums.of_(z_LV[rows], column_L[rows], has_minus_infinity=True)
+                for rows in row_chunks(len(z_LV), distribution.chunk_size)
+            ]
+        )
+        local_max_L, sums = sums.max, sums.over_ranks(distribution.group)
+        log_prob_L, log_normalizer_L, entropy_L = sums.values()
+        if not distribution.entropy_gradient:
+            ctx.mark_non_differentiable(entropy_L)
+        ctx.save_for_backward(z_LV, column_L, sums.max - local_max_L, log_normalizer_L, entropy_L)
+        ctx.distribution, ctx.dtype = distribution, logits_LV.dtype
+        return log_prob_L, entropy_L
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        # Once differentiable: the gradient is built in the memory of the softmax, and autograd's own version
-        # counter refuses a second backward pass.
-        grad_log_prob_T, grad_entropy_T = grads
-        probs, local_target_T, entropy_T = ctx.saved_tensors
-        for rows in _chunks(probs.shape[0], ctx.chunk_size):
-            scale = -grad_log_prob_T[rows].unsqueeze(1)
-            if ctx.entropy_gradient:
-                log_probs = probs[rows].clamp_min(torch.finfo(probs.dtype).tiny).log_()
-                surprise = log_probs.add_(entropy_T[rows].unsqueeze(1))
-                scale = scale - grad_entropy_T[rows].unsqueeze(1) * surprise
-            _gradient_(probs[rows], local_target_T[rows], scale, grad_log_prob_T[rows])
-        return probs.div_(ctx.temperature).to(ctx.dtype), None, None, None, None, None, None, None
+    @once_differentiable
+    def backward(ctx: Any, grad_log_prob_L: Tensor, grad_entropy_L: Tensor) -> tuple[Tensor | None, ...]:
+        z_LV, column_L, max_rise_L, log_normalizer_L, entropy_L = ctx.saved_tensors
+        gradient = LogitGradient.of(ctx.distribution, grad_log_prob_L, grad_entropy_L, log_normalizer_L, entropy_L)
+        z_LV.sub_(max_rise_L.unsqueeze(1))
+        for rows in row_chunks(len(z_LV), ctx.distribution.chunk_size):
+            gradient.overwrite_(z_LV[rows], column_L[rows], rows)
+        return z_LV.to(ctx.dtype), None, None
 
 
-def _chunks(rows: int, chunk_size: int) -> list[slice]:
-    size = rows if chunk_size <= 0 else chunk_size
-    return [slice(start, min(start + size, rows)) for start in range(0, rows, max(size, 1))]
+@dataclass(frozen=True)
+class LogitSums:
+    """Sums of each row over some of its logits z."""
+
+    max: Tensor
+    """m; the lowest finite number if there are no logits, or all are −inf."""
+    normalizer: Tensor
+    """Σ e^{z−m}"""
+    weighted: Tensor
+    """Σ e^{z−m}·(z−m)"""
+    target: Tensor
+    """The target's z; 0 if the target is not among the logits."""
+
+    @classmethod
+    def none(cls, like_L: Tensor) -> LogitSums:
+        """Sums over no logits."""
+        zero_L = torch.zeros_like(like_L, dtype=precision(like_L))
+        return cls(torch.full_like(zero_L, torch.finfo(zero_L.dtype).min), zero_L, zero_L, zero_L)
+
+    @classmethod
+    def of_(cls, z_LV: Tensor, column_L: Tensor, *, has_minus_infinity: bool) -> LogitSums:
+        """Sums over z, which is overwritten by z − m; `column_L` is each target's column, possibly out of range."""
+        max_L = z_LV.amax(1).clamp_min_(torch.finfo(z_LV.dtype).min)
+        is_here_L, column_L1 = columns(column_L, z_LV.shape[1])
+        target_L = torch.where(is_here_L, z_LV.gather(1, column_L1).squeeze(1), 0.0)
+        exp_LV = z_LV.sub_(max_L.unsqueeze(1)).exp()
+        normalizer_L = exp_LV.sum(1)
+        if has_minus_infinity:
+            z_LV.clamp_min_(LOWEST)
+        return cls(max_L, normalizer_L, exp_LV.mul_(z_LV).sum(1), target_L)
+
+    @classmethod
+    def cat(cls, chunks: Sequence[LogitSums]) -> LogitSums:
+        """The sums of the rows of all chunks."""
+        return cls(*(torch.cat([getattr(chunk, field.name) for chunk in chunks]) for field in fields(cls)))
+
+    def merge(self, other: LogitSums) -> LogitSums:
+        """Sums over the logits of both."""
+        max_L = torch.maximum(self.max, other.max)
+        left, right = self._relative_to(max_L), other._relative_to(max_L)
+        normalizer_L, weighted_L = left.normalizer + right.normalizer, left.weighted + right.weighted
+        return LogitSums(max_L, normalizer_L, weighted_L, left.target + right.target)
+
+    def over_ranks(self, group: ProcessGroup | None) -> LogitSums:
+        """Sums over the whole vocabulary; a collective of the group."""
+        if group is None or group.size() == 1:
+            return self
+        max_L = self.max.clone()
+        all_reduce(max_L, ReduceOp.MAX, group=group)
+        local = self._relative_to(max_L)
+        sums = torch.stack([local.normalizer, local.weighted, local.target])
+        all_reduce(sums, group=group)
+        return LogitSums(max_L, *sums)
+
+    def values(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(log-probs of the targets, logarithms of the normalizer, entropies) of whole rows."""
+        log_normalizer_L = self.normalizer.log()
+        entropy_L = log_normalizer_L - self.weighted / self.normalizer
+        return self.target - self.max - log_normalizer_L, log_normalizer_L, entropy_L
+
+    def _relative_to(self, max_L: Tensor) -> LogitSums:
+        """The same sums, with the maximum over more logits as m."""
+        shift_L = self.max - max_L
+        scale_L = shift_L.exp()
+        weighted_L = scale_L * (self.weighted + shift_L * self.normalizer)
+        return LogitSums(max_L, scale_L * self.normalizer, weighted_L, self.target)
 
 
-def in_this_shard(local_target_T: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Whether each target is one of so many columns, [T], and its column, [T, 1], where it is."""
-    mine_T = (local_target_T >= 0) & (local_target_T < width)
-    return mine_T, local_target_T.clamp(0, width - 1).unsqueeze(1)
+@dataclass(frozen=True)
+class LogitGradient:
+    """The gradient of logits: e^{z−m}·(constant + slope·(z−m)), plus `target` at the target.
+
+    With p = e^{z−m}/N this is (1_y·∂log π − p·(∂log π + (log p + H)·∂H)) / temperature.
+    """
+
+    constant: Tensor
+    slope: Tensor | None
+    """None if the entropy has no gradient."""
+    target: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        distribution: TokenDistribution,
+        grad_log_prob_L: Tensor,
+        grad_entropy_L: Tensor,
+        log_normalizer_L: Tensor,
+        entropy_L: Tensor,
+    ) -> LogitGradient:
+        """The gradient given those of log-probs and entropies."""
+        scale_L = (-log_normalizer_L).exp() / -distribution.temperature
+        return cls(
+            constant=scale_L * (grad_log_prob_L + grad_entropy_L * (entropy_L - log_normalizer_L)),
+            slope=scale_L * grad_entropy_L if distribution.entropy_gradient else None,
+            target=grad_log_prob_L / distribution.temperature,
+        )
+
+    def select(self, rows: Tensor) -> LogitGradient:
+        """The gradient of these rows."""
+        slope = None if self.slope is None else self.slope[rows]
+        return LogitGradient(self.constant[rows], slope, self.target[rows])
+
+    def overwrite_(self, z_RV: Tensor, column_R: Tensor, rows: slice) -> Tensor:
+        """Overwrites z − m of some rows by their gradient, and returns it."""
+        constant_R1 = self.constant[rows].unsqueeze(1)
+        if self.slope is None:
+            z_RV.exp_().mul_(constant_R1)
+        else:
+            exp_RV = z_RV.exp()
+            z_RV.clamp_min_(LOWEST).mul_(self.slope[rows].unsqueeze(1)).add_(constant_R1).mul_(exp_RV)
+        is_here_R, column_R1 = columns(column_R, z_RV.shape[1])
+        return z_RV.scatter_add_(1, column_R1, torch.where(is_here_R, self.target[rows], 0.0).unsqueeze(1))
 
 
-def leave_out_(logits: Tensor, sampling_mask: SamplingMask, start: int) -> None:
-    """Overwrites logits outside of each row's set by −inf, in place; rows without a set stay as they are.
+def columns(column_L: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Whether each column is one of the first `width`, [L], and the column clamped to these, [L, 1]."""
+    return (column_L >= 0) & (column_L < width), column_L.clamp(0, width - 1).unsqueeze(1)
+
+
+def row_chunks(rows: int, chunk_size: int) -> list[slice]:
+    """Slices of at most `chunk_size` rows, at least one; -1 for all rows at once."""
+    size = max(rows if chunk_size == -1 else chunk_size, 1)
+    return [slice(start, min(start + size, rows)) for start in range(0, max(rows, 1), size)]
+
+
+def precision(values: Tensor) -> torch.dtype:
+    """The precision of sums of these values: at least float32."""
+    return torch.promote_types(values.dtype, torch.float32)
+
+
+def leave_out_(logits_LV: Tensor, sampling_mask: SamplingMask, start: int) -> None:
+    """Overwrites logits outside each row's set by −inf; rows without a set stay.
 
     The logits of the sets are taken out, the rows lowered to −inf, and the sets put back, in memory of the sets' size:
-    no [tokens, V] mask is made. NaN and +inf outside of a set become NaN, so that broken weights still show.
+    no [L, V] mask is made. NaN and +inf outside a set become NaN, so that broken weights still show.
 
     Args:
-        logits: [rows, V] of the tokens from `start` on.
-        sampling_mask: the sets, in ids of the whole vocabulary.
+        logits_LV: logits of the tokens from `start` on.
+        sampling_mask: the sets, in ids of the whole vocabulary; ids beyond the vocabulary are ignored.
         start: id of the first column.
     """
-    width = logits.shape[1]
+    width = logits_LV.shape[1]
     column_M = sampling_mask.token_ids.long() - start
-    mine_M, column_M = (column_M >= 0) & (column_M < width), column_M.clamp(0, width - 1)
-    place_M = sampling_mask.position_of_token() * width + column_M
-    flat = logits.view(-1)
-    # A token of another rank becomes −inf at a place that may be another token's: the larger one is right.
-    logit_M = torch.where(mine_M, flat[place_M], -torch.inf)
-    logits.add_(torch.where(sampling_mask.lengths > 0, -torch.inf, 0.0).unsqueeze(1))
-    flat.scatter_reduce_(0, place_M, logit_M, "amax")
-
-
-def _softmax_(
-    z: Tensor, local_target_T: Tensor, group: ProcessGroup | None, temperature: float
-) -> tuple[Tensor, Tensor]:
-    """Turns logits into probabilities in place; returns the targets' log-probs and the entropies."""
-    if temperature != 1.0:
-        z.div_(temperature)
-    max_T = z.amax(dim=1)
-    if group is not None:
-        all_reduce(max_T, ReduceOp.MAX, group=group)
-    z.sub_(max_T.unsqueeze(1))
-    mine_T, column_T = in_this_shard(local_target_T, z.shape[1])
-    target_z_T = torch.where(mine_T, z.gather(1, column_T).squeeze(1), 0.0)
-    exp_z = z.exp()
-    # A padded vocabulary entry, or one outside of the set, has z = −inf and probability 0: it adds nothing to Σ e^z z.
-    sums = torch.stack([target_z_T, exp_z.sum(1), (exp_z * z.clamp_min_(-1e4)).sum(1)])
-    if group is not None:
-        all_reduce(sums, group=group)
-    target_z_T, normalizer_T, weighted_T = sums
-    torch.div(exp_z, normalizer_T.unsqueeze(1), out=z)
-    log_normalizer_T = normalizer_T.log()
-    return target_z_T - log_normalizer_T, log_normalizer_T - weighted_T / normalizer_T
-
-
-def _gradient_(probs: Tensor, local_target_T: Tensor, scale: Tensor, grad_log_prob_T: Tensor) -> None:
-    """Overwrites π by π·scale + 1_y·∂log π, where scale = −∂log π − (log π + H)·∂H."""
-    mine_T, column_T = in_this_shard(local_target_T, probs.shape[1])
-    probs.mul_(scale)
-    probs.scatter_add_(1, column_T, torch.where(mine_T, grad_log_prob_T, 0.0).unsqueeze(1))
+    is_here_M, column_M1 = columns(column_M, width)
+    index_M = sampling_mask.position_of_token() * width + column_M1.squeeze(1)
+    flat = logits_LV.view(-1)
+    # A token of another rank becomes −inf at an index that may be another token's: the larger one is right.
+    logit_M = torch.where(is_here_M, flat[index_M], -torch.inf)
+    logits_LV.add_(torch.where(sampling_mask.lengths > 0, -torch.inf, 0.0).unsqueeze(1))
+    flat.scatter_reduce_(0, index_M, logit_M, "amax")

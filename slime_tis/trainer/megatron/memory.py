@@ -1,32 +1,31 @@
-"""The token budget of a micro-batch where none is given: the memory that is free, over what a token takes of it.
-
-Also gives memory back to the system between micro-batches, on a CPU.
-"""
+"""The default token budget of a micro-batch, from free memory; also trims the heap between passes on a CPU."""
 
 import ctypes
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
-SHARE = 0.5
-"""Of the free memory that a micro-batch may take: the rest is for caches of sampling, buckets and fragmentation."""
+BUDGET_SHARE = 0.5
+"""Share of the free memory that a micro-batch may take: the rest is for caches, buckets and fragmentation."""
 CGROUP = Path("/sys/fs/cgroup")
-KEPT = 256 * 2**20
-"""Bytes of freed memory that the C library may keep, which saves the time to take them from the system again."""
+MIN_TRIMMED_BYTES = 256 * 2**20
+"""Less freed memory stays in the heap, which saves the time to allocate it again."""
+NO_LIMIT = 2**63
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenBudget:
-    """How many tokens a micro-batch may have on one rank."""
+    """Largest number of tokens of a micro-batch on one rank; a longer sequence is a micro-batch alone."""
 
     tokens: int
-    """A sequence that has more is a micro-batch of its own."""
     reason: str | None = None
-    """How it was found; None where the options give it."""
+    """How it was computed; None if it was configured."""
 
     def __str__(self) -> str:
         """For the user."""
@@ -37,12 +36,12 @@ class TokenBudget:
 
     @classmethod
     def that_fits(cls, free: int, per_token: int) -> "TokenBudget":
-        """The budget for so many free bytes, at so many for each token.
+        """The budget for this number of free bytes and of bytes per token.
 
-        It is a power of two, so that two runs of the same command, which never find the same memory free to the byte,
-        seldom differ in their micro-batches.
+        It is a power of two, so that repeated runs, whose free memory always differs a little, rarely differ in their
+        micro-batches.
         """
-        tokens = max(int(SHARE * free) // per_token, 1)
+        tokens = max(int(BUDGET_SHARE * free) // per_token, 1)
         return cls(
             tokens=1 << (tokens.bit_length() - 1),
             reason=f"{free / 2**30:.1f} GiB free, {per_token / 2**20:.2f} MiB per token",
@@ -50,35 +49,44 @@ class TokenBudget:
 
 
 def free_memory(device: torch.device, processes: int) -> int:
-    """Bytes that this process may still take: of its GPU, or its share of the machine's or its container's memory.
+    """Free bytes of this process's GPU, or its share of the machine's or container's memory.
 
     Args:
-        device: that tensors are on.
-        processes: of the job on this machine, which share its memory.
+        device: of the tensors.
+        processes: processes of the job on this machine, which share its memory.
     """
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return min(psutil.virtual_memory().available, _left_in_the_container()) // processes
+    return min(psutil.virtual_memory().available, _free_in_container()) // processes
+
+
+def _free_in_container() -> int:
+    """Bytes up to the limit of this process's control group (cgroup v2)."""
+    try:
+        limit, used = ((CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        statistics = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+    except OSError:
+        return NO_LIMIT
+    if limit == "max":
+        return NO_LIMIT
+    return max(int(limit) - int(used) + int(statistics.get("inactive_file", 0)), 0)
 
 
 def bytes_per_token(config: TransformerConfig, logits: int, chunk_size: int) -> int:
-    """Bytes that a token of a micro-batch takes at the peak of a training step: activations, and logits.
+    """Bytes per token of a micro-batch at the peak of a training step: activations, and logits.
 
-    Per layer what autograd saves: inputs and outputs of both norms (4 hidden vectors); queries, keys and values
-    repeated for them, and the output of the attention twice (5 vectors of all queries), fewer with shared prompts; keys
-    and values (2); gate and up of the MLP (2 inner vectors; 4 with an expert's product, before and after its
-    probability; 5 with transformer-engine, whose MLP saves silu(gate), a copy of up and the product, too). With
-    pipeline parallelism the first stage holds as many micro-batches as there are stages: again all layers of one.
-    Log-probs take the hidden state that the output layer gets, a copy in fp32 and its gradient in fp32; the logits that
-    they are computed from exist in tiles of a fixed size. Where all logits are asked for they are one fp32 tensor that
-    is saved, one that a user's loss gets, and two that log-probs are computed through. Every token is taken to be one
-    of a response.
+    * Each layer saves for autograd: inputs and outputs of both norms (4 hidden vectors); queries, keys and values
+      repeated for them, and the output of the attention twice (5 vectors of all queries; fewer with shared prompts);
+      keys and values (2); gate and up of the MLP (2 inner vectors; 4 for an expert; 5 with transformer-engine).
+    * With pipeline parallelism the first stage holds one micro-batch per stage, hence all layers' activations.
+    * Log-probs need the last hidden state, a copy in fp32 and its gradient in fp32; their logits exist in small tiles.
+    * Requested logits are one saved fp32 tensor, one that the loss gets, and two temporaries.
+    * Every token is counted as a response token.
 
     Args:
         config: of the model, with its parallel sizes.
-        logits: of each token, that is the whole vocabulary; 0 where logits of all tokens are not asked for.
-        chunk_size: tokens whose log-probs are computed at a time from logits; -1 for all, and then the temporaries are
-            as large.
+        logits: requested logits per token, that is the size of the vocabulary; 0 if none are requested.
+        chunk_size: rows of logits whose log-probs are computed at a time; -1 for all.
     """
     size, tensor = config.params_dtype.itemsize, config.tensor_model_parallel_size
     queries = config.num_attention_heads * config.kv_channels
@@ -87,30 +95,45 @@ def bytes_per_token(config: TransformerConfig, logits: int, chunk_size: int) -> 
     if config.num_moe_experts is not None:
         sparse = config.moe_router_topk * config.moe_ffn_hidden_size + (config.moe_shared_expert_intermediate_size or 0)
         inner = max(inner if 0 in config.moe_layer_freq else 0, 4 * sparse)
-    split = (
+    per_layer = (
         4 * config.hidden_size / (tensor if config.sequence_parallel else 1)
         + (5 * queries + 2 * groups + inner) / tensor
     )
-    layers = config.num_layers * split
+    layers = config.num_layers * per_layer
     if config.recompute_granularity == "full":
-        layers = config.num_layers * config.hidden_size + split
+        layers = config.num_layers * config.hidden_size + per_layer
     log_probs = (size + 8) * config.hidden_size
-    of_logits = (8 if size == 4 else 8 + size) + (8 if chunk_size == -1 else 0)
-    return int(size * layers + log_probs + of_logits * logits / tensor)
+    bytes_per_logit = (8 if size == 4 else 8 + size) + (8 if chunk_size == -1 else 0)
+    return int(size * layers + log_probs + bytes_per_logit * logits / tensor)
 
 
-def return_freed_memory(device: torch.device, freed: int) -> None:
-    """Gives memory that was freed back to the system.
+@dataclass(frozen=True)
+class TrimHeapBeforeBackward:
+    """Forward hook of the embedding; trims the heap when all activations are freed, before the embedding's gradient.
 
-    glibc keeps freed blocks of less than 32 MiB, and those of one micro-batch fit the next one badly, whose tensors
-    have other sizes: half as much again was resident as was in use. Does nothing with other C libraries, nor where
-    tensors are on a GPU.
+    That gradient is as large as the embedding's weight.
+    """
+
+    token_bytes: int
+    """Size of a token's activations."""
+
+    def __call__(self, _module: torch.nn.Module, _inputs: Any, output: Tensor) -> None:
+        """Registers the trim as a hook of the output's gradient."""
+        if output.requires_grad:
+            output.register_hook(lambda grad: trim_heap(grad.device, self.token_bytes * len(grad)))
+
+
+def trim_heap(device: torch.device, freed: int) -> None:
+    """Returns freed memory to the system.
+
+    glibc keeps freed blocks of less than 32 MiB, which rarely fit the next micro-batch, whose tensors have other sizes:
+    resident memory was 1.5 times the used memory. Does nothing with other C libraries or if tensors are on a GPU.
 
     Args:
-        device: that tensors are on.
-        freed: bytes that were freed, about; nothing is done for less than `KEPT`.
+        device: of the tensors.
+        freed: approximate number of freed bytes; nothing happens below `MIN_TRIMMED_BYTES`.
     """
-    libc = _glibc() if device.type == "cpu" and freed > KEPT else None
+    libc = _glibc() if device.type == "cpu" and freed > MIN_TRIMMED_BYTES else None
     if libc is not None:
         libc.malloc_trim(0)
 
@@ -122,17 +145,3 @@ def _glibc() -> ctypes.CDLL | None:
         return None
     libc.malloc_trim.argtypes = [ctypes.c_size_t]
     return libc
-
-
-def _left_in_the_container() -> int:
-    """Bytes to the limit of the control group that this process is in; endless where there is none (cgroup v2)."""
-    try:
-        limit, used = ((CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
-        cached = [
-            line for line in (CGROUP / "memory.stat").read_text().splitlines() if line.startswith("inactive_file")
-        ]
-    except OSError:
-        return 2**63
-    if limit == "max":
-        return 2**63
-    return max(int(limit) - int(used) + sum(int(line.split()[1]) for line in cached), 0)

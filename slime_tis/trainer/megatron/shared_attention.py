@@ -1,17 +1,17 @@
-"""Causal attention over a prefix tree: each token sees the segments before its own, and its own up to itself.
+"""Causal attention over a prefix tree: each token sees the segments before its segment, and its own up to itself.
 
-In depth-first order token q sees token k exactly if k ≤ q < end(k), where end(k) is the first packed token after all
-that follow on k's segment. On a CPU the attention of a token is put together from parts: its own segment, causal, and
-each segment before it, whole. Parts P with outputs o_P and L_P = log Σ_{k∈P} e^{s_k} over their scores s merge exactly:
+In depth-first order token q sees token k exactly if k ≤ q < end(k), where end(k) is the first packed token after the
+subtree of k's segment. On a CPU the attention of a token is merged from parts: its own segment, causal, and each
+segment before it. Parts P with outputs o_P and L_P = log Σ_{k∈P} e^{s_k} over their scores s merge exactly:
 
     L = log Σ_P e^{L_P},    o = Σ_P e^{L_P − L} o_P
 
-and the gradient of a part needs o and L in place of its own: the weight of key k is e^{s_k − L} whatever part it is in.
-No mask of queries × keys is made, and keys that several responses share are taken once.
+The gradient of a part needs o and L instead of o_P and L_P, because the weight of key k is e^{s_k − L} in every part.
+No mask of queries × keys is made, and keys that several responses share are read once.
 
 Source of the merge: "FlashAttention: Fast and Memory-Efficient Exact Attention with IO-Awareness", Dao et al.
-(https://arxiv.org/abs/2205.14135), section 3.1; of attention to a shared prefix in a part of its own: "Hydragen:
-High-Throughput LLM Inference with Shared Prefixes", Juravsky et al. (https://arxiv.org/abs/2402.05099), section 3.1.
+(https://arxiv.org/abs/2205.14135), section 3.1; of separate attention to a shared prefix: "Hydragen: High-Throughput
+LLM Inference with Shared Prefixes", Juravsky et al. (https://arxiv.org/abs/2402.05099), section 3.1.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -37,28 +38,28 @@ class Rows:
 
     count: int
     token_index: Tensor
-    """[rows·length] packed token at every place; that of the row's last token where it is padding."""
+    """[rows·length] packed token at each index; padding repeats the row's last token."""
     is_padding: Tensor
     """bool [rows, length]."""
-    valid_place: Tensor
-    """[tokens] places that are not padding."""
+    valid_index: Tensor
+    """[tokens] indices that are not padding."""
     valid_token: Tensor
-    """[tokens] packed tokens at these places."""
+    """[tokens] packed tokens at these indices."""
 
     @classmethod
-    def of(cls, starts: Sequence[int], lengths: Sequence[int]) -> Rows:
-        """Rows of the packed tokens from each start on."""
-        start_R, length_R = torch.tensor(starts), torch.tensor(lengths)
-        place = torch.arange(int(length_R.max()))
-        token_index = (start_R[:, None] + torch.minimum(place, length_R[:, None] - 1)).flatten()
-        is_padding = place >= length_R[:, None]
-        valid_place = (~is_padding).flatten().nonzero().squeeze(1)
+    def of(cls, starts: Sequence[int], lengths: Sequence[int], rows: Sequence[int]) -> Rows:
+        """The ranges `rows`, given the first packed token and the length of all ranges."""
+        start_R, length_R = torch.tensor([(starts[row], lengths[row]) for row in rows]).T
+        offset = torch.arange(int(length_R.max()))
+        token_index = (start_R[:, None] + torch.minimum(offset, length_R[:, None] - 1)).flatten()
+        is_padding = offset >= length_R[:, None]
+        valid_index = (~is_padding).flatten().nonzero().squeeze(1)
         return cls(
-            count=len(starts),
+            count=len(rows),
             token_index=token_index,
             is_padding=is_padding,
-            valid_place=valid_place,
-            valid_token=token_index[valid_place],
+            valid_index=valid_index,
+            valid_token=token_index[valid_index],
         )
 
     def gather(self, x: Tensor) -> Tensor:
@@ -68,46 +69,45 @@ class Rows:
 
     def packed(self, rows: Tensor) -> Tensor:
         """[rows, heads, length, …] → [tokens, heads, …] of `valid_token`."""
-        return rows.transpose(1, 2).flatten(0, 1).index_select(0, self.valid_place)
+        return rows.transpose(1, 2).flatten(0, 1).index_select(0, self.valid_index)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Queries in rows, and the keys that each row of them sees."""
+    """Queries in rows, and the keys that each row of queries sees."""
 
     queries: Rows
     keys: Rows
     is_causal: bool
-    """Whether they are the same tokens, which see those up to themselves; else each query sees all keys of its row."""
+    """Whether queries and keys are the same tokens, each of which sees keys up to itself; else it sees all keys."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
         """Output [tokens, heads, d] and log Σ e^score [tokens, heads] of the queries' valid tokens."""
-        output, log_sum = cpu_attention(
-            *self._inputs(query, key, value),
-            is_causal=self.is_causal,
-            attn_mask=self._mask(query.dtype),
-            scale=scale,
-        )
+        options = self._options(query.dtype, scale)
+        output, log_sum = cpu_attention(*self._inputs(query, key, value), is_causal=self.is_causal, **options)
         return self.queries.packed(output), self.queries.packed(log_sum)
 
-    def backward(
-        self, grad: Tensor, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor, log_sum: Tensor, scale: float | None
-    ) -> list[Tensor]:
-        """The part's gradients of query, key and value, of their valid tokens; output and log Σ are those of all."""
-        # An infinite sum makes every weight of a row that is padding 0.
+    def backward(self, grad: Tensor, saved: Sequence[Tensor], scale: float | None) -> list[Tensor]:
+        """The part's gradients of query, key and value.
+
+        Args:
+            grad: of the merged output.
+            saved: query, key, value, merged output and merged log Σ.
+            scale: of the scores.
+        """
+        query, key, value, output, log_sum = saved
+        # An infinite sum makes every weight in padding rows 0.
         padded_log_sum = self.queries.gather(log_sum).masked_fill(self.queries.is_padding[:, None], torch.inf)
         grads = cpu_attention_backward(
             self.queries.gather(grad),
-            *self._inputs(*inputs),
+            *self._inputs(query, key, value),
             self.queries.gather(output),
             padded_log_sum,
             0.0,
             self.is_causal,
-            attn_mask=self._mask(grad.dtype),
-            scale=scale,
+            **self._options(grad.dtype, scale),
         )
-        groups = inputs[1].shape[1]
-        of_keys = [grad.unflatten(1, (groups, -1)).sum(2) for grad in grads[1:]]
+        of_keys = [grad.unflatten(1, (key.shape[1], -1)).sum(2) for grad in grads[1:]]
         return [self.queries.packed(grads[0]), *(self.keys.packed(grad) for grad in of_keys)]
 
     def _inputs(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
@@ -115,20 +115,21 @@ class Part:
         keys = [self.keys.gather(x).repeat_interleave(repeats, 1) for x in (key, value)]
         return [self.queries.gather(query), *keys]
 
-    def _mask(self, dtype: torch.dtype) -> Tensor | None:
-        """What is added to the scores [rows, 1, 1, keys]; None where no key is padding that a query would see."""
-        if self.is_causal or len(self.keys.valid_place) == len(self.keys.token_index):
-            return None
-        hidden = self.keys.is_padding[:, None, None]
-        return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
+    def _options(self, dtype: torch.dtype, scale: float | None) -> dict[str, Any]:
+        """Scale and attention mask [rows, 1, 1, keys], which is None if no query would see padding."""
+        mask = None
+        if not self.is_causal and len(self.keys.valid_index) < len(self.keys.token_index):
+            hidden = self.keys.is_padding[:, None, None]
+            mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
+        return {"attn_mask": mask, "scale": scale}
 
 
 @dataclass(frozen=True, kw_only=True)
 class SharedAttention:
-    """What attention over a prefix tree needs beside queries, keys and values."""
+    """Attention over the packed tokens of a prefix tree."""
 
     end_T: Tensor
-    """The first packed token that does not see this one any more."""
+    """The first later packed token that does not see this one."""
     parts: tuple[Part, ...]
     """On a CPU: first each token's own segment, every token once, then segments before it."""
     block_mask: BlockMask | None = None
@@ -136,36 +137,33 @@ class SharedAttention:
 
     @classmethod
     def of(cls, tree: PrefixTree, filler: int) -> SharedAttention:
-        """That of the packed tokens of a tree, and of so many more that see only themselves."""
+        """Attention over the packed tokens of a tree, and `filler` more tokens that see only themselves."""
         lengths = [*(segment.length for segment in tree.segments), *[filler] * (filler > 0)]
         ends = [*tree.ends, *[len(lengths)] * (filler > 0)]
-        starts = [0]
-        for length in lengths:
-            starts.append(starts[-1] + length)
-        parts = [
-            Part(queries=rows, keys=rows, is_causal=True)
-            for chosen in _of_like_length(lengths)
-            for rows in [Rows.of([starts[i] for i in chosen], [lengths[i] for i in chosen])]
-        ]
+        starts = list(accumulate(lengths, initial=0))
+        parts = []
+        for bucket in _buckets_of_similar(lengths):
+            rows = Rows.of(starts, lengths, bucket)
+            parts.append(Part(queries=rows, keys=rows, is_causal=True))
         for depth in range(max(segment.depth for segment in tree.segments)):
             inner = [i for i, s in enumerate(tree.segments) if s.depth == depth and ends[i] > i + 1]
             after = [starts[ends[i]] - starts[i + 1] for i in inner]
-            for chosen in _of_like_length(after):
-                queries = Rows.of([starts[inner[i] + 1] for i in chosen], [after[i] for i in chosen])
-                keys = Rows.of([starts[inner[i]] for i in chosen], [lengths[inner[i]] for i in chosen])
+            for bucket in _buckets_of_similar(after):
+                queries = Rows.of([starts[i + 1] for i in inner], after, bucket)
+                keys = Rows.of(starts, lengths, [inner[i] for i in bucket])
                 parts.append(Part(queries=queries, keys=keys, is_causal=False))
         end_T = torch.repeat_interleave(torch.tensor([starts[end] for end in ends]), torch.tensor(lengths))
         return cls(end_T=end_T, parts=tuple(parts))
 
-    def to(self, device: torch.device | str) -> SharedAttention:
-        """The same for a GPU, which takes the mask of blocks in place of the parts."""
+    def to(self, device: torch.device) -> SharedAttention:
+        """The same for a GPU, which uses the mask of blocks instead of the parts."""
         end_T = self.end_T.to(device, non_blocking=True)
         return replace(self, end_T=end_T, parts=(), block_mask=block_mask(end_T))
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        """Query [tokens, heads, d], key and value [tokens, groups, d] → [tokens, heads, d]."""
+        """Query [tokens, heads, d], key and value [tokens, groups, d] → [tokens, heads, d]; scale None is 1/√d."""
         if self.block_mask is not None:
-            return flexible(_compiled(), query, key, value, self.block_mask, scale)
+            return flexible(_compiled(), (query, key, value), self.block_mask, scale)
         merged: Tensor = _MergedParts.apply(query, key, value, self.parts, scale)  # type: ignore[no-untyped-call]  # torch's
         return merged
 
@@ -179,21 +177,9 @@ def block_mask(end_T: Tensor) -> BlockMask:
     return create_block_mask(sees, None, None, len(end_T), len(end_T), device=str(end_T.device))
 
 
-def flexible(attention: Any, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float | None) -> Tensor:
-    """FlexAttention over packed tokens.
-
-    Args:
-        attention: `flex_attention`, compiled or not.
-        query: [tokens, heads, d].
-        key: [tokens, groups, d].
-        value: [tokens, groups, d].
-        mask: of `block_mask`.
-        scale: of the scores; None for 1/√d.
-
-    Returns:
-        [tokens, heads, d].
-    """
-    rows = (x.transpose(0, 1)[None] for x in (query, key, value))
+def flexible(attention: Any, inputs: Sequence[Tensor], mask: BlockMask, scale: float | None) -> Tensor:
+    """`SharedAttention.__call__` of query, key and value by `flex_attention`, compiled or not."""
+    rows = (x.transpose(0, 1)[None] for x in inputs)
     output: Tensor = attention(*rows, block_mask=mask, scale=scale, enable_gqa=True)
     return output[0].transpose(0, 1)
 
@@ -205,41 +191,38 @@ def _compiled() -> Any:
 
 class _MergedParts(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, parts: Sequence[Part], scale: float | None
-    ) -> Tensor:
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        query, key, value, ctx.parts, ctx.scale = inputs
         merged = torch.zeros(query.shape, dtype=torch.float32)
         log_sum = torch.full(query.shape[:2], -torch.inf, dtype=torch.float32)
-        for part in parts:
+        for part in ctx.parts:
             token = part.queries.valid_token
-            output, found = part.forward(query, key, value, scale)
-            if part.is_causal:  # the first of these tokens
-                merged[token], log_sum[token] = output.float(), found
+            output, added = part.forward(query, key, value, ctx.scale)
+            if part.is_causal:  # the first part of these tokens
+                merged[token], log_sum[token] = output.float(), added
                 continue
             before = log_sum[token]
-            log_sum[token] = total = torch.logaddexp(before, found)
+            log_sum[token] = total = torch.logaddexp(before, added)
             merged[token] = (
-                merged[token] * (before - total).exp()[..., None] + output * (found - total).exp()[..., None]
+                merged[token] * (before - total).exp()[..., None] + output * (added - total).exp()[..., None]
             )
         output = merged.to(query.dtype)
         ctx.save_for_backward(query, key, value, output, log_sum)
-        ctx.parts, ctx.scale = parts, scale
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, output, log_sum = ctx.saved_tensors
-        found = [torch.zeros(x.shape, dtype=torch.float32) for x in (query, key, value)]
+        saved = ctx.saved_tensors
+        totals = [torch.zeros(x.shape, dtype=torch.float32) for x in saved[:3]]
         for part in ctx.parts:
-            of_part = part.backward(grads[0], (query, key, value), output, log_sum, ctx.scale)
             tokens = (part.queries.valid_token, part.keys.valid_token, part.keys.valid_token)
-            for total, index, grad in zip(found, tokens, of_part, strict=True):
+            for total, index, grad in zip(totals, tokens, part.backward(grads[0], saved, ctx.scale), strict=True):
                 total.index_add_(0, index, grad.float())
-        return *(total.to(query.dtype) for total in found), None, None
+        return *(total.to(saved[0].dtype) for total in totals), None, None
 
 
-def _of_like_length(lengths: Sequence[int]) -> list[list[int]]:
-    """Indices in buckets whose longest is at most twice as long as their shortest, so that little is padding."""
+def _buckets_of_similar(lengths: Sequence[int]) -> list[list[int]]:
+    """Indices in buckets whose longest is at most twice as long as their shortest, which limits padding."""
     buckets: list[list[int]] = []
     longest = 0
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):

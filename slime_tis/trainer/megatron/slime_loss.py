@@ -1,4 +1,4 @@
-"""slime's helper for loss functions of the user's own: from the logits that they get to log-probs and entropies."""
+"""slime's helper for user-defined loss functions: log-probs and entropies from logits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from slime_tis.integrations import slime_modules
 from slime_tis.integrations.slime import context_parallel
-from slime_tis.trainer.megatron.log_probs import vocab_parallel_log_probs
+from slime_tis.trainer.megatron.log_probs import TokenDistribution, vocab_parallel_log_probs
 
 
 def get_log_probs_and_entropy(
@@ -28,34 +28,39 @@ def get_log_probs_and_entropy(
     """Log-probs of the response tokens on this rank at the rollout's temperature, with gradient.
 
     Args:
-        logits: [1, L, V] that the loss function got.
-        args: with rollout_temperature and log_probs_chunk_size.
+        logits: [1, L, V] argument of the loss function.
+        args: namespace with rollout_temperature and log_probs_chunk_size.
         unconcat_tokens: prompt and response of each sample.
         total_lengths: tokens of prompt and response.
         response_lengths: tokens of the response.
-        with_entropy: also the entropies.
-        others: what slime passes besides, without effect here.
+        with_entropy: whether to return entropies.
+        others: slime's further arguments, without effect here.
 
     Returns:
-        An empty tensor, and by "log_probs" and "entropy" a list with one tensor per sample.
+        An empty tensor, and the keys "log_probs" and "entropy" with one tensor per sample.
     """
     slices = context_parallel({}).slices(total_lengths, response_lengths, None)
     responses = [
         tokens[len(tokens) - length :] for tokens, length in zip(unconcat_tokens, response_lengths, strict=True)
     ]
     log_probs_L, entropy_L = vocab_parallel_log_probs(
-        logits[0].clone(),  # which is overwritten, and the function may want them again
+        logits[0].clone(),  # overwritten, and the function may use them again
         slices.slice_flat(torch.cat(responses)),
-        mpu.get_tensor_model_parallel_group(),
-        vocab_start=mpu.get_tensor_model_parallel_rank() * logits.shape[-1],
-        temperature=args.rollout_temperature,
-        chunk_size=args.log_probs_chunk_size,
-        entropy_gradient=with_entropy,
+        TokenDistribution(
+            temperature=args.rollout_temperature,
+            group=mpu.get_tensor_model_parallel_group(),
+            vocab_start=mpu.get_tensor_model_parallel_rank() * logits.shape[-1],
+            chunk_size=args.log_probs_chunk_size,
+            entropy_gradient=with_entropy,
+        ),
     )
-    found = {"log_probs": list(log_probs_L.split(slices.local_lengths))}
+    lists = {"log_probs": list(log_probs_L.split(slices.local_lengths))}
     if with_entropy:
-        found["entropy"] = list(entropy_L.split(slices.local_lengths))
-    return logits.new_empty(0), found
+        lists["entropy"] = list(entropy_L.split(slices.local_lengths))
+    return logits.new_empty(0), lists
 
 
-slime_modules.MODULES["slime.backends.megatron_utils.loss"] = {"get_log_probs_and_entropy": get_log_probs_and_entropy}
+def register() -> None:
+    """Lets user functions import the helper by slime's name."""
+    functions = {"get_log_probs_and_entropy": get_log_probs_and_entropy}
+    slime_modules.MODULES["slime.backends.megatron_utils.loss"] = functions
