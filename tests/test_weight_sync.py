@@ -160,7 +160,7 @@ def test_a_run_whose_engine_misses_an_update_stops(
         run(*flags, name="tensors")
     message = capsys.readouterr().err
     assert "error: parameter-sync error: after the update to step 1" in message
-    assert "of the local engine are other than those that were sent" in message
+    assert "of the local engine differ" in message
     monkeypatch.setattr(LocalEngine, "wrong_weights", lambda self, sent: {})
     with pytest.raises(AssertionError):
         run(*flags, "--weight-sync-bound", "100", name="movement")

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: which one it goes on from, what it takes from there, and what is saved when it ends."""
+"""Saves a run, finds the checkpoint to resume, and restores it."""
 
 import hashlib
 import math
@@ -31,17 +31,17 @@ from slime_tis.trainer.storage.resumption import (
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """What the checkpoints of a run have in common."""
+    """Properties that all checkpoints of a run share."""
 
     options: dict[str, Any]
-    """The configuration in force."""
+    """The effective configuration."""
     model: str
     """SHA-256 of the model's config.json."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """Where a resumed run goes on: after the last rollout that was trained on as a whole, or at the start."""
+    """Where a resumed run continues: after the last completely trained rollout, or at the start."""
 
     step: int = 0
     rollout_id: int = 0
@@ -51,28 +51,28 @@ class Position:
 
 @dataclass(frozen=True, kw_only=True)
 class ResumePoint:
-    """The checkpoint that a run goes on from."""
+    """The checkpoint that a run resumes."""
 
     checkpoint: Path
     state: TrainerState
 
 
 def model_identity(hf_checkpoint: str) -> str:
-    """SHA-256 of a model's config.json."""
+    """Returns the SHA-256 of a model's config.json."""
     return hashlib.sha256((Path(hf_checkpoint) / "config.json").read_bytes()).hexdigest()
 
 
 def find_resume_point(config: MegatronConfig, identity: Identity, *, is_main: bool) -> ResumePoint | None:
-    """The newest whole checkpoint under --load and its state; None where there is none. A collective.
+    """Returns the latest complete checkpoint under --load and its state, or None; a collective.
 
     Args:
-        config: with --load and the model.
-        identity: of this run, which the checkpoint's is compared with.
-        is_main: whether this rank warns of damaged checkpoints.
+        config: --load and the model.
+        identity: Identity of this run, to compare with the checkpoint's.
+        is_main: Whether this rank prints warnings about damaged checkpoints.
 
     Raises:
-        ValueError: the checkpoint is of another model, or of options that a resumed run cannot change.
-        CheckpointError: every checkpoint is damaged.
+        ValueError: The checkpoint has another model, or options that a resumed run cannot change.
+        CheckpointError: Every checkpoint is damaged.
     """
     found = None if config.load is None else checkpoint.newest_whole(config.load)
     if found is None:
@@ -84,37 +84,37 @@ def find_resume_point(config: MegatronConfig, identity: Identity, *, is_main: bo
     check_options(state.options, identity.options)
     if state.model != identity.model:
         raise ValueError(
-            f"--hf-checkpoint is {config.hf_checkpoint!r}, a model with another config.json than that of "
-            f"{state.options.get('hf_checkpoint')!r}, which {found.checkpoint} trains; give that one."
+            f"--hf-checkpoint is {config.hf_checkpoint!r}, but {found.checkpoint} trains "
+            f"{state.options.get('hf_checkpoint')!r}, whose config.json differs; pass that model."
         )
     return ResumePoint(checkpoint=found.checkpoint, state=state)
 
 
 @dataclass(kw_only=True)
 class Checkpointer:
-    """Saves the run at its position, and takes it up from there."""
+    """Saves the run at its position and restores it."""
 
     config: MegatronConfig
     learner: Learner
     sampler: RolloutEngine
     evaluation: Evaluation
     updates: WeightUpdates
-    """Of the rollout engine's weights; they have a state."""
+    """Rounding and measurement of the rollout engine's weights, which have a state."""
     data: CustomDataSource | None
-    """A user's data source, which saves itself; None where prompts come from a file."""
+    """The user's data source, which saves itself; None if prompts come from a file."""
     timer: Callable[[str], AbstractContextManager[None]]
     run_id: str
     identity: Identity
     position: Position = field(default_factory=Position)
     saved_step: int | None = None
-    """The step of the newest checkpoint under --save, where this run knows of one."""
+    """The step of the latest checkpoint under --save; None if this run has not saved one."""
 
     def resume(self, point: ResumePoint, update_weights: Callable[[], object]) -> None:
-        """Restores the policy, the rollout engine and the evaluation; the data has been restored before.
+        """Restores the policy, the rollout engine and the evaluation. The data is restored before.
 
         Args:
-            point: where to go on.
-            update_weights: gives the policy's weights to the rollout engine.
+            point: The checkpoint to resume.
+            update_weights: Sends the policy's weights to the rollout engine.
         """
         state, options = point.state, self.identity.options
         checkpoint.load(point.checkpoint, self.learner.engine)
@@ -125,8 +125,8 @@ class Checkpointer:
             self.evaluation.first_accuracy = state.first_accuracy
         self.evaluation.is_overdue = bool(self.evaluation.prompts) and state.evaluation_due
         save = self.config.save
-        goes_on_there = save is not None and same_path(point.checkpoint.parent, save)
-        if goes_on_there and not self.evaluation.is_overdue:
+        resumes_there = save is not None and same_path(point.checkpoint.parent, save)
+        if resumes_there and not self.evaluation.is_overdue:
             self.saved_step = state.step
         self.sampler.resume_unfinished([[from_dict(row) for row in group] for group in state.unfinished])
         same_engine = not changed(state.options, options, ("rollout_engine", "rollout_precision"))
@@ -136,7 +136,7 @@ class Checkpointer:
         else:
             update_weights()
         if self.learner.parallel.is_main:
-            if goes_on_there:  # a run that was killed may not have come to it, and this one have nothing left to save
+            if resumes_there:  # a killed run may have skipped this, and this run may have nothing to save
                 checkpoint.remove_older(point.checkpoint, self.run_id, self.config.save_retain)
             print(f"resumed from {point.checkpoint}, after step {state.step}", flush=True)
             difference = changed_options(state.options, options)
@@ -147,11 +147,11 @@ class Checkpointer:
         """Writes a checkpoint of the position; a collective.
 
         Args:
-            before_it_counts: called when all of it is written and no run could go on from it: whatever of the steps
-                before has to be on disk by then, as a run that goes on from it does not make them again.
+            before_it_counts: Called when all files are written but the checkpoint is not complete yet. It writes the
+                reports of earlier steps, since a run that resumes the checkpoint does not repeat these steps.
 
         Raises:
-            CheckpointError: it could not be written, or the weights are not finite.
+            CheckpointError: The checkpoint cannot be written, or the weights are not finite.
         """
         config, engine, position = self.config, self.learner.engine, self.position
         assert config.save is not None
@@ -195,44 +195,44 @@ class Checkpointer:
         self.saved_step = position.step
 
     def _data_state(self) -> dict[str, Any]:
-        """Where the data goes on; a collective."""
+        """Returns the state of the data; a collective."""
         position = self.position
         return (
             position.dataset if self.data is None else self.data.checkpoint(position.dataset, position.rollout_id - 1)
         )
 
     def is_due(self, rollout_id: int, num_rollout: int) -> bool:
-        """Whether a checkpoint is written after so many of the run's rollouts; never without --save."""
+        """Returns whether a checkpoint is due after this number of rollouts; never without --save."""
         interval = self.config.save_interval
         if self.config.save is None:
             return False
         return rollout_id == num_rollout or bool(interval and rollout_id % interval == 0)
 
     def save_before_stopping(self) -> str:
-        """Saves what was trained, unless that is done; returns a message that says where."""
+        """Saves the position, unless it is saved already; returns a message that names the directory."""
         save, step = self.config.save, self.position.step
         if self.position.rollout_id == 0:
-            return "The run stops before its first rollout was trained on; there is nothing to save."
+            return "The run stops before its first optimizer step; there is nothing to save."
         if save is None:
             return f"The run stops after step {step}, unsaved: --save is unset."
         if not self.learner.engine.weights_are_finite():
-            return f"Nothing was saved, as the weights are not finite. {self._newest()}"
+            return f"Nothing was saved, since the weights are not finite. {self._newest()}"
         if self.saved_step != step:
             self.save()
         return f"The run stops after step {step}, saved under {save}; the same command with --load {save} resumes."
 
     def check_weights(self) -> None:
-        """Refuses to write weights that are not finite, over good ones perhaps; a collective.
+        """Checks that the weights are finite before they replace good ones; a collective.
 
         Raises:
-            CheckpointError: they are not finite.
+            CheckpointError: A weight is not finite.
         """
         if not self.learner.engine.weights_are_finite():
             raise checkpoint.CheckpointError(
-                f"the weights are not finite after step {self.position.step} and were not saved: the step was too "
-                f"long; lower --lr or --weight-decay. {self._newest()}"
+                f"the weights are not finite after step {self.position.step} and were not saved; "
+                f"lower --lr or --weight-decay. {self._newest()}"
             )
 
     def _newest(self) -> str:
         earlier = [] if self.config.save is None else checkpoints(self.config.save)
-        return f"The newest checkpoint is {earlier[-1]}." if earlier else "There is no earlier checkpoint."
+        return f"The latest checkpoint is {earlier[-1]}." if earlier else "There is no earlier checkpoint."

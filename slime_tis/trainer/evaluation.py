@@ -38,18 +38,18 @@ EVALUATION_OPTIONS = (
 
 @dataclass(kw_only=True)
 class Evaluation:
-    """Evaluates the training policy on the held-out prompt sets, and remembers how it began."""
+    """Evaluates the policy on the held-out prompt sets and stores the first and the last accuracy."""
 
     prompts: dict[str, list[Prompt]]
-    """Prompts of each set by its name; the accuracy of the first set is the run's."""
+    """Prompts by the name of their set; the accuracy of the first set is the accuracy of the run."""
     reward: Callable[[list[Sample]], list[float]]
     logs: Callable[[int, Mapping[str, Sequence[Sample]]], bool]
-    """Shows the number of the rollout and the answers of each set to the user; whether the metrics are logged."""
+    """Calls the user's log function with the number of the rollout and the answers; returns whether to log metrics."""
     config: RolloutConfig
     engine: TrainingEngine
-    """Whose weights are evaluated."""
+    """The source of the weights."""
     build_engine: Callable[[], RolloutEngine]
-    """The engine that answers; called at the first evaluation."""
+    """Builds the engine that answers, at the first evaluation."""
     timer: Callable[[str], AbstractContextManager[None]]
     generate: GenerateFunction | None = None
     """The user's function that makes the answers; None lets the engine answer."""
@@ -63,12 +63,12 @@ class Evaluation:
     _answers: RolloutEngine | None = field(default=None, init=False)
 
     def is_due(self, rollout_id: int, num_rollout: int) -> bool:
-        """Whether the policy is evaluated after so many of the run's rollouts."""
+        """Returns whether an evaluation is due after this number of rollouts."""
         interval = self.config.eval_interval
         return rollout_id == num_rollout or bool(interval and rollout_id % interval == 0)
 
     def is_due_first(self, rollout_id: int) -> bool:
-        """Whether the loop begins with an evaluation: before training, or the one that a signal ended."""
+        """Returns whether the loop starts with an evaluation: before training, or to repeat an interrupted one."""
         before = rollout_id == 0 and not self.config.skip_eval_before_train
         return bool(self.prompts) and (before or self.is_overdue)
 
@@ -79,23 +79,23 @@ class Evaluation:
 
     @property
     def summary(self) -> str:
-        """The accuracies before and after training; the last alone where nothing was measured before it."""
+        """The accuracies before and after training, or the last one alone."""
         before = "" if self.is_first else f"{self.first_accuracy:.2f} -> "
         return f"eval accuracy: {before}{self.last_accuracy:.2f}"
 
     def abandon(self) -> None:
-        """Leaves an evaluation that a signal ended to the resumed run."""
+        """Marks an interrupted evaluation, for the resumed run to repeat."""
         self.is_overdue = bool(self.prompts)
 
     def __call__(self, version: int, rollout_id: int) -> dict[str, float]:
-        """Held-out accuracy and lengths as eval/SET and eval/SET/…; a collective. Empty without prompts.
+        """Returns held-out accuracy and lengths as eval/SET and eval/SET/…; empty without prompts. A collective.
 
         Args:
-            version: of the policy's weights, in optimizer steps.
-            rollout_id: rollouts trained on so far.
+            version: Version of the policy's weights, in optimizer steps.
+            rollout_id: Rollouts trained on so far.
 
         Raises:
-            Interrupted: a signal ended it, where it may be abandoned.
+            Interrupted: A signal ended an evaluation that may be abandoned.
         """
         if not self.prompts:
             return {}
@@ -115,9 +115,9 @@ class Evaluation:
                     self.generate,
                     self.config.generate_concurrency,
                 )
-                found = accuracy_metrics(answers[name])
-                metrics[f"eval/{name}"] = found.pop("accuracy")
-                metrics |= {f"eval/{name}/{part}": value for part, value in found.items()}
+                values = accuracy_metrics(answers[name])
+                metrics[f"eval/{name}"] = values.pop("accuracy")
+                metrics |= {f"eval/{name}/{key}": value for key, value in values.items()}
         self.last_accuracy = metrics[f"eval/{next(iter(self.prompts))}"]
         self.is_first = math.isnan(self.first_accuracy)
         if self.is_first:
@@ -129,7 +129,7 @@ class Evaluation:
 def local_evaluation_engine(
     config: MegatronConfig, engine: TrainingEngine, tokenizer: PreTrainedTokenizerBase, interrupts: Interrupts
 ) -> RolloutEngine:
-    """An engine in this process with a copy of the weights as they are trained, unrounded."""
+    """Returns an engine in this process with an unrounded copy of the weights."""
     return LocalEngine(
         config.hf_checkpoint,
         tokenizer,
@@ -142,7 +142,7 @@ def local_evaluation_engine(
 def load_evaluation_prompts(
     config: RolloutConfig, tokenizer: PreTrainedTokenizerBase, sizes: ModelSizes | None = None
 ) -> dict[str, list[Prompt]]:
-    """The held-out prompt sets by name; see `load_prompts`."""
+    """Returns the held-out prompt sets by name; see `load_prompts`."""
     return {
         name: load_prompts(
             path,
@@ -166,22 +166,22 @@ def answer(
     generate: GenerateFunction | None = None,
     concurrency: int = 1,
 ) -> list[Sample]:
-    """Answers every prompt and scores the answers; a collective, as the engine's methods are.
+    """Answers every prompt and scores the answers; a collective.
 
     Args:
-        engine: with the weights to evaluate.
-        prompts: at least one.
-        reward_fn: scores of a list of samples.
-        sampling: temperature 0 for greedy answers.
-        generate: the user's function that makes the answers; None lets the engine answer.
-        concurrency: most calls of it at once.
+        engine: Rollout engine with the weights to evaluate.
+        prompts: At least one prompt.
+        reward_fn: Scores a list of samples.
+        sampling: Temperature 0 for greedy answers.
+        generate: The user's generate function; None lets the engine answer.
+        concurrency: Largest number of simultaneous calls of `generate`.
 
     Raises:
-        ValueError: no prompts.
-        CustomFunctionError: the user's function made no answer at all.
+        ValueError: There are no prompts.
+        CustomFunctionError: The user's function made no answer.
     """
     if not prompts:
-        raise ValueError("there are no prompts to evaluate on; give a file that has some.")
+        raise ValueError("there are no prompts to evaluate; the file is empty.")
     if generate is None:
         groups = engine.generate(prompts, sampling, seed=0)
     else:
@@ -193,12 +193,12 @@ def answer(
 
 
 def accuracy_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Means over scored answers; the segments of one are put together.
+    """Returns means over scored answers, in which the segments of an answer count together.
 
     Returns:
-        accuracy: mean reward, which is the share of right answers where the reward is 0 or 1;
-        response_length: mean tokens of a response; truncated_fraction: share that the length limit ended;
-        reward/KEY: mean of each number of rewards that are dicts.
+        accuracy: mean reward; the share of correct answers for rewards of 0 and 1.
+        response_length: mean tokens of a response. truncated_fraction: share of answers at the length limit.
+        reward/KEY: mean of each number of dictionary rewards.
     """
     answers = by_rollout(samples)
     return {

@@ -135,7 +135,7 @@ class Learner:
         return rows
 
     def _with_advantages(self, steps: Sequence[Step], advantages: Sequence[Sequence[float]]) -> list[Step]:
-        """Returns the steps with the advantages of this rank's samples, or those that the user's function computes."""
+        """Returns the steps with the advantages of this rank's samples, or with the user function's advantages."""
         steps = [
             replace(step, batch=step.batch.with_advantages(values))
             for step, values in zip(steps, advantages, strict=True)

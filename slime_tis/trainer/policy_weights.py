@@ -67,7 +67,7 @@ class PolicyWeights:
         """Sends the current weights to the rollout engine and returns metrics of the update; a collective.
 
         Raises:
-            ValueError: --check-weight-sync finds that the engine does not hold what was sent.
+            ValueError: --check-weight-sync finds a difference between the two engines.
         """
         with self.timer("update_weights"):
             self.sampler.update_weights(self.tensors, self.version())

@@ -1,7 +1,7 @@
 """A small policy and its prompts: sort digits, `3141592653>` → `1123345569`. `slime-tis demo` and examples use them.
 
-The policy is trained on a few supervised answers and stopped when its greedy answers to the held-out prompts are right
-a third of the time: reinforcement learning starts from there.
+The policy is trained on a few supervised answers until a third of its greedy answers to the held-out prompts are
+correct. Reinforcement learning starts from this policy.
 """
 
 import json
@@ -33,7 +33,7 @@ PAD, BOS, EOS = range(3)  # the places of the first three in the vocabulary
 CHARACTERS = (*"0123456789", ">", "Ġ")  # Ġ is how byte-level tokenizers write a space
 COMPLETE = "complete.json"
 EXPERTS_PER_TOKEN = 2
-UNSURE = 4.0  # nats that an answer is unlikely by, above which no accuracy is worth a look
+MAX_ANSWER_LOSS = 4.0  # nats per answer; accuracy is measured only below
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,11 +56,11 @@ class Example:
     """Depth of the model."""
 
     experts: int = 0
-    """Experts of every layer, each as wide as the model, of which a token takes two; 0 for a dense model."""
+    """Experts per layer, each as wide as the model; a token uses two. 0 for a dense model."""
 
     supervised_prompts: int = 256
-    """Training rows whose answers the supervised training sees; so few that it grows sure of them, and
-    samples are right about as often as greedy answers, long before it can sort."""
+    """Training rows whose answers the supervised training sees; with few
+    rows, samples become about as accurate as greedy answers long before the model can sort."""
 
     lr: float = 2e-3
     """Learning rate of the supervised training."""
@@ -69,18 +69,17 @@ class Example:
     """Prompts per supervised step."""
 
     accuracy: tuple[float, float] = (0.30, 0.40)
-    """Greedy held-out accuracy to stop in, lowest and highest."""
+    """Range of greedy held-out accuracy in which training stops."""
 
     sampled_accuracy: float = 0.15
-    """Accuracy of answers sampled at temperature 1 to stop above: a policy that samples no right answer has
-    nothing to learn from."""
+    """Smallest accuracy at temperature 1 at which training stops: RL needs some correct samples."""
 
     max_steps: int = 1000
-    """Supervised steps after which it is given up."""
+    """Largest number of supervised steps."""
 
 
 def prepare(out: Path, *, seed: int = 0, example: Example | None = None) -> dict[str, Any]:
-    """Makes the directory `out`, whole or not at all, and returns what its `complete.json` says."""
+    """Creates the directory `out` atomically and returns the contents of its `complete.json`."""
     example = example or Example()
     start = time.monotonic()
     train, held_out = make_rows(example, seed)
@@ -107,7 +106,7 @@ def write_example(
     held_out: list[dict[str, Any]],
     report: dict[str, Any],
 ) -> None:
-    """Makes the directory `out`, whole or not at all."""
+    """Creates the directory `out` atomically."""
     out.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))
     try:
@@ -116,14 +115,14 @@ def write_example(
         write_jsonl(unfinished / "train.jsonl", train)
         write_jsonl(unfinished / "eval.jsonl", held_out)
         (unfinished / COMPLETE).write_text(json.dumps(report, indent=2) + "\n")
-        unfinished.chmod(0o755)  # mkdtemp's directories are closed to others
+        unfinished.chmod(0o755)  # mkdtemp's directories are private
         os.rename(unfinished, out)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def make_rows(example: Example, seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Training and held-out rows, all of them different."""
+    """Returns training and held-out rows without duplicates."""
     generator = random.Random(seed)
     questions: dict[str, None] = {}
     while len(questions) < example.train_prompts + example.eval_prompts:
@@ -133,7 +132,7 @@ def make_rows(example: Example, seed: int) -> tuple[list[dict[str, Any]], list[d
 
 
 def make_tokenizer(max_length: int, characters: Sequence[str] = CHARACTERS) -> PreTrainedTokenizerFast:
-    """A byte-level BPE without merges: every character is a token, and `<bos>` is put before each text."""
+    """A byte-level BPE without merges: every character is a token, and `<bos>` precedes each text."""
     vocab = {token: index for index, token in enumerate([*SPECIAL_TOKENS, *characters])}
     tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -189,7 +188,7 @@ def make_qwen3(
             num_experts_per_tok=EXPERTS_PER_TOKEN,
             moe_intermediate_size=hidden_size,
             norm_topk_prob=True,
-            tie_word_embeddings=False,  # SGLang's Qwen3-MoE has an output layer of its own, tied or not
+            tie_word_embeddings=False,  # SGLang's Qwen3-MoE always has a separate output layer
         )
         model = Qwen3MoeForCausalLM(config)
     else:
@@ -208,9 +207,9 @@ def answered(rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerFast) -> 
 def train_supervised(
     model: PreTrainedModel, train: Tensor, held_out: Tensor, example: Example, seed: int
 ) -> dict[str, float]:
-    """Trains until the accuracies are what was asked for, and returns them with the steps taken.
+    """Trains until both accuracies are reached, and returns them with the number of steps.
 
-    A step that passes over the range of greedy accuracy is taken back, and the learning rate halved.
+    A step that exceeds the range of greedy accuracy is undone, and the learning rate is halved.
 
     Raises:
         RuntimeError: The accuracies are not reached.
@@ -227,7 +226,7 @@ def train_supervised(
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        if loss.item() * (example.digits + 1) > UNSURE:
+        if loss.item() * (example.digits + 1) > MAX_ANSWER_LOSS:
             continue
         greedy, sampled = accuracies(model, held_out, example.digits)
         if lowest <= greedy <= highest and sampled >= example.sampled_accuracy:
@@ -239,7 +238,7 @@ def train_supervised(
                     parameter.copy_(value)
     raise RuntimeError(
         f"seed {seed} did not reach a greedy accuracy of {lowest} to {highest} in {example.max_steps} steps; "
-        "take another --seed."
+        "choose another --seed."
     )
 
 
@@ -264,10 +263,10 @@ def answer_log_probs(model: PreTrainedModel, tokens: Tensor, digits: int) -> Ten
 
 @torch.no_grad()
 def accuracies(model: PreTrainedModel, tokens: Tensor, digits: int) -> tuple[float, float]:
-    """Share of answers that are right, greedy and expected of samples, from one forward pass.
+    """Returns the share of correct greedy answers and the expected share of correct samples, from one forward pass.
 
-    A greedy answer is right if each right token is the likeliest after those before it; a sampled one is right
-    with the product of their probabilities.
+    A greedy answer is correct if each correct token has the largest probability; a sample is correct with the product
+    of these probabilities.
     """
     log_probs = answer_logits(model, tokens, digits).log_softmax(-1)
     answers = tokens[:, -digits - 1 :]

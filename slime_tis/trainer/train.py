@@ -104,7 +104,7 @@ def report_rollout(run: Run) -> None:
 
 
 def report(run: Run, rows: Sequence[dict[str, float]], last_step: int) -> None:
-    """Logs the metrics of consecutive steps, the last of which is step `last_step`, and prints health warnings."""
+    """Logs the metrics of consecutive steps up to step `last_step`, and prints health warnings."""
     for step, row in enumerate(rows, start=last_step - len(rows) + 1):
         health = run.health.check(row)
         run.reporters.log(row | health.metrics, step)

@@ -1,13 +1,13 @@
 """Whether the rollout engine has the weights that are trained (`--check-weight-sync`).
 
-After every update three questions, from the most exact one to the most general:
+Three checks follow every update, from the most exact to the most general:
 
-    tensors    does each copy of the weights contain what was sent, as far as the engine can look into it?
-    movement   did the log-probs of a probe move as in training?           mean |Δr| is not far below mean |Δn|
-    gap        are they near those of training?                            gap = mean |r − n|
+    tensors    each copy of the weights contains the sent values, if the engine can read its weights
+    movement   the probe's log-probs moved as in training                  mean |Δr| is not far below mean |Δn|
+    gap        the probe's log-probs are near the training engine's        gap = mean |r − n|
 
-with the probe's log-probs n of the training engine and r of the rollout engine, Δ against the update before. An engine
-that misses an update has Δr = 0, whatever the gap that rounding and kernels leave at every update.
+n are the probe's log-probs of the training engine, r of the rollout engine, and Δ is the change since the last update.
+An engine that misses an update has Δr = 0, also if rounding and kernels cause a gap at every update.
 """
 
 import math
@@ -26,18 +26,18 @@ from slime_tis.trainer.megatron.engine import TrainingEngine
 from slime_tis.trainer.megatron.parallel import Parallel
 
 PROBE_PROMPTS, PROBE_TOKENS = 64, 512
-"""The probe is made of so many prompts, cut to so many tokens."""
+"""Number of prompts in the probe, and its length in tokens."""
 MIN_TOKENS = 16
-"""Tokens of a probe from which on its movement is judged."""
+"""Shortest probe whose movement is checked, in tokens."""
 MIN_RECEIVED = 0.5
-"""Share of an update of the weights that rounding has to leave for the probe's movement to be judged."""
+"""The movement check needs this share of the weight update to survive rounding."""
 MIN_MOVEMENT = 0.25
-"""Movement of the rollout engine's log-probs, as a part of training's and of that share, below which it is missed."""
-GAPS: dict[Precision, float] = {"fp32": 0.01, "fp16": 0.05, "bf16": 0.15, "int8": 0.2, "fp8": 0.5}
-"""Largest mean gap of long probes by the coarser precision of the two engines: three to four times the mean difference
-of log-probs of SmolLM2-135M, 0.04 in bf16, 0.05 in int8 and 0.13 in fp8."""
-SPREAD = 4.0
-"""A mean over n tokens may exceed it by so many parts in √n."""
+"""An update counts as missed if log-probs move less than this fraction of training's movement times that share."""
+MAX_GAP: dict[Precision, float] = {"fp32": 0.01, "fp16": 0.05, "bf16": 0.15, "int8": 0.2, "fp8": 0.5}
+"""Largest mean gap of long probes, by the coarser precision of the two engines. The bounds are three to four times the
+mean log-prob difference of SmolLM2-135M: 0.04 in bf16, 0.05 in int8 and 0.13 in fp8."""
+SHORT_PROBE_MARGIN = 4.0
+"""The bound for n tokens grows by the factor 1 + SHORT_PROBE_MARGIN / √n."""
 
 
 @dataclass(kw_only=True)
@@ -45,52 +45,52 @@ class SyncCheck:
     """A comparison of the two engines' weights and log-probs after every update."""
 
     probe: tuple[int, ...]
-    """Token ids of the text that both engines score."""
+    """Token ids that both engines score."""
     bound: float | None
-    """Largest mean absolute difference, in nats per token; None chooses it by precision and length of the probe."""
+    """Largest mean |r − n|, in nats per token; None derives it from precision and probe length."""
     trains_in: Precision
     """Precision of training."""
     trained_L: Tensor | None = None
-    """Log-probs [L] of the probe by the training engine at the check before."""
+    """Log-probs [L] of the probe by the training engine at the previous check."""
     received_L: dict[str, Tensor] = field(default_factory=dict)
-    """Those by each copy of the rollout engine's weights."""
+    """Log-probs [L] of the probe by each copy of the rollout engine's weights at the previous check."""
 
     def bound_in(self, precision: Precision | None) -> float:
-        """The bound for a rollout engine of this precision; None is taken for the coarsest."""
+        """Returns the bound for a rollout engine of this precision; None counts as the coarsest."""
         if self.bound is not None:
             return self.bound
         coarsest = coarser(self.trains_in, precision or COARSENESS[-1])
-        return GAPS[coarsest] * (1 + SPREAD / math.sqrt(len(self.probe) - 1))
+        return MAX_GAP[coarsest] * (1 + SHORT_PROBE_MARGIN / math.sqrt(len(self.probe) - 1))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Log-probs of the probe by one copy of the rollout engine's weights beside those of training."""
+    """The probe's log-probs by one copy of the rollout engine's weights, compared with training's."""
 
     gap: float
-    """Mean |r − n|, in nats per token; infinite where a log-prob is not finite."""
+    """Mean |r − n|, in nats per token; infinite if a log-prob is not finite."""
     gap_before: float
-    """Mean |r − n'| to the training engine at the check before; NaN where there was none."""
+    """Mean |r − n'| to the training engine at the previous check; NaN at the first check."""
     movement: float
-    """Mean |Δn| against the check before; NaN likewise."""
+    """Mean |Δn| since the previous check; NaN at the first check."""
     movement_received: float
-    """Mean |Δr|; NaN where there was no check of this copy before."""
+    """Mean |Δr|; NaN at the first check of this copy."""
     received: float
-    """⟨Δr, Δn⟩ / ⟨Δn, Δn⟩; NaN likewise, and where nothing moved."""
+    """⟨Δr, Δn⟩ / ⟨Δn, Δn⟩; NaN at the first check, and if nothing moved."""
 
     def is_missed(self, share: float = 1.0) -> bool:
-        """Whether the rollout engine's log-probs stayed where they were while training's moved.
+        """Returns whether the rollout engine's log-probs stayed constant while training's moved.
 
         Args:
-            share: Of the update of the weights, what rounding left.
+            share: Share of the weight update that survived rounding.
         """
         return self.movement_received < MIN_MOVEMENT * share * self.movement
 
 
 def make_probe(prompts: Sequence[Prompt], limit: int = PROBE_TOKENS) -> tuple[int, ...]:
-    """Token ids of the longest prompt and of others after it, each once, cut to `limit` tokens.
+    """Returns the token ids of the longest prompt and of other distinct prompts, cut to `limit` tokens.
 
-    A single token is taken twice, since the first token of a text has no log-prob.
+    A single token is repeated, since the first token of a text has no log-prob.
     """
     texts = dict.fromkeys(tuple(prompt.token_ids) for prompt in prompts[:PROBE_PROMPTS])
     ordered = [max(texts, key=len), *texts]
@@ -106,15 +106,14 @@ def make_probe(prompts: Sequence[Prompt], limit: int = PROBE_TOKENS) -> tuple[in
 def check_weight_sync(
     engine: TrainingEngine, sampler: RolloutEngine, check: SyncCheck, updates: WeightUpdates
 ) -> dict[str, float]:
-    """Compares the rollout engine with what it was sent and with the training engine after an update; a collective.
+    """Compares the rollout engine with the sent tensors and with the training engine after an update; a collective.
 
     Returns:
-        rollout/weight_sync_gap, and from the second time on rollout/weight_sync_gap_before, rollout/probe_movement,
-        rollout/probe_movement_received and rollout/probe_received; of several copies of the weights those of the one
-        with the largest gap.
+        rollout/weight_sync_gap, and from the second check on rollout/weight_sync_gap_before, rollout/probe_movement,
+        rollout/probe_movement_received and rollout/probe_received, for the copy of the weights with the largest gap.
 
     Raises:
-        ValueError: They differ; the message names the copy of the weights that does.
+        ValueError: A check fails; the message names the copy of the weights.
     """
     after = f"parameter-sync error: after the update to step {sampler.weight_version}"
     _check_tensors(engine, sampler, updates, after)
@@ -122,30 +121,30 @@ def check_weight_sync(
     bound = check.bound_in(precision)
     trained_L: Tensor | None = None
     received_L: dict[str, Tensor] = {}
-    found: list[Comparison] = []
+    comparisons: list[Comparison] = []
     for name, log_probs in sampler.prompt_log_probs(check.probe).items():
         batch = _probe_batch(engine, check.probe, log_probs)
         if trained_L is None:
             with engine.at_temperature(1.0):
                 trained_L = engine.log_probs(batch, [[0]])
         received_L[name] = batch.responses.rollout_log_probs_L.to(trained_L)
-        one = compare(engine.parallel, received_L[name], trained_L, check.received_L.get(name), check.trained_L)
-        found.append(one)
-        if not one.gap <= bound:
+        comparison = compare(engine.parallel, received_L[name], trained_L, check.received_L.get(name), check.trained_L)
+        comparisons.append(comparison)
+        if not comparison.gap <= bound:
             raise ValueError(
-                f"{after} the log-probs of a probe prompt differ by {one.gap:.3g} on average between training and "
-                f"{name}, more than --weight-sync-bound {bound:.3g}; see that both run the same model, and raise the "
-                "bound if the rollout engine is meant to be that coarse."
+                f"{after} the log-probs of a probe prompt differ by {comparison.gap:.3g} on average between training "
+                f"and {name}, more than --weight-sync-bound {bound:.3g}; check that both run the same model, and raise "
+                "the bound if this precision of the rollout engine is intended."
             )
-        if share >= MIN_RECEIVED and len(check.probe) > MIN_TOKENS and one.is_missed(share):
+        if share >= MIN_RECEIVED and len(check.probe) > MIN_TOKENS and comparison.is_missed(share):
             raise ValueError(
-                f"{after} the log-probs of a probe prompt moved by {one.movement:.3g} on average in training and by "
-                f"{one.movement_received:.3g} in {name}; see that it takes every update."
+                f"{after} the log-probs of a probe prompt moved by {comparison.movement:.3g} on average in training "
+                f"and by {comparison.movement_received:.3g} in {name}; check that it applies every update."
             )
     check.trained_L, check.received_L = trained_L, received_L
-    if not found:
+    if not comparisons:
         return {}
-    worst = max(found, key=lambda one: one.gap)
+    worst = max(comparisons, key=lambda comparison: comparison.gap)
     metrics = {
         "rollout/weight_sync_gap": worst.gap,
         "rollout/weight_sync_gap_before": worst.gap_before,
@@ -157,30 +156,29 @@ def check_weight_sync(
 
 
 def _check_tensors(engine: TrainingEngine, sampler: RolloutEngine, updates: WeightUpdates, after: str) -> None:
-    """Checks that the engine holds what it was sent, as far as it can look into its weights; a collective.
+    """Checks that the engine holds the sent tensors, if it can read its weights; a collective.
 
     Raises:
-        ValueError: Some tensors differ.
+        ValueError: A tensor differs.
     """
     for copy, names in sampler.wrong_weights(updates.sent_rows()).items():
         count = engine.parallel.largest(len(names))
         if count:
-            first = f", the first of them {names[0]!r}" if names else ""
+            first = f" (first: {names[0]!r})" if names else ""
             raise ValueError(
-                f"{after} {count} tensors of {copy} are other than those that were sent{first}; see that it "
-                "takes every tensor of every update."
+                f"{after} {count} tensors of {copy} differ from the sent tensors{first}; check that it applies every "
+                "tensor of every update."
             )
 
 
 def _expectation(
     engine: TrainingEngine, updates: WeightUpdates, trains_in: Precision
 ) -> tuple[Precision | None, float]:
-    """The rollout engine's precision, and the share of the update that rounding left.
+    """Returns the rollout engine's precision and the share of the update that survived rounding; a collective.
 
-    That is 0 where the probe need not move: no weight that is looked at did, the precision is not known, or training
-    is the coarser of the two, so that its own noise moves the probe further than the update does.
-
-    A collective: of a job's ranks some may send nothing and know neither.
+    The share is 0 if the probe need not move: no measured weight moved, the precision is unknown, or training is the
+    coarser of the two, so that its noise moves the probe further than the update. Ranks that send nothing know neither
+    value and get both from the others.
     """
     precision, received = updates.precision, 0.0
     level = 0 if precision is None else 1 + COARSENESS.index(precision)
@@ -192,10 +190,10 @@ def _expectation(
 
 
 def _probe_batch(engine: TrainingEngine, token_ids: Sequence[int], log_probs: Sequence[float]) -> TrainingBatch:
-    """A text of which all tokens but the first are a response with these log-probs, as far as this rank has it."""
+    """Returns this rank's slice of the probe as a batch: the first token is the prompt, the others the response."""
     count, parallel = len(token_ids) - 1, engine.parallel
-    place = parallel.context_rank, parallel.context_size
-    return make_batch([token_ids], [[1] * count], [log_probs], [[0] * count], *place)
+    context = parallel.context_rank, parallel.context_size
+    return make_batch([token_ids], [[1] * count], [log_probs], [[0] * count], *context)
 
 
 def compare(
@@ -205,14 +203,14 @@ def compare(
     earlier_L: Tensor | None,
     trained_earlier_L: Tensor | None,
 ) -> Comparison:
-    """Compares the log-probs r of a copy of the weights with those of training, n; a collective.
+    """Compares the log-probs r of a copy of the weights with training's log-probs n; a collective.
 
     Args:
         parallel: The ranks that share the probe.
         received_L: r of this rank's tokens.
         trained_L: n.
-        earlier_L: r at the check before, of the same copy; None where it was not there.
-        trained_earlier_L: n at the check before; None at the first.
+        earlier_L: r of the same copy at the previous check; None if there was none.
+        trained_earlier_L: n at the previous check; None if there was none.
 
     Returns:
         The comparison over all tokens, the same on every rank.
@@ -236,11 +234,11 @@ def compare(
                 product, moved = total(dr * dn, dr.abs())
                 movement_received = moved / tokens
                 received = product / square if square > 0 else math.nan
-    found = Comparison(
+    comparison = Comparison(
         gap=gap,
         gap_before=gap_before,
         movement=movement,
         movement_received=movement_received,
         received=received,
     )
-    return parallel.broadcast_from_last_stage(found)
+    return parallel.broadcast_from_last_stage(comparison)

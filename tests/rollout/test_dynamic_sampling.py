@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from slime_tis.trainer.data.sample import Sample
 from slime_tis.trainer.engines.engine import RolloutUnavailable
-from slime_tis.trainer.rollout.dynamic_sampling import MOST_REASONS, accepted_groups, collect
+from slime_tis.trainer.rollout.dynamic_sampling import MAX_REASONS, accepted_groups, collect
 from slime_tis.trainer.rollout.filter_hub import (
     DynamicFilterOutput,
     check_reward_nonzero_std,
@@ -91,9 +91,9 @@ def test_a_filter_that_drops_everything_ends_with_one_message():
 
 def test_reasons_without_end_are_counted_together():
     reasons: Counter[str] = Counter()
-    outputs = [DynamicFilterOutput(keep=False, reason=str(number)) for number in range(MOST_REASONS + 5)]
+    outputs = [DynamicFilterOutput(keep=False, reason=str(number)) for number in range(MAX_REASONS + 5)]
     assert accepted_groups([scored(*EQUAL)] * len(outputs), outputs, 1, reasons) == []
-    assert len(reasons) == MOST_REASONS + 1 and reasons["other"] == 5
+    assert len(reasons) == MAX_REASONS + 1 and reasons["other"] == 5
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=12), st.integers(1, 12))

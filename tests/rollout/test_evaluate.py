@@ -41,5 +41,5 @@ def test_metrics_are_means_over_the_answers(tmp_path):
 def test_no_prompts_are_refused(tmp_path):
     path = make_checkpoint(tmp_path, "qwen3")
     engine = LocalEngine(path, load_tokenizer(path))
-    with pytest.raises(ValueError, match="there are no prompts to evaluate on"):
+    with pytest.raises(ValueError, match="no prompts to evaluate"):
         answer(engine, [], reward, Sampling(max_response_len=1))

@@ -23,7 +23,7 @@ from slime_tis.trainer.data.sample import Sample, SampleStatus
 from slime_tis.trainer.data.written import Before, Written, reading
 from slime_tis.trainer.options.rollout import RolloutConfig
 from slime_tis.trainer.rollout.filter_hub import DynamicFilterOutput
-from slime_tis.trainer.rollout.unfinished import Choose, Chosen
+from slime_tis.trainer.rollout.unfinished import BufferChoice, Choose
 from slime_tis.user_functions import calling, describe, load_hook
 
 Result = TypeVar("Result")
@@ -90,7 +90,7 @@ class RolloutHooks:
         if function is None:
             return None
 
-        def choose(groups: Sequence[list[Sample]], count: int) -> Chosen:
+        def choose(groups: Sequence[list[Sample]], count: int) -> BufferChoice:
             buffer = list(groups)
             returned: list[Any] = []
 
@@ -98,7 +98,7 @@ class RolloutHooks:
                 with calling(function):
                     returned.append(function(self.args, None, buffer, count))
 
-            def read() -> Chosen:
+            def read() -> BufferChoice:
                 with reading(function, "groups"):
                     return _chosen(returned[0], buffer, groups, count, describe(function))
 
@@ -249,7 +249,7 @@ def _call_with_samples(
 
 def _chosen(
     returned: Any, buffer: list[list[Sample]], groups: Sequence[list[Sample]], count: int, function: str
-) -> Chosen:
+) -> BufferChoice:
     """Places of the groups that a buffer filter returned, and of those that it left in the buffer."""
     places = {id(group): place for place, group in enumerate(groups)}
     if not isinstance(returned, list | tuple):
@@ -263,7 +263,7 @@ def _chosen(
         )
     if len(found) > count:
         raise CustomFunctionError(f"{function} returned {len(found)} groups, more than num_samples, {count}.")
-    return Chosen(
+    return BufferChoice(
         returned=[place for place in found if place is not None], left=[place for place in left if place is not None]
     )
 

@@ -9,12 +9,12 @@ from slime_tis.trainer.data.sample import Sample, SampleStatus, by_rollout
 def rollout_metrics(
     groups: Sequence[Sequence[Sample]], version: int, *, are_episodes: bool = False
 ) -> dict[str, float]:
-    """Means over the rollouts of a batch, as rollout/NAME; observations and calls that failed count in none of them.
+    """Returns means over the rollouts of a batch as rollout/NAME, without observations and failed calls.
 
     Args:
-        groups: the scored samples of every prompt.
-        version: of the training policy's weights, in optimizer steps, when training on the samples begins.
-        are_episodes: whether a generate function made the samples; `episode_metrics` are then always included.
+        groups: The scored samples of every prompt.
+        version: Version of the policy's weights before training on the samples, in optimizer steps.
+        are_episodes: Whether a generate function made the samples, which adds `episode_metrics`.
     """
     rollouts = [rollout for group in groups for rollout in by_rollout(group)]
     made = [rollout for rollout in rollouts if not rollout[0].failure]
@@ -38,10 +38,10 @@ def rollout_metrics(
 
 
 def episode_metrics(rollouts: Sequence[Sequence[Sample]]) -> dict[str, float]:
-    """What becomes of calls of a generate function, and what those that succeeded have in them.
+    """Returns outcomes of the calls of a generate function, and means over the successful calls.
 
     Args:
-        rollouts: one list of segments for each call.
+        rollouts: One list of segments per call.
     """
     made = [rollout for rollout in rollouts if not rollout[0].failure]
     reasons = Counter(rollout[0].failure for rollout in rollouts if rollout[0].failure)
@@ -62,17 +62,17 @@ def episode_metrics(rollouts: Sequence[Sequence[Sample]]) -> dict[str, float]:
 
 
 def rollout_reward(rollout: Sequence[Sample]) -> float:
-    """The reward of a rollout: those of its segments are added."""
+    """Returns the reward of a rollout, which is the sum over its segments."""
     return sum(sample.reward or 0.0 for sample in rollout)
 
 
 def has_status(rollout: Sequence[Sample], status: SampleStatus) -> bool:
-    """Whether a segment of a rollout has a status."""
+    """Returns whether a segment of a rollout has a status."""
     return any(sample.status is status for sample in rollout)
 
 
 def mean_parts(samples: Sequence[Sample]) -> dict[str, float]:
-    """The mean of every number of rewards that are dicts, over the samples that have it."""
+    """Returns the mean of each number of dictionary rewards, over the samples that have it."""
     keys = dict.fromkeys(key for sample in samples for key in sample.reward_parts)
     return {key: _mean([sample.reward_parts[key] for sample in samples if key in sample.reward_parts]) for key in keys}
 

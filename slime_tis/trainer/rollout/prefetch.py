@@ -23,9 +23,9 @@ BATCH = "batch"
 
 
 class Prefetcher:
-    """Takes prompts from the data, keeps `depth` batches in flight beyond the present one, and hands them out.
+    """Takes prompts from the data and keeps `depth` batches in flight in addition to the current one.
 
-    A rollout is one batch, or as many as dynamic sampling takes for it.
+    A rollout is one batch; dynamic sampling may take several.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Groups whose stragglers were aborted (`--partial-rollout`): which go on in the next batch, and which wait."""
+"""Partially generated groups (`--partial-rollout`): the next batch resumes some, the others wait."""
 
 from __future__ import annotations
 
@@ -10,55 +10,55 @@ from slime_tis.trainer.engines.engine import RolloutEngine
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chosen:
-    """Places of groups among those that are unfinished; the others are dropped."""
+class BufferChoice:
+    """Indices into the list of unfinished groups; the other groups are dropped."""
 
     returned: list[int]
-    """These go on in the next batch, in this order."""
+    """Groups that the next batch resumes, in this order."""
     left: list[int]
-    """These wait for a later one."""
+    """Groups that wait for a later batch."""
 
 
-Choose = Callable[[Sequence[list[Sample]], int], Chosen]
-"""Chooses at most so many of the groups; a collective."""
+Choose = Callable[[Sequence[list[Sample]], int], BufferChoice]
+"""Chooses at most this number of groups; a collective."""
 
 
 @dataclass(kw_only=True)
 class Unfinished:
-    """The unfinished groups of a run: those that the engine has, and those that wait, which come first."""
+    """The unfinished groups of a run: waiting groups first, then the groups that the engine resumes."""
 
     engine: RolloutEngine
     choose: Choose | None = None
-    """None goes on with all of them."""
+    """The buffer filter; None resumes every group."""
     waiting: list[list[Sample]] = field(default_factory=list)
     dropped: int = 0
-    """Groups that were neither taken nor left, since `metrics`."""
+    """Groups dropped since the last call of `metrics`."""
 
     def groups(self) -> list[list[Sample]]:
-        """All of them, as a checkpoint has them."""
+        """Returns all unfinished groups, for a checkpoint."""
         return [*self.waiting, *self.engine.unfinished()]
 
     def take(self, count: int) -> int:
-        """Lets the engine go on with those that are chosen in its next batch; a collective.
+        """Chooses the groups that the engine resumes in its next batch; a collective.
 
         Args:
             count: Groups of that batch.
 
         Returns:
-            how many of them are unfinished ones.
+            The number of resumed groups.
         """
         groups = self.groups()
         if self.choose is not None and groups:
             chosen = self.choose(groups, count)
-            self.waiting = [groups[place] for place in chosen.left]
+            self.waiting = [groups[index] for index in chosen.left]
             self.dropped += len(groups) - len(chosen.returned) - len(chosen.left)
-            self.engine.resume_unfinished([groups[place] for place in chosen.returned])
+            self.engine.resume_unfinished([groups[index] for index in chosen.returned])
         return len(self.engine.unfinished())
 
     def metrics(self) -> dict[str, float]:
-        """rollout/buffer_… of a run with a filter."""
+        """Returns rollout/buffer_… with a buffer filter, and resets the counts."""
         if self.choose is None:
             return {}
-        found = {"rollout/buffer_waiting": float(len(self.waiting)), "rollout/buffer_dropped": float(self.dropped)}
+        metrics = {"rollout/buffer_waiting": float(len(self.waiting)), "rollout/buffer_dropped": float(self.dropped)}
         self.dropped = 0
-        return found
+        return metrics
