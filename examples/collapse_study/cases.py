@@ -38,13 +38,13 @@ class Study:
 
     @property
     def page(self) -> Path:
-        """The page that has the table."""
-        return ROOT / "docs" / f"{self.directory.name}.md"
+        """The page with the table."""
+        return self.directory / "README.md"
 
     @property
     def picture(self) -> Path:
         """The picture on that page."""
-        return self.page.with_suffix(".png")
+        return self.directory / "results.png"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from examples.collapse_study.cases import ROOT
 from examples.collapse_study.report import LOOKS, replace_table
 from examples.gradient_bias.estimators import (
     ENUMERABLE,
@@ -34,7 +33,7 @@ from slime_tis import RolloutCorrectionConfig
 from slime_tis.files import atomic_path
 
 TABLE = Path(__file__).with_name("gradient.csv")
-PAGE, PICTURE = ROOT / "docs" / "gradient_bias.md", ROOT / "docs" / "gradient_bias_variance.png"
+PAGE, PICTURE = Path(__file__).with_name("README.md"), Path(__file__).with_name("bias_variance.png")
 
 LENGTHS = (4, 64, 512, 4096)
 SIGMAS = tuple(float(f"{10 ** (exponent / 4):.3g}") for exponent in range(-12, 1))

@@ -35,7 +35,7 @@ from slime_tis.trainer.step import training_batch
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "mismatch.csv"
-PAGE = HERE.parents[1] / "docs" / "real_model_study.md"
+PAGE = HERE / "README.md"
 CHECKPOINT, PROMPTS = Path("data/smollm2/checkpoint"), Path("data/smollm2/study_prompts/eval.jsonl")
 PRECISIONS: tuple[tuple[str, tuple[Precision, ...]], ...] = (
     ("fp32", ("fp32", "bf16", "int8", "fp8")),
@@ -172,7 +172,7 @@ def estimates(log_ratios: Sequence[Tensor], resamples: int = RESAMPLES) -> Itera
 
 
 def table(rows: Iterable[Row]) -> str:
-    """The Markdown table of docs/real_model_study.md."""
+    """The Markdown table of README.md."""
     lines = ["| training | rollout | tokens | k3 KL | χ² per token | largest weight |", "|---|---|---|---|---|---|"]
     for row in rows:
         columns = [
