@@ -41,7 +41,7 @@ def test_the_dump_has_the_tokens_of_the_rollout_and_of_both_steps(dumped) -> Non
     assert table.step.tolist() == [0] * 8 + [1] * 8
     assert table.group.tolist() == [sample.group_index for sample in samples]
     assert table.token.tolist() == [token for sample in samples for token in sample.response_ids]
-    assert table.prompt.tolist() == [token for sample in samples for token in sample.prompt.token_ids]
+    assert [ids.tolist() for ids in table.prompt] == [list(sample.prompt.token_ids) for sample in samples]
     assert table.reward.tolist() == pytest.approx([sample.reward for sample in samples])
     assert table.text == tuple(sample.response for sample in samples)
     np.testing.assert_allclose(table.rollout_log_prob, np.concatenate([s.rollout_log_probs for s in samples]), 1e-6)
@@ -123,7 +123,8 @@ def test_every_layout_writes_each_sample_once_and_whole(dumped, tmp_path: Path, 
     expected, found = read(directory / "dump"), read(tmp_path / "dump")
     assert len(list((tmp_path / "dump" / "train_data").iterdir())) == (2 if "--context-parallel-size" in layout else 1)
     found = found.select(np.argsort(found.sample_index))
-    for name in ("token", "prompt", "loss_mask", "rejected", "step", "reward", "weight_version", "rollout_log_prob"):
+    assert [ids.tolist() for ids in found.prompt] == [ids.tolist() for ids in expected.prompt]
+    for name in ("token", "loss_mask", "rejected", "step", "reward", "weight_version", "rollout_log_prob"):
         np.testing.assert_array_equal(getattr(found, name), getattr(expected, name), err_msg=name)
     for name in ("train_log_prob", "old_log_prob", "advantage", "entropy", "weight", "bounded_weight"):
         np.testing.assert_allclose(getattr(found, name), getattr(expected, name), atol=2e-4, err_msg=name)

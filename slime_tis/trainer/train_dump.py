@@ -20,11 +20,12 @@ from tqdm import tqdm
 
 from slime_tis.analysis.dumps.annotate import annotated
 from slime_tis.analysis.dumps.files import check_replaceable, write
-from slime_tis.analysis.dumps.table import Column, SampleParts, TokenTable, turns_of
+from slime_tis.analysis.dumps.table import Column, SampleParts, TokenTable
 from slime_tis.correction import GlobalBatch, RolloutCorrectionConfig
 from slime_tis.errors import first_line
 from slime_tis.policy.config import PolicyConfig
 from slime_tis.policy.policy_loss import LossInputs, LossOutputs, TokenRecord
+from slime_tis.policy.tokens import turns_of
 from slime_tis.trainer.data.sample import Sample, SampleStatus
 
 WAITING = 2
@@ -159,7 +160,8 @@ def table_of(step: StepDump, settings: DumpSettings) -> TokenTable:
         ],
         _metadata(settings),
     )
-    table = replace(table, turn=turns_of(table.loss_mask, table.offsets))
+    turns = turns_of(torch.from_numpy(table.loss_mask), lengths) - 1
+    table = replace(table, turn=turns.numpy().astype(np.int32))
     accepted = record.accepted_L.numpy() > 0
     if not settings.has_custom_function:
         return annotated(table, settings.correction, accepted=accepted, global_batch=step.global_batch)

@@ -101,7 +101,7 @@ def test_what_cannot_be_scored_is_one_message(
 ) -> None:
     dump = tmp_path / "dump.parquet"
     for table, directory, message in (
-        (replace(exact, prompt=None, prompt_offsets=None), model, "needs token ids and prompts"),
+        (replace(exact, prompt=None), model, "needs token ids and prompts"),
         (replace(exact, token=exact.token + 1000), model, "the dump has token id 10"),
         (replace(exact, token=exact.token - 1000), model, "the dump has token id -"),
         (exact, tmp_path / "absent", "absent"),

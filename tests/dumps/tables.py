@@ -60,5 +60,7 @@ def assert_same(one: TokenTable, other: TokenTable) -> None:
         if isinstance(value, np.ndarray):
             assert found is not None and found.dtype == value.dtype, name
             np.testing.assert_array_equal(found, value, err_msg=name)
+        elif name == "prompt":
+            assert [list(ids) for ids in found or ()] == [list(ids) for ids in value or ()]
         elif name != "metadata":
             assert found == value, name

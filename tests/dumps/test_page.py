@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slime_tis.analysis.dumps.files import write
-from slime_tis.analysis.dumps.json_rows import format_of
+from slime_tis.analysis.dumps.formats import format_of
 from slime_tis.analysis.dumps.readers import read
 from slime_tis.analysis.dumps.table import SAMPLE_COLUMNS, TEXT_COLUMNS, TOKEN_COLUMNS
 from slime_tis.analysis.report.source import open_source

@@ -87,7 +87,7 @@ DESCRIBED = {"schema_version": 1, "metadata": {}, "experts_shape": [2, 2]}
         pytest.param(_with_description(DESCRIBED | {"experts_shape": [2**70, 1]}), "damaged metadata", id="experts"),
         pytest.param(lambda t: t.replace_schema_metadata({own.KEY: "[" * 10**5}), "damaged metadata", id="nested"),
         *(
-            pytest.param(_with_column(name, values), "cannot be read|must be|without a list", id=f"{name} {i}")
+            pytest.param(_with_column(name, values), "cannot be read|must be|null values", id=f"{name} {i}")
             for name in ("token", "prompt", "experts", "reward", "step", "text", "rollout_log_prob")
             for i, values in enumerate((["a", "b", "c"], [{"a": 1}] * 3, [[[1]]] * 3, [None] * 3, [2**62] * 3))
             if (name, i) not in {("reward", 3), ("text", 0), ("text", 3), ("reward", 4)}

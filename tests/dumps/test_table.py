@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime_tis.analysis.dumps.table import SampleParts, TokenTable, offsets_of, turns_of
+from slime_tis.analysis.dumps.table import SampleParts, TokenTable
 from tests.dumps.tables import assert_same, full_table
 
 
@@ -18,7 +18,7 @@ def test_columns_of_the_tokens_and_what_is_derived_of_them():
     assert table.response_length.tolist() == [3, 0, 2]
     assert table.sample.tolist() == [0, 0, 0, 2, 2]
     assert table.position.tolist() == [0, 1, 2, 0, 1]
-    assert table.prompt_offsets.tolist() == [0, 2, 2, 3]
+    assert [prompt.tolist() for prompt in table.prompt] == [[1, 2], [], [3]]
     assert table.valid.tolist() == [True, False, True, True, True]
     assert table.log_ratio.tolist() == [0.5, 0.0, -0.25, 0.0, 0.25]  # of the recomputed old log-probs
 
@@ -48,7 +48,8 @@ def test_selected_samples_concatenate_to_the_table():
     table = full_table()
     assert_same(TokenTable.concatenate([table.select([i]) for i in range(3)]), table)
     turned = table.select([2, 0])
-    assert turned.token.tolist() == [8, 9, 5, 6, 7] and turned.prompt.tolist() == [3, 1, 2]
+    assert turned.token.tolist() == [8, 9, 5, 6, 7] and [prompt.tolist() for prompt in turned.prompt] == [[3], [1, 2]]
+    assert not any(np.shares_memory(turned.prompt[0], prompt) for prompt in table.prompt)  # prompts can be freed
     assert turned.sample_index.tolist() == [2, 0] and turned.text == ("two", "<b>é")
 
 
@@ -88,9 +89,3 @@ def test_a_random_part_has_whole_samples_in_their_order(lengths, max_tokens, see
     indices = [] if part.sample_index is None else part.sample_index.tolist()
     assert indices == sorted(indices)
     assert part.response_length.tolist() == [lengths[i] for i in indices]
-
-
-def test_turns_are_runs_of_trained_tokens_in_each_sample():
-    mask = np.array([0, 1, 1, 0, 1, 1, 0, 0, 1])
-    assert turns_of(mask, offsets_of([5, 0, 2, 2])).tolist() == [0, 0, 0, 0, 1, 0, 0, 0, 0]
-    assert turns_of(np.zeros(0), offsets_of([0])).tolist() == []

@@ -76,7 +76,7 @@ def rescore(table: TokenTable, hf_checkpoint: str) -> Rescored:
     if table.token is None or table.prompt is None:
         raise ValueError("--hf-checkpoint needs token ids and prompts, and this dump has none of them.")
     model = _model(hf_checkpoint)
-    ids = np.concatenate([table.token, table.prompt])
+    ids = np.concatenate([table.token, *table.prompt])
     outside = ids[(ids < 0) | (ids >= model.config.vocab_size)]
     if len(outside):
         raise ValueError(
@@ -110,9 +110,7 @@ def _model(directory: str) -> Any:
 
 def _chosen(table: TokenTable) -> list[tuple[int | None, Sequence[int]]]:
     """Samples of the first and of the last step."""
-    if table.prompt_offsets is None:
-        return []
-    prompts = np.diff(table.prompt_offsets)
+    prompts = np.array([len(prompt) for prompt in table.prompt or ()])
     fits = (prompts + table.response_length <= MAX_TOKENS) & (prompts > 0) & (table.response_length > 0)
     if table.step is None:
         return [(None, np.flatnonzero(fits)[:SAMPLES].tolist())]
@@ -143,8 +141,8 @@ def _compare(table: TokenTable, model: Any, step: int | None, chosen: Sequence[i
 def _log_probs(table: TokenTable, model: Any, i: int) -> Any:
     import torch
 
-    assert table.token is not None and table.prompt is not None and table.prompt_offsets is not None
-    prompt = table.prompt[table.prompt_offsets[i] : table.prompt_offsets[i + 1]]
+    assert table.token is not None and table.prompt is not None
+    prompt = table.prompt[i]
     response = table.token[table.offsets[i] : table.offsets[i + 1]]
     ids = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))[None]
     temperature = float(table.metadata.get("temperature") or 1.0)

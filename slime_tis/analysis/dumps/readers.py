@@ -20,7 +20,7 @@ import torch
 from pyarrow import parquet
 from torch import Tensor
 
-from slime_tis.analysis.dumps.json_rows import RowFormat, format_of
+from slime_tis.analysis.dumps.formats import SLIME, RowFormat, format_of
 from slime_tis.analysis.dumps.parquet import (
     MAX_EXPANSION,
     MAX_GROUP_BYTES,
@@ -30,9 +30,8 @@ from slime_tis.analysis.dumps.parquet import (
     text_columns,
     texts,
 )
-from slime_tis.analysis.dumps.pt import OWN_COLUMNS
 from slime_tis.analysis.dumps.table import Column, SampleParts, TokenTable, lowest_priorities
-from slime_tis.errors import first_line, quoted, quoted_path
+from slime_tis.errors import first_line, quoted_path
 
 CHUNK_TOKENS = 1 << 18
 """Response tokens and characters of text that are parsed before they become a table."""
@@ -270,11 +269,11 @@ def slime_table(path: Path) -> TokenTable:
     """The table of a `.pt` file in slime's layout, of this program, slime or miles.
 
     Source: THUDM/slime, slime/observability/train_data_utils.py, save_debug_train_data: format_version 2 has a list of
-    samples; before, and in radixark/miles, miles/utils/train_dump_utils.py, "rollout_data" is a dict of lists.
+    samples. Earlier versions, and radixark/miles, miles/utils/train_dump_utils.py, have a dict of lists "rollout_data".
     Log-probs cover the response; `log_probs` are the training engine's before the rollout's first step.
 
     Raises:
-        ValueError: the file is of another form, holds slices of context-parallel ranks, or has no rollout log-probs.
+        ValueError: the file has another form, holds slices of context-parallel ranks, or has no rollout log-probs.
     """
     try:
         file_bytes = path.stat().st_size
@@ -289,89 +288,28 @@ def slime_table(path: Path) -> TokenTable:
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds a {type(content).__name__}, but a dump of slime's form is a dict.")
     own = content.get("metadata")
-    metadata = own if isinstance(own, dict) else {"source": "slime", "old_policy": "recomputed"}
+    metadata = own if isinstance(own, dict) else {"source": SLIME.source, **SLIME.metadata}
     parts: list[SampleParts] = []
-    place, size = "", 0
+    where, size = "", 0
     try:
         samples = content["samples"] if "samples" in content else _transposed(content["rollout_data"])
         for index, sample in enumerate(samples):
-            place = f", sample {index}"
-            parts.append(_slime_parts({"step": content.get("rollout_id"), **sample}))
+            where = f", sample {index}"
+            parts.append(SLIME.parts({"step": content.get("rollout_id"), **sample}, path))
             size += sum(value.nbytes for value in vars(parts[-1]).values() if isinstance(value, np.ndarray))
             if size > max(MAX_GROUP_BYTES, MAX_EXPANSION * file_bytes):
-                raise ValueError(f"needs {size >> 20} MiB of memory with those before it; the file repeats numbers")
-        place = ""
+                raise ValueError(f"needs {size >> 20} MiB of memory with the samples before it")
+        where = ""
         return TokenTable.from_parts(parts, metadata)
     except KeyError as error:
-        raise ValueError(f"{path}{place} has no {error}, which train data of slime and miles have.") from error
+        raise ValueError(f"{path}{where} has no {error}, which train data of slime and miles have.") from error
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
-        raise ValueError(f"{path}{place} {first_line(error)}.") from error
+        raise ValueError(f"{path}{where} {first_line(error)}.") from error
 
 
 def _transposed(data: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One dict per sample from lists with one entry per sample."""
-    lengths = len(data["response_lengths"])
+    """One dict per sample, from lists with one entry per sample."""
+    samples = len(data["response_lengths"])
     lists = {key: values for key, values in data.items() if isinstance(values, list | tuple | Tensor)}
-    columns = {key: values for key, values in lists.items() if len(values) == lengths}
-    return [{key: values[index] for key, values in columns.items()} for index in range(lengths)]
-
-
-def _array(values: Any) -> Column:
-    """A tensor or a list of numbers as an array, without a copy where possible."""
-    if isinstance(values, Tensor):
-        return values.detach().resolve_conj().numpy()
-    if not all(isinstance(value, int | float) for value in values):
-        raise ValueError("has a list with an entry that is no number")
-    return np.asarray(values)
-
-
-def _slime_parts(sample: Mapping[str, Any]) -> SampleParts:
-    length = int(sample["response_lengths"])
-
-    def column(key: str) -> Column | None:
-        if sample.get(key) is None:
-            return None
-        values = _array(sample[key])
-        if len(values) != length:
-            raise ValueError(
-                f"has {len(values)} entries of {key} for {length} response tokens; where these are slices of "
-                "context-parallel ranks, dump with a newer slime, which puts them together"
-            )
-        return values
-
-    def number(*keys: str) -> Any:
-        value = next((sample[key] for key in keys if key in sample), None)
-        value = value.item() if isinstance(value, Tensor) else value
-        if not isinstance(value, int | float | None):
-            raise ValueError(f"has {keys[0]} {quoted(value)}, which is no number")
-        return value
-
-    log_probs, rollout = column("log_probs"), column("rollout_log_probs")
-    if log_probs is None or rollout is None:
-        missing = "log_probs" if log_probs is None else "rollout_log_probs"
-        raise ValueError(f"has no {missing}; slime saves both with --use-tis or --get-mismatch-metrics")
-    own = {name: column(name) for name in OWN_COLUMNS if name != "train_log_prob"}
-    train, tokens = column("train_log_prob"), sample.get("tokens")
-    ids = None if tokens is None else _array(tokens)
-    versions = sample.get("weight_versions")
-    reward, truncated = number("local_raw_reward", "rewards"), number("truncated")
-    text, prompt = sample.get("response"), sample.get("prompt")
-    return SampleParts(
-        train_log_prob=log_probs if train is None else train,
-        old_log_prob=log_probs,
-        rollout_log_prob=rollout,
-        loss_mask=column("loss_masks"),
-        token=None if ids is None else ids[len(ids) - length :],
-        prompt=None if ids is None else ids[: len(ids) - length],
-        advantage=column("advantages"),
-        weight_version=column("weight_versions") if isinstance(versions, Tensor) else None,
-        step=number("step"),
-        sample_index=number("sample_index", "sample_indices"),
-        group=number("group_index"),
-        reward=None if reward is None else float(reward),
-        truncated=None if truncated is None else bool(truncated),
-        text=text if isinstance(text, str) else None,
-        prompt_text=prompt if isinstance(prompt, str) else None,
-        entropy=own.pop("entropy"),
-        **own,
-    )
+    columns = {key: values for key, values in lists.items() if len(values) == samples}
+    return [{key: values[index] for key, values in columns.items()} for index in range(samples)]

@@ -325,7 +325,7 @@ def _compared(gradient_N: Tensor | None, exact_N: Tensor | None) -> tuple[float 
 def loss_inputs(table: TokenTable) -> LossInputs:
     """A table as the policy loss takes a micro-batch; log π_θ requires a gradient."""
     lengths = table.response_length.tolist()
-    prompts = [0] * len(table) if table.prompt_offsets is None else np.diff(table.prompt_offsets).tolist()
+    prompts = [len(prompt) for prompt in table.prompt or [()] * len(table)]
     totals = [prompt + response for prompt, response in zip(prompts, lengths, strict=True)]
     version = np.zeros(table.tokens, np.int64)
     if table.weight_version is not None:  # relative to the step, whose own version is then 0

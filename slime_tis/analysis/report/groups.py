@@ -47,13 +47,13 @@ def group_runs(sources: Sequence[Source]) -> list[Group]:
         groups.setdefault(json.dumps(options, sort_keys=True, default=str) if options else str(index), []).append(
             source
         )
-    options = [_shared_options(members[0]) for members in groups.values()]
-    names = {name for each in options for name in each if any(each[name] != other.get(name) for other in options)}
+    configs = [_shared_options(members[0]) for members in groups.values()]
+    names = {name for each in configs for name in each if any(each[name] != other.get(name) for other in configs)}
     return [
         Group(
             name=_name(members, {name: value for name, value in each.items() if name in names}), sources=tuple(members)
         )
-        for members, each in zip(groups.values(), options, strict=True)
+        for members, each in zip(groups.values(), configs, strict=True)
     ]
 
 

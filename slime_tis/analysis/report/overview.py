@@ -179,14 +179,16 @@ def _thinned(points: Points) -> Points:
         return points
     stretches = np.array_split(np.arange(len(steps)), MAX_POINTS // 2)
     kept = {int(index) for part in stretches for index in (part[median[part].argmin()], part[median[part].argmax()])}
-    steps, middle, low, high = ([column[index] for index in sorted(kept)] for column in points)
-    return steps, middle, low, high
+    order = sorted(kept)
+    thinned = [[column[index] for index in order] for column in points[1:]]
+    return [steps[index] for index in order], thinned[0], thinned[1], thinned[2]
 
 
 def _curves(rows: Rows, names: Mapping[str, str], *, positive: bool) -> dict[str, dict[int, float]]:
     """Label → step → value of the logged metrics; a logarithmic panel takes positive values only."""
     curves: dict[str, dict[int, float]] = {}
     for name, label in names.items():
+        keys_of: dict[str, tuple[str, ...]]
         if name.endswith("/"):
             below = sorted({key for row in rows for key in row if key.startswith(name) and key.count("/") == 1})
             keys_of = {f"{label} {key.removeprefix(name)}": (key,) for key in below}

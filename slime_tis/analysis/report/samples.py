@@ -160,8 +160,8 @@ def _sample(
 def _prompt(table: TokenTable, i: int, decode: Decode | None, most: int) -> str:
     if table.prompt_text is not None and table.prompt_text[i]:
         text = table.prompt_text[i]
-    elif table.prompt is not None and table.prompt_offsets is not None:
-        ids = table.prompt[table.prompt_offsets[i] : table.prompt_offsets[i + 1]][-most:].tolist()
+    elif table.prompt is not None:
+        ids = table.prompt[i][-most:].tolist()
         text = " ".join(map(str, ids)) if decode is None else "".join(decode(ids))
     else:
         return ""
