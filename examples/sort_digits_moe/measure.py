@@ -183,9 +183,9 @@ def mismatch_of(batch: TrainingBatch, training: TrainingEngine, *, replays_routi
 
 
 def table(rows: Iterable[Row]) -> str:
-    """The Markdown table of docs/moe.md: without replay → experts → experts and weights.
+    """Returns the Markdown table of README.md: without replay → experts → experts and weights.
 
-    Means are medians over the policies, smallest and largest ratios those of all policies.
+    Values are medians over the policies; smallest and largest ratios are over all policies.
     """
     lines = [
         "| rollout engine | other experts | mean abs Δ | k3 KL | k3 lower by | smallest ratio | largest ratio |",

@@ -107,7 +107,7 @@ def test_replay_leaves_what_is_not_routing_and_weights_leave_nothing_of_coarse_r
 
 
 def test_the_page_shows_the_table_of_results() -> None:
-    assert f"\n{measure.table(read_rows(measure.RESULTS, measure.Row))}\n" in (ROOT / "docs" / "moe.md").read_text()
+    assert f"\n{measure.table(read_rows(measure.RESULTS, measure.Row))}\n" in (HERE / "README.md").read_text()
 
 
 def test_the_commands_shown_are_accepted(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
