@@ -74,7 +74,7 @@ def find_resume_point(config: MegatronConfig, identity: Identity, *, is_main: bo
         ValueError: The checkpoint has another model, or options that a resumed run cannot change.
         CheckpointError: Every checkpoint is damaged.
     """
-    found = None if config.load is None else checkpoint.newest_whole(config.load)
+    found = None if config.load is None else checkpoint.latest_complete_checkpoint(config.load)
     if found is None:
         return None
     if is_main:
@@ -182,9 +182,7 @@ class Checkpointer:
             with self.timer("train_dump"):
                 self.learner.dump.flush()
         with self.timer("save"):
-            unfinished = checkpoint.write(
-                config.save, position.step, engine, asdict(state), run=self.run_id, write_extra=write_extra
-            )
+            unfinished = checkpoint.write(config.save, position.step, engine, asdict(state), write_extra)
         if before_it_counts is not None:
             try:
                 before_it_counts()

@@ -1,7 +1,7 @@
-"""Shares independent work over the ranks of a torch.distributed job, or does it all where there is none."""
+"""Work that is shared by the ranks of a torch.distributed job, or done by the only process."""
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -13,81 +13,84 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def map_over_ranks(function: Callable[[Sequence[Item]], list[Result]], items: Sequence[Item]) -> list[Result]:
-    """Returns `function(items)`, for which each rank works on every world-size-th item.
+def on_every_rank(function: Callable[[], Result]) -> list[Result]:
+    """Returns the result of `function()` on each rank; a collective.
 
-    A collective: every rank passes the same items and gets all results, in the items' order. An error on one
-    rank is raised on all of them, so that none is left waiting for the others.
-
-    Args:
-        function: maps a list of items to a list of as many picklable results.
-        items: the work.
+    An error on one rank is raised on all of them, so that no rank waits for the others.
 
     Raises:
-        Interrupted: on every rank, where any was interrupted.
-        ValueError: the function's ValueError on whichever rank met it.
-        OtherRankFailed: any other error, on the ranks that did not meet it.
+        Interrupted: on every rank, if any was interrupted.
+        ValueError: the function's ValueError on any rank; the same holds for OSError and RolloutUnavailable.
+        OtherRankFailed: any other error, on the ranks where it did not occur.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return function(items)
-    rank, size = dist.get_rank(), dist.get_world_size()
-    outcome: list[Result] | Exception
-    try:
-        outcome = function(items[rank::size])
-    except Exception as error:
-        outcome = error
-    sent = portable(outcome) if isinstance(outcome, Exception) else outcome
-    outcomes: list[list[Result] | Exception] = [[] for _ in range(size)]
+    if _size() == 1:
+        return [function()]
+    error, sent = _attempt(function)
+    outcomes: list[Any] = [None] * _size()
     dist.all_gather_object(outcomes, sent)
-    for other in outcomes:
-        if isinstance(other, Interrupted):
-            raise other
-    if isinstance(outcome, Exception):
-        raise outcome
-    parts: list[list[Result]] = []
-    for other in outcomes:
-        if isinstance(other, Exception):
-            raise other
-        parts.append(other)
-    return [parts[place % size][place // size] for place in range(len(items))]
+    interrupted = [outcome for outcome in outcomes if isinstance(outcome, Interrupted)]
+    for outcome in (*interrupted, error, *outcomes):
+        _result(outcome)
+    return outcomes
+
+
+def map_over_ranks(function: Callable[[Sequence[Item]], list[Result]], items: Sequence[Item]) -> list[Result]:
+    """Returns `function(items)`, where each rank processes every world-size-th item; a collective.
+
+    Every rank passes the same items and gets all results, in the items' order. Errors as of `on_every_rank`.
+
+    Args:
+        function: maps a list of items to a list of the same number of picklable results.
+        items: the work.
+    """
+    size = _size()
+    if size == 1:
+        return function(items)
+    shares = on_every_rank(lambda: function(items[dist.get_rank() :: size]))
+    return [shares[index % size][index // size] for index in range(len(items))]
+
+
+def on_rank_zero(function: Callable[[], Result]) -> Result:
+    """Returns rank 0's `function()` on every rank; a collective.
+
+    It keeps user functions, which may decide randomly, identical on all ranks. Errors as of `on_every_rank`.
+
+    Args:
+        function: called on rank 0; its result can be pickled.
+    """
+    if _size() == 1:
+        return function()
+    is_main = dist.get_rank() == 0
+    error, sent = _attempt(function) if is_main else (None, None)
+    outcomes = [sent]
+    dist.broadcast_object_list(outcomes, src=0)
+    _result(error)
+    return _result(outcomes[0])  # type: ignore[no-any-return]  # rank 0's
 
 
 def portable(error: Exception) -> Exception:
     """The same message in a type that every rank can unpickle."""
     if isinstance(error, Interrupted):
         return error
-    if isinstance(error, CustomFunctionError):
-        return CustomFunctionError(str(error))
-    for kind in (RolloutUnavailable, ValueError):
+    for kind in (CustomFunctionError, RolloutUnavailable, ValueError, OSError):
         if isinstance(error, kind):
             return kind(str(error))
     return OtherRankFailed(f"{type(error).__name__}: {error}")
 
 
-def on_rank_zero(function: Callable[[], Result]) -> Result:
-    """Returns what `function()` returns on rank 0, on every rank; a collective.
+def _size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
 
-    For code of the user's own that decides something: what it decides is the same on all ranks, however it does.
 
-    Args:
-        function: called on rank 0 alone; its result can be pickled.
+def _attempt(function: Callable[[], Any]) -> tuple[Exception | None, Any]:
+    """(the function's error, its result or the portable error)."""
+    try:
+        return None, function()
+    except Exception as error:
+        return error, portable(error)
 
-    Raises:
-        Exception: what it raised, on every rank, as `map_over_ranks` does.
-    """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return function()
-    outcome: list[Result | Exception | None] = [None]
-    own: Exception | None = None
-    if dist.get_rank() == 0:
-        try:
-            outcome[0] = function()
-        except Exception as error:
-            own, outcome[0] = error, portable(error)
-    dist.broadcast_object_list(outcome, src=0)
-    if own is not None:
-        raise own
-    found = outcome[0]
-    if isinstance(found, Exception):
-        raise found
-    return found  # type: ignore[return-value]  # of rank 0
+
+def _result(outcome: Any) -> Any:
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome

@@ -103,7 +103,7 @@ def damage_and_look(rank: int, model: str, trained: str, results: str) -> None:
         shutil.copytree(trained, save)
         shutil.rmtree(save / "iter_0000004")
         damage(save / "iter_0000003" / name)
-        found = checkpoint.newest_whole(save)
+        found = checkpoint.latest_complete_checkpoint(save)
         right = found is not None and found.checkpoint.name == "iter_0000002" and len(found.damaged) == 1
         if found is not None and name != MANIFEST:  # a damaged sum is that of any file
             right = right and name in found.damaged[0]

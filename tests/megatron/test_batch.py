@@ -76,9 +76,9 @@ def test_every_context_rank_has_the_loss_masks_of_whole_responses() -> None:
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        (([[-0.5, -1.0]], [[0]]), r"the lengths of rollout_log_probs are \[2\] but those of loss_masks \[1\]"),
-        (([[-0.5]], [[]]), r"the lengths of weight_versions are \[0\] but those of loss_masks \[1\]"),
-        (([[-0.5]], [[0], [0]]), r"the lengths of weight_versions are \[1, 1\] but those of loss_masks \[1\]"),
+        (([[-0.5, -1.0]], [[0]]), r"rollout_log_probs has \[2\]"),
+        (([[-0.5]], [[]]), r"weight_versions has \[0\]"),
+        (([[-0.5]], [[0], [0]]), r"weight_versions has \[1, 1\]"),
     ],
     ids=["log-probs", "versions", "samples"],
 )

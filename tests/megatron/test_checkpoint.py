@@ -51,10 +51,10 @@ def build(model: Path, parallel: Parallel, **options: Any) -> TrainingEngine:
 def test_training_goes_on_to_the_bit(options: dict[str, Any], model: Path, parallel: Parallel, tmp_path: Path) -> None:
     engine = build(model, parallel, **options)
     steps(engine, 2)
-    checkpoint.write(tmp_path, 2, engine, {"step": 2}, run="a").finish(retain=2)
+    checkpoint.write(tmp_path, 2, engine, {"run": "a", "step": 2}).finish(retain=2)
     expected = steps(engine, 2)
     resumed = build(model, parallel, **options)
-    found = checkpoint.newest_whole(tmp_path)
+    found = checkpoint.latest_complete_checkpoint(tmp_path)
     assert found is not None
     checkpoint.load(found.checkpoint, resumed)
     assert read_state(found.checkpoint) == {"run": "a", "step": 2}
@@ -65,41 +65,41 @@ def test_training_goes_on_to_the_bit(options: dict[str, Any], model: Path, paral
 
 def test_the_newest_complete_one_is_found_and_old_ones_go(model: Path, parallel: Parallel, tmp_path: Path) -> None:
     engine = build(model, parallel)
-    assert checkpoint.newest_whole(tmp_path) is None
+    assert checkpoint.latest_complete_checkpoint(tmp_path) is None
     for step in (9, 10, 11):
-        checkpoint.write(tmp_path, step, engine, {}, run="a").finish(retain=2)
+        checkpoint.write(tmp_path, step, engine, {"run": "a"}).finish(retain=2)
     (tmp_path / "iter_0000012").mkdir()  # a directory without a trainer's state is not a checkpoint
     (tmp_path / "iter_abc").mkdir()
     (tmp_path / ".iter_0000013.unfinished").mkdir()  # what a killed run leaves
-    found = checkpoint.newest_whole(tmp_path)
+    found = checkpoint.latest_complete_checkpoint(tmp_path)
     assert found is not None and found.checkpoint == tmp_path / "iter_0000011"
     assert found.damaged == ("iter_0000012: SHA256SUMS is missing",)
     assert not (tmp_path / "iter_0000009").exists()
-    checkpoint.write(tmp_path, 13, engine, {}, run="a").finish(retain=2)
-    found = checkpoint.newest_whole(tmp_path)
+    checkpoint.write(tmp_path, 13, engine, {"run": "a"}).finish(retain=2)
+    found = checkpoint.latest_complete_checkpoint(tmp_path)
     assert found is not None and found.checkpoint == tmp_path / "iter_0000013"
     assert not list(tmp_path.glob(".*"))
 
 
 def test_a_disk_that_fills_up_leaves_the_earlier_checkpoint(model: Path, parallel: Parallel, tmp_path: Path) -> None:
     engine = build(model, parallel)
-    checkpoint.write(tmp_path, 1, engine, {"step": 1}, run="a").finish(retain=1)
+    checkpoint.write(tmp_path, 1, engine, {"run": "a", "step": 1}).finish(retain=1)
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, unlimited[1]))  # writes beyond it fail, as on a full disk
     try:
         with pytest.raises(checkpoint.CheckpointError, match="earlier checkpoints are intact") as failure:
-            checkpoint.write(tmp_path, 2, engine, {"step": 2}, run="a").finish(retain=1)
+            checkpoint.write(tmp_path, 2, engine, {"run": "a", "step": 2}).finish(retain=1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
     assert "\n" not in str(failure.value)
     assert [path.name for path in tmp_path.iterdir()] == ["iter_0000001"]
-    found = checkpoint.newest_whole(tmp_path)
+    found = checkpoint.latest_complete_checkpoint(tmp_path)
     assert found is not None and found.checkpoint == tmp_path / "iter_0000001"
     checkpoint.load(found.checkpoint, engine)
 
 
 def test_a_checkpoint_of_another_model_is_refused(model: Path, parallel: Parallel, tmp_path: Path) -> None:
-    checkpoint.write(tmp_path / "runs", 1, build(model, parallel), {}, run="a").finish(retain=1)
+    checkpoint.write(tmp_path / "runs", 1, build(model, parallel), {"run": "a"}).finish(retain=1)
     make_checkpoint(tmp_path / "other", "qwen3", num_hidden_layers=3)
     with pytest.raises(checkpoint.CheckpointError, match="another model or layout"):
         checkpoint.load(tmp_path / "runs" / "iter_0000001", build(tmp_path / "other", parallel))
@@ -111,7 +111,7 @@ def test_options_of_the_optimizer_are_those_of_the_resumed_run(
 ) -> None:
     engine = build(model, parallel, use_distributed_optimizer=distributed)
     steps(engine, 2)
-    checkpoint.write(tmp_path, 2, engine, {}, run="a").finish(retain=1)
+    checkpoint.write(tmp_path, 2, engine, {"run": "a"}).finish(retain=1)
     options = {"adam_beta1": 0.5, "adam_beta2": 0.6, "adam_eps": 1e-4, "weight_decay": 0.3}
     config = MegatronConfig(
         hf_checkpoint=str(model), lr=1e-2, min_lr=2e-3, use_distributed_optimizer=distributed, **options
@@ -138,7 +138,7 @@ def test_no_process_is_forked_to_write(
         raise AssertionError("a process was forked")
 
     monkeypatch.setattr(os, "fork", no_fork)
-    checkpoint.write(tmp_path, 1, engine, {}, run="a").finish(retain=1)
+    checkpoint.write(tmp_path, 1, engine, {"run": "a"}).finish(retain=1)
     assert {path.name for path in (tmp_path / "iter_0000001").iterdir()} == {
         *("__0_0.distcp", "__0_1.distcp", ".metadata", "common.pt", "metadata.json"),
         *("trainer_state.json", "SHA256SUMS"),
@@ -153,14 +153,14 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_newest_whole_one(
 ) -> None:
     engine = build(model, parallel)
     for step in (1, 2, 3):
-        checkpoint.write(tmp_path, step, engine, {}, run="a").finish(retain=3)
+        checkpoint.write(tmp_path, step, engine, {"run": "a"}).finish(retain=3)
     weights = tmp_path / "iter_0000003" / "__0_0.distcp"
     data = bytearray(weights.read_bytes())
     data[len(data) // 2] ^= 1
     weights.write_bytes(data)
     (tmp_path / "iter_0000002" / "common.pt").unlink()
-    found = checkpoint.newest_whole(tmp_path)
-    assert found == checkpoint.Found(
+    found = checkpoint.latest_complete_checkpoint(tmp_path)
+    assert found == checkpoint.LatestCheckpoint(
         checkpoint=tmp_path / "iter_0000001",
         damaged=(
             "iter_0000003: __0_0.distcp is not as it was written (its SHA-256 differs)",
@@ -168,6 +168,6 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_newest_whole_one(
         ),
     )
     (tmp_path / "iter_0000001" / "SHA256SUMS").unlink()
-    with pytest.raises(checkpoint.CheckpointError, match=r"no checkpoint under .* is whole") as failure:
-        checkpoint.newest_whole(tmp_path)
+    with pytest.raises(checkpoint.CheckpointError, match=r"no checkpoint under .* is complete") as failure:
+        checkpoint.latest_complete_checkpoint(tmp_path)
     assert "iter_0000001: SHA256SUMS is missing" in str(failure.value) and "\n" not in str(failure.value)

@@ -5,4 +5,4 @@ import warnings
 from slime_tis.trainer.megatron import cpu_support
 
 cpu_support.install()
-warnings.filterwarnings("ignore", module=r"megatron\.")  # without CUDA it remarks on every library it lacks
+warnings.filterwarnings("ignore", module=r"megatron\.")  # without CUDA it warns about every missing library

@@ -31,7 +31,7 @@ from slime_tis.trainer.options.megatron import MegatronConfig
 
 
 class HfConfig(Protocol):
-    """The fields of a Hugging Face configuration that are read here and in `hf_weights`, which a new family must have.
+    """The fields of a Hugging Face configuration that every family must have.
 
     Some families also have `head_dim`, `attention_bias`, `mlp_bias` and `use_sliding_window`.
     """
@@ -50,13 +50,13 @@ class HfConfig(Protocol):
 
 
 class ResponseModel(GPTModel):  # type: ignore[misc]  # megatron-core has no types
-    """A GPTModel whose output are hidden states, or logits, after the tokens of `PackedSequences.response_rows` alone.
+    """A GPTModel that returns hidden states, or logits, only after the tokens of `PackedSequences.response_rows`.
 
-    The rows of the prompts are left out before the output layer, whose time and memory are proportional to them.
+    Prompt rows are dropped before the output layer, whose time and memory are proportional to the number of rows.
 
-    Under sequence parallelism a rank's slice of the tokens has any number of these rows, so that the hidden states are
-    gathered here and the gradient of the rows is summed over the tensor-parallel ranks, as without sequence
-    parallelism; megatron-core does the same where its inference wants the last token of each sequence.
+    Under sequence parallelism a rank's slice of the tokens has any number of these rows. Therefore the hidden states
+    are gathered here, and the gradient of the rows is summed over the tensor-parallel ranks, as without sequence
+    parallelism. megatron-core's inference does the same for the last token of each sequence.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -77,7 +77,7 @@ class ResponseModel(GPTModel):  # type: ignore[misc]  # megatron-core has no typ
         return output
 
     def output_weight(self) -> Tensor:
-        """The output layer's weight, this rank's part of the vocabulary, on the last pipeline stage."""
+        """The output layer's weight for this rank's part of the vocabulary, on the last pipeline stage."""
         tied = self.share_embeddings_and_output_weights
         weight: Tensor = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         return weight
@@ -85,20 +85,20 @@ class ResponseModel(GPTModel):  # type: ignore[misc]  # megatron-core has no typ
 
 @dataclass(frozen=True)
 class Model:
-    """A GPTModel (this rank's part) and what its inputs need."""
+    """This rank's part of a GPTModel, and its configurations."""
 
     module: ResponseModel
     config: TransformerConfig
     hf_config: HfConfig
     rotary: RotaryAngles | None
-    """Rotary angles that the packing computes; None where the layers apply their own."""
+    """Rotary angles for `pack`; None if the layers compute them."""
 
 
 def read_hf_config(directory: str | Path) -> HfConfig:
     """Loads a checkpoint's configuration.
 
     Raises:
-        ValueError: no configuration there, or an architecture (or a variant of it) that is not supported.
+        ValueError: the configuration is missing, or the architecture (or a variant of it) is not supported.
     """
     read_model_config(directory)
     hf: HfConfig = load_config(directory)
@@ -116,7 +116,7 @@ def read_hf_config(directory: str | Path) -> HfConfig:
 
 
 def build_model(directory: str | Path, config: MegatronConfig, parallel: Parallel) -> Model:
-    """Builds this rank's part of the model, with uninitialised weights, on its device."""
+    """Builds this rank's part of the model, with uninitialized weights, on its device."""
     hf = read_hf_config(directory)
     family = FAMILIES[hf.architectures[0]]
     transformer = transformer_config(hf, config, parallel)
@@ -147,7 +147,7 @@ def transformer_config(hf: HfConfig, config: MegatronConfig, parallel: Parallel)
     """megatron-core's configuration of a Hugging Face model under the parallel layout.
 
     Raises:
-        ValueError: heads, groups, layers or experts that the parallel sizes do not divide.
+        ValueError: the parallel sizes do not divide heads, groups, layers or experts.
     """
     tensor, pipeline, moe = parallel.tensor_size, parallel.pipeline_size, moe_sizes(hf)
     for name, value, size, flag in (
@@ -208,7 +208,7 @@ def transformer_config(hf: HfConfig, config: MegatronConfig, parallel: Parallel)
 
 
 def padded_vocab_size(vocab_size: int, tensor_size: int) -> int:
-    """The vocabulary, rounded up so that every tensor-parallel rank holds as many rows."""
+    """The size of the vocabulary, rounded up to a multiple of the tensor-parallel size."""
     return -(-vocab_size // tensor_size) * tensor_size
 
 
@@ -216,23 +216,21 @@ def rotary_frequencies(hf: HfConfig, family: Family) -> tuple[torch.Tensor, floa
     """(inverse frequencies [d/2], factor on cosine and sine), as transformers computes them for this model.
 
     Raises:
-        ValueError: its settings lack something that their type needs.
+        ValueError: a setting is missing.
     """
     module, name = family.rotary_class.split(":")
     try:
         rotary = getattr(importlib.import_module(module), name)(config=hf)
     except Exception as error:  # a missing factor, say
-        raise ValueError(
-            f"the checkpoint's rotary positions are not as they should be: {first_line(error)}."
-        ) from error
+        raise ValueError(f"the checkpoint's rotary settings are invalid: {first_line(error)}.") from error
     return rotary.inv_freq.float(), float(rotary.attention_scaling)
 
 
 def uses_transformer_engine(hf: HfConfig, parallel: Parallel) -> bool:
-    """Whether layers are those of transformer-engine.
+    """Whether layers come from transformer-engine.
 
-    Mixtures of experts have megatron-core's own linear layers wherever they run: what their weights are called in
-    transformer-engine's grouped layers is not known here.
+    Mixtures of experts always have megatron-core's linear layers: `hf_weights` does not know the names of weights in
+    transformer-engine's grouped layers.
     """
     return parallel.backend.transformer_engine and moe_sizes(hf) is None
 

@@ -114,7 +114,7 @@ def make_batch(
         ("sampling_masks", masks),
     ):
         if (row_lengths := [len(row) for row in rows]) != lengths:
-            raise ValueError(f"the lengths of {name} are {row_lengths} but those of loss_masks {lengths}.")
+            raise ValueError(f"{name} has {row_lengths} response tokens per sample but loss_masks has {lengths}.")
     slices = response_slices(totals, lengths, context_rank, context_size)
 
     def flat(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:

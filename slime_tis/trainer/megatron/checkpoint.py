@@ -1,7 +1,8 @@
 """Training checkpoints: resumable, complete or absent, their files checked before they are loaded.
 
 A checkpoint holds megatron-core's distributed checkpoint of model, optimizer, scheduler and random state, and the
-trainer's state; `slime_tis.trainer.storage.checkpoints` has the names of its files. All functions here are collectives.
+trainer's state; `slime_tis.trainer.storage.checkpoints` has the names of its files. All functions except
+`remove_older` are collectives.
 """
 
 import json
@@ -11,21 +12,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
 
+from slime_tis.trainer.collectives import on_every_rank
 from slime_tis.trainer.megatron import upstream
 from slime_tis.trainer.megatron.engine import TrainingEngine
 from slime_tis.trainer.storage import checkpoints as files
 
-T = TypeVar("T")
-
 SET_BY_STATE = ("params", "step", "lr", "weight_decay")
-"""Entries of an optimizer's parameter groups that are not options: parameters, and what the scheduler sets."""
+"""Entries of an optimizer's parameter groups that are not options: parameters, and values that the scheduler sets."""
 
 
 class CheckpointError(RuntimeError):
@@ -33,29 +33,26 @@ class CheckpointError(RuntimeError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unfinished:
-    """A checkpoint whose files are all written, which counts once it is finished.
+class UnfinishedCheckpoint:
+    """A checkpoint whose files are all written, but which no run resumes until it is finished.
 
-    A process that ends before leaves a directory that no run goes on from, and that the next save removes.
+    If the process ends before, the next save removes the directory.
     """
 
     path: Path
     final: Path
-    """The name that it will have."""
+    """Its later name."""
     run: str
     is_main: bool
 
     def finish(self, retain: int) -> Path:
-        """Gives the checkpoint its name, and removes older ones of the run; a collective.
-
-        Args:
-            retain: how many of the run's newest checkpoints stay.
+        """Renames the checkpoint, and removes all but the run's `retain` newest checkpoints.
 
         Raises:
-            CheckpointError: it could not be renamed, on every rank; earlier ones are as they were.
+            CheckpointError: it could not be renamed, on every rank; earlier checkpoints are intact.
         """
         with self.discarded_on_error():
-            _on_main(self.is_main, lambda: files.finish(self.path, self.final, self.run))
+            self.on_main(lambda: files.finish(self.path, self.final, self.run))
         if self.is_main:
             remove_older(self.final, self.run, retain)
         return self.final
@@ -65,20 +62,20 @@ class Unfinished:
         if self.is_main:
             files.discard(self.path)
 
+    def on_main(self, action: Callable[[], object]) -> None:
+        """Runs `action` on the main process while the others wait; raises on every rank if it fails."""
+        on_every_rank(action if self.is_main else lambda: None)
+
     @contextmanager
     def discarded_on_error(self) -> Iterator[None]:
-        """Removes its files where the block raises.
-
-        Raises:
-            CheckpointError: in place of an error of files or of megatron-core.
-        """
+        """Removes its files and raises a CheckpointError if the block raises."""
         try:
             yield
         except (Exception, CheckpointException) as error:
             self.discard()
             raise CheckpointError(
                 f"could not write checkpoint {self.final}: {_reason(error)}; earlier checkpoints are intact, "
-                "free space (or fix the path) and go on with --load"
+                "free space (or fix the path) and resume with --load"
             ) from error
 
 
@@ -87,82 +84,79 @@ def write(
     step: int,
     engine: TrainingEngine,
     trainer_state: dict[str, Any],
-    *,
-    run: str,
-    write_extra: Callable[[Path], None] | None = None,
-) -> Unfinished:
-    """Writes all files of `directory/iter_STEP`, which counts as a checkpoint once it is finished.
+    write_extra: Callable[[Path], object] = lambda directory: None,
+) -> UnfinishedCheckpoint:
+    """Writes all files of the checkpoint `directory/iter_STEP`.
 
     Args:
-        directory: where checkpoints of this run live.
-        step: optimizer steps made so far, which names the checkpoint.
+        directory: of the run's checkpoints.
+        step: optimizer steps made so far.
         engine: its model, optimizer, scheduler and random state are saved.
-        trainer_state: what else the loop needs to go on, JSON-serialisable.
-        run: identity of the run, written into the checkpoint; only checkpoints that contain it are removed.
-        write_extra: called by the main process with the unfinished directory, to put more files in it.
+        trainer_state: the loop's state, JSON-serializable. Its entry `run` identifies the run; only checkpoints of
+            that run are removed.
+        write_extra: called by the main process with the unfinished directory, to add files.
 
     Raises:
-        CheckpointError: it could not be written (a full disk, say), on every rank; earlier ones are as they were.
+        CheckpointError: it could not be written (a full disk, say), on every rank; earlier checkpoints are intact.
     """
     final = files.checkpoint_path(directory, step)
     path = final.with_name(f".{final.name}.unfinished")
-    unfinished = Unfinished(path=path, final=final, run=run, is_main=engine.parallel.is_main)
+    is_main = engine.parallel.is_main
+    unfinished = UnfinishedCheckpoint(path=path, final=final, run=trainer_state["run"], is_main=is_main)
 
     def write_state() -> None:
-        if write_extra is not None:
-            write_extra(path)
-        state = json.dumps({"run": run, **trainer_state}, indent=2)
-        (path / files.TRAINER_STATE).write_text(state + "\n", encoding="utf-8")
+        write_extra(path)
+        (path / files.TRAINER_STATE).write_text(json.dumps(trainer_state, indent=2) + "\n", encoding="utf-8")
 
     with unfinished.discarded_on_error():
-        _on_main(unfinished.is_main, lambda: files.begin(final))
+        unfinished.on_main(lambda: files.begin(final))
         upstream.save_sharded(_sharded_state(engine, is_loading=False), path)
-        _on_main(unfinished.is_main, write_state)
+        unfinished.on_main(write_state)
         names = files.files_of(path)
-        assert all(files.OWN_FILE.fullmatch(name) for name in names), names  # or a killed run's would never be removed
-        shares = _on_every_rank(lambda: files.checksums(path, _share(names)))
+        assert all(files.OWN_FILE.fullmatch(name) for name in names), names  # others would never be removed
+        shares = on_every_rank(lambda: files.checksums(path, _share(names)))
         sums = {name: value for share in shares for name, value in share.items()}
-        _on_main(unfinished.is_main, lambda: files.write_manifest(path, sums))
+        unfinished.on_main(lambda: files.write_manifest(path, sums))
     return unfinished
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
-    """The checkpoint that a run goes on from."""
+class LatestCheckpoint:
+    """The checkpoint to resume from."""
 
     checkpoint: Path
     damaged: tuple[str, ...]
-    """Newer checkpoints that are passed over: of each, its name and what is wrong with it."""
+    """Newer damaged checkpoints: each one's name and damage."""
 
 
-def newest_whole(directory: str | Path) -> Found | None:
-    """The newest checkpoint under `directory` of which every file is as it was written; None where there is none.
+def latest_complete_checkpoint(directory: str | Path) -> LatestCheckpoint | None:
+    """The newest undamaged checkpoint under `directory`; None if there are no checkpoints.
 
-    Every rank reads its share of the files and compares their SHA-256; all ranks come to the same answer.
+    Every rank compares the SHA-256 of its share of the files; all ranks get the same result.
 
     Raises:
-        CheckpointError: there are checkpoints, and all are damaged.
+        CheckpointError: all checkpoints are damaged.
     """
-    (candidates, *_) = _on_every_rank(lambda: files.checkpoints(directory))
+    (candidates, *_) = on_every_rank(lambda: files.checkpoints(directory))
     damaged: list[str] = []
     for checkpoint in reversed(candidates):
-        problem = next((found for found in _on_every_rank(partial(_damage, checkpoint)) if found is not None), None)
-        if problem is None:
-            return Found(checkpoint=checkpoint, damaged=tuple(damaged))
-        damaged.append(f"{checkpoint.name}: {problem}")
+        damages = [damage for damage in on_every_rank(partial(_damage, checkpoint)) if damage is not None]
+        if not damages:
+            return LatestCheckpoint(checkpoint=checkpoint, damaged=tuple(damaged))
+        damaged.append(f"{checkpoint.name}: {damages[0]}")
     if damaged:
         raise CheckpointError(
-            f"no checkpoint under {directory} is whole ({'; '.join(damaged)}); restore one, or start afresh by "
-            "leaving --load out and giving another --save"
+            f"no checkpoint under {directory} is complete ({'; '.join(damaged)}); restore one, or start from the "
+            "beginning without --load and with another --save"
         )
     return None
 
 
 def load(checkpoint: Path, engine: TrainingEngine) -> None:
-    """Restores model, optimizer, scheduler and random state; options of the optimizer are those of the engine.
+    """Restores model, optimizer, scheduler and random state; the optimizer keeps the engine's options.
 
     Raises:
-        CheckpointError: it is of another model or layout.
+        CheckpointError: the checkpoint has another model or layout.
     """
     options = [
         {name: value for name, value in group.items() if name not in SET_BY_STATE}
@@ -174,8 +168,8 @@ def load(checkpoint: Path, engine: TrainingEngine) -> None:
             engine.model.module.load_state_dict(state["model"])
             engine.optimizer.load_state_dict(upstream.with_step_count(state["optimizer"]))
             upstream.separate_adam_steps(engine.optimizer)
-        for group, own in zip(engine.optimizer.param_groups, options, strict=True):
-            group.update(own)  # megatron-core restores the learning rates, betas and epsilon of then
+        for group, current in zip(engine.optimizer.param_groups, options, strict=True):
+            group.update(current)  # megatron-core restores the saved learning rates, betas and epsilon
         engine.scheduler.load_state_dict(state["scheduler"])
         torch.set_rng_state(state["random_state"])
     except (Exception, CheckpointException) as error:
@@ -185,9 +179,9 @@ def load(checkpoint: Path, engine: TrainingEngine) -> None:
 
 
 def remove_older(newest: Path, run: str, retain: int) -> None:
-    """Removes a run's checkpoints before `newest` but for the last `retain` counting it, and what killed runs left.
+    """Removes all but the run's `retain` newest checkpoints, and unfinished ones of killed runs.
 
-    Warns where that fails. For the main process alone.
+    Prints a warning if that fails. Only the main process may call it.
     """
     try:
         files.sweep(newest.parent)
@@ -197,7 +191,7 @@ def remove_older(newest: Path, run: str, retain: int) -> None:
 
 
 def _damage(checkpoint: Path) -> str | None:
-    """What is wrong with this rank's share of the files of a checkpoint."""
+    """The first damage among this rank's share of the files."""
     try:
         sums = files.read_manifest(checkpoint)
         files.check(checkpoint, {name: sums[name] for name in _share(sorted(sums))})
@@ -207,32 +201,8 @@ def _damage(checkpoint: Path) -> str | None:
 
 
 def _share(names: list[str]) -> list[str]:
-    """Those of the names that this rank takes care of."""
+    """The files that this rank checks."""
     return names[dist.get_rank() :: dist.get_world_size()]
-
-
-def _on_main(main: bool, action: Callable[[], object]) -> None:
-    """Lets the main process act while the others wait; raises on every rank where it fails."""
-    _on_every_rank(action if main else lambda: None)
-
-
-def _on_every_rank(action: Callable[[], T]) -> list[T]:
-    """What `action` returned on each rank; raises on every rank where it failed on one."""
-    result, failure = None, None
-    try:
-        result = action()
-    except Exception as error:
-        failure = error
-    outcomes: list[Any] = [(result, None if failure is None else _reason(failure))]
-    if dist.get_world_size() > 1:
-        outcomes *= dist.get_world_size()
-        dist.all_gather_object(outcomes, outcomes[0])
-    if failure is not None:
-        raise failure
-    problem = next((problem for _, problem in outcomes if problem is not None), None)
-    if problem is not None:
-        raise CheckpointError(problem)
-    return [result for result, _ in outcomes]
 
 
 def _reason(error: BaseException) -> str:

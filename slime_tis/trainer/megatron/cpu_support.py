@@ -1,20 +1,19 @@
 """Lets megatron-core run on a machine without CUDA.
 
-megatron-core 0.16.1 names the CUDA device literally in places that have nothing to do with CUDA (a loss counter,
-a gradient norm, a checkpoint's `synchronize`). Where no CUDA device exists, `install` adds an import hook that
-rewrites those literals in the sources of `megatron.core` while they are imported. Nothing in torch is patched, no
-file is changed, and where CUDA exists the sources are imported as they are.
+megatron-core 0.16.1 names the CUDA device literally in places that do not need CUDA (a loss counter, a gradient norm,
+a checkpoint's `synchronize`). Without a CUDA device, `install` adds an import hook that rewrites those literals in the
+sources of `megatron.core` during their import. Torch is not patched and no file is changed.
 
-Why not less than that:
+Simpler ways fail:
 
-* Options of megatron-core (`use_cpu_initialization`, the gloo backend) reach only some of these places; a CPU-only path
-  is proposed for parts of it (https://github.com/NVIDIA/Megatron-LM/pull/6270). Once it is released, this file can go.
-* Replacing `torch.cuda.current_device` and the like in torch changes them for every other library of the process, and
-  does not reach the literals: a checkpoint of the distributed optimizer under tensor parallelism fails.
-* A `TorchFunctionMode` that moves "cuda" tensors to the CPU costs time at each torch function, and once ended a process
-  with an abort at its exit.
+* Options of megatron-core (`use_cpu_initialization`, the gloo backend) reach only some of these places. A CPU-only path
+  is proposed for parts of it (https://github.com/NVIDIA/Megatron-LM/pull/6270); its release makes this file obsolete.
+* Replacing `torch.cuda.current_device` and similar functions affects every other library of the process, and does not
+  reach the literals: a checkpoint of the distributed optimizer under tensor parallelism fails.
+* A `TorchFunctionMode` that moves "cuda" tensors to the CPU slows each torch function, and once aborted a process at
+  its exit.
 
-`tests/megatron/test_hf_parity.py` and `test_layouts.py` hold what runs through the hook to transformers' numbers.
+`tests/megatron/test_hf_parity.py` and `test_layouts.py` compare the rewritten code with transformers.
 """
 
 import ast
@@ -41,14 +40,14 @@ REPLACED_CALLS = {
     "torch.cuda.empty_cache": "None",
     "torch.cuda.manual_seed": "None",
     "torch.cuda.Stream": "None",
-    # of recomputed activations: the state of the CPU's generator is saved beside it
+    # for recomputed activations, which also save the state of the CPU's generator
     "_get_cuda_rng_state": "None",
     "_set_cuda_rng_state": "None",
 }
 
 REPLACED_FUNCTIONS = {
-    # token_dispatcher.py: copies the numbers of tokens per rank to the host, on a stream of its own. On a CPU they are
-    # there, but all_to_all_single takes them as lists or arrays alone.
+    # token_dispatcher.py: copies the numbers of tokens per rank to the host, on a separate stream. On a CPU they are
+    # already on the host, but all_to_all_single only takes lists or arrays.
     "_maybe_dtoh_and_synchronize": """
         if not self.drop_and_pad and point == self.cuda_dtoh_point:
             for name in ('input_splits', 'output_splits', 'output_splits_tp'):
@@ -58,16 +57,16 @@ REPLACED_FUNCTIONS = {
         return tokens_per_expert
     """,
 }
-"""Bodies of functions that are about CUDA streams throughout, by the function's name."""
+"""New bodies of functions that only handle CUDA streams, by the function's name."""
 MARKS = re.compile(rb"cuda|pin_memory|" + "|".join(REPLACED_FUNCTIONS).encode())
-"""What a line that is rewritten contains. Two thirds of megatron-core's files have no such line."""
+"""Every rewritten line matches. Two thirds of megatron-core's files have no such line."""
 
 
 def install() -> None:
-    """Installs the import hook, which does nothing where there is CUDA. Safe to call again.
+    """Installs the import hook, which does nothing with CUDA. Repeated calls are safe.
 
     Raises:
-        RuntimeError: megatron.core was imported before, with its CUDA literals in place.
+        RuntimeError: megatron.core is already imported, with its CUDA literals.
     """
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
@@ -89,7 +88,7 @@ class _CudaToCpu(ast.NodeTransformer):
         self.lines = lines
 
     def visit(self, node: ast.AST) -> Any:
-        if isinstance(node, ast.stmt):  # each node that is looked at costs time at every start of a process
+        if isinstance(node, ast.stmt):  # each visited node costs time at every start of a process
             first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))])
             index = bisect_left(self.lines, first)
             if index == len(self.lines) or self.lines[index] > (node.end_lineno or node.lineno):
@@ -126,7 +125,7 @@ class _CudaToCpu(ast.NodeTransformer):
 
 
 def _dotted(node: ast.expr) -> str:
-    """The name `a.b.c` of an expression; of another expression what follows its last call or index."""
+    """The name `a.b.c` of an expression, from its last call or index on."""
     parts = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)
@@ -146,7 +145,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
         data = self.get_data(path)
         if not MARKS.search(data):
             return importlib.machinery.SourceFileLoader(fullname, path).get_code(fullname)
-        # Straight from the source: a cached .pyc would hold the code of the file before it is rewritten.
+        # Without the cache: a .pyc file would hold the code before the rewriting.
         return self.source_to_code(data, path)
 
 
@@ -163,6 +162,6 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def _has_cuda() -> bool:
-    import torch  # late: nothing is asked of the device until megatron-core is imported
+    import torch  # late: no device is queried before megatron-core is imported
 
     return torch.cuda.is_available()

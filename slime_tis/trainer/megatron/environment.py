@@ -1,4 +1,4 @@
-"""This process's place in a torchrun job, from environment variables that torchrun or another launcher sets."""
+"""This process's ranks in a torchrun job, from environment variables of torchrun or another launcher."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """What the launcher says; without a launcher, one process alone."""
+    """The launcher's settings; the defaults are one process without a launcher."""
 
     rank: int = 0
     local_rank: int = 0
@@ -21,7 +21,7 @@ def read_environment(environ: Mapping[str, str]) -> Environment:
     """Reads RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
     Raises:
-        ValueError: one of them is missing beside RANK or has a value that it cannot have.
+        ValueError: RANK is set and another one is missing, or a value is impossible.
     """
     launched = "RANK" in environ
     world_size = _count(environ, "WORLD_SIZE", 1, smallest=1)
@@ -54,6 +54,6 @@ def _count(environ: Mapping[str, str], name: str, default: int | None, smallest:
         return default
     if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) >= smallest):
         raise ValueError(
-            f"the environment variable {name} is {text[:80]!r} but must be a whole number from {smallest} on; {LAUNCH}."
+            f"the environment variable {name} is {text[:80]!r} but must be an integer of at least {smallest}; {LAUNCH}."
         )
     return int(text)

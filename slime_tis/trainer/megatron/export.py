@@ -1,4 +1,4 @@
-"""The policy as a Hugging Face directory, for everybody else."""
+"""Exports the policy as a Hugging Face directory."""
 
 from pathlib import Path
 
@@ -9,14 +9,14 @@ from slime_tis.trainer.storage.hf_checkpoint import SHARD_BYTES, side_files, wri
 
 
 def save_hf(directory: str | Path, engine: TrainingEngine) -> Path | None:
-    """Writes the policy as a Hugging Face directory, under another name until it is whole; a collective.
+    """Writes the policy as a Hugging Face directory, under another name until it is complete; a collective.
 
     Returns:
-        Where it is, on the main process: `directory`, or one beside it with a number where somebody else's files have
-        come to `directory` meanwhile. None on the others.
+        On the main process its path: `directory`, or a numbered sibling if `directory` has unknown files by now. None
+        on the other processes.
 
     Raises:
-        CheckpointError: it could not be written; what was at `directory` is as it was.
+        CheckpointError: it could not be written; `directory` is unchanged.
     """
     tensors = engine.named_hf_tensors()
     if not engine.parallel.is_main:
@@ -30,7 +30,7 @@ def save_hf(directory: str | Path, engine: TrainingEngine) -> Path | None:
         write_hf_checkpoint(unfinished, tensors, like=like, shard_bytes=SHARD_BYTES)
         return exports.finish(unfinished, final)
     except OSError as error:
-        for _ in tensors:  # other ranks take part in it
+        for _ in tensors:  # the collective continues for the other ranks
             pass
         if unfinished is not None:
             exports.discard(unfinished)

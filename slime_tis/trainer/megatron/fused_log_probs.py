@@ -36,8 +36,8 @@ def fused_linear_log_probs(
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of every target under softmax(hidden · weightᵀ / temperature), and that distribution's entropy.
 
-    Values and gradients equal those of `vocab_parallel_log_probs` of the logits, up to the order of sums. Only one tile
-    of logits exists at a time, rows × a block of the vocabulary. The forward pass takes from it each row's maximum m,
+    Values and gradients equal `vocab_parallel_log_probs` of the logits, up to the order of sums. Only one tile of
+    logits exists at a time, rows × a block of the vocabulary. The forward pass takes from it each row's maximum m,
     Σ e^{z−m}, Σ e^{z−m}(z−m) and the target's z; tiles merge as the tensor-parallel ranks do. The backward pass
     computes the tiles again, except the last one, which is saved. Rows whose gradient is zero, such as rejected tokens,
     are skipped.
@@ -81,7 +81,7 @@ class _Plan:
 
     @classmethod
     def of(cls, rows: int, width: int, distribution: TokenDistribution, entries: int) -> _Plan:
-        """Tiles of about so many entries."""
+        """Tiles of about this number of entries."""
         width, chunk_size = distribution.width(width), distribution.chunk_size
         if chunk_size == -1:
             chunk_size = entries // max(min(width, MIN_COLUMNS), 1)

@@ -1,13 +1,14 @@
 """Weights of Hugging Face checkpoints and of megatron-core: tensor-, pipeline- and expert-parallel shards, both ways.
 
-Every Megatron weight is made of one or more Hugging Face tensors. `RULES` says which, and `LAYOUTS` how each kind
-is cut over the tensor-parallel ranks and joined again.
+Every Megatron weight consists of one or more Hugging Face tensors. `RULES` lists them, and `LAYOUTS` defines how each
+kind is split over the tensor-parallel ranks and joined.
 """
 
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -22,7 +23,7 @@ from slime_tis.trainer.megatron.parallel import Parallel
 
 @dataclass(frozen=True)
 class Layout:
-    """How whole tensors and tensor-parallel shards of one kind of parameter relate."""
+    """Splits whole tensors of one kind of parameter into tensor-parallel shards, and joins them."""
 
     split: Callable[[list[Tensor], int, int, HfConfig], Tensor]
     """(whole tensors, rank, size, hf_config) → this rank's shard."""
@@ -37,7 +38,7 @@ def _split_vocab(tensors: list[Tensor], rank: int, size: int, hf: HfConfig) -> T
 
 
 def _split_qkv(tensors: list[Tensor], rank: int, size: int, hf: HfConfig) -> Tensor:
-    """Megatron keeps, for every key-value group, its query heads, then its key, then its value."""
+    """Megatron stores, for every key-value group, its query heads, then its key, then its value."""
     groups = hf.num_key_value_heads
     per_group = [tensor.unflatten(0, (groups, -1)) for tensor in tensors]
     return torch.cat(per_group, 1).chunk(size)[rank].flatten(0, 1)
@@ -47,7 +48,7 @@ def _join_qkv(shards: list[Tensor], hf: HfConfig) -> list[Tensor]:
     joined = torch.cat(shards).unflatten(0, (hf.num_key_value_heads, -1))
     queries = hf.num_attention_heads // hf.num_key_value_heads
     head = joined.shape[1] // (queries + 2)
-    return [part.flatten(0, 1) for part in joined.split([queries * head, head, head], 1)]
+    return [tensor.flatten(0, 1) for tensor in joined.split([queries * head, head, head], 1)]
 
 
 def _join_gated(shards: list[Tensor], hf: HfConfig) -> list[Tensor]:
@@ -55,7 +56,7 @@ def _join_gated(shards: list[Tensor], hf: HfConfig) -> list[Tensor]:
     return [torch.cat(gates, -2), torch.cat(ups, -2)]
 
 
-# "rows" and "gated" count dimensions from the last one: those of experts are joined stacked, [experts, out, in].
+# "rows" and "gated" count dimensions from the last one, because experts are joined in a stack [experts, out, in].
 LAYOUTS = {
     "replicated": Layout(lambda t, rank, size, hf: t[0], lambda shards, hf: [shards[0]]),
     "rows": Layout(lambda t, rank, size, hf: t[0].chunk(size, -1)[rank], lambda shards, hf: [torch.cat(shards, -1)]),
@@ -66,8 +67,8 @@ LAYOUTS = {
 
 _QKV = tuple(f"self_attn.{x}_proj" for x in "qkv")
 
-# Megatron name (within its layer) → (layout, Hugging Face names). transformer-engine fuses a norm into the linear
-# layer that follows it, hence two names for the same weight.
+# Megatron name (within its layer) → (layout, Hugging Face names). transformer-engine fuses a norm into the following
+# linear layer, hence two names for the same weight.
 LAYER_RULES: dict[str, tuple[str, tuple[str, ...]]] = {
     "input_layernorm.weight": ("replicated", ("input_layernorm.weight",)),
     "self_attention.linear_qkv.layer_norm_weight": ("replicated", ("input_layernorm.weight",)),
@@ -100,9 +101,9 @@ RULES: dict[str, tuple[str, tuple[str, ...]]] = {
     "output_layer.weight": ("vocab", ("lm_head.weight",)),
 }
 EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
-"""The number of a routed expert among those of its rank, in the name of its weight."""
+"""The index of a routed expert on its rank, in the name of its weight."""
 GATHERED_BYTES = 2**30
-"""Weights of routed experts that one collective gathers, where one expert of each rank is not larger."""
+"""Weights of routed experts that one collective gathers; it gathers at least one expert of each rank."""
 
 
 def rule(name: str, hf: HfConfig, first_layer: int, first_expert: int = 0) -> tuple[Layout, list[str]]:
@@ -134,11 +135,11 @@ class HfTensors:
     """The tensors of a Hugging Face checkpoint directory, read one at a time."""
 
     def __init__(self, directory: str | Path, *, tied: bool) -> None:
-        """Looks which there are, and where.
+        """Finds the tensors of a directory.
 
         Args:
-            directory: Of the checkpoint.
-            tied: Whether the output layer has the embeddings' weights, as `tie_word_embeddings` of config.json says.
+            directory: of the checkpoint.
+            tied: whether the output layer has the embeddings' weights: `tie_word_embeddings` of config.json.
         """
         self.directory, self.tied = Path(directory), tied
         self.files = tensor_files(directory)
@@ -166,7 +167,7 @@ def load_hf_weights(model: Model, directory: str | Path, parallel: Parallel) -> 
     """Fills this rank's shard of the model from a Hugging Face checkpoint.
 
     Raises:
-        ValueError: a tensor is missing, damaged, of another shape than the model's, or holds NaN or infinity.
+        ValueError: a tensor is missing or damaged, has the wrong shape, or contains NaN or infinity.
     """
     check_tensors(directory, read_model_config(directory))
     tensors = HfTensors(directory, tied=model.hf_config.tie_word_embeddings)
@@ -190,14 +191,14 @@ def load_hf_weights(model: Model, directory: str | Path, parallel: Parallel) -> 
 def named_hf_tensors(model: Model, parallel: Parallel) -> Iterator[tuple[str, Tensor]]:
     """Streams the model's weights as whole tensors under their Hugging Face names.
 
-    A collective: every rank must iterate to the end, and every rank gets every tensor, on its own device. At most one
-    weight, or as many experts of a layer as `GATHERED_BYTES` allow, is whole at a time.
+    A collective: every rank must iterate to the end, and gets every tensor on its device. At any time only one weight
+    is whole, or `GATHERED_BYTES` of the experts of a layer.
     """
     weights = named_weights(model.module)
     for stage in range(parallel.pipeline_size):
         mine = stage == parallel.pipeline_rank
         first_layer = stage * (model.config.num_layers // parallel.pipeline_size)
-        for names in parallel.broadcast_from_stage(_gathered_together(weights, parallel) if mine else [], stage):
+        for names in parallel.broadcast_from_stage(_gathering_order(weights, parallel) if mine else [], stage):
             if names == ["output_layer.weight"] and model.hf_config.tie_word_embeddings:
                 continue
             whole = _whole([weights[name].detach() for name in names], names[0], model, parallel) if mine else None
@@ -208,7 +209,7 @@ def named_hf_tensors(model: Model, parallel: Parallel) -> Iterator[tuple[str, Te
 
 
 def named_weights(module: torch.nn.Module) -> dict[str, Tensor]:
-    """The weights of a rank's part of a model: its parameters, and the biases of routers, which are not trained."""
+    """The weights on this rank: parameters, and the biases of routers, which are not trained."""
     biases = ((name, buffer) for name, buffer in module.named_buffers() if name.endswith(".expert_bias"))
     return dict([*module.named_parameters(), *biases])
 
@@ -235,30 +236,30 @@ def replaced_weights(module: torch.nn.Module, weights: dict[str, Tensor]) -> Ite
         assign(previous)
 
 
-def _gathered_together(weights: dict[str, Tensor], parallel: Parallel) -> list[list[str]]:
-    """The names of a rank's weights: each alone, but those of one matrix of a layer's experts together."""
-    alike: dict[str, list[str]] = {}
+def _gathering_order(weights: dict[str, Tensor], parallel: Parallel) -> list[list[str]]:
+    """The names of this rank's weights: each alone, except experts' weights with the same role, which are batched."""
+    by_role: dict[str, list[str]] = {}
     for name in weights:
-        alike.setdefault(EXPERT.sub("*", name), []).append(name)
-    together = []
-    for names in alike.values():
+        by_role.setdefault(EXPERT.sub("*", name), []).append(name)
+    batches = []
+    for names in by_role.values():
         gathered = weights[names[0]].nbytes * parallel.expert_size * parallel.expert_tensor_size
-        at_once = max(GATHERED_BYTES // gathered, 1)
-        together += [names[start : start + at_once] for start in range(0, len(names), at_once)]
-    return together
+        size = max(GATHERED_BYTES // gathered, 1)
+        batches += [names[start : start + size] for start in range(0, len(names), size)]
+    return batches
 
 
 def _whole(shards: list[Tensor], name: str, model: Model, parallel: Parallel) -> list[Tensor]:
-    """The Hugging Face tensors of a weight, or of some experts' alike weights.
+    """The Hugging Face tensors of a weight, or of the same weight of several experts.
 
     Args:
-        shards: this rank's, of one weight or of several experts.
-        name: of the first of them.
-        model: whose weights they are.
-        parallel: this process's place in the layout.
+        shards: this rank's shards of the weight, one or one per expert.
+        name: of the first.
+        model: the model.
+        parallel: this process's ranks.
 
     Returns:
-        Of each Hugging Face tensor that the weight is made of [weights, …]: one, or expert after expert of all ranks.
+        Each Hugging Face tensor [weights, …]: one weight, or those of the experts of all ranks in order.
     """
     layout, _ = rule(name, model.hf_config, 0)
     if EXPERT.search(name) is None:
@@ -272,10 +273,9 @@ def _under_hf_names(
     names: Sequence[str], whole: list[Tensor], model: Model, parallel: Parallel, first_layer: int
 ) -> Iterator[tuple[str, Tensor]]:
     owners = 1 if EXPERT.search(names[0]) is None else parallel.expert_size
-    places = ((owner, name) for owner in range(owners) for name in names)
-    for place, (owner, name) in enumerate(places):
+    for index, (owner, name) in enumerate(product(range(owners), names)):
         _, targets = rule(name, model.hf_config, first_layer, _first_expert(model, parallel, owner))
-        yield from zip(targets, (tensor[place] for tensor in whole), strict=True)
+        yield from zip(targets, (tensor[index] for tensor in whole), strict=True)
 
 
 def _first_layer(model: Model, parallel: Parallel) -> int:

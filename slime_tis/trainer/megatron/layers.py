@@ -1,9 +1,8 @@
 """RMSNorm and SwiGLU in plain torch, as megatron-core spec modules that save little for the backward pass.
 
-They serve where transformer-engine is absent: on a CPU, and on a GPU without it. megatron-core's torch RMSNorm refuses
-sequence parallelism, and torch's saves the normalised input on a CPU, too. Of the MLP megatron-core saves the input of
-SwiGLU, silu(gate), a copy of the other factor and the product, five times the inner size; here the input is saved,
-twice the inner size, and the rest is computed again.
+They are used without transformer-engine. megatron-core's torch RMSNorm refuses sequence parallelism, and torch's also
+saves the normalized input on a CPU. megatron-core's MLP saves the input of SwiGLU, silu(gate), a copy of the other
+factor and the product: five times the inner size. Here only the input is saved, twice the inner size.
 """
 
 from collections.abc import Callable
@@ -22,7 +21,7 @@ R = TypeVar("R")
 
 
 class TorchRMSNorm(torch.nn.Module):
-    """x / sqrt(mean(x²) + ε) · weight, with the mark that makes megatron-core reduce its gradient under SP."""
+    """x / sqrt(mean(x²) + ε) · weight; megatron-core reduces its gradient under sequence parallelism."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
@@ -31,15 +30,15 @@ class TorchRMSNorm(torch.nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalises the last dimension of x [..., hidden_size]."""
+        """Normalizes the last dimension of x [..., hidden_size]."""
         if x.is_cuda:
             return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
-        found: Tensor = _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]  # torch's
-        return found
+        output: Tensor = _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]  # torch's
+        return output
 
 
 class _RMSNorm(torch.autograd.Function):
-    """The values of `torch.nn.functional.rms_norm` to the bit.
+    """Bitwise equal to `torch.nn.functional.rms_norm`.
 
     With r = 1 / sqrt(mean(x²) + ε) and g the gradient times the weight, ∂x = r·(g − x·r²·mean(g·x)).
     """
@@ -66,19 +65,19 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class TorchMLP(MLP):  # type: ignore[misc]  # megatron-core has no types
-    """megatron-core's MLP without biases; the second layer's input is computed again when its gradient is."""
+    """megatron-core's MLP without biases, which recomputes the second layer's input in the backward pass."""
 
     def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
         """[..., hidden size] → the same, and no bias."""
         if per_token_scale is not None:
-            raise NotImplementedError("an expert's MLP is megatron-core's")
+            raise NotImplementedError("experts use megatron-core's MLP")
         x, _bias = self.linear_fc1(hidden_states)
         output, _bias = with_recomputed_input(self.linear_fc2, swiglu, x)
         return output, None
 
 
 class TorchSwiGLU(MegatronModule):  # type: ignore[misc]  # megatron-core has no types
-    """`swiglu` for the MLPs of experts, which multiply it by a probability."""
+    """`swiglu` for the MLPs of experts."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., 2·inner] → [..., inner]."""
@@ -86,18 +85,18 @@ class TorchSwiGLU(MegatronModule):  # type: ignore[misc]  # megatron-core has no
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """silu(gate) · up, of which x alone is saved.
+    """silu(gate) · up; only x is saved.
 
     Source: "GLU Variants Improve Transformer", Shazeer (https://arxiv.org/abs/2002.05202), eq. 6.
 
     Args:
-        x: gate and up side by side, [..., 2·inner].
+        x: gate and up, concatenated: [..., 2·inner].
 
     Returns:
         [..., inner]
     """
-    found: Tensor = _SwiGLU.apply(x)  # type: ignore[no-untyped-call]  # torch's
-    return found
+    output: Tensor = _SwiGLU.apply(x)  # type: ignore[no-untyped-call]  # torch's
+    return output
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -124,15 +123,15 @@ def _product(x: Tensor) -> Tensor:
 
 
 def with_recomputed_input(layer: Callable[[Tensor], R], function: Callable[[Tensor], Tensor], x: Tensor) -> R:
-    """layer(function(x)), where what the layer saves of its input is x in its place.
+    """layer(function(x)), where the layer saves x instead of its input.
 
     Args:
-        layer: whose autograd function saves its input as it is.
-        function: cheap, deterministic, and one that saves x.
-        x: saved for both.
+        layer: its autograd function saves its input unchanged.
+        function: cheap and deterministic; it saves x.
+        x: saved once for both.
     """
-    entering = function(x)
-    shape, address = entering.shape, entering.data_ptr()  # autograd keeps `pack`, which must not keep the tensor
+    inputs = function(x)
+    shape, address = inputs.shape, inputs.data_ptr()  # autograd keeps `pack`, which must not refer to the tensor
     saved = x.detach()
 
     def pack(tensor: Tensor) -> Tensor | _Recomputed:
@@ -146,7 +145,7 @@ def with_recomputed_input(layer: Callable[[Tensor], R], function: Callable[[Tens
             return function(packed.x)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        return layer(entering)
+        return layer(inputs)
 
 
 @dataclass(frozen=True)

@@ -211,7 +211,7 @@ class LogitGradient:
         log_normalizer_L: Tensor,
         entropy_L: Tensor,
     ) -> LogitGradient:
-        """The gradient given those of log-probs and entropies."""
+        """The gradient of the logits, given the gradients of log-probs and entropies."""
         scale_L = (-log_normalizer_L).exp() / -distribution.temperature
         return cls(
             constant=scale_L * (grad_log_prob_L + grad_entropy_L * (entropy_L - log_normalizer_L)),

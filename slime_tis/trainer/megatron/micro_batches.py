@@ -1,4 +1,4 @@
-"""Micro-batches of at most a number of tokens, of which shared beginnings count once.
+"""Micro-batches of limited numbers of tokens, where shared beginnings count once.
 
 Rollouts whose sequences share a beginning are a family, which is kept together if it fits.
 """

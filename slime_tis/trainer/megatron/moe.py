@@ -13,13 +13,13 @@ from slime_tis.trainer.megatron.parallel import Parallel
 
 
 def moe_options(hf: Any, parallel: Parallel) -> dict[str, Any]:
-    """The fields of megatron-core's configuration that describe a model's experts; none for a dense model.
+    """megatron-core's configuration of a model's experts; empty for a dense model.
 
     Routers are trained by the policy's loss alone, without an auxiliary loss for balance.
 
     Args:
         hf: transformers' configuration of the model.
-        parallel: this process's place in the layout.
+        parallel: this process's ranks.
     """
     sizes = moe_sizes(hf)
     if sizes is None:
@@ -44,23 +44,23 @@ def moe_options(hf: Any, parallel: Parallel) -> dict[str, Any]:
 
 
 def release_probabilities(module: nn.Module) -> None:
-    """Makes megatron-core's dispatchers forget the probabilities of a micro-batch once their layer has run.
+    """Makes megatron-core's dispatchers release the probabilities of a micro-batch after their layer has run.
 
-    They would keep them, with their graph, until the next micro-batch. The graph leads to the parameters, whose hooks
-    of data parallelism lead to the model: a cycle through C++ that Python's garbage collector does not see, so that
-    neither the model nor its process groups were ever freed.
+    They would keep the probabilities and their graph until the next micro-batch. The graph refers to the parameters,
+    whose data-parallel hooks refer to the model. Python's garbage collector does not see this cycle through C++, so
+    that neither the model nor its process groups would ever be freed.
     """
 
     def release(layer: Any, args: Any, output: Any) -> None:
         layer.token_dispatcher.local_probs = layer.token_dispatcher.probs = None
 
-    for part in module.modules():
-        if isinstance(part, MoELayer):
-            part.register_forward_hook(release)
+    for child in module.modules():
+        if isinstance(child, MoELayer):
+            child.register_forward_hook(release)
 
 
 def _softmax_options(hf: Any) -> dict[str, Any]:
-    # The softmax over all experts, of which the best are taken as they are; else over the best alone.
+    # The softmax is over all experts, or over the chosen ones, whose weights then sum to 1.
     return {"moe_router_score_function": "softmax", "moe_router_pre_softmax": not hf.norm_topk_prob}
 
 
@@ -70,7 +70,7 @@ def _sigmoid_options(hf: Any) -> dict[str, Any]:
     return {
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
-        "moe_router_bias_update_rate": 0.0,  # the bias stays as pretraining left it
+        "moe_router_bias_update_rate": 0.0,  # the bias keeps its pretrained value
         "moe_router_topk_scaling_factor": hf.routed_scaling_factor,
         "moe_router_num_groups": hf.n_group if grouped else None,
         "moe_router_group_topk": hf.topk_group if grouped else None,
@@ -78,9 +78,9 @@ def _sigmoid_options(hf: Any) -> dict[str, Any]:
 
 
 class MoeRouter(TopKRouter):  # type: ignore[misc]  # megatron-core has no types
-    """megatron-core's top-k router without its need for transformer-engine.
+    """megatron-core's top-k router, without transformer-engine.
 
-    An object in its attribute `router_replay` is asked for the experts of each token, see
+    The object in `router_replay` chooses the experts of each token, see
     `megatron.core.transformer.moe.moe_utils.topk_routing_with_score_function`.
     """
 
@@ -89,12 +89,12 @@ class MoeRouter(TopKRouter):  # type: ignore[misc]  # megatron-core has no types
     def gating(self, input: Tensor) -> Tensor:
         """Logits [..., experts] float32 of hidden states [..., hidden].
 
-        megatron-core's own reads a name that is not defined where transformer-engine is missing.
+        megatron-core's method reads a name that is undefined without transformer-engine.
         """
         return F.linear(input.float(), self.weight.float())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "MoeRouter":
-        """Moves the router; its bias stays in float32 where the parameters are made bfloat16."""
+        """Moves the router; its bias stays float32 when the parameters become bfloat16."""
         bias = self.expert_bias
         super()._apply(fn, recurse)
         if bias is not None:
@@ -102,4 +102,4 @@ class MoeRouter(TopKRouter):  # type: ignore[misc]  # megatron-core has no types
         return self
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        """Leaves out the count of tokens per expert, by which megatron-core changes the bias."""
+        """Does nothing: megatron-core would count tokens per expert, to change the bias."""

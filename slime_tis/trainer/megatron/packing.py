@@ -246,7 +246,7 @@ def _ranges(starts: Tensor, lengths: Tensor) -> Tensor:
 
 
 def _recorded(rows_S: Sequence[Tensor | None] | None, row: _Row, is_fed_T: Tensor, missing: Tensor) -> Tensor | None:
-    """The rollout engine's record of every token [T, …]; None if there is none.
+    """The rollout engine's record of every token [T, …]; None if nothing was recorded.
 
     Args:
         rows_S: of each sequence, one row for each token except the last; None if nothing was recorded.

@@ -1,4 +1,4 @@
-"""The process groups, and the one place where device, collective library and layer implementation are chosen."""
+"""The process groups, and the choice of device, collective library and layer implementation."""
 
 import importlib.util
 import os
@@ -24,17 +24,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Backend:
-    """What this machine offers."""
+    """Device and libraries of this machine."""
 
     device: torch.device
     collectives: str
     """Backend of torch.distributed: nccl or gloo."""
     transformer_engine: bool
-    """Layers from transformer-engine, or from megatron-core and plain torch."""
+    """Whether layers come from transformer-engine instead of megatron-core and plain torch."""
 
 
 def choose_backend(local_rank: int = 0) -> Backend:
-    """CUDA, NCCL and transformer-engine where they are; otherwise CPU, gloo and plain torch layers."""
+    """CUDA, NCCL and, if installed, transformer-engine; without a GPU: CPU, gloo and plain torch layers."""
     if not torch.cuda.is_available():
         return Backend(device=torch.device("cpu"), collectives="gloo", transformer_engine=False)
     device = torch.device("cuda", local_rank)
@@ -44,7 +44,7 @@ def choose_backend(local_rank: int = 0) -> Backend:
 
 @dataclass(frozen=True, kw_only=True)
 class Parallel:
-    """This process's place in the model- and data-parallel layout, and the reductions over it."""
+    """This process's ranks and groups in the model- and data-parallel layout, and collectives over them."""
 
     backend: Backend
     tensor_rank: int
@@ -78,26 +78,26 @@ class Parallel:
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this rank has the output layer, and with it log-probs and the loss."""
+        """Whether this rank has the output layer, the log-probs and the loss."""
         return self.pipeline_rank == self.pipeline_size - 1
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes files and talks to the user."""
+        """Whether this process writes files and messages."""
         return self.rank == 0
 
     @property
     def rank(self) -> int:
-        """This process among all."""
+        """This process's global rank."""
         return dist.get_rank()
 
     @property
     def size(self) -> int:
-        """Processes of the job."""
+        """Number of processes of the job."""
         return dist.get_world_size()
 
     def largest(self, value: int) -> int:
-        """The largest value of all ranks; a collective with one host synchronisation, where there are several."""
+        """The largest value of all ranks; a collective with one host synchronization."""
         if self.size == 1:
             return value
         largest = torch.tensor([value], device=self.backend.device)
@@ -145,10 +145,10 @@ def _all_gather(value: T, size: int, group: dist.ProcessGroup) -> list[T]:
 
 
 def initialize(config: MegatronConfig) -> Parallel:
-    """Starts torch.distributed (alone, or as torchrun says) and megatron-core's groups, and seeds every rank.
+    """Starts torch.distributed, with or without torchrun, and megatron-core's groups; seeds every rank.
 
     Raises:
-        ValueError: the environment is not that of a rank, or the ranks do not meet.
+        ValueError: the environment variables are wrong, or the ranks do not connect.
     """
     environment = read_environment(os.environ)
     backend = choose_backend(environment.local_rank)
@@ -168,7 +168,7 @@ def initialize(config: MegatronConfig) -> Parallel:
     )
     initialize_rerun_state_machine(mode=RerunMode.DISABLED)
     torch.manual_seed(config.seed)
-    # megatron-core's other random-state tracker asks the CUDA driver for its state.
+    # megatron-core's other random-state tracker queries the CUDA driver.
     model_parallel_cuda_manual_seed(config.seed, inference_rng_tracker=backend.device.type == "cpu")
     return Parallel(
         backend=backend,
@@ -201,17 +201,17 @@ def _start_process_group(backend: Backend, environment: Environment) -> None:
         return
     try:
         dist.init_process_group(backend.collectives)
-    except (RuntimeError, ValueError) as error:  # torch has a dozen kinds of them
+    except (RuntimeError, ValueError) as error:  # torch has a dozen error types here
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(
-            f"rank {environment.rank} of {environment.world_size} did not meet the others at {address}: "
-            f"{reason[:200]}; see that MASTER_ADDR and MASTER_PORT are the same on all ranks and that the port is free."
+            f"rank {environment.rank} of {environment.world_size} did not connect to the other ranks at {address}: "
+            f"{reason[:200]}; check that MASTER_ADDR and MASTER_PORT are equal on all ranks and that the port is free."
         ) from error
 
 
 def connect_store() -> dist.Store | None:
-    """A connection of its own to the key-value store that the ranks met at; None where there is one rank."""
+    """A separate connection to the ranks' key-value store; None for a single rank."""
     if dist.get_world_size() == 1:
         return None
     store = dist.TCPStore(
@@ -222,7 +222,7 @@ def connect_store() -> dist.Store | None:
 
 
 def lost_contact(error: BaseException | None) -> bool:
-    """Whether an error, or what led to it, is that of a collective whose other ranks are gone."""
+    """Whether an error, or its cause, comes from a collective whose other ranks have ended."""
     while error is not None:
         if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
             return True

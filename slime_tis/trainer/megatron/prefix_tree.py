@@ -103,7 +103,7 @@ class PrefixTree:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all segments: those that are computed."""
+        """Number of computed tokens: the tokens of all segments."""
         return sum(segment.length for segment in self.segments)
 
     @property
@@ -122,7 +122,7 @@ class PrefixTree:
         return ends
 
     def families(self) -> list[list[int]]:
-        """The sequences grouped by their first segment; those that share most are adjacent."""
+        """The sequences grouped by their first segment; sequences that share most are adjacent."""
         families: dict[int, list[int]] = {}
         for sequence in sorted(range(len(self)), key=lambda sequence: (self.paths[sequence], sequence)):
             root = self.paths[sequence][0] if self.paths[sequence] else -1 - sequence
@@ -143,8 +143,8 @@ def _without_continued(
     """Separates sequences that another sequence continues.
 
     Returns:
-        (sequences that none continues, the length of what each shares with the previous one, and for each of the other
-        sequences one that continues it).
+        (sequences that none continues, the length of the beginning that each shares with the previous one, and for
+        each of the other sequences one that continues it).
     """
     continued_by: dict[int, int] = {}
     for left, right, shared in reversed(list(zip(order, order[1:], common[1:], strict=False))):

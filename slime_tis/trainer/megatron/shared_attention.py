@@ -79,7 +79,7 @@ class Part:
     queries: Rows
     keys: Rows
     is_causal: bool
-    """Whether queries and keys are the same tokens, each of which sees keys up to itself; else it sees all keys."""
+    """True: queries and keys are the same tokens, and each sees keys up to itself. False: each sees all keys."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
         """Output [tokens, heads, d] and log Σ e^score [tokens, heads] of the queries' valid tokens."""

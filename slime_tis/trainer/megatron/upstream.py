@@ -1,8 +1,4 @@
-"""What has to be done differently from megatron-core 0.16.1, through names that it does not publish.
-
-Everything here is for that version: after an upgrade, this is the file to check. Each function says what the library
-does by itself.
-"""
+"""Workarounds for megatron-core 0.16.1 that use its private names; check this file after an upgrade."""
 
 import queue
 from collections.abc import Iterator
@@ -19,15 +15,12 @@ from torch import Tensor
 
 
 def save_sharded(state: dict[str, Any], directory: Path) -> None:
-    """Saves a sharded state with megatron-core, its files written by this process; a collective.
+    """Saves a state of megatron-core's sharded tensors in an existing directory that all ranks share; a collective.
 
-    By itself `dist_checkpointing.save` forks a process per file, and waits for ever where one of them is killed.
-
-    Args:
-        state: of the model and what belongs to it, with megatron-core's sharded tensors.
-        directory: an existing one, shared by the ranks.
+    This process writes its files. `dist_checkpointing.save` forks a process per file, and waits forever if one of them
+    is killed.
     """
-    # Without a queue given, megatron-core starts a manager process, which imports the program's main module again.
+    # Without this queue, megatron-core starts a manager process, which imports the program's main module again.
     filesystem_async._results_queue = queue.Queue()
     request = dist_checkpointing.save(state, str(directory), async_sharded_save=True)
     assert request is not None
@@ -38,7 +31,7 @@ def save_sharded(state: dict[str, Any], directory: Path) -> None:
 
 
 def _write_buckets(transforms: list[Any], rank: int, buckets: list[Any], results: "queue.Queue[Any]") -> None:
-    """Writes the files of this rank one by one and puts their outcomes into `results`, as megatron-core expects."""
+    """Writes this rank's files one by one and puts the outcomes into `results`, as megatron-core expects."""
     written: queue.Queue[tuple[int, Any]] = queue.Queue()
     for number, bucket in enumerate(buckets):
         under_way: queue.Queue[int] = queue.Queue()
@@ -48,11 +41,11 @@ def _write_buckets(transforms: list[Any], rank: int, buckets: list[Any], results
         )
     outcomes = dict(written.get() for _ in buckets)
     failure = next((outcome for outcome in outcomes.values() if isinstance(outcome, Exception)), None)
-    results.put(outcomes if failure is None else _of_the_system(failure))
+    results.put(outcomes if failure is None else _os_error(failure))
 
 
-def _of_the_system(error: Exception) -> BaseException:
-    """The OSError behind an error, or the error: where a disk is full, torch only says that file positions differ."""
+def _os_error(error: Exception) -> BaseException:
+    """The OSError behind an error, else the error: for a full disk, torch only says that file positions differ."""
     link: BaseException | None = error
     while link is not None and not isinstance(link, OSError):
         link = link.__cause__ or link.__context__
@@ -60,14 +53,14 @@ def _of_the_system(error: Exception) -> BaseException:
 
 
 def torch_adams(optimizer: Any) -> Iterator[Any]:
-    """Yields the megatron-core optimizers that use torch's Adam: all of them where transformer-engine is missing."""
+    """Yields the megatron-core optimizers that use torch's Adam: without transformer-engine, all."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if isinstance(part.optimizer, torch.optim.AdamW):
             yield part
 
 
 def make_adam_state(optimizer: Any) -> None:
-    """Gives torch's Adam the state of before its first step, which megatron-core asks for when saving and loading.
+    """Gives torch's Adam its initial state, which megatron-core expects when it saves and loads.
 
     Also replaces the distributed optimizer's method that copies a loaded state, see `_copy_saved_state`.
     """
@@ -83,9 +76,9 @@ def make_adam_state(optimizer: Any) -> None:
 
 
 def _copy_saved_state(self: Any, model_param: Tensor, tensors: dict[str, Tensor]) -> None:
-    """Copies a loaded state into that of a parameter, in place of a method of DistributedOptimizer.
+    """Copies a loaded state into a parameter's state.
 
-    The method itself fails on Adam's `step`, which is not saved per parameter.
+    DistributedOptimizer's method fails on Adam's `step`, which is not saved per parameter.
     """
     group, order = self.model_param_group_index_map[model_param]
     main_param = self.optimizer.param_groups[group]["params"][order]
@@ -95,7 +88,7 @@ def _copy_saved_state(self: Any, model_param: Tensor, tensors: dict[str, Tensor]
 
 
 def with_step_count(optimizer_state: dict[str, Any]) -> dict[str, Any]:
-    """Adds the step count 0, which megatron-core leaves out of a checkpoint and asks for when loading."""
+    """Adds the step count 0, which megatron-core does not save but expects when it loads."""
     parameters = optimizer_state.get("optimizer", optimizer_state).get("state")
     if parameters is not None:
         parameters.setdefault("common_step", torch.tensor(0.0))
@@ -103,7 +96,7 @@ def with_step_count(optimizer_state: dict[str, Any]) -> dict[str, Any]:
 
 
 def separate_adam_steps(optimizer: Any) -> None:
-    """Gives each parameter a step count of its own; after loading they share one, which each of them would advance."""
+    """Gives each parameter a separate step count; after loading, all share one, which each would advance."""
     for part in torch_adams(optimizer):
         for state in part.optimizer.state.values():
             state["step"] = torch.as_tensor(state.get("step", 0.0), dtype=torch.float32).clone()
