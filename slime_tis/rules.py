@@ -29,7 +29,7 @@ EQUAL_REWARD_ROLLOUTS = "equal_reward_rollouts"
 """Value that `trainer.reporting.health.Health` counts: consecutive rollouts with a single reward value."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finding:
     """A problem that metrics or tokens show."""
 
@@ -37,16 +37,16 @@ class Finding:
     """Name of the rule that found it, or of the cause in `slime_tis.analysis.diagnosis.CAUSES`."""
     evidence: tuple[str, ...]
     """Measured facts, one statement each."""
-    fix: str = ""
-    """What to change."""
-    title: str = ""
-    """The cause in words."""
     confidence: float = 1.0
     """From 0 to 1: how specific the evidence is to this cause."""
     share: float = 1.0
     """Share of the mismatch, Σ min(abs(Δ), 10), that the cause explains."""
     detail: str = ""
     """Variant of the cause, such as a precision, a lag in tokens or a ratio of temperatures."""
+    title: str = ""
+    """The cause in words."""
+    fix: str = ""
+    """What to change."""
 
     @property
     def score(self) -> float:

@@ -1,4 +1,4 @@
-"""Causes that are planted into the log-probs of a small softmax model, and what has to be named."""
+"""Causes planted into the log-probs of a small softmax model, and the diagnosis of each."""
 
 import json
 from dataclasses import replace
@@ -77,7 +77,7 @@ def planted(name: str) -> TokenTable:
     match name:
         case "shift":
             return model.table(np.roll(rollout, 1, axis=1))
-        case "tokenised again":
+        case "retokenized":
             for i in range(0, SAMPLES, 2):
                 at = 6 + i % 11
                 rollout[i, at:] = np.roll(rollout[i, at:], 1)
@@ -90,7 +90,7 @@ def planted(name: str) -> TokenTable:
             version = np.where(np.arange(SAMPLES) % 2, 7, 4)[:, None].repeat(TOKENS, 1)
             noise = np.where(version == 7, 0.005, 0.1)[..., None]
             return model.table(model.noisy(noise), version=version, step=np.full(SAMPLES, 7))
-        case "stale, first tokens alike":
+        case "stale, certain first tokens":
             old = (np.arange(SAMPLES) % 4 > 0)[:, None]
             position = np.arange(TOKENS)
             noise = (np.where(old, 0.1, 0.02) * np.where(position < 4, 0.05, 1))[..., None]
@@ -130,11 +130,11 @@ def planted(name: str) -> TokenTable:
     ("name", "cause"),
     [
         ("shift", "shifted_tokens"),
-        ("tokenised again", "retokenised"),
+        ("retokenized", "retokenised"),
         ("temperature", "temperature"),
         ("top-p", "truncated_sampling"),
         ("stale", "stale_weights"),
-        ("stale, first tokens alike", "stale_weights"),
+        ("stale, certain first tokens", "stale_weights"),
         ("never updated", "weights_not_updated"),
         ("bf16", "rounding"),
         ("fp8", "rounding"),
@@ -168,12 +168,12 @@ def test_the_temperature_is_estimated() -> None:
         (("fp32", "bf16"), 0.01, "bf16", "which fits"),
         (("bf16", "fp32"), 0.01, "bf16", "which fits"),
         (("fp32", "bf16"), 0.2, "fp8", "noise of another size"),
-        (("fp32", "fp32"), 0.003, "bf16", "what rounds is something else"),
-        (("fp32", None), 0.003, "bf16", "its size is that of bf16 weights"),
+        (("fp32", "fp32"), 0.003, "bf16", "something else rounds"),
+        (("fp32", None), 0.003, "bf16", "fits bf16 weights"),
     ],
     ids=["int8", "bf16", "bf16 training", "too large", "fp32", "unknown"],
 )
-def test_the_precisions_that_a_run_names_are_evidence(
+def test_precisions_in_the_metadata_are_evidence(
     precisions: tuple[str, str | None], noise: float, detail: str, words: str
 ) -> None:
     model = Softmax()
@@ -192,9 +192,9 @@ def test_the_precisions_that_a_run_names_are_evidence(
         ({"num_experts": 8, "replays_experts": True}, True, "rounding"),
         ({"num_experts": 0, "replays_experts": False}, False, "rounding"),
     ],
-    ids=["recorded", "named by the run", "replayed", "dense"],
+    ids=["recorded", "in metadata", "replayed", "dense"],
 )
-def test_routing_is_a_cause_where_experts_may_differ(metadata: dict, experts: bool, cause: str) -> None:
+def test_routing_is_a_cause_if_experts_may_differ(metadata: dict, experts: bool, cause: str) -> None:
     table = planted("routing")
     table = replace(table, metadata=metadata, experts=table.experts if experts else None)
     assert diagnose(table).cause == cause
@@ -208,7 +208,7 @@ def test_two_causes_are_both_named() -> None:
     assert {"broken_tokens", "temperature"} <= set(causes)
 
 
-def test_tokens_of_one_long_step_that_older_weights_sampled_are_not_broken() -> None:
+def test_stale_tokens_of_a_long_step_are_not_broken() -> None:
     model = Softmax()
     step = 1 + np.arange(SAMPLES) // 3
     long = step == 3  # it moved the policy far from the weights that sampled
@@ -228,7 +228,7 @@ def test_tokens_of_one_long_step_that_older_weights_sampled_are_not_broken() -> 
 
 
 @pytest.mark.parametrize(("noise", "causes"), [(0.02, ["stale_weights", "rounding"]), (1e-6, ["stale_weights"])])
-def test_precision_beside_stale_weights_is_that_of_the_newest(noise: float, causes: list[str]) -> None:
+def test_precision_is_measured_on_the_newest_weights(noise: float, causes: list[str]) -> None:
     model = Softmax()
     ages = (np.arange(SAMPLES) % 3)[:, None].repeat(TOKENS, 1)
     found = diagnose(
@@ -237,14 +237,14 @@ def test_precision_beside_stale_weights_is_that_of_the_newest(noise: float, caus
     assert [finding.cause for finding in found] == causes
     for finding in found[1:]:
         assert finding.detail == "bf16 or int8" and 0.1 < finding.share < 0.5
-        assert "on the tokens of the newest weights" in finding.evidence[0]
+        assert "on tokens from the newest weights" in finding.evidence[0]
 
 
 @pytest.mark.parametrize(("samples", "tokens"), [(900, 32), (20, 1500)], ids=["many samples", "long samples"])
 @pytest.mark.parametrize(
-    ("name", "cause"), [("shift", "shifted_tokens"), ("tokenised again", "retokenised")], ids=lambda value: value
+    ("name", "cause"), [("shift", "shifted_tokens"), ("retokenized", "retokenised")], ids=lambda value: value
 )
-def test_a_shift_of_a_large_dump_accounts_for_all_of_its_mismatch(
+def test_a_shift_explains_the_whole_mismatch_of_a_large_dump(
     name: str, cause: str, samples: int, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(globals(), "SAMPLES", samples)
@@ -253,7 +253,7 @@ def test_a_shift_of_a_large_dump_accounts_for_all_of_its_mismatch(
     assert finding.cause == cause and finding.share > 0.98
 
 
-def test_a_shift_in_a_part_of_a_large_dump_leaves_the_other_causes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_partial_shift_leaves_other_causes_visible(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "SAMPLES", 900)
     model = Softmax()
     rollout = model.noisy(0.2)
@@ -261,7 +261,7 @@ def test_a_shift_in_a_part_of_a_large_dump_leaves_the_other_causes(monkeypatch: 
     assert [finding.cause for finding in diagnose(model.table(rollout)).findings] == ["shifted_tokens", "rounding"]
 
 
-def test_masked_tokens_count_nowhere() -> None:
+def test_masked_tokens_are_ignored() -> None:
     model = Softmax()
     mask = np.ones((SAMPLES, TOKENS))
     mask[:, 8:16] = 0
@@ -272,35 +272,31 @@ def test_masked_tokens_count_nowhere() -> None:
     assert (found.cause, found.tokens) == ("healthy", SAMPLES * (TOKENS - 8))
 
 
-def test_lags_of_a_sample_are_found_by_hand() -> None:
+def test_lags_of_a_sample_by_hand() -> None:
     train = np.array([-1.0, -7.0, -2.0, -9.0, -3.0, -8.0, -4.0, -6.0])
     rollout = np.array([-1.0, -7.0, -2.0, 0.0, -9.0, -3.0, -8.0, -4.0])
     lags, saved, left = best_lags(train, rollout)
     assert lags.tolist() == [0, 0, 0, 1, 1, 1, 1, 1]
-    # without a shift these five cost 5 + 5 + 5 + 4 + 2, with it nothing; the last one has no partner and does not count
+    # the unshifted costs; the last token has no partner
     assert saved == pytest.approx(5 + 5 + 5 + 4)
     assert left == 0
     train[-2] = -4.5
     assert best_lags(train, rollout)[1:] == pytest.approx((5 + 5 + 5 + 3.5 - 0.5, 0.5 / 18.5))
 
 
-def test_the_end_of_a_sample_is_not_shifted_out_of_it() -> None:
+def test_tokens_without_partner_give_no_lag() -> None:
     train = np.concatenate([np.full(20, -1.0), -0.5 * np.arange(6, 12)])
     rollout = np.concatenate([np.full(20, -1.0), np.zeros(6)])
     lags, saved, left = best_lags(train, rollout)
-    assert lags[-6:].tolist() == [6] * 6  # no token of these has a partner
+    assert lags[-6:].tolist() == [6] * 6  # these tokens have no partner
     assert (saved, left) == (0, 1)
 
 
-@pytest.mark.parametrize(("kind", "grid"), [(np.float32, ""), (np.float16, "fp16")], ids=["float32", "float16"])
-def test_reported_numbers_of_16_bits_are_recognised(kind: type, grid: str) -> None:
-    values = -np.random.default_rng(0).exponential(size=200)
-    assert reported_grid(values.astype(kind).astype(np.float64)) == grid
-
-
-def test_reported_bf16_is_recognised() -> None:
-    bits = (-np.random.default_rng(0).exponential(size=200)).astype(np.float32).view(np.uint32)
-    assert reported_grid((bits & 0xFFFF0000).view(np.float32).astype(np.float64)) == "bf16"
+def test_16_bit_log_probs_are_recognized() -> None:
+    values = (-np.random.default_rng(0).exponential(size=200)).astype(np.float32)
+    bf16 = (values.view(np.uint32) & 0xFFFF0000).view(np.float32)
+    for log_probs, grid in ((values, ""), (values.astype(np.float16), "fp16"), (bf16, "bf16")):
+        assert reported_grid(log_probs.astype(np.float64)) == grid
 
 
 def test_concentration_of_known_sums() -> None:
@@ -308,7 +304,7 @@ def test_concentration_of_known_sums() -> None:
     assert concentration(np.ones(20)) == pytest.approx(0.1)
 
 
-def test_metrics_alone_name_what_they_show() -> None:
+def test_metrics_alone_show_stale_weights() -> None:
     rows = [{"step": i, "train/mismatch_k3_kl": 0.02, "train/mismatch_k3_kl_staleness_0": 0.001,
              "rollout/weight_staleness": 2.0, "train/nonfinite_token_fraction": 0.0} for i in range(9)]  # fmt: skip
     found = diagnose(None, rows)
@@ -316,7 +312,7 @@ def test_metrics_alone_name_what_they_show() -> None:
     assert "2.0 optimizer steps" in found.findings[0].evidence[0] and "20.0 times" in found.findings[0].evidence[1]
 
 
-def test_nothing_at_all_is_no_cause() -> None:
+def test_empty_input_is_healthy() -> None:
     assert diagnose(None).cause == "healthy"
     empty = TokenTable.from_parts([SampleParts(train_log_prob=[], rollout_log_prob=[])])
     assert diagnose(empty).cause == "healthy"
@@ -347,7 +343,7 @@ def test_one_broken_token_is_singular() -> None:
         st.lists(st.tuples(st.floats(width=32), st.floats(width=32), st.sampled_from([0, 1])), max_size=40), max_size=6
     )
 )
-def test_whatever_the_numbers_are_there_is_an_answer(samples: list[list[tuple[float, float, int]]]) -> None:
+def test_any_numbers_get_a_diagnosis(samples: list[list[tuple[float, float, int]]]) -> None:
     parts = [
         SampleParts(
             train_log_prob=[row[0] for row in rows],
@@ -368,5 +364,5 @@ def test_whatever_the_numbers_are_there_is_an_answer(samples: list[list[tuple[fl
         st.none() | st.floats(0, 9),
     )
 )
-def test_metrics_that_are_missing_are_no_error(row: dict[str, float | None]) -> None:
+def test_missing_metrics_are_no_error(row: dict[str, float | None]) -> None:
     findings([{"step": 0, **row}] * 12)

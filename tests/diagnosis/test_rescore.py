@@ -1,4 +1,4 @@
-"""Samples scored again in fp32: which engine is wrong, on the command line and in numbers."""
+"""Samples rescored in fp32: which engine is wrong."""
 
 import json
 from dataclasses import replace
@@ -50,14 +50,14 @@ def noisy(values: np.ndarray, size: float) -> np.ndarray:
 
 CASES = {
     "none": (0.0, 0.0, "both engines agree with fp32"),
-    "rollout": (0.0, 0.05, "the rollout engine is wrong: training agrees with fp32"),
-    "training": (0.05, 0.001, "training is wrong: the rollout engine agrees with fp32"),
-    "both": (0.05, 0.04, "both differ from fp32: other weights than the model's, or an input that both have wrong"),
+    "rollout": (0.0, 0.05, "the rollout engine is wrong"),
+    "training": (0.05, 0.001, "training is wrong"),
+    "both": (0.05, 0.04, "both differ from fp32"),
 }
 
 
 @pytest.mark.parametrize("wrong", CASES)
-def test_the_engine_that_is_wrong_is_named(model: Path, exact: TokenTable, wrong: str) -> None:
+def test_the_wrong_engine_is_named(model: Path, exact: TokenTable, wrong: str) -> None:
     train, rollout, verdict = CASES[wrong]
     table = replace(
         exact,
@@ -65,7 +65,7 @@ def test_the_engine_that_is_wrong_is_named(model: Path, exact: TokenTable, wrong
         rollout_log_prob=noisy(exact.rollout_log_prob, rollout),
     )
     found = rescore(table, str(model))
-    assert found.verdict == verdict
+    assert found.verdict.startswith(verdict)
     assert (found.train_error, found.rollout_error) == (
         pytest.approx(train, abs=1e-4),
         pytest.approx(rollout, abs=1e-4),
@@ -73,7 +73,7 @@ def test_the_engine_that_is_wrong_is_named(model: Path, exact: TokenTable, wrong
     assert (found.samples, found.tokens) == (4, 4 * RESPONSE)
 
 
-def test_the_step_that_the_weights_fit_is_taken_and_masked_tokens_count_nowhere(model: Path, exact: TokenTable) -> None:
+def test_the_step_that_fits_the_weights_is_used_and_masked_tokens_are_ignored(model: Path, exact: TokenTable) -> None:
     first = np.arange(exact.tokens) < 4 * RESPONSE
     mask = np.where(np.arange(exact.tokens) % 3 == 0, 0, 1).astype(np.uint8)
     both = np.where(first, exact.train_log_prob - 1, exact.train_log_prob)  # other weights in the first step
@@ -82,21 +82,20 @@ def test_the_step_that_the_weights_fit_is_taken_and_masked_tokens_count_nowhere(
     assert (found.step, found.tokens, found.verdict) == (1, 32, "both engines agree with fp32")
 
 
-def test_the_command_says_it(model: Path, exact: TokenTable, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_the_command_prints_the_verdict(
+    model: Path, exact: TokenTable, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     dump = tmp_path / "dump.parquet"
     write_parquet(dump, replace(exact, rollout_log_prob=noisy(exact.rollout_log_prob, 0.05)))
     assert main(["diagnose", str(dump), "--hf-checkpoint", str(model)]) == 0
     words = " ".join(capsys.readouterr().out.split())
-    assert (
-        "Scored again in fp32: the rollout engine is wrong: training agrees with fp32 (48 tokens of 4 samples of"
-        in words
-    )
+    assert "the rollout engine is wrong" in words and "48 tokens of 4 samples" in words
     assert main(["diagnose", str(dump), "--hf-checkpoint", str(model), "--json"]) == 0
     rescored = json.loads(capsys.readouterr().out)["rescored"]
     assert rescored["rollout_error"] == pytest.approx(0.05, abs=1e-4) and rescored["verdict"].startswith("the rollout")
 
 
-def test_what_cannot_be_scored_is_one_message(
+def test_bad_input_is_refused_with_one_line(
     model: Path, exact: TokenTable, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     dump = tmp_path / "dump.parquet"

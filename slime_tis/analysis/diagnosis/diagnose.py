@@ -1,4 +1,4 @@
-"""From a table of tokens, and the metrics of a run, to the causes of its mismatch, ranked."""
+"""Ranks the causes of a mismatch from a table of tokens and the metrics of a run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slime_tis.analysis.dumps.table import TokenTable
 from slime_tis.rules import Finding
 
 TOKEN_RULES = (token_rules.mask_mistake, token_rules.misaligned, token_rules.broken_tokens)
-"""Rules that take their tokens out, in this order."""
+"""Rules that remove the tokens they explain, in this order."""
 FORM_RULES = (
     form_rules.weights_not_updated,
     form_rules.stale_weights,
@@ -25,26 +25,26 @@ FORM_RULES = (
     form_rules.moe_routing,
     form_rules.rounding,
 )
-"""Rules that see the other tokens, all of them the same."""
+"""Rules on the remaining tokens."""
 MIN_SCORE = 0.05
-"""Score below which a finding is left out."""
+"""Findings with a lower score are dropped."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """What is wrong, the likeliest and largest cause first; one finding `healthy` where nothing is."""
+    """Findings, ranked by score; the single finding `healthy` if there is no problem."""
 
     findings: tuple[Finding, ...]
     tokens: int
-    """Trained tokens that were looked at; 0 where there were metrics alone."""
+    """Number of analyzed tokens; 0 without dumps."""
     samples: int
-    """Their samples."""
+    """Number of samples."""
     mean_abs_log_ratio: float
-    """Mean abs(Δ) of the finite tokens, nats; NaN without tokens."""
+    """Mean abs(Δ) of tokens with finite log-probs, nats; NaN without tokens."""
 
     @property
     def cause(self) -> str:
-        """The first cause."""
+        """The top-ranked cause."""
         return self.findings[0].cause
 
     def as_json(self) -> dict[str, Any]:
@@ -58,13 +58,13 @@ def diagnose(table: TokenTable | None, metrics: Sequence[Mapping[str, Any]] = ()
     """Names the causes of a mismatch.
 
     Args:
-        table: Tokens of a dump; None where a run wrote none, and its metrics are all there is.
+        table: Tokens of a dump, or None.
         metrics: Rows of metrics.jsonl.
     """
     from_metrics = metric_rules.findings(metrics)
     if table is None or not (table.loss_mask > 0).any():
         return Diagnosis(
-            findings=_ranked(from_metrics, "no cause in the metrics; dumps of tokens show more"),
+            findings=_ranked(from_metrics, "the metrics show no cause; dumps of tokens show more"),
             tokens=0,
             samples=0,
             mean_abs_log_ratio=float("nan"),
@@ -75,12 +75,12 @@ def diagnose(table: TokenTable | None, metrics: Sequence[Mapping[str, Any]] = ()
     found += [replace(finding, share=0.0) for finding in from_metrics if finding.cause not in known]
     finite = tokens.only(tokens.finite)
     mean = float(np.abs(finite.log_ratio).mean()) if len(finite) else float("nan")
-    healthy = f"abs(Δ) is {mean:.2g} nats on average over {len(tokens)} tokens, and no cause was found"
+    healthy = f"abs(Δ) is {mean:.2g} nats on average over {len(tokens)} tokens, without a known cause"
     return Diagnosis(findings=_ranked(found, healthy), tokens=len(tokens), samples=len(table), mean_abs_log_ratio=mean)
 
 
 def findings_of(tokens: Tokens) -> list[Finding]:
-    """All findings of the rules on tokens, in no order."""
+    """All findings of the rules on tokens, unordered."""
     total = float(tokens.size.sum())
     found = []
     for rule in TOKEN_RULES:

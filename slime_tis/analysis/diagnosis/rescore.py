@@ -1,4 +1,4 @@
-"""Which engine is wrong: a few samples scored again in fp32 with a Hugging Face model, beside what both reported."""
+"""Names the wrong engine: rescores a few samples in fp32 with a Hugging Face model and compares both engines to it."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from slime_tis.analysis.dumps.table import TokenTable
 from slime_tis.errors import first_line, quoted_path
 from slime_tis.hf_directory import read_model_config
 
-SAMPLES = 6
-"""Samples that are scored of the first step, and of the last one."""
+SAMPLES_PER_STEP = 6
+"""Rescored samples of the first and of the last step."""
 MAX_TOKENS = 4096
-"""Tokens of a prompt and its response; longer samples are left out."""
-TIMES = 3.0
-"""How many times further from the reference the wrong engine is than the other."""
-ALIKE = 2e-3
-"""Distance up to which an engine agrees with the reference, nats."""
+"""Largest number of tokens of a prompt and its response; longer samples are skipped."""
+WRONG_ENGINE_RATIO = 3.0
+"""Smallest ratio of the wrong engine's error to the other engine's error."""
+MAX_AGREEING_ERROR = 2e-3
+"""Largest error of an engine that agrees with the reference, nats."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rescored:
-    """Distances of both engines from fp32."""
+    """Errors of both engines relative to fp32."""
 
     samples: int
     tokens: int
     step: int | None
-    """Step whose samples fit the model's weights best; None where the dump has no steps."""
+    """Step whose samples fit the model's weights best; None without a step column."""
     train_error: float
     """Mean abs(log π_train − log π_fp32), nats."""
     rollout_error: float
@@ -39,13 +39,13 @@ class Rescored:
     def verdict(self) -> str:
         """Which engine is wrong, in words."""
         train, rollout = self.train_error, self.rollout_error
-        if max(train, rollout) < ALIKE:
+        if max(train, rollout) < MAX_AGREEING_ERROR:
             return "both engines agree with fp32"
-        if rollout > TIMES * train:
+        if rollout > WRONG_ENGINE_RATIO * train:
             return "the rollout engine is wrong: training agrees with fp32"
-        if train > TIMES * rollout:
+        if train > WRONG_ENGINE_RATIO * rollout:
             return "training is wrong: the rollout engine agrees with fp32"
-        return "both differ from fp32: other weights than the model's, or an input that both have wrong"
+        return "both differ from fp32: the model has other weights, or both engines get a wrong input"
 
     def __str__(self) -> str:
         """The verdict with its numbers."""
@@ -61,20 +61,15 @@ class Rescored:
 
 
 def rescore(table: TokenTable, hf_checkpoint: str) -> Rescored:
-    """Scores a few samples with a model in fp32.
+    """Rescores a few samples in fp32 with the model that sampled them.
 
-    The model has to be the one that sampled: of a run that trains, the checkpoint that it started from fits the first
-    step, and one that was exported after it the last.
-
-    Args:
-        table: A dump with token ids and prompts.
-        hf_checkpoint: Directory of the model.
+    The initial checkpoint of a training run fits its first step, and an exported checkpoint fits the last step.
 
     Raises:
-        ValueError: The dump has no token ids or no prompts, or the directory is not a model that can be read.
+        ValueError: The dump has no token ids or prompts, or `hf_checkpoint` is not a model directory.
     """
     if table.token is None or table.prompt is None:
-        raise ValueError("--hf-checkpoint needs token ids and prompts, and this dump has none of them.")
+        raise ValueError("--hf-checkpoint needs token ids and prompts, which this dump lacks.")
     model = _model(hf_checkpoint)
     ids = np.concatenate([table.token, *table.prompt])
     outside = ids[(ids < 0) | (ids >= model.config.vocab_size)]
@@ -83,10 +78,10 @@ def rescore(table: TokenTable, hf_checkpoint: str) -> Rescored:
             f"the dump has token id {outside[0]} but the model in {quoted_path(hf_checkpoint)} has "
             f"{model.config.vocab_size}; give the model that sampled."
         )
-    scored = [found for step, chosen in _chosen(table) if (found := _compare(table, model, step, chosen)) is not None]
+    scored = [each for step, chosen in _chosen(table) if (each := _compare(table, model, step, chosen)) is not None]
     if not scored:
         raise ValueError(f"no sample of the dump has log-probs and at most {MAX_TOKENS} tokens.")
-    return min(scored, key=lambda found: min(found.train_error, found.rollout_error))
+    return min(scored, key=lambda each: min(each.train_error, each.rollout_error))
 
 
 def _model(directory: str) -> Any:
@@ -101,7 +96,7 @@ def _model(directory: str) -> Any:
         return AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float32, local_files_only=True, trust_remote_code=False
         ).eval()
-    except Exception as error:  # a damaged safetensors file is an error of its own class
+    except Exception as error:  # safetensors raises its own exception class
         raise ValueError(f"{quoted_path(directory)} does not load as a model: {first_line(error)}.") from error
     finally:
         if shown:
@@ -109,13 +104,13 @@ def _model(directory: str) -> Any:
 
 
 def _chosen(table: TokenTable) -> list[tuple[int | None, Sequence[int]]]:
-    """Samples of the first and of the last step."""
+    """Indices of the rescored samples, by step."""
     prompts = np.array([len(prompt) for prompt in table.prompt or ()])
     fits = (prompts + table.response_length <= MAX_TOKENS) & (prompts > 0) & (table.response_length > 0)
     if table.step is None:
-        return [(None, np.flatnonzero(fits)[:SAMPLES].tolist())]
+        return [(None, np.flatnonzero(fits)[:SAMPLES_PER_STEP].tolist())]
     steps = sorted({int(table.step.min()), int(table.step.max())}) if len(table) else []
-    return [(step, np.flatnonzero(fits & (table.step == step))[:SAMPLES].tolist()) for step in steps]
+    return [(step, np.flatnonzero(fits & (table.step == step))[:SAMPLES_PER_STEP].tolist()) for step in steps]
 
 
 def _compare(table: TokenTable, model: Any, step: int | None, chosen: Sequence[int]) -> Rescored | None:

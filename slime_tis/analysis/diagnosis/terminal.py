@@ -9,17 +9,11 @@ WIDTH = 100
 
 
 def as_text(diagnosis: Diagnosis, name: str, note: str = "") -> str:
-    """The findings one after another: cause, confidence, evidence, what to change.
-
-    Args:
-        diagnosis: The findings.
-        name: Of the run or dump.
-        note: What is missing, printed last.
-    """
-    looked_at = f"{diagnosis.tokens:,} tokens of {diagnosis.samples:,} samples" if diagnosis.tokens else "metrics alone"
-    lines = [f"{one_line(name, 200)}: {looked_at}"]
-    for place, finding in enumerate(diagnosis.findings, start=1):
-        lines += ["", f"{place}. {finding.title}"]
+    """Each finding with cause, confidence, evidence and fix, then the note."""
+    tokens = f"{diagnosis.tokens:,} tokens of {diagnosis.samples:,} samples" if diagnosis.tokens else "metrics alone"
+    lines = [f"{one_line(name, 200)}: {tokens}"]
+    for number, finding in enumerate(diagnosis.findings, start=1):
+        lines += ["", f"{number}. {finding.title}"]
         lines.append(f"   confidence {finding.confidence:.0%}, {finding.share:.0%} of the mismatch")
         for statement in finding.evidence:
             lines += textwrap.wrap(f"- {statement}", WIDTH, initial_indent="   ", subsequent_indent="     ")

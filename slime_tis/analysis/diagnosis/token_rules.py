@@ -1,6 +1,6 @@
-"""Rules that blame certain tokens: placeholders, broken tokens, and samples whose log-probs are out of line.
+"""Rules on single tokens: placeholders, broken tokens, and samples with shifted log-probs.
 
-Each returns its finding, or None, and the tokens that it accounts for; later rules look at the others.
+Each rule returns a finding or None, and the tokens that the finding explains. Later rules see the other tokens.
 """
 
 import numpy as np
@@ -10,70 +10,65 @@ from slime_tis.analysis.diagnosis.tokens import MAX_SIZE, MIN_TOKENS, Floats, Ma
 from slime_tis.rules import Finding
 
 MIN_RUN = 2.5
-"""Mean length of the runs of placeholders from which they are segments (tool output), and not single broken tokens."""
+"""Smallest mean run length of segments such as tool output; shorter runs are single broken tokens."""
 PLACEHOLDER_SIZE = 0.02
-"""abs(Δ) above which a repeated log-prob is not a coincidence, nats."""
+"""Smallest abs(Δ) of a placeholder, nats."""
 MIN_PLACEHOLDER = 1.0
-"""abs(Δ) that a quarter of the placeholders exceeds, nats; one token left by a top-p above 0.4 is below it."""
+"""Smallest 75 % quantile of the placeholders' abs(Δ), nats; a single token kept by top-p ≥ 0.4 is below it."""
 BROKEN_SIZE = 3.0
-"""abs(Δ) of a broken token, nats, where the others are far below it."""
-BROKEN_TIMES = 12.0
-"""How many times the 95 % quantile of the others a broken token is."""
+"""Smallest abs(Δ) of a broken token, nats."""
+BROKEN_RATIO = 12.0
+"""Smallest ratio of a broken token's abs(Δ) to the 95 % quantile of other tokens."""
 MAX_BROKEN = 0.05
-"""Share of tokens up to which they are few."""
+"""Largest share of broken tokens."""
 LAGS = (0, -1, 1, -2, 2, -3, 3, 4, 5, 6)
-"""Shifts in tokens that are tried."""
+"""Candidate shifts in tokens."""
 SWITCH = 4.0
-"""Nats that a change of the lag within a sample costs."""
+"""Cost of a change of the lag within a sample, nats."""
 OUTSIDE = 1.0
-"""Nats that a token costs whose partner lies outside of the sample."""
+"""Cost of a token whose partner lies outside of the sample, nats."""
 MIN_SAVED = 4.0
-"""Nats that the lags of a sample have to save."""
-CERTAIN_LEFT, MAX_LEFT = 0.35, 0.6
-"""Shares of the shifted tokens' mismatch that may be left, where little is saved and where more is: tokens of text that
-was tokenised again follow other tokens, and their log-probs agree only nearly."""
+"""Smallest cost reduction that the lags of a shifted sample bring, nats."""
+MAX_RESIDUAL_SMALL, MAX_RESIDUAL = 0.35, 0.6
+"""Largest residual share of the shifted tokens' mismatch, for small and for larger reductions. Retokenized text follows
+different tokens, so its log-probs agree only approximately."""
 MAX_ALIGNED = 192
-"""Samples that are aligned."""
+"""Largest number of aligned samples."""
 MIN_ALIGNED_TOKENS, ALIGNED_TOKENS = 6, 1024
-"""Tokens that a sample has to have for that, and its first ones that are aligned."""
+"""Smallest length of an aligned sample, and the number of its first tokens that are aligned."""
 
 Verdict = tuple[Finding | None, Mask]
 
 
 def mask_mistake(tokens: Tokens, total: float) -> Verdict:
-    """Trained tokens in runs whose rollout log-prob is missing, or one number that many tokens share."""
+    """Runs of trained tokens whose rollout log-prob is missing, or equals one number that many tokens share."""
     missing = ~np.isfinite(tokens.rollout)
     common, count = _common_value(tokens)
     repeated = (tokens.rollout == common) & (tokens.size > PLACEHOLDER_SIZE) if count else np.zeros(len(tokens), bool)
     if repeated.any() and np.quantile(tokens.size[repeated], 0.75) < MIN_PLACEHOLDER:
-        repeated[:] = False  # truncated sampling reports 0 where it left one token
+        repeated[:] = False  # truncated sampling reports 0 if it keeps one token
     runs = _run_lengths(tokens, missing | repeated)
-    found = (missing | repeated) & (runs >= 2)
-    if found.sum() < 3 or found.sum() < 0.5 * (missing | repeated).sum() or runs[found].mean() < MIN_RUN:
+    mask = (missing | repeated) & (runs >= 2)
+    if mask.sum() < 3 or mask.sum() < 0.5 * (missing | repeated).sum() or runs[mask].mean() < MIN_RUN:
         return None, np.zeros(len(tokens), bool)
-    what = "no log-prob at all" if missing[found].mean() > 0.5 else f"the log-prob {common:.6g} exactly"
-    finding = Finding(
-        cause="mask_mistake",
-        confidence=0.95,
-        share=_share(tokens, found, total),
-        evidence=(
-            f"{found.sum()} of {len(tokens)} trained tokens ({found.mean():.2%}) have {what} from the rollout engine",
-            f"they come in runs, of {_mean_run(tokens, found):.1f} tokens on average",
-        ),
+    value = "no log-prob" if missing[mask].mean() > 0.5 else f"exactly the log-prob {common:.6g}"
+    evidence = (
+        f"{mask.sum()} of {len(tokens)} trained tokens ({mask.mean():.2%}) have {value} from the rollout engine",
+        f"they form runs of {_mean_run(tokens, mask):.1f} tokens on average",
     )
-    return finding, found
+    return Finding("mask_mistake", evidence, 0.95, _share(tokens, mask, total)), mask
 
 
 def broken_tokens(tokens: Tokens, total: float) -> Verdict:
-    """Few tokens that are NaN, infinite or nats away while the others agree."""
+    """A few tokens that are NaN, infinite or nats apart while the others agree."""
     broken = ~tokens.finite
     ordinary_N = _ordinary_size(tokens)
-    bound_N = np.maximum(BROKEN_SIZE, BROKEN_TIMES * ordinary_N)
+    bound_N = np.maximum(BROKEN_SIZE, BROKEN_RATIO * ordinary_N)
     outlying = tokens.finite & (tokens.size >= np.minimum(bound_N, MAX_SIZE))
     if not broken.any():
         outlying &= bound_N <= MAX_SIZE
-    found = broken | outlying
-    if not found.any() or (not broken.any() and found.mean() > MAX_BROKEN):
+    mask = broken | outlying
+    if not mask.any() or (not broken.any() and mask.mean() > MAX_BROKEN):
         return None, np.zeros(len(tokens), bool)
     evidence = []
     if broken.any():
@@ -87,24 +82,18 @@ def broken_tokens(tokens: Tokens, total: float) -> Verdict:
             f"{outlying.sum()} token{'' if outlying.sum() == 1 else 's'} ({100 * outlying.mean():.2g}%) "
             f"with Δ of up to {worst:+.1f} nats".replace("-", "−")
         )
-        evidence.append(f"95% of the others differ by less than {ordinary_N[outlying].max():.2g} nats")
-    few = ramp(outlying.mean(), MAX_BROKEN, 0.02) if not broken.any() else 1.0
-    finding = Finding(
-        cause="broken_tokens",
-        confidence=0.95 if broken.any() else 0.55 + 0.35 * few,
-        share=_share(tokens, found, total),
-        evidence=tuple(evidence),
-    )
-    return finding, found
+        evidence.append(f"95% of the other tokens differ by less than {ordinary_N[outlying].max():.2g} nats")
+    confidence = 0.95 if broken.any() else 0.55 + 0.35 * ramp(outlying.mean(), MAX_BROKEN, 0.02)
+    return Finding("broken_tokens", tuple(evidence), confidence, _share(tokens, mask, total)), mask
 
 
 def misaligned(tokens: Tokens, total: float) -> Verdict:
-    """Samples whose log-probs agree after a shift: of the whole sample, or from some token on (tokenised again).
+    """Samples whose log-probs agree after a shift of the whole sample, or of its tail (retokenized).
 
-    Of many suspects the worst and a part of the others are tried. Those that are not, or are too short, count as
-    shifted where most of the others are.
+    At most MAX_ALIGNED suspects are aligned: the worst, and a part of the others. The remaining suspects count as
+    shifted if most aligned suspects are.
     """
-    found = np.zeros(len(tokens), bool)
+    mask = np.zeros(len(tokens), bool)
     suspects = _suspects(tokens)
     long = [i for i, rows in enumerate(suspects) if len(rows) >= MIN_ALIGNED_TOKENS]
     worst, rest = long[: MAX_ALIGNED // 2], long[MAX_ALIGNED // 2 :]
@@ -113,48 +102,47 @@ def misaligned(tokens: Tokens, total: float) -> Verdict:
     changes = 0
     for i in [*worst, *others]:
         rows, tail = np.split(suspects[i], [ALIGNED_TOKENS])
-        path, gain, left = best_lags(tokens.train[rows], tokens.rollout[rows])
+        path, gain, residual = best_lags(tokens.train[rows], tokens.rollout[rows])
         shifted = path != 0
-        if shifted.sum() < 4 or gain < MIN_SAVED or left > (CERTAIN_LEFT if gain < 1.5 * MIN_SAVED else MAX_LEFT):
+        if (
+            shifted.sum() < 4
+            or gain < MIN_SAVED
+            or residual > (MAX_RESIDUAL_SMALL if gain < 1.5 * MIN_SAVED else MAX_RESIDUAL)
+        ):
             continue
-        found[rows[shifted]] = True
-        found[tail] = shifted[-1]
+        mask[rows[shifted]] = True
+        mask[tail] = shifted[-1]
         lags[i] = int(np.median(path[shifted]))
         changes += bool((~shifted[: max(len(path) // 2, 1)]).sum() >= 2 or len(np.unique(path[shifted])) > 1)
-    tried = others or worst
-    usual = sum(i in lags for i in tried) / max(len(tried), 1)
-    untried = set(range(len(suspects))).difference(worst, others)
-    if not lags or len(lags) + usual * len(untried) < max(2, 0.02 * len(np.unique(tokens.sample))):
+    aligned = others or worst
+    shifted_share = sum(i in lags for i in aligned) / max(len(aligned), 1)
+    remaining = set(range(len(suspects))).difference(worst, others)
+    if not lags or len(lags) + shifted_share * len(remaining) < max(2, 0.02 * len(np.unique(tokens.sample))):
         return None, np.zeros(len(tokens), bool)
-    if usual > 0.5:
-        for i in untried:
-            found[suspects[i]] = True
-    again = changes > 0.4 * len(lags)
+    if shifted_share > 0.5:
+        for i in remaining:
+            mask[suspects[i]] = True
+    retokenized = changes > 0.4 * len(lags)
     lag = int(np.median(list(lags.values())))
-    where = "from some token on" if again else "as a whole"
-    number = len(worst) + len(others)
-    finding = Finding(
-        cause="retokenised" if again else "shifted_tokens",
-        confidence=0.75 + 0.2 * ramp(len(lags), 2, 12),
-        share=_share(tokens, found, total),
-        evidence=(
-            f"the log-probs of {len(lags)} of {number} samples of large mismatch agree after a shift {where}",
-            f"the usual shift is {lag:+d} tokens",
-        ),
-        detail="" if again else f"by {lag:+d}",
+    evidence = (
+        f"the log-probs of {len(lags)} of {len(worst) + len(others)} samples with a large mismatch agree after a shift "
+        f"of {'their tails' if retokenized else 'the whole sample'}",
+        f"the median shift is {lag:+d} tokens",
     )
-    return finding, found
+    cause, detail = ("retokenised", "") if retokenized else ("shifted_tokens", f"by {lag:+d}")
+    confidence = 0.75 + 0.2 * ramp(len(lags), 2, 12)
+    return Finding(cause, evidence, confidence, _share(tokens, mask, total), detail), mask
 
 
 def best_lags(train: Floats, rollout: Floats) -> tuple[NDArray[np.int64], float, float]:
-    """Lags k_t that bring log π_train(t) and log π_rollout(t + k_t) of a sample together.
+    """Lags k_t that align log π_train(t) with log π_rollout(t + k_t) in a sample.
 
     Dynamic programming over the tokens: min over k of Σ_t min(abs(train_t − rollout_{t+k_t}), 5) plus a cost for each
     change of k.
 
     Returns:
-        The lags; the nats that they save, and what they leave as a share of what was there, both over the tokens that
-        are shifted and whose partner lies in the sample: others speak for no lag.
+        The lags; the cost reduction in nats; and the residual cost as a share of the original cost. Both costs cover
+        the shifted tokens whose partner lies in the sample.
     """
     tokens = len(train)
     cost_TK = np.full((tokens, len(LAGS)), OUTSIDE)
@@ -178,12 +166,12 @@ def best_lags(train: Floats, rollout: Floats) -> tuple[NDArray[np.int64], float,
     lags = np.array(LAGS)[path]
     partner = np.arange(tokens) + lags
     paired = (lags != 0) & (partner >= 0) & (partner < tokens)
-    there, left = cost_TK[paired, 0].sum(), chosen[paired].sum()
-    return lags, float(there - left), float(left / there) if there > 0 else 1.0
+    before, after = cost_TK[paired, 0].sum(), chosen[paired].sum()
+    return lags, float(before - after), float(after / before) if before > 0 else 1.0
 
 
 def _suspects(tokens: Tokens) -> list[NDArray[np.int64]]:
-    """Rows of the samples of large mismatch, the worst first, each in the order of its tokens."""
+    """Rows of each sample with a large mismatch, the worst sample first."""
     if not len(tokens):
         return []
     _, starts, lengths = np.unique(tokens.sample, return_index=True, return_counts=True)
@@ -192,17 +180,17 @@ def _suspects(tokens: Tokens) -> list[NDArray[np.int64]]:
 
 
 def _ordinary_size(tokens: Tokens) -> Floats:
-    """[N] abs(Δ) that 95 % of the tokens do not exceed, nats; of older weights, 95 % of those of the same step and age.
+    """[N] 95 % quantile of abs(Δ), nats; for tokens from older weights, over the tokens of the same step and age.
 
-    One long step of the optimizer moves the tokens that weights of before sampled by nats, in that step alone.
+    A single long optimizer step moves tokens from older weights by nats, in that step only.
     """
     sizes = tokens.size[tokens.finite]
     ordinary_N = np.full(len(tokens), np.quantile(sizes, 0.95) if len(sizes) else 0.0)
     if tokens.staleness is None or tokens.step is None:
         return ordinary_N
     stale = (tokens.staleness > 0) & tokens.finite
-    places = np.stack([tokens.step, tokens.staleness])[:, stale]
-    _, group, counts = np.unique(places, axis=1, return_inverse=True, return_counts=True)
+    step_and_age = np.stack([tokens.step, tokens.staleness])[:, stale]
+    _, group, counts = np.unique(step_and_age, axis=1, return_inverse=True, return_counts=True)
     rows = np.flatnonzero(stale)[np.argsort(group.ravel(), kind="stable")]
     for members in np.split(rows, np.cumsum(counts)[:-1]):
         if len(members) >= MIN_TOKENS:
@@ -211,17 +199,17 @@ def _ordinary_size(tokens: Tokens) -> Floats:
 
 
 def _common_value(tokens: Tokens) -> tuple[float, int]:
-    """The rollout log-prob that most of the tokens with a mismatch share; 0 tokens where it is too rare."""
+    """The most frequent rollout log-prob of tokens with a mismatch, and its count; 0 if it is too rare."""
     suspects = tokens.rollout[np.isfinite(tokens.rollout) & (tokens.size > PLACEHOLDER_SIZE)]
     if not len(suspects):
         return 0.0, 0
     values, counts = np.unique(suspects, return_counts=True)
-    most = int(counts.argmax())
-    return float(values[most]), int(counts[most]) if counts[most] >= 3 else 0
+    index = int(counts.argmax())
+    return float(values[index]), int(counts[index]) if counts[index] >= 3 else 0
 
 
 def _run_lengths(tokens: Tokens, chosen: Mask) -> NDArray[np.int64]:
-    """[N] length of the run of chosen neighbours in one sample that a token is in; 0 where it is not chosen."""
+    """[N] length of the run of adjacent chosen tokens that a token belongs to; 0 if it is not chosen."""
     if not len(chosen):
         return np.zeros(0, np.int64)
     adjacent = (np.diff(tokens.sample) == 0) & (np.diff(tokens.position) == 1) & (chosen[1:] == chosen[:-1])

@@ -1,6 +1,6 @@
-"""The trained tokens of a table in the form that the rules measure.
+"""The trained tokens of a table, as the rules use them.
 
-Shapes: suffix _N the tokens that are looked at, one sample after another.
+Shapes: suffix _N the tokens, one sample after another.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ Integers = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
 MAX_SIZE = 10.0
-"""Nats that one token counts at most: beyond that it is broken, and must not hide the others."""
+"""Largest weight of a single token, nats, so that a broken token does not hide the others."""
 MIN_TOKENS = 30
-"""Tokens from which a form can be seen."""
+"""Smallest number of tokens with a visible pattern."""
 MAX_TOKENS = 400_000
-"""Tokens that rules look at; of more, a random part of the samples."""
+"""Largest number of tokens, a random part of the samples of a larger table."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -34,21 +34,21 @@ class Tokens:
     rollout: Floats
     """log π_rollout, likewise."""
     sample: Integers
-    """Sample of each token."""
+    """Index of the sample."""
     position: Integers
-    """Place in the response."""
+    """Index in the response."""
     entropy: Floats | None
     """Entropy of the training engine's distribution, nats."""
     staleness: Integers | None
-    """Optimizer steps between the weights that sampled the token and the trained ones."""
+    """Optimizer steps between the sampling and the trained weights."""
     version: Integers | None
-    """Optimizer steps behind the weights that sampled the token."""
+    """Optimizer steps made before the sampling weights."""
     step: Integers | None
-    """Optimizer steps made before the one that trained on the token."""
+    """Optimizer steps made before the step that trained on the token."""
     has_experts: bool
-    """Whether the model is a mixture of experts that each engine chooses for itself, as far as the dump says."""
+    """Whether the engines may route tokens to different experts."""
     precisions: tuple[str, str] = ("", "")
-    """Of the training and of the rollout engine, as the run names them; empty where it does not."""
+    """Precisions of the training and the rollout engine; empty if unknown."""
 
     def __len__(self) -> int:
         """Number of tokens."""
@@ -56,25 +56,25 @@ class Tokens:
 
     @property
     def finite(self) -> Mask:
-        """[N] whether both log-probs are finite numbers that probabilities can have."""
+        """[N] whether both log-probs are finite."""
         return np.isfinite(self.train) & np.isfinite(self.rollout)
 
     @property
     def log_ratio(self) -> Floats:
-        """[N] Δ = log π_train − log π_rollout; 0 where it is not finite."""
+        """[N] Δ = log π_train − log π_rollout; 0 if not finite."""
         with np.errstate(invalid="ignore"):
             log_ratio: Floats = np.where(self.finite, self.train - self.rollout, 0.0)
         return log_ratio
 
     @property
     def size(self) -> Floats:
-        """[N] min(abs(Δ), 10); 10 where Δ is not finite."""
+        """[N] min(abs(Δ), 10); 10 if Δ is not finite."""
         size: Floats = np.where(self.finite, np.minimum(np.abs(self.log_ratio), MAX_SIZE), MAX_SIZE)
         return size
 
     @property
     def uncertainty(self) -> Floats:
-        """[N] 1 − p, by which noise of the logits becomes noise of the log-prob; at least 0.001."""
+        """[N] 1 − p, the factor from logit noise to log-prob noise; at least 0.001."""
         likelier = np.maximum(np.nan_to_num(self.train, nan=-1.0), np.nan_to_num(self.rollout, nan=-1.0))
         uncertainty: Floats = np.maximum(1 - np.exp(np.minimum(likelier, 0.0)), 1e-3)
         return uncertainty
@@ -89,7 +89,7 @@ class Tokens:
 
 
 def tokens_of(table: TokenTable) -> Tokens:
-    """The trained tokens of a table; of a large one those of a random part of its samples."""
+    """The trained tokens of a table, of a random part of a large table."""
     table = table.sampled(MAX_TOKENS)
     chosen = table.loss_mask > 0
     version = None if table.weight_version is None else table.weight_version.astype(np.int64)[chosen]
@@ -112,12 +112,12 @@ def tokens_of(table: TokenTable) -> Tokens:
 
 
 def _routes(table: TokenTable) -> bool:
-    """Whether experts may differ; runs that replay the rollout engine's in training record them, and they do not."""
+    """Whether experts may differ: not in runs that replay the recorded experts in training."""
     if table.metadata.get("replays_experts"):
         return False
     return table.experts is not None or bool(table.metadata.get("num_experts"))
 
 
 def ramp(value: float, low: float, high: float) -> float:
-    """0 up to `low`, 1 from `high` on, linear between; also where `low` is the larger one."""
+    """0 up to `low`, 1 from `high`, linear in between; `low` may be the larger number."""
     return float(np.clip((value - low) / (high - low), 0.0, 1.0))

@@ -1,4 +1,4 @@
-"""Which criterion rejected which token, and weights before their bounds: what a correction says of a table's tokens."""
+"""Adds to a table which criterion rejected each token, vetoes, and weights before their bounds."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from slime_tis.correction.criteria import LEVEL_AGGREGATION
 from slime_tis.policy.policy_loss import without_correction
 
 UNBOUNDED = 2 * float(np.exp(LOG_RATIO_BOUND))
-"""An upper bound that no weight reaches: weights end at e^20."""
-REMAINING = "other"
-"""Criterion of the tokens that the loss leaves out and no criterion of the correction rejects: off-policy sequence
-masking, or a user's own function."""
+"""An upper bound that no weight reaches: weights are at most e^20."""
+UNEXPLAINED_CRITERION = "other"
+"""Criterion of masked tokens that the correction accepts: off-policy sequence masking, or a user-defined function."""
 
 
 def annotated(
@@ -31,26 +30,26 @@ def annotated(
     """The table with weights before bounds, the criteria that reject each token, and vetoes.
 
     Args:
-        table: of one step's samples, whole.
-        config: of the step.
-        accepted: [N] the tokens that counted in the loss, where that is known.
-        global_batch: what was known of the step's batch of all ranks; that of the table when None.
+        table: Complete samples of one step.
+        config: Correction of the step.
+        accepted: [N] tokens that counted in the loss, if known.
+        global_batch: Statistics of the batch over all ranks. Default: statistics of the table.
     """
-    known = replace(global_batch or GlobalBatch(), ranks=Ranks())
-    masked_in = table.loss_mask > 0
+    global_batch = replace(global_batch or GlobalBatch(), ranks=Ranks())
+    trained = table.loss_mask > 0
     rejected: dict[str, Bool] = {}
     for name, criterion in single_criteria(config).items():
-        rejected[name] = masked_in & ~_accepted(table, criterion, known)
+        rejected[name] = trained & ~_corrected(table, criterion, global_batch).mask.numpy()
     if config.touches_loss and config.nonfinite_policy == "reject":
-        rejected["nonfinite"] = masked_in & ~table.valid
-        for name in rejected.keys() - {"nonfinite"}:  # a token without log-probs is under no other criterion
+        rejected["nonfinite"] = trained & ~table.valid
+        for name in rejected.keys() - {"nonfinite"}:  # other criteria ignore tokens without log-probs
             rejected[name] &= table.valid
     if accepted is not None:
         explained = np.any([*rejected.values(), np.zeros(table.tokens, np.bool_)], axis=0)
-        rejected[REMAINING] = masked_in & ~accepted & ~explained
+        rejected[UNEXPLAINED_CRITERION] = trained & ~accepted & ~explained
     bits = np.zeros(table.tokens, np.int32)
-    for bit, found in enumerate(rejected.values()):
-        bits |= found.astype(np.int32) << bit
+    for bit, mask in enumerate(rejected.values()):
+        bits |= mask.astype(np.int32) << bit
     return replace(
         table,
         weight=raw_weights(table, config),
@@ -75,30 +74,25 @@ def raw_weights(table: TokenTable, config: RolloutCorrectionConfig) -> Column:
 
 
 def single_criteria(config: RolloutCorrectionConfig) -> dict[str, RolloutCorrectionConfig]:
-    """A configuration with each criterion of rejection alone, by the name of the criterion.
+    """One configuration per rejection criterion, which has only this criterion, by the criterion's name.
 
-    The names are those of the metrics (the level, or verl's names), "tis_mask" for weights in mode mask,
+    Names are the names of the metrics (the level, or verl's names), "tis_mask" for weights in mode mask,
     "second_moment" and "veto".
     """
-    alone = _without_correction(config)
-    found: dict[str, RolloutCorrectionConfig] = {}
-    for criterion in config.rejections:
-        found[criterion.name] = replace(alone, **_options(criterion, config))
+    base = _without_correction(config)
+    single = {criterion.name: replace(base, **_options(criterion, config)) for criterion in config.rejections}
     if config.use_tis and config.tis_mode == "mask":
-        found["tis_mask"] = replace(alone, use_tis=True, tis_batch_normalize=False)
+        single["tis_mask"] = replace(base, use_tis=True, tis_batch_normalize=False)
     if config.rs_second_moment_bound is not None:
-        found["second_moment"] = replace(alone, rs_second_moment_bound=config.rs_second_moment_bound)
+        single["second_moment"] = replace(base, rs_second_moment_bound=config.rs_second_moment_bound)
     if config.vetoes:
-        found["veto"] = replace(
-            alone,
-            rs_veto_threshold=config.rs_veto_threshold,
-            rs_veto_upper_threshold=config.rs_veto_upper_threshold,
-        )
-    return found
+        lower, upper = config.rs_veto_threshold, config.rs_veto_upper_threshold
+        single["veto"] = replace(base, rs_veto_threshold=lower, rs_veto_upper_threshold=upper)
+    return single
 
 
 def _without_correction(config: RolloutCorrectionConfig) -> RolloutCorrectionConfig:
-    """The same bounds and levels with everything off; whose log-probs the weights are of is decided by the table."""
+    """The same bounds and levels with everything disabled; the table decides which log-probs the weights use."""
     return replace(without_correction(config), use_rollout_logprobs=False, old_logprobs="recompute")
 
 
@@ -110,12 +104,7 @@ def _options(criterion: Criterion, config: RolloutCorrectionConfig) -> Mapping[s
     return {"use_rs": True, "rs_z_score": config.rs_z_score, "rs_target_fraction": config.rs_target_fraction}
 
 
-def _accepted(table: TokenTable, config: RolloutCorrectionConfig, known: GlobalBatch) -> Bool:
-    mask: Bool = _corrected(table, config, known).mask.numpy()
-    return mask
-
-
-def _corrected(table: TokenTable, config: RolloutCorrectionConfig, known: GlobalBatch) -> Any:
+def _corrected(table: TokenTable, config: RolloutCorrectionConfig, global_batch: GlobalBatch) -> Any:
     columns = (table.policy_log_prob, table.rollout_log_prob, table.loss_mask)
     tensors = [torch.from_numpy(np.array(column)) for column in columns]
-    return correct(config, *tensors, lengths=table.response_length.tolist(), global_batch=known)
+    return correct(config, *tensors, lengths=table.response_length.tolist(), global_batch=global_batch)

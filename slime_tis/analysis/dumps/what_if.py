@@ -1,4 +1,4 @@
-"""What each correction would have done to the tokens of a dump: the program's own policy loss on every row.
+"""Applies corrections to the tokens of a dump: the policy loss of train.py on every row.
 
 TokenTable → policy_loss under one configuration → metrics of the step, and the gradient with respect to log π_θ
 """
@@ -27,12 +27,11 @@ from slime_tis.policy.step_sums import step_metrics
 from slime_tis.policy.tokens import ResponseTokens, turns_of
 
 MAX_TOKENS = 1 << 18
-"""Response tokens that `what_if` looks at by default; of larger tables it takes a random part."""
+"""Default number of response tokens that `what_if` uses, a random part of a larger table."""
 MAX_STEPS = 64
-"""Optimizer steps that corrections of a whole batch are applied to by default, each on its own; of more, a random
-part."""
-BY_FUNCTION = RolloutCorrectionConfig(use_tis=True)
-"""The configuration that a function in slime's contract runs under."""
+"""Default number of optimizer steps, a random part of more, for corrections that depend on a whole batch."""
+CUSTOM_FUNCTION_CONFIG = RolloutCorrectionConfig(use_tis=True)
+"""Configuration for functions in slime's contract."""
 SWEEP_LEVELS = ("token", "sequence", "geometric")
 SWEEP_MODES = ("truncate", "mask")
 SWEEP_WEIGHT_BOUNDS = (1.5, 2.0, 5.0, 10.0)
@@ -45,54 +44,56 @@ CorrectionChoice = RolloutCorrectionConfig | Callable[..., Any]
 
 @dataclass(frozen=True, kw_only=True)
 class WhatIf:
-    """One correction, and what it would have done to a table."""
+    """The effect of one correction on a table."""
 
     name: str
-    """Of the preset or of the point of the sweep."""
+    """Name of the preset or of the point of the sweep."""
     flags: str
-    """The options of train.py that choose it, to copy."""
+    """Flags of train.py that select the correction."""
     config: RolloutCorrectionConfig
-    """`BY_FUNCTION` for a function."""
+    """`CUSTOM_FUNCTION_CONFIG` for a function."""
     kept: float
-    """Share of the trained tokens that are accepted, 0 to 1."""
+    """Share of accepted tokens among trained tokens, 0 to 1."""
     ess: float
-    """Effective sample size (Σw)²/(n·Σw²) of the weights after their bounds, 0 to 1; 1 without weights. The weight
-    of a function is its loss of an accepted token whose loss was 1."""
+    """Effective sample size (Σw)²/(n·Σw²) of the bounded weights, 0 to 1; 1 without weights. The weight of a function
+    is its output for an accepted token with loss 1."""
     weight_mean: float
-    """Mean weight after the bounds; 1 without weights."""
+    """Mean bounded weight; 1 without weights."""
     weight_max: float
-    """Largest weight after the bounds; 1 without weights."""
+    """Largest bounded weight; 1 without weights."""
     cosine: float | None
-    """Cosine between the gradient of the policy loss with respect to log π_θ and that of −ρ_t·A_t·log π_θ, with the
-    exact ratio ρ_t of each token. None without advantages, or where one of them is 0."""
+    """Cosine between the gradients with respect to log π_θ of the policy loss and of −ρ_t·A_t·log π_θ, with the exact
+    ratio ρ_t of each token. None without advantages, or if a gradient is 0."""
     norm_ratio: float | None
-    """Norm of the first gradient divided by that of the second."""
+    """Ratio of the norms of these two gradients."""
     sequence_cosine: float | None
-    """As `cosine`, with the exact ratio of the whole sequence, Π_t ρ_t, which makes the gradient unbiased and, for long
-    or stale sequences, mostly noise."""
+    """As `cosine`, with the exact ratio of the sequence, Π_t ρ_t. Its gradient is unbiased, but mostly noise for long
+    or stale sequences."""
     sequence_norm_ratio: float | None
-    """As `norm_ratio`, with the ratio of the whole sequence."""
+    """As `norm_ratio`, with the ratio of the sequence."""
     steps: int | None
-    """Steps that it was applied to one by one, as a correction of a whole batch; None where all tokens were taken at
-    once."""
+    """Number of steps a whole-batch correction was applied to; None if it was applied to all tokens at once."""
     metrics: dict[str, float]
     """All metrics of the step under the names of docs/metrics.md, without `train/`."""
 
 
 def sweep() -> dict[str, RolloutCorrectionConfig]:
     """Weights and rejection over levels, modes and bounds, by name."""
-    found = {}
-    for level, mode, upper in product(SWEEP_LEVELS, SWEEP_MODES, SWEEP_WEIGHT_BOUNDS):
-        options: dict[str, Any] = {"use_tis": True, "tis_level": level, "tis_mode": mode, "tis_upper_bound": upper}
-        found[f"tis {level} {mode} {upper:g}"] = RolloutCorrectionConfig(**options)
+    options: dict[str, dict[str, Any]] = {
+        f"tis {level} {mode} {upper:g}": {
+            "use_tis": True,
+            "tis_level": level,
+            "tis_mode": mode,
+            "tis_upper_bound": upper,
+        }
+        for level, mode, upper in product(SWEEP_LEVELS, SWEEP_MODES, SWEEP_WEIGHT_BOUNDS)
+    }
     for level, bounds in SWEEP_REJECTION_BOUNDS.items():
         for upper in bounds:
-            options = {"use_rs": True, "rs_level": level, "rs_upper_bound": upper}
-            found[f"rs {level} {upper:g}"] = RolloutCorrectionConfig(**options)
+            options[f"rs {level} {upper:g}"] = {"use_rs": True, "rs_level": level, "rs_upper_bound": upper}
     for z_score in SWEEP_Z_SCORES:
-        options = {"use_rs": True, "rs_level": "geometric", "rs_z_score": z_score}
-        found[f"rs geometric z {z_score:g}"] = RolloutCorrectionConfig(**options)
-    return found
+        options[f"rs geometric z {z_score:g}"] = {"use_rs": True, "rs_level": "geometric", "rs_z_score": z_score}
+    return {name: RolloutCorrectionConfig(**each) for name, each in options.items()}
 
 
 def corrections() -> dict[str, RolloutCorrectionConfig]:
@@ -102,13 +103,13 @@ def corrections() -> dict[str, RolloutCorrectionConfig]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Batches:
-    """Tokens that corrections are applied to, and the exact gradients that theirs are compared with."""
+    """Inputs of the policy loss, and the exact gradients to compare with."""
 
     inputs: tuple[LossInputs, ...]
-    """All samples at once, or those of each step."""
+    """One batch of all samples, or one batch per step."""
     has_advantages: bool
     exact: Mapping[str, Tensor] = field(default_factory=dict)
-    """Gradients with the exact ratio of each token, and with that of each sequence."""
+    """Gradients with the exact ratio of each token, and of each sequence."""
 
 
 def what_if(
@@ -121,38 +122,38 @@ def what_if(
     max_steps: int = MAX_STEPS,
     seed: int = 0,
 ) -> list[WhatIf]:
-    """Applies corrections to a table, each in place of the one that its run had.
+    """Applies each correction to a table, instead of the correction that its run had.
 
-    Every number comes from the functions that train.py calls. What a correction needs to know of the global batch
-    (mean weight, second-moment limit, adaptive bounds) is that of each step's samples in the table.
+    All numbers come from the functions that train.py calls. Statistics of the global batch (mean weight, second-moment
+    limit, adaptive bounds) are computed over the samples of each step in the table.
 
     Args:
-        table: of one step or several.
-        configs: corrections or functions in slime's contract, in a list or by name; `corrections()` when None.
-        args: options that functions get; those of `BY_FUNCTION` and of `policy` when None.
-        policy: clip ranges and how the loss is averaged; those of the table's metadata when None.
-        max_tokens: response tokens to look at; of a larger table a random part is taken, which bounds memory.
-        max_steps: steps that corrections of a whole batch are applied to; of more, a random part.
-        seed: of both parts.
+        table: Samples of one or several steps.
+        configs: Corrections or functions in slime's contract, in a list or by name. Default: `corrections()`.
+        args: Options for functions. Default: the options of `CUSTOM_FUNCTION_CONFIG` and `policy`.
+        policy: Clip ranges and averaging of the loss. Default: the table's metadata.
+        max_tokens: Response tokens to use, a random part of a larger table. Bounds the memory.
+        max_steps: Steps for whole-batch corrections, a random part of more.
+        seed: Seed of both random parts.
 
     Returns:
-        One row for each correction, in their order.
+        One row per correction, in order.
 
     Raises:
-        ValueError: a correction interpolates old log-probs, and the table has no weight versions; or a token is not
+        ValueError: a correction interpolates old log-probs and the table has no weight versions, or a token is not
             finite under the "raise" policy.
-        CustomFunctionError: a function raised, or returned what its contract does not allow.
+        CustomFunctionError: a function raised, or violated its contract.
     """
     table = table.sampled(max_tokens, seed)
     policy = policy_of(table) if policy is None else replace(policy, use_kl_loss=False)
     if configs is None:
         configs = corrections()
     named = configs.items() if isinstance(configs, Mapping) else [(_name_of(choice), choice) for choice in configs]
-    args = Namespace(**asdict(BY_FUNCTION), **asdict(policy)) if args is None else args
+    args = Namespace(**asdict(CUSTOM_FUNCTION_CONFIG), **asdict(policy)) if args is None else args
     batches: dict[bool, _Batches] = {}
     rows = []
     for name, choice in named:
-        config = choice if isinstance(choice, RolloutCorrectionConfig) else BY_FUNCTION
+        config = choice if isinstance(choice, RolloutCorrectionConfig) else CUSTOM_FUNCTION_CONFIG
         stepwise = needs_global_batch(config)
         if stepwise not in batches:
             parts = _steps(table, max_steps, seed) if stepwise else [table]
@@ -178,15 +179,15 @@ def _row_of_function(
     (inputs,) = batches.inputs
     old_L = old_log_probs(inputs, step).detach()
     ones_L = torch.ones_like(old_L).requires_grad_() * 1
-    found = CustomTis(function=bound, seed=0)(
+    outputs = CustomTis(function=bound, seed=0)(
         inputs.tokens,
         loss_L=ones_L,
         log_probs_L=inputs.log_probs_L,
         train_log_probs_L=old_L,
         global_batch=GlobalBatch(),
     )
-    weights = found.loss_L.detach()[found.mask_L & (inputs.tokens.loss_mask_L > 0)].double()
-    row = _row(name, BY_FUNCTION, batches, replace(step, custom=CustomTis(function=bound, seed=0)))
+    weights = outputs.loss_L.detach()[outputs.mask_L & (inputs.tokens.loss_mask_L > 0)].double()
+    row = _row(name, CUSTOM_FUNCTION_CONFIG, batches, replace(step, custom=CustomTis(function=bound, seed=0)))
     row = replace(row, flags=f"--use-tis --custom-tis-function-path {path_of(function)}")
     if not len(weights):
         return replace(row, ess=0.0, weight_mean=0.0, weight_max=0.0)
@@ -196,12 +197,7 @@ def _row_of_function(
 
 
 def as_text(rows: Sequence[WhatIf], *, flags: str = "") -> str:
-    """A table for a terminal, the best direction first.
-
-    Args:
-        rows: Corrections.
-        flags: What the last row is named; its own flags by default.
-    """
+    """A text table, sorted by cosine. `flags` replaces the flags of the last row."""
     if flags:
         rows = [*rows[:-1], replace(rows[-1], flags=flags)]
     lines = ["  kept    ESS  mean w   max w  cosine  norm ratio  flags"]
@@ -213,7 +209,7 @@ def as_text(rows: Sequence[WhatIf], *, flags: str = "") -> str:
 
 
 def path_of(function: Callable[..., Any]) -> str:
-    """A function's path, as --custom-tis-function-path takes it where its module can be imported."""
+    """The value of --custom-tis-function-path for a function."""
     return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', repr(function))}"
 
 
@@ -239,20 +235,20 @@ def _row(name: str, config: RolloutCorrectionConfig, batches: _Batches, step: Lo
 
 
 def policy_of(table: TokenTable) -> PolicyConfig:
-    """The options of the policy loss that a table was made under, without the KL loss; defaults where not known."""
+    """The policy loss options in a table's metadata, without the KL loss; defaults for missing options."""
     known = {option.name for option in fields(PolicyConfig)}
-    given = table.metadata.get("policy") or {}
-    options: dict[str, Any] = {name: value for name, value in given.items() if name in known}
+    policy = table.metadata.get("policy") or {}
+    options: dict[str, Any] = {name: value for name, value in policy.items() if name in known}
     return replace(PolicyConfig(**options), use_kl_loss=False)
 
 
 def is_preset(name: str, config: RolloutCorrectionConfig) -> bool:
-    """Whether a configuration is that of the preset of its name."""
+    """Whether a configuration equals the preset of this name."""
     return name in PRESETS and RolloutCorrectionConfig.preset(name) == config
 
 
 def flags_of(config: RolloutCorrectionConfig) -> str:
-    """The options of train.py that make a configuration: those that are not the defaults."""
+    """The flags of train.py for all options that differ from their defaults."""
     words = []
     for option in fields(config):
         value = getattr(config, option.name)
@@ -264,13 +260,12 @@ def flags_of(config: RolloutCorrectionConfig) -> str:
 
 
 def _exact_weights(level: str) -> RolloutCorrectionConfig:
-    """−ρ·A·log π_θ with the ratio of a level, which nothing bounds."""
+    """−ρ·A·log π_θ with the unbounded ratio of a level."""
     options: dict[str, Any] = {"use_tis": True, "tis_level": level, "tis_upper_bound": UNBOUNDED}
     return RolloutCorrectionConfig(use_rollout_logprobs=True, policy_loss="reinforce", **options)
 
 
 def _with_exact(parts: Sequence[TokenTable], policy: PolicyConfig) -> _Batches:
-    """Tables as batches, with the exact gradients."""
     batches = _Batches(
         inputs=tuple(loss_inputs(part) for part in parts),
         has_advantages=parts[0].advantage is not None and any(part.tokens for part in parts),
@@ -284,12 +279,9 @@ def _with_exact(parts: Sequence[TokenTable], policy: PolicyConfig) -> _Batches:
 
 
 def _applied(batches: _Batches, step: LossStep) -> tuple[dict[str, float], Tensor | None]:
-    """The metrics of a correction over all batches, and the gradient of its loss with respect to log π_θ [N].
-
-    The gradient is None without advantages.
-    """
+    """Metrics of a correction over all batches, and the gradient of its loss [N], None without advantages."""
     outputs = [policy_loss(inputs, step) for inputs in batches.inputs]
-    sums = reduce(lambda one, other: one.merge(other), (output.sums for output in outputs))
+    sums = reduce(lambda total, sums: total.merge(sums), (output.sums for output in outputs))
     metrics = step_metrics(sums, step.correction, step.policy)
     if not batches.has_advantages:
         return metrics, None
@@ -302,7 +294,7 @@ def _applied(batches: _Batches, step: LossStep) -> tuple[dict[str, float], Tenso
 
 
 def _steps(table: TokenTable, max_steps: int, seed: int) -> list[TokenTable]:
-    """The samples of each optimizer step, of `max_steps` at most; all together where the steps are not known."""
+    """One table per optimizer step, at most `max_steps`; a single table without a step column."""
     if table.step is None or not len(table):
         return [table]
     order = np.argsort(table.step, kind="stable")
@@ -312,18 +304,17 @@ def _steps(table: TokenTable, max_steps: int, seed: int) -> list[TokenTable]:
 
 
 def _compared(gradient_N: Tensor | None, exact_N: Tensor | None) -> tuple[float | None, float | None]:
-    """Cosine and norm ratio of two gradients; None where they are not there or 0."""
+    """Cosine and norm ratio of two gradients; None if a gradient is missing or 0."""
     if gradient_N is None or exact_N is None:
         return None, None
-    one, other = gradient_N.double(), exact_N.double()
-    norm, exact_norm = float(one.norm()), float(other.norm())
+    norm, exact_norm = float(gradient_N.double().norm()), float(exact_N.double().norm())
     if exact_norm == 0:
         return None, None
-    return (float(one @ other) / (norm * exact_norm) if norm else None), norm / exact_norm
+    return (float(gradient_N.double() @ exact_N.double()) / (norm * exact_norm) if norm else None), norm / exact_norm
 
 
 def loss_inputs(table: TokenTable) -> LossInputs:
-    """A table as the policy loss takes a micro-batch; log π_θ requires a gradient."""
+    """A table as a micro-batch for the policy loss; log π_θ requires a gradient."""
     lengths = table.response_length.tolist()
     prompts = [len(prompt) for prompt in table.prompt or [()] * len(table)]
     totals = [prompt + response for prompt, response in zip(prompts, lengths, strict=True)]

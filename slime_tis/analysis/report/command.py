@@ -68,7 +68,7 @@ def diagnosis(path: str, *, hf_checkpoint: str = "", as_json: bool = False) -> s
     if as_json:
         values = {"name": source.name, **found.as_json(), "rescored": None if rescored is None else rescored.as_json()}
         return json.dumps(values, indent=1, allow_nan=False)
-    note = source.note if rescored is None else f"Scored again in fp32: {rescored}."
+    note = source.note if rescored is None else f"Rescored in fp32: {rescored}."
     return as_text(found, str(source.path), note)
 
 
