@@ -425,7 +425,6 @@ YAML = [
     verl("rollout_is: token, rollout_is_threshold: [1]"),
     verl("rollout_is: token, rollout_is_batch_normalize: 3"),
     verl("rollout_rs: geometric"),
-    verl("rollout_rs: geometric, rollout_rs_threshold: 0.9_1.1"),
     verl("rollout_rs: [token_k1], rollout_rs_threshold: 2"),
     verl("rollout_rs: nonsense, rollout_rs_threshold: 2"),
     verl("rollout_rs: token_k1, rollout_rs_threshold: 2, rollout_rs_threshold_lower: 0.5"),

@@ -41,7 +41,7 @@ def dies_on_rank_1(args, sample):
     return float(sample.index % 2)
 
 def overflows_in_the_second_rollout(args, sample):
-    huge = 1e300 if 1 in sample.weight_versions else 1.0
+    huge = 1e100 if 1 in sample.weight_versions else 1.0
     return huge * (sample.index % 2)
 
 def unhappy(args, sample):

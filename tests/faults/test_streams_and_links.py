@@ -106,7 +106,8 @@ def test_a_link_at_the_lock_is_refused(flags: list[str], tmp_path: Path) -> None
 def test_commands_print_in_every_locale(command: str, environment: dict[str, str], run: Path, tmp_path: Path) -> None:
     completed = run_command(command, environment, run, tmp_path, stdout=subprocess.PIPE)
     assert completed.returncode == 0, completed.stderr
-    assert completed.stdout.isascii() and len(completed.stdout) > 100
+    encoding = "utf-8" if command == "port" else "ascii"  # a script keeps its names
+    assert len(completed.stdout.decode(encoding)) > 100
 
 
 @pytest.mark.parametrize("command", ["--help", "train --help", "port", "diagnose", "report"])
