@@ -18,17 +18,17 @@ from slime_tis.analysis.report.token_texts import decoder
 
 
 def report(paths: Sequence[str], *, out: str = "", as_json: bool = False, hf_checkpoint: str = "") -> str:
-    """Writes the page on a run or a dump, or on several that are compared; returns the text to print.
+    """Writes a report on one or several runs or dumps; returns the text to print.
 
     Args:
         paths: Run directories or dumps.
-        out: File to write; by default report.html in the run directory, or DUMP.report.html beside a dump, or
-            comparison.html here.
-        as_json: Print the numbers as JSON; the page is written only where `out` is given.
-        hf_checkpoint: Directory of the tokenizer, where the dump names none.
+        out: File to write. Default: report.html in the run directory, DUMP.report.html next to a dump, or
+            comparison.html in the working directory.
+        as_json: Print the numbers as JSON, and write the page only with `out`.
+        hf_checkpoint: Directory of the tokenizer, if the dump names none.
 
     Raises:
-        ValueError: A path does not read, or `out` may not be replaced; nothing is written then.
+        ValueError: A path cannot be read, or `out` may not be replaced; nothing is written.
         OSError: Reading or writing failed.
     """
     if out:
@@ -47,29 +47,29 @@ def report(paths: Sequence[str], *, out: str = "", as_json: bool = False, hf_che
 
 
 def diagnosis(path: str, *, hf_checkpoint: str = "", as_json: bool = False) -> str:
-    """Names the causes of the mismatch of a run or a dump; returns what to print.
+    """Names the causes of the mismatch of a run or a dump; returns the text to print.
 
     Args:
         path: Run directory or dump.
-        hf_checkpoint: Directory of a model that scores a few samples in fp32.
-        as_json: JSON in place of text.
+        hf_checkpoint: Directory of a model that rescores a few samples in fp32.
+        as_json: JSON instead of text.
 
     Raises:
-        ValueError: The path or the model does not read.
+        ValueError: The path or the model cannot be read.
         OSError: Reading failed.
     """
     source = open_source(path)
-    found = diagnose(source.table, source.metrics)
+    result = diagnose(source.table, source.metrics)
     rescored = None
     if hf_checkpoint:
         if source.table is None:
             raise ValueError(f"--hf-checkpoint scores the samples of a dump. {source.note}")
         rescored = rescore(source.table, hf_checkpoint)
     if as_json:
-        values = {"name": source.name, **found.as_json(), "rescored": None if rescored is None else rescored.as_json()}
+        values = {"name": source.name, **result.as_json(), "rescored": None if rescored is None else rescored.as_json()}
         return json.dumps(values, indent=1, allow_nan=False)
     note = source.note if rescored is None else f"Rescored in fp32: {rescored}."
-    return as_text(found, str(source.path), note)
+    return as_text(result, str(source.path), note)
 
 
 def _default_out(sources: Sequence[Source]) -> str:
@@ -80,7 +80,7 @@ def _default_out(sources: Sequence[Source]) -> str:
 
 
 def _numbers(sources: Sequence[Source], data: dict[str, Any]) -> dict[str, Any]:
-    """What a machine wants of a report: no plots and no samples."""
+    """The numbers of a report, without plots and samples."""
     return {
         "sources": [
             {

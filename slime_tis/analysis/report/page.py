@@ -1,4 +1,4 @@
-"""The page: what is in it as plain data, and the one HTML file that shows it."""
+"""The page of a report: its data, and the HTML file that shows them."""
 
 from __future__ import annotations
 
@@ -25,27 +25,38 @@ from slime_tis.errors import quoted_path
 from slime_tis.files import write_atomically
 
 MARK = '<meta name="generator" content="slime-tis report">'
-"""What a page of this program has in its first lines, by which it may replace it."""
+"""Marks a page of this program, which another report may replace."""
 MARK_WITHIN = 400
-"""Bytes from the start in which the mark is."""
+"""The mark is within this number of bytes from the start."""
+FACTS = {
+    "trained_tokens": ("trained tokens", "{:,}"),
+    "samples": ("samples", "{:,}"),
+    "mean_abs_log_ratio": ("mean abs(Δ), nats", "{:.3g}"),
+    "p99_abs_log_ratio": ("99% quantile, nats", "{:.3g}"),
+    "max_abs_log_ratio": ("largest, nats", "{:.3g}"),
+    "k3": ("k3, nats per token", "{:.3g}"),
+    "tokens_without_log_prob": ("without a log-prob", "{:,}"),
+}
+"""Label and format of the numbers above the plots of the mismatch."""
 
 
 def page_data(
     sources: Sequence[Source], decode: samples.Decode | None = None, *, with_samples: bool = True
 ) -> dict[str, Any]:
-    """Everything that the page shows, as JSON takes it, but for `samples`, which `samples.packed` takes.
+    """All data of the page as JSON values, except `samples`, which `samples.packed` converts.
 
     Args:
-        sources: One run or dump, or two that are compared: samples, worst tokens and what-if are those of the first.
+        sources: Runs or dumps. Samples, worst tokens and what-if belong to the first.
         decode: Texts of token ids; None shows the ids.
-        with_samples: Whether the samples are part of it.
+        with_samples: Whether to include samples.
     """
     first = sources[0]
-    whatever = what_if_rows.section(first.table)
+    what_if = what_if_rows.section(first.table)
     shown = None if first.table is None or not with_samples else samples.chosen_samples(first.table)
+    has_metrics = any(source.metrics for source in sources)
     return {
         "title": f"{len(sources)} runs" if len(sources) > 2 else " and ".join(source.name for source in sources),
-        "subtitle": _subtitle(sources),
+        "subtitle": [_subtitle(source) for source in sources],
         "diagnoses": [{"name": source.name, **diagnose(source.table, source.metrics).as_json()} for source in sources],
         "overview": [plot.as_json() for plot in overview.plots(group_runs(sources))],
         "warnings": [
@@ -57,20 +68,18 @@ def page_data(
         "facts": [{"name": source.name, "facts": _facts(source.table)} for source in sources],
         "worst": [] if first.table is None else _with_text(shape.worst_tokens(first.table), decode),
         "samples": None if shown is None else samples.payload(shown, decode),
-        "what_if": whatever,
+        "what_if": what_if,
         "notes": {
-            "overview": ""
-            if any(source.metrics for source in sources)
-            else "A dump has no metrics. Give the run directory to see them.",
+            "overview": "" if has_metrics else "A dump has no metrics. Give the run directory to see them.",
             "shape": " ".join(dict.fromkeys(_sampled(source.table) or source.note for source in sources)).strip(),
-            "samples": first.note or _left_out(first.table, shown),
-            "what_if": first.note or whatever["note"],
+            "samples": first.note or _omitted(first.table, shown),
+            "what_if": first.note or what_if["note"],
         },
     }
 
 
 def render(data: dict[str, Any]) -> str:
-    """The page as HTML, without a reference to anything outside of it."""
+    """The page as self-contained HTML."""
     shown = data["samples"]
     parts = {
         "STYLE": _resource("page.css"),
@@ -83,7 +92,7 @@ def render(data: dict[str, Any]) -> str:
     }
     page = _resource("page.html")
     pieces = []
-    for name, part in parts.items():  # as they come in the page; each is looked for after the last
+    for name, part in parts.items():  # in the order of the page, so that no placeholder in the data is replaced
         before, page = page.split(f"/*{name}*/", 1)
         pieces += [before, part]
     return "".join([*pieces, page])
@@ -93,29 +102,27 @@ def check_output(path: str | Path) -> None:
     """Checks that a page can be written.
 
     Raises:
-        ValueError: There is something there that is not a page of this program, or it cannot be written.
+        ValueError: The path exists and is not a report, or it cannot be written.
     """
-    place = Path(path)
-    if place.is_symlink() or place.exists():
-        if not place.is_file():
-            raise ValueError(f"--out {quoted_path(place)} is not a file; give the name of one.")
-        with open(place, "rb") as file:
+    out = Path(path)
+    if out.is_symlink() or out.exists():
+        if not out.is_file():
+            raise ValueError(f"--out {quoted_path(out)} is not a file; give a file name.")
+        with open(out, "rb") as file:
             start = file.read(MARK_WITHIN)
         if MARK.encode() not in start:
-            raise ValueError(
-                f"--out {quoted_path(place)} exists and is not a report; remove it, or give another --out."
-            )
-    elif not place.parent.is_dir():
-        raise ValueError(f"--out {quoted_path(place)} is in a directory that does not exist; make it, or give another.")
+            raise ValueError(f"--out {quoted_path(out)} exists and is not a report; remove it, or give another --out.")
+    elif not out.parent.is_dir():
+        raise ValueError(f"--out {quoted_path(out)} is in a directory that does not exist; create it first.")
     try:
-        with TemporaryFile(dir=place.parent):  # permissions alone do not say it: /sys, a read-only mount
+        with TemporaryFile(dir=out.parent):  # permissions do not show /sys or a read-only mount
             pass
     except OSError as error:
-        raise _unwritten(place, error) from error
+        raise _unwritable(out, error) from error
 
 
 def write_page(path: str | Path, data: dict[str, Any]) -> None:
-    """Writes the page, whole or not at all, in the place of nothing or of an earlier one.
+    """Writes the page atomically; replaces an earlier report.
 
     Raises:
         ValueError: as `check_output`, or writing failed.
@@ -125,11 +132,11 @@ def write_page(path: str | Path, data: dict[str, Any]) -> None:
     try:
         write_atomically(path, page)
     except OSError as error:
-        raise _unwritten(Path(path), error) from error
+        raise _unwritable(Path(path), error) from error
 
 
-def _unwritten(place: Path, error: OSError) -> ValueError:
-    return ValueError(f"--out {quoted_path(place)} cannot be written: {error.strerror or error}; give another --out.")
+def _unwritable(out: Path, error: OSError) -> ValueError:
+    return ValueError(f"--out {quoted_path(out)} cannot be written: {error.strerror or error}; give another --out.")
 
 
 def _deflated(content: bytes) -> str:
@@ -138,7 +145,7 @@ def _deflated(content: bytes) -> str:
 
 
 def _json(data: Any) -> str:
-    """JSON that no parser of HTML takes for the end of its element."""
+    """JSON that cannot end its HTML element."""
     text = json.dumps(_finite(data), ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -176,21 +183,10 @@ def _with_lines(drawn: list[Plot]) -> list[Plot]:
 
 
 def _facts(table: TokenTable | None) -> list[dict[str, str]]:
-    facts: list[tuple[str, str]] = []
-    if table is not None:
-        numbers = shape.summary(table)
-        facts += [("trained tokens", f"{numbers['trained_tokens']:,}"), ("samples", f"{numbers['samples']:,}")]
-        for key, label in (
-            ("mean_abs_log_ratio", "mean abs(Δ), nats"),
-            ("p99_abs_log_ratio", "99% quantile, nats"),
-            ("max_abs_log_ratio", "largest, nats"),
-            ("k3", "k3, nats per token"),
-        ):
-            if key in numbers:
-                facts.append((label, f"{numbers[key]:.3g}"))
-        if numbers["tokens_without_log_prob"]:
-            facts.append(("without a log-prob", f"{numbers['tokens_without_log_prob']:,}"))
-    return [{"name": name, "value": value} for name, value in facts]
+    numbers = {} if table is None else shape.summary(table)
+    optional = ("tokens_without_log_prob",)
+    shown = [key for key in FACTS if key in numbers and (numbers[key] or key not in optional)]
+    return [{"name": FACTS[key][0], "value": FACTS[key][1].format(numbers[key])} for key in shown]
 
 
 def _with_text(worst: list[dict[str, Any]], decode: samples.Decode | None) -> list[dict[str, Any]]:
@@ -198,29 +194,23 @@ def _with_text(worst: list[dict[str, Any]], decode: samples.Decode | None) -> li
     return [{**row, "text": text} for row, text in zip(worst, texts, strict=True)]
 
 
-def _subtitle(sources: Sequence[Source]) -> list[str]:
-    parts = []
-    for source in sources:
-        found = [f"{_steps(source):,} steps"] if source.metrics else []
-        if source.table is not None:
-            found.append(f"{source.table.tokens:,} tokens of {len(source.table):,} samples")
-        parts.append(f"{source.path}: {', '.join(found) or 'nothing'}")
-    return parts
-
-
-def _steps(source: Source) -> int:
-    """Optimizer steps that the metrics are of: rows that have more than an evaluation."""
-    return sum(any(not name.startswith(("eval/", "step")) for name in row) for row in source.metrics)
+def _subtitle(source: Source) -> str:
+    """Path, optimizer steps (rows with more than an evaluation) and tokens."""
+    steps = sum(any(not name.startswith(("eval/", "step")) for name in row) for row in source.metrics)
+    parts = [f"{steps:,} steps"] if source.metrics else []
+    if source.table is not None:
+        parts.append(f"{source.table.tokens:,} tokens of {len(source.table):,} samples")
+    return f"{source.path}: {', '.join(parts) or 'empty'}"
 
 
 def _sampled(table: TokenTable | None) -> str:
-    whole = None if table is None else table.metadata.get("sampled")
-    if table is None or not whole:
+    size = None if table is None else table.metadata.get("sampled")
+    if table is None or not size:
         return ""
-    return f"Computed on a random part of the dump: {len(table):,} of {whole['samples']:,} samples."
+    return f"Computed on a random part of the dump: {len(table):,} of {size['samples']:,} samples."
 
 
-def _left_out(table: TokenTable | None, shown: TokenTable | None) -> str:
+def _omitted(table: TokenTable | None, shown: TokenTable | None) -> str:
     if table is None or shown is None or len(shown) == len(table):
         return ""
     return f"The page has {len(shown):,} of {len(table):,} samples: the worst samples, and a random part of the others."

@@ -1,4 +1,4 @@
-"""The plots of the page, as Plotly takes them: plain dictionaries, which the page draws."""
+"""Plots of the page as plain dictionaries for plotly.js."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 COLORS = ("#3b6ea5", "#c0572b", "#3f8f5f", "#8a5ea8", "#a8832a", "#4a9aa8")
-"""Colours of series, readable on white and on black."""
+"""Line colors, readable on white and on black."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,34 +16,34 @@ class Plot:
     """One plot."""
 
     id: str
-    """Of its element in the page."""
+    """Id of the element in the page."""
     title: str
     says: str
-    """What it shows, in one plain statement."""
+    """Description, one or two sentences."""
     traces: list[dict[str, Any]]
     layout: dict[str, Any] = field(default_factory=dict)
     wide: bool = False
-    """Whether it takes the whole width."""
+    """Whether the plot takes the whole width."""
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Plain values for JSON."""
         return asdict(self)
 
 
 def line(x: Any, y: Any, name: str, color: int = 0, **more: Any) -> dict[str, Any]:
-    """A line; `color` is a place in `COLORS`."""
+    """A line; `color` is an index into `COLORS`."""
     style = {"color": COLORS[color % len(COLORS)], "width": 1.6}
     return {"type": "scatter", "mode": "lines", "x": plain(x), "y": plain(y), "name": name, "line": style, **more}
 
 
 def axis(title: str, *, log: bool = False) -> dict[str, Any]:
-    """An axis with its title; a logarithmic one with whole numbers at its ticks: 0.02 in place of a small 2."""
-    title_of = {"text": title, "standoff": 8}  # with which automargin keeps it off the ticks
+    """An axis with a title; ticks of a logarithmic axis are complete numbers, 0.02 instead of a small 2."""
+    title_of = {"text": title, "standoff": 8}  # automargin needs a distance from the ticks
     return {"title": title_of, **({"type": "log", "tickformat": "~g", "nticks": 6} if log else {"type": "linear"})}
 
 
 def plain(values: Any) -> list[Any]:
-    """Numbers as JSON takes them, five digits long; None where they are not finite."""
+    """Numbers for JSON, rounded to five digits; None if not finite."""
     if isinstance(values, np.ndarray) or (values and isinstance(values[0], float | np.floating)):
         array = np.asarray(values)
         if array.dtype.kind == "f":

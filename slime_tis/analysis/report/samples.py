@@ -1,7 +1,4 @@
-"""The samples of the page: columns of tokens in their bytes, text as JSON, worst sample first.
-
-Nothing here is made into HTML: the page shows all of it through `textContent`.
-"""
+"""The samples of the page, worst first: token columns as bytes, text as JSON. The page shows text by `textContent`."""
 
 from __future__ import annotations
 
@@ -20,22 +17,21 @@ MAX_TOKENS = 100_000
 MAX_SAMPLES = 5_000
 """Samples in the page."""
 MAX_PROMPT = 4_000
-"""Characters, or tokens where there is no text, of a prompt in the page: its end."""
+"""Characters of a prompt in the page, or tokens if it has no text; its end is kept."""
 MAX_TEXT = 20_000
-"""Characters of a response's text in the page, beside its tokens: its start."""
+"""Characters of a response's text in the page; its start is kept."""
 MAX_CHARACTERS = 4_000_000
-"""Characters of all prompts in the page, and of all texts: of many samples each has fewer."""
+"""Characters of all prompts in the page, and of all texts, divided equally among samples."""
 MAX_EXPERTS = 1_000_000
-"""Numbers of experts in the page; of more, the first sparse layers."""
+"""Expert numbers in the page; of more, only the first sparse layers."""
 
 Decode = Callable[[Sequence[int]], list[str]]
 
 
 def chosen_samples(table: TokenTable, max_tokens: int = MAX_TOKENS) -> TokenTable:
-    """The samples to show, the one of largest mean abs(Δ) first.
+    """The samples to show, sorted by mean abs(Δ).
 
-    Of a larger table half of the tokens are those of the worst samples, with the groups that they are in, and half
-    those of other samples at random.
+    For a larger table, half of the tokens belong to the worst samples and their groups, half to random other samples.
     """
     order = np.argsort(-mean_size(table), kind="stable")
     if table.tokens <= max_tokens and len(table) <= MAX_SAMPLES:
@@ -46,16 +42,16 @@ def chosen_samples(table: TokenTable, max_tokens: int = MAX_TOKENS) -> TokenTabl
     worst = order[np.cumsum(lengths) <= max_tokens // 2][: MAX_SAMPLES // 2]
     others = np.setdiff1d(order, worst)
     others = np.random.default_rng(0).permutation(others)
-    left = max_tokens - int(table.response_length[worst].sum())
-    others = others[np.cumsum(table.response_length[others]) <= left][: MAX_SAMPLES - len(worst)]
+    budget = max_tokens - int(table.response_length[worst].sum())
+    others = others[np.cumsum(table.response_length[others]) <= budget][: MAX_SAMPLES - len(worst)]
     chosen = np.concatenate([worst, others])
-    if not len(chosen):  # one response is longer than the page may be
+    if not len(chosen):  # one response exceeds the limit
         chosen = order[:1]
     return table.select(chosen[np.argsort(-mean_size(table)[chosen], kind="stable")])
 
 
 def mean_size(table: TokenTable) -> NDArray[np.float64]:
-    """[S] mean abs(Δ) of the valid tokens of each sample; 0 where it has none."""
+    """[S] mean abs(Δ) of the valid tokens of each sample; 0 without valid tokens."""
     valid = table.valid
     sample = table.sample[valid]
     count = np.bincount(sample, minlength=len(table))
@@ -63,14 +59,9 @@ def mean_size(table: TokenTable) -> NDArray[np.float64]:
 
 
 def payload(table: TokenTable, decode: Decode | None = None) -> dict[str, Any]:
-    """What the page needs of the samples: plain values, and `columns` of arrays with one value per token.
-
-    Args:
-        table: The samples to show, in their order.
-        decode: Texts of token ids, each on its own; None shows the ids.
-    """
+    """Data of the samples for the page: plain values, and `columns` of arrays with one value per token."""
     size = np.abs(table.log_ratio[table.valid])
-    ids, place = np.unique(table.token, return_inverse=True) if table.token is not None else (None, None)
+    ids, index = np.unique(table.token, return_inverse=True) if table.token is not None else (None, None)
     texts = None if decode is None or ids is None else decode([int(i) for i in ids])
     columns: dict[str, NDArray[Any]] = {
         "train": table.train_log_prob,
@@ -84,8 +75,8 @@ def payload(table: TokenTable, decode: Decode | None = None) -> dict[str, Any]:
     for name in ("weight", "bounded_weight", "advantage", "entropy", "weight_version", "turn", "rejected", "vetoed"):
         if (column := getattr(table, name)) is not None:
             columns[name] = column
-    if place is not None:
-        columns["token"] = place.astype(np.int32)
+    if index is not None:
+        columns["token"] = index.astype(np.int32)
     experts = None
     if table.experts is not None and table.experts.size:
         of, k = table.experts.shape[1:]
@@ -110,66 +101,56 @@ def packed(payload: dict[str, Any]) -> bytes:
     `columns` of the JSON has the JavaScript type of each column, its first byte after the JSON, and its length.
     """
     types = {"f4": "Float32Array", "i4": "Int32Array", "i2": "Int16Array", "u1": "Uint8Array"}
-    places, parts, start = {}, [], 0
+    layout, parts, start = {}, [], 0
     for name, column in payload["columns"].items():
-        places[name] = types[column.dtype.str[1:]], start, column.size
+        layout[name] = types[column.dtype.str[1:]], start, column.size
         parts.append(_aligned(column.astype(column.dtype.newbyteorder("<")).tobytes(), b"\0"))
         start += len(parts[-1])
-    head = _aligned(json.dumps({**payload, "columns": places}, allow_nan=False).encode(), b" ")
+    head = _aligned(json.dumps({**payload, "columns": layout}, allow_nan=False).encode(), b" ")
     return b"".join([struct.pack("<I", len(head)), head, *parts])
 
 
 def _aligned(part: bytes, filler: bytes) -> bytes:
-    """The bytes, filled up to a multiple of four: JavaScript has no view of numbers at other places."""
+    """The bytes, padded to a multiple of four, which JavaScript's typed arrays require."""
     return part + filler * (-len(part) % 4)
 
 
 def _samples(table: TokenTable, decode: Decode | None) -> list[dict[str, Any]]:
-    valid, size = table.valid, np.abs(table.log_ratio)
-    return [
-        _sample(table, i, float(mean), valid, size, decode)  # columns of the table are computed once
-        for i, mean in enumerate(mean_size(table))
-    ]
+    valid_N, size_N, mean_S = table.valid, np.abs(table.log_ratio), mean_size(table)
+    characters = MAX_CHARACTERS // max(len(table), 1)
+    text_limit, prompt_limit = min(characters, MAX_TEXT), min(characters, MAX_PROMPT)
+    samples = []
+    for i in range(len(table)):
+        rows = slice(int(table.offsets[i]), int(table.offsets[i + 1]))
+        valid = valid_N[rows]
+        sample: dict[str, Any] = {"mean": float(mean_S[i]), "worst": float(size_N[rows].max(initial=0.0))}
+        sample["valid"] = int(valid.sum())
+        for name in ("step", "sample_index", "group", "reward", "truncated"):
+            if (column := getattr(table, name)) is not None and np.isfinite(column[i]):
+                sample[name] = column[i].item()
+        advantages = np.zeros(0) if table.advantage is None else table.advantage[rows][valid]
+        if np.isfinite(advantages).any():
+            sample["advantage"] = float(advantages[np.isfinite(advantages)].mean(dtype=np.float64))
+        text = table.text[i] if table.text is not None else ""
+        sample["text"] = text if len(text) <= text_limit else text[:text_limit] + "…"
+        sample["prompt"] = _prompt(table, i, decode, prompt_limit)
+        samples.append(sample)
+    return samples
 
 
-def _sample(
-    table: TokenTable,
-    i: int,
-    mean: float,
-    valid_N: NDArray[np.bool_],
-    size_N: NDArray[np.float32],
-    decode: Decode | None,
-) -> dict[str, Any]:
-    rows = slice(int(table.offsets[i]), int(table.offsets[i + 1]))
-    valid = valid_N[rows]
-    values: dict[str, Any] = {"mean": mean, "worst": float(size_N[rows].max(initial=0.0)), "valid": int(valid.sum())}
-    for name in ("step", "sample_index", "group", "reward", "truncated"):
-        column = getattr(table, name)
-        if column is not None and np.isfinite(column[i]):
-            values[name] = column[i].item()
-    advantages = np.zeros(0) if table.advantage is None else table.advantage[rows][valid]
-    if np.isfinite(advantages).any():
-        values["advantage"] = float(advantages[np.isfinite(advantages)].mean(dtype=np.float64))
-    characters = MAX_CHARACTERS // len(table)
-    values["prompt"] = _prompt(table, i, decode, min(characters, MAX_PROMPT))
-    text, most = table.text[i] if table.text is not None else "", min(characters, MAX_TEXT)
-    values["text"] = text if len(text) <= most else text[:most] + "…"
-    return values
-
-
-def _prompt(table: TokenTable, i: int, decode: Decode | None, most: int) -> str:
+def _prompt(table: TokenTable, i: int, decode: Decode | None, limit: int) -> str:
     if table.prompt_text is not None and table.prompt_text[i]:
         text = table.prompt_text[i]
     elif table.prompt is not None:
-        ids = table.prompt[i][-most:].tolist()
+        ids = table.prompt[i][-limit:].tolist()
         text = " ".join(map(str, ids)) if decode is None else "".join(decode(ids))
     else:
         return ""
-    return text if len(text) <= most else "…" + text[-most:]
+    return text if len(text) <= limit else "…" + text[-limit:]
 
 
 def _with_groups(table: TokenTable, order: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The order with the samples of a group moved up to its first one."""
+    """The order with all samples of a group moved to its first sample."""
     assert table.group is not None
     steps = table.step if table.step is not None else np.zeros(len(table), np.int32)
     _, group = np.unique(np.stack([steps, table.group]), axis=1, return_inverse=True)

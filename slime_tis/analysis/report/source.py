@@ -17,28 +17,28 @@ from slime_tis.errors import first_line, quoted_path
 from slime_tis.metrics_file import CONFIG, METRICS, metrics_before
 
 MAX_METRICS = 2**29
-"""Bytes that a metrics.jsonl may have."""
+"""Largest size of a metrics.jsonl, bytes."""
 MAX_TOKENS = 2_000_000
-"""Tokens of dumps that are held; of more, a random part of the samples."""
+"""Largest number of tokens in memory, a random part of the samples of a larger dump."""
 MAX_BYTES = 1 << 28
-"""Bytes of dumps that are held, likewise: fewer tokens where each has many experts."""
+"""Largest size of dumps in memory, bytes."""
 DUMPS_FLAG = "--save-debug-train-data"
 """The flag of train.py that writes dumps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A run directory or a dump, as it was read."""
+    """The content of a run directory or a dump."""
 
     name: str
-    """Of the path."""
+    """Last part of the path."""
     path: Path
     metrics: tuple[Mapping[str, Any], ...]
-    """Rows of metrics.jsonl; none of a dump."""
+    """Rows of metrics.jsonl; empty for a dump."""
     table: TokenTable | None
-    """Tokens; None where the run wrote no dumps."""
+    """Tokens; None if the run wrote no dumps."""
     note: str
-    """What is missing, and what to do about it."""
+    """Missing data, and how to get them."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The run's config.yaml; empty for a dump."""
 
@@ -70,7 +70,7 @@ def _read(path: Path, part: int) -> TokenTable:
 
 
 def _staleness_note(table: TokenTable | None) -> str:
-    """A hint where the age of the weights is unknown."""
+    """A hint if the age of the weights is unknown."""
     if table is None or not table.tokens or (table.weight_version is not None and table.step is not None):
         return ""
     return "The dump lacks weight_versions or step, so staleness cannot be seen (docs/dumps.md)."

@@ -11,14 +11,14 @@ from slime_tis.errors import first_line, quoted_path
 
 
 def decoder(table: TokenTable | None, hf_checkpoint: str = "") -> Decode | None:
-    """A function from token ids to their texts, each decoded on its own; None where no tokenizer is known.
+    """A function from token ids to their texts, decoded one by one; None without a tokenizer.
 
     Args:
-        table: A dump, whose metadata may name the directory of its tokenizer.
-        hf_checkpoint: Directory to use in its place.
+        table: A dump; its metadata may name the directory of its tokenizer.
+        hf_checkpoint: Directory of the tokenizer, which has priority.
 
     Raises:
-        ValueError: `hf_checkpoint` is given and has no tokenizer that reads.
+        ValueError: `hf_checkpoint` is given and has no readable tokenizer.
     """
     named = None if table is None else table.metadata.get("tokenizer")
     directory = hf_checkpoint or (named if isinstance(named, str) else "")
