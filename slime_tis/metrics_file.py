@@ -15,7 +15,7 @@ def metrics_before(path: Path, step: int, *, evaluates_again: bool = False) -> l
     Args:
         path: The metrics.jsonl.
         step: First step that will be logged again.
-        evaluates_again: Also drop the evaluation that an earlier resumption logged, in a row of its own, at the step
+        evaluates_again: Also drop the separate row that an earlier resumption logged for its evaluation at the step
             before.
 
     Raises:

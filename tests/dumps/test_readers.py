@@ -288,7 +288,7 @@ def test_unknown_forms_and_rollout_dumps_are_named(tmp_path):
 
 
 def test_a_line_without_end_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(readers, "LONGEST_LINE", 100)
+    monkeypatch.setattr(readers, "MAX_LINE_BYTES", 100)
     (tmp_path / "a.jsonl").write_text("[" * 500)
     with pytest.raises(ValueError, match="line 1 is longer than"):
         read(tmp_path / "a.jsonl")

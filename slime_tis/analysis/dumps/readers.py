@@ -1,4 +1,4 @@
-"""Reads per-token dumps, of this program and of others, into one `TokenTable`.
+"""Reads per-token dumps of this program and of other projects into one `TokenTable`.
 
 file or directory → files → tables of some samples each → one table, or a random part of it
 """
@@ -9,8 +9,9 @@ import json
 import pickle
 import re
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,11 @@ from slime_tis.analysis.dumps.table import Column, SampleParts, TokenTable, lowe
 from slime_tis.errors import first_line, quoted_path
 
 CHUNK_TOKENS = 1 << 18
-"""Response tokens and characters of text that are parsed before they become a table."""
+"""Response tokens and characters of text per table of a JSON or parquet file."""
 PYTHON_NUMBER_BYTES = 32
-"""Memory of a float in a list."""
-LONGEST_LINE = 1 << 28
-"""Bytes of a line of JSON."""
+"""Memory of a float in a Python list."""
+MAX_LINE_BYTES = 1 << 28
+"""Largest line of a JSONL file."""
 PATTERNS = (
     "train_data/*.parquet",
     "train_data/*.pt",
@@ -50,43 +51,38 @@ PATTERNS = (
     "rank_*.jsonl",
     "*.jsonl",
 )
-"""Where the dumps of a directory are; the first pattern that any file fits is taken."""
+"""Dumps in a directory; the first pattern with files is used."""
 NOT_DUMPS = ("metrics.jsonl",)
 
 
 def read(path: str | Path, *, max_tokens: int | None = None, max_bytes: int | None = None, seed: int = 0) -> TokenTable:
-    """The table of a dump.
+    """The table of a dump, a file or a directory of files of one form.
 
-    It may be a file or a directory with files of one form: parquet or .pt of this program, a run directory of this
-    program, slime's and miles's `--save-debug-train-data`, NeMo-RL's `train_data_step*.jsonl`, prime-rl's
-    `token_exports`, verl's generations where they carry log-probs, and JSONL or parquet with the columns
-    train_log_probs, rollout_log_probs and loss_mask (docs/dumps.md).
+    Forms: parquet or .pt of this program, a run directory, slime's and miles's `--save-debug-train-data`, NeMo-RL's
+    `train_data_step*.jsonl`, prime-rl's `token_exports`, verl's generations with log-probs, and JSONL or parquet with
+    the columns train_log_probs, rollout_log_probs and loss_mask (docs/dumps.md).
 
     Args:
-        path: of the file or the directory.
-        max_tokens: response tokens to keep, a random part of the samples where there are more; then memory is
-            bounded by twice as many, and by one part of a parquet file or one .pt file. All when None.
-        max_bytes: of the table, likewise: what bounds memory where tokens have many experts.
-        seed: of that part.
+        path: The file or directory.
+        max_tokens: Response tokens to keep, a random part of more. Memory is then bounded by twice this number and by
+            one batch of a parquet file or one .pt file. Default: all.
+        max_bytes: Size of the table, likewise. Bounds the memory of tokens with many experts.
+        seed: Seed of the random part.
 
     Raises:
-        ValueError: nothing is there, or it is of no known form, or damaged; names the file and the line.
+        ValueError: there is no dump, its form is unknown, or it is damaged; names the file and the line.
     """
-    files = files_of(Path(path))
-    kept = Reservoir(max_tokens, max_bytes, seed)
-    for file in files:
+    reservoir = Reservoir(max_tokens, max_bytes, seed)
+    for file in files_of(Path(path)):
         for table in tables_of(file):
-            kept.add(table)
-    if not kept.tables:
+            reservoir.add(table)
+    if not reservoir.tables:
         raise ValueError(f"{path} has no samples.")
-    return kept.table()
+    return reservoir.table()
 
 
 class Reservoir:
-    """Samples of some tables, drawn from all of them with equal chances.
-
-    Every sample gets a random number, and those with the lowest stay.
-    """
+    """A uniform random part of the samples of several tables: the samples with the lowest random numbers."""
 
     def __init__(self, max_tokens: int | None, max_bytes: int | None, seed: int) -> None:
         self._max_tokens = 2**62 if max_tokens is None else max_tokens
@@ -99,10 +95,10 @@ class Reservoir:
         """Response tokens in `tables`."""
         self.tables: list[TokenTable] = []
         self.samples = self.tokens = 0
-        """Of all tables that were added."""
+        """Totals of all added tables."""
 
     def add(self, table: TokenTable) -> None:
-        """Adds the samples of a table that may stay. Discarded samples are freed with the next table."""
+        """Adds a table without the samples that are already out."""
         priority = self._chance.random(len(table))
         self.samples, self.tokens = self.samples + len(table), self.tokens + table.tokens
         if self._max_bytes is not None and table.tokens:
@@ -115,11 +111,11 @@ class Reservoir:
             self._thin()
 
     def table(self) -> TokenTable:
-        """All samples that stay, as one table; `metadata["sampled"]` has the total where some were discarded."""
+        """The remaining samples as one table; `metadata["sampled"]` has the totals if samples were discarded."""
         if self.tokens > self._max_tokens:
             self._thin()
-            whole = {"samples": self.samples, "tokens": self.tokens}
-            return replace(self.tables[0], metadata={**self.tables[0].metadata, "sampled": whole})
+            totals = {"samples": self.samples, "tokens": self.tokens}
+            return replace(self.tables[0], metadata={**self.tables[0].metadata, "sampled": totals})
         return TokenTable.concatenate(self.tables)
 
     def _thin(self) -> None:
@@ -134,33 +130,34 @@ def files_of(path: Path) -> list[Path]:
     """The files of a dump, in the order of the numbers in their names.
 
     Raises:
-        ValueError: there are none.
+        ValueError: there is no file.
     """
     if path.is_file():
         return [path]
     if not path.is_dir():
         raise ValueError(f"there is no file or directory {quoted_path(path)}.")
-    for found in (_files_of_run(path), *(path.glob(pattern) for pattern in PATTERNS)):
-        found = [file for file in found if file.is_file() and file.name not in NOT_DUMPS]
-        if found:
-            return sorted(found, key=_numbers_in)
+    for candidates in (files_of_run(path), *(path.glob(pattern) for pattern in PATTERNS)):
+        files = [file for file in candidates if file.is_file() and file.name not in NOT_DUMPS]
+        if files:
+            return sorted(files, key=_numbers_in)
     raise ValueError(
-        f"{quoted_path(path)} has no dumps in it; --save-debug-train-data or --dump-details writes them "
-        "(docs/dumps.md)."
+        f"{quoted_path(path)} has no dumps; --save-debug-train-data or --dump-details writes them (docs/dumps.md)."
     )
 
 
-def _files_of_run(directory: Path) -> Iterable[Path]:
-    """The dumps that the options in a run directory name; a relative name is one below the working directory."""
+def files_of_run(run: Path) -> list[Path]:
+    """Files of --save-debug-train-data in a run's config.yaml, where the run wrote them or moved with the run."""
     try:
-        options = (directory / "config.yaml").read_text(encoding="utf-8")
+        options = (run / "config.yaml").read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return []
-    found = re.search(r"^save_debug_train_data: *['\"]?(.+?)['\"]? *$", options, re.MULTILINE)
-    if found is None:
+    option = re.search(r"^save_debug_train_data: *['\"]?(.+?)['\"]? *$", options, re.MULTILINE)
+    if option is None:
         return []
-    pattern = Path(re.sub(r"\{(rollout_id|rank)\}", "*", found[1])).absolute()
-    return Path(pattern.anchor).glob(str(pattern.relative_to(pattern.anchor)))
+    pattern = Path(re.sub(r"\{(rollout_id|rank)\}", "*", option[1])).absolute()
+    moved = (run.absolute() / pattern.parent.name / pattern.name, run.absolute() / pattern.name)
+    matches = (Path(path.anchor).glob(str(path.relative_to(path.anchor))) for path in (pattern, *moved))
+    return next((files for files in map(list, matches) if files), [])
 
 
 def _numbers_in(path: Path) -> tuple[list[int], str]:
@@ -190,13 +187,13 @@ def _tables(rows: Iterator[tuple[str, dict[str, Any]]], path: Path) -> Iterator[
     form: RowFormat | None = None
     parts: list[SampleParts] = []
     tokens = 0
-    for place, row in rows:
+    for where, row in rows:
         try:
             form = form or format_of(row)
             part = form.parts(row, path)
-            _check(part)
+            _check_log_probs(part)
         except ValueError as error:
-            raise ValueError(f"{place} {error}") from error
+            raise ValueError(f"{where} {error}") from error
         parts.append(part)
         tokens += len(part.rollout_log_prob) + len(part.text or "") + len(part.prompt_text or "")
         if tokens >= CHUNK_TOKENS:
@@ -213,8 +210,8 @@ def _table(parts: Sequence[SampleParts], form: RowFormat, path: Path) -> TokenTa
         raise ValueError(f"{path}: {error}") from error
 
 
-def _check(part: SampleParts) -> None:
-    """Refuses what no engine returns."""
+def _check_log_probs(part: SampleParts) -> None:
+    """Refuses positive log-probs."""
     for name in ("train_log_prob", "rollout_log_prob"):
         values = np.asarray(getattr(part, name), np.float64)
         trained = np.ones(len(values)) if part.loss_mask is None else np.asarray(part.loss_mask)
@@ -225,25 +222,26 @@ def _check(part: SampleParts) -> None:
 def _json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         with path.open("rb") as lines:
-            number = 0
-            while line := lines.readline(LONGEST_LINE):
-                number += 1
-                place = f"{path}, line {number}"
-                if len(line) == LONGEST_LINE:
-                    raise ValueError(f"{place} is longer than {LONGEST_LINE >> 20} MiB.")
+            for number in count(1):
+                line = lines.readline(MAX_LINE_BYTES)
+                where = f"{path}, line {number}"
+                if len(line) == MAX_LINE_BYTES:
+                    raise ValueError(f"{where} is longer than {MAX_LINE_BYTES >> 20} MiB.")
+                if not line:
+                    return
                 if line.strip():
-                    yield place, _parsed(line, place)
+                    yield where, _parsed(line, where)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}.") from error
 
 
-def _parsed(line: bytes, place: str) -> dict[str, Any]:
+def _parsed(line: bytes, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{place} is not JSON: {first_line(error)}.") from None
+        raise ValueError(f"{where} is not JSON: {first_line(error)}.") from None
     if not isinstance(row, dict):
-        raise ValueError(f"{place} is JSON of type {type(row).__name__}, but each line must be an object.")
+        raise ValueError(f"{where} is JSON of type {type(row).__name__}, but each line must be an object.")
     return row
 
 

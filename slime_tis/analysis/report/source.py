@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from slime_tis.analysis.dumps.readers import files_of, read
+from slime_tis.analysis.dumps.readers import files_of_run, read
 from slime_tis.analysis.dumps.table import TokenTable
 from slime_tis.errors import first_line, quoted_path
 from slime_tis.metrics_file import CONFIG, METRICS, metrics_before
@@ -98,14 +97,8 @@ def _dumps_of(run: Path, pattern: Any, part: int) -> tuple[TokenTable | None, st
             f"This run wrote no dumps of tokens, so the report has its metrics only. {DUMPS_FLAG} PATTERN, "
             f"for example {DUMPS_FLAG} 'DIR/{{rollout_id}}.parquet', writes them."
         )
-    directory = Path(os.path.dirname(pattern.split("{", 1)[0]) if "{" in pattern else pattern)
-    for moved in (directory, run / directory.name):  # the run may have moved with its dumps
-        try:
-            files = run if moved.exists() and moved.samefile(run) else moved
-            files_of(files)
-        except ValueError:
-            continue
-        return _read(files, part), ""
+    if files_of_run(run):
+        return _read(run, part), ""
     return None, f"The run's dumps {pattern} do not exist any more; give the path of the dumps instead of the run."
 
 
