@@ -30,9 +30,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: The command line without the program's name; None means that of this process.
     """
+    owns_process = argv is None
     argv = _own_command_line() if argv is None else list(argv)
     if argv[:1] == ["train"]:
-        return train(argv[1:], prog="slime-tis train")
+        return train(argv[1:], prog="slime-tis train", owns_process=owns_process)
     protect_output(keep_running=False)
     parser = argparse.ArgumentParser(
         prog="slime-tis", description="Training with rollout correction, and tools beside it."
@@ -166,27 +167,36 @@ def _add_analysis(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     )
 
 
-def train(argv: Sequence[str] | None = None, *, prog: str = "train.py") -> int:
+def train(argv: Sequence[str] | None = None, *, prog: str = "train.py", owns_process: bool = False) -> int:
     """Checks a command line and then runs `slime_tis.trainer.train`; returns the exit status.
 
     Args:
         argv: The command line without the program's name; None means that of this process.
         prog: Name of the program in `--help`.
+        owns_process: Whether the process ends with the run, also where argv is given.
 
     Raises:
         SystemExit: The command line is refused, with code 2 and a message on stderr, or asks for help, with code 0.
     """
+    owns_process |= argv is None
     argv = _own_command_line() if argv is None else list(argv)
     protect_output(keep_running=False)  # for --help
     try:
         from slime_tis.trainer.cli.arguments import parse_args
 
         arguments = parse_args(argv, prog=prog)
+        from slime_tis.trainer.engines.tasks import THREADS
+        from slime_tis.trainer.interrupt import end_process
         from slime_tis.trainer.train import main as run
     except ModuleNotFoundError as error:
         return _package_is_missing(error, prog, "train")
     protect_output(keep_running=True)
-    return run(arguments)
+    status = run(arguments)
+    if owns_process and THREADS.running:  # Python aborts where a daemon thread holds a lock of stdin, or runs C++
+        sys.stdout.flush()
+        sys.stderr.flush()
+        end_process(status)
+    return status
 
 
 def _package_is_missing(error: ModuleNotFoundError, command: str, extra: str) -> int:

@@ -15,6 +15,7 @@ from tests.runs import make_task, read_metrics, run_apart, run_here, training_me
 
 ROOT = Path(__file__).parent.parent
 AGENTS = """
+import asyncio, time
 from slime.rollout.sglang_rollout import GenerateState
 from slime.utils.http_utils import post
 from slime.utils.types import Sample
@@ -114,6 +115,30 @@ async def unreliable(args, sample, sampling_params, engine):
     if sample.index % 4 == 1:
         sample.response = "x" * (1 << 21)
     return sample
+
+
+async def hung_tools(args, sample, sampling_params, engine):
+    if sample.index == 0:
+        await asyncio.to_thread(time.sleep, 10_000)
+    while sample.index == 1:
+        try:
+            await asyncio.to_thread(time.sleep, 10_000)
+        except:
+            pass
+    while sample.index == 2:
+        try:
+            await engine.generate([])  # raises at once
+        except:
+            pass
+        await asyncio.sleep(0)
+    asyncio.get_running_loop().stop()
+    return await eight_turns(args, sample, sampling_params, engine)
+
+
+async def cancels_all_tasks(args, sample, sampling_params, engine):
+    for task in asyncio.all_tasks():
+        task.cancel()
+    return await eight_turns(args, sample, sampling_params, engine)
 """
 
 
@@ -231,6 +256,18 @@ def test_failures_cost_their_samples_alone(task, tmp_path: Path, capsys) -> None
     assert (row["rollout/generate_failed/raised"], row["rollout/generate_failed/size"]) == (4.0, 4.0)
     assert row["train/loss_denominator"] == 8.0 and row["train/train_rollout_logprob_abs_diff"] < 1e-5
     assert "8 of 16 samples could not be made and train nothing: " in capsys.readouterr().err
+
+
+def test_a_run_continues_without_the_samples_whose_tools_hang(task, tmp_path: Path) -> None:
+    hung = run_apart([*agent(task, "hung_tools"), "--generate-timeout", "3", "--num-rollout", "2"], tmp_path / "run")
+    assert hung.returncode == 0, hung.stderr
+    rows = read_metrics(tmp_path / "run")
+    assert [row["rollout/generate_failed/timeout"] for row in rows] == [3.0, 3.0]
+
+
+def test_a_function_that_cancels_all_tasks_ends_the_run_with_a_message(task, tmp_path: Path, capsys) -> None:
+    assert train([*agent(task, "cancels_all_tasks"), "--output-dir", str(tmp_path / "run")]) == 2
+    assert "tasks that it did not create" in capsys.readouterr().err
 
 
 def test_a_resumed_run_goes_on_to_the_bit_and_evaluates_with_the_function(task, tmp_path: Path) -> None:

@@ -32,6 +32,30 @@ def blocking(args, samples):
     time.sleep(100)
 """
 
+HUNG_TOOLS = """
+import asyncio, itertools, time
+
+calls = itertools.count()
+
+async def answer(args, sample, engine):
+    turn = await engine.generate(sample.tokens)
+    sample.append_response_tokens(args, tokens=turn.token_ids, log_probs=turn.log_probs, text=turn.text)
+    if next(calls) >= 16:  # in the second rollout
+        print("hanging", flush=True)
+        return None
+    return sample
+
+async def hung_thread(args, sample, sampling_params, engine):
+    return await answer(args, sample, engine) or await asyncio.to_thread(time.sleep, 10_000)
+
+async def bare_except(args, sample, sampling_params, engine):
+    while True:
+        try:
+            return await answer(args, sample, engine) or await engine.generate([])
+        except:
+            await asyncio.sleep(0.01)
+"""
+
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
@@ -243,6 +267,28 @@ def test_slow_rewards_are_abandoned_or_end_at_the_second_signal(
             f"{number.name}, {reward}", failure or (f"took {outcome.seconds} s" if not outcome.status else None)
         )
     tries.check(at_least=3)
+
+
+@pytest.mark.parametrize("agent", ["hung_thread", "bare_except"])
+def test_the_first_signal_stops_a_run_whose_tools_hang(agent: str, flags: list[str], tmp_path: Path, tally: Any) -> None:
+    tries = tally("a signal while tools hang")
+    (tmp_path / "agents.py").write_text(HUNG_TOOLS)
+    place = flags.index("--rollout-precision")
+    with fake_servers(1) as (server,):
+        sglang = ["--rollout-engine", "sglang", "--sglang-url", server.url, "--sglang-weight-sync", "disk"]
+        sglang += ["--sglang-weight-dir", str(tmp_path / "weights"), "--update-weights-interval", "1"]
+        engines = {"local": flags, "sglang": [*flags[:place], *flags[place + 2 :], *sglang]}
+        for name, number in zip(engines, (signal.SIGTERM, signal.SIGINT), strict=True):
+            save = tmp_path / f"save_{name}"
+            arguments = [*engines[name], "--save", str(save), "--skip-eval-before-train"]
+            arguments += ["--custom-generate-function-path", f"{tmp_path / 'agents.py'}:{agent}"]
+            run = ForkedRun([*arguments, "--output-dir", str(tmp_path / name)], tmp_path / f"log_{name}")
+            until(prints(run, "hanging"), run, HANG)
+            run.kill(number)
+            outcome = run.wait(HANG)
+            saved = outcome.status == 128 + number and any(save.glob("iter_*"))
+            tries.record(f"{agent}, {name}", wrong(run, outcome, number) or (None if saved else outcome.error))
+    tries.check(at_least=2)
 
 
 def test_a_signal_during_the_export_leaves_a_whole_export_or_none(flags: list[str], tmp_path: Path, tally: Any) -> None:

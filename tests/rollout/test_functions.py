@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from slime_tis.errors import CustomFunctionError
 from slime_tis.trainer.data.sample import STATUS, Prompt, Sample, Sampling
 from slime_tis.trainer.engines.functions import (
     FunctionBatch,
@@ -110,7 +111,7 @@ def test_a_function_that_cancels_itself_ends_the_rollout(checkpoint, engine):
     async def cancels(sample, engine):
         raise asyncio.CancelledError
 
-    with pytest.raises(RuntimeError, match="ended with a cancellation of its own"):
+    with pytest.raises(CustomFunctionError, match="cancelled tasks"):
         engine.submit_function(prompts_of(checkpoint), cancels, RUN, 5, concurrency=6)
 
 

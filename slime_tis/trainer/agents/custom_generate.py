@@ -28,6 +28,7 @@ from slime_tis.trainer.data.json_values import json_object
 from slime_tis.trainer.data.sample import STATUS, Sample, SampleStatus, Sampling, by_rollout
 from slime_tis.trainer.engines.engine import RolloutUnavailable
 from slime_tis.trainer.engines.generation import RolloutFunction, TokenEngine
+from slime_tis.trainer.engines.tasks import is_abandoned
 from slime_tis.trainer.interrupt import Interrupted
 from slime_tis.user_functions import calling, check_signature, describe, load_function
 
@@ -118,10 +119,13 @@ class GenerateFunction:
         finally:  # reached as well where the rollout is given up
             if not task.done():
                 engine.is_closed = True
+                task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # nobody awaits it
                 task.cancel()
-                await asyncio.wait({task}, timeout=GRACE)
+                try:
+                    await asyncio.wait({task}, timeout=GRACE)
+                finally:
+                    is_abandoned(task)
         if engine.is_closed:
-            task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # which nobody awaits
             raise NoSample("timeout", f"{describe(self.function)} took more than {self.timeout:g} s.")
         try:
             return task.result()

@@ -7,6 +7,7 @@ all that follow an input that differs.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +18,9 @@ from torch import Tensor
 from slime_tis.trainer.data.sample import Sample, SampleStatus
 from slime_tis.trainer.data.sampling_mask import SamplingMask
 from slime_tis.trainer.engines.generation import Generation, TokenEngine
+
+CLOSED_PAUSE = 0.5
+"""Seconds before a request out of time is refused: a function that asks again forever must not occupy the loop."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +66,7 @@ class RecordedEngine:
     ) -> Generation:
         """Samples what follows some tokens; see `TokenEngine`."""
         if self.is_closed:
+            await asyncio.sleep(CLOSED_PAUSE)
             raise RuntimeError("this sample ran out of time (--generate-timeout).")
         generation = await self._engine.generate(token_ids, sampling_params, session_id=session_id)
         self.sampled.append(Sampled(input_ids=[int(token) for token in token_ids], generation=generation))

@@ -11,11 +11,11 @@ from itertools import count
 
 import torch.distributed as dist
 
-from slime_tis.errors import first_line
+from slime_tis.errors import CustomFunctionError, first_line
 from slime_tis.trainer.collectives import map_over_ranks
 from slime_tis.trainer.data.sample import Prompt, Sample, SampleStatus, Sampling, by_rollout
 from slime_tis.trainer.engines.generation import Generation, Request, RolloutFunction, SampleEngine, SampleKey
-from slime_tis.trainer.engines.tasks import cancel_and_wait
+from slime_tis.trainer.engines.tasks import CANCELLED, cancel_and_wait
 
 ABORT_TIMEOUT = 20.0
 """Longest wait for functions to return what they have once requests are answered with abort, in seconds."""
@@ -142,7 +142,7 @@ class FunctionBatch:
         """Calls of each group that are not complete."""
         self._complete = self._missing.count(0)
         """Groups whose calls are."""
-        self._stopping = False
+        self._stopping = self._ended = False
         self._changed = asyncio.Event()
         self._failure: Exception | None = None
 
@@ -175,6 +175,7 @@ class FunctionBatch:
                 if tasks:
                     await asyncio.wait(tasks, timeout=ABORT_TIMEOUT)
         finally:
+            self._ended = True
             await cancel_and_wait(tasks)
         if self._failure is not None:
             raise self._failure
@@ -199,10 +200,9 @@ class FunctionBatch:
                 self._missing[place] -= call.complete
                 self._complete += call.complete and self._missing[place] == 0
             except asyncio.CancelledError:
-                task = asyncio.current_task()
-                if task is not None and task.cancelling():
+                if self._ended:
                     raise
-                self.fail(RuntimeError("a call of the generate function ended with a cancellation of its own."))
+                self.fail(CustomFunctionError(CANCELLED))
             except Exception as error:
                 self.fail(error)
             finally:

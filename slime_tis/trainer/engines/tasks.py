@@ -1,10 +1,23 @@
-"""Tasks of an asyncio loop that have to end, whatever they do with a cancellation."""
+"""Event loops for users' coroutines: neither a thread that hangs nor a task that swallows its cancellation blocks them."""
 
 import asyncio
-from collections.abc import Coroutine, Iterable
+import ctypes
+import queue
+import threading
+from collections.abc import Callable, Coroutine, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
+
+from slime_tis.errors import CustomFunctionError
 
 CANCEL_INTERVAL = 0.5
 """Time after which a task that swallowed a cancellation gets another one, in seconds."""
+CANCEL_ATTEMPTS = 6
+"""Cancellations after which a task is abandoned."""
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
 class BackgroundTasks:
@@ -28,11 +41,108 @@ class BackgroundTasks:
         await cancel_and_wait(self._tasks)
 
 
-async def cancel_and_wait(tasks: Iterable[asyncio.Task[object]]) -> None:
-    """Cancels tasks and waits until they have ended, however they did."""
-    all_tasks = list(tasks)
-    while pending := [task for task in all_tasks if not task.done()]:
+async def cancel_and_wait(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancels tasks other than this one and waits until they have ended; abandons those that do not end."""
+    every = {task for task in tasks if task not in _abandoned and task is not asyncio.current_task()}
+    for _ in range(CANCEL_ATTEMPTS):
+        pending = [task for task in every if not task.done()]
+        if not pending:
+            break
         for task in pending:
             task.cancel()
         await asyncio.wait(pending, timeout=CANCEL_INTERVAL)
-    await asyncio.gather(*all_tasks, return_exceptions=True)
+    await asyncio.gather(*(task for task in every if not is_abandoned(task)), return_exceptions=True)
+
+
+def is_abandoned(task: asyncio.Task[Any]) -> bool:
+    """Abandons a task that should have ended; returns whether it had to.
+
+    Nothing waits for an abandoned task, and it is never deallocated. Deallocation raises GeneratorExit in its
+    coroutine, and a retry loop with a bare `except` would swallow that forever, also when the interpreter exits.
+    """
+    if not task.done() and task not in _abandoned:
+        _abandoned.add(task)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(task))
+    return not task.done()
+
+
+_abandoned: set[asyncio.Task[Any]] = set()
+
+
+class DaemonThreads(ThreadPoolExecutor):
+    """A default executor of event loops that never joins its threads. A call that hangs holds up no other call."""
+
+    def __init__(self) -> None:
+        super().__init__()  # asyncio accepts no other class; its threads are not used
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
+        self._idle = threading.Semaphore(0)
+        self.running: set[Future[Any]] = set()
+        """Calls that have begun and not returned."""
+
+    def submit(
+        self, fn: Callable[Arguments, Result], /, *args: Arguments.args, **kwargs: Arguments.kwargs
+    ) -> Future[Result]:
+        """Runs a call in an idle thread, or in a new one."""
+        future: Future[Result] = Future()
+        self._calls.put((future, partial(fn, *args, **kwargs)))
+        if not self._idle.acquire(blocking=False):
+            threading.Thread(target=self._work, name="tool", daemon=True).start()
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Does nothing: the threads are idle, or hang."""
+
+    def _work(self) -> None:
+        while True:
+            future, call = self._calls.get()
+            if future.set_running_or_notify_cancel():
+                self.running.add(future)
+                try:
+                    future.set_result(call())
+                except BaseException as error:
+                    future.set_exception(error)
+                self.running.discard(future)
+            del future, call  # an idle thread keeps nothing alive
+            self._idle.release()
+
+
+THREADS = DaemonThreads()
+"""Those of all loops of this process."""
+
+
+def new_loop() -> asyncio.AbstractEventLoop:
+    """An event loop whose `asyncio.to_thread` uses daemon threads."""
+    loop = asyncio.new_event_loop()
+    loop.set_default_executor(THREADS)
+    return loop
+
+
+def run(work: Coroutine[Any, Any, Result]) -> Result:
+    """Runs work in this thread's event loop, and ends the tasks that it leaves behind.
+
+    The loop is kept, as in slime: locks and semaphores of a user's module belong to one loop.
+
+    Raises:
+        CustomFunctionError: a user's function cancelled the work.
+    """
+    loop: asyncio.AbstractEventLoop | None = getattr(_of_thread, "loop", None)
+    if loop is None:
+        loop = _of_thread.loop = new_loop()
+    task = loop.create_task(work)
+    try:
+        _run_until_done(loop, task)
+        return task.result()
+    except asyncio.CancelledError:
+        raise CustomFunctionError(CANCELLED) from None
+    finally:
+        _run_until_done(loop, loop.create_task(cancel_and_wait(asyncio.all_tasks(loop))))
+
+
+CANCELLED = "a user's function cancelled tasks that it did not create; let it cancel its own tasks only."
+_of_thread = threading.local()
+
+
+def _run_until_done(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any]) -> None:
+    task.add_done_callback(lambda _: loop.stop())
+    while not task.done():  # a user's function may stop the loop
+        loop.run_forever()

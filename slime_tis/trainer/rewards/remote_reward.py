@@ -18,6 +18,7 @@ import httpx
 from slime_tis.errors import first_line, one_line
 from slime_tis.trainer.data.sample import Sample
 from slime_tis.trainer.engines.engine import RolloutUnavailable
+from slime_tis.trainer.engines.tasks import run
 from slime_tis.trainer.options.rollout import RolloutConfig
 from slime_tis.trainer.rewards.answers import last_boxed
 
@@ -88,7 +89,7 @@ class RewardServer:
         Raises:
             RolloutUnavailable: a request failed for good; the others are given up.
         """
-        return asyncio.run(self._ask_all(requests, safe_point))
+        return run(self._ask_all(requests, safe_point))
 
     async def _ask_all(self, requests: Sequence[RewardRequest], safe_point: Callable[[], None]) -> list[Any]:
         logging.getLogger("httpx").setLevel(logging.WARNING)  # else a line for every request

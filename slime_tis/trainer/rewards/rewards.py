@@ -17,6 +17,7 @@ from slime_tis.policy.advantages import MAX_REWARD
 from slime_tis.trainer.collectives import map_over_ranks
 from slime_tis.trainer.data.sample import Prompt, Sample
 from slime_tis.trainer.data.written import Before, Written, check_untouched, reading
+from slime_tis.trainer.engines.tasks import run
 from slime_tis.trainer.options.rm_types import BOXED, check_rm_type, is_remote, parse_weights
 from slime_tis.trainer.rewards.builtin_rewards import WITHOUT_LABEL, builtin_reward
 from slime_tis.trainer.rewards.remote_reward import RewardRequest, RewardServer
@@ -261,7 +262,7 @@ def _custom_reward(
             safe_point()
         return list(await scores)
 
-    return lambda groups: asyncio.run(score_all(groups))
+    return lambda groups: run(score_all(groups))
 
 
 def _missing_rewards(groups: Sequence[list[Sample]]) -> list[list[Score]]:

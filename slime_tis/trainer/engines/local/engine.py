@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from slime_tis.errors import CustomFunctionError
 from slime_tis.trainer.collectives import map_over_ranks
 from slime_tis.trainer.data.sample import STATUS, FinishReason, Prompt, Sample, Sampling, response_limit
 from slime_tis.trainer.data.sampling_mask import SamplingMask
@@ -29,7 +30,7 @@ from slime_tis.trainer.engines.local.continuous_batching import ContinuousBatchi
 from slime_tis.trainer.engines.local.decode import Decoded, decode
 from slime_tis.trainer.engines.local.sampling import log_softmax, prompt_uniforms
 from slime_tis.trainer.engines.quantize import round_bits, round_fp8, round_int8
-from slime_tis.trainer.engines.tasks import cancel_and_wait
+from slime_tis.trainer.engines.tasks import CANCELLED, cancel_and_wait, run
 from slime_tis.trainer.engines.weight_rounding import Precision
 from slime_tis.trainer.engines.weight_updates import OUTPUT_LAYER
 from slime_tis.trainer.storage.checkpoints import ROLLOUT_WEIGHTS
@@ -223,7 +224,7 @@ class LocalEngine:
             vocab_size = self._model.get_input_embeddings().num_embeddings
             self._is_asked = True
             try:
-                asyncio.run(make_rollouts(batching, groups, function, sampling, concurrency, vocab_size))
+                run(make_rollouts(batching, groups, function, sampling, concurrency, vocab_size))
             finally:
                 self._is_asked = False
 
@@ -454,7 +455,7 @@ async def make_rollouts(
     )
 
     def ended(task: asyncio.Task[None]) -> None:
-        error = None if task.cancelled() else task.exception()
+        error = CustomFunctionError(CANCELLED) if task.cancelled() else task.exception()
         if isinstance(error, Exception):
             batch.fail(error)
 

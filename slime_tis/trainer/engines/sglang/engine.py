@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slime_tis.errors import CustomFunctionError
 from slime_tis.hf_directory import load_config, model_sizes, moe_sizes, read_model_config
 from slime_tis.trainer.collectives import portable
 from slime_tis.trainer.data.sample import Prompt, Sample, Sampling, response_limit
@@ -43,7 +44,7 @@ from slime_tis.trainer.engines.sglang.schema import ExpertLayout
 from slime_tis.trainer.engines.sglang.weights.disk import DiskSync
 from slime_tis.trainer.engines.sglang.weights.distributed import DistributedSync
 from slime_tis.trainer.engines.sglang.weights.protocol import WeightSync
-from slime_tis.trainer.engines.tasks import BackgroundTasks, cancel_and_wait
+from slime_tis.trainer.engines.tasks import CANCELLED, BackgroundTasks, cancel_and_wait, new_loop
 from slime_tis.trainer.engines.weight_rounding import Precision
 from slime_tis.trainer.engines.weight_updates import BLOCKS, EMBEDDING, OUTPUT_LAYER
 from slime_tis.trainer.options.rollout import Rounding
@@ -376,7 +377,8 @@ class SGLangEngine:
         try:
             future.result()
         except CancelledError:
-            raise RuntimeError("the engine was closed while a rollout was in flight.") from None
+            message = f"the engine was closed while a rollout was in flight, or {CANCELLED}"
+            raise CustomFunctionError(message) from None
         except RequestRefused as error:
             raise RolloutUnavailable(str(error)) from None
 
@@ -803,9 +805,8 @@ class LoopThread:
     """An asyncio loop on a thread of its own, which does not keep the program from ending."""
 
     def __init__(self, name: str) -> None:
-        self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
-        self._loop = self._runner.get_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._loop, self._ends = new_loop(), False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def __enter__(self) -> LoopThread:
         """Starts the thread."""
@@ -813,15 +814,21 @@ class LoopThread:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Cancels what still runs, waits for its end, and ends the thread."""
+        """Cancels the tasks that still run, waits for their end, and ends the thread."""
 
-        async def end_tasks() -> None:  # the runner cancels each once, and waits forever for one that swallows it
-            await cancel_and_wait(task for task in asyncio.all_tasks() if task is not asyncio.current_task())
+        async def end_tasks() -> None:
+            await cancel_and_wait(asyncio.all_tasks())
 
         self.run(end_tasks())
+        self._ends = True
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        self._runner.close()
+        if not asyncio.all_tasks(self._loop):  # else threads that hang report to it when they end
+            self._loop.close()
+
+    def _run(self) -> None:
+        while not self._ends:  # a user's function may stop the loop
+            self._loop.run_forever()
 
     def submit(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
         """Starts work, from any other thread."""
