@@ -235,7 +235,7 @@ def test_segments_fill_micro_batches_by_what_is_computed(task, tmp_path: Path, c
     assert fits["perf/micro_batch_load"] == 1.0 and "over the token budget" not in capsys.readouterr().err
     (over,) = run_here([*flags, str(largest // 2)], tmp_path / "over")
     assert over["perf/micro_batch_load"] == largest / (largest // 2) and over["health/micro_batch_load"] == 1.0
-    assert "a sample, or the segments of a rollout, which are in one micro-batch, have more" in capsys.readouterr().err
+    assert "raise --max-tokens-per-gpu" in capsys.readouterr().err
     for row in (fits, over):
         assert training_metrics(row) == pytest.approx(training_metrics(whole), rel=1e-4, abs=1e-5)
 
