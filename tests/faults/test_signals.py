@@ -270,7 +270,9 @@ def test_slow_rewards_are_abandoned_or_end_at_the_second_signal(
 
 
 @pytest.mark.parametrize("agent", ["hung_thread", "bare_except"])
-def test_the_first_signal_stops_a_run_whose_tools_hang(agent: str, flags: list[str], tmp_path: Path, tally: Any) -> None:
+def test_the_first_signal_stops_a_run_whose_tools_hang(
+    agent: str, flags: list[str], tmp_path: Path, tally: Any
+) -> None:
     tries = tally("a signal while tools hang")
     (tmp_path / "agents.py").write_text(HUNG_TOOLS)
     place = flags.index("--rollout-precision")
