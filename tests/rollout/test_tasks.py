@@ -47,7 +47,8 @@ def test_a_hung_call_holds_up_no_other_one_and_idle_threads_are_used_again() -> 
     released = threading.Event()
 
     async def work() -> set[int]:
-        asyncio.ensure_future(asyncio.to_thread(released.wait))
+        hung = asyncio.ensure_future(asyncio.to_thread(released.wait))
+        assert not hung.done()
         return {await asyncio.to_thread(threading.get_ident) for _ in range(20)}
 
     try:
@@ -60,8 +61,8 @@ def test_more_calls_than_processors_hang_and_the_next_one_is_answered() -> None:
     released = threading.Event()
 
     async def work() -> int:
-        for _ in range(100):
-            asyncio.ensure_future(asyncio.to_thread(released.wait))
+        hung = [asyncio.ensure_future(asyncio.to_thread(released.wait)) for _ in range(100)]
+        assert not any(task.done() for task in hung)
         return await asyncio.to_thread(lambda: 7)
 
     try:

@@ -1,4 +1,4 @@
-"""Event loops for users' coroutines: neither a thread that hangs nor a task that swallows its cancellation blocks them."""
+"""Event loops for users' coroutines. Hung threads and tasks that swallow a cancellation do not block them."""
 
 import asyncio
 import ctypes
