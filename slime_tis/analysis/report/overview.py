@@ -24,27 +24,26 @@ MAX_SERIES = 24
 MAX_WARNINGS = 200
 """Listed warnings of a run, the earliest ones."""
 
-PANELS: tuple[tuple[str, str, str, dict[str, str], bool], ...] = (
+LOG_PANELS = ("mismatch",)
+"""Panels with a logarithmic axis."""
+PANELS: tuple[tuple[str, str, str, dict[str, str]], ...] = (
     (
         "reward",
         "Reward and held-out accuracy",
         "Whether the run learns, and whether it generalizes to held-out prompts.",
         {"rollout/raw_reward": "rollout reward", "eval/": "held-out"},
-        False,
     ),
     (
         "mismatch",
         "Mismatch per token",
         "k3 estimates the KL divergence between the engines in nats, χ² the second moment of the weights.",
         {"*mismatch_k3_kl": "k3", "*mismatch_chi2_token": "χ²", "*train_rollout_logprob_abs_diff": "mean abs(Δ)"},
-        True,
     ),
     (
         "perplexity",
         "Perplexity ratio",
         "Perplexity of the samples in training divided by perplexity in the rollout engine. 1 means equal.",
         {"*mismatch_ppl_ratio": "ratio"},
-        False,
     ),
     (
         "ess",
@@ -55,7 +54,6 @@ PANELS: tuple[tuple[str, str, str, dict[str, str], bool], ...] = (
             "*mis_mean_is_weight_before_clip": "mean weight",
             "*mis_ratio_mean_after_mis": "mean bounded weight",
         },
-        False,
     ),
     (
         "rejections",
@@ -66,31 +64,27 @@ PANELS: tuple[tuple[str, str, str, dict[str, str], bool], ...] = (
             "*mis_catastrophic_seq_fraction": "sequences vetoed",
             "*mis_mask_fraction_high": "weights masked",
         },
-        False,
     ),
     (
         "gradient",
         "Gradient norm",
         "A spike often precedes a collapse, together with a spike of χ².",
         {"train/grad_norm": "gradient norm"},
-        False,
     ),
     (
         "staleness",
         "Weight age",
         "Mean number of optimizer steps between the sampling weights and the trained weights.",
         {"rollout/weight_staleness": "weight age"},
-        False,
     ),
     (
         "entropy",
         "Entropy",
         "Entropy of the policy in nats. Near zero, the policy repeats the same answers.",
         {"train/entropy_loss": "entropy"},
-        False,
     ),
 )
-"""Panels: id, title, description, metrics with labels, logarithmic axis. A * stands for any of METRIC_PREFIXES, and a
+"""Panels: id, title, description, metrics with labels. A * stands for any of METRIC_PREFIXES, and a
 name that ends in / for all metrics directly below it."""
 
 
@@ -101,11 +95,11 @@ def plots(groups: Sequence[Group]) -> list[Plot]:
     line of a group is the median of its runs, and a band shows their range.
     """
     drawn = []
-    for key, title, says, names, log in PANELS:
+    for key, title, says, names in PANELS:
         traces = []
         labels: dict[str, int] = {}
         for index, group in enumerate(groups):
-            curves = [_curves(source.metrics, names, positive=log) for source in group.sources]
+            curves = [_curves(source.metrics, names, positive=key in LOG_PANELS) for source in group.sources]
             for label in list(dict.fromkeys(label for curve in curves for label in curve))[:MAX_SERIES]:
                 rank = labels.setdefault(label, len(labels))
                 points = spread([curve[label] for curve in curves if label in curve])
@@ -116,7 +110,7 @@ def plots(groups: Sequence[Group]) -> list[Plot]:
                 traces += _median_and_range(_thinned(points), name, color, dash, with_range=len(curves) > 1)
         if not traces:
             continue
-        layout: dict[str, Any] = {"xaxis": axis("step"), "yaxis": axis("", log=log)}
+        layout: dict[str, Any] = {"xaxis": axis("step"), "yaxis": axis("", log=key in LOG_PANELS)}
         if len(groups) == len(groups[0].sources) == 1:
             starts = sorted({warning["step"] for warning in warnings(groups[0].sources[0].metrics)})
             layout["shapes"] = [_vertical_line(step) for step in starts]
@@ -157,7 +151,7 @@ def warnings(rows: Rows) -> list[dict[str, Any]]:
 
 def last_values(rows: Rows) -> dict[str, float]:
     """The last value of each metric of the panels."""
-    curves = (_curves(rows, names, positive=log) for _, _, _, names, log in PANELS)
+    curves = (_curves(rows, names, positive=key in LOG_PANELS) for key, _, _, names in PANELS)
     return {label: curve[max(curve)] for panel in curves for label, curve in panel.items()}
 
 

@@ -24,35 +24,38 @@ MIN_COUNT = 3
 """Smallest number of tokens of a bin or a token id."""
 
 
-def plots(table: TokenTable, color: int = 0, name: str = "mean") -> list[Plot]:
-    """Plots of the mismatch. Plots of missing columns are skipped.
+VARIABLES: dict[str, tuple[str, str]] = {
+    "position": (
+        "position in the response, tokens",
+        "Whether the mismatch grows along the response, for example by an inexact KV cache.",
+    ),
+    "length": ("response length, tokens", "Whether longer responses have a larger mismatch per token."),
+    "turn": ("turn", "Whether later turns have a larger mismatch."),
+    "age": (
+        "weight age, optimizer steps",
+        "Whether tokens from older weights have a larger mismatch. Age 0 shows the precision of the engines alone.",
+    ),
+    "entropy": (
+        "entropy of the training distribution, nats",
+        "Whether uncertain tokens have a larger mismatch, which rounding and a different temperature cause.",
+    ),
+}
+"""Label and description of each variable that abs(Δ) is plotted against."""
 
-    Args:
-        table: The tokens.
-        color: Index of the line color.
-        name: Name of the series.
-    """
+
+def plots(table: TokenTable, color: int = 0, name: str = "") -> list[Plot]:
+    """Plots of the mismatch, in a line color and with a name before each series. Missing columns are skipped."""
     valid = table.valid
     if not valid.any():
         return []
     log_ratio = table.log_ratio[valid]
-    size = np.abs(log_ratio)
-    drawn = [_density(table.policy_log_prob[valid], table.rollout_log_prob[valid]), _tail(log_ratio, color, name)]
-    sample = table.sample[valid]
-    against: list[tuple[str, str, Array | None]] = [
-        ("position", "position in the response, tokens", table.position[valid]),
-        ("length", "response length, tokens", table.response_length[sample]),
-        ("turn", "turn", None if table.turn is None else table.turn[valid]),
-        ("age", "weight age, optimizer steps", _staleness(table, valid)),
-        (
-            "entropy",
-            "entropy of the training distribution, nats",
-            None if table.entropy is None else table.entropy[valid],
-        ),
-    ]
-    for key, label, value in against:
-        if value is not None and (plot := _against(key, label, value, size, color, name)) is not None:
-            drawn.append(plot)
+    prefix = f"{name}, " if name else ""
+    drawn = [_density(table.policy_log_prob[valid], table.rollout_log_prob[valid]), _tail(log_ratio, color, prefix)]
+    columns = {"turn": table.turn, "entropy": table.entropy, "age": _staleness(table), "position": table.position}
+    columns["length"] = table.response_length[table.sample]
+    for key in VARIABLES:
+        if (column := columns[key]) is not None:
+            drawn += _against(key, column[valid], np.abs(log_ratio), color, prefix)
     return drawn
 
 
@@ -130,16 +133,15 @@ def _density(train_N: Array, rollout_N: Array) -> Plot:
     )
 
 
-def _tail(log_ratio_N: Array, color: int, name: str) -> Plot:
+def _tail(log_ratio_N: Array, color: int, prefix: str) -> Plot:
     traces = []
     for sign, label, dash in ((-1, "Δ < 0", "dot"), (1, "Δ > 0", "solid")):
         size = np.sort(np.maximum(sign * log_ratio_N, 0))
-        least = max(float(size[-1]) * 1e-5, 1e-7)
-        x = np.geomspace(least, max(float(size[-1]), least * 2), 80)
+        low = max(float(size[-1]) * 1e-5, 1e-7)
+        x = np.geomspace(low, max(float(size[-1]), low * 2), 80)
         share = 1 - np.searchsorted(size, x, side="left") / len(size)
-        series = line(x[share > 0], share[share > 0], f"{name}, {label}" if name != "mean" else label, color)
-        series["line"] = {**series["line"], "dash": dash}
-        traces.append(series)
+        traces.append(line(x[share > 0], share[share > 0], f"{prefix}{label}", color))
+        traces[-1]["line"]["dash"] = dash
     return Plot(
         id="tail",
         title="Tails",
@@ -149,58 +151,40 @@ def _tail(log_ratio_N: Array, color: int, name: str) -> Plot:
     )
 
 
-DESCRIPTIONS = {
-    "position": "Whether the mismatch grows along the response, for example by an inexact KV cache.",
-    "length": "Whether longer responses have a larger mismatch per token.",
-    "turn": "Whether later turns have a larger mismatch.",
-    "age": "Whether tokens from older weights have a larger mismatch. Age 0 shows the precision of the engines alone.",
-    "entropy": "Whether uncertain tokens have a larger mismatch, which rounding and a different temperature cause.",
-}
-
-
-def _against(key: str, label: str, value_N: Array, size_N: Array, color: int, name: str) -> Plot | None:
+def _against(key: str, value_N: Array, size_N: Array, color: int, prefix: str) -> list[Plot]:
+    """Mean and 99 % quantile of abs(Δ) over bins of a variable; no plot if no bin has enough tokens."""
     finite = np.isfinite(value_N)
     value, size = value_N[finite], size_N[finite]
     if not len(value):
-        return None
+        return []
     levels = np.unique(value) if len(value) < 2_000_000 else np.unique(value[:: len(value) // 1_000_000])
     if len(levels) <= BINS:
-        centres, place = levels.astype(np.float64), np.searchsorted(levels, value).clip(0, len(levels) - 1)
+        centers, index = levels.astype(np.float64), np.searchsorted(levels, value).clip(0, len(levels) - 1)
     else:
         edges = np.unique(np.quantile(levels, np.linspace(0, 1, BINS + 1)))
-        place = np.clip(np.searchsorted(edges, value, side="right") - 1, 0, len(edges) - 2)
-        centres = (edges[1:] + edges[:-1]) / 2
-    counts = np.bincount(place, minlength=len(centres))
-    enough = counts >= MIN_COUNT
-    if not enough.any():
-        return None
-    mean = np.bincount(place, size, len(centres))[enough] / counts[enough]
-    order = np.argsort(place, kind="stable")
-    starts = np.concatenate([[0], np.cumsum(counts)])
-    high = [float(np.quantile(size[order[starts[i] : starts[i + 1]]], 0.99)) for i in np.flatnonzero(enough)]
-    x = centres[enough]
-    prefix = "" if name == "mean" else f"{name}, "
+        index = np.clip(np.searchsorted(edges, value, side="right") - 1, 0, len(edges) - 2)
+        centers = (edges[1:] + edges[:-1]) / 2
+    counts = np.bincount(index, minlength=len(centers))
+    bins = np.flatnonzero(counts >= MIN_COUNT)
+    if not len(bins):
+        return []
+    pieces = np.split(size[np.argsort(index, kind="stable")], np.cumsum(counts)[:-1])
+    mean = np.array([pieces[i].mean(dtype=np.float64) for i in bins])
+    high = np.array([np.quantile(pieces[i], 0.99) for i in bins])
+    more = {"customdata": plain(counts[bins]), "hovertemplate": "%{x:.4g}: %{y:.3g} nats<br>%{customdata} tokens"}
     traces = [
-        {**line(x, mean, f"{prefix}mean", color), "mode": "lines+markers", "customdata": plain(counts[enough])},
-        {
-            **line(x, np.array(high), f"{prefix}99% quantile", color),
-            "opacity": 0.6,
-            "customdata": plain(counts[enough]),
-        },
+        line(centers[bins], mean, f"{prefix}mean", color, **more) | {"mode": "lines+markers"},
+        line(centers[bins], high, f"{prefix}99% quantile", color, opacity=0.6, **more),
     ]
-    for trace in traces:
-        trace["hovertemplate"] = "%{x:.4g}: %{y:.3g} nats<br>%{customdata} tokens"
-    return Plot(
-        id=f"by-{key}",
-        title=f"abs(Δ) by {label.split(',')[0]}",
-        says=DESCRIPTIONS[key],
-        traces=traces,
-        layout={"xaxis": axis(label), "yaxis": axis("abs(Δ), nats", log=bool((mean > 0).all()))},
-    )
+    label, description = VARIABLES[key]
+    layout = {"xaxis": axis(label), "yaxis": axis("abs(Δ), nats", log=bool((mean > 0).all()))}
+    return [
+        Plot(id=f"by-{key}", title=f"abs(Δ) by {label.split(',')[0]}", says=description, traces=traces, layout=layout)
+    ]
 
 
-def _staleness(table: TokenTable, valid: Array) -> Array | None:
+def _staleness(table: TokenTable) -> Array | None:
     if table.weight_version is None or table.step is None:
         return None
-    version = table.weight_version[valid].astype(np.float64)
-    return np.where(version < 0, np.nan, table.step[table.sample[valid]] - version)
+    version = table.weight_version.astype(np.float64)
+    return np.where(version < 0, np.nan, table.step[table.sample] - version)
