@@ -1,6 +1,6 @@
-"""The report in a real browser: nothing is logged as an error, plots are drawn, and what is clicked works.
+"""The report in a real browser: no console errors, all plots drawn, and working controls.
 
-Needs chromium on PATH (apt-get install chromium) and the package playwright; skipped where there is none.
+Needs chromium on PATH (apt-get install chromium) and the package playwright; skipped without them.
 """
 
 import re
@@ -53,13 +53,13 @@ def page(browser: Any, report: Path, request: pytest.FixtureRequest) -> Iterator
 def test_every_plot_is_drawn(page: Any) -> None:
     canvases = page.locator(".canvas")
     assert canvases.count() == 11
-    for place in range(canvases.count()):
-        drawn = canvases.nth(place).locator(".trace, .points path")
-        assert drawn.count() > 0, canvases.nth(place).get_attribute("id")
+    for index in range(canvases.count()):
+        drawn = canvases.nth(index).locator(".trace, .points path")
+        assert drawn.count() > 0, canvases.nth(index).get_attribute("id")
     assert page.locator("#plot-density image").count() == 1
 
 
-def test_a_plot_that_is_scrolled_to_is_drawn_before_the_page_is_loaded(browser: Any, report: Path) -> None:
+def test_visible_plots_are_drawn_before_the_page_has_loaded(browser: Any, report: Path) -> None:
     opened = browser.new_page(viewport={"width": 1240, "height": 500})
     opened.add_init_script("addEventListener('load', (event) => event.stopImmediatePropagation(), true)")
     opened.goto(report.as_uri())
@@ -87,7 +87,7 @@ def test_the_density_shows_the_number_of_tokens_of_a_cell(page: Any) -> None:
     assert re.search(r"rollout.*training.*\d tokens", hover.text_content(), re.S)
 
 
-def test_tokens_are_colored_by_what_is_chosen(page: Any) -> None:
+def test_tokens_are_colored_by_the_selected_value(page: Any) -> None:
     def colors() -> list[str]:
         return page.eval_on_selector_all("#sample .tokens span", "all => all.map(one => one.style.background)")
 
@@ -127,7 +127,7 @@ def test_details_of_a_token(page: Any) -> None:
         assert name in details
 
 
-def test_search_finds_samples_and_says_where_there_is_none(page: Any) -> None:
+def test_search(page: Any) -> None:
     page.fill("#search", "answer 7")
     assert page.locator("#list li").count() == 1
     page.fill("#search", "step 1")

@@ -1,4 +1,4 @@
-"""docs/dumps.md: its columns are those of the table, its commands are accepted and its examples run."""
+"""docs/dumps.md: columns, commands and examples."""
 
 import json
 import re
@@ -36,7 +36,7 @@ def test_the_examples_run(tmp_path, monkeypatch, capsys, index):
     assert ("3 samples, 5 tokens" if index == 0 else "--rollout-correction-preset pg_is") in printed
 
 
-def test_the_patch_of_verl_makes_generations_that_read(tmp_path):
+def test_the_verl_patch_writes_readable_generations(tmp_path):
     """verl 0.9.1's call: reward lists and a padded batch in, a row per sample with each list's own entry out."""
 
     class Trainer:
@@ -65,7 +65,7 @@ def test_the_patch_of_verl_makes_generations_that_read(tmp_path):
     assert table.log_ratio.tolist() == [0.5, 0.0, 0.0, 0.0, 0.5] and table.loss_mask.tolist() == [1, 1, 1, 0, 1]
 
 
-def test_the_writer_shown_writes_what_reads(tmp_path, monkeypatch):
+def test_the_documented_writer_writes_a_readable_dump(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (code,) = [block for block in blocks("dumps.md", "python") if "import write" in block]
     exec(compile(code, "docs/dumps.md", "exec"), {})
@@ -74,19 +74,19 @@ def test_the_writer_shown_writes_what_reads(tmp_path, monkeypatch):
     assert source.note == ""
 
 
-def test_a_dump_without_weight_versions_says_that_staleness_cannot_be_seen(tmp_path, capsys):
+def test_a_dump_without_weight_versions_gets_a_note(tmp_path, capsys):
     (row,) = blocks("dumps.md", "json")
     (tmp_path / "own.jsonl").write_text(row)
     assert main(["diagnose", str(tmp_path / "own.jsonl")]) == 0
     assert "staleness cannot be seen" in capsys.readouterr().out
 
 
-def test_the_row_of_ones_own_is_recognised():
+def test_the_documented_row_is_recognized():
     (row,) = blocks("dumps.md", "json")
     assert format_of(json.loads(row)).source == "plain"
 
 
-def test_dump_details_means_the_patterns_of_the_page():
+def test_dump_details_expands_to_the_documented_patterns():
     loop = LoopConfig(num_rollout=2, dump_details="DIR").with_dump_patterns()
     page = (DOCS / "dumps.md").read_text()
     assert f"`{loop.save_debug_train_data}`" in page
@@ -98,26 +98,19 @@ def test_dump_details_means_the_patterns_of_the_page():
     assert braces.save_debug_train_data.format(rollout_id=0, rank=0) == "a{b}/train_data/0_0.parquet"
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        pytest.param({"save_debug_train_data": "d/{x}"}, "no field besides {rollout_id} and {rank}", id="field"),
-        pytest.param({"save_debug_train_data": "d/{rank}"}, "one file for all rollouts", id="one file"),
-        pytest.param(
-            {"save_debug_train_data": "{rollout_id}", "save_debug_rollout_data": "{rollout_id}"},
-            "are both '{rollout_id}'; give each a file of its own",
-            id="same file",
-        ),
-        pytest.param(
-            {"save_debug_train_data": "{rollout_id}", "debug_rollout_only": True}, "does not train", id="no training"
-        ),
-        pytest.param(
-            {"dump_details": "d", "save_debug_train_data": "a{rollout_id}", "save_debug_rollout_data": "b{rollout_id}"},
-            "--dump-details is 'd' but --save-debug-rollout-data and --save-debug-train-data say",
-            id="no effect",
-        ),
-    ],
-)
-def test_patterns_that_cannot_be_are_refused(options, message):
+BAD_PATTERNS: dict[str, tuple[dict, str]] = {
+    "field": ({"save_debug_train_data": "d/{x}"}, "no field besides {rollout_id} and {rank}"),
+    "one file": ({"save_debug_train_data": "d/{rank}"}, "one file for all rollouts"),
+    "same file": ({"save_debug_train_data": "{rollout_id}", "save_debug_rollout_data": "{rollout_id}"}, "are both"),
+    "no training": ({"save_debug_train_data": "{rollout_id}", "debug_rollout_only": True}, "does not train"),
+    "no effect": (
+        {"dump_details": "d", "save_debug_train_data": "a{rollout_id}", "save_debug_rollout_data": "b{rollout_id}"},
+        "--dump-details is 'd' but",
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), BAD_PATTERNS.values(), ids=BAD_PATTERNS)
+def test_bad_patterns_are_refused(options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         LoopConfig(num_rollout=2, **options).with_dump_patterns()

@@ -13,7 +13,7 @@ from slime_tis.analysis.dumps.table import SampleParts, TokenTable
 from tests.dumps.tables import assert_same, full_table
 
 
-def test_a_table_comes_back_as_it_was_row_group_by_row_group(tmp_path, monkeypatch):
+def test_a_table_survives_the_round_trip_in_row_groups(tmp_path, monkeypatch):
     monkeypatch.setattr(own, "ROW_GROUP_BYTES", 2 * (full_table().nbytes // 5))  # two of its five tokens
     path = tmp_path / "new" / "dump.parquet"
     write_parquet(path, full_table())
@@ -40,7 +40,7 @@ def test_one_row_per_sample_with_lists_of_its_tokens(tmp_path):
     assert rows[0]["prompt"] == [1, 2] and rows[0]["experts"] == list(range(12)) and rows[2]["truncated"] == 1
 
 
-def test_columns_without_values_are_left_out(tmp_path):
+def test_columns_without_values_are_skipped(tmp_path):
     table = TokenTable.from_parts([SampleParts(train_log_prob=[-1.0], rollout_log_prob=[-2.0])])
     write_parquet(tmp_path / "a.parquet", table)
     names = parquet.read_schema(tmp_path / "a.parquet").names
@@ -101,7 +101,7 @@ DESCRIBED = {"schema_version": 1, "metadata": {}, "experts_shape": [2, 2]}
         ),
     ],
 )
-def test_a_file_of_another_form_is_one_message(tmp_path, change, message):
+def test_a_damaged_schema_is_refused(tmp_path, change, message):
     path = tmp_path / "a.parquet"
     write_parquet(path, full_table())
     _rewritten(path, change)
@@ -109,7 +109,7 @@ def test_a_file_of_another_form_is_one_message(tmp_path, change, message):
         list(parquet_tables(path))
 
 
-def test_a_damaged_file_is_one_message(tmp_path):
+def test_a_truncated_file_is_refused(tmp_path):
     path = tmp_path / "a.parquet"
     write_parquet(path, full_table())
     path.write_bytes(path.read_bytes()[:200])
@@ -117,7 +117,7 @@ def test_a_damaged_file_is_one_message(tmp_path):
         list(parquet_tables(path))
 
 
-def test_a_write_that_fails_leaves_the_earlier_file(tmp_path, monkeypatch):
+def test_a_failed_write_keeps_the_earlier_file(tmp_path, monkeypatch):
     path = tmp_path / "a.parquet"
     write_parquet(path, full_table())
     before = path.read_bytes()

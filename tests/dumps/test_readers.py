@@ -1,4 +1,4 @@
-"""Dumps of every project, written in the form of its own source, and what is wrong with them as one message."""
+"""Dumps of every project, in the form that its source writes, and refusals of damaged dumps."""
 
 import json
 import math
@@ -74,40 +74,34 @@ def test_miles_and_earlier_slime_write_a_dict_of_lists(tmp_path):
     assert_slime(read(tmp_path / "train_data" / "4_1.pt"))
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        pytest.param([1], "holds a list, but", id="a list"),
-        pytest.param({"rollout_id": 1}, "has no 'rollout_data'", id="something else"),
-        pytest.param({"samples": [slime_sample(), {}]}, "sample 1 has no 'response_lengths'", id="no length"),
-        pytest.param(
-            {"samples": [slime_sample(log_probs=torch.zeros(2))]},
-            "context-parallel ranks",
-            id="context-parallel slices",
-        ),
-        pytest.param(
-            {"samples": [slime_sample(rollout_log_probs=None)]},
-            "sample 0 has no rollout_log_probs",
-            id="no rollout log-probs",
-        ),
-        pytest.param({"samples": [slime_sample(truncated=torch.ones(2))]}, "sample 0 ", id="two truncated"),
-        pytest.param({"samples": [slime_sample(step=[[1]])]}, "sample 0 has step", id="list of steps"),
-        pytest.param({"samples": [slime_sample(log_probs=[0, 10**400, 0])]}, "exceeds 64 bits", id="400 digits"),
-        pytest.param({"samples": [slime_sample(log_probs=[[0.0]] * 3)]}, "not a number", id="nested list"),
-        pytest.param({"samples": [slime_sample(log_probs=torch.eye(3).to_sparse())]}, "sample 0 ", id="sparse"),
-        pytest.param({"samples": 7}, "int", id="samples"),
-        pytest.param({"rollout_data": {"response_lengths": torch.tensor(1)}}, "0-d tensor", id="lengths"),
-        pytest.param(
-            {"samples": [slime_sample(response_lengths=2**40, log_probs=torch.zeros(1).expand(2**40))]},
-            "has 3 entries of rollout_log_probs",
-            id="longer than the file",
-        ),
-        pytest.param(
-            {"samples": [slime_sample(advantages=torch.zeros(1).expand(3, 2**40))]}, "MiB of memory", id="bomb"
-        ),
-    ],
-)
-def test_what_is_wrong_with_a_pt_file_is_said(tmp_path, content, message):
+BAD_SAMPLES: dict[str, tuple[dict[str, Any], str]] = {
+    "context-parallel slices": ({"log_probs": torch.zeros(2)}, "context-parallel ranks"),
+    "no rollout log-probs": ({"rollout_log_probs": None}, "sample 0 has no rollout_log_probs"),
+    "two truncated": ({"truncated": torch.ones(2)}, "sample 0 "),
+    "list of steps": ({"step": [[1]]}, "sample 0 has step"),
+    "400 digits": ({"log_probs": [0, 10**400, 0]}, "exceeds 64 bits"),
+    "nested list": ({"log_probs": [[0.0]] * 3}, "not a number"),
+    "matrix": ({"advantages": torch.zeros(3, 2)}, "advantage has 2 dimensions"),
+    "sparse": ({"log_probs": torch.eye(3).to_sparse()}, "sample 0 "),
+    "longer than the file": (
+        {"response_lengths": 2**40, "log_probs": torch.zeros(1).expand(2**40)},
+        "has 3 entries of rollout_log_probs",
+    ),
+    "bomb": ({"advantages": torch.zeros(1).expand(3, 2**40)}, "MiB of memory"),
+}
+BAD_CONTENTS = {
+    name: ({"samples": [slime_sample(**changes)]}, text) for name, (changes, text) in BAD_SAMPLES.items()
+} | {
+    "a list": ([1], "holds a list, but"),
+    "no samples": ({"rollout_id": 1}, "has no 'rollout_data'"),
+    "no length": ({"samples": [slime_sample(), {}]}, "sample 1 has no 'response_lengths'"),
+    "samples": ({"samples": 7}, "int"),
+    "lengths": ({"rollout_data": {"response_lengths": torch.tensor(1)}}, "0-d tensor"),
+}
+
+
+@pytest.mark.parametrize(("content", "message"), BAD_CONTENTS.values(), ids=BAD_CONTENTS)
+def test_a_bad_pt_file_is_refused_with_the_reason(tmp_path, content, message):
     torch.save(content, tmp_path / "4.pt")
     with pytest.raises(ValueError, match=message):
         read(tmp_path / "4.pt")
@@ -197,7 +191,7 @@ def verl_row(**changes: Any) -> dict[str, Any]:
     return {"input": "p", "output": "<b>", "gts": "4", "score": 1.0, "step": 9} | changes
 
 
-def test_verl_generations_that_carry_log_probs(tmp_path):
+def test_verl_generations_with_log_probs(tmp_path):
     row = verl_row(old_log_probs=[-1.0, -2.25], rollout_log_probs=[-1.5, -2.0], response_mask=[1, 1], advantages=0.5)
     write_lines(tmp_path / "9.jsonl", [row])
     table = read(tmp_path)
@@ -205,7 +199,7 @@ def test_verl_generations_that_carry_log_probs(tmp_path):
     assert (table.text, table.prompt_text, table.reward.tolist(), table.step.tolist()) == (("<b>",), ("p",), [1.0], [9])
 
 
-def test_verl_generations_without_log_probs_say_what_to_do(tmp_path):
+def test_verl_generations_without_log_probs_are_refused(tmp_path):
     write_lines(tmp_path / "9.jsonl", [verl_row()])
     with pytest.raises(ValueError, match="line 1 is a generation of verl"):
         read(tmp_path / "9.jsonl")
@@ -224,7 +218,7 @@ def test_plain_jsonl_and_parquet_are_the_same_table(tmp_path):
     assert_same(read(tmp_path / "a.parquet"), table)
 
 
-def test_a_small_parquet_file_that_needs_much_memory_is_refused(tmp_path, monkeypatch):
+def test_parquet_bombs_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(own, "MAX_GROUP_BYTES", 1 << 20)
     zeros = [[0.0] * 10**6]
     parquet.write_table(pa.table({"train_log_probs": zeros, "rollout_log_probs": zeros}), tmp_path / "a.parquet")
@@ -239,7 +233,7 @@ def test_a_small_parquet_file_that_needs_much_memory_is_refused(tmp_path, monkey
             read(tmp_path / f"{name}.parquet")
 
 
-def test_a_text_that_many_samples_repeat_takes_memory_once(tmp_path):
+def test_a_repeated_text_takes_memory_once(tmp_path):
     text, rows = "a" * 10**6, 40
     parts = [SampleParts(train_log_prob=[-1.0], rollout_log_prob=[-1.0], text=text)] * rows
     write(tmp_path / "a.parquet", TokenTable.from_parts(parts))
@@ -247,32 +241,24 @@ def test_a_text_that_many_samples_repeat_takes_memory_once(tmp_path):
     parquet.write_table(pa.table(columns), tmp_path / "b.parquet")
     for name in "ab":
         found = read(tmp_path / f"{name}.parquet").text
-        assert len(found) == rows and found[0] == text and len({id(one) for one in found}) == 1
+        assert len(found) == rows and found[0] == text and len(set(map(id, found))) == 1
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        pytest.param("{", "line 2 is not JSON", id="no JSON"),
-        pytest.param("[" * 100_000, "line 2 is not JSON", id="nested deeply"),
-        pytest.param("[1]", "line 2 is JSON of type list", id="no object"),
-        pytest.param("\xff\xfe", "line 2 is not JSON", id="no text"),
-        pytest.param(
-            json.dumps(PLAIN | {"loss_mask": [1]}),
-            "line 2 has 1 entries of loss_mask",
-            id="length",
-        ),
-        pytest.param(json.dumps(PLAIN | {"train_log_probs": "abc"}), "line 2 has train_log_probs", id="text"),
-        pytest.param(json.dumps(PLAIN | {"train_log_probs": ["1", 2]}), "line 2 has train_log_probs", id="entry"),
-        pytest.param(
-            json.dumps(PLAIN | {"train_log_probs": [0.5, -1]}),
-            "train_log_prob of 0.5",
-            id="probabilities",
-        ),
-        pytest.param(json.dumps({"x": 1}), "line 2 has train_log_probs", id="another form"),
-    ],
-)
-def test_what_is_wrong_with_a_line_is_said_with_its_number(tmp_path, line, message):
+BAD_LINES = {
+    "no JSON": ("{", "line 2 is not JSON"),
+    "deep nesting": ("[" * 100_000, "line 2 is not JSON"),
+    "no object": ("[1]", "line 2 is JSON of type list"),
+    "no text": ("\xff\xfe", "line 2 is not JSON"),
+    "length": (json.dumps(PLAIN | {"loss_mask": [1]}), "line 2 has 1 entries of loss_mask"),
+    "text": (json.dumps(PLAIN | {"train_log_probs": "abc"}), "line 2 has train_log_probs"),
+    "entry": (json.dumps(PLAIN | {"train_log_probs": ["1", 2]}), "line 2 has train_log_probs"),
+    "probabilities": (json.dumps(PLAIN | {"train_log_probs": [0.5, -1]}), "train_log_prob of 0.5"),
+    "another form": (json.dumps({"x": 1}), "line 2 has train_log_probs"),
+}
+
+
+@pytest.mark.parametrize(("line", "message"), BAD_LINES.values(), ids=BAD_LINES)
+def test_a_bad_line_is_refused_with_its_number(tmp_path, line, message):
     path = tmp_path / "a.jsonl"
     path.write_bytes(json.dumps(PLAIN).encode() + b"\n" + line.encode("latin-1") + b"\n")
     with pytest.raises(ValueError, match=message) as error:
@@ -287,14 +273,14 @@ def test_unknown_forms_and_rollout_dumps_are_named(tmp_path):
         read(write_lines(tmp_path / "y.jsonl", [{"response_length": 1, "rollout_log_probs": [-1.0]}]))
 
 
-def test_a_line_without_end_is_refused(tmp_path, monkeypatch):
+def test_an_overlong_line_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(readers, "MAX_LINE_BYTES", 100)
     (tmp_path / "a.jsonl").write_text("[" * 500)
     with pytest.raises(ValueError, match="line 1 is longer than"):
         read(tmp_path / "a.jsonl")
 
 
-def test_nothing_to_read_is_one_message(tmp_path):
+def test_an_absent_or_empty_dump_is_refused(tmp_path):
     with pytest.raises(ValueError, match="there is no file or directory"):
         read(tmp_path / "missing")
     with pytest.raises(ValueError, match="has no dumps"):
@@ -330,7 +316,7 @@ def test_a_random_part_is_drawn_from_all_files(tmp_path):
     assert "sampled" not in read(tmp_path, max_tokens=200).metadata
 
 
-def test_what_is_held_is_bounded_in_bytes_too(tmp_path):
+def test_memory_is_bounded_in_bytes(tmp_path):
     table = full_table()
     wide = replace(table, experts=np.zeros((5, 100, 8), np.int32))
     for name, content in (("narrow", table), ("wide", wide)):
@@ -343,7 +329,7 @@ def test_what_is_held_is_bounded_in_bytes_too(tmp_path):
     assert part.metadata["sampled"] == {"samples": 24, "tokens": 40}
 
 
-def test_the_part_is_the_same_however_the_dump_is_split(tmp_path):
+def test_the_random_part_does_not_depend_on_the_files(tmp_path):
     rows = [PLAIN | {"step": step} for step in range(90)]
     write_lines(tmp_path / "whole" / "a.jsonl", rows)
     for i in range(9):
@@ -368,13 +354,13 @@ def test_the_part_is_the_same_however_the_dump_is_split(tmp_path):
     ],
     ids=["huge", "null", "half", "digits", "text", "nested", "ragged", "reward", "step", "prompt"],
 )
-def test_numbers_that_no_column_can_hold_are_refused(tmp_path, change, message):
+def test_numbers_outside_the_column_type_are_refused(tmp_path, change, message):
     with pytest.raises(ValueError, match=message) as error:
         read(write_lines(tmp_path / "a.jsonl", [PLAIN | change]))
     assert str(error.value).startswith(str(tmp_path))
 
 
-def test_a_fraction_in_the_mask_is_trained_on_and_a_log_prob_beyond_float32_is_infinite(tmp_path):
+def test_fractional_masks_count_and_large_log_probs_become_infinite(tmp_path):
     row = PLAIN | {"loss_mask": [0.5, 0], "train_log_probs": [-1e300, -1.0]}
     table = read(write_lines(tmp_path / "a.jsonl", [row]))
     assert table.loss_mask.tolist() == [1, 0] and table.train_log_prob.tolist() == [-np.inf, -1.0]

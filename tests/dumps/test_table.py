@@ -11,7 +11,7 @@ from slime_tis.analysis.dumps.table import SampleParts, TokenTable
 from tests.dumps.tables import assert_same, full_table
 
 
-def test_columns_of_the_tokens_and_what_is_derived_of_them():
+def test_derived_columns():
     table = full_table()
     assert (len(table), table.tokens) == (3, 5)
     assert table.offsets.tolist() == [0, 3, 3, 5]
@@ -23,12 +23,12 @@ def test_columns_of_the_tokens_and_what_is_derived_of_them():
     assert table.log_ratio.tolist() == [0.5, 0.0, -0.25, 0.0, 0.25]  # of the recomputed old log-probs
 
 
-def test_delta_is_of_the_current_policy_where_the_old_one_was_not_recomputed():
+def test_delta_uses_the_current_policy_without_a_recomputed_one():
     bypass = replace(full_table(), metadata={"old_policy": "rollout"})
     assert bypass.log_ratio.tolist() == [0.5, 0.0, -0.5, 0.0, 0.25]
 
 
-def test_what_a_sample_does_not_have_is_filled_as_documented():
+def test_missing_values_are_filled_as_documented():
     table = full_table()
     assert table.old_log_prob.tolist()[3:] == [-0.5, -0.25]  # the training log-probs
     assert table.loss_mask.tolist() == [1, 0, 1, 1, 1]
@@ -53,7 +53,7 @@ def test_selected_samples_concatenate_to_the_table():
     assert turned.sample_index.tolist() == [2, 0] and turned.text == ("two", "<b>é")
 
 
-def test_metadata_that_differ_are_left_out_and_criteria_that_differ_refused():
+def test_different_metadata_are_dropped_and_different_criteria_refused():
     table = full_table()
     other = replace(table, metadata={**table.metadata, "temperature": 0.5})
     assert "temperature" not in TokenTable.concatenate([table, other]).metadata
@@ -67,14 +67,14 @@ def test_no_samples_are_a_table():
     assert len(table.sampled(10)) == 0
 
 
-def test_lists_that_differ_in_length_name_the_sample():
+def test_lists_of_different_lengths_are_refused():
     parts = [SampleParts(train_log_prob=[-1.0, -1.0], rollout_log_prob=[-1.0])]
-    with pytest.raises(ValueError, match="sample 0 has 2 entries of train_log_prob but 1 rollout log-probs"):
+    with pytest.raises(ValueError, match="sample 0 has 2 entries of train_log_prob"):
         TokenTable.from_parts(parts)
 
 
 @given(st.lists(st.integers(0, 9), max_size=12), st.integers(0, 40), st.integers(0, 3))
-def test_a_random_part_has_whole_samples_in_their_order(lengths, max_tokens, seed):
+def test_a_random_part_has_complete_samples_in_order(lengths, max_tokens, seed):
     parts = [
         SampleParts(train_log_prob=[-1.0] * n, rollout_log_prob=[-1.0] * n, sample_index=i)
         for i, n in enumerate(lengths)

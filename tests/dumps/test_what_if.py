@@ -1,4 +1,4 @@
-"""What corrections would have done to a table: numbers by hand, and all presets."""
+"""What-if: hand-computed numbers, and all presets."""
 
 import math
 from argparse import Namespace
@@ -127,18 +127,18 @@ def test_bypass_is_clipped_as_ppo_clips():
     assert (wide.cosine, wide.norm_ratio) == (pytest.approx(1.0), pytest.approx(1.0))
 
 
-def test_everything_rejected_has_no_direction():
+def test_total_rejection_has_no_cosine():
     row = one(RolloutCorrectionConfig(use_rs=True, rs_lower_bound=5.0, rs_upper_bound=6.0))
     assert (row.kept, row.cosine, row.norm_ratio) == (0.0, None, 0.0)
 
 
-def test_without_advantages_there_is_no_gradient_to_compare():
+def test_gradients_need_advantages():
     row = one(RolloutCorrectionConfig(use_tis=True, tis_upper_bound=1.5), table(advantages=None))
     assert (row.cosine, row.norm_ratio, row.sequence_cosine) == (None, None, None)
     assert row.weight_max == 1.5
 
 
-def test_what_is_of_the_global_batch_is_of_each_step():
+def test_batch_statistics_belong_to_each_step():
     config = RolloutCorrectionConfig(use_tis=True, tis_upper_bound=10.0, tis_batch_normalize=True)
     row = one(config)
     # step 0: mean weight 2; step 1: 0.75. Gradients −2/2, (0.5/0.75)/2, (1/0.75)/2 against −2, 0.25, 0.5
@@ -147,7 +147,7 @@ def test_what_is_of_the_global_batch_is_of_each_step():
     assert row.cosine == pytest.approx(expected)
 
 
-def test_of_many_steps_a_part_is_taken_for_what_is_of_the_global_batch():
+def test_whole_batch_corrections_use_a_part_of_many_steps():
     config = RolloutCorrectionConfig(use_tis=True, tis_upper_bound=10.0, tis_batch_normalize=True)
     row = one(config, max_steps=1, seed=1)
     assert (row.steps, one(config).steps, one(RolloutCorrectionConfig(use_tis=True)).steps) == (1, 2, None)
@@ -160,7 +160,7 @@ def test_interpolated_old_log_probs_need_weight_versions():
         one(RolloutCorrectionConfig(use_tis=True, old_logprobs="interpolate"))
 
 
-def test_all_presets_and_the_sweep_have_a_row_and_flags_of_their_own():
+def test_all_presets_and_the_sweep_have_a_row_with_unique_flags():
     rows = what_if(table())
     assert [row.name for row in rows] == [*PRESETS, *sweep()]
     assert len({row.flags for row in rows}) == len(rows) == len(corrections())
@@ -168,7 +168,7 @@ def test_all_presets_and_the_sweep_have_a_row_and_flags_of_their_own():
     assert all(math.isfinite(value) for row in rows for value in row.metrics.values())
 
 
-def test_no_tokens_are_a_table():
+def test_an_empty_table_has_rows():
     rows = what_if(TokenTable.from_parts([]))
     assert {row.kept for row in rows} == {0.0}
 
@@ -178,6 +178,6 @@ def test_a_larger_table_is_sampled():
     assert row.weight_max == 1.0  # of the second sample alone
 
 
-def test_flags_are_those_of_options_that_are_not_defaults():
+def test_flags_list_options_that_are_not_defaults():
     config = RolloutCorrectionConfig(use_tis=True, tis_level="sequence", rs_veto_threshold=1e-4)
     assert flags_of(config) == "--use-tis --tis-level sequence --rs-veto-threshold 0.0001"

@@ -1,4 +1,4 @@
-"""The report: what is in its data, that hostile text stays text, and what it may overwrite."""
+"""The report: its data, hostile text, and the files it may overwrite."""
 
 import base64
 import io
@@ -95,7 +95,7 @@ def test_the_page_is_self_contained(page: str) -> None:
     assert "default-src 'none'" in page and len(page) < 3_000_000
 
 
-def test_hostile_text_is_data_and_nothing_else(page: str) -> None:
+def test_hostile_text_stays_data(page: str) -> None:
     assert HOSTILE not in page and "<img src=x" not in page
     data = Parsed(page).data
     assert re.fullmatch("[A-Za-z0-9+/=]+", Parsed(page).scripts[2].strip())
@@ -117,7 +117,7 @@ def test_a_run_shows_its_metrics_its_warning_and_its_tokens(page: str) -> None:
     assert {row["flags"] for row in data["what_if"]["rows"]} >= {"--rollout-correction-preset decoupled_token_is"}
 
 
-def test_a_report_is_replaced_and_nothing_else_is(
+def test_only_reports_are_overwritten(
     run: Path, page: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     own, foreign = tmp_path / "own.html", tmp_path / "notes.html"
@@ -142,7 +142,7 @@ def test_a_report_is_replaced_and_nothing_else_is(
     assert foreign.read_text() == "<html>my notes</html>"
 
 
-def test_a_run_without_dumps_says_which_flag_writes_them(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_run_without_dumps_names_the_flag_that_writes_them(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     run = make_run(tmp_path / "run")
     (run / "config.yaml").write_text("lr: 0.001\n")
     assert main(["report", str(run)]) == 0
@@ -212,14 +212,14 @@ def test_json_has_the_numbers_and_no_page(run: Path, tmp_path: Path, capsys: pyt
     ],
     ids=["text", "list", "cut", "nested", "400 digits"],
 )
-def test_damaged_metrics_are_one_message(tmp_path: Path, capsys: pytest.CaptureFixture, text: str) -> None:
+def test_damaged_metrics_are_refused_with_one_line(tmp_path: Path, capsys: pytest.CaptureFixture, text: str) -> None:
     (tmp_path / "metrics.jsonl").write_text(text)
     assert main(["report", str(tmp_path)]) == 2
     message = capsys.readouterr().err.strip()
     assert "metrics.jsonl" in message and len(message.splitlines()) == 1
 
 
-def test_code_of_a_tokenizer_that_a_dump_names_never_runs(
+def test_custom_tokenizer_code_never_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     maps = {"tokenizer_class": "T", "auto_map": {"AutoTokenizer": [None, "evil.T"], "AutoConfig": "evil.C"}}
@@ -235,7 +235,7 @@ def test_code_of_a_tokenizer_that_a_dump_names_never_runs(
     assert not (tmp_path / "ran").exists()
 
 
-def test_what_is_absent_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_an_absent_path_is_refused_with_one_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     for command in ("report", "diagnose"):
         assert main([command, str(tmp_path / "nothing")]) == 2
         assert len(capsys.readouterr().err.strip().splitlines()) == 1
@@ -258,7 +258,7 @@ def test_a_table_without_a_valid_token_is_an_ordinary_page() -> None:
         assert Parsed(render(page_data([source(each)]))).data["shape"] == []
 
 
-def test_the_worst_samples_come_first_with_their_groups_and_others_are_left_out() -> None:
+def test_the_worst_samples_come_first_with_their_groups() -> None:
     table = make_table(40, 20)
     shown = samples.chosen_samples(table, 400)
     assert shown.tokens <= 400
@@ -270,10 +270,8 @@ def test_the_worst_samples_come_first_with_their_groups_and_others_are_left_out(
     assert worst.sum() == 4
 
 
-def test_a_page_is_bounded_whatever_it_is_of(tmp_path: Path) -> None:
-    """Bytes of the parts of a page: of many tokens, many samples with long texts, many experts, and many steps."""
-
-    def size(payload: dict[str, Any]) -> int:
+def test_the_size_of_a_page_is_bounded(tmp_path: Path) -> None:
+        def size(payload: dict[str, Any]) -> int:
         return len(zlib.compress(samples.packed(payload)))
 
     long = samples.payload(samples.chosen_samples(repeated(make_table(24, 500), 10)))
@@ -296,8 +294,8 @@ def repeated(table: TokenTable, times: int) -> TokenTable:
     return TokenTable.concatenate([table] * times)
 
 
-def test_columns_come_out_of_the_page_as_they_went_in() -> None:
-    table = make_table(3, 7)  # 21 values: a column of bytes ends between two places of numbers
+def test_columns_survive_the_round_trip_through_the_page() -> None:
+    table = make_table(3, 7)  # 21 values: a column of bytes is not aligned
     head, columns = unpacked(samples.packed(samples.payload(table)))
     np.testing.assert_array_equal(columns["train"], table.train_log_prob)
     np.testing.assert_array_equal(columns["weight_version"], table.weight_version)
@@ -308,7 +306,7 @@ def test_columns_come_out_of_the_page_as_they_went_in() -> None:
     assert head["experts"] == {"layers": 3, "of": 3, "k": 2} and head["offsets"] == [0, 7, 14, 21]
 
 
-def test_what_has_one_value_alone_is_not_drawn_against() -> None:
+def test_a_variable_with_a_single_value_is_not_plotted() -> None:
     def drawn(*tables: TokenTable) -> set[str]:
         return {plot["id"] for plot in page_data([source(table) for table in tables])["shape"]}
 
@@ -317,23 +315,23 @@ def test_what_has_one_value_alone_is_not_drawn_against() -> None:
     assert "by-length" in drawn(TokenTable.concatenate([short, long]))
 
 
-def test_steps_are_those_of_training_and_not_of_evaluation() -> None:
+def test_steps_exclude_evaluations() -> None:
     rows = ({"step": 0, "eval/accuracy": 0.5}, {"step": 1, "train/grad_norm": 1.0}, {"step": 2, "train/grad_norm": 1.0})
     run = Source(name="run", path=Path("run"), metrics=rows, table=None, note="")
     assert page_data([run])["subtitle"] == ["run: 2 steps"]
 
 
-def test_warnings_that_come_back_are_listed_again() -> None:
+def test_recurring_warnings_are_listed_again() -> None:
     rows = [{"step": i, "health/mismatch": float(held)} for i, held in enumerate([1, 1, 0, 1])]
     found = overview.warnings(rows)
     assert [(warning["step"], warning["last"]) for warning in found] == [(0, 1), (3, 3)]
 
 
-def test_the_front_has_the_points_that_no_other_beats() -> None:
+def test_the_front_has_the_undominated_points() -> None:
     assert _front([(0.0, 1.0), (1.0, 0.0), (0.5, 0.5), (0.6, 0.6), (0.5, 0.5)]) == [True, True, True, False, True]
 
 
-def test_dumps_that_moved_with_their_run_are_found(tmp_path: Path) -> None:
+def test_dumps_moved_with_their_run_are_found(tmp_path: Path) -> None:
     run = make_run(tmp_path / "before")
     moved = run.rename(tmp_path / "after")
     table = open_source(str(moved)).table

@@ -180,10 +180,14 @@ class TokenTable:
                 column = getattr(self, name)
                 if column is None and name not in REQUIRED_COLUMNS:
                     continue
-                if columns is not OBJECT_COLUMNS and column.dtype != dtype:
-                    raise ValueError(f"{name} is {column.dtype} but must be {np.dtype(dtype).name}.")
                 if len(column) != rows:
                     raise ValueError(f"{name} has {len(column)} rows but must have {rows}.")
+                if columns is OBJECT_COLUMNS:
+                    continue
+                if column.dtype != dtype:
+                    raise ValueError(f"{name} is {column.dtype} but must be {np.dtype(dtype).name}.")
+                if column.ndim != (3 if name == "experts" else 1):
+                    raise ValueError(f"{name} has {column.ndim} dimensions.")
 
     def __len__(self) -> int:
         """Number of samples."""
