@@ -117,9 +117,7 @@ def test_a_run_shows_its_metrics_its_warning_and_its_tokens(page: str) -> None:
     assert {row["flags"] for row in data["what_if"]["rows"]} >= {"--rollout-correction-preset decoupled_token_is"}
 
 
-def test_only_reports_are_overwritten(
-    run: Path, page: str, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_only_reports_are_overwritten(run: Path, page: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     own, foreign = tmp_path / "own.html", tmp_path / "notes.html"
     own.write_text(page)
     foreign.write_text("<html>my notes</html>")
@@ -271,7 +269,7 @@ def test_the_worst_samples_come_first_with_their_groups() -> None:
 
 
 def test_the_size_of_a_page_is_bounded(tmp_path: Path) -> None:
-        def size(payload: dict[str, Any]) -> int:
+    def size(payload: dict[str, Any]) -> int:
         return len(zlib.compress(samples.packed(payload)))
 
     long = samples.payload(samples.chosen_samples(repeated(make_table(24, 500), 10)))
