@@ -29,7 +29,7 @@ from slime_tis.trainer.data.data_source import CustomDataSource
 from slime_tis.trainer.data.prompts import PromptDataset
 from slime_tis.trainer.data.sample import Prompt, Sample
 from slime_tis.trainer.engines.build import build_engine, training_sampling
-from slime_tis.trainer.engines.engine import RolloutEngine, RolloutFuture
+from slime_tis.trainer.engines.engine import EngineHost, RolloutEngine, RolloutFuture
 from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
 from slime_tis.trainer.evaluation import Evaluation, load_evaluation_prompts, local_evaluation_engine
 from slime_tis.trainer.interrupt import Interrupts
@@ -312,17 +312,15 @@ def steps_per_rollout(arguments: Arguments) -> int:
 def build_sampler(process: Process, data: Data, weights: PolicyWeights) -> RolloutEngine:
     """Builds the rollout engine."""
     arguments = process.arguments
-    sampler = build_engine(
-        arguments.rollout,
-        arguments.sglang,
-        arguments.megatron.hf_checkpoint,
-        data.tokenizer,
+    host = EngineHost(
+        hf_checkpoint=arguments.megatron.hf_checkpoint,
         weights=weights.tensors,
         weights_version=weights.version,
-        output_dir=arguments.reporting.output_dir,
+        output_dir=Path(arguments.reporting.output_dir),
         device=process.parallel.backend.device,
         safe_point=process.interrupts.check,
     )
+    sampler = build_engine(arguments.rollout, arguments.sglang, data.tokenizer, host)
     process.opened.enter_context(closing(sampler))
     return sampler
 

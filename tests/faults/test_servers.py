@@ -20,10 +20,8 @@ import pytest
 
 from slime_tis.trainer.data.sample import Sampling
 from slime_tis.trainer.engines.engine import RolloutUnavailable
-from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
 from slime_tis.trainer.engines.sglang.engine import SGLangEngine
 from slime_tis.trainer.engines.sglang.health import Timeouts
-from slime_tis.trainer.options.sglang import SGLangConfig
 from tests.checkpoints import make_checkpoint
 from tests.faults.forked import run_forked
 from tests.faults.hostile import (
@@ -39,7 +37,7 @@ from tests.faults.hostile import (
     http,
     nested,
 )
-from tests.rollout.sglang.rollouts import LATE, Weights, assert_exact
+from tests.rollout.sglang.rollouts import LATE, Weights, assert_exact, make_engine
 from tests.runs import make_task, read_metrics
 
 QUICK = Timeouts(recovery=0.3, first_retry=0.002, max_retry=0.01, health_interval=0.01)
@@ -65,14 +63,7 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> None:
 @contextmanager
 def engine_on(servers: list[Hostile], checkpoint: Path, **options: Any) -> Iterator[SGLangEngine]:
     config = {"sglang_url": tuple(server.url for server in servers), "sglang_request_timeout": 5.0, **options}
-    engine = SGLangEngine(
-        SGLangConfig(**config),
-        checkpoint,
-        load_tokenizer(checkpoint),
-        output_dir=checkpoint,
-        weights=Weights(),
-        timeouts=QUICK,
-    )
+    engine = make_engine(checkpoint, Weights(), timeouts=QUICK, **config)
     try:
         yield engine
     finally:

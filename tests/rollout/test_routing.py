@@ -103,13 +103,13 @@ def test_a_rows_memory_is_its_own(checkpoint):
 
 def test_a_dense_model_has_no_router_to_round(tmp_path):
     path = make_checkpoint(tmp_path / "dense", "qwen3")
-    with pytest.raises(ValueError, match="--rollout-router-bits is 4 but the model has no routers; leave it out"):
+    with pytest.raises(ValueError, match="the model has no routers"):
         LocalEngine(path, load_tokenizer(path), router_bits=4)
 
 
 def test_a_dense_model_has_no_experts_to_record(tmp_path):
     path = make_checkpoint(tmp_path / "dense", "qwen3")
-    with pytest.raises(ValueError, match="routed experts were asked of a Qwen3ForCausalLM, which has no experts"):
+    with pytest.raises(ValueError, match="no experts"):
         generate(path, return_routed_experts=True)
 
 

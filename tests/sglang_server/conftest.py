@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from slime_tis.trainer.data.sample import Prompt, Sampling
+from slime_tis.trainer.engines.engine import EngineHost
 from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
 from slime_tis.trainer.engines.sglang.engine import SGLangEngine
+from slime_tis.trainer.engines.sglang.server_group import SGLangSettings
 from slime_tis.trainer.options.sglang import SGLangConfig
 from tests.checkpoints import BOS, make_checkpoint
 from tests.sglang_server.references import Reference
@@ -94,15 +96,8 @@ def make_engine(checkpoint: Path, reference: Reference, tmp_path: Path) -> Itera
         ) -> SGLangEngine:
             urls = {"sglang_url": tuple(server.url for server in servers)} if servers else {}
             config = SGLangConfig(sglang_bucket_mb=1, **urls, **options)
-            engine = SGLangEngine(
-                config,
-                str(checkpoint),
-                load_tokenizer(str(checkpoint)),
-                output_dir=tmp_path,
-                weights=weights,
-                device="cpu",
-                sampling=sampling,
-            )
+            host = EngineHost(hf_checkpoint=checkpoint, weights=weights, output_dir=tmp_path)
+            engine = SGLangEngine(SGLangSettings(config=config, sampling=sampling), load_tokenizer(checkpoint), host)
             engines.callback(engine.close)
             if push:
                 engine.update_weights(reference.named_tensors, 0)

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from slime_tis.trainer.data.dump import from_dict, to_dict
 from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
+from slime_tis.trainer.engines.engine import EngineHost
 from slime_tis.trainer.engines.local.checkpoint import load_tokenizer, weights_by_file_name
 from slime_tis.trainer.engines.sglang.engine import SGLangEngine
+from slime_tis.trainer.engines.sglang.server_group import SGLangSettings
 from slime_tis.trainer.options.sglang import SGLangConfig
 from tests.checkpoints import make_checkpoint
 from tests.sglang_server.references import Reference
@@ -62,14 +64,9 @@ def served(directory: Path) -> Iterator[Servers]:
 
 def connect(served: Servers, output_dir: Path, **options: Any) -> SGLangEngine:
     server, references, path = served
-    return SGLangEngine(
-        SGLangConfig(sglang_url=(server.url,), **options),
-        path,
-        load_tokenizer(path),
-        output_dir=output_dir,
-        weights=references[0].named_tensors,
-        sampling=LONG,
-    )
+    config = SGLangConfig(sglang_url=(server.url,), **options)
+    host = EngineHost(hf_checkpoint=path, weights=references[0].named_tensors, output_dir=output_dir)
+    return SGLangEngine(SGLangSettings(config=config, sampling=LONG), load_tokenizer(path), host)
 
 
 @pytest.fixture

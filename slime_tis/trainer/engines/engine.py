@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
@@ -13,6 +14,23 @@ from slime_tis.trainer.engines.weight_rounding import Precision
 
 WeightSource = Callable[[], Iterable[tuple[str, Tensor]]]
 """Yields weights under their Hugging Face names, whole tensors, one after the other."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineHost:
+    """The training process that an engine serves."""
+
+    hf_checkpoint: str | Path
+    """Weights that engines begin with."""
+    weights: WeightSource
+    """The policy's current weights, for servers that lost theirs; a collective."""
+    weights_version: Callable[[], int] | None = None
+    """Version of `weights`; None for the version that the engine was sent last."""
+    output_dir: Path
+    """Directory for logs of servers."""
+    device: torch.device | str = "cpu"
+    safe_point: Callable[[], None] = lambda: None
+    """Called while the engine samples or waits; raises to end the rollout."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 from urllib.parse import SplitResult, urlsplit
 
 from slime_tis.errors import quoted
@@ -29,6 +29,16 @@ SECRET_FLAG = re.compile(
 """Names of server flags whose value nobody may see."""
 VARIABLE = "-env"
 """What follows the name of such a flag when its value is the name of an environment variable."""
+
+WEIGHT_TRANSPORTS = {
+    "distributed": "slime_tis.trainer.engines.sglang.weights.distributed:DistributedSync",
+    "disk": "slime_tis.trainer.engines.sglang.weights.disk:DiskSync",
+}
+"""Values of --sglang-weight-sync and the class of each, a `weights.protocol.WeightSync`."""
+if TYPE_CHECKING:
+    WeightTransport = str
+else:
+    WeightTransport = Literal[tuple(WEIGHT_TRANSPORTS)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +89,7 @@ class SGLangConfig:
     sglang_recovery_timeout: Annotated[float, Limits(gt=0, le=1_000_000)] = 120.0
     """Longest wait, with no server left, for one to come back before the run saves and stops, in seconds."""
 
-    sglang_weight_sync: Literal["distributed", "disk"] = "distributed"
+    sglang_weight_sync: WeightTransport = "distributed"
     """How new weights reach the servers: distributed broadcasts them over NCCL, or gloo without GPUs; disk writes
     safetensors to a directory that the servers read."""
 
@@ -120,6 +130,11 @@ class SGLangConfig:
     def server_urls(self) -> tuple[str, ...]:
         """The URLs of `sglang_url` in one form, without a trailing slash; empty where none are given."""
         return tuple(normalized_url(url) for url in self.sglang_url or ())
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Weights sent or written at once, in bytes."""
+        return self.sglang_bucket_mb << 20
 
     @property
     def router_url(self) -> str | None:

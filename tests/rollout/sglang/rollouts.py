@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from slime_tis.trainer.data.sample import STATUS, Prompt, Sample, Sampling
-from slime_tis.trainer.engines.engine import WeightSource
+from slime_tis.trainer.engines.engine import EngineHost, WeightSource
 from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
 from slime_tis.trainer.engines.sglang.client import Server
 from slime_tis.trainer.engines.sglang.engine import SGLangEngine
 from slime_tis.trainer.engines.sglang.health import Timeouts
+from slime_tis.trainer.engines.sglang.server_group import SGLangSettings
 from slime_tis.trainer.options.sglang import SGLangConfig
 from tests.rollout.sglang.fake_sglang import STOP, FakeSGLang, continuation, log_prob
 
@@ -73,29 +74,27 @@ class ByHand:
         pass
 
 
+def make_engine(checkpoint: Path, weights: WeightSource, **options: Any) -> SGLangEngine:
+    """An engine with short timeouts; `options` are fields of EngineHost, SGLangSettings and SGLangConfig."""
+    tokenizer = options.pop("tokenizer", None) or load_tokenizer(checkpoint)
+    host = {name: options.pop(name) for name in ("weights_version", "output_dir") if name in options}
+    config = SGLangConfig(**{name: options.pop(name) for name in list(options) if name.startswith("sglang_")})
+    return SGLangEngine(
+        SGLangSettings(config=config, **{"timeouts": QUICK, **options}),
+        tokenizer,
+        EngineHost(**{"hf_checkpoint": checkpoint, "weights": weights, "output_dir": checkpoint, **host}),
+    )
+
+
 class Run:
     """Servers, an engine on them, and what it was made of."""
 
     def __init__(self, servers: list[FakeSGLang], checkpoint: Path, **options: Any) -> None:
         self.servers, self.weights, self.sync = servers, Weights(), ByHand()
-        timeouts, version = options.pop("timeouts", QUICK), options.pop("weights_version", None)
-        sampling, allow_truncation_bias = options.pop("sampling", None), options.pop("allow_truncation_bias", False)
-        rounding = options.pop("rounding", "nearest")
+        if options.get("sglang_weight_sync") != "disk":
+            options = {"weight_sync": self.sync, **options}
         options = {"sglang_url": tuple(server.url for server in servers), "sglang_request_timeout": 30.0, **options}
-        by_hand = {} if options.get("sglang_weight_sync") == "disk" else {"weight_sync": self.sync}
-        self.engine = SGLangEngine(
-            SGLangConfig(**options),
-            checkpoint,
-            load_tokenizer(checkpoint),
-            output_dir=checkpoint,
-            weights=self.weights,
-            timeouts=timeouts,
-            weights_version=version,
-            sampling=sampling,
-            **by_hand,
-            rounding=rounding,
-            allow_truncation_bias=allow_truncation_bias,
-        )
+        self.engine = make_engine(checkpoint, self.weights, **options)
 
     def update(self, version: int) -> None:
         self.engine.update_weights(self.weights, version)

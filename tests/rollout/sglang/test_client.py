@@ -81,14 +81,14 @@ def test_health(fake: FakeSGLang) -> None:
 @pytest.mark.parametrize("status", [500, 502, 503, 504, 429, 408], ids="HTTP {}".format)
 def test_what_another_server_may_answer_is_a_server_error(fake: FakeSGLang, status: int) -> None:
     fake.faults.append(status)
-    with pytest.raises(ServerError, match=f"{fake.url}/generate answered HTTP {status}: max_new_tokens must"):
+    with pytest.raises(ServerError, match=f"answered HTTP {status}"):
         ask(fake, generate)
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 413, 422], ids="HTTP {}".format)
 def test_what_every_server_would_refuse_is_refused(fake: FakeSGLang, status: int) -> None:
     fake.faults.append(status)
-    with pytest.raises(RequestRefused, match=f"{fake.url}/generate answered HTTP {status}: max_new_t") as caught:
+    with pytest.raises(RequestRefused, match=f"answered HTTP {status}") as caught:
         ask(fake, generate)
     assert caught.value.status == status
     assert ("--sglang-api-key-env" in str(caught.value)) == (status == 401)
@@ -96,7 +96,7 @@ def test_what_every_server_would_refuse_is_refused(fake: FakeSGLang, status: int
 
 def test_broken_connections_are_server_errors(fake: FakeSGLang) -> None:
     fake.faults.append("drop")
-    with pytest.raises(ServerError, match=f"{fake.url}/generate failed: Server disconnected"):
+    with pytest.raises(ServerError, match="Server disconnected"):
         ask(fake, generate)
     fake.die()
     with pytest.raises(ServerError, match=f"{fake.url}/generate failed: "):
@@ -110,7 +110,7 @@ def test_a_time_out_of_the_network_is_a_server_error() -> None:
     async def work() -> None:
         async with httpx.AsyncClient(transport=httpx.MockTransport(answers)) as client:
             server = Server(ROUTER, client, timeout=10.0)
-            with pytest.raises(ServerError, match="/generate failed: no route to the server"):
+            with pytest.raises(ServerError, match="no route"):
                 await generate(server)
 
     asyncio.run(work())
@@ -118,7 +118,7 @@ def test_a_time_out_of_the_network_is_a_server_error() -> None:
 
 def test_what_is_not_json_is_a_malformed_answer(fake: FakeSGLang) -> None:
     fake.faults.append(lambda answer: "<html>no</html>")
-    with pytest.raises(MalformedAnswer, match="/generate gave an answer that cannot be used: it is not JSON"):
+    with pytest.raises(MalformedAnswer, match="not JSON"):
         ask(fake, generate)
 
 
@@ -179,7 +179,7 @@ def test_a_post_to_an_unknown_endpoint_is_refused(fake: FakeSGLang) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("error_400", "max_new_tokens must be at least 0"),
+        ("error_400", "max_new_tokens"),
         ("error_unknown_parameter", "unknown field `foo`"),
         ("error_validation", "1 validation error"),
         ("error_404", "Not Found"),
@@ -242,7 +242,7 @@ def test_the_admin_key_goes_to_the_endpoints_that_change_a_server_alone(fake: Fa
 
 def test_a_wrong_key_is_refused_with_a_hint(fake: FakeSGLang) -> None:
     fake.key = KEY
-    with pytest.raises(RequestRefused, match=r"HTTP 401: Unauthorized; put its key .* --sglang-api-key-env") as caught:
+    with pytest.raises(RequestRefused, match="--sglang-api-key-env") as caught:
         ask(fake, lambda server: server.info(), key="other-key")
     assert "other-key" not in str(caught.value)
 
@@ -329,7 +329,7 @@ def test_a_router_that_does_not_answer() -> None:
     def answers(request: httpx.Request) -> httpx.Response:
         raise httpx.ConnectError("refused", request=request)
 
-    with pytest.raises(ValueError, match=f"{ROUTER}/workers failed: refused. Check --sglang-router-ip"):
+    with pytest.raises(ValueError, match="Check --sglang-router-ip"):
         worker_urls_of(answers)
 
 

@@ -10,12 +10,19 @@ import torch.distributed as dist
 
 from slime_tis.trainer.data.sample import Sampling
 from slime_tis.trainer.engines.engine import RolloutUnavailable
-from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
-from slime_tis.trainer.engines.sglang.engine import SGLangEngine
-from slime_tis.trainer.options.sglang import SGLangConfig
 from tests.checkpoints import make_checkpoint
 from tests.rollout.sglang.fake_sglang import fake_servers, log_prob
-from tests.rollout.sglang.rollouts import EARLY, LATE, PROMPTS, QUICK, SAMPLING, ByHand, Weights, assert_exact, flat
+from tests.rollout.sglang.rollouts import (
+    EARLY,
+    LATE,
+    PROMPTS,
+    SAMPLING,
+    ByHand,
+    Weights,
+    assert_exact,
+    flat,
+    make_engine,
+)
 from tests.runs import spawn
 
 SIZE = 2
@@ -31,15 +38,7 @@ def work(rank: int, checkpoint: str, url: str, out: str) -> None:
 def play(rank: int, checkpoint: str, url: str) -> dict[str, Any]:
     """What one rank sees of a run on a server that begins with the weights of another run."""
     weights, sync = Weights(), ByHand()
-    engine = SGLangEngine(
-        SGLangConfig(sglang_url=(url,), sglang_max_retries=0),
-        checkpoint,
-        load_tokenizer(checkpoint),
-        output_dir=Path(checkpoint),
-        weights=weights,
-        timeouts=QUICK,
-        weight_sync=sync,
-    )
+    engine = make_engine(Path(checkpoint), weights, weight_sync=sync, sglang_url=(url,), sglang_max_retries=0)
     seen: dict[str, Any] = {"first": engine.generate(PROMPTS, SAMPLING, 0), "iterated": [weights.iterated]}
     engine.update_weights(weights, 4)
     seen["iterated"].append(weights.iterated)

@@ -175,7 +175,7 @@ def test_a_request_that_an_update_did_not_end_has_none(
     for sample in flat(pending.result()):
         assert sample.weight_versions == [0] * 5 + [1] * 25
         assert sample.rollout_routed_experts is None
-    assert "its weights were updated in the middle of a request" in caplog.text
+    assert "updated in the middle" in caplog.text
 
 
 def rows_of(answer: dict[str, Any]) -> np.ndarray[Any, Any]:
@@ -272,7 +272,7 @@ def test_servers_without_the_flag_are_refused_at_the_start(start: Callable[..., 
         server.returns_experts = False
 
     flags = "--use-rollout-routing-replay or --measure-routing-mismatch"
-    with pytest.raises(ValueError, match=rf"^{flags} is on but http://127\.0\.0\.1:\d+, http\S+ would "):
+    with pytest.raises(ValueError, match=f"^{flags} is on"):
         start(2, prepare)
 
 

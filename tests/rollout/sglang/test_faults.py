@@ -108,9 +108,7 @@ def test_a_server_dies_in_mid_batch_and_returns_with_the_current_weights(start: 
 def test_a_refused_request_stops_the_rollout_with_the_servers_words(start: Callable[..., Run]) -> None:
     run = start(2)
     run.servers[0].faults.append(400)
-    with pytest.raises(
-        RolloutUnavailable, match=f"{run.servers[0].url}/generate answered HTTP 400: max_new_tokens must be"
-    ):
+    with pytest.raises(RolloutUnavailable, match="answered HTTP 400"):
         run.engine.generate(PROMPTS, SAMPLING, seed=0)
     assert_exact(run.engine.generate(PROMPTS, SAMPLING, seed=0), PROMPTS)
 
@@ -142,5 +140,5 @@ def test_when_no_server_is_left_the_rollout_ends_and_what_is_unfinished_stays(st
 def test_no_server_at_the_start_is_reported_at_once(checkpoint: Path) -> None:
     with fake_servers(1) as servers:
         servers[0].healthy = False
-        with pytest.raises(RolloutUnavailable, match=r"no SGLang server answered within 0\.2 s"):
+        with pytest.raises(RolloutUnavailable, match="no SGLang server answered"):
             Run(servers, checkpoint, sglang_startup_timeout=0.2)

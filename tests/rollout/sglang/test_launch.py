@@ -164,7 +164,7 @@ def test_startup_timeout(tmp_path: Path) -> None:
 
 
 def test_python_that_does_not_run(tmp_path: Path) -> None:
-    with pytest.raises(RolloutUnavailable, match="--sglang-python is '/no/python', which does not run: No such file"):
+    with pytest.raises(RolloutUnavailable, match="does not run"):
         servers(tmp_path, sglang_python="/no/python").start()
 
 
@@ -279,7 +279,7 @@ def test_ports_in_use_are_passed_over(tmp_path: Path) -> None:
         found = free_ports(first, 2)
         assert found[0] == first + 1 and found[1] > first + 2
     assert free_ports(65535, 0) == []
-    with pytest.raises(ValueError, match=r"--sglang-base-port is 65535 but only . ports from there on are free"):
+    with pytest.raises(ValueError, match="--sglang-base-port is 65535"):
         free_ports(65535, 2)
 
 
@@ -289,9 +289,7 @@ def test_an_answer_of_another_program_is_not_taken_for_the_servers(tmp_path: Pat
     process = subprocess.Popen(other, stdout=subprocess.DEVNULL)
     try:
         wait_for(started.urls[0])
-        with pytest.raises(
-            RolloutUnavailable, match=r"another program answers at http://127\.0\.0\.1:[0-9]+; choose free ports"
-        ):
+        with pytest.raises(RolloutUnavailable, match="another program answers"):
             started.start()
     finally:
         process.kill()
@@ -363,7 +361,7 @@ def test_servers_record_experts_where_they_are_replayed(records: bool) -> None:
 
 def test_a_size_that_is_not_a_number() -> None:
     config = SGLangConfig(sglang_launch=2, sglang_server_args=("--tp-size", "two"))
-    with pytest.raises(ValueError, match="--sglang-tp-size is 'two' but must be a whole number"):
+    with pytest.raises(ValueError, match="must be a whole number"):
         server_command(config, "m", 1, 1, Path("log"))
 
 

@@ -124,13 +124,11 @@ def old(servers: list[FakeSGLang]) -> None:
 
 
 def test_servers_that_report_no_sets_are_refused_at_the_start(start: Start) -> None:
-    with pytest.raises(ValueError, match="does not report which tokens they leave") as error:
+    with pytest.raises(ValueError, match="does not report which tokens") as error:
         start(2, old, sampling=TRUNCATED)
     assert str(error.value).startswith("--rollout-top-p is 0.9 and --rollout-top-k -1, but http://127.0.0.1:")
     assert "add --allow-truncation-bias" in str(error.value)
-    with pytest.raises(
-        ValueError, match="at most 4096 of the tokens they leave; start it with --sampling-mask-max-tok"
-    ):
+    with pytest.raises(ValueError, match="at most 4096"):
         start(1, sampling=dataclasses.replace(TRUNCATED, top_k=5000))
     assert start(1, old, sampling=dataclasses.replace(TRUNCATED, return_sampling_mask=False))
 
@@ -139,7 +137,7 @@ def test_their_bias_may_be_allowed_and_then_no_sets_are_asked_for(
     start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = start(2, old, sampling=TRUNCATED, allow_truncation_bias=True)
-    assert "Training goes on over the whole vocabulary (--allow-truncation-bias)." in caplog.text
+    assert "uses the whole vocabulary" in caplog.text
     for sample in flat(run.engine.generate(PROMPTS, TRUNCATED)):
         assert sample.sampling_mask is None
         assert sample.rollout_log_probs == [log_prob(token, 0) for token in sample.response_ids]

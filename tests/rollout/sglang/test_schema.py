@@ -225,7 +225,7 @@ def test_tokens_beyond_the_vocabulary_are_refused() -> None:
     answer = recorded("generate_length")
     assert max(answer["output_ids"]) == 59
     assert generation(answer, max_new_tokens=8, vocab_size=60).token_ids == answer["output_ids"]
-    with pytest.raises(InvalidAnswer, match="has token 59, but the vocabulary of --hf-checkpoint ends at 58; see that"):
+    with pytest.raises(InvalidAnswer, match="has token 59"):
         generation(answer, max_new_tokens=8, vocab_size=59)
     answer["output_ids"][0] = answer["meta_info"]["output_token_logprobs"][0][1] = 2**70
     with pytest.raises(InvalidAnswer, match=f"has token {2**70}, but"):
@@ -244,7 +244,7 @@ def test_a_seed_goes_along_where_there_is_one() -> None:
 
 
 def test_more_tokens_than_asked_for_or_none_are_refused() -> None:
-    with pytest.raises(InvalidAnswer, match="8 tokens where 7 were asked for"):
+    with pytest.raises(InvalidAnswer, match="8 tokens"):
         generation(recorded("generate_length"), max_new_tokens=7)
     with pytest.raises(InvalidAnswer, match="no tokens but finish_reason 'length'"):
         generation(recorded("generate_no_tokens"), max_new_tokens=8)

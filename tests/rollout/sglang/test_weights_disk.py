@@ -196,7 +196,7 @@ def test_a_crash_in_between_leaves_the_old_one_and_the_next_run_cleans_up(tmp_pa
 def test_a_directory_is_for_one_run_at_a_time(tmp_path: Path, checkpoint: Path) -> None:
     first = sync(tmp_path, checkpoint)
     push(first, some_weights(1), 1)
-    with pytest.raises(ValueError, match="which another run is using; give each run its own"):
+    with pytest.raises(ValueError, match="another run is using"):
         sync(tmp_path, checkpoint)
     assert directories(tmp_path) == ["weights_00000001"]
     asyncio.run(first.close())
@@ -208,7 +208,7 @@ def test_a_directory_is_for_one_run_at_a_time(tmp_path: Path, checkpoint: Path) 
 
 def test_a_directory_that_cannot_be(tmp_path: Path, checkpoint: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="file/w, which cannot be written: Not a directory"):
+    with pytest.raises(ValueError, match="cannot be written"):
         sync(tmp_path / "file/w", checkpoint)
 
 

@@ -7,6 +7,7 @@ import socket
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -15,12 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slime_tis.trainer.engines.engine import EngineHost
 from slime_tis.trainer.engines.sglang.client import Server
-from slime_tis.trainer.engines.sglang.engine import build_weight_sync
 from slime_tis.trainer.engines.sglang.weights import protocol
 from slime_tis.trainer.engines.sglang.weights.disk import DiskSync
 from slime_tis.trainer.engines.sglang.weights.distributed import DistributedSync, UpdateGroup, local_address
 from slime_tis.trainer.engines.sglang.weights.protocol import buckets
+from slime_tis.trainer.engines.sglang.weights.transports import build_weight_sync
 from slime_tis.trainer.options.sglang import SGLangConfig
 from tests.rollout.sglang.weight_servers import WeightServer, digests, running, some_weights, with_clients
 
@@ -384,14 +386,15 @@ def test_local_address() -> None:
     assert local_address("https://localhost") == "127.0.0.1"
 
 
-def test_build(tmp_path: Any) -> None:
+def test_build(tmp_path: Path) -> None:
     here, away = "http://127.0.0.1:1", "http://10.0.0.9:1"
-    assert isinstance(build_weight_sync(SGLangConfig(), tmp_path, [here, away], device="cpu"), DistributedSync)
+    host = EngineHost(hf_checkpoint=tmp_path, weights=dict, output_dir=tmp_path)
+    assert isinstance(build_weight_sync(SGLangConfig(), host, [here, away]), DistributedSync)
     disk = SGLangConfig(sglang_weight_sync="disk")
-    with pytest.raises(ValueError, match=r"http://10\.0\.0\.9:1 may not see a temporary directory"):
-        build_weight_sync(disk, tmp_path, [here, away], device="cpu")
+    with pytest.raises(ValueError, match="may not see"):
+        build_weight_sync(disk, host, [here, away])
     shared = SGLangConfig(sglang_weight_sync="disk", sglang_weight_dir=str(tmp_path / "shared"))
     for config, urls in ((disk, [here]), (shared, [here, away])):
-        built = build_weight_sync(config, tmp_path, urls, device="cpu")
+        built = build_weight_sync(config, host, urls)
         assert isinstance(built, DiskSync)
         asyncio.run(built.close())

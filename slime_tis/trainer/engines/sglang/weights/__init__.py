@@ -1,1 +1,1 @@
-"""New weights for SGLang servers: what every way has in common, and the two ways."""
+"""Weight transports of the SGLang engine."""

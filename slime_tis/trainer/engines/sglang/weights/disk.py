@@ -1,5 +1,7 @@
 """Weights through a directory that this program and the servers see."""
 
+from __future__ import annotations
+
 import asyncio
 import fcntl
 import os
@@ -15,10 +17,11 @@ from typing import IO
 import torch
 from torch import Tensor
 
-from slime_tis.trainer.engines.engine import RolloutUnavailable, WeightSource
+from slime_tis.trainer.engines.engine import EngineHost, RolloutUnavailable, WeightSource
 from slime_tis.trainer.engines.sglang.client import Server
 from slime_tis.trainer.engines.sglang.errors import ServerError
 from slime_tis.trainer.engines.sglang.weights.protocol import on_all_servers, pause, release, resume, weights_thread
+from slime_tis.trainer.options.sglang import SGLangConfig, is_loopback
 from slime_tis.trainer.storage.hf_checkpoint import write_hf_checkpoint
 
 TEMPORARY, LOCK = "slime_tis_weights_", ".lock"
@@ -63,6 +66,27 @@ class DiskSync:
         self._weights_thread = weights_thread(torch.device(device))
         self._current: tuple[Path, int] | None = None
         _remove_own(self._directory)
+
+    @classmethod
+    def build(cls, config: SGLangConfig, host: EngineHost, urls: Sequence[str]) -> DiskSync:
+        """See WeightSync.
+
+        Raises:
+            ValueError: A server on another machine cannot see the directory, or the directory is unusable.
+        """
+        remote = [url for url in urls if not is_loopback(url)]
+        if config.sglang_weight_dir is None and remote:
+            raise ValueError(
+                f"--sglang-weight-sync is disk but {remote[0]} may not see a temporary directory of this machine; give "
+                "one that both see with --sglang-weight-dir."
+            )
+        return cls(
+            config.sglang_weight_dir,
+            hf_checkpoint=host.hf_checkpoint,
+            device=host.device,
+            bucket_bytes=config.bucket_bytes,
+            timeout=config.sglang_request_timeout,
+        )
 
     async def push(self, servers: Sequence[Server], source: WeightSource, version: int) -> dict[Server, str]:
         """See WeightSync; generation is held back while servers read, not while the files are written."""

@@ -1,5 +1,7 @@
 """Weights by broadcast: one torch process group per server, NCCL from a GPU and gloo from a CPU."""
 
+from __future__ import annotations
+
 import asyncio
 import ipaddress
 import secrets
@@ -14,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime_tis.trainer.engines.engine import WeightSource
+from slime_tis.trainer.engines.engine import EngineHost, WeightSource
 from slime_tis.trainer.engines.sglang.client import Server
 from slime_tis.trainer.engines.sglang.errors import ServerError
 from slime_tis.trainer.engines.sglang.weights.protocol import (
@@ -31,7 +33,7 @@ from slime_tis.trainer.engines.sglang.weights.protocol import (
     try_post,
     weights_thread,
 )
-from slime_tis.trainer.options.sglang import is_loopback
+from slime_tis.trainer.options.sglang import SGLangConfig, is_loopback
 
 
 class DistributedSync:
@@ -52,6 +54,16 @@ class DistributedSync:
         self._timeout, self._address = timeout, address
         self._groups: dict[Server, UpdateGroup] = {}
         self._weights_thread = weights_thread(self._device)
+
+    @classmethod
+    def build(cls, config: SGLangConfig, host: EngineHost, urls: Sequence[str]) -> DistributedSync:
+        """See WeightSync."""
+        return cls(
+            device=host.device,
+            bucket_bytes=config.bucket_bytes,
+            timeout=config.sglang_request_timeout,
+            address=config.sglang_sync_address,
+        )
 
     async def push(self, servers: Sequence[Server], source: WeightSource, version: int) -> dict[Server, str]:
         """See WeightSync."""

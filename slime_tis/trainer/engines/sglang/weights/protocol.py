@@ -1,16 +1,18 @@
-"""What the ways of bringing weights to servers have in common: their interface, buckets, and the steps of an update.
+"""The interface of weight transports, buckets of weights, and the steps of an update.
 
-The way of the weights from Megatron to a server:
+Path of the weights from Megatron to a server:
 
     SGLangEngine.update_weights(TrainingEngine.named_hf_tensors, version)       on every rank
-      ServerGroup.update_weights       rank 0, on the loop: no request is started meanwhile
+      ServerGroup.update_weights       rank 0, on the loop: starts no request during the update
         WeightSync.push
           pause                        the server stops generating and drops keys and values of the old weights
-          source()                     on the weights thread of rank 0, on the main thread of the others: whole tensors
-                                       under Hugging Face names, one by one; a collective
-          buckets → broadcast          DistributedSync; DiskSync writes files before the pause, which the server reads
-          resume                       the server goes on generating once it reports the new version
+          source()                     a collective, on rank 0's weights thread and the other ranks' main threads:
+                                       yields whole tensors under Hugging Face names
+          buckets → broadcast          DistributedSync; DiskSync writes files before the pause
+          resume                       the server generates again once it reports the new version
 """
+
+from __future__ import annotations
 
 import asyncio
 import threading
@@ -24,44 +26,48 @@ import torch
 from torch import Tensor
 
 from slime_tis.errors import first_line
-from slime_tis.trainer.engines.engine import WeightSource
+from slime_tis.trainer.engines.engine import EngineHost, WeightSource
 from slime_tis.trainer.engines.sglang.client import UNKNOWN_ENDPOINT, Server
 from slime_tis.trainer.engines.sglang.errors import RequestRefused, ServerError, SGLangError
+from slime_tis.trainer.options.sglang import SGLangConfig
 
 Result = TypeVar("Result")
 
 CONTROL_TIMEOUT = 60.0
-"""Longest wait for a server to pause, flush or go on, in seconds: a batch under way is finished first."""
+"""Longest wait for a server to pause, flush or resume, in seconds; it finishes the current batch first."""
 RELEASE_TIMEOUT = 5.0
 """Longest wait for a server that has failed already, in seconds."""
 
 
 class WeightSync(Protocol):
-    """A way of bringing weights to servers."""
+    """A weight transport; `WEIGHT_TRANSPORTS` lists them."""
+
+    @classmethod
+    def build(cls, config: SGLangConfig, host: EngineHost, urls: Sequence[str]) -> WeightSync:
+        """Builds the transport from the options; raises ValueError if servers at these URLs cannot use it."""
 
     async def push(self, servers: Sequence[Server], source: WeightSource, version: int) -> dict[Server, str]:
-        """Gives servers new weights, and names these `version`.
+        """Sends new weights to the servers under the name `version`.
 
-        Requests in flight are held back meanwhile and go on with the new weights. `source` is called once, and what
-        it yields is iterated to its end on one thread, whatever becomes of the servers: it may hold collectives
-        that other ranks take part in.
+        Requests in flight pause and continue with the new weights. `source` is called once and iterated to its end on
+        one thread, even if all servers fail: it may contain collectives that other ranks take part in.
 
         Returns:
-            The servers that failed, and why; what they were answering is aborted.
+            Servers that failed, and why; their requests are aborted.
 
         Raises:
-            Exception: Whatever `source` raises; the servers are released then, with weights that are not to be used.
+            Exception: From `source`; the servers are released, and their weights are unusable.
         """
 
     async def restore(self, server: Server) -> bool:
-        """Gives a server that came back the weights of the last `push`; False where that needs a `source`.
+        """Sends the weights of the last `push` to a server that came back; False if only a `source` has them.
 
         Raises:
             SGLangError: The server failed.
         """
 
     async def close(self) -> None:
-        """Frees what is held on either side."""
+        """Frees the resources of both sides."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,15 +85,15 @@ class Bucket:
 
 
 def buckets(source: WeightSource, max_bytes: int, place: Callable[[Tensor], Tensor]) -> Iterator[Bucket]:
-    """Groups weights into buckets of at most `max_bytes`; a larger tensor has one of its own.
+    """Groups weights into buckets of at most `max_bytes`; a larger tensor gets its own bucket.
 
-    The source is called at the first bucket, and consumed as far as the tensor after each and no further. No reference
-    remains to what was yielded before.
+    The source is called at the first bucket and consumed lazily, one tensor ahead. No reference to earlier buckets
+    remains.
 
     Args:
         source: Yields the weights.
         max_bytes: Size of a bucket, in bytes.
-        place: Moves a tensor to where it is needed, contiguous.
+        place: Moves a tensor to the sending device, contiguous.
 
     Raises:
         ValueError: There are no weights.
@@ -110,7 +116,7 @@ def buckets(source: WeightSource, max_bytes: int, place: Callable[[Tensor], Tens
 
 
 def weights_thread(device: torch.device) -> ThreadPoolExecutor:
-    """The one thread that weights are iterated on, with the device of this process as its own."""
+    """The single thread that iterates weights, set to the device of this process."""
 
     def use_device() -> None:
         if device.type == "cuda":
@@ -122,15 +128,15 @@ def weights_thread(device: torch.device) -> ThreadPoolExecutor:
 async def on_all_servers(
     servers: Sequence[Server], step: Callable[[Server], Awaitable[None]], failed: dict[Server, str]
 ) -> list[Server]:
-    """Takes a step of an update on all servers at once.
+    """Runs one step of an update on all servers concurrently.
 
     Args:
         servers: The servers.
-        step: What to do with one.
-        failed: Error message of each server that failed; those that fail in this step are added.
+        step: The step of one server.
+        failed: Error message of each failed server; failures of this step are added.
 
     Returns:
-        The servers that did not fail.
+        The servers that passed.
     """
     outcomes = await asyncio.gather(*(step(server) for server in servers), return_exceptions=True)
     passed = []
@@ -160,21 +166,21 @@ async def pause(server: Server) -> None:
 
 
 async def resume(server: Server, version: int) -> None:
-    """Lets generation go on, once the server reports that it has the weights.
+    """Resumes generation once the server reports the new version.
 
     Raises:
         ServerError: It reports another version.
     """
-    found = await server.weight_version()
-    if found != str(version):
-        raise ServerError(f"{server.url} took weights {version} but says that it has {found!r}.")
+    reported = await server.weight_version()
+    if reported != str(version):
+        raise ServerError(f"{server.url} took weights {version} but reports weights {reported!r}.")
     await server.post("/continue_generation", {}, timeout=CONTROL_TIMEOUT)
 
 
 async def release(server: Server, group_name: str | None = None) -> None:
-    """Gets a server out of an update that failed, as far as it still answers, and lets it go on.
+    """Ends a failed update on a server, if the server still answers, and resumes generation.
 
-    What it was answering is aborted, so that no answer mixes weights.
+    Its requests are aborted, so that no answer mixes weights.
     """
     reachable = await try_post(server, "/end_weight_update", {})
     if reachable and group_name is not None:
@@ -184,10 +190,7 @@ async def release(server: Server, group_name: str | None = None) -> None:
 
 
 async def begin_session(server: Server) -> None:
-    """Opens the session that newer servers want around an update; 0.5.9 has none.
-
-    One that a trainer left open is closed first.
-    """
+    """Opens the session that servers newer than 0.5.9 require around an update; closes one that was left open."""
     try:
         await post_if_known(server, "/begin_weight_update")
     except RequestRefused:
@@ -195,31 +198,26 @@ async def begin_session(server: Server) -> None:
         await post_if_known(server, "/begin_weight_update")
 
 
-async def exchange(request: Awaitable[None], own_part: asyncio.Future[None]) -> None:
-    """Waits for a server's answer and for this side's part of the same exchange; the first failure ends the wait.
-
-    Raises:
-        ServerError: This side's part failed.
-        SGLangError: The server's part failed.
-    """
+async def exchange(request: Awaitable[None], local_side: asyncio.Future[None]) -> None:
+    """Waits for both sides of an exchange; the first failure ends the wait and raises SGLangError."""
     asked = asyncio.ensure_future(request)
-    both: set[asyncio.Future[None]] = {asked, own_part}
+    both: set[asyncio.Future[None]] = {asked, local_side}
     try:
         await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
-        if not asked.done():  # the server's message is often the better one
+        if not asked.done():  # the server's message is often more precise
             await asyncio.wait({asked}, timeout=RELEASE_TIMEOUT)
         if asked.done():
             asked.result()
-        await own_part
+        await local_side
     except RuntimeError as error:
         raise ServerError(f"the connection for weights broke: {first_line(error)}") from error
     finally:
         asked.cancel()
-        own_part.cancel()
+        local_side.cancel()
 
 
 def in_thread(function: Callable[[], Result]) -> asyncio.Future[Result]:
-    """Runs a blocking function in a daemon thread, which does not keep the program from ending if it never returns."""
+    """Runs a blocking function in a daemon thread: the program can exit if the function never returns."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Result] = loop.create_future()
 
@@ -244,7 +242,7 @@ def in_thread(function: Callable[[], Result]) -> asyncio.Future[Result]:
 
 
 async def try_post(server: Server, endpoint: str, body: dict[str, object]) -> bool:
-    """Posts where a refusal does no harm; returns whether the server answers at all."""
+    """Posts, ignoring a refusal; returns whether the server answers at all."""
     try:
         await server.post(endpoint, body, timeout=RELEASE_TIMEOUT)
     except RequestRefused:
@@ -255,7 +253,7 @@ async def try_post(server: Server, endpoint: str, body: dict[str, object]) -> bo
 
 
 async def post_if_known(server: Server, endpoint: str) -> None:
-    """Posts to an endpoint that older servers do not have."""
+    """Posts to an endpoint that older servers lack."""
     try:
         await server.post(endpoint, {}, timeout=CONTROL_TIMEOUT)
     except RequestRefused as error:

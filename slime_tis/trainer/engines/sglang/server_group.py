@@ -1,0 +1,352 @@
+"""The SGLang servers of rank 0: their connections, their weights and what they must support."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slime_tis.hf_directory import load_config, moe_sizes
+from slime_tis.trainer.data.sample import Sampling
+from slime_tis.trainer.engines.engine import EngineHost, RolloutUnavailable, SentRows, WeightSource
+from slime_tis.trainer.engines.sglang.client import Server, make_client, worker_urls
+from slime_tis.trainer.engines.sglang.dispatch import Dispatcher
+from slime_tis.trainer.engines.sglang.errors import MalformedAnswer, RequestRefused, ServerError, SGLangError
+from slime_tis.trainer.engines.sglang.health import HealthMonitor, ServerState, Timeouts
+from slime_tis.trainer.engines.sglang.launch import LaunchedServers
+from slime_tis.trainer.engines.sglang.sampling import FunctionRequests, RolloutBatch
+from slime_tis.trainer.engines.sglang.schema import ExpertLayout
+from slime_tis.trainer.engines.sglang.weights.checksums import Checksums, stale_weights
+from slime_tis.trainer.engines.sglang.weights.protocol import WeightSync
+from slime_tis.trainer.engines.sglang.weights.transports import build_weight_sync
+from slime_tis.trainer.engines.tasks import BackgroundTasks
+from slime_tis.trainer.engines.weight_rounding import Precision
+from slime_tis.trainer.options.rollout import Rounding
+from slime_tis.trainer.options.sglang import SGLangConfig
+
+logger = logging.getLogger(__name__)
+
+PRECISIONS: dict[str, Precision] = {
+    **dict.fromkeys(("half", "float16"), "fp16"),
+    "bfloat16": "bf16",
+    **dict.fromkeys(("float", "float32"), "fp32"),
+}
+"""Precisions by SGLang's names of dtypes."""
+RESTART_INTERVAL = 1.0
+"""Seconds between two checks that launched servers still run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGLangSettings:
+    """Which servers a run uses, and what they must support."""
+
+    config: SGLangConfig
+    sampling: Sampling | None = None
+    """How training samples are drawn: whether servers must record experts or report sampling masks."""
+    allow_truncation_bias: bool = False
+    """Whether sampling masks may be missing."""
+    rounding: Rounding = "nearest"
+    """How weights are rounded; the servers' precision must be known unless it is `nearest`."""
+    timeouts: Timeouts | None = None
+    """None takes them from the config."""
+    weight_sync: WeightSync | None = None
+    """None builds the one that the config names."""
+
+    @property
+    def records_experts(self) -> bool:
+        """Whether servers return the experts of each token."""
+        return self.sampling is not None and self.sampling.return_routed_experts
+
+
+class ServerGroup:
+    """The servers of rank 0: their health, their requests and their weights. It belongs to one asyncio loop."""
+
+    def __init__(
+        self, settings: SGLangSettings, host: EngineHost, vocab_size: int | None, launched: LaunchedServers | None
+    ) -> None:
+        """Connects to nothing yet.
+
+        Args:
+            settings: Which servers, and what they must support.
+            host: The training process.
+            vocab_size: Number of token ids of the model; None skips the check of answers.
+            launched: Servers that this run started and restarts.
+        """
+        self.changed = threading.Event()
+        """Set when a batch is done, or a server waits for weights."""
+        self.waiting_for_source: set[Server] = set()
+        """Servers that came back and need weights that only the trainer has."""
+        self.batches: set[RolloutBatch | FunctionRequests] = set()
+        """Rollouts in flight."""
+        self._settings, self._host, self._vocab_size, self._launched = settings, host, vocab_size, launched
+        self._layout = expert_layout(host.hf_checkpoint) if settings.records_experts else None
+        self._checksums: Checksums = {}
+        self._without_checksums: set[Server] = set()
+        self._tasks = BackgroundTasks()
+        self._one_update = asyncio.Lock()
+
+    async def connect(self) -> None:
+        """Waits for the servers.
+
+        Raises:
+            RolloutUnavailable: No server comes up.
+            ValueError: The servers refuse the key, or the router lists none.
+        """
+        config = self._settings.config
+        async with AsyncExitStack() as stack:
+            client = await stack.enter_async_context(make_client(config.api_key, config.admin_api_key))
+
+            def server(url: str, workers: Sequence[Server] = ()) -> Server:
+                return Server(
+                    url,
+                    client,
+                    timeout=config.sglang_request_timeout,
+                    vocab_size=self._vocab_size,
+                    expert_layout=self._layout,
+                    workers=workers,
+                )
+
+            urls = config.server_urls if self._launched is None else self._launched.urls
+            if config.router_url is not None:
+                urls = await worker_urls(server(config.router_url))
+            servers = [server(url) for url in urls]
+            router = server(config.router_url, workers=servers) if config.router_url else None
+            self._sync = self._settings.weight_sync or build_weight_sync(config, self._host, urls)
+            stack.push_async_callback(self._sync.close)
+            for closing in (*servers, *([router] if router else [])):
+                stack.push_async_callback(closing.close)
+            self.health = HealthMonitor(
+                servers,
+                router,
+                self._settings.timeouts or Timeouts(recovery=config.sglang_recovery_timeout),
+                on_return=lambda returned: self._tasks.start(self._restore(returned)),
+            )
+            stack.push_async_callback(self.health.close)
+            self.dispatcher = Dispatcher(
+                self.health, concurrency=config.sglang_concurrency, max_retries=config.sglang_max_retries
+            )
+            stack.push_async_callback(self._end_tasks)
+            await self.health.start(config.sglang_startup_timeout)
+            if self._launched is not None:
+                self._tasks.start(self._restart(self._launched))
+            self._stack = stack.pop_all()
+
+    @property
+    def url(self) -> str:
+        """The router's URL, else the first server's."""
+        router = self.health.router
+        return (router or next(iter(self.health.states.values()))).server.url
+
+    @property
+    def max_input_len(self) -> int | None:
+        """The longest input that all servers take, in tokens; None if no server reports a limit."""
+        return min((s.max_input_len for s in self.health.states.values() if s.max_input_len), default=None)
+
+    @property
+    def _seen(self) -> list[ServerState]:
+        """Servers that have answered."""
+        return [state for state in self.health.states.values() if state.seen]
+
+    def check_routed_experts(self) -> None:
+        """Checks that servers record routed experts if the run needs them: without their flag they ignore requests.
+
+        Raises:
+            ValueError: A server was started without the flag.
+        """
+        lacking = [state.server.url for state in self._seen if not state.server.returns_routed_experts]
+        if lacking and self._settings.records_experts:
+            raise ValueError(
+                "--use-rollout-routing-replay or --measure-routing-mismatch is on but "
+                f"{', '.join(lacking)} would not return the experts that it chose; start such servers with "
+                "--enable-return-routed-experts, or remove the flags."
+            )
+
+    def sampling_mask_tokens(self) -> int | None:
+        """The largest sampling mask that all servers report; None if the run samples without masks.
+
+        Raises:
+            ValueError: A server reports none, or fewer tokens than top-k keeps, and the bias is not allowed.
+        """
+        sampling = self._settings.sampling
+        if sampling is None or not sampling.return_sampling_mask:
+            return None
+        limits = {state.server.url: state.sampling_mask_tokens or 1 for state in self._seen}
+        url, limit = min(limits.items(), key=lambda item: item[1])
+        if limit >= max(sampling.top_k, 2):
+            return limit
+        if limit < 2:
+            problem = f"{url} does not report which tokens they keep; SGLang does since 0.5.23"
+        else:
+            problem = (
+                f"{url} reports at most {limit} of the tokens they keep; start it with --sampling-mask-max-tokens "
+                f"{sampling.top_k} or more"
+            )
+        message = f"--rollout-top-p is {sampling.top_p} and --rollout-top-k {sampling.top_k}, but {problem}."
+        if self._settings.allow_truncation_bias:
+            logger.warning("%s Training uses the whole vocabulary (--allow-truncation-bias).", message)
+            return None
+        raise ValueError(
+            f"{message} Training could not compute the distribution that tokens are sampled from; remove the two "
+            "flags, or add --allow-truncation-bias."
+        )
+
+    def precision(self, model: Mapping[str, Any]) -> Precision | None:
+        """The precision in which all servers hold weights; None if it is unknown, differs or is quantized.
+
+        Args:
+            model: config.json of the checkpoint.
+
+        Raises:
+            ValueError: Weights are to be rounded, and this precision cannot be rounded to.
+        """
+        dtypes = {state.dtype for state in self._seen}
+        precision = server_precision(dtypes.pop(), model) if len(dtypes) == 1 else None
+        check_rounding(self._settings.rounding, precision)
+        return precision
+
+    async def update_weights(self, source: WeightSource, version: int) -> None:
+        """Sends new weights to all reachable servers; a server that fails is marked down."""
+        async with self._one_update, self.health.updating(version):
+            await asyncio.gather(*(batch.requests.end_before_update() for batch in list(self.batches)))
+            await self._push(self.health.reachable(), source, version)
+            self.health.version = version
+
+    async def update_returned(self, source: WeightSource, version: int) -> None:
+        """Sends weights to servers that came back without them."""
+        async with self._one_update:
+            servers = [server for server in self.health.needing_weights() if server in self.waiting_for_source]
+            if servers:
+                await self._push(servers, source, version)
+
+    async def prompt_log_probs(self, token_ids: Sequence[int]) -> dict[str, list[float]]:
+        """Log-probs of all tokens but the first, by the URL of each available server.
+
+        Raises:
+            RolloutUnavailable: A server's answer is unusable.
+        """
+
+        async def ask(server: Server) -> list[float] | None:
+            try:
+                return await server.prompt_log_probs(token_ids)
+            except (MalformedAnswer, RequestRefused) as error:
+                raise RolloutUnavailable(str(error)) from None
+            except ServerError as error:
+                logger.warning("a probe of the weights failed: %s", error)
+                return None
+
+        servers = [state.server for state in self.health.available()]
+        answers = await asyncio.gather(*map(ask, servers))
+        return {server.url: answer for server, answer in zip(servers, answers, strict=True) if answer is not None}
+
+    async def wrong_weights(self, sent: Mapping[str, SentRows]) -> dict[str, list[str]]:
+        """Tensors that did not change in the update; see `SGLangEngine.wrong_weights`."""
+
+        async def ask(server: Server) -> dict[str, list[str]] | None:
+            try:
+                return await server.weight_checksums()
+            except RequestRefused as error:
+                self._without_checksums.add(server)
+                logger.warning("%s Its weights are checked by log-probs only.", error)
+            except ServerError as error:
+                logger.warning("checksums of the weights failed: %s", error)
+            return None
+
+        servers = [state.server for state in self.health.available() if state.server not in self._without_checksums]
+        answers = await asyncio.gather(*map(ask, servers))
+        before, self._checksums = self._checksums, dict(zip(servers, answers, strict=True))
+        return {
+            server.url: stale_weights(now, earlier, sent)
+            for server, now in self._checksums.items()
+            if now is not None and (earlier := before.get(server)) is not None
+        }
+
+    def metrics(self) -> dict[str, float]:
+        """Counts since the start."""
+        restarts = {} if self._launched is None else {"restarts": float(self._launched.restarts)}
+        return {"retries": self.dispatcher.retries} | self.health.metrics() | restarts
+
+    async def close(self) -> None:
+        """Ends all requests, and disconnects from the servers."""
+        await self._stack.aclose()
+
+    async def _push(self, servers: Sequence[Server], source: WeightSource, version: int) -> None:
+        self.waiting_for_source.difference_update(servers)
+        self.health.expect(version)
+        try:
+            failed = await self._sync.push(servers, source, version)
+        except BaseException:
+            for server in servers:
+                self.health.mark_down(server, "the update of its weights broke off.")
+            raise
+        for server in servers:
+            if server in failed:
+                self.health.mark_down(server, failed[server])
+            else:
+                self.health.mark_current(server, version)
+
+    async def _restore(self, server: Server) -> None:
+        """Sends weights to a server that came back, now or when the trainer next waits for a rollout."""
+        async with self._one_update:
+            if server not in self.health.needing_weights():
+                return
+            self.health.expect(self.health.version)
+            try:
+                restored = await self._sync.restore(server)
+            except SGLangError as error:
+                return self.health.mark_down(server, str(error))
+            if restored:
+                self.health.mark_current(server, self.health.version)
+            else:
+                self.waiting_for_source.add(server)
+                self.changed.set()
+
+    async def _restart(self, launched: LaunchedServers) -> None:
+        """Restarts launched servers that ended."""
+        while True:
+            for message in launched.poll():
+                logger.warning(message)
+            await asyncio.sleep(RESTART_INTERVAL)
+
+    async def _end_tasks(self) -> None:
+        await asyncio.gather(*(batch.close() for batch in list(self.batches)))
+        await self._tasks.cancel()
+
+
+def expert_layout(hf_checkpoint: str | Path) -> ExpertLayout:
+    """The layout of routed experts in answers.
+
+    Raises:
+        ValueError: The model has no experts.
+    """
+    hf = load_config(hf_checkpoint)
+    moe = moe_sizes(hf)
+    if moe is None:
+        raise ValueError("--use-rollout-routing-replay is given but the model has no experts; remove the flag.")
+    return ExpertLayout(num_hidden_layers=hf.num_hidden_layers, moe=moe)
+
+
+def server_precision(dtype: str | None, model: Mapping[str, Any]) -> Precision | None:
+    """The precision of an SGLang `--dtype`; None if the dtype is unknown.
+
+    `auto` is the checkpoint's dtype, and float16 for float32 (sglang/srt/configs/model_config.py).
+    """
+    if dtype == "auto":
+        checkpoint_dtype = model.get("dtype") or model.get("torch_dtype") or "float32"
+        dtype = "float16" if checkpoint_dtype == "float32" else checkpoint_dtype
+    return PRECISIONS.get(dtype) if isinstance(dtype, str) else None
+
+
+def check_rounding(rounding: Rounding, precision: Precision | None) -> None:
+    """Raises ValueError if weights are to be rounded and the precision is float32 or unknown."""
+    if rounding == "nearest" or precision not in ("fp32", None):
+        return
+    if precision == "fp32":
+        problem = "servers compute in float32, which holds the weights exactly"
+    else:
+        problem = "servers do not all report the same --dtype without --quantization"
+    raise ValueError(f"--weight-update-rounding is {rounding} but {problem}; remove the flag.")
