@@ -1,6 +1,5 @@
 """Spawned by tests of parity: loads each checkpoint under a parallel layout and compares with transformers."""
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,8 @@ from slime_tis.trainer.megatron.batch import make_batch
 from slime_tis.trainer.megatron.engine import TrainingEngine
 from slime_tis.trainer.megatron.hf_weights import GATHERED_BYTES
 from slime_tis.trainer.megatron.packing import RowSplit, pack
-from slime_tis.trainer.megatron.parallel import Parallel, initialize, shut_down
+from slime_tis.trainer.megatron.parallel import Parallel
 from slime_tis.trainer.options.megatron import MegatronConfig
-from tests.runs import rank_environment
 
 LENGTHS = (7, 13, 20)
 
@@ -61,21 +59,8 @@ def _config(directory: Path, layout: dict[str, Any]) -> MegatronConfig:
     )
 
 
-def compare_all(rank: int, ranks: int, port: int, path: str, layout: dict[str, Any]) -> None:
-    """Compares every checkpoint under `path`, as one of several ranks.
-
-    Args:
-        rank: of this process.
-        ranks: of the job.
-        port: at which they meet.
-        path: directory of checkpoints.
-        layout: fields of MegatronConfig.
-    """
-    torch.set_num_threads(1)
-    os.environ.update(rank_environment(rank, ranks, port))
-    directories = sorted(directory for directory in Path(path).iterdir() if directory.is_dir())
-    parallel = initialize(MegatronConfig(hf_checkpoint=str(directories[0]), **layout))
-    for directory in directories:
-        compare(directory, parallel, layout)
-        (directory / f"parity_{rank}").touch()
-    shut_down()
+def compare_all(parallel: Parallel, directory: Path, layout: dict[str, Any]) -> None:
+    """Compares every checkpoint under `directory`."""
+    for checkpoint in sorted(path for path in directory.iterdir() if path.is_dir()):
+        compare(checkpoint, parallel, layout)
+        (checkpoint / f"parity_{parallel.rank}").touch()

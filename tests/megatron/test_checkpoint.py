@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from slime_tis.policy.policy_loss import LossInputs, LossOutputs
 from slime_tis.trainer.megatron import checkpoint, upstream
 from slime_tis.trainer.megatron.batch import make_batch
 from slime_tis.trainer.megatron.engine import TrainingEngine
@@ -18,28 +17,15 @@ from slime_tis.trainer.megatron.parallel import Parallel
 from slime_tis.trainer.options.megatron import MegatronConfig
 from slime_tis.trainer.storage.checkpoints import read_state
 from tests.checkpoints import make_checkpoint
+from tests.megatron.passes import likelihood
 
 TOKENS = [[3, 4, 5, 6, 7], [8, 9, 10], [11, 12, 13, 14]]
 MASKS = [[1] * 3, [1] * 2, [1] * 2]
-NO_RECORD: Any = None
-"""What dumps would be written of."""
-
-
-class Nothing:
-    def merge(self, other: "Nothing") -> "Nothing":
-        return self
-
-
-def likelihood(inputs: LossInputs) -> LossOutputs:
-    log_probs = inputs.log_probs_L
-    sums: Any = Nothing()
-    count = torch.tensor(log_probs.numel(), dtype=torch.int)
-    return LossOutputs(numerator=-log_probs.sum(), denominator=count, sums=sums, record=NO_RECORD)
+BATCH = make_batch(TOKENS, MASKS, [[0.0] * 3, [0.0] * 2, [0.0] * 2], [[0] * 3, [0] * 2, [0] * 2])
 
 
 def steps(engine: TrainingEngine, count: int) -> list[float]:
-    batch = make_batch(TOKENS, MASKS, [[0.0] * 3, [0.0] * 2, [0.0] * 2], [[0] * 3, [0] * 2, [0] * 2])
-    return [engine.train_step(batch, [[0, 2], [1]], likelihood).grad_norm for _ in range(count)]
+    return [engine.train_step(BATCH, [[0, 2], [1]], likelihood).grad_norm for _ in range(count)]
 
 
 def build(model: Path, parallel: Parallel, **options: Any) -> TrainingEngine:
@@ -119,8 +105,7 @@ def test_options_of_the_optimizer_are_those_of_the_resumed_run(
     config = dataclasses.replace(config, lr_decay_style="linear")
     resumed = TrainingEngine(config, parallel, temperature=1.0, total_steps=4)
     checkpoint.load(tmp_path / "iter_0000002", resumed)
-    batch = make_batch(TOKENS, MASKS, [[0.0] * 3, [0.0] * 2, [0.0] * 2], [[0] * 3, [0] * 2, [0] * 2])
-    found = resumed.train_step(batch, [[0, 2], [1]], likelihood)
+    found = resumed.train_step(BATCH, [[0, 2], [1]], likelihood)
     assert found.learning_rate == pytest.approx(2e-3 + (1e-2 - 2e-3) * (1 - 3 / 4))  # step 3 of 4
     for group in resumed.optimizer.param_groups:
         assert (tuple(group["betas"]), group["eps"]) == ((0.5, 0.6), 1e-4)

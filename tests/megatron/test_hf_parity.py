@@ -8,7 +8,7 @@ from slime_tis.hf_directory import FAMILIES
 from tests.checkpoints import FAMILIES as CHECKPOINTS
 from tests.checkpoints import make_checkpoint
 from tests.megatron.parity_worker import compare_all
-from tests.runs import free_port, spawn
+from tests.megatron.passes import on_ranks
 
 # A vocabulary that 2 does not divide, so that the padding of a tensor-parallel vocabulary is in play.
 LLAMA3_ROPE = {
@@ -50,7 +50,7 @@ def test_logits_and_weights_are_those_of_transformers(ranks: int, tmp_path: Path
     for name, (family, sizes) in CASES.items():
         make_checkpoint(tmp_path / name, family, **sizes)
     layout = {"tensor_model_parallel_size": ranks}
-    spawn(compare_all, (ranks, free_port(), str(tmp_path), layout), ranks)
+    on_ranks(compare_all, tmp_path, layout, ranks)
     assert len(list(tmp_path.glob("*/parity_*"))) == ranks * len(CASES)
 
 

@@ -12,15 +12,13 @@ from safetensors.torch import load_file
 
 from slime_tis.hf_directory import MoeSizes, load_config, moe_sizes
 from slime_tis.trainer.megatron.architecture import uses_transformer_engine
-from slime_tis.trainer.megatron.batch import make_batch
 from slime_tis.trainer.megatron.engine import TrainingEngine
 from slime_tis.trainer.megatron.parallel import Parallel
 from slime_tis.trainer.options.megatron import MegatronConfig
 from tests.checkpoints import make_checkpoint
-from tests.megatron.test_checkpoint import likelihood
+from tests.megatron.passes import RECOMPUTE_LAYERS, likelihood
+from tests.megatron.test_checkpoint import BATCH
 
-TOKENS = [[3, 4, 5, 6, 7], [8, 9, 10], [11, 12, 13, 14]]
-BATCH = make_batch(TOKENS, [[1] * 3, [1] * 2, [1] * 2], [[0.0] * 3, [0.0] * 2, [0.0] * 2], [[0] * 3, [0] * 2, [0] * 2])
 BIAS = "e_score_correction_bias"
 
 
@@ -58,10 +56,9 @@ def test_experts_that_the_ranks_do_not_divide_are_refused(glm: Path, parallel: P
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "glm4_moe"])
 def test_recomputed_activations_give_the_same_gradient(family: str, parallel: Parallel, tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path, family)
-    recomputed = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     norms = [
         build(model, parallel, **options).train_step(BATCH, [[0, 2], [1]], likelihood).grad_norm
-        for options in ({}, recomputed)
+        for options in ({}, RECOMPUTE_LAYERS)
     ]
     assert norms[1] == pytest.approx(norms[0], rel=1e-6)
 

@@ -14,7 +14,6 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from slime_tis import RolloutCorrectionConfig, correct
-from slime_tis.policy.policy_loss import LossInputs, LossOutputs
 from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
 from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
 from slime_tis.trainer.engines.local.engine import LocalEngine
@@ -24,7 +23,7 @@ from slime_tis.trainer.megatron.engine import TrainingEngine
 from slime_tis.trainer.megatron.parallel import Parallel, initialize, shut_down
 from slime_tis.trainer.options.megatron import MegatronConfig
 from tests.checkpoints import make_checkpoint
-from tests.megatron.test_response_rows import Values
+from tests.megatron.passes import likelihood
 
 PROMPTS = [list(range(3, 24)), list(range(30, 39))]
 RESPONSES = [[8, 11, 12, 40, 41], [13], [14, 15, 16], [50, 9, 9, 9, 9, 9, 9, 9]]
@@ -56,16 +55,6 @@ def batch_of() -> TrainingBatch:
     return make_batch(TOKENS, rows, rows, rows)
 
 
-def loss(inputs: LossInputs) -> LossOutputs:
-    log_probs_L = inputs.log_probs_L
-    return LossOutputs(
-        numerator=-log_probs_L.sum(),
-        denominator=torch.tensor(len(log_probs_L), dtype=torch.int),
-        sums=Values(),
-        record=None,
-    )
-
-
 def reference(checkpoint: Path) -> tuple[list[Tensor], float]:
     """Log-probs of the responses, and the norm of the gradient of their mean, by transformers in float32."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager")
@@ -91,7 +80,7 @@ def test_log_probs_and_gradient(
     expected, norm = reference(checkpoint)
     assert found.device.type == parallel.backend.device.type
     torch.testing.assert_close(found.cpu(), torch.cat(expected), rtol=0.0, atol=tolerance)
-    step = engine.train_step(batch_of(), partition, loss)
+    step = engine.train_step(batch_of(), partition, likelihood)
     assert step.grad_norm == pytest.approx(norm, rel=tolerance)
     again = engine.log_probs(batch_of(), partition)
     assert float((again - found).sum()) > 0.1  # the step made these tokens likelier

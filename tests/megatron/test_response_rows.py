@@ -1,6 +1,5 @@
-"""Logits of the response rows alone: log-probs, entropies, losses and gradients are those of logits of every row."""
+"""Logits of the response rows only: log-probs, entropies and gradients equal the values from logits of every row."""
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,17 +10,15 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from slime_tis.policy.policy_loss import LossInputs, LossOutputs
 from slime_tis.trainer.data.sampling_mask import SamplingMask
 from slime_tis.trainer.megatron import fused_log_probs
 from slime_tis.trainer.megatron.batch import TrainingBatch, make_batch
 from slime_tis.trainer.megatron.engine import TrainingEngine
 from slime_tis.trainer.megatron.packing import MicroBatch
-from slime_tis.trainer.megatron.parallel import Parallel, initialize, shut_down
+from slime_tis.trainer.megatron.parallel import Parallel
 from slime_tis.trainer.options.megatron import MegatronConfig
 from tests.checkpoints import make_checkpoint
-from tests.megatron.test_checkpoint import NO_RECORD
-from tests.runs import free_port, rank_environment, spawn
+from tests.megatron.passes import RECOMPUTE_LAYERS, assert_same_results, on_ranks, results, weighted_loss
 
 TOKENS = [[3, 4, 5, 6, 7, 8, 9, 10], [8, 9, 10], [11, 12, 13, 14, 3, 2]]
 RESPONSES = [2, 1, 4]
@@ -55,40 +52,10 @@ class EveryRow(TrainingEngine):
         return log_prob_T[rows], entropy_T[rows]
 
 
-class Values(list[Tensor]):
-    """Log-probs and entropies of micro-batches."""
-
-    def merge(self, other: "Values") -> "Values":
-        return Values([*self, *other])
-
-
-def loss(inputs: LossInputs) -> LossOutputs:
-    weight_L = torch.linspace(0.5, 1.5, len(inputs.log_probs_L))
-    sums: Any = Values([torch.stack([inputs.log_probs_L, inputs.entropy_L]).detach()])
-    return LossOutputs(
-        numerator=0.3 * inputs.entropy_L.sum() - (weight_L * inputs.log_probs_L).sum(),
-        denominator=torch.tensor(len(weight_L), dtype=torch.int),
-        sums=sums,
-        record=NO_RECORD,
-    )
-
-
 def batch_of(parallel: Parallel, *, masked: bool = False) -> TrainingBatch:
     rows = [[1] * response for response in RESPONSES]
     masks = [SamplingMask.from_sets(sets) for sets in SETS] if masked else []
     return make_batch(TOKENS, rows, rows, rows, parallel.context_rank, parallel.context_size, sampling_masks=masks)
-
-
-def results(engine: TrainingEngine, batch: TrainingBatch, partition: list[list[int]]) -> dict[str, Tensor]:
-    """Old and reference log-probs, values in training, and the gradient of every parameter."""
-    found = {"old": engine.log_probs(batch, partition), "reference": engine.reference_log_probs(batch, partition)}
-    step = engine.train_step(batch, partition, loss)
-    assert step.loss_denominator > 0
-    values: Any = step.sums or []
-    found |= {f"values {number}": value for number, value in enumerate(values)}
-    for name, parameter in engine.model.module.named_parameters():
-        found[name] = parameter.main_grad.clone()
-    return found
 
 
 @pytest.fixture(autouse=True)
@@ -105,22 +72,17 @@ def make_tiles_small(assign: Callable[[Any, str, int], None]) -> None:
 
 def compare(model: Path, parallel: Parallel, options: dict[str, Any], *, masked: bool) -> None:
     """Both engines on the same weights and samples."""
-    tolerance = {"rtol": 0.03, "atol": 0.03} if options.get("bf16") else {"rtol": 1e-5, "atol": 1e-6}
     config = MegatronConfig(hf_checkpoint=str(model), clip_grad=0.0, **options)
-    batch, partition = batch_of(parallel, masked=masked), [[0, 2], [1]]
-    expected, found = (
+    expected, actual = (
         results(
             engine(config, parallel, temperature=0.8, total_steps=1, keep_reference=True, entropy_gradient=True),
-            batch,
-            partition,
+            batch_of(parallel, masked=masked),
+            [[0, 2], [1]],
         )
         for engine in (EveryRow, TrainingEngine)
     )
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, **tolerance, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}")
-    if parallel.is_last_stage:
-        assert any(bool(value.any()) for name, value in found.items() if name.startswith("values"))
+    tolerance = {"rtol": 0.03, "atol": 0.03} if options.get("bf16") else {"rtol": 1e-5, "atol": 1e-6}
+    assert_same_results(actual, expected, **tolerance)
 
 
 @pytest.mark.parametrize(
@@ -130,12 +92,7 @@ def compare(model: Path, parallel: Parallel, options: dict[str, Any], *, masked:
         pytest.param("llama", True, {"log_probs_chunk_size": 2}, id="sampling masks, chunks"),
         pytest.param("qwen3_moe", True, {}, id="experts"),
         pytest.param("llama", True, {"bf16": True}, id="bf16"),
-        pytest.param(
-            "qwen2",
-            False,
-            {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-            id="recomputation",
-        ),
+        pytest.param("qwen2", False, RECOMPUTE_LAYERS, id="recomputation"),
     ],
 )
 def test_one_process(family: str, masked: bool, options: dict[str, Any], parallel: Parallel, tmp_path: Path) -> None:
@@ -155,29 +112,15 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 def test_two_ranks(layout: str, tmp_path: Path) -> None:
     for family, tied in (("qwen3", True), ("qwen3_moe", False)):
         make_checkpoint(tmp_path / family, family, tie_word_embeddings=tied, vocab_size=67)
-    spawn(compare_on_a_rank, (2, free_port(), str(tmp_path), LAYOUTS[layout]), 2)
+    on_ranks(compare_families, tmp_path, LAYOUTS[layout])
 
 
-def compare_on_a_rank(rank: int, ranks: int, port: int, path: str, layout: dict[str, Any]) -> None:
-    """Compares the checkpoints under `path`, as one of several ranks.
-
-    Args:
-        rank: of this process.
-        ranks: of the job.
-        port: at which they meet.
-        path: directory of checkpoints.
-        layout: fields of MegatronConfig.
-    """
-    torch.set_num_threads(1)
+def compare_families(parallel: Parallel, directory: Path, layout: dict[str, Any]) -> None:
     make_tiles_small(setattr)
-    os.environ.update(rank_environment(rank, ranks, port))
-    models = sorted(Path(path).iterdir())
-    parallel = initialize(MegatronConfig(hf_checkpoint=str(models[0]), **layout))
-    for model in models:
+    for model in sorted(directory.iterdir()):
         if "moe" in model.name and layout == LAYOUTS["tensor"]:
-            continue  # megatron-core has experts under tensor parallelism with sequence parallelism alone
+            continue  # megatron-core's experts need sequence parallelism with tensor parallelism
         compare(model, parallel, layout, masked=True)
-    shut_down()
 
 
 def test_prompt_rows_have_no_logits(parallel: Parallel, model: Path) -> None:
@@ -185,7 +128,7 @@ def test_prompt_rows_have_no_logits(parallel: Parallel, model: Path) -> None:
     engine = TrainingEngine(config, parallel, temperature=1.0, total_steps=1, gives_logits=True)
     shapes = []
     engine.model.module.output_layer.register_forward_hook(lambda *call: shapes.append(tuple(call[2][0].shape)))
-    engine.train_step(batch_of(parallel), [[0, 1, 2]], loss)
+    engine.train_step(batch_of(parallel), [[0, 1, 2]], weighted_loss)
     assert shapes == [(sum(RESPONSES), 1, engine.model.hf_config.vocab_size)]
     engine.log_probs(batch_of(parallel), [[0, 1, 2]])
     assert len(shapes) == 1  # of hidden states

@@ -17,7 +17,7 @@ from slime_tis.trainer.megatron.parallel import Parallel, initialize, shut_down
 from slime_tis.trainer.megatron.routing_replay import RoutingRecord, routing_metrics
 from slime_tis.trainer.options.megatron import MegatronConfig
 from tests.checkpoints import make_checkpoint
-from tests.megatron.test_checkpoint import NO_RECORD
+from tests.megatron.passes import RECOMPUTE_LAYERS, likelihood
 
 PROMPT = 3
 LENGTHS = (9, 14, 8, 11)
@@ -72,22 +72,8 @@ def batch_of(experts: list[Tensor | None] | None, weights: list[Tensor | None] |
     return make_batch(sequences(), ones, ones, ones).with_routing(experts, weights)
 
 
-def negative_log_likelihood(inputs: LossInputs) -> LossOutputs:
-    count = torch.tensor(len(inputs.log_probs_L), dtype=torch.int)
-    sums: Any = Sums(float(inputs.log_probs_L.detach().sum()))
-    return LossOutputs(numerator=-inputs.log_probs_L.sum(), denominator=count, sums=sums, record=NO_RECORD)
-
-
-class Sums:
-    def __init__(self, log_prob: float) -> None:
-        self.log_prob = log_prob
-
-    def merge(self, other: "Sums") -> "Sums":
-        return Sums(self.log_prob + other.log_prob)
-
-
 def step(engine: TrainingEngine, batch: TrainingBatch, size: int = 2, **options: Any) -> StepResult:
-    return engine.train_step(batch, fixed_partition(len(batch), size), negative_log_likelihood, **options)
+    return engine.train_step(batch, fixed_partition(len(batch), size), likelihood, **options)
 
 
 def log_probs(engine: TrainingEngine, batch: TrainingBatch, **options: Any) -> Tensor:
@@ -254,8 +240,7 @@ def test_recomputed_layers_replay_the_same_again(
 
 
 def test_a_pass_that_was_given_up_leaves_nothing_behind(checkpoints: dict[str, Path], parallel: Parallel) -> None:
-    options = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    engine = make_engine(checkpoints["shared expert"], parallel, **options)
+    engine = make_engine(checkpoints["shared expert"], parallel, **RECOMPUTE_LAYERS)
     batch = batch_of(random_experts())
     expected = step(engine, batch).grad_norm
 

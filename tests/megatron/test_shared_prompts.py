@@ -1,6 +1,5 @@
 """Shared prompts: log-probs, values in training and gradients are those of prompts computed for each sample."""
 
-import os
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +15,11 @@ from slime_tis.trainer.megatron.architecture import read_hf_config
 from slime_tis.trainer.megatron.batch import TrainingBatch, make_batch
 from slime_tis.trainer.megatron.engine import TrainingEngine, why_not_shared
 from slime_tis.trainer.megatron.packing import MicroBatch
-from slime_tis.trainer.megatron.parallel import Backend, Parallel, initialize, shut_down
+from slime_tis.trainer.megatron.parallel import Backend, Parallel
 from slime_tis.trainer.options.megatron import MegatronConfig
 from tests.checkpoints import make_checkpoint
+from tests.megatron.passes import RECOMPUTE_LAYERS, assert_same_results, on_ranks, results
 from tests.megatron.test_prefix_tree import groups
-from tests.megatron.test_response_rows import results
-from tests.runs import free_port, rank_environment, spawn
 
 FIRST, SECOND, TURN = [3, 4, 5, 6, 7], [3, 9, 10], [20, 21, 22, 23, 24, 25, 26, 27, 28]
 SAMPLES: list[tuple[list[int], list[int]]] = [
@@ -68,14 +66,7 @@ def compare(model: Path, parallel: Parallel, options: dict[str, Any], partition:
         counted.append(engine.tokens)
     if not options.get("sequence_parallel"):  # which adds a filler
         assert counted == [3 * sum(len(prompt) + len(response) for prompt, response in SAMPLES), 3 * tokens]
-    expected, shared = found
-    assert shared.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(
-            shared[name], value, rtol=1e-5, atol=1e-5, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}"
-        )
-    if parallel.is_last_stage:
-        assert any(bool(value.any()) for name, value in shared.items() if name.startswith("values"))
+    assert_same_results(found[1], found[0])
 
 
 WHOLE = [list(range(len(SAMPLES)))]
@@ -89,13 +80,7 @@ TOKENS, TOKENS_SPLIT = 31, (5 + 3 + 1 + 3 + 2) + (5 + 3 + 3 + 9 + 1 + 2) + (12 +
     [
         pytest.param("qwen3", {}, WHOLE, TOKENS, id="one micro-batch"),
         pytest.param("llama", {"log_probs_chunk_size": 2}, SPLIT, TOKENS_SPLIT, id="groups over micro-batches"),
-        pytest.param(
-            "qwen2",
-            {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-            WHOLE,
-            TOKENS,
-            id="recomputation",
-        ),
+        pytest.param("qwen2", RECOMPUTE_LAYERS, WHOLE, TOKENS, id="recomputation"),
         pytest.param("qwen3", {"recompute_granularity": "selective"}, WHOLE, TOKENS, id="recomputation of attention"),
     ],
 )
@@ -134,10 +119,7 @@ def test_random_groups(engine: Counting, drawn: list[tuple[list[int], list[list[
     expected = results(engine, batch, partition)
     engine.no_shared_prompts = None
     found = results(engine, batch, partition)
-    for name, value in expected.items():
-        torch.testing.assert_close(
-            found[name], value, rtol=1e-5, atol=2e-5, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}"
-        )
+    assert_same_results(found, expected, atol=2e-5)
 
 
 @pytest.mark.parametrize(
@@ -181,21 +163,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_ranks(layout: str, tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "model", "qwen3", vocab_size=67)
-    spawn(compare_on_a_rank, (2, free_port(), str(tmp_path / "model"), LAYOUTS[layout]), 2)
+    on_ranks(compare_layout, tmp_path / "model", LAYOUTS[layout])
 
 
-def compare_on_a_rank(rank: int, ranks: int, port: int, path: str, layout: dict[str, Any]) -> None:
-    """Compares both engines as one of several ranks.
-
-    Args:
-        rank: of this process.
-        ranks: of the job.
-        port: at which they meet.
-        path: of the checkpoint.
-        layout: fields of MegatronConfig.
-    """
-    torch.set_num_threads(1)
-    os.environ.update(rank_environment(rank, ranks, port))
-    parallel = initialize(MegatronConfig(hf_checkpoint=path, **layout))
-    compare(Path(path), parallel, layout, SPLIT, TOKENS_SPLIT)
-    shut_down()
+def compare_layout(parallel: Parallel, model: Path, layout: dict[str, Any]) -> None:
+    compare(model, parallel, layout, SPLIT, TOKENS_SPLIT)

@@ -6,7 +6,7 @@ import pytest
 
 from tests.checkpoints import make_checkpoint
 from tests.megatron.parity_worker import compare_all
-from tests.runs import free_port, spawn
+from tests.megatron.passes import on_ranks
 
 CASES = {
     "qwen3_moe": {"num_hidden_layers": 3, "mlp_only_layers": [1]},
@@ -28,5 +28,5 @@ LAYOUTS = {
 def test_logits_and_weights_are_those_of_transformers(layout: str, tmp_path: Path) -> None:
     for family, sizes in CASES.items():
         make_checkpoint(tmp_path / family, family, **sizes)
-    spawn(compare_all, (2, free_port(), str(tmp_path), LAYOUTS[layout]), 2)
+    on_ranks(compare_all, tmp_path, LAYOUTS[layout])
     assert len(list(tmp_path.glob("*/parity_*"))) == 2 * len(CASES)

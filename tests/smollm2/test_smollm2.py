@@ -22,7 +22,7 @@ from slime_tis.trainer.megatron.batch import make_batch
 from slime_tis.trainer.megatron.engine import TrainingEngine
 from slime_tis.trainer.megatron.parallel import initialize, shut_down
 from slime_tis.trainer.options.megatron import MegatronConfig
-from tests.megatron.test_response_rows import loss
+from tests.megatron.passes import weighted_loss
 from tests.runs import REWARD, ROOT, read_metrics, run_apart, run_here
 
 TASKS = ("chain_sum?max_terms=2&max_digits=1", "products?max_digits=1")
@@ -102,7 +102,7 @@ def test_shared_prompts_leave_log_probs_and_gradients_as_they_are(checkpoint: Pa
         for why in (None, "to compare"):
             engine.no_shared_prompts = why
             log_probs_L = engine.log_probs(batch, [list(range(len(tokens)))])
-            engine.train_step(batch, [list(range(len(tokens)))], loss)
+            engine.train_step(batch, [list(range(len(tokens)))], weighted_loss)
             gradient = torch.cat([weight.main_grad.flatten() for weight in engine.model.module.parameters()])
             found.append((log_probs_L, gradient))
     finally:
