@@ -63,11 +63,11 @@ class Episode:
     answers: tuple[int, ...]
     """Tokens that each turn samples."""
     observations: tuple[tuple[int, ...], ...]
-    """What follows each turn but the last."""
+    """Tokens after each turn except the last."""
 
 
 def planned(episodes: int, seed: int) -> list[Episode]:
-    """Episodes of 1 to 8 turns; lengths are uniform in their logarithm: those of answers and of tools are long-tailed.
+    """Episodes of 1 to 8 turns; the logarithms of lengths are uniform, because real lengths are long-tailed.
 
     A prompt has 16 to 64 tokens, an answer 4 to 64, an observation 2 to 32.
     """

@@ -243,14 +243,14 @@ def prepare_verl() -> Any:
             subprocess.run(pip, check=True)
         return load_verl_helper(next(VERL_VENV.glob("lib/python*/site-packages")))
     except (subprocess.CalledProcessError, OSError) as error:
-        print(f"verl is left out: {error}", file=sys.stderr)
+        print(f"verl is skipped: {error}", file=sys.stderr)
         return None
 
 
 def prepare_slime(path: Path | None) -> Any:
-    """slime's mis.py from a path; None with a word where there is none."""
+    """slime's mis.py from a path; None, with a message, if the file is missing."""
     if path is None or not path.is_file():
-        print("slime is left out: give --slime-mis PATH/mis.py (examples/train_infer_mismatch_helper)", file=sys.stderr)
+        print("slime is skipped: give --slime-mis PATH/mis.py (examples/train_infer_mismatch_helper)", file=sys.stderr)
         return None
     spec = importlib.util.spec_from_file_location("slime_mis", path)
     assert spec is not None and spec.loader is not None

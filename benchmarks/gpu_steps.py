@@ -2,10 +2,9 @@
 
     python -m benchmarks.gpu_steps [--model toy|smollm2] [--steps N] [--device cpu]
 
-Every contender is a process of its own. Its metrics have to be finite, and the first step with shared prompts, on the
-same samples as without, has to come to the same loss, mismatch and gradient but for rounding; a difference ends in exit
-status 1. Appends rows to gpu_steps.csv: median seconds per step, the first ones left out, and the most memory that
-torch held on the GPU.
+Every contender is a separate process. Its metrics must be finite. On the same samples, the first step with shared
+prompts must have the same loss, mismatch and gradient as without, up to rounding; else the exit status is 1. Appends
+rows to gpu_steps.csv: median seconds per step without warm-up, and the peak of torch's memory on the GPU.
 """
 
 import argparse
@@ -32,7 +31,7 @@ from slime_tis.main import train
 ROOT = Path(__file__).resolve().parents[1]
 ROWS = Path(__file__).with_suffix(".csv")
 WARM_UP = 3
-"""First steps that are left out of the median, where there are more: kernels are still being compiled."""
+"""First steps, which compile kernels; the median excludes them if there are more steps."""
 COMMON = (
     "--input-key prompt --label-key label --rm-type exact_match --rollout-shuffle --bf16 --rollout-precision bf16 "
     "--seed 0 --lr 1e-5 --weight-decay 0 --use-tis --tis-upper-bound 2.0 --use-rs --rs-level geometric "
@@ -54,9 +53,9 @@ CONTENDERS = {
     RESUMED: "--no-share-prompts --load {first}/checkpoints",
 }
 SAVES = "--save {first}/checkpoints --save-interval 1000"
-"""Of the first contender: a checkpoint at its end, which the last one goes on from; the toy model's alone."""
+"""The first contender saves a checkpoint, from which the last one resumes; only with the toy model."""
 COMPARED = {"train/loss": 0.02, "train/mismatch_training_log_ppl": 0.01, "train/grad_norm": 0.1}
-"""Metrics of the first step, and how far apart they may be: bf16 has eight bits, and attention adds otherwise."""
+"""Relative tolerances of the first step's metrics: bf16 has eight bits, and attention sums in another order."""
 
 
 @dataclass(frozen=True, kw_only=True)

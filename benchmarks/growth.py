@@ -3,11 +3,10 @@
     python -m benchmarks.growth [--parts NAME …] [--factors NAME …] [--rounds 5]
     python -m benchmarks.growth --draw
 
-CPU time of one thread; in every round all levels of a factor take their turn, and a row has the median. Peak memory is
-what a call takes beside what was there, as Linux counts it. Beside each is the work: what the part cannot do without,
-in tokens, floating-point operations or bytes. Appends rows to growth.csv, and prints of each part and factor the
-exponents of the last levels: time and memory ~ size^exponent, and the work's own. `--draw` draws growth.png of the
-latest rows.
+CPU time of one thread; every round measures all levels of a factor, and a row has the median. Peak memory is the
+additional memory during a call, as Linux counts it. The work is the unavoidable number of tokens, floating-point
+operations or bytes. Appends rows to growth.csv, and prints for each part and factor the exponents at the last levels:
+time, memory and work ~ size^exponent. `--draw` draws growth.png from the latest rows.
 """
 
 import argparse
@@ -79,7 +78,7 @@ CORRECTION = RolloutCorrectionConfig(
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """How large a rollout is; an agent's rollout has several turns of so many response tokens each."""
+    """The size of a rollout; an agent's rollout has several turns of `response_tokens` each."""
 
     prompts: int
     samples: int = 4
@@ -115,7 +114,7 @@ class Size:
 
     @property
     def forward(self) -> float:
-        """Floating-point operations of a forward pass whose logits are those of the responses."""
+        """Floating-point operations of a forward pass with logits for response tokens only."""
         layers = 2 * LAYER_WEIGHTS * self.computed + (4 * HIDDEN + HEADS * EXPONENTIAL) * LAYERS * self.pairs
         return layers + (2 * HIDDEN + EXPONENTIAL) * self.vocabulary * self.responses
 
@@ -228,7 +227,7 @@ def checkpoint(vocabulary: int) -> Path:
 
 
 class Clock:
-    """Adds up the CPU time of what the training step calls its parts."""
+    """Adds up the CPU time of the training step's parts."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -264,7 +263,7 @@ def local_engine(vocabulary: int) -> LocalEngine:
 
 
 def training_step(size: Size) -> Callable[[], dict[str, float]]:
-    """Seconds of the parts of a step; without a name those of everything around them."""
+    """Seconds of the parts of a step; the empty name stands for everything else."""
     learner, clock = learner_of(size.vocabulary)
     groups, given = groups_of(size), advantages_where_alone(size)
 
@@ -601,7 +600,7 @@ def measure(name: str, factor: str, rounds: int) -> list[dict[str, Any]]:
 
 
 def step_parts(name: str, own: list[dict[str, float]]) -> dict[str, list[float]]:
-    """Seconds of each round: of a training step, those of its parts too."""
+    """Seconds of each round; of a training step, also the seconds of its parts."""
     if name != "training step":
         return {name: [one["training step"] for one in own]}
     names = {name: name, **STEP_PARTS, "around them": ""}
@@ -618,10 +617,10 @@ def seconds(call: Callable[[], Any], repeats: int) -> dict[str, float]:
 
 
 def peak_mib(call: Callable[[], Any]) -> float:
-    """Memory that a call takes beside what is there."""
+    """Additional memory during a call."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what earlier calls freed goes back to the system
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    ctypes.CDLL(None).malloc_trim(0)  # returns freed memory to the system
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = status("VmRSS")
     call()
     return (status("VmHWM") - before) / MIB
@@ -779,8 +778,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--factors", nargs="+", choices=list(FACTORS), default=list(FACTORS))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--largest", type=int, default=10**9, help="leave larger levels out")
-    parser.add_argument("--draw", action="store_true", help="measure nothing; print and draw the rows that are there")
+    parser.add_argument("--largest", type=int, default=10**9, help="skip larger levels")
+    parser.add_argument("--draw", action="store_true", help="measure nothing; print and draw the existing rows")
     parser.add_argument("--dry-run", action="store_true", help="append no rows")
     options = parser.parse_args(argv)
     if options.draw:

@@ -3,8 +3,8 @@
     python -m benchmarks.log_probs --hf-checkpoint data/smollm2/checkpoint --rounds 5
     python -m benchmarks.log_probs --vocabulary 151936 --rounds 5
 
-One micro-batch of random tokens, one thread, float32. CPU time; every round runs each contender once, in turns.
-Log-probs of all contenders are compared with those of the first one.
+One micro-batch of random tokens, one thread, float32. CPU time; every round runs each contender once. The log-probs
+of all contenders are compared with the first one's.
 """
 
 import argparse
@@ -42,7 +42,7 @@ class Contender(Measured):
     """One way to compute log-probs, with the engine that all of them share."""
 
     def __init__(self, engine: TrainingEngine, kind: type[TrainingEngine], every: int = 1) -> None:
-        """A contender whose log-probs are those of `kind`, of which one in `every` is in the loss."""
+        """A contender with the log-probs of `kind`; one of `every` log-probs is in the loss."""
         self.engine, self.kind, self.every = engine, kind, every
         self.log_probs = torch.empty(0)
 
@@ -77,7 +77,7 @@ CONTENDERS: dict[str, tuple[type[TrainingEngine], int]] = {
 
 
 def random_model(directory: Path, vocabulary: int) -> None:
-    """A small model with random weights, tied, of which the output layer is the largest part."""
+    """A small model with random tied weights, whose largest part is the output layer."""
     config = Qwen2Config(
         vocab_size=vocabulary,
         hidden_size=256,

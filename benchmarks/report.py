@@ -2,8 +2,8 @@
 
     python -m benchmarks.report DIRECTORY [MILLIONS] [PAGE …]
 
-Writes a run of 500 steps whose dumps have 0.1 or MILLIONS million tokens below DIRECTORY, where it is missing, and the
-report on it. The page is opened five times in chromium, in turns with the PAGEs, such as those of another version.
+Writes a run of 500 steps whose dumps have 0.1 or MILLIONS million tokens below DIRECTORY, if it is missing, and the
+report on it. Chromium opens the page five times, alternating with the PAGEs, such as another version's.
 """
 
 import json

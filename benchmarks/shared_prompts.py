@@ -1,10 +1,10 @@
-"""Each prompt once, and logits of response rows alone: time and peak memory of forward and backward.
+"""Shared prompts, and logits of response rows only: time and peak memory of forward and backward.
 
     python -m benchmarks.shared_prompts --hf-checkpoint data/smollm2/checkpoint --prompts 8 --prompt-tokens 48 \\
         --response-tokens 12 64 --rounds 5
 
 Random prompts and responses, 8 responses per prompt, one micro-batch, one thread, float32. CPU time; every
-round runs each contender once, in turns. Log-probs of all contenders are compared with those of the first one.
+round runs each contender once. The log-probs of all contenders are compared with the first one's.
 """
 
 import argparse
@@ -91,7 +91,7 @@ class Measured:
         return time.process_time() - start
 
     def peak_mib(self, batch: TrainingBatch) -> float:
-        """Memory that a pass takes beside weights and gradients."""
+        """Memory of a pass in addition to weights and gradients."""
         return peak_mib(lambda: self.seconds(batch))
 
     def _loss(self, micro: MicroBatch, log_probs_L: Tensor, entropy_L: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -100,9 +100,9 @@ class Measured:
 
 
 def peak_mib(work: Callable[[], object]) -> float:
-    """Memory that something takes beside what there is."""
-    ctypes.CDLL(None).malloc_trim(0)  # what was freed goes back to the system
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    """Additional memory during a call."""
+    ctypes.CDLL(None).malloc_trim(0)  # returns freed memory to the system
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = status("VmRSS")
     work()
     return (status("VmHWM") - before) / MIB

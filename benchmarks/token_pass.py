@@ -1,4 +1,4 @@
-"""The token pass on a GPU: fused and eager, beside a copy of the same bytes.
+"""The token pass on a GPU: fused and eager, compared with a copy of the same bytes.
 
     python -m benchmarks.token_pass [--tokens 8388608] [--rounds 50] [--device cpu]
 

@@ -45,9 +45,9 @@ def main(pairs: int) -> None:
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """The values between which the median lies with 95 % confidence, whatever the distribution; of few, the extremes.
+    """A distribution-free 95 % confidence interval of the median; for few values, their extremes.
 
-    A value is below the median with chance ½, so that how many are is binomial.
+    A value is below the median with chance ½, so that the number of such values is binomial.
     """
     n = len(values)
     left_out = 0

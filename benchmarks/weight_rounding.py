@@ -1,4 +1,4 @@
-"""How much of what is learned at small learning rates reaches a rollout engine in bf16, by the rounding of updates.
+"""The share of small weight updates that reaches a rollout engine in bf16, by rounding mode.
 
     python -m benchmarks.weight_rounding --hf-checkpoint data/smollm2/checkpoint --prompts data/smollm2/prompts
 

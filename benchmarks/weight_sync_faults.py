@@ -101,7 +101,7 @@ FAULTS: dict[str, Callable[[History], Weights]] = {
     "a quarter of a matrix stale": stale_quarter,
     "one update late": no_update,
 }
-"""The weights that arrive in place of the newest. The late engine had those of two updates ago before."""
+"""Faulty replacements of the newest weights. The late engine already lagged by one update."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,14 +109,14 @@ class Row:
     """One update of one engine."""
 
     engine: str
-    """Its precision, and its rounding where that is another than nearest."""
+    """Its precision, and its rounding if it is not to nearest."""
     version: int
     fault: str
     """Empty for a good update."""
     wrong_tensors: int
-    """Tensors in use that are other than those that were sent."""
+    """Tensors in use that differ from the sent ones."""
     log_probs: str
-    """What the check of the log-probs alone finds: gap, movement, or nothing."""
+    """Finding of the check of log-probs alone: gap, movement, or nothing."""
     metrics: dict[str, float]
     """Of the update that should have arrived, and of the check where it finds nothing."""
 
@@ -150,7 +150,7 @@ class WithoutTensors:
 
 @dataclass(kw_only=True)
 class Planter:
-    """Takes the place of `check_weight_sync` in a run, and checks engines of its own as well."""
+    """Replaces `check_weight_sync` in a run, and also checks additional engines."""
 
     checkpoint: str
     plant_at: Sequence[int]

@@ -3,10 +3,10 @@
     python benchmarks/whole_step.py --threads 2 1 --rounds 3 --steps 40
     python benchmarks/whole_step.py --task smollm2 --threads 1 --rounds 3 --steps 1
 
-Every round runs each contender once, in a process of its own, one after another (or --jobs at a time), so that what
-else the machine does falls on all alike. A contender's time is the median over rounds of its median step, the first
-steps left out; its memory is the median over rounds of the largest resident set of its process. Prints the medians,
-the ratios and where the time goes, and appends a row per contender to whole_step.csv.
+Every round runs each contender once in a separate process, one after another (or --jobs at a time), so that other load
+on the machine affects all contenders equally. A contender's time is the median over rounds of its median step after
+warm-up; its memory is the median over rounds of its process's peak resident set. Prints the medians, the ratios and the
+time of each part, and appends a row per contender to whole_step.csv.
 """
 
 import argparse
@@ -46,7 +46,7 @@ OURS = {
     ),
     "slime_tis, --use-rollout-logprobs": "--use-rollout-logprobs",
 }
-"""What we measure of ours, by name: the flags of the correction."""
+"""Our contenders, by name: the flags of the correction."""
 
 TRL = "TRL GRPOTrainer"
 TRL_SCRIPT = "trl_grpo.py"
@@ -56,7 +56,7 @@ PEER_SCRIPTS = {
     "hand-written loop": ("hand_written.py",),
     "hand-written loop, own decode": ("hand_written.py", "--own-decode"),
 }
-"""The others, by name: the script below peers/ and its switches."""
+"""The peers, by name: the script below peers/ and its switches."""
 
 MEASURE = """
 import resource, subprocess, sys
@@ -64,8 +64,8 @@ status = subprocess.run(sys.argv[2:]).returncode
 open(sys.argv[1], "w").write(str(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss))
 sys.exit(status)
 """
-"""Runs a command and writes its largest resident set in KiB. The kernel counts the memory of the process that starts
-another as the other's, so that the one that starts it has to be small."""
+"""Runs a command and writes its peak resident set in KiB. The kernel counts the parent's memory as the child's, so that
+the parent must be small."""
 
 COLUMNS = (
     "date",
@@ -100,7 +100,7 @@ class Run:
     response_len: float
     """Mean tokens of a completion after warm-up."""
     warm_up: int
-    """Steps that are left out."""
+    """Steps that are not counted."""
     versions: dict[str, str] = field(default_factory=dict)
     peak_memory: float = 0.0
     """Largest resident set, in MB (10⁶ bytes)."""
@@ -113,7 +113,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What all contenders are run with."""
+    """The setting of all contenders."""
 
     name: str
     """Of the task."""
@@ -131,18 +131,20 @@ class Setting:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--task", choices=TASKS, default="sort_digits", help="what is trained on")
+    parser.add_argument("--task", choices=TASKS, default="sort_digits", help="the task")
     parser.add_argument("--data", type=Path, help="directory of the task, data/TASK by default")
     parser.add_argument("--threads", type=int, nargs="+", default=[2, 1], help="CPU threads, each measured alone")
     parser.add_argument("--rounds", type=int, default=3, help="runs of every contender")
     parser.add_argument("--steps", type=int, default=40, help="training steps of a run")
-    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="what a second is: cpu on a busy machine")
+    parser.add_argument(
+        "--clock", choices=CLOCKS, default="wall", help="how seconds are measured: cpu on a busy machine"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="contenders that run at the same time, for --clock cpu")
     parser.add_argument("--only", nargs="+", help="contenders to run, by a part of their names")
     options = parser.parse_args()
     task = TASKS[options.task]
     if options.steps <= task.warm_up:
-        parser.error(f"--steps is {options.steps} but the first {task.warm_up} are left out; ask for more.")
+        parser.error(f"--steps is {options.steps} but the first {task.warm_up} are warm-up; raise it.")
     names = chosen([*OURS, *PEER_SCRIPTS], options.only)
     if not names:
         parser.error(f"--only {' '.join(options.only)} names none of {', '.join([*OURS, *PEER_SCRIPTS])}.")
@@ -180,7 +182,7 @@ def script_of(name: str) -> str | None:
 
 
 def measure(name: str, setting: Setting, trl_python: Path | None) -> Run:
-    """Runs one contender in a process of its own."""
+    """Runs one contender in a separate process."""
     with tempfile.TemporaryDirectory() as scratch:
         checkpoint, rows = setting.data / "checkpoint", Path(scratch) / "rows.jsonl"
         prepare_rows(setting.task, setting.data, AutoTokenizer.from_pretrained(checkpoint), rows)
@@ -206,7 +208,7 @@ def measure(name: str, setting: Setting, trl_python: Path | None) -> Run:
 
 
 def our_flags(task: Task) -> list[str]:
-    """The flags of train.py that say the task, but for its files."""
+    """The task's flags of train.py, without its files."""
     line = [*TASK_FLAGS.split(), *task.our_reward.split(), "--lr", str(task.learning_rate)]
     line += ["--clip-grad", str(MAX_GRAD_NORM), "--rollout-batch-size", str(task.prompts)]
     line += ["--n-samples-per-prompt", str(task.group), "--rollout-max-response-len", str(task.max_new_tokens)]
@@ -233,7 +235,7 @@ def of_metrics(rows: Sequence[dict[str, float]], warm_up: int) -> Run:
         )
         for name in names - {"perf/step_time"}
     }
-    del parts["forward_backward"]  # the forward and the backward are there each
+    del parts["forward_backward"]  # forward and backward are separate parts
     return Run(
         steps=[row["perf/step_time"] for row in rows],
         parts=parts,
@@ -245,10 +247,10 @@ def of_metrics(rows: Sequence[dict[str, float]], warm_up: int) -> Run:
 
 
 def run_quietly(command: Sequence[str], threads: int) -> float:
-    """Runs a command with that many threads; where it fails, shows what it printed.
+    """Runs a command with this number of threads; if it fails, shows its output.
 
     Returns:
-        The largest resident set of its process, and of those that it waited for, in MB.
+        The peak resident set of its process and its children, in MB.
 
     Raises:
         SystemExit: it failed.

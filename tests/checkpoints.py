@@ -1,4 +1,4 @@
-"""Tiny random Hugging Face checkpoints, one per model family, made where a test asks for them."""
+"""Tiny random Hugging Face checkpoints of each model family."""
 
 from pathlib import Path
 from typing import Any
@@ -63,14 +63,13 @@ MOE_SIZES: dict[str, dict[str, Any]] = {
     },
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True},
 }
-"""What the mixtures of experts have besides `SIZES`, by family."""
+"""Further sizes of mixtures of experts, by family."""
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE without merges: every character is a token, and `<bos>` is put before each text.
+    """A byte-level BPE without merges: every character is a token, and each text begins with `<bos>`.
 
-    Byte-level BPE is the one form that transformers loads alike for every family; for qwen2 it replaces the
-    post-processor by Qwen's own, which adds no `<bos>`.
+    transformers loads byte-level BPE identically for every family, except that qwen2's post-processor adds no `<bos>`.
     """
     characters = ["Ġ" if character == " " else character for character in CHARACTERS]  # byte-level space
     vocab = {token: index for index, token in enumerate(["<pad>", "<bos>", "<eos>", *characters])}
@@ -92,15 +91,14 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 def make_checkpoint(path: str | Path, family: str, *, seed: int = 0, **sizes: Any) -> Path:
     """Writes a random float32 model of `family` with its tokenizer to `path`, and returns that path.
 
-    Weights are drawn ten times as wide as the families' own initialisation, so that the next-token
-    distribution is far from uniform, and norm weights and biases differ from their trivial values, so that
-    a converter that mixes them up is found out.
+    Weights are ten times larger than the families' initialization, so that the next-token distribution is far from
+    uniform. Norm weights and biases differ from 1 and 0, so that a converter that swaps them fails.
 
     Args:
-        path: directory to write, made when missing.
+        path: directory to write.
         family: a key of `FAMILIES`.
         seed: of the weights.
-        **sizes: fields of the family's configuration that replace those of `SIZES`.
+        **sizes: fields of the family's configuration that override `SIZES`.
     """
     config_class, model_class = FAMILIES[family]
     config = config_class(

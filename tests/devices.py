@@ -1,11 +1,11 @@
-"""The device that tests put tensors on: `pytest --device cuda`, or `--device simulated`, which needs no GPU.
+"""The device of the tests' tensors: `pytest --device cuda`, or `--device simulated`, which needs no GPU.
 
-Tensors that a test makes without naming a device are made on the CPU, so that they are the same on every device, and
-moved. What the package makes without naming a device stays on the CPU, as it would for a user, and then meets
-tensors of the other device.
+Tensors that a test makes without a device are made on the CPU, so that they are equal on every device, and moved.
+Tensors that the package makes without a device stay on the CPU, as for a user, and then meet tensors of the other
+device.
 
-`simulated` is an accelerator that computes on the CPU. A tensor of it refuses what one on a GPU refuses: an operation
-with tensors of the CPU other than scalars, and `numpy()`. It also counts where a GPU would make the host wait.
+`simulated` is an accelerator that computes on the CPU. Its tensors refuse the same operations as on a GPU: operations
+with CPU tensors other than scalars, and `numpy()`. It also counts how often a GPU would make the host wait.
 """
 
 import sys
@@ -30,19 +30,19 @@ MAKERS = {
 SIMULATED = "simulated"
 aten = torch.ops.aten
 COPIES = {aten._to_copy.default, aten.copy_.default}
-"""What moves values between devices."""
+"""Operations that move values between devices."""
 WAITS = {
     *(aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default),
-    *(aten.nonzero.default, aten.masked_select.default, aten._unique2.default),
+    *(aten.nonzero.default, aten.mrequested_select.default, aten._unique2.default),
 }
-"""What a GPU finishes before the host goes on: values that the host reads, and results whose size depends on values."""
+"""Operations for which the host waits: it reads values, or the size of the result depends on values."""
 INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
-"""What takes indices that are on the CPU, for which a GPU's tensors wait as well."""
+"""Operations that accept indices on the CPU, for which the host waits as well."""
 
 
 @contextmanager
 def on_device(device: str) -> Iterator[None]:
-    """Makes the tensors of tests on a device."""
+    """Puts the tensors of tests on a device."""
     if device == SIMULATED:
         simulate()
     with nullcontext() if device == "cpu" else _TestsOn(device):
@@ -70,12 +70,12 @@ def _called_by_a_test() -> bool:
 def simulate() -> Library:
     """Makes `simulated` the name of a device."""
     _setup_privateuseone_for_python_backend(SIMULATED)
-    made = Library("aten", "IMPL")  # whose operations end with it
-    # most others are made of the first two; arange resizes what they give
+    made = Library("aten", "IMPL")  # its operations end with it
+    # most others use the first two; arange resizes their result
     for name in ("empty.memory_format", "empty_strided", "arange", "arange.start", "arange.start_step"):
         on_cpu = partial(getattr(aten, name.split(".")[0]), device="cpu")
         made.impl(name, partial(_made, on_cpu), "PrivateUse1")
-    made.impl("_copy_from", _copy_from, "PrivateUse1")  # what torch.tensor(…, device=…) calls by itself
+    made.impl("_copy_from", _copy_from, "PrivateUse1")  # torch.tensor(…, device=…) calls it
     return made
 
 
@@ -83,18 +83,18 @@ def _made(on_cpu: Callable, *args: Any, device: Any = None, **kwargs: Any) -> Te
     return SimulatedTensor(on_cpu(*args, **kwargs))
 
 
-def _copy_from(values: Tensor, place: "SimulatedTensor", non_blocking: bool = False) -> Tensor:
+def _copy_from(values: Tensor, target: "SimulatedTensor", non_blocking: bool = False) -> Tensor:
     SimulatedTensor.waits += not non_blocking
-    place.inner.copy_(values)
-    return place
+    target.inner.copy_(values)
+    return target
 
 
 class SimulatedTensor(Tensor):
-    """A tensor on the CPU that says it is elsewhere."""
+    """A tensor on the CPU that claims another device."""
 
     inner: Tensor
     waits = 0
-    """Times so far that a GPU would have made the host wait."""
+    """Number of times that a GPU would have made the host wait."""
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> "SimulatedTensor":
@@ -130,27 +130,27 @@ class SimulatedTensor(Tensor):
 
 
 def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Runs an operation on the CPU, and says where its results are."""
+    """Runs an operation on the CPU, and sets the device of its results."""
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     simulated = {id(x.inner): x for x in tensors if isinstance(x, SimulatedTensor)}
-    asked = kwargs.get("device")
-    kwargs = {**kwargs, "device": torch.device("cpu")} if asked is not None else kwargs
+    requested = kwargs.get("device")
+    kwargs = {**kwargs, "device": torch.device("cpu")} if requested is not None else kwargs
     if simulated:
         _check(func, tensors, args)
-    elsewhere = bool(simulated) if asked is None else torch.device(asked).type == SIMULATED
+    elsewhere = bool(simulated) if requested is None else torch.device(requested).type == SIMULATED
     if func is aten.copy_.default:
         elsewhere = isinstance(args[0], SimulatedTensor)
     SimulatedTensor.waits += func in COPIES and _waits(func, args, kwargs, to_device=elsewhere)
     inner = tree_map_only(SimulatedTensor, lambda x: x.inner, (args, kwargs))
     found = func(*inner[0], **inner[1])
 
-    def outside(x: Tensor) -> Tensor:
-        known = simulated.get(id(x))
-        return known if known is not None else SimulatedTensor(x) if elsewhere else x
+    def wrapped(x: Tensor) -> Tensor:
+        original = simulated.get(id(x))
+        return original if original is not None else SimulatedTensor(x) if elsewhere else x
 
     if func is aten.copy_.default:
         return args[0]
-    return tree_map_only(Tensor, outside, found)
+    return tree_map_only(Tensor, wrapped, found)
 
 
 def _waits(func: Any, args: Any, kwargs: dict[str, Any], *, to_device: bool) -> bool:
@@ -162,7 +162,7 @@ def _waits(func: Any, args: Any, kwargs: dict[str, Any], *, to_device: bool) -> 
 
 
 def _check(func: Any, tensors: list[Tensor], args: Any) -> None:
-    """Refuses what a GPU refuses."""
+    """Refuses operations that a GPU refuses."""
     SimulatedTensor.waits += func in WAITS
     if func in COPIES:
         return
@@ -172,8 +172,8 @@ def _check(func: Any, tensors: list[Tensor], args: Any) -> None:
         tensors = [x for x in tensors if not any(x is index for index in indices)]
     pointwise = torch.Tag.pointwise in func.tags
     is_written = func._schema.arguments[0].alias_info is not None and func._schema.arguments[0].alias_info.is_write
-    for place, x in enumerate(tensors):
-        scalar = pointwise and x.dim() == 0 and not (place == 0 and is_written)
+    for index, x in enumerate(tensors):
+        scalar = pointwise and x.dim() == 0 and not (index == 0 and is_written)
         if not isinstance(x, SimulatedTensor) and not scalar:
             raise RuntimeError(
                 f"{func}: expected all tensors to be on the same device, but one {tuple(x.shape)} is on the CPU"

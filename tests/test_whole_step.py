@@ -3,6 +3,7 @@
 import csv
 import importlib.util
 import json
+import runpy
 import sys
 from pathlib import Path
 
@@ -33,7 +34,12 @@ def setting(module, name="sort_digits", **options):
     return module.Setting(name=name, data=Path("data"), threads=2, steps=8, clock="wall", **options)
 
 
-def test_median_leaves_the_warm_up_out(benchmark):
+def test_our_contender_can_be_imported(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks" / "peers")
+    assert callable(runpy.run_path(str(ROOT / "benchmarks" / "peers" / "ours.py"), run_name="ours")["setup"].Timer)
+
+
+def test_the_median_excludes_the_warm_up(benchmark):
     assert run(benchmark, 0.3).median == 0.3
 
 

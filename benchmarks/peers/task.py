@@ -1,4 +1,4 @@
-"""The tasks that all whole-step contenders train on, for those that run outside this project's environment too."""
+"""The tasks of the whole-step contenders; also imported outside this project's environment."""
 
 import argparse
 import json
@@ -59,7 +59,7 @@ class Task:
     our_reward: str
     """The flags that make train.py reward the same."""
     warm_up: int
-    """First steps of a run that are left out: imports, caches and allocators are still warming."""
+    """First steps of a run, which are not counted: imports, caches and allocators are still warming up."""
 
     @property
     def micro_batches(self) -> int:

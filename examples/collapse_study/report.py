@@ -18,7 +18,7 @@ STUDIES = (
     *(Study(ROOT / "examples" / name) for name in ("real_model_study", "rounding_study", "tool_agent_study")),
 )
 SEEDS = (0, 1, 2)
-"""Those of a whole study."""
+"""The seeds of a whole study."""
 END = "<!-- end of table -->\n"
 MISSING = "–"
 """In a cell without a value."""
@@ -80,7 +80,7 @@ def table(rows: Iterable[Row]) -> str:
 
 
 def not_run(rows: Iterable[Row], grid: Grid) -> str:
-    """A paragraph that lists the runs that a whole study has and these rows lack; nothing where there are none."""
+    """A paragraph that lists a whole study's runs without a row; empty if every run has one."""
     there, cases = {row.key for row in rows}, sorted(grid.cases(SEEDS), key=lambda case: grid.position(case.key))
     lacking: dict[tuple[str, str], list[str]] = {}
     for case in cases:
@@ -149,7 +149,7 @@ LABELS: dict[Curve, str] = {
     "rewards": "mean reward of the rollout engine's samples",
 }
 SOME = ("ESS", "last reward", "update received")
-"""Columns that are left out of a table in which no row has a value."""
+"""Columns that are dropped from a table if no row has a value."""
 
 
 def draw(rows: Sequence[Row], path: Path, curve: Curve = "accuracy") -> Path:
@@ -191,7 +191,7 @@ def draw(rows: Sequence[Row], path: Path, curve: Curve = "accuracy") -> Path:
 
 
 def _draw_case(axis: Any, seeds: Sequence[Row], curve: Curve, label: str, lines: dict[str, Any]) -> None:
-    """The median over seeds as a line, their range as a band; steps that some seed lacks are left out."""
+    """The median over seeds as a line, their range as a band; only steps that all seeds have."""
     steps, median, low, high = spread_over_runs([dict(getattr(row, curve)) for row in seeds])
     color, style = LOOKS.get(label, (None, "-"))
     (line,) = axis.plot(steps, median, style, color=color, label=label)

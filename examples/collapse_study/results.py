@@ -28,7 +28,7 @@ MEANS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One run. Accuracy is that of the training policy on held-out prompts, greedy."""
+    """One run. Accuracy is the training policy's greedy accuracy on held-out prompts."""
 
     scenario: str
     correction: str
@@ -39,7 +39,7 @@ class Row:
     accuracy_area: float
     """Mean of the accuracy over the steps: the area under its curve, by the trapezoid rule, over their number."""
     collapse_step: int | None
-    """First evaluation that finds less than half of the highest accuracy until then; None if there is none."""
+    """First evaluation below half of the highest accuracy until then; None without a collapse."""
     mismatch_kl: float | None
     mismatch_k3_kl: float | None
     ess: float | None
@@ -50,7 +50,7 @@ class Row:
     """Share of each update that arrived in the engine's precision; None where nothing is rounded."""
     steps: int
     seconds: float
-    """Wall time of the process, beside what else the machine was doing."""
+    """Wall time of the process; the machine had other load."""
     accuracy: tuple[tuple[int, float], ...]
     """The curve: (step, accuracy) of every evaluation."""
     rewards: tuple[tuple[int, float], ...]
@@ -124,7 +124,7 @@ def collapse_step(curve: Sequence[tuple[int, float]]) -> int | None:
 
 
 def mean_of(values: Iterable[float | None]) -> float | None:
-    """The mean of the values that are not None; None where there are none."""
+    """The mean of the values that are not None; None without such values."""
     there = [value for value in values if value is not None]
     return statistics.fmean(there) if there else None
 

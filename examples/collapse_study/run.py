@@ -4,9 +4,8 @@
     python -m examples.collapse_study.run --seeds 0 1 2    # the whole grid
     python -m examples.collapse_study.run --study examples/real_model_study --missing --jobs 1
 
-A run that ended before, with the same flags, is not made again: a study that was interrupted goes on with a second
-call. The row of a run takes the place of the one that results.csv has of it; with --missing, runs that have a row with
-their flags there are left out.
+Finished runs with the same flags are not repeated: a second call resumes an interrupted study. A run's row replaces its
+previous row in results.csv. With --missing, runs that have a row with the same flags are skipped.
 """
 
 import argparse
@@ -61,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             write_rows(options.results, Row, sorted(rows.values(), key=lambda row: grid.position(row.key)))
             print(f"{len(found)}/{len(cases)}  {summary_line(row)}", flush=True)
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on from here.", file=sys.stderr)
+        print("interrupted; the same command resumes the study.", file=sys.stderr)
         return 128 + signal.SIGINT
     if found:
         found.sort(key=lambda row: grid.position(row.key))
@@ -76,10 +75,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--study", type=Path, default=Study().directory, help="directory of the study's train.yaml and grid.yaml"
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="one run of each case per seed (default 0)")
-    parser.add_argument("--scenarios", nargs="+", metavar="NAME", help="those of grid.yaml to run (default all)")
-    parser.add_argument("--corrections", nargs="+", metavar="NAME", help="those of grid.yaml to run (default all)")
+    parser.add_argument("--scenarios", nargs="+", metavar="NAME", help="scenarios of grid.yaml to run (default all)")
+    parser.add_argument(
+        "--corrections", nargs="+", metavar="NAME", help="corrections of grid.yaml to run (default all)"
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time (default the cores)")
-    parser.add_argument("--missing", action="store_true", help="only runs that the table has no row of")
+    parser.add_argument("--missing", action="store_true", help="only runs without a row in the table")
     parser.add_argument("--results", type=Path, help="table that the rows go to (default the study's results.csv)")
     parser.add_argument("--runs", type=Path, help="directory of the runs' own directories (default runs/STUDY)")
     parser.add_argument("more", nargs="*", help="after --: flags of train.py for every run")
@@ -119,15 +120,15 @@ def run_all(cases: Sequence[Case], runs: Path, jobs: int) -> Iterator[Row]:
 
 
 def run(case: Case, directory: Path, processes: set[subprocess.Popen[bytes]]) -> Row:
-    """Runs a case in a process of its own, unless it ended before.
+    """Runs a case in a separate process, unless it is finished.
 
     Args:
         case: what to run.
         directory: of its reports.
-        processes: those that are running; this one is among them meanwhile.
+        processes: running processes; this one is added while it runs.
 
     Raises:
-        RuntimeError: it failed; with the end of what it printed.
+        RuntimeError: it failed; with the end of its output.
     """
     command = case.command(directory)
     finished = directory / FINISHED

@@ -43,7 +43,7 @@ class Scored:
 
 
 def table_of(world: World, steps: list[Scored], masks: dict[int, Tensor] | None = None) -> TokenTable:
-    """The dump of some steps; responses end at lengths of their own."""
+    """The dump of some steps; responses have different lengths."""
     chance = np.random.default_rng(world.seed)
     parts = []
     for scored in steps:
@@ -203,7 +203,7 @@ def partly_updated(world: World, strength: int) -> TokenTable:
 
 
 def _rounded(change: Callable[[Tensor], Tensor], strength: int) -> Callable[[World, int], torch.nn.Module]:
-    """A rollout engine whose matrices are rounded: those of the MLPs, of all layers, of all layers and the head."""
+    """A rollout engine with rounded matrices: in the MLPs, in all layers, or in all layers and the head."""
 
     def chosen(name: str) -> bool:
         if "norm" in name or "embed" in name:

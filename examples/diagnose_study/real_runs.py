@@ -60,9 +60,9 @@ class Fault:
     """Of the model; the seed's dense one where empty."""
     flags: Callable[[int], Sequence[str]] = lambda strength: ()
     sampling: Callable[[int, Sampling], Sampling] = lambda strength, sampling: sampling
-    """How the engine samples, whatever train.py asks for."""
+    """The engine's sampling, which ignores train.py's settings."""
     report: Callable[[int], Report | None] = lambda strength: None
-    """What becomes of a sample on its way to training."""
+    """Changes a sample before training."""
     stuck: Callable[[int, str], bool] = lambda strength, name: False
     """Whether a tensor keeps its first value."""
     rope_theta: Callable[[int], float] = lambda strength: 1.0

@@ -1,7 +1,7 @@
 """Plants every fault in tiny models, diagnoses the dumps, and counts how often the planted cause comes first.
 
-    python -m examples.diagnose_study.run                     # the seeds that are reported
-    python -m examples.diagnose_study.run --seeds 0 1 2 3     # those that the thresholds were tuned on
+    python -m examples.diagnose_study.run                     # the reported seeds
+    python -m examples.diagnose_study.run --seeds 0 1 2 3     # the seeds that tuned the thresholds
 
 Dumps are kept below --dumps and not made again; results.csv gets a row for each.
 """

@@ -78,7 +78,7 @@ class World:
         return model
 
     def prompts(self, step: int) -> Tensor:
-        """[B, P] prompts of a step: random symbols and a separator; pairs of rows are alike."""
+        """[B, P] prompts of a step: random symbols and a separator; rows are equal in pairs."""
         chance = torch.Generator().manual_seed(7919 * self.seed + step)
         rows = torch.randint(FIRST, self.symbols, (SAMPLES // 2, self.prompt_tokens - 1), generator=chance)
         rows = torch.cat([rows, torch.full((len(rows), 1), SEPARATOR)], 1)

@@ -73,8 +73,8 @@ class DigitsConfig:
     """Rollouts that the copy keeps its weights for."""
 
     log_ratio_scale: Literal["sum", "mean"] = "sum"
-    """Scale of the log-ratios that are corrected: that of the step's density (sum over pixels), or its 64th root
-    (mean), which the loss is trained on and which bounds hardly ever reach."""
+    """Scale of the corrected log-ratios: the step's density (sum over pixels), or its 64th root (mean), which the loss
+    uses and which bounds hardly ever reach."""
 
     lr: Annotated[float, Limits(gt=0)] = 3e-4
     """Learning rate of reinforcement learning, Adam."""
@@ -92,7 +92,7 @@ class DigitsConfig:
     """Images of each digit that an evaluation samples."""
 
     compare_with: str | None = None
-    """Run directory of another run, to be drawn beside this one."""
+    """Run directory of another run, drawn next to this one."""
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -1,8 +1,6 @@
 """The picture of a run: reward, mismatch and weights over rollouts, and images before and after.
 
-    python -m examples.diffusion_digits.picture RUN_DIR [OTHER_RUN_DIR]
-
-draws it anew.
+python -m examples.diffusion_digits.picture RUN_DIR [OTHER_RUN_DIR]
 """
 
 import sys
@@ -35,10 +33,10 @@ def save_samples(directory: Path, before: Tensor, after: Tensor) -> None:
 
 
 def draw(directory: Path, compare_with: Path | None = None) -> Path:
-    """Draws a run, beside another one where there is one to compare with.
+    """Draws a run, optionally next to another one.
 
     Args:
-        directory: of the run; the picture is left in it.
+        directory: of the run; the picture is written into it.
         compare_with: directory of the other run, or None.
 
     Returns:

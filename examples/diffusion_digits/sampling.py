@@ -48,7 +48,7 @@ def schedule(steps: int) -> Tensor:
 def sample_trajectories(
     sampler: VelocityModel, digits_B: Tensor, config: DigitsConfig, generator: torch.Generator
 ) -> Trajectories:
-    """Samples by the SDE; x and log-probs are float32 whatever the sampler computes in."""
+    """Samples by the SDE; x and log-probs are float32 for every precision of the sampler."""
     times = schedule(config.sde_steps)
     latents, log_probs = [torch.randn(len(digits_B), PIXELS, generator=generator)], []
     for time, next_time in pairwise(times):

@@ -2,10 +2,9 @@
 
     python -m examples.diffusion_digits.train --custom-config-path examples/diffusion_digits/train.yaml
 
-Flow matching on digits, half of which have a caption drawn at random, makes a model that draws what it is asked for
-about half of the time. Reinforcement learning takes it from there: the reward is the probability that a classifier
-gives to the digit asked for. What is reported as evaluation is the opinion of another classifier, trained on images
-that neither the model nor the reward has seen.
+Flow matching on digits, half of them with a random caption, gives a model that draws the requested digit about half of
+the time. Reinforcement learning continues: the reward is a classifier's probability of the requested digit. The
+evaluation uses another classifier, trained on images that neither the model nor the reward has seen.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ class Batch:
     trajectories: Trajectories
     advantages_B: Tensor
     old_log_probs_BT: Tensor
-    """log π_old; in bypass mode that of the rollout."""
+    """log π_old; in bypass mode log π_rollout."""
     weights_BT: Tensor | None
     """Weights × mask of the decoupled correction; None in bypass mode, where the loss corrects itself."""
 
@@ -162,7 +161,7 @@ class Run:
         return Batch(trajectories, advantages_B, old_log_probs, found.folded), [found.statistics]
 
     def train_step(self, batch: Batch) -> tuple[DiffusionLoss, float]:
-        """One optimizer step: the loss and the norm of its gradient. One without a finite gradient is left out."""
+        """One optimizer step: the loss and the norm of its gradient. A gradient that is not finite is skipped."""
         found = diffusion_loss(
             self.correction,
             trajectory_log_probs(self.model, batch.trajectories, self.config),
@@ -182,7 +181,7 @@ class Run:
         return replace(found, loss=found.loss.detach(), numerator=found.numerator.detach()), norm
 
     def evaluate(self) -> dict[str, float]:
-        """What the examiner says of images by the ODE, and how different those of one digit are."""
+        """The examiner's accuracy on images by the ODE, and the diversity of one digit's images."""
         digits = torch.arange(CLASSES).repeat_interleave(self.config.eval_samples)
         images = sample_images(self.model, digits, seed=self.config.seed)
         return {

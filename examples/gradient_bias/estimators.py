@@ -12,10 +12,10 @@ What is estimated: g = ∇_θ E_train[R] = E_train[(R − b)·Σ_t (e_{y_t} − 
 
 and a batch the mean of ĝ over the responses that have a token left: what train.py does by default, at π_θ = π_old.
 
-Why it can be enumerated. R, and every w and m but those of the level `prefix`, depend on nothing but how often each
-token occurs. There are (T+1)(T+2)/2 such counts, and their probabilities are multinomial: sums over 3^4096 responses
-become sums over the counts that matter. Weights and masks are those of `slime_tis.correct`: at token level of the
-three tokens, at sequence and geometric level of the sum or mean of Δ, given to it as a response of one token.
+Why it can be enumerated. R and, except at the level `prefix`, w and m depend only on the number of occurrences of each
+token. There are (T+1)(T+2)/2 such counts, and their probabilities are multinomial: sums over 3^4096 responses become
+sums over the counts that matter. `slime_tis.correct` computes weights and masks: at token level for the three tokens,
+at sequence and geometric level for the sum or mean of Δ, as a response of one token.
 
 Shapes: suffix _V the three tokens, _C counts, _N simulated responses.
 """
@@ -39,7 +39,7 @@ THRESHOLD = 0.5
 """What a right answer is worth above the expectation, in standard deviations."""
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 NEGLIGIBLE = -105.0
-"""Log-probability below which counts are left out: times the square of the largest weight, e^40, it is 1e-28."""
+"""Counts with a smaller log-probability are ignored: times the largest squared weight, e^40, it is 1e-28."""
 
 CHI2_2_95 = 5.991
 """95 % quantile of χ² with two degrees of freedom."""
@@ -78,7 +78,7 @@ class Mismatch:
 
         Args:
             sigma: σ, the standard deviation of Δ under π_train.
-            correlation: κ, that of Δ with the quality under π_train.
+            correlation: κ, the correlation of Δ with the quality under π_train.
         """
         rollout_V = (TRAIN_V.log() - sigma * mismatch_direction(correlation)).softmax(0)
         return cls(rollout_V, TRAIN_V.log() - rollout_V.log())
@@ -150,7 +150,7 @@ def enumerated(config: RolloutCorrectionConfig, mismatch: Mismatch, length: int)
     """The moments of an estimator, over all counts that are not negligibly rare.
 
     Args:
-        config: the correction, of any level but those that go by the order of the tokens.
+        config: the correction, at any level that does not depend on the order of the tokens.
         mismatch: the two policies.
         length: T, in tokens.
     """

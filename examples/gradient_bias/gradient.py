@@ -46,9 +46,9 @@ BATCH = 256
 SHOWN_SIGMAS = (0.01, 0.0316, 0.1, 0.316)
 """Columns of the table of the smallest errors."""
 ABOUT_EQUAL = 1.05
-"""How many times the smallest error that of no correction may be and still be named."""
+"""No correction is named if its error is at most this multiple of the smallest error."""
 HOPELESS = 0.8
-"""Relative error from which on no estimator is worth naming: zero would have 1."""
+"""Relative error above which no estimator is named: the estimator 0 has 1."""
 
 BOUNDS = (1.2, 1.5, 2.0, 3.0, 5.0, 10.0, 100.0)
 """Upper bounds of a sequence weight that are compared."""

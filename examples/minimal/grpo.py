@@ -1,7 +1,7 @@
 """GRPO by hand, corrected by slime_tis: a tiny model with random weights learns to repeat the digit of its prompt.
 
 The rollout engine is a bf16 copy of the policy that gets the weights at every fourth step, so that its log-probs differ
-from those of training by rounding and staleness. The lines that correct this are marked with an arrow.
+from training by rounding and staleness. The lines that correct this are marked with an arrow.
 
 python -m examples.minimal.grpo
 """
@@ -39,7 +39,7 @@ def train(steps: int) -> Iterator[dict[str, float]]:
         old_log_probs = log_probs.detach()  # one step per rollout: the old policy is the current one
         correction = slime_tis.correct(CORRECTION, old_log_probs, rollout_log_probs, mask)  # <-
         token_loss = -(log_probs - old_log_probs).exp() * group_advantages(rewards)
-        loss = correction.mean(token_loss)  # <- in place of (token_loss * mask).sum() / mask.sum()
+        loss = correction.mean(token_loss)  # <- instead of (token_loss * mask).sum() / mask.sum()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
         optimizer.step()

@@ -129,8 +129,8 @@ def compare(engine: TrainingEngine, samples: list[Sample], *, training: str, rol
     Args:
         engine: the policy that is trained.
         samples: of the rollout engine.
-        training: its precision.
-        rollout: that of the rollout engine.
+        training: precision of the policy.
+        rollout: precision of the rollout engine.
     """
     batch = training_batch(samples, engine.parallel)
     train_L = engine.log_probs(batch, fixed_partition(len(batch), PER_PASS)).double()

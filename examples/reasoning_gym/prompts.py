@@ -1,4 +1,4 @@
-"""Writes prompts of reasoning-gym's datasets: train.jsonl and eval.jsonl, no question of which is in both.
+"""Writes prompts of reasoning-gym's datasets: train.jsonl and eval.jsonl, without common questions.
 
     python -m examples.reasoning_gym.prompts --list
     python -m examples.reasoning_gym.prompts --out data/gym --train 1024 --held-out 64 \
@@ -6,7 +6,7 @@
 
 A dataset is given as NAME?KEY=VALUE&…: fields of its configuration, and
 
-    level     of its curriculum; fields that are given beside it replace what the level sets
+    level     of its curriculum; further fields override the level's settings
     weight    its share of the rows, in proportion to the others' (default 1)
     answer    how a response is read: tag, number, word or text
 """
@@ -38,7 +38,7 @@ SYSTEM = {"tag": SYSTEM_PROMPTS["default"].strip()} | dict.fromkeys(
 REPEATS = 500
 """Questions in a row that were all generated before, after which a dataset is taken to have no others."""
 HELD_OUT_SHARE = 5
-"""At most one question of so many is held out, where a dataset has few."""
+"""At most one of this number of questions is held out if a dataset has few."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class Spec:
     config: dict[str, Any]
     """Fields of its configuration that are not defaults."""
     weight: float = 1.0
-    """Its share of the rows, in proportion to those of the others."""
+    """Its share of the rows, relative to the other datasets."""
     answer: str = "tag"
     """How a response is read, one of `READERS`."""
 
@@ -142,7 +142,7 @@ def level_config(name: str, level: int) -> dict[str, Any]:
         ValueError: The dataset has no curriculum, or not that level.
     """
     if name not in CURRICULA:
-        raise ValueError(f"{name} has no curriculum; leave level out and set its fields.")
+        raise ValueError(f"{name} has no curriculum; remove level and set its fields.")
     if type(level) is not int or not 0 <= level <= top_level(name):
         raise ValueError(f"{name} has the levels 0 to {top_level(name)}, but level is {level!r}.")
     curriculum = CURRICULA[name]()

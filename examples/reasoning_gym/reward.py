@@ -89,7 +89,7 @@ def checked(name: str) -> str:
     """The name of a dataset that can be used.
 
     Raises:
-        ValueError: There is none of that name, or it runs answers as code.
+        ValueError: the name is unknown, or the dataset runs answers as code.
     """
     if name not in DATASETS or name == "composite":
         from difflib import get_close_matches
@@ -107,7 +107,7 @@ def checked(name: str) -> str:
 
 
 def read_answer(response: str, reader: str) -> str | None:
-    """The part of a response that is scored; None where there is none.
+    """The scored part of a response; None if it is missing.
 
     Args:
         response: Text of the policy.

@@ -3,8 +3,8 @@
     python examples/sort_digits/prepare.py --out data/sort_digits
     python examples/sort_digits/prepare.py --experts 8 --out data/sort_digits_moe
 
-writes a Qwen3 checkpoint directory, or that of a mixture of experts, with its tokenizer, `train.jsonl` and
-`eval.jsonl` in slime's form, and `complete.json`, which is written last.
+writes a Qwen3 checkpoint directory, dense or a mixture of experts, with its tokenizer, `train.jsonl` and `eval.jsonl`
+in slime's form, and, last, `complete.json`.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def is_complete(parser: argparse.ArgumentParser, out: Path) -> bool:
-    """Whether an example is there already, which is said; anything else in its place ends the program."""
+    """Whether the example exists, with a message; other files at its path end the program."""
     if (out / COMPLETE).exists():
         print(f"{out} is complete already.")
         return True

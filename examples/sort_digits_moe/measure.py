@@ -3,7 +3,7 @@
     python -m examples.sort_digits_moe.measure data/sort_digits_moe ...    # two minutes on one core for each policy
 
 An engine of each precision answers the held-out prompts, and records its experts and their weights. Training in
-fp32, with the same weights, then computes the log-probs of these answers: with experts of its own choice, with the
+fp32, with the same weights, then computes the log-probs of these answers: with its own choice of experts, with the
 engine's experts, and with the engine's experts and their weights. All of the difference is the engine's rounding: no
 weight is stale. Engines that round a part of the weights alone show what the rest of the mismatch comes from.
 """

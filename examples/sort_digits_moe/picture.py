@@ -70,7 +70,7 @@ def read(without: Path, with_replay: Path) -> tuple[Metrics, Metrics]:
 
 
 def summary(plain: Metrics, replayed: Metrics) -> list[str]:
-    """The lines that are printed; the last one is that of every run, for the run with replay."""
+    """The printed lines; the last one is the usual summary of the run with replay."""
     accuracy = {WITHOUT: values(plain[ACCURACY]), WITH: values(replayed[ACCURACY])}
     return [
         *(

@@ -4,7 +4,7 @@
     --custom-rm-path examples/tool_agent/agent.py:correct
 
 The policy writes `?47+38=`, where the `=` stops it; the calculator's result is appended as an observation, which is not
-trained on, and the policy goes on from exactly these tokens.
+trained on, and the policy continues from exactly these tokens.
 """
 
 from functools import cache

@@ -1,11 +1,10 @@
-"""How samples are dealt into micro-batches and cut for context-parallel ranks."""
+"""Division of samples into micro-batches and among data- and context-parallel ranks."""
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime_tis.correction import context_parallel
 from slime_tis.trainer.megatron.batch import dealt_together, fixed_partition, make_batch, shard, unshard
 from slime_tis.trainer.megatron.micro_batches import load_of, token_budget_partitions
 from slime_tis.trainer.megatron.prefix_tree import PrefixTree
@@ -28,12 +27,6 @@ def test_token_budget_packs_first_fit_decreasing() -> None:
 
 def test_a_sequence_over_the_budget_is_alone() -> None:
     assert token_budget_partitions([apart([20, 4, 4])], 9) == [[[0], [1, 2]]]
-
-
-def test_ranks_make_the_same_number_of_passes() -> None:
-    first, second = token_budget_partitions([apart([9, 9, 9]), apart([2, 2, 2])], 9)
-    assert first == [[0], [1], [2]]
-    assert len(second) == 3 and sorted(i for bin in second for i in bin) == [0, 1, 2]
 
 
 @given(
@@ -82,12 +75,12 @@ def test_every_context_rank_has_the_loss_masks_of_whole_responses() -> None:
     ],
     ids=["log-probs", "versions", "samples"],
 )
-def test_rows_of_other_lengths_are_refused(rows: tuple[list[list[float]], list[list[int]]], message: str) -> None:
+def test_rows_of_wrong_lengths_are_refused(rows: tuple[list[list[float]], list[list[int]]], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_batch([[1, 2]], [[1]], *rows)
 
 
-def test_select_takes_everything_of_a_sample_along() -> None:
+def test_select_keeps_all_fields_of_a_sample() -> None:
     batch = make_batch([[1, 2], [3, 4, 5]], [[1], [1, 0]], [[-0.5], [-1.0, -2.0]], [[7], [8, 9]])
     chosen = batch.with_old_log_probs(torch.tensor([0.0, 1.0, 2.0])).with_advantages([5.0, 6.0]).select([1])
     responses = chosen.responses
@@ -101,7 +94,7 @@ def test_select_takes_everything_of_a_sample_along() -> None:
     assert responses.ref_log_probs_L is None
 
 
-def test_select_takes_the_slices_of_a_context_rank_along() -> None:
+def test_select_keeps_the_slices_of_a_context_rank() -> None:
     whole = make_batch([[1] * 8, [2] * 6], [[1] * 5, [1] * 4], [[0.5] * 5, [1.5] * 4], [[0] * 5, [0] * 4], 1, 2)
     alone = make_batch([[2] * 6], [[1] * 4], [[1.5] * 4], [[0] * 4], 1, 2)
     assert whole.select([1]).responses.slices == alone.responses.slices
@@ -117,12 +110,8 @@ def test_shards_of_all_ranks_are_the_samples_in_their_order(size: int, per_rank:
     assert unshard(shards) == samples
 
 
-def test_shards_are_dealt_out_one_by_one() -> None:
-    assert shard("abcdef", 1, 3) == ["b", "e"]
-    assert unshard([["a", "d"], ["b", "e"], ["c", "f"]]) == ["a", "b", "c", "d", "e", "f"]
-
-
-def test_siblings_are_dealt_out_together_where_ranks_get_as_many() -> None:
+def test_siblings_stay_together_if_ranks_get_equal_numbers() -> None:
+    assert shard("abcdef", 1, 3) == ["b", "e"] and unshard([["a", "c"], ["b", "d"]]) == list("abcd")
     assert dealt_together(["a"] * 4 + ["b"] * 4, 2) == 4
     assert shard("aaaabbbb", 1, 2, 4) == list("bbbb")
     assert dealt_together(["a"] * 4 + ["b"] * 4 + ["c"] * 4, 2) == 2  # six each
@@ -148,18 +137,18 @@ def test_a_group_counts_its_prompt_once() -> None:
     assert token_budget_partitions([tree], 6) == [[[0], [1], [2], [3]]]
 
 
-def test_a_group_over_the_budget_is_dealt_out_by_samples() -> None:
+def test_a_group_over_the_budget_is_divided_into_samples() -> None:
     tree = PrefixTree.of([[1, 1, 1, 5 + i, 6] for i in range(5)], [2] * 5)
     assert token_budget_partitions([tree], 7) == [[[0, 1], [2, 3], [4]]]
 
 
-def test_response_tokens_have_logits_also_where_they_are_shared() -> None:
+def test_shared_response_tokens_count_for_each_response() -> None:
     tree = PrefixTree.of([[1, 5, 6, 7]] * 4, [3] * 4)
     assert tree.tokens == 4
     assert token_budget_partitions([tree], 6) == [[[0, 1], [2, 3]]]
 
 
-def test_the_only_group_of_a_micro_batch_is_split_for_another_rank() -> None:
+def test_the_only_group_of_a_micro_batch_is_split_to_match_another_rank() -> None:
     shared = PrefixTree.of([[1, 1, 5 + i] for i in range(4)], [1] * 4)
     first, second = token_budget_partitions([apart([9, 9, 9]), shared], 9)
     assert first == [[0], [1], [2]]
@@ -170,7 +159,7 @@ def test_the_only_group_of_a_micro_batch_is_split_for_another_rank() -> None:
     st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(0, 2), max_size=12)), min_size=1, max_size=14),
     st.integers(1, 60),
 )
-def test_what_is_packed_is_within_the_budget(drawn: list[tuple[int, list[int]]], budget: int) -> None:
+def test_packed_micro_batches_are_within_the_budget(drawn: list[tuple[int, list[int]]], budget: int) -> None:
     prompts = [[1, 2], [1, 2, 0, 1, 2, 0, 1, 2, 0, 1], [1, 2, 0, 1, 2, 0, 1, 2, 0, 2]]
     tokens = [[*prompts[prompt], *response] for prompt, response in drawn]
     responses = [len(response) for _, response in drawn]
@@ -181,8 +170,8 @@ def test_what_is_packed_is_within_the_budget(drawn: list[tuple[int, list[int]]],
         assert len(samples) == 1 or max(packed.tokens, sum(packed.response_lengths)) <= budget
 
 
-def test_what_the_segments_of_a_rollout_share_counts_once() -> None:
-    # Each rollout is 10 + 2 tokens and goes on with 1: 13 are computed, and 25 would be if the segments were apart.
+def test_tokens_that_the_segments_of_a_rollout_share_count_once() -> None:
+    # The segments of a rollout share 12 tokens, and one has 1 more: 13 tokens are computed instead of 25.
     tokens = [[*range(20 * n, 20 * n + 10), *more] for n in (0, 1) for more in ([90, 91], [90, 91, 92])]
     tree = PrefixTree.of(tokens, [2, 3, 2, 3])
     assert tree.tokens == 26 and [load_of(tree, [0, 1]), load_of(tree, [0, 1, 2, 3])] == [13, 26]
@@ -216,12 +205,3 @@ def test_rollouts_are_whole_and_within_the_budget(drawn: list[list[tuple[int, in
         chosen = {rollouts[i] for i in samples}
         assert samples == [i for i, number in enumerate(rollouts) if number in chosen]
         assert len(chosen) == 1 or load_of(tree, samples) <= budget
-
-
-def test_micro_batches_are_selected_by_starts_that_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    sums: list[int] = []
-    accumulate = context_parallel.accumulate
-    monkeypatch.setattr(context_parallel, "accumulate", lambda *a, **k: sums.append(1) or accumulate(*a, **k))
-    batch = make_batch([[1] * 4] * 50, [[1, 1]] * 50, [[0.5, 0.25]] * 50, [[0, 0]] * 50).with_advantages([1.0] * 50)
-    parts = [batch.select([i, (i + 1) % 50]) for i in range(50)]
-    assert all(len(part) == 2 for part in parts) and len(sums) == 2

@@ -34,7 +34,7 @@ def build(model: Path, parallel: Parallel, **options: Any) -> TrainingEngine:
 
 
 @pytest.mark.parametrize("options", [{}, {"use_distributed_optimizer": True}, {"bf16": True}], ids=str)
-def test_training_goes_on_to_the_bit(options: dict[str, Any], model: Path, parallel: Parallel, tmp_path: Path) -> None:
+def test_resumption_is_bitwise(options: dict[str, Any], model: Path, parallel: Parallel, tmp_path: Path) -> None:
     engine = build(model, parallel, **options)
     steps(engine, 2)
     checkpoint.write(tmp_path, 2, engine, {"run": "a", "step": 2}).finish(retain=2)
@@ -49,14 +49,16 @@ def test_training_goes_on_to_the_bit(options: dict[str, Any], model: Path, paral
         assert torch.equal(tensor, dict(engine.named_hf_tensors())[name])
 
 
-def test_the_newest_complete_one_is_found_and_old_ones_go(model: Path, parallel: Parallel, tmp_path: Path) -> None:
+def test_the_newest_complete_checkpoint_is_found_and_old_ones_are_removed(
+    model: Path, parallel: Parallel, tmp_path: Path
+) -> None:
     engine = build(model, parallel)
     assert checkpoint.latest_complete_checkpoint(tmp_path) is None
     for step in (9, 10, 11):
         checkpoint.write(tmp_path, step, engine, {"run": "a"}).finish(retain=2)
     (tmp_path / "iter_0000012").mkdir()  # a directory without a trainer's state is not a checkpoint
     (tmp_path / "iter_abc").mkdir()
-    (tmp_path / ".iter_0000013.unfinished").mkdir()  # what a killed run leaves
+    (tmp_path / ".iter_0000013.unfinished").mkdir()  # of a killed run
     found = checkpoint.latest_complete_checkpoint(tmp_path)
     assert found is not None and found.checkpoint == tmp_path / "iter_0000011"
     assert found.damaged == ("iter_0000012: SHA256SUMS is missing",)
@@ -133,9 +135,7 @@ def test_no_process_is_forked_to_write(
     )
 
 
-def test_a_damaged_checkpoint_is_passed_over_for_the_newest_whole_one(
-    model: Path, parallel: Parallel, tmp_path: Path
-) -> None:
+def test_damaged_checkpoints_are_skipped(model: Path, parallel: Parallel, tmp_path: Path) -> None:
     engine = build(model, parallel)
     for step in (1, 2, 3):
         checkpoint.write(tmp_path, step, engine, {"run": "a"}).finish(retain=3)

@@ -50,7 +50,7 @@ def _maybe_dtoh_and_synchronize(self, point, tokens_per_expert=None):
     assert isinstance(dispatcher.input_splits, numpy.ndarray) and dispatcher.output_splits_tp is None
 
 
-def test_line_numbers_stay() -> None:
+def test_line_numbers_are_kept() -> None:
     tree = rewrite("a = 1\nb = x.cuda()\n", "<test>")
     assert tree.body[1].lineno == 2
 
@@ -60,7 +60,7 @@ def test_options_are_read_without_megatron_core() -> None:
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-def test_importing_megatron_core_first_is_refused_where_there_is_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_importing_megatron_core_first_is_refused_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         sys, "meta_path", [finder for finder in sys.meta_path if finder.__module__ != rewrite.__module__]
     )
@@ -68,7 +68,5 @@ def test_importing_megatron_core_first_is_refused_where_there_is_no_cuda(monkeyp
     if torch.cuda.is_available():
         importlib.reload(slime_tis.trainer.megatron)
     else:
-        with pytest.raises(
-            RuntimeError, match=r"megatron\.core is already imported: import slime_tis\.trainer\.megatron before it"
-        ):
+        with pytest.raises(RuntimeError, match="already imported"):
             importlib.reload(slime_tis.trainer.megatron)

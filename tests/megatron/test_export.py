@@ -1,4 +1,4 @@
-"""Exports: whole or absent, loadable by everybody, and never in place of what somebody else wrote."""
+"""Exports: complete or absent, loadable by transformers, and never over unknown files."""
 
 import json
 from pathlib import Path
@@ -38,7 +38,7 @@ def test_the_hugging_face_directory_loads_with_the_weights(
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
-def test_what_somebody_else_wrote_stays(engine: TrainingEngine, tmp_path: Path) -> None:
+def test_unknown_files_stay(engine: TrainingEngine, tmp_path: Path) -> None:
     target = tmp_path / "hf"
     save_hf(target, engine)
     (target / "thesis.txt").write_text("mine")
@@ -48,7 +48,7 @@ def test_what_somebody_else_wrote_stays(engine: TrainingEngine, tmp_path: Path) 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "hf-2"]
 
 
-def test_a_link_to_an_export_stays_one(engine: TrainingEngine, tmp_path: Path) -> None:
+def test_a_link_to_an_export_stays_a_link(engine: TrainingEngine, tmp_path: Path) -> None:
     save_hf(tmp_path / "real", engine)
     (tmp_path / "link").symlink_to("real")
     (tmp_path / "real" / "model.safetensors").write_bytes(b"old")
@@ -56,7 +56,7 @@ def test_a_link_to_an_export_stays_one(engine: TrainingEngine, tmp_path: Path) -
     assert (tmp_path / "link").is_symlink() and (tmp_path / "real" / "model.safetensors").stat().st_size > 10_000
 
 
-def test_what_a_killed_run_left_is_swept(engine: TrainingEngine, tmp_path: Path) -> None:
+def test_files_of_a_killed_run_are_removed(engine: TrainingEngine, tmp_path: Path) -> None:
     left = tmp_path / ".hf.unfinished"
     left.mkdir()
     (left / ".slime_tis_export.json").write_text('{"files": ["config.json"]}')

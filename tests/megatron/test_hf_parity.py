@@ -1,4 +1,4 @@
-"""Every supported family against Hugging Face: logits, and weights there and back, at tensor-parallel size 1 and 2."""
+"""Every supported family against Hugging Face: logits, and a round trip of the weights, on one and two ranks."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from tests.checkpoints import make_checkpoint
 from tests.megatron.parity_worker import compare_all
 from tests.megatron.passes import on_ranks
 
-# A vocabulary that 2 does not divide, so that the padding of a tensor-parallel vocabulary is in play.
+# The vocabulary is odd, so that it is padded on two tensor-parallel ranks.
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -46,7 +46,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_logits_and_weights_are_those_of_transformers(ranks: int, tmp_path: Path) -> None:
+def test_logits_and_weights_match_transformers(ranks: int, tmp_path: Path) -> None:
     for name, (family, sizes) in CASES.items():
         make_checkpoint(tmp_path / name, family, **sizes)
     layout = {"tensor_model_parallel_size": ranks}

@@ -47,7 +47,7 @@ def saved(function: Callable[[Tensor], Tensor], x: Tensor) -> int:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
-def test_the_norm_is_that_of_torch(dtype: torch.dtype, scale: float) -> None:
+def test_the_norm_equals_torch(dtype: torch.dtype, scale: float) -> None:
     torch.manual_seed(0)
     layer, x = norm(dtype), (torch.randn(TOKENS, 1, HIDDEN) * scale).to(dtype)
     grad = torch.randn(TOKENS, 1, HIDDEN).to(dtype)
@@ -64,34 +64,34 @@ def test_the_norm_is_that_of_torch(dtype: torch.dtype, scale: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_swiglu_is_that_of_torch(dtype: torch.dtype) -> None:
+def test_swiglu_equals_torch(dtype: torch.dtype) -> None:
     torch.manual_seed(1)
     x, grad = (torch.randn(TOKENS, 1, 2 * HIDDEN) * 3).to(dtype), torch.randn(TOKENS, 1, HIDDEN).to(dtype)
     assert torch.equal(swiglu(x), plain_swiglu(x))
     torch.testing.assert_close(*gradients(swiglu, x, grad), *gradients(plain_swiglu, x, grad))
 
 
-def test_gradients_are_those_of_differences() -> None:
+def test_gradients_match_finite_differences() -> None:
     torch.manual_seed(2)
     layer, x = norm(torch.float64), torch.randn(3, HIDDEN, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(layer, (x,))
     assert torch.autograd.gradcheck(swiglu, (x,))
 
 
-def test_what_the_backward_pass_does_not_need_is_not_saved() -> None:
+def test_only_inputs_are_saved_for_the_backward_pass() -> None:
     x = torch.randn(TOKENS, HIDDEN)
     assert saved(norm(torch.float32), x) == TOKENS * HIDDEN + TOKENS + HIDDEN  # x, a number per token, the weight
     assert saved(swiglu, x) == TOKENS * HIDDEN
-    assert saved(plain_swiglu, x) == TOKENS * HIDDEN * 3 // 2  # what saving is counted against
+    assert saved(plain_swiglu, x) == TOKENS * HIDDEN * 3 // 2  # for comparison
 
 
-def test_the_input_of_a_layer_is_computed_again() -> None:
+def test_the_input_of_a_layer_is_recomputed() -> None:
     torch.manual_seed(3)
     weight = torch.randn(HIDDEN, HIDDEN, requires_grad=True)
     x, grad = torch.randn(TOKENS, 2 * HIDDEN), torch.randn(TOKENS, HIDDEN)
 
-    def layer(entering: Tensor) -> Tensor:
-        return entering @ weight
+    def layer(inputs: Tensor) -> Tensor:
+        return inputs @ weight
 
     def recomputing(x: Tensor) -> Tensor:
         return with_recomputed_input(layer, swiglu, x)
@@ -104,12 +104,12 @@ def test_the_input_of_a_layer_is_computed_again() -> None:
     calls, entered = [], []
 
     def counted(x: Tensor) -> Tensor:
-        entering = swiglu(x)
+        inputs = swiglu(x)
         calls.append(torch.is_grad_enabled())
-        entered.append(weakref.ref(entering))
-        return entering
+        entered.append(weakref.ref(inputs))
+        return inputs
 
     output = with_recomputed_input(layer, counted, x.requires_grad_())
-    assert calls == [True] and entered[0]() is None  # nothing holds what entered the layer
+    assert calls == [True] and entered[0]() is None  # nothing refers to the layer's input
     output.backward(grad)
     assert calls == [True, False]

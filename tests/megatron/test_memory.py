@@ -89,11 +89,11 @@ def test_bytes_of_a_token_by_hand(changes: dict[str, Any], logits: int, chunk_si
 @pytest.mark.parametrize(
     ("free", "tokens"), [(2 * 1000 * 999, 512), (2 * 1000 * 512, 512), (1500 * 2, 1), (100, 1), (0, 1)]
 )
-def test_the_budget_is_the_power_of_two_that_half_of_the_memory_holds(free: int, tokens: int) -> None:
+def test_the_budget_is_a_power_of_two_that_fits_half_of_the_memory(free: int, tokens: int) -> None:
     assert TokenBudget.that_fits(free, 1000).tokens == tokens
 
 
-def test_what_is_free_is_shared_and_bounded_by_the_container(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_free_memory_is_shared_and_bounded_by_the_container(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     cpu = torch.device("cpu")
     monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
     monkeypatch.setattr(memory, "CGROUP", tmp_path)
@@ -111,7 +111,7 @@ def test_what_is_free_is_shared_and_bounded_by_the_container(monkeypatch: pytest
     assert free_memory(cpu, 1) == 0
 
 
-def test_options_decide_where_they_are_given(model: Path, parallel: Parallel) -> None:
+def test_options_take_precedence(model: Path, parallel: Parallel) -> None:
     def budget(**options: Any) -> TokenBudget | None:
         config = MegatronConfig(hf_checkpoint=str(model), **options)
         return TrainingEngine(config, parallel, temperature=1.0, total_steps=1).token_budget
@@ -122,7 +122,7 @@ def test_options_decide_where_they_are_given(model: Path, parallel: Parallel) ->
     assert found is not None and found.reason is not None and found.tokens > 10_000
 
 
-def test_freed_memory_goes_back_to_the_system() -> None:
+def test_trimming_returns_freed_memory_to_the_system() -> None:
     if memory._glibc() is None:
         pytest.skip("the C library is not glibc")
     torch.ones(31 * 2**18)  # freed blocks up to this size stay in the heap from now on

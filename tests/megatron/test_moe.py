@@ -32,7 +32,7 @@ def build(model: Path, parallel: Parallel, **options: Any) -> TrainingEngine:
     return TrainingEngine(config, parallel, temperature=1.0, total_steps=10, keep_reference=True)
 
 
-def test_the_bias_of_routers_is_float32_in_bfloat16_training_and_never_changes(glm: Path, parallel: Parallel) -> None:
+def test_router_biases_stay_float32_and_constant_in_bfloat16_training(glm: Path, parallel: Parallel) -> None:
     engine, file = build(glm, parallel, bf16=True), load_file(glm / "model.safetensors")
     before = engine.reference_log_probs(BATCH, [[0, 1, 2]])
     for _ in range(2):
@@ -63,7 +63,7 @@ def test_recomputed_activations_give_the_same_gradient(family: str, parallel: Pa
     assert norms[1] == pytest.approx(norms[0], rel=1e-6)
 
 
-def test_an_engine_that_is_done_with_is_freed(glm: Path, model: Path, parallel: Parallel) -> None:
+def test_an_unused_engine_is_freed(glm: Path, model: Path, parallel: Parallel) -> None:
     for path in (model, glm):
         engine = build(path, parallel)
         assert engine.train_step(BATCH, [[0, 2], [1]], likelihood).is_finite
@@ -73,7 +73,7 @@ def test_an_engine_that_is_done_with_is_freed(glm: Path, model: Path, parallel: 
         assert module() is None, path
 
 
-def test_sizes_are_those_of_the_configuration(glm: Path, tmp_path: Path) -> None:
+def test_sizes_are_read_from_the_configuration(glm: Path, tmp_path: Path) -> None:
     assert moe_sizes(load_config(glm)) == MoeSizes(
         layers=(1, 2), num_experts=8, top_k=2, intermediate_size=24, shared_intermediate_size=24
     )
@@ -84,9 +84,7 @@ def test_sizes_are_those_of_the_configuration(glm: Path, tmp_path: Path) -> None
     assert moe_sizes(load_config(make_checkpoint(tmp_path / "dense", "qwen3"))) is None
 
 
-def test_experts_are_in_torch_where_dense_models_are_in_transformer_engine(
-    glm: Path, model: Path, parallel: Parallel
-) -> None:
+def test_transformer_engine_is_used_for_dense_models_only(glm: Path, model: Path, parallel: Parallel) -> None:
     gpu = dataclasses.replace(parallel, backend=dataclasses.replace(parallel.backend, transformer_engine=True))
     assert [uses_transformer_engine(load_config(path), gpu) for path in (model, glm)] == [True, False]
     assert [uses_transformer_engine(load_config(path), parallel) for path in (model, glm)] == [False, False]

@@ -120,7 +120,7 @@ def test_samples_of_the_local_engine(
         expected = log_probs[start - 1 : -1].gather(-1, ids[start:, None])[:, 0]
         found = torch.tensor(sample.rollout_log_probs, device="cpu")
         torch.testing.assert_close(found, expected, rtol=0.0, atol=tolerance)
-    # weights go out, in from tensors of the device, and in from the file again
+    # saves the weights, updates them from tensors on the device, and loads them from the file
     engine.save_weights(tmp_path)
     weights = {name: weight.to(device) for name, weight in model.state_dict().items()}
     engine.update_weights(lambda: iter((name, 0.5 * weight) for name, weight in weights.items()), 1)
@@ -133,7 +133,7 @@ def test_samples_of_the_local_engine(
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "segment"])
-def test_the_correction_does_not_wait_for_the_device(parallel: Parallel, level: str) -> None:
+def test_the_correction_does_not_synchronize_with_the_device(parallel: Parallel, level: str) -> None:
     config = RolloutCorrectionConfig(use_tis=True, tis_level=level, use_rs=True, rs_level="geometric", rs_z_score=3.0)
     device = parallel.backend.device
     rollout = -torch.arange(1.0, 41.0, device=device) / 40

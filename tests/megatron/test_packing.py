@@ -45,14 +45,14 @@ def test_siblings_share_their_prompt() -> None:
     assert shared is not None and shared.end_T.tolist() == [2, 2, 7, 7, 5, 7, 7, 8]
 
 
-def test_nothing_shared_is_packed_as_without() -> None:
+def test_sequences_that_share_nothing_are_packed_as_without_sharing() -> None:
     batch = batch_of([[5, 6, 7], [8, 9]], [2, 1])
     packed, without = pack(batch, share_prompts=True), pack(batch)
     assert packed.packed_seq_params.shared is None
     assert torch.equal(packed.input_ids, without.input_ids) and rows_of(packed) == rows_of(without)
 
 
-def test_prompts_are_not_shared_where_experts_are_replayed() -> None:
+def test_prompts_are_not_shared_if_experts_are_replayed() -> None:
     batch = batch_of([[5, 6, 7], [5, 6, 8]], [1, 1]).with_routing([routed(3, 0), routed(3, 1000)], None)
     packed = pack(batch, share_prompts=True)
     assert packed.input_ids.tolist() == [[5, 6, 7, 5, 6, 8]]
@@ -82,32 +82,6 @@ def test_filler_makes_the_row_divisible_and_is_not_trained_on() -> None:
     assert packed.packed_seq_params.cu_seqlens_q.tolist() == [0, 3, 4]
 
 
-@settings(max_examples=60)
-@given(
-    st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=5),
-    st.integers(1, 4),
-    st.integers(1, 3),
-)
-def test_ranks_together_hold_every_prediction_once(
-    shapes: list[tuple[int, int]], context_size: int, tensor_size: int
-) -> None:
-    tokens = [[100 * i + j + 1 for j in range(prompt + response)] for i, (prompt, response) in enumerate(shapes)]
-    responses = [response for _, response in shapes]
-    predicted, sizes = [], set()
-    for rank in range(context_size):
-        batch = batch_of(tokens, responses, rank, context_size)
-        packed = pack(batch, RowSplit(context_rank=rank, context_size=context_size, tensor_size=tensor_size))
-        assert len(packed.target_L) == len(batch.responses.loss_mask_L)
-        predicted += packed.target_L.tolist()
-        previous = packed.input_ids[0, rows_of(packed)]
-        assert torch.equal(packed.target_L, previous + 1)  # tokens of a sequence are consecutive numbers
-        sizes.add(packed.input_ids.shape[1])
-        assert packed.input_ids.shape[1] % tensor_size == 0
-    assert len(sizes) == 1
-    expected = [t for ids, response in zip(tokens, responses, strict=True) for t in ids[len(ids) - response :]]
-    assert sorted(predicted) == sorted(expected)
-
-
 @pytest.mark.parametrize("lengths", [[4, 4, 4], [2, 5, 3]])
 def test_padded_rows_and_back(lengths: list[int]) -> None:
     packed = pack(batch_of([list(range(1, n + 1)) for n in lengths], [1] * len(lengths)))
@@ -119,14 +93,14 @@ def test_padded_rows_and_back(lengths: list[int]) -> None:
     assert torch.equal(packed.packed_seq_params.tokens(rows), x)
 
 
-def test_rotary_angles_turn_pairs_by_position_times_frequency() -> None:
+def test_rotary_angles_are_position_times_frequency() -> None:
     cos, sin = RotaryAngles(torch.tensor([torch.pi / 2]))(torch.tensor([0, 1, 2]))
     turned = rotate(torch.tensor([[[1.0, 0.0]]]).expand(3, 1, 2), cos, sin)
     expected = [[[1.0, 0.0]], [[0.0, 1.0]], [[-1.0, 0.0]]]
     torch.testing.assert_close(turned, torch.tensor(expected), atol=1e-6, rtol=0)
 
 
-def test_the_gradient_of_a_rotation_is_that_of_its_formula() -> None:
+def test_the_gradient_of_a_rotation_matches_its_formula() -> None:
     torch.manual_seed(0)
     x, direction = torch.randn(2, 5, 3, 8, dtype=torch.float64)
     cos, sin = RotaryAngles(torch.rand(4), scaling=1.5)(torch.arange(5))
@@ -140,12 +114,12 @@ def test_the_gradient_of_a_rotation_is_that_of_its_formula() -> None:
 
 
 def routed(length: int, first: int) -> torch.Tensor:
-    """Rows that say where they are from: [length - 1, 2 layers, 2], first + 10 · position + layer, and 1 more."""
+    """Identifiable rows [length - 1, 2 layers, 2]: first + 10 · position + layer, and + 100 for the second expert."""
     position = torch.arange(length - 1)[:, None, None] * 10
     return (first + position + torch.arange(2)[:, None] + torch.tensor([0, 100])).to(torch.int16)
 
 
-def test_rows_of_experts_lie_where_their_tokens_do() -> None:
+def test_rows_of_experts_are_at_the_indices_of_their_tokens() -> None:
     batch = batch_of([[5, 6, 7], [8, 9], [3, 4]], [2, 1, 1])
     weights = [torch.full((2, 2, 2), 0.25), None, torch.full((1, 2, 2), 0.75)]
     packed = pack(batch.with_routing([routed(3, 0), None, routed(2, 1000)], weights), RowSplit(tensor_size=4))
@@ -164,7 +138,7 @@ def test_rows_of_experts_lie_where_their_tokens_do() -> None:
     assert found[[0, 1, 5]].tolist() == [0.25, 0.25, 0.75] and found[[2, 3, 4, 6, 7]].isnan().all()
 
 
-def test_without_any_rows_routers_choose() -> None:
+def test_without_recorded_rows_the_routers_choose() -> None:
     batch = batch_of([[5, 6, 7], [8, 9]], [2, 1])
     assert pack(batch).routed_experts is None
     packed = pack(batch.with_routing([routed(3, 0), None], None).select([1]))
@@ -177,7 +151,7 @@ def test_without_any_rows_routers_choose() -> None:
     st.integers(1, 4),
     st.integers(1, 3),
 )
-def test_ranks_together_hold_every_row_of_experts_once(
+def test_ranks_together_hold_every_prediction_and_every_row_of_experts_once(
     shapes: list[tuple[int, int, bool]], context_size: int, tensor_size: int
 ) -> None:
     tokens = [[100 * i + j + 1 for j in range(prompt + response)] for i, (prompt, response, _) in enumerate(shapes)]
@@ -186,12 +160,18 @@ def test_ranks_together_hold_every_row_of_experts_once(
         for i, (ids, (*_, there)) in enumerate(zip(tokens, shapes, strict=True))
     ]
     responses = [response for _, response, _ in shapes]
-    found = []
+    found, predicted, sizes = [], [], set()
     for rank in range(context_size):
         batch = batch_of(tokens, responses, rank, context_size).with_routing(rows, None)
         packed = pack(batch, RowSplit(context_rank=rank, context_size=context_size, tensor_size=tensor_size))
+        assert len(packed.target_L) == len(batch.responses.loss_mask_L)
+        predicted += packed.target_L.tolist()
+        previous = packed.input_ids[0, rows_of(packed)]
+        assert torch.equal(packed.target_L, previous + 1)  # tokens of a sequence are consecutive numbers
+        sizes.add(packed.input_ids.shape[1])
+        assert packed.input_ids.shape[1] % tensor_size == 0
         if packed.routed_experts is None:
-            assert all(one is None for one in rows)
+            assert all(experts is None for experts in rows)
             continue
         recorded = packed.routed_experts[:, 0, 0] >= 0
         assert bool((packed.is_fed_T | ~recorded).all())
@@ -201,4 +181,7 @@ def test_ranks_together_hold_every_row_of_experts_once(
         assert packed.routed_experts[recorded, 1, 1].tolist() == [number + 101 for number in first]
         assert bool((packed.routed_experts[~recorded] == -1).all())
         found += first
+    assert len(sizes) == 1
+    expected = [t for ids, response in zip(tokens, responses, strict=True) for t in ids[len(ids) - response :]]
+    assert sorted(predicted) == sorted(expected)
     assert sorted(found) == sorted(number for one in rows if one is not None for number in one[:, 0, 0].tolist())

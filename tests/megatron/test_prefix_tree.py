@@ -1,4 +1,4 @@
-"""Prefix trees: segments by hand, and every sequence read off its path, whatever sequences share."""
+"""Prefix trees: segments by hand, and every sequence read from its path."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,7 +18,7 @@ def segments_of(samples: list[tuple[list[int], list[int]]]) -> Segments:
     return [(tokens[one.sequence][one.start : one.start + one.length], one.parent) for one in tree_of(samples).segments]
 
 
-def test_a_prompt_is_there_once() -> None:
+def test_a_shared_prompt_is_one_segment() -> None:
     samples = [([5, 6, 7], [9, 1]), ([5, 6, 7], [8]), ([4], [3])]
     assert segments_of(samples) == [([4, 3], -1), ([5, 6, 7], -1), ([8], 1), ([9, 1], 1)]
     tree = tree_of(samples)
@@ -27,19 +27,19 @@ def test_a_prompt_is_there_once() -> None:
     assert (tree.tokens, tree.is_shared, tree.families()) == (8, True, [[1, 0], [2]])
 
 
-def test_what_another_goes_on_from_is_a_part_of_it() -> None:
+def test_a_sequence_that_another_continues_is_part_of_its_path() -> None:
     samples = [([5, 6], [7]), ([5, 6], [7, 8]), ([5, 6], []), ([5, 6], [7, 8])]
     assert segments_of(samples) == [([5, 6, 7, 8], -1)]
     assert tree_of(samples).paths == ((0,), (0,), (0,), (0,))
 
 
-def test_one_of_two_that_part_may_be_the_beginning_of_a_third() -> None:
+def test_a_sequence_can_continue_one_of_two_siblings() -> None:
     samples = [([5, 6], [7]), ([5, 6], [7, 8]), ([5, 6], [9])]
     assert segments_of(samples) == [([5, 6], -1), ([7, 8], 0), ([9], 0)]
     assert tree_of(samples).paths == ((0, 1), (0, 1), (0, 2))
 
 
-def test_beginnings_that_end_within_the_prompts_are_shared_where_they_are_long() -> None:
+def test_beginnings_within_prompts_are_shared_if_they_are_long() -> None:
     template = list(range(MIN_SHARED))
     assert segments_of([([*template, 20], [1]), ([*template, 21], [1])]) == [(template, -1), ([20, 1], 0), ([21, 1], 0)]
     short = tree_of([([*template[:-1], 20], [1]), ([*template[:-1], 21], [1])])
@@ -52,7 +52,7 @@ def test_turns_are_shared_after_the_prompt() -> None:
     assert segments_of(samples) == [([1, 2], -1), ([9], 0), (turn, 0), ([5], 2), ([6], 2)]
 
 
-def test_nothing_shared_leaves_the_sequences_in_their_order() -> None:
+def test_sequences_that_share_nothing_keep_their_order() -> None:
     samples = [([9], [1]), ([8], [1, 2]), ([7, 7], [3])]
     tree = tree_of(samples)
     assert tree == PrefixTree.apart([2, 3, 3], [1, 2, 1])
@@ -67,11 +67,11 @@ groups = st.lists(
     min_size=1,
     max_size=4,
 )
-"""Prompts with their responses, of so few different tokens that much is equal."""
+"""Prompts with their responses, of few different tokens, so that beginnings are often equal."""
 
 
 @given(groups)
-def test_every_sequence_is_read_off_its_path(drawn: list[tuple[list[int], list[list[int]]]]) -> None:
+def test_every_sequence_is_read_from_its_path(drawn: list[tuple[list[int], list[list[int]]]]) -> None:
     samples = [(prompt, response) for prompt, responses in drawn for response in responses]
     tokens = [[*prompt, *response] for prompt, response in samples]
     tree = tree_of(samples)

@@ -87,7 +87,7 @@ def rows_of(record: RoutingRecord) -> list[Tensor]:
 
 
 class Forced:
-    """A model of transformers whose routers take the experts, and perhaps the weights, that they are given."""
+    """A model of transformers whose routers use given experts, and optionally given weights."""
 
     def __init__(self, directory: Path, norm: bool, sigmoid: bool = False) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(
@@ -114,7 +114,7 @@ class Forced:
     def log_probs(self, experts: list[Tensor], weights: list[Tensor] | None = None) -> Tensor:
         """[L] of the responses, with gradient."""
         found = []
-        last = torch.arange(TOP_K).expand(1, LAYERS, TOP_K)  # of the last token, whose output is not looked at
+        last = torch.arange(TOP_K).expand(1, LAYERS, TOP_K)  # for the last token, whose output is ignored
         for number, ids in enumerate(sequences()):
             self._experts = torch.cat([experts[number].long(), last])
             self._weights = None if weights is None else torch.cat([weights[number], torch.ones(last.shape)])
@@ -137,7 +137,7 @@ def router_gradients(engine: TrainingEngine) -> list[Tensor]:
 
 @pytest.mark.parametrize("weights", [None, random_weights()], ids=["experts", "experts and weights"])
 @pytest.mark.parametrize("case", CASES)
-def test_loss_and_gradients_are_those_of_autograd_with_the_same_experts(
+def test_loss_and_gradients_match_autograd_with_the_same_experts(
     case: str, weights: list[Tensor] | None, checkpoints: dict[str, Path], parallel: Parallel
 ) -> None:
     experts, forced = random_experts(), Forced(checkpoints[case], CASES[case][1]["norm_topk_prob"], "sigmoid" in case)
@@ -154,7 +154,7 @@ def test_loss_and_gradients_are_those_of_autograd_with_the_same_experts(
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
 
 
-def test_rows_that_are_off_by_one_are_found_out(checkpoints: dict[str, Path], parallel: Parallel) -> None:
+def test_rows_that_are_off_by_one_change_the_log_probs(checkpoints: dict[str, Path], parallel: Parallel) -> None:
     case = "weights of the best sum to 1"
     experts, engine = random_experts(), make_engine(checkpoints[case], parallel)
     expected = Forced(checkpoints[case], True).log_probs(experts).detach()
@@ -163,9 +163,7 @@ def test_rows_that_are_off_by_one_are_found_out(checkpoints: dict[str, Path], pa
         assert float((shifted - expected).abs().mean()) > 0.05
 
 
-def test_the_experts_that_the_routers_choose_anyway_change_nothing(
-    checkpoints: dict[str, Path], parallel: Parallel
-) -> None:
+def test_replaying_the_routers_choice_changes_nothing(checkpoints: dict[str, Path], parallel: Parallel) -> None:
     engine = make_engine(checkpoints["shared expert"], parallel)
     record: RoutingRecord = []
     own = log_probs(engine, batch_of(None), record=record)
@@ -178,7 +176,7 @@ def test_the_experts_that_the_routers_choose_anyway_change_nothing(
     assert engine.routing.metrics()["routing_difference"] == 0.0
 
 
-def test_a_sample_without_rows_is_routed_by_the_routers_and_the_others_replay(
+def test_routers_choose_for_a_sample_without_rows_and_the_others_replay(
     checkpoints: dict[str, Path], parallel: Parallel
 ) -> None:
     engine, experts = make_engine(checkpoints["weights of the best sum to 1"], parallel), random_experts()
@@ -189,10 +187,10 @@ def test_a_sample_without_rows_is_routed_by_the_routers_and_the_others_replay(
     for sample, expected in ((1, own_parts), (2, own_parts), (3, replayed_parts)):
         torch.testing.assert_close(found[sample], expected[sample], rtol=0, atol=1e-6)
     assert float((found[0] - own_parts[0]).abs().mean()) > 0.05
-    assert float((found[0] - replayed_parts[0]).abs().mean()) > 0.01  # it has weights of its own
+    assert float((found[0] - replayed_parts[0]).abs().mean()) > 0.01  # it replays weights, too
 
 
-def test_the_reference_routes_for_itself(checkpoints: dict[str, Path], parallel: Parallel) -> None:
+def test_the_reference_policy_does_not_replay(checkpoints: dict[str, Path], parallel: Parallel) -> None:
     engine, partition = make_engine(checkpoints["shared expert"], parallel), fixed_partition(len(LENGTHS), 2)
     reference = engine.reference_log_probs(batch_of(random_experts(), random_weights()), partition)
     assert torch.equal(reference, log_probs(engine, batch_of(None)))
@@ -210,7 +208,9 @@ def test_a_record_is_replayed_after_the_weights_have_changed(checkpoints: dict[s
     log_probs(engine, batch_of(None), record=changed)
     assert not torch.equal(torch.cat(record), torch.cat(changed))
     replayed: RoutingRecord = []
-    log_probs(engine, batch_of(random_experts()), source=record, record=replayed)  # before the batch's own rows
+    log_probs(
+        engine, batch_of(random_experts()), source=record, record=replayed
+    )  # takes precedence over the batch's rows
     assert torch.equal(torch.cat(record), torch.cat(replayed))
     with_record = step(engine, batch_of(None), source=record)
     assert with_record.grad_norm == pytest.approx(step(engine, batch_of(rows_of(record))).grad_norm, rel=1e-6)
@@ -225,7 +225,7 @@ RECOMPUTATION = {
 
 @pytest.mark.parametrize("options", RECOMPUTATION.values(), ids=list(RECOMPUTATION))
 @pytest.mark.parametrize("weights", [None, random_weights()], ids=["experts", "experts and weights"])
-def test_recomputed_layers_replay_the_same_again(
+def test_recomputed_layers_replay_the_same_experts(
     options: dict[str, Any], weights: list[Tensor] | None, checkpoints: dict[str, Path], parallel: Parallel
 ) -> None:
     directory, batch = checkpoints["weights of the best sum to 1"], batch_of(random_experts(), weights)
@@ -239,7 +239,7 @@ def test_recomputed_layers_replay_the_same_again(
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
 
 
-def test_a_pass_that_was_given_up_leaves_nothing_behind(checkpoints: dict[str, Path], parallel: Parallel) -> None:
+def test_an_abandoned_pass_does_not_affect_the_next(checkpoints: dict[str, Path], parallel: Parallel) -> None:
     engine = make_engine(checkpoints["shared expert"], parallel, **RECOMPUTE_LAYERS)
     batch = batch_of(random_experts())
     expected = step(engine, batch).grad_norm
@@ -252,9 +252,7 @@ def test_a_pass_that_was_given_up_leaves_nothing_behind(checkpoints: dict[str, P
     assert step(engine, batch).grad_norm == pytest.approx(expected, rel=1e-6)
 
 
-def test_loads_and_differences_are_counted_once_per_token_that_was_fed(
-    checkpoints: dict[str, Path], parallel: Parallel
-) -> None:
+def test_loads_and_differences_are_counted_once_per_fed_token(checkpoints: dict[str, Path], parallel: Parallel) -> None:
     engine, experts = make_engine(checkpoints["weights of the best sum to 1"], parallel), random_experts()
     record: RoutingRecord = []
     log_probs(engine, batch_of(None), record=record)

@@ -25,7 +25,7 @@ def inputs(tokens: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Ten
 
 
 def dense(tree: PrefixTree, filler: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """By a mask of who is before whom, read off the paths."""
+    """The reference: attention with a dense mask from the paths."""
     segments = [index for index, one in enumerate(tree.segments) for _ in range(one.length)] + [-2] * filler
     chain = {-1: {-1}, -2: {-2}}
     for index, one in enumerate(tree.segments):
@@ -54,7 +54,7 @@ def test_blocks_are_a_dense_mask(drawn: list[tuple[list[int], list[list[int]]]],
     tree = tree_of([(prompt, response) for prompt, responses in drawn for response in responses])
     query, key, value = (x.detach() for x in inputs(tree.tokens + filler))
     with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")  # it is slow where it is not compiled
+        warnings.simplefilter("ignore")  # uncompiled FlexAttention warns that it is slow
         mask = block_mask(SharedAttention.of(tree, filler).end_T)
         found = flexible(flex_attention, (query, key, value), mask, 0.3)
     torch.testing.assert_close(found, dense(tree, filler, query, key, value), rtol=1e-5, atol=1e-5)
@@ -68,7 +68,7 @@ def test_parts_of_any_weight_are_merged(size: float) -> None:
     torch.testing.assert_close(found, dense(tree, 0, query * size, key, value), rtol=1e-4, atol=1e-4)
 
 
-def test_bfloat16_is_as_near_as_its_own_attention() -> None:
+def test_bfloat16_is_as_accurate_as_dense_attention() -> None:
     tree = tree_of([([1, 2, 3], [4, 5]), ([1, 2, 3], [6])])
     taken = inputs(tree.tokens, torch.bfloat16)
     exact = dense(tree, 0, *(x.float() for x in taken))

@@ -141,7 +141,7 @@ def test_why_prompts_are_not_shared(
     assert why_not_shared(asked, parallel, engine.model.hf_config) == says
 
 
-def test_what_cannot_share_prompts_is_refused(engine: Counting) -> None:
+def test_impossible_sharing_is_refused(engine: Counting) -> None:
     backend = Backend(device=torch.device("cuda"), collectives="nccl", transformer_engine=True)
     with pytest.raises(ValueError, match="--share-prompts is on but transformer-engine"):
         why_not_shared(True, replace(engine.parallel, backend=backend), engine.model.hf_config)

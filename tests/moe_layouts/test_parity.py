@@ -1,4 +1,4 @@
-"""Mixtures of experts with their experts over two ranks: logits of transformers, and weights there and back."""
+"""Mixtures of experts on two ranks against transformers: logits, and a round trip of the weights."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_logits_and_weights_are_those_of_transformers(layout: str, tmp_path: Path) -> None:
+def test_logits_and_weights_match_transformers(layout: str, tmp_path: Path) -> None:
     for family, sizes in CASES.items():
         make_checkpoint(tmp_path / family, family, **sizes)
     on_ranks(compare_all, tmp_path, LAYOUTS[layout])

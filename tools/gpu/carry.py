@@ -38,7 +38,7 @@ THERE = {
     *("psutil", "pyyaml", "httpx", "tqdm", "tensorboard", "matplotlib", "pyarrow", "scikit-learn"),
     *("pytest", "pytest-xdist", "hypothesis", "setuptools"),
 }
-"""What that machine's Python has, of which versions `make gpu` itself asks there."""
+"""Packages that the device machine has; `make gpu` checks their versions there."""
 OF_DEVELOPMENT = {"playwright", "ruff", "mypy", "pre-commit", "types-pyyaml", "types-tqdm", "types-psutil"}
 """Requirements of this project that no stage uses."""
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
@@ -85,7 +85,7 @@ def read_pins(constraints: Path) -> dict[str, str]:
 
 
 def remove_others(wheels: Path, requirements: list[str]) -> None:
-    """Deletes wheels of other versions, two of which would end the installation there."""
+    """Deletes wheels of other versions; two versions of a package would make the installation fail."""
     wanted = {one.lower().replace("-", "_").replace("==", "-") for one in requirements}
     for path in wheels.glob("*.whl"):
         if "-".join(path.name.lower().split("-")[:2]) not in wanted:

@@ -2,15 +2,15 @@
 
     python3 tools/gpu/run.py [--device cpu] [--stages kernels train]
 
-Takes the interpreter that it is started with, whose torch sees the GPU, and the wheels of .gpu/ that `make gpu-wheels`
-filled. They are installed into a temporary directory that goes on PYTHONPATH: a virtual environment over another one
-(as that of the device machine is) would not see its packages.
+It uses its own interpreter, whose torch must see the GPU, and the wheels that `make gpu-wheels` put into .gpu/. The
+wheels are installed into a temporary directory on PYTHONPATH, because the device machine's Python is a virtual
+environment, and a second one on top would not see its packages.
 
-Every stage is a process of its own with a time limit; one that fails does not stop the others. Tables, the log and a
-summary go to $OUT, or to runs/gpu. Exit status: 0 when all that ran passed, 1 when a stage failed, 2 when nothing ran.
+Every stage runs in a separate process with a time limit; a failed stage does not stop the others. Tables, the log and a
+summary go to $OUT, or to runs/gpu. Exit status: 0 if all stages passed, 1 if a stage failed, 2 if nothing ran.
 
-`--device cpu` is the rehearsal: the same stages on the CPU, smaller, with gloo in NCCL's place and the kernels in
-Triton's interpreter. Its rows say so in `gpu_name`.
+`--device cpu` is the rehearsal: the same stages on the CPU, smaller, with gloo instead of NCCL and the kernels in
+Triton's interpreter. Its rows are marked in `gpu_name`.
 """
 
 import argparse
@@ -58,7 +58,7 @@ class Stage:
     """More of them in a rehearsal."""
     environment: dict[str, str] = field(default_factory=dict)
     needs: Path | None = None
-    """What has to be there; where it is not, the stage is skipped and the summary says so."""
+    """A required path; if it is missing, the stage is skipped, with a line in the summary."""
     parallel: bool = False
     """Whether pytest spreads it over processes."""
 
@@ -288,17 +288,17 @@ class Timer:
         self.end()
 
     def end(self) -> None:
-        """Kills the process group, which is the stage's own."""
+        """Kills the stage's process group."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def cancel(self) -> None:
-        """Lets the process go on."""
+        """Stops the timer; the process continues."""
         self._timer.cancel()
 
 
 def probe(python: str, environment: dict[str, str]) -> dict:
-    """GPU and versions, by an interpreter of its own.
+    """GPU and versions, from a separate interpreter.
 
     Raises:
         ValueError: it has no torch.

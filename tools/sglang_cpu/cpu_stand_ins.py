@@ -1,14 +1,14 @@
-"""Lets SGLang be imported where compiled packages that it imports do not exist: on a machine without a GPU.
+"""Makes SGLang importable on a machine without a GPU, where compiled packages that it imports do not exist.
 
 `build.sh` puts this file and a `.pth` line that imports it into the environment, so that it runs at the start of
-every Python process there, the server's workers included. On a CPU a model needs none of what these
-packages do; only their names have to import. A stand-in that is called after all raises.
+every Python process there, including the server's workers. On a CPU a model does not use these packages; only their
+names must be importable. Calling a stand-in raises an error.
 
-    triton       decorates kernels at import time, so its calls hand back what they decorate
+    triton       decorates kernels at import time, so its calls return the decorated function
     sgl_kernel   compiled kernels; every call raises
-    torchvision  image processors; PyPI's build does not load beside a CPU build of torch
+    torchvision  image processors; PyPI's build does not load with a CPU build of torch
 
-Two functions of SGLang's own need a GPU where mixtures of experts are served; `REPLACEMENTS` has them in torch.
+Two of SGLang's functions for mixtures of experts need a GPU; `REPLACEMENTS` implements them in torch.
 """
 
 import importlib.abc
@@ -21,11 +21,11 @@ from types import ModuleType
 from typing import Any
 
 VERSIONS = {"triton": "3.0.0", "sgl_kernel": "0.0.0", "torchvision": "0.28.0"}
-"""What each package says it is; torch and transformers ask."""
+"""The version of each package; torch and transformers read it."""
 
 
 class ClassStandIn(type):
-    """Makes classes that take any arguments and have any members, each of which is its own name."""
+    """Makes classes that accept any arguments and have any members, whose value is their name."""
 
     def __getattr__(cls, name: str) -> str:
         if name.startswith("_"):
@@ -54,11 +54,11 @@ class StandIn(ModuleType):
         return lambda decorated: decorated
 
     def __contains__(self, item: object) -> bool:
-        return False  # where torch looks for a backend, there is none
+        return False  # torch finds no backend
 
 
 class TritonStandIn(StandIn):
-    """`triton` itself, of which SGLang calls two helpers while it imports."""
+    """`triton`; SGLang calls two of its helpers during its import."""
 
     @staticmethod
     def cdiv(number: int, divisor: int) -> int:
@@ -72,7 +72,7 @@ class TritonStandIn(StandIn):
 
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Answers `import` for the packages above and whatever lies below them."""
+    """Handles `import` of the packages above and their submodules."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         """A stand-in's specification, or None where the name does not concern it."""
@@ -103,7 +103,7 @@ def allocate_host_memory(module: ModuleType) -> None:
 
 
 def gate_shared_expert(module: ModuleType) -> None:
-    """Adds the output of Qwen2-MoE's shared expert, times the sigmoid of its gate, to that of the others in place."""
+    """Adds the output of Qwen2-MoE's shared expert, times the sigmoid of its gate, to the others' output in place."""
 
     def add(hidden_states: Any, gate_weight: Any, shared_output: Any, final_hidden_states: Any) -> None:
         final_hidden_states += (hidden_states @ gate_weight).sigmoid().unsqueeze(-1) * shared_output

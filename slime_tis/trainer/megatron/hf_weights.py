@@ -259,7 +259,7 @@ def _whole(shards: list[Tensor], name: str, model: Model, parallel: Parallel) ->
         parallel: this process's ranks.
 
     Returns:
-        Each Hugging Face tensor [weights, …]: one weight, or those of the experts of all ranks in order.
+        Each Hugging Face tensor [weights, …]: one weight, or one for each expert of all ranks in order.
     """
     layout, _ = rule(name, model.hf_config, 0)
     if EXPERT.search(name) is None:
