@@ -33,7 +33,7 @@ COPIES = {aten._to_copy.default, aten.copy_.default}
 """Operations that move values between devices."""
 WAITS = {
     *(aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default),
-    *(aten.nonzero.default, aten.mrequested_select.default, aten._unique2.default),
+    *(aten.nonzero.default, aten.masked_select.default, aten._unique2.default),
 }
 """Operations for which the host waits: it reads values, or the size of the result depends on values."""
 INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}

@@ -212,6 +212,13 @@ def read_metrics(output: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
+def metrics_of(flags: Sequence[str], output: Path, ranks: int = 1) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl of a successful `run_apart`."""
+    result = run_apart(flags, output, ranks)
+    assert result.returncode == 0, result.stderr[-4000:]
+    return read_metrics(output)
+
+
 def training_metrics(row: dict[str, Any]) -> dict[str, float]:
     """The metrics of a row that do not depend on the clock."""
     return {name: value for name, value in row.items() if name.startswith(("train/", "rollout/", "eval/"))}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.runs import make_task, read_metrics, run_apart, run_here, training_metrics
+from tests.runs import make_task, metrics_of, read_metrics, run_apart, run_here, training_metrics
 
 TWO_RANKS = {
     "data": [],
@@ -34,7 +34,7 @@ def replayed(directory: Path) -> tuple[list[str], list[dict[str, Any]]]:
     flags = [*make_task(directory), *CORRECTION]
     data = str(directory / "rollout_{rollout_id}.jsonl")
     rows = run_here([*flags, "--save-debug-rollout-data", data], directory / "one")
-    assert 0 < rows[0]["train/gradient_kept_fraction"] < 1  # the comparison is about rejection too
+    assert 0 < rows[0]["train/gradient_kept_fraction"] < 1  # compares rejection, too
     return [*flags, "--load-debug-rollout-data", data], rows
 
 
@@ -44,7 +44,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], li
 
 
 def assert_same(rows: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
-    """The metrics of every step are those of another run, but for the order of sums."""
+    """The metrics of every step equal another run's, up to the order of sums."""
     assert [row["step"] for row in rows] == [1, 2, 3]
     for row, one in zip(rows, expected, strict=True):
         assert training_metrics(row) == pytest.approx(training_metrics(one), rel=1e-4, abs=1e-4)
@@ -58,11 +58,11 @@ def test_two_ranks_agree_with_one(
     result = run_apart([*flags, *TWO_RANKS[layout]], tmp_path, ranks=2)
     assert result.returncode == 0, result.stderr[-4000:]
     assert_same(read_metrics(tmp_path), expected)
-    says = "shared prompts: off (context parallelism cuts every sequence into slices)"
-    assert (says in result.stdout) == ("context" in layout)
+    message = "shared prompts: off (context parallelism cuts every sequence into slices)"
+    assert (message in result.stdout) == ("context" in layout)
 
 
-# A correction that asks more of the ranks than sums: the layout it is tried in, and its flags.
+# Corrections that need more than sums over the ranks: layout and flags.
 MORE = {
     "context, levels of whole sequences": (
         ["--context-parallel-size", "2"],
@@ -83,17 +83,16 @@ MORE = {
 
 
 @pytest.mark.parametrize("case", MORE)
-def test_two_ranks_agree_with_one_on_more(
+def test_two_ranks_agree_with_one_beyond_sums(
     case: str, one_process: tuple[list[str], list[dict[str, Any]]], tmp_path: Path
 ) -> None:
     layout, correction = MORE[case]
     flags = [*one_process[0], *correction, "--num-rollout", "2"]
     alone = [training_metrics(row) for row in run_here(flags, tmp_path / "1")]
-    result = run_apart([*flags, *layout], tmp_path / "2", ranks=2)
-    assert result.returncode == 0, result.stderr[-4000:]
+    rows = metrics_of([*flags, *layout], tmp_path / "2", ranks=2)
     assert 0 < alone[0]["train/gradient_kept_fraction"] < 1
     assert 0 < alone[0].get("train/mis_second_moment_masked_fraction", 0.5) < 1
-    together = [training_metrics(row) for row in read_metrics(tmp_path / "2")]
+    together = [training_metrics(row) for row in rows]
     assert together == [pytest.approx(row, rel=1e-4, abs=1e-4) for row in alone]
 
 
@@ -101,7 +100,6 @@ def test_samples_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
     flags = [*make_task(tmp_path), "--num-rollout", "1", "--rollout-precision", "fp32"]
     files = [tmp_path / f"samples_{ranks}.jsonl" for ranks in (1, 2)]
     run_here([*flags, "--save-debug-rollout-data", str(files[0])], tmp_path / "run_1")
-    result = run_apart([*flags, "--save-debug-rollout-data", str(files[1])], tmp_path / "run_2", ranks=2)
-    assert result.returncode == 0, result.stderr[-4000:]
+    metrics_of([*flags, "--save-debug-rollout-data", str(files[1])], tmp_path / "run_2", ranks=2)
     alone, together = ([json.loads(line)["tokens"] for line in file.read_text().splitlines()] for file in files)
     assert alone == together

@@ -1,4 +1,4 @@
-"""train.py with a mixture of experts: routing replay, what it leaves of the mismatch, and samples without experts."""
+"""train.py with a mixture of experts: routing replay, the remaining mismatch, and samples without experts."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return make_task(tmp_path_factory.mktemp("task"), "qwen3_moe")
 
 
-def test_replay_takes_away_the_mismatch_of_a_coarse_router(run: Run) -> None:
+def test_replay_removes_the_mismatch_of_a_coarse_router(run: Run) -> None:
     rows = run(*COARSE, *REPLAY)
     for row in rows:
         assert row["train/routing_replay_missing"] == 0
@@ -27,12 +27,12 @@ def test_replay_takes_away_the_mismatch_of_a_coarse_router(run: Run) -> None:
         assert row["train/without_replay/routing_difference"] >= row["train/routing_difference/layer_0"] > 0.05
         assert row["train/with_replay/mismatch_k3_kl"] < row["train/without_replay/mismatch_k3_kl"] / 3
         assert row["train/with_replay/ratio_max"] < row["train/without_replay/ratio_max"]
-        # one step per rollout: the policy that is corrected is the one that is trained
+        # one step per rollout: the corrected policy is the trained one
         assert row["train/mismatch_k3_kl"] == pytest.approx(row["train/with_replay/mismatch_k3_kl"], rel=1e-4)
         assert 0 <= row["train/expert_load_min"] < 1 / 8 < row["train/expert_load_max"] <= 1 / 2
 
 
-def test_replayed_weights_take_away_what_a_coarse_router_leaves(run: Run) -> None:
+def test_replayed_weights_remove_the_rest_of_the_mismatch(run: Run) -> None:
     experts = run(*COARSE, *REPLAY, "--num-rollout", "1")[0]
     both = run(*COARSE, *REPLAY, "--num-rollout", "1", "--routing-replay-weights", name="weights")[0]
     assert both["train/with_replay/mismatch_k3_kl"] < 1e-9 < experts["train/with_replay/mismatch_k3_kl"]
@@ -49,35 +49,35 @@ def test_equal_engines_need_no_replay(run: Run) -> None:
             assert row["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=1e-4)
 
 
-def test_mismatch_is_measured_every_so_many_steps(run: Run) -> None:
+def test_mismatch_is_measured_at_the_interval(run: Run) -> None:
     rows = run(*COARSE, *REPLAY[:-1], "2", "--num-steps-per-rollout", "2")
     assert [row["step"] for row in rows if "train/with_replay/ratio_max" in row] == [1, 3, 5]
     assert [row["step"] for row in rows if "perf/without_replay_time" in row]
     assert all("train/routing_difference" in row for row in rows)
 
 
-def test_a_run_without_replay_measures_what_replay_would_leave(run: Run) -> None:
+def test_a_run_without_replay_measures_the_mismatch_with_replay(run: Run) -> None:
     plain = run(*COARSE, "--num-steps-per-rollout", "2")
     measured = run(*COARSE, "--num-steps-per-rollout", "2", *REPLAY[1:-1], "2", name="measured")
     replayed = run(*COARSE, "--num-steps-per-rollout", "2", *REPLAY, "--num-rollout", "1", name="replayed")
     assert [row["step"] for row in measured if "train/with_replay/ratio_max" in row] == [1, 3, 5]
     assert any("perf/with_replay_time" in row for row in measured)
-    for row, same in zip(measured, plain, strict=True):  # training is that without replay, to the bit
+    for row, same in zip(measured, plain, strict=True):  # training is bitwise without replay
         assert {name: row[name] for name in training_metrics(same)} == training_metrics(same)
         assert row["train/routing_replay_missing"] == 0
     for row in measured[::2]:
         assert 0 < row["train/with_replay/mismatch_k3_kl"] < row["train/without_replay/mismatch_k3_kl"] / 3
         assert row["train/routing_difference"] > 0.2 and row["train/routing_difference/layer_0"] > 0.05
     for metric in ("mismatch_k3_kl", "ratio_max", "ratio_min", "train_rollout_logprob_abs_diff"):
-        for name in (f"train/with_replay/{metric}", f"train/without_replay/{metric}"):  # of the same samples
+        for name in (f"train/with_replay/{metric}", f"train/without_replay/{metric}"):  # the same samples
             assert measured[0][name] == pytest.approx(replayed[0][name], rel=1e-5)
     assert measured[0]["train/routing_difference"] == replayed[0]["train/routing_difference"]
 
 
-def test_the_pass_for_old_log_probs_is_replayed_in_training(run: Run) -> None:
+def test_training_replays_the_pass_for_old_log_probs(run: Run) -> None:
     steps = ("--num-steps-per-rollout", "2", "--lr", "3e-2", "--rollout-precision", "fp32")
     plain, replayed = run(*steps), run(*steps, "--use-routing-replay", name="replayed")
-    assert [row["train/routing_difference"] for row in replayed[::2]] == [0, 0, 0]  # of the same weights
+    assert [row["train/routing_difference"] for row in replayed[::2]] == [0, 0, 0]  # the same weights
     assert all(row["train/routing_difference"] > 0 for row in replayed[1::2])
     assert "train/routing_difference" not in plain[1] and "train/routing_replay_missing" not in replayed[1]
     assert plain[0]["train/loss"] == replayed[0]["train/loss"]
@@ -91,7 +91,7 @@ def test_both_replays_together_replay_the_rollouts_experts(run: Run) -> None:
 
 
 def spoil(file: Path) -> None:
-    """Makes what was recorded of the first four samples of a dump unusable, of each in another way."""
+    """Makes the records of a dump's first four samples unusable, each in another way."""
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     samples = [sample for group in load_samples(file, 4, 4) for sample in group]
     for number, (row, sample) in enumerate(zip(rows[:4], samples, strict=False)):
@@ -108,7 +108,7 @@ def test_samples_without_usable_experts_are_trained_without_replay_and_counted(t
     whole = run_here([*flags, "--save-debug-rollout-data", data], tmp_path / "whole")[0]
     flags += ["--load-debug-rollout-data", data]
     again = run_here(flags, tmp_path / "again")[0]
-    assert training_metrics(again) == training_metrics(whole)  # what was recorded comes back from the file
+    assert training_metrics(again) == training_metrics(whole)  # the file has the records
     spoil(tmp_path / "0.jsonl")
     row = run_here(flags, tmp_path / "spoilt")[0]
     assert (whole["train/routing_replay_missing"], row["train/routing_replay_missing"]) == (0, 4)
@@ -119,7 +119,7 @@ def test_samples_without_usable_experts_are_trained_without_replay_and_counted(t
     assert training_metrics(micro_batches) == pytest.approx(training_metrics(row), rel=1e-4, abs=1e-6)
 
 
-def test_a_resumed_run_replays_to_the_bit(task: list[str], tmp_path: Path) -> None:
+def test_a_resumed_run_with_replay_is_bitwise(task: list[str], tmp_path: Path) -> None:
     flags = [*task, *COARSE, *REPLAY, "--use-routing-replay", "--num-steps-per-rollout", "2", "--use-tis"]
     flags += ["--update-weights-interval", "3", "--num-rollout", "4", "--save-interval", "2"]
     whole = run_here([*flags, "--save", str(tmp_path / "save")], tmp_path / "whole")
@@ -131,7 +131,7 @@ def test_a_resumed_run_replays_to_the_bit(task: list[str], tmp_path: Path) -> No
     assert [training_metrics(row) for row in resumed] == [training_metrics(row) for row in whole[4:]]
 
 
-def test_rollouts_in_flight_keep_their_own_experts(run: Run) -> None:
+def test_rollouts_in_flight_keep_their_experts(run: Run) -> None:
     rows = run("--rollout-precision", "fp32", *REPLAY, "--rollout-lookahead", "1", "--lr", "1e-2")
     assert [row["rollout/weight_staleness"] for row in rows] == [0, 1, 1]
     assert [row["train/routing_difference"] > 0 for row in rows] == [False, True, True]  # chosen by older weights

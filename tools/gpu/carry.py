@@ -39,7 +39,7 @@ THERE = {
     *("pytest", "pytest-xdist", "hypothesis", "setuptools"),
 }
 """Packages that the device machine has; `make gpu` checks their versions there."""
-OF_DEVELOPMENT = {"playwright", "ruff", "mypy", "pre-commit", "types-pyyaml", "types-tqdm", "types-psutil"}
+OF_DEVELOPMENT = {"playwright", "plotly", "ruff", "mypy", "pre-commit", "types-pyyaml", "types-tqdm", "types-psutil"}
 """Requirements of this project that no stage uses."""
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 

@@ -122,22 +122,25 @@ def build_model(directory: str | Path, config: MegatronConfig, parallel: Paralle
     transformer = transformer_config(hf, config, parallel)
     engine = uses_transformer_engine(hf, parallel)
     inverse_frequency, scaling = rotary_frequencies(hf, family)
+    if engine and scaling != 1.0:
+        raise ValueError(f"{directory}: rotary scaling by {scaling} (YaRN) is supported on plain torch layers only")
+    if engine:
+        spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=transformer.qk_layernorm)
+    else:
+        spec = _torch_spec(transformer)
     module = ResponseModel(
         transformer,
-        _transformer_engine_spec(transformer) if engine else _torch_spec(transformer),
+        spec,
         vocab_size=padded_vocab_size(hf.vocab_size, parallel.tensor_size),
         max_sequence_length=hf.max_position_embeddings,
         pre_process=parallel.is_first_stage,
         post_process=parallel.is_last_stage,
         share_embeddings_and_output_weights=hf.tie_word_embeddings,
         position_embedding_type="rope" if engine else "none",
-        parallel_output=True,
     )
     module.to(parallel.backend.device)
     release_probabilities(module)
     if engine:
-        if scaling != 1.0:
-            raise ValueError(f"{directory}: rotary scaling by {scaling} (YaRN) is supported on plain torch layers only")
         module.rotary_pos_emb.inv_freq = inverse_frequency.to(parallel.backend.device)
         return Model(module, transformer, hf, None)
     return Model(module, transformer, hf, RotaryAngles(inverse_frequency, scaling))
@@ -181,7 +184,6 @@ def transformer_config(hf: HfConfig, config: MegatronConfig, parallel: Parallel)
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=config.bf16,
-        autocast_dtype=dtype,
         tensor_model_parallel_size=tensor,
         pipeline_model_parallel_size=pipeline,
         context_parallel_size=parallel.context_size,
@@ -192,13 +194,8 @@ def transformer_config(hf: HfConfig, config: MegatronConfig, parallel: Parallel)
         moe_token_dispatcher_type="alltoall",  # required with variable_seq_lengths, dense or not
         **moe_options(hf, parallel),
         use_cpu_initialization=on_cpu,
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-        bias_dropout_fusion=False,
-        bias_activation_fusion=False,
         use_te_activation_func=not uses_transformer_engine(hf, parallel),  # the spec's, here TorchSwiGLU
         apply_rope_fusion=uses_transformer_engine(hf, parallel),
-        persist_layer_norm=False,
         batch_p2p_comm=not on_cpu,
         batch_p2p_sync=not on_cpu,
         recompute_granularity=config.recompute_granularity,
@@ -233,10 +230,6 @@ def uses_transformer_engine(hf: HfConfig, parallel: Parallel) -> bool:
     transformer-engine's grouped layers.
     """
     return parallel.backend.transformer_engine and moe_sizes(hf) is None
-
-
-def _transformer_engine_spec(config: TransformerConfig) -> Any:
-    return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
 
 
 def _torch_spec(config: TransformerConfig) -> TransformerBlockSubmodules:

@@ -299,9 +299,7 @@ class TrainingEngine:
         module = Float16Module(self.model.config, module) if self.config.bf16 else module
         options = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
-            overlap_grad_reduce=False,
             use_distributed_optimizer=self.config.use_distributed_optimizer,
-            check_for_nan_in_grad=False,  # it raises on one rank, bucket by bucket; step_if_finite checks the norm
         )
         return DistributedDataParallel(self.model.config, options, module)
 

@@ -35,9 +35,6 @@ def moe_options(hf: Any, parallel: Parallel) -> dict[str, Any]:
         **(_sigmoid_options(hf) if family.sigmoid_router else _softmax_options(hf)),
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
-        "moe_grouped_gemm": False,
-        "moe_permute_fusion": False,
         "expert_model_parallel_size": parallel.expert_size,
         "expert_tensor_parallel_size": parallel.expert_tensor_size,
     }

@@ -3,7 +3,7 @@
 import importlib.util
 import os
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -170,28 +170,22 @@ def initialize(config: MegatronConfig) -> Parallel:
     torch.manual_seed(config.seed)
     # megatron-core's other random-state tracker queries the CUDA driver.
     model_parallel_cuda_manual_seed(config.seed, inference_rng_tracker=backend.device.type == "cpu")
+    groups = {
+        "tensor": mpu.get_tensor_model_parallel_group(),
+        "pipeline": mpu.get_pipeline_model_parallel_group(),
+        "context": mpu.get_context_parallel_group(),
+        "data": mpu.get_data_parallel_group(),
+        "expert": mpu.get_expert_model_parallel_group(),
+        "expert_tensor": mpu.get_expert_tensor_parallel_group(),
+    }
+    fields: dict[str, Any] = {}
+    for name, group in groups.items():
+        fields |= {f"{name}_rank": group.rank(), f"{name}_size": group.size(), f"{name}_group": group}
     return Parallel(
         backend=backend,
-        tensor_rank=mpu.get_tensor_model_parallel_rank(),
-        tensor_size=mpu.get_tensor_model_parallel_world_size(),
-        pipeline_rank=mpu.get_pipeline_model_parallel_rank(),
-        pipeline_size=mpu.get_pipeline_model_parallel_world_size(),
-        context_rank=mpu.get_context_parallel_rank(),
-        context_size=mpu.get_context_parallel_world_size(),
-        data_rank=mpu.get_data_parallel_rank(),
-        data_size=mpu.get_data_parallel_world_size(),
-        expert_rank=mpu.get_expert_model_parallel_rank(),
-        expert_size=mpu.get_expert_model_parallel_world_size(),
-        expert_tensor_rank=mpu.get_expert_tensor_parallel_rank(),
-        expert_tensor_size=mpu.get_expert_tensor_parallel_world_size(),
         local_size=environment.local_world_size,
-        tensor_group=mpu.get_tensor_model_parallel_group(),
-        expert_group=mpu.get_expert_model_parallel_group(),
-        expert_tensor_group=mpu.get_expert_tensor_parallel_group(),
-        pipeline_group=mpu.get_pipeline_model_parallel_group(),
-        context_group=mpu.get_context_parallel_group(),
-        data_group=mpu.get_data_parallel_group(),
         data_and_context_group=mpu.get_data_parallel_group(with_context_parallel=True),
+        **fields,
     )
 
 

@@ -126,30 +126,12 @@ class LayerReplay:
         if counts is None:
             return
         fed_TK = current.is_fed_T[:, None].expand_as(taken)
-        counts.load[self._index].scatter_add_(0, taken.flatten(), fed_TK.flatten().to(counts.load))
+        counts[self._index].scatter_add_(0, taken.flatten(), fed_TK.flatten().to(counts))
         if current.experts is not None:
             differs_T = current.is_recorded_T & (recorded.sort(-1).values != chosen.sort(-1).values).any(-1)
-            counts.recorded[self._index] += current.is_recorded_T.sum()
-            counts.differing[self._index] += differs_T.sum()
+            counts[self._index, -2] += current.is_recorded_T.sum()
+            counts[self._index, -1] += differs_T.sum()
             current.differs_T.logical_or_(differs_T)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RoutingCounts:
-    """Counts of this rank's sparse layers in a pass; float64."""
-
-    load: Tensor
-    """[layers, experts] tokens of each expert."""
-    recorded: Tensor
-    """[layers] tokens with recorded experts."""
-    differing: Tensor
-    """[layers] of these, tokens for which the router chooses another set."""
-
-    @classmethod
-    def zeros(cls, layers: int, experts: int, device: torch.device) -> RoutingCounts:
-        """No tokens yet."""
-        zeros = torch.zeros(layers, experts + 2, dtype=torch.float64, device=device)
-        return cls(load=zeros[:, :experts], recorded=zeros[:, experts], differing=zeros[:, experts + 1])
 
 
 class RoutingReplay:
@@ -169,7 +151,9 @@ class RoutingReplay:
         self.current: MicroBatchRouting | None = None
         """The micro-batch that runs next."""
         self.trains, self.replays = False, True
-        self.counts: RoutingCounts | None = None
+        self.counts: Tensor | None = None
+        """float64 [layers, experts + 2] of a pass: tokens of each expert, tokens with recorded experts, and tokens
+        with recorded experts for which the router chooses another set."""
         self.sizes, self._parallel, self._splits = sizes, parallel, sequence_parallel and parallel.tensor_size > 1
         self._record: RoutingRecord | None = None
         self._source: Sequence[Tensor] | None = None
@@ -206,11 +190,10 @@ class RoutingReplay:
         self.current, self._compared = None, []
         for layer in self._layers:
             layer.to_recompute.clear()
+        self.counts = None
         if self.sizes is not None and counts:
-            device = self._parallel.backend.device
-            self.counts = RoutingCounts.zeros(len(self._layers), self.sizes.num_experts, device)
-        else:
-            self.counts = None
+            shape, device = (len(self._layers), self.sizes.num_experts + 2), self._parallel.backend.device
+            self.counts = torch.zeros(shape, dtype=torch.float64, device=device)
 
     def fill(self, micro: MicroBatch) -> None:
         """Sets the routing of the micro-batch whose forward pass comes next."""
@@ -269,8 +252,7 @@ class RoutingReplay:
         in_any_layer = torch.zeros(2, dtype=torch.float64)
         recorded_T, differs_T = self._in_any_layer()
         if self._splits or parallel.tensor_rank == 0:  # else all tensor-parallel ranks see the same tokens
-            of_rank = [counts.load, counts.recorded[:, None], counts.differing[:, None]]
-            layers[self._layer_indices] = torch.cat(of_rank, 1).cpu()
+            layers[self._layer_indices] = counts.cpu()
             if parallel.is_last_stage:
                 in_any_layer = torch.stack([recorded_T.sum(), differs_T.sum()]).double().cpu()
         summed = torch.cat([layers.flatten(), in_any_layer]).to(parallel.backend.device)
