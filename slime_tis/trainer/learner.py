@@ -33,7 +33,7 @@ from slime_tis.policy.replay_mismatch import MeasuredLoss, mismatch, mismatch_me
 from slime_tis.policy.step_sums import step_metrics
 from slime_tis.trainer.data.sample import Sample, by_rollout
 from slime_tis.trainer.engines.local.routing import has_usable_experts, has_usable_weights
-from slime_tis.trainer.megatron.batch import TrainingBatch, dealt_together, fixed_partition, shard, unshard
+from slime_tis.trainer.megatron.batch import TrainingBatch, assign_together, fixed_partition, shard, unshard
 from slime_tis.trainer.megatron.engine import StepResult, TrainingEngine
 from slime_tis.trainer.megatron.parallel import Parallel
 from slime_tis.trainer.megatron.routing_replay import RoutingRecord
@@ -122,7 +122,7 @@ class Learner:
         local_advantages = []
         for number, step in enumerate(steps):
             step_advantages = per_rollout[number * size : (number + 1) * size]
-            local = shard(step_advantages, self.parallel.data_rank, self.parallel.data_size, step.dealt_together)
+            local = shard(step_advantages, self.parallel.data_rank, self.parallel.data_size, step.assigned_together)
             local_advantages.append([advantage for rollout in local for advantage in rollout])
         steps = self._with_advantages(steps, local_advantages)
         rows = []
@@ -212,7 +212,7 @@ class Learner:
         size = self.parallel.data_size
         together = 1
         if self.engine.shares_prompts:
-            together = dealt_together([rollout[0].group_index for rollout in rollouts], size)
+            together = assign_together([rollout[0].group_index for rollout in rollouts], size)
         shards = [shard(rollouts, rank, size, together) for rank in range(size)]
         rank_samples = [[sample for rollout in shard for sample in rollout] for shard in shards]
         numbers = [[number for number, rollout in enumerate(shard) for _ in rollout] for shard in shards]
@@ -237,7 +237,7 @@ class Learner:
         return Step(
             samples=samples,
             rollouts=rollout_numbers,
-            dealt_together=together,
+            assigned_together=together,
             batch=batch,
             recorded=recorded,
             partition=partition,
@@ -277,7 +277,7 @@ class Learner:
             for rollout, count in zip(step.rollouts, correction.accepted_per_sequence.tolist(), strict=True):
                 accepted[rollout] |= count > 0
         gathered = self.parallel.all_gather_data(self.parallel.broadcast_from_last_stage(accepted))
-        return unshard(gathered, step.dealt_together)
+        return unshard(gathered, step.assigned_together)
 
     def _correct(self, batch: TrainingBatch, train_log_probs_L: Tensor) -> Correction[Tensor]:
         """Corrects the step's global batch before training; a collective of the last stage's ranks."""

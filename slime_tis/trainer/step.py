@@ -26,7 +26,7 @@ class Step:
     samples: Sequence[Sample]
     rollouts: Sequence[int]
     """Number of the rollout to which each sample belongs; the segments of a rollout share one."""
-    dealt_together: int
+    assigned_together: int
     """Consecutive rollouts of the step that are assigned to one rank."""
     batch: TrainingBatch
     """The samples as tensors."""

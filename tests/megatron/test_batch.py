@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime_tis.trainer.megatron.batch import dealt_together, fixed_partition, make_batch, shard, unshard
+from slime_tis.trainer.megatron.batch import assign_together, fixed_partition, make_batch, shard, unshard
 from slime_tis.trainer.megatron.micro_batches import load_of, token_budget_partitions
 from slime_tis.trainer.megatron.prefix_tree import PrefixTree
 
@@ -112,17 +112,17 @@ def test_shards_of_all_ranks_are_the_samples_in_their_order(size: int, per_rank:
 
 def test_siblings_stay_together_if_ranks_get_equal_numbers() -> None:
     assert shard("abcdef", 1, 3) == ["b", "e"] and unshard([["a", "c"], ["b", "d"]]) == list("abcd")
-    assert dealt_together(["a"] * 4 + ["b"] * 4, 2) == 4
+    assert assign_together(["a"] * 4 + ["b"] * 4, 2) == 4
     assert shard("aaaabbbb", 1, 2, 4) == list("bbbb")
-    assert dealt_together(["a"] * 4 + ["b"] * 4 + ["c"] * 4, 2) == 2  # six each
+    assert assign_together(["a"] * 4 + ["b"] * 4 + ["c"] * 4, 2) == 2  # six each
     assert shard("abcdefghijkl", 0, 2, 2) == list("abefij")
-    assert dealt_together(["a"] * 3 + ["b"] * 5, 2) == 1
+    assert assign_together(["a"] * 3 + ["b"] * 5, 2) == 1
 
 
 @given(st.integers(1, 4), st.lists(st.integers(1, 6), min_size=1, max_size=5))
 def test_shards_of_runs_are_the_samples_in_their_order(size: int, groups: list[int]) -> None:
     samples = [(group, i) for group, count in enumerate(groups * size) for i in range(count)]
-    together = dealt_together([group for group, _ in samples], size)
+    together = assign_together([group for group, _ in samples], size)
     shards = [shard(samples, rank, size, together) for rank in range(size)]
     assert {len(of_rank) for of_rank in shards} == {len(samples) // size}
     assert unshard(shards, together) == samples

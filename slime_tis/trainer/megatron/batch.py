@@ -161,7 +161,7 @@ def unshard(shards: Sequence[Sequence[T]], together: int = 1) -> list[T]:
     return [item for start in starts for of_rank in shards for item in of_rank[start : start + together]]
 
 
-def dealt_together(groups: Sequence[Hashable], size: int) -> int:
+def assign_together(groups: Sequence[Hashable], size: int) -> int:
     """The longest runs of samples that can be assigned to ranks equally and without cutting a group.
 
     Args:
