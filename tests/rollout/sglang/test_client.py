@@ -286,20 +286,6 @@ def test_workers() -> None:
     assert found == ("http://10.0.0.5:30000", "http://10.0.0.6:30000")
 
 
-@pytest.mark.parametrize("status", [404, 405], ids="HTTP {}".format)
-def test_list_workers_of_old_routers(status: int) -> None:
-    asked = []
-
-    def answers(request: httpx.Request) -> httpx.Response:
-        asked.append(request.url.path)
-        if request.url.path == "/workers":
-            return httpx.Response(status)
-        return httpx.Response(200, json={"urls": ["http://10.0.0.5:30000"]})
-
-    assert worker_urls_of(answers) == ("http://10.0.0.5:30000",)
-    assert asked == ["/workers", "/list_workers"]
-
-
 NOT_A_ROUTER = f"{ROUTER} does not answer as an SGLang router. Check --sglang-router-ip and --sglang-router-port, or"
 
 
@@ -308,14 +294,16 @@ NOT_A_ROUTER = f"{ROUTER} does not answer as an SGLang router. Check --sglang-ro
     [
         pytest.param(httpx.Response(200, json={"workers": []}), f"{ROUTER} has no servers; add some", id="no servers"),
         pytest.param(httpx.Response(401), f"{ROUTER}/workers answered HTTP 401.* --sglang-api-key-env", id="HTTP 401"),
-        pytest.param(httpx.Response(404), f"{ROUTER}/list_workers answered HTTP 404", id="HTTP 404"),
+        pytest.param(httpx.Response(404), f"{ROUTER}/workers answered HTTP 404", id="HTTP 404"),
         pytest.param(httpx.Response(200, text="hello"), NOT_A_ROUTER, id="text"),
         pytest.param(httpx.Response(200, json=[]), NOT_A_ROUTER, id="a list"),
         pytest.param(httpx.Response(200, json={}), NOT_A_ROUTER, id="an empty object"),
         pytest.param(httpx.Response(200, json={"workers": ["http://a:1"]}), NOT_A_ROUTER, id="workers of text"),
-        pytest.param(httpx.Response(200, json={"urls": [None]}), NOT_A_ROUTER, id="a URL of null"),
-        pytest.param(httpx.Response(200, json={"urls": ["http://a\x1b[2J:1"]}), NOT_A_ROUTER, id="a URL that steers"),
-        pytest.param(httpx.Response(200, json={"urls": ["grpc://a:1"]}), NOT_A_ROUTER, id="a URL of gRPC"),
+        pytest.param(httpx.Response(200, json={"workers": [{"url": None}]}), NOT_A_ROUTER, id="a URL of null"),
+        pytest.param(
+            httpx.Response(200, json={"workers": [{"url": "http://a\x1b[2J:1"}]}), NOT_A_ROUTER, id="a URL that steers"
+        ),
+        pytest.param(httpx.Response(200, json={"workers": [{"url": "grpc://a:1"}]}), NOT_A_ROUTER, id="a URL of gRPC"),
         pytest.param(httpx.Response(200, text="[" * 100_000), NOT_A_ROUTER, id="nested deeply"),
         pytest.param(httpx.Response(200, text=" " * 5_000_000), "larger than the 4194304 bytes", id="5 MB"),
     ],

@@ -1,5 +1,8 @@
 """Batched decoding of a Hugging Face causal language model, each prompt run once for all of its samples.
 
+Requests of user functions use continuous batching instead. For whole batches that takes 1.11 times the CPU time of this
+module (16 prompts, 8 samples each, 96 tokens), which is why both exist.
+
 Shape suffixes: P prompts, B samples (those of a prompt next to each other), A samples that are still
 active, T tokens of the longest prompt or response, V vocabulary.
 """

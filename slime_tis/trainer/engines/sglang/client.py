@@ -69,10 +69,7 @@ RETRIED_STATUS = (408, 425, 429)
 """Refusals that are not the request's fault, besides 5xx."""
 UNKNOWN_ENDPOINT = (404, 405)
 """HTTP status of a server that has no such endpoint."""
-USER_ENDPOINTS = (
-    *("/generate", "/health", "/model_info", "/get_model_info", "/server_info", "/get_server_info"),
-    *("/workers", "/list_workers"),
-)
+USER_ENDPOINTS = (*("/generate", "/health", "/model_info", "/server_info", "/workers"),)
 """Endpoints that SGLang opens to the API key; all others are for the admin key, where a server has one."""
 MAX_QUOTE = 400
 """Characters of a server's own message that are quoted."""
@@ -149,7 +146,7 @@ class Server:
             ServerError: It does not answer, or not what could be true.
             RequestRefused: The key is wrong, or this is another kind of server.
         """
-        answer = await self.get("/server_info", "/get_server_info")
+        answer = await self.get("/server_info")
         with self._reading("/server_info"):
             info = parse(ServerInfo, answer)
         self.takes_seeds = info.enable_deterministic_inference is True
@@ -162,7 +159,7 @@ class Server:
         Raises:
             SGLangError: As for `info`.
         """
-        answer = await self.get("/model_info", "/get_model_info")
+        answer = await self.get("/model_info")
         with self._reading("/model_info"):
             return parse(ModelInfo, answer).weight_version
 
@@ -281,20 +278,14 @@ class Server:
                 message = self.redactor.quoted(_error_message(answer)).rstrip(".")
                 raise RequestRefused(f"{self.url}{endpoint} failed: {message}.", 200)
 
-    async def get(self, *endpoints: str, timeout: float | None = None) -> bytes:
-        """The body of the first endpoint that this version of the server has.
+    async def get(self, endpoint: str, *, timeout: float | None = None) -> bytes:
+        """Returns the body of an answer.
 
         Raises:
             ServerError: There is no answer, or the server failed.
-            RequestRefused: The server refuses, or has none of the endpoints.
+            RequestRefused: The server refuses.
         """
-        for endpoint in endpoints[:-1]:
-            try:
-                return await self._request("GET", endpoint, timeout=timeout or self._timeout)
-            except RequestRefused as error:
-                if error.status not in UNKNOWN_ENDPOINT:
-                    raise
-        return await self._request("GET", endpoints[-1], timeout=timeout or self._timeout)
+        return await self._request("GET", endpoint, timeout=timeout or self._timeout)
 
     async def close(self) -> None:
         """Waits for aborts that are under way."""
@@ -425,13 +416,9 @@ async def worker_urls(router: Server) -> tuple[str, ...]:
     Raises:
         ValueError: The router does not answer, refuses, or has no servers.
     """
-    endpoints = ("/workers", "/list_workers")  # the latter of routers before 0.2.2
     try:
-        answer = parse(WorkersAnswer, await router.get(*endpoints, timeout=ROUTER_TIMEOUT))
-        found = answer.urls if answer.workers is None else [worker.url for worker in answer.workers]
-        if found is None:
-            raise InvalidAnswer("it has no workers")
-        urls = tuple(dict.fromkeys(normalized_url(DP_RANK.sub("", url)) for url in found))
+        answer = parse(WorkersAnswer, await router.get("/workers", timeout=ROUTER_TIMEOUT))
+        urls = tuple(dict.fromkeys(normalized_url(DP_RANK.sub("", worker.url)) for worker in answer.workers))
     except (SGLangError, InvalidAnswer, ValueError) as error:
         what = str(error) if isinstance(error, SGLangError) else f"{router.url} does not answer as an SGLang router."
         raise ValueError(

@@ -6,18 +6,16 @@ ranks of a torch.distributed job, which return or raise rank 0's outcome.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import itertools
 import logging
 import secrets
-import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import httpx
 
@@ -29,10 +27,11 @@ from slime_tis.trainer.engines.functions import FunctionBatch, divided_calls, re
 from slime_tis.trainer.engines.generation import RolloutFunction
 from slime_tis.trainer.engines.sglang.errors import RequestRefused
 from slime_tis.trainer.engines.sglang.launch import LaunchedServers
+from slime_tis.trainer.engines.sglang.loop_thread import LoopThread
 from slime_tis.trainer.engines.sglang.rank_zero import RankZero
 from slime_tis.trainer.engines.sglang.sampling import FunctionRequests, PendingSample, Requests, RolloutBatch
 from slime_tis.trainer.engines.sglang.server_group import ServerGroup, SGLangSettings
-from slime_tis.trainer.engines.tasks import CANCELLED, cancel_and_wait, new_loop
+from slime_tis.trainer.engines.tasks import CANCELLED
 from slime_tis.trainer.engines.weight_rounding import Precision
 
 if TYPE_CHECKING:
@@ -398,49 +397,6 @@ class SGLangRollout:
         if self.groups is None:
             self.groups = self.engine.collect(self)
         return self.groups
-
-
-class LoopThread:
-    """An asyncio loop on a thread of its own, which does not keep the program from ending."""
-
-    def __init__(self, name: str) -> None:
-        self._loop, self._ends = new_loop(), False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-
-    def __enter__(self) -> LoopThread:
-        """Starts the thread."""
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Cancels the tasks that still run, waits for their end, and ends the thread."""
-
-        async def end_tasks() -> None:
-            await cancel_and_wait(asyncio.all_tasks())
-
-        self.run(end_tasks())
-        self._ends = True
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        if not asyncio.all_tasks(self._loop):  # else threads that hang report to it when they end
-            self._loop.close()
-
-    def _run(self) -> None:
-        while not self._ends:  # a user's function may stop the loop
-            self._loop.run_forever()
-
-    def submit(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
-        """Starts work, from any other thread."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
-
-    def run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Runs work and waits for it; an interrupt of the wait cancels it."""
-        future = self.submit(work)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
 
 
 def response_seed(seed: int, group_index: int, index: int) -> int:

@@ -194,10 +194,9 @@ class Worker(Answer):
 
 
 class WorkersAnswer(Answer):
-    """The answer to a router's GET /workers, or /list_workers of routers before 0.2.2, which has urls."""
+    """The answer to a router's GET /workers."""
 
-    workers: list[Worker] | None = None
-    urls: list[str] | None = None
+    workers: list[Worker]
 
 
 @dataclass(frozen=True, kw_only=True)
