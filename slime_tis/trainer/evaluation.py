@@ -135,7 +135,7 @@ def local_evaluation_engine(
         tokenizer,
         precision="bf16" if config.bf16 else "fp32",
         device=engine.parallel.backend.device,
-        safe_point=interrupts.check,
+        check_interrupts=interrupts.check,
     )
 
 

@@ -244,7 +244,9 @@ def build_learner(process: Process, functions: UserFunctions, data: Data) -> Lea
         entropy_gradient=arguments.policy.entropy_coef != 0,
         gives_logits=functions.objective.loss is not None,
         timer=process.timer,
-        safe_point=process.interrupts.check if parallel.size == 1 else _never,  # one rank of several cannot stop alone
+        check_interrupts=process.interrupts.check
+        if parallel.size == 1
+        else _never,  # one rank of several cannot stop alone
     )
     dump = open_dump(arguments, parallel)
     if dump is not None:
@@ -318,7 +320,7 @@ def build_sampler(process: Process, data: Data, weights: PolicyWeights) -> Rollo
         weights_version=weights.version,
         output_dir=Path(arguments.reporting.output_dir),
         device=process.parallel.backend.device,
-        safe_point=process.interrupts.check,
+        check_interrupts=process.interrupts.check,
     )
     sampler = build_engine(arguments.rollout, arguments.sglang, data.tokenizer, host)
     process.opened.enter_context(closing(sampler))

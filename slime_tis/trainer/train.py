@@ -54,11 +54,11 @@ def train(run: Run) -> None:
             run.reporters.log(run.evaluation(run.learner.step, run.rollout_id), run.learner.step)
         run.timer.take()
     while run.rollout_id < run.num_rollout:
-        safe_point(run)
+        check_interrupts(run)
         run.checkpointer.position = position(run)
         with run.interrupts.abandonable():  # until the first optimizer step
             rollout = run.samples.next(run.rollout_id, run.learner.step)
-            safe_point(run)
+            check_interrupts(run)
             run.unreported = learn(run, rollout)
         run.rollout_id += 1
         run.checkpointer.position = position(run)
@@ -130,7 +130,7 @@ def position(run: Run) -> Position:
     )
 
 
-def safe_point(run: Run) -> None:
+def check_interrupts(run: Run) -> None:
     """Stops the run if any rank received a signal; a collective.
 
     Raises:
@@ -144,7 +144,7 @@ def safe_point(run: Run) -> None:
 def finish(run: Run) -> None:
     """Exports the policy as a Hugging Face directory and prints the held-out accuracy before and after training."""
     if run.arguments.megatron.save is not None:
-        safe_point(run)  # a resumed run exports
+        check_interrupts(run)  # a resumed run exports
     directory = run.arguments.megatron.save_hf
     if directory is not None and not run.arguments.loop.debug_rollout_only:
         run.checkpointer.check_weights()
@@ -153,7 +153,7 @@ def finish(run: Run) -> None:
             print(f"warning: {directory} contains other files by now; the policy is at {written}", file=sys.stderr)
     evaluation = run.evaluation
     if evaluation.is_overdue:
-        safe_point(run)
+        check_interrupts(run)
     if not evaluation.has_run:
         evaluation(run.learner.step, run.rollout_id)  # resumed after the last rollout
     if run.parallel.is_main and evaluation.prompts:

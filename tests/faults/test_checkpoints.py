@@ -113,7 +113,7 @@ def damage_and_look(rank: int, model: str, trained: str, results: str) -> None:
     Path(results).write_text(json.dumps(tried))
 
 
-def test_a_run_goes_on_from_the_newest_whole_checkpoint(
+def test_a_run_goes_on_from_the_latest_complete_checkpoint(
     task: list[str], trained: Path, tmp_path: Path, tally: Any
 ) -> None:
     resumed = tally("damaged checkpoint: resumed to the bit")

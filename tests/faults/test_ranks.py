@@ -184,7 +184,7 @@ def test_all_ranks_skip_the_step_that_is_not_finite(layout: str, flags: list[str
     tries.check(at_least=1)
 
 
-def test_ranks_agree_on_the_newest_whole_checkpoint(flags: list[str], tmp_path: Path, tally: Any) -> None:
+def test_ranks_agree_on_the_latest_complete_checkpoint(flags: list[str], tmp_path: Path, tally: Any) -> None:
     """A bit of the newest checkpoint is flipped: both ranks take the one before it, and one of them says so."""
     tries = tally("damaged checkpoint: two ranks take the one before")
     save = tmp_path / "save"

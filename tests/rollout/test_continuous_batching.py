@@ -45,7 +45,7 @@ def scheduler_of(model, tokenizer, **options):
         "records_routing": False,
         "max_batch": 64,
         "max_batch_tokens": 64 * 512,
-        "safe_point": lambda: None,
+        "check_interrupts": lambda: None,
     }
     return ContinuousBatching(model, tokenizer, **{**defaults, **options})
 

@@ -119,7 +119,7 @@ def test_a_function_that_cancels_itself_ends_the_rollout(checkpoint, engine):
 def test_an_interrupt_is_honoured_between_decode_steps(checkpoint, asks, monkeypatch):
     steps = []
 
-    def safe_point():
+    def check_interrupts():
         steps.append(1)
         if len(steps) == 3:
             raise Interrupted("SIGINT")
@@ -128,7 +128,7 @@ def test_an_interrupt_is_honoured_between_decode_steps(checkpoint, asks, monkeyp
         await asyncio.Event().wait()
 
     monkeypatch.setattr("slime_tis.trainer.engines.local.continuous_batching.SAFE_POINT_INTERVAL", 0.001)
-    engine = LocalEngine(checkpoint, load_tokenizer(checkpoint), safe_point=safe_point)
+    engine = LocalEngine(checkpoint, load_tokenizer(checkpoint), check_interrupts=check_interrupts)
     with pytest.raises(Interrupted):
         engine.submit_function(prompts_of(checkpoint), one_turn if asks else elsewhere, RUN, 5, concurrency=6)
     assert len(steps) == 3

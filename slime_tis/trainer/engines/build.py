@@ -36,7 +36,7 @@ def build_engine(
         precision=config.rollout_precision,
         router_bits=config.rollout_router_bits,
         device=host.device,
-        safe_point=host.safe_point,
+        check_interrupts=host.check_interrupts,
     )
 
 

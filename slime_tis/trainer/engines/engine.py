@@ -29,7 +29,7 @@ class EngineHost:
     output_dir: Path
     """Directory for logs of servers."""
     device: torch.device | str = "cpu"
-    safe_point: Callable[[], None] = lambda: None
+    check_interrupts: Callable[[], None] = lambda: None
     """Called while the engine samples or waits; raises to end the rollout."""
 
 

@@ -78,7 +78,7 @@ class TrainingEngine:
         entropy_gradient: bool = False,
         gives_logits: bool = False,
         timer: Callable[[str], AbstractContextManager[Any]] = lambda name: nullcontext(),
-        safe_point: Callable[[], None] = lambda: None,
+        check_interrupts: Callable[[], None] = lambda: None,
     ) -> None:
         """Builds the model, loads `config.hf_checkpoint` and prepares the optimizer.
 
@@ -91,11 +91,11 @@ class TrainingEngine:
             entropy_gradient: whether the objective differentiates the entropy.
             gives_logits: whether the loss gets a copy of the logits.
             timer: `timer(name)` is a context manager that adds to the time of `name`.
-            safe_point: called before each micro-batch; an exception from it abandons the pass without a step.
+            check_interrupts: called before each micro-batch; an exception from it abandons the pass without a step.
         """
         self.config, self.parallel, self.temperature = config, parallel, temperature
         self.entropy_gradient, self.gives_logits = entropy_gradient, gives_logits
-        self.timer, self.safe_point = timer, safe_point
+        self.timer, self.check_interrupts = timer, check_interrupts
         self.model = build_model(config.hf_checkpoint, config, parallel)
         self.routing = RoutingReplay(
             self.model.module, moe_sizes(self.model.hf_config), parallel, sequence_parallel=config.sequence_parallel
@@ -333,7 +333,7 @@ class TrainingEngine:
 
     def _packed(self, batch: TrainingBatch, partition: Sequence[Sequence[int]]) -> Iterator[MicroBatch]:
         for samples in partition:
-            self.safe_point()
+            self.check_interrupts()
             yield self._pack(batch.select(samples))
 
     def _pack(self, batch: TrainingBatch) -> MicroBatch:

@@ -17,7 +17,7 @@ class MegatronConfig:
     """Hugging Face directory of the reference policy for the KL loss; unset means hf_checkpoint."""
 
     load: str | None = None
-    """Directory of training checkpoints whose newest whole one is resumed; an empty one starts afresh."""
+    """Directory of training checkpoints whose latest complete one is resumed; an empty one starts afresh."""
 
     save: str | None = None
     """Directory that training checkpoints are written to, empty or that of load; unset means none are."""

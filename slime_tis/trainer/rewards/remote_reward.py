@@ -79,19 +79,19 @@ class RewardServer:
             concurrency=config.rm_concurrency,
         )
 
-    def ask(self, requests: Sequence[RewardRequest], safe_point: Callable[[], None] = lambda: None) -> list[Any]:
+    def ask(self, requests: Sequence[RewardRequest], check_interrupts: Callable[[], None] = lambda: None) -> list[Any]:
         """What the server answers to each request, as JSON.
 
         Args:
             requests: in any number; `concurrency` of them are under way at a time.
-            safe_point: called while answers are awaited; what it raises ends the scoring.
+            check_interrupts: called while answers are awaited; what it raises ends the scoring.
 
         Raises:
             RolloutUnavailable: a request failed for good; the others are given up.
         """
-        return run(self._ask_all(requests, safe_point))
+        return run(self._ask_all(requests, check_interrupts))
 
-    async def _ask_all(self, requests: Sequence[RewardRequest], safe_point: Callable[[], None]) -> list[Any]:
+    async def _ask_all(self, requests: Sequence[RewardRequest], check_interrupts: Callable[[], None]) -> list[Any]:
         logging.getLogger("httpx").setLevel(logging.WARNING)  # else a line for every request
         limits = httpx.Limits(max_connections=self.concurrency, max_keepalive_connections=self.concurrency)
         turns = asyncio.Semaphore(self.concurrency)
@@ -105,7 +105,7 @@ class RewardServer:
             try:
                 while not answers.done():
                     await asyncio.wait([answers], timeout=POLL)
-                    safe_point()
+                    check_interrupts()
                 return list(answers.result())
             finally:
                 answers.cancel()

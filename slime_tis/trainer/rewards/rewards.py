@@ -75,7 +75,7 @@ class RewardKey:
 def build_reward(
     config: RolloutConfig,
     args: Namespace | None = None,
-    safe_point: Callable[[], None] = lambda: None,
+    check_interrupts: Callable[[], None] = lambda: None,
     *,
     evaluation: bool = False,
 ) -> RewardFunction:
@@ -90,7 +90,7 @@ def build_reward(
     Args:
         config: with `rm_type` or `custom_rm_path`.
         args: given to the user's function.
-        safe_point: called before each call of a function and while one is awaited; what it raises ends the scoring.
+        check_interrupts: called before each call of a function and while one is awaited; what it raises ends the scoring.
         evaluation: score held-out prompts, with `eval_reward_key`.
 
     Raises:
@@ -104,14 +104,14 @@ def build_reward(
     if evaluation and config.eval_reward_key is not None:
         key = RewardKey(name=config.eval_reward_key, flag="--eval-reward-key")
     if config.custom_rm_path is not None:
-        score_groups = _custom_reward(load_function(config.custom_rm_path), args, key, safe_point)
+        score_groups = _custom_reward(load_function(config.custom_rm_path), args, key, check_interrupts)
     elif config.rm_type is None:  # RolloutConfig requires a generate function then
         score_groups = _missing_rewards
     else:
         check_rm_type("--rm-type", config.rm_type)
         _require_math_verify("--rm-type", config.rm_type)
         server = None if config.rm_url is None else RewardServer.build(config)
-        score_groups = _builtin_reward(config.rm_type, key, safe_point, server)
+        score_groups = _builtin_reward(config.rm_type, key, check_interrupts, server)
 
     def reward(samples: list[Sample]) -> list[float]:
         groups = [list(group) for _, group in groupby(samples, key=lambda sample: sample.group_index)]
@@ -188,7 +188,7 @@ def _require_math_verify(source: str, name: str) -> None:
 
 
 def _builtin_reward(
-    default: str, key: RewardKey, safe_point: Callable[[], None], server: RewardServer | None
+    default: str, key: RewardKey, check_interrupts: Callable[[], None], server: RewardServer | None
 ) -> ScoreGroups:
     def name_of(sample: Sample) -> str:
         name = str(_rm_type(default, sample.metadata))
@@ -199,7 +199,7 @@ def _builtin_reward(
         return name
 
     def score_one(sample: Sample, name: str, answer: Any) -> Score:
-        safe_point()
+        check_interrupts()
         remote = server is not None and is_remote(name)
         source = f"the reward server {server.url}" if server is not None and remote else f"--rm-type {name}"
         reward = answer if remote else builtin_reward(name, sample)
@@ -214,7 +214,7 @@ def _builtin_reward(
             for sample, name in zip(group, row, strict=True)
             if is_remote(name)
         ]
-        answers = iter(server.ask(remote, safe_point) if server is not None and remote else ())
+        answers = iter(server.ask(remote, check_interrupts) if server is not None and remote else ())
         return [
             [
                 score_one(sample, name, next(answers) if is_remote(name) else None)
@@ -227,13 +227,13 @@ def _builtin_reward(
 
 
 def _custom_reward(
-    function: Callable[..., Any], args: Namespace | None, key: RewardKey, safe_point: Callable[[], None]
+    function: Callable[..., Any], args: Namespace | None, key: RewardKey, check_interrupts: Callable[[], None]
 ) -> ScoreGroups:
     whole_groups = _takes_groups(function)
     check_signature(function, ("args", "samples" if whole_groups else "sample"), ())
 
     async def call(given: Sample | list[Sample]) -> Any:
-        safe_point()
+        check_interrupts()
         with calling(function):
             found = function(args, given)
             return await found if inspect.isawaitable(found) else found
@@ -259,7 +259,7 @@ def _custom_reward(
         scores = asyncio.gather(*(score(group) for group in groups))
         while not scores.done():
             await asyncio.wait([scores], timeout=POLL)
-            safe_point()
+            check_interrupts()
         return list(await scores)
 
     return lambda groups: run(score_all(groups))

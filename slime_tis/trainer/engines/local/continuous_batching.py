@@ -152,7 +152,7 @@ class ContinuousBatching:
         records_routing: bool,
         max_batch: int,
         max_batch_tokens: int,
-        safe_point: Callable[[], None],
+        check_interrupts: Callable[[], None],
     ) -> None:
         """Answers nothing yet.
 
@@ -165,13 +165,13 @@ class ContinuousBatching:
             records_routing: Whether experts or their weights are recorded.
             max_batch: Most slots.
             max_batch_tokens: Most tokens of all slots, each as long as the longest; one slot has what it needs.
-            safe_point: Called between decode steps; raises where sampling is to be given up.
+            check_interrupts: Called between decode steps; raises where sampling is to be given up.
 
         Raises:
             ValueError: The model cannot be batched so, or has no experts where routing is recorded.
         """
         self.counts = Counts()
-        self._model, self._tokenizer, self._safe_point = model, tokenizer, safe_point
+        self._model, self._tokenizer, self._check_interrupts = model, tokenizer, check_interrupts
         self._eos_token_ids, self._context_len = frozenset(eos_token_ids), context_len
         self._weight_version, self._max_batch, self._max_tokens = weight_version, max_batch, max_batch_tokens
         self._cache = SlotCache(model.config)
@@ -226,7 +226,7 @@ class ContinuousBatching:
         """
         try:
             while True:
-                self._safe_point()
+                self._check_interrupts()
                 finished = self.step()
                 # Coroutines go on between steps, further ones after an answer.
                 for _ in range(TURNS_OF_THE_LOOP if finished else 1):

@@ -57,7 +57,7 @@ def decode(
     uniforms_BT: Tensor,
     sampling: Sampling,
     stop_token_ids: Sequence[int],
-    safe_point: Callable[[], None] = lambda: None,
+    check_interrupts: Callable[[], None] = lambda: None,
 ) -> Decoded:
     """Samples `sampling.n_samples` responses to each prompt.
 
@@ -68,7 +68,7 @@ def decode(
         uniforms_BT: [B, T] float64 in [0, 1) with T the largest limit; sample b draws token t with [b, t].
         sampling: temperature, top-p, top-k, the number of samples, and whether routing is recorded.
         stop_token_ids: tokens that end a response, and belong to it.
-        safe_point: called before each token; what it raises ends the decoding.
+        check_interrupts: called before each token; what it raises ends the decoding.
 
     Returns:
         B samples, those of a prompt next to each other, on the model's device.
@@ -91,7 +91,7 @@ def decode(
     alive_A = torch.ones_like(stopped_B)
     sets = _SampledSets() if sampling.return_sampling_mask else None
     for step in range(uniforms_BT.shape[1]):
-        safe_point()
+        check_interrupts()
         tokens_A, log_probs_A, drawn_from_AV = sample_tokens(
             batch.logits_AV,
             uniforms_BT[rows_A, step],

@@ -130,7 +130,7 @@ class LocalEngine:
         max_batch: int = 512,
         max_batch_tokens: int = 131072,
         device: torch.device | str = "cpu",
-        safe_point: Callable[[], None] = lambda: None,
+        check_interrupts: Callable[[], None] = lambda: None,
     ) -> None:
         """Loads the checkpoint as weight version 0.
 
@@ -144,7 +144,7 @@ class LocalEngine:
             max_batch_tokens: most prompt and response tokens of samples decoded at a time, which bounds that of
               the key/value cache. The samples of one prompt are decoded together whatever the bounds.
             device: where the model lives.
-            safe_point: called before each token, and raises where sampling is to be given up.
+            check_interrupts: called before each token, and raises where sampling is to be given up.
         """
         if precision not in COMPUTE_DTYPES:
             raise ValueError(f"rollout precision is {precision!r} but must be one of {', '.join(COMPUTE_DTYPES)}.")
@@ -152,7 +152,7 @@ class LocalEngine:
         self._is_asked = False
         self._tokenizer = tokenizer
         self._max_batch = max_batch
-        self._safe_point = safe_point
+        self._check_interrupts = check_interrupts
         self._max_batch_tokens = max_batch_tokens
         self._model = load_model(hf_checkpoint, COMPUTE_DTYPES[precision]).to(device)
         self._weights = weights_by_file_name(self._model)
@@ -219,7 +219,7 @@ class LocalEngine:
                 records_routing=sampling.records_routing,
                 max_batch=self._max_batch,
                 max_batch_tokens=self._max_batch_tokens,
-                safe_point=self._safe_point,
+                check_interrupts=self._check_interrupts,
             )
             vocab_size = self._model.get_input_embeddings().num_embeddings
             self._is_asked = True
@@ -384,7 +384,7 @@ class LocalEngine:
             torch.cat(uniforms),
             sampling,
             [*self._eos_token_ids, *sampling.stop_token_ids],
-            self._safe_point,
+            self._check_interrupts,
         )
         responses = self._responses(decoded, sampling)
         return [responses[start : start + n_samples] for start in range(0, len(responses), n_samples)]

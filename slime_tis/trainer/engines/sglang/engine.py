@@ -300,7 +300,7 @@ class SGLangEngine:
         while not future.done():
             self._servers.changed.wait(SAFE_POINT_INTERVAL)
             self._servers.changed.clear()
-            self._host.safe_point()
+            self._host.check_interrupts()
             if self._servers.waiting_for_source and not future.done():
                 self._loop.run(self._servers.update_returned(weights, self._weights_version))
         try:
