@@ -25,6 +25,7 @@ from slime_tis.trainer.agents.slime_client import LOCAL_ADDRESS
 from slime_tis.trainer.checkpointer import Checkpointer, Identity, ResumePoint, find_resume_point, model_identity
 from slime_tis.trainer.cli.arguments import Arguments, effective_config, options_in_force
 from slime_tis.trainer.cli.preflight import prompt_sizes
+from slime_tis.trainer.collectives import on_rank_zero
 from slime_tis.trainer.data.data_source import CustomDataSource
 from slime_tis.trainer.data.prompts import PromptDataset
 from slime_tis.trainer.data.sample import Prompt, Sample
@@ -119,10 +120,10 @@ def set_up(arguments: Arguments, parallel: Parallel, interrupts: Interrupts, ope
     functions = load_functions(process)
     identity = Identity(options=effective_config(arguments), model=model_identity(arguments.megatron.hf_checkpoint))
     resumed = find_resume_point(arguments.megatron, identity, is_main=parallel.is_main)
-    run_id = uuid.uuid4().hex if resumed is None else resumed.state.run
+    run_id = on_rank_zero(lambda: uuid.uuid4().hex) if resumed is None else resumed.state.run
     check_metrics(arguments.reporting.output_dir, run_id)
     data = load_data(process, resumed)
-    learner = build_learner(process, functions, data)
+    learner = build_learner(process, functions, data, run_id)
     weights = PolicyWeights(learner=learner, config=arguments.rollout, megatron=arguments.megatron, timer=process.timer)
     sampler = build_sampler(process, data, weights)
     weights.connect(sampler, data.dataset.prompts, data.sizes.context_len)
@@ -231,7 +232,7 @@ def check_rewards(
         check_reward_server(rollout, [*dataset.prompts, *chain(*eval_prompts.values())])
 
 
-def build_learner(process: Process, functions: UserFunctions, data: Data) -> Learner:
+def build_learner(process: Process, functions: UserFunctions, data: Data, run_id: str) -> Learner:
     """Builds the training engine and the learner."""
     arguments, parallel = process.arguments, process.parallel
     rollout, steps = arguments.rollout, steps_per_rollout(arguments)
@@ -248,7 +249,7 @@ def build_learner(process: Process, functions: UserFunctions, data: Data) -> Lea
         if parallel.size == 1
         else _never,  # one rank of several cannot stop alone
     )
-    dump = open_dump(arguments, parallel)
+    dump = open_dump(arguments, parallel, run_id)
     if dump is not None:
         process.opened.enter_context(closing(dump))
     return Learner(
@@ -271,7 +272,7 @@ def _never() -> None:
     """Never interrupts."""
 
 
-def open_dump(arguments: Arguments, parallel: Parallel) -> TrainDump | None:
+def open_dump(arguments: Arguments, parallel: Parallel, run_id: str) -> TrainDump | None:
     """Returns the writer of --save-debug-train-data; None without the flag.
 
     Raises:
@@ -288,6 +289,7 @@ def open_dump(arguments: Arguments, parallel: Parallel) -> TrainDump | None:
         old_policy=old_policy_name(arguments.correction, steps_per_rollout(arguments)),
         has_custom_function=arguments.custom_tis_function_path is not None,
         metadata={
+            "run": run_id,
             "precision": "bf16" if arguments.megatron.bf16 else "fp32",
             # SGLang's servers may choose their precision themselves
             "rollout_precision": rollout.rollout_precision if rollout.rollout_engine == "local" else None,

@@ -86,7 +86,7 @@ class DumpSettings:
     has_custom_function: bool
     """Whether a user's function takes the place of the correction."""
     metadata: Mapping[str, Any]
-    """precision, rollout_precision, temperature and tokenizer, as of `TokenTable.metadata`."""
+    """run, precision, rollout_precision, temperature and tokenizer, as of `TokenTable.metadata`."""
 
     def path(self, rollout_id: int, rank: int) -> Path:
         """The file of a rollout and a rank."""

@@ -176,3 +176,26 @@ def test_checkpoints_that_came_after_the_check_are_seen_under_the_lock(base: lis
     (Path("new/iter_0000001") / MANIFEST).write_text("")
     with pytest.raises(ValueError, match="another run's checkpoints are there, up to iter_0000001"):
         hold(arguments)
+
+
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        ("--save-hf hf --dump-details hf/dump", "inside --save-hf"),
+        ("--save-hf hf --save-debug-train-data hf", "inside --save-hf"),
+        ("--output-dir r --save-debug-rollout-data r/metrics.jsonl", "the run itself uses"),
+        ("--output-dir r --save-debug-train-data r/tensorboard/{rollout_id}.pt", "the run itself uses"),
+        ("--dump-details ~/dump", "~"),
+    ],
+)
+def test_dumps_among_other_files_are_refused(flags: str, part: str, base: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"^--") as refusal:
+        configure([*base, *flags.split()], {})
+    assert part in str(refusal.value)
+
+
+@pytest.mark.parametrize("url", ["http://me:s3cret@host/x", "https://host/x?token=s3cret", "ftp://me:s3cret@host/"])
+def test_the_secret_in_a_reward_url_is_refused_and_not_shown(url: str, base: list[str]) -> None:
+    with pytest.raises(ValueError, match="--rm-url") as refusal:
+        configure([*base, "--rm-url", url], {})
+    assert "s3cret" not in str(refusal.value)

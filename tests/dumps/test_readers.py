@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -364,3 +365,17 @@ def test_fractional_masks_count_and_large_log_probs_become_infinite(tmp_path):
     row = PLAIN | {"loss_mask": [0.5, 0], "train_log_probs": [-1e300, -1.0]}
     table = read(write_lines(tmp_path / "a.jsonl", [row]))
     assert table.loss_mask.tolist() == [1, 0] and table.train_log_prob.tolist() == [-np.inf, -1.0]
+
+
+@pytest.mark.parametrize(("identity", "read_run"), [(None, "b"), ("a", "a")], ids=["newest file", "run directory"])
+def test_a_directory_with_two_runs_gives_one_of_them(identity: str | None, read_run: str, tmp_path, capsys) -> None:
+    for number, run in enumerate("aab"):
+        path = tmp_path / f"{2 - number}_0.parquet"
+        write(path, replace(full_table(), metadata={"source": "slime_tis", "criteria": ["x", "y"], "run": run}))
+        os.utime(path, (number, number))
+    if identity is not None:
+        (tmp_path / "run.json").write_text(json.dumps({"run": identity}))
+    table = read(tmp_path)
+    assert table.metadata["run"] == read_run
+    assert len(table) == len(full_table()) * "aab".count(read_run)
+    assert "dumps of several runs" in capsys.readouterr().err

@@ -8,8 +8,10 @@ from __future__ import annotations
 import json
 import pickle
 import re
+import sys
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -62,6 +64,8 @@ def read(path: str | Path, *, max_tokens: int | None = None, max_bytes: int | No
     `train_data_step*.jsonl`, prime-rl's `token_exports`, verl's generations with log-probs, and JSONL or parquet with
     the columns train_log_probs, rollout_log_probs and loss_mask (docs/dumps.md).
 
+    A directory with dumps of several runs gives one run and a warning: the run of run.json, else of the newest file.
+
     Args:
         path: The file or directory.
         max_tokens: Response tokens to keep, a random part of more. Memory is then bounded by twice this number and by
@@ -73,12 +77,32 @@ def read(path: str | Path, *, max_tokens: int | None = None, max_bytes: int | No
         ValueError: there is no dump, its form is unknown, or it is damaged; names the file and the line.
     """
     reservoir = Reservoir(max_tokens, max_bytes, seed)
-    for file in files_of(Path(path)):
+    files = files_of(Path(path))
+    run = _run_of(Path(path), files) if len(files) > 1 else None
+    skipped = set()
+    for file in files:
         for table in tables_of(file):
-            reservoir.add(table)
+            if len(files) == 1 or table.metadata.get("run") in (None, run):
+                reservoir.add(table)
+            else:
+                skipped.add(file)
+    if skipped:
+        print(
+            f"warning: {quoted_path(path)} has dumps of several runs; {len(skipped)} of {len(files)} files are "
+            f"skipped, for example {quoted_path(min(skipped))}. Give each run its own directory for dumps.",
+            file=sys.stderr,
+        )
     if not reservoir.tables:
         raise ValueError(f"{path} has no samples.")
     return reservoir.table()
+
+
+def _run_of(path: Path, files: Sequence[Path]) -> str | None:
+    """The identity of the run to read: the run directory's, else the newest file's."""
+    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+        return str(json.loads((path / "run.json").read_text(encoding="utf-8"))["run"])
+    newest_first = sorted(files, key=lambda file: -file.stat().st_mtime_ns)
+    return next((table.metadata.get("run") for file in newest_first for table in tables_of(file)), None)
 
 
 class Reservoir:

@@ -56,7 +56,7 @@ TEXT_COLUMNS = ("text", "prompt_text")
 OBJECT_COLUMNS: dict[str, Any] = {"text": "", "prompt_text": "", "prompt": np.zeros(0, np.int32)}
 """Sample columns that are tuples, and the entry of a sample without a value."""
 METADATA: dict[str, type | tuple[type, ...]] = {
-    **dict.fromkeys(("source", "precision", "rollout_precision", "tokenizer", "old_policy"), str),
+    **dict.fromkeys(("source", "run", "precision", "rollout_precision", "tokenizer", "old_policy"), str),
     **dict.fromkeys(("flags", "policy", "sampled"), dict),
     "temperature": (int, float),
     "num_experts": int,

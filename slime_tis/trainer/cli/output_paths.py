@@ -43,6 +43,7 @@ def check_outputs(
         problem = "it is a directory" if Path(file).is_dir() else unwritable(Path(file).parent)
         if problem is not None:
             raise ValueError(f"{flag} would write {quoted_path(file)} but {problem}; give a file that can be written.")
+        _check_dump_path(flag, Path(file), Path(reporting.output_dir), megatron.save_hf)
         if os.path.lexists(file):
             _check_dump(flag, Path(file))
     foreign = foreign_file(Path(reporting.output_dir))
@@ -96,6 +97,16 @@ def _is_inside(inner: Path, outer: Path) -> bool:
     """Whether a path is another one or lies below it."""
     inner = inner.resolve()
     return any(same_path(place, outer) for place in (inner, *inner.parents))
+
+
+def _check_dump_path(flag: str, file: Path, output_dir: Path, save_hf: str | None) -> None:
+    """Refuses a dump among the files of an export or of the run directory, which replace or refuse it later."""
+    if file.parts[0].startswith("~"):
+        raise ValueError(f"{flag} would write {quoted_path(file)}, but only a shell expands ~; write the directory.")
+    if save_hf is not None and _is_inside(file, Path(save_hf)):
+        raise ValueError(f"{flag} would write {quoted_path(file)} inside --save-hf, which an export replaces; move it.")
+    if any(_is_inside(file, output_dir / name) for name in OWN_NAMES):
+        raise ValueError(f"{flag} would write {quoted_path(file)}, a name that the run itself uses; give another name.")
 
 
 def _check_dump(flag: str, file: Path) -> None:

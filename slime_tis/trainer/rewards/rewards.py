@@ -90,7 +90,7 @@ def build_reward(
     Args:
         config: with `rm_type` or `custom_rm_path`.
         args: given to the user's function.
-        check_interrupts: called before each call of a function and while one is awaited; what it raises ends the scoring.
+        check_interrupts: called before each call of a function and while one is awaited; an exception ends scoring.
         evaluation: score held-out prompts, with `eval_reward_key`.
 
     Raises:
