@@ -22,7 +22,7 @@ def until(condition) -> None:
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 138)])
-def test_a_signal_is_raised_at_a_safe_point_that_may_be_abandoned(number: signal.Signals, status: int) -> None:
+def test_a_signal_is_raised_where_work_may_be_abandoned(number: signal.Signals, status: int) -> None:
     before = signal.getsignal(number)
     with Interrupts() as interrupts:
         interrupts.started()
