@@ -12,7 +12,6 @@ import csv
 import importlib.metadata
 import json
 import math
-import os
 import platform
 import statistics
 import subprocess
@@ -49,7 +48,7 @@ APART, FUSED, RESUMED = "each prompt for every sample", "each prompt once, fused
 CONTENDERS = {
     APART: "--no-share-prompts",
     "each prompt once": "--share-prompts",
-    FUSED: "--share-prompts",
+    FUSED: "--share-prompts --token-pass-path experimental.triton_token_pass.token_pass",
     RESUMED: "--no-share-prompts --load {first}/checkpoints",
 }
 SAVES = "--save {first}/checkpoints --save-interval 1000"
@@ -131,9 +130,7 @@ def measure(name: str, task: list[str], steps: int, scratch: Path, *, saves: boo
     own = [word.format(first=scratch / "0") for word in flags.split()]
     command = [sys.executable, "-m", "benchmarks.gpu_steps", "--peak", str(peak), *task, *own]
     command += ["--num-rollout", str(rollouts), "--output-dir", str(output / "run")]
-    token_pass = "triton" if name == FUSED else "eager"
-    environment = {**os.environ, "SLIME_TIS_TOKEN_PASS": token_pass}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{name} ended with status {done.returncode}:\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}")
     lines = (output / "run" / "metrics.jsonl").read_text().splitlines()

@@ -26,7 +26,7 @@ import torch
 from benchmarks.provenance import commit
 from slime_tis import RolloutCorrectionConfig
 from slime_tis.correction.layout import as_layout
-from slime_tis.correction.token_pass import eager_token_pass
+from slime_tis.correction.token_pass import torch_token_pass
 
 ROWS = Path(__file__).with_suffix(".csv")
 LONGEST = 8192
@@ -52,7 +52,7 @@ def lengths_of(tokens: int, ragged: bool) -> list[int]:
 
 
 def contenders(config: RolloutCorrectionConfig, tensors: list[torch.Tensor], lengths: list[int]) -> dict[str, Callable]:
-    from slime_tis.correction.fused_token_pass import fused_token_pass
+    from experimental.triton_token_pass import token_pass
 
     (chunk,) = as_layout(*tensors, lengths).chunks()
     moved = torch.empty(7 * sum(lengths), dtype=torch.uint8, device=tensors[0].device)
@@ -60,8 +60,8 @@ def contenders(config: RolloutCorrectionConfig, tensors: list[torch.Tensor], len
 
     return {
         "copy": lambda: target.copy_(moved),
-        "fused": lambda: fused_token_pass(config, chunk),
-        "eager": lambda: eager_token_pass(config, chunk.blocks()),
+        "fused": lambda: token_pass(config, chunk),
+        "eager": lambda: torch_token_pass(config, chunk),
     }
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from slime_tis.correction.rollout_correction import Correction, correct
     from slime_tis.correction.statistics import Statistics
     from slime_tis.correction.sums import SequenceSums
+    from slime_tis.correction.token_pass import TokenPassFunction, torch_token_pass
 
 __all__ = [
     "CRITERIA",
@@ -35,6 +36,7 @@ __all__ = [
     "RolloutCorrectionConfig",
     "SequenceSums",
     "Statistics",
+    "TokenPassFunction",
     "adaptive_bounds",
     "context_parallel_slices",
     "correct",
@@ -42,6 +44,7 @@ __all__ = [
     "off_policy_sequence_mask",
     "parse_criteria",
     "response_slices",
+    "torch_token_pass",
 ]
 
 _EXPORTS = {
@@ -58,6 +61,7 @@ _EXPORTS = {
     "rollout_correction": ("Correction", "correct"),
     "statistics": ("Statistics",),
     "sums": ("SequenceSums",),
+    "token_pass": ("TokenPassFunction", "torch_token_pass"),
 }
 """Modules and the public names of each; imported when a name is first used, so that the config needs no torch."""
 

@@ -17,7 +17,7 @@ from slime_tis.correction.ranks import Ranks
 from slime_tis.correction.sequence_pass import SequencePass, sequence_pass
 from slime_tis.correction.statistics import Statistics
 from slime_tis.correction.sums import EXTREMES, SequenceSums, named, number_of_columns, sequence_columns
-from slime_tis.correction.token_pass import TokenPass, token_pass
+from slime_tis.correction.token_pass import TokenPass, TokenPassFunction, torch_token_pass
 from slime_tis.correction.trimming import limit_of_batch, trim_second_moment
 from slime_tis.correction.weights import usable_mean
 
@@ -107,6 +107,7 @@ def correct(
     *,
     lengths: Sequence[int] | None = ...,
     global_batch: GlobalBatch = ...,
+    token_pass: TokenPassFunction = ...,
 ) -> Correction[Tensor]: ...
 
 
@@ -118,6 +119,7 @@ def correct(
     loss_mask: Sequence[Tensor],
     *,
     global_batch: GlobalBatch = ...,
+    token_pass: TokenPassFunction = ...,
 ) -> Correction[list[Tensor]]: ...
 
 
@@ -130,6 +132,7 @@ def correct(
     *,
     lengths: Sequence[int] | None = None,
     global_batch: GlobalBatch = THIS_CALL,
+    token_pass: TokenPassFunction = torch_token_pass,
 ) -> Correction[Any]:
     """Importance weights, rejection mask and statistics of a batch.
 
@@ -150,6 +153,7 @@ def correct(
             context-parallel ranks, one [S, k] table is summed over them, and a few small ones more where this call
             finds the second-moment limit; at the levels prefix and segment the one sum is of the [N, 3] tokens of
             the whole responses, and takes lists or packed tokens with `Ranks.slices`.
+        token_pass: The function that reads the tokens, for example fused kernels.
 
     Returns:
         Weights, mask, statistics, and tokens per sequence. Nothing synchronises with the host, but for the check of
@@ -167,7 +171,9 @@ def correct(
         slices = _places(config, ranks.slices)
         whole = gather_slices(train_log_probs, rollout_log_probs, loss_mask, lengths, slices, ranks.over_context)
         known = replace(global_batch, ranks=Ranks(data=ranks.data))
-        found: Correction[Any] = correct(config, *whole, lengths=slices.lengths, global_batch=known)
+        found: Correction[Any] = correct(
+            config, *whole, lengths=slices.lengths, global_batch=known, token_pass=token_pass
+        )
         return _sliced(found, slices, global_batch.ranks, as_list=not isinstance(train_log_probs, Tensor))
     layout = as_layout(train_log_probs, rollout_log_probs, loss_mask, lengths)
     tokens = [token_pass(config, chunk) for chunk in layout.chunks()]

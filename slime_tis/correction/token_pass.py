@@ -1,17 +1,13 @@
 """The one pass over the tokens of a chunk: weight, verdict, and the row sums of everything that is measured.
 
-`token_pass` reads a chunk once and returns two blocks and a table; all that follows works on that table, one row per
-sequence. Torch operations on blocks that fit the caches do it or, where SLIME_TIS_TOKEN_PASS asks for them, the fused
-kernels of `fused_token_pass`.
+`torch_token_pass` reads a chunk once and returns two blocks and a table; all that follows works on that table, one row
+per sequence. `correct` accepts another function of its type (`experimental/triton_token_pass.py`).
 
 Shapes: suffix _RK is [rows, row width], _R per row, _S per sequence.
 """
 
-import importlib.util
-import os
-import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -59,68 +55,17 @@ class TokenExtremes:
 LOWEST_BOUND = 1e-30
 """A lower bound that is below every weight and above 0 in float32."""
 
-VARIABLE = "SLIME_TIS_TOKEN_PASS"
-"""Environment variable: `eager` (the default), `auto` or `triton`."""
+TokenPassFunction = Callable[[RolloutCorrectionConfig, PackedChunk], TokenPass]
+"""The type of `torch_token_pass`, and of every replacement for it."""
 
 
-def token_pass(config: RolloutCorrectionConfig, packed: PackedChunk) -> TokenPass:
-    """Weights, verdicts and row sums of one chunk.
-
-    Raises:
-        ValueError: if a token is not finite under the "raise" policy; if `SLIME_TIS_TOKEN_PASS` asks for
-            what cannot be.
-    """
-    if uses_triton(packed.train_N.device):
-        from slime_tis.correction.fused_token_pass import fused_token_pass  # imports triton
-
-        return fused_token_pass(config, packed)
-    return eager_token_pass(config, packed.blocks())
-
-
-def uses_triton(device: torch.device) -> bool:
-    """Whether the fused kernels are used for tensors of a device, by `SLIME_TIS_TOKEN_PASS`.
-
-    eager, or unset: never, as long as no GPU has run them. auto: on CUDA where triton is installed; where it is not, a
-    warning says so once. triton: always, on a CPU under TRITON_INTERPRET=1.
+def torch_token_pass(config: RolloutCorrectionConfig, packed: PackedChunk) -> TokenPass:
+    """Weights, verdicts and row sums of one chunk in torch operations, on any device.
 
     Raises:
-        ValueError: if the variable has another value, or asks for triton where it cannot run.
+        ValueError: if a token is not finite under the "raise" policy.
     """
-    choice = os.environ.get(VARIABLE, "eager")
-    if choice not in ("auto", "triton", "eager"):
-        raise ValueError(f"{VARIABLE} is {choice[:80]!r}; set it to auto, triton or eager, or leave it out.")
-    if choice == "eager" or (choice == "auto" and device.type != "cuda"):
-        return False
-    installed = _triton_is_installed()
-    if choice == "auto":
-        if not installed:
-            _warn_of_eager()
-        return installed
-    if not installed:
-        raise ValueError(f"{VARIABLE} is triton, which is not installed; install it, or set the variable to eager.")
-    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ValueError(
-            f"{VARIABLE} is triton but the tensors are on {device}; leave it out, or set TRITON_INTERPRET=1."
-        )
-    return True
-
-
-@cache
-def _triton_is_installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
-@cache
-def _warn_of_eager() -> None:
-    warnings.warn(
-        f"triton is not installed: the rollout correction runs on the GPU without its fused kernels; install triton, "
-        f"or set {VARIABLE}=eager.",
-        stacklevel=2,
-    )
-
-
-def eager_token_pass(config: RolloutCorrectionConfig, chunk: Chunk) -> TokenPass:
-    """`token_pass` in torch operations, on any device."""
+    chunk = packed.blocks()
     tokens = log_ratios(chunk, config.nonfinite_policy)
     weight, extremes, weight_sums = tokens.valid_RK, None, None
     if config.has_token_weights:

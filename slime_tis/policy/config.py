@@ -38,6 +38,10 @@ class PolicyConfig:
     """Function of your own that makes the policy loss of samples from that of their tokens;
     slime_tis.policy.reducers.dr_grpo divides by a constant."""
 
+    token_pass_path: str | None = None
+    """Function that replaces the correction's pass over the tokens, for example the experimental Triton kernels
+    experimental.triton_token_pass.token_pass (only in a clone of the repository)."""
+
     eps_clip: Annotated[float, Limits(gt=0, lt=1, hint="0.2 is customary")] = 0.2
     """PPO clip range below 1, a distance of the ratio from 1: the lower clip is 1 - eps_clip."""
 

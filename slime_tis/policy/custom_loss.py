@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slime_tis.correction import TokenPassFunction, torch_token_pass
 from slime_tis.errors import CustomFunctionError, one_line
 from slime_tis.policy.config import PolicyConfig
 from slime_tis.policy.tokens import ResponseTokens
@@ -37,6 +38,7 @@ class ObjectiveFunctions:
     loss: Function | None = None
     reducer: Function | None = None
     advantage: Function | None = None
+    token_pass: TokenPassFunction = torch_token_pass
 
     @classmethod
     def load(cls, config: PolicyConfig, args: Namespace) -> ObjectiveFunctions:
@@ -56,6 +58,9 @@ class ObjectiveFunctions:
             loss=None if loss is None else load_hook(loss, ("args", "batch", "logits", "sum_of_sample_mean")),
             reducer=None if reducer is None else load_hook(reducer, lengths, _takes_args(reducer)),
             advantage=None if advantage is None else load_hook(advantage, ("args", "rollout_data")),
+            token_pass=torch_token_pass
+            if config.token_pass_path is None
+            else load_hook(config.token_pass_path, ("config", "packed")),
         )
 
 

@@ -23,9 +23,11 @@ from slime_tis.correction import (
     Ranks,
     RolloutCorrectionConfig,
     Statistics,
+    TokenPassFunction,
     correct,
     interpolate_old_log_probs,
     off_policy_sequence_mask,
+    torch_token_pass,
 )
 from slime_tis.policy.breakdown import STALENESS, TURN, sums_by
 from slime_tis.policy.config import PolicyConfig
@@ -115,6 +117,11 @@ class LossStep:
     """A user's function in place of the loss."""
     functions: ObjectiveFunctions | None = None
     """The user's other functions; None where there are none."""
+
+    @property
+    def token_pass(self) -> TokenPassFunction:
+        """The correction's pass over the tokens."""
+        return torch_token_pass if self.functions is None else self.functions.token_pass
 
 
 def policy_loss(inputs: LossInputs, step: LossStep) -> LossOutputs:
@@ -229,6 +236,7 @@ def correct_tokens(tokens: ResponseTokens, train_log_probs_L: Tensor, step: Loss
         tokens.loss_mask_L,
         lengths=tokens.lengths,
         global_batch=replace(step.global_batch, ranks=step.global_batch.ranks.with_slices(tokens.slices)),
+        token_pass=step.token_pass,
     )
 
 
@@ -417,6 +425,7 @@ def old_policy_statistics(inputs: LossInputs, step: LossStep) -> Statistics:
         tokens.loss_mask_L,
         lengths=tokens.lengths,
         global_batch=GlobalBatch(ranks=step.global_batch.ranks),
+        token_pass=step.token_pass,
     ).statistics
 
 

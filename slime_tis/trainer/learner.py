@@ -22,6 +22,7 @@ from slime_tis.correction import (
     Statistics,
     correct,
     interpolate_old_log_probs,
+    torch_token_pass,
 )
 from slime_tis.errors import NonFiniteGradient
 from slime_tis.policy.config import PolicyConfig
@@ -289,6 +290,7 @@ class Learner:
             tokens.loss_mask_L,
             lengths=tokens.lengths,
             global_batch=GlobalBatch(ranks=self.parallel.ranks.with_slices(tokens.slices)),
+            token_pass=torch_token_pass if self.functions is None else self.functions.token_pass,
         )
 
     def _old_log_probs(

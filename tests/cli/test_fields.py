@@ -15,6 +15,7 @@ LANDINGS = [
     # flags, config, field, value: every flag of this program and of slime that is taken over
     ("--custom-advantage-function-path a.py:f", "policy", "custom_advantage_function_path", "a.py:f"),
     ("--custom-pg-loss-reducer-function-path a.f", "policy", "custom_pg_loss_reducer_function_path", "a.f"),
+    ("--token-pass-path a.f", "policy", "token_pass_path", "a.f"),
     ("--loss-type custom_loss --custom-loss-function-path a.f", "policy", "custom_loss_function_path", "a.f"),
     ("--loss-type policy_loss", "policy", "loss_type", "policy_loss"),
     ("--data-source-path a.py:C", "rollout", "data_source_path", "a.py:C"),

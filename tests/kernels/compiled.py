@@ -17,8 +17,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from experimental import triton_kernels, triton_token_pass
 from slime_tis import RolloutCorrectionConfig
-from slime_tis.correction import fused_token_pass, triton_kernels
 from slime_tis.correction.layout import as_layout
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -92,13 +92,13 @@ def _usage(cubin: bytes) -> list[int]:
 
 def main() -> None:
     for name in ("token_pass_kernel", "row_summary_kernel", "carry_kernel", "table_kernel"):
-        setattr(fused_token_pass, name, Recorder(getattr(triton_kernels, name)))
+        setattr(triton_token_pass, name, Recorder(getattr(triton_kernels, name)))
     for (name, config), dtype in zip(CONFIGS.items(), (torch.float32, torch.bfloat16, torch.float64), strict=True):
         print(f"# {name}, {dtype}")
         lengths = [4096, 1016, 8]
         tokens = [torch.zeros(sum(lengths), dtype=kind) for kind in (dtype, dtype, torch.bool)]
         for chunk in as_layout(*tokens, lengths).chunks():
-            fused_token_pass.fused_token_pass(config, chunk)
+            triton_token_pass.token_pass(config, chunk)
 
 
 if __name__ == "__main__":

@@ -254,7 +254,7 @@ GROUPS = {
         "old_logprobs get_mismatch_metrics use_tis tis_mode tis_level tis_lower_bound "
         "tis_upper_bound tis_batch_normalize use_rs rs_level rs_lower_bound rs_upper_bound rs_z_score "
         "rs_target_fraction rs_veto_threshold rs_veto_upper_threshold rs_second_moment_bound rollout_rs "
-        "rollout_rs_threshold rejection_normalizer nonfinite_policy custom_tis_function_path"
+        "rollout_rs_threshold rejection_normalizer nonfinite_policy custom_tis_function_path token_pass_path"
     ),
     "routing replay": ("use_rollout_routing_replay routing_replay_weights use_routing_replay measure_routing_mismatch"),
     "parallelism and precision": (
@@ -288,7 +288,7 @@ METAVARS = {
     "FUNCTION": "custom_rm_path custom_generate_function_path custom_tis_function_path dynamic_sampling_filter_path "
     "buffer_filter_path rollout_sample_filter_path rollout_all_samples_process_path custom_reward_post_process_path "
     "custom_rollout_log_function_path custom_eval_rollout_log_function_path data_source_path rollout_function_path "
-    "custom_loss_function_path custom_advantage_function_path custom_pg_loss_reducer_function_path",
+    "custom_loss_function_path custom_advantage_function_path custom_pg_loss_reducer_function_path token_pass_path",
     "KEY": "input_key label_key metadata_key eval_input_key eval_label_key reward_key eval_reward_key",
     "[NAME] PATH": "eval_prompt_data",
     "CRITERION,…": "rollout_rs",

@@ -14,12 +14,11 @@ import torch
 from hypothesis import given, settings
 
 from slime_tis import RolloutCorrectionConfig, correct
-from slime_tis.correction import token_pass as token_pass_module
 from slime_tis.correction.config import LEVELS
 from slime_tis.correction.layout import Layout, as_layout
 from slime_tis.correction.reference import reference_correct
 from slime_tis.correction.sums import named, sequence_columns
-from slime_tis.correction.token_pass import eager_token_pass
+from slime_tis.correction.token_pass import torch_token_pass
 from tests.correction.strategies import batches, configurations
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
@@ -30,8 +29,8 @@ if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
 EXAMPLES = 40 if DEVICE == "cpu" else 10
 """Of each property: a GPU's compiler makes new kernels for every configuration, seconds each."""
 
-from slime_tis.correction import fused_token_pass as module  # noqa: E402
-from slime_tis.correction.fused_token_pass import fused_token_pass  # noqa: E402
+from experimental import triton_token_pass  # noqa: E402
+from experimental.triton_token_pass import token_pass  # noqa: E402
 
 EVERYTHING = RolloutCorrectionConfig(
     use_tis=True,
@@ -53,8 +52,8 @@ Batch = tuple[list, list, list]
 def small_tiles() -> Iterator[None]:
     """Few rows at a time, so that short sequences have several tiles, and the interpreter little to do."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "TILE_TOKENS", 32)
-        patch.setattr(module, "TILE_ROWS", 4)
+        patch.setattr(triton_token_pass, "TILE_TOKENS", 32)
+        patch.setattr(triton_token_pass, "TILE_ROWS", 4)
         yield
 
 
@@ -79,7 +78,7 @@ def packed(batch: Batch, dtype: torch.dtype = torch.float32) -> Layout:
 def assert_same(config: RolloutCorrectionConfig, layout: Layout, *, rtol: float = 5e-6, but: tuple = ()) -> None:
     """Equal verdicts, and weights, sums and extremes that are equal but for rounding."""
     for chunk in layout.chunks():
-        eager, fused = eager_token_pass(config, chunk.blocks()), fused_token_pass(config, chunk)
+        eager, fused = torch_token_pass(config, chunk), token_pass(config, chunk)
         close = {"rtol": rtol, "atol": rtol, "check_dtype": True}
         assert torch.equal(fused.accepted_RK, eager.accepted_RK)
         assert torch.equal(fused.sequence_R, eager.sequence_R)
@@ -128,9 +127,7 @@ def test_correct_agrees_with_the_reference(config: RolloutCorrectionConfig, batc
         for xs, f, d in zip(batch, fill, (torch.float64, torch.float64, torch.bool), strict=True)
     ]
     reference = reference_correct(config, *tensors)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(token_pass_module.VARIABLE, "triton")
-        found = correct(config, *tensors)
+    found = correct(config, *tensors, token_pass=token_pass)
     torch.testing.assert_close(found.weights.double(), reference.weights, rtol=2e-6, atol=1e-7)
     assert torch.equal(found.mask, reference.mask)
 
@@ -158,7 +155,7 @@ def test_a_run_that_goes_on_through_whole_rows() -> None:
     mask[120] = 0
     layout = as_layout(train, rollout, mask, lengths=[10, 180, 10])
     (chunk,) = layout.chunks()
-    weights = layout.restore([fused_token_pass(config, chunk).weight_RK], torch.float32)
+    weights = layout.restore([token_pass(config, chunk).weight_RK], torch.float32)
     assert isinstance(weights, torch.Tensor)
     expected = [*[0.625] * 10, *[110 * 0.0625] * 110, *[69 * 0.0625] * 69, *[0.625] * 10]
     assert torch.cat([weights[:120], weights[121:]]).log().tolist() == pytest.approx(expected, rel=1e-6)
@@ -190,7 +187,7 @@ def test_small_log_ratios_keep_their_digits() -> None:
     train = torch.tensor([1e-7, 3e-5, -2e-3, 0.3465, 0.3467, 5.0, 19.9, -40.0], device=DEVICE)
     layout = as_layout(train, torch.zeros_like(train), torch.ones_like(train), lengths=[1] * 8)
     (chunk,) = layout.chunks()
-    sums = named(sequence_columns(config), fused_token_pass(config, chunk).table_S.unbind(1))
+    sums = named(sequence_columns(config), token_pass(config, chunk).table_S.unbind(1))
     exact = train.double().clamp(-20, 20).expm1()
     torch.testing.assert_close(sums.ratio_minus_1, exact, rtol=3e-7, atol=0.0)
 
@@ -204,38 +201,46 @@ def test_non_contiguous_tokens_and_lists() -> None:
     assert_same(config, as_layout(*lists, None))
 
 
-def test_empty_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(token_pass_module.VARIABLE, "triton")
+def test_empty_batches() -> None:
     none = torch.zeros(0, device=DEVICE)
-    found = correct(EVERYTHING, none, none, none, lengths=[0, 0])
+    found = correct(EVERYTHING, none, none, none, lengths=[0, 0], token_pass=token_pass)
     assert found.mask.shape == (0,) and found.accepted_per_sequence.tolist() == [0, 0]
-    assert correct(EVERYTHING, none.view(0, 4), none.view(0, 4), none.view(0, 4)).weights.shape == (0, 4)
+    padded = correct(EVERYTHING, *[none.view(0, 4)] * 3, token_pass=token_pass)
+    assert padded.weights.shape == (0, 4)
 
 
 def test_tokens_that_are_not_finite_are_named() -> None:
     config = RolloutCorrectionConfig(use_tis=True, nonfinite_policy="raise")
     tokens = [torch.zeros(20, device=DEVICE), torch.zeros(20, device=DEVICE), torch.ones(20, device=DEVICE)]
     (chunk,) = as_layout(*tokens, lengths=[3, 17]).chunks()
-    fused_token_pass(config, chunk)
+    token_pass(config, chunk)
     tokens[0][5] = math.nan
     (chunk,) = as_layout(*tokens, lengths=[3, 17]).chunks()
     with pytest.raises(ValueError, match="sequence 1, position 2: train log-prob nan"):
-        fused_token_pass(config, chunk)
+        token_pass(config, chunk)
+
+
+def test_a_cpu_needs_the_interpreter() -> None:
+    script = "from experimental.triton_token_pass import *; import slime_tis, torch; x = torch.zeros(1, 1)\n"
+    script += "slime_tis.correct(RolloutCorrectionConfig(), x, x, x, token_pass=token_pass)"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert done.returncode == 1 and "TRITON_INTERPRET=1" in done.stderr
 
 
 def test_the_same_tokens_give_the_same_bits() -> None:
     layout = as_layout(*random_tokens(90), lengths=[50, 40])
-    first, second = ([fused_token_pass(EVERYTHING, chunk).table_S for chunk in layout.chunks()] for _ in range(2))
+    first, second = ([token_pass(EVERYTHING, chunk).table_S for chunk in layout.chunks()] for _ in range(2))
     assert torch.equal(torch.cat(first), torch.cat(second))
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="there is no GPU to synchronise with")
 def test_no_host_synchronisation() -> None:
     (chunk,) = as_layout(*random_tokens(90), lengths=[50, 40]).chunks()
-    fused_token_pass(EVERYTHING, chunk)
+    token_pass(EVERYTHING, chunk)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        fused_token_pass(EVERYTHING, chunk)
+        token_pass(EVERYTHING, chunk)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

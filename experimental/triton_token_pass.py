@@ -1,4 +1,7 @@
-"""The token pass as fused Triton kernels: what `eager_token_pass` computes, from one read of the packed tokens.
+"""The token pass as fused Triton kernels: the result of `torch_token_pass` from one read of the packed tokens.
+
+Select it with `correct(..., token_pass=token_pass)`, or `--token-pass-path experimental.triton_token_pass.token_pass`.
+On a CPU it needs Triton's interpreter (TRITON_INTERPRET=1).
 
 A token costs 14 bytes of memory traffic with float32 log-probs: 4 + 4 + 1 are read, 4 + 1 written. Boundary rows add an
 eighth at most, the table of row sums half a byte to a byte per token. The levels prefix and segment read the tokens
@@ -14,13 +17,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from experimental.triton_kernels import carry_kernel, row_summary_kernel, table_kernel, token_pass_kernel
 from slime_tis.correction.blocks import PackedChunk
 from slime_tis.correction.config import RolloutCorrectionConfig
 from slime_tis.correction.criteria import Criterion
 from slime_tis.correction.ratio import in_float32, log_ratios
 from slime_tis.correction.sums import named, number_of_columns, sequence_columns
 from slime_tis.correction.token_pass import TokenExtremes, TokenPass
-from slime_tis.correction.triton_kernels import carry_kernel, row_summary_kernel, table_kernel, token_pass_kernel
 
 TILE_TOKENS = 1024
 """Tokens of a program: eight per thread of its four warps, whose dozen temporaries then fit its registers."""
@@ -30,13 +33,17 @@ MASK_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, t
 """Masks that the kernels read as they are, besides bool; others are compared with 0 first."""
 
 
-def fused_token_pass(config: RolloutCorrectionConfig, packed: PackedChunk) -> TokenPass:
-    """Weights, verdicts and row sums of one chunk, equal to `eager_token_pass` but for rounding; the same every time.
+def token_pass(config: RolloutCorrectionConfig, packed: PackedChunk) -> TokenPass:
+    """Weights, verdicts and row sums of one chunk, equal to `torch_token_pass` except for rounding; deterministic.
 
     Raises:
-        ValueError: if a token is not finite under the "raise" policy.
+        ValueError: if a token is not finite under the "raise" policy; on a CPU without Triton's interpreter.
     """
     rows, device = packed.rows, packed.train_N.device
+    if device.type == "cpu" and isinstance(token_pass_kernel, triton.JITFunction):
+        raise ValueError(
+            "the Triton token pass runs on a GPU; set TRITON_INTERPRET=1 before the import to run it on a CPU."
+        )
     row_count, sequences = rows.owner_R.numel(), rows.end_S.numel()
     columns = sequence_columns(config)
     column_count = number_of_columns(columns)

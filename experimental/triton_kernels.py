@@ -1,4 +1,4 @@
-"""The kernels behind `fused_token_pass`: log-probs and loss mask in, weights, verdicts and sums out, in one read.
+"""The kernels of `triton_token_pass`: log-probs and loss mask in, weights, verdicts and sums out, in one read.
 
 A program works on a tile of rows of a chunk in the layout of `Rows`, read from the packed tokens: blocks of the inputs
 are never built. Sums of a row are taken in the working precision (float32, or float64 where the log-probs are), rows

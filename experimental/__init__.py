@@ -1,0 +1,1 @@
+"""Experiments that are not part of the installed package."""
