@@ -164,7 +164,7 @@ def test_what_cannot_be_found_is_said(path: str, message: str) -> None:
         ("import os\n1 / 0", r"raised ZeroDivisionError: division by zero \(.*/mine.py, line 2\)"),
         ("import not_there_at_all", r"No module named 'not_there_at_all' \(.*line 1\); install it, put it beside the"),
         ("from .. import x", r"attempted relative import beyond top-level package \(.*\); for imports beyond the file"),
-        ("from slime.utils.misc import x", "slime is not installed, and of its modules this program has slime.back"),
+        ("from slime.ray.misc import x", "slime is not installed, and of its modules this program has slime.back"),
         ("from slime.backends.megatron_utils.cp_utils import y", "cannot import name 'y'.*all_gather_with_cp"),
         ("import sys\nsys.exit(0)", r"called sys.exit\(0\); return a value, .* \(.*/mine.py, line 2\)"),
         ("raise SystemExit", r"called sys.exit\(None\)"),

@@ -1,13 +1,15 @@
-"""The parts of slime that custom functions import, for where slime is not installed.
+"""The parts of slime that user functions import, connected to this program's engine, data and rewards.
 
-slime's example `mis.py` imports two helpers from `slime.backends.megatron_utils.cp_utils`. A finder at the very end of
-`sys.meta_path` provides them: an installed slime is found before it, and nothing else is changed.
+A finder at the start of `sys.meta_path` provides them.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import cache, partial
+from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import module_from_spec
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -36,10 +38,10 @@ Values = TypeVar("Values", Tensor, list[float])
 
 
 def all_gather_with_cp(tensor: Tensor, total_length: int, response_length: int) -> Tensor:
-    """The whole response from the slices of all context-parallel ranks, the same on each.
+    """Returns the whole response from the slices of all context-parallel ranks, identical on each rank.
 
-    Every rank puts its tokens at their places among zeros, and a sum over the group joins them. The gradient of a
-    token is the sum of its gradients on all ranks.
+    Every rank writes its tokens into zeros, and a sum over the group joins them. The gradient of a token is the sum of
+    its gradients on all ranks.
 
     Args:
         tensor: [L, …], this rank's tokens of the response.
@@ -58,7 +60,7 @@ def all_gather_with_cp(tensor: Tensor, total_length: int, response_length: int) 
 
 
 def slice_log_prob_with_cp(log_prob: Values, total_length: int, response_length: int) -> Values:
-    """This context-parallel rank's tokens of a whole response.
+    """Returns this context-parallel rank's tokens of a whole response.
 
     Args:
         log_prob: Values of all tokens of the response, as a tensor [response_length, …] or a list.
@@ -66,10 +68,10 @@ def slice_log_prob_with_cp(log_prob: Values, total_length: int, response_length:
         response_length: Tokens of the response.
 
     Returns:
-        What was given, without the tokens of other ranks.
+        The input without the tokens of other ranks.
 
     Raises:
-        ValueError: if there is not one value per token of the response.
+        ValueError: The number of values is not `response_length`.
     """
     if len(log_prob) != response_length:
         raise ValueError(
@@ -86,43 +88,101 @@ def slice_log_prob_with_cp(log_prob: Values, total_length: int, response_length:
     return log_prob[gap : gap + first] + log_prob[start : start + second]
 
 
-MODULES: dict[str, dict[str, Callable[..., Any]]] = {
-    "slime": {},
-    "slime.backends": {},
-    "slime.backends.megatron_utils": {},
-    "slime.backends.megatron_utils.cp_utils": {
-        "all_gather_with_cp": all_gather_with_cp,
-        "slice_log_prob_with_cp": slice_log_prob_with_cp,
+_AGENTS, _DATA, _REWARDS = "slime_tis.trainer.agents", "slime_tis.trainer.data", "slime_tis.trainer.rewards"
+_FILTERS = "slime_tis.trainer.rollout.filter_hub"
+MODULES: dict[str, dict[str, str]] = {
+    "slime.backends.megatron_utils.cp_utils": {"all_gather_with_cp": __name__, "slice_log_prob_with_cp": __name__},
+    "slime.backends.megatron_utils.loss": {"get_log_probs_and_entropy": "slime_tis.trainer.megatron.slime_loss"},
+    "slime.rollout.base_types": {"RolloutFnTrainOutput": f"{_AGENTS}.rollout_function"},
+    "slime.rollout.data_source": {"DataSource": f"{_DATA}.data_source"},
+    "slime.rollout.filter_hub.base_types": {"DynamicFilterOutput": _FILTERS},
+    "slime.rollout.filter_hub.dynamic_sampling_filters": {
+        "check_reward_nonzero_std": _FILTERS,
+        "check_reward_nonzero_std_with_fallback": _FILTERS,
     },
+    "slime.rollout.rm_hub": {
+        "async_rm": f"{_REWARDS}.slime_rewards",
+        "batched_async_rm": f"{_REWARDS}.slime_rewards",
+        "grade_answer_verl": f"{_REWARDS}.slime_rewards",
+    },
+    "slime.rollout.rm_hub.math_dapo_utils": {"compute_score": f"{_REWARDS}.slime_rewards"},
+    "slime.rollout.rm_hub.math_utils": {
+        "extract_answer": f"{_REWARDS}.slime_rewards",
+        "grade_answer_verl": f"{_REWARDS}.slime_rewards",
+    },
+    "slime.rollout.sglang_rollout": {"GenerateState": f"{_AGENTS}.slime_client"},
+    "slime.utils.http_utils": {"get": f"{_AGENTS}.slime_client", "post": f"{_AGENTS}.slime_client"},
+    "slime.utils.misc": {"load_function": "slime_tis.user_functions"},
+    "slime.utils.types": {"Sample": f"{_DATA}.sample"},
 }
-"""Module of slime → what this program has of it."""
+"""Module of slime → names that this program provides, and the module that defines each."""
+
+_PARENTS = {".".join(name.split(".")[:depth]) for name in MODULES for depth in range(1, name.count(".") + 1)}
 
 
 class Finder(MetaPathFinder, Loader):
-    """Makes the modules of `MODULES`, all of them packages so that their submodules are asked for."""
+    """Provides `MODULES`. Other modules, and other names of the same modules, come from an installed slime."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Returns the spec of a module of `MODULES`, None for every other name."""
-        return ModuleSpec(fullname, self, is_package=True) if fullname in MODULES else None
+        """Returns the spec of a module of `MODULES`, or of one of their packages; None for every other name."""
+        if fullname not in MODULES and fullname not in _PARENTS:
+            return None
+        installed = PathFinder.find_spec(fullname, path)
+        if fullname not in MODULES and installed is not None:
+            return installed
+        spec = ModuleSpec(fullname, self, is_package=True)
+        spec.submodule_search_locations = list((installed and installed.submodule_search_locations) or ())
+        spec.loader_state = installed
+        return spec
 
     def exec_module(self, module: ModuleType) -> None:
-        """Fills a module with what `MODULES` has for it."""
-        vars(module).update(MODULES[module.__name__])
+        """Fills a module with its names of `MODULES`."""
+        assert module.__spec__ is not None
+        installed: ModuleSpec | None = module.__spec__.loader_state
+        for name, source in MODULES.get(module.__name__, {}).items():
+            setattr(module, name, getattr(import_module(source), name))
+        if installed is not None and installed.loader is not None:
+            vars(module)["__getattr__"] = partial(_installed_attribute, installed)
+
+
+def _installed_attribute(spec: ModuleSpec, name: str) -> Any:
+    """Returns a name that only the installed module has."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    module = _installed_module(spec.name)
+    if not hasattr(module, name):
+        raise AttributeError(f"module {spec.name!r} has no attribute {name!r}")
+    return getattr(module, name)
+
+
+@cache
+def _installed_module(name: str) -> ModuleType:
+    module = sys.modules[name]
+    assert module.__spec__ is not None
+    spec: ModuleSpec = module.__spec__.loader_state
+    installed = module_from_spec(spec)
+    assert spec.loader is not None
+    spec.loader.exec_module(installed)
+    return installed
 
 
 _FINDER = Finder()
 
 
 def provide() -> None:
-    """Makes `import slime…` find `MODULES` where nothing else provides slime; again makes no difference."""
+    """Makes `import slime…` find `MODULES`, also if slime is installed; a second call changes nothing.
+
+    The engine of this program must answer slime's `post`. An installed slime would send requests to servers that this
+    program does not have.
+    """
     if _FINDER not in sys.meta_path:
-        sys.meta_path.append(_FINDER)
+        sys.meta_path.insert(0, _FINDER)
 
 
 def described(module: str) -> str:
-    """What can be imported from a module that is here, or else which modules are here, for error messages."""
+    """Returns the available names of a module, or the available modules, for error messages."""
     if names := MODULES.get(module):
         return f"{', '.join(sorted(names))} of {module}"
-    return ", ".join(sorted(name for name, names in MODULES.items() if names))
+    return ", ".join(sorted(MODULES))

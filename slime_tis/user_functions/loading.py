@@ -196,8 +196,9 @@ def _module_of_name(shown: str, name: str) -> ModuleType:
             or not f"{name}.".startswith(f"{cause.name}.")
         ):
             raise
+        ours = " Here slime's mis.py is custom_tis.mis." if name.endswith(".mis") else ""
         raise CustomFunctionError(
-            f"{shown}: there is no module {cause.name!r}; is its directory on PYTHONPATH? {for_file}"
+            f"{shown}: there is no module {cause.name!r}; is its directory on PYTHONPATH? {for_file}{ours}"
         ) from None
 
 

@@ -1,6 +1,7 @@
 """YAML files of options: what they may contain, slime's own files, and what is refused."""
 
 import pytest
+import yaml
 
 from slime_tis.trainer.cli import arguments
 from tests.cli.conftest import configured, refusal
@@ -63,7 +64,9 @@ def test_slimes_own_files_are_accepted(base, tmp_path):
 
 YAML_REFUSALS = [
     ("tis_upper: 2.0", "tis_upper in run.yaml is not an option; did you mean tis_upper_bound?"),
-    ("custom_config_path: a.yaml", "custom_config_path in run.yaml is not an option; --help lists what there is."),
+    ("custom_config_path: a.yaml", "custom_config_path in run.yaml is not an option; it cannot be nested."),
+    ("drop_above: 2", "drop_above in run.yaml is not an option, and no user function is given"),
+    ("drop_above: 2024-01-01\ncustom_rm_path: a.b", "drop_above in run.yaml has a value of type date"),
     ("use_tis: 3", "use_tis in run.yaml is '3' but must be true or false."),
     ("lr: true", "lr in run.yaml is 'true' but must be a number, 0 to 1."),
     ("lr: [1, 2]", "lr in run.yaml is ['1', '2'] but must be a number, 0 to 1."),
@@ -151,3 +154,19 @@ YAML_REFUSALS = [
 def test_yaml_refusals(base, tmp_path, text, message):
     (tmp_path / "run.yaml").write_text(text)
     assert refusal(base + "--custom-config-path run.yaml").startswith(message)
+
+
+def test_options_of_user_functions_keep_their_yaml_types(base, tmp_path):
+    (tmp_path / "run.yaml").write_text("use_tis: true\ndrop_above: 1e-4\nnames: [a, '1']\ncount: 3\n")
+    line = base + "--custom-config-path run.yaml --custom-tis-function-path custom_tis.mis.compute_mis_weights_with_cp"
+    got = configured(line)
+    assert got.user_options == {"drop_above": 1e-4, "names": ["a", "1"], "count": 3}
+    assert got.namespace.drop_above == 1e-4 and got.namespace.names == ["a", "1"]
+    assert arguments.effective_config(got)["count"] == 3 and "drop_above 0.0001" in arguments.describe(got)
+    (tmp_path / "saved.yaml").write_text(yaml.safe_dump(arguments.options_in_force(got)))
+    assert configured("--custom-config-path saved.yaml").user_options == got.user_options
+
+
+def test_two_files_are_refused(base):
+    with pytest.raises(ValueError, match="given twice"):
+        configured(base + "--custom-config-path a.yaml --custom-config-path=b.yaml")

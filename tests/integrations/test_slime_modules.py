@@ -1,4 +1,4 @@
-"""What custom functions import of slime, where slime is not installed."""
+"""The parts of slime that user functions import, with and without an installed slime."""
 
 import importlib
 import pickle
@@ -32,21 +32,22 @@ def test_the_helpers_are_found_and_nothing_else_is() -> None:
     assert sum(isinstance(finder, slime_modules.Finder) for finder in sys.meta_path) == 1
 
 
-def test_an_installed_slime_is_found_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_installed_slime_provides_the_other_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == "slime"]:
         monkeypatch.delitem(sys.modules, name)
     package = tmp_path / "slime" / "backends" / "megatron_utils"
     package.mkdir(parents=True)
     for folder in (tmp_path / "slime", tmp_path / "slime" / "backends", package):
         (folder / "__init__.py").touch()
-    (package / "cp_utils.py").write_text("all_gather_with_cp = 'theirs'")
+    (package / "cp_utils.py").write_text("all_gather_with_cp = 'theirs'\nother = 'theirs'")
+    (package / "model.py").write_text("name = 'theirs'")
     file = tmp_path / "mine.py"
     file.write_text(
-        "def f():\n    from slime.backends.megatron_utils.cp_utils import all_gather_with_cp\n"
-        "    return all_gather_with_cp\n"
+        "from slime.backends.megatron_utils import cp_utils, model\n"
+        "def f():\n    return cp_utils.all_gather_with_cp, cp_utils.other, model.name, hasattr(cp_utils, 'neither')\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    assert load_function(f"{file}:f")() == "theirs"
+    assert load_function(f"{file}:f")() == (slime_modules.all_gather_with_cp, "theirs", "theirs", False)
     for name in [name for name in sys.modules if name.split(".")[0] == "slime"]:
         monkeypatch.delitem(sys.modules, name)
 

@@ -58,7 +58,7 @@ def test_prompts_are_tokenized_and_numbered(make, tokenizer):
     assert prompts[1].token_ids == tuple(tokenizer("1")["input_ids"]) and len(source) == 7
     group = "return [[Sample(prompt='ab', tokens=[3, 4], label=5, metadata={'a': 1})] * 2]"
     (prompt,) = make(group).next_batch(1)
-    assert (prompt.token_ids, prompt.label, prompt.metadata) == ((3, 4), "5", {"a": 1})
+    assert (prompt.token_ids, prompt.label, prompt.metadata) == ((3, 4), 5, {"a": 1})
 
 
 def test_what_was_handed_out_and_not_trained_on_comes_first(make):

@@ -41,8 +41,8 @@ def test_rows_become_prompts(tmp_path):
     first, second, third = load(write(tmp_path / "p.jsonl", rows))
     assert (first.index, first.text, first.label, first.metadata) == (0, "31>", "13", {"level": 2})
     assert first.token_ids == (BOS, *encode("31>"))
-    assert (second.index, second.label, second.metadata) == (1, "7", {})
-    assert (third.label, third.metadata) == ('["a"]', {"tools": []})
+    assert (second.index, second.label, second.metadata) == (1, 7, {})
+    assert (third.label, third.metadata) == (["a"], {"tools": []})
     assert load(tmp_path / "p.jsonl", label_key=None)[0].label is None
 
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from slime_tis.errors import CustomFunctionError, one_line
 from slime_tis.hf_directory import ModelSizes
-from slime_tis.integrations import slime_modules
 from slime_tis.trainer.agents.custom_generate import GenerateFunction, NoSample
 from slime_tis.trainer.agents.sampled_tokens import RecordedEngine
 from slime_tis.trainer.collectives import on_rank_zero
@@ -38,9 +37,6 @@ class RolloutFnTrainOutput:
     """--rollout-batch-size groups of --n-samples-per-prompt rollouts."""
     metrics: dict[str, Any] | None = None
     """Numbers to be logged, under rollout/ where their names do not begin so."""
-
-
-slime_modules.MODULES["slime.rollout.base_types"] = {"RolloutFnTrainOutput": RolloutFnTrainOutput}
 
 
 class PromptSource:

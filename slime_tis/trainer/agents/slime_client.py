@@ -18,7 +18,6 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from slime_tis.integrations import slime_modules
 from slime_tis.trainer.engines.generation import Generation, TokenEngine
 from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
 
@@ -138,10 +137,3 @@ class GenerateState:
 @lru_cache(maxsize=4)
 def _tokenizer(path: str) -> PreTrainedTokenizerBase:
     return load_tokenizer(path)
-
-
-slime_modules.MODULES |= {
-    "slime.rollout": {},
-    "slime.rollout.sglang_rollout": {"GenerateState": GenerateState},
-    "slime.utils.http_utils": {"get": get, "post": post},
-}

@@ -187,6 +187,9 @@ class Arguments:
     namespace: argparse.Namespace
     """The same options flat, under slime's attribute names; custom functions get it as `args`."""
 
+    user_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Options of user functions: keys of --custom-config-path that this program does not define."""
+
 
 CONFIGS = (
     RolloutCorrectionConfig,
@@ -390,6 +393,7 @@ def configure(argv: Sequence[str], environ: Mapping[str, str], *, prog: str = "t
             reporting=build(ReportingConfig, options),
             custom_tis_function_path=build(CodeConfig, options).custom_tis_function_path,
             namespace=argparse.Namespace(),
+            user_options=user_options(options),
         )
         _check_correction(arguments)
     _check_hooks(arguments)
@@ -425,7 +429,8 @@ def effective_config(arguments: Arguments) -> dict[str, Any]:
     values = {field.name: getattr(config, field.name) for config in configs for field in dataclasses.fields(config)}
     values["custom_tis_function_path"] = arguments.custom_tis_function_path
     ordered = [name for names in GROUPS.values() for name in names.split() if name in values]
-    return {name: list(values[name]) if isinstance(values[name], tuple) else values[name] for name in ordered}
+    plain = {name: list(values[name]) if isinstance(values[name], tuple) else values[name] for name in ordered}
+    return plain | dict(arguments.user_options)
 
 
 def options_in_force(arguments: Arguments) -> dict[str, Any]:
@@ -452,7 +457,23 @@ def describe(arguments: Arguments) -> str:
             shown.append("--no-bf16 (trains in float32)")
         if shown:
             lines.append(f"{title}: {' '.join(shown)}")
+    if arguments.user_options:
+        lines.append("user functions: " + ", ".join(f"{key} {value}" for key, value in arguments.user_options.items()))
     return "\n".join(lines)
+
+
+def user_options(given: Mapping[str, Given]) -> dict[str, Any]:
+    """Returns the options of user functions.
+
+    Raises:
+        ValueError: There are some, but no user function.
+    """
+    unknown = {name: entry for name, entry in given.items() if name not in OPTIONS}
+    functions = [name for name in METAVARS["FUNCTION"].split() if name in given and given[name].value is not None]
+    if unknown and not functions:
+        label = next(iter(unknown.values())).label
+        raise ValueError(f"{label} is not an option, and no user function is given that could read it; remove it.")
+    return {name: entry.value for name, entry in unknown.items()}
 
 
 def _as_flag(name: str, value: Any) -> str:
@@ -831,7 +852,7 @@ def read_correction(
     if path and not correction.corrects:
         raise ValueError("--custom-tis-function-path needs --use-tis; add it.")
     known = dataclasses.asdict(policy) | dataclasses.asdict(correction)
-    return correction, path, _slime_names(known, correction, policy)
+    return correction, path, _slime_names(known | user_options(values), correction, policy)
 
 
 def _slime_namespace(arguments: Arguments) -> argparse.Namespace:

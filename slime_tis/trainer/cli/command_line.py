@@ -212,6 +212,8 @@ def read_flags(line: CommandLine, parser: argparse.ArgumentParser, argv: Sequenc
         ValueError: one line, for an unknown flag, a wrong value, or one option under two names.
     """
     words, overrides = split_overrides(argv)
+    if sum(word.split("=")[0] == "--custom-config-path" for word in words) > 1:
+        raise ValueError("--custom-config-path is given twice; merge the two files into one.")
     if "--" in words:  # argparse would take everything after it for values
         raise ValueError(_not_a_flag(line, "--"))
     _check_names(line, words)

@@ -1,13 +1,15 @@
 """Options from a YAML file: flag names as keys, and verl's blocks, there or as Hydra overrides."""
 
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from slime_tis.errors import quoted
-from slime_tis.trainer.cli.options import Given, Option, Source, nearest, read_given
+from slime_tis.trainer.cli.options import Given, Option, Source, read_given, similar
 from slime_tis.trainer.cli.verl_options import BLOCKS, from_verl
 
 LARGEST_FILE = 64 * 1024
@@ -33,10 +35,10 @@ def read_yaml(
         aliases: old names of options and the name each one has now.
 
     Returns:
-        The values given, by the option's name.
+        The values by option name, including the options of user functions.
 
     Raises:
-        ValueError: one line, for a file that is not there or not YAML, an unknown key or a wrong value.
+        ValueError: one line, for a file that is not there or not YAML, a misspelled key or a wrong value.
     """
     document = {} if path is None else _read_document(path)
     place = "" if path is None else f" in {_shown(path)}"
@@ -47,13 +49,35 @@ def read_yaml(
         name = aliases.get(key.replace("-", "_"), key.replace("-", "_"))
         label = quoted(key)[1:-1] + place
         if name not in options:
-            raise ValueError(f"{label} is not an option; {nearest(key, (*options, *aliases))}")
+            values[name] = _user_option(label, key, path, (*options, *aliases))
+            continue
         given = read_given(label, options[name], document[key], Source.YAML)
         other = values.get(name)
         if other is not None and (name not in verl or (other.source == Source.YAML and other.value != given.value)):
             raise ValueError(f"{label} gives {name} a second time, besides {other.label}; leave one of the two out.")
         values.setdefault(name, given)
     return values
+
+
+def _user_option(label: str, key: str, path: Path | None, known: Sequence[str]) -> Given:
+    """Returns an option that this program does not define, in its YAML type; it belongs to a user function.
+
+    Raises:
+        ValueError: The name resembles an option of this program, or the value is not JSON.
+    """
+    match = similar(key, known)
+    if match is not None or key == "custom_config_path":
+        hint = "it cannot be nested." if match is None else f"did you mean {match}?"
+        raise ValueError(f"{label} is not an option; {hint}")
+    assert path is not None  # overrides set options of verl's blocks only
+    value = yaml.load(path.read_text(encoding="utf-8"), _UserLoader)[key]  # a safe loader; _read_document checked it
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"{label} has a value of type {type(value).__name__}; give a number, text, a list or a mapping."
+        ) from None
+    return Given(value=value, label=label, source=Source.YAML)
 
 
 def _read_document(path: Path) -> dict[str, Any]:
@@ -118,6 +142,15 @@ class _Loader(yaml.BaseLoader):
                 )
             lines[key.value] = _line(key)
         return {key.value: self.construct_object(value, deep=True) for key, value in node.value}
+
+
+class _UserLoader(yaml.SafeLoader):
+    """YAML's types; 1e-4 is a number, which YAML 1.1 reads as text."""
+
+
+_UserLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
 
 
 def _line(marked: Any) -> str:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from slime_tis.errors import CustomFunctionError, one_line
 from slime_tis.hf_directory import ModelSizes
-from slime_tis.integrations import slime_modules
 from slime_tis.trainer.collectives import on_rank_zero
 from slime_tis.trainer.data.json_values import json_object
 from slime_tis.trainer.data.prompts import check_fits, rendered
@@ -57,9 +56,6 @@ class DataSource(abc.ABC):
     @abc.abstractmethod
     def __len__(self) -> int:
         """Prompts of an epoch, which --num-epoch counts."""
-
-
-slime_modules.MODULES["slime.rollout.data_source"] = {"DataSource": DataSource}
 
 
 class CustomDataSource:
@@ -205,7 +201,7 @@ class CustomDataSource:
                 index=index,
                 text=text,
                 token_ids=tuple(int(token) for token in ids),
-                label=None if sample.label is None else str(sample.label),
+                label=sample.label,
                 metadata=json_object(sample.metadata or {}, "its metadata"),
             )
             longest = self._config.rollout_max_prompt_len

@@ -134,7 +134,7 @@ def load_prompts(
         path: JSONL, or parquet where the name ends in .parquet.
         tokenizer: of the policy.
         input_key: of the prompt, a string; with a chat template also a list of messages.
-        label_key: of the label, or None. Labels that are not strings become their JSON, decimals their digits.
+        label_key: of the label, or None. Labels keep their JSON type; decimals become text.
         metadata_key: of a mapping for rewards; a row may lack it. The row's other columns are metadata too, under
           their names; where both have a name, the mapping's value counts.
         apply_chat_template: render the prompt with the tokenizer's chat template.
@@ -277,19 +277,18 @@ def _encodable(text: str, what: str) -> str:
     return text
 
 
-def _label(value: Any, place: str) -> str | None:
-    if value is None:
-        return None
+def _label(value: Any, place: str) -> Any:
+    """Returns a label of any JSON type; a decimal of parquet becomes text."""
     if isinstance(value, Decimal):
         return str(value)
-    if not isinstance(value, str):
-        try:
-            value = json.dumps(value)
-        except (TypeError, ValueError, RecursionError):  # bytes and dates of parquet
-            raise ValueError(
-                f"{place} has a label of type {type(value).__name__}, which JSON has not; write it as a string."
-            ) from None
-    return _encodable(value, f"{place} has a label")
+    try:
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):  # bytes and dates of parquet
+        raise ValueError(
+            f"{place} has a label of type {type(value).__name__}, which JSON does not have; write it as a string."
+        ) from None
+    _encodable(text, f"{place} has a label")
+    return value
 
 
 def _metadata(

@@ -14,7 +14,6 @@ from typing import Any, ClassVar, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from slime_tis.integrations import slime_modules
 from slime_tis.trainer.data.sampling_mask import SamplingMask
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -52,8 +51,8 @@ class Prompt(str):
     token_ids: tuple[int, ...]
     """Tokens of the text."""
 
-    label: str | None = None
-    """What the reward compares the response with."""
+    label: Any = None
+    """The expected answer, in the JSON type of the prompt file."""
 
     metadata: dict[str, Any] = field(default_factory=dict)
     """Anything else that the row hands to the reward: its other columns, and its mapping of metadata."""
@@ -95,8 +94,8 @@ class Sample:
     response_length: int = 0
     """Tokens of the response, the end-of-sequence token and the observations of tools included."""
 
-    label: str | None = None
-    """What the reward compares the response with; unset means that of the prompt's row."""
+    label: Any = None
+    """The expected answer, in the JSON type of the prompt file; None takes the label of the prompt's row."""
 
     reward: float | None = None
     """Score of the response, once it has one."""
@@ -160,7 +159,7 @@ class Sample:
         if self.prompt_row is None and isinstance(self.prompt, Prompt):
             self.prompt_row = self.prompt
         if self.prompt_row is not None:
-            self.label = self.prompt_row.label if self.label is None else self.label
+            self.label = copy.deepcopy(self.prompt_row.label) if self.label is None else self.label
             self.metadata = self.metadata or copy.deepcopy(self.prompt_row.metadata)
 
     @property
@@ -296,9 +295,6 @@ class Sample:
         self.response += text or ""
         if update_terminal_info and "finish_reason" in meta:
             self.status = STATUS.get(meta["finish_reason"]["type"], self.status)
-
-
-slime_modules.MODULES |= {"slime.utils": {}, "slime.utils.types": {"Sample": Sample}}
 
 
 def by_rollout(samples: Iterable[Sample]) -> list[list[Sample]]:

@@ -16,7 +16,6 @@ from torch import Tensor
 from slime_tis.hf_directory import moe_sizes
 from slime_tis.policy.policy_loss import LossInputs, LossOutputs
 from slime_tis.policy.step_sums import StepSums
-from slime_tis.trainer.megatron import slime_loss
 from slime_tis.trainer.megatron.architecture import HfConfig, build_model, padded_vocab_size, uses_transformer_engine
 from slime_tis.trainer.megatron.batch import TrainingBatch, fixed_partition
 from slime_tis.trainer.megatron.fused_log_probs import fused_linear_log_probs
@@ -42,8 +41,6 @@ Loss = Callable[[LossInputs], LossOutputs]
 R = TypeVar("R")
 OnLogProbs = Callable[[MicroBatch, Tensor, Tensor], R]
 """Called on the last pipeline stage with log-probs and entropies [L] of a micro-batch's response tokens."""
-
-slime_loss.register()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,6 @@ import torch
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 
-from slime_tis.integrations import slime_modules
 from slime_tis.integrations.slime import context_parallel
 from slime_tis.trainer.megatron.log_probs import TokenDistribution, vocab_parallel_log_probs
 
@@ -58,9 +57,3 @@ def get_log_probs_and_entropy(
     if with_entropy:
         lists["entropy"] = list(entropy_L.split(slices.local_lengths))
     return logits.new_empty(0), lists
-
-
-def register() -> None:
-    """Lets user functions import the helper by slime's name."""
-    functions = {"get_log_probs_and_entropy": get_log_probs_and_entropy}
-    slime_modules.MODULES["slime.backends.megatron_utils.loss"] = functions

@@ -1,5 +1,6 @@
 """The built-in rewards of `--rm-type`: functions of a response, its label and the row's metadata."""
 
+import json
 import re
 import string
 import zlib
@@ -67,13 +68,19 @@ def dapo(response: str, label: str) -> dict[str, float]:
     Source: "DAPO: An Open-Source LLM Reinforcement Learning System at Scale", Yu et al.
     (https://arxiv.org/abs/2503.14476), eq. 7.
     """
-    found = DAPO_ANSWER.findall(response[-DAPO_TAIL:])
-    answer = found[-1].strip(" *") if found else ""
-    boxed, expected = last_boxed(answer), last_boxed(label)
-    right = bool(found) and same_answer(
-        answer.strip(" $.") if boxed is None else boxed, label if expected is None else expected
-    )
-    return {"score": 1.0 if right else -1.0, "acc": float(right)}
+    answer, expected = dapo_answer(response), last_boxed(label)
+    correct = answer is not None and same_answer(answer, label if expected is None else expected)
+    return {"score": 1.0 if correct else -1.0, "acc": float(correct)}
+
+
+def dapo_answer(response: str) -> str | None:
+    r"""Returns the text after the last `Answer:` in the response's last 300 characters, or its \boxed{} contents."""
+    answers = DAPO_ANSWER.findall(response[-DAPO_TAIL:])
+    if not answers:
+        return None
+    answer: str = answers[-1].strip(" *")
+    boxed = last_boxed(answer)
+    return answer.strip(" $.") if boxed is None else boxed
 
 
 def token_f1(response: str, label: str) -> float:
@@ -144,7 +151,7 @@ def builtin_reward(name: str, sample: Sample) -> Reward:
 
 def _label(sample: Sample) -> str:
     assert sample.label is not None  # rewards.check_prompts requires labels
-    return sample.label
+    return sample.label if isinstance(sample.label, str) else json.dumps(sample.label)
 
 
 def _chosen_letter(text: str, letters: Sequence[str]) -> str:

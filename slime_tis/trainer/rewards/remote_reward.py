@@ -45,7 +45,7 @@ class RewardRequest:
 
     prompt: str
     response: str
-    label: str | None
+    label: Any
 
     @classmethod
     def of(cls, sample: Sample, *, boxed: bool) -> RewardRequest:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from statistics import stdev
 from typing import Any
 
-from slime_tis.integrations import slime_modules
 from slime_tis.trainer.data.sample import Sample
 
 SMALLEST_DEVIATION = 1e-6
@@ -63,14 +62,3 @@ def check_reward_nonzero_std_with_fallback(
     output = check_reward_nonzero_std(args, samples)
     output.keep_when_insufficient = True
     return output
-
-
-slime_modules.MODULES |= {
-    "slime.rollout": {},
-    "slime.rollout.filter_hub": {},
-    "slime.rollout.filter_hub.base_types": {"DynamicFilterOutput": DynamicFilterOutput},
-    "slime.rollout.filter_hub.dynamic_sampling_filters": {
-        "check_reward_nonzero_std": check_reward_nonzero_std,
-        "check_reward_nonzero_std_with_fallback": check_reward_nonzero_std_with_fallback,
-    },
-}
