@@ -70,33 +70,33 @@ def diagnose(table: TokenTable | None, metrics: Sequence[Mapping[str, Any]] = ()
             mean_abs_log_ratio=float("nan"),
         )
     tokens = tokens_of(table)
-    found = findings_of(tokens)
-    known = {finding.cause for finding in found}
-    found += [replace(finding, share=0.0) for finding in from_metrics if finding.cause not in known]
+    findings = findings_of(tokens)
+    causes = {finding.cause for finding in findings}
+    findings += [replace(finding, share=0.0) for finding in from_metrics if finding.cause not in causes]
     finite = tokens.only(tokens.finite)
     mean = float(np.abs(finite.log_ratio).mean()) if len(finite) else float("nan")
     healthy = f"abs(Δ) is {mean:.2g} nats on average over {len(tokens)} tokens, without a known cause"
-    return Diagnosis(findings=_ranked(found, healthy), tokens=len(tokens), samples=len(table), mean_abs_log_ratio=mean)
+    ranked = _ranked(findings, healthy)
+    return Diagnosis(findings=ranked, tokens=len(tokens), samples=len(table), mean_abs_log_ratio=mean)
 
 
 def findings_of(tokens: Tokens) -> list[Finding]:
     """All findings of the rules on tokens, unordered."""
     total = float(tokens.size.sum())
-    found = []
+    findings = []
     for rule in TOKEN_RULES:
         finding, explained = rule(tokens, total)
         if finding is not None:
-            found.append(finding)
+            findings.append(finding)
             tokens = tokens.only(~explained)
     tokens = tokens.only(tokens.finite)
     if len(tokens) < MIN_TOKENS:
-        return found
-    size = float(np.abs(tokens.log_ratio).mean())
-    if size < form_rules.NEGLIGIBLE:
-        return [*found, *filter(None, [form_rules.sharper_sampling(tokens)])]
-    left = float(tokens.size.sum()) / total
-    forms = [finding for rule in FORM_RULES if (finding := rule(tokens)) is not None]
-    return found + [replace(finding, share=finding.share * left) for finding in forms]
+        return findings
+    if float(np.abs(tokens.log_ratio).mean()) < form_rules.NEGLIGIBLE:
+        return [*findings, *filter(None, [form_rules.sharper_sampling(tokens)])]
+    remaining = float(tokens.size.sum()) / total
+    patterns = [finding for rule in FORM_RULES if (finding := rule(tokens)) is not None]
+    return findings + [replace(finding, share=finding.share * remaining) for finding in patterns]
 
 
 def _ranked(findings: Sequence[Finding], healthy_evidence: str) -> tuple[Finding, ...]:

@@ -203,7 +203,7 @@ def named_precision(precisions: tuple[str, str], size: str) -> tuple[str, str, b
 
 
 def reported_grid(log_probs: Floats) -> str:
-    """The 16-bit type that represents all log-probs exactly; empty if there is none."""
+    """The 16-bit type that represents all log-probs exactly, or an empty string."""
     values = log_probs[np.isfinite(log_probs) & (log_probs != 0)].astype(np.float32)
     if len(values) < MIN_TOKENS:
         return ""

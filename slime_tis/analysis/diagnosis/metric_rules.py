@@ -12,8 +12,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 def findings(rows: Rows) -> list[Finding]:
     """Findings of the rows of a metrics.jsonl."""
-    found = evaluate(RUN_RULES, run_statistics(rows))
-    return [finding for finding in found.values() if finding is not None]
+    return [finding for finding in evaluate(RUN_RULES, run_statistics(rows)).values() if finding is not None]
 
 
 def run_statistics(rows: Rows) -> dict[str, float]:
@@ -100,7 +99,7 @@ RUN_RULES = (
         cause="stale_weights",
         metric="staleness ratio",
         condition=lambda value, values, _: 0.9 * (values["mean rollout/weight_staleness"] > 0) * ramp(value, 1.0, 2.0),
-        message=STALENESS + "\nk3 of all tokens is {value:.1f} times that of tokens from current weights",
+        message=STALENESS + "\nk3 of all tokens is {value:.1f} times as large as for tokens from current weights",
         share=0.5,
     ),
     Rule(

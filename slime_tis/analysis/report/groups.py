@@ -40,7 +40,7 @@ class Group:
 
 
 def group_runs(sources: Sequence[Source]) -> list[Group]:
-    """Groups sources by their configuration, in order. A source without a configuration is a group of its own."""
+    """Groups sources by their configuration, in order. A source without a configuration forms a separate group."""
     groups: dict[str, list[Source]] = {}
     for index, source in enumerate(sources):
         options = _shared_options(source)

@@ -134,7 +134,7 @@ def _median_and_range(points: Points, name: str, color: int, dash: str, *, with_
 
 def warnings(rows: Rows) -> list[dict[str, Any]]:
     """The first health warnings of a run: name, first and last step, and message."""
-    found: list[dict[str, Any]] = []
+    listed: list[dict[str, Any]] = []
     latest: dict[str, dict[str, Any]] = {}
     for row in rows:
         for name in (name for name in row if name.startswith(HEALTH)):
@@ -143,10 +143,10 @@ def warnings(rows: Rows) -> list[dict[str, Any]]:
                 latest.pop(rule, None)
             elif rule in latest:
                 latest[rule]["last"] = row["step"]
-            elif len(found) < MAX_WARNINGS:
+            elif len(listed) < MAX_WARNINGS:
                 latest[rule] = {"name": rule, "step": row["step"], "last": row["step"], "message": _message(rule, row)}
-                found.append(latest[rule])
-    return found
+                listed.append(latest[rule])
+    return listed
 
 
 def last_values(rows: Rows) -> dict[str, float]:

@@ -39,7 +39,7 @@ def line(x: Any, y: Any, name: str, color: int = 0, **more: Any) -> dict[str, An
 def axis(title: str, *, log: bool = False) -> dict[str, Any]:
     """An axis with a title; ticks of a logarithmic axis are complete numbers, 0.02 instead of a small 2."""
     title_of = {"text": title, "standoff": 8}  # automargin needs a distance from the ticks
-    return {"title": title_of, **({"type": "log", "tickformat": "~g", "nticks": 6} if log else {"type": "linear"})}
+    return {"title": title_of, **({"type": "log", "tickformat": "~g", "nticks": 3} if log else {"type": "linear"})}
 
 
 def plain(values: Any) -> list[Any]:

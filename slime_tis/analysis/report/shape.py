@@ -89,11 +89,11 @@ def worst_tokens(table: TokenTable) -> list[dict[str, Any]]:
     if table.token is None:
         return []
     valid = table.valid
-    ids, place, counts = np.unique(table.token[valid], return_inverse=True, return_counts=True)
+    ids, index, counts = np.unique(table.token[valid], return_inverse=True, return_counts=True)
     size = np.abs(table.log_ratio[valid])
-    mean = np.bincount(place, size, len(ids)) / np.maximum(counts, 1)
+    mean = np.bincount(index, size, len(ids)) / np.maximum(counts, 1)
     largest = np.zeros(len(ids))
-    np.maximum.at(largest, place, size)
+    np.maximum.at(largest, index, size)
     order = np.argsort(-np.where(counts >= MIN_COUNT, mean, -1))[:WORST_TOKENS]
     return [
         {"token": int(ids[i]), "count": int(counts[i]), "mean": float(mean[i]), "max": float(largest[i])}

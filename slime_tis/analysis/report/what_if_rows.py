@@ -48,18 +48,18 @@ def section(table: TokenTable | None) -> dict[str, Any]:
         notes.append("The dump has no advantages, so gradients cannot be compared.")
     if table.tokens > MAX_TOKENS:
         notes.append(f"Computed on a random part of the samples with at most {MAX_TOKENS:,} tokens.")
-    taken = max((result.steps for result in results if result.steps is not None), default=0)
-    there = 1 if table.step is None else len(np.unique(table.step))
-    if taken < there:
-        notes.append(f"Whole-batch corrections ({BATCHWISE}) were computed on {taken} of {there:,} steps.")
+    used = max((result.steps for result in results if result.steps is not None), default=0)
+    steps = 1 if table.step is None else len(np.unique(table.step))
+    if used < steps:
+        notes.append(f"Whole-batch corrections ({BATCHWISE}) were computed on {used} of {steps:,} steps.")
     return {**empty, "rows": rows, "plots": plots, "note": " ".join(notes)}
 
 
 def _pareto(results: Sequence[WhatIf]) -> list[Plot]:
     """Bias, 1 − cosine, against variance, the lost share of the effective sample."""
     points = [
-        (place, 1 - result.cosine, 1 - result.kept * result.ess)
-        for place, result in enumerate(results)
+        (index, 1 - result.cosine, 1 - result.kept * result.ess)
+        for index, result in enumerate(results)
         if result.cosine is not None
     ]
     if not points:
@@ -71,10 +71,10 @@ def _pareto(results: Sequence[WhatIf]) -> list[Plot]:
         "x": plain([max(loss, MIN_PLOTTED) for _, _, loss in points]),
         "y": plain([max(bias, MIN_PLOTTED) for _, bias, _ in points]),
         "text": [
-            f"{results[place].name}<br>bias {max(bias, 0.0):.3g}, lost sample {loss:.3g}"
-            for place, bias, loss in points
+            f"{results[index].name}<br>bias {max(bias, 0.0):.3g}, lost sample {loss:.3g}"
+            for index, bias, loss in points
         ],
-        "customdata": [place for place, _, _ in points],
+        "customdata": [index for index, _, _ in points],
         "marker": {"size": 9, "color": [COLORS[1] if good else COLORS[0] for good in best], "opacity": 0.8},
         "hovertemplate": "%{text}<extra></extra>",
         "showlegend": False,
