@@ -260,13 +260,15 @@ def _numbers(row: Row, key: str, length: int | None = None) -> Column:
         numbers: Column = values.detach().resolve_conj().numpy() if isinstance(values, Tensor) else values
     elif not isinstance(values, list):
         raise ValueError(f"has {key} that is {quoted(values, 40)} but must be a list of numbers.")
-    elif not all(value is None or isinstance(value, int | float) for value in values):
-        raise ValueError(f"has {key} with an entry that is not a number.")
     else:
         try:
-            numbers = np.array(values, np.float64)
-        except OverflowError:
-            raise ValueError(f"has {key} with an entry that exceeds 64 bits.") from None
+            numbers = np.array(values)
+            if numbers.dtype.kind == "O" and all(value is None or isinstance(value, int | float) for value in values):
+                numbers = np.array(values, np.float64)
+        except (ValueError, OverflowError) as error:  # nested lists of different lengths, or huge numbers
+            raise ValueError(f"has {key} with an entry that is not a number of 64 bits.") from error
+        if numbers.dtype.kind not in "fiub" or numbers.ndim != 1:
+            raise ValueError(f"has {key} with an entry that is not a number of 64 bits.")
     if length is not None and len(numbers) != length:
         raise ValueError(f"has {len(numbers)} entries of {key} but {length} log-probs.")
     return numbers
