@@ -121,8 +121,8 @@ def _add_analysis(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     reported = commands.add_parser(
         "report",
         help="write one HTML file on a run or on dumps of its tokens",
-        description="Writes one self-contained HTML file with metrics, the shape of the mismatch, colored samples, other "
-        "corrections and a diagnosis. Needs the extra analysis.",
+        description="Writes one self-contained HTML file with metrics, the shape of the mismatch, colored samples, "
+        "other corrections and a diagnosis. Needs the extra analysis.",
     )
     reported.add_argument("path", metavar="RUN_OR_DUMP", nargs="?", help=what)
     reported.add_argument(
