@@ -119,7 +119,7 @@ CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 
 def test_files_that_the_recipes_name_exist() -> None:
     paths = re.findall(r"`((?:slime_tis|docs|tests)/[\w/.]*)`", CONTRIBUTING)
-    assert len(paths) > 20 and [path for path in paths if not (ROOT / path).exists()] == []
+    assert len(paths) > 20 and [path for path in paths if "NAME" not in path and not (ROOT / path).exists()] == []
 
 
 def test_every_shape_suffix_is_in_the_notation_table() -> None:
