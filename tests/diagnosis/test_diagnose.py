@@ -304,12 +304,51 @@ def test_concentration_of_known_sums() -> None:
     assert concentration(np.ones(20)) == pytest.approx(0.1)
 
 
-def test_metrics_alone_show_stale_weights() -> None:
-    rows = [{"step": i, "train/mismatch_k3_kl": 0.02, "train/mismatch_k3_kl_staleness_0": 0.001,
-             "rollout/weight_staleness": 2.0, "train/nonfinite_token_fraction": 0.0} for i in range(9)]  # fmt: skip
-    found = diagnose(None, rows)
-    assert (found.cause, found.tokens) == ("stale_weights", 0)
-    assert "2.0 optimizer steps" in found.findings[0].evidence[0] and "20.0 times" in found.findings[0].evidence[1]
+def constant(**metrics: float) -> list[dict[str, float]]:
+    return [{"step": step} | {name.replace("__", "/"): value for name, value in metrics.items()} for step in range(12)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "cause", "confidence", "text"),
+    [
+        (constant(train__nonfinite_token_fraction=0.02), "broken_tokens", 0.9, "2.000%"),
+        (constant(rollout__update_received=0.3), "weights_not_updated", 0.7, "30% of the weight updates"),
+        (
+            [{"step": i, "train/train_rollout_logprob_abs_diff": 0.01 * 2 ** (i // 4)} for i in range(0, 24)],
+            "weights_not_updated",
+            0.7,
+            "grows from",
+        ),
+        (
+            constant(
+                train__mismatch_k3_kl=0.02, train__mismatch_k3_kl_staleness_0=0.001, rollout__weight_staleness=2.0
+            ),
+            "stale_weights",
+            0.9,
+            "20.0 times",
+        ),
+        (
+            constant(train__mismatch_k3_kl=0.02, rollout__weight_staleness=2.0),
+            "stale_weights",
+            0.6,
+            "2.0 optimizer steps",
+        ),
+        (constant(train__entropy_gap=0.1), "truncated_sampling", 0.7, "+0.100 on average"),
+        (
+            constant(train__without_replay__mismatch_k3_kl=0.3, train__with_replay__mismatch_k3_kl=0.1),
+            "moe_routing",
+            0.6,
+            "3.0 times",
+        ),
+        (constant(train__train_rollout_logprob_abs_diff=0.01), "rounding", 0.35, "0.01 nats"),
+    ],
+    ids=["broken", "received", "growth", "stale", "stale without ages", "truncated", "routing", "rounding"],
+)
+def test_metrics_alone_name_the_cause(rows: list[dict], cause: str, confidence: float, text: str) -> None:
+    result = diagnose(None, rows)
+    assert (result.cause, result.tokens) == (cause, 0)
+    assert result.findings[0].confidence == pytest.approx(confidence)
+    assert text in result.findings[0].evidence[-1]
 
 
 def test_empty_input_is_healthy() -> None:
