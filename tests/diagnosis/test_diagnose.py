@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from slime_tis.analysis.diagnosis import CAUSES, Diagnosis, diagnose
 from slime_tis.analysis.diagnosis.causes import describe
+from slime_tis.analysis.diagnosis.diagnose import as_text
 from slime_tis.analysis.diagnosis.form_rules import concentration, reported_grid
 from slime_tis.analysis.diagnosis.metric_rules import findings
-from slime_tis.analysis.diagnosis.terminal import as_text
 from slime_tis.analysis.diagnosis.token_rules import best_lags
 from slime_tis.analysis.dumps.table import SampleParts, TokenTable
 from slime_tis.rules import Finding

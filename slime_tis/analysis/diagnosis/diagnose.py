@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -12,6 +13,7 @@ from slime_tis.analysis.diagnosis import form_rules, metric_rules, token_rules
 from slime_tis.analysis.diagnosis.causes import describe
 from slime_tis.analysis.diagnosis.tokens import MIN_TOKENS, Tokens, tokens_of
 from slime_tis.analysis.dumps.table import TokenTable
+from slime_tis.errors import one_line
 from slime_tis.rules import Finding
 
 TOKEN_RULES = (token_rules.mask_mistake, token_rules.misaligned, token_rules.broken_tokens)
@@ -26,6 +28,7 @@ FORM_RULES = (
     form_rules.rounding,
 )
 """Rules on the remaining tokens."""
+TERMINAL_WIDTH = 100
 MIN_SCORE = 0.05
 """Findings with a lower score are dropped."""
 
@@ -103,3 +106,18 @@ def _ranked(findings: Sequence[Finding], healthy_evidence: str) -> tuple[Finding
     ranked = sorted((finding for finding in findings if finding.score >= MIN_SCORE), key=lambda f: -f.score)
     healthy = Finding(cause="healthy", confidence=0.9, evidence=(healthy_evidence,))
     return tuple(map(describe, ranked or [healthy]))
+
+
+def as_text(diagnosis: Diagnosis, name: str, note: str = "") -> str:
+    """Each finding with cause, confidence, evidence and fix, then the note."""
+    tokens = f"{diagnosis.tokens:,} tokens of {diagnosis.samples:,} samples" if diagnosis.tokens else "metrics alone"
+    lines = [f"{one_line(name, 200)}: {tokens}"]
+    for number, finding in enumerate(diagnosis.findings, start=1):
+        lines += ["", f"{number}. {finding.title}"]
+        lines.append(f"   confidence {finding.confidence:.0%}, {finding.share:.0%} of the mismatch")
+        for statement in finding.evidence:
+            lines += textwrap.wrap(f"- {statement}", TERMINAL_WIDTH, initial_indent="   ", subsequent_indent="     ")
+        lines += textwrap.wrap(f"→ {finding.fix}", TERMINAL_WIDTH, initial_indent="   ", subsequent_indent="     ")
+    if note:
+        lines += ["", *textwrap.wrap(note, TERMINAL_WIDTH)]
+    return "\n".join(lines)

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from slime_tis.analysis.diagnosis import diagnose
+from slime_tis.analysis.diagnosis.diagnose import as_text
 from slime_tis.analysis.diagnosis.rescore import rescore
-from slime_tis.analysis.diagnosis.terminal import as_text
 from slime_tis.analysis.report import overview, shape
 from slime_tis.analysis.report.groups import group_runs
 from slime_tis.analysis.report.page import check_output, page_data, write_page
+from slime_tis.analysis.report.samples import decoder
 from slime_tis.analysis.report.source import Source, open_source
-from slime_tis.analysis.report.token_texts import decoder
 
 
 def report(paths: Sequence[str], *, out: str = "", as_json: bool = False, hf_checkpoint: str = "") -> str:

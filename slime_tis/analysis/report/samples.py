@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from slime_tis.analysis.dumps.table import TokenTable
+from slime_tis.errors import first_line, quoted_path
 
 MAX_TOKENS = 100_000
 """Response tokens in the page."""
@@ -26,6 +28,39 @@ MAX_EXPERTS = 1_000_000
 """Expert numbers in the page; of more, only the first sparse layers."""
 
 Decode = Callable[[Sequence[int]], list[str]]
+
+
+def decoder(table: TokenTable | None, hf_checkpoint: str = "") -> Decode | None:
+    """A function from token ids to their texts, decoded one by one; None without a tokenizer.
+
+    Args:
+        table: A dump; its metadata may name the directory of its tokenizer.
+        hf_checkpoint: Directory of the tokenizer, which has priority.
+
+    Raises:
+        ValueError: `hf_checkpoint` is given and has no readable tokenizer.
+    """
+    named = None if table is None else table.metadata.get("tokenizer")
+    directory = hf_checkpoint or (named if isinstance(named, str) else "")
+    if not directory or not Path(directory).is_dir():
+        if hf_checkpoint:
+            raise ValueError(f"--hf-checkpoint {quoted_path(hf_checkpoint)} is not a directory.")
+        return None
+    from tokenizers import Tokenizer
+
+    try:  # transformers would read more files of the directory, and could run code in it
+        tokenizer = Tokenizer.from_file(str(Path(directory) / "tokenizer.json"))
+    except Exception as error:  # tokenizers raises Exception itself
+        if hf_checkpoint:
+            problem = first_line(error)
+            raise ValueError(f"{quoted_path(directory)} has no tokenizer.json that can be read: {problem}.") from error
+        return None
+    size = tokenizer.get_vocab_size()
+
+    def decode(ids: Sequence[int]) -> list[str]:
+        return [tokenizer.decode([i], skip_special_tokens=False) if 0 <= i < size else f"⟨{i}⟩" for i in ids]
+
+    return decode
 
 
 def chosen_samples(table: TokenTable, max_tokens: int = MAX_TOKENS) -> TokenTable:
