@@ -12,8 +12,6 @@ time, memory and work ~ size^exponent. `--draw` draws growth.png from the latest
 import argparse
 import asyncio
 import csv
-import ctypes
-import gc
 import itertools
 import json
 import math
@@ -35,6 +33,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.provenance import commit, machine
+from benchmarks.shared_prompts import peak_mib
 from custom_tis import mis
 from slime_tis import RolloutCorrectionConfig, correct
 from slime_tis.policy.config import PolicyConfig
@@ -62,7 +61,6 @@ from slime_tis.trainer.train_dump import DumpSettings, StepDump, table_of
 from tests.checkpoints import make_checkpoint, make_tokenizer
 
 TABLE, PLOT = Path(__file__).with_suffix(".csv"), Path(__file__).with_suffix(".png")
-MIB = 2**20
 BUDGET = 8192
 """Tokens of a micro-batch."""
 HIDDEN, INNER, LAYERS, HEADS = 64, 192, 2, 4
@@ -614,22 +612,6 @@ def seconds(call: Callable[[], Any], repeats: int) -> dict[str, float]:
         returned = call()
     taken = (time.process_time() - start) / repeats
     return returned if isinstance(returned, dict) and "training step" in returned else {"training step": taken}
-
-
-def peak_mib(call: Callable[[], Any]) -> float:
-    """Additional memory during a call."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # returns freed memory to the system
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    before = status("VmRSS")
-    call()
-    return (status("VmHWM") - before) / MIB
-
-
-def status(name: str) -> int:
-    """Bytes of memory of this process, as Linux counts them."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 
 WORK_OF_STEP_PARTS: dict[str, Callable[[Size], float]] = {

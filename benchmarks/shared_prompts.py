@@ -10,6 +10,7 @@ round runs each contender once. The log-probs of all contenders are compared wit
 import argparse
 import csv
 import ctypes
+import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.provenance import provenance
+from slime_tis.trainer.data.sampling_mask import SamplingMask
 from slime_tis.trainer.megatron.architecture import ResponseModel
 from slime_tis.trainer.megatron.batch import TrainingBatch, make_batch
 from slime_tis.trainer.megatron.engine import TrainingEngine
@@ -35,11 +37,14 @@ MIB = 2**20
 
 
 class EveryRow(TrainingEngine):
-    """megatron-core's output layer over every token, and log-probs of every token."""
+    """megatron-core's output layer over every token; the response tokens' log-probs are selected from the result."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        (self.model.module.__class__,) = ResponseModel.__bases__
+        module = self.model.module
+        (module.__class__,) = ResponseModel.__bases__
+        if module.post_process and self.config.sequence_parallel:
+            module.output_layer.sequence_parallel, module.output_layer.allreduce_dgrad = True, False
 
     def _pack(self, batch: TrainingBatch) -> MicroBatch:
         micro = super()._pack(batch)
@@ -48,10 +53,14 @@ class EveryRow(TrainingEngine):
         return replace(micro, packed_seq_params=layout)
 
     def _from_logits(self, logits: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        assert self.rows is not None
-        target_T = torch.zeros(len(logits), dtype=torch.int64).index_copy(0, self.rows, micro.target_L)
-        log_prob_T, entropy_T = super()._from_logits(logits, replace(micro, target_L=target_T))
-        return log_prob_T[self.rows], entropy_T[self.rows]
+        rows, mask = self.rows, micro.sampling_mask
+        assert rows is not None
+        target_T = torch.zeros(len(logits), dtype=torch.int64).index_copy(0, rows, micro.target_L)
+        if mask is not None:
+            lengths = torch.zeros(len(logits), dtype=torch.int32).index_copy(0, rows, mask.lengths)
+            mask = SamplingMask(mask.token_ids, lengths)
+        log_prob_T, entropy_T = super()._from_logits(logits, replace(micro, target_L=target_T, sampling_mask=mask))
+        return log_prob_T[rows], entropy_T[rows]
 
 
 CONTENDERS: dict[str, tuple[type[TrainingEngine], bool]] = {
@@ -101,6 +110,7 @@ class Measured:
 
 def peak_mib(work: Callable[[], object]) -> float:
     """Additional memory during a call."""
+    gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # returns freed memory to the system
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = status("VmRSS")

@@ -82,7 +82,7 @@ def reward(args, sample):
 @pytest.mark.parametrize(
     ("certain", "flags", "without_gradient"),
     [
-        pytest.param("sample.group_index % 2", [], 3, id="every second group, in a micro-batch of their own"),
+        pytest.param("sample.group_index % 2", [], 3, id="every second group, in separate micro-batches"),
         pytest.param("True", [], 6, id="all, and no gradient at all"),
         pytest.param("sample.group_index % 2", ["--entropy-coef", "0.01"], 0, id="another term has a gradient"),
         pytest.param(

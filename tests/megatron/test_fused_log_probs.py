@@ -141,7 +141,7 @@ def test_bfloat16_has_logits_in_bfloat16_and_sums_and_gradients_in_float32() -> 
 
 
 class Sizes(TorchDispatchMode):
-    """The largest tensor that an operation makes, in entries, except those of the weight's size."""
+    """The largest tensor that an operation makes, in entries, except tensors of the weight's size."""
 
     def __init__(self, ignored: int) -> None:
         super().__init__()

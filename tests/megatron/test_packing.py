@@ -138,6 +138,16 @@ def test_rows_of_experts_are_at_the_indices_of_their_tokens() -> None:
     assert found[[0, 1, 5]].tolist() == [0.25, 0.25, 0.75] and found[[2, 3, 4, 6, 7]].isnan().all()
 
 
+def test_every_tensor_is_moved_except_the_sequences() -> None:
+    batch = batch_of([[5, 6, 7], [8, 9]], [2, 1]).with_routing([routed(3, 0), None], [torch.ones(2, 2, 2), None])
+    packed = pack(batch, rotary=RotaryAngles(torch.ones(2))).to(torch.device("meta"))
+    layout = packed.packed_seq_params
+    fields = [*vars(packed).values(), *vars(layout).values(), *vars(packed.responses).values()]
+    assert {x.device.type for x in fields if isinstance(x, torch.Tensor)} == {"meta"}
+    assert layout.cos is not None and packed.routing_weights is not None and layout.segments == 2
+    assert [sequence.device.type for sequence in packed.sequences] == ["cpu", "cpu"]
+
+
 def test_without_recorded_rows_the_routers_choose() -> None:
     batch = batch_of([[5, 6, 7], [8, 9]], [2, 1])
     assert pack(batch).routed_experts is None

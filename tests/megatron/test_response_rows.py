@@ -1,20 +1,16 @@
 """Logits of the response rows only: log-probs, entropies and gradients equal the values from logits of every row."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from megatron.core.models.gpt import GPTModel
-from torch import Tensor
 
+from benchmarks.shared_prompts import EveryRow
 from slime_tis.trainer.data.sampling_mask import SamplingMask
 from slime_tis.trainer.megatron import fused_log_probs
 from slime_tis.trainer.megatron.batch import TrainingBatch, make_batch
 from slime_tis.trainer.megatron.engine import TrainingEngine
-from slime_tis.trainer.megatron.packing import MicroBatch
 from slime_tis.trainer.megatron.parallel import Parallel
 from slime_tis.trainer.options.megatron import MegatronConfig
 from tests.checkpoints import make_checkpoint
@@ -23,33 +19,6 @@ from tests.megatron.passes import RECOMPUTE_LAYERS, assert_same_results, on_rank
 TOKENS = [[3, 4, 5, 6, 7, 8, 9, 10], [8, 9, 10], [11, 12, 13, 14, 3, 2]]
 RESPONSES = [2, 1, 4]
 SETS = [[[9, 5], [10, 1, 2]], [[10, 40, 61]], [[13, 2], [], [], [2, 3, 4]]]
-
-
-class EveryRow(TrainingEngine):
-    """megatron-core's own output layer over every token; the response tokens' values are selected from the result."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        module = self.model.module
-        module.__class__ = GPTModel
-        if module.post_process and self.config.sequence_parallel:
-            module.output_layer.sequence_parallel, module.output_layer.allreduce_dgrad = True, False
-
-    def _pack(self, batch: TrainingBatch) -> MicroBatch:
-        micro = super()._pack(batch)
-        self.rows = micro.packed_seq_params.response_rows
-        layout = replace(micro.packed_seq_params, response_rows=None, gives_logits=True)
-        return replace(micro, packed_seq_params=layout)
-
-    def _from_logits(self, logits: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        rows, mask = self.rows, micro.sampling_mask
-        assert rows is not None
-        target_T = torch.zeros(len(logits), dtype=torch.int64).index_copy(0, rows, micro.target_L)
-        if mask is not None:
-            lengths = torch.zeros(len(logits), dtype=torch.int32).index_copy(0, rows, mask.lengths)
-            mask = SamplingMask(mask.token_ids, lengths)
-        log_prob_T, entropy_T = super()._from_logits(logits, replace(micro, target_L=target_T, sampling_mask=mask))
-        return log_prob_T[rows], entropy_T[rows]
 
 
 def batch_of(parallel: Parallel, *, masked: bool = False) -> TrainingBatch:

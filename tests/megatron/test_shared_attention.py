@@ -1,4 +1,4 @@
-"""Attention over prefix trees: outputs and gradients of merged parts and of FlexAttention are those of a dense mask."""
+"""Attention over prefix trees: outputs and gradients of merged parts and of FlexAttention match a dense mask."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""Shared prompts: log-probs, values in training and gradients are those of prompts computed for each sample."""
+"""Shared prompts: log-probs, values in training and gradients match prompts computed for each sample."""
 
 import random
 from dataclasses import replace
