@@ -228,10 +228,10 @@ def _weight_metrics(
     if config.tis_level not in SLIME_LEVELS:
         return metrics
     raw = _ratio(config.tis_level, found.sequence_sums, log_ratio, spread)
-    if config.tis_mode == "truncate":
-        touched = {"tis_truncate_fraction": (raw > config.tis_upper_bound).float()}
-    else:
-        touched = _fractions(f"tis_{config.tis_mode}", raw, *config.is_bounds)
+    lower, upper = config.is_bounds
+    touched = {f"tis_{config.mode.high_fraction}": (raw > upper).float()}
+    if config.mode.has_lower_bound:
+        touched[f"tis_{config.mode.low_fraction}"] = (raw < lower).float()
     return {"tis_weight_before_bound": raw, **touched, **metrics}
 
 

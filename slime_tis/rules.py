@@ -7,7 +7,7 @@ optimizer step. `slime_tis.analysis.diagnosis.metric_rules` has a table for the 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from slime_tis.correction import RolloutCorrectionConfig
+from slime_tis.correction import MODES, RolloutCorrectionConfig
 
 Values = Mapping[str, float]
 
@@ -117,11 +117,14 @@ def _all_retokenized(values: Values) -> bool:
     return values.get("train/skipped_steps", 0) > 0 and values.get("rollout/retokenized") == 1
 
 
-def _at_bound_rule(mode: str, metric: str) -> Rule:
+def _at_bound_rule(fraction: str) -> Rule:
+    metric = f"train/mis_{fraction}"
     return Rule(
         cause="at_bound",
         metric=metric,
-        condition=lambda value, values, correction: correction.tis_mode == mode and value > MAX_WEIGHTS_AT_BOUND,
+        condition=lambda value, values, correction: (
+            correction.mode.high_fraction == fraction and value > MAX_WEIGHTS_AT_BOUND
+        ),
         message=f"{metric} is {{value:.3g}}: in each of the last 10 steps more than {MAX_WEIGHTS_AT_BOUND:.0%} of the "
         "weights were at --tis-upper-bound {correction.tis_upper_bound:g}, so the bound determines the weights",
         fix="raise the bound, weight at a lower level, or reduce the mismatch.",
@@ -149,8 +152,7 @@ STEP_RULES = (
         fix="lower --tis-upper-bound, weight at a lower level (--tis-level token), or reduce the mismatch.",
         after=2,
     ),
-    _at_bound_rule("truncate", "train/mis_truncate_fraction"),
-    _at_bound_rule("clip", "train/mis_clip_fraction_high"),
+    *(_at_bound_rule(mode.high_fraction) for mode in MODES.values() if not mode.rejects),
     Rule(
         cause="zero_gradient",
         metric="train/grad_norm",

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from slime_tis.correction.context_parallel import ResponseSlices, context_parallel_slices, response_slices
     from slime_tis.correction.criteria import CRITERIA, Criterion, parse_criteria
     from slime_tis.correction.global_batch import THIS_CALL, GlobalBatch
+    from slime_tis.correction.modes import MODES
     from slime_tis.correction.off_policy_mask import off_policy_sequence_mask
     from slime_tis.correction.presets import PRESETS
     from slime_tis.correction.proximal import interpolate_old_log_probs
@@ -23,6 +24,7 @@ __all__ = [
     "CRITERIA",
     "LOG_RATIO_BOUND",
     "LOG_RATIO_LIMIT",
+    "MODES",
     "PRESETS",
     "THIS_CALL",
     "AdaptiveBounds",
@@ -53,6 +55,7 @@ _EXPORTS = {
     "context_parallel": ("ResponseSlices", "context_parallel_slices", "response_slices"),
     "criteria": ("CRITERIA", "Criterion", "parse_criteria"),
     "global_batch": ("THIS_CALL", "GlobalBatch"),
+    "modes": ("MODES",),
     "off_policy_mask": ("off_policy_sequence_mask",),
     "presets": ("PRESETS",),
     "proximal": ("interpolate_old_log_probs",),

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
 from slime_tis.correction.criteria import LEVEL_AGGREGATION, TOKEN_AGGREGATIONS, Criterion, parse_criteria
+from slime_tis.correction.modes import MODES, Mode
 from slime_tis.correction.presets import PRESETS, preset_values
 from slime_tis.limits import Limits, check_fields, flag
 
 Level = Literal["token", "sequence", "geometric", "prefix", "segment"]
-Mode = Literal["truncate", "clip", "mask"]
+ModeName = Literal["truncate", "clip", "mask"]
 Normalizer = Literal["kept", "original"]
 NonfinitePolicy = Literal["reject", "neutral", "raise"]
 OldLogprobs = Literal["recompute", "interpolate"]
@@ -28,7 +29,7 @@ class RolloutCorrectionConfig:
 
     use_tis: bool = False
     """Multiply the loss by importance weights."""
-    tis_mode: Mode = "truncate"
+    tis_mode: ModeName = "truncate"
     """truncate: min(w, upper); clip: clamp(w, lower, upper); mask: w inside the bounds, rejected outside."""
     tis_level: Level = "token"
     """How log-ratios become a log-weight: token, sequence (sum), geometric (mean), prefix (sum up to the
@@ -86,7 +87,7 @@ class RolloutCorrectionConfig:
 
     def _check_combinations(self) -> None:
         lower, upper = self.is_bounds
-        if self.use_tis and lower >= upper and (self.tis_lower_bound is not None or self.tis_mode != "truncate"):
+        if self.use_tis and lower >= upper and (self.tis_lower_bound is not None or self.mode.has_lower_bound):
             raise ValueError(
                 f"--tis-lower-bound {lower} is not below --tis-upper-bound {upper}; lower it or raise the upper bound."
             )
@@ -129,6 +130,11 @@ class RolloutCorrectionConfig:
                 f"{option} judges whole sequences but --rs-level is {self.rs_level}; "
                 f"choose --rs-level {' or '.join(SEQUENCE_LEVELS)}."
             )
+
+    @property
+    def mode(self) -> Mode:
+        """The entry of `MODES` for `tis_mode`."""
+        return MODES[self.tis_mode]
 
     @property
     def is_bounds(self) -> tuple[float, float]:
@@ -179,10 +185,14 @@ class RolloutCorrectionConfig:
         return self.rs_veto_threshold is not None or self.rs_veto_upper_threshold is not None
 
     @property
+    def rejects_weights(self) -> bool:
+        """Whether a weight out of bounds rejects its token or sequence."""
+        return self.use_tis and self.mode.rejects
+
+    @property
     def rejects(self) -> bool:
         """Whether anything but a non-finite log-prob can leave the mask."""
-        masks = self.use_tis and self.tis_mode == "mask"
-        return masks or self.vetoes or bool(self.rejections) or self.rs_second_moment_bound is not None
+        return self.rejects_weights or self.vetoes or bool(self.rejections) or self.rs_second_moment_bound is not None
 
     @property
     def corrects(self) -> bool:

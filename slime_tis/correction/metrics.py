@@ -4,6 +4,9 @@ import math
 import sys
 from dataclasses import fields
 
+import torch
+from torch import Tensor
+
 from slime_tis.correction.config import RolloutCorrectionConfig
 from slime_tis.correction.ratio import LOG_RATIO_BOUND
 from slime_tis.correction.sums import (
@@ -15,7 +18,19 @@ from slime_tis.correction.sums import (
     SequenceWeightSums,
     WeightSums,
 )
-from slime_tis.correction.weights import SMALLEST_BATCH_MEAN
+
+SMALLEST_BATCH_MEAN = 1e-8
+"""Weights whose mean is not above this are not normalized."""
+
+
+def mean_weight(total: Tensor, count: Tensor) -> Tensor:
+    """total / count, or 1 where that is not a usable divisor."""
+    return usable_mean(total / count.clamp_min(1))
+
+
+def usable_mean(mean: Tensor) -> Tensor:
+    """The mean weight, or 1 where weights cannot be divided by it: too small, or NaN."""
+    return torch.where(mean > SMALLEST_BATCH_MEAN, mean, torch.ones_like(mean))
 
 
 def correction_metrics(
@@ -71,10 +86,11 @@ def _weight_metrics(
     count = weights.count
     mean = weights.total / count
     normalizer = mean if config.tis_batch_normalize and mean > SMALLEST_BATCH_MEAN else 1.0
-    lowest, highest = _weight_of(config, mins.ratio), _weight_of(config, maxs.ratio)
-    if config.tis_mode == "mask":
-        lowest = 0.0 if weights.low + weights.high else lowest
-        highest = maxs.weight
+    if config.mode.rejects:
+        lowest, highest = 0.0 if weights.low + weights.high else _clamped(mins.ratio), maxs.weight
+    else:
+        ratios = torch.tensor([_clamped(mins.ratio), _clamped(maxs.ratio)], dtype=torch.float64)
+        lowest, highest = config.mode.bound(ratios, *config.is_bounds).tolist()
     deviation = _deviation(weights.minus_1, weights.minus_1_squared, count, highest - lowest)
     mean_square = deviation * deviation + mean * mean
     found = {
@@ -87,12 +103,8 @@ def _weight_metrics(
         "mis_weight_std": deviation / normalizer,
         "mis_eff_sample_size": mean * mean / mean_square if mean_square else 0.0,
     }
-    if config.tis_mode == "truncate":
-        found["mis_truncate_fraction"] = weights.high / count
-        found["mis_ratio_fraction_low"] = weights.low / count
-    else:
-        found[f"mis_{config.tis_mode}_fraction_low"] = weights.low / count
-        found[f"mis_{config.tis_mode}_fraction_high"] = weights.high / count
+    found[f"mis_{config.mode.low_fraction}"] = weights.low / count
+    found[f"mis_{config.mode.high_fraction}"] = weights.high / count
     if config.tis_batch_normalize:
         found["mis_batch_norm_factor"] = normalizer
     return found
@@ -149,10 +161,5 @@ def _deviation(minus_1: float, minus_1_squared: float, count: float, spread: flo
     return min(math.sqrt(variance), max(spread, 0.0) / 2)
 
 
-def _weight_of(config: RolloutCorrectionConfig, ratio: float) -> float:
-    """The weight after the mode of a ratio that mask mode does not reject."""
-    lower, upper = config.is_bounds
-    weight = min(max(ratio, math.exp(-LOG_RATIO_BOUND)), math.exp(LOG_RATIO_BOUND))
-    if config.tis_mode == "mask":
-        return weight
-    return min(weight if config.tis_mode == "truncate" else max(weight, lower), upper)
+def _clamped(ratio: float) -> float:
+    return min(max(ratio, math.exp(-LOG_RATIO_BOUND)), math.exp(LOG_RATIO_BOUND))

@@ -60,7 +60,7 @@ def reference_correct(
     # 7. Rejection: the criteria are ANDed, each over all valid tokens; the mask mode and the trimming reject as well.
     criteria = {c.name: rejected_by(config, c, delta_BT, valid_BT, masked_in_BT) for c in config.rejections}
     rejected_BT = torch.stack([torch.zeros_like(valid_BT), *criteria.values()]).any(0)
-    outside_BT = (bounded_BT == 0) & (config.use_tis and config.tis_mode == "mask")
+    outside_BT = (bounded_BT == 0) & config.rejects_weights
     trimmed_BT = valid_BT & (delta_BT.square() >= second_moment_limit(config, delta_BT[valid_BT]))
     # 8. Veto: one token beyond a threshold, by its unclamped ratio, rejects its sequence.
     low, high = config.rs_veto_threshold or 0.0, config.rs_veto_upper_threshold or math.inf
@@ -233,10 +233,7 @@ def weight_metrics(
         "mis_weight_std": weight_N.std(correction=0).item() / factor,
         "mis_eff_sample_size": weight_N.mean().item() ** 2 / square if square else 0.0,
     }
-    if config.tis_mode == "truncate":
-        metrics |= {"mis_truncate_fraction": high, "mis_ratio_fraction_low": low}
-    else:
-        metrics |= {f"mis_{config.tis_mode}_fraction_low": low, f"mis_{config.tis_mode}_fraction_high": high}
+    metrics |= {f"mis_{config.mode.low_fraction}": low, f"mis_{config.mode.high_fraction}": high}
     if config.tis_batch_normalize:
         metrics["mis_batch_norm_factor"] = factor
     if not config.has_token_weights:

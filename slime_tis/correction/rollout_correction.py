@@ -13,13 +13,13 @@ from slime_tis.correction.context_parallel import ResponseSlices, gather_slices,
 from slime_tis.correction.global_batch import THIS_CALL, GlobalBatch
 from slime_tis.correction.inputs import LogProbs
 from slime_tis.correction.layout import as_layout
+from slime_tis.correction.metrics import usable_mean
 from slime_tis.correction.ranks import Ranks
 from slime_tis.correction.sequence_pass import SequencePass, sequence_pass
 from slime_tis.correction.statistics import Statistics
 from slime_tis.correction.sums import EXTREMES, SequenceSums, named, number_of_columns, sequence_columns
 from slime_tis.correction.token_pass import TokenPass, TokenPassFunction, torch_token_pass
 from slime_tis.correction.trimming import limit_of_batch, trim_second_moment
-from slime_tis.correction.weights import usable_mean
 
 LayoutT = TypeVar("LayoutT", Tensor, list[Tensor])
 Aggregation = Literal["token-mean", "seq-mean-token-mean"]

@@ -11,7 +11,7 @@ from torch import Tensor
 from slime_tis.correction.adaptive import AdaptiveBounds
 from slime_tis.correction.config import RolloutCorrectionConfig
 from slime_tis.correction.criteria import LEVEL_AGGREGATION
-from slime_tis.correction.ratio import LOG_RATIO_BOUND, safe_exp, sequence_log_weights
+from slime_tis.correction.ratio import LOG_RATIO_BOUND, in_float32, indicator, safe_exp, sequence_log_weights
 from slime_tis.correction.rejection import sequence_accepted
 from slime_tis.correction.sums import (
     BatchSums,
@@ -25,7 +25,6 @@ from slime_tis.correction.sums import (
     WeightSums,
     stacked,
 )
-from slime_tis.correction.weights import bounded_weights, inside
 
 LARGEST_EXPONENT = 700.0
 """The ratio of a whole sequence is reported up to e^700, where float64 ends; its weight ends at e^20."""
@@ -66,8 +65,8 @@ def sequence_pass(
     accept_S, rejection = _rejection(config, sums_S, bounds)
     if sums_S.catastrophic is not None:
         accept_S = accept_S * (sums_S.catastrophic == 0)
-    if weight_S is not None and config.tis_mode == "mask":
-        accept_S = accept_S * inside(weight_S)
+    if weight_S is not None and config.mode.rejects:
+        accept_S = accept_S * indicator(torch.gt, weight_S, 0.0)
     accepted_S = accept_S * sums_S.accepted
     terms_S = replace(
         _mismatch_terms(sums_S, nonempty_S, accepted_S),
@@ -153,7 +152,7 @@ def _sequence_weights(
         return None, None
     lower, upper = config.is_bounds
     raw_S = safe_exp(sequence_log_weights(LEVEL_AGGREGATION[config.tis_level], sums_S.log_ratio, sums_S.valid))
-    weight_S = bounded_weights(raw_S, config.tis_mode, lower, upper)
+    weight_S = config.mode.bound(raw_S, in_float32(lower), in_float32(upper))
     minus_1_S = (weight_S - 1) * nonempty_S
     return weight_S, WeightSums(
         count=nonempty_S,

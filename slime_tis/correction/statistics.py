@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from slime_tis.correction.config import RolloutCorrectionConfig
-from slime_tis.correction.metrics import correction_metrics
+from slime_tis.correction.metrics import correction_metrics, mean_weight
 from slime_tis.correction.ranks import ONE_RANK, Ranks
 from slime_tis.correction.sums import EXTREMES, BatchSums, batch_columns, named, number_of_columns
-from slime_tis.correction.weights import mean_weight
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,17 @@ from slime_tis.correction.adaptive import clamped_k3_of
 from slime_tis.correction.blocks import Chunk, PackedChunk
 from slime_tis.correction.config import RolloutCorrectionConfig
 from slime_tis.correction.criteria import Criterion
-from slime_tis.correction.ratio import Tokens, indicator, log_ratios, safe_exp, safe_expm1, token_log_weights
+from slime_tis.correction.ratio import (
+    Tokens,
+    in_float32,
+    indicator,
+    log_ratios,
+    safe_exp,
+    safe_expm1,
+    token_log_weights,
+)
 from slime_tis.correction.rejection import accepted, catastrophic_tokens, token_statistic
 from slime_tis.correction.sums import CriterionSums, SequenceSums, TokenWeightSums, stacked
-from slime_tis.correction.weights import bounded_weights, inside
 
 
 @dataclass(frozen=True)
@@ -73,8 +80,8 @@ def torch_token_pass(config: RolloutCorrectionConfig, packed: PackedChunk) -> To
     ratio_minus_1 = safe_expm1(tokens.log_ratio_RK)
     rs_accepted, criteria = _apply_criteria(config.rejections, tokens, chunk)
     accepted = rs_accepted
-    if config.has_token_weights and config.tis_mode == "mask":
-        accepted = rs_accepted * inside(weight)
+    if config.has_token_weights and config.mode.rejects:
+        accepted = rs_accepted * indicator(torch.gt, weight, 0.0)
     masked_in_R, valid_R = tokens.masked_in_RK.sum(-1), tokens.valid_R
     rs_accepted_R = valid_R if rs_accepted is tokens.valid_RK else rs_accepted.sum(-1)
     if not config.touches_loss:
@@ -135,11 +142,11 @@ def _weigh(
     raw = safe_exp(token_log_weights(config.tis_level, tokens, chunk))
     lowest = torch.div(raw, valid, out=tokens.scratch_RK).amin()  # x/0 is +inf: no minimum
     raw.mul_(valid)
-    weight = bounded_weights(raw, config.tis_mode, *config.is_bounds)
-    if config.tis_mode == "clip":
+    weight = config.mode.bound(raw, *map(in_float32, config.is_bounds))
+    if config.mode.raises_weights:
         weight.mul_(valid)
     highest = raw.amax()
-    extremes = TokenExtremes(lowest, highest, weight.amax() if config.tis_mode == "mask" else highest)
+    extremes = TokenExtremes(lowest, highest, weight.amax() if config.mode.rejects else highest)
     return weight, extremes, _weight_sums(config, tokens, raw, weight)
 
 

@@ -52,9 +52,8 @@ class Diagnostics:
 
 
 def _is_at_bound(config: RolloutCorrectionConfig, found: Mapping[str, float]) -> bool:
-    """Whether the largest weight is the upper bound: some went beyond it. The mask mode has none at its bound."""
-    beyond = {"truncate": "mis_truncate_fraction", "clip": "mis_clip_fraction_high"}.get(config.tis_mode)
-    return beyond is not None and found.get(beyond, 0.0) > 0.0
+    """Whether the largest weight is the upper bound: some exceeded it. A mode that rejects has none."""
+    return not config.mode.rejects and found.get(f"mis_{config.mode.high_fraction}", 0.0) > 0.0
 
 
 def _about_rejection(config: RolloutCorrectionConfig, found: Mapping[str, float]) -> str:

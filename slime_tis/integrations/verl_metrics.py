@@ -19,11 +19,10 @@ def weight_metrics(config: RolloutCorrectionConfig, log_ratio_BT: Tensor, respon
     lower, upper = config.is_bounds
     log_weight = delta if config.tis_level == "token" else delta.sum(-1, keepdim=True)
     raw = log_weight.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp().expand_as(delta)
-    inside = (raw >= lower) & (raw <= upper)
-    bounded = torch.where(inside, raw, 0.0) if config.tis_mode == "mask" else raw.clamp(max=upper)
+    bounded = config.mode.bound(raw, lower, upper)
     metrics = compute_is_metrics(bounded, raw, log_weight, valid, config.tis_level, upper, lower)
-    if config.tis_mode == "mask":
-        metrics["rollout_is_oob_ratio"] = _mean(~inside, valid)
+    if config.mode.rejects:
+        metrics["rollout_is_oob_ratio"] = _mean(bounded == 0, valid)
     return metrics
 
 

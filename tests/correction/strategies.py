@@ -5,7 +5,7 @@ from typing import Any, get_args
 from hypothesis import strategies as st
 
 from slime_tis import RolloutCorrectionConfig
-from slime_tis.correction.config import LEVELS, SEQUENCE_LEVELS, Mode, NonfinitePolicy
+from slime_tis.correction.config import LEVELS, SEQUENCE_LEVELS, ModeName, NonfinitePolicy
 from slime_tis.correction.criteria import CRITERIA
 
 # Bounds between the values that Δ takes below, so that no statistic of one token lies on a bound.
@@ -30,7 +30,7 @@ def configurations(draw: Any, policies: tuple[str, ...] = ("reject", "neutral"))
     bounds = draw(st.sampled_from(FIXED_BOUNDS if not use_rs or rs_level not in SEQUENCE_LEVELS else ALL_BOUNDS))
     return RolloutCorrectionConfig(
         use_tis=draw(st.booleans()),
-        tis_mode=draw(st.sampled_from(get_args(Mode))),
+        tis_mode=draw(st.sampled_from(get_args(ModeName))),
         tis_level=draw(st.sampled_from(LEVELS)),
         tis_lower_bound=lower,
         tis_upper_bound=draw(st.sampled_from([1.37, 2.03])),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import slime_tis
 from slime_tis import RolloutCorrectionConfig, correct
-from slime_tis.correction.config import LEVELS, Mode, NonfinitePolicy, Normalizer
+from slime_tis.correction.config import LEVELS, ModeName, NonfinitePolicy, Normalizer
 from slime_tis.correction.criteria import CRITERIA
 from slime_tis.correction.sums import stacked
 from slime_tis.integrations import verl
@@ -44,7 +44,7 @@ def make_options(rng: random.Random) -> dict[str, Any]:
     thresholds = [f"{rng.choice(BOUNDS[rng.choice((0, 8)) :])}" for _ in names]
     options = {
         "use_tis": rng.random() < 0.7,
-        "tis_mode": rng.choice(get_args(Mode)),
+        "tis_mode": rng.choice(get_args(ModeName)),
         "tis_level": rng.choice(LEVELS),
         "tis_lower_bound": bound(0.2),
         "tis_upper_bound": bound(1.0) if rng.random() < 0.5 else 2.0,

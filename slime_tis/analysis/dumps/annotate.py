@@ -81,7 +81,7 @@ def single_criteria(config: RolloutCorrectionConfig) -> dict[str, RolloutCorrect
     """
     base = _without_correction(config)
     single = {criterion.name: replace(base, **_options(criterion, config)) for criterion in config.rejections}
-    if config.use_tis and config.tis_mode == "mask":
+    if config.rejects_weights:
         single["tis_mask"] = replace(base, use_tis=True, tis_batch_normalize=False)
     if config.rs_second_moment_bound is not None:
         single["second_moment"] = replace(base, rs_second_moment_bound=config.rs_second_moment_bound)

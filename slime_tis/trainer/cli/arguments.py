@@ -746,11 +746,11 @@ def _check_truncation(arguments: Arguments) -> None:
 def _warnings(arguments: Arguments) -> list[str]:
     correction = arguments.correction
     warnings = []
-    bounds_rejection = correction.use_rs and correction.rs_upper_bound is None
-    if correction.use_tis and correction.tis_mode == "truncate" and not bounds_rejection and correction.tis_lower_bound:
+    reads_lower_bound = correction.mode.has_lower_bound or (correction.use_rs and correction.rs_upper_bound is None)
+    if correction.use_tis and not reads_lower_bound and correction.tis_lower_bound:
         warnings.append(
-            f"--tis-lower-bound is {correction.tis_lower_bound} but --tis-mode truncate has no lower bound; "
-            "choose clip or mask for both."
+            f"--tis-lower-bound is {correction.tis_lower_bound} but --tis-mode {correction.tis_mode} has no lower "
+            "bound; choose clip or mask for both."
         )
     warnings += [
         f"the bounds {criterion.lower:.6g} to {criterion.upper:.6g} of {criterion.name} on the mean log-ratio are "
