@@ -187,6 +187,11 @@ def test_runs_that_differ_in_seeds_are_drawn_as_median_and_range(
     assert high["fill"] == "tonexty" and len(others) == 3 and data["title"] == "4 runs"
 
 
+def test_any_keys_of_a_configuration_are_grouped() -> None:
+    runs = [replace(source(), options={1: "a", "lr": lr, "seed": seed}) for lr, seed in ((1, 1), (1, 2), (2, 1))]
+    assert [len(group.sources) for group in group_runs([*runs, source(), source()])] == [2, 1, 1, 1]
+
+
 def test_the_spread_of_curves_is_taken_at_common_steps() -> None:
     assert spread([{0: 1.0, 1: 2.0}, {1: 5.0, 2: 9.0}, {1: 3.0}]) == ([1], [3.0], [2.0], [5.0])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,18 +13,9 @@ if TYPE_CHECKING:
     from slime_tis.analysis.report.source import Source
 
 PER_RUN_OPTIONS = (
-    *(
-        "seed",
-        "rollout_seed",
-        "output_dir",
-        "save",
-        "load",
-        "save_hf",
-        "tb_experiment_name",
-        "wandb_dir",
-        "wandb_group",
-    ),
+    *("seed", "rollout_seed", "output_dir", "save", "load", "save_hf", "wandb_dir", "wandb_group"),
     *("dump_details", "save_debug_rollout_data", "save_debug_train_data", "sglang_log_dir", "sglang_weight_dir"),
+    "tb_experiment_name",
 )
 """Options that differ between runs of one configuration."""
 
@@ -35,7 +25,7 @@ class Group:
     """Runs that differ only in `PER_RUN_OPTIONS`."""
 
     name: str
-    """Name of a single run; options that other groups have different, and the number of runs, of several."""
+    """Name of a single run, or the options that differ between the groups."""
     sources: tuple[Source, ...]
 
 
@@ -43,18 +33,12 @@ def group_runs(sources: Sequence[Source]) -> list[Group]:
     """Groups sources by their configuration, in order. A source without a configuration forms a separate group."""
     groups: dict[str, list[Source]] = {}
     for index, source in enumerate(sources):
-        options = _shared_options(source)
-        groups.setdefault(json.dumps(options, sort_keys=True, default=str) if options else str(index), []).append(
-            source
-        )
+        options = sorted(map(repr, _shared_options(source).items()))
+        groups.setdefault(str(options or index), []).append(source)
     configs = [_shared_options(members[0]) for members in groups.values()]
     names = {name for each in configs for name in each if any(each[name] != other.get(name) for other in configs)}
-    return [
-        Group(
-            name=_name(members, {name: value for name, value in each.items() if name in names}), sources=tuple(members)
-        )
-        for members, each in zip(groups.values(), configs, strict=True)
-    ]
+    pairs = zip(groups.values(), configs, strict=True)
+    return [Group(name=_name(members, config, names), sources=tuple(members)) for members, config in pairs]
 
 
 def spread(curves: Sequence[Mapping[int, float]]) -> tuple[list[int], list[float], list[float], list[float]]:
@@ -68,8 +52,8 @@ def _shared_options(source: Source) -> dict[str, Any]:
     return {name: value for name, value in source.options.items() if name not in PER_RUN_OPTIONS}
 
 
-def _name(members: Sequence[Source], options: Mapping[str, Any]) -> str:
+def _name(members: Sequence[Source], config: Mapping[str, Any], names: set[str]) -> str:
     if len(members) == 1:
         return members[0].name
-    words = ", ".join(f"{name}={value}" for name, value in sorted(options.items())) or members[0].name
-    return f"{one_line(words, 60)} ({len(members)} runs)"
+    options = ", ".join(f"{name}={value}" for name, value in config.items() if name in names)
+    return f"{one_line(options or members[0].name, 60)} ({len(members)} runs)"
