@@ -491,6 +491,7 @@ def _tensors_of(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     from safetensors import SafetensorError, safe_open
 
     try:
+        open(path, "rb").close()  # safetensors reports a file without read permission as missing
         with safe_open(str(path), "pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             return {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}

@@ -1,5 +1,8 @@
-"""How a run that an error ended is reported: one message for all ranks, and the exit status of errors.py."""
+"""Reports the error that ended a run: one message for all ranks, and the exit status of errors.py."""
 
+import errno
+import os
+import resource
 import sys
 
 from slime_tis.errors import CustomFunctionError, OtherRankFailed, RunStopped
@@ -9,11 +12,12 @@ from slime_tis.trainer.megatron.checkpoint import CheckpointError
 from slime_tis.trainer.megatron.parallel import lost_contact
 
 EXPECTED = (ValueError, OSError, RolloutUnavailable, Interrupted, RunStopped, CheckpointError)
-"""What ends a run with one message; any other exception is a defect of this program or of a library."""
+"""Errors that end a run with one message; any other exception is a defect of this program or of a library."""
+TOO_MANY_FILES = os.strerror(errno.EMFILE)
 
 
 def exit_status(error: Exception) -> int:
-    """The exit status of a run that an error ended; errors.py has the table."""
+    """Returns the exit status of a run that ended with an error; errors.py has the table."""
     if isinstance(error, (RunStopped, Interrupted)):
         return error.status
     return 2 if isinstance(error, CustomFunctionError) else 1
@@ -23,22 +27,27 @@ def report_error(error: Exception, rank: int, interrupts: Interrupts) -> bool:
     """Prints on stderr why the run ends, once for all ranks.
 
     Returns:
-        False for a defect, whose traceback is wanted.
+        False for a defect, which needs its traceback.
     """
-    if isinstance(error, OtherRankFailed) or lost_contact(error):
+    too_many_files = TOO_MANY_FILES in str(error)  # gloo and torch raise it as RuntimeError
+    if isinstance(error, OtherRankFailed) or (lost_contact(error) and not too_many_files):
         print(f"error: {stops_because(rank, interrupts.failure_elsewhere())}", file=sys.stderr)
         return True
     message = message_of(error)
     first = interrupts.report_failure(message)
     if first.rank == rank:
-        if isinstance(error, EXPECTED):
+        expected = isinstance(error, EXPECTED) or too_many_files
+        if expected:
             print(message if isinstance(error, (RunStopped, Interrupted)) else f"error: {message}", file=sys.stderr)
-        return isinstance(error, EXPECTED)
+        return expected
     if first.message != message:
         print(f"error: {stops_because(rank, first)}", file=sys.stderr)
     return True
 
 
 def message_of(error: Exception) -> str:
-    """An error's message on one line, or its type where it has none."""
+    """Returns an error's message on one line, or its type if the message is empty."""
+    if TOO_MANY_FILES in str(error):
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return f"the run needs more open files than its limit of {limit}; raise the limit with ulimit -n."
     return " ".join(str(error).split()) or type(error).__name__
