@@ -6,8 +6,11 @@
 Upper limits are far above what any real run needs: they refuse a slip of the finger before it takes all memory.
 """
 
+import ast
 import dataclasses
 import functools
+import inspect
+import itertools
 import math
 import types
 from dataclasses import dataclass
@@ -108,6 +111,21 @@ def field_types(config: type) -> dict[str, FieldType]:
     """The types and limits of a dataclass's fields, by name."""
     hints = get_type_hints(config, include_extras=True)
     return {field.name: _field_type(hints[field.name]) for field in dataclasses.fields(config)}
+
+
+@functools.cache
+def field_docs(config: type) -> dict[str, str]:
+    """Returns the docstring under each field of a dataclass, on one line."""
+    (body,) = (node.body for node in ast.parse(inspect.getsource(config)).body if isinstance(node, ast.ClassDef))
+    return {
+        field.target.id: " ".join(doc.value.value.split())
+        for field, doc in itertools.pairwise(body)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(field.target, ast.Name)
+        and isinstance(doc, ast.Expr)
+        and isinstance(doc.value, ast.Constant)
+        and isinstance(doc.value.value, str)
+    }
 
 
 def check_fields(config: object) -> None:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from slime_tis.correction.config import RolloutCorrectionConfig
+from slime_tis.integrations.arguments import CORRECTION_ALIASES
 from slime_tis.limits import Limits, check_fields
 from slime_tis.trainer.cli.command_line import (
-    CORRECTION_ALIASES,
     CORRECTION_NEEDS,
     CommandLine,
     SourceConfig,

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import pytest
 
 from slime_tis.correction.config import RolloutCorrectionConfig
+from slime_tis.integrations.arguments import CORRECTION_ALIASES
 from slime_tis.trainer.cli.command_line import (
-    CORRECTION_ALIASES,
     CORRECTION_NEEDS,
     CommandLine,
     SourceConfig,

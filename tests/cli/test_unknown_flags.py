@@ -7,7 +7,7 @@ import pytest
 
 from slime_tis.limits import flag
 from slime_tis.trainer.cli.arguments import ALIASES, FLAGS, OPTIONS, configure
-from slime_tis.trainer.cli.options import edit_distance, similar
+from slime_tis.trainer.cli.options import similar
 from slime_tis.trainer.cli.slime_flags import (
     ADVICE,
     FIXED,
@@ -224,22 +224,6 @@ def test_flags_that_contradict_config_json_are_refused_with_both_values(line, me
 )
 def test_a_suggestion_is_made_where_it_is_plausible(word, found):
     assert similar(word, KNOWN) == found
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "distance"),
-    [("", "", 0), ("", "abc", 3), ("kitten", "sitting", 3), ("ab", "ba", 1), ("hight", "height", 1), ("ca", "abc", 3)],
-    ids=[
-        "both empty",
-        "one empty",
-        "substitutions",
-        "a transposition",
-        "an insertion",
-        "a transposition and an insertion",
-    ],
-)
-def test_edit_distance(a, b, distance):
-    assert edit_distance(a, b) == edit_distance(b, a) == distance
 
 
 def test_no_table_names_a_flag_of_this_program_or_one_flag_twice():

@@ -15,12 +15,12 @@ from typing import Annotated, Any
 from slime_tis.correction.config import RolloutCorrectionConfig
 from slime_tis.correction.criteria import Criterion
 from slime_tis.errors import quoted, quoted_path
+from slime_tis.integrations.arguments import CORRECTION_ALIASES
 from slime_tis.limits import Limits, check_fields, flag
 from slime_tis.policy.config import PolicyConfig
 from slime_tis.policy.proximal_policy import clip_is_inactive, needs_old_log_probs
 from slime_tis.rules import corrects_staleness
 from slime_tis.trainer.cli.command_line import (
-    CORRECTION_ALIASES,
     CORRECTION_NEEDS,
     CORRECTION_SWITCHES,
     REJECTS,

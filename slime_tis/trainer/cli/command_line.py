@@ -89,18 +89,6 @@ class Need:
         return flag(self.option) + ("" if self.value is None else f" {self.value}")
 
 
-CORRECTION_ALIASES = {
-    "tis_clip": "tis_upper_bound",
-    "tis_clip_low": "tis_lower_bound",
-    "mis_mode": "tis_mode",
-    "mis_level": "tis_level",
-    "mis_lower_bound": "tis_lower_bound",
-    "mis_upper_bound": "tis_upper_bound",
-    "mis_batch_normalize": "tis_batch_normalize",
-    "mis_veto_threshold": "rs_veto_threshold",
-}
-"""Names that options of the correction have elsewhere."""
-
 CORRECTION_SWITCHES = (
     "use_tis",
     "use_rs",

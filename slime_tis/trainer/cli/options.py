@@ -4,10 +4,8 @@ The command line and YAML both hand over text, so one rule reads both: `1e-4` is
 and `true`, `yes` and `on` are the same switch wherever they are given.
 """
 
-import ast
 import dataclasses
-import inspect
-import itertools
+import difflib
 import math
 import re
 import unicodedata
@@ -17,14 +15,17 @@ from enum import IntEnum
 from typing import Any
 
 from slime_tis.errors import quoted
-from slime_tis.limits import FieldType, field_types
+from slime_tis.limits import FieldType, field_docs, field_types
 
 SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 SHORT = 250
 """Characters of the names that one message can list."""
 
 LONGEST = 80
-"""Letters of an unknown word that are compared with known ones."""
+"""Letters of an unknown word that are compared with known words."""
+
+SIMILARITY = 0.8
+"""Smallest ratio of `difflib` for a suggestion."""
 
 NULLS = ("~", "null", "none")
 """Words that unset an option."""
@@ -95,7 +96,7 @@ def declare_options(configs: Sequence[type]) -> dict[str, Option]:
     """
     options = {}
     for config in configs:
-        types, docs = field_types(config), _field_docs(config)
+        types, docs = field_types(config), field_docs(config)
         for field in dataclasses.fields(config):
             options[field.name] = Option(
                 name=field.name, type=types[field.name], default=field.default, help=docs[field.name]
@@ -169,39 +170,14 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def similar(word: str, known: Iterable[str]) -> str | None:
-    """The known word that a typing error makes of this one, or None where none is near enough.
+    """Returns the known word that is most similar to a misspelled one, or None.
 
-    Near is a letter in every four that is wrong, missing, too many or swapped with its neighbour, or a name whose
-    words are those of the other and one or two more: `tis_upper` is near `tis_upper_bound`, `colocate` is not near
-    `load`.
+    A known name is also similar if it extends the word by one or two parts: `tis_upper` and `tis_upper_bound`.
     """
     word, known = word[:LONGEST], list(known)
-    bound = max(1, len(word.strip("-")) // 4)
-    alike = [name for name in known if abs(len(name) - len(word)) <= bound]
-    scored = sorted((edit_distance(word, name), name) for name in alike)
-    if scored and scored[0][0] <= bound:
-        return scored[0][1]
+    matches = difflib.get_close_matches(word, known, n=1, cutoff=SIMILARITY)
     longer = [name for name in known if _extends(_parts(word), _parts(name))]
-    return min(longer, key=len) if longer else None
-
-
-def edit_distance(a: str, b: str) -> int:
-    """Letters to insert, delete, replace or swap with their neighbour that turn one word into another.
-
-    Source: "A technique for computer detection and correction of spelling errors", Damerau
-    (https://doi.org/10.1145/363958.363994), in its optimal string alignment form.
-    """
-    before: list[int] = []
-    last = list(range(len(b) + 1))
-    for i, x in enumerate(a, start=1):
-        row = [i]
-        for j, y in enumerate(b, start=1):
-            best = min(last[j] + 1, row[j - 1] + 1, last[j - 1] + (x != y))
-            if i > 1 and j > 1 and x == b[j - 2] and a[i - 2] == y:
-                best = min(best, before[j - 2] + 1)
-            row.append(best)
-        before, last = last, row
-    return last[-1]
+    return matches[0] if matches else min(longer, key=len, default=None)
 
 
 def _parts(word: str) -> list[str]:
@@ -268,16 +244,3 @@ def _read_text(text: str) -> str:
 
 
 READERS: dict[Any, Callable[[str], Any]] = {bool: read_switch, int: _read_int, float: _read_float, str: _read_text}
-
-
-def _field_docs(config: type) -> dict[str, str]:
-    (body,) = (node.body for node in ast.parse(inspect.getsource(config)).body if isinstance(node, ast.ClassDef))
-    return {
-        field.target.id: " ".join(doc.value.value.split())
-        for field, doc in itertools.pairwise(body)
-        if isinstance(field, ast.AnnAssign)
-        and isinstance(field.target, ast.Name)
-        and isinstance(doc, ast.Expr)
-        and isinstance(doc.value, ast.Constant)
-        and isinstance(doc.value.value, str)
-    }

@@ -1,0 +1,6 @@
+"""The command line: `parse_args` for `train.py`, and the flags of the correction for the parsers of other trainers."""
+
+from slime_tis.integrations.arguments import add_rollout_correction_arguments, rollout_correction_config
+from slime_tis.trainer.cli.arguments import Arguments, parse_args
+
+__all__ = ["Arguments", "add_rollout_correction_arguments", "parse_args", "rollout_correction_config"]
