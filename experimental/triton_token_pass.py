@@ -29,6 +29,8 @@ TILE_TOKENS = 1024
 """Tokens of a program: eight per thread of its four warps, whose dozen temporaries then fit its registers."""
 TILE_ROWS = 64
 """Rows that a sequence's program reads at a time."""
+KERNEL_MODES = {"truncate": "truncate", "clip": "clip", "mask": "mask"}
+"""Modes that the kernel implements."""
 MASK_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float32, torch.float64)
 """Masks that the kernels read as they are, besides bool; others are compared with 0 first."""
 
@@ -158,7 +160,7 @@ def _options(config: RolloutCorrectionConfig) -> dict[str, Any]:
         "SEGMENT": "segment" in used,
         "NEUTRAL": config.nonfinite_policy == "neutral",
         "WEIGHT_LEVEL": level,
-        "MODE": config.tis_mode,
+        "MODE": KERNEL_MODES[config.tis_mode],
         "LOWER": in_float32(lower),
         "UPPER": in_float32(upper),
         "KINDS": tuple(criterion[0] for criterion in criteria),

@@ -87,7 +87,8 @@ def _weight_metrics(
     mean = weights.total / count
     normalizer = mean if config.tis_batch_normalize and mean > SMALLEST_BATCH_MEAN else 1.0
     if config.mode.rejects:
-        lowest, highest = 0.0 if weights.low + weights.high else _clamped(mins.ratio), maxs.weight
+        rejected = weights.high + (weights.low if config.mode.has_lower_bound else 0.0)
+        lowest, highest = 0.0 if rejected else _clamped(mins.ratio), maxs.weight
     else:
         ratios = torch.tensor([_clamped(mins.ratio), _clamped(maxs.ratio)], dtype=torch.float64)
         lowest, highest = config.mode.bound(ratios, *config.is_bounds).tolist()

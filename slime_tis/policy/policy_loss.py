@@ -129,8 +129,8 @@ def policy_loss(inputs: LossInputs, step: LossStep) -> LossOutputs:
     old_L = old_log_probs(inputs, step)
     train_L = inputs.log_probs_L.detach() if step.correction.use_rollout_logprobs else old_L
     correction = correct_tokens(inputs.tokens, train_L, step)
-    near = near_policy(inputs, old_L, step) if step.policy.use_opsm else None
-    losses = token_losses(inputs, old_L, train_L, correction, near, step)
+    opsm = opsm_mask(inputs, old_L, step) if step.policy.use_opsm else None
+    losses = token_losses(inputs, old_L, train_L, correction, opsm, step)
     reduction = LossReduction.build(
         losses.mask_L,
         correction.masked_in_per_sequence
@@ -140,7 +140,7 @@ def policy_loss(inputs: LossInputs, step: LossStep) -> LossOutputs:
         inputs.tokens.rollout_of_each,
         per_token=step.policy.calculate_per_token_loss,
     )
-    sums = step_sums(inputs, train_L, correction, near, losses, reduction, step)
+    sums = step_sums(inputs, train_L, correction, opsm, losses, reduction, step)
     weights_L = applied_weights(inputs.tokens, correction, step)
     numerator, sums = objective(inputs, losses, weights_L, reduction, sums, step)
     return LossOutputs(
@@ -241,20 +241,23 @@ def correct_tokens(tokens: ResponseTokens, train_log_probs_L: Tensor, step: Loss
 
 
 @dataclass(frozen=True, kw_only=True)
-class NearPolicy:
-    """The verdicts of off-policy sequence masking, True where a sequence is accepted."""
+class OffPolicySequenceMask:
+    """The sequences that off-policy sequence masking (OPSM) accepts, bool."""
 
-    near_S: Tensor
-    """bool."""
-    near_L: Tensor
-    """bool, that of its sequence at each token."""
+    opsm_mask_S: Tensor
+    opsm_mask_L: Tensor
+    """At each token the value of its sequence."""
+
+    def apply(self, mask_L: Tensor, accepted_S: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns a mask and its token count per sequence, without the rejected sequences."""
+        return mask_L & self.opsm_mask_L, accepted_S * self.opsm_mask_S
 
 
-def near_policy(inputs: LossInputs, old_log_probs_L: Tensor, step: LossStep) -> NearPolicy:
-    """Which sequences off-policy sequence masking accepts."""
+def opsm_mask(inputs: LossInputs, old_log_probs_L: Tensor, step: LossStep) -> OffPolicySequenceMask:
+    """Applies off-policy sequence masking to a micro-batch."""
     tokens, policy = inputs.tokens, step.policy
     advantage_S = torch.stack([part.sum() for part in inputs.advantages_L.split(tokens.lengths)]).double()
-    near_S = off_policy_sequence_mask(
+    opsm_mask_S = off_policy_sequence_mask(
         inputs.log_probs_L,
         tokens.rollout_log_probs_L if policy.opsm_policy == "rollout" else old_log_probs_L,
         # The sign is what counts, and all tokens of a sequence share it.
@@ -265,12 +268,7 @@ def near_policy(inputs: LossInputs, old_log_probs_L: Tensor, step: LossStep) -> 
         lengths=tokens.lengths,
         ranks=step.global_batch.ranks,
     )
-    return NearPolicy(near_S=near_S, near_L=expand(near_S, tokens.lengths))
-
-
-def accept_near(mask_L: Tensor, accepted_S: Tensor, near: NearPolicy | None) -> tuple[Tensor, Tensor]:
-    """A mask and the tokens that each sequence has in it, without the sequences that the policy moved away from."""
-    return (mask_L, accepted_S) if near is None else (mask_L & near.near_L, accepted_S * near.near_S)
+    return OffPolicySequenceMask(opsm_mask_S=opsm_mask_S, opsm_mask_L=expand(opsm_mask_S, tokens.lengths))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,7 +290,7 @@ def token_losses(
     old_log_probs_L: Tensor,
     train_log_probs_L: Tensor,
     correction: Correction[Tensor],
-    near: NearPolicy | None,
+    opsm: OffPolicySequenceMask | None,
     step: LossStep,
 ) -> TokenLosses:
     """The loss per token with its weights, and the mask without what is rejected.
@@ -302,11 +300,13 @@ def token_losses(
         old_log_probs_L: log π_old.
         train_log_probs_L: log π_train, the numerator of the weights.
         correction: weights and mask.
-        near: what off-policy sequence masking accepts; None where it is off.
+        opsm: the off-policy sequence mask, None when disabled.
         step: the options.
     """
     tokens = inputs.tokens
-    mask_L, accepted_S = accept_near(correction.mask, correction.accepted_per_sequence, near)
+    mask_L, accepted_S = correction.mask, correction.accepted_per_sequence
+    if opsm is not None:
+        mask_L, accepted_S = opsm.apply(mask_L, accepted_S)
     # What is masked or not finite gets ratio 1 before any arithmetic: a NaN behind a mask would still poison
     # the gradient.
     log_probs_L = torch.where(mask_L, inputs.log_probs_L, inputs.log_probs_L.detach().nan_to_num())
@@ -332,7 +332,9 @@ def token_losses(
         custom_metrics = custom.metrics
         if step.correction.corrects:  # otherwise metrics alone: the loss stays as it was, to the bit
             loss_L = custom.loss_L
-            mask_L, accepted_S = accept_near(custom.mask_L, custom.accepted_per_sequence, near)
+            mask_L, accepted_S = custom.mask_L, custom.accepted_per_sequence
+            if opsm is not None:
+                mask_L, accepted_S = opsm.apply(mask_L, accepted_S)
     elif step.correction.use_tis:
         loss_L = loss_L * correction.weights
     terms = LossTerms(
@@ -368,7 +370,7 @@ def step_sums(
     inputs: LossInputs,
     train_log_probs_L: Tensor,
     correction: Correction[Tensor],
-    near: NearPolicy | None,
+    opsm: OffPolicySequenceMask | None,
     losses: TokenLosses,
     reduction: LossReduction,
     step: LossStep,
@@ -379,7 +381,7 @@ def step_sums(
         inputs: of the micro-batch.
         train_log_probs_L: log π_train, the numerator of the weights.
         correction: its statistics are reported.
-        near: what off-policy sequence masking accepts; None where it is off.
+        opsm: the off-policy sequence mask, None when disabled.
         losses: per token.
         reduction: over the accepted tokens.
         step: the options.
@@ -393,7 +395,7 @@ def step_sums(
         per_token=step.policy.calculate_per_token_loss,
     )
     measured = {name: value.double() for name, value in losses.custom_metrics.items()}
-    opsm_clipped = None if near is None else original.sum_each((~near.near_L).double()[None])[0]
+    opsm_clipped = None if opsm is None else original.sum_each((~opsm.opsm_mask_L).double()[None])[0]
     custom = original.sum_each(torch.stack(list(measured.values()))).unbind() if measured else ()
     counted = float(step.counts)
     compared = train_log_probs_L, tokens.rollout_log_probs_L, tokens.loss_mask_L
