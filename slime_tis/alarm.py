@@ -2,18 +2,18 @@
 
 
 class Alarm:
-    """Goes off when a condition has held a number of times in a row, and ends when it has not held as often."""
+    """Turns on after a condition held several times in a row, and off after it failed several times in a row."""
 
     def __init__(self, after: int, calm: int = 1) -> None:
-        """Sets the two counts.
+        """Initializes the alarm.
 
         Args:
-            after: observations in a row at which it goes off.
-            calm: observations in a row without the condition at which it ends.
+            after: Observations in a row that turn the alarm on.
+            calm: Observations in a row without the condition that turn the alarm off.
         """
         self.is_on = False
         self._after, self._calm = after, calm
-        self._row = 0  # observations in a row that speak against the present state
+        self._row = 0  # observations in a row that contradict `is_on`
 
     def observe(self, holds: bool) -> bool:
         """Takes one observation; returns whether the alarm is on."""

@@ -155,7 +155,7 @@ def test_a_file_that_is_something_else_is_left_and_reported(tmp_path: Path, capf
     ]
     assert len(run_here(flags, tmp_path / "out")) == 2
     assert path.read_text() == "mine" and len(read(tmp_path / "0.parquet")) == 16
-    assert f"warning: --save-debug-train-data: {path} was not written: the file is there" in capfd.readouterr().err
+    assert f"warning: --save-debug-train-data: {path} was not written: the file exists" in capfd.readouterr().err
 
 
 def test_samples_replace_samples_and_nothing_else(dumped, tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_samples_replace_samples_and_nothing_else(dumped, tmp_path: Path) -> Non
         assert path.read_bytes() == source.read_bytes()
     for content in ('{"prompt": "1+1="}\n', "", "[]\n", "\x00\xff"):
         path.write_bytes(content.encode("latin-1"))
-        with pytest.raises(ValueError, match=r"were not saved to '.*0\.jsonl': the file is there and is no dump"):
+        with pytest.raises(ValueError, match=r"were not saved to '.*0\.jsonl': the file exists and is no dump"):
             save_samples(path, groups)
         assert path.read_bytes() == content.encode("latin-1")
     assert [found.name for found in tmp_path.iterdir()] == ["0.jsonl"]

@@ -1,13 +1,12 @@
-"""What ends a run before its last rollout: signals, and the failure of another rank.
+"""Signals and failures of other ranks, which end a run before its last rollout.
 
     SIGINT    Ctrl-C
     SIGTERM   Slurm's and Kubernetes' request to end, and torchrun's to its ranks
     SIGUSR1   Slurm's warning ahead of the time limit (`#SBATCH --signal`)
 
-A thread of its own notices a signal at once, also while the main thread waits in a collective or in a long kernel; the
-run obeys it at the next safe point, saves and ends with status 128 + the signal's number. A second signal ends the
-process there and then, and so does the first while the run starts up and has nothing to lose. Several ranks share what
-they notice through the key-value store that they met at, so that a signal to one of them is a signal to all.
+A thread receives signals, also while the main thread waits in a collective or a kernel. At the next check the run
+saves and ends with status 128 + the signal's number. A second signal, or a signal during start-up, ends the process
+immediately. Ranks share signals and failures through the key-value store of their rendezvous.
 """
 
 from __future__ import annotations
@@ -28,19 +27,18 @@ from typing import Any
 from torch import distributed as dist
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-REPEATED = 0.5
-"""Launchers pass a signal on to processes that may have received it already: within so many seconds of the first it is
-the same signal, not a second one."""
-POLL = 0.5
-"""Time between two looks at what other ranks report, in seconds."""
-GRACE = 15.0
-"""Time that a rank has to notice by itself that another one failed before its process is ended, in seconds."""
-NOTE_WAIT = 3.0
-"""Longest wait for the message of a rank whose connection has closed, in seconds."""
+REPEAT_WINDOW = 0.5
+"""Seconds in which a repeated signal counts as the first: launchers forward signals to processes that have them."""
+POLL_INTERVAL = 0.5
+"""Seconds between two reads of other ranks' reports."""
+FAILURE_TIMEOUT = 15.0
+"""Seconds until a rank ends its process after another rank failed."""
+MESSAGE_TIMEOUT = 3.0
+"""Longest wait for the message of a rank whose connection has closed, seconds."""
 
 
 class Interrupted(Exception):
-    """A signal asks the run to stop; raised at safe points only. `name` is the signal's."""
+    """A signal asks the run to stop; raised only by `Interrupts.check`."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -48,7 +46,7 @@ class Interrupted(Exception):
 
     @property
     def status(self) -> int:
-        """Exit status of a process that ends on this signal."""
+        """The exit status of the process."""
         return 128 + signal.Signals[self.name]
 
 
@@ -61,13 +59,10 @@ class Failure:
 
 
 class Interrupts:
-    """Notices signals from `with` to its end. One object per process, made by the main thread.
-
-    It begins with the start-up, during which a signal ends the process; `started` ends that.
-    """
+    """Receives signals within its `with` block; one object per process. Until `started` a signal ends the process."""
 
     number = 0
-    """The signal that asks the run to stop, on this or on another rank; 0 for none."""
+    """The signal that asks the run to stop, on this or another rank, or 0."""
 
     def __init__(self) -> None:
         self._starting, self._abandonable = True, False
@@ -78,7 +73,7 @@ class Interrupts:
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Interrupts:
-        """Takes the signals over; where another thread than the main one asks, they stay as they are."""
+        """Installs the signal handlers, in the main thread only."""
         global _active
         if threading.current_thread() is not threading.main_thread():
             return self
@@ -87,13 +82,13 @@ class Interrupts:
         threading.Thread(target=self._watch, args=(self._pipe[0],), name="signals", daemon=True).start()
         signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
         for number in SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup and background jobs of a shell have it
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup and background jobs of a shell
                 self._previous[number] = signal.signal(number, _leave_to_the_thread)
         _active = self
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Gives the signals back."""
+        """Restores the signal handlers."""
         global _active
         if self._pipe == (-1, -1):
             return
@@ -107,12 +102,12 @@ class Interrupts:
             signal.signal(number, handler)
 
     def started(self) -> None:
-        """From here on a signal waits for a safe point."""
+        """Ends the start-up: signals now wait for `check`."""
         self._starting = False
 
     @contextmanager
     def abandonable(self) -> Iterator[None]:
-        """Within, `check` raises: what goes on may be given up, since a resumed run does it again."""
+        """Within the block `check` raises: a resumed run repeats the abandoned work."""
         self._abandonable = True
         try:
             yield
@@ -120,49 +115,49 @@ class Interrupts:
             self._abandonable = False
 
     def keep(self) -> None:
-        """Ends `abandonable` early: an optimizer step was made, and giving up the rollout would lose it."""
+        """Ends `abandonable` early, after an optimizer step."""
         self._abandonable = False
 
     def check(self) -> None:
-        """A safe point of this rank alone, where the caller takes care that the others learn of it.
+        """Checks for signals on this rank only; the caller informs the other ranks.
 
         Raises:
-            Interrupted: a signal asks the run to stop, and what goes on may be given up.
+            Interrupted: A signal asks the run to stop, and the current work may be abandoned.
         """
         if self.number and self._abandonable:
             raise Interrupted(signal.Signals(self.number).name)
 
     def share(self, store: dist.Store | None, rank: int) -> None:
-        """Shares signals and failures with the other ranks, through a connection that nothing else uses."""
+        """Shares signals and failures with the other ranks through a dedicated connection."""
         self._store, self._rank = store, rank
 
     def report_failure(self, message: str) -> Failure:
-        """Reports this rank's failure to the others; returns the first failure of the job, this one or another."""
+        """Reports this rank's failure to the other ranks and returns the first failure of the job."""
         mine = Failure(self._rank, message)
         if self._store is not None:
-            with suppress(RuntimeError):  # the store may be what has gone
-                found = self._store.compare_set("failure", "", json.dumps([mine.rank, mine.message]))
-                return Failure(*json.loads(found))
+            with suppress(RuntimeError):  # the store may be lost
+                first = self._store.compare_set("failure", "", json.dumps([mine.rank, mine.message]))
+                return Failure(*json.loads(first))
         return mine
 
-    def failure_elsewhere(self, wait: float = NOTE_WAIT) -> Failure | None:
-        """The failure of another rank, waiting a little for it to be reported; None where there is no report."""
+    def failure_elsewhere(self, wait: float = MESSAGE_TIMEOUT) -> Failure | None:
+        """Returns the failure of another rank, or None if none is reported within `wait` seconds."""
         deadline = time.monotonic() + wait
         while self._store is not None:
             with suppress(RuntimeError):
                 if self._store.check(["failure"]):
-                    found = Failure(*json.loads(self._store.get("failure")))
-                    return found if found.rank != self._rank else None
+                    failure = Failure(*json.loads(self._store.get("failure")))
+                    return failure if failure.rank != self._rank else None
             if time.monotonic() >= deadline:
                 break
             time.sleep(0.05)
         return None
 
     def _watch(self, pipe: int) -> None:
-        """The thread: signals of this process, then what other ranks report."""
-        doomed = float("inf")
+        """Receives signals of this process and reports of other ranks."""
+        deadline = float("inf")
         while True:
-            ready, _, _ = select.select([pipe], [], [], POLL)
+            ready, _, _ = select.select([pipe], [], [], POLL_INTERVAL)
             if ready:
                 received = os.read(pipe, 1)
                 if not received:
@@ -170,8 +165,8 @@ class Interrupts:
                 if received[0] in SIGNALS:
                     self._receive(received[0])
             elif self._store is not None:
-                doomed = min(doomed, self._look_at_others())
-            if time.monotonic() > doomed:
+                deadline = min(deadline, self._look_at_others())
+            if time.monotonic() > deadline:
                 self._end_after_failure()
         os.close(pipe)
 
@@ -189,19 +184,19 @@ class Interrupts:
                     self._store.set("signal", str(number))
             if self._rank == 0:
                 _write(f"{name}: the run saves and stops; a second signal ends it at once.")
-        elif now - self._since > REPEATED:
+        elif now - self._since > REPEAT_WINDOW:
             _write(f"{name}: the run ends at once.")
             end_process(128 + number)
 
     def _look_at_others(self) -> float:
-        """Takes over a signal of another rank; returns when this process has to end since another one failed."""
+        """Receives the signal of another rank; returns when this process must end because another rank failed."""
         assert self._store is not None
         try:
             if self.number == 0 and self._store.check(["signal"]):
                 self.number, self._since = int(self._store.get("signal")), time.monotonic()
             if self._store.check(["failure"]) and self.failure_elsewhere(0.0) is not None:
-                return time.monotonic() + GRACE
-        except RuntimeError:  # the store went with the rank or the launcher that held it
+                return time.monotonic() + FAILURE_TIMEOUT
+        except RuntimeError:  # the rank or launcher with the store has ended
             self._store = None
         return float("inf")
 
@@ -213,15 +208,15 @@ class Interrupts:
 
 
 def stops_because(rank: int, failure: Failure | None) -> str:
-    """The message of a rank that has to stop because of another one."""
+    """Returns the message of a rank that stops because of another rank."""
     if failure is None:
         return f"rank {rank} stops because another rank ended without a message: it was killed, or its machine is lost."
     return f"rank {rank} stops because rank {failure.rank} failed: {failure.message}"
 
 
 def end_process(status: int) -> None:
-    """Ends this process and all that it started, without any further word."""
-    import psutil  # only here: nothing else of a run without SGLang needs it
+    """Kills all child processes and ends this process without a message."""
+    import psutil  # only needed here in runs without SGLang
 
     with suppress(psutil.Error):
         for child in psutil.Process().children(recursive=True):
@@ -231,11 +226,11 @@ def end_process(status: int) -> None:
 
 
 def _leave_to_the_thread(number: int, frame: FrameType | None) -> None:
-    """A handler that is there so that the signal has no other effect than its number in the pipe."""
+    """Does nothing; the thread reads the signal's number from the pipe."""
 
 
 def _write(message: str) -> None:
-    """One line to stderr in one write, beside whatever the main thread is printing."""
+    """Writes one line to stderr in one write."""
     with suppress(OSError, ValueError):
         sys.stderr.write(message + "\n")
         sys.stderr.flush()
@@ -245,7 +240,7 @@ _active: Interrupts | None = None
 
 
 def _forget_in_child() -> None:
-    """A forked child has neither the thread nor a part in what its parent notices."""
+    """Restores the handlers in a forked child, which lacks the thread."""
     global _active
     if _active is not None:
         _active._restore()

@@ -1,4 +1,4 @@
-"""Per-token dumps of training (`--save-debug-train-data`), written by a thread of their own.
+"""Per-token dumps of training (`--save-debug-train-data`), written by a separate thread.
 
 policy loss → RecordedLoss → StepDump → queue → table → file
 """
@@ -28,12 +28,12 @@ from slime_tis.policy.policy_loss import LossInputs, LossOutputs, TokenRecord
 from slime_tis.policy.tokens import turns_of
 from slime_tis.trainer.data.sample import Sample, SampleStatus
 
-WAITING = 2
-"""Rollouts that may wait to be written; training waits when there are more, so that memory is bounded."""
+MAX_QUEUED_ROLLOUTS = 2
+"""Rollouts in the queue; training waits if it is full, which bounds the memory."""
 
 
 class RecordedLoss:
-    """A policy loss that remembers what it made of each token."""
+    """A policy loss that records its values of each token."""
 
     def __init__(self, loss: Callable[[LossInputs], LossOutputs]) -> None:
         self._loss = loss
@@ -46,21 +46,21 @@ class RecordedLoss:
         return outputs
 
     def in_order(self, partition: Sequence[Sequence[int]], lengths: Sequence[int]) -> Tensor:
-        """The records of all micro-batches as float32 [L, 5], in the order of the batch.
+        """Returns the records of all micro-batches in the order of the batch, float32 [L, 5].
 
         Args:
-            partition: the samples of each micro-batch.
-            lengths: tokens of each sample on this rank.
+            partition: Samples of each micro-batch.
+            lengths: Tokens of each sample on this rank.
         """
         order = [sample for samples in partition for sample in samples]
         parts = torch.cat([record.stack() for record in self._records]).split([lengths[sample] for sample in order])
-        of_sample = dict(zip(order, parts, strict=True))
-        return torch.cat([of_sample[sample] for sample in range(len(order))])
+        sample_records = dict(zip(order, parts, strict=True))
+        return torch.cat([sample_records[sample] for sample in range(len(order))])
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepDump:
-    """One optimizer step's samples on a data-parallel rank, and what the loss made of their tokens."""
+    """The samples of an optimizer step on a data-parallel rank, with the loss's values of their tokens."""
 
     samples: Sequence[Sample]
     advantages: Sequence[float]
@@ -70,23 +70,23 @@ class StepDump:
     step: int
     """Optimizer steps made before."""
     global_batch: GlobalBatch
-    """What was known of the batch of all ranks."""
+    """Statistics of the batch of all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DumpSettings:
-    """What all steps of a run have in common."""
+    """Settings of all dumps of a run."""
 
     pattern: str
-    """Of the files' names; {rollout_id} and {rank} in it become numbers."""
+    """File name with {rollout_id} and {rank}."""
     correction: RolloutCorrectionConfig
     policy: PolicyConfig
     old_policy: str
-    """Whose log-probs the old ones are, as of `TokenTable.old_log_prob`."""
+    """Source of the old log-probs, as in `TokenTable.old_log_prob`."""
     has_custom_function: bool
-    """Whether a user's function takes the place of the correction."""
+    """Whether a user-defined function replaces the correction."""
     metadata: Mapping[str, Any]
-    """run, precision, rollout_precision, temperature and tokenizer, as of `TokenTable.metadata`."""
+    """run, precision, rollout_precision, temperature and tokenizer, as in `TokenTable.metadata`."""
 
     def path(self, rollout_id: int, rank: int) -> Path:
         """The file of a rollout and a rank."""
@@ -94,23 +94,20 @@ class DumpSettings:
 
 
 class TrainDump:
-    """Writes the steps of each rollout to one file, in a thread.
-
-    A file that cannot be written is reported on stderr, and the run goes on.
-    """
+    """Writes the steps of each rollout to one file, in a thread. Failed writes are reported on stderr."""
 
     def __init__(self, settings: DumpSettings, rank: int) -> None:
         self._settings, self._rank = settings, rank
         self._steps: list[StepDump] = []
-        self._queue: queue.Queue[tuple[int, list[StepDump]] | None] = queue.Queue(WAITING)
+        self._queue: queue.Queue[tuple[int, list[StepDump]] | None] = queue.Queue(MAX_QUEUED_ROLLOUTS)
         self._thread: threading.Thread | None = None
 
     def add(self, step: StepDump) -> None:
-        """Takes a step of the rollout that is trained on."""
+        """Adds a step of the current rollout."""
         self._steps.append(step)
 
     def end_rollout(self, rollout_id: int) -> None:
-        """Hands the steps of a rollout to the thread; waits as long as two others wait to be written."""
+        """Passes the steps of a rollout to the thread; waits while the queue is full."""
         if not self._steps:
             return
         if self._thread is None:
@@ -120,11 +117,11 @@ class TrainDump:
         self._steps = []
 
     def flush(self) -> None:
-        """Waits until the rollouts so far are written, or reported as not written."""
+        """Waits until all rollouts are written or reported."""
         self._queue.join()
 
     def close(self) -> None:
-        """Waits until everything is written, and ends the thread."""
+        """Waits until all rollouts are written, then ends the thread."""
         if self._thread is None:
             return
         self._queue.put(None)
@@ -140,7 +137,7 @@ class TrainDump:
                 table = TokenTable.concatenate([table_of(step, self._settings) for step in steps])
                 metadata = {**table.metadata, "rollout_id": rollout_id, "rank": self._rank}
                 write(path, replace(table, metadata=metadata))
-            except Exception as error:  # whatever it is, training goes on
+            except Exception as error:  # training continues after any error
                 message = f"warning: --save-debug-train-data: {path} was not written: {first_line(error)}."
                 tqdm.write(message, file=sys.stderr)
             finally:
@@ -148,7 +145,7 @@ class TrainDump:
 
 
 def table_of(step: StepDump, settings: DumpSettings) -> TokenTable:
-    """The table of a step's tokens, with what the correction says of each."""
+    """Returns the table of a step's tokens with the correction's values."""
     lengths = [sample.response_length for sample in step.samples]
     record = TokenRecord.unstack(step.record_N)
     table = TokenTable.from_parts(
@@ -165,10 +162,10 @@ def table_of(step: StepDump, settings: DumpSettings) -> TokenTable:
     accepted = record.accepted_L.numpy() > 0
     if not settings.has_custom_function:
         return annotated(table, settings.correction, accepted=accepted, global_batch=step.global_batch)
-    left_out = (table.loss_mask > 0) & ~accepted
+    rejected = (table.loss_mask > 0) & ~accepted
     return replace(
         table,
-        rejected=left_out.astype(np.int32),
+        rejected=rejected.astype(np.int32),
         bounded_weight=None,
         metadata={**table.metadata, "criteria": ["custom"]},
     )
@@ -198,13 +195,13 @@ def _parts(sample: Sample, record: TokenRecord, advantage: float, step: int) -> 
 
 
 def _experts(sample: Sample) -> Column | None:
-    """The experts of each response token's prediction: the rows of the tokens before them."""
+    """Returns the experts that predicted each response token: the rows of the preceding tokens."""
     experts = sample.rollout_routed_experts
     if experts is None:
         return None
     first = len(sample.tokens) - sample.response_length - 1
-    found: Column = experts[first : first + sample.response_length].numpy()
-    return found if len(found) == sample.response_length else None
+    rows: Column = experts[first : first + sample.response_length].numpy()
+    return rows if len(rows) == sample.response_length else None
 
 
 def _metadata(settings: DumpSettings) -> dict[str, Any]:
@@ -218,6 +215,6 @@ def _metadata(settings: DumpSettings) -> dict[str, Any]:
 
 
 def _changed(config: RolloutCorrectionConfig | PolicyConfig) -> dict[str, Any]:
-    """The options that are not the defaults."""
+    """Returns the options with other values than the defaults."""
     values = {field.name: (getattr(config, field.name), field.default) for field in fields(config)}
     return {name: value for name, (value, default) in values.items() if value != default}

@@ -54,7 +54,7 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 WHOLE = "an export replaces its whole directory, so give it one of its own."
 FREE = "give a directory that is absent, empty or an earlier export."
-NO_DUMP = "the file is there and is no dump of this program; move it, or give another name."
+NO_DUMP = "the file exists and is no dump of this program; move it, or give another name."
 DUMPS = ("--save-debug-train-data", "--save-debug-rollout-data")
 FOREIGN = ("data/train.jsonl", "data/model/config.json", "lost", "pipe.pt", "other.parquet", "other.pt")
 REFUSED = {

@@ -17,7 +17,7 @@ def shown_progress(
 ) -> Iterator[None]:
     """Shows a bar while the caller waits inside the block, and removes it afterwards.
 
-    The caller is blocked while it waits, so a thread of its own redraws the bar.
+    The caller is blocked while it waits, so a separate thread redraws the bar.
 
     Args:
         progress: Returns how much is done, and of how much; called from another thread.

@@ -41,7 +41,7 @@ COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     *(("rejected", f"{prefix}gradient_kept_fraction", lambda kept: f"{1 - kept:.1%}") for prefix in METRIC_PREFIXES),
     ("time", "perf/step_time", "{:.2f} s".format),
 )
-"""Columns of the console's line: label, metric and format. A column whose metric is missing is left out."""
+"""Columns of the console's line: label, metric and format. Columns of missing metrics are skipped."""
 
 
 class Reporter(Protocol):
@@ -55,15 +55,10 @@ class Reporter(Protocol):
 
 
 class Reporters:
-    """Several reporters as one; an empty sequence makes one that reports nothing."""
+    """Several reporters as one."""
 
     def __init__(self, reporters: Sequence[Reporter], after_close: Callable[[], object] | None = None) -> None:
-        """Takes the reporters together.
-
-        Args:
-            reporters: Reporters in the order in which they are called.
-            after_close: Called when all of them are closed.
-        """
+        """Combines reporters; `after_close` is called after all of them are closed."""
         self._reporters, self._after_close = reporters, after_close
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -92,7 +87,7 @@ class JsonLines:
         """Appends a line and flushes it.
 
         Raises:
-            OSError: it cannot be written, on a full disk for instance; the message names the file.
+            OSError: The file cannot be written, for example on a full disk.
         """
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         line = json.dumps({"step": step, **finite}, allow_nan=False) + "\n"
@@ -102,7 +97,7 @@ class JsonLines:
         except OSError as error:
             raise OSError(
                 f"could not write the metrics of step {step} to {self._path}: {error.strerror}; free space (or give "
-                "another --output-dir), and go on with --load from the newest checkpoint, if there is one"
+                "another --output-dir), and resume with --load from the latest checkpoint"
             ) from error
 
     def close(self) -> None:
@@ -135,13 +130,10 @@ class Console:
 
 
 class TensorBoard:
-    """Scalars as TensorBoard events; a resumed run hides what an earlier one logged at the same steps.
-
-    A step is one event with all its scalars: written one by one they would take 1 % of a small step.
-    """
+    """Scalars as TensorBoard events, one event per step; a resumed run hides earlier events of the same steps."""
 
     def __init__(self, directory: Path, resume_step: int = 0) -> None:
-        # slow to import, and only when asked for
+        # slow to import
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]  # generated
         from tensorboard.compat.proto.summary_pb2 import Summary as Scalars  # type: ignore[import-untyped]  # generated
         from torch.utils.tensorboard import FileWriter
@@ -193,19 +185,19 @@ def open_reporters(
     run: str | None = None,
     enabled: bool = True,
 ) -> Reporter:
-    """Prepares the directory of a run and opens the reporters that its options name.
+    """Prepares the directory of a run and opens its reporters.
 
     Args:
-        config: Which reporters, and where they write.
+        config: The reporters and their destinations.
         effective_config: Plain values of the whole configuration, written as config.yaml and sent to W&B.
         total_steps: Steps of the whole run.
         resume_step: First step that will be logged; rows at and after it are deleted.
-        evaluates_again: Whether the step before it is evaluated first, which an earlier resumption may have logged.
+        evaluates_again: Whether the run repeats the evaluation of the previous step.
         run: Identity of the run; None makes one.
-        enabled: Whether this process reports: the main rank alone does.
+        enabled: Whether this process reports: only the main rank does.
 
     Returns:
-        One reporter; close it when the run ends, which also draws summary.png where that is asked for.
+        A reporter; closing it draws summary.png if the configuration asks for it.
     """
     if not enabled:
         return Reporters(())
@@ -224,7 +216,7 @@ def open_reporters(
 
 
 def format_step(metrics: Mapping[str, float], step: int, total_steps: int) -> str:
-    """Formats the console's line of a step: its number, the columns that were logged, the score of every evaluation."""
+    """Formats the console's line of a step: number, logged columns, scores of evaluations."""
     width = len(str(total_steps))
     parts = [f"step {step:>{width}}/{total_steps}"]
     columns = [column for column in COLUMNS if column[0] != "rejected" or _can_reject(metrics, column[1])]

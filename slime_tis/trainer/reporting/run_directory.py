@@ -54,7 +54,7 @@ def continues(directory: Path, run: str | None) -> bool:
 
 
 def foreign_file(directory: Path) -> str | None:
-    """A file named like a report in a directory that no run has used; None where there is none."""
+    """Returns a file named like a report in a directory that no run has used, or None."""
     if any((directory / name).exists() for name in (IDENTITY, METRICS)):
         return None
     return next((name for name in REPORTS if (directory / name).exists()), None)
@@ -72,15 +72,15 @@ def check_metrics(directory: str, run: str) -> None:
 
 def _set_aside(path: Path) -> None:
     """Moves the reports of an earlier run to `earlier/TIME/`, where TIME is when its last report was written."""
-    found = [path / name for name in REPORTS if (path / name).exists()]
-    if not found:
+    reports = [path / name for name in REPORTS if (path / name).exists()]
+    if not reports:
         return
-    reports = path / METRICS if (path / METRICS).exists() else found[0]
-    name = time.strftime("%Y%m%d-%H%M%S", time.localtime(reports.stat().st_mtime))
+    last = path / METRICS if (path / METRICS).exists() else reports[0]
+    name = time.strftime("%Y%m%d-%H%M%S", time.localtime(last.stat().st_mtime))
     number, earlier = 1, path / EARLIER / name
     while earlier.exists():
         number += 1
         earlier = path / EARLIER / f"{name}-{number}"
     earlier.mkdir(parents=True)
-    for report in found:
+    for report in reports:
         report.rename(earlier / report.name)

@@ -17,8 +17,8 @@ from slime_tis.rules import METRIC_PREFIXES
 from slime_tis.trainer.reporting.run_directory import SUMMARY
 
 Series = list[tuple[int, float]]
-LONG = 40
-"""Points from which a series is smoothed."""
+MIN_SMOOTHED_POINTS = 40
+"""Number of points from which a series is smoothed."""
 
 COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#7f7f7f")
 
@@ -84,16 +84,12 @@ PANELS = (
 
 
 def plot_summary(run_directory: Path) -> Path:
-    """Draws summary.png of a run from its metrics.jsonl; series that were not logged are left out.
+    """Draws summary.png of a run from its metrics.jsonl; missing series are skipped.
 
-    Args:
-        run_directory: Directory with metrics.jsonl.
-
-    Returns:
-        Path of the picture.
+    Returns the path of the picture.
 
     Raises:
-        ValueError: if there is no metrics.jsonl.
+        ValueError: There is no metrics.jsonl.
     """
     import matplotlib  # slow to import, and needed once per run
 
@@ -161,7 +157,7 @@ def _draw_lines(axis: Any, lines: dict[str, Series], colors: Iterator[str], styl
     handles = []
     for (label, points), color in zip(lines.items(), colors, strict=False):
         steps, values = [step for step, _ in points], [value for _, value in points]
-        long = len(points) >= LONG
+        long = len(points) >= MIN_SMOOTHED_POINTS
         if long:
             axis.plot(steps, values, style, color=color, linewidth=0.8, alpha=0.3)
             values = running_mean(values, reach=len(values) // 10)

@@ -1,7 +1,7 @@
-"""The files of training checkpoints: their names, checksums and owners, and which may be removed.
+"""The files of training checkpoints: names, checksums, owners, and the files that may be removed.
 
-`DIR/iter_0000010/` holds what megatron-core wrote, `trainer_state.json`, and `SHA256SUMS` over all of it, which
-`sha256sum -c SHA256SUMS` checks too. It is written as `DIR/.iter_0000010.unfinished/` and renamed when whole.
+`DIR/iter_0000010/` holds megatron-core's files, `trainer_state.json`, and `SHA256SUMS` of all files, which
+`sha256sum -c SHA256SUMS` also checks. It is written as `DIR/.iter_0000010.unfinished/` and renamed when complete.
 """
 
 import errno
@@ -17,47 +17,47 @@ from slime_tis.trainer.storage.directories import SAFETENSORS_PARTIAL, exchange,
 TRAINER_STATE, MANIFEST = "trainer_state.json", "SHA256SUMS"
 ROLLOUT_WEIGHTS, ROUNDING_ERRORS = "rollout_weights.safetensors", "weight_rounding_errors.safetensors"
 UPDATE_SAMPLES = "weight_update_samples.safetensors"
-"""Files of a checkpoint beside megatron-core's own."""
+"""Files of a checkpoint in addition to megatron-core's."""
 NAME = re.compile(r"iter_([0-9]{1,18})")
 LEFT_OVER = re.compile(r"\.iter_[0-9]{1,18}\.(unfinished|removed)")
-"""Names of directories that a run that was killed may leave behind."""
+"""Names of directories that a killed run may leave."""
 OWN_FILE = re.compile(
     r"__[0-9]+_[0-9]+\.distcp|(__[0-9]+)?\.metadata(\.tmp)?|common\.pt|metadata\.json|"
     rf"{SAFETENSORS_PARTIAL}|"
     + "|".join(map(re.escape, (TRAINER_STATE, MANIFEST, ROLLOUT_WEIGHTS, ROUNDING_ERRORS, UPDATE_SAMPLES)))
 )
-"""Names of the files that an unfinished checkpoint may hold, and that are removed where a killed run left them."""
+"""Names of the files in unfinished checkpoints; those of killed runs are removed."""
 LINE = re.compile(r"([0-9a-f]{64})  (.+)")
 
 
 class Damaged(ValueError):
-    """A file of a checkpoint is not as it was written; the message names it and says how."""
+    """A file of a checkpoint has changed or is missing; the message names the file."""
 
 
 def checkpoint_path(directory: str | Path, step: int) -> Path:
-    """Where the checkpoint after a number of optimizer steps lives."""
+    """Returns the path of the checkpoint of an optimizer step."""
     return Path(directory) / f"iter_{step:07d}"
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step that a checkpoint's name gives."""
+    """Returns the step in a checkpoint's name."""
     return int(checkpoint.name.removeprefix("iter_"))
 
 
 def checkpoints(directory: str | Path) -> list[Path]:
-    """The checkpoints under a directory by step, whole or damaged; other names are passed over."""
+    """Returns all checkpoints in a directory by step, including damaged ones."""
     directory = Path(directory)
     if not directory.is_dir():
         return []
-    found = [path for path in directory.iterdir() if NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=lambda path: (step_of(path), path.name))
+    paths = [path for path in directory.iterdir() if NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(paths, key=lambda path: (step_of(path), path.name))
 
 
 def begin(checkpoint: Path) -> Path:
-    """Makes the directory that a checkpoint is written to before it is whole, and removes what killed runs left.
+    """Makes the directory of an unfinished checkpoint and removes the files of killed runs.
 
     Raises:
-        OSError: it cannot be made, or a left-over directory holds files of somebody else.
+        OSError: The directory cannot be made, or holds files that this program did not write.
     """
     unfinished = checkpoint.with_name(f".{checkpoint.name}.unfinished")
     checkpoint.parent.mkdir(parents=True, exist_ok=True)
@@ -69,26 +69,22 @@ def begin(checkpoint: Path) -> Path:
 
 
 def sweep(directory: Path) -> None:
-    """Removes what killed runs left of checkpoints that they were writing or removing.
-
-    Raises:
-        OSError: a file cannot be removed.
-    """
+    """Removes the unfinished and half-removed checkpoints of killed runs."""
     for left in directory.iterdir():
         if LEFT_OVER.fullmatch(left.name) and left.is_dir() and not left.is_symlink():
             discard(left)
 
 
 def discard(left_over: Path) -> None:
-    """Removes the files of an unfinished checkpoint, and no others; does nothing where there is none."""
+    """Removes only the own files of an unfinished checkpoint, if it exists."""
     if left_over.is_dir():
         remove_files(left_over, [path.name for path in left_over.iterdir() if OWN_FILE.fullmatch(path.name)])
 
 
 def finish(unfinished: Path, checkpoint: Path, run: str) -> None:
-    """Gives a whole checkpoint its name; one of this run that had the name is replaced in one step.
+    """Renames a complete checkpoint to its final name, atomically replacing an earlier checkpoint of this run.
 
-    One of another run, a damaged one whose run is unknown, or one with strange files is renamed to `….replaced`.
+    An existing checkpoint of another or unknown run, or with other files, is renamed to `….replaced`.
     """
     if checkpoint.exists() and not (run_of(checkpoint) == run and _holds_only_its_own(checkpoint)):
         checkpoint.rename(_free(checkpoint.with_name(f"{checkpoint.name}.replaced")))
@@ -100,9 +96,9 @@ def finish(unfinished: Path, checkpoint: Path, run: str) -> None:
 
 
 def prune(newest: Path, run: str, retain: int) -> None:
-    """Removes this run's checkpoints before `newest`, but for the last `retain` counting it.
+    """Removes this run's checkpoints before `newest`, except for the last `retain` including `newest`.
 
-    Those of other runs, of later steps, and those that hold a file that this program did not write stay.
+    Checkpoints of other runs, of later steps, or with files that this program did not write are kept.
     """
     before = [path for path in checkpoints(newest.parent) if step_of(path) < step_of(newest)]
     own = [path for path in before if run_of(path) == run]
@@ -114,7 +110,7 @@ def prune(newest: Path, run: str, retain: int) -> None:
 
 
 def run_of(checkpoint: Path) -> str | None:
-    """Identity of the run that wrote a checkpoint; None where that cannot be read."""
+    """Returns the identity of the run that wrote a checkpoint, or None if it cannot be read."""
     try:
         run = json.loads((checkpoint / TRAINER_STATE).read_text(encoding="utf-8"))["run"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -123,22 +119,18 @@ def run_of(checkpoint: Path) -> str | None:
 
 
 def files_of(checkpoint: Path) -> list[str]:
-    """The relative names of all files of a checkpoint but its manifest, sorted."""
-    found = (path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file())
-    return sorted(name for name in found if name != MANIFEST)
+    """Returns the sorted relative names of all files of a checkpoint except the manifest."""
+    names = (path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file())
+    return sorted(name for name in names if name != MANIFEST)
 
 
 def checksums(checkpoint: Path, names: Iterable[str]) -> dict[str, str]:
-    """SHA-256 of files of a checkpoint, by name.
-
-    Raises:
-        OSError: a file cannot be read.
-    """
-    found = {}
+    """Returns the SHA-256 of files of a checkpoint, by name."""
+    sums = {}
     for name in names:
         with open(checkpoint / name, "rb") as file:
-            found[name] = hashlib.file_digest(file, "sha256").hexdigest()
-    return found
+            sums[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return sums
 
 
 def write_manifest(checkpoint: Path, sums: Mapping[str, str]) -> None:
@@ -148,10 +140,10 @@ def write_manifest(checkpoint: Path, sums: Mapping[str, str]) -> None:
 
 
 def read_manifest(checkpoint: Path) -> dict[str, str]:
-    """The checksums that were written, by name.
+    """Returns the checksums in the manifest, by name.
 
     Raises:
-        Damaged: there are none, or the file is not such a list.
+        Damaged: The manifest is missing or damaged.
     """
     try:
         lines = (checkpoint / MANIFEST).read_text(encoding="utf-8").splitlines()
@@ -174,24 +166,24 @@ def check(checkpoint: Path, sums: Mapping[str, str]) -> None:
     """Compares files with their checksums.
 
     Raises:
-        Damaged: one is missing, cannot be read or differs.
+        Damaged: A file is missing, unreadable or different.
     """
     for name, expected in sums.items():
         try:
-            (found,) = checksums(checkpoint, [name]).values()
+            (checksum,) = checksums(checkpoint, [name]).values()
         except FileNotFoundError:
             raise Damaged(f"{name} is missing") from None
         except OSError as error:
             raise Damaged(f"{name} cannot be read ({error.strerror})") from None
-        if found != expected:
+        if checksum != expected:
             raise Damaged(f"{name} is not as it was written (its SHA-256 differs)")
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """The trainer's state of a checkpoint.
+    """Returns the trainer's state of a checkpoint.
 
     Raises:
-        Damaged: it cannot be read.
+        Damaged: The file is unreadable or not a JSON object.
     """
     try:
         state = json.loads((checkpoint / TRAINER_STATE).read_text(encoding="utf-8"))
@@ -214,7 +206,7 @@ def _remove(checkpoint: Path) -> None:
 
 
 def _free(path: Path) -> Path:
-    """The path, or with a number where it is taken."""
+    """Returns the path, with a number appended if it exists."""
     number, free = 1, path
     while free.exists():
         number += 1

@@ -1,4 +1,4 @@
-"""Directories that a run writes: whether it can, who holds them, and replacing one by another in a single step."""
+"""Output directories: write permission, locks, and atomic replacement."""
 
 import ctypes
 import errno
@@ -17,53 +17,53 @@ LOCK = ".lock"
 RENAME_EXCHANGE = 2  # linux/fs.h
 AT_FDCWD = -100  # fcntl.h
 SAFETENSORS_PARTIAL = r"\.tmp[A-Za-z0-9]{6}"
-"""Name of the file that safetensors writes to before it is whole."""
+"""Name of the temporary files of safetensors."""
 
 
 class DirectoryInUse(ValueError):
-    """Another process holds the directory; the message names it."""
+    """Another process holds the lock of the directory."""
 
 
 def unwritable(path: str | Path) -> str | None:
-    """Why a directory cannot be made or written, as the end of an error message; None where it can.
+    """Returns why a directory cannot be made or written, as the end of an error message, or None.
 
-    Looks at the nearest path above that exists, and makes nothing.
+    Checks the nearest existing parent and makes nothing.
     """
     try:
         path = Path(path).absolute()
-        for place in (path, *path.parents):
+        for parent in (path, *path.parents):
             try:
-                os.lstat(place)
+                os.lstat(parent)
             except (FileNotFoundError, NotADirectoryError):
                 continue
-            subject = "that" if place == path else repr(str(place))
-            if not place.is_dir():
-                return f"{subject} is a file" if place.exists() else f"{subject} is a link that leads nowhere"
-            return None if os.access(place, os.W_OK | os.X_OK) else f"{subject} cannot be written"
+            subject = "that" if parent == path else repr(str(parent))
+            if not parent.is_dir():
+                return f"{subject} is a file" if parent.exists() else f"{subject} is a broken link"
+            return None if os.access(parent, os.W_OK | os.X_OK) else f"{subject} cannot be written"
     except (OSError, ValueError) as error:  # a name too long, a NUL character
         return f"it cannot be used: {getattr(error, 'strerror', None) or error}"
     return None
 
 
 def same_path(one: str | Path, other: str | Path) -> bool:
-    """Whether two paths lead to the same place, through links, `..` and names in another case."""
+    """Returns whether two paths are the same directory, also through links, `..` and other letter cases."""
     one, other = Path(one).resolve(), Path(other).resolve()
     return one == other or (one.exists() and other.exists() and os.path.samefile(one, other))
 
 
 @contextmanager
 def held(locks: Mapping[Path, str]) -> Iterator[None]:
-    """Holds directories for this process alone from entry to exit, by a lock file each.
+    """Locks directories for this process.
 
-    The lock is a POSIX record lock: it ends with the process, however that ends, and a forked process does not inherit
-    it. Over NFS it needs the lock service that NFS brings; where a file system has no locks, a warning says so.
+    The POSIX record lock ends with the process and is not inherited by forks. Without lock support of the file system
+    a warning is printed.
 
     Args:
-        locks: the flag that names the directory, by the lock file. Directories are made where missing.
+        locks: Flag of each directory, by lock file. Missing directories are made.
 
     Raises:
-        DirectoryInUse: another process holds one; the message names process, host and flag.
-        ValueError: a lock file cannot be made.
+        DirectoryInUse: Another process holds a lock.
+        ValueError: A lock file cannot be made.
     """
     with ExitStack() as stack:
         for path, flag in locks.items():
@@ -82,7 +82,7 @@ def _lock(path: Path, flag: str) -> Iterator[None]:
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)  # before the lock ends, so that nobody holds a file that is gone
+        path.unlink(missing_ok=True)  # before the lock ends, so that no other process locks a deleted file
         file.close()
 
 
@@ -104,7 +104,7 @@ def _open_locked(path: Path, flag: str) -> IO[str]:
             ) from None
         if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.lstat()):
             return file
-        file.close()  # another run let it go between the opening and the lock
+        file.close()  # another run deleted the file before it was locked
 
 
 def _write_holder(file: IO[str]) -> None:
@@ -117,16 +117,16 @@ def _write_holder(file: IO[str]) -> None:
 def _holder(file: IO[str]) -> str:
     try:
         file.seek(0)
-        found = json.loads(file.read(1000))
-        return f"the run with process id {found['pid']} on {found['host']} (since {found['since']})"
+        run = json.loads(file.read(1000))
+        return f"the run with process id {run['pid']} on {run['host']} (since {run['since']})"
     except (ValueError, KeyError, TypeError):  # not written yet
         return "another run"
 
 
 def exchange(one: Path, other: Path) -> None:
-    """Swaps two directories of one file system: in a single step by Linux's renameat2.
+    """Swaps two directories of one file system atomically (Linux's renameat2).
 
-    Where the file system cannot (NFS), `other` is missing for the moment between two renames.
+    On file systems without support (NFS), `other` is missing between two renames.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if hasattr(libc, "renameat2"):
@@ -142,7 +142,7 @@ def exchange(one: Path, other: Path) -> None:
 
 
 def remove_files(directory: Path, names: Iterator[str] | list[str]) -> None:
-    """Removes files of a directory, the directories in it that this leaves empty, and itself where it is left empty."""
+    """Removes files of a directory, then its empty subdirectories and the directory itself if it is empty."""
     for name in names:
         (directory / name).unlink(missing_ok=True)
     for folder, _, _ in os.walk(directory, topdown=False):

@@ -1,7 +1,7 @@
-"""The files of an exported Hugging Face directory, and whether an export may take a directory's place.
+"""The files of an exported Hugging Face directory, and the directories that an export may replace.
 
-An export lists its own files in `.slime_tis_export.json`; only those are ever removed. It is written as
-`.NAME.unfinished` beside `NAME` and takes its place in one step.
+An export lists its files in `.slime_tis_export.json`; other files are never removed. The export is written to
+`.NAME.unfinished`, which replaces `NAME` atomically.
 """
 
 import json
@@ -15,36 +15,36 @@ from slime_tis.files import write_atomically
 from slime_tis.trainer.storage.directories import SAFETENSORS_PARTIAL, exchange, remove_files
 
 MARKER, PARTIAL_MARKER = ".slime_tis_export.json", ".slime_tis_export.json.partial"
-"""The list of an export's own files, and its name until it is complete (`files.atomic_path`)."""
+"""List of an export's files, and its temporary name (`files.atomic_path`)."""
 WEIGHTS = re.compile(
     rf"part-[0-9]+\.safetensors|model(-[0-9]{{5}}-of-[0-9]{{5}})?\.safetensors(\.index\.json)?|{SAFETENSORS_PARTIAL}"
 )
 """Names of weight files, which are not known before they are written."""
 
 
-def check_target(directory: Path, given: str, kind: str) -> None:
+def check_target(directory: Path, subject: str, kind: str) -> None:
     """Checks that an export may be written to a directory.
 
     Args:
-        directory: where it will be.
-        given: beginning of the message: the flag and its value.
-        kind: what the user calls it, an export or an import.
+        directory: Directory of the export.
+        subject: Beginning of the message: the flag and its value.
+        kind: "export" or "import".
 
     Raises:
-        ValueError: it, or what is in its way, was not written by this program.
+        ValueError: The directory or its temporary directory has files that this program did not write.
     """
     problem = replaceable(directory)
     if problem is not None:
-        raise ValueError(f"{given} but {problem}; give a directory that is absent, empty or an earlier {kind}.")
+        raise ValueError(f"{subject} but {problem}; give a directory that is absent, empty or an earlier {kind}.")
     left = left_over(directory)
     if left is not None:
-        raise ValueError(f"{given} but {quoted_path(left)} is in its way; move that or give another.")
+        raise ValueError(f"{subject} but {quoted_path(left)} is in its way; move that or give another.")
 
 
 def replaceable(directory: Path) -> str | None:
-    """Why an export may not take the place of a directory, as the end of an error message; None where it may.
+    """Returns why an export may not replace a directory, as the end of an error message, or None.
 
-    It may where nothing is there, an empty directory, or an earlier export to which nobody added anything.
+    It may replace a missing or empty directory, and an earlier export without added files.
     """
     if any("\ud800" <= character <= "\udfff" for character in str(directory)):
         return "its name is not UTF-8"  # safetensors cannot write there
@@ -61,7 +61,7 @@ def replaceable(directory: Path) -> str | None:
 
 
 def left_over(directory: Path) -> Path | None:
-    """What somebody else has at the path that an unfinished export is written to; None where nothing is."""
+    """Returns the path of an unfinished export if another program uses it, else None."""
     unfinished = _unfinished(directory)
     if not os.path.lexists(unfinished) or (unfinished / MARKER).is_file():
         return None
@@ -72,14 +72,14 @@ def left_over(directory: Path) -> Path | None:
 
 
 def begin(directory: Path, names: Iterable[str]) -> Path:
-    """Makes the directory that an export is written to before it is whole, in place of one that a killed run left.
+    """Makes the directory of an unfinished export, replacing the one of a killed run.
 
     Args:
-        directory: where the export will be.
-        names: of its files besides weights.
+        directory: Directory of the export.
+        names: Names of its files other than weights.
 
     Raises:
-        OSError: it cannot be made, or the left-over one holds a file that this program did not write.
+        OSError: The directory cannot be made, or holds files that this program did not write.
     """
     unfinished = _unfinished(directory)
     discard(unfinished)
@@ -89,7 +89,7 @@ def begin(directory: Path, names: Iterable[str]) -> Path:
 
 
 def discard(unfinished: Path) -> None:
-    """Removes the files of an unfinished export, and no others; does nothing where there is none."""
+    """Removes only the own files of an unfinished export, if it exists."""
     if unfinished.is_dir() and not unfinished.is_symlink():
         weights = [path.name for path in unfinished.iterdir() if WEIGHTS.fullmatch(path.name)]
         marked = (unfinished / MARKER).is_file()
@@ -99,9 +99,9 @@ def discard(unfinished: Path) -> None:
 
 
 def finish(unfinished: Path, directory: Path) -> Path:
-    """Gives a whole export its name, in one step; returns the name.
+    """Renames a complete export atomically and returns its path.
 
-    That is another one, with a number, where `directory` has come to hold what this program did not write.
+    The path has a number if `directory` meanwhile has files that this program did not write.
     """
     _write_marker(unfinished, [path.name for path in unfinished.iterdir() if path.name != MARKER])
     number, target = 1, directory
@@ -121,7 +121,7 @@ def _unfinished(directory: Path) -> Path:
 
 
 def _listed(directory: Path) -> set[str]:
-    """The file names that the marker of an export lists, none where there is no valid marker."""
+    """Returns the file names in the marker of an export; none without a valid marker."""
     try:
         names = json.loads((directory / MARKER).read_text(encoding="utf-8"))["files"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -131,7 +131,7 @@ def _listed(directory: Path) -> set[str]:
 
 
 def _strange(directory: Path, own: set[str]) -> str | None:
-    """A name in a directory that is not that of a file of an export, None where there is none."""
+    """Returns the first name in a directory that is not a file of the export, or None."""
     own = own | {MARKER} if own else own
     for entry in sorted(os.scandir(directory), key=lambda entry: entry.name):
         if entry.name not in own or not entry.is_file(follow_symlinks=False):

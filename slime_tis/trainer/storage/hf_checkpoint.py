@@ -1,4 +1,4 @@
-"""Writes weights as a Hugging Face checkpoint directory, with the configuration and tokenizer of another one."""
+"""Writes a Hugging Face checkpoint directory with the configuration and tokenizer of another checkpoint."""
 
 import json
 import shutil
@@ -13,17 +13,14 @@ from torch import Tensor
 from slime_tis.hf_directory import INDEX, SINGLE
 
 SIDE_FILES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")
-"""Suffixes of the files that a checkpoint has beside its weights: configuration, tokenizer, chat template and code."""
+"""Suffixes of files other than weights: configuration, tokenizer, chat template and code."""
 
 SHARD_BYTES = 5 * 2**30
 """Size of a file of weights, as on the Hugging Face hub."""
 
 
 def side_files(directory: Path) -> list[Path]:
-    """Lists the files of a checkpoint that `write_hf_checkpoint` copies.
-
-    These are the files with one of the suffixes in `SIDE_FILES`, except hidden ones and indices of weights.
-    """
+    """Returns the files that `write_hf_checkpoint` copies: `SIDE_FILES` without hidden files and weight indices."""
     return sorted(
         path
         for path in directory.iterdir()
@@ -37,22 +34,19 @@ def side_files(directory: Path) -> list[Path]:
 def write_hf_checkpoint(
     directory: Path, named_tensors: Iterable[tuple[str, Tensor]], *, like: Path, shard_bytes: int
 ) -> None:
-    """Writes a checkpoint that transformers, SGLang and every other reader of safetensors loads.
+    """Writes a checkpoint that transformers, SGLang and other readers of safetensors load.
 
-    Weights are copied to the CPU one shard at a time. Whoever needs the directory to be complete or absent writes it
-    under another name and renames it, as `storage.exports` does.
+    Weights are copied to the CPU one shard at a time. `storage.exports` makes the replacement atomic.
 
     Args:
-        directory: an existing directory without weights.
-        named_tensors: weights under their Hugging Face names, whole tensors on any device; consumed lazily.
-        like: checkpoint directory whose configuration and tokenizer are copied; `dtype` of config.json becomes the
-            type of the matrices.
-        shard_bytes: size that a file of weights does not exceed, except for a single larger tensor.
+        directory: Existing directory without weights.
+        named_tensors: Complete tensors under their Hugging Face names, on any device; consumed lazily.
+        like: Checkpoint whose configuration and tokenizer are copied; config.json gets the `dtype` of the matrices.
+        shard_bytes: Maximum size of a file of weights, except for a single larger tensor.
 
     Raises:
-        ValueError: there are no weights.
-        OSError: a file cannot be written; `named_tensors` is left where it is, and a caller for whom iterating it is
-            a collective has to exhaust it.
+        ValueError: There are no weights.
+        OSError: A file cannot be written. If iterating `named_tensors` is a collective, the caller must exhaust it.
     """
     for path in side_files(like):
         shutil.copyfile(path, directory / path.name)
@@ -81,13 +75,13 @@ def _write_shard(directory: Path, index: int, tensors: dict[str, Tensor]) -> lis
     """Writes one file of weights and returns the names in it."""
     try:
         save_file(tensors, _partial(directory, index), metadata={"format": "pt"})
-    except SafetensorError as error:  # what the library raises where the disk is full
+    except SafetensorError as error:  # raised on a full disk
         raise OSError(str(error)) from error
     return list(tensors)
 
 
 def _name_shards(directory: Path, shards: list[list[str]], total: int) -> None:
-    """Gives the files their final names, which contain the number of files, and writes the index of several."""
+    """Renames the files to names with the number of files, and writes the index of several files."""
     if len(shards) == 1:
         _partial(directory, 0).rename(directory / SINGLE)
         return
@@ -104,7 +98,7 @@ def _partial(directory: Path, index: int) -> Path:
 
 
 def _set_dtype(config_file: Path, dtypes: set[torch.dtype]) -> None:
-    """Writes the type of the weights into config.json, where all have the same."""
+    """Writes the type of the weights to config.json if all weights have the same type."""
     if len(dtypes) > 1:
         return
     config = json.loads(config_file.read_text(encoding="utf-8"))

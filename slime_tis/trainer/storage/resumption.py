@@ -1,4 +1,4 @@
-"""What a resumed run takes from its checkpoint besides the engine's state, and which options may differ from then."""
+"""The trainer's state in a checkpoint, and the options that a resumed run must keep."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -9,31 +9,31 @@ from typing import Any, get_args, get_origin, get_type_hints
 from slime_tis.limits import flag
 from slime_tis.trainer.storage.checkpoints import TRAINER_STATE, Damaged, read_state
 
-FIXED = {
+FIXED_OPTIONS = {
     "seed": "the random state is the checkpoint's",
     "bf16": "the optimizer's state has another form",
     "use_distributed_optimizer": "the optimizer's state has another form",
     "expert_model_parallel_size": "the optimizer's state of the experts has another form",
-    "rollout_shuffle": "prompts of the present epoch would come twice or never",
+    "rollout_shuffle": "prompts of the current epoch would be repeated or skipped",
 }
-"""Options that a resumed run has to keep, and why."""
+"""Options that a resumed run must keep, and the reason."""
 
-NOT_SAID = {
+UNREPORTED_OPTIONS = {
     *("load", "save", "save_hf", "save_interval", "output_dir", "summary_plot", "progress", "num_threads"),
     "custom_config_path",
 }
-"""Options whose change needs no mention."""
+"""Options whose change is not reported."""
 
-SHOWN = 80
+MAX_VALUE_LENGTH = 80
 """Longest value in a message, in characters."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerState:
-    """What `trainer_state.json` of a checkpoint holds."""
+    """Content of `trainer_state.json`."""
 
     run: str
-    """Identity of the run, the same in all its checkpoints and run directories."""
+    """Identity of the run, the same in its checkpoints, dumps and run directories."""
 
     step: int
     """Optimizer steps made."""
@@ -42,25 +42,25 @@ class TrainerState:
     """Rollouts trained on."""
 
     dataset: dict[str, Any]
-    """Where the data goes on."""
+    """Position in the data."""
 
     unfinished: list[list[dict[str, Any]]]
     """Groups of samples of a partial rollout."""
 
     evaluation_due: bool
-    """Whether a signal ended an evaluation, which a resumed run makes."""
+    """Whether a signal ended an evaluation; the resumed run repeats it."""
 
     sampler_weight_version: int
-    """Optimizer steps behind the weights that the rollout engine has."""
+    """Optimizer steps of the rollout engine's weights."""
 
     first_accuracy: float | None
     """Held-out accuracy before training."""
 
     token_budget: int | None
-    """Tokens of a micro-batch, where free memory decided: the same ones make the same sums in the same order."""
+    """Tokens of a micro-batch if free memory decided it; bitwise resumption needs the same number."""
 
     options: dict[str, Any]
-    """The configuration in force."""
+    """The effective configuration."""
 
     model: str
     """SHA-256 of the model's config.json."""
@@ -70,20 +70,20 @@ def read_trainer_state(checkpoint: Path) -> TrainerState:
     """Reads `trainer_state.json` of a checkpoint.
 
     Raises:
-        ValueError: it is damaged or lacks something; the message names the file.
+        ValueError: The file is damaged or lacks a field.
     """
     try:
-        found = read_state(checkpoint)
+        state = read_state(checkpoint)
     except Damaged as error:
         raise ValueError(f"{checkpoint}: {error}.") from None
     hints = get_type_hints(TrainerState)
     values = {}
     for field in dataclasses.fields(TrainerState):
-        if field.name not in found:
+        if field.name not in state:
             raise ValueError(
                 f"{checkpoint / TRAINER_STATE} has no {field.name!r}; was another version's run saved there?"
             )
-        value = found[field.name]
+        value = state[field.name]
         if not _is_of(value, hints[field.name]):
             raise ValueError(
                 f"{checkpoint / TRAINER_STATE} has {field.name!r}: {shown(value)}, which is not a valid value."
@@ -93,16 +93,16 @@ def read_trainer_state(checkpoint: Path) -> TrainerState:
 
 
 def check_options(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Compares the options that a resumed run has to keep.
+    """Compares the options that a resumed run must keep.
 
     Raises:
-        ValueError: one has changed; the message names its old and new value.
+        ValueError: An option has changed; the message has both values.
     """
-    fixed = dict(FIXED)
+    fixed = dict(FIXED_OPTIONS)
     if saved.get("rollout_shuffle"):
-        fixed["rollout_seed"] = FIXED["rollout_shuffle"]
+        fixed["rollout_seed"] = FIXED_OPTIONS["rollout_shuffle"]
     if saved.get("partial_rollout"):
-        fixed["n_samples_per_prompt"] = "groups that are not finished have that many samples"
+        fixed["n_samples_per_prompt"] = "unfinished groups have this number of samples"
     for name in changed(saved, now, fixed):
         raise ValueError(
             f"{flag(name)} is {shown(now[name])} but the run that --load resumes has {shown(saved[name])}, "
@@ -111,24 +111,24 @@ def check_options(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
 
 
 def changed_options(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """The options that differ from a checkpoint's, as one line: `--lr 0.0001 → 5e-05, …`; empty where none does."""
-    names = changed(saved, now, [name for name in now if name not in NOT_SAID])
+    """Returns the changed options in one line, `--lr 0.0001 → 5e-05, …`, or an empty string."""
+    names = changed(saved, now, [name for name in now if name not in UNREPORTED_OPTIONS])
     return ", ".join(f"{flag(name)} {shown(saved[name])} → {shown(now[name])}" for name in names)
 
 
 def changed(saved: Mapping[str, Any], now: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-    """Those of the options that a checkpoint knows and that have another value now."""
+    """Returns the names of options whose values differ from the checkpoint's."""
     return [name for name in names if name in saved and saved[name] != now[name]]
 
 
 def shown(value: Any) -> str:
-    """A value as messages quote it: escaped, and cut where it is long."""
+    """Returns the repr of a value for messages, at most `MAX_VALUE_LENGTH` characters."""
     text = repr(value)
-    return text if len(text) <= SHOWN else f"{text[: SHOWN - 1]}…"
+    return text if len(text) <= MAX_VALUE_LENGTH else f"{text[: MAX_VALUE_LENGTH - 1]}…"
 
 
 def _is_of(value: Any, hint: Any) -> bool:
-    """Whether a value read from JSON is of an annotated type, one level deep; True is not a number."""
+    """Returns whether a JSON value has an annotated type, one level deep; True is not a number."""
     if get_origin(hint) in (dict, list):
         return isinstance(value, get_origin(hint))
     kinds = get_args(hint) or (hint,)
