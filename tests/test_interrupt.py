@@ -93,7 +93,9 @@ def test_a_second_signal_ends_the_process_and_its_children(capfd: pytest.Capture
             (tmp_path / "child").write_text(str(child))
             os.kill(os.getpid(), signal.SIGINT)
             until(lambda: interrupts.number)
-            interrupt.REPEAT_WINDOW = 0.0  # the next signal is a second one however soon it comes; in this process alone
+            interrupt.REPEAT_WINDOW = (
+                0.0  # the next signal is a second one however soon it comes; in this process alone
+            )
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(30)
 
