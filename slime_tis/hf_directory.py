@@ -1,12 +1,9 @@
-"""A Hugging Face model directory, looked at without reading its weights: is it whole, and is it what it says?
+"""Checks of a Hugging Face model directory that do not read its weights. Each ValueError names the file."""
 
-All of it comes from outside: a file may be cut off, of another model, edited by hand, or not what its name says. Each
-finding is one ValueError that names the file.
-"""
-
+import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -16,22 +13,22 @@ from slime_tis.errors import first_line, one_line, quoted, quoted_path
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What distinguishes one family of decoders from another."""
+    """The differences between families of decoders."""
 
     rotary_class: str
     """Class in transformers that computes the rotary frequencies, as `module:name`."""
     qkv_bias: bool | str = False
-    """Bias on the query, key and value projections, or the field of config.json that says."""
+    """Bias on the query, key and value projections, or the field of config.json with this flag."""
     qk_norm: bool | str = False
-    """RMSNorm on queries and keys, per head, or the field of config.json that says."""
+    """RMSNorm on queries and keys, per head, or the field of config.json with this flag."""
     moe: bool = False
     """Whether layers are mixtures of experts."""
     sigmoid_router: bool = False
     """Whether routers score experts by a sigmoid and choose them by score and bias, instead of by a softmax."""
     shared_expert: str | None = None
-    """The expert that every token is given to, by its name within a layer of a checkpoint file."""
+    """Tensor prefix of the shared expert within a layer."""
     shared_expert_gate: str | None = None
-    """What its output is multiplied by, by the same kind of name."""
+    """Tensor prefix of the shared expert's gate."""
 
 
 FAMILIES = {
@@ -63,48 +60,49 @@ FAMILIES = {
         shared_expert="mlp.shared_experts",
     ),
 }
-"""The families that can be trained, by the name of their architecture in config.json."""
+"""Supported families, by their architecture in config.json."""
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 MAX_LAYERS, MAX_COUNT = 1024, 2**31 - 1
 """Limits on counts: transformers makes a list with an entry for each layer before it reads weights."""
 COUNTS = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-    "num_experts",
-    "num_local_experts",
-    "num_experts_per_tok",
-    "moe_intermediate_size",
-    "shared_expert_intermediate_size",
-    "decoder_sparse_step",
-    "n_routed_experts",
-    "n_shared_experts",
-    "n_group",
-    "topk_group",
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "max_position_embeddings", "num_experts", "num_local_experts"),
+    *("num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size", "decoder_sparse_step"),
+    *("n_routed_experts", "n_shared_experts", "n_group", "topk_group"),
 )
-"""Fields of config.json that are whole numbers above 0 where they are given."""
 FLAGS = (
-    "tie_word_embeddings",
-    "attention_bias",
-    "qkv_bias",
-    "use_qk_norm",
-    "mlp_bias",
-    "use_sliding_window",
+    *("tie_word_embeddings", "attention_bias", "qkv_bias", "use_qk_norm", "mlp_bias", "use_sliding_window"),
     "norm_topk_prob",
 )
-"""Fields that are true or false where they are given."""
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value > 0
+
+
+def _is_positive(value: object) -> bool:
+    return _is_number(value) and value > 0  # type: ignore[operator]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf
+
+
+FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(COUNTS, (_is_count, "a whole number above 0")),
+    **dict.fromkeys(FLAGS, (lambda value: type(value) is bool, "true or false")),
+    "rms_norm_eps": (lambda value: _is_number(value) and 0 <= value < 1, "a number from 0 to 1"),
+    **dict.fromkeys(("routed_scaling_factor", "rope_theta"), (_is_positive, "a number above 0")),
+    **dict.fromkeys(("rope_scaling", "rope_parameters"), (lambda value: isinstance(value, dict), "an object")),
+}
+"""Test and description of the valid values of optional fields of config.json."""
 FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
-"""Types of weights, as safetensors names them, that can be trained from."""
+"""safetensors' names of the supported types of weights."""
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 def has(hf: Any, part: bool | str) -> bool:
-    """Whether a model has a part of which `Family` says so, or names the field of the configuration that does."""
+    """Returns the value of a flag of `Family`, read from the configuration if the flag is a field name."""
     return bool(getattr(hf, part)) if isinstance(part, str) else part
 
 
@@ -113,37 +111,36 @@ class MoeSizes:
     """The mixture-of-experts layers of a model."""
 
     layers: tuple[int, ...]
-    """Indices of the sparse layers, in order of depth; the others are dense."""
+    """Indices of the sparse layers, ascending."""
     num_experts: int
     """Routed experts of a sparse layer."""
     top_k: int
-    """Routed experts that a token is given to."""
+    """Routed experts per token."""
     intermediate_size: int
     """Inner size of a routed expert."""
     shared_intermediate_size: int | None
-    """Inner size of the expert that every token is given to; None where there is none."""
+    """Inner size of the shared expert, or None."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSizes:
-    """What a prompt must fit into."""
+    """Limits on prompts; None if config.json lacks the field."""
 
     context_len: int | None
-    """Longest prompt and response together, in tokens; None where config.json does not say."""
-
+    """Maximum tokens of prompt and response."""
     vocab_size: int | None
-    """Token ids that the model has; None where config.json does not say."""
+    """Number of token ids."""
 
 
 def read_model_config(directory: str | Path, flag: str = "--hf-checkpoint") -> dict[str, Any]:
-    """The object of a checkpoint's config.json, of an architecture that can be trained, its fields checked.
+    """Returns the checked content of a checkpoint's config.json.
 
     Args:
-        directory: the checkpoint.
-        flag: that names it, for messages.
+        directory: The checkpoint.
+        flag: Flag of the directory, for messages.
 
     Raises:
-        ValueError: no such file, no JSON object, another architecture, quantized weights, or a field that cannot be.
+        ValueError: The file is missing or damaged, has an unsupported architecture or an invalid field.
     """
     path = Path(directory) / "config.json"
     where = f"{flag} is {quoted_path(directory)}"
@@ -170,10 +167,10 @@ def read_model_config(directory: str | Path, flag: str = "--hf-checkpoint") -> d
 
 
 def load_config(directory: str | Path) -> Any:
-    """The configuration of a checkpoint as transformers reads it, with the defaults of its family.
+    """Returns transformers' configuration of a checkpoint, with the defaults of its family.
 
     Raises:
-        ValueError: transformers does not accept it, or routers cannot be as it has them.
+        ValueError: transformers refuses the file, or the routers are not supported.
     """
     from transformers import AutoConfig
 
@@ -187,11 +184,7 @@ def load_config(directory: str | Path) -> Any:
 
 
 def moe_layers(hf: Any) -> list[int]:
-    """The indices of a model's sparse layers, in order of depth.
-
-    Args:
-        hf: transformers' configuration of the model: a config.json may leave fields out, or have them under old names.
-    """
+    """Returns the indices of the sparse layers of transformers' configuration, ascending."""
     if not FAMILIES[hf.architectures[0]].moe:
         return []
     if hasattr(hf, "first_k_dense_replace"):
@@ -201,11 +194,7 @@ def moe_layers(hf: Any) -> list[int]:
 
 
 def moe_sizes(hf: Any) -> MoeSizes | None:
-    """The sizes of a model's mixture-of-experts layers; None where all layers are dense.
-
-    Args:
-        hf: transformers' configuration of the model.
-    """
+    """Returns the sizes of the sparse layers of transformers' configuration, or None without sparse layers."""
     layers = moe_layers(hf)
     if not layers:
         return None
@@ -223,10 +212,10 @@ def moe_sizes(hf: Any) -> MoeSizes | None:
 
 
 def _moe_problems(hf: Any) -> Iterator[str]:
-    """What cannot be about the sparse layers of a model."""
+    """Yields unsupported properties of the sparse layers."""
     sparse_by = ("first_k_dense_replace", "decoder_sparse_step")
     if FAMILIES[hf.architectures[0]].moe and not any(hasattr(hf, name) for name in sparse_by):
-        yield f"model_type {quoted(hf.model_type)}, which is not that of {hf.architectures[0]}"
+        yield f"model_type {quoted(hf.model_type)}, which does not match {hf.architectures[0]}"
         return
     sizes = moe_sizes(hf)
     if sizes is None:
@@ -252,36 +241,35 @@ def _moe_problems(hf: Any) -> Iterator[str]:
         yield f"n_group {hf.n_group} and topk_group {hf.topk_group}, which do not fit {top_k} of {experts} experts"
     # megatron-core scores a group by its best num_experts_per_tok / topk_group experts, the model by its best two.
     if top_k // hf.topk_group != 2:
-        yield f"topk_group {hf.topk_group} with num_experts_per_tok {top_k}, of which only twice as many are supported"
+        yield f"topk_group {hf.topk_group} with num_experts_per_tok {top_k}, but the ratio must be 2"
 
 
 def check_generation_config(directory: str | Path) -> None:
-    """Whether generation_config.json, where there is one, says what ends a response.
+    """Checks the end tokens in generation_config.json, if it exists.
 
     Raises:
-        ValueError: it is not a JSON object, or its eos_token_id is neither a token id nor a list of them.
+        ValueError: The file is not a JSON object, or eos_token_id is neither a token id nor a list of token ids.
     """
     path = Path(directory) / "generation_config.json"
     if not path.is_file():
         return
     where = f"--hf-checkpoint is {quoted_path(directory)} but its generation_config.json"
     ids = _read_object(path, where).get("eos_token_id")
-    for one in ids if isinstance(ids, list) else [ids]:
-        if one is not None and not (type(one) is int and 0 <= one < 2**31):
+    for token in ids if isinstance(ids, list) else [ids]:
+        if token is not None and not (type(token) is int and 0 <= token < 2**31):
             raise ValueError(f"{where} has eos_token_id {quoted(ids)}, which must be a token id or a list of them.")
 
 
 def model_sizes(model: Mapping[str, Any]) -> ModelSizes:
-    """The sizes that config.json gives."""
+    """Returns the sizes in config.json."""
     return ModelSizes(context_len=model.get("max_position_embeddings"), vocab_size=model.get("vocab_size"))
 
 
 def tensor_files(directory: str | Path) -> dict[str, Path]:
-    """The file of each tensor of a checkpoint, by the tensor's name.
+    """Returns the file of each tensor of a checkpoint, by the tensor's name.
 
     Raises:
-        ValueError: no safetensors, a damaged file, or an index that is not one, or names files that are not there or
-            lie outside of the directory.
+        ValueError: A file is missing, damaged or outside the directory.
     """
     directory = Path(directory)
     index = directory / INDEX
@@ -294,14 +282,14 @@ def tensor_files(directory: str | Path) -> dict[str, Path]:
 
 
 def check_tensors(directory: str | Path, model: Mapping[str, Any]) -> None:
-    """Looks whether a checkpoint has every tensor that its config.json asks for, in its shape; reads headers alone.
+    """Checks that a checkpoint has all tensors of its config.json; reads only the headers.
 
     Args:
-        directory: the checkpoint.
-        model: of `read_model_config`.
+        directory: The checkpoint.
+        model: Result of `read_model_config`.
 
     Raises:
-        ValueError: a tensor is missing, of another shape or not of floating-point numbers; or see `tensor_files`.
+        ValueError: A tensor is missing or has the wrong shape or type; see also `tensor_files`.
     """
     files = tensor_files(directory)
     headers: dict[Path, dict[str, tuple[str, tuple[int, ...]]]] = {}
@@ -313,10 +301,10 @@ def check_tensors(directory: str | Path, model: Mapping[str, Any]) -> None:
             headers[path] = _tensors_of(path)
         if name not in headers[path]:
             raise ValueError(f"{path} has no tensor {name}, which {INDEX} says it has.")
-        kind, found = headers[path][name]
-        if found != shape:
+        kind, actual = headers[path][name]
+        if actual != shape:
             raise ValueError(
-                f"{path}: the tensor {name} has the shape {list(found)}, but by config.json it is {list(shape)}; "
+                f"{path}: the tensor {name} has the shape {list(actual)}, but by config.json it is {list(shape)}; "
                 "the two are of different models."
             )
         if kind not in FLOAT_TYPES:
@@ -327,7 +315,7 @@ def check_tensors(directory: str | Path, model: Mapping[str, Any]) -> None:
 
 
 def expected_tensors(directory: str | Path, model: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of every tensor that a model of a configuration has.
+    """Yields the name and shape of every tensor of a model.
 
     Raises:
         ValueError: config.json lacks a size.
@@ -349,12 +337,12 @@ def expected_tensors(directory: str | Path, model: Mapping[str, Any]) -> Iterato
             parts.append(_moe_tensors(hidden, family, moe))
         else:
             parts.append(_mlp_tensors("mlp", hidden, model["intermediate_size"]))
-        for name, shape in (found for part in parts for found in part):
+        for name, shape in itertools.chain(*parts):
             yield f"model.layers.{layer}.{name}", shape
 
 
 def _attention_tensors(model: Mapping[str, Any], family: Family, hf: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The norms and the attention of one layer."""
+    """Yields the norms and the attention of one layer."""
     hidden, heads = model["hidden_size"], model["num_attention_heads"]
     groups, width = model.get("num_key_value_heads") or heads, model.get("head_dim") or hidden // heads
     for norm in ("input_layernorm", "post_attention_layernorm"):
@@ -376,7 +364,7 @@ def _mlp_tensors(prefix: str, hidden: int, inner: int) -> Iterator[tuple[str, tu
 
 
 def _moe_tensors(hidden: int, family: Family, moe: MoeSizes) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The router and the experts of one sparse layer."""
+    """Yields the router and the experts of one sparse layer."""
     yield "mlp.gate.weight", (moe.num_experts, hidden)
     if family.sigmoid_router:
         yield "mlp.gate.e_score_correction_bias", (moe.num_experts,)
@@ -390,32 +378,27 @@ def _moe_tensors(hidden: int, family: Family, moe: MoeSizes) -> Iterator[tuple[s
 
 def _read_object(path: Path, where: str) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except RecursionError:
         raise ValueError(f"{where} is nested too deeply to be read.") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{where} is not UTF-8: {error.reason} at byte {error.start}.") from None
     except ValueError as error:
         raise ValueError(f"{where} is not JSON: {first_line(error)}.") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{where} is JSON of type {type(found).__name__} and must be an object.")
-    return found
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} is JSON of type {type(value).__name__} and must be an object.")
+    return value
 
 
 def _field_problems(model: Mapping[str, Any]) -> Iterator[str]:
-    """What cannot be about the fields that are given."""
+    """Yields the invalid fields of config.json."""
+    for name, (is_valid, description) in FIELDS.items():
+        if model.get(name) is not None and not is_valid(model[name]):
+            yield f"{name} {quoted(model[name])}, which must be {description}"
     for name in COUNTS:
-        value = model.get(name)
         most = MAX_LAYERS if name == "num_hidden_layers" else MAX_COUNT
-        if value is not None and (type(value) is not int or value < 1):
-            yield f"{name} {quoted(value)}, which must be a whole number above 0"
-        elif value is not None and value > most:
-            yield f"{name} {quoted(value)}, which must be at most {most}"
-    for name in FLAGS:
-        value = model.get(name)
-        if value is not None and type(value) is not bool:
-            yield f"{name} {quoted(value)}, which must be true or false"
-    yield from _float_problems(model)
+        if (model.get(name) or 0) > most:
+            yield f"{name} {quoted(model[name])}, which must be at most {most}"
     heads, groups = model.get("num_attention_heads"), model.get("num_key_value_heads")
     if heads and groups and heads % groups:
         yield f"num_attention_heads {heads}, which must be a multiple of num_key_value_heads {groups}"
@@ -425,40 +408,14 @@ def _field_problems(model: Mapping[str, Any]) -> Iterator[str]:
     width = width or (hidden // heads if heads and hidden else None)
     if width and width % 2:
         yield f"heads of {width} numbers, which must be even for rotary positions"
-    yield from _rope_problems(model)
-
-
-def _float_problems(model: Mapping[str, Any]) -> Iterator[str]:
-    epsilon = model.get("rms_norm_eps")
-    if epsilon is not None and not (_is_number(epsilon) and 0 <= epsilon < 1):
-        yield f"rms_norm_eps {quoted(epsilon)}, which must be a number from 0 to 1"
-    scale = model.get("routed_scaling_factor")
-    if scale is not None and not (_is_number(scale) and scale > 0):
-        yield f"routed_scaling_factor {quoted(scale)}, which must be a number above 0"
-    theta = model.get("rope_theta")
-    if theta is not None and not (_is_number(theta) and theta > 0):
-        yield f"rope_theta {quoted(theta)}, which must be a number above 0"
-
-
-def _rope_problems(model: Mapping[str, Any]) -> Iterator[str]:
     for name in ("rope_scaling", "rope_parameters"):
-        rope = model.get(name)
-        if rope is None:
-            continue
-        if not isinstance(rope, dict):
-            yield f"{name} {quoted(rope)}, which must be an object"
-            continue
+        rope = model.get(name) or {}
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind not in ROPE_TYPES:
             yield f"{name} of type {quoted(kind)}, but known are {', '.join(ROPE_TYPES)}"
         for key in ("rope_theta", "factor"):
-            value = rope.get(key)
-            if value is not None and not (_is_number(value) and value > 0):
-                yield f"{name} with {key} {quoted(value)}, which must be a number above 0"
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf
+            if rope.get(key) is not None and not _is_positive(rope[key]):
+                yield f"{name} with {key} {quoted(rope[key])}, which must be a number above 0"
 
 
 def _indexed_files(directory: Path, index: Path) -> dict[str, Path]:
@@ -475,19 +432,19 @@ def _indexed_files(directory: Path, index: Path) -> dict[str, Path]:
 
 
 def _file_within(directory: Path, index: Path, file: str) -> Path:
-    """A file that an index names; it may be a link, as in Hugging Face's cache, but its name leads nowhere else."""
+    """Returns the path of a file in an index; links are allowed, as in Hugging Face's cache, names outside are not."""
     if "\0" in file or "\\" in file or PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts:
         raise ValueError(
             f"{index} names {quoted(file)}, which is not a file within the directory; files outside are not read."
         )
     path = directory / file
     if not path.is_file():
-        raise ValueError(f"{index} names {quoted(file)}, which is not there; fetch the checkpoint anew.")
+        raise ValueError(f"{index} names {quoted(file)}, which does not exist; download the checkpoint again.")
     return path
 
 
 def _tensors_of(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Type and shape of each tensor of a safetensors file, from its header."""
+    """Returns the type and shape of each tensor of a safetensors file, from its header."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -497,6 +454,5 @@ def _tensors_of(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
             return {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
     except (SafetensorError, OSError, ValueError) as error:
         raise ValueError(
-            f"{quoted_path(path)} cannot be read as safetensors ({first_line(error)}); it is damaged or incomplete, "
-            "fetch it anew."
+            f"{quoted_path(path)} cannot be read as safetensors ({first_line(error)}); download it again."
         ) from None

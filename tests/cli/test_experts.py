@@ -131,7 +131,7 @@ def given(base):
             {"model_type": "qwen3"},
             "",
             1,
-            "model/config.json has model_type 'qwen3', which is not that of Qwen3MoeForCausalLM.",
+            "model/config.json has model_type 'qwen3', which does not match Qwen3MoeForCausalLM.",
         ),
         (
             {**GLM, "first_k_dense_replace": -1},
@@ -155,7 +155,7 @@ def given(base):
             {**GLM, "n_group": 2, "topk_group": 2},
             "",
             1,
-            "model/config.json has topk_group 2 with num_experts_per_tok 2, of which only twice as many are supported.",
+            "model/config.json has topk_group 2 with num_experts_per_tok 2, but the ratio must be 2.",
         ),
         (
             {"num_experts": 0},

@@ -246,7 +246,7 @@ def test_parquet(tally: Any, tmp_path: Path) -> None:
         path.write_bytes(content)
         t.record(name, problem(lambda: load(path), path))
     for name, columns, words in (
-        ("labels of bytes", {"label": [b"1", b"2"]}, "row 1 has a label of type bytes, which JSON has not; write"),
+        ("labels of bytes", {"label": [b"1", b"2"]}, "row 1 has a label of type bytes, which JSON does not have; write"),
         ("labels of dates", {"label": ["1", "2"], "date": [datetime.date(2024, 1, 2)] * 2}, None),
         ("labels that are dates", {"label": [datetime.date(2024, 1, 2)] * 2}, "row 1 has a label of type date, which"),
         ("labels that are times", {"label": [datetime.datetime(2024, 1, 2)] * 2}, "row 1 has a label of type datetime"),
@@ -437,7 +437,7 @@ def test_safetensors_files(tally: Any, checkpoints: dict[str, Path], tmp_path: P
         ),
     ):
         directory = spoiled(source, target, model__safetensors=content)
-        t.record(name, problem(lambda d=directory: check(d), directory / "model.safetensors", "fetch it anew"))
+        t.record(name, problem(lambda d=directory: check(d), directory / "model.safetensors", "download it again"))
     for name, edit, words in (
         (
             "a wrong shape",
@@ -508,8 +508,8 @@ def test_indices(tally: Any, checkpoints: dict[str, Path], tmp_path: Path) -> No
         ("a file of null", naming(None), "names None for the tensor"),
         ("a file of a list", naming(["a"]), "names ['a'] for the tensor"),
         ("a file of nothing", naming(""), "names '' for the tensor"),
-        ("a file that is not there", naming("part-7.safetensors"), "names 'part-7.safetensors', which is not there"),
-        ("the directory", naming("."), "names '.', which is not there"),
+        ("a file that is not there", naming("part-7.safetensors"), "names 'part-7.safetensors', which does not exist"),
+        ("the directory", naming("."), "names '.', which does not exist"),
         (
             "a file above",
             naming("../outside.safetensors"),
@@ -518,8 +518,8 @@ def test_indices(tally: Any, checkpoints: dict[str, Path], tmp_path: Path) -> No
         ("a file above, hidden", naming("x/../../outside.safetensors"), "which is not a file within the directory"),
         ("an absolute file", naming(str(outside)), "which is not a file within the directory; files outside are not"),
         ("a nought", naming("a\0b"), r"names 'a\x00b', which is not a file within"),
-        ("a steering name", naming("\x1b[2J"), r"names '\x1b[2J', which is not there"),
-        ("a name of 10,000 characters", naming("a" * 200 + "/b" * 90), "which is not there"),
+        ("a steering name", naming("\x1b[2J"), r"names '\x1b[2J', which does not exist"),
+        ("a name of 10,000 characters", naming("a" * 200 + "/b" * 90), "which does not exist"),
         (
             "another file",
             naming(
@@ -535,7 +535,7 @@ def test_indices(tally: Any, checkpoints: dict[str, Path], tmp_path: Path) -> No
         t.record(name, problem(lambda d=directory: check(d), directory, words))
     directory = indexed(source, target, lambda weight_map: {"weight_map": weight_map})
     (directory / "part-1.safetensors").write_bytes((directory / "part-1.safetensors").read_bytes()[:-1])
-    t.record("a damaged part", problem(lambda: check(directory), directory / "part-1.safetensors", "fetch it anew"))
+    t.record("a damaged part", problem(lambda: check(directory), directory / "part-1.safetensors", "download it again"))
     t.check(at_least=21)
 
 
@@ -575,7 +575,7 @@ def test_whole_runs_end_before_anything_is_built(tally: Any, tmp_path: Path) -> 
     model, data = tmp_path / "task" / "model", tmp_path / "task" / "train.jsonl"
     whole = {path.name: path.read_bytes() for path in (*model.iterdir(), data)}
     cases: tuple[tuple[str, Path, bytes, int, str], ...] = (
-        ("a file cut off", model / "model.safetensors", whole["model.safetensors"][:-9], 2, "fetch it anew."),
+        ("a file cut off", model / "model.safetensors", whole["model.safetensors"][:-9], 2, "download it again."),
         ("no configuration", model / "config.json", b"{", 2, "its config.json is not JSON"),
         ("no generation", model / "generation_config.json", b"{", 2, "its generation_config.json is not JSON"),
         ("a tokenizer of garbage", model / "tokenizer.json", b"\xff", 1, "whose tokenizer does not load"),
