@@ -207,7 +207,7 @@ def test_data_sets_that_are_accepted(tally: Any, tmp_path: Path) -> None:
         (
             "labels of other types",
             row(label=[1, 2.5, None]) + row(label=None),
-            [("31>", "[1, 2.5, null]"), ("31>", None)],
+            [("31>", [1, 2.5, None]), ("31>", None)],
         ),
         ("long ones among short ones", GOOD + row(prompt="1" * 10_000_000) + GOOD, [("31>", "13")] * 2),
     ):
@@ -246,7 +246,11 @@ def test_parquet(tally: Any, tmp_path: Path) -> None:
         path.write_bytes(content)
         t.record(name, problem(lambda: load(path), path))
     for name, columns, words in (
-        ("labels of bytes", {"label": [b"1", b"2"]}, "row 1 has a label of type bytes, which JSON does not have; write"),
+        (
+            "labels of bytes",
+            {"label": [b"1", b"2"]},
+            "row 1 has a label of type bytes, which JSON does not have; write",
+        ),
         ("labels of dates", {"label": ["1", "2"], "date": [datetime.date(2024, 1, 2)] * 2}, None),
         ("labels that are dates", {"label": [datetime.date(2024, 1, 2)] * 2}, "row 1 has a label of type date, which"),
         ("labels that are times", {"label": [datetime.datetime(2024, 1, 2)] * 2}, "row 1 has a label of type datetime"),
