@@ -35,22 +35,22 @@ class EngineHost:
 
 @dataclass(frozen=True, kw_only=True)
 class SentRows:
-    """Rows of a tensor that the engine was sent, float32 on the CPU, rounded to its precision."""
+    """Rows of a tensor sent to the engine, float32 on the CPU, rounded to the engine's precision."""
 
     rows: Tensor
     """Every `stride`-th row from row `first` on; all rows of a small tensor."""
     first: int = 0
     stride: int = 1
     changed: bool
-    """Whether any element of the tensor differs from the version before, in the engine's precision."""
+    """Whether any element of the tensor changed in the update, in the engine's precision."""
     changed_everywhere: bool = False
-    """Whether each of `weight_updates.BLOCKS` blocks of rows, and each of as many blocks of columns, differs."""
+    """Whether each of `weight_updates.BLOCKS` blocks of rows and of columns changed."""
 
 
 class RolloutUnavailable(RuntimeError):
-    """No rollout can be had; the run saves what it has and stops with this message.
+    """No rollout is possible; the run saves a checkpoint and stops with this message.
 
-    No rollout engine is left that could answer, the reward server does not answer, or a filter drops every group.
+    No rollout engine is left, the reward server does not answer, or a filter drops every group.
     """
 
 
@@ -59,13 +59,13 @@ class RolloutFuture(Protocol):
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Responses that are complete, and all; from any thread."""
+        """Numbers of complete and of all responses; from any thread."""
 
     def result(self) -> list[list[Sample]]:
-        """Waits for it; a collective. One list of samples per prompt, the same on every rank.
+        """Waits for the rollout; a collective. Returns one list of samples per prompt, the same on every rank.
 
         Raises:
-            RolloutUnavailable: no engine is left to finish it.
+            RolloutUnavailable: No engine is left to finish the rollout.
         """
 
 
@@ -79,26 +79,25 @@ class RolloutEngine(Protocol):
     """Version of the weights in use; 0 is the checkpoint."""
 
     max_context_len: int | None
-    """Longest text that it takes, in tokens, where that is known."""
+    """Longest text, in tokens; None if unknown."""
 
     can_checkpoint_weights: bool
-    """Whether weights older than the policy's can be saved and taken up again; else a resumed run begins with the
-    policy's own."""
+    """Whether weights older than the policy's are saved and restored; else a resumed run begins with the policy's."""
 
     @property
     def http_address(self) -> tuple[str, int] | None:
-        """Host and port of the router, else of the first server, for POST /generate; None on ranks that ask none."""
+        """Host and port of the router, else the first server, for POST /generate; None on other ranks than 0."""
 
     def submit(
         self, prompts: Sequence[Prompt], sampling: Sampling, seed: int, *, num_groups: int | None = None
     ) -> RolloutFuture:
-        """Starts sampling `sampling.n_samples` responses to each prompt, with the present weights.
+        """Starts sampling `sampling.n_samples` responses to each prompt with the current weights.
 
-        With `num_groups` the rollout is the first that many groups to be complete; the rest is aborted, and
+        With `num_groups` the rollout is the first `num_groups` groups to complete; the others are aborted and become
         `unfinished`.
 
-        An engine in this process samples at once; a remote one goes on while the caller trains, and tokens that
-        follow an update of the weights carry its version.
+        An in-process engine samples immediately. A remote engine continues while the caller trains; tokens sampled
+        after a weight update carry the new version.
         """
 
     def submit_function(
@@ -113,69 +112,61 @@ class RolloutEngine(Protocol):
     ) -> RolloutFuture:
         """Starts calling a function for `sampling.n_samples` rollouts of each prompt.
 
-        The function is given a sample with the tokens of its prompt, and a `TokenEngine`, and returns the samples of
-        one rollout. Its group has the samples of all its rollouts; those of one share a `rollout_id`.
+        The function receives a sample with the prompt's tokens and a `TokenEngine`, and returns the samples of one
+        rollout. The samples of one rollout share a `rollout_id`; a prompt's group contains all its rollouts.
 
-        An engine in this process calls it at once, each rank for its share of the prompts; a remote one on rank 0, in
-        the background, while the caller trains: requests go on over updates of the weights, and each token has the
-        version that sampled it.
+        An in-process engine calls the function immediately, each rank for its share of the prompts. A remote engine
+        calls it on rank 0 in the background while the caller trains; each token has the version that sampled it.
 
-        With `num_groups`, once so many groups are complete, requests are answered with the finish reason abort.
-        Rollouts with a sample of status ABORTED are then `unfinished`; the next call of this method calls the function
-        again with that sample, or from the prompt on where the rollout has several or none was returned in time.
+        With `num_groups`, once this number of groups is complete, requests return with the finish reason abort.
+        Rollouts with a sample of status ABORTED become `unfinished`. The next call of this method calls the function
+        again with that sample, or with the prompt if the rollout has several samples or returned none in time.
 
         Args:
             prompts: Each gets a group.
-            function: Makes one rollout; what it raises ends the rollout of all.
-            sampling: How requests are sampled that say nothing else.
-            seed: Of the rollout.
-            concurrency: Most calls of the function at once, of each rank that calls it.
-            num_groups: Number of groups that are waited for; None waits for all.
+            function: Makes one rollout; an exception ends all rollouts.
+            sampling: Default sampling of requests.
+            seed: Seed of the rollout.
+            concurrency: Maximum concurrent calls of the function per rank.
+            num_groups: Number of groups to wait for; None waits for all.
         """
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> list[list[Sample]]:
         """`submit` and its result, in the prompts' order."""
 
     def update_weights(self, source: WeightSource, version: int) -> None:
-        """Takes new weights: calls the source once, and iterates what it returns to the end."""
+        """Loads new weights: calls the source once and iterates it to the end."""
 
     def weight_precision(self, name: str) -> Precision | None:
-        """The precision in which the engine holds the tensor of a Hugging Face name.
+        """The engine's precision of the tensor with this Hugging Face name.
 
-        None where it is not known, and on ranks whose weights the engine does not take.
+        None if unknown, and on ranks whose weights the engine does not read.
         """
 
     def wrong_weights(self, sent: Mapping[str, SentRows]) -> dict[str, list[str]]:
-        """Names of the tensors in use that are other than those that were sent, as far as the engine can see.
+        """Names of tensors that provably differ from the tensors sent, by copy of the weights.
 
         Args:
-            sent: rows of the weights of the last update, by Hugging Face name.
-
-        Returns:
-            by the name of each copy of the weights that the engine can look into; empty lists where all is well.
+            sent: Rows of the last update's weights, by Hugging Face name.
         """
 
     def prompt_log_probs(self, token_ids: Sequence[int]) -> dict[str, list[float]]:
-        """Log-probs at temperature 1 of a text's tokens but the first, under the weights in use.
-
-        Returns:
-            by the name of whoever computed them, one entry for each copy of the weights.
-        """
+        """Log-probs at temperature 1 of all tokens but the first, by copy of the weights."""
 
     def unfinished(self) -> list[list[Sample]]:
-        """Groups whose stragglers were aborted, to be gone on with by the next `submit` before its own prompts."""
+        """Partially generated groups; the next `submit` resumes them before starting new prompts."""
 
     def resume_unfinished(self, groups: list[list[Sample]]) -> None:
-        """Takes up what `unfinished` gave, in another process."""
+        """Restores the groups that `unfinished` returned in an earlier process."""
 
     def metrics(self) -> dict[str, float]:
-        """What the engine counts, as rollout/NAME."""
+        """The engine's counts, as rollout/NAME."""
 
     def save_weights(self, directory: Path) -> None:
-        """Puts the weights in use into an unfinished checkpoint, when they are older than the policy's."""
+        """Writes weights that are older than the policy's into an unfinished checkpoint."""
 
     def load_weights(self, directory: Path, version: int) -> None:
-        """Takes up what `save_weights` put into a checkpoint."""
+        """Restores the weights that `save_weights` wrote."""
 
     def close(self) -> None:
-        """Gives back what the engine holds."""
+        """Frees the engine's resources."""

@@ -1,4 +1,4 @@
-"""Rollouts that functions of the user's own make, many at once, by asking an engine."""
+"""Rollouts made by a user-defined function, with concurrent calls that send requests to an engine."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from slime_tis.trainer.engines.generation import Generation, Request, RolloutFun
 from slime_tis.trainer.engines.tasks import CANCELLED, cancel_and_wait
 
 ABORT_TIMEOUT = 20.0
-"""Longest wait for functions to return what they have once requests are answered with abort, in seconds."""
+"""Longest wait for functions to return after requests are answered with abort, in seconds."""
 
 
 @dataclass(eq=False, kw_only=True)
 class FunctionCall:
-    """A call of the function, which makes one rollout."""
+    """A call of the function; it makes one rollout."""
 
     prompt: Prompt
     group_index: int
-    """Place of its prompt in the batch."""
+    """Index of the prompt in the batch."""
     number: int
     """Number of the rollout in the batch."""
     key: SampleKey
     samples: list[Sample] = field(default_factory=list)
-    """What it returned, or what an earlier call did; empty before."""
+    """Samples that this or an earlier call returned; empty before."""
     complete: bool = False
     """Whether no further call is needed."""
 
     def fresh_sample(self) -> Sample:
-        """What the function begins with: tokens of the prompt and no response."""
+        """A sample with the prompt's tokens and no response."""
         return Sample(
             prompt=self.prompt,
             group_index=self.group_index,
@@ -47,7 +47,7 @@ class FunctionCall:
         )
 
     def first_sample(self) -> Sample:
-        """What the function is given: the sample that was aborted, where its rollout is that sample alone."""
+        """The function's input: the aborted sample if it is the only sample of its rollout, else a fresh one."""
         if len(self.samples) != 1:
             return self.fresh_sample()
         (sample,) = self.samples
@@ -56,32 +56,26 @@ class FunctionCall:
 
 
 def new_groups(prompts: Sequence[Prompt], n_samples: int, seed: int) -> list[list[FunctionCall]]:
-    """The calls for each prompt.
-
-    Args:
-        prompts: Of the rollout.
-        n_samples: Calls for each.
-        seed: Of the rollout.
-    """
+    """Returns `n_samples` calls for each prompt."""
     return _groups([(prompt, [[]] * n_samples) for prompt in prompts], seed)
 
 
 def resumed_groups(
     unfinished: Sequence[Sequence[Sample]], prompts: Sequence[Prompt], n_samples: int, seed: int
 ) -> list[list[FunctionCall]]:
-    """The calls for groups that were aborted, followed by those for new prompts."""
+    """Returns the calls for unfinished groups, then the calls for new prompts."""
     earlier = [(group[0].row, by_rollout(group)) for group in unfinished]
     return _groups([*earlier, *((prompt, [[]] * n_samples) for prompt in prompts)], seed)
 
 
-def _groups(of_prompts: Sequence[tuple[Prompt, Sequence[list[Sample]]]], seed: int) -> list[list[FunctionCall]]:
+def _groups(rollouts_by_prompt: Sequence[tuple[Prompt, Sequence[list[Sample]]]], seed: int) -> list[list[FunctionCall]]:
     seen: Counter[int] = Counter()
     numbers = count()
     groups = []
-    for group_index, (prompt, rollouts) in enumerate(of_prompts):
+    for group_index, (prompt, rollouts) in enumerate(rollouts_by_prompt):
         calls = []
-        for place, samples in enumerate(rollouts):
-            key = SampleKey(seed=seed, prompt_index=prompt.index, occurrence=seen[prompt.index], sample=place)
+        for index, samples in enumerate(rollouts):
+            key = SampleKey(seed=seed, prompt_index=prompt.index, occurrence=seen[prompt.index], sample=index)
             complete = bool(samples) and not is_unfinished(samples)
             calls.append(
                 FunctionCall(
@@ -99,12 +93,12 @@ def _groups(of_prompts: Sequence[tuple[Prompt, Sequence[list[Sample]]]], seed: i
 
 
 def is_unfinished(samples: Sequence[Sample]) -> bool:
-    """Whether a rollout is to be gone on with."""
+    """Whether a rollout must be resumed."""
     return any(sample.status in (SampleStatus.ABORTED, SampleStatus.PENDING) for sample in samples)
 
 
 class FunctionBatch:
-    """Calls of a function, some at a time. It belongs to one loop; `progress` may be read from any thread."""
+    """Concurrent calls of a function. It belongs to one loop; `progress` may be read from any thread."""
 
     def __init__(
         self,
@@ -125,12 +119,12 @@ class FunctionBatch:
             groups: Calls for each prompt.
             function: Makes one rollout.
             answer: Answers one request.
-            sampling: The run's own.
-            concurrency: Most calls at once.
-            vocab_size: Number of token ids of the model; None checks none.
-            num_groups: Number of complete groups after which the rest is aborted; None waits for all.
-            end_requests: Has requests answered with abort from then on; with `num_groups` alone.
-            end_sample: Called with the number of each call that has ended.
+            sampling: The run's sampling.
+            concurrency: Maximum concurrent calls.
+            vocab_size: Number of token ids of the model; None skips the check.
+            num_groups: Number of complete groups after which the others are aborted; None waits for all.
+            end_requests: Makes the engine answer further requests with abort; required with `num_groups`.
+            end_sample: Called with the number of each call that ended.
         """
         if concurrency < 1:
             raise ValueError(f"concurrency is {concurrency} but must be 1 or more.")
@@ -139,16 +133,16 @@ class FunctionBatch:
         self._vocab_size, self._end_requests, self._end_sample = vocab_size, end_requests, end_sample
         self._num_groups = len(groups) if num_groups is None else num_groups
         self._missing = [sum(not call.complete for call in group) for group in groups]
-        """Calls of each group that are not complete."""
+        """Number of incomplete calls in each group."""
         self._complete = self._missing.count(0)
-        """Groups whose calls are."""
+        """Number of complete groups."""
         self._stopping = self._ended = False
         self._changed = asyncio.Event()
         self._failure: Exception | None = None
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Number of calls that are complete, and of all."""
+        """Numbers of complete and of all calls."""
         calls = [call for group in self.groups for call in group]
         return sum(call.complete for call in calls), len(calls)
 
@@ -156,12 +150,12 @@ class FunctionBatch:
         """Calls the function until enough groups are complete.
 
         Raises:
-            Exception: What a call raised.
+            Exception: From a call.
         """
         gate = asyncio.Semaphore(self._concurrency)
         tasks = [
-            asyncio.create_task(self._call(call, place, gate))
-            for place, group in enumerate(self.groups)
+            asyncio.create_task(self._call(call, index, gate))
+            for index, group in enumerate(self.groups)
             for call in group
             if not call.complete
         ]
@@ -185,8 +179,7 @@ class FunctionBatch:
         self._failure = self._failure or error
         self._changed.set()
 
-    async def _call(self, call: FunctionCall, place: int, gate: asyncio.Semaphore) -> None:
-        """Calls the function for a call of the group at a place."""
+    async def _call(self, call: FunctionCall, group: int, gate: asyncio.Semaphore) -> None:
         async with gate:
             if self._stopping or self._failure is not None:
                 return
@@ -197,8 +190,8 @@ class FunctionBatch:
                 samples = await self._function(call.first_sample(), engine)
                 call.complete = not (self._stopping and is_unfinished(samples))
                 call.samples = samples
-                self._missing[place] -= call.complete
-                self._complete += call.complete and self._missing[place] == 0
+                self._missing[group] -= call.complete
+                self._complete += call.complete and self._missing[group] == 0
             except asyncio.CancelledError:
                 if self._ended:
                     raise
@@ -213,23 +206,19 @@ class FunctionBatch:
 def calls_over_ranks(
     make: Callable[[Sequence[Sequence[FunctionCall]]], None], groups: Sequence[Sequence[FunctionCall]]
 ) -> list[list[Sample]]:
-    """The samples of all groups, of which each rank makes its share; a collective.
-
-    Args:
-        make: Makes the rollouts of some groups.
-        groups: Calls for each prompt, the same on every rank.
+    """Returns the samples of all groups; each rank makes its share. A collective.
 
     Raises:
-        ValueError: A function put into a sample what cannot be sent to another rank.
+        ValueError: A sample cannot be pickled for another rank.
     """
     is_shared = dist.is_initialized() and dist.get_world_size() > 1
 
-    def share(part: Sequence[Sequence[FunctionCall]]) -> list[list[list[Sample]] | bytes]:
-        make(part)
-        made = [[call.samples for call in group] for group in part]
+    def make_share(share: Sequence[Sequence[FunctionCall]]) -> list[list[list[Sample]] | bytes]:
+        make(share)
+        made = [[call.samples for call in group] for group in share]
         return [packed(group) for group in made] if is_shared else list(made)
 
-    for group, made in zip(groups, map_over_ranks(share, groups), strict=True):
+    for group, made in zip(groups, map_over_ranks(make_share, groups), strict=True):
         rollouts = pickle.loads(made) if isinstance(made, bytes) else made
         for call, samples in zip(group, rollouts, strict=True):
             call.samples = samples
@@ -237,14 +226,10 @@ def calls_over_ranks(
 
 
 def packed(group: list[list[Sample]]) -> bytes:
-    """The rollouts of a group as bytes, for other ranks.
-
-    Raises:
-        ValueError: A sample has what cannot be pickled.
-    """
+    """Pickles the rollouts of a group; raises ValueError if a sample cannot be pickled."""
     try:
         return pickle.dumps(group)
-    except Exception as error:  # of any object of the user's
+    except Exception as error:  # from any user-defined object
         raise ValueError(
             f"a sample cannot be sent to the other ranks: {first_line(error)}; put only plain data into its metadata."
         ) from error
@@ -253,21 +238,21 @@ def packed(group: list[list[Sample]]) -> bytes:
 def divided_calls(
     groups: Sequence[Sequence[FunctionCall]], num_groups: int | None
 ) -> tuple[list[list[Sample]], list[list[Sample]]]:
-    """The samples of the first complete groups, and those of the others, which are to be gone on with."""
+    """Returns the samples of the first complete groups, and the samples of the groups to resume."""
     complete = [group for group in groups if all(call.complete for call in group)][:num_groups]
     taken = set(map(id, complete))
     return numbered(complete), numbered([group for group in groups if id(group) not in taken])
 
 
 def numbered(groups: Sequence[Sequence[FunctionCall]]) -> list[list[Sample]]:
-    """The samples of each group, numbered from 0 on; a call that was not made has one without a response."""
-    found, number = [], 0
-    for place, group in enumerate(groups):
+    """Returns the samples of each group, numbered from 0; a missing call has one sample without a response."""
+    numbered_groups, number = [], 0
+    for group_index, group in enumerate(groups):
         samples = []
         for call in group:
             for sample in call.samples or [call.fresh_sample()]:
-                sample.group_index, sample.index, sample.rollout_id = place, number, number
+                sample.group_index, sample.index, sample.rollout_id = group_index, number, number
                 samples.append(sample)
             number += 1
-        found.append(samples)
-    return found
+        numbered_groups.append(samples)
+    return numbered_groups

@@ -1,4 +1,4 @@
-"""Requests of single sequences to a rollout engine, from functions of the user's own: what they ask and get."""
+"""Requests that user-defined functions send to a rollout engine, and the answers."""
 
 from __future__ import annotations
 
@@ -22,42 +22,42 @@ if TYPE_CHECKING:
 DISTRIBUTION = ("temperature", "top_p", "top_k")
 """Names of `sampling_params` that the log-probs depend on."""
 UNIFORMS_AT_A_TIME = 64
-"""Random numbers that are drawn together, of which a short response leaves some."""
+"""Random numbers drawn at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """What one request sampled."""
+    """The answer to one request."""
 
     token_ids: list[int]
-    """Sampled tokens, the stop token and those of a stop string included."""
+    """Sampled tokens, including the stop token or stop string."""
 
     log_probs: list[float]
-    """Log-probability of each token in the distribution that it was sampled from."""
+    """Log-prob of each token in the distribution it was sampled from."""
 
     weight_versions: list[int]
     """Version of the weights that sampled each token."""
 
     finish_reason: FinishReason
     """stop: a stop token or stop string; length: `max_new_tokens` or the end of the context; abort: the rollout has
-    enough groups, and the function returns what it has, to be called again in the next rollout."""
+    enough groups; the function should return its partial sample and is called again in the next rollout."""
 
     text: str
-    """Text of the tokens, without special tokens and without the stop, unless the request asked for them."""
+    """Text of the tokens, without special tokens and the stop unless the request keeps them."""
 
     routed_experts: Tensor | None = field(default=None, compare=False)
-    """uint8 or int16 [input + sampled tokens - 1, sparse layers, k]: the experts of each token that was fed, as in
-    `Sample`; None where they are not recorded."""
+    """uint8 or int16 [input + sampled tokens - 1, sparse layers, k]: the experts of each token fed, as in `Sample`;
+    None if not recorded."""
 
     routing_weights: Tensor | None = field(default=None, compare=False)
-    """float32 of the same shape: what the output of each of these experts was multiplied by."""
+    """float32 of the same shape: the combine weight of each expert."""
 
     sampling_mask: SamplingMask | None = None
-    """The tokens that could be sampled at each sampled token; None where nothing was cut or recorded."""
+    """The candidate tokens at each sampled token; None if nothing was cut or recorded."""
 
 
 class TokenEngine(Protocol):
-    """A rollout engine as the function that makes one sample sees it."""
+    """A rollout engine as seen by the function that makes one sample."""
 
     async def generate(
         self,
@@ -66,68 +66,68 @@ class TokenEngine(Protocol):
         *,
         session_id: str | None = None,
     ) -> Generation:
-        """Samples what follows some tokens. Any number of coroutines may wait for this at the same time.
+        """Samples the continuation of some tokens; any number of coroutines may await this concurrently.
 
         Args:
             token_ids: The input, at least one token.
             sampling_params: Under SGLang's names: temperature, top_p, top_k, max_new_tokens, stop (strings),
-                stop_token_ids, skip_special_tokens, no_stop_trim, spaces_between_special_tokens. What is left out or
-                None is as the run's flags say.
-            session_id: Name of a conversation within the sample, one for each where several go on at the same time;
-                the local engine takes the key/value cache of its turn before up again.
+                stop_token_ids, skip_special_tokens, no_stop_trim, spaces_between_special_tokens. A missing name or
+                None takes the run's flag.
+            session_id: Name of a conversation within the sample, for concurrent conversations. The local engine
+                reuses the key/value cache of the conversation's previous turn.
 
         Raises:
-            ValueError: The tokens or parameters are not possible, or samples for training would be drawn from another
-                distribution than training computes.
+            ValueError: Tokens or parameters are invalid, or training samples would be drawn from a distribution that
+                training does not compute.
         """
 
 
 RolloutFunction = Callable[[Sample, TokenEngine], Awaitable[list[Sample]]]
-"""Makes one sample, or several that belong to one rollout, by asking an engine."""
+"""Makes one sample, or several of one rollout, by requests to an engine."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestOptions:
-    """How the tokens of one request are sampled, and how they become text."""
+    """How the tokens of one request are sampled and decoded."""
 
     sampling: Sampling
     """`max_response_len` is the request's `max_new_tokens`."""
 
     stop: tuple[str, ...] = ()
-    """Texts that end a response, and belong to it."""
+    """Texts that end a response; they are part of it."""
 
     skip_special_tokens: bool = True
-    """Whether the text is without special tokens."""
+    """Whether the text omits special tokens."""
 
     no_stop_trim: bool = False
-    """Whether the text has the stop token or stop string at its end."""
+    """Whether the text keeps the stop token or stop string."""
 
     spaces_between_special_tokens: bool = True
     """Whether slow tokenizers put spaces between special tokens in the text."""
 
 
 def request_options(params: Mapping[str, Any] | None, sampling: Sampling) -> RequestOptions:
-    """The options of a request that has `sampling_params` of its own.
+    """Returns the options of a request with these `sampling_params`.
 
     Args:
-        params: As `TokenEngine.generate` takes them.
-        sampling: The run's own, for what is left out.
+        params: See `TokenEngine.generate`.
+        sampling: The run's sampling, for missing parameters.
 
     Raises:
-        ValueError: A name is unknown, a value is not possible, or samples for training would be drawn from another
-            distribution than the run's.
+        ValueError: A name is unknown, a value is invalid, or training samples would be drawn from another distribution
+            than the run's.
     """
-    given = {name: value for name, value in (params or {}).items() if value is not None}
-    unknown = [name for name in given if name not in PARSERS]
+    params = {name: value for name, value in (params or {}).items() if value is not None}
+    unknown = [name for name in params if name not in PARSERS]
     if unknown:
         raise ValueError(f"sampling_params has {quoted(unknown[0])}, but the names are {', '.join(PARSERS)}.")
-    values = {name: PARSERS[name](name, value) for name, value in given.items()}
+    values = {name: PARSERS[name](name, value) for name, value in params.items()}
     for name in DISTRIBUTION:
-        own = getattr(sampling, name)
-        if sampling.for_training and values.get(name, own) != own:
+        default = getattr(sampling, name)
+        if sampling.for_training and values.get(name, default) != default:
             raise ValueError(
-                f"sampling_params has {name} {values[name]:g}, but the run samples with {own:g}: the log-probs would "
-                "not be those of the distribution that training computes; leave it out."
+                f"sampling_params has {name} {values[name]:g}, but the run samples with {default:g}, and training "
+                "computes that distribution; remove the parameter."
             )
     changed = {name: values[name] for name in (*DISTRIBUTION, "stop_token_ids") if name in values}
     limit = values.get("max_new_tokens", sampling.max_response_len)
@@ -184,7 +184,7 @@ PARSERS: dict[str, Callable[[str, Any], Any]] = {
     "no_stop_trim": _boolean,
     "spaces_between_special_tokens": _boolean,
 }
-"""What `sampling_params` may have, and how each value is checked."""
+"""The names of `sampling_params` and the check of each value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,34 +197,34 @@ class Request:
     options: RequestOptions
 
     key: bytes
-    """16 bytes that its random numbers follow from."""
+    """16-byte key of the random numbers."""
 
     session: tuple[int, str | None]
-    """The sample that asks and the name of its conversation."""
+    """Number of the sample and name of its conversation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleKey:
-    """What the random numbers of a sample follow from, besides the inputs of its requests."""
+    """Key of a sample's random numbers, in addition to the inputs of its requests."""
 
     seed: int
-    """Of the rollout."""
+    """Seed of the rollout."""
 
     prompt_index: int
-    """Of the prompt in its file."""
+    """Index of the prompt in its file."""
 
     occurrence: int
-    """How often the same prompt occurs earlier in the batch."""
+    """Earlier occurrences of the same prompt in the batch."""
 
     sample: int
-    """Place of the sample among those of its prompt."""
+    """Index of the sample in its group."""
 
 
 class SampleEngine:
-    """The `TokenEngine` that one call of a rollout function gets.
+    """The `TokenEngine` of one call of a rollout function.
 
-    The random numbers of a request follow from the sample's key, the input, and how often this sample asked with the
-    same input before: neither the order of arrival nor any other sample matters.
+    The random numbers of a request depend only on the sample's key, the input, and the number of earlier requests of
+    this sample with the same input.
     """
 
     def __init__(
@@ -236,15 +236,7 @@ class SampleEngine:
         number: int,
         vocab_size: int | None,
     ) -> None:
-        """Asks nothing yet.
-
-        Args:
-            answer: Answers one request.
-            sampling: The run's own.
-            key: Of the sample.
-            number: Of the sample in the rollout.
-            vocab_size: Number of token ids of the model; None checks none.
-        """
+        """Sends nothing yet; `number` is the sample's in the rollout, and a `vocab_size` of None checks no token."""
         self._answer, self._sampling, self._key, self._number = answer, sampling, key, number
         self._vocab_size = vocab_size
         self._asked: Counter[bytes] = Counter()
@@ -256,7 +248,7 @@ class SampleEngine:
         *,
         session_id: str | None = None,
     ) -> Generation:
-        """Samples what follows some tokens; see `TokenEngine`."""
+        """See `TokenEngine`."""
         options = request_options(sampling_params, self._sampling)
         ids = [operator.index(token) for token in token_ids]
         if not ids:
@@ -276,23 +268,23 @@ class SampleEngine:
 
 
 def input_digest(key: SampleKey, token_ids: Sequence[int]) -> bytes:
-    """32 bytes that differ for other samples and other inputs."""
+    """A 32-byte hash of the sample's key and the input."""
     numbers = [key.seed, key.prompt_index, key.occurrence, key.sample, *token_ids]
     return hashlib.blake2b(np.asarray(numbers, dtype="<i8").tobytes(), digest_size=32).digest()
 
 
 def request_uniforms(key: bytes) -> Iterator[float]:
-    """The uniforms in [0, 1) that the tokens of a request are drawn with, one after the other, without an end."""
+    """An endless stream of the uniforms in [0, 1) that draw the tokens of a request."""
     generator = np.random.Generator(np.random.Philox(key=np.frombuffer(key, dtype="<u8")))
     while True:
         yield from generator.random(UNIFORMS_AT_A_TIME).tolist()
 
 
 class StopStrings:
-    """Finds the first of some texts at the end of a growing response."""
+    """Finds the first stop text in a growing response."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> None:
-        """Prepares for these texts; none is never found."""
+        """Prepares the texts; an empty list is never found."""
         self._tokenizer, self._stop = tokenizer, tuple(stop)
         self._last_characters = {text[-1] for text in stop}
         self._always = any(character.isspace() for character in self._last_characters)
@@ -300,10 +292,10 @@ class StopStrings:
         self._tail = max((len(text.encode()) for text in stop), default=0) + 1
 
     def found(self, token_ids: Sequence[int]) -> bool:
-        """Whether the last token completes one of the texts, given that none was there before it.
+        """Whether the last token completes one of the texts, if no earlier token did.
 
-        A text that the last token completes ends within that token, and begins at most as many tokens earlier as it has
-        bytes. Tokens that are a part of a character decode to the replacement character and are always looked at.
+        Such a text ends within the last token and begins at most as many tokens earlier as it has bytes. Tokens that
+        are part of a character decode to the replacement character and are always checked.
         """
         if not self._stop or not self._can_complete(token_ids[-1]):
             return False
@@ -311,7 +303,7 @@ class StopStrings:
         return any(stop in text for stop in self._stop)
 
     def first(self, token_ids: Sequence[int]) -> int | None:
-        """Number of tokens up to the first of the texts; None where none is in the response."""
+        """Number of tokens up to the first text; None if the response has none."""
         return next((end for end in range(1, len(token_ids) + 1) if self.found(token_ids[:end])), None)
 
     def _can_complete(self, token: int) -> bool:
@@ -325,20 +317,13 @@ class StopStrings:
 def response_text(
     tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], options: RequestOptions, finish_reason: FinishReason
 ) -> str:
-    """The text of a response, as the request asked for it.
-
-    Args:
-        tokenizer: Of the model.
-        token_ids: Of the whole response.
-        options: Of the request.
-        finish_reason: Why the response ended; after a stop the text ends before it, unless `no_stop_trim` is given.
-    """
+    """Returns the text of a response, without its stop unless the request sets `no_stop_trim`."""
     trims = finish_reason == "stop" and not options.no_stop_trim
     text = _decoded(tokenizer, token_ids, options)
     if not trims:
         return text
-    places = [place for place in map(text.find, options.stop) if place >= 0]
-    return text[: min(places)] if places else _decoded(tokenizer, token_ids[:-1], options)
+    positions = [position for position in map(text.find, options.stop) if position >= 0]
+    return text[: min(positions)] if positions else _decoded(tokenizer, token_ids[:-1], options)
 
 
 def _decoded(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], options: RequestOptions) -> str:

@@ -1,8 +1,8 @@
 """Rounds weights to the precision of a rollout engine: to the nearest number, at random, or with memory of the error.
 
 An optimizer step of 1e-6 is far below the distance of neighbouring bfloat16 numbers, 2.4e-4 at a weight of 0.05.
-Rounded to the nearest, a weight that lies on such a number stays there until many steps have added up, and the rollout
-policy with it. In the two other modes the rollout engine's weights follow the trained ones on average.
+Rounded to nearest, a weight changes only after many steps have added up. In the two other modes the rollout engine's
+weights follow the trained weights on average.
 """
 
 import hashlib
@@ -19,22 +19,22 @@ from slime_tis.trainer.options.rollout import Rounding
 from slime_tis.trainer.storage.checkpoints import ROUNDING_ERRORS
 
 Precision = Literal["fp32", "fp16", "bf16", "fp8", "int8"]
-"""Precision in which an engine holds a tensor; in fp8 and int8 with a scale per row."""
+"""Precision of a tensor in an engine; fp8 and int8 have a scale per row."""
 
 COARSENESS: list[Precision] = ["fp32", "fp16", "bf16", "int8", "fp8"]
-"""Precisions from the finest to the coarsest in what they do to log-probs."""
+"""Precisions by their effect on log-probs, smallest first."""
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-"""Types of the precisions that tensors have of their own; fp8 and int8 weights are held in float32."""
+"""Tensor dtypes of precisions; fp8 and int8 weights are emulated in float32."""
 FLOATS = {"fp16": (10, -14, 65504.0), "bf16": (7, -126, 3.3895314e38), "fp8": (3, -6, FP8_MAX)}
-"""Of each floating-point format: bits of the mantissa, exponent of the smallest normal number, largest number."""
+"""Mantissa bits, exponent of the smallest normal number, and largest number of each floating-point format."""
 INT8_MAX = 127.0
 """Largest multiple of a row's scale."""
 CHANCES = 2**16
-"""Different random numbers of stochastic rounding: a float32 has 16 bits below those of a bfloat16."""
+"""Number of distinct random values of stochastic rounding: float32 has 16 more bits than bfloat16."""
 
 
 def coarser(first: Precision, second: Precision) -> Precision:
-    """The one of two precisions that does more to log-probs."""
+    """The precision with the larger effect on log-probs."""
     return max(first, second, key=lambda precision: COARSENESS.index(precision))
 
 
@@ -60,8 +60,8 @@ def round_stochastic(weight: Tensor, precision: Precision, generator: torch.Gene
 
       w' = sgn(w) · s · h · ⌊|w| / (s·h) + u⌋,   u uniform in [0, 1),   E[w'] = w
 
-    with the scale s of the row (1 without one) and the distance h of neighbouring numbers at |w|/s. A number that the
-    precision can hold stays as it is.
+    with the scale s of the row (else 1) and the distance h of neighbouring numbers at |w|/s. A representable number
+    stays unchanged.
 
     Source: "Deep Learning with Limited Numerical Precision", Gupta et al. (https://arxiv.org/abs/1502.02551),
     section 3.
@@ -100,12 +100,12 @@ def largest_of(precision: Precision) -> float:
 
 
 def _snapped(scaled: Tensor, largest: float) -> Tensor:
-    """Takes what division left just below the largest number of a row for it, so that the row keeps its scale."""
+    """Restores the largest number of a row if division made it slightly smaller, so that the row keeps its scale."""
     return torch.where(scaled > largest * (1 - 1e-6), largest, scaled)
 
 
 class WeightRounder:
-    """Rounds the tensors of each update as `--weight-update-rounding` says; a version sent again is rounded alike."""
+    """Rounds the tensors of each update (--weight-update-rounding); a version sent again is rounded identically."""
 
     def __init__(self, rounding: Rounding, seed: int) -> None:
         """Starts without errors.
@@ -139,9 +139,9 @@ class WeightRounder:
     def _compensated(self, name: str, weight: Tensor, precision: Precision) -> Tensor:
         """round(w + e), with the new error e + w − round(w + e).
 
-        The first error is random, less than half the distance to the next number, so that a bfloat16 weight is sent
-        to a bfloat16 engine as it is. With none, weights that are moved alike (Adam's first steps all have length lr)
-        would be rounded up in one and the same update.
+        The first error is random and less than half the distance to the next number, so that a bfloat16 engine
+        receives bfloat16 weights unchanged. Without it, weights that move equally (Adam's first steps all have length
+        lr) would round up in the same update.
         """
         error = self._before.get(name)
         if error is None:
@@ -167,7 +167,7 @@ class WeightRounder:
         return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
     def save(self, directory: Path) -> None:
-        """Puts the errors into an unfinished checkpoint; nothing in the other modes."""
+        """Writes the errors into an unfinished checkpoint; nothing in other modes."""
         if self.rounding != "error-compensated" or self._version is None:
             return
         tensors = {f"before.{name}": error.cpu() for name, error in self._before.items()}
@@ -175,7 +175,7 @@ class WeightRounder:
         save_file(tensors, directory / ROUNDING_ERRORS, metadata={"version": str(self._version)})
 
     def load(self, directory: Path, device: torch.device | str) -> None:
-        """Takes up what `save` wrote; without such a file the errors begin anew."""
+        """Restores the errors that `save` wrote; without the file they start again."""
         path = directory / ROUNDING_ERRORS
         if self.rounding != "error-compensated" or not path.exists():
             return
@@ -187,5 +187,5 @@ class WeightRounder:
 
 
 def rounds(dtype: torch.dtype, precision: Precision) -> bool:
-    """Whether an engine of this precision rounds weights of this type."""
+    """Whether an engine of this precision rounds weights of this dtype."""
     return precision in ("fp8", "int8") or torch.promote_types(dtype, DTYPES[precision]) != DTYPES[precision]

@@ -1,9 +1,9 @@
-"""What the rollout engine is sent of an update, and how much of the update that is.
+"""Rounds the weights sent to the rollout engine and measures how much of an update arrives.
 
     source(weights, version)  →  round each tensor as --weight-update-rounding says  →  rollout engine
                                    ↘ a fixed sample of rows: trained and sent values, now and at the update before
 
-With trained weights w and what the engine has of them r, both as changes since the update before:
+With changes Δw of the trained weights and Δr of the engine's weights since the previous update:
 
     absorbed = share of the elements with Δw ≠ 0 whose Δr = 0,    received = ⟨Δr, Δw⟩ / ⟨Δw, Δw⟩
 """
@@ -25,11 +25,11 @@ from slime_tis.trainer.engines.weight_rounding import Precision, WeightRounder, 
 from slime_tis.trainer.storage.checkpoints import UPDATE_SAMPLES
 
 SAMPLED = 61
-"""One row in so many is sampled; an odd number, so that no pattern of heads is met in step."""
+"""Every 61st row is sampled; an odd stride does not align with the pattern of heads."""
 MOST_SAMPLED = 65_536
-"""Elements of one tensor that are sampled, unless a single row has more; smaller tensors are checked completely."""
+"""Sampled elements per tensor, unless a single row has more; smaller tensors are checked completely."""
 BLOCKS = 32
-"""Blocks of rows and of columns whose changes are known: a shard on one of up to `BLOCKS` / 2 ranks contains one."""
+"""Blocks of rows and of columns with known changes; a shard of up to `BLOCKS` / 2 ranks contains one."""
 EMBEDDING, OUTPUT_LAYER = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -40,11 +40,11 @@ class SampledRows:
     stride: int
     trained: Tensor
     sent: Tensor
-    """The same rows as the engine holds them."""
+    """The same rows in the engine."""
     share: float
-    """Of the tensor's elements, those that are sampled."""
+    """Sampled share of the tensor's elements."""
     rounded: bool
-    """Whether the engine's precision is coarser than that of training."""
+    """Whether the engine's precision is coarser than the training precision."""
 
 
 class WeightUpdates:
@@ -56,16 +56,15 @@ class WeightUpdates:
         """Begins before the first update.
 
         Args:
-            rounder: how tensors are rounded before they are sent.
-            precision_of: the precision in which the engine holds the tensor of a name; None where it is not known.
-            samples_all: whether to sample tensors too that the engine does not round, and to keep rows for
-                `sent_rows`.
+            rounder: Rounds tensors before they are sent.
+            precision_of: The engine's precision of a tensor, by name; None if unknown.
+            samples_all: Whether to sample unrounded tensors too, and to keep rows for `sent_rows`.
         """
         self.rounder = rounder
         self.sampled: dict[str, SampledRows] = {}
-        """Of the version sent last, by tensor."""
+        """Samples of the version sent last, by tensor."""
         self.precision: Precision | None = None
-        """The coarsest precision of a sampled tensor; None where none is known."""
+        """The coarsest known precision of a sampled tensor."""
         self._precision_of, self._samples_all = precision_of, samples_all
         self._version: int | None = None
         self._earlier: dict[str, SampledRows] = {}
@@ -74,7 +73,7 @@ class WeightUpdates:
         self._earlier_sums: dict[str, Tensor] = {}
 
     def source(self, weights: WeightSource, version: int) -> WeightSource:
-        """The weights as they are to be sent under this version; a source may be called again for the same one."""
+        """The rounded weights of this version; a source may be called again for the same version."""
 
         def rounded() -> Iterator[tuple[str, Tensor]]:
             if version != self._version:
@@ -98,10 +97,7 @@ class WeightUpdates:
         return rounded
 
     def metrics(self) -> dict[str, float]:
-        """rollout/update_… of the last update; empty for the first one, and where no rounded weight moved.
-
-        Sums over the sample, in which each tensor counts by its size.
-        """
+        """rollout/update_… of the last update, tensors weighted by size; empty if no rounded weight moved."""
         moved = absorbed = square = absorbed_square = product = 0.0
         for name in self.sampled.keys() & self._earlier.keys():
             now, before = self.sampled[name], self._earlier[name]
@@ -124,36 +120,36 @@ class WeightUpdates:
 
     @property
     def moved(self) -> bool:
-        """Whether the update changed any row of the fixed sample, as the engine holds it."""
+        """Whether the update changed any sampled row in the engine's precision."""
         pairs = ((self._earlier.get(name), now) for name, now in self.sampled.items())
         return any(before is not None and not torch.equal(before.sent, now.sent) for before, now in pairs)
 
     def sent_rows(self) -> dict[str, SentRows]:
-        """What the engine must contain after an update; the embedding's rows are also those of a tied output layer."""
-        found = {}
+        """The rows that the engine must contain after an update; a tied output layer has the embedding's rows."""
+        sent = {}
         for name, (first, stride, rows) in self._checked.items():
             sums = self._sums[name]
             changed = sums != self._earlier_sums.get(name, sums)
-            found[name] = SentRows(
+            sent[name] = SentRows(
                 first=first,
                 stride=stride,
                 rows=rows,
                 changed=bool(changed.any()),
                 changed_everywhere=bool(changed.all()),
             )
-        if OUTPUT_LAYER not in found and EMBEDDING in found:
-            found[OUTPUT_LAYER] = found[EMBEDDING]
-        return found
+        if OUTPUT_LAYER not in sent and EMBEDDING in sent:
+            sent[OUTPUT_LAYER] = sent[EMBEDDING]
+        return sent
 
     def save_samples(self, directory: Path) -> None:
-        """Puts the sample of the version sent last into an unfinished checkpoint: the next update is measured by it."""
+        """Writes the last version's samples into an unfinished checkpoint, for the metrics of the next update."""
         tensors = {f"trained.{name}": rows.trained for name, rows in self.sampled.items()}
         tensors |= {f"sent.{name}": rows.sent for name, rows in self.sampled.items()}
         shapes = {name: [rows.stride, rows.share, rows.rounded] for name, rows in self.sampled.items()}
         save_file(tensors, directory / UPDATE_SAMPLES, metadata={"shapes": json.dumps(shapes)})
 
     def load_samples(self, directory: Path, version: int) -> None:
-        """Takes up what `save_samples` wrote of this version; without such a file the next update has no metrics."""
+        """Restores the samples of this version; without the file the next update has no metrics."""
         path = directory / UPDATE_SAMPLES
         if not path.exists():
             return
@@ -173,7 +169,7 @@ class WeightUpdates:
 
 
 def sample_rows(weight: Tensor, sent: Tensor, precision: Precision) -> SampledRows:
-    """A sample of a tensor and of what the engine makes of it; the same rows for every version."""
+    """Samples the same rows of a tensor and of its rounded copy for every version."""
     stride = row_stride(weight)
     trained = weight[::stride].detach().float()
     return SampledRows(
@@ -186,7 +182,7 @@ def sample_rows(weight: Tensor, sent: Tensor, precision: Precision) -> SampledRo
 
 
 def checked_rows(name: str, sent: Tensor, precision: Precision, version: int) -> tuple[int, int, Tensor]:
-    """First row, stride and rows that the engine is compared with: all of a small tensor, else random by version."""
+    """First row, stride and rows to compare with the engine: all of a small tensor, else random by version."""
     stride = 1 if sent.numel() < MOST_SAMPLED else row_stride(sent)
     first = random.Random(f"{version} {name}").randrange(min(stride, len(sent)))
     return first, stride, round_nearest(sent[first::stride].detach(), precision).to("cpu", copy=True)
@@ -195,19 +191,19 @@ def checked_rows(name: str, sent: Tensor, precision: Precision, version: int) ->
 def block_sums(weight: Tensor) -> Tensor:
     """Sums of the bits of each block of a float32 tensor's rows and columns, on the CPU.
 
-    A sum that changes proves that the block did; two changes that cancel in a sum go unnoticed.
+    A changed sum proves a changed block; two changes that cancel in a sum go unnoticed.
     """
     bits_OI = weight.contiguous().view(torch.int32).reshape(len(weight), -1)
-    found = []
+    block_totals = []
     for sums in (bits_OI.sum(1, dtype=torch.int64), bits_OI.sum(0, dtype=torch.int64)):
         blocks = min(BLOCKS, len(sums))
         block = torch.arange(len(sums), device=sums.device) * blocks // len(sums)
-        found.append(sums.new_zeros(blocks).index_add_(0, block, sums))
-    return torch.cat(found).cpu()
+        block_totals.append(sums.new_zeros(blocks).index_add_(0, block, sums))
+    return torch.cat(block_totals).cpu()
 
 
 def row_stride(weight: Tensor) -> int:
-    """How far apart the sampled rows of a tensor are: SAMPLED, or more where that would be too many elements."""
+    """Distance of sampled rows: SAMPLED, or more if that samples too many elements."""
     width = weight.numel() // len(weight)
     rows = max(MOST_SAMPLED // width, 1)
     return max(SAMPLED, -(-len(weight) // rows) | 1)

@@ -1,17 +1,17 @@
 """Continuous batching with transformers: requests join and leave the running batch between decode steps.
 
-Every sequence has a slot of the key/value cache. The slots of the batch lie next to each other at the front, so that a
-decode step works on views. A request that ends moves its slot behind them, where its tokens stay until the same
-conversation goes on, another request begins with the same tokens, or the memory is needed: then the slot that was used
-least recently is taken, and where every slot is in use, the newest request waits and is computed again.
+Every sequence has a slot of the key/value cache. The slots of the batch are contiguous at the front, so a decode step
+works on views. A request that ends moves its slot behind them. The slot's tokens stay until its conversation continues,
+another request begins with the same tokens, or memory is needed: then the least recently used slot is taken. If all
+slots are in use, the newest request waits and is recomputed.
 
-    waiting       no slot yet
-    prefilling    a slot behind the batch; more than one of its tokens is not in the cache
-    decoding      one token is not in the cache: every step feeds it, and samples the next
+    waiting       has no slot
+    prefilling    has a slot behind the batch; more than one token is not in the cache
+    decoding      one token is not in the cache: every step feeds it and samples the next
 
-What a request samples follows from its input, its uniforms and the weights, whatever else is in the batch.
+The tokens of a request depend only on its input, its uniforms and the weights, not on the rest of the batch.
 
-Shapes: A decoding slots, B rows of a pass, T its columns, V vocabulary, suffix _T one value per token that is fed.
+Shapes: A decoding slots, B rows of a pass, T its columns, V vocabulary, suffix _T one value per fed token.
 """
 
 from __future__ import annotations
@@ -37,69 +37,69 @@ from slime_tis.trainer.engines.local.sampling import sample_tokens
 from slime_tis.trainer.engines.local.slot_cache import SlotCache, Window
 
 BLOCK = 64
-"""Tokens that slots grow by: copying the cache then costs as much as one decode step in so many."""
+"""Tokens by which slots grow; copying the cache then costs about one of 64 decode steps."""
 MIN_SHARED = 8
-"""Tokens that another slot must share to be copied from: fewer are computed as fast."""
+"""Shared tokens from which copying another slot is faster than computing."""
 PREFILL_SHARE = 8
-"""Requests are prefilled together once they are one in so many of the batch: each pass has a cost of its own."""
+"""Requests are prefilled together once they are 1/8 of the batch, because each pass has a fixed cost."""
 PREFILL_WAIT = 8
-"""Longest wait for that, in decode steps."""
+"""Longest wait for a prefill, in decode steps."""
 PREFILL_COLUMNS = 1024
-"""Most tokens of a sequence in one pass, which bounds the memory of attention masks."""
+"""Maximum tokens of a sequence in one pass; bounds the memory of attention masks."""
 PREFILL_TOKENS = 8192
-"""Most tokens of a pass, padding included."""
+"""Maximum tokens of a pass, including padding."""
 NARROW = 64
-"""Columns of a pass whose padding costs less than another pass."""
+"""Columns up to which padding costs less than another pass."""
 SAFE_POINT_INTERVAL = 0.5
-"""Longest time between two safe points while every function is busy elsewhere, in seconds."""
-TURNS_OF_THE_LOOP = 4
-"""Times that coroutines may go on after one of them has its answer: it asks again within a few."""
+"""Seconds between two safe points while no request is in flight."""
+LOOP_TURNS = 4
+"""Turns of the event loop after an answer; the coroutine usually sends its next request within them."""
 
 
 @dataclass(kw_only=True)
 class Counts:
-    """What a scheduler has computed."""
+    """Counts of computed work."""
 
     steps: int = 0
     """Decode steps."""
     decoded: int = 0
-    """Tokens that were fed in decode steps."""
+    """Tokens fed in decode steps."""
     passes: int = 0
     """Forward passes for prefilling."""
     prefilled: int = 0
-    """Tokens that were fed in them."""
+    """Tokens fed in prefills."""
     reused: int = 0
-    """Tokens of inputs that were in the cache."""
+    """Input tokens found in the cache."""
     preempted: int = 0
-    """Times that a request lost its slot to an older one."""
+    """Requests that lost their slot to an older one."""
 
 
 @dataclass(eq=False, kw_only=True)
 class Work:
-    """A request that is being answered."""
+    """A request in progress."""
 
     request: Request
     order: int
-    """Number of the request, in their order of arrival."""
+    """Position in the order of arrival."""
     limit: int
-    """Most tokens that it may sample."""
+    """Maximum tokens to sample."""
     stop_token_ids: frozenset[int]
     stop: StopStrings
     uniforms: Iterator[float]
     answer: asyncio.Future[Generation]
     pending: list[int] = field(default_factory=list)
-    """Tokens that are not in the cache, at least one while it has a slot."""
+    """Tokens that are not in the cache; at least one while the request has a slot."""
     waited: int = 0
-    """Decode steps since it could have been prefilled."""
+    """Decode steps since the request was ready for prefill."""
     token_ids: list[int] = field(default_factory=list)
     """Sampled so far."""
     log_probs: list[float] = field(default_factory=list)
     sets: list[Tensor] = field(default_factory=list)
-    """The tokens that could be sampled at each token, where they are recorded; empty for the whole vocabulary."""
+    """Candidate tokens of each sampled token, if recorded; empty for the whole vocabulary."""
 
     @property
     def known(self) -> list[int]:
-        """The input and what has been sampled."""
+        """The input and the sampled tokens."""
         return self.request.token_ids + self.token_ids
 
     @property
@@ -112,25 +112,25 @@ class Work:
 class Slot:
     """A sequence in the cache."""
 
-    place: int
+    index: int
     tokens: list[int] = field(default_factory=list)
-    """Those whose keys and values are there."""
+    """Tokens whose keys and values are in the slot."""
     session: tuple[int, str | None] | None = None
-    """The conversation that may go on; None once its sample is made."""
+    """The conversation that may continue; None once its sample is complete."""
     used: int = 0
-    """The step in which it was used last."""
+    """Step of the last use."""
     work: Work | None = None
-    """The request that it is of; None where it only stays for the next."""
+    """The request in the slot; None if the tokens are only kept for reuse."""
 
     @property
     def cached_soon(self) -> list[int]:
-        """The tokens that are in the cache once it is prefilled."""
+        """The tokens in the cache after the prefill."""
         if self.work is None or len(self.work.pending) == 1:
             return self.tokens
         return self.tokens + self.work.pending[:-1]
 
     def may_share(self, tokens: Sequence[int], count: int) -> bool:
-        """Whether it may share so many tokens: the last of them is the same."""
+        """Whether the slot may share the first `count` tokens: the last of them is equal."""
         last = count - 1
         if last < len(self.tokens):
             return self.tokens[last] == tokens[last]
@@ -139,7 +139,7 @@ class Slot:
 
 
 class ContinuousBatching:
-    """Answers requests of one asyncio loop with one model, whose weights stay the same meanwhile."""
+    """Answers requests of one asyncio loop with one model; the weights must not change meanwhile."""
 
     def __init__(
         self,
@@ -160,15 +160,15 @@ class ContinuousBatching:
             model: In evaluation mode.
             tokenizer: Of the model.
             eos_token_ids: Tokens that end every response.
-            context_len: Longest input and response together, in tokens; None where there is no limit.
-            weight_version: Of the model.
-            records_routing: Whether experts or their weights are recorded.
-            max_batch: Most slots.
-            max_batch_tokens: Most tokens of all slots, each as long as the longest; one slot has what it needs.
-            check_interrupts: Called between decode steps; raises where sampling is to be given up.
+            context_len: Maximum tokens of input and response; None for no limit.
+            weight_version: Version of the model's weights.
+            records_routing: Whether to record experts or their weights.
+            max_batch: Maximum number of slots.
+            max_batch_tokens: Maximum tokens of all slots, each as long as the longest; a single slot may exceed it.
+            check_interrupts: Called between decode steps; raises to end sampling.
 
         Raises:
-            ValueError: The model cannot be batched so, or has no experts where routing is recorded.
+            ValueError: The model's attention cannot use slots, or routing is recorded and the model has no experts.
         """
         self.counts = Counts()
         self._model, self._tokenizer, self._check_interrupts = model, tokenizer, check_interrupts
@@ -178,7 +178,7 @@ class ContinuousBatching:
         self._recorder = RoutingRecorder(model) if records_routing else None
         self._slots: list[Slot] = []
         self._decoding = 0
-        """Number of slots at the front that decode."""
+        """Number of decoding slots, at the front."""
         self._waiting: deque[Work] = deque()
         self._orders = count()
         self._stops: dict[tuple[str, ...], StopStrings] = {}
@@ -186,17 +186,13 @@ class ContinuousBatching:
         self._failure: BaseException | None = None
 
     async def answer(self, request: Request) -> Generation:
-        """Answers one request; a cancelled one leaves the batch.
-
-        Raises:
-            Exception: What ended `run`.
-        """
+        """Answers one request; raises the exception that ended `run`. A cancelled request leaves the batch."""
         if self._failure is not None:
             raise self._failure
         options = request.options
         lengths = (options.sampling.max_context_len, self._context_len)
-        rests = [length - len(request.token_ids) for length in lengths if length is not None]
-        limit = min([options.sampling.max_response_len, *rests])
+        remaining = [length - len(request.token_ids) for length in lengths if length is not None]
+        limit = min([options.sampling.max_response_len, *remaining])
         if limit < 1:
             return Generation(token_ids=[], log_probs=[], weight_versions=[], finish_reason="length", text="")
         work = Work(
@@ -213,7 +209,7 @@ class ContinuousBatching:
         return await work.answer
 
     def end_sample(self, number: int) -> None:
-        """Notes that a sample is made: its conversations do not go on."""
+        """Notes that a sample is complete: its conversations end."""
         for slot in self._slots:
             if slot.session is not None and slot.session[0] == number:
                 slot.session = None
@@ -222,14 +218,14 @@ class ContinuousBatching:
         """Answers requests until it is cancelled.
 
         Raises:
-            Exception: What the model or the safe point raised; every request is answered by it.
+            Exception: From the model or the safe point; all requests raise it too.
         """
         try:
             while True:
                 self._check_interrupts()
                 finished = self.step()
-                # Coroutines go on between steps, further ones after an answer.
-                for _ in range(TURNS_OF_THE_LOOP if finished else 1):
+                # let coroutines run between steps, longer after an answer
+                for _ in range(LOOP_TURNS if finished else 1):
                     await asyncio.sleep(0)
                 if not self._waiting and not any(slot.work for slot in self._slots):
                     self._arrived.clear()
@@ -245,10 +241,10 @@ class ContinuousBatching:
 
     @torch.inference_mode()
     def step(self) -> bool:
-        """Gives slots to waiting requests, prefills some, and samples one token of each that decodes.
+        """Admits waiting requests, prefills some, and samples one token of each decoding request.
 
         Returns:
-            whether a request was answered.
+            Whether a request was answered.
         """
         self._drop_cancelled()
         self._admit()
@@ -259,14 +255,14 @@ class ContinuousBatching:
         return self._decode() if self._decoding else False
 
     def _drop_cancelled(self) -> None:
-        """Takes cancelled requests out of their slots; those that wait are left out once it is their turn."""
+        """Removes cancelled requests from their slots; `_admit` skips cancelled waiting requests."""
         for slot in [slot for slot in self._slots if slot.work and slot.work.answer.done()]:
             self._leave(slot)
 
     # Slots
 
     def _admit(self) -> None:
-        """Gives slots to requests in their order; those whose prefix is being prefilled come after it."""
+        """Gives slots to requests in order; a request waits while its prefix is being prefilled."""
         later: list[Work] = []
         while self._waiting:
             work = self._waiting.popleft()
@@ -288,9 +284,9 @@ class ContinuousBatching:
         self._waiting.extendleft(reversed(later))
 
     def _longest_prefix(self, session: tuple[int, str | None], tokens: list[int]) -> tuple[Slot | None, int]:
-        """The slot that shares most tokens, once it is prefilled, and how many.
+        """The slot that shares the longest prefix after its prefill, and the length of the prefix.
 
-        The last token is left out: it is fed in any case, for the logits of the next one.
+        The prefix excludes the last token, which must be fed for the next logits.
         """
         most = len(tokens) - 1
         for slot in self._slots:
@@ -308,7 +304,7 @@ class ContinuousBatching:
         return best
 
     def _slot_for(self, work: Work, capacity: int, source: Slot | None, shared: int) -> Slot:
-        """A slot with the shared tokens, of slots of a size with which one more request fits in."""
+        """Returns a slot that contains the shared tokens, after resizing slots to this capacity."""
         self._resize(capacity, keep=source)
         idle = [slot for slot in self._slots if slot.work is None and slot is not source]
         is_full = len(self._slots) == self._most_slots(capacity)
@@ -320,15 +316,15 @@ class ContinuousBatching:
         if is_full:
             slot = min(idle, key=lambda slot: slot.used)
         else:
-            slot = Slot(place=len(self._slots))
+            slot = Slot(index=len(self._slots))
             self._slots.append(slot)
         if source is not None:
-            self._cache.copy(source.place, slot.place, shared)
+            self._cache.copy(source.index, slot.index, shared)
         slot.tokens = [] if source is None else source.tokens[:shared]
         return slot
 
     def _capacity_for(self, length: int) -> int | None:
-        """The size of slots with which one more request fits in; None where it does not."""
+        """The slot size that fits one more request; None if there is none."""
         running = [slot.work for slot in self._slots if slot.work]
         capacity = max(self._cache.capacity, whole_blocks(length))
         if len(running) >= self._most_slots(capacity):  # long sequences may have ended
@@ -339,9 +335,9 @@ class ContinuousBatching:
         return max(1, min(self._max_batch, self._max_tokens // capacity))
 
     def _resize(self, capacity: int, keep: Slot | None = None) -> None:
-        """Gives slots another size, and memory to one more of them.
+        """Resizes the slots and allocates one more.
 
-        The least recently used ones make room, then those of the newest requests, which wait again.
+        Frees the least recently used slots first, then slots of the newest requests, which wait again.
         """
         most = self._most_slots(capacity)
         while len(self._slots) > most:
@@ -372,9 +368,9 @@ class ContinuousBatching:
         self._remove(slot)
 
     def _leave(self, slot: Slot) -> None:
-        """Takes a slot out of the batch; its tokens stay."""
+        """Moves a slot out of the batch; its tokens stay."""
         slot.work, slot.used = None, self.counts.steps
-        if slot.place < self._decoding:
+        if slot.index < self._decoding:
             self._decoding -= 1
             self._swap(slot, self._decoding)
 
@@ -382,19 +378,18 @@ class ContinuousBatching:
         self._swap(slot, len(self._slots) - 1)
         self._slots.pop()
 
-    def _swap(self, slot: Slot, place: int) -> None:
-        """Puts a slot into another place, and the one from there into its place."""
-        other = self._slots[place]
+    def _swap(self, slot: Slot, index: int) -> None:
+        other = self._slots[index]
         if other is slot:
             return
-        self._cache.swap(slot.place, place, max(len(slot.tokens), len(other.tokens)))
-        self._slots[slot.place], self._slots[place] = other, slot
-        slot.place, other.place = place, slot.place
+        self._cache.swap(slot.index, index, max(len(slot.tokens), len(other.tokens)))
+        self._slots[slot.index], self._slots[index] = other, slot
+        slot.index, other.index = index, slot.index
 
     # Forward passes
 
     def _prefill(self) -> None:
-        """Feeds inputs, all but the last token of each, once enough requests are there or one has waited."""
+        """Feeds inputs without their last token, once enough requests are ready or one has waited."""
         behind = self._slots[self._decoding :]
         works = [slot.work for slot in behind if slot.work and len(slot.work.pending) > 1]
         if len(works) * PREFILL_SHARE < self._decoding and all(work.waited < PREFILL_WAIT for work in works):
@@ -404,14 +399,14 @@ class ContinuousBatching:
         slots = [slot for slot in behind if slot.work and len(slot.work.pending) > 1]
         for batch in prefill_batches(slots):
             fed = [pending_of(slot)[:-1][:PREFILL_COLUMNS] for slot in batch]
-            for place, slot in enumerate(batch, start=self._decoding):
-                self._swap(slot, place)
+            for index, slot in enumerate(batch, start=self._decoding):
+                self._swap(slot, index)
             self._forward(self._decoding, fed, self._model.base_model)
             self.counts.passes += 1
             self.counts.prefilled += sum(map(len, fed))
 
     def _decode(self) -> bool:
-        """Feeds the last token of each sequence of the batch and samples the next; whether a request was answered."""
+        """Feeds the last token of each sequence and samples the next; returns whether a request was answered."""
         longest = max(len(slot.tokens) for slot in self._slots[: self._decoding]) + 1
         if longest > self._cache.capacity:
             self._resize(whole_blocks(longest))
@@ -435,10 +430,7 @@ class ContinuousBatching:
         return finished
 
     def _forward(self, first: int, fed: list[list[int]], model: Callable[..., ModelOutput]) -> ModelOutput:
-        """Feeds tokens to the slots from the first on; what the model returns is aligned at the last column.
-
-        The tokens of a row end in the last column, and follow those that its slot has.
-        """
+        """Feeds tokens to the slots from `first` on, padded on the left; they follow the tokens in each slot."""
         slots, device = self._slots[first : first + len(fed)], self._model.device
         columns = max(map(len, fed))
         ids_BT = torch.tensor([[0] * (columns - len(tokens)) + tokens for tokens in fed], device=device)
@@ -483,12 +475,12 @@ class ContinuousBatching:
         return output
 
     def _sample(self, works: Sequence[Work], logits_AV: Tensor) -> tuple[list[int], list[float]]:
-        """Draws the next token of each sequence; requests that sample alike are drawn together."""
-        alike: dict[tuple[float, float, int], list[int]] = defaultdict(list)
+        """Draws the next token of each sequence; requests with equal sampling share one call."""
+        rows_by_sampling: dict[tuple[float, float, int], list[int]] = defaultdict(list)
         for row, work in enumerate(works):
-            alike[work.sampling.temperature, work.sampling.top_p, work.sampling.top_k].append(row)
+            rows_by_sampling[work.sampling.temperature, work.sampling.top_p, work.sampling.top_k].append(row)
         tokens, log_probs = [0] * len(works), [0.0] * len(works)
-        for (temperature, top_p, top_k), rows in alike.items():
+        for (temperature, top_p, top_k), rows in rows_by_sampling.items():
             logits = logits_AV if len(rows) == len(works) else logits_AV[torch.tensor(rows, device=logits_AV.device)]
             uniforms = torch.tensor([next(works[row].uniforms) for row in rows], dtype=torch.float64)
             drawn, drawn_log_probs, drawn_from_BV = sample_tokens(
@@ -500,7 +492,7 @@ class ContinuousBatching:
         return tokens, log_probs
 
     def _record_sets(self, works: Sequence[Work], drawn_from_BV: Tensor) -> None:
-        """Notes the tokens that could be drawn; the whole vocabulary as none."""
+        """Records the candidate tokens; an empty set means the whole vocabulary."""
         if not any(work.sampling.return_sampling_mask for work in works):
             return
         allowed_BV = drawn_from_BV > -torch.inf
@@ -510,8 +502,8 @@ class ContinuousBatching:
             work.sets.append(allowed)
 
     def _finish(self, slot: Slot, work: Work, finish_reason: FinishReason) -> None:
-        """Answers a request, whose slot leaves the batch."""
-        routing = None if self._recorder is None else self._cache.routing(slot.place, len(slot.tokens))
+        """Answers a request and moves its slot out of the batch."""
+        routing = None if self._recorder is None else self._cache.routing(slot.index, len(slot.tokens))
         sampling, mask = work.sampling, None
         if sampling.return_sampling_mask:
             lengths = torch.tensor([len(allowed) for allowed in work.sets], dtype=torch.int32)
@@ -531,27 +523,27 @@ class ContinuousBatching:
         self._leave(slot)
 
 
-def common_prefix(one: list[int], other: list[int]) -> int:
-    """Number of tokens that two sequences begin with alike."""
-    shorter = min(len(one), len(other))
-    if one[:shorter] == other[:shorter]:
+def common_prefix(first: list[int], second: list[int]) -> int:
+    """Length of the common prefix of two sequences."""
+    shorter = min(len(first), len(second))
+    if first[:shorter] == second[:shorter]:
         return shorter
-    return bisect_left(range(shorter), True, key=lambda length: one[: length + 1] != other[: length + 1])
+    return bisect_left(range(shorter), True, key=lambda length: first[: length + 1] != second[: length + 1])
 
 
 def whole_blocks(length: int) -> int:
-    """The size of slots for sequences of up to `length` tokens."""
+    """The slot size for sequences of up to `length` tokens."""
     return -(-length // BLOCK) * BLOCK
 
 
 def pending_of(slot: Slot) -> list[int]:
-    """The tokens of a request in a slot that are not in the cache."""
+    """The tokens of a slot's request that are not in the cache."""
     assert slot.work is not None
     return slot.work.pending
 
 
 def prefill_batches(slots: Sequence[Slot]) -> Iterator[list[Slot]]:
-    """Slots that are prefilled in one pass each, longest inputs first, without much padding."""
+    """Groups slots into prefill passes with little padding, longest inputs first."""
     batch: list[Slot] = []
     columns = 0
     for slot in sorted(slots, key=lambda slot: -len(pending_of(slot))):

@@ -3,8 +3,8 @@
 Requests of user functions use continuous batching instead. For whole batches that takes 1.11 times the CPU time of this
 module (16 prompts, 8 samples each, 96 tokens), which is why both exist.
 
-Shape suffixes: P prompts, B samples (those of a prompt next to each other), A samples that are still
-active, T tokens of the longest prompt or response, V vocabulary.
+Shape suffixes: P prompts, B samples (grouped by prompt), A active samples, T tokens of the longest prompt or response,
+V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,13 +22,13 @@ from slime_tis.trainer.engines.local.routing import Routing, RoutingRecorder
 from slime_tis.trainer.engines.local.sampling import sample_tokens
 
 DROP_BELOW = 0.9
-"""Share of the batch that still goes on below which the others leave it. That copies the cache, which takes as long as
-a tenth of the batch for two tokens (SmolLM2-135M on a CPU)."""
+"""Share of active samples below which finished samples leave the batch. Leaving copies the cache, which takes as long
+as decoding two tokens of a tenth of the batch (SmolLM2-135M on a CPU)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decoded:
-    """What a batch of samples came to; entries past a sample's length mean nothing."""
+    """A decoded batch; entries past a sample's length are undefined."""
 
     tokens_BT: Tensor
     """Sampled tokens, int64."""
@@ -37,16 +37,16 @@ class Decoded:
     """Their log-probs, float32."""
 
     lengths_B: Tensor
-    """Tokens of each response, its stop token included."""
+    """Tokens of each response, including its stop token."""
 
     stopped_B: Tensor
     """True where a stop token ended the response."""
 
     routing: list[Routing] | None
-    """[prompt + response − 1, layers, k] of each sample; None where it was not asked for."""
+    """[prompt + response − 1, layers, k] of each sample; None if not recorded."""
 
     sampling_masks: list[SamplingMask] | None
-    """The tokens that could be sampled at each token of each response; None where they were not asked for."""
+    """Candidate tokens at each token of each response; None if not recorded."""
 
 
 @torch.inference_mode()
@@ -62,19 +62,19 @@ def decode(
     """Samples `sampling.n_samples` responses to each prompt.
 
     Args:
-        model: in evaluation mode.
-        prompts: P lists of token ids, padded on the left to the longest of them.
-        limits: P counts, the most tokens a response to each prompt may have.
+        model: In evaluation mode.
+        prompts: P lists of token ids, padded on the left to the longest.
+        limits: P maximum response lengths.
         uniforms_BT: [B, T] float64 in [0, 1) with T the largest limit; sample b draws token t with [b, t].
-        sampling: temperature, top-p, top-k, the number of samples, and whether routing is recorded.
-        stop_token_ids: tokens that end a response, and belong to it.
-        check_interrupts: called before each token; what it raises ends the decoding.
+        sampling: Temperature, top-p, top-k, the number of samples, and whether to record routing.
+        stop_token_ids: Tokens that end a response and are part of it.
+        check_interrupts: Called before each token; an exception ends the decoding.
 
     Returns:
-        B samples, those of a prompt next to each other, on the model's device.
+        B samples, grouped by prompt, on the model's device.
 
     Raises:
-        ValueError: routing is asked for and the model has no experts.
+        ValueError: Routing is recorded and the model has no experts.
     """
     device, n_samples = model.device, sampling.n_samples
     uniforms_BT = uniforms_BT.to(device)
@@ -127,62 +127,60 @@ def decode(
 
 
 class _RoutingOfSamples:
-    """The routing of samples, put together from that of their prompts and of one token after another."""
+    """The routing of samples, concatenated from their prompts and sampled tokens."""
 
     def __init__(self, padded: Routing, prompts: Sequence[Sequence[int]], n_samples: int) -> None:
-        """Begins with the rows of the prompts, padded on the left, which the samples of each share."""
-        self._prompts = [padded[place, -len(prompt) :] for place, prompt in enumerate(prompts)]
+        """Takes the rows of the prompts, padded on the left; the samples of a prompt share them."""
+        self._prompts = [padded[index, -len(prompt) :] for index, prompt in enumerate(prompts)]
         self._n_samples = n_samples
         self._rows: list[Tensor] = []
         self._steps: list[Routing] = []
 
     def append(self, rows_A: Tensor, step: Routing) -> None:
-        """Takes the next token of each active sample, [A, 1, layers, k]; the others have had their last."""
+        """Adds the next token of each active sample, [A, 1, layers, k]."""
         self._rows.append(rows_A)
         self._steps.append(step)
 
     def of_samples(self, lengths_B: Tensor) -> list[Routing]:
-        """The rows of every token of a sample but its last, which was not fed."""
+        """The rows of every token of a sample except the last, which was not fed."""
         if self._steps:
             row_of_each = torch.cat(self._rows)
             sampled = Routing.cat(self._steps)[row_of_each.argsort(stable=True), 0]  # the steps of each stay in order
             ends = row_of_each.bincount(minlength=len(lengths_B)).cumsum(0).tolist()
-        found = []
+        routing = []
         for sample, length in enumerate(lengths_B.tolist()):
             parts = [self._prompts[sample // self._n_samples]]
             if self._steps:
                 start = ends[sample - 1] if sample else 0
                 parts.append(sampled[start : start + length - 1])
-            found.append(
-                Routing.cat(parts)
-            )  # a copy: a view would be sent to other ranks with all that it is a view of
-        return found
+            routing.append(Routing.cat(parts))  # a copy: pickling a view would send its whole storage to other ranks
+        return routing
 
 
 class _SampledSets:
-    """The sets that the samples of a batch draw from, step by step; afterwards response by response."""
+    """The sampling masks of a batch, added step by step and returned by response."""
 
     def __init__(self) -> None:
         self._rows: list[Tensor] = []
         self._steps: list[SamplingMask] = []
 
     def append(self, rows_A: Tensor, allowed_AV: Tensor) -> None:
-        """Adds the sets [A, V] that the samples `rows_A` draw their next token from; the whole vocabulary is none."""
+        """Adds the masks [A, V] of the next token of samples `rows_A`; an empty set means the whole vocabulary."""
         self._rows.append(rows_A.cpu())
         allowed_AV = allowed_AV & ~allowed_AV.all(-1, keepdim=True)
         token_ids = allowed_AV.nonzero()[:, 1].to(torch.int32)
         self._steps.append(SamplingMask(token_ids.cpu(), allowed_AV.sum(-1, dtype=torch.int32).cpu()))
 
     def of_responses(self, lengths: list[int]) -> list[SamplingMask]:
-        """The sets of each response, which has so many tokens."""
+        """The masks of responses with these lengths."""
         order = torch.cat(self._rows).argsort(stable=True)  # by response; the steps of each stay in order
         return SamplingMask.cat(self._steps).select(order).split(lengths)
 
 
 class _Batch:
-    """The samples being decoded: their shared past in the cache, and the logits of the token to come.
+    """The active samples: their key/value cache and the logits of the next token.
 
-    Prompts of one length need neither attention mask nor position ids, and models are faster without.
+    Prompts of equal length need neither attention mask nor position ids; models are faster without them.
     """
 
     logits_AV: Tensor
@@ -202,7 +200,7 @@ class _Batch:
         padding = [self._length - len(prompt) for prompt in prompts]
         ids_PT = torch.tensor([[0] * pad + list(prompt) for pad, prompt in zip(padding, prompts, strict=True)])
         self._padding_A: Tensor | None = torch.tensor(padding, device=model.device) if any(padding) else None
-        # A finished sample is decoded on until it is dropped; its positions must stay inside the context.
+        # Finished samples are decoded until they are dropped; their positions must stay inside the context.
         self._last_position = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True)) - 1
         self._forward(ids_PT.to(model.device))
         self._cache.batch_repeat_interleave(n_samples)
@@ -216,7 +214,7 @@ class _Batch:
         self._forward(tokens_A[:, None])
 
     def keep(self, kept: Tensor) -> None:
-        """Drops all samples but those at the given places, before `extend` makes new logits."""
+        """Keeps only the samples at these indices; `extend` then computes new logits."""
         self._cache.batch_select_indices(kept)
         if self._padding_A is not None:
             self._padding_A = self._padding_A[kept]
@@ -225,9 +223,9 @@ class _Batch:
         """Runs the last T of the `_length` tokens that each sample has, and replaces `logits_AV`."""
         masking: dict[str, Tensor] = {}
         if self._padding_A is not None:
-            places_AT = torch.arange(self._length, device=ids_AT.device) - self._padding_A[:, None]
-            masking["attention_mask"] = places_AT >= 0
-            masking["position_ids"] = places_AT[:, -ids_AT.shape[1] :].clamp(0, self._last_position)
+            positions_AT = torch.arange(self._length, device=ids_AT.device) - self._padding_A[:, None]
+            masking["attention_mask"] = positions_AT >= 0
+            masking["position_ids"] = positions_AT[:, -ids_AT.shape[1] :].clamp(0, self._last_position)
         with self._recorder or nullcontext():
             output = self._model(
                 input_ids=ids_AT, past_key_values=self._cache, use_cache=True, logits_to_keep=1, **masking

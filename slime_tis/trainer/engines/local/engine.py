@@ -15,11 +15,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from slime_tis.errors import CustomFunctionError
 from slime_tis.trainer.collectives import map_over_ranks
-from slime_tis.trainer.data.sample import STATUS, FinishReason, Prompt, Sample, Sampling, response_limit
-from slime_tis.trainer.data.sampling_mask import SamplingMask
+from slime_tis.trainer.data.sample import STATUS, Prompt, Sample, Sampling, response_limit
 from slime_tis.trainer.engines.engine import SentRows, WeightSource
 from slime_tis.trainer.engines.functions import FunctionBatch, FunctionCall, calls_over_ranks, new_groups
-from slime_tis.trainer.engines.generation import RolloutFunction
+from slime_tis.trainer.engines.generation import Generation, RolloutFunction
 from slime_tis.trainer.engines.local.checkpoint import (
     eos_token_ids,
     linear_weight_names,
@@ -47,36 +46,36 @@ NAME = "the local engine"
 
 
 def roundings(model: PreTrainedModel, precision: str, router_bits: int | None) -> dict[str, Callable[[Tensor], Tensor]]:
-    """How each weight is rounded, by its name, where it is.
+    """Returns the rounding function of each rounded weight, by name.
 
     Args:
-        model: whose weights they are.
-        precision: of the linear layers.
-        router_bits: of the routers of mixture-of-experts layers; None leaves them.
+        model: Model with the weights.
+        precision: Precision of the linear layers.
+        router_bits: Precision of mixture-of-experts routers; None leaves them unchanged.
 
     Raises:
-        ValueError: routers are to be rounded, and there are none.
+        ValueError: Routers are to be rounded and the model has none.
     """
-    found: dict[str, Callable[[Tensor], Tensor]] = {}
+    by_name: dict[str, Callable[[Tensor], Tensor]] = {}
     if precision in ROUNDINGS:
-        found = dict.fromkeys(linear_weight_names(model), ROUNDINGS[precision])
+        by_name = dict.fromkeys(linear_weight_names(model), ROUNDINGS[precision])
     if router_bits is not None:
         routers = [name for name, _ in model.named_parameters() if name.endswith(".mlp.gate.weight")]
         if not routers:
-            raise ValueError(f"--rollout-router-bits is {router_bits} but the model has no routers; leave it out.")
-        found |= dict.fromkeys(routers, partial(round_bits, bits=router_bits))
-    return found
+            raise ValueError(f"--rollout-router-bits is {router_bits} but the model has no routers; remove the flag.")
+        by_name |= dict.fromkeys(routers, partial(round_bits, bits=router_bits))
+    return by_name
 
 
 @dataclass(frozen=True)
 class CompletedRollout:
-    """A rollout that is there already."""
+    """A completed rollout."""
 
     groups: list[list[Sample]]
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Responses that are complete, and all."""
+        """Numbers of complete and of all responses."""
         total = sum(map(len, self.groups))
         return total, total
 
@@ -88,33 +87,20 @@ class CompletedRollout:
 @dataclass(frozen=True, kw_only=True)
 class _Request:
     prompt: Prompt
-    occurrence: int  # how often the same prompt occurs earlier in the batch
-    limit: int  # tokens that a response may have
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Response:
-    """One sample without its prompt, which the other ranks have."""
-
-    token_ids: list[int]
-    log_probs: list[float]
-    finish_reason: FinishReason
-    text: str
-    routed_experts: Tensor | None
-    routing_weights: Tensor | None
-    sampling_mask: SamplingMask | None
+    occurrence: int  # earlier occurrences of the same prompt in the batch
+    limit: int  # maximum response tokens
 
 
 class LocalEngine:
-    """Samples with a Hugging Face model held in this process, as `engine.RolloutEngine` asks.
+    """Samples with a Hugging Face model in this process; see `engine.RolloutEngine`.
 
-    Each prompt is run once and its cache shared by its samples. What a sample is depends on nothing but the
-    seed, its prompt and the weights: neither on the batch nor on the rank it is made in. In a
-    torch.distributed job every rank holds the whole model and samples its share of the prompts.
+    Each prompt is run once, and its samples share the cache. A sample depends only on the seed, its prompt and the
+    weights, not on its batch or rank. In a torch.distributed job every rank holds the whole model and samples its share
+    of the prompts.
 
-    Precisions: fp32; bf16 runs the whole model in bfloat16; fp8 and int8 round the weights of the linear
-    layers and experts (not embeddings, norms, biases, routers and the output layer) and compute in float32,
-    which emulates the weight rounding of such engines and not their rounding of activations.
+    Precisions: fp32; bf16 runs the whole model in bfloat16; fp8 and int8 round the weights of linear layers and experts
+    (not embeddings, norms, biases, routers and the output layer) and compute in float32, which emulates rounded weights
+    but not rounded activations.
     """
 
     can_checkpoint_weights = True
@@ -135,16 +121,14 @@ class LocalEngine:
         """Loads the checkpoint as weight version 0.
 
         Args:
-            hf_checkpoint: directory with config.json and weights of a causal language model.
-            tokenizer: of the checkpoint.
+            hf_checkpoint: Directory with config.json and weights of a causal language model.
+            tokenizer: Tokenizer of the checkpoint.
             precision: fp32, bf16, fp8 or int8.
-            router_bits: width that the routers of mixture-of-experts layers are rounded to; None leaves them as the
-              precision has them.
-            max_batch: most samples decoded at a time, which bounds the memory of logits.
-            max_batch_tokens: most prompt and response tokens of samples decoded at a time, which bounds that of
-              the key/value cache. The samples of one prompt are decoded together whatever the bounds.
-            device: where the model lives.
-            check_interrupts: called before each token, and raises where sampling is to be given up.
+            router_bits: Width to which mixture-of-experts routers are rounded; None rounds them by the precision.
+            max_batch: Maximum samples per batch; bounds the memory of logits.
+            max_batch_tokens: Maximum tokens per batch; bounds the key/value cache. A single prompt may exceed both.
+            device: Device of the model.
+            check_interrupts: Called before each token; raises to end sampling.
         """
         if precision not in COMPUTE_DTYPES:
             raise ValueError(f"rollout precision is {precision!r} but must be one of {', '.join(COMPUTE_DTYPES)}.")
@@ -166,23 +150,19 @@ class LocalEngine:
     def submit(
         self, prompts: Sequence[Prompt], sampling: Sampling, seed: int, *, num_groups: int | None = None
     ) -> CompletedRollout:
-        """Samples at once: there is nothing in the background, and no straggler to leave out."""
+        """Samples immediately; `num_groups` is not supported."""
         if num_groups is not None:
-            raise ValueError("the local engine decodes whole batches: it has no stragglers to leave out.")
+            raise ValueError("the local engine completes all groups of a rollout; use --rollout-engine sglang.")
         return CompletedRollout(self.generate(prompts, sampling, seed))
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> list[list[Sample]]:
-        """Samples `sampling.n_samples` responses to each prompt; see `engine.RolloutEngine`.
-
-        Raises:
-            ValueError: a prompt leaves no tokens for a response in the context.
-        """
+        """See `engine.RolloutEngine`; raises ValueError if a prompt leaves no room for a response."""
         requests = self._requests(prompts, sampling)
         groups = map_over_ranks(lambda share: self._respond(share, sampling, seed), requests)
         return [
             [
-                self._sample(prompt, response, group_index, group_index * sampling.n_samples + place)
-                for place, response in enumerate(responses)
+                self._sample(prompt, response, group_index, group_index * sampling.n_samples + index)
+                for index, response in enumerate(responses)
             ]
             for group_index, (prompt, responses) in enumerate(zip(prompts, groups, strict=True))
         ]
@@ -197,17 +177,16 @@ class LocalEngine:
         concurrency: int,
         num_groups: int | None = None,
     ) -> CompletedRollout:
-        """Calls the function at once, in an event loop of this thread; see `engine.RolloutEngine`.
+        """Calls the function immediately, in an event loop of this thread; see `engine.RolloutEngine`.
 
-        Requests are batched continuously, in slots of a cache that lasts for this call; a function that blocks the
-        loop holds up all others. What a sample is follows from the seed, its prompt, the weights and what the function
-        does: how many are made at once, and on which rank, does not matter.
+        Continuous batching answers the requests; a function that blocks the loop delays all others. A sample depends
+        only on the seed, its prompt, the weights and the function, not on the concurrency or the rank.
 
         Raises:
-            ValueError: The model cannot be batched so, or `num_groups` is given.
+            ValueError: The model does not support continuous batching, or `num_groups` is given.
         """
         if num_groups is not None:
-            raise ValueError("the local engine makes all groups of a rollout: it has no stragglers to leave out.")
+            raise ValueError("the local engine completes all groups of a rollout; use --rollout-engine sglang.")
 
         def make(groups: Sequence[Sequence[FunctionCall]]) -> None:
             batching = ContinuousBatching(
@@ -232,19 +211,18 @@ class LocalEngine:
         return CompletedRollout(groups)
 
     def update_weights(self, source: WeightSource, version: int) -> None:
-        """Takes a whole set of weights.
+        """Loads all weights and rounds them.
 
         Args:
-            source: Yields Hugging Face names and whole tensors; each is rounded as it arrives. The output layer may be
-                missing where it is tied to the embedding.
-            version: Version that the tokens sampled from now on carry.
+            source: Yields Hugging Face names and whole tensors, without the output layer if it is tied.
+            version: Version of tokens sampled from now on.
 
         Raises:
-            ValueError: an unknown name, a shape that differs from the checkpoint's, or a missing parameter.
-            RuntimeError: functions are asking the engine, whose caches are of the weights in use.
+            ValueError: An unknown name, a wrong shape, or a missing parameter.
+            RuntimeError: Functions have requests in flight, whose caches belong to the current weights.
         """
         if self._is_asked:
-            raise RuntimeError("weights cannot change while functions ask the local engine; update them afterwards.")
+            raise RuntimeError("weights cannot change while functions use the local engine; update them afterwards.")
         arrived = set()
         for name, tensor in source():
             self._check(name, tensor, version)
@@ -259,28 +237,28 @@ class LocalEngine:
         self.weight_version = version
 
     def weight_precision(self, name: str) -> Precision:
-        """8 bits where the tensor is rounded to them, else its type: some, such as routers' biases, stay in float32."""
+        """The 8-bit precision of rounded tensors, else the tensor's dtype; router biases stay in float32."""
         rounding, held = ROUNDINGS.get(self._precision), self._weights.get(name)
         if rounding is not None and self._roundings.get(name) is rounding:
             return self._precision
         return "bf16" if held is not None and held.dtype == torch.bfloat16 else "fp32"
 
     def wrong_weights(self, sent: Mapping[str, SentRows]) -> dict[str, list[str]]:
-        """Tensors whose rows differ in any bit, but for routers that are rounded on their own."""
+        """Tensors whose rows differ in any bit, except routers with their own rounding."""
         rounding = ROUNDINGS.get(self._precision)
-        comparable = {name: one for name, one in sent.items() if self._roundings.get(name) in (None, rounding)}
-        held = self._weights | {OUTPUT_LAYER: self._model.get_output_embeddings().weight}  # also where it is tied
+        comparable = {name: rows for name, rows in sent.items() if self._roundings.get(name) in (None, rounding)}
+        held = self._weights | {OUTPUT_LAYER: self._model.get_output_embeddings().weight}  # also if it is tied
         return {
             NAME: [
                 name
-                for name, one in comparable.items()
-                if not torch.equal(held[name][one.first :: one.stride].float().cpu(), one.rows)
+                for name, rows in comparable.items()
+                if not torch.equal(held[name][rows.first :: rows.stride].float().cpu(), rows.rows)
             ]
         }
 
     @torch.no_grad()
     def prompt_log_probs(self, token_ids: Sequence[int]) -> dict[str, list[float]]:
-        """Log-probs of a text's tokens but the first; see `engine.RolloutEngine`."""
+        """See `engine.RolloutEngine`."""
         ids = torch.tensor([list(token_ids)], device=self._model.device)
         log_probs = log_softmax(self._model(ids).logits[0, :-1])
         return {NAME: log_probs.gather(-1, ids[0, 1:, None])[:, 0].tolist()}
@@ -290,7 +268,7 @@ class LocalEngine:
         return []
 
     def resume_unfinished(self, groups: list[list[Sample]]) -> None:
-        """Refuses what another engine left."""
+        """Raises ValueError if another engine left unfinished groups."""
         if groups:
             raise ValueError(
                 f"the checkpoint has {len(groups)} unfinished groups of a partial rollout; resume with "
@@ -298,26 +276,26 @@ class LocalEngine:
             )
 
     def metrics(self) -> dict[str, float]:
-        """Counts of the engine: it has none."""
+        """An empty dict."""
         return {}
 
     def save_weights(self, directory: Path) -> None:
-        """Writes the weights in use, rounded as they are, into a checkpoint."""
+        """Writes the rounded weights into a checkpoint."""
         save_file({name: weight.cpu() for name, weight in self._tensors()}, directory / ROLLOUT_WEIGHTS)
 
     def load_weights(self, directory: Path, version: int) -> None:
-        """Takes up the weights that `save_weights` wrote, which are not rounded again."""
+        """Loads the weights that `save_weights` wrote, without rounding them again."""
         with safe_open(str(directory / ROLLOUT_WEIGHTS), "pt") as file, torch.no_grad():
             for name, weight in self._tensors():
                 weight.copy_(file.get_tensor(name))
         self.weight_version = version
 
     def close(self) -> None:
-        """Lets the model go."""
+        """Frees the model."""
         del self._model, self._weights
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors that hold the weights, each once."""
+        """The weight tensors, each once."""
         persistent = self._model.state_dict().keys()
         yield from self._model.named_parameters()
         yield from ((name, buffer) for name, buffer in self._model.named_buffers() if name in persistent)
@@ -346,30 +324,30 @@ class LocalEngine:
             seen[prompt.index] += 1
         return requests
 
-    def _respond(self, requests: Sequence[_Request], sampling: Sampling, seed: int) -> list[list[_Response]]:
-        """The responses to some of the prompts, decoded in batches of prompts of like length."""
-        groups: dict[int, list[_Response]] = {}
-        for places in self._batches(requests, sampling.n_samples):
-            responses = self._respond_batch([requests[place] for place in places], sampling, seed)
-            groups.update(zip(places, responses, strict=True))
-        return [groups[place] for place in range(len(requests))]
+    def _respond(self, requests: Sequence[_Request], sampling: Sampling, seed: int) -> list[list[Generation]]:
+        """The responses to this rank's prompts, decoded in batches of prompts of similar length."""
+        groups: dict[int, list[Generation]] = {}
+        for indices in self._batches(requests, sampling.n_samples):
+            responses = self._respond_batch([requests[index] for index in indices], sampling, seed)
+            groups.update(zip(indices, responses, strict=True))
+        return [groups[index] for index in range(len(requests))]
 
     def _batches(self, requests: Sequence[_Request], n_samples: int) -> Iterator[list[int]]:
-        """Places of prompts, shortest first, cut where a batch would pass one of the two bounds."""
+        """Indices of prompts, shortest first, in batches within the two bounds."""
         batch: list[int] = []
         limit = 0
-        for place in sorted(range(len(requests)), key=lambda place: len(requests[place].prompt.token_ids)):
-            request, samples = requests[place], (len(batch) + 1) * n_samples
+        for index in sorted(range(len(requests)), key=lambda index: len(requests[index].prompt.token_ids)):
+            request, samples = requests[index], (len(batch) + 1) * n_samples
             limit = max(limit, request.limit)
             tokens = samples * (len(request.prompt.token_ids) + limit)
             if batch and (samples > self._max_batch or tokens > self._max_batch_tokens):
                 yield batch
                 batch, limit = [], request.limit
-            batch.append(place)
+            batch.append(index)
         if batch:
             yield batch
 
-    def _respond_batch(self, requests: list[_Request], sampling: Sampling, seed: int) -> list[list[_Response]]:
+    def _respond_batch(self, requests: list[_Request], sampling: Sampling, seed: int) -> list[list[Generation]]:
         n_samples, longest = sampling.n_samples, max(request.limit for request in requests)
         uniforms = [
             prompt_uniforms(seed, request.prompt.index, request.occurrence, n_samples, sampling.max_response_len)[
@@ -389,16 +367,17 @@ class LocalEngine:
         responses = self._responses(decoded, sampling)
         return [responses[start : start + n_samples] for start in range(0, len(responses), n_samples)]
 
-    def _responses(self, decoded: Decoded, sampling: Sampling) -> list[_Response]:
+    def _responses(self, decoded: Decoded, sampling: Sampling) -> list[Generation]:
         lengths, stopped = decoded.lengths_B.tolist(), decoded.stopped_B.tolist()
         responses = []
         for sample, length in enumerate(lengths):
             routing = None if decoded.routing is None else decoded.routing[sample]
             ids = decoded.tokens_BT[sample, :length].tolist()  # the tensors are as long as a response may be
             responses.append(
-                _Response(
+                Generation(
                     token_ids=ids,
                     log_probs=decoded.log_probs_BT[sample, :length].tolist(),
+                    weight_versions=[self.weight_version] * length,
                     finish_reason="stop" if stopped[sample] else "length",
                     text=self._tokenizer.decode(ids, skip_special_tokens=True),
                     sampling_mask=None if decoded.sampling_masks is None else decoded.sampling_masks[sample],
@@ -408,7 +387,7 @@ class LocalEngine:
             )
         return responses
 
-    def _sample(self, prompt: Prompt, response: _Response, group_index: int, index: int) -> Sample:
+    def _sample(self, prompt: Prompt, response: Generation, group_index: int, index: int) -> Sample:
         return Sample(
             prompt=prompt,
             group_index=group_index,
@@ -418,7 +397,7 @@ class LocalEngine:
             response_length=len(response.token_ids),
             rollout_log_probs=response.log_probs,
             loss_mask=[1] * len(response.token_ids),
-            weight_versions=[self.weight_version] * len(response.token_ids),
+            weight_versions=response.weight_versions,
             status=STATUS[response.finish_reason],
             rollout_routed_experts=response.routed_experts,
             rollout_routing_weights=response.routing_weights,
@@ -434,16 +413,7 @@ async def make_rollouts(
     concurrency: int,
     vocab_size: int,
 ) -> None:
-    """Calls a function while its requests are answered; a failure of the model ends both.
-
-    Args:
-        batching: Answers requests.
-        groups: Calls for each prompt, which get their samples.
-        function: Makes one rollout.
-        sampling: The run's own.
-        concurrency: Most calls at once.
-        vocab_size: Number of token ids of the model.
-    """
+    """Calls a function and answers its requests; a failure of the model ends both. The calls receive their samples."""
     batch = FunctionBatch(
         groups,
         function,

@@ -11,18 +11,17 @@ MIN_FREE = 32  # tokens; growing by half alone would copy short sequences at alm
 
 
 class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no types
-    """Keys and values of one layer in a buffer with space for tokens to come.
+    """Keys and values of one layer in a buffer with free space.
 
-    transformers' own layer concatenates, which copies the whole cache for every token: three tenths of the time
-    of decoding 256 tokens with a small model. Here `keys` and `values` are views of a buffer that grows by half
-    when it is full.
+    transformers' layer concatenates, which copies the whole cache for every token: 30% of the time of decoding 256
+    tokens with a small model. Here `keys` and `values` are views of a buffer that grows by half when it is full.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._key_buffer = torch.empty(0)
         self._value_buffer = torch.empty(0)
-        self._free = 0  # tokens that still fit behind the views
+        self._free = 0  # free tokens behind the views
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Appends [batch, heads, tokens, head_dim] states and returns all of them."""
@@ -40,12 +39,12 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no t
         return self.keys, self.values
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeats each row, into buffers with space for tokens to come."""
+        """Repeats each row, into buffers with free space."""
         rows = torch.arange(len(self.keys), device=self.keys.device).repeat_interleave(repeats)
         self.batch_select_indices(rows)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Leaves the rows at these indices, in buffers with at least the space for tokens to come that there was."""
+        """Keeps the rows at these indices, in buffers with at least the same free space."""
         length = self.get_seq_length()
         self._move(indices, length + max(self._free, MIN_FREE))
 
@@ -53,7 +52,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no t
         self._move(None, length + max(length // 2, MIN_FREE))
 
     def _move(self, rows: Tensor | None, capacity: int) -> None:
-        """Copies rows (None for all) into buffers for so many tokens."""
+        """Copies rows (None for all) into buffers of this capacity."""
         length = self.get_seq_length()
         self._key_buffer, self._value_buffer = (_copied(states, rows, capacity) for states in (self.keys, self.values))
         self.keys, self.values = self._key_buffer[:, :, :length], self._value_buffer[:, :, :length]

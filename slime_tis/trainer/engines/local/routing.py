@@ -1,4 +1,4 @@
-"""Experts that the routers of a Hugging Face model choose, recorded while it samples."""
+"""Records the experts that the routers of a Hugging Face model choose during sampling."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from slime_tis.trainer.data.sample import Sample
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """Experts of every token that was fed to a model, in every sparse layer."""
+    """Experts of every fed token in every sparse layer."""
 
     experts: Tensor
     """uint8 (up to 256 experts) or int16 [..., tokens, layers, k] in the router's order."""
     weights: Tensor
-    """float32 of the same shape: what the output of each expert was multiplied by."""
+    """float32 of the same shape: the combine weight of each expert."""
 
     def __getitem__(self, index: Any) -> Routing:
         """The rows at an index of the leading dimensions."""
@@ -30,7 +30,7 @@ class Routing:
 
     @classmethod
     def cat(cls, parts: Sequence[Routing], dim: int = 0) -> Routing:
-        """Several, one after another."""
+        """Concatenates several along a dimension."""
         return cls(
             experts=torch.cat([part.experts for part in parts], dim),
             weights=torch.cat([part.weights for part in parts], dim),
@@ -40,7 +40,7 @@ class Routing:
 class RoutingRecorder:
     """A context manager within which a model's calls of its experts are recorded.
 
-    transformers calls the experts of a layer, whatever the family, as `experts(hidden_states, indices, weights)`.
+    All families in transformers call a layer's experts as `experts(hidden_states, indices, weights)`.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -51,7 +51,7 @@ class RoutingRecorder:
         """
         self._experts = [module for name, module in model.named_modules() if name.endswith(".mlp.experts")]
         if not self._experts:
-            raise ValueError(f"routed experts were asked of a {type(model).__name__}, which has no experts.")
+            raise ValueError(f"routed experts are recorded but a {type(model).__name__} has no experts.")
         self._calls: list[tuple[Tensor, Tensor]] = []
         self._hooks: list[Any] = []
         self._dtype = expert_dtype(int(self._experts[0].num_experts))
@@ -80,7 +80,7 @@ class RoutingRecorder:
 
 
 def expert_dtype(experts: int) -> torch.dtype:
-    """The smallest integer type that numbers so many experts."""
+    """The smallest integer type for this number of experts."""
     return torch.uint8 if experts <= 256 else torch.int16
 
 

@@ -1,4 +1,4 @@
-"""Draws tokens from logits, with the log-probs of exactly the distribution they are drawn from.
+"""Draws tokens from logits, with log-probs of exactly the sampled distribution.
 
 Shape suffixes: B rows, V vocabulary, C chunks of it.
 """
@@ -17,43 +17,43 @@ def sample_tokens(
 
     Args:
         logits_BV: [B, V] next-token logits, any floating type.
-        uniforms_B: [B] float64 in [0, 1), not read when temperature is 0.
-        temperature: divides the logits; 0 takes the likeliest token, whose log-prob is that of temperature 1.
+        uniforms_B: [B] float64 in [0, 1), unused at temperature 0.
+        temperature: divides the logits; 0 takes the most likely token, with its log-prob at temperature 1.
         top_p: nucleus probability in (0, 1].
-        top_k: number of likeliest tokens that can be drawn, or -1 for all.
+        top_k: number of most likely tokens that can be drawn, or -1 for all.
 
     Returns:
-        tokens [B] int64, their log-probs [B] float32, and the logits [B, V] of the distribution that they were drawn
-        from, up to a constant of each row, −inf at tokens that top-p and top-k left out.
+        Tokens [B] int64, their log-probs [B] float32, and the logits [B, V] of the sampled distribution, up to a
+        constant per row, −inf at tokens that top-p and top-k removed.
     """
     if temperature == 0.0:
         log_probs_BV = log_softmax(logits_BV)
         tokens_B = log_probs_BV.argmax(-1)
         return tokens_B, log_probs_BV.gather(-1, tokens_B[:, None]).squeeze(-1), log_probs_BV
     shifted_BV = _shifted(filtered_logits(logits_BV, temperature=temperature, top_p=top_p, top_k=top_k))
-    weights_BV = shifted_BV.exp()  # in place of probabilities, which would take another pass over the vocabulary
+    weights_BV = shifted_BV.exp()  # probabilities would need another pass over the vocabulary
     tokens_B = inverse_cdf(weights_BV, uniforms_B)
     log_probs_B = shifted_BV.gather(-1, tokens_B[:, None]).squeeze(-1) - weights_BV.sum(-1).log()
     return tokens_B, log_probs_B, shifted_BV
 
 
 def filtered_logits(logits_BV: Tensor, *, temperature: float, top_p: float, top_k: int) -> Tensor:
-    """Logits after temperature, then top-k, then top-p of what top-k left.
+    """Logits after temperature, then top-k, then top-p over the remaining tokens.
 
       where(kept, logits / temperature, -inf)
 
     Sources: "Hierarchical Neural Story Generation", Fan et al. (https://arxiv.org/abs/1805.04833), section 5
     for top-k; "The Curious Case of Neural Text Degeneration", Holtzman et al.
-    (https://arxiv.org/abs/1904.09751), eq. 2-3 for top-p. The order is that of transformers.
+    (https://arxiv.org/abs/1904.09751), eq. 2-3 for top-p. transformers uses the same order.
 
     Args:
         logits_BV: [B, V] logits, any floating type.
         temperature: above 0.
-        top_p: in (0, 1]; the smallest set of likeliest tokens whose probability reaches it can be drawn.
+        top_p: in (0, 1]; the smallest set of most likely tokens whose probability reaches it can be drawn.
         top_k: tokens as likely as the k-th can be drawn too; -1 means all.
 
     Returns:
-        [B, V] float32, -inf at tokens that are left out.
+        [B, V] float32, -inf at removed tokens.
     """
     scaled_BV = logits_BV.float()
     if temperature != 1.0:
@@ -64,21 +64,21 @@ def filtered_logits(logits_BV: Tensor, *, temperature: float, top_p: float, top_
     if top_p < 1.0:
         ordered_BV, order_BV = scaled_BV.sort(dim=-1, descending=True, stable=True)
         probs_BV = ordered_BV.softmax(-1)
-        above_BV = probs_BV.cumsum(-1, dtype=torch.float64) - probs_BV  # what the likelier tokens sum to
-        left_out_BV = torch.zeros_like(order_BV, dtype=torch.bool).scatter(-1, order_BV, above_BV >= top_p)
-        scaled_BV = scaled_BV.masked_fill(left_out_BV, -torch.inf)
+        above_BV = probs_BV.cumsum(-1, dtype=torch.float64) - probs_BV  # sum over more likely tokens
+        removed_BV = torch.zeros_like(order_BV, dtype=torch.bool).scatter(-1, order_BV, above_BV >= top_p)
+        scaled_BV = scaled_BV.masked_fill(removed_BV, -torch.inf)
     return scaled_BV
 
 
 def log_softmax(logits_BV: Tensor) -> Tensor:
     """log softmax of each row in float32: z − max z − log Σ_v exp(z_v − max z).
 
-    torch's own log_softmax loses digits of that sum on a CPU: with a vocabulary of 150k its log-probs are 1e-5 to
-    2e-5 too high, all of them. `Tensor.sum` adds in pairs; what is left is rounding, without a direction. The
-    training engine's log-probs are made in the same way.
+    torch's log_softmax loses digits of that sum on a CPU: with a vocabulary of 150k all log-probs are 1e-5 to 2e-5
+    too high. `Tensor.sum` adds in pairs and leaves unbiased rounding errors. The training engine computes log-probs
+    in the same way.
 
     Args:
-        logits_BV: [..., V] logits, any floating type; -inf at tokens that are left out, but not at all of a row.
+        logits_BV: [..., V] logits, any floating type; -inf at removed tokens; each row needs a finite logit.
 
     Returns:
         [..., V] float32.
@@ -94,9 +94,8 @@ def _shifted(logits_BV: Tensor) -> Tensor:
 def inverse_cdf(probs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
     """The first token whose cumulative probability exceeds u · Σ p.
 
-    Searched in two levels, chunks of tokens and then tokens of a chunk, both summed in float64: the draw is
-    exact for any vocabulary, and no [B, V] table of cumulative sums is made of a large one. A token of
-    probability 0 is never drawn.
+    Searches chunks of tokens, then the tokens of one chunk, both with float64 sums: the draw is exact for any
+    vocabulary without a [B, V] table of cumulative sums. A token of probability 0 is never drawn.
 
     Args:
         probs_BV: [B, V] non-negative, each row with a positive sum; they need not sum to 1.
@@ -130,18 +129,17 @@ def _search(weights_BV: Tensor, targets_B: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def prompt_uniforms(seed: int, index: int, occurrence: int, n_samples: int, length: int) -> Tensor:
-    """The uniforms that all samples of one prompt are drawn with.
+    """The uniforms of all samples of one prompt.
 
-    They depend on nothing but the arguments, so that a sample does not depend on the batch or the rank that
-    makes it. A counter-based generator (numpy's Philox) keyed by (seed, index) gives unrelated streams
-    without mixing the two into one number.
+    They depend only on the arguments, so a sample does not depend on its batch or rank. A counter-based generator
+    (numpy's Philox) with the key (seed, index) gives independent streams.
 
     Args:
-        seed: of the rollout.
-        index: of the prompt in its file.
-        occurrence: how often the same prompt occurs earlier in the batch.
-        n_samples: rows.
-        length: columns, the tokens of the longest response.
+        seed: Seed of the rollout.
+        index: Index of the prompt in its file.
+        occurrence: Earlier occurrences of the same prompt in the batch.
+        n_samples: Rows.
+        length: Columns: tokens of the longest response.
 
     Returns:
         [n_samples, length] float64 in [0, 1).

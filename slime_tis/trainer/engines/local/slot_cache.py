@@ -1,6 +1,6 @@
-"""A key/value cache of sequences of uneven length, each in a slot of its own, in transformers' cache interface.
+"""A key/value cache with one slot per sequence of any length, in transformers' cache interface.
 
-Shapes: suffix _T one value per token that a forward pass feeds, packed.
+Shapes: suffix _T one value per token of a forward pass, packed.
 """
 
 from __future__ import annotations
@@ -16,38 +16,34 @@ from transformers.cache_utils import DynamicLayer
 from slime_tis.trainer.engines.local.routing import Routing
 
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
-"""Rotary embeddings whose frequencies follow from the longest sequence of the batch."""
+"""Rotary embeddings whose frequencies depend on the longest sequence of the batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """The slots of one forward pass, and where in them its tokens go."""
+    """The slots of one forward pass, and the positions of its tokens."""
 
     first: int
-    """First of the slots, which lie next to each other."""
+    """First of the contiguous slots."""
     slots: int
     """Number of slots, the rows of the pass."""
     length: int
-    """Tokens of the longest sequence, those of this pass included."""
+    """Tokens of the longest sequence, including this pass."""
     row_T: Tensor
     """Row of each token in the pass."""
     column_T: Tensor
-    """Its column in the pass."""
+    """Column of each token in the pass."""
     slot_T: Tensor
-    """Its slot."""
+    """Slot of each token."""
     position_T: Tensor
-    """Its position in the sequence."""
+    """Position of each token in its sequence."""
 
 
 class SlotTensor:
-    """A tensor with a row for every slot and an entry for every token of it, written in place."""
+    """A tensor with a row per slot and an entry per token, written in place."""
 
     def __init__(self, token_dim: int) -> None:
-        """Holds nothing until the first `write`.
-
-        Args:
-            token_dim: Dimension of the tokens in what is written.
-        """
+        """Allocates nothing until the first `write`; `token_dim` is the dimension of the tokens."""
         self._token_dim = token_dim
         self._data: Tensor | None = None
 
@@ -57,11 +53,11 @@ class SlotTensor:
         return 0 if self._data is None else self._data.numel() * self._data.element_size()
 
     def write(self, window: Window, states: Tensor, slots: int, capacity: int) -> None:
-        """Puts the states of a pass, [rows, …, columns, …], into the slots, of which there are so many of this size."""
+        """Writes the states [rows, …, columns, …] of a pass into `slots` slots of `capacity` tokens."""
         if self._data is None:
             shape = list(states.shape)
             shape[0], shape[self._token_dim] = slots, capacity
-            # Zeros, for attention multiplies what is masked by 0, and memory as it comes may hold NaN.
+            # Attention multiplies masked values by 0, and uninitialized memory may contain NaN.
             self._data = states.new_zeros(shape)
         states, data = states.movedim(self._token_dim, 1), self._data.movedim(self._token_dim, 1)
         data[window.slot_T, window.position_T] = states[window.row_T, window.column_T]
@@ -72,7 +68,7 @@ class SlotTensor:
         return self._data.narrow(0, first, slots).narrow(self._token_dim, 0, length)
 
     def resize(self, slots: int, capacity: int) -> None:
-        """Changes the number of slots and their size, and keeps what fits."""
+        """Changes the number and size of slots, and keeps the tokens that fit."""
         if self._data is None:
             return
         shape = list(self._data.shape)
@@ -86,13 +82,13 @@ class SlotTensor:
         if self._data is not None and length:
             self.read(target, 1, length).copy_(self.read(source, 1, length))
 
-    def swap(self, one: int, other: int, length: int) -> None:
+    def swap(self, first: int, second: int, length: int) -> None:
         """Exchanges the first tokens of two slots."""
         if self._data is not None and length:
-            first, second = self.read(one, 1, length), self.read(other, 1, length)
-            held = first.clone()
-            first.copy_(second)
-            second.copy_(held)
+            states, others = self.read(first, 1, length), self.read(second, 1, length)
+            saved = states.clone()
+            states.copy_(others)
+            others.copy_(saved)
 
 
 class SlotLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no types
@@ -104,12 +100,12 @@ class SlotLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no type
         self.slot_keys, self.slot_values = SlotTensor(2), SlotTensor(2)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Writes [rows, heads, tokens, head_dim] states into their slots and returns all of these slots."""
+        """Writes [rows, heads, tokens, head_dim] states into their slots and returns these slots."""
         cache, window = self._cache, self._cache.window
         self.slot_keys.write(window, key_states, cache.slots, cache.capacity)
         self.slot_values.write(window, value_states, cache.slots, cache.capacity)
-        part = (window.first, window.slots, window.length)
-        return self.slot_keys.read(*part), self.slot_values.read(*part)
+        shape = (window.first, window.slots, window.length)
+        return self.slot_keys.read(*shape), self.slot_values.read(*shape)
 
     def get_seq_length(self) -> int:
         """Tokens of the longest sequence."""
@@ -117,26 +113,19 @@ class SlotLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no type
 
 
 class SlotCache:
-    """Keys and values of every layer, and the routing of every token where it is recorded, in slots of one size."""
+    """Keys and values of every layer, and recorded routing, in slots of equal size."""
 
     window: Window
-    """Of the forward pass that comes next."""
+    """Window of the next forward pass."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
-        """Has no slots yet.
-
-        Args:
-            config: Of the model.
-
-        Raises:
-            ValueError: The model's attention cannot have sequences of uneven length in slots.
-        """
+        """Has no slots yet; raises ValueError as `check_config` does."""
         check_config(config)
         self.slots, self.capacity = 0, 0
         self._layers = [SlotLayer(self) for _ in DynamicCache(config=config).layers]
         self._experts, self._weights = SlotTensor(1), SlotTensor(1)
         self.states = DynamicCache(config=config)
-        """What the model takes as `past_key_values`."""
+        """The model's `past_key_values`."""
         self.states.layers = self._layers
 
     @property
@@ -145,7 +134,7 @@ class SlotCache:
         return sum(tensor.num_bytes for tensor in self._tensors())
 
     def resize(self, slots: int, capacity: int) -> None:
-        """Changes the number of slots and their size in tokens, and keeps what fits."""
+        """Changes the number of slots and their size in tokens, and keeps the tokens that fit."""
         for tensor in self._tensors():
             tensor.resize(slots, capacity)
         self.slots, self.capacity = slots, capacity
@@ -155,18 +144,18 @@ class SlotCache:
         for tensor in self._tensors():
             tensor.copy(source, target, length)
 
-    def swap(self, one: int, other: int, length: int) -> None:
+    def swap(self, first: int, second: int, length: int) -> None:
         """Exchanges the first tokens of two slots."""
         for tensor in self._tensors():
-            tensor.swap(one, other, length)
+            tensor.swap(first, second, length)
 
     def write_routing(self, routing: Routing) -> None:
-        """Stores the routing [rows, columns, layers, k] of the pass that the window is of."""
+        """Stores the routing [rows, columns, layers, k] of the window's pass."""
         self._experts.write(self.window, routing.experts, self.slots, self.capacity)
         self._weights.write(self.window, routing.weights, self.slots, self.capacity)
 
     def routing(self, slot: int, length: int) -> Routing:
-        """The routing [length, layers, k] of the first tokens of a slot, in memory of its own."""
+        """Copies the routing [length, layers, k] of the first tokens of a slot."""
         return Routing(
             experts=self._experts.read(slot, 1, length)[0].clone(),
             weights=self._weights.read(slot, 1, length)[0].clone(),
@@ -181,10 +170,10 @@ class SlotCache:
 
 
 def check_config(config: PreTrainedConfig) -> None:
-    """Refuses models whose attention cannot have sequences of uneven length in slots.
+    """Checks that the model's attention supports slots with sequences of different lengths.
 
     Raises:
-        ValueError: A layer has another cache than all keys and values, or rotary embeddings follow from the batch.
+        ValueError: A layer's cache is not a full key/value cache, or rotary embeddings depend on the batch.
     """
     others = sorted({type(layer).__name__ for layer in DynamicCache(config=config).layers} - {DynamicLayer.__name__})
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type")

@@ -1,4 +1,4 @@
-"""Which server takes a request, how many at a time, and what follows when a server fails."""
+"""Assigns requests to servers, limits their concurrency, and retries after failures."""
 
 import asyncio
 import random
@@ -17,30 +17,24 @@ SERVER_REFUSALS = (401, 403, 404, 405)
 
 @dataclass
 class Attempts:
-    """What became of one request so far."""
+    """Failures of one request."""
 
     failures: int = 0
-    """Servers that failed in a row."""
+    """Consecutive failures."""
     failed_on: ServerState | None = None
-    """The last of them."""
+    """The server of the last failure."""
 
 
 class Dispatcher:
-    """Hands out servers to requests, first come, first served. All of it belongs to one asyncio loop.
+    """Assigns servers to requests in order of arrival. It belongs to one asyncio loop.
 
-    With a router, the servers are watched and given weights one by one, and requests go to the router.
+    With a router, requests go to the router; health checks and weights go to each server.
     """
 
     def __init__(self, health: HealthMonitor, *, concurrency: int = 64, max_retries: int = 5) -> None:
-        """Hands out nothing yet.
-
-        Args:
-            health: Of the servers.
-            concurrency: Most requests in flight per server.
-            max_retries: Times that one request is tried again.
-        """
+        """Assigns nothing yet; `concurrency` limits requests per server, `max_retries` retries of a request."""
         self.retries = 0
-        """Number of requests that were tried again."""
+        """Number of retries."""
         self._health, self._concurrency, self._max_retries = health, concurrency, max_retries
         self._waiting: deque[asyncio.Future[None]] = deque()
         health.on_change = self._wake_all
@@ -49,12 +43,12 @@ class Dispatcher:
     async def server(self, attempts: Attempts) -> AsyncIterator[ServerState]:
         """The least busy server, for one request; after a failure another one, where there is one.
 
-        A failure of the server within the block is noted in `attempts` and ends the block silently, after a wait: the
-        caller tries again. So does the end of the server while it answers.
+        A failure of the server within the block is recorded in `attempts` and ends the block without an exception, after
+        a wait: the caller retries.
 
         Raises:
             RolloutUnavailable: The request failed too often, or no server is left.
-            RequestRefused: The server says that the request is wrong.
+            RequestRefused: The server refuses the request.
         """
         state = await self._acquire(attempts.failed_on)
         try:
@@ -78,7 +72,7 @@ class Dispatcher:
         if attempts.failures > self._max_retries:
             times = f"{attempts.failures} time{'s' * (attempts.failures > 1)}"
             raise RolloutUnavailable(
-                f"a request failed {times}, at last so: {error} Look into the servers' output, and resume with --load."
+                f"a request failed {times}; the last failure: {error} Read the servers' logs, and resume with --load."
             ) from None
         self.retries += 1
         timeouts = self._health.timeouts
@@ -86,7 +80,7 @@ class Dispatcher:
         await asyncio.sleep(longest * random.uniform(0.5, 1.0))
 
     async def _acquire(self, avoid: ServerState | None) -> ServerState:
-        """Waits for a server that may take one more request."""
+        """Waits for a server with room for one more request."""
         is_next = not self._someone_waits()
         woken = False
         while True:
@@ -102,17 +96,17 @@ class Dispatcher:
                 await waiter
             except asyncio.CancelledError:
                 if not waiter.cancelled():
-                    self._wake()  # the turn was given to this request: it goes to the next
+                    self._wake()  # pass the turn on to the next request
                 raise
             is_next = woken = True
 
     def _least_busy(self, avoid: ServerState | None) -> ServerState | None:
-        """The least busy server; the one that failed last only where there is no other."""
+        """The least busy server; the last failed one only if there is no other."""
         health, available = self._health, self._health.available()
         if not health.not_updating.is_set():
             return None
         if (router := health.router) is not None:
-            complete = not health.needing_weights()  # the router would ask those, too
+            complete = not health.needing_weights()  # the router would use those too
             free = router.in_flight < self._concurrency * len(available)
             return router if router.state == "live" and complete and free else None
         others = [state for state in available if state is not avoid] or available

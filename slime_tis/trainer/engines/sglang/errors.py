@@ -1,28 +1,28 @@
 """Exceptions of SGLang servers.
 
     Exception
-     ├── SGLangError                a server did not do what it was asked; the message names it and says why
-     │    ├── ServerError           another server may do it: no answer, HTTP 5xx, a broken connection, marked down
-     │    │    ├── MalformedAnswer  its answer is too large, compressed, not JSON, or holds values that cannot be
-     │    │    └── UnexpectedWeights  its answer comes from other weights than it was given
-     │    └── RequestRefused        it refuses, and so would any other: HTTP 4xx, or success: false (also a ValueError)
-     └── InvalidAnswer              what is wrong with an answer, before the client adds which server gave it
+     ├── SGLangError                a request to a server failed; the message names the server and the reason
+     │    ├── ServerError           another server may succeed: no answer, HTTP 5xx, a broken connection, marked down
+     │    │    ├── MalformedAnswer  the answer is too large, compressed, not JSON, or has invalid values
+     │    │    └── UnexpectedWeights  the answer comes from other weights than the server was given
+     │    └── RequestRefused        every server would refuse: HTTP 4xx, or success: false (also a ValueError)
+     └── InvalidAnswer              the problem of an answer, before the client adds the server's name
 
-Requests are tried again after a ServerError. What leaves this package is `rollout.engine.RolloutUnavailable`, after
-which the run saves a checkpoint and ends, and ValueError, for what the user asked for.
+Requests are retried after a ServerError. The package raises `engines.engine.RolloutUnavailable`, after which the run
+saves a checkpoint and ends, and ValueError for invalid options.
 """
 
 
 class SGLangError(Exception):
-    """A server did not do what it was asked; the message names it and says why."""
+    """A request to a server failed; the message names the server and the reason."""
 
 
 class ServerError(SGLangError):
-    """A server failed at something that another one may do."""
+    """A server failed; another server may succeed."""
 
 
 class MalformedAnswer(ServerError):
-    """A server gave an answer that cannot be used."""
+    """A server's answer is unusable."""
 
 
 class UnexpectedWeights(ServerError):
@@ -30,13 +30,13 @@ class UnexpectedWeights(ServerError):
 
 
 class RequestRefused(SGLangError, ValueError):
-    """A server refuses a request, with HTTP 4xx or `success: false` (status 200); another one would do the same."""
+    """A server refuses a request with HTTP 4xx or `success: false` (status 200); every server would."""
 
     def __init__(self, message: str, status: int) -> None:
-        """Keeps the HTTP status beside the message."""
+        """Takes the message and the HTTP status."""
         super().__init__(message)
         self.status = status
 
 
 class InvalidAnswer(Exception):
-    """What is wrong with an answer, as the end of a message that begins with the server's name."""
+    """The problem of an answer: the end of a message that begins with the server's name."""

@@ -1,4 +1,4 @@
-"""A rollout on servers: each response is sampled over as many requests as it takes, until enough are complete."""
+"""Rollouts on servers: each response takes one or more requests; a rollout ends when enough groups are complete."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ABORTED_PAUSE = 0.01
-"""Wait before a request is answered with abort, in seconds: functions that ask on and on do not hold up the loop."""
+"""Seconds before a request is answered with abort, so that functions which retry do not block the loop."""
 
 
 @dataclass(eq=False, kw_only=True)
 class PendingSample:
-    """A response and what is known of it so far."""
+    """A partial response."""
 
     prompt: Prompt
     max_new_tokens: int
     """Longest response, in tokens."""
     seed: int | None = None
-    """Seed of its random numbers, for servers that take one."""
+    """Seed for servers that take one."""
     token_ids: list[int] = field(default_factory=list)
     """Tokens sampled so far."""
     log_probs: list[float] = field(default_factory=list)
@@ -46,20 +46,20 @@ class PendingSample:
     versions: list[int] = field(default_factory=list)
     """Version of the weights that sampled each token."""
     routed_experts: Tensor | None = None
-    """Experts of all tokens but the last, prompt included, as in `Sample`; None where some are missing, or nothing has
+    """Experts of all tokens but the last, including the prompt, as in `Sample`; None if incomplete or if no token has
     been sampled."""
     sampling_mask: SamplingMask | None = None
-    """The tokens that could be sampled at each token; None where none were recorded."""
+    """Candidate tokens at each token; None if not recorded."""
     finish_reason: FinishReason | None = None
-    """Why it ended; None while it has not."""
+    """Why the response ended; None while incomplete."""
     num_requests: int = 0
-    """Number of requests made for it."""
+    """Number of requests so far."""
     request: tuple[Server, str] | None = None
-    """The server that is being asked, and the request's id; a new tuple for every request."""
+    """Server and id of the request in flight; a new tuple per request."""
 
     @classmethod
     def from_sample(cls, sample: Sample, max_new_tokens: int) -> PendingSample:
-        """Continues a sample that was aborted; one that ended stays as it is."""
+        """Resumes an aborted sample; a complete sample stays unchanged."""
         ended = sample.status is not SampleStatus.ABORTED
         pending = cls(
             prompt=sample.row,
@@ -78,7 +78,7 @@ class PendingSample:
 
     @property
     def input_ids(self) -> list[int]:
-        """Tokens that the next one follows."""
+        """Prompt and sampled tokens."""
         return [*self.prompt.token_ids, *self.token_ids]
 
     @property
@@ -88,10 +88,10 @@ class PendingSample:
 
     @property
     def first_experts(self) -> int | None:
-        """First token whose experts are still to be recorded; None where earlier ones are missing.
+        """First token whose experts must be recorded; None if earlier experts are missing.
 
-        The last token sampled so far has not been fed yet. Those before it keep their rows: the next request feeds them
-        again, maybe to routers of other weights, which is why it is not asked for theirs.
+        The last sampled token has not been fed. Earlier tokens keep their rows: the next request feeds them again, but
+        maybe with other weights, so it must not return their experts.
         """
         if not self.token_ids:
             return 0
@@ -99,11 +99,10 @@ class PendingSample:
 
     @property
     def unrecorded_layer(self) -> int | None:
-        """The first sparse layer that sent every token to expert 0, once the response has ended; None where none did.
+        """The first sparse layer that sent all tokens of a complete response to expert 0; None if there is none.
 
-        Kernels that bypass the recording leave such rows. With several experts per token no row can be of zeros, and
-        `parse_routed_experts` refuses the answer; with one the two cannot be distinguished in a single answer, which
-        may have a single row.
+        Kernels that bypass the recording leave such rows. With several experts per token `parse_routed_experts` rejects
+        them; with one expert per token a single answer cannot show the difference.
         """
         if self.finish_reason is None or self.routed_experts is None or not len(self.routed_experts):
             return None
@@ -111,16 +110,16 @@ class PendingSample:
         return layers[0] if layers else None
 
     def append(self, completion: Completion, versions: list[int]) -> None:
-        """Adds what a request sampled; an aborted one leaves the response unfinished."""
+        """Adds the tokens of a request; after an aborted request the response is incomplete."""
         if completion.token_ids:
             earlier, rows = self.routed_experts, completion.routed_experts
             if self.token_ids and rows is not None:
                 rows = None if earlier is None else torch.cat([earlier, rows])
             self.routed_experts = rows
         if completion.sampling_mask is not None or self.sampling_mask is not None:
-            parts = (self.sampling_mask, self.token_ids), (completion.sampling_mask, completion.token_ids)
+            masks = (self.sampling_mask, self.token_ids), (completion.sampling_mask, completion.token_ids)
             self.sampling_mask = SamplingMask.cat(
-                [SamplingMask.unrecorded(len(ids)) if mask is None else mask for mask, ids in parts]
+                [SamplingMask.unrecorded(len(ids)) if mask is None else mask for mask, ids in masks]
             )
         self.token_ids += completion.token_ids
         self.log_probs += completion.log_probs
@@ -130,13 +129,13 @@ class PendingSample:
         self.finish_if_full()
 
     def finish_if_full(self, max_input_len: int | None = None) -> None:
-        """Ends it by its length when no token is left, or servers take no input that long."""
+        """Ends the response with reason length if no token remains or the input is too long for the servers."""
         too_long = max_input_len is not None and len(self.input_ids) > max_input_len and len(self.token_ids) > 0
         if self.finish_reason is None and (self.remaining_tokens < 1 or too_long):
             self.finish_reason = "length"
 
     def stop_after(self, length: int) -> None:
-        """Leaves only the first tokens of the response, which ends with them."""
+        """Truncates the response to its first tokens, and ends it with reason stop."""
         fed = len(self.prompt.token_ids) + length - 1
         self.routed_experts = None if self.routed_experts is None else self.routed_experts[:fed].clone()
         if self.sampling_mask is not None:
@@ -145,7 +144,7 @@ class PendingSample:
         self.versions, self.finish_reason = self.versions[:length], "stop"
 
     def to_sample(self, tokenizer: PreTrainedTokenizerBase, group_index: int, index: int) -> Sample:
-        """The sample so far; an unfinished one is aborted."""
+        """Returns the sample; an incomplete response is aborted."""
         return Sample(
             prompt=self.prompt,
             group_index=group_index,
@@ -163,21 +162,14 @@ class PendingSample:
 
 
 class Requests:
-    """Has responses sampled, each over as many requests as it takes, until it is stopped. It belongs to one loop."""
+    """Samples responses with one or more requests each, until stopped. It belongs to one loop."""
 
     def __init__(
         self, health: HealthMonitor, dispatcher: Dispatcher, *, max_input_len: int | None, records_experts: bool
     ) -> None:
-        """Asks nothing yet.
-
-        Args:
-            health: Of the servers.
-            dispatcher: Hands out the servers.
-            max_input_len: Longest input that all servers take, in tokens.
-            records_experts: Whether responses have routed experts.
-        """
+        """Sends nothing yet; `max_input_len` is the longest input that all servers take, in tokens."""
         self.stopping = False
-        """Whether requests are aborted, and no more are made."""
+        """Whether requests are aborted and no new ones are sent."""
         self._health, self._dispatcher = health, dispatcher
         self._max_input_len, self._records_experts = max_input_len, records_experts
         self._tasks: dict[asyncio.Task[None], PendingSample] = {}
@@ -187,13 +179,13 @@ class Requests:
         """Samples a response to its end, or until requests are aborted.
 
         Args:
-            response: Gets what is sampled.
+            response: Receives the sampled tokens.
             options: How to sample.
-            request_id: Beginning of the ids of its requests, of one width for all responses.
+            request_id: Prefix of the ids of its requests, of equal width for all responses.
 
         Raises:
             RolloutUnavailable: No server is left, or requests failed too often.
-            RequestRefused: A server says that a request is wrong.
+            RequestRefused: A server refuses a request.
         """
         task = asyncio.create_task(self._finish(response, options, request_id))
         self._tasks[task] = response
@@ -206,22 +198,22 @@ class Requests:
             del self._tasks[task]
 
     async def stop(self) -> None:
-        """Ends all requests in flight, which are answered with what has been sampled, and makes no more."""
+        """Aborts all requests in flight, which return their partial responses, and sends no more."""
         self.stopping = True
 
         def in_flight() -> list[tuple[Server, str]]:
             for task, response in self._tasks.items():
                 if response.request is None:
                     task.cancel()
-            return [one.request for task, one in self._tasks.items() if one.request and not task.done()]
+            return [response.request for task, response in self._tasks.items() if response.request and not task.done()]
 
         await _abort_all(in_flight)
 
     async def end_before_update(self) -> None:
-        """Ends requests that must not span an update of weights; the responses go on from their tokens in new ones.
+        """Aborts requests that must not span a weight update; new requests continue their responses.
 
-        These are those whose answer has one version for all tokens, and those with routed experts: a request that goes
-        on feeds its earlier tokens again, and returns what the new weights choose for them.
+        These are requests whose answer has one version for all tokens, and requests with routed experts: after an
+        update the server feeds earlier tokens again and would return the experts that the new weights choose.
         """
         requests = [
             (response, response.request)
@@ -230,7 +222,7 @@ class Requests:
             and (self._records_experts or not response.request[0].reports_token_versions)
         ]
         self._interrupted.update(response for response, _ in requests)
-        # A response may have made its next request meanwhile, which is another tuple.
+        # A response may have sent its next request meanwhile, which has another tuple.
         await _abort_all(lambda: [request for response, request in requests if response.request is request])
 
     async def _finish(self, response: PendingSample, options: RequestOptions, request_id: str) -> None:
@@ -245,7 +237,7 @@ class Requests:
     async def _request(
         self, response: PendingSample, options: RequestOptions, state: ServerState, request_id: str
     ) -> None:
-        """One request for the rest of a response."""
+        """Sends one request for the remaining tokens."""
         server, first_version = state.server, self._health.version_of(state)
         self._interrupted.discard(response)
         response.num_requests += 1
@@ -278,7 +270,7 @@ class Requests:
 
 
 class RolloutBatch:
-    """Groups of responses that are being sampled. It belongs to one loop; `progress` may be read from any thread."""
+    """Groups of responses in flight. It belongs to one loop; `progress` may be read from any thread."""
 
     def __init__(
         self,
@@ -289,27 +281,27 @@ class RolloutBatch:
         *,
         num_groups: int | None = None,
     ) -> None:
-        """Asks nothing yet.
+        """Sends nothing yet.
 
         Args:
-            name: Beginning of the ids of its requests, unlike that of any other batch, all of one width.
+            name: Unique prefix of its request ids, of equal width for all batches.
             groups: Responses to each prompt.
             sampling: How to sample.
-            requests: Has them sampled; of this batch alone.
-            num_groups: Number of complete groups after which the rest is aborted; None waits for all.
+            requests: Samples the responses of this batch only.
+            num_groups: Number of complete groups after which the others are aborted; None waits for all.
         """
         self.groups, self.requests = groups, requests
         self._name, self._options = name, RequestOptions(sampling=sampling)
         self._num_groups = len(groups) if num_groups is None else num_groups
         self._unfinished = [sum(response.finish_reason is None for response in group) for group in groups]
         self._done = asyncio.Event()
-        """Set when enough groups are complete, or the batch failed."""
+        """Set when enough groups are complete or the batch failed."""
         self._failure: Exception | None = None
         self._task: asyncio.Task[None] | None = None
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Number of responses that are complete, and of all."""
+        """Numbers of complete and of all responses."""
         total = sum(map(len, self.groups))
         return total - sum(self._unfinished), total
 
@@ -318,14 +310,14 @@ class RolloutBatch:
 
         Raises:
             RolloutUnavailable: No server is left, or requests failed too often.
-            RequestRefused: A server says that a request is wrong.
+            RequestRefused: A server refuses a request.
         """
         self._task = asyncio.current_task()
         self._check_done()
         tasks = [
-            asyncio.create_task(self._sample(response, group, place))
+            asyncio.create_task(self._sample(response, group, index))
             for group, responses in enumerate(self.groups)
-            for place, response in enumerate(responses)
+            for index, response in enumerate(responses)
             if response.finish_reason is None and not self._done.is_set()
         ]
         try:
@@ -342,10 +334,9 @@ class RolloutBatch:
         if self._task is not None:
             await cancel_and_wait([self._task])
 
-    async def _sample(self, response: PendingSample, group: int, place: int) -> None:
-        """Samples one response to its end."""
+    async def _sample(self, response: PendingSample, group: int, index: int) -> None:
         try:
-            await self.requests.finish(response, self._options, f"{self._name}-g{group:06d}-s{place:04d}")
+            await self.requests.finish(response, self._options, f"{self._name}-g{group:06d}-s{index:04d}")
         except Exception as error:
             self._failure = self._failure or error
             self._done.set()
@@ -359,7 +350,7 @@ class RolloutBatch:
 
 
 class FunctionRequests:
-    """A rollout that a function makes by requests to servers. It belongs to one loop; `progress` to any thread."""
+    """Requests of a user-defined function. It belongs to one loop; `progress` may be read from any thread."""
 
     def __init__(
         self,
@@ -370,18 +361,18 @@ class FunctionRequests:
         sampling_of: Callable[[Sampling], Sampling],
         limit_of: Callable[[int, Sampling], int],
     ) -> None:
-        """Asks nothing yet.
+        """Sends nothing yet.
 
         Args:
-            name: Beginning of the ids of its requests, unlike that of any other batch, all of one width.
-            requests: Has responses sampled; of this rollout alone.
-            tokenizer: Of the model.
-            sampling_of: What is asked of servers for a request's own sampling.
-            limit_of: Most tokens that may follow so many.
+            name: Unique prefix of its request ids, of equal width for all batches.
+            requests: Samples the responses of this rollout only.
+            tokenizer: Tokenizer of the model.
+            sampling_of: Converts a request's sampling to the sampling of the servers.
+            limit_of: Maximum number of tokens after an input of some length.
         """
         self.requests = requests
         self.batch: FunctionBatch
-        """The calls of the function, whose requests these are."""
+        """The calls of the function."""
         self._name, self._tokenizer, self._numbers = name, tokenizer, itertools.count()
         self._sampling_of, self._limit_of = sampling_of, limit_of
         self._task: asyncio.Task[None] | None = None
@@ -396,8 +387,8 @@ class FunctionRequests:
 
         Raises:
             RolloutUnavailable: No server is left, or requests failed too often.
-            RequestRefused: A server says that a request is wrong.
-            Exception: What a call raised.
+            RequestRefused: A server refuses a request.
+            Exception: From a call.
         """
         self._task = asyncio.current_task()
         await self.batch.run()
@@ -408,7 +399,7 @@ class FunctionRequests:
             await cancel_and_wait([self._task])
 
     async def answer(self, request: Request) -> Generation:
-        """Answers one request; with abort once enough groups are complete."""
+        """Answers one request, with abort once enough groups are complete."""
         if self.requests.stopping:
             await asyncio.sleep(ABORTED_PAUSE)
         options = replace(request.options, sampling=self._sampling_of(request.options.sampling))
@@ -424,7 +415,7 @@ class FunctionRequests:
         except Exception as error:  # functions may swallow it
             self.batch.fail(error)
             raise
-        if options.stop and response.num_requests > 1:  # servers look at what they sampled themselves
+        if options.stop and response.num_requests > 1:  # servers search only the tokens of one request
             end = StopStrings(self._tokenizer, options.stop).first(response.token_ids)
             if end is not None:
                 response.stop_after(end)
@@ -441,7 +432,7 @@ class FunctionRequests:
 
 
 async def _abort_all(in_flight: Callable[[], Iterable[tuple[Server, str]]]) -> None:
-    """Asks servers to abort requests, again and again: a server ignores one that it has not read yet."""
+    """Aborts requests repeatedly: a server ignores the abort of a request that it has not read yet."""
     wait = 0.01
     with suppress(TimeoutError):
         async with asyncio.timeout(ABORT_TIMEOUT):
