@@ -377,7 +377,7 @@ def test_the_longest_prefix_is_found_by_comparing_what_may_be_longer(models, mon
     )
     system = list(range(10, 40))
     for place in range(50):
-        scheduler._slots.append(Slot(place=place, tokens=[*system, place, 1, 2], session=(place, None)))
+        scheduler._slots.append(Slot(index=place, tokens=[*system, place, 1, 2], session=(place, None)))
     found = scheduler._longest_prefix
     assert found((99, None), [*system, 30, 1, 7, 7]) == (scheduler._slots[30], 32) and len(compared) == 2
     assert found((99, None), [*system, 99, 1]) == (scheduler._slots[0], 30) and len(compared) == 3
@@ -396,7 +396,7 @@ def test_a_request_that_no_slot_is_free_for_is_compared_with_none(models, monkey
 
 def test_slots_that_fit_are_left_as_they_are(models):
     scheduler = scheduler_of(*models("llama"))
-    scheduler._slots = [Slot(place=0, tokens=[1] * 5), Slot(place=1, tokens=[2] * 70)]
+    scheduler._slots = [Slot(index=0, tokens=[1] * 5), Slot(index=1, tokens=[2] * 70)]
     lists = [slot.tokens for slot in scheduler._slots]
     scheduler._resize(64)
     assert [len(slot.tokens) for slot in scheduler._slots] == [5, 64]

@@ -249,10 +249,7 @@ def test_a_sample_whose_experts_cannot_be_has_none_and_the_first_is_reported(
         if sample.rollout_routed_experts is not None:
             assert_experts(sample)
     (record,) = caplog.records
-    assert record.getMessage().startswith(f"{run.servers[0].url} gave no experts that can be replayed: ")
-    assert record.getMessage().endswith(
-        ". Such samples are trained on without replay, and counted in train/routing_replay_missing."
-    )
+    assert "no experts that can be replayed" in record.getMessage()
     assert re.search(problem, record.getMessage())
     assert run.engine.metrics()["rollout/sglang_malformed_responses"] == 0
 

@@ -1,6 +1,6 @@
-"""HTTP with servers that are not trusted: what may be asked of one, and how it may fail.
+"""HTTP requests to untrusted servers.
 
-Answers are bounded in size and never decompressed; keys, whole or in part, appear in no message.
+Answers are bounded in size and never decompressed; messages never contain keys or parts of keys.
 """
 
 from __future__ import annotations
@@ -47,39 +47,38 @@ from slime_tis.trainer.options.sglang import normalized_url
 CONNECT_TIMEOUT = 10.0
 """Longest wait for a connection, in seconds."""
 KEEPALIVE = 2.0
-"""Time after which an idle connection is given up, in seconds: servers do so after 5, and a request that is sent
-while they do is lost."""
+"""Seconds after which idle connections are closed. Servers close them after 5, and a request sent meanwhile is lost."""
 HEALTH_TIMEOUT = 25.0
-"""Longest wait for /health, in seconds: it samples a token and gives up by itself after 20."""
+"""Longest wait for /health, in seconds: it samples a token and ends after 20."""
 ABORT_TIMEOUT = 20.0
-"""Longest wait for the answer to an aborted request, in seconds: the batch under way is finished first."""
+"""Longest wait for the answer to an aborted request, in seconds; the server finishes its batch first."""
 ABORT_INTERVAL = 0.5
-"""Time between two tries to abort a request, in seconds: the server ignores one that it has not read yet."""
+"""Seconds between two aborts of a request; the server ignores the abort of a request that it has not read yet."""
 ABORT_REQUEST_TIMEOUT = 5.0
-"""Longest wait for a server to take note that a request is to be aborted, in seconds."""
+"""Longest wait for the answer to an abort, in seconds."""
 ROUTER_TIMEOUT = 60.0
-"""Longest wait for a router to name its servers, in seconds."""
+"""Longest wait for a router's list of servers, in seconds."""
 CONTROL_BYTES = 4 << 20
-"""Largest answer of any endpoint but /generate, in bytes; /server_info, the largest, has some 100 kB."""
+"""Maximum answer of endpoints other than /generate, in bytes; /server_info, the largest, has about 100 kB."""
 CHECKSUM_BYTES = 64 << 20
-"""Largest answer of /weights_checker, in bytes: some 100 for every tensor of every rank."""
+"""Maximum answer of /weights_checker, in bytes: about 100 per tensor and rank."""
 ERROR_BYTES = 64 << 10
-"""Read of the body of an error, in bytes; the rest is ignored."""
+"""Maximum bytes read of an error's body."""
 RETRIED_STATUS = (408, 425, 429)
-"""Refusals that are not the request's fault, besides 5xx."""
+"""Statuses other than 5xx that are retried."""
 UNKNOWN_ENDPOINT = (404, 405)
-"""HTTP status of a server that has no such endpoint."""
+"""Statuses of a server without the endpoint."""
 USER_ENDPOINTS = (*("/generate", "/health", "/model_info", "/server_info", "/workers"),)
-"""Endpoints that SGLang opens to the API key; all others are for the admin key, where a server has one."""
+"""Endpoints that take SGLang's API key; all others take the admin key if the server has one."""
 MAX_QUOTE = 400
-"""Characters of a server's own message that are quoted."""
+"""Maximum quoted characters of a server's message."""
 MAX_SEARCHED = 8192
-"""Characters that are searched for keys; far more than are shown."""
+"""Characters searched for keys, far more than are quoted."""
 MIN_ECHO = 8
-"""Characters of a key in a row that count as an echo of it."""
+"""Consecutive characters of a key that count as an echo."""
 REDACTED = "***"
 DP_RANK = re.compile(r"@\d+$")
-"""What a router that knows data-parallel ranks adds to a server's URL."""
+"""Suffix that routers add to a server's URL for data-parallel ranks."""
 
 
 class Server:
@@ -101,27 +100,27 @@ class Server:
 
         Args:
             url: http://HOST:PORT.
-            client: As `make_client` returns it.
+            client: From `make_client`.
             timeout: Longest wait for an answer, in seconds.
-            vocab_size: Number of token ids of the model, which no answer may exceed; None checks none.
-            expert_layout: What routed experts in its answers have to be, where the model has experts.
-            workers: Servers that a router at this address hands requests on to; requests are aborted there.
+            vocab_size: Number of token ids of the model; None skips the check of answers.
+            expert_layout: Layout of routed experts in answers; None for models without experts.
+            workers: Servers behind a router at this address; requests are aborted there.
             abort_timeout: Longest wait for the answer to an aborted request, in seconds.
             health_timeout: Longest wait for /health, in seconds.
         """
         self.url = url
         self.reports_token_versions: bool | None = None
-        """Whether its answers have the weight version of every token; None before the first."""
+        """Whether answers have a weight version per token; None before the first answer."""
         self.takes_seeds = False
-        """Whether it samples with the seed of each request; its own flag decides, which `info` reads."""
+        """Whether the server uses the seed of each request; `info` reads the flag."""
         self.returns_routed_experts = False
-        """Whether it returns the experts of each token; its own flag decides, which `info` reads."""
+        """Whether the server returns the experts of each token; `info` reads the flag."""
         self.malformed_answers = 0
-        """Number of answers so far that could not be used."""
+        """Number of unusable answers."""
         self._client, self._timeout, self._vocab_size, self._workers = client, timeout, vocab_size, workers
         self._expert_layout = expert_layout
         self.redactor = client.auth.redactor if isinstance(client.auth, Keys) else Redactor(())
-        """Of what the server says, for messages."""
+        """Removes keys from the server's messages."""
         self._abort_timeout, self._health_timeout = abort_timeout, health_timeout
         self._aborts = BackgroundTasks()
 
@@ -129,10 +128,7 @@ class Server:
         return f"Server({self.url!r})"
 
     async def health_error(self) -> str | None:
-        """Why the server cannot sample a token, or None where it can; takes a second or more.
-
-        A server that is paused cannot.
-        """
+        """Why the server cannot sample a token (it may be paused), or None; takes over a second."""
         try:
             await self._request("GET", "/health", timeout=self._health_timeout)
         except SGLangError as error:
@@ -140,11 +136,11 @@ class Server:
         return None
 
     async def info(self) -> ServerInfo:
-        """What it says about itself.
+        """Returns the server's description.
 
         Raises:
-            ServerError: It does not answer, or not what could be true.
-            RequestRefused: The key is wrong, or this is another kind of server.
+            ServerError: There is no usable answer.
+            RequestRefused: The key is wrong, or this is not an SGLang server.
         """
         answer = await self.get("/server_info")
         with self._reading("/server_info"):
@@ -154,11 +150,7 @@ class Server:
         return info
 
     async def weight_version(self) -> str | None:
-        """The name of the weights in use; "default" where they are those it started with.
-
-        Raises:
-            SGLangError: As for `info`.
-        """
+        """The name of the server's weights; "default" for the initial weights. Raises the errors of `info`."""
         answer = await self.get("/model_info")
         with self._reading("/model_info"):
             return parse(ModelInfo, answer).weight_version
@@ -174,18 +166,16 @@ class Server:
         first_experts: int | None = None,
         stop: Sequence[str] = (),
     ) -> Completion:
-        """Samples the rest of a response; the arguments are those of `schema.generate_body`.
+        """Samples the rest of a response; see `schema.generate_body` for the arguments.
 
-        Routed experts come from the token `first_experts` on; None asks for none.
-
-        A request that takes too long is aborted and returns what has been sampled. It is also aborted when this call is
-        cancelled.
+        Routed experts start at the token `first_experts`; None requests none. A request that exceeds the timeout is
+        aborted and returns its partial response. Cancelling this call also aborts the request.
 
         Raises:
-            ServerError: There is no answer, or one that cannot be used.
-            RequestRefused: The server says that the request is wrong.
+            ServerError: There is no usable answer.
+            RequestRefused: The server refuses the request.
         """
-        # Tokens as likely as the last one of top-k can be in a set, too.
+        # A mask also contains tokens as likely as the last one of top-k.
         set_tokens = 2 * sampling.top_k if sampling.return_sampling_mask else 0
         experts, max_bytes = None, max_answer_bytes(max_new_tokens, set_tokens)
         if first_experts is not None and self._expert_layout is not None:
@@ -219,61 +209,49 @@ class Server:
                     with_sampling_mask=sampling.return_sampling_mask,
                 )
         finally:
-            if not request.done():  # the server would find out by itself some seconds later
+            if not request.done():  # without an abort the server notices some seconds later
                 self._aborts.start(self.abort(request_id), name=f"abort {request_id}")
             await cancel_and_wait([request])
 
     async def prompt_log_probs(self, token_ids: Sequence[int]) -> list[float]:
-        """Log-probs, at temperature 1, of all tokens but the first.
-
-        Raises:
-            SGLangError: As for `generate`.
-        """
+        """Log-probs at temperature 1 of all tokens but the first. Raises the errors of `generate`."""
         body, max_bytes = score_body(token_ids), max_answer_bytes(len(token_ids))
         answer = await self._request("POST", "/generate", body, timeout=self._timeout, max_bytes=max_bytes)
         with self._reading("/generate"):
             return parse_scores(answer, token_ids)
 
     async def weight_checksums(self) -> dict[str, list[str]]:
-        """Checksums of its tensors by name, one per rank that has it.
+        """Checksums of tensors by name, one per rank that has the tensor.
 
         Raises:
-            ServerError: There is no answer, or one that cannot be used.
-            RequestRefused: This version does not give checksums.
+            ServerError: There is no usable answer.
+            RequestRefused: This version of SGLang has no checksums.
         """
         body = {"action": "checksum", "selector": "target"}
         answer = await self._request("POST", "/weights_checker", body, timeout=self._timeout, max_bytes=CHECKSUM_BYTES)
         with self._reading("/weights_checker"):
-            found = parse(ChecksumAnswer, answer)
+            ranks = parse(ChecksumAnswer, answer).ranks
         checksums: dict[str, list[str]] = {}
-        for rank in found.ranks:
+        for rank in ranks:
             for name, checksum in rank.checksums.items():
                 checksums.setdefault(name, []).append(checksum)
         return checksums
 
     async def abort(self, request_id: str) -> None:
-        """Asks it to end a request, which is answered with what has been sampled.
-
-        Where that fails, the request itself fails, too, or ends by itself.
-        """
+        """Aborts a request, which then returns its partial response; ignores failures."""
         for server in self._workers or (self,):
             with suppress(SGLangError):
                 await server.post("/abort_request", {"rid": request_id}, timeout=ABORT_REQUEST_TIMEOUT)
 
     async def post(self, endpoint: str, body: Mapping[str, object], *, timeout: float | None = None) -> None:
-        """Has the server change something.
-
-        Args:
-            endpoint: Path of the URL, with its slash.
-            body: Sent as JSON.
-            timeout: Longest wait, in seconds; None waits as long as for any request.
+        """Posts a JSON body to an endpoint such as `/flush_cache`.
 
         Raises:
             ServerError: There is no answer, or the server failed.
-            RequestRefused: The server refuses, or answers that it did not succeed (`status` is 200 then).
+            RequestRefused: The server refuses, or answers `success: false` (`status` is 200 then).
         """
         answer = await self._request("POST", endpoint, body, timeout=self._timeout if timeout is None else timeout)
-        with suppress(InvalidAnswer):  # some endpoints answer text
+        with suppress(InvalidAnswer):  # some endpoints return text
             if parse(ControlAnswer, answer).success is False:
                 message = self.redactor.quoted(_error_message(answer)).rstrip(".")
                 raise RequestRefused(f"{self.url}{endpoint} failed: {message}.", 200)
@@ -288,7 +266,7 @@ class Server:
         return await self._request("GET", endpoint, timeout=timeout or self._timeout)
 
     async def close(self) -> None:
-        """Waits for aborts that are under way."""
+        """Waits for aborts in flight."""
         await self._aborts.wait()
 
     async def _request(
@@ -300,13 +278,13 @@ class Server:
         timeout: float | None = None,
         max_bytes: int = CONTROL_BYTES,
     ) -> bytes:
-        """The body of a successful answer, of at most `max_bytes`."""
+        """Returns the body of a successful answer, of at most `max_bytes`."""
         url, scope = self.url + endpoint, asyncio.timeout(timeout)
         try:
             with self._reading(endpoint):
                 async with scope, self._client.stream(method, url, json=body) as response:
                     content = await _read(response, max_bytes)
-        except (httpx.HTTPError, OSError) as error:  # its request holds the key: the cause is left out
+        except (httpx.HTTPError, OSError) as error:  # no cause: its request contains the key
             if scope.expired():
                 raise ServerError(f"{url} did not answer within {timeout:g} s.") from None
             reason = str(error).strip().rstrip(".") or type(error).__name__
@@ -317,8 +295,8 @@ class Server:
         message = f"{url} answered HTTP {status}: {self.redactor.quoted(_error_message(content)).rstrip('.')}"
         if status in (401, 403):
             message += (
-                "; put its key into the environment variable that --sglang-api-key-env names, or an admin key into "
-                "that of --sglang-admin-api-key-env"
+                "; put its key into the environment variable of --sglang-api-key-env, or an admin key into that of "
+                "--sglang-admin-api-key-env"
             )
         if 400 <= status < 500 and status not in RETRIED_STATUS:
             raise RequestRefused(f"{message}.", status)
@@ -326,7 +304,7 @@ class Server:
 
     @contextmanager
     def _reading(self, endpoint: str) -> Iterator[None]:
-        """Counts an answer that cannot be used, and adds to the message where it came from."""
+        """Counts unusable answers, and adds the server and endpoint to the message."""
         try:
             yield
         except InvalidAnswer as error:
@@ -336,19 +314,19 @@ class Server:
 
 
 class Redactor:
-    """Replaces keys, and what of them is at least `MIN_ECHO` characters long, by `***`."""
+    """Replaces keys, and parts of keys of at least `MIN_ECHO` characters, by `***`."""
 
     def __init__(self, secrets: Iterable[str]) -> None:
-        """Takes the keys; each is also found as JSON, `repr`, URLs and base64 spell it."""
-        found = {spelling for secret in secrets if secret for spelling in _spellings(secret)}
-        self._short = sorted((one for one in found if len(one) < MIN_ECHO), key=len, reverse=True)
-        self._parts = {one[start : start + MIN_ECHO] for one in found for start in range(len(one) - MIN_ECHO + 1)}
+        """Takes the keys; also finds their JSON, `repr`, URL and base64 spellings."""
+        keys = {spelling for secret in secrets if secret for spelling in _spellings(secret)}
+        self._short = sorted((key for key in keys if len(key) < MIN_ECHO), key=len, reverse=True)
+        self._parts = {key[start : start + MIN_ECHO] for key in keys for start in range(len(key) - MIN_ECHO + 1)}
 
     def __repr__(self) -> str:
         return "Redactor()"
 
     def redacted(self, text: str) -> str:
-        """The text without keys, whole or in part."""
+        """The text without keys and parts of keys."""
         shown, hidden_until = "", 0
         for start, character in enumerate(text):
             if text[start : start + MIN_ECHO] in self._parts:
@@ -361,12 +339,12 @@ class Redactor:
         return shown
 
     def quoted(self, text: str, length: int = MAX_QUOTE) -> str:
-        """A server's text on one line, for a message: redacted first, then escaped, then cut."""
+        """A server's text on one line: redacted, then escaped, then cut."""
         return one_line(self.redacted(text[:MAX_SEARCHED]), length)
 
 
 class Keys(httpx.Auth):
-    """Adds the key of its endpoint to each request as it leaves; the key appears nowhere else."""
+    """Adds the endpoint's key to each request; the key appears nowhere else."""
 
     def __init__(self, api_key: str | None, admin_api_key: str | None) -> None:
         self._api_key, self._admin_api_key = api_key, admin_api_key
@@ -385,20 +363,20 @@ class Keys(httpx.Auth):
 
 
 def make_client(api_key: str | None = None, admin_api_key: str | None = None) -> httpx.AsyncClient:
-    """The HTTP client of all servers; the dispatcher bounds the requests, and the client does not.
+    """Returns the HTTP client of all servers, without a limit on requests (the dispatcher has one).
 
     Args:
         api_key: Key of the servers; it appears in no log, exception or representation.
-        admin_api_key: Key for weights, pauses and aborts, where servers have one; else these go with the API key.
+        admin_api_key: Key for weights, pauses and aborts; None uses the API key.
 
     Raises:
-        ValueError: A key that cannot be sent in a header.
+        ValueError: A key cannot be sent in a header.
     """
     for key, flag in ((api_key, "--sglang-api-key-env"), (admin_api_key, "--sglang-admin-api-key-env")):
         if key is not None and not (key.isascii() and key.isprintable() and " " not in key):
             raise ValueError(
-                f"the environment variable that {flag} names holds characters that cannot be sent; set it again, "
-                "without spaces and line ends."
+                f"the environment variable of {flag} contains characters that cannot be sent; set it again "
+                "without spaces and line breaks."
             )
     logging.getLogger("httpx").setLevel(logging.WARNING)  # else a line for every request
     return httpx.AsyncClient(
@@ -411,18 +389,14 @@ def make_client(api_key: str | None = None, admin_api_key: str | None = None) ->
 
 
 async def worker_urls(router: Server) -> tuple[str, ...]:
-    """The URLs of a router's servers, which take weights and control each by itself.
-
-    Raises:
-        ValueError: The router does not answer, refuses, or has no servers.
-    """
+    """Returns the URLs of a router's servers; raises ValueError if the router refuses or lists none."""
     try:
         answer = parse(WorkersAnswer, await router.get("/workers", timeout=ROUTER_TIMEOUT))
         urls = tuple(dict.fromkeys(normalized_url(DP_RANK.sub("", worker.url)) for worker in answer.workers))
     except (SGLangError, InvalidAnswer, ValueError) as error:
-        what = str(error) if isinstance(error, SGLangError) else f"{router.url} does not answer as an SGLang router."
+        problem = str(error) if isinstance(error, SGLangError) else f"{router.url} does not answer as an SGLang router."
         raise ValueError(
-            f"the servers of the SGLang router are not known: {what} Check --sglang-router-ip and "
+            f"the servers of the SGLang router are unknown: {problem} Check --sglang-router-ip and "
             "--sglang-router-port, or name the servers with --sglang-url."
         ) from None
     if not urls:
@@ -431,22 +405,22 @@ async def worker_urls(router: Server) -> tuple[str, ...]:
 
 
 def _spellings(secret: str) -> set[str]:
-    """A key as servers may repeat it."""
+    """Spellings of a key in servers' messages."""
     encoded = base64.b64encode(secret.encode()).decode().rstrip("=")
     return {secret, json.dumps(secret)[1:-1], repr(secret)[1:-1], quote(secret, safe=""), encoded}
 
 
 async def _read(response: httpx.Response, max_bytes: int) -> bytes:
-    """The body as it comes, but no more of it than was to be expected; errors are cut to `ERROR_BYTES`.
+    """Returns the body of at most `max_bytes`; errors are cut to `ERROR_BYTES`.
 
-    Compressed answers are not read at all: none was asked for, and a megabyte of one holds a gigabyte.
+    Compressed answers are not read: a compressed megabyte can contain a gigabyte.
 
     Raises:
-        InvalidAnswer: It is larger or compressed.
+        InvalidAnswer: The body is larger or compressed.
     """
     if response.headers.get("Content-Encoding", "identity").lower() not in ("", "identity"):
         if response.is_success:
-            raise InvalidAnswer("it is compressed, which was not asked for")
+            raise InvalidAnswer("it is compressed, but the request accepts no compression")
         return b""
     limit = max_bytes if response.is_success else ERROR_BYTES
     content = bytearray()
@@ -460,13 +434,13 @@ async def _read(response: httpx.Response, max_bytes: int) -> bytes:
 
 
 def _error_message(body: bytes) -> str:
-    """The server's own message, in any of the forms that versions of SGLang and routers have."""
+    """The server's message, in any form that versions of SGLang and routers use."""
     text = body.decode(errors="replace").strip()
     try:
-        found = json.loads(text)
+        message = json.loads(text)
     except (ValueError, RecursionError):
         return text
     for name in ("error", "message", "detail"):
-        if isinstance(found, dict) and found.get(name) is not None:
-            found = found[name]
-    return found if isinstance(found, str) else quoted(found, ERROR_BYTES)
+        if isinstance(message, dict) and message.get(name) is not None:
+            message = message[name]
+    return message if isinstance(message, str) else quoted(message, ERROR_BYTES)

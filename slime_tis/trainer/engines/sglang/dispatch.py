@@ -43,7 +43,7 @@ class Dispatcher:
     async def server(self, attempts: Attempts) -> AsyncIterator[ServerState]:
         """The least busy server, for one request; after a failure another one, where there is one.
 
-        A failure of the server within the block is recorded in `attempts` and ends the block without an exception, after
+        A failure of the server within the block is recorded in `attempts` and ends the block silently, after
         a wait: the caller retries.
 
         Raises:

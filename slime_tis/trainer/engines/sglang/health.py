@@ -1,4 +1,4 @@
-"""The health of every server: which may be asked, which are down, and which came back without the current weights.
+"""The health of every server: available, down, or back without the current weights.
 
                     answers, has the current weights
       ┌─────────────────────────────────────────────────────┐
@@ -15,8 +15,8 @@
       │ its health check failed, too                                                │
       └─────────────────────────────────────────────────────────────────────────────┘
 
-All servers begin as down. Only live ones are asked for responses. What a server is answering when it is marked down is
-given up there and asked for elsewhere.
+All servers begin as down. Only live servers get requests. When a server is marked down, its requests move to other
+servers.
 """
 
 import asyncio
@@ -36,9 +36,9 @@ from slime_tis.trainer.engines.tasks import BackgroundTasks, cancel_and_wait
 logger = logging.getLogger(__name__)
 
 MAX_FAILED_HEALTH_CHECKS = 3
-"""Health checks in a row that a live server fails before it is marked down: a long prefill may delay one."""
+"""Consecutive failed health checks until a live server is marked down; a long prefill may delay one check."""
 MAX_FAILED_UPDATES = 3
-"""Times in a row that a server may fail to take weights before it no longer counts as one that will serve again."""
+"""Consecutive failed weight updates until a server is no longer expected back."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,13 +46,13 @@ class Timeouts:
     """Waits for servers, in seconds."""
 
     recovery: float = 120.0
-    """Longest time without any server until the run gives up."""
+    """Longest time without any server until the run stops."""
 
     first_retry: float = 0.5
-    """Wait before a request is tried again; doubled with every further failure."""
+    """Wait before the first retry; doubles with every failure."""
 
     max_retry: float = 30.0
-    """Longest wait before a request is tried again."""
+    """Longest wait before a retry."""
 
     health_interval: float = 5.0
     """Time between two health checks of a server."""
@@ -60,46 +60,46 @@ class Timeouts:
 
 @dataclass(eq=False)
 class ServerState:
-    """A server and what is known of it."""
+    """The state of a server."""
 
     server: Server
     holds_weights: bool = True
     """False for a router."""
     state: Literal["live", "probing", "down", "needs_weights"] = "down"
     max_input_len: int | None = None
-    """Longest input that it takes, in tokens, where it says."""
+    """Longest input, in tokens; None if not reported."""
     sampling_mask_tokens: int | None = None
-    """Most tokens of a sampling mask that it reports; None where it reports none."""
+    """Largest sampling mask that the server reports; None if it reports no masks."""
     dtype: str | None = None
-    """Type in which it holds weights, where it says; None of a server that quantizes them."""
+    """Dtype of the weights; None if not reported or quantized."""
     version: int = -1
-    """Version of its weights; -1 where it is not known."""
+    """Version of the weights; -1 if unknown."""
     version_known: bool = True
-    """Whether the version that it names is that of its weights: not after an update that broke off."""
+    """Whether the reported version is reliable; False after a failed update."""
     reason: str = "it has not answered yet"
-    """Why it is down or probed."""
+    """Why the server is down or probed."""
     since: float = field(default_factory=time.time)
-    """When it was marked down, in seconds since the epoch."""
+    """Time of marking down, in seconds since the epoch."""
     in_flight: int = 0
-    """Number of requests that it is answering."""
+    """Number of requests in flight."""
     answered: bool = False
-    """Whether it answered a request since the last health check."""
+    """Whether a request succeeded since the last health check."""
     seen: bool = False
-    """Whether it ever answered."""
+    """Whether the server ever answered."""
     failed_health_checks: int = 0
-    """Health checks failed in a row."""
+    """Consecutive failed health checks."""
     updates: int = 0
-    """Number of updates of its weights that it took."""
+    """Number of successful weight updates."""
     failed_updates: int = 0
-    """Updates of its weights failed in a row."""
+    """Consecutive failed weight updates."""
     was_down: bool = False
-    """Whether it was marked down since it was last live; its return is logged and counted."""
+    """Whether the server was marked down since it was last live; its return is logged and counted."""
     requests: set[asyncio.Timeout] = field(default_factory=set)
-    """Scopes of the requests that it is answering, which end when it is marked down."""
+    """Scopes of the requests in flight; they end when the server is marked down."""
 
     @asynccontextmanager
     async def until_down(self) -> AsyncIterator[None]:
-        """Ends what is in its block when the server is marked down, with a ServerError."""
+        """Ends the block with a ServerError when the server is marked down."""
         scope = asyncio.timeout(None)
         try:
             async with scope:
@@ -113,7 +113,7 @@ class ServerState:
 
 
 class HealthMonitor:
-    """Watches servers. All of it belongs to one asyncio loop."""
+    """Watches servers. It belongs to one asyncio loop."""
 
     def __init__(
         self,
@@ -123,29 +123,22 @@ class HealthMonitor:
         *,
         on_return: Callable[[Server], None] = lambda server: None,
     ) -> None:
-        """Begins with all servers down; `start` looks for them.
-
-        Args:
-            servers: Servers that hold weights.
-            router: In front of them, or None.
-            timeouts: How long to wait; None is the default.
-            on_return: Called with a server that answers again without the current weights.
-        """
+        """Begins with all servers down; calls `on_return` with a server that returns without the current weights."""
         self.states = {server: ServerState(server) for server in servers}
         self.router = None if router is None else ServerState(router, holds_weights=False)
         self.timeouts = timeouts or Timeouts()
         self.on_change: Callable[[], None] = lambda: None
-        """Called when a server may be asked that could not be, or none is left."""
+        """Called when a server becomes available, or no server is left."""
         self.version = 0
-        """Version of the weights that a server must have, or newer ones, to be asked."""
+        """Minimum version of available servers' weights."""
         self.newest_version = 0
-        """Newest version that servers may have already, while an update is under way."""
+        """Newest version that servers may have during an update."""
         self.unavailable: RolloutUnavailable | None = None
-        """Set while no server is left and none is expected back."""
+        """Set while no server is left or expected back."""
         self.deaths = self.returns = 0
         self._misses_experts = False
         self.not_updating = asyncio.Event()
-        """Cleared while weights are on their way."""
+        """Cleared during weight updates."""
         self.not_updating.set()
         self._updates = 0
         self._on_return = on_return
@@ -153,26 +146,26 @@ class HealthMonitor:
         self._tasks = BackgroundTasks()
 
     async def start(self, timeout: float) -> None:
-        """Waits until all servers answer, or some of them after `timeout` seconds, and goes on watching them.
+        """Waits until all servers answer, or after `timeout` seconds at least one, and starts watching them.
 
         Raises:
-            RolloutUnavailable: None answers.
-            RequestRefused: The key is wrong, or something else than an SGLang server answers.
+            RolloutUnavailable: No server answers.
+            RequestRefused: The key is wrong, or another program answers.
         """
-        everyone = [*self.states.values(), *([self.router] if self.router else [])]
-        searches = [asyncio.create_task(self._find(state)) for state in everyone]
+        states = [*self.states.values(), *([self.router] if self.router else [])]
+        searches = [asyncio.create_task(self._find(state)) for state in states]
         try:
             done, _ = await asyncio.wait(searches, timeout=timeout, return_when=asyncio.FIRST_EXCEPTION)
             for search in done:
                 search.result()
         finally:
             await cancel_and_wait(searches)
-        missing = [state for state in everyone if state.state == "down"]
-        if len(missing) == len(everyone) or self.router in missing:
+        missing = [state for state in states if state.state == "down"]
+        if len(missing) == len(states) or self.router in missing:
             raise RolloutUnavailable(_message(f"answered within {timeout:g} s", missing))
         for state in missing:
             logger.warning("SGLang server %s does not answer: %s", state.server.url, state.reason)
-        for state in everyone:
+        for state in states:
             self._tasks.start(self._watch(state))
         self._tasks.start(self._watch_for_loss())
 
@@ -181,35 +174,35 @@ class HealthMonitor:
         await self._tasks.cancel()
 
     def available(self) -> list[ServerState]:
-        """Those that have the current weights and may be asked."""
+        """Servers with the current weights that may get requests."""
         return [s for s in self.states.values() if s.state == "live" and s.version >= self.version]
 
     def needing_weights(self) -> list[Server]:
-        """Those that answer, and serve as soon as they have the current weights."""
+        """Servers that answer but lack the current weights."""
         return [s.server for s in self.states.values() if s.state == "needs_weights"]
 
     def reachable(self) -> list[Server]:
-        """Those that new weights can be given to."""
+        """Servers that can receive new weights."""
         return [s.server for s in self.states.values() if s.state != "down"]
 
     def version_of(self, state: ServerState) -> int:
-        """The weights that a request begins with; for a router, those that its servers must have."""
+        """The version that a request begins with; for a router, the version that its servers must have."""
         return state.version if state.holds_weights else self.version
 
     def takes_seeds(self, state: ServerState) -> bool:
-        """Whether a request may name a seed; of a router, whether one of its servers takes them."""
+        """Whether requests may have seeds; for a router, whether any of its servers uses them."""
         return state.server.takes_seeds if state.holds_weights else any(s.takes_seeds for s in self.states)
 
     def check_versions(self, state: ServerState, first: int, versions: Iterable[int]) -> None:
-        """Checks that an answer comes from weights that its server was given.
+        """Checks that an answer comes from weights that the server was given.
 
         Args:
-            state: Of the server that answered.
-            first: `version_of` it when it was asked.
+            state: State of the server.
+            first: `version_of` the server when the request began.
             versions: Weight version of each token.
 
         Raises:
-            UnexpectedWeights: It does not; the server was restarted, say.
+            UnexpectedWeights: The answer has other weights, for example after a restart of the server.
         """
         last = max(self.newest_version, self.version_of(state))
         for version in versions:
@@ -217,26 +210,26 @@ class HealthMonitor:
                 raise UnexpectedWeights(f"{state.server.url} answered with weights {version}, but was given {first}.")
 
     def note_failure(self, state: ServerState, error: SGLangError) -> None:
-        """A request failed: its server is asked again once it is healthy and has its weights."""
+        """Probes the server of a failed request before it gets further requests."""
         if not isinstance(error, UnexpectedWeights):
             self._probe(state, str(error))
         elif not state.holds_weights:
-            self._tasks.start(self._find_unexpected_weights())  # a router does not say which of its servers answered
+            self._tasks.start(self._find_unexpected_weights())  # a router does not name the server that answered
         else:
             self._mark_without_weights(state, str(error))
 
     def note_missing_experts(self, server: Server, problem: str) -> None:
-        """An answer had no usable routed experts: the first one is reported, all are counted by their samples."""
+        """Warns about the first answer without usable routed experts; metrics count all samples."""
         if not self._misses_experts:
             self._misses_experts = True
-            reason = server.redactor.quoted(f"{server.url} gave no experts that can be replayed: {problem}.")
+            reason = server.redactor.quoted(f"{server.url} returned no experts that can be replayed: {problem}.")
             logger.warning(
-                "%s Such samples are trained on without replay, and counted in train/routing_replay_missing.", reason
+                "%s Such samples are trained without replay and counted in train/routing_replay_missing.", reason
             )
 
     @asynccontextmanager
     async def updating(self, version: int) -> AsyncIterator[None]:
-        """While all servers are given weights: no request is started, and failed health checks do not count."""
+        """Starts no request and ignores failed health checks during a weight update."""
         self.not_updating.clear()
         self._updates += 1
         self.expect(version)
@@ -247,11 +240,11 @@ class HealthMonitor:
             self.on_change()
 
     def expect(self, version: int) -> None:
-        """Answers may come from these weights from now on."""
+        """Allows answers from these weights from now on."""
         self.newest_version = max(self.newest_version, version)
 
     def mark_current(self, server: Server, version: int) -> None:
-        """The server has these weights: it serves from now on."""
+        """Marks a server as available with these weights."""
         state = self.states[server]
         if state.state == "down":
             return
@@ -260,14 +253,14 @@ class HealthMonitor:
         self._revive(state)
 
     def mark_down(self, server: Server, reason: str) -> None:
-        """The server failed to take weights: it serves no more until it has."""
+        """Marks a server down that failed to take weights."""
         state = self.states[server]
         state.version_known = False
         state.failed_updates += 1
         self._mark_down(state, reason)
 
     def metrics(self) -> dict[str, float]:
-        """Counts since the start, and the number of servers that may be asked."""
+        """Counts since the start, and the number of available servers."""
         servers = [*self.states, *([self.router.server] if self.router else [])]
         return {
             "deaths": self.deaths,
@@ -319,7 +312,7 @@ class HealthMonitor:
             self._tasks.start(probe())
 
     async def _health_error(self, state: ServerState) -> str | None:
-        """What is wrong with a server, other than that it is paused by an update."""
+        """The server's health error, unless an update paused the server."""
         while True:
             await self.not_updating.wait()
             updates = self._updates
@@ -351,7 +344,7 @@ class HealthMonitor:
             await asyncio.sleep(self.timeouts.health_interval)
 
     async def _look_for(self, state: ServerState) -> None:
-        """Finds out whether a server that is down answers, and with which weights."""
+        """Checks whether a server that is down answers, and with which weights."""
         error = await state.server.health_error()
         name = None
         if error is None and state.holds_weights:
@@ -366,10 +359,10 @@ class HealthMonitor:
         if error is not None:
             state.reason = state.reason if state.seen else error
             return
-        # During an update it is not settled which weights are current, and another task may have found the server.
+        # During an update the current version is undefined; another task may also have found the server.
         if not self.not_updating.is_set() or state.state != "down":
             return
-        # A name that is a number was given by a run: at the first sight, by an earlier one.
+        # A run named the version if it is a number; at first contact that was an earlier run.
         version_known = state.version_known and (state.seen or not (name or "").isdecimal())
         state.seen = True
         if not state.holds_weights or (version_known and version_number(name) == self.version):
@@ -379,7 +372,7 @@ class HealthMonitor:
             self._await_weights(state)
 
     async def _find_unexpected_weights(self) -> None:
-        """Finds the servers of a router that have other weights than they were given."""
+        """Marks servers of a router whose weights differ from the ones they were given."""
         for state in self.available():
             updates = state.updates
             try:
@@ -389,11 +382,11 @@ class HealthMonitor:
                 continue
             unexpected = version_number(name) != state.version and updates == state.updates
             if unexpected and state.state == "live" and self.not_updating.is_set():
-                reason = state.server.redactor.quoted(f"it has weights {name!r}, not those that it was given.")
+                reason = state.server.redactor.quoted(f"it has weights {name!r}, not the ones it was given.")
                 self._mark_without_weights(state, reason)
 
     async def _watch_for_loss(self) -> None:
-        """Gives up once no server has been left for `timeouts.recovery` seconds."""
+        """Sets `unavailable` after `timeouts.recovery` seconds without a server."""
         recovery = self.timeouts.recovery
         while True:
             await asyncio.sleep(min(1.0, recovery / 4))
@@ -407,7 +400,7 @@ class HealthMonitor:
                 self.on_change()
 
     def _is_hopeful(self) -> bool:
-        """Whether a server can be asked, or is expected to be soon."""
+        """Whether a server is available or expected back."""
         if self.router is not None and self.router.state == "down":
             return False
         return any(

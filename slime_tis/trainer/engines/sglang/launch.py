@@ -1,4 +1,4 @@
-"""SGLang servers that a run starts on this machine, watches, starts again and stops."""
+"""SGLang servers that a run starts on this machine, watches, restarts and stops."""
 
 import os
 import signal
@@ -20,33 +20,23 @@ from slime_tis.trainer.options.sglang import SGLangConfig
 
 HOST = "127.0.0.1"
 MAX_RESTARTS = 3
-"""Times that a server is started again without having run for the startup timeout in between."""
+"""Maximum restarts of a server that never ran for the startup timeout."""
 GRACE = 30.0
-"""Time that servers have to end by themselves, in seconds."""
+"""Seconds from SIGTERM to SIGKILL."""
 LOG_LINES, LOG_BYTES = 8, 4096
-"""What a message quotes of a log at most: lines, and the bytes that are searched for them."""
+"""Maximum quoted lines of a log, and bytes searched for them."""
 TORCHRUN_PREFIXES = ("TORCHELASTIC_", "ROLE_", "GROUP_")
 TORCHRUN_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""Environment of a rank of training, which a server would take for its own."""
+"""Environment variables of a training rank, which a server would misread."""
 
 
 class LaunchedServers:
-    """The servers of a run, each with its own process group, port and log file."""
+    """The servers of a run, each with a process group, port and log file."""
 
     def __init__(
         self, config: SGLangConfig, hf_checkpoint: str | Path, log_dir: str | Path, *, records_experts: bool = False
     ) -> None:
-        """Starts nothing yet.
-
-        Args:
-            config: Number of servers, their flags, their Python and the variable with their key.
-            hf_checkpoint: Directory of the model.
-            log_dir: Directory for their output, unless the config names one.
-            records_experts: Whether they are to return the experts that tokens are routed to.
-
-        Raises:
-            ValueError: Not enough ports are free.
-        """
+        """Starts nothing yet; raises ValueError if too few ports are free."""
         self.restarts = 0
         self._startup_timeout = config.sglang_startup_timeout
         directory = Path(config.sglang_log_dir or log_dir)
@@ -60,14 +50,14 @@ class LaunchedServers:
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """The servers' URLs, which stay the same when a server is started again."""
+        """The servers' URLs; restarts keep them."""
         return tuple(server.url for server in self.servers)
 
     def start(self) -> tuple[str, ...]:
         """Starts all servers and waits until they answer; returns their URLs.
 
         Raises:
-            RolloutUnavailable: One ended, or did not answer in time; all are stopped then.
+            RolloutUnavailable: A server ended or did not answer in time; all are stopped.
         """
         try:
             for server in self.servers:
@@ -79,11 +69,7 @@ class LaunchedServers:
         return self.urls
 
     def poll(self) -> list[str]:
-        """Starts servers again that have ended, without waiting; to be called every second or so.
-
-        Returns:
-            A message for each server that has ended.
-        """
+        """Restarts servers that ended, without waiting; returns a message for each. Call it about every second."""
         messages = []
         for server in self.servers:
             if server.status is not None:
@@ -94,7 +80,7 @@ class LaunchedServers:
         return messages
 
     def stop(self) -> None:
-        """Asks all servers to end, waits, and kills those that have not."""
+        """Terminates all servers, and kills the ones that do not end in time."""
         for server in self.servers:
             if server.process is not None and server.is_running:
                 server.process.terminate()
@@ -126,7 +112,7 @@ class LaunchedServers:
 
 
 class LaunchedServer:
-    """One server in a process group of its own, which ends when this program does."""
+    """A server in a separate process group that ends with this program."""
 
     def __init__(self, port: int, command: list[str], environment: dict[str, str], log: Path) -> None:
         """Starts nothing yet; the server's output is appended to `log`."""
@@ -134,9 +120,9 @@ class LaunchedServer:
         self.process: subprocess.Popen[bytes] | None = None
         self.started = 0.0
         self.failures = 0
-        """Times that it ended without having run for the startup timeout in between."""
+        """Consecutive ends before the startup timeout."""
         self.restart_at: float | None = None
-        """When it is started again; None while it runs, or is given up."""
+        """Time of the next start; None while the server runs or after the last restart."""
         self._environment, self._log, self._log_start = environment, log, 0
 
     def start(self) -> None:
@@ -150,7 +136,7 @@ class LaunchedServer:
         try:
             self.process = subprocess.Popen(
                 self.command,
-                stdin=subprocess.PIPE,  # never written: the supervisor waits for its end
+                stdin=subprocess.PIPE,  # never written: the supervisor ends when the pipe closes
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 env=self._environment,
@@ -163,15 +149,12 @@ class LaunchedServer:
 
     @property
     def status(self) -> int | None:
-        """The exit status, or None while it runs or before it is started.
-
-        What it left of its process group is killed when it has ended.
-        """
+        """The exit status; None before the start and while running. Kills the rest of an ended process group."""
         process = self.process
         if process is None:
             return None
         if process.returncode is None:
-            # Not reaped by this look, so that the group's number still is its own.
+            # WNOWAIT does not reap the process, so its group id is still valid.
             if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
                 return None
             self.kill()
@@ -179,11 +162,11 @@ class LaunchedServer:
 
     @property
     def is_running(self) -> bool:
-        """Whether it was started and has not ended."""
+        """Whether the server was started and has not ended."""
         return self.process is not None and self.status is None
 
     def kill(self) -> None:
-        """Ends it and what it started, unless that has been done."""
+        """Kills the process group, unless already done."""
         if self.process is None:
             return
         if self.process.returncode is None:
@@ -193,22 +176,22 @@ class LaunchedServer:
             self.process.stdin.close()
 
     def note_end(self, startup_timeout: float) -> str:
-        """Settles when it is started again, after it has ended; returns a message."""
+        """Schedules the restart of an ended server; returns a message."""
         ended = f"the SGLang server at {self.url} ended with exit status {self.status}"
         self.process = None
         if time.monotonic() - self.started > startup_timeout:
             self.failures = 0
         self.failures += 1
         if self.failures > MAX_RESTARTS:
-            return f"{ended} and is given up after {MAX_RESTARTS} restarts; {self.quoted_log()}"
+            return f"{ended} and is not restarted after {MAX_RESTARTS} restarts; {self.quoted_log()}"
         self.restart_at = time.monotonic() + 2.0 ** (self.failures - 1)
-        return f"{ended} and is started again ({self.failures} of {MAX_RESTARTS}); {self.quoted_log()}"
+        return f"{ended} and is restarted ({self.failures} of {MAX_RESTARTS}); {self.quoted_log()}"
 
     def is_up(self, client: httpx.Client) -> bool:
-        """Whether it answers that it is healthy.
+        """Whether the server answers that it is healthy.
 
         Raises:
-            RolloutUnavailable: Another program answers at its address.
+            RolloutUnavailable: Another program answers at this address.
         """
         try:
             with client.stream("GET", f"{self.url}/health") as response:  # the body is not read
@@ -223,7 +206,7 @@ class LaunchedServer:
         return True
 
     def quoted_log(self) -> str:
-        """The end of its log, as the end of a message."""
+        """The end of the log, for the end of a message."""
         try:
             with self._log.open("rb") as file:
                 file.seek(max(self._log_start, self._log.stat().st_size - LOG_BYTES))
@@ -234,22 +217,18 @@ class LaunchedServer:
         return f"its log {self._log} " + (f"ends: {one_line(' | '.join(lines), LOG_BYTES)}" if lines else "is empty.")
 
     def _listens(self) -> bool:
-        """Whether it, and not some other program, listens at its port."""
+        """Whether this server, not another program, listens at the port."""
         assert self.process is not None
         try:
             own = psutil.Process(self.process.pid)
             connections = [each for one in [own, *own.children(recursive=True)] for each in one.net_connections("tcp")]
         except psutil.Error:
-            return True  # one of them has just ended, which `_wait` reports
+            return True  # a process has just ended; `_wait` reports it
         return any(each.status == psutil.CONN_LISTEN and each.laddr.port == self.port for each in connections)
 
 
 def free_ports(first: int, count: int) -> list[int]:
-    """The first `count` ports from `first` on that no program on this machine listens at.
-
-    Raises:
-        ValueError: There are not as many.
-    """
+    """The first `count` free ports from `first` on; raises ValueError if there are fewer."""
     ports: list[int] = []
     for port in range(first, 65536):
         if len(ports) == count:
@@ -276,7 +255,7 @@ def server_command(
     *,
     records_experts: bool = False,
 ) -> list[str]:
-    """The command line of the `index`-th server of a run; of keys it has the names of their variables."""
+    """The command line of the `index`-th server; it contains the variables of keys, not the keys."""
     flags = ["--model-path", str(hf_checkpoint), "--host", HOST, "--port", str(port), *_passed_flags(config, index)]
     flags += ["--enable-return-routed-experts"] * records_experts
     keys = ["--admin-api-key-env", config.sglang_admin_api_key_env, "--api-key-env", config.sglang_api_key_env]
@@ -284,7 +263,7 @@ def server_command(
 
 
 def server_environment(config: SGLangConfig) -> dict[str, str]:
-    """This program's environment without its place in a torchrun job, and with the other Python's programs first."""
+    """This program's environment without torchrun's variables, with the server Python's programs first in PATH."""
     environment = {
         name: value
         for name, value in os.environ.items()
@@ -292,8 +271,8 @@ def server_environment(config: SGLangConfig) -> dict[str, str]:
     }
     environment["PYTHONUNBUFFERED"] = "1"
     if not torch.cuda.is_available():
-        environment.setdefault("SGLANG_USE_CPU_ENGINE", "1")  # else SGLang looks for CUDA, whatever its flags say
-        environment.setdefault("TORCHDYNAMO_DISABLE", "1")  # it would compile some routers with triton
+        environment.setdefault("SGLANG_USE_CPU_ENGINE", "1")  # else SGLang requires CUDA despite its flags
+        environment.setdefault("TORCHDYNAMO_DISABLE", "1")  # dynamo would compile some routers with triton
     if config.sglang_python and os.sep in config.sglang_python:
         programs = os.path.dirname(os.path.abspath(config.sglang_python))
         environment["PATH"] = f"{programs}{os.pathsep}{environment.get('PATH', os.defpath)}"
@@ -301,14 +280,14 @@ def server_environment(config: SGLangConfig) -> dict[str, str]:
 
 
 def _passed_flags(config: SGLangConfig, index: int) -> list[str]:
-    """The flags passed through; of several servers on GPUs each begins where the one before ends."""
+    """The passed flags; each server on GPUs begins after the previous server's last GPU."""
     flags = list(config.sglang_server_args or ())
     if index == 0 or _value(flags, "--device") == "cpu":
         return flags
     size = _number(flags, 1, "--tp-size", "--tp", "--tensor-parallel-size")
     size *= _number(flags, 1, "--pp-size", "--pp", "--pipeline-parallel-size")
     first = _number(flags, 0, "--base-gpu-id")
-    return [*flags, "--base-gpu-id", str(first + index * size)]  # of two, the server takes the last
+    return [*flags, "--base-gpu-id", str(first + index * size)]  # the server takes the last of two flags
 
 
 def _number(flags: list[str], default: int, *names: str) -> int:

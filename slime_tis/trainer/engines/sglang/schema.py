@@ -1,7 +1,7 @@
-"""What is sent to an SGLang server and what it answers, as types; checked against answers of real servers.
+"""Requests to SGLang servers and types of their answers, tested with answers of real servers.
 
-Nothing in an answer is believed unchecked: a server may be broken, be another program, or run another model. The types
-hold what concerns one value (its type, finite, within bounds), `parse_…` what concerns several (their counts agree).
+Every value of an answer is checked: a server may be broken, another program, or run another model. The types check
+single values (type, finite, bounds); `parse_…` checks their relations, such as equal counts.
 """
 
 import base64
@@ -23,16 +23,16 @@ from slime_tis.trainer.engines.local.routing import expert_dtype
 from slime_tis.trainer.engines.sglang.errors import InvalidAnswer
 
 MAX_LOG_PROB = 1e-3
-"""A probability of 1 may come out a little above it in half precision; what exceeds this is not a log-prob."""
+"""Largest log-prob: in half precision a probability of 1 may be rounded up slightly."""
 BYTES_PER_TOKEN = 256
-"""Most bytes of an answer per token, on average: its id, its log-prob at full precision, a span of weight versions and
-its text, which take 50 to 80 in real answers."""
+"""Maximum average bytes of an answer per token: id, log-prob, a span of weight versions and text; real answers have 50
+to 80."""
 EXPERT_BYTES = 4
 """Bytes of a routed expert, an int32, before base64 makes 4/3 of them."""
 BYTES_PER_TOKEN_ID = 10
-"""Most bytes of a token id in an answer, with what separates it from the next one."""
+"""Maximum bytes of a token id in an answer, including its separator."""
 ANSWER_BYTES = 256 << 10
-"""Most bytes of an answer besides its tokens."""
+"""Maximum bytes of an answer in addition to its tokens."""
 MAX_NAME = 128
 """Characters of a name of weights."""
 MAX_VERSION = 2**53
@@ -41,14 +41,14 @@ MAX_RANKS = 1 << 16
 MAX_CONTEXT = 1 << 32
 """Tokens."""
 NEUTRAL_SAMPLING_PARAMS = {"min_p": 0.0, "repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
-"""Sent along, so that defaults of the server or of the checkpoint cannot change the distribution."""
+"""Sent with each request: defaults of the server or checkpoint must not change the distribution."""
 
 
 def version_number(name: object) -> int:
-    """Our version of the weights that a server names: a decimal number, else 0, the weights that it started with.
+    """The version in a server's name of its weights: a decimal number, else 0 for the initial weights.
 
     Raises:
-        ValueError: The name is neither of the two: not text, far too long, or a number that no version has.
+        ValueError: The name is not text, too long, or an impossible number.
     """
     if name is None:
         return 0
@@ -78,7 +78,7 @@ RankCount = Annotated[int, BeforeValidator(lambda count: 1 if count is None else
 
 
 class Answer(BaseModel):
-    """Fields of an answer that are used; others are ignored."""
+    """The used fields of an answer; other fields are ignored."""
 
     model_config = ConfigDict(strict=True, protected_namespaces=())
 
@@ -106,11 +106,11 @@ class OutputMeta(Answer):
     weight_version: WeightVersion | None = None
     weight_versions: Annotated[list[WeightSpan] | None, FailFast()] = None
     routed_experts: Any = None
-    """Of the tokens that were fed; `parse_routed_experts` reads them, for a sample is of use without."""
+    """Experts of the fed tokens; not validated here, because a sample is usable without them."""
     output_token_sampling_mask: Annotated[list[list[TokenId]] | None, FailFast()] = None
-    """The tokens that could be sampled at each sampled token, by request."""
+    """Candidate tokens at each sampled token, if requested."""
     output_token_sampling_logprobs: Annotated[list[LogProb] | None, FailFast()] = None
-    """Log-prob of each sampled token among them."""
+    """Log-prob of each sampled token among the candidates."""
 
 
 class GenerateAnswer(Answer):
@@ -121,13 +121,13 @@ class GenerateAnswer(Answer):
 
 
 class InputMeta(Answer):
-    """`meta_info` of POST /generate where no token is sampled."""
+    """`meta_info` of POST /generate without sampled tokens."""
 
     input_token_logprobs: Annotated[list[TokenLogProb], FailFast()]
 
 
 class ScoreAnswer(Answer):
-    """The answer to POST /generate where no token is sampled."""
+    """The answer to POST /generate without sampled tokens."""
 
     meta_info: InputMeta
 
@@ -136,37 +136,34 @@ class ModelInfo(Answer):
     """The answer to GET /model_info."""
 
     weight_version: WeightName = None
-    """Name of the weights in use; "default" where they are those it started with."""
+    """Name of the weights; "default" for the initial weights."""
 
 
 class ServerInfo(Answer):
-    """The answer to GET /server_info, which also holds the API key and is not to be logged.
-
-    Its own weight version is that of the start.
-    """
+    """The answer to GET /server_info. Never log it: it contains the API key. Its weight version is the initial one."""
 
     max_req_input_len: Annotated[int, Field(ge=1, le=MAX_CONTEXT)] | None = None
-    """Number of tokens that every input must be shorter than, where the server says."""
+    """Every input must be shorter than this number of tokens."""
 
     tp_size: RankCount = 1
     pp_size: RankCount = 1
     dp_size: RankCount = 1
-    """Number of replicas behind its address."""
+    """Number of replicas behind the address."""
 
     sampling_mask_max_tokens: Annotated[int, Field(ge=1, le=MAX_CONTEXT)] | None = None
-    """Most tokens of a set that it reports (--sampling-mask-max-tokens); SGLang before 0.5.23 reports no sets."""
+    """Largest reported sampling mask (--sampling-mask-max-tokens); SGLang before 0.5.23 reports no masks."""
 
     dtype: Annotated[str, Field(max_length=MAX_NAME)] | None = None
-    """Type that it computes in, "auto" where it follows the checkpoint."""
+    """Dtype of the computation; "auto" for the checkpoint's."""
 
     quantization: Any = None
-    """How it quantizes weights that it is given; None where it does not."""
+    """How the server quantizes weights; None for no quantization."""
 
     enable_deterministic_inference: Any = None
-    """Whether it samples with the seed that a request names; only True counts."""
+    """Whether the server uses requests' seeds; only True counts."""
 
     enable_return_routed_experts: Any = None
-    """Whether it records the experts of each token; only True counts, and without it requests for them are ignored."""
+    """Whether the server records experts; only True counts, and without it requests for experts are ignored."""
 
 
 class RankChecksums(Answer):
@@ -201,59 +198,59 @@ class WorkersAnswer(Answer):
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertLayout:
-    """What the routed experts in an answer have to be."""
+    """The layout of routed experts in an answer."""
 
     num_hidden_layers: int
-    """All layers of the model, dense ones included, have columns in an answer."""
+    """Number of all layers; dense layers have columns in an answer too."""
 
     moe: MoeSizes
-    """Which of them have experts, how many there are, and how many a token is routed to."""
+    """Sparse layers, number of experts, and experts per token."""
 
     def num_bytes(self, num_tokens: int) -> int:
-        """Size of the experts of some tokens in an answer."""
+        """Bytes of the experts of some tokens in an answer."""
         return 4 * math.ceil(EXPERT_BYTES * num_tokens * self.num_hidden_layers * self.moe.top_k / 3)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertRequest:
-    """The experts that a request asks for."""
+    """The routed experts that a request returns."""
 
     layout: ExpertLayout
 
     input_len: int
-    """Number of tokens that are sent."""
+    """Number of tokens in the input."""
 
     first: int
-    """The first of them whose experts are wanted."""
+    """First token whose experts are returned."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """What a server sampled in one request."""
+    """The validated answer to one request."""
 
     token_ids: list[int]
-    """Sampled tokens, the stop token included."""
+    """Sampled tokens, including the stop token."""
 
     log_probs: list[float]
-    """Log-probability of each token in the distribution that it was sampled from."""
+    """Log-prob of each token in the distribution it was sampled from."""
 
     versions: list[int] | None
-    """Version of the weights that sampled each token, or None where the server reports none."""
+    """Weight version of each token; None if not reported."""
 
     reports_token_versions: bool
-    """Whether the versions were reported token by token; else one for all."""
+    """Whether versions were reported per token, not per answer."""
 
     finish_reason: FinishReason
     """Why the request ended."""
 
     routed_experts: Tensor | None = None
-    """As in `Sample`, from the first token that was asked for to the last but one; None without usable ones."""
+    """As in `Sample`, from the first requested token to the last but one; None if unusable."""
 
     experts_problem: str | None = None
-    """Why experts that were asked for are of no use."""
+    """Why requested experts are unusable."""
 
     sampling_mask: SamplingMask | None = None
-    """The tokens that could be sampled at each token; None where they were not asked for."""
+    """Candidate tokens at each token; None if not requested."""
 
 
 def generate_body(
@@ -269,13 +266,12 @@ def generate_body(
     """The body of POST /generate for one sample.
 
     Args:
-        input_ids: Tokens of the prompt, and of its response what has been sampled.
+        input_ids: Tokens of the prompt and of the partial response.
         sampling: How to sample.
-        max_new_tokens: Most tokens that may still be sampled.
-        request_id: Id to abort it by. The server aborts all ids that begin with the same characters, so that ids must
-            have one width.
-        seed: Of the response, for a server that takes one: a token follows from seed, position and weights.
-        experts: Which routed experts to return; None returns none.
+        max_new_tokens: Maximum tokens to sample.
+        request_id: Id for aborts. The server aborts all ids with this prefix, so all ids must have equal width.
+        seed: Seed of the response, for servers that use it.
+        experts: Routed experts to return; None for none.
         stop: Texts that end the response.
     """
     params: dict[str, object] = {
@@ -305,7 +301,7 @@ def generate_body(
 
 
 def score_body(token_ids: Sequence[int]) -> dict[str, object]:
-    """The body of POST /generate that asks for the log-probs of given tokens and samples none."""
+    """The body of POST /generate that returns the log-probs of given tokens and samples nothing."""
     return {
         "input_ids": list(token_ids),
         "sampling_params": {"temperature": 1.0, "max_new_tokens": 0, **NEUTRAL_SAMPLING_PARAMS},
@@ -315,14 +311,14 @@ def score_body(token_ids: Sequence[int]) -> dict[str, object]:
 
 
 def max_answer_bytes(num_tokens: int, set_tokens: int = 0) -> int:
-    """The largest answer to POST /generate that a server can have good reason to give, in bytes.
+    """Maximum bytes of an answer to POST /generate.
 
-    `ANSWER_BYTES` + (`BYTES_PER_TOKEN` + `BYTES_PER_TOKEN_ID` · set tokens) · tokens. Decoding that much JSON holds up
-    the other requests of the loop for less than half a second at 32,768 tokens without sets.
+    `ANSWER_BYTES` + (`BYTES_PER_TOKEN` + `BYTES_PER_TOKEN_ID` · set tokens) · tokens. Decoding this JSON blocks the
+    loop for less than half a second at 32,768 tokens without masks.
 
     Args:
         num_tokens: Tokens to sample or to score.
-        set_tokens: Most tokens that could be sampled at each of them, where these sets are asked for.
+        set_tokens: Maximum tokens of a sampling mask; 0 if masks are not requested.
     """
     return ANSWER_BYTES + (BYTES_PER_TOKEN + BYTES_PER_TOKEN_ID * set_tokens) * num_tokens
 
@@ -331,11 +327,7 @@ AnswerT = TypeVar("AnswerT", bound=Answer)
 
 
 def parse(schema: type[AnswerT], body: bytes) -> AnswerT:
-    """The body of an answer as a type.
-
-    Raises:
-        InvalidAnswer: It is not JSON, or a field is missing or not of its type.
-    """
+    """Parses the body of an answer; raises InvalidAnswer if it is not JSON or a field is missing or invalid."""
     try:
         return schema.model_validate_json(body)
     except ValidationError as error:
@@ -350,19 +342,18 @@ def parse_generation(
     experts: ExpertRequest | None = None,
     with_sampling_mask: bool = False,
 ) -> Completion:
-    """The answer to `generate_body`; routed experts that are missing or cannot be leave it valid, without them.
+    """Parses the answer to `generate_body`; missing or invalid routed experts do not invalidate it.
 
     Args:
         body: JSON.
-        max_new_tokens: Tokens that were asked for; fewer may come, at the end of the context.
-        vocab_size: Number of token ids of the model; None checks none.
-        experts: Routed experts that were asked for.
-        with_sampling_mask: Whether the tokens that could be sampled were asked for; log-probs are taken over them then.
+        max_new_tokens: Requested tokens; an answer may have fewer.
+        vocab_size: Number of token ids of the model; None skips the check.
+        experts: Requested routed experts.
+        with_sampling_mask: Whether sampling masks were requested; log-probs are then normalized over them.
 
     Raises:
-        InvalidAnswer: Log-probs are missing, too few, NaN, null or positive, belong to other tokens, tokens lie
-            outside of the vocabulary, versions do not cover the tokens or go backwards, or sets are missing, too few,
-            or lack the token that was sampled.
+        InvalidAnswer: Log-probs are missing, NaN, null, positive or of other tokens; tokens are outside the vocabulary;
+            versions do not cover the tokens or decrease; or masks are missing or lack the sampled token.
     """
     answer = parse(GenerateAnswer, body)
     meta, token_ids = answer.meta_info, answer.output_ids
@@ -384,15 +375,7 @@ def parse_generation(
     if not token_ids and meta.finish_reason.type != "abort":
         raise InvalidAnswer(f"it has no tokens but finish_reason {meta.finish_reason.type!r}")
     versions = _token_versions(meta, len(token_ids))
-    routed_experts, problem = None, None
-    if experts is not None and token_ids:
-        try:
-            if len(set(versions or ())) > 1:  # the tokens before an update were fed again after it, to other routers
-                raise InvalidAnswer("its weights were updated in the middle of a request")
-            num_rows = experts.input_len + len(token_ids) - 1 - experts.first  # the last token was not fed
-            routed_experts = parse_routed_experts(meta.routed_experts, num_rows, experts.layout)
-        except InvalidAnswer as error:
-            problem = str(error)
+    routed_experts, problem = _routed_experts(meta, len(token_ids), versions, experts)
     mask = None
     if with_sampling_mask:
         mask, log_probs = _sampling_mask(meta, token_ids, vocab_size)
@@ -408,19 +391,29 @@ def parse_generation(
     )
 
 
-def parse_routed_experts(encoded: object, num_rows: int, layout: ExpertLayout) -> Tensor:
-    """The routed experts of an answer: base64 of little-endian int32 [tokens, all layers of the model, k].
+def _routed_experts(
+    meta: OutputMeta, length: int, versions: list[int] | None, experts: ExpertRequest | None
+) -> tuple[Tensor | None, str | None]:
+    """Returns the requested experts, and why they are unusable."""
+    if experts is None or not length:
+        return None, None
+    if len(set(versions or ())) > 1:  # after an update, earlier tokens were fed again to other routers
+        return None, "its weights were updated in the middle of a request"
+    num_rows = experts.input_len + length - 1 - experts.first  # the last token was not fed
+    try:
+        return parse_routed_experts(meta.routed_experts, num_rows, experts.layout), None
+    except InvalidAnswer as error:
+        return None, str(error)
 
-    Args:
-        encoded: As it was answered; anything.
-        num_rows: Tokens that they have to be of, at least one.
-        layout: What they have to be.
+
+def parse_routed_experts(encoded: object, num_rows: int, layout: ExpertLayout) -> Tensor:
+    """Parses routed experts: base64 of little-endian int32 [tokens, all layers, k].
 
     Returns:
-        uint8 (up to 256 experts) or int16 [tokens, sparse layers, k].
+        uint8 (up to 256 experts) or int16 [`num_rows`, sparse layers, k].
 
     Raises:
-        InvalidAnswer: They are missing, of another size, out of range, or not distinct within a row.
+        InvalidAnswer: Experts are missing, of another size, out of range, or repeated within a row.
     """
     moe = layout.moe
     if not isinstance(encoded, str):
@@ -439,7 +432,7 @@ def parse_routed_experts(encoded: object, num_rows: int, layout: ExpertLayout) -
     if not 0 <= experts.min() <= experts.max() < moe.num_experts:
         wrong = experts.min() if experts.min() < 0 else experts.max()
         raise InvalidAnswer(f"routed_experts has expert {wrong}, but there are {moe.num_experts}")
-    if moe.top_k > 1 and not experts.any((0, 2)).all():  # what is left where a kernel bypasses the recording
+    if moe.top_k > 1 and not experts.any((0, 2)).all():  # the result of kernels that bypass the recording
         layer = moe.layers[int(np.argmin(experts.any((0, 2))))]
         raise InvalidAnswer(f"routed_experts is all zeros in layer {layer}: the server's kernels do not record them")
     if any((experts[..., step:] == experts[..., :-step]).any() for step in range(1, moe.top_k)):
@@ -450,7 +443,7 @@ def parse_routed_experts(encoded: object, num_rows: int, layout: ExpertLayout) -
 def _sampling_mask(
     meta: OutputMeta, token_ids: Sequence[int], vocab_size: int | None
 ) -> tuple[SamplingMask, list[float]]:
-    """The sets that tokens were sampled from, and the tokens' log-probs among them."""
+    """The sampling masks, and the log-probs of tokens normalized over them."""
     sets, log_probs = meta.output_token_sampling_mask, meta.output_token_sampling_logprobs
     if not token_ids:
         return SamplingMask.unrecorded(0), []
@@ -475,16 +468,12 @@ def _sampling_mask(
 
 
 def parse_scores(body: bytes, token_ids: Sequence[int]) -> list[float]:
-    """The log-probs, at temperature 1, of all given tokens but the first, each after those before it.
-
-    Raises:
-        InvalidAnswer: As for `parse_generation`.
-    """
+    """Parses the log-probs at temperature 1 of all tokens but the first; raises InvalidAnswer."""
     return _log_probs_of(token_ids[1:], parse(ScoreAnswer, body).meta_info.input_token_logprobs[1:])
 
 
 def _log_probs_of(token_ids: Sequence[int], entries: Sequence[TokenLogProb]) -> list[float]:
-    """The log-prob of every entry, after checking that it belongs to the token."""
+    """The log-prob of every entry, checked against its token."""
     if len(entries) != len(token_ids):
         raise InvalidAnswer(f"it has {len(entries)} log-probs for {len(token_ids)} tokens")
     log_probs = []
@@ -518,7 +507,7 @@ def _token_versions(meta: OutputMeta, length: int) -> list[int] | None:
 
 
 def _explanation(error: ValidationError) -> str:
-    """The first error of a validation, without what pydantic adds for programmers."""
+    """The first validation error, without pydantic's technical details."""
     first = error.errors(include_url=False)[0]
     field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
     match first["type"]:

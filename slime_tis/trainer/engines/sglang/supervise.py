@@ -2,12 +2,11 @@
 
 Usage: python supervise.py LOG SERVER_FLAG …
 
-The Python is the one that has sglang, where slime_tis is not installed: standard library only.
+Standard library only: the Python that has sglang does not have slime_tis.
 
-* `--NAME-env VARIABLE` becomes the server's `--NAME=VALUE OF THE VARIABLE` in its memory, so that no list of processes
-  shows API keys and passwords; they are redacted from the server's output, which repeats all flags, before that
-  reaches LOG.
-* The server ends with the program that started this one, whose end closes standard input.
+* `--NAME-env VARIABLE` becomes the server's `--NAME=VALUE OF THE VARIABLE` in memory, so that no list of processes
+  shows API keys and passwords. The server prints all flags; keys are redacted before its output reaches LOG.
+* The server ends with the program that started this one: that program's end closes standard input.
 """
 
 import contextlib
@@ -21,14 +20,14 @@ import time
 from collections.abc import Mapping
 
 VARIABLE = "-env"
-"""What ends the name of a flag whose value is in the environment variable that follows."""
+"""Suffix of flags that name an environment variable."""
 MODULE = "sglang.launch_server"
 GRACE = 30.0
-"""Time that the server has to end by itself, in seconds."""
+"""Seconds from SIGTERM to SIGKILL."""
 TICK = 0.2
-"""Time between two looks at whether it has, in seconds."""
+"""Seconds between two checks for the end of the server."""
 LONGEST_LINE = 1 << 20
-"""Output without an end of line that is held back, in bytes."""
+"""Maximum bytes held back without an end of line."""
 
 
 def main(log: str, flags: list[str]) -> int:
@@ -47,10 +46,7 @@ def main(log: str, flags: list[str]) -> int:
 
 
 def with_secrets(flags: list[str], environ: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """The flags with the values of the variables that they name, and these values; a variable without one is left out.
-
-    The secrets come last, after everything that one may want to read.
-    """
+    """Returns the flags with the values of their variables at the end, and these values; omits unset variables."""
     plain: list[str] = []
     named: list[str] = []
     secrets: list[str] = []
@@ -74,14 +70,14 @@ def become_server(flags: list[str], output: int) -> None:
         os.dup2(source, target)
     os.close(nothing)
     os.close(output)
-    here = os.path.dirname(os.path.abspath(__file__))  # its modules are not the server's
+    here = os.path.dirname(os.path.abspath(__file__))  # the server must not import these modules
     sys.path[:] = [path for path in sys.path if os.path.abspath(path) != here]
     sys.argv = [MODULE, *flags]
     runpy.run_module(MODULE, run_name="__main__", alter_sys=True)
 
 
 class Redacted:
-    """A file that secrets never reach, in whole lines."""
+    """Writes whole lines without secrets."""
 
     def __init__(self, file: int, secrets: list[str]) -> None:
         self._file, self._held = file, b""
@@ -89,7 +85,7 @@ class Redacted:
         self._secrets = [spelling.encode() for spelling in sorted(spellings, key=len, reverse=True)]
 
     def write(self, text: bytes) -> None:
-        """Writes the whole lines of what has come, and holds the rest back."""
+        """Writes complete lines, and holds the rest back."""
         self._held += text
         cut = self._held.rfind(b"\n") + 1
         if not cut and len(self._held) > LONGEST_LINE:
@@ -98,7 +94,7 @@ class Redacted:
         self._held = self._held[cut:]
 
     def finish(self) -> None:
-        """Writes what was held back."""
+        """Writes the rest."""
         self._put(self._held)
         self._held = b""
 
@@ -133,14 +129,14 @@ def watch(server: int, output: int, log: Redacted) -> int:
 
 
 def copy(output: int, log: Redacted) -> bool:
-    """Copies what there is; False at the end."""
+    """Copies the available output; returns False at its end."""
     text = os.read(output, 1 << 16)
     log.write(text)
     return bool(text)
 
 
 def end(server: int) -> None:
-    """Asks the server to end."""
+    """Sends SIGTERM to the server."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(server, signal.SIGTERM)
 

@@ -1,4 +1,4 @@
-"""Weights through a directory that this program and the servers see."""
+"""Weights through a directory shared with the servers."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from slime_tis.trainer.storage.hf_checkpoint import write_hf_checkpoint
 TEMPORARY, LOCK = "slime_tis_weights_", ".lock"
 FINISHED, UNFINISHED = "weights_", "unfinished_"
 OWN = re.compile(rf"({FINISHED}|{UNFINISHED})\d{{8}}_[0-9a-f]{{8}}")
-"""Names of the directories that are written, and that may be removed."""
+"""Names of directories that this module writes and may remove."""
 
 
 class DiskSync:
-    """Writes weights as a Hugging Face checkpoint, which the servers then read."""
+    """Writes weights as a Hugging Face checkpoint that the servers read."""
 
     def __init__(
         self,
@@ -42,18 +42,18 @@ class DiskSync:
         bucket_bytes: int,
         timeout: float,
     ) -> None:
-        """Locks the directory, and removes what an earlier run left there.
+        """Locks the directory, and removes the weights of earlier runs.
 
         Args:
-            directory: For this run alone, made where missing; None makes a temporary one on this machine, and removes
-                those of runs that were killed.
-            hf_checkpoint: Directory that configuration and tokenizer are copied from.
-            device: Of this process, where weights come from.
+            directory: Directory of this run only, created if missing. None creates a temporary one, and removes
+                temporary directories of killed runs.
+            hf_checkpoint: Source of configuration and tokenizer.
+            device: Device of the weights.
             bucket_bytes: Size of a file, unless a single tensor is larger.
             timeout: Longest wait for a server to read the weights, in seconds.
 
         Raises:
-            ValueError: Another run uses the directory, or it cannot be written.
+            ValueError: Another run uses the directory, or it is not writable.
         """
         self._temporary = directory is None
         if directory is None:
@@ -89,7 +89,7 @@ class DiskSync:
         )
 
     async def push(self, servers: Sequence[Server], source: WeightSource, version: int) -> dict[Server, str]:
-        """See WeightSync; generation is held back while servers read, not while the files are written."""
+        """See WeightSync; generation pauses while servers read, not while files are written."""
 
         def write() -> Path:
             return write_checkpoint(self._directory, source(), version, self._hf_checkpoint, self._bucket_bytes)
@@ -101,7 +101,7 @@ class DiskSync:
         return failed
 
     async def restore(self, server: Server) -> bool:
-        """Has a server read the newest weights again, if some were written."""
+        """Makes a server read the newest weights, if any."""
         if self._current is None:
             return False
         for reason in (await self._hand_out([server])).values():
@@ -109,7 +109,7 @@ class DiskSync:
         return True
 
     async def close(self) -> None:
-        """Removes the temporary directory; in one that was given the newest weights stay."""
+        """Removes a temporary directory; a user's directory keeps the newest weights."""
         self._weights_thread.shutdown(wait=False)
         self._lock.close()
         if self._temporary:
@@ -127,8 +127,8 @@ class DiskSync:
         body: dict[str, object] = {
             "model_path": str(path),
             "weight_version": str(version),
-            "load_format": "auto",  # not that of the start, which may be dummy
-            "flush_cache": False,  # it is empty since the pause
+            "load_format": "auto",  # the initial format may be dummy
+            "flush_cache": False,  # the pause emptied it
         }
         await pause(server)
         await server.post("/update_weights_from_disk", body, timeout=self._timeout)
@@ -138,20 +138,17 @@ class DiskSync:
 def write_checkpoint(
     directory: Path, weights: Iterable[tuple[str, Tensor]], version: int, hf_checkpoint: Path, shard_bytes: int
 ) -> Path:
-    """Writes weights with the other files of a checkpoint; the directory appears under its name when complete.
+    """Writes a checkpoint into a new subdirectory, which gets its final name when complete.
 
     Args:
-        directory: To make the new one in.
+        directory: Parent directory.
         weights: Whole tensors under their Hugging Face names; consumed lazily.
         version: Part of the name.
-        hf_checkpoint: Directory that files without weights are copied from.
+        hf_checkpoint: Source of the other files.
         shard_bytes: Size of a file, unless a single tensor is larger.
 
-    Returns:
-        The new directory.
-
     Raises:
-        RolloutUnavailable: The disk is full, or the like; what was there before is left as it was.
+        RolloutUnavailable: Writing failed, for example on a full disk; earlier weights stay unchanged.
     """
     name = f"{version:08d}_{secrets.token_hex(4)}"
     unfinished, finished = directory / f"{UNFINISHED}{name}", directory / f"{FINISHED}{name}"
@@ -161,7 +158,7 @@ def write_checkpoint(
         write_hf_checkpoint(unfinished, weights, like=hf_checkpoint, shard_bytes=shard_bytes)
         unfinished.rename(finished)
     except OSError as error:
-        for _ in weights:  # other ranks take part in it
+        for _ in weights:  # a collective: other ranks iterate too
             pass
         raise RolloutUnavailable(
             f"the weights of version {version} could not be written to {directory} ({error}); free space or choose "
@@ -173,21 +170,18 @@ def write_checkpoint(
 
 
 def _make_temporary() -> tuple[Path, IO[str]]:
-    """A new temporary directory and the lock on it; first those of runs that were killed are removed."""
-    place = Path(tempfile.gettempdir())
-    _remove_abandoned(place)
+    """Removes temporary directories of killed runs, then creates one with its lock."""
+    parent = Path(tempfile.gettempdir())
+    _remove_abandoned(parent)
     made = Path(tempfile.mkdtemp(prefix=f".{TEMPORARY}"))
     lock = _lock(made)
-    directory = made.rename(place / made.name.removeprefix("."))  # only now may other runs take it for abandoned
+    directory = made.rename(parent / made.name.removeprefix("."))  # locked now, so other runs do not remove it
     return directory, lock
 
 
-def _remove_abandoned(place: Path) -> None:
-    """Removes temporary directories of this user whose lock nobody holds: their run has ended.
-
-    One that holds anything but weights of this program stays.
-    """
-    for path in place.glob(f"{TEMPORARY}*"):
+def _remove_abandoned(parent: Path) -> None:
+    """Removes this user's unlocked temporary directories, unless they contain other files."""
+    for path in parent.glob(f"{TEMPORARY}*"):
         with suppress(OSError):
             if path.is_symlink() or path.stat().st_uid != os.getuid():
                 continue
@@ -201,7 +195,7 @@ def _remove_abandoned(place: Path) -> None:
 
 
 def _lock(directory: Path) -> IO[str]:
-    """A lock on a directory, held until the file is closed or the process ends."""
+    """Locks a directory until the file is closed or the process ends."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         lock = open(directory / LOCK, "w")  # noqa: SIM115

@@ -45,10 +45,10 @@ class DistributedSync:
         """Opens nothing yet.
 
         Args:
-            device: Of this process; tensors that are elsewhere are moved to it, a bucket at a time.
+            device: Sending device; tensors are moved to it one bucket at a time.
             bucket_bytes: Size of a bucket.
-            timeout: Longest wait for a server to join a group or to take one bucket, in seconds.
-            address: Name or IP address at which servers reach this process; None finds it for each.
+            timeout: Longest wait for a server to join a group or take one bucket, in seconds.
+            address: Name or IP address at which servers reach this process; None finds it for each server.
         """
         self._device, self._bucket_bytes = torch.device(device), bucket_bytes
         self._timeout, self._address = timeout, address
@@ -84,7 +84,7 @@ class DistributedSync:
         return failed
 
     async def restore(self, server: Server) -> bool:
-        """Returns False: the weights are in the trainer alone."""
+        """Returns False: only the trainer has the weights."""
         return False
 
     async def close(self) -> None:
@@ -96,9 +96,9 @@ class DistributedSync:
         return tensor.detach().to(self._device).contiguous()
 
     async def _open(self, server: Server) -> None:
-        """Joins a group with the server, unless there is one, and opens its session."""
+        """Joins a group with the server if necessary, and opens the update session."""
         group = self._groups.get(server)
-        if group is None or group.version != await server.weight_version():  # it is not the process that joined
+        if group is None or group.version != await server.weight_version():  # the server restarted since it joined
             await self._leave(server)
             await self._join(server)
         await begin_session(server)
@@ -125,7 +125,7 @@ class DistributedSync:
             "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in bucket.tensors],
             "shapes": [list(tensor.shape) for tensor in bucket.tensors],
             "group_name": group.name,
-            "flush_cache": False,  # it is empty since the pause
+            "flush_cache": False,  # the pause emptied it
         }
         if bucket.last:
             body["weight_version"] = str(version)
@@ -150,13 +150,13 @@ class DistributedSync:
 
 
 class Backend(Protocol):
-    """The methods of ProcessGroupGloo and ProcessGroupNCCL that are used, which torch's own types leave out."""
+    """Methods of ProcessGroupGloo and ProcessGroupNCCL that torch's types lack."""
 
     def broadcast(self, tensor: Tensor, root: int) -> dist.Work:
         """Starts sending a tensor from the root to all ranks."""
 
     def abort(self) -> None:
-        """Ends what is under way."""
+        """Ends all transfers."""
 
 
 class UpdateGroup:
@@ -235,7 +235,7 @@ class UpdateGroup:
             for work in [group.broadcast(tensor, 0) for tensor in tensors]:
                 work.wait()
             return
-        stream = torch.cuda.Stream(self._device)  # its own, so that no group waits for another
+        stream = torch.cuda.Stream(self._device)  # a stream per call, so that no group waits for another
         stream.wait_stream(torch.cuda.default_stream(self._device))
         with torch.cuda.device(self._device), torch.cuda.stream(stream):
             for work in [group.broadcast(tensor, 0) for tensor in tensors]:
@@ -250,14 +250,14 @@ class UpdateGroup:
 
 
 def local_address(url: str) -> str:
-    """The address of this machine that a server at `url` can reach it at."""
+    """This machine's address as seen from the server at `url`."""
     if is_loopback(url):
         return "127.0.0.1"
     parts = urlsplit(url)
     host, port = parts.hostname or "", parts.port or 80
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)  # sends nothing: a datagram socket only looks its route up
+        probe.connect(address)  # sends nothing: connecting a datagram socket only selects a route
         return str(probe.getsockname()[0])
 
 
