@@ -98,6 +98,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
                 print(diagnosis(chosen.path, hf_checkpoint=chosen.hf_checkpoint, as_json=chosen.json))
             case "what-if":
+                if {"-h", "--help"} & set(chosen.flags):  # after DUMP argparse leaves them to the flags
+                    parser.parse_args(["what-if", "--help"])
                 print(what_if_table(chosen.dump, chosen.flags))
         sys.stdout.flush()  # a full disk is an error of this command, not of the interpreter's exit
     except ModuleNotFoundError as error:

@@ -1,5 +1,8 @@
 """The text of --help."""
 
+import pytest
+
+from slime_tis.main import main
 from slime_tis.trainer.cli.arguments import COMMAND_LINE, GROUPS, OPTIONS, build_parser
 from slime_tis.trainer.cli.command_line import help_notes
 
@@ -13,3 +16,11 @@ def test_help_is_grouped_and_every_option_has_a_text_and_a_default():
     for option in OPTIONS.values():
         assert option.help.endswith(".")
         assert "".join(f"{option.help}({'; '.join(help_notes(COMMAND_LINE, option))})".split()) in unwrapped
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["DUMP", "--help"], ["DUMP", "--use-tis", "-h"]], ids=" ".join)
+def test_help_of_what_if_is_its_own_wherever_the_flag_stands(argv, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["what-if", *argv])
+    assert end.value.code == 0
+    assert "slime-tis what-if [-h]" in capsys.readouterr().out
