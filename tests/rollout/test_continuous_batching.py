@@ -12,10 +12,11 @@ from slime_tis.trainer.data.sample import Sampling
 from slime_tis.trainer.engines.generation import SampleEngine, SampleKey, request_uniforms
 from slime_tis.trainer.engines.local import continuous_batching
 from slime_tis.trainer.engines.local.checkpoint import load_model, load_tokenizer
-from slime_tis.trainer.engines.local.continuous_batching import ContinuousBatching, Slot, common_prefix, whole_blocks
+from slime_tis.trainer.engines.local.continuous_batching import ContinuousBatching, common_prefix, whole_blocks
 from slime_tis.trainer.engines.local.routing import RoutingRecorder
 from slime_tis.trainer.engines.local.sampling import filtered_logits, log_softmax, sample_tokens
 from slime_tis.trainer.engines.local.slot_cache import check_config
+from slime_tis.trainer.engines.local.slots import Slot
 from tests.checkpoints import EOS, SIZES, make_checkpoint
 
 RUN = Sampling(max_response_len=12, temperature=0.9, stop_token_ids=(7,))

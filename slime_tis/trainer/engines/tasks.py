@@ -42,7 +42,7 @@ class BackgroundTasks:
 
 
 async def cancel_and_wait(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancels tasks other than this one and waits until they have ended; abandons those that do not end."""
+    """Cancels tasks other than this one and waits for their end; abandons tasks that do not end."""
     every = {task for task in tasks if task not in _abandoned and task is not asyncio.current_task()}
     for _ in range(CANCEL_ATTEMPTS):
         pending = [task for task in every if not task.done()]
@@ -107,7 +107,7 @@ class DaemonThreads(ThreadPoolExecutor):
 
 
 THREADS = DaemonThreads()
-"""Those of all loops of this process."""
+"""Threads of all loops in this process."""
 
 
 def new_loop() -> asyncio.AbstractEventLoop:

@@ -10,9 +10,10 @@ import httpx
 import pytest
 
 from slime_tis.trainer.data.sample import Sampling
+from slime_tis.trainer.engines.sglang.bodies import generate_body
 from slime_tis.trainer.engines.sglang.client import Redactor, Server, make_client, worker_urls
 from slime_tis.trainer.engines.sglang.errors import MalformedAnswer, RequestRefused, ServerError
-from slime_tis.trainer.engines.sglang.schema import Completion, generate_body
+from slime_tis.trainer.engines.sglang.schema import Completion
 from slime_tis.trainer.engines.tasks import cancel_and_wait
 from tests.rollout.sglang.fake_sglang import FakeSGLang, continuation, fake_servers, recorded
 from tests.rollout.sglang.rollouts import stubborn

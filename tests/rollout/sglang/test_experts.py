@@ -21,16 +21,10 @@ from slime_tis.trainer.data.sample import FinishReason, Sample, Sampling
 from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
 from slime_tis.trainer.engines.local.routing import has_usable_experts
 from slime_tis.trainer.engines.sglang import sampling as sampling_module
+from slime_tis.trainer.engines.sglang.bodies import generate_body, max_answer_bytes
 from slime_tis.trainer.engines.sglang.errors import InvalidAnswer
 from slime_tis.trainer.engines.sglang.sampling import PendingSample
-from slime_tis.trainer.engines.sglang.schema import (
-    Completion,
-    ExpertLayout,
-    ExpertRequest,
-    generate_body,
-    max_answer_bytes,
-    parse_routed_experts,
-)
+from slime_tis.trainer.engines.sglang.schema import Completion, ExpertLayout, ExpertRequest, parse_routed_experts
 from tests.checkpoints import make_checkpoint
 from tests.rollout.sglang.fake_sglang import (
     EXPERTS,

@@ -10,8 +10,9 @@ import torch
 
 from slime_tis.trainer.data.sample import Sample, Sampling
 from slime_tis.trainer.data.sampling_mask import SamplingMask
+from slime_tis.trainer.engines.sglang.bodies import generate_body, max_answer_bytes
 from slime_tis.trainer.engines.sglang.errors import InvalidAnswer
-from slime_tis.trainer.engines.sglang.schema import Completion, generate_body, max_answer_bytes, parse_generation
+from slime_tis.trainer.engines.sglang.schema import Completion, parse_generation
 from tests.rollout.sglang.fake_sglang import (
     FakeSGLang,
     log_prob,

@@ -8,18 +8,16 @@ from typing import Any
 import pytest
 
 from slime_tis.trainer.data.sample import Sampling
+from slime_tis.trainer.engines.sglang.bodies import generate_body, max_answer_bytes, score_body
 from slime_tis.trainer.engines.sglang.errors import InvalidAnswer
 from slime_tis.trainer.engines.sglang.schema import (
     Answer,
     Completion,
     ModelInfo,
     ServerInfo,
-    generate_body,
-    max_answer_bytes,
     parse,
     parse_generation,
     parse_scores,
-    score_body,
     version_number,
 )
 from tests.rollout.sglang.fake_sglang import recorded

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from slime_tis.errors import first_line
 
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tiktoken.model")
-"""Files of which a tokenizer has at least one."""
+"""A tokenizer has at least one of these files."""
 
 
 def load_model(path: str | Path, dtype: torch.dtype) -> PreTrainedModel:

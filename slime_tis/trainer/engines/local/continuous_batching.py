@@ -21,7 +21,6 @@ from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
 from itertools import count
 
 import torch
@@ -29,12 +28,13 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import ModelOutput
 
-from slime_tis.trainer.data.sample import FinishReason, Sampling
+from slime_tis.trainer.data.sample import FinishReason
 from slime_tis.trainer.data.sampling_mask import SamplingMask
 from slime_tis.trainer.engines.generation import Generation, Request, StopStrings, request_uniforms, response_text
 from slime_tis.trainer.engines.local.routing import RoutingRecorder
 from slime_tis.trainer.engines.local.sampling import sample_tokens
 from slime_tis.trainer.engines.local.slot_cache import SlotCache, Window
+from slime_tis.trainer.engines.local.slots import Counts, Slot, Work
 
 BLOCK = 64
 """Tokens by which slots grow; copying the cache then costs about one of 64 decode steps."""
@@ -54,88 +54,6 @@ SAFE_POINT_INTERVAL = 0.5
 """Seconds between two safe points while no request is in flight."""
 LOOP_TURNS = 4
 """Turns of the event loop after an answer; the coroutine usually sends its next request within them."""
-
-
-@dataclass(kw_only=True)
-class Counts:
-    """Counts of computed work."""
-
-    steps: int = 0
-    """Decode steps."""
-    decoded: int = 0
-    """Tokens fed in decode steps."""
-    passes: int = 0
-    """Forward passes for prefilling."""
-    prefilled: int = 0
-    """Tokens fed in prefills."""
-    reused: int = 0
-    """Input tokens found in the cache."""
-    preempted: int = 0
-    """Requests that lost their slot to an older one."""
-
-
-@dataclass(eq=False, kw_only=True)
-class Work:
-    """A request in progress."""
-
-    request: Request
-    order: int
-    """Position in the order of arrival."""
-    limit: int
-    """Maximum tokens to sample."""
-    stop_token_ids: frozenset[int]
-    stop: StopStrings
-    uniforms: Iterator[float]
-    answer: asyncio.Future[Generation]
-    pending: list[int] = field(default_factory=list)
-    """Tokens that are not in the cache; at least one while the request has a slot."""
-    waited: int = 0
-    """Decode steps since the request was ready for prefill."""
-    token_ids: list[int] = field(default_factory=list)
-    """Sampled so far."""
-    log_probs: list[float] = field(default_factory=list)
-    sets: list[Tensor] = field(default_factory=list)
-    """Candidate tokens of each sampled token, if recorded; empty for the whole vocabulary."""
-
-    @property
-    def known(self) -> list[int]:
-        """The input and the sampled tokens."""
-        return self.request.token_ids + self.token_ids
-
-    @property
-    def sampling(self) -> Sampling:
-        """How it is sampled."""
-        return self.request.options.sampling
-
-
-@dataclass(eq=False, kw_only=True)
-class Slot:
-    """A sequence in the cache."""
-
-    index: int
-    tokens: list[int] = field(default_factory=list)
-    """Tokens whose keys and values are in the slot."""
-    session: tuple[int, str | None] | None = None
-    """The conversation that may continue; None once its sample is complete."""
-    used: int = 0
-    """Step of the last use."""
-    work: Work | None = None
-    """The request in the slot; None if the tokens are only kept for reuse."""
-
-    @property
-    def cached_soon(self) -> list[int]:
-        """The tokens in the cache after the prefill."""
-        if self.work is None or len(self.work.pending) == 1:
-            return self.tokens
-        return self.tokens + self.work.pending[:-1]
-
-    def may_share(self, tokens: Sequence[int], count: int) -> bool:
-        """Whether the slot may share the first `count` tokens: the last of them is equal."""
-        last = count - 1
-        if last < len(self.tokens):
-            return self.tokens[last] == tokens[last]
-        pending = () if self.work is None else self.work.pending
-        return last < len(self.tokens) + len(pending) - 1 and pending[last - len(self.tokens)] == tokens[last]
 
 
 class ContinuousBatching:
@@ -324,7 +242,7 @@ class ContinuousBatching:
         return slot
 
     def _capacity_for(self, length: int) -> int | None:
-        """The slot size that fits one more request; None if there is none."""
+        """The slot size that fits one more request, or None."""
         running = [slot.work for slot in self._slots if slot.work]
         capacity = max(self._cache.capacity, whole_blocks(length))
         if len(running) >= self._most_slots(capacity):  # long sequences may have ended

@@ -18,6 +18,7 @@ import httpx
 
 from slime_tis.errors import one_line, quoted
 from slime_tis.trainer.data.sample import Sampling
+from slime_tis.trainer.engines.sglang.bodies import generate_body, max_answer_bytes, score_body
 from slime_tis.trainer.engines.sglang.errors import (
     InvalidAnswer,
     MalformedAnswer,
@@ -34,12 +35,9 @@ from slime_tis.trainer.engines.sglang.schema import (
     ModelInfo,
     ServerInfo,
     WorkersAnswer,
-    generate_body,
-    max_answer_bytes,
     parse,
     parse_generation,
     parse_scores,
-    score_body,
 )
 from slime_tis.trainer.engines.tasks import BackgroundTasks, cancel_and_wait
 from slime_tis.trainer.options.sglang import normalized_url
@@ -166,7 +164,7 @@ class Server:
         first_experts: int | None = None,
         stop: Sequence[str] = (),
     ) -> Completion:
-        """Samples the rest of a response; see `schema.generate_body` for the arguments.
+        """Samples the rest of a response; see `bodies.generate_body` for the arguments.
 
         Routed experts start at the token `first_experts`; None requests none. A request that exceeds the timeout is
         aborted and returns its partial response. Cancelling this call also aborts the request.

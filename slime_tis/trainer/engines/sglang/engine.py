@@ -67,7 +67,7 @@ class SGLangEngine:
     """On rank 0 only."""
 
     def __init__(self, settings: SGLangSettings, tokenizer: PreTrainedTokenizerBase, host: EngineHost) -> None:
-        """Starts servers if the config says so, and waits for them; a collective.
+        """Launches servers if configured, and waits for all servers; a collective.
 
         Raises:
             RolloutUnavailable: No server comes up.

@@ -99,7 +99,7 @@ class PendingSample:
 
     @property
     def unrecorded_layer(self) -> int | None:
-        """The first sparse layer that sent all tokens of a complete response to expert 0; None if there is none.
+        """The first sparse layer that sent all tokens of a complete response to expert 0, or None.
 
         Kernels that bypass the recording leave such rows. With several experts per token `parse_routed_experts` rejects
         them; with one expert per token a single answer cannot show the difference.

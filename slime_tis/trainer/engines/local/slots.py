@@ -1,0 +1,94 @@
+"""Requests in progress, and the cache slots that hold their sequences."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from slime_tis.trainer.data.sample import Sampling
+from slime_tis.trainer.engines.generation import Generation, Request, StopStrings
+
+
+@dataclass(kw_only=True)
+class Counts:
+    """Counts of computed work."""
+
+    steps: int = 0
+    """Decode steps."""
+    decoded: int = 0
+    """Tokens fed in decode steps."""
+    passes: int = 0
+    """Forward passes for prefilling."""
+    prefilled: int = 0
+    """Tokens fed in prefills."""
+    reused: int = 0
+    """Input tokens found in the cache."""
+    preempted: int = 0
+    """Requests that lost their slot to an older one."""
+
+
+@dataclass(eq=False, kw_only=True)
+class Work:
+    """A request in progress."""
+
+    request: Request
+    order: int
+    """Position in the order of arrival."""
+    limit: int
+    """Maximum tokens to sample."""
+    stop_token_ids: frozenset[int]
+    stop: StopStrings
+    uniforms: Iterator[float]
+    answer: asyncio.Future[Generation]
+    pending: list[int] = field(default_factory=list)
+    """Tokens that are not in the cache; at least one while the request has a slot."""
+    waited: int = 0
+    """Decode steps since the request was ready for prefill."""
+    token_ids: list[int] = field(default_factory=list)
+    """Sampled so far."""
+    log_probs: list[float] = field(default_factory=list)
+    sets: list[Tensor] = field(default_factory=list)
+    """Candidate tokens of each sampled token, if recorded; empty for the whole vocabulary."""
+
+    @property
+    def known(self) -> list[int]:
+        """The input and the sampled tokens."""
+        return self.request.token_ids + self.token_ids
+
+    @property
+    def sampling(self) -> Sampling:
+        """How it is sampled."""
+        return self.request.options.sampling
+
+
+@dataclass(eq=False, kw_only=True)
+class Slot:
+    """A sequence in the cache."""
+
+    index: int
+    tokens: list[int] = field(default_factory=list)
+    """Tokens whose keys and values are in the slot."""
+    session: tuple[int, str | None] | None = None
+    """The conversation that may continue; None once its sample is complete."""
+    used: int = 0
+    """Step of the last use."""
+    work: Work | None = None
+    """The request in the slot; None if the tokens are only kept for reuse."""
+
+    @property
+    def cached_soon(self) -> list[int]:
+        """The tokens in the cache after the prefill."""
+        if self.work is None or len(self.work.pending) == 1:
+            return self.tokens
+        return self.tokens + self.work.pending[:-1]
+
+    def may_share(self, tokens: Sequence[int], count: int) -> bool:
+        """Whether the slot may share the first `count` tokens: the last of them is equal."""
+        last = count - 1
+        if last < len(self.tokens):
+            return self.tokens[last] == tokens[last]
+        pending = () if self.work is None else self.work.pending
+        return last < len(self.tokens) + len(pending) - 1 and pending[last - len(self.tokens)] == tokens[last]
