@@ -48,7 +48,7 @@ def test_a_signal_is_noticed_while_the_main_thread_is_in_one_long_call() -> None
 
         threading.Thread(target=look).start()
         os.kill(os.getpid(), signal.SIGTERM)
-        lock.acquire()  # released by what the thread of signals has noticed
+        lock.acquire()  # released by the signal thread
     assert seen == [signal.SIGTERM]
 
 

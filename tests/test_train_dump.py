@@ -47,7 +47,7 @@ def test_the_dump_has_the_tokens_of_the_rollout_and_of_both_steps(dumped) -> Non
     np.testing.assert_allclose(table.rollout_log_prob, np.concatenate([s.rollout_log_probs for s in samples]), 1e-6)
     assert table.metadata["old_policy"] == "recomputed" and table.metadata["rollout_precision"] == "int8"
     assert table.metadata["criteria"] == ["token", "veto", "nonfinite", "other"]
-    assert (table.train_log_prob[:8] == table.old_log_prob[:8]).all()  # the first step is that of the old policy
+    assert (table.train_log_prob[:8] == table.old_log_prob[:8]).all()  # the first step has the old policy
     assert (table.train_log_prob[-8:] != table.old_log_prob[-8:]).any()
 
 
@@ -192,7 +192,7 @@ def test_what_was_dumped_before_a_run_ends_early_is_whole(tmp_path: Path, ending
     for name in ("train_data", "rollout_data"):
         files = {path.name for path in (tmp_path / "dump" / name).iterdir()}
         numbers = range(len(files))
-        assert len(files) >= 2  # those of the rollouts before the 40th of 16 samples each
+        assert len(files) >= 2  # rollouts of 16 samples before the 40th call
         assert files == {f"{i}_0.parquet" if name == "train_data" else f"{i}.jsonl" for i in numbers}
         for i in numbers:
             if name == "train_data":

@@ -12,14 +12,14 @@ COUNTS = "fault tries"
 
 @dataclass
 class Tally:
-    """Tries of one kind of fault, and what went wrong in them."""
+    """Tries of one kind of fault, and their failures."""
 
     kind: str
     tries: int = 0
     failures: list[str] = field(default_factory=list)
 
     def record(self, attempt: str, failure: str | None = None) -> None:
-        """Counts one try; `failure` says what went wrong, None that the program did the right thing."""
+        """Counts one try; `failure` is None for a success."""
         self.tries += 1
         if failure is not None:
             self.failures.append(f"{attempt}: {failure}")
@@ -41,8 +41,8 @@ def tally(request: pytest.FixtureRequest, record_property: Any) -> Iterator[Any]
         return made[-1]
 
     yield make
-    for one in made:  # a property of the report, which pytest-xdist carries from its workers to the main process
-        record_property(COUNTS, (one.kind, one.tries, len(one.failures)))
+    for kind in made:  # a property of the report, which pytest-xdist carries from its workers to the main process
+        record_property(COUNTS, (kind.kind, kind.tries, len(kind.failures)))
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

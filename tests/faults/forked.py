@@ -1,4 +1,4 @@
-"""Runs of train.py in forked children: the libraries are imported once, a run starts in milliseconds."""
+"""Runs of train.py in forked processes, which start in milliseconds because the libraries are imported."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ class Outcome:
     """How a run ended."""
 
     status: int | None
-    """Exit status, negative for the signal that ended it; None where it was killed for taking too long."""
+    """Exit status, negative for a signal; None after a timeout."""
     output: str
     error: str
     seconds: float
@@ -27,7 +27,7 @@ class Outcome:
 
 
 class ForkedRun:
-    """A run of train.py in a forked process, the leader of a process group of its own."""
+    """A run of train.py in a forked process with its own process group."""
 
     def __init__(
         self,
@@ -42,10 +42,10 @@ class ForkedRun:
 
         Args:
             argv: The command line without the program's name.
-            directory: Where its output is kept, made when missing.
+            directory: Directory of the output; made if missing.
             environ: Variables added to the environment.
             cwd: Working directory of the run.
-            before: Called in the child just before the run, for example to limit its resources.
+            before: Called in the child before the run, for example to limit its resources.
         """
         import slime_tis.trainer.train  # noqa: F401  before the fork, so that children have it
         from slime_tis.main import train
@@ -79,7 +79,7 @@ class ForkedRun:
             os.environ.update(environ)
             if cwd is not None:
                 os.chdir(cwd)
-            sys.argv[1:] = argv  # the process's own command line, as that of `python train.py`
+            sys.argv[1:] = argv  # as in `python train.py`
             before()
             status = main()
         except SystemExit as error:

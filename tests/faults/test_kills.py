@@ -1,5 +1,4 @@
-"""SIGKILL at any moment of a run, also within a save or an export: what is on disk is whole, nothing is left running,
-and a resumed run comes to the same metrics and weights, to the bit."""
+"""SIGKILL at any moment of a run: files are complete, no process remains, and a resumed run is bitwise identical."""
 
 import hashlib
 import multiprocessing
@@ -22,7 +21,7 @@ from tests.runs import make_task, read_metrics, training_metrics
 
 STEPS = 10
 CHAINS, KILLS, ENOUGH = 5, 9, {"anywhere": 15, "saving": 10, "after": 5}
-"""Runs that are killed, how often each of them at most, and kills of each kind: more runs are made until there are."""
+"""Runs, kills per run, and the minimum number of kills of each kind."""
 TIMEOUT = 120.0
 
 
@@ -42,7 +41,7 @@ def results(directory: Path) -> tuple[list[dict[str, Any]], str]:
 
 
 def own(flags: list[str], directory: Path, *, resumes: bool = True) -> list[str]:
-    """The command line of a run whose files are all below a directory."""
+    """The command line of a run with all files in a directory."""
     save = str(directory / "save")
     load = ["--load", save] if resumes else []
     return [*flags, "--save", save, *load, "--save-hf", str(directory / "hf"), "--output-dir", str(directory / "run")]
@@ -50,7 +49,7 @@ def own(flags: list[str], directory: Path, *, resumes: bool = True) -> list[str]
 
 @pytest.fixture(scope="module")
 def expected(flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], str]:
-    """What an uninterrupted run comes to."""
+    """The results of an uninterrupted run."""
     directory = tmp_path_factory.mktemp("whole")
     outcome = run_forked(own(flags, directory, resumes=False), directory / "log", timeout=TIMEOUT)
     assert outcome.status == 0, outcome.error
@@ -58,7 +57,7 @@ def expected(flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> tupl
 
 
 def kill(run: ForkedRun, moment: Callable[[], bool], delay: float) -> bool:
-    """Kills a run `delay` seconds after a moment; whether it came to that before its end."""
+    """Kills a run `delay` seconds after a moment; returns whether the run was still alive."""
     process = psutil.Process(run.pid)
     while process.status() != psutil.STATUS_ZOMBIE and time.monotonic() < run.started + TIMEOUT:
         if moment():
@@ -72,19 +71,19 @@ def kill(run: ForkedRun, moment: Callable[[], bool], delay: float) -> bool:
 
 
 def after_a_save(save: Path, count: int) -> Callable[[], bool]:
-    """Whether that many checkpoints are there that were not before."""
+    """A condition: `count` new checkpoints exist."""
     present = {path.name for path in save.glob("iter_*")}
     return lambda: len({path.name for path in save.glob("iter_*")} - present) >= count
 
 
 def within_a_save(save: Path, count: int) -> Callable[[], bool]:
-    """Whether a checkpoint is being written after that many others."""
+    """A condition: a checkpoint is being written after `count` others."""
     enough = after_a_save(save, count)
     return lambda: enough() and any(save.glob(".iter_*.unfinished"))
 
 
 def wrong_on_disk(save: Path) -> str | None:
-    """What is wrong with the checkpoints that a killed run left, or None."""
+    """Returns the damage of a killed run's checkpoints, or None."""
     for checkpoint in checkpoints(save):
         try:
             check(checkpoint, read_manifest(checkpoint))
@@ -93,7 +92,7 @@ def wrong_on_disk(save: Path) -> str | None:
     return None
 
 
-def test_a_killed_run_goes_on_to_the_bit(
+def test_a_killed_run_resumes_bitwise(
     flags: list[str], expected: tuple[list[dict[str, Any]], str], tmp_path: Path, tally: Callable[[str], Any]
 ) -> None:
     chance = random.Random(0)
@@ -102,7 +101,7 @@ def test_a_killed_run_goes_on_to_the_bit(
     kills = {"anywhere": anywhere, "saving": saving, "after": after}
     for chain in range(3 * CHAINS):
         if chain >= CHAINS and all(kills[kind].tries >= enough for kind, enough in ENOUGH.items()):
-            break  # a run that comes to its end before a kill is none
+            break  # a run that ended before the kill does not count
         directory = tmp_path / str(chain)
         save = directory / "save"
         for number in range(KILLS):
@@ -114,7 +113,7 @@ def test_a_killed_run_goes_on_to_the_bit(
             ][number % 3]
             reached = kill(run, moment, chance.uniform(0, delay))
             if not reached:
-                continue  # the run came to its end first
+                continue  # the run ended first
             wrong = wrong_on_disk(save)
             if not group_is_empty(run.pid):
                 wrong = "left a process running"
@@ -129,7 +128,7 @@ def test_a_killed_run_goes_on_to_the_bit(
 
 
 def differs(found: tuple[list[dict[str, Any]], str], expected: tuple[list[dict[str, Any]], str]) -> str | None:
-    """Where results differ from those of an uninterrupted run, or None."""
+    """Returns the difference from the results of an uninterrupted run, or None."""
     if [row["step"] for row in found[0]] != [row["step"] for row in expected[0]]:
         return f"has steps {[row['step'] for row in found[0]]}"
     for row, other in zip(*(rows for rows, _ in (found, expected)), strict=True):

@@ -1,4 +1,4 @@
-"""Settings that make gradients, losses or weights NaN or infinite: one message, and no such weights in a checkpoint."""
+"""NaN or infinite gradients, losses and weights end in one message and are never saved."""
 
 import math
 import shutil
@@ -36,41 +36,31 @@ def overflow(args, *, pg_loss, loss_masks, **kwargs):
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A task, user code, and copies of its model with weights that are not finite or too large."""
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """A task with its flags, user code, and copies of its model with weights that are not finite or too large."""
     directory = tmp_path_factory.mktemp("task")
-    make_task(directory)
+    task = make_task(directory)
     (directory / "huge.py").write_text(CODE)
     for name, value in (("nan", math.nan), ("inf", math.inf), ("large", 1e25)):
         shutil.copytree(directory / "model", directory / name)
         weights = load_file(directory / name / "model.safetensors")
         next(iter(weights.values())).view(-1)[:40] = value
         save_file(weights, directory / name / "model.safetensors", metadata={"format": "pt"})
-    return directory
+    return directory, task
 
 
-def task(directory: Path) -> list[str]:
-    return [
-        *("--hf-checkpoint", str(directory / "model"), "--prompt-data", str(directory / "train.jsonl")),
-        *("--input-key", "prompt", "--label-key", "label", "--custom-rm-path", f"{directory / 'reward.py'}:reward"),
-        *("--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--rollout-max-response-len", "10"),
-        *(
-            "--num-rollout",
-            "3",
-            "--lr",
-            "1e-3",
-            "--rollout-precision",
-            "int8",
-            "--no-progress",
-            "--no-summary-plot",
-            "--num-threads",
-            "1",
-        ),
-    ]
+@pytest.fixture(scope="module")
+def directory(prepared: tuple[Path, list[str]]) -> Path:
+    return prepared[0]
+
+
+@pytest.fixture(scope="module")
+def task(prepared: tuple[Path, list[str]]) -> list[str]:
+    return prepared[1]
 
 
 def wrong(outcome: Any, save: Path) -> str | None:
-    """What a run that has to stop did wrong: more than one message, or a checkpoint of weights that are not finite."""
+    """Returns an error if a run has several messages or saved weights that are not finite."""
     lines = [line for line in outcome.error.splitlines() if not line.startswith("warning: ")]
     if outcome.status not in (1, 2) or outcome.traceback:
         return f"status {outcome.status}: {outcome.error}"
@@ -88,13 +78,13 @@ def wrong(outcome: Any, save: Path) -> str | None:
 
 @pytest.mark.parametrize("policy", ["stop", "skip"])
 def test_what_is_not_finite_ends_the_run_or_is_skipped(
-    policy: str, directory: Path, tmp_path: Path, tally: Any
+    policy: str, directory: Path, task: list[str], tmp_path: Path, tally: Any
 ) -> None:
     tries = tally(f"a gradient that is not finite ({policy})")
     for number, (name, flags) in enumerate(STOPS.items()):
         save, run = tmp_path / f"save{number}", tmp_path / f"run{number}"
         outcome = run_forked(
-            [*task(directory), "--save", str(save), "--output-dir", str(run), "--nonfinite-gradient", policy]
+            [*task, "--save", str(save), "--output-dir", str(run), "--nonfinite-gradient", policy]
             + [flag.format(directory=directory) for flag in flags],
             tmp_path / f"log{number}",
         )
@@ -108,11 +98,11 @@ def test_what_is_not_finite_ends_the_run_or_is_skipped(
     tries.check(at_least=len(STOPS))
 
 
-def test_the_last_good_step_is_saved_and_resumed(directory: Path, tmp_path: Path, tally: Any) -> None:
-    """Steps 1 and 2 are good; the reward of the third rollout overflows. Without that it goes on from step 2."""
+def test_the_last_good_step_is_saved_and_resumed(task: list[str], tmp_path: Path, tally: Any) -> None:
+    """The reward of the third rollout overflows; a run with other rewards resumes after step 2."""
     tries = tally("the checkpoint of the last good step")
     (tmp_path / "late.py").write_text("def reward(args, sample):\n    return 1e100 * (sample.index % 2)\n")
-    flags = [*task(directory), "--save", str(tmp_path / "save"), "--load", str(tmp_path / "save")]
+    flags = [*task, "--save", str(tmp_path / "save"), "--load", str(tmp_path / "save")]
     flags += ["--output-dir", str(tmp_path / "run"), "--disable-grpo-std-normalization"]
     good = run_forked([*flags, "--num-rollout", "2"], tmp_path / "good")
     bad = run_forked([*flags, "--custom-rm-path", f"{tmp_path / 'late.py'}:reward"], tmp_path / "bad")

@@ -1,4 +1,4 @@
-"""Two ranks: a signal to one of them, to all and to torchrun's agent; one that raises, and one that is killed."""
+"""Two ranks: signals to one rank, all ranks and torchrun's agent; a rank that fails, and a killed rank."""
 
 import os
 import random
@@ -59,7 +59,7 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @dataclass
 class Ranks:
-    """Two ranks of a run, as some launcher would start them."""
+    """Two ranks of a run."""
 
     processes: list[Any]
     logs: Path
@@ -91,7 +91,7 @@ class Ranks:
         return metrics.exists() and metrics.read_text().count("\n") > 1
 
     def wait(self) -> tuple[list[int | None], list[str]]:
-        """Exit statuses, None for a rank that hangs, and what each wrote to stderr."""
+        """Returns the exit statuses, None for a rank that hangs, and the stderr of each rank."""
         deadline = time.monotonic() + HANG
         for process in self.processes:
             process.join(max(deadline - time.monotonic(), 0))
@@ -165,7 +165,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_all_ranks_skip_the_step_that_is_not_finite(layout: str, flags: list[str], tmp_path: Path, tally: Any) -> None:
-    """The rewards of the second rollout overflow: its step is skipped on every rank, and the metrics stay equal."""
+    """The rewards of the second rollout overflow: every rank skips its step, with equal metrics."""
     tries = tally("a gradient that is not finite on two ranks (skip)")
     code = Path(flags[flags.index("--custom-rm-path") + 1]).parent / "code.py"
     common = [*flags, "--custom-rm-path", f"{code}:overflows_in_the_second_rollout", "--disable-grpo-std-normalization"]
@@ -185,7 +185,7 @@ def test_all_ranks_skip_the_step_that_is_not_finite(layout: str, flags: list[str
 
 
 def test_ranks_agree_on_the_latest_complete_checkpoint(flags: list[str], tmp_path: Path, tally: Any) -> None:
-    """A bit of the newest checkpoint is flipped: both ranks take the one before it, and one of them says so."""
+    """A flipped bit in the latest checkpoint: both ranks load the previous one, and one rank warns."""
     tries = tally("damaged checkpoint: two ranks take the one before")
     save = tmp_path / "save"
     common = [*flags, "--save", str(save), "--load", str(save), "--save-interval", "1"]

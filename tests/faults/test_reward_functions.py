@@ -1,4 +1,4 @@
-"""Reward functions written to break things: one message each."""
+"""Broken reward functions end in one message."""
 
 from pathlib import Path
 from typing import Any
@@ -104,8 +104,7 @@ REWARDS: dict[str, tuple[str, str]] = {
 
 def test_reward_functions(tmp_path: Path, tally: Any) -> None:
     task = make_task(tmp_path / "task")
-    place = task.index("--custom-rm-path")
-    task = [*task[:place], *task[place + 2 :], "--num-rollout", "1"]
+    task += ["--num-rollout", "1"]
     count = tally("reward functions")
     for number, (name, (code, message)) in enumerate(REWARDS.items()):
         file = tmp_path / f"reward_{number}.py"

@@ -1,5 +1,4 @@
-"""SIGINT, SIGTERM and SIGUSR1 at any moment of a run: it saves and ends, nothing is left running, and a resumed run
-goes on as if nothing had happened, to the bit."""
+"""SIGINT, SIGTERM and SIGUSR1 at any moment: the run saves and ends, no process remains, and resumption is bitwise."""
 
 import random
 import signal
@@ -17,9 +16,9 @@ from tests.runs import make_task, read_metrics, training_metrics
 STEPS = 12
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 HANG = 60.0
-"""Seconds after which a run that was sent a signal counts as hanging; on a busy machine they end within ten."""
+"""Seconds after which a signalled run counts as hanging; runs end within ten on a busy machine."""
 SEEDS, INTERRUPTS = 2, 7
-"""Runs that are interrupted, and how often each of them is."""
+"""Number of runs, and interrupts of each run."""
 SLOW_REWARDS = """
 import asyncio, time
 
@@ -76,7 +75,7 @@ def expected(flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict
 
 
 def by_step(run: Path) -> dict[int, dict[str, float]]:
-    """The rows of metrics.jsonl by step; an evaluation that a signal ended comes in a row of its own."""
+    """The rows of metrics.jsonl by step; an interrupted evaluation has a separate row."""
     found: dict[int, dict[str, float]] = {}
     for row in read_metrics(run):
         metrics = training_metrics(row)
@@ -86,7 +85,7 @@ def by_step(run: Path) -> dict[int, dict[str, float]]:
 
 
 def wrong(run: ForkedRun, outcome: Outcome, number: signal.Signals) -> str | None:
-    """What an interrupted run did wrong, or None."""
+    """Returns the error of an interrupted run, or None."""
     words = outcome.error.strip().splitlines()
     if outcome.status is None:
         return f"hangs: {outcome.error}"
@@ -94,9 +93,9 @@ def wrong(run: ForkedRun, outcome: Outcome, number: signal.Signals) -> str | Non
         return outcome.error
     if not group_is_empty(run.pid):
         return "left a process behind"
-    if outcome.status == 0:  # it came when nothing was left to do
+    if outcome.status == 0:  # the run was already complete
         return None
-    if outcome.status not in (128 + number, -number):  # the latter once the program has given the signals back
+    if outcome.status not in (128 + number, -number):  # negative after the handlers are restored
         return f"status {outcome.status}: {outcome.error}"
     if outcome.status == 128 + number and not any(number.name in line for line in words):
         return f"does not say {number.name}: {outcome.error}"
@@ -104,7 +103,7 @@ def wrong(run: ForkedRun, outcome: Outcome, number: signal.Signals) -> str | Non
 
 
 def until(condition: Callable[[], bool], run: ForkedRun, timeout: float) -> bool:
-    """Waits for a condition while the run goes on; whether it came true."""
+    """Waits for a condition during the run; returns whether it came true."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline and not has_ended(run):
         if condition():
@@ -114,7 +113,7 @@ def until(condition: Callable[[], bool], run: ForkedRun, timeout: float) -> bool
 
 
 def has_ended(run: ForkedRun) -> bool:
-    """Whether the run is over; a run that is over is not yet reaped."""
+    """Returns whether the run has ended; its process is not reaped yet."""
     return "Z" in Path(f"/proc/{run.pid}/stat").read_text().rpartition(")")[2].split()[:1]
 
 
@@ -126,7 +125,7 @@ def prints(run: ForkedRun, words: str) -> Callable[[], bool]:
 def test_runs_interrupted_at_random_moments_resume_bitwise(
     flags: list[str], expected: dict[int, dict[str, float]], tmp_path: Path, tally: Any
 ) -> None:
-    """Each run is interrupted several times, as a process or as a group, resumed each time, and then left to end."""
+    """Each run is interrupted several times, as a process or a group, and resumed until it completes."""
     tries = tally("a signal at a random moment")
     for seed in range(SEEDS):
         chance = random.Random(seed)
@@ -169,7 +168,7 @@ def test_a_signal_during_a_save_is_not_lost(
 def test_a_second_signal_during_a_save_ends_the_run_at_once_and_the_half_checkpoint_does_not_count(
     tmp_path: Path, tally: Any
 ) -> None:
-    """The run is stopped while it writes, so that the second signal finds it there; tries that come too late repeat."""
+    """SIGSTOP holds the run during a save until the second signal; late tries repeat."""
     tries = tally("a second signal during a save")
     task = make_task(tmp_path, hidden_size=512, intermediate_size=2048)  # a checkpoint of some 50 MB
     save, directory = tmp_path / "save", tmp_path / "run"
@@ -209,7 +208,7 @@ def test_a_second_signal_during_a_save_ends_the_run_at_once_and_the_half_checkpo
 def test_a_signal_while_sglang_is_waited_for(
     number: signal.Signals, flags: list[str], tmp_path: Path, tally: Any
 ) -> None:
-    """Requests hang in a server; the run saves and ends, and a resumed run gives the metrics of an undisturbed one."""
+    """Requests hang in a server; the run saves and ends, and resumption gives the same metrics."""
     tries = tally("a signal while SGLang is waited for")
     place = flags.index("--rollout-precision")
     sglang = [*flags[:place], *flags[place + 2 :], "--num-rollout", "4", "--update-weights-interval", "1"]

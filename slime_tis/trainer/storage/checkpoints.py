@@ -26,7 +26,7 @@ OWN_FILE = re.compile(
     rf"{SAFETENSORS_PARTIAL}|"
     + "|".join(map(re.escape, (TRAINER_STATE, MANIFEST, ROLLOUT_WEIGHTS, ROUNDING_ERRORS, UPDATE_SAMPLES)))
 )
-"""Names of the files in unfinished checkpoints; those of killed runs are removed."""
+"""Names of files in unfinished checkpoints, which later runs remove."""
 LINE = re.compile(r"([0-9a-f]{64})  (.+)")
 
 
