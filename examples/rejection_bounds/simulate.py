@@ -2,7 +2,7 @@
 
     python -m examples.rejection_bounds.simulate
 
-prints the two tables of docs/choosing.md, "Bounds that follow length and noise", in about a minute. A batch is 256
+prints the two tables of README.md in about a minute. A batch is 256
 responses of one length, whose log-ratios are noise of a given standard deviation with E[exp Δ] = 1, as under sampling
 by the rollout policy. Eight of them are broken: four have 0.1 nats too much at every token (another temperature, other
 weights), four have one token of −5 nats (a kernel that fails, a token that was retokenised).

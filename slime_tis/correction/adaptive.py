@@ -7,7 +7,7 @@ variances add up. With k3 for the KL of an average token, a sequence of n tokens
 
 and is judged by how many of these deviations it is away:  z = |Σ_t Δ_t + k3·n| / √(2·k3·n). No fixed bound does that:
 one that is wide at 3,000 tokens is narrow at 12. The sum (sequence level) and the mean (geometric level) have the
-same z. docs/choosing.md has the simulation.
+same z. examples/rejection_bounds/README.md has the simulation.
 
 Shapes: suffix _S is per sequence.
 """

@@ -1,4 +1,4 @@
-"""The simulation of rejection bounds, small: what docs/choosing.md says of it is what it finds."""
+"""The simulation of rejection bounds, small: its README shows the tables that it prints."""
 
 import math
 
@@ -37,6 +37,6 @@ def test_the_estimate_of_k3_is_neither_widened_nor_too_small() -> None:
 
 def test_the_page_shows_what_it_prints() -> None:
     """The rows of the shortest responses as printed; the others take longer to make."""
-    page = (ROOT / "docs/choosing.md").read_text().splitlines()
+    page = (ROOT / "examples/rejection_bounds/README.md").read_text().splitlines()
     printed = tables(batches=20)
     assert all(next(printed) in page for _ in range(7))
