@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from slime_tis.correction.presets import PRESETS
 from slime_tis.limits import flag
-from slime_tis.trainer.cli.arguments import ALIASES, COMMAND_LINE, GROUPS, OPTIONS, build_parser
+from slime_tis.trainer.cli.arguments import ALIASES, COMMAND_LINE, OPTIONS, build_parser
 from slime_tis.trainer.cli.command_line import needs_of
 from slime_tis.trainer.cli.slime_flags import ADVICE, FIXED, RENAMED, RESTATED
 
@@ -71,10 +71,10 @@ def render() -> str:
     """The whole page."""
     metavars = {action.dest: action.metavar for action in build_parser()._actions if action.metavar}
     parts = [HEAD]
-    for title, names in GROUPS.items():
+    for title, options in COMMAND_LINE.groups.items():
         rows = [
             f"| `{flag(name)}` | {_values(name, metavars.get(name))} | {_default(name)} | {_meaning(name)} |"
-            for name in names.split()
+            for name in (option.name for option in options)
         ]
         parts.append(
             "\n".join([f"## {title}\n", "| flag | value | default | meaning |", "|---|---|---|---|", *rows, ""])

@@ -106,6 +106,39 @@ class FieldType:
         return ("a list, each " if self.is_list else "") + NAMES[self.item] + limits
 
 
+def option(
+    default: Any = dataclasses.MISSING,
+    *,
+    group: str,
+    metavar: str = "",
+    needs: tuple[str, ...] = (),
+    suffices: tuple[str, ...] = (),
+) -> Any:
+    """Declares a dataclass field as an option of the command line.
+
+    Args:
+        default: The default; without one the option is required.
+        group: Title of the option's group in --help.
+        metavar: The value in --help; numbers show N (whole) or X without it.
+        needs: Flags, as `--flag` or `--flag=value`; the option has no effect without one of them.
+        suffices: Further flags that give the option an effect. Help and messages do not name them: a user function may
+            read any option, and in bypass mode weights are measured but not applied.
+    """
+    metadata = {"group": group, "metavar": metavar, "needs": needs, "suffices": suffices}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+REJECTS = (
+    "--use-rs",
+    "--rollout-rs",
+    "--rs-veto-threshold",
+    "--rs-veto-upper-threshold",
+    "--rs-second-moment-bound",
+    "--tis-mode=mask",
+)
+"""Flags that reject tokens."""
+
+
 @functools.cache
 def field_types(config: type) -> dict[str, FieldType]:
     """The types and limits of a dataclass's fields, by name."""

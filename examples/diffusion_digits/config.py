@@ -7,9 +7,8 @@ from typing import Annotated, Any, Literal
 
 from slime_tis.correction.config import RolloutCorrectionConfig
 from slime_tis.integrations.arguments import CORRECTION_ALIASES
-from slime_tis.limits import Limits, check_fields
+from slime_tis.limits import Limits, check_fields, option
 from slime_tis.trainer.cli.command_line import (
-    CORRECTION_NEEDS,
     CommandLine,
     SourceConfig,
     build,
@@ -91,7 +90,7 @@ class DigitsConfig:
     eval_samples: Annotated[int, Limits(ge=1)] = 30
     """Images of each digit that an evaluation samples."""
 
-    compare_with: str | None = None
+    compare_with: str | None = option(None, group="options", metavar="DIR")
     """Run directory of another run, drawn next to this one."""
 
     def __post_init__(self) -> None:
@@ -129,28 +128,7 @@ class Arguments:
 
 CONFIGS = (DigitsConfig, RolloutCorrectionConfig, ReportingConfig)
 OPTIONS = declare_options((*CONFIGS, SourceConfig))
-GROUPS = {
-    "digits": " ".join(field.name for field in dataclasses.fields(DigitsConfig)),
-    "rollout correction": " ".join(
-        field.name for config in (SourceConfig, RolloutCorrectionConfig) for field in dataclasses.fields(config)
-    ),
-    "reporting": " ".join(field.name for field in dataclasses.fields(ReportingConfig)),
-}
-COMMAND_LINE = CommandLine(
-    options=OPTIONS,
-    groups=GROUPS,
-    aliases=CORRECTION_ALIASES,
-    metavars={
-        "DIR": "output_dir wandb_dir compare_with",
-        "FILE.yaml": "custom_config_path",
-        "NAME": "rollout_correction_preset tb_project_name tb_experiment_name wandb_project wandb_group",
-    },
-    needs={
-        **CORRECTION_NEEDS,
-        "tb_project_name tb_experiment_name": "--use-tensorboard",
-        "wandb_project wandb_group wandb_mode wandb_dir": "--use-wandb",
-    },
-)
+COMMAND_LINE = CommandLine(options=OPTIONS, aliases=CORRECTION_ALIASES)
 
 
 def configure(argv: Sequence[str]) -> Arguments:

@@ -2,12 +2,16 @@
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal, get_args
 
 from slime_tis.correction.criteria import LEVEL_AGGREGATION, TOKEN_AGGREGATIONS, Criterion, parse_criteria
 from slime_tis.correction.modes import MODES, Mode
 from slime_tis.correction.presets import PRESETS, preset_values
-from slime_tis.limits import Limits, check_fields, flag
+from slime_tis.limits import REJECTS, Limits, check_fields, flag, option
+
+loss_option = partial(option, group="policy loss")
+correction_option = partial(option, group="rollout correction")
 
 Level = Literal["token", "sequence", "geometric", "prefix", "segment"]
 ModeName = Literal["truncate", "clip", "mask"]
@@ -27,57 +31,71 @@ RATIO_LOSSES = ("ppo", "cispo", "gspo")
 class RolloutCorrectionConfig:
     """What to correct and how. Bounds are always on the ratio π_train/π_rollout."""
 
-    use_tis: bool = False
+    use_tis: bool = correction_option(False)
     """Multiply the loss by importance weights."""
-    tis_mode: ModeName = "truncate"
+    tis_mode: ModeName = correction_option("truncate", needs=("--use-tis",), suffices=("--custom-tis-function-path",))
     """truncate: min(w, upper); clip: clamp(w, lower, upper); mask: w inside the bounds, rejected outside."""
-    tis_level: Level = "token"
+    tis_level: Level = correction_option(
+        "token", needs=("--use-tis",), suffices=("--use-rollout-logprobs", "--custom-tis-function-path")
+    )
     """How log-ratios become a log-weight: token, sequence (sum), geometric (mean), prefix (sum up to the
     token), segment (sum over a turn)."""
-    tis_lower_bound: Annotated[float | None, Limits(ge=0)] = None
+    tis_lower_bound: Annotated[float | None, Limits(ge=0)] = correction_option(
+        None, needs=("--use-tis", "--use-rs"), suffices=("--custom-tis-function-path",)
+    )
     """Lower bound of the weight; 1/upper when unset, no lower bound when 0."""
-    tis_upper_bound: Annotated[float, Limits(gt=0)] = 2.0
+    tis_upper_bound: Annotated[float, Limits(gt=0)] = correction_option(
+        2.0, needs=("--use-tis", "--use-rs"), suffices=("--use-rollout-logprobs", "--custom-tis-function-path")
+    )
     """Upper bound of the weight."""
-    tis_batch_normalize: bool = False
+    tis_batch_normalize: bool = correction_option(False, needs=("--use-tis",), suffices=("--custom-tis-function-path",))
     """Divide the bounded weights by their mean over the global batch."""
-    use_rs: bool = False
+    use_rs: bool = correction_option(False)
     """Reject tokens or sequences whose ratio is out of bounds."""
-    rs_level: Level = "token"
+    rs_level: Level = correction_option("token", needs=("--use-rs",), suffices=("--custom-tis-function-path",))
     """Level of the rejected ratio, as `tis_level`."""
-    rs_lower_bound: Annotated[float | None, Limits(ge=0)] = None
+    rs_lower_bound: Annotated[float | None, Limits(ge=0)] = correction_option(
+        None, needs=("--use-rs",), suffices=("--custom-tis-function-path",)
+    )
     """Lower bound for rejection; 1/`rs_upper_bound`, or the weight's lower bound when neither is given. 0 for no
     lower bound."""
-    rs_upper_bound: Annotated[float | None, Limits(gt=0)] = None
+    rs_upper_bound: Annotated[float | None, Limits(gt=0)] = correction_option(
+        None, needs=("--use-rs",), suffices=("--custom-tis-function-path",)
+    )
     """Upper bound for rejection; `tis_upper_bound` when unset."""
-    rs_z_score: Annotated[float | None, Limits(gt=0)] = None
+    rs_z_score: Annotated[float | None, Limits(gt=0)] = correction_option(None, needs=("--use-rs",))
     """Reject a sequence whose log-ratio is more than this many standard deviations from its mean, both of them from
     its length and the k3 of the global batch; 3 for example. In place of the bounds, at level geometric or
     sequence; off when unset."""
-    rs_target_fraction: Annotated[float | None, Limits(gt=0, lt=1, hint="0.02 is customary")] = None
+    rs_target_fraction: Annotated[float | None, Limits(gt=0, lt=1, hint="0.02 is customary")] = correction_option(
+        None, needs=("--use-rs",)
+    )
     """Reject this share of the sequences of the global batch, those with the largest z-scores; 0.02 for example. In
     place of the bounds, as `rs_z_score`; off when unset."""
-    rs_veto_threshold: Annotated[float | None, Limits(gt=0, lt=1, hint="1e-4 is customary")] = None
+    rs_veto_threshold: Annotated[float | None, Limits(gt=0, lt=1, hint="1e-4 is customary")] = correction_option(None)
     """Reject a sequence with any token ratio below this (1e-4 to 1e-6); off when unset."""
-    rs_veto_upper_threshold: Annotated[float | None, Limits(gt=1, hint="100 is customary")] = None
+    rs_veto_upper_threshold: Annotated[float | None, Limits(gt=1, hint="100 is customary")] = correction_option(None)
     """Reject a sequence with any token ratio above this (for example 100); off when unset."""
-    rs_second_moment_bound: Annotated[float | None, Limits(gt=0)] = None
+    rs_second_moment_bound: Annotated[float | None, Limits(gt=0)] = correction_option(None)
     """Drop the tokens of the global batch with the largest Δ² until the mean Δ² of the rest is at most this; off
     when unset."""
-    rollout_rs: str | None = None
+    rollout_rs: str | None = correction_option(None, metavar="CRITERION,…")
     """verl's comma-separated criteria, all of which must hold: `token_k1,seq_max_k3`."""
-    rollout_rs_threshold: str | float | None = None
+    rollout_rs_threshold: str | float | None = correction_option(None, metavar="LIMIT,…", needs=("--rollout-rs",))
     """One threshold for all criteria or one each: `0.5_2.0,0.01`; a single number u for k1 means 1/u_u."""
-    rejection_normalizer: Normalizer = "kept"
+    rejection_normalizer: Normalizer = correction_option(
+        "kept", needs=REJECTS, suffices=("--use-opsm", "--custom-tis-function-path")
+    )
     """What the loss is averaged over: kept (rejected tokens leave the denominator too) or original."""
-    nonfinite_policy: NonfinitePolicy = "reject"
+    nonfinite_policy: NonfinitePolicy = correction_option("reject")
     """A token whose log-prob is NaN, ±inf or missing: reject it, take its ratio as 1 (neutral), or raise."""
-    use_rollout_logprobs: bool = False
+    use_rollout_logprobs: bool = correction_option(False)
     """Bypass: the rollout policy is the old policy, and the old-log-prob forward pass is skipped."""
-    old_logprobs: OldLogprobs = "recompute"
+    old_logprobs: OldLogprobs = correction_option("recompute")
     """recompute the old log-probs with a forward pass, or interpolate them between rollout and current."""
-    policy_loss: PolicyLoss = "ppo"
+    policy_loss: PolicyLoss = loss_option("ppo")
     """ppo, cispo, gspo, or reinforce (no clipping; the importance weight carries the correction)."""
-    get_mismatch_metrics: bool = False
+    get_mismatch_metrics: bool = correction_option(False)
     """Take π_old for the mismatch metrics also in bypass, and call a custom correction for its metrics. The metrics
     are always logged; the loss is unchanged."""
 

@@ -2,9 +2,13 @@
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Literal
 
-from slime_tis.limits import Limits, check_fields
+from slime_tis.limits import REJECTS, Limits, check_fields, option
+
+loss_option = partial(option, group="policy loss")
+correction_option = partial(option, group="rollout correction")
 
 OPSM_DELTAS = {"rollout": 0.1, "old": 1e-4}
 """Customary bound for each policy, in nats per token. The noise of the engines alone makes T tokens differ from the
@@ -15,71 +19,77 @@ rollout policy by k3 ± √(2·k3/T), with fp8 weights by 0.02 ± 0.01 at 300 to
 class PolicyConfig:
     """What the policy maximises, apart from the rollout correction."""
 
-    advantage_estimator: Literal["grpo", "rloo", "reinforce_plus_plus_baseline"] = "grpo"
+    advantage_estimator: Literal["grpo", "rloo", "reinforce_plus_plus_baseline"] = loss_option("grpo")
     """How rewards become advantages: grpo (group mean and deviation), rloo (leave-one-out mean) or
     reinforce_plus_plus_baseline (group mean, then the deviation of the batch)."""
 
-    disable_grpo_std_normalization: bool = False
+    disable_grpo_std_normalization: bool = loss_option(False, needs=("--advantage-estimator=grpo",))
     """Leave out the division by the group's standard deviation in grpo (Dr. GRPO)."""
 
-    normalize_advantages: bool = False
+    normalize_advantages: bool = loss_option(False)
     """Shift and scale the advantages of the global batch to mean 0 and deviation 1 over valid tokens."""
 
-    custom_advantage_function_path: str | None = None
+    custom_advantage_function_path: str | None = loss_option(None, metavar="FUNCTION")
     """Function of your own that sets the advantage of every token, as pkg.module.function or path/file.py:function."""
 
-    loss_type: Literal["policy_loss", "custom_loss"] = "policy_loss"
+    loss_type: Literal["policy_loss", "custom_loss"] = loss_option("policy_loss")
     """The loss: policy_loss, which policy_loss, clips and corrections make, or custom_loss, a function of your own."""
 
-    custom_loss_function_path: str | None = None
+    custom_loss_function_path: str | None = loss_option(None, metavar="FUNCTION", needs=("--loss-type=custom_loss",))
     """Function of your own that makes the loss from logits, for loss_type custom_loss."""
 
-    custom_pg_loss_reducer_function_path: str | None = None
+    custom_pg_loss_reducer_function_path: str | None = loss_option(None, metavar="FUNCTION")
     """Function of your own that makes the policy loss of samples from that of their tokens;
     slime_tis.policy.reducers.dr_grpo divides by a constant."""
 
-    token_pass_path: str | None = None
+    token_pass_path: str | None = correction_option(None, metavar="FUNCTION")
     """Function that replaces the correction's pass over the tokens, for example the experimental Triton kernels
     experimental.triton_token_pass.token_pass (only in a clone of the repository)."""
 
-    eps_clip: Annotated[float, Limits(gt=0, lt=1, hint="0.2 is customary")] = 0.2
+    eps_clip: Annotated[float, Limits(gt=0, lt=1, hint="0.2 is customary")] = loss_option(
+        0.2, needs=("--policy-loss=ppo", "--policy-loss=cispo", "--policy-loss=gspo")
+    )
     """PPO clip range below 1, a distance of the ratio from 1: the lower clip is 1 - eps_clip."""
 
     eps_clip_high: Annotated[
         float | None, Limits(gt=0, le=1_000_000, also=(math.inf,), hint="leave it out for --eps-clip")
-    ] = None
+    ] = loss_option(None, needs=("--policy-loss=ppo", "--policy-loss=cispo", "--policy-loss=gspo"))
     """PPO clip range above 1, a distance of the ratio from 1; unset means eps_clip."""
 
-    eps_clip_c: Annotated[float | None, Limits(gt=1, le=1_000_000, hint="leave it out for no dual clip")] = None
+    eps_clip_c: Annotated[float | None, Limits(gt=1, le=1_000_000, hint="leave it out for no dual clip")] = loss_option(
+        None, needs=("--policy-loss=ppo",)
+    )
     """Dual-clip bound on the ratio at negative advantages, a ratio above 1; unset means no dual clip."""
 
-    use_kl_loss: bool = False
+    use_kl_loss: bool = loss_option(False)
     """Add kl_loss_coef times the KL divergence from the reference policy to the loss."""
 
-    kl_loss_coef: Annotated[float, Limits(ge=0, le=1_000)] = 0.0
+    kl_loss_coef: Annotated[float, Limits(ge=0, le=1_000)] = loss_option(0.0, needs=("--use-kl-loss",))
     """Coefficient of the KL loss, in loss per nat; 0 only reports the KL."""
 
-    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = "k1"
+    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = loss_option("k1", needs=("--use-kl-loss",))
     """Estimator of the KL from the reference policy, per token in nats; low_var_kl is k3 clamped to ±10."""
 
-    entropy_coef: Annotated[float, Limits(ge=-100, le=100)] = 0.0
+    entropy_coef: Annotated[float, Limits(ge=-100, le=100)] = loss_option(0.0)
     """Coefficient of the entropy bonus, in loss per nat; 0 leaves the bonus out."""
 
-    calculate_per_token_loss: bool = False
+    calculate_per_token_loss: bool = loss_option(False)
     """Average the loss over all tokens of the global batch instead of over samples of their token means."""
 
-    use_opsm: bool = False
+    use_opsm: bool = loss_option(False)
     """Off-policy sequence masking: leave out sequences with a negative advantage that the policy moved away from."""
 
-    opsm_policy: Literal["rollout", "old"] = "rollout"
+    opsm_policy: Literal["rollout", "old"] = loss_option("rollout", needs=("--use-opsm",))
     """The policy that use_opsm compares the current one with: rollout, which sampled (the source's), or old, which
     began the rollout's steps (slime's)."""
 
-    opsm_delta: Annotated[float | None, Limits(gt=0, le=1_000, hint="leave it out for the default")] = None
+    opsm_delta: Annotated[float | None, Limits(gt=0, le=1_000, hint="leave it out for the default")] = loss_option(
+        None, needs=("--use-opsm",)
+    )
     """Mean log-ratio of that policy to the current one over a sequence, in nats per token, above which use_opsm
     leaves the sequence out; unset means 0.1 for rollout and 1e-4, as slime, for old."""
 
-    reject_before_advantage: bool = False
+    reject_before_advantage: bool = loss_option(False, needs=REJECTS)
     """Keep rejected samples out of their group's mean and deviation; takes a forward pass before training."""
 
     def __post_init__(self) -> None:

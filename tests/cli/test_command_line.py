@@ -7,7 +7,6 @@ import pytest
 from slime_tis.correction.config import RolloutCorrectionConfig
 from slime_tis.integrations.arguments import CORRECTION_ALIASES
 from slime_tis.trainer.cli.command_line import (
-    CORRECTION_NEEDS,
     CommandLine,
     SourceConfig,
     build,
@@ -31,13 +30,7 @@ class Sizes:
 
 
 OPTIONS = declare_options((Sizes, RolloutCorrectionConfig, SourceConfig))
-LINE = CommandLine(
-    options=OPTIONS,
-    groups={"all": " ".join(OPTIONS)},
-    aliases=CORRECTION_ALIASES,
-    metavars={"FILE.yaml": "custom_config_path"},
-    needs=CORRECTION_NEEDS,
-)
+LINE = CommandLine(options=OPTIONS, aliases=CORRECTION_ALIASES)
 PARSER = make_parser(LINE, prog="draw.py", usage="draw.py --width N", description="Draws.")
 
 
@@ -124,5 +117,5 @@ def test_refusals(line, message):
 
 def test_help_shows_fields_by_group():
     text = PARSER.format_help()
-    assert "all:\n" in text and "--height N" in text and "Height, in pixels. (default: 8)" in text
+    assert "rollout correction:\n" in text and "--height N" in text and "Height, in pixels. (default: 8)" in text
     assert "--tis-level, --mis-level {token,sequence,geometric,prefix,segment}" in text

@@ -4,7 +4,7 @@ import shlex
 
 import pytest
 
-from slime_tis.trainer.cli.arguments import NEEDS
+from slime_tis.trainer.cli.arguments import OPTIONS
 from tests.cli.conftest import configured, refusal
 
 IDLE = [
@@ -153,7 +153,7 @@ def test_every_option_that_needs_another_is_refused_alone():
         sglang_server_args sglang_base_port sglang_log_dir rs_z_score rs_target_fraction opsm_policy eval_reward_key
         sglang_admin_api_key_env custom_eval_rollout_log_function_path rm_timeout rm_max_retries rm_concurrency
         generate_concurrency generate_timeout retokenization"""
-    assert {name for names in NEEDS for name in names.split()} == tried | set(alike.split())
+    assert {option.name for option in OPTIONS.values() if option.needs} == tried | set(alike.split())
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import yaml
 
 from slime_tis.correction.presets import PRESETS
 from slime_tis.trainer.cli import arguments
-from slime_tis.trainer.cli.arguments import NEEDS, OPTIONS, describe, effective_config, options_in_force
+from slime_tis.trainer.cli.arguments import OPTIONS, describe, effective_config, options_in_force
 from tests.cli.conftest import configured
 
 
@@ -89,7 +89,7 @@ def test_options_in_force_round_trip_through_yaml(base, tmp_path):
 
 def test_options_in_force_are_all_but_those_that_lack_what_they_need(base):
     sources = {"use_rollout_correction", "rollout_correction_preset", "custom_config_path"}
-    idle = {name for names in NEEDS for name in names.split()}
+    idle = {option.name for option in OPTIONS.values() if option.needs}
     in_force = {"rollout_precision", "rollout_router_bits"}
     in_force |= {"eps_clip", "eps_clip_high", "eps_clip_c", "disable_grpo_std_normalization"}
     found = configured(base)
@@ -103,7 +103,7 @@ def test_description_has_what_departs_from_the_defaults(base):
         "rollout: --rollout-batch-size 4 --n-samples-per-prompt 8 --rollout-max-response-len 12\n"
         "sampling: --rollout-stop-token-ids 2 5\n"
         "rewards: --rm-type exact_match\n"
-        "training loop: --num-rollout 3 --num-steps-per-rollout 1 --global-batch-size 32\n"
+        "training loop: --num-rollout 3 --global-batch-size 32 --num-steps-per-rollout 1\n"
         "rollout correction: --use-tis --tis-upper-bound 3.0\n"
         "parallelism and precision: --no-bf16 (trains in float32)"
     )

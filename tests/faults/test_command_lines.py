@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 
 from slime_tis.limits import flag
-from slime_tis.trainer.cli import arguments
-from slime_tis.trainer.cli.arguments import ALIASES, COMMAND_LINE, NEEDS, OPTIONS, parse_args
+from slime_tis.trainer.cli.arguments import ALIASES, COMMAND_LINE, OPTIONS, parse_args
 from slime_tis.trainer.cli.command_line import needs_of
 from slime_tis.trainer.cli.options import LONGEST_TEXT, Option
 from tests.checkpoints import make_checkpoint
@@ -183,7 +182,7 @@ def test_every_option_without_what_it_needs(base: list[str], tally: Any) -> None
     unlike = {"policy-loss": ["--use-rollout-logprobs", "--policy-loss", "reinforce"]}
     unlike["advantage-estimator"] = ["--advantage-estimator", "rloo"]
     unlike["rollout-engine"] = ["--rollout-engine", "sglang", "--sglang-url", "http://a:1"]
-    for name in (name for names in NEEDS for name in names.split()):
+    for name in (option.name for option in OPTIONS.values() if option.needs):
         words: list[str] = []
         if any(need.met_by(OPTIONS[need.option].default) for need in needs_of(COMMAND_LINE, name)):
             words = next((words for key, words in unlike.items() if f"--{key}=" in _needs(name)), [])
@@ -195,7 +194,7 @@ def test_every_option_without_what_it_needs(base: list[str], tally: Any) -> None
 
 
 def _needs(name: str) -> str:
-    return next(needs for names, needs in NEEDS.items() if name in names.split())
+    return " ".join(OPTIONS[name].needs)
 
 
 WORDS = [
@@ -593,7 +592,6 @@ def verdict(status: int | None, error: str, traceback: bool) -> str | None:
     return None
 
 
-def test_the_table_of_needs_names_options_alone() -> None:
-    names = [name for names in NEEDS for name in names.split()]
-    assert len(names) == len(set(names)) and set(names) <= set(OPTIONS)
-    assert arguments.COMMAND_LINE.needs is NEEDS
+def test_options_need_flags_of_this_program() -> None:
+    words = {word.split("=")[0] for option in OPTIONS.values() for word in (*option.needs, *option.suffices)}
+    assert len(words) > 20 and words <= {flag(name) for name in OPTIONS}

@@ -9,6 +9,7 @@ import string
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,14 +17,12 @@ from slime_tis.correction.config import RolloutCorrectionConfig
 from slime_tis.correction.criteria import Criterion
 from slime_tis.errors import quoted, quoted_path
 from slime_tis.integrations.arguments import CORRECTION_ALIASES
-from slime_tis.limits import Limits, check_fields, flag
+from slime_tis.limits import Limits, check_fields, flag, option
 from slime_tis.policy.config import PolicyConfig
 from slime_tis.policy.proximal_policy import clip_is_inactive, needs_old_log_probs
 from slime_tis.rules import corrects_staleness
 from slime_tis.trainer.cli.command_line import (
-    CORRECTION_NEEDS,
     CORRECTION_SWITCHES,
-    REJECTS,
     CommandLine,
     Flags,
     SourceConfig,
@@ -46,6 +45,10 @@ from slime_tis.trainer.options.reporting import ReportingConfig
 from slime_tis.trainer.options.rollout import RolloutConfig
 from slime_tis.trainer.options.sglang import SGLangConfig, split_server_flags
 
+loop_option = partial(option, group="training loop")
+correction_option = partial(option, group="rollout correction")
+debug_option = partial(option, group="debugging")
+
 ENDLESS_WARM_UP = 1000
 """Times the optimizer steps of a run from which on a warm-up is a slip of the finger, not a trial of a longer run."""
 
@@ -57,36 +60,36 @@ MOST_SAMPLES = 1_048_576
 class LoopConfig:
     """How long the loop runs, how a rollout is cut into optimizer steps, and what is dumped or replayed."""
 
-    num_rollout: Annotated[int | None, Limits(ge=1, le=10_000_000)] = None
+    num_rollout: Annotated[int | None, Limits(ge=1, le=10_000_000)] = loop_option(None)
     """Rollouts of the whole run; unset means num_epoch passes over the prompts."""
 
-    num_epoch: Annotated[int | None, Limits(ge=1, le=1_000_000)] = None
+    num_epoch: Annotated[int | None, Limits(ge=1, le=1_000_000)] = loop_option(None)
     """Passes over the training prompts; in place of num_rollout."""
 
-    global_batch_size: Annotated[int | None, Limits(ge=1, le=MOST_SAMPLES)] = None
+    global_batch_size: Annotated[int | None, Limits(ge=1, le=MOST_SAMPLES)] = loop_option(None)
     """Samples of one optimizer step over all ranks; unset means the rollout's samples divided by
     num_steps_per_rollout."""
 
-    num_steps_per_rollout: Annotated[int | None, Limits(ge=1, le=MOST_SAMPLES)] = None
+    num_steps_per_rollout: Annotated[int | None, Limits(ge=1, le=MOST_SAMPLES)] = loop_option(None)
     """Optimizer steps per rollout; unset means the rollout's samples divided by global_batch_size,
     or 1."""
 
-    debug_rollout_only: bool = False
+    debug_rollout_only: bool = debug_option(False)
     """Sample and score without training."""
 
-    save_debug_rollout_data: str | None = None
+    save_debug_rollout_data: str | None = debug_option(None, metavar="FILE")
     """File that samples are saved to; {rollout_id} in it becomes the rollout's number, and has to be in it where
     there are several rollouts."""
 
-    save_debug_train_data: str | None = None
+    save_debug_train_data: str | None = debug_option(None, metavar="FILE")
     """File that what training made of every token is saved to: log-probs, weights, masks, advantages (docs/dumps.md).
     {rollout_id} and {rank} in it become numbers; parquet, or slime's layout where it ends in .pt."""
 
-    dump_details: str | None = None
+    dump_details: str | None = debug_option(None, metavar="DIR")
     """Directory for save_debug_rollout_data (rollout_data/{rollout_id}.jsonl) and save_debug_train_data
     (train_data/{rollout_id}_{rank}.parquet), where these are not given."""
 
-    load_debug_rollout_data: str | None = None
+    load_debug_rollout_data: str | None = debug_option(None, metavar="FILE")
     """File that samples are read from, not generated; {rollout_id} in it becomes the rollout's number."""
 
     def __post_init__(self) -> None:
@@ -166,7 +169,7 @@ def _check_pattern(flag: str, pattern: str | None, names: tuple[str, ...]) -> No
 class CodeConfig:
     """Code of the user's own."""
 
-    custom_tis_function_path: str | None = None
+    custom_tis_function_path: str | None = correction_option(None, metavar="FUNCTION")
     """Correction function of your own, as pkg.module.function or path/file.py:function."""
 
 
@@ -192,115 +195,39 @@ class Arguments:
 
 
 CONFIGS = (
+    SourceConfig,
     RolloutCorrectionConfig,
+    CodeConfig,
     PolicyConfig,
     MegatronConfig,
     RolloutConfig,
     SGLangConfig,
     LoopConfig,
     ReportingConfig,
-    SourceConfig,
-    CodeConfig,
 )
+TITLES = (
+    "model and data",
+    "rollout",
+    "SGLang servers",
+    "sampling",
+    "rewards",
+    "evaluation",
+    "training loop",
+    "optimizer",
+    "policy loss",
+    "rollout correction",
+    "routing replay",
+    "parallelism and precision",
+    "checkpoints",
+    "reporting",
+    "debugging",
+)
+"""Titles of the groups of --help, in order."""
 
-OPTIONS = declare_options(CONFIGS)
-
-GROUPS = {
-    "model and data": (
-        "hf_checkpoint ref_load prompt_data data_source_path input_key label_key metadata_key apply_chat_template "
-        "rollout_shuffle"
-    ),
-    "rollout": (
-        "rollout_engine rollout_precision rollout_router_bits weight_update_rounding update_weights_interval "
-        "check_weight_sync weight_sync_bound rollout_lookahead max_weight_staleness partial_rollout "
-        "over_sampling_batch_size buffer_filter_path custom_generate_function_path generate_concurrency "
-        "generate_timeout retokenization "
-        "dynamic_sampling_filter_path dynamic_sampling_max_batches rollout_function_path rollout_sample_filter_path "
-        "rollout_all_samples_process_path custom_rollout_log_function_path rollout_batch_size "
-        "n_samples_per_prompt rollout_max_prompt_len "
-        "rollout_max_response_len rollout_max_context_len"
-    ),
-    "SGLang servers": (
-        "sglang_url sglang_router_ip sglang_router_port sglang_launch sglang_server_args sglang_python "
-        "sglang_base_port sglang_log_dir sglang_startup_timeout sglang_request_timeout sglang_concurrency "
-        "sglang_max_retries sglang_recovery_timeout sglang_weight_sync sglang_weight_dir sglang_sync_address "
-        "sglang_bucket_mb sglang_api_key_env sglang_admin_api_key_env"
-    ),
-    "sampling": (
-        "rollout_temperature rollout_top_p rollout_top_k allow_truncation_bias rollout_stop_token_ids rollout_seed"
-    ),
-    "rewards": (
-        "rm_type rm_url rm_timeout rm_max_retries rm_concurrency custom_rm_path reward_key reward_weights "
-        "eval_reward_key custom_reward_post_process_path"
-    ),
-    "evaluation": (
-        "eval_prompt_data eval_interval eval_input_key eval_label_key n_samples_per_eval_prompt "
-        "eval_temperature eval_top_p eval_max_response_len eval_engine skip_eval_before_train "
-        "custom_eval_rollout_log_function_path"
-    ),
-    "training loop": (
-        "num_rollout num_epoch num_steps_per_rollout global_batch_size micro_batch_size "
-        "use_dynamic_batch_size max_tokens_per_gpu share_prompts log_probs_chunk_size seed"
-    ),
-    "optimizer": (
-        "lr min_lr lr_warmup_iters lr_decay_style lr_decay_iters weight_decay adam_beta1 adam_beta2 adam_eps clip_grad "
-        "nonfinite_gradient"
-    ),
-    "policy loss": (
-        "loss_type custom_loss_function_path custom_advantage_function_path custom_pg_loss_reducer_function_path "
-        "advantage_estimator disable_grpo_std_normalization normalize_advantages reject_before_advantage policy_loss "
-        "eps_clip eps_clip_high eps_clip_c use_opsm opsm_policy opsm_delta use_kl_loss kl_loss_coef kl_loss_type "
-        "entropy_coef calculate_per_token_loss"
-    ),
-    "rollout correction": (
-        "use_rollout_correction rollout_correction_preset custom_config_path use_rollout_logprobs "
-        "old_logprobs get_mismatch_metrics use_tis tis_mode tis_level tis_lower_bound "
-        "tis_upper_bound tis_batch_normalize use_rs rs_level rs_lower_bound rs_upper_bound rs_z_score "
-        "rs_target_fraction rs_veto_threshold rs_veto_upper_threshold rs_second_moment_bound rollout_rs "
-        "rollout_rs_threshold rejection_normalizer nonfinite_policy custom_tis_function_path token_pass_path"
-    ),
-    "routing replay": ("use_rollout_routing_replay routing_replay_weights use_routing_replay measure_routing_mismatch"),
-    "parallelism and precision": (
-        "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
-        "expert_model_parallel_size expert_tensor_parallel_size sequence_parallel use_distributed_optimizer bf16 "
-        "recompute_granularity recompute_method recompute_num_layers num_threads"
-    ),
-    "checkpoints": "load save save_interval save_retain save_hf",
-    "reporting": (
-        "output_dir summary_plot progress use_tensorboard tb_project_name tb_experiment_name use_wandb "
-        "wandb_project wandb_group wandb_mode wandb_dir"
-    ),
-    "debugging": "debug_rollout_only save_debug_rollout_data save_debug_train_data dump_details "
-    "load_debug_rollout_data",
-}
-"""Titled groups of --help, and the options of each in their order there."""
+OPTIONS = dict(sorted(declare_options(CONFIGS).items(), key=lambda item: TITLES.index(item[1].group)))
 
 ALIASES = {**CORRECTION_ALIASES, "save_retain_count": "save_retain"}
 """Old names of options and the name each one has now; both are read on the command line and in YAML."""
-
-METAVARS = {
-    "DIR": "hf_checkpoint ref_load load save save_hf output_dir wandb_dir sglang_log_dir sglang_weight_dir "
-    "dump_details",
-    "URL": "sglang_url rm_url",
-    "KEY=WEIGHT,…": "reward_weights",
-    "ADDRESS": "sglang_router_ip sglang_sync_address",
-    "WORD": "sglang_server_args",
-    "PYTHON": "sglang_python",
-    "FILE": "prompt_data save_debug_rollout_data save_debug_train_data load_debug_rollout_data",
-    "FILE.yaml": "custom_config_path",
-    "FUNCTION": "custom_rm_path custom_generate_function_path custom_tis_function_path dynamic_sampling_filter_path "
-    "buffer_filter_path rollout_sample_filter_path rollout_all_samples_process_path custom_reward_post_process_path "
-    "custom_rollout_log_function_path custom_eval_rollout_log_function_path data_source_path rollout_function_path "
-    "custom_loss_function_path custom_advantage_function_path custom_pg_loss_reducer_function_path token_pass_path",
-    "KEY": "input_key label_key metadata_key eval_input_key eval_label_key reward_key eval_reward_key",
-    "[NAME] PATH": "eval_prompt_data",
-    "CRITERION,…": "rollout_rs",
-    "LIMIT,…": "rollout_rs_threshold",
-    "ID": "rollout_stop_token_ids",
-    "NAME": "rollout_correction_preset rm_type tb_project_name tb_experiment_name wandb_project wandb_group "
-    "sglang_api_key_env sglang_admin_api_key_env",
-}
-"""What --help shows as the value, and the options that it is the value of; numbers show N (whole) or X."""
 
 FLAGS = {flag(prefix + name) for name in (*OPTIONS, *ALIASES) for prefix in ("", "no_")} | {"--help"}
 """Every flag that is read here, --no- forms included."""
@@ -308,44 +235,7 @@ FLAGS = {flag(prefix + name) for name in (*OPTIONS, *ALIASES) for prefix in ("",
 NOT_FOR_SERVERS = set(RENAMED)
 """Flags that begin like those of the servers and are slime's own."""
 
-NEEDS = {
-    **CORRECTION_NEEDS,
-    "reject_before_advantage": REJECTS,
-    "custom_loss_function_path": "--loss-type=custom_loss",
-    "disable_grpo_std_normalization": "--advantage-estimator=grpo",
-    "eps_clip eps_clip_high": "--policy-loss=ppo --policy-loss=cispo --policy-loss=gspo",
-    "eps_clip_c": "--policy-loss=ppo",
-    "opsm_policy opsm_delta": "--use-opsm",
-    "ref_load kl_loss_coef kl_loss_type": "--use-kl-loss",
-    "lr_decay_iters min_lr": "--lr-decay-style=linear --lr-decay-style=cosine",
-    "max_tokens_per_gpu": "--use-dynamic-batch-size",
-    "recompute_method recompute_num_layers": "--recompute-granularity=full",
-    "save_interval save_retain": "--save",
-    "rollout_precision rollout_router_bits": "--rollout-engine=local",
-    "routing_replay_weights": "--use-rollout-routing-replay",
-    "weight_update_rounding": (
-        "--rollout-precision=bf16 --rollout-precision=fp8 --rollout-precision=int8 --rollout-engine=sglang"
-    ),
-    "weight_sync_bound": "--check-weight-sync",
-    "over_sampling_batch_size": "--partial-rollout --dynamic-sampling-filter-path",
-    "generate_concurrency generate_timeout retokenization": "--custom-generate-function-path",
-    "dynamic_sampling_max_batches": "--dynamic-sampling-filter-path",
-    "rm_timeout rm_max_retries rm_concurrency": "--rm-url",
-    "eval_interval eval_input_key eval_label_key n_samples_per_eval_prompt eval_temperature eval_top_p "
-    "eval_max_response_len eval_engine skip_eval_before_train eval_reward_key "
-    "custom_eval_rollout_log_function_path": "--eval-prompt-data",
-    "sglang_url sglang_router_ip sglang_router_port sglang_launch sglang_startup_timeout sglang_request_timeout "
-    "sglang_concurrency sglang_max_retries sglang_recovery_timeout sglang_weight_sync sglang_bucket_mb "
-    "sglang_api_key_env sglang_admin_api_key_env": "--rollout-engine=sglang",
-    "sglang_server_args sglang_python sglang_base_port sglang_log_dir": "--sglang-launch",
-    "sglang_weight_dir": "--sglang-weight-sync=disk",
-    "sglang_sync_address": "--sglang-weight-sync=distributed",
-    "tb_project_name tb_experiment_name": "--use-tensorboard",
-    "wandb_project wandb_group wandb_mode wandb_dir": "--use-wandb",
-}
-"""Options, and the flags one of which each of them needs to have any effect; without, they are refused."""
-
-COMMAND_LINE = CommandLine(options=OPTIONS, groups=GROUPS, aliases=ALIASES, metavars=METAVARS, needs=NEEDS)
+COMMAND_LINE = CommandLine(options=OPTIONS, aliases=ALIASES)
 
 
 def parse_args(argv: Sequence[str] | None = None, *, prog: str = "train.py") -> Arguments:
@@ -428,7 +318,7 @@ def effective_config(arguments: Arguments) -> dict[str, Any]:
     )
     values = {field.name: getattr(config, field.name) for config in configs for field in dataclasses.fields(config)}
     values["custom_tis_function_path"] = arguments.custom_tis_function_path
-    ordered = [name for names in GROUPS.values() for name in names.split() if name in values]
+    ordered = [name for name in OPTIONS if name in values]
     plain = {name: list(values[name]) if isinstance(values[name], tuple) else values[name] for name in ordered}
     return plain | dict(arguments.user_options)
 
@@ -450,8 +340,8 @@ def describe(arguments: Arguments) -> str:
     """
     values = effective_config(arguments)
     lines = []
-    for title, names in GROUPS.items():
-        changed = [name for name in names.split() if name in values and values[name] != OPTIONS[name].default]
+    for title, options in COMMAND_LINE.groups.items():
+        changed = [one.name for one in options if one.name in values and values[one.name] != one.default]
         shown = [_as_flag(name, values[name]) for name in changed]
         if title == "parallelism and precision" and not arguments.megatron.bf16:
             shown.append("--no-bf16 (trains in float32)")
@@ -469,8 +359,8 @@ def user_options(given: Mapping[str, Given]) -> dict[str, Any]:
         ValueError: There are some, but no user function.
     """
     unknown = {name: entry for name, entry in given.items() if name not in OPTIONS}
-    functions = [name for name in METAVARS["FUNCTION"].split() if name in given and given[name].value is not None]
-    if unknown and not functions:
+    named = (given[name].value for name, one in OPTIONS.items() if one.metavar == "FUNCTION" and name in given)
+    if unknown and all(value is None for value in named):
         label = next(iter(unknown.values())).label
         raise ValueError(f"{label} is not an option, and no user function is given that could read it; remove it.")
     return {name: entry.value for name, entry in unknown.items()}
@@ -844,7 +734,7 @@ def read_correction(
     line = dataclasses.replace(COMMAND_LINE, options=optional)
     flags = read_flags(COMMAND_LINE, build_parser("slime-tis what-if"), argv)
     for name in flags.given:
-        if name not in (*GROUPS["rollout correction"].split(), "policy_loss"):
+        if OPTIONS[name].group != "rollout correction" and name != "policy_loss":
             raise ValueError(f"{flag(name)} is not a flag of a correction; leave it out.")
     values = merge_sources(line, flags)
     correction = build(RolloutCorrectionConfig, values)

@@ -12,27 +12,31 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from slime_tis import limits
 from slime_tis.correction.presets import PRESETS, preset_values
 from slime_tis.errors import quoted
 from slime_tis.limits import flag
 from slime_tis.trainer.cli.options import Given, Option, Source, nearest, read_given
 from slime_tis.trainer.cli.verl_options import CORRECTION, split_overrides
 
+correction_option = partial(limits.option, group="rollout correction")
+
 
 @dataclass(frozen=True, kw_only=True)
 class SourceConfig:
     """Where options come from besides the command line."""
 
-    use_rollout_correction: bool = False
+    use_rollout_correction: bool = correction_option(False)
     """Same as --use-tis. Refused with --no-use-tis and with a preset that has no importance weights."""
 
-    rollout_correction_preset: str | None = None
+    rollout_correction_preset: str | None = correction_option(None, metavar="NAME")
     """Name of a preset of correction options, for example decoupled_token_is."""
 
-    custom_config_path: str | None = None
+    custom_config_path: str | None = correction_option(None, metavar="FILE.yaml")
     """YAML file of options, with flag names as keys or verl's algorithm.rollout_correction block."""
 
 
@@ -43,17 +47,16 @@ class CommandLine:
     options: Mapping[str, Option]
     """By name."""
 
-    groups: Mapping[str, str]
-    """Titled groups of --help, and the options of each in their order there."""
-
     aliases: Mapping[str, str]
     """Old names of options and the name each one has now; both are read on the command line and in YAML."""
 
-    metavars: Mapping[str, str]
-    """What --help shows as the value, and the options that it is the value of; numbers show N (whole) or X."""
-
-    needs: Mapping[str, str]
-    """Options, and the flags one of which each of them needs to have any effect, as in `CORRECTION_NEEDS`."""
+    @property
+    def groups(self) -> dict[str, list[Option]]:
+        """The options of each titled group, in the order of --help."""
+        groups: dict[str, list[Option]] = {}
+        for one in self.options.values():
+            groups.setdefault(one.group, []).append(one)
+        return groups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,25 +102,6 @@ CORRECTION_SWITCHES = (
 )
 """Options that make the correction act on the loss."""
 
-REJECTS = "--use-rs --rollout-rs --rs-veto-threshold --rs-veto-upper-threshold --rs-second-moment-bound --tis-mode=mask"
-"""Flags one of which makes something leave the mask."""
-
-CORRECTION_NEEDS = {
-    "tis_mode tis_batch_normalize": "--use-tis | --custom-tis-function-path",
-    "tis_level": "--use-tis | --use-rollout-logprobs --custom-tis-function-path",
-    "tis_lower_bound": "--use-tis --use-rs | --custom-tis-function-path",
-    "tis_upper_bound": "--use-tis --use-rs | --use-rollout-logprobs --custom-tis-function-path",
-    "rs_level rs_lower_bound rs_upper_bound": "--use-rs | --custom-tis-function-path",
-    "rs_z_score rs_target_fraction": "--use-rs",
-    "rollout_rs_threshold": "--rollout-rs",
-    "rejection_normalizer": f"{REJECTS} | --use-opsm --custom-tis-function-path",
-}
-"""Options of the correction, and the flags one of which each of them needs to have any effect.
-
-Those after a bar will do, but are not what --help and messages suggest: a custom function may read any option, and in
-bypass the weights are measured, though the loss has no use for them, so their level and bound have an effect.
-"""
-
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
@@ -146,10 +130,10 @@ def make_parser(line: CommandLine, *, prog: str, usage: str, description: str) -
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
-    for title, names in line.groups.items():
+    for title, options in line.groups.items():
         group = parser.add_argument_group(title)
-        for name in names.split():
-            _add_flag(group, line, line.options[name])
+        for option in options:
+            _add_flag(group, line, option)
     return parser
 
 
@@ -163,7 +147,7 @@ def _add_flag(group: argparse._ArgumentGroup, line: CommandLine, option: Option)
         *map(flag, names),
         dest=option.name,
         nargs="+" if option.type.is_list else None,
-        metavar=_metavar(line, option),
+        metavar=_metavar(option),
         help=text,
     )
 
@@ -186,11 +170,10 @@ def help_notes(line: CommandLine, option: Option) -> list[str]:
     ]
 
 
-def _metavar(line: CommandLine, option: Option) -> str:
+def _metavar(option: Option) -> str:
     if option.type.choices:
         return "{" + ",".join(option.type.choices) + "}"
-    named = (metavar for metavar, names in line.metavars.items() if option.name in names.split())
-    return next(named, "X" if option.type.kind in (float, str) else "N")
+    return option.metavar or ("X" if option.type.kind in (float, str) else "N")
 
 
 def read_flags(line: CommandLine, parser: argparse.ArgumentParser, argv: Sequence[str]) -> Flags:
@@ -251,9 +234,7 @@ def merge_sources(line: CommandLine, flags: Flags) -> dict[str, Given]:
     _turn_on_weights(given)
     for option in line.options.values():
         if option.default is MISSING and option.name not in given:
-            raise ValueError(
-                f"{flag(option.name)} is unset but required; add {flag(option.name)} {_metavar(line, option)}."
-            )
+            raise ValueError(f"{flag(option.name)} is unset but required; add {flag(option.name)} {_metavar(option)}.")
     return _with_effect(line, given)
 
 
@@ -371,14 +352,14 @@ def unmet_needs(line: CommandLine, name: str, values: Mapping[str, Any]) -> list
 
 def needs_of(line: CommandLine, name: str) -> list[Need]:
     """The flags one of which an option needs, of those that this command line has."""
-    words = next((words for names, words in line.needs.items() if name in names.split()), "")
+    option = line.options.get(name)
     needs = []
-    for part, suggested in zip(words.split("|"), (True, False), strict=False):
-        for word in part.split():
-            name_of_flag, _, value = word.partition("=")
-            option = name_of_flag.removeprefix("--").replace("-", "_")
-            if option in line.options:
-                needs.append(Need(option=option, value=value or None, suggested=suggested))
+    for words, suggested in ((option.needs, True), (option.suffices, False)) if option is not None else ():
+        for word in words:
+            flag_name, _, value = word.partition("=")
+            needed = flag_name.removeprefix("--").replace("-", "_")
+            if needed in line.options:
+                needs.append(Need(option=needed, value=value or None, suggested=suggested))
     return needs
 
 

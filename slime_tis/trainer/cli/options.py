@@ -78,6 +78,18 @@ class Option:
     help: str
     """The docstring under the field, on one line."""
 
+    group: str = "options"
+    """Title of its group in --help."""
+
+    metavar: str = ""
+    """The value in --help; numbers show N (whole) or X without it."""
+
+    needs: tuple[str, ...] = ()
+    """Flags one of which the option needs to have an effect."""
+
+    suffices: tuple[str, ...] = ()
+    """Further flags that give it an effect, which help and messages do not name."""
+
     @property
     def default_text(self) -> str:
         """The default in the words of --help."""
@@ -98,9 +110,8 @@ def declare_options(configs: Sequence[type]) -> dict[str, Option]:
     for config in configs:
         types, docs = field_types(config), field_docs(config)
         for field in dataclasses.fields(config):
-            options[field.name] = Option(
-                name=field.name, type=types[field.name], default=field.default, help=docs[field.name]
-            )
+            kind, text = types[field.name], docs[field.name]
+            options[field.name] = Option(name=field.name, type=kind, default=field.default, help=text, **field.metadata)
     return options
 
 

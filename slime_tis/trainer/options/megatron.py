@@ -1,130 +1,148 @@
 """Options of the training engine: model, parallel sizes, precision, optimizer and checkpoints."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Literal
 
-from slime_tis.limits import Limits, check_fields
+from slime_tis.limits import Limits, check_fields, option
+
+data_option = partial(option, group="model and data")
+loop_option = partial(option, group="training loop")
+optimizer_option = partial(option, group="optimizer")
+routing_option = partial(option, group="routing replay")
+parallel_option = partial(option, group="parallelism and precision")
+checkpoint_option = partial(option, group="checkpoints")
 
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronConfig:
     """How Megatron-core builds, shards, optimizes and saves the policy."""
 
-    hf_checkpoint: str
+    hf_checkpoint: str = data_option(metavar="DIR")
     """Hugging Face directory of the policy to train: config.json, safetensors and tokenizer."""
 
-    ref_load: str | None = None
+    ref_load: str | None = data_option(None, metavar="DIR", needs=("--use-kl-loss",))
     """Hugging Face directory of the reference policy for the KL loss; unset means hf_checkpoint."""
 
-    load: str | None = None
+    load: str | None = checkpoint_option(None, metavar="DIR")
     """Directory of training checkpoints whose latest complete one is resumed; an empty one starts afresh."""
 
-    save: str | None = None
+    save: str | None = checkpoint_option(None, metavar="DIR")
     """Directory that training checkpoints are written to, empty or that of load; unset means none are."""
 
-    save_interval: Annotated[int | None, Limits(ge=1, le=1_000_000)] = None
+    save_interval: Annotated[int | None, Limits(ge=1, le=1_000_000)] = checkpoint_option(None, needs=("--save",))
     """Rollouts between two training checkpoints; unset means only the last one is saved."""
 
-    save_hf: str | None = None
+    save_hf: str | None = checkpoint_option(None, metavar="DIR")
     """Directory that the trained policy is written to as a Hugging Face checkpoint at the end: absent, empty or an
     earlier export."""
 
-    save_retain: Annotated[int, Limits(ge=1, le=1_000_000)] = 2
+    save_retain: Annotated[int, Limits(ge=1, le=1_000_000)] = checkpoint_option(2, needs=("--save",))
     """Newest training checkpoints of the run to keep; its older ones are removed."""
 
-    tensor_model_parallel_size: Annotated[int, Limits(ge=1, le=4_096)] = 1
+    tensor_model_parallel_size: Annotated[int, Limits(ge=1, le=4_096)] = parallel_option(1)
     """Ranks that share every layer's matrices."""
 
-    pipeline_model_parallel_size: Annotated[int, Limits(ge=1, le=4_096)] = 1
+    pipeline_model_parallel_size: Annotated[int, Limits(ge=1, le=4_096)] = parallel_option(1)
     """Ranks that hold consecutive stages of the layers."""
 
-    context_parallel_size: Annotated[int, Limits(ge=1, le=4_096)] = 1
+    context_parallel_size: Annotated[int, Limits(ge=1, le=4_096)] = parallel_option(1)
     """Ranks that hold zigzag slices of every sequence."""
 
-    expert_model_parallel_size: Annotated[int, Limits(ge=1, le=4_096)] = 1
+    expert_model_parallel_size: Annotated[int, Limits(ge=1, le=4_096)] = parallel_option(1)
     """Ranks that share the experts of a mixture-of-experts layer, each with some of them."""
 
-    expert_tensor_parallel_size: Annotated[int | None, Limits(ge=1, le=4_096)] = None
+    expert_tensor_parallel_size: Annotated[int | None, Limits(ge=1, le=4_096)] = parallel_option(None)
     """Ranks that share the matrices of one expert; unset means tensor_model_parallel_size."""
 
-    sequence_parallel: bool = False
+    sequence_parallel: bool = parallel_option(False)
     """Shard activations outside the matrix products along the sequence over the tensor-parallel ranks."""
 
-    use_distributed_optimizer: bool = False
+    use_distributed_optimizer: bool = parallel_option(False)
     """Shard optimizer state over the data-parallel ranks."""
 
-    micro_batch_size: Annotated[int | None, Limits(ge=1, le=1_000_000)] = None
+    micro_batch_size: Annotated[int | None, Limits(ge=1, le=1_000_000)] = loop_option(None)
     """Samples in one forward pass of a rank; unset, with max_tokens_per_gpu unset too, means as many tokens as half of
     the free memory holds, which is printed at the start."""
 
-    use_dynamic_batch_size: bool = False
+    use_dynamic_batch_size: bool = loop_option(False)
     """Pack samples into micro-batches of at most max_tokens_per_gpu tokens instead of a fixed count."""
 
-    max_tokens_per_gpu: Annotated[int | None, Limits(ge=1, le=100_000_000)] = None
+    max_tokens_per_gpu: Annotated[int | None, Limits(ge=1, le=100_000_000)] = loop_option(
+        None, needs=("--use-dynamic-batch-size",)
+    )
     """Token budget of one packed micro-batch on one rank, in tokens; needs use_dynamic_batch_size."""
 
-    share_prompts: bool | None = None
+    share_prompts: bool | None = loop_option(None)
     """Compute the tokens that the samples of a micro-batch begin with alike, such as the prompt of a group, once; unset
     means wherever that is possible: on a CPU, without experts and context parallelism."""
 
-    use_routing_replay: bool = False
+    use_routing_replay: bool = routing_option(False)
     """Record the experts of mixture-of-experts layers in the forward pass for old log-probs, and take the same in the
     training passes that follow (R2)."""
 
-    log_probs_chunk_size: Annotated[int, Limits(ge=1, le=100_000_000, also=(-1,))] = -1
+    log_probs_chunk_size: Annotated[int, Limits(ge=1, le=100_000_000, also=(-1,))] = loop_option(-1)
     """Response tokens whose log-probs are computed at a time; -1 means as many as suit the output layer. Logits exist
     for so many tokens and a block of the vocabulary, 8 MiB in float32, but where a loss of your own gets them all."""
 
-    lr: Annotated[float, Limits(ge=0, le=1)] = 1e-6
+    lr: Annotated[float, Limits(ge=0, le=1)] = optimizer_option(1e-6)
     """Peak learning rate of Adam, per step."""
 
-    min_lr: Annotated[float, Limits(ge=0, le=1)] = 0.0
+    min_lr: Annotated[float, Limits(ge=0, le=1)] = optimizer_option(
+        0.0, needs=("--lr-decay-style=linear", "--lr-decay-style=cosine")
+    )
     """Learning rate that the decay ends at, per step."""
 
-    lr_warmup_iters: Annotated[int, Limits(ge=0, le=1_000_000_000)] = 0
+    lr_warmup_iters: Annotated[int, Limits(ge=0, le=1_000_000_000)] = optimizer_option(0)
     """Optimizer steps over which the learning rate rises linearly from 0."""
 
-    lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
+    lr_decay_style: Literal["constant", "linear", "cosine"] = optimizer_option("constant")
     """Shape of the learning rate after warm-up."""
 
-    lr_decay_iters: Annotated[int | None, Limits(ge=1, le=1_000_000_000)] = None
+    lr_decay_iters: Annotated[int | None, Limits(ge=1, le=1_000_000_000)] = optimizer_option(
+        None, needs=("--lr-decay-style=linear", "--lr-decay-style=cosine")
+    )
     """Optimizer steps until the decay reaches min_lr; unset means the whole run."""
 
-    weight_decay: Annotated[float, Limits(ge=0, le=100)] = 0.01
+    weight_decay: Annotated[float, Limits(ge=0, le=100)] = optimizer_option(0.01)
     """Decoupled weight decay of Adam, per unit of learning rate; biases and norms are exempt."""
 
-    adam_beta1: Annotated[float, Limits(ge=0, lt=1)] = 0.9
+    adam_beta1: Annotated[float, Limits(ge=0, lt=1)] = optimizer_option(0.9)
     """Decay rate of Adam's first moment, per step."""
 
-    adam_beta2: Annotated[float, Limits(ge=0, lt=1)] = 0.98
+    adam_beta2: Annotated[float, Limits(ge=0, lt=1)] = optimizer_option(0.98)
     """Decay rate of Adam's second moment, per step."""
 
-    adam_eps: Annotated[float, Limits(gt=0, le=1)] = 1e-8
+    adam_eps: Annotated[float, Limits(gt=0, le=1)] = optimizer_option(1e-8)
     """Constant added to the root of Adam's second moment."""
 
-    clip_grad: Annotated[float, Limits(ge=0, le=1_000_000)] = 1.0
+    clip_grad: Annotated[float, Limits(ge=0, le=1_000_000)] = optimizer_option(1.0)
     """Largest global gradient norm, an L2 norm; 0 means no clipping."""
 
-    nonfinite_gradient: Literal["stop", "skip"] = "stop"
+    nonfinite_gradient: Literal["stop", "skip"] = optimizer_option("stop")
     """What to do where the gradient or the loss of a step is NaN or infinite: stop the run with a checkpoint of the
     last good step, or leave the step out, counted as train/nonfinite_gradient_steps."""
 
-    bf16: bool = False
+    bf16: bool = parallel_option(False)
     """Train in bfloat16 with float32 master weights instead of in float32."""
 
-    recompute_granularity: Literal["full", "selective"] | None = None
+    recompute_granularity: Literal["full", "selective"] | None = parallel_option(None)
     """Activations recomputed in the backward pass: full layers or only attention; unset means none."""
 
-    recompute_method: Literal["uniform", "block"] | None = None
+    recompute_method: Literal["uniform", "block"] | None = parallel_option(
+        None, needs=("--recompute-granularity=full",)
+    )
     """Which layers full recomputation takes: uniform groups or the first block of each stage."""
 
-    recompute_num_layers: Annotated[int | None, Limits(ge=1, le=10_000)] = None
+    recompute_num_layers: Annotated[int | None, Limits(ge=1, le=10_000)] = parallel_option(
+        None, needs=("--recompute-granularity=full",)
+    )
     """Layers in a group (uniform) or in the block (block) of full recomputation."""
 
-    seed: Annotated[int, Limits(ge=0, le=2**31 - 1)] = 1234
+    seed: Annotated[int, Limits(ge=0, le=2**31 - 1)] = loop_option(1234)
     """Seed of everything random in training; sampling has rollout_seed."""
 
-    num_threads: Annotated[int | None, Limits(ge=1, le=1_024)] = None
+    num_threads: Annotated[int | None, Limits(ge=1, le=1_024)] = parallel_option(None)
     """CPU threads of each process; unset means torch's own choice."""
 
     def __post_init__(self) -> None:

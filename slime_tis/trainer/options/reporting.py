@@ -2,47 +2,50 @@
 
 import importlib.util
 from dataclasses import dataclass
+from functools import partial
 from pathlib import PurePath
 from typing import Literal
 
-from slime_tis.limits import check_fields
+from slime_tis.limits import check_fields, option
+
+reporting_option = partial(option, group="reporting")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReportingConfig:
     """Where the metrics of a run are reported."""
 
-    output_dir: str = "runs/latest"
+    output_dir: str = reporting_option("runs/latest", metavar="DIR")
     """Run directory: config.yaml, metrics.jsonl, summary.png and TensorBoard events."""
 
-    use_tensorboard: bool = False
+    use_tensorboard: bool = reporting_option(False)
     """Write TensorBoard events below the run directory."""
 
-    tb_project_name: str | None = None
+    tb_project_name: str | None = reporting_option(None, metavar="NAME", needs=("--use-tensorboard",))
     """Sub-directory of the TensorBoard events that groups runs."""
 
-    tb_experiment_name: str | None = None
+    tb_experiment_name: str | None = reporting_option(None, metavar="NAME", needs=("--use-tensorboard",))
     """Sub-directory of the TensorBoard events that names the run."""
 
-    use_wandb: bool = False
+    use_wandb: bool = reporting_option(False)
     """Log to Weights & Biases; the key comes from the environment variable WANDB_API_KEY only."""
 
-    wandb_project: str | None = None
+    wandb_project: str | None = reporting_option(None, metavar="NAME", needs=("--use-wandb",))
     """Weights & Biases project; unset means slime_tis."""
 
-    wandb_group: str | None = None
+    wandb_group: str | None = reporting_option(None, metavar="NAME", needs=("--use-wandb",))
     """Weights & Biases group of the run."""
 
-    wandb_mode: Literal["online", "offline", "disabled"] | None = None
+    wandb_mode: Literal["online", "offline", "disabled"] | None = reporting_option(None, needs=("--use-wandb",))
     """Weights & Biases mode; unset means the one of the environment."""
 
-    wandb_dir: str | None = None
+    wandb_dir: str | None = reporting_option(None, metavar="DIR", needs=("--use-wandb",))
     """Directory of Weights & Biases files; unset means the run directory."""
 
-    summary_plot: bool = True
+    summary_plot: bool = reporting_option(True)
     """Draw summary.png at the end of the run (later: `python -m slime_tis.trainer.reporting.summary DIR`)."""
 
-    progress: bool = True
+    progress: bool = reporting_option(True)
     """Progress bar on stderr, where that is a terminal."""
 
     def __post_init__(self) -> None:

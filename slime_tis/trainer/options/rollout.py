@@ -1,12 +1,20 @@
 """Options of the rollouts: the sampling engine, prompts, sampling, rewards and evaluation."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Literal
 
 from slime_tis.errors import quoted
-from slime_tis.limits import Limits, check_fields, flag
+from slime_tis.limits import Limits, check_fields, flag, option
 from slime_tis.trainer.options.rm_types import check_rm_type, is_remote, parse_weights, reward_keys
 from slime_tis.trainer.options.sglang import shown_url, split_url
+
+data_option = partial(option, group="model and data")
+rollout_option = partial(option, group="rollout")
+sampling_option = partial(option, group="sampling")
+reward_option = partial(option, group="rewards")
+evaluation_option = partial(option, group="evaluation", needs=("--eval-prompt-data",))
+routing_option = partial(option, group="routing replay")
 
 Rounding = Literal["nearest", "stochastic", "error-compensated"]
 """How weights are rounded on their way to the rollout engine."""
@@ -18,226 +26,252 @@ GREEDY = "greedy samples of a group are all alike and teach nothing"
 class RolloutConfig:
     """Where prompts come from, how responses are sampled, and how they are scored."""
 
-    rollout_engine: Literal["local", "sglang"] = "local"
+    rollout_engine: Literal["local", "sglang"] = rollout_option("local")
     """Engine that samples the responses: local runs transformers inside the training process, sglang asks
     SGLang servers over HTTP."""
 
-    rollout_precision: Literal["fp32", "bf16", "fp8", "int8"] = "fp32"
+    rollout_precision: Literal["fp32", "bf16", "fp8", "int8"] = rollout_option(
+        "fp32", needs=("--rollout-engine=local",)
+    )
     """Precision of the local engine's own copy of the weights; below fp32 the mismatch with training is real. SGLang
     servers have their own (--sglang-dtype, --sglang-quantization)."""
 
-    rollout_router_bits: Annotated[int | None, Limits(ge=2, le=16)] = None
+    rollout_router_bits: Annotated[int | None, Limits(ge=2, le=16)] = rollout_option(
+        None, needs=("--rollout-engine=local",)
+    )
     """Bits that the local engine rounds the weights of mixture-of-experts routers to, for studies of engines whose
     routers disagree; unset leaves them in the rollout precision's own type, as engines with 8-bit weights do."""
 
-    use_rollout_routing_replay: bool = False
+    use_rollout_routing_replay: bool = routing_option(False)
     """Take the experts that the rollout engine chose for every token in the passes for old log-probs and in training
     (R3); the reference policy's routers choose themselves. With one expert per token, samples of SGLang that a layer
     sends to expert 0 throughout are trained on without: servers mark so what they did not record."""
 
-    routing_replay_weights: bool = False
+    routing_replay_weights: bool = routing_option(False, needs=("--use-rollout-routing-replay",))
     """Also take the weights that the rollout engine combined these experts' outputs with; the gradient is that of the
     training router's own weights."""
 
-    measure_routing_mismatch: Annotated[int | None, Limits(ge=1, le=1_000_000)] = None
+    measure_routing_mismatch: Annotated[int | None, Limits(ge=1, le=1_000_000)] = routing_option(None)
     """Optimizer steps between two measurements of the mismatch with and without routing replay, whether or not the run
     replays, each one more forward pass; unset means none."""
 
-    weight_update_rounding: Rounding = "nearest"
+    weight_update_rounding: Rounding = rollout_option(
+        "nearest",
+        needs=(
+            "--rollout-precision=bf16",
+            "--rollout-precision=fp8",
+            "--rollout-precision=int8",
+            "--rollout-engine=sglang",
+        ),
+    )
     """How weights are rounded to the rollout engine's precision: nearest, stochastic (unbiased, at random by seed and
     version) or error-compensated (the error of one update is added to the next); the last two let updates through that
     are smaller than the precision."""
 
-    update_weights_interval: Annotated[int, Limits(ge=1, le=1_000_000)] = 1
+    update_weights_interval: Annotated[int, Limits(ge=1, le=1_000_000)] = rollout_option(1)
     """Rollouts between two weight updates of the engine; N makes samples up to N steps stale."""
 
-    rollout_lookahead: Annotated[int, Limits(ge=0, le=1_000)] = 0
+    rollout_lookahead: Annotated[int, Limits(ge=0, le=1_000)] = rollout_option(0)
     """Rollouts that are generated ahead while the present one is trained on; K makes samples up to K
     rollouts stale."""
 
-    max_weight_staleness: Annotated[int | None, Limits(ge=0, le=1_000_000)] = None
+    max_weight_staleness: Annotated[int | None, Limits(ge=0, le=1_000_000)] = rollout_option(None)
     """Optimizer steps between the weights that sampled a response's oldest token and those it would train;
     staler responses are left out and counted, and unset keeps all."""
 
-    partial_rollout: bool = False
+    partial_rollout: bool = rollout_option(False)
     """Abort the slowest responses once enough prompts are answered, and continue them in the next rollout from
     their tokens; needs over_sampling_batch_size and the sglang engine."""
 
-    over_sampling_batch_size: Annotated[int | None, Limits(ge=1, le=1_000_000)] = None
+    over_sampling_batch_size: Annotated[int | None, Limits(ge=1, le=1_000_000)] = rollout_option(
+        None, needs=("--partial-rollout", "--dynamic-sampling-filter-path")
+    )
     """Prompts of one batch, where a rollout may need more of them than it trains on: under partial_rollout, more than
     rollout_batch_size, and with dynamic_sampling_filter_path, where unset means rollout_batch_size."""
 
-    dynamic_sampling_filter_path: str | None = None
+    dynamic_sampling_filter_path: str | None = rollout_option(None, metavar="FUNCTION")
     """Function that says of every group of samples whether it is trained on, as pkg.module.function or
     path/file.py:function; groups that it drops are replaced by those of fresh prompts (DAPO)."""
 
-    custom_generate_function_path: str | None = None
+    custom_generate_function_path: str | None = rollout_option(None, metavar="FUNCTION")
     """Function of your own that makes each sample by asking the engine as often as it likes, as pkg.module.function or
     path/file.py:function: agents with tools, several turns, several samples."""
 
-    generate_concurrency: Annotated[int, Limits(ge=1, le=65_536)] = 256
+    generate_concurrency: Annotated[int, Limits(ge=1, le=65_536)] = rollout_option(
+        256, needs=("--custom-generate-function-path",)
+    )
     """Most calls of custom_generate_function_path at once, per rank of the local engine."""
 
-    generate_timeout: Annotated[float, Limits(gt=0, le=10_000_000)] = 3600.0
+    generate_timeout: Annotated[float, Limits(gt=0, le=10_000_000)] = rollout_option(
+        3600.0, needs=("--custom-generate-function-path",)
+    )
     """Longest time for one call of custom_generate_function_path, in seconds; a sample that takes longer is given up
     and counted."""
 
-    retokenization: Literal["reject", "keep-mask", "error"] = "reject"
+    retokenization: Literal["reject", "keep-mask", "error"] = rollout_option(
+        "reject", needs=("--custom-generate-function-path",)
+    )
     """What becomes of samples of custom_generate_function_path whose tokens are not those that the engine sampled:
     reject trains on none of the sample, keep-mask on the tokens that still are, error ends the run."""
 
-    dynamic_sampling_max_batches: Annotated[int, Limits(ge=1, le=1_000_000)] = 30
+    dynamic_sampling_max_batches: Annotated[int, Limits(ge=1, le=1_000_000)] = rollout_option(
+        30, needs=("--dynamic-sampling-filter-path",)
+    )
     """Batches of prompts that dynamic sampling takes for one rollout before the run saves and stops."""
 
-    buffer_filter_path: str | None = None
+    buffer_filter_path: str | None = rollout_option(None, metavar="FUNCTION")
     """Function that chooses, under partial_rollout, which of the unfinished groups the next batch goes on with, and
     which wait for a later one."""
 
-    rollout_sample_filter_path: str | None = None
+    rollout_sample_filter_path: str | None = rollout_option(None, metavar="FUNCTION")
     """Function that gets the groups of a rollout and sets remove_sample where a sample is not to be trained on."""
 
-    rollout_all_samples_process_path: str | None = None
+    rollout_all_samples_process_path: str | None = rollout_option(None, metavar="FUNCTION")
     """Function that gets all groups that were sampled for a rollout, those that dynamic sampling dropped among them."""
 
-    custom_reward_post_process_path: str | None = None
+    custom_reward_post_process_path: str | None = reward_option(None, metavar="FUNCTION")
     """Function that turns the scored samples of a rollout into (raw rewards, advantages), in place of the advantage
     estimator."""
 
-    custom_rollout_log_function_path: str | None = None
+    custom_rollout_log_function_path: str | None = rollout_option(None, metavar="FUNCTION")
     """Function that is shown every rollout; where it returns true, metrics of rollouts (rollout/…) are not logged."""
 
-    custom_eval_rollout_log_function_path: str | None = None
+    custom_eval_rollout_log_function_path: str | None = evaluation_option(None, metavar="FUNCTION")
     """Function that is shown the answers to held-out prompts; where it returns true, their metrics (eval/…) are not
     logged."""
 
-    check_weight_sync: bool = False
+    check_weight_sync: bool = rollout_option(False)
     """After each weight update compare tensors (local engine: small ones completely, rows of others; SGLang: checksums)
     and the log-probs of a probe prompt between the two engines, and stop where they disagree."""
 
-    weight_sync_bound: Annotated[float | None, Limits(gt=0, le=1_000)] = None
+    weight_sync_bound: Annotated[float | None, Limits(gt=0, le=1_000)] = rollout_option(
+        None, needs=("--check-weight-sync",)
+    )
     """Largest mean absolute difference of the probe's log-probs under check_weight_sync; unset chooses by the engines'
     precision and the length of the probe, 0.18 for bf16 and 512 tokens."""
 
-    rollout_function_path: str | None = None
+    rollout_function_path: str | None = rollout_option(None, metavar="FUNCTION")
     """Function of your own that makes whole rollouts in place of the rollout engine, as pkg.module.function or
     path/file.py:function; evaluation is by the engine."""
 
-    data_source_path: str | None = None
+    data_source_path: str | None = data_option(None, metavar="FUNCTION")
     """Class of your own that gives the training prompts in place of the file prompt_data, which it may read; as
     pkg.module.Class or path/file.py:Class."""
 
-    prompt_data: str
+    prompt_data: str = data_option(metavar="FILE")
     """File of training prompts, JSONL or parquet, one prompt per row."""
 
-    input_key: str = "input"
+    input_key: str = data_option("input", metavar="KEY")
     """Key of a row that holds the prompt: a string, or a list of chat messages."""
 
-    label_key: str | None = None
+    label_key: str | None = data_option(None, metavar="KEY")
     """Key of a row that holds the label given to the reward; unset means no label."""
 
-    metadata_key: str = "metadata"
+    metadata_key: str = data_option("metadata", metavar="KEY")
     """Key of a row that holds a mapping handed to custom rewards."""
 
-    apply_chat_template: bool = False
+    apply_chat_template: bool = data_option(False)
     """Render prompts with the tokenizer's chat template instead of tokenizing them as they are."""
 
-    rollout_batch_size: Annotated[int, Limits(ge=1, le=65_536)]
+    rollout_batch_size: Annotated[int, Limits(ge=1, le=65_536)] = rollout_option()
     """Prompts sampled per rollout."""
 
-    n_samples_per_prompt: Annotated[int, Limits(ge=1, le=4_096)] = 1
+    n_samples_per_prompt: Annotated[int, Limits(ge=1, le=4_096)] = rollout_option(1)
     """Responses sampled per prompt; the group that baselines are taken over."""
 
-    rollout_max_response_len: Annotated[int, Limits(ge=1, le=10_000_000)]
+    rollout_max_response_len: Annotated[int, Limits(ge=1, le=10_000_000)] = rollout_option()
     """Longest response, in tokens."""
 
-    rollout_max_prompt_len: Annotated[int | None, Limits(ge=1, le=10_000_000)] = None
+    rollout_max_prompt_len: Annotated[int | None, Limits(ge=1, le=10_000_000)] = rollout_option(None)
     """Longest prompt, in tokens; longer ones are left out of the data; unset means the context's limit."""
 
-    rollout_max_context_len: Annotated[int | None, Limits(ge=2, le=10_000_000)] = None
+    rollout_max_context_len: Annotated[int | None, Limits(ge=2, le=10_000_000)] = rollout_option(None)
     """Longest prompt and response together, in tokens; unset means the model's own limit."""
 
-    rollout_temperature: Annotated[float, Limits(ge=0.01, le=100, hint=GREEDY)] = 1.0
+    rollout_temperature: Annotated[float, Limits(ge=0.01, le=100, hint=GREEDY)] = sampling_option(1.0)
     """Sampling temperature that divides the logits."""
 
-    rollout_top_p: Annotated[float, Limits(gt=0, le=1)] = 1.0
+    rollout_top_p: Annotated[float, Limits(gt=0, le=1)] = sampling_option(1.0)
     """Nucleus sampling keeps the likeliest tokens of this total probability; 1 keeps all."""
 
-    rollout_top_k: Annotated[int, Limits(ge=1, le=10_000_000, also=(-1,))] = -1
+    rollout_top_k: Annotated[int, Limits(ge=1, le=10_000_000, also=(-1,))] = sampling_option(-1)
     """Top-k sampling keeps this many of the likeliest tokens; -1 keeps all."""
 
-    allow_truncation_bias: bool = False
+    allow_truncation_bias: bool = sampling_option(False)
     """Train on truncated samples (rollout_top_p, rollout_top_k) whose sets of tokens are not recorded, over the whole
     vocabulary; train/entropy_gap shows the bias, and unset such a run is refused."""
 
-    rollout_shuffle: bool = False
+    rollout_shuffle: bool = data_option(False)
     """Visit the prompts in a new order every epoch."""
 
-    rollout_seed: Annotated[int, Limits(ge=0, le=2**31 - 1)] = 42
+    rollout_seed: Annotated[int, Limits(ge=0, le=2**31 - 1)] = sampling_option(42)
     """Seed of sampling and shuffling; SGLang servers sample by it only where they are started with
     --enable-deterministic-inference."""
 
-    rollout_stop_token_ids: Annotated[tuple[int, ...] | None, Limits(ge=0, le=2**31 - 1)] = None
+    rollout_stop_token_ids: Annotated[tuple[int, ...] | None, Limits(ge=0, le=2**31 - 1)] = sampling_option(
+        None, metavar="ID"
+    )
     """Token ids that end a response besides the tokenizer's end of sequence."""
 
-    rm_type: str | None = None
+    rm_type: str | None = reward_option(None, metavar="NAME")
     """Name of a built-in reward: exact_match, math, deepscaler, dapo, f1, gpqa, random or remote_rm, each also with
     boxed_ before it; a row's metadata may name its own as rm_type."""
 
-    rm_url: str | None = None
+    rm_url: str | None = reward_option(None, metavar="URL")
     """URL of the server that scores the responses whose rm_type is remote_rm: it gets prompt, response and label, and
     answers with a number or an object of numbers."""
 
-    rm_timeout: Annotated[float, Limits(ge=0.1, le=86_400)] = 120.0
+    rm_timeout: Annotated[float, Limits(ge=0.1, le=86_400)] = reward_option(120.0, needs=("--rm-url",))
     """Longest wait for one answer of the reward server, in seconds."""
 
-    rm_max_retries: Annotated[int, Limits(ge=0, le=1_000)] = 10
+    rm_max_retries: Annotated[int, Limits(ge=0, le=1_000)] = reward_option(10, needs=("--rm-url",))
     """Further attempts after a request to the reward server that failed, with growing pauses of at most a minute."""
 
-    rm_concurrency: Annotated[int, Limits(ge=1, le=10_000)] = 64
+    rm_concurrency: Annotated[int, Limits(ge=1, le=10_000)] = reward_option(64, needs=("--rm-url",))
     """Requests to the reward server at a time, of each rank."""
 
-    custom_rm_path: str | None = None
+    custom_rm_path: str | None = reward_option(None, metavar="FUNCTION")
     """Reward function of your own, as pkg.module.function or path/file.py:function."""
 
-    reward_key: str | None = None
+    reward_key: str | None = reward_option(None, metavar="KEY")
     """Key of the reward, where the reward function returns a dict; its other numbers are reported."""
 
-    reward_weights: str | None = None
+    reward_weights: str | None = reward_option(None, metavar="KEY=WEIGHT,…")
     """Weights of the components of a reward that is a dict, as KEY=WEIGHT,KEY=WEIGHT: their sum is the reward, and
     each component is reported; in place of reward_key."""
 
-    eval_reward_key: str | None = None
+    eval_reward_key: str | None = reward_option(None, metavar="KEY", needs=("--eval-prompt-data",))
     """Key of the reward of held-out prompts; unset means reward_key or reward_weights."""
 
-    eval_interval: Annotated[int | None, Limits(ge=1, le=1_000_000)] = None
+    eval_interval: Annotated[int | None, Limits(ge=1, le=1_000_000)] = evaluation_option(None)
     """Rollouts between two evaluations; unset means before and after training only."""
 
-    eval_prompt_data: tuple[str, ...] | None = None
+    eval_prompt_data: tuple[str, ...] | None = evaluation_option(None, metavar="[NAME] PATH", needs=())
     """Held-out prompt files as NAME PATH pairs; a single PATH is named accuracy."""
 
-    n_samples_per_eval_prompt: Annotated[int, Limits(ge=1, le=4_096)] = 1
+    n_samples_per_eval_prompt: Annotated[int, Limits(ge=1, le=4_096)] = evaluation_option(1)
     """Responses sampled per held-out prompt."""
 
-    eval_temperature: Annotated[float, Limits(ge=0.01, le=100, also=(0,))] = 0.0
+    eval_temperature: Annotated[float, Limits(ge=0.01, le=100, also=(0,))] = evaluation_option(0.0)
     """Sampling temperature of evaluation; 0 is greedy."""
 
-    eval_top_p: Annotated[float, Limits(gt=0, le=1)] = 1.0
+    eval_top_p: Annotated[float, Limits(gt=0, le=1)] = evaluation_option(1.0)
     """Nucleus probability of evaluation; 1 keeps all tokens."""
 
-    eval_max_response_len: Annotated[int | None, Limits(ge=1, le=10_000_000)] = None
+    eval_max_response_len: Annotated[int | None, Limits(ge=1, le=10_000_000)] = evaluation_option(None)
     """Longest response in evaluation, in tokens; unset means rollout_max_response_len."""
 
-    eval_input_key: str | None = None
+    eval_input_key: str | None = evaluation_option(None, metavar="KEY")
     """Key of a held-out row that holds the prompt; unset means input_key."""
 
-    eval_label_key: str | None = None
+    eval_label_key: str | None = evaluation_option(None, metavar="KEY")
     """Key of a held-out row that holds the label; unset means label_key."""
 
-    eval_engine: Literal["local", "rollout"] | None = None
+    eval_engine: Literal["local", "rollout"] | None = evaluation_option(None)
     """Engine that answers held-out prompts: local keeps a second, unrounded copy of the weights in the training
     process, rollout asks the rollout engine; unset means local for the local engine and rollout for sglang."""
 
-    skip_eval_before_train: bool = False
+    skip_eval_before_train: bool = evaluation_option(False)
     """Leave out the evaluation before the first step."""
 
     def __post_init__(self) -> None:

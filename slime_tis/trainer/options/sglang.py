@@ -5,11 +5,14 @@ import os
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
 from urllib.parse import SplitResult, urlsplit
 
 from slime_tis.errors import quoted
-from slime_tis.limits import Limits, check_fields, flag
+from slime_tis.limits import Limits, check_fields, flag, option
+
+sglang_option = partial(option, group="SGLang servers", needs=("--rollout-engine=sglang",))
 
 MAX_HOST = 253
 """Characters of a host name, by RFC 1035."""
@@ -45,69 +48,71 @@ else:
 class SGLangConfig:
     """Servers that are already running, a router in front of some, or servers to start; and how they are used."""
 
-    sglang_url: tuple[str, ...] | None = None
+    sglang_url: tuple[str, ...] | None = sglang_option(None, metavar="URL")
     """URLs of SGLang servers that are already running, as http://HOST:PORT."""
 
-    sglang_router_ip: str | None = None
+    sglang_router_ip: str | None = sglang_option(None, metavar="ADDRESS")
     """Address of an SGLang router that is already running; requests go to it, weights to the servers it names."""
 
-    sglang_router_port: Annotated[int | None, Limits(ge=1, le=65_535)] = None
+    sglang_router_port: Annotated[int | None, Limits(ge=1, le=65_535)] = sglang_option(None)
     """Port of the router at sglang_router_ip."""
 
-    sglang_launch: Annotated[int | None, Limits(ge=1, le=1_024)] = None
+    sglang_launch: Annotated[int | None, Limits(ge=1, le=1_024)] = sglang_option(None)
     """Number of servers to start on this machine, watch and stop at the end."""
 
-    sglang_server_args: tuple[str, ...] | None = None
+    sglang_server_args: tuple[str, ...] | None = sglang_option(None, metavar="WORD", needs=("--sglang-launch",))
     """Flags of the servers that sglang_launch starts, as a list of words; on the command line any --sglang-NAME
     that is not a flag of this program is passed to them as --NAME."""
 
-    sglang_python: str | None = None
+    sglang_python: str | None = sglang_option(None, metavar="PYTHON", needs=("--sglang-launch",))
     """Python interpreter of the environment that has sglang; unset means the one of this program."""
 
-    sglang_base_port: Annotated[int, Limits(ge=1, le=65_535)] = 30000
+    sglang_base_port: Annotated[int, Limits(ge=1, le=65_535)] = sglang_option(30000, needs=("--sglang-launch",))
     """First port that sglang_launch tries; ports in use are passed over.
 
     Best below the range that the kernel gives out (from 32768 on Linux), which another socket may get before a server
     listens.
     """
 
-    sglang_log_dir: str | None = None
+    sglang_log_dir: str | None = sglang_option(None, metavar="DIR", needs=("--sglang-launch",))
     """Directory for the output of launched servers, one file each; unset means the run's output directory."""
 
-    sglang_startup_timeout: Annotated[float, Limits(gt=0, le=1_000_000)] = 600.0
+    sglang_startup_timeout: Annotated[float, Limits(gt=0, le=1_000_000)] = sglang_option(600.0)
     """Longest wait for servers to come up, in seconds."""
 
-    sglang_request_timeout: Annotated[float, Limits(gt=0, le=1_000_000)] = 600.0
+    sglang_request_timeout: Annotated[float, Limits(gt=0, le=1_000_000)] = sglang_option(600.0)
     """Longest wait for the answer to one request, in seconds."""
 
-    sglang_concurrency: Annotated[int, Limits(ge=1, le=65_536)] = 64
+    sglang_concurrency: Annotated[int, Limits(ge=1, le=65_536)] = sglang_option(64)
     """Most requests in flight per server."""
 
-    sglang_max_retries: Annotated[int, Limits(ge=0, le=1_000)] = 5
+    sglang_max_retries: Annotated[int, Limits(ge=0, le=1_000)] = sglang_option(5)
     """Times that one request is tried again after its server failed."""
 
-    sglang_recovery_timeout: Annotated[float, Limits(gt=0, le=1_000_000)] = 120.0
+    sglang_recovery_timeout: Annotated[float, Limits(gt=0, le=1_000_000)] = sglang_option(120.0)
     """Longest wait, with no server left, for one to come back before the run saves and stops, in seconds."""
 
-    sglang_weight_sync: WeightTransport = "distributed"
+    sglang_weight_sync: WeightTransport = sglang_option("distributed")
     """How new weights reach the servers: distributed broadcasts them over NCCL, or gloo without GPUs; disk writes
     safetensors to a directory that the servers read."""
 
-    sglang_weight_dir: str | None = None
+    sglang_weight_dir: str | None = sglang_option(None, metavar="DIR", needs=("--sglang-weight-sync=disk",))
     """Directory that this program and the servers see, for weights by disk; unset means a temporary one of this
     machine."""
 
-    sglang_sync_address: str | None = None
+    sglang_sync_address: str | None = sglang_option(
+        None, metavar="ADDRESS", needs=("--sglang-weight-sync=distributed",)
+    )
     """Address at which servers reach this program for distributed weights; unset means 127.0.0.1 for servers on this
     machine, and for others the address of this machine that faces them."""
 
-    sglang_bucket_mb: Annotated[int, Limits(ge=1, le=1_000_000)] = 512
+    sglang_bucket_mb: Annotated[int, Limits(ge=1, le=1_000_000)] = sglang_option(512)
     """Weights sent or written at once, in MiB; about this much memory is used besides the model's."""
 
-    sglang_api_key_env: str = "SGLANG_API_KEY"
+    sglang_api_key_env: str = sglang_option("SGLANG_API_KEY", metavar="NAME")
     """Name of the environment variable that holds the servers' API key; the key itself is never a flag."""
 
-    sglang_admin_api_key_env: str = "SGLANG_ADMIN_API_KEY"
+    sglang_admin_api_key_env: str = sglang_option("SGLANG_ADMIN_API_KEY", metavar="NAME")
     """Name of the environment variable that holds the servers' admin key, which SGLang wants for weights, pauses and
     aborts where it was started with one; unset or empty means that the API key does."""
 
