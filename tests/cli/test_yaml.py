@@ -64,7 +64,7 @@ def test_slimes_own_files_are_accepted(base, tmp_path):
 
 YAML_REFUSALS = [
     ("tis_upper: 2.0", "tis_upper in run.yaml is not an option; did you mean tis_upper_bound?"),
-    ("custom_config_path: a.yaml", "custom_config_path in run.yaml is not an option; it cannot be nested."),
+    ("custom_config_path: a.yaml", "custom_config_path in run.yaml is not an option; --help lists"),
     ("drop_above: 2", "drop_above in run.yaml is not an option, and no user function is given"),
     ("drop_above: 2024-01-01\ncustom_rm_path: a.b", "drop_above in run.yaml has a value of type date"),
     ("use_tis: 3", "use_tis in run.yaml is '3' but must be true or false."),

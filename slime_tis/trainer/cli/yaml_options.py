@@ -66,11 +66,12 @@ def _user_option(label: str, key: str, path: Path | None, known: Sequence[str]) 
         ValueError: The name resembles an option of this program, or the value is not JSON.
     """
     match = similar(key, known)
-    if match is not None or key == "custom_config_path":
-        hint = "it cannot be nested." if match is None else f"did you mean {match}?"
-        raise ValueError(f"{label} is not an option; {hint}")
     assert path is not None  # overrides set options of verl's blocks only
-    value = yaml.load(path.read_text(encoding="utf-8"), _UserLoader)[key]  # a safe loader; _read_document checked it
+    document = yaml.load(path.read_text(encoding="utf-8"), _UserLoader)  # a safe loader; _read_document checked it
+    if match is not None or key == "custom_config_path" or not key.isidentifier() or key not in document:
+        hint = "--help lists the options." if match is None else f"did you mean {match}?"
+        raise ValueError(f"{label} is not an option; {hint}")
+    value = document[key]
     try:
         json.dumps(value)
     except (TypeError, ValueError):
