@@ -99,10 +99,13 @@ def call_custom_tis(function: Callable[..., Any], args: Any, *, seed: int = 0, *
     copies = {name: _copy(value) for name, value in kwargs.items()}
     origin = copies["pg_loss"].grad_fn
     positional, keywords = _call_of(function, tuple(kwargs))
+    hook = copies["pg_loss"].register_hook(_refuse_backward) if origin is not None else None
     with kept_state(seed), calling(function):
         result = function(
             *([args] if positional else []), **{name: args if name == "args" else copies[name] for name in keywords}
         )
+    if hook is not None:
+        hook.remove()
     name = describe(function)
     if not isinstance(result, tuple | list) or len(result) != 3:
         raise CustomFunctionError(
@@ -149,6 +152,11 @@ def _call_of(function: Callable[..., Any], names: Sequence[str]) -> tuple[list[s
     if by_keyword is not None and by_keyword.kind is inspect.Parameter.KEYWORD_ONLY:
         return [], ["args", *keywords]
     return ["args"], keywords
+
+
+def _refuse_backward(grad: Tensor) -> None:
+    """Keeps a function from freeing the graph that training needs."""
+    raise RuntimeError("pg_loss.backward() belongs to training; return pg_loss instead")
 
 
 def _copy(value: Any) -> Any:
@@ -231,7 +239,7 @@ def _check_metrics(name: str, metrics: Any, pg_loss: Tensor) -> None:
                 f"{name} returned a metric named {one_line(repr(key))}; name it with 1 to {LONGEST_NAME} printable "
                 f"characters."
             )
-        if not _like(value, pg_loss) or value.is_complex():
+        if not _like(value, pg_loss):
             raise CustomFunctionError(
                 f"{name} returned {_kind(value)} as metric {one_line(repr(key))}; return a tensor of shape "
                 f"{tuple(pg_loss.shape)}, one value per token."
@@ -239,8 +247,8 @@ def _check_metrics(name: str, metrics: Any, pg_loss: Tensor) -> None:
 
 
 def _like(value: Any, given: Tensor) -> bool:
-    """Whether a value is an ordinary tensor of the shape and on the device of another."""
-    if not isinstance(value, Tensor) or value.layout is not torch.strided:
+    """Whether a value is a dense real tensor with the shape and device of another."""
+    if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_complex():
         return False
     return value.shape == given.shape and value.device == given.device
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from slime_tis.errors import CustomFunctionError
-from slime_tis.trainer import train
+from slime_tis.trainer import setup
 from slime_tis.user_functions import load_custom_tis
 from tests.faults.forked import Outcome, run_forked
 from tests.runs import make_task, read_metrics, run_apart
@@ -28,7 +28,7 @@ CANNOT_BE_LOADED = {
     "from ..above import x": "for imports beyond the file's own directory",
     "from ...further import x": "for imports beyond the file's own directory",
     "from slime.ray.rollout import x": "slime is not installed, and of its modules this program has",
-    "import slime.rollout.rm_hub": "slime is not installed, and of its modules this program has",
+    "import slime.rollout.nothing": "slime is not installed, and of its modules this program has",
     "from slime.backends.megatron_utils.cp_utils import zzz": "cannot import name 'zzz'",
     "from torch import no_such_name": r"cannot import name 'no_such_name' .*\(FILE, line 1\)",
     "x = {}\nx['k']": r"KeyError: 'k' \(FILE, line 2\)",
@@ -139,6 +139,8 @@ GOES_WRONG = {
     "masks of another length": (f"return {LOSS}, [m[1:] for m in {MASKS}], {{}}", "as mask 0; return the whole"),
     "masks of numbers": (f"return {LOSS}, [m.tolist() for m in {MASKS}], {{}}", "a list of .* as mask 0"),
     "masks of NaN": (f"return {LOSS}, [m * float('nan') for m in {MASKS}], {{}}", "returned a mask with nan in it"),
+    "complex masks": (f"return {LOSS}, [m * 1j for m in {MASKS}], {{}}", "as mask 0"),
+    "calls backward": (f"{LOSS}.sum().backward()\n    return {LOSS}, {MASKS}, {{}}", "belongs to training"),
     "negative masks": (f"return {LOSS}, [-m for m in {MASKS}], {{}}", "returned a mask with -1 in it"),
     "weights as masks": (
         f"return {LOSS}, [m * 0.5 for m in {MASKS}], {{}}",
@@ -248,7 +250,7 @@ def test_what_is_refused_is_refused_before_the_model_is_built(
     def build(*args: Any, **kwargs: Any) -> None:
         raise OSError("a model is being built")
 
-    monkeypatch.setattr(train, "TrainingEngine", build)  # runs are forks of this process
+    monkeypatch.setattr(setup, "TrainingEngine", build)  # runs are forks of this process
     tried = tally("custom functions refused at the start")
     (tmp_path / "broken.py").write_text("def fn(:\n")
     (tmp_path / "narrow.py").write_text("def fn(args): pass\n")
