@@ -1,6 +1,8 @@
 """Which server takes a request, and what becomes of it when the server fails, over real HTTP."""
 
 import asyncio
+import functools
+import inspect
 import logging
 from collections import Counter
 from collections.abc import Callable, Coroutine
@@ -85,6 +87,22 @@ def with_cluster(
     return asyncio.run(work())
 
 
+def on_servers(count: int, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Runs a test as a coroutine with a cluster on new servers."""
+
+    def decorate(test: Callable[..., Any]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def run(**fixtures: Any) -> None:
+            with fake_servers(count) as fakes:
+                with_cluster(fakes, lambda cluster: test(cluster, fakes, **fixtures), **options)
+
+        parameters = list(inspect.signature(test).parameters.values())[2:]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return run
+
+    return decorate
+
+
 async def until(condition: Callable[[], Any]) -> None:
     while not condition():
         await asyncio.sleep(0.002)
@@ -100,77 +118,62 @@ def expected(prompts: range) -> list[list[int]]:
     return [continuation([1, prompt], 5) for prompt in prompts]
 
 
-def test_requests_are_spread_and_bounded() -> None:
-    async def use(cluster: Cluster) -> None:
-        for server in held:
-            server.stop_after = 0
-        going = [asyncio.ensure_future(cluster.ask(prompt)) for prompt in range(3, 23)]
-        await until(lambda: sum(map(len, (server.requests for server in held))) == 6)
-        await until_checked(held[0], times=3)
-        assert [server.at_once for server in held] == [3, 3]
-        for server in held:
-            server.stop_after = None
-        assert await asyncio.gather(*going) == expected(range(3, 23))
-        assert [server.most_at_once for server in held] == [3, 3]
-        assert set(cluster.tries.values()) == {1}
-
-    with fake_servers(2) as held:
-        with_cluster(held, use, concurrency=3)
+@on_servers(2, concurrency=3)
+async def test_requests_are_spread_and_bounded(cluster: Cluster, fakes: list[FakeSGLang]) -> None:
+    for server in fakes:
+        server.stop_after = 0
+    going = [asyncio.ensure_future(cluster.ask(prompt)) for prompt in range(3, 23)]
+    await until(lambda: sum(map(len, (server.requests for server in fakes))) == 6)
+    await until_checked(fakes[0], times=3)
+    assert [server.at_once for server in fakes] == [3, 3]
+    for server in fakes:
+        server.stop_after = None
+    assert await asyncio.gather(*going) == expected(range(3, 23))
+    assert [server.most_at_once for server in fakes] == [3, 3]
+    assert set(cluster.tries.values()) == {1}
 
 
 @pytest.mark.parametrize(
     "fault", [500, 503, "drop", lambda answer: "no json"], ids=["HTTP 500", "HTTP 503", "dropped", "not JSON"]
 )
-def test_a_failed_request_is_tried_again_elsewhere(fault: Any) -> None:
-    async def use(cluster: Cluster) -> None:
-        both[0].faults.append(fault)
-        assert [await cluster.ask(prompt) for prompt in range(3, 7)] == expected(range(3, 7))
-        assert cluster.tries == {3: 2, 4: 1, 5: 1, 6: 1}
-        assert cluster.at[:2] == [both[0].url, both[1].url]
-        await until(lambda: len(cluster.available) == 2)  # its health was asked for, and is good
-        counts = {"retries": 1, "deaths": 0, "returns": 0, "live_servers": 2}
-        assert cluster.metrics() == {**counts, "malformed_responses": int(callable(fault))}
-
-    with fake_servers(2) as both:
-        with_cluster(both, use)
+@on_servers(2)
+async def test_a_failed_request_is_tried_again_elsewhere(cluster: Cluster, fakes: list[FakeSGLang], fault: Any) -> None:
+    fakes[0].faults.append(fault)
+    assert [await cluster.ask(prompt) for prompt in range(3, 7)] == expected(range(3, 7))
+    assert cluster.tries == {3: 2, 4: 1, 5: 1, 6: 1}
+    assert cluster.at[:2] == [fakes[0].url, fakes[1].url]
+    await until(lambda: len(cluster.available) == 2)  # its health was asked for, and is good
+    counts = {"retries": 1, "deaths": 0, "returns": 0, "live_servers": 2}
+    assert cluster.metrics() == {**counts, "malformed_responses": int(callable(fault))}
 
 
-def test_the_only_server_is_tried_again_too() -> None:
-    async def use(cluster: Cluster) -> None:
-        alone[0].faults.extend([503, "drop", 500])
-        assert await cluster.ask(3) == continuation([1, 3], 5)
-        assert cluster.tries == {3: 4}
-
-    with fake_servers(1) as alone:
-        with_cluster(alone, use)
+@on_servers(1)
+async def test_the_only_server_is_tried_again_too(cluster: Cluster, fakes: list[FakeSGLang]) -> None:
+    fakes[0].faults.extend([503, "drop", 500])
+    assert await cluster.ask(3) == continuation([1, 3], 5)
+    assert cluster.tries == {3: 4}
 
 
-def test_a_request_that_fails_everywhere_is_given_up() -> None:
-    async def use(cluster: Cluster) -> None:
-        for server in both:
-            server.faults.extend([500] * 9)
-        with pytest.raises(RolloutUnavailable, match="failed 3 times"):
-            await cluster.ask(3)
-        assert cluster.tries == {3: 3}
-        assert cluster.metrics()["retries"] == 2
-
-    with fake_servers(2) as both:
-        with_cluster(both, use, max_retries=2)
+@on_servers(2, max_retries=2)
+async def test_a_request_that_fails_everywhere_is_given_up(cluster: Cluster, fakes: list[FakeSGLang]) -> None:
+    for server in fakes:
+        server.faults.extend([500] * 9)
+    with pytest.raises(RolloutUnavailable, match="failed 3 times"):
+        await cluster.ask(3)
+    assert cluster.tries == {3: 3}
+    assert cluster.metrics()["retries"] == 2
 
 
-def test_a_refused_request_is_not_tried_again() -> None:
-    async def use(cluster: Cluster) -> None:
-        both[0].faults.append(400)
-        with pytest.raises(RequestRefused, match="max_new_tokens"):
-            await cluster.ask(3)
-        assert cluster.tries == {3: 1}
-        assert await cluster.ask(4) == continuation([1, 4], 5)
-
-    with fake_servers(2) as both:
-        with_cluster(both, use)
+@on_servers(2)
+async def test_a_refused_request_is_not_tried_again(cluster: Cluster, fakes: list[FakeSGLang]) -> None:
+    fakes[0].faults.append(400)
+    with pytest.raises(RequestRefused, match="max_new_tokens"):
+        await cluster.ask(3)
+    assert cluster.tries == {3: 1}
+    assert await cluster.ask(4) == continuation([1, 4], 5)
 
 
-def test_a_server_that_dies_in_mid_batch_loses_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_dying_server_loses_no_request(caplog: pytest.LogCaptureFixture) -> None:
     async def use(cluster: Cluster) -> None:
         both[1].stop_after = 2
         going = [asyncio.ensure_future(cluster.ask(prompt)) for prompt in range(3, 43)]
@@ -197,39 +200,33 @@ def test_a_server_that_dies_in_mid_batch_loses_nothing(caplog: pytest.LogCapture
     assert len(words) == 2 and f"{both[1].url} is marked down: " in words[0] and "is back, with weights 0" in words[1]
 
 
-def test_a_server_that_hangs_is_found_out_and_what_it_was_asked_goes_elsewhere() -> None:
-    async def use(cluster: Cluster) -> None:
-        both[0].faults.extend(["hang", "hang"])
-        going = [asyncio.ensure_future(cluster.ask(prompt)) for prompt in range(3, 7)]
-        await until(lambda: len(both[0].requests) == 2)
-        both[0].healthy = False
-        assert await asyncio.gather(*going) == expected(range(3, 7))
-        assert sorted(cluster.tries.values()) == [1, 1, 2, 2]
-        assert cluster.metrics()["deaths"] == 1
-        await until(lambda: both[0].aborted == {body["rid"] for body in both[0].requests})
-
-    with fake_servers(2) as both:
-        with_cluster(both, use, timeout=1000.0)
+@on_servers(2, timeout=1000.0)
+async def test_requests_of_a_hanging_server_move_elsewhere(cluster: Cluster, fakes: list[FakeSGLang]) -> None:
+    fakes[0].faults.extend(["hang", "hang"])
+    going = [asyncio.ensure_future(cluster.ask(prompt)) for prompt in range(3, 7)]
+    await until(lambda: len(fakes[0].requests) == 2)
+    fakes[0].healthy = False
+    assert await asyncio.gather(*going) == expected(range(3, 7))
+    assert sorted(cluster.tries.values()) == [1, 1, 2, 2]
+    assert cluster.metrics()["deaths"] == 1
+    await until(lambda: fakes[0].aborted == {body["rid"] for body in fakes[0].requests})
 
 
-def test_one_slow_health_check_takes_no_server_out() -> None:
-    async def use(cluster: Cluster) -> None:
-        for _ in range(3):
-            checks = alone[0].count("/health")
-            alone[0].healthy = False
-            await until(lambda n=checks: alone[0].count("/health") > n)
-            alone[0].healthy = True
-            await until_checked(alone[0], times=2)
-        assert cluster.metrics() == {
-            "retries": 0,
-            "deaths": 0,
-            "returns": 0,
-            "live_servers": 1,
-            "malformed_responses": 0,
-        }
-
-    with fake_servers(1) as alone:
-        with_cluster(alone, use, timeouts=replace(QUICK, health_interval=0.03))
+@on_servers(1, timeouts=replace(QUICK, health_interval=0.03))
+async def test_one_slow_health_check_takes_no_server_out(cluster: Cluster, fakes: list[FakeSGLang]) -> None:
+    for _ in range(3):
+        checks = fakes[0].count("/health")
+        fakes[0].healthy = False
+        await until(lambda n=checks: fakes[0].count("/health") > n)
+        fakes[0].healthy = True
+        await until_checked(fakes[0], times=2)
+    assert cluster.metrics() == {
+        "retries": 0,
+        "deaths": 0,
+        "returns": 0,
+        "live_servers": 1,
+        "malformed_responses": 0,
+    }
 
 
 def test_a_server_that_comes_back_without_its_weights_waits_for_them() -> None:
@@ -260,22 +257,19 @@ def test_a_server_that_comes_back_without_its_weights_waits_for_them() -> None:
         with_cluster(both, use, on_return=returned.append)
 
 
-def test_a_server_that_kept_its_weights_serves_at_once() -> None:
-    async def use(cluster: Cluster) -> None:
-        alone[0].weight_version, alone[0].version = "4", 4
-        cluster.health.mark_current(cluster.servers[0], 4)
-        cluster.health.expect(4)
-        cluster.health.version = 4
-        await asyncio.to_thread(alone[0].die)
-        going = asyncio.ensure_future(cluster.ask(3))
-        await until(lambda: cluster.metrics()["deaths"] == 1)
-        await asyncio.to_thread(alone[0].come_back, "4")
-        alone[0].version = 4
-        assert await going == continuation([1, 3], 5)
-        assert cluster.metrics()["returns"] == 1
-
-    with fake_servers(1) as alone:
-        with_cluster(alone, use)
+@on_servers(1)
+async def test_a_server_that_kept_its_weights_serves_at_once(cluster: Cluster, fakes: list[FakeSGLang]) -> None:
+    fakes[0].weight_version, fakes[0].version = "4", 4
+    cluster.health.mark_current(cluster.servers[0], 4)
+    cluster.health.expect(4)
+    cluster.health.version = 4
+    await asyncio.to_thread(fakes[0].die)
+    going = asyncio.ensure_future(cluster.ask(3))
+    await until(lambda: cluster.metrics()["deaths"] == 1)
+    await asyncio.to_thread(fakes[0].come_back, "4")
+    fakes[0].version = 4
+    assert await going == continuation([1, 3], 5)
+    assert cluster.metrics()["returns"] == 1
 
 
 def test_an_answer_of_a_server_that_was_started_anew_unseen_is_not_used() -> None:
@@ -295,40 +289,32 @@ def test_an_answer_of_a_server_that_was_started_anew_unseen_is_not_used() -> Non
         with_cluster(both, use, on_return=returned.append)
 
 
-def test_versions_of_an_update_under_way_are_right_and_others_wrong() -> None:
-    async def use(cluster: Cluster) -> None:
-        state = cluster.health.states[cluster.servers[0]]
-        cluster.health.mark_current(cluster.servers[0], 4)
-        cluster.health.expect(4)
-        async with cluster.health.updating(5):
-            cluster.health.check_versions(state, 4, [4, 4, 5])
-        for versions in ([3, 4], [4, 6], [0]):
-            with pytest.raises(
-                UnexpectedWeights, match=f"with weights {versions[-1] if versions[-1] != 4 else 3}, but"
-            ):
-                cluster.health.check_versions(state, 4, versions)
-
-    with fake_servers(1) as alone:
-        with_cluster(alone, use)
+@on_servers(1)
+async def test_versions_during_an_update(cluster: Cluster, fakes: list[FakeSGLang]) -> None:
+    state = cluster.health.states[cluster.servers[0]]
+    cluster.health.mark_current(cluster.servers[0], 4)
+    cluster.health.expect(4)
+    async with cluster.health.updating(5):
+        cluster.health.check_versions(state, 4, [4, 4, 5])
+    for versions in ([3, 4], [4, 6], [0]):
+        with pytest.raises(UnexpectedWeights, match=f"with weights {versions[-1] if versions[-1] != 4 else 3}, but"):
+            cluster.health.check_versions(state, 4, versions)
 
 
-def test_nothing_is_asked_and_nobody_taken_out_during_an_update() -> None:
-    async def use(cluster: Cluster) -> None:
-        async with cluster.health.updating(1):
-            alone[0].paused = True  # it fails health checks
-            going = asyncio.ensure_future(cluster.ask(3))
-            for _ in range(100):
-                await asyncio.sleep(0)
-            assert alone[0].requests == []
-            alone[0].paused = False
-        assert await going == continuation([1, 3], 5)
-        assert cluster.metrics()["deaths"] == 0
-
-    with fake_servers(1) as alone:
-        with_cluster(alone, use)
+@on_servers(1)
+async def test_updates_hold_requests_and_health_checks(cluster: Cluster, fakes: list[FakeSGLang]) -> None:
+    async with cluster.health.updating(1):
+        fakes[0].paused = True  # it fails health checks
+        going = asyncio.ensure_future(cluster.ask(3))
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert fakes[0].requests == []
+        fakes[0].paused = False
+    assert await going == continuation([1, 3], 5)
+    assert cluster.metrics()["deaths"] == 0
 
 
-def test_a_server_that_fails_to_take_weights_is_out_whatever_version_it_names() -> None:
+def test_a_failed_update_marks_a_server_down() -> None:
     returned: list[Server] = []
 
     async def use(cluster: Cluster) -> None:
@@ -343,33 +329,27 @@ def test_a_server_that_fails_to_take_weights_is_out_whatever_version_it_names() 
         with_cluster(alone, use, on_return=returned.append)
 
 
-def test_when_no_server_is_left_the_message_says_who_why_and_what_to_do() -> None:
-    async def use(cluster: Cluster) -> None:
-        for server in both:
-            await asyncio.to_thread(server.die)
-        going = [asyncio.ensure_future(cluster.ask(prompt)) for prompt in range(3, 9)]
-        outcomes = await asyncio.gather(*going, return_exceptions=True)
-        assert {type(outcome) for outcome in outcomes} == {RolloutUnavailable}
-        (message,) = set(map(str, outcomes))
-        for server in both:
-            assert f"{server.url} since " in message and "connect" in message
-        assert message.startswith("no SGLang server is left, and none came back within 0.2 s: ")
-        assert message.endswith("Start servers again, and resume with --load.")
-
-    with fake_servers(2) as both:
-        with_cluster(both, use, timeouts=replace(QUICK, recovery=0.2), max_retries=100)
+@on_servers(2, timeouts=replace(QUICK, recovery=0.2), max_retries=100)
+async def test_the_message_without_servers_names_each_and_why(cluster: Cluster, fakes: list[FakeSGLang]) -> None:
+    for server in fakes:
+        await asyncio.to_thread(server.die)
+    going = [asyncio.ensure_future(cluster.ask(prompt)) for prompt in range(3, 9)]
+    outcomes = await asyncio.gather(*going, return_exceptions=True)
+    assert {type(outcome) for outcome in outcomes} == {RolloutUnavailable}
+    (message,) = set(map(str, outcomes))
+    for server in fakes:
+        assert f"{server.url} since " in message and "connect" in message
+    assert message.startswith("no SGLang server is left, and none came back within 0.2 s: ")
+    assert message.endswith("Start servers again, and resume with --load.")
 
 
-def test_a_server_that_comes_back_in_time_saves_the_run() -> None:
-    async def use(cluster: Cluster) -> None:
-        await asyncio.to_thread(alone[0].die)
-        going = asyncio.ensure_future(cluster.ask(3))
-        await until(lambda: cluster.metrics()["deaths"] == 1)
-        await asyncio.to_thread(alone[0].come_back)
-        assert await going == continuation([1, 3], 5)
-
-    with fake_servers(1) as alone:
-        with_cluster(alone, use)
+@on_servers(1)
+async def test_a_server_that_comes_back_in_time_saves_the_run(cluster: Cluster, fakes: list[FakeSGLang]) -> None:
+    await asyncio.to_thread(fakes[0].die)
+    going = asyncio.ensure_future(cluster.ask(3))
+    await until(lambda: cluster.metrics()["deaths"] == 1)
+    await asyncio.to_thread(fakes[0].come_back)
+    assert await going == continuation([1, 3], 5)
 
 
 def test_slow_servers_are_waited_for_and_missing_ones_do_without() -> None:
@@ -396,19 +376,16 @@ def test_weights_of_an_earlier_run_do_not_count_as_those_of_the_start() -> None:
         assert with_cluster(both, start) == [1]
 
 
-def test_requests_that_wait_are_served_in_their_order() -> None:
-    async def use(cluster: Cluster) -> None:
-        alone[0].stop_after = 0
-        going = [asyncio.ensure_future(cluster.ask(prompt)) for prompt in range(3, 13)]
-        await until(lambda: alone[0].requests)
-        going[4].cancel()
-        alone[0].stop_after = None
-        outcomes = await asyncio.gather(*going, return_exceptions=True)
-        assert isinstance(outcomes[4], asyncio.CancelledError)
-        assert [body["input_ids"][1] for body in alone[0].requests] == [3, 4, 5, 6, 8, 9, 10, 11, 12]
-
-    with fake_servers(1) as alone:
-        with_cluster(alone, use, concurrency=1)
+@on_servers(1, concurrency=1)
+async def test_requests_that_wait_are_served_in_their_order(cluster: Cluster, fakes: list[FakeSGLang]) -> None:
+    fakes[0].stop_after = 0
+    going = [asyncio.ensure_future(cluster.ask(prompt)) for prompt in range(3, 13)]
+    await until(lambda: fakes[0].requests)
+    going[4].cancel()
+    fakes[0].stop_after = None
+    outcomes = await asyncio.gather(*going, return_exceptions=True)
+    assert isinstance(outcomes[4], asyncio.CancelledError)
+    assert [body["input_ids"][1] for body in fakes[0].requests] == [3, 4, 5, 6, 8, 9, 10, 11, 12]
 
 
 def test_a_router_is_asked_and_its_servers_are_watched() -> None:
