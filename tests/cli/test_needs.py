@@ -4,7 +4,9 @@ import shlex
 
 import pytest
 
-from slime_tis.trainer.cli.arguments import OPTIONS
+from slime_tis.limits import flag
+from slime_tis.trainer.cli.arguments import COMMAND_LINE, OPTIONS
+from slime_tis.trainer.cli.command_line import needs_of
 from tests.cli.conftest import configured, refusal
 
 IDLE = [
@@ -142,6 +144,13 @@ def test_an_option_without_effect_is_refused_on_the_command_line_and_in_yaml(bas
     found = refusal(base + "--custom-config-path run.yaml")
     if "mis_level" not in values:
         assert found == f"{name} in run.yaml {message.removeprefix(option).strip()} or leave {name} out."
+
+
+@pytest.mark.parametrize("name", [name for name, option in OPTIONS.items() if option.needs or option.suffices])
+def test_an_option_needs_only_declared_options(name):
+    """A misspelled flag would be skipped, and the option would have an effect without it."""
+    flags = [word.partition("=")[0] for word in (*OPTIONS[name].needs, *OPTIONS[name].suffices)]
+    assert [flag(need.option) for need in needs_of(COMMAND_LINE, name)] == flags
 
 
 def test_every_option_that_needs_another_is_refused_alone():
