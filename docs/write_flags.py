@@ -24,13 +24,13 @@ An option has one name everywhere: `--tis-upper-bound 3` on the command line is 
 (with dashes or underscores) and `tis_upper_bound` in Python. Where several sources give it, the command line
 wins over the YAML file of `--custom-config-path`, the YAML over the preset of `--rollout-correction-preset`,
 and the preset over the default. Every switch has a `--no-` form and may be written `--use-tis=true`, and the value
-`none` takes an option back to its default, so that the command line can undo what YAML or a preset says. The
+`none` resets an option to its default, so that the command line can override YAML or a preset. The
 configuration in force is written to `config.yaml` in the run directory, which can itself be given to
 `--custom-config-path`.
 
-An option that has no effect is refused: `--rs-upper-bound 1.01` without `--use-rs`, for example. The table says what
-each one needs. Only where the switch is off in so many words (`use_rs: false` in the same file, or `--no-use-rs` over
-a file that turns it on) are its options passed over.
+An option that has no effect is refused: `--rs-upper-bound 1.01` without `--use-rs`, for example. The table lists each
+option's requirements. If the switch is off explicitly (`use_rs: false` in the same file, or `--no-use-rs` on the
+command line), its options are ignored.
 
 A YAML file may also hold verl's block, and the command line may give its keys as verl's does
 (`algorithm.rollout_correction.bypass_mode=True`):
@@ -51,19 +51,19 @@ rollouts always have log-probs; nothing else of a verl configuration is.
 
 In YAML a key may occur only once, aliases are refused, and a file has 64 KiB at most.
 
-What is refused is refused before anything is built, in one line on stderr, with exit code 2.
+Errors end the run before anything is built, with one line on stderr and exit code 2.
 """
 
 PRESETS_NOTE = """Those with `--rs-lower-bound 0.999` have verl's bounds, which reject 84 to 100 % of a real model's
-responses in bf16, int8 or fp8; `--rs-z-score 3` beside the preset replaces them
+responses in bf16, int8 or fp8; `--rs-z-score 3` in addition to the preset replaces them
 ([measured](choosing.md#bounds-that-follow-length-and-noise)).
 """
 
 FROM_SLIME = """## flags of slime and Megatron-core
 
-`slime-tis port run.sh` prints a launch script of slime in the flags above, with comments on what was changed, added or
-left out; nothing of the script is run. On the command line of `train.py` every unknown flag is refused in one message,
-except those that repeat what the checkpoint's config.json says, or what is always so: they are compared and accepted.
+`slime-tis port run.sh` prints a launch script of slime in the flags above, with comments on changed, added and
+dropped flags; it does not run the script. `train.py` refuses every unknown flag in one message, except flags that
+repeat a value of the checkpoint's config.json or a fixed value: these are compared and accepted.
 """
 
 
