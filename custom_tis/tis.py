@@ -6,13 +6,12 @@ Source: "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"
 """
 
 from argparse import Namespace
-from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from slime_tis.integrations.slime import refuse_unread, weighted_by_token
+from slime_tis.correction import MODES
+from slime_tis.integrations.slime import TisResult, refuse_unread, weighted_by_token
 
 
 def check_args(args: Namespace) -> None:
@@ -24,40 +23,15 @@ def check_args(args: Namespace) -> None:
     refuse_unread(args, "vanilla_tis", read=("use_tis", "nonfinite_policy"))
 
 
-def vanilla_tis(
-    args: Namespace,
-    *,
-    pg_loss: Tensor,
-    train_log_probs: Sequence[Tensor],
-    rollout_log_probs: Sequence[Tensor | None],
-    loss_masks: Sequence[Tensor],
-    total_lengths: Sequence[int],
-    response_lengths: Sequence[int],
-    **kwargs: Any,
-) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
+def vanilla_tis(args: Namespace, *, pg_loss: Tensor, **call: Any) -> TisResult:
     """pg_loss · clamp(π_train/π_rollout, tis_clip_low, tis_clip), token by token; what is masked becomes 0.
 
     Args:
         args: Reads tis_clip (2.0 if missing), tis_clip_low (0.0 if missing) and nonfinite_policy.
         pg_loss: [N], flat over this rank's response tokens.
-        train_log_probs: Per response, this rank's tokens.
-        rollout_log_probs: The same of the rollout engine.
-        loss_masks: Whole responses.
-        total_lengths: Tokens of prompt and response.
-        response_lengths: Tokens of the response.
-        kwargs: `cp_group` or `parallel_state` name the context-parallel group where there is one.
+        call: The other arguments of slime's contract, which `weighted_by_token` describes.
 
     Returns:
         pg_loss, the loss masks without non-finite tokens, and tis (the raw ratio), tis_clipfrac, tis_abs, [N] each.
     """
-    return weighted_by_token(
-        args,
-        torch.clamp,
-        pg_loss,
-        train_log_probs,
-        rollout_log_probs,
-        loss_masks,
-        total_lengths,
-        response_lengths,
-        kwargs,
-    )
+    return weighted_by_token(args, MODES["clip"].bound, pg_loss, **call)

@@ -16,6 +16,8 @@ from torch.distributed import ProcessGroup
 
 from slime_tis.correction import Ranks, ResponseSlices, RolloutCorrectionConfig, correct, response_slices
 
+TisResult = tuple[Tensor, list[Tensor], dict[str, Tensor]]
+"""Loss, loss masks and metrics that a custom function returns."""
 UNBOUNDED = RolloutCorrectionConfig(use_tis=True, tis_upper_bound=1e9)
 """Token ratios as they are: exp is bounded by exp(20) before this."""
 
@@ -124,56 +126,39 @@ def whole_masks(
     return [piece.to(original.dtype) for piece, original in zip(pieces, loss_masks, strict=True)]
 
 
-def token_ratios(
-    args: Namespace,
-    train_log_probs: Sequence[Tensor],
-    rollout_log_probs: Sequence[Tensor | None],
-    loss_masks: Sequence[Tensor],
-    total_lengths: Sequence[int],
-    response_lengths: Sequence[int],
-    kwargs: Mapping[str, Any],
-) -> tuple[Tensor, list[Tensor]]:
-    """π_train/π_rollout of this rank's tokens, flat, 0 where masked; whole masks without what is not finite.
-
-    `args.nonfinite_policy` says what becomes of a token whose log-prob is not finite: rejected where it is missing.
-    """
-    context = context_parallel(kwargs)
-    slices = context.slices(total_lengths, response_lengths, kwargs.get("max_seq_lens"))
-    config = replace(UNBOUNDED, nonfinite_policy=getattr(args, "nonfinite_policy", None) or "reject")
-    found = correct(config, train_log_probs, rollout_log_probs, slices.slice_list(loss_masks))
-    return torch.cat(found.weights), whole_masks(found.mask, loss_masks, slices, context)
-
-
 def weighted_by_token(
     args: Namespace,
     bounded: Callable[[Tensor, float, float], Tensor],
     pg_loss: Tensor,
+    *,
     train_log_probs: Sequence[Tensor],
     rollout_log_probs: Sequence[Tensor | None],
     loss_masks: Sequence[Tensor],
     total_lengths: Sequence[int],
     response_lengths: Sequence[int],
-    kwargs: Mapping[str, Any],
-) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
+    **kwargs: Any,
+) -> TisResult:
     """A custom function that weights each token alone: loss, masks and slime's metrics of it.
 
     Args:
         args: tis_clip (2.0 if missing), tis_clip_low (0.0 if missing) and nonfinite_policy.
         bounded: The weight of a ratio within the two bounds; what is masked has ratio 0 and a loss of 0.
-        pg_loss: As of a custom function, like all that follow.
-        train_log_probs: Of the training policy.
-        rollout_log_probs: Of the rollout engine.
+        pg_loss: [N], flat over this rank's response tokens.
+        train_log_probs: Per response, log-probs of this rank's tokens by the training policy.
+        rollout_log_probs: The same by the rollout engine.
         loss_masks: Whole responses.
         total_lengths: Tokens of prompt and response.
         response_lengths: Tokens of the response.
-        kwargs: The rest of what the function was called with.
+        kwargs: `cp_group` or `parallel_state` name the context-parallel group, if any.
 
     Returns:
         pg_loss, the loss masks without non-finite tokens, and tis (the raw ratio), tis_clipfrac, tis_abs, [N] each.
     """
-    ratio, masks = token_ratios(
-        args, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths, kwargs
-    )
+    context = context_parallel(kwargs)
+    slices = context.slices(total_lengths, response_lengths, kwargs.get("max_seq_lens"))
+    config = replace(UNBOUNDED, nonfinite_policy=getattr(args, "nonfinite_policy", None) or "reject")
+    ratios = correct(config, train_log_probs, rollout_log_probs, slices.slice_list(loss_masks))
+    ratio, masks = torch.cat(ratios.weights), whole_masks(ratios.mask, loss_masks, slices, context)
     weight = bounded(ratio, getattr(args, "tis_clip_low", 0.0), getattr(args, "tis_clip", 2.0))
     metrics = {"tis": ratio, "tis_clipfrac": (weight != ratio).to(ratio.dtype), "tis_abs": (ratio - 1).abs()}
     return torch.where((ratio > 0) & (weight > 0), pg_loss * weight, 0.0), masks, metrics
