@@ -153,18 +153,6 @@ def test_an_option_needs_only_declared_options(name):
     assert [flag(need.option) for need in needs_of(COMMAND_LINE, name)] == flags
 
 
-def test_every_option_that_needs_another_is_refused_alone():
-    tried = {row[1].split()[0][2:].replace("-", "_") for row in IDLE}
-    alike = """over_sampling_batch_size max_tokens_per_gpu eval_input_key eval_label_key n_samples_per_eval_prompt
-        eval_max_response_len eval_engine tb_experiment_name wandb_group wandb_dir eps_clip_high sglang_url
-        sglang_router_ip sglang_router_port sglang_startup_timeout sglang_request_timeout sglang_concurrency
-        sglang_max_retries sglang_recovery_timeout sglang_weight_sync sglang_bucket_mb sglang_api_key_env
-        sglang_server_args sglang_base_port sglang_log_dir rs_z_score rs_target_fraction opsm_policy eval_reward_key
-        sglang_admin_api_key_env custom_eval_rollout_log_function_path rm_timeout rm_max_retries rm_concurrency
-        generate_concurrency generate_timeout retokenization"""
-    assert {option.name for option in OPTIONS.values() if option.needs} == tried | set(alike.split())
-
-
 @pytest.mark.parametrize(
     ("yaml_text", "flags"),
     [

@@ -590,8 +590,3 @@ def verdict(status: int | None, error: str, traceback: bool) -> str | None:
     if status and len(said) != 1:
         return f"ended with {status} and {len(said)} lines: {error[-300:]}"
     return None
-
-
-def test_options_need_flags_of_this_program() -> None:
-    words = {word.split("=")[0] for option in OPTIONS.values() for word in (*option.needs, *option.suffices)}
-    assert len(words) > 20 and words <= {flag(name) for name in OPTIONS}
