@@ -244,7 +244,7 @@ def _final_metrics(
     """Mean, minimum and maximum of each whole sequence's weights as applied; 0 where it has no valid token."""
     weights, valid = torch.cat(found.weights), torch.cat(list(loss_masks)).bool()
     counts = torch.tensor([len(mask) for mask in loss_masks]).to(weights.device, non_blocking=True)
-    # unsafe leaves out a check of the lengths for which a GPU's host would wait
+    # unsafe omits a check of the lengths for which a GPU's host would wait
     total = torch.segment_reduce(weights.to(torch.float64), "sum", lengths=counts, unsafe=True, initial=0)
     lowest = torch.segment_reduce(
         torch.where(valid, -weights, -torch.inf), "max", lengths=counts, unsafe=True, initial=-torch.inf

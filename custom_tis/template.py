@@ -1,4 +1,4 @@
-"""A custom TIS function to copy: the whole contract, with a soft weight in place of a hard bound.
+"""A custom TIS function to copy: the whole contract, with a soft weight instead of a hard bound.
 
     train.py … --use-tis --custom-tis-function-path my_correction.py:soft_tis
 

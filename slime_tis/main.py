@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "port",
         help="print a launch script of slime in the flags of train.py",
         description="Reads a bash launch script of slime without running it, and prints the command line of train.py "
-        "with comments on what was changed, added or left out.",
+        "with comments on what was changed, added or omitted.",
     )
     ported.add_argument("script", metavar="SCRIPT", help="launch script, for example slime/scripts/run-qwen3-4B.sh")
     imported = commands.add_parser(

@@ -41,7 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out tests that start ranks of gloo, where the tensors of this process are on another device."""
+    """Omits tests that start ranks of gloo, where the tensors of this process are on another device."""
     if config.getoption("device") == "cpu":
         return
     for item in items:

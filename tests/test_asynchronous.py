@@ -1,4 +1,4 @@
-"""train.py with rollouts in flight: how stale they are, what is left out, what resuming and the sync check do."""
+"""train.py with rollouts in flight: how stale they are, what is omitted, what resuming and the sync check do."""
 
 from pathlib import Path
 from typing import Any

@@ -41,7 +41,7 @@ with fake_servers(1) as (server,):
     server.come_back()
     threading.Event().wait()
 """
-"""In place of SGLang's module of the same name: a server whose log-probs are those of no model."""
+"""Instead of SGLang's module of the same name: a server whose log-probs are those of no model."""
 
 
 def prompts(*texts: tuple[int, ...]) -> Any:

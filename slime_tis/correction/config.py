@@ -65,7 +65,7 @@ class RolloutCorrectionConfig:
     """Upper bound for rejection; `tis_upper_bound` when unset."""
     rs_z_score: Annotated[float | None, Limits(gt=0)] = correction_option(None, needs=("--use-rs",))
     """Reject a sequence whose log-ratio is more than this many standard deviations from its mean, both of them from
-    its length and the k3 of the global batch; 3 for example. In place of the bounds, at level geometric or
+    its length and the k3 of the global batch; 3 for example. Instead of the bounds, at level geometric or
     sequence; off when unset."""
     rs_target_fraction: Annotated[float | None, Limits(gt=0, lt=1, hint="0.02 is customary")] = correction_option(
         None, needs=("--use-rs",)
@@ -80,7 +80,7 @@ class RolloutCorrectionConfig:
     """Drop the tokens of the global batch with the largest Δ² until the mean Δ² of the rest is at most this; off
     when unset."""
     rollout_rs: str | None = correction_option(None, metavar="CRITERION,…")
-    """verl's comma-separated criteria, all of which must hold: `token_k1,seq_max_k3`."""
+    """verl's criteria, separated by commas; all of them must hold: `token_k1,seq_max_k3`."""
     rollout_rs_threshold: str | float | None = correction_option(None, metavar="LIMIT,…", needs=("--rollout-rs",))
     """One threshold for all criteria or one each: `0.5_2.0,0.01`; a single number u for k1 means 1/u_u."""
     rejection_normalizer: Normalizer = correction_option(
@@ -175,7 +175,7 @@ class RolloutCorrectionConfig:
 
     @property
     def rejections(self) -> tuple[Criterion, ...]:
-        """All rejection criteria in force: `rs_level` with its bounds, then those of `rollout_rs`."""
+        """All effective rejection criteria: `rs_level` with its bounds, then the criteria of `rollout_rs`."""
         own: tuple[Criterion, ...] = ()
         if self.use_rs:
             lower, upper = (None, math.inf) if self.adaptive else self.rs_bounds

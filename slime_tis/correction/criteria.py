@@ -43,7 +43,7 @@ class Criterion:
     upper: float
     """Upper bound: on the ratio for k1, on the divergence itself for k2 and k3."""
     adaptive: bool = False
-    """Whether the bounds are those of `AdaptiveBounds`, in place of `lower` and `upper`."""
+    """Whether the bounds are those of `AdaptiveBounds`, instead of `lower` and `upper`."""
 
     @property
     def log_bounds(self) -> tuple[float, float]:

@@ -53,7 +53,7 @@ class Ranks:
             context: The context-parallel group; None where sequences are whole.
             data: The data-parallel group; None where one rank has the whole batch.
             data_and_context: The group of the ranks of both, Megatron-core's data-parallel group with context
-                parallelism: what is reduced over both is then one collective, in place of two.
+                parallelism: what is reduced over both is then one collective, instead of two.
             slices: Where this rank's slices lie, from `response_slices`.
 
         Raises:

@@ -276,7 +276,7 @@ def _parts(node: Any) -> dict[str, Any]:
 
 
 def _values(node: Any) -> list[Any]:
-    """The values of the fields, those of nested parts in place of these."""
+    """The values of the fields, those of nested parts instead of these."""
     found: list[Any] = []
     for part in _parts(node).values():
         if isinstance(part, _VALUES):

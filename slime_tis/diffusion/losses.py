@@ -179,7 +179,7 @@ def _refuse_weights(weights: Tensor | None, mask: Tensor | None) -> None:
     if weights is not None or mask is not None:
         raise ValueError(
             "weights or mask are given, but with --use-rollout-logprobs the correction is made inside the loss and "
-            "would be applied twice; leave them out, or recompute log π_old and leave the flag out."
+            "would be applied twice; remove them, or recompute log π_old and leave the flag out."
         )
 
 

@@ -66,8 +66,8 @@ def refuse_unread(args: Namespace, function: str, read: Collection[str]) -> None
         if value != field.default and field.name not in (*read, *BOUNDS, *FOLLOWED_BY_THE_TRAINER):
             flag = "--" + field.name.replace("_", "-")
             raise ValueError(
-                f"{flag} is {'on' if value is True else value}, and {function} does not follow it; leave it out, or "
-                f"leave out --custom-tis-function-path: the built-in correction follows every option."
+                f"{flag} is {'on' if value is True else value}, and {function} does not follow it; remove it, or "
+                f"omit --custom-tis-function-path: the built-in correction follows every option."
             )
 
 

@@ -71,7 +71,7 @@ def translate(block: Mapping[str, OptionT]) -> dict[str, OptionT]:
         option, given = NAMES[key], _converted(key, given)
         other = options.get(option)
         if other is not None and other.value != given.value:
-            raise ValueError(f"{given.label} contradicts {other.label}; leave one of the two out.")
+            raise ValueError(f"{given.label} contradicts {other.label}; remove one of the two.")
         options[option] = given
     return _weights(block, options) | _rejection(block, options)
 
@@ -122,7 +122,7 @@ def _split_bounds(bounds: dict[str, OptionT]) -> dict[str, OptionT]:
     if "rs_lower_bound" in bounds:
         raise ValueError(
             f"{pair.label} is {quoted(pair.value)}, which has a lower bound, and so has "
-            f"{bounds['rs_lower_bound'].label}; leave one of the two out."
+            f"{bounds['rs_lower_bound'].label}; remove one of the two."
         )
     lower, upper = pair.value.split("_", 1)
     return {"rs_lower_bound": replace(pair, value=lower), "rs_upper_bound": replace(pair, value=upper)}

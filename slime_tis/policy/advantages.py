@@ -97,7 +97,7 @@ def advantages(
         valid_tokens: [G, n] trained tokens of each sample.
         config: the estimator and its options.
         accepted: [G, n] bool, the samples that baselines are made of; the others get 0. None for all.
-        given: [G, n] advantages in place of the estimator's.
+        given: [G, n] advantages instead of the estimator's.
 
     Returns:
         [G, n].

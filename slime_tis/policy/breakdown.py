@@ -42,7 +42,7 @@ def sums_by(
         by: the buckets.
         train_log_probs_L: log-probs of the training policy.
         rollout_log_probs_L: those of the rollout policy.
-        loss_mask_L: nonzero at valid tokens; those whose Δ is not finite, or reaches ±`LOG_RATIO_LIMIT`, are left out.
+        loss_mask_L: nonzero at valid tokens; those whose Δ is not finite, or reaches ±`LOG_RATIO_LIMIT`, are omitted.
         number_L: int64, the number that buckets are ranges of.
 
     Returns:

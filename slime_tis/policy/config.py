@@ -17,30 +17,30 @@ rollout policy by k3 ± √(2·k3/T), with fp8 weights by 0.02 ± 0.01 at 300 to
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyConfig:
-    """What the policy maximises, apart from the rollout correction."""
+    """The objective of the policy, without the rollout correction."""
 
     advantage_estimator: Literal["grpo", "rloo", "reinforce_plus_plus_baseline"] = loss_option("grpo")
     """How rewards become advantages: grpo (group mean and deviation), rloo (leave-one-out mean) or
     reinforce_plus_plus_baseline (group mean, then the deviation of the batch)."""
 
     disable_grpo_std_normalization: bool = loss_option(False, needs=("--advantage-estimator=grpo",))
-    """Leave out the division by the group's standard deviation in grpo (Dr. GRPO)."""
+    """Omit the division by the group's standard deviation in grpo (Dr. GRPO)."""
 
     normalize_advantages: bool = loss_option(False)
     """Shift and scale the advantages of the global batch to mean 0 and deviation 1 over valid tokens."""
 
     custom_advantage_function_path: str | None = loss_option(None, metavar="FUNCTION")
-    """Function of your own that sets the advantage of every token, as pkg.module.function or path/file.py:function."""
+    """User function that sets the advantage of every token, as pkg.module.function or path/file.py:function."""
 
     loss_type: Literal["policy_loss", "custom_loss"] = loss_option("policy_loss")
-    """The loss: policy_loss, which policy_loss, clips and corrections make, or custom_loss, a function of your own."""
+    """The loss: policy_loss (selected by the other options of this group) or custom_loss (a user function)."""
 
     custom_loss_function_path: str | None = loss_option(None, metavar="FUNCTION", needs=("--loss-type=custom_loss",))
-    """Function of your own that makes the loss from logits, for loss_type custom_loss."""
+    """User function that computes the loss from logits, for loss_type custom_loss."""
 
     custom_pg_loss_reducer_function_path: str | None = loss_option(None, metavar="FUNCTION")
-    """Function of your own that makes the policy loss of samples from that of their tokens;
-    slime_tis.policy.reducers.dr_grpo divides by a constant."""
+    """User function that reduces token losses to sample losses; slime_tis.policy.reducers.dr_grpo divides by a
+    constant."""
 
     token_pass_path: str | None = correction_option(None, metavar="FUNCTION")
     """Function that replaces the correction's pass over the tokens, for example the experimental Triton kernels
@@ -52,11 +52,11 @@ class PolicyConfig:
     """PPO clip range below 1, a distance of the ratio from 1: the lower clip is 1 - eps_clip."""
 
     eps_clip_high: Annotated[
-        float | None, Limits(gt=0, le=1_000_000, also=(math.inf,), hint="leave it out for --eps-clip")
+        float | None, Limits(gt=0, le=1_000_000, also=(math.inf,), hint="remove it for --eps-clip")
     ] = loss_option(None, needs=("--policy-loss=ppo", "--policy-loss=cispo", "--policy-loss=gspo"))
     """PPO clip range above 1, a distance of the ratio from 1; unset means eps_clip."""
 
-    eps_clip_c: Annotated[float | None, Limits(gt=1, le=1_000_000, hint="leave it out for no dual clip")] = loss_option(
+    eps_clip_c: Annotated[float | None, Limits(gt=1, le=1_000_000, hint="remove it for no dual clip")] = loss_option(
         None, needs=("--policy-loss=ppo",)
     )
     """Dual-clip bound on the ratio at negative advantages, a ratio above 1; unset means no dual clip."""
@@ -71,33 +71,33 @@ class PolicyConfig:
     """Estimator of the KL from the reference policy, per token in nats; low_var_kl is k3 clamped to ±10."""
 
     entropy_coef: Annotated[float, Limits(ge=-100, le=100)] = loss_option(0.0)
-    """Coefficient of the entropy bonus, in loss per nat; 0 leaves the bonus out."""
+    """Coefficient of the entropy bonus, in loss per nat; 0 omits the bonus."""
 
     calculate_per_token_loss: bool = loss_option(False)
     """Average the loss over all tokens of the global batch instead of over samples of their token means."""
 
     use_opsm: bool = loss_option(False)
-    """Off-policy sequence masking: leave out sequences with a negative advantage that the policy moved away from."""
+    """Off-policy sequence masking: mask sequences with a negative advantage that the policy has moved away from."""
 
     opsm_policy: Literal["rollout", "old"] = loss_option("rollout", needs=("--use-opsm",))
-    """The policy that use_opsm compares the current one with: rollout, which sampled (the source's), or old, which
-    began the rollout's steps (slime's)."""
+    """The policy that use_opsm compares with the current policy: rollout, which sampled (as in the paper), or old, the
+    policy before the rollout's steps (as in slime)."""
 
-    opsm_delta: Annotated[float | None, Limits(gt=0, le=1_000, hint="leave it out for the default")] = loss_option(
+    opsm_delta: Annotated[float | None, Limits(gt=0, le=1_000, hint="remove it for the default")] = loss_option(
         None, needs=("--use-opsm",)
     )
-    """Mean log-ratio of that policy to the current one over a sequence, in nats per token, above which use_opsm
-    leaves the sequence out; unset means 0.1 for rollout and 1e-4, as slime, for old."""
+    """use_opsm masks sequences whose mean log-ratio of that policy to the current policy is above this value, in nats
+    per token; unset means 0.1 for rollout, and 1e-4 as in slime for old."""
 
     reject_before_advantage: bool = loss_option(False, needs=REJECTS)
-    """Keep rejected samples out of their group's mean and deviation; takes a forward pass before training."""
+    """Exclude rejected samples from their group's mean and deviation; needs a forward pass before training."""
 
     def __post_init__(self) -> None:
         check_fields(self)
 
     @property
     def has_own_objective(self) -> bool:
-        """Whether a function of the user's own gets log π_old, for advantages or the loss."""
+        """Whether a user function gets log π_old, for advantages or the loss."""
         return self.custom_advantage_function_path is not None or self.loss_type == "custom_loss"
 
     @property
@@ -107,5 +107,5 @@ class PolicyConfig:
 
     @property
     def opsm_bound(self) -> float:
-        """The bound in force of off-policy sequence masking: opsm_delta, or that of its policy where it is unset."""
+        """The effective bound of off-policy sequence masking: opsm_delta, or the default of its policy."""
         return OPSM_DELTAS[self.opsm_policy] if self.opsm_delta is None else self.opsm_delta

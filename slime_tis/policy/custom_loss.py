@@ -1,4 +1,4 @@
-"""Functions of the user's own for the objective, in slime's signatures, held to a contract at every call.
+"""User functions for the objective, in slime's signatures, held to a contract at every call.
 
 custom_loss_function(args, batch, logits, sum_of_sample_mean) -> (loss, metrics)
 custom_pg_loss_reducer_function(total_lengths, response_lengths, loss_masks, calculate_per_token_loss)

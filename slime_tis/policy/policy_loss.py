@@ -112,9 +112,9 @@ class LossStep:
     counts: bool = True
     """Whether this rank counts tokens and sequences: one of the context-parallel ranks does."""
     custom: CustomTis | None = None
-    """A user's function in place of the library's correction."""
+    """A user's function instead of the library's correction."""
     custom_loss: CustomLoss | None = None
-    """A user's function in place of the loss."""
+    """A user's function instead of the loss."""
     functions: ObjectiveFunctions | None = None
     """The user's other functions; None where there are none."""
 

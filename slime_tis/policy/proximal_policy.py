@@ -31,7 +31,7 @@ def needs_old_log_probs(
 ) -> bool:
     """Whether that forward pass is made: for the loss, to measure the mismatch of π_old itself, or to reject early.
 
-    Functions of the user's own for advantages or the loss get them, too, where they are not the rollout's. Measuring
+    User functions for advantages or the loss get them, too, where they are not the rollout's. Measuring
     takes none with one step per rollout, where the training forward is that of π_old.
     """
     measures = correction.get_mismatch_metrics and steps_per_rollout > 1

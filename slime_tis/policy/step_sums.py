@@ -71,7 +71,7 @@ class StepSums:
     turns: Tensor
     """[buckets, 4] the same by turn."""
     opsm_clipped: Tensor | None
-    """Numerator over `original_denominator` of the share that off-policy sequence masking leaves out; None where it is
+    """Numerator over `original_denominator` of the share that off-policy sequence masking omits; None where it is
     off."""
     custom: dict[str, Tensor]
     """Numerators of the metrics that a custom function returned: over `original_denominator` of a custom correction,

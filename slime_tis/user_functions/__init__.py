@@ -1,4 +1,4 @@
-"""Functions of the user's own: loaded from a path, called so that any failure is one message, held to a contract."""
+"""User functions: loaded from a path, called so that any failure is one message, held to a contract."""
 
 from slime_tis.user_functions.contract import TisResult, call_custom_tis, check_metric_names, leads_to, load_custom_tis
 from slime_tis.user_functions.loading import load_function, load_hook

@@ -1,4 +1,4 @@
-"""One error message for whatever goes wrong in code of the user's own: what, in which function, file and line."""
+"""One error message for whatever goes wrong in user code: what, in which function, file and line."""
 
 import asyncio
 import dis

@@ -27,7 +27,7 @@ def kept_state(seed: int) -> Iterator[None]:
     """Gives a function random numbers of its own, and puts back all that it may have set.
 
     Within, the generators of torch and of Python (numpy's too, where it is loaded) begin at `seed`: the numbers drawn
-    follow from the seed alone, so that a run that goes on from a checkpoint draws the same. Afterwards the
+    follow from the seed alone, so that a run that continues from a checkpoint draws the same. Afterwards the
     generators, grad mode, default dtype and device, deterministic algorithms, matmul precision, anomaly detection,
     the number of threads and the working directory are as before.
     """

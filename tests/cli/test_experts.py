@@ -60,7 +60,7 @@ def given(base):
             "--share-prompts",
             1,
             "--share-prompts is on but the model is a mixture of experts, whose routing is recorded, replayed and "
-            "counted for each sample; leave it out.",
+            "counted for each sample; remove it.",
         ),
         (
             {},

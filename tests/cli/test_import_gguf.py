@@ -46,7 +46,7 @@ def write_gguf(
         directory: where both are written.
         family: llama, qwen2 or qwen3.
         kind: GGUF's type of the matrices; vectors are F32.
-        drop: name of a tensor to leave out.
+        drop: name of a tensor to omit.
         tied: whether the output layer is the embedding.
         metadata: additional keys, with `__` for the dots; None removes a key.
     """

@@ -131,7 +131,7 @@ IDLE = [
 @pytest.mark.parametrize(("flags", "message"), IDLE, ids=[row[0] for row in IDLE])
 def test_an_option_without_effect_is_refused_on_the_command_line_and_in_yaml(base, tmp_path, flags, message):
     option = message.split()[0]
-    assert refusal(base + flags) == f"{message} or leave {option} out."
+    assert refusal(base + flags) == f"{message} or remove {option}."
     values = {}
     for word in shlex.split(flags):
         if word.startswith("--"):
@@ -143,7 +143,7 @@ def test_an_option_without_effect_is_refused_on_the_command_line_and_in_yaml(bas
     name = option[2:].replace("-", "_")
     found = refusal(base + "--custom-config-path run.yaml")
     if "mis_level" not in values:
-        assert found == f"{name} in run.yaml {message.removeprefix(option).strip()} or leave {name} out."
+        assert found == f"{name} in run.yaml {message.removeprefix(option).strip()} or remove {name}."
 
 
 @pytest.mark.parametrize("name", [name for name, option in OPTIONS.items() if option.needs or option.suffices])

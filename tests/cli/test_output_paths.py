@@ -88,11 +88,11 @@ REFUSED = {
         "--save is 'data/train.jsonl/x' but '{cwd}/data/train.jsonl' is a file; give a directory that can be written."
     ),
     "--save old": (
-        "--save is 'old' but another run's checkpoints are there, up to iter_0000003; go on from them with "
+        "--save is 'old' but another run's checkpoints are there, up to iter_0000003; continue from them with "
         "--load old, or give another --save."
     ),
     "--save old --load runs/x/checkpoints": (
-        "--save is 'old' but another run's checkpoints are there, up to iter_0000003; go on from them with "
+        "--save is 'old' but another run's checkpoints are there, up to iter_0000003; continue from them with "
         "--load old, or give another --save."
     ),
     "--load old": (

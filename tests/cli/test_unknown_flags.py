@@ -96,9 +96,9 @@ def test_all_unknown_flags_are_one_message_in_groups():
     assert said(line, {**QWEN3, "num_hidden_layers": 28}) == (
         "7 flags are refused (slime-tis port SCRIPT rewrites a launch script of slime):\n"
         "read from config.json, or fixed:\n"
-        "  --num-layers is '36' but num_hidden_layers of config.json is 28; leave it out, or give the directory of "
+        "  --num-layers is '36' but num_hidden_layers of config.json is 28; remove it, or give the directory of "
         "that model.\n"
-        "  --hidden-dropout is '0.1' but always 0 here; leave it out.\n"
+        "  --hidden-dropout is '0.1' but always 0 here; remove it.\n"
         "renamed:\n"
         "  --sglang-server-concurrency is --sglang-concurrency here.\n"
         "not supported:\n"
@@ -153,45 +153,45 @@ def test_flags_that_repeat_config_json_are_accepted(line, model):
 
 
 CONTRADICTIONS = [
-    ("--kv-channels 64", "--kv-channels is '64' but head_dim of config.json is 128; leave it out, or give the"),
-    ("--norm-epsilon 1e-5", "--norm-epsilon is '1e-5' but rms_norm_eps of config.json is 1e-06; leave it out"),
-    ("--num-layers", "--num-layers has 0 values but needs one; leave it out, config.json says it."),
-    ("--num-layers many", "--num-layers is 'many' but num_hidden_layers of config.json is 36; leave it out"),
+    ("--kv-channels 64", "--kv-channels is '64' but head_dim of config.json is 128; remove it, or give the"),
+    ("--norm-epsilon 1e-5", "--norm-epsilon is '1e-5' but rms_norm_eps of config.json is 1e-06; remove it"),
+    ("--num-layers", "--num-layers has 0 values but needs one; remove it, config.json says it."),
+    ("--num-layers many", "--num-layers is 'many' but num_hidden_layers of config.json is 36; remove it"),
     ("--normalization LayerNorm", "--normalization is 'LayerNorm' but normalization of config.json is RMSNorm"),
-    ("--add-qkv-bias", "--add-qkv-bias is set but attention_bias of config.json is false; leave it out"),
+    ("--add-qkv-bias", "--add-qkv-bias is set but attention_bias of config.json is false; remove it"),
     (
         "--untie-embeddings-and-output-weights",
-        "--untie-embeddings-and-output-weights is set but tie_word_embeddings of config.json is true; leave it",
+        "--untie-embeddings-and-output-weights is set but tie_word_embeddings of config.json is true; remove it",
     ),
-    ("--use-rope-scaling", "--use-rope-scaling is set but rope_scaling of config.json is false; leave it out"),
-    ("--swiglu please", "--swiglu is 'please' but is a switch; leave it out."),
-    ("--optimizer sgd", "--optimizer is 'sgd' but always adam here; leave it out."),
-    ("--optimizer", "--optimizer is without a value but always adam here; leave it out."),
+    ("--use-rope-scaling", "--use-rope-scaling is set but rope_scaling of config.json is false; remove it"),
+    ("--swiglu please", "--swiglu is 'please' but is a switch; remove it."),
+    ("--optimizer sgd", "--optimizer is 'sgd' but always adam here; remove it."),
+    ("--optimizer", "--optimizer is without a value but always adam here; remove it."),
     ("--attention-softmax-in-fp32 false", "--attention-softmax-in-fp32 is 'false' but cannot be turned off"),
 ]
 
 
 MOE_CONTRADICTIONS = [
-    ("--num-experts 64", "--num-experts is '64' but num_experts of config.json is 128; leave it out, or give the"),
-    ("--moe-router-topk 2", "--moe-router-topk is '2' but num_experts_per_tok of config.json is 8; leave it out"),
-    ("--moe-router-pre-softmax", "--moe-router-pre-softmax is set but norm_topk_prob of config.json is true; leave"),
+    ("--num-experts 64", "--num-experts is '64' but num_experts of config.json is 128; remove it, or give the"),
+    ("--moe-router-topk 2", "--moe-router-topk is '2' but num_experts_per_tok of config.json is 8; remove it"),
+    ("--moe-router-pre-softmax", "--moe-router-pre-softmax is set but norm_topk_prob of config.json is true; remove"),
     ("--moe-router-score-function sigmoid", "--moe-router-score-function is 'sigmoid' but router_score_function of"),
     ("--moe-router-enable-expert-bias", "--moe-router-enable-expert-bias is set but expert_bias of config.json is"),
     ("--moe-shared-expert-gate", "--moe-shared-expert-gate is set but shared_expert_gate of config.json is false"),
-    ("--moe-aux-loss-coeff 0.01", "--moe-aux-loss-coeff is '0.01' but always 0 here; leave it out."),
-    ("--moe-router-dtype bf16", "--moe-router-dtype is 'bf16' but always fp32 here; leave it out."),
+    ("--moe-aux-loss-coeff 0.01", "--moe-aux-loss-coeff is '0.01' but always 0 here; remove it."),
+    ("--moe-router-dtype bf16", "--moe-router-dtype is 'bf16' but always fp32 here; remove it."),
     ("--moe-token-dispatcher-type allgather", "--moe-token-dispatcher-type is 'allgather' but always alltoall here"),
     (
         "--moe-grouped-gemm",
         "--moe-grouped-gemm is not supported: experts and routers follow the checkpoint's config.json, and their "
-        "kernels are chosen by this program; leave it out.",
+        "kernels are chosen by this program; remove it.",
     ),
 ]
 
 
 @pytest.mark.parametrize("name", ["--use-opd", "--opd-kl-coef", "--opd-teacher-load"])
 def test_flags_of_on_policy_distillation_are_not_to_be_left_out(name):
-    assert "distillation" in said(name) and "leave it out" not in said(name)
+    assert "distillation" in said(name) and "remove it" not in said(name)
 
 
 @pytest.mark.parametrize(("line", "message"), MOE_CONTRADICTIONS, ids=[row[0] for row in MOE_CONTRADICTIONS])
@@ -280,7 +280,7 @@ def test_the_command_line_checks_restated_flags_wherever_the_checkpoint_is_named
         with pytest.raises(ValueError) as error:
             configure(shlex.split(f"{base} {source} --num-layers 28"), {})
         assert str(error.value) == (
-            "--num-layers is '28' but num_hidden_layers of config.json is 36; leave it out, or give the directory of "
+            "--num-layers is '28' but num_hidden_layers of config.json is 36; remove it, or give the directory of "
             "that model."
         )
 

@@ -13,7 +13,7 @@ def test_warnings_are_one_line_each_and_replayed_truncation_is_none(whole, capsy
     assert capsys.readouterr().err == ""
     parse_args(shlex.split(whole + "--rollout-top-p 0.9 --get-mismatch-metrics --use-tis --tis-lower-bound 0.5"))
     bound, measures = capsys.readouterr().err.splitlines()
-    assert bound.startswith("warning: --tis-lower-bound is 0.5") and "leave out --use-tis" in measures
+    assert bound.startswith("warning: --tis-lower-bound is 0.5") and "remove --use-tis" in measures
 
 
 def test_functions_that_loaded_samples_have_no_use_for_are_warned_about(whole, capsys, tmp_path):

@@ -81,11 +81,11 @@ YAML_REFUSALS = [
     ),
     (
         "use_tis: true\nlr: 1e-5\nuse_tis: false",
-        "run.yaml, line 3: 'use_tis' is given a second time, after line 1; leave one of the two out.",
+        "run.yaml, line 3: 'use_tis' is given a second time, after line 1; remove one of the two.",
     ),
     (
         "algorithm:\n  rollout_correction: {rollout_is: token, rollout_is: null}",
-        "run.yaml, line 2: 'rollout_is' is given a second time, after line 2; leave one of the two out.",
+        "run.yaml, line 2: 'rollout_is' is given a second time, after line 2; remove one of the two.",
     ),
     (
         "a: &x [1, 2]\nlr: *x",
@@ -115,7 +115,7 @@ YAML_REFUSALS = [
     (
         "algorithm: {rollout_correction: {bypass_mode: true, use_policy_gradient: true, loss_type: ppo_clip}}",
         "algorithm.rollout_correction.loss_type in run.yaml contradicts "
-        "algorithm.rollout_correction.use_policy_gradient in run.yaml; leave one of the two out.",
+        "algorithm.rollout_correction.use_policy_gradient in run.yaml; remove one of the two.",
     ),
     (
         "algorithm: {rollout_correction: {rollout_is_threshold: 2.0}}",
@@ -133,7 +133,7 @@ YAML_REFUSALS = [
     (
         "actor_rollout_ref: {rollout: {calculate_log_probs: False}}",
         "actor_rollout_ref.rollout.calculate_log_probs in run.yaml is 'False' but rollouts here always have "
-        "log-probs; make it true or leave it out.",
+        "log-probs; make it true or remove it.",
     ),
     ("- lr", "--custom-config-path is 'run.yaml' but it contains no keys; write one `key: value` per line."),
     ("a: [", "--custom-config-path is 'run.yaml' but it is not YAML: while parsing a flow node"),

@@ -90,7 +90,7 @@ def test_counts_are_all_that_matter():
         assert float(probability_C.sum()) == pytest.approx(1, abs=1e-11)
         torch.testing.assert_close(probability_C @ counts_CV, length * policy_V, rtol=1e-10, atol=0)
         assert (counts_CV.sum(1) == length).all() and (counts_CV >= 0).all()
-    assert len(likely_counts(TRAIN_V, 7)[0]) == 36, "8·9/2: of short responses none is left out"
+    assert len(likely_counts(TRAIN_V, 7)[0]) == 36, "8·9/2: of short responses none is omitted"
 
 
 def test_whole_sequence_weights_are_unbiased_and_their_variance_is_closed_form():

@@ -1,4 +1,4 @@
-"""The study on a pretrained model: its grid, what is left out of it, its page, and the mismatch with intervals."""
+"""The study on a pretrained model: its grid, what is omitted of it, its page, and the mismatch with intervals."""
 
 import json
 import math

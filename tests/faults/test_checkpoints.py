@@ -1,5 +1,5 @@
 """Damaged checkpoints, directories that are not the run's own, two runs on one directory, full disks, changed options:
-one message each, nothing lost, and what is resumed goes on to the bit."""
+one message each, nothing lost, and what is resumed continues to the bit."""
 
 import json
 import os
@@ -157,7 +157,7 @@ def file_bytes(export: Path) -> bytes:
 
 
 def resume(task: list[str], directory: Path, *flags: str) -> list[str]:
-    """The command line that goes on in a copy of the trained run."""
+    """The command line that continues in a copy of the trained run."""
     save = str(directory / "save")
     return [
         *(*task, "--num-rollout", "4", "--save-interval", "1", "--save-retain", "3", "--load", save, "--save", save),

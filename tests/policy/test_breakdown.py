@@ -24,7 +24,7 @@ def test_sums_over_the_tokens_of_each_bucket() -> None:
 
 @pytest.mark.parametrize("unusable", [NAN, INF, -INF, -1e6, -3e38])
 def test_tokens_count_where_the_correction_counts_them(unusable: float) -> None:
-    """A large number in place of minus infinity is left out, as what is not finite is."""
+    """A large number instead of minus infinity is omitted, as what is not finite is."""
     train, rollout = torch.tensor([0.0, 0.0, -1.0]), torch.tensor([-0.5, unusable, -0.75])
     mask = torch.ones(3)
     found = metrics_by(STALENESS, sums_by(STALENESS, train, rollout, mask, torch.tensor([0, 1, 1])))

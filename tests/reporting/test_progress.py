@@ -1,4 +1,4 @@
-"""A bar follows what goes on in the background, and is gone when it is over."""
+"""A bar follows what continues in the background, and is gone when it is over."""
 
 import io
 import time

@@ -370,7 +370,7 @@ def test_common_prefixes():
 
 
 def test_the_longest_prefix_is_found_by_comparing_what_may_be_longer(models, monkeypatch):
-    """Slots that begin alike and go on otherwise are distinguished by one token each."""
+    """Slots that begin alike and continue otherwise are distinguished by one token each."""
     scheduler = scheduler_of(*models("llama"))
     compared = []
     monkeypatch.setattr(

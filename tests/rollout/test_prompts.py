@@ -137,7 +137,7 @@ def test_long_prompts_are_left_out_and_counted(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         prompts = load(path, label_key=None, max_prompt_len=4)
     assert [(prompt.index, prompt.text) for prompt in prompts] == [(1, "123")]
-    assert caplog.messages == [f"2 of 3 prompts of {path} are longer than --rollout-max-prompt-len 4 and are left out."]
+    assert caplog.messages == [f"2 of 3 prompts of {path} are longer than --rollout-max-prompt-len 4 and are omitted."]
 
 
 def test_parquet_rows_become_prompts(tmp_path):

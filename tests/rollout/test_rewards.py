@@ -209,7 +209,7 @@ def test_a_dict_without_the_key_and_a_number_with_one_are_refused(tmp_path):
     code = "def fn(args, sample):\n    return 1.0\n"
     assert refusal_of(tmp_path, code, reward_key="acc") == (
         "fn (FILE, line 1) returned 1.0 for prompt 10, but --reward-key is 'acc'; return a dict with that key, or "
-        "leave --reward-key out."
+        "remove --reward-key."
     )
     code = "def fn(args, sample):\n    return {'acc': None}\n"
     assert refusal_of(tmp_path, code, reward_key="acc") == (
@@ -227,7 +227,7 @@ def test_a_dict_without_the_key_and_a_number_with_one_are_refused(tmp_path):
         ),
         (
             {"rm_type": "math", "eval_reward_key": "acc"},
-            "--eval-reward-key is 'acc' but --rm-type math gives a number; leave it out.",
+            "--eval-reward-key is 'acc' but --rm-type math gives a number; remove it.",
         ),
         ({"rm_type": "math", "reward_weights": "a=1"}, "--reward-weights names 'a' but --rm-type math gives a number"),
         ({"rm_type": "dapo", "reward_weights": "a"}, "--reward-weights is 'a' but must be KEY=WEIGHT,KEY=WEIGHT with"),
@@ -235,7 +235,7 @@ def test_a_dict_without_the_key_and_a_number_with_one_are_refused(tmp_path):
         ({"rm_type": "dapo", "reward_weights": "acc=1,acc=2"}, "--reward-weights names 'acc' twice; give each key"),
         (
             {"rm_type": "dapo", "reward_weights": "acc=1", "reward_key": "acc"},
-            "--reward-weights is 'acc=1' and --reward-key is 'acc'; leave one of the two out.",
+            "--reward-weights is 'acc=1' and --reward-key is 'acc'; remove one of the two.",
         ),
         ({"rm_type": "remote_rm"}, "--rm-type is remote_rm but --rm-url is unset; add the URL of the reward server."),
         (

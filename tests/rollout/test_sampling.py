@@ -138,7 +138,7 @@ def test_draws_follow_the_probabilities_that_are_reported(temperature, top_p, to
     kept = expected > 0
     assert counts[~kept].sum() == 0
     chi_square = ((counts - expected)[kept] ** 2 / expected[kept]).sum().item()
-    assert chi_square < 31.3  # the 0.999 quantile at 11 degrees of freedom; fewer where tokens are left out
+    assert chi_square < 31.3  # the 0.999 quantile at 11 degrees of freedom; fewer where tokens are omitted
 
 
 def test_temperature_zero_is_greedy_with_log_probs_at_temperature_one():

@@ -90,7 +90,7 @@ def test_seed_version_and_name_alone_decide(rounding):
 
 
 def test_steps_below_the_distance_arrive_but_with_nearest():
-    """Sixty-four steps of an eighth of the distance, from numbers that bf16 can hold: 2 % of each step is left out."""
+    """Sixty-four steps of an eighth of the distance, from numbers that bf16 can hold: 2 % of each step is omitted."""
     start = (0.03125 + torch.randint(0, 128, (64, 64), generator=generator()) * 2.0**-12).float()
     step = 2.0**-15
     arrived = {}
@@ -129,7 +129,7 @@ def test_errors_go_through_a_checkpoint(tmp_path):
     first.save(tmp_path)
     resumed = WeightRounder("error-compensated", 0)
     resumed.load(tmp_path, "cpu")
-    # the resumed run sends the last version again, and goes on
+    # the resumed run sends the last version again, and continues
     for v, w in itertools.islice(enumerate(weights), 2, None):
         assert torch.equal(send(resumed, v, w), sent[v])
     (tmp_path / "empty").mkdir()

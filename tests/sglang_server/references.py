@@ -38,7 +38,7 @@ class Reference:
 
         Args:
             sample: with a sampling mask.
-            versions: of the weights; tokens that others sampled are left out.
+            versions: of the weights; tokens that others sampled are omitted.
             temperature: of sampling.
         """
         assert sample.sampling_mask is not None

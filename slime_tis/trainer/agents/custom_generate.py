@@ -1,4 +1,4 @@
-"""The generate function of the user's own: called for each rollout, held to its contract, and given up where it fails.
+"""The generate user function: called for each rollout, held to its contract, and given up where it fails.
 
     async def generate(args, sample, sampling_params) -> Sample | list[Sample]
 
@@ -146,7 +146,7 @@ class GenerateFunction:
             engine: What was sampled meanwhile.
 
         Raises:
-            NoSample: The contract is broken, or the function was stopped with nothing to go on from.
+            NoSample: The contract is broken, or the function was stopped with nothing to continue from.
             CustomFunctionError: Tokens are not those that were sampled, and --retokenization is error.
         """
         samples = list(returned) if isinstance(returned, list | tuple) else [returned]

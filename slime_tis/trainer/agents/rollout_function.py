@@ -1,4 +1,4 @@
-"""Whole rollouts by a function of the user's own (--rollout-function-path), called on rank 0 and held to a contract.
+"""Whole rollouts by a user function (--rollout-function-path), called on rank 0 and held to a contract.
 
 generate_rollout(args, rollout_id, data_source, evaluation=False) -> RolloutFnTrainOutput | list[list[Sample]]
 """

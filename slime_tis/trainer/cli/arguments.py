@@ -64,7 +64,7 @@ class LoopConfig:
     """Rollouts of the whole run; unset means num_epoch passes over the prompts."""
 
     num_epoch: Annotated[int | None, Limits(ge=1, le=1_000_000)] = loop_option(None)
-    """Passes over the training prompts; in place of num_rollout."""
+    """Passes over the training prompts; replaces num_rollout."""
 
     global_batch_size: Annotated[int | None, Limits(ge=1, le=MOST_SAMPLES)] = loop_option(None)
     """Samples of one optimizer step over all ranks; unset means the rollout's samples divided by
@@ -99,12 +99,12 @@ class LoopConfig:
         if self.num_rollout is not None and self.num_epoch is not None:
             raise ValueError(
                 f"--num-rollout is {self.num_rollout} and --num-epoch is {self.num_epoch}, but a run has one length; "
-                "leave one of the two out."
+                "remove one of the two."
             )
         if self.debug_rollout_only and self.load_debug_rollout_data is not None:
             raise ValueError(
                 f"--load-debug-rollout-data is {quoted(self.load_debug_rollout_data)} but --debug-rollout-only "
-                "does not train; leave one of the two out."
+                "does not train; remove one of the two."
             )
         for name in ("save_debug_rollout_data", "load_debug_rollout_data"):
             _check_pattern(flag(name), getattr(self, name), ("rollout_id",))
@@ -121,12 +121,12 @@ class LoopConfig:
         if self.save_debug_train_data is not None and self.save_debug_train_data == self.save_debug_rollout_data:
             raise ValueError(
                 f"--save-debug-train-data and --save-debug-rollout-data are both {quoted(self.save_debug_train_data)}; "
-                "give each a file of its own."
+                "give each a separate file."
             )
         if self.debug_rollout_only and self.save_debug_train_data is not None:
             raise ValueError(
                 f"--save-debug-train-data is {quoted(self.save_debug_train_data)} but --debug-rollout-only does not "
-                "train; leave one of the two out."
+                "train; remove one of the two."
             )
 
     def with_dump_patterns(self) -> "LoopConfig":
@@ -147,7 +147,7 @@ class LoopConfig:
         if not given.items() & patterns.items():
             raise ValueError(
                 f"--dump-details is {quoted(self.dump_details)} but {' and '.join(map(flag, given))} say where dumps "
-                "go; leave it out."
+                "go; remove it."
             )
         return dataclasses.replace(self, **given)
 
@@ -167,10 +167,10 @@ def _check_pattern(flag: str, pattern: str | None, names: tuple[str, ...]) -> No
 
 @dataclass(frozen=True, kw_only=True)
 class CodeConfig:
-    """Code of the user's own."""
+    """User code."""
 
     custom_tis_function_path: str | None = correction_option(None, metavar="FUNCTION")
-    """Correction function of your own, as pkg.module.function or path/file.py:function."""
+    """User function for the correction, as pkg.module.function or path/file.py:function."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,7 +233,7 @@ FLAGS = {flag(prefix + name) for name in (*OPTIONS, *ALIASES) for prefix in ("",
 """Every flag that is read here, --no- forms included."""
 
 NOT_FOR_SERVERS = set(RENAMED)
-"""Flags that begin like those of the servers and are slime's own."""
+"""Flags that start like server flags but belong to slime."""
 
 COMMAND_LINE = CommandLine(options=OPTIONS, aliases=ALIASES)
 
@@ -242,7 +242,7 @@ def parse_args(argv: Sequence[str] | None = None, *, prog: str = "train.py") -> 
     """Reads and checks the whole configuration of a run.
 
     Args:
-        argv: The command line without the program's name; None means that of this process.
+        argv: The command line without the program's name; None means this process's.
         prog: Name of the program in `--help`.
 
     Returns:
@@ -449,7 +449,7 @@ def _resolve_steps(rollout: RolloutConfig, loop: LoopConfig) -> LoopConfig:
     if size is not None and steps is not None and size * steps != samples:
         raise ValueError(
             f"--num-steps-per-rollout is {steps} and --global-batch-size is {size} but {made}; "
-            f"leave one of the two out or make their product {samples}."
+            f"remove one of the two or make their product {samples}."
         )
     steps = steps or samples // (size or samples)
     return dataclasses.replace(loop, num_steps_per_rollout=steps, global_batch_size=samples // steps)
@@ -471,7 +471,7 @@ def _check_correction(arguments: Arguments) -> None:
     if arguments.policy.use_opsm and arguments.policy.opsm_policy == "old" and on_policy:
         raise ValueError(
             "--opsm-policy is old but with one optimizer step per rollout the old policy is the one that is trained, "
-            "and nothing is ever left out; make it rollout, or raise --num-steps-per-rollout."
+            "and nothing is ever omitted; make it rollout, or raise --num-steps-per-rollout."
         )
     group, estimator = arguments.rollout.n_samples_per_prompt, arguments.policy.advantage_estimator
     if group < 2 and arguments.rollout.custom_reward_post_process_path is None:
@@ -524,7 +524,7 @@ def _check_hooks(arguments: Arguments) -> None:
     ):
         for other, given in without.items():
             if used and given:
-                raise ValueError(f"{path} is given and so is {other}, which has no part in it; leave one of them out.")
+                raise ValueError(f"{path} is given and so is {other}, which has no effect with it; remove one of them.")
     if policy.loss_type == "custom_loss" and policy.custom_loss_function_path is None:
         raise ValueError("--loss-type is custom_loss but --custom-loss-function-path is unset; add your function.")
 
@@ -539,16 +539,16 @@ def _check_routing_record(arguments: Arguments) -> None:
         raise ValueError(
             f"--measure-routing-mismatch is {rollout.measure_routing_mismatch}, which compares training with and "
             "without the rollout engine's experts, but --use-routing-replay trains with others; add "
-            "--use-rollout-routing-replay, or leave one of the two out."
+            "--use-rollout-routing-replay, or remove one of the two."
         )
     policy = arguments.policy
     if needs_old_log_probs(correction, steps, policy.reject_before_advantage, policy.has_own_objective):
         return
-    reason = "with one optimizer step per rollout the training pass is that of the old policy"
+    reason = "with one optimizer step per rollout the training pass computes the old policy"
     if correction.use_rollout_logprobs:
-        reason = "--use-rollout-logprobs takes those of the rollout engine"
+        reason = "--use-rollout-logprobs uses the rollout engine's log-probs"
     raise ValueError(
-        f"--use-routing-replay is on but there is no pass for old log-probs to record: {reason}; leave it out, or use "
+        f"--use-routing-replay is on but there is no pass for old log-probs to record: {reason}; remove it, or use "
         "--use-rollout-routing-replay, which needs no such pass."
     )
 
@@ -583,7 +583,7 @@ def _check_rounding(arguments: Arguments) -> None:
     if rounding != "nearest" and arguments.megatron.bf16 and not eight_bits:
         raise ValueError(
             f"--weight-update-rounding is {rounding} but with --bf16 the weights that are sent are bfloat16 already; "
-            "leave one of the two out."
+            "remove one of the two."
         )
 
 
@@ -629,7 +629,7 @@ def _check_truncation(arguments: Arguments) -> None:
     if rollout.allow_truncation_bias and rollout.rollout_engine == "local" and not loads:
         raise ValueError(
             "--allow-truncation-bias is set but has no effect with --rollout-engine local, which records the tokens "
-            "that can be sampled; leave it out."
+            "that can be sampled; remove it."
         )
 
 
@@ -645,14 +645,14 @@ def _warnings(arguments: Arguments) -> list[str]:
     warnings += [
         f"the bounds {criterion.lower:.6g} to {criterion.upper:.6g} of {criterion.name} on the mean log-ratio are "
         "within ±1 %, which already rejects 25 % of healthy sequences of 26 tokens in bf16 and 94 % in fp8 "
-        "(docs/choosing.md); use --use-rs --rs-level geometric --rs-z-score 3 in place of the bounds."
+        "(docs/choosing.md); use --use-rs --rs-level geometric --rs-z-score 3 instead of the bounds."
         for criterion in correction.rejections
         if _rejects_any_precision(criterion)
     ]
     if correction.get_mismatch_metrics and correction.corrects:
         acting = [name for name in CORRECTION_SWITCHES if getattr(correction, name) not in (False, None)]
         warnings.append(
-            "--get-mismatch-metrics measures alone only where nothing corrects; to measure alone leave out "
+            "--get-mismatch-metrics measures alone only where nothing corrects; to measure alone remove "
             f"{' and '.join(map(flag, acting))}."
         )
     steps, warm_up = _optimizer_steps(arguments), arguments.megatron.lr_warmup_iters
@@ -735,7 +735,7 @@ def read_correction(
     flags = read_flags(COMMAND_LINE, build_parser("slime-tis what-if"), argv)
     for name in flags.given:
         if OPTIONS[name].group != "rollout correction" and name != "policy_loss":
-            raise ValueError(f"{flag(name)} is not a flag of a correction; leave it out.")
+            raise ValueError(f"{flag(name)} is not a flag of a correction; remove it.")
     values = merge_sources(line, flags)
     correction = build(RolloutCorrectionConfig, values)
     path = build(CodeConfig, values).custom_tis_function_path
@@ -755,7 +755,7 @@ def _slime_names(
 ) -> argparse.Namespace:
     """Options under their names and slime's.
 
-    Bounds that nobody set are those that the built-in correction derives, so that whoever reads them rejects alike.
+    Unset bounds get the values that the built-in correction derives, so that user functions reject the same tokens.
     """
     lowest = correction.tis_lower_bound
     lower, upper = correction.is_bounds

@@ -1,7 +1,7 @@
 """A command line made of options: titled groups of flags, YAML and presets, read by one rule.
 
 A flag is a field of a config: the field gives its name, type, choices and default, the docstring under the
-field is its help. Every source is read by the same rules, so a YAML file may hold whatever a flag may hold.
+field is its help. The same rules read every source, so a YAML file accepts every value that a flag accepts.
 
 Precedence: command line > YAML (`--custom-config-path`) > preset (`--rollout-correction-preset`) > defaults.
 """
@@ -204,18 +204,18 @@ def _check_names(line: CommandLine, words: Sequence[str]) -> None:
     used: dict[str, str] = {}
     for spelling in (word.split("=")[0] for word in words):
         if spelling in spellings and used.setdefault(spellings[spelling], spelling) != spelling:
-            raise ValueError(f"{used[spellings[spelling]]} and {spelling} are one option; leave one of the two out.")
+            raise ValueError(f"{used[spellings[spelling]]} and {spelling} are one option; remove one of the two.")
 
 
 def _without_values(words: Sequence[str]) -> Sequence[str]:
-    """The words that are flags, without those that may be their values; all of them where none is."""
+    """Returns the words that are flags, without possible values; all words if none is a flag."""
     return [word for word in words if word.startswith("-")] or words
 
 
 def _not_a_flag(line: CommandLine, word: str) -> str:
     shown = quoted(word)[1:-1] or "An empty word"
     if "=" in word and "." in word.split("=")[0] and not word.startswith("-"):
-        return f"{shown} is an override of Hydra, of which only {CORRECTION}.KEY=VALUE is read; give it as a flag."
+        return f"{shown} is an override of Hydra; only {CORRECTION}.KEY=VALUE is read. Use a flag."
     return f"{shown} is not a flag; {nearest(word.split('=')[0], map(flag, (*line.options, *line.aliases)))}"
 
 
@@ -223,7 +223,7 @@ def merge_sources(line: CommandLine, flags: Flags) -> dict[str, Given]:
     """Values by precedence: command line, then YAML, then preset; defaults are the configs' own.
 
     Args:
-        line: the flags, those of `SourceConfig` and `RolloutCorrectionConfig` among them.
+        line: The flags, including `SourceConfig` and `RolloutCorrectionConfig`.
         flags: what the command line gives.
 
     Raises:
@@ -254,7 +254,7 @@ def naming_sources(given: Mapping[str, Given]) -> Iterator[None]:
 
 
 def _with_yaml(line: CommandLine, flags: Flags) -> dict[str, Given]:
-    """The values of YAML and, over them, those of the command line."""
+    """Returns the values of YAML, overridden by the command line."""
     path = flags.given.get("custom_config_path")
     in_yaml = {name: option for name, option in line.options.items() if name != "custom_config_path"}
     file = None if path is None or path.unset else Path(path.value)
@@ -266,12 +266,12 @@ def _with_yaml(line: CommandLine, flags: Flags) -> dict[str, Given]:
     for name, one in flags.given.items():
         other = given.get(name)
         if other is not None and other.source == Source.COMMAND_LINE and other.value != one.value:
-            raise ValueError(f"{one.label} and {other.label} are one option; leave one of the two out.")
+            raise ValueError(f"{one.label} and {other.label} are one option; remove one of the two.")
     return {**given, **flags.given}
 
 
 def _with_preset(line: CommandLine, given: Mapping[str, Given]) -> dict[str, Given]:
-    """The values given, over those of the preset that they name."""
+    """Returns the values of the named preset, overridden by the given values."""
     preset = given.get("rollout_correction_preset")
     if preset is None or preset.unset:
         return dict(given)
@@ -306,7 +306,7 @@ def _turn_on_weights(given: dict[str, Given]) -> None:
         return
     raise ValueError(
         f"{switch.label} turns on importance weights, but {opposite}; "
-        "add --use-tis for weights, or leave --use-rollout-correction out."
+        "add --use-tis for weights, or remove --use-rollout-correction."
     )
 
 
@@ -328,20 +328,20 @@ def _with_effect(line: CommandLine, given: Mapping[str, Given]) -> dict[str, Giv
             which = "it" if sum(need.suggested for need in unmet) == 1 else "one of them"
             raise ValueError(
                 f"{one.label} is {value} but has no effect without {_alternatives(unmet)}; "
-                f"add {which} or leave {one.label.split()[0]} out."
+                f"add {which} or remove {one.label.split()[0]}."
             )
     return effective
 
 
 def _turned_off(switch: Given | None, one: Given) -> bool:
-    """Whether an option was overruled, or given beside the words that turn it off, as in a template."""
+    """Returns whether an option was overridden, or turned off by the same source, as in a template."""
     if switch is None:
         return False
     return switch.source > one.source or (switch.source == one.source and switch.value in (False, None))
 
 
 def unmet_needs(line: CommandLine, name: str, values: Mapping[str, Any]) -> list[Need]:
-    """The flags one of which an option lacks to have an effect under `values`; empty where it has one."""
+    """Returns the flags that would give an option an effect under `values`; empty if it has one."""
     needs = needs_of(line, name)
     met = [need for need in needs if need.met_by(values[need.option])]
     if not met:
@@ -351,7 +351,7 @@ def unmet_needs(line: CommandLine, name: str, values: Mapping[str, Any]) -> list
 
 
 def needs_of(line: CommandLine, name: str) -> list[Need]:
-    """The flags one of which an option needs, of those that this command line has."""
+    """Returns the flags of this command line that give an option an effect."""
     option = line.options.get(name)
     needs = []
     for words, suggested in ((option.needs, True), (option.suffices, False)) if option is not None else ():

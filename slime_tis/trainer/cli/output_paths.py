@@ -131,7 +131,7 @@ def _check_save(megatron: MegatronConfig) -> None:
     if found:
         raise ValueError(
             f"--save is {quoted_path(save)} but another run's checkpoints are there, up to {found[-1].name}; "
-            f"go on from them with --load {save}, or give another --save."
+            f"continue from them with --load {save}, or give another --save."
         )
 
 

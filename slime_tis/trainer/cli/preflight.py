@@ -40,7 +40,7 @@ def check_files(rollout: RolloutConfig, megatron: MegatronConfig) -> None:
     resumes_own = None not in (megatron.load, megatron.save) and same_path(str(megatron.load), str(megatron.save))
     if megatron.load is not None and not resumes_own and not Path(megatron.load).is_dir():
         raise ValueError(
-            f"--load is {quoted_path(megatron.load)} but there is no such directory; leave --load out to start afresh."
+            f"--load is {quoted_path(megatron.load)} but there is no such directory; remove --load to start afresh."
         )
 
 
@@ -94,14 +94,12 @@ def _check_experts(megatron: MegatronConfig, rollout: RolloutConfig, world_size:
             ("--rollout-router-bits", rollout.rollout_router_bits is not None),
         ):
             if given:
-                raise ValueError(
-                    f"{flag} is given but the model has no experts, and with them no routers; leave it out."
-                )
+                raise ValueError(f"{flag} is given but the model has no experts, and with them no routers; remove it.")
         return
     if megatron.share_prompts:
         raise ValueError(
             "--share-prompts is on but the model is a mixture of experts, whose routing is recorded, replayed and "
-            "counted for each sample; leave it out."
+            "counted for each sample; remove it."
         )
     if tensor > 1 and not megatron.sequence_parallel:
         raise ValueError(

@@ -162,19 +162,19 @@ ADVICE = (
         "--spec --megatron-config-path --model-name --transformer-impl --custom-model-provider-path "
         "--custom-megatron-init-path",
         "layers follow the checkpoint's config.json and the hardware",
-        f"leave it out, and {FAMILY}",
+        f"remove it, and {FAMILY}",
     ),
     Advice(
         "--attention-backend --no-rope-fusion --no-masked-softmax-fusion --no-gradient-accumulation-fusion "
         "--no-bias-swiglu-fusion --make-vocab-size-divisible-by --seq-length --data-pad-size-multiplier "
         "--enable-experimental --no-check-for-nan-in-loss-and-grad --allgather-cp",
         "kernels, padding and buffers are chosen by this program",
-        "leave it out",
+        "remove it",
     ),
     Advice(
         "--moe-*",
         "experts and routers follow the checkpoint's config.json, and their kernels are chosen by this program",
-        "leave it out",
+        "remove it",
     ),
     Advice(
         "--multi-latent-attention --kv-lora-rank --q-lora-rank --qk-head-dim --qk-pos-emb-head-dim --v-head-dim "
@@ -192,7 +192,7 @@ ADVICE = (
     Advice(
         "--enable-mtp-training --mtp-*",
         "multi-token prediction is not trained",
-        "leave it out",
+        "remove it",
     ),
     Advice(
         "--fp8-* --fp16 --megatron-deepgemm-* --train-env-vars",
@@ -213,7 +213,7 @@ ADVICE = (
     Advice(
         "--balance-data --balance-by-flops",
         "micro-batches are packed by tokens alone, and an optimizer step keeps the order of the samples",
-        "leave it out",
+        "remove it",
     ),
     Advice(
         "--log-probs-max-tokens-per-gpu",
@@ -323,7 +323,7 @@ ADVICE = (
         "runs in fp32 on a CPU are bitwise repeatable, runs on GPUs are not",
         "set --seed and --rollout-seed",
     ),
-    Advice("--ci-*", "it is for slime's own tests", "leave it out"),
+    Advice("--ci-*", "it is for slime's own tests", "remove it"),
     Advice(
         "--wandb-key --wandb-host --wandb-team --wandb-run-id --disable-wandb-random-suffix "
         "--wandb-always-use-train-step",

@@ -68,7 +68,7 @@ def refusal(unknown: Sequence[UnknownFlag], known: Collection[str], model: Mappi
     Args:
         unknown: the flags that are not this program's.
         known: flags of this program.
-        model: config.json of the checkpoint; None leaves out the comparison with it.
+        model: config.json of the checkpoint; None omits the comparison with it.
     """
     groups: dict[str, list[str]] = {}
     for flag in unknown[:MOST]:
@@ -125,11 +125,11 @@ def disagreement(flag: UnknownFlag, model: Mapping[str, Any] | None) -> str:
     if restated.switch is not None:
         on = _switch(flag)
         if on is None:
-            return f"{flag.name} is {_shown(flag)} but is a switch; leave it out."
+            return f"{flag.name} is {_shown(flag)} but is a switch; remove it."
         if expected is None or not on or expected in restated.switch:
             return ""
         return (
-            f"{flag.name} is set but {restated.fact} of config.json is {_words(expected)}; leave it out, or give the "
+            f"{flag.name} is set but {restated.fact} of config.json is {_words(expected)}; remove it, or give the "
             "directory of that model."
         )
     return _differs_from_value(flag, restated, expected)
@@ -137,21 +137,21 @@ def disagreement(flag: UnknownFlag, model: Mapping[str, Any] | None) -> str:
 
 def _differs_from_value(flag: UnknownFlag, restated: Restated, expected: Any) -> str:
     if len(flag.values) != 1:
-        return f"{flag.name} has {len(flag.values)} values but needs one; leave it out, config.json says it."
+        return f"{flag.name} has {len(flag.values)} values but needs one; remove it, config.json says it."
     if expected is None or _same(flag.values[0], expected):
         return ""
     return (
-        f"{flag.name} is {_shown(flag)} but {restated.fact} of config.json is {_words(expected)}; leave it out, or "
+        f"{flag.name} is {_shown(flag)} but {restated.fact} of config.json is {_words(expected)}; remove it, or "
         "give the directory of that model."
     )
 
 
 def _differs_from_fixed(flag: UnknownFlag, allowed: tuple[str, ...]) -> str:
     if not allowed:
-        return "" if _switch(flag) else f"{flag.name} is {_shown(flag)} but cannot be turned off; leave it out."
+        return "" if _switch(flag) else f"{flag.name} is {_shown(flag)} but cannot be turned off; remove it."
     if len(flag.values) == 1 and any(_same(flag.values[0], value) for value in allowed):
         return ""
-    return f"{flag.name} is {_shown(flag)} but always {' or '.join(allowed)} here; leave it out."
+    return f"{flag.name} is {_shown(flag)} but always {' or '.join(allowed)} here; remove it."
 
 
 def _switch(flag: UnknownFlag) -> bool | None:

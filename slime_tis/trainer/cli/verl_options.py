@@ -86,7 +86,7 @@ def _check_log_probs(entry: Entry) -> None:
     if not is_unset(entry.value) and not _switch(entry):
         raise ValueError(
             f"{entry.label} is {quoted(entry.value)} but rollouts here always have log-probs; "
-            "make it true or leave it out."
+            "make it true or remove it."
         )
 
 

@@ -26,7 +26,7 @@ def read_yaml(
 ) -> dict[str, Given]:
     """Reads the options of a YAML file, with Hydra overrides over its verl blocks.
 
-    YAML's own typing is left out: scalars stay text and are read as a command line's are.
+    YAML's own typing is omitted: scalars stay text and are read as a command line's are.
 
     Args:
         path: the file; None for overrides alone.
@@ -54,7 +54,7 @@ def read_yaml(
         given = read_given(label, options[name], document[key], Source.YAML)
         other = values.get(name)
         if other is not None and (name not in verl or (other.source == Source.YAML and other.value != given.value)):
-            raise ValueError(f"{label} gives {name} a second time, besides {other.label}; leave one of the two out.")
+            raise ValueError(f"{label} gives {name} a second time, besides {other.label}; remove one of the two.")
         values.setdefault(name, given)
     return values
 
@@ -139,7 +139,7 @@ class _Loader(yaml.BaseLoader):
             if key.value in lines:
                 raise _Refused(
                     f"{_line(key)}: {quoted(key.value)} is given a second time, after {lines[key.value]}; "
-                    "leave one of the two out"
+                    "remove one of the two"
                 )
             lines[key.value] = _line(key)
         return {key.value: self.construct_object(value, deep=True) for key, value in node.value}

@@ -1,4 +1,4 @@
-"""Prompts from a class of the user's own (--data-source-path), in slime's contract, called on rank 0."""
+"""Prompts from a user class (--data-source-path), in slime's contract, called on rank 0."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class CustomDataSource:
         self._handed_out = self._since(state)
 
     def checkpoint(self, state: Mapping[str, Any], rollout_id: int) -> dict[str, Any]:
-        """Saves the source; a state from which `load_state_dict` goes on. A collective.
+        """Saves the source; a state from which `load_state_dict` continues. A collective.
 
         Args:
             state: of the position that is saved.
@@ -151,8 +151,8 @@ class CustomDataSource:
         """
         if PENDING not in state:
             raise ValueError(
-                "the checkpoint is of a run without --data-source-path, so that it cannot go on where it stopped; "
-                "leave --data-source-path out, or start afresh with another --save."
+                "the checkpoint is of a run without --data-source-path, so that it cannot continue where it stopped; "
+                "remove --data-source-path, or start afresh with another --save."
             )
         self._taken = int(state[TAKEN])
         self._again = [Prompt(**{**row, "token_ids": tuple(row["token_ids"])}) for row in state[PENDING]]

@@ -65,7 +65,7 @@ class PromptDataset:
         return len(self.prompts)
 
     def next_batch(self, size: int) -> list[Prompt]:
-        """The next `size` prompts; a batch that reaches the end of an epoch goes on into the next."""
+        """The next `size` prompts; a batch that reaches the end of an epoch continues into the next."""
         batch: list[Prompt] = []
         while len(batch) < size:
             order = epoch_order(len(self.prompts), self._seed, self._epoch)
@@ -89,7 +89,7 @@ class PromptDataset:
         epoch, position, digest = (state.get(name) for name in ("epoch", "position", "prompts"))
         if digest != self._digest:
             raise ValueError(
-                "the prompts of --prompt-data are not those that the run was started with, so that it cannot go on "
+                "the prompts of --prompt-data are not those that the run was started with, so that it cannot continue "
                 "where it stopped; give the same file and the same options of reading it (--input-key, "
                 "--apply-chat-template, --rollout-max-prompt-len), or start afresh with another --save."
             )
@@ -138,7 +138,7 @@ def load_prompts(
         metadata_key: of a mapping for rewards; a row may lack it. The row's other columns are metadata too, under
           their names; where both have a name, the mapping's value counts.
         apply_chat_template: render the prompt with the tokenizer's chat template.
-        max_prompt_len: longest prompt, in tokens; longer ones are left out and their number is logged.
+        max_prompt_len: longest prompt, in tokens; longer ones are omitted and their number is logged.
         sizes: of the model: prompts that fill its context, or have tokens it does not know, are refused.
 
     Raises:
@@ -151,7 +151,7 @@ def load_prompts(
     if not rows:
         raise ValueError(f"the prompt file {str(path)!r} is empty.")
     if apply_chat_template and not tokenizer.chat_template:
-        raise ValueError("--apply-chat-template is set, but the tokenizer has no chat template; leave it out.")
+        raise ValueError("--apply-chat-template is set, but the tokenizer has no chat template; remove it.")
     texts = [_text(_value(row, input_key, place), place, tokenizer, apply_chat_template) for place, row in rows]
     context_len = None if sizes is None else sizes.context_len
     places = [index for index, text in enumerate(texts) if not _far_too_long(text, max_prompt_len or context_len)]
@@ -221,7 +221,7 @@ def _drop_long(prompts: list[Prompt], rows: int, max_prompt_len: int | None, pat
         )
     if len(kept) < rows:
         logger.warning(
-            "%d of %d prompts of %s are longer than --rollout-max-prompt-len %d and are left out.",
+            "%d of %d prompts of %s are longer than --rollout-max-prompt-len %d and are omitted.",
             rows - len(kept),
             rows,
             path,

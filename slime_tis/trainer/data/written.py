@@ -1,4 +1,4 @@
-"""What a function of the user's own wrote into samples: checked against what it may write, and sent to other ranks."""
+"""What a user function wrote into samples: checked against what it may write, and sent to other ranks."""
 
 from __future__ import annotations
 

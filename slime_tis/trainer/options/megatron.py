@@ -25,17 +25,16 @@ class MegatronConfig:
     """Hugging Face directory of the reference policy for the KL loss; unset means hf_checkpoint."""
 
     load: str | None = checkpoint_option(None, metavar="DIR")
-    """Directory of training checkpoints whose latest complete one is resumed; an empty one starts afresh."""
+    """Directory of training checkpoints whose latest complete one is resumed; an empty directory starts a new run."""
 
     save: str | None = checkpoint_option(None, metavar="DIR")
-    """Directory that training checkpoints are written to, empty or that of load; unset means none are."""
+    """Directory for training checkpoints, empty or equal to load; unset writes none."""
 
     save_interval: Annotated[int | None, Limits(ge=1, le=1_000_000)] = checkpoint_option(None, needs=("--save",))
     """Rollouts between two training checkpoints; unset means only the last one is saved."""
 
     save_hf: str | None = checkpoint_option(None, metavar="DIR")
-    """Directory that the trained policy is written to as a Hugging Face checkpoint at the end: absent, empty or an
-    earlier export."""
+    """Directory for the trained policy as a Hugging Face checkpoint: absent, empty or an earlier export."""
 
     save_retain: Annotated[int, Limits(ge=1, le=1_000_000)] = checkpoint_option(2, needs=("--save",))
     """Newest training checkpoints of the run to keep; its older ones are removed."""
@@ -62,8 +61,8 @@ class MegatronConfig:
     """Shard optimizer state over the data-parallel ranks."""
 
     micro_batch_size: Annotated[int | None, Limits(ge=1, le=1_000_000)] = loop_option(None)
-    """Samples in one forward pass of a rank; unset, with max_tokens_per_gpu unset too, means as many tokens as half of
-    the free memory holds, which is printed at the start."""
+    """Samples in one forward pass of a rank. Without max_tokens_per_gpu, unset takes as many tokens as half of the free
+    memory holds."""
 
     use_dynamic_batch_size: bool = loop_option(False)
     """Pack samples into micro-batches of at most max_tokens_per_gpu tokens instead of a fixed count."""
@@ -74,16 +73,16 @@ class MegatronConfig:
     """Token budget of one packed micro-batch on one rank, in tokens; needs use_dynamic_batch_size."""
 
     share_prompts: bool | None = loop_option(None)
-    """Compute the tokens that the samples of a micro-batch begin with alike, such as the prompt of a group, once; unset
-    means wherever that is possible: on a CPU, without experts and context parallelism."""
+    """Compute common prefixes of a micro-batch, such as a group's prompt, once; unset means if possible: on a CPU,
+    without experts and context parallelism."""
 
     use_routing_replay: bool = routing_option(False)
-    """Record the experts of mixture-of-experts layers in the forward pass for old log-probs, and take the same in the
-    training passes that follow (R2)."""
+    """Record the experts of mixture-of-experts layers in the forward pass for old log-probs, and replay them in training
+    (R2)."""
 
     log_probs_chunk_size: Annotated[int, Limits(ge=1, le=100_000_000, also=(-1,))] = loop_option(-1)
-    """Response tokens whose log-probs are computed at a time; -1 means as many as suit the output layer. Logits exist
-    for so many tokens and a block of the vocabulary, 8 MiB in float32, but where a loss of your own gets them all."""
+    """Response tokens whose log-probs are computed at a time; -1 derives the number from the output layer. A tile of
+    logits for these tokens takes 8 MiB in float32; only a user-defined loss gets all logits."""
 
     lr: Annotated[float, Limits(ge=0, le=1)] = optimizer_option(1e-6)
     """Peak learning rate of Adam, per step."""
@@ -91,7 +90,7 @@ class MegatronConfig:
     min_lr: Annotated[float, Limits(ge=0, le=1)] = optimizer_option(
         0.0, needs=("--lr-decay-style=linear", "--lr-decay-style=cosine")
     )
-    """Learning rate that the decay ends at, per step."""
+    """Final learning rate of the decay, per step."""
 
     lr_warmup_iters: Annotated[int, Limits(ge=0, le=1_000_000_000)] = optimizer_option(0)
     """Optimizer steps over which the learning rate rises linearly from 0."""
@@ -120,8 +119,8 @@ class MegatronConfig:
     """Largest global gradient norm, an L2 norm; 0 means no clipping."""
 
     nonfinite_gradient: Literal["stop", "skip"] = optimizer_option("stop")
-    """What to do where the gradient or the loss of a step is NaN or infinite: stop the run with a checkpoint of the
-    last good step, or leave the step out, counted as train/nonfinite_gradient_steps."""
+    """Handling of a step with a non-finite gradient or loss: stop saves the last good step and ends the run, skip skips
+    the step and counts it as train/nonfinite_gradient_steps."""
 
     bf16: bool = parallel_option(False)
     """Train in bfloat16 with float32 master weights instead of in float32."""
@@ -143,7 +142,7 @@ class MegatronConfig:
     """Seed of everything random in training; sampling has rollout_seed."""
 
     num_threads: Annotated[int | None, Limits(ge=1, le=1_024)] = parallel_option(None)
-    """CPU threads of each process; unset means torch's own choice."""
+    """CPU threads of each process; unset means torch's default."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -153,12 +152,12 @@ class MegatronConfig:
         if self.share_prompts and self.context_parallel_size > 1:
             raise ValueError(
                 f"--share-prompts is on but --context-parallel-size is {self.context_parallel_size}, which cuts every "
-                "sequence into slices; leave one of the two out."
+                "sequence into slices; remove one of the two."
             )
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
             raise ValueError(
                 "--sequence-parallel is on but --tensor-model-parallel-size is 1; "
-                "raise the size to 2 or more or leave --sequence-parallel out."
+                "raise the size to 2 or more or remove --sequence-parallel."
             )
 
     @property
@@ -184,7 +183,7 @@ def _check_batching(config: MegatronConfig) -> None:
     if config.micro_batch_size is not None and config.use_dynamic_batch_size:
         raise ValueError(
             f"--micro-batch-size is {config.micro_batch_size} but --use-dynamic-batch-size packs by tokens; "
-            "leave one of the two out."
+            "remove one of the two."
         )
 
 

@@ -13,7 +13,7 @@ RM_TYPES: Mapping[str, tuple[str, ...]] = {
     "random": (),
     "remote_rm": (),
 }
-"""Built-in rewards by name, and the keys of what each gives; () where it gives a number."""
+"""Built-in rewards by name, and the keys of their dictionaries; () for a number."""
 
 REMOTE = "remote_rm"
 """The reward that a server gives, a number or a dict of numbers."""
@@ -55,7 +55,7 @@ def is_remote(name: str) -> bool:
 
 
 def reward_keys(name: str) -> tuple[str, ...]:
-    """Keys of what a built-in reward gives, () for a number."""
+    """Returns the keys of a built-in reward's dictionary; () for a number."""
     return RM_TYPES[name.removeprefix(BOXED)]
 
 

@@ -19,12 +19,12 @@ routing_option = partial(option, group="routing replay")
 Rounding = Literal["nearest", "stochastic", "error-compensated"]
 """How weights are rounded on their way to the rollout engine."""
 
-GREEDY = "greedy samples of a group are all alike and teach nothing"
+GREEDY = "greedy samples of a group are identical and have no gradient"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
-    """Where prompts come from, how responses are sampled, and how they are scored."""
+    """The source of prompts, and how responses are sampled and scored."""
 
     rollout_engine: Literal["local", "sglang"] = rollout_option("local")
     """Engine that samples the responses: local runs transformers inside the training process, sglang asks
@@ -33,27 +33,26 @@ class RolloutConfig:
     rollout_precision: Literal["fp32", "bf16", "fp8", "int8"] = rollout_option(
         "fp32", needs=("--rollout-engine=local",)
     )
-    """Precision of the local engine's own copy of the weights; below fp32 the mismatch with training is real. SGLang
-    servers have their own (--sglang-dtype, --sglang-quantization)."""
+    """Precision of the local engine's copy of the weights; below fp32, the mismatch with training is real. SGLang
+    servers have separate options (--sglang-dtype, --sglang-quantization)."""
 
     rollout_router_bits: Annotated[int | None, Limits(ge=2, le=16)] = rollout_option(
         None, needs=("--rollout-engine=local",)
     )
-    """Bits that the local engine rounds the weights of mixture-of-experts routers to, for studies of engines whose
-    routers disagree; unset leaves them in the rollout precision's own type, as engines with 8-bit weights do."""
+    """Bits to which the local engine rounds the router weights of mixtures of experts, for studies of routing
+    mismatch; unset keeps their type, as engines with 8-bit weights do."""
 
     use_rollout_routing_replay: bool = routing_option(False)
-    """Take the experts that the rollout engine chose for every token in the passes for old log-probs and in training
-    (R3); the reference policy's routers choose themselves. With one expert per token, samples of SGLang that a layer
-    sends to expert 0 throughout are trained on without: servers mark so what they did not record."""
+    """Use the rollout engine's experts of every token for old log-probs and for training (R3); the reference policy
+    routes freely. With one expert per token, SGLang samples that a layer sends only to expert 0 train without replay,
+    because servers mark missing records in this way."""
 
     routing_replay_weights: bool = routing_option(False, needs=("--use-rollout-routing-replay",))
-    """Also take the weights that the rollout engine combined these experts' outputs with; the gradient is that of the
-    training router's own weights."""
+    """Also use the rollout engine's combine weights of these experts; the gradient is the training router's."""
 
     measure_routing_mismatch: Annotated[int | None, Limits(ge=1, le=1_000_000)] = routing_option(None)
-    """Optimizer steps between two measurements of the mismatch with and without routing replay, whether or not the run
-    replays, each one more forward pass; unset means none."""
+    """Optimizer steps between two measurements of the mismatch with and without routing replay, also for runs without
+    replay; each needs one more forward pass. Unset means none."""
 
     weight_update_rounding: Rounding = rollout_option(
         "nearest",
@@ -64,99 +63,95 @@ class RolloutConfig:
             "--rollout-engine=sglang",
         ),
     )
-    """How weights are rounded to the rollout engine's precision: nearest, stochastic (unbiased, at random by seed and
-    version) or error-compensated (the error of one update is added to the next); the last two let updates through that
-    are smaller than the precision."""
+    """Rounding of weights to the rollout engine's precision: nearest, stochastic (unbiased, random by seed and version)
+    or error-compensated (the error of one update is added to the next). The last two transmit updates that are smaller
+    than the precision."""
 
     update_weights_interval: Annotated[int, Limits(ge=1, le=1_000_000)] = rollout_option(1)
     """Rollouts between two weight updates of the engine; N makes samples up to N steps stale."""
 
     rollout_lookahead: Annotated[int, Limits(ge=0, le=1_000)] = rollout_option(0)
-    """Rollouts that are generated ahead while the present one is trained on; K makes samples up to K
-    rollouts stale."""
+    """Rollouts generated ahead during training on the current one; K makes samples up to K rollouts stale."""
 
     max_weight_staleness: Annotated[int | None, Limits(ge=0, le=1_000_000)] = rollout_option(None)
-    """Optimizer steps between the weights that sampled a response's oldest token and those it would train;
-    staler responses are left out and counted, and unset keeps all."""
+    """Largest age of a response's oldest token that is trained on, in optimizer steps; older responses are masked and
+    counted. Unset keeps all."""
 
     partial_rollout: bool = rollout_option(False)
-    """Abort the slowest responses once enough prompts are answered, and continue them in the next rollout from
-    their tokens; needs over_sampling_batch_size and the sglang engine."""
+    """Abort the slowest responses once enough prompts are answered, and resume them in the next rollout; needs
+    over_sampling_batch_size and the sglang engine."""
 
     over_sampling_batch_size: Annotated[int | None, Limits(ge=1, le=1_000_000)] = rollout_option(
         None, needs=("--partial-rollout", "--dynamic-sampling-filter-path")
     )
-    """Prompts of one batch, where a rollout may need more of them than it trains on: under partial_rollout, more than
-    rollout_batch_size, and with dynamic_sampling_filter_path, where unset means rollout_batch_size."""
+    """Prompts of one batch: more than rollout_batch_size for partial_rollout; unset means rollout_batch_size for
+    dynamic_sampling_filter_path."""
 
     dynamic_sampling_filter_path: str | None = rollout_option(None, metavar="FUNCTION")
-    """Function that says of every group of samples whether it is trained on, as pkg.module.function or
-    path/file.py:function; groups that it drops are replaced by those of fresh prompts (DAPO)."""
+    """User function that accepts or drops each group of samples, as pkg.module.function or path/file.py:function; new
+    prompts replace dropped groups (DAPO)."""
 
     custom_generate_function_path: str | None = rollout_option(None, metavar="FUNCTION")
-    """Function of your own that makes each sample by asking the engine as often as it likes, as pkg.module.function or
+    """User function that makes each sample with any number of engine requests, as pkg.module.function or
     path/file.py:function: agents with tools, several turns, several samples."""
 
     generate_concurrency: Annotated[int, Limits(ge=1, le=65_536)] = rollout_option(
         256, needs=("--custom-generate-function-path",)
     )
-    """Most calls of custom_generate_function_path at once, per rank of the local engine."""
+    """Largest number of simultaneous calls of custom_generate_function_path, per rank of the local engine."""
 
     generate_timeout: Annotated[float, Limits(gt=0, le=10_000_000)] = rollout_option(
         3600.0, needs=("--custom-generate-function-path",)
     )
-    """Longest time for one call of custom_generate_function_path, in seconds; a sample that takes longer is given up
-    and counted."""
+    """Longest time for one call of custom_generate_function_path, in seconds; later samples are dropped and counted."""
 
     retokenization: Literal["reject", "keep-mask", "error"] = rollout_option(
         "reject", needs=("--custom-generate-function-path",)
     )
-    """What becomes of samples of custom_generate_function_path whose tokens are not those that the engine sampled:
-    reject trains on none of the sample, keep-mask on the tokens that still are, error ends the run."""
+    """Handling of custom_generate_function_path's samples whose tokens differ from the sampled tokens: reject masks
+    the sample, keep-mask masks the differing tokens, error ends the run."""
 
     dynamic_sampling_max_batches: Annotated[int, Limits(ge=1, le=1_000_000)] = rollout_option(
         30, needs=("--dynamic-sampling-filter-path",)
     )
-    """Batches of prompts that dynamic sampling takes for one rollout before the run saves and stops."""
+    """Largest number of batches that dynamic sampling takes for one rollout; then the run saves and stops."""
 
     buffer_filter_path: str | None = rollout_option(None, metavar="FUNCTION")
-    """Function that chooses, under partial_rollout, which of the unfinished groups the next batch goes on with, and
-    which wait for a later one."""
+    """User function that chooses the unfinished groups of partial_rollout that the next batch resumes."""
 
     rollout_sample_filter_path: str | None = rollout_option(None, metavar="FUNCTION")
-    """Function that gets the groups of a rollout and sets remove_sample where a sample is not to be trained on."""
+    """User function that sets remove_sample on samples of a rollout to exclude them from training."""
 
     rollout_all_samples_process_path: str | None = rollout_option(None, metavar="FUNCTION")
-    """Function that gets all groups that were sampled for a rollout, those that dynamic sampling dropped among them."""
+    """User function that gets all sampled groups of a rollout, including groups that dynamic sampling dropped."""
 
     custom_reward_post_process_path: str | None = reward_option(None, metavar="FUNCTION")
-    """Function that turns the scored samples of a rollout into (raw rewards, advantages), in place of the advantage
+    """User function that returns (raw rewards, advantages) of a rollout's scored samples, instead of the advantage
     estimator."""
 
     custom_rollout_log_function_path: str | None = rollout_option(None, metavar="FUNCTION")
-    """Function that is shown every rollout; where it returns true, metrics of rollouts (rollout/…) are not logged."""
+    """User function that gets every rollout; if it returns true, the metrics rollout/… are not logged."""
 
     custom_eval_rollout_log_function_path: str | None = evaluation_option(None, metavar="FUNCTION")
-    """Function that is shown the answers to held-out prompts; where it returns true, their metrics (eval/…) are not
-    logged."""
+    """User function that gets the answers to held-out prompts; if it returns true, eval/… is not logged."""
 
     check_weight_sync: bool = rollout_option(False)
-    """After each weight update compare tensors (local engine: small ones completely, rows of others; SGLang: checksums)
-    and the log-probs of a probe prompt between the two engines, and stop where they disagree."""
+    """After each weight update, compare tensors (local engine: small ones completely, rows of others; SGLang:
+    checksums) and log-probs of a probe prompt between the engines; stop if they differ."""
 
     weight_sync_bound: Annotated[float | None, Limits(gt=0, le=1_000)] = rollout_option(
         None, needs=("--check-weight-sync",)
     )
-    """Largest mean absolute difference of the probe's log-probs under check_weight_sync; unset chooses by the engines'
-    precision and the length of the probe, 0.18 for bf16 and 512 tokens."""
+    """Largest mean absolute difference of the probe's log-probs for check_weight_sync; unset derives it from the
+    engines' precision and the probe's length, for example 0.18 for bf16 and 512 tokens."""
 
     rollout_function_path: str | None = rollout_option(None, metavar="FUNCTION")
-    """Function of your own that makes whole rollouts in place of the rollout engine, as pkg.module.function or
-    path/file.py:function; evaluation is by the engine."""
+    """User function that makes whole rollouts instead of the rollout engine, as pkg.module.function or
+    path/file.py:function; the engine still answers held-out prompts."""
 
     data_source_path: str | None = data_option(None, metavar="FUNCTION")
-    """Class of your own that gives the training prompts in place of the file prompt_data, which it may read; as
-    pkg.module.Class or path/file.py:Class."""
+    """User class that provides the training prompts, as pkg.module.Class or path/file.py:Class; it may read
+    prompt_data."""
 
     prompt_data: str = data_option(metavar="FILE")
     """File of training prompts, JSONL or parquet, one prompt per row."""
@@ -165,28 +160,28 @@ class RolloutConfig:
     """Key of a row that holds the prompt: a string, or a list of chat messages."""
 
     label_key: str | None = data_option(None, metavar="KEY")
-    """Key of a row that holds the label given to the reward; unset means no label."""
+    """Key of a row that holds the label for the reward; unset means no label."""
 
     metadata_key: str = data_option("metadata", metavar="KEY")
-    """Key of a row that holds a mapping handed to custom rewards."""
+    """Key of a row that holds a mapping for custom rewards."""
 
     apply_chat_template: bool = data_option(False)
-    """Render prompts with the tokenizer's chat template instead of tokenizing them as they are."""
+    """Render prompts with the tokenizer's chat template before tokenization."""
 
     rollout_batch_size: Annotated[int, Limits(ge=1, le=65_536)] = rollout_option()
     """Prompts sampled per rollout."""
 
     n_samples_per_prompt: Annotated[int, Limits(ge=1, le=4_096)] = rollout_option(1)
-    """Responses sampled per prompt; the group that baselines are taken over."""
+    """Responses per prompt; they form the group of a baseline."""
 
     rollout_max_response_len: Annotated[int, Limits(ge=1, le=10_000_000)] = rollout_option()
     """Longest response, in tokens."""
 
     rollout_max_prompt_len: Annotated[int | None, Limits(ge=1, le=10_000_000)] = rollout_option(None)
-    """Longest prompt, in tokens; longer ones are left out of the data; unset means the context's limit."""
+    """Longest prompt, in tokens; longer ones are dropped; unset means the context's limit."""
 
     rollout_max_context_len: Annotated[int | None, Limits(ge=2, le=10_000_000)] = rollout_option(None)
-    """Longest prompt and response together, in tokens; unset means the model's own limit."""
+    """Longest prompt and response together, in tokens; unset means the model's limit."""
 
     rollout_temperature: Annotated[float, Limits(ge=0.01, le=100, hint=GREEDY)] = sampling_option(1.0)
     """Sampling temperature that divides the logits."""
@@ -198,47 +193,46 @@ class RolloutConfig:
     """Top-k sampling keeps this many of the likeliest tokens; -1 keeps all."""
 
     allow_truncation_bias: bool = sampling_option(False)
-    """Train on truncated samples (rollout_top_p, rollout_top_k) whose sets of tokens are not recorded, over the whole
-    vocabulary; train/entropy_gap shows the bias, and unset such a run is refused."""
+    """Train on truncated samples (rollout_top_p, rollout_top_k) without recorded token sets, over the whole vocabulary;
+    train/entropy_gap shows the bias. Without this option such a run is refused."""
 
     rollout_shuffle: bool = data_option(False)
     """Visit the prompts in a new order every epoch."""
 
     rollout_seed: Annotated[int, Limits(ge=0, le=2**31 - 1)] = sampling_option(42)
-    """Seed of sampling and shuffling; SGLang servers sample by it only where they are started with
-    --enable-deterministic-inference."""
+    """Seed of sampling and shuffling; SGLang servers use it only with --enable-deterministic-inference."""
 
     rollout_stop_token_ids: Annotated[tuple[int, ...] | None, Limits(ge=0, le=2**31 - 1)] = sampling_option(
         None, metavar="ID"
     )
-    """Token ids that end a response besides the tokenizer's end of sequence."""
+    """Token ids that end a response, in addition to the tokenizer's end of sequence."""
 
     rm_type: str | None = reward_option(None, metavar="NAME")
     """Name of a built-in reward: exact_match, math, deepscaler, dapo, f1, gpqa, random or remote_rm, each also with
-    boxed_ before it; a row's metadata may name its own as rm_type."""
+    the prefix boxed_. A row's metadata may override it as rm_type."""
 
     rm_url: str | None = reward_option(None, metavar="URL")
-    """URL of the server that scores the responses whose rm_type is remote_rm: it gets prompt, response and label, and
-    answers with a number or an object of numbers."""
+    """URL of the reward server for rm_type remote_rm: it gets prompt, response and label, and answers with a number or
+    an object of numbers."""
 
     rm_timeout: Annotated[float, Limits(ge=0.1, le=86_400)] = reward_option(120.0, needs=("--rm-url",))
     """Longest wait for one answer of the reward server, in seconds."""
 
     rm_max_retries: Annotated[int, Limits(ge=0, le=1_000)] = reward_option(10, needs=("--rm-url",))
-    """Further attempts after a request to the reward server that failed, with growing pauses of at most a minute."""
+    """Retries of a failed request to the reward server, with growing pauses of at most a minute."""
 
     rm_concurrency: Annotated[int, Limits(ge=1, le=10_000)] = reward_option(64, needs=("--rm-url",))
-    """Requests to the reward server at a time, of each rank."""
+    """Simultaneous requests to the reward server, per rank."""
 
     custom_rm_path: str | None = reward_option(None, metavar="FUNCTION")
-    """Reward function of your own, as pkg.module.function or path/file.py:function."""
+    """User function for rewards, as pkg.module.function or path/file.py:function."""
 
     reward_key: str | None = reward_option(None, metavar="KEY")
-    """Key of the reward, where the reward function returns a dict; its other numbers are reported."""
+    """Key of the reward if the reward function returns a dict; its other numbers are reported."""
 
     reward_weights: str | None = reward_option(None, metavar="KEY=WEIGHT,…")
-    """Weights of the components of a reward that is a dict, as KEY=WEIGHT,KEY=WEIGHT: their sum is the reward, and
-    each component is reported; in place of reward_key."""
+    """Weights of the components of a dictionary reward, as KEY=WEIGHT,KEY=WEIGHT: the weighted sum is the reward, and
+    each component is reported. Replaces reward_key."""
 
     eval_reward_key: str | None = reward_option(None, metavar="KEY", needs=("--eval-prompt-data",))
     """Key of the reward of held-out prompts; unset means reward_key or reward_weights."""
@@ -272,7 +266,7 @@ class RolloutConfig:
     process, rollout asks the rollout engine; unset means local for the local engine and rollout for sglang."""
 
     skip_eval_before_train: bool = evaluation_option(False)
-    """Leave out the evaluation before the first step."""
+    """Skip the evaluation before the first step."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -285,7 +279,7 @@ class RolloutConfig:
         if self.rm_type is not None and self.custom_rm_path is not None:
             raise ValueError(
                 f"--rm-type is {quoted(self.rm_type)} and --custom-rm-path is {quoted(self.custom_rm_path)}; "
-                "leave one of the two out."
+                "remove one of the two."
             )
         _check_reward(self)
 
@@ -296,7 +290,7 @@ class RolloutConfig:
 
     @property
     def truncates_sampling(self) -> bool:
-        """Whether top-p or top-k leave out tokens in the samples that are trained on."""
+        """Whether top-p or top-k omit tokens in the samples that are trained on."""
         return self.rollout_top_p < 1.0 or self.rollout_top_k != -1
 
     @property
@@ -334,11 +328,11 @@ def _check_reward(config: RolloutConfig) -> None:
     if weights is not None and config.reward_key is not None:
         raise ValueError(
             f"--reward-weights is {quoted(config.reward_weights)} and --reward-key is {quoted(config.reward_key)}; "
-            "leave one of the two out."
+            "remove one of the two."
         )
     for key, value in (("reward_key", config.reward_key), ("eval_reward_key", config.eval_reward_key)):
         if value == "":
-            raise ValueError(f"{flag(key)} is empty; name a key of the reward function's dict, or leave it out.")
+            raise ValueError(f"{flag(key)} is empty; name a key of the reward function's dict, or remove it.")
         if name is None:
             continue
         check_rm_type("--rm-type", name)
@@ -346,7 +340,7 @@ def _check_reward(config: RolloutConfig) -> None:
         if is_remote(name):
             continue
         if value is not None and not keys:
-            raise ValueError(f"{flag(key)} is {value!r} but --rm-type {name} gives a number; leave it out.")
+            raise ValueError(f"{flag(key)} is {value!r} but --rm-type {name} gives a number; remove it.")
         if value is not None and value not in keys:
             raise ValueError(f"{flag(key)} is {value!r} but --rm-type {name} gives {' and '.join(keys)}.")
     unknown = [
@@ -354,7 +348,7 @@ def _check_reward(config: RolloutConfig) -> None:
     ]
     if unknown:
         gives = " and ".join(reward_keys(str(name))) or "a number"
-        raise ValueError(f"--reward-weights names {unknown[0]!r} but --rm-type {name} gives {gives}; leave it out.")
+        raise ValueError(f"--reward-weights names {unknown[0]!r} but --rm-type {name} gives {gives}; remove it.")
     if name is not None and reward_keys(name) and config.reward_key is None and weights is None:
         keys = reward_keys(name)
         raise ValueError(f"--rm-type {name} gives {' and '.join(keys)}; add --reward-key {keys[0]}.")
@@ -364,14 +358,14 @@ def _check_sampling(config: RolloutConfig) -> None:
     if config.allow_truncation_bias and not config.truncates_sampling:
         raise ValueError(
             "--allow-truncation-bias is set but has no effect without --rollout-top-p or --rollout-top-k; add one of "
-            "them or leave --allow-truncation-bias out."
+            "them or remove --allow-truncation-bias."
         )
 
 
 def _check_routing(config: RolloutConfig) -> None:
     if config.routing_replay_weights and config.rollout_engine == "sglang":
         raise ValueError(
-            "--routing-replay-weights is on but an SGLang server returns experts without their weights; leave it out "
+            "--routing-replay-weights is on but an SGLang server returns experts without their weights; remove it "
             "or use --rollout-engine local."
         )
 
@@ -380,7 +374,7 @@ def _check_evaluation(config: RolloutConfig) -> None:
     if config.eval_top_p != 1 and config.eval_temperature == 0:
         raise ValueError(
             f"--eval-top-p is {config.eval_top_p} but --eval-temperature is 0, which takes the likeliest token; raise "
-            "the temperature or leave --eval-top-p out."
+            "the temperature or remove --eval-top-p."
         )
     parts = config.eval_prompt_data
     if parts is not None and len(parts) != 1 and len(parts) % 2 == 1:
@@ -406,7 +400,7 @@ def _check_asynchronous(config: RolloutConfig) -> None:
         if config.buffer_filter_path is not None:
             raise ValueError(
                 "--buffer-filter-path chooses among the groups that --partial-rollout leaves unfinished; add that, or "
-                "leave it out."
+                "remove it."
             )
         return
     if config.rollout_engine != "sglang":
@@ -421,6 +415,6 @@ def _check_asynchronous(config: RolloutConfig) -> None:
         )
     if config.rollout_lookahead:
         raise ValueError(
-            f"--rollout-lookahead is {config.rollout_lookahead} and --partial-rollout is set; leave one of them out: "
+            f"--rollout-lookahead is {config.rollout_lookahead} and --partial-rollout is set; remove one of them: "
             "with rollouts in flight there are no stragglers to wait for."
         )

@@ -284,7 +284,7 @@ def _sources(config: SGLangConfig) -> dict[str, object]:
 
 def _check_sources(config: SGLangConfig) -> None:
     if config.sglang_url is not None and not config.sglang_url:
-        raise ValueError("--sglang-url names no server; give URLs or leave it out.")
+        raise ValueError("--sglang-url names no server; give URLs or remove it.")
     urls = config.server_urls
     for url in urls:
         if urls.count(url) > 1:
@@ -296,7 +296,7 @@ def _check_sources(config: SGLangConfig) -> None:
     given = _sources(config)
     if len(given) > 1:
         named = " and ".join(f"{source} is {value}" for source, value in given.items())
-        raise ValueError(f"{named}; servers come from one source, leave out all but one.")
+        raise ValueError(f"{named}; servers come from one source; keep one of them.")
     ip, port = config.sglang_router_ip, config.sglang_router_port
     if (ip is None) != (port is None):
         raise ValueError(f"--sglang-router-ip is {ip} and --sglang-router-port {port}; give both or neither.")

@@ -1,4 +1,4 @@
-"""Scores of responses: the built-in ones by name, and functions of the user's own held to their contract."""
+"""Scores of responses: the built-in ones by name, and user functions held to their contract."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def build_reward(
 ) -> RewardFunction:
     """The function that scores a list of samples, as `--rm-type` or `--custom-rm-path` says.
 
-    A function of the user's own is called as `fn(args, sample)`, or, where its second parameter is named `samples`, as
+    A user function is called as `fn(args, sample)`, or, where its second parameter is named `samples`, as
     `fn(args, samples)` with all samples of one prompt, and returns a reward each: a number, or a dict, of which
     `--reward-key` names the reward, or `--reward-weights` the components that add up to it. Either may be a coroutine
     function. In a torch.distributed job the prompts are shared over the ranks, so that each sample is scored once, and
@@ -171,7 +171,7 @@ def check_reward_server(config: RolloutConfig, prompts: Iterable[Prompt]) -> Non
     if not any(is_remote(str(_rm_type(config.rm_type, prompt.metadata))) for prompt in prompts):
         raise ValueError(
             f"--rm-url is given, but --rm-type is {config.rm_type} and no prompt has a remote rm_type in its metadata, "
-            "so that no server is asked; add --rm-type remote_rm, or leave --rm-url out."
+            "so that no server is asked; add --rm-type remote_rm, or remove --rm-url."
         )
 
 
@@ -306,7 +306,7 @@ def _chosen(reward: Any, key: RewardKey, function: str, sample: Sample) -> tuple
         if key.name is not None:
             raise CustomFunctionError(
                 f"{function} returned {_shown(reward)} for prompt {index}, but {key.flag} is {key.name!r}; return a "
-                f"dict with that key, or leave {key.flag} out."
+                f"dict with that key, or remove {key.flag}."
             )
         return _number(reward, function, index, ""), {}
     keys = one_line(", ".join(map(repr, reward)), 200) or "no keys"

@@ -1,4 +1,4 @@
-"""Functions of the user's own around a rollout, in slime's signatures: loaded, called on rank 0, held to a contract.
+"""User functions around a rollout, in slime's signatures: loaded, called on rank 0, held to a contract.
 
 buffer_filter(args, rollout_id, buffer, num_samples) -> groups           of the unfinished ones; the rest waits
 dynamic_sampling_filter(args, samples) -> DynamicFilterOutput | bool      for every group, once it is scored

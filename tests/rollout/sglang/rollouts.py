@@ -111,7 +111,7 @@ class Run:
         )
 
     def release(self) -> None:
-        """Lets held requests go on."""
+        """Lets held requests continue."""
         for server in self.servers:
             server.stop_after = None
 

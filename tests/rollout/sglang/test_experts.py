@@ -1,4 +1,4 @@
-"""Routed experts of servers: asked for, checked, put together over several requests, or left out."""
+"""Routed experts of servers: asked for, checked, put together over several requests, or omitted."""
 
 import base64
 import json

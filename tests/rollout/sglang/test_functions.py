@@ -18,7 +18,7 @@ OBSERVATION = [20, 21]
 
 
 async def two_turns(sample, engine):
-    """An answer, an observation, and another answer; an aborted sample goes on where it was."""
+    """An answer, an observation, and another answer; an aborted sample continues where it was."""
     for turn in range(sample.loss_mask.count(0) // 2 if sample.loss_mask else 0, 2):
         answer = await engine.generate(sample.tokens)
         sample.append_response_tokens(

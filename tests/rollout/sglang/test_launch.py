@@ -1,4 +1,4 @@
-"""Servers that are started, watched and stopped: a small server in place of SGLang's module of the same name."""
+"""Servers that are started, watched and stopped: a small server instead of SGLang's module of the same name."""
 
 import json
 import os
@@ -256,7 +256,7 @@ def test_a_server_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: py
 
 
 def start_and_wait(directory: Path, url: Connection) -> None:
-    """A program that starts a server, sends its URL, and goes on."""
+    """A program that starts a server, sends its URL, and continues."""
     os.environ["PYTHONPATH"] = str(directory / "packages")
     config = SGLangConfig(sglang_launch=1, sglang_base_port=29000, sglang_server_args=("--family",))
     url.send(LaunchedServers(config, "m", directory).start()[0])
