@@ -77,8 +77,8 @@ class MegatronConfig:
     without experts and context parallelism."""
 
     use_routing_replay: bool = routing_option(False)
-    """Record the experts of mixture-of-experts layers in the forward pass for old log-probs, and replay them in training
-    (R2)."""
+    """Record the experts of mixture-of-experts layers in the forward pass for old log-probs, and replay them in
+    training (R2)."""
 
     log_probs_chunk_size: Annotated[int, Limits(ge=1, le=100_000_000, also=(-1,))] = loop_option(-1)
     """Response tokens whose log-probs are computed at a time; -1 derives the number from the output layer. A tile of
