@@ -129,7 +129,7 @@ METRICS = {
     "mismatch_kl": "mis_kl",
     "mismatch_k3_kl": "mis_k3_kl",
 }
-"""The built-in's metric → that of custom_tis.mis, as docs/custom_functions.md lists them; the same over tokens."""
+"""The built-in's metric → that of custom_tis.mis, as docs/metrics.md lists them; the same over tokens."""
 
 
 def test_the_metrics_of_both_are_the_same_under_their_two_names() -> None:
