@@ -40,7 +40,7 @@ class Limits:
     """Number that it must be below."""
 
     also: tuple[float, ...] = ()
-    """Numbers outside of the range that have a meaning of their own, such as -1 for all, or infinity."""
+    """Numbers outside of the range with a special meaning, such as -1 for all, or infinity."""
 
     hint: str = ""
     """What to do instead, added to the message of a refusal."""

@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit status, 2 for what it refuses, 130 after Ctrl-C.
 
     Args:
-        argv: The command line without the program's name; None means that of this process.
+        argv: The command line without the program's name; None means this process's.
     """
     owns_process = argv is None
     argv = _own_command_line() if argv is None else list(argv)
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return train(argv[1:], prog="slime-tis train", owns_process=owns_process)
     protect_output(keep_running=False)
     parser = argparse.ArgumentParser(
-        prog="slime-tis", description="Training with rollout correction, and tools beside it."
+        prog="slime-tis", description="Training with rollout correction, and tools for its analysis."
     )
     parser.add_argument("--version", action="version", version=f"slime-tis {slime_tis.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
@@ -173,7 +173,7 @@ def train(argv: Sequence[str] | None = None, *, prog: str = "train.py", owns_pro
     """Checks a command line and then runs `slime_tis.trainer.train`; returns the exit status.
 
     Args:
-        argv: The command line without the program's name; None means that of this process.
+        argv: The command line without the program's name; None means this process's.
         prog: Name of the program in `--help`.
         owns_process: Whether the process ends with the run, also where argv is given.
 

@@ -162,7 +162,7 @@ def test_what_cannot_be_found_is_said(path: str, message: str) -> None:
         ("def f():\n  return 1\n return", r"raised IndentationError: .* \(.*/mine.py, line 3\)"),
         ("x = 1\nraise KeyError('no')", r"raised KeyError: 'no' \(.*/mine.py, line 2\); SLIME_TIS_TRACEBACK=1 shows"),
         ("import os\n1 / 0", r"raised ZeroDivisionError: division by zero \(.*/mine.py, line 2\)"),
-        ("import not_there_at_all", r"No module named 'not_there_at_all' \(.*line 1\); install it, put it beside the"),
+        ("import not_there_at_all", r"No module named 'not_there_at_all' \(.*line 1\); install it, copy it"),
         ("from .. import x", r"attempted relative import beyond top-level package \(.*\); for imports beyond the file"),
         ("from slime.ray.misc import x", "slime is not installed, and of its modules this program has slime.back"),
         ("from slime.backends.megatron_utils.cp_utils import y", "cannot import name 'y'.*all_gather_with_cp"),

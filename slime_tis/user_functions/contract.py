@@ -72,14 +72,14 @@ def _check_global_batch(function: Callable[..., Any], args: Namespace) -> None:
             if argument not in parameters and getattr(args, option, None) is not None:
                 raise CustomFunctionError(
                     f"--{option.replace('_', '-')} is {getattr(args, option)} and goes by the global batch, which "
-                    f"{describe(function)} does not see: it takes no argument {argument}. Leave one of the two out."
+                    f"{describe(function)} does not see: it takes no argument {argument}. Remove one of the two."
                 )
 
 
 def call_custom_tis(function: Callable[..., Any], args: Any, *, seed: int = 0, **kwargs: Any) -> TisResult:
     """Calls a custom TIS function and checks what it returns.
 
-    The function gets copies of its own of all tensors, so that whatever it does to them in place has no effect but
+    The function gets copies of all tensors, so in-place changes have no effect except
     through what it returns; random numbers follow from `seed`, and torch's global settings are put back.
 
     Args:
@@ -225,7 +225,7 @@ def _check_masks(name: str, masks: Any, given: list[Tensor]) -> None:
         )
     if ((flat != 0) & (original == 0)).any():
         raise CustomFunctionError(
-            f"{name} returned a mask with 1 where the loss mask is 0; it can leave tokens out, and not take in "
+            f"{name} returned a mask with 1 where the loss mask is 0; it can exclude tokens, but not add "
             f"prompts, padding or tool output. Multiply the loss masks that it gets."
         )
 

@@ -1,8 +1,8 @@
 """Loads a user's function from `package.module.function` or `path/file.py:function`.
 
-A file is a module of its own, whatever its name and wherever it lies: it is run once however many functions are taken
+Each file is a separate module, with any name and in any directory. It runs once, for any number of functions
 from it, is found in `sys.modules` under a unique name (dataclasses and `typing.get_type_hints` look there), imports
-what lies beside it (`from helper import x`, `from .helper import x`), and leaves `sys.path` as it is.
+files of its directory (`from helper import x`, `from .helper import x`), and `sys.path` does not change.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ def load_function(path: str) -> Callable[..., Any]:
 
     Raises:
         CustomFunctionError: if the path has neither form, the file, the module or the function is not there, or the
-            module cannot be imported; with the file and the line of what is wrong in it.
+            module cannot be imported; the message has the file and the line.
     """
     slime_modules.provide()
     shown = repr(one_line(path))
@@ -79,7 +79,7 @@ def load_hook(path: str, arguments: Sequence[str], keywords: Sequence[str] = ())
 
 @contextmanager
 def _importing(shown: str, file: Path | None) -> Iterator[None]:
-    """Turns whatever an import raises into one CustomFunctionError."""
+    """Turns every exception of an import into one CustomFunctionError."""
     try:
         yield
     except BaseException as error:
@@ -98,7 +98,7 @@ def _module_of_file(shown: str, given: Path) -> ModuleType:
     package, name = _unique_names(file)
     if name in sys.modules:
         return sys.modules[name]
-    if package not in sys.modules:  # makes `from .helper import x` find what lies beside the file
+    if package not in sys.modules:  # makes `from .helper import x` find files of the same directory
         sys.modules[package] = ModuleType(package)
         sys.modules[package].__path__ = [str(file.parent)]
     spec = importlib.util.spec_from_file_location(name, file)
@@ -130,7 +130,7 @@ def _existing(shown: str, given: Path) -> Path:
 
 
 def _unique_names(file: Path) -> tuple[str, str]:
-    """Module names of a file's directory and of the file, of which no other file has the same."""
+    """Returns unique module names for a file's directory and for the file."""
     digest = hashlib.sha256(str(file.parent).encode("utf-8", "surrogateescape")).hexdigest()[:12]
     package = f"_custom_function_{digest}"
     stem = file.stem if file.stem.isidentifier() else re.sub(r"\W", "_", file.stem) + f"_{len(file.stem)}"
@@ -138,11 +138,11 @@ def _unique_names(file: Path) -> tuple[str, str]:
 
 
 class _SiblingFinder(MetaPathFinder):
-    """Finds what lies beside a user's file, for import statements of that directory's own code alone."""
+    """Finds modules next to a user's file, for import statements in that directory only."""
 
     def __init__(self) -> None:
         self.directories: set[Path] = set()
-        """Those of the files that were loaded."""
+        """Directories of the loaded files."""
         self.found: dict[str, Path] = {}
         """Modules that came from one of them, by name."""
 
@@ -158,7 +158,7 @@ class _SiblingFinder(MetaPathFinder):
         return spec
 
     def add(self, directory: Path) -> None:
-        """Serves a directory from now on; modules from others leave their names to those of this one."""
+        """Adds a directory; its modules replace modules of the same name from other directories."""
         self.directories.add(directory)
         if self not in sys.meta_path:
             sys.meta_path.insert(0, self)
@@ -203,7 +203,7 @@ def _module_of_name(shown: str, name: str) -> ModuleType:
 
 
 def _place(error: BaseException, file: Path | None) -> str | None:
-    """`FILE, line N`: that of a syntax error, or the innermost line that ran outside of the import machinery."""
+    """Returns `FILE, line N` of a syntax error, or of the innermost line outside of the import machinery."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}, line {error.lineno}" if error.lineno else error.filename
     found, inside = None, None
@@ -225,5 +225,5 @@ def _hint(error: BaseException) -> str:
     if isinstance(error, ImportError) and "relative import" in str(error):
         return "for imports beyond the file's own directory write package.module.function, and set PYTHONPATH."
     if isinstance(error, ModuleNotFoundError):
-        return "install it, put it beside the file, or set PYTHONPATH."
+        return "install it, copy it to the file's directory, or set PYTHONPATH."
     return "correct the file." if isinstance(error, SyntaxError) else TRACEBACK_HINT

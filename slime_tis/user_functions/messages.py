@@ -1,4 +1,4 @@
-"""One error message for whatever goes wrong in user code: what, in which function, file and line."""
+"""One error message for every failure of user code: the error, the function, file and line."""
 
 import asyncio
 import dis
@@ -18,7 +18,7 @@ LONGEST_REASON = 300
 TRACEBACK_HINT = "SLIME_TIS_TRACEBACK=1 shows the traceback."
 
 DELIVERED = (KeyboardInterrupt, asyncio.CancelledError, GeneratorExit)
-"""Exceptions that a signal, an event loop or a generator's end delivers into whatever code is running."""
+"""Exceptions that a signal, an event loop or a generator's end raises in running code."""
 
 
 def describe(function: Callable[..., Any]) -> str:
@@ -29,12 +29,12 @@ def describe(function: Callable[..., Any]) -> str:
 
 @contextmanager
 def calling(function: Callable[..., Any]) -> Iterator[None]:
-    """Turns whatever a call of the function raises into one CustomFunctionError.
+    """Turns every exception of a call into one CustomFunctionError.
 
         with calling(function):
             result = function(args, sample)       # or `await function(args, sample)`
 
-    The message names the function, the exception and the last line of the function's file (or of a file beside it)
+    The message names the function, the exception and the last line of the function's file (or of a file next to it)
     that was being run. `sys.exit` is an exception like any other. A signal or a cancelled task that happens to arrive
     during the call passes through, since the function did not raise it.
 
@@ -57,7 +57,7 @@ def check_signature(function: Callable[..., Any], positional: Sequence[str], key
     """Checks that a function can be called with these arguments, without calling it.
 
     Args:
-        function: Of the user's own.
+        function: The user function.
         positional: Names of the positional arguments, for the message.
         keywords: Names of the keyword arguments.
 
@@ -74,7 +74,7 @@ def check_signature(function: Callable[..., Any], positional: Sequence[str], key
         call = ", ".join([*positional, *(f"{name}=…" for name in keywords)])
         raise CustomFunctionError(
             f"{describe(function)} cannot be called as {_name(function)}({call}): {one_line(str(error))}; "
-            "take these parameters, or **kwargs for those that it does not use."
+            "take these parameters, or **kwargs for unused parameters."
         ) from None
 
 
@@ -96,7 +96,7 @@ def happened(error: BaseException) -> str:
         return f"called sys.exit({one_line(repr(error.code))}); return a value, or raise an exception to stop the run"
     try:
         text = error.msg if isinstance(error, SyntaxError) else str(error)
-    except Exception:  # a __str__ of the user's own
+    except Exception:  # a user-defined __str__
         text = ""
     text = one_line(text, LONGEST_REASON).rstrip(".")
     return f"raised {type(error).__name__}: {text}" if text else f"raised {type(error).__name__}"
@@ -125,7 +125,7 @@ def _code(function: Callable[..., Any]) -> CodeType | None:
 
 
 def _last_line(trace: TracebackType | None, file: str | None) -> str | None:
-    """`FILE, line N` of the innermost frame in the file or in one beside it."""
+    """Returns `FILE, line N` of the innermost frame in the file or in a file next to it."""
     found = None
     while trace is not None and file is not None:
         name = trace.tb_frame.f_code.co_filename

@@ -24,7 +24,7 @@ SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
 
 @contextmanager
 def kept_state(seed: int) -> Iterator[None]:
-    """Gives a function random numbers of its own, and puts back all that it may have set.
+    """Gives a function separate random numbers, and restores all settings that it may change.
 
     Within, the generators of torch and of Python (numpy's too, where it is loaded) begin at `seed`: the numbers drawn
     follow from the seed alone, so that a run that continues from a checkpoint draws the same. Afterwards the

@@ -142,11 +142,9 @@ def test_the_tokens_that_still_are_what_was_sampled_can_be_trained_on(tmp_path: 
 def test_or_the_run_ends_with_a_message(tmp_path: Path) -> None:
     with pytest.raises(CustomFunctionError) as error:
         call(tmp_path, RETOKENIZED, retokenization="error")
-    assert str(error.value).replace(str(tmp_path), "") == (
-        "generate (/agent_0.py, line 4) gave 2 of 4 tokens to be trained on that are not what was sampled after the "
-        "tokens before them, for prompt 3; the first is response token 0, 27 ('bc'). Give the engine token ids and "
-        "append the ids of its answer; --retokenization keep-mask trains on the others."
-    )
+    message = str(error.value).replace(str(tmp_path), "")
+    assert message.startswith("generate (/agent_0.py, line 4) gave 2 of 4 tokens")
+    assert "for prompt 3; the first is response token 0, 27 ('bc')" in message
 
 
 def test_slimes_way_to_the_server_is_answered_by_the_same_engine_and_proved(tmp_path: Path) -> None:

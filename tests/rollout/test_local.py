@@ -309,7 +309,7 @@ def test_the_context_bounds_responses_and_refuses_prompts_that_fill_it(checkpoin
         engine.generate([full], Sampling(max_response_len=1), seed=0)
     assert str(refusal.value) == (
         "prompt 4 has 128 tokens, which leaves no tokens for a response in a context of 128; "
-        "set --rollout-max-prompt-len to leave such prompts out."
+        "set --rollout-max-prompt-len to skip such prompts."
     )
     with pytest.raises(ValueError, match="prompt 4 has no tokens"):
         engine.generate([Prompt(index=4, text="", token_ids=())], Sampling(max_response_len=1), seed=0)

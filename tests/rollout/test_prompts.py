@@ -205,7 +205,7 @@ def test_a_place_in_other_prompts_is_refused(digits, tmp_path):
     for name, changed in (("swapped", [lines[1], lines[0], *lines[2:]]), ("longer", [*lines, lines[0]])):
         (tmp_path / f"{name}.jsonl").write_text("".join(changed))
         other = PromptDataset(tmp_path / f"{name}.jsonl", TOKENIZER, make_config())
-        with pytest.raises(ValueError, match="not those that the run was started with"):
+        with pytest.raises(ValueError, match="have changed since the start of the run"):
             other.load_state_dict(state)
     (tmp_path / "moved.jsonl").write_text("".join(lines))
     PromptDataset(tmp_path / "moved.jsonl", TOKENIZER, make_config()).load_state_dict(state)

@@ -70,7 +70,7 @@ class GenerateFunction:
     timeout: float
     """Longest time for one call, in seconds."""
     retokenization: str
-    """What becomes of tokens that are not those that were sampled: reject, keep-mask or error."""
+    """Handling of tokens that differ from the sampled tokens: reject, keep-mask or error."""
     version: Callable[[], int]
     """Version of the engine's weights."""
 
@@ -135,7 +135,7 @@ class GenerateFunction:
                 engine.lost = cause
             raise NoSample("raised", str(error)) from error
         except asyncio.CancelledError:
-            raise NoSample("raised", f"{describe(self.function)} ended with a cancellation of its own.") from None
+            raise NoSample("raised", f"{describe(self.function)} cancelled itself.") from None
 
     def checked(self, returned: Any, given: Sample, engine: RecordedEngine) -> list[Sample]:
         """The samples of one call, each in the form that training takes.
@@ -143,11 +143,11 @@ class GenerateFunction:
         Args:
             returned: By the function.
             given: What it was given.
-            engine: What was sampled meanwhile.
+            engine: The requests sampled in the meantime.
 
         Raises:
             NoSample: The contract is broken, or the function was stopped with nothing to continue from.
-            CustomFunctionError: Tokens are not those that were sampled, and --retokenization is error.
+            CustomFunctionError: Tokens differ from the sampled tokens, and --retokenization is error.
         """
         samples = list(returned) if isinstance(returned, list | tuple) else [returned]
         if not samples or not all(isinstance(sample, Sample) for sample in samples):
@@ -243,7 +243,7 @@ class GenerateFunction:
         engine: RecordedEngine,
         given: Sample,
     ) -> None:
-        """Compares the log-probs that the function gave with those that the engine gave it."""
+        """Compares the function's log-probs with the engine's."""
         if log_probs is None:
             return
         for position, (number, place) in enumerate(zip(where.request, where.place, strict=True)):
@@ -311,9 +311,9 @@ class GenerateFunction:
             text = quoted(self.tokenizer.decode([token]), 40)
             raise CustomFunctionError(
                 f"{describe(self.function)} gave {len(wrong)} of {sum(sample.loss_mask)} tokens to be trained on that "
-                f"are not what was sampled after the tokens before them, for prompt {sample.prompt_index}; the first "
-                f"is response token {wrong[0]}, {token} ({text}). Give the engine token ids and append the ids of its "
-                "answer; --retokenization keep-mask trains on the others."
+                f"differ from the sampled tokens, for prompt {sample.prompt_index}; the first is response token "
+                f"{wrong[0]}, {token} ({text}). Give the engine token ids and append the ids of its answer; "
+                "--retokenization keep-mask trains on the others."
             )
         if self.retokenization == "reject":
             sample.remove_sample = True
@@ -442,7 +442,7 @@ def _parameters(function: Callable[..., Any]) -> Sequence[str]:
 
 
 def _without_response(given: Sample) -> Sample:
-    """An aborted sample from which the function begins anew."""
+    """Returns an aborted sample from which the function starts again."""
     return replace(given, status=SampleStatus.ABORTED, loss_mask=[], rollout_log_probs=[])
 
 

@@ -94,7 +94,7 @@ class CustomRollout:
 
         groups, metrics, state = on_rank_zero(call)
         if isinstance(dataset, PromptDataset):
-            dataset.load_state_dict(state)  # that of rank 0, which took the prompts
+            dataset.load_state_dict(state)  # rank 0 took the prompts
         return groups, metrics
 
     def _groups(self, returned: Any) -> Groups:

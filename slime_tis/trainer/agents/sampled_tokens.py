@@ -70,7 +70,7 @@ class RecordedEngine:
             raise RuntimeError("this sample ran out of time (--generate-timeout).")
         generation = await self._engine.generate(token_ids, sampling_params, session_id=session_id)
         self.sampled.append(Sampled(input_ids=[int(token) for token in token_ids], generation=generation))
-        return replace(  # whatever the function does to the lists in place
+        return replace(  # the function may change the lists in place
             generation,
             token_ids=list(generation.token_ids),
             log_probs=list(generation.log_probs),
@@ -85,7 +85,7 @@ class Provenance:
     request: list[int]
     """Number of the request among those given; -1 where the token was not sampled."""
     place: list[int]
-    """Place of the token among those of the request."""
+    """Index of the token in the request."""
     longest: int | None
     """The request whose input and answer agree with most of the sample's tokens; None where none agrees."""
     agreeing: int
@@ -98,8 +98,8 @@ def provenance(tokens: Sequence[int], response_length: int, requests: Sequence[S
     Args:
         tokens: Of prompt and response.
         response_length: Tokens of the response, the last ones.
-        requests: What was sampled, in any order. Where several requests had the same input, that which agrees with
-            more of what follows counts.
+        requests: The sampled requests, in any order. If several have the same input, the request that agrees with
+            more of the following tokens counts.
     """
     tokens, first = list(tokens), len(tokens) - response_length
     agreeing = []
@@ -155,7 +155,7 @@ def _sampling_mask(sources: Sequence[tuple[int, int]], generations: Sequence[Gen
 
 
 def _routing(sample: Sample, found: Provenance, requests: Sequence[Sampled], name: str) -> Tensor | None:
-    """Rows of the tokens that were fed; those that a token was sampled after come from the request that did so."""
+    """Returns the rows of the input tokens; each sampled token takes the rows of its request."""
     assert found.longest is not None
     rows: Tensor | None = getattr(requests[found.longest].generation, name)
     if rows is None:

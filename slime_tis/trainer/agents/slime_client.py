@@ -1,8 +1,8 @@
 """slime's way to the rollout engine, for functions written for slime: `post` to the address in `args`, `GenerateState`.
 
-A request to the run's own address is answered by the engine of the sample that asks, whichever engine the run has, so
-that such functions work with the local engine, and what they train on can be compared with what was sampled. Requests
-to other addresses are sent.
+The engine of the asking sample answers requests to the run's address, for every kind of engine. So these functions
+work with the local engine, and their training tokens can be compared with the sampled tokens. Requests to other
+addresses are sent.
 """
 
 from __future__ import annotations

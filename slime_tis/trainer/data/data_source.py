@@ -39,7 +39,7 @@ class DataSource(abc.ABC):
 
     @abc.abstractmethod
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
-        """Returns so many groups of --n-samples-per-prompt samples, with a prompt each and without a response."""
+        """Returns `num_samples` groups of --n-samples-per-prompt samples with a prompt and without a response."""
 
     @abc.abstractmethod
     def add_samples(self, samples: list[list[Sample]]) -> None:
@@ -47,11 +47,11 @@ class DataSource(abc.ABC):
 
     @abc.abstractmethod
     def save(self, rollout_id: int) -> None:
-        """Saves where it is, beside the checkpoint after this rollout."""
+        """Saves its position with the checkpoint after this rollout."""
 
     @abc.abstractmethod
     def load(self, rollout_id: int | None = None) -> None:
-        """Goes on from what it saved after this rollout."""
+        """Restores the position after this rollout."""
 
     @abc.abstractmethod
     def __len__(self) -> int:
@@ -61,7 +61,7 @@ class DataSource(abc.ABC):
 class CustomDataSource:
     """The prompts of a user's class, the same on every rank.
 
-    What a state means is how many prompts were handed out before it. Those that were handed out since go into a
+    A state is the number of prompts handed out before it. Prompts handed out later go into a
     checkpoint, and come first when it is taken up: nothing is lost where the source itself is already further.
     """
 
@@ -113,7 +113,7 @@ class CustomDataSource:
         """The next `size` prompts; a collective.
 
         Raises:
-            CustomFunctionError: the source gave other than so many groups of new samples.
+            CustomFunctionError: the source returned another number of groups, or no new samples.
         """
         batch, self._again = self._again[:size], self._again[size:]
         missing = size - len(batch)
@@ -144,7 +144,7 @@ class CustomDataSource:
         return {**state, PENDING: pending, SAVED: rollout_id}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a checkpoint; a collective.
+        """Restores a checkpoint; a collective.
 
         Raises:
             ValueError: the checkpoint is of a run whose prompts came from a file.

@@ -34,7 +34,7 @@ def check_is_text(path: Path) -> None:
         head = file.read(HEAD)
     if path.suffix == ".parquet":
         if not head.startswith(b"PAR1"):
-            raise ValueError(f"{path} is not a parquet file, though its name says so; JSONL files end in .jsonl.")
+            raise ValueError(f"{path} is not a parquet file despite its name; JSONL files end in .jsonl.")
         return
     for magic, advice in FORMATS.items():
         if head.startswith(magic):

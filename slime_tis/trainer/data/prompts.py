@@ -32,7 +32,7 @@ FEW = 20
 
 
 class PromptDataset:
-    """The training prompts, in the file's order or shuffled anew every epoch.
+    """The training prompts, in the file's order or in a new order every epoch.
 
     The order of an epoch depends on the seed and the epoch's number alone, so that two integers are all there
     is to save.
@@ -81,7 +81,7 @@ class PromptDataset:
         return {"epoch": self._epoch, "position": self._position, "prompts": self._digest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from a saved place.
+        """Restores a saved position.
 
         Raises:
             ValueError: the place is of other prompts than these, or is none.
@@ -89,7 +89,7 @@ class PromptDataset:
         epoch, position, digest = (state.get(name) for name in ("epoch", "position", "prompts"))
         if digest != self._digest:
             raise ValueError(
-                "the prompts of --prompt-data are not those that the run was started with, so that it cannot continue "
+                "the prompts of --prompt-data have changed since the start of the run, so it cannot continue "
                 "where it stopped; give the same file and the same options of reading it (--input-key, "
                 "--apply-chat-template, --rollout-max-prompt-len), or start afresh with another --save."
             )
@@ -204,7 +204,7 @@ def check_fits(prompt: Prompt, place: str, sizes: ModelSizes) -> None:
 def _does_not_fit(place: str, length: str, context_len: int | None) -> str:
     return (
         f"{place} has a prompt of {length}, which leaves no tokens for a response in a context of {context_len}; "
-        "set --rollout-max-prompt-len to leave such prompts out."
+        "set --rollout-max-prompt-len to skip such prompts."
     )
 
 
@@ -242,7 +242,7 @@ def _text(value: Any, place: str, tokenizer: PreTrainedTokenizerBase, apply_chat
         messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
         try:
             text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # templates raise whatever their author chose
+        except Exception as error:  # templates may raise any exception
             raise ValueError(f"{place} does not fit the chat template: {first_line(error)}.") from error
         return _encodable(text, f"{place} has a prompt")
     if not isinstance(value, str):

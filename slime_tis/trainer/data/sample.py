@@ -69,7 +69,7 @@ class Sample:
     """One response to a prompt: what engines and users' own generate functions fill, rewards score, and training takes.
 
     It has the fields of slime's Sample, which functions written for slime construct, read and write, and like slime's
-    it is mutable. Prompt and response are one list of tokens, of which the last `response_length` are the response.
+    it is mutable. Prompt and response are one list of tokens; the last `response_length` tokens are the response.
     """
 
     group_index: int | None = None
@@ -119,7 +119,7 @@ class Sample:
     """What became of it: completed by a stop token, truncated by a length limit, aborted from outside, failed."""
 
     metadata: dict[str, Any] = field(default_factory=dict)
-    """Notes of the user's own; unset means a copy of those of the prompt's row."""
+    """User-defined notes; unset means a copy of the prompt row's metadata."""
 
     train_metadata: dict[str, Any] | None = None
     """Notes for functions that take part in training."""
@@ -145,7 +145,7 @@ class Sample:
     """The numbers of a reward that is a dict, by key; the score is the one that --reward-key names."""
 
     prompt_row: Prompt | None = None
-    """The row of a prompt file that is answered, whatever a function makes of `prompt`; None where there is none."""
+    """The answered row of a prompt file, also if a function changes `prompt`; None without a row."""
 
     failure: str | None = None
     """Why a call of a generate function gave no sample (raised, timeout, tokens, …); None where it gave one."""
@@ -167,7 +167,7 @@ class Sample:
         """The row of a prompt file that is answered.
 
         Raises:
-            ValueError: there is none.
+            ValueError: The sample has no row.
         """
         if self.prompt_row is None:
             raise ValueError("the sample answers no row of a prompt file.")
@@ -175,7 +175,7 @@ class Sample:
 
     @property
     def prompt_index(self) -> int:
-        """Number of that row; -1 where there is none."""
+        """Number of that row; -1 without a row."""
         return -1 if self.prompt_row is None else self.prompt_row.index
 
     @property
@@ -319,9 +319,9 @@ def _int32(values: Sequence[int] | Tensor) -> Tensor:
 
 
 def _versions(meta: Mapping[str, Any], count: int, before: Sequence[int]) -> list[int]:
-    """The version of each of so many tokens, from a server's meta_info; without, that of the token before them.
+    """Returns the version of each token from a server's meta_info, or else the version of the token before them.
 
-    A name of weights that is no number is that of the weights that a server started with.
+    A version that is not a number belongs to the weights with which a server started.
     """
 
     def number(name: Any) -> int:
@@ -396,7 +396,7 @@ def response_limit(
     Args:
         prompt: to be answered.
         sampling: its limits.
-        context_len: the model's own limit on prompt and response together; None where there is none.
+        context_len: The model's limit on prompt and response together; None without a limit.
         longest_prompt: most tokens that the engine takes; None where only the context limits them.
 
     Raises:
@@ -410,11 +410,11 @@ def response_limit(
     if limit < 1:
         raise ValueError(
             f"prompt {prompt.index} has {length} tokens, which leaves no tokens for a response in a "
-            f"context of {min(contexts)}; set --rollout-max-prompt-len to leave such prompts out."
+            f"context of {min(contexts)}; set --rollout-max-prompt-len to skip such prompts."
         )
     if longest_prompt is not None and length > longest_prompt:
         raise ValueError(
             f"prompt {prompt.index} has {length} tokens, but the servers take {longest_prompt} at most; set "
-            "--rollout-max-prompt-len to leave such prompts out."
+            "--rollout-max-prompt-len to skip such prompts."
         )
     return limit

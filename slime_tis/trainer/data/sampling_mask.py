@@ -49,7 +49,7 @@ class SamplingMask:
 
     @classmethod
     def unrecorded(cls, positions: int) -> SamplingMask:
-        """So many positions without a recorded set."""
+        """Returns a mask of `count` positions without a recorded set."""
         return cls(torch.zeros(0, dtype=torch.int32), torch.zeros(positions, dtype=torch.int32))
 
     @classmethod
@@ -77,7 +77,7 @@ class SamplingMask:
         return SamplingMask(self.token_ids[index_M], lengths)
 
     def split(self, positions: Sequence[int]) -> list[SamplingMask]:
-        """The masks of so many consecutive positions each, in memory of their own: views would be pickled whole."""
+        """Splits the mask by numbers of positions, into separate memory: a pickled view contains the whole tensor."""
         lengths = self.lengths.split(list(positions))
         token_ids = self.token_ids.split([int(part.sum()) for part in lengths])
         return [SamplingMask(ids.clone(), part.clone()) for ids, part in zip(token_ids, lengths, strict=True)]

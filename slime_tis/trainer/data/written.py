@@ -23,7 +23,7 @@ class Before:
 
     @classmethod
     def of(cls, sample: Sample) -> Before:
-        """Copies of what is compared."""
+        """Copies of the compared fields."""
         return cls(fixed=_fixed(sample), loss_mask=list(sample.loss_mask))
 
 
@@ -88,10 +88,10 @@ def check_untouched(before: Before, sample: Sample, function: str) -> None:
 
 @contextmanager
 def reading(function: Callable[..., Any], what: str) -> Iterator[None]:
-    """Reads what a function returned and wrote, objects of the user's own among it, whose methods may raise.
+    """Reads returned and written values, including user-defined objects whose methods may raise.
 
     Args:
-        function: of the user's own.
+        function: The user function.
         what: what may turn out not to be readable, for the message.
 
     Raises:

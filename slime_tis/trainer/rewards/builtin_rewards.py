@@ -63,7 +63,7 @@ def deepscaler(response: str, label: str) -> float:
 
 
 def dapo(response: str, label: str) -> dict[str, float]:
-    """`score` 1 or −1 and `acc` 1 or 0, by what follows the last `Answer:` in the response's last 300 characters.
+    """`score` 1 or −1 and `acc` 1 or 0, by the text after the last `Answer:` in the response's last 300 characters.
 
     Source: "DAPO: An Open-Source LLM Reinforcement Learning System at Scale", Yu et al.
     (https://arxiv.org/abs/2503.14476), eq. 7.
@@ -103,8 +103,8 @@ def gpqa(response: str, label: str, metadata: Mapping[str, Any]) -> float:
 
     The label is the letter or the text of the right option. The row's metadata may have `choices` (a list, or a mapping
     of letters to texts), `valid_letters` and `correct_letter`. The option chosen is the letter after `answer`, `option`
-    or `choice`, or before `is correct`, else the last capital letter that is a word of its own and an option; where
-    there is none, the response has to contain the text of the right option.
+    or `choice`, or before `is correct`, else the last capital letter that is a separate word and an option; if
+    no option is chosen, the response has to contain the text of the right option.
     """
     choices = metadata.get("choices") or ()
     choices = [str(choice) for choice in (choices.values() if isinstance(choices, Mapping) else choices)]

@@ -66,10 +66,10 @@ class RewardKey:
     """The key of the reward; None where rewards are numbers, or weighted sums."""
 
     flag: str
-    """The flag that says so, for messages."""
+    """The flag of the key, for messages."""
 
     weights: Mapping[str, float] = field(default_factory=dict)
-    """Weights of the components whose sum is the reward, by key; empty where there are none."""
+    """Weights of the components whose sum is the reward, by key; empty without weights."""
 
 
 def build_reward(
@@ -82,8 +82,8 @@ def build_reward(
     """The function that scores a list of samples, as `--rm-type` or `--custom-rm-path` says.
 
     A user function is called as `fn(args, sample)`, or, where its second parameter is named `samples`, as
-    `fn(args, samples)` with all samples of one prompt, and returns a reward each: a number, or a dict, of which
-    `--reward-key` names the reward, or `--reward-weights` the components that add up to it. Either may be a coroutine
+    `fn(args, samples)` with all samples of one prompt, and returns a reward each: a number, or a dict, in which
+    `--reward-key` names the reward, or `--reward-weights` its components. Either may be a coroutine
     function. In a torch.distributed job the prompts are shared over the ranks, so that each sample is scored once, and
     every rank gets all scores, and what the function wrote into the samples.
 

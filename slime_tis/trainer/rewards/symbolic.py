@@ -1,4 +1,4 @@
-"""Whether two expressions are equal, by math-verify in a process of its own, which no expression can hang.
+"""Whether two expressions are equal, by math-verify in a separate process, so that no expression can hang the run.
 
 sympy may work for ever on a few letters (`10^{10^{10}}`), and neither a thread nor a call into C can be stopped from
 Python. So a process compares, under limits of the operating system on the processor time of a comparison and on its
@@ -61,7 +61,7 @@ class _Worker:
             reply = self._reply()
         except BrokenPipeError:
             reply = b""
-        except BaseException:  # interrupted: the reply that is still to come is not that of the next question
+        except BaseException:  # interrupted: the pending reply does not answer the next question
             self._stop()
             raise
         if reply in (b"0", b"1"):

@@ -36,7 +36,7 @@ def main() -> None:
         signal.setitimer(signal.ITIMER_PROF, seconds)  # ends this process: nobody handles the signal
         try:
             equal = same(*json.loads(line))
-        except Exception:  # whatever parsers and sympy raise, RecursionError and MemoryError among it
+        except Exception:  # parsers and sympy may raise anything, including RecursionError and MemoryError
             equal = False
         signal.setitimer(signal.ITIMER_PROF, 0)
         replies.write(b"1" if equal else b"0")

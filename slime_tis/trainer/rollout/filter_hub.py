@@ -37,7 +37,7 @@ def check_reward_nonzero_std(args: Namespace, samples: Sequence[Sample], **kwarg
     (https://arxiv.org/abs/2503.14476), section 3.2.
 
     Args:
-        args: the program's options, of which it needs none.
+        args: The program's options, which are not used.
         samples: of one prompt, scored.
         kwargs: nothing that it needs.
 
@@ -55,7 +55,7 @@ def check_reward_nonzero_std_with_fallback(
     """Prefers groups whose rewards differ, and fills the rollout with others where a batch has too few of them.
 
     Args:
-        args: the program's options, of which it needs none.
+        args: The program's options, which are not used.
         samples: of one prompt, scored.
         kwargs: nothing that it needs.
     """

@@ -85,7 +85,7 @@ class RolloutHooks:
 
     @property
     def choose(self) -> Choose | None:
-        """The buffer filter; a collective. None where there is none."""
+        """The buffer filter, a collective; None without one."""
         function = self.buffer_filter
         if function is None:
             return None
@@ -108,7 +108,7 @@ class RolloutHooks:
 
     @property
     def judge(self) -> Callable[[Sequence[list[Sample]]], list[DynamicFilterOutput]] | None:
-        """The dynamic sampling filter, called for every group of a batch; a collective. None where there is none."""
+        """The dynamic sampling filter for the groups of a batch, a collective; None without one."""
         function = self.dynamic_sampling_filter
         if function is None:
             return None
@@ -134,7 +134,7 @@ class RolloutHooks:
             self._process(function, groups)
 
     def process_all(self, groups: Sequence[list[Sample]], data_source: object) -> None:
-        """Shows all groups that were sampled, those that were dropped among them, to the user; a collective."""
+        """Calls the user's function with all sampled groups, including dropped groups; a collective."""
         function = self.rollout_all_samples_process
         if function is not None:
             self._process(function, groups, data_source)
@@ -250,7 +250,7 @@ def _call_with_samples(
 def _chosen(
     returned: Any, buffer: list[list[Sample]], groups: Sequence[list[Sample]], count: int, function: str
 ) -> BufferChoice:
-    """Places of the groups that a buffer filter returned, and of those that it left in the buffer."""
+    """Returns the indices of groups that a buffer filter returned, and of groups that it left in the buffer."""
     places = {id(group): place for place, group in enumerate(groups)}
     if not isinstance(returned, list | tuple):
         raise CustomFunctionError(f"{function} returned {one_line(repr(returned))}; return a list of groups.")
