@@ -9,7 +9,7 @@ of rejection that is not given is 1/upper where the upper one is given; the mask
 geometric weights can be batch-normalised; a sequence without valid tokens has no part in the batch mean; a non-finite
 log-prob rejects its token, and does nothing where masked. What is a property of the global batch (its mean weight, its
 second moment) comes from the trainer where the trainer knows it, as train.py does; slime does not, and there the mean
-weight is that of the micro-batch, as in slime's file, and a second-moment bound is refused.
+weight covers the micro-batch, as in slime's file, and a second-moment bound is refused.
 """
 
 import math
@@ -95,7 +95,7 @@ def compute_mis_weights_with_cp(
         loss_masks: Whole responses.
         total_lengths: Tokens of prompt and response.
         response_lengths: Tokens of the response.
-        batch_norm_factor: Mean weight of the global batch; that of these responses when None.
+        batch_norm_factor: Mean weight of the global batch; None uses these responses.
         second_moment_limit: Δ² from which tokens of the global batch are trimmed.
         adaptive_bounds: What its sequences are judged by under rs_z_score or rs_target_fraction.
         kwargs: `cp_group` or `parallel_state` name the context-parallel group where there is one.
@@ -202,7 +202,7 @@ def _log_ratio(
 
 
 def _mismatch_metrics(sums_S: SequenceSums[Tensor], log_ratio: Tensor, spread: Spread) -> dict[str, Tensor]:
-    n = (sums_S.masked_in - sums_S.nonfinite).clamp_min(1)  # a neutral token has no log-prob of its own
+    n = (sums_S.masked_in - sums_S.nonfinite).clamp_min(1)  # a neutral token has no log-prob
     training, difference = -sums_S.train / n, -sums_S.log_ratio / n
     rollout = training - difference
     return {

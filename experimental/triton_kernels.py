@@ -23,7 +23,7 @@ def _exponentials(x, DOUBLE: tl.constexpr):
     """exp(x) − 1 and exp(x) of |x| ≤ 20, with the relative accuracy of the dtype however small x is.
 
     x = n·ln 2 + r with |r| ≤ ln(2)/2; exp(r) − 1 is its Taylor polynomial, 2ⁿ is put together from its bits. The
-    hardware's exp loses digits with the size of x, and exp(x) − 1 would lose those of a small x.
+    hardware's exp loses digits with the size of x, and exp(x) − 1 would lose the digits of a small x.
     """
     TERMS: tl.constexpr = 14 if DOUBLE else 8
     n = tl.floor(x * LOG2_E + 0.5)
@@ -127,7 +127,7 @@ def carry_kernel(
 ):  # fmt: skip
     """What each row of a sequence gets from the rows before it, or after it where `BACKWARD`.
 
-    Σ of their values, or where `CHAINED` of those that reach it through rows that are all in the mask.
+    Σ of their values, or where `CHAINED` of the values that reach it through rows that are all in the mask.
     """
     sequence = tl.program_id(0).to(tl.int64)
     first, count, boundary = _row_range(start_S, length_S, sequence, WIDTH, ALIGNED)
@@ -174,7 +174,7 @@ def _statistic(STATISTICS: tl.constexpr, INDEX: tl.constexpr, log_ratio, prefix,
 
 @triton.jit
 def _within(LOWERS: tl.constexpr, UPPERS: tl.constexpr, INDEX: tl.constexpr, statistic, DTYPE: tl.constexpr):
-    """Whether a statistic is within the bounds of the criterion, the lower one of which may be None."""
+    """Whether a statistic is within the bounds of the criterion, whose lower bound may be None."""
     LOWER: tl.constexpr = LOWERS[INDEX]
     UPPER: tl.constexpr = UPPERS[INDEX]
     within = statistic <= _constant(UPPER, DTYPE)

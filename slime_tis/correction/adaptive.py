@@ -57,7 +57,7 @@ class AdaptiveBounds:
         """Logarithms of the lower and upper bound on the ratio of a sequence of median length.
 
         Args:
-            level: "geometric" for the bounds of exp(mean Δ), "sequence" for those of exp(Σ Δ).
+            level: "geometric" for the bounds of exp(mean Δ), "sequence" for bounds of exp(Σ Δ).
         """
         n = self.median_length
         half = self.z_score * (2 * self.k3 / n.clamp_min(1)).sqrt() + LOG_PROB_TOLERANCE

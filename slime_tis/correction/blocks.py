@@ -79,7 +79,7 @@ class Rows:
     """Which rows of K tokens the sequences of a chunk lie in.
 
     First come the rows in order, each owned by the sequence of its first token; then, for each sequence, its boundary
-    row: the row it begins in once more, for those of its tokens that lie in a row of another sequence.
+    row: its first row again, for its tokens in a row of another sequence.
     """
 
     def __init__(self, end_S: Tensor, length_S: Tensor, tokens: int, width: int, aligned: bool) -> None:
@@ -157,7 +157,7 @@ def row_width(lengths: list[int]) -> int:
 
 
 def _indicator(mask: Tensor, working: torch.dtype) -> Tensor:
-    """1.0 where a mask of any dtype is not 0, in memory of its own."""
+    """Returns 1.0 where a mask of any dtype is not 0, in new memory."""
     if mask.dtype == torch.bool:
         return mask.view(torch.uint8).to(working)
     return torch.ne(mask, 0, out=torch.empty_like(mask, dtype=working))

@@ -54,7 +54,7 @@ def context_parallel_slices(
 
 @dataclass(frozen=True)
 class ResponseSlices:
-    """Where this rank's tokens lie in the responses: five consecutive pieces each, of which it owns two."""
+    """Positions of this rank's tokens in the responses: five consecutive pieces each; the rank owns two of them."""
 
     pieces: tuple[int, ...]
     """Lengths: gap, first slice, gap, second slice, gap, response after response."""
@@ -149,8 +149,8 @@ def gather_slices(
 
     Args:
         train_log_probs: This rank's tokens of each response, as a list or packed [L].
-        rollout_log_probs: Those of the rollout engine; in a list, None for a sample that has none.
-        loss_mask: Those of the loss mask.
+        rollout_log_probs: Log-probs of the rollout engine; None in a list for a sample without any.
+        loss_mask: Loss masks.
         lengths: Tokens of each response on this rank, where they are packed.
         slices: Where they lie.
         sum_over_context: Sums the float64 [N, 3] table over the context-parallel ranks.

@@ -43,7 +43,7 @@ class Criterion:
     upper: float
     """Upper bound: on the ratio for k1, on the divergence itself for k2 and k3."""
     adaptive: bool = False
-    """Whether the bounds are those of `AdaptiveBounds`, instead of `lower` and `upper`."""
+    """Whether `AdaptiveBounds` provides the bounds, instead of `lower` and `upper`."""
 
     @property
     def log_bounds(self) -> tuple[float, float]:
@@ -57,7 +57,7 @@ class Criterion:
 
     @property
     def sums_divergence(self) -> bool:
-        """Whether k2 or k3 is summed over a sequence; the sum of k1 is that of Δ, which every criterion shares."""
+        """Whether k2 or k3 is summed over a sequence; the sum of k1 is the sum of Δ, which every criterion shares."""
         return self.aggregation in ("sum", "mean") and self.divergence != "k1"
 
 

@@ -72,7 +72,7 @@ def checked_lists(
 
 
 def _filled(train: Sequence[Tensor], rollout: Sequence[Tensor | None], device: torch.device) -> list[Tensor]:
-    """Rollout log-probs, those of a sample that has none as NaN, which is one allocation for all of these."""
+    """Returns rollout log-probs, with NaN for samples without any, in one allocation."""
     sizes = [t.numel() for t, r in zip(train, rollout, strict=True) if r is None]
     absent = iter(torch.full((sum(sizes),), torch.nan, device=device).split(sizes) if sizes else ())
     return [next(absent) if x is None else x for x in rollout]

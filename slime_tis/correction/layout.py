@@ -104,7 +104,7 @@ def as_layout(
 def _tokens_of(tokens: Sequences, first: int, last: int, start: int, rows: Rows) -> Tensor:
     """The tokens of sequences first … last, which begin at `start`, and what follows them in their last row.
 
-    Packed tokens are a view, which ends where the batch does; those of a list are one copy, padded to whole rows.
+    Packed tokens are a view, which ends where the batch does; lists become one copy, padded to whole rows.
     """
     if isinstance(tokens, Tensor):
         return tokens[start : start + rows.padded_len]

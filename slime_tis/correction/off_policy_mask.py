@@ -43,7 +43,7 @@ def off_policy_sequence_mask(
         loss_mask: Nonzero at valid tokens, in the same layout.
         delta: Bound on the mean log-ratio in nats per token, above 0; 0.1 is customary against π_rollout, and slime's
             default against π_old is 1e-4.
-        nonfinite_policy: What a token with a log-prob that is not finite does to the mean: "reject" leaves it out,
+        nonfinite_policy: What a token with a log-prob that is not finite does to the mean: "reject" excludes it,
             "neutral" counts it with a difference of 0, "raise" refuses it.
         lengths: Lengths of packed sequences.
         ranks: One table is summed over the context-parallel ones, where sequences are sliced.

@@ -24,7 +24,7 @@ def interpolate_old_log_probs(
         rollout_versions: v of each token, of the same shape; below 0 where it is not known.
 
     Returns:
-        Detached old log-probs. Where v < 0 or v > v_θ, or either log-prob is not finite, those of the rollout.
+        Detached old log-probs. If v < 0 or v > v_θ, or a log-prob is not finite, the rollout's log-prob.
 
     Raises:
         ValueError: if the shapes differ.

@@ -19,7 +19,7 @@ ReduceOp = Literal["sum", "min", "max"]
 AllReduce = Callable[[Tensor, ReduceOp], Tensor]
 """Reduces a tensor over the ranks of a group and returns the result, the same on each of them.
 
-It may work in place: the library passes memory of its own, and uses nothing but the returned tensor afterwards.
+It may work in place: the library passes new memory, and uses nothing but the returned tensor afterwards.
 """
 
 
@@ -28,10 +28,10 @@ class Ranks:
     """The context- and data-parallel ranks that share a global batch; by default one rank on its own."""
 
     context: AllReduce | None = None
-    """Reduces over the context-parallel ranks, each of which has its slices of the same sequences; None where
+    """Reduces over the context-parallel ranks, each with its slices of the same sequences; None where
     sequences are whole."""
     data: AllReduce | None = None
-    """Reduces over the data-parallel ranks, each of which has other sequences; None where one rank has all."""
+    """Reduces over the data-parallel ranks, each with other sequences; None where one rank has all."""
     data_and_context: AllReduce | None = None
     """Reduces over both at once; None where that takes `context` and then `data`."""
     slices: ResponseSlices | None = None

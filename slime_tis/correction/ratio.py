@@ -1,4 +1,4 @@
-"""Log-ratios between the training and the rollout policy, with non-finite tokens dealt with, aggregated at a level.
+"""Log-ratios between the training and the rollout policy, with handled non-finite tokens, aggregated at a level.
 
 Shapes: suffix _RK is [rows, row width] of a `Chunk`, _S is per sequence.
 """
@@ -42,7 +42,7 @@ class Tokens:
 
 
 def log_ratios(chunk: Chunk, nonfinite_policy: str) -> Tokens:
-    """Δ_t = where(valid, log π_train − log π_rollout, 0), with non-finite tokens dealt with.
+    """Δ_t = where(valid, log π_train − log π_rollout, 0), with handled non-finite tokens.
 
     A value is taken out by multiplication with a mask and `nan_to_num` (inf·0 is NaN) because that vectorises
     on a CPU where `where` and boolean tensors do not.

@@ -161,7 +161,7 @@ def adaptive_bounds(config: RolloutCorrectionConfig, delta_BT: Tensor, valid_BT:
 
 
 def second_moment_limit(config: RolloutCorrectionConfig, delta_N: Tensor) -> float:
-    """min {v : mean(Δ² ≤ v) > bound}, +inf where there is none."""
+    """min {v : mean(Δ² ≤ v) > bound}, +inf without such v."""
     if config.rs_second_moment_bound is None:
         return math.inf
     squares_N = delta_N.double().square().sort().values

@@ -43,16 +43,16 @@ class Correction(Generic[LayoutT]):
     sequence_sums: SequenceSums[Tensor]
     """Sums over the tokens of each whole sequence, [S] float64."""
     global_batch: GlobalBatch
-    """What was given, with what the options needed and this call found: mean weight, second-moment limit, bounds."""
+    """The given global batch, completed by this call: mean weight, second-moment limit, bounds."""
     lengths: tuple[int, ...]
     """Tokens of each sequence here, masked ones too; of a slice under context parallelism."""
     rejection_normalizer: Normalizer
-    """Whether `mean` divides by the accepted tokens ("kept") or by those of the loss mask ("original")."""
+    """Whether `mean` divides by the accepted tokens ("kept") or by the tokens of the loss mask ("original")."""
 
     def loss_denominator(self, aggregation: Aggregation = "token-mean") -> Tensor:
         """What `mean` divides by, a float64 scalar: tokens, or sequences that have any, accepted or of the loss mask.
 
-        Those of several micro-batches and data-parallel ranks add up to those of the global batch.
+        The values of several micro-batches and data-parallel ranks add up to the global batch's values.
         """
         counts_S = self._counts_per_sequence()
         return counts_S.sum() if aggregation == "token-mean" else (counts_S > 0).sum().to(torch.float64)
@@ -64,12 +64,12 @@ class Correction(Generic[LayoutT]):
 
         Args:
             token_loss: Loss of each token in the layout of the input, with gradient. Rejected and masked tokens do
-                not count, whatever their loss is; their gradient is 0, which a loss that is not finite turns into
-                NaN on its way back to the model.
+                not count, for every value of their loss; their gradient is 0, which a non-finite loss turns into NaN on
+                its way back to the model.
             aggregation: verl's word for what is averaged: "token-mean" over all tokens, "seq-mean-token-mean" over
                 the sequences' means.
             denominator: Of the global batch, where this is one of its micro-batches: the sum of their
-                `loss_denominator(aggregation)`; that of this call when None.
+                `loss_denominator(aggregation)`; this call's when None.
 
         Returns:
             Scalar of the loss's dtype, float32 at least. Nothing synchronises with the host.

@@ -45,7 +45,7 @@ class SequencePass:
     sums: Tensor
     """`BatchSums` as columns."""
     mins: Tensor
-    """`Extremes` of what is measured per sequence as columns; +inf for what differs from token to token."""
+    """`Extremes` of per-sequence values as columns; +inf for per-token values."""
     maxs: Tensor
     """The same for the maxima, with −inf."""
 
@@ -92,7 +92,7 @@ def _mismatch_terms(sums_S: SequenceSums[Tensor], nonempty_S: Tensor, accepted_S
     """What each sequence adds to the sums that measure the gap; nothing where it has no valid token.
 
     Perplexities are of the tokens whose log-probs are finite. A token that counts as ratio 1 (the neutral policy) has
-    no log-prob of its own.
+    no log-prob.
     """
     finite_S = sums_S.masked_in - sums_S.nonfinite
     measured_S = (finite_S > 0).to(torch.float64)

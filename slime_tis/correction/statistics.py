@@ -51,9 +51,7 @@ class Statistics:
             names = [
                 f.name for f in fields(self.config) if getattr(self.config, f.name) != getattr(other.config, f.name)
             ]
-            raise ValueError(
-                f"the statistics to merge differ in {', '.join(names)}; merge those of one RolloutCorrectionConfig."
-            )
+            raise ValueError(f"the statistics to merge differ in {', '.join(names)}; merge statistics of one config.")
         return replace(
             self,
             sums=self.sums + other.sums,

@@ -53,9 +53,9 @@ class SequenceSums(Generic[V]):
     masked_in: V
     """Tokens of the loss mask."""
     valid: V
-    """Those of them that may be used: with finite log-probs, or all of them under the neutral policy."""
+    """Usable tokens: tokens with finite log-probs, or all tokens under the neutral policy."""
     nonfinite: V
-    """Those of them with a log-prob that is not finite."""
+    """Tokens with a non-finite log-prob."""
     train: V
     """log π_train, over finite tokens."""
     log_ratio: V
@@ -69,7 +69,7 @@ class SequenceSums(Generic[V]):
     rs_accepted: V
     """Tokens that no per-token rejection criterion rejects."""
     accepted: V
-    """Those of them that the mask mode and the trimming accept too."""
+    """Tokens that mask mode and trimming accept, too."""
     weights: TokenWeightSums[V] | None
     """Where weights differ from token to token."""
     criteria: dict[str, CriterionSums[V]]
@@ -193,7 +193,7 @@ class BatchSums(Generic[V]):
 
 @dataclass(frozen=True, kw_only=True)
 class Extremes(Generic[V]):
-    """Minima or maxima over the tokens and sequences of a batch; ±inf for what there is none of."""
+    """Minima or maxima over the tokens and sequences of a batch; ±inf without any."""
 
     log_ppl_diff: V
     ratio: V
@@ -276,7 +276,7 @@ def _parts(node: Any) -> dict[str, Any]:
 
 
 def _values(node: Any) -> list[Any]:
-    """The values of the fields, those of nested parts instead of these."""
+    """Returns the values of the fields, with nested parts expanded."""
     found: list[Any] = []
     for part in _parts(node).values():
         if isinstance(part, _VALUES):

@@ -49,7 +49,7 @@ class TokenPass:
 
 @dataclass(frozen=True)
 class TokenExtremes:
-    """Smallest and largest weight of a chunk's valid tokens; where there is none, +inf and 0."""
+    """Smallest and largest weight of a chunk's valid tokens; +inf and 0 without valid tokens."""
 
     ratio_min: Tensor
     """Of the weights before the mode."""
@@ -155,7 +155,7 @@ def _weight_sums(
 ) -> TokenWeightSums[Tensor]:
     """Row sums of the weights.
 
-    The deviation is taken from Σ(w − 1)²: that of weights near 1 is lost in the float32 sum of w².
+    The deviation is taken from Σ(w − 1)²: the float32 sum of w² loses it for weights near 1.
 
     Args:
         config: The options.

@@ -51,9 +51,7 @@ def second_moment_limit(squares_N: Tensor, bound: float, ranks: Ranks = ONE_RANK
         float64 scalar, the same on all ranks. Nothing synchronises with the host.
     """
     ordered = squares_N.nan_to_num(torch.inf, torch.inf).sort().values.to(torch.float64)
-    if (
-        not ranks.is_one
-    ):  # all Δ² below the limit are within the bound, and together with those that equal it they are not
+    if not ranks.is_one:  # all Δ² below the limit are within the bound, and with the values equal to it they are not
         return largest_value(ordered, ordered, lambda count, total: total / count.clamp_min(1) <= bound, ranks)
     counts = torch.arange(1, ordered.numel() + 1, dtype=torch.float64, device=ordered.device)
     within = (ordered.cumsum(0) / counts <= bound).sum()

@@ -31,7 +31,7 @@ class Diagnostics:
         """The warnings after a step.
 
         Args:
-            metrics: The metrics of the step, those of `StepStatistics.metrics` among them.
+            metrics: The metrics of the step, including `StepStatistics.metrics`.
 
         Returns:
             Messages, each with a hint; mostly none.

@@ -103,7 +103,7 @@ def diffusion_loss(
         log_probs: log π_θ, [B, T] or [B], with gradient.
         old_log_probs: log π_old, of the same shape; in bypass mode log π_rollout (`apply_bypass_mode`).
         advantages: Of the same shape, or [B].
-        weights: Decoupled, those of these steps: `TrajectoryCorrection.folded`, or `weights` with the `mask`.
+        weights: Decoupled weights of these steps: `TrajectoryCorrection.folded`, or `weights` with the `mask`.
         mask: The accepted steps; None where weights are folded, and a weight of 0 says rejected.
         clip_range: ε of `flow_grpo`.
         timesteps: As in `correct_trajectories`, for bypass mode.
@@ -179,18 +179,18 @@ def _refuse_weights(weights: Tensor | None, mask: Tensor | None) -> None:
     if weights is not None or mask is not None:
         raise ValueError(
             "weights or mask are given, but with --use-rollout-logprobs the correction is made inside the loss and "
-            "would be applied twice; remove them, or recompute log π_old and leave the flag out."
+            "would be applied twice; remove them, or recompute log π_old and remove the flag."
         )
 
 
 def _given(
     config: RolloutCorrectionConfig, weights: Tensor | None, mask: Tensor | None, log_probs: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The weights and mask of the decoupled correction, those of no correction where there is none."""
+    """Returns the weights and mask of the decoupled correction; ones without a correction."""
     if weights is None and config.corrects:
         raise ValueError(
-            "weights are missing, but the configuration corrects; pass those of correct_trajectories, made once of "
-            "the global batch, for the steps at hand."
+            "weights are missing, but the configuration corrects; pass the result of correct_trajectories, computed "
+            "once from the global batch, for the steps at hand."
         )
     if weights is None:
         weights = torch.ones_like(log_probs, dtype=torch.float32)

@@ -30,7 +30,7 @@ def sde_step(
         μ = x + [v + σ_t²/(2t)·(x + (1 − t)·v)]·Δ,   s = σ_t·√(−Δ)
 
     x + (1 − t)·v is the expected noise, and −1/t times that the score: for any σ_t the SDE has the marginals of the
-    ODE x + v·Δ, which it is at a = 0. Everything is computed in float32 at least, whatever the model computes in.
+    ODE x + v·Δ, which it is at a = 0. Everything is computed at least in float32, for every dtype of the model.
 
     Source: "Flow-GRPO: Training Flow Matching Models via Online RL", Liu et al. (https://arxiv.org/abs/2505.05470),
     section 4.2. At t = 1 their σ_t is infinite, and their code puts the second time of the schedule into 1 − t;

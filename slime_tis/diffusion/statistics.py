@@ -20,11 +20,11 @@ class StepStatistics:
     core: Statistics
     """Of the correction that acts on the loss."""
     weights: Statistics | None
-    """Of weights that are only measured, under `weight_report`; None where the weights act, or there are none."""
+    """Statistics of weights that are only measured, under `weight_report`; None if the weights act or are missing."""
     sequences: Tensor
-    """[2] float64: sequences, and those of them with a rejected step."""
+    """[2] float64: sequences, and sequences with a rejected step."""
     highest: Tensor
-    """0-dim float64: largest |Δ|; −inf where there is none."""
+    """0-dim float64: largest |Δ|; −inf without steps."""
     timesteps_D: Tensor
     """float64, ascending: the timesteps there were."""
     abs_diff_D: Tensor
@@ -49,7 +49,7 @@ class StepStatistics:
     def metrics(self) -> dict[str, float]:
         """All metrics by their names in the log.
 
-        The core's, those of weights that are only measured among them, under `rollout_corr/`, or `actor/rollout_corr/`
+        The core's, including weights that are only measured, under `rollout_corr/`, or `actor/rollout_corr/`
         in bypass mode; and there `logprob_abs_diff_mean`, `logprob_abs_diff_max`, `logprob_abs_diff/ts_VALUE` for each
         timestep, and `rejected_sequence_fraction`.
 
@@ -84,7 +84,7 @@ def step_statistics(
         reported: The one whose weights are only measured.
         train_BT: log π_train on the scale that was corrected on.
         rollout_BT: log π_rollout likewise.
-        timesteps_BT: Of the steps; None leaves the mismatch by timestep out.
+        timesteps_BT: Of the steps; None omits the mismatch by timestep.
     """
     difference = (train_BT - rollout_BT).abs().to(torch.float64)
     finite = difference < LOG_RATIO_LIMIT
@@ -132,7 +132,7 @@ def weight_report(config: RolloutCorrectionConfig) -> RolloutCorrectionConfig:
 
 
 def _sizes_of_steps(statistics: StepStatistics) -> dict[str, float]:
-    """Largest |Δ|, and its mean at each timestep; timesteps that print alike are one."""
+    """Largest |Δ|, and its mean at each timestep; timesteps that print identically count as one."""
     table: dict[str, tuple[float, float]] = {}
     columns = torch.stack([statistics.timesteps_D, statistics.abs_diff_D, statistics.count_D], 1)
     for timestep, total, count in columns.tolist():

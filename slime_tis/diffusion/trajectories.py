@@ -43,7 +43,7 @@ def apply_bypass_mode(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         batch: With `rollout_log_probs`, [B, T] or [B].
 
     Returns:
-        A batch of the same tensors, `old_log_probs` being those of the rollout.
+        A batch of the same tensors, with the rollout's log-probs as `old_log_probs`.
 
     Raises:
         ValueError: if the rollout log-probs are missing.
@@ -52,7 +52,7 @@ def apply_bypass_mode(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if rollout is None:
         raise ValueError(
             f"--use-rollout-logprobs needs rollout_log_probs, but the batch has {', '.join(batch) or 'nothing'}; "
-            f"have the rollout engine return the log-prob of every SDE step, or leave the flag out."
+            f"have the rollout engine return the log-prob of every SDE step, or remove the flag."
         )
     return {**batch, "old_log_probs": rollout}
 
@@ -71,7 +71,7 @@ def correct_trajectories(
         Δ_t = D·(log π_train − log π_rollout)(t);   weights and mask as `slime_tis.correct` makes them of Δ
 
     Decoupled, π_train is π_old, and this is called once per global batch: levels, batch normalisation and trimming
-    are those of the whole. In bypass mode the loss calls it, with π_θ; under a clipped loss, whose ratio is the
+    are the whole batch's. In bypass mode the loss calls it, with π_θ; under a clipped loss, whose ratio is the
     importance weight, the weights are then only measured, as `--tis-level`, `--tis-mode` and the bounds say.
 
     Args:

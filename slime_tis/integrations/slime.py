@@ -30,15 +30,15 @@ NOT_OF_THE_CORRECTION = ("policy_loss", "use_rollout_logprobs", "old_logprobs", 
 FOLLOWED_BY_THE_TRAINER = (*NOT_OF_THE_CORRECTION, "rejection_normalizer")
 
 BOUNDS = ("tis_lower_bound", "tis_upper_bound", "rs_lower_bound", "rs_upper_bound")
-"""Bounds of what other options turn on; train.py hands over all of them, also those that nobody set."""
+"""Bounds of options that other options enable; train.py passes all of them, also unset ones."""
 
 
 def config_from_args(args: Namespace) -> RolloutCorrectionConfig:
     """slime's options, or train.py's, as a configuration: the one that the library itself would correct by.
 
-    Attributes that are missing or None take their defaults; `tis_clip` and `tis_clip_low` are read as the bounds of
-    the weight, and a `tis_clip_low` of 0, slime's default, as unset. Bounds that are not given follow from those that
-    are: 1/upper for a lower bound, those of the weight for rejection without any.
+        Attributes that are missing or None take their defaults; `tis_clip` and `tis_clip_low` are read as the bounds of
+        the weight, and a `tis_clip_low` of 0, slime's default, as unset. Missing bounds follow from the given
+    ones: 1/upper for a lower bound, the weight's bounds for rejection without any.
     """
     values = {}
     for field in fields(RolloutCorrectionConfig):

@@ -174,7 +174,7 @@ def compute_rollout_rejection_mask(
 def compute_offpolicy_metrics(
     old_log_prob: Tensor, rollout_log_prob: Tensor | None, response_mask: Tensor
 ) -> dict[str, float]:
-    """Perplexities and divergences without prefix; those of the training policy alone without rollout log-probs.
+    """Perplexities and divergences without prefix; only the training policy's without rollout log-probs.
 
     Empty where no log-prob is finite.
     """
@@ -315,7 +315,7 @@ def _proto(weights: Tensor | None) -> Batch | None:
 
 
 def _default_ranks() -> Ranks:
-    """All ranks of torch.distributed as data-parallel ones, as verl normalises; one rank where there are none."""
+    """All ranks of torch.distributed as data-parallel ones, as verl normalises; one rank without torch.distributed."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return Ranks()
     return Ranks.from_groups(data=torch.distributed.group.WORLD)

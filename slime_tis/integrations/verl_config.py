@@ -30,7 +30,7 @@ THRESHOLDS = {
 
 
 def _preset(name: str, *arguments: str) -> classmethod[RolloutCorrectionConfig, ..., RolloutCorrectionConfig]:
-    """A constructor of a preset: the options are those of `PRESETS`, and each of verl's arguments replaces one."""
+    """A constructor of a preset: the options come from `PRESETS`, and each of verl's arguments replaces one."""
     signature = Signature([Parameter(argument, Parameter.POSITIONAL_OR_KEYWORD) for argument in ("cls", *arguments)])
 
     def build(

@@ -166,7 +166,7 @@ def compute_rs_metrics(
 def _statistic(
     criterion: Criterion, valid: Tensor, delta: Tensor, inverted: bool
 ) -> tuple[Tensor, Tensor, float, float]:
-    """The statistic at every token, that of every row (a mean for per-token criteria), and its bounds."""
+    """Returns the statistic of every token, of every row (a mean for per-token criteria), and its bounds."""
     bounded = delta.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     per_token = {
         "k1": -bounded if inverted else bounded,

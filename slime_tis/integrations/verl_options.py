@@ -12,7 +12,7 @@ class VerlOption:
     """A value of an option of verl's."""
 
     value: Any
-    """True or False for `SWITCHES`, None where the option is unset; else what was given, text or a number."""
+    """True or False for `SWITCHES`, None where the option is unset; else the given text or number."""
 
     label: str
     """What messages call the option."""
@@ -43,7 +43,7 @@ SWITCHES: dict[str, tuple[bool | str, bool | str]] = {
     "use_policy_gradient": ("ppo", "reinforce"),
     "use_pure_rollout_correction": ("ppo", "reinforce"),
 }
-"""Those that are switches, and what each one is here when it is off and when it is on."""
+"""Options that are switches, and their values here when off and on."""
 
 LOSSES = {"ppo_clip": "ppo", "reinforce": "reinforce"}
 """Values of loss_type, and what each one is here."""

@@ -27,7 +27,7 @@ class Breakdown:
 
 
 STALENESS = Breakdown(name="staleness", buckets=("0", "1", "2", "3_to_4", "5_to_8", "9_or_more"), first=(1, 2, 3, 5, 9))
-"""Optimizer steps between the weights that sampled a token and those that are trained."""
+"""Optimizer steps between the weights that sampled a token and the trained weights."""
 TURN = Breakdown(name="turn", buckets=("1", "2", "3", "4", "5_to_8", "9_or_more"), first=(2, 3, 4, 5, 9))
 """Number of the turn that a token belongs to."""
 
@@ -41,7 +41,7 @@ def sums_by(
     Args:
         by: the buckets.
         train_log_probs_L: log-probs of the training policy.
-        rollout_log_probs_L: those of the rollout policy.
+        rollout_log_probs_L: Log-probs of the rollout policy.
         loss_mask_L: nonzero at valid tokens; those whose Δ is not finite, or reaches ±`LOG_RATIO_LIMIT`, are omitted.
         number_L: int64, the number that buckets are ranges of.
 

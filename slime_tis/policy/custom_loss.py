@@ -89,7 +89,7 @@ class CustomLoss:
             tokens: of the micro-batch; `loss_mask_N` without the tokens that the correction rejects.
             weights_L: importance weights of the correction: 1 without weights, 0 where masked.
             sequences: prompt and response of each sample, int64.
-            logits: [1, L, V], those that predict the response tokens, with gradient.
+            logits: [1, L, V] logits that predict the response tokens, with gradient.
             sum_of_sample_mean: the sum over samples of the mean over their accepted tokens, or over tokens.
 
         Returns:

@@ -75,8 +75,8 @@ def gspo(
         s = exp(mean_t log(π_θ/π_old)),   s_t = sg(s) π_θ / sg(π_θ),
         L_t = −min(s_t A_t, clip(s_t, 1−ε_low, 1+ε_high) A_t)
 
-    Averaged over the tokens of a sequence its gradient is that of −min(s A, clip(s) A), without a gradient having to
-    cross context-parallel ranks.
+    Averaged over the tokens of a sequence, its gradient equals the gradient of −min(s A, clip(s) A); no gradient
+    crosses context-parallel ranks.
 
     Source: "Group Sequence Policy Optimization", Zheng et al. (https://arxiv.org/abs/2507.18071), eq. 5, 7 and 13.
 

@@ -3,7 +3,7 @@
     LossInputs → policy_loss(inputs, step) → LossOutputs
 
 A micro-batch returns a numerator and a denominator (tokens or sequences); the training engine sums both over all
-micro-batches and ranks and divides once, so that the mean is that of the global batch however it was split.
+micro-batches and ranks and divides once, so the mean is the global batch's for every split.
 
 Shapes: suffix _L the response tokens this rank holds, packed; _S the sequences.
 """
@@ -61,7 +61,7 @@ class LossInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class LossOutputs:
-    """The loss of one micro-batch; that of the step is Σ numerator / Σ denominator."""
+    """The loss of one micro-batch; the step's loss is Σ numerator / Σ denominator."""
 
     numerator: Tensor
     """Scalar, with gradient."""
@@ -104,7 +104,7 @@ class LossStep:
     correction: RolloutCorrectionConfig
     policy: PolicyConfig
     uses_recomputed_old_policy: bool
-    """Whether π_old is that of `old_log_probs_L`; otherwise it is π_θ of this very forward pass, detached."""
+    """Whether `old_log_probs_L` gives π_old; otherwise π_old is π_θ of this forward pass, detached."""
     version: int = 0
     """Of the policy's weights, in optimizer steps."""
     global_batch: GlobalBatch = field(default_factory=GlobalBatch)
@@ -116,7 +116,7 @@ class LossStep:
     custom_loss: CustomLoss | None = None
     """A user's function instead of the loss."""
     functions: ObjectiveFunctions | None = None
-    """The user's other functions; None where there are none."""
+    """The user's other functions; None without any."""
 
     @property
     def token_pass(self) -> TokenPassFunction:
@@ -205,14 +205,14 @@ def whole_mask(tokens: ResponseTokens, mask_L: Tensor, step: LossStep) -> Tensor
 
 
 def applied_weights(tokens: ResponseTokens, correction: Correction[Tensor], step: LossStep) -> Tensor:
-    """The weights that multiply the loss, [L]; in bypass those of the correction are measured alone."""
+    """Returns the weights [L] that multiply the loss; in bypass mode the correction's weights are only measured."""
     if step.custom is not None and step.correction.corrects:
         return torch.full_like(correction.weights, torch.nan)
     return correction.weights if step.correction.use_tis else (tokens.loss_mask_L > 0).float()
 
 
 def old_log_probs(inputs: LossInputs, step: LossStep) -> Tensor:
-    """log π_old [L]: the rollout's (bypass), an interpolated or recomputed one, or that of this forward pass."""
+    """log π_old [L]: the rollout's (bypass), an interpolated or recomputed one, or this forward pass's."""
     tokens = inputs.tokens
     if step.correction.use_rollout_logprobs:
         return tokens.rollout_log_probs_L

@@ -32,7 +32,7 @@ def needs_old_log_probs(
     """Whether that forward pass is made: for the loss, to measure the mismatch of π_old itself, or to reject early.
 
     User functions for advantages or the loss get them, too, where they are not the rollout's. Measuring
-    takes none with one step per rollout, where the training forward is that of π_old.
+    takes none with one step per rollout, where the training forward computes π_old.
     """
     measures = correction.get_mismatch_metrics and steps_per_rollout > 1
     is_given = has_own_objective and not correction.use_rollout_logprobs
@@ -40,7 +40,7 @@ def needs_old_log_probs(
 
 
 def needs_global_batch(correction: RolloutCorrectionConfig) -> bool:
-    """Whether a micro-batch's correction goes by what all of the step's have in common.
+    """Returns whether a micro-batch's correction depends on values of the whole step.
 
     That is the mean weight of batch normalisation, the limit of second-moment trimming, and adaptive bounds.
     """

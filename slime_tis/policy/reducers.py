@@ -19,7 +19,7 @@ def dr_grpo(
     *,
     args: Namespace,
 ) -> Callable[[Tensor], Tensor]:
-    """Divides the loss of every response by the longest one that is allowed, whatever its own length.
+    """Divides the loss of every response by the longest allowed length, for every length of the response.
 
         L = 1/S Σ_i Σ_t mask_it · loss_it / C,    C = --rollout-max-response-len
 

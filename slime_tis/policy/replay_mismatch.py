@@ -11,7 +11,7 @@ from slime_tis.policy.policy_loss import LossInputs, LossOutputs, LossStep, poli
 from slime_tis.policy.tokens import ResponseTokens
 
 CONFIG = RolloutCorrectionConfig(use_tis=True, tis_level="token")
-"""What the statistics are made under: ratios of single tokens, whatever the correction of the run is."""
+"""The configuration of the statistics: ratios of single tokens, for every correction of the run."""
 
 REPORTED = {
     "mismatch_k3_kl": "mismatch_k3_kl",
@@ -23,7 +23,7 @@ REPORTED = {
 
 
 def mismatch(tokens: ResponseTokens, log_probs_L: Tensor, ranks: Ranks) -> Statistics:
-    """Statistics of log-probs against those of the rollout engine.
+    """Returns statistics of log-probs against the rollout engine's.
 
     Args:
         tokens: of some responses.

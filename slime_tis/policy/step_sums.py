@@ -202,7 +202,7 @@ class LossReduction:
         return cls(torch.where(mask_L, expand(inverse_S, lengths), 0.0), (counts_R > 0).sum().to(counts_S.dtype))
 
     def sum(self, term_L: Tensor) -> Tensor:
-        """Σ scale · term, with gradient; a masked token contributes nothing, whatever its term is."""
+        """Σ scale · term, with gradient; a masked token contributes nothing, for every value of its term."""
         return torch.where(self.scale_L > 0, term_L, 0.0) @ self.scale_L
 
     def sum_each(self, terms: Tensor) -> Tensor:

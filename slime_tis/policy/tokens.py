@@ -16,7 +16,7 @@ from slime_tis.correction import ResponseSlices
 class ResponseTokens:
     """What is known of the response tokens that this context-parallel rank owns, one response after another.
 
-    Shapes: suffix _L the tokens of this rank's slices, packed; _N those of the whole responses.
+    Shapes: suffix _L the tokens of this rank's slices, packed; _N the tokens of whole responses.
     """
 
     slices: ResponseSlices
@@ -40,7 +40,7 @@ class ResponseTokens:
     advantages_L: Tensor | None = None
     """float32; None before rewards are compared."""
     rollouts: tuple[int, ...] | None = None
-    """Number of the rollout that each response is a segment of, from 0 on; None where each is a rollout of its own."""
+    """Number of the rollout to which each response belongs, from 0; None if each response is a separate rollout."""
 
     def __len__(self) -> int:
         """Responses."""

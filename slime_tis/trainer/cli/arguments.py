@@ -153,7 +153,7 @@ class LoopConfig:
 
 
 def _check_pattern(flag: str, pattern: str | None, names: tuple[str, ...]) -> None:
-    """Whether a file's name has no fields but those of these names, as plain as {rollout_id}."""
+    """Returns whether a file's name has only these fields, written as {rollout_id}."""
     try:
         fields = [field[1:] for field in string.Formatter().parse(pattern or "") if field[1] is not None]
     except ValueError:

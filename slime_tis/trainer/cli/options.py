@@ -85,7 +85,7 @@ class Option:
     """The value in --help; numbers show N (whole) or X without it."""
 
     needs: tuple[str, ...] = ()
-    """Flags one of which the option needs to have an effect."""
+    """Flags; the option needs one of them to have an effect."""
 
     suffices: tuple[str, ...] = ()
     """Further flags that give it an effect, which help and messages do not name."""

@@ -44,7 +44,7 @@ class Advice:
     """Names, separated by blanks; one that ends in * means all that begin so."""
 
     reason: str
-    """Why there is none."""
+    """The reason."""
 
     instead: str
     """What to do."""
@@ -150,7 +150,7 @@ ADVICE = (
     ),
     Advice(
         "--prefill-num-servers",
-        "all servers of a run are alike",
+        "all servers of a run are identical",
         "start servers of several kinds yourself and name them with --sglang-url or --sglang-router-ip",
     ),
     Advice(
@@ -223,7 +223,7 @@ ADVICE = (
     Advice(
         "--eval-function-path",
         "the rollout engine answers held-out prompts",
-        "use --eval-prompt-data NAME PATH, with a --custom-generate-function-path of your own, which gets "
+        "use --eval-prompt-data NAME PATH, with your --custom-generate-function-path, which gets "
         "evaluation=True where it has a parameter named evaluation, and --eval-reward-key",
     ),
     Advice(

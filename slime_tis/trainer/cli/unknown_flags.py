@@ -1,6 +1,6 @@
 """Flags that a command line has and this program lacks: all of them refused in one message, or checked and accepted.
 
-Those of slime and Megatron-core are known by name (`slime_flags`): some repeat the checkpoint's config.json and are
+Flags of slime and Megatron-core are known by name (`slime_flags`): some repeat the checkpoint's config.json and are
 accepted where they agree with it, some have another name here, some have none. The rest are typing errors.
 """
 

@@ -10,7 +10,7 @@ from slime_tis.integrations.verl_options import NAMES, SWITCHES, VerlOption, tra
 from slime_tis.trainer.cli.options import Source, is_unset, nearest, read_switch
 
 BLOCKS = ("algorithm", "actor_rollout_ref")
-"""Top-level keys of a verl configuration of which something is read."""
+"""Top-level keys of a verl configuration that are read."""
 
 OVERRIDE = re.compile(rf"\+{{0,2}}((?:{'|'.join(BLOCKS)})(?:\.\w+)+)=(.*)", re.DOTALL)
 """A Hydra override of a verl command line: `algorithm.rollout_correction.bypass_mode=True`."""
