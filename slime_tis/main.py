@@ -66,41 +66,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     imported.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of the weights (default fp32)")
     _add_analysis(commands)
     chosen = parser.parse_args(argv)
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # what is half written is to be removed
+    if chosen.command is None:
+        parser.print_help()
+        return 0
+    if chosen.command == "what-if" and {"-h", "--help"} & set(chosen.flags):  # after DUMP, argparse keeps them as flags
+        parser.parse_args(["what-if", "--help"])
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # Ctrl-C removes unfinished files
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    return _run(chosen)
+
+
+def _run(chosen: argparse.Namespace) -> int:
+    """Runs a command and returns its exit status; an expected error ends in one message."""
     try:
-        match chosen.command:
-            case None:
-                parser.print_help()
-            case "demo":
-                from slime_tis.demo import demo as run_demo
-
-                return run_demo(chosen.out)
-            case "port":
-                from slime_tis.trainer.cli.port import port_script
-
-                if isinstance(sys.stdout, io.TextIOWrapper):  # a script is UTF-8 in every locale
-                    sys.stdout.reconfigure(encoding="utf-8")
-                sys.stdout.write(port_script(chosen.script))
-            case "import-gguf":
-                from slime_tis.trainer.cli.import_gguf import import_gguf
-
-                print(import_gguf(chosen.file, chosen.directory, dtype=chosen.dtype))
-            case "report":
-                from slime_tis.analysis.report.command import report
-
-                if (chosen.path is None) == (chosen.compare is None) or len(chosen.compare or (1, 2)) < 2:
-                    raise ValueError("error: give one run or dump, or several after --compare.")
-                paths = chosen.compare or [chosen.path]
-                print(report(paths, out=chosen.out, as_json=chosen.json, hf_checkpoint=chosen.hf_checkpoint))
-            case "diagnose":
-                from slime_tis.analysis.report.command import diagnosis
-
-                print(diagnosis(chosen.path, hf_checkpoint=chosen.hf_checkpoint, as_json=chosen.json))
-            case "what-if":
-                if {"-h", "--help"} & set(chosen.flags):  # after DUMP argparse leaves them to the flags
-                    parser.parse_args(["what-if", "--help"])
-                print(what_if_table(chosen.dump, chosen.flags))
+        status = COMMANDS[chosen.command](chosen)
         sys.stdout.flush()  # a full disk is an error of this command, not of the interpreter's exit
     except ModuleNotFoundError as error:
         return _package_is_missing(error, f"slime-tis {chosen.command}", EXTRAS.get(chosen.command, "train"))
@@ -112,9 +91,64 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error.strerror or error}{place}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted; what was not complete is removed.", file=sys.stderr)
+        print("interrupted; unfinished files are removed.", file=sys.stderr)
         return 128 + signal.SIGINT
+    return status
+
+
+def _demo(chosen: argparse.Namespace) -> int:
+    from slime_tis.demo import demo
+
+    return demo(chosen.out)
+
+
+def _port(chosen: argparse.Namespace) -> int:
+    from slime_tis.trainer.cli.port import port_script
+
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a script is UTF-8 in every locale
+        sys.stdout.reconfigure(encoding="utf-8")
+    sys.stdout.write(port_script(chosen.script))
     return 0
+
+
+def _import_gguf(chosen: argparse.Namespace) -> int:
+    from slime_tis.trainer.cli.import_gguf import import_gguf
+
+    print(import_gguf(chosen.file, chosen.directory, dtype=chosen.dtype))
+    return 0
+
+
+def _report(chosen: argparse.Namespace) -> int:
+    from slime_tis.analysis.report.command import report
+
+    if (chosen.path is None) == (chosen.compare is None) or len(chosen.compare or (1, 2)) < 2:
+        raise ValueError("error: give one run or dump, or several after --compare.")
+    paths = chosen.compare or [chosen.path]
+    print(report(paths, out=chosen.out, as_json=chosen.json, hf_checkpoint=chosen.hf_checkpoint))
+    return 0
+
+
+def _diagnose(chosen: argparse.Namespace) -> int:
+    from slime_tis.analysis.report.command import diagnosis
+
+    print(diagnosis(chosen.path, hf_checkpoint=chosen.hf_checkpoint, as_json=chosen.json))
+    return 0
+
+
+def _what_if(chosen: argparse.Namespace) -> int:
+    print(what_if_table(chosen.dump, chosen.flags))
+    return 0
+
+
+COMMANDS = {
+    "demo": _demo,
+    "port": _port,
+    "import-gguf": _import_gguf,
+    "report": _report,
+    "diagnose": _diagnose,
+    "what-if": _what_if,
+}
+"""Commands except `train`, by name."""
 
 
 def _add_analysis(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
