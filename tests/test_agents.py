@@ -174,7 +174,7 @@ def test_log_probs_of_eight_turns_are_those_that_megatron_computes(task, tmp_pat
     ("name", "message"),
     [
         ("shifted", "log-probs and tokens are out of step (prompt"),
-        ("unmasked", "tokens to be trained on that differ from the tokens sampled after the preceding tokens"),
+        ("unmasked", "tokens to be trained on that differ from the sampled tokens"),
     ],
     ids=["log-probs shifted by one", "observations that are trained on"],
 )
