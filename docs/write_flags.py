@@ -10,8 +10,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from slime_tis.correction.presets import PRESETS
 from slime_tis.limits import flag
-from slime_tis.trainer.cli.arguments import ALIASES, COMMAND_LINE, OPTIONS, build_parser
+from slime_tis.trainer.cli.arguments import build_parser
 from slime_tis.trainer.cli.command_line import needs_of
+from slime_tis.trainer.cli.run_options import ALIASES, COMMAND_LINE, OPTIONS
 from slime_tis.trainer.cli.slime_flags import ADVICE, FIXED, RENAMED, RESTATED
 
 PAGE = Path(__file__).with_name("flags.md")

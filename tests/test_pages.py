@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from slime_tis.trainer.cli.arguments import ALIASES, OPTIONS
+from slime_tis.trainer.cli.run_options import ALIASES, OPTIONS
 from slime_tis.trainer.cli.slime_flags import ADVICE, FIXED, RENAMED, RESTATED
 from tests.runs import ROOT
 

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from slime_tis.hf_directory import ModelSizes
 from slime_tis.trainer.agents.custom_generate import settle
 from slime_tis.trainer.agents.rollout_function import CustomRollout
-from slime_tis.trainer.cli.arguments import Arguments
+from slime_tis.trainer.cli.run_options import Arguments
 from slime_tis.trainer.data.dump import load_samples, save_samples
 from slime_tis.trainer.data.sample import Sample
 from slime_tis.trainer.data.sampling_mask import SamplingMask

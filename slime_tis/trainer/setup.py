@@ -23,8 +23,9 @@ from slime_tis.trainer.agents.custom_generate import GenerateFunction, build_gen
 from slime_tis.trainer.agents.rollout_function import build_rollout_function, load_rollout_function
 from slime_tis.trainer.agents.slime_client import LOCAL_ADDRESS
 from slime_tis.trainer.checkpointer import Checkpointer, Identity, ResumePoint, find_resume_point, model_identity
-from slime_tis.trainer.cli.arguments import Arguments, effective_config, options_in_force
+from slime_tis.trainer.cli.arguments import effective_config, options_in_force
 from slime_tis.trainer.cli.preflight import prompt_sizes
+from slime_tis.trainer.cli.run_options import Arguments
 from slime_tis.trainer.collectives import on_rank_zero
 from slime_tis.trainer.data.data_source import CustomDataSource
 from slime_tis.trainer.data.prompts import PromptDataset

@@ -28,8 +28,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from slime_tis.errors import NonFiniteGradient, RunStopped
 from slime_tis.trainer.checkpointer import Position
-from slime_tis.trainer.cli.arguments import Arguments, describe
+from slime_tis.trainer.cli.arguments import describe
 from slime_tis.trainer.cli.output_paths import held_outputs
+from slime_tis.trainer.cli.run_options import Arguments
 from slime_tis.trainer.engines.engine import RolloutUnavailable
 from slime_tis.trainer.exit_status import exit_status, message_of, report_error
 from slime_tis.trainer.interrupt import Interrupted, Interrupts

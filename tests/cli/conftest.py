@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from slime_tis.trainer.cli.arguments import Arguments, configure
+from slime_tis.trainer.cli.arguments import configure
+from slime_tis.trainer.cli.run_options import Arguments
 from tests.checkpoints import make_checkpoint
 
 

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from slime_tis.trainer.cli.arguments import ALIASES, OPTIONS, effective_config
+from slime_tis.trainer.cli.arguments import effective_config
+from slime_tis.trainer.cli.run_options import ALIASES, OPTIONS
 from slime_tis.trainer.engines.build import evaluation_sampling, training_sampling
 from tests.cli.conftest import configured
 

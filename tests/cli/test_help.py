@@ -3,8 +3,9 @@
 import pytest
 
 from slime_tis.main import main
-from slime_tis.trainer.cli.arguments import COMMAND_LINE, OPTIONS, TITLES, build_parser
+from slime_tis.trainer.cli.arguments import build_parser
 from slime_tis.trainer.cli.command_line import help_notes
+from slime_tis.trainer.cli.run_options import COMMAND_LINE, OPTIONS, TITLES
 
 
 def test_help_is_grouped_and_every_option_has_a_text_and_a_default():

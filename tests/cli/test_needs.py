@@ -5,8 +5,8 @@ import shlex
 import pytest
 
 from slime_tis.limits import flag
-from slime_tis.trainer.cli.arguments import COMMAND_LINE, OPTIONS
 from slime_tis.trainer.cli.command_line import needs_of
+from slime_tis.trainer.cli.run_options import COMMAND_LINE, OPTIONS
 from tests.cli.conftest import configured, refusal
 
 IDLE = [

@@ -9,9 +9,10 @@ import sys
 import pytest
 
 from slime_tis.main import main
-from slime_tis.trainer.cli.arguments import FLAGS, configure
+from slime_tis.trainer.cli.arguments import configure
 from slime_tis.trainer.cli.launch_script import read_launch
 from slime_tis.trainer.cli.port import port, port_script
+from slime_tis.trainer.cli.run_options import FLAGS
 from slime_tis.trainer.cli.slime_flags import ADVICE
 
 MODEL = """

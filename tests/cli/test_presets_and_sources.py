@@ -7,7 +7,8 @@ import yaml
 
 from slime_tis.correction.presets import PRESETS
 from slime_tis.trainer.cli import arguments
-from slime_tis.trainer.cli.arguments import OPTIONS, describe, effective_config, options_in_force
+from slime_tis.trainer.cli.arguments import describe, effective_config, options_in_force
+from slime_tis.trainer.cli.run_options import OPTIONS
 from tests.cli.conftest import configured
 
 

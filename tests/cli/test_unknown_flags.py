@@ -6,8 +6,9 @@ import shlex
 import pytest
 
 from slime_tis.limits import flag
-from slime_tis.trainer.cli.arguments import ALIASES, FLAGS, OPTIONS, configure
+from slime_tis.trainer.cli.arguments import configure
 from slime_tis.trainer.cli.options import similar
+from slime_tis.trainer.cli.run_options import ALIASES, FLAGS, OPTIONS
 from slime_tis.trainer.cli.slime_flags import (
     ADVICE,
     FIXED,

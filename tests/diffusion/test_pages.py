@@ -9,7 +9,7 @@ import slime_tis
 from examples.diffusion_digits.config import OPTIONS as DIGITS_OPTIONS
 from slime_tis import RolloutCorrectionConfig, diffusion
 from slime_tis.correction import parse_criteria
-from slime_tis.trainer.cli.arguments import ALIASES, OPTIONS
+from slime_tis.trainer.cli.run_options import ALIASES, OPTIONS
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "diffusion.md").read_text()

@@ -13,7 +13,7 @@ from slime_tis.analysis.dumps.readers import read
 from slime_tis.analysis.dumps.table import SAMPLE_COLUMNS, TEXT_COLUMNS, TOKEN_COLUMNS
 from slime_tis.analysis.report.source import open_source
 from slime_tis.main import main
-from slime_tis.trainer.cli.arguments import LoopConfig
+from slime_tis.trainer.options.loop import LoopConfig
 from tests.dumps.tables import full_table
 from tests.test_docs import DOCS, blocks
 

@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 
 from slime_tis.limits import flag
-from slime_tis.trainer.cli.arguments import ALIASES, COMMAND_LINE, OPTIONS, parse_args
+from slime_tis.trainer.cli.arguments import parse_args
 from slime_tis.trainer.cli.command_line import needs_of
 from slime_tis.trainer.cli.options import LONGEST_TEXT, Option
+from slime_tis.trainer.cli.run_options import ALIASES, COMMAND_LINE, OPTIONS
 from tests.checkpoints import make_checkpoint
 from tests.faults.conftest import Tally
 from tests.faults.forked import run_forked

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slime_tis.trainer.cli.arguments import ALIASES, FLAGS, OPTIONS, configure
+from slime_tis.trainer.cli.arguments import configure
 from slime_tis.trainer.cli.launch_script import END, NAME, OUTPUT, UNSET, Launch, legible, read_launch
 from slime_tis.trainer.cli.options import read_value
+from slime_tis.trainer.cli.run_options import ALIASES, FLAGS, OPTIONS
 from slime_tis.trainer.cli.slime_flags import RENAMED, advice_for
 from slime_tis.trainer.cli.unknown_flags import UnknownFlag, disagreement
 
