@@ -186,7 +186,7 @@ def test_what_cannot_be_resumed_ends_in_one_message(task: list[str], trained: Pa
         ),
         "other prompts": (
             lambda state: {**state, "dataset": {**state["dataset"], "prompts": "0"}},
-            "not those that the run was started with",
+            "have changed since the start of the run",
         ),
         "unfinished of text": (lambda state: {**state, "unfinished": "x"}, "'unfinished': 'x'"),
         "another model": (lambda state: {**state, "model": "0"}, "--hf-checkpoint is"),
