@@ -8,6 +8,15 @@ from pathlib import Path
 FOREIGN = "the file exists and is no dump of this program; move it, or give another name"
 
 
+def free_name(path: Path) -> Path:
+    """Returns the path, with a number appended to its name if it exists."""
+    number, free = 1, path
+    while os.path.lexists(free):
+        number += 1
+        free = path.with_name(f"{path.name}-{number}")
+    return free
+
+
 @contextmanager
 def atomic_path(path: str | Path) -> Iterator[Path]:
     """Yields the temporary path `.NAME.partial`, which is renamed to `path` at the end of the `with` block.

@@ -40,7 +40,7 @@ from slime_tis.trainer.megatron.engine import TrainingEngine
 from slime_tis.trainer.megatron.parallel import Parallel
 from slime_tis.trainer.policy_weights import PolicyWeights
 from slime_tis.trainer.reporting.health import Health
-from slime_tis.trainer.reporting.reporters import Reporter, open_reporters
+from slime_tis.trainer.reporting.reporters import Reporter, Reporters, open_reporters
 from slime_tis.trainer.reporting.run_directory import check_metrics
 from slime_tis.trainer.reporting.timing import Timer
 from slime_tis.trainer.rewards.rewards import build_reward, check_prompts, check_reward_server
@@ -415,8 +415,10 @@ def build_evaluation(
 
 
 def build_reporters(process: Process, data: Data, learner: Learner, evaluation: Evaluation, run_id: str) -> Reporter:
-    """Opens the reporters of metrics."""
+    """Opens the reporters of metrics; only the main rank has any."""
     arguments = process.arguments
+    if not process.parallel.is_main:
+        return Reporters(())
     reporters = open_reporters(
         arguments.reporting,
         options_in_force(arguments),
@@ -424,7 +426,6 @@ def build_reporters(process: Process, data: Data, learner: Learner, evaluation: 
         resume_step=learner.step + 1 if learner.step else 0,
         evaluates_again=evaluation.is_overdue,
         run=run_id,
-        enabled=process.parallel.is_main,
     )
     process.opened.enter_context(closing(reporters))
     return reporters

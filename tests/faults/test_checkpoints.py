@@ -176,10 +176,10 @@ def rewritten(save: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 def test_what_cannot_be_resumed_ends_in_one_message(task: list[str], trained: Path, tmp_path: Path, tally: Any) -> None:
     refusals = tally("resumption that is refused")
     states: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-        "a list": (lambda state: [state], "is not a JSON object"),
-        "no step": (lambda state: {**state, "step": None}, "'step': None"),
-        "nothing": (lambda state: {}, "has no 'run'"),
-        "dataset a list": (lambda state: {**state, "dataset": []}, "'dataset': []"),
+        "a list": (lambda state: [state], "trainer_state.json: content: "),
+        "no step": (lambda state: {**state, "step": None}, "step: "),
+        "nothing": (lambda state: {}, "run: "),
+        "dataset a list": (lambda state: {**state, "dataset": []}, "dataset: "),
         "place of text": (
             lambda state: {**state, "dataset": {**state["dataset"], "position": "x"}},
             "is not a place in",
@@ -188,7 +188,7 @@ def test_what_cannot_be_resumed_ends_in_one_message(task: list[str], trained: Pa
             lambda state: {**state, "dataset": {**state["dataset"], "prompts": "0"}},
             "have changed since the start of the run",
         ),
-        "unfinished of text": (lambda state: {**state, "unfinished": "x"}, "'unfinished': 'x'"),
+        "unfinished of text": (lambda state: {**state, "unfinished": "x"}, "unfinished: "),
         "another model": (lambda state: {**state, "model": "0"}, "--hf-checkpoint is"),
     }
     lines = {

@@ -1,4 +1,4 @@
-"""A bar follows what continues in the background, and is gone when it is over."""
+"""A bar follows work in the background, and disappears afterwards."""
 
 import io
 import time
@@ -19,21 +19,12 @@ def test_the_bar_follows_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     assert written.getvalue().rsplit("\r", 2)[1].strip() == ""
 
 
-def test_an_error_ends_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "INTERVAL", 0.005)
-    with pytest.raises(ValueError, match="mine"), progress.shown_progress(lambda: (0, 1), "", shown=True):
-        raise ValueError("mine")
-
-
-def test_what_is_over_at_once_has_no_bar() -> None:
+@pytest.mark.parametrize("shown", [True, False], ids=["short work", "not shown"])
+def test_no_bar(shown: bool) -> None:
     written = io.StringIO()
-    with progress.shown_progress(lambda: (0, 1), "responses", shown=True, file=written):
-        pass
-    assert written.getvalue() == ""
-
-
-def test_nothing_is_shown_where_it_is_not_wanted() -> None:
-    written = io.StringIO()
-    with progress.shown_progress(lambda: (0, 1), "responses", shown=False, file=written):
-        pass
+    with (
+        pytest.raises(KeyError),
+        progress.shown_progress(lambda: (0, 1), "responses", shown=shown, file=written),
+    ):
+        raise KeyError
     assert written.getvalue() == ""

@@ -5,19 +5,19 @@ import json
 import math
 import os
 import pty
-import re
 import resource
 import struct
 import subprocess
 import sys
 import termios
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from slime_tis.trainer.options.reporting import ReportingConfig
-from slime_tis.trainer.reporting.reporters import JsonLines, Reporters, format_step, open_reporters
+from slime_tis.trainer.reporting.reporters import JsonLines, format_step, open_reporters
 
 ROOT = Path(__file__).parents[2]
 METRICS = {
@@ -84,16 +84,11 @@ def test_console_line_has_the_columns_that_were_logged():
         "step   7/120  reward 0.438  loss -0.0123  grad norm 0.500  k3 1.2e-04  weight 0.998  "
         "rejected 0.4%  time 0.31 s"
     )
-
-
-def test_console_line_stays_short_for_huge_numbers():
-    huge = {"rollout/raw_reward": -1e200, "train/grad_norm": 2e18, "eval/a": 1e30}
-    assert format_step(huge, 1, 1) == "step 1/1  reward -1.000e+200  grad norm 2.000e+18  eval/a 1.000e+30"
-
-
-def test_console_line_leaves_out_what_was_not_measured():
-    metrics = {"eval/sort_digits": 0.34, "eval/sort_digits/response_len": 11.0}
-    assert format_step(metrics, 0, 9) == "step 0/9  eval/sort_digits 0.340"
+    assert format_step({"eval/a": 0.34, "eval/a/response_len": 11.0}, 0, 9) == "step 0/9  eval/a 0.340"
+    assert (
+        format_step({"train/grad_norm": 2e18, "eval/a": 1e30}, 1, 1)
+        == "step 1/1  grad norm 2.000e+18  eval/a 1.000e+30"
+    )
 
 
 def test_tensorboard_reads_back_every_scalar(tmp_path):
@@ -134,20 +129,6 @@ def test_a_run_leaves_its_files_and_prints_its_lines(tmp_path, capsys):
     ]
 
 
-def test_a_run_without_a_plot_leaves_the_rest(tmp_path):
-    reporter = open_reporters(ReportingConfig(output_dir=str(tmp_path), summary_plot=False), {}, total_steps=1)
-    reporter.log(METRICS, 1)
-    reporter.close()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "metrics.jsonl", "run.json"]
-
-
-def test_other_ranks_write_and_print_nothing(tmp_path, capsys):
-    reporter = open_reporters(ReportingConfig(output_dir=str(tmp_path / "r")), {}, total_steps=3, enabled=False)
-    reporter.log(METRICS, 1)
-    reporter.close()
-    assert isinstance(reporter, Reporters) and not (tmp_path / "r").exists() and capsys.readouterr().out == ""
-
-
 PROGRAM = """
 import sys
 from slime_tis.trainer.options.reporting import ReportingConfig
@@ -163,8 +144,8 @@ console.close()
 def test_progress_bar_on_a_terminal_does_not_tear_the_lines(progress):
     screen = _run_on_a_terminal([sys.executable, "-c", PROGRAM, progress])
     assert ("/3 [" in screen) == (progress == "on")
-    shown = [line for line in _rendered(screen) if line.startswith("step")]
-    assert shown == ["step 1/3  reward 0.250", "step 2/3  reward 0.500", "step 3/3  reward 0.750"]
+    lines = [line.rsplit("\r", 1)[-1] for line in screen.replace("\r\n", "\n").split("\n") if "reward" in line]
+    assert lines == ["step 1/3  reward 0.250", "step 2/3  reward 0.500", "step 3/3  reward 0.750"]
 
 
 def _run_on_a_terminal(command):
@@ -174,31 +155,15 @@ def _run_on_a_terminal(command):
     process = subprocess.Popen(command, stdout=terminal, stderr=terminal, cwd=ROOT)
     os.close(terminal)
     written = b""
-    while True:
-        try:
-            piece = os.read(controller, 4096)
-        except OSError:  # the other end is closed
-            break
-        if not piece:
-            break
-        written += piece
+    with suppress(OSError):  # the other end is closed
+        while piece := os.read(controller, 4096):
+            written += piece
     os.close(controller)
     assert process.wait() == 0
     return written.decode()
 
 
-def _rendered(screen):
-    """The lines as a terminal shows them: a carriage return goes back to the start of its line."""
-    lines = []
-    for line in re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", screen).replace("\r\n", "\n").split("\n"):
-        shown = ""
-        for part in line.split("\r"):
-            shown = part + shown[len(part) :]
-        lines.append(shown.rstrip())
-    return lines
-
-
 def test_wandb_that_is_not_installed_is_one_message(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
-    with pytest.raises(ValueError, match=r"^--use-wandb is on but wandb is not installed; run pip install wandb\.$"):
+    with pytest.raises(ValueError, match="pip install wandb"):
         ReportingConfig(use_wandb=True)

@@ -22,7 +22,7 @@ class HealthReport:
 
 
 class Health:
-    """Checks the metrics of each step and remembers which findings hold."""
+    """Checks the metrics of each step. A finding whose metric is missing keeps its state."""
 
     def __init__(self, correction: RolloutCorrectionConfig) -> None:
         self._correction = correction
@@ -31,7 +31,7 @@ class Health:
         self._equal_reward_rollouts = 0
 
     def check(self, metrics: Mapping[str, float]) -> HealthReport:
-        """Checks one optimizer step. A finding whose metric is missing keeps its state."""
+        """Checks one optimizer step."""
         values = {**metrics, EQUAL_REWARD_ROLLOUTS: float(self._count_equal_rewards(metrics))}
         health, messages = {}, []
         for name, finding in evaluate(STEP_RULES, values, self._correction).items():

@@ -8,22 +8,16 @@ from typing import TextIO
 from tqdm import tqdm
 
 INTERVAL = 0.5
-"""Seconds between two updates; work that takes less has no bar, which would only flicker."""
+"""Seconds between two updates, and before the bar appears."""
 
 
 @contextmanager
 def shown_progress(
     progress: Callable[[], tuple[int, int]], title: str, *, shown: bool, file: TextIO | None = None
 ) -> Iterator[None]:
-    """Shows a bar while the caller waits inside the block, and removes it afterwards.
+    """Shows a bar while the caller waits inside the block; `progress` returns finished and total work.
 
-    The caller is blocked while it waits, so a separate thread redraws the bar.
-
-    Args:
-        progress: Returns how much is done, and of how much; called from another thread.
-        title: Label of the bar.
-        shown: Whether to show it, which is done on a terminal alone unless a file is given.
-        file: Where the bar is written; None means standard error.
+    A separate thread redraws the bar, on a terminal only unless a file is given.
     """
     if not shown:
         yield

@@ -51,14 +51,13 @@ class Reporter(Protocol):
         """Reports the metrics of a step; steps rise from call to call."""
 
     def close(self) -> None:
-        """Writes what is pending and closes the destination."""
+        """Writes pending metrics and closes the destination."""
 
 
 class Reporters:
-    """Several reporters as one."""
+    """Several reporters as one; `after_close` is called after all of them are closed."""
 
-    def __init__(self, reporters: Sequence[Reporter], after_close: Callable[[], object] | None = None) -> None:
-        """Combines reporters; `after_close` is called after all of them are closed."""
+    def __init__(self, reporters: Sequence[Reporter], after_close: Callable[[], object] = lambda: None) -> None:
         self._reporters, self._after_close = reporters, after_close
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -70,8 +69,7 @@ class Reporters:
         """Closes each."""
         for reporter in self._reporters:
             reporter.close()
-        if self._after_close is not None:
-            self._after_close()
+        self._after_close()
 
 
 class JsonLines:
@@ -84,11 +82,7 @@ class JsonLines:
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (open as long as the run)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Appends a line and flushes it.
-
-        Raises:
-            OSError: The file cannot be written, for example on a full disk.
-        """
+        """Appends a line and flushes it."""
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         line = json.dumps({"step": step, **finite}, allow_nan=False) + "\n"
         try:
@@ -106,17 +100,12 @@ class JsonLines:
 
 
 class Console:
-    """One readable line per step on stdout, above a progress bar on stderr where that is a terminal.
-
-    Steps count from 1; step 0 is the evaluation before training.
-    """
+    """One readable line per step on stdout, above a progress bar on stderr where that is a terminal."""
 
     def __init__(self, total_steps: int, resume_step: int = 0, progress: bool = True) -> None:
-        shown = progress and sys.stderr.isatty()
         self._total = total_steps
-        self._bar = tqdm(
-            total=total_steps, initial=max(resume_step - 1, 0), unit="step", disable=not shown, leave=False
-        )
+        disable = not (progress and sys.stderr.isatty())
+        self._bar = tqdm(total=total_steps, initial=max(resume_step - 1, 0), unit="step", disable=disable, leave=False)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Prints the line of a step."""
@@ -130,22 +119,18 @@ class Console:
 
 
 class TensorBoard:
-    """Scalars as TensorBoard events, one event per step; a resumed run hides earlier events of the same steps."""
+    """Scalars as TensorBoard events; a resumed run hides earlier events of the same steps."""
 
     def __init__(self, directory: Path, resume_step: int = 0) -> None:
-        # slow to import
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]  # generated
-        from tensorboard.compat.proto.summary_pb2 import Summary as Scalars  # type: ignore[import-untyped]  # generated
-        from torch.utils.tensorboard import FileWriter
+        from torch.utils.tensorboard import SummaryWriter  # slow to import
 
-        self._scalars = Scalars
-        self._writer = FileWriter(str(directory), flush_secs=10)
-        self._writer.add_event(Event(session_log=SessionLog(status=SessionLog.START)), resume_step)
+        self._writer = SummaryWriter(str(directory), purge_step=resume_step, flush_secs=10)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Adds one scalar per metric."""
-        values = [self._scalars.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-        self._writer.add_summary(self._scalars(value=values), step)
+        for name, value in metrics.items():
+            if math.isfinite(value):
+                self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
         """Flushes and closes the event file."""
@@ -171,7 +156,7 @@ class WandB:
         self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:
-        """Uploads what is pending and ends the run."""
+        """Uploads pending metrics and ends the run."""
         self._run.finish()
 
 
@@ -183,9 +168,8 @@ def open_reporters(
     resume_step: int = 0,
     evaluates_again: bool = False,
     run: str | None = None,
-    enabled: bool = True,
 ) -> Reporter:
-    """Prepares the directory of a run and opens its reporters.
+    """Prepares the directory of a run and opens its reporters; closing them draws summary.png if configured.
 
     Args:
         config: The reporters and their destinations.
@@ -194,13 +178,7 @@ def open_reporters(
         resume_step: First step that will be logged; rows at and after it are deleted.
         evaluates_again: Whether the run repeats the evaluation of the previous step.
         run: Identity of the run; None makes one.
-        enabled: Whether this process reports: only the main rank does.
-
-    Returns:
-        A reporter; closing it draws summary.png if the configuration asks for it.
     """
-    if not enabled:
-        return Reporters(())
     directory = prepare_run_directory(config.output_dir, effective_config, resume_step, run)
     reporters: list[Reporter] = [
         JsonLines(directory / METRICS, resume_step, evaluates_again=evaluates_again),
@@ -211,22 +189,20 @@ def open_reporters(
         reporters.append(TensorBoard(directory.joinpath(TENSORBOARD, *names), resume_step))
     if config.use_wandb:
         reporters.append(WandB(config, directory, effective_config))
-    draw = partial(plot_summary, directory) if config.summary_plot else None
-    return Reporters(reporters, after_close=draw)
+    return Reporters(reporters, partial(plot_summary, directory) if config.summary_plot else lambda: None)
 
 
 def format_step(metrics: Mapping[str, float], step: int, total_steps: int) -> str:
     """Formats the console's line of a step: number, logged columns, scores of evaluations."""
-    width = len(str(total_steps))
-    parts = [f"step {step:>{width}}/{total_steps}"]
-    columns = [column for column in COLUMNS if column[0] != "rejected" or _can_reject(metrics, column[1])]
-    parts += [f"{label} {show(metrics[name])}" for label, name, show in columns if name in metrics]
+    parts = [f"step {step:>{len(str(total_steps))}}/{total_steps}"]
+    for label, name, show in COLUMNS:
+        if name in metrics and (label != "rejected" or _can_reject(metrics, name)):
+            parts.append(f"{label} {show(metrics[name])}")
     evaluations = (name for name in metrics if name.startswith("eval/") and name.count("/") == 1)
-    parts += [f"{name} {_decimal(metrics[name])}" for name in evaluations]
-    return "  ".join(parts)
+    return "  ".join([*parts, *(f"{name} {_decimal(metrics[name])}" for name in evaluations)])
 
 
 def _can_reject(metrics: Mapping[str, float], kept: str) -> bool:
     """Whether tokens were, or could have been, rejected."""
     prefix = kept.removesuffix("gradient_kept_fraction")
-    return metrics.get(kept, 1.0) < 1.0 or any(prefix + name in metrics for name in REJECTION_METRICS)
+    return metrics[kept] < 1.0 or any(prefix + name in metrics for name in REJECTION_METRICS)

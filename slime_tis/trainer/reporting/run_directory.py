@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from slime_tis.files import write_atomically
+from slime_tis.files import free_name, write_atomically
 from slime_tis.metrics_file import CONFIG, METRICS, metrics_before
 
 SUMMARY, TENSORBOARD = "summary.png", "tensorboard"
@@ -22,17 +22,7 @@ def prepare_run_directory(
 ) -> Path:
     """Makes the directory of a run and writes its configuration and identity.
 
-    Where another run has used the directory, or this one starts from the beginning, the existing reports move to
-    `earlier/TIME/`: nothing is lost and no two runs are mixed. A resumed run continues its own.
-
-    Args:
-        directory: Path of the run directory.
-        effective_config: Plain values, written as config.yaml.
-        resume_step: First step that will be logged; 0 starts from the beginning.
-        run: Identity of the run, the one in its checkpoints; None makes one.
-
-    Returns:
-        The directory.
+    A resumed run (`resume_step` > 0) continues its reports. Other reports in the directory move to `earlier/TIME/`.
     """
     import yaml  # the command line uses this module where PyYAML is missing
 
@@ -46,7 +36,7 @@ def prepare_run_directory(
 
 
 def continues(directory: Path, run: str | None) -> bool:
-    """Whether the reports in a directory belong to a run."""
+    """Returns whether the reports in a directory belong to a run."""
     try:
         return bool(json.loads((directory / IDENTITY).read_text(encoding="utf-8"))["run"] == run)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -61,26 +51,19 @@ def foreign_file(directory: Path) -> str | None:
 
 
 def check_metrics(directory: str, run: str) -> None:
-    """Checks the metrics.jsonl that a resumed run continues.
-
-    Raises:
-        ValueError: a line is damaged.
-    """
+    """Raises ValueError if the metrics.jsonl that a resumed run continues has a damaged line."""
     if continues(Path(directory), run):
         metrics_before(Path(directory) / METRICS, 0)
 
 
 def _set_aside(path: Path) -> None:
-    """Moves the reports of an earlier run to `earlier/TIME/`, where TIME is when its last report was written."""
+    """Moves the reports of an earlier run to `earlier/TIME/`, the time of its last metrics."""
     reports = [path / name for name in REPORTS if (path / name).exists()]
     if not reports:
         return
     last = path / METRICS if (path / METRICS).exists() else reports[0]
     name = time.strftime("%Y%m%d-%H%M%S", time.localtime(last.stat().st_mtime))
-    number, earlier = 1, path / EARLIER / name
-    while earlier.exists():
-        number += 1
-        earlier = path / EARLIER / f"{name}-{number}"
+    earlier = free_name(path / EARLIER / name)
     earlier.mkdir(parents=True)
     for report in reports:
         report.rename(earlier / report.name)

@@ -25,10 +25,7 @@ COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """One panel: a title, and on each axis a label and the series by metric name.
-
-    A name that ends in / means every metric directly below it.
-    """
+    """A title, and on each axis a label and the series by metric name; NAME/ means every metric directly below it."""
 
     title: str
     left_label: str
@@ -38,7 +35,7 @@ class Panel:
 
 
 def _under_any_prefix(labels: dict[str, str]) -> dict[str, str]:
-    """Metrics of the correction and their labels, under every prefix that they may have."""
+    """Returns metrics of the correction and their labels, under every prefix that they may have."""
     return {prefix + name: label for prefix in METRIC_PREFIXES for name, label in labels.items()}
 
 
@@ -67,10 +64,7 @@ PANELS = (
         ),
         right_label="share rejected",
         right=_under_any_prefix(
-            {
-                "mis_rs_masked_fraction": "tokens rejected by RS",
-                "mis_catastrophic_seq_fraction": "sequences vetoed",
-            }
+            {"mis_rs_masked_fraction": "tokens rejected by RS", "mis_catastrophic_seq_fraction": "sequences vetoed"}
         ),
     ),
     Panel(
@@ -84,13 +78,7 @@ PANELS = (
 
 
 def plot_summary(run_directory: Path) -> Path:
-    """Draws summary.png of a run from its metrics.jsonl; missing series are skipped.
-
-    Returns the path of the picture.
-
-    Raises:
-        ValueError: There is no metrics.jsonl.
-    """
+    """Draws summary.png of a run from its metrics.jsonl and returns its path; missing series are skipped."""
     import matplotlib  # slow to import, and needed once per run
 
     matplotlib.use("Agg")
@@ -109,11 +97,7 @@ def plot_summary(run_directory: Path) -> Path:
 
 
 def read_series(path: Path) -> dict[str, Series]:
-    """Reads the finite values of each metric in a metrics.jsonl, as (step, value) pairs in order.
-
-    Raises:
-        ValueError: if there is no such file.
-    """
+    """Returns the finite values of each metric in a metrics.jsonl, as (step, value) pairs in order."""
     if not path.is_file():
         raise ValueError(f"{path} does not exist; give the directory of a run, which contains {METRICS}.")
     series: dict[str, Series] = {}
@@ -127,14 +111,11 @@ def read_series(path: Path) -> dict[str, Series]:
 
 
 def _draw_panel(axis: Any, panel: Panel, series: dict[str, Series]) -> None:
-    left, right = _chosen(panel.left, series), _chosen(panel.right, series)
     colors = itertools.cycle(COLORS)
-    handles = _draw_lines(axis, left, colors, "-")
-    _label(axis, panel.left_label)
+    handles = _draw_lines(axis, panel.left_label, _chosen(panel.left, series), colors, "-")
+    right = _chosen(panel.right, series)
     if right:
-        right_axis = axis.twinx()
-        handles += _draw_lines(right_axis, right, colors, "--")
-        _label(right_axis, panel.right_label)
+        handles += _draw_lines(axis.twinx(), panel.right_label, right, colors, "--")
     axis.set_title(panel.title, loc="left", fontweight="bold", pad=36)
     axis.set_xlabel("step")
     axis.grid(alpha=0.25)
@@ -147,33 +128,30 @@ def _draw_panel(axis: Any, panel: Panel, series: dict[str, Series]) -> None:
     legend.set_in_layout(False)  # the title's padding leaves space for it; a wide legend must not shrink its panel
 
 
-def _label(axis: Any, text: str) -> None:
-    axis.set_ylabel(text)
-    axis.yaxis.set_major_formatter("{x:.4g}")  # an exponent for the whole axis would overlap the legend
-
-
-def _draw_lines(axis: Any, lines: dict[str, Series], colors: Iterator[str], style: str) -> list[Any]:
+def _draw_lines(axis: Any, label: str, lines: dict[str, Series], colors: Iterator[str], style: str) -> list[Any]:
     """Draws each series as a line; a long one faintly, with its running mean on top."""
+    axis.set_ylabel(label)
+    axis.yaxis.set_major_formatter("{x:.4g}")  # an exponent for the whole axis would overlap the legend
     handles = []
-    for (label, points), color in zip(lines.items(), colors, strict=False):
-        steps, values = [step for step, _ in points], [value for _, value in points]
+    for (name, points), color in zip(lines.items(), colors, strict=False):
+        steps, values = zip(*points, strict=True)
         long = len(points) >= MIN_SMOOTHED_POINTS
         if long:
             axis.plot(steps, values, style, color=color, linewidth=0.8, alpha=0.3)
             values = running_mean(values, reach=len(values) // 10)
         marker = None if long else "o"
-        handles += axis.plot(steps, values, style, color=color, label=label, linewidth=1.6, marker=marker, markersize=4)
+        handles += axis.plot(steps, values, style, color=color, label=name, linewidth=1.6, marker=marker, markersize=4)
     return handles
 
 
 def running_mean(values: Sequence[float], reach: int) -> list[float]:
-    """The mean of each value with up to `reach` neighbours on either side."""
-    windows = (values[max(at - reach, 0) : at + reach + 1] for at in range(len(values)))
+    """Returns the mean of each value with up to `reach` neighbours on either side."""
+    windows = (values[max(index - reach, 0) : index + reach + 1] for index in range(len(values)))
     return [sum(window) / len(window) for window in windows]
 
 
 def _chosen(wanted: dict[str, str], series: dict[str, Series]) -> dict[str, Series]:
-    """Wanted series that were logged, by label; those directly below a name that ends in / add their own name."""
+    """Returns the logged series by label; those below NAME/ append their own name."""
     chosen: dict[str, Series] = {}
     for name, label in wanted.items():
         if not name.endswith("/"):

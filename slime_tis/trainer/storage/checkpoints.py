@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from slime_tis.files import free_name
 from slime_tis.trainer.storage.directories import SAFETENSORS_PARTIAL, exchange, remove_files
 
 TRAINER_STATE, MANIFEST = "trainer_state.json", "SHA256SUMS"
@@ -86,8 +87,8 @@ def finish(unfinished: Path, checkpoint: Path, run: str) -> None:
 
     An existing checkpoint of another or unknown run, or with other files, is renamed to `….replaced`.
     """
-    if checkpoint.exists() and not (run_of(checkpoint) == run and _holds_only_its_own(checkpoint)):
-        checkpoint.rename(_free(checkpoint.with_name(f"{checkpoint.name}.replaced")))
+    if checkpoint.exists() and not _is_own(checkpoint, run):
+        checkpoint.rename(free_name(checkpoint.with_name(f"{checkpoint.name}.replaced")))
     if not checkpoint.exists():
         unfinished.rename(checkpoint)
         return
@@ -103,19 +104,18 @@ def prune(newest: Path, run: str, retain: int) -> None:
     before = [path for path in checkpoints(newest.parent) if step_of(path) < step_of(newest)]
     own = [path for path in before if run_of(path) == run]
     for old in own[: max(len(own) - (retain - 1), 0)]:
-        if _holds_only_its_own(old):
+        if _is_own(old, run):
             removed = old.with_name(f".{old.name}.removed")
             old.rename(removed)
             _remove(removed)
 
 
-def run_of(checkpoint: Path) -> str | None:
+def run_of(checkpoint: Path) -> object:
     """Returns the identity of the run that wrote a checkpoint, or None if it cannot be read."""
     try:
-        run = json.loads((checkpoint / TRAINER_STATE).read_text(encoding="utf-8"))["run"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return read_state(checkpoint).get("run")
+    except Damaged:
         return None
-    return run if isinstance(run, str) else None
 
 
 def files_of(checkpoint: Path) -> list[str]:
@@ -140,11 +140,7 @@ def write_manifest(checkpoint: Path, sums: Mapping[str, str]) -> None:
 
 
 def read_manifest(checkpoint: Path) -> dict[str, str]:
-    """Returns the checksums in the manifest, by name.
-
-    Raises:
-        Damaged: The manifest is missing or damaged.
-    """
+    """Returns the checksums in the manifest, by name; raises Damaged if it is missing or damaged."""
     try:
         lines = (checkpoint / MANIFEST).read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
@@ -163,14 +159,10 @@ def read_manifest(checkpoint: Path) -> dict[str, str]:
 
 
 def check(checkpoint: Path, sums: Mapping[str, str]) -> None:
-    """Compares files with their checksums.
-
-    Raises:
-        Damaged: A file is missing, unreadable or different.
-    """
+    """Compares files with their checksums; raises Damaged if a file is missing, unreadable or different."""
     for name, expected in sums.items():
         try:
-            (checksum,) = checksums(checkpoint, [name]).values()
+            checksum = checksums(checkpoint, [name])[name]
         except FileNotFoundError:
             raise Damaged(f"{name} is missing") from None
         except OSError as error:
@@ -180,11 +172,7 @@ def check(checkpoint: Path, sums: Mapping[str, str]) -> None:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """Returns the trainer's state of a checkpoint.
-
-    Raises:
-        Damaged: The file is unreadable or not a JSON object.
-    """
+    """Returns the trainer's state of a checkpoint; raises Damaged if it is unreadable or not a JSON object."""
     try:
         state = json.loads((checkpoint / TRAINER_STATE).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -194,21 +182,13 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     return state
 
 
-def _holds_only_its_own(checkpoint: Path) -> bool:
+def _is_own(checkpoint: Path, run: str) -> bool:
+    """Returns whether the run wrote the checkpoint and every file in it."""
     try:
-        return set(files_of(checkpoint)) <= set(read_manifest(checkpoint))
+        return run_of(checkpoint) == run and set(files_of(checkpoint)) <= set(read_manifest(checkpoint))
     except Damaged:
         return False
 
 
 def _remove(checkpoint: Path) -> None:
     remove_files(checkpoint, [*read_manifest(checkpoint), MANIFEST])
-
-
-def _free(path: Path) -> Path:
-    """Returns the path, with a number appended if it exists."""
-    number, free = 1, path
-    while free.exists():
-        number += 1
-        free = path.with_name(f"{path.name}.{number}")
-    return free

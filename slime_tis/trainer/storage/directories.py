@@ -3,12 +3,10 @@
 import ctypes
 import errno
 import fcntl
-import json
 import os
 import socket
 import sys
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
@@ -25,10 +23,7 @@ class DirectoryInUse(ValueError):
 
 
 def unwritable(path: str | Path) -> str | None:
-    """Returns why a directory cannot be made or written, as the end of an error message, or None.
-
-    Checks the nearest existing parent and makes nothing.
-    """
+    """Returns why a directory cannot be made or written, as the end of an error message, or None."""
     try:
         path = Path(path).absolute()
         for parent in (path, *path.parents):
@@ -53,13 +48,10 @@ def same_path(one: str | Path, other: str | Path) -> bool:
 
 @contextmanager
 def held(locks: Mapping[Path, str]) -> Iterator[None]:
-    """Locks directories for this process.
+    """Locks directories for this process; `locks` has the flag of each directory, by lock file.
 
     The POSIX record lock ends with the process and is not inherited by forks. Without lock support of the file system
     a warning is printed.
-
-    Args:
-        locks: Flag of each directory, by lock file. Missing directories are made.
 
     Raises:
         DirectoryInUse: Another process holds a lock.
@@ -67,23 +59,13 @@ def held(locks: Mapping[Path, str]) -> Iterator[None]:
     """
     with ExitStack() as stack:
         for path, flag in locks.items():
-            stack.enter_context(_lock(path, flag))
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                stack.callback(_open_locked(path, flag).close)
+            except OSError as error:
+                raise ValueError(f"{flag} cannot be written: {error.strerror} ({str(path.parent)!r}).") from error
+            stack.callback(path.unlink, missing_ok=True)  # first, so that no other process locks a deleted file
         yield
-
-
-@contextmanager
-def _lock(path: Path, flag: str) -> Iterator[None]:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = _open_locked(path, flag)
-        _write_holder(file)
-    except OSError as error:
-        raise ValueError(f"{flag} cannot be written: {error.strerror} ({str(path.parent)!r}).") from error
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)  # before the lock ends, so that no other process locks a deleted file
-        file.close()
 
 
 def _open_locked(path: Path, flag: str) -> IO[str]:
@@ -95,32 +77,19 @@ def _open_locked(path: Path, flag: str) -> IO[str]:
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EAGAIN):
                 print(f"warning: {str(path.parent)!r} is on a file system without locks.", file=sys.stderr)
-                return file
-            holder = _holder(file)
-            file.close()
-            raise DirectoryInUse(
-                f"{flag} is {str(path.parent)!r}, which {holder} is writing; "
-                "wait for it, stop it, or choose another directory."
-            ) from None
+            else:
+                file.seek(0)
+                holder = file.read(300).strip() or "process id unknown"
+                file.close()
+                raise DirectoryInUse(
+                    f"{flag} is {str(path.parent)!r}, which another run is writing ({holder}); "
+                    "wait for it, stop it, or choose another directory."
+                ) from None
         if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.lstat()):
+            file.truncate(0)
+            print(f"process id {os.getpid()} on {socket.gethostname()}", file=file, flush=True)
             return file
         file.close()  # another run deleted the file before it was locked
-
-
-def _write_holder(file: IO[str]) -> None:
-    file.truncate(0)
-    since = time.strftime("%Y-%m-%d %H:%M:%S")
-    file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": since}) + "\n")
-    file.flush()
-
-
-def _holder(file: IO[str]) -> str:
-    try:
-        file.seek(0)
-        run = json.loads(file.read(1000))
-        return f"the run with process id {run['pid']} on {run['host']} (since {run['since']})"
-    except (ValueError, KeyError, TypeError):  # not written yet
-        return "another run"
 
 
 def exchange(one: Path, other: Path) -> None:
@@ -141,7 +110,7 @@ def exchange(one: Path, other: Path) -> None:
     aside.rename(one)
 
 
-def remove_files(directory: Path, names: Iterator[str] | list[str]) -> None:
+def remove_files(directory: Path, names: Iterable[str]) -> None:
     """Removes files of a directory, then its empty subdirectories and the directory itself if it is empty."""
     for name in names:
         (directory / name).unlink(missing_ok=True)

@@ -23,21 +23,18 @@ WEIGHTS = re.compile(
 
 
 def check_target(directory: Path, subject: str, kind: str) -> None:
-    """Checks that an export may be written to a directory.
+    """Raises ValueError if the directory or its temporary directory has files that this program did not write.
 
     Args:
         directory: Directory of the export.
         subject: Beginning of the message: the flag and its value.
         kind: "export" or "import".
-
-    Raises:
-        ValueError: The directory or its temporary directory has files that this program did not write.
     """
     problem = replaceable(directory)
     if problem is not None:
         raise ValueError(f"{subject} but {problem}; give a directory that is absent, empty or an earlier {kind}.")
-    left = left_over(directory)
-    if left is not None:
+    left = _unfinished(directory)
+    if os.path.lexists(left) and not _is_own_unfinished(left):
         raise ValueError(f"{subject} but {quoted_path(left)} is in its way; move that or give another.")
 
 
@@ -54,21 +51,11 @@ def replaceable(directory: Path) -> str | None:
         return "that is a file"
     if os.path.ismount(directory):
         return "that is a mount point"
-    strange = _strange(directory, _listed(directory))
-    if strange is not None:
-        return f"it holds {strange!r}, which this program did not write"
+    own = _listed(directory)
+    for entry in sorted(os.scandir(directory), key=lambda entry: entry.name):
+        if not own or entry.name not in {*own, MARKER} or not entry.is_file(follow_symlinks=False):
+            return f"it holds {entry.name!r}, which this program did not write"
     return None
-
-
-def left_over(directory: Path) -> Path | None:
-    """Returns the path of an unfinished export if another program uses it, else None."""
-    unfinished = _unfinished(directory)
-    if not os.path.lexists(unfinished) or (unfinished / MARKER).is_file():
-        return None
-    if not unfinished.is_dir() or unfinished.is_symlink():
-        return unfinished
-    begun = all(path.name == PARTIAL_MARKER and path.is_file() for path in unfinished.iterdir())  # or empty
-    return None if begun else unfinished
 
 
 def begin(directory: Path, names: Iterable[str]) -> Path:
@@ -91,11 +78,11 @@ def begin(directory: Path, names: Iterable[str]) -> Path:
 def discard(unfinished: Path) -> None:
     """Removes only the own files of an unfinished export, if it exists."""
     if unfinished.is_dir() and not unfinished.is_symlink():
-        weights = [path.name for path in unfinished.iterdir() if WEIGHTS.fullmatch(path.name)]
-        marked = (unfinished / MARKER).is_file()
-        remove_files(
-            unfinished, [*_listed(unfinished), *weights, PARTIAL_MARKER, MARKER] if marked else [PARTIAL_MARKER]
-        )
+        own = [PARTIAL_MARKER]
+        if (unfinished / MARKER).is_file():
+            weights = [path.name for path in unfinished.iterdir() if WEIGHTS.fullmatch(path.name)]
+            own = [*_listed(unfinished), *weights, PARTIAL_MARKER, MARKER]
+        remove_files(unfinished, own)
 
 
 def finish(unfinished: Path, directory: Path) -> Path:
@@ -120,6 +107,12 @@ def _unfinished(directory: Path) -> Path:
     return directory.with_name(f".{directory.name}.unfinished")
 
 
+def _is_own_unfinished(unfinished: Path) -> bool:
+    if unfinished.is_symlink() or not unfinished.is_dir():
+        return False
+    return (unfinished / MARKER).is_file() or set(os.listdir(unfinished)) <= {PARTIAL_MARKER}
+
+
 def _listed(directory: Path) -> set[str]:
     """Returns the file names in the marker of an export; none without a valid marker."""
     try:
@@ -128,15 +121,6 @@ def _listed(directory: Path) -> set[str]:
         return set()
     plain = isinstance(names, list) and all(isinstance(name, str) and Path(name).name == name for name in names)
     return set(names) if plain else set()
-
-
-def _strange(directory: Path, own: set[str]) -> str | None:
-    """Returns the first name in a directory that is not a file of the export, or None."""
-    own = own | {MARKER} if own else own
-    for entry in sorted(os.scandir(directory), key=lambda entry: entry.name):
-        if entry.name not in own or not entry.is_file(follow_symlinks=False):
-            return entry.name
-    return None
 
 
 def _write_marker(directory: Path, names: Iterable[str]) -> None:

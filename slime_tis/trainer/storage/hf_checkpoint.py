@@ -21,14 +21,8 @@ SHARD_BYTES = 5 * 2**30
 
 def side_files(directory: Path) -> list[Path]:
     """Returns the files that `write_hf_checkpoint` copies: `SIDE_FILES` without hidden files and weight indices."""
-    return sorted(
-        path
-        for path in directory.iterdir()
-        if path.is_file()
-        and path.suffix in SIDE_FILES
-        and not path.name.startswith(".")
-        and not path.name.endswith(".index.json")
-    )
+    files = [path for path in directory.iterdir() if path.is_file() and path.suffix in SIDE_FILES]
+    return sorted(file for file in files if file.name[0] != "." and not file.name.endswith(".index.json"))
 
 
 def write_hf_checkpoint(
@@ -53,22 +47,23 @@ def write_hf_checkpoint(
     shards: list[list[str]] = []
     shard: dict[str, Tensor] = {}
     size = total = 0
-    dtypes: set[torch.dtype] = set()
-    of_vectors: set[torch.dtype] = set()
+    matrix_dtypes: set[torch.dtype] = set()
+    vector_dtypes: set[torch.dtype] = set()
     for name, tensor in named_tensors:
         if shard and size + tensor.nbytes > shard_bytes:
             shards.append(_write_shard(directory, len(shards), shard))
             shard, size = {}, 0
         shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
         size, total = size + tensor.nbytes, total + tensor.nbytes
-        (dtypes if tensor.dim() > 1 else of_vectors).add(tensor.dtype)
+        (matrix_dtypes if tensor.dim() > 1 else vector_dtypes).add(tensor.dtype)
         del tensor
     if not shard:
         raise ValueError("there are no weights to write: the model has no parameters.")
     shards.append(_write_shard(directory, len(shards), shard))
     _name_shards(directory, shards, total)
-    # Vectors may be more precise than the matrices: the biases of routers are in float32.
-    _set_dtype(directory / "config.json", dtypes or of_vectors)
+    dtypes = matrix_dtypes or vector_dtypes  # vectors may be more precise: the biases of routers are in float32
+    if len(dtypes) == 1:
+        _set_dtype(directory / "config.json", dtypes.pop())
 
 
 def _write_shard(directory: Path, index: int, tensors: dict[str, Tensor]) -> list[str]:
@@ -97,11 +92,8 @@ def _partial(directory: Path, index: int) -> Path:
     return directory / f"part-{index}.safetensors"
 
 
-def _set_dtype(config_file: Path, dtypes: set[torch.dtype]) -> None:
-    """Writes the type of the weights to config.json if all weights have the same type."""
-    if len(dtypes) > 1:
-        return
+def _set_dtype(config_file: Path, dtype: torch.dtype) -> None:
     config = json.loads(config_file.read_text(encoding="utf-8"))
     config.pop("torch_dtype", None)  # the field's name before transformers 4.56
-    config["dtype"] = str(dtypes.pop()).removeprefix("torch.")
+    config["dtype"] = str(dtype).removeprefix("torch.")
     config_file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

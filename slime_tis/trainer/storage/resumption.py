@@ -1,13 +1,12 @@
 """The trainer's state in a checkpoint, and the options that a resumed run must keep."""
 
-import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
 from slime_tis.limits import flag
-from slime_tis.trainer.storage.checkpoints import TRAINER_STATE, Damaged, read_state
+from slime_tis.trainer.storage.checkpoints import TRAINER_STATE
 
 FIXED_OPTIONS = {
     "seed": "the random state is the checkpoint's",
@@ -34,70 +33,43 @@ class TrainerState:
 
     run: str
     """Identity of the run, the same in its checkpoints, dumps and run directories."""
-
     step: int
     """Optimizer steps made."""
-
     rollout_id: int
     """Rollouts trained on."""
-
     dataset: dict[str, Any]
     """Position in the data."""
-
     unfinished: list[list[dict[str, Any]]]
     """Groups of samples of a partial rollout."""
-
     evaluation_due: bool
     """Whether a signal ended an evaluation; the resumed run repeats it."""
-
     sampler_weight_version: int
     """Optimizer steps of the rollout engine's weights."""
-
     first_accuracy: float | None
     """Held-out accuracy before training."""
-
     token_budget: int | None
     """Tokens of a micro-batch if free memory decided it; bitwise resumption needs the same number."""
-
     options: dict[str, Any]
     """The effective configuration."""
-
     model: str
     """SHA-256 of the model's config.json."""
 
 
 def read_trainer_state(checkpoint: Path) -> TrainerState:
-    """Reads `trainer_state.json` of a checkpoint.
+    """Reads `trainer_state.json` of a checkpoint; raises ValueError if it is damaged or lacks a field."""
+    from pydantic import TypeAdapter, ValidationError  # the command line uses this module where pydantic is missing
 
-    Raises:
-        ValueError: The file is damaged or lacks a field.
-    """
+    path = checkpoint / TRAINER_STATE
     try:
-        state = read_state(checkpoint)
-    except Damaged as error:
-        raise ValueError(f"{checkpoint}: {error}.") from None
-    hints = get_type_hints(TrainerState)
-    values = {}
-    for field in dataclasses.fields(TrainerState):
-        if field.name not in state:
-            raise ValueError(
-                f"{checkpoint / TRAINER_STATE} has no {field.name!r}; was another version's run saved there?"
-            )
-        value = state[field.name]
-        if not _is_of(value, hints[field.name]):
-            raise ValueError(
-                f"{checkpoint / TRAINER_STATE} has {field.name!r}: {shown(value)}, which is not a valid value."
-            )
-        values[field.name] = value
-    return TrainerState(**values)
+        return TypeAdapter(TrainerState).validate_json(path.read_bytes(), strict=True)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        field = ".".join(map(str, problem["loc"])) or "content"
+        raise ValueError(f"{path}: {field}: {problem['msg']}; did another version save it?") from None
 
 
 def check_options(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Compares the options that a resumed run must keep.
-
-    Raises:
-        ValueError: An option has changed; the message has both values.
-    """
+    """Raises ValueError with both values if an option has changed that a resumed run must keep."""
     fixed = dict(FIXED_OPTIONS)
     if saved.get("rollout_shuffle"):
         fixed["rollout_seed"] = FIXED_OPTIONS["rollout_shuffle"]
@@ -125,13 +97,3 @@ def shown(value: Any) -> str:
     """Returns the repr of a value for messages, at most `MAX_VALUE_LENGTH` characters."""
     text = repr(value)
     return text if len(text) <= MAX_VALUE_LENGTH else f"{text[: MAX_VALUE_LENGTH - 1]}…"
-
-
-def _is_of(value: Any, hint: Any) -> bool:
-    """Returns whether a JSON value has an annotated type, one level deep; True is not a number."""
-    if get_origin(hint) in (dict, list):
-        return isinstance(value, get_origin(hint))
-    kinds = get_args(hint) or (hint,)
-    if isinstance(value, bool):
-        return bool in kinds
-    return any(isinstance(value, (int, float) if kind is float else kind) for kind in kinds)
