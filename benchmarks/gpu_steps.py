@@ -2,8 +2,8 @@
 
     python -m benchmarks.gpu_steps [--model toy|smollm2] [--steps N] [--device cpu]
 
-Every contender is a separate process. Its metrics must be finite. On the same samples, the first step with shared
-prompts must have the same loss, mismatch and gradient as without, up to rounding; else the exit status is 1. Appends
+Every contender is a separate process. Its metrics must be finite. On the same samples, the first step with the fused
+token pass must have the same loss, mismatch and gradient as without, up to rounding; else the exit status is 1. Appends
 rows to gpu_steps.csv: median seconds per step without warm-up, and the peak of torch's memory on the GPU.
 """
 
@@ -44,17 +44,16 @@ MODELS = {
         "--apply-chat-template"
     ),
 }
-APART, FUSED, RESUMED = "each prompt for every sample", "each prompt once, fused token pass", "resumed"
+PLAIN, FUSED, RESUMED = "eager token pass", "fused token pass", "resumed"
 CONTENDERS = {
-    APART: "--no-share-prompts",
-    "each prompt once": "--share-prompts",
-    FUSED: "--share-prompts --token-pass-path experimental.triton_token_pass.token_pass",
-    RESUMED: "--no-share-prompts --load {first}/checkpoints",
+    PLAIN: "",
+    FUSED: "--token-pass-path experimental.triton_token_pass.token_pass",
+    RESUMED: "--load {first}/checkpoints",
 }
 SAVES = "--save {first}/checkpoints --save-interval 1000"
 """The first contender saves a checkpoint, from which the last one resumes; only with the toy model."""
 COMPARED = {"train/loss": 0.02, "train/mismatch_training_log_ppl": 0.01, "train/grad_norm": 0.1}
-"""Relative tolerances of the first step's metrics: bf16 has eight bits, and attention sums in another order."""
+"""Relative tolerances of the first step's metrics: bf16 has eight bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +124,7 @@ def measure(name: str, task: list[str], steps: int, scratch: Path, *, saves: boo
     output = scratch / str(list(CONTENDERS).index(name))
     output.mkdir()
     peak = output / "peak"
-    flags = CONTENDERS[name] + (f" {SAVES}" if saves and name == APART else "")
+    flags = CONTENDERS[name] + (f" {SAVES}" if saves and name == PLAIN else "")
     rollouts = steps + 2 if name == RESUMED else steps
     own = [word.format(first=scratch / "0") for word in flags.split()]
     command = [sys.executable, "-m", "benchmarks.gpu_steps", "--peak", str(peak), *task, *own]
@@ -156,7 +155,9 @@ def wrong(name: str, run: Run, first: Run) -> list[str]:
     for metric, tolerance in COMPARED.items() if name != RESUMED else ():
         ours, theirs = run.rows[0][metric], first.rows[0][metric]
         if not abs(ours - theirs) <= tolerance * max(abs(theirs), 0.01):
-            found.append(f"{name}: {metric} of the first step is {ours:.6g}, but {theirs:.6g} without shared prompts")
+            found.append(
+                f"{name}: {metric} of the first step is {ours:.6g}, but {theirs:.6g} with the eager token pass"
+            )
     return found
 
 

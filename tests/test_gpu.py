@@ -166,17 +166,11 @@ def test_the_commit_of_a_checkout_without_git(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("model", gpu_steps.MODELS)
-@pytest.mark.parametrize("contender", gpu_steps.CONTENDERS)
-def test_the_flags_of_the_runs_are_accepted(model: str, contender: str, task: list[str]) -> None:
-    flags = [
-        *task[:4],  # model and prompts
-        "--num-rollout",
-        "1",
-        *gpu_steps.COMMON.split(),
-    ]
-    found = configure([*flags, *gpu_steps.MODELS[model].split(), *gpu_steps.CONTENDERS[contender].split()[:1]], {})
-    assert found.megatron.bf16 and found.correction.use_tis and found.rollout.rollout_precision == "bf16"
-    assert found.megatron.share_prompts is (contender not in (gpu_steps.APART, gpu_steps.RESUMED))
+def test_the_flags_of_the_runs_are_accepted(model: str, task: list[str]) -> None:
+    flags = [*task[:4], "--num-rollout", "1", *gpu_steps.COMMON.split(), *gpu_steps.MODELS[model].split()]
+    arguments = configure(flags, {})
+    assert arguments.megatron.bf16 and arguments.correction.use_tis
+    assert arguments.rollout.rollout_precision == "bf16"
 
 
 def test_what_is_not_as_it_has_to_be() -> None:
@@ -186,7 +180,7 @@ def test_what_is_not_as_it_has_to_be() -> None:
     bad = gpu_steps.Run(rows=[{**good, "train/loss": 0.52}, {**good, "train/kl": float("nan")}], peak_bytes=0)
     assert gpu_steps.wrong("b", bad, first) == [
         "b: train/kl of step 2 is nan",
-        "b: train/loss of the first step is 0.52, but 0.5 without shared prompts",
+        "b: train/loss of the first step is 0.52, but 0.5 with the eager token pass",
     ]
 
 

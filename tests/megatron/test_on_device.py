@@ -68,12 +68,9 @@ def reference(checkpoint: Path) -> tuple[list[Tensor], float]:
     return [one.detach() for one in found], float(norm)
 
 
-@pytest.mark.parametrize("share", [False, True], ids=["apart", "shared prompts"])
 @pytest.mark.parametrize(("bf16", "tolerance"), [(False, 2e-5), (True, BF16)], ids=["fp32", "bf16"])
-def test_log_probs_and_gradient(
-    checkpoint: Path, parallel: Parallel, bf16: bool, tolerance: float, share: bool
-) -> None:
-    config = MegatronConfig(hf_checkpoint=str(checkpoint), clip_grad=0.0, lr=1e-3, bf16=bf16, share_prompts=share)
+def test_log_probs_and_gradient(checkpoint: Path, parallel: Parallel, bf16: bool, tolerance: float) -> None:
+    config = MegatronConfig(hf_checkpoint=str(checkpoint), clip_grad=0.0, lr=1e-3, bf16=bf16)
     engine = TrainingEngine(config, parallel, temperature=1.0, total_steps=2)
     partition = [[0, 1, 2, 3], [4, 5, 6, 7]]
     found = engine.log_probs(batch_of(), partition)

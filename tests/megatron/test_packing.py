@@ -41,14 +41,13 @@ def test_siblings_share_their_prompt() -> None:
     assert packed.target_L.tolist() == [7, 8, 9, 2]
     assert packed.is_fed_T.tolist() == [True, False, True, True, False, True, False, False]
     assert packed.packed_seq_params.cu_seqlens_q.tolist() == [0, 2, 4, 5, 7, 8]
-    shared = packed.packed_seq_params.shared
-    assert shared is not None and shared.end_T.tolist() == [2, 2, 7, 7, 5, 7, 7, 8]
+    assert [part.is_causal for part in packed.packed_seq_params.parts] == [True, False]
 
 
 def test_sequences_that_share_nothing_are_packed_as_without_sharing() -> None:
     batch = batch_of([[5, 6, 7], [8, 9]], [2, 1])
     packed, without = pack(batch, share_prompts=True), pack(batch)
-    assert packed.packed_seq_params.shared is None
+    assert packed.packed_seq_params.parts == ()
     assert torch.equal(packed.input_ids, without.input_ids) and rows_of(packed) == rows_of(without)
 
 

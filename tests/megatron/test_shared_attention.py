@@ -1,6 +1,4 @@
-"""Attention over prefix trees: outputs and gradients of merged parts and of FlexAttention match a dense mask."""
-
-import warnings
+"""Attention over prefix trees: outputs and gradients of merged parts match a dense mask."""
 
 import pytest
 import torch
@@ -8,10 +6,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.attention.flex_attention import flex_attention
 
 from slime_tis.trainer.megatron.prefix_tree import PrefixTree
-from slime_tis.trainer.megatron.shared_attention import SharedAttention, block_mask, flexible
+from slime_tis.trainer.megatron.shared_attention import attention_parts, shared_attention
 from tests.megatron.test_prefix_tree import groups, tree_of
 
 HEADS, GROUPS, WIDTH = 4, 2, 8
@@ -39,8 +36,8 @@ def dense(tree: PrefixTree, filler: int, query: Tensor, key: Tensor, value: Tens
 @given(groups, st.integers(0, 3))
 def test_merged_parts_are_a_dense_mask(drawn: list[tuple[list[int], list[list[int]]]], filler: int) -> None:
     tree = tree_of([(prompt, response) for prompt, responses in drawn for response in responses])
-    attention, taken = SharedAttention.of(tree, filler), inputs(tree.tokens + filler)
-    expected, found = dense(tree, filler, *taken), attention(*taken, scale=0.3)
+    parts, taken = attention_parts(tree, filler), inputs(tree.tokens + filler)
+    expected, found = dense(tree, filler, *taken), shared_attention(*taken, parts, 0.3)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     weights = torch.linspace(-1, 1, found.numel()).view_as(found)
     grads = [torch.autograd.grad((output * weights).sum(), taken) for output in (found, expected)]
@@ -48,23 +45,11 @@ def test_merged_parts_are_a_dense_mask(drawn: list[tuple[list[int], list[list[in
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
-@settings(max_examples=5)
-@given(groups, st.integers(0, 3))
-def test_blocks_are_a_dense_mask(drawn: list[tuple[list[int], list[list[int]]]], filler: int) -> None:
-    tree = tree_of([(prompt, response) for prompt, responses in drawn for response in responses])
-    query, key, value = (x.detach() for x in inputs(tree.tokens + filler))
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")  # uncompiled FlexAttention warns that it is slow
-        mask = block_mask(SharedAttention.of(tree, filler).end_T)
-        found = flexible(flex_attention, (query, key, value), mask, 0.3)
-    torch.testing.assert_close(found, dense(tree, filler, query, key, value), rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("size", [1, 1e4], ids=["scores near 0", "scores beyond float32's exponentials"])
 def test_parts_of_any_weight_are_merged(size: float) -> None:
     tree = tree_of([([1, 2, 3], [4, 5]), ([1, 2, 3], [6])])
     query, key, value = inputs(tree.tokens)
-    found = SharedAttention.of(tree, 0)(query * size, key, value, 0.3)
+    found = shared_attention(query * size, key, value, attention_parts(tree, 0), 0.3)
     torch.testing.assert_close(found, dense(tree, 0, query * size, key, value), rtol=1e-4, atol=1e-4)
 
 
@@ -72,8 +57,9 @@ def test_bfloat16_is_as_accurate_as_dense_attention() -> None:
     tree = tree_of([([1, 2, 3], [4, 5]), ([1, 2, 3], [6])])
     taken = inputs(tree.tokens, torch.bfloat16)
     exact = dense(tree, 0, *(x.float() for x in taken))
-    for output in (SharedAttention.of(tree, 0)(*taken, scale=0.3), dense(tree, 0, *taken)):
+    merged = shared_attention(*taken, attention_parts(tree, 0), 0.3)
+    for output in (merged, dense(tree, 0, *taken)):
         assert output.dtype == torch.bfloat16
         torch.testing.assert_close(output.float(), exact, rtol=0.02, atol=0.02)
-    (SharedAttention.of(tree, 0)(*taken, scale=0.3)).float().sum().backward()
+    merged.float().sum().backward()
     assert all(x.grad is not None and bool(x.grad.isfinite().all()) for x in taken)

@@ -87,7 +87,7 @@ STAGES = (
     ),
     Stage(
         name="train",
-        about="train.py in bf16 on NCCL, with correction; with shared prompts",
+        about="train.py in bf16 on NCCL, with correction; with the fused token pass",
         limit=150,
         command=("-m", "benchmarks.gpu_steps", "--device", "{device}", "--out", "{out}/gpu_steps.csv"),
         rehearsal=("--steps", "3"),

@@ -13,12 +13,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from slime_tis.trainer.megatron.packing import PackedSequences
+from slime_tis.trainer.megatron.shared_attention import shared_attention
 
 
 class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has no types
     """Rotary embedding and causal attention over packed sequences, by `scaled_dot_product_attention`.
 
-    `SharedAttention` replaces it if sequences share their prompts. Under context parallelism keys and values are
+    `shared_attention` replaces it if sequences share their prompts. Under context parallelism keys and values are
     gathered over the ranks. The rotary embedding is applied here, with angles computed once per micro-batch, because
     megatron-core's rotary embedding splits and joins the packed tokens per sequence, layer and tensor.
     """
@@ -51,9 +52,9 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has
         layout = packed_seq_params
         assert layout is not None and layout.cos is not None and layout.sin is not None  # `pack` with rotary angles
         query, key = rotate(query, layout.cos, layout.sin), rotate(key, layout.cos, layout.sin)
-        if layout.shared is not None:
+        if layout.parts:
             value = value.contiguous()  # a view would keep the unrotated queries and keys alive
-            return layout.shared(query, key, value, self.softmax_scale).flatten(1)
+            return shared_attention(query, key, value, layout.parts, self.softmax_scale).flatten(1)
         if self.context_group.size() > 1:
             key, value = all_gather_tokens(torch.stack([key, value], 1), self.context_group).unbind(1)
         repeats = query.shape[1] // key.shape[1]

@@ -16,7 +16,7 @@ from torch import Tensor
 from slime_tis.hf_directory import moe_sizes
 from slime_tis.policy.policy_loss import LossInputs, LossOutputs
 from slime_tis.policy.step_sums import StepSums
-from slime_tis.trainer.megatron.architecture import HfConfig, build_model, padded_vocab_size, uses_transformer_engine
+from slime_tis.trainer.megatron.architecture import HfConfig, build_model, padded_vocab_size
 from slime_tis.trainer.megatron.batch import TrainingBatch, fixed_partition
 from slime_tis.trainer.megatron.fused_log_probs import fused_linear_log_probs
 from slime_tis.trainer.megatron.hf_weights import copied_weights, load_hf_weights, named_hf_tensors, replaced_weights
@@ -421,11 +421,6 @@ class TrainingEngine:
 def why_not_shared(requested: bool | None, parallel: Parallel, hf_config: HfConfig) -> str | None:
     """Why prompts are computed for each sample, for the user; None if shared prompts are computed once.
 
-    Args:
-        requested: the option; None if it is not set.
-        parallel: this process's ranks.
-        hf_config: of the model.
-
     Raises:
         ValueError: prompts cannot be shared although the option requests it.
     """
@@ -436,10 +431,8 @@ def why_not_shared(requested: bool | None, parallel: Parallel, hf_config: HfConf
         reason = "context parallelism cuts every sequence into slices"
     elif moe_sizes(hf_config) is not None:
         reason = "the routing of experts is recorded, replayed and counted for each sample"
-    elif uses_transformer_engine(hf_config, parallel):
-        reason = "transformer-engine has no attention to a shared prompt"
+    elif parallel.backend.device.type != "cpu":
+        reason = "attention to a shared prompt needs a CPU"
     if reason is not None and requested:
         raise ValueError(f"--share-prompts is on but {reason}; remove it.")
-    if reason is None and parallel.backend.device.type != "cpu" and not requested:
-        return "not tried on a GPU; --share-prompts turns it on, with FlexAttention"
     return reason

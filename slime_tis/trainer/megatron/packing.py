@@ -20,7 +20,7 @@ from slime_tis.policy.tokens import ResponseTokens
 from slime_tis.trainer.data.sampling_mask import SamplingMask
 from slime_tis.trainer.megatron.batch import TrainingBatch
 from slime_tis.trainer.megatron.prefix_tree import PrefixTree
-from slime_tis.trainer.megatron.shared_attention import SharedAttention
+from slime_tis.trainer.megatron.shared_attention import Part, attention_parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +42,8 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]  # megatron-core h
     that continues it."""
     gives_logits: bool = False
     """Whether the model returns the logits after these tokens instead of their hidden states."""
-    shared: SharedAttention | None = None
-    """Attention over segments that several sequences share, instead of the fields below; None if none are shared."""
+    parts: tuple[Part, ...] = ()
+    """Attention over segments that several sequences share, instead of the index tensors; empty if none are shared."""
 
     cos: Tensor | None = None
     """[tokens, 1, d/2] cosines of the rotary angles; None if transformer-engine applies them."""
@@ -112,7 +112,7 @@ class MicroBatch:
 def _moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=True)
-    if isinstance(value, ResponseTokens | SamplingMask | SharedAttention):
+    if isinstance(value, ResponseTokens | SamplingMask):
         return value.to(device)
     if isinstance(value, MicroBatch | PackedSequences):
         moved = {name: _moved(field, device) for name, field in vars(value).items()}
@@ -177,7 +177,11 @@ def pack(
     trained on, makes the row divisible by the tensor-parallel size.
     """
     split = split or RowSplit()
-    tree = _tree(batch, share_prompts)
+    replays = any(experts is not None for experts in batch.routed_experts or [])
+    if share_prompts and not replays:
+        tree = PrefixTree.of(batch.tokens, batch.responses.response_lengths)
+    else:
+        tree = PrefixTree.apart(batch.total_lengths, batch.responses.response_lengths)
     filler = _filler_length([segment.length for segment in tree.segments], split)
     row = _Row.of(tree, filler, split)
     flat = torch.cat([*batch.tokens, torch.zeros(filler, dtype=torch.int64)])
@@ -190,7 +194,7 @@ def pack(
         return torch.where(position < total_T, flat[start_T + torch.minimum(position, total_T - 1)], 0)
 
     is_fed_T = (row.position_T < total_T - 1) & (row.sequence_T < len(batch))
-    layout = _layout(row, SharedAttention.of(tree, filler) if tree.is_shared else None)
+    layout = _layout(row, attention_parts(tree, filler) if tree.is_shared else ())
     if rotary is not None:
         layout.cos, layout.sin = rotary(row.position_T)
     if tree.is_shared:
@@ -210,13 +214,6 @@ def pack(
         routed_experts=_recorded(batch.routed_experts, row, is_fed_T, torch.tensor(-1, dtype=torch.int16)),
         routing_weights=_recorded(batch.routing_weights, row, is_fed_T, torch.tensor(torch.nan)),
     )
-
-
-def _tree(batch: TrainingBatch, share_prompts: bool) -> PrefixTree:
-    replays = any(experts is not None for experts in batch.routed_experts or [])
-    if share_prompts and not replays:
-        return PrefixTree.of(batch.tokens, batch.responses.response_lengths)
-    return PrefixTree.apart(batch.total_lengths, batch.responses.response_lengths)
 
 
 def _predicted(tree: PrefixTree, start_J: Tensor, flat: Tensor) -> tuple[Tensor, Tensor]:
@@ -280,7 +277,7 @@ def _positions(offset: Tensor, chunk: Tensor, split: RowSplit) -> Tensor:
     return torch.where(offset < chunk, rank * chunk + offset, (2 * size - 2 - rank) * chunk + offset)
 
 
-def _layout(row: _Row, shared: SharedAttention | None) -> PackedSequences:
+def _layout(row: _Row, parts: tuple[Part, ...]) -> PackedSequences:
     size, longest = row.split.context_size, int(row.local_J.max())
     cu_seqlens = torch.cat([row.local_J.new_zeros(1), row.local_J.cumsum(0)]).to(torch.int32) * size
     layout = PackedSequences(
@@ -290,9 +287,9 @@ def _layout(row: _Row, shared: SharedAttention | None) -> PackedSequences:
         max_seqlen_q=longest * size,
         max_seqlen_kv=longest * size,
         segments=len(row.local_J),
-        shared=shared,
+        parts=parts,
     )
-    if shared is not None or (size == 1 and int(row.local_J.min()) == longest):
+    if parts or (size == 1 and int(row.local_J.min()) == longest):
         return layout
     offset = torch.arange(longest)
     layout.query_index = (row.start_J[:, None] + torch.minimum(offset, row.local_J[:, None] - 1)).flatten()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -17,8 +16,6 @@ from torch import Tensor
 MIN_SHARED = 8
 """Shortest beginning within prompts, or segment of a response, that is shared: each level costs an attention per
 layer."""
-MAX_DEPTH = 8
-"""Levels of the tree: a token's attention is merged from this number of parts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +41,7 @@ class PrefixTree:
     paths: tuple[tuple[int, ...], ...]
     """The segments of each sequence, from its start; a sequence may end within the last."""
     total_lengths: tuple[int, ...]
-    """Tokens of each sequence."""
     response_lengths: tuple[int, ...]
-    """Tokens of each sequence's response."""
 
     @classmethod
     def apart(cls, total_lengths: Iterable[int], response_lengths: Sequence[int]) -> PrefixTree:
@@ -66,36 +61,46 @@ class PrefixTree:
     def of(cls, tokens: Sequence[Sequence[int] | Tensor], response_lengths: Sequence[int]) -> PrefixTree:
         """Shares beginnings that are whole prompts, or long enough.
 
-        In lexicographic order sequences with a common beginning are neighbors. A sequence that another one continues
-        is a part of that one's path; the others are split where their common beginning ends.
-
         Args:
             tokens: ids of each sequence, prompt and response.
             response_lengths: tokens of each response.
         """
         ids = [np.asarray(sequence, dtype=">i8") for sequence in tokens]  # big endian: bytes sort as numbers
-        lengths = [len(sequence) for sequence in ids]
         order = sorted(range(len(ids)), key=[sequence.tobytes() for sequence in ids].__getitem__)
-        common = [0, *(_common(ids[left], ids[right]) for left, right in pairwise(order))]
-        longest, of_longest, continued_by = _without_continued(order, common, lengths)
-        prompts = [lengths[sequence] - response_lengths[sequence] for sequence in longest]
-        segments, leaves = _grow(longest, of_longest, lengths, prompts)
-        if sum(segment.length for segment in segments) == sum(lengths):
-            return cls.apart(lengths, response_lengths)
-        paths = []
-        for sequence, length in enumerate(lengths):
-            path, segment = [], leaves[continued_by.get(sequence, sequence)]
-            while segment >= 0:
-                if segments[segment].start < length:
-                    path.append(segment)
-                segment = segments[segment].parent
-            paths.append(tuple(reversed(path)))
-        return cls(
+        # A sequence that others continue is directly before one of them, and a part of that one's path.
+        continued_by: dict[int, int] = {}
+        for left, right in reversed(list(pairwise(order))):
+            if _common(ids[left], ids[right]) == len(ids[left]):
+                continued_by[left] = continued_by.get(right, right)
+        segments: list[Segment] = []
+        leaves: dict[int, int] = {}
+        todo = [([sequence for sequence in order if sequence not in continued_by], 0, -1)]
+        while todo:
+            sequences, start, parent = todo.pop()
+            first, is_leaf = sequences[0], len(sequences) == 1
+            end = len(ids[first]) if is_leaf else _common(ids[first], ids[sequences[-1]])
+            holds_prompts = start == 0 < end and end >= max(len(ids[i]) - response_lengths[i] for i in sequences)
+            if is_leaf or holds_prompts or end - start >= MIN_SHARED:
+                depth = 0 if parent < 0 else segments[parent].depth + 1
+                segments.append(Segment(sequence=first, start=start, length=end - start, parent=parent, depth=depth))
+                start, parent = end, len(segments) - 1
+            if is_leaf:
+                leaves[first] = parent
+            else:
+                branches: dict[int, list[int]] = {}
+                for sequence in sequences:
+                    branches.setdefault(int(ids[sequence][end]), []).append(sequence)
+                todo += [(branch, start, parent) for branch in reversed(branches.values())]
+        tree = cls(
             segments=tuple(segments),
-            paths=tuple(paths),
-            total_lengths=tuple(lengths),
+            paths=tuple(
+                _path(segments, leaves[continued_by.get(sequence, sequence)], len(ids[sequence]))
+                for sequence in range(len(ids))
+            ),
+            total_lengths=tuple(map(len, ids)),
             response_lengths=tuple(response_lengths),
         )
+        return tree if tree.is_shared else cls.apart(tree.total_lengths, response_lengths)
 
     def __len__(self) -> int:
         """Number of sequences."""
@@ -111,24 +116,6 @@ class PrefixTree:
         """Whether a token belongs to several sequences."""
         return self.tokens < sum(self.total_lengths)
 
-    @cached_property
-    def ends(self) -> list[int]:
-        """The first segment after each one's subtree."""
-        ends = list(range(1, len(self.segments) + 1))
-        for index in reversed(range(len(self.segments))):
-            parent = self.segments[index].parent
-            if parent >= 0:
-                ends[parent] = max(ends[parent], ends[index])
-        return ends
-
-    def families(self) -> list[list[int]]:
-        """The sequences grouped by their first segment; sequences that share most are adjacent."""
-        families: dict[int, list[int]] = {}
-        for sequence in sorted(range(len(self)), key=lambda sequence: (self.paths[sequence], sequence)):
-            root = self.paths[sequence][0] if self.paths[sequence] else -1 - sequence
-            families.setdefault(root, []).append(sequence)
-        return sorted(families.values(), key=min)
-
 
 def _common(left: np.ndarray, right: np.ndarray) -> int:
     """Length of the common beginning of two sequences."""
@@ -137,53 +124,11 @@ def _common(left: np.ndarray, right: np.ndarray) -> int:
     return int(differs.argmax()) if differs.any() else shorter
 
 
-def _without_continued(
-    order: list[int], common: list[int], lengths: list[int]
-) -> tuple[list[int], list[int], dict[int, int]]:
-    """Separates sequences that another sequence continues.
-
-    Returns:
-        (sequences that none continues, the length of the beginning that each shares with the previous one, and for
-        each of the other sequences one that continues it).
-    """
-    continued_by: dict[int, int] = {}
-    for left, right, shared in reversed(list(zip(order, order[1:], common[1:], strict=False))):
-        if shared == lengths[left]:
-            continued_by[left] = continued_by.get(right, right)
-    longest, of_longest, least = [], [], 0
-    for sequence, shared in zip(order, common, strict=True):
-        least = min(least, shared)
-        if sequence not in continued_by:
-            longest.append(sequence)
-            of_longest.append(least)
-            least = 2**62
-    return longest, of_longest, continued_by
-
-
-def _grow(
-    longest: list[int], common: list[int], lengths: list[int], prompts: list[int]
-) -> tuple[list[Segment], dict[int, int]]:
-    """The segments of sequences in lexicographic order, and the last segment of each sequence."""
-    segments: list[Segment] = []
-    leaves: dict[int, int] = {}
-
-    def add(sequence: int, start: int, end: int, parent: int) -> int:
-        depth = 0 if parent < 0 else segments[parent].depth + 1
-        segments.append(Segment(sequence=sequence, start=start, length=end - start, parent=parent, depth=depth))
-        return len(segments) - 1
-
-    todo = [(0, len(longest), 0, -1)]
-    while todo:
-        first, last, start, parent = todo.pop()
-        sequence = longest[first]
-        if last - first == 1:
-            leaves[sequence] = add(sequence, start, lengths[sequence], parent)
-            continue
-        shared = min(common[first + 1 : last])
-        has_room = parent < 0 or segments[parent].depth + 1 < MAX_DEPTH
-        holds_prompts = start == 0 < shared and shared >= max(prompts[first:last])
-        if has_room and (holds_prompts or shared - start >= MIN_SHARED):
-            start, parent = shared, add(sequence, start, shared, parent)
-        cuts = [first, *(index for index in range(first + 1, last) if common[index] == shared), last]
-        todo += [(*ends, start, parent) for ends in reversed(list(pairwise(cuts)))]
-    return segments, leaves
+def _path(segments: Sequence[Segment], leaf: int, length: int) -> tuple[int, ...]:
+    """The segments up to `leaf` that hold the first `length` tokens."""
+    path = []
+    while leaf >= 0:
+        if segments[leaf].start < length:
+            path.append(leaf)
+        leaf = segments[leaf].parent
+    return tuple(reversed(path))

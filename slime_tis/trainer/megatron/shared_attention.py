@@ -1,8 +1,7 @@
 """Causal attention over a prefix tree: each token sees the segments before its segment, and its own up to itself.
 
-In depth-first order token q sees token k exactly if k ≤ q < end(k), where end(k) is the first packed token after the
-subtree of k's segment. On a CPU the attention of a token is merged from parts: its own segment, causal, and each
-segment before it. Parts P with outputs o_P and L_P = log Σ_{k∈P} e^{s_k} over their scores s merge exactly:
+The attention of a token is merged from parts: its own segment, causal, and each segment before it. Parts P with outputs
+o_P and L_P = log Σ_{k∈P} e^{s_k} over their scores s merge exactly:
 
     L = log Σ_P e^{L_P},    o = Σ_P e^{L_P − L} o_P
 
@@ -17,14 +16,12 @@ LLM Inference with Shared Prefixes", Juravsky et al. (https://arxiv.org/abs/2402
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from slime_tis.trainer.megatron.prefix_tree import PrefixTree
 
@@ -48,7 +45,7 @@ class Rows:
 
     @classmethod
     def of(cls, starts: Sequence[int], lengths: Sequence[int], rows: Sequence[int]) -> Rows:
-        """The ranges `rows`, given the first packed token and the length of all ranges."""
+        """The ranges `rows`, given the start and the length of all ranges."""
         start_R, length_R = torch.tensor([(starts[row], lengths[row]) for row in rows]).T
         offset = torch.arange(int(length_R.max()))
         token_index = (start_R[:, None] + torch.minimum(offset, length_R[:, None] - 1)).flatten()
@@ -88,13 +85,7 @@ class Part:
         return self.queries.packed(output), self.queries.packed(log_sum)
 
     def backward(self, grad: Tensor, saved: Sequence[Tensor], scale: float | None) -> list[Tensor]:
-        """The part's gradients of query, key and value.
-
-        Args:
-            grad: of the merged output.
-            saved: query, key, value, merged output and merged log Σ.
-            scale: of the scores.
-        """
+        """The part's gradients of query, key and value; `saved` are these, merged output and merged log Σ."""
         query, key, value, output, log_sum = saved
         # An infinite sum makes every weight in padding rows 0.
         padded_log_sum = self.queries.gather(log_sum).masked_fill(self.queries.is_padding[:, None], torch.inf)
@@ -124,69 +115,37 @@ class Part:
         return {"attn_mask": mask, "scale": scale}
 
 
-@dataclass(frozen=True, kw_only=True)
-class SharedAttention:
-    """Attention over the packed tokens of a prefix tree."""
+def attention_parts(tree: PrefixTree, filler: int) -> tuple[Part, ...]:
+    """The parts of the attention over a tree's packed tokens, and over `filler` more tokens that see only themselves.
 
-    end_T: Tensor
-    """The first later packed token that does not see this one."""
-    parts: tuple[Part, ...]
-    """On a CPU: first each token's own segment, every token once, then segments before it."""
-    block_mask: BlockMask | None = None
-    """On a GPU: which keys each query sees, by blocks."""
-
-    @classmethod
-    def of(cls, tree: PrefixTree, filler: int) -> SharedAttention:
-        """Attention over the packed tokens of a tree, and `filler` more tokens that see only themselves."""
-        lengths = [*(segment.length for segment in tree.segments), *[filler] * (filler > 0)]
-        ends = [*tree.ends, *[len(lengths)] * (filler > 0)]
-        starts = list(accumulate(lengths, initial=0))
-        parts = []
-        for bucket in _buckets_of_similar(lengths):
-            rows = Rows.of(starts, lengths, bucket)
-            parts.append(Part(queries=rows, keys=rows, is_causal=True))
-        for depth in range(max(segment.depth for segment in tree.segments)):
-            inner = [i for i, s in enumerate(tree.segments) if s.depth == depth and ends[i] > i + 1]
-            after = [starts[ends[i]] - starts[i + 1] for i in inner]
-            for bucket in _buckets_of_similar(after):
-                queries = Rows.of([starts[i + 1] for i in inner], after, bucket)
-                keys = Rows.of(starts, lengths, [inner[i] for i in bucket])
-                parts.append(Part(queries=queries, keys=keys, is_causal=False))
-        end_T = torch.repeat_interleave(torch.tensor([starts[end] for end in ends]), torch.tensor(lengths))
-        return cls(end_T=end_T, parts=tuple(parts))
-
-    def to(self, device: torch.device) -> SharedAttention:
-        """The same for a GPU, which uses the mask of blocks instead of the parts."""
-        end_T = self.end_T.to(device, non_blocking=True)
-        return replace(self, end_T=end_T, parts=(), block_mask=block_mask(end_T))
-
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        """Query [tokens, heads, d], key and value [tokens, groups, d] → [tokens, heads, d]; scale None is 1/√d."""
-        if self.block_mask is not None:
-            return flexible(_compiled(), (query, key, value), self.block_mask, scale)
-        merged: Tensor = _MergedParts.apply(query, key, value, self.parts, scale)  # type: ignore[no-untyped-call]  # torch's
-        return merged
+    First each token's own segment, every token once, then the segments before it.
+    """
+    lengths = [*(segment.length for segment in tree.segments), *[filler] * (filler > 0)]
+    starts = list(accumulate(lengths, initial=0))
+    ends = list(range(1, len(lengths) + 1))  # the first segment after each one's subtree
+    for index, segment in reversed(list(enumerate(tree.segments))):
+        if segment.parent >= 0:
+            ends[segment.parent] = max(ends[segment.parent], ends[index])
+    parts = []
+    for bucket in _buckets_of_similar(lengths):
+        rows = Rows.of(starts, lengths, bucket)
+        parts.append(Part(queries=rows, keys=rows, is_causal=True))
+    for depth in range(max(segment.depth for segment in tree.segments)):
+        inner = [i for i, segment in enumerate(tree.segments) if segment.depth == depth and ends[i] > i + 1]
+        after = [starts[ends[i]] - starts[i + 1] for i in inner]
+        for bucket in _buckets_of_similar(after):
+            queries = Rows.of([starts[i + 1] for i in inner], after, bucket)
+            keys = Rows.of(starts, lengths, [inner[i] for i in bucket])
+            parts.append(Part(queries=queries, keys=keys, is_causal=False))
+    return tuple(parts)
 
 
-def block_mask(end_T: Tensor) -> BlockMask:
-    """FlexAttention's mask of k ≤ q < end(k)."""
-
-    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key <= query) & (query < end_T[key])
-
-    return create_block_mask(sees, None, None, len(end_T), len(end_T), device=str(end_T.device))
-
-
-def flexible(attention: Any, inputs: Sequence[Tensor], mask: BlockMask, scale: float | None) -> Tensor:
-    """`SharedAttention.__call__` of query, key and value by `flex_attention`, compiled or not."""
-    rows = (x.transpose(0, 1)[None] for x in inputs)
-    output: Tensor = attention(*rows, block_mask=mask, scale=scale, enable_gqa=True)
-    return output[0].transpose(0, 1)
-
-
-@cache
-def _compiled() -> Any:
-    return torch.compile(flex_attention, dynamic=True)
+def shared_attention(
+    query: Tensor, key: Tensor, value: Tensor, parts: Sequence[Part], scale: float | None = None
+) -> Tensor:
+    """Query [tokens, heads, d], key and value [tokens, groups, d] → [tokens, heads, d]; scale None is 1/√d."""
+    merged: Tensor = _MergedParts.apply(query, key, value, parts, scale)  # type: ignore[no-untyped-call]  # torch's
+    return merged
 
 
 class _MergedParts(torch.autograd.Function):
