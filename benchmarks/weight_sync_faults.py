@@ -18,7 +18,7 @@ from pathlib import Path
 from torch import Tensor
 
 from slime_tis.main import train as run_train
-from slime_tis.trainer import policy_weights
+from slime_tis.trainer import weight_sync
 from slime_tis.trainer.engines.engine import RolloutEngine, SentRows
 from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
 from slime_tis.trainer.engines.local.engine import LocalEngine
@@ -258,7 +258,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="file of rows, JSON lines")
     given, flags = parser.parse_args(arguments[:place]), arguments[place + 1 :]
     planter = Planter(checkpoint=given.hf_checkpoint, plant_at=given.plant_at, engines=given.engines)
-    policy_weights.check_weight_sync = planter
+    weight_sync.check_weight_sync = planter
     status = run_train(["--hf-checkpoint", given.hf_checkpoint, "--check-weight-sync", *flags])
     with open(given.out, "w") as lines:
         lines.writelines(json.dumps(vars(row)) + "\n" for row in planter.rows)

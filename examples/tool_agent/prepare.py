@@ -107,11 +107,11 @@ def prepare(out: Path, *, seed: int = 0, example: Example | None = None) -> dict
     train, held_out = make_rows(example, seed)
     tokenizer = make_tokenizer(MAX_LENGTH, CHARACTERS)
     model = make_qwen3(
-        vocab_size=len(SPECIAL_TOKENS) + len(CHARACTERS),
+        seed,
         hidden_size=example.hidden_size,
-        layers=example.layers,
-        max_length=MAX_LENGTH,
-        seed=seed,
+        vocab_size=len(SPECIAL_TOKENS) + len(CHARACTERS),
+        num_hidden_layers=example.layers,
+        max_position_embeddings=MAX_LENGTH,
     )
     report = {
         "seed": seed,
@@ -120,7 +120,7 @@ def prepare(out: Path, *, seed: int = 0, example: Example | None = None) -> dict
         "seconds": time.monotonic() - start,
         "example": asdict(example),
     }
-    write_example(out, model, tokenizer, train, held_out, report)
+    write_example(out, model, tokenizer, {"train": train, "eval": held_out}, report)
     return report
 
 

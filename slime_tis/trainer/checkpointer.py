@@ -1,6 +1,5 @@
 """Saves a run, finds the checkpoint to resume, and restores it."""
 
-import hashlib
 import math
 import sys
 from collections.abc import Callable
@@ -57,37 +56,27 @@ class ResumePoint:
     state: TrainerState
 
 
-def model_identity(hf_checkpoint: str) -> str:
-    """Returns the SHA-256 of a model's config.json."""
-    return hashlib.sha256((Path(hf_checkpoint) / "config.json").read_bytes()).hexdigest()
-
-
 def find_resume_point(config: MegatronConfig, identity: Identity, *, is_main: bool) -> ResumePoint | None:
     """Returns the latest complete checkpoint under --load and its state, or None; a collective.
-
-    Args:
-        config: --load and the model.
-        identity: Identity of this run, to compare with the checkpoint's.
-        is_main: Whether this rank prints warnings about damaged checkpoints.
 
     Raises:
         ValueError: The checkpoint has another model, or options that a resumed run cannot change.
         CheckpointError: Every checkpoint is damaged.
     """
-    found = None if config.load is None else checkpoint.latest_complete_checkpoint(config.load)
-    if found is None:
+    latest = None if config.load is None else checkpoint.latest_complete_checkpoint(config.load)
+    if latest is None:
         return None
     if is_main:
-        for damaged in found.damaged:
+        for damaged in latest.damaged:
             print(f"warning: passed over {config.load}/{damaged}", file=sys.stderr)
-    state = read_trainer_state(found.checkpoint)
+    state = read_trainer_state(latest.checkpoint)
     check_options(state.options, identity.options)
     if state.model != identity.model:
         raise ValueError(
-            f"--hf-checkpoint is {config.hf_checkpoint!r}, but {found.checkpoint} trains "
+            f"--hf-checkpoint is {config.hf_checkpoint!r}, but {latest.checkpoint} trains "
             f"{state.options.get('hf_checkpoint')!r}, whose config.json differs; pass that model."
         )
-    return ResumePoint(checkpoint=found.checkpoint, state=state)
+    return ResumePoint(checkpoint=latest.checkpoint, state=state)
 
 
 @dataclass(kw_only=True)
@@ -110,12 +99,7 @@ class Checkpointer:
     """The step of the latest checkpoint under --save; None if this run has not saved one."""
 
     def resume(self, point: ResumePoint, update_weights: Callable[[], object]) -> None:
-        """Restores the policy, the rollout engine and the evaluation. The data is restored before.
-
-        Args:
-            point: The checkpoint to resume.
-            update_weights: Sends the policy's weights to the rollout engine.
-        """
+        """Restores the policy, the rollout engine, through `update_weights` if need be, and the evaluation."""
         state, options = point.state, self.identity.options
         checkpoint.load(point.checkpoint, self.learner.engine)
         self.updates.rounder.load(point.checkpoint, self.learner.parallel.backend.device)
@@ -149,9 +133,6 @@ class Checkpointer:
         Args:
             before_it_counts: Called when all files are written but the checkpoint is not complete yet. It writes the
                 reports of earlier steps, since a run that resumes the checkpoint does not repeat these steps.
-
-        Raises:
-            CheckpointError: The checkpoint cannot be written, or the weights are not finite.
         """
         config, engine, position = self.config, self.learner.engine, self.position
         assert config.save is not None
@@ -161,7 +142,9 @@ class Checkpointer:
             run=self.run_id,
             step=position.step,
             rollout_id=position.rollout_id,
-            dataset=self._data_state(),
+            dataset=position.dataset
+            if self.data is None
+            else self.data.checkpoint(position.dataset, position.rollout_id - 1),
             unfinished=[[to_dict(sample) for sample in group] for group in position.unfinished],
             evaluation_due=self.evaluation.is_overdue,
             sampler_weight_version=self.sampler.weight_version,
@@ -192,13 +175,6 @@ class Checkpointer:
         unfinished.finish(config.save_retain)
         self.saved_step = position.step
 
-    def _data_state(self) -> dict[str, Any]:
-        """Returns the state of the data; a collective."""
-        position = self.position
-        return (
-            position.dataset if self.data is None else self.data.checkpoint(position.dataset, position.rollout_id - 1)
-        )
-
     def is_due(self, rollout_id: int, num_rollout: int) -> bool:
         """Returns whether a checkpoint is due after this number of rollouts; never without --save."""
         interval = self.config.save_interval
@@ -220,11 +196,7 @@ class Checkpointer:
         return f"The run stops after step {step}, saved under {save}; the same command with --load {save} resumes."
 
     def check_weights(self) -> None:
-        """Checks that the weights are finite before they replace good ones; a collective.
-
-        Raises:
-            CheckpointError: A weight is not finite.
-        """
+        """Raises CheckpointError if a weight is not finite, before it replaces good ones; a collective."""
         if not self.learner.engine.weights_are_finite():
             raise checkpoint.CheckpointError(
                 f"the weights are not finite after step {self.position.step} and were not saved; "

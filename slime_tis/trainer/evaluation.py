@@ -10,13 +10,10 @@ from typing import TYPE_CHECKING
 
 from slime_tis.trainer.agents.custom_generate import GenerateFunction, settle
 from slime_tis.trainer.data.prompts import load_prompts
-from slime_tis.trainer.data.sample import Prompt, Sample, SampleStatus, Sampling, by_rollout
+from slime_tis.trainer.data.sample import Prompt, Sample, SampleStatus, by_rollout
 from slime_tis.trainer.engines.build import evaluation_sampling
 from slime_tis.trainer.engines.engine import RolloutEngine
-from slime_tis.trainer.engines.local.engine import LocalEngine
-from slime_tis.trainer.interrupt import Interrupts
 from slime_tis.trainer.megatron.engine import TrainingEngine
-from slime_tis.trainer.options.megatron import MegatronConfig
 from slime_tis.trainer.options.rollout import RolloutConfig
 from slime_tis.trainer.rewards.rewards import assign_rewards
 from slime_tis.trainer.rollout.metrics import has_status, mean_parts, rollout_reward
@@ -44,7 +41,7 @@ class Evaluation:
     """Prompts by the name of their set; the accuracy of the first set is the accuracy of the run."""
     reward: Callable[[list[Sample]], list[float]]
     logs: Callable[[int, Mapping[str, Sequence[Sample]]], bool]
-    """Calls the user's log function with the number of the rollout and the answers; returns whether to log metrics."""
+    """Calls the user's log function with the rollout's number and the answers; returns whether to log metrics."""
     config: RolloutConfig
     engine: TrainingEngine
     """The source of the weights."""
@@ -93,9 +90,6 @@ class Evaluation:
         Args:
             version: Version of the policy's weights, in optimizer steps.
             rollout_id: Rollouts trained on so far.
-
-        Raises:
-            Interrupted: A signal ended an evaluation that may be abandoned.
         """
         if not self.prompts:
             return {}
@@ -107,14 +101,7 @@ class Evaluation:
             if self._answers.weight_version != version:
                 self._answers.update_weights(self.engine.named_hf_tensors, version)
             for name, prompts in self.prompts.items():
-                answers[name] = answer(
-                    self._answers,
-                    prompts,
-                    self.reward,
-                    evaluation_sampling(self.config),
-                    self.generate,
-                    self.config.generate_concurrency,
-                )
+                answers[name] = self._answer(self._answers, prompts)
                 values = accuracy_metrics(answers[name])
                 metrics[f"eval/{name}"] = values.pop("accuracy")
                 metrics |= {f"eval/{name}/{key}": value for key, value in values.items()}
@@ -125,18 +112,17 @@ class Evaluation:
         self.is_overdue = False
         return metrics if self.logs(rollout_id, answers) else {}
 
-
-def local_evaluation_engine(
-    config: MegatronConfig, engine: TrainingEngine, tokenizer: PreTrainedTokenizerBase, interrupts: Interrupts
-) -> RolloutEngine:
-    """Returns an engine in this process with an unrounded copy of the weights."""
-    return LocalEngine(
-        config.hf_checkpoint,
-        tokenizer,
-        precision="bf16" if config.bf16 else "fp32",
-        device=engine.parallel.backend.device,
-        check_interrupts=interrupts.check,
-    )
+    def _answer(self, engine: RolloutEngine, prompts: Sequence[Prompt]) -> list[Sample]:
+        """Answers every prompt and scores the answers; a collective."""
+        sampling, concurrency = evaluation_sampling(self.config), self.config.generate_concurrency
+        if self.generate is None:
+            groups = engine.generate(prompts, sampling, seed=0)
+        else:
+            function = self.generate.bind(sampling, evaluation=True)
+            groups = engine.submit_function(prompts, function, sampling, 0, concurrency=concurrency).result()
+            settle(groups)
+        assign_rewards(groups, self.reward)
+        return [sample for group in groups for sample in group]
 
 
 def load_evaluation_prompts(
@@ -158,47 +144,10 @@ def load_evaluation_prompts(
     }
 
 
-def answer(
-    engine: RolloutEngine,
-    prompts: Sequence[Prompt],
-    reward_fn: Callable[[list[Sample]], list[float]],
-    sampling: Sampling,
-    generate: GenerateFunction | None = None,
-    concurrency: int = 1,
-) -> list[Sample]:
-    """Answers every prompt and scores the answers; a collective.
-
-    Args:
-        engine: Rollout engine with the weights to evaluate.
-        prompts: At least one prompt.
-        reward_fn: Scores a list of samples.
-        sampling: Temperature 0 for greedy answers.
-        generate: The user's generate function; None lets the engine answer.
-        concurrency: Largest number of simultaneous calls of `generate`.
-
-    Raises:
-        ValueError: There are no prompts.
-        CustomFunctionError: The user's function made no answer.
-    """
-    if not prompts:
-        raise ValueError("there are no prompts to evaluate; the file is empty.")
-    if generate is None:
-        groups = engine.generate(prompts, sampling, seed=0)
-    else:
-        call = generate.bind(sampling, evaluation=True)
-        groups = engine.submit_function(prompts, call, sampling, 0, concurrency=concurrency).result()
-        settle(groups)
-    assign_rewards(groups, reward_fn)
-    return [sample for group in groups for sample in group]
-
-
 def accuracy_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     """Returns means over scored answers, in which the segments of an answer count together.
 
-    Returns:
-        accuracy: mean reward; the share of correct answers for rewards of 0 and 1.
-        response_length: mean tokens of a response. truncated_fraction: share of answers at the length limit.
-        reward/KEY: mean of each number of dictionary rewards.
+    reward/KEY are means of the numbers of dictionary rewards.
     """
     answers = by_rollout(samples)
     return {

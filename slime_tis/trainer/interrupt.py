@@ -43,11 +43,7 @@ class Interrupted(Exception):
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.name = name
-
-    @property
-    def status(self) -> int:
-        """The exit status of the process."""
-        return 128 + signal.Signals[self.name]
+        self.status = 128 + signal.Signals[name]
 
 
 @dataclass(frozen=True)
@@ -73,7 +69,6 @@ class Interrupts:
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Interrupts:
-        """Installs the signal handlers, in the main thread only."""
         global _active
         if threading.current_thread() is not threading.main_thread():
             return self
@@ -88,7 +83,6 @@ class Interrupts:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Restores the signal handlers."""
         global _active
         if self._pipe == (-1, -1):
             return
@@ -119,11 +113,7 @@ class Interrupts:
         self._abandonable = False
 
     def check(self) -> None:
-        """Checks for signals on this rank only; the caller informs the other ranks.
-
-        Raises:
-            Interrupted: A signal asks the run to stop, and the current work may be abandoned.
-        """
+        """Raises Interrupted if this rank received a signal and may abandon its work; the caller informs the others."""
         if self.number and self._abandonable:
             raise Interrupted(signal.Signals(self.number).name)
 
@@ -154,7 +144,6 @@ class Interrupts:
         return None
 
     def _watch(self, pipe: int) -> None:
-        """Receives signals of this process and reports of other ranks."""
         deadline = float("inf")
         while True:
             ready, _, _ = select.select([pipe], [], [], POLL_INTERVAL)
@@ -166,15 +155,15 @@ class Interrupts:
                     self._receive(received[0])
             elif self._store is not None:
                 deadline = min(deadline, self._look_at_others())
-            if time.monotonic() > deadline:
-                self._end_after_failure()
+            failure = self.failure_elsewhere(0.0) if time.monotonic() > deadline else None
+            if failure is not None:
+                end_process(1, stops_because(self._rank, failure))
         os.close(pipe)
 
     def _receive(self, number: int) -> None:
         now, name = time.monotonic(), signal.Signals(number).name
         if self._starting:
-            _write(f"{name}: the run ends before training began; nothing was saved.")
-            end_process(128 + number)
+            end_process(128 + number, f"{name}: the run ends before training began; nothing was saved.")
         if self.number == 0:
             self.number, self._since = number, now
             if self._store is not None:
@@ -185,8 +174,7 @@ class Interrupts:
             if self._rank == 0:
                 _write(f"{name}: the run saves and stops; a second signal ends it at once.")
         elif now - self._since > REPEAT_WINDOW:
-            _write(f"{name}: the run ends at once.")
-            end_process(128 + number)
+            end_process(128 + number, f"{name}: the run ends at once.")
 
     def _look_at_others(self) -> float:
         """Receives the signal of another rank; returns when this process must end because another rank failed."""
@@ -200,12 +188,6 @@ class Interrupts:
             self._store = None
         return float("inf")
 
-    def _end_after_failure(self) -> None:
-        failure = self.failure_elsewhere(0.0)
-        if failure is not None:
-            _write(stops_because(self._rank, failure))
-            end_process(1)
-
 
 def stops_because(rank: int, failure: Failure | None) -> str:
     """Returns the message of a rank that stops because of another rank."""
@@ -214,10 +196,12 @@ def stops_because(rank: int, failure: Failure | None) -> str:
     return f"rank {rank} stops because rank {failure.rank} failed: {failure.message}"
 
 
-def end_process(status: int) -> None:
-    """Kills all child processes and ends this process without a message."""
+def end_process(status: int, message: str = "") -> None:
+    """Kills all child processes and ends this process."""
     import psutil  # only needed here in runs without SGLang
 
+    if message:
+        _write(message)
     with suppress(psutil.Error):
         for child in psutil.Process().children(recursive=True):
             with suppress(psutil.Error):

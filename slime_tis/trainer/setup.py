@@ -5,6 +5,7 @@ user functions → checkpoint to resume → data → learner → rollout engine 
 
 from __future__ import annotations
 
+import hashlib
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -22,7 +23,7 @@ from slime_tis.policy.proximal_policy import old_policy_name
 from slime_tis.trainer.agents.custom_generate import GenerateFunction, build_generate_function, load_generate_function
 from slime_tis.trainer.agents.rollout_function import build_rollout_function, load_rollout_function
 from slime_tis.trainer.agents.slime_client import LOCAL_ADDRESS
-from slime_tis.trainer.checkpointer import Checkpointer, Identity, ResumePoint, find_resume_point, model_identity
+from slime_tis.trainer.checkpointer import Checkpointer, Identity, ResumePoint, find_resume_point
 from slime_tis.trainer.cli.arguments import effective_config, options_in_force
 from slime_tis.trainer.cli.preflight import prompt_sizes
 from slime_tis.trainer.cli.run_options import Arguments
@@ -33,12 +34,12 @@ from slime_tis.trainer.data.sample import Prompt, Sample
 from slime_tis.trainer.engines.build import build_engine, training_sampling
 from slime_tis.trainer.engines.engine import EngineHost, RolloutEngine, RolloutFuture
 from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
-from slime_tis.trainer.evaluation import Evaluation, load_evaluation_prompts, local_evaluation_engine
+from slime_tis.trainer.engines.local.engine import LocalEngine
+from slime_tis.trainer.evaluation import Evaluation, load_evaluation_prompts
 from slime_tis.trainer.interrupt import Interrupts
 from slime_tis.trainer.learner import Learner
 from slime_tis.trainer.megatron.engine import TrainingEngine
 from slime_tis.trainer.megatron.parallel import Parallel
-from slime_tis.trainer.policy_weights import PolicyWeights
 from slime_tis.trainer.reporting.health import Health
 from slime_tis.trainer.reporting.reporters import Reporter, Reporters, open_reporters
 from slime_tis.trainer.reporting.run_directory import check_metrics
@@ -49,6 +50,7 @@ from slime_tis.trainer.rollout.prefetch import BATCH, Prefetcher
 from slime_tis.trainer.rollout.unfinished import Unfinished
 from slime_tis.trainer.samples import SampleSource
 from slime_tis.trainer.train_dump import DumpSettings, TrainDump
+from slime_tis.trainer.weight_sync import PolicyWeights
 from slime_tis.user_functions import load_custom_tis
 
 if TYPE_CHECKING:
@@ -119,7 +121,8 @@ def set_up(arguments: Arguments, parallel: Parallel, interrupts: Interrupts, ope
     """Builds all parts of a run and restores the checkpoint under --load, if there is one."""
     process = Process(arguments=arguments, parallel=parallel, interrupts=interrupts, timer=Timer(), opened=opened)
     functions = load_functions(process)
-    identity = Identity(options=effective_config(arguments), model=model_identity(arguments.megatron.hf_checkpoint))
+    model_hash = hashlib.sha256((Path(arguments.megatron.hf_checkpoint) / "config.json").read_bytes()).hexdigest()
+    identity = Identity(options=effective_config(arguments), model=model_hash)
     resumed = find_resume_point(arguments.megatron, identity, is_main=parallel.is_main)
     run_id = on_rank_zero(lambda: uuid.uuid4().hex) if resumed is None else resumed.state.run
     check_metrics(arguments.reporting.output_dir, run_id)
@@ -397,10 +400,15 @@ def build_evaluation(
     sampler: RolloutEngine,
     generate: GenerateFunction | None,
 ) -> Evaluation:
-    """Builds the evaluation on held-out prompts."""
-    config = process.arguments.rollout
+    """Builds the evaluation on held-out prompts, by the rollout engine or an unrounded copy of the weights."""
+    config, megatron = process.arguments.rollout, process.arguments.megatron
     local_engine = partial(
-        local_evaluation_engine, process.arguments.megatron, learner.engine, data.tokenizer, process.interrupts
+        LocalEngine,
+        megatron.hf_checkpoint,
+        data.tokenizer,
+        precision="bf16" if megatron.bf16 else "fp32",
+        device=process.parallel.backend.device,
+        check_interrupts=process.interrupts.check,
     )
     return Evaluation(
         prompts=data.eval_prompts,

@@ -29,7 +29,7 @@ from transformers import (
 )
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
-PAD, BOS, EOS = range(3)  # the places of the first three in the vocabulary
+PAD, BOS, EOS = range(3)  # their first three token ids
 CHARACTERS = (*"0123456789", ">", "Ġ")  # Ġ is how byte-level tokenizers write a space
 COMPLETE = "complete.json"
 EXPERTS_PER_TOKEN = 2
@@ -41,41 +41,27 @@ class Example:
     """Sizes of the task, the model and its supervised training."""
 
     digits: int = 10
-    """Digits to sort."""
-
     train_prompts: int = 4096
-    """Rows of train.jsonl."""
-
     eval_prompts: int = 256
-    """Rows of eval.jsonl; none of them is in train.jsonl."""
-
     hidden_size: int = 128
-    """Width of the model."""
-
     layers: int = 3
-    """Depth of the model."""
-
     experts: int = 0
     """Experts per layer, each as wide as the model; a token uses two. 0 for a dense model."""
-
     supervised_prompts: int = 256
-    """Training rows whose answers the supervised training sees; with few
-    rows, samples become about as accurate as greedy answers long before the model can sort."""
-
+    """Training rows of the supervised training. With few rows, samples become about as accurate as greedy answers
+    long before the model can sort."""
     lr: float = 2e-3
-    """Learning rate of the supervised training."""
-
     batch_size: int = 128
-    """Prompts per supervised step."""
-
     accuracy: tuple[float, float] = (0.30, 0.40)
-    """Range of greedy held-out accuracy in which training stops."""
-
+    """Range of greedy held-out accuracy in which the supervised training stops."""
     sampled_accuracy: float = 0.15
-    """Smallest accuracy at temperature 1 at which training stops: RL needs some correct samples."""
-
+    """Smallest accuracy at temperature 1 at which it stops: RL needs some correct samples."""
     max_steps: int = 1000
-    """Largest number of supervised steps."""
+
+    @property
+    def max_length(self) -> int:
+        """Longest text of the model, in tokens."""
+        return 2 * self.digits + 44
 
 
 def prepare(out: Path, *, seed: int = 0, example: Example | None = None) -> dict[str, Any]:
@@ -83,7 +69,7 @@ def prepare(out: Path, *, seed: int = 0, example: Example | None = None) -> dict
     example = example or Example()
     start = time.monotonic()
     train, held_out = make_rows(example, seed)
-    tokenizer = make_tokenizer(max_length=2 * example.digits + 44)
+    tokenizer = make_tokenizer(example.max_length)
     model = make_model(example, seed)
     supervised = answered(train[: example.supervised_prompts], tokenizer)
     results = train_supervised(model, supervised, answered(held_out, tokenizer), example, seed)
@@ -94,7 +80,7 @@ def prepare(out: Path, *, seed: int = 0, example: Example | None = None) -> dict
         "seconds": time.monotonic() - start,
         "example": asdict(example),
     }
-    write_example(out, model, tokenizer, train, held_out, report)
+    write_example(out, model, tokenizer, {"train": train, "eval": held_out}, report)
     return report
 
 
@@ -102,18 +88,17 @@ def write_example(
     out: Path,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
-    train: list[dict[str, Any]],
-    held_out: list[dict[str, Any]],
+    prompts: dict[str, list[dict[str, Any]]],
     report: dict[str, Any],
 ) -> None:
-    """Creates the directory `out` atomically."""
+    """Creates the directory `out` atomically: `checkpoint`, NAME.jsonl of each set of prompts, and `complete.json`."""
     out.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))
     try:
         model.save_pretrained(unfinished / "checkpoint")
         tokenizer.save_pretrained(unfinished / "checkpoint")
-        write_jsonl(unfinished / "train.jsonl", train)
-        write_jsonl(unfinished / "eval.jsonl", held_out)
+        for name, rows in prompts.items():
+            write_jsonl(unfinished / f"{name}.jsonl", rows)
         (unfinished / COMPLETE).write_text(json.dumps(report, indent=2) + "\n")
         unfinished.chmod(0o755)  # mkdtemp's directories are private
         os.rename(unfinished, out)
@@ -132,7 +117,7 @@ def make_rows(example: Example, seed: int) -> tuple[list[dict[str, Any]], list[d
 
 
 def make_tokenizer(max_length: int, characters: Sequence[str] = CHARACTERS) -> PreTrainedTokenizerFast:
-    """A byte-level BPE without merges: every character is a token, and `<bos>` precedes each text."""
+    """Returns a byte-level BPE without merges: every character is a token, and `<bos>` precedes each text."""
     vocab = {token: index for index, token in enumerate([*SPECIAL_TOKENS, *characters])}
     tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -150,31 +135,27 @@ def make_tokenizer(max_length: int, characters: Sequence[str] = CHARACTERS) -> P
 
 
 def make_model(example: Example, seed: int) -> PreTrainedModel:
-    """The example's model with random weights."""
+    """Returns the example's model with random weights."""
     return make_qwen3(
-        vocab_size=len(SPECIAL_TOKENS) + len(CHARACTERS),
-        hidden_size=example.hidden_size,
-        layers=example.layers,
+        seed,
         experts=example.experts,
-        max_length=2 * example.digits + 44,
-        seed=seed,
+        hidden_size=example.hidden_size,
+        vocab_size=len(SPECIAL_TOKENS) + len(CHARACTERS),
+        num_hidden_layers=example.layers,
+        max_position_embeddings=example.max_length,
     )
 
 
-def make_qwen3(
-    *, vocab_size: int, hidden_size: int, layers: int, max_length: int, seed: int, experts: int = 0
-) -> PreTrainedModel:
-    """A Qwen3 model, dense or a mixture of experts, with random weights."""
+def make_qwen3(seed: int, *, hidden_size: int, experts: int = 0, **sizes: int) -> PreTrainedModel:
+    """Returns a Qwen3 model, dense or a mixture of experts, with random weights."""
     torch.manual_seed(seed)
-    sizes: dict[str, Any] = {
-        "vocab_size": vocab_size,
+    options: dict[str, Any] = {
+        **sizes,
         "hidden_size": hidden_size,
         "intermediate_size": 3 * hidden_size,
-        "num_hidden_layers": layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": hidden_size // 4,
-        "max_position_embeddings": max_length,
         "pad_token_id": PAD,
         "bos_token_id": BOS,
         "eos_token_id": EOS,
@@ -182,24 +163,18 @@ def make_qwen3(
     }
     model: PreTrainedModel
     if experts:
-        config = Qwen3MoeConfig(
-            **sizes,
-            num_experts=experts,
-            num_experts_per_tok=EXPERTS_PER_TOKEN,
-            moe_intermediate_size=hidden_size,
-            norm_topk_prob=True,
-            tie_word_embeddings=False,  # SGLang's Qwen3-MoE always has a separate output layer
-        )
-        model = Qwen3MoeForCausalLM(config)
+        options |= {"num_experts": experts, "num_experts_per_tok": EXPERTS_PER_TOKEN, "norm_topk_prob": True}
+        options |= {"moe_intermediate_size": hidden_size, "tie_word_embeddings": False}  # as SGLang's Qwen3-MoE
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**options))
     else:
-        model = Qwen3ForCausalLM(Qwen3Config(**sizes, tie_word_embeddings=True))
+        model = Qwen3ForCausalLM(Qwen3Config(**options, tie_word_embeddings=True))
     model = model.float()
     model.generation_config = GenerationConfig(pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS)
     return model
 
 
 def answered(rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerFast) -> Tensor:
-    """[rows, tokens] of `<bos>`, prompt, label, `<eos>`: all rows are equally long."""
+    """Returns tokens [rows, tokens] of `<bos>`, prompt, label, `<eos>`: all rows are equally long."""
     texts = [row["prompt"] + row["label"] + "<eos>" for row in rows]
     return torch.tensor(tokenizer(texts)["input_ids"])
 
@@ -210,9 +185,6 @@ def train_supervised(
     """Trains until both accuracies are reached, and returns them with the number of steps.
 
     A step that exceeds the range of greedy accuracy is undone, and the learning rate is halved.
-
-    Raises:
-        RuntimeError: The accuracies are not reached.
     """
     lowest, highest = example.accuracy
     optimizer = torch.optim.AdamW(model.parameters(), lr=example.lr, betas=(0.9, 0.98), weight_decay=0.0)
@@ -221,7 +193,8 @@ def train_supervised(
         for group in optimizer.param_groups:
             group["lr"] = example.lr * scale * min(1.0, step / warmup)
         before = [parameter.detach().clone() for parameter in model.parameters()]
-        loss = -answer_log_probs(model, batch, example.digits).mean()
+        answers = batch[:, -example.digits - 1 :, None]
+        loss = -answer_log_probs(model, batch, example.digits).gather(-1, answers).squeeze(-1).mean()
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -243,22 +216,16 @@ def train_supervised(
 
 
 def batches(train: Tensor, example: Example, seed: int) -> Iterator[Tensor]:
-    """Batches of rows without end, in a new order every epoch."""
+    """Yields batches of rows without end, in a new order every epoch."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         yield from train[torch.randperm(len(train), generator=generator)].split(example.batch_size)
 
 
-def answer_logits(model: PreTrainedModel, tokens: Tensor, digits: int) -> Tensor:
-    """[rows, digits + 1, vocabulary] logits of the answer and `<eos>`."""
-    logits: Tensor = model(input_ids=tokens[:, :-1], logits_to_keep=digits + 1, use_cache=False).logits
-    return logits
-
-
 def answer_log_probs(model: PreTrainedModel, tokens: Tensor, digits: int) -> Tensor:
-    """[rows, digits + 1] log-probs of the answer and `<eos>`."""
-    logits = answer_logits(model, tokens, digits)
-    return logits.log_softmax(-1).gather(-1, tokens[:, -digits - 1 :, None]).squeeze(-1)
+    """Returns the log-probs [rows, digits + 1, vocabulary] of the answer and `<eos>`."""
+    logits: Tensor = model(input_ids=tokens[:, :-1], logits_to_keep=digits + 1, use_cache=False).logits
+    return logits.log_softmax(-1)
 
 
 @torch.no_grad()
@@ -268,7 +235,7 @@ def accuracies(model: PreTrainedModel, tokens: Tensor, digits: int) -> tuple[flo
     A greedy answer is correct if each correct token has the largest probability; a sample is correct with the product
     of these probabilities.
     """
-    log_probs = answer_logits(model, tokens, digits).log_softmax(-1)
+    log_probs = answer_log_probs(model, tokens, digits)
     answers = tokens[:, -digits - 1 :]
     greedy = (log_probs.argmax(-1) == answers).all(-1).float().mean()
     sampled = log_probs.gather(-1, answers[..., None]).sum((1, 2)).exp().mean()

@@ -40,18 +40,13 @@ class RecordedLoss:
         self._records: list[TokenRecord] = []
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
-        """The loss of one micro-batch."""
+        """Returns the loss of one micro-batch."""
         outputs = self._loss(inputs)
         self._records.append(outputs.record)
         return outputs
 
     def in_order(self, partition: Sequence[Sequence[int]], lengths: Sequence[int]) -> Tensor:
-        """Returns the records of all micro-batches in the order of the batch, float32 [L, 5].
-
-        Args:
-            partition: Samples of each micro-batch.
-            lengths: Tokens of each sample on this rank.
-        """
+        """Returns the records of all micro-batches in the order of the batch, float32 [L, 5]."""
         order = [sample for samples in partition for sample in samples]
         parts = torch.cat([record.stack() for record in self._records]).split([lengths[sample] for sample in order])
         sample_records = dict(zip(order, parts, strict=True))
@@ -89,7 +84,7 @@ class DumpSettings:
     """run, precision, rollout_precision, temperature and tokenizer, as in `TokenTable.metadata`."""
 
     def path(self, rollout_id: int, rank: int) -> Path:
-        """The file of a rollout and a rank."""
+        """Returns the file of a rollout and a rank."""
         return Path(self.pattern.format(rollout_id=rollout_id, rank=rank))
 
 
@@ -148,27 +143,24 @@ def table_of(step: StepDump, settings: DumpSettings) -> TokenTable:
     """Returns the table of a step's tokens with the correction's values."""
     lengths = [sample.response_length for sample in step.samples]
     record = TokenRecord.unstack(step.record_N)
-    table = TokenTable.from_parts(
-        [
-            _parts(sample, TokenRecord.unstack(values), advantage, step.step)
-            for sample, values, advantage in zip(
-                step.samples, step.record_N.split(lengths), step.advantages, strict=True
-            )
-        ],
-        _metadata(settings),
-    )
+    records = map(TokenRecord.unstack, step.record_N.split(lengths))
+    parts = [_parts(*values, step.step) for values in zip(step.samples, records, step.advantages, strict=True)]
+    metadata = {
+        "source": "slime_tis",
+        **settings.metadata,
+        "old_policy": settings.old_policy,
+        "flags": _changed(settings.correction),
+        "policy": _changed(settings.policy),
+    }
+    table = TokenTable.from_parts(parts, metadata)
     turns = turns_of(torch.from_numpy(table.loss_mask), lengths) - 1
     table = replace(table, turn=turns.numpy().astype(np.int32))
     accepted = record.accepted_L.numpy() > 0
     if not settings.has_custom_function:
         return annotated(table, settings.correction, accepted=accepted, global_batch=step.global_batch)
-    rejected = (table.loss_mask > 0) & ~accepted
-    return replace(
-        table,
-        rejected=rejected.astype(np.int32),
-        bounded_weight=None,
-        metadata={**table.metadata, "criteria": ["custom"]},
-    )
+    rejected = ((table.loss_mask > 0) & ~accepted).astype(np.int32)
+    metadata = {**table.metadata, "criteria": ["custom"]}
+    return replace(table, rejected=rejected, bounded_weight=None, metadata=metadata)
 
 
 def _parts(sample: Sample, record: TokenRecord, advantage: float, step: int) -> SampleParts:
@@ -202,16 +194,6 @@ def _experts(sample: Sample) -> Column | None:
     first = len(sample.tokens) - sample.response_length - 1
     rows: Column = experts[first : first + sample.response_length].numpy()
     return rows if len(rows) == sample.response_length else None
-
-
-def _metadata(settings: DumpSettings) -> dict[str, Any]:
-    return {
-        "source": "slime_tis",
-        **settings.metadata,
-        "old_policy": settings.old_policy,
-        "flags": _changed(settings.correction),
-        "policy": _changed(settings.policy),
-    }
 
 
 def _changed(config: RolloutCorrectionConfig | PolicyConfig) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Whether the rollout engine has the weights that are trained (`--check-weight-sync`).
+"""The policy's weights on their way to the rollout engine, and whether they arrive (`--check-weight-sync`).
 
 Three checks follow every update, from the most exact to the most general:
 
@@ -10,20 +10,26 @@ n are the probe's log-probs of the training engine, r of the rollout engine, and
 An engine that misses an update has Δr = 0, also if rounding and kernels cause a gap at every update.
 """
 
+from __future__ import annotations
+
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
 
 import torch
 from torch import Tensor
 
 from slime_tis.trainer.data.sample import Prompt
 from slime_tis.trainer.engines.engine import RolloutEngine
-from slime_tis.trainer.engines.weight_rounding import COARSENESS, Precision, coarser
+from slime_tis.trainer.engines.weight_rounding import COARSENESS, Precision, WeightRounder, coarser
 from slime_tis.trainer.engines.weight_updates import WeightUpdates
+from slime_tis.trainer.learner import Learner
 from slime_tis.trainer.megatron.batch import TrainingBatch, make_batch
 from slime_tis.trainer.megatron.engine import TrainingEngine
 from slime_tis.trainer.megatron.parallel import Parallel
+from slime_tis.trainer.options.megatron import MegatronConfig
+from slime_tis.trainer.options.rollout import RolloutConfig
 
 PROBE_PROMPTS, PROBE_TOKENS = 64, 512
 """Number of prompts in the probe, and its length in tokens."""
@@ -38,6 +44,14 @@ MAX_GAP: dict[Precision, float] = {"fp32": 0.01, "fp16": 0.05, "bf16": 0.15, "in
 mean log-prob difference of SmolLM2-135M: 0.04 in bf16, 0.05 in int8 and 0.13 in fp8."""
 SHORT_PROBE_MARGIN = 4.0
 """The bound for n tokens grows by the factor 1 + SHORT_PROBE_MARGIN / √n."""
+METRICS = {
+    "gap": "rollout/weight_sync_gap",
+    "gap_before": "rollout/weight_sync_gap_before",
+    "movement": "rollout/probe_movement",
+    "movement_received": "rollout/probe_movement_received",
+    "received": "rollout/probe_received",
+}
+"""Metric of each field of `Comparison`."""
 
 
 @dataclass(kw_only=True)
@@ -49,7 +63,6 @@ class SyncCheck:
     bound: float | None
     """Largest mean |r − n|, in nats per token; None derives it from precision and probe length."""
     trains_in: Precision
-    """Precision of training."""
     trained_L: Tensor | None = None
     """Log-probs [L] of the probe by the training engine at the previous check."""
     received_L: dict[str, Tensor] = field(default_factory=dict)
@@ -65,18 +78,21 @@ class SyncCheck:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """The probe's log-probs by one copy of the rollout engine's weights, compared with training's."""
+    """The probe's log-probs by one copy of the rollout engine's weights, compared with training's.
+
+    Values are NaN where there is no previous check.
+    """
 
     gap: float
     """Mean |r − n|, in nats per token; infinite if a log-prob is not finite."""
-    gap_before: float
-    """Mean |r − n'| to the training engine at the previous check; NaN at the first check."""
-    movement: float
-    """Mean |Δn| since the previous check; NaN at the first check."""
-    movement_received: float
-    """Mean |Δr|; NaN at the first check of this copy."""
-    received: float
-    """⟨Δr, Δn⟩ / ⟨Δn, Δn⟩; NaN at the first check, and if nothing moved."""
+    gap_before: float = math.nan
+    """Mean |r − n'| to the training engine at the previous check."""
+    movement: float = math.nan
+    """Mean |Δn|."""
+    movement_received: float = math.nan
+    """Mean |Δr|."""
+    received: float = math.nan
+    """⟨Δr, Δn⟩ / ⟨Δn, Δn⟩; NaN also if nothing moved."""
 
     def is_missed(self, share: float = 1.0) -> bool:
         """Returns whether the rollout engine's log-probs stayed constant while training's moved.
@@ -87,20 +103,77 @@ class Comparison:
         return self.movement_received < MIN_MOVEMENT * share * self.movement
 
 
+@dataclass(kw_only=True)
+class PolicyWeights:
+    """Sends the policy's weights to the rollout engine: rounded, measured and checked.
+
+    The rollout engine asks for the weights of servers that return (`tensors`, `version`), and it tells in which
+    precision it holds each tensor. The two objects therefore need each other; `connect` links them before first use.
+    """
+
+    learner: Learner
+    config: RolloutConfig
+    megatron: MegatronConfig
+    timer: Callable[[str], AbstractContextManager[None]]
+    sampler: RolloutEngine = field(init=False)
+    updates: WeightUpdates = field(init=False)
+    """Rounds and measures each update; part of a checkpoint."""
+    check: SyncCheck | None = field(init=False, default=None)
+    """For --check-weight-sync."""
+
+    def connect(self, sampler: RolloutEngine, prompts: Sequence[Prompt], context_len: int | None) -> None:
+        """Sets the receiver; `prompts` make the probe, and `context_len` limits its tokens."""
+        rounder = WeightRounder(self.config.weight_update_rounding, self.megatron.seed)
+        checks = self.config.check_weight_sync
+        self.sampler, self.updates = sampler, WeightUpdates(rounder, sampler.weight_precision, samples_all=checks)
+        if checks:
+            limits = [limit for limit in (PROBE_TOKENS, context_len, sampler.max_context_len) if limit is not None]
+            self.check = SyncCheck(
+                probe=make_probe(prompts, min(limits)),
+                bound=self.config.weight_sync_bound,
+                trains_in="bf16" if self.megatron.bf16 else "fp32",
+            )
+
+    def version(self) -> int:
+        """Returns the optimizer steps made so far."""
+        return self.learner.step
+
+    def tensors(self) -> Iterable[tuple[str, Tensor]]:
+        """Yields the current weights, rounded for the rollout engine, by Hugging Face name; a collective."""
+        return self.updates.source(self.learner.engine.named_hf_tensors, self.version())()
+
+    def send(self) -> dict[str, float]:
+        """Sends and checks the current weights and returns metrics of the update; a collective.
+
+        Raises:
+            ValueError: --check-weight-sync finds a difference between the two engines.
+        """
+        with self.timer("update_weights"):
+            self.sampler.update_weights(self.tensors, self.version())
+            metrics = self.updates.metrics()
+        if self.check is not None:
+            metrics |= check_weight_sync(self.learner.engine, self.sampler, self.check, self.updates)
+        return metrics
+
+    @property
+    def are_loaded_by_the_engine(self) -> bool:
+        """Whether the rollout engine has loaded exactly the weights to train, so that no first update is needed.
+
+        SGLang servers hold the weights that they were started with. A local engine that rounds receives the first
+        weights, so that they are rounded as configured and later updates are measured against them.
+        """
+        config = self.config
+        return config.rollout_engine == "local" and config.rollout_precision == "fp32" and not self.megatron.bf16
+
+
 def make_probe(prompts: Sequence[Prompt], limit: int = PROBE_TOKENS) -> tuple[int, ...]:
     """Returns the token ids of the longest prompt and of other distinct prompts, cut to `limit` tokens.
 
     A single token is repeated, since the first token of a text has no log-prob.
     """
     texts = dict.fromkeys(tuple(prompt.token_ids) for prompt in prompts[:PROBE_PROMPTS])
-    ordered = [max(texts, key=len), *texts]
-    probe: list[int] = []
-    for text in dict.fromkeys(ordered):
-        if len(probe) >= limit:
-            break
-        probe += text
-    probe = probe[:limit]
-    return tuple(probe if len(probe) > 1 else probe * 2)
+    probe: tuple[int, ...] = sum(dict.fromkeys([max(texts, key=len), *texts]), ())[:limit]
+    return probe if len(probe) > 1 else probe * 2
 
 
 def check_weight_sync(
@@ -109,58 +182,12 @@ def check_weight_sync(
     """Compares the rollout engine with the sent tensors and with the training engine after an update; a collective.
 
     Returns:
-        rollout/weight_sync_gap, and from the second check on rollout/weight_sync_gap_before, rollout/probe_movement,
-        rollout/probe_movement_received and rollout/probe_received, for the copy of the weights with the largest gap.
+        `METRICS` of the copy of the weights with the largest gap, without the values that need a previous check.
 
     Raises:
         ValueError: A check fails; the message names the copy of the weights.
     """
     after = f"parameter-sync error: after the update to step {sampler.weight_version}"
-    _check_tensors(engine, sampler, updates, after)
-    precision, share = _expectation(engine, updates, check.trains_in)
-    bound = check.bound_in(precision)
-    trained_L: Tensor | None = None
-    received_L: dict[str, Tensor] = {}
-    comparisons: list[Comparison] = []
-    for name, log_probs in sampler.prompt_log_probs(check.probe).items():
-        batch = _probe_batch(engine, check.probe, log_probs)
-        if trained_L is None:
-            with engine.at_temperature(1.0):
-                trained_L = engine.log_probs(batch, [[0]])
-        received_L[name] = batch.responses.rollout_log_probs_L.to(trained_L)
-        comparison = compare(engine.parallel, received_L[name], trained_L, check.received_L.get(name), check.trained_L)
-        comparisons.append(comparison)
-        if not comparison.gap <= bound:
-            raise ValueError(
-                f"{after} the log-probs of a probe prompt differ by {comparison.gap:.3g} on average between training "
-                f"and {name}, more than --weight-sync-bound {bound:.3g}; check that both run the same model, and raise "
-                "the bound if this precision of the rollout engine is intended."
-            )
-        if share >= MIN_RECEIVED and len(check.probe) > MIN_TOKENS and comparison.is_missed(share):
-            raise ValueError(
-                f"{after} the log-probs of a probe prompt moved by {comparison.movement:.3g} on average in training "
-                f"and by {comparison.movement_received:.3g} in {name}; check that it applies every update."
-            )
-    check.trained_L, check.received_L = trained_L, received_L
-    if not comparisons:
-        return {}
-    worst = max(comparisons, key=lambda comparison: comparison.gap)
-    metrics = {
-        "rollout/weight_sync_gap": worst.gap,
-        "rollout/weight_sync_gap_before": worst.gap_before,
-        "rollout/probe_movement": worst.movement,
-        "rollout/probe_movement_received": worst.movement_received,
-        "rollout/probe_received": worst.received,
-    }
-    return {name: value for name, value in metrics.items() if not math.isnan(value)}
-
-
-def _check_tensors(engine: TrainingEngine, sampler: RolloutEngine, updates: WeightUpdates, after: str) -> None:
-    """Checks that the engine holds the sent tensors, if it can read its weights; a collective.
-
-    Raises:
-        ValueError: A tensor differs.
-    """
     for copy, names in sampler.wrong_weights(updates.sent_rows()).items():
         count = engine.parallel.largest(len(names))
         if count:
@@ -169,6 +196,35 @@ def _check_tensors(engine: TrainingEngine, sampler: RolloutEngine, updates: Weig
                 f"{after} {count} tensors of {copy} differ from the sent tensors{first}; check that it applies every "
                 "tensor of every update."
             )
+    precision, share = _expectation(engine, updates, check.trains_in)
+    bound = check.bound_in(precision)
+    trained_L: Tensor | None = None
+    received_L: dict[str, Tensor] = {}
+    comparisons: list[Comparison] = []
+    for copy, log_probs in sampler.prompt_log_probs(check.probe).items():
+        batch = _probe_batch(engine.parallel, check.probe, log_probs)
+        if trained_L is None:
+            with engine.at_temperature(1.0):
+                trained_L = engine.log_probs(batch, [[0]])
+        received_L[copy] = batch.responses.rollout_log_probs_L.to(trained_L)
+        comparison = compare(engine.parallel, received_L[copy], trained_L, check.received_L.get(copy), check.trained_L)
+        comparisons.append(comparison)
+        if not comparison.gap <= bound:
+            raise ValueError(
+                f"{after} the log-probs of a probe prompt differ by {comparison.gap:.3g} on average between training "
+                f"and {copy}, more than --weight-sync-bound {bound:.3g}; check that both run the same model, and raise "
+                "the bound if this precision of the rollout engine is intended."
+            )
+        if share >= MIN_RECEIVED and len(check.probe) > MIN_TOKENS and comparison.is_missed(share):
+            raise ValueError(
+                f"{after} the log-probs of a probe prompt moved by {comparison.movement:.3g} on average in training "
+                f"and by {comparison.movement_received:.3g} in {copy}; check that it applies every update."
+            )
+    check.trained_L, check.received_L = trained_L, received_L
+    if not comparisons:
+        return {}
+    worst = asdict(max(comparisons, key=lambda comparison: comparison.gap))
+    return {METRICS[name]: value for name, value in worst.items() if not math.isnan(value)}
 
 
 def _expectation(
@@ -189,9 +245,9 @@ def _expectation(
     return (COARSENESS[level - 1] if level else None), share
 
 
-def _probe_batch(engine: TrainingEngine, token_ids: Sequence[int], log_probs: Sequence[float]) -> TrainingBatch:
+def _probe_batch(parallel: Parallel, token_ids: Sequence[int], log_probs: Sequence[float]) -> TrainingBatch:
     """Returns this rank's slice of the probe as a batch: the first token is the prompt, the others the response."""
-    count, parallel = len(token_ids) - 1, engine.parallel
+    count = len(token_ids) - 1
     context = parallel.context_rank, parallel.context_size
     return make_batch([token_ids], [[1] * count], [log_probs], [[0] * count], *context)
 
@@ -203,7 +259,7 @@ def compare(
     earlier_L: Tensor | None,
     trained_earlier_L: Tensor | None,
 ) -> Comparison:
-    """Compares the log-probs r of a copy of the weights with training's log-probs n; a collective.
+    """Compares the log-probs r of a copy of the weights with training's log-probs n on all ranks; a collective.
 
     Args:
         parallel: The ranks that share the probe.
@@ -211,11 +267,8 @@ def compare(
         trained_L: n.
         earlier_L: r of the same copy at the previous check; None if there was none.
         trained_earlier_L: n at the previous check; None if there was none.
-
-    Returns:
-        The comparison over all tokens, the same on every rank.
     """
-    gap = gap_before = movement = movement_received = received = math.nan
+    values = {"gap": math.nan}
     if parallel.is_last_stage:
 
         def total(*terms: Tensor) -> list[float]:
@@ -224,21 +277,14 @@ def compare(
 
         r, n = received_L.double(), trained_L.double()
         tokens, distance = total(torch.ones_like(n), (r - n).abs())
-        gap = math.inf if math.isnan(distance) else distance / tokens
+        values["gap"] = math.inf if math.isnan(distance) else distance / tokens
         if trained_earlier_L is not None:
             dn = n - trained_earlier_L.double()
             before, moved, square = total((r - trained_earlier_L.double()).abs(), dn.abs(), dn.square())
-            gap_before, movement = before / tokens, moved / tokens
+            values |= {"gap_before": before / tokens, "movement": moved / tokens}
             if earlier_L is not None:
                 dr = r - earlier_L.double()
                 product, moved = total(dr * dn, dr.abs())
-                movement_received = moved / tokens
-                received = product / square if square > 0 else math.nan
-    comparison = Comparison(
-        gap=gap,
-        gap_before=gap_before,
-        movement=movement,
-        movement_received=movement_received,
-        received=received,
-    )
-    return parallel.broadcast_from_last_stage(comparison)
+                values["movement_received"] = moved / tokens
+                values["received"] = product / square if square > 0 else math.nan
+    return parallel.broadcast_from_last_stage(Comparison(**values))

@@ -13,9 +13,9 @@ from slime_tis.trainer.data.prompts import load_prompts
 from slime_tis.trainer.data.sample import Sampling
 from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
 from slime_tis.trainer.engines.local.engine import LocalEngine
-from slime_tis.trainer.evaluation import accuracy_metrics, answer
+from slime_tis.trainer.evaluation import accuracy_metrics
 from slime_tis.trainer.options.rollout import RolloutConfig
-from slime_tis.trainer.rewards.rewards import build_reward
+from slime_tis.trainer.rewards.rewards import assign_rewards, build_reward
 
 ROOT = Path(__file__).parents[2]
 SMALL = prepare.Example(
@@ -38,7 +38,9 @@ def answers(directory, **sampling):
     prompts = load_prompts(directory / "eval.jsonl", tokenizer, input_key="prompt", label_key="label")
     config = RolloutConfig(prompt_data="p", rollout_batch_size=1, rollout_max_response_len=1, rm_type="exact_match")
     engine = LocalEngine(directory / "checkpoint", tokenizer)
-    return accuracy_metrics(answer(engine, prompts, build_reward(config), Sampling(max_response_len=4, **sampling)))
+    groups = engine.generate(prompts, Sampling(max_response_len=4, **sampling), seed=0)
+    assign_rewards(groups, build_reward(config))
+    return accuracy_metrics([sample for group in groups for sample in group])
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,9 @@ from transformers import AutoModelForCausalLM
 from slime_tis.trainer.data.sample import Prompt, Sampling
 from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
 from slime_tis.trainer.engines.local.engine import LocalEngine
-from slime_tis.trainer.evaluation import accuracy_metrics, answer
+from slime_tis.trainer.evaluation import accuracy_metrics
 from slime_tis.trainer.rewards.builtin_rewards import exact_match
+from slime_tis.trainer.rewards.rewards import assign_rewards
 from tests.checkpoints import EOS, make_checkpoint
 
 
@@ -30,16 +31,11 @@ def test_metrics_are_means_over_the_answers(tmp_path):
         prompts.append(Prompt(index=index, text=text, token_ids=tuple(ids[0].tolist()), label=label))
         lengths.append(len(output))
         truncated += output[-1].item() != EOS
-    answers = answer(LocalEngine(path, tokenizer), prompts, reward, Sampling(temperature=0.0, max_response_len=6))
-    assert accuracy_metrics(answers) == {
+    sampling = Sampling(temperature=0.0, max_response_len=6)
+    groups = LocalEngine(path, tokenizer).generate(prompts, sampling, seed=0)
+    assign_rewards(groups, reward)
+    assert accuracy_metrics([sample for group in groups for sample in group]) == {
         "accuracy": pytest.approx(4 / 6),
         "response_length": pytest.approx(sum(lengths) / 6),
         "truncated_fraction": pytest.approx(truncated / 6),
     }
-
-
-def test_no_prompts_are_refused(tmp_path):
-    path = make_checkpoint(tmp_path, "qwen3")
-    engine = LocalEngine(path, load_tokenizer(path))
-    with pytest.raises(ValueError, match="no prompts to evaluate"):
-        answer(engine, [], reward, Sampling(max_response_len=1))

@@ -2,7 +2,7 @@
 
 import pytest
 
-import slime_tis.trainer.policy_weights
+import slime_tis.trainer.weight_sync
 from benchmarks.weight_sync_faults import FAULTS, Planter
 from tests.conftest import Run
 from tests.test_weight_sync import long_prompts
@@ -14,7 +14,7 @@ def test_planted_faults_are_caught_and_fifty_good_updates_raise_no_alarm(
     run: Run, task: list[str], long_prompts: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planter = Planter(checkpoint=task[task.index("--hf-checkpoint") + 1], plant_at=[2, 50])
-    monkeypatch.setattr(slime_tis.trainer.policy_weights, "check_weight_sync", planter)
+    monkeypatch.setattr(slime_tis.trainer.weight_sync, "check_weight_sync", planter)
     rows = run(*long_prompts, "--check-weight-sync", "--num-rollout", "50", "--lr", "1e-4")
     assert len(rows) == 50 and all(0 < row["rollout/weight_sync_gap"] < 0.1 for row in rows)
     good = [row for row in planter.rows if not row.fault]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import slime_tis.trainer.policy_weights
+import slime_tis.trainer.weight_sync
 from benchmarks.weight_sync_faults import FAULTS, Planter
 from examples.reasoning_gym import prompts
 from examples.smollm2_reasoning_gym import answers, prepare
@@ -141,7 +141,7 @@ def test_planted_faults_of_weight_updates_are_caught(
     assert prompts.main(["--out", str(data), "--train", "32", "--held-out", "4", "--answer", "number", *TASKS]) == 0
     (tmp_path / "reward.py").write_text(REWARD)
     planter = Planter(checkpoint=str(checkpoint), plant_at=[2], engines=["bf16"])
-    monkeypatch.setattr(slime_tis.trainer.policy_weights, "check_weight_sync", planter)
+    monkeypatch.setattr(slime_tis.trainer.weight_sync, "check_weight_sync", planter)
     flags = [
         *("--custom-config-path", str(ROOT / "examples/smollm2_reasoning_gym/train.yaml")),
         *("--hf-checkpoint", str(checkpoint), "--prompt-data", str(data / "train.jsonl"), "--check-weight-sync"),

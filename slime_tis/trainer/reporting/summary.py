@@ -134,7 +134,7 @@ def _draw_lines(axis: Any, label: str, lines: dict[str, Series], colors: Iterato
     axis.yaxis.set_major_formatter("{x:.4g}")  # an exponent for the whole axis would overlap the legend
     handles = []
     for (name, points), color in zip(lines.items(), colors, strict=False):
-        steps, values = zip(*points, strict=True)
+        steps, values = [step for step, _ in points], [value for _, value in points]
         long = len(points) >= MIN_SMOOTHED_POINTS
         if long:
             axis.plot(steps, values, style, color=color, linewidth=0.8, alpha=0.3)
