@@ -245,7 +245,11 @@ def learner_of(vocabulary: int) -> tuple[Learner, Clock]:
     )
     engine = TrainingEngine(config, parallel(), temperature=1.0, total_steps=1000, timer=clock)
     learner = Learner(
-        engine=engine, correction=CORRECTION, policy=PolicyConfig(), steps_per_rollout=1, leaves_out_samples=False
+        engine=engine,
+        correction=CORRECTION,
+        policy=PolicyConfig(),
+        rollout=RolloutConfig(prompt_data="p", rollout_batch_size=1, rollout_max_response_len=1),
+        steps_per_rollout=1,
     )
     return learner, clock
 

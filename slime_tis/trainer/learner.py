@@ -6,8 +6,9 @@ for each step: batch → old log-probs if needed → correction of the global ba
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,6 @@ from slime_tis.correction import (
     Statistics,
     correct,
     interpolate_old_log_probs,
-    torch_token_pass,
 )
 from slime_tis.errors import NonFiniteGradient
 from slime_tis.policy.config import PolicyConfig
@@ -38,6 +38,7 @@ from slime_tis.trainer.megatron.batch import TrainingBatch, assign_together, fix
 from slime_tis.trainer.megatron.engine import StepResult, TrainingEngine
 from slime_tis.trainer.megatron.parallel import Parallel
 from slime_tis.trainer.megatron.routing_replay import RoutingRecord
+from slime_tis.trainer.options.rollout import RolloutConfig
 from slime_tis.trainer.step import Step, advantages_of, training_batch, user_batch
 from slime_tis.trainer.train_dump import RecordedLoss, StepDump, TrainDump
 
@@ -54,19 +55,12 @@ class Learner:
     engine: TrainingEngine
     correction: RolloutCorrectionConfig
     policy: PolicyConfig
+    rollout: RolloutConfig
     steps_per_rollout: int
-    leaves_out_samples: bool
-    """Whether samples without a token to train on are excluded from their group's baseline."""
     custom_tis: CustomTisFunction | None = None
     """The user's correction function."""
-    functions: ObjectiveFunctions | None = None
+    functions: ObjectiveFunctions = field(default_factory=lambda: ObjectiveFunctions(args=Namespace()))
     """The user's functions for advantages and the loss."""
-    replays_rollout_routing: bool = False
-    """Whether training replays the rollout's experts."""
-    replays_routing_weights: bool = False
-    """Whether training replays the experts' combine weights, too."""
-    measure_routing_mismatch: int | None = None
-    """Steps between two measurements of the mismatch with and without replay; None never measures."""
     dump: TrainDump | None = None
     """Records the tokens of every step; set on all ranks or on none."""
     after_step: Callable[[], None] = lambda: None
@@ -84,8 +78,7 @@ class Learner:
 
     @property
     def _uses_rollout_routing(self) -> bool:
-        """Whether training replays or measures with the rollout's experts."""
-        return self.replays_rollout_routing or self.measure_routing_mismatch is not None
+        return self.rollout.use_rollout_routing_replay or self.rollout.measure_routing_mismatch is not None
 
     @property
     def has_stepped(self) -> bool:
@@ -93,16 +86,13 @@ class Learner:
         return self.step > self._old_version
 
     def train(
-        self, groups: Sequence[Sequence[Sample]], given_advantages: Sequence[float] | None = None
+        self, groups: Sequence[Sequence[Sample]], user_advantages: Sequence[float] | None = None
     ) -> list[dict[str, float]]:
-        """Makes all optimizer steps on one rollout.
+        """Makes all optimizer steps on one rollout and returns the metrics of each.
 
         Args:
             groups: The samples of each prompt.
-            given_advantages: One per sample, instead of the estimator's; `normalize_advantages` applies to them.
-
-        Returns:
-            The metrics of each step.
+            user_advantages: One per sample, instead of the estimator's; `normalize_advantages` applies to them.
 
         Raises:
             NonFiniteGradient: A gradient is not finite, and --nonfinite-gradient is `stop`.
@@ -114,11 +104,11 @@ class Learner:
         accepted = None
         if self.policy.reject_before_advantage:
             accepted = [keep for step in steps for keep in self._accepted(step)]
-        elif self.leaves_out_samples:
+        elif self.rollout.max_weight_staleness is not None:  # stale samples do not count in their group's baseline
             accepted = [any(map(any, (sample.loss_mask for sample in rollout))) for rollout in rollouts]
         elif any(sample.failure for rollout in rollouts for sample in rollout):
             accepted = [not all(sample.failure for sample in rollout) for rollout in rollouts]
-        advantages = iter(advantages_of(groups, accepted, self.policy, given_advantages))
+        advantages = iter(advantages_of(groups, accepted, self.policy, user_advantages))
         per_rollout = [[next(advantages) for _ in rollout] for rollout in rollouts]
         local_advantages = []
         for number, step in enumerate(steps):
@@ -142,7 +132,7 @@ class Learner:
             for step, values in zip(steps, advantages, strict=True)
         ]
         functions = self.functions
-        if functions is None or functions.advantage is None or not self.parallel.is_last_stage:
+        if functions.advantage is None or not self.parallel.is_last_stage:
             return steps
         tokens = [step.batch.responses.to(self.parallel.backend.device) for step in steps]
         data: dict[str, list[Any]] = {}
@@ -170,7 +160,7 @@ class Learner:
     def _scales_with_advantages(self) -> bool:
         """Whether the loss of every token is a multiple of its advantage."""
         policy = self.policy
-        is_built_in = self.custom_tis is None and (self.functions is None or self.functions.loss is None)
+        is_built_in = self.custom_tis is None and self.functions.loss is None
         return is_built_in and not policy.use_kl_loss and policy.entropy_coef == 0
 
     def _isolate_zero_advantage_groups(self, step: Step) -> Step:
@@ -225,14 +215,14 @@ class Learner:
         )
         partition = micro_batches.partition
         recorded, missing = self._with_routing(samples, rollout_numbers)
-        batch = recorded if self.replays_rollout_routing else recorded.with_routing(None, None)
+        batch = recorded if self.rollout.use_rollout_routing_replay else recorded.with_routing(None, None)
         record: RoutingRecord | None = [] if self.engine.config.use_routing_replay else None
         policy = self.policy
         if needs_old_log_probs(
             self.correction, self.steps_per_rollout, policy.reject_before_advantage, policy.has_own_objective
         ):
             batch = batch.with_old_log_probs(self._old_log_probs(batch, partition, record=record))
-        if self.policy.use_kl_loss:
+        if policy.use_kl_loss:
             with self.engine.timer("ref_log_probs"):
                 batch = batch.with_ref_log_probs(self.engine.reference_log_probs(batch, partition))
         return Step(
@@ -252,20 +242,16 @@ class Learner:
         batch, sizes = training_batch(samples, self.parallel, rollouts), self.engine.routing.sizes
         if not self._uses_rollout_routing or sizes is None:
             return batch, 0
-        replays_weights = self.replays_routing_weights
-        usable = [
-            sample
-            if has_usable_experts(sample, sizes) and (not replays_weights or has_usable_weights(sample))
-            else None
+        replays_weights = self.rollout.routing_replay_weights
+        is_usable = [
+            has_usable_experts(sample, sizes) and (not replays_weights or has_usable_weights(sample))
             for sample in samples
         ]
-        experts = [None if sample is None else sample.rollout_routed_experts for sample in usable]
-        weights = (
-            [None if sample is None else sample.rollout_routing_weights for sample in usable]
-            if replays_weights
-            else None
-        )
-        return batch.with_routing(experts, weights), sum(self.parallel.all_gather_data(usable.count(None)))
+        pairs = list(zip(samples, is_usable, strict=True))
+        experts = [sample.rollout_routed_experts if usable else None for sample, usable in pairs]
+        weights = [sample.rollout_routing_weights if usable else None for sample, usable in pairs]
+        missing = sum(self.parallel.all_gather_data(is_usable.count(False)))
+        return batch.with_routing(experts, weights if replays_weights else None), missing
 
     def _accepted(self, step: Step) -> list[bool]:
         """Returns which rollouts of the step have an accepted token, in order, on every rank."""
@@ -290,7 +276,7 @@ class Learner:
             tokens.loss_mask_L,
             lengths=tokens.lengths,
             global_batch=GlobalBatch(ranks=self.parallel.ranks.with_slices(tokens.slices)),
-            token_pass=torch_token_pass if self.functions is None else self.functions.token_pass,
+            token_pass=self.functions.token_pass,
         )
 
     def _old_log_probs(
@@ -308,7 +294,12 @@ class Learner:
     def _train_step(self, step: Step, advantages: Sequence[float]) -> dict[str, float]:
         """Makes one optimizer step and returns its metrics as train/NAME."""
         batch = step.batch
-        known, custom, custom_loss = self._global_batch(batch, step), self._custom_tis(), self._custom_loss()
+        known, custom, custom_loss = self._global_batch(batch, step), None, None
+        if self.custom_tis is not None:
+            group = self.parallel.context_group
+            custom = CustomTis(function=self.custom_tis, seed=self._seed(), context_group=group)
+        if self.functions.loss is not None:
+            custom_loss = CustomLoss(function=self.functions.loss, args=self.functions.args, seed=self._seed())
         context = LossStep(
             correction=self.correction,
             policy=self.policy,
@@ -320,7 +311,7 @@ class Learner:
             custom_loss=custom_loss,
             functions=self.functions,
         )
-        interval = self.measure_routing_mismatch
+        interval = self.rollout.measure_routing_mismatch
         measures = interval is not None and self.step % interval == 0
         measured = self._mismatch_otherwise(step) if measures else {}
         loss = MeasuredLoss(context) if measures else partial(policy_loss, step=context)
@@ -338,7 +329,7 @@ class Learner:
             if self._uses_rollout_routing:
                 routing["routing_replay_missing"] = float(step.samples_without_routing)
             if isinstance(loss, MeasuredLoss):
-                trained = WITH_REPLAY if self.replays_rollout_routing else WITHOUT_REPLAY
+                trained = WITH_REPLAY if self.rollout.use_rollout_routing_replay else WITHOUT_REPLAY
                 measured |= self._mismatch(trained, loss.statistics if self.parallel.is_last_stage else None)
             metrics = self._step_metrics(result, custom or custom_loss) | train_metrics(routing | measured)
         return metrics if step.load is None else metrics | {"perf/micro_batch_load": step.load}
@@ -369,11 +360,9 @@ class Learner:
     def _mismatch_otherwise(self, step: Step) -> dict[str, float]:
         """Measures the mismatch of the mode that training does not use (replay or no replay) by one forward pass.
 
-        Returns:
-            without_replay/NAME and its routing difference if training replays the rollout's experts; otherwise
-            with_replay/NAME and the routing difference under the name that a run with replay uses.
+        The routing difference with replay has the name that a run with replay uses.
         """
-        replays = not self.replays_rollout_routing
+        replays = not self.rollout.use_rollout_routing_replay
         name = WITH_REPLAY if replays else WITHOUT_REPLAY
         with self.engine.timer(name):
             log_probs_L = self.engine.log_probs(
@@ -393,18 +382,6 @@ class Learner:
         """Returns metrics of the last stage's statistics as PREFIX/NAME, on every rank."""
         metrics = {} if statistics is None else mismatch_metrics(statistics.all_reduce(self.parallel.ranks))
         return {f"{prefix}/{name}": value for name, value in self.parallel.broadcast_from_last_stage(metrics).items()}
-
-    def _custom_loss(self) -> CustomLoss | None:
-        """Returns the user's loss for this step."""
-        if self.functions is None or self.functions.loss is None:
-            return None
-        return CustomLoss(function=self.functions.loss, args=self.functions.args, seed=self._seed())
-
-    def _custom_tis(self) -> CustomTis | None:
-        """Returns the user's correction for this step."""
-        if self.custom_tis is None:
-            return None
-        return CustomTis(function=self.custom_tis, seed=self._seed(), context_group=self.parallel.context_group)
 
     def _global_batch(self, batch: TrainingBatch, step: Step) -> GlobalBatch:
         """Returns the mean weight, second-moment limit and adaptive bounds of the step before its first micro-batch."""
@@ -451,7 +428,7 @@ def train_metrics(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def nonfinite_message(step: int, metrics: dict[str, float], *, weights_are_finite: bool) -> str:
-    """Returns the error message for a step with a non-finite gradient or loss: its number, metrics and usual causes."""
+    """Returns the error message for a step with a non-finite gradient or loss."""
     values = ", ".join(
         f"{name} {metrics[f'train/{name}']:.3g}" for name in ("loss", "grad_norm", "lr") if f"train/{name}" in metrics
     )

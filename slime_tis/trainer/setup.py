@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -68,7 +68,15 @@ class Process:
     interrupts: Interrupts
     timer: Timer
     opened: ExitStack
-    """Closes engines, dumps and reporters at the end, also after an error during set-up."""
+
+    def close_at_end(self, resource: RolloutEngine | Reporter | TrainDump) -> None:
+        """Closes it after the run, also after an error, which takes precedence over an error of `close`."""
+
+        def close(kind: type[BaseException] | None, *_: object) -> None:
+            with suppress(OSError) if kind is not None else nullcontext():  # the disk may be what failed
+                resource.close()
+
+        self.opened.push(close)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +100,8 @@ class Data:
     eval_prompts: dict[str, list[Prompt]]
     num_rollout: int
     """Rollouts of the whole run."""
+    first_batch: int
+    """Number of the next batch of prompts."""
 
 
 @dataclass
@@ -140,8 +150,8 @@ def set_up(arguments: Arguments, parallel: Parallel, interrupts: Interrupts, ope
         version=lambda: sampler.weight_version,
         address=sampler.http_address or LOCAL_ADDRESS,
     )
-    samples = build_samples(process, functions, data, sampler, generate, resumed)
-    evaluation = build_evaluation(process, functions, data, learner, sampler, generate)
+    samples = build_samples(process, functions, data, sampler, generate)
+    evaluation = build_evaluation(process, functions, data, weights, generate)
     checkpointer = Checkpointer(
         config=arguments.megatron,
         learner=learner,
@@ -208,28 +218,31 @@ def load_data(process: Process, resumed: ResumePoint | None) -> Data:
     )
     if resumed is not None:
         dataset.load_state_dict(resumed.state.dataset)
+    first_batch = 0 if resumed is None else resumed.state.dataset[BATCH]
     eval_prompts = load_evaluation_prompts(rollout, tokenizer, sizes)
     check_rewards(arguments, dataset, eval_prompts)
     num_rollout = arguments.loop.num_rollout
     if num_rollout is None:
         assert arguments.loop.num_epoch is not None  # parse_args requires one of the two
         num_rollout = max(arguments.loop.num_epoch * len(dataset) // rollout.rollout_batch_size, 1)
-    return Data(tokenizer=tokenizer, sizes=sizes, dataset=dataset, eval_prompts=eval_prompts, num_rollout=num_rollout)
+    return Data(
+        tokenizer=tokenizer,
+        sizes=sizes,
+        dataset=dataset,
+        eval_prompts=eval_prompts,
+        num_rollout=num_rollout,
+        first_batch=first_batch,
+    )
 
 
 def check_rewards(
     arguments: Arguments, dataset: PromptDataset | CustomDataSource, eval_prompts: dict[str, list[Prompt]]
 ) -> None:
-    """Checks that every prompt can be scored.
-
-    Raises:
-        ValueError: A label is missing, or has another form than the reward needs.
-    """
+    """Checks that every prompt has the label that its reward needs."""
     if arguments.loop.load_debug_rollout_data is None:  # loaded samples have their rewards
         check_prompts(arguments.rollout, dataset.prompts)
     for name, prompts in eval_prompts.items():
-        flags = f"--label-key or --eval-label-key (--eval-prompt-data {name})"
-        check_prompts(arguments.rollout, prompts, flags)
+        check_prompts(arguments.rollout, prompts, f"--label-key or --eval-label-key (--eval-prompt-data {name})")
     rollout = arguments.rollout
     sources = (rollout.data_source_path, rollout.rollout_function_path, rollout.custom_generate_function_path)
     if sources == (None, None, None):  # a user function may choose the server for each sample
@@ -249,39 +262,27 @@ def build_learner(process: Process, functions: UserFunctions, data: Data, run_id
         entropy_gradient=arguments.policy.entropy_coef != 0,
         gives_logits=functions.objective.loss is not None,
         timer=process.timer,
-        check_interrupts=process.interrupts.check
-        if parallel.size == 1
-        else _never,  # one rank of several cannot stop alone
+        # one rank of several cannot stop alone
+        check_interrupts=process.interrupts.check if parallel.size == 1 else lambda: None,
     )
     dump = open_dump(arguments, parallel, run_id)
     if dump is not None:
-        process.opened.enter_context(closing(dump))
+        process.close_at_end(dump)
     return Learner(
         engine=engine,
         correction=arguments.correction,
         policy=arguments.policy,
         steps_per_rollout=steps,
-        leaves_out_samples=rollout.max_weight_staleness is not None,
+        rollout=rollout,
         custom_tis=functions.custom_tis,
         functions=functions.objective,
-        replays_rollout_routing=rollout.use_rollout_routing_replay,
-        replays_routing_weights=rollout.routing_replay_weights,
-        measure_routing_mismatch=rollout.measure_routing_mismatch,
         dump=dump,
         after_step=process.interrupts.keep,
     )
 
 
-def _never() -> None:
-    """Never interrupts."""
-
-
 def open_dump(arguments: Arguments, parallel: Parallel, run_id: str) -> TrainDump | None:
-    """Returns the writer of --save-debug-train-data; None without the flag.
-
-    Raises:
-        ValueError: Several ranks would write the same file.
-    """
+    """Returns the writer of --save-debug-train-data; None without the flag."""
     pattern = arguments.loop.save_debug_train_data
     if pattern is None:
         return None
@@ -329,7 +330,7 @@ def build_sampler(process: Process, data: Data, weights: PolicyWeights) -> Rollo
         check_interrupts=process.interrupts.check,
     )
     sampler = build_engine(arguments.rollout, arguments.sglang, data.tokenizer, host)
-    process.opened.enter_context(closing(sampler))
+    process.close_at_end(sampler)
     return sampler
 
 
@@ -339,7 +340,6 @@ def build_samples(
     data: Data,
     sampler: RolloutEngine,
     generate: GenerateFunction | None,
-    resumed: ResumePoint | None,
 ) -> SampleSource:
     """Builds the path of samples from the rollout engine to the learner."""
     arguments, dataset = process.arguments, data.dataset
@@ -348,12 +348,10 @@ def build_samples(
 
     def submit(prompts: list[Prompt], number: int) -> RolloutFuture:
         num_groups = rollout.rollout_batch_size if rollout.partial_rollout else None
-        seed = (rollout.rollout_seed << 32) + number
-        sampling = training_sampling(rollout)
+        seed, sampling = (rollout.rollout_seed << 32) + number, training_sampling(rollout)
         if generate is None:
             return sampler.submit(prompts, sampling, seed, num_groups=num_groups)
-        function = generate.bind(sampling)
-        concurrency = rollout.generate_concurrency
+        function, concurrency = generate.bind(sampling), rollout.generate_concurrency
         return sampler.submit_function(
             prompts, function, sampling, seed, concurrency=concurrency, num_groups=num_groups
         )
@@ -363,9 +361,6 @@ def build_samples(
         size = rollout.over_sampling_batch_size or rollout.rollout_batch_size
         return size - unfinished.take(size)
 
-    first_batch = 0  # checkpoints of early versions have no batch number; there, it is the number of the rollout
-    if resumed is not None:
-        first_batch = resumed.state.dataset.get(BATCH, resumed.state.rollout_id)
     return SampleSource(
         arguments=arguments,
         is_main=process.parallel.is_main,
@@ -373,7 +368,7 @@ def build_samples(
         sizes=model_sizes(read_model_config(arguments.megatron.hf_checkpoint)),
         sampler=sampler,
         prefetcher=Prefetcher(
-            dataset, submit, prompts=new_prompts, depth=rollout.rollout_lookahead, number=first_batch
+            dataset, submit, prompts=new_prompts, depth=rollout.rollout_lookahead, number=data.first_batch
         ),
         unfinished=unfinished,
         custom_rollout=build_rollout_function(
@@ -396,8 +391,7 @@ def build_evaluation(
     process: Process,
     functions: UserFunctions,
     data: Data,
-    learner: Learner,
-    sampler: RolloutEngine,
+    weights: PolicyWeights,
     generate: GenerateFunction | None,
 ) -> Evaluation:
     """Builds the evaluation on held-out prompts, by the rollout engine or an unrounded copy of the weights."""
@@ -415,8 +409,8 @@ def build_evaluation(
         reward=functions.eval_reward,
         logs=functions.hooks.logs_evaluation,
         config=config,
-        engine=learner.engine,
-        build_engine=local_engine if config.evaluates_locally else lambda: sampler,
+        engine=weights.learner.engine,
+        build_engine=local_engine if config.evaluates_locally else lambda: weights.sampler,
         timer=process.timer,
         generate=generate,
     )
@@ -435,7 +429,7 @@ def build_reporters(process: Process, data: Data, learner: Learner, evaluation: 
         evaluates_again=evaluation.is_overdue,
         run=run_id,
     )
-    process.opened.enter_context(closing(reporters))
+    process.close_at_end(reporters)
     return reporters
 
 
@@ -447,15 +441,3 @@ def report_settings(process: Process, engine: TrainingEngine) -> None:
         print(f"micro-batches: {engine.token_budget}", flush=True)
     if process.arguments.megatron.share_prompts is None and not engine.shares_prompts:
         print(f"shared prompts: off ({engine.no_shared_prompts})", flush=True)
-
-
-@contextmanager
-def closing(resource: RolloutEngine | Reporter | TrainDump) -> Iterator[None]:
-    """Closes an engine, a reporter or a dump at the end; an error of the block is raised instead of one of `close`."""
-    try:
-        yield
-    except BaseException:
-        with suppress(OSError):  # the disk may be what failed
-            resource.close()
-        raise
-    resource.close()

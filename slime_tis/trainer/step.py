@@ -43,13 +43,7 @@ class Step:
 
 
 def user_batch(step: Step, tokens: ResponseTokens, advantages: Sequence[float]) -> dict[str, list[Any]]:
-    """Returns the columns that --custom-advantage-function-path gets for one step, in slime's names.
-
-    Args:
-        step: This rank's samples.
-        tokens: Their response tokens, on the device.
-        advantages: One per sample.
-    """
+    """Returns the columns that --custom-advantage-function-path gets for one step, in slime's names."""
     columns: dict[str, list[Any]] = loss_batch(tokens, step.batch.tokens)
     del columns["advantages"]
     return columns | {
@@ -66,7 +60,7 @@ def advantages_of(
     groups: Sequence[Sequence[Sample]],
     accepted: Sequence[bool] | None,
     policy: PolicyConfig,
-    given: Sequence[float] | None = None,
+    user_advantages: Sequence[float] | None = None,
 ) -> list[float]:
     """Returns the advantage of every sample, group by group; all segments of a rollout share its advantage.
 
@@ -74,22 +68,22 @@ def advantages_of(
         groups: The same number of rollouts for each prompt; the rewards of a rollout's segments are added.
         accepted: Which rollouts count in the baselines; None for all.
         policy: The estimator.
-        given: Advantages instead of the estimator's, one per sample.
+        user_advantages: Advantages instead of the estimator's, one per sample.
     """
     rollouts = [rollout for group in groups for rollout in by_rollout(group)]
-    units = rollouts if given is None else [[sample] for rollout in rollouts for sample in rollout]
-    if given is not None and accepted is not None:
+    units = rollouts if user_advantages is None else [[sample] for rollout in rollouts for sample in rollout]
+    if user_advantages is not None and accepted is not None:
         accepted = [keep for keep, rollout in zip(accepted, rollouts, strict=True) for _ in rollout]
 
     def grouped(values: Sequence[float] | Sequence[bool]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float64).view(len(groups) if given is None else 1, -1)
+        return torch.tensor(values, dtype=torch.float64).view(len(groups) if user_advantages is None else 1, -1)
 
     per_unit = advantages(
         grouped([rollout_reward(unit) for unit in units]),
         grouped([float(sum(sum(sample.loss_mask) for sample in unit)) for unit in units]),
         policy,
         None if accepted is None else grouped(accepted) > 0,
-        None if given is None else grouped(given),
+        None if user_advantages is None else grouped(user_advantages),
     )
     values: list[float] = per_unit.flatten().tolist()
     return [value for value, unit in zip(values, units, strict=True) for _ in unit]
@@ -98,13 +92,7 @@ def advantages_of(
 def training_batch(
     samples: Sequence[Sample], parallel: Parallel, rollouts: Sequence[int] | None = None
 ) -> TrainingBatch:
-    """Returns this rank's samples as tensors: sequences, masks and per-token values.
-
-    Args:
-        samples: Samples of this rank.
-        parallel: The parallel layout.
-        rollouts: Number of the rollout to which each sample belongs; None if each sample is a separate rollout.
-    """
+    """Returns this rank's samples as tensors; `rollouts` is None if each sample is a separate rollout."""
     return make_batch(
         [sample.tokens for sample in samples],
         [sample.loss_mask for sample in samples],
