@@ -34,7 +34,7 @@ from slime_tis.trainer.cli.run_options import Arguments
 from slime_tis.trainer.engines.engine import RolloutUnavailable
 from slime_tis.trainer.exit_status import exit_status, message_of, report_error
 from slime_tis.trainer.interrupt import Interrupted, Interrupts
-from slime_tis.trainer.megatron.export import save_hf
+from slime_tis.trainer.megatron.checkpoint import save_hf
 from slime_tis.trainer.megatron.parallel import connect_store, initialize, shut_down
 from slime_tis.trainer.reporting.timing import Timer
 from slime_tis.trainer.samples import Rollout

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime_tis.trainer.megatron import checkpoint, upstream
+from slime_tis.trainer.megatron import checkpoint
 from slime_tis.trainer.megatron.batch import make_batch
 from slime_tis.trainer.megatron.engine import TrainingEngine
 from slime_tis.trainer.megatron.parallel import Parallel
@@ -112,7 +112,7 @@ def test_options_of_the_optimizer_are_those_of_the_resumed_run(
     for group in resumed.optimizer.param_groups:
         assert (tuple(group["betas"]), group["eps"]) == ((0.5, 0.6), 1e-4)
         assert group["weight_decay"] == 0.3 * group["wd_mult"]
-    states = [state for part in upstream.torch_adams(resumed.optimizer) for state in part.optimizer.state.values()]
+    states = [state for part in checkpoint.torch_adams(resumed.optimizer) for state in part.optimizer.state.values()]
     assert {float(state["step"]) for state in states} == {3.0}  # the state is the checkpoint's
 
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from slime_tis.trainer.megatron import export
+from slime_tis.trainer.megatron import checkpoint
+from slime_tis.trainer.megatron.checkpoint import save_hf
 from slime_tis.trainer.megatron.engine import TrainingEngine
-from slime_tis.trainer.megatron.export import save_hf
 from slime_tis.trainer.megatron.parallel import Parallel
 from slime_tis.trainer.options.megatron import MegatronConfig
 
@@ -23,9 +23,9 @@ def engine(model: Path, parallel: Parallel) -> TrainingEngine:
 def test_the_hugging_face_directory_loads_with_the_weights(
     shard_bytes: int, engine: TrainingEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(export, "SHARD_BYTES", 20_000)
+    monkeypatch.setattr(checkpoint, "SHARD_BYTES", 20_000)
     assert save_hf(tmp_path / "hf", engine) == tmp_path / "hf"
-    monkeypatch.setattr(export, "SHARD_BYTES", shard_bytes)
+    monkeypatch.setattr(checkpoint, "SHARD_BYTES", shard_bytes)
     save_hf(tmp_path / "hf", engine)  # again, over the first
     loaded = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "hf").named_parameters())
     for name, tensor in engine.named_hf_tensors():

@@ -1,28 +1,35 @@
-"""Training checkpoints: resumable, complete or absent, their files checked before they are loaded.
+"""Training checkpoints and exports: complete or absent, their files checked before they are loaded.
 
 A checkpoint holds megatron-core's distributed checkpoint of model, optimizer, scheduler and random state, and the
 trainer's state; `slime_tis.trainer.storage.checkpoints` has the names of its files. All functions except
-`remove_older` are collectives.
+`remove_older` are collectives. The second half works around megatron-core 0.16.1 and uses its private names: check it
+after an upgrade.
 """
 
 import json
+import queue
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
 
 from slime_tis.trainer.collectives import on_every_rank
-from slime_tis.trainer.megatron import upstream
 from slime_tis.trainer.megatron.engine import TrainingEngine
 from slime_tis.trainer.storage import checkpoints as files
+from slime_tis.trainer.storage import exports
+from slime_tis.trainer.storage.hf_checkpoint import SHARD_BYTES, side_files, write_hf_checkpoint
 
 SET_BY_STATE = ("params", "step", "lr", "weight_decay")
 """Entries of an optimizer's parameter groups that are not options: parameters, and values that the scheduler sets."""
@@ -34,23 +41,15 @@ class CheckpointError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class UnfinishedCheckpoint:
-    """A checkpoint whose files are all written, but which no run resumes until it is finished.
-
-    If the process ends before, the next save removes the directory.
-    """
+    """A checkpoint whose files are all written, but which no run resumes until it is finished."""
 
     path: Path
     final: Path
-    """Its later name."""
     run: str
     is_main: bool
 
     def finish(self, retain: int) -> Path:
-        """Renames the checkpoint, and removes all but the run's `retain` newest checkpoints.
-
-        Raises:
-            CheckpointError: it could not be renamed, on every rank; earlier checkpoints are intact.
-        """
+        """Renames the checkpoint, and removes all but the run's `retain` newest checkpoints."""
         with self.discarded_on_error():
             self.on_main(lambda: files.finish(self.path, self.final, self.run))
         if self.is_main:
@@ -91,9 +90,8 @@ def write(
     Args:
         directory: of the run's checkpoints.
         step: optimizer steps made so far.
-        engine: its model, optimizer, scheduler and random state are saved.
-        trainer_state: the loop's state, JSON-serializable. Its entry `run` identifies the run; only checkpoints of
-            that run are removed.
+        engine: the engine to save.
+        trainer_state: JSON-serializable. Its entry `run` identifies the run, whose old checkpoints are removed.
         write_extra: called by the main process with the unfinished directory, to add files.
 
     Raises:
@@ -110,7 +108,7 @@ def write(
 
     with unfinished.discarded_on_error():
         unfinished.on_main(lambda: files.begin(final))
-        upstream.save_sharded(_sharded_state(engine, is_loading=False), path)
+        _save_sharded(_sharded_state(engine, is_loading=False), path)
         unfinished.on_main(write_state)
         names = files.files_of(path)
         assert all(files.OWN_FILE.fullmatch(name) for name in names), names  # others would never be removed
@@ -126,7 +124,7 @@ class LatestCheckpoint:
 
     checkpoint: Path
     damaged: tuple[str, ...]
-    """Newer damaged checkpoints: each one's name and damage."""
+    """Name and damage of newer checkpoints."""
 
 
 def latest_complete_checkpoint(directory: str | Path) -> LatestCheckpoint | None:
@@ -166,8 +164,8 @@ def load(checkpoint: Path, engine: TrainingEngine) -> None:
         with torch.no_grad():
             state = dist_checkpointing.load(_sharded_state(engine, is_loading=True), str(checkpoint))
             engine.model.module.load_state_dict(state["model"])
-            engine.optimizer.load_state_dict(upstream.with_step_count(state["optimizer"]))
-            upstream.separate_adam_steps(engine.optimizer)
+            engine.optimizer.load_state_dict(_with_step_count(state["optimizer"]))
+            _separate_adam_steps(engine.optimizer)
         for group, current in zip(engine.optimizer.param_groups, options, strict=True):
             group.update(current)  # megatron-core restores the saved learning rates, betas and epsilon
         engine.scheduler.load_state_dict(state["scheduler"])
@@ -179,15 +177,40 @@ def load(checkpoint: Path, engine: TrainingEngine) -> None:
 
 
 def remove_older(newest: Path, run: str, retain: int) -> None:
-    """Removes all but the run's `retain` newest checkpoints, and unfinished ones of killed runs.
-
-    Prints a warning if that fails. Only the main process may call it.
-    """
+    """Removes all but the run's `retain` newest checkpoints, and unfinished ones; only the main process may call it."""
     try:
         files.sweep(newest.parent)
         files.prune(newest, run, retain)
     except OSError as error:
         print(f"warning: an earlier checkpoint could not be removed: {error}", file=sys.stderr)
+
+
+def save_hf(directory: str | Path, engine: TrainingEngine) -> Path | None:
+    """Writes the policy as a Hugging Face directory, under another name until it is complete.
+
+    Returns:
+        On the main process its path: `directory`, or a numbered sibling if `directory` has unknown files by now.
+
+    Raises:
+        CheckpointError: it could not be written; `directory` is unchanged.
+    """
+    tensors = engine.named_hf_tensors()
+    if not engine.parallel.is_main:
+        for _ in tensors:
+            pass
+        return None
+    final, like = Path(directory).resolve(), Path(engine.config.hf_checkpoint)
+    unfinished = None
+    try:
+        unfinished = exports.begin(final, [file.name for file in side_files(like)])
+        write_hf_checkpoint(unfinished, tensors, like=like, shard_bytes=SHARD_BYTES)
+        return exports.finish(unfinished, final)
+    except OSError as error:
+        for _ in tensors:  # the collective continues for the other ranks
+            pass
+        if unfinished is not None:
+            exports.discard(unfinished)
+        raise CheckpointError(f"could not write {final}: {error}") from error
 
 
 def _damage(checkpoint: Path) -> str | None:
@@ -201,7 +224,6 @@ def _damage(checkpoint: Path) -> str | None:
 
 
 def _share(names: list[str]) -> list[str]:
-    """The files that this rank checks."""
     return names[dist.get_rank() :: dist.get_world_size()]
 
 
@@ -217,10 +239,86 @@ def _sharded_state(engine: TrainingEngine, *, is_loading: bool) -> dict[str, Any
     metadata = {}
     if engine.config.use_distributed_optimizer:
         metadata = {"distrib_optim_sharding_type": "fully_reshardable"}
-    upstream.make_adam_state(engine.optimizer)
+    _make_adam_state(engine.optimizer)
     return {
         "model": model,
         "optimizer": engine.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata),
         "scheduler": engine.scheduler.state_dict(),
         "random_state": torch.get_rng_state(),
     }
+
+
+def _save_sharded(state: dict[str, Any], directory: Path) -> None:
+    """Saves a state in this process: `dist_checkpointing.save` forks, and waits forever if a child is killed."""
+    # Without this queue, megatron-core starts a manager process, which imports the program's main module again.
+    filesystem_async._results_queue = queue.Queue()
+    request = dist_checkpointing.save(state, str(directory), async_sharded_save=True)
+    assert request is not None
+    if request.async_fn is not None:  # this rank has something to write
+        transforms, _ = request.async_fn.args
+        request = request._replace(async_fn=partial(_write_buckets, transforms))
+    request.execute_sync()
+
+
+def _write_buckets(transforms: list[Any], rank: int, buckets: list[Any], results: "queue.Queue[Any]") -> None:
+    written: queue.Queue[tuple[int, Any]] = queue.Queue()
+    for number, bucket in enumerate(buckets):
+        under_way: queue.Queue[int] = queue.Queue()
+        under_way.put(number)
+        filesystem_async.FileSystemWriterAsync.write_preloaded_data(
+            transforms, number, bucket, written, under_way, use_fsync=True
+        )
+    outcomes = dict(written.get() for _ in buckets)
+    failure = next((outcome for outcome in outcomes.values() if isinstance(outcome, Exception)), None)
+    results.put(outcomes if failure is None else _os_error(failure))
+
+
+def _os_error(error: Exception) -> BaseException:
+    """The OSError behind an error, else the error: for a full disk, torch only says that file positions differ."""
+    link: BaseException | None = error
+    while link is not None and not isinstance(link, OSError):
+        link = link.__cause__ or link.__context__
+    return link or error
+
+
+def torch_adams(optimizer: Any) -> Iterator[Any]:
+    """Yields the megatron-core optimizers that use torch's Adam: without transformer-engine, all."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(part.optimizer, torch.optim.AdamW):
+            yield part
+
+
+def _make_adam_state(optimizer: Any) -> None:
+    """Gives torch's Adam its initial state, which megatron-core expects when it saves and loads."""
+    for part in torch_adams(optimizer):
+        for parameter in (parameter for group in part.optimizer.param_groups for parameter in group["params"]):
+            state = part.optimizer.state[parameter]
+            if not state:
+                moments = {moment: torch.zeros_like(parameter) for moment in ("exp_avg", "exp_avg_sq")}
+                state.update(step=torch.tensor(0.0), **moments)
+        if isinstance(part, DistributedOptimizer):
+            part._set_main_param_and_optimizer_states = MethodType(_copy_saved_state, part)
+
+
+def _copy_saved_state(self: Any, model_param: Tensor, tensors: dict[str, Tensor]) -> None:
+    """Replaces DistributedOptimizer's method, which fails on Adam's `step`, not saved per parameter."""
+    group, order = self.model_param_group_index_map[model_param]
+    main_param = self.optimizer.param_groups[group]["params"][order]
+    state = {"param": main_param, **self.optimizer.state[main_param]}
+    for key in state.keys() & tensors.keys():
+        state[key].copy_(tensors[key])
+
+
+def _with_step_count(optimizer_state: dict[str, Any]) -> dict[str, Any]:
+    """Adds the step count 0, which megatron-core does not save but expects when it loads."""
+    parameters = optimizer_state.get("optimizer", optimizer_state).get("state")
+    if parameters is not None:
+        parameters.setdefault("common_step", torch.tensor(0.0))
+    return optimizer_state
+
+
+def _separate_adam_steps(optimizer: Any) -> None:
+    """Gives each parameter a separate step count; after loading, all share one, which each would advance."""
+    for part in torch_adams(optimizer):
+        for state in part.optimizer.state.values():
+            state["step"] = torch.as_tensor(state.get("step", 0.0), dtype=torch.float32).clone()
