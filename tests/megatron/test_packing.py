@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime_tis.trainer.megatron.attention import rotate
 from slime_tis.trainer.megatron.batch import TrainingBatch, make_batch
+from slime_tis.trainer.megatron.layers import rotate
 from slime_tis.trainer.megatron.packing import MicroBatch, RotaryAngles, RowSplit, pack
 
 

@@ -22,9 +22,14 @@ from torch import Tensor
 
 from slime_tis.errors import first_line
 from slime_tis.hf_directory import FAMILIES, Family, has, load_config, moe_sizes, read_model_config
-from slime_tis.trainer.megatron.attention import TorchAttention
-from slime_tis.trainer.megatron.layers import TorchMLP, TorchRMSNorm, TorchSwiGLU
-from slime_tis.trainer.megatron.moe import MoeRouter, moe_options, release_probabilities
+from slime_tis.trainer.megatron.layers import (
+    MoeRouter,
+    TorchAttention,
+    TorchMLP,
+    TorchRMSNorm,
+    TorchSwiGLU,
+    release_probabilities,
+)
 from slime_tis.trainer.megatron.packing import PackedSequences, RotaryAngles
 from slime_tis.trainer.megatron.parallel import Parallel
 from slime_tis.trainer.options.megatron import MegatronConfig
@@ -192,7 +197,7 @@ def transformer_config(hf: HfConfig, config: MegatronConfig, parallel: Parallel)
         calculate_per_token_loss=True,
         variable_seq_lengths=pipeline > 1,
         moe_token_dispatcher_type="alltoall",  # required with variable_seq_lengths, dense or not
-        **moe_options(hf, parallel),
+        **_moe_options(hf, parallel),
         use_cpu_initialization=on_cpu,
         use_te_activation_func=not uses_transformer_engine(hf, parallel),  # the spec's, here TorchSwiGLU
         apply_rope_fusion=uses_transformer_engine(hf, parallel),
@@ -201,6 +206,40 @@ def transformer_config(hf: HfConfig, config: MegatronConfig, parallel: Parallel)
         recompute_granularity=config.recompute_granularity,
         recompute_method=config.recompute_method,
         recompute_num_layers=config.recompute_num_layers,
+    )
+
+
+def _moe_options(hf: Any, parallel: Parallel) -> dict[str, Any]:
+    """megatron-core's configuration of a model's experts, trained without a loss for balance; empty if dense."""
+    sizes = moe_sizes(hf)
+    if sizes is None:
+        return {}
+    family = FAMILIES[hf.architectures[0]]
+    options = {
+        "num_moe_experts": sizes.num_experts,
+        "moe_layer_freq": [int(layer in sizes.layers) for layer in range(hf.num_hidden_layers)],
+        "moe_ffn_hidden_size": sizes.intermediate_size,
+        "moe_shared_expert_intermediate_size": sizes.shared_intermediate_size,
+        "moe_shared_expert_gate": family.shared_expert_gate is not None,
+        "moe_router_topk": sizes.top_k,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "expert_model_parallel_size": parallel.expert_size,
+        "expert_tensor_parallel_size": parallel.expert_tensor_size,
+    }
+    if not family.sigmoid_router:  # a softmax over all experts, or over the chosen ones, whose weights then sum to 1
+        return options | {"moe_router_score_function": "softmax", "moe_router_pre_softmax": not hf.norm_topk_prob}
+    # "DeepSeek-V3 Technical Report" (https://arxiv.org/abs/2412.19437), section 2.1.2
+    groups = {"moe_router_num_groups": hf.n_group, "moe_router_group_topk": hf.topk_group} if hf.n_group > 1 else {}
+    return (
+        options
+        | groups
+        | {
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_bias_update_rate": 0.0,  # the bias keeps its pretrained value
+            "moe_router_topk_scaling_factor": hf.routed_scaling_factor,
+        }
     )
 
 

@@ -1,8 +1,8 @@
-"""RMSNorm and SwiGLU in plain torch, as megatron-core spec modules that save little for the backward pass.
+"""Layers in plain torch, as megatron-core spec modules, for machines without transformer-engine.
 
-They are used without transformer-engine. megatron-core's torch RMSNorm refuses sequence parallelism, and torch's also
-saves the normalized input on a CPU. megatron-core's MLP saves the input of SwiGLU, silu(gate), a copy of the other
-factor and the product: five times the inner size. Here only the input is saved, twice the inner size.
+RMSNorm and SwiGLU save little for the backward pass. megatron-core's torch RMSNorm refuses sequence parallelism, and
+torch's also saves the normalized input on a CPU. megatron-core's MLP saves the input of SwiGLU, silu(gate), a copy of
+the other factor and the product: five times the inner size. Here only the input is saved, twice the inner size.
 """
 
 from collections.abc import Callable
@@ -11,13 +11,110 @@ from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from slime_tis.trainer.megatron.packing import PackedSequences
+from slime_tis.trainer.megatron.shared_attention import shared_attention
+
 R = TypeVar("R")
+
+
+class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has no types
+    """Rotary embedding and causal attention over packed sequences, by `scaled_dot_product_attention`.
+
+    megatron-core's local attention supports neither packed sequences nor context parallelism, and its rotary embedding
+    splits and joins the packed tokens per sequence, layer and tensor. Here angles are computed once per micro-batch.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        softmax_scale: float | None = None,
+        pg_collection: Any = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        self.softmax_scale = softmax_scale
+        self.context_group = pg_collection.cp
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSequences | None = None,
+    ) -> Tensor:
+        """query [tokens, heads, d], key and value [tokens, groups, d] → [tokens, heads·d]."""
+        layout = packed_seq_params
+        assert layout is not None and layout.cos is not None and layout.sin is not None  # `pack` with rotary angles
+        query, key = rotate(query, layout.cos, layout.sin), rotate(key, layout.cos, layout.sin)
+        if layout.parts:
+            value = value.contiguous()  # a view would keep the unrotated queries and keys alive
+            return shared_attention(query, key, value, layout.parts, self.softmax_scale).flatten(1)
+        if self.context_group.size() > 1:
+            keys_and_values = torch.stack([key, value], 1)
+            key, value = gather_from_sequence_parallel_region(keys_and_values, group=self.context_group).unbind(1)
+        repeats = query.shape[1] // key.shape[1]
+        output = F.scaled_dot_product_attention(
+            layout.query_rows(query),
+            layout.key_rows(key).repeat_interleave(repeats, 1),
+            layout.key_rows(value).repeat_interleave(repeats, 1),
+            attn_mask=layout.attention_mask,
+            is_causal=layout.attention_mask is None,
+            scale=self.softmax_scale,
+        )
+        return layout.tokens(output).flatten(1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding: rotates each pair (x_i, x_{i+d/2}) of the first d features by its angle.
+
+        y_i = x_i cos − x_{i+d/2} sin,   y_{i+d/2} = x_{i+d/2} cos + x_i sin
+
+    Source: "RoFormer: Enhanced Transformer with Rotary Position Embedding", Su et al.
+    (https://arxiv.org/abs/2104.09864), eq. 34, with the pairs of Hugging Face's layout.
+
+    Args:
+        x: [tokens, heads, d or more]; features after the first d are unchanged.
+        cos: [tokens, 1, d/2] of each token's angles.
+        sin: [tokens, 1, d/2].
+    """
+    rotated, rest = x.split([2 * cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]], -1)
+    rotated = _Rotate.apply(rotated, cos.to(x.dtype), sin.to(x.dtype))  # type: ignore[no-untyped-call]  # torch's
+    return torch.cat([rotated, rest], -1) if rest.shape[-1] else rotated
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotated(grads[0], cos, -sin), None, None
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    rotated: Tensor = x.unflatten(-1, (2, half)) * cos.unsqueeze(-2)
+    rotated[..., 0, :].addcmul_(x[..., half:], sin, value=-1)
+    rotated[..., 1, :].addcmul_(x[..., :half], sin)
+    return rotated.flatten(-2)
 
 
 class TorchRMSNorm(torch.nn.Module):
@@ -69,8 +166,7 @@ class TorchMLP(MLP):  # type: ignore[misc]  # megatron-core has no types
 
     def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
         """[..., hidden size] → the same, and no bias."""
-        if per_token_scale is not None:
-            raise NotImplementedError("experts use megatron-core's MLP")
+        assert per_token_scale is None  # experts use megatron-core's MLP
         x, _bias = self.linear_fc1(hidden_states)
         output, _bias = with_recomputed_input(self.linear_fc2, swiglu, x)
         return output, None
@@ -85,15 +181,9 @@ class TorchSwiGLU(MegatronModule):  # type: ignore[misc]  # megatron-core has no
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """silu(gate) · up; only x is saved.
+    """silu(gate) · up [..., inner] of x = gate and up [..., 2·inner]; only x is saved.
 
     Source: "GLU Variants Improve Transformer", Shazeer (https://arxiv.org/abs/2002.05202), eq. 6.
-
-    Args:
-        x: gate and up, concatenated: [..., 2·inner].
-
-    Returns:
-        [..., inner]
     """
     output: Tensor = _SwiGLU.apply(x)  # type: ignore[no-untyped-call]  # torch's
     return output
@@ -103,7 +193,8 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        return _product(x)
+        gate, up = x.chunk(2, -1)
+        return F.silu(gate).mul_(up)
 
     @staticmethod
     @once_differentiable
@@ -117,19 +208,8 @@ class _SwiGLU(torch.autograd.Function):
         return of_x
 
 
-def _product(x: Tensor) -> Tensor:
-    gate, up = x.chunk(2, -1)
-    return F.silu(gate).mul_(up)
-
-
 def with_recomputed_input(layer: Callable[[Tensor], R], function: Callable[[Tensor], Tensor], x: Tensor) -> R:
-    """layer(function(x)), where the layer saves x instead of its input.
-
-    Args:
-        layer: its autograd function saves its input unchanged.
-        function: cheap and deterministic; it saves x.
-        x: saved once for both.
-    """
+    """layer(function(x)), where the layer saves x instead of its input; `function` must be deterministic."""
     inputs = function(x)
     shape, address = inputs.shape, inputs.data_ptr()  # autograd keeps `pack`, which must not refer to the tensor
     saved = x.detach()
@@ -151,3 +231,39 @@ def with_recomputed_input(layer: Callable[[Tensor], R], function: Callable[[Tens
 @dataclass(frozen=True)
 class _Recomputed:
     x: Tensor
+
+
+class MoeRouter(TopKRouter):  # type: ignore[misc]  # megatron-core has no types
+    """megatron-core's top-k router, without transformer-engine."""
+
+    expert_bias: Tensor | None
+
+    def gating(self, input: Tensor) -> Tensor:
+        """Logits [..., experts] float32; megatron-core's method reads a name of transformer-engine."""
+        return F.linear(input.float(), self.weight.float())
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "MoeRouter":
+        """Moves the router; its bias stays float32 when the parameters become bfloat16."""
+        bias = self.expert_bias
+        super()._apply(fn, recurse)
+        if bias is not None:
+            self.expert_bias = bias.to(self.weight.device)
+        return self
+
+    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        """Does nothing: megatron-core would count tokens per expert, to change the bias."""
+
+
+def release_probabilities(module: nn.Module) -> None:
+    """Makes megatron-core's dispatchers release the probabilities of a micro-batch after their layer has run.
+
+    The graph of the probabilities refers to the parameters, whose data-parallel hooks refer to the model: a cycle
+    through C++ that Python's garbage collector does not see, so that the model would never be freed.
+    """
+
+    def release(layer: Any, args: Any, output: Any) -> None:
+        layer.token_dispatcher.local_probs = layer.token_dispatcher.probs = None
+
+    for child in module.modules():
+        if isinstance(child, MoELayer):
+            child.register_forward_hook(release)

@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slime_tis.hf_directory import MoeSizes
-from slime_tis.trainer.megatron.moe import MoeRouter
+from slime_tis.trainer.megatron.layers import MoeRouter
 from slime_tis.trainer.megatron.packing import MicroBatch
 from slime_tis.trainer.megatron.parallel import Parallel
 
