@@ -3,7 +3,6 @@
     slime-tis train --hf-checkpoint DIR …    trains; `python train.py …` in a checkout does the same
     slime-tis demo                           trains a tiny model for a minute and writes a report on its mismatch
     slime-tis port run.sh                    prints a launch script of slime in this program's flags
-    slime-tis import-gguf FILE.gguf OUT_DIR  writes a GGUF file as a Hugging Face directory
     slime-tis report RUN_OR_DUMP             writes one HTML file on a run or on dumps of its tokens
     slime-tis what-if RUN_OR_DUMP [FLAGS]    prints what corrections would have done to these tokens
     slime-tis diagnose RUN_OR_DUMP           names the causes of the mismatch between training and rollout
@@ -20,7 +19,7 @@ from collections.abc import Sequence
 import slime_tis
 from slime_tis.terminal import protect_output
 
-EXTRAS = {"import-gguf": "train,gguf", "report": "analysis", "diagnose": "analysis", "what-if": "analysis"}
+EXTRAS = {"report": "analysis", "diagnose": "analysis", "what-if": "analysis"}
 """The extras that a command needs; the others need `train`."""
 
 
@@ -55,15 +54,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         "with comments on what was changed, added or omitted.",
     )
     ported.add_argument("script", metavar="SCRIPT", help="launch script, for example slime/scripts/run-qwen3-4B.sh")
-    imported = commands.add_parser(
-        "import-gguf",
-        help="write a GGUF file as a Hugging Face directory",
-        description="Writes a GGUF file of a dense Llama, Qwen2 or Qwen3 model as the directory that --hf-checkpoint "
-        "takes: configuration, dequantized weights, tokenizer and chat template. Needs the extra gguf.",
-    )
-    imported.add_argument("file", metavar="FILE.gguf", help="the model, in one file")
-    imported.add_argument("directory", metavar="OUT_DIR", help="absent, empty or an earlier import, which is replaced")
-    imported.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of the weights (default fp32)")
     _add_analysis(commands)
     chosen = parser.parse_args(argv)
     if chosen.command is None:
@@ -111,13 +101,6 @@ def _port(chosen: argparse.Namespace) -> int:
     return 0
 
 
-def _import_gguf(chosen: argparse.Namespace) -> int:
-    from slime_tis.trainer.cli.import_gguf import import_gguf
-
-    print(import_gguf(chosen.file, chosen.directory, dtype=chosen.dtype))
-    return 0
-
-
 def _report(chosen: argparse.Namespace) -> int:
     from slime_tis.analysis.report.command import report
 
@@ -143,7 +126,6 @@ def _what_if(chosen: argparse.Namespace) -> int:
 COMMANDS = {
     "demo": _demo,
     "port": _port,
-    "import-gguf": _import_gguf,
     "report": _report,
     "diagnose": _diagnose,
     "what-if": _what_if,

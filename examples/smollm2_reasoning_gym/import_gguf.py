@@ -1,4 +1,6 @@
-"""Converts a GGUF file to a Hugging Face directory: `slime-tis import-gguf FILE.gguf OUT_DIR`.
+"""Converts a GGUF file to a Hugging Face directory.
+
+    python -m examples.smollm2_reasoning_gym.import_gguf FILE.gguf OUT_DIR
 
 The package gguf names and dequantizes tensors, and transformers reads the tokenizer. The configuration is made here:
 transformers ignores the rotary scaling of GGUF files and replaces missing weights by random ones.
@@ -6,7 +8,9 @@ transformers ignores the rotary scaling of GGUF files and replaces missing weigh
 
 from __future__ import annotations
 
+import argparse
 import json
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -284,3 +288,25 @@ def dequantized(
             rows = weights.reshape(heads[module], -1, 2, *weights.shape[1:])
             weights = rows.swapaxes(1, 2).reshape(weights.shape).copy()
         yield name, torch.from_numpy(weights).to(torch.float32 if dtype == "fp32" else torch.bfloat16)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command; returns its exit status."""
+    parser = argparse.ArgumentParser(
+        description="Writes a GGUF file of a dense Llama, Qwen2 or Qwen3 model as the directory for --hf-checkpoint: "
+        "configuration, dequantized weights, tokenizer and chat template. Needs the extra gguf.",
+    )
+    parser.add_argument("file", metavar="FILE.gguf", help="the model, in one file")
+    parser.add_argument("directory", metavar="OUT_DIR", help="absent, empty or an earlier import, which is replaced")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of the weights (default fp32)")
+    options = parser.parse_args(argv)
+    try:
+        print(import_gguf(options.file, options.directory, dtype=options.dtype))
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

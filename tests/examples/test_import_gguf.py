@@ -12,13 +12,12 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
-from slime_tis.main import main
 from slime_tis.trainer.engines.local.checkpoint import eos_token_ids, load_model, load_tokenizer
 from tests.checkpoints import CHARACTERS, CHAT_TEMPLATE, make_checkpoint
 
 gguf = pytest.importorskip("gguf", reason="the extra gguf is not installed")
 
-from slime_tis.trainer.cli.import_gguf import import_gguf, llama3_scaling  # noqa: E402
+from examples.smollm2_reasoning_gym.import_gguf import import_gguf, llama3_scaling, main  # noqa: E402
 
 TOKENS = torch.tensor([[1, 5, 9, 44, 17, 3, 60, 21]])
 
@@ -119,15 +118,18 @@ def test_logits_and_tokens_equal_those_of_the_source(tmp_path: Path, family: str
     assert f"{made.num_parameters() / 1e6:.1f} million parameters in fp32" in report and "warning" not in report
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q5_1", "Q4_1"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [("F16", "fp32"), ("BF16", "bf16"), ("Q8_0", "fp32"), ("Q5_1", "bf16"), ("Q4_1", "fp32")],
+    ids=str,
+)
 def test_quantized_weights_are_exact(tmp_path: Path, kind: str, dtype: str) -> None:
     model = write_gguf(tmp_path, "llama", kind=kind)
     assert f"16 {kind}, 5 F32" in import_gguf(tmp_path / "model.gguf", tmp_path / "made", dtype=dtype)
-    found = torch.float32 if dtype == "fp32" else torch.bfloat16
-    made = load_model(tmp_path / "made", found).state_dict()
-    assert all(torch.equal(made[name], weights.to(found)) for name, weights in model.state_dict().items())
-    assert json.loads((tmp_path / "made/config.json").read_text())["dtype"] == str(found).removeprefix("torch.")
+    expected = torch.float32 if dtype == "fp32" else torch.bfloat16
+    made = load_model(tmp_path / "made", expected).state_dict()
+    assert all(torch.equal(made[name], weights.to(expected)) for name, weights in model.state_dict().items())
+    assert json.loads((tmp_path / "made/config.json").read_text())["dtype"] == str(expected).removeprefix("torch.")
 
 
 def test_the_pre_tokenizer_decides_how_digits_split(tmp_path: Path) -> None:
@@ -167,28 +169,24 @@ def test_only_earlier_imports_are_replaced(tmp_path: Path, capsys: pytest.Captur
     write_gguf(tmp_path, "llama")
     (tmp_path / "made").mkdir()
     (tmp_path / "made" / "mine.txt").write_text("mine")
-    command = ["import-gguf", str(tmp_path / "model.gguf"), str(tmp_path / "made")]
+    command = [str(tmp_path / "model.gguf"), str(tmp_path / "made")]
     assert main(command) == 2 and "'mine.txt'" in capsys.readouterr().err
     (tmp_path / "made" / "mine.txt").unlink()
     for _ in range(2):
         assert main([*command, "--dtype", "bf16"]) == 0
     for target in (tmp_path / "model.gguf" / "made", os.fsdecode(os.fsencode(tmp_path) + b"/\xff")):
-        assert main([*command[:2], str(target)]) == 2
+        assert main([*command[:1], str(target)]) == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["made", "model.gguf", "source"]
 
 
-@pytest.mark.parametrize(
-    ("error", "status"), [(OSError("full"), 1), (KeyboardInterrupt(), 130)], ids=["full", "Ctrl-C"]
-)
-def test_a_failed_write_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, status: int
-) -> None:
+def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any, **__: Any) -> None:
-        raise error
+        raise KeyboardInterrupt
 
     write_gguf(tmp_path, "llama")
     monkeypatch.setattr("slime_tis.trainer.storage.hf_checkpoint.save_file", fails)
-    assert main(["import-gguf", str(tmp_path / "model.gguf"), str(tmp_path / "made")]) == status
+    with pytest.raises(KeyboardInterrupt):
+        import_gguf(tmp_path / "model.gguf", tmp_path / "made")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.gguf", "source"]
 
 
@@ -198,15 +196,10 @@ def test_a_failed_write_leaves_nothing(
         ({"drop": "model.norm.weight"}, "no tensor output_norm.weight"),
         ({"llama__feed_forward_length": 60}, "of shape [60, 64]"),
         ({"llama__block_count": 1}, "has the tensor blk.1."),
-        ({"llama__block_count": 2**31}, "num_hidden_layers 2147483648"),
-        ({"llama__attention__head_count": 0}, "num_attention_heads 0"),
-        ({"llama__attention__head_count": 3}, "multiple"),
         ({"llama__embedding_length": None}, "llama.embedding_length is None"),
-        ({"llama__embedding_length": "x"}, "llama.embedding_length is 'x'"),
         ({"tokenizer__ggml__eos_token_id": 10**6}, "cannot be converted"),
         ({"llama__expert_count": 8}, "mixture of experts"),
         ({"llama__attention__value_length": 8}, "llama.attention.value_length is 8"),
-        ({"llama__attention__sliding_window": 64}, "sliding_window"),
         ({"llama__rope__scaling__type": "longrope"}, "'longrope'"),
         ({"split__count": 3}, "several parts"),
         ({"general__architecture": "gemma2"}, "architecture 'gemma2'"),
@@ -245,5 +238,5 @@ def header(*arrays: tuple[str, int, int], tail: bytes = b"") -> bytes:
 def test_damaged_files_are_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes) -> None:
     (tmp_path / "model.gguf").write_bytes(content)
     for name in ("model.gguf", "nothing.gguf", "."):
-        assert main(["import-gguf", str(tmp_path / name), str(tmp_path / "made")]) == 2
+        assert main([str(tmp_path / name), str(tmp_path / "made")]) == 2
         assert capsys.readouterr().err.count("\n") == 1
