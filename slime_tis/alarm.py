@@ -2,15 +2,9 @@
 
 
 class Alarm:
-    """Turns on after a condition held several times in a row, and off after it failed several times in a row."""
+    """Turns on after a condition held `after` times in a row, and off after it failed `calm` times in a row."""
 
     def __init__(self, after: int, calm: int = 1) -> None:
-        """Initializes the alarm.
-
-        Args:
-            after: Observations in a row that turn the alarm on.
-            calm: Observations in a row without the condition that turn the alarm off.
-        """
         self.is_on = False
         self._after, self._calm = after, calm
         self._row = 0  # observations in a row that contradict `is_on`

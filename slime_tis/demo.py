@@ -31,15 +31,7 @@ Next steps
 
 
 def demo(out: str) -> int:
-    """Trains the tiny model in a new directory, writes the report and prints the diagnosis; returns the exit status.
-
-    Args:
-        out: Directory to make; it gets `data`, with model and prompts, and `run`, with `report.html`.
-
-    Raises:
-        ValueError: The directory exists.
-        OSError: A file cannot be written.
-    """
+    """Trains the tiny model in a new directory, writes the report and prints the diagnosis; returns the exit status."""
     directory = Path(out)
     if os.path.lexists(directory):
         raise ValueError(f"error: {quoted_path(out)} exists already; remove it, or give another --out DIR.")

@@ -10,16 +10,12 @@ CONFIG, METRICS = "config.yaml", "metrics.jsonl"
 
 
 def metrics_before(path: Path, step: int, *, evaluates_again: bool = False) -> list[str]:
-    """The lines of a metrics.jsonl before a step, without a truncated last line.
+    """Returns the lines of a metrics.jsonl before a step, without a truncated last line.
 
     Args:
         path: The metrics.jsonl.
         step: First step that will be logged again.
-        evaluates_again: Also drop the separate row that an earlier resumption logged for its evaluation at the step
-            before.
-
-    Raises:
-        ValueError: a line is not the metrics of a step; the message names file and line.
+        evaluates_again: Whether an earlier resumption's row of its evaluation at the step before is dropped, too.
     """
     kept = []
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []

@@ -37,8 +37,7 @@ def protect_output(*, keep_running: bool) -> None:
     Streams that are not the process's own, for example a notebook's, stay as they are.
 
     Args:
-        keep_running: Whether stdout that fails is only a warning. Otherwise a closed pipe is silent, and any other
-            failure, such as a full disk, raises OSError.
+        keep_running: Whether failing stdout is only a warning; otherwise anything but a closed pipe raises OSError.
     """
     for descriptor in range(3):
         try:

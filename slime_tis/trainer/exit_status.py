@@ -17,18 +17,14 @@ TOO_MANY_FILES = os.strerror(errno.EMFILE)
 
 
 def exit_status(error: Exception) -> int:
-    """Returns the exit status of a run that ended with an error; errors.py has the table."""
+    """Returns the exit status of a run that ended with an error."""
     if isinstance(error, (RunStopped, Interrupted)):
         return error.status
     return 2 if isinstance(error, CustomFunctionError) else 1
 
 
 def report_error(error: Exception, rank: int, interrupts: Interrupts) -> bool:
-    """Prints on stderr why the run ends, once for all ranks.
-
-    Returns:
-        False for a defect, which needs its traceback.
-    """
+    """Prints on stderr why the run ends, once for all ranks; returns False for a defect, which needs its traceback."""
     too_many_files = TOO_MANY_FILES in str(error)  # gloo and torch raise it as RuntimeError
     if isinstance(error, OtherRankFailed) or (lost_contact(error) and not too_many_files):
         print(f"error: {stops_because(rank, interrupts.failure_elsewhere())}", file=sys.stderr)

@@ -36,19 +36,12 @@ from slime_tis.trainer.exit_status import exit_status, message_of, report_error
 from slime_tis.trainer.interrupt import Interrupted, Interrupts
 from slime_tis.trainer.megatron.checkpoint import save_hf
 from slime_tis.trainer.megatron.parallel import connect_store, initialize, shut_down
-from slime_tis.trainer.reporting.timing import Timer
 from slime_tis.trainer.samples import Rollout
 from slime_tis.trainer.setup import Run, set_up
 
 
 def train(run: Run) -> None:
-    """Trains on every remaining rollout, then exports the policy.
-
-    Raises:
-        Interrupted: A signal asked the run to stop.
-        NonFiniteGradient: The gradient of a step is not finite, and --nonfinite-gradient is `stop`.
-        RolloutUnavailable: No rollout engine is left.
-    """
+    """Trains on every remaining rollout, then exports the policy."""
     run.checkpointer.position = position(run)
     if run.evaluation.is_due_first(run.rollout_id):
         with run.interrupts.abandonable():
@@ -99,7 +92,10 @@ def evaluate_when_due(run: Run) -> dict[str, float]:
 
 def report_rollout(run: Run) -> None:
     """Logs the steps of the last rollout. A checkpoint that is complete before would lose them to a kill."""
-    run.unreported[-1] |= step_times(run.timer)
+    times = run.timer.take()
+    if "perf/forward_time" in times:
+        times["perf/backward_time"] = times["perf/forward_backward_time"] - times["perf/forward_time"]
+    run.unreported[-1] |= times
     report(run, run.unreported, run.learner.step or run.rollout_id)
     run.unreported = []
 
@@ -113,14 +109,6 @@ def report(run: Run, rows: Sequence[dict[str, float]], last_step: int) -> None:
             tqdm.write(f"warning: step {step}: {message}", file=sys.stderr)
 
 
-def step_times(timer: Timer) -> dict[str, float]:
-    """Returns perf/… seconds since the last step; the backward time is the remainder after the forward time."""
-    times = timer.take()
-    if "perf/forward_time" in times:
-        times["perf/backward_time"] = times["perf/forward_backward_time"] - times["perf/forward_time"]
-    return times
-
-
 def position(run: Run) -> Position:
     """Returns where a run that resumes from here continues."""
     return Position(
@@ -132,11 +120,7 @@ def position(run: Run) -> Position:
 
 
 def check_interrupts(run: Run) -> None:
-    """Stops the run if any rank received a signal; a collective.
-
-    Raises:
-        Interrupted: A signal reached one of the ranks.
-    """
+    """Raises Interrupted if any rank received a signal; a collective."""
     number = run.parallel.largest(run.interrupts.number)
     if number:
         raise Interrupted(signal.Signals(number).name)
@@ -174,11 +158,7 @@ def logging_before_an_error(run: Run) -> Iterator[None]:
 
 @contextmanager
 def saving_before_stopping(run: Run) -> Iterator[None]:
-    """Saves a run that stops early.
-
-    Raises:
-        RunStopped: A signal, a lost rollout engine or a non-finite gradient ended the run.
-    """
+    """Saves a run that a signal, a lost rollout engine or a non-finite gradient ends, and raises RunStopped."""
     checkpointer = run.checkpointer
     try:
         yield
@@ -196,17 +176,15 @@ def saving_before_stopping(run: Run) -> Iterator[None]:
 
 def main(arguments: Arguments) -> int:
     """Runs a training and returns its exit status; an expected error ends in one message on stderr."""
-    with Interrupts() as interrupts:
+    with Interrupts() as interrupts, ExitStack() as outputs:
         prepare_terminal()
-        outputs = ExitStack()
+        main_process = os.environ.get("RANK", "0") == "0"
         try:
-            main_process = os.environ.get("RANK", "0") == "0"
             outputs.enter_context(held_outputs(arguments.megatron, arguments.reporting, main=main_process))
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
-        with outputs:
-            return _run(arguments, interrupts)
+        return _run(arguments, interrupts)
 
 
 def _run(arguments: Arguments, interrupts: Interrupts) -> int:

@@ -5,10 +5,9 @@ policy loss → RecordedLoss → StepDump → queue → table → file
 
 from __future__ import annotations
 
-import queue
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -94,49 +93,41 @@ class TrainDump:
     def __init__(self, settings: DumpSettings, rank: int) -> None:
         self._settings, self._rank = settings, rank
         self._steps: list[StepDump] = []
-        self._queue: queue.Queue[tuple[int, list[StepDump]] | None] = queue.Queue(MAX_QUEUED_ROLLOUTS)
-        self._thread: threading.Thread | None = None
+        self._thread = ThreadPoolExecutor(1, "train dump")
+        self._writes: list[Future[None]] = []
 
     def add(self, step: StepDump) -> None:
         """Adds a step of the current rollout."""
         self._steps.append(step)
 
     def end_rollout(self, rollout_id: int) -> None:
-        """Passes the steps of a rollout to the thread; waits while the queue is full."""
-        if not self._steps:
-            return
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._write_all, name="train dump", daemon=True)
-            self._thread.start()
-        self._queue.put((rollout_id, self._steps))
-        self._steps = []
+        """Passes the steps of a rollout to the thread; waits while too many rollouts are queued."""
+        if self._steps:
+            wait(self._writes[:-MAX_QUEUED_ROLLOUTS])
+            self._writes = [
+                *self._writes[-MAX_QUEUED_ROLLOUTS:],
+                self._thread.submit(self._write, rollout_id, self._steps),
+            ]
+            self._steps = []
 
     def flush(self) -> None:
         """Waits until all rollouts are written or reported."""
-        self._queue.join()
+        wait(self._writes)
 
     def close(self) -> None:
         """Waits until all rollouts are written, then ends the thread."""
-        if self._thread is None:
-            return
-        self._queue.put(None)
-        self._thread.join()
-        self._thread = None
+        self._thread.shutdown()
 
-    def _write_all(self) -> None:
-        while (item := self._queue.get()) is not None:
-            rollout_id, steps = item
-            path = self._settings.path(rollout_id, self._rank)
-            try:
-                check_replaceable(path)
-                table = TokenTable.concatenate([table_of(step, self._settings) for step in steps])
-                metadata = {**table.metadata, "rollout_id": rollout_id, "rank": self._rank}
-                write(path, replace(table, metadata=metadata))
-            except Exception as error:  # training continues after any error
-                message = f"warning: --save-debug-train-data: {path} was not written: {first_line(error)}."
-                tqdm.write(message, file=sys.stderr)
-            finally:
-                self._queue.task_done()
+    def _write(self, rollout_id: int, steps: list[StepDump]) -> None:
+        path = self._settings.path(rollout_id, self._rank)
+        try:
+            check_replaceable(path)
+            table = TokenTable.concatenate([table_of(step, self._settings) for step in steps])
+            metadata = {**table.metadata, "rollout_id": rollout_id, "rank": self._rank}
+            write(path, replace(table, metadata=metadata))
+        except Exception as error:  # training continues after any error
+            message = f"warning: --save-debug-train-data: {path} was not written: {first_line(error)}."
+            tqdm.write(message, file=sys.stderr)
 
 
 def table_of(step: StepDump, settings: DumpSettings) -> TokenTable:
