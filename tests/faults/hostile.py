@@ -9,7 +9,6 @@ import gzip
 import json
 import sys
 import threading
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -137,35 +136,18 @@ def spans(*entries: Any) -> Callable[[Any], Any]:
     return edited(edit)
 
 
-def bomb(kind: str) -> Callable[[Any], Any]:
-    """A gigabyte of blanks in a megabyte."""
-
-    def make(answer: Any) -> Raw:
-        if kind == "gzip":
-            body = gzip.compress(bytes(1 << 24)) * 64
-        else:
-            squeeze = zlib.compressobj()
-            body = b"".join(squeeze.compress(bytes(1 << 20)) for _ in range(64)) + squeeze.flush()
-        return http(body, f"Content-Encoding: {kind}")
-
-    return make
-
-
-def nested(depth: int, opening: str = "[", closing: str = "]") -> str:
-    return opening * depth + closing * depth
+def nested(depth: int) -> str:
+    return "[" * depth + "]" * depth
 
 
 GENERATE: dict[str, Callable[[Any], Any]] = {
     # Sizes and forms.
-    "gzip bomb": bomb("gzip"),
-    "deflate bomb": bomb("deflate"),
+    "gzip bomb": lambda answer: http(gzip.compress(bytes(1 << 24)) * 64, "Content-Encoding: gzip"),
     "a good answer, compressed": lambda answer: http(
         gzip.compress(json.dumps(answer).encode()), "Content-Encoding: gzip"
     ),
-    "an unknown encoding": lambda answer: http(b"{}", "Content-Encoding: br, zstd"),
     "endless spaces": lambda answer: endless(b" " * 65536),
     "endless array": lambda answer: endless(b"[1,2,3," * 4096),
-    "endless bomb": lambda answer: endless(gzip.compress(bytes(1 << 20)), "Content-Encoding: gzip"),
     "30 MB of JSON": lambda answer: {**answer, "text": "x" * 30_000_000},
     "a declared length of 10**18": lambda answer: Raw(
         b"HTTP/1.1 200 OK\r\nContent-Length: 1000000000000000000\r\n\r\n", repeat(b"x" * 65536)
@@ -176,26 +158,15 @@ GENERATE: dict[str, Callable[[Any], Any]] = {
     "nothing": text(""),
     "a page of HTML": text("<html><body>502</body></html>"),
     "half an answer": lambda answer: json.dumps(answer)[:-30],
-    "binary": lambda answer: http(bytes(range(256))),
-    "UTF-16": lambda answer: http("{".encode("utf-16")),
-    "lone surrogates": lambda answer: http(b'{"text": "\xed\xa0\x80"}'),
     "arrays nested 100,000 deep": text(nested(100_000)),
-    "objects nested 20,000 deep": text(nested(20_000, '{"a":', "}")),
-    "arrays nested 900 deep": text(nested(900)),
     "a nested finish_reason": edited(lambda a: a["meta_info"].update(finish_reason=json.loads(nested(500)))),
-    "a null": text("null"),
     "a number": text("1e999"),
-    "a list": text("[1]"),
     "an empty object": text("{}"),
     # Tokens.
     "a token beyond the vocabulary": token(64),
     "a token of a larger model": token(151_643),
-    "a token of 2**31": token(2**31),
     "a token of 2**70": token(2**70),
     "a negative token": token(-1),
-    "a token of text": token("5"),
-    "a token that is true": token(True),
-    "a token of 1.5": token(1.5),
     "tokens that are not a list": edited(lambda a: a.update(output_ids={"0": 1})),
     "more tokens than asked for": edited(
         lambda a: (
@@ -204,7 +175,6 @@ GENERATE: dict[str, Callable[[Any], Any]] = {
         )
     ),
     "other tokens than the log-probs'": edited(lambda a: a["output_ids"].__setitem__(0, 4)),
-    "a count of another length": meta(completion_tokens=10**30),
     # Log-probs.
     "a log-prob of 400 digits": entry(0, -(10**400)),
     "a count of 5,000 digits": raw_number("completion_tokens", "9" * 5000),
@@ -212,36 +182,21 @@ GENERATE: dict[str, Callable[[Any], Any]] = {
     "a log-prob that is NaN": entry(0, float("nan")),
     "a log-prob of null": entry(0, None),
     "a log-prob above 0": entry(0, 0.7),
-    "a log-prob of text": entry(0, "-1.0"),
-    "a log-prob that is false": entry(0, False),
     "log-probs that are not a list": meta(output_token_logprobs="abc"),
-    "log-probs of lists": meta(output_token_logprobs=[[[[]]]]),
-    "log-probs of numbers": meta(output_token_logprobs=[1, 2]),
     "a log-prob missing": edited(lambda a: a["meta_info"]["output_token_logprobs"].pop()),
     # Versions.
     "a span of 2e8 tokens": spans(("0", 0, 200_000_000)),
-    "a span of 1e12 tokens": spans(("0", 0, 10**12)),
-    "a span of 2**70 tokens": spans(("0", 0, 2**70)),
     "a span that ends before it begins": spans(("0", 0, -5)),
     "spans with a gap": spans(("0", 0, 1), ("0", 2, None)),
     "spans that overlap": spans(("0", 0, None), ("0", 0, None)),
-    "a span of text": spans(("0", "0", "1")),
     "spans that go back": spans(("1", 0, 1), ("0", 1, None)),
-    "a negative version": spans(("-3", 0, None)),
-    "a version of 1.5": spans(("1.5", 0, None)),
-    "a version of 2**64": spans((str(2**64), 0, None)),
     "a version of 5,000 digits": spans(("9" * 5000, 0, None)),
-    "a version that is an object": spans(({"a": 1}, 0, None)),
-    "a version that is true": spans((True, 0, None)),
     "spans that are not a list": meta(weight_versions={"version": "0"}),
     # Reasons and words.
     "an unknown finish_reason": meta(finish_reason={"type": "error"}),
-    "a finish_reason that is a list": meta(finish_reason=["stop"]),
     "a finish_reason that steers the terminal": meta(finish_reason={"type": STEERING}),
     "a version that steers the terminal": spans((STEERING * 40, 0, None)),
-    "a log-prob that steers the terminal": entry(0, STEERING),
     "a finish_reason with the key": meta(finish_reason={"type": f"Bearer {KEY}"}),
-    "a log-prob with the key": entry(0, [KEY, ADMIN_KEY]),
     "a version with the key": spans((f"{'x' * 120}{KEY}", 0, None)),
 }
 """Answers to POST /generate that are to be thrown away and counted, by what is wrong with them."""
@@ -249,18 +204,14 @@ GENERATE: dict[str, Callable[[Any], Any]] = {
 PROTOCOL: dict[str, Callable[[Any], Any]] = {
     "no HTTP": lambda answer: Raw(b"SSH-2.0-OpenSSH_9.6\r\n\r\n"),
     "a wrong status line": lambda answer: Raw(b"HTTP/1.1 \x1b[2J\r\n\r\n"),
-    "a status of 999": lambda answer: http(b"{}", status="999 Strange"),
     "a redirect": lambda answer: http(b"", "Location: http://127.0.0.1:1/", status="307 Temporary Redirect"),
     "a header of a megabyte": lambda answer: http(b"{}", f"X-Long: {'x' * 1_000_000}"),
-    "100,000 headers": lambda answer: http(b"{}", *(f"X-{i}: {i}" for i in range(100_000))),
-    "two lengths": lambda answer: http(b"{}", "Content-Length: 1"),
     "a negative length": lambda answer: Raw(b"HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\n{}"),
     "a chunk of no number": lambda answer: Raw(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n"),
     "a body cut off": lambda answer: Raw(
         b"HTTP/1.1 200 OK\r\nContent-Length: 500\r\nConnection: close\r\n\r\n{", iter([b"x"])
     ),
     "a status line with the key": lambda answer: Raw(f"HTTP/1.1 {KEY} {ADMIN_KEY}\r\n\r\n".encode()),
-    "a status line that steers the terminal": lambda answer: Raw(f"HTTP/1.1 {STEERING}\n\r\n".encode()),
 }
 """Answers that are not HTTP, or an odd one, which are to be asked for elsewhere."""
 
@@ -271,26 +222,18 @@ def refusal(words: Any, status: str = "503 X") -> Callable[[Any], Any]:
 
 ERRORS: dict[str, Callable[[Any], Any]] = {
     "an error with the key": refusal({"error": {"message": f"bad key {KEY}"}}),
-    "an error with the admin key": refusal({"detail": f"bad key {ADMIN_KEY}"}),
     "an error with the key across the cut": refusal({"message": "x" * 390 + KEY}),
-    "an error with the key far behind": refusal({"message": "x" * 8185 + KEY}),
     "an error with the beginning of the key": refusal({"message": f"key {KEY[:9]}… is wrong"}),
-    "an error with the end of the key": refusal({"message": f"key …{KEY[6:]} is wrong"}),
     "an error with the key in quotes": refusal(json.dumps({"error": json.dumps({"key": KEY})}).encode()),
     "an error with the key in base64": refusal(b"Basic c2stN0hxMnZYOXRMdzRSejhLZA=="),
-    "an error with the key, repeated": refusal((KEY * 3000).encode()),
     "an error that steers the terminal": refusal({"message": STEERING + "words"}),
     "an error that steers the terminal, raw": refusal(STEERING.encode() * 500),
-    "an error of binary": refusal(bytes(range(256)) * 50),
     "an error nested deeply": refusal(nested(30_000).encode()),
-    "an error nested a little": refusal(nested(950).encode()),
     "an endless error": lambda answer: Raw(
         b"HTTP/1.1 500 X\r\nTransfer-Encoding: chunked\r\n\r\n", repeat(b"10000\r\n" + b"e" * 65536 + b"\r\n")
     ),
     "a compressed error": lambda answer: http(gzip.compress(bytes(1 << 26)), "Content-Encoding: gzip", status="500 X"),
     "a reason with the key": lambda answer: http(b"{}", status=f"502 {KEY}"),
-    "a reason that steers the terminal": lambda answer: http(b"{}", status="502 \x1b[2J"),
-    "401 with the key": refusal({"message": KEY}, "401 X"),
     "404": refusal({"detail": "Not Found"}, "404 X"),
 }
 """Errors that are answered instead, which are to be tried elsewhere."""

@@ -19,10 +19,9 @@ from slime_tis import RolloutCorrectionConfig, correct
 from slime_tis.correction.config import LEVELS, ModeName, NonfinitePolicy, Normalizer
 from slime_tis.correction.criteria import CRITERIA
 from slime_tis.correction.sums import stacked
-from slime_tis.integrations import verl
 
 CALLS = 5000
-"""Of each of four tests; they can run at the same time."""
+"""Calls of each seed."""
 DTYPES = (torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.float16)
 MASK_DTYPES = (torch.bool, torch.int64, torch.uint8, torch.float32, torch.bfloat16)
 WILD = (math.nan, math.inf, -math.inf, 3.0e38, -3.0e38, -1.0e9, 1.0e6, -25.0, 30.0, 1e-40, 5e-324, -0.0)
@@ -267,100 +266,3 @@ def test_corrections(tally: Any, seed: int) -> None:
         accepted += 1
     faults.check(at_least=CALLS)
     assert accepted > CALLS // 3, "most calls were refused"
-
-
-def verl_call(rng: random.Random) -> tuple[Callable[..., Any], list[Any], dict[str, Any]]:
-    """One of the functions under verl's names, with arguments."""
-    rows, columns = rng.choice((0, 1, 2, 5)), rng.choice((0, 1, 2, 9))
-    old, rollout = (
-        torch.stack([torch.zeros(columns), *(make_values(rng, columns, torch.float32, 1.0) for _ in range(rows))])[1:]
-        for _ in range(2)
-    )
-    mask = (torch.rand(rows, columns) < rng.choice((0.0, 0.7, 1.0))).to(rng.choice(MASK_DTYPES))
-    if rng.random() < 0.1:
-        mask = mask[:, :-1] if columns else mask[:-1]
-    thresholds = (2.0, "2.0", "0.5_2.0", "0.5_2", True, "x", "", "_", "1_2_3", "nan", math.inf, None, [2.0], *BOUNDS)
-    weigh = {
-        "rollout_is": rng.choice(("token", "sequence", "geometric", None)),
-        "rollout_is_threshold": rng.choice(thresholds),
-        "rollout_is_batch_normalize": rng.random() < 0.3,
-    }
-    names = ",".join(rng.sample([*CRITERIA, "seq_max_k1"], rng.choice((1, 1, 3))))
-    reject = {
-        "rollout_rs": rng.choice((names, names, "token", "geometric", "")),
-        "rollout_rs_threshold": rng.choice(thresholds),
-    }
-    compat = {"verl_compat": rng.random() < 0.3}
-    veto = {"rollout_token_veto_threshold": rng.choice((None, None, 1e-4, 5e-324, 2.0))}
-    return rng.choice(
-        (
-            (verl.compute_rollout_correction_and_rejection_mask, [old, rollout, mask], weigh | reject | veto | compat),
-            (verl.compute_rollout_correction_weights, [old, mask], weigh),
-            (verl.compute_rollout_rejection_mask, [old, mask], reject | compat),
-            (verl.compute_offpolicy_metrics, [old, rng.choice((rollout, None)), mask], {}),
-            (verl.compute_rollout_corr_metrics_from_logprobs, [old, rollout, mask], {}),
-        )
-    )
-
-
-def method_call(rng: random.Random) -> tuple[Callable[..., Any], list[Any], dict[str, Any]]:
-    """One of the other public functions, with arguments."""
-    n = rng.choice((0, 1, 7))
-    current, rollout = (make_values(rng, n, torch.float32, 1.0) for _ in range(2))
-    versions = torch.randint(-1, 9, (max(n - (rng.random() < 0.1), 0),))
-    inputs, options = make_inputs(rng)
-    sequences = len(inputs[0]) if not isinstance(inputs[0], Tensor) else len(options.get("lengths", inputs[0]))
-    advantages = make_values(rng, max(sequences - (rng.random() < 0.1), 0), torch.float32, 1.0)
-    total, response = rng.choice((0, 1, 9, -1)), rng.choice((0, 1, 5, 12))
-    return rng.choice(
-        (
-            (slime_tis.interpolate_old_log_probs, [current, rollout, rng.choice((-1, 0, 5)), versions], {}),
-            (slime_tis.off_policy_sequence_mask, [*inputs[:2], advantages, inputs[2]], {"delta": 1e-4, **options}),
-            (slime_tis.context_parallel_slices, [total, response, rng.choice((0, 1, 5)), rng.choice((1, 2, 4))], {}),
-        )
-    )
-
-
-def numbers_of(value: Any) -> list[Any]:
-    """The tensors and numbers of a result."""
-    if isinstance(value, verl.WeightsProto):
-        value = list(value.batch.values())
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        return [x for item in value for x in numbers_of(item)]
-    return [value] if isinstance(value, Tensor | float | int) else []
-
-
-def wrong_result(function: Callable[..., Any], inputs: list[Any], result: Any) -> str | None:
-    """Not finite, or with a gradient; an interpolation hands the rollout's own log-probs through."""
-    if function is slime_tis.interpolate_old_log_probs:
-        finite = inputs[0].isfinite() & inputs[1].isfinite()
-        result = torch.where(finite, result, 0.0)
-    for x in numbers_of(result):
-        if isinstance(x, Tensor) and x.requires_grad:
-            return "a gradient flows"
-        if not torch.as_tensor(x).isfinite().all():
-            return f"not finite: {result}"
-    return None
-
-
-def test_other_functions(tally: Any) -> None:
-    """verl's functions and the other public ones."""
-    rng, faults = random.Random(4), tally("library: other functions")
-    torch.manual_seed(4)
-    for call in range(CALLS):
-        function, inputs, options = (verl_call if rng.random() < 0.7 else method_call)(rng)
-        for x in tensors_of(inputs):
-            if x.is_floating_point() and rng.random() < 0.1:
-                x.requires_grad_()
-        before = fingerprint(inputs)
-        attempt = f"call {call} {function.__name__} {options}"
-        try:
-            result = function(*inputs, **options)
-        except Exception as error:
-            faults.record(attempt, unclear(error))
-            continue
-        wrong = wrong_result(function, inputs, result)
-        faults.record(attempt, wrong or ("an input changed" if fingerprint(inputs) != before else None))
-    faults.check(at_least=CALLS)
