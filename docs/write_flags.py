@@ -93,14 +93,13 @@ def _slime_tables() -> list[str]:
     fixed = [f"| `{name}` | {' or '.join(values) or 'always on'} |" for name, values in FIXED.items()]
     renamed = [f"| `{name}` | `{new.name}`{', ' * bool(new.note)}{new.note} |" for name, new in RENAMED.items()]
     advice = [
-        f"| {', '.join(f'`{name}`' for name in each.flags.split())} | {each.reason}; {_escape(each.instead)} |"
-        for each in ADVICE
+        f"| {', '.join(f'`{name}`' for name in flags.split())} | {_escape(text)} |" for flags, text in ADVICE.items()
     ]
     return [
         "\n".join(["| compared with config.json | as |", "|---|---|", *restated, ""]),
-        "\n".join(["| accepted where it says what is so | what is so |", "|---|---|", *fixed, ""]),
+        "\n".join(["| accepted with this value | value |", "|---|---|", *fixed, ""]),
         "\n".join(["| renamed | here |", "|---|---|", *renamed, ""]),
-        "\n".join(["| not supported | why, and what to do |", "|---|---|", *advice, ""]),
+        "\n".join(["| not supported | what to do |", "|---|---|", *advice, ""]),
     ]
 
 

@@ -75,7 +75,7 @@ COMMENTS = (
     "--sglang-server-concurrency 512 is --sglang-concurrency 512.",
     "--swiglu, --num-layers 36, --hidden-size 2560,",
     "--balance-data: micro-batches are packed",
-    "--wandb-key ${WANDB_KEY}: the wandb package",
+    "--wandb-key ${WANDB_KEY}: use WANDB_API_KEY",
     "--frobnicate 3: neither",
 )
 RANK_0 = {"WORLD_SIZE": "4", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -246,9 +246,9 @@ def test_an_unset_variable_stays_a_variable_and_nothing_else_is_expanded(run_sh)
 def test_advice_names_existing_flags():
     """Flags that advice recommends belong to this program, to SGLang servers or to torchrun."""
     elsewhere = {"--nnodes", "--nproc-per-node", "--sglang-tp-size", "--sglang-base-gpu-id", "--sglang-quantization"}
-    for advice in ADVICE:
-        named = {word.strip(",;:.") for word in f"{advice.reason} {advice.instead}".split() if word.startswith("--")}
-        assert named <= FLAGS | elsewhere | {"--eval-", "--help"}, advice.flags
+    for text in ADVICE.values():
+        named = {word.strip(",;:.") for word in text.split() if word.startswith("--")}
+        assert named <= FLAGS | elsewhere | {"--eval-", "--help"}, text
 
 
 def test_the_command(run_sh, capsys):

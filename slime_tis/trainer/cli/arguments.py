@@ -28,7 +28,7 @@ from slime_tis.trainer.cli.options import Given, Source
 from slime_tis.trainer.cli.output_paths import check_outputs, check_resumption
 from slime_tis.trainer.cli.preflight import check_files, check_model, check_weights
 from slime_tis.trainer.cli.run_options import ALIASES, COMMAND_LINE, FLAGS, NOT_FOR_SERVERS, OPTIONS, Arguments
-from slime_tis.trainer.cli.unknown_flags import UnknownFlag, refusal, split_unknown_flags
+from slime_tis.trainer.cli.slime_flags import UnknownFlag, refusal, split_unknown_flags
 from slime_tis.trainer.cli.verl_options import is_override
 from slime_tis.trainer.megatron.environment import read_environment
 from slime_tis.trainer.options.loop import MOST_SAMPLES, CodeConfig, LoopConfig

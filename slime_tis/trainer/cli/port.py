@@ -16,8 +16,7 @@ from slime_tis.trainer.cli.arguments import configure
 from slime_tis.trainer.cli.launch_script import END, NAME, OUTPUT, UNSET, Launch, legible, read_launch
 from slime_tis.trainer.cli.options import read_value
 from slime_tis.trainer.cli.run_options import ALIASES, FLAGS, OPTIONS
-from slime_tis.trainer.cli.slime_flags import RENAMED, advice_for
-from slime_tis.trainer.cli.unknown_flags import UnknownFlag, disagreement
+from slime_tis.trainer.cli.slime_flags import RENAMED, UnknownFlag, advice_for, disagreement
 
 PLACEMENT = (
     *("--actor-num-nodes", "--actor-num-gpus-per-node", "--num-gpus-per-node", "--colocate", "--rollout-num-gpus"),
@@ -198,7 +197,7 @@ def _port_flag(flag: UnknownFlag, given: Given, model: Mapping[str, Any] | None,
         ported.note(TODO if difference else RESTATES, difference or _shown(flag))
         return RESTATES
     if advice is not None:
-        ported.note(UNSUPPORTED, f"{_shown(flag)}: {advice.reason}; {advice.instead}.")
+        ported.note(UNSUPPORTED, f"{_shown(flag)}: {advice}.")
         return UNSUPPORTED
     if is_unknown:
         ported.note(TODO, f"{_shown(flag)}: the value is a command's output; add the flag with its value.")

@@ -1,53 +1,34 @@
-"""What flags of a slime or Megatron command line that this program lacks come to here: three literal tables.
+"""How `train.py` handles slime and Megatron flags that it does not define: four literal tables."""
 
-RESTATED and FIXED say what the checkpoint's config.json, or this program, has anyway: they are checked and accepted.
-RENAMED have another name here. UNSUPPORTED have a reason and something to do instead.
-"""
-
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from slime_tis.hf_directory import FAMILIES, Family
+from slime_tis.errors import quoted
+from slime_tis.hf_directory import FAMILIES
+from slime_tis.trainer.cli.options import SWITCHES, nearest, similar
+
+MAX_FLAGS = 200
+"""Unknown flags that one message examines."""
 
 
 @dataclass(frozen=True)
 class Restated:
-    """A flag that repeats what config.json says."""
+    """A flag that repeats a fact of `checkpoint_facts`."""
 
     fact: str
-    """Name among `checkpoint_facts`."""
-
     switch: tuple[Any, ...] | None = None
-    """For a switch, what the fact may be; None where the flag's value has to equal the fact."""
+    """For a switch, the accepted facts; None where the flag's value has to equal the fact."""
 
 
 @dataclass(frozen=True)
 class Renamed:
-    """A flag with another name here."""
+    """The flag's name here, the conversion of its values, and the end of the message."""
 
     name: str
-    """The flag here."""
-
     form: Literal["same", "bytes to MiB", "URL", "transport"] = "same"
-    """How its values are written here."""
-
     note: str = ""
-    """What else differs, as the end of a message."""
-
-
-@dataclass(frozen=True)
-class Advice:
-    """Flags that have no counterpart, and what to do about it."""
-
-    flags: str
-    """Names, separated by blanks; one that ends in * means all that begin so."""
-
-    reason: str
-    """The reason."""
-
-    instead: str
-    """What to do."""
 
 
 RESTATED: Mapping[str, Restated] = {
@@ -127,275 +108,232 @@ RENAMED: Mapping[str, Renamed] = {
 }
 """Flags whose name here is another. Names that are read here too are aliases, and no entries of this table."""
 
-ATTENTION = "multi-head latent, gated and linear attention are not supported"
-HOOK = "there is no such hook"
-FAMILY = "use a Llama, Qwen2, Qwen3, Qwen2-MoE, Qwen3-MoE or GLM-4.5 checkpoint"
+CONFIG = "the model follows the checkpoint's config.json; remove the flag"
+HOOK = "there is no such hook; "
 
-ADVICE = (
-    Advice(
-        "--actor-num-nodes --actor-num-gpus-per-node --num-gpus-per-node",
-        "torchrun starts the ranks, there is no Ray",
-        "use torchrun --nnodes NODES --nproc-per-node GPUS train.py",
+ADVICE: Mapping[str, str] = {
+    "--actor-num-nodes --actor-num-gpus-per-node --num-gpus-per-node": (
+        "torchrun starts the ranks; use torchrun --nnodes NODES --nproc-per-node GPUS train.py"
     ),
-    Advice(
-        "--rollout-num-gpus",
-        "servers are counted, not GPUs",
-        "use --rollout-engine sglang --sglang-launch N, with --sglang-tp-size GPUS for the GPUs of each",
+    "--rollout-num-gpus": "use --rollout-engine sglang --sglang-launch SERVERS --sglang-tp-size GPUS_PER_SERVER",
+    "--colocate --offload --offload-train --offload-rollout --release-train --keep-old-actor": (
+        "training and SGLang do not share GPUs; set --sglang-base-gpu-id, or use --rollout-engine local"
     ),
-    Advice(
-        "--colocate --offload --offload-train --offload-rollout --release-train --keep-old-actor",
-        "training and SGLang do not take turns on the same GPUs",
-        "give the servers GPUs of their own with --sglang-base-gpu-id, or sample in the training process with "
-        "--rollout-engine local",
+    "--prefill-num-servers": "start servers of several kinds yourself, and name them with --sglang-url",
+    "--ref-ckpt-step --ref-update-interval --ref-micro-batch-size": (
+        "the reference policy is one fixed Hugging Face directory; use --ref-load DIR"
     ),
-    Advice(
-        "--prefill-num-servers",
-        "all servers of a run are identical",
-        "start servers of several kinds yourself and name them with --sglang-url or --sglang-router-ip",
+    "--spec --megatron-config-path --model-name --transformer-impl --custom-model-provider-path "
+    "--custom-megatron-init-path": CONFIG,
+    "--attention-backend --no-rope-fusion --no-masked-softmax-fusion --no-gradient-accumulation-fusion "
+    "--no-bias-swiglu-fusion --make-vocab-size-divisible-by --seq-length --data-pad-size-multiplier "
+    "--enable-experimental --no-check-for-nan-in-loss-and-grad --allgather-cp": (
+        "train.py chooses kernels, padding and buffers; remove it"
     ),
-    Advice(
-        "--ref-ckpt-step --ref-update-interval --ref-micro-batch-size",
-        "the reference policy is one Hugging Face directory, read once",
-        "give it with --ref-load DIR",
+    "--moe-*": CONFIG,
+    "--multi-latent-attention --kv-lora-rank --q-lora-rank --qk-head-dim --qk-pos-emb-head-dim --v-head-dim "
+    "--mscale --mscale-all-dim --use-gated-attention --attention-output-gate --qwen-gdn-backend "
+    "--no-position-embedding --rotary-interleaved --apply-layernorm-1p --post-self-attn-layernorm "
+    "--post-mlp-layernorm": "use a Llama, Qwen2, Qwen3, Qwen2-MoE, Qwen3-MoE or GLM-4.5 checkpoint",
+    "--decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers": (
+        "pipeline stages have equal sizes; choose a --pipeline-model-parallel-size that divides the layers"
     ),
-    Advice(
-        "--spec --megatron-config-path --model-name --transformer-impl --custom-model-provider-path "
-        "--custom-megatron-init-path",
-        "layers follow the checkpoint's config.json and the hardware",
-        f"remove it, and {FAMILY}",
+    "--enable-mtp-training --mtp-*": "multi-token prediction is not trained; remove it",
+    "--fp8-* --fp16 --megatron-deepgemm-* --train-env-vars": (
+        "training is in bf16 or fp32; use --bf16, and for servers options such as --sglang-quantization fp8"
     ),
-    Advice(
-        "--attention-backend --no-rope-fusion --no-masked-softmax-fusion --no-gradient-accumulation-fusion "
-        "--no-bias-swiglu-fusion --make-vocab-size-divisible-by --seq-length --data-pad-size-multiplier "
-        "--enable-experimental --no-check-for-nan-in-loss-and-grad --allgather-cp",
-        "kernels, padding and buffers are chosen by this program",
-        "remove it",
+    "--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --use-precision-aware-optimizer "
+    "--use-stateless-adam --reset-optimizer-states --optimizer-offload-fraction": (
+        "optimizer state stays on the GPUs in fp32; shard it with --use-distributed-optimizer"
     ),
-    Advice(
-        "--moe-*",
-        "experts and routers follow the checkpoint's config.json, and their kernels are chosen by this program",
-        "remove it",
+    "--lr-warmup-fraction --lr-warmup-samples --lr-decay-samples": (
+        "use optimizer steps: --lr-warmup-iters N and --lr-decay-iters N"
     ),
-    Advice(
-        "--multi-latent-attention --kv-lora-rank --q-lora-rank --qk-head-dim --qk-pos-emb-head-dim --v-head-dim "
-        "--mscale --mscale-all-dim --use-gated-attention --attention-output-gate --qwen-gdn-backend "
-        "--no-position-embedding --rotary-interleaved --apply-layernorm-1p --post-self-attn-layernorm "
-        "--post-mlp-layernorm",
-        ATTENTION,
-        FAMILY,
+    "--balance-data --balance-by-flops": "micro-batches are packed by tokens alone; remove it",
+    "--log-probs-max-tokens-per-gpu": "use --max-tokens-per-gpu and --log-probs-chunk-size",
+    "--eval-function-path": "use --eval-prompt-data NAME PATH with --custom-generate-function-path",
+    "--disable-rollout-global-dataset --rollout-task-type --rollout-buffer-url --fetch-trajectory-retry-times "
+    "--min-batch-collection-ratio --load-forge-rollout-data --use-distributed-post --http-proxy": (
+        "train on samples from elsewhere with --load-debug-rollout-data"
     ),
-    Advice(
-        "--decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers",
-        "pipeline stages hold equally many layers",
-        "choose a --pipeline-model-parallel-size that divides the layers",
+    "--custom-megatron-before-log-prob-hook-path --custom-megatron-before-train-step-hook-path "
+    "--recompute-loss-function": HOOK + "change weights and masks with --custom-tis-function-path",
+    "--disable-rewards-normalization": "use --custom-reward-post-process-path with a function that returns raw rewards",
+    "--rollout-sample-hook-path --rollout-data-postprocess-path "
+    "--custom-convert-samples-to-train-data-path --custom-update-weight-post-write-path": (
+        HOOK + "set sample.remove_sample or sample.loss_mask in a function for --rollout-sample-filter-path"
     ),
-    Advice(
-        "--enable-mtp-training --mtp-*",
-        "multi-token prediction is not trained",
-        "remove it",
+    "--mask-offpolicy-in-partial-rollout": "use --use-tis or --use-rs, and --max-weight-staleness N",
+    "--group-rm": "name the reward function's second parameter samples: it then gets all samples of a prompt",
+    "--log-reward-category --log-passrate --log-correct-samples --log-multi-turn": (
+        "return a dict of numbers from the function of --custom-rm-path; each is reported as rollout/reward/KEY"
     ),
-    Advice(
-        "--fp8-* --fp16 --megatron-deepgemm-* --train-env-vars",
-        "training is in bf16 or fp32",
-        "use --bf16; servers have precisions of their own, such as --sglang-quantization fp8",
+    "--eval-config --eval-max-prompt-len --eval-max-context-len --eval-min-new-tokens --eval-tool-key": (
+        "use --eval-prompt-data NAME FILE and the --eval- flags that --help lists"
     ),
-    Advice(
-        "--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --use-precision-aware-optimizer "
-        "--use-stateless-adam --reset-optimizer-states --optimizer-offload-fraction",
-        "optimizer state stays on the GPUs, in fp32",
-        "shard it over the data-parallel ranks with --use-distributed-optimizer",
+    "--rollout-stop": "use --rollout-stop-token-ids",
+    "--apply-chat-template-kwargs --tool-key --multimodal-keys --loss-mask-type": (
+        "the tokenizer's chat template renders prompts; render others into the prompt file"
     ),
-    Advice(
-        "--lr-warmup-fraction --lr-warmup-samples --lr-decay-samples",
-        "warm-up and decay are counted in optimizer steps",
-        "use --lr-warmup-iters N and --lr-decay-iters N",
+    "--num-critic-only-steps --value-clip --critic-*": (
+        "there is no critic; use --advantage-estimator grpo, rloo or reinforce_plus_plus_baseline"
     ),
-    Advice(
-        "--balance-data --balance-by-flops",
-        "micro-batches are packed by tokens alone, and an optimizer step keeps the order of the samples",
-        "remove it",
+    "--use-unbiased-kl": "use --use-kl-loss with --kl-loss-type low_var_kl",
+    "--use-opd --opd-*": "there is no on-policy distillation; use slime for this experiment",
+    "--disable-compute-advantages-and-returns": (
+        "use --custom-advantage-function-path or --custom-loss-function-path with your function"
     ),
-    Advice(
-        "--log-probs-max-tokens-per-gpu",
-        "one token budget holds for log-probs and training",
-        "use --max-tokens-per-gpu, and --log-probs-chunk-size for the memory of the logits",
+    "--freeze-params-name-list --only-train-params-name-list": "all weights are trained; use slime",
+    "--rollout-health-check-* --rollout-data-transport --update-weight-delta-* --update-weight-disk-keep-files "
+    "--update-weight-local-checkpoint-dir": "see --sglang-recovery-timeout and --sglang-weight-sync",
+    "--debug-train-only": "use --load-debug-rollout-data alone",
+    "--load-debug-rollout-data-subsample --memory-* --profile-* --record-memory-history --use-pytorch-profiler": (
+        "there is no profiler; see the metrics perf/, and --save-debug-train-data"
     ),
-    Advice(
-        "--eval-function-path",
-        "the rollout engine answers held-out prompts",
-        "use --eval-prompt-data NAME PATH, with your --custom-generate-function-path, which gets "
-        "evaluation=True where it has a parameter named evaluation, and --eval-reward-key",
+    "--use-rollout-entropy": "the entropy is always reported as train/entropy_loss; remove it",
+    "--deterministic-mode": "runs in fp32 on a CPU are bitwise repeatable; set --seed and --rollout-seed",
+    "--ci-*": "it is for slime's own tests; remove it",
+    "--wandb-key --wandb-host --wandb-team --wandb-run-id --disable-wandb-random-suffix "
+    "--wandb-always-use-train-step": "use WANDB_API_KEY, WANDB_BASE_URL, WANDB_ENTITY or WANDB_RUN_ID",
+    "--async-save --no-save-optim --no-load-optim --no-load-rng --finetune --ckpt-*": (
+        "a checkpoint has weights, optimizer and data; to start from weights alone use --hf-checkpoint"
     ),
-    Advice(
-        "--disable-rollout-global-dataset --rollout-task-type --rollout-buffer-url --fetch-trajectory-retry-times "
-        "--min-batch-collection-ratio --load-forge-rollout-data --use-distributed-post --http-proxy",
-        "responses come from prompt files and the rollout engine",
-        "write samples made elsewhere in the form of --save-debug-rollout-data and train on them with "
-        "--load-debug-rollout-data",
-    ),
-    Advice(
-        "--custom-megatron-before-log-prob-hook-path --custom-megatron-before-train-step-hook-path "
-        "--recompute-loss-function",
-        HOOK,
-        "change losses, weights and masks with --custom-tis-function-path",
-    ),
-    Advice(
-        "--disable-rewards-normalization",
-        "an estimator compares the rewards of a group",
-        "return the rewards as they are from a function for --custom-reward-post-process-path",
-    ),
-    Advice(
-        "--rollout-sample-hook-path --rollout-data-postprocess-path "
-        "--custom-convert-samples-to-train-data-path --custom-update-weight-post-write-path",
-        HOOK,
-        "set sample.remove_sample or sample.loss_mask in a function for --rollout-sample-filter-path",
-    ),
-    Advice(
-        "--mask-offpolicy-in-partial-rollout",
-        "tokens of older weights are corrected, not masked",
-        "use --use-tis or --use-rs, and --max-weight-staleness N",
-    ),
-    Advice(
-        "--group-rm",
-        "the function's own signature says it",
-        "name its second parameter samples: it then gets all samples of a prompt",
-    ),
-    Advice(
-        "--log-reward-category --log-passrate --log-correct-samples --log-multi-turn",
-        "rollouts are reported by their means",
-        "return a dict of numbers from the function of --custom-rm-path: each is reported as rollout/reward/KEY",
-    ),
-    Advice(
-        "--eval-config --eval-max-prompt-len --eval-max-context-len --eval-min-new-tokens --eval-tool-key",
-        "held-out prompts share the options of training prompts",
-        "use --eval-prompt-data NAME FILE … and the --eval- flags that --help lists",
-    ),
-    Advice(
-        "--rollout-stop",
-        "responses end at tokens, not strings",
-        "use --rollout-stop-token-ids",
-    ),
-    Advice(
-        "--apply-chat-template-kwargs --tool-key --multimodal-keys --loss-mask-type",
-        "prompts are text or messages, rendered by the tokenizer's chat template",
-        "render them while the prompt file is written",
-    ),
-    Advice(
-        "--num-critic-only-steps --value-clip --critic-*",
-        "there is no critic",
-        "use --advantage-estimator grpo, rloo or reinforce_plus_plus_baseline",
-    ),
-    Advice(
-        "--use-unbiased-kl",
-        "the KL loss has no weights of its own",
-        "use --use-kl-loss with --kl-loss-type low_var_kl",
-    ),
-    Advice(
-        "--use-opd --opd-*",
-        "there is no on-policy distillation from a teacher",
-        "use slime for this experiment; --use-kl-loss --ref-load DIR only adds a penalty towards a reference model",
-    ),
-    Advice(
-        "--disable-compute-advantages-and-returns",
-        "the loss always has advantages",
-        "give your own with --custom-advantage-function-path, or your own loss with --custom-loss-function-path",
-    ),
-    Advice(
-        "--freeze-params-name-list --only-train-params-name-list",
-        "all weights are trained",
-        "use slime to train a part of the weights",
-    ),
-    Advice(
-        "--rollout-health-check-* --rollout-data-transport --update-weight-delta-* --update-weight-disk-keep-files "
-        "--update-weight-local-checkpoint-dir",
-        "servers are watched and given whole weights in one way",
-        "see --sglang-request-timeout, --sglang-recovery-timeout and --sglang-weight-sync",
-    ),
-    Advice("--debug-train-only", "it is implied", "use --load-debug-rollout-data alone"),
-    Advice(
-        "--load-debug-rollout-data-subsample --memory-* --profile-* --record-memory-history --use-pytorch-profiler",
-        "dumps are loaded whole, and profiles are the perf/ metrics",
-        "use --save-debug-rollout-data and --save-debug-train-data",
-    ),
-    Advice("--use-rollout-entropy", "the entropy is reported anyway", "see train/entropy_loss"),
-    Advice(
-        "--deterministic-mode",
-        "runs in fp32 on a CPU are bitwise repeatable, runs on GPUs are not",
-        "set --seed and --rollout-seed",
-    ),
-    Advice("--ci-*", "it is for slime's own tests", "remove it"),
-    Advice(
-        "--wandb-key --wandb-host --wandb-team --wandb-run-id --disable-wandb-random-suffix "
-        "--wandb-always-use-train-step",
-        "the wandb package reads its account and run from the environment",
-        "set WANDB_API_KEY, WANDB_BASE_URL, WANDB_ENTITY or WANDB_RUN_ID",
-    ),
-    Advice(
-        "--async-save --no-save-optim --no-load-optim --no-load-rng --finetune --ckpt-*",
-        "a checkpoint is always whole, weights with optimizer and data",
-        "use --save and --load; to start from weights alone give them with --hf-checkpoint",
-    ),
-)
-"""Flags without a counterpart."""
+}
+"""Flags without a counterpart, separated by blanks, and the advice; a name that ends in * is a prefix."""
 
 
-def advice_for(flag: str) -> Advice | None:
-    """What ADVICE has on a flag: its own entry, else the longest prefix that fits; None where there is neither."""
-    best, length = None, 0
-    for advice in ADVICE:
-        for name in advice.flags.split():
-            if name == flag:
-                return advice
-            if name.endswith("*") and flag.startswith(name[:-1]) and len(name) > length:
-                best, length = advice, len(name)
-    return best
-
-
-EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Names of the number of a layer's experts in config.json."""
+def advice_for(flag: str) -> str | None:
+    """Returns the advice on a flag or on the longest prefix that matches it, or None."""
+    names = {name: text for flags, text in ADVICE.items() for name in flags.split()}
+    matches = [name for name in names if name == flag or (name.endswith("*") and flag.startswith(name[:-1]))]
+    return names[max(matches, key=lambda name: (name == flag, len(name)))] if matches else None
 
 
 def checkpoint_facts(model: Mapping[str, Any]) -> dict[str, Any]:
-    """What config.json says, under its own names, with what follows from it.
-
-    Args:
-        model: the object of a config.json, which nobody has checked.
-
-    Returns:
-        facts by name; one that the file leaves to its architecture's default is missing or None.
-    """
+    """Returns an unchecked config.json with derived values; a fact that the file omits is missing or None."""
     facts = {name: value for name, value in model.items() if value is not None}
     heads, hidden = facts.get("num_attention_heads"), facts.get("hidden_size")
-    if "head_dim" not in facts and isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
-        facts["head_dim"] = hidden // heads
-    if heads is not None:
-        facts.setdefault("num_key_value_heads", heads)
-    rope = facts.get("rope_parameters") or facts.get("rope_scaling") or {}
-    if isinstance(rope, Mapping):
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        facts |= {"rope_scaling": kind != "default"}
-        facts |= {"rope_scaling_factor": rope["factor"]} if "factor" in rope else {}
-        facts |= {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
+    if isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
+        facts.setdefault("head_dim", hidden // heads)
+    facts.setdefault("num_key_value_heads", heads)
+    rope = facts.get("rope_parameters") or facts.get("rope_scaling")
+    rope = rope if isinstance(rope, Mapping) else {}
+    facts["rope_scaling"] = rope.get("rope_type", rope.get("type", "default")) != "default"
+    facts["rope_scaling_factor"] = rope.get("factor")
+    facts |= {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
     facts.setdefault("partial_rotary_factor", 1.0)
     facts |= {"normalization": "RMSNorm", "position_embedding_type": "rope", "grouped_query_attention": True}
     architectures = facts.get("architectures")
     name = architectures[0] if isinstance(architectures, list) and architectures else None
     family = FAMILIES.get(name) if isinstance(name, str) else None
-    if family is not None:
-        parts = {"qk_norm": family.qk_norm, "attention_bias": family.qkv_bias}
-        facts |= {fact: facts.get(part) if isinstance(part, str) else part for fact, part in parts.items()}
-    return facts if family is None or not family.moe else facts | _moe_facts(facts, family)
+    if family is None:
+        return facts
+    fields = {"qk_norm": family.qk_norm, "attention_bias": family.qkv_bias}
+    facts |= {fact: facts.get(field) if isinstance(field, str) else field for fact, field in fields.items()}
+    if family.moe:
+        counts = (facts.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+        facts["num_experts"] = next(filter(None, counts), None)
+        facts["router_score_function"] = "sigmoid" if family.sigmoid_router else "softmax"
+        facts["expert_bias"] = family.sigmoid_router
+        facts["shared_expert_gate"] = family.shared_expert_gate is not None
+        shared, width = facts.get("n_shared_experts"), facts.get("moe_intermediate_size")
+        if isinstance(shared, int) and isinstance(width, int):
+            facts["shared_expert_intermediate_size"] = shared * width
+    return facts
 
 
-def _moe_facts(facts: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """What a config.json says about experts, under the names that Qwen's has."""
-    found = {
-        "num_experts": next((facts[name] for name in EXPERT_COUNTS if name in facts), None),
-        "router_score_function": "sigmoid" if family.sigmoid_router else "softmax",
-        "expert_bias": family.sigmoid_router,
-        "shared_expert_gate": family.shared_expert_gate is not None,
-    }
-    shared, width = facts.get("n_shared_experts"), facts.get("moe_intermediate_size")
-    if isinstance(shared, int) and isinstance(width, int):
-        found["shared_expert_intermediate_size"] = shared * width
-    return found
+@dataclass(frozen=True)
+class UnknownFlag:
+    """A flag that this program does not define, with the words that follow it."""
+
+    name: str
+    values: tuple[str, ...]
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether the flag repeats config.json or a fixed setting."""
+        return self.name in RESTATED or self.name in FIXED
+
+
+def split_unknown_flags(argv: Sequence[str], known: Collection[str]) -> tuple[list[str], list[UnknownFlag]]:
+    """Separates flags that are not `known`, with the values that follow each, from the other words."""
+    rest: list[str] = []
+    unknown: list[tuple[str, list[str]]] = []
+    current = rest
+    for token in argv:
+        name, equals, value = token.partition("=")
+        if not token.startswith("--") or token == "--":
+            current.append(token)
+        elif name in known:
+            current = rest
+            rest.append(token)
+        else:
+            current = [value] if equals else []
+            unknown.append((name, current))
+    return rest, [UnknownFlag(name, tuple(values)) for name, values in unknown]
+
+
+def refusal(unknown: Sequence[UnknownFlag], known: Collection[str], model: Mapping[str, Any] | None = None) -> str:
+    """Returns one message about all refused flags, or an empty text.
+
+    Args:
+        unknown: The flags that this program does not define.
+        known: The flags of this program.
+        model: config.json of the checkpoint; None omits the comparison with it.
+    """
+    messages = sorted(filter(None, (_judge(flag, known, model) for flag in unknown[:MAX_FLAGS])))
+    if len(messages) < 2:
+        return "".join(text for _, text in messages)
+    count = f"more than {MAX_FLAGS}" if len(unknown) > MAX_FLAGS else str(len(messages))
+    lines = [f"{count} flags are refused (slime-tis port SCRIPT rewrites a launch script of slime):"]
+    return "\n".join([*lines, *(f"  {text}" for _, text in messages)])
+
+
+def _judge(flag: UnknownFlag, known: Collection[str], model: Mapping[str, Any] | None) -> tuple[int, str] | None:
+    """Returns the rank of a refusal's group and its text, or None for an accepted flag."""
+    if flag.is_checked:
+        text = disagreement(flag, model)
+        return (0, text) if text else None
+    if flag.name in RENAMED:
+        new = RENAMED[flag.name]
+        return 1, f"{flag.name} is {new.name} here{', ' * bool(new.note)}{new.note}."
+    advice = advice_for(flag.name)
+    if advice is not None:
+        return 2, f"{flag.name} is not supported: {advice}."
+    if flag.name.startswith("--sglang-") and similar(flag.name, known) is None:
+        return 2, f"{flag.name} is a flag of SGLang servers; add --rollout-engine sglang --sglang-launch N."
+    return 3, f"{quoted(flag.name)[1:-1]} is not a flag; {nearest(flag.name, known)}"
+
+
+def disagreement(flag: UnknownFlag, model: Mapping[str, Any] | None) -> str:
+    """Returns how a flag of RESTATED or FIXED differs from config.json or the fixed value; empty if it agrees."""
+    shown = repr(" ".join(flag.values)[:80]) if flag.values else "without a value"
+    is_on = SWITCHES.get(flag.values[0].lower()) if len(flag.values) == 1 else not flag.values or None
+    if flag.name in FIXED:
+        allowed = FIXED[flag.name]
+        if any(_is_same(flag.values, value) for value in allowed) or (not allowed and is_on):
+            return ""
+        return f"{flag.name} is {shown} but always {' or '.join(allowed) or 'on'} here; remove it."
+    restated = RESTATED[flag.name]
+    expected = checkpoint_facts(model or {}).get(restated.fact) if model is not None else None
+    if restated.switch is None:
+        agrees = len(flag.values) == 1 and (expected is None or _is_same(flag.values, expected))
+    else:
+        agrees = is_on is not None and (not is_on or expected is None or expected in restated.switch)
+        shown = "set" if is_on else shown
+    if agrees:
+        return ""
+    return f"{flag.name} is {shown} but config.json has {restated.fact} {_as_json(expected)}; remove the flag."
+
+
+def _is_same(values: tuple[str, ...], expected: Any) -> bool:
+    """Returns whether there is one value, and it is the same number or the same word."""
+    text = " ".join(values)
+    try:
+        return math.isclose(float(text), float(expected), rel_tol=1e-9)
+    except (TypeError, ValueError, OverflowError):
+        return text.lower() == str(expected).lower()
+
+
+def _as_json(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)[:80]

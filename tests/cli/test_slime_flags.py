@@ -14,10 +14,12 @@ from slime_tis.trainer.cli.slime_flags import (
     FIXED,
     RENAMED,
     RESTATED,
+    UnknownFlag,
     advice_for,
     checkpoint_facts,
+    refusal,
+    split_unknown_flags,
 )
-from slime_tis.trainer.cli.unknown_flags import UnknownFlag, refusal, split_unknown_flags
 
 KNOWN = list(map(flag, (*OPTIONS, *ALIASES)))
 QWEN3 = {
@@ -94,23 +96,13 @@ def test_all_unknown_flags_are_one_message_in_groups():
         "--num-layers 36 --colocate --sglang-server-concurrency 512 --sglang-mem-fraction-static 0.7 --hidden-dropout "
         "0.1 --roll-out-batch-size 4 --zzz"
     )
-    assert said(line, {**QWEN3, "num_hidden_layers": 28}) == (
-        "7 flags are refused (slime-tis port SCRIPT rewrites a launch script of slime):\n"
-        "read from config.json, or fixed:\n"
-        "  --num-layers is '36' but num_hidden_layers of config.json is 28; remove it, or give the directory of "
-        "that model.\n"
-        "  --hidden-dropout is '0.1' but always 0 here; remove it.\n"
-        "renamed:\n"
-        "  --sglang-server-concurrency is --sglang-concurrency here.\n"
-        "not supported:\n"
-        "  --colocate is not supported: training and SGLang do not take turns on the same GPUs; give the servers GPUs "
-        "of their own with --sglang-base-gpu-id, or sample in the training process with --rollout-engine local.\n"
-        "  --sglang-mem-fraction-static is a flag of SGLang servers, which this run does not start; add "
-        "--rollout-engine sglang --sglang-launch N.\n"
-        "not known:\n"
-        "  --roll-out-batch-size is not a flag; did you mean --rollout-batch-size?\n"
-        "  --zzz is not a flag; --help lists what there is."
-    )
+    lines = said(line, {**QWEN3, "num_hidden_layers": 28}).splitlines()
+    assert lines[0].startswith("7 flags are refused")
+    assert [words.split()[0] for words in lines[1:]] == [
+        *("--hidden-dropout", "--num-layers", "--sglang-server-concurrency", "--colocate"),
+        *("--sglang-mem-fraction-static", "--roll-out-batch-size", "--zzz"),
+    ]
+    assert "did you mean --rollout-batch-size?" in lines[6]
 
 
 # What slime's own files for these models say, against what their config.json says.
@@ -153,56 +145,38 @@ def test_flags_that_repeat_config_json_are_accepted(line, model):
     assert said(line, model) == ""
 
 
+# (flags, config.json, part of the message)
 CONTRADICTIONS = [
-    ("--kv-channels 64", "--kv-channels is '64' but head_dim of config.json is 128; remove it, or give the"),
-    ("--norm-epsilon 1e-5", "--norm-epsilon is '1e-5' but rms_norm_eps of config.json is 1e-06; remove it"),
-    ("--num-layers", "--num-layers has 0 values but needs one; remove it, config.json says it."),
-    ("--num-layers many", "--num-layers is 'many' but num_hidden_layers of config.json is 36; remove it"),
-    ("--normalization LayerNorm", "--normalization is 'LayerNorm' but normalization of config.json is RMSNorm"),
-    ("--add-qkv-bias", "--add-qkv-bias is set but attention_bias of config.json is false; remove it"),
-    (
-        "--untie-embeddings-and-output-weights",
-        "--untie-embeddings-and-output-weights is set but tie_word_embeddings of config.json is true; remove it",
-    ),
-    ("--use-rope-scaling", "--use-rope-scaling is set but rope_scaling of config.json is false; remove it"),
-    ("--swiglu please", "--swiglu is 'please' but is a switch; remove it."),
-    ("--optimizer sgd", "--optimizer is 'sgd' but always adam here; remove it."),
-    ("--optimizer", "--optimizer is without a value but always adam here; remove it."),
-    ("--attention-softmax-in-fp32 false", "--attention-softmax-in-fp32 is 'false' but cannot be turned off"),
+    ("--kv-channels 64", QWEN3, "head_dim 128"),
+    ("--norm-epsilon 1e-5", QWEN3, "rms_norm_eps 1e-06"),
+    ("--num-layers", QWEN3, "without a value"),
+    ("--num-layers many", QWEN3, "num_hidden_layers 36"),
+    ("--normalization LayerNorm", QWEN3, "RMSNorm"),
+    ("--add-qkv-bias", QWEN3, "attention_bias false"),
+    ("--use-rope-scaling", QWEN3, "rope_scaling false"),
+    ("--swiglu please", QWEN3, "'please'"),
+    ("--optimizer sgd", QWEN3, "always adam"),
+    ("--optimizer", QWEN3, "without a value"),
+    ("--attention-softmax-in-fp32 false", QWEN3, "always on"),
+    ("--num-experts 64", QWEN3_MOE, "num_experts 128"),
+    ("--moe-router-pre-softmax", QWEN3_MOE, "norm_topk_prob true"),
+    ("--moe-router-score-function sigmoid", QWEN3_MOE, "softmax"),
+    ("--moe-router-enable-expert-bias", QWEN3_MOE, "expert_bias false"),
+    ("--moe-shared-expert-gate", QWEN3_MOE, "shared_expert_gate false"),
+    ("--moe-aux-loss-coeff 0.01", QWEN3_MOE, "always 0"),
+    ("--moe-grouped-gemm", QWEN3_MOE, "not supported"),
 ]
 
 
-MOE_CONTRADICTIONS = [
-    ("--num-experts 64", "--num-experts is '64' but num_experts of config.json is 128; remove it, or give the"),
-    ("--moe-router-topk 2", "--moe-router-topk is '2' but num_experts_per_tok of config.json is 8; remove it"),
-    ("--moe-router-pre-softmax", "--moe-router-pre-softmax is set but norm_topk_prob of config.json is true; remove"),
-    ("--moe-router-score-function sigmoid", "--moe-router-score-function is 'sigmoid' but router_score_function of"),
-    ("--moe-router-enable-expert-bias", "--moe-router-enable-expert-bias is set but expert_bias of config.json is"),
-    ("--moe-shared-expert-gate", "--moe-shared-expert-gate is set but shared_expert_gate of config.json is false"),
-    ("--moe-aux-loss-coeff 0.01", "--moe-aux-loss-coeff is '0.01' but always 0 here; remove it."),
-    ("--moe-router-dtype bf16", "--moe-router-dtype is 'bf16' but always fp32 here; remove it."),
-    ("--moe-token-dispatcher-type allgather", "--moe-token-dispatcher-type is 'allgather' but always alltoall here"),
-    (
-        "--moe-grouped-gemm",
-        "--moe-grouped-gemm is not supported: experts and routers follow the checkpoint's config.json, and their "
-        "kernels are chosen by this program; remove it.",
-    ),
-]
+@pytest.mark.parametrize(("line", "model", "part"), CONTRADICTIONS, ids=[row[0] for row in CONTRADICTIONS])
+def test_flags_that_contradict_config_json_are_refused(line, model, part):
+    message = said(line, model)
+    assert message.startswith(line.split()[0]) and part in message
 
 
-@pytest.mark.parametrize("name", ["--use-opd", "--opd-kl-coef", "--opd-teacher-load"])
-def test_flags_of_on_policy_distillation_are_not_to_be_left_out(name):
+@pytest.mark.parametrize("name", ["--use-opd", "--opd-kl-coef"])
+def test_flags_of_on_policy_distillation_are_not_to_be_removed(name):
     assert "distillation" in said(name) and "remove it" not in said(name)
-
-
-@pytest.mark.parametrize(("line", "message"), MOE_CONTRADICTIONS, ids=[row[0] for row in MOE_CONTRADICTIONS])
-def test_flags_of_experts_that_contradict_config_json_are_refused(line, message):
-    assert said(line, QWEN3_MOE).startswith(message)
-
-
-@pytest.mark.parametrize(("line", "message"), CONTRADICTIONS, ids=[row[0] for row in CONTRADICTIONS])
-def test_flags_that_contradict_config_json_are_refused_with_both_values(line, message):
-    assert said(line, QWEN3).startswith(message)
 
 
 @pytest.mark.parametrize(
@@ -228,7 +202,7 @@ def test_a_suggestion_is_made_where_it_is_plausible(word, found):
 
 
 def test_no_table_names_a_flag_of_this_program_or_one_flag_twice():
-    advised = [name for advice in ADVICE for name in advice.flags.split()]
+    advised = [name for flags in ADVICE for name in flags.split()]
     names = [*RESTATED, *FIXED, *RENAMED, *(name for name in advised if not name.endswith("*"))]
     assert not FLAGS.intersection(names)
     assert len(set(names)) == len(names)
@@ -237,22 +211,6 @@ def test_no_table_names_a_flag_of_this_program_or_one_flag_twice():
 
 def test_every_new_name_is_a_flag_here_or_one_of_the_servers():
     assert {new.name for new in RENAMED.values()} - FLAGS == {"--sglang-tp-size"}
-
-
-@pytest.mark.parametrize(
-    ("config", "qk_norm", "bias"),
-    [
-        ({"architectures": ["Qwen2ForCausalLM"], "attention_bias": False}, False, True),
-        ({"architectures": ["Qwen3ForCausalLM"]}, True, False),
-        ({"architectures": ["Qwen3MoeForCausalLM"]}, True, False),
-        ({"architectures": ["Qwen2MoeForCausalLM"], "qkv_bias": False}, False, False),
-        ({"architectures": ["Qwen2MoeForCausalLM"]}, False, None),
-    ],
-    ids=["qwen2", "qwen3", "qwen3_moe", "qwen2_moe, without bias", "qwen2_moe, not said"],
-)
-def test_norms_and_biases_follow_from_the_family_or_the_field_that_it_names(config, qk_norm, bias):
-    facts = checkpoint_facts(config)
-    assert (facts["qk_norm"], facts.get("attention_bias")) == (qk_norm, bias)
 
 
 def test_facts_follow_from_config_json():
@@ -280,10 +238,7 @@ def test_the_command_line_checks_restated_flags_wherever_the_checkpoint_is_named
     for source in ("--hf-checkpoint model", "--custom-config-path run.yaml"):
         with pytest.raises(ValueError) as error:
             configure(shlex.split(f"{base} {source} --num-layers 28"), {})
-        assert str(error.value) == (
-            "--num-layers is '28' but num_hidden_layers of config.json is 36; remove it, or give the directory of "
-            "that model."
-        )
+        assert "num_hidden_layers 36" in str(error.value)
 
 
 def test_a_flag_of_slime_is_not_passed_to_the_servers(base):
