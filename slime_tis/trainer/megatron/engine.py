@@ -9,6 +9,9 @@ from typing import Any, TypeVar
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
@@ -17,7 +20,7 @@ from slime_tis.hf_directory import moe_sizes
 from slime_tis.policy.policy_loss import LossInputs, LossOutputs
 from slime_tis.policy.step_sums import StepSums
 from slime_tis.trainer.megatron.architecture import HfConfig, build_model, padded_vocab_size
-from slime_tis.trainer.megatron.batch import TrainingBatch, fixed_partition
+from slime_tis.trainer.megatron.batch import TrainingBatch
 from slime_tis.trainer.megatron.fused_log_probs import fused_linear_log_probs
 from slime_tis.trainer.megatron.hf_weights import copied_weights, load_hf_weights, named_hf_tensors, replaced_weights
 from slime_tis.trainer.megatron.log_probs import TokenDistribution, vocab_parallel_log_probs
@@ -29,7 +32,6 @@ from slime_tis.trainer.megatron.memory import (
     trim_heap,
 )
 from slime_tis.trainer.megatron.micro_batches import MicroBatches, load_of, token_budget_partitions
-from slime_tis.trainer.megatron.optimizer import build_optimizer, build_scheduler, step_if_finite
 from slime_tis.trainer.megatron.packing import MicroBatch, RowSplit, pack
 from slime_tis.trainer.megatron.parallel import Parallel
 from slime_tis.trainer.megatron.prefix_tree import PrefixTree
@@ -48,7 +50,7 @@ class StepResult:
     """One optimizer step on this rank."""
 
     sums: StepSums | None
-    """Sums over this rank's micro-batches; None except on the last pipeline stage."""
+    """Of this rank's micro-batches; None except on the last pipeline stage."""
     grad_norm: float
     """Before clipping, on every rank. If gradient or loss are not finite, it is not finite and no step was made."""
     learning_rate: float
@@ -84,10 +86,10 @@ class TrainingEngine:
             parallel: this process's ranks.
             temperature: of the sampling distribution.
             total_steps: optimizer steps of the run, over which the learning rate decays by default.
-            keep_reference: keep a frozen copy of the reference policy's weights.
+            keep_reference: whether to keep a copy of the reference policy's weights.
             entropy_gradient: whether the objective differentiates the entropy.
             gives_logits: whether the loss gets a copy of the logits.
-            timer: `timer(name)` is a context manager that adds to the time of `name`.
+            timer: `timer(name)` measures the time of `name`.
             check_interrupts: called before each micro-batch; an exception from it abandons the pass without a step.
         """
         self.config, self.parallel, self.temperature = config, parallel, temperature
@@ -99,8 +101,8 @@ class TrainingEngine:
         )
         self.reference = self._load_weights(keep_reference)
         self.ddp = self._wrap()
-        self.optimizer = build_optimizer(config, self.ddp)
-        self.scheduler = build_scheduler(config, self.optimizer, total_steps)
+        self.optimizer = _adam(config, self.ddp)
+        self.scheduler = _schedule(config, self.optimizer, total_steps)
         self.model.config.finalize_model_grads_func = self._finalize
         logits = self.model.hf_config.vocab_size if gives_logits else 0
         self._token_bytes = bytes_per_token(self.model.config, logits, config.log_probs_chunk_size)
@@ -110,9 +112,8 @@ class TrainingEngine:
         self.poison = torch.zeros([], device=parallel.backend.device)
         """NaN if a loss was not finite, else 0; added to the gradient."""
         self.no_shared_prompts = why_not_shared(config.share_prompts, parallel, self.model.hf_config)
-        """Why prompts are computed for each sample; None if shared prompts are computed once."""
         self.token_budget = self._token_budget()
-        """Of a micro-batch on any rank; None if micro-batches have a fixed number of samples."""
+        """None if micro-batches have a fixed number of samples."""
         self._skips = False
 
     def log_probs(
@@ -130,8 +131,8 @@ class TrainingEngine:
         Args:
             batch: this data-parallel rank's samples, optionally with experts to replay.
             partition: indices of the samples of each micro-batch.
-            record: receives the experts of every token.
-            source: record of another pass over the same micro-batches, replayed instead of the batch's experts.
+            record: as of `RoutingReplay.begin`, also `source`.
+            source: record of another pass.
             replays_routing: replay the batch's experts; if False, the routers' choice is only compared with them.
             counts_routing: whether experts are counted, for `routing.metrics`.
 
@@ -184,8 +185,8 @@ class TrainingEngine:
             partition: indices of the samples of each micro-batch.
             loss: of a micro-batch.
             source: record of a pass over the same micro-batches, replayed instead of the batch's experts.
-            scales_with_advantages: whether each token's loss is a multiple of its advantage. The backward pass of a
-                micro-batch without advantages is then skipped if `skips_backward` allows it.
+            scales_with_advantages: whether each token's loss is a multiple of its advantage, so that the backward pass
+                of a micro-batch without advantages may be skipped.
         """
         self._skips = scales_with_advantages and self.skips_backward
         self.ddp.zero_grad_buffer()
@@ -199,7 +200,7 @@ class TrainingEngine:
         grad_norm = 0.0
         if loss_denominator > 0:
             with self.timer("optimizer_step"):
-                grad_norm = step_if_finite(self.optimizer, self.scheduler, self.config.clip_grad)
+                grad_norm = self._step_if_finite()
         return StepResult(
             sums=reduce(lambda left, right: left.merge(right), sums) if sums else None,
             grad_norm=grad_norm,
@@ -227,12 +228,11 @@ class TrainingEngine:
         """
         rank = self.parallel.data_rank
         if self.token_budget is None:
-            rollouts = rollouts_of_ranks[rank]
-            samples_of: list[list[int]] = [[] for _ in range(max(rollouts, default=-1) + 1)]
-            for sample, rollout in enumerate(rollouts):
-                samples_of[rollout].append(sample)
-            runs = fixed_partition(len(samples_of), self.config.micro_batch_size)
-            return MicroBatches(partition=[[sample for number in run for sample in samples_of[number]] for run in runs])
+            assert self.config.micro_batch_size is not None
+            partition: dict[int, list[int]] = {}
+            for sample, rollout in enumerate(rollouts_of_ranks[rank]):
+                partition.setdefault(rollout // self.config.micro_batch_size, []).append(sample)
+            return MicroBatches(partition=list(partition.values()))
         trees = [
             PrefixTree.of(tokens, responses) if self.shares_prompts else PrefixTree.apart(map(len, tokens), responses)
             for tokens, responses in zip(tokens_of_ranks, responses_of_ranks, strict=True)
@@ -246,11 +246,7 @@ class TrainingEngine:
 
     @property
     def skips_backward(self) -> bool:
-        """Whether a rank may skip the backward pass of a micro-batch.
-
-        It may not if backward passes communicate with ranks that have other tokens: context, pipeline and expert
-        parallelism.
-        """
+        """Whether backward passes do not communicate with ranks that have other tokens, so that a rank may skip one."""
         parallel = self.parallel
         return parallel.context_size == parallel.pipeline_size == 1 and moe_sizes(self.model.hf_config) is None
 
@@ -308,11 +304,7 @@ class TrainingEngine:
         *,
         forward_only: bool,
     ) -> list[Any]:
-        """Runs megatron-core's pipeline schedule over the micro-batches.
-
-        Returns:
-            The last stage's results of `on_log_probs` for each micro-batch; in training, their third values.
-        """
+        """Results of `on_log_probs` on the last stage for each micro-batch; in training, their third values."""
         self.ddp.train(not forward_only)
         lengths = batch.total_lengths
         outputs: list[Any] = get_forward_backward_func()(
@@ -393,7 +385,6 @@ class TrainingEngine:
         return fused_linear_log_probs(hidden_LI, weight_OI, micro.target_L, self._distribution(micro), main_grad_OI)
 
     def _from_logits(self, logits: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        """The same from logits [L, V], which are overwritten."""
         return vocab_parallel_log_probs(logits, micro.target_L, self._distribution(micro))
 
     def _loss(
@@ -407,15 +398,67 @@ class TrainingEngine:
         self.poison += outputs.numerator.detach() * 0.0
         return outputs.numerator, outputs.denominator, outputs.sums
 
+    def _step_if_finite(self) -> float:
+        """Clips the gradient and steps, unless the gradient's norm is not finite; returns the norm before clipping.
+
+        These are the parts of megatron-core's `step`, with a check of the norm between them.
+        """
+        norm = math.nan if self.optimizer.prepare_grads() else float(self.optimizer.get_grad_norm())
+        if not math.isfinite(norm):
+            return norm
+        self.scheduler.step(1)
+        for part in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+            parameters = [] if part.is_stub_optimizer else part.get_parameters()
+            if parameters and self.config.clip_grad > 0:
+                clip_grad_by_total_norm_fp32(parameters, self.config.clip_grad, norm)
+        self.optimizer.step_with_ready_grads()
+        return norm
+
     def _finalize(self, model: list[torch.nn.Module], num_tokens: Tensor, **kwargs: Any) -> None:
         """megatron-core's gradient reduction, which divides by the global batch's denominator; stores the denominator.
 
-        A loss that is not finite poisons the gradient, so that all ranks learn of it from the gradient's norm without
-        another reduction.
+        A loss that is not finite poisons the gradient: all ranks learn of it from the gradient's norm.
         """
         next(self.model.module.parameters()).main_grad.view(-1)[:1].add_(self.poison)
         finalize_model_grads(model, num_tokens, **kwargs)
         self.loss_denominator = num_tokens
+
+
+def _adam(config: MegatronConfig, model: DistributedDataParallel) -> Any:
+    options = OptimizerConfig(
+        optimizer="adam",
+        lr=config.lr,
+        min_lr=config.min_lr,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.adam_beta1,
+        adam_beta2=config.adam_beta2,
+        adam_eps=config.adam_eps,
+        clip_grad=config.clip_grad,
+        bf16=config.bf16,
+        params_dtype=torch.bfloat16 if config.bf16 else torch.float32,
+        use_distributed_optimizer=config.use_distributed_optimizer,
+    )
+    return get_megatron_optimizer(options, [model], use_gloo_process_groups=False)
+
+
+def _schedule(config: MegatronConfig, optimizer: Any, total_steps: int) -> OptimizerParamScheduler:
+    """Warm-up and decay of the learning rate, by default over `total_steps`."""
+    decay_steps = max(config.lr_decay_iters or total_steps, config.lr_warmup_iters + 1)
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=config.lr,
+        min_lr=config.min_lr,
+        lr_warmup_steps=config.lr_warmup_iters,
+        lr_decay_steps=decay_steps,
+        lr_decay_style=config.lr_decay_style,
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=decay_steps,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+    )
 
 
 def why_not_shared(requested: bool | None, parallel: Parallel, hf_config: HfConfig) -> str | None:
