@@ -312,7 +312,7 @@ def loss_of_micro_batches(size: Size, custom: bool = False) -> Callable[[], obje
     (parts,) = token_budget_partitions([tree], BUDGET)
     batch = training_batch(samples_of(size), parallel())
     log_probs_L = batch.responses.rollout_log_probs_L + 0.01
-    batch = batch.with_advantages([1.0] * size.sequences).with_old_log_probs(log_probs_L)
+    batch = batch.with_advantages([1.0] * size.sequences).with_token_values(old_log_probs_L=log_probs_L)
     namespace = Namespace(
         use_tis=True, tis_mode="truncate", tis_level="token", tis_lower_bound=None, tis_upper_bound=2.0, use_rs=False
     )

@@ -148,7 +148,7 @@ class Learner:
         )
         per_step = advantages_L.cpu().split([sum(step_tokens.lengths) for step_tokens in tokens])
         return [
-            replace(step, batch=step.batch.with_token_advantages(values))
+            replace(step, batch=step.batch.with_token_values(advantages_L=values))
             for step, values in zip(steps, per_step, strict=True)
         ]
 
@@ -221,10 +221,10 @@ class Learner:
         if needs_old_log_probs(
             self.correction, self.steps_per_rollout, policy.reject_before_advantage, policy.has_own_objective
         ):
-            batch = batch.with_old_log_probs(self._old_log_probs(batch, partition, record=record))
+            batch = batch.with_token_values(old_log_probs_L=self._old_log_probs(batch, partition, record=record))
         if policy.use_kl_loss:
             with self.engine.timer("ref_log_probs"):
-                batch = batch.with_ref_log_probs(self.engine.reference_log_probs(batch, partition))
+                batch = batch.with_token_values(ref_log_probs_L=self.engine.reference_log_probs(batch, partition))
         return Step(
             samples=samples,
             rollouts=rollout_numbers,

@@ -82,10 +82,12 @@ def test_rows_of_wrong_lengths_are_refused(rows: tuple[list[list[float]], list[l
 
 def test_select_keeps_all_fields_of_a_sample() -> None:
     batch = make_batch([[1, 2], [3, 4, 5]], [[1], [1, 0]], [[-0.5], [-1.0, -2.0]], [[7], [8, 9]])
-    chosen = batch.with_old_log_probs(torch.tensor([0.0, 1.0, 2.0])).with_advantages([5.0, 6.0]).select([1])
+    chosen = (
+        batch.with_token_values(old_log_probs_L=torch.tensor([0.0, 1.0, 2.0])).with_advantages([5.0, 6.0]).select([1])
+    )
     responses = chosen.responses
     assert chosen.tokens[0].tolist() == [3, 4, 5]
-    assert responses.response_lengths == responses.lengths == (2,) and chosen.total_lengths == (3,)
+    assert responses.response_lengths == responses.lengths == (2,) and responses.total_lengths == (3,)
     assert responses.loss_mask_L.tolist() == [1, 0]
     assert responses.rollout_log_probs_L.tolist() == [-1, -2]
     assert responses.weight_versions_L.tolist() == [8, 9]

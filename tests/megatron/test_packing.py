@@ -85,11 +85,12 @@ def test_filler_makes_the_row_divisible_and_is_not_trained_on() -> None:
 def test_padded_rows_and_back(lengths: list[int]) -> None:
     packed = pack(batch_of([list(range(1, n + 1)) for n in lengths], [1] * len(lengths)))
     x = torch.randn(sum(lengths), 2, 3)
-    rows = packed.packed_seq_params.query_rows(x)
+    layout = packed.packed_seq_params
+    rows = layout.rows(x, layout.query_index)
     assert rows.shape == (len(lengths), 2, max(lengths), 3)
     for sequence, part in zip(rows, x.split(lengths), strict=True):
         assert torch.equal(sequence[:, : len(part)].transpose(0, 1), part)
-    assert torch.equal(packed.packed_seq_params.tokens(rows), x)
+    assert torch.equal(layout.tokens(rows), x)
 
 
 def test_rotary_angles_are_position_times_frequency() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Sequence, Sized
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TypeVar
@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from slime_tis.correction import ResponseSlices, response_slices
+from slime_tis.correction import response_slices
 from slime_tis.policy.tokens import ResponseTokens, numbered, turns_of
 from slime_tis.trainer.data.sampling_mask import SamplingMask
 
@@ -37,11 +37,6 @@ class TrainingBatch:
         """Number of samples."""
         return len(self.tokens)
 
-    @property
-    def total_lengths(self) -> tuple[int, ...]:
-        """Number of tokens of each sequence."""
-        return self.responses.total_lengths
-
     def select(self, samples: Sequence[int]) -> TrainingBatch:
         """The samples at these indices, in that order."""
         masks, experts, weights = self.sampling_masks, self.routed_experts, self.routing_weights
@@ -59,21 +54,13 @@ class TrainingBatch:
         """The same samples with the experts to replay, and their weights."""
         return replace(self, routed_experts=experts, routing_weights=weights)
 
-    def with_old_log_probs(self, values_L: Tensor) -> TrainingBatch:
-        """The same samples with log π_old [L]."""
-        return replace(self, responses=replace(self.responses, old_log_probs_L=values_L))
-
-    def with_ref_log_probs(self, values_L: Tensor) -> TrainingBatch:
-        """The same samples with the reference policy's log-probs [L]."""
-        return replace(self, responses=replace(self.responses, ref_log_probs_L=values_L))
+    def with_token_values(self, **values_L: Tensor) -> TrainingBatch:
+        """The same samples with these fields [L] of `ResponseTokens`."""
+        return replace(self, responses=replace(self.responses, **values_L))  # type: ignore[arg-type]
 
     def with_advantages(self, per_sample: Sequence[float]) -> TrainingBatch:
         """The same samples with every sample's advantage at each of its tokens."""
         return replace(self, responses=self.responses.with_advantages(per_sample))
-
-    def with_token_advantages(self, advantages_L: Tensor) -> TrainingBatch:
-        """The same samples with each token's advantage [L]."""
-        return replace(self, responses=replace(self.responses, advantages_L=advantages_L))
 
 
 def make_batch(
@@ -98,9 +85,6 @@ def make_batch(
         context_size: of the group.
         sampling_masks: one per response, None if none was recorded; empty if sampling is not truncated.
         rollouts: number of the rollout that each sample is a segment of; None if each is a separate rollout.
-
-    Raises:
-        ValueError: the numbers of samples differ, or the numbers of a sample's response tokens.
     """
     totals = [len(ids) for ids in tokens]
     lengths = [len(mask) for mask in loss_masks]
@@ -108,11 +92,12 @@ def make_batch(
         SamplingMask.unrecorded(length) if mask is None else mask
         for mask, length in zip(sampling_masks or [None] * len(lengths), lengths, strict=True)
     ]
-    for name, rows in (
-        ("rollout_log_probs", rollout_log_probs),
-        ("weight_versions", weight_versions),
-        ("sampling_masks", masks),
-    ):
+    named: dict[str, Sequence[Sized]] = {
+        "rollout_log_probs": rollout_log_probs,
+        "weight_versions": weight_versions,
+        "sampling_masks": masks,
+    }
+    for name, rows in named.items():
         if (row_lengths := [len(row) for row in rows]) != lengths:
             raise ValueError(f"{name} has {row_lengths} response tokens per sample but loss_masks has {lengths}.")
     slices = response_slices(totals, lengths, context_rank, context_size)
@@ -122,6 +107,10 @@ def make_batch(
         return torch.tensor([value for row in rows for value in row], dtype=dtype)
 
     loss_mask_N = flat(loss_masks, torch.float32)
+    local_masks = None
+    if any(len(mask.token_ids) for mask in masks):
+        positions = slices.slice_flat(torch.arange(sum(lengths)))
+        local_masks = SamplingMask.cat(masks).select(positions).split(slices.local_lengths)
     return TrainingBatch(
         tokens=list(flat(tokens, torch.int64).split(totals)),
         responses=ResponseTokens(
@@ -134,16 +123,8 @@ def make_batch(
             turns_L=slices.slice_flat(turns_of(loss_mask_N, lengths)),
             rollouts=None if rollouts is None else numbered(rollouts),
         ),
-        sampling_masks=_local_masks(masks, slices),
+        sampling_masks=local_masks,
     )
-
-
-def _local_masks(masks: Sequence[SamplingMask], slices: ResponseSlices) -> list[SamplingMask] | None:
-    """The masks of this rank's response tokens; None if no set was recorded."""
-    if not any(len(mask.token_ids) for mask in masks):
-        return None
-    positions = slices.slice_flat(torch.arange(sum(slices.lengths)))
-    return SamplingMask.cat(masks).select(positions).split(slices.local_lengths)
 
 
 def shard(items: Sequence[T], rank: int, size: int, together: int = 1) -> list[T]:
@@ -162,12 +143,7 @@ def unshard(shards: Sequence[Sequence[T]], together: int = 1) -> list[T]:
 
 
 def assign_together(groups: Sequence[Hashable], size: int) -> int:
-    """The longest runs of samples that can be assigned to ranks equally and without cutting a group.
-
-    Args:
-        groups: each sample's group; samples of a group are adjacent.
-        size: data-parallel ranks, which divide the number of samples.
-    """
+    """The longest runs of samples, given each one's group, that ranks can get equally and without cutting a group."""
     return math.gcd(len(groups) // size, *(len(list(group)) for _, group in groupby(groups)))
 
 

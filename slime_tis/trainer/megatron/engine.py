@@ -26,9 +26,9 @@ from slime_tis.trainer.megatron.hf_weights import copied_weights, load_hf_weight
 from slime_tis.trainer.megatron.log_probs import TokenDistribution, vocab_parallel_log_probs
 from slime_tis.trainer.megatron.memory import (
     TokenBudget,
-    TrimHeapBeforeBackward,
     bytes_per_token,
     free_memory,
+    trim_before_gradient,
     trim_heap,
 )
 from slime_tis.trainer.megatron.micro_batches import MicroBatches, load_of, token_budget_partitions
@@ -107,7 +107,7 @@ class TrainingEngine:
         logits = self.model.hf_config.vocab_size if gives_logits else 0
         self._token_bytes = bytes_per_token(self.model.config, logits, config.log_probs_chunk_size)
         if parallel.is_first_stage:
-            self.model.module.embedding.register_forward_hook(TrimHeapBeforeBackward(self._token_bytes))
+            self.model.module.embedding.register_forward_hook(partial(trim_before_gradient, self._token_bytes))
         self.loss_denominator = torch.zeros([], dtype=torch.int)
         self.poison = torch.zeros([], device=parallel.backend.device)
         """NaN if a loss was not finite, else 0; added to the gradient."""
@@ -306,7 +306,7 @@ class TrainingEngine:
     ) -> list[Any]:
         """Results of `on_log_probs` on the last stage for each micro-batch; in training, their third values."""
         self.ddp.train(not forward_only)
-        lengths = batch.total_lengths
+        lengths = batch.responses.total_lengths
         outputs: list[Any] = get_forward_backward_func()(
             forward_step_func=partial(self._forward_step, on_log_probs=on_log_probs),
             data_iterator=self._packed(batch, partition),

@@ -107,14 +107,7 @@ GATHERED_BYTES = 2**30
 
 
 def rule(name: str, hf: HfConfig, first_layer: int, first_expert: int = 0) -> tuple[Layout, list[str]]:
-    """The layout and the Hugging Face tensors of a Megatron weight.
-
-    Args:
-        name: of the weight, on its rank.
-        hf: the model's configuration.
-        first_layer: of the rank's pipeline stage.
-        first_expert: of the rank's routed experts.
-    """
+    """The layout and the Hugging Face tensors of a Megatron weight, named as on a rank with this layer and expert."""
     if name in RULES:
         layout, sources = RULES[name]
         return LAYOUTS[layout], list(sources)
@@ -135,12 +128,7 @@ class HfTensors:
     """The tensors of a Hugging Face checkpoint directory, read one at a time."""
 
     def __init__(self, directory: str | Path, *, tied: bool) -> None:
-        """Finds the tensors of a directory.
-
-        Args:
-            directory: of the checkpoint.
-            tied: whether the output layer has the embeddings' weights: `tie_word_embeddings` of config.json.
-        """
+        """Finds the tensors; `tied` is whether the output layer has the embeddings' weights."""
         self.directory, self.tied = Path(directory), tied
         self.files = tensor_files(directory)
 
@@ -175,13 +163,10 @@ def load_hf_weights(model: Model, directory: str | Path, parallel: Parallel) -> 
     first_layer, first_expert = _first_layer(model, parallel), _first_expert(model, parallel, parallel.expert_rank)
     for name, parameter in named_weights(model.module).items():
         layout, sources = rule(name, hf, first_layer, first_expert)
-        expert = EXPERT.search(name) is not None
-        shard = layout.split(
-            [tensors[source] for source in sources],
-            parallel.expert_tensor_rank if expert else parallel.tensor_rank,
-            parallel.expert_tensor_size if expert else parallel.tensor_size,
-            hf,
-        )
+        rank, size = parallel.tensor_rank, parallel.tensor_size
+        if EXPERT.search(name) is not None:
+            rank, size = parallel.expert_tensor_rank, parallel.expert_tensor_size
+        shard = layout.split([tensors[source] for source in sources], rank, size, hf)
         if shard.shape != parameter.shape:
             raise ValueError(f"{directory}: {sources} give {tuple(shard.shape)} for {name} {tuple(parameter.shape)}")
         with torch.no_grad():
@@ -250,17 +235,7 @@ def _gathering_order(weights: dict[str, Tensor], parallel: Parallel) -> list[lis
 
 
 def _whole(shards: list[Tensor], name: str, model: Model, parallel: Parallel) -> list[Tensor]:
-    """The Hugging Face tensors of a weight, or of the same weight of several experts.
-
-    Args:
-        shards: this rank's shards of the weight, one or one per expert.
-        name: of the first.
-        model: the model.
-        parallel: this process's ranks.
-
-    Returns:
-        Each Hugging Face tensor [weights, …]: one weight, or one for each expert of all ranks in order.
-    """
+    """The Hugging Face tensors [weights, …] of this rank's shards: one weight, or one for each expert of all ranks."""
     layout, _ = rule(name, model.hf_config, 0)
     if EXPERT.search(name) is None:
         gathered = shards if layout is LAYOUTS["replicated"] else _all_gather(shards[0], parallel.tensor_group)
@@ -298,8 +273,7 @@ def _broadcast_tensors(tensors: list[Tensor] | None, stage: int, parallel: Paral
     described = parallel.broadcast_from_stage([(t.shape, t.dtype) for t in tensors or []], stage)
     device = parallel.backend.device
     tensors = tensors or [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in described]
-    source = dist.get_global_rank(parallel.pipeline_group, stage)
-    for i, tensor in enumerate(tensors):
-        tensors[i] = tensor.contiguous()
-        dist.broadcast(tensors[i], source, parallel.pipeline_group)
+    tensors = [tensor.contiguous() for tensor in tensors]
+    for tensor in tensors:
+        dist.broadcast(tensor, group=parallel.pipeline_group, group_src=stage)
     return tensors

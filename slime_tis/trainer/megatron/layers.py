@@ -69,9 +69,9 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has
             key, value = gather_from_sequence_parallel_region(keys_and_values, group=self.context_group).unbind(1)
         repeats = query.shape[1] // key.shape[1]
         output = F.scaled_dot_product_attention(
-            layout.query_rows(query),
-            layout.key_rows(key).repeat_interleave(repeats, 1),
-            layout.key_rows(value).repeat_interleave(repeats, 1),
+            layout.rows(query, layout.query_index),
+            layout.rows(key, layout.key_index).repeat_interleave(repeats, 1),
+            layout.rows(value, layout.key_index).repeat_interleave(repeats, 1),
             attn_mask=layout.attention_mask,
             is_causal=layout.attention_mask is None,
             scale=self.softmax_scale,

@@ -36,11 +36,7 @@ class TokenBudget:
 
     @classmethod
     def that_fits(cls, free: int, per_token: int) -> "TokenBudget":
-        """The budget for this number of free bytes and of bytes per token.
-
-        It is a power of two, so that repeated runs, whose free memory always differs a little, rarely differ in their
-        micro-batches.
-        """
+        """The budget for these numbers of bytes: a power of two, so that it rarely differs between repeated runs."""
         tokens = max(int(BUDGET_SHARE * free) // per_token, 1)
         return cls(
             tokens=1 << (tokens.bit_length() - 1),
@@ -49,12 +45,7 @@ class TokenBudget:
 
 
 def free_memory(device: torch.device, processes: int) -> int:
-    """Free bytes of this process's GPU, or its share of the machine's or container's memory.
-
-    Args:
-        device: of the tensors.
-        processes: processes of the job on this machine, which share its memory.
-    """
+    """Free bytes of this process's GPU, or its share of the memory that the machine's `processes` share."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return min(psutil.virtual_memory().available, _free_in_container()) // processes
@@ -84,7 +75,7 @@ def bytes_per_token(config: TransformerConfig, logits: int, chunk_size: int) -> 
     * Every token is counted as a response token.
 
     Args:
-        config: of the model, with its parallel sizes.
+        config: of the model.
         logits: requested logits per token, that is the size of the vocabulary; 0 if none are requested.
         chunk_size: rows of logits whose log-probs are computed at a time; -1 for all.
     """
@@ -107,31 +98,17 @@ def bytes_per_token(config: TransformerConfig, logits: int, chunk_size: int) -> 
     return int(size * layers + log_probs + bytes_per_logit * logits / tensor)
 
 
-@dataclass(frozen=True)
-class TrimHeapBeforeBackward:
-    """Forward hook of the embedding; trims the heap when all activations are freed, before the embedding's gradient.
-
-    That gradient is as large as the embedding's weight.
-    """
-
-    token_bytes: int
-    """Size of a token's activations."""
-
-    def __call__(self, _module: torch.nn.Module, _inputs: Any, output: Tensor) -> None:
-        """Registers the trim as a hook of the output's gradient."""
-        if output.requires_grad:
-            output.register_hook(lambda grad: trim_heap(grad.device, self.token_bytes * len(grad)))
+def trim_before_gradient(token_bytes: int, _module: torch.nn.Module, _inputs: Any, output: Tensor) -> None:
+    """Forward hook of the embedding: trims the heap before the gradient of its weight is allocated."""
+    if output.requires_grad:
+        output.register_hook(lambda grad: trim_heap(grad.device, token_bytes * len(grad)))
 
 
 def trim_heap(device: torch.device, freed: int) -> None:
-    """Returns freed memory to the system.
+    """Returns about `freed` bytes to the system, if glibc manages them and they are worth the time.
 
     glibc keeps freed blocks of less than 32 MiB, which rarely fit the next micro-batch, whose tensors have other sizes:
-    resident memory was 1.5 times the used memory. Does nothing with other C libraries or if tensors are on a GPU.
-
-    Args:
-        device: of the tensors.
-        freed: approximate number of freed bytes; nothing happens below `MIN_TRIMMED_BYTES`.
+    resident memory was 1.5 times the used memory.
     """
     libc = _glibc() if device.type == "cpu" and freed > MIN_TRIMMED_BYTES else None
     if libc is not None:

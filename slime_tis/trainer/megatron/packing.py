@@ -38,8 +38,7 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]  # megatron-core h
     """megatron-core's packed-sequence parameters, with the inputs of `ResponseModel` and `TorchAttention`."""
 
     response_rows: Tensor | None = None
-    """[L] packed tokens that predict the response tokens; None for all. A shared token is repeated for each response
-    that continues it."""
+    """[L] packed tokens that predict the response tokens; None for all."""
     gives_logits: bool = False
     """Whether the model returns the logits after these tokens instead of their hidden states."""
     parts: tuple[Part, ...] = ()
@@ -58,23 +57,16 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]  # megatron-core h
     """[J, 1, Lq, Lk] True if a query sees a key; None for plain causal attention."""
     segments: int = 0
 
-    def query_rows(self, x: Tensor) -> Tensor:
-        """Packed [tokens, heads, d] → padded batch [J, heads, Lq, d]."""
-        return self._rows(x, self.query_index)
-
-    def key_rows(self, x: Tensor) -> Tensor:
-        """Packed keys or values of all context-parallel ranks → padded batch [J, heads, Lk, d]."""
-        return self._rows(x, self.key_index)
+    def rows(self, x: Tensor, index: Tensor | None) -> Tensor:
+        """Packed [tokens, heads, d] → padded batch [J, heads, length, d], where `index` is query_index or key_index."""
+        x = x if index is None else x.index_select(0, index)
+        rows: Tensor = x.unflatten(0, (self.segments, -1))
+        return rows.transpose(1, 2)
 
     def tokens(self, rows: Tensor) -> Tensor:
         """Padded batch [J, heads, Lq, d] → packed [tokens, heads, d]."""
         flat = rows.transpose(1, 2).flatten(0, 1)
         return flat if self.token_index is None else flat.index_select(0, self.token_index)
-
-    def _rows(self, x: Tensor, index: Tensor | None) -> Tensor:
-        x = x if index is None else x.index_select(0, index)
-        rows: Tensor = x.unflatten(0, (self.segments, -1))
-        return rows.transpose(1, 2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +114,7 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class _Row:
-    """The packed tokens of this rank: the segment of each, and its position there."""
+    """The packed tokens of this rank."""
 
     split: RowSplit
     local_J: Tensor
@@ -140,7 +132,6 @@ class _Row:
 
     @classmethod
     def of(cls, tree: PrefixTree, filler: int, split: RowSplit) -> _Row:
-        """The row of a tree's segments, and of a filler sequence."""
         segments = [(segment.sequence, segment.start, segment.length) for segment in tree.segments]
         sequence_J, begin_J, length_J = torch.tensor([*segments, *[(len(tree), 0, filler)] * (filler > 0)]).T
         chunk_J = (length_J + 2 * split.context_size - 1) // (2 * split.context_size)
@@ -177,16 +168,15 @@ def pack(
     trained on, makes the row divisible by the tensor-parallel size.
     """
     split = split or RowSplit()
+    totals, lengths = batch.responses.total_lengths, batch.responses.response_lengths
     replays = any(experts is not None for experts in batch.routed_experts or [])
-    if share_prompts and not replays:
-        tree = PrefixTree.of(batch.tokens, batch.responses.response_lengths)
-    else:
-        tree = PrefixTree.apart(batch.total_lengths, batch.responses.response_lengths)
+    shares = share_prompts and not replays
+    tree = PrefixTree.of(batch.tokens, lengths) if shares else PrefixTree.apart(totals, lengths)
     filler = _filler_length([segment.length for segment in tree.segments], split)
     row = _Row.of(tree, filler, split)
     flat = torch.cat([*batch.tokens, torch.zeros(filler, dtype=torch.int64)])
-    total_S = torch.tensor([*batch.total_lengths, *[filler] * (filler > 0)])
-    prompt_S = total_S - torch.tensor([*batch.responses.response_lengths, *[0] * (filler > 0)])
+    total_S = torch.tensor([*totals, *[filler] * (filler > 0)])
+    prompt_S = total_S - torch.tensor([*lengths, *[0] * (filler > 0)])
     total_T = total_S[row.sequence_T]
     start_T = (total_S.cumsum(0) - total_S)[row.sequence_T]
 
@@ -217,13 +207,7 @@ def pack(
 
 
 def _predicted(tree: PrefixTree, start_J: Tensor, flat: Tensor) -> tuple[Tensor, Tensor]:
-    """The packed tokens [L] that predict response tokens, and the response tokens, response by response.
-
-    Args:
-        tree: of the sequences.
-        start_J: first packed token of each segment.
-        flat: the tokens of one sequence after another.
-    """
+    """The packed tokens [L] that predict response tokens, and the response tokens, response by response."""
     pieces = [
         (segment, min(tree.segments[segment].length, total - tree.segments[segment].start))
         for path, total in zip(tree.paths, tree.total_lengths, strict=True)
@@ -243,13 +227,9 @@ def _ranges(starts: Tensor, lengths: Tensor) -> Tensor:
 
 
 def _recorded(rows_S: Sequence[Tensor | None] | None, row: _Row, is_fed_T: Tensor, missing: Tensor) -> Tensor | None:
-    """The rollout engine's record of every token [T, …]; None if nothing was recorded.
+    """The rollout engine's record of every token [T, …], from a row for each token but a sequence's last.
 
-    Args:
-        rows_S: of each sequence, one row for each token except the last; None if nothing was recorded.
-        row: the packed tokens.
-        is_fed_T: whether a packed token has a row.
-        missing: the value, with the result's dtype, for tokens without a row.
+    `missing` is the value for tokens without a row. None if nothing was recorded.
     """
     recorded = [rows for rows in rows_S or [] if rows is not None]
     if rows_S is None or not recorded:
@@ -301,7 +281,7 @@ def _layout(row: _Row, parts: tuple[Part, ...]) -> PackedSequences:
 
 
 def _gathered_keys(row: _Row) -> tuple[Tensor, Tensor]:
-    """Index of each position's key among all ranks' tokens, and a mask of the keys that each query sees."""
+    """`key_index` and `attention_mask` of a row under context parallelism."""
     size, chunk = row.split.context_size, row.chunk_J[:, None]
     key_position = torch.arange(int(row.chunk_J.max()) * 2 * size)[None]
     number = torch.minimum(key_position // chunk, torch.tensor(2 * size - 1))  # of the chunk

@@ -24,27 +24,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Backend:
-    """Device and libraries of this machine."""
+    """Device and libraries: CUDA, NCCL and, if installed, transformer-engine; without a GPU CPU, gloo, torch layers."""
 
     device: torch.device
     collectives: str
-    """Backend of torch.distributed: nccl or gloo."""
     transformer_engine: bool
-    """Whether layers come from transformer-engine instead of megatron-core and plain torch."""
-
-
-def choose_backend(local_rank: int = 0) -> Backend:
-    """CUDA, NCCL and, if installed, transformer-engine; without a GPU: CPU, gloo and plain torch layers."""
-    if not torch.cuda.is_available():
-        return Backend(device=torch.device("cpu"), collectives="gloo", transformer_engine=False)
-    device = torch.device("cuda", local_rank)
-    has_engine = importlib.util.find_spec("transformer_engine") is not None
-    return Backend(device=device, collectives="nccl", transformer_engine=has_engine)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parallel:
-    """This process's ranks and groups in the model- and data-parallel layout, and collectives over them."""
+    """This process's ranks and groups, and collectives over them."""
 
     backend: Backend
     tensor_rank: int
@@ -59,7 +48,7 @@ class Parallel:
     """Among the ranks that share the experts of a layer."""
     expert_size: int
     expert_tensor_rank: int
-    """Among the ranks that share the matrices of one expert."""
+    """Among the ranks that share one expert."""
     expert_tensor_size: int
     local_size: int
     """Processes of the job on this machine."""
@@ -88,7 +77,7 @@ class Parallel:
 
     @property
     def rank(self) -> int:
-        """This process's global rank."""
+        """The global rank."""
         return dist.get_rank()
 
     @property
@@ -121,7 +110,7 @@ class Parallel:
         if self.pipeline_size == 1:
             return value
         box: list[T] = [value]
-        dist.broadcast_object_list(box, dist.get_global_rank(self.pipeline_group, stage), self.pipeline_group)
+        dist.broadcast_object_list(box, group=self.pipeline_group, group_src=stage)
         return box[0]
 
     def broadcast_from_last_stage(self, value: T) -> T:
@@ -151,10 +140,15 @@ def initialize(config: MegatronConfig) -> Parallel:
         ValueError: the environment variables are wrong, or the ranks do not connect.
     """
     environment = read_environment(os.environ)
-    backend = choose_backend(environment.local_rank)
+    has_gpu = torch.cuda.is_available()
+    backend = Backend(
+        device=torch.device("cuda", environment.local_rank) if has_gpu else torch.device("cpu"),
+        collectives="nccl" if has_gpu else "gloo",
+        transformer_engine=has_gpu and importlib.util.find_spec("transformer_engine") is not None,
+    )
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    if backend.device.type == "cuda":
+    if has_gpu:
         torch.cuda.set_device(backend.device)
     if not dist.is_initialized():
         _start_process_group(backend, environment)
@@ -169,7 +163,7 @@ def initialize(config: MegatronConfig) -> Parallel:
     initialize_rerun_state_machine(mode=RerunMode.DISABLED)
     torch.manual_seed(config.seed)
     # megatron-core's other random-state tracker queries the CUDA driver.
-    model_parallel_cuda_manual_seed(config.seed, inference_rng_tracker=backend.device.type == "cpu")
+    model_parallel_cuda_manual_seed(config.seed, inference_rng_tracker=not has_gpu)
     groups = {
         "tensor": mpu.get_tensor_model_parallel_group(),
         "pipeline": mpu.get_pipeline_model_parallel_group(),

@@ -4,21 +4,15 @@
     g_i = softmax over i ∈ I_t of the current router's logits   (or the model's other function of the logits at I_t)
     y_t = Σ_{i ∈ I_t} g_i E_i(x_t)
 
-The choice is replayed. The weights g are the current router's, so that the gradient reaches router and hidden states.
-`--routing-replay-weights` replaces them by the rollout engine's weights g̃, straight through:
+The weights g are the current router's, so that the gradient reaches router and hidden states.
+`--routing-replay-weights` replaces their value by the rollout engine's weights g̃, straight through:
 
     g_i := g̃_i + (g_i − stopgrad(g_i))
-
-The value is g̃ and the gradient is g's: if the engines agree, it is the gradient of the loss itself. A constant g̃
-would give the router no gradient. Over several steps on a rollout the value stays at g̃ while the router moves.
 
 Sources: "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers", Ma et al.
 (https://arxiv.org/abs/2510.11370), eq. 5 and 6 (R3); "Group Sequence Policy Optimization", Zheng et al.
 (https://arxiv.org/abs/2507.18071), section 5.3 (R2); the straight-through estimator: "Estimating or Propagating
 Gradients Through Stochastic Neurons", Bengio et al. (https://arxiv.org/abs/1308.3432).
-
-megatron-core asks the object in `router.router_replay` for the experts of each token. `LayerReplay` replaces
-megatron-core's class, which holds a single micro-batch and does not support every recomputation.
 
 Shapes: suffix _T the tokens of a micro-batch that this rank's routers see, _TK with k experts each, _TE with all of
 them.
@@ -66,11 +60,10 @@ class LayerReplay:
     """The routing of one layer: the attribute `router_replay` of megatron-core's router.
 
     With recomputed activations a layer runs twice: without gradient in the forward pass and with it in the backward
-    pass. Every pipeline schedule keeps the order of the micro-batches.
+    pass, in the same order of micro-batches. megatron-core's class does not support every recomputation.
     """
 
     def __init__(self, routing: RoutingReplay, index: int) -> None:
-        """Layer `index` of the rank's sparse layers."""
         self._routing, self._index = routing, index
         self._current: MicroBatchRouting | None = None
         self.to_recompute: deque[MicroBatchRouting | None] = deque()
@@ -84,14 +77,9 @@ class LayerReplay:
         group_topk: int | None,
         compute_topk: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
-        """Scores [T, k] and experts [T, k] of every token; called by megatron's `topk_routing_with_score_function`.
+        """Scores [T, k] and experts [T, k] of every token, given scores [T, experts] and the router's choice.
 
-        Args:
-            scores: [T, experts], the router's scores.
-            topk: experts per token.
-            num_groups: of experts, if a choice is limited to the best groups.
-            group_topk: groups that a choice is limited to.
-            compute_topk: the router's choice.
+        megatron-core's `topk_routing_with_score_function` calls it.
         """
         recomputes = torch.is_grad_enabled() and bool(self.to_recompute)
         self._current = current = self.to_recompute.popleft() if recomputes else self._routing.current
@@ -119,7 +107,6 @@ class LayerReplay:
 
     @torch.no_grad()
     def _note(self, current: MicroBatchRouting, taken: Tensor, chosen: Tensor, recorded: Tensor) -> None:
-        """Records and counts the experts [T, k] of a micro-batch."""
         if current.taken is not None:
             current.taken[:, self._index] = taken
         counts = self._routing.counts
@@ -140,14 +127,7 @@ class RoutingReplay:
     def __init__(
         self, module: nn.Module, sizes: MoeSizes | None, parallel: Parallel, *, sequence_parallel: bool
     ) -> None:
-        """Puts a `LayerReplay` into every router.
-
-        Args:
-            module: the model.
-            sizes: of its mixture-of-experts layers; None for a dense model.
-            parallel: this process's ranks.
-            sequence_parallel: whether the routers of each tensor-parallel rank see different tokens.
-        """
+        """Puts a `LayerReplay` into every router."""
         self.current: MicroBatchRouting | None = None
         """The micro-batch that runs next."""
         self.trains, self.replays = False, True
@@ -226,25 +206,13 @@ class RoutingReplay:
         self._compared.append((is_recorded_T, self.current.differs_T))
 
     def end(self) -> None:
-        """Ends a pass.
-
-        Raises:
-            RuntimeError: a layer with recomputed activations has not run a second time.
-        """
+        """Ends a pass."""
         self.current, self.trains = None, False
         if any(layer.to_recompute for layer in self._layers):
-            raise RuntimeError(
-                "routing replay: a layer has not recomputed every micro-batch that it ran without gradient"
-            )
+            raise RuntimeError("routing replay: a layer has not recomputed every micro-batch")
 
     def metrics(self) -> dict[str, float]:
-        """Loads and differences of the last pass, over all ranks; a collective of all of them.
-
-        Returns:
-            expert_load_max and expert_load_min: the largest and the smallest share of a layer's tokens at one expert.
-            If experts were recorded, also routing_difference, the share of their tokens for which the router of any
-            layer chooses another set, and routing_difference/layer_N for one layer.
-        """
+        """Loads and differences of the last pass over all ranks, see docs/metrics.md; a collective."""
         if self.sizes is None or self.counts is None:
             return {}
         parallel, counts = self._parallel, self.counts
@@ -261,7 +229,6 @@ class RoutingReplay:
         return routing_metrics(self.sizes, summed[:-2].view_as(layers).cpu(), summed[-2:].cpu())
 
     def _of_layers(self, values: Tensor | None, rows: slice) -> Tensor | None:
-        """[T, layers, k] for this rank's tokens and layers."""
         return None if values is None else values[rows][:, self._layer_indices]
 
     def _in_any_layer(self) -> tuple[Tensor, Tensor]:
@@ -275,13 +242,7 @@ class RoutingReplay:
 
 
 def routing_metrics(sizes: MoeSizes, layers: Tensor, in_any_layer: Tensor) -> dict[str, float]:
-    """The metrics of `RoutingReplay.metrics`.
-
-    Args:
-        sizes: of the mixture-of-experts layers.
-        layers: [sparse layers, experts + 2] tokens of each expert, recorded tokens, and differing tokens.
-        in_any_layer: [2] recorded tokens, and tokens that differ in any layer.
-    """
+    """The metrics of counts: `layers` as in `RoutingReplay.counts`, [2] recorded tokens and those that differ."""
     metrics = {}
     load, (recorded, differing) = layers[:, :-2], layers[:, -2:].T
     if bool((load.sum(1) > 0).all()):
