@@ -12,7 +12,12 @@ from slime_tis.trainer.data.sample import Sampling
 from slime_tis.trainer.engines.generation import SampleEngine, SampleKey, request_uniforms
 from slime_tis.trainer.engines.local import continuous_batching
 from slime_tis.trainer.engines.local.checkpoint import load_model, load_tokenizer
-from slime_tis.trainer.engines.local.continuous_batching import ContinuousBatching, common_prefix, whole_blocks
+from slime_tis.trainer.engines.local.continuous_batching import (
+    BatchSettings,
+    ContinuousBatching,
+    common_prefix,
+    whole_blocks,
+)
 from slime_tis.trainer.engines.local.routing import RoutingRecorder
 from slime_tis.trainer.engines.local.sampling import filtered_logits, log_softmax, sample_tokens
 from slime_tis.trainer.engines.local.slot_cache import check_config
@@ -40,7 +45,7 @@ def models(tmp_path_factory):
 
 def scheduler_of(model, tokenizer, **options):
     defaults = {
-        "eos_token_ids": (EOS,),
+        "eos_token_ids": frozenset([EOS]),
         "context_len": 512,
         "weight_version": 3,
         "records_routing": False,
@@ -48,7 +53,7 @@ def scheduler_of(model, tokenizer, **options):
         "max_batch_tokens": 64 * 512,
         "check_interrupts": lambda: None,
     }
-    return ContinuousBatching(model, tokenizer, **{**defaults, **options})
+    return ContinuousBatching(model, tokenizer, BatchSettings(**{**defaults, **options}))
 
 
 @asynccontextmanager
@@ -251,8 +256,8 @@ def test_a_shared_prompt_is_computed_once(models):
     prompt = [1, *range(3, 60)]
     scheduler = scheduler_of(model, tokenizer)
     ask_all(scheduler, [(prompt, None, str(place)) for place in range(6)])
-    assert (scheduler.counts.passes, scheduler.counts.prefilled) == (1, 57)
-    assert scheduler.counts.reused == 5 * 57
+    assert (scheduler.counts.passes, scheduler.counts.prefilled) == (1, 58)
+    assert scheduler.counts.reused == 5 * 58
 
 
 def test_a_turn_feeds_only_what_is_new(models):
@@ -269,8 +274,7 @@ def test_a_turn_feeds_only_what_is_new(models):
             await engine.generate(second)
             return vars(scheduler.counts)["prefilled"] - before["prefilled"], len(scheduler._slots)
 
-    # The last token that was sampled has not been fed; the last of the input is fed by the decode step.
-    assert asyncio.run(go()) == (3, 1)
+    assert asyncio.run(go()) == (4, 1)  # the last sampled token has not been fed
 
 
 def test_long_inputs_are_prefilled_in_parts(models, monkeypatch):
@@ -312,7 +316,7 @@ def test_a_cancelled_request_leaves_the_batch(models):
 def test_the_context_ends_a_response(models):
     model, tokenizer = models("llama")
     run = Sampling(max_response_len=90, max_context_len=20)
-    scheduler = scheduler_of(model, tokenizer, eos_token_ids=(), context_len=30)
+    scheduler = scheduler_of(model, tokenizer, eos_token_ids=frozenset(), context_len=30)
     long, short, full = ask_all(scheduler, [([1] * 25, None, "a"), ([1] * 12, None, "b"), ([1] * 20, None, "c")], run)
     assert (long.token_ids, long.finish_reason, long.text) == ([], "length", "")
     assert (len(short.token_ids), short.finish_reason, full.token_ids) == (8, "length", [])
@@ -356,17 +360,14 @@ def test_multi_head_latent_attention_is_batched_too(models):
 def test_models_that_cannot_be_batched_are_refused(config, problem):
     with pytest.raises(ValueError) as refusal:
         check_config(config)
-    assert str(refusal.value) == (
-        f"the model ({config.model_type}) has {problem}, which the local engine cannot batch for functions that ask it "
-        "for single sequences; use --rollout-engine sglang."
-    )
+    assert problem in str(refusal.value)
 
 
 def test_common_prefixes():
     assert common_prefix([1, 2, 3], [1, 2, 4, 5]) == 2
     assert common_prefix([1, 2], [1, 2, 4]) == 2
     assert common_prefix([7], [8]) == common_prefix([], [8]) == 0
-    assert [whole_blocks(length) for length in (1, 64, 65)] == [64, 64, 128]
+    assert [whole_blocks(length) for length in (1, 32, 33, 255, 257)] == [32, 32, 64, 256, 320]
 
 
 def test_the_longest_prefix_is_found_by_comparing_what_may_be_longer(models, monkeypatch):
@@ -378,7 +379,7 @@ def test_the_longest_prefix_is_found_by_comparing_what_may_be_longer(models, mon
     )
     system = list(range(10, 40))
     for place in range(50):
-        scheduler._slots.append(Slot(index=place, tokens=[*system, place, 1, 2], session=(place, None)))
+        scheduler._slots.append(Slot(index=place, row=place, tokens=[*system, place, 1, 2], session=(place, None)))
     found = scheduler._longest_prefix
     assert found((99, None), [*system, 30, 1, 7, 7]) == (scheduler._slots[30], 32) and len(compared) == 2
     assert found((99, None), [*system, 99, 1]) == (scheduler._slots[0], 30) and len(compared) == 3
@@ -397,8 +398,9 @@ def test_a_request_that_no_slot_is_free_for_is_compared_with_none(models, monkey
 
 def test_slots_that_fit_are_left_as_they_are(models):
     scheduler = scheduler_of(*models("llama"))
-    scheduler._slots = [Slot(index=0, tokens=[1] * 5), Slot(index=1, tokens=[2] * 70)]
+    scheduler._slots = [Slot(index=0, row=0, tokens=[1] * 5), Slot(index=1, row=1, tokens=[2] * 70)]
     lists = [slot.tokens for slot in scheduler._slots]
+    scheduler._cache.resize(2, 128)
     scheduler._resize(64)
     assert [len(slot.tokens) for slot in scheduler._slots] == [5, 64]
     assert all(slot.tokens is tokens for slot, tokens in zip(scheduler._slots, lists, strict=True))

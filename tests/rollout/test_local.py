@@ -1,17 +1,13 @@
 """The in-process engine against independent forward passes, against transformers, and against itself."""
 
-import tracemalloc
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from slime_tis.trainer.data.sample import STATUS, Prompt, Sample, Sampling
 from slime_tis.trainer.data.sampling_mask import SamplingMask
-from slime_tis.trainer.engines.local import decode
 from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
 from slime_tis.trainer.engines.local.engine import LocalEngine
-from slime_tis.trainer.engines.local.routing import Routing
 from slime_tis.trainer.engines.local.sampling import filtered_logits, log_softmax
 from slime_tis.trainer.engines.quantize import round_fp8, round_int8
 from tests.checkpoints import EOS, make_checkpoint
@@ -140,18 +136,6 @@ def test_responses_end_with_their_stop_token_or_at_their_limit(checkpoints):
         assert sample.status is STATUS["stop" if stopped else "length"]
         assert stopped or len(sample.response_ids) == 30
     assert {sample.response_ids[-1] for sample in samples} >= ends
-
-
-def test_dropping_finished_samples_changes_nothing(checkpoints, monkeypatch):
-    path = checkpoints["llama", 0]
-    sampling = Sampling(max_response_len=40, n_samples=6, stop_token_ids=tuple(range(3, 9)))
-    engine, prompts = make_engine(path), make_prompts(path)
-    monkeypatch.setattr(decode, "DROP_BELOW", 0.0)
-    kept = engine.generate(prompts, sampling, seed=1)
-    assert len({len(sample.response_ids) for sample in flat(kept)}) > 5
-    for share in (0.5, 1.1):
-        monkeypatch.setattr(decode, "DROP_BELOW", share)
-        assert_same_samples(kept, engine.generate(prompts, sampling, seed=1))
 
 
 def test_a_sample_does_not_depend_on_its_batch(checkpoints):
@@ -318,40 +302,3 @@ def test_the_context_bounds_responses_and_refuses_prompts_that_fill_it(checkpoin
 def test_an_unknown_precision_is_refused(checkpoints):
     with pytest.raises(ValueError, match="is 'fp4'"):
         make_engine(checkpoints["llama", 0], precision="fp4")
-
-
-def test_short_responses_take_little_memory_where_long_ones_may_be(checkpoints):
-    limit = 1_000_000
-    decoded = decode.Decoded(
-        tokens_BT=torch.full((2, limit), 7),
-        log_probs_BT=torch.full((2, limit), -0.5),
-        lengths_B=torch.tensor([3, 1]),
-        stopped_B=torch.tensor([True, False]),
-        routing=None,
-        sampling_masks=None,
-    )
-    engine = make_engine(checkpoints["llama", 0])
-    tracemalloc.start()
-    first, second = engine._responses(decoded, Sampling(max_response_len=limit))
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert (first.token_ids, first.log_probs) == ([7, 7, 7], [-0.5, -0.5, -0.5])
-    assert (second.token_ids, second.finish_reason) == ([7], "length") and peak < 1e6
-
-
-def test_experts_are_held_for_the_tokens_that_are_fed():
-    """Of a long response among finished ones those of the long one alone."""
-
-    def rows(value, count):
-        experts = torch.full((count, 1, 2, 4), value, dtype=torch.uint8)
-        return Routing(experts=experts, weights=experts.float())
-
-    prompts = rows(9, 1)
-    recorded = decode._RoutingOfSamples(prompts, [[1]], 3)
-    recorded.append(torch.tensor([0, 1, 2]), rows(1, 3))
-    for step in range(2, 50):
-        recorded.append(torch.tensor([1]), rows(step, 1))
-    assert sum(step.experts.numel() for step in recorded._steps) == (3 + 48) * 8
-    short, long, other = recorded.of_samples(torch.tensor([2, 50, 1]))
-    assert short.experts[:, 0, 0].tolist() == [9, 1] and other.experts[:, 0, 0].tolist() == [9]
-    assert long.experts[:, 0, 0].tolist() == [9, *range(1, 50)] and long.weights.shape == (50, 2, 4)

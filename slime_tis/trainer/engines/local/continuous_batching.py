@@ -6,7 +6,8 @@ another request begins with the same tokens, or memory is needed: then the least
 slots are in use, the newest request waits and is recomputed.
 
     waiting       has no slot
-    prefilling    has a slot behind the batch; more than one token is not in the cache
+    prefilling    has a slot behind the batch; several tokens are not in the cache
+    prefilled     all tokens are in the cache; requests with the same input share the next logits
     decoding      one token is not in the cache: every step feeds it and samples the next
 
 The tokens of a request depend only on its input, its uniforms and the weights, not on the rest of the batch.
@@ -21,12 +22,12 @@ from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
-from itertools import count
+from dataclasses import dataclass
+from itertools import chain, count
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import ModelOutput
 
 from slime_tis.trainer.data.sample import FinishReason
 from slime_tis.trainer.data.sampling_mask import SamplingMask
@@ -36,8 +37,8 @@ from slime_tis.trainer.engines.local.sampling import sample_tokens
 from slime_tis.trainer.engines.local.slot_cache import SlotCache, Window
 from slime_tis.trainer.engines.local.slots import Counts, Slot, Work
 
-BLOCK = 64
-"""Tokens by which slots grow; copying the cache then costs about one of 64 decode steps."""
+BLOCK = 32
+"""Least tokens by which slots grow. Long slots grow by a quarter at most, because growing copies the cache."""
 MIN_SHARED = 8
 """Shared tokens from which copying another slot is faster than computing."""
 PREFILL_SHARE = 8
@@ -56,44 +57,34 @@ LOOP_TURNS = 4
 """Turns of the event loop after an answer; the coroutine usually sends its next request within them."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class BatchSettings:
+    """The limits of a batch, and the weights that answer it."""
+
+    eos_token_ids: frozenset[int]
+    """Tokens that end every response."""
+    context_len: int | None
+    """Maximum tokens of input and response; None for no limit."""
+    weight_version: int
+    records_routing: bool
+    """Whether to record experts or their weights."""
+    max_batch: int
+    """Maximum number of slots."""
+    max_batch_tokens: int
+    """Maximum tokens of all slots, each as long as the longest; a single slot may exceed it."""
+    check_interrupts: Callable[[], None]
+    """Called between decode steps; raises to end sampling."""
+
+
 class ContinuousBatching:
-    """Answers requests of one asyncio loop with one model; the weights must not change meanwhile."""
+    """Answers requests with one model, whose weights must not change meanwhile."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        eos_token_ids: Iterable[int],
-        context_len: int | None,
-        weight_version: int,
-        records_routing: bool,
-        max_batch: int,
-        max_batch_tokens: int,
-        check_interrupts: Callable[[], None],
-    ) -> None:
-        """Answers nothing yet.
-
-        Args:
-            model: In evaluation mode.
-            tokenizer: Of the model.
-            eos_token_ids: Tokens that end every response.
-            context_len: Maximum tokens of input and response; None for no limit.
-            weight_version: Version of the model's weights.
-            records_routing: Whether to record experts or their weights.
-            max_batch: Maximum number of slots.
-            max_batch_tokens: Maximum tokens of all slots, each as long as the longest; a single slot may exceed it.
-            check_interrupts: Called between decode steps; raises to end sampling.
-
-        Raises:
-            ValueError: The model's attention cannot use slots, or routing is recorded and the model has no experts.
-        """
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: BatchSettings) -> None:
+        """Raises ValueError if the model's attention cannot use slots, or has no experts to record."""
         self.counts = Counts()
-        self._model, self._tokenizer, self._check_interrupts = model, tokenizer, check_interrupts
-        self._eos_token_ids, self._context_len = frozenset(eos_token_ids), context_len
-        self._weight_version, self._max_batch, self._max_tokens = weight_version, max_batch, max_batch_tokens
-        self._cache = SlotCache(model.config)
-        self._recorder = RoutingRecorder(model) if records_routing else None
+        self._model, self._tokenizer, self._settings = model, tokenizer, settings
+        self._cache = SlotCache(model.config, model.device)
+        self._recorder = RoutingRecorder(model) if settings.records_routing else None
         self._slots: list[Slot] = []
         self._decoding = 0
         """Number of decoding slots, at the front."""
@@ -107,24 +98,46 @@ class ContinuousBatching:
         """Answers one request; raises the exception that ended `run`. A cancelled request leaves the batch."""
         if self._failure is not None:
             raise self._failure
-        options = request.options
-        lengths = (options.sampling.max_context_len, self._context_len)
+        work = self._add(request, request_uniforms(request.key))
+        if work.generation is None:
+            work.future = asyncio.get_running_loop().create_future()
+            self._arrived.set()
+            await work.future
+        assert work.generation is not None
+        return work.generation
+
+    def answer_all(self, requests: Iterable[tuple[Request, Tensor]]) -> list[Generation]:
+        """Answers requests, each with the uniforms of its tokens, without an event loop."""
+        works = [self._add(request, iter(uniforms.numpy())) for request, uniforms in requests]
+        while self._is_busy:
+            self._settings.check_interrupts()
+            self.step()
+        return [work.generation for work in works if work.generation]
+
+    def _add(self, request: Request, uniforms: Iterator[float]) -> Work:
+        sampling, stop = request.options.sampling, request.options.stop
+        lengths = (sampling.max_context_len, self._settings.context_len)
         remaining = [length - len(request.token_ids) for length in lengths if length is not None]
-        limit = min([options.sampling.max_response_len, *remaining])
-        if limit < 1:
-            return Generation(token_ids=[], log_probs=[], weight_versions=[], finish_reason="length", text="")
         work = Work(
             request=request,
             order=next(self._orders),
-            limit=limit,
-            stop_token_ids=self._eos_token_ids | set(options.sampling.stop_token_ids),
-            stop=self._stops.setdefault(options.stop, StopStrings(self._tokenizer, options.stop)),
-            uniforms=request_uniforms(request.key),
-            answer=asyncio.get_running_loop().create_future(),
+            limit=min([sampling.max_response_len, *remaining]),
+            stop_token_ids=self._settings.eos_token_ids | set(sampling.stop_token_ids),
+            stop=self._stops.setdefault(stop, StopStrings(self._tokenizer, stop)),
+            distribution=(sampling.temperature, sampling.top_p, sampling.top_k),
+            uniforms=uniforms,
         )
-        self._waiting.append(work)
-        self._arrived.set()
-        return await work.answer
+        if work.limit < 1:
+            work.generation = Generation(
+                token_ids=[], log_probs=[], weight_versions=[], finish_reason="length", text=""
+            )
+        else:
+            self._waiting.append(work)
+        return work
+
+    @property
+    def _is_busy(self) -> bool:
+        return bool(self._waiting) or any(slot.work for slot in self._slots)
 
     def end_sample(self, number: int) -> None:
         """Notes that a sample is complete: its conversations end."""
@@ -140,12 +153,12 @@ class ContinuousBatching:
         """
         try:
             while True:
-                self._check_interrupts()
+                self._settings.check_interrupts()
                 finished = self.step()
                 # let coroutines run between steps, longer after an answer
                 for _ in range(LOOP_TURNS if finished else 1):
                     await asyncio.sleep(0)
-                if not self._waiting and not any(slot.work for slot in self._slots):
+                if not self._is_busy:
                     self._arrived.clear()
                     with suppress(TimeoutError):
                         async with asyncio.timeout(SAFE_POINT_INTERVAL):
@@ -153,66 +166,74 @@ class ContinuousBatching:
         except Exception as error:
             self._failure = error
             for work in [*self._waiting, *(slot.work for slot in self._slots if slot.work)]:
-                if not work.answer.done():
-                    work.answer.set_exception(error)
+                if work.future and not work.future.done():
+                    work.future.set_exception(error)
             raise
 
     @torch.inference_mode()
     def step(self) -> bool:
-        """Admits waiting requests, prefills some, and samples one token of each decoding request.
-
-        Returns:
-            Whether a request was answered.
-        """
-        self._drop_cancelled()
+        """Admits requests, prefills some, and samples a token of each decoding request; returns whether one ended."""
+        for slot in [slot for slot in self._slots if slot.work and slot.work.is_cancelled]:
+            self._leave(slot)
         self._admit()
-        self._prefill()
-        for slot in [slot for slot in self._slots[self._decoding :] if slot.work and len(slot.work.pending) == 1]:
+        if self._prefill():
+            self._admit()  # requests with the same input share its logits
+        ready = [slot for slot in self._slots[self._decoding :] if slot.logits is not None]
+        logits = [slot.logits for slot in ready if slot.logits is not None]
+        finished = bool(ready) and self._sample(ready, torch.stack(logits))
+        for slot in [slot for slot in self._slots[self._decoding :] if len(slot.pending) == 1]:
             self._swap(slot, self._decoding)
             self._decoding += 1
-        return self._decode() if self._decoding else False
-
-    def _drop_cancelled(self) -> None:
-        """Removes cancelled requests from their slots; `_admit` skips cancelled waiting requests."""
-        for slot in [slot for slot in self._slots if slot.work and slot.work.answer.done()]:
-            self._leave(slot)
+        return (self._decode() if self._decoding else False) or finished
 
     # Slots
 
     def _admit(self) -> None:
         """Gives slots to requests in order; a request waits while its prefix is being prefilled."""
         later: list[Work] = []
+        running = [slot.work for slot in self._slots if slot.work]
+        source, shared, shared_request = None, 0, None
         while self._waiting:
             work = self._waiting.popleft()
-            if work.answer.done():
+            if work.is_cancelled:
                 continue
             tokens = work.known
-            capacity = self._capacity_for(len(tokens))
+            capacity = self._capacity_for(len(tokens), running)
             if capacity is None:
                 later.append(work)
                 break
-            source, shared = self._longest_prefix(work.request.session, tokens)
+            if work.request is not shared_request:
+                source, shared = self._longest_prefix(work.request.session, tokens)
             if source is not None and shared > len(source.tokens):
                 later.append(work)
                 continue
             slot = self._slot_for(work, capacity, source, shared)
             slot.work, slot.session = work, work.request.session
             work.pending, work.waited = tokens[len(slot.tokens) :], 0
+            if not work.token_ids and len(work.pending) != 1:  # the other samples of the prompt need no search
+                shared_request, source, shared = work.request, slot, len(tokens)
+            running.append(work)
             self.counts.reused += len(slot.tokens)
         self._waiting.extendleft(reversed(later))
 
     def _longest_prefix(self, session: tuple[int, str | None], tokens: list[int]) -> tuple[Slot | None, int]:
         """The slot that shares the longest prefix after its prefill, and the length of the prefix.
 
-        The prefix excludes the last token, which must be fed for the next logits.
+        The prefix excludes the last token, unless its logits are known.
         """
         most = len(tokens) - 1
-        for slot in self._slots:
+        own = [slot for slot in self._slots if slot.session == session]
+        for slot in chain(own, self._slots):
+            if slot.logits is not None and slot.tokens == tokens:
+                return slot, len(tokens)
+        for slot in own:
             cached = len(slot.tokens)
-            if slot.work is None and slot.session == session and cached <= most and slot.tokens == tokens[:cached]:
+            if slot.work is None and cached <= most and slot.tokens == tokens[:cached]:
                 return slot, cached
         best: tuple[Slot | None, int] = None, 0
-        for slot in self._slots:
+        for slot in chain(own, self._slots):
+            if best[1] == most:
+                break
             least = best[1] + 1 if slot.session == session else max(best[1] + 1, MIN_SHARED)
             if least > most or not slot.may_share(tokens, least):
                 continue
@@ -224,8 +245,8 @@ class ContinuousBatching:
     def _slot_for(self, work: Work, capacity: int, source: Slot | None, shared: int) -> Slot:
         """Returns a slot that contains the shared tokens, after resizing slots to this capacity."""
         self._resize(capacity, keep=source)
-        idle = [slot for slot in self._slots if slot.work is None and slot is not source]
         is_full = len(self._slots) == self._most_slots(capacity)
+        idle = [slot for slot in self._slots if slot.work is None and slot is not source] if is_full else []
         if source is not None and source.work is None:
             ended = source.session in (None, work.request.session)
             if ended or shared == len(source.tokens) or (is_full and not idle):
@@ -234,23 +255,23 @@ class ContinuousBatching:
         if is_full:
             slot = min(idle, key=lambda slot: slot.used)
         else:
-            slot = Slot(index=len(self._slots))
+            slot = Slot(index=len(self._slots), row=len(self._slots))
             self._slots.append(slot)
+        slot.tokens = []
         if source is not None:
-            self._cache.copy(source.index, slot.index, shared)
-        slot.tokens = [] if source is None else source.tokens[:shared]
+            slot.tokens, slot.row = source.tokens[:shared], source.row
+            slot.logits = source.logits if shared == len(work.known) else None
         return slot
 
-    def _capacity_for(self, length: int) -> int | None:
+    def _capacity_for(self, length: int, running: Sequence[Work]) -> int | None:
         """The slot size that fits one more request, or None."""
-        running = [slot.work for slot in self._slots if slot.work]
         capacity = max(self._cache.capacity, whole_blocks(length))
         if len(running) >= self._most_slots(capacity):  # long sequences may have ended
             capacity = whole_blocks(max([length, *(len(work.known) for work in running)]))
         return capacity if len(running) < self._most_slots(capacity) else None
 
     def _most_slots(self, capacity: int) -> int:
-        return max(1, min(self._max_batch, self._max_tokens // capacity))
+        return max(1, min(self._settings.max_batch, self._settings.max_batch_tokens // capacity))
 
     def _resize(self, capacity: int, keep: Slot | None = None) -> None:
         """Resizes the slots and allocates one more.
@@ -263,31 +284,35 @@ class ContinuousBatching:
             if idle:
                 self._remove(min(idle, key=lambda slot: slot.used))
             else:
-                self._preempt(
-                    max(
-                        (slot for slot in self._slots if slot.work),
-                        key=lambda slot: slot.work.order if slot.work else -1,
-                    )
-                )
-        for slot in self._slots:
-            del slot.tokens[capacity:]
+                newest = max(self._slots, key=lambda slot: slot.work.order if slot.work else -1)
+                assert newest.work is not None
+                self.counts.preempted += 1
+                self._waiting.appendleft(newest.work)
+                self._leave(newest)
+                self._remove(newest)
+        if capacity < self._cache.capacity:
+            for slot in self._slots:
+                del slot.tokens[capacity:]
         slots, wanted = self._cache.slots, len(self._slots) + len(self._waiting) + 1
         if len(self._slots) >= slots:
             slots = max(wanted, slots + slots // 2)
         slots = min(slots, most)
         if (slots, capacity) != (self._cache.slots, self._cache.capacity):
+            self._arrange()
             self._cache.resize(slots, capacity)
 
-    def _preempt(self, slot: Slot) -> None:
-        assert slot.work is not None
-        self.counts.preempted += 1
-        self._waiting.appendleft(slot.work)
-        self._leave(slot)
-        self._remove(slot)
+    def _arrange(self) -> None:
+        """Moves the sequences to the rows of their slots, and copies shared prefixes."""
+        moved = [slot for slot in self._slots if slot.row != slot.index]
+        if moved:
+            length = max(len(slot.tokens) for slot in moved)
+            self._cache.move([slot.row for slot in moved], [slot.index for slot in moved], length)
+            for slot in moved:
+                slot.row = slot.index
 
     def _leave(self, slot: Slot) -> None:
         """Moves a slot out of the batch; its tokens stay."""
-        slot.work, slot.used = None, self.counts.steps
+        slot.work, slot.logits, slot.used = None, None, self.counts.steps
         if slot.index < self._decoding:
             self._decoding -= 1
             self._swap(slot, self._decoding)
@@ -298,30 +323,29 @@ class ContinuousBatching:
 
     def _swap(self, slot: Slot, index: int) -> None:
         other = self._slots[index]
-        if other is slot:
-            return
-        self._cache.swap(slot.index, index, max(len(slot.tokens), len(other.tokens)))
         self._slots[slot.index], self._slots[index] = other, slot
         slot.index, other.index = index, slot.index
 
     # Forward passes
 
-    def _prefill(self) -> None:
-        """Feeds inputs without their last token, once enough requests are ready or one has waited."""
-        behind = self._slots[self._decoding :]
-        works = [slot.work for slot in behind if slot.work and len(slot.work.pending) > 1]
+    def _prefill(self) -> bool:
+        """Feeds inputs, once enough requests are ready or one has waited; returns whether it did."""
+        slots = [slot for slot in self._slots[self._decoding :] if len(slot.pending) > 1]
+        works = [slot.work for slot in slots if slot.work]
         if len(works) * PREFILL_SHARE < self._decoding and all(work.waited < PREFILL_WAIT for work in works):
             for work in works:
                 work.waited += 1
-            return
-        slots = [slot for slot in behind if slot.work and len(slot.work.pending) > 1]
+            return False
         for batch in prefill_batches(slots):
-            fed = [pending_of(slot)[:-1][:PREFILL_COLUMNS] for slot in batch]
+            fed = [slot.pending[:PREFILL_COLUMNS] for slot in batch]
             for index, slot in enumerate(batch, start=self._decoding):
                 self._swap(slot, index)
-            self._forward(self._decoding, fed, self._model.base_model)
+            logits_BV = self._forward(self._decoding, fed)
+            for slot, logits in zip(batch, logits_BV, strict=True):
+                slot.logits = None if slot.pending else logits
             self.counts.passes += 1
             self.counts.prefilled += sum(map(len, fed))
+        return bool(slots)
 
     def _decode(self) -> bool:
         """Feeds the last token of each sequence and samples the next; returns whether a request was answered."""
@@ -329,60 +353,41 @@ class ContinuousBatching:
         if longest > self._cache.capacity:
             self._resize(whole_blocks(longest))
         slots = self._slots[: self._decoding]
-        logits_AV = self._forward(0, [pending_of(slot) for slot in slots], self._model).logits[:, -1]
+        logits_AV = self._forward(0, [slot.pending for slot in slots])
         self.counts.steps += 1
         self.counts.decoded += len(slots)
-        tokens, log_probs = self._sample([slot.work for slot in slots if slot.work], logits_AV)
-        finished = False
-        for slot, token, log_prob in zip(slots, tokens, log_probs, strict=True):
-            work = slot.work
-            assert work is not None
-            work.pending = [token]
-            work.token_ids.append(token)
-            work.log_probs.append(log_prob)
-            if token in work.stop_token_ids or work.stop.found(work.token_ids):
-                self._finish(slot, work, "stop")
-            elif len(work.token_ids) == work.limit:
-                self._finish(slot, work, "length")
-            finished = finished or slot.work is None
-        return finished
+        return self._sample(slots, logits_AV)
 
-    def _forward(self, first: int, fed: list[list[int]], model: Callable[..., ModelOutput]) -> ModelOutput:
-        """Feeds tokens to the slots from `first` on, padded on the left; they follow the tokens in each slot."""
+    def _forward(self, first: int, fed: list[list[int]]) -> Tensor:
+        """Feeds tokens to the slots from `first` on, padded on the left; returns the logits after the last tokens."""
+        self._arrange()
         slots, device = self._slots[first : first + len(fed)], self._model.device
         columns = max(map(len, fed))
         ids_BT = torch.tensor([[0] * (columns - len(tokens)) + tokens for tokens in fed], device=device)
-        starts_B = torch.tensor(
-            [len(slot.tokens) + len(tokens) - columns for slot, tokens in zip(slots, fed, strict=True)]
-        )
-        positions_BT = starts_B.to(device)[:, None] + torch.arange(columns, device=device)
         lengths = [len(slot.tokens) + len(tokens) for slot, tokens in zip(slots, fed, strict=True)]
-        if columns == 1:
-            row_T = torch.arange(len(fed), device=device)
-            column_T = torch.zeros_like(row_T)
+        ends_B1 = torch.tensor(lengths, device=device)[:, None]
+        positions_BT = ends_B1 - columns + torch.arange(columns, device=device)
+        window = Window(first=first, slots=len(fed), length=max(lengths), columns=columns)
+        if min(lengths) == max(lengths) and min(map(len, fed)) == columns:
+            positions_BT = positions_BT[:1]  # and one row of the mask
         else:
-            padding_B = torch.tensor([columns - len(tokens) for tokens in fed], device=device)
-            row_T, column_T = (torch.arange(columns, device=device) >= padding_B[:, None]).nonzero(as_tuple=True)
+            is_fed_BT = torch.arange(columns, 0, -1, device=device) <= torch.tensor(
+                [[len(t)] for t in fed], device=device
+            )
+            window.row_T, window.column_T = is_fed_BT.nonzero(as_tuple=True)
             positions_BT = positions_BT.clamp(min=0)  # of padding, which attends to the first token
-        self._cache.window = Window(
-            first=first,
-            slots=len(fed),
-            length=max(lengths),
-            row_T=row_T,
-            column_T=column_T,
-            slot_T=row_T + first,
-            position_T=positions_BT[row_T, column_T],
-        )
+            window.position_T = positions_BT[window.row_T, window.column_T]
+        self._cache.window = window
         allowed = torch.arange(max(lengths), device=device) <= positions_BT[:, :, None]
         mask = torch.zeros(allowed.shape, dtype=self._model.dtype, device=device).masked_fill_(~allowed, -torch.inf)
         with self._recorder or nullcontext():
-            output = model(
+            output = self._model(
                 input_ids=ids_BT,
                 attention_mask=mask[:, None],
                 position_ids=positions_BT,
                 past_key_values=self._cache.states,
                 use_cache=True,
-                **({"logits_to_keep": 1} if model is self._model else {}),
+                logits_to_keep=1,
             )
         if self._recorder is not None:
             self._cache.write_routing(self._recorder.take(len(fed)))
@@ -390,24 +395,35 @@ class ContinuousBatching:
             assert slot.work is not None
             slot.tokens += tokens
             slot.work.pending = slot.work.pending[len(tokens) :]
-        return output
+        logits_BV: Tensor = output.logits[:, -1]
+        return logits_BV
 
-    def _sample(self, works: Sequence[Work], logits_AV: Tensor) -> tuple[list[int], list[float]]:
-        """Draws the next token of each sequence; requests with equal sampling share one call."""
-        rows_by_sampling: dict[tuple[float, float, int], list[int]] = defaultdict(list)
+    def _sample(self, slots: Sequence[Slot], logits_AV: Tensor) -> bool:
+        """Draws the next token of each sequence; returns whether a request was answered."""
+        works = [slot.work for slot in slots if slot.work]
+        rows_by_distribution: dict[tuple[float, float, int], list[int]] = defaultdict(list)
         for row, work in enumerate(works):
-            rows_by_sampling[work.sampling.temperature, work.sampling.top_p, work.sampling.top_k].append(row)
-        tokens, log_probs = [0] * len(works), [0.0] * len(works)
-        for (temperature, top_p, top_k), rows in rows_by_sampling.items():
+            rows_by_distribution[work.distribution].append(row)
+        for (temperature, top_p, top_k), rows in rows_by_distribution.items():
             logits = logits_AV if len(rows) == len(works) else logits_AV[torch.tensor(rows, device=logits_AV.device)]
             uniforms = torch.tensor([next(works[row].uniforms) for row in rows], dtype=torch.float64)
-            drawn, drawn_log_probs, drawn_from_BV = sample_tokens(
+            tokens, log_probs, drawn_from_BV = sample_tokens(
                 logits, uniforms.to(logits.device), temperature=temperature, top_p=top_p, top_k=top_k
             )
-            for row, token, log_prob in zip(rows, drawn.tolist(), drawn_log_probs.tolist(), strict=True):
-                tokens[row], log_probs[row] = token, log_prob
+            for row, token, log_prob in zip(rows, tokens.tolist(), log_probs.tolist(), strict=True):
+                works[row].pending = [token]
+                works[row].token_ids.append(token)
+                works[row].log_probs.append(log_prob)
             self._record_sets([works[row] for row in rows], drawn_from_BV)
-        return tokens, log_probs
+        finished = False
+        for slot, work in zip(slots, works, strict=True):
+            slot.logits = None
+            if work.token_ids[-1] in work.stop_token_ids or work.stop.found(work.token_ids):
+                self._finish(slot, work, "stop")
+            elif len(work.token_ids) == work.limit:
+                self._finish(slot, work, "length")
+            finished = finished or slot.work is None
+        return finished
 
     def _record_sets(self, works: Sequence[Work], drawn_from_BV: Tensor) -> None:
         """Records the candidate tokens; an empty set means the whole vocabulary."""
@@ -421,24 +437,26 @@ class ContinuousBatching:
 
     def _finish(self, slot: Slot, work: Work, finish_reason: FinishReason) -> None:
         """Answers a request and moves its slot out of the batch."""
-        routing = None if self._recorder is None else self._cache.routing(slot.index, len(slot.tokens))
+        routing = None if self._recorder is None else self._cache.routing(slot.row, len(slot.tokens))
         sampling, mask = work.sampling, None
         if sampling.return_sampling_mask:
             lengths = torch.tensor([len(allowed) for allowed in work.sets], dtype=torch.int32)
             mask = SamplingMask(torch.cat(work.sets), lengths)
-        work.answer.set_result(
-            Generation(
-                token_ids=work.token_ids,
-                log_probs=work.log_probs,
-                weight_versions=[self._weight_version] * len(work.token_ids),
-                finish_reason=finish_reason,
-                text=response_text(self._tokenizer, work.token_ids, work.request.options, finish_reason),
-                routed_experts=routing.experts.cpu() if routing and sampling.return_routed_experts else None,
-                routing_weights=routing.weights.cpu() if routing and sampling.return_routing_weights else None,
-                sampling_mask=mask,
-            )
+        work.generation = Generation(
+            token_ids=work.token_ids,
+            log_probs=work.log_probs,
+            weight_versions=[self._settings.weight_version] * len(work.token_ids),
+            finish_reason=finish_reason,
+            text=response_text(self._tokenizer, work.token_ids, work.request.options, finish_reason),
+            routed_experts=routing.experts.cpu() if routing and sampling.return_routed_experts else None,
+            routing_weights=routing.weights.cpu() if routing and sampling.return_routing_weights else None,
+            sampling_mask=mask,
         )
         self._leave(slot)
+        if work.future:
+            work.future.set_result(None)
+        else:
+            self._remove(slot)  # the sample has no next turn
 
 
 def common_prefix(first: list[int], second: list[int]) -> int:
@@ -451,21 +469,16 @@ def common_prefix(first: list[int], second: list[int]) -> int:
 
 def whole_blocks(length: int) -> int:
     """The slot size for sequences of up to `length` tokens."""
-    return -(-length // BLOCK) * BLOCK
-
-
-def pending_of(slot: Slot) -> list[int]:
-    """The tokens of a slot's request that are not in the cache."""
-    assert slot.work is not None
-    return slot.work.pending
+    block = max(BLOCK, 1 << length.bit_length() - 3 if length > 4 else 0)
+    return -(-length // block) * block
 
 
 def prefill_batches(slots: Sequence[Slot]) -> Iterator[list[Slot]]:
     """Groups slots into prefill passes with little padding, longest inputs first."""
     batch: list[Slot] = []
     columns = 0
-    for slot in sorted(slots, key=lambda slot: -len(pending_of(slot))):
-        needed = min(len(pending_of(slot)) - 1, PREFILL_COLUMNS)
+    for slot in sorted(slots, key=lambda slot: -len(slot.pending)):
+        needed = min(len(slot.pending), PREFILL_COLUMNS)
         is_narrow = columns > max(NARROW, 4 * needed)
         if batch and (is_narrow or (len(batch) + 1) * columns > PREFILL_TOKENS):
             yield batch

@@ -1,4 +1,4 @@
-"""The in-process rollout engine: batched decoding with transformers."""
+"""The in-process rollout engine, on transformers."""
 
 import asyncio
 from collections import Counter
@@ -18,28 +18,23 @@ from slime_tis.trainer.collectives import map_over_ranks
 from slime_tis.trainer.data.sample import STATUS, Prompt, Sample, Sampling, response_limit
 from slime_tis.trainer.engines.engine import SentRows, WeightSource
 from slime_tis.trainer.engines.functions import FunctionBatch, FunctionCall, calls_over_ranks, new_groups
-from slime_tis.trainer.engines.generation import Generation, RolloutFunction
+from slime_tis.trainer.engines.generation import Generation, Request, RequestOptions, RolloutFunction
 from slime_tis.trainer.engines.local.checkpoint import (
     eos_token_ids,
     linear_weight_names,
     load_model,
     weights_by_file_name,
 )
-from slime_tis.trainer.engines.local.continuous_batching import ContinuousBatching
-from slime_tis.trainer.engines.local.decode import Decoded, decode
+from slime_tis.trainer.engines.local.continuous_batching import BatchSettings, ContinuousBatching
 from slime_tis.trainer.engines.local.sampling import log_softmax, prompt_uniforms
+from slime_tis.trainer.engines.local.slot_cache import check_config
 from slime_tis.trainer.engines.quantize import round_bits, round_fp8, round_int8
 from slime_tis.trainer.engines.tasks import CANCELLED, cancel_and_wait, run
 from slime_tis.trainer.engines.weight_rounding import Precision
 from slime_tis.trainer.engines.weight_updates import OUTPUT_LAYER
 from slime_tis.trainer.storage.checkpoints import ROLLOUT_WEIGHTS
 
-COMPUTE_DTYPES = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp8": torch.float32,
-    "int8": torch.float32,
-}
+COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float32, "int8": torch.float32}
 ROUNDINGS: dict[str, Callable[[Tensor], Tensor]] = {"fp8": round_fp8, "int8": round_int8}
 NAME = "the local engine"
 """What messages call it."""
@@ -84,27 +79,19 @@ class CompletedRollout:
         return self.groups
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Request:
-    prompt: Prompt
-    occurrence: int  # earlier occurrences of the same prompt in the batch
-    limit: int  # maximum response tokens
-
-
 class LocalEngine:
     """Samples with a Hugging Face model in this process; see `engine.RolloutEngine`.
 
-    Each prompt is run once, and its samples share the cache. A sample depends only on the seed, its prompt and the
-    weights, not on its batch or rank. In a torch.distributed job every rank holds the whole model and samples its share
-    of the prompts.
+    A sample depends only on the seed, its prompt and the weights, not on its batch or rank. In a torch.distributed job
+    every rank holds the whole model and samples its share of the prompts.
 
-    Precisions: fp32; bf16 runs the whole model in bfloat16; fp8 and int8 round the weights of linear layers and experts
-    (not embeddings, norms, biases, routers and the output layer) and compute in float32, which emulates rounded weights
-    but not rounded activations.
+    Engines with 8-bit weights are emulated: matrices of linear layers and experts are rounded to fp8 or int8 when they
+    are loaded, and the model computes with the rounded values in float32. Rollout and training log-probs then differ
+    as with a real 8-bit engine, also on a CPU.
     """
 
     can_checkpoint_weights = True
-    http_address: tuple[str, int] | None = None
+    http_address = None
 
     def __init__(
         self,
@@ -118,15 +105,15 @@ class LocalEngine:
         device: torch.device | str = "cpu",
         check_interrupts: Callable[[], None] = lambda: None,
     ) -> None:
-        """Loads the checkpoint as weight version 0.
+        """Loads the model.
 
         Args:
-            hf_checkpoint: Directory with config.json and weights of a causal language model.
-            tokenizer: Tokenizer of the checkpoint.
+            hf_checkpoint: Hugging Face checkpoint directory.
+            tokenizer: Tokenizer of the same directory.
             precision: fp32, bf16, fp8 or int8.
             router_bits: Width to which mixture-of-experts routers are rounded; None rounds them by the precision.
             max_batch: Maximum samples per batch; bounds the memory of logits.
-            max_batch_tokens: Maximum tokens per batch; bounds the key/value cache. A single prompt may exceed both.
+            max_batch_tokens: Maximum tokens per batch; bounds the key/value cache. A single sample may exceed it.
             device: Device of the model.
             check_interrupts: Called before each token; raises to end sampling.
         """
@@ -134,11 +121,10 @@ class LocalEngine:
             raise ValueError(f"rollout precision is {precision!r} but must be one of {', '.join(COMPUTE_DTYPES)}.")
         self.weight_version = 0
         self._is_asked = False
-        self._tokenizer = tokenizer
-        self._max_batch = max_batch
-        self._check_interrupts = check_interrupts
-        self._max_batch_tokens = max_batch_tokens
+        self._tokenizer, self._check_interrupts = tokenizer, check_interrupts
+        self._max_batch, self._max_batch_tokens = max_batch, max_batch_tokens
         self._model = load_model(hf_checkpoint, COMPUTE_DTYPES[precision]).to(device)
+        check_config(self._model.config)
         self._weights = weights_by_file_name(self._model)
         self._precision: Precision = precision
         self._roundings = roundings(self._model, precision, router_bits)
@@ -151,17 +137,21 @@ class LocalEngine:
         self, prompts: Sequence[Prompt], sampling: Sampling, seed: int, *, num_groups: int | None = None
     ) -> CompletedRollout:
         """Samples immediately; `num_groups` is not supported."""
-        if num_groups is not None:
-            raise ValueError("the local engine completes all groups of a rollout; use --rollout-engine sglang.")
+        _check_all_groups(num_groups)
         return CompletedRollout(self.generate(prompts, sampling, seed))
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> list[list[Sample]]:
         """See `engine.RolloutEngine`; raises ValueError if a prompt leaves no room for a response."""
-        requests = self._requests(prompts, sampling)
-        groups = map_over_ranks(lambda share: self._respond(share, sampling, seed), requests)
+        seen: Counter[int] = Counter()
+        occurrences = []
+        for prompt in prompts:
+            response_limit(prompt, sampling, self.max_context_len)
+            occurrences.append((prompt, seen[prompt.index]))
+            seen[prompt.index] += 1
+        groups = map_over_ranks(lambda share: self._respond(share, sampling, seed), occurrences)
         return [
             [
-                self._sample(prompt, response, group_index, group_index * sampling.n_samples + index)
+                _sample(prompt, response, group_index, group_index * sampling.n_samples + index)
                 for index, response in enumerate(responses)
             ]
             for group_index, (prompt, responses) in enumerate(zip(prompts, groups, strict=True))
@@ -179,36 +169,43 @@ class LocalEngine:
     ) -> CompletedRollout:
         """Calls the function immediately, in an event loop of this thread; see `engine.RolloutEngine`.
 
-        Continuous batching answers the requests; a function that blocks the loop delays all others. A sample depends
-        only on the seed, its prompt, the weights and the function, not on the concurrency or the rank.
-
-        Raises:
-            ValueError: The model does not support continuous batching, or `num_groups` is given.
+        A function that blocks the loop delays all others. A sample depends only on the seed, its prompt, the weights
+        and the function, not on the concurrency or the rank.
         """
-        if num_groups is not None:
-            raise ValueError("the local engine completes all groups of a rollout; use --rollout-engine sglang.")
+        _check_all_groups(num_groups)
 
-        def make(groups: Sequence[Sequence[FunctionCall]]) -> None:
-            batching = ContinuousBatching(
-                self._model,
-                self._tokenizer,
-                eos_token_ids=self._eos_token_ids,
-                context_len=self.max_context_len,
-                weight_version=self.weight_version,
-                records_routing=sampling.records_routing,
-                max_batch=self._max_batch,
-                max_batch_tokens=self._max_batch_tokens,
-                check_interrupts=self._check_interrupts,
+        async def make_rollouts(calls: Sequence[Sequence[FunctionCall]]) -> None:
+            batching = self._batching(sampling)
+            batch = FunctionBatch(
+                calls,
+                function,
+                batching.answer,
+                sampling,
+                concurrency=concurrency,
+                vocab_size=self._model.get_input_embeddings().num_embeddings,
+                end_sample=batching.end_sample,
             )
-            vocab_size = self._model.get_input_embeddings().num_embeddings
+
+            def ended(task: asyncio.Task[None]) -> None:
+                error = CustomFunctionError(CANCELLED) if task.cancelled() else task.exception()
+                if isinstance(error, Exception):
+                    batch.fail(error)
+
+            answering = asyncio.create_task(batching.run())
+            answering.add_done_callback(ended)
+            try:
+                await batch.run()
+            finally:
+                await cancel_and_wait([answering])
+
+        def make(calls: Sequence[Sequence[FunctionCall]]) -> None:
             self._is_asked = True
             try:
-                run(make_rollouts(batching, groups, function, sampling, concurrency, vocab_size))
+                run(make_rollouts(calls))
             finally:
                 self._is_asked = False
 
-        groups = calls_over_ranks(make, new_groups(prompts, sampling.n_samples, seed))
-        return CompletedRollout(groups)
+        return CompletedRollout(calls_over_ranks(make, new_groups(prompts, sampling.n_samples, seed)))
 
     def update_weights(self, source: WeightSource, version: int) -> None:
         """Loads all weights and rounds them.
@@ -315,123 +312,51 @@ class LocalEngine:
             rounding = self._roundings.get(name)
             self._weights[name].copy_(tensor if rounding is None else rounding(tensor))
 
-    def _requests(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[_Request]:
-        seen: Counter[int] = Counter()
-        requests = []
-        for prompt in prompts:
-            limit = response_limit(prompt, sampling, self.max_context_len)
-            requests.append(_Request(prompt=prompt, occurrence=seen[prompt.index], limit=limit))
-            seen[prompt.index] += 1
-        return requests
-
-    def _respond(self, requests: Sequence[_Request], sampling: Sampling, seed: int) -> list[list[Generation]]:
-        """The responses to this rank's prompts, decoded in batches of prompts of similar length."""
-        groups: dict[int, list[Generation]] = {}
-        for indices in self._batches(requests, sampling.n_samples):
-            responses = self._respond_batch([requests[index] for index in indices], sampling, seed)
-            groups.update(zip(indices, responses, strict=True))
-        return [groups[index] for index in range(len(requests))]
-
-    def _batches(self, requests: Sequence[_Request], n_samples: int) -> Iterator[list[int]]:
-        """Indices of prompts, shortest first, in batches within the two bounds."""
-        batch: list[int] = []
-        limit = 0
-        for index in sorted(range(len(requests)), key=lambda index: len(requests[index].prompt.token_ids)):
-            request, samples = requests[index], (len(batch) + 1) * n_samples
-            limit = max(limit, request.limit)
-            tokens = samples * (len(request.prompt.token_ids) + limit)
-            if batch and (samples > self._max_batch or tokens > self._max_batch_tokens):
-                yield batch
-                batch, limit = [], request.limit
-            batch.append(index)
-        if batch:
-            yield batch
-
-    def _respond_batch(self, requests: list[_Request], sampling: Sampling, seed: int) -> list[list[Generation]]:
-        n_samples, longest = sampling.n_samples, max(request.limit for request in requests)
-        uniforms = [
-            prompt_uniforms(seed, request.prompt.index, request.occurrence, n_samples, sampling.max_response_len)[
-                :, :longest
-            ]
-            for request in requests
-        ]
-        decoded = decode(
-            self._model,
-            [request.prompt.token_ids for request in requests],
-            [request.limit for request in requests],
-            torch.cat(uniforms),
-            sampling,
-            [*self._eos_token_ids, *sampling.stop_token_ids],
-            self._check_interrupts,
+    def _batching(self, sampling: Sampling) -> ContinuousBatching:
+        settings = BatchSettings(
+            eos_token_ids=frozenset(self._eos_token_ids),
+            context_len=self.max_context_len,
+            weight_version=self.weight_version,
+            records_routing=sampling.records_routing,
+            max_batch=self._max_batch,
+            max_batch_tokens=self._max_batch_tokens,
+            check_interrupts=self._check_interrupts,
         )
-        responses = self._responses(decoded, sampling)
+        return ContinuousBatching(self._model, self._tokenizer, settings)
+
+    def _respond(
+        self, occurrences: Sequence[tuple[Prompt, int]], sampling: Sampling, seed: int
+    ) -> list[list[Generation]]:
+        """The responses to prompts, each with its number of earlier occurrences in the batch."""
+        n_samples, options = sampling.n_samples, RequestOptions(sampling=sampling, no_stop_trim=True)
+        requests = []
+        for index, (prompt, occurrence) in enumerate(occurrences):
+            ids = list(prompt.token_ids)
+            request = Request(token_ids=ids, options=options, key=b"", session=(index, None))
+            uniforms = prompt_uniforms(seed, prompt.index, occurrence, n_samples, sampling.max_response_len)
+            requests += [(request, row) for row in uniforms]
+        responses = self._batching(sampling).answer_all(requests)
         return [responses[start : start + n_samples] for start in range(0, len(responses), n_samples)]
 
-    def _responses(self, decoded: Decoded, sampling: Sampling) -> list[Generation]:
-        lengths, stopped = decoded.lengths_B.tolist(), decoded.stopped_B.tolist()
-        responses = []
-        for sample, length in enumerate(lengths):
-            routing = None if decoded.routing is None else decoded.routing[sample]
-            ids = decoded.tokens_BT[sample, :length].tolist()  # the tensors are as long as a response may be
-            responses.append(
-                Generation(
-                    token_ids=ids,
-                    log_probs=decoded.log_probs_BT[sample, :length].tolist(),
-                    weight_versions=[self.weight_version] * length,
-                    finish_reason="stop" if stopped[sample] else "length",
-                    text=self._tokenizer.decode(ids, skip_special_tokens=True),
-                    sampling_mask=None if decoded.sampling_masks is None else decoded.sampling_masks[sample],
-                    routed_experts=routing.experts.cpu() if routing and sampling.return_routed_experts else None,
-                    routing_weights=routing.weights.cpu() if routing and sampling.return_routing_weights else None,
-                )
-            )
-        return responses
 
-    def _sample(self, prompt: Prompt, response: Generation, group_index: int, index: int) -> Sample:
-        return Sample(
-            prompt=prompt,
-            group_index=group_index,
-            index=index,
-            tokens=[*prompt.token_ids, *response.token_ids],
-            response=response.text,
-            response_length=len(response.token_ids),
-            rollout_log_probs=response.log_probs,
-            loss_mask=[1] * len(response.token_ids),
-            weight_versions=response.weight_versions,
-            status=STATUS[response.finish_reason],
-            rollout_routed_experts=response.routed_experts,
-            rollout_routing_weights=response.routing_weights,
-            sampling_mask=response.sampling_mask,
-        )
-
-
-async def make_rollouts(
-    batching: ContinuousBatching,
-    groups: Sequence[Sequence[FunctionCall]],
-    function: RolloutFunction,
-    sampling: Sampling,
-    concurrency: int,
-    vocab_size: int,
-) -> None:
-    """Calls a function and answers its requests; a failure of the model ends both. The calls receive their samples."""
-    batch = FunctionBatch(
-        groups,
-        function,
-        batching.answer,
-        sampling,
-        concurrency=concurrency,
-        vocab_size=vocab_size,
-        end_sample=batching.end_sample,
+def _sample(prompt: Prompt, response: Generation, group_index: int, index: int) -> Sample:
+    return Sample(
+        prompt=prompt,
+        group_index=group_index,
+        index=index,
+        tokens=[*prompt.token_ids, *response.token_ids],
+        response=response.text,
+        response_length=len(response.token_ids),
+        rollout_log_probs=response.log_probs,
+        loss_mask=[1] * len(response.token_ids),
+        weight_versions=response.weight_versions,
+        status=STATUS[response.finish_reason],
+        rollout_routed_experts=response.routed_experts,
+        rollout_routing_weights=response.routing_weights,
+        sampling_mask=response.sampling_mask,
     )
 
-    def ended(task: asyncio.Task[None]) -> None:
-        error = CustomFunctionError(CANCELLED) if task.cancelled() else task.exception()
-        if isinstance(error, Exception):
-            batch.fail(error)
 
-    answering = asyncio.create_task(batching.run())
-    answering.add_done_callback(ended)
-    try:
-        await batch.run()
-    finally:
-        await cancel_and_wait([answering])
+def _check_all_groups(num_groups: int | None) -> None:
+    if num_groups is not None:
+        raise ValueError("the local engine completes all groups of a rollout; use --rollout-engine sglang.")

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
@@ -19,7 +20,7 @@ LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 """Rotary embeddings whose frequencies depend on the longest sequence of the batch."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Window:
     """The slots of one forward pass, and the positions of its tokens."""
 
@@ -29,13 +30,13 @@ class Window:
     """Number of slots, the rows of the pass."""
     length: int
     """Tokens of the longest sequence, including this pass."""
-    row_T: Tensor
-    """Row of each token in the pass."""
-    column_T: Tensor
+    columns: int
+    """Columns of the pass."""
+    row_T: Tensor | None = None
+    """Row of each token in the pass; None if all sequences have the same length and there is no padding."""
+    column_T: Tensor | None = None
     """Column of each token in the pass."""
-    slot_T: Tensor
-    """Slot of each token."""
-    position_T: Tensor
+    position_T: Tensor | None = None
     """Position of each token in its sequence."""
 
 
@@ -59,8 +60,12 @@ class SlotTensor:
             shape[0], shape[self._token_dim] = slots, capacity
             # Attention multiplies masked values by 0, and uninitialized memory may contain NaN.
             self._data = states.new_zeros(shape)
-        states, data = states.movedim(self._token_dim, 1), self._data.movedim(self._token_dim, 1)
-        data[window.slot_T, window.position_T] = states[window.row_T, window.column_T]
+        if window.row_T is None:
+            data = self._data.narrow(0, window.first, window.slots)
+            data.narrow(self._token_dim, window.length - window.columns, window.columns).copy_(states)
+        else:
+            states, data = states.movedim(self._token_dim, 1), self._data.movedim(self._token_dim, 1)
+            data[window.first + window.row_T, window.position_T] = states[window.row_T, window.column_T]
 
     def read(self, first: int, slots: int, length: int) -> Tensor:
         """A view of the first tokens of some slots."""
@@ -77,18 +82,11 @@ class SlotTensor:
         old, self._data = self.read(0, kept_slots, kept), self._data.new_zeros(shape)
         self.read(0, kept_slots, kept).copy_(old)
 
-    def copy(self, source: int, target: int, length: int) -> None:
-        """Copies the first tokens of a slot into another."""
+    def move(self, sources: Tensor, targets: Tensor, length: int) -> None:
+        """Copies the first tokens of some rows to other rows, all at once."""
         if self._data is not None and length:
-            self.read(target, 1, length).copy_(self.read(source, 1, length))
-
-    def swap(self, first: int, second: int, length: int) -> None:
-        """Exchanges the first tokens of two slots."""
-        if self._data is not None and length:
-            states, others = self.read(first, 1, length), self.read(second, 1, length)
-            saved = states.clone()
-            states.copy_(others)
-            others.copy_(saved)
+            tokens = self._data.narrow(self._token_dim, 0, length)
+            tokens[targets] = tokens[sources]
 
 
 class SlotLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no types
@@ -118,10 +116,10 @@ class SlotCache:
     window: Window
     """Window of the next forward pass."""
 
-    def __init__(self, config: PreTrainedConfig) -> None:
+    def __init__(self, config: PreTrainedConfig, device: torch.device) -> None:
         """Has no slots yet; raises ValueError as `check_config` does."""
         check_config(config)
-        self.slots, self.capacity = 0, 0
+        self.slots, self.capacity, self._device = 0, 0, device
         self._layers = [SlotLayer(self) for _ in DynamicCache(config=config).layers]
         self._experts, self._weights = SlotTensor(1), SlotTensor(1)
         self.states = DynamicCache(config=config)
@@ -139,15 +137,11 @@ class SlotCache:
             tensor.resize(slots, capacity)
         self.slots, self.capacity = slots, capacity
 
-    def copy(self, source: int, target: int, length: int) -> None:
-        """Copies the first tokens of a slot into another."""
+    def move(self, sources: list[int], targets: list[int], length: int) -> None:
+        """Copies the first tokens of some rows to other rows, all at once."""
+        from_B, to_B = (torch.tensor(rows, device=self._device) for rows in (sources, targets))
         for tensor in self._tensors():
-            tensor.copy(source, target, length)
-
-    def swap(self, first: int, second: int, length: int) -> None:
-        """Exchanges the first tokens of two slots."""
-        for tensor in self._tensors():
-            tensor.swap(first, second, length)
+            tensor.move(from_B, to_B, length)
 
     def write_routing(self, routing: Routing) -> None:
         """Stores the routing [rows, columns, layers, k] of the window's pass."""
@@ -181,6 +175,6 @@ def check_config(config: PreTrainedConfig) -> None:
         return
     problem = f"a cache of {', '.join(others)}" if others else f"{rope} rotary embeddings"
     raise ValueError(
-        f"the model ({config.model_type}) has {problem}, which the local engine cannot batch for functions that ask it "
-        "for single sequences; use --rollout-engine sglang."
+        f"the model ({config.model_type}) has {problem}, which the local engine does not support; use "
+        "--rollout-engine sglang."
     )

@@ -42,7 +42,12 @@ class Work:
     stop_token_ids: frozenset[int]
     stop: StopStrings
     uniforms: Iterator[float]
-    answer: asyncio.Future[Generation]
+    distribution: tuple[float, float, int]
+    """Temperature, top-p and top-k."""
+    future: asyncio.Future[None] | None = None
+    """Done once `generation` is set, or cancelled."""
+    generation: Generation | None = None
+    """The answer."""
     pending: list[int] = field(default_factory=list)
     """Tokens that are not in the cache; at least one while the request has a slot."""
     waited: int = 0
@@ -59,6 +64,11 @@ class Work:
         return self.request.token_ids + self.token_ids
 
     @property
+    def is_cancelled(self) -> bool:
+        """Whether nobody waits for the answer."""
+        return self.future is not None and self.future.done()
+
+    @property
     def sampling(self) -> Sampling:
         """How it is sampled."""
         return self.request.options.sampling
@@ -69,26 +79,32 @@ class Slot:
     """A sequence in the cache."""
 
     index: int
+    row: int
+    """Row of the cache that contains the tokens; `index` after the next forward pass."""
     tokens: list[int] = field(default_factory=list)
     """Tokens whose keys and values are in the slot."""
     session: tuple[int, str | None] | None = None
     """The conversation that may continue; None once its sample is complete."""
     used: int = 0
     """Step of the last use."""
+    logits: Tensor | None = None
+    """Logits after the tokens, until the request samples from them."""
     work: Work | None = None
     """The request in the slot; None if the tokens are only kept for reuse."""
 
     @property
+    def pending(self) -> list[int]:
+        """The tokens of the request that are not in the cache."""
+        return self.work.pending if self.work else []
+
+    @property
     def cached_soon(self) -> list[int]:
         """The tokens in the cache after the prefill."""
-        if self.work is None or len(self.work.pending) == 1:
-            return self.tokens
-        return self.tokens + self.work.pending[:-1]
+        return self.tokens + self.pending
 
     def may_share(self, tokens: Sequence[int], count: int) -> bool:
         """Whether the slot may share the first `count` tokens: the last of them is equal."""
         last = count - 1
         if last < len(self.tokens):
             return self.tokens[last] == tokens[last]
-        pending = () if self.work is None else self.work.pending
-        return last < len(self.tokens) + len(pending) - 1 and pending[last - len(self.tokens)] == tokens[last]
+        return last < len(self.tokens) + len(self.pending) and self.pending[last - len(self.tokens)] == tokens[last]
