@@ -10,10 +10,15 @@ import httpx
 import pytest
 
 from slime_tis.trainer.data.sample import Sampling
-from slime_tis.trainer.engines.sglang.bodies import generate_body
-from slime_tis.trainer.engines.sglang.client import Redactor, Server, make_client, worker_urls
-from slime_tis.trainer.engines.sglang.errors import MalformedAnswer, RequestRefused, ServerError
-from slime_tis.trainer.engines.sglang.schema import Completion
+from slime_tis.trainer.engines.sglang.client import (
+    Keys,
+    MalformedAnswer,
+    RequestRefused,
+    Server,
+    ServerError,
+    make_client,
+)
+from slime_tis.trainer.engines.sglang.schema import Completion, GenerateRequest
 from slime_tis.trainer.engines.tasks import cancel_and_wait
 from tests.rollout.sglang.fake_sglang import FakeSGLang, continuation, fake_servers, recorded
 from tests.rollout.sglang.rollouts import stubborn
@@ -45,12 +50,12 @@ def ask(
     return asyncio.run(work())
 
 
-def body(max_new_tokens: int = 1000) -> dict[str, object]:
-    return generate_body(PROMPT, SAMPLING, max_new_tokens=max_new_tokens, request_id="r1")
+def request(max_new_tokens: int = 1000, request_id: str = "r1") -> GenerateRequest:
+    return GenerateRequest(input_ids=PROMPT, sampling=SAMPLING, max_new_tokens=max_new_tokens, request_id=request_id)
 
 
 async def generate(server: Server, request_id: str = "r1", max_new_tokens: int = 1000) -> Completion:
-    return await server.generate(PROMPT, SAMPLING, max_new_tokens=max_new_tokens, request_id=request_id)
+    return await server.generate(request(max_new_tokens, request_id))
 
 
 async def until(condition: Callable[[], Any]) -> None:
@@ -61,7 +66,7 @@ async def until(condition: Callable[[], Any]) -> None:
 def test_a_request_is_answered(fake: FakeSGLang) -> None:
     completion = ask(fake, lambda server: generate(server, max_new_tokens=6))
     assert completion.token_ids == continuation(PROMPT, 6)
-    assert fake.requests == [body(max_new_tokens=6)]
+    assert fake.requests == [request(max_new_tokens=6).body()]
     assert "authorization" not in fake.headers[0]
 
 
@@ -208,7 +213,7 @@ def test_the_key_is_sent_and_shown_nowhere(fake: FakeSGLang, caplog: pytest.LogC
     shown = []
 
     async def use(server: Server) -> None:
-        shown.append(f"{server!r} {server._client!r} {server._client.headers!r} {vars(server)!r}")
+        shown.append(f"{server!r} {server.client!r} {server.client.headers!r} {vars(server)!r}")
         await server.info()
         fake.faults.extend([503, "drop", 400])
         fake.spoken = {"message": f"you sent Authorization: Bearer {KEY}"}
@@ -269,7 +274,7 @@ def worker_urls_of(answers: Callable[[httpx.Request], httpx.Response]) -> tuple[
 
     async def run() -> tuple[str, ...]:
         async with httpx.AsyncClient(transport=httpx.MockTransport(streamed)) as client:
-            return await worker_urls(Server(ROUTER, client, timeout=10.0))
+            return await Server(ROUTER, client, timeout=10.0).worker_urls()
 
     return asyncio.run(run())
 
@@ -352,4 +357,4 @@ def test_a_task_that_swallows_a_cancellation_gets_another_one() -> None:
     ids=["whole", "parts", "twice", "seven characters", "base64"],
 )
 def test_keys_are_redacted_whole_and_in_part(text: str, shown: str) -> None:
-    assert Redactor(["0123456789"]).redacted(text) == shown
+    assert Keys("0123456789").redacted(text) == shown

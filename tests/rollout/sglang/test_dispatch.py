@@ -13,10 +13,10 @@ import pytest
 
 from slime_tis.trainer.data.sample import Sampling
 from slime_tis.trainer.engines.engine import RolloutUnavailable
-from slime_tis.trainer.engines.sglang.client import Server, make_client
+from slime_tis.trainer.engines.sglang.client import RequestRefused, Server, UnexpectedWeights, make_client
 from slime_tis.trainer.engines.sglang.dispatch import Attempts, Dispatcher
-from slime_tis.trainer.engines.sglang.errors import RequestRefused, UnexpectedWeights
 from slime_tis.trainer.engines.sglang.health import HealthMonitor, ServerState, Timeouts
+from slime_tis.trainer.engines.sglang.schema import GenerateRequest
 from tests.rollout.sglang.fake_sglang import FakeSGLang, continuation, fake_servers, when
 
 QUICK = Timeouts(recovery=30.0, first_retry=0.005, max_retry=0.02, health_interval=0.01)
@@ -43,7 +43,9 @@ class Cluster:
         self.at.append(state.server.url)
         first = self.health.version_of(state)
         request_id = f"p{prompt:04d}-t{self.tries[prompt]:02d}"
-        completion = await state.server.generate([1, prompt], SAMPLING, max_new_tokens=5, request_id=request_id)
+        completion = await state.server.generate(
+            GenerateRequest(input_ids=[1, prompt], sampling=SAMPLING, max_new_tokens=5, request_id=request_id)
+        )
         self.health.check_versions(state, first, completion.versions or [])
         return completion.token_ids
 

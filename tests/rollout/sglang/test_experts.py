@@ -21,10 +21,15 @@ from slime_tis.trainer.data.sample import FinishReason, Sample, Sampling
 from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
 from slime_tis.trainer.engines.local.routing import has_usable_experts
 from slime_tis.trainer.engines.sglang import sampling as sampling_module
-from slime_tis.trainer.engines.sglang.bodies import generate_body, max_answer_bytes
-from slime_tis.trainer.engines.sglang.errors import InvalidAnswer
 from slime_tis.trainer.engines.sglang.sampling import PendingSample
-from slime_tis.trainer.engines.sglang.schema import Completion, ExpertLayout, ExpertRequest, parse_routed_experts
+from slime_tis.trainer.engines.sglang.schema import (
+    Completion,
+    ExpertLayout,
+    GenerateRequest,
+    InvalidAnswer,
+    max_answer_bytes,
+    parse_routed_experts,
+)
 from tests.checkpoints import make_checkpoint
 from tests.rollout.sglang.fake_sglang import (
     EXPERTS,
@@ -286,8 +291,9 @@ def layout(**fields: Any) -> ExpertLayout:
 
 def test_a_request_asks_for_the_experts_that_are_missing() -> None:
     sampling = Sampling(max_response_len=100, return_routed_experts=True)
-    experts = ExpertRequest(layout=layout(), input_len=4, first=3)
-    body = generate_body((1, 5, 6, 7), sampling, max_new_tokens=60, request_id="r1", experts=experts)
+    body = GenerateRequest(
+        input_ids=(1, 5, 6, 7), sampling=sampling, max_new_tokens=60, request_id="r1", first_experts=3
+    ).body()
     assert (body["return_routed_experts"], body["routed_experts_start_len"]) == (True, 3)
 
 
@@ -346,10 +352,10 @@ def test_one_expert_per_token_is_judged_over_the_whole_response(checkpoint: Path
         pending = PendingSample(prompt=SHORT, max_new_tokens=8)
         pending.append(completion([[0, 0]] * len(SHORT.token_ids), "abort"), [0])
         assert pending.unrecorded_layer is None  # the rows to come may be others
-        assert pending.to_sample(tokenizer, 0, 0).rollout_routed_experts is not None
+        assert pending.to_sample(tokenizer).rollout_routed_experts is not None
         pending.append(completion([last], "stop"), [0])
         assert pending.unrecorded_layer == unrecorded
-        experts = pending.to_sample(tokenizer, 0, 0).rollout_routed_experts
+        experts = pending.to_sample(tokenizer).rollout_routed_experts
         assert experts is None if unrecorded is not None else experts is not None and experts[-1, :, 0].tolist() == last
 
 

@@ -50,7 +50,7 @@ def test_every_fault_is_tried_again_and_counts_once(start: Callable[..., Run]) -
     assert len(set(ids)) == len(ids) == 36 + faults
     assert run.engine.metrics()["rollout/sglang_retries"] == faults
     assert set(Counter(request_id[:-5] for request_id in ids)) == {
-        f"{ids[0][:18]}-g{group:06d}-s{place:04d}" for group in range(12) for place in range(3)
+        f"{ids[0][:18]}-{number:08d}" for number in range(36)
     }
 
 

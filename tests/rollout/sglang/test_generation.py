@@ -163,7 +163,7 @@ def test_rollouts_that_ended_are_let_go(start: Callable[..., Run]) -> None:
     run.servers[0].faults.append(400)
     with pytest.raises(RolloutUnavailable):
         run.engine.generate(PROMPTS[:2], SAMPLING, seed=0)
-    wait_until(lambda: not run.engine._servers.batches)
+    wait_until(lambda: not run.engine._servers.rollouts)
 
 
 def test_a_loop_ends_although_a_task_swallows_its_cancellation() -> None:

@@ -10,9 +10,13 @@ import torch
 
 from slime_tis.trainer.data.sample import Sample, Sampling
 from slime_tis.trainer.data.sampling_mask import SamplingMask
-from slime_tis.trainer.engines.sglang.bodies import generate_body, max_answer_bytes
-from slime_tis.trainer.engines.sglang.errors import InvalidAnswer
-from slime_tis.trainer.engines.sglang.schema import Completion, parse_generation
+from slime_tis.trainer.engines.sglang.schema import (
+    Completion,
+    GenerateRequest,
+    InvalidAnswer,
+    max_answer_bytes,
+    parse_generation,
+)
 from tests.rollout.sglang.fake_sglang import (
     FakeSGLang,
     log_prob,
@@ -38,17 +42,20 @@ def masked_answer(**changes: Any) -> dict[str, Any]:
     return answer
 
 
+def request(top_k: int = 7, *, with_sampling_mask: bool = True) -> GenerateRequest:
+    sampling = dataclasses.replace(TRUNCATED, top_k=top_k) if with_sampling_mask else Sampling(max_response_len=8)
+    return GenerateRequest(input_ids=(1,), sampling=sampling, max_new_tokens=8, request_id="r")
+
+
 def parsed(answer: dict[str, Any], *, with_sampling_mask: bool = True) -> Completion:
     body = json.dumps(answer).encode()
-    return parse_generation(body, max_new_tokens=8, vocab_size=64, with_sampling_mask=with_sampling_mask)
+    return parse_generation(body, request(with_sampling_mask=with_sampling_mask), vocab_size=64)
 
 
 def test_the_request_asks_for_masks_and_for_log_probs_over_them() -> None:
-    body = generate_body((1,), dataclasses.replace(TRUNCATED, top_k=7), max_new_tokens=4, request_id="r")
+    body = request().body()
     assert (body["return_sampling_mask"], body["sampling_logprobs_mode"]) == (True, "selected")
-    assert "return_sampling_mask" not in generate_body(
-        (1,), Sampling(max_response_len=4), max_new_tokens=4, request_id="r"
-    )
+    assert "return_sampling_mask" not in request(with_sampling_mask=False).body()
 
 
 def test_an_answer_has_its_sets_and_the_log_probs_over_them() -> None:

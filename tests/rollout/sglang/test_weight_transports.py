@@ -1,5 +1,6 @@
 """Every weight transport delivers the weights, names their version, and releases a server that failed."""
 
+import pkgutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,6 @@ import pytest
 
 from slime_tis.trainer.engines.engine import EngineHost
 from slime_tis.trainer.engines.sglang.client import Server
-from slime_tis.trainer.engines.sglang.weights.transports import build_weight_sync
 from slime_tis.trainer.options.sglang import WEIGHT_TRANSPORTS, SGLangConfig
 from tests.rollout.sglang.weight_servers import WeightServer, digests, running, some_weights, with_clients
 
@@ -39,7 +39,7 @@ def test_weights_arrive_and_a_failed_server_is_released(name: str, pair: list[We
         server.behave()
 
     async def work(clients: list[Server]) -> None:
-        weights = build_weight_sync(config, host, [server.url for server in pair])
+        weights = pkgutil.resolve_name(WEIGHT_TRANSPORTS[name]).build(config, host, [server.url for server in pair])
         assert await weights.push(clients, some_weights(1).items, 1) == {}
         pair[0].behave(refuse={"/pause_generation": 1})
         assert list(await weights.push(clients, some_weights(2).items, 2)) == [clients[0]]

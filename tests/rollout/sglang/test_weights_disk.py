@@ -15,8 +15,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from slime_tis.trainer.engines.sglang.client import Server
-from slime_tis.trainer.engines.sglang.errors import ServerError
+from slime_tis.trainer.engines.sglang.client import Server, ServerError
 from slime_tis.trainer.engines.sglang.weights.disk import DiskSync, write_checkpoint
 from tests.checkpoints import make_checkpoint
 from tests.rollout.sglang.weight_servers import WeightServer, digests, running, some_weights, with_clients

@@ -22,7 +22,6 @@ from slime_tis.trainer.engines.sglang.weights import protocol
 from slime_tis.trainer.engines.sglang.weights.disk import DiskSync
 from slime_tis.trainer.engines.sglang.weights.distributed import DistributedSync, UpdateGroup, local_address
 from slime_tis.trainer.engines.sglang.weights.protocol import buckets
-from slime_tis.trainer.engines.sglang.weights.transports import build_weight_sync
 from slime_tis.trainer.options.sglang import SGLangConfig
 from tests.rollout.sglang.weight_servers import WeightServer, digests, running, some_weights, with_clients
 
@@ -386,15 +385,12 @@ def test_local_address() -> None:
     assert local_address("https://localhost") == "127.0.0.1"
 
 
-def test_build(tmp_path: Path) -> None:
+def test_disk_needs_a_directory_that_servers_on_other_machines_see(tmp_path: Path) -> None:
     here, away = "http://127.0.0.1:1", "http://10.0.0.9:1"
     host = EngineHost(hf_checkpoint=tmp_path, weights=dict, output_dir=tmp_path)
-    assert isinstance(build_weight_sync(SGLangConfig(), host, [here, away]), DistributedSync)
     disk = SGLangConfig(sglang_weight_sync="disk")
     with pytest.raises(ValueError, match="may not see"):
-        build_weight_sync(disk, host, [here, away])
+        DiskSync.build(disk, host, [here, away])
     shared = SGLangConfig(sglang_weight_sync="disk", sglang_weight_dir=str(tmp_path / "shared"))
     for config, urls in ((disk, [here]), (shared, [here, away])):
-        built = build_weight_sync(config, host, urls)
-        assert isinstance(built, DiskSync)
-        asyncio.run(built.close())
+        asyncio.run(DiskSync.build(config, host, urls).close())

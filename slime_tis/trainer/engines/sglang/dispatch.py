@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from slime_tis.trainer.engines.engine import RolloutUnavailable
-from slime_tis.trainer.engines.sglang.errors import RequestRefused, SGLangError
+from slime_tis.trainer.engines.sglang.client import RequestRefused, SGLangError
 from slime_tis.trainer.engines.sglang.health import HealthMonitor, ServerState
 
 SERVER_REFUSALS = (401, 403, 404, 405)

@@ -1,19 +1,13 @@
 """The health of every server: available, down, or back without the current weights.
 
-                    answers, has the current weights
-      ┌─────────────────────────────────────────────────────┐
-      │                                                     ▼
-    ┌──────┐ answers, without   ┌───────────────┐ took    ┌──────┐ a request   ┌─────────┐
-    │ down │───────────────────►│ needs_weights │────────►│ live │────────────►│ probing │
-    └──────┘ the weights        └───────────────┘ them    └──────┘ failed      └─────────┘
-      ▲                             │      ▲                │  ▲ is healthy         │
-      │ failed to take weights      │      │ other weights  │  └────────────────────┤
-      │◄────────────────────────────┘      └────────────────┤                       │
-      │ MAX_FAILED_HEALTH_CHECKS in a row, or failed to     │                       │
-      │ take weights                                        │                       │
-      │◄────────────────────────────────────────────────────┘                       │
-      │ its health check failed, too                                                │
-      └─────────────────────────────────────────────────────────────────────────────┘
+    down           → live           it answers and has the current weights
+    down           → needs_weights  it answers without the current weights
+    needs_weights  → live           it took the weights
+    live           → probing        a request failed
+    probing        → live, down     it is healthy; its health check failed, too
+    live           → needs_weights  it answered with other weights
+    live           → down           MAX_FAILED_HEALTH_CHECKS in a row
+    any            → down           it failed to take weights
 
 All servers begin as down. Only live servers get requests. When a server is marked down, its requests move to other
 servers.
@@ -28,9 +22,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from slime_tis.trainer.engines.engine import RolloutUnavailable
-from slime_tis.trainer.engines.sglang.client import Server
-from slime_tis.trainer.engines.sglang.errors import RequestRefused, ServerError, SGLangError, UnexpectedWeights
-from slime_tis.trainer.engines.sglang.schema import version_number
+from slime_tis.trainer.engines.sglang.client import RequestRefused, Server, ServerError, SGLangError, UnexpectedWeights
+from slime_tis.trainer.engines.sglang.schema import ServerInfo, version_number
 from slime_tis.trainer.engines.tasks import BackgroundTasks, cancel_and_wait
 
 logger = logging.getLogger(__name__)
@@ -47,15 +40,10 @@ class Timeouts:
 
     recovery: float = 120.0
     """Longest time without any server until the run stops."""
-
     first_retry: float = 0.5
     """Wait before the first retry; doubles with every failure."""
-
     max_retry: float = 30.0
-    """Longest wait before a retry."""
-
     health_interval: float = 5.0
-    """Time between two health checks of a server."""
 
 
 @dataclass(eq=False)
@@ -66,12 +54,8 @@ class ServerState:
     holds_weights: bool = True
     """False for a router."""
     state: Literal["live", "probing", "down", "needs_weights"] = "down"
-    max_input_len: int | None = None
-    """Longest input, in tokens; None if not reported."""
-    sampling_mask_tokens: int | None = None
-    """Largest sampling mask that the server reports; None if it reports no masks."""
-    dtype: str | None = None
-    """Dtype of the weights; None if not reported or quantized."""
+    info: ServerInfo = field(default_factory=ServerInfo)
+    """The server's latest description; empty before its first answer."""
     version: int = -1
     """Version of the weights; -1 if unknown."""
     version_known: bool = True
@@ -81,17 +65,16 @@ class ServerState:
     since: float = field(default_factory=time.time)
     """Time of marking down, in seconds since the epoch."""
     in_flight: int = 0
-    """Number of requests in flight."""
     answered: bool = False
     """Whether a request succeeded since the last health check."""
     seen: bool = False
     """Whether the server ever answered."""
     failed_health_checks: int = 0
-    """Consecutive failed health checks."""
+    """Consecutive failures."""
     updates: int = 0
     """Number of successful weight updates."""
     failed_updates: int = 0
-    """Consecutive failed weight updates."""
+    """Consecutive failures."""
     was_down: bool = False
     """Whether the server was marked down since it was last live; its return is logged and counted."""
     requests: set[asyncio.Timeout] = field(default_factory=set)
@@ -148,9 +131,7 @@ class HealthMonitor:
     async def start(self, timeout: float) -> None:
         """Waits until all servers answer, or after `timeout` seconds at least one, and starts watching them.
 
-        Raises:
-            RolloutUnavailable: No server answers.
-            RequestRefused: The key is wrong, or another program answers.
+        Raises RolloutUnavailable if none answers, and RequestRefused for a wrong key or another program.
         """
         states = [*self.states.values(), *([self.router] if self.router else [])]
         searches = [asyncio.create_task(self._find(state)) for state in states]
@@ -191,18 +172,13 @@ class HealthMonitor:
 
     def takes_seeds(self, state: ServerState) -> bool:
         """Whether requests may have seeds; for a router, whether any of its servers uses them."""
-        return state.server.takes_seeds if state.holds_weights else any(s.takes_seeds for s in self.states)
+        states = [state] if state.holds_weights else self.states.values()
+        return any(each.info.enable_deterministic_inference is True for each in states)
 
     def check_versions(self, state: ServerState, first: int, versions: Iterable[int]) -> None:
-        """Checks that an answer comes from weights that the server was given.
+        """Raises UnexpectedWeights if an answer comes from weights that the server was not given, as after a restart.
 
-        Args:
-            state: State of the server.
-            first: `version_of` the server when the request began.
-            versions: Weight version of each token.
-
-        Raises:
-            UnexpectedWeights: The answer has other weights, for example after a restart of the server.
+        `first` is `version_of` the server when the request began.
         """
         last = max(self.newest_version, self.version_of(state))
         for version in versions:
@@ -222,9 +198,9 @@ class HealthMonitor:
         """Warns about the first answer without usable routed experts; metrics count all samples."""
         if not self._misses_experts:
             self._misses_experts = True
-            reason = server.redactor.quoted(f"{server.url} returned no experts that can be replayed: {problem}.")
             logger.warning(
-                "%s Such samples are trained without replay and counted in train/routing_replay_missing.", reason
+                "%s Such samples are trained without replay and counted in train/routing_replay_missing.",
+                server.quoted(f"{server.url} returned no experts that can be replayed: {problem}."),
             )
 
     @asynccontextmanager
@@ -337,11 +313,10 @@ class HealthMonitor:
             state.answered = False
 
     async def _find(self, state: ServerState) -> None:
-        while True:
-            await self._look_for(state)
-            if state.state != "down":
-                return
+        await self._look_for(state)
+        while state.state == "down":
             await asyncio.sleep(self.timeouts.health_interval)
+            await self._look_for(state)
 
     async def _look_for(self, state: ServerState) -> None:
         """Checks whether a server that is down answers, and with which weights."""
@@ -350,10 +325,7 @@ class HealthMonitor:
         if error is None and state.holds_weights:
             try:
                 name = await state.server.weight_version()
-                info = await state.server.info()
-                longest, state.sampling_mask_tokens = info.max_req_input_len, info.sampling_mask_max_tokens
-                state.max_input_len = None if longest is None else longest - 1
-                state.dtype = info.dtype if info.quantization is None else None
+                state.info = await state.server.info()
             except ServerError as failure:
                 error = str(failure)
         if error is not None:
@@ -382,7 +354,7 @@ class HealthMonitor:
                 continue
             unexpected = version_number(name) != state.version and updates == state.updates
             if unexpected and state.state == "live" and self.not_updating.is_set():
-                reason = state.server.redactor.quoted(f"it has weights {name!r}, not the ones it was given.")
+                reason = state.server.quoted(f"it has weights {name!r}, not the ones it was given.")
                 self._mark_without_weights(state, reason)
 
     async def _watch_for_loss(self) -> None:

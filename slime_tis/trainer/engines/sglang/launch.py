@@ -39,7 +39,7 @@ class LaunchedServers:
         """Starts nothing yet; raises ValueError if too few ports are free."""
         self.restarts = 0
         self._startup_timeout = config.sglang_startup_timeout
-        directory = Path(config.sglang_log_dir or log_dir)
+        directory = Path(log_dir)
         directory.mkdir(parents=True, exist_ok=True)
         environment = server_environment(config)
         self.servers = []

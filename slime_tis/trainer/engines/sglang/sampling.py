@@ -1,10 +1,10 @@
-"""Rollouts on servers: each response takes one or more requests; a rollout ends when enough groups are complete."""
+"""Responses of servers, each by one or more requests."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -12,15 +12,23 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from slime_tis.trainer.data.sample import FINISH_REASONS, STATUS, FinishReason, Prompt, Sample, SampleStatus, Sampling
+from slime_tis.trainer.data.sample import (
+    FINISH_REASONS,
+    STATUS,
+    FinishReason,
+    Prompt,
+    Sample,
+    SampleStatus,
+    Sampling,
+    response_limit,
+)
 from slime_tis.trainer.data.sampling_mask import SamplingMask
 from slime_tis.trainer.engines.functions import FunctionBatch
 from slime_tis.trainer.engines.generation import Generation, Request, RequestOptions, StopStrings, response_text
-from slime_tis.trainer.engines.sglang.client import ABORT_INTERVAL, ABORT_TIMEOUT, Server
+from slime_tis.trainer.engines.sglang.client import ABORT_INTERVAL, ABORT_TIMEOUT, Server, ServerError
 from slime_tis.trainer.engines.sglang.dispatch import Attempts, Dispatcher
-from slime_tis.trainer.engines.sglang.errors import ServerError
 from slime_tis.trainer.engines.sglang.health import HealthMonitor, ServerState
-from slime_tis.trainer.engines.sglang.schema import Completion
+from slime_tis.trainer.engines.sglang.schema import Completion, GenerateRequest
 from slime_tis.trainer.engines.tasks import cancel_and_wait
 
 if TYPE_CHECKING:
@@ -28,6 +36,58 @@ if TYPE_CHECKING:
 
 ABORTED_PAUSE = 0.01
 """Seconds before a request is answered with abort, so that functions which retry do not block the loop."""
+INPUT_MARGIN = 6
+"""SGLang's max_req_input_len is this much shorter than the context: it reserves tokens for the response."""
+TOP_K_TIE_MARGIN = 4
+"""With top-p only, top-k is the servers' limit on sampling masks minus 1/4 of it. Tokens as likely as the last one also
+enter the mask, and a server aborts a request whose mask is larger than its limit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What the servers can sample."""
+
+    context_len: int | None
+    vocab_size: int | None
+    max_input_len: int | None
+    """Longest input that all servers take."""
+    mask_tokens: int | None
+    """Largest sampling mask that all servers report; None if the run samples without masks."""
+
+    def for_prompt(self, prompt: Prompt, sampling: Sampling) -> int:
+        """Maximum length of the response; raises ValueError if there is none, or the prompt has unknown tokens."""
+        limit = response_limit(prompt, sampling, self.context_len, self.max_input_len)
+        if self.vocab_size is not None and not 0 <= min(prompt.token_ids) <= max(prompt.token_ids) < self.vocab_size:
+            raise ValueError(
+                f"prompt {prompt.index} has token {max(prompt.token_ids)}, but the model's vocabulary ends at "
+                f"{self.vocab_size - 1}; use the tokenizer of --hf-checkpoint."
+            )
+        return min([limit, *(max(length, 1) for length in self._of_servers(len(prompt.token_ids)))])
+
+    def after(self, length: int, sampling: Sampling) -> int:
+        """Maximum number of tokens after an input of this length; below 1 if none fit."""
+        if self.max_input_len is not None and length > self.max_input_len:
+            return 0
+        context = [] if sampling.max_context_len is None else [sampling.max_context_len - length]
+        return min([sampling.max_response_len, *context, *self._of_servers(length)])
+
+    def _of_servers(self, length: int) -> list[int]:
+        limits = []
+        if self.context_len is not None:  # SGLang 0.5.9 refuses a request for the whole context
+            limits.append(self.context_len - 1 - length)
+        if self.max_input_len is not None:  # a server may have been started with a shorter context
+            limits.append(self.max_input_len + INPUT_MARGIN - length)
+        return limits
+
+    def with_reported_masks(self, sampling: Sampling) -> Sampling:
+        """Replaces top-k so that servers report the sampling masks, or disables masks."""
+        if not sampling.return_sampling_mask:
+            return sampling
+        limit = self.mask_tokens
+        cuts_nothing = sampling.top_p == 1 and self.vocab_size is not None and sampling.top_k >= self.vocab_size
+        if limit is None or cuts_nothing:
+            return replace(sampling, return_sampling_mask=False)
+        return replace(sampling, top_k=limit - limit // TOP_K_TIE_MARGIN if sampling.top_k == -1 else sampling.top_k)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -36,15 +96,11 @@ class PendingSample:
 
     prompt: Prompt
     max_new_tokens: int
-    """Longest response, in tokens."""
+    """Maximum length of the complete response."""
     seed: int | None = None
-    """Seed for servers that take one."""
     token_ids: list[int] = field(default_factory=list)
-    """Tokens sampled so far."""
     log_probs: list[float] = field(default_factory=list)
-    """Log-prob of each token."""
     versions: list[int] = field(default_factory=list)
-    """Version of the weights that sampled each token."""
     routed_experts: Tensor | None = None
     """Experts of all tokens but the last, including the prompt, as in `Sample`; None if incomplete or if no token has
     been sampled."""
@@ -58,12 +114,13 @@ class PendingSample:
     """Server and id of the request in flight; a new tuple per request."""
 
     @classmethod
-    def from_sample(cls, sample: Sample, max_new_tokens: int) -> PendingSample:
+    def from_sample(cls, sample: Sample, max_new_tokens: int, seed: int | None = None) -> PendingSample:
         """Resumes an aborted sample; a complete sample stays unchanged."""
         ended = sample.status is not SampleStatus.ABORTED
         pending = cls(
             prompt=sample.row,
             max_new_tokens=max_new_tokens,
+            seed=seed,
             token_ids=list(sample.response_ids),
             log_probs=list(sample.rollout_log_probs),
             versions=list(sample.weight_versions),
@@ -83,7 +140,7 @@ class PendingSample:
 
     @property
     def remaining_tokens(self) -> int:
-        """Number of tokens that may still be sampled."""
+        """Maximum number of tokens that may still be sampled."""
         return self.max_new_tokens - len(self.token_ids)
 
     @property
@@ -101,13 +158,17 @@ class PendingSample:
     def unrecorded_layer(self) -> int | None:
         """The first sparse layer that sent all tokens of a complete response to expert 0, or None.
 
-        Kernels that bypass the recording leave such rows. With several experts per token `parse_routed_experts` rejects
-        them; with one expert per token a single answer cannot show the difference.
+        Kernels that bypass the recording leave such rows; with one expert per token a single answer cannot show it.
         """
         if self.finish_reason is None or self.routed_experts is None or not len(self.routed_experts):
             return None
         layers = (self.routed_experts == 0).all(-1).all(0).nonzero().flatten().tolist()
         return layers[0] if layers else None
+
+    @property
+    def recorded_experts(self) -> Tensor | None:
+        """Experts to replay; None if a layer was not recorded."""
+        return self.routed_experts if self.unrecorded_layer is None else None
 
     def append(self, completion: Completion, versions: list[int]) -> None:
         """Adds the tokens of a request; after an aborted request the response is incomplete."""
@@ -143,12 +204,10 @@ class PendingSample:
         self.token_ids, self.log_probs = self.token_ids[:length], self.log_probs[:length]
         self.versions, self.finish_reason = self.versions[:length], "stop"
 
-    def to_sample(self, tokenizer: PreTrainedTokenizerBase, group_index: int, index: int) -> Sample:
+    def to_sample(self, tokenizer: PreTrainedTokenizerBase) -> Sample:
         """Returns the sample; an incomplete response is aborted."""
         return Sample(
             prompt=self.prompt,
-            group_index=group_index,
-            index=index,
             tokens=self.input_ids,
             response_length=len(self.token_ids),
             response=tokenizer.decode(self.token_ids, skip_special_tokens=True),
@@ -156,7 +215,7 @@ class PendingSample:
             loss_mask=[1] * len(self.token_ids),
             weight_versions=list(self.versions),
             status=STATUS[self.finish_reason or "abort"],
-            rollout_routed_experts=self.routed_experts if self.unrecorded_layer is None else None,
+            rollout_routed_experts=self.recorded_experts,
             sampling_mask=self.sampling_mask,
         )
 
@@ -176,16 +235,9 @@ class Requests:
         self._interrupted: set[PendingSample] = set()
 
     async def finish(self, response: PendingSample, options: RequestOptions, request_id: str) -> None:
-        """Samples a response to its end, or until requests are aborted.
+        """Samples a response to its end, or until requests are aborted; raises the errors of `RolloutTask.run`.
 
-        Args:
-            response: Receives the sampled tokens.
-            options: How to sample.
-            request_id: Prefix of the ids of its requests, of equal width for all responses.
-
-        Raises:
-            RolloutUnavailable: No server is left, or requests failed too often.
-            RequestRefused: A server refuses a request.
+        `request_id` is the prefix of the ids of its requests, of equal width for all responses.
         """
         task = asyncio.create_task(self._finish(response, options, request_id))
         self._tasks[task] = response
@@ -244,13 +296,15 @@ class Requests:
         response.request = server, request_id
         try:
             completion = await server.generate(
-                response.input_ids,
-                options.sampling,
-                max_new_tokens=response.remaining_tokens,
-                request_id=request_id,
-                seed=response.seed if self._health.takes_seeds(state) else None,
-                first_experts=response.first_experts if self._records_experts else None,
-                stop=options.stop,
+                GenerateRequest(
+                    input_ids=response.input_ids,
+                    sampling=options.sampling,
+                    max_new_tokens=response.remaining_tokens,
+                    request_id=request_id,
+                    seed=response.seed if self._health.takes_seeds(state) else None,
+                    first_experts=response.first_experts if self._records_experts else None,
+                    stop=options.stop,
+                )
             )
         finally:
             response.request = None
@@ -269,118 +323,16 @@ class Requests:
             raise ServerError(f"{server.url} aborted a request before its first token.")
 
 
-class RolloutBatch:
-    """Groups of responses in flight. It belongs to one loop; `progress` may be read from any thread."""
+class RolloutTask:
+    """Calls of a function in flight, and their requests. It belongs to one loop."""
 
-    def __init__(
-        self,
-        name: str,
-        groups: Sequence[Sequence[PendingSample]],
-        sampling: Sampling,
-        requests: Requests,
-        *,
-        num_groups: int | None = None,
-    ) -> None:
-        """Sends nothing yet.
-
-        Args:
-            name: Unique prefix of its request ids, of equal width for all batches.
-            groups: Responses to each prompt.
-            sampling: How to sample.
-            requests: Samples the responses of this batch only.
-            num_groups: Number of complete groups after which the others are aborted; None waits for all.
-        """
-        self.groups, self.requests = groups, requests
-        self._name, self._options = name, RequestOptions(sampling=sampling)
-        self._num_groups = len(groups) if num_groups is None else num_groups
-        self._unfinished = [sum(response.finish_reason is None for response in group) for group in groups]
-        self._done = asyncio.Event()
-        """Set when enough groups are complete or the batch failed."""
-        self._failure: Exception | None = None
-        self._task: asyncio.Task[None] | None = None
-
-    @property
-    def progress(self) -> tuple[int, int]:
-        """Numbers of complete and of all responses."""
-        total = sum(map(len, self.groups))
-        return total - sum(self._unfinished), total
-
-    async def run(self) -> None:
-        """Samples until enough groups are complete.
-
-        Raises:
-            RolloutUnavailable: No server is left, or requests failed too often.
-            RequestRefused: A server refuses a request.
-        """
-        self._task = asyncio.current_task()
-        self._check_done()
-        tasks = [
-            asyncio.create_task(self._sample(response, group, index))
-            for group, responses in enumerate(self.groups)
-            for index, response in enumerate(responses)
-            if response.finish_reason is None and not self._done.is_set()
-        ]
-        try:
-            await self._done.wait()
-            if self._failure is None:
-                await self.requests.stop()
-        finally:
-            await cancel_and_wait(tasks)
-        if self._failure is not None:
-            raise self._failure
-
-    async def close(self) -> None:
-        """Ends `run`; requests in flight are aborted."""
-        if self._task is not None:
-            await cancel_and_wait([self._task])
-
-    async def _sample(self, response: PendingSample, group: int, index: int) -> None:
-        try:
-            await self.requests.finish(response, self._options, f"{self._name}-g{group:06d}-s{index:04d}")
-        except Exception as error:
-            self._failure = self._failure or error
-            self._done.set()
-        if response.finish_reason is not None:
-            self._unfinished[group] -= 1
-            self._check_done()
-
-    def _check_done(self) -> None:
-        if self._unfinished.count(0) >= self._num_groups:
-            self._done.set()
-
-
-class FunctionRequests:
-    """Requests of a user-defined function. It belongs to one loop; `progress` may be read from any thread."""
-
-    def __init__(
-        self,
-        name: str,
-        requests: Requests,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        sampling_of: Callable[[Sampling], Sampling],
-        limit_of: Callable[[int, Sampling], int],
-    ) -> None:
-        """Sends nothing yet.
-
-        Args:
-            name: Unique prefix of its request ids, of equal width for all batches.
-            requests: Samples the responses of this rollout only.
-            tokenizer: Tokenizer of the model.
-            sampling_of: Converts a request's sampling to the sampling of the servers.
-            limit_of: Maximum number of tokens after an input of some length.
-        """
+    def __init__(self, name: str, requests: Requests, tokenizer: PreTrainedTokenizerBase, limits: Limits) -> None:
+        """Sends nothing yet; `name` is a unique prefix of its request ids, of equal width for all rollouts."""
         self.requests = requests
         self.batch: FunctionBatch
         """The calls of the function."""
-        self._name, self._tokenizer, self._numbers = name, tokenizer, itertools.count()
-        self._sampling_of, self._limit_of = sampling_of, limit_of
+        self._name, self._tokenizer, self._limits, self._numbers = name, tokenizer, limits, itertools.count()
         self._task: asyncio.Task[None] | None = None
-
-    @property
-    def progress(self) -> tuple[int, int]:
-        """Number of calls that are complete, and of all."""
-        return self.batch.progress
 
     async def run(self) -> None:
         """Calls the function until enough groups are complete.
@@ -398,20 +350,24 @@ class FunctionRequests:
         if self._task is not None:
             await cancel_and_wait([self._task])
 
+    async def finish(self, response: PendingSample, options: RequestOptions) -> None:
+        """Samples a response to its end, or until requests are aborted; see `Requests.finish`."""
+        await self.requests.finish(response, options, f"{self._name}-{next(self._numbers) % 10**8:08d}")
+
     async def answer(self, request: Request) -> Generation:
         """Answers one request, with abort once enough groups are complete."""
         if self.requests.stopping:
             await asyncio.sleep(ABORTED_PAUSE)
-        options = replace(request.options, sampling=self._sampling_of(request.options.sampling))
+        options = replace(request.options, sampling=self._limits.with_reported_masks(request.options.sampling))
         response = PendingSample(
             prompt=Prompt(index=0, text="", token_ids=tuple(request.token_ids)),
-            max_new_tokens=self._limit_of(len(request.token_ids), options.sampling),
+            max_new_tokens=self._limits.after(len(request.token_ids), options.sampling),
             seed=int.from_bytes(request.key[:8], "big") >> 1,
         )
         if response.max_new_tokens < 1:
             response.finish_reason = "length"
         try:
-            await self.requests.finish(response, options, f"{self._name}-q{next(self._numbers) % 10**8:08d}")
+            await self.finish(response, options)
         except Exception as error:  # functions may swallow it
             self.batch.fail(error)
             raise
@@ -426,7 +382,7 @@ class FunctionRequests:
             weight_versions=response.versions,
             finish_reason=finish_reason,
             text=response_text(self._tokenizer, response.token_ids, options, finish_reason),
-            routed_experts=response.routed_experts if response.unrecorded_layer is None else None,
+            routed_experts=response.recorded_experts,
             sampling_mask=response.sampling_mask,
         )
 

@@ -1,4 +1,4 @@
-"""Types of SGLang servers' answers, tested with answers of real servers.
+"""Requests to SGLang servers and their answers, tested with answers of real servers.
 
 Every value of an answer is checked: a server may be broken, another program, or run another model. The types check
 single values (type, finite, bounds); `parse_…` checks their relations, such as equal counts.
@@ -6,7 +6,8 @@ single values (type, finite, bounds); `parse_…` checks their relations, such a
 
 import base64
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -17,22 +18,109 @@ from torch import Tensor
 
 from slime_tis.errors import quoted
 from slime_tis.hf_directory import MoeSizes
-from slime_tis.trainer.data.sample import FinishReason
+from slime_tis.trainer.data.sample import FinishReason, Sampling
 from slime_tis.trainer.data.sampling_mask import SamplingMask
 from slime_tis.trainer.engines.local.routing import expert_dtype
-from slime_tis.trainer.engines.sglang.errors import InvalidAnswer
 
+BYTES_PER_TOKEN = 256
+"""Maximum average bytes of an answer per token; real answers have 50 to 80."""
+BYTES_PER_TOKEN_ID = 10
+ANSWER_BYTES = 256 << 10
+"""Maximum bytes of an answer in addition to its tokens."""
+NEUTRAL_SAMPLING_PARAMS = {"min_p": 0.0, "repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
+"""Sent with each request: defaults of the server or checkpoint must not change the distribution."""
 MAX_LOG_PROB = 1e-3
 """Largest log-prob: in half precision a probability of 1 may be rounded up slightly."""
 EXPERT_BYTES = 4
 """Bytes of a routed expert, an int32, before base64 makes 4/3 of them."""
 MAX_NAME = 128
 """Characters of a name of weights."""
-MAX_VERSION = 2**53
-MAX_RANKS = 1 << 16
-"""Ranks of one kind that a server can have."""
-MAX_CONTEXT = 1 << 32
-"""Tokens."""
+
+
+class InvalidAnswer(Exception):
+    """The problem of an answer: the end of a message that begins with the server's name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertLayout:
+    """The layout of routed experts in an answer."""
+
+    num_hidden_layers: int
+    """Number of all layers; dense layers have columns in an answer too."""
+    moe: MoeSizes
+
+    def num_bytes(self, num_tokens: int) -> int:
+        """Bytes of the experts of some tokens in an answer."""
+        return 4 * math.ceil(EXPERT_BYTES * num_tokens * self.num_hidden_layers * self.moe.top_k / 3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateRequest:
+    """POST /generate for one sample."""
+
+    input_ids: Sequence[int]
+    """Tokens of the prompt and of the partial response."""
+    sampling: Sampling
+    max_new_tokens: int
+    request_id: str
+    """Id for aborts. The server aborts all ids with this prefix, so all ids must have equal width."""
+    seed: int | None = None
+    """Seed of the response, for servers that use it."""
+    first_experts: int | None = None
+    """First token whose routed experts are returned; None for none."""
+    stop: Sequence[str] = ()
+    """Texts that end the response."""
+
+    def body(self) -> dict[str, object]:
+        """The JSON."""
+        params: dict[str, object] = {
+            "temperature": self.sampling.temperature,
+            "top_p": self.sampling.top_p,
+            "top_k": self.sampling.top_k,
+            "max_new_tokens": self.max_new_tokens,
+            **NEUTRAL_SAMPLING_PARAMS,
+        }
+        if self.sampling.stop_token_ids:
+            params["stop_token_ids"] = list(self.sampling.stop_token_ids)
+        if self.stop:
+            params |= {"stop": list(self.stop), "no_stop_trim": True}
+        if self.seed is not None:
+            params["sampling_seed"] = self.seed
+        body: dict[str, object] = {
+            "rid": self.request_id,
+            "input_ids": list(self.input_ids),
+            "sampling_params": params,
+            "return_logprob": True,
+        }
+        if self.first_experts is not None:
+            body |= {"return_routed_experts": True, "routed_experts_start_len": self.first_experts}
+        if self.sampling.return_sampling_mask:
+            body |= {"return_sampling_mask": True, "sampling_logprobs_mode": "selected"}
+        return body
+
+    def max_bytes(self, layout: ExpertLayout | None = None) -> int:
+        """Maximum bytes of the answer."""
+        # A mask also contains tokens as likely as the last one of top-k.
+        mask_tokens = 2 * self.sampling.top_k if self.sampling.return_sampling_mask else 0
+        max_bytes = max_answer_bytes(self.max_new_tokens, mask_tokens)
+        if layout is not None and self.first_experts is not None:
+            max_bytes += layout.num_bytes(len(self.input_ids) + self.max_new_tokens)
+        return max_bytes
+
+
+def score_body(token_ids: Sequence[int]) -> dict[str, object]:
+    """The body of POST /generate that returns the log-probs of given tokens and samples nothing."""
+    return {
+        "input_ids": list(token_ids),
+        "sampling_params": {"temperature": 1.0, "max_new_tokens": 0, **NEUTRAL_SAMPLING_PARAMS},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+
+
+def max_answer_bytes(num_tokens: int, mask_tokens: int = 0) -> int:
+    """Maximum bytes of an answer with this number of tokens and, per token, of ids of a sampling mask."""
+    return ANSWER_BYTES + (BYTES_PER_TOKEN + BYTES_PER_TOKEN_ID * mask_tokens) * num_tokens
 
 
 def version_number(name: object) -> int:
@@ -43,20 +131,18 @@ def version_number(name: object) -> int:
     """
     if name is None:
         return 0
-    if type(name) is int:
-        name = str(name) if 0 <= name <= MAX_VERSION else "-1"
     if not isinstance(name, str) or len(name) > MAX_NAME:
         raise ValueError(f"the name of its weights is {quoted(name)}")
-    if name.isascii() and name.isdecimal() and int(name) <= MAX_VERSION:
+    if re.fullmatch("[0-9]{1,15}", name):
         return int(name)
-    if name.isascii() and name.lstrip("+-").replace(".", "", 1).isdecimal():
+    if re.fullmatch(r"[+-]?[0-9]+\.?[0-9]*", name):
         raise ValueError(f"the version of its weights is {quoted(name)}")
     return 0
 
 
-def _weight_name(name: object) -> str | None:
+def _checked_name(name: object) -> object:
     version_number(name)
-    return None if name is None else str(name)
+    return name
 
 
 LogProb = Annotated[float, Field(le=MAX_LOG_PROB, allow_inf_nan=False)]
@@ -64,8 +150,8 @@ TokenId = Annotated[int, Field(ge=0)]
 TokenLogProb = tuple[LogProb | None, TokenId, Any]
 """SGLang's [log-prob, token, text]; the first token of an input follows nothing and has no log-prob."""
 WeightVersion = Annotated[int, BeforeValidator(version_number)]
-WeightName = Annotated[str | None, BeforeValidator(_weight_name)]
-RankCount = Annotated[int, BeforeValidator(lambda count: 1 if count is None else count), Field(ge=1, le=MAX_RANKS)]
+RankCount = Annotated[int, Field(ge=1, le=1 << 16)]
+TokenCount = Annotated[int, Field(ge=1, le=1 << 32)]
 
 
 class Answer(BaseModel):
@@ -102,6 +188,7 @@ class OutputMeta(Answer):
     """Candidate tokens at each sampled token, if requested."""
     output_token_sampling_logprobs: Annotated[list[LogProb] | None, FailFast()] = None
     """Log-prob of each sampled token among the candidates."""
+    input_token_logprobs: Annotated[list[TokenLogProb], FailFast()] = []
 
 
 class GenerateAnswer(Answer):
@@ -111,48 +198,29 @@ class GenerateAnswer(Answer):
     meta_info: OutputMeta
 
 
-class InputMeta(Answer):
-    """`meta_info` of POST /generate without sampled tokens."""
-
-    input_token_logprobs: Annotated[list[TokenLogProb], FailFast()]
-
-
-class ScoreAnswer(Answer):
-    """The answer to POST /generate without sampled tokens."""
-
-    meta_info: InputMeta
-
-
 class ModelInfo(Answer):
     """The answer to GET /model_info."""
 
-    weight_version: WeightName = None
+    weight_version: Annotated[str | None, BeforeValidator(_checked_name)] = None
     """Name of the weights; "default" for the initial weights."""
 
 
 class ServerInfo(Answer):
     """The answer to GET /server_info. Never log it: it contains the API key. Its weight version is the initial one."""
 
-    max_req_input_len: Annotated[int, Field(ge=1, le=MAX_CONTEXT)] | None = None
+    max_req_input_len: TokenCount | None = None
     """Every input must be shorter than this number of tokens."""
-
     tp_size: RankCount = 1
     pp_size: RankCount = 1
     dp_size: RankCount = 1
-    """Number of replicas behind the address."""
-
-    sampling_mask_max_tokens: Annotated[int, Field(ge=1, le=MAX_CONTEXT)] | None = None
+    sampling_mask_max_tokens: TokenCount | None = None
     """Largest reported sampling mask (--sampling-mask-max-tokens); SGLang before 0.5.23 reports no masks."""
-
     dtype: Annotated[str, Field(max_length=MAX_NAME)] | None = None
     """Dtype of the computation; "auto" for the checkpoint's."""
-
     quantization: Any = None
     """How the server quantizes weights; None for no quantization."""
-
     enable_deterministic_inference: Any = None
     """Whether the server uses requests' seeds; only True counts."""
-
     enable_return_routed_experts: Any = None
     """Whether the server records experts; only True counts, and without it requests for experts are ignored."""
 
@@ -188,58 +256,22 @@ class WorkersAnswer(Answer):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertLayout:
-    """The layout of routed experts in an answer."""
-
-    num_hidden_layers: int
-    """Number of all layers; dense layers have columns in an answer too."""
-
-    moe: MoeSizes
-    """Sparse layers, number of experts, and experts per token."""
-
-    def num_bytes(self, num_tokens: int) -> int:
-        """Bytes of the experts of some tokens in an answer."""
-        return 4 * math.ceil(EXPERT_BYTES * num_tokens * self.num_hidden_layers * self.moe.top_k / 3)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertRequest:
-    """The routed experts that a request returns."""
-
-    layout: ExpertLayout
-
-    input_len: int
-    """Number of tokens in the input."""
-
-    first: int
-    """First token whose experts are returned."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Completion:
     """The validated answer to one request."""
 
     token_ids: list[int]
     """Sampled tokens, including the stop token."""
-
     log_probs: list[float]
     """Log-prob of each token in the distribution it was sampled from."""
-
     versions: list[int] | None
     """Weight version of each token; None if not reported."""
-
     reports_token_versions: bool
     """Whether versions were reported per token, not per answer."""
-
     finish_reason: FinishReason
-    """Why the request ended."""
-
     routed_experts: Tensor | None = None
     """As in `Sample`, from the first requested token to the last but one; None if unusable."""
-
     experts_problem: str | None = None
     """Why requested experts are unusable."""
-
     sampling_mask: SamplingMask | None = None
     """Candidate tokens at each token; None if not requested."""
 
@@ -252,25 +284,24 @@ def parse(schema: type[AnswerT], body: bytes) -> AnswerT:
     try:
         return schema.model_validate_json(body)
     except ValidationError as error:
-        raise InvalidAnswer(_explanation(error)) from None
+        first = error.errors(include_url=False)[0]
+    field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
+    problems = {"json_invalid": "it is not JSON", "missing": f"it has no {field}"}
+    if first["type"] == "value_error":
+        raise InvalidAnswer(str(first["ctx"]["error"]))
+    raise InvalidAnswer(problems.get(first["type"], f"{field or 'it'} is {quoted(first['input'])}"))
 
 
 def parse_generation(
-    body: bytes,
-    *,
-    max_new_tokens: int,
-    vocab_size: int | None = None,
-    experts: ExpertRequest | None = None,
-    with_sampling_mask: bool = False,
+    body: bytes, request: GenerateRequest, *, vocab_size: int | None = None, layout: ExpertLayout | None = None
 ) -> Completion:
-    """Parses the answer to `generate_body`; missing or invalid routed experts do not invalidate it.
+    """Parses the answer to a request; missing or invalid routed experts do not invalidate it.
 
     Args:
         body: JSON.
-        max_new_tokens: Requested tokens; an answer may have fewer.
+        request: The request; with sampling masks, log-probs are normalized over them.
         vocab_size: Number of token ids of the model; None skips the check.
-        experts: Requested routed experts.
-        with_sampling_mask: Whether sampling masks were requested; log-probs are then normalized over them.
+        layout: Layout of routed experts.
 
     Raises:
         InvalidAnswer: Log-probs are missing, NaN, null, positive or of other tokens; tokens are outside the vocabulary;
@@ -283,22 +314,26 @@ def parse_generation(
         raise InvalidAnswer("it has no output_token_logprobs")
     if token_ids is None:
         token_ids = [token for _, token, _ in entries]
-    if vocab_size is not None and token_ids and max(token_ids) >= vocab_size:
-        raise InvalidAnswer(
-            f"it has token {quoted(max(token_ids))}, but the vocabulary of --hf-checkpoint ends at {vocab_size - 1}; "
-            "see that the server runs the same model"
-        )
-    log_probs = _log_probs_of(token_ids, entries)
-    if meta.completion_tokens not in (None, len(token_ids)):
-        raise InvalidAnswer(f"it has {len(token_ids)} tokens and says that they are {quoted(meta.completion_tokens)}")
-    if len(token_ids) > max_new_tokens:
-        raise InvalidAnswer(f"it has {len(token_ids)} tokens where {max_new_tokens} were asked for")
+    _check_vocabulary("it", token_ids, vocab_size)
+    log_probs, length = _log_probs_of(token_ids, entries), len(token_ids)
+    if meta.completion_tokens not in (None, length):
+        raise InvalidAnswer(f"it has {length} tokens and says that they are {quoted(meta.completion_tokens)}")
+    if length > request.max_new_tokens:
+        raise InvalidAnswer(f"it has {length} tokens where {request.max_new_tokens} were asked for")
     if not token_ids and meta.finish_reason.type != "abort":
         raise InvalidAnswer(f"it has no tokens but finish_reason {meta.finish_reason.type!r}")
-    versions = _token_versions(meta, len(token_ids))
-    routed_experts, problem = _routed_experts(meta, len(token_ids), versions, experts)
-    mask = None
-    if with_sampling_mask:
+    versions = _token_versions(meta, length)
+    routed_experts, problem, mask = None, None, None
+    if layout is not None and request.first_experts is not None and token_ids:
+        if len(set(versions or ())) > 1:  # after an update, earlier tokens were fed again to other routers
+            problem = "its weights were updated in the middle of a request"
+        else:
+            num_rows = len(request.input_ids) + length - 1 - request.first_experts  # the last token was not fed
+            try:
+                routed_experts = parse_routed_experts(meta.routed_experts, num_rows, layout)
+            except InvalidAnswer as error:
+                problem = str(error)
+    if request.sampling.return_sampling_mask:
         mask, log_probs = _sampling_mask(meta, token_ids, vocab_size)
     return Completion(
         token_ids=token_ids,
@@ -310,21 +345,6 @@ def parse_generation(
         experts_problem=problem,
         sampling_mask=mask,
     )
-
-
-def _routed_experts(
-    meta: OutputMeta, length: int, versions: list[int] | None, experts: ExpertRequest | None
-) -> tuple[Tensor | None, str | None]:
-    """Returns the requested experts, and why they are unusable."""
-    if experts is None or not length:
-        return None, None
-    if len(set(versions or ())) > 1:  # after an update, earlier tokens were fed again to other routers
-        return None, "its weights were updated in the middle of a request"
-    num_rows = experts.input_len + length - 1 - experts.first  # the last token was not fed
-    try:
-        return parse_routed_experts(meta.routed_experts, num_rows, experts.layout), None
-    except InvalidAnswer as error:
-        return None, str(error)
 
 
 def parse_routed_experts(encoded: object, num_rows: int, layout: ExpertLayout) -> Tensor:
@@ -361,6 +381,28 @@ def parse_routed_experts(encoded: object, num_rows: int, layout: ExpertLayout) -
     return torch.from_numpy(experts.astype(np.int64)).to(expert_dtype(moe.num_experts))
 
 
+def parse_scores(body: bytes, token_ids: Sequence[int]) -> list[float]:
+    """Parses the log-probs at temperature 1 of all tokens but the first; raises InvalidAnswer."""
+    return _log_probs_of(token_ids[1:], parse(GenerateAnswer, body).meta_info.input_token_logprobs[1:])
+
+
+def parse_checksums(body: bytes) -> Mapping[str, list[str]]:
+    """Parses checksums of tensors by name, one per rank that has the tensor; raises InvalidAnswer."""
+    checksums: dict[str, list[str]] = {}
+    for rank in parse(ChecksumAnswer, body).ranks:
+        for name, checksum in rank.checksums.items():
+            checksums.setdefault(name, []).append(checksum)
+    return checksums
+
+
+def _check_vocabulary(subject: str, token_ids: Sequence[int], vocab_size: int | None) -> None:
+    if vocab_size is not None and token_ids and max(token_ids) >= vocab_size:
+        raise InvalidAnswer(
+            f"{subject} has token {quoted(max(token_ids))}, but the vocabulary of --hf-checkpoint ends at "
+            f"{vocab_size - 1}; see that the server runs the same model"
+        )
+
+
 def _sampling_mask(
     meta: OutputMeta, token_ids: Sequence[int], vocab_size: int | None
 ) -> tuple[SamplingMask, list[float]]:
@@ -380,17 +422,8 @@ def _sampling_mask(
             raise InvalidAnswer(f"sampling mask {position} has a token twice")
         if token not in distinct:
             raise InvalidAnswer(f"sampling mask {position} lacks the token {token} that was sampled")
-        if vocab_size is not None and max(allowed) >= vocab_size:
-            raise InvalidAnswer(
-                f"sampling mask {position} has token {quoted(max(allowed))}, but the vocabulary of --hf-checkpoint "
-                f"ends at {vocab_size - 1}; see that the server runs the same model"
-            )
+        _check_vocabulary(f"sampling mask {position}", allowed, vocab_size)
     return SamplingMask.from_sets(sets), [min(log_prob, 0.0) for log_prob in log_probs]
-
-
-def parse_scores(body: bytes, token_ids: Sequence[int]) -> list[float]:
-    """Parses the log-probs at temperature 1 of all tokens but the first; raises InvalidAnswer."""
-    return _log_probs_of(token_ids[1:], parse(ScoreAnswer, body).meta_info.input_token_logprobs[1:])
 
 
 def _log_probs_of(token_ids: Sequence[int], entries: Sequence[TokenLogProb]) -> list[float]:
@@ -411,32 +444,15 @@ def _token_versions(meta: OutputMeta, length: int) -> list[int] | None:
     if meta.weight_versions is None:
         return None if meta.weight_version is None else [meta.weight_version] * length
     versions: list[int] = []
-    newest = 0
     for span in meta.weight_versions:
-        if span.start != len(versions) or span.end < span.start:
-            text = f"a span from {quoted(span.start)} to {quoted(span.end)} after {len(versions)} tokens"
-            raise InvalidAnswer(f"weight_versions has {text}")
-        if span.end > length:
-            raise InvalidAnswer(f"weight_versions covers {quoted(span.end)} tokens of {length}")
-        if span.version < newest:
-            raise InvalidAnswer(f"weight_versions goes back from {newest} to {span.version}")
+        if span.start != len(versions) or not span.start <= span.end <= length:
+            raise InvalidAnswer(
+                f"weight_versions has a span from {quoted(span.start)} to {quoted(span.end)} after {len(versions)} of "
+                f"{length} tokens"
+            )
+        if versions and span.version < versions[-1]:
+            raise InvalidAnswer(f"weight_versions goes back from {versions[-1]} to {span.version}")
         versions += [span.version] * (span.end - span.start)
-        newest = span.version
     if len(versions) != length:
         raise InvalidAnswer(f"weight_versions covers {len(versions)} tokens of {length}")
     return versions
-
-
-def _explanation(error: ValidationError) -> str:
-    """The first validation error, without pydantic's technical details."""
-    first = error.errors(include_url=False)[0]
-    field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
-    match first["type"]:
-        case "json_invalid":
-            return "it is not JSON"
-        case "value_error":
-            return str(first["ctx"]["error"])
-        case "missing":
-            return f"it has no {field}"
-        case _:
-            return f"{field or 'it'} is {quoted(first['input'])}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import pkgutil
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -14,20 +15,25 @@ from typing import Any
 from slime_tis.hf_directory import load_config, moe_sizes
 from slime_tis.trainer.data.sample import Sampling
 from slime_tis.trainer.engines.engine import EngineHost, RolloutUnavailable, SentRows, WeightSource
-from slime_tis.trainer.engines.sglang.client import Server, make_client, worker_urls
+from slime_tis.trainer.engines.sglang.client import (
+    MalformedAnswer,
+    RequestRefused,
+    Server,
+    ServerError,
+    SGLangError,
+    make_client,
+)
 from slime_tis.trainer.engines.sglang.dispatch import Dispatcher
-from slime_tis.trainer.engines.sglang.errors import MalformedAnswer, RequestRefused, ServerError, SGLangError
 from slime_tis.trainer.engines.sglang.health import HealthMonitor, ServerState, Timeouts
 from slime_tis.trainer.engines.sglang.launch import LaunchedServers
-from slime_tis.trainer.engines.sglang.sampling import FunctionRequests, RolloutBatch
+from slime_tis.trainer.engines.sglang.sampling import RolloutTask
 from slime_tis.trainer.engines.sglang.schema import ExpertLayout
-from slime_tis.trainer.engines.sglang.weights.checksums import Checksums, stale_weights
+from slime_tis.trainer.engines.sglang.weights.checksums import TensorChecksums, stale_weights
 from slime_tis.trainer.engines.sglang.weights.protocol import WeightSync
-from slime_tis.trainer.engines.sglang.weights.transports import build_weight_sync
 from slime_tis.trainer.engines.tasks import BackgroundTasks
 from slime_tis.trainer.engines.weight_rounding import Precision
 from slime_tis.trainer.options.rollout import Rounding
-from slime_tis.trainer.options.sglang import SGLangConfig
+from slime_tis.trainer.options.sglang import WEIGHT_TRANSPORTS, SGLangConfig
 
 logger = logging.getLogger(__name__)
 
@@ -69,57 +75,41 @@ class ServerGroup:
     def __init__(
         self, settings: SGLangSettings, host: EngineHost, vocab_size: int | None, launched: LaunchedServers | None
     ) -> None:
-        """Connects to nothing yet.
-
-        Args:
-            settings: Which servers, and what they must support.
-            host: The training process.
-            vocab_size: Number of token ids of the model; None skips the check of answers.
-            launched: Servers that this run started and restarts.
-        """
+        """Connects to nothing yet; restarts `launched` servers that end."""
         self.changed = threading.Event()
         """Set when a batch is done, or a server waits for weights."""
         self.waiting_for_source: set[Server] = set()
         """Servers that came back and need weights that only the trainer has."""
-        self.batches: set[RolloutBatch | FunctionRequests] = set()
+        self.rollouts: set[RolloutTask] = set()
         """Rollouts in flight."""
         self._settings, self._host, self._vocab_size, self._launched = settings, host, vocab_size, launched
         self._layout = expert_layout(host.hf_checkpoint) if settings.records_experts else None
-        self._checksums: Checksums = {}
+        self._checksums: dict[Server, TensorChecksums | None] = {}
         self._without_checksums: set[Server] = set()
         self._tasks = BackgroundTasks()
         self._one_update = asyncio.Lock()
 
     async def connect(self) -> None:
-        """Waits for the servers.
-
-        Raises:
-            RolloutUnavailable: No server comes up.
-            ValueError: The servers refuse the key, or the router lists none.
-        """
+        """Waits for the servers; raises RolloutUnavailable if none comes up, and ValueError if they refuse."""
         config = self._settings.config
         async with AsyncExitStack() as stack:
             client = await stack.enter_async_context(make_client(config.api_key, config.admin_api_key))
 
-            def server(url: str, workers: Sequence[Server] = ()) -> Server:
-                return Server(
-                    url,
-                    client,
-                    timeout=config.sglang_request_timeout,
-                    vocab_size=self._vocab_size,
-                    expert_layout=self._layout,
-                    workers=workers,
-                )
+            def server(url: str) -> Server:
+                server = Server(url, client, config.sglang_request_timeout, self._vocab_size, self._layout)
+                stack.push_async_callback(server.close)
+                return server
 
-            urls = config.server_urls if self._launched is None else self._launched.urls
+            urls, router = config.server_urls if self._launched is None else self._launched.urls, None
             if config.router_url is not None:
-                urls = await worker_urls(server(config.router_url))
+                router = server(config.router_url)
+                urls = await router.worker_urls()
             servers = [server(url) for url in urls]
-            router = server(config.router_url, workers=servers) if config.router_url else None
-            self._sync = self._settings.weight_sync or build_weight_sync(config, self._host, urls)
+            if router is not None:
+                router.workers = servers
+            transport = pkgutil.resolve_name(WEIGHT_TRANSPORTS[config.sglang_weight_sync])
+            self._sync: WeightSync = self._settings.weight_sync or transport.build(config, self._host, urls)
             stack.push_async_callback(self._sync.close)
-            for closing in (*servers, *([router] if router else [])):
-                stack.push_async_callback(closing.close)
             self.health = HealthMonitor(
                 servers,
                 router,
@@ -145,7 +135,8 @@ class ServerGroup:
     @property
     def max_input_len(self) -> int | None:
         """The longest input that all servers take, in tokens; None if no server reports a limit."""
-        return min((s.max_input_len for s in self.health.states.values() if s.max_input_len), default=None)
+        lengths = (state.info.max_req_input_len for state in self.health.states.values())
+        return min((length - 1 for length in lengths if length is not None), default=None)
 
     @property
     def _seen(self) -> list[ServerState]:
@@ -153,12 +144,8 @@ class ServerGroup:
         return [state for state in self.health.states.values() if state.seen]
 
     def check_routed_experts(self) -> None:
-        """Checks that servers record routed experts if the run needs them: without their flag they ignore requests.
-
-        Raises:
-            ValueError: A server was started without the flag.
-        """
-        lacking = [state.server.url for state in self._seen if not state.server.returns_routed_experts]
+        """Raises ValueError if the run needs routed experts but a server was started without their flag."""
+        lacking = [state.server.url for state in self._seen if state.info.enable_return_routed_experts is not True]
         if lacking and self._settings.records_experts:
             raise ValueError(
                 "--use-rollout-routing-replay or --measure-routing-mismatch is on but "
@@ -175,17 +162,16 @@ class ServerGroup:
         sampling = self._settings.sampling
         if sampling is None or not sampling.return_sampling_mask:
             return None
-        limits = {state.server.url: state.sampling_mask_tokens or 1 for state in self._seen}
+        limits = {state.server.url: state.info.sampling_mask_max_tokens or 1 for state in self._seen}
         url, limit = min(limits.items(), key=lambda item: item[1])
         if limit >= max(sampling.top_k, 2):
             return limit
+        problem = (
+            f"{url} reports at most {limit} of the tokens they keep; start it with --sampling-mask-max-tokens "
+            f"{sampling.top_k} or more"
+        )
         if limit < 2:
             problem = f"{url} does not report which tokens they keep; SGLang does since 0.5.23"
-        else:
-            problem = (
-                f"{url} reports at most {limit} of the tokens they keep; start it with --sampling-mask-max-tokens "
-                f"{sampling.top_k} or more"
-            )
         message = f"--rollout-top-p is {sampling.top_p} and --rollout-top-k {sampling.top_k}, but {problem}."
         if self._settings.allow_truncation_bias:
             logger.warning("%s Training uses the whole vocabulary (--allow-truncation-bias).", message)
@@ -196,23 +182,25 @@ class ServerGroup:
         )
 
     def precision(self, model: Mapping[str, Any]) -> Precision | None:
-        """The precision in which all servers hold weights; None if it is unknown, differs or is quantized.
-
-        Args:
-            model: config.json of the checkpoint.
+        """The precision of all servers' weights with this config.json; None if it is unknown, differs or is quantized.
 
         Raises:
-            ValueError: Weights are to be rounded, and this precision cannot be rounded to.
+            ValueError: Weights are to be rounded, and the precision is float32 or unknown.
         """
-        dtypes = {state.dtype for state in self._seen}
+        dtypes = {None if state.info.quantization is not None else state.info.dtype for state in self._seen}
         precision = server_precision(dtypes.pop(), model) if len(dtypes) == 1 else None
-        check_rounding(self._settings.rounding, precision)
+        rounding = self._settings.rounding
+        if rounding != "nearest" and precision in ("fp32", None):
+            problem = "do not all report the same --dtype without --quantization"
+            if precision is not None:
+                problem = "compute in float32, which holds the weights exactly"
+            raise ValueError(f"--weight-update-rounding is {rounding} but servers {problem}; remove the flag.")
         return precision
 
     async def update_weights(self, source: WeightSource, version: int) -> None:
         """Sends new weights to all reachable servers; a server that fails is marked down."""
         async with self._one_update, self.health.updating(version):
-            await asyncio.gather(*(batch.requests.end_before_update() for batch in list(self.batches)))
+            await asyncio.gather(*(rollout.requests.end_before_update() for rollout in list(self.rollouts)))
             await self._push(self.health.reachable(), source, version)
             self.health.version = version
 
@@ -246,7 +234,7 @@ class ServerGroup:
     async def wrong_weights(self, sent: Mapping[str, SentRows]) -> dict[str, list[str]]:
         """Tensors that did not change in the update; see `SGLangEngine.wrong_weights`."""
 
-        async def ask(server: Server) -> dict[str, list[str]] | None:
+        async def ask(server: Server) -> TensorChecksums | None:
             try:
                 return await server.weight_checksums()
             except RequestRefused as error:
@@ -313,7 +301,7 @@ class ServerGroup:
             await asyncio.sleep(RESTART_INTERVAL)
 
     async def _end_tasks(self) -> None:
-        await asyncio.gather(*(batch.close() for batch in list(self.batches)))
+        await asyncio.gather(*(rollout.close() for rollout in list(self.rollouts)))
         await self._tasks.cancel()
 
 
@@ -339,14 +327,3 @@ def server_precision(dtype: str | None, model: Mapping[str, Any]) -> Precision |
         checkpoint_dtype = model.get("dtype") or model.get("torch_dtype") or "float32"
         dtype = "float16" if checkpoint_dtype == "float32" else checkpoint_dtype
     return PRECISIONS.get(dtype) if isinstance(dtype, str) else None
-
-
-def check_rounding(rounding: Rounding, precision: Precision | None) -> None:
-    """Raises ValueError if weights are to be rounded and the precision is float32 or unknown."""
-    if rounding == "nearest" or precision not in ("fp32", None):
-        return
-    if precision == "fp32":
-        problem = "servers compute in float32, which holds the weights exactly"
-    else:
-        problem = "servers do not all report the same --dtype without --quantization"
-    raise ValueError(f"--weight-update-rounding is {rounding} but {problem}; remove the flag.")

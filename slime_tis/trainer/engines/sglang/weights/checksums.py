@@ -4,12 +4,10 @@ import re
 from collections.abc import Mapping, Sequence
 
 from slime_tis.trainer.engines.engine import SentRows
-from slime_tis.trainer.engines.sglang.client import Server
 from slime_tis.trainer.engines.weight_updates import BLOCKS, EMBEDDING, OUTPUT_LAYER
 
-TensorChecksums = dict[str, list[str]]
+TensorChecksums = Mapping[str, Sequence[str]]
 """Checksums of each rank by SGLang's name of the tensor."""
-Checksums = dict[Server, TensorChecksums | None]
 JOINED = {
     r"\.experts\.\d+\.(gate|up)_proj\.weight$": ".experts.w13_weight",
     r"\.experts\.\d+\.down_proj\.weight$": ".experts.w2_weight",

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from slime_tis.trainer.engines.engine import EngineHost, RolloutUnavailable, WeightSource
-from slime_tis.trainer.engines.sglang.client import Server
-from slime_tis.trainer.engines.sglang.errors import ServerError
+from slime_tis.trainer.engines.sglang.client import Server, ServerError
 from slime_tis.trainer.engines.sglang.weights.protocol import on_all_servers, pause, release, resume, weights_thread
 from slime_tis.trainer.options.sglang import SGLangConfig, is_loopback
 from slime_tis.trainer.storage.hf_checkpoint import write_hf_checkpoint

@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime_tis.trainer.engines.engine import EngineHost, WeightSource
-from slime_tis.trainer.engines.sglang.client import Server
-from slime_tis.trainer.engines.sglang.errors import ServerError
+from slime_tis.trainer.engines.sglang.client import Server, ServerError
 from slime_tis.trainer.engines.sglang.weights.protocol import (
     Bucket,
     begin_session,

@@ -27,8 +27,7 @@ from torch import Tensor
 
 from slime_tis.errors import first_line
 from slime_tis.trainer.engines.engine import EngineHost, WeightSource
-from slime_tis.trainer.engines.sglang.client import UNKNOWN_ENDPOINT, Server
-from slime_tis.trainer.engines.sglang.errors import RequestRefused, ServerError, SGLangError
+from slime_tis.trainer.engines.sglang.client import RequestRefused, Server, ServerError, SGLangError
 from slime_tis.trainer.options.sglang import SGLangConfig
 
 Result = TypeVar("Result")
@@ -142,7 +141,7 @@ async def on_all_servers(
     passed = []
     for server, outcome in zip(servers, outcomes, strict=True):
         if isinstance(outcome, SGLangError):
-            failed[server] = server.redactor.quoted(str(outcome))
+            failed[server] = server.quoted(str(outcome))
         elif isinstance(outcome, BaseException):
             raise outcome
         else:
@@ -257,5 +256,5 @@ async def post_if_known(server: Server, endpoint: str) -> None:
     try:
         await server.post(endpoint, {}, timeout=CONTROL_TIMEOUT)
     except RequestRefused as error:
-        if error.status not in UNKNOWN_ENDPOINT:
+        if error.status not in (404, 405):
             raise
