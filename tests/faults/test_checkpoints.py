@@ -1,5 +1,7 @@
-"""Damaged checkpoints, directories that are not the run's own, two runs on one directory, full disks, changed options:
-one message each, nothing lost, and what is resumed continues to the bit."""
+"""Damaged checkpoints, directories of others, two runs on one directory, full disks, changed options.
+
+Each ends in one message and loses nothing, and resumed runs are bitwise identical.
+"""
 
 import json
 import os
@@ -50,100 +52,88 @@ def metrics(run: Path) -> list[dict[str, Any]]:
     return [{"step": row["step"], **training_metrics(row)} for row in read_metrics(run)]
 
 
-def not_one_message(outcome: Outcome, status: int, *words: str) -> str | None:
-    """Why an outcome is not a refusal in one line of stderr with these words, or None."""
+def refusal(outcome: Outcome, status: int, *words: str) -> str | None:
+    """Returns None if the outcome is a refusal in one line of stderr with these words, and the outcome otherwise."""
     lines = [line for line in outcome.error.splitlines() if line.strip() and not line.startswith("warning: ")]
     if outcome.status == status and len(lines) == 1 and all(word in lines[0] for word in words):
         return None
     return f"status {outcome.status}, {len(lines)} lines: {outcome.error[-600:]}"
 
 
-def damages(chance: random.Random, names: list[str]) -> Iterator[tuple[str, str, Callable[[Path], Any]]]:
-    """What may happen to a file of a checkpoint: a name, the file, and what does it."""
+def damages(chance: random.Random) -> dict[str, Callable[[Path], Any]]:
+    """Damages of a file of a checkpoint, by name."""
 
     def flip(file: Path) -> None:
         data = bytearray(file.read_bytes())
         data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
         file.write_bytes(data)
 
-    def cut(file: Path) -> None:
-        os.truncate(file, chance.randrange(file.stat().st_size))
-
-    def replace_by_directory(file: Path) -> None:
-        file.unlink()
-        file.mkdir()
-
-    for name in names:
-        for number in range(3):
-            yield f"bit {number} of {name} flipped", name, flip
-        yield f"{name} cut", name, cut
-        yield f"{name} emptied", name, lambda file: os.truncate(file, 0)
-        yield f"{name} removed", name, lambda file: file.unlink()
-        yield f"{name} longer", name, lambda file: file.write_bytes(file.read_bytes() + b"x\n")
-        yield f"{name} a directory", name, replace_by_directory
-        yield f"{name} of zeros", name, lambda file: file.write_bytes(bytes(file.stat().st_size))
+    return {
+        "flipped bit": flip,
+        "cut": lambda file: os.truncate(file, chance.randrange(file.stat().st_size)),
+        "removed": lambda file: file.unlink(),
+        "longer": lambda file: file.write_bytes(file.read_bytes() + b"x\n"),
+        "a directory": lambda file: (file.unlink(), file.mkdir()),
+    }
 
 
-def test_every_damaged_checkpoint_is_found(task: list[str], trained: Path, tmp_path: Path, tally: Any) -> None:
-    damaged = tally("damaged checkpoint: found, the one before is taken")
+def test_every_damaged_checkpoint_is_found(task: list[str], trained: Path, tmp_path: Path) -> None:
     results = tmp_path / "results.json"
-    # in a process of its own: one that has started gloo cannot fork runs any more
+    # in a separate process: one that has started gloo cannot fork runs any more
     spawn(damage_and_look, (task[task.index("--hf-checkpoint") + 1], str(trained / "save"), str(results)), 1)
-    for what, failure in json.loads(results.read_text()):
-        damaged.record(what, failure)
-    damaged.check(at_least=70)
+    tried = json.loads(results.read_text())
+    assert [attempt for attempt, is_found in tried.items() if not is_found] == []
+    assert len(tried) >= 35
 
 
 def damage_and_look(rank: int, model: str, trained: str, results: str) -> None:
-    """Damages every file of the newest checkpoint in every way; writes what was tried and what went wrong."""
+    """Damages every file of the newest checkpoint in every way; writes which damages were found."""
     initialize(MegatronConfig(hf_checkpoint=model))
-    tried, save = [], Path(results).parent / "save"
-    names = [*files_of(Path(trained) / "iter_0000003"), MANIFEST]
-    for what, name, damage in damages(random.Random(0), names):
-        shutil.copytree(trained, save)
-        shutil.rmtree(save / "iter_0000004")
-        damage(save / "iter_0000003" / name)
-        found = checkpoint.latest_complete_checkpoint(save)
-        right = found is not None and found.checkpoint.name == "iter_0000002" and len(found.damaged) == 1
-        if found is not None and name != MANIFEST:  # a damaged sum is that of any file
-            right = right and name in found.damaged[0]
-        tried.append((what, None if right else f"took {found}"))
-        shutil.rmtree(save)
+    tried, save = {}, Path(results).parent / "save"
+    for file in [*files_of(Path(trained) / "iter_0000003"), MANIFEST]:
+        for name, damage in damages(random.Random(0)).items():
+            shutil.copytree(trained, save)
+            shutil.rmtree(save / "iter_0000004")
+            damage(save / "iter_0000003" / file)
+            latest = checkpoint.latest_complete_checkpoint(save)
+            tried[f"{file}: {name}"] = latest is not None and (
+                latest.checkpoint.name == "iter_0000002"
+                and len(latest.damaged) == 1
+                and (file == MANIFEST or file in latest.damaged[0])  # a damaged sum is that of any file
+            )
+            shutil.rmtree(save)
     shut_down()
     Path(results).write_text(json.dumps(tried))
 
 
-def test_a_run_goes_on_from_the_latest_complete_checkpoint(
-    task: list[str], trained: Path, tmp_path: Path, tally: Any
+DAMAGED = {
+    "flipped bit": (1, lambda save: flip_middle(save / "iter_0000004" / "__0_0.distcp")),
+    "empty directory": (1, lambda save: (save / "iter_0000009").mkdir()),
+    "odd names": (0, lambda save: [(save / name).mkdir() for name in ("iter_abc", "iter_", "iter_1.5", "x")]),
+    "link in a circle": (0, lambda save: (save / "iter_0000009").symlink_to("iter_0000009")),
+    "a file": (0, lambda save: (save / "iter_0000009").write_text("mine")),
+    "two damaged": (2, lambda save: [os.truncate(save / f"iter_000000{i}" / "common.pt", 0) for i in (3, 4)]),
+}
+"""Damage of a directory of checkpoints, and the number of warnings."""
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_run_continues_from_the_latest_complete_checkpoint(
+    name: str, task: list[str], trained: Path, tmp_path: Path
 ) -> None:
-    resumed = tally("damaged checkpoint: resumed to the bit")
-    cases: dict[str, Callable[[Path], Any]] = {
-        "flipped bit": lambda save: flip_middle(save / "iter_0000004" / "__0_0.distcp"),
-        "no metadata": lambda save: (save / "iter_0000004" / ".metadata").unlink(),
-        "empty directory": lambda save: (save / "iter_0000009").mkdir(),
-        "odd names": lambda save: [(save / name).mkdir() for name in ("iter_abc", "iter_", "iter_1.5", "x")],
-        "link in a circle": lambda save: (save / "iter_0000009").symlink_to("iter_0000009"),
-        "a file": lambda save: (save / "iter_0000009").write_text("mine"),
-        "two damaged": lambda save: [(save / f"iter_000000{step}" / "common.pt").write_bytes(b"") for step in (3, 4)],
-        "state cut": lambda save: os.truncate(save / "iter_0000004" / TRAINER_STATE, 100),
-    }
-    for name, damage in cases.items():
-        directory = tmp_path / name.replace(" ", "_")
-        for part in ("save", "run"):
-            shutil.copytree(trained / part, directory / part)
-        damage(directory / "save")
-        outcome = run_forked(resume(task, directory), directory / "log", timeout=TIMEOUT)
-        failure = None if outcome.status == 0 and not outcome.traceback else outcome.error
-        if failure is None and metrics(directory / "run") != metrics(trained / "run"):
-            failure = "metrics differ"
-        if failure is None and outcome.error.count("warning: passed over") != {"two damaged": 2}.get(
-            name, int(name in ("flipped bit", "no metadata", "empty directory", "state cut"))
-        ):
-            failure = f"warns: {outcome.error}"
-        if failure is None and file_bytes(directory / "hf") != file_bytes(trained / "hf"):
-            failure = "exported weights differ"
-        resumed.record(name, failure)
-    resumed.check(at_least=8)
+    warnings, damage = DAMAGED[name]
+    copy(trained, tmp_path, "save", "run")
+    damage(tmp_path / "save")
+    outcome = run_forked(resume(task, tmp_path), tmp_path / "log", timeout=TIMEOUT)
+    assert outcome.status == 0 and not outcome.traceback, outcome.error
+    assert outcome.error.count("warning: passed over") == warnings
+    assert metrics(tmp_path / "run") == metrics(trained / "run")
+    assert file_bytes(tmp_path / "hf") == file_bytes(trained / "hf")
+
+
+def copy(trained: Path, directory: Path, *names: str) -> None:
+    for name in names:
+        shutil.copytree(trained / name, directory / name)
 
 
 def flip_middle(file: Path) -> None:
@@ -173,124 +163,114 @@ def rewritten(save: Path, change: Callable[[dict[str, Any]], Any]) -> None:
         write_manifest(found, checksums(found, files_of(found)))
 
 
-def test_what_cannot_be_resumed_ends_in_one_message(task: list[str], trained: Path, tmp_path: Path, tally: Any) -> None:
-    refusals = tally("resumption that is refused")
-    states: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-        "a list": (lambda state: [state], "trainer_state.json: content: "),
-        "no step": (lambda state: {**state, "step": None}, "step: "),
-        "nothing": (lambda state: {}, "run: "),
-        "dataset a list": (lambda state: {**state, "dataset": []}, "dataset: "),
-        "place of text": (
-            lambda state: {**state, "dataset": {**state["dataset"], "position": "x"}},
-            "is not a place in",
-        ),
-        "other prompts": (
-            lambda state: {**state, "dataset": {**state["dataset"], "prompts": "0"}},
-            "have changed since the start of the run",
-        ),
-        "unfinished of text": (lambda state: {**state, "unfinished": "x"}, "unfinished: "),
-        "another model": (lambda state: {**state, "model": "0"}, "--hf-checkpoint is"),
-    }
-    lines = {
-        "metrics of a list": (b"[1]\n", "line 2"),
-        "metrics without step": (b'{"loss": 1}\n', "line 2"),
-        "metrics of bytes": (b'{"step": 1, "x": "\xff"}\n', "line 2"),
-    }
-    options = {
-        ("--seed", "5"): ("--seed is 5 but the run that --load resumes has 1234",),
-        ("--rollout-shuffle",): ("--rollout-shuffle is True but the run that --load resumes has False",),
-        ("--bf16",): ("--bf16 is True but the run that --load resumes has False",),
-        ("--use-distributed-optimizer",): ("--use-distributed-optimizer is True",),
-    }
-    for number, (name, (change, words)) in enumerate(states.items()):
-        save = tmp_path / f"state_{number}" / "save"
-        shutil.copytree(trained / "save", save)
-        rewritten(save, change)
-        outcome = run_forked(resume(task, save.parent), save.parent / "log", timeout=TIMEOUT)
-        refusals.record(name, not_one_message(outcome, 1, words))
-    for number, (name, (line, words)) in enumerate(lines.items()):
-        directory = tmp_path / f"metrics_{number}"
-        for part in ("save", "run"):
-            shutil.copytree(trained / part, directory / part)
-        rows = (trained / "run" / "metrics.jsonl").read_bytes().splitlines(keepends=True)
-        (directory / "run" / "metrics.jsonl").write_bytes(b"".join([rows[0], line, *rows[2:]]))
-        outcome = run_forked(resume(task, directory), directory / "log", timeout=TIMEOUT)
-        refusals.record(name, not_one_message(outcome, 1, str(directory / "run" / "metrics.jsonl"), words))
-    directory = tmp_path / "options"
-    shutil.copytree(trained / "save", directory / "save")
-    for flags, said in options.items():
-        outcome = run_forked(resume(task, directory, *flags), directory / "log", timeout=TIMEOUT)
-        refusals.record(" ".join(flags), not_one_message(outcome, 2, *said))
-    for found in (directory / "save").iterdir():
-        (found / "__0_1.distcp").unlink()
-    outcome = run_forked(resume(task, directory), directory / "log", timeout=TIMEOUT)
-    refusals.record(
-        "none whole", not_one_message(outcome, 1, "no checkpoint under", "iter_0000002: __0_1.distcp is missing")
-    )
-    refusals.check(at_least=16)
+STATES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "no object": (lambda state: [state], "trainer_state.json: content: "),
+    "no step": (lambda state: {**state, "step": None}, "trainer_state.json: step: "),
+    "position of text": (
+        lambda state: {**state, "dataset": {**state["dataset"], "position": "x"}},
+        "is not a place in",
+    ),
+    "other prompts": (
+        lambda state: {**state, "dataset": {**state["dataset"], "prompts": "0"}},
+        "have changed since the start of the run",
+    ),
+    "another model": (lambda state: {**state, "model": "0"}, "--hf-checkpoint is"),
+}
 
 
-def test_changed_options_take_effect(task: list[str], trained: Path, tmp_path: Path, tally: Any) -> None:
-    changes = tally("option changed on resuming")
-    cases: dict[tuple[str, ...], tuple[float, str]] = {
-        ("--lr", "5e-4"): (5e-4, "--lr 0.001 → 0.0005"),
-        ("--lr-decay-style", "linear", "--lr-decay-iters", "8"): (5e-4, "--lr-decay-style 'constant' → 'linear'"),
-        ("--lr-warmup-iters", "3", "--lr", "2e-3"): (2e-3, "--lr-warmup-iters 0 → 3"),
-        ("--lr", "2e-3", "--min-lr", "1e-3", "--lr-decay-style", "linear", "--lr-decay-iters", "4"): (1e-3, "--min-lr"),
-        ("--rollout-precision", "fp32"): (1e-3, "--rollout-precision 'int8' → 'fp32'"),
-        ("--n-samples-per-prompt", "2"): (1e-3, "--n-samples-per-prompt 4 → 2"),
-    }
-    for number, (flags, (lr, words)) in enumerate(cases.items()):
-        directory = tmp_path / str(number)
-        for part in ("save", "run"):
-            shutil.copytree(trained / part, directory / part)
-        shutil.rmtree(directory / "save" / "iter_0000004")
-        outcome = run_forked(resume(task, directory, *flags), directory / "log", timeout=TIMEOUT)
-        failure = None if outcome.status == 0 else outcome.error
-        if failure is None:
-            rows = read_metrics(directory / "run")
-            said = [line for line in outcome.output.splitlines() if line.startswith("options changed since then: ")]
-            if abs(rows[-1]["train/lr"] - lr) > 1e-9 or len(rows) != 4:
-                failure = f"{len(rows)} rows, the last one's lr is {rows[-1]['train/lr']}"
-            elif len(said) != 1 or words not in said[0]:
-                failure = f"said {said}"
-        changes.record(" ".join(flags), failure)
-    changes.check(at_least=6)
+@pytest.mark.parametrize("name", STATES)
+def test_a_state_that_cannot_be_resumed_is_refused(name: str, task: list[str], trained: Path, tmp_path: Path) -> None:
+    change, words = STATES[name]
+    copy(trained, tmp_path, "save")
+    rewritten(tmp_path / "save", change)
+    assert refusal(run_forked(resume(task, tmp_path), tmp_path / "log", timeout=TIMEOUT), 1, words) is None
 
 
-def test_no_export_takes_the_place_of_anything(task: list[str], trained: Path, tmp_path: Path, tally: Any) -> None:
+def test_damaged_metrics_are_refused(task: list[str], trained: Path, tmp_path: Path) -> None:
+    copy(trained, tmp_path, "save", "run")
+    path = tmp_path / "run" / "metrics.jsonl"
+    rows = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([rows[0], b"[1]\n", *rows[2:]]))
+    outcome = run_forked(resume(task, tmp_path), tmp_path / "log", timeout=TIMEOUT)
+    assert refusal(outcome, 1, str(path), "line 2") is None
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [("--seed", "5"), ("--rollout-shuffle",), ("--bf16",), ("--use-distributed-optimizer",)],
+    ids=lambda flags: flags[0],
+)
+def test_an_option_that_must_not_change_is_refused(
+    flags: tuple[str, ...], task: list[str], trained: Path, tmp_path: Path
+) -> None:
+    copy(trained, tmp_path, "save")
+    outcome = run_forked(resume(task, tmp_path, *flags), tmp_path / "log", timeout=TIMEOUT)
+    assert refusal(outcome, 2, f"{flags[0]} is ", "the run that --load resumes has ") is None
+
+
+def test_no_complete_checkpoint_is_refused(task: list[str], trained: Path, tmp_path: Path) -> None:
+    copy(trained, tmp_path, "save")
+    for path in (tmp_path / "save").iterdir():
+        (path / "__0_1.distcp").unlink()
+    outcome = run_forked(resume(task, tmp_path), tmp_path / "log", timeout=TIMEOUT)
+    assert refusal(outcome, 1, "no checkpoint under", "iter_0000002: __0_1.distcp is missing") is None
+
+
+CHANGED: dict[tuple[str, ...], tuple[float, str]] = {
+    ("--lr", "5e-4"): (5e-4, "--lr 0.001 → 0.0005"),
+    ("--lr-decay-style", "linear", "--lr-decay-iters", "8"): (5e-4, "--lr-decay-style 'constant' → 'linear'"),
+    ("--lr-warmup-iters", "3", "--lr", "2e-3"): (2e-3, "--lr-warmup-iters 0 → 3"),
+    ("--rollout-precision", "fp32"): (1e-3, "--rollout-precision 'int8' → 'fp32'"),
+    ("--n-samples-per-prompt", "2"): (1e-3, "--n-samples-per-prompt 4 → 2"),
+}
+"""Learning rate of the resumed step, and the report."""
+
+
+@pytest.mark.parametrize("flags", CHANGED, ids=" ".join)
+def test_changed_options_take_effect(flags: tuple[str, ...], task: list[str], trained: Path, tmp_path: Path) -> None:
+    lr, words = CHANGED[flags]
+    copy(trained, tmp_path, "save", "run")
+    shutil.rmtree(tmp_path / "save" / "iter_0000004")
+    outcome = run_forked(resume(task, tmp_path, *flags), tmp_path / "log", timeout=TIMEOUT)
+    assert outcome.status == 0, outcome.error
+    rows = read_metrics(tmp_path / "run")
+    assert len(rows) == 4 and rows[-1]["train/lr"] == pytest.approx(lr)
+    (report,) = [line for line in outcome.output.splitlines() if line.startswith("options changed since then: ")]
+    assert words in report
+
+
+TARGETS = (
+    *(".", "/", "..", "data", "data/", "data/model", "data/model/sub", "link/model", "data/../data/model"),
+    *("save", "save/hf", "run", "run/tensorboard", "project", "deep", "hidden", "taken", "file", "file/hf"),
+    *("edited", "marked", "gone", "data/train.jsonl", "/proc", "/dev/null", "x" * 300),
+)
+
+
+def test_no_export_replaces_other_files(task: list[str], trained: Path, tmp_path: Path, tally: Any) -> None:
     exports = tally("--save-hf over something: it survives")
-    model = tmp_path / "data" / "model"
-    shutil.copytree(task[task.index("--hf-checkpoint") + 1], model)
+    shutil.copytree(task[task.index("--hf-checkpoint") + 1], tmp_path / "data" / "model")
     shutil.copy(task[task.index("--prompt-data") + 1], tmp_path / "data" / "train.jsonl")
-    shutil.copytree(trained / "save", tmp_path / "save")
+    copy(trained, tmp_path, "save")
     shutil.copytree(trained / "hf", tmp_path / "edited")
-    (tmp_path / "run").mkdir()
     (tmp_path / "link").symlink_to("data")
     (tmp_path / "gone").symlink_to("nowhere")
-    for folder in ("project", "deep/er", "hidden", ".taken.unfinished", "marked"):
-        (tmp_path / folder).mkdir(parents=True)
-    for file in ("project/thesis.txt", "deep/er/thesis.txt", "hidden/.env", ".taken.unfinished/thesis.txt", "file"):
-        (tmp_path / file).write_text("mine")
+    for name in ("project/thesis.txt", "deep/er/thesis.txt", "hidden/.env", ".taken.unfinished/thesis.txt", "file"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("mine")
+    for folder in ("run", "marked"):
+        (tmp_path / folder).mkdir()
     (tmp_path / "edited" / "README.md").write_text("mine")
     (tmp_path / "marked" / ".slime_tis_export.json").write_text('{"files": ["../file"]}')
     (tmp_path / "marked" / "thesis.txt").write_text("mine")
-    targets = [
-        *(".", "/", "..", str(tmp_path), "data", "data/", "data/model", "data/model/", "data/model/sub", "link/model"),
-        *("data/../data/model", "save", "save/hf", "save/iter_0000004", "run", "run/tensorboard", "run/earlier/hf"),
-        *("project", "deep", "hidden", "taken", "file", "file/hf", "edited", "marked", "gone"),
-        *("data/train.jsonl", "/proc", "/dev/null", "x" * 300, os.path.expanduser("~")),
-    ]  # fmt: skip
     before = tree(tmp_path)
     flags = [*task, "--hf-checkpoint", "data/model", "--prompt-data", "data/train.jsonl", "--num-rollout", "1"]
     flags += ["--output-dir", "run", "--load", "save"]
-    for target in targets:
-        outcome = run_forked(
-            [*flags, "--save-hf", target], tmp_path.parent / "export_log", cwd=tmp_path, timeout=TIMEOUT
-        )
-        wrong = not_one_message(outcome, 2, f"--save-hf is {quoted_path(target)}")
-        exports.record(f"--save-hf {target[:40]}", wrong if wrong else None if tree(tmp_path) == before else "changed")
-    exports.check(at_least=28)
+    for target in TARGETS:
+        log = tmp_path.parent / "export_log"
+        outcome = run_forked([*flags, "--save-hf", target], log, cwd=tmp_path, timeout=TIMEOUT)
+        failure = refusal(outcome, 2, f"--save-hf is {quoted_path(target)}")
+        exports.record(target[:40], failure or (None if tree(tmp_path) == before else "changed"))
+    exports.check(at_least=26)
 
 
 def tree(directory: Path) -> dict[str, bytes | None]:
@@ -309,63 +289,50 @@ def reward(args, sample):
 """
 
 
-def test_what_comes_to_the_target_during_the_run_stays(
-    task: list[str], trained: Path, tmp_path: Path, tally: Any
+@pytest.mark.parametrize("name", ["absent", "empty", "export"])
+def test_files_that_come_to_the_target_during_the_run_stay(
+    name: str, task: list[str], trained: Path, tmp_path: Path
 ) -> None:
-    exports = tally("--save-hf to where somebody writes meanwhile")
     (tmp_path / "meddling.py").write_text(MEDDLING)
+    target = tmp_path / name
+    if name == "empty":
+        target.mkdir()
+    if name == "export":
+        shutil.copytree(trained / "hf", target)
     flags = [*task, "--num-rollout", "1", "--custom-rm-path", f"{tmp_path / 'meddling.py'}:reward"]
-    for name in ("absent", "empty", "export"):
-        target = tmp_path / name
-        if name == "empty":
-            target.mkdir()
-        if name == "export":
-            shutil.copytree(trained / "hf", target)
-        flags += ["--save-hf", str(target), "--output-dir", str(tmp_path / f"run_{name}")]
-        outcome = run_forked(flags, tmp_path / "log", timeout=TIMEOUT)
-        kept = (target / "thesis.txt").read_text() == "mine" and (target / "model.safetensors").exists() == (
-            name == "export"
-        )
-        written = (
-            tmp_path / f"{name}-2" / "model.safetensors"
-        ).exists() and f"the policy is at {target}-2" in outcome.error
-        exports.record(
-            name, None if outcome.status == 0 and kept and written else outcome.error + str(tree(tmp_path).keys())
-        )
-    exports.check(at_least=3)
+    flags += ["--save-hf", str(target), "--output-dir", str(tmp_path / "run")]
+    outcome = run_forked(flags, tmp_path / "log", timeout=TIMEOUT)
+    assert outcome.status == 0 and f"the policy is at {target}-2" in outcome.error
+    assert (target / "thesis.txt").read_text() == "mine"
+    assert (target / "model.safetensors").exists() == (name == "export")
+    assert (tmp_path / f"{name}-2" / "model.safetensors").exists()
 
 
-def test_two_runs_do_not_share_a_directory(task: list[str], tmp_path: Path, tally: Any) -> None:
-    runs = tally("two runs on one directory")
+def test_two_runs_do_not_share_a_directory(task: list[str], tmp_path: Path) -> None:
     names = {"--save": "save", "--output-dir": "run", "--save-hf": "hf"}
     own = [part for flag, name in names.items() for part in (flag, str(tmp_path / name))]
     first = ForkedRun([*task, *own, "--num-rollout", "400", "--save-interval", "1"], tmp_path / "first")
     while not list((tmp_path / "save").glob("iter_*")):
         assert time.monotonic() < first.started + TIMEOUT
         time.sleep(0.05)
+
+    def run(*flags: str) -> Outcome:
+        return run_forked([*task, *flags], tmp_path / "log", timeout=TIMEOUT)
+
     for flag, name in names.items():
         other = [part for each in names for part in (each, str(tmp_path / f"other_{name}_{each[2:]}"))]
-        same = str(tmp_path / name)
-        flags = [*task, *other, "--num-rollout", "1", flag, same, *(["--load", same] if flag == "--save" else [])]
-        outcome = run_forked(flags, tmp_path / "log", timeout=TIMEOUT)
-        wrong = not_one_message(outcome, 2, f"error: {flag} is", f"process id {first.pid} on {os.uname().nodename}")
-        runs.record(f"{flag} of a live run", wrong)
-    outcome = run_forked([*task, "--save", str(tmp_path / "save"), "--num-rollout", "1"], tmp_path / "log")
-    runs.record(
-        "--save of a live run without --load", not_one_message(outcome, 2, "another run's checkpoints are there")
-    )
+        load = ["--load", str(tmp_path / name)] if flag == "--save" else []
+        outcome = run(*other, "--num-rollout", "1", flag, str(tmp_path / name), *load)
+        assert refusal(outcome, 2, f"error: {flag} is", f"process id {first.pid} on {os.uname().nodename}") is None
     first.kill(signal.SIGKILL)
     first.wait(TIMEOUT)
-    rows = [row["step"] for row in read_metrics(tmp_path / "run")]
-    runs.record("the first run's metrics", None if rows == list(range(1, len(rows) + 1)) else str(rows))
+    steps = [row["step"] for row in read_metrics(tmp_path / "run")]
+    assert steps == list(range(1, len(steps) + 1))
     trained = max(int(path.name[5:]) for path in (tmp_path / "save").glob("iter_*"))
-    again = [*task, *own, "--num-rollout", str(trained + 1), "--load", str(tmp_path / "save")]
-    outcome = run_forked(again, tmp_path / "log", timeout=TIMEOUT)  # the lock ended with the process
-    rows = [row["step"] for row in read_metrics(tmp_path / "run")]
-    runs.record("after SIGKILL", None if outcome.status == 0 and rows[-1] == trained + 1 else outcome.error)
-    outcome = run_forked([*task, *own, "--num-rollout", "1"], tmp_path / "log", timeout=TIMEOUT)
-    runs.record("a fresh run into a used --save", not_one_message(outcome, 2, "--load", "another --save"))
-    runs.check(at_least=7)
+    outcome = run(*own, "--num-rollout", str(trained + 1), "--load", str(tmp_path / "save"))
+    assert outcome.status == 0, outcome.error  # the lock ended with the process
+    assert read_metrics(tmp_path / "run")[-1]["step"] == trained + 1
+    assert refusal(run(*own, "--num-rollout", "1"), 2, "--load", "another --save") is None
 
 
 @contextmanager
@@ -379,57 +346,35 @@ def largest_file(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
 
 
-def test_a_full_disk_loses_nothing(task: list[str], trained: Path, tmp_path: Path, tally: Any) -> None:
-    full = tally("full disk")
-    for size in (10_000, 60_000, 120_000, 200_000):
-        directory = tmp_path / str(size)
-        for part in ("save", "run", "hf"):
-            shutil.copytree(trained / part, directory / part)
-        shutil.rmtree(directory / "save" / "iter_0000004")
-        export = tree(directory / "hf")
-        with largest_file(size):
-            outcome = run_forked(resume(task, directory), directory / "log", timeout=TIMEOUT)
-        left = sorted(path.name for path in (directory / "save").iterdir())
-        wrong = not_one_message(outcome, 1, "could not write", "File too large")
-        if wrong is None and (left != ["iter_0000002", "iter_0000003"] or tree(directory / "hf") != export):
-            wrong = f"left {left}"
-        full.record(f"files up to {size} bytes", wrong)
-        outcome = run_forked(resume(task, directory), directory / "log", timeout=TIMEOUT)
-        same = outcome.status == 0 and metrics(directory / "run") == metrics(trained / "run")
-        full.record(f"after it, {size}", None if same else outcome.error)
-    full.check(at_least=8)
-
-
-def test_a_small_disk_is_reported_in_one_message(task: list[str], tmp_path: Path, tally: Any) -> None:
-    full = tally("full disk")
-    with disk(tmp_path, "1m"):
-        flags = [*task, "--num-rollout", "3", "--save-interval", "1", "--output-dir", str(tmp_path / "run")]
-        outcome = run_forked([*flags, "--save", str(tmp_path / "save")], tmp_path.parent / "small_log", timeout=TIMEOUT)
-        full.record("1 MB", not_one_message(outcome, 1, "No space left on device"))
-        left = [path.name for path in (tmp_path / "save").iterdir()]
-        full.record("what is left", None if left == ["iter_0000001"] else str(left))
-    full.check(at_least=2)
+@pytest.mark.parametrize("size", [10_000, 120_000, 200_000])
+def test_a_full_disk_loses_nothing(size: int, task: list[str], trained: Path, tmp_path: Path) -> None:
+    copy(trained, tmp_path, "save", "run", "hf")
+    shutil.rmtree(tmp_path / "save" / "iter_0000004")
+    export = tree(tmp_path / "hf")
+    with largest_file(size):
+        outcome = run_forked(resume(task, tmp_path), tmp_path / "log", timeout=TIMEOUT)
+    assert refusal(outcome, 1, "could not write", "File too large") is None
+    assert sorted(path.name for path in (tmp_path / "save").iterdir()) == ["iter_0000002", "iter_0000003"]
+    assert tree(tmp_path / "hf") == export
+    outcome = run_forked(resume(task, tmp_path), tmp_path / "log", timeout=TIMEOUT)
+    assert outcome.status == 0, outcome.error
+    assert metrics(tmp_path / "run") == metrics(trained / "run")
 
 
 def test_a_checkpoint_whose_metrics_cannot_be_written_does_not_count(
-    task: list[str], trained: Path, tmp_path: Path, tally: Any
+    task: list[str], trained: Path, tmp_path: Path
 ) -> None:
-    full = tally("full disk")
     (tmp_path / "run").mkdir()
     with disk(tmp_path / "run", "20k"):
         outcome = run_forked(resume(task, tmp_path), tmp_path / "log", timeout=TIMEOUT)
-        full.record(
-            "20 kB for metrics", not_one_message(outcome, 1, "could not write the metrics of step", "metrics.jsonl")
-        )
+        assert refusal(outcome, 1, "could not write the metrics of step", "metrics.jsonl") is None
         left = sorted(path.name for path in (tmp_path / "save").iterdir())
-        whole = (tmp_path / "run" / "metrics.jsonl").read_bytes().count(b"\n")
-        right = whole < 4 and left[-1] == f"iter_{whole:07d}" and left[0][0] != "."
-        full.record("what is left", None if right else f"{left}, metrics of {whole} steps")
+        steps = (tmp_path / "run" / "metrics.jsonl").read_bytes().count(b"\n")
+        assert steps < 4 and left[-1] == f"iter_{steps:07d}" and left[0][0] != "."
         subprocess.run(["mount", "-o", "remount,size=1m", str(tmp_path / "run")], check=True)
         outcome = run_forked(resume(task, tmp_path), tmp_path / "log", timeout=TIMEOUT)
-        same = outcome.status == 0 and metrics(tmp_path / "run") == metrics(trained / "run")
-        full.record("after it", None if same else outcome.error)
-    full.check(at_least=3)
+        assert outcome.status == 0, outcome.error
+        assert metrics(tmp_path / "run") == metrics(trained / "run")
 
 
 @contextmanager
