@@ -37,7 +37,7 @@ from benchmarks.shared_prompts import peak_mib
 from custom_tis import mis
 from slime_tis import RolloutCorrectionConfig, correct
 from slime_tis.policy.config import PolicyConfig
-from slime_tis.policy.custom_tis import CustomTis, CustomTisFunction
+from slime_tis.policy.custom_tis import CustomTis
 from slime_tis.policy.policy_loss import LossInputs, LossStep, policy_loss
 from slime_tis.policy.step_sums import StepSums, step_metrics
 from slime_tis.trainer.agents.custom_generate import build_generate_function
@@ -316,10 +316,10 @@ def loss_of_micro_batches(size: Size, custom: bool = False) -> Callable[[], obje
     namespace = Namespace(
         use_tis=True, tis_mode="truncate", tis_level="token", tis_lower_bound=None, tis_upper_bound=2.0, use_rs=False
     )
-    function = CustomTisFunction.bind(mis.compute_mis_weights_with_cp, namespace)
+    function = mis.compute_mis_weights_with_cp
 
     def call() -> dict[str, float]:
-        tis = CustomTis(function=function, seed=0) if custom else None
+        tis = CustomTis(function=function, args=namespace, seed=0) if custom else None
         step = LossStep(correction=CORRECTION, policy=PolicyConfig(), uses_recomputed_old_policy=True, custom=tis)
         total: StepSums | None = None
         for samples in parts:

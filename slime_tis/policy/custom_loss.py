@@ -1,16 +1,9 @@
-"""User functions for the objective, in slime's signatures, held to a contract at every call.
-
-custom_loss_function(args, batch, logits, sum_of_sample_mean) -> (loss, metrics)
-custom_pg_loss_reducer_function(total_lengths, response_lengths, loss_masks, calculate_per_token_loss)
-    -> (pg_loss -> loss)
-custom_advantage_function(args, rollout_data) -> None, which sets rollout_data["advantages"]
-"""
+"""User functions of the objective, in slime's signatures: loss, loss reducer, advantages."""
 
 from __future__ import annotations
 
-import inspect
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,23 +11,22 @@ import torch
 from torch import Tensor
 
 from slime_tis.correction import TokenPassFunction, torch_token_pass
-from slime_tis.errors import CustomFunctionError, one_line
+from slime_tis.errors import CustomFunctionError
 from slime_tis.policy.config import PolicyConfig
 from slime_tis.policy.tokens import ResponseTokens
-from slime_tis.user_functions import calling, check_metric_names, describe, leads_to, load_function, load_hook
-from slime_tis.user_functions.state import kept_state
+from slime_tis.user_functions import accepted, call, calling, describe, load_user_function
+from slime_tis.user_functions.calling import isolated_global_state
+from slime_tis.user_functions.tensors import check_gradient, check_metric_names, check_metrics, kind
 
-LONGEST_NAME = 100
-"""Characters of a metric's name."""
 Function = Callable[..., Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveFunctions:
-    """The user's functions for the objective; None where an option is not given."""
+    """The user's functions for the objective; None for unset options."""
 
     args: Namespace
-    """The program's options, which the functions get."""
+    """Options of the program."""
     loss: Function | None = None
     reducer: Function | None = None
     advantage: Function | None = None
@@ -42,25 +34,18 @@ class ObjectiveFunctions:
 
     @classmethod
     def load(cls, config: PolicyConfig, args: Namespace) -> ObjectiveFunctions:
-        """Loads the functions that the options name.
+        """Loads the functions; raises CustomFunctionError if one cannot be loaded or called."""
 
-        Raises:
-            CustomFunctionError: one cannot be loaded, or be called as it will be.
-        """
-        loss, reducer, advantage = (
-            config.custom_loss_function_path,
-            config.custom_pg_loss_reducer_function_path,
-            config.custom_advantage_function_path,
-        )
-        lengths = ("total_lengths", "response_lengths", "loss_masks", "calculate_per_token_loss")
+        def load(option: str) -> Any:
+            path = getattr(config, option)
+            return None if path is None else load_user_function(option, path)
+
         return cls(
             args=args,
-            loss=None if loss is None else load_hook(loss, ("args", "batch", "logits", "sum_of_sample_mean")),
-            reducer=None if reducer is None else load_hook(reducer, lengths, _takes_args(reducer)),
-            advantage=None if advantage is None else load_hook(advantage, ("args", "rollout_data")),
-            token_pass=torch_token_pass
-            if config.token_pass_path is None
-            else load_hook(config.token_pass_path, ("config", "packed")),
+            loss=load("custom_loss_function_path"),
+            reducer=load("custom_pg_loss_reducer_function_path"),
+            advantage=load("custom_advantage_function_path"),
+            token_pass=load("token_pass_path") or torch_token_pass,
         )
 
 
@@ -71,9 +56,9 @@ class CustomLoss:
     function: Function
     args: Namespace
     seed: int
-    """Of the random numbers that the function may draw in the first micro-batch."""
+    """Seed of the first micro-batch."""
     metric_names: list[list[str]] = field(default_factory=list)
-    """Names of the metrics that each call returned."""
+    """Names of the metrics of each call."""
 
     def __call__(
         self,
@@ -86,53 +71,43 @@ class CustomLoss:
         """Calls the function on a micro-batch.
 
         Args:
-            tokens: of the micro-batch; `loss_mask_N` without the tokens that the correction rejects.
-            weights_L: importance weights of the correction: 1 without weights, 0 where masked.
-            sequences: prompt and response of each sample, int64.
+            tokens: Tokens of the micro-batch; `loss_mask_N` excludes tokens that the correction rejects.
+            weights_L: Importance weights of the correction: 1 without weights, 0 where masked.
+            sequences: Prompt and response of each sample, int64.
             logits: [1, L, V] logits that predict the response tokens, with gradient.
-            sum_of_sample_mean: the sum over samples of the mean over their accepted tokens, or over tokens.
+            sum_of_sample_mean: The sum over samples of the mean over their accepted tokens, or over tokens.
 
         Returns:
-            The loss, a scalar with gradient that is a sum over samples (or tokens), and sums to be reported.
+            The loss, a scalar with gradient that is a sum over samples (or tokens), and sums to report.
 
         Raises:
-            CustomFunctionError: the function raised, or returned what its contract does not allow.
+            CustomFunctionError: The function raised, or returned an invalid value.
         """
         batch = loss_batch(tokens, sequences)
         batch["rollout_is_weights"] = list(weights_L.clone().split(tokens.lengths))
-        with kept_state(self.seed + len(self.metric_names)), calling(self.function):
-            returned = self.function(self.args, batch, logits, sum_of_sample_mean)
+        seed = self.seed + len(self.metric_names)
+        returned = call(self.function, self.args, batch, logits, sum_of_sample_mean, seed=seed)
         name = describe(self.function)
-        if not isinstance(returned, tuple | list) or len(returned) != 2 or not isinstance(returned[1], Mapping):
-            raise CustomFunctionError(f"{name} returned {_kind(returned)}; return the tuple (loss, dict of metrics).")
+        if not isinstance(returned, tuple | list) or len(returned) != 2:
+            raise CustomFunctionError(f"{name} returned {kind(returned)}; return the tuple (loss, dict of metrics).")
         loss = checked_scalar(returned[0], logits, name, "loss", "logits")
-        metrics = {self._metric_name(key): _metric(name, key, value, logits) for key, value in returned[1].items()}
+        check_metrics(name, returned[1])
+        metrics = {}
+        for key, value in returned[1].items():
+            try:
+                number = float(value.detach() if isinstance(value, Tensor) else value)
+            except (TypeError, ValueError, RuntimeError):
+                message = f"{name} returned {kind(value)} as metric {key!r}; return a scalar."
+                raise CustomFunctionError(message) from None
+            metrics[key] = torch.tensor(number, dtype=torch.float64, device=logits.device)
         self.metric_names.append(sorted(metrics))
-        last = len(self.metric_names) - 1
-        compared = {0: self.metric_names[0], last: self.metric_names[last]}
-        check_metric_names(self.function, compared, "micro-batch")
+        check_metric_names(self.function, [self.metric_names[0], self.metric_names[-1]], "micro-batch")
         return loss, metrics
-
-    def check_ranks(self, names: Sequence[Sequence[str]]) -> None:
-        """Compares the metrics that the function returned on each rank.
-
-        Raises:
-            CustomFunctionError: they have other names on another rank.
-        """
-        check_metric_names(self.function, dict(enumerate(names)), "rank")
-
-    def _metric_name(self, key: Any) -> str:
-        if not isinstance(key, str) or not key or not key.isprintable() or len(key) > LONGEST_NAME:
-            raise CustomFunctionError(
-                f"{describe(self.function)} returned a metric named {one_line(repr(key))}; name it with 1 to "
-                f"{LONGEST_NAME} printable characters."
-            )
-        return key
 
 
 def loss_batch(tokens: ResponseTokens, sequences: Sequence[Tensor]) -> dict[str, Any]:
-    """Copies under slime's keys: lists with one tensor per sample, this rank's slices but for masks and sequences."""
-    found: dict[str, Any] = {
+    """Returns copies under slime's keys: one tensor per sample, this rank's slices or whole masks and sequences."""
+    batch: dict[str, Any] = {
         "unconcat_tokens": [sequence.clone() for sequence in sequences],
         "total_lengths": list(tokens.total_lengths),
         "response_lengths": list(tokens.response_lengths),
@@ -146,8 +121,8 @@ def loss_batch(tokens: ResponseTokens, sequences: Sequence[Tensor]) -> dict[str,
     }
     for key, value in values.items():
         if value is not None:
-            found[key] = list(value.clone().split(tokens.lengths))
-    return found
+            batch[key] = list(value.clone().split(tokens.lengths))
+    return batch
 
 
 def reduced_loss(
@@ -159,29 +134,27 @@ def reduced_loss(
     per_token: bool,
     seed: int,
 ) -> Tensor:
-    """The policy loss of a micro-batch, reduced by the user's function.
+    """Returns the policy loss of a micro-batch, reduced by the user's function.
 
     Args:
-        functions: with the reducer.
-        tokens: of the micro-batch.
-        loss_L: losses, with gradient, 0 where a token is not accepted.
-        mask_N: the accepted tokens of whole responses.
+        functions: Functions with a reducer.
+        tokens: Tokens of the micro-batch.
+        loss_L: Losses, with gradient, 0 at tokens that are not accepted.
+        mask_N: Accepted tokens of whole responses.
         per_token: --calculate-per-token-loss.
-        seed: of the random numbers that the function may draw.
+        seed: Seed of the random numbers that the function may draw.
 
     Raises:
-        CustomFunctionError: the function raised, or returned what its contract does not allow.
+        CustomFunctionError: The function raised, or returned an invalid value.
     """
     function = functions.reducer
     assert function is not None
     masks = list(mask_N.clone().split(tokens.response_lengths))
-    more = {"args": functions.args} if "args" in _keyword_names(function) else {}
-    with kept_state(seed), calling(function):
-        reduce = function(list(tokens.total_lengths), list(tokens.response_lengths), masks, per_token, **more)
-        if not callable(reduce):
-            raise TypeError(f"it returned {_kind(reduce)}, and not a function of the loss")
-        returned = reduce(loss_L)
-    return checked_scalar(returned, loss_L, describe(function), "reduced loss", "pg_loss")
+    options = {"args": functions.args} if accepted(function, ("args",)) else {}
+    lengths = list(tokens.total_lengths), list(tokens.response_lengths)
+    with isolated_global_state(seed), calling(function):
+        loss = function(*lengths, masks, per_token, **options)(loss_L)
+    return checked_scalar(loss, loss_L, describe(function), "reduced loss", "pg_loss")
 
 
 def token_advantages(
@@ -192,89 +165,45 @@ def token_advantages(
     *,
     seed: int,
 ) -> Tensor:
-    """Advantages [L] of a rollout's tokens on this rank, by the user's function.
+    """Returns advantages [L] of a rollout's tokens on this rank, set by the user's function.
 
     Args:
-        functions: with the function for advantages.
-        rollout_data: what the function gets, and puts its advantages into.
-        lengths: response tokens of each sample on this rank.
-        mask_L: the loss mask of these tokens.
-        seed: of the random numbers that the function may draw.
+        functions: Functions with one for advantages.
+        rollout_data: Input of the function, which puts its advantages into it.
+        lengths: Response tokens of each sample on this rank.
+        mask_L: Loss mask of these tokens.
+        seed: Seed of the random numbers that the function may draw.
 
     Raises:
-        CustomFunctionError: the function raised, or left what its contract does not allow.
+        CustomFunctionError: The function raised, or set invalid advantages.
     """
     function = functions.advantage
     assert function is not None
-    with kept_state(seed), calling(function), torch.no_grad():
-        function(functions.args, rollout_data)
-    name, found = describe(function), rollout_data.get("advantages")
-    if not isinstance(found, list | tuple) or len(found) != len(lengths):
+    with torch.no_grad():
+        call(function, functions.args, rollout_data, seed=seed)
+    name, values = describe(function), rollout_data.get("advantages")
+    if not isinstance(values, list | tuple) or len(values) != len(lengths):
         raise CustomFunctionError(
-            f"{name} left {_kind(found)} as rollout_data['advantages']; leave a list of {len(lengths)} tensors."
+            f"{name} left {kind(values)} as rollout_data['advantages']; leave a list of {len(lengths)} tensors."
         )
-    for place, (value, length) in enumerate(zip(found, lengths, strict=True)):
+    for index, (value, length) in enumerate(zip(values, lengths, strict=True)):
         if not isinstance(value, Tensor) or value.shape != (length,) or not value.is_floating_point():
             raise CustomFunctionError(
-                f"{name} left {_kind(value)} as the advantages of sample {place}; leave a float tensor of shape "
+                f"{name} left {kind(value)} as the advantages of sample {index}; leave a float tensor of shape "
                 f"({length},), one value per response token."
             )
-    advantages_L = torch.cat([value.detach().float().to(mask_L.device) for value in found])
+    advantages_L = torch.cat([value.detach().float().to(mask_L.device) for value in values])
     wrong = int((~advantages_L.isfinite() & (mask_L > 0)).sum())
     if wrong:
         raise CustomFunctionError(f"{name} left {wrong} advantages that are NaN or infinite; leave finite numbers.")
     return advantages_L.nan_to_num(0.0, 0.0, 0.0)
 
 
-def checked_scalar(value: Any, given: Tensor, name: str, what: str, source: str) -> Tensor:
-    """A loss that a function returned, as a scalar.
-
-    Args:
-        value: what it returned.
-        given: the tensor that the gradient has to reach.
-        name: of the function.
-        what: is returned, for messages.
-        source: name of the tensor that was given.
-
-    Raises:
-        CustomFunctionError: it is no finite scalar, or has no gradient.
-    """
+def checked_scalar(value: Any, source: Tensor, name: str, role: str, source_name: str) -> Tensor:
+    """Returns a function's loss as a scalar; raises CustomFunctionError if it is not finite or has no gradient."""
     if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
-        raise CustomFunctionError(f"{name} returned {_kind(value)} as the {what}; return a scalar tensor.")
-    if given.requires_grad and not leads_to(value.grad_fn, given.grad_fn):
-        raise CustomFunctionError(
-            f"{name} returned a {what} without a gradient to the {source} that it gets; do not detach or rebuild it."
-        )
-    if given.detach().isfinite().all() and not value.detach().isfinite():
-        raise CustomFunctionError(f"{name} returned {float(value.detach())} as the {what}; return a finite number.")
+        raise CustomFunctionError(f"{name} returned {kind(value)} as the {role}; return a scalar tensor.")
+    check_gradient(name, value, source, source_name, source.grad_fn)
+    if source.detach().isfinite().all() and not value.detach().isfinite():
+        raise CustomFunctionError(f"{name} returned {float(value.detach())} as the {role}; return a finite number.")
     return value.reshape(()).float()
-
-
-def _metric(name: str, key: str, value: Any, logits: Tensor) -> Tensor:
-    scalar = value.detach() if isinstance(value, Tensor) else value
-    try:
-        number = float(scalar)
-    except (TypeError, ValueError, RuntimeError):
-        raise CustomFunctionError(
-            f"{name} returned {_kind(value)} as metric {one_line(repr(key))}; return a scalar."
-        ) from None
-    return torch.tensor(number, dtype=torch.float64, device=logits.device)
-
-
-def _takes_args(path: str) -> tuple[str, ...]:
-    return ("args",) if "args" in _keyword_names(load_function(path)) else ()
-
-
-def _keyword_names(function: Function) -> list[str]:
-    try:
-        return list(inspect.signature(function).parameters)
-    except (TypeError, ValueError):  # a function in C without a signature
-        return []
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)} and type {str(value.dtype).removeprefix('torch.')}"
-    if isinstance(value, list | tuple):
-        return f"a {type(value).__name__} of {len(value)}"
-    return type(value).__name__

@@ -1,11 +1,10 @@
-"""A user's correction function, in slime's contract, as a part of the policy loss."""
+"""A user's correction function in slime's contract, as a part of the policy loss."""
 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,31 +13,16 @@ from torch.distributed import ProcessGroup
 
 from slime_tis.correction import GlobalBatch
 from slime_tis.policy.tokens import ResponseTokens
-from slime_tis.user_functions import TisResult, call_custom_tis, check_metric_names
-
-
-@dataclass(frozen=True, kw_only=True)
-class CustomTisFunction:
-    """A user's function with the program's options that it gets as `args`."""
-
-    function: Callable[..., Any]
-    """In slime's contract."""
-    call: Callable[..., TisResult]
-    """Calls it with the contract's keyword arguments and `seed`, and checks what it returns."""
-
-    @classmethod
-    def bind(cls, function: Callable[..., Any], args: Namespace) -> CustomTisFunction:
-        """The function with its first argument bound."""
-        return cls(function=function, call=partial(call_custom_tis, function, args))
+from slime_tis.user_functions.tensors import call_custom_tis, check_metric_names
 
 
 @dataclass(frozen=True, kw_only=True)
 class CustomTisOutputs:
-    """What a custom function makes of the loss of a micro-batch."""
+    """The results of a custom function for a micro-batch."""
 
     loss_L: Tensor
     mask_L: Tensor
-    """bool, the tokens that it accepts."""
+    """bool, accepted tokens."""
     accepted_per_sequence: Tensor
     """[S] float64, over whole sequences."""
     metrics: dict[str, Tensor]
@@ -49,12 +33,14 @@ class CustomTisOutputs:
 class CustomTis:
     """The calls of a user's function in one optimizer step, micro-batch by micro-batch."""
 
-    function: CustomTisFunction
+    function: Callable[..., Any]
+    args: Namespace
+    """Options of the program."""
     seed: int
-    """Of the random numbers that the function may draw in the first micro-batch."""
+    """Seed of the first micro-batch."""
     context_group: ProcessGroup | None = None
     metric_names: list[list[str]] = field(default_factory=list)
-    """Names of the metrics that each call returned."""
+    """Names of the metrics of each call."""
 
     def __call__(
         self,
@@ -68,20 +54,22 @@ class CustomTis:
         """Calls the function on a micro-batch.
 
         Args:
-            tokens: of the micro-batch.
-            loss_L: losses, with gradient.
+            tokens: Tokens of the micro-batch.
+            loss_L: Losses, with gradient.
             log_probs_L: log π_θ.
             train_log_probs_L: log π_train, the numerator of the weights.
-            global_batch: the context-parallel ranks, and what is known of the global batch.
+            global_batch: Context-parallel ranks, and values of the global batch.
 
         Raises:
-            CustomFunctionError: the function raised, or returned what its contract does not allow.
+            CustomFunctionError: The function raised, or returned an invalid value.
         """
         assert tokens.advantages_L is not None
         lengths = tokens.lengths
-        # What was not sampled has no log-prob: NaN here and 0 in slime, whose functions multiply with the mask.
+        # slime's functions multiply with the mask: log-probs of tokens that were not sampled are 0 there, NaN here
         missing_L = (tokens.loss_mask_L <= 0) & ~tokens.rollout_log_probs_L.isfinite()
-        new_loss_L, masks, metrics = self.function.call(
+        new_loss_L, masks, metrics = call_custom_tis(
+            self.function,
+            self.args,
             seed=self.seed + len(self.metric_names),
             pg_loss=loss_L,
             train_log_probs=list(train_log_probs_L.split(lengths)),
@@ -97,20 +85,10 @@ class CustomTis:
             adaptive_bounds=global_batch.adaptive_bounds,
         )
         self.metric_names.append(sorted(metrics))
-        last = len(self.metric_names) - 1
-        compared = {0: self.metric_names[0], last: self.metric_names[last]}
-        check_metric_names(self.function.function, compared, "micro-batch")
+        check_metric_names(self.function, [self.metric_names[0], self.metric_names[-1]], "micro-batch")
         return CustomTisOutputs(
             loss_L=new_loss_L,
             mask_L=torch.cat(tokens.slices.slice_list(masks)) > 0,
             accepted_per_sequence=torch.stack([(mask > 0).sum() for mask in masks]).double(),
             metrics=metrics,
         )
-
-    def check_ranks(self, names: Sequence[Sequence[str]]) -> None:
-        """Compares the metrics that the function returned on each rank.
-
-        Raises:
-            CustomFunctionError: they have other names on another rank.
-        """
-        check_metric_names(self.function.function, dict(enumerate(names)), "rank")

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from slime_tis.trainer.agents.custom_generate import GenerateFunction, settle
+from slime_tis.trainer.agents.custom_generate import GenerateFunction, mark_failed_samples
 from slime_tis.trainer.data.prompts import load_prompts
 from slime_tis.trainer.data.sample import Prompt, Sample, SampleStatus, by_rollout
 from slime_tis.trainer.engines.build import evaluation_sampling
@@ -120,7 +120,7 @@ class Evaluation:
         else:
             function = self.generate.bind(sampling, evaluation=True)
             groups = engine.submit_function(prompts, function, sampling, 0, concurrency=concurrency).result()
-            settle(groups)
+            mark_failed_samples(groups)
         assign_rewards(groups, self.reward)
         return [sample for group in groups for sample in group]
 

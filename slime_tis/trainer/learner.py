@@ -27,7 +27,7 @@ from slime_tis.correction import (
 from slime_tis.errors import NonFiniteGradient
 from slime_tis.policy.config import PolicyConfig
 from slime_tis.policy.custom_loss import CustomLoss, ObjectiveFunctions, token_advantages
-from slime_tis.policy.custom_tis import CustomTis, CustomTisFunction
+from slime_tis.policy.custom_tis import CustomTis
 from slime_tis.policy.policy_loss import LossStep, policy_loss
 from slime_tis.policy.proximal_policy import needs_global_batch, needs_old_log_probs, uses_recomputed_old_policy
 from slime_tis.policy.replay_mismatch import MeasuredLoss, mismatch, mismatch_metrics
@@ -41,6 +41,7 @@ from slime_tis.trainer.megatron.routing_replay import RoutingRecord
 from slime_tis.trainer.options.rollout import RolloutConfig
 from slime_tis.trainer.step import Step, advantages_of, training_batch, user_batch
 from slime_tis.trainer.train_dump import RecordedLoss, StepDump, TrainDump
+from slime_tis.user_functions.tensors import check_metric_names
 
 WITH_REPLAY, WITHOUT_REPLAY = "with_replay", "without_replay"
 """Metric prefixes of the two passes that `--measure-routing-mismatch` compares."""
@@ -57,7 +58,7 @@ class Learner:
     policy: PolicyConfig
     rollout: RolloutConfig
     steps_per_rollout: int
-    custom_tis: CustomTisFunction | None = None
+    custom_tis: Callable[..., Any] | None = None
     """The user's correction function."""
     functions: ObjectiveFunctions = field(default_factory=lambda: ObjectiveFunctions(args=Namespace()))
     """The user's functions for advantages and the loss."""
@@ -297,7 +298,8 @@ class Learner:
         known, custom, custom_loss = self._global_batch(batch, step), None, None
         if self.custom_tis is not None:
             group = self.parallel.context_group
-            custom = CustomTis(function=self.custom_tis, seed=self._seed(), context_group=group)
+            args, seed = self.functions.args, self._seed()
+            custom = CustomTis(function=self.custom_tis, args=args, seed=seed, context_group=group)
         if self.functions.loss is not None:
             custom_loss = CustomLoss(function=self.functions.loss, args=self.functions.args, seed=self._seed())
         context = LossStep(
@@ -407,7 +409,8 @@ class Learner:
         metrics: dict[str, float] = {}
         if result.sums is not None:  # on the last pipeline stage
             if custom is not None:
-                custom.check_ranks(parallel.all_gather_data_and_context(sorted(result.sums.custom)))
+                names = parallel.all_gather_data_and_context(sorted(result.sums.custom))
+                check_metric_names(custom.function, names, "rank")
             metrics = step_metrics(result.sums.all_reduce(parallel.ranks), self.correction, self.policy)
         metrics = parallel.broadcast_from_last_stage(metrics)
         metrics |= {

@@ -19,7 +19,7 @@ import torch
 from tqdm import tqdm
 
 from slime_tis.hf_directory import ModelSizes
-from slime_tis.trainer.agents.custom_generate import settle
+from slime_tis.trainer.agents.custom_generate import mark_failed_samples
 from slime_tis.trainer.agents.rollout_function import CustomRollout
 from slime_tis.trainer.cli.run_options import Arguments
 from slime_tis.trainer.data.dump import load_samples, save_samples
@@ -137,7 +137,7 @@ class SampleSource:
             with self.timer("generate"), shown_progress(self.prefetcher.progress, "responses", shown=shown):
                 groups = self.prefetcher.next(rollout_id, self.num_rollout - 1)
             if self.arguments.rollout.custom_generate_function_path is not None:
-                failures = settle(groups)
+                failures = mark_failed_samples(groups)
                 if failures is not None and self.is_main:
                     tqdm.write(f"warning: rollout {rollout_id}: {failures}", file=sys.stderr)
             with self.timer("reward"):

@@ -13,12 +13,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slime_tis.errors import quoted_path
 from slime_tis.hf_directory import ModelSizes, load_config, model_sizes, moe_sizes, read_model_config
 from slime_tis.policy.custom_loss import ObjectiveFunctions
-from slime_tis.policy.custom_tis import CustomTisFunction
 from slime_tis.policy.proximal_policy import old_policy_name
 from slime_tis.trainer.agents.custom_generate import GenerateFunction, build_generate_function, load_generate_function
 from slime_tis.trainer.agents.rollout_function import build_rollout_function, load_rollout_function
@@ -83,7 +82,7 @@ class Process:
 class UserFunctions:
     """The functions that options name, and the built-in ones where an option is unset."""
 
-    custom_tis: CustomTisFunction | None
+    custom_tis: Callable[..., Any] | None
     objective: ObjectiveFunctions
     hooks: RolloutHooks
     reward: RewardFunction
@@ -192,7 +191,7 @@ def load_functions(process: Process) -> UserFunctions:
     rollout, namespace = arguments.rollout, arguments.namespace
     custom_tis = None
     if arguments.custom_tis_function_path is not None:
-        custom_tis = CustomTisFunction.bind(load_custom_tis(arguments.custom_tis_function_path, namespace), namespace)
+        custom_tis = load_custom_tis(arguments.custom_tis_function_path, namespace)
     if rollout.custom_generate_function_path is not None:
         load_generate_function(rollout.custom_generate_function_path)
     if rollout.rollout_function_path is not None:

@@ -1,18 +1,20 @@
-"""User functions: loaded from a path, called so that any failure is one message, held to a contract."""
+"""User functions: the table of their signatures, loading, calls, and checks of returned tensors."""
 
-from slime_tis.user_functions.contract import TisResult, call_custom_tis, check_metric_names, leads_to, load_custom_tis
-from slime_tis.user_functions.loading import load_function, load_hook
-from slime_tis.user_functions.messages import calling, check_signature, describe
+from slime_tis.user_functions.calling import accepted, call, calling, describe
+from slime_tis.user_functions.loading import load_custom_tis, load_function, load_user_function
+from slime_tis.user_functions.table import USER_FUNCTIONS, Signature
+from slime_tis.user_functions.tensors import TisResult, call_custom_tis
 
 __all__ = [
+    "USER_FUNCTIONS",
+    "Signature",
     "TisResult",
+    "accepted",
+    "call",
     "call_custom_tis",
     "calling",
-    "check_metric_names",
-    "check_signature",
     "describe",
-    "leads_to",
     "load_custom_tis",
     "load_function",
-    "load_hook",
+    "load_user_function",
 ]

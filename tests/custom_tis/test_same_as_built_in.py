@@ -14,7 +14,7 @@ from custom_tis.mis import compute_mis_weights_with_cp
 from slime_tis.correction import RolloutCorrectionConfig, correct
 from slime_tis.errors import CustomFunctionError
 from slime_tis.policy.config import PolicyConfig
-from slime_tis.policy.custom_tis import CustomTis, CustomTisFunction
+from slime_tis.policy.custom_tis import CustomTis
 from slime_tis.policy.policy_loss import LossStep
 from slime_tis.policy.step_sums import StepSums, step_metrics
 from slime_tis.policy.tokens import ResponseTokens
@@ -78,7 +78,7 @@ def sequences(*, missing: bool = True) -> tuple[ResponseTokens, list[float]]:
 
 
 def custom_mis(options: dict[str, Any]) -> CustomTis:
-    return CustomTis(function=CustomTisFunction.bind(compute_mis_weights_with_cp, Namespace(**options)), seed=0)
+    return CustomTis(function=compute_mis_weights_with_cp, args=Namespace(**options), seed=0)
 
 
 def trained(

@@ -14,7 +14,7 @@ from slime_tis.correction import GlobalBatch, Ranks, ReduceOp, RolloutCorrection
 from slime_tis.errors import CustomFunctionError
 from slime_tis.policy.breakdown import STALENESS, TURN, metrics_by
 from slime_tis.policy.config import PolicyConfig
-from slime_tis.policy.custom_tis import CustomTis, CustomTisFunction
+from slime_tis.policy.custom_tis import CustomTis
 from slime_tis.policy.policy_loss import LossInputs, LossStep, policy_loss
 from slime_tis.policy.step_sums import LossReduction, StepSums, step_metrics
 from slime_tis.policy.tokens import ResponseTokens, turns_of
@@ -314,8 +314,7 @@ def test_trimming_takes_the_limit_that_it_is_given() -> None:
 
 
 def custom(function: Callable[..., Any], seed: int = 0, **correction: Any) -> LossStep:
-    bound = CustomTisFunction.bind(function, Namespace())
-    return replace(build(**correction), custom=CustomTis(function=bound, seed=seed))
+    return replace(build(**correction), custom=CustomTis(function=function, args=Namespace(), seed=seed))
 
 
 def test_a_custom_function_sees_slimes_arguments_and_ours_and_replaces_loss_and_mask() -> None:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_tis.errors import CustomFunctionError
-from slime_tis.trainer.agents.custom_generate import build_generate_function, settle
+from slime_tis.trainer.agents.custom_generate import build_generate_function, mark_failed_samples
 from slime_tis.trainer.agents.sampled_tokens import Sampled, provenance
 from slime_tis.trainer.data.sample import Prompt, Sample, Sampling, by_rollout
 from slime_tis.trainer.data.sampling_mask import SamplingMask
@@ -170,7 +170,7 @@ BROKEN = {
     # body, reason, what the message says
     "raises": ("    raise KeyError('tool')", "raised", "generate (FILE, line 5) raised KeyError: 'tool'."),
     "exits": ("    raise SystemExit(0)", "raised", "called sys.exit(0)"),
-    "cancels itself": ("    raise asyncio.CancelledError", "raised", "raised CancelledError"),
+    "cancels itself": ("    raise asyncio.CancelledError", "raised", "cancelled itself"),
     "nothing": ("    pass", "returned", "generate (FILE, line 4) returned None; return a Sample or a list of them"),
     "no samples": ("    return []", "returned", "returned []"),
     "no response": ("    return sample", "tokens", "gave 3 tokens with a response_length of 0"),
@@ -287,7 +287,7 @@ def test_failures_are_counted_by_reason_and_end_the_run_where_there_is_nothing_e
     (good,) = call(tmp_path, f"{TURN}    return sample")
     (bad,) = call(tmp_path, "    raise ValueError('no tool')")
     good.rollout_id, bad.rollout_id, good.reward = 0, 1, 1.0
-    message = settle([[good, bad]])
+    message = mark_failed_samples([[good, bad]])
     assert message is not None and message.startswith("1 of 2 samples could not be made and train nothing: generate")
     metrics = rollout_metrics([[good, bad]], 7)
     assert metrics["rollout/generate_failed"] == 0.5 and metrics["rollout/generate_failed/raised"] == 1.0
@@ -295,13 +295,13 @@ def test_failures_are_counted_by_reason_and_end_the_run_where_there_is_nothing_e
     with pytest.raises(
         CustomFunctionError, match=r"none of the 1 samples of a rollout could be made: generate .* raised"
     ):
-        settle([[bad]])
-    assert settle([[good]]) is None
+        mark_failed_samples([[bad]])
+    assert mark_failed_samples([[good]]) is None
 
 
 def test_a_sample_without_a_response_is_a_failure() -> None:
     aborted = Sample(prompt=PROMPT, tokens=[1, 2, 3], status=Sample.Status.ABORTED, loss_mask=[], rollout_log_probs=[])
-    message = settle([[aborted, Sample(prompt=PROMPT, tokens=[1, 2], response_length=1)]])
+    message = mark_failed_samples([[aborted, Sample(prompt=PROMPT, tokens=[1, 2], response_length=1)]])
     assert aborted.failure == "aborted" and aborted.tokens == [1, 2, 3, 3] and message is not None
 
 

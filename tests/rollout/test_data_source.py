@@ -78,18 +78,12 @@ def test_what_was_handed_out_and_not_trained_on_comes_first(make):
 
 
 WRONG = {
-    "too few": ("return []", "returned 0 groups for num_samples=2; return as many groups."),
-    "nothing": ("pass", "returned None for num_samples=2; return as many groups."),
-    "one sample": ("return [[Sample(prompt='a')]] * 2", "returned group 0 with 1 samples; a group is 2 samples (--n-"),
-    "no samples": ("return [['a', 'a']] * 2", "returned group 0 with 'a'; use Sample of slime.utils.types."),
-    "two prompts": (
-        "return [[Sample(prompt='a'), Sample(prompt='b')]] * 2",
-        "returned group 0 whose samples have different prompts; a group answers one.",
-    ),
-    "response": (
-        "return [[Sample(prompt='a', tokens=[1, 2], response_length=1)] * 2] * 2",
-        "returned group 0 with a sample that has a response; a data source gives prompts.",
-    ),
+    "too few": ("return []", "returned 0 groups for num_samples=2"),
+    "nothing": ("pass", "returned None; Input should be a valid list"),
+    "one sample": ("return [[Sample(prompt='a')]] * 2", "a group has 2 samples (--n-samples-per-prompt)"),
+    "no samples": ("return [['a', 'a']] * 2", "returned group 0, ['a', 'a']; a group has 2 samples"),
+    "two prompts": ("return [[Sample(prompt='a'), Sample(prompt='b')]] * 2", "with one prompt"),
+    "response": ("return [[Sample(prompt='a', tokens=[1, 2], response_length=1)] * 2] * 2", "without responses"),
     "empty": ("return [[Sample()] * 2] * 2", "returned group 0 has an empty prompt."),
     "number": ("return [[Sample(prompt=3)] * 2] * 2", "returned group 0 has a prompt of type int where a string is"),
     "long": ("return [[Sample(prompt='a' * 500)] * 2] * 2", "returned group 0 of 501 tokens; --rollout-max-prompt-len"),
@@ -101,13 +95,13 @@ def test_wrong_groups_are_one_message(make, tmp_path: Path, groups, message):
     with pytest.raises(CustomFunctionError) as refusal:
         make(groups).next_batch(2)
     place = f"Source.get_samples ({tmp_path}/source_0.py, line 6) "
-    assert str(refusal.value).startswith(place + message)
+    assert str(refusal.value).startswith(place) and message in str(refusal.value)
 
 
 def test_what_raises_or_lacks_a_method_is_one_message(make):
     with pytest.raises(CustomFunctionError, match=r"get_samples \(.*source_0.py, line 7\) raised ZeroDivisionError"):
         make("return num_samples / 0").next_batch(2)
-    with pytest.raises(CustomFunctionError, match="has no method add_samples; a data source has get_samples, add_sam"):
+    with pytest.raises(CustomFunctionError, match="has no method add_samples; write get_samples, add_sam"):
         make(code=CODE.replace("add_samples", "put"))
     with pytest.raises(CustomFunctionError, match=r"cannot be called as .*save\(self, rollout_id\)"):
         make(code=CODE.replace("def save(self, rollout_id)", "def save(self)"))

@@ -59,22 +59,12 @@ def test_the_filter_of_slime_is_found_under_its_own_path():
 
 
 WRONG_FILTERS = {
-    "none": ("pass", "returned None for prompt 10; return a DynamicFilterOutput or a bool."),
-    "number": ("return 2", "returned 2 for prompt 10; return a DynamicFilterOutput or a bool."),
-    "reason": (
-        "return type('O', (), dict(keep=False, reason='a\\nb'))()",
-        "returned the reason 'a\\nb' for prompt 10; it becomes a metric's name: write at most 100 printable",
-    ),
-    "tokens": (
-        "samples[0].tokens.append(1); return True",
-        "changed the tokens, log-probs, versions or places of a sample of prompt 10, or its loss_mask",
-    ),
-    "mask": (
-        "samples[0].loss_mask = [2]; return True",
-        "changed the tokens, log-probs, versions or places of a sample of prompt 10, or its loss_mask",
-    ),
-    "reward": ("samples[0].reward = 7.0; return True", "changed the reward of a sample of prompt 10; rewards are"),
-    "metadata": ("samples[0].metadata = 3; return True", "left 3 as the metadata of prompt 10; leave a dict."),
+    "none": ("pass", "returned (None, None, False); 0: Input should be a valid boolean"),
+    "number": ("return 2", "returned (2, None, False); 0: Input should be a valid boolean"),
+    "tokens": ("samples[0].tokens.append(1); return True", "changed the tokens"),
+    "mask": ("samples[0].loss_mask = [2]; return True", "changed the tokens"),
+    "reward": ("samples[0].reward = 7.0; return True", "changed the reward of a sample of prompt 10"),
+    "metadata": ("samples[0].metadata = 3; return True", "changed the tokens"),
 }
 
 
@@ -84,6 +74,13 @@ def test_a_filter_that_breaks_the_contract_is_one_message(tmp_path, body, messag
     with pytest.raises(CustomFunctionError) as refusal:
         hooks.judge(groups_of((1.0, 2.0)))
     assert str(refusal.value).startswith(f"fn ({tmp_path}/hook_0.py, line 1) {message}")
+
+
+def test_a_reason_becomes_part_of_a_metrics_name(tmp_path):
+    output = "type('O', (), dict(keep=False, reason='a\\nb' + 'x' * 200))()"
+    hooks = load(tmp_path, "dynamic_sampling_filter_path", f"def fn(args, samples):\n    return {output}\n")
+    (verdict,) = hooks.judge(groups_of((1.0, 2.0)))
+    assert verdict.reason.startswith("a bxx") and len(verdict.reason) == 100
 
 
 def test_a_filter_that_raises_is_one_message_with_its_line(tmp_path):
@@ -137,18 +134,17 @@ def test_rewards_are_shaped(tmp_path):
     assert shaped == ShapedRewards(raw=[1.0, 2.0, 0.0, 1.0], advantages=[2.0, 4.0, 0.0, 2.0])
 
 
-@pytest.mark.parametrize(
-    ("returned", "message"),
-    [
-        ("None", "returned None; return the tuple (raw_rewards, rewards)."),
-        ("[1.0], [1.0]", "returned 1 raw_rewards for 2 samples; return as many."),
-        ("[1.0, 2.0], [1.0, float('nan')]", "returned nan among the rewards; return finite numbers"),
-        ("[1.0, 1e151], [1.0, 2.0]", "returned 1e+151 among the raw_rewards"),
-        ("[1.0, 2.0], ['a', 'b']", "gave rewards that cannot be read: ValueError: could not convert string"),
-        ("[1.0, 2.0], 3", "returned 3 rewards for 2 samples; return as many."),
-    ],
-    ids=["nothing", "too few", "nan", "overflow", "text", "a number"],
-)
+WRONG_REWARDS = {
+    "nothing": ("None", "returned None; Input should be a valid tuple"),
+    "too few": ("[1.0], [1.0]", "returned 1 raw_rewards and 1 rewards for 2 samples"),
+    "nan": ("[1.0, 2.0], [1.0, float('nan')]", "returned nan; return finite numbers"),
+    "overflow": ("[1.0, 1e151], [1.0, 2.0]", "returned 1e+151; return finite numbers"),
+    "text": ("[1.0, 2.0], ['a', 'b']", "returned ([1.0, 2.0], ['a', 'b']); 1.0: Input should be a valid number"),
+    "a number": ("[1.0, 2.0], 3", "returned ([1.0, 2.0], 3); 1: Input should be a valid list"),
+}
+
+
+@pytest.mark.parametrize(("returned", "message"), WRONG_REWARDS.values(), ids=WRONG_REWARDS)
 def test_wrong_shaped_rewards_are_one_message(tmp_path, returned, message):
     hooks = load(tmp_path, "custom_reward_post_process_path", f"def fn(args, samples):\n    return {returned}\n")
     with pytest.raises(CustomFunctionError) as refusal:

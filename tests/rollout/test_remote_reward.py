@@ -157,7 +157,7 @@ def test_a_reward_that_is_no_number_is_one_message(serve, content):
     with pytest.raises(CustomFunctionError) as refusal:
         build_reward(make_config(rm_type="remote_rm", rm_url=server.url))(make_samples(["a"]))
     assert str(refusal.value).startswith(f"the reward server {server.url} returned ")
-    assert str(refusal.value).endswith(" for prompt 10; it must return a finite number.")
+    assert " for prompt 10; return a number" in str(refusal.value)
 
 
 def test_a_server_that_is_not_there_is_one_message():

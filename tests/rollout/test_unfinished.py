@@ -45,7 +45,8 @@ def group(number: int) -> list[Sample]:
 
 def made(filter_function: Callable[..., Any] | None, count: int = 4) -> tuple[Unfinished, Engine]:
     engine = Engine([group(number) for number in range(count)])
-    choose = RolloutHooks(args=Namespace(), buffer_filter=filter_function).choose
+    functions = {} if filter_function is None else {"buffer_filter_path": filter_function}
+    choose = RolloutHooks(args=Namespace(), functions=functions).choose
     return Unfinished(engine=cast(RolloutEngine, engine), choose=choose), engine
 
 
@@ -100,11 +101,11 @@ def mutate(args: Any, rollout_id: Any, buffer: list[list[Sample]], num_samples: 
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (lambda args, rollout_id, buffer, num_samples: None, "returned None; return a list of groups"),
-        (lambda args, rollout_id, buffer, num_samples: [list(buffer[0])], "not of the buffer"),
-        (lambda args, rollout_id, buffer, num_samples: [buffer[0], buffer[0]], "one of them twice"),
-        (lambda args, rollout_id, buffer, num_samples: buffer.append([]) or [], "not of the buffer"),
-        (lambda args, rollout_id, buffer, num_samples: buffer, "returned 4 groups, more than num_samples, 3"),
+        (lambda args, rollout_id, buffer, num_samples: None, "returned None; Input should be a valid list"),
+        (lambda args, rollout_id, buffer, num_samples: [list(buffer[0])], "different lists of the buffer"),
+        (lambda args, rollout_id, buffer, num_samples: [buffer[0], buffer[0]], "different lists of the buffer"),
+        (lambda args, rollout_id, buffer, num_samples: buffer.append([]) or [], "different lists of the buffer"),
+        (lambda args, rollout_id, buffer, num_samples: buffer, "returned 4 groups; return at most num_samples, 3"),
         (lambda args, rollout_id, buffer, num_samples: 1 / 0, "ZeroDivisionError"),
         (mutate, "changed"),
     ],

@@ -20,7 +20,7 @@ from slime_tis.analysis.dumps.annotate import UNBOUNDED
 from slime_tis.analysis.dumps.table import Column, TokenTable
 from slime_tis.correction import PRESETS, GlobalBatch, RolloutCorrectionConfig, response_slices
 from slime_tis.policy.config import PolicyConfig
-from slime_tis.policy.custom_tis import CustomTis, CustomTisFunction
+from slime_tis.policy.custom_tis import CustomTis
 from slime_tis.policy.policy_loss import LossInputs, LossStep, old_log_probs, policy_loss
 from slime_tis.policy.proximal_policy import needs_global_batch
 from slime_tis.policy.step_sums import step_metrics
@@ -175,11 +175,10 @@ def _name_of(choice: CorrectionChoice) -> str:
 def _row_of_function(
     name: str, function: Callable[..., Any], args: Namespace, batches: _Batches, step: LossStep
 ) -> WhatIf:
-    bound = CustomTisFunction.bind(function, args)
     (inputs,) = batches.inputs
     old_L = old_log_probs(inputs, step).detach()
     ones_L = torch.ones_like(old_L).requires_grad_() * 1
-    outputs = CustomTis(function=bound, seed=0)(
+    outputs = CustomTis(function=function, args=args, seed=0)(
         inputs.tokens,
         loss_L=ones_L,
         log_probs_L=inputs.log_probs_L,
@@ -187,7 +186,9 @@ def _row_of_function(
         global_batch=GlobalBatch(),
     )
     weights = outputs.loss_L.detach()[outputs.mask_L & (inputs.tokens.loss_mask_L > 0)].double()
-    row = _row(name, CUSTOM_FUNCTION_CONFIG, batches, replace(step, custom=CustomTis(function=bound, seed=0)))
+    row = _row(
+        name, CUSTOM_FUNCTION_CONFIG, batches, replace(step, custom=CustomTis(function=function, args=args, seed=0))
+    )
     row = replace(row, flags=f"--use-tis --custom-tis-function-path {path_of(function)}")
     if not len(weights):
         return replace(row, ess=0.0, weight_mean=0.0, weight_max=0.0)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime_tis.errors import CustomFunctionError, quoted
 from slime_tis.policy.advantages import MAX_REWARD
-from slime_tis.trainer.agents.sampled_tokens import Provenance, RecordedEngine, provenance, take_over
+from slime_tis.trainer.agents.sampled_tokens import Provenance, RecordedEngine, copy_engine_records, provenance
 from slime_tis.trainer.agents.slime_client import SlimeEngine, current_engine
 from slime_tis.trainer.data.json_values import json_object
 from slime_tis.trainer.data.sample import STATUS, Sample, SampleStatus, Sampling, by_rollout
@@ -30,7 +30,7 @@ from slime_tis.trainer.engines.engine import RolloutUnavailable
 from slime_tis.trainer.engines.generation import RolloutFunction, TokenEngine
 from slime_tis.trainer.engines.tasks import is_abandoned
 from slime_tis.trainer.interrupt import Interrupted
-from slime_tis.user_functions import calling, check_signature, describe, load_function
+from slime_tis.user_functions import accepted, calling, describe, load_user_function
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -104,7 +104,7 @@ class GenerateFunction:
             NoSample: It raised, or ran out of time.
         """
         offered = {"engine": engine, "evaluation": evaluation}
-        extra = {name: value for name, value in offered.items() if name in _parameters(self.function)}
+        extra = {name: offered[name] for name in accepted(self.function, tuple(offered))}
         address = f"{self.args.sglang_router_ip}:{self.args.sglang_router_port}"
 
         async def call() -> Any:
@@ -189,7 +189,7 @@ class GenerateFunction:
         if engine.sampled:
             where = provenance(tokens, length, engine.sampled)
             self._check_log_probs(log_probs, mask, where, engine, given)
-            take_over(found, where, engine.sampled)
+            copy_engine_records(found, where, engine.sampled)
             self._handle_retokenized(found, where, engine)
         return found
 
@@ -371,10 +371,7 @@ def load_generate_function(path: str) -> Callable[..., Any]:
     Raises:
         CustomFunctionError: it cannot be loaded or called so.
     """
-    function = load_function(path)
-    given = [name for name in ("engine", "evaluation") if name in _parameters(function)]
-    check_signature(function, ("args", "sample", "sampling_params"), given)
-    return function
+    return load_user_function("custom_generate_function_path", path)
 
 
 def slime_sampling_params(sampling: Sampling) -> dict[str, Any]:
@@ -392,7 +389,7 @@ def slime_sampling_params(sampling: Sampling) -> dict[str, Any]:
     }
 
 
-def settle(groups: Sequence[Sequence[Sample]]) -> str | None:
+def mark_failed_samples(groups: Sequence[Sequence[Sample]]) -> str | None:
     """Makes failed samples of those without a response, and says what became of calls that gave no sample.
 
     Args:

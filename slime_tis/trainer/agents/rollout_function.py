@@ -19,9 +19,8 @@ from slime_tis.trainer.collectives import on_rank_zero
 from slime_tis.trainer.data.data_source import CustomDataSource
 from slime_tis.trainer.data.prompts import PromptDataset
 from slime_tis.trainer.data.sample import Prompt, Sample, by_rollout
-from slime_tis.trainer.data.written import reading
 from slime_tis.trainer.options.rollout import RolloutConfig
-from slime_tis.user_functions import calling, describe, load_hook
+from slime_tis.user_functions import calling, describe, load_user_function
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -87,7 +86,6 @@ class CustomRollout:
         def call() -> tuple[Groups, dict[str, float], dict[str, Any]]:
             with calling(self.function):
                 returned = self.function(self.checks.args, rollout_id, source, evaluation=False)
-            with reading(self.function, f"rollout {rollout_id} samples or metrics"):
                 groups = self._groups(getattr(returned, "samples", returned))
                 metrics = self._metrics(getattr(returned, "metrics", None))
             return groups, metrics, dataset.state_dict()
@@ -167,7 +165,7 @@ def load_rollout_function(path: str) -> Callable[..., Any]:
     Raises:
         CustomFunctionError: it cannot be loaded or called so.
     """
-    return load_hook(path, ("args", "rollout_id", "data_source"), ("evaluation",))
+    return load_user_function("rollout_function_path", path)
 
 
 def build_rollout_function(

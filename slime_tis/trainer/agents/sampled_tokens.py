@@ -119,7 +119,7 @@ def provenance(tokens: Sequence[int], response_length: int, requests: Sequence[S
     return Provenance(request=request, place=place, longest=longest[1], agreeing=longest[0])
 
 
-def take_over(sample: Sample, found: Provenance, requests: Sequence[Sampled]) -> None:
+def copy_engine_records(sample: Sample, found: Provenance, requests: Sequence[Sampled]) -> None:
     """Gives a sample what the engine recorded of its tokens: log-probs, versions, sampling masks and experts.
 
     Tokens that were not sampled keep their log-probs, and get the version of the token before them.

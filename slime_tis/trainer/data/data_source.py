@@ -5,37 +5,29 @@ from __future__ import annotations
 import abc
 import dataclasses
 from argparse import Namespace
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-from slime_tis.errors import CustomFunctionError, one_line
+from slime_tis.errors import CustomFunctionError, quoted
 from slime_tis.hf_directory import ModelSizes
 from slime_tis.trainer.collectives import on_rank_zero
 from slime_tis.trainer.data.json_values import json_object
 from slime_tis.trainer.data.prompts import check_fits, rendered
 from slime_tis.trainer.data.sample import Prompt, Sample
-from slime_tis.trainer.data.written import reading
+from slime_tis.trainer.data.user_values import typed_value
 from slime_tis.trainer.options.rollout import RolloutConfig
-from slime_tis.user_functions import calling, check_signature, describe, load_function
+from slime_tis.user_functions import call, calling, describe, load_user_function
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Result = TypeVar("Result")
-METHODS = {
-    "get_samples": ("num_samples",),
-    "add_samples": ("samples",),
-    "save": ("rollout_id",),
-    "load": ("rollout_id",),
-    "__len__": (),
-}
-"""Methods of a data source, and what each is called with."""
+OPTION = "data_source_path"
 TAKEN, PENDING, SAVED = "taken", "pending", "saved"
-"""Keys of a state: prompts handed out before, those handed out since, and the rollout that the source saved."""
+"""Keys of a state: number of earlier prompts, later prompts, and the rollout after which the source saved."""
 
 
 class DataSource(abc.ABC):
-    """What a user's class may derive from, and has the methods of; it is made with the program's options."""
+    """Base class of users' data sources; the constructor gets the options of the program."""
 
     @abc.abstractmethod
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
@@ -43,7 +35,7 @@ class DataSource(abc.ABC):
 
     @abc.abstractmethod
     def add_samples(self, samples: list[list[Sample]]) -> None:
-        """Takes groups back; called by the user's other functions alone."""
+        """Takes groups back; only other user functions call it."""
 
     @abc.abstractmethod
     def save(self, rollout_id: int) -> None:
@@ -59,14 +51,14 @@ class DataSource(abc.ABC):
 
 
 class CustomDataSource:
-    """The prompts of a user's class, the same on every rank.
+    """The prompts of a user's class, identical on every rank.
 
-    A state is the number of prompts handed out before it. Prompts handed out later go into a
-    checkpoint, and come first when it is taken up: nothing is lost where the source itself is already further.
+    The user's object may be ahead of training. Therefore a checkpoint stores prompts that were handed out after its
+    state; a resumed run begins with them.
     """
 
     prompts: tuple[Prompt, ...] = ()
-    """Known beforehand: none."""
+    """Empty: prompts are not known in advance."""
 
     def __init__(
         self,
@@ -76,70 +68,62 @@ class CustomDataSource:
         config: RolloutConfig,
         sizes: ModelSizes | None = None,
     ) -> None:
-        """Makes the source; a collective.
-
-        Args:
-            path: of the class, `package.module.Class` or `path/file.py:Class`.
-            args: given to it.
-            tokenizer: of the policy.
-            config: samples per prompt, and how prompts are rendered.
-            sizes: of the model.
+        """Creates the user's object on rank 0; a collective.
 
         Raises:
-            CustomFunctionError: it cannot be loaded or made, or lacks a method.
+            CustomFunctionError: The class cannot be loaded or created, or lacks a method.
         """
         self._config, self._tokenizer, self._sizes = config, tokenizer, sizes
-        self._class = load_data_source(path)
+        self._class = load_user_function(OPTION, path)
         self.source: Any = None
         """The user's object, on rank 0."""
         self._taken, self._handed_out, self._again = 0, list[Prompt](), list[Prompt]()
 
         def make() -> None:
-            with calling(self._class):
-                self.source = self._class(args)
+            self.source = call(self._class, args)
 
         on_rank_zero(make)
 
     def __len__(self) -> int:
         def length() -> int:
-            found = self._call("__len__")
-            if isinstance(found, bool) or not isinstance(found, int) or found < 1:
-                raise CustomFunctionError(f"{self._name('__len__')} returned {_shown(found)}; return a number above 0.")
-            return found
+            with calling(self.source.__len__):
+                if len(self.source) > 0:
+                    return len(self.source)
+            raise CustomFunctionError(f"{describe(self.source.__len__)} returned 0; return the number of prompts.")
 
         return on_rank_zero(length)
 
     def next_batch(self, size: int) -> list[Prompt]:
-        """The next `size` prompts; a collective.
+        """Returns the next `size` prompts; a collective.
 
         Raises:
-            CustomFunctionError: the source returned another number of groups, or no new samples.
+            CustomFunctionError: The source returned another number of groups, or no new samples.
         """
         batch, self._again = self._again[:size], self._again[size:]
         missing = size - len(batch)
         if missing:
             first = self._taken + len(batch)
-            batch += on_rank_zero(lambda: self._read(self._call("get_samples", missing), missing, first))
+            batch += on_rank_zero(lambda: self._get(missing, first))
         self._taken += len(batch)
         self._handed_out += batch
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """How many prompts were handed out."""
+        """Returns the number of prompts so far."""
         return {TAKEN: self._taken}
 
     def forget_before(self, state: Mapping[str, Any]) -> None:
-        """Lets go of the prompts before a state, from which on a resumed run will want them."""
+        """Drops prompts that no checkpoint from this state on needs."""
         self._handed_out = self._since(state)
 
     def checkpoint(self, state: Mapping[str, Any], rollout_id: int) -> dict[str, Any]:
-        """Saves the source; a state from which `load_state_dict` continues. A collective.
+        """Saves the source and returns a state for `load_state_dict`; a collective.
 
         Args:
-            state: of the position that is saved.
-            rollout_id: the last rollout that was trained on.
+            state: The saved position.
+            rollout_id: The last trained rollout.
         """
-        on_rank_zero(lambda: self._call("save", rollout_id))
+        on_rank_zero(lambda: call(self.source.save, rollout_id))
         pending = [dataclasses.asdict(prompt) for prompt in [*self._since(state), *self._again]]
         return {**state, PENDING: pending, SAVED: rollout_id}
 
@@ -147,53 +131,44 @@ class CustomDataSource:
         """Restores a checkpoint; a collective.
 
         Raises:
-            ValueError: the checkpoint is of a run whose prompts came from a file.
+            ValueError: The prompts of the checkpoint's run came from a file.
         """
         if PENDING not in state:
             raise ValueError(
-                "the checkpoint is of a run without --data-source-path, so that it cannot continue where it stopped; "
-                "remove --data-source-path, or start afresh with another --save."
+                "the checkpoint is of a run without --data-source-path; remove --data-source-path, or start a new run "
+                "with another --save."
             )
         self._taken = int(state[TAKEN])
         self._again = [Prompt(**{**row, "token_ids": tuple(row["token_ids"])}) for row in state[PENDING]]
-        on_rank_zero(lambda: self._call("load", state[SAVED]))
+        on_rank_zero(lambda: call(self.source.load, state[SAVED]))
 
     def _since(self, state: Mapping[str, Any]) -> list[Prompt]:
         count = self._taken - int(state[TAKEN])
         return self._handed_out[len(self._handed_out) - count :]
 
-    def _call(self, method: str, *arguments: Any) -> Any:
-        function = getattr(self.source, method)
+    def _get(self, size: int, first: int) -> list[Prompt]:
+        """Returns the prompts of new groups; the first one gets the index `first`."""
+        function = self.source.get_samples
         with calling(function):
-            return function(*arguments)
+            groups = typed_value(OPTION, function, function(size))
+            if len(groups) != size:
+                raise CustomFunctionError(
+                    f"{describe(function)} returned {len(groups)} groups for num_samples={size}; return {size}."
+                )
+            return [
+                self._prompt(group, first + index, f"{describe(function)} returned group {index}")
+                for index, group in enumerate(groups)
+            ]
 
-    def _name(self, method: str) -> str:
-        return describe(getattr(self.source, method))
-
-    def _read(self, groups: Any, size: int, first: int) -> list[Prompt]:
-        """The prompts of the groups that a source gave."""
-        name = self._name("get_samples")
-        if not isinstance(groups, list | tuple) or len(groups) != size:
-            shown = f"{len(groups)} groups" if isinstance(groups, list | tuple) else _shown(groups)
-            raise CustomFunctionError(f"{name} returned {shown} for num_samples={size}; return as many groups.")
-        prompts = []
-        for place, group in enumerate(groups):
-            with reading(self.source.get_samples, f"group {place} samples"):
-                prompts.append(self._prompt(group, first + place, f"{name} returned group {place}"))
-        return prompts
-
-    def _prompt(self, group: Any, index: int, place: str) -> Prompt:
+    def _prompt(self, group: list[Any], index: int, place: str) -> Prompt:
         count = self._config.n_samples_per_prompt
-        if not isinstance(group, list | tuple) or len(group) != count:
-            shown = f"{len(group)} samples" if isinstance(group, list | tuple) else _shown(group)
-            raise CustomFunctionError(f"{place} with {shown}; a group is {count} samples (--n-samples-per-prompt).")
-        if not all(isinstance(sample, Sample) for sample in group):
-            raise CustomFunctionError(f"{place} with {_shown(group[0])}; use Sample of slime.utils.types.")
+        wrong = [sample for sample in group if not isinstance(sample, Sample) or sample.response_length]
+        if len(group) != count or wrong or any(sample.prompt != group[0].prompt for sample in group):
+            raise CustomFunctionError(
+                f"{place}, {quoted(group)}; a group has {count} samples (--n-samples-per-prompt) of slime.utils.types, "
+                "with one prompt and without responses."
+            )
         sample: Sample = group[0]
-        if any(one.prompt != sample.prompt for one in group):
-            raise CustomFunctionError(f"{place} whose samples have different prompts; a group answers one.")
-        if any(one.response_length for one in group):
-            raise CustomFunctionError(f"{place} with a sample that has a response; a data source gives prompts.")
         try:
             text, special = rendered(sample.prompt, place, self._tokenizer)
             ids = sample.tokens or self._tokenizer(text, add_special_tokens=special)["input_ids"]
@@ -212,25 +187,3 @@ class CustomDataSource:
         except ValueError as error:
             raise CustomFunctionError(str(error)) from None
         return prompt
-
-
-def load_data_source(path: str) -> Callable[..., Any]:
-    """The class of a data source.
-
-    Raises:
-        CustomFunctionError: it cannot be loaded, cannot be made with `args`, or lacks a method.
-    """
-    found = load_function(path)
-    check_signature(found, ("args",), ())
-    for method, arguments in METHODS.items():
-        function = getattr(found, method, None)
-        if not callable(function):
-            raise CustomFunctionError(
-                f"{one_line(path)} has no method {method}; a data source has {', '.join(METHODS)}."
-            )
-        check_signature(function, ("self", *arguments), ())
-    return found
-
-
-def _shown(value: Any) -> str:
-    return one_line(repr(value))

@@ -1,4 +1,4 @@
-"""Scores of responses: the built-in ones by name, and user functions held to their contract."""
+"""Rewards of responses: built-in rewards by name, and user functions."""
 
 from __future__ import annotations
 
@@ -12,47 +12,43 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from slime_tis.errors import CustomFunctionError, one_line
+from slime_tis.errors import CustomFunctionError, quoted
 from slime_tis.policy.advantages import MAX_REWARD
 from slime_tis.trainer.collectives import map_over_ranks
 from slime_tis.trainer.data.sample import Prompt, Sample
-from slime_tis.trainer.data.written import Before, Written, check_untouched, reading
+from slime_tis.trainer.data.user_values import SampleEdits, SampleSnapshot
 from slime_tis.trainer.engines.tasks import run
 from slime_tis.trainer.options.rm_types import BOXED, check_rm_type, is_remote, parse_weights
 from slime_tis.trainer.rewards.builtin_rewards import WITHOUT_LABEL, builtin_reward
 from slime_tis.trainer.rewards.remote_reward import RewardRequest, RewardServer
-from slime_tis.user_functions import calling, check_signature, describe, load_function
+from slime_tis.user_functions import calling, describe, load_user_function
 
 if TYPE_CHECKING:
     from slime_tis.trainer.options.rollout import RolloutConfig
 
+OPTION = "custom_rm_path"
 RewardFunction = Callable[[list[Sample]], list[float]]
-MOST_PARTS = 64
-"""Numbers of a reward that is a dict."""
 POLL = 1.0
-"""Time between two safe points while scores are awaited, in seconds."""
+"""Seconds between checks for interrupts while scores are awaited."""
 SYMBOLIC = ("math", "deepscaler", "dapo")
 """Built-in rewards that compare with math-verify."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """What a reward function made of a sample, to be sent to the ranks that did not call it."""
+    """The reward of a sample, for all ranks."""
 
     value: float
-    """The reward."""
-
     parts: dict[str, float]
-    """The other numbers of a reward that is a dict, by key."""
-
-    written: Written | None = None
-    """Fields that the function wrote into the sample; None for a built-in reward, which writes none."""
+    """The other numbers of a dictionary reward."""
+    edits: SampleEdits | None = None
+    """Edits of a user function; None for a built-in reward."""
 
     def apply(self, sample: Sample) -> None:
         """Writes everything but the value into the sample."""
         sample.reward_parts = self.parts
-        if self.written is not None:
-            self.written.apply(sample)
+        if self.edits is not None:
+            self.edits.apply(sample)
 
 
 ScoreGroups = Callable[[Sequence[list[Sample]]], list[list[Score]]]
@@ -60,16 +56,33 @@ ScoreGroups = Callable[[Sequence[list[Sample]]], list[list[Score]]]
 
 @dataclass(frozen=True, kw_only=True)
 class RewardKey:
-    """How the reward follows from one that is a dict."""
+    """The reward of a dictionary: one key, or a weighted sum."""
 
     name: str | None = None
-    """The key of the reward; None where rewards are numbers, or weighted sums."""
-
     flag: str
-    """The flag of the key, for messages."""
-
     weights: Mapping[str, float] = field(default_factory=dict)
-    """Weights of the components whose sum is the reward, by key; empty without weights."""
+
+    def score(self, reward: Any, function: str, index: int) -> tuple[float, dict[str, float]]:
+        """Returns the reward as a number, and the other numbers of a dictionary.
+
+        Raises:
+            CustomFunctionError: It is not a finite number up to MAX_REWARD, or lacks a key.
+        """
+        numbers = {str(name): _as_number(part) for name, part in reward.items()} if isinstance(reward, Mapping) else {}
+        parts = {name: part for name, part in numbers.items() if name != self.name}
+        if self.weights:
+            wanted = f"a dict with the numbers {', '.join(self.weights)} ({self.flag})"
+            value = sum(weight * numbers.get(name, math.nan) for name, weight in self.weights.items())
+        elif self.name is not None:
+            wanted, value = f"a dict with the number {self.name} ({self.flag})", numbers.get(self.name, math.nan)
+        else:
+            wanted, value = f"a number, or add {self.flag} to choose a number of a dict", _as_number(reward)
+        if not abs(value) <= MAX_REWARD:
+            raise CustomFunctionError(
+                f"{function} returned {quoted(reward)} for prompt {index}; return {wanted}, finite and at most "
+                f"{MAX_REWARD:g} in magnitude."
+            )
+        return value, {name: part for name, part in parts.items() if math.isfinite(part)}
 
 
 def build_reward(
@@ -79,24 +92,21 @@ def build_reward(
     *,
     evaluation: bool = False,
 ) -> RewardFunction:
-    """The function that scores a list of samples, as `--rm-type` or `--custom-rm-path` says.
+    """Returns the function that scores a list of samples with `--rm-type` or `--custom-rm-path`; a collective.
 
-    A user function is called as `fn(args, sample)`, or, where its second parameter is named `samples`, as
-    `fn(args, samples)` with all samples of one prompt, and returns a reward each: a number, or a dict, in which
-    `--reward-key` names the reward, or `--reward-weights` its components. Either may be a coroutine
-    function. In a torch.distributed job the prompts are shared over the ranks, so that each sample is scored once, and
-    every rank gets all scores, and what the function wrote into the samples.
+    A user function is called as `fn(args, sample)`, or, if its second parameter is named `samples`, as
+    `fn(args, samples)` with all samples of one prompt. The ranks share the prompts, and all ranks get all scores and
+    edits.
 
     Args:
-        config: with `rm_type` or `custom_rm_path`.
-        args: given to the user's function.
-        check_interrupts: called before each call of a function and while one is awaited; an exception ends scoring.
-        evaluation: score held-out prompts, with `eval_reward_key`.
+        config: Options with `rm_type` or `custom_rm_path`.
+        args: First argument of the user function.
+        check_interrupts: Called before each call and while calls are awaited; an exception ends scoring.
+        evaluation: Scores held-out prompts, with `eval_reward_key`.
 
     Raises:
-        ValueError: here for an unknown name; when scoring for a missing label.
-        CustomFunctionError: the function cannot be loaded or called, or, when scoring, it raises or breaks the
-            contract.
+        ValueError: The name is unknown; when scoring, a label is missing.
+        CustomFunctionError: The function cannot be loaded; when scoring, it fails.
     """
     key = RewardKey(name=config.reward_key, flag="--reward-key")
     if config.reward_weights is not None:
@@ -104,7 +114,7 @@ def build_reward(
     if evaluation and config.eval_reward_key is not None:
         key = RewardKey(name=config.eval_reward_key, flag="--eval-reward-key")
     if config.custom_rm_path is not None:
-        score_groups = _custom_reward(load_function(config.custom_rm_path), args, key, check_interrupts)
+        score_groups = _custom_reward(load_user_function(OPTION, config.custom_rm_path), args, key, check_interrupts)
     elif config.rm_type is None:  # RolloutConfig requires a generate function then
         score_groups = _missing_rewards
     else:
@@ -131,22 +141,22 @@ def assign_rewards(groups: Sequence[Sequence[Sample]], reward: RewardFunction) -
 
 
 def check_prompts(config: RolloutConfig, prompts: Sequence[Prompt], flags: str = "--label-key") -> None:
-    """Checks that the built-in rewards can score the prompts: their labels, and the rm_type of their metadata.
+    """Checks that the built-in rewards can score the prompts: labels, and rm_type of the metadata.
 
     Args:
-        config: with `rm_type`, or nothing is checked.
-        prompts: of one file.
-        flags: what sets the labels of that file.
+        config: Options with `rm_type`; without it nothing is checked.
+        prompts: Prompts of one file.
+        flags: Flags that set the labels of this file.
 
     Raises:
-        ValueError: naming the first prompt that cannot be scored.
+        ValueError: A prompt cannot be scored.
     """
     if config.rm_type is None:
         return
     for prompt in prompts:
         name = _rm_type(config.rm_type, prompt.metadata)
         if not isinstance(name, str):
-            raise ValueError(f"prompt {prompt.index} has an rm_type in its metadata that is not text: {_shown(name)}.")
+            raise ValueError(f"prompt {prompt.index} has an rm_type in its metadata that is not text: {quoted(name)}.")
         if is_remote(name) and config.rm_url is None:
             raise ValueError(f"prompt {prompt.index} has the rm_type {name} in its metadata; add --rm-url.")
         if name != config.rm_type:
@@ -157,15 +167,7 @@ def check_prompts(config: RolloutConfig, prompts: Sequence[Prompt], flags: str =
 
 
 def check_reward_server(config: RolloutConfig, prompts: Iterable[Prompt]) -> None:
-    """Checks that a reward server is asked for something.
-
-    Args:
-        config: with its address, or nothing is checked.
-        prompts: all of the run.
-
-    Raises:
-        ValueError: no prompt's answer is scored by it.
-    """
+    """Checks that --rm-url has a use; raises ValueError if no prompt is scored by a server."""
     if config.rm_url is None or config.rm_type is None:
         return
     if not any(is_remote(str(_rm_type(config.rm_type, prompt.metadata))) for prompt in prompts):
@@ -198,30 +200,23 @@ def _builtin_reward(
             )
         return name
 
-    def score_one(sample: Sample, name: str, answer: Any) -> Score:
-        check_interrupts()
-        remote = server is not None and is_remote(name)
-        source = f"the reward server {server.url}" if server is not None and remote else f"--rm-type {name}"
-        reward = answer if remote else builtin_reward(name, sample)
-        value, parts = _chosen(reward, key, source, sample)
-        return Score(value=value, parts=parts)
-
     def score_groups(groups: Sequence[list[Sample]]) -> list[list[Score]]:
-        names = [[name_of(sample) for sample in group] for group in groups]
-        remote = [
-            RewardRequest.of(sample, boxed=name.startswith(BOXED))
-            for group, row in zip(groups, names, strict=True)
-            for sample, name in zip(group, row, strict=True)
-            if is_remote(name)
+        samples = [(sample, name_of(sample)) for group in groups for sample in group]
+        requests = [
+            RewardRequest.of(sample, boxed=name.startswith(BOXED)) for sample, name in samples if is_remote(name)
         ]
-        answers = iter(server.ask(remote, check_interrupts) if server is not None and remote else ())
-        return [
-            [
-                score_one(sample, name, next(answers) if is_remote(name) else None)
-                for sample, name in zip(group, row, strict=True)
-            ]
-            for group, row in zip(groups, names, strict=True)
-        ]
+        answers = iter(server.ask(requests, check_interrupts) if server is not None and requests else ())
+        scores = []
+        for sample, name in samples:
+            check_interrupts()
+            if server is not None and is_remote(name):
+                reward, source = next(answers), f"the reward server {server.url}"
+            else:
+                reward, source = builtin_reward(name, sample), f"--rm-type {name}"
+            value, parts = key.score(reward, source, sample.prompt_index)
+            scores.append(Score(value=value, parts=parts))
+        flat = iter(scores)
+        return [[next(flat) for _ in group] for group in groups]
 
     return score_groups
 
@@ -229,31 +224,33 @@ def _builtin_reward(
 def _custom_reward(
     function: Callable[..., Any], args: Namespace | None, key: RewardKey, check_interrupts: Callable[[], None]
 ) -> ScoreGroups:
-    whole_groups = _takes_groups(function)
-    check_signature(function, ("args", "samples" if whole_groups else "sample"), ())
+    try:
+        takes_groups = list(inspect.signature(function).parameters)[1:2] == ["samples"]
+    except (TypeError, ValueError):  # a function in C without a signature
+        takes_groups = False
 
-    async def call(given: Sample | list[Sample]) -> Any:
+    async def call(argument: Sample | list[Sample]) -> Any:
         check_interrupts()
         with calling(function):
-            found = function(args, given)
-            return await found if inspect.isawaitable(found) else found
+            returned = function(args, argument)
+            return await returned if inspect.isawaitable(returned) else returned
 
     async def score(group: list[Sample]) -> list[Score]:
-        before = [Before.of(sample) for sample in group]
-        if whole_groups:
-            returned = await call(list(group))
-            with reading(function, f"prompt {group[0].prompt_index} a reward or sample"):
-                rewards = _as_list(returned, group, describe(function))
-        else:
-            rewards = await asyncio.gather(*map(call, group))
-        found = []
-        for reward, sample, was in zip(rewards, group, before, strict=True):
-            with reading(function, f"prompt {sample.prompt_index} a reward or sample"):
-                check_untouched(was, sample, describe(function))
-                value, parts = _chosen(reward, key, describe(function), sample)
-                written = Written.between(was, sample, describe(function))
-                found.append(Score(value=value, parts=parts, written=written))
-        return found
+        before = [SampleSnapshot.of(sample) for sample in group]
+        rewards = await call(list(group)) if takes_groups else await asyncio.gather(*map(call, group))
+        rewards, name = rewards.tolist() if hasattr(rewards, "tolist") else rewards, describe(function)
+        if not isinstance(rewards, list | tuple) or len(rewards) != len(group):
+            raise CustomFunctionError(
+                f"{name} returned {quoted(rewards)} for the {len(group)} samples of prompt {group[0].prompt_index}; "
+                "return a list with one reward per sample."
+            )
+        scores = []
+        with calling(function):
+            for reward, sample, snapshot in zip(rewards, group, before, strict=True):
+                edits = SampleEdits.since(snapshot, sample, name)
+                value, parts = key.score(reward, name, sample.prompt_index)
+                scores.append(Score(value=value, parts=parts, edits=edits))
+        return scores
 
     async def score_all(groups: Sequence[list[Sample]]) -> list[list[Score]]:
         scores = asyncio.gather(*(score(group) for group in groups))
@@ -266,11 +263,7 @@ def _custom_reward(
 
 
 def _missing_rewards(groups: Sequence[list[Sample]]) -> list[list[Score]]:
-    """Refuses samples without a reward where nothing scores them.
-
-    Raises:
-        CustomFunctionError: there are some.
-    """
+    """Refuses samples without a reward if nothing scores them."""
     if groups:
         raise CustomFunctionError(
             f"the generate function gave a sample of prompt {groups[0][0].prompt_index} without a reward, and neither "
@@ -279,101 +272,9 @@ def _missing_rewards(groups: Sequence[list[Sample]]) -> list[list[Score]]:
     return []
 
 
-def _takes_groups(function: Callable[..., Any]) -> bool:
+def _as_number(value: Any) -> float:
+    """Returns a value as a float; NaN if it is not a number."""
     try:
-        names = list(inspect.signature(function).parameters)
-    except (TypeError, ValueError):  # a function in C without a signature
-        return False
-    return len(names) > 1 and names[1] == "samples"
-
-
-def _as_list(rewards: Any, group: list[Sample], function: str) -> list[Any]:
-    rewards = rewards.tolist() if hasattr(rewards, "tolist") else rewards
-    if not isinstance(rewards, list | tuple) or len(rewards) != len(group):
-        raise CustomFunctionError(
-            f"{function} returned {_shown(rewards)} for the {len(group)} samples of prompt {group[0].prompt_index}; it "
-            "must return a list of as many rewards."
-        )
-    return list(rewards)
-
-
-def _chosen(reward: Any, key: RewardKey, function: str, sample: Sample) -> tuple[float, dict[str, float]]:
-    """The reward as a number, and the other numbers where it is a dict."""
-    index = sample.prompt_index
-    if key.weights:
-        return _weighted(reward, key.weights, function, index)
-    if not isinstance(reward, Mapping):
-        if key.name is not None:
-            raise CustomFunctionError(
-                f"{function} returned {_shown(reward)} for prompt {index}, but {key.flag} is {key.name!r}; return a "
-                f"dict with that key, or remove {key.flag}."
-            )
-        return _number(reward, function, index, ""), {}
-    keys = one_line(", ".join(map(repr, reward)), 200) or "no keys"
-    if key.name is None:
-        raise CustomFunctionError(
-            f"{function} returned a dict for prompt {index}; say which of {keys} is the reward with {key.flag}, or "
-            "their weights with --reward-weights."
-        )
-    if key.name not in reward:
-        raise CustomFunctionError(
-            f"{function} returned a dict without {key.name!r}, which {key.flag} names, for prompt {index}; it has "
-            f"{keys}."
-        )
-    parts = _parts({name: part for name, part in reward.items() if name != key.name}, function, index)
-    return _number(reward[key.name], function, index, f" as {key.name!r}"), parts
-
-
-def _weighted(reward: Any, weights: Mapping[str, float], function: str, index: int) -> tuple[float, dict[str, float]]:
-    """The weighted sum of a reward's components, and all its numbers."""
-    missing = [name for name in weights if not isinstance(reward, Mapping) or name not in reward]
-    if missing:
-        shown = "a dict" if isinstance(reward, Mapping) else _shown(reward)
-        raise CustomFunctionError(
-            f"{function} returned {shown} without {missing[0]!r}, which --reward-weights names, for prompt {index}; "
-            "return a dict with a number for each of them."
-        )
-    terms = [weight * _number(reward[name], function, index, f" as {name!r}") for name, weight in weights.items()]
-    return _number(sum(terms), function, index, " as the weighted sum"), _parts(reward, function, index)
-
-
-def _parts(reward: Mapping[Any, Any], function: str, index: int) -> dict[str, float]:
-    """The finite numbers of a dict."""
-    found = {str(name): _as_number(part) for name, part in reward.items()}
-    parts = {name: part for name, part in found.items() if part is not None and math.isfinite(part)}
-    if len(parts) > MOST_PARTS:
-        raise CustomFunctionError(
-            f"{function} returned a dict of {len(parts)} numbers for prompt {index}; {MOST_PARTS} can be reported."
-        )
-    return parts
-
-
-def _number(reward: Any, function: str, index: int, role: str) -> float:
-    number = _as_number(reward)
-    if number is None or not math.isfinite(number):
-        raise CustomFunctionError(
-            f"{function} returned {_shown(reward)}{role} for prompt {index}; it must return a finite number."
-        )
-    if abs(number) > MAX_REWARD:
-        raise CustomFunctionError(
-            f"{function} returned {number:g}{role} for prompt {index}; it must return a number of at most "
-            f"{MAX_REWARD:g} in magnitude, or advantages overflow."
-        )
-    return number
-
-
-def _as_number(value: Any) -> float | None:
-    """The value as a float, None where it is not a number; true is 1 and false 0."""
-    if isinstance(value, str | bytes | bytearray):
-        return None
-    try:
-        return float(value)
+        return math.nan if isinstance(value, str | bytes | bytearray) else float(value)
     except (TypeError, ValueError, OverflowError):  # OverflowError: an integer beyond a float
-        return None
-
-
-def _shown(value: Any) -> str:
-    """The value for a message: its repr, but the size of an integer of thousands of digits."""
-    if isinstance(value, int) and abs(value) >= 1 << 256:
-        return f"an integer of {value.bit_length()} bits"
-    return one_line(repr(value))
+        return math.nan

@@ -1,13 +1,4 @@
-"""User functions around a rollout, in slime's signatures: loaded, called on rank 0, held to a contract.
-
-buffer_filter(args, rollout_id, buffer, num_samples) -> groups           of the unfinished ones; the rest waits
-dynamic_sampling_filter(args, samples) -> DynamicFilterOutput | bool      for every group, once it is scored
-rollout_sample_filter(args, groups) -> None                               sets sample.remove_sample
-rollout_all_samples_process(args, groups, data_source) -> None            also of the groups that were dropped
-custom_reward_post_process(args, samples) -> (raw_rewards, rewards)       rewards → advantages
-custom_rollout_log_function(rollout_id, args, samples, extra_metrics, time) -> bool
-custom_eval_rollout_log_function(rollout_id, args, data, extra_metrics) -> bool
-"""
+"""User functions around a rollout, in slime's signatures; rank 0 calls them and sends results and edits of samples."""
 
 from __future__ import annotations
 
@@ -17,174 +8,119 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from slime_tis.errors import CustomFunctionError, one_line
-from slime_tis.policy.advantages import MAX_REWARD
 from slime_tis.trainer.collectives import on_rank_zero
 from slime_tis.trainer.data.sample import Sample, SampleStatus
-from slime_tis.trainer.data.written import Before, Written, reading
+from slime_tis.trainer.data.user_values import SampleEdits, SampleSnapshot, check_rewards, typed_value
 from slime_tis.trainer.options.rollout import RolloutConfig
 from slime_tis.trainer.rollout.filter_hub import DynamicFilterOutput
 from slime_tis.trainer.rollout.unfinished import BufferChoice, Choose
-from slime_tis.user_functions import calling, describe, load_hook
+from slime_tis.user_functions import calling, describe, load_user_function
 
 Result = TypeVar("Result")
 Function = Callable[..., Any]
-
-ARGUMENTS = {
-    "buffer_filter": ("args", "rollout_id", "buffer", "num_samples"),
-    "dynamic_sampling_filter": ("args", "samples"),
-    "rollout_sample_filter": ("args", "samples"),
-    "rollout_all_samples_process": ("args", "samples", "data_source"),
-    "custom_reward_post_process": ("args", "samples"),
-    "custom_rollout_log_function": ("rollout_id", "args", "samples", "rollout_extra_metrics", "rollout_time"),
-    "custom_eval_rollout_log_function": ("rollout_id", "args", "data", "extra_metrics"),
-}
-"""Hooks by the name of their option without `_path`, and what each is called with."""
-LONGEST_REASON = 100
-"""Characters of a filter's reason, which becomes a part of a metric's name."""
+BUFFER_FILTER, DYNAMIC_FILTER = "buffer_filter_path", "dynamic_sampling_filter_path"
+SAMPLE_FILTER, ALL_SAMPLES = "rollout_sample_filter_path", "rollout_all_samples_process_path"
+REWARDS = "custom_reward_post_process_path"
+ROLLOUT_LOG, EVAL_LOG = "custom_rollout_log_function_path", "custom_eval_rollout_log_function_path"
+HOOKS = (BUFFER_FILTER, DYNAMIC_FILTER, SAMPLE_FILTER, ALL_SAMPLES, REWARDS, ROLLOUT_LOG, EVAL_LOG)
+MAX_REASON_LENGTH = 100
+"""Characters of a filter's reason, which becomes part of a metric's name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShapedRewards:
-    """What --custom-reward-post-process-path makes of the rewards of a rollout, one each per sample."""
+    """The lists of --custom-reward-post-process-path, one number per sample."""
 
     raw: list[float]
     """Reported as rollout/raw_reward."""
     advantages: list[float]
-    """Take the place of the estimator's."""
+    """Replace the estimator's."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutHooks:
-    """The user's functions around a rollout; None where an option is not given.
-
-    Each is called on rank 0 alone, and what it says and writes is sent to the others.
-    """
+    """The user's functions around a rollout; each method is a collective."""
 
     args: Namespace
-    """The program's options, which every function gets."""
-    buffer_filter: Function | None = None
-    dynamic_sampling_filter: Function | None = None
-    rollout_sample_filter: Function | None = None
-    rollout_all_samples_process: Function | None = None
-    custom_reward_post_process: Function | None = None
-    custom_rollout_log_function: Function | None = None
-    custom_eval_rollout_log_function: Function | None = None
+    """Options of the program, for every function."""
+    functions: dict[str, Function]
+    """Loaded functions, by the name of their option."""
 
     @classmethod
     def load(cls, config: RolloutConfig, args: Namespace) -> RolloutHooks:
-        """Loads the functions that the options name.
-
-        Raises:
-            CustomFunctionError: one cannot be loaded, or be called as it will be.
-        """
-        found = {}
-        for name, arguments in ARGUMENTS.items():
-            path = getattr(config, f"{name}_path")
-            found[name] = None if path is None else load_hook(path, arguments)
-        return cls(args=args, **found)
+        """Loads the functions; raises CustomFunctionError if one cannot be loaded or called."""
+        paths = {option: getattr(config, option) for option in HOOKS}
+        functions = {option: load_user_function(option, path) for option, path in paths.items() if path is not None}
+        return cls(args=args, functions=functions)
 
     @property
     def choose(self) -> Choose | None:
-        """The buffer filter, a collective; None without one."""
-        function = self.buffer_filter
-        if function is None:
-            return None
+        """The buffer filter; None without one."""
 
         def choose(groups: Sequence[list[Sample]], count: int) -> BufferChoice:
             buffer = list(groups)
-            returned: list[Any] = []
 
-            def call() -> None:
-                with calling(function):
-                    returned.append(function(self.args, None, buffer, count))
+            def call(function: Function) -> BufferChoice:
+                returned = typed_value(BUFFER_FILTER, function, function(self.args, None, buffer, count))
+                return _chosen(returned, buffer, groups, count, describe(function))
 
-            def read() -> BufferChoice:
-                with reading(function, "groups"):
-                    return _chosen(returned[0], buffer, groups, count, describe(function))
+            return self._call(BUFFER_FILTER, groups, call)
 
-            return _call_with_samples(function, groups, call, read)
-
-        return choose
+        return choose if BUFFER_FILTER in self.functions else None
 
     @property
     def judge(self) -> Callable[[Sequence[list[Sample]]], list[DynamicFilterOutput]] | None:
-        """The dynamic sampling filter for the groups of a batch, a collective; None without one."""
-        function = self.dynamic_sampling_filter
-        if function is None:
-            return None
+        """The dynamic sampling filter for the groups of a batch; None without one."""
 
         def judge(groups: Sequence[list[Sample]]) -> list[DynamicFilterOutput]:
-            outputs = []
+            def call(function: Function) -> list[DynamicFilterOutput]:
+                return [_verdict(function(self.args, list(group)), function) for group in groups]
 
-            def call() -> None:
-                for group in groups:
-                    with calling(function):
-                        output = function(self.args, list(group))
-                    with reading(function, f"prompt {group[0].prompt_index} a verdict"):
-                        outputs.append(_verdict(output, function, group[0].prompt_index))
+            return self._call(DYNAMIC_FILTER, groups, call)
 
-            return _call_with_samples(function, groups, call, lambda: outputs)
-
-        return judge
+        return judge if DYNAMIC_FILTER in self.functions else None
 
     def filter_samples(self, groups: Sequence[list[Sample]]) -> None:
-        """Lets the user's function choose the samples that are not trained on; a collective."""
-        function = self.rollout_sample_filter
-        if function is not None:
-            self._process(function, groups)
+        """Lets the user's function choose samples that are not trained on."""
+        self._process(SAMPLE_FILTER, groups)
 
     def process_all(self, groups: Sequence[list[Sample]], data_source: object) -> None:
-        """Calls the user's function with all sampled groups, including dropped groups; a collective."""
-        function = self.rollout_all_samples_process
-        if function is not None:
-            self._process(function, groups, data_source)
+        """Calls the user's function with all sampled groups, including dropped groups."""
+        self._process(ALL_SAMPLES, groups, data_source)
 
-    def _process(self, function: Function, groups: Sequence[list[Sample]], *more: object) -> None:
-        def call() -> None:
-            with calling(function):
-                function(self.args, [list(group) for group in groups], *more)
+    def _process(self, option: str, groups: Sequence[list[Sample]], *more: object) -> None:
+        def call(function: Function) -> None:
+            function(self.args, [list(group) for group in groups], *more)
 
-        _call_with_samples(function, groups, call, lambda: None)
+        if option in self.functions:
+            self._call(option, groups, call)
 
     def shape_rewards(self, groups: Sequence[list[Sample]]) -> ShapedRewards | None:
-        """The rewards as the user's function makes them, None without one; a collective."""
-        function = self.custom_reward_post_process
-        if function is None:
-            return None
+        """Returns the rewards of the user's function; None without one."""
         samples = [sample for group in groups for sample in group]
-        returned: list[Any] = []
 
-        def call() -> None:
-            with calling(function):
-                returned.append(function(self.args, list(samples)))
+        def call(function: Function) -> ShapedRewards:
+            raw, rewards = typed_value(REWARDS, function, function(self.args, list(samples)))
+            name = describe(function)
+            if not len(raw) == len(rewards) == len(samples):
+                raise CustomFunctionError(
+                    f"{name} returned {len(raw)} raw_rewards and {len(rewards)} rewards for {len(samples)} samples; "
+                    "return one of each per sample."
+                )
+            check_rewards(name, [*raw, *rewards])
+            return ShapedRewards(raw=raw, advantages=rewards)
 
-        def read() -> ShapedRewards:
-            with reading(function, "rewards"):
-                return _shaped(returned[0], len(samples), describe(function))
-
-        return _call_with_samples(function, groups, call, read)
+        return self._call(REWARDS, groups, call) if REWARDS in self.functions else None
 
     def logs_rollout(
         self, rollout_id: int, groups: Sequence[list[Sample]], metrics: Mapping[str, float], seconds: float
     ) -> bool:
-        """Shows a rollout to the user's log function; whether the metrics of the rollout are logged besides.
-
-        A collective.
-        """
-        function = self.custom_rollout_log_function
-        if function is None:
-            return True
+        """Calls the user's log function; returns whether the program logs the rollout's metrics, too."""
         samples = [sample for group in groups for sample in group]
-        return not self._log(function, groups, rollout_id, self.args, samples, dict(metrics), seconds)
+        return self._log(ROLLOUT_LOG, groups, rollout_id, self.args, samples, dict(metrics), seconds)
 
     def logs_evaluation(self, rollout_id: int, sets: Mapping[str, Sequence[Sample]]) -> bool:
-        """Shows the answers to held-out prompts to the user's log function; whether their metrics are logged besides.
-
-        A collective.
-        """
-        function = self.custom_eval_rollout_log_function
-        if function is None:
-            return True
+        """Calls the user's log function for held-out prompts; returns whether the program logs their metrics, too."""
         data = {
             name: {
                 "rewards": [sample.reward for sample in samples],
@@ -193,131 +129,65 @@ class RolloutHooks:
             }
             for name, samples in sets.items()
         }
-        return not self._log(function, list(map(list, sets.values())), rollout_id, self.args, data, None)
+        return self._log(EVAL_LOG, list(map(list, sets.values())), rollout_id, self.args, data, None)
 
-    def _log(self, function: Function, groups: Sequence[list[Sample]], *arguments: object) -> bool:
-        """Calls a log function; whether it says that it logged what there is."""
-        returned: list[Any] = []
+    def _log(self, option: str, groups: Sequence[list[Sample]], *arguments: object) -> bool:
+        def call(function: Function) -> bool:
+            return bool(function(*arguments))
 
-        def call() -> None:
+        return option not in self.functions or not self._call(option, groups, call)
+
+    def _call(self, option: str, groups: Sequence[list[Sample]], call: Callable[[Function], Result]) -> Result:
+        """Calls a function on rank 0, and applies its edits to the samples of every rank.
+
+        Raises:
+            CustomFunctionError: It raised, returned an invalid value, or made an edit that is not allowed.
+        """
+        function = self.functions[option]
+        samples = [sample for group in groups for sample in group]
+
+        def on_this_rank() -> tuple[Result, list[SampleEdits]]:
+            before = [(SampleSnapshot.of(sample), sample.reward) for sample in samples]
+            edits = []
             with calling(function):
-                returned.append(function(*arguments))
+                result = call(function)
+                for sample, (snapshot, reward) in zip(samples, before, strict=True):
+                    edits.append(SampleEdits.since(snapshot, sample, describe(function)))
+                    if sample.reward is not reward:
+                        raise CustomFunctionError(
+                            f"{describe(function)} changed the reward of a sample of prompt {sample.prompt_index}; "
+                            "--custom-reward-post-process-path shapes rewards."
+                        )
+            return result, edits
 
-        def read() -> bool:
-            with reading(function, "a return value"):
-                return returned[0] is not None and bool(returned[0])
-
-        return _call_with_samples(function, groups, call, read)
-
-
-def _call_with_samples(
-    function: Function, groups: Sequence[list[Sample]], call: Callable[[], None], read: Callable[[], Result]
-) -> Result:
-    """Calls a function that gets samples, on rank 0, and writes what it wrote into the samples of every rank.
-
-    Args:
-        function: for messages.
-        groups: the samples that it gets.
-        call: calls it.
-        read: what it returned, checked.
-
-    Raises:
-        CustomFunctionError: it raised, or changed what it may not.
-    """
-    samples = [sample for group in groups for sample in group]
-
-    def on_this_rank() -> tuple[Result, list[Written]]:
-        before = [Before.of(sample) for sample in samples]
-        rewards = [sample.reward for sample in samples]
-        call()
-        written = []
-        for sample, was, reward in zip(samples, before, rewards, strict=True):
-            with reading(function, f"prompt {sample.prompt_index} a sample"):
-                written.append(Written.between(was, sample, describe(function)))
-                if sample.reward is not reward:
-                    raise CustomFunctionError(
-                        f"{describe(function)} changed the reward of a sample of prompt {sample.prompt_index}; rewards "
-                        "are shaped by --custom-reward-post-process-path."
-                    )
-        return read(), written
-
-    result, written = on_rank_zero(on_this_rank)
-    for sample, change in zip(samples, written, strict=True):
-        change.apply(sample)
-    return result
+        result, edits = on_rank_zero(on_this_rank)
+        for sample, edit in zip(samples, edits, strict=True):
+            edit.apply(sample)
+        return result
 
 
 def _chosen(
-    returned: Any, buffer: list[list[Sample]], groups: Sequence[list[Sample]], count: int, function: str
+    returned: list[list[Any]], buffer: list[list[Sample]], groups: Sequence[list[Sample]], count: int, function: str
 ) -> BufferChoice:
     """Returns the indices of groups that a buffer filter returned, and of groups that it left in the buffer."""
-    places = {id(group): place for place, group in enumerate(groups)}
-    if not isinstance(returned, list | tuple):
-        raise CustomFunctionError(f"{function} returned {one_line(repr(returned))}; return a list of groups.")
-    found = [places.get(id(group)) for group in returned]
-    left = [places.get(id(group)) for group in buffer if not any(group is one for one in returned)]
-    if None in found or None in left or len({*found}) < len(found):
+    indices = {id(group): index for index, group in enumerate(groups)}
+    chosen = [indices.get(id(group), -1) for group in returned]
+    left = [index for index in (indices.get(id(group), -1) for group in buffer) if index not in chosen]
+    if -1 in chosen or -1 in left or len(set(chosen)) < len(chosen) or len(chosen) > count:
         raise CustomFunctionError(
-            f"{function} returned or left groups that are not of the buffer, or one of them twice; return some of the "
-            "lists that it got."
+            f"{function} returned {len(returned)} groups; return at most num_samples, {count}, different lists of the "
+            "buffer, and leave no other list in it."
         )
-    if len(found) > count:
-        raise CustomFunctionError(f"{function} returned {len(found)} groups, more than num_samples, {count}.")
-    return BufferChoice(
-        returned=[place for place in found if place is not None], left=[place for place in left if place is not None]
+    return BufferChoice(returned=chosen, left=left)
+
+
+def _verdict(output: Any, function: Function) -> DynamicFilterOutput:
+    """Returns a filter's bool or DynamicFilterOutput, which may be slime's class, as plain values."""
+    keep, reason = getattr(output, "keep", output), getattr(output, "reason", None)
+    fields = (
+        keep.item() if hasattr(keep, "item") else keep,
+        None if reason is None else str(reason),
+        getattr(output, "keep_when_insufficient", False),
     )
-
-
-def _verdict(output: Any, function: Function, index: int) -> DynamicFilterOutput:
-    """What a filter returned, slime's own class or a bool among it, as plain values."""
-    place = f"{describe(function)} returned"
-    if hasattr(output, "keep"):
-        reason = getattr(output, "reason", None)
-        if reason is not None:
-            reason = str(reason)
-            if not reason.isprintable() or len(reason) > LONGEST_REASON:
-                raise CustomFunctionError(
-                    f"{place} the reason {one_line(repr(reason))} for prompt {index}; it becomes a metric's name: "
-                    f"write at most {LONGEST_REASON} printable characters."
-                )
-        return DynamicFilterOutput(
-            keep=_flag(output.keep, f"{place} keep", index),
-            reason=reason or None,
-            keep_when_insufficient=_flag(
-                getattr(output, "keep_when_insufficient", False), f"{place} keep_when_insufficient", index
-            ),
-        )
-    return DynamicFilterOutput(keep=_flag(output, place, index))
-
-
-def _flag(value: Any, place: str, index: int) -> bool:
-    """A bool, or a 0-dimensional array or tensor of one."""
-    value = value.item() if hasattr(value, "item") else value
-    if not isinstance(value, bool):
-        raise CustomFunctionError(
-            f"{place} {one_line(repr(value))} for prompt {index}; return a DynamicFilterOutput or a bool."
-        )
-    return value
-
-
-def _shaped(returned: Any, count: int, function: str) -> ShapedRewards:
-    """The two lists of a reward post-processing function as floats."""
-    if not isinstance(returned, tuple | list) or len(returned) != 2:
-        raise CustomFunctionError(
-            f"{function} returned {one_line(repr(returned))}; return the tuple (raw_rewards, rewards)."
-        )
-    lists = []
-    for name, values in zip(("raw_rewards", "rewards"), returned, strict=True):
-        values = values.flatten().tolist() if hasattr(values, "flatten") else values
-        if not isinstance(values, list | tuple) or len(values) != count:
-            shown = f"{len(values)}" if isinstance(values, list | tuple) else one_line(repr(values))
-            raise CustomFunctionError(f"{function} returned {shown} {name} for {count} samples; return as many.")
-        numbers = [float(value) for value in values]
-        wrong = next((number for number in numbers if not abs(number) <= MAX_REWARD), None)
-        if wrong is not None:
-            raise CustomFunctionError(
-                f"{function} returned {wrong} among the {name}; return finite numbers of at most {MAX_REWARD:g} in "
-                "magnitude."
-            )
-        lists.append(numbers)
-    return ShapedRewards(raw=lists[0], advantages=lists[1])
+    keep, reason, is_fallback = typed_value(DYNAMIC_FILTER, function, fields)
+    return DynamicFilterOutput(keep, reason and one_line(reason, MAX_REASON_LENGTH), is_fallback)

@@ -1,0 +1,109 @@
+"""Values that user functions return, in the types of `USER_FUNCTIONS`, and their edits of samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from slime_tis.errors import CustomFunctionError, quoted
+from slime_tis.policy.advantages import MAX_REWARD
+from slime_tis.trainer.data.json_values import json_object
+from slime_tis.trainer.data.sample import Sample
+from slime_tis.user_functions import USER_FUNCTIONS, describe
+
+
+def typed_value(option: str, function: Callable[..., Any], value: Any) -> Any:
+    """Returns a value of a user function, converted to its type in `USER_FUNCTIONS`.
+
+    Raises:
+        CustomFunctionError: The value has another type.
+    """
+    try:
+        return _adapter(option).validate_python(value)
+    except ValidationError as error:
+        (first, *_) = error.errors(include_url=False)
+        place = ".".join(map(str, first["loc"]))
+        raise CustomFunctionError(
+            f"{describe(function)} returned {quoted(value)}; {f'{place}: ' if place else ''}{first['msg']}. Return "
+            f"{USER_FUNCTIONS[option].returns}."
+        ) from None
+
+
+@cache
+def _adapter(option: str) -> TypeAdapter[Any]:
+    return TypeAdapter(USER_FUNCTIONS[option].returns, config=ConfigDict(arbitrary_types_allowed=True))
+
+
+def check_rewards(function: str, values: list[float]) -> None:
+    """Checks the magnitude of rewards; larger ones overflow in advantages.
+
+    Raises:
+        CustomFunctionError: One is not finite, or above MAX_REWARD.
+    """
+    wrong = next((value for value in values if not abs(value) <= MAX_REWARD), None)
+    if wrong is not None:
+        raise CustomFunctionError(
+            f"{function} returned {wrong}; return finite numbers of at most {MAX_REWARD:g} in magnitude."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleSnapshot:
+    """The fields of a sample before a user function gets it."""
+
+    fixed: tuple[Any, ...]
+    """Fields that the function must not change."""
+    loss_mask: list[int]
+
+    @classmethod
+    def of(cls, sample: Sample) -> SampleSnapshot:
+        """Copies the fields."""
+        return cls(fixed=_fixed(sample), loss_mask=list(sample.loss_mask))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleEdits:
+    """The edits of a user function, which other ranks apply; None for fields without an edit."""
+
+    metadata: dict[str, Any] | None
+    loss_mask: list[int] | None
+    remove_sample: bool
+
+    @classmethod
+    def since(cls, before: SampleSnapshot, sample: Sample, function: str) -> SampleEdits:
+        """Returns the edits since a snapshot; raises CustomFunctionError for an edit that is not allowed."""
+        mask = sample.loss_mask
+        is_mask = isinstance(mask, list) and len(mask) == len(before.loss_mask) and set(mask) <= {0, 1}
+        if not is_mask or not isinstance(sample.metadata, dict) or _fixed(sample) != before.fixed:
+            raise CustomFunctionError(
+                f"{function} changed the tokens, log-probs, versions or indices of a sample of prompt "
+                f"{sample.prompt_index}, or its loss_mask to other than a 0 or 1 for each response token, or its "
+                "metadata to other than a dict; it may set metadata, loss_mask and remove_sample."
+            )
+        metadata = json_object(sample.metadata, "its metadata")
+        return cls(
+            metadata=None if metadata == getattr(sample.prompt, "metadata", None) else metadata,
+            loss_mask=None if mask == before.loss_mask else [int(value) for value in mask],
+            remove_sample=bool(sample.remove_sample),
+        )
+
+    def apply(self, sample: Sample) -> None:
+        """Writes the edits into the sample of another rank."""
+        if self.metadata is not None:
+            sample.metadata = self.metadata
+        if self.loss_mask is not None:
+            sample.loss_mask = self.loss_mask
+        sample.remove_sample = self.remove_sample
+
+
+def _fixed(sample: Sample) -> tuple[Any, ...]:
+    return (
+        list(sample.tokens),
+        list(sample.rollout_log_probs),
+        list(sample.weight_versions),
+        (sample.group_index, sample.index, sample.rollout_id, sample.response_length, sample.status),
+    )

@@ -1,0 +1,180 @@
+"""Checks of tensors that user functions return."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime_tis.errors import CustomFunctionError, one_line
+from slime_tis.user_functions.calling import accepted, call, describe
+from slime_tis.user_functions.table import USER_FUNCTIONS
+
+TisResult = tuple[Tensor, list[Tensor], dict[str, Tensor]]
+MAX_NAME_LENGTH = 100
+"""Characters of a metric's name."""
+
+
+def call_custom_tis(function: Callable[..., Any], args: Any, *, seed: int = 0, **kwargs: Any) -> TisResult:
+    """Calls a custom TIS function with copies of all tensors, and checks the returned values.
+
+    Args:
+        function: The user function.
+        args: Options of the program.
+        seed: Seed of the random numbers that the function may draw.
+        kwargs: pg_loss [N] of this rank's tokens, train_log_probs and rollout_log_probs (lists of slices), loss_masks
+            (whole responses), total_lengths, response_lengths, and optional arguments.
+
+    Returns:
+        pg_loss [N] in the dtype of the argument, masks of whole responses, and metrics [N].
+
+    Raises:
+        CustomFunctionError: The function raised, or returned an invalid value.
+    """
+    names = accepted(function, USER_FUNCTIONS["custom_tis_function_path"].optional)
+    names += USER_FUNCTIONS["custom_tis_function_path"].keywords
+    copies = {name: _copy(value) for name, value in kwargs.items() if name in names}
+    pg_loss: Tensor = copies["pg_loss"]
+    origin = pg_loss.grad_fn
+    hook = pg_loss.register_hook(_refuse_backward) if origin is not None else None
+    result = call(function, seed=seed, args=args, **copies)
+    if hook is not None:
+        hook.remove()
+    name = describe(function)
+    if not isinstance(result, tuple | list) or len(result) != 3:
+        raise CustomFunctionError(
+            f"{name} returned {kind(result)}; return the tuple (pg_loss, modified_response_masks, metrics)."
+        )
+    loss, masks, metrics = result
+    check_metrics(name, metrics)
+    for key, value in metrics.items():
+        _check_like(name, value, kwargs["pg_loss"], f"metric {key!r}")
+    _check_masks(name, masks, kwargs["loss_masks"])
+    return _checked_loss(name, loss, kwargs["pg_loss"], origin), list(masks), dict(metrics)
+
+
+def check_metrics(name: str, metrics: Any) -> None:
+    """Checks that metrics are a dict with printable names.
+
+    Raises:
+        CustomFunctionError: They are not.
+    """
+    if not isinstance(metrics, Mapping):
+        raise CustomFunctionError(f"{name} returned {kind(metrics)} as metrics; return a dict of names to tensors.")
+    for key in metrics:
+        if not isinstance(key, str) or not key or not key.isprintable() or len(key) > MAX_NAME_LENGTH:
+            raise CustomFunctionError(
+                f"{name} returned a metric named {one_line(repr(key))}; use {MAX_NAME_LENGTH} printable characters."
+            )
+
+
+def check_metric_names(function: Callable[..., Any], names: Sequence[Sequence[str]], where: str) -> None:
+    """Checks that calls of a function returned the same metrics, which are summed.
+
+    Args:
+        function: The user function.
+        names: Names of each call.
+        where: The difference between the calls: "micro-batch" or "rank".
+
+    Raises:
+        CustomFunctionError: Two calls differ.
+    """
+    differing = set().union(*names).difference(set(names[0]).intersection(*names))
+    if differing:
+        raise CustomFunctionError(
+            f"{describe(function)} returned metric {one_line(repr(min(differing)))} for one {where} and not for "
+            "another; return the same names in every call."
+        )
+
+
+def check_gradient(name: str, value: Tensor, source: Tensor, source_name: str, origin: Any) -> None:
+    """Checks that a returned loss has a gradient to the tensor that the function got.
+
+    Raises:
+        CustomFunctionError: It has none.
+    """
+    if source.requires_grad and not _leads_to(value.grad_fn, origin):
+        raise CustomFunctionError(
+            f"{name} returned a loss that lost the gradient of {source_name}; do not detach or rebuild {source_name}."
+        )
+
+
+def kind(value: Any) -> str:
+    """Returns a short description of a value."""
+    if isinstance(value, Tensor):
+        layout = "" if value.layout is torch.strided else f"{str(value.layout).removeprefix('torch.')} "
+        device = "" if value.device.type == "cpu" else f" on {value.device}"
+        return f"a {layout}tensor of shape {tuple(value.shape)} and type {str(value.dtype)[6:]}{device}"
+    if isinstance(value, list | tuple):
+        return f"a {type(value).__name__} of {len(value)}"
+    return type(value).__name__
+
+
+def _refuse_backward(grad: Tensor) -> None:
+    """Prevents a function from freeing the graph that training needs."""
+    raise RuntimeError("pg_loss.backward() belongs to training; return pg_loss instead")
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    return [_copy(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _checked_loss(name: str, pg_loss: Any, source: Tensor, origin: Any) -> Tensor:
+    """Returns the loss in the dtype of the source; `origin` is the node of the graph that copied the source."""
+    _check_like(name, pg_loss, source, "pg_loss")
+    if pg_loss.dtype not in (source.dtype, torch.float64):
+        raise CustomFunctionError(
+            f"{name} returned a pg_loss of {pg_loss.dtype}; return {source.dtype}, like the input."
+        )
+    check_gradient(name, pg_loss, source, "pg_loss", origin)
+    loss: Tensor = pg_loss.to(source.dtype)
+    wrong = torch.isfinite(source) & ~torch.isfinite(loss)
+    if wrong.any():
+        raise CustomFunctionError(
+            f"{name} made a finite pg_loss NaN or infinite, at {int(wrong.sum())} of {wrong.numel()} tokens; a rollout "
+            f"log-prob can be missing (NaN), and inf · 0 is NaN: choose with torch.where, and clamp before exp."
+        )
+    return loss
+
+
+def _leads_to(node: Any, origin: Any) -> bool:
+    """Whether the autograd graph leads from a node back to the origin."""
+    seen, waiting = set(), [node]
+    while waiting:
+        node = waiting.pop()
+        if node is origin:
+            return True
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting.extend(following for following, _ in node.next_functions)
+    return False
+
+
+def _check_masks(name: str, masks: Any, originals: list[Tensor]) -> None:
+    if not isinstance(masks, list | tuple) or len(masks) != len(originals):
+        raise CustomFunctionError(
+            f"{name} returned {kind(masks)} as masks; return a list of {len(originals)}, one per response."
+        )
+    for i, (mask, original) in enumerate(zip(masks, originals, strict=True)):
+        _check_like(name, mask, original, f"mask {i}")
+    if not masks:
+        return
+    flat, original = (torch.cat([mask.detach().to(torch.float64) for mask in some]) for some in (masks, originals))
+    wrong = flat[(flat != 0) & (flat != 1)]
+    if len(wrong):
+        raise CustomFunctionError(
+            f"{name} returned a mask with {wrong[0].item():g} in it; masks are 0 or 1. Weights go into pg_loss."
+        )
+    if ((flat != 0) & (original == 0)).any():
+        raise CustomFunctionError(
+            f"{name} returned a mask with 1 where the loss mask is 0; multiply the loss masks that it gets."
+        )
+
+
+def _check_like(name: str, value: Any, source: Tensor, role: str) -> None:
+    """Checks for a dense real tensor with the shape and device of another."""
+    is_dense = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_complex()
+    if not is_dense or value.shape != source.shape or value.device != source.device:
+        raise CustomFunctionError(f"{name} returned {kind(value)} as {role}; return {kind(source)}.")
