@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from slime_tis.correction.presets import PRESETS
+from slime_tis.correction.config import PRESETS
 from slime_tis.limits import flag
 from slime_tis.trainer.cli.arguments import build_parser
 from slime_tis.trainer.cli.command_line import needs_of

@@ -18,12 +18,12 @@ import triton.language as tl
 from torch import Tensor
 
 from experimental.triton_kernels import carry_kernel, row_summary_kernel, table_kernel, token_pass_kernel
-from slime_tis.correction.blocks import PackedChunk
 from slime_tis.correction.config import RolloutCorrectionConfig
-from slime_tis.correction.criteria import Criterion
+from slime_tis.correction.layout import PackedChunk
+from slime_tis.correction.modes import Criterion
 from slime_tis.correction.ratio import in_float32, log_ratios
 from slime_tis.correction.sums import named, number_of_columns, sequence_columns
-from slime_tis.correction.token_pass import TokenExtremes, TokenPass
+from slime_tis.correction.token_pass import TokenPass
 
 TILE_TOKENS = 1024
 """Tokens of a program: eight per thread of its four warps, whose dozen temporaries then fit its registers."""
@@ -81,7 +81,7 @@ def token_pass(config: RolloutCorrectionConfig, packed: PackedChunk) -> TokenPas
         log_ratios(packed.blocks(), "raise")  # names the token
     extremes = None
     if config.has_token_weights:
-        extremes = TokenExtremes(extremes_PX[:, 0].amin(), extremes_PX[:, 1].amax(), extremes_PX[:, 2].amax())
+        extremes = torch.stack([extremes_PX[:, 0].amin(), extremes_PX[:, 1].amax(), extremes_PX[:, 2].amax()])
     return TokenPass(
         weight_RK=weight_RK,
         accepted_RK=accepted_RK,

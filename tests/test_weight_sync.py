@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime_tis.correction.ranks import Ranks
+from slime_tis.correction.context_parallel import Ranks
 from slime_tis.main import train
 from slime_tis.trainer.engines.engine import WeightSource
 from slime_tis.trainer.engines.local.engine import LocalEngine

@@ -1,30 +1,26 @@
-"""Options of the rollout correction: one frozen dataclass, validated when it is made."""
+"""Options of the rollout correction: one frozen dataclass, validated when it is made, and its presets."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
-from slime_tis.correction.criteria import LEVEL_AGGREGATION, TOKEN_AGGREGATIONS, Criterion, parse_criteria
-from slime_tis.correction.modes import MODES, Mode
-from slime_tis.correction.presets import PRESETS, preset_values
+from slime_tis.correction.modes import LEVELS, MODES, SEQUENCE_LEVELS, Criterion, Level, Mode, ModeName, parse_criteria
 from slime_tis.limits import REJECTS, Limits, check_fields, flag, option
 
 loss_option = partial(option, group="policy loss")
 correction_option = partial(option, group="rollout correction")
 
-Level = Literal["token", "sequence", "geometric", "prefix", "segment"]
-ModeName = Literal["truncate", "clip", "mask"]
 Normalizer = Literal["kept", "original"]
 NonfinitePolicy = Literal["reject", "neutral", "raise"]
 OldLogprobs = Literal["recompute", "interpolate"]
 PolicyLoss = Literal["ppo", "cispo", "gspo", "reinforce"]
 
-LEVELS: tuple[Level, ...] = get_args(Level)
-SEQUENCE_LEVELS = ("geometric", "sequence")
-"""Levels at which a sequence has one ratio."""
 RATIO_LOSSES = ("ppo", "cispo", "gspo")
 """Losses whose own ratio is the importance weight when the rollout policy is the old policy."""
+FIXED_BOUNDS = ("rs_lower_bound", "rs_upper_bound")
+ADAPTIVE_BOUNDS = ("rs_z_score", "rs_target_fraction")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,13 +126,13 @@ class RolloutCorrectionConfig:
             )
 
     def _check_adaptive(self) -> None:
-        given = [name for name in ("rs_z_score", "rs_target_fraction") if getattr(self, name) is not None]
-        if not given:
+        adaptive = [name for name in ADAPTIVE_BOUNDS if getattr(self, name) is not None]
+        if not adaptive:
             return
-        if len(given) > 1:
+        if len(adaptive) > 1:
             raise ValueError("--rs-z-score and --rs-target-fraction both say what is rejected; drop one of them.")
-        option = flag(given[0])
-        fixed = [name for name in ("rs_lower_bound", "rs_upper_bound") if getattr(self, name) is not None]
+        option = flag(adaptive[0])
+        fixed = [name for name in FIXED_BOUNDS if getattr(self, name) is not None]
         if fixed:
             raise ValueError(f"{option} replaces fixed bounds; drop {' and '.join(map(flag, fixed))}, or {option}.")
         if not self.use_rs:
@@ -163,7 +159,7 @@ class RolloutCorrectionConfig:
     @property
     def has_token_weights(self) -> bool:
         """Whether importance weights differ from token to token."""
-        return self.use_tis and self.tis_level in TOKEN_AGGREGATIONS
+        return self.use_tis and LEVELS[self.tis_level].per_token
 
     @property
     def rs_bounds(self) -> tuple[float, float]:
@@ -176,21 +172,19 @@ class RolloutCorrectionConfig:
     @property
     def rejections(self) -> tuple[Criterion, ...]:
         """All effective rejection criteria: `rs_level` with its bounds, then the criteria of `rollout_rs`."""
-        own: tuple[Criterion, ...] = ()
-        if self.use_rs:
-            lower, upper = (None, math.inf) if self.adaptive else self.rs_bounds
-            aggregation = LEVEL_AGGREGATION[self.rs_level]
-            own = (
-                Criterion(
-                    name=self.rs_level,
-                    aggregation=aggregation,
-                    divergence="k1",
-                    lower=lower,
-                    upper=upper,
-                    adaptive=self.adaptive,
-                ),
-            )
-        return own + parse_criteria(self.rollout_rs, self.rollout_rs_threshold)
+        criteria = parse_criteria(self.rollout_rs, self.rollout_rs_threshold)
+        if not self.use_rs:
+            return criteria
+        lower, upper = (None, math.inf) if self.adaptive else self.rs_bounds
+        criterion = Criterion(
+            name=self.rs_level,
+            aggregation=LEVELS[self.rs_level].aggregation,
+            divergence="k1",
+            lower=lower,
+            upper=upper,
+            adaptive=self.adaptive,
+        )
+        return (criterion, *criteria)
 
     @property
     def adaptive(self) -> bool:
@@ -240,3 +234,68 @@ class RolloutCorrectionConfig:
         if name not in PRESETS:
             raise ValueError(f"--rollout-correction-preset is {name!r}; choose one of {', '.join(PRESETS)}.")
         return cls(**{**preset_values(name, overrides), **overrides})
+
+
+Preset = dict[str, bool | str | float]
+
+_BYPASS: Preset = {"use_rollout_logprobs": True}
+_PURE_GRADIENT: Preset = {"use_rollout_logprobs": True, "policy_loss": "reinforce"}
+_TOKEN_IS: Preset = {"use_tis": True, "tis_level": "token"}
+_SEQUENCE_IS: Preset = {"use_tis": True, "tis_level": "sequence"}
+# IcePop zeroes the weight and keeps the token in the denominator, hence the original normalizer.
+_TOKEN_ICEPOP: Preset = {
+    **_TOKEN_IS,
+    "tis_mode": "mask",
+    "tis_lower_bound": 0.5,
+    "tis_upper_bound": 5.0,
+    "rejection_normalizer": "original",
+}
+_GEOMETRIC_RS: Preset = {"use_rs": True, "rs_level": "geometric", "rs_lower_bound": 0.999, "rs_upper_bound": 1.001}
+_ADAPTIVE_RS: Preset = {"use_rs": True, "rs_level": "geometric", "rs_z_score": 3.0}
+_K3_RS: Preset = {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01}
+_VETO: Preset = {"rs_veto_threshold": 1e-4}
+
+PRESETS: dict[str, Preset] = {
+    "decoupled_token_is": _TOKEN_IS,
+    "decoupled_seq_is": _SEQUENCE_IS,
+    "decoupled_seq_is_rs": {
+        **_SEQUENCE_IS,
+        "use_rs": True,
+        "rs_level": "sequence",
+        "rs_lower_bound": 0.5,
+        "rs_upper_bound": 2.0,
+    },
+    "decoupled_geo_rs": {**_GEOMETRIC_RS, **_VETO},
+    "ppo_is_bypass": {**_BYPASS, "tis_level": "token"},  # of the weights that are measured
+    "pg_is": {**_PURE_GRADIENT, **_SEQUENCE_IS},
+    "pg_rs": {**_PURE_GRADIENT, **_GEOMETRIC_RS, **_VETO},
+    "disabled": {"get_mismatch_metrics": True},
+    "decoupled_token_icepop": _TOKEN_ICEPOP,
+    "decoupled_geo_rs_seq_tis": {**_SEQUENCE_IS, **_GEOMETRIC_RS},
+    "decoupled_geo_rs_token_tis": {**_TOKEN_IS, **_GEOMETRIC_RS},
+    "decoupled_k3_rs": _K3_RS,
+    "decoupled_k3_rs_seq_tis": {**_SEQUENCE_IS, **_K3_RS},
+    "decoupled_k3_rs_token_tis": {**_TOKEN_IS, **_K3_RS},
+    "bypass_ppo_clip": _BYPASS,
+    "bypass_ppo_clip_geo_rs": {**_BYPASS, **_GEOMETRIC_RS},
+    "bypass_ppo_clip_k3_rs": {**_BYPASS, **_K3_RS},
+    "bypass_pg_is": {**_PURE_GRADIENT, **_SEQUENCE_IS},
+    "bypass_pg_token_icepop": {**_PURE_GRADIENT, **_TOKEN_ICEPOP},
+    "bypass_pg_geo_rs": {**_PURE_GRADIENT, **_GEOMETRIC_RS},
+    "bypass_pg_geo_rs_seq_tis": {**_PURE_GRADIENT, **_SEQUENCE_IS, **_GEOMETRIC_RS},
+    "bypass_pg_geo_rs_token_tis": {**_PURE_GRADIENT, **_TOKEN_IS, **_GEOMETRIC_RS},
+    "decoupled_geo_rs_adaptive": {**_ADAPTIVE_RS, **_VETO},
+    "decoupled_geo_rs_token_tis_adaptive": {**_TOKEN_IS, **_ADAPTIVE_RS, **_VETO},
+    "bypass_ppo_clip_geo_rs_adaptive": {**_BYPASS, **_ADAPTIVE_RS, **_VETO},
+}
+"""Named configurations as overrides of the defaults: verl's presets in its old and new spelling, with verl's numbers,
+and three with adaptive bounds."""
+
+
+def preset_values(name: str, overrides: Mapping[str, object]) -> Preset:
+    """The options of a preset, without the rejection bounds of one kind where `overrides` has the other kind."""
+    values = dict(PRESETS[name])
+    for theirs, replaced in ((FIXED_BOUNDS, ADAPTIVE_BOUNDS), (ADAPTIVE_BOUNDS, FIXED_BOUNDS)):
+        if any(overrides.get(field) is not None for field in theirs):
+            values = {field: value for field, value in values.items() if field not in replaced}
+    return values

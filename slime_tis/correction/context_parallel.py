@@ -1,21 +1,33 @@
-"""Which tokens of a response a context-parallel rank holds, and whole responses from the slices of all ranks.
+"""The ranks that share a global batch: their reductions, their slices of responses, and whole responses from slices.
 
 Shapes: suffix _N is per token of the whole responses, one response after another; _L per token of this rank's slices.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from slime_tis.correction.config import RolloutCorrectionConfig
-from slime_tis.correction.inputs import LogProbs, check_tensor, checked_lengths
+from slime_tis.correction.layout import INPUTS, Layout
+from slime_tis.correction.modes import LEVELS
 
-WHOLE_SEQUENCE_LEVELS = ("prefix", "segment")
-"""Levels at which a token's weight depends on tokens of other slices in more than their sum."""
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+ReduceOp = Literal["sum", "min", "max"]
+
+AllReduce = Callable[[Tensor, ReduceOp], Tensor]
+"""Reduces a tensor over the ranks of a group and returns the result, the same on each of them.
+
+It may work in place: the library passes new memory, and uses nothing but the returned tensor afterwards.
+"""
 
 
 def context_parallel_slices(
@@ -32,7 +44,7 @@ def context_parallel_slices(
         response_length: Tokens of the response.
         rank: Rank in the context-parallel group.
         size: Size of the group; with 1 the whole response is the first slice.
-        padded_length: What is cut into chunks where sequences are padded to one length; total_length if None.
+        padded_length: The length that is cut into chunks where sequences are padded; total_length if None.
 
     Raises:
         ValueError: if the lengths or the rank are impossible.
@@ -47,9 +59,13 @@ def context_parallel_slices(
         return slice(0, response_length), slice(0, 0)
     prompt_length = total_length - response_length
     chunk = -(-(padded_length or total_length) // (2 * size))
-    return _share(rank, chunk, prompt_length, total_length), _share(
-        2 * size - 1 - rank, chunk, prompt_length, total_length
-    )
+
+    def share(index: int) -> slice:
+        first = max(index * chunk, prompt_length - 1)
+        last = min((index + 1) * chunk, total_length - 1)
+        return slice(first + 1 - prompt_length, last + 1 - prompt_length) if first < last else slice(0, 0)
+
+    return share(rank), share(2 * size - 1 - rank)
 
 
 @dataclass(frozen=True)
@@ -73,7 +89,7 @@ class ResponseSlices:
         """The same among the tokens of whole responses."""
         return tuple(accumulate(self.lengths, initial=0))
 
-    def select(self, responses: Sequence[int]) -> "ResponseSlices":
+    def select(self, responses: Sequence[int]) -> ResponseSlices:
         """The slices of the responses at these indices, in that order."""
         return ResponseSlices(
             pieces=tuple(piece for i in responses for piece in self.pieces[5 * i : 5 * i + 5]),
@@ -125,83 +141,127 @@ def response_slices(
     return ResponseSlices(tuple(pieces), tuple(local), tuple(response_lengths))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """The context- and data-parallel ranks that share a global batch; by default one rank on its own."""
+
+    context: AllReduce | None = None
+    """Reduces over the context-parallel ranks, each with its slices of the same sequences; None where
+    sequences are whole."""
+    data: AllReduce | None = None
+    """Reduces over the data-parallel ranks, each with other sequences; None where one rank has all."""
+    data_and_context: AllReduce | None = None
+    """Reduces over both at once; None where that takes `context` and then `data`."""
+    slices: ResponseSlices | None = None
+    """Positions of this rank's slices in the sequences of one call. The levels prefix and segment need them where
+    sequences are sliced; the others do without."""
+
+    @classmethod
+    def from_groups(
+        cls,
+        *,
+        context: ProcessGroup | None = None,
+        data: ProcessGroup | None = None,
+        data_and_context: ProcessGroup | None = None,
+        slices: ResponseSlices | None = None,
+    ) -> Ranks:
+        """The ranks of torch.distributed's process groups; pickled, they can reduce nothing in another process.
+
+        Args:
+            context: The context-parallel group; None where sequences are whole.
+            data: The data-parallel group; None where one rank has the whole batch.
+            data_and_context: The group of the ranks of both, Megatron-core's data-parallel group with context
+                parallelism: one collective instead of two.
+            slices: Positions of this rank's slices, from `response_slices`.
+
+        Raises:
+            ValueError: if there is no group: `torch.distributed.group.WORLD` is None before `init_process_group`.
+        """
+        if context is None and data is None:
+            raise ValueError(
+                "Ranks.from_groups got no process group: torch.distributed.group.WORLD is None before "
+                "torch.distributed.init_process_group; call that first, or take slime_tis.Ranks() for one rank."
+            )
+        context_reduce, data_reduce, both = (
+            None if group is None else _GroupAllReduce(group) for group in (context, data, data_and_context)
+        )
+        return cls(context=context_reduce, data=data_reduce, data_and_context=both, slices=slices)
+
+    @property
+    def is_one(self) -> bool:
+        """Whether this rank has the whole batch."""
+        return self.context is None and self.data is None
+
+    def with_slices(self, slices: ResponseSlices) -> Ranks:
+        """The same ranks for a call with other sequences."""
+        return replace(self, slices=slices)
+
+    def over_context(self, values: Tensor, op: ReduceOp = "sum") -> Tensor:
+        """Reduces over the context-parallel ranks; `values` may be overwritten."""
+        return values if self.context is None else self.context(values, op)
+
+    def over_data(self, values: Tensor, op: ReduceOp = "sum") -> Tensor:
+        """Reduces over the data-parallel ranks; `values` may be overwritten."""
+        return values if self.data is None else self.data(values, op)
+
+    def all_reduce(self, values: Tensor, op: ReduceOp = "sum") -> Tensor:
+        """Reduces over context- and data-parallel ranks; `values` may be overwritten."""
+        if self.data_and_context is not None:
+            return self.data_and_context(values, op)
+        return self.over_data(self.over_context(values, op), op)
+
+
+ONE_RANK = Ranks()
+
+
+@dataclass(frozen=True)
+class _GroupAllReduce:
+    """The reduction over a process group, in place; of another process's group when unpickled, which is None."""
+
+    group: ProcessGroup | None
+
+    def __call__(self, values: Tensor, op: ReduceOp) -> Tensor:
+        if self.group is None:
+            raise RuntimeError(
+                "these Ranks were pickled, and their process groups are of the process that made them; "
+                "pass Ranks.from_groups(…) of this one."
+            )
+        operations = torch.distributed.ReduceOp
+        operation = {"sum": operations.SUM, "min": operations.MIN, "max": operations.MAX}[op]
+        torch.distributed.all_reduce(values, operation, self.group)
+        return values
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _GroupAllReduce:
+        return self
+
+    def __reduce__(self) -> tuple[type, tuple[None]]:
+        return _GroupAllReduce, (None,)
+
+
 def whole_sequence_levels(config: RolloutCorrectionConfig) -> list[str]:
     """The flags in force whose level needs whole sequences; for all others a table of sums is enough."""
-    levels = {
-        "--tis-level": config.tis_level if config.use_tis else "",
-        "--rs-level": config.rs_level if config.use_rs else "",
-    }
-    return [f"{flag} {level}" for flag, level in levels.items() if level in WHOLE_SEQUENCE_LEVELS]
+    levels = (("--tis-level", config.use_tis, config.tis_level), ("--rs-level", config.use_rs, config.rs_level))
+    return [f"{flag} {level}" for flag, is_on, level in levels if is_on and LEVELS[level].needs_whole_sequences]
 
 
-def gather_slices(
-    train_log_probs: LogProbs,
-    rollout_log_probs: LogProbs,
-    loss_mask: LogProbs,
-    lengths: Sequence[int] | None,
-    slices: ResponseSlices,
-    sum_over_context: Callable[[Tensor], Tensor],
-) -> tuple[Tensor, Tensor, Tensor]:
+def gather_slices(local: Layout, slices: ResponseSlices, ranks: Ranks) -> tuple[Tensor, Tensor, Tensor]:
     """Whole responses from the slices of all ranks: train and rollout log-probs and the mask, packed [N].
 
-    Every rank puts its tokens at their places among zeros, and one sum joins them. A token has one owner and
-    x + 0 = x, for NaN and ±inf too, so that each value arrives as it was sent.
-
-    Args:
-        train_log_probs: This rank's tokens of each response, as a list or packed [L].
-        rollout_log_probs: Log-probs of the rollout engine; None in a list for a sample without any.
-        loss_mask: Loss masks.
-        lengths: Tokens of each response on this rank, where they are packed.
-        slices: Where they lie.
-        sum_over_context: Sums the float64 [N, 3] table over the context-parallel ranks.
+    Every rank puts its tokens at their places among zeros, and one sum over the context-parallel ranks joins them in
+    a float64 [N, 3] table. A token has one owner and x + 0 = x, for NaN and ±inf too, so that values arrive unchanged.
 
     Raises:
-        ValueError: if these are not the tokens that `slices` speaks of, or they are a padded batch.
+        ValueError: if `slices` is of responses with other lengths.
     """
-    inputs = {"train_log_probs": train_log_probs, "rollout_log_probs": rollout_log_probs, "loss_mask": loss_mask}
-    columns = [_packed(name, values, lengths, slices, _device(train_log_probs)) for name, values in inputs.items()]
+    if local.lengths != list(slices.local_lengths):
+        raise ValueError(
+            f"{INPUTS[0]} has sequences of {local.lengths} tokens but slices has {list(slices.local_lengths)} on this "
+            f"rank; pass this rank's tokens, and the slices of these sequences."
+        )
+    columns = [
+        x if isinstance(x, Tensor) else torch.cat([torch.zeros(0, device=local.device), *x]) for x in local.tokens
+    ]
     working = torch.promote_types(columns[0].dtype, columns[1].dtype)
     table_L = torch.stack([column.to(torch.float64) for column in columns], 1)
-    train_N, rollout_N, mask_N = sum_over_context(slices.scatter(table_L)).to(working).unbind(1)
+    train_N, rollout_N, mask_N = ranks.over_context(slices.scatter(table_L)).to(working).unbind(1)
     return train_N, rollout_N, mask_N
-
-
-def _packed(
-    name: str, values: LogProbs, lengths: Sequence[int] | None, slices: ResponseSlices, device: torch.device
-) -> Tensor:
-    """The tokens [L] in float32 or float64, NaN for a sample that has none."""
-    expected = slices.local_lengths
-    if isinstance(values, Tensor):
-        if lengths is None:
-            raise ValueError(
-                f"{name} has shape {tuple(values.shape)} and lengths is None; where slices are gathered pass lists, "
-                f"or packed [L] tensors with lengths that sum to L."
-            )
-        check_tensor(name, values, device)
-        values = values.split(checked_lengths(lengths, tuple(values.shape)))
-    if isinstance(values, str) or not isinstance(values, Sequence):
-        raise ValueError(f"{name} is {type(values).__name__}; pass a tensor, or a list of tensors.")
-    if len(values) != len(expected):
-        raise ValueError(f"{name} has {len(values)} sequences but slices has {len(expected)}; pass one of each.")
-    tokens: list[Tensor] = []
-    for i, (value, size) in enumerate(zip(values, expected, strict=True)):
-        if value is None and name == "rollout_log_probs":
-            value = torch.full((size,), torch.nan, device=device)
-        tokens.append(check_tensor(f"{name}[{i}]", value, device, dimensions=1))
-        if len(tokens[i]) != size:
-            raise ValueError(
-                f"sequence {i}: {name} has {len(tokens[i])} tokens but slices has {size} on this rank; "
-                f"pass this rank's tokens, and the slices of these sequences."
-            )
-    return torch.cat([torch.zeros(0, device=device), *tokens])
-
-
-def _device(values: LogProbs) -> torch.device:
-    first = values[0] if isinstance(values, Sequence) and len(values) else values
-    return first.device if isinstance(first, Tensor) else torch.device("cpu")
-
-
-def _share(index: int, chunk: int, prompt_length: int, total_length: int) -> slice:
-    first = max(index * chunk, prompt_length - 1)
-    last = min((index + 1) * chunk, total_length - 1)
-    return slice(first + 1 - prompt_length, last + 1 - prompt_length) if first < last else slice(0, 0)

@@ -1,31 +1,31 @@
-"""The named metrics, computed from merged statistics once per step."""
+"""The mergeable statistics, and the named metrics that are computed from them once per step."""
 
 import math
 import sys
-from dataclasses import fields
+from dataclasses import dataclass, fields, replace
+from itertools import islice
 
 import torch
 from torch import Tensor
 
 from slime_tis.correction.config import RolloutCorrectionConfig
+from slime_tis.correction.context_parallel import ONE_RANK, Ranks
 from slime_tis.correction.ratio import LOG_RATIO_BOUND
 from slime_tis.correction.sums import (
+    EXTREMES,
     BatchSums,
     BoundSums,
+    Counts,
     Extremes,
     PerplexitySums,
-    RejectionSums,
-    SequenceWeightSums,
     WeightSums,
+    batch_columns,
+    named,
+    number_of_columns,
 )
 
 SMALLEST_BATCH_MEAN = 1e-8
 """Weights whose mean is not above this are not normalized."""
-
-
-def mean_weight(total: Tensor, count: Tensor) -> Tensor:
-    """total / count, or 1 where that is not a usable divisor."""
-    return usable_mean(total / count.clamp_min(1))
 
 
 def usable_mean(mean: Tensor) -> Tensor:
@@ -33,38 +33,129 @@ def usable_mean(mean: Tensor) -> Tensor:
     return torch.where(mean > SMALLEST_BATCH_MEAN, mean, torch.ones_like(mean))
 
 
+@dataclass(frozen=True)
+class Statistics:
+    """The mergeable table of some sequences under one configuration: sums, minima and maxima, no averages.
+
+    Micro-batches and ranks merge by adding and by min and max. The columns depend on the options alone, so that a
+    rank with no sequence merges with the others.
+    """
+
+    config: RolloutCorrectionConfig
+    sums: Tensor
+    """`BatchSums` as columns, float64 [k], of whole sequences: the same on every context-parallel rank, to be added
+    over data-parallel ranks."""
+    mins: Tensor
+    """Minima over this rank's tokens and sequences, `Extremes` as columns, float64 [m]."""
+    maxs: Tensor
+    """Maxima over them, likewise."""
+
+    @classmethod
+    def empty(cls, config: RolloutCorrectionConfig, device: torch.device | str = "cpu") -> "Statistics":
+        """The neutral element of `merge`."""
+        zero = torch.zeros(1, dtype=torch.float64, device=device)
+        return cls(
+            config=config,
+            sums=zero.repeat(number_of_columns(batch_columns(config))),
+            mins=(zero + torch.inf).repeat(number_of_columns(EXTREMES)),
+            maxs=(zero - torch.inf).repeat(number_of_columns(EXTREMES)),
+        )
+
+    def merge(self, other: "Statistics") -> "Statistics":
+        """The statistics of both together.
+
+        Raises:
+            ValueError: if they were measured under different options.
+        """
+        if self.config != other.config:
+            names = [
+                f.name for f in fields(self.config) if getattr(self.config, f.name) != getattr(other.config, f.name)
+            ]
+            raise ValueError(f"the statistics to merge differ in {', '.join(names)}; merge statistics of one config.")
+        return replace(
+            self,
+            sums=self.sums + other.sums,
+            mins=torch.minimum(self.mins, other.mins),
+            maxs=torch.maximum(self.maxs, other.maxs),
+        )
+
+    def all_reduce(self, ranks: Ranks) -> "Statistics":
+        """The statistics of all ranks, as new tensors: sums over data-parallel ranks, extremes over all ranks."""
+        return replace(
+            self,
+            sums=ranks.over_data(self.sums.clone()),
+            mins=ranks.all_reduce(self.mins.clone(), "min"),
+            maxs=ranks.all_reduce(self.maxs.clone(), "max"),
+        )
+
+    def batch_norm_factor(self, ranks: Ranks = ONE_RANK) -> Tensor:
+        """Mean of the bounded weights, over valid tokens, or over sequences where weights are sequence-wide.
+
+        Args:
+            ranks: That share the batch, where these are the statistics of one of them.
+
+        Returns:
+            float64 scalar; 1 where there is no weight, where all are zero, or where the configuration does not
+            normalise.
+        """
+        sums: BatchSums[Tensor] = named(batch_columns(self.config), self.sums.unbind())
+        if sums.weights is None or sums.weights.total is None or not self.config.tis_batch_normalize:
+            return torch.ones_like(self.sums[0])
+        count = sums.tokens if self.config.has_token_weights else sums.sequences
+        total, count = ranks.over_data(torch.stack([sums.weights.total, count])).unbind()
+        return usable_mean(total / count.clamp_min(1))
+
+    def metrics(self) -> dict[str, float]:
+        """All metrics that apply to the configuration, by their names in the log; one host synchronisation.
+
+        Returns:
+            Name to value; empty where there is no valid token at all. No value is ever NaN or infinite.
+        """
+        values = iter(torch.cat([self.sums, self.mins, self.maxs]).tolist())
+        sums = named(batch_columns(self.config), islice(values, len(self.sums)))
+        mins, maxs = named(EXTREMES, islice(values, len(self.mins))), named(EXTREMES, values)
+        return correction_metrics(self.config, sums, mins, maxs)
+
+
 def correction_metrics(
     config: RolloutCorrectionConfig, sums: BatchSums[float], mins: Extremes[float], maxs: Extremes[float]
 ) -> dict[str, float]:
     """All metrics that apply to the configuration, by their names in the log; see `Statistics.metrics`."""
-    found = {}
+    metrics = {}
     if sums.masked_in_tokens:
-        found["nonfinite_token_fraction"] = sums.nonfinite_tokens / sums.masked_in_tokens
+        metrics["nonfinite_token_fraction"] = sums.nonfinite_tokens / sums.masked_in_tokens
         if config.corrects:
-            found["gradient_kept_fraction"] = sums.accepted_tokens / sums.masked_in_tokens
+            metrics["gradient_kept_fraction"] = sums.accepted_tokens / sums.masked_in_tokens
     if not sums.tokens:
-        return found
-    found |= _mismatch_metrics(sums, mins, maxs)
+        return metrics
+    metrics |= _mismatch_metrics(sums, mins, maxs)
     if sums.weights is not None:
-        found |= _weight_metrics(config, sums.weights, mins, maxs)
-    if sums.sequence_weights is not None:
-        found |= _sequence_weight_metrics(sums.sequence_weights, sums.sequences, mins, maxs)
-    if sums.rejection is not None:
-        found |= _rejection_metrics(sums.rejection, sums.tokens, sums.sequences)
+        count = sums.tokens if config.has_token_weights else sums.sequences
+        metrics |= _weight_metrics(config, sums.weights, count, mins, maxs)
+    if sums.mean_weights is not None:
+        metrics |= _mean_weight_metrics(sums.mean_weights, sums.sequences, mins, maxs)
+    if sums.rejected is not None:
+        for prefix, counts in {"": sums.rejected, **{f"{name}_": by for name, by in sums.rejected_by.items()}}.items():
+            metrics |= _shares(f"mis_rs_{prefix}{{}}masked_fraction", counts, sums)
     if sums.bounds is not None:
-        found |= _bound_metrics(sums.bounds, sums.sequences)
+        metrics |= _bound_metrics(sums.bounds, sums.sequences)
     if sums.veto is not None:
-        found["mis_catastrophic_token_fraction"] = sums.veto.tokens / sums.tokens
-        found["mis_catastrophic_seq_fraction"] = sums.veto.sequences / sums.sequences
+        metrics["mis_catastrophic_token_fraction"] = sums.veto.tokens / sums.tokens
+        metrics["mis_catastrophic_seq_fraction"] = sums.veto.sequences / sums.sequences
     if sums.trimmed_tokens is not None:
-        found["mis_second_moment_masked_fraction"] = sums.trimmed_tokens / sums.tokens
-    return found
+        metrics["mis_second_moment_masked_fraction"] = sums.trimmed_tokens / sums.tokens
+    return metrics
+
+
+def _shares(name: str, counts: Counts[float], sums: BatchSums[float]) -> dict[str, float]:
+    """Shares of the valid tokens, and of the sequences with one; `name` has a place for "seq_"."""
+    return {name.format(""): counts.tokens / sums.tokens, name.format("seq_"): counts.sequences / sums.sequences}
 
 
 def _mismatch_metrics(sums: BatchSums[float], mins: Extremes[float], maxs: Extremes[float]) -> dict[str, float]:
     """Divergences over valid tokens and sequences; perplexities over the sequences with a finite log-prob."""
     tokens = sums.tokens
-    found = {
+    metrics = {
         "mismatch_kl": -sums.log_ratio / tokens,
         "mismatch_k3_kl": max(sums.ratio_minus_1 - sums.log_ratio, 0.0) / tokens,  # never negative but by rounding
         "mismatch_chi2_token": sums.ratio_squared_minus_1 / tokens,
@@ -73,17 +164,21 @@ def _mismatch_metrics(sums: BatchSums[float], mins: Extremes[float], maxs: Extre
     }
     if sums.measured_sequences:
         for field in fields(PerplexitySums):
-            found[f"mismatch_{field.name}"] = getattr(sums.perplexity, field.name) / sums.measured_sequences
-        found["mismatch_log_ppl_diff_max"] = maxs.log_ppl_diff
-        found["mismatch_log_ppl_diff_min"] = mins.log_ppl_diff
-    return found
+            metrics[f"mismatch_{field.name}"] = getattr(sums.perplexity, field.name) / sums.measured_sequences
+        metrics["mismatch_log_ppl_diff_max"] = maxs.log_ppl_diff
+        metrics["mismatch_log_ppl_diff_min"] = mins.log_ppl_diff
+    return metrics
 
 
 def _weight_metrics(
-    config: RolloutCorrectionConfig, weights: WeightSums[float], mins: Extremes[float], maxs: Extremes[float]
+    config: RolloutCorrectionConfig,
+    weights: WeightSums[float],
+    count: float,
+    mins: Extremes[float],
+    maxs: Extremes[float],
 ) -> dict[str, float]:
     """Mean and extremes before the mode; mean, extremes, deviation and sample size of the weights after it."""
-    count = weights.count
+    assert weights.total is not None and weights.before_minus_1 is not None
     mean = weights.total / count
     normalizer = mean if config.tis_batch_normalize and mean > SMALLEST_BATCH_MEAN else 1.0
     if config.mode.rejects:
@@ -92,9 +187,9 @@ def _weight_metrics(
     else:
         ratios = torch.tensor([_clamped(mins.ratio), _clamped(maxs.ratio)], dtype=torch.float64)
         lowest, highest = config.mode.bound(ratios, *config.is_bounds).tolist()
-    deviation = _deviation(weights.minus_1, weights.minus_1_squared, count, highest - lowest)
+    deviation = _deviation(weights, count, highest - lowest)
     mean_square = deviation * deviation + mean * mean
-    found = {
+    metrics = {
         "mis_mean_is_weight_before_clip": 1 + weights.before_minus_1 / count,
         "mis_weight_max_before_clip": maxs.ratio,
         "mis_weight_min_before_clip": mins.ratio,
@@ -104,38 +199,27 @@ def _weight_metrics(
         "mis_weight_std": deviation / normalizer,
         "mis_eff_sample_size": mean * mean / mean_square if mean_square else 0.0,
     }
-    found[f"mis_{config.mode.low_fraction}"] = weights.low / count
-    found[f"mis_{config.mode.high_fraction}"] = weights.high / count
+    metrics[f"mis_{config.mode.low_fraction}"] = weights.low / count
+    metrics[f"mis_{config.mode.high_fraction}"] = weights.high / count
     if config.tis_batch_normalize:
-        found["mis_batch_norm_factor"] = normalizer
-    return found
+        metrics["mis_batch_norm_factor"] = normalizer
+    return metrics
 
 
-def _sequence_weight_metrics(
-    weights: SequenceWeightSums[float], sequences: float, mins: Extremes[float], maxs: Extremes[float]
+def _mean_weight_metrics(
+    weights: WeightSums[float], sequences: float, mins: Extremes[float], maxs: Extremes[float]
 ) -> dict[str, float]:
     """The mean weight of each sequence, after the mode and before batch normalisation."""
     lowest, highest = mins.sequence_weight, maxs.sequence_weight
     return {
         "mis_seq_weight_mean": 1 + weights.minus_1 / sequences,
-        "mis_seq_weight_std": _deviation(weights.minus_1, weights.minus_1_squared, sequences, highest - lowest),
+        "mis_seq_weight_std": _deviation(weights, sequences, highest - lowest),
         "mis_seq_weight_min": lowest,
         "mis_seq_weight_max": highest,
         "mis_seq_weight_max_deviation": max(abs(lowest - 1), abs(highest - 1)),
         "mis_seq_weight_fraction_high": weights.high / sequences,
         "mis_seq_weight_fraction_low": weights.low / sequences,
     }
-
-
-def _rejection_metrics(rejection: RejectionSums[float], tokens: float, sequences: float) -> dict[str, float]:
-    found = {
-        "mis_rs_masked_fraction": rejection.together.tokens / tokens,
-        "mis_rs_seq_masked_fraction": rejection.together.sequences / sequences,
-    }
-    for name, rejected in rejection.criteria.items():
-        found[f"mis_rs_{name}_masked_fraction"] = rejected.tokens / tokens
-        found[f"mis_rs_{name}_seq_masked_fraction"] = rejected.sequences / sequences
-    return found
 
 
 def _bound_metrics(bounds: BoundSums[float], sequences: float) -> dict[str, float]:
@@ -150,13 +234,13 @@ def _bound_metrics(bounds: BoundSums[float], sequences: float) -> dict[str, floa
     }
 
 
-def _deviation(minus_1: float, minus_1_squared: float, count: float, spread: float) -> float:
+def _deviation(weights: WeightSums[float], count: float, spread: float) -> float:
     """Standard deviation of w from Σ(w − 1), Σ(w − 1)² and max w − min w.
 
     The sums may be float32's: no deviation is above half the spread (Popoviciu), so equal weights have exactly 0.
     """
-    mean_square = minus_1_squared / count
-    variance = mean_square - (minus_1 / count) ** 2
+    mean_square = weights.minus_1_squared / count
+    variance = mean_square - (weights.minus_1 / count) ** 2
     if variance <= 4 * sys.float_info.epsilon * mean_square:
         return 0.0
     return min(math.sqrt(variance), max(spread, 0.0) / 2)

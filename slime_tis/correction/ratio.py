@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slime_tis.correction.blocks import LONGEST_SEQUENCE, Chunk
+from slime_tis.correction.layout import LONGEST_SEQUENCE, Chunk
 
 LOG_RATIO_BOUND = 20.0
 """exp is taken of log-ratios clamped to ±20 (2e-9 to 5e8): against overflow, never a modelling choice."""
@@ -44,15 +44,8 @@ class Tokens:
 def log_ratios(chunk: Chunk, nonfinite_policy: str) -> Tokens:
     """Δ_t = where(valid, log π_train − log π_rollout, 0), with handled non-finite tokens.
 
-    A value is taken out by multiplication with a mask and `nan_to_num` (inf·0 is NaN) because that vectorises
-    on a CPU where `where` and boolean tensors do not.
-
-    Args:
-        chunk: log-probs and mask of some sequences.
-        nonfinite_policy: "reject" makes such a token invalid, "neutral" gives it Δ = 0, "raise" refuses it.
-
-    Raises:
-        ValueError: under "raise", naming the sequence and the position of the first such token.
+    "reject" makes a non-finite token invalid, "neutral" gives it Δ = 0, and "raise" refuses it with a ValueError.
+    Multiplication with a mask and `nan_to_num` (inf·0 is NaN) vectorise on a CPU; `where` and boolean tensors do not.
     """
     difference = chunk.train_RK - chunk.rollout_RK
     finite = difference.abs().lt_(LOG_RATIO_LIMIT).mul_(chunk.mask_RK)
@@ -64,15 +57,6 @@ def log_ratios(chunk: Chunk, nonfinite_policy: str) -> Tokens:
     train = scratch.sum(-1).nan_to_num_(0.0).clamp_(-LARGEST_ROW_SUM, LARGEST_ROW_SUM)
     nonfinite = chunk.mask_RK - finite if nonfinite_policy == "neutral" else None
     return Tokens(chunk.mask_RK, valid, nonfinite, valid.sum(-1), train, log_ratio, scratch)
-
-
-def token_log_weights(level: str, tokens: Tokens, chunk: Chunk) -> Tensor:
-    """L_t of the levels whose weight differs from token to token.
-
-    token: Δ_t. prefix: Σ_{s≤t} Δ_s, the per-decision weight ("Eligibility Traces for Off-Policy Policy
-    Evaluation", Precup et al. 2000). segment: Σ over the contiguous run of valid tokens, a turn.
-    """
-    return TOKEN_LEVELS[level](tokens, chunk)
 
 
 def sequence_log_weights(aggregation: str, log_ratio_sum_S: Tensor, valid_S: Tensor) -> Tensor:
@@ -103,11 +87,8 @@ def in_float32(bound: float) -> float:
     return max(-LARGEST_FLOAT32, min(bound, LARGEST_FLOAT32))
 
 
-def _token(tokens: Tokens, chunk: Chunk) -> Tensor:
-    return tokens.log_ratio_RK
-
-
-def _prefix(tokens: Tokens, chunk: Chunk) -> Tensor:
+def prefix_sums(tokens: Tokens, chunk: Chunk) -> Tensor:
+    """Σ_{s≤t} Δ_s: "Eligibility Traces for Off-Policy Policy Evaluation", Precup et al. 2000."""
     order_R = chunk.order()
     sequence_R = chunk.sequence_R.index_select(0, order_R)
     within_row = tokens.log_ratio_RK.cumsum(-1, dtype=torch.float64)
@@ -118,7 +99,8 @@ def _prefix(tokens: Tokens, chunk: Chunk) -> Tensor:
     return within_row.to(tokens.log_ratio_RK.dtype)
 
 
-def _segment(tokens: Tokens, chunk: Chunk) -> Tensor:
+def segment_sums(tokens: Tokens, chunk: Chunk) -> Tensor:
+    """Σ Δ over the contiguous run of the loss mask around t, a turn."""
     order_R = chunk.order()
     sequence_R = chunk.sequence_R.index_select(0, order_R)
     inside = tokens.masked_in_RK.index_select(0, order_R)
@@ -134,11 +116,16 @@ def _segment(tokens: Tokens, chunk: Chunk) -> Tensor:
     return log_ratio.index_copy_(0, order_R, of_run)
 
 
-TOKEN_LEVELS = {"token": _token, "prefix": _prefix, "segment": _segment}
+TOKEN_LEVELS: dict[str, Callable[[Tokens, Chunk], Tensor]] = {
+    "token": lambda tokens, chunk: tokens.log_ratio_RK,
+    "prefix": prefix_sums,
+    "segment": segment_sums,
+}
+"""L_t of the aggregations with a log-weight per token."""
 
 
 def _raise_nonfinite(chunk: Chunk, nonfinite_RK: Tensor) -> None:
-    """The one deliberate synchronisation with the host."""
+    """Names the first such token; the one deliberate synchronisation with the host."""
     if not nonfinite_RK.any():
         return
     rows, columns = nonfinite_RK.nonzero().unbind(1)

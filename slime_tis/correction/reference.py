@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from slime_tis.correction.config import RolloutCorrectionConfig
-from slime_tis.correction.criteria import LEVEL_AGGREGATION, Criterion
+from slime_tis.correction.modes import LEVELS, Criterion
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def reference_correct(
     valid_BT = masked_in_BT if config.nonfinite_policy == "neutral" else finite_BT
     delta_BT = torch.where(finite_BT, difference_BT, 0.0)
     # 2. Δ → L at the level of the weights. 3. w = exp(clamp(L, ±20)). 4. The mode bounds w.
-    level_BT = aggregate(LEVEL_AGGREGATION[config.tis_level], delta_BT, valid_BT, masked_in_BT)
+    level_BT = aggregate(LEVELS[config.tis_level].aggregation, delta_BT, valid_BT, masked_in_BT)
     raw_BT = level_BT.clamp(-20, 20).exp()
     bounded_BT = bounded(config, raw_BT)
     # 5. 0 at invalid tokens. 6. Normalisation by the mean of the global batch.
@@ -58,7 +58,7 @@ def reference_correct(
     factor = torch.where(factor > 1e-8, factor, 1.0)
     weights_BT = torch.where(valid_BT, bounded_BT / factor if config.use_tis else torch.ones_like(raw_BT), 0.0)
     # 7. Rejection: the criteria are ANDed, each over all valid tokens; the mask mode and the trimming reject as well.
-    criteria = {c.name: rejected_by(config, c, delta_BT, valid_BT, masked_in_BT) for c in config.rejections}
+    criteria = {f"{c.name}_": rejected_by(config, c, delta_BT, valid_BT, masked_in_BT) for c in config.rejections}
     rejected_BT = torch.stack([torch.zeros_like(valid_BT), *criteria.values()]).any(0)
     outside_BT = (bounded_BT == 0) & config.rejects_weights
     trimmed_BT = valid_BT & (delta_BT.square() >= second_moment_limit(config, delta_BT[valid_BT]))
@@ -75,13 +75,10 @@ def reference_correct(
     if not valid_BT.any():
         return ReferenceCorrection(weights_BT, mask_BT, metrics)
     if config.use_tis:
-        metrics |= weight_metrics(config, level_BT, raw_BT, bounded_BT, factor.item(), valid_BT)
-    if config.rejections:
-        metrics |= _shares("mis_rs_{}masked_fraction", rejected_BT, valid_BT)
-    for name, by_criterion_BT in criteria.items():
-        metrics |= _shares(f"mis_rs_{name}_{{}}masked_fraction", by_criterion_BT, valid_BT)
-    if config.adaptive:
-        metrics |= bound_metrics(config, delta_BT, valid_BT)
+        metrics |= weight_metrics(config, level_BT, factor.item(), valid_BT)
+    for name, by_criterion_BT in ({"": rejected_BT, **criteria} if criteria else {}).items():
+        metrics |= _shares(f"mis_rs_{name}{{}}masked_fraction", by_criterion_BT, valid_BT)
+    metrics |= bound_metrics(config, delta_BT, valid_BT) if config.adaptive else {}
     if config.vetoes:
         token, sequence = _shares("{}", catastrophic_BT, valid_BT).values()
         metrics |= {"mis_catastrophic_token_fraction": token, "mis_catastrophic_seq_fraction": sequence}
@@ -209,15 +206,12 @@ def mismatch_metrics(
 
 
 def weight_metrics(
-    config: RolloutCorrectionConfig,
-    level_BT: Tensor,
-    raw_BT: Tensor,
-    bounded_BT: Tensor,
-    factor: float,
-    valid_BT: Tensor,
+    config: RolloutCorrectionConfig, level_BT: Tensor, factor: float, valid_BT: Tensor
 ) -> dict[str, float]:
     """The weights before and after the mode, and the mean weights of sequences before batch normalisation."""
     lower, upper = config.is_bounds
+    raw_BT = level_BT.clamp(-20, 20).exp()
+    bounded_BT = bounded(config, raw_BT)
     counted_BT = weighed(config, valid_BT)
     raw_N, weight_N = raw_BT[counted_BT], bounded_BT[counted_BT]
     before_N = raw_N if config.has_token_weights else level_BT[counted_BT].double().clamp(-700, 700).exp()

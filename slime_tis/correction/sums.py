@@ -19,31 +19,21 @@ SumsT = TypeVar("SumsT")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenWeightSums(Generic[V]):
-    """Σ over the valid tokens of a sequence, of weights w that differ from token to token."""
+class WeightSums(Generic[V]):
+    """Σ of weights w: of the tokens of a sequence, of all tokens or sequences, or of the mean weights of sequences."""
 
     before_minus_1: V | None
-    """w − 1 before the mode; None at the token level, where it is `SequenceSums.ratio_minus_1`."""
-    total: V
-    """w after the mode."""
+    """w − 1 before the mode; None at the token level, where it is `ratio_minus_1`, and for mean weights."""
+    total: V | None
+    """w after the mode; None for mean weights."""
     minus_1: V
     """w − 1 after the mode."""
     minus_1_squared: V
     """(w − 1)² after the mode."""
     high: V
-    """Tokens with w above the upper bound before the mode."""
+    """Weights above the upper bound before the mode."""
     low: V
-    """Tokens with w below the lower bound before the mode."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CriterionSums(Generic[V]):
-    """Σ over the valid tokens of a sequence, for one rejection criterion; both None where it goes by Σ Δ."""
-
-    outside: V | None = None
-    """Tokens out of bounds, for a verdict per token and for the maximum of a sequence."""
-    divergence: V | None = None
-    """k2 or k3, for the sum or mean of a sequence."""
+    """Weights below the lower bound before the mode."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,10 +60,11 @@ class SequenceSums(Generic[V]):
     """Tokens that no per-token rejection criterion rejects."""
     accepted: V
     """Tokens that mask mode and trimming accept, too."""
-    weights: TokenWeightSums[V] | None
+    weights: WeightSums[V] | None
     """Where weights differ from token to token."""
-    criteria: dict[str, CriterionSums[V]]
-    """By the name of the criterion, in the order of `config.rejections`."""
+    criteria: dict[str, V]
+    """By the name of a criterion: its divergence, if that is summed, or its tokens out of bounds; without the criteria
+    that follow from Σ Δ."""
     clamped_k3: V | None
     """k3 of Δ clamped to ±1, under adaptive bounds."""
     catastrophic: V | None
@@ -96,54 +87,11 @@ class PerplexitySums(Generic[V]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightSums(Generic[V]):
-    """Σ of the weights w: over valid tokens, or over sequences where a sequence has one weight."""
-
-    count: V
-    before_minus_1: V
-    """w − 1 before the mode."""
-    total: V
-    """w after the mode."""
-    minus_1: V
-    """w − 1 after the mode."""
-    minus_1_squared: V
-    """(w − 1)² after the mode."""
-    high: V
-    """Above the upper bound before the mode."""
-    low: V
-    """Below the lower bound before the mode."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SequenceWeightSums(Generic[V]):
-    """Σ over sequences of the mean w̄ of their tokens' weights."""
-
-    minus_1: V
-    """w̄ − 1 after the mode."""
-    minus_1_squared: V
-    """(w̄ − 1)² after the mode."""
-    high: V
-    """Sequences with w̄ above the upper bound before the mode."""
-    low: V
-    """Sequences with w̄ below the lower bound before the mode."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Counts(Generic[V]):
     """Tokens, and sequences with at least one of them."""
 
     tokens: V
     sequences: V
-
-
-@dataclass(frozen=True, kw_only=True)
-class RejectionSums(Generic[V]):
-    """What the rejection criteria reject."""
-
-    together: Counts[V]
-    """By any of them."""
-    criteria: dict[str, Counts[V]]
-    """By each, by its name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,11 +126,13 @@ class BatchSums(Generic[V]):
     """ρ² − 1 over sequences, with ρ = exp(clamp(Σ Δ, −20, 20))."""
     perplexity: PerplexitySums[V]
     weights: WeightSums[V] | None
-    """Under `use_tis`."""
-    sequence_weights: SequenceWeightSums[V] | None
-    """Where weights differ from token to token."""
-    rejection: RejectionSums[V] | None
-    """Where there are rejection criteria."""
+    """Under `use_tis`, over tokens if weights differ from token to token, else over sequences."""
+    mean_weights: WeightSums[V] | None
+    """Over sequences, of the mean weight of their tokens, if weights differ from token to token."""
+    rejected: Counts[V] | None
+    """By any rejection criterion, where there is one."""
+    rejected_by: dict[str, Counts[V]]
+    """By the name of the criterion."""
     bounds: BoundSums[V] | None
     """Under adaptive bounds."""
     veto: Counts[V] | None
@@ -217,21 +167,19 @@ def named(like: SumsT, values: Iterable[Any]) -> SumsT:
     return filled
 
 
+def number_of_columns(like: object) -> int:
+    """How many values `named` takes."""
+    return len(_values(like))
+
+
 @lru_cache(maxsize=64)
 def sequence_columns(config: RolloutCorrectionConfig) -> SequenceSums[Any]:
     """The parts that the sums of a sequence have under a configuration; the values of the fields mean nothing."""
     before = None if config.tis_level == "token" else 0.0
-    weights = TokenWeightSums(**_blank(TokenWeightSums, ("before_minus_1",)), before_minus_1=before)
-    return SequenceSums(
-        **_blank(SequenceSums, ("weights", "criteria", "clamped_k3", "catastrophic", "trimmed")),
-        weights=weights if config.has_token_weights else None,
-        criteria={
-            criterion.name: CriterionSums(
-                outside=0.0 if criterion.per_token or criterion.aggregation == "max" else None,
-                divergence=0.0 if criterion.sums_divergence else None,
-            )
-            for criterion in config.rejections
-        },
+    return _blank(
+        SequenceSums,
+        weights=_blank(WeightSums, before_minus_1=before) if config.has_token_weights else None,
+        criteria={criterion.name: 0.0 for criterion in config.rejections if not criterion.uses_log_ratio},
         clamped_k3=0.0 if config.adaptive else None,
         catastrophic=0.0 if config.vetoes else None,
         trimmed=0.0 if config.rs_second_moment_bound is not None else None,
@@ -241,34 +189,28 @@ def sequence_columns(config: RolloutCorrectionConfig) -> SequenceSums[Any]:
 @lru_cache(maxsize=64)
 def batch_columns(config: RolloutCorrectionConfig) -> BatchSums[Any]:
     """The parts that the sums of a batch have under a configuration; the values of the fields mean nothing."""
-    optional = ("perplexity", "weights", "sequence_weights", "rejection", "bounds", "veto", "trimmed_tokens")
-    counts = Counts(**_blank(Counts))
-    rejection = RejectionSums(together=counts, criteria={criterion.name: counts for criterion in config.rejections})
-    return BatchSums(
-        **_blank(BatchSums, optional),
-        perplexity=PerplexitySums(**_blank(PerplexitySums)),
-        weights=WeightSums(**_blank(WeightSums)) if config.use_tis else None,
-        sequence_weights=SequenceWeightSums(**_blank(SequenceWeightSums)) if config.has_token_weights else None,
-        rejection=rejection if config.rejections else None,
-        bounds=BoundSums(**_blank(BoundSums)) if config.adaptive else None,
+    counts = _blank(Counts)
+    return _blank(
+        BatchSums,
+        perplexity=_blank(PerplexitySums),
+        weights=_blank(WeightSums) if config.use_tis else None,
+        mean_weights=_blank(WeightSums, before_minus_1=None, total=None) if config.has_token_weights else None,
+        rejected=counts if config.rejections else None,
+        rejected_by={criterion.name: counts for criterion in config.rejections},
+        bounds=_blank(BoundSums) if config.adaptive else None,
         veto=counts if config.vetoes else None,
         trimmed_tokens=0.0 if config.rs_second_moment_bound is not None else None,
     )
 
 
-_VALUES = (Tensor, float, int)
+def _blank(cls: type[SumsT], **parts: Any) -> SumsT:
+    names = (field.name for field in fields(cls))  # type: ignore[arg-type]
+    return cls(**{name: parts.get(name, 0.0) for name in names})
 
-EXTREMES: Extremes[Any] = Extremes(log_ppl_diff=0.0, ratio=0.0, sequence_weight=0.0, weight=0.0)
+
+EXTREMES: Extremes[Any] = _blank(Extremes)
 """The fields of the extremes, which every configuration has."""
-
-
-def number_of_columns(like: object) -> int:
-    """How many values `named` takes."""
-    return len(_values(like))
-
-
-def _blank(cls: type, without: tuple[str, ...] = ()) -> dict[str, Any]:
-    return {field.name: 0.0 for field in fields(cls) if field.name not in without}
+_VALUES = (Tensor, float, int)
 
 
 def _parts(node: Any) -> dict[str, Any]:
@@ -277,13 +219,13 @@ def _parts(node: Any) -> dict[str, Any]:
 
 def _values(node: Any) -> list[Any]:
     """Returns the values of the fields, with nested parts expanded."""
-    found: list[Any] = []
+    values: list[Any] = []
     for part in _parts(node).values():
         if isinstance(part, _VALUES):
-            found.append(part)
+            values.append(part)
         elif part is not None:
-            found += _values(part)
-    return found
+            values += _values(part)
+    return values
 
 
 def _filled(node: Any, values: Iterator[Any]) -> Any:

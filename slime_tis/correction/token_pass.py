@@ -7,26 +7,25 @@ Shapes: suffix _RK is [rows, row width], _R per row, _S per sequence.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from slime_tis.correction.adaptive import clamped_k3_of
-from slime_tis.correction.blocks import Chunk, PackedChunk
 from slime_tis.correction.config import RolloutCorrectionConfig
-from slime_tis.correction.criteria import Criterion
+from slime_tis.correction.layout import Chunk, PackedChunk
+from slime_tis.correction.modes import LEVELS, Criterion
 from slime_tis.correction.ratio import (
+    TOKEN_LEVELS,
     Tokens,
     in_float32,
     indicator,
     log_ratios,
     safe_exp,
     safe_expm1,
-    token_log_weights,
 )
-from slime_tis.correction.rejection import accepted, catastrophic_tokens, token_statistic
-from slime_tis.correction.sums import CriterionSums, SequenceSums, TokenWeightSums, stacked
+from slime_tis.correction.rules import accepted, catastrophic_tokens, clamped_k3_of, token_statistic
+from slime_tis.correction.sums import SequenceSums, WeightSums, named, sequence_columns, stacked
 
 
 @dataclass(frozen=True)
@@ -41,22 +40,11 @@ class TokenPass:
     """Δ² at valid tokens and +inf elsewhere, for second-moment trimming alone."""
     table_S: Tensor
     """`SequenceSums` of the chunk's sequences as columns, float64."""
-    extremes: "TokenExtremes | None"
-    """Of the weights of valid tokens; None where weights are sequence-wide or off."""
+    extremes: Tensor | None
+    """[3]: smallest and largest weight of the chunk's valid tokens before the mode, and largest inside the bounds in
+    mask mode (in other modes, before the mode too); +inf and 0 without valid tokens. None without token weights."""
     sequence_R: Tensor
     """Which sequence of the chunk owns the row."""
-
-
-@dataclass(frozen=True)
-class TokenExtremes:
-    """Smallest and largest weight of a chunk's valid tokens; +inf and 0 without valid tokens."""
-
-    ratio_min: Tensor
-    """Of the weights before the mode."""
-    ratio_max: Tensor
-    """Of the weights before the mode."""
-    weight_max: Tensor
-    """Of the weights inside the bounds in mask mode; in other modes `ratio_max`, which the mode then bounds."""
 
 
 LOWEST_BOUND = 1e-30
@@ -107,82 +95,72 @@ def torch_token_pass(config: RolloutCorrectionConfig, packed: PackedChunk) -> To
     return TokenPass(
         weight_RK=weight,
         accepted_RK=accepted.bool(),
-        squares_RK=_squares(tokens) if trims else None,
+        squares_RK=torch.where(tokens.valid_RK > 0, tokens.log_ratio_RK.square(), torch.inf) if trims else None,
         table_S=_add_rows(stacked(sums_R), chunk),
         extremes=extremes,
         sequence_R=chunk.sequence_R,
     )
 
 
-def _apply_criteria(
-    criteria: tuple[Criterion, ...], tokens: Tokens, chunk: Chunk
-) -> tuple[Tensor, dict[str, CriterionSums[Tensor]]]:
-    """1.0 at valid tokens that all per-token criteria accept, and the row sums of every criterion."""
+def trim(config: RolloutCorrectionConfig, part: TokenPass, limit: Tensor) -> TokenPass:
+    """The pass without the tokens whose Δ² is at or above the limit, as `rules.second_moment_limit` has it."""
+    assert part.squares_RK is not None, "called without a second-moment bound"
+    beyond_RK = (part.squares_RK >= limit.to(part.squares_RK)) & part.squares_RK.isfinite()
+    accepted_RK = part.accepted_RK & ~beyond_RK
+    table_S = part.table_S.clone()
+    sums_S: SequenceSums[Tensor] = named(sequence_columns(config), table_S.unbind(1))
+    assert sums_S.trimmed is not None
+    for sum_S, block_RK in ((sums_S.accepted, accepted_RK), (sums_S.trimmed, beyond_RK)):
+        sum_S.zero_().index_add_(0, part.sequence_R, block_RK.sum(-1, dtype=torch.float64))
+    return replace(part, accepted_RK=accepted_RK, table_S=table_S)
+
+
+def _apply_criteria(criteria: tuple[Criterion, ...], tokens: Tokens, chunk: Chunk) -> tuple[Tensor, dict[str, Tensor]]:
+    """1.0 at valid tokens that all per-token criteria accept, and the row sums of the criteria."""
     accepted_RK, sums = tokens.valid_RK, {}
     for criterion in criteria:
-        sums[criterion.name] = CriterionSums[Tensor]()
-        if not criterion.per_token and criterion.divergence == "k1":
+        if criterion.uses_log_ratio:
             continue
         statistic = token_statistic(criterion, tokens, chunk)
         if criterion.sums_divergence:
-            sums[criterion.name] = CriterionSums(divergence=statistic.sum(-1))
+            sums[criterion.name] = statistic.sum(-1)
             continue
         within = accepted(criterion, statistic).mul_(tokens.valid_RK)
-        sums[criterion.name] = CriterionSums(outside=tokens.valid_R - within.sum(-1))
+        sums[criterion.name] = tokens.valid_R - within.sum(-1)
         if criterion.per_token:
             accepted_RK = within if accepted_RK is tokens.valid_RK else accepted_RK * within
     return accepted_RK, sums
 
 
-def _weigh(
-    config: RolloutCorrectionConfig, tokens: Tokens, chunk: Chunk
-) -> tuple[Tensor, TokenExtremes, TokenWeightSums[Tensor]]:
-    """Weight of every token, the extremes, and row sums."""
-    valid = tokens.valid_RK
-    raw = safe_exp(token_log_weights(config.tis_level, tokens, chunk))
-    lowest = torch.div(raw, valid, out=tokens.scratch_RK).amin()  # x/0 is +inf: no minimum
+def _weigh(config: RolloutCorrectionConfig, tokens: Tokens, chunk: Chunk) -> tuple[Tensor, Tensor, WeightSums[Tensor]]:
+    """Weight of every token, the extremes, and row sums.
+
+    The deviation is taken from Σ(w − 1)²: the float32 sum of w² loses it for weights near 1.
+    """
+    valid, scratch = tokens.valid_RK, tokens.scratch_RK
+    raw = safe_exp(TOKEN_LEVELS[LEVELS[config.tis_level].aggregation](tokens, chunk))
+    lowest = torch.div(raw, valid, out=scratch).amin()  # x/0 is +inf: no minimum
     raw.mul_(valid)
     weight = config.mode.bound(raw, *map(in_float32, config.is_bounds))
     if config.mode.raises_weights:
         weight.mul_(valid)
     highest = raw.amax()
-    extremes = TokenExtremes(lowest, highest, weight.amax() if config.mode.rejects else highest)
-    return weight, extremes, _weight_sums(config, tokens, raw, weight)
-
-
-def _weight_sums(
-    config: RolloutCorrectionConfig, tokens: Tokens, raw_RK: Tensor, weight_RK: Tensor
-) -> TokenWeightSums[Tensor]:
-    """Row sums of the weights.
-
-    The deviation is taken from Σ(w − 1)²: the float32 sum of w² loses it for weights near 1.
-
-    Args:
-        config: The options.
-        tokens: The tokens of the chunk.
-        raw_RK: The weight before the mode, 0 at invalid tokens.
-        weight_RK: The weight after it, 0 at invalid tokens.
-    """
+    extremes = torch.stack([lowest, highest, weight.amax() if config.mode.rejects else highest])
     lower, upper = config.is_bounds
-    valid, scratch = tokens.valid_RK, tokens.scratch_RK
     invalid_R = valid.shape[-1] - tokens.valid_R  # their ratio of 0 is below any bound
-    high_R = indicator(torch.gt, raw_RK, upper, scratch).sum(-1)
-    low_R = indicator(torch.lt, raw_RK, max(lower, LOWEST_BOUND), scratch).sum(-1).sub_(invalid_R)
-    minus_1 = torch.sub(weight_RK, valid, out=scratch)
+    high_R = indicator(torch.gt, raw, upper, scratch).sum(-1)
+    low_R = indicator(torch.lt, raw, max(lower, LOWEST_BOUND), scratch).sum(-1).sub_(invalid_R)
+    minus_1 = torch.sub(weight, valid, out=scratch)
     minus_1_R, minus_1_squared_R = minus_1.sum(-1), _sum_of_squares(minus_1)
-    is_ratio = config.tis_level == "token"
-    return TokenWeightSums(
-        before_minus_1=None if is_ratio else torch.sub(raw_RK, valid, out=scratch).sum(-1),
-        total=weight_RK.sum(-1),
+    sums_R = WeightSums(
+        before_minus_1=None if config.tis_level == "token" else torch.sub(raw, valid, out=scratch).sum(-1),
+        total=weight.sum(-1),
         minus_1=minus_1_R,
         minus_1_squared=minus_1_squared_R,
         high=high_R,
         low=low_R,
     )
-
-
-def _squares(tokens: Tokens) -> Tensor:
-    return torch.where(tokens.valid_RK > 0, tokens.log_ratio_RK.square(), torch.inf)
+    return weight, extremes, sums_R
 
 
 def _sum_of_squares(x_RK: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import yaml
 
-from slime_tis.correction.presets import PRESETS
+from slime_tis.correction.config import PRESETS
 from slime_tis.trainer.cli import arguments
 from slime_tis.trainer.cli.arguments import describe, effective_config, options_in_force
 from slime_tis.trainer.cli.run_options import OPTIONS

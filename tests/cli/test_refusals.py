@@ -298,11 +298,11 @@ REFUSALS = [
     ("--no-use-tis=true", "--no-use-tis takes no value."),
     (
         "--rollout-rs geometric",
-        "--rollout-rs names 'geometric', which is a level",
+        "write --use-rs --rs-level geometric",
     ),
     (
         "--rollout-rs ,",
-        "--rollout-rs is ',', which names no criterion",
+        "--rollout-rs names ','",
     ),
     (
         "--save-debug-rollout-data d/{foo}.pt",

@@ -5,8 +5,8 @@ from typing import Any, get_args
 from hypothesis import strategies as st
 
 from slime_tis import RolloutCorrectionConfig
-from slime_tis.correction.config import LEVELS, SEQUENCE_LEVELS, ModeName, NonfinitePolicy
-from slime_tis.correction.criteria import CRITERIA
+from slime_tis.correction.config import NonfinitePolicy
+from slime_tis.correction.modes import CRITERIA, LEVELS, SEQUENCE_LEVELS, ModeName
 
 # Bounds between the values that Δ takes below, so that no statistic of one token lies on a bound.
 THRESHOLDS = {"k1": "0.61_1.93", "k2": "0.0617", "k3": "0.0523"}
@@ -26,12 +26,12 @@ def configurations(draw: Any, policies: tuple[str, ...] = ("reject", "neutral"))
     assert set(policies) <= set(get_args(NonfinitePolicy))
     names = draw(st.lists(st.sampled_from(list(CRITERIA)), unique=True, max_size=3))
     lower = draw(st.sampled_from([None, 0, 0.437, 0.811]))
-    use_rs, rs_level = draw(st.booleans()), draw(st.sampled_from(LEVELS))
+    use_rs, rs_level = draw(st.booleans()), draw(st.sampled_from(tuple(LEVELS)))
     bounds = draw(st.sampled_from(FIXED_BOUNDS if not use_rs or rs_level not in SEQUENCE_LEVELS else ALL_BOUNDS))
     return RolloutCorrectionConfig(
         use_tis=draw(st.booleans()),
         tis_mode=draw(st.sampled_from(get_args(ModeName))),
-        tis_level=draw(st.sampled_from(LEVELS)),
+        tis_level=draw(st.sampled_from(tuple(LEVELS))),
         tis_lower_bound=lower,
         tis_upper_bound=draw(st.sampled_from([1.37, 2.03])),
         tis_batch_normalize=draw(st.booleans()),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slime_tis import Correction, GlobalBatch, RolloutCorrectionConfig, adaptive_bounds, correct
-from slime_tis.correction.selection import order_statistic
+from slime_tis.correction.rules import order_statistic
 from tests.correction.test_trimming import over_ranks
 
 UP, DOWN = [0.1] * 4, [-0.1] * 4

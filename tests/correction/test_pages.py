@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from slime_tis import PRESETS, RolloutCorrectionConfig, correct
-from slime_tis.correction import MODES
-from slime_tis.correction.config import LEVELS
+from slime_tis.correction import LEVELS, MODES
 from slime_tis.trainer.options.rollout import RolloutConfig
 
 DOCS = Path(__file__).parents[2] / "docs"

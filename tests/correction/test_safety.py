@@ -140,71 +140,39 @@ def test_one_token() -> None:
     assert found.weights.item() == pytest.approx(math.exp(0.25))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (([torch.zeros(2)], [torch.zeros(2)], []), "1 sequences, rollout_log_probs 1, loss_mask 0"),
-        (
-            ([torch.zeros(2), torch.zeros(5)], [torch.zeros(2), torch.zeros(4)], [torch.ones(2), torch.ones(5)]),
-            "sequence 1: train_log_probs has 5 tokens, rollout_log_probs 4, loss_mask 5",
-        ),
-        ((torch.zeros(2, 3), torch.zeros(2, 4), torch.ones(2, 3)), r"\(2, 3\), rollout_log_probs \(2, 4\)"),
-        ((torch.zeros(2, 3), [torch.zeros(3)], torch.ones(2, 3)), "pass three tensors of one shape"),
-        (
-            ([torch.zeros(3)], torch.zeros(1, 3), [torch.ones(3)]),
-            "rollout_log_probs is Tensor, loss_mask is list; pass three tensors of one shape, or three lists",
-        ),
-        ((torch.zeros(3), torch.zeros(3), torch.ones(3)), r"pass \[B, T\], or \[N\] with lengths"),
-    ],
-    ids=[
-        "number of masks",
-        "tokens of a sequence",
-        "shapes",
-        "tensor and list",
-        "list and tensor",
-        "packed without lengths",
-    ],
-)
-def test_layouts_that_disagree(arguments: tuple, message: str) -> None:
+ROW, ONES = torch.zeros(1, 2), torch.ones(1, 2)
+REFUSED = {
+    "number of masks": (([torch.zeros(2)], [torch.zeros(2)], []), "numbers of sequences differ"),
+    "tokens of a sequence": (([ROW[0]] * 2, [ROW[0], torch.zeros(4)], [ONES[0]] * 2), "sequence 1 has these numbers"),
+    "shapes": ((torch.zeros(2, 3), torch.zeros(2, 4), torch.ones(2, 3)), r"rollout_log_probs \(2, 4\)"),
+    "tensor and list": ((torch.zeros(2, 3), [torch.zeros(3)], torch.ones(2, 3)), "pass three tensors of one shape"),
+    "list and tensor": (([ROW[0]], ROW, [ONES[0]]), "rollout_log_probs is Tensor, loss_mask is list"),
+    "packed without lengths": ((ROW[0], ROW[0], ONES[0]), r"pass \[B, T\], or \[N\] with lengths"),
+    "integers": ((ROW.long(), ROW, ONES), "train_log_probs has dtype torch.int64"),
+    "complex": ((ROW, ROW, ONES.to(torch.complex64)), "loss_mask has dtype torch.complex64"),
+    "device": ((ROW, torch.zeros(1, 2, device="meta"), ONES), "rollout_log_probs is torch.strided on meta"),
+    "sparse": ((ROW, ROW.to_sparse(), ONES), "pass dense tensors"),
+    "numbers": (([ROW[0]], [[0.0, 0.0]], [ONES[0]]), r"rollout_log_probs\[0\] is list"),
+    "missing": (([ROW[0], None], [ROW[0]] * 2, [ONES[0]] * 2), r"train_log_probs\[1\] is NoneType"),
+    "two dimensions": (([ROW], [ROW[0]], [ONES[0]]), r"train_log_probs\[0\] has shape \(1, 2\)"),
+    "nothing": ((None, None, None), "loss_mask is NoneType; pass three"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSED.values(), ids=REFUSED)
+def test_inputs_that_disagree_or_are_of_another_kind(arguments: tuple, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         correct(TOKEN_IS, *arguments)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            (torch.zeros(1, 2, dtype=torch.int64), *[torch.zeros(1, 2)] * 2),
-            "train_log_probs has dtype torch.int64; pass f",
-        ),
-        (
-            (*[torch.zeros(1, 2)] * 2, torch.zeros(1, 2, dtype=torch.complex64)),
-            "loss_mask has dtype torch.complex64; pass",
-        ),
-        (
-            (torch.zeros(1, 2), torch.zeros(1, 2, device="meta"), torch.ones(1, 2)),
-            f"on meta but train_log_probs on {torch.zeros(1).device}",
-        ),
-        (
-            (torch.zeros(1, 2), torch.zeros(1, 2).to_sparse(), torch.ones(1, 2)),
-            "has layout torch.sparse_coo; pass a dense",
-        ),
-        (([torch.zeros(2)], [[0.0, 0.0]], [torch.ones(2)]), r"rollout_log_probs\[0\] is list; pass a tensor"),
-        (([torch.zeros(2), None], [torch.zeros(2)] * 2, [torch.ones(2)] * 2), r"train_log_probs\[1\] is NoneType"),
-        (
-            ([torch.zeros(1, 2)], [torch.zeros(2)], [torch.ones(2)]),
-            r"train_log_probs\[0\] has shape \(1, 2\); pass one",
-        ),
-        (
-            (None, None, None),
-            "train_log_probs is NoneType, rollout_log_probs is NoneType, loss_mask is NoneType; pass three",
-        ),
-    ],
-    ids=["integers", "complex", "device", "sparse", "numbers", "missing", "two dimensions", "nothing"],
+    ("lengths", "message"),
+    [([1, 4.0], "one whole number per"), (5, "one whole number per"), ([1, 3], "sum to 4"), ([6, -1], "none below 0")],
+    ids=["a float", "a number", "another sum", "a negative length"],
 )
-def test_inputs_of_another_kind(arguments: tuple, message: str) -> None:
+def test_lengths_that_do_not_fit(lengths: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        correct(TOKEN_IS, *arguments)
+        correct(TOKEN_IS, torch.zeros(5), torch.zeros(5), torch.ones(5), lengths=lengths)  # type: ignore[call-overload]
 
 
 def test_a_configuration_of_verl_is_not_taken_for_ours() -> None:
@@ -221,20 +189,9 @@ def test_a_mean_weight_that_nothing_can_be_divided_by(factor: float) -> None:
     assert weights.tolist() == ([[0.0, 0.0]] if factor == INF else [[1.0, 1.0]])
 
 
-@pytest.mark.parametrize("lengths", [[1, 4.0], ["a"], 5], ids=str)
-def test_lengths_that_are_no_whole_numbers(lengths: object) -> None:
-    with pytest.raises(ValueError, match=r"pass one whole number per sequence"):
-        correct(TOKEN_IS, torch.zeros(5), torch.zeros(5), torch.ones(5), lengths=lengths)  # type: ignore[call-overload]
-
-
 def test_lengths_of_lists_are_refused() -> None:
     with pytest.raises(ValueError, match="pass lengths with packed"):
         correct(TOKEN_IS, [torch.zeros(2)], [torch.zeros(2)], [torch.ones(2)], lengths=[2])
-
-
-def test_lengths_that_do_not_sum() -> None:
-    with pytest.raises(ValueError, match="lengths sum to 4 but the tensors have shape"):
-        correct(TOKEN_IS, torch.zeros(5), torch.zeros(5), torch.ones(5), lengths=[1, 3])
 
 
 def test_no_gradient_flows() -> None:

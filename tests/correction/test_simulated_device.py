@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from slime_tis import RolloutCorrectionConfig, correct
-from slime_tis.correction.config import LEVELS
-from slime_tis.correction.rollout_correction import AGGREGATIONS
+from slime_tis.correction import LEVELS
+from slime_tis.correction.api import AGGREGATIONS
 from slime_tis.policy.breakdown import STALENESS, sums_by
 from tests.devices import SIMULATED, SimulatedTensor
 

@@ -7,7 +7,7 @@ import torch
 
 from slime_tis import RolloutCorrectionConfig, correct
 from slime_tis.correction import torch_token_pass
-from slime_tis.correction.blocks import PackedChunk
+from slime_tis.correction.layout import PackedChunk
 from slime_tis.correction.token_pass import TokenPass
 from slime_tis.errors import CustomFunctionError
 from slime_tis.policy.config import PolicyConfig

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from slime_tis import Ranks, RolloutCorrectionConfig, correct
 from slime_tis.correction import ReduceOp
-from slime_tis.correction.trimming import second_moment_limit
+from slime_tis.correction.rules import second_moment_limit
 from tests.correction import expected as oracle
 
 INF, NAN = math.inf, math.nan

@@ -16,8 +16,8 @@ from torch import Tensor
 
 import slime_tis
 from slime_tis import RolloutCorrectionConfig, correct
-from slime_tis.correction.config import LEVELS, ModeName, NonfinitePolicy, Normalizer
-from slime_tis.correction.criteria import CRITERIA
+from slime_tis.correction.config import NonfinitePolicy, Normalizer
+from slime_tis.correction.modes import CRITERIA, LEVELS, ModeName
 from slime_tis.correction.sums import stacked
 
 CALLS = 5000
@@ -44,12 +44,12 @@ def make_options(rng: random.Random) -> dict[str, Any]:
     options = {
         "use_tis": rng.random() < 0.7,
         "tis_mode": rng.choice(get_args(ModeName)),
-        "tis_level": rng.choice(LEVELS),
+        "tis_level": rng.choice(tuple(LEVELS)),
         "tis_lower_bound": bound(0.2),
         "tis_upper_bound": bound(1.0) if rng.random() < 0.5 else 2.0,
         "tis_batch_normalize": rng.random() < 0.3,
         "use_rs": rng.random() < 0.5,
-        "rs_level": rng.choice(LEVELS),
+        "rs_level": rng.choice(tuple(LEVELS)),
         "rs_lower_bound": bound(0.1),
         "rs_upper_bound": bound(0.5),
         "rs_veto_threshold": rng.choice((None, None, 1e-4, 5e-324, bound(0.5))),

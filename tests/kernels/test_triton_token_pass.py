@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 
 from slime_tis import RolloutCorrectionConfig, correct
-from slime_tis.correction.config import LEVELS
+from slime_tis.correction import LEVELS
 from slime_tis.correction.layout import Layout, as_layout
 from slime_tis.correction.reference import reference_correct
 from slime_tis.correction.sums import named, sequence_columns

@@ -10,8 +10,15 @@ import numpy as np
 import torch
 
 from slime_tis.analysis.dumps.table import Bool, Column, TokenTable
-from slime_tis.correction import LOG_RATIO_BOUND, Criterion, GlobalBatch, Ranks, RolloutCorrectionConfig, correct
-from slime_tis.correction.criteria import LEVEL_AGGREGATION
+from slime_tis.correction import (
+    LEVELS,
+    LOG_RATIO_BOUND,
+    Criterion,
+    GlobalBatch,
+    Ranks,
+    RolloutCorrectionConfig,
+    correct,
+)
 from slime_tis.policy.policy_loss import without_correction
 
 UNBOUNDED = 2 * float(np.exp(LOG_RATIO_BOUND))
@@ -97,7 +104,7 @@ def _without_correction(config: RolloutCorrectionConfig) -> RolloutCorrectionCon
 
 
 def _options(criterion: Criterion, config: RolloutCorrectionConfig) -> Mapping[str, Any]:
-    if criterion.name not in LEVEL_AGGREGATION:
+    if criterion.name not in LEVELS:
         low, high = criterion.lower, criterion.upper
         threshold = f"{high!r}" if low is None else f"{low!r}_{high!r}"
         return {"rollout_rs": criterion.name, "rollout_rs_threshold": threshold}

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from slime_tis.correction.criteria import Criterion
+from slime_tis.correction.modes import Criterion
 from slime_tis.errors import quoted
 from slime_tis.limits import flag
 from slime_tis.policy.proximal_policy import clip_is_inactive, needs_old_log_probs

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from slime_tis import limits
-from slime_tis.correction.presets import PRESETS, preset_values
+from slime_tis.correction.config import PRESETS, preset_values
 from slime_tis.errors import quoted
 from slime_tis.limits import flag
 from slime_tis.trainer.cli.options import Given, Option, Source, nearest, read_given

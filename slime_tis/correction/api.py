@@ -1,4 +1,4 @@
-"""The entry point: log-probs of two policies in, weights, mask and mergeable statistics out."""
+"""The entry points: log-probs of two policies in, weights, masks and mergeable statistics out."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -7,23 +7,40 @@ from typing import Any, Generic, Literal, TypeVar, get_args, overload
 import torch
 from torch import Tensor
 
-from slime_tis.correction.adaptive import adaptive_bounds
-from slime_tis.correction.config import Normalizer, RolloutCorrectionConfig
-from slime_tis.correction.context_parallel import ResponseSlices, gather_slices, whole_sequence_levels
-from slime_tis.correction.global_batch import THIS_CALL, GlobalBatch
-from slime_tis.correction.inputs import LogProbs
-from slime_tis.correction.layout import as_layout
-from slime_tis.correction.metrics import usable_mean
-from slime_tis.correction.ranks import Ranks
+from slime_tis.correction.config import NonfinitePolicy, Normalizer, RolloutCorrectionConfig
+from slime_tis.correction.context_parallel import ONE_RANK, Ranks, ResponseSlices, gather_slices, whole_sequence_levels
+from slime_tis.correction.layout import Layout, LogProbs, as_layout
+from slime_tis.correction.metrics import Statistics, usable_mean
+from slime_tis.correction.rules import AdaptiveBounds, adaptive_bounds, second_moment_limit
 from slime_tis.correction.sequence_pass import SequencePass, sequence_pass
-from slime_tis.correction.statistics import Statistics
 from slime_tis.correction.sums import EXTREMES, SequenceSums, named, number_of_columns, sequence_columns
-from slime_tis.correction.token_pass import TokenPass, TokenPassFunction, torch_token_pass
-from slime_tis.correction.trimming import limit_of_batch, trim_second_moment
+from slime_tis.correction.token_pass import TokenPass, TokenPassFunction, torch_token_pass, trim
 
 LayoutT = TypeVar("LayoutT", Tensor, list[Tensor])
 Aggregation = Literal["token-mean", "seq-mean-token-mean"]
 AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlobalBatch:
+    """The global batch that the sequences of one call belong to: who shares it, and what is known of it.
+
+    A call with all sequences of the rank finds what is None, and returns it as `Correction.global_batch`; calls with
+    one micro-batch each take it from there.
+    """
+
+    ranks: Ranks = ONE_RANK
+    """The ranks that share it."""
+    batch_norm_factor: Tensor | None = None
+    """Scalar, the mean weight, under `tis_batch_normalize`."""
+    second_moment_limit: Tensor | None = None
+    """Scalar, the smallest Δ² that is trimmed, +inf where none is, under `rs_second_moment_bound`."""
+    adaptive_bounds: AdaptiveBounds | None = None
+    """What sequences are rejected by under `rs_z_score` or `rs_target_fraction`."""
+
+
+THIS_CALL = GlobalBatch()
+"""The global batch of a call with all of its sequences on one rank."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +96,11 @@ class Correction(Generic[LayoutT]):
         """
         if aggregation not in AGGREGATIONS:
             raise ValueError(f"aggregation is {aggregation!r}; choose one of {', '.join(AGGREGATIONS)}.")
-        self._check_layout(token_loss)
+        shapes = _shapes(token_loss), _shapes(self.mask)
+        if shapes[0] != shapes[1]:
+            raise ValueError(
+                f"token_loss has shape {shapes[0]} but the mask {shapes[1]}; pass the loss in the mask's layout."
+            )
         loss_N, weight_N, mask_N = (_flat(x) for x in (token_loss, self.weights, self.mask))
         terms_N = torch.where(mask_N.bool(), loss_N, 0.0) * weight_N
         if aggregation == "seq-mean-token-mean":
@@ -91,11 +112,6 @@ class Correction(Generic[LayoutT]):
 
     def _counts_per_sequence(self) -> Tensor:
         return self.accepted_per_sequence if self.rejection_normalizer == "kept" else self.masked_in_per_sequence
-
-    def _check_layout(self, token_loss: LayoutT) -> None:
-        given, own = _shapes(token_loss), _shapes(self.mask)
-        if given != own:
-            raise ValueError(f"token_loss has shape {given} but the mask {own}; pass the loss in the mask's layout.")
 
 
 @overload
@@ -167,22 +183,27 @@ def correct(
     if not isinstance(config, RolloutCorrectionConfig):
         raise TypeError(f"config is {type(config).__name__}; pass a slime_tis.RolloutCorrectionConfig.")
     ranks = global_batch.ranks
-    if ranks.context is not None and whole_sequence_levels(config):
-        slices = _places(config, ranks.slices)
-        whole = gather_slices(train_log_probs, rollout_log_probs, loss_mask, lengths, slices, ranks.over_context)
-        known = replace(global_batch, ranks=Ranks(data=ranks.data))
-        found: Correction[Any] = correct(
-            config, *whole, lengths=slices.lengths, global_batch=known, token_pass=token_pass
-        )
-        return _sliced(found, slices, global_batch.ranks, as_list=not isinstance(train_log_probs, Tensor))
     layout = as_layout(train_log_probs, rollout_log_probs, loss_mask, lengths)
+    levels = whole_sequence_levels(config)
+    if ranks.context is not None and levels:
+        if ranks.slices is None:
+            raise ValueError(
+                f"{levels[0]} needs whole sequences, but they are sliced over context-parallel ranks; "
+                f"pass their positions with Ranks(…, slices=response_slices(…)), or choose another level."
+            )
+        whole = gather_slices(layout, ranks.slices, ranks)
+        known = replace(global_batch, ranks=Ranks(data=ranks.data))
+        result = correct(config, *whole, lengths=ranks.slices.lengths, global_batch=known, token_pass=token_pass)
+        return _sliced(result, layout, ranks.slices, ranks)
     tokens = [token_pass(config, chunk) for chunk in layout.chunks()]
     if config.rs_second_moment_bound is not None:
         limit = global_batch.second_moment_limit
         if limit is None:
-            limit = limit_of_batch(tokens, config.rs_second_moment_bound, layout.device, ranks)
+            squares = [part.squares_RK.reshape(-1) for part in tokens if part.squares_RK is not None]
+            squares_N = torch.cat([torch.zeros(0, device=layout.device), *squares])
+            limit = second_moment_limit(squares_N, config.rs_second_moment_bound, ranks)
             global_batch = replace(global_batch, second_moment_limit=limit)
-        tokens = trim_second_moment(config, tokens, limit)
+        tokens = [trim(config, part, limit) for part in tokens]
     columns = sequence_columns(config)
     no_sequence = torch.zeros(0, number_of_columns(columns), dtype=torch.float64, device=layout.device)
     table = ranks.over_context(torch.cat([no_sequence, *(part.table_S for part in tokens)]))
@@ -213,12 +234,10 @@ def correct(
     )
 
 
-def _sliced(found: Correction[Tensor], slices: ResponseSlices, ranks: Ranks, *, as_list: bool) -> Correction[Any]:
+def _sliced(whole: Correction[Any], local: Layout, slices: ResponseSlices, ranks: Ranks) -> Correction[Any]:
     """This rank's slices of a correction of whole sequences."""
-    parts: list[Any] = [slices.slice_flat(whole) for whole in (found.weights, found.mask)]
-    weights, mask = [list(part.split(slices.local_lengths)) for part in parts] if as_list else parts
-    global_batch = replace(found.global_batch, ranks=ranks)
-    whole: Correction[Any] = found
+    weights, mask = (local.shaped(slices.slice_flat(values)) for values in (whole.weights, whole.mask))
+    global_batch = replace(whole.global_batch, ranks=ranks)
     return replace(whole, weights=weights, mask=mask, lengths=slices.local_lengths, global_batch=global_batch)
 
 
@@ -233,30 +252,22 @@ def _shapes(values: Tensor | list[Tensor]) -> tuple[int, ...] | list[tuple[int, 
     return tuple(values.shape) if isinstance(values, Tensor) else [tuple(value.shape) for value in values]
 
 
-def _places(config: RolloutCorrectionConfig, slices: ResponseSlices | None) -> ResponseSlices:
-    if slices is None:
-        raise ValueError(
-            f"{whole_sequence_levels(config)[0]} needs whole sequences, but they are sliced over context-parallel "
-            f"ranks; say where the slices lie with Ranks(…, slices=response_slices(…)), or choose another level."
-        )
-    return slices
-
-
 def _statistics(config: RolloutCorrectionConfig, tokens: list[TokenPass], sequences: SequencePass) -> Statistics:
     """The statistics of the sequences, and the extremes of weights that differ from token to token."""
-    found = [part.extremes for part in tokens if part.extremes is not None]
-    if found:
+    extremes = [part.extremes for part in tokens if part.extremes is not None]
+    if extremes:
+        lowest, highest, weight = torch.stack(extremes).unbind(1)
         mins, maxs = (named(EXTREMES, values.unbind()) for values in (sequences.mins, sequences.maxs))
-        mins.ratio.copy_(torch.stack([part.ratio_min for part in found]).amin())
-        maxs.ratio.copy_(torch.stack([part.ratio_max for part in found]).amax())
-        maxs.weight.copy_(torch.stack([part.weight_max for part in found]).amax())
+        mins.ratio.copy_(lowest.amin())
+        maxs.ratio.copy_(highest.amax())
+        maxs.weight.copy_(weight.amax())
     return Statistics(config=config, sums=sequences.sums, mins=sequences.mins, maxs=sequences.maxs)
 
 
 def _finish(
     config: RolloutCorrectionConfig, tokens: list[TokenPass], sequences: SequencePass, scale: Tensor | None
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Blocks of final weights and masks: what each token got, times what its sequence got."""
+    """Blocks of final weights and masks: those of each token, times those of its sequence. Empties `tokens`."""
     weights, masks, first = [], [], 0
     while tokens:
         part = tokens.pop(0)
@@ -271,3 +282,91 @@ def _finish(
         weights.append(weight.to(torch.float32))
         masks.append(accepted)
     return weights, masks
+
+
+@torch.no_grad()
+def off_policy_sequence_mask(
+    log_probs: LogProbs,
+    old_log_probs: LogProbs,
+    advantages: Tensor,
+    loss_mask: LogProbs,
+    *,
+    delta: float,
+    nonfinite_policy: NonfinitePolicy = "reject",
+    lengths: Sequence[int] | None = None,
+    ranks: Ranks = ONE_RANK,
+) -> Tensor:
+    """accept = not (A < 0 and mean_t(log π_old − log π_θ) > δ), one verdict per sequence.
+
+    The source's π_old is the policy as the inference engine sampled from it, so that what is bounded is made of both
+    staleness and the mismatch between the engines; TRL does the same. slime takes π_old of the training engine, from
+    which π_θ does not differ before the rollout's second optimizer step.
+
+    Source: "DeepSeek-V3.2" (https://arxiv.org/abs/2512.02556), section 3.1, off-policy sequence masking, eq. 9.
+
+    Args:
+        log_probs: log π_θ, as a list of [T_i], padded [B, T], or packed [N] with `lengths`.
+        old_log_probs: log π_rollout, or log π_old for slime's variant, in the same layout.
+        advantages: One per sequence, [S].
+        loss_mask: Nonzero at valid tokens, in the same layout.
+        delta: Bound on the mean log-ratio in nats per token, above 0; 0.1 is customary against π_rollout, and slime's
+            default against π_old is 1e-4.
+        nonfinite_policy: What a token with a log-prob that is not finite does to the mean: "reject" excludes it,
+            "neutral" counts it with a difference of 0, "raise" refuses it.
+        lengths: Lengths of packed sequences.
+        ranks: One table is summed over the context-parallel ones, where sequences are sliced.
+
+    Returns:
+        bool [S], True where the sequence is accepted.
+
+    Raises:
+        ValueError: if there is not one advantage per sequence, or a token is not finite under "raise".
+    """
+    config = RolloutCorrectionConfig(nonfinite_policy=nonfinite_policy)
+    inputs: tuple[Any, Any, Any] = (log_probs, old_log_probs, loss_mask)
+    sums_S = correct(config, *inputs, lengths=lengths, global_batch=GlobalBatch(ranks=ranks)).sequence_sums
+    if advantages.shape != sums_S.valid.shape:
+        raise ValueError(
+            f"advantages has shape {tuple(advantages.shape)} for {sums_S.valid.numel()} sequences; pass one each."
+        )
+    divergence = -sums_S.log_ratio / sums_S.valid.clamp_min(1)
+    return ~((advantages < 0) & (divergence > delta))
+
+
+def interpolate_old_log_probs(
+    log_probs: Tensor, rollout_log_probs: Tensor, current_version: int, rollout_versions: Tensor
+) -> Tensor:
+    """log π_old = log π_rollout + α·(log π_θ − log π_rollout), α = clamp((v_θ − 1 − v)/(v_θ − v), 0, 1).
+
+    Between the policy that sampled a token, of version v, and the current one, of version v_θ, the proximal policy
+    is the one before the current: it lies all of the way but one step. A token sampled by the current version
+    (v = v_θ) or the one before has α = 0, so that its old policy is the one that sampled it; so has a token whose
+    version is not known (v < 0).
+
+    Source: AReaL, "Proximal Log-Probability Approximation"
+    (https://inclusionai.github.io/AReaL/algorithms/prox_approx.html), the method `loglinear`.
+
+    Args:
+        log_probs: log π_θ of the tokens, any shape.
+        rollout_log_probs: log π_rollout, of the same shape.
+        current_version: v_θ, the number of the weights that are trained.
+        rollout_versions: v of each token, of the same shape; below 0 where it is not known.
+
+    Returns:
+        Detached old log-probs. If v < 0 or v > v_θ, or a log-prob is not finite, the rollout's log-prob.
+
+    Raises:
+        ValueError: if the shapes differ.
+    """
+    shapes = [tuple(x.shape) for x in (log_probs, rollout_log_probs, rollout_versions)]
+    if len(set(shapes)) > 1:
+        raise ValueError(
+            f"log_probs has shape {shapes[0]}, rollout_log_probs {shapes[1]}, rollout_versions {shapes[2]}; "
+            f"pass three tensors of one shape."
+        )
+    log_probs, rollout = log_probs.detach(), rollout_log_probs.detach()
+    lag = (current_version - rollout_versions).to(rollout.dtype)
+    fraction = ((lag - 1) / lag.clamp_min(1)).clamp(0, 1)
+    difference = log_probs - rollout
+    known = (rollout_versions >= 0) & difference.isfinite()
+    return torch.where(known, rollout + fraction * difference, rollout)
