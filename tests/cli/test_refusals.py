@@ -298,7 +298,7 @@ REFUSALS = [
     ("--no-use-tis=true", "--no-use-tis takes no value."),
     (
         "--rollout-rs geometric",
-        "write --use-rs --rs-level geometric",
+        "--rollout-rs names 'geometric'; write --use-rs",
     ),
     (
         "--rollout-rs ,",
