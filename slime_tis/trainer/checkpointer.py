@@ -1,5 +1,6 @@
 """Saves a run, finds the checkpoint to resume, and restores it."""
 
+import hashlib
 import math
 import sys
 from collections.abc import Callable
@@ -29,16 +30,6 @@ from slime_tis.trainer.storage.resumption import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Identity:
-    """Properties that all checkpoints of a run share."""
-
-    options: dict[str, Any]
-    """The effective configuration."""
-    model: str
-    """SHA-256 of the model's config.json."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Position:
     """Where a resumed run continues: after the last completely trained rollout, or at the start."""
 
@@ -56,7 +47,12 @@ class ResumePoint:
     state: TrainerState
 
 
-def find_resume_point(config: MegatronConfig, identity: Identity, *, is_main: bool) -> ResumePoint | None:
+def model_hash(config: MegatronConfig) -> str:
+    """Returns the SHA-256 of the model's config.json."""
+    return hashlib.sha256((Path(config.hf_checkpoint) / "config.json").read_bytes()).hexdigest()
+
+
+def find_resume_point(config: MegatronConfig, options: dict[str, Any], *, is_main: bool) -> ResumePoint | None:
     """Returns the latest complete checkpoint under --load and its state, or None; a collective.
 
     Raises:
@@ -70,8 +66,8 @@ def find_resume_point(config: MegatronConfig, identity: Identity, *, is_main: bo
         for damaged in latest.damaged:
             print(f"warning: passed over {config.load}/{damaged}", file=sys.stderr)
     state = read_trainer_state(latest.checkpoint)
-    check_options(state.options, identity.options)
-    if state.model != identity.model:
+    check_options(state.options, options)
+    if state.model != model_hash(config):
         raise ValueError(
             f"--hf-checkpoint is {config.hf_checkpoint!r}, but {latest.checkpoint} trains "
             f"{state.options.get('hf_checkpoint')!r}, whose config.json differs; pass that model."
@@ -93,14 +89,17 @@ class Checkpointer:
     """The user's data source, which saves itself; None if prompts come from a file."""
     timer: Callable[[str], AbstractContextManager[None]]
     run_id: str
-    identity: Identity
+    options: dict[str, Any]
+    """The effective configuration."""
+    model: str
+    """SHA-256 of the model's config.json."""
     position: Position = field(default_factory=Position)
     saved_step: int | None = None
     """The step of the latest checkpoint under --save; None if this run has not saved one."""
 
     def resume(self, point: ResumePoint, update_weights: Callable[[], object]) -> None:
         """Restores the policy, the rollout engine, through `update_weights` if need be, and the evaluation."""
-        state, options = point.state, self.identity.options
+        state, options = point.state, self.options
         checkpoint.load(point.checkpoint, self.learner.engine)
         self.updates.rounder.load(point.checkpoint, self.learner.parallel.backend.device)
         self.learner.step = state.step
@@ -150,8 +149,8 @@ class Checkpointer:
             sampler_weight_version=self.sampler.weight_version,
             first_accuracy=None if math.isnan(first) else first,
             token_budget=None if engine.token_budget is None else engine.token_budget.tokens,
-            options=self.identity.options,
-            model=self.identity.model,
+            options=self.options,
+            model=self.model,
         )
         stale = self.sampler.weight_version != position.step
 

@@ -5,7 +5,6 @@ user functions → checkpoint to resume → data → learner → rollout engine 
 
 from __future__ import annotations
 
-import hashlib
 import uuid
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext, suppress
@@ -22,7 +21,7 @@ from slime_tis.policy.proximal_policy import old_policy_name
 from slime_tis.trainer.agents.custom_generate import GenerateFunction, build_generate_function, load_generate_function
 from slime_tis.trainer.agents.rollout_function import build_rollout_function, load_rollout_function
 from slime_tis.trainer.agents.slime_client import LOCAL_ADDRESS
-from slime_tis.trainer.checkpointer import Checkpointer, Identity, ResumePoint, find_resume_point
+from slime_tis.trainer.checkpointer import Checkpointer, ResumePoint, find_resume_point, model_hash
 from slime_tis.trainer.cli.arguments import effective_config, options_in_force
 from slime_tis.trainer.cli.preflight import prompt_sizes
 from slime_tis.trainer.cli.run_options import Arguments
@@ -130,9 +129,8 @@ def set_up(arguments: Arguments, parallel: Parallel, interrupts: Interrupts, ope
     """Builds all parts of a run and restores the checkpoint under --load, if there is one."""
     process = Process(arguments=arguments, parallel=parallel, interrupts=interrupts, timer=Timer(), opened=opened)
     functions = load_functions(process)
-    model_hash = hashlib.sha256((Path(arguments.megatron.hf_checkpoint) / "config.json").read_bytes()).hexdigest()
-    identity = Identity(options=effective_config(arguments), model=model_hash)
-    resumed = find_resume_point(arguments.megatron, identity, is_main=parallel.is_main)
+    options = effective_config(arguments)
+    resumed = find_resume_point(arguments.megatron, options, is_main=parallel.is_main)
     run_id = on_rank_zero(lambda: uuid.uuid4().hex) if resumed is None else resumed.state.run
     check_metrics(arguments.reporting.output_dir, run_id)
     data = load_data(process, resumed)
@@ -160,7 +158,8 @@ def set_up(arguments: Arguments, parallel: Parallel, interrupts: Interrupts, ope
         data=data.dataset if isinstance(data.dataset, CustomDataSource) else None,
         timer=process.timer,
         run_id=run_id,
-        identity=identity,
+        options=options,
+        model=model_hash(arguments.megatron),
     )
     if resumed is not None:
         checkpointer.resume(resumed, weights.send)
