@@ -403,10 +403,8 @@ def samples_as_json(size: Size) -> Callable[[], object]:
 
 def dump_of_tokens(size: Size) -> Callable[[], object]:
     samples = samples_of(size)
-    settings = DumpSettings(
-        pattern="", correction=CORRECTION, policy=PolicyConfig(), old_policy="current", has_custom_function=False,
-        metadata={},
-    )  # fmt: skip
+    metadata = {"source": "slime_tis", "old_policy": "current"}
+    settings = DumpSettings(pattern="", correction=CORRECTION, has_custom_function=False, metadata=metadata)
     batch = training_batch(samples, parallel())
     record = batch.responses.rollout_log_probs_L[:, None].expand(-1, 5).contiguous()
     from slime_tis.correction import GlobalBatch

@@ -4,7 +4,6 @@ import hashlib
 import math
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,7 @@ from typing import Any
 from slime_tis.trainer.data.data_source import CustomDataSource
 from slime_tis.trainer.data.dump import from_dict, to_dict
 from slime_tis.trainer.data.sample import Sample
-from slime_tis.trainer.engines.engine import RolloutEngine
-from slime_tis.trainer.engines.weight_updates import WeightUpdates
 from slime_tis.trainer.evaluation import EVALUATION_OPTIONS, Evaluation
-from slime_tis.trainer.learner import Learner
 from slime_tis.trainer.megatron import checkpoint
 from slime_tis.trainer.options.megatron import MegatronConfig
 from slime_tis.trainer.storage.checkpoints import checkpoints
@@ -27,6 +23,7 @@ from slime_tis.trainer.storage.resumption import (
     check_options,
     read_trainer_state,
 )
+from slime_tis.trainer.weight_sync import PolicyWeights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,14 +77,10 @@ class Checkpointer:
     """Saves the run at its position and restores it."""
 
     config: MegatronConfig
-    learner: Learner
-    sampler: RolloutEngine
+    weights: PolicyWeights
     evaluation: Evaluation
-    updates: WeightUpdates
-    """Rounding and measurement of the rollout engine's weights, which have a state."""
     data: CustomDataSource | None
     """The user's data source, which saves itself; None if prompts come from a file."""
-    timer: Callable[[str], AbstractContextManager[None]]
     run_id: str
     options: dict[str, Any]
     """The effective configuration."""
@@ -97,13 +90,14 @@ class Checkpointer:
     saved_step: int | None = None
     """The step of the latest checkpoint under --save; None if this run has not saved one."""
 
-    def resume(self, point: ResumePoint, update_weights: Callable[[], object]) -> None:
-        """Restores the policy, the rollout engine, through `update_weights` if need be, and the evaluation."""
+    def resume(self, point: ResumePoint) -> None:
+        """Restores the policy, the rollout engine and the evaluation."""
         state, options = point.state, self.options
-        checkpoint.load(point.checkpoint, self.learner.engine)
-        self.updates.rounder.load(point.checkpoint, self.learner.parallel.backend.device)
-        self.learner.step = state.step
-        self.learner.engine.keep_token_budget(state.token_budget)
+        learner, sampler, updates = self.weights.learner, self.weights.sampler, self.weights.updates
+        checkpoint.load(point.checkpoint, learner.engine)
+        updates.rounder.load(point.checkpoint, learner.parallel.backend.device)
+        learner.step = state.step
+        learner.engine.keep_token_budget(state.token_budget)
         if state.first_accuracy is not None and not changed(state.options, options, EVALUATION_OPTIONS):
             self.evaluation.first_accuracy = state.first_accuracy
         self.evaluation.is_overdue = bool(self.evaluation.prompts) and state.evaluation_due
@@ -111,14 +105,14 @@ class Checkpointer:
         resumes_there = save is not None and same_path(point.checkpoint.parent, save)
         if resumes_there and not self.evaluation.is_overdue:
             self.saved_step = state.step
-        self.sampler.resume_unfinished([[from_dict(row) for row in group] for group in state.unfinished])
+        sampler.resume_unfinished([[from_dict(row) for row in group] for group in state.unfinished])
         same_engine = not changed(state.options, options, ("rollout_engine", "rollout_precision"))
-        if state.sampler_weight_version != state.step and same_engine and self.sampler.can_checkpoint_weights:
-            self.sampler.load_weights(point.checkpoint, state.sampler_weight_version)
-            self.updates.load_samples(point.checkpoint, state.sampler_weight_version)
+        if state.sampler_weight_version != state.step and same_engine and sampler.can_checkpoint_weights:
+            sampler.load_weights(point.checkpoint, state.sampler_weight_version)
+            updates.load_samples(point.checkpoint, state.sampler_weight_version)
         else:
-            update_weights()
-        if self.learner.parallel.is_main:
+            self.weights.send()
+        if learner.parallel.is_main:
             if resumes_there:  # a killed run may have skipped this, and this run may have nothing to save
                 checkpoint.remove_older(point.checkpoint, self.run_id, self.config.save_retain)
             print(f"resumed from {point.checkpoint}, after step {state.step}", flush=True)
@@ -133,7 +127,8 @@ class Checkpointer:
             before_it_counts: Called when all files are written but the checkpoint is not complete yet. It writes the
                 reports of earlier steps, since a run that resumes the checkpoint does not repeat these steps.
         """
-        config, engine, position = self.config, self.learner.engine, self.position
+        config, position, sampler, updates = self.config, self.position, self.weights.sampler, self.weights.updates
+        learner, engine = self.weights.learner, self.weights.learner.engine
         assert config.save is not None
         self.check_weights()
         first = self.evaluation.first_accuracy
@@ -146,24 +141,23 @@ class Checkpointer:
             else self.data.checkpoint(position.dataset, position.rollout_id - 1),
             unfinished=[[to_dict(sample) for sample in group] for group in position.unfinished],
             evaluation_due=self.evaluation.is_overdue,
-            sampler_weight_version=self.sampler.weight_version,
+            sampler_weight_version=sampler.weight_version,
             first_accuracy=None if math.isnan(first) else first,
             token_budget=None if engine.token_budget is None else engine.token_budget.tokens,
             options=self.options,
             model=self.model,
         )
-        stale = self.sampler.weight_version != position.step
 
         def write_extra(directory: Path) -> None:
-            self.updates.rounder.save(directory)
-            if stale and self.sampler.can_checkpoint_weights:
-                self.sampler.save_weights(directory)
-                self.updates.save_samples(directory)
+            updates.rounder.save(directory)
+            if sampler.weight_version != position.step and sampler.can_checkpoint_weights:
+                sampler.save_weights(directory)
+                updates.save_samples(directory)
 
-        if self.learner.dump is not None:
-            with self.timer("train_dump"):
-                self.learner.dump.flush()
-        with self.timer("save"):
+        if learner.dump is not None:
+            with engine.timer("train_dump"):
+                learner.dump.flush()
+        with engine.timer("save"):
             unfinished = checkpoint.write(config.save, position.step, engine, asdict(state), write_extra)
         if before_it_counts is not None:
             try:
@@ -188,7 +182,7 @@ class Checkpointer:
             return "The run stops before its first optimizer step; there is nothing to save."
         if save is None:
             return f"The run stops after step {step}, unsaved: --save is unset."
-        if not self.learner.engine.weights_are_finite():
+        if not self.weights.learner.engine.weights_are_finite():
             return f"Nothing was saved, since the weights are not finite. {self._newest()}"
         if self.saved_step != step:
             self.save()
@@ -196,7 +190,7 @@ class Checkpointer:
 
     def check_weights(self) -> None:
         """Raises CheckpointError if a weight is not finite, before it replaces good ones; a collective."""
-        if not self.learner.engine.weights_are_finite():
+        if not self.weights.learner.engine.weights_are_finite():
             raise checkpoint.CheckpointError(
                 f"the weights are not finite after step {self.position.step} and were not saved; "
                 f"lower --lr or --weight-decay. {self._newest()}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -47,7 +46,6 @@ class Evaluation:
     """The source of the weights."""
     build_engine: Callable[[], RolloutEngine]
     """Builds the engine that answers, at the first evaluation."""
-    timer: Callable[[str], AbstractContextManager[None]]
     generate: GenerateFunction | None = None
     """The user's function that makes the answers; None lets the engine answer."""
     first_accuracy: float = math.nan
@@ -95,7 +93,7 @@ class Evaluation:
             return {}
         metrics: dict[str, float] = {}
         answers: dict[str, list[Sample]] = {}
-        with self.timer("eval"):
+        with self.engine.timer("eval"):
             if self._answers is None:
                 self._answers = self.build_engine()
             if self._answers.weight_version != version:

@@ -121,7 +121,9 @@ class Learner:
         for step, sample_advantages in zip(steps, local_advantages, strict=True):
             rows.append(self._train_step(self._isolate_zero_advantage_groups(step), sample_advantages))
             if rows[-1]["train/nonfinite_gradient_steps"]:
-                self._check_may_skip(rows)
+                is_finite = self.engine.weights_are_finite()
+                if not is_finite or self.engine.config.nonfinite_gradient == "stop":
+                    raise NonFiniteGradient(nonfinite_message(self.step + 1, rows[-1], is_finite), rows)
             self.step += 1
             self.after_step()
         return rows
@@ -189,12 +191,6 @@ class Learner:
             for positions in fixed_partition(len(order), size)
         ]
         return replace(step, partition=partition)
-
-    def _check_may_skip(self, rows: list[dict[str, float]]) -> None:
-        """Raises an error after a skipped step, unless --nonfinite-gradient is `skip`; a collective."""
-        finite = self.engine.weights_are_finite()
-        if not finite or self.engine.config.nonfinite_gradient == "stop":
-            raise NonFiniteGradient(nonfinite_message(self.step + 1, rows[-1], weights_are_finite=finite), rows)
 
     def _prepare(self, rollouts: Sequence[Sequence[Sample]]) -> Step:
         """Prepares this rank's share of a step: micro-batches, old and reference log-probs.
@@ -430,7 +426,7 @@ def train_metrics(metrics: dict[str, float]) -> dict[str, float]:
     return {f"train/{name}": value for name, value in metrics.items()}
 
 
-def nonfinite_message(step: int, metrics: dict[str, float], *, weights_are_finite: bool) -> str:
+def nonfinite_message(step: int, metrics: dict[str, float], weights_are_finite: bool) -> str:
     """Returns the error message for a step with a non-finite gradient or loss."""
     values = ", ".join(
         f"{name} {metrics[f'train/{name}']:.3g}" for name in ("loss", "grad_norm", "lr") if f"train/{name}" in metrics

@@ -47,7 +47,7 @@ from slime_tis.trainer.rollout.hooks import RolloutHooks
 from slime_tis.trainer.rollout.prefetch import BATCH, Prefetcher
 from slime_tis.trainer.rollout.unfinished import Unfinished
 from slime_tis.trainer.samples import SampleSource
-from slime_tis.trainer.train_dump import DumpSettings, TrainDump
+from slime_tis.trainer.train_dump import DumpSettings, TrainDump, changed_fields
 from slime_tis.trainer.weight_sync import PolicyWeights
 from slime_tis.user_functions import load_custom_tis
 
@@ -135,7 +135,7 @@ def set_up(arguments: Arguments, parallel: Parallel, interrupts: Interrupts, ope
     check_metrics(arguments.reporting.output_dir, run_id)
     data = load_data(process, resumed)
     learner = build_learner(process, functions, data, run_id)
-    weights = PolicyWeights(learner=learner, config=arguments.rollout, megatron=arguments.megatron, timer=process.timer)
+    weights = PolicyWeights(learner=learner, config=arguments.rollout, megatron=arguments.megatron)
     sampler = build_sampler(process, data, weights)
     weights.connect(sampler, data.dataset.prompts, data.sizes.context_len)
     generate = build_generate_function(
@@ -151,18 +151,15 @@ def set_up(arguments: Arguments, parallel: Parallel, interrupts: Interrupts, ope
     evaluation = build_evaluation(process, functions, data, weights, generate)
     checkpointer = Checkpointer(
         config=arguments.megatron,
-        learner=learner,
-        sampler=sampler,
+        weights=weights,
         evaluation=evaluation,
-        updates=weights.updates,
         data=data.dataset if isinstance(data.dataset, CustomDataSource) else None,
-        timer=process.timer,
         run_id=run_id,
         options=options,
         model=model_hash(arguments.megatron),
     )
     if resumed is not None:
-        checkpointer.resume(resumed, weights.send)
+        checkpointer.resume(resumed)
     elif weights.check is not None or not weights.are_loaded_by_the_engine:
         weights.send()
     process.timer.take()
@@ -288,11 +285,13 @@ def open_dump(arguments: Arguments, parallel: Parallel, run_id: str) -> TrainDum
     settings = DumpSettings(
         pattern=pattern,
         correction=arguments.correction,
-        policy=arguments.policy,
-        old_policy=old_policy_name(arguments.correction, steps_per_rollout(arguments)),
         has_custom_function=arguments.custom_tis_function_path is not None,
         metadata={
+            "source": "slime_tis",
             "run": run_id,
+            "old_policy": old_policy_name(arguments.correction, steps_per_rollout(arguments)),
+            "flags": changed_fields(arguments.correction),
+            "policy": changed_fields(arguments.policy),
             "precision": "bf16" if arguments.megatron.bf16 else "fp32",
             # SGLang's servers may choose their precision themselves
             "rollout_precision": rollout.rollout_precision if rollout.rollout_engine == "local" else None,
@@ -409,7 +408,6 @@ def build_evaluation(
         config=config,
         engine=weights.learner.engine,
         build_engine=local_engine if config.evaluates_locally else lambda: weights.sampler,
-        timer=process.timer,
         generate=generate,
     )
 

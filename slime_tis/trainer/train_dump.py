@@ -74,13 +74,10 @@ class DumpSettings:
     pattern: str
     """File name with {rollout_id} and {rank}."""
     correction: RolloutCorrectionConfig
-    policy: PolicyConfig
-    old_policy: str
-    """Source of the old log-probs, as in `TokenTable.old_log_prob`."""
     has_custom_function: bool
     """Whether a user-defined function replaces the correction."""
     metadata: Mapping[str, Any]
-    """run, precision, rollout_precision, temperature and tokenizer, as in `TokenTable.metadata`."""
+    """As in `TokenTable.metadata`."""
 
     def path(self, rollout_id: int, rank: int) -> Path:
         """Returns the file of a rollout and a rank."""
@@ -136,14 +133,7 @@ def table_of(step: StepDump, settings: DumpSettings) -> TokenTable:
     record = TokenRecord.unstack(step.record_N)
     records = map(TokenRecord.unstack, step.record_N.split(lengths))
     parts = [_parts(*values, step.step) for values in zip(step.samples, records, step.advantages, strict=True)]
-    metadata = {
-        "source": "slime_tis",
-        **settings.metadata,
-        "old_policy": settings.old_policy,
-        "flags": _changed(settings.correction),
-        "policy": _changed(settings.policy),
-    }
-    table = TokenTable.from_parts(parts, metadata)
+    table = TokenTable.from_parts(parts, dict(settings.metadata))
     turns = turns_of(torch.from_numpy(table.loss_mask), lengths) - 1
     table = replace(table, turn=turns.numpy().astype(np.int32))
     accepted = record.accepted_L.numpy() > 0
@@ -187,7 +177,7 @@ def _experts(sample: Sample) -> Column | None:
     return rows if len(rows) == sample.response_length else None
 
 
-def _changed(config: RolloutCorrectionConfig | PolicyConfig) -> dict[str, Any]:
+def changed_fields(config: RolloutCorrectionConfig | PolicyConfig) -> dict[str, Any]:
     """Returns the options with other values than the defaults."""
     values = {field.name: (getattr(config, field.name), field.default) for field in fields(config)}
     return {name: value for name, (value, default) in values.items() if value != default}

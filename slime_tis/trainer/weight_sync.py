@@ -13,8 +13,7 @@ An engine that misses an update has Δr = 0, also if rounding and kernels cause 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 
 import torch
@@ -95,11 +94,7 @@ class Comparison:
     """⟨Δr, Δn⟩ / ⟨Δn, Δn⟩; NaN also if nothing moved."""
 
     def is_missed(self, share: float = 1.0) -> bool:
-        """Returns whether the rollout engine's log-probs stayed constant while training's moved.
-
-        Args:
-            share: Share of the weight update that survived rounding.
-        """
+        """Returns whether only training's log-probs moved, if this share of the update survived rounding."""
         return self.movement_received < MIN_MOVEMENT * share * self.movement
 
 
@@ -114,7 +109,6 @@ class PolicyWeights:
     learner: Learner
     config: RolloutConfig
     megatron: MegatronConfig
-    timer: Callable[[str], AbstractContextManager[None]]
     sampler: RolloutEngine = field(init=False)
     updates: WeightUpdates = field(init=False)
     """Rounds and measures each update; part of a checkpoint."""
@@ -148,7 +142,7 @@ class PolicyWeights:
         Raises:
             ValueError: --check-weight-sync finds a difference between the two engines.
         """
-        with self.timer("update_weights"):
+        with self.learner.engine.timer("update_weights"):
             self.sampler.update_weights(self.tensors, self.version())
             metrics = self.updates.metrics()
         if self.check is not None:
@@ -265,8 +259,8 @@ def compare(
         parallel: The ranks that share the probe.
         received_L: r of this rank's tokens.
         trained_L: n.
-        earlier_L: r of the same copy at the previous check; None if there was none.
-        trained_earlier_L: n at the previous check; None if there was none.
+        earlier_L: r of the same copy at the previous check, if any.
+        trained_earlier_L: n at the previous check, if any.
     """
     values = {"gap": math.nan}
     if parallel.is_last_stage:
