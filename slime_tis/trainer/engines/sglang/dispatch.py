@@ -17,19 +17,14 @@ SERVER_REFUSALS = (401, 403, 404, 405)
 
 @dataclass
 class Attempts:
-    """Failures of one request."""
+    """Consecutive failures of one request, and the server of the last one."""
 
     failures: int = 0
-    """Consecutive failures."""
     failed_on: ServerState | None = None
-    """The server of the last failure."""
 
 
 class Dispatcher:
-    """Assigns servers to requests in order of arrival. It belongs to one asyncio loop.
-
-    With a router, requests go to the router; health checks and weights go to each server.
-    """
+    """Assigns servers to requests in order of arrival; with a router, requests go to the router."""
 
     def __init__(self, health: HealthMonitor, *, concurrency: int = 64, max_retries: int = 5) -> None:
         """Assigns nothing yet; `concurrency` limits requests per server, `max_retries` retries of a request."""
@@ -41,14 +36,10 @@ class Dispatcher:
 
     @asynccontextmanager
     async def server(self, attempts: Attempts) -> AsyncIterator[ServerState]:
-        """The least busy server, for one request; after a failure another one, where there is one.
+        """The least busy server, for one request; after a failure another one if possible.
 
-        A failure of the server within the block is recorded in `attempts` and ends the block silently, after
-        a wait: the caller retries.
-
-        Raises:
-            RolloutUnavailable: The request failed too often, or no server is left.
-            RequestRefused: The server refuses the request.
+        A failure of the server within the block is recorded in `attempts` and ends the block silently, after a wait:
+        the caller retries. Raises RolloutUnavailable if the request failed too often, or no server is left.
         """
         state = await self._acquire(attempts.failed_on)
         try:
@@ -61,23 +52,20 @@ class Dispatcher:
         except SGLangError as error:
             if isinstance(error, RequestRefused) and error.status not in SERVER_REFUSALS:
                 raise
-            await self._note_failure(state, attempts, error)
+            self._health.note_failure(state, error)
+            attempts.failures, attempts.failed_on = attempts.failures + 1, state
+            if attempts.failures > self._max_retries:
+                raise RolloutUnavailable(
+                    f"a request failed {attempts.failures} times; the last failure: {error} Read the servers' logs, "
+                    "and resume with --load."
+                ) from None
+            self.retries += 1
+            timeouts = self._health.timeouts
+            longest = min(timeouts.first_retry * 2 ** (attempts.failures - 1), timeouts.max_retry)
+            await asyncio.sleep(longest * random.uniform(0.5, 1.0))
         else:
             state.answered = True
             attempts.failures, attempts.failed_on = 0, None
-
-    async def _note_failure(self, state: ServerState, attempts: Attempts, error: SGLangError) -> None:
-        self._health.note_failure(state, error)
-        attempts.failures, attempts.failed_on = attempts.failures + 1, state
-        if attempts.failures > self._max_retries:
-            times = f"{attempts.failures} time{'s' * (attempts.failures > 1)}"
-            raise RolloutUnavailable(
-                f"a request failed {times}; the last failure: {error} Read the servers' logs, and resume with --load."
-            ) from None
-        self.retries += 1
-        timeouts = self._health.timeouts
-        longest = min(timeouts.first_retry * 2 ** (attempts.failures - 1), timeouts.max_retry)
-        await asyncio.sleep(longest * random.uniform(0.5, 1.0))
 
     async def _acquire(self, avoid: ServerState | None) -> ServerState:
         """Waits for a server with room for one more request."""

@@ -7,14 +7,13 @@ ranks of a torch.distributed job, which return or raise rank 0's outcome.
 from __future__ import annotations
 
 import hashlib
-import logging
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import httpx
 
@@ -36,20 +35,15 @@ from slime_tis.trainer.engines.weight_rounding import Precision
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-logger = logging.getLogger(__name__)
-
 Groups = list[list[Sample]]
+Result = TypeVar("Result")
 
 SAFE_POINT_INTERVAL = 1.0
 """Seconds between two safe points while a rollout is awaited."""
 
 
 class SGLangEngine:
-    """Samples with SGLang servers; see `engine.RolloutEngine`.
-
-    Servers draw their own random numbers: an equal run gets other samples, unless servers are started with
-    --enable-deterministic-inference; then each response has its own seed.
-    """
+    """Samples with SGLang servers; see `engine.RolloutEngine`."""
 
     can_checkpoint_weights = False
 
@@ -87,9 +81,7 @@ class SGLangEngine:
             launched = None
             if config.sglang_launch is not None:
                 directory = config.sglang_log_dir or self._host.output_dir
-                launched = LaunchedServers(
-                    config, self._host.hf_checkpoint, directory, records_experts=settings.records_experts
-                )
+                launched = LaunchedServers(settings.launch_config, self._host.hf_checkpoint, directory)
                 stack.callback(launched.stop)
                 launched.start()
             self._loop = stack.enter_context(LoopThread("sglang"))
@@ -110,10 +102,7 @@ class SGLangEngine:
     def submit(
         self, prompts: Sequence[Prompt], sampling: Sampling, seed: int = 0, *, num_groups: int | None = None
     ) -> SGLangRollout:
-        """Starts sampling; see `engine.RolloutEngine`.
-
-        With `num_groups` the rollout is the first groups to complete. The next call with `num_groups` resumes the
-        others before its own prompts. Only servers that take seeds use `seed`.
+        """Starts sampling; see `engine.RolloutEngine`. Only servers that take seeds use `seed`.
 
         Raises:
             ValueError: A prompt leaves no room for a response or has unknown tokens, or fewer than `num_groups` groups
@@ -154,11 +143,7 @@ class SGLangEngine:
         concurrency: int,
         num_groups: int | None = None,
     ) -> SGLangRollout:
-        """Starts calling the function on rank 0, in the loop of the servers' requests; see `engine.RolloutEngine`.
-
-        Raises:
-            ValueError: Fewer than `num_groups` groups are in flight.
-        """
+        """Starts calling the function on rank 0, in the loop of the servers' requests; see `engine.RolloutEngine`."""
         calls = resumed_groups(self._to_resume(num_groups), prompts, sampling.n_samples, seed)
         return self._start(calls, lambda _: function, sampling, num_groups, concurrency)
 
@@ -167,29 +152,21 @@ class SGLangEngine:
         return self.submit(prompts, sampling, seed).result()
 
     def update_weights(self, source: WeightSource, version: int) -> None:
-        """Sends new weights to the servers; requests in flight pause, then continue with the new weights.
-
-        A server that fails is marked down, and gets the weights when it comes back.
-        """
+        """Sends new weights to the servers; a server that fails is marked down, and gets them when it comes back."""
         self._rank_zero.run(lambda weights: self._loop.run(self._servers.update_weights(weights, version)), source)
         self.weight_version = version
 
     def prompt_log_probs(self, token_ids: Sequence[int]) -> dict[str, list[float]]:
         """Log-probs at temperature 1 of all tokens but the first, by server URL."""
-        return self._rank_zero.run(
-            lambda _: self._loop.run(self._servers.prompt_log_probs(token_ids)), self._host.weights
-        )
+        return self._run(lambda: self._servers.prompt_log_probs(token_ids))
 
     def weight_precision(self, name: str) -> Precision | None:
         """The precision of all servers; None if it is unknown, and on other ranks."""
         return self.precision if self._rank_zero.is_self else None
 
     def wrong_weights(self, sent: Mapping[str, SentRows]) -> dict[str, list[str]]:
-        """Tensors that the update changed but whose checksum on a server stayed the same.
-
-        By the URL of each server that returned checksums for both updates; SGLang does since 0.5.23.
-        """
-        return self._rank_zero.run(lambda _: self._loop.run(self._servers.wrong_weights(sent)), self._host.weights)
+        """Tensors whose checksum stayed the same, by the URL of each server that returned checksums twice."""
+        return self._run(lambda: self._servers.wrong_weights(sent))
 
     @property
     def http_address(self) -> tuple[str, int] | None:
@@ -242,6 +219,10 @@ class SGLangEngine:
         self._unfinished = unfinished if is_partial else self._unfinished
         return groups
 
+    def _run(self, work: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
+        """Runs work in the loop of rank 0; a collective."""
+        return self._rank_zero.run(lambda _: self._loop.run(work()), self._host.weights)
+
     def _to_resume(self, num_groups: int | None) -> Groups:
         if num_groups is not None and self._partial_in_flight:
             raise ValueError("a partial rollout is in flight already; wait for its result first.")
@@ -290,11 +271,7 @@ class SGLangEngine:
         return rollout
 
     def _wait(self, future: Future[None], weights: WeightSource) -> None:
-        """Waits for a rollout, and sends weights to servers that come back without them.
-
-        Raises:
-            RolloutUnavailable: No server is left, or a server refuses a request.
-        """
+        """Waits for a rollout, and sends weights to servers that come back without them."""
         while not future.done():
             self._servers.changed.wait(SAFE_POINT_INTERVAL)
             self._servers.changed.clear()

@@ -1,12 +1,12 @@
 """SGLang servers that a run starts on this machine, watches, restarts and stops."""
 
+import argparse
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from itertools import zip_longest
 from pathlib import Path
 
 import httpx
@@ -33,9 +33,7 @@ TORCHRUN_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTE
 class LaunchedServers:
     """The servers of a run, each with a process group, port and log file."""
 
-    def __init__(
-        self, config: SGLangConfig, hf_checkpoint: str | Path, log_dir: str | Path, *, records_experts: bool = False
-    ) -> None:
+    def __init__(self, config: SGLangConfig, hf_checkpoint: str | Path, log_dir: str | Path) -> None:
         """Starts nothing yet; raises ValueError if too few ports are free."""
         self.restarts = 0
         self._startup_timeout = config.sglang_startup_timeout
@@ -45,7 +43,7 @@ class LaunchedServers:
         self.servers = []
         for index, port in enumerate(free_ports(config.sglang_base_port, config.sglang_launch or 0)):
             log = directory / f"sglang_{index}.log"
-            command = server_command(config, hf_checkpoint, index, port, log, records_experts=records_experts)
+            command = server_command(config, hf_checkpoint, index, port, log)
             self.servers.append(LaunchedServer(port, command, environment, log))
 
     @property
@@ -56,8 +54,7 @@ class LaunchedServers:
     def start(self) -> tuple[str, ...]:
         """Starts all servers and waits until they answer; returns their URLs.
 
-        Raises:
-            RolloutUnavailable: A server ended or did not answer in time; all are stopped.
+        If a server ends or does not answer in time, all are stopped: RolloutUnavailable.
         """
         try:
             for server in self.servers:
@@ -126,11 +123,7 @@ class LaunchedServer:
         self._environment, self._log, self._log_start = environment, log, 0
 
     def start(self) -> None:
-        """Starts it.
-
-        Raises:
-            RolloutUnavailable: The program does not run.
-        """
+        """Starts it; raises RolloutUnavailable if the program does not run."""
         self.started, self.restart_at = time.monotonic(), None
         self._log_start = self._log.stat().st_size if self._log.exists() else 0
         try:
@@ -188,11 +181,7 @@ class LaunchedServer:
         return f"{ended} and is restarted ({self.failures} of {MAX_RESTARTS}); {self.quoted_log()}"
 
     def is_up(self, client: httpx.Client) -> bool:
-        """Whether the server answers that it is healthy.
-
-        Raises:
-            RolloutUnavailable: Another program answers at this address.
-        """
+        """Whether the server answers that it is healthy; raises RolloutUnavailable if another program answers."""
         try:
             with client.stream("GET", f"{self.url}/health") as response:  # the body is not read
                 if response.status_code != 200:
@@ -246,18 +235,9 @@ def free_ports(first: int, count: int) -> list[int]:
     return ports
 
 
-def server_command(
-    config: SGLangConfig,
-    hf_checkpoint: str | Path,
-    index: int,
-    port: int,
-    log: Path,
-    *,
-    records_experts: bool = False,
-) -> list[str]:
+def server_command(config: SGLangConfig, hf_checkpoint: str | Path, index: int, port: int, log: Path) -> list[str]:
     """The command line of the `index`-th server; it contains the variables of keys, not the keys."""
     flags = ["--model-path", str(hf_checkpoint), "--host", HOST, "--port", str(port), *_passed_flags(config, index)]
-    flags += ["--enable-return-routed-experts"] * records_experts
     keys = ["--admin-api-key-env", config.sglang_admin_api_key_env, "--api-key-env", config.sglang_api_key_env]
     return [config.sglang_python or sys.executable, supervise.__file__, str(log), *flags, *keys]
 
@@ -282,25 +262,16 @@ def server_environment(config: SGLangConfig) -> dict[str, str]:
 def _passed_flags(config: SGLangConfig, index: int) -> list[str]:
     """The passed flags; each server on GPUs begins after the previous server's last GPU."""
     flags = list(config.sglang_server_args or ())
-    if index == 0 or _value(flags, "--device") == "cpu":
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--device")
+    parser.add_argument("--tp-size", "--tp", "--tensor-parallel-size", type=int, default=1)
+    parser.add_argument("--pp-size", "--pp", "--pipeline-parallel-size", type=int, default=1)
+    parser.add_argument("--base-gpu-id", type=int, default=0)
+    try:
+        options, _ = parser.parse_known_args(flags)
+    except argparse.ArgumentError as error:
+        raise ValueError(f"the flags of launched servers cannot be read: {error}.") from None
+    if index == 0 or options.device == "cpu":
         return flags
-    size = _number(flags, 1, "--tp-size", "--tp", "--tensor-parallel-size")
-    size *= _number(flags, 1, "--pp-size", "--pp", "--pipeline-parallel-size")
-    first = _number(flags, 0, "--base-gpu-id")
-    return [*flags, "--base-gpu-id", str(first + index * size)]  # the server takes the last of two flags
-
-
-def _number(flags: list[str], default: int, *names: str) -> int:
-    value = _value(flags, *names)
-    if value is not None and not value.isdecimal():
-        raise ValueError(f"--sglang-{names[0][2:]} is {value!r} but must be a whole number.")
-    return default if value is None else int(value)
-
-
-def _value(flags: list[str], *names: str) -> str | None:
-    """The value of a flag, in either spelling."""
-    for flag, following in zip_longest(flags, flags[1:]):
-        name, equals, value = flag.partition("=")
-        if name in names:
-            return value if equals else following
-    return None
+    gpu = options.base_gpu_id + index * options.tp_size * options.pp_size
+    return [*flags, "--base-gpu-id", str(gpu)]  # the server takes the last of two flags

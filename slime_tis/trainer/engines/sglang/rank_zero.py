@@ -32,15 +32,9 @@ class RankZero:
         """Whether this process is rank 0."""
 
     def run(self, work: Callable[[WeightSource], Result], source: WeightSource) -> Result:
-        """Runs work on rank 0 and returns its result on all ranks.
+        """Runs work on rank 0 and returns its result, or raises its error, on all ranks.
 
-        Args:
-            work: Called on rank 0 with a source of weights, which it may iterate any number of times.
-            source: Weights of this rank, a collective: when rank 0 iterates its source, so do the other ranks.
-
-        Raises:
-            Exception: The error of the work; on other ranks RolloutUnavailable, Interrupted, ValueError, or
-                OtherRankFailed for any other error.
+        The work is called with a source of weights; when it iterates the source, the other ranks iterate theirs.
         """
 
         def shared_source() -> Iterable[tuple[str, Tensor]]:
@@ -48,8 +42,7 @@ class RankZero:
             return source()
 
         if not self.is_self:
-            followed: Result = self._follow(source)
-            return followed
+            return self._follow(source)  # type: ignore[no-any-return]
         try:
             result = work(shared_source)
         except Exception as error:

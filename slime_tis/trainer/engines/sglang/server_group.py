@@ -8,7 +8,7 @@ import pkgutil
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +37,12 @@ from slime_tis.trainer.options.sglang import WEIGHT_TRANSPORTS, SGLangConfig
 
 logger = logging.getLogger(__name__)
 
-PRECISIONS: dict[str, Precision] = {
-    **dict.fromkeys(("half", "float16"), "fp16"),
+PRECISIONS: dict[object, Precision] = {
+    "half": "fp16",
+    "float16": "fp16",
     "bfloat16": "bf16",
-    **dict.fromkeys(("float", "float32"), "fp32"),
+    "float": "fp32",
+    "float32": "fp32",
 }
 """Precisions by SGLang's names of dtypes."""
 RESTART_INTERVAL = 1.0
@@ -67,6 +69,12 @@ class SGLangSettings:
     def records_experts(self) -> bool:
         """Whether servers return the experts of each token."""
         return self.sampling is not None and self.sampling.return_routed_experts
+
+    @property
+    def launch_config(self) -> SGLangConfig:
+        """The config with the flags that servers need."""
+        flags = ("--enable-return-routed-experts",) * self.records_experts
+        return replace(self.config, sglang_server_args=(*(self.config.sglang_server_args or ()), *flags) or None)
 
 
 class ServerGroup:
@@ -156,8 +164,7 @@ class ServerGroup:
     def sampling_mask_tokens(self) -> int | None:
         """The largest sampling mask that all servers report; None if the run samples without masks.
 
-        Raises:
-            ValueError: A server reports none, or fewer tokens than top-k keeps, and the bias is not allowed.
+        Raises ValueError if a server reports none, or fewer tokens than top-k keeps, and the bias is not allowed.
         """
         sampling = self._settings.sampling
         if sampling is None or not sampling.return_sampling_mask:
@@ -184,8 +191,7 @@ class ServerGroup:
     def precision(self, model: Mapping[str, Any]) -> Precision | None:
         """The precision of all servers' weights with this config.json; None if it is unknown, differs or is quantized.
 
-        Raises:
-            ValueError: Weights are to be rounded, and the precision is float32 or unknown.
+        Raises ValueError if weights are to be rounded, and the precision is float32 or unknown.
         """
         dtypes = {None if state.info.quantization is not None else state.info.dtype for state in self._seen}
         precision = server_precision(dtypes.pop(), model) if len(dtypes) == 1 else None
@@ -212,11 +218,7 @@ class ServerGroup:
                 await self._push(servers, source, version)
 
     async def prompt_log_probs(self, token_ids: Sequence[int]) -> dict[str, list[float]]:
-        """Log-probs of all tokens but the first, by the URL of each available server.
-
-        Raises:
-            RolloutUnavailable: A server's answer is unusable.
-        """
+        """Log-probs of all tokens but the first, by the URL of each available server."""
 
         async def ask(server: Server) -> list[float] | None:
             try:
@@ -306,11 +308,7 @@ class ServerGroup:
 
 
 def expert_layout(hf_checkpoint: str | Path) -> ExpertLayout:
-    """The layout of routed experts in answers.
-
-    Raises:
-        ValueError: The model has no experts.
-    """
+    """The layout of routed experts in answers; raises ValueError if the model has no experts."""
     hf = load_config(hf_checkpoint)
     moe = moe_sizes(hf)
     if moe is None:
@@ -326,4 +324,4 @@ def server_precision(dtype: str | None, model: Mapping[str, Any]) -> Precision |
     if dtype == "auto":
         checkpoint_dtype = model.get("dtype") or model.get("torch_dtype") or "float32"
         dtype = "float16" if checkpoint_dtype == "float32" else checkpoint_dtype
-    return PRECISIONS.get(dtype) if isinstance(dtype, str) else None
+    return PRECISIONS.get(dtype)

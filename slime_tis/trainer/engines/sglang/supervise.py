@@ -48,19 +48,16 @@ def main(log: str, flags: list[str]) -> int:
 def with_secrets(flags: list[str], environ: Mapping[str, str]) -> tuple[list[str], list[str]]:
     """Returns the flags with the values of their variables at the end, and these values; omits unset variables."""
     plain: list[str] = []
-    named: list[str] = []
-    secrets: list[str] = []
+    named: dict[str, str] = {}
     words = iter(flags)
     for word in words:
         name, equals, variable = word.partition("=")
-        if not (name.startswith("--") and name.endswith(VARIABLE)):
+        if name.startswith("--") and name.endswith(VARIABLE):
+            named[name.removesuffix(VARIABLE)] = environ.get(variable if equals else next(words, ""), "")
+        else:
             plain.append(word)
-            continue
-        value = environ.get(variable if equals else next(words, ""), "")
-        if value:
-            named.append(f"{name.removesuffix(VARIABLE)}={value}")
-            secrets.append(value)
-    return [*plain, *named], secrets
+    named = {name: value for name, value in named.items() if value}
+    return [*plain, *(f"{name}={value}" for name, value in named.items())], list(named.values())
 
 
 def become_server(flags: list[str], output: int) -> None:
@@ -87,16 +84,13 @@ class Redacted:
     def write(self, text: bytes) -> None:
         """Writes complete lines, and holds the rest back."""
         self._held += text
-        cut = self._held.rfind(b"\n") + 1
-        if not cut and len(self._held) > LONGEST_LINE:
-            cut = len(self._held) - LONGEST_LINE // 2
+        cut = self._held.rfind(b"\n") + 1 or max(0, len(self._held) - LONGEST_LINE)
         self._put(self._held[:cut])
         self._held = self._held[cut:]
 
     def finish(self) -> None:
         """Writes the rest."""
         self._put(self._held)
-        self._held = b""
 
     def _put(self, text: bytes) -> None:
         for secret in self._secrets:

@@ -42,13 +42,10 @@ def server_name(name: str) -> str:
 
 
 def is_stale(now: Sequence[str], before: Sequence[str], *, on_every_rank: bool) -> bool:
-    """Whether a tensor that an update changed kept its checksums.
+    """Whether a tensor that an update changed kept its checksums; `now` is empty if the server has no such tensor.
 
-    Args:
-        now: Checksums by rank; empty if the server has no such tensor.
-        before: Checksums after the previous update.
-        on_every_rank: Whether the shard of each of up to `BLOCKS` / 2 ranks must have changed. Vocabularies are
-            padded, so the last rank may hold only padding.
+    `on_every_rank` says whether the shard of each of up to `BLOCKS` / 2 ranks must have changed. Vocabularies are
+    padded, so their last rank may hold only padding.
     """
     same = [current == earlier for current, earlier in zip(now, before, strict=False)]
     if not same or len(now) != len(before):

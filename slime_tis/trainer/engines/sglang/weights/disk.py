@@ -43,16 +43,8 @@ class DiskSync:
     ) -> None:
         """Locks the directory, and removes the weights of earlier runs.
 
-        Args:
-            directory: Directory of this run only, created if missing. None creates a temporary one, and removes
-                temporary directories of killed runs.
-            hf_checkpoint: Source of configuration and tokenizer.
-            device: Device of the weights.
-            bucket_bytes: Size of a file, unless a single tensor is larger.
-            timeout: Longest wait for a server to read the weights, in seconds.
-
-        Raises:
-            ValueError: Another run uses the directory, or it is not writable.
+        A `directory` of None creates a temporary one, and removes temporary directories of killed runs. Raises
+        ValueError if another run uses the directory, or it is not writable.
         """
         self._temporary = directory is None
         if directory is None:
@@ -68,11 +60,7 @@ class DiskSync:
 
     @classmethod
     def build(cls, config: SGLangConfig, host: EngineHost, urls: Sequence[str]) -> DiskSync:
-        """See WeightSync.
-
-        Raises:
-            ValueError: A server on another machine cannot see the directory, or the directory is unusable.
-        """
+        """See WeightSync."""
         remote = [url for url in urls if not is_loopback(url)]
         if config.sglang_weight_dir is None and remote:
             raise ValueError(
@@ -123,12 +111,8 @@ class DiskSync:
     async def _load(self, server: Server) -> None:
         assert self._current is not None
         path, version = self._current
-        body: dict[str, object] = {
-            "model_path": str(path),
-            "weight_version": str(version),
-            "load_format": "auto",  # the initial format may be dummy
-            "flush_cache": False,  # the pause emptied it
-        }
+        # The initial load format may be dummy; the pause emptied the cache.
+        body = {"model_path": str(path), "weight_version": str(version), "load_format": "auto", "flush_cache": False}
         await pause(server)
         await server.post("/update_weights_from_disk", body, timeout=self._timeout)
         await resume(server, version)
@@ -139,15 +123,7 @@ def write_checkpoint(
 ) -> Path:
     """Writes a checkpoint into a new subdirectory, which gets its final name when complete.
 
-    Args:
-        directory: Parent directory.
-        weights: Whole tensors under their Hugging Face names; consumed lazily.
-        version: Part of the name.
-        hf_checkpoint: Source of the other files.
-        shard_bytes: Size of a file, unless a single tensor is larger.
-
-    Raises:
-        RolloutUnavailable: Writing failed, for example on a full disk; earlier weights stay unchanged.
+    Raises RolloutUnavailable if writing fails, for example on a full disk; earlier weights stay unchanged.
     """
     name = f"{version:08d}_{secrets.token_hex(4)}"
     unfinished, finished = directory / f"{UNFINISHED}{name}", directory / f"{FINISHED}{name}"

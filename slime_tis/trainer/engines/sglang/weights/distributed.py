@@ -7,9 +7,10 @@ import ipaddress
 import secrets
 import socket
 from collections.abc import Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
@@ -47,7 +48,7 @@ class DistributedSync:
             device: Sending device; tensors are moved to it one bucket at a time.
             bucket_bytes: Size of a bucket.
             timeout: Longest wait for a server to join a group or take one bucket, in seconds.
-            address: Name or IP address at which servers reach this process; None finds it for each server.
+            address: Address at which servers reach this process; None finds it for each server.
         """
         self._device, self._bucket_bytes = torch.device(device), bucket_bytes
         self._timeout, self._address = timeout, address
@@ -148,38 +149,16 @@ class DistributedSync:
             await try_post(server, "/destroy_weights_update_group", {"group_name": group.name})
 
 
-class Backend(Protocol):
-    """Methods of ProcessGroupGloo and ProcessGroupNCCL that torch's types lack."""
-
-    def broadcast(self, tensor: Tensor, root: int) -> dist.Work:
-        """Starts sending a tensor from the root to all ranks."""
-
-    def abort(self) -> None:
-        """Ends all transfers."""
-
-
 class UpdateGroup:
-    """Broadcasts tensors from this process, rank 0, to the ranks of one server.
+    """Broadcasts tensors from this process, rank 0, to the ranks of one server, apart from the default group.
 
-    A server joins by `torch.distributed`'s own rendezvous: a TCP store in this process, in which all keys of a
-    group begin with its name. Nothing of the default group is used or changed, so that a trainer in a job of its own
-    can have groups with servers too.
-
-    Each server has its own group: in one for all, a member that dies in a broadcast leaves the others waiting for their
-    own timeout, half an hour with SGLang.
-
-    Anyone who reaches the store's port can join, so it is open on the loopback alone where the server is there.
+    Each server has a separate group: in a common group, a member that dies in a broadcast leaves the others waiting for
+    their own timeout, half an hour with SGLang. Anyone who reaches the store's port can join, so the port is open on
+    the loopback only if the server is on this machine.
     """
 
     def __init__(self, address: str, *, server_ranks: int, device: torch.device, timeout: float) -> None:
-        """Opens the store; `join` makes the group once the server has the `request`.
-
-        Args:
-            address: Name or IP address at which the server reaches this process.
-            server_ranks: Number of the server's processes.
-            device: Of the tensors; NCCL is used on a GPU and gloo elsewhere.
-            timeout: Of the rendezvous and of each broadcast, in seconds.
-        """
+        """Opens the store at an address that the server reaches; `join` makes the group."""
         self.name = f"slime_tis_{secrets.token_hex(8)}"
         self.version: str | None = None
         self._address, self._device, self._size = address, device, server_ranks + 1
@@ -194,7 +173,7 @@ class UpdateGroup:
             timeout=self._timeout,
             master_listen_fd=listener.detach(),
         )
-        self._group: Backend | None = None
+        self._group: Any = None
 
     @property
     def request(self) -> dict[str, object]:
@@ -209,37 +188,33 @@ class UpdateGroup:
         }
 
     def join(self) -> None:
-        """Makes the group; blocks until all ranks have joined or `close` is called on another thread.
-
-        Raises:
-            RuntimeError: They did not join in time, or the store was closed.
-        """
+        """Makes the group; blocks until all ranks have joined or `close` is called on another thread (RuntimeError)."""
         client = dist.TCPStore(self._host, self._port, is_master=False, timeout=self._timeout)
         # Keys of the server: SGLang's init_custom_process_group adds the name before torch adds name and device.
         store = dist.PrefixStore(f"{self.name}/", dist.PrefixStore(self.name, client))
+        distributed: Any = dist  # torch's types lack the options of backends
         if self._device.type == "cuda":
-            self._group = _nccl(dist.PrefixStore("cuda/", store), self._size, self.name, self._timeout)
+            options = distributed.ProcessGroupNCCL.Options()
+            options._timeout, options.group_name = self._timeout, self.name
+            self._group = distributed.ProcessGroupNCCL(dist.PrefixStore("cuda/", store), 0, self._size, options)
         else:
-            self._group = _gloo(dist.PrefixStore("cpu/", store), self._size, self._own_address, self._timeout)
+            gloo, host = distributed.ProcessGroupGloo, self._own_address
+            options = gloo._Options()
+            options._timeout = self._timeout
+            options._devices = [gloo.create_device(hostname=host) if host else gloo.create_default_device()]
+            self._group = gloo(dist.PrefixStore("cpu/", store), 0, self._size, options)
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """Sends tensors in order; blocks until the server has them.
-
-        Raises:
-            RuntimeError: The server is gone, or the timeout passed.
-        """
-        group = self._group
-        assert group is not None
-        if self._device.type != "cuda":
-            for work in [group.broadcast(tensor, 0) for tensor in tensors]:
+        """Sends tensors in order; blocks until the server has them. Raises RuntimeError if it is gone or too slow."""
+        with ExitStack() as stack:
+            if self._device.type == "cuda":
+                stream = torch.cuda.Stream(self._device)  # a stream per call, so that no group waits for another
+                stream.wait_stream(torch.cuda.default_stream(self._device))
+                stack.enter_context(torch.cuda.device(self._device))
+                stack.enter_context(torch.cuda.stream(stream))
+                stack.callback(stream.synchronize)
+            for work in [self._group.broadcast(tensor, 0) for tensor in tensors]:
                 work.wait()
-            return
-        stream = torch.cuda.Stream(self._device)  # a stream per call, so that no group waits for another
-        stream.wait_stream(torch.cuda.default_stream(self._device))
-        with torch.cuda.device(self._device), torch.cuda.stream(stream):
-            for work in [group.broadcast(tensor, 0) for tensor in tensors]:
-                work.wait()
-            stream.synchronize()
 
     def close(self) -> None:
         """Leaves the group and shuts the store, which ends a `join` under way on either side."""
@@ -261,10 +236,9 @@ def local_address(url: str) -> str:
 
 
 def _listen(address: str) -> tuple[socket.socket, str, str | None]:
-    """An open port, on nothing but `address` where that is an IP address of this machine.
+    """Opens a port, on `address` only if that is an IP address of this machine.
 
-    Returns:
-        The socket, the host to reach it at from here, and the address it is bound to (None for all).
+    Returns the socket, its host as seen from here, and the address it is bound to (None for all).
     """
     host = "127.0.0.1" if address == "localhost" else address
     try:
@@ -273,21 +247,3 @@ def _listen(address: str) -> tuple[socket.socket, str, str | None]:
         return socket.create_server((host, 0), family=family), host, host
     except (ValueError, OSError):  # a name, or an address that is translated on the way here
         return socket.create_server(("", 0)), "127.0.0.1", None
-
-
-def _gloo(store: dist.PrefixStore, size: int, address: str | None, timeout: timedelta) -> Backend:
-    gloo: Any = dist.ProcessGroupGloo
-    options = gloo._Options()
-    options._timeout = timeout
-    options._devices = [gloo.create_device(hostname=address) if address else gloo.create_default_device()]
-    backend: Backend = gloo(store, 0, size, options)
-    return backend
-
-
-def _nccl(store: dist.PrefixStore, size: int, name: str, timeout: timedelta) -> Backend:
-    nccl: Any = dist.ProcessGroupNCCL
-    options = nccl.Options()
-    options._timeout = timeout
-    options.group_name = name
-    backend: Backend = nccl(store, 0, size, options)
-    return backend

@@ -15,11 +15,11 @@ Path of the weights from Megatron to a server:
 from __future__ import annotations
 
 import asyncio
-import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, TypeVar
 
 import torch
@@ -28,6 +28,7 @@ from torch import Tensor
 from slime_tis.errors import first_line
 from slime_tis.trainer.engines.engine import EngineHost, WeightSource
 from slime_tis.trainer.engines.sglang.client import RequestRefused, Server, ServerError, SGLangError
+from slime_tis.trainer.engines.tasks import THREADS
 from slime_tis.trainer.options.sglang import SGLangConfig
 
 Result = TypeVar("Result")
@@ -46,24 +47,17 @@ class WeightSync(Protocol):
         """Builds the transport from the options; raises ValueError if servers at these URLs cannot use it."""
 
     async def push(self, servers: Sequence[Server], source: WeightSource, version: int) -> dict[Server, str]:
-        """Sends new weights to the servers under the name `version`.
+        """Sends new weights under the name `version`; returns the servers that failed, and why.
 
-        Requests in flight pause and continue with the new weights. `source` is called once and iterated to its end on
-        one thread, even if all servers fail: it may contain collectives that other ranks take part in.
-
-        Returns:
-            Servers that failed, and why; their requests are aborted.
+        Requests in flight pause and continue with the new weights, or are aborted on a failed server. `source` is
+        called once and iterated to its end on one thread, even if all servers fail: it may contain collectives.
 
         Raises:
             Exception: From `source`; the servers are released, and their weights are unusable.
         """
 
     async def restore(self, server: Server) -> bool:
-        """Sends the weights of the last `push` to a server that came back; False if only a `source` has them.
-
-        Raises:
-            SGLangError: The server failed.
-        """
+        """Sends the weights of the last `push` to a server that came back; False if only a `source` has them."""
 
     async def close(self) -> None:
         """Frees the resources of both sides."""
@@ -74,28 +68,15 @@ class Bucket:
     """Some weights that travel together."""
 
     names: list[str]
-    """Hugging Face names."""
-
     tensors: list[Tensor]
-    """Whole tensors, contiguous, one per name."""
-
     last: bool
-    """Whether no bucket follows."""
 
 
 def buckets(source: WeightSource, max_bytes: int, place: Callable[[Tensor], Tensor]) -> Iterator[Bucket]:
     """Groups weights into buckets of at most `max_bytes`; a larger tensor gets its own bucket.
 
-    The source is called at the first bucket and consumed lazily, one tensor ahead. No reference to earlier buckets
-    remains.
-
-    Args:
-        source: Yields the weights.
-        max_bytes: Size of a bucket, in bytes.
-        place: Moves a tensor to the sending device, contiguous.
-
-    Raises:
-        ValueError: There are no weights.
+    The source is consumed lazily, one tensor ahead, and no reference to earlier buckets remains. `place` moves a
+    tensor to the sending device. Raises ValueError if there are no weights.
     """
     names: list[str] = []
     tensors: list[Tensor] = []
@@ -116,27 +97,14 @@ def buckets(source: WeightSource, max_bytes: int, place: Callable[[Tensor], Tens
 
 def weights_thread(device: torch.device) -> ThreadPoolExecutor:
     """The single thread that iterates weights, set to the device of this process."""
-
-    def use_device() -> None:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-
-    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights", initializer=use_device)
+    initializer = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights", initializer=initializer)
 
 
 async def on_all_servers(
     servers: Sequence[Server], step: Callable[[Server], Awaitable[None]], failed: dict[Server, str]
 ) -> list[Server]:
-    """Runs one step of an update on all servers concurrently.
-
-    Args:
-        servers: The servers.
-        step: The step of one server.
-        failed: Error message of each failed server; failures of this step are added.
-
-    Returns:
-        The servers that passed.
-    """
+    """Runs a step of an update on all servers, adds failures to `failed` and returns the servers that passed."""
     outcomes = await asyncio.gather(*(step(server) for server in servers), return_exceptions=True)
     passed = []
     for server, outcome in zip(servers, outcomes, strict=True):
@@ -152,24 +120,19 @@ async def on_all_servers(
 async def pause(server: Server) -> None:
     """Stops generation, sends running requests back to the queue, and drops keys and values of the old weights."""
     await server.post("/pause_generation", {"mode": "retract"}, timeout=CONTROL_TIMEOUT)
-    deadline = asyncio.get_running_loop().time() + CONTROL_TIMEOUT
-    wait = 0.05
+    deadline, wait = time.monotonic() + CONTROL_TIMEOUT, 0.05
     while True:
         try:
             return await server.post("/flush_cache", {}, timeout=CONTROL_TIMEOUT)
         except RequestRefused:  # a batch under way, or a copy to host memory
-            if asyncio.get_running_loop().time() > deadline:
+            if time.monotonic() > deadline:
                 raise
         await asyncio.sleep(wait)
         wait = min(2 * wait, 1.0)
 
 
 async def resume(server: Server, version: int) -> None:
-    """Resumes generation once the server reports the new version.
-
-    Raises:
-        ServerError: It reports another version.
-    """
+    """Resumes generation; raises ServerError unless the server reports the new version."""
     reported = await server.weight_version()
     if reported != str(version):
         raise ServerError(f"{server.url} took weights {version} but reports weights {reported!r}.")
@@ -177,10 +140,7 @@ async def resume(server: Server, version: int) -> None:
 
 
 async def release(server: Server, group_name: str | None = None) -> None:
-    """Ends a failed update on a server, if the server still answers, and resumes generation.
-
-    Its requests are aborted, so that no answer mixes weights.
-    """
+    """Ends a failed update on a server and aborts its requests, so that no answer mixes weights."""
     reachable = await try_post(server, "/end_weight_update", {})
     if reachable and group_name is not None:
         await try_post(server, "/destroy_weights_update_group", {"group_name": group_name})
@@ -217,27 +177,7 @@ async def exchange(request: Awaitable[None], local_side: asyncio.Future[None]) -
 
 def in_thread(function: Callable[[], Result]) -> asyncio.Future[Result]:
     """Runs a blocking function in a daemon thread: the program can exit if the function never returns."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Result] = loop.create_future()
-
-    def settle(outcome: Result | Exception) -> None:
-        if future.done():
-            return
-        if isinstance(outcome, Exception):
-            future.set_exception(outcome)
-        else:
-            future.set_result(outcome)
-
-    def run() -> None:
-        try:
-            outcome: Result | Exception = function()
-        except Exception as error:
-            outcome = error
-        with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(settle, outcome)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
+    return asyncio.wrap_future(THREADS.submit(function))
 
 
 async def try_post(server: Server, endpoint: str, body: dict[str, object]) -> bool:
