@@ -36,6 +36,7 @@ from benchmarks.provenance import commit, machine
 from benchmarks.shared_prompts import peak_mib
 from custom_tis import mis
 from slime_tis import RolloutCorrectionConfig, correct
+from slime_tis.hf_directory import ModelSizes
 from slime_tis.policy.config import PolicyConfig
 from slime_tis.policy.custom_tis import CustomTis
 from slime_tis.policy.policy_loss import LossInputs, LossStep, policy_loss
@@ -487,8 +488,8 @@ def episodes(size: Size, segments: bool) -> Callable[[], object]:
         custom_generate_function_path="benchmarks.growth.generate",
     )  # fmt: skip
     function = build_generate_function(
-        config, Namespace(reward_key=None), make_tokenizer(), vocab_size=size.vocabulary, context_len=None,
-        version=lambda: 0, address=("127.0.0.1", 0),
+        config, Namespace(reward_key=None), make_tokenizer(),
+        sizes=ModelSizes(vocab_size=size.vocabulary, context_len=None), version=lambda: 0, address=("127.0.0.1", 0),
     )  # fmt: skip
     assert function is not None
     bound = replace(function, function=play).bind(Sampling(max_response_len=64))

@@ -174,7 +174,7 @@ def test_log_probs_of_eight_turns_are_those_that_megatron_computes(task, tmp_pat
     ("name", "message"),
     [
         ("shifted", "log-probs and tokens are out of step (prompt"),
-        ("unmasked", "tokens to be trained on that differ from the sampled tokens"),
+        ("unmasked", "trained tokens that differ from the sampled tokens"),
     ],
     ids=["log-probs shifted by one", "observations that are trained on"],
 )
@@ -253,7 +253,7 @@ def test_a_function_in_slimes_pattern_runs_on_the_local_engine(task, tmp_path: P
 def test_failures_cost_their_samples_alone(task, tmp_path: Path, capsys) -> None:
     (row,) = run_here(agent(task, "unreliable"), tmp_path / "run")
     assert row["rollout/generate_failed"] == 0.5
-    assert (row["rollout/generate_failed/raised"], row["rollout/generate_failed/size"]) == (4.0, 4.0)
+    assert (row["rollout/generate_failed/raised"], row["rollout/generate_failed/response"]) == (4.0, 4.0)
     assert row["train/loss_denominator"] == 8.0 and row["train/train_rollout_logprob_abs_diff"] < 1e-5
     assert "8 of 16 samples could not be made and train nothing: " in capsys.readouterr().err
 

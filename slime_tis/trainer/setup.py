@@ -18,8 +18,8 @@ from slime_tis.errors import quoted_path
 from slime_tis.hf_directory import ModelSizes, load_config, model_sizes, moe_sizes, read_model_config
 from slime_tis.policy.custom_loss import ObjectiveFunctions
 from slime_tis.policy.proximal_policy import old_policy_name
-from slime_tis.trainer.agents.custom_generate import GenerateFunction, build_generate_function, load_generate_function
-from slime_tis.trainer.agents.rollout_function import build_rollout_function, load_rollout_function
+from slime_tis.trainer.agents.custom_generate import GenerateFunction, build_generate_function
+from slime_tis.trainer.agents.rollout_function import build_rollout_function
 from slime_tis.trainer.agents.slime_client import LOCAL_ADDRESS
 from slime_tis.trainer.checkpointer import Checkpointer, ResumePoint, find_resume_point, model_hash
 from slime_tis.trainer.cli.arguments import effective_config, options_in_force
@@ -49,7 +49,7 @@ from slime_tis.trainer.rollout.unfinished import Unfinished
 from slime_tis.trainer.samples import SampleSource
 from slime_tis.trainer.train_dump import DumpSettings, TrainDump, changed_fields
 from slime_tis.trainer.weight_sync import PolicyWeights
-from slime_tis.user_functions import load_custom_tis
+from slime_tis.user_functions import load_custom_tis, load_user_function
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -142,8 +142,7 @@ def set_up(arguments: Arguments, parallel: Parallel, interrupts: Interrupts, ope
         arguments.rollout,
         arguments.namespace,
         data.tokenizer,
-        vocab_size=data.sizes.vocab_size,
-        context_len=data.sizes.context_len,
+        sizes=data.sizes,
         version=lambda: sampler.weight_version,
         address=sampler.http_address or LOCAL_ADDRESS,
     )
@@ -188,10 +187,9 @@ def load_functions(process: Process) -> UserFunctions:
     custom_tis = None
     if arguments.custom_tis_function_path is not None:
         custom_tis = load_custom_tis(arguments.custom_tis_function_path, namespace)
-    if rollout.custom_generate_function_path is not None:
-        load_generate_function(rollout.custom_generate_function_path)
-    if rollout.rollout_function_path is not None:
-        load_rollout_function(rollout.rollout_function_path)
+    for option in ("custom_generate_function_path", "rollout_function_path", "data_source_path"):
+        if getattr(rollout, option) is not None:
+            load_user_function(option, getattr(rollout, option))
     return UserFunctions(
         custom_tis=custom_tis,
         objective=ObjectiveFunctions.load(arguments.policy, namespace),

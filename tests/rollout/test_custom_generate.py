@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_tis.errors import CustomFunctionError
+from slime_tis.hf_directory import ModelSizes
 from slime_tis.trainer.agents.custom_generate import build_generate_function, mark_failed_samples
 from slime_tis.trainer.agents.sampled_tokens import Sampled, provenance
 from slime_tis.trainer.data.sample import Prompt, Sample, Sampling, by_rollout
@@ -86,8 +87,7 @@ def call(tmp_path: Path, body: str, engine: Any = None, sample: Sample | None = 
         config,
         Namespace(reward_key=None),
         Letters(),  # type: ignore[arg-type]
-        vocab_size=28,
-        context_len=None,
+        sizes=ModelSizes(vocab_size=28, context_len=None),
         version=lambda: 5,
         address=("127.0.0.1", 0),
     )
@@ -143,7 +143,7 @@ def test_or_the_run_ends_with_a_message(tmp_path: Path) -> None:
     with pytest.raises(CustomFunctionError) as error:
         call(tmp_path, RETOKENIZED, retokenization="error")
     message = str(error.value).replace(str(tmp_path), "")
-    assert message.startswith("generate (/agent_0.py, line 4) gave 2 of 4 tokens")
+    assert message.startswith("generate (/agent_0.py, line 4) gave 2 of 4 trained tokens")
     assert "for prompt 3; the first is response token 0, 27 ('bc')" in message
 
 
@@ -167,70 +167,63 @@ def test_slimes_way_to_the_server_is_answered_by_the_same_engine_and_proved(tmp_
 
 
 BROKEN = {
-    # body, reason, what the message says
-    "raises": ("    raise KeyError('tool')", "raised", "generate (FILE, line 5) raised KeyError: 'tool'."),
-    "exits": ("    raise SystemExit(0)", "raised", "called sys.exit(0)"),
-    "cancels itself": ("    raise asyncio.CancelledError", "raised", "cancelled itself"),
-    "nothing": ("    pass", "returned", "generate (FILE, line 4) returned None; return a Sample or a list of them"),
-    "no samples": ("    return []", "returned", "returned []"),
-    "no response": ("    return sample", "tokens", "gave 3 tokens with a response_length of 0"),
-    "all response": ("    sample.response_length = 3\n    return sample", "tokens", "tokens are prompt and response"),
-    "a token beyond the vocabulary": (
-        "    return Sample(tokens=[1, 28], response_length=1)",
+    # body, reason, part of the message
+    "raises": ("raise KeyError('tool')", "raised", "generate (FILE, line 5) raised KeyError: 'tool'."),
+    "exits": ("raise SystemExit(0)", "raised", "called sys.exit(0)"),
+    "cancels itself": ("raise asyncio.CancelledError", "raised", "cancelled itself"),
+    "nothing": ("pass", "returned", "generate (FILE, line 4) returned None; return a Sample or a list of them"),
+    "no samples": ("return []", "returned", "returned []"),
+    "no response": ("return sample", "tokens", "a response_length of 0; give prompt and response"),
+    "all response": ("sample.response_length = 3\n    return sample", "tokens", "give prompt and response"),
+    "beyond the vocabulary": ("return Sample(tokens=[1, 28], response_length=1)", "tokens", "vocabulary ends at 27"),
+    "below the vocabulary": (
+        "return Sample(tokens=[1, -1], response_length=1)",
         "tokens",
-        "gave the token 28; the vocabulary ends at 27",
+        "greater than or equal to 0",
     ),
-    "tokens that are text": ("    return Sample(tokens=['a', 'b'], response_length=1)", "tokens", "both are whole"),
-    "beyond the context": ("    return Sample(tokens=[1] * 41, response_length=9)", "context", "more than the 40"),
+    "tokens that are text": ("return Sample(tokens=['a', 'b'], response_length=1)", "tokens", "valid integer"),
+    "beyond the context": ("return Sample(tokens=[1] * 41, response_length=9)", "context", "the context has 40"),
     "a short mask": (
-        "    return Sample(tokens=[1, 2, 3], response_length=2, loss_mask=[1])",
+        "return Sample(tokens=[1, 2, 3], response_length=2, loss_mask=[1])",
         "loss_mask",
-        "gave a loss_mask of 1 entries for a response_length of 2; give a 0 or 1 for each response token",
+        "gave a loss_mask of 1 entries for a response_length of 2",
     ),
-    "a mask of halves": ("    return Sample(tokens=[1, 2], response_length=1, loss_mask=[0.5])", "loss_mask", "0 or 1"),
+    "a mask of halves": ("return Sample(tokens=[1, 2], response_length=1, loss_mask=[0.5])", "loss_mask", "0 or 1"),
     "few log-probs": (
-        "    return Sample(tokens=[1, 2, 3], response_length=2, rollout_log_probs=[-1.0])",
-        "log_probs",
+        "return Sample(tokens=[1, 2, 3], response_length=2, rollout_log_probs=[-1.0])",
+        "rollout_log_probs",
         "gave 1 rollout_log_probs for a response_length of 2",
     ),
-    "a log-prob that is none": (
-        "    return Sample(tokens=[1, 2], response_length=1, rollout_log_probs=[float('nan')])",
-        "log_probs",
+    "a log-prob of NaN": (
+        "return Sample(tokens=[1, 2], response_length=1, rollout_log_probs=[float('nan')])",
+        "rollout_log_probs",
         "gave the log-prob nan for response token 0, which is trained on",
     ),
     "a probability as log-prob": (
-        "    return Sample(tokens=[1, 2], response_length=1, rollout_log_probs=[0.7])",
-        "log_probs",
+        "return Sample(tokens=[1, 2], response_length=1, rollout_log_probs=[0.7])",
+        "rollout_log_probs",
         "gave the log-prob 0.7",
     ),
     "log-probs shifted by one": (
         f"{TURN}    sample.rollout_log_probs = sample.rollout_log_probs[1:] + [-1.0]\n    return sample",
-        "log_probs",
-        "gave the log-prob -3.1250 for response token 0, which was sampled with -3.0000; log-probs and tokens are out",
+        "rollout_log_probs",
+        "gave the log-prob -3.1250 for response token 0, which was sampled with -3.0000",
     ),
-    "a megabyte of text": (
-        f"{TURN}    sample.response = 'x' * (1 << 21)\n    return sample",
-        "size",
-        "of 2097152 char",
-    ),
+    "a megabyte of text": (f"{TURN}    sample.response = 'x' * (1 << 21)\n    return sample", "response", "at most"),
     "a megabyte of metadata": (
         f"{TURN}    sample.metadata['x'] = 'x' * (1 << 21)\n    return sample",
-        "size",
-        "metada",
+        "metadata",
+        "more than 1048576 characters",
     ),
     "metadata in itself": (f"{TURN}    sample.metadata['x'] = sample.metadata\n    return sample", "metadata", "nests"),
-    "a reward of nan": (
-        f"{TURN}    sample.reward = float('nan')\n    return sample",
-        "returned",
-        "gave the reward nan",
-    ),
-    "an impossible status": (f"{TURN}    sample.status = 'done'\n    return sample", "returned", "cannot be read"),
+    "a reward of nan": (f"{TURN}    sample.reward = float('nan')\n    return sample", "reward", "gave the reward nan"),
+    "an impossible status": (f"{TURN}    sample.status = 'done'\n    return sample", "status", "gave 'done' in status"),
 }
 
 
 @pytest.mark.parametrize(("body", "reason", "message"), BROKEN.values(), ids=BROKEN)
 def test_a_broken_contract_costs_one_sample_and_is_named(body: str, reason: str, message: str, tmp_path: Path) -> None:
-    (sample,) = call(tmp_path, body)
+    (sample,) = call(tmp_path, f"    {body.strip()}")
     found = sample.metadata["generate_error"].replace(str(tmp_path / "agent_0.py"), "FILE")
     assert sample.failure == reason and message in found
     assert sample.tokens == [1, 2, 3, 3] and sample.loss_mask == [0] and sample.reward == 0.0
@@ -263,8 +256,7 @@ def test_a_function_that_cannot_be_called_so_is_refused_before_anything_is_built
             config,
             Namespace(),
             Letters(),  # type: ignore[arg-type]
-            vocab_size=28,
-            context_len=None,
+            sizes=ModelSizes(vocab_size=28, context_len=None),
             version=lambda: 0,
             address=("a", 1),
         )

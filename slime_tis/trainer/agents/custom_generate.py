@@ -1,10 +1,9 @@
-"""The generate user function: called for each rollout, held to its contract, and given up where it fails.
+"""The generate user function: called for each rollout; an invalid sample becomes a failed sample.
 
     async def generate(args, sample, sampling_params) -> Sample | list[Sample]
 
-Where the function has a parameter named `engine` it gets the engine of this sample (`generation.TokenEngine`), and
-where it has one named `evaluation` whether held-out prompts are answered. Functions written for slime post to the
-address in `args`; `slime_client` answers them with the same engine.
+A parameter named `engine` gets the engine of this sample (`generation.TokenEngine`), and `evaluation` whether
+held-out prompts are answered. `slime_client` answers requests of slime's functions with the same engine.
 """
 
 from __future__ import annotations
@@ -13,17 +12,18 @@ import asyncio
 import inspect
 import json
 import math
-import operator
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from slime_tis.errors import CustomFunctionError, quoted
 from slime_tis.policy.advantages import MAX_REWARD
-from slime_tis.trainer.agents.sampled_tokens import Provenance, RecordedEngine, copy_engine_records, provenance
-from slime_tis.trainer.agents.slime_client import SlimeEngine, current_engine
+from slime_tis.trainer.agents.sampled_tokens import Provenance, Sampled, copy_engine_records, provenance
+from slime_tis.trainer.agents.slime_client import RecordedEngine, current_engine
 from slime_tis.trainer.data.json_values import json_object
 from slime_tis.trainer.data.sample import STATUS, Sample, SampleStatus, Sampling, by_rollout
 from slime_tis.trainer.engines.engine import RolloutUnavailable
@@ -35,16 +35,17 @@ from slime_tis.user_functions import accepted, calling, describe, load_user_func
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from slime_tis.hf_directory import ModelSizes
     from slime_tis.trainer.options.rollout import RolloutConfig
 
-GRACE = 1.0
-"""Time that a function has to end once it is cancelled, in seconds."""
-LONGEST_TEXT = 1 << 20
-"""Characters of a response, of a prompt of the function's own, and of metadata as JSON."""
-LARGEST_LOG_PROB = 1e-3
-"""A probability of 1 may come out a little above it in half precision."""
+CANCEL_TIMEOUT = 1.0
+"""Seconds for a cancelled function to end."""
+MAX_TEXT = 1 << 20
+"""Characters of a response, of a user-defined prompt, and of metadata as JSON."""
+MAX_LOG_PROB = 1e-3
+"""In half precision the log-prob of a certain token can be slightly positive."""
 LOG_PROB_TOLERANCE = 1e-4
-"""Difference of a log-prob that a function returns to the one that the engine gave it, in nats."""
+"""Difference in nats between a function's log-prob and the engine's."""
 
 
 class NoSample(Exception):
@@ -56,16 +57,33 @@ class NoSample(Exception):
         """One word, by which such samples are counted."""
 
 
+class ReturnedSample(BaseModel):
+    """The types of the fields that a function sets."""
+
+    model_config = ConfigDict(from_attributes=True)
+
+    tokens: list[Annotated[int, Field(ge=0)]]
+    response_length: int
+    response: Annotated[str, Field(max_length=MAX_TEXT)]
+    loss_mask: list[Literal[0, 1]] | None
+    rollout_log_probs: list[float | None] | None
+    weight_versions: list[int | str]
+    status: SampleStatus
+    metadata: dict[Any, Any] | None
+    train_metadata: dict[Any, Any] | None
+    reward: float | dict[Any, Any] | None
+    non_generation_time: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class GenerateFunction:
-    """The user's function, and what its samples are held to."""
+    """The user's function, and limits of its samples."""
 
     function: Callable[..., Any]
     args: Namespace
     tokenizer: PreTrainedTokenizerBase
-    vocab_size: int | None
-    """Token ids of the model; None where that is not known."""
-    context_len: int | None
+    vocab_size: float
+    context_len: float
     """Longest prompt and response together, in tokens."""
     timeout: float
     """Longest time for one call, in seconds."""
@@ -75,54 +93,50 @@ class GenerateFunction:
     """Version of the engine's weights."""
 
     def bind(self, sampling: Sampling, *, evaluation: bool = False) -> RolloutFunction:
-        """What the engine calls for each sample.
+        """Returns the coroutine function that the engine calls for each sample.
 
         Args:
-            sampling: How responses are drawn, unless a request says otherwise.
+            sampling: The run's sampling, for requests without parameters.
             evaluation: Whether held-out prompts are answered.
         """
         params = slime_sampling_params(sampling)
 
         async def call(sample: Sample, engine: TokenEngine) -> list[Sample]:
-            recorded = RecordedEngine(engine, sample)
-            given = Sample(prompt=sample.row, tokens=list(sample.row.token_ids))
+            address = f"{self.args.sglang_router_ip}:{self.args.sglang_router_port}"
+            recorded = RecordedEngine(engine, sample, self.tokenizer, address)
+            fresh = Sample(prompt=sample.row, tokens=list(sample.row.token_ids))
             try:
                 returned = await self._call(sample, recorded, dict(params), evaluation)
-                return self.checked(returned, given, recorded)
+                return self.checked(returned, fresh, recorded.sampled)
             except NoSample as error:
                 if recorded.lost is not None:
                     raise recorded.lost from error
-                make_failed(given, error.reason, str(error), self.version())
-                return [given]
+                make_failed(fresh, error.reason, str(error), self.version())
+                return [fresh]
 
         return call
 
     async def _call(self, sample: Sample, engine: RecordedEngine, params: dict[str, Any], evaluation: bool) -> Any:
-        """What the function returns, within its time.
-
-        Raises:
-            NoSample: It raised, or ran out of time.
-        """
+        """Returns the function's value; raises NoSample if the function raises or runs out of time."""
         offered = {"engine": engine, "evaluation": evaluation}
         extra = {name: offered[name] for name in accepted(self.function, tuple(offered))}
-        address = f"{self.args.sglang_router_ip}:{self.args.sglang_router_port}"
 
         async def call() -> Any:
-            current_engine.set(SlimeEngine(engine, self.tokenizer, address))
+            current_engine.set(engine)
             with calling(self.function):
-                found = self.function(self.args, sample, params, **extra)
-                return await found if inspect.isawaitable(found) else found
+                returned = self.function(self.args, sample, params, **extra)
+                return await returned if inspect.isawaitable(returned) else returned
 
         task = asyncio.create_task(call())
         try:
             await asyncio.wait({task}, timeout=self.timeout)
-        finally:  # reached as well where the rollout is given up
+        finally:  # also if the rollout is cancelled
             if not task.done():
                 engine.is_closed = True
                 task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # nobody awaits it
                 task.cancel()
                 try:
-                    await asyncio.wait({task}, timeout=GRACE)
+                    await asyncio.wait({task}, timeout=CANCEL_TIMEOUT)
                 finally:
                     is_abandoned(task)
         if engine.is_closed:
@@ -130,179 +144,131 @@ class GenerateFunction:
         try:
             return task.result()
         except CustomFunctionError as error:
-            cause = error.__cause__
-            if isinstance(cause, RolloutUnavailable | Interrupted):
-                engine.lost = cause
+            if isinstance(error.__cause__, RolloutUnavailable | Interrupted):
+                engine.lost = error.__cause__
             raise NoSample("raised", str(error)) from error
         except asyncio.CancelledError:
             raise NoSample("raised", f"{describe(self.function)} cancelled itself.") from None
 
-    def checked(self, returned: Any, given: Sample, engine: RecordedEngine) -> list[Sample]:
-        """The samples of one call, each in the form that training takes.
+    def checked(self, returned: Any, fresh: Sample, requests: Sequence[Sampled]) -> list[Sample]:
+        """Returns the samples of one call in the form that training takes.
 
         Args:
-            returned: By the function.
-            given: What it was given.
-            engine: The requests sampled in the meantime.
+            returned: Return value of the function.
+            fresh: The prompt of the call.
+            requests: Requests that the engine answered meanwhile.
 
         Raises:
-            NoSample: The contract is broken, or the function was stopped with nothing to continue from.
+            NoSample: A sample is invalid, or the function was aborted before any response.
             CustomFunctionError: Tokens differ from the sampled tokens, and --retokenization is error.
         """
         samples = list(returned) if isinstance(returned, list | tuple) else [returned]
-        if not samples or not all(isinstance(sample, Sample) for sample in samples):
-            raise self._broken("returned", f"returned {quoted(returned)}; return a Sample or a list of them", given)
         try:
-            aborted = any(_status(sample, engine) is SampleStatus.ABORTED for sample in samples)
+            if not samples or not all(isinstance(sample, Sample) for sample in samples):
+                raise NoSample("returned", f"returned {quoted(returned)}; return a Sample or a list of them")
+            fields = [ReturnedSample.model_validate(sample) for sample in samples]
+            aborted = any(_status(sample.status, requests) is SampleStatus.ABORTED for sample in fields)
             if aborted and (len(samples) > 1 or not samples[0].response_length):
-                return [_without_response(given)]
-            return [self._checked(sample, given, engine) for sample in samples]
-        except (NoSample, CustomFunctionError):
+                # the function starts again
+                return [replace(fresh, status=SampleStatus.ABORTED, loss_mask=[], rollout_log_probs=[])]
+            return [self._checked(*pair, fresh, requests) for pair in zip(samples, fields, strict=True)]
+        except CustomFunctionError:
             raise
-        except (Exception, SystemExit) as error:  # of methods of the user's objects
-            message = f"gave a sample that cannot be read: {type(error).__name__}: {error}"
-            raise self._broken("returned", message, given) from error
+        except (Exception, SystemExit) as error:
+            reason, text = getattr(error, "reason", "returned"), str(error)
+            if isinstance(error, ValidationError):
+                (first, *_) = error.errors(include_url=False)
+                reason = str(first["loc"][0])
+                text = f"gave {quoted(first['input'])} in {reason}: {first['msg']}"
+            elif not isinstance(error, NoSample):
+                text = f"gave a sample that cannot be read: {type(error).__name__}: {error}"
+            raise NoSample(reason, f"{describe(self.function)} {text} (prompt {fresh.prompt_index}).") from error
 
-    def _checked(self, sample: Sample, given: Sample, engine: RecordedEngine) -> Sample:
-        tokens, length = self._tokens(sample, given)
-        mask = self._mask(sample, length, given)
-        log_probs = self._log_probs(sample, mask, given, are_known=bool(engine.sampled))
-        found = Sample(
-            prompt=_prompt(sample, given),
-            prompt_row=given.prompt_row,
+    def _checked(self, sample: Sample, fields: ReturnedSample, fresh: Sample, requests: Sequence[Sampled]) -> Sample:
+        tokens, length = fields.tokens, fields.response_length
+        mask = [1] * length if fields.loss_mask is None else [int(value) for value in fields.loss_mask]
+        log_probs = None
+        if fields.rollout_log_probs is not None:
+            log_probs = [math.nan if value is None else value for value in fields.rollout_log_probs]
+            log_probs[: len(mask)] = [
+                value if trained else 0.0 for value, trained in zip(log_probs, mask, strict=False)
+            ]
+        response, last_id = f"a response_length of {length}", self.vocab_size - 1
+        checks = (
+            ("tokens", 0 < length < len(tokens), f"{len(tokens)} tokens with {response}; give prompt and response"),
+            ("tokens", max(tokens) <= last_id, f"the token {max(tokens)}; the vocabulary ends at {last_id}"),
+            ("context", len(tokens) <= self.context_len, f"{len(tokens)} tokens; the context has {self.context_len}"),
+            ("loss_mask", len(mask) == length, f"a loss_mask of {len(mask)} entries for {response}"),
+            (
+                "rollout_log_probs",
+                log_probs is None or len(log_probs) == length,
+                f"{len(log_probs or ())} rollout_log_probs for {response}; give 0.0 for observations",
+            ),
+        )
+        for reason, is_satisfied, text in checks:
+            if not is_satisfied:
+                raise NoSample(reason, f"gave {text}")
+        for index, (value, trained) in enumerate(zip(log_probs or (), mask, strict=False)):
+            if trained and not -math.inf < value <= MAX_LOG_PROB:
+                text = f"gave the log-prob {value} for response token {index}, which is trained on"
+                raise NoSample("rollout_log_probs", text)
+        result = Sample(
+            prompt=_prompt(sample, fresh),
+            prompt_row=fresh.prompt_row,
             tokens=tokens,
-            response=self._text(sample, tokens[len(tokens) - length :], given),
+            response=fields.response or str(self.tokenizer.decode(tokens[-length:], skip_special_tokens=True)),
             response_length=length,
-            label=given.label if sample.label is None else sample.label,
+            label=fresh.label if sample.label is None else sample.label,
             loss_mask=mask,
-            rollout_log_probs=[math.nan] * length if log_probs is None else log_probs,
-            weight_versions=self._versions(sample, length),
+            rollout_log_probs=log_probs or [math.nan] * length,
+            weight_versions=self._versions(fields, length),
             sampling_mask=sample.sampling_mask if _covers(sample, length) else None,
             remove_sample=bool(sample.remove_sample),
-            status=_status(sample, engine),
-            metadata=self._notes(sample.metadata or given.metadata, given),
-            train_metadata=None if sample.train_metadata is None else self._notes(sample.train_metadata, given),
+            status=_status(fields.status, requests),
+            metadata=_json(fields.metadata or fresh.metadata),
+            train_metadata=None if fields.train_metadata is None else _json(fields.train_metadata),
             session_id=None if sample.session_id is None else str(sample.session_id),
-            non_generation_time=float(sample.non_generation_time),
+            non_generation_time=fields.non_generation_time,
         )
-        found.reward, found.reward_parts = self._reward(sample, given)
-        if engine.sampled:
-            where = provenance(tokens, length, engine.sampled)
-            self._check_log_probs(log_probs, mask, where, engine, given)
-            copy_engine_records(found, where, engine.sampled)
-            self._handle_retokenized(found, where, engine)
-        return found
+        result.reward, result.reward_parts = self._reward(fields.reward)
+        if requests:
+            where = provenance(tokens, length, requests)
+            if log_probs is not None:
+                _check_log_probs(log_probs, mask, where, requests)
+            copy_engine_records(result, where, requests)
+            self._handle_retokenized(result, where)
+        return result
 
-    def _tokens(self, sample: Sample, given: Sample) -> tuple[list[int], int]:
-        try:
-            tokens = [operator.index(token) for token in sample.tokens]
-            length = operator.index(sample.response_length)
-        except TypeError as error:
-            message = f"gave tokens {quoted(sample.tokens)} and response_length {quoted(sample.response_length)}"
-            raise self._broken("tokens", f"{message}; both are whole numbers", given) from error
-        if not 0 < length < len(tokens):
-            message = f"gave {len(tokens)} tokens with a response_length of {length}; tokens are prompt and response"
-            raise self._broken("tokens", f"{message}, at least one of each", given)
-        limit = math.inf if self.vocab_size is None else self.vocab_size
-        wrong = next((token for token in tokens if not 0 <= token < limit), None)
-        if wrong is not None:
-            raise self._broken("tokens", f"gave the token {quoted(wrong)}; the vocabulary ends at {limit - 1}", given)
-        if self.context_len is not None and len(tokens) > self.context_len:
-            message = f"gave {len(tokens)} tokens, more than the {self.context_len} of the context"
-            raise self._broken("context", f"{message}; cut the observations, or end the episode earlier", given)
-        return tokens, length
-
-    def _mask(self, sample: Sample, length: int, given: Sample) -> list[int]:
-        if sample.loss_mask is None:
-            return [1] * length
-        mask = list(sample.loss_mask)
-        if len(mask) != length or any(value not in (0, 1) for value in mask):
-            message = f"gave a loss_mask of {len(mask)} entries for a response_length of {length}"
-            raise self._broken("loss_mask", f"{message}; give a 0 or 1 for each response token", given)
-        return [int(value) for value in mask]
-
-    def _log_probs(self, sample: Sample, mask: Sequence[int], given: Sample, *, are_known: bool) -> list[float] | None:
-        """The log-probs that the function gave; 0 where it trains on nothing, None where it gave none."""
-        if sample.rollout_log_probs is None:
-            return None
-        values = [math.nan if value is None else float(value) for value in sample.rollout_log_probs]
-        if len(values) != len(mask):
-            message = f"gave {len(values)} rollout_log_probs for a response_length of {len(mask)}"
-            raise self._broken("log_probs", f"{message}; give 0.0 for observations", given)
-        for place, (value, trained) in enumerate(zip(values, mask, strict=True)):
-            if trained and not -math.inf < value <= LARGEST_LOG_PROB:
-                message = f"gave the log-prob {value} for response token {place}, which is trained on"
-                raise self._broken("log_probs", f"{message}; mask the token, or give a log-prob", given)
-        return [value if trained else 0.0 for value, trained in zip(values, mask, strict=True)]
-
-    def _check_log_probs(
-        self,
-        log_probs: Sequence[float] | None,
-        mask: Sequence[int],
-        where: Provenance,
-        engine: RecordedEngine,
-        given: Sample,
-    ) -> None:
-        """Compares the function's log-probs with the engine's."""
-        if log_probs is None:
-            return
-        for position, (number, place) in enumerate(zip(where.request, where.place, strict=True)):
-            if mask[position] and number >= 0:
-                sampled = engine.sampled[number].generation.log_probs[place]
-                if not abs(log_probs[position] - sampled) <= LOG_PROB_TOLERANCE:
-                    raise self._broken(
-                        "log_probs",
-                        f"gave the log-prob {log_probs[position]:.4f} for response token {position}, which was sampled "
-                        f"with {sampled:.4f}; log-probs and tokens are out of step",
-                        given,
-                    )
-
-    def _versions(self, sample: Sample, length: int) -> list[int]:
-        """A version per token; slime's functions have one text per request, or none."""
-        versions = [int(version) for version in sample.weight_versions if str(version).isdecimal()]
+    def _versions(self, fields: ReturnedSample, length: int) -> list[int]:
+        """Returns a version per token; slime's functions have one text per request, or none."""
+        versions = [int(version) for version in fields.weight_versions if str(version).isdecimal()]
         return versions if len(versions) == length else [self.version()] * length
 
-    def _text(self, sample: Sample, response_ids: list[int], given: Sample) -> str:
-        if not isinstance(sample.response, str):
-            raise self._broken("returned", f"gave the response {quoted(sample.response)}; it must be text", given)
-        if len(sample.response) > LONGEST_TEXT:
-            raise self._broken("size", f"gave a response of {len(sample.response)} characters", given)
-        return sample.response or str(self.tokenizer.decode(response_ids, skip_special_tokens=True))
-
-    def _notes(self, metadata: Any, given: Sample) -> dict[str, Any]:
-        if not isinstance(metadata, Mapping):
-            raise self._broken("metadata", f"gave {quoted(metadata)} as metadata; give a dict", given)
-        try:
-            notes = json_object(metadata, "its metadata")
-        except ValueError as error:
-            raise self._broken("metadata", f"gave metadata that cannot be saved: {error}", given) from error
-        if len(json.dumps(notes)) > LONGEST_TEXT:
-            raise self._broken("size", f"gave metadata of more than {LONGEST_TEXT} characters", given)
-        return notes
-
-    def _reward(self, sample: Sample, given: Sample) -> tuple[float | None, dict[str, float]]:
-        """The reward that the function has set, and its components; None leaves it to the reward function."""
-        reward: Any = sample.reward
-        parts: dict[str, float] = {}
-        if isinstance(reward, Mapping):
+    def _reward(self, reward: float | dict[Any, Any] | None) -> tuple[float | None, dict[str, float]]:
+        """Returns the function's reward and its components; None leaves it to the reward function."""
+        if reward is None:
+            return None, {}
+        value, parts = reward, dict[str, float]()
+        if isinstance(reward, dict):
             parts = {str(name): float(part) for name, part in reward.items() if isinstance(part, int | float)}
-            reward = parts.pop(self.args.reward_key or "", math.nan)
-        if reward is None or abs(float(reward)) <= MAX_REWARD:
-            return None if reward is None else float(reward), parts
-        message = (
-            f"gave the reward {quoted(sample.reward)}; it must be a finite number of at most {MAX_REWARD:g} in "
-            "magnitude, or a dict with --reward-key"
-        )
-        raise self._broken("returned", message, given)
+            value = parts.pop(self.args.reward_key or "", math.nan)
+        assert isinstance(value, float)
+        if not abs(value) <= MAX_REWARD:
+            raise NoSample(
+                "reward",
+                f"gave the reward {quoted(reward)}; it must be a finite number of at most {MAX_REWARD:g} in magnitude, "
+                "or a dict with --reward-key",
+            )
+        return value, parts
 
-    def _handle_retokenized(self, sample: Sample, where: Provenance, engine: RecordedEngine) -> None:
-        """Finds tokens that are trained on and were not sampled, and does with them as --retokenization says.
+    def _handle_retokenized(self, sample: Sample, where: Provenance) -> None:
+        """Handles trained tokens that were not sampled, by --retokenization.
 
         Raises:
-            CustomFunctionError: there are some, and it says error.
+            CustomFunctionError: There are some, and it is error.
         """
         trained = zip(where.request, sample.loss_mask, strict=True)
-        wrong = [place for place, (number, masked_in) in enumerate(trained) if masked_in and number < 0]
+        wrong = [index for index, (number, is_trained) in enumerate(trained) if is_trained and number < 0]
         sample.retokenized = len(wrong)
         if not wrong:
             return
@@ -310,19 +276,16 @@ class GenerateFunction:
             token = sample.response_ids[wrong[0]]
             text = quoted(self.tokenizer.decode([token]), 40)
             raise CustomFunctionError(
-                f"{describe(self.function)} gave {len(wrong)} of {sum(sample.loss_mask)} tokens to be trained on that "
-                f"differ from the sampled tokens, for prompt {sample.prompt_index}; the first is response token "
-                f"{wrong[0]}, {token} ({text}). Give the engine token ids and append the ids of its answer; "
-                "--retokenization keep-mask trains on the others."
+                f"{describe(self.function)} gave {len(wrong)} of {sum(sample.loss_mask)} trained tokens that differ "
+                f"from the sampled tokens, for prompt {sample.prompt_index}; the first is response token {wrong[0]}, "
+                f"{token} ({text}). Give the engine token ids and append the ids of its answer; --retokenization "
+                "keep-mask trains on the others."
             )
         if self.retokenization == "reject":
             sample.remove_sample = True
         else:
-            for place in wrong:
-                sample.loss_mask[place] = 0
-
-    def _broken(self, reason: str, text: str, given: Sample) -> NoSample:
-        return NoSample(reason, f"{describe(self.function)} {text} (prompt {given.prompt_index}).")
+            for index in wrong:
+                sample.loss_mask[index] = 0
 
 
 def build_generate_function(
@@ -330,52 +293,45 @@ def build_generate_function(
     args: Namespace,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    vocab_size: int | None,
-    context_len: int | None,
+    sizes: ModelSizes,
     version: Callable[[], int],
-    address: tuple[str, int],
+    address: tuple[str, int] | None,
+    option: str = "custom_generate_function_path",
 ) -> GenerateFunction | None:
-    """The function of --custom-generate-function-path; None without.
+    """Returns the function of an option; None if the option is unset.
 
     Args:
-        config: With the path, and what its samples are held to.
-        args: Given to the function.
-        tokenizer: Of the model.
-        vocab_size: Token ids of the model.
-        context_len: Longest text that is trained on, in tokens.
+        config: Options, with the path of the function.
+        args: First argument of the function; they get the address.
+        tokenizer: The model's tokenizer.
+        sizes: The model's limits.
         version: Version of the engine's weights.
-        address: Host and port of the engine, where it has some.
+        address: Host and port of the engine, if it has one.
+        option: Name of the option.
 
     Raises:
-        CustomFunctionError: It cannot be loaded, or called as the contract says.
+        CustomFunctionError: The function cannot be loaded or called.
     """
-    if config.custom_generate_function_path is None:
+    path = getattr(config, option)
+    if path is None:
         return None
-    ip, port = address
-    limits = [limit for limit in (context_len, config.rollout_max_context_len) if limit is not None]
+    if address is not None:
+        args = Namespace(**{**vars(args), "sglang_router_ip": address[0], "sglang_router_port": address[1]})
+    limits = [limit for limit in (sizes.context_len, config.rollout_max_context_len) if limit is not None]
     return GenerateFunction(
-        function=load_generate_function(config.custom_generate_function_path),
-        args=Namespace(**{**vars(args), "sglang_router_ip": ip, "sglang_router_port": port}),
+        function=load_user_function(option, path),
+        args=args,
         tokenizer=tokenizer,
-        vocab_size=vocab_size,
-        context_len=min(limits, default=None),
+        vocab_size=math.inf if sizes.vocab_size is None else sizes.vocab_size,
+        context_len=min(limits, default=math.inf),
         timeout=config.generate_timeout,
         retokenization=config.retokenization,
         version=version,
     )
 
 
-def load_generate_function(path: str) -> Callable[..., Any]:
-    """The function at a path, which can be called as the contract says.
-
-    Raises:
-        CustomFunctionError: it cannot be loaded or called so.
-    """
-    return load_user_function("custom_generate_function_path", path)
-
-
 def slime_sampling_params(sampling: Sampling) -> dict[str, Any]:
-    """What slime passes to a generate function: SGLang's names, with special tokens and stops left in the text."""
+    """Returns slime's parameters for a generate function, with special tokens and stops left in the text."""
     return {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -390,16 +346,13 @@ def slime_sampling_params(sampling: Sampling) -> dict[str, Any]:
 
 
 def mark_failed_samples(groups: Sequence[Sequence[Sample]]) -> str | None:
-    """Makes failed samples of those without a response, and says what became of calls that gave no sample.
+    """Turns samples without a response into failed samples, and returns a warning about all failed samples.
 
     Args:
-        groups: samples of each prompt, the same on every rank; changed in place.
-
-    Returns:
-        A warning; None where every call gave a sample.
+        groups: Samples of each prompt, identical on every rank; changed in place.
 
     Raises:
-        CustomFunctionError: no call gave one.
+        CustomFunctionError: No call gave a sample.
     """
     rollouts = [rollout for group in groups for rollout in by_rollout(group)]
     for sample in (sample for rollout in rollouts for sample in rollout):
@@ -415,14 +368,7 @@ def mark_failed_samples(groups: Sequence[Sequence[Sample]]) -> str | None:
 
 
 def make_failed(sample: Sample, reason: str, message: str, version: int = 0) -> None:
-    """Makes a sample one that takes part in nothing: after the prompt one token, which is not trained on.
-
-    Args:
-        sample: with tokens of the prompt and no response.
-        reason: one word, by which such samples are counted.
-        message: what happened.
-        version: of the engine's weights.
-    """
+    """Turns a prompt into a failed sample: one response token, which is not trained on."""
     sample.tokens = [*sample.tokens, sample.tokens[-1]]
     sample.response_length = 1
     sample.loss_mask, sample.rollout_log_probs, sample.weight_versions = [0], [0.0], [version]
@@ -431,33 +377,45 @@ def make_failed(sample: Sample, reason: str, message: str, version: int = 0) -> 
     sample.metadata = {**sample.metadata, "generate_error": message}
 
 
-def _parameters(function: Callable[..., Any]) -> Sequence[str]:
-    try:
-        return list(inspect.signature(function).parameters)
-    except (TypeError, ValueError):  # a function in C without a signature
-        return ()
+def _check_log_probs(
+    log_probs: Sequence[float], mask: Sequence[int], where: Provenance, requests: Sequence[Sampled]
+) -> None:
+    """Compares the function's log-probs with the engine's."""
+    for position, (number, index) in enumerate(zip(where.request, where.place, strict=True)):
+        if mask[position] and number >= 0:
+            sampled = requests[number].generation.log_probs[index]
+            if not abs(log_probs[position] - sampled) <= LOG_PROB_TOLERANCE:
+                raise NoSample(
+                    "rollout_log_probs",
+                    f"gave the log-prob {log_probs[position]:.4f} for response token {position}, which was sampled "
+                    f"with {sampled:.4f}; log-probs and tokens are out of step",
+                )
 
 
-def _without_response(given: Sample) -> Sample:
-    """Returns an aborted sample from which the function starts again."""
-    return replace(given, status=SampleStatus.ABORTED, loss_mask=[], rollout_log_probs=[])
-
-
-def _status(sample: Sample, engine: RecordedEngine) -> SampleStatus:
-    """Its own; what the last request says where that was aborted, or the function left the status as it was given."""
-    status = SampleStatus(sample.status)
-    reasons = [one.generation.finish_reason for one in engine.sampled if one.is_trained is None]
+def _status(status: SampleStatus, requests: Sequence[Sampled]) -> SampleStatus:
+    """Returns the sample's status; the last request's if it was aborted or the function left the status unchanged."""
+    reasons = [one.generation.finish_reason for one in requests if one.is_trained is None]
     if not reasons:
         return SampleStatus.COMPLETED if status is SampleStatus.PENDING else status
     untouched = status in (SampleStatus.PENDING, SampleStatus.ABORTED)
     return STATUS[reasons[-1]] if untouched or reasons[-1] == "abort" else status
 
 
-def _prompt(sample: Sample, given: Sample) -> Any:
-    """The prompt that the function answered, which is the row of the file where it is the same text."""
+def _prompt(sample: Sample, fresh: Sample) -> Any:
+    """Returns the answered prompt; the row of the file if it has the same text."""
     if isinstance(sample.prompt, list):
         return json.loads(json.dumps(sample.prompt, default=str))
-    return given.prompt if sample.prompt in ("", given.prompt) else str(sample.prompt)
+    return fresh.prompt if sample.prompt in ("", fresh.prompt) else str(sample.prompt)
+
+
+def _json(metadata: Mapping[Any, Any]) -> dict[str, Any]:
+    try:
+        values = json_object(metadata, "its metadata")
+    except ValueError as error:
+        raise NoSample("metadata", f"gave metadata that cannot be saved: {error}") from error
+    if len(json.dumps(values)) > MAX_TEXT:
+        raise NoSample("metadata", f"gave metadata of more than {MAX_TEXT} characters")
+    return values
 
 
 def _covers(sample: Sample, length: int) -> bool:

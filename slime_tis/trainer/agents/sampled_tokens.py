@@ -1,105 +1,71 @@
-"""Proof that the tokens trained on are the tokens sampled: what an engine sampled in an episode, and where it lies.
+"""Proof that trained tokens are sampled tokens.
 
-A response token of a sample counts as sampled where one request had exactly the tokens before it as its input, with
-what it had sampled so far, and then sampled this token. Tokens that were decoded and tokenized again differ, and so do
-all that follow an input that differs.
+A response token counts as sampled if the input of one request, and the tokens which that request sampled so far, are
+exactly the tokens before it. Tokens that were decoded and tokenized again differ, and so do all tokens after them.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from slime_tis.trainer.data.sample import Sample, SampleStatus
 from slime_tis.trainer.data.sampling_mask import SamplingMask
-from slime_tis.trainer.engines.generation import Generation, TokenEngine
-
-CLOSED_PAUSE = 0.5
-"""Seconds before a request out of time is refused: a function that asks again forever must not occupy the loop."""
+from slime_tis.trainer.engines.generation import Generation
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampled:
-    """One request and its answer, or what an earlier call of the function had sampled of an aborted sample."""
+    """One request and its answer, or the response of an aborted sample."""
 
     input_ids: list[int]
     generation: Generation
     is_trained: list[int] | None = None
-    """1 for each token that was sampled; None where all were."""
+    """1 for each sampled token; None if all were."""
 
-
-class RecordedEngine:
-    """A `TokenEngine` that remembers what it sampled."""
-
-    def __init__(self, engine: TokenEngine, sample: Sample) -> None:
-        """Begins with what an aborted sample came with.
-
-        Args:
-            engine: That answers.
-            sample: What the function is given.
-        """
-        self._engine = engine
-        self.sampled: list[Sampled] = []
-        self.lost: Exception | None = None
-        """What ended the engine, and therefore ends the run."""
-        self.is_closed = False
-        """Whether requests are refused: the function ran out of time."""
-        if sample.response_length:
-            self.sampled.append(_of_sample(sample))
-
-    @property
-    def was_aborted(self) -> bool:
-        """Whether a request was answered with abort."""
-        return any(one.generation.finish_reason == "abort" and one.is_trained is None for one in self.sampled)
-
-    async def generate(
-        self,
-        token_ids: Sequence[int],
-        sampling_params: Mapping[str, Any] | None = None,
-        *,
-        session_id: str | None = None,
-    ) -> Generation:
-        """Samples what follows some tokens; see `TokenEngine`."""
-        if self.is_closed:
-            await asyncio.sleep(CLOSED_PAUSE)
-            raise RuntimeError("this sample ran out of time (--generate-timeout).")
-        generation = await self._engine.generate(token_ids, sampling_params, session_id=session_id)
-        self.sampled.append(Sampled(input_ids=[int(token) for token in token_ids], generation=generation))
-        return replace(  # the function may change the lists in place
-            generation,
-            token_ids=list(generation.token_ids),
-            log_probs=list(generation.log_probs),
-            weight_versions=list(generation.weight_versions),
+    @classmethod
+    def of(cls, sample: Sample) -> Sampled:
+        """Returns the response of an earlier, aborted call."""
+        return cls(
+            input_ids=sample.prompt_ids,
+            generation=Generation(
+                token_ids=sample.response_ids,
+                log_probs=list(sample.rollout_log_probs),
+                weight_versions=list(sample.weight_versions),
+                finish_reason="abort" if sample.status is SampleStatus.ABORTED else "stop",
+                text=sample.response,
+                routed_experts=sample.rollout_routed_experts,
+                routing_weights=sample.rollout_routing_weights,
+                sampling_mask=sample.sampling_mask,
+            ),
+            is_trained=list(sample.loss_mask),
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Provenance:
-    """Where each response token of a sample was sampled."""
+    """The request that sampled each response token."""
 
     request: list[int]
-    """Number of the request among those given; -1 where the token was not sampled."""
+    """Number of the request; -1 if the token was not sampled."""
     place: list[int]
-    """Index of the token in the request."""
+    """Index of the token in the request's answer."""
     longest: int | None
-    """The request whose input and answer agree with most of the sample's tokens; None where none agrees."""
+    """The request whose input and answer agree with most of the sample's tokens."""
     agreeing: int
-    """How many tokens of the sample these are."""
+    """The number of these tokens."""
 
 
 def provenance(tokens: Sequence[int], response_length: int, requests: Sequence[Sampled]) -> Provenance:
-    """Finds the request that sampled each response token, given exactly the tokens before it.
+    """Finds the request that sampled each response token.
 
     Args:
-        tokens: Of prompt and response.
-        response_length: Tokens of the response, the last ones.
-        requests: The sampled requests, in any order. If several have the same input, the request that agrees with
-            more of the following tokens counts.
+        tokens: Tokens of prompt and response.
+        response_length: Tokens of the response.
+        requests: Requests, in any order. Of several with the same input, the longest agreement counts.
     """
     tokens, first = list(tokens), len(tokens) - response_length
     agreeing = []
@@ -120,9 +86,9 @@ def provenance(tokens: Sequence[int], response_length: int, requests: Sequence[S
 
 
 def copy_engine_records(sample: Sample, found: Provenance, requests: Sequence[Sampled]) -> None:
-    """Gives a sample what the engine recorded of its tokens: log-probs, versions, sampling masks and experts.
+    """Copies log-probs, versions, sampling masks and experts of the sampled tokens into a sample.
 
-    Tokens that were not sampled keep their log-probs, and get the version of the token before them.
+    Other tokens keep their log-probs, and get the version of the token before them.
     """
     sources = list(zip(found.request, found.place, strict=True))
     generations = [one.generation for one in requests]
@@ -169,21 +135,3 @@ def _routing(sample: Sample, found: Provenance, requests: Sequence[Sampled], nam
             if source is not None and row < len(source) and fed < len(rows):
                 rows[fed] = source[row]
     return rows
-
-
-def _of_sample(sample: Sample) -> Sampled:
-    aborted = sample.status is SampleStatus.ABORTED
-    return Sampled(
-        input_ids=sample.prompt_ids,
-        generation=Generation(
-            token_ids=sample.response_ids,
-            log_probs=list(sample.rollout_log_probs),
-            weight_versions=list(sample.weight_versions),
-            finish_reason="abort" if aborted else "stop",
-            text=sample.response,
-            routed_experts=sample.rollout_routed_experts,
-            routing_weights=sample.rollout_routing_weights,
-            sampling_mask=sample.sampling_mask,
-        ),
-        is_trained=list(sample.loss_mask),
-    )

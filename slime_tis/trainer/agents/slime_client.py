@@ -1,23 +1,24 @@
-"""slime's way to the rollout engine, for functions written for slime: `post` to the address in `args`, `GenerateState`.
+"""The engine of one sample, and slime's way to it: `post` to the address in `args`, `GenerateState`.
 
-The engine of the asking sample answers requests to the run's address, for every kind of engine. So these functions
-work with the local engine, and their training tokens can be compared with the sampled tokens. Requests to other
-addresses are sent.
+The sample's engine answers requests to the run's address. Therefore slime's functions work with every engine, and their
+tokens can be compared with the sampled tokens. Requests to other addresses are sent.
 """
 
 from __future__ import annotations
 
 import asyncio
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import httpx
 
+from slime_tis.trainer.agents.sampled_tokens import Sampled
+from slime_tis.trainer.data.sample import Sample
 from slime_tis.trainer.engines.generation import Generation, TokenEngine
 from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
 
@@ -25,52 +26,69 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 LOCAL_ADDRESS = ("127.0.0.1", 0)
-"""Address of the engine where the run has no servers; port 0 can be connected to by nobody."""
+"""Address of an engine without a server; nobody can connect to port 0."""
 TIMEOUT = 600.0
 """Longest wait for another server's answer, in seconds."""
+CLOSED_PAUSE = 0.5
+"""Seconds before a late request is refused: a function that retries forever must not occupy the loop."""
 
 
-@dataclass(frozen=True)
-class SlimeEngine:
-    """The engine of one sample, asked as SGLang's `POST /generate` is."""
+class RecordedEngine:
+    """The engine of one call: records sampled tokens, and answers slime's `POST /generate`."""
 
-    engine: TokenEngine
-    tokenizer: PreTrainedTokenizerBase
-    netloc: str = ""
-    """Host and port of the run's own address."""
+    def __init__(self, engine: TokenEngine, sample: Sample, tokenizer: PreTrainedTokenizerBase, address: str) -> None:
+        """Begins with the response of an aborted sample; `address` is the host and port of the run."""
+        self._engine, self._tokenizer, self.address = engine, tokenizer, address
+        self.sampled = [Sampled.of(sample)] if sample.response_length else []
+        self.lost: Exception | None = None
+        """The error that ended the engine, and therefore ends the run."""
+        self.is_closed = False
+        """Whether requests are refused because the function ran out of time."""
+
+    async def generate(
+        self,
+        token_ids: Sequence[int],
+        sampling_params: Mapping[str, Any] | None = None,
+        *,
+        session_id: str | None = None,
+    ) -> Generation:
+        """Samples the continuation of some tokens; see `TokenEngine`."""
+        if self.is_closed:
+            await asyncio.sleep(CLOSED_PAUSE)
+            raise RuntimeError("this sample ran out of time (--generate-timeout).")
+        generation = await self._engine.generate(token_ids, sampling_params, session_id=session_id)
+        self.sampled.append(Sampled(input_ids=[int(token) for token in token_ids], generation=generation))
+        return replace(  # the function may change the lists in place
+            generation,
+            token_ids=list(generation.token_ids),
+            log_probs=list(generation.log_probs),
+            weight_versions=list(generation.weight_versions),
+        )
 
     async def post(self, payload: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer in the form of a server's.
-
-        Args:
-            payload: With `input_ids`, or with `text`, which is tokenized as a server tokenizes it; `sampling_params`.
-
-        Raises:
-            ValueError: Neither of the two, or parameters that are not possible.
-        """
+        """Answers a request with `input_ids`, or with `text`, in the form of a server's answer."""
         ids = payload.get("input_ids")
         if ids is None:
             if not isinstance(payload.get("text"), str):
                 raise ValueError("a request to the engine needs input_ids, a list of token ids, or text.")
-            ids = self.tokenizer.encode(payload["text"])
-        found = await self.engine.generate(ids, payload.get("sampling_params"))
-        return answer(found, len(ids))
+            ids = self._tokenizer.encode(payload["text"])
+        return answer(await self.generate(ids, payload.get("sampling_params")), len(ids))
 
 
-current_engine: ContextVar[SlimeEngine | None] = ContextVar("current_engine", default=None)
-"""The engine of the sample that the running coroutine makes."""
+current_engine: ContextVar[RecordedEngine | None] = ContextVar("current_engine", default=None)
+"""The engine of the running call."""
 
 
-def answer(found: Generation, prompt_tokens: int) -> dict[str, Any]:
-    """What a server answers to `POST /generate` with return_logprob, of one response."""
-    versions = found.weight_versions
+def answer(generation: Generation, prompt_tokens: int) -> dict[str, Any]:
+    """Returns a server's answer to `POST /generate` with return_logprob."""
+    versions = generation.weight_versions
     meta: dict[str, Any] = {
-        "finish_reason": {"type": found.finish_reason},
+        "finish_reason": {"type": generation.finish_reason},
         "prompt_tokens": prompt_tokens,
-        "completion_tokens": len(found.token_ids),
+        "completion_tokens": len(generation.token_ids),
         "cached_tokens": 0,
         "output_token_logprobs": [
-            [log_prob, token, None] for log_prob, token in zip(found.log_probs, found.token_ids, strict=True)
+            [log_prob, token, None] for log_prob, token in zip(generation.log_probs, generation.token_ids, strict=True)
         ],
         "weight_versions": [
             {"version": str(version), "start": place, "end": place + 1} for place, version in enumerate(versions)
@@ -78,34 +96,28 @@ def answer(found: Generation, prompt_tokens: int) -> dict[str, Any]:
     }
     if versions:
         meta["weight_version"] = str(versions[-1])
-    if found.sampling_mask is not None:
-        meta["output_token_sampling_mask"] = found.sampling_mask.sets()
-    return {"text": found.text, "output_ids": list(found.token_ids), "meta_info": meta}
+    if generation.sampling_mask is not None:
+        meta["output_token_sampling_mask"] = generation.sampling_mask.sets()
+    return {"text": generation.text, "output_ids": list(generation.token_ids), "meta_info": meta}
 
 
 async def post(
     url: str, payload: Mapping[str, Any], max_retries: int = 60, headers: Mapping[str, str] | None = None
 ) -> Any:
-    """Posts JSON and returns the JSON that is answered; the run's own engine answers what is posted to its address.
-
-    Args:
-        url: Address.
-        payload: The request.
-        max_retries: Number of tries after the first, a second apart.
-        headers: Sent along.
+    """Posts JSON and returns the JSON answer; the running call's engine answers requests to the run's address.
 
     Raises:
-        httpx.HTTPError: No try was answered.
+        httpx.HTTPError: No try was answered; retries are a second apart.
         ValueError: The engine refuses the request.
     """
     engine, parts = current_engine.get(), urlsplit(url)
-    if engine is not None and parts.netloc == engine.netloc and parts.path.rstrip("/") == "/generate":
+    if engine is not None and parts.netloc == engine.address and parts.path.rstrip("/") == "/generate":
         return await engine.post(payload)
     return await _request("POST", url, max_retries, json=payload, headers=headers)
 
 
 async def get(url: str) -> Any:
-    """The JSON that is answered to a GET request."""
+    """Returns the JSON answer to a GET request."""
     return await _request("GET", url, 0)
 
 
@@ -124,7 +136,7 @@ async def _request(method: str, url: str, retries: int, **options: Any) -> Any:
 
 
 class GenerateState:
-    """What slime's functions ask of its `GenerateState`: the tokenizer."""
+    """The parts of slime's `GenerateState` that functions use: the tokenizer."""
 
     def __init__(self, args: Namespace) -> None:
         """Loads the tokenizer of `args.hf_checkpoint` the first time."""

@@ -5,6 +5,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
+from slime_tis.hf_directory import ModelSizes
 from slime_tis.trainer.agents.custom_generate import build_generate_function
 from slime_tis.trainer.data.dump import from_dict, to_dict
 from slime_tis.trainer.data.sample import Sample, Sampling
@@ -58,8 +59,7 @@ def test_an_aborted_episode_goes_on_after_a_checkpoint_with_proof_of_both_parts(
         config,
         args,
         run.engine._tokenizer,
-        vocab_size=None,
-        context_len=128,
+        sizes=ModelSizes(vocab_size=None, context_len=128),
         version=lambda: run.engine.weight_version,
         address=run.engine.http_address or ("", 0),
     )
