@@ -39,10 +39,6 @@ def test_our_contender_can_be_imported(monkeypatch):
     assert callable(runpy.run_path(str(ROOT / "benchmarks" / "peers" / "ours.py"), run_name="ours")["setup"].Timer)
 
 
-def test_the_median_excludes_the_warm_up(benchmark):
-    assert run(benchmark, 0.3).median == 0.3
-
-
 def test_rows_have_the_medians_and_their_ratio_to_trl(benchmark, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(benchmark, "TABLE", tmp_path / "whole_step.csv")
     ours = "slime_tis, --use-rollout-logprobs"
@@ -70,27 +66,10 @@ def test_rows_have_the_medians_and_their_ratio_to_trl(benchmark, tmp_path, monke
     assert lines[-1] == f"  {ours}  generate 62.5, rest 187.5"
 
 
-def test_contenders_are_chosen_by_a_part_of_their_names_or_by_all_of_it(benchmark):
-    names = ["TRL", "TRL, checkpointing", "loop"]
-    assert benchmark.chosen(names, None) == names
-    assert benchmark.chosen(names, ["TRL", "oo"]) == ["TRL", "loop"]
-    assert benchmark.chosen(names, ["TR"]) == ["TRL", "TRL, checkpointing"]
-
-
-def test_the_table_of_the_repository_has_these_columns(benchmark):
-    with open(benchmark.TABLE, newline="") as file:
-        assert tuple(csv.DictReader(file).fieldnames) == benchmark.COLUMNS
-
-
 def test_memory_is_the_largest_of_the_process_and_its_children(benchmark):
     child = "bytearray(300_000_000)"
     program = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}], check=True)"
     assert 300 < benchmark.run_quietly([sys.executable, "-c", program], threads=1) < 400
-
-
-def test_a_contender_that_fails_shows_what_it_printed(benchmark):
-    with pytest.raises(SystemExit, match="no such luck"):
-        benchmark.run_quietly([sys.executable, "-c", "raise ValueError('no such luck')"], threads=1)
 
 
 def test_all_contenders_get_the_same_prompts_in_the_same_order(benchmark, tmp_path):

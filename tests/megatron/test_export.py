@@ -56,16 +56,6 @@ def test_a_link_to_an_export_stays_a_link(engine: TrainingEngine, tmp_path: Path
     assert (tmp_path / "link").is_symlink() and (tmp_path / "real" / "model.safetensors").stat().st_size > 10_000
 
 
-def test_files_of_a_killed_run_are_removed(engine: TrainingEngine, tmp_path: Path) -> None:
-    left = tmp_path / ".hf.unfinished"
-    left.mkdir()
-    (left / ".slime_tis_export.json").write_text('{"files": ["config.json"]}')
-    for name in ("config.json", "part-0.safetensors", "model-00001-of-00002.safetensors", ".tmpSpjdmX"):
-        (left / name).write_text("")
-    save_hf(tmp_path / "hf", engine)
-    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
-
-
 def test_a_model_that_is_itself_an_export_is_copied_without_its_marker(engine: TrainingEngine, tmp_path: Path) -> None:
     save_hf(tmp_path / "first", engine)
     config = MegatronConfig(hf_checkpoint=str(tmp_path / "first"))

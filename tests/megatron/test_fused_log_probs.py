@@ -97,16 +97,6 @@ def test_the_gradient_of_the_weight_is_added_to_a_given_tensor(dtype: torch.dtyp
     assert torch.equal(total[VOCABULARY:], before[VOCABULARY:])
 
 
-@pytest.mark.parametrize("entries", [10**6, 20], ids=["one tile", "several"])
-def test_gradients_in_float64_match_finite_differences(entries: int) -> None:
-    torch.manual_seed(0)
-    hidden = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(11, 3, dtype=torch.float64, requires_grad=True)
-    mask = SamplingMask.from_sets([[1, 4], [], [9, 2, 3], [0], []])
-    distribution = TokenDistribution(temperature=0.7, sampling_mask=mask)
-    assert torch.autograd.gradcheck(fused(distribution, torch.tensor([1, 10, 9, 0, 5])), (hidden, weight))
-
-
 def test_no_rows_have_no_values_and_no_gradient() -> None:
     log_probs = fused(target=torch.zeros(0, dtype=torch.int64))
     found = values_and_gradients(log_probs, torch.randn(0, 3), torch.randn(5, 3), torch.zeros(2, 0))
@@ -179,11 +169,3 @@ def test_a_nan_weight_makes_every_row_nan() -> None:
     weight[2] = torch.nan
     log_prob, entropy = fused()(torch.randn(ROWS, INPUTS), weight)
     assert log_prob.isnan().all() and entropy.isnan().all()
-
-
-def test_wrong_numbers_of_rows_are_refused() -> None:
-    with pytest.raises(ValueError, match="3 rows, 9 targets"):
-        fused()(torch.zeros(3, 4), torch.zeros(5, 4))
-    mask = SamplingMask.from_sets([[0], [0]])
-    with pytest.raises(ValueError, match="2 sampling masks"):
-        fused(TokenDistribution(sampling_mask=mask))(torch.zeros(ROWS, 4), torch.zeros(5, 4))

@@ -33,54 +33,29 @@ HEAD = 12 * 576
 PER_LAYER = 4 * 576 + 5 * 576 + 2 * 192 + 2 * 1536
 
 
-@pytest.mark.parametrize(
-    ("changes", "logits", "chunk_size", "expected"),
-    [
-        pytest.param({}, 0, -1, 4 * 30 * PER_LAYER + HEAD, id="fp32"),
-        pytest.param(
-            {"use_te_activation_func": False}, 0, -1, 4 * 30 * (PER_LAYER + 3 * 1536) + HEAD, id="transformer-engine"
-        ),
-        pytest.param({}, 0, 256, 4 * 30 * PER_LAYER + HEAD, id="fp32, log-probs in chunks"),
-        pytest.param({}, 49152, -1, 4 * 30 * PER_LAYER + HEAD + 16 * 49152, id="fp32, logits asked for"),
-        pytest.param({}, 49152, 256, 4 * 30 * PER_LAYER + HEAD + 8 * 49152, id="the same, log-probs in chunks"),
-        pytest.param({"params_dtype": torch.bfloat16}, 0, -1, 2 * 30 * PER_LAYER + 10 * 576, id="bf16"),
-        pytest.param(
-            {"params_dtype": torch.bfloat16},
-            49152,
-            -1,
-            2 * 30 * PER_LAYER + 10 * 576 + 18 * 49152,
-            id="bf16, logits asked for",
-        ),
-        pytest.param(
-            {"tensor_model_parallel_size": 2},
-            49152,
-            -1,
-            4 * 30 * (4 * 576 + (PER_LAYER - 4 * 576) // 2) + HEAD + 8 * 49152,
-            id="two tensor-parallel ranks",
-        ),
-        pytest.param(
-            {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-            0,
-            -1,
-            2 * 30 * PER_LAYER + HEAD,
-            id="with sequence parallelism",
-        ),
-        pytest.param({"recompute_granularity": "full"}, 0, -1, 4 * (30 * 576 + PER_LAYER) + HEAD, id="recomputation"),
-        pytest.param(
-            {
-                "num_moe_experts": 8,
-                "moe_layer_freq": [1] * 30,
-                "moe_router_topk": 2,
-                "moe_ffn_hidden_size": 512,
-                "moe_shared_expert_intermediate_size": None,
-            },
-            0,
-            -1,
-            4 * 30 * (PER_LAYER - 2 * 1536 + 4 * 1024) + HEAD,
-            id="experts",
-        ),
-    ],
-)
+BF16: dict[str, Any] = {"params_dtype": torch.bfloat16}
+TENSOR = {"tensor_model_parallel_size": 2}
+EXPERTS = {
+    "num_moe_experts": 8,
+    "moe_layer_freq": [1] * 30,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 512,
+    "moe_shared_expert_intermediate_size": None,
+}
+CASES: dict[str, tuple[dict[str, Any], int, int, int]] = {
+    "fp32": ({}, 0, -1, 4 * 30 * PER_LAYER + HEAD),
+    "transformer-engine": ({"use_te_activation_func": False}, 0, -1, 4 * 30 * (PER_LAYER + 3 * 1536) + HEAD),
+    "fp32, logits requested": ({}, 49152, -1, 4 * 30 * PER_LAYER + HEAD + 16 * 49152),
+    "log-probs in chunks": ({}, 49152, 256, 4 * 30 * PER_LAYER + HEAD + 8 * 49152),
+    "bf16, logits requested": (BF16, 49152, -1, 2 * 30 * PER_LAYER + 10 * 576 + 18 * 49152),
+    "tensor": (TENSOR, 49152, -1, 4 * 30 * (4 * 576 + (PER_LAYER - 4 * 576) // 2) + HEAD + 8 * 49152),
+    "tensor and sequence": (TENSOR | {"sequence_parallel": True}, 0, -1, 2 * 30 * PER_LAYER + HEAD),
+    "recomputation": ({"recompute_granularity": "full"}, 0, -1, 4 * (30 * 576 + PER_LAYER) + HEAD),
+    "experts": (EXPERTS, 0, -1, 4 * 30 * (PER_LAYER - 2 * 1536 + 4 * 1024) + HEAD),
+}
+
+
+@pytest.mark.parametrize(("changes", "logits", "chunk_size", "expected"), CASES.values(), ids=list(CASES))
 def test_bytes_of_a_token_by_hand(changes: dict[str, Any], logits: int, chunk_size: int, expected: int) -> None:
     config: Any = SimpleNamespace(**SMOLLM2 | changes)
     assert bytes_per_token(config, logits, chunk_size) == expected

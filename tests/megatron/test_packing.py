@@ -51,13 +51,6 @@ def test_sequences_that_share_nothing_are_packed_as_without_sharing() -> None:
     assert torch.equal(packed.input_ids, without.input_ids) and rows_of(packed) == rows_of(without)
 
 
-def test_prompts_are_not_shared_if_experts_are_replayed() -> None:
-    batch = batch_of([[5, 6, 7], [5, 6, 8]], [1, 1]).with_routing([routed(3, 0), routed(3, 1000)], None)
-    packed = pack(batch, share_prompts=True)
-    assert packed.input_ids.tolist() == [[5, 6, 7, 5, 6, 8]]
-    assert packed.routed_experts is not None and packed.routed_experts[:, 0, 0].tolist() == [0, 10, -1, 1000, 1010, -1]
-
-
 def test_zigzag_over_two_ranks() -> None:
     # 6 tokens are 4 chunks of 2 (the last one padding): rank 0 has positions 0 1 6 7, rank 1 has 2 3 4 5.
     sequences, responses = [[10, 11, 12, 13, 14, 15]], [3]
@@ -146,13 +139,6 @@ def test_every_tensor_is_moved_except_the_sequences() -> None:
     assert {x.device.type for x in fields if isinstance(x, torch.Tensor)} == {"meta"}
     assert layout.cos is not None and packed.routing_weights is not None and layout.segments == 2
     assert [sequence.device.type for sequence in packed.sequences] == ["cpu", "cpu"]
-
-
-def test_without_recorded_rows_the_routers_choose() -> None:
-    batch = batch_of([[5, 6, 7], [8, 9]], [2, 1])
-    assert pack(batch).routed_experts is None
-    packed = pack(batch.with_routing([routed(3, 0), None], None).select([1]))
-    assert packed.routed_experts is None and packed.routing_weights is None
 
 
 @settings(max_examples=60)

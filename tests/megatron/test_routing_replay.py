@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from slime_tis.hf_directory import MoeSizes
 from slime_tis.policy.policy_loss import LossInputs, LossOutputs
 from slime_tis.trainer.megatron.batch import TrainingBatch, fixed_partition, make_batch
 from slime_tis.trainer.megatron.engine import StepResult, TrainingEngine
 from slime_tis.trainer.megatron.parallel import Parallel, initialize, shut_down
-from slime_tis.trainer.megatron.routing_replay import RoutingRecord, routing_metrics
+from slime_tis.trainer.megatron.routing_replay import RoutingRecord
 from slime_tis.trainer.options.megatron import MegatronConfig
 from tests.checkpoints import make_checkpoint
 from tests.megatron.passes import RECOMPUTE_LAYERS, likelihood
@@ -154,15 +153,6 @@ def test_loss_and_gradients_match_autograd_with_the_same_experts(
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
 
 
-def test_rows_that_are_off_by_one_change_the_log_probs(checkpoints: dict[str, Path], parallel: Parallel) -> None:
-    case = "weights of the best sum to 1"
-    experts, engine = random_experts(), make_engine(checkpoints[case], parallel)
-    expected = Forced(checkpoints[case], True).log_probs(experts).detach()
-    for shift in (-1, 1):
-        shifted = log_probs(engine, batch_of([rows.roll(shift, 0) for rows in experts]))
-        assert float((shifted - expected).abs().mean()) > 0.05
-
-
 def test_replaying_the_routers_choice_changes_nothing(checkpoints: dict[str, Path], parallel: Parallel) -> None:
     engine = make_engine(checkpoints["shared expert"], parallel)
     record: RoutingRecord = []
@@ -274,22 +264,3 @@ def test_loads_and_differences_are_counted_once_per_fed_token(checkpoints: dict[
     )
     assert found["expert_load_max"] == pytest.approx(float(shares.max()) / TOP_K)
     assert found["expert_load_min"] == pytest.approx(float(shares.min()) / TOP_K)
-
-
-def test_metrics_of_counts_by_hand() -> None:
-    sizes = MoeSizes(layers=(1, 3), num_experts=2, top_k=1, intermediate_size=4, shared_intermediate_size=None)
-    layers = torch.tensor([[6.0, 2.0, 8.0, 1.0], [4.0, 4.0, 8.0, 2.0]])
-    assert routing_metrics(sizes, layers, torch.tensor([8.0, 3.0])) == {
-        "expert_load_max": 0.75,
-        "expert_load_min": 0.25,
-        "routing_difference": 0.375,
-        "routing_difference/layer_1": 0.125,
-        "routing_difference/layer_3": 0.25,
-    }
-    assert routing_metrics(sizes, layers * 0, torch.zeros(2)) == {}
-
-
-def test_a_dense_model_has_nothing_to_replay(tmp_path: Path, parallel: Parallel) -> None:
-    engine = make_engine(make_checkpoint(tmp_path / "dense", "qwen3"), parallel)
-    assert step(engine, batch_of(None)).grad_norm > 0
-    assert engine.routing.metrics() == {} and engine.routing.sizes is None

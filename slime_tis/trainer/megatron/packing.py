@@ -160,8 +160,7 @@ def pack(
 ) -> MicroBatch:
     """Packs whole sequences into one row, cut for this context-parallel rank.
 
-    With `share_prompts`, shared beginnings are packed once (see `PrefixTree`), unless experts are replayed: siblings
-    can have different experts in the same prompt.
+    With `share_prompts`, shared beginnings are packed once (see `PrefixTree`).
 
     With context parallelism every sequence is cut into 2·size chunks of ceil(total / 2·size) tokens and rank r holds
     chunks r and 2·size−1−r, so that all ranks have equal work in causal attention. A filler sequence, which is not
@@ -169,9 +168,7 @@ def pack(
     """
     split = split or RowSplit()
     totals, lengths = batch.responses.total_lengths, batch.responses.response_lengths
-    replays = any(experts is not None for experts in batch.routed_experts or [])
-    shares = share_prompts and not replays
-    tree = PrefixTree.of(batch.tokens, lengths) if shares else PrefixTree.apart(totals, lengths)
+    tree = PrefixTree.of(batch.tokens, lengths) if share_prompts else PrefixTree.apart(totals, lengths)
     filler = _filler_length([segment.length for segment in tree.segments], split)
     row = _Row.of(tree, filler, split)
     flat = torch.cat([*batch.tokens, torch.zeros(filler, dtype=torch.int64)])
