@@ -52,72 +52,54 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ]
 
 
-WHOLE = "an export replaces its whole directory, so give it one of its own."
-FREE = "give a directory that is absent, empty or an earlier export."
-NO_DUMP = "the file exists and is no dump of this program; move it, or give another name."
 DUMPS = ("--save-debug-train-data", "--save-debug-rollout-data")
 FOREIGN = ("data/train.jsonl", "data/model/config.json", "lost", "pipe.pt", "other.parquet", "other.pt")
+# part of the message by flags
 REFUSED = {
-    "--save-hf data/model": f"--save-hf is 'data/model', which is the same as --hf-checkpoint 'data/model'; {WHOLE}",
-    "--save-hf data/model/": f"--save-hf is 'data/model/', which is the same as --hf-checkpoint 'data/model'; {WHOLE}",
-    "--save-hf link/model": f"--save-hf is 'link/model', which is the same as --hf-checkpoint 'data/model'; {WHOLE}",
-    "--save-hf data/model/hf": f"--save-hf is 'data/model/hf', which is inside --hf-checkpoint 'data/model'; {WHOLE}",
-    "--save-hf data": f"--save-hf is 'data', which is above --hf-checkpoint 'data/model'; {WHOLE}",
-    "--save-hf runs/../data": f"--save-hf is 'runs/../data', which is above --hf-checkpoint 'data/model'; {WHOLE}",
-    "--save-hf data/ref/x": f"--save-hf is 'data/ref/x', which is inside --ref-load 'data/ref'; {WHOLE}",
-    "--save-hf .": f"--save-hf is '.', which is above --hf-checkpoint 'data/model'; {WHOLE}",
-    "--save-hf /": f"--save-hf is '/', which is above --hf-checkpoint 'data/model'; {WHOLE}",
-    "--save c --save-hf c": f"--save-hf is 'c', which is the same as --save 'c'; {WHOLE}",
-    "--save c --save-hf c/hf": f"--save-hf is 'c/hf', which is inside --save 'c'; {WHOLE}",
-    "--save c/d --save-hf c": f"--save-hf is 'c', which is above --save 'c/d'; {WHOLE}",
-    "--load old --seed 7 --save-hf old/x": f"--save-hf is 'old/x', which is inside --load 'old'; {WHOLE}",
-    "--output-dir r --save-hf r": f"--save-hf is 'r', which is the same as --output-dir 'r'; {WHOLE}",
-    "--output-dir r/s --save-hf r": f"--save-hf is 'r', which is above --output-dir 'r/s'; {WHOLE}",
-    "--output-dir r --save-hf r/tensorboard/hf": (
-        f"--save-hf is 'r/tensorboard/hf', which is inside the run directory's own tensorboard 'r/tensorboard'; {WHOLE}"
-    ),
-    "--save-hf project": f"--save-hf is 'project' but it holds 'thesis.txt', which this program did not write; {FREE}",
-    "--save-hf data/train.jsonl": (
-        "--save-hf is 'data/train.jsonl' but that is a file; give a directory that can be written."
-    ),
-    "--save-hf /proc": f"--save-hf is '/proc' but that is a mount point; {FREE}",
-    "--output-dir data/train.jsonl": (
-        "--output-dir is 'data/train.jsonl' but that is a file; give a directory that can be written."
-    ),
-    "--save data/train.jsonl/x": (
-        "--save is 'data/train.jsonl/x' but '{cwd}/data/train.jsonl' is a file; give a directory that can be written."
-    ),
-    "--save old": (
-        "--save is 'old' but another run's checkpoints are there, up to iter_0000003; continue from them with "
-        "--load old, or give another --save."
-    ),
-    "--save old --load runs/x/checkpoints": (
-        "--save is 'old' but another run's checkpoints are there, up to iter_0000003; continue from them with "
-        "--load old, or give another --save."
-    ),
-    "--load old": (
-        "--seed is 1234 but the run that --load resumes has 7, and the random state is the checkpoint's; "
-        "set it back to 7 or start afresh with another --save."
-    ),
-    "--use-tensorboard --tb-project-name ../../..": (
-        "--tb-project-name is '../../..', which leads out of the run directory; give a name, for example mine."
-    ),
-    **{f"{flag} {path}": f"{flag} would write {path!r} but {NO_DUMP}" for flag in DUMPS for path in FOREIGN},
-    "--save-debug-train-data data": (
-        "--save-debug-train-data would write 'data' but it is a directory; give a file that can be written."
-    ),
-    "--use-tensorboard --tb-experiment-name /tmp/x": (
-        "--tb-experiment-name is '/tmp/x', which leads out of the run directory; give a name, for example mine."
-    ),
+    "--save-hf data/model": "the same as --hf-checkpoint",
+    "--save-hf data/model/": "the same as --hf-checkpoint",
+    "--save-hf link/model": "the same as --hf-checkpoint",
+    "--save-hf data/model/hf": "inside --hf-checkpoint",
+    "--save-hf runs/../data": "above --hf-checkpoint",
+    "--save-hf data/ref/x": "inside --ref-load",
+    "--save-hf .": "above --hf-checkpoint",
+    "--save-hf /": "above --hf-checkpoint",
+    "--save c --save-hf c": "the same as --save",
+    "--save c --save-hf c/hf": "inside --save",
+    "--save c/d --save-hf c": "above --save",
+    "--load old --seed 7 --save-hf old/x": "inside --load",
+    "--output-dir r --save-hf r": "the same as --output-dir",
+    "--output-dir r/s --save-hf r": "above --output-dir",
+    "--output-dir r --save-hf r/tensorboard/hf": "the run itself uses",
+    "--save-hf project": "'thesis.txt'",
+    "--save-hf data/train.jsonl": "that is a file",
+    "--save-hf /proc": "mount point",
+    "--output-dir data/train.jsonl": "that is a file",
+    "--save data/train.jsonl/x": "data/train.jsonl' is a file",
+    "--save old": "up to iter_0000003",
+    "--save old --load runs/x/checkpoints": "up to iter_0000003",
+    "--load old": "--seed is 1234 but the run that --load resumes has 7",
+    "--use-tensorboard --tb-project-name ../../..": "leads out of the run directory",
+    "--use-tensorboard --tb-experiment-name /tmp/x": "leads out of the run directory",
+    **{f"{flag} {path}": "is no dump of this program" for flag in DUMPS for path in FOREIGN},
+    "--save-debug-train-data data": "it is a directory",
+    "--save-hf hf --dump-details hf/dump": "inside --save-hf",
+    "--save-hf hf --save-debug-train-data hf": "inside --save-hf",
+    "--output-dir r --save-debug-rollout-data r/metrics.jsonl": "the run itself uses",
+    "--output-dir r --save-debug-train-data r/tensorboard/{rollout_id}.pt": "the run itself uses",
+    "--dump-details ~/dump": "~",
+    "--rm-url http://me:s3cret@host/x": "--rm-url",
+    "--rm-url https://host/x?token=s3cret": "--rm-url",
+    "--rm-url ftp://me:s3cret@host/": "--rm-url",
 }
 
 
 @pytest.mark.parametrize("flags", REFUSED)
-def test_a_place_that_is_not_the_runs_own_is_refused(flags: str, base: list[str]) -> None:
+def test_a_path_of_other_files_is_refused(flags: str, base: list[str]) -> None:
     before = sorted(Path.cwd().rglob("*"))
     with pytest.raises(ValueError, match=r"^--") as refusal:
         configure([*base, *flags.split()], {})
-    assert str(refusal.value) == REFUSED[flags].replace("{cwd}", str(Path.cwd()))
+    assert REFUSED[flags] in str(refusal.value) and "s3cret" not in str(refusal.value)
     assert sorted(Path.cwd().rglob("*")) == before
 
 
@@ -137,7 +119,7 @@ def test_a_place_that_is_not_the_runs_own_is_refused(flags: str, base: list[str]
         "--use-tensorboard --tb-project-name a/b",
     ],
 )
-def test_a_place_of_its_own_is_accepted(flags: str, base: list[str]) -> None:
+def test_a_separate_path_is_accepted(flags: str, base: list[str]) -> None:
     configure([*base, *flags.split()], {})
 
 
@@ -176,26 +158,3 @@ def test_checkpoints_that_came_after_the_check_are_seen_under_the_lock(base: lis
     (Path("new/iter_0000001") / MANIFEST).write_text("")
     with pytest.raises(ValueError, match="another run's checkpoints are there, up to iter_0000001"):
         hold(arguments)
-
-
-@pytest.mark.parametrize(
-    ("flags", "part"),
-    [
-        ("--save-hf hf --dump-details hf/dump", "inside --save-hf"),
-        ("--save-hf hf --save-debug-train-data hf", "inside --save-hf"),
-        ("--output-dir r --save-debug-rollout-data r/metrics.jsonl", "the run itself uses"),
-        ("--output-dir r --save-debug-train-data r/tensorboard/{rollout_id}.pt", "the run itself uses"),
-        ("--dump-details ~/dump", "~"),
-    ],
-)
-def test_dumps_among_other_files_are_refused(flags: str, part: str, base: list[str]) -> None:
-    with pytest.raises(ValueError, match=r"^--") as refusal:
-        configure([*base, *flags.split()], {})
-    assert part in str(refusal.value)
-
-
-@pytest.mark.parametrize("url", ["http://me:s3cret@host/x", "https://host/x?token=s3cret", "ftp://me:s3cret@host/"])
-def test_the_secret_in_a_reward_url_is_refused_and_not_shown(url: str, base: list[str]) -> None:
-    with pytest.raises(ValueError, match="--rm-url") as refusal:
-        configure([*base, "--rm-url", url], {})
-    assert "s3cret" not in str(refusal.value)

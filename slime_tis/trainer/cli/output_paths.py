@@ -1,4 +1,4 @@
-"""The directories that a run writes, looked at and locked before anything is built."""
+"""Checks and locks of the directories that a run writes."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -20,16 +20,13 @@ from slime_tis.trainer.storage.resumption import check_options
 def check_outputs(
     rollout: RolloutConfig, megatron: MegatronConfig, reporting: ReportingConfig, dumps: Mapping[str, str]
 ) -> None:
-    """Whether --output-dir, --save, --save-hf and dumps can be written, and the former belong to this run.
+    """Refuses output paths that cannot be written, hold other files, or would replace an input of the run.
 
     Args:
-        rollout: names files that the run reads.
-        megatron: names files that the run reads, and directories that it writes.
-        reporting: names the run directory.
-        dumps: the first file of each kind of dump, by flag.
-
-    Raises:
-        ValueError: one cannot be written, is in use by other files, or would replace an input of the run.
+        rollout: Names input files.
+        megatron: Names input and output directories.
+        reporting: Names the run directory.
+        dumps: The first file of each kind of dump, by flag.
     """
     for flag, directory in (
         ("--output-dir", reporting.output_dir),
@@ -49,8 +46,8 @@ def check_outputs(
     foreign = foreign_file(Path(reporting.output_dir))
     if foreign is not None:
         raise ValueError(
-            f"--output-dir is {quoted_path(reporting.output_dir)} but its {foreign} is of no run of this program, and "
-            "reports would take its place; give another directory."
+            f"--output-dir is {quoted_path(reporting.output_dir)} but its {foreign} is of no run of this program; give "
+            "another directory."
         )
     _check_save(megatron)
     if megatron.save_hf is not None:
@@ -58,11 +55,7 @@ def check_outputs(
 
 
 def check_resumption(megatron: MegatronConfig, options: Mapping[str, Any]) -> None:
-    """Whether the newest checkpoint under --load was written with the options that a resumed run has to keep.
-
-    Raises:
-        ValueError: one has changed.
-    """
+    """Refuses options that differ from the ones of the newest checkpoint under --load."""
     found = checkpoints(megatron.load) if megatron.load is not None else []
     if not found:
         return
@@ -76,11 +69,7 @@ def check_resumption(megatron: MegatronConfig, options: Mapping[str, Any]) -> No
 
 @contextmanager
 def held_outputs(megatron: MegatronConfig, reporting: ReportingConfig, *, main: bool) -> Iterator[None]:
-    """Holds the run's output directories against other runs while it lasts; the main process does so for all.
-
-    Raises:
-        ValueError: another run holds one of them or has written to it meanwhile, or it cannot be written.
-    """
+    """Locks the run's output directories, for all ranks by the `main` process; refuses one that is in use."""
     locks = {Path(reporting.output_dir).resolve() / LOCK: "--output-dir"}
     if megatron.save is not None:
         locks[Path(megatron.save).resolve() / LOCK] = "--save"
@@ -136,7 +125,8 @@ def _check_save(megatron: MegatronConfig) -> None:
 
 
 def _check_export(save_hf: str, rollout: RolloutConfig, megatron: MegatronConfig, reporting: ReportingConfig) -> None:
-    target = Path(save_hf).resolve()
+    """Refuses an export over or around other files of the run; it may lie in the run and the working directory."""
+    target, output_dir = Path(save_hf).resolve(), Path(reporting.output_dir)
     used = [
         ("--hf-checkpoint", megatron.hf_checkpoint),
         ("--ref-load", megatron.ref_load),
@@ -144,36 +134,23 @@ def _check_export(save_hf: str, rollout: RolloutConfig, megatron: MegatronConfig
         ("--load", megatron.load),
         ("--prompt-data", rollout.prompt_data),
         *(("--eval-prompt-data", path) for _, path in rollout.eval_prompt_sets),
+        ("--output-dir", reporting.output_dir),
+        *(("--output-dir (a name that the run itself uses)", str(output_dir / name)) for name in sorted(OWN_NAMES)),
         ("the working directory", os.getcwd()),
     ]
     for flag, path in used:
         if path is None:
             continue
-        relation = _relation(target, Path(path))
-        if relation is not None and not (flag == "the working directory" and relation == "inside"):
-            raise _not_its_own(save_hf, relation, flag, path)
-    output_dir = Path(reporting.output_dir)
-    relation = _relation(target, output_dir)
-    if relation is not None and relation != "inside":
-        raise _not_its_own(save_hf, relation, "--output-dir", reporting.output_dir)
-    if relation == "inside":
-        name = next(place for place in (target, *target.parents) if same_path(place.parent, output_dir)).name
-        if name in OWN_NAMES:
-            raise _not_its_own(save_hf, "inside", f"the run directory's own {name}", str(output_dir / name))
+        if same_path(target, path):
+            relation = "the same as"
+        elif _is_inside(Path(path), target):
+            relation = "above"
+        elif flag not in ("--output-dir", "the working directory") and _is_inside(target, Path(path)):
+            relation = "inside"
+        else:
+            continue
+        raise ValueError(
+            f"--save-hf is {quoted_path(save_hf)}, which is {relation} {flag} {quoted_path(path)}; an export replaces "
+            "its whole directory, so give it a separate one."
+        )
     exports.check_target(target, f"--save-hf is {quoted_path(save_hf)}", "export")
-
-
-def _relation(target: Path, path: Path) -> str | None:
-    """How a target lies to a path that is in use; None where the two have nothing to do with each other."""
-    if same_path(target, path):
-        return "the same as"
-    if _is_inside(target, path):
-        return "inside"
-    return "above" if _is_inside(path, target) else None
-
-
-def _not_its_own(save_hf: str, relation: str, flag: str, path: str) -> ValueError:
-    return ValueError(
-        f"--save-hf is {quoted_path(save_hf)}, which is {relation} {flag} {quoted_path(path)}; an export replaces its "
-        "whole directory, so give it one of its own."
-    )

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Annotated, Any
 
 from slime_tis.errors import quoted
-from slime_tis.limits import Limits, check_fields, flag, option
+from slime_tis.limits import Limits, check_fields, option
 
 loop_option = partial(option, group="training loop")
 
@@ -31,73 +31,54 @@ class LoopConfig:
     """Passes over the training prompts; replaces num_rollout."""
 
     global_batch_size: Annotated[int | None, Limits(ge=1, le=MOST_SAMPLES)] = loop_option(None)
-    """Samples of one optimizer step over all ranks; unset means the rollout's samples divided by
-    num_steps_per_rollout."""
+    """Samples of one optimizer step over all ranks; unset derives it from num_steps_per_rollout."""
 
     num_steps_per_rollout: Annotated[int | None, Limits(ge=1, le=MOST_SAMPLES)] = loop_option(None)
-    """Optimizer steps per rollout; unset means the rollout's samples divided by global_batch_size,
-    or 1."""
+    """Optimizer steps per rollout; unset derives it from global_batch_size, or means 1."""
 
     debug_rollout_only: bool = debug_option(False)
     """Sample and score without training."""
 
     save_debug_rollout_data: str | None = debug_option(None, metavar="FILE")
-    """File that samples are saved to; {rollout_id} in it becomes the rollout's number, and has to be in it where
-    there are several rollouts."""
+    """File for samples; {rollout_id} in it becomes the rollout's number."""
 
     save_debug_train_data: str | None = debug_option(None, metavar="FILE")
-    """File that what training made of every token is saved to: log-probs, weights, masks, advantages (docs/dumps.md).
-    {rollout_id} and {rank} in it become numbers; parquet, or slime's layout where it ends in .pt."""
+    """File for the tokens of training, parquet or slime's .pt; {rollout_id} and {rank} become numbers."""
 
     dump_details: str | None = debug_option(None, metavar="DIR")
-    """Directory for save_debug_rollout_data (rollout_data/{rollout_id}.jsonl) and save_debug_train_data
-    (train_data/{rollout_id}_{rank}.parquet), where these are not given."""
+    """Directory for save_debug_rollout_data and save_debug_train_data, if these are unset."""
 
     load_debug_rollout_data: str | None = debug_option(None, metavar="FILE")
-    """File that samples are read from, not generated; {rollout_id} in it becomes the rollout's number."""
+    """File to read samples from instead of generating them; {rollout_id} in it becomes the rollout's number."""
 
     def __post_init__(self) -> None:
         check_fields(self)
+        saved, trained = self.save_debug_rollout_data, self.save_debug_train_data
         if self.num_rollout is None and self.num_epoch is None:
             raise ValueError("--num-rollout is unset and so is --num-epoch; add one of them to bound the run.")
         if self.num_rollout is not None and self.num_epoch is not None:
-            raise ValueError(
-                f"--num-rollout is {self.num_rollout} and --num-epoch is {self.num_epoch}, but a run has one length; "
-                "remove one of the two."
-            )
-        if self.debug_rollout_only and self.load_debug_rollout_data is not None:
-            raise ValueError(
-                f"--load-debug-rollout-data is {quoted(self.load_debug_rollout_data)} but --debug-rollout-only "
-                "does not train; remove one of the two."
-            )
-        for name in ("save_debug_rollout_data", "load_debug_rollout_data"):
-            _check_pattern(flag(name), getattr(self, name), ("rollout_id",))
-        _check_pattern("--save-debug-train-data", self.save_debug_train_data, ("rollout_id", "rank"))
-        for name in ("save_debug_rollout_data", "save_debug_train_data"):
-            pattern = getattr(self, name)
-            if pattern is None or self.num_rollout == 1:
-                continue
-            if pattern.format(rollout_id=0, rank=0) == pattern.format(rollout_id=1, rank=0):
-                raise ValueError(
-                    f"{flag(name)} is {quoted(pattern)}, one file for all rollouts; put {{rollout_id}} into it, or "
-                    "each would overwrite the last."
-                )
-        if self.save_debug_train_data is not None and self.save_debug_train_data == self.save_debug_rollout_data:
-            raise ValueError(
-                f"--save-debug-train-data and --save-debug-rollout-data are both {quoted(self.save_debug_train_data)}; "
-                "give each a separate file."
-            )
-        if self.debug_rollout_only and self.save_debug_train_data is not None:
-            raise ValueError(
-                f"--save-debug-train-data is {quoted(self.save_debug_train_data)} but --debug-rollout-only does not "
-                "train; remove one of the two."
-            )
+            raise ValueError("--num-rollout and --num-epoch are both given; remove one of the two.")
+        _check_pattern("--save-debug-rollout-data", saved, ("rollout_id",))
+        _check_pattern("--load-debug-rollout-data", self.load_debug_rollout_data, ("rollout_id",))
+        _check_pattern("--save-debug-train-data", trained, ("rollout_id", "rank"))
+        for name, pattern in (("--save-debug-rollout-data", saved), ("--save-debug-train-data", trained)):
+            first, second = ((pattern or "").format(rollout_id=number, rank=0) for number in (0, 1))
+            if pattern is not None and self.num_rollout != 1 and first == second:
+                raise ValueError(f"{name} is {quoted(pattern)}, one file for all rollouts; put {{rollout_id}} into it.")
+        if trained is not None and trained == saved:
+            raise ValueError(f"--save-debug-train-data and --save-debug-rollout-data are both {quoted(trained)}.")
+        for name, pattern in (
+            ("--load-debug-rollout-data", self.load_debug_rollout_data),
+            ("--save-debug-train-data", trained),
+        ):
+            if self.debug_rollout_only and pattern is not None:
+                raise ValueError(f"{name} has no effect with --debug-rollout-only, which does not train; remove one.")
 
     def with_dump_patterns(self) -> "LoopConfig":
-        """The same options with the files that dump_details means, where none are given.
+        """Returns the options with the files of dump_details.
 
         Raises:
-            ValueError: both kinds of files are given elsewhere, so that dump_details has no effect.
+            ValueError: Both files are set already, so that dump_details has no effect.
         """
         if self.dump_details is None:
             return self
@@ -109,24 +90,19 @@ class LoopConfig:
             patterns["save_debug_train_data"] = f"{directory}/train_data/{{rollout_id}}_{{rank}}.parquet"
         given: dict[str, Any] = {name: getattr(self, name) or pattern for name, pattern in patterns.items()}
         if not given.items() & patterns.items():
-            raise ValueError(
-                f"--dump-details is {quoted(self.dump_details)} but {' and '.join(map(flag, given))} say where dumps "
-                "go; remove it."
-            )
+            raise ValueError("--dump-details has no effect: the files of all dumps are given; remove it.")
         return dataclasses.replace(self, **given)
 
 
 def _check_pattern(flag: str, pattern: str | None, names: tuple[str, ...]) -> None:
-    """Returns whether a file's name has only these fields, written as {rollout_id}."""
+    """Refuses a file name with fields other than {NAME}."""
     try:
         fields = [field[1:] for field in string.Formatter().parse(pattern or "") if field[1] is not None]
     except ValueError:
         fields = [("unbalanced braces", "", None)]
     if any(field not in [(name, "", None) for name in names] for field in fields):
         allowed = " and ".join(f"{{{name}}}" for name in names)
-        raise ValueError(
-            f"{flag} is {quoted(pattern)} but may have no field besides {allowed}; write other braces twice."
-        )
+        raise ValueError(f"{flag} is {quoted(pattern)} but may have no field besides {allowed}; double other braces.")
 
 
 @dataclass(frozen=True, kw_only=True)

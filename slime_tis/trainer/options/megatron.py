@@ -61,28 +61,24 @@ class MegatronConfig:
     """Shard optimizer state over the data-parallel ranks."""
 
     micro_batch_size: Annotated[int | None, Limits(ge=1, le=1_000_000)] = loop_option(None)
-    """Samples in one forward pass of a rank. Without max_tokens_per_gpu, unset takes as many tokens as half of the free
-    memory holds."""
+    """Samples in one forward pass of a rank; unset takes as many tokens as half of the free memory holds."""
 
     use_dynamic_batch_size: bool = loop_option(False)
-    """Pack samples into micro-batches of at most max_tokens_per_gpu tokens instead of a fixed count."""
+    """Pack samples into micro-batches of at most max_tokens_per_gpu tokens."""
 
     max_tokens_per_gpu: Annotated[int | None, Limits(ge=1, le=100_000_000)] = loop_option(
         None, needs=("--use-dynamic-batch-size",)
     )
-    """Token budget of one packed micro-batch on one rank, in tokens; needs use_dynamic_batch_size."""
+    """Tokens of one packed micro-batch on one rank."""
 
     share_prompts: bool | None = loop_option(None)
-    """Compute common prefixes of a micro-batch, such as a group's prompt, once; unset means if possible: on a CPU,
-    without experts and context parallelism."""
+    """Compute a group's common prompt once; unset means on a CPU without experts and context parallelism."""
 
     use_routing_replay: bool = routing_option(False)
-    """Record the experts of mixture-of-experts layers in the forward pass for old log-probs, and replay them in
-    training (R2)."""
+    """Record experts in the forward pass for old log-probs, and replay them in training (R2)."""
 
     log_probs_chunk_size: Annotated[int, Limits(ge=1, le=100_000_000, also=(-1,))] = loop_option(-1)
-    """Response tokens whose log-probs are computed at a time; -1 derives the number from the output layer. A tile of
-    logits for these tokens takes 8 MiB in float32; only a user-defined loss gets all logits."""
+    """Response tokens whose log-probs are computed at a time; -1 derives the number from the output layer."""
 
     lr: Annotated[float, Limits(ge=0, le=1)] = optimizer_option(1e-6)
     """Peak learning rate of Adam, per step."""
@@ -119,8 +115,7 @@ class MegatronConfig:
     """Largest global gradient norm, an L2 norm; 0 means no clipping."""
 
     nonfinite_gradient: Literal["stop", "skip"] = optimizer_option("stop")
-    """Handling of a step with a non-finite gradient or loss: stop saves the last good step and ends the run, skip skips
-    the step and counts it as train/nonfinite_gradient_steps."""
+    """At a non-finite gradient or loss, save the last good step and stop, or skip the step and count it."""
 
     bf16: bool = parallel_option(False)
     """Train in bfloat16 with float32 master weights instead of in float32."""
@@ -146,19 +141,18 @@ class MegatronConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        _check_optimizer(self)
-        _check_batching(self)
-        _check_recomputation(self)
+        if self.min_lr > self.lr:
+            raise ValueError(f"--min-lr is {self.min_lr} but must not exceed --lr, which is {self.lr}.")
+        if self.use_dynamic_batch_size and self.max_tokens_per_gpu is None:
+            raise ValueError("--use-dynamic-batch-size is on but --max-tokens-per-gpu is unset; add a token budget.")
+        if self.micro_batch_size is not None and self.use_dynamic_batch_size:
+            raise ValueError("--micro-batch-size and --use-dynamic-batch-size are both given; remove one of the two.")
+        if self.recompute_granularity == "full" and None in (self.recompute_method, self.recompute_num_layers):
+            raise ValueError("--recompute-granularity full needs --recompute-method and --recompute-num-layers.")
         if self.share_prompts and self.context_parallel_size > 1:
-            raise ValueError(
-                f"--share-prompts is on but --context-parallel-size is {self.context_parallel_size}, which cuts every "
-                "sequence into slices; remove one of the two."
-            )
+            raise ValueError("--share-prompts does not work with --context-parallel-size; remove one of the two.")
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
-            raise ValueError(
-                "--sequence-parallel is on but --tensor-model-parallel-size is 1; "
-                "raise the size to 2 or more or remove --sequence-parallel."
-            )
+            raise ValueError("--sequence-parallel is on but --tensor-model-parallel-size is 1; raise it, or remove it.")
 
     @property
     def model_parallel_size(self) -> int:
@@ -170,28 +164,3 @@ class MegatronConfig:
         """Ranks that together hold all experts once: expert × expert-tensor × pipeline."""
         tensor = self.expert_tensor_parallel_size or self.tensor_model_parallel_size
         return self.expert_model_parallel_size * tensor * self.pipeline_model_parallel_size
-
-
-def _check_optimizer(config: MegatronConfig) -> None:
-    if config.min_lr > config.lr:
-        raise ValueError(f"--min-lr is {config.min_lr} but must not exceed --lr, which is {config.lr}.")
-
-
-def _check_batching(config: MegatronConfig) -> None:
-    if config.use_dynamic_batch_size and config.max_tokens_per_gpu is None:
-        raise ValueError("--use-dynamic-batch-size is on but --max-tokens-per-gpu is unset; add a token budget.")
-    if config.micro_batch_size is not None and config.use_dynamic_batch_size:
-        raise ValueError(
-            f"--micro-batch-size is {config.micro_batch_size} but --use-dynamic-batch-size packs by tokens; "
-            "remove one of the two."
-        )
-
-
-def _check_recomputation(config: MegatronConfig) -> None:
-    if config.recompute_granularity == "full" and (
-        config.recompute_method is None or config.recompute_num_layers is None
-    ):
-        raise ValueError(
-            "--recompute-granularity is 'full' but --recompute-method or --recompute-num-layers is unset; "
-            "add both, for example --recompute-method uniform --recompute-num-layers 1."
-        )

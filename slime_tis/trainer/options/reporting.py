@@ -50,16 +50,12 @@ class ReportingConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if not self.output_dir:
-            raise ValueError("--output-dir is empty but must name a directory, for example runs/latest.")
         for flag, name in (
             ("--tb-project-name", self.tb_project_name),
             ("--tb-experiment-name", self.tb_experiment_name),
         ):
             if name is not None and (PurePath(name).is_absolute() or ".." in PurePath(name).parts):
-                raise ValueError(
-                    f"{flag} is {name!r}, which leads out of the run directory; give a name, for example mine."
-                )
+                raise ValueError(f"{flag} is {name!r}, which leads out of the run directory; give a plain name.")
         for flag, used, package in (
             ("--use-tensorboard", self.use_tensorboard, "tensorboard"),
             ("--use-wandb", self.use_wandb, "wandb"),

@@ -1,7 +1,9 @@
-"""Names of the built-in rewards, which the command line and the rows of a prompt file may give, and their weights."""
+"""Names of the built-in rewards, and weights of their components."""
 
 import math
 from collections.abc import Mapping
+
+from slime_tis.errors import quoted
 
 RM_TYPES: Mapping[str, tuple[str, ...]] = {
     "exact_match": (),
@@ -16,37 +18,17 @@ RM_TYPES: Mapping[str, tuple[str, ...]] = {
 """Built-in rewards by name, and the keys of their dictionaries; () for a number."""
 
 REMOTE = "remote_rm"
-"""The reward that a server gives, a number or a dict of numbers."""
-
 BOXED = "boxed_"
-"""Before a name: what the last \\boxed{} of the response holds is scored in its place."""
-
-ELSEWHERE = {
-    "ifbench": "a benchmark that slime downloads while it runs",
-}
-"""Rewards of slime that are not built in."""
+"""Prefix of a name: scores the content of the response's last \\boxed{}."""
 
 
 def check_rm_type(source: str, name: str) -> None:
-    """Checks the name of a built-in reward.
-
-    Args:
-        source: What gives it, to begin the message with.
-        name: With or without `boxed_` before it.
-
-    Raises:
-        ValueError: there is no such reward.
-    """
-    kind = name.removeprefix(BOXED)
-    if kind in RM_TYPES:
-        return
-    known = f"{', '.join(RM_TYPES)}, each also as {BOXED}NAME"
-    if kind in ELSEWHERE:
+    """Refuses an unknown reward, with or without `boxed_`; the message begins with `source`."""
+    if name.removeprefix(BOXED) not in RM_TYPES:
         raise ValueError(
-            f"{source} is {name!r}, {ELSEWHERE[kind]}, which is not built in; write a function for --custom-rm-path, "
-            f"or choose one of {known}."
+            f"{source} is {quoted(name)} but must be one of {', '.join(RM_TYPES)}, each also as {BOXED}NAME; "
+            "for another reward write a function for --custom-rm-path."
         )
-    raise ValueError(f"{source} is {name[:80]!r} but must be one of {known}.")
 
 
 def is_remote(name: str) -> bool:
@@ -60,11 +42,7 @@ def reward_keys(name: str) -> tuple[str, ...]:
 
 
 def parse_weights(text: str) -> dict[str, float]:
-    """The weights of --reward-weights, KEY=WEIGHT,KEY=WEIGHT, by key.
-
-    Raises:
-        ValueError: the text has another form, names a key twice, or a weight is not a finite number.
-    """
+    """Returns the weights of --reward-weights by key."""
     weights: dict[str, float] = {}
     for part in text.split(","):
         name, equals, number = (word.strip() for word in part.rpartition("="))
@@ -72,11 +50,10 @@ def parse_weights(text: str) -> dict[str, float]:
             weight = float(number)
         except ValueError:
             weight = math.nan
-        if not name or not equals or not math.isfinite(weight):
+        if not name or not equals or not math.isfinite(weight) or name in weights:
             raise ValueError(
-                f"--reward-weights is {text[:80]!r} but must be KEY=WEIGHT,KEY=WEIGHT with finite weights."
+                f"--reward-weights is {quoted(text)} but must be KEY=WEIGHT,KEY=WEIGHT with finite weights and "
+                "different keys."
             )
-        if name in weights:
-            raise ValueError(f"--reward-weights names {name[:80]!r} twice; give each key once.")
         weights[name] = weight
     return weights

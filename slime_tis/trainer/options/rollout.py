@@ -5,7 +5,7 @@ from functools import partial
 from typing import Annotated, Literal
 
 from slime_tis.errors import quoted
-from slime_tis.limits import Limits, check_fields, flag, option
+from slime_tis.limits import Limits, check_fields, option
 from slime_tis.trainer.options.rm_types import check_rm_type, is_remote, parse_weights, reward_keys
 from slime_tis.trainer.options.sglang import shown_url, split_url
 
@@ -27,32 +27,26 @@ class RolloutConfig:
     """The source of prompts, and how responses are sampled and scored."""
 
     rollout_engine: Literal["local", "sglang"] = rollout_option("local")
-    """Engine that samples the responses: local runs transformers inside the training process, sglang asks
-    SGLang servers over HTTP."""
+    """Engine that samples: transformers inside the training process, or SGLang servers over HTTP."""
 
     rollout_precision: Literal["fp32", "bf16", "fp8", "int8"] = rollout_option(
         "fp32", needs=("--rollout-engine=local",)
     )
-    """Precision of the local engine's copy of the weights; below fp32, the mismatch with training is real. SGLang
-    servers have separate options (--sglang-dtype, --sglang-quantization)."""
+    """Precision of the local engine's copy of the weights; for servers use --sglang-dtype, --sglang-quantization."""
 
     rollout_router_bits: Annotated[int | None, Limits(ge=2, le=16)] = rollout_option(
         None, needs=("--rollout-engine=local",)
     )
-    """Bits to which the local engine rounds the router weights of mixtures of experts, for studies of routing
-    mismatch; unset keeps their type, as engines with 8-bit weights do."""
+    """Bits to which the local engine rounds router weights, for studies of routing mismatch; unset keeps their type."""
 
     use_rollout_routing_replay: bool = routing_option(False)
-    """Use the rollout engine's experts of every token for old log-probs and for training (R3); the reference policy
-    routes freely. With one expert per token, SGLang samples that a layer sends only to expert 0 train without replay,
-    because servers mark missing records in this way."""
+    """Use the rollout engine's experts of every token for old log-probs and for training (R3)."""
 
     routing_replay_weights: bool = routing_option(False, needs=("--use-rollout-routing-replay",))
-    """Also use the rollout engine's combine weights of these experts; the gradient is the training router's."""
+    """Also use the rollout engine's combine weights; the gradient is the training router's."""
 
     measure_routing_mismatch: Annotated[int | None, Limits(ge=1, le=1_000_000)] = routing_option(None)
-    """Optimizer steps between two measurements of the mismatch with and without routing replay, also for runs without
-    replay; each needs one more forward pass. Unset means none."""
+    """Optimizer steps between measurements of the mismatch with and without routing replay; unset means none."""
 
     weight_update_rounding: Rounding = rollout_option(
         "nearest",
@@ -63,37 +57,30 @@ class RolloutConfig:
             "--rollout-engine=sglang",
         ),
     )
-    """Rounding of weights to the rollout engine's precision: nearest, stochastic (unbiased, random by seed and version)
-    or error-compensated (the error of one update is added to the next). The last two transmit updates that are smaller
-    than the precision."""
+    """Rounding to the rollout engine's precision; stochastic and error-compensated also transmit smaller updates."""
 
     update_weights_interval: Annotated[int, Limits(ge=1, le=1_000_000)] = rollout_option(1)
-    """Rollouts between two weight updates of the engine; N makes samples up to N steps stale."""
+    """Rollouts between two weight updates of the engine; samples are up to this many rollouts stale."""
 
     rollout_lookahead: Annotated[int, Limits(ge=0, le=1_000)] = rollout_option(0)
-    """Rollouts generated ahead during training on the current one; K makes samples up to K rollouts stale."""
+    """Rollouts generated ahead during training; samples are up to this many rollouts stale."""
 
     max_weight_staleness: Annotated[int | None, Limits(ge=0, le=1_000_000)] = rollout_option(None)
-    """Largest age of a response's oldest token that is trained on, in optimizer steps; older responses are masked and
-    counted. Unset keeps all."""
+    """Largest age of a response's oldest token, in optimizer steps; older responses are masked and counted."""
 
     partial_rollout: bool = rollout_option(False)
-    """Abort the slowest responses once enough prompts are answered, and resume them in the next rollout; needs
-    over_sampling_batch_size and the sglang engine."""
+    """Abort the slowest responses once enough prompts are answered, and resume them in the next rollout."""
 
     over_sampling_batch_size: Annotated[int | None, Limits(ge=1, le=1_000_000)] = rollout_option(
         None, needs=("--partial-rollout", "--dynamic-sampling-filter-path")
     )
-    """Prompts of one batch: more than rollout_batch_size for partial_rollout; unset means rollout_batch_size for
-    dynamic_sampling_filter_path."""
+    """Prompts of one batch; unset means rollout_batch_size, which partial_rollout does not allow."""
 
     dynamic_sampling_filter_path: str | None = rollout_option(None, metavar="FUNCTION")
-    """User function that accepts or drops each group of samples, as pkg.module.function or path/file.py:function; new
-    prompts replace dropped groups (DAPO)."""
+    """User function that accepts or drops each group of samples; new prompts replace dropped groups (DAPO)."""
 
     custom_generate_function_path: str | None = rollout_option(None, metavar="FUNCTION")
-    """User function that makes each sample with any number of engine requests, as pkg.module.function or
-    path/file.py:function: agents with tools, several turns, several samples."""
+    """User function that makes each sample with any number of engine requests, for example for agents with tools."""
 
     generate_concurrency: Annotated[int, Limits(ge=1, le=65_536)] = rollout_option(
         256, needs=("--custom-generate-function-path",)
@@ -103,18 +90,17 @@ class RolloutConfig:
     generate_timeout: Annotated[float, Limits(gt=0, le=10_000_000)] = rollout_option(
         3600.0, needs=("--custom-generate-function-path",)
     )
-    """Longest time for one call of custom_generate_function_path, in seconds; later samples are dropped and counted."""
+    """Longest time for one call of custom_generate_function_path, in seconds; then the sample is dropped."""
 
     retokenization: Literal["reject", "keep-mask", "error"] = rollout_option(
         "reject", needs=("--custom-generate-function-path",)
     )
-    """Handling of custom_generate_function_path's samples whose tokens differ from the sampled tokens: reject masks
-    the sample, keep-mask masks the differing tokens, error ends the run."""
+    """Samples whose tokens differ from the sampled ones: mask the sample, mask these tokens, or end the run."""
 
     dynamic_sampling_max_batches: Annotated[int, Limits(ge=1, le=1_000_000)] = rollout_option(
         30, needs=("--dynamic-sampling-filter-path",)
     )
-    """Largest number of batches that dynamic sampling takes for one rollout; then the run saves and stops."""
+    """Largest number of batches for one rollout with dynamic sampling; then the run saves and stops."""
 
     buffer_filter_path: str | None = rollout_option(None, metavar="FUNCTION")
     """User function that chooses the unfinished groups of partial_rollout that the next batch resumes."""
@@ -126,8 +112,7 @@ class RolloutConfig:
     """User function that gets all sampled groups of a rollout, including groups that dynamic sampling dropped."""
 
     custom_reward_post_process_path: str | None = reward_option(None, metavar="FUNCTION")
-    """User function that returns (raw rewards, advantages) of a rollout's scored samples, instead of the advantage
-    estimator."""
+    """User function that returns (raw rewards, advantages) of a rollout, instead of the advantage estimator."""
 
     custom_rollout_log_function_path: str | None = rollout_option(None, metavar="FUNCTION")
     """User function that gets every rollout; if it returns true, the metrics rollout/… are not logged."""
@@ -136,22 +121,18 @@ class RolloutConfig:
     """User function that gets the answers to held-out prompts; if it returns true, eval/… is not logged."""
 
     check_weight_sync: bool = rollout_option(False)
-    """After each weight update, compare tensors (local engine: small ones completely, rows of others; SGLang:
-    checksums) and log-probs of a probe prompt between the engines; stop if they differ."""
+    """After each weight update, compare tensors and log-probs of a probe prompt between the engines."""
 
     weight_sync_bound: Annotated[float | None, Limits(gt=0, le=1_000)] = rollout_option(
         None, needs=("--check-weight-sync",)
     )
-    """Largest mean absolute difference of the probe's log-probs for check_weight_sync; unset derives it from the
-    engines' precision and the probe's length, for example 0.18 for bf16 and 512 tokens."""
+    """Largest mean absolute difference of the probe's log-probs; unset derives it from the engines' precision."""
 
     rollout_function_path: str | None = rollout_option(None, metavar="FUNCTION")
-    """User function that makes whole rollouts instead of the rollout engine, as pkg.module.function or
-    path/file.py:function; the engine still answers held-out prompts."""
+    """User function that makes whole rollouts instead of the rollout engine, which still answers held-out prompts."""
 
     data_source_path: str | None = data_option(None, metavar="FUNCTION")
-    """User class that provides the training prompts, as pkg.module.Class or path/file.py:Class; it may read
-    prompt_data."""
+    """User class that provides the training prompts, as pkg.module.Class or path/file.py:Class."""
 
     prompt_data: str = data_option(metavar="FILE")
     """File of training prompts, JSONL or parquet, one prompt per row."""
@@ -193,8 +174,7 @@ class RolloutConfig:
     """Top-k sampling keeps this many of the likeliest tokens; -1 keeps all."""
 
     allow_truncation_bias: bool = sampling_option(False)
-    """Train on truncated samples (rollout_top_p, rollout_top_k) without recorded token sets, over the whole vocabulary;
-    train/entropy_gap shows the bias. Without this option such a run is refused."""
+    """Train on samples of rollout_top_p or rollout_top_k without recorded token sets, over the whole vocabulary."""
 
     rollout_shuffle: bool = data_option(False)
     """Visit the prompts in a new order every epoch."""
@@ -208,18 +188,16 @@ class RolloutConfig:
     """Token ids that end a response, in addition to the tokenizer's end of sequence."""
 
     rm_type: str | None = reward_option(None, metavar="NAME")
-    """Name of a built-in reward: exact_match, math, deepscaler, dapo, f1, gpqa, random or remote_rm, each also with
-    the prefix boxed_. A row's metadata may override it as rm_type."""
+    """Built-in reward: exact_match, math, deepscaler, dapo, f1, gpqa, random or remote_rm; each also as boxed_NAME."""
 
     rm_url: str | None = reward_option(None, metavar="URL")
-    """URL of the reward server for rm_type remote_rm: it gets prompt, response and label, and answers with a number or
-    an object of numbers."""
+    """URL of the reward server: gets prompt, response and label, answers with a number or an object of numbers."""
 
     rm_timeout: Annotated[float, Limits(ge=0.1, le=86_400)] = reward_option(120.0, needs=("--rm-url",))
     """Longest wait for one answer of the reward server, in seconds."""
 
     rm_max_retries: Annotated[int, Limits(ge=0, le=1_000)] = reward_option(10, needs=("--rm-url",))
-    """Retries of a failed request to the reward server, with growing pauses of at most a minute."""
+    """Retries of a failed request to the reward server."""
 
     rm_concurrency: Annotated[int, Limits(ge=1, le=10_000)] = reward_option(64, needs=("--rm-url",))
     """Simultaneous requests to the reward server, per rank."""
@@ -231,8 +209,7 @@ class RolloutConfig:
     """Key of the reward if the reward function returns a dict; its other numbers are reported."""
 
     reward_weights: str | None = reward_option(None, metavar="KEY=WEIGHT,…")
-    """Weights of the components of a dictionary reward, as KEY=WEIGHT,KEY=WEIGHT: the weighted sum is the reward, and
-    each component is reported. Replaces reward_key."""
+    """Weights of a dict reward's numbers, whose weighted sum is the reward; replaces reward_key."""
 
     eval_reward_key: str | None = reward_option(None, metavar="KEY", needs=("--eval-prompt-data",))
     """Key of the reward of held-out prompts; unset means reward_key or reward_weights."""
@@ -262,25 +239,19 @@ class RolloutConfig:
     """Key of a held-out row that holds the label; unset means label_key."""
 
     eval_engine: Literal["local", "rollout"] | None = evaluation_option(None)
-    """Engine that answers held-out prompts: local keeps a second, unrounded copy of the weights in the training
-    process, rollout asks the rollout engine; unset means local for the local engine and rollout for sglang."""
+    """Engine for held-out prompts: a second, unrounded copy in the training process, or the rollout engine."""
 
     skip_eval_before_train: bool = evaluation_option(False)
     """Skip the evaluation before the first step."""
 
     def __post_init__(self) -> None:
         check_fields(self)
-        _check_sampling(self)
-        _check_routing(self)
+        if self.allow_truncation_bias and not self.truncates_sampling:
+            raise ValueError("--allow-truncation-bias has no effect without --rollout-top-p or --rollout-top-k.")
+        if self.routing_replay_weights and self.rollout_engine == "sglang":
+            raise ValueError("--routing-replay-weights needs --rollout-engine local: SGLang returns no weights.")
         _check_evaluation(self)
-        _check_asynchronous(self)
-        if self.rm_type is None and self.custom_rm_path is None and self.custom_generate_function_path is None:
-            raise ValueError("--rm-type is unset and so is --custom-rm-path; add one of them to score responses.")
-        if self.rm_type is not None and self.custom_rm_path is not None:
-            raise ValueError(
-                f"--rm-type is {quoted(self.rm_type)} and --custom-rm-path is {quoted(self.custom_rm_path)}; "
-                "remove one of the two."
-            )
+        _check_partial_rollout(self)
         _check_reward(self)
 
     @property
@@ -319,102 +290,58 @@ def _check_reward_url(url: str) -> None:
 
 
 def _check_reward(config: RolloutConfig) -> None:
-    name = config.rm_type
+    name, weights = config.rm_type, parse_weights(config.reward_weights) if config.reward_weights else {}
+    scores = name or config.custom_rm_path or config.custom_generate_function_path
+    if scores is None:
+        raise ValueError("--rm-type is unset and so is --custom-rm-path; add one of them to score responses.")
+    if name is not None and config.custom_rm_path is not None:
+        raise ValueError("--rm-type and --custom-rm-path are both given; remove one of the two.")
+    if weights and config.reward_key is not None:
+        raise ValueError("--reward-weights and --reward-key are both given; remove one of the two.")
     if config.rm_url is not None:
         _check_reward_url(config.rm_url)
-    if name is not None and is_remote(name) and config.rm_url is None:
+    if name is None:
+        return
+    check_rm_type("--rm-type", name)
+    if not is_remote(name):
+        _check_reward_keys(config, name, [*weights])
+    elif config.rm_url is None:
         raise ValueError(f"--rm-type is {name} but --rm-url is unset; add the URL of the reward server.")
-    weights = None if config.reward_weights is None else parse_weights(config.reward_weights)
-    if weights is not None and config.reward_key is not None:
-        raise ValueError(
-            f"--reward-weights is {quoted(config.reward_weights)} and --reward-key is {quoted(config.reward_key)}; "
-            "remove one of the two."
-        )
-    for key, value in (("reward_key", config.reward_key), ("eval_reward_key", config.eval_reward_key)):
-        if value == "":
-            raise ValueError(f"{flag(key)} is empty; name a key of the reward function's dict, or remove it.")
-        if name is None:
-            continue
-        check_rm_type("--rm-type", name)
-        keys = reward_keys(name)
-        if is_remote(name):
-            continue
-        if value is not None and not keys:
-            raise ValueError(f"{flag(key)} is {value!r} but --rm-type {name} gives a number; remove it.")
-        if value is not None and value not in keys:
-            raise ValueError(f"{flag(key)} is {value!r} but --rm-type {name} gives {' and '.join(keys)}.")
-    unknown = [
-        key for key in weights or () if name is not None and not is_remote(name) and key not in reward_keys(name)
-    ]
-    if unknown:
-        gives = " and ".join(reward_keys(str(name))) or "a number"
-        raise ValueError(f"--reward-weights names {unknown[0]!r} but --rm-type {name} gives {gives}; remove it.")
-    if name is not None and reward_keys(name) and config.reward_key is None and weights is None:
-        keys = reward_keys(name)
-        raise ValueError(f"--rm-type {name} gives {' and '.join(keys)}; add --reward-key {keys[0]}.")
 
 
-def _check_sampling(config: RolloutConfig) -> None:
-    if config.allow_truncation_bias and not config.truncates_sampling:
-        raise ValueError(
-            "--allow-truncation-bias is set but has no effect without --rollout-top-p or --rollout-top-k; add one of "
-            "them or remove --allow-truncation-bias."
-        )
-
-
-def _check_routing(config: RolloutConfig) -> None:
-    if config.routing_replay_weights and config.rollout_engine == "sglang":
-        raise ValueError(
-            "--routing-replay-weights is on but an SGLang server returns experts without their weights; remove it "
-            "or use --rollout-engine local."
-        )
+def _check_reward_keys(config: RolloutConfig, name: str, weighted: list[str]) -> None:
+    keys = reward_keys(name)
+    gives = f"--rm-type {name} gives {' and '.join(keys) or 'a number'}"
+    named = [("--reward-key", config.reward_key), ("--eval-reward-key", config.eval_reward_key)]
+    for flag, key in [*named, *(("--reward-weights", key) for key in weighted)]:
+        if key is not None and key not in keys:
+            raise ValueError(f"{flag} is {key!r} but {gives}; change or remove it.")
+    if keys and config.reward_key is None and not weighted:
+        raise ValueError(f"{gives}; add --reward-key {keys[0]}.")
 
 
 def _check_evaluation(config: RolloutConfig) -> None:
     if config.eval_top_p != 1 and config.eval_temperature == 0:
-        raise ValueError(
-            f"--eval-top-p is {config.eval_top_p} but --eval-temperature is 0, which takes the likeliest token; raise "
-            "the temperature or remove --eval-top-p."
-        )
-    parts = config.eval_prompt_data
-    if parts is not None and len(parts) != 1 and len(parts) % 2 == 1:
-        raise ValueError(
-            f"--eval-prompt-data is {quoted(' '.join(parts))}, {len(parts)} values, but needs one PATH or NAME PATH "
-            "pairs."
-        )
+        raise ValueError("--eval-top-p has no effect with --eval-temperature 0; remove it, or raise the temperature.")
+    count = len(config.eval_prompt_data or ())
+    if count > 1 and count % 2 == 1:
+        raise ValueError(f"--eval-prompt-data has {count} values, but needs one PATH or NAME PATH pairs.")
     names = [name for name, _ in config.eval_prompt_sets]
     if len(set(names)) < len(names):
-        raise ValueError(
-            f"--eval-prompt-data names {quoted(', '.join(names))[1:-1]} but each name may be given only once."
-        )
+        raise ValueError(f"--eval-prompt-data names {quoted(', '.join(names))[1:-1]}; give each name once.")
 
 
-def _check_asynchronous(config: RolloutConfig) -> None:
-    size = config.over_sampling_batch_size
-    if size is not None and size < config.rollout_batch_size:
-        raise ValueError(
-            f"--over-sampling-batch-size is {size} but a rollout trains on {config.rollout_batch_size} prompts "
-            "(--rollout-batch-size); raise it."
-        )
+def _check_partial_rollout(config: RolloutConfig) -> None:
+    size, batch = config.over_sampling_batch_size, config.rollout_batch_size
+    if size is not None and size < batch:
+        raise ValueError(f"--over-sampling-batch-size is {size} but --rollout-batch-size is {batch}; raise it.")
     if not config.partial_rollout:
         if config.buffer_filter_path is not None:
-            raise ValueError(
-                "--buffer-filter-path chooses among the groups that --partial-rollout leaves unfinished; add that, or "
-                "remove it."
-            )
+            raise ValueError("--buffer-filter-path has no effect without --partial-rollout; add that, or remove it.")
         return
     if config.rollout_engine != "sglang":
-        raise ValueError(
-            f"--partial-rollout needs --rollout-engine sglang, but it is {config.rollout_engine}: the local engine "
-            "decodes whole batches and has no stragglers."
-        )
-    if size is None or size <= config.rollout_batch_size:
-        raise ValueError(
-            f"--over-sampling-batch-size is {size} but --partial-rollout needs more prompts in flight than the "
-            f"--rollout-batch-size {config.rollout_batch_size} that it waits for."
-        )
+        raise ValueError("--partial-rollout needs --rollout-engine sglang: the local engine decodes whole batches.")
+    if size is None or size == batch:
+        raise ValueError(f"--over-sampling-batch-size is {size}; with --partial-rollout make it more than {batch}.")
     if config.rollout_lookahead:
-        raise ValueError(
-            f"--rollout-lookahead is {config.rollout_lookahead} and --partial-rollout is set; remove one of them: "
-            "with rollouts in flight there are no stragglers to wait for."
-        )
+        raise ValueError("--rollout-lookahead and --partial-rollout are both given; remove one of them.")

@@ -61,18 +61,13 @@ class SGLangConfig:
     """Number of servers to start on this machine, watch and stop at the end."""
 
     sglang_server_args: tuple[str, ...] | None = sglang_option(None, metavar="WORD", needs=("--sglang-launch",))
-    """Flags of the servers that sglang_launch starts, as a list of words; on the command line any --sglang-NAME
-    that is not a flag of this program is passed to them as --NAME."""
+    """Flags of launched servers, as a list of words; other flags --sglang-NAME are passed to them as --NAME."""
 
     sglang_python: str | None = sglang_option(None, metavar="PYTHON", needs=("--sglang-launch",))
     """Python interpreter of the environment that has sglang; unset means the one of this program."""
 
     sglang_base_port: Annotated[int, Limits(ge=1, le=65_535)] = sglang_option(30000, needs=("--sglang-launch",))
-    """First port that sglang_launch tries; ports in use are passed over.
-
-    Best below the range that the kernel gives out (from 32768 on Linux), which another socket may get before a server
-    listens.
-    """
+    """First port that sglang_launch tries; ports in use are skipped."""
 
     sglang_log_dir: str | None = sglang_option(None, metavar="DIR", needs=("--sglang-launch",))
     """Directory for the output of launched servers, one file each; unset means the run's output directory."""
@@ -90,31 +85,27 @@ class SGLangConfig:
     """Times that one request is tried again after its server failed."""
 
     sglang_recovery_timeout: Annotated[float, Limits(gt=0, le=1_000_000)] = sglang_option(120.0)
-    """Longest wait, with no server left, for one to come back before the run saves and stops, in seconds."""
+    """Longest wait for a server to come back if none is left, in seconds; then the run saves and stops."""
 
     sglang_weight_sync: WeightTransport = sglang_option("distributed")
-    """How new weights reach the servers: distributed broadcasts them over NCCL, or gloo without GPUs; disk writes
-    safetensors to a directory that the servers read."""
+    """Transport of new weights: a broadcast over NCCL (gloo without GPUs), or safetensors on a shared disk."""
 
     sglang_weight_dir: str | None = sglang_option(None, metavar="DIR", needs=("--sglang-weight-sync=disk",))
-    """Directory that this program and the servers see, for weights by disk; unset means a temporary one of this
-    machine."""
+    """Directory for weights on disk, shared with the servers; unset means a temporary one of this machine."""
 
     sglang_sync_address: str | None = sglang_option(
         None, metavar="ADDRESS", needs=("--sglang-weight-sync=distributed",)
     )
-    """Address at which servers reach this program for distributed weights; unset means 127.0.0.1 for servers on this
-    machine, and for others the address of this machine that faces them."""
+    """Address at which servers reach this program for distributed weights; unset means the one that faces them."""
 
     sglang_bucket_mb: Annotated[int, Limits(ge=1, le=1_000_000)] = sglang_option(512)
-    """Weights sent or written at once, in MiB; about this much memory is used besides the model's."""
+    """Weights sent or written at once, in MiB."""
 
     sglang_api_key_env: str = sglang_option("SGLANG_API_KEY", metavar="NAME")
-    """Name of the environment variable that holds the servers' API key; the key itself is never a flag."""
+    """Environment variable that holds the servers' API key; the key itself is never a flag."""
 
     sglang_admin_api_key_env: str = sglang_option("SGLANG_ADMIN_API_KEY", metavar="NAME")
-    """Name of the environment variable that holds the servers' admin key, which SGLang wants for weights, pauses and
-    aborts where it was started with one; unset or empty means that the API key does."""
+    """Environment variable that holds the servers' admin key; if it is unset, the API key is used."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -159,11 +150,7 @@ class SGLangConfig:
         return os.environ.get(self.sglang_admin_api_key_env) or None
 
     def check_has_servers(self) -> None:
-        """Refuses a configuration that names no server.
-
-        Raises:
-            ValueError: None of --sglang-url, --sglang-router-ip and --sglang-launch is given.
-        """
+        """Refuses a configuration that names no server."""
         if not _sources(self):
             raise ValueError(
                 "--rollout-engine is sglang but no server is named; add --sglang-url URL, --sglang-router-ip with "
@@ -172,17 +159,10 @@ class SGLangConfig:
 
 
 def split_server_flags(argv: Sequence[str], known: Collection[str]) -> tuple[list[str], list[str]]:
-    """Separates `--sglang-NAME [VALUE …]`, unless this program has that flag, from a command line.
-
-    Args:
-        argv: The command line.
-        known: Flags of this program, which stay.
+    """Separates server flags, `--sglang-NAME VALUE` not in `known`, from a command line.
 
     Returns:
-        The rest of the command line, and the flags as the server spells them: `--NAME`, `VALUE`, …
-
-    Raises:
-        ValueError: A server flag that the run sets itself, or a secret, whose value is not repeated.
+        The rest of the command line, and the server flags as `--NAME`, `VALUE`, …
     """
     rest: list[str] = []
     passed: list[str] = []
@@ -202,16 +182,7 @@ def split_server_flags(argv: Sequence[str], known: Collection[str]) -> tuple[lis
 
 
 def check_server_flag(given: str, name: str, value: str) -> None:
-    """Refuses a secret as the value of a server's flag, and the name of an environment variable that is not set.
-
-    Args:
-        given: Beginning of the message: where the flag is from.
-        name: Of the flag, without dashes before it.
-        value: Its value.
-
-    Raises:
-        ValueError: As described; the message does not repeat the value.
-    """
+    """Refuses a secret as the value of a server's flag, and an unset environment variable; never shows the value."""
     spelled = name.replace("_", "-").lower()
     if SECRET_FLAG.fullmatch(spelled) and spelled not in OWN_FLAGS:
         raise ValueError(
@@ -226,11 +197,7 @@ def check_server_flag(given: str, name: str, value: str) -> None:
 
 
 def normalized_url(url: str) -> str:
-    """`http://HOST:PORT` or `https://…`, without a trailing slash; a host in lower case.
-
-    Raises:
-        ValueError: Another scheme, no host, a bad port, or more than an address: credentials, a query, a fragment.
-    """
+    """Returns a URL without trailing slash and with the host in lower case; refuses credentials and queries."""
     parts = split_url(url)
     if parts is None or not url.isprintable() or parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(f"--sglang-url is {quoted(shown_url(url))} but must be http://HOST:PORT or https://HOST:PORT.")
@@ -283,19 +250,14 @@ def _sources(config: SGLangConfig) -> dict[str, object]:
 
 
 def _check_sources(config: SGLangConfig) -> None:
-    if config.sglang_url is not None and not config.sglang_url:
-        raise ValueError("--sglang-url names no server; give URLs or remove it.")
     urls = config.server_urls
     for url in urls:
         if urls.count(url) > 1:
             raise ValueError(f"--sglang-url names {url} {urls.count(url)} times; name each server once.")
         if len(urlsplit(url).hostname or "") > MAX_HOST:
-            raise ValueError(
-                f"--sglang-url is {quoted(shown_url(url))} but a host name has {MAX_HOST} characters at most."
-            )
-    given = _sources(config)
-    if len(given) > 1:
-        named = " and ".join(f"{source} is {value}" for source, value in given.items())
+            raise ValueError(f"--sglang-url has a host name with more than {MAX_HOST} characters.")
+    named = " and ".join(f"{source} is {value}" for source, value in _sources(config).items())
+    if " and " in named:
         raise ValueError(f"{named}; servers come from one source; keep one of them.")
     ip, port = config.sglang_router_ip, config.sglang_router_port
     if (ip is None) != (port is None):

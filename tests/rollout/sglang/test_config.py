@@ -38,7 +38,6 @@ def test_one_source_is_enough(given: dict) -> None:
             {"sglang_launch": 1, "sglang_router_ip": "a", "sglang_router_port": 1},
             "--sglang-router-ip is a and --sglang-launch is 1",
         ),
-        ({"sglang_url": ()}, "names no server"),
         ({"sglang_url": ("http://a:1", "http://A:1/")}, "names http://a:1 2 times"),
         ({"sglang_router_ip": "10.0.0.1"}, "--sglang-router-ip is 10.0.0.1 and --sglang-router-port None; give both"),
         ({"sglang_router_port": 3000}, "--sglang-router-ip is None and --sglang-router-port 3000; give both"),
@@ -85,7 +84,6 @@ def test_one_source_is_enough(given: dict) -> None:
     ids=[
         "two sources",
         "a router and a launch",
-        "no URL",
         "one URL twice",
         "a router without a port",
         "a port without a router",
