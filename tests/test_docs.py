@@ -14,7 +14,7 @@ import torch
 
 from slime_tis.correction import RolloutCorrectionConfig, correct
 from slime_tis.integrations import verl
-from slime_tis.policy.breakdown import STALENESS, TURN, metrics_by, sums_by
+from slime_tis.policy.step_sums import STALENESS, TURN, metrics_by, sums_by
 from slime_tis.trainer.cli.arguments import configure
 from slime_tis.trainer.data.sample import Sample
 from slime_tis.trainer.rollout.metrics import rollout_metrics

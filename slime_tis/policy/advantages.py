@@ -44,12 +44,7 @@ def rloo(rewards: Tensor, *, accepted: Tensor | None = None) -> Tensor:
     Source: "Back to Basics: Revisiting REINFORCE Style Optimization", Ahmadian et al.
     (https://arxiv.org/abs/2402.14740), eq. 6.
 
-    Args:
-        rewards: [G, n], n ≥ 2.
-        accepted: [G, n] bool, the samples that are siblings; the others get 0. None for all.
-
-    Returns:
-        [G, n].
+    Args and returns as `grpo`.
     """
     centred, count = _centred(rewards, accepted, "rloo")
     return centred * (count / (count - 1).clamp_min(1))
@@ -63,13 +58,8 @@ def reinforce_plus_plus_baseline(rewards: Tensor, valid_tokens: Tensor, *, accep
     Source: "REINFORCE++: Stabilizing Critic-Free Policy Optimization", Hu et al.
     (https://arxiv.org/abs/2501.03262), §3.
 
-    Args:
-        rewards: [G, n], n ≥ 2.
-        valid_tokens: [G, n] trained tokens of each sample, the weights of the batch statistics.
-        accepted: [G, n] bool, the samples that the statistics are of; the others get 0. None for all.
-
-    Returns:
-        [G, n].
+    Args and returns as `grpo`; `valid_tokens` [G, n] are the trained tokens of each sample, the weights of the batch
+    statistics.
     """
     centred, _ = _centred(rewards, accepted, "reinforce_plus_plus_baseline")
     return whiten(centred, valid_tokens if accepted is None else valid_tokens * accepted)
@@ -90,28 +80,16 @@ def advantages(
     accepted: Tensor | None = None,
     given: Tensor | None = None,
 ) -> Tensor:
-    """The advantages that the options ask for.
-
-    Args:
-        rewards: [G, n].
-        valid_tokens: [G, n] trained tokens of each sample.
-        config: the estimator and its options.
-        accepted: [G, n] bool, the samples that baselines are made of; the others get 0. None for all.
-        given: [G, n] advantages instead of the estimator's.
-
-    Returns:
-        [G, n].
-    """
-    found = given
-    if found is None:
-        found = ESTIMATORS[config.advantage_estimator](rewards, valid_tokens, config, accepted)
+    """The advantages [G, n] that the options ask for; `given` ones replace the estimator's. Arguments as above."""
+    values = given
+    if values is None:
+        values = ESTIMATORS[config.advantage_estimator](rewards, valid_tokens, config, accepted)
     if not config.normalize_advantages:
-        return found
-    return whiten(found, valid_tokens if accepted is None else valid_tokens * accepted)
+        return values
+    return whiten(values, valid_tokens if accepted is None else valid_tokens * accepted)
 
 
-Estimator = Callable[[Tensor, Tensor, PolicyConfig, Tensor | None], Tensor]
-ESTIMATORS: dict[str, Estimator] = {
+ESTIMATORS: dict[str, Callable[[Tensor, Tensor, PolicyConfig, Tensor | None], Tensor]] = {
     "grpo": lambda rewards, _, config, accepted: grpo(
         rewards, normalize_std=not config.disable_grpo_std_normalization, accepted=accepted
     ),

@@ -24,7 +24,11 @@ class TokenLossInputs:
     """Mean of [L] values over the accepted tokens of each whole sequence, at each of its tokens; a collective of the
     context-parallel ranks."""
     config: PolicyConfig
-    """With the clip ranges."""
+
+    @property
+    def clip_range(self) -> dict[str, float]:
+        """ε_low and ε_high as arguments of a loss."""
+        return {"clip_low": self.config.eps_clip, "clip_high": self.config.clip_high}
 
 
 TokenLoss = Callable[[TokenLossInputs], tuple[Tensor, Tensor]]
@@ -63,12 +67,7 @@ def ppo_clip(
 
 
 def gspo(
-    log_prob_L: Tensor,
-    mean_log_ratio_L: Tensor,
-    advantage_L: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
+    log_prob_L: Tensor, mean_log_ratio_L: Tensor, advantage_L: Tensor, *, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Tensor]:
     """Sequence-level clipped objective: the ratio is the geometric mean over the sequence.
 
@@ -80,27 +79,15 @@ def gspo(
 
     Source: "Group Sequence Policy Optimization", Zheng et al. (https://arxiv.org/abs/2507.18071), eq. 5, 7 and 13.
 
-    Args:
-        log_prob_L: log π_θ, with gradient.
-        mean_log_ratio_L: mean over the sequence of log π_θ − log π_old, at each of its tokens, without gradient.
-        advantage_L: advantages.
-        clip_low: ε_low; the paper's are about 3e-4.
-        clip_high: ε_high.
-
-    Returns:
-        (loss_L, clipped_L), as `ppo_clip`.
+    Args and returns as `ppo_clip`; `mean_log_ratio_L` is the mean over the sequence of log π_θ − log π_old, at each of
+    its tokens, without gradient. The paper's clip ranges are about 3e-4.
     """
     ratio_L = (mean_log_ratio_L + log_prob_L - log_prob_L.detach()).exp()
     return _clipped(ratio_L, advantage_L, clip_low, clip_high, None)
 
 
 def cispo(
-    log_prob_L: Tensor,
-    old_log_prob_L: Tensor,
-    advantage_L: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
+    log_prob_L: Tensor, old_log_prob_L: Tensor, advantage_L: Tensor, *, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Tensor]:
     """Clipped importance weights on a policy gradient: a clipped token still has a gradient.
 
@@ -108,15 +95,7 @@ def cispo(
 
     Source: "MiniMax-M1", MiniMax (https://arxiv.org/abs/2506.13585), eq. 4 and 5.
 
-    Args:
-        log_prob_L: log π_θ, with gradient.
-        old_log_prob_L: log π_old.
-        advantage_L: advantages.
-        clip_low: ε_low; 1 or more leaves small ratios as they are.
-        clip_high: ε_high.
-
-    Returns:
-        (loss_L, clipped_L): the losses, and 1.0 where the weight was clipped.
+    Args and returns as `ppo_clip`; a `clip_low` of 1 or more leaves small ratios as they are.
     """
     ratio_L = (log_prob_L.detach() - old_log_prob_L).exp()
     weight_L = ratio_L.clamp(1 - clip_low, 1 + clip_high)
@@ -169,27 +148,15 @@ def kl_estimate(log_prob_L: Tensor, reference_log_prob_L: Tensor, kind: str) -> 
 
 LOSSES: dict[str, TokenLoss] = {
     "ppo": lambda x: ppo_clip(
-        x.log_probs_L,
-        x.old_log_probs_L,
-        x.advantages_L,
-        clip_low=x.config.eps_clip,
-        clip_high=x.config.clip_high,
-        dual_clip=x.config.eps_clip_c,
+        x.log_probs_L, x.old_log_probs_L, x.advantages_L, **x.clip_range, dual_clip=x.config.eps_clip_c
     ),
     "gspo": lambda x: gspo(
         x.log_probs_L,
         x.sequence_mean((x.log_probs_L - x.old_log_probs_L).detach()),
         x.advantages_L,
-        clip_low=x.config.eps_clip,
-        clip_high=x.config.clip_high,
+        **x.clip_range,
     ),
-    "cispo": lambda x: cispo(
-        x.log_probs_L,
-        x.old_log_probs_L,
-        x.advantages_L,
-        clip_low=x.config.eps_clip,
-        clip_high=x.config.clip_high,
-    ),
+    "cispo": lambda x: cispo(x.log_probs_L, x.old_log_probs_L, x.advantages_L, **x.clip_range),
     "reinforce": lambda x: (reinforce(x.log_probs_L, x.advantages_L), zeros_like(x.advantages_L)),
 }
 """Losses by their command-line name (--policy-loss)."""

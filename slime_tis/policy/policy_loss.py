@@ -29,12 +29,11 @@ from slime_tis.correction import (
     off_policy_sequence_mask,
     torch_token_pass,
 )
-from slime_tis.policy.breakdown import STALENESS, TURN, sums_by
 from slime_tis.policy.config import PolicyConfig
 from slime_tis.policy.custom_loss import CustomLoss, ObjectiveFunctions, reduced_loss
 from slime_tis.policy.custom_tis import CustomTis
 from slime_tis.policy.losses import LOSSES, TokenLossInputs, kl_estimate
-from slime_tis.policy.step_sums import LossReduction, LossTerms, StepSums
+from slime_tis.policy.step_sums import STALENESS, TURN, LossReduction, LossTerms, StepSums, sums_by
 from slime_tis.policy.tokens import ResponseTokens, expand
 
 
@@ -126,30 +125,18 @@ class LossStep:
 
 def policy_loss(inputs: LossInputs, step: LossStep) -> LossOutputs:
     """The loss of one micro-batch by the algorithm that the options choose (the README lists them)."""
-    old_L = old_log_probs(inputs, step)
-    train_L = inputs.log_probs_L.detach() if step.correction.use_rollout_logprobs else old_L
-    correction = correct_tokens(inputs.tokens, train_L, step)
-    opsm = opsm_mask(inputs, old_L, step) if step.policy.use_opsm else None
-    losses = token_losses(inputs, old_L, train_L, correction, opsm, step)
-    reduction = LossReduction.build(
-        losses.mask_L,
-        correction.masked_in_per_sequence
-        if step.correction.rejection_normalizer == "original"
-        else losses.accepted_per_sequence,
-        inputs.tokens.lengths,
-        inputs.tokens.rollout_of_each,
-        per_token=step.policy.calculate_per_token_loss,
-    )
-    sums = step_sums(inputs, train_L, correction, opsm, losses, reduction, step)
-    weights_L = applied_weights(inputs.tokens, correction, step)
-    numerator, sums = objective(inputs, losses, weights_L, reduction, sums, step)
+    corrected = correct_micro_batch(inputs, step)
+    losses = token_losses(inputs, corrected, step)
+    weights_L = applied_weights(inputs.tokens, corrected.correction, step)
+    sums = step_sums(inputs, corrected, losses, step)
+    numerator, sums = objective(inputs, losses, weights_L, sums, step)
     return LossOutputs(
         numerator=numerator,
         denominator=sums.loss_denominator.to(torch.int),
         sums=sums,
         record=TokenRecord(
             log_probs_L=inputs.log_probs_L.detach(),
-            old_log_probs_L=old_L.detach(),
+            old_log_probs_L=corrected.old_log_probs_L.detach(),
             entropy_L=inputs.entropy_L.detach(),
             weights_L=weights_L,
             accepted_L=losses.mask_L,
@@ -157,25 +144,76 @@ def policy_loss(inputs: LossInputs, step: LossStep) -> LossOutputs:
     )
 
 
-def objective(
-    inputs: LossInputs,
-    losses: TokenLosses,
-    weights_L: Tensor,
-    reduction: LossReduction,
-    sums: StepSums,
-    step: LossStep,
-) -> tuple[Tensor, StepSums]:
-    """The numerator of the loss, and the sums with what a user's function made of the policy loss.
+@dataclass(frozen=True, kw_only=True)
+class CorrectedMicroBatch:
+    """The old policy of a micro-batch, and its correction before the loss is known."""
 
-    Args:
-        inputs: of the micro-batch.
-        losses: per token.
-        weights_L: importance weights, without gradient.
-        reduction: over the accepted tokens.
-        sums: of the micro-batch.
-        step: the options.
-    """
-    terms, policy, tokens = losses.terms, step.policy, inputs.tokens
+    old_log_probs_L: Tensor
+    train_log_probs_L: Tensor
+    """log π_train, the numerator of the weights."""
+    correction: Correction[Tensor]
+    opsm_mask_S: Tensor | None
+    """bool, the sequences that off-policy sequence masking (OPSM) accepts; None where it is off."""
+
+    def without_opsm(self, mask_L: Tensor, accepted_S: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """A mask and its token count per sequence, without the sequences that OPSM rejects."""
+        if self.opsm_mask_S is None:
+            return mask_L, accepted_S
+        return mask_L & expand(self.opsm_mask_S, lengths), accepted_S * self.opsm_mask_S
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenLosses:
+    """The loss of every token, and the tokens that it is averaged over."""
+
+    terms: LossTerms
+    """[L] each, with gradient where the loss has one."""
+    mask_L: Tensor
+    """bool, the accepted tokens."""
+    accepted_per_sequence: Tensor
+    """[S] float64, over whole sequences."""
+    reduction: LossReduction
+    """Over the accepted tokens."""
+    custom_metrics: dict[str, Tensor]
+    """[L] each, from a user's function."""
+
+
+def correct_micro_batch(inputs: LossInputs, step: LossStep) -> CorrectedMicroBatch:
+    """The correction of the micro-batch; its statistics alone if a user's function corrects."""
+    config, tokens, ranks = step.correction, inputs.tokens, step.global_batch.ranks
+    old_L = old_log_probs(inputs, step)
+    train_L = inputs.log_probs_L.detach() if config.use_rollout_logprobs else old_L
+    correction = _correct(
+        without_correction(config) if step.custom is not None else with_measured_weights(config),
+        tokens,
+        train_L,
+        replace(step.global_batch, ranks=ranks.with_slices(tokens.slices)),
+        step.token_pass,
+    )
+    mask_S = None
+    if step.policy.use_opsm:
+        advantage_S = torch.stack([part.sum() for part in inputs.advantages_L.split(tokens.lengths)]).double()
+        mask_S = off_policy_sequence_mask(
+            inputs.log_probs_L,
+            tokens.rollout_log_probs_L if step.policy.opsm_policy == "rollout" else old_L,
+            # The sign is what counts, and all tokens of a sequence share it.
+            ranks.over_context(advantage_S),
+            tokens.loss_mask_L,
+            delta=step.policy.opsm_bound,
+            nonfinite_policy=config.nonfinite_policy,
+            lengths=tokens.lengths,
+            ranks=ranks,
+        )
+    return CorrectedMicroBatch(
+        old_log_probs_L=old_L, train_log_probs_L=train_L, correction=correction, opsm_mask_S=mask_S
+    )
+
+
+def objective(
+    inputs: LossInputs, losses: TokenLosses, weights_L: Tensor, sums: StepSums, step: LossStep
+) -> tuple[Tensor, StepSums]:
+    """The numerator of the loss, and the sums with the loss and metrics of a user's function."""
+    terms, policy, tokens, reduction = losses.terms, step.policy, inputs.tokens, losses.reduction
     if step.custom_loss is not None:
         assert inputs.logits is not None
         if step.correction.corrects:
@@ -185,12 +223,11 @@ def objective(
     if step.functions is None or step.functions.reducer is None:
         objective_L = terms.pg_loss - policy.entropy_coef * terms.entropy_loss + policy.kl_loss_coef * terms.kl_loss
         return reduction.sum(objective_L), sums
-    mask_L = losses.mask_L
     loss = reduced_loss(
         step.functions,
         tokens,
-        torch.where(mask_L, terms.pg_loss, 0.0),
-        whole_mask(tokens, mask_L, step),
+        torch.where(losses.mask_L, terms.pg_loss, 0.0),
+        whole_mask(tokens, losses.mask_L, step),
         per_token=policy.calculate_per_token_loss,
         seed=step.version,
     )
@@ -226,98 +263,22 @@ def old_log_probs(inputs: LossInputs, step: LossStep) -> Tensor:
     return tokens.old_log_probs_L
 
 
-def correct_tokens(tokens: ResponseTokens, train_log_probs_L: Tensor, step: LossStep) -> Correction[Tensor]:
-    """The correction of the micro-batch; with a user's function in its place, its statistics alone."""
-    config = step.correction
-    return correct(
-        without_correction(config) if step.custom is not None else with_measured_weights(config),
-        train_log_probs_L,
-        tokens.rollout_log_probs_L,
-        tokens.loss_mask_L,
-        lengths=tokens.lengths,
-        global_batch=replace(step.global_batch, ranks=step.global_batch.ranks.with_slices(tokens.slices)),
-        token_pass=step.token_pass,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class OffPolicySequenceMask:
-    """The sequences that off-policy sequence masking (OPSM) accepts, bool."""
-
-    opsm_mask_S: Tensor
-    opsm_mask_L: Tensor
-    """At each token the value of its sequence."""
-
-    def apply(self, mask_L: Tensor, accepted_S: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns a mask and its token count per sequence, without the rejected sequences."""
-        return mask_L & self.opsm_mask_L, accepted_S * self.opsm_mask_S
-
-
-def opsm_mask(inputs: LossInputs, old_log_probs_L: Tensor, step: LossStep) -> OffPolicySequenceMask:
-    """Applies off-policy sequence masking to a micro-batch."""
-    tokens, policy = inputs.tokens, step.policy
-    advantage_S = torch.stack([part.sum() for part in inputs.advantages_L.split(tokens.lengths)]).double()
-    opsm_mask_S = off_policy_sequence_mask(
-        inputs.log_probs_L,
-        tokens.rollout_log_probs_L if policy.opsm_policy == "rollout" else old_log_probs_L,
-        # The sign is what counts, and all tokens of a sequence share it.
-        step.global_batch.ranks.over_context(advantage_S),
-        tokens.loss_mask_L,
-        delta=policy.opsm_bound,
-        nonfinite_policy=step.correction.nonfinite_policy,
-        lengths=tokens.lengths,
-        ranks=step.global_batch.ranks,
-    )
-    return OffPolicySequenceMask(opsm_mask_S=opsm_mask_S, opsm_mask_L=expand(opsm_mask_S, tokens.lengths))
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenLosses:
-    """The loss of every token, and the tokens that it is averaged over."""
-
-    terms: LossTerms
-    """[L] each, with gradient where the loss has one."""
-    mask_L: Tensor
-    """bool, the accepted tokens."""
-    accepted_per_sequence: Tensor
-    """[S] float64, over whole sequences."""
-    custom_metrics: dict[str, Tensor]
-    """[L] each, from a user's function."""
-
-
-def token_losses(
-    inputs: LossInputs,
-    old_log_probs_L: Tensor,
-    train_log_probs_L: Tensor,
-    correction: Correction[Tensor],
-    opsm: OffPolicySequenceMask | None,
-    step: LossStep,
-) -> TokenLosses:
-    """The loss per token with its weights, and the mask without what is rejected.
-
-    Args:
-        inputs: of the micro-batch.
-        old_log_probs_L: log π_old.
-        train_log_probs_L: log π_train, the numerator of the weights.
-        correction: weights and mask.
-        opsm: the off-policy sequence mask, None when disabled.
-        step: the options.
-    """
-    tokens = inputs.tokens
-    mask_L, accepted_S = correction.mask, correction.accepted_per_sequence
-    if opsm is not None:
-        mask_L, accepted_S = opsm.apply(mask_L, accepted_S)
-    # What is masked or not finite gets ratio 1 before any arithmetic: a NaN behind a mask would still poison
-    # the gradient.
+def token_losses(inputs: LossInputs, corrected: CorrectedMicroBatch, step: LossStep) -> TokenLosses:
+    """The loss per token with its weights, and the mask without rejected tokens."""
+    tokens, correction, policy = inputs.tokens, corrected.correction, step.policy
+    mask_L, accepted_S = corrected.without_opsm(correction.mask, correction.accepted_per_sequence, tokens.lengths)
+    # A masked or non-finite token gets ratio 1 before any arithmetic: a NaN behind a mask would still poison the
+    # gradient.
     log_probs_L = torch.where(mask_L, inputs.log_probs_L, inputs.log_probs_L.detach().nan_to_num())
-    old_L = torch.where(mask_L & old_log_probs_L.isfinite(), old_log_probs_L, log_probs_L.detach())
+    old_L = corrected.old_log_probs_L
+    old_L = torch.where(mask_L & old_L.isfinite(), old_L, log_probs_L.detach())
     loss_L, clipped_L = LOSSES[step.correction.policy_loss](
         TokenLossInputs(
             log_probs_L=log_probs_L,
             old_log_probs_L=old_L,
             advantages_L=inputs.advantages_L,
             sequence_mean=partial(sequence_mean, mask_L=mask_L, lengths=tokens.lengths, ranks=step.global_batch.ranks),
-            config=step.policy,
+            config=policy,
         )
     )
     custom_metrics: dict[str, Tensor] = {}
@@ -326,17 +287,19 @@ def token_losses(
             tokens,
             loss_L=loss_L,
             log_probs_L=log_probs_L,
-            train_log_probs_L=train_log_probs_L,
+            train_log_probs_L=corrected.train_log_probs_L,
             global_batch=step.global_batch,
         )
         custom_metrics = custom.metrics
         if step.correction.corrects:  # otherwise metrics alone: the loss stays as it was, to the bit
             loss_L = custom.loss_L
-            mask_L, accepted_S = custom.mask_L, custom.accepted_per_sequence
-            if opsm is not None:
-                mask_L, accepted_S = opsm.apply(mask_L, accepted_S)
+            mask_L, accepted_S = corrected.without_opsm(custom.mask_L, custom.accepted_per_sequence, tokens.lengths)
     elif step.correction.use_tis:
         loss_L = loss_L * correction.weights
+    kl_L = torch.zeros_like(log_probs_L)
+    if policy.use_kl_loss:
+        assert tokens.ref_log_probs_L is not None
+        kl_L = kl_estimate(log_probs_L, tokens.ref_log_probs_L, policy.kl_loss_type)
     terms = LossTerms(
         pg_loss=loss_L,
         pg_clipfrac=clipped_L,
@@ -344,9 +307,22 @@ def token_losses(
         ois=(log_probs_L - old_L).exp(),
         entropy_loss=inputs.entropy_L,
         entropy_gap=(inputs.entropy_L + log_probs_L).detach(),
-        kl_loss=reference_kl(tokens, log_probs_L, step.policy),
+        kl_loss=kl_L,
     )
-    return TokenLosses(terms=terms, mask_L=mask_L, accepted_per_sequence=accepted_S, custom_metrics=custom_metrics)
+    is_original = step.correction.rejection_normalizer == "original"
+    counts_S = correction.masked_in_per_sequence if is_original else accepted_S
+    return TokenLosses(
+        terms=terms,
+        mask_L=mask_L,
+        accepted_per_sequence=accepted_S,
+        reduction=_reduction(mask_L, counts_S, tokens, step),
+        custom_metrics=custom_metrics,
+    )
+
+
+def _reduction(mask_L: Tensor, counts_S: Tensor, tokens: ResponseTokens, step: LossStep) -> LossReduction:
+    per_token = step.policy.calculate_per_token_loss
+    return LossReduction.build(mask_L, counts_S, tokens.lengths, tokens.rollout_of_each, per_token=per_token)
 
 
 def sequence_mean(values_L: Tensor, *, mask_L: Tensor, lengths: Sequence[int], ranks: Ranks) -> Tensor:
@@ -358,54 +334,24 @@ def sequence_mean(values_L: Tensor, *, mask_L: Tensor, lengths: Sequence[int], r
     return mean_S.to(values_L.dtype).index_select(0, owner_L)
 
 
-def reference_kl(tokens: ResponseTokens, log_probs_L: Tensor, policy: PolicyConfig) -> Tensor:
-    """The estimated KL divergence from the reference policy, [L]; 0 without a KL loss."""
-    if not policy.use_kl_loss:
-        return torch.zeros_like(log_probs_L)
-    assert tokens.ref_log_probs_L is not None
-    return kl_estimate(log_probs_L, tokens.ref_log_probs_L, policy.kl_loss_type)
-
-
-def step_sums(
-    inputs: LossInputs,
-    train_log_probs_L: Tensor,
-    correction: Correction[Tensor],
-    opsm: OffPolicySequenceMask | None,
-    losses: TokenLosses,
-    reduction: LossReduction,
-    step: LossStep,
-) -> StepSums:
-    """What the micro-batch adds to the metrics of the step.
-
-    Args:
-        inputs: of the micro-batch.
-        train_log_probs_L: log π_train, the numerator of the weights.
-        correction: its statistics are reported.
-        opsm: the off-policy sequence mask, None when disabled.
-        losses: per token.
-        reduction: over the accepted tokens.
-        step: the options.
-    """
-    tokens, masked_in_S = inputs.tokens, correction.masked_in_per_sequence
-    original = LossReduction.build(
-        tokens.loss_mask_L > 0,
-        masked_in_S,
-        tokens.lengths,
-        tokens.rollout_of_each,
-        per_token=step.policy.calculate_per_token_loss,
-    )
+def step_sums(inputs: LossInputs, corrected: CorrectedMicroBatch, losses: TokenLosses, step: LossStep) -> StepSums:
+    """The micro-batch's contribution to the metrics of the step."""
+    tokens, masked_in_S = inputs.tokens, corrected.correction.masked_in_per_sequence
+    original = _reduction(tokens.loss_mask_L > 0, masked_in_S, tokens, step)
+    opsm_clipped = None
+    if corrected.opsm_mask_S is not None:
+        opsm_clipped = original.sum_each((~expand(corrected.opsm_mask_S, tokens.lengths)).double()[None])[0]
     measured = {name: value.double() for name, value in losses.custom_metrics.items()}
-    opsm_clipped = None if opsm is None else original.sum_each((~opsm.opsm_mask_L).double()[None])[0]
     custom = original.sum_each(torch.stack(list(measured.values()))).unbind() if measured else ()
     counted = float(step.counts)
-    compared = train_log_probs_L, tokens.rollout_log_probs_L, tokens.loss_mask_L
+    compared = corrected.train_log_probs_L, tokens.rollout_log_probs_L, tokens.loss_mask_L
     return StepSums(
-        terms=LossTerms.unstack(reduction.sum_each(losses.terms.stack())),
-        loss_denominator=reduction.denominator * counted,
+        terms=LossTerms.unstack(losses.reduction.sum_each(losses.terms.stack())),
+        loss_denominator=losses.reduction.denominator * counted,
         original_denominator=original.denominator * counted,
         accepted_tokens=losses.accepted_per_sequence.sum() * counted,
         masked_in_tokens=masked_in_S.sum() * counted,
-        statistics=correction.statistics,
+        statistics=corrected.correction.statistics,
         old_policy_statistics=old_policy_statistics(inputs, step),
         staleness=sums_by(STALENESS, *compared, step.version - tokens.weight_versions_L),
         turns=sums_by(TURN, *compared, tokens.turns_L),
@@ -415,27 +361,36 @@ def step_sums(
 
 
 def old_policy_statistics(inputs: LossInputs, step: LossStep) -> Statistics:
-    """The mismatch of π_old itself, which is the policy of this forward pass where no other was made for it."""
+    """The mismatch of π_old itself: of the policy of this forward pass if no other pass was made."""
     config, tokens = without_correction(step.correction), inputs.tokens
     if not step.correction.get_mismatch_metrics:
         return Statistics.empty(config, tokens.loss_mask_L.device)
-    old_L = tokens.old_log_probs_L
+    old_L = inputs.log_probs_L.detach() if tokens.old_log_probs_L is None else tokens.old_log_probs_L
+    return _correct(config, tokens, old_L, GlobalBatch(ranks=step.global_batch.ranks), step.token_pass).statistics
+
+
+def _correct(
+    config: RolloutCorrectionConfig,
+    tokens: ResponseTokens,
+    train_log_probs_L: Tensor,
+    global_batch: GlobalBatch,
+    token_pass: TokenPassFunction,
+) -> Correction[Tensor]:
     return correct(
         config,
-        inputs.log_probs_L.detach() if old_L is None else old_L,
+        train_log_probs_L,
         tokens.rollout_log_probs_L,
         tokens.loss_mask_L,
         lengths=tokens.lengths,
-        global_batch=GlobalBatch(ranks=step.global_batch.ranks),
-        token_pass=step.token_pass,
-    ).statistics
+        global_batch=global_batch,
+        token_pass=token_pass,
+    )
 
 
 def with_measured_weights(config: RolloutCorrectionConfig) -> RolloutCorrectionConfig:
-    """The configuration that statistics are made under: in bypass with the weights that the loss has no use for.
+    """The configuration of the statistics: in bypass with weights that are measured and not applied, as in verl.
 
-    There π_θ/π_rollout already is the ratio of the loss; verl too measures its weights and does not apply them. They
-    are truncated, which leaves the mask as it is, and need no pass over the global batch.
+    There π_θ/π_rollout already is the ratio of the loss. Truncated weights leave the mask as it is.
     """
     if config.use_tis or not config.use_rollout_logprobs:
         return config

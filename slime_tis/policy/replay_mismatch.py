@@ -23,28 +23,16 @@ REPORTED = {
 
 
 def mismatch(tokens: ResponseTokens, log_probs_L: Tensor, ranks: Ranks) -> Statistics:
-    """Returns statistics of log-probs against the rollout engine's.
-
-    Args:
-        tokens: of some responses.
-        log_probs_L: of the training engine, detached.
-        ranks: the context-parallel ranks that share the responses.
-    """
+    """Statistics of the training engine's log-probs against the rollout engine's, over the context-parallel ranks."""
     known = GlobalBatch(ranks=Ranks(context=ranks.context).with_slices(tokens.slices))
-    return correct(
-        CONFIG,
-        log_probs_L,
-        tokens.rollout_log_probs_L,
-        tokens.loss_mask_L,
-        lengths=tokens.lengths,
-        global_batch=known,
-    ).statistics
+    inputs = log_probs_L, tokens.rollout_log_probs_L, tokens.loss_mask_L
+    return correct(CONFIG, *inputs, lengths=tokens.lengths, global_batch=known).statistics
 
 
 def mismatch_metrics(statistics: Statistics) -> dict[str, float]:
     """mismatch_k3_kl, train_rollout_logprob_abs_diff, ratio_max and ratio_min of merged statistics."""
-    found = statistics.metrics()
-    return {name: found[metric] for metric, name in REPORTED.items() if metric in found}
+    metrics = statistics.metrics()
+    return {name: metrics[metric] for metric, name in REPORTED.items() if metric in metrics}
 
 
 class MeasuredLoss:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from slime_tis.correction import Ranks, RolloutCorrectionConfig, Statistics
-from slime_tis.policy.breakdown import STALENESS, TURN, metrics_by
+from slime_tis.correction import LOG_RATIO_BOUND, LOG_RATIO_LIMIT, Ranks, RolloutCorrectionConfig, Statistics
 from slime_tis.policy.config import PolicyConfig
 from slime_tis.policy.tokens import expand
 
@@ -79,57 +79,38 @@ class StepSums:
 
     def merge(self, other: StepSums) -> StepSums:
         """The sums of two micro-batches together."""
+        added = [a + b for a, b in zip(self._tensors(), other._tensors(), strict=True)]
         return replace(
-            self._with_added(self._added() + other._added()),
+            self._with_tensors(added),
             statistics=self.statistics.merge(other.statistics),
             old_policy_statistics=self.old_policy_statistics.merge(other.old_policy_statistics),
         )
 
     def all_reduce(self, ranks: Ranks) -> StepSums:
         """The sums of all context- and data-parallel ranks; a collective of the last pipeline stage."""
+        tensors = self._tensors()
+        flat = ranks.all_reduce(torch.cat([x.reshape(-1) for x in tensors]))
+        parts = flat.split([x.numel() for x in tensors])
         return replace(
-            self._with_added(ranks.all_reduce(self._added())),
+            self._with_tensors([part.view_as(x) for part, x in zip(parts, tensors, strict=True)]),
             statistics=self.statistics.all_reduce(ranks),
             old_policy_statistics=self.old_policy_statistics.all_reduce(ranks),
         )
 
-    def _added(self) -> Tensor:
-        """All that is added over micro-batches and ranks, as one tensor."""
-        counts = (self.loss_denominator, self.original_denominator, self.accepted_tokens, self.masked_in_tokens)
-        custom = [self.custom[name] for name in sorted(self.custom)]
-        opsm = [] if self.opsm_clipped is None else [self.opsm_clipped]
-        scalars = torch.stack([*counts, *opsm, *custom])
-        return torch.cat([self.terms.stack(), scalars, self.staleness.view(-1), self.turns.view(-1)])
+    def _tensors(self) -> list[Tensor]:
+        """Everything that is added over micro-batches and ranks."""
+        own = [value for value in vars(self).values() if isinstance(value, Tensor)]
+        return [*own, *vars(self.terms).values(), *(self.custom[name] for name in sorted(self.custom))]
 
-    def _with_added(self, values: Tensor) -> StepSums:
-        """These sums with the values of `_added` replaced."""
-        has_opsm = self.opsm_clipped is not None
-        sizes = [len(fields(LossTerms)), 4 + has_opsm + len(self.custom), self.staleness.numel()]
-        terms, scalars, staleness, turns = values.split([*sizes, self.turns.numel()])
-        loss_denominator, original_denominator, accepted, masked_in, *rest = scalars.unbind()
-        opsm_clipped, custom = (rest[0], rest[1:]) if has_opsm else (None, rest)
-        return replace(
-            self,
-            terms=LossTerms.unstack(terms),
-            loss_denominator=loss_denominator,
-            original_denominator=original_denominator,
-            accepted_tokens=accepted,
-            masked_in_tokens=masked_in,
-            staleness=staleness.view_as(self.staleness),
-            turns=turns.view_as(self.turns),
-            opsm_clipped=opsm_clipped,
-            custom=dict(zip(sorted(self.custom), custom, strict=True)),
-        )
+    def _with_tensors(self, values: Sequence[Tensor]) -> StepSums:
+        rest = iter(values)
+        own: dict[str, Any] = {name: next(rest) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        terms = LossTerms(**{name: next(rest) for name in vars(self.terms)})
+        return replace(self, **own, terms=terms, custom=dict(zip(sorted(self.custom), rest, strict=True)))
 
 
 def step_metrics(sums: StepSums, correction: RolloutCorrectionConfig, policy: PolicyConfig) -> dict[str, float]:
-    """The metrics of one optimizer step by name, without the prefix train/.
-
-    Args:
-        sums: merged over micro-batches and ranks.
-        correction: the options that the step was made under.
-        policy: the options that the step was made under.
-    """
+    """The metrics of one optimizer step, without the prefix train/, from sums of all micro-batches and ranks."""
     terms = sums.terms.stack() / sums.loss_denominator.clamp_min(1)
     metrics = dict(zip((field.name for field in fields(LossTerms)), terms.tolist(), strict=True))
     metrics["loss"] = (
@@ -162,13 +143,13 @@ RESERVED = ("grad_norm", "lr", "loss_denominator", "old_log_prob_forwards", "ski
 def _under_free_names(custom: dict[str, float], own: dict[str, float]) -> dict[str, float]:
     """The metrics of a custom function; one that is named like a metric of ours is called custom_NAME."""
     taken = {*own, *RESERVED}
-    found = {name: value for name, value in custom.items() if name not in taken}
+    metrics = {name: value for name, value in custom.items() if name not in taken}
     for name in sorted(taken & custom.keys()):
         free = f"custom_{name}"
-        while free in taken or free in found:
+        while free in taken or free in metrics:
             free = f"custom_{free}"
-        found[free] = custom[name]
-    return found
+        metrics[free] = custom[name]
+    return metrics
 
 
 @dataclass(frozen=True)
@@ -184,14 +165,13 @@ class LossReduction:
     def build(
         cls, mask_L: Tensor, counts_S: Tensor, lengths: Sequence[int], rollouts: Sequence[int], *, per_token: bool
     ) -> LossReduction:
-        """The reduction over the tokens of a mask.
+        """The reduction over the tokens of a mask on this rank.
 
         Args:
-            mask_L: bool, the tokens on this rank that count.
+            mask_L: bool, the tokens that count.
             counts_S: float64, the tokens that each whole sequence is averaged over.
             lengths: tokens of each sequence on this rank.
-            rollouts: number of the rollout that each sequence is a segment of, from 0 on; the segments of one are
-                averaged over together.
+            rollouts: rollout of each sequence, from 0; its segments are averaged together.
             per_token: average over tokens, not over sequences.
         """
         if per_token:
@@ -208,3 +188,58 @@ class LossReduction:
     def sum_each(self, terms: Tensor) -> Tensor:
         """The sums of several terms [n, L], float64 [n], without gradient."""
         return torch.where(self.scale_L > 0, terms.detach(), 0.0).double() @ self.scale_L.double()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Breakdown:
+    """Ranges of a number that every token has, by which the mismatch is reported."""
+
+    name: str
+    buckets: tuple[str, ...]
+    """The ranges, as metrics name them."""
+    first: tuple[int, ...]
+    """The first number of each bucket but the first one."""
+
+
+STALENESS = Breakdown(name="staleness", buckets=("0", "1", "2", "3_to_4", "5_to_8", "9_or_more"), first=(1, 2, 3, 5, 9))
+"""Optimizer steps between the weights that sampled a token and the trained weights."""
+TURN = Breakdown(name="turn", buckets=("1", "2", "3", "4", "5_to_8", "9_or_more"), first=(2, 3, 4, 5, 9))
+"""Number of the turn that a token belongs to."""
+
+
+@torch.no_grad()
+def sums_by(
+    by: Breakdown, train_log_probs_L: Tensor, rollout_log_probs_L: Tensor, loss_mask_L: Tensor, number_L: Tensor
+) -> Tensor:
+    """Sums over the tokens of each bucket: count, Δ, e^Δ − 1 and |Δ|, with Δ = log π_train − log π_rollout.
+
+    Tokens whose Δ is not finite, or reaches ±`LOG_RATIO_LIMIT`, are omitted. `number_L` is the int64 number that
+    buckets are ranges of. Returns float64 [buckets, 4], to be added over micro-batches and ranks.
+    """
+    log_ratio_L = (train_log_probs_L - rollout_log_probs_L).double()
+    valid_L = (loss_mask_L != 0) & (log_ratio_L.abs() < LOG_RATIO_LIMIT)
+    log_ratio_L = torch.where(valid_L, log_ratio_L, 0.0)
+    ratio_minus_1_L = log_ratio_L.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).expm1()
+    columns = torch.stack([valid_L.double(), log_ratio_L, ratio_minus_1_L, log_ratio_L.abs()], 1)
+    first = torch.tensor(by.first).to(number_L.device, non_blocking=True)
+    bucket_L = torch.bucketize(number_L, first, right=True)
+    return columns.new_zeros(len(by.buckets), columns.shape[1]).index_add_(0, bucket_L, columns)
+
+
+def metrics_by(by: Breakdown, sums: Tensor) -> dict[str, float]:
+    """KL, k3 KL, mean absolute difference and share of the tokens of each bucket that has any.
+
+    Empty where all tokens are in the first bucket: the metrics of all tokens then are the same.
+    """
+    rows = sums.tolist()
+    total = sum(row[0] for row in rows)
+    if not total or rows[0][0] == total:
+        return {}
+    metrics = {}
+    for name, (count, log_ratio, ratio_minus_1, difference) in zip(by.buckets, rows, strict=True):
+        if count:
+            metrics[f"mismatch_kl_{by.name}_{name}"] = -log_ratio / count
+            metrics[f"mismatch_k3_kl_{by.name}_{name}"] = max(ratio_minus_1 - log_ratio, 0.0) / count
+            metrics[f"train_rollout_logprob_abs_diff_{by.name}_{name}"] = difference / count
+            metrics[f"token_fraction_{by.name}_{name}"] = count / total
+    return metrics

@@ -64,7 +64,7 @@ class ResponseTokens:
     def select(self, samples: Sequence[int]) -> ResponseTokens:
         """The responses at the indices `samples`, in that order."""
         slices = self.slices
-        found: dict[str, Any] = {
+        tensors: dict[str, Any] = {
             name: _select(value, slices.starts if name == "loss_mask_N" else slices.local_starts, samples)
             for name, value in self._tensors().items()
         }
@@ -73,7 +73,7 @@ class ResponseTokens:
             slices=self.slices.select(samples),
             total_lengths=tuple(self.total_lengths[i] for i in samples),
             rollouts=None if self.rollouts is None else numbered([self.rollouts[i] for i in samples]),
-            **found,
+            **tensors,
         )
 
     def to(self, device: torch.device | str) -> ResponseTokens:
@@ -92,12 +92,7 @@ class ResponseTokens:
 
 
 def turns_of(loss_mask_N: Tensor, lengths: Sequence[int]) -> Tensor:
-    """[N] int64: number of the run of trained tokens that each token belongs to or follows, from 1 on in each response.
-
-    Args:
-        loss_mask_N: of the whole responses, one after another.
-        lengths: tokens of each response.
-    """
+    """[N] int64: number of the run of trained tokens that each token belongs to or follows, from 1 in each response."""
     trained_N = loss_mask_N > 0
     before_N = torch.nn.functional.pad(trained_N[:-1], (1, 0)) if len(trained_N) else trained_N
     length_S = torch.tensor(lengths, dtype=torch.int64)
@@ -115,12 +110,7 @@ def numbered(names: Sequence[int]) -> tuple[int, ...]:
 
 
 def expand(values_S: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Every sequence's value at each of its tokens, [L]; nothing synchronises with the host.
-
-    Args:
-        values_S: one value per sequence.
-        lengths: tokens of each sequence.
-    """
+    """Every sequence's value at each of its tokens, [L]; nothing synchronises with the host."""
     repeats_S = torch.tensor(lengths, dtype=torch.int64).to(values_S.device, non_blocking=True)
     return values_S.repeat_interleave(repeats_S, output_size=sum(lengths))
 

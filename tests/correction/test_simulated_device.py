@@ -6,7 +6,7 @@ import torch
 from slime_tis import RolloutCorrectionConfig, correct
 from slime_tis.correction import LEVELS
 from slime_tis.correction.api import AGGREGATIONS
-from slime_tis.policy.breakdown import STALENESS, sums_by
+from slime_tis.policy.step_sums import STALENESS, sums_by
 from tests.devices import SIMULATED, SimulatedTensor
 
 

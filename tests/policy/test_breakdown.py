@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from slime_tis.correction import RolloutCorrectionConfig, correct
-from slime_tis.policy.breakdown import STALENESS, metrics_by, sums_by
+from slime_tis.policy.step_sums import STALENESS, metrics_by, sums_by
 
 NAN, INF = float("nan"), float("inf")
 

@@ -12,11 +12,10 @@ from torch import Tensor
 
 from slime_tis.correction import GlobalBatch, Ranks, ReduceOp, RolloutCorrectionConfig, response_slices
 from slime_tis.errors import CustomFunctionError
-from slime_tis.policy.breakdown import STALENESS, TURN, metrics_by
 from slime_tis.policy.config import PolicyConfig
 from slime_tis.policy.custom_tis import CustomTis
 from slime_tis.policy.policy_loss import LossInputs, LossStep, policy_loss
-from slime_tis.policy.step_sums import LossReduction, StepSums, step_metrics
+from slime_tis.policy.step_sums import STALENESS, TURN, LossReduction, StepSums, metrics_by, step_metrics
 from slime_tis.policy.tokens import ResponseTokens, turns_of
 from slime_tis.trainer.megatron.batch import make_batch
 
