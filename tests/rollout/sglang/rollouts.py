@@ -1,7 +1,5 @@
 """Servers, an engine on them, and what every sample has to be."""
 
-import asyncio
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -143,14 +141,3 @@ def held(run: Run, tokens: int) -> Iterator[None]:
         server.stop_after = tokens
     yield
     run.release()
-
-
-async def stubborn(started: asyncio.Event | threading.Event, swallowed: list[int]) -> None:
-    """Swallows two cancellations, and notes them."""
-    started.set()
-    while len(swallowed) < 2:
-        try:
-            await asyncio.sleep(3600)
-        except asyncio.CancelledError:
-            swallowed.append(1)
-    await asyncio.sleep(3600)

@@ -12,7 +12,6 @@ from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
 from slime_tis.trainer.engines.engine import RolloutUnavailable
 from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
 from slime_tis.trainer.engines.local.engine import LocalEngine
-from slime_tis.trainer.engines.sglang.loop_thread import LoopThread
 from tests.rollout.sglang.fake_sglang import FakeSGLang, continuation, fake_servers, log_prob, spoiled, wait_until
 from tests.rollout.sglang.rollouts import (
     LATE,
@@ -24,7 +23,6 @@ from tests.rollout.sglang.rollouts import (
     flat,
     held,
     make_engine,
-    stubborn,
 )
 from tests.samples import make_sample
 
@@ -48,15 +46,6 @@ def test_samples_are_those_of_the_model_in_the_prompts_order(start: Callable[...
         "rollout/sglang_live_servers": 3,
         "rollout/sglang_malformed_responses": 0,
     }
-
-
-def test_requests_in_flight_are_bounded(start: Callable[..., Run]) -> None:
-    run = start(2, sglang_concurrency=4)
-    with held(run, 1):
-        pending = run.engine.submit(PROMPTS, SAMPLING, seed=0)
-        wait_until(lambda: sum(server.at_once for server in run.servers) == 8)
-    assert_exact(pending.result(), PROMPTS)
-    assert [server.most_at_once for server in run.servers] == [4, 4]
 
 
 def test_responses_end_with_the_context(start: Callable[..., Run]) -> None:
@@ -133,12 +122,6 @@ def test_every_response_has_a_seed_of_its_own_where_servers_take_one(start: Call
     }
 
 
-def test_servers_that_take_no_seed_get_none(start: Callable[..., Run]) -> None:
-    run = start(1)
-    assert_exact(run.engine.generate(PROMPTS, SAMPLING, seed=5), PROMPTS)
-    assert not [body for body in run.requests if "sampling_seed" in body["sampling_params"]]
-
-
 def test_close_ends_what_is_in_flight(start: Callable[..., Run], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     threads = set(threading.enumerate())
@@ -164,21 +147,6 @@ def test_rollouts_that_ended_are_let_go(start: Callable[..., Run]) -> None:
     with pytest.raises(RolloutUnavailable):
         run.engine.generate(PROMPTS[:2], SAMPLING, seed=0)
     wait_until(lambda: not run.engine._servers.rollouts)
-
-
-def test_a_loop_ends_although_a_task_swallows_its_cancellation() -> None:
-    swallowed: list[int] = []
-    started = threading.Event()
-
-    def use_a_loop() -> None:
-        with LoopThread("stubborn") as loop:
-            loop.submit(stubborn(started, swallowed))
-            started.wait()
-
-    user = threading.Thread(target=use_a_loop, daemon=True)
-    user.start()
-    user.join(timeout=20.0)
-    assert not user.is_alive() and len(swallowed) == 2
 
 
 def test_a_config_json_that_cannot_be_read_is_named(tmp_path: Path, checkpoint: Path) -> None:

@@ -15,7 +15,6 @@ from slime_tis.trainer.engines.sglang.schema import (
     InvalidAnswer,
     ModelInfo,
     ServerInfo,
-    max_answer_bytes,
     parse,
     parse_generation,
     parse_scores,
@@ -117,16 +116,6 @@ def test_servers_without_spans_report_one_version_or_none() -> None:
     assert generation(answer, max_new_tokens=8).versions is None
 
 
-def test_a_probability_of_one_may_be_rounded_up() -> None:
-    answer = recorded("generate_stop")
-    answer["meta_info"]["output_token_logprobs"][0][0] = 2e-4
-    assert generation(answer, max_new_tokens=8).log_probs == [0.0]
-
-
-def test_fewer_tokens_than_asked_for_may_come_at_the_end_of_the_context() -> None:
-    assert len(generation(recorded("generate_length"), max_new_tokens=12).token_ids) == 8
-
-
 def set_log_prob(value: Any) -> Any:
     def edit(answer: dict[str, Any]) -> None:
         answer["meta_info"]["output_token_logprobs"][3][0] = value
@@ -161,16 +150,11 @@ def set_versions(*names: Any) -> Any:
 SPOILED = {
     "no meta_info": (lambda a: a.pop("meta_info"), "it has no meta_info"),
     "no finish_reason": (lambda a: a["meta_info"].pop("finish_reason"), "it has no meta_info.finish_reason"),
-    "finish_reason of null": (lambda a: a["meta_info"].update(finish_reason=None), "finish_reason is None"),
     "unknown finish_reason": (
         lambda a: a["meta_info"].update(finish_reason={"type": "error"}),
         "meta_info.finish_reason.type is 'error'",
     ),
     "no log-probs": (lambda a: a["meta_info"].pop("output_token_logprobs"), "no output_token_logprobs"),
-    "log-probs in an object": (
-        lambda a: a["meta_info"].update(output_token_logprobs={}),
-        "meta_info.output_token_logprobs is {}",
-    ),
     "a log-prob too few": (lambda a: a["meta_info"]["output_token_logprobs"].pop(), "7 log-probs for 8 tokens"),
     "a token too few": (lambda a: a["output_ids"].pop(), "8 log-probs for 7 tokens"),
     "another completion_tokens": (
@@ -178,18 +162,11 @@ SPOILED = {
         "7 tokens and says.* 8",
     ),
     "another token's log-prob": (set_token(57), "log-prob 2 is of token 58, but the token is 57"),
-    "a token of text": (set_token("58"), r"output_ids\[2\] is '58'"),
     "a negative token": (set_token(-1), r"output_ids\[2\] is -1"),
     "a token that is true": (set_token(True), r"output_ids\[2\] is True"),
-    "a log-prob without a token": (
-        lambda a: a["meta_info"]["output_token_logprobs"].__setitem__(3, [-1.0]),
-        r"it has no meta_info.output_token_logprobs\[3\]\[1\]",
-    ),
     "a log-prob of null": (set_log_prob(None), "log-prob 3 is null"),
     "a log-prob of text": (set_log_prob("x"), r"output_token_logprobs\[3\]\[0\] is 'x'"),
-    "a log-prob that is true": (set_log_prob(True), r"output_token_logprobs\[3\]\[0\] is True"),
     "a log-prob of NaN": (set_log_prob(math.nan), r"output_token_logprobs\[3\]\[0\] is nan"),
-    "a log-prob of -inf": (set_log_prob(-math.inf), r"output_token_logprobs\[3\]\[0\] is -inf"),
     "a positive log-prob": (set_log_prob(0.5), r"output_token_logprobs\[3\]\[0\] is 0\.5"),
     "a log-prob of 400 digits": (
         set_log_prob(-(10**400)),
@@ -199,14 +176,9 @@ SPOILED = {
     "spans that end early": (set_spans((0, 5)), "covers 5 tokens of 8"),
     "spans with a gap": (set_spans((0, 5), (6, 8)), "after 5 of 8"),
     "spans that end late": (set_spans((0, 9)), "to 9 after 0 of 8"),
-    "spans that begin late": (set_spans((1, 8)), "after 0 of 8"),
-    "spans that end before they begin": (set_spans((0, -5)), "after 0 of 8"),
-    "spans of text": (lambda a: a["meta_info"].update(weight_versions="1"), "meta_info.weight_versions is '1'"),
-    "a span of 2e8 tokens": (set_spans((0, 200_000_000)), "to 200000000 after 0 of 8"),
     "a span of 2**70 tokens": (set_spans((0, 2**70)), "to 1180591620717411303424 after 0 of 8"),
     "versions that go back": (set_versions("3", "1"), "goes back from 3 to 1"),
     "a negative version": (set_versions("-3", "1"), "the version of its weights is '-3'"),
-    "a version of 1.5": (set_versions("1.5", "1"), r"the version of its weights is '1\.5'"),
     "a version of 2**60": (set_versions(str(2**60), "1"), "the version of its weights is '1152921504606846976'"),
     "a version that is an object": (set_versions({}, "1"), "the name of its weights is {}"),
     "a version of 500 characters": (
@@ -239,12 +211,6 @@ def test_tokens_beyond_the_vocabulary_are_refused() -> None:
         generation(answer, max_new_tokens=8, vocab_size=64)
 
 
-def test_an_answer_may_be_as_large_as_its_tokens_make_it() -> None:
-    assert max_answer_bytes(60) == 256 * 1024 + 60 * 256
-    spans = recorded("generate_spans")
-    assert len(json.dumps(spans)) < max_answer_bytes(len(spans["output_ids"])) / 4
-
-
 def test_a_seed_goes_along_where_there_is_one() -> None:
     payload = request(seed=7).body()
     assert payload["sampling_params"]["sampling_seed"] == 7  # type: ignore[index]
@@ -257,16 +223,10 @@ def test_more_tokens_than_asked_for_or_none_are_refused() -> None:
         generation(recorded("generate_no_tokens"), max_new_tokens=8)
 
 
-@pytest.mark.parametrize("body", ["null", "[]", '"text"', "3"], ids=["null", "a list", "text", "a number"])
-def test_json_that_is_not_an_answer_is_refused(body: str) -> None:
-    with pytest.raises(InvalidAnswer, match=r"^it is "):
-        parse_generation(body.encode(), request())
-
-
 @pytest.mark.parametrize(
     "body",
-    [b"", b"<html>", b'{"meta_info"', b"[" * 100_000, b'{"text": "\xed\xa0\x80"}', b"9" * 5000, "{".encode("utf-16")],
-    ids=["nothing", "HTML", "cut off", "nested deeply", "a lone surrogate", "5,000 digits", "UTF-16"],
+    [b"", b"<html>", b"[" * 100_000, b'{"text": "\xed\xa0\x80"}', b"9" * 5000],
+    ids=["nothing", "HTML", "nested deeply", "a lone surrogate", "5,000 digits"],
 )
 def test_what_is_not_json_is_refused(body: bytes) -> None:
     with pytest.raises(InvalidAnswer, match=r"^it is not JSON$"):

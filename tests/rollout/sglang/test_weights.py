@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from slime_tis.trainer.engines.engine import SentRows
 from slime_tis.trainer.engines.local.engine import LocalEngine
 from slime_tis.trainer.engines.sglang.server_group import server_precision
 from slime_tis.trainer.engines.sglang.weights.checksums import is_stale, server_name
-from tests.rollout.sglang.fake_sglang import FakeSGLang, fake_servers, spoiled, wait_until, when
+from tests.rollout.sglang.fake_sglang import FakeSGLang, spoiled, wait_until, when
 from tests.rollout.sglang.rollouts import LATE, LIMIT, PROMPTS, SAMPLING, Run, assert_exact, flat
 
 
@@ -58,9 +57,10 @@ def test_a_server_started_anew_unseen_gives_no_sample(start: Callable[..., Run])
     assert run.sync.pushes[-1] == ([run.servers[0].url], 1)
 
 
-def test_servers_with_weights_of_an_earlier_run_get_the_policys_first(start: Callable[..., Run]) -> None:
+@pytest.mark.parametrize("version", [7, 0], ids=["version 7", "the version of the start"])
+def test_servers_with_weights_of_an_earlier_run_get_the_policys_first(start: Callable[..., Run], version: int) -> None:
     def used(servers: list[FakeSGLang]) -> None:
-        servers[0].weight_version, servers[0].version = "7", 7
+        servers[0].weight_version, servers[0].version = str(version), version
 
     run = start(2, used)
     run.servers[1].stop_after = 0
@@ -121,22 +121,6 @@ def test_a_server_that_fails_to_take_weights_serves_again_once_it_has_them(start
     groups = run.engine.generate(PROMPTS, SAMPLING, seed=1)
     assert_exact(groups, PROMPTS)
     assert {version for sample in flat(groups) for version in sample.weight_versions} == {2}
-
-
-def test_a_router_takes_requests_and_its_servers_weights(checkpoint: Path) -> None:
-    with fake_servers(3) as (router, *workers):
-        router.workers = workers
-        where = urlsplit(router.url)
-        run = Run(workers, checkpoint, sglang_url=None, sglang_router_ip=where.hostname, sglang_router_port=where.port)
-        try:
-            run.update(1)
-            groups = run.engine.generate(PROMPTS, SAMPLING, seed=0)
-            assert_exact(groups, PROMPTS)
-            assert {version for sample in flat(groups) for version in sample.weight_versions} == {1}
-            assert len(router.requests) == 36 and router.version == 0
-            assert run.sync.pushes == [([worker.url for worker in workers], 1)]
-        finally:
-            run.engine.close()
 
 
 def test_weights_are_not_part_of_checkpoints(start: Callable[..., Run], tmp_path: Path) -> None:

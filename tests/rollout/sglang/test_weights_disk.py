@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slime_tis.trainer.engines.sglang.client import Server, ServerError
-from slime_tis.trainer.engines.sglang.weights.disk import DiskSync, write_checkpoint
+from slime_tis.trainer.engines.sglang.weights.disk import DiskSync
 from tests.checkpoints import make_checkpoint
 from tests.rollout.sglang.weight_servers import WeightServer, digests, running, some_weights, with_clients
 from tests.runs import fork_server
@@ -218,29 +218,6 @@ def test_the_temporary_directory_is_private_and_goes(checkpoint: Path) -> None:
     assert path.stat().st_mode & 0o077 == 0 and directories(path) == ["weights_00000001"]
     asyncio.run(weights.close())
     assert not path.exists()
-
-
-def test_weights_of_the_checkpoint_are_not_copied(tmp_path: Path) -> None:
-    source = tmp_path / "hf"
-    source.mkdir()
-    for name in (
-        "config.json",
-        "tokenizer.model",
-        "merges.txt",
-        "model-00001-of-00002.safetensors",
-        "model.safetensors.index.json",
-        "pytorch_model.bin",
-        ".gitattributes",
-    ):
-        (source / name).write_text("{}")
-    (source / "original").mkdir()
-    written = write_checkpoint(tmp_path, [("a", torch.zeros(1))], 0, source, 100)
-    assert sorted(each.name for each in written.iterdir()) == [
-        "config.json",
-        "merges.txt",
-        "model.safetensors",
-        "tokenizer.model",
-    ]
 
 
 def test_temporary_weights_of_killed_runs_are_removed_and_nothing_else(

@@ -20,7 +20,7 @@ from slime_tis.trainer.engines.engine import EngineHost
 from slime_tis.trainer.engines.sglang.client import Server
 from slime_tis.trainer.engines.sglang.weights import protocol
 from slime_tis.trainer.engines.sglang.weights.disk import DiskSync
-from slime_tis.trainer.engines.sglang.weights.distributed import DistributedSync, UpdateGroup, local_address
+from slime_tis.trainer.engines.sglang.weights.distributed import DistributedSync, UpdateGroup
 from slime_tis.trainer.engines.sglang.weights.protocol import buckets
 from slime_tis.trainer.options.sglang import SGLangConfig
 from tests.rollout.sglang.weight_servers import WeightServer, digests, running, some_weights, with_clients
@@ -68,20 +68,6 @@ def test_buckets_are_full_and_no_fuller() -> None:
     assert [each.last for each in found] == [False, False, False, False, True]
     with pytest.raises(ValueError, match="no weights to send"):
         next(buckets(list, 10, lambda tensor: tensor))
-
-
-def test_buckets_take_one_tensor_more_than_they_hand_out() -> None:
-    taken: list[int] = []
-
-    def source() -> Iterator[tuple[str, Tensor]]:
-        for i in range(6):
-            taken.append(i)
-            yield f"w{i}", torch.zeros(4, dtype=torch.uint8)
-
-    stream = buckets(source, 8, lambda tensor: tensor)
-    assert taken == []
-    assert next(stream).names == ["w0", "w1"] and taken == [0, 1, 2]
-    assert next(stream).names == ["w2", "w3"] and taken == [0, 1, 2, 3, 4]
 
 
 def test_weights_arrive_to_the_bit(pair: list[WeightServer]) -> None:
@@ -194,26 +180,6 @@ def test_a_server_that_dies_in_the_middle_takes_no_other_along(pair: list[Weight
         assert server.calls().count("init_weights_update_group") == 1
 
 
-def test_when_all_die_the_source_is_still_exhausted() -> None:
-    victim, named, given = WeightServer(), some_weights(7), []
-
-    def source() -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in named.items():
-            given.append(name)
-            yield name, tensor
-
-    async def work(clients: list[Server]) -> list[str]:
-        weights = sync()
-        failed = await weights.push(clients, source, 9)
-        await weights.close()
-        return [server.url for server in failed]
-
-    with running(victim):
-        victim.behave(die_bucket=1)
-        assert with_clients([victim], work) == [victim.url]
-    assert given == list(named)
-
-
 def test_a_server_that_refuses_in_the_middle(pair: list[WeightServer]) -> None:
     pair[0].behave(refuse_bucket=2)
     weights = sync()
@@ -230,35 +196,6 @@ def test_a_server_that_refuses_in_the_middle(pair: list[WeightServer]) -> None:
     state = pair[0].state()
     assert (state["version"], state["paused"], state["session"], state["groups"]) == ("default", False, False, [])
     assert pair[1].state()["weights"] == [digests(some_weights(1))]
-
-
-def test_a_server_that_answers_of_no_success_is_let_go_on(pair: list[WeightServer]) -> None:
-    pair[0].behave(refuse={"/end_weight_update": 2}, refuse_status=200)
-    weights = sync()
-    failed = push_once(weights, pair, some_weights(1), 5)
-    assert list(failed) == [pair[0].url]
-    assert "refused on purpose" in failed[pair[0].url]
-    assert pair[0].calls()[-4:] == [
-        "end_weight_update",
-        "destroy_weights_update_group",
-        "abort_request",
-        "continue_generation",
-    ]
-
-
-def test_a_refused_server_can_come_back(pair: list[WeightServer]) -> None:
-    weights = sync()
-
-    async def work(clients: list[Server]) -> None:
-        pair[0].behave(refuse_bucket=2)
-        assert list(await weights.push(clients, some_weights(1).items, 5)) == [clients[0]]
-        pair[0].behave()
-        assert await weights.restore(clients[0]) is False
-        assert await weights.push(clients[:1], some_weights(1).items, 5) == {}
-        await weights.close()
-
-    with_clients(pair, work)
-    assert pair[0].state()["weights"] == [digests(some_weights(1))]
 
 
 def test_a_server_that_does_not_join(pair: list[WeightServer]) -> None:
@@ -378,11 +315,6 @@ def test_closing_ends_a_join_under_way(address: str) -> None:
             await asyncio.wait_for(joining, 5.0)
 
     asyncio.run(work())
-
-
-def test_local_address() -> None:
-    assert local_address("http://127.0.0.1:30000") == "127.0.0.1"
-    assert local_address("https://localhost") == "127.0.0.1"
 
 
 def test_disk_needs_a_directory_that_servers_on_other_machines_see(tmp_path: Path) -> None:
