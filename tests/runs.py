@@ -8,11 +8,9 @@ import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
 import random
-import resource
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -60,11 +58,49 @@ def run_here(flags: Sequence[str], output: Path) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Completed:
-    """A run that ended."""
+    """A run that ended: the largest exit status of its ranks, and their output, rank after rank."""
 
-    returncode: int
+    statuses: list[int | None]
+    """Exit status of each rank, negative for a signal; None for a rank that hung."""
     stdout: str
     stderr: str
+
+    @property
+    def returncode(self) -> int:
+        return max(abs(9 if status is None else status) for status in self.statuses)
+
+
+@dataclass
+class Started:
+    """Ranks of a run in new processes, whose output is in the files `logs`.out and `logs`.err."""
+
+    processes: list[BaseProcess]
+    logs: list[Path]
+
+    def is_alive(self) -> bool:
+        return all(process.is_alive() for process in self.processes)
+
+    def until(self, condition: Callable[[], object], timeout: float = 60) -> None:
+        """Waits for a condition while all ranks run."""
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline and self.is_alive() and not condition():
+            time.sleep(0.005)
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+
+    def wait(self, timeout: float = 600) -> Completed:
+        """Waits until all ranks end; kills those that hang."""
+        deadline = time.monotonic() + timeout
+        for process in self.processes:
+            process.join(max(deadline - time.monotonic(), 0))
+        statuses = [process.exitcode for process in self.processes]
+        self.kill()
+        for process in self.processes:
+            process.join()
+        out, err = ("".join(Path(f"{log}.{name}").read_text() for log in self.logs) for name in ("out", "err"))
+        return Completed(statuses, out, err)
 
 
 def run_apart(flags: Sequence[str], output: Path, ranks: int = 1, timeout: float = 600) -> Completed:
@@ -72,46 +108,21 @@ def run_apart(flags: Sequence[str], output: Path, ranks: int = 1, timeout: float
 
     Forked from a process that has never run autograd (multiprocessing's fork server), each run starts in milliseconds
     instead of the nine seconds of imports.
-
-    Returns:
-        The largest exit status of the ranks and what they wrote, rank after rank.
     """
-    context = fork_server()
-    port = free_port()
-    argv = [*flags, "--output-dir", str(output)]
-    with tempfile.TemporaryDirectory() as logs:
-        processes = []
-        for rank in range(ranks):
-            environment = {} if ranks == 1 else rank_environment(rank, ranks, port)
-            arguments = (argv, environment, f"{logs}/{rank}")
-            processes.append(context.Process(target=_run_rank, args=arguments))
-            processes[-1].start()
-        deadline = time.monotonic() + timeout
-        for process in processes:
-            process.join(max(deadline - time.monotonic(), 0))
-        for process in processes:
-            if process.is_alive():
-                process.kill()
-                process.join()
-        written = [[Path(f"{logs}/{rank}.{name}").read_text() for rank in range(ranks)] for name in ("out", "err")]
-    statuses = [abs(process.exitcode or 0) for process in processes]
-    return Completed(max(statuses), "".join(written[0]), "".join(written[1]))
+    return start_apart(flags, output, ranks).wait(timeout)
 
 
-def start_apart(flags: Sequence[str], output: Path, *, largest_file: int | None = None) -> BaseProcess:
-    """Starts train.py in a process like those of `run_apart`.
-
-    What it writes is in files beside `output`, with the suffixes .out and .err.
-
-    Args:
-        flags: the command line.
-        output: the run's directory, in one that exists.
-        largest_file: bytes beyond which writing a file fails, as on a full disk.
-    """
-    argv = [*flags, "--output-dir", str(output)]
-    process = fork_server().Process(target=_run_rank, args=(argv, {}, str(output), largest_file))
-    process.start()
-    return process
+def start_apart(flags: Sequence[str], output: Path, ranks: int = 1) -> Started:
+    """Starts train.py as `run_apart` does. The logs are next to `output`: NAME.out, or NAME.RANK.out."""
+    context, port, argv = fork_server(), free_port(), [*flags, "--output-dir", str(output)]
+    output.parent.mkdir(parents=True, exist_ok=True)
+    logs = [output] if ranks == 1 else [output.with_name(f"{output.name}.{rank}") for rank in range(ranks)]
+    processes: list[BaseProcess] = []
+    for rank, log in enumerate(logs):
+        environment = {} if ranks == 1 else rank_environment(rank, ranks, port)
+        processes.append(context.Process(target=_run_rank, args=(argv, environment, str(log))))
+        processes[-1].start()
+    return Started(processes, logs)
 
 
 def fork_server() -> multiprocessing.context.ForkServerContext:
@@ -182,20 +193,18 @@ def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     }
 
 
-def _run_rank(argv: list[str], environment: Mapping[str, str], log: str, largest_file: int | None = None) -> None:
+def _run_rank(argv: list[str], environment: Mapping[str, str], log: str) -> None:
     """One rank of a run, in the process that was forked for it."""
     import torch
 
     from slime_tis.main import train
 
     for name, descriptor in (("out", 1), ("err", 2)):
-        os.dup2(os.open(f"{log}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), descriptor)
+        os.dup2(os.open(f"{log}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600), descriptor)
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
     os.environ.update(environment)
     os.chdir(ROOT)
     torch.set_num_threads(1)
-    if largest_file is not None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
     sys.exit(train(argv))
 
 

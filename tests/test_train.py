@@ -176,12 +176,9 @@ def test_a_run_killed_and_resumed_gives_the_same_metrics(task: list[str], tmp_pa
     flags += ["--load", str(tmp_path / "saved"), "--save", str(tmp_path / "saved")]
     killed = start_apart(flags, tmp_path / "run")
     printed = tmp_path / "run.out"
-    while not (printed.exists() and "step 5/6" in printed.read_text()):
-        assert killed.is_alive(), (tmp_path / "run.err").read_text()
-        killed.join(0.005)
+    killed.until(lambda: printed.exists() and "step 5/6" in printed.read_text())
     killed.kill()
-    killed.join()
-    assert killed.exitcode == -signal.SIGKILL
+    assert killed.wait().statuses == [-signal.SIGKILL]
 
     run_here(flags, tmp_path / "run")
     resumed = read_metrics(tmp_path / "run")

@@ -1,31 +1,16 @@
 """Two ranks: signals to one rank, all ranks and torchrun's agent; a rank that fails, and a killed rank."""
 
 import os
-import random
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
-from tests.runs import (
-    ROOT,
-    _run_rank,
-    fork_server,
-    free_port,
-    make_task,
-    metrics_of,
-    rank_environment,
-    read_metrics,
-    run_apart,
-    training_metrics,
-)
+from tests.runs import ROOT, make_task, metrics_of, read_metrics, run_apart, start_apart, training_metrics
 
 HANG = 60.0
 """Seconds after which ranks count as hanging."""
@@ -59,73 +44,23 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [*task, "--num-rollout", "400", "--use-tis"]
 
 
-@dataclass
-class Ranks:
-    """Two ranks of a run."""
-
-    processes: list[Any]
-    logs: Path
-
-    @classmethod
-    def start(cls, flags: list[str], logs: Path) -> "Ranks":
-        logs.mkdir()
-        port, context = free_port(), fork_server()
-        argv = [*flags, "--output-dir", str(logs / "run")]
-        processes = [
-            context.Process(target=_run_rank, args=(argv, rank_environment(rank, 2, port), f"{logs}/{rank}"))
-            for rank in range(2)
-        ]
-        for process in processes:
-            process.start()
-        return cls(processes, logs)
-
-    def until(self, condition: Callable[[], bool]) -> None:
-        """Waits for a condition while both run."""
-        deadline = time.monotonic() + HANG
-        while time.monotonic() < deadline and all(process.is_alive() for process in self.processes):
-            if condition():
-                return
-            time.sleep(0.01)
-
-    def trains(self) -> bool:
-        """Whether the first step is reported."""
-        metrics = self.logs / "run" / "metrics.jsonl"
-        return metrics.exists() and metrics.read_text().count("\n") > 1
-
-    def wait(self) -> tuple[list[int | None], list[str]]:
-        """Returns the exit statuses, None for a rank that hangs, and the stderr of each rank."""
-        deadline = time.monotonic() + HANG
-        for process in self.processes:
-            process.join(max(deadline - time.monotonic(), 0))
-        statuses = [process.exitcode for process in self.processes]
-        for process in self.processes:
-            if process.is_alive():
-                process.kill()
-                process.join()
-        return statuses, [(self.logs / f"{rank}.err").read_text() for rank in range(2)]
-
-
-SIGNALS = {
-    "rank 1": (signal.SIGUSR1, (1,)),
-    "rank 0": (signal.SIGTERM, (0,)),
-    "both": (signal.SIGINT, (0, 1)),
-}
-
-
-def test_a_signal_to_one_rank_or_to_both_saves_and_ends_both(flags: list[str], tmp_path: Path) -> None:
-    save, chance = tmp_path / "save", random.Random(0)
-    for name, (number, receivers) in SIGNALS.items():
-        ranks = Ranks.start([*flags, "--save", str(save), "--load", str(save)], tmp_path / name)
-        ranks.until(ranks.trains)
-        time.sleep(chance.uniform(0.0, 1.0))
-        for rank in receivers:
-            os.kill(ranks.processes[rank].pid, number)
-        statuses, errors = ranks.wait()
-        assert statuses == [128 + number] * 2, (name, errors)
-        text = "".join(errors)
-        assert "Traceback" not in text and f"--load {save} resumes" in text and text.count("stopped by") == 1, name
-    steps = [row["step"] for row in read_metrics(tmp_path / name / "run")]
-    assert steps == sorted(set(steps))
+@pytest.mark.parametrize(
+    ("number", "receivers"),
+    [(signal.SIGUSR1, (1,)), (signal.SIGTERM, (0,)), (signal.SIGINT, (0, 1))],
+    ids=["rank 1", "rank 0", "both"],
+)
+def test_a_signal_to_one_rank_or_to_both_saves_and_ends_both(
+    number: signal.Signals, receivers: tuple[int, ...], flags: list[str], tmp_path: Path
+) -> None:
+    save, metrics = tmp_path / "save", tmp_path / "run" / "metrics.jsonl"
+    ranks = start_apart([*flags, "--save", str(save)], tmp_path / "run", ranks=2)
+    ranks.until(lambda: metrics.exists() and metrics.read_text().count("\n") > 1)
+    for rank in receivers:
+        os.kill(ranks.processes[rank].pid or 0, number)
+    ended = ranks.wait(HANG)
+    assert ended.statuses == [128 + number] * 2, ended.stderr
+    assert "Traceback" not in ended.stderr and f"--load {save} resumes" in ended.stderr
+    assert ended.stderr.count("stopped by") == 1
 
 
 @pytest.mark.parametrize(
@@ -139,9 +74,10 @@ def test_a_signal_to_one_rank_or_to_both_saves_and_ends_both(flags: list[str], t
 )
 def test_the_rank_that_fails_is_the_one_that_reports(name: str, words: str, flags: list[str], tmp_path: Path) -> None:
     code = Path(flags[flags.index("--custom-rm-path") + 1]).parent / "code.py"
-    statuses, errors = Ranks.start([*flags, "--custom-rm-path", f"{code}:{name}"], tmp_path / "log").wait()
-    assert None not in statuses and all(statuses), errors
-    assert words in "".join(errors) and "Traceback" not in errors[0] and "gloo" not in "".join(errors)
+    ended = run_apart([*flags, "--custom-rm-path", f"{code}:{name}"], tmp_path / "run", 2, HANG)
+    assert None not in ended.statuses and all(ended.statuses), ended.stderr
+    assert words in ended.stderr and "gloo" not in ended.stderr
+    assert "Traceback" not in (tmp_path / "run.0.err").read_text()
 
 
 LAYOUTS = {

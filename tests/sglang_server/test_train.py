@@ -98,11 +98,10 @@ def test_an_interrupted_partial_rollout_goes_on_with_the_experts_of_its_straggle
     flags += ["--save", str(tmp_path / "checkpoints"), "--save-debug-rollout-data", str(data)]
     first = start_apart(flags, tmp_path / "first")
     metrics = tmp_path / "first" / "metrics.jsonl"
-    while first.is_alive() and not (metrics.exists() and metrics.read_text()):
-        first.join(0.1)
-    first.terminate()
-    first.join(120)
-    assert first.exitcode == 128 + signal.SIGTERM, (tmp_path / "first.err").read_text()
+    first.until(lambda: metrics.exists() and metrics.read_text(), timeout=600)
+    first.processes[0].terminate()
+    ended = first.wait(120)
+    assert ended.statuses == [128 + signal.SIGTERM], ended.stderr
     (checkpoint,) = (tmp_path / "checkpoints").glob("iter_*")
     unfinished = json.loads((checkpoint / "trainer_state.json").read_text())["unfinished"]
     begun = [
