@@ -104,12 +104,3 @@ def test_a_response_ends_with_the_context_and_no_prompt_is_sent_that_leaves_none
     with pytest.raises(ValueError, match="600"):
         engine.generate([prompts[0], too_long], Sampling(max_response_len=4), seed=0)
     assert server.log.read_text().count("POST /generate") == written
-
-
-def test_scores_are_log_probs_at_temperature_one(
-    server: RealServer, make_engine: MakeEngine, prompts: list[Prompt], reference: Reference
-) -> None:
-    ids = prompts[7].token_ids
-    scores = make_engine(server).prompt_log_probs(ids)
-    assert list(scores) == [server.url]
-    assert scores[server.url] == pytest.approx(reference.log_probs(ids), abs=BOUND)

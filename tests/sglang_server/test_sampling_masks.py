@@ -94,10 +94,3 @@ def test_a_run_with_top_p_has_no_mismatch_and_measures_its_sets(task: list[str],
         assert row["train/train_rollout_logprob_abs_diff"] < 1e-5
         assert 1 < row["rollout/sampling_mask_tokens"] <= 40
         assert row["rollout/sampling_mask_missing"] == row["rollout/sampling_mask_violations"] == 0
-
-
-def test_a_limit_that_is_too_small_is_refused_at_the_start(
-    server: RealServer, make_engine: MakeEngine, prompts: list[Prompt]
-) -> None:
-    with pytest.raises(ValueError, match="at most 4096"):
-        make_engine(server, sampling=truncated(top_k=4097))

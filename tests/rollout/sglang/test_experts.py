@@ -4,8 +4,8 @@ import base64
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,6 @@ from tests.rollout.sglang.fake_sglang import (
     FakeSGLang,
     chosen_experts,
     continuation,
-    fake_servers,
     spoiled,
     wait_until,
 )
@@ -57,18 +56,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def start(checkpoint: Path) -> Iterator[Callable[..., Run]]:
-    with ExitStack() as stack:
-
-        def make(count: int, prepare: Callable[[FakeSGLang], None] = lambda server: None, **options: Any) -> Run:
-            servers = stack.enter_context(fake_servers(count))
-            for server in servers:
-                prepare(server)
-            run = Run(servers, checkpoint, sampling=SAMPLING, **options)
-            stack.callback(run.engine.close)
-            return run
-
-        yield make
+def start(start: Callable[..., Run]) -> Callable[..., Run]:
+    return partial(start, sampling=SAMPLING)
 
 
 def assert_experts(sample: Sample) -> None:
@@ -211,25 +200,18 @@ def put(place: tuple[int, int, int], value: int) -> Callable[[Any], None]:
 
 HOSTILE = {
     "absent": (spoiled(lambda answer: answer["meta_info"].pop("routed_experts")), "it has no routed_experts"),
-    "null": (with_field(None), "it has no routed_experts"),
-    "a number": (with_field(7), "routed_experts is 7"),
     "a list": (with_field([[1, 2]]), r"routed_experts is \[\[1, 2\]\]"),
     "a row too few": (
         with_rows(lambda rows: rows[1:]),
         r"has \d+ characters, not the \d+ of \d+ tokens, 2 layers and 2",
     ),
-    "a row too many": (with_rows(lambda rows: np.concatenate([rows, rows[:1]])), r"has \d+ characters, not the \d+ of"),
-    "too long": (with_field(lambda text: text * 9), r"has \d+ characters, not the \d+ of"),
     "empty": (with_field(""), "has 0 characters"),
     "not base64": (with_field(lambda text: "!" + text[1:]), "is not base64 of whole rows"),
     "not ASCII": (with_field(lambda text: "é" + text[1:]), "is not base64 of whole rows"),
-    "padded early": (with_field(lambda text: text[:-4] + "A==="), "is not base64 of whole rows"),
     "an expert too many": (with_rows(put((0, 1, 1), EXPERTS)), "has expert 8, but there are 8"),
     "a negative expert": (with_rows(put((2, 0, 0), -1)), "has expert -1, but there are 8"),
-    "the largest number": (with_rows(put((0, 0, 0), 2**31 - 1)), "has expert 2147483647"),
     "the same expert twice": (with_rows(lambda rows: rows[1].fill(3)), "the same expert twice for a token"),
     "a layer of zeros": (with_rows(lambda rows: rows[:, 1].fill(0)), "is all zeros in layer 1"),
-    "zeros": (with_rows(lambda rows: rows.fill(0)), "is all zeros in layer 0"),
 }
 
 
@@ -264,8 +246,8 @@ def test_an_answer_beyond_all_bounds_is_not_read_and_asked_for_again(start: Call
 
 
 def test_servers_without_the_flag_are_refused_at_the_start(start: Callable[..., Run]) -> None:
-    def prepare(server: FakeSGLang) -> None:
-        server.returns_experts = False
+    def prepare(servers: list[FakeSGLang]) -> None:
+        servers[1].returns_experts = False
 
     flags = "--use-rollout-routing-replay or --measure-routing-mismatch"
     with pytest.raises(ValueError, match=f"^{flags} is on"):

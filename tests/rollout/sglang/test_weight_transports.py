@@ -1,7 +1,6 @@
 """Every weight transport delivers the weights, names their version, and releases a server that failed."""
 
 import pkgutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +9,13 @@ import pytest
 from slime_tis.trainer.engines.engine import EngineHost
 from slime_tis.trainer.engines.sglang.client import Server
 from slime_tis.trainer.options.sglang import WEIGHT_TRANSPORTS, SGLangConfig
-from tests.rollout.sglang.weight_servers import WeightServer, digests, running, some_weights, with_clients
+from tests.rollout.sglang.weight_servers import WeightServer, digests, some_weights, with_clients
 
 TRANSPORTS: dict[str, dict[str, Any]] = {
     "distributed": {},
     "disk": {},
 }
 """Options of each transport in these tests."""
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[list[WeightServer]]:
-    servers = [WeightServer(), WeightServer()]
-    with running(*servers):
-        yield servers
 
 
 def test_every_transport_is_tested() -> None:
@@ -35,8 +27,6 @@ def test_weights_arrive_and_a_failed_server_is_released(name: str, pair: list[We
     (tmp_path / "config.json").write_text("{}")
     config = SGLangConfig(sglang_weight_sync=name, sglang_request_timeout=60.0, **TRANSPORTS[name])
     host = EngineHost(hf_checkpoint=tmp_path, weights=list, output_dir=tmp_path)
-    for server in pair:
-        server.behave()
 
     async def work(clients: list[Server]) -> None:
         weights = pkgutil.resolve_name(WEIGHT_TRANSPORTS[name]).build(config, host, [server.url for server in pair])

@@ -17,21 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slime_tis.trainer.engines.sglang.client import Server, ServerError
 from slime_tis.trainer.engines.sglang.weights.disk import DiskSync
-from tests.checkpoints import make_checkpoint
-from tests.rollout.sglang.weight_servers import WeightServer, digests, running, some_weights, with_clients
+from tests.rollout.sglang.weight_servers import WeightServer, digests, some_weights, with_clients
 from tests.runs import fork_server
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3")
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[list[WeightServer]]:
-    servers = [WeightServer(), WeightServer()]
-    with running(*servers):
-        yield servers
 
 
 def sync(directory: Path | None, checkpoint: Path, bucket_bytes: int = 1 << 30) -> DiskSync:

@@ -28,20 +28,6 @@ from tests.rollout.sglang.weight_servers import WeightServer, digests, running, 
 Work = Callable[[list[Server]], Any]
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[list[WeightServer]]:
-    servers = [WeightServer(), WeightServer()]
-    with running(*servers):
-        yield servers
-
-
-@pytest.fixture(autouse=True)
-def well_behaved(request: pytest.FixtureRequest) -> None:
-    if "pair" in request.fixturenames:
-        for server in request.getfixturevalue("pair"):
-            server.behave()
-
-
 def sync(bucket_bytes: int = 300, timeout: float = 60.0, **options: Any) -> DistributedSync:
     return DistributedSync(device="cpu", bucket_bytes=bucket_bytes, timeout=timeout, **options)
 
