@@ -1,9 +1,8 @@
 """Samples on their way from the rollout engine to the learner.
 
-    prompts → rollout engine → failed samples are marked → rewards → dynamic sampling → PIPELINE → learner
+    prompts → rollout engine → failed samples are marked → rewards → dynamic sampling → filters, masks → learner
 
-`SampleSource.next` runs this path once per rollout. `PIPELINE` lists in order everything that inspects or edits the
-samples of a complete rollout.
+`SampleSource.next` runs this path once per rollout.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,26 +35,15 @@ from slime_tis.trainer.rollout.prefetch import Prefetcher
 from slime_tis.trainer.rollout.unfinished import Unfinished
 
 Groups = list[list[Sample]]
-"""The samples of each prompt."""
 
 
 @dataclass(kw_only=True)
 class Rollout:
-    """The samples of one rollout; each step of `PIPELINE` edits them in place."""
+    """The samples of one rollout, ready for training."""
 
-    rollout_id: int
-    version: int
-    """Version of the policy's weights before training on the rollout, in optimizer steps."""
     groups: Groups
-    """Samples to train on."""
-    sampled: Groups
-    """All samples, including groups that dynamic sampling dropped."""
-    metrics: dict[str, float] = field(default_factory=dict)
-    seconds: float = 0.0
-    """Time to sample and score."""
-    is_loaded: bool = False
-    """Whether the samples come from --load-debug-rollout-data."""
-    advantages: list[float] | None = None
+    metrics: dict[str, float]
+    advantages: list[float] | None
     """One per sample, from --custom-reward-post-process-path; None lets the learner estimate them."""
 
 
@@ -81,37 +69,43 @@ class SampleSource:
     """Rollouts of the whole run."""
 
     def next(self, rollout_id: int, version: int) -> Rollout:
-        """Returns the next rollout, ready for training; a collective.
-
-        Args:
-            rollout_id: Number of the rollout.
-            version: Optimizer steps made so far.
-        """
-        start = time.monotonic()
-        if self.arguments.loop.load_debug_rollout_data is not None:
-            groups = self._load(rollout_id)
-            rollout = Rollout(rollout_id=rollout_id, version=version, groups=groups, sampled=groups, is_loaded=True)
-        else:
-            groups, sampled, metrics = self._sample(rollout_id)
-            rollout = Rollout(rollout_id=rollout_id, version=version, groups=groups, sampled=sampled, metrics=metrics)
-        rollout.seconds = time.monotonic() - start
-        for step in PIPELINE:
-            step(self, rollout)
-        rollout.metrics |= self.sampler.metrics() | self.unfinished.metrics()
-        return rollout
+        """Returns the next rollout; a collective. `version` is the number of optimizer steps so far."""
+        start, hooks, options = time.monotonic(), self.hooks, self.arguments.rollout
+        is_loaded = self.arguments.loop.load_debug_rollout_data is not None
+        groups, sampled, metrics = self._load(rollout_id) if is_loaded else self._sample(rollout_id)
+        seconds = time.monotonic() - start
+        if not is_loaded:
+            hooks.filter_samples(groups)
+            hooks.process_all(sampled, self.data_source)
+            path = self.arguments.loop.save_debug_rollout_data
+            if path is not None and self.is_main:
+                save_samples(path.format(rollout_id=rollout_id), groups)
+        are_episodes = options.custom_generate_function_path is not None
+        measured = metrics | rollout_metrics(groups, version, are_episodes=are_episodes)
+        if not hooks.logs_rollout(rollout_id, groups, metrics, seconds):
+            measured = {}
+        mask_removed_samples(groups)
+        measured["rollout/stale_samples"] = mask_stale_samples(groups, version, options.max_weight_staleness)
+        measured |= check_sampling_masks(groups, truncates_sampling=options.truncates_sampling)
+        shaped = hooks.shape_rewards(groups)
+        if shaped is not None:
+            measured["rollout/raw_reward"] = sum(shaped.raw) / len(shaped.raw)
+        measured |= self.sampler.metrics() | self.unfinished.metrics()
+        return Rollout(groups=groups, metrics=measured, advantages=None if shaped is None else shaped.advantages)
 
     def state(self) -> dict[str, Any]:
         """State of the prompts before those in flight, which a resumed run samples again."""
         return self.prefetcher.state_dict()
 
-    def _load(self, rollout_id: int) -> Groups:
+    def _load(self, rollout_id: int) -> tuple[Groups, Groups, dict[str, float]]:
+        """Returns the groups of --load-debug-rollout-data twice, and no metrics."""
         loop, rollout = self.arguments.loop, self.arguments.rollout
         assert loop.load_debug_rollout_data is not None
         path = loop.load_debug_rollout_data.format(rollout_id=rollout_id)
         groups = load_samples(path, rollout.rollout_batch_size, rollout.n_samples_per_prompt, self.sizes)
         if rollout.truncates_sampling and not rollout.allow_truncation_bias:
             require_sampling_masks(path, groups)
-        return groups
+        return groups, groups, {}
 
     def _sample(self, rollout_id: int) -> tuple[Groups, Groups, dict[str, float]]:
         """Returns groups to train on, all sampled groups, and metrics."""
@@ -145,72 +139,6 @@ class SampleSource:
             yield groups
 
 
-def filter_samples(source: SampleSource, rollout: Rollout) -> None:
-    """Calls --rollout-sample-filter-path, which sets `remove_sample`."""
-    if not rollout.is_loaded:
-        source.hooks.filter_samples(rollout.groups)
-
-
-def process_all_samples(source: SampleSource, rollout: Rollout) -> None:
-    """Calls --rollout-all-samples-process-path with every group, including dropped groups."""
-    if not rollout.is_loaded:
-        source.hooks.process_all(rollout.sampled, source.data_source)
-
-
-def save_rollout(source: SampleSource, rollout: Rollout) -> None:
-    """Writes --save-debug-rollout-data."""
-    path = source.arguments.loop.save_debug_rollout_data
-    if path is not None and source.is_main and not rollout.is_loaded:
-        save_samples(path.format(rollout_id=rollout.rollout_id), rollout.groups)
-
-
-def measure_rollout(source: SampleSource, rollout: Rollout) -> None:
-    """Adds rollout/… metrics, unless --custom-rollout-log-function-path logs the rollout itself."""
-    sampling_metrics = rollout.metrics
-    are_episodes = source.arguments.rollout.custom_generate_function_path is not None
-    rollout.metrics = sampling_metrics | rollout_metrics(rollout.groups, rollout.version, are_episodes=are_episodes)
-    if not source.hooks.logs_rollout(rollout.rollout_id, rollout.groups, sampling_metrics, rollout.seconds):
-        rollout.metrics = {}
-
-
-def mask_removed(source: SampleSource, rollout: Rollout) -> None:
-    """Excludes samples with `remove_sample` from the loss."""
-    mask_removed_samples(rollout.groups)
-
-
-def mask_stale(source: SampleSource, rollout: Rollout) -> None:
-    """Excludes samples older than --max-weight-staleness from the loss."""
-    limit = source.arguments.rollout.max_weight_staleness
-    rollout.metrics["rollout/stale_samples"] = mask_stale_samples(rollout.groups, rollout.version, limit)
-
-
-def check_masks(source: SampleSource, rollout: Rollout) -> None:
-    """Checks and measures the sampling masks of truncated sampling."""
-    truncates = source.arguments.rollout.truncates_sampling
-    rollout.metrics |= check_sampling_masks(rollout.groups, truncates_sampling=truncates)
-
-
-def shape_rewards(source: SampleSource, rollout: Rollout) -> None:
-    """Calls --custom-reward-post-process-path, which returns the advantages."""
-    shaped = source.hooks.shape_rewards(rollout.groups)
-    if shaped is not None:
-        rollout.advantages = shaped.advantages
-        rollout.metrics["rollout/raw_reward"] = sum(shaped.raw) / len(shaped.raw)
-
-
-PIPELINE: tuple[Callable[[SampleSource, Rollout], None], ...] = (
-    filter_samples,
-    process_all_samples,
-    save_rollout,
-    measure_rollout,
-    mask_removed,
-    mask_stale,
-    check_masks,
-    shape_rewards,
-)
-"""Steps between a scored rollout and the learner, in order. The first three skip loaded samples."""
-
-
 def mask_removed_samples(groups: Sequence[Sequence[Sample]]) -> None:
     """Zeroes the loss mask of samples with `remove_sample`; their rewards still count in their group's baseline."""
     for sample in (sample for group in groups for sample in group):
@@ -223,11 +151,6 @@ def mask_stale_samples(groups: Sequence[Sequence[Sample]], version: int, limit: 
 
     Masked samples stay in their groups, so that batches keep their shape. They do not count in the loss or in their
     group's baseline.
-
-    Args:
-        groups: Samples of each prompt, changed in place.
-        version: Version of the policy's weights, in optimizer steps.
-        limit: Largest staleness to train on, in optimizer steps; None allows any.
 
     Returns:
         The number of masked samples.
@@ -246,10 +169,6 @@ def check_sampling_masks(groups: Sequence[Sequence[Sample]], *, truncates_sampli
 
     Under such a mask the sampled token would have probability 0. The check removes the mask and sets the token's
     rollout log-prob to NaN, so that --nonfinite-policy handles the token.
-
-    Args:
-        groups: Samples of each prompt, changed in place.
-        truncates_sampling: Whether top-p or top-k exclude tokens.
 
     Returns:
         rollout/sampling_mask_… metrics; empty without truncation and without masks.
@@ -278,11 +197,7 @@ def check_sampling_masks(groups: Sequence[Sequence[Sample]], *, truncates_sampli
 
 
 def require_sampling_masks(path: str, groups: Sequence[Sequence[Sample]]) -> None:
-    """Checks that loaded samples have sampling masks.
-
-    Raises:
-        ValueError: A trained sample has no mask, although sampling was truncated.
-    """
+    """Raises ValueError if a trained sample has no mask, although sampling was truncated."""
     missing = sum(sample.sampling_mask is None and any(sample.loss_mask) for group in groups for sample in group)
     if missing:
         raise ValueError(

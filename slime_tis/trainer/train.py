@@ -2,7 +2,7 @@
 
     for each rollout:
         sample     prompts → responses (of this rollout; the next ones follow in the background)
-        prepare    rewards, filters, masks, advantages: `samples.PIPELINE`
+        prepare    rewards, filters, masks, advantages: `SampleSource.next`
         learn      for each step: old log-probs if needed → correction and loss → optimizer step
         send       new weights to the rollout engine
         report     metrics, evaluation, checkpoint

@@ -54,29 +54,22 @@ def test_a_request_asks_under_sglangs_names():
     assert request_options({"stop": "end"}, RUN).stop == ("end",)
 
 
-@pytest.mark.parametrize(
-    ("params", "message"),
-    [
-        (
-            {"min_p": 0.1},
-            "sampling_params has 'min_p', but the names are temperature, top_p, top_k, max_new_tokens, stop, "
-            "stop_token_ids, skip_special_tokens, no_stop_trim, spaces_between_special_tokens.",
-        ),
-        ({"temperature": "hot"}, "sampling_params has temperature 'hot' but it must be a number."),
-        ({"temperature": -1}, "temperature is -1.0 but must be 0 (greedy) or more."),
-        ({"top_k": 2.5}, "sampling_params has top_k 2.5 but it must be a whole number."),
-        ({"max_new_tokens": 0}, "sampling_params has max_new_tokens 0 but it must be 1 or more."),
-        ({"max_new_tokens": True}, "sampling_params has max_new_tokens True but it must be a whole number."),
-        ({"stop": [""]}, "sampling_params has stop [''] but it must be a text or a list of texts."),
-        ({"stop_token_ids": 5}, "sampling_params has stop_token_ids 5 but it must be a list of token ids."),
-        ({"no_stop_trim": 1}, "sampling_params has no_stop_trim 1 but it must be True or False."),
-    ],
-    ids=["unknown", "text", "negative", "fraction", "no tokens", "boolean", "empty stop", "one token", "number"],
-)
+WRONG_PARAMS = {
+    "unknown": ({"min_p": 0.1}, "min_p"),
+    "text": ({"temperature": "hot"}, "temperature 'hot'"),
+    "negative": ({"temperature": -1}, "temperature is -1.0"),
+    "fraction": ({"top_k": 2.5}, "top_k 2.5"),
+    "no tokens": ({"max_new_tokens": 0}, "max_new_tokens 0"),
+    "empty stop": ({"stop": [""]}, "stop"),
+    "one token": ({"stop_token_ids": 5}, "stop_token_ids 5"),
+    "number": ({"no_stop_trim": 2}, "no_stop_trim 2"),
+}
+
+
+@pytest.mark.parametrize(("params", "message"), WRONG_PARAMS.values(), ids=WRONG_PARAMS)
 def test_impossible_parameters_are_refused(params, message):
-    with pytest.raises(ValueError) as refusal:
+    with pytest.raises(ValueError, match=message):
         request_options(params, RUN)
-    assert str(refusal.value) == message
 
 
 def test_samples_for_training_come_from_the_distribution_that_training_computes():
@@ -123,20 +116,12 @@ def test_uniforms_follow_from_the_key():
 
 @pytest.mark.parametrize(
     ("ids", "message"),
-    [
-        ([], "token_ids is empty, but sampling needs at least one token to follow."),
-        (
-            [1, 64],
-            "token_ids has 64, but the model's vocabulary ends at 63; use the tokenizer of --hf-checkpoint.",
-        ),
-        ([-1, 5], "token_ids has -1, but the model's vocabulary ends at 63; use the tokenizer of --hf-checkpoint."),
-    ],
+    [([], "token_ids is empty"), ([1, 64], "token_ids has 64"), ([-1, 5], "token_ids has -1")],
     ids=["empty", "too large", "negative"],
 )
 def test_impossible_tokens_are_refused(ids, message):
-    with pytest.raises(ValueError) as refusal:
+    with pytest.raises(ValueError, match=message):
         asked([ids])
-    assert str(refusal.value) == message
 
 
 @given(st.text(CHARACTERS, min_size=1, max_size=12), st.lists(st.text(CHARACTERS, min_size=1, max_size=3), max_size=3))

@@ -36,20 +36,16 @@ class FunctionCall:
     complete: bool = False
     """Whether no further call is needed."""
 
-    def fresh_sample(self) -> Sample:
-        """A sample with the prompt's tokens and no response."""
-        return Sample(
-            prompt=self.prompt,
-            group_index=self.group_index,
-            index=self.number,
-            rollout_id=self.number,
-            tokens=list(self.prompt.token_ids),
-        )
-
     def first_sample(self) -> Sample:
-        """The function's input: the aborted sample if it is the only sample of its rollout, else a fresh one."""
+        """Returns the function's input: the aborted sample if it is alone in its rollout, else a fresh sample."""
         if len(self.samples) != 1:
-            return self.fresh_sample()
+            return Sample(
+                prompt=self.prompt,
+                group_index=self.group_index,
+                index=self.number,
+                rollout_id=self.number,
+                tokens=list(self.prompt.token_ids),
+            )
         (sample,) = self.samples
         sample.group_index, sample.index, sample.rollout_id = self.group_index, self.number, self.number
         return sample
@@ -57,38 +53,33 @@ class FunctionCall:
 
 def new_groups(prompts: Sequence[Prompt], n_samples: int, seed: int) -> list[list[FunctionCall]]:
     """Returns `n_samples` calls for each prompt."""
-    return _groups([(prompt, [[]] * n_samples) for prompt in prompts], seed)
+    return resumed_groups([], prompts, n_samples, seed)
 
 
 def resumed_groups(
     unfinished: Sequence[Sequence[Sample]], prompts: Sequence[Prompt], n_samples: int, seed: int
 ) -> list[list[FunctionCall]]:
     """Returns the calls for unfinished groups, then the calls for new prompts."""
-    earlier = [(group[0].row, by_rollout(group)) for group in unfinished]
-    return _groups([*earlier, *((prompt, [[]] * n_samples) for prompt in prompts)], seed)
-
-
-def _groups(rollouts_by_prompt: Sequence[tuple[Prompt, Sequence[list[Sample]]]], seed: int) -> list[list[FunctionCall]]:
+    rollouts = [(group[0].row, by_rollout(group)) for group in unfinished]
+    rollouts += [(prompt, [[] for _ in range(n_samples)]) for prompt in prompts]
     seen: Counter[int] = Counter()
     numbers = count()
     groups = []
-    for group_index, (prompt, rollouts) in enumerate(rollouts_by_prompt):
-        calls = []
-        for index, samples in enumerate(rollouts):
-            key = SampleKey(seed=seed, prompt_index=prompt.index, occurrence=seen[prompt.index], sample=index)
-            complete = bool(samples) and not is_unfinished(samples)
-            calls.append(
+    for group_index, (prompt, segments) in enumerate(rollouts):
+        groups.append(
+            [
                 FunctionCall(
                     prompt=prompt,
                     group_index=group_index,
                     number=next(numbers),
-                    key=key,
+                    key=SampleKey(seed=seed, prompt_index=prompt.index, occurrence=seen[prompt.index], sample=index),
                     samples=samples,
-                    complete=complete,
+                    complete=bool(samples) and not is_unfinished(samples),
                 )
-            )
+                for index, samples in enumerate(segments)
+            ]
+        )
         seen[prompt.index] += 1
-        groups.append(calls)
     return groups
 
 
@@ -122,7 +113,7 @@ class FunctionBatch:
             sampling: The run's sampling.
             concurrency: Maximum concurrent calls.
             vocab_size: Number of token ids of the model; None skips the check.
-            num_groups: Number of complete groups after which the others are aborted; None waits for all.
+            num_groups: Complete groups after which the others are aborted; None waits for all.
             end_requests: Makes the engine answer further requests with abort; required with `num_groups`.
             end_sample: Called with the number of each call that ended.
         """
@@ -147,11 +138,7 @@ class FunctionBatch:
         return sum(call.complete for call in calls), len(calls)
 
     async def run(self) -> None:
-        """Calls the function until enough groups are complete.
-
-        Raises:
-            Exception: From a call.
-        """
+        """Calls the function until enough groups are complete; raises the exception of a call."""
         gate = asyncio.Semaphore(self._concurrency)
         tasks = [
             asyncio.create_task(self._call(call, index, gate))
@@ -250,7 +237,7 @@ def numbered(groups: Sequence[Sequence[FunctionCall]]) -> list[list[Sample]]:
     for group_index, group in enumerate(groups):
         samples = []
         for call in group:
-            for sample in call.samples or [call.fresh_sample()]:
+            for sample in call.samples or [call.first_sample()]:
                 sample.group_index, sample.index, sample.rollout_id = group_index, number, number
                 samples.append(sample)
             number += 1

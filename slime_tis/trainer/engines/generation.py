@@ -7,9 +7,10 @@ import operator
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from slime_tis.errors import quoted
@@ -23,6 +24,7 @@ DISTRIBUTION = ("temperature", "top_p", "top_k")
 """Names of `sampling_params` that the log-probs depend on."""
 UNIFORMS_AT_A_TIME = 64
 """Random numbers drawn at once."""
+Text = Annotated[str, Field(min_length=1)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,27 +33,19 @@ class Generation:
 
     token_ids: list[int]
     """Sampled tokens, including the stop token or stop string."""
-
     log_probs: list[float]
     """Log-prob of each token in the distribution it was sampled from."""
-
     weight_versions: list[int]
     """Version of the weights that sampled each token."""
-
     finish_reason: FinishReason
     """stop: a stop token or stop string; length: `max_new_tokens` or the end of the context; abort: the rollout has
     enough groups; the function should return its partial sample and is called again in the next rollout."""
-
     text: str
     """Text of the tokens, without special tokens and the stop unless the request keeps them."""
-
     routed_experts: Tensor | None = field(default=None, compare=False)
-    """uint8 or int16 [input + sampled tokens - 1, sparse layers, k]: the experts of each token fed, as in `Sample`;
-    None if not recorded."""
-
+    """uint8 or int16 [input + sampled tokens - 1, sparse layers, k]: the experts of each token fed, as in `Sample`."""
     routing_weights: Tensor | None = field(default=None, compare=False)
     """float32 of the same shape: the combine weight of each expert."""
-
     sampling_mask: SamplingMask | None = None
     """The candidate tokens at each sampled token; None if nothing was cut or recorded."""
 
@@ -70,15 +64,12 @@ class TokenEngine(Protocol):
 
         Args:
             token_ids: The input, at least one token.
-            sampling_params: Under SGLang's names: temperature, top_p, top_k, max_new_tokens, stop (strings),
-                stop_token_ids, skip_special_tokens, no_stop_trim, spaces_between_special_tokens. A missing name or
-                None takes the run's flag.
-            session_id: Name of a conversation within the sample, for concurrent conversations. The local engine
-                reuses the key/value cache of the conversation's previous turn.
+            sampling_params: The fields of `SamplingParams`.
+            session_id: Name of one of several concurrent conversations within the sample. The local engine reuses the
+                key/value cache of the conversation's previous turn.
 
         Raises:
-            ValueError: Tokens or parameters are invalid, or training samples would be drawn from a distribution that
-                training does not compute.
+            ValueError: Tokens or parameters are invalid.
         """
 
 
@@ -92,36 +83,42 @@ class RequestOptions:
 
     sampling: Sampling
     """`max_response_len` is the request's `max_new_tokens`."""
-
     stop: tuple[str, ...] = ()
     """Texts that end a response; they are part of it."""
-
     skip_special_tokens: bool = True
-    """Whether the text omits special tokens."""
-
     no_stop_trim: bool = False
     """Whether the text keeps the stop token or stop string."""
-
     spaces_between_special_tokens: bool = True
-    """Whether slow tokenizers put spaces between special tokens in the text."""
+
+
+class SamplingParams(BaseModel):
+    """`sampling_params` of a request; None takes the run's value."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    max_new_tokens: Annotated[int, Field(ge=1)] | None = None
+    stop: Text | list[Text] | None = None
+    stop_token_ids: tuple[int, ...] | None = None
+    skip_special_tokens: bool | None = None
+    no_stop_trim: bool | None = None
+    spaces_between_special_tokens: bool | None = None
 
 
 def request_options(params: Mapping[str, Any] | None, sampling: Sampling) -> RequestOptions:
     """Returns the options of a request with these `sampling_params`.
 
-    Args:
-        params: See `TokenEngine.generate`.
-        sampling: The run's sampling, for missing parameters.
-
     Raises:
         ValueError: A name is unknown, a value is invalid, or training samples would be drawn from another distribution
             than the run's.
     """
-    params = {name: value for name, value in (params or {}).items() if value is not None}
-    unknown = [name for name in params if name not in PARSERS]
-    if unknown:
-        raise ValueError(f"sampling_params has {quoted(unknown[0])}, but the names are {', '.join(PARSERS)}.")
-    values = {name: PARSERS[name](name, value) for name, value in params.items()}
+    try:
+        values = SamplingParams.model_validate(dict(params or {})).model_dump(exclude_none=True)
+    except ValidationError as error:
+        (first, *_) = error.errors(include_url=False)
+        raise ValueError(f"sampling_params has {first['loc'][0]} {quoted(first['input'])}: {first['msg']}.") from None
     for name in DISTRIBUTION:
         default = getattr(sampling, name)
         if sampling.for_training and values.get(name, default) != default:
@@ -129,62 +126,11 @@ def request_options(params: Mapping[str, Any] | None, sampling: Sampling) -> Req
                 f"sampling_params has {name} {values[name]:g}, but the run samples with {default:g}, and training "
                 "computes that distribution; remove the parameter."
             )
-    changed = {name: values[name] for name in (*DISTRIBUTION, "stop_token_ids") if name in values}
-    limit = values.get("max_new_tokens", sampling.max_response_len)
-    text = {name: value for name, value in values.items() if name in RequestOptions.__dataclass_fields__}
-    return RequestOptions(sampling=replace(sampling, max_response_len=limit, **changed), **text)
-
-
-def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.floating, np.integer)):
-        raise ValueError(f"sampling_params has {name} {quoted(value)} but it must be a number.")
-    return float(value)
-
-
-def _whole_number(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise ValueError(f"sampling_params has {name} {quoted(value)} but it must be a whole number.")
-    return int(value)
-
-
-def _tokens_to_sample(name: str, value: Any) -> int:
-    number = _whole_number(name, value)
-    if number < 1:
-        raise ValueError(f"sampling_params has {name} {number} but it must be 1 or more.")
-    return number
-
-
-def _boolean(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"sampling_params has {name} {quoted(value)} but it must be True or False.")
-    return value
-
-
-def _strings(name: str, value: Any) -> tuple[str, ...]:
-    texts = (value,) if isinstance(value, str) else value
-    if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) and text for text in texts):
-        raise ValueError(f"sampling_params has {name} {quoted(value)} but it must be a text or a list of texts.")
-    return tuple(dict.fromkeys(texts))
-
-
-def _token_ids(name: str, value: Any) -> tuple[int, ...]:
-    if not isinstance(value, (list, tuple)):
-        raise ValueError(f"sampling_params has {name} {quoted(value)} but it must be a list of token ids.")
-    return tuple(_whole_number(name, token) for token in value)
-
-
-PARSERS: dict[str, Callable[[str, Any], Any]] = {
-    "temperature": _number,
-    "top_p": _number,
-    "top_k": _whole_number,
-    "max_new_tokens": _tokens_to_sample,
-    "stop": _strings,
-    "stop_token_ids": _token_ids,
-    "skip_special_tokens": _boolean,
-    "no_stop_trim": _boolean,
-    "spaces_between_special_tokens": _boolean,
-}
-"""The names of `sampling_params` and the check of each value."""
+    stop = values.pop("stop", ())
+    changed = {name: values.pop(name) for name in (*DISTRIBUTION, "stop_token_ids") if name in values}
+    changed["max_response_len"] = values.pop("max_new_tokens", sampling.max_response_len)
+    stops = dict.fromkeys((stop,) if isinstance(stop, str) else stop)
+    return RequestOptions(sampling=replace(sampling, **changed), stop=tuple(stops), **values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,13 +138,9 @@ class Request:
     """One request to an engine."""
 
     token_ids: list[int]
-    """The input."""
-
     options: RequestOptions
-
     key: bytes
     """16-byte key of the random numbers."""
-
     session: tuple[int, str | None]
     """Number of the sample and name of its conversation."""
 
@@ -208,14 +150,10 @@ class SampleKey:
     """Key of a sample's random numbers, in addition to the inputs of its requests."""
 
     seed: int
-    """Seed of the rollout."""
-
     prompt_index: int
     """Index of the prompt in its file."""
-
     occurrence: int
     """Earlier occurrences of the same prompt in the batch."""
-
     sample: int
     """Index of the sample in its group."""
 
@@ -284,7 +222,6 @@ class StopStrings:
     """Finds the first stop text in a growing response."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> None:
-        """Prepares the texts; an empty list is never found."""
         self._tokenizer, self._stop = tokenizer, tuple(stop)
         self._last_characters = {text[-1] for text in stop}
         self._always = any(character.isspace() for character in self._last_characters)

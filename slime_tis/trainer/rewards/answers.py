@@ -1,4 +1,4 @@
-r"""Final answers in texts: where they are, and whether two of them are the same.
+r"""Final answers in texts: extraction and comparison.
 
 Numbers are compared exactly, words as text, and everything else symbolically by math-verify.
 """
@@ -14,10 +14,10 @@ LATEX_FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]+)\}\s*\{([^{}]+)\}")
 MIXED_NUMBER = re.compile(r"\s*([-+]?)\s*(\d+)\s*\\[dt]?frac\s*\{(\d+)\}\s*\{(\d+)\}\s*")
 TEXT_COMMAND = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
 WORDS = re.compile(r"[^\d\\^_=+*/<>(){}\[\]|!]*")
-"""Text without a sign of mathematics in it."""
+"""Text without mathematical signs."""
 
-LONGEST = 1000
-"""Characters of an answer that is compared other than as text; nobody writes longer ones."""
+MAX_LENGTH = 1000
+"""Characters of an answer that is compared as a number or an expression."""
 
 
 def same_answer(answer: str, expected: str) -> bool:
@@ -26,12 +26,12 @@ def same_answer(answer: str, expected: str) -> bool:
     Where the expected answer is a number, the other has to be one too: 2+2 is not 4, while 5 cm and x = 5 are 5. Words
     are compared as text, without case and white space.
     """
-    number, given = number_of(expected), number_of(answer)
-    if number is not None and given is not None:
-        return number == given
+    number, answered = number_of(expected), number_of(answer)
+    if number is not None and answered is not None:
+        return number == answered
     if _plain(answer) == _plain(expected):
         return True
-    if max(len(answer), len(expected)) > LONGEST or not answer.strip() or not expected.strip():
+    if max(len(answer), len(expected)) > MAX_LENGTH or not answer.strip() or not expected.strip():
         return False
     if WORDS.fullmatch(_plain(answer)) or WORDS.fullmatch(_plain(expected)):
         return False
@@ -52,22 +52,22 @@ def last_boxed(text: str) -> str | None:
     if start < 0:
         return None
     depth = 0
-    for place in range(start + len("\\boxed"), len(text)):
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
+    for end in range(start + len("\\boxed"), len(text)):
+        depth += {"{": 1, "}": -1}.get(text[end], 0)
         if depth == 0:
-            return text[start + len("\\boxed{") : place].strip()
+            return text[start + len("\\boxed{") : end].strip()
     return None
 
 
 def last_number(text: str) -> str:
     """The last number in a text, empty where it has none."""
-    found: list[str] = NUMBER.findall(LATEX_FRACTION.sub(r" \1/\2", text))
-    return found[-1] if found else ""
+    numbers: list[str] = NUMBER.findall(LATEX_FRACTION.sub(r" \1/\2", text))
+    return numbers[-1] if numbers else ""
 
 
 def number_of(text: str) -> Fraction | None:
     r"""The number that the text is: 1,234.5, 3/4, \frac{3}{4}, 1\frac{1}{2}, $12 and 12% are, `12 apples` is not."""
-    mixed = MIXED_NUMBER.fullmatch(text[:LONGEST])
+    mixed = MIXED_NUMBER.fullmatch(text[:MAX_LENGTH])
     if mixed and int(mixed[4]):
         return Fraction(f"{mixed[1]}1") * (int(mixed[2]) + Fraction(int(mixed[3]), int(mixed[4])))
     text = LATEX_FRACTION.sub(r"\1/\2", text).replace("\\", "").lstrip(" \n\t$").rstrip(" \n\t$%.")

@@ -120,7 +120,14 @@ def build_reward(
     else:
         check_rm_type("--rm-type", config.rm_type)
         _require_math_verify("--rm-type", config.rm_type)
-        server = None if config.rm_url is None else RewardServer.build(config)
+        server = None
+        if config.rm_url is not None:
+            server = RewardServer(
+                url=config.rm_url,
+                timeout=config.rm_timeout,
+                max_retries=config.rm_max_retries,
+                concurrency=config.rm_concurrency,
+            )
         score_groups = _builtin_reward(config.rm_type, key, check_interrupts, server)
 
     def reward(samples: list[Sample]) -> list[float]:

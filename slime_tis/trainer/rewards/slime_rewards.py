@@ -19,15 +19,10 @@ STRICT_TAIL = 100
 
 
 async def async_rm(args: Namespace, sample: Sample, **kwargs: Any) -> Any:
-    """Returns the reward of one sample: of --custom-rm-path, else of the built-in reward.
-
-    Args:
-        args: Options of the run.
-        sample: The scored sample; `metadata["rm_type"]` overrides --rm-type.
-        kwargs: Passed to the user function.
+    """Returns the reward of one sample by --custom-rm-path, by its `metadata["rm_type"]`, or by --rm-type.
 
     Raises:
-        ValueError: The reward is a remote one, or no reward is configured.
+        ValueError: The reward is remote, or no reward is configured.
     """
     if args.custom_rm_path is not None:
         reward = load_function(args.custom_rm_path)(args, sample, **kwargs)
@@ -60,17 +55,10 @@ def grade_answer_verl(solution_str: str, ground_truth: str) -> bool:
 def compute_score(
     solution_str: str, ground_truth: str, strict_box_verify: bool = False, pause_tokens_index: list[int] | None = None
 ) -> dict[str, Any]:
-    r"""Scores a solution by DAPO's rule.
+    r"""Scores a solution by DAPO's rule: `score` 1 or -1, `acc` whether it is correct, `pred` the answer.
 
-    Args:
-        solution_str: The response.
-        ground_truth: The correct answer.
-        strict_box_verify: Compare the last \boxed{} of the last 100 characters as text, instead of the text after the
-            last `Answer:`.
-        pause_tokens_index: Has no effect; slime passes it.
-
-    Returns:
-        `score` 1 or -1, `acc` whether the answer is correct, `pred` the answer or None.
+    `strict_box_verify` compares the last \boxed{} of the last 100 characters as text, instead of the text after
+    the last `Answer:`. slime passes `pause_tokens_index`, which has no effect.
     """
     if strict_box_verify:
         answer = last_boxed(solution_str[-STRICT_TAIL:])

@@ -1,9 +1,8 @@
-"""Whether two expressions are equal, by math-verify in a separate process, so that no expression can hang the run.
+"""Equality of expressions by math-verify, in a separate process.
 
-sympy may work for ever on a few letters (`10^{10^{10}}`), and neither a thread nor a call into C can be stopped from
-Python. So a process compares, under limits of the operating system on the processor time of a comparison and on its
-memory; one that passes a limit is ended by the system, counts as unequal, and the next comparison gets a new process.
-Processor time, not time by the clock: a busy machine decides no differently.
+sympy may work forever on a few letters (`10^{10^{10}}`), and Python cannot stop it. The process has limits on its
+memory and on the processor time of a comparison; the operating system ends a process that exceeds a limit. The
+comparison then counts as unequal, and the next one starts a new process. Processor time does not depend on load.
 """
 
 import json
@@ -20,22 +19,22 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 SECONDS = 5
-"""Processor time that one comparison may take."""
+"""Processor time of one comparison."""
 MEMORY = 4 << 30
 """Address space of the process, in bytes."""
 REPLY_TIMEOUT = 120.0
-"""Longest wait by the clock for the process to answer at all, in seconds."""
+"""Longest wait for an answer, in seconds of wall time."""
 WORKER = Path(__file__).with_name("symbolic_worker.py")
 
 
 @lru_cache(maxsize=8192)
 def same_expression(answer: str, expected: str, as_number: bool = False) -> bool:
-    """Whether math-verify finds two LaTeX expressions equal.
+    """Returns whether math-verify finds two LaTeX expressions equal.
 
     Args:
-        answer: The one to judge.
-        expected: The right one.
-        as_number: Whether the answer has to be a number itself; an expression that evaluates to one is not enough.
+        answer: The response's answer.
+        expected: The correct answer.
+        as_number: Whether the answer must be a number; an expression with that value is not enough.
 
     Raises:
         ValueError: math-verify is not installed, or does not start.
@@ -45,7 +44,7 @@ def same_expression(answer: str, expected: str, as_number: bool = False) -> bool
 
 
 class _Worker:
-    """The process, started for the first comparison and again after one that ended it."""
+    """The process; started for the first comparison, and again after its end."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -93,7 +92,7 @@ class _Worker:
             )
 
     def _reply(self) -> bytes:
-        """One byte from the process; none where it has ended or does not answer."""
+        """Returns one byte from the process; none after its end or REPLY_TIMEOUT."""
         assert self._process is not None and self._process.stdout is not None
         descriptor = self._process.stdout.fileno()
         ready, _, _ = select.select([descriptor], [], [], REPLY_TIMEOUT)
@@ -106,9 +105,8 @@ class _Worker:
         process.kill()
         process.wait()
         for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                with suppress(BrokenPipeError):  # what was not written yet has no reader
-                    pipe.close()
+            with suppress(BrokenPipeError):  # unwritten data has no reader
+                pipe.close()  # type: ignore[union-attr]  # both are pipes
 
 
 _worker = _Worker()

@@ -61,8 +61,8 @@ def collect(batches: Iterator[Groups], size: int, judge: DynamicFilter | None, *
         if number == max_batches:
             raise RolloutUnavailable(
                 f"the dynamic sampling filter accepted {accepted} of the {len(rollout.sampled)} prompts of {number} "
-                f"batches, and a rollout needs {size} (dropped: {_listed(reasons)}); choose other prompts, raise "
-                "--dynamic-sampling-max-batches, or use a filter with keep_when_insufficient."
+                f"batches, and a rollout needs {size} (dropped: {dict(reasons.most_common(3))}); choose other prompts, "
+                "raise --dynamic-sampling-max-batches, or use a filter with keep_when_insufficient."
             )
     rewards = [sample.reward or 0.0 for group in rollout.sampled for sample in group]
     rollout.metrics = {
@@ -81,13 +81,8 @@ def accepted_groups(
 ) -> Groups:
     """Returns the accepted groups of a batch in order, and counts the reasons of the others.
 
-    A group with `keep_when_insufficient` is accepted only if too few other groups remain to fill the rollout.
-
-    Args:
-        batch: Scored groups.
-        outputs: The filter's output for each group.
-        missing: Groups that the rollout still needs.
-        reasons: Counts over all batches, updated in place.
+    A group with `keep_when_insufficient` is accepted only if too few other groups remain to fill the rollout, which
+    needs `missing` groups.
     """
     kept, remaining = [], len(batch)
     for group, output in zip(batch, outputs, strict=True):
@@ -110,9 +105,3 @@ def renumber(batch: Sequence[Sequence[Sample]], earlier: Sequence[Sequence[Sampl
             sample.index = (sample.index or 0) + samples
             if sample.rollout_id is not None:
                 sample.rollout_id += samples
-
-
-def _listed(reasons: Counter[str]) -> str:
-    """Returns the most frequent reasons, for the error message."""
-    shown = [f"{reason} {count}" for reason, count in reasons.most_common(3)]
-    return ", ".join(shown) or "no reason given"
