@@ -13,7 +13,7 @@ def test_warnings_are_one_line_each_and_replayed_truncation_is_none(whole, capsy
     assert capsys.readouterr().err == ""
     parse_args(shlex.split(whole + "--rollout-top-p 0.9 --get-mismatch-metrics --use-tis --tis-lower-bound 0.5"))
     bound, measures = capsys.readouterr().err.splitlines()
-    assert bound.startswith("warning: --tis-lower-bound is 0.5") and "remove --use-tis" in measures
+    assert bound.startswith("warning: --tis-lower-bound is 0.5") and "--use-tis" in measures
 
 
 def test_functions_that_loaded_samples_have_no_use_for_are_warned_about(whole, capsys, tmp_path):
@@ -24,10 +24,8 @@ def test_functions_that_loaded_samples_have_no_use_for_are_warned_about(whole, c
     parse_args(shlex.split(whole + loads))
     assert capsys.readouterr().err == ""
     parse_args(shlex.split(whole + loads + functions))
-    assert capsys.readouterr().err == (
-        "warning: --dynamic-sampling-filter-path and --custom-generate-function-path will not be called: "
-        "--load-debug-rollout-data has samples that are made and chosen already.\n"
-    )
+    warning = capsys.readouterr().err
+    assert "--dynamic-sampling-filter-path and --custom-generate-function-path will not be called" in warning
 
 
 @pytest.mark.parametrize(
@@ -35,12 +33,7 @@ def test_functions_that_loaded_samples_have_no_use_for_are_warned_about(whole, c
 )
 def test_a_warm_up_longer_than_the_run_is_warned_about(whole, capsys, flags, warns):
     parse_args(shlex.split(whole + "--lr-warmup-iters " + flags))
-    assert capsys.readouterr().err == (
-        f"warning: --lr-warmup-iters is {flags} but the run has 3 optimizer steps, so that the learning rate never "
-        "reaches --lr.\n"
-        if warns
-        else ""
-    )
+    assert capsys.readouterr().err.startswith("warning: --lr-warmup-iters") == warns
 
 
 GEOMETRIC_BOUNDS = [
@@ -86,12 +79,8 @@ STALE_SAMPLES = [
 
 @pytest.mark.parametrize(("flags", "words"), STALE_SAMPLES, ids=[row[0] for row in STALE_SAMPLES])
 def test_stale_samples_that_nothing_corrects_are_warned_about(base, capsys, flags, words):
-    assert warnings_of(base + flags, capsys) == (
-        f"warning: {words}, so samples come from older weights than those being trained, and nothing corrects that; "
-        "add --use-tis, or --use-rollout-logprobs, whose ratios are to the policy that sampled.\n"
-        if words
-        else ""
-    )
+    warning = warnings_of(base + flags, capsys)
+    assert f"{words}, so samples" in warning if words else not warning
 
 
 CLIP_RANGES = [
@@ -107,10 +96,5 @@ CLIP_RANGES = [
 
 @pytest.mark.parametrize(("flags", "words"), CLIP_RANGES, ids=[row[0][:60] for row in CLIP_RANGES])
 def test_a_clip_range_without_effect_is_warned_about(base, capsys, flags, words):
-    assert warnings_of(base + flags, capsys) == (
-        f"warning: {words}, but with one optimizer step per rollout the policy is its own old policy, all ratios are "
-        "1, and nothing is clipped; raise --num-steps-per-rollout, or add --use-rollout-logprobs, which clips the "
-        "ratio to the policy that sampled.\n"
-        if words
-        else ""
-    )
+    warning = warnings_of(base + flags, capsys)
+    assert f"{words}, but with one optimizer step" in warning if words else not warning

@@ -14,7 +14,7 @@ from slime_tis.correction.config import RolloutCorrectionConfig
 from slime_tis.errors import quoted, quoted_path
 from slime_tis.limits import flag
 from slime_tis.policy.config import PolicyConfig
-from slime_tis.trainer.cli.checks import check_arguments, check_correction, check_dump, check_truncation, warnings_of
+from slime_tis.trainer.cli.checks import check_arguments, check_correction, check_dump, warnings_of
 from slime_tis.trainer.cli.command_line import (
     Flags,
     build,
@@ -90,7 +90,6 @@ def configure(argv: Sequence[str], environ: Mapping[str, str], *, prog: str = "t
     check_arguments(arguments, world_size)
     check_files(arguments.rollout, arguments.megatron)
     check_dump(arguments)
-    check_truncation(arguments)
     model = check_model(arguments.megatron, arguments.rollout, world_size)
     _refuse_unknown(restated, model)
     check_outputs(arguments.rollout, arguments.megatron, arguments.reporting, _first_dumps(arguments.loop))

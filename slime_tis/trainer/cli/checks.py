@@ -15,16 +15,16 @@ ENDLESS_WARM_UP = 1000
 
 
 def check_arguments(arguments: Arguments, world_size: int) -> None:
-    """Checks combinations of options, before files and the model are read.
-
-    Raises:
-        ValueError: Options exclude each other, or sizes do not divide.
-    """
+    """Checks combinations of options, before files and the model are read."""
     _check_hooks(arguments)
     _check_routing_record(arguments)
     _check_ranks(arguments, world_size)
-    _check_rounding(arguments)
-    _check_warm_up(arguments)
+    rounding, rollout = arguments.rollout.weight_update_rounding, arguments.rollout
+    if rounding != "nearest" and arguments.megatron.bf16 and rollout.rollout_precision not in ("fp8", "int8"):
+        raise ValueError(f"--weight-update-rounding {rounding} has no effect with --bf16, where weights are bfloat16.")
+    steps, warm_up = _optimizer_steps(arguments), arguments.megatron.lr_warmup_iters
+    if steps is not None and warm_up >= ENDLESS_WARM_UP * steps:
+        raise ValueError(f"--lr-warmup-iters is {warm_up} but the run has {steps} optimizer steps; lower it.")
 
 
 def check_correction(arguments: Arguments) -> None:
@@ -36,16 +36,11 @@ def check_correction(arguments: Arguments) -> None:
             "add --use-tis, --use-rs or --get-mismatch-metrics."
         )
     if correction.policy_loss == "reinforce" and not correction.use_rollout_logprobs:
-        raise ValueError(
-            "--policy-loss is reinforce but it has no old policy to recompute log-probs of; add --use-rollout-logprobs."
-        )
+        raise ValueError("--policy-loss reinforce has no old policy to recompute; add --use-rollout-logprobs.")
     steps = arguments.loop.num_steps_per_rollout
     on_policy = steps == 1 and not correction.use_rollout_logprobs and correction.old_logprobs == "recompute"
     if arguments.policy.use_opsm and arguments.policy.opsm_policy == "old" and on_policy:
-        raise ValueError(
-            "--opsm-policy is old but with one optimizer step per rollout the old policy is the one that is trained, "
-            "and nothing is ever omitted; make it rollout, or raise --num-steps-per-rollout."
-        )
+        raise ValueError("--opsm-policy old has no effect with one optimizer step; raise --num-steps-per-rollout.")
     group, estimator = arguments.rollout.n_samples_per_prompt, arguments.policy.advantage_estimator
     if group < 2 and arguments.rollout.custom_reward_post_process_path is None:
         raise ValueError(
@@ -54,76 +49,59 @@ def check_correction(arguments: Arguments) -> None:
         )
 
 
+REPLACED = {
+    "custom_reward_post_process_path": ("disable_grpo_std_normalization", "reject_before_advantage"),
+    "custom_advantage_function_path": ("normalize_advantages", "use_opsm", "save_debug_train_data"),
+    "rollout_function_path": (
+        "custom_generate_function_path",
+        "dynamic_sampling_filter_path",
+        "partial_rollout",
+        "rollout_lookahead",
+        "use_rollout_routing_replay",
+        "load_debug_rollout_data",
+    ),
+    "data_source_path": ("check_weight_sync", "rollout_shuffle", "load_debug_rollout_data"),
+    "custom_loss_function_path": (
+        "custom_tis_function_path",
+        "custom_pg_loss_reducer_function_path",
+        "use_opsm",
+        "entropy_coef",
+        "rollout_top_p",
+        "rollout_top_k",
+    ),
+}
+"""Options without effect, by the user function that does their work."""
+
+
 def _check_hooks(arguments: Arguments) -> None:
-    """Whether the user's functions leave every other option an effect, and get what they need."""
-    policy = arguments.policy
-    estimates = {
-        "--disable-grpo-std-normalization": policy.disable_grpo_std_normalization,
-        "--reject-before-advantage": policy.reject_before_advantage,
-    }
-    of_sample = {
-        "--normalize-advantages": policy.normalize_advantages,
-        "--use-opsm": policy.use_opsm,
-        "--save-debug-train-data": arguments.loop.save_debug_train_data is not None,
-    }
-    of_loss = {
-        "--custom-tis-function-path": arguments.custom_tis_function_path is not None,
-        "--custom-pg-loss-reducer-function-path": policy.custom_pg_loss_reducer_function_path is not None,
-        "--use-opsm": policy.use_opsm,
-        "--entropy-coef": policy.entropy_coef != 0,
-        "--rollout-top-p or --rollout-top-k": arguments.rollout.truncates_sampling,
-    }
-    of_file = {
-        "--check-weight-sync": arguments.rollout.check_weight_sync,
-        "--rollout-shuffle": arguments.rollout.rollout_shuffle,
-        "--load-debug-rollout-data": arguments.loop.load_debug_rollout_data is not None,
-    }
-    rollout = arguments.rollout
-    of_engine = {
-        "--custom-generate-function-path": rollout.custom_generate_function_path is not None,
-        "--dynamic-sampling-filter-path": rollout.dynamic_sampling_filter_path is not None,
-        "--partial-rollout": rollout.partial_rollout,
-        "--rollout-lookahead": rollout.rollout_lookahead > 0,
-        "--use-rollout-routing-replay": rollout.use_rollout_routing_replay,
-        "--load-debug-rollout-data": arguments.loop.load_debug_rollout_data is not None,
-    }
-    shapes = arguments.rollout.custom_reward_post_process_path is not None
-    for path, used, without in (
-        ("--custom-reward-post-process-path", shapes, estimates),
-        ("--custom-advantage-function-path", policy.custom_advantage_function_path is not None, of_sample),
-        ("--rollout-function-path", rollout.rollout_function_path is not None, of_engine),
-        ("--data-source-path", arguments.rollout.data_source_path is not None, of_file),
-        ("--loss-type custom_loss", policy.loss_type == "custom_loss", of_loss),
-    ):
-        for other, given in without.items():
-            if used and given:
-                raise ValueError(f"{path} is given and so is {other}, which has no effect with it; remove one of them.")
-    if policy.loss_type == "custom_loss" and policy.custom_loss_function_path is None:
+    """Refuses options that a user function leaves without effect."""
+    configs = (arguments.policy, arguments.rollout, arguments.loop, arguments)
+    values = {name: getattr(config, name) for config in configs for name in OPTIONS if hasattr(config, name)}
+    for function, options in REPLACED.items():
+        for name in options:
+            if values[function] is not None and values[name] != OPTIONS[name].default:
+                raise ValueError(f"{flag(name)} has no effect with {flag(function)}; remove one of them.")
+    if arguments.policy.loss_type == "custom_loss" and arguments.policy.custom_loss_function_path is None:
         raise ValueError("--loss-type is custom_loss but --custom-loss-function-path is unset; add your function.")
 
 
 def _check_routing_record(arguments: Arguments) -> None:
-    """Whether there is a pass that --use-routing-replay can record, and nothing that it would be confused with."""
+    """Refuses --use-routing-replay without a pass to record, or with a measurement that it would disturb."""
     steps, correction, rollout = arguments.loop.num_steps_per_rollout, arguments.correction, arguments.rollout
     assert steps is not None
     if not arguments.megatron.use_routing_replay:
         return
     if rollout.measure_routing_mismatch is not None and not rollout.use_rollout_routing_replay:
         raise ValueError(
-            f"--measure-routing-mismatch is {rollout.measure_routing_mismatch}, which compares training with and "
-            "without the rollout engine's experts, but --use-routing-replay trains with others; add "
-            "--use-rollout-routing-replay, or remove one of the two."
+            "--measure-routing-mismatch compares training with and without the rollout engine's experts, but "
+            "--use-routing-replay trains with others; add --use-rollout-routing-replay, or remove one of the two."
         )
     policy = arguments.policy
-    if needs_old_log_probs(correction, steps, policy.reject_before_advantage, policy.has_own_objective):
-        return
-    reason = "with one optimizer step per rollout the training pass computes the old policy"
-    if correction.use_rollout_logprobs:
-        reason = "--use-rollout-logprobs uses the rollout engine's log-probs"
-    raise ValueError(
-        f"--use-routing-replay is on but there is no pass for old log-probs to record: {reason}; remove it, or use "
-        "--use-rollout-routing-replay, which needs no such pass."
-    )
+    if not needs_old_log_probs(correction, steps, policy.reject_before_advantage, policy.has_own_objective):
+        raise ValueError(
+            "--use-routing-replay is on but there is no pass for old log-probs to record (--use-rollout-logprobs, or "
+            "one optimizer step per rollout); use --use-rollout-routing-replay, which needs no such pass."
+        )
 
 
 def _check_ranks(arguments: Arguments, world_size: int) -> None:
@@ -149,27 +127,6 @@ def _check_ranks(arguments: Arguments, world_size: int) -> None:
         )
 
 
-def _check_rounding(arguments: Arguments) -> None:
-    """Refuses to round weights that are in the rollout engine's precision already."""
-    rounding, rollout = arguments.rollout.weight_update_rounding, arguments.rollout
-    eight_bits = rollout.rollout_precision in ("fp8", "int8")
-    if rounding != "nearest" and arguments.megatron.bf16 and not eight_bits:
-        raise ValueError(
-            f"--weight-update-rounding is {rounding} but with --bf16 the weights that are sent are bfloat16 already; "
-            "remove one of the two."
-        )
-
-
-def _check_warm_up(arguments: Arguments) -> None:
-    """Refuses a warm-up in which the learning rate never gets anywhere; a trial run of a few rollouts only warns."""
-    steps, warm_up = _optimizer_steps(arguments), arguments.megatron.lr_warmup_iters
-    if steps is not None and warm_up >= ENDLESS_WARM_UP * steps:
-        raise ValueError(
-            f"--lr-warmup-iters is {warm_up} but the run has {steps} optimizer steps, so that the learning rate would "
-            f"stay below --lr / {ENDLESS_WARM_UP}; lower it."
-        )
-
-
 def _optimizer_steps(arguments: Arguments) -> int | None:
     """Optimizer steps of the run; None where num_epoch bounds it, whose length is known with the prompts."""
     loop = arguments.loop
@@ -179,25 +136,15 @@ def _optimizer_steps(arguments: Arguments) -> int | None:
 
 
 def check_dump(arguments: Arguments) -> None:
-    """Whether the samples to train on are there; a resumed run begins with a later file."""
-    pattern, load = arguments.loop.load_debug_rollout_data, arguments.megatron.load
+    """Checks that the first file of samples exists; a resumed run begins with a later file."""
+    rollout, pattern, load = arguments.rollout, arguments.loop.load_debug_rollout_data, arguments.megatron.load
+    if rollout.allow_truncation_bias and rollout.rollout_engine == "local" and pattern is None:
+        raise ValueError("--allow-truncation-bias has no effect with --rollout-engine local, which records token sets.")
     if pattern is None or (load is not None and Path(load).is_dir()):
         return
-    if not Path(pattern.format(rollout_id=0)).is_file():
-        raise ValueError(
-            f"--load-debug-rollout-data is {quoted(pattern)} but there is no file "
-            f"{quoted(pattern.format(rollout_id=0))}; --save-debug-rollout-data writes it."
-        )
-
-
-def check_truncation(arguments: Arguments) -> None:
-    """Whether --allow-truncation-bias allows anything: the local engine reports all sets, files may lack them."""
-    rollout, loads = arguments.rollout, arguments.loop.load_debug_rollout_data is not None
-    if rollout.allow_truncation_bias and rollout.rollout_engine == "local" and not loads:
-        raise ValueError(
-            "--allow-truncation-bias is set but has no effect with --rollout-engine local, which records the tokens "
-            "that can be sampled; remove it."
-        )
+    first = pattern.format(rollout_id=0)
+    if not Path(first).is_file():
+        raise ValueError(f"--load-debug-rollout-data is {quoted(pattern)} but there is no file {quoted(first)}.")
 
 
 def warnings_of(arguments: Arguments) -> list[str]:
@@ -218,22 +165,18 @@ def warnings_of(arguments: Arguments) -> list[str]:
         if _rejects_any_precision(criterion)
     ]
     if correction.get_mismatch_metrics and correction.corrects:
-        acting = [name for name in CORRECTION_SWITCHES if getattr(correction, name) not in (False, None)]
-        warnings.append(
-            "--get-mismatch-metrics measures alone only where nothing corrects; to measure alone remove "
-            f"{' and '.join(map(flag, acting))}."
-        )
+        acting = [flag(name) for name in CORRECTION_SWITCHES if getattr(correction, name) not in (False, None)]
+        warnings.append(f"--get-mismatch-metrics does not turn off {' and '.join(acting)}; remove it to measure alone.")
     steps, warm_up = _optimizer_steps(arguments), arguments.megatron.lr_warmup_iters
     if steps is not None and warm_up >= steps:
         warnings.append(
-            f"--lr-warmup-iters is {warm_up} but the run has {steps} optimizer steps, so that the learning rate never "
-            "reaches --lr."
+            f"--lr-warmup-iters is {warm_up} but the run has {steps} optimizer steps; it never reaches --lr."
         )
     return [*warnings, *_about_loaded_samples(arguments), *_about_clipping(arguments), *_about_staleness(arguments)]
 
 
 def _about_loaded_samples(arguments: Arguments) -> list[str]:
-    """A warning where functions that take part in sampling are given, and samples are loaded."""
+    """Warns about sampling functions if samples are loaded."""
     rollout = arguments.rollout
     names = ["dynamic_sampling_filter_path", "rollout_sample_filter_path", "rollout_all_samples_process_path"]
     if not rollout.eval_prompt_data:
@@ -241,14 +184,11 @@ def _about_loaded_samples(arguments: Arguments) -> list[str]:
     given = [flag(name) for name in names if getattr(rollout, name) is not None]
     if arguments.loop.load_debug_rollout_data is None or not given:
         return []
-    return [
-        f"{' and '.join(given)} will not be called: --load-debug-rollout-data has samples that are made and chosen "
-        "already."
-    ]
+    return [f"{' and '.join(given)} will not be called: --load-debug-rollout-data has samples already."]
 
 
 def _about_clipping(arguments: Arguments) -> list[str]:
-    """A warning where a clip range is given and the ratio that it clips is 1 at every token."""
+    """Warns about a clip range whose ratio is 1 at every token."""
     steps, policy = arguments.loop.num_steps_per_rollout, arguments.policy
     names = ("eps_clip", "eps_clip_high", "eps_clip_c")
     given = [name for name in names if getattr(policy, name) != OPTIONS[name].default]
@@ -256,13 +196,12 @@ def _about_clipping(arguments: Arguments) -> list[str]:
         return []
     return [
         f"{' and '.join(f'{flag(name)} is {getattr(policy, name):g}' for name in given)}, but with one optimizer step "
-        "per rollout the policy is its own old policy, all ratios are 1, and nothing is clipped; raise "
-        "--num-steps-per-rollout, or add --use-rollout-logprobs, which clips the ratio to the policy that sampled."
+        "per rollout all ratios are 1; raise --num-steps-per-rollout, or add --use-rollout-logprobs."
     ]
 
 
 def _about_staleness(arguments: Arguments) -> list[str]:
-    """A warning where samples come from older weights than those being trained, and nothing corrects that."""
+    """Warns about stale samples without correction."""
     rollout = arguments.rollout
     settings = {
         "--rollout-lookahead": rollout.rollout_lookahead,
@@ -272,8 +211,8 @@ def _about_staleness(arguments: Arguments) -> list[str]:
     if not stale or corrects_staleness(arguments.correction):
         return []
     return [
-        f"{' and '.join(stale)}, so samples come from older weights than those being trained, and nothing corrects "
-        "that; add --use-tis, or --use-rollout-logprobs, whose ratios are to the policy that sampled."
+        f"{' and '.join(stale)}, so samples come from older weights, and nothing corrects that; add --use-tis or "
+        "--use-rollout-logprobs."
     ]
 
 
