@@ -9,7 +9,7 @@ def make_sample(prompt: Prompt, response_ids: list[int], **fields: Any) -> Sampl
     """A completed sample of a prompt; log-probs of −1 and weights of version 0, all of it trained on."""
     length = len(response_ids)
     values: dict[str, Any] = {
-        "prompt": prompt,
+        "prompt_row": prompt,
         "group_index": 0,
         "index": 0,
         "tokens": [*prompt.token_ids, *response_ids],

@@ -39,7 +39,7 @@ def test_the_dump_has_the_tokens_of_the_rollout_and_of_both_steps(dumped) -> Non
     assert table.step.tolist() == [0] * 8 + [1] * 8
     assert table.group.tolist() == [sample.group_index for sample in samples]
     assert table.token.tolist() == [token for sample in samples for token in sample.response_ids]
-    assert [ids.tolist() for ids in table.prompt] == [list(sample.prompt.token_ids) for sample in samples]
+    assert [ids.tolist() for ids in table.prompt] == [list(sample.row.token_ids) for sample in samples]
     assert table.reward.tolist() == pytest.approx([sample.reward for sample in samples])
     assert table.text == tuple(sample.response for sample in samples)
     np.testing.assert_allclose(table.rollout_log_prob, np.concatenate([s.rollout_log_probs for s in samples]), 1e-6)
@@ -132,7 +132,7 @@ def test_experts_are_those_of_the_tokens_before(tmp_path: Path) -> None:
     )
     table = read(dump)
     samples = [sample for group in load_samples(tmp_path / "r.jsonl", 4, 4) for sample in group]
-    rows = [s.rollout_routed_experts[len(s.prompt.token_ids) - 1 :].numpy() for s in samples]
+    rows = [s.rollout_routed_experts[len(s.row.token_ids) - 1 :].numpy() for s in samples]
     assert table.experts.tolist() == np.concatenate(rows).tolist()
 
 

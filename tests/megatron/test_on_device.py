@@ -113,7 +113,7 @@ def test_samples_of_the_local_engine(
         ids = torch.tensor(sample.tokens, device="cpu")
         with torch.no_grad():
             log_probs = model(ids[None]).logits[0].log_softmax(-1)
-        start = len(sample.prompt.token_ids)
+        start = len(sample.row.token_ids)
         expected = log_probs[start - 1 : -1].gather(-1, ids[start:, None])[:, 0]
         found = torch.tensor(sample.rollout_log_probs, device="cpu")
         torch.testing.assert_close(found, expected, rtol=0.0, atol=tolerance)

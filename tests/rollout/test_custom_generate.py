@@ -92,7 +92,7 @@ def call(tmp_path: Path, body: str, engine: Any = None, sample: Sample | None = 
         address=("127.0.0.1", 0),
     )
     assert function is not None
-    sample = sample or Sample(prompt=PROMPT, tokens=list(PROMPT.token_ids))
+    sample = sample or Sample(prompt_row=PROMPT, tokens=list(PROMPT.token_ids))
     return asyncio.run(function.bind(SAMPLING)(sample, engine or Engine()))
 
 
@@ -292,8 +292,8 @@ def test_failures_are_counted_by_reason_and_end_the_run_where_there_is_nothing_e
 
 
 def test_a_sample_without_a_response_is_a_failure() -> None:
-    aborted = Sample(prompt=PROMPT, tokens=[1, 2, 3], status=Sample.Status.ABORTED, loss_mask=[], rollout_log_probs=[])
-    message = mark_failed_samples([[aborted, Sample(prompt=PROMPT, tokens=[1, 2], response_length=1)]])
+    aborted = Sample(prompt_row=PROMPT, tokens=[1, 2, 3], status=Sample.Status.ABORTED, loss_mask=[], rollout_log_probs=[])
+    message = mark_failed_samples([[aborted, Sample(prompt_row=PROMPT, tokens=[1, 2], response_length=1)]])
     assert aborted.failure == "aborted" and aborted.tokens == [1, 2, 3, 3] and message is not None
 
 

@@ -29,7 +29,7 @@ def sample(group: int, place: int, response_ids: tuple[int, int] = (4, 5), **cha
 
 
 def test_a_prompt_is_text_and_nothing_that_a_conversion_of_dataclasses_takes_apart() -> None:
-    sample = Sample(prompt=Prompt(index=3, text="1+1", token_ids=(5, 6, 7)), tokens=[5, 6, 7])
+    sample = Sample(prompt_row=Prompt(index=3, text="1+1", token_ids=(5, 6, 7)), tokens=[5, 6, 7])
     assert type(to_dict(sample)["prompt"]) is str
 
 

@@ -53,7 +53,7 @@ def test_samples_are_numbered_and_belong_to_their_prompts(checkpoint, engine):
     future = engine.submit_function(prompts, one_turn, RUN, 5, concurrency=2)
     groups = future.result()
     assert future.progress == (12, 12)
-    assert [[sample.prompt for sample in group] for group in groups] == [[prompt] * 3 for prompt in prompts]
+    assert [[sample.row for sample in group] for group in groups] == [[prompt] * 3 for prompt in prompts]
     samples = [sample for group in groups for sample in group]
     assert [(s.group_index, s.index, s.rollout_id) for s in samples] == [(n // 3, n, n) for n in range(12)]
     tokenizer = load_tokenizer(checkpoint)
@@ -189,7 +189,7 @@ def test_what_is_unfinished_is_gone_on_with():
 
     def sample(rollout, status, tokens=(1, 5, 6)):
         return Sample(
-            prompt=row, rollout_id=rollout, tokens=list(tokens), response_length=len(tokens) - 2, status=status
+            prompt_row=row, rollout_id=rollout, tokens=list(tokens), response_length=len(tokens) - 2, status=status
         )
 
     done, aborted = Sample.Status.COMPLETED, Sample.Status.ABORTED

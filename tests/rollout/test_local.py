@@ -55,7 +55,7 @@ def forward_log_probs(path, sample: Sample, sampling: Sampling) -> torch.Tensor:
 def forward_distributions(path, sample: Sample, sampling: Sampling) -> torch.Tensor:
     """Log-probs of all tokens at each position of the response, by such a pass."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
-    ids, start = torch.tensor([sample.tokens]), len(sample.prompt.token_ids)
+    ids, start = torch.tensor([sample.tokens]), len(sample.row.token_ids)
     with torch.no_grad():
         logits = model(input_ids=ids, use_cache=False).logits[0, start - 1 : -1]
     return log_softmax(
@@ -117,9 +117,9 @@ def test_samples_say_what_they_are(checkpoints):
     assert [sample.index for sample in samples] == list(range(15))
     assert [sample.group_index for sample in samples] == [place // 3 for place in range(15)]
     for sample in samples:
-        assert sample.prompt is prompts[sample.group_index]
+        assert sample.row is prompts[sample.group_index]
         assert sample.response == tokenizer.decode(sample.response_ids, skip_special_tokens=True)
-        assert sample.tokens == [*sample.prompt.token_ids, *sample.response_ids]
+        assert sample.tokens == [*sample.row.token_ids, *sample.response_ids]
         length = len(sample.response_ids)
         assert (sample.loss_mask, sample.weight_versions) == ([1] * length, [0] * length)
         assert sample.reward is None

@@ -86,7 +86,7 @@ def test_two_ranks_sample_and_score_as_one(tmp_path):
         assert result["failure"] == "item 11 is bad."
         assert [sample.response_ids for sample in result["samples"]] == [s.response_ids for s in alone]
         for shared, own in zip(result["samples"], alone, strict=True):
-            assert shared.prompt == own.prompt
+            assert shared.row == own.row
             assert (shared.group_index, shared.index) == (own.group_index, own.index)
             assert shared.reward == own.reward
             assert shared.rollout_log_probs == pytest.approx(own.rollout_log_probs, abs=1e-5)

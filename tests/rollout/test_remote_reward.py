@@ -96,9 +96,9 @@ def test_rows_choose_their_own_reward(serve):
     samples[1].metadata["rm_type"] = "boxed_remote_rm"
     assert build_reward(config)(samples) == [1.0, 0.5, 0.0]
     assert [request["response"] for request in server.requests] == ["7"]
-    samples[1].prompt.metadata["rm_type"] = "remote_rm"
+    samples[1].row.metadata["rm_type"] = "remote_rm"
     with pytest.raises(ValueError, match="prompt 11 has the rm_type remote_rm in its metadata; add --rm-url"):
-        check_prompts(make_config(rm_type="exact_match"), [sample.prompt for sample in samples])
+        check_prompts(make_config(rm_type="exact_match"), [sample.row for sample in samples])
 
 
 @pytest.mark.parametrize(

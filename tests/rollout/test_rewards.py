@@ -103,7 +103,7 @@ WRONG = {
     "list": ("return [1.0]", {}, "returned [1.0] for prompt 10"),
     "huge": ("return 10**9999", {}, "returned a int that cannot be shown for prompt 10"),
     "long text": ("return 'x' * 10**6", {}, "returned 'xxx"),
-    "later prompt": ("return None if sample.prompt.index == 11 else 1", {}, "returned None for prompt 11"),
+    "later prompt": ("return None if sample.prompt_index == 11 else 1", {}, "returned None for prompt 11"),
     "dict": (
         "return {'acc': 1, 'len': 2}",
         {},
@@ -238,7 +238,7 @@ def test_a_function_of_slime_reads_and_writes_the_fields_of_its_sample(tmp_path)
     assert [sample.loss_mask for sample in samples] == [[1], [0], [0], [1]]
     assert [sample.remove_sample for sample in samples] == [False, True, False, False]
     assert [sample.metadata["length"] for sample in samples] == [1, 2, 3, 1]
-    assert samples[0].metadata["group"] == 0 and "length" not in samples[0].prompt.metadata
+    assert samples[0].metadata["group"] == 0 and "length" not in samples[0].row.metadata
     assert [from_dict(json.loads(json.dumps(to_dict(sample)))) for sample in samples] == samples
 
 

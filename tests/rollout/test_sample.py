@@ -15,7 +15,7 @@ PROMPT = Prompt(index=3, text="2+2", token_ids=(5, 6), label="4", metadata={"lev
 
 
 def test_a_sample_takes_label_metadata_and_row_from_its_prompt() -> None:
-    sample = Sample(prompt=PROMPT)
+    sample = Sample(prompt_row=PROMPT)
     assert (sample.prompt, sample.label, sample.prompt_index, sample.row) == ("2+2", "4", 3, PROMPT)
     sample.metadata["level"].append(2)
     assert PROMPT.metadata == {"level": [1]}
@@ -38,13 +38,13 @@ def fill(args, sample):
     sample.append_response_tokens(
         args, tokens=[12], log_probs=[-2.0], meta_info={"finish_reason": {"type": "length"}, "weight_version": "8"}
     )
-    return Sample(prompt=sample.prompt, tokens=sample.tokens, response_length=4, loss_mask=sample.loss_mask)
+    return Sample(prompt_row=sample.row, tokens=sample.tokens, response_length=4, loss_mask=sample.loss_mask)
 """
 
 
 def test_turns_are_appended_with_masks_log_probs_versions_and_status(tmp_path) -> None:
     (tmp_path / "turns.py").write_text(TURNS)
-    sample = Sample(prompt=PROMPT)
+    sample = Sample(prompt_row=PROMPT)
     copy = load_function(f"{tmp_path / 'turns.py'}:fill")(Namespace(), sample)
     assert sample.tokens == [5, 6, 10, 11, 20, 12] and sample.response_length == 4
     assert (sample.prompt_ids, sample.response_ids) == ([5, 6], [10, 11, 20, 12])

@@ -30,7 +30,7 @@ class Reference:
     @torch.no_grad()
     def logits(self, sample: Sample) -> Tensor:
         """[tokens, vocabulary] in double precision: those that each token of a response was sampled from."""
-        ids, start = torch.tensor([sample.tokens]), len(sample.prompt.token_ids)
+        ids, start = torch.tensor([sample.tokens]), len(sample.row.token_ids)
         return self._model(ids).logits[0, start - 1 : -1].double()
 
     def gap_over_sets(self, sample: Sample, versions: tuple[int, ...], temperature: float = 1.0) -> float:
@@ -64,5 +64,5 @@ class Reference:
 
     def differences(self, sample: Sample, temperature: float = 1.0) -> list[float]:
         """Difference to what the server said, for each token of a response."""
-        expected = self.log_probs(sample.tokens, temperature)[len(sample.prompt.token_ids) - 1 :]
+        expected = self.log_probs(sample.tokens, temperature)[len(sample.row.token_ids) - 1 :]
         return [abs(one - other) for one, other in zip(expected, sample.rollout_log_probs, strict=True)]

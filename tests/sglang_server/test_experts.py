@@ -84,7 +84,7 @@ def assert_experts(sample: Sample, references: dict[int, MoeReference]) -> None:
     Rows whose router hesitates between two experts may differ; there are next to none in float32.
     """
     assert sample.rollout_routed_experts is not None
-    first = len(sample.prompt.token_ids)
+    first = len(sample.row.token_ids)
     of_next = [sample.weight_versions[max(place + 1 - first, 0)] for place in range(len(sample.tokens) - 1)]
     by_version = {version: references[version].experts(sample.tokens) for version in set(of_next)}
     expected = torch.stack([by_version[version][place] for place, version in enumerate(of_next)])

@@ -74,7 +74,7 @@ def test_greedy_answers_are_the_likeliest_tokens(
     (sample,), *_ = groups = make_engine(server).generate(prompts[:2], greedy, seed=0)
     assert all(reference.gap(sample) < BOUND for (sample,) in groups)
     for count in range(len(sample.response_ids)):
-        before = [*sample.prompt.token_ids, *sample.response_ids[:count]]
+        before = [*sample.row.token_ids, *sample.response_ids[:count]]
         likeliest = max(reference.log_probs([*before, token])[-1] for token in range(0, 1024, 37))
         assert sample.rollout_log_probs[count] >= likeliest - BOUND
 

@@ -127,7 +127,7 @@ def test_an_interrupted_partial_rollout_goes_on_with_the_experts_of_its_straggle
 def begins_with(whole: Sample, part: Sample) -> bool:
     """Whether a sample continues from another one."""
     length = len(part.response_ids)
-    return (whole.prompt.index, whole.response_ids[:length], whole.rollout_log_probs[:length]) == (
-        *(part.prompt.index, part.response_ids),
+    return (whole.prompt_index, whole.response_ids[:length], whole.rollout_log_probs[:length]) == (
+        *(part.prompt_index, part.response_ids),
         part.rollout_log_probs,
     )

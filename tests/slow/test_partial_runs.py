@@ -87,5 +87,5 @@ def test_stragglers_of_an_interrupted_run_keep_their_experts(task: list[str], tm
 def goes_on_from(whole: Sample, part: Sample) -> bool:
     """Whether a response has another one, and the weights that it was sampled by, as its beginning."""
     length = len(part.response_ids)
-    beginning = whole.prompt.index, whole.response_ids[:length], whole.weight_versions[:length]
-    return beginning == (part.prompt.index, part.response_ids, part.weight_versions)
+    beginning = whole.prompt_index, whole.response_ids[:length], whole.weight_versions[:length]
+    return beginning == (part.prompt_index, part.response_ids, part.weight_versions)

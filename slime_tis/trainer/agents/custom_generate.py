@@ -104,7 +104,7 @@ class GenerateFunction:
         async def call(sample: Sample, engine: TokenEngine) -> list[Sample]:
             address = f"{self.args.sglang_router_ip}:{self.args.sglang_router_port}"
             recorded = RecordedEngine(engine, sample, self.tokenizer, address)
-            fresh = Sample(prompt=sample.row, tokens=list(sample.row.token_ids))
+            fresh = Sample(prompt_row=sample.row, tokens=list(sample.row.token_ids))
             try:
                 returned = await self._call(sample, recorded, dict(params), evaluation)
                 return self.checked(returned, fresh, recorded.sampled)

@@ -17,7 +17,7 @@ from slime_tis.trainer.agents.custom_generate import GenerateFunction, NoSample,
 from slime_tis.trainer.collectives import on_rank_zero
 from slime_tis.trainer.data.data_source import CustomDataSource
 from slime_tis.trainer.data.prompts import PromptDataset
-from slime_tis.trainer.data.sample import Prompt, Sample, by_rollout
+from slime_tis.trainer.data.sample import Sample, by_rollout
 from slime_tis.trainer.data.user_values import typed_value
 from slime_tis.trainer.options.rollout import RolloutConfig
 from slime_tis.user_functions import calling, describe
@@ -49,7 +49,7 @@ class PromptSource:
     def get_samples(self, num_samples: int) -> Groups:
         """Returns the next prompts as groups of samples without a response."""
         return [
-            [Sample(prompt=prompt, tokens=list(prompt.token_ids)) for _ in range(self._n_samples)]
+            [Sample(prompt_row=prompt, tokens=list(prompt.token_ids)) for _ in range(self._n_samples)]
             for prompt in self._dataset.next_batch(num_samples)
         ]
 
@@ -131,8 +131,7 @@ class CustomRollout:
                 f"{name} returned a sample without rollout_log_probs; give the log-prob that each token was sampled "
                 "with, 0.0 for observations."
             )
-        row = sample.prompt if isinstance(sample.prompt, Prompt) else sample.prompt_row
-        fresh = Sample(prompt=sample.prompt, prompt_row=row, label=sample.label)
+        fresh = Sample(prompt=sample.prompt, prompt_row=sample.prompt_row, label=sample.label)
         try:
             (checked,) = self.checks.checked(sample, fresh, ())  # the engine recorded no requests
         except NoSample as error:

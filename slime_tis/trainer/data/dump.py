@@ -134,8 +134,6 @@ def to_dict(sample: Sample) -> dict[str, Any]:
     """
     row = {field.name: getattr(sample, field.name) for field in dataclasses.fields(sample)}
     row["status"] = sample.status.value
-    if isinstance(sample.prompt, Prompt):  # a mapping of its fields, to those who convert dataclasses in what they hold
-        row["prompt"] = str(sample.prompt)
     row |= {name: encoded(getattr(sample, name)) for name in TENSORS}
     if sample.sampling_mask is not None:
         row["sampling_mask"] = {name: encoded(part) for name, part in vars(sample.sampling_mask).items()}
@@ -191,17 +189,14 @@ def _take_earlier_form(row: dict[str, Any]) -> None:
 
 
 def _prompt_row(row: dict[str, Any]) -> Prompt | None:
-    """The row of a prompt file that the sample answers, which takes the place of a prompt with the same text."""
+    """The row of a prompt file that the sample answers."""
     fields = row["prompt_row"]
     if fields is None:
         return None
     ids = fields["token_ids"]
     if ids is None:
         ids = row["tokens"][: len(row["tokens"]) - row["response_length"]]
-    found = Prompt(**{**fields, "token_ids": tuple(ids)})
-    if row["prompt"] == found:
-        row["prompt"] = found
-    return found
+    return Prompt(**{**fields, "token_ids": tuple(ids)})
 
 
 def _check_lengths(sample: Sample) -> None:

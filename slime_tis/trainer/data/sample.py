@@ -39,15 +39,13 @@ FINISH_REASONS = {status: reason for reason, status in STATUS.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prompt(str):
-    """One row of a prompt file. It is its own text, as reward functions written for slime expect of `sample.prompt`."""
+class Prompt:
+    """One row of a prompt file."""
 
-    index: int  # type: ignore[assignment]  # hides str.index, for which there is str.find
+    index: int
     """Row of the file, from 0."""
-
     text: str
-    """The prompt as it was tokenized, after the chat template where one is applied."""
-
+    """The tokenized text, after the chat template."""
     token_ids: tuple[int, ...]
     """Tokens of the text."""
 
@@ -56,12 +54,6 @@ class Prompt(str):
 
     metadata: dict[str, Any] = field(default_factory=dict)
     """Anything else that the row hands to the reward: its other columns, and its mapping of metadata."""
-
-    __hash__ = str.__hash__
-
-    def __new__(cls, text: str = "", **fields: Any) -> Prompt:
-        """Makes the string; the fields are set by the dataclass."""
-        return super().__new__(cls, text)
 
 
 @dataclass
@@ -83,7 +75,7 @@ class Sample:
     it, and count as one rollout. None where the rollout is this sample alone."""
 
     prompt: str | list[dict[str, Any]] = ""
-    """What was answered: a row of a prompt file (`Prompt`, which is its own text), or any text or messages."""
+    """The answered text or messages; unset means the text of `prompt_row`."""
 
     tokens: list[int] = field(default_factory=list)
     """Tokens of prompt and response."""
@@ -156,9 +148,8 @@ class Sample:
     Status: ClassVar = SampleStatus
 
     def __post_init__(self) -> None:
-        if self.prompt_row is None and isinstance(self.prompt, Prompt):
-            self.prompt_row = self.prompt
         if self.prompt_row is not None:
+            self.prompt = self.prompt or self.prompt_row.text
             self.label = copy.deepcopy(self.prompt_row.label) if self.label is None else self.label
             self.metadata = self.metadata or copy.deepcopy(self.prompt_row.metadata)
 
@@ -191,7 +182,7 @@ class Sample:
     @property
     def prompt_text(self) -> str:
         """The prompt as one text."""
-        return str(self.prompt) if isinstance(self.prompt, str) else json.dumps(self.prompt, ensure_ascii=False)
+        return self.prompt if isinstance(self.prompt, str) else json.dumps(self.prompt, ensure_ascii=False)
 
     @property
     def effective_response_length(self) -> int:

@@ -86,7 +86,7 @@ class SampleEdits:
             )
         metadata = json_object(sample.metadata, "its metadata")
         return cls(
-            metadata=None if metadata == getattr(sample.prompt, "metadata", None) else metadata,
+            metadata=None if metadata == getattr(sample.prompt_row, "metadata", None) else metadata,
             loss_mask=None if mask == before.loss_mask else [int(value) for value in mask],
             remove_sample=bool(sample.remove_sample),
         )

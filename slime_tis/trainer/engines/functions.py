@@ -40,7 +40,7 @@ class FunctionCall:
         """Returns the function's input: the aborted sample if it is alone in its rollout, else a fresh sample."""
         if len(self.samples) != 1:
             return Sample(
-                prompt=self.prompt,
+                prompt_row=self.prompt,
                 group_index=self.group_index,
                 index=self.number,
                 rollout_id=self.number,

@@ -123,7 +123,7 @@ def assert_exact(groups: list[list[Sample]], prompts: Sequence[Prompt], sampling
     assert [[sample.prompt for sample in group] for group in groups] == [[p] * sampling.n_samples for p in prompts]
     for number, sample in enumerate(flat(groups)):
         assert (sample.group_index, sample.index) == (number // sampling.n_samples, number)
-        assert sample.response_ids == continuation(list(sample.prompt.token_ids), sampling.max_response_len)
+        assert sample.response_ids == continuation(list(sample.row.token_ids), sampling.max_response_len)
         assert sample.status is STATUS["stop" if sample.response_ids[-1] == STOP else "length"]
         assert_log_probs(sample)
 

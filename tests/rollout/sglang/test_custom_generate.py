@@ -82,5 +82,5 @@ def test_an_aborted_episode_goes_on_after_a_checkpoint_with_proof_of_both_parts(
 
 
 def test_a_sample_that_was_never_begun_goes_into_a_checkpoint() -> None:
-    sample = Sample(prompt=LATE[0], tokens=list(LATE[0].token_ids))
+    sample = Sample(prompt_row=LATE[0], tokens=list(LATE[0].token_ids))
     assert from_dict(json.loads(json.dumps(to_dict(sample)))).tokens == sample.tokens

@@ -74,7 +74,7 @@ def test_two_ranks_see_the_same(tmp_path: Path) -> None:
     assert first["scores"] == {server.url: [log_prob(7, 4), log_prob(20, 4)]}
     assert first[400][:2] == (True, False) and "HTTP 400: max_new_tokens must be" in first[400][2]
     assert first[500][:2] == (True, False) and "a request failed 1 time" in first[500][2]
-    assert sorted(group[0].prompt.index for group in [*first["third"], *first["left"]]) == sorted(
+    assert sorted(group[0].prompt_index for group in [*first["third"], *first["left"]]) == sorted(
         (LATE[0].index, EARLY[0].index)
     )
     assert first["metrics"]["rollout/sglang_live_servers"] == 1 and second.pop("metrics") == {}

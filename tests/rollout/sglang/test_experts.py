@@ -62,7 +62,7 @@ def start(start: Callable[..., Run]) -> Callable[..., Run]:
 
 def assert_experts(sample: Sample) -> None:
     """Every row has the choice of the weights that sampled the token after it; the prompt's, of the first token."""
-    first = len(sample.prompt.token_ids)
+    first = len(sample.row.token_ids)
     of_next = [sample.weight_versions[max(place + 1 - first, 0)] for place in range(len(sample.tokens) - 1)]
     expected = [chosen_experts(token, version) for token, version in zip(sample.tokens, of_next, strict=False)]
     assert sample.rollout_routed_experts is not None and sample.rollout_routed_experts.dtype == torch.uint8

@@ -46,7 +46,7 @@ async def until(condition: Callable[[], object]) -> None:
 def assert_two_turns(sample: Sample) -> None:
     """Both answers are what the model says; a first one that was aborted may be longer by its second request."""
     first = sample.loss_mask.index(0)
-    ids = list(sample.prompt.token_ids)
+    ids = list(sample.row.token_ids)
     answers = [continuation(ids, first)]
     ids += answers[0] + OBSERVATION
     answers.append(continuation(ids, RUN.max_response_len))
@@ -135,14 +135,14 @@ def test_stragglers_are_aborted_and_their_function_goes_on_with_them(start: Call
     left = run.engine.unfinished()
     for sample in flat(left):
         assert sample.status is Sample.Status.ABORTED and sample.prompt in LATE
-        assert sample.response_ids == continuation(list(sample.prompt.token_ids), 6)
+        assert sample.response_ids == continuation(list(sample.row.token_ids), 6)
     stored = json.loads(json.dumps([[to_dict(sample) for sample in group] for group in left]))
     run.update(1)
     run.engine.resume_unfinished([[from_dict(row) for row in group] for group in stored])
     groups = run.engine.submit_function([EARLY[2]], one_turn, RUN, concurrency=8, num_groups=3).result()
     assert [group[0].prompt for group in groups] == [LATE[0], LATE[1], EARLY[2]]
     for sample in flat(groups[:2]):
-        assert sample.response_ids[:6] == continuation(list(sample.prompt.token_ids), 6)
+        assert sample.response_ids[:6] == continuation(list(sample.row.token_ids), 6)
         assert sample.weight_versions == [0] * 6 + [1] * (sample.response_length - 6)
         assert_two_turns(sample)
     assert run.engine.unfinished() == []
@@ -166,7 +166,7 @@ def test_a_function_that_ignores_the_abort_begins_anew(start: Callable[..., Run]
     with held(run, 6):
         future = run.engine.submit_function([LATE[0], EARLY[0]], stubborn, RUN, concurrency=8, num_groups=1)
         (group,) = future.result()
-    assert group[0].prompt == EARLY[0]
+    assert group[0].row == EARLY[0]
     lengths = sorted(map(len, aborts))
     assert lengths[-2:] == [6, 6] and set(lengths[:-2]) == {0}
     assert [(s.status, s.tokens) for s in flat(run.engine.unfinished())] == [

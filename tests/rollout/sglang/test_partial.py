@@ -40,15 +40,15 @@ def test_stragglers_are_kept_and_gone_on_with(start: Callable[..., Run]) -> None
     assert len(groups) == 2 and all(group[0].prompt in EARLY[:3] for group in groups)
     assert_exact(groups, [group[0].prompt for group in groups], sampling)
     left = run.engine.unfinished()
-    assert Counter(group[0].prompt.index for group in [*groups, *left]) == Counter(p.index for p in mixed)
+    assert Counter(group[0].prompt_index for group in [*groups, *left]) == Counter(p.index for p in mixed)
     begun = [sample for sample in flat(left) if sample.prompt in LATE]
     assert len(begun) == 4
     for sample in begun:
         assert sample.status is Sample.Status.ABORTED
         assert 0 < len(sample.response_ids) <= 8
-        assert sample.response_ids == continuation(list(sample.prompt.token_ids), len(sample.response_ids))
+        assert sample.response_ids == continuation(list(sample.row.token_ids), len(sample.response_ids))
         assert_log_probs(sample)
-    kept = {(sample.prompt.index, place % 2): len(sample.response_ids) for place, sample in enumerate(flat(left))}
+    kept = {(sample.prompt_index, place % 2): len(sample.response_ids) for place, sample in enumerate(flat(left))}
     stored = json.loads(json.dumps([[to_dict(sample) for sample in group] for group in left]))
 
     assert_exact(run.engine.generate(PROMPTS[:2], SAMPLING, seed=0), PROMPTS[:2])  # an evaluation in between
@@ -63,7 +63,7 @@ def test_stragglers_are_kept_and_gone_on_with(start: Callable[..., Run]) -> None
     assert run.engine.unfinished() == []
     for sample in flat(groups):
         if sample in flat(groups[:-1]) and sample.prompt in LATE:
-            old = kept[sample.prompt.index, sample.index % 2]
+            old = kept[sample.prompt_index, sample.index % 2]
             assert sample.weight_versions == [0] * old + [1] * (30 - old)
     goes_on = [len(sample.response_ids) for sample in flat(left) if sample.status is Sample.Status.ABORTED]
     assert sorted(len(body["input_ids"]) - 3 for body in run.requests) == sorted([*goes_on, 0, 0])

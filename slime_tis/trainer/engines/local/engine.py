@@ -341,7 +341,7 @@ class LocalEngine:
 
 def _sample(prompt: Prompt, response: Generation, group_index: int, index: int) -> Sample:
     return Sample(
-        prompt=prompt,
+        prompt_row=prompt,
         group_index=group_index,
         index=index,
         tokens=[*prompt.token_ids, *response.token_ids],

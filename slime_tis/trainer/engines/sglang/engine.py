@@ -322,7 +322,7 @@ class SGLangRollout:
 def _empty_sample(prompt: Prompt) -> Sample:
     tokens = list(prompt.token_ids)
     status = SampleStatus.ABORTED
-    return Sample(prompt=prompt, tokens=tokens, status=status, rollout_log_probs=[], loss_mask=[])
+    return Sample(prompt_row=prompt, tokens=tokens, status=status, rollout_log_probs=[], loss_mask=[])
 
 
 def response_seed(seed: int, group_index: int, index: int) -> int:

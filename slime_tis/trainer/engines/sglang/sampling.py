@@ -207,7 +207,7 @@ class PendingSample:
     def to_sample(self, tokenizer: PreTrainedTokenizerBase) -> Sample:
         """Returns the sample; an incomplete response is aborted."""
         return Sample(
-            prompt=self.prompt,
+            prompt_row=self.prompt,
             tokens=self.input_ids,
             response_length=len(self.token_ids),
             response=tokenizer.decode(self.token_ids, skip_special_tokens=True),
