@@ -292,7 +292,9 @@ def test_failures_are_counted_by_reason_and_end_the_run_where_there_is_nothing_e
 
 
 def test_a_sample_without_a_response_is_a_failure() -> None:
-    aborted = Sample(prompt_row=PROMPT, tokens=[1, 2, 3], status=Sample.Status.ABORTED, loss_mask=[], rollout_log_probs=[])
+    aborted = Sample(
+        prompt_row=PROMPT, tokens=[1, 2, 3], status=Sample.Status.ABORTED, loss_mask=[], rollout_log_probs=[]
+    )
     message = mark_failed_samples([[aborted, Sample(prompt_row=PROMPT, tokens=[1, 2], response_length=1)]])
     assert aborted.failure == "aborted" and aborted.tokens == [1, 2, 3, 3] and message is not None
 
