@@ -32,7 +32,7 @@ def test_a_server_killed_in_mid_batch_loses_nothing_and_comes_back_with_the_curr
     wait_for_decoding(victim.log)
     victim.kill()
     groups = pending.result()
-    assert [[sample.prompt for sample in group] for group in groups] == [[prompt] * SAMPLES for prompt in prompts]
+    assert [[sample.row for sample in group] for group in groups] == [[prompt] * SAMPLES for prompt in prompts]
     samples = all_samples(groups)
     assert [sample.index for sample in samples] == list(range(SAMPLES * len(prompts)))
     assert all(sample.status in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED) for sample in samples)

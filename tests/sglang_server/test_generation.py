@@ -50,7 +50,7 @@ def test_log_probs_are_those_of_transformers_and_of_training(
     engine = make_engine(server)
     sampling = Sampling(temperature=temperature, max_response_len=48, n_samples=3)
     groups = engine.generate(prompts, sampling, seed=0)
-    assert [[sample.prompt for sample in group] for group in groups] == [[prompt] * 3 for prompt in prompts]
+    assert [[sample.row for sample in group] for group in groups] == [[prompt] * 3 for prompt in prompts]
     samples = [sample for group in groups for sample in group]
     assert [sample.index for sample in samples] == list(range(24))
     assert len({tuple(sample.response_ids) for sample in samples}) == 24

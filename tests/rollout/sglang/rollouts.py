@@ -120,7 +120,7 @@ def flat(groups: list[list[Sample]]) -> list[Sample]:
 
 def assert_exact(groups: list[list[Sample]], prompts: Sequence[Prompt], sampling: Sampling = SAMPLING) -> None:
     """Every sample is there once, in its place, and is what the model says."""
-    assert [[sample.prompt for sample in group] for group in groups] == [[p] * sampling.n_samples for p in prompts]
+    assert [[sample.row for sample in group] for group in groups] == [[p] * sampling.n_samples for p in prompts]
     for number, sample in enumerate(flat(groups)):
         assert (sample.group_index, sample.index) == (number // sampling.n_samples, number)
         assert sample.response_ids == continuation(list(sample.row.token_ids), sampling.max_response_len)

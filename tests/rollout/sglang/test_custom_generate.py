@@ -67,7 +67,7 @@ def test_an_aborted_episode_goes_on_after_a_checkpoint_with_proof_of_both_parts(
     call = function.bind(RUN)
     with held(run, 6):
         groups = run.engine.submit_function([LATE[0], EARLY[0]], call, RUN, concurrency=8, num_groups=1).result()
-    assert [group[0].prompt for group in groups] == [EARLY[0]]
+    assert [group[0].row for group in groups] == [EARLY[0]]
     left = run.engine.unfinished()
     assert [(s.status, s.response_length, s.loss_mask) for s in flat(left)] == [(Sample.Status.ABORTED, 6, [1] * 6)] * 2
     stored = json.loads(json.dumps([[to_dict(sample) for sample in group] for group in left]))

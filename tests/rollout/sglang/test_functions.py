@@ -63,7 +63,7 @@ def test_functions_ask_servers_over_several_turns(start: Callable[..., Run]) -> 
     future = run.engine.submit_function(PROMPTS, two_turns, RUN, seed=3, concurrency=5)
     groups = future.result()
     assert future.progress == (24, 24)
-    assert [[sample.prompt for sample in group] for group in groups] == [[prompt] * 2 for prompt in PROMPTS]
+    assert [[sample.row for sample in group] for group in groups] == [[prompt] * 2 for prompt in PROMPTS]
     assert [(s.group_index, s.index, s.rollout_id) for s in flat(groups)] == [(n // 2, n, n) for n in range(24)]
     for sample in flat(groups):
         assert_two_turns(sample)
@@ -115,7 +115,7 @@ def test_stragglers_are_aborted_and_their_function_goes_on_with_them(start: Call
     mixed = [LATE[0], EARLY[0], LATE[1], EARLY[1]]
 
     async def one_turn(sample, engine):
-        if sample.response_length == 0 and sample.prompt in EARLY:
+        if sample.response_length == 0 and sample.row in EARLY:
             await until(lambda: run.num_held == 4 or not run.servers[0].stop_after)
             sample.append_response_tokens(tokens=[5], log_probs=[-0.5])
             sample.status = Sample.Status.COMPLETED
@@ -125,7 +125,7 @@ def test_stragglers_are_aborted_and_their_function_goes_on_with_them(start: Call
     with held(run, 6):
         future = run.engine.submit_function(mixed, one_turn, RUN, concurrency=8, num_groups=2)
         groups = future.result()
-    assert [group[0].prompt for group in groups] == EARLY[:2]
+    assert [group[0].row for group in groups] == EARLY[:2]
     assert [(s.group_index, s.index, s.rollout_id) for s in flat(groups)] == [
         (0, 0, 0),
         (0, 1, 1),
@@ -134,13 +134,13 @@ def test_stragglers_are_aborted_and_their_function_goes_on_with_them(start: Call
     ]
     left = run.engine.unfinished()
     for sample in flat(left):
-        assert sample.status is Sample.Status.ABORTED and sample.prompt in LATE
+        assert sample.status is Sample.Status.ABORTED and sample.row in LATE
         assert sample.response_ids == continuation(list(sample.row.token_ids), 6)
     stored = json.loads(json.dumps([[to_dict(sample) for sample in group] for group in left]))
     run.update(1)
     run.engine.resume_unfinished([[from_dict(row) for row in group] for group in stored])
     groups = run.engine.submit_function([EARLY[2]], one_turn, RUN, concurrency=8, num_groups=3).result()
-    assert [group[0].prompt for group in groups] == [LATE[0], LATE[1], EARLY[2]]
+    assert [group[0].row for group in groups] == [LATE[0], LATE[1], EARLY[2]]
     for sample in flat(groups[:2]):
         assert sample.response_ids[:6] == continuation(list(sample.row.token_ids), 6)
         assert sample.weight_versions == [0] * 6 + [1] * (sample.response_length - 6)
@@ -153,7 +153,7 @@ def test_a_function_that_ignores_the_abort_begins_anew(start: Callable[..., Run]
     aborts = []
 
     async def stubborn(sample, engine):
-        if sample.prompt in EARLY:
+        if sample.row in EARLY:
             await until(lambda: run.num_held == 2)
             sample.status = Sample.Status.COMPLETED
             return [sample]

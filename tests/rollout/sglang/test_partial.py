@@ -37,11 +37,11 @@ def test_stragglers_are_kept_and_gone_on_with(start: Callable[..., Run]) -> None
         for server in run.servers:
             server.stop_after = 8
         groups = pending.result()
-    assert len(groups) == 2 and all(group[0].prompt in EARLY[:3] for group in groups)
-    assert_exact(groups, [group[0].prompt for group in groups], sampling)
+    assert len(groups) == 2 and all(group[0].row in EARLY[:3] for group in groups)
+    assert_exact(groups, [group[0].row for group in groups], sampling)
     left = run.engine.unfinished()
     assert Counter(group[0].prompt_index for group in [*groups, *left]) == Counter(p.index for p in mixed)
-    begun = [sample for sample in flat(left) if sample.prompt in LATE]
+    begun = [sample for sample in flat(left) if sample.row in LATE]
     assert len(begun) == 4
     for sample in begun:
         assert sample.status is Sample.Status.ABORTED
@@ -58,11 +58,11 @@ def test_stragglers_are_kept_and_gone_on_with(start: Callable[..., Run]) -> None
         server.requests.clear()
     run.engine.resume_unfinished([[from_dict(row) for row in group] for group in stored])
     groups = run.engine.submit([EARLY[3]], sampling, seed=1, num_groups=4).result()
-    prompts = [*(group[0].prompt for group in left), EARLY[3]]
+    prompts = [*(group[0].row for group in left), EARLY[3]]
     assert_exact(groups, prompts, sampling)
     assert run.engine.unfinished() == []
     for sample in flat(groups):
-        if sample in flat(groups[:-1]) and sample.prompt in LATE:
+        if sample in flat(groups[:-1]) and sample.row in LATE:
             old = kept[sample.prompt_index, sample.index % 2]
             assert sample.weight_versions == [0] * old + [1] * (30 - old)
     goes_on = [len(sample.response_ids) for sample in flat(left) if sample.status is Sample.Status.ABORTED]
@@ -83,7 +83,7 @@ def test_groups_that_are_complete_but_not_wanted_come_first_next_time_and_are_no
     with held(run, 0):
         groups = run.engine.submit([LATE[2]], sampling, seed=0, num_groups=3).result()
     assert_exact(groups, EARLY[:3], sampling)
-    assert [group[0].prompt for group in run.engine.unfinished()] == [LATE[0], EARLY[3], LATE[2]]
+    assert [group[0].row for group in run.engine.unfinished()] == [LATE[0], EARLY[3], LATE[2]]
     assert len(run.requests) == asked
 
 
@@ -96,7 +96,7 @@ def test_a_straggler_that_ends_while_it_is_aborted_is_complete(start: Callable[.
     when(lambda: run.servers[0].aborted, run.release)
     assert_exact(pending.result(), [EARLY[0]], sampling)
     ((sample,),) = run.engine.unfinished()
-    assert (sample.prompt, sample.status, sample.response_length) == (LATE[0], Sample.Status.TRUNCATED, 30)
+    assert (sample.row, sample.status, sample.response_length) == (LATE[0], Sample.Status.TRUNCATED, 30)
     asked = len(run.requests)
     assert_exact(run.engine.submit([], sampling, seed=0, num_groups=1).result(), [LATE[0]], sampling)
     assert len(run.requests) == asked
