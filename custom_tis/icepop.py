@@ -6,6 +6,7 @@ Source: "Every Step Evolves: Scaling Reinforcement Learning for Trillion-Scale T
 """
 
 from argparse import Namespace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -13,14 +14,8 @@ from torch import Tensor
 from slime_tis.correction import MODES
 from slime_tis.integrations.slime import TisResult, refuse_unread, weighted_by_token
 
-
-def check_args(args: Namespace) -> None:
-    """Refuses options that `icepop` does not follow; train.py calls it before anything is built.
-
-    Raises:
-        ValueError: naming the option.
-    """
-    refuse_unread(args, "icepop", read=("use_tis", "nonfinite_policy"))
+check_args = partial(refuse_unread, function="icepop", read=("use_tis", "nonfinite_policy"))
+"""Refuses options that `icepop` does not follow; train.py calls it before anything is built."""
 
 
 def icepop(args: Namespace, *, pg_loss: Tensor, **call: Any) -> TisResult:

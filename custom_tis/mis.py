@@ -22,12 +22,7 @@ from torch import Tensor
 
 from slime_tis import AdaptiveBounds, Correction, GlobalBatch, RolloutCorrectionConfig, correct
 from slime_tis.correction import LOG_RATIO_BOUND, SequenceSums
-from slime_tis.integrations.slime import (
-    ContextParallel,
-    config_from_args,
-    context_parallel,
-    whole_masks,
-)
+from slime_tis.integrations.slime import ContextParallel, config_from_args, context_parallel, whole_masks
 
 Spread = Callable[[Tensor], Tensor]
 
@@ -58,7 +53,7 @@ def compute_mis_weights(
     """
     config = config_from_args(args)
     found = correct(config, train_log_probs, rollout_log_probs, loss_masks)
-    metrics = _metrics(config, found, train_log_probs, rollout_log_probs, loss_masks, ContextParallel())
+    metrics = _metrics(config, found, (train_log_probs, rollout_log_probs, loss_masks), ContextParallel())
     lengths = [len(mask) for mask in loss_masks]
     masks = [mask.to(original.dtype) for mask, original in zip(found.mask, loss_masks, strict=True)]
     return (
@@ -87,14 +82,7 @@ def compute_mis_weights_with_cp(
     Sequence sums are one all-reduce over the context-parallel group; at the levels prefix and segment that
     all-reduce joins the tokens themselves.
 
-    Args:
-        args: As for `compute_mis_weights`.
-        pg_loss: [N], flat over this rank's response tokens.
-        train_log_probs: Per response, this rank's tokens.
-        rollout_log_probs: The same of the rollout engine.
-        loss_masks: Whole responses.
-        total_lengths: Tokens of prompt and response.
-        response_lengths: Tokens of the response.
+    Args beyond slime's contract, which `template.py` describes:
         batch_norm_factor: Mean weight of the global batch; None uses these responses.
         second_moment_limit: Δ² from which tokens of the global batch are trimmed.
         adaptive_bounds: What its sequences are judged by under rs_z_score or rs_target_fraction.
@@ -122,7 +110,7 @@ def compute_mis_weights_with_cp(
             adaptive_bounds=adaptive_bounds,
         ),
     )
-    metrics = _metrics(config, found, train_log_probs, rollout_log_probs, local_masks, context)
+    metrics = _metrics(config, found, (train_log_probs, rollout_log_probs, local_masks), context)
     if config.use_tis:
         weights = torch.cat(found.weights)
         pg_loss = torch.where(weights > 0, pg_loss * weights, 0.0)
@@ -135,13 +123,12 @@ def _check_global_batch(
 ) -> None:
     """Refuses options that go by the global batch where the trainer calls with micro-batches and says no more."""
     known = {
-        "rs_second_moment_bound": second_moment_limit is not None,
-        "rs_z_score": adaptive_bounds is not None,
-        "rs_target_fraction": adaptive_bounds is not None,
+        "rs_second_moment_bound": second_moment_limit,
+        **dict.fromkeys(("rs_z_score", "rs_target_fraction"), adaptive_bounds),
     }
-    for name, is_known in known.items():
+    for name, value_of_batch in known.items():
         value = getattr(config, name)
-        if value is not None and not is_known:
+        if value is not None and value_of_batch is None:
             raise ValueError(
                 f"{name} is {value} and goes by the global batch, but this trainer calls with micro-batches; leave it "
                 f"out, or train with train.py."
@@ -152,22 +139,22 @@ def _check_global_batch(
 def _metrics(
     config: RolloutCorrectionConfig,
     found: Correction[list[Tensor]],
-    train_log_probs: Sequence[Tensor],
-    rollout_log_probs: Sequence[Tensor | None],
-    loss_masks: Sequence[Tensor],
+    inputs: tuple[Sequence[Tensor], Sequence[Tensor | None], Sequence[Tensor]],
     context: ContextParallel,
 ) -> dict[str, Tensor]:
     """slime's metrics, flat over the tokens of this rank, a sequence's value at each of its tokens."""
+    loss_masks = inputs[2]
     spread = _spread_over_tokens(loss_masks)
-    log_ratio = _log_ratio(train_log_probs, rollout_log_probs, loss_masks)
+    log_ratio = _log_ratio(*inputs)
     metrics = _mismatch_metrics(found.sequence_sums, log_ratio, spread)
     if config.use_tis:
         applied, factor = torch.cat(found.weights), found.global_batch.batch_norm_factor
         bounded = applied if factor is None else applied * factor.to(torch.float32)
         metrics |= _weight_metrics(config, found, log_ratio, bounded, spread)
     if config.use_rs and config.rs_level in SLIME_LEVELS and not config.adaptive:
-        ratio = _ratio(config.rs_level, found.sequence_sums, log_ratio, spread)
-        metrics |= _fractions("rs_mask", ratio, *config.rs_bounds)
+        ratio, (lower, upper) = _ratio(config.rs_level, found.sequence_sums, log_ratio, spread), config.rs_bounds
+        metrics["rs_mask_fraction_low"] = (ratio < lower).float()
+        metrics["rs_mask_fraction_high"] = (ratio > upper).float()
     if found.sequence_sums.catastrophic is not None:
         floor = -math.inf if config.rs_veto_threshold is None else math.log(config.rs_veto_threshold)
         ceiling = math.inf if config.rs_veto_upper_threshold is None else math.log(config.rs_veto_upper_threshold)
@@ -266,10 +253,6 @@ def _ratio(level: str, sums_S: SequenceSums[Tensor], log_ratio: Tensor, spread: 
     if level == "token":
         return _exp(log_ratio)
     return spread(_exp(sums_S.log_ratio / (sums_S.valid.clamp_min(1) if level == "geometric" else 1)))
-
-
-def _fractions(name: str, ratio: Tensor, lower: float, upper: float) -> dict[str, Tensor]:
-    return {f"{name}_fraction_low": (ratio < lower).float(), f"{name}_fraction_high": (ratio > upper).float()}
 
 
 def _exp(log_value: Tensor) -> Tensor:

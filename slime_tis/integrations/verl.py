@@ -18,14 +18,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from slime_tis.correction import (
-    CRITERIA,
-    LOG_RATIO_BOUND,
-    GlobalBatch,
-    Ranks,
-    correct,
-    parse_criteria,
-)
+from slime_tis.correction import CRITERIA, LOG_RATIO_BOUND, GlobalBatch, Ranks, correct, parse_criteria
 from slime_tis.correction import RolloutCorrectionConfig as Config
 from slime_tis.integrations import verl_metrics
 from slime_tis.integrations.verl_config import RolloutCorrectionConfig, rejection_options, weight_options
@@ -94,18 +87,8 @@ def compute_rollout_correction_and_rejection_mask(
 ) -> tuple[Batch | None, Tensor, dict[str, float]]:
     """Weights, rejection mask and metrics of a padded batch.
 
-    Args:
-        old_log_prob: log π_train, [B, T].
-        rollout_log_prob: log π_rollout, [B, T].
-        response_mask: 1 at valid tokens, [B, T].
-        rollout_is: Level of the weights, token or sequence; None for none.
-        rollout_is_threshold: Upper bound, or `lower_upper` for IcePop.
-        rollout_is_batch_normalize: Divide by the mean weight of the batch, over all ranks of the default group.
-        rollout_rs: Criteria, or a level of the older API; None for none.
-        rollout_rs_threshold: One threshold or one per criterion.
-        rollout_rs_threshold_lower: Lower bound of the older API, 1/upper when None.
-        rollout_token_veto_threshold: Reject a sequence with a token ratio below this.
-        verl_compat: Invert the bounds of k1 criteria as verl does.
+    The options are verl's; `rollout_token_veto_threshold` and `rollout_rs_threshold_lower` are its older API's.
+    `verl_compat` inverts the bounds of k1 criteria, as verl does.
 
     Returns:
         An object with `.batch["rollout_is_weights"]` (None without weights), the mask in its own dtype, and the
@@ -145,9 +128,8 @@ def compute_rollout_correction_weights(
         **weight_options(rollout_is, rollout_is_threshold), tis_batch_normalize=bool(rollout_is_batch_normalize)
     )
     ranks = _default_ranks() if rollout_is_batch_normalize else Ranks()
-    found = correct(
-        config, log_ratio, torch.zeros_like(log_ratio), response_mask, global_batch=GlobalBatch(ranks=ranks)
-    )
+    known = GlobalBatch(ranks=ranks)
+    found = correct(config, log_ratio, torch.zeros_like(log_ratio), response_mask, global_batch=known)
     metrics = verl_metrics.weight_metrics(config, log_ratio, response_mask)
     if rollout_is_batch_normalize:
         metrics["rollout_is_batch_norm_factor"] = found.statistics.batch_norm_factor(ranks).item()
@@ -198,22 +180,9 @@ def compute_rollout_corr_metrics_from_logprobs(
 def compute_rollout_correction_and_add_to_batch(
     batch: BatchT, rollout_corr_config: Options
 ) -> tuple[BatchT, dict[str, float]]:
-    """Corrects a DataProto in place: `response_mask` always, `rollout_is_weights` where there are weights.
-
-    Args:
-        batch: With old_log_probs, rollout_log_probs and response_mask in `.batch`.
-        rollout_corr_config: verl's options, read with `.get`.
-    """
+    """Corrects a DataProto in place: `response_mask` always, `rollout_is_weights` where there are weights."""
     defaults = RolloutCorrectionConfig(rollout_is=None)
-    names = (
-        "rollout_is",
-        "rollout_is_threshold",
-        "rollout_is_batch_normalize",
-        "rollout_rs",
-        "rollout_rs_threshold",
-        "rollout_rs_threshold_lower",
-        "rollout_token_veto_threshold",
-    )
+    names = [name for name in vars(defaults) if name.startswith("rollout_")]
     proto, mask, metrics = compute_rollout_correction_and_rejection_mask(
         batch.batch["old_log_probs"],
         batch.batch["rollout_log_probs"],
@@ -232,12 +201,6 @@ def apply_bypass_mode(
     policy_loss_config: MutableMapping[str, object] | None = None,
 ) -> None:
     """Bypass: `old_log_probs` of the batch become `rollout_log_probs`, and the policy loss gets their configuration.
-
-    Args:
-        batch: With rollout_log_probs in `.batch`.
-        rollout_corr_config: verl's options, handed on to the policy loss.
-        policy_loss_config: Mapping that gets `rollout_correction` and `loss_mode`; a struct of hydra's too, which
-            stays one.
 
     Raises:
         ValueError: if the batch has no rollout log-probs.
@@ -293,14 +256,9 @@ def _with_inverted_bounds(config: Config) -> Config:
 def _check(old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor) -> None:
     if not response_mask.any():
         raise ValueError("response_mask must contain at least one valid token (1).")
-    if old_log_prob.shape != rollout_log_prob.shape:
-        raise ValueError(
-            f"old_log_prob shape {old_log_prob.shape} does not match rollout_log_prob shape {rollout_log_prob.shape}."
-        )
-    if old_log_prob.shape != response_mask.shape:
-        raise ValueError(
-            f"log_prob shape {old_log_prob.shape} does not match response_mask shape {response_mask.shape}."
-        )
+    for name, x in (("rollout_log_prob", rollout_log_prob), ("response_mask", response_mask)):
+        if old_log_prob.shape != x.shape:
+            raise ValueError(f"old_log_prob shape {old_log_prob.shape} does not match {name} shape {x.shape}.")
 
 
 def _proto(weights: Tensor | None) -> Batch | None:

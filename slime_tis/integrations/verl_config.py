@@ -1,23 +1,49 @@
-"""verl's RolloutCorrectionConfig: its options in both spellings, its presets, and the way to ours."""
+"""verl's rollout-correction options as ours: one table of names, verl's RolloutCorrectionConfig, and its presets."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from inspect import Parameter, Signature
 from typing import Any
 
 from slime_tis.correction import PRESETS
 from slime_tis.correction import RolloutCorrectionConfig as Config
-from slime_tis.integrations.verl_options import (
-    LOSSES,
-    NAMES,
-    REJECTION_LEVELS,
-    SWITCHES,
-    WEIGHT_LEVELS,
-    VerlOption,
-    translate,
-)
+from slime_tis.errors import quoted
+
+NAMES = {
+    "rollout_is": "tis_level",
+    "rollout_is_threshold": "tis_upper_bound",
+    "rollout_is_batch_normalize": "tis_batch_normalize",
+    "rollout_rs": "rs_level",
+    "rollout_rs_threshold": "rs_upper_bound",
+    "rollout_rs_threshold_lower": "rs_lower_bound",
+    "rollout_token_veto_threshold": "rs_veto_threshold",
+    "bypass_mode": "use_rollout_logprobs",
+    "bypass_old_logprob_for_rollout": "use_rollout_logprobs",
+    "use_policy_gradient": "policy_loss",
+    "use_pure_rollout_correction": "policy_loss",
+    "loss_type": "policy_loss",
+}
+"""Keys of verl's algorithm.rollout_correction block, of all its generations, and the option each one is here."""
+
+SWITCHES: dict[str, tuple[bool | str, bool | str]] = {
+    "rollout_is_batch_normalize": (False, True),
+    "bypass_mode": (False, True),
+    "bypass_old_logprob_for_rollout": (False, True),
+    "use_policy_gradient": ("ppo", "reinforce"),
+    "use_pure_rollout_correction": ("ppo", "reinforce"),
+}
+"""Options that are switches, and their values here when off and on."""
+
+LOSSES = {"ppo_clip": "ppo", "reinforce": "reinforce"}
+"""Values of loss_type, and what each one is here."""
+
+WEIGHT_LEVELS = ("token", "sequence")
+"""Values of rollout_is."""
+
+REJECTION_LEVELS = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
+"""Values of rollout_rs in the older generations, and the criterion that each one is in the newest."""
 
 THRESHOLDS = {
     "threshold": "tis_upper_bound",
@@ -27,6 +53,91 @@ THRESHOLDS = {
     "veto_threshold": "rs_veto_threshold",
 }
 """Arguments of verl's presets, and the option that each one replaces."""
+
+
+def translate(block: Mapping[str, Any], label: Callable[[str], str] = str) -> dict[str, tuple[Any, str]]:
+    """verl's options as options of ours: name to the value, and verl's key that it comes from.
+
+    Args:
+        block: by verl's key, among `NAMES`: True or False for `SWITCHES`, None where unset, else text or a number.
+        label: the name of a key in messages.
+
+    Raises:
+        ValueError: options that contradict each other, or a value that verl does not have.
+    """
+    options: dict[str, tuple[Any, str]] = {}
+    for key, value in block.items():
+        if value is None:
+            continue
+        if key in SWITCHES:
+            value = SWITCHES[key][value]
+        elif key == "loss_type" and isinstance(value, str):
+            value = LOSSES.get(value, value)
+        other, other_key = options.setdefault(NAMES[key], (value, key))
+        if other != value:
+            raise ValueError(f"{label(key)} contradicts {label(other_key)}; remove one of the two.")
+    rejection: dict[str, tuple[Any, str]] = {
+        name: options.pop(name) for name in ("rs_lower_bound", "rs_upper_bound") if name in options
+    }
+    options.pop("rs_level", None)
+    return {**options, **_weights(block, options, label), **_rejected(block, rejection, label)}
+
+
+def _weights(
+    block: Mapping[str, Any], options: Mapping[str, tuple[Any, str]], label: Callable[[str], str]
+) -> dict[str, tuple[Any, str]]:
+    """The options of the importance weights."""
+    if "rollout_is" not in block:
+        return {}
+    level, threshold = block["rollout_is"], "rollout_is_threshold"
+    if level not in (None, *WEIGHT_LEVELS):
+        raise ValueError(
+            f"{label('rollout_is')} is {quoted(level)} but must be null, token or sequence; "
+            "tis_level outside of verl's block takes more."
+        )
+    is_bypass = options.get("use_rollout_logprobs", (False, ""))[0] is True
+    applied = level is not None and not (is_bypass and options.get("policy_loss", ("ppo", ""))[0] == "ppo")
+    weights: dict[str, tuple[Any, str]] = {"use_tis": (applied, "rollout_is")}  # in bypass PPO they are measured only
+    bound = block.get(threshold)
+    if isinstance(bound, str) and "_" in bound:
+        lower, upper = bound.split("_", 1)
+        weights["tis_upper_bound"] = (upper, threshold)
+        if applied:  # IcePop, whose tokens stay in the denominator
+            icepop = {"tis_lower_bound": lower, "tis_mode": "mask", "rejection_normalizer": "original"}
+            weights |= {name: (value, threshold) for name, value in icepop.items()}
+    return weights
+
+
+def _rejected(
+    block: Mapping[str, Any], bounds: dict[str, tuple[Any, str]], label: Callable[[str], str]
+) -> dict[str, tuple[Any, str]]:
+    """The options of the rejection: a level with its bounds, or a list of criteria."""
+    if "rollout_rs" not in block:
+        return bounds
+    rule, key = block["rollout_rs"], "rollout_rs"
+    if rule is None:
+        return {"use_rs": (False, key), **bounds}
+    if "rs_upper_bound" not in bounds:
+        raise ValueError(
+            f"{label(key)} is {quoted(rule)} but rollout_rs_threshold is unset; add it, as verl requires too."
+        )
+    threshold, upper_key = bounds["rs_upper_bound"]
+    if not (isinstance(rule, str) and rule in REJECTION_LEVELS):
+        if "rs_lower_bound" in bounds:
+            raise ValueError(
+                f"{label(bounds['rs_lower_bound'][1])} belongs to rollout_rs {', '.join(REJECTION_LEVELS)}; "
+                "for criteria write lower_upper into rollout_rs_threshold."
+            )
+        return {"use_rs": (False, key), "rollout_rs": (rule, key), "rollout_rs_threshold": (threshold, upper_key)}
+    if isinstance(threshold, str) and "_" in threshold:
+        if "rs_lower_bound" in bounds:
+            raise ValueError(
+                f"{label(upper_key)} is {quoted(threshold)}, which has a lower bound, and so has "
+                f"{label(bounds['rs_lower_bound'][1])}; remove one of the two."
+            )
+        lower, upper = threshold.split("_", 1)
+        bounds = {"rs_lower_bound": (lower, upper_key), "rs_upper_bound": (upper, upper_key)}
+    return {"use_rs": (True, key), "rs_level": (rule, key), **bounds}
 
 
 def _preset(name: str, *arguments: str) -> classmethod[RolloutCorrectionConfig, ..., RolloutCorrectionConfig]:
@@ -147,12 +258,7 @@ class RolloutCorrectionConfig:
 
 
 def weight_options(rollout_is: str, threshold: str | float) -> dict[str, Any]:
-    """verl's level and threshold of weights as fields of our configuration.
-
-    Raises:
-        ValueError: if the level is not token or sequence, or the threshold not a positive number or pair.
-        TypeError: if the threshold is of another type.
-    """
+    """verl's level and threshold of weights as fields of our configuration."""
     _check_weights(rollout_is, threshold)
     return _options({"rollout_is": rollout_is, "rollout_is_threshold": threshold})
 
@@ -160,13 +266,7 @@ def weight_options(rollout_is: str, threshold: str | float) -> dict[str, Any]:
 def rejection_options(
     rollout_rs: str | None, threshold: str | float | None, threshold_lower: float | None
 ) -> dict[str, Any]:
-    """verl's criteria, or a level of the older API, as fields of our configuration.
-
-    Raises:
-        ValueError: if criteria are given without a threshold or with a lower bound of the older API, or a level with a
-            threshold that is not a number or a pair.
-        TypeError: if the threshold is neither a number nor a string.
-    """
+    """verl's criteria, or a level of the older API, as fields of our configuration."""
     return _options(_rejection(rollout_rs, threshold, threshold_lower))
 
 
@@ -185,8 +285,9 @@ def _rejection(
     rollout_rs: str | None, threshold: str | float | None, threshold_lower: float | None
 ) -> dict[str, str | float | None]:
     """The three options of the rejection, the lower bound taken out of a level's pair."""
+    names = ("rollout_rs", "rollout_rs_threshold", "rollout_rs_threshold_lower")
     if rollout_rs is None:
-        return {"rollout_rs": None, "rollout_rs_threshold": None, "rollout_rs_threshold_lower": None}
+        return dict.fromkeys(names)
     if threshold is None:
         raise ValueError("rollout_rs_threshold must be explicitly provided when rollout_rs is enabled.")
     if isinstance(threshold, bool) or not isinstance(threshold, str | int | float):
@@ -199,18 +300,13 @@ def _rejection(
                 f"{threshold_lower}; give one of them."
             )
         threshold, threshold_lower = upper, lower[0] if lower else threshold_lower
-    return {
-        "rollout_rs": rollout_rs,
-        "rollout_rs_threshold": threshold,
-        "rollout_rs_threshold_lower": threshold_lower,
-    }
+    return dict(zip(names, (rollout_rs, threshold, threshold_lower), strict=True))
 
 
 def _options(words: Mapping[str, Any]) -> dict[str, Any]:
     """verl's options as ours, text of the weights' bounds as numbers."""
-    given = {name: bool(value) if name in SWITCHES else value for name, value in words.items()}
-    found = translate({name: VerlOption(value=value, label=name) for name, value in given.items()})
-    options = {name: option.value for name, option in found.items()}
+    block = {name: bool(value) if name in SWITCHES else value for name, value in words.items()}
+    options = {name: value for name, (value, _) in translate(block).items()}
     if "tis_upper_bound" in options:
         *lower, options["tis_upper_bound"] = _numbers("rollout_is_threshold", words["rollout_is_threshold"])
         options |= {"tis_lower_bound": lower[0]} if "tis_lower_bound" in options else {}
@@ -221,11 +317,10 @@ def _options(words: Mapping[str, Any]) -> dict[str, Any]:
 
 def _numbers(name: str, threshold: str | float) -> list[float]:
     """`upper` or `lower_upper` as numbers; Python itself would read 0.5_2 as 0.52."""
-    parts = str(threshold).split("_")
     try:
-        numbers = [float(part) for part in parts]
-    except ValueError as error:
-        raise ValueError(f"Invalid {name} {str(threshold)[:80]!r}; give 2.0 or '0.5_5.0'.") from error
-    if len(numbers) > 2:
-        raise ValueError(f"Invalid {name} {str(threshold)[:80]!r}; give 2.0 or '0.5_5.0'.")
-    return numbers
+        numbers = [float(part) for part in str(threshold).split("_")]
+        if len(numbers) <= 2:
+            return numbers
+    except ValueError:
+        pass
+    raise ValueError(f"Invalid {name} {str(threshold)[:80]!r}; give 2.0 or '0.5_5.0'.")

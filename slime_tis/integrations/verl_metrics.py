@@ -37,16 +37,8 @@ def compute_is_metrics(
 ) -> dict[str, float]:
     """verl's rollout_is_* metrics of given weights, without prefix.
 
-    As in verl, minimum and maximum at the sequence level are of the unbounded ratio, up to e^20 and from 0.
-
-    Args:
-        rollout_is_weights: Weights after the bound, [B, T].
-        raw_rollout_is_weights: Weights before it, [B, T].
-        log_ratio_for_metrics: log π_train − log π_rollout: [B, T] per token, or [B, 1] per sequence.
-        response_mask: 1 at valid tokens, [B, T].
-        rollout_is: Level of the weights, token or sequence.
-        rollout_is_threshold: Upper bound.
-        rollout_is_threshold_lower: Lower bound, 1/upper when None.
+    As in verl, minimum and maximum at the sequence level are of the unbounded ratio, up to e^20 and from 0. The
+    log-ratios are [B, T] per token, or [B, 1] per sequence; the lower bound is 1/upper when None.
     """
     valid = response_mask.bool() & rollout_is_weights.isfinite() & raw_rollout_is_weights.isfinite()
     bounded, raw = (torch.where(valid, x, 0.0).double() for x in (rollout_is_weights, raw_rollout_is_weights))
@@ -85,14 +77,7 @@ def compute_is_metrics(
 def criterion_metrics(
     criterion: Criterion, log_ratio_BT: Tensor, response_mask_BT: Tensor, inverted: bool
 ) -> dict[str, float]:
-    """rollout_rs_<criterion>_* of the statistic that a criterion bounds.
-
-    Args:
-        criterion: With the bounds as the user wrote them.
-        log_ratio_BT: log π_train − log π_rollout.
-        response_mask_BT: 1 at valid tokens.
-        inverted: k1 is −Δ with these bounds, as verl has it; otherwise it is Δ.
-    """
+    """rollout_rs_<criterion>_* of the statistic that a criterion bounds; for k1 it is −Δ if `inverted`, as in verl."""
     valid, delta = _clean(log_ratio_BT, response_mask_BT)
     statistic, per_row, lower, upper = _statistic(criterion, valid, delta, inverted)
     return compute_rs_metrics(
@@ -122,16 +107,8 @@ def compute_rs_metrics(
 ) -> dict[str, float]:
     """verl's rollout_rs_<option>_* metrics of a given statistic, without prefix.
 
-    Args:
-        option_name: Of the criterion, for the names.
-        rs_statistic: What is bounded, at every token [B, T].
-        response_mask: 1 at valid tokens, [B, T].
-        seq_valid_mask: True for rows with a valid token, [B].
-        level: token or sequence, whichever the verdict is taken for.
-        per_sequence_values: The statistic of each row, [B]; its mean over the row when None.
-        rollout_rs_threshold: Upper bound, of k1 as a logarithm.
-        rollout_rs_threshold_lower: Lower bound likewise.
-        apply_lower_threshold: Whether there is a lower bound, which k2 and k3 have not.
+    `per_sequence_values` [B] are means over the row when None; bounds of k1 are logarithms, and k2 and k3 have no
+    lower bound (`apply_lower_threshold`).
     """
     valid = response_mask.bool() & rs_statistic.isfinite()
     statistic = torch.where(valid, rs_statistic, 0.0).double()

@@ -2,12 +2,12 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from slime_tis.errors import quoted
-from slime_tis.integrations.verl_options import NAMES, SWITCHES, VerlOption, translate
-from slime_tis.trainer.cli.options import Source, is_unset, nearest, read_switch
+from slime_tis.integrations.verl_config import NAMES, SWITCHES, translate
+from slime_tis.trainer.cli.options import Given, Source, is_unset, nearest, read_switch
 
 BLOCKS = ("algorithm", "actor_rollout_ref")
 """Top-level keys of a verl configuration that are read."""
@@ -18,14 +18,6 @@ OVERRIDE = re.compile(rf"\+{{0,2}}((?:{'|'.join(BLOCKS)})(?:\.\w+)+)=(.*)", re.D
 CORRECTION = "algorithm.rollout_correction"
 LOG_PROBS = "actor_rollout_ref.rollout.calculate_log_probs"
 """The option that verl's correction asks for; here rollouts always have log-probs."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Entry(VerlOption):
-    """A value as it is written in a file or an override, not yet read: text, None, or a list or mapping of them."""
-
-    source: Source
-    """Where it was written."""
 
 
 def is_override(word: str) -> bool:
@@ -44,7 +36,7 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     return [word for word, match in matches if not match], overrides
 
 
-def from_verl(blocks: Mapping[str, Any], overrides: Mapping[str, str], place: str) -> dict[str, Entry]:
+def from_verl(blocks: Mapping[str, Any], overrides: Mapping[str, str], place: str) -> dict[str, Given]:
     """The options of ours that verl's blocks give, by name, not yet read.
 
     Args:
@@ -56,11 +48,11 @@ def from_verl(blocks: Mapping[str, Any], overrides: Mapping[str, str], place: st
         ValueError: a key that is not read, or keys that contradict each other.
     """
     entries = {
-        key: Entry(value=value, label=quoted(key)[1:-1] + place, source=Source.YAML)
+        key: Given(value=value, label=quoted(key)[1:-1] + place, source=Source.YAML)
         for name, block in blocks.items()
         for key, value in _leaves(name, block).items()
     }
-    entries |= {key: Entry(value=text, label=key, source=Source.COMMAND_LINE) for key, text in overrides.items()}
+    entries |= {key: Given(value=text, label=key, source=Source.COMMAND_LINE) for key, text in overrides.items()}
     block = {}
     for key, entry in entries.items():
         parent, _, name = key.rpartition(".")
@@ -82,7 +74,7 @@ def _leaves(key: str, value: Any) -> dict[str, Any]:
     return {leaf: part for name in value for leaf, part in _leaves(f"{key}.{name}", value[name]).items()}
 
 
-def _check_log_probs(entry: Entry) -> None:
+def _check_log_probs(entry: Given) -> None:
     if not is_unset(entry.value) and not _switch(entry):
         raise ValueError(
             f"{entry.label} is {quoted(entry.value)} but rollouts here always have log-probs; "
@@ -90,26 +82,21 @@ def _check_log_probs(entry: Entry) -> None:
         )
 
 
-def _correction(block: Mapping[str, Entry]) -> dict[str, Entry]:
+def _correction(block: Mapping[str, Given]) -> dict[str, Given]:
     """The rollout_correction block, in verl's older and newer keys."""
-    read: dict[str, Entry] = {}
+    values: dict[str, Any] = {}
     for key, entry in block.items():
         if key not in NAMES:
             raise ValueError(f"{entry.label} is not an option; {nearest(key, NAMES)}")
-        read[key] = _read(key, entry)
+        is_switch = key in SWITCHES
+        values[key] = None if is_unset(entry.value) else _switch(entry) if is_switch else entry.value
     return {
-        name: replace(entry, value=str(entry.value)) if isinstance(entry.value, bool) else entry
-        for name, entry in translate(read).items()
+        name: replace(block[key], value=str(value) if isinstance(value, bool) else value)
+        for name, (value, key) in translate(values, lambda key: block[key].label).items()
     }
 
 
-def _read(key: str, entry: Entry) -> Entry:
-    if is_unset(entry.value):
-        return replace(entry, value=None)
-    return replace(entry, value=_switch(entry)) if key in SWITCHES else entry
-
-
-def _switch(entry: Entry) -> bool:
+def _switch(entry: Given) -> bool:
     try:
         return read_switch(entry.value if isinstance(entry.value, str) else "")
     except ValueError:
