@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from slime_tis.errors import CustomFunctionError
-from slime_tis.trainer.engines.sglang.loop_thread import LoopThread
+from slime_tis.trainer.engines.sglang.bridge import LoopThread
 from slime_tis.trainer.engines.tasks import run
 
 STUBBORN = """

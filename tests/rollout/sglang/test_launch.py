@@ -165,16 +165,6 @@ def test_early_death_is_reported_with_the_end_of_the_log(servers: Launch, tmp_pa
     assert message.endswith("| RuntimeError: no such model") and "earlier" not in message
 
 
-def test_one_early_death_stops_the_others(servers: Launch) -> None:
-    started = servers("--delay", "0.5", count=2)
-    started.servers[1].command += ["--say", "not me"]
-    with pytest.raises(RolloutUnavailable, match="not me"):
-        started.start()
-    for server in started.servers:
-        assert server.process is None
-        socket.create_server(("127.0.0.1", server.port)).close()
-
-
 def test_startup_timeout(servers: Launch) -> None:
     started = servers("--unwell", "60", sglang_startup_timeout=1.0)
     message = r"is not up after --sglang-startup-timeout 1 s; its log .* (ends: server_args=|is empty)"

@@ -9,8 +9,7 @@ import torch
 from slime_tis.trainer.data.sample import Sampling
 from slime_tis.trainer.engines.engine import SentRows
 from slime_tis.trainer.engines.local.engine import LocalEngine
-from slime_tis.trainer.engines.sglang.server_group import server_precision
-from slime_tis.trainer.engines.sglang.weights.checksums import is_stale, server_name
+from slime_tis.trainer.engines.sglang.server_group import is_stale, server_name, server_precision
 from tests.rollout.sglang.fake_sglang import FakeSGLang, spoiled, wait_until, when
 from tests.rollout.sglang.rollouts import LATE, LIMIT, PROMPTS, SAMPLING, Run, assert_exact, flat
 

@@ -1,14 +1,6 @@
 """HTTP requests to untrusted servers.
 
 Answers are bounded in size and never decompressed; messages never contain keys or parts of keys.
-
-    Exception
-     └── SGLangError                a request to a server failed; the message names the server and the reason
-          ├── ServerError           another server may succeed: no answer, HTTP 5xx, a broken connection, marked down
-          │    ├── MalformedAnswer  the answer is too large, compressed, not JSON, or has invalid values
-          │    └── UnexpectedWeights  the answer comes from other weights than the server was given
-          └── RequestRefused        every server would refuse: HTTP 4xx, or success: false (also a ValueError)
-
 Requests are retried after a ServerError. The package raises `engines.engine.RolloutUnavailable`, after which the run
 saves a checkpoint and ends, and ValueError for invalid options.
 """
@@ -36,7 +28,6 @@ from slime_tis.trainer.engines.sglang.schema import (
     InvalidAnswer,
     ModelInfo,
     ServerInfo,
-    WorkersAnswer,
     max_answer_bytes,
     parse,
     parse_checksums,
@@ -59,8 +50,6 @@ ABORT_INTERVAL = 0.5
 """Seconds between two aborts of a request; the server ignores the abort of a request that it has not read yet."""
 ABORT_REQUEST_TIMEOUT = 5.0
 """Longest wait for the answer to an abort, in seconds."""
-ROUTER_TIMEOUT = 60.0
-"""Longest wait for a router's list of servers, in seconds."""
 CONTROL_BYTES = 4 << 20
 """Maximum answer of endpoints other than /generate, in bytes; /server_info, the largest, has about 100 kB."""
 CHECKSUM_BYTES = 64 << 20
@@ -162,9 +151,11 @@ class Server:
     async def worker_urls(self) -> tuple[str, ...]:
         """Returns the URLs of a router's servers; raises ValueError if the router refuses or lists none."""
         try:
-            answer = parse(WorkersAnswer, await self._request("GET", "/workers", timeout=ROUTER_TIMEOUT))
+            workers = parse(ControlAnswer, await self._request("GET", "/workers", timeout=self.timeout)).workers
+            if workers is None:
+                raise InvalidAnswer("it has no workers")
             # Routers append @RANK to the URL of a data-parallel rank.
-            urls = tuple(dict.fromkeys(normalized_url(re.sub(r"@\d+$", "", each.url)) for each in answer.workers))
+            urls = tuple(dict.fromkeys(normalized_url(re.sub(r"@\d+$", "", each.url)) for each in workers))
         except (SGLangError, InvalidAnswer, ValueError) as error:
             problem = (
                 str(error) if isinstance(error, SGLangError) else f"{self.url} does not answer as an SGLang router."
@@ -178,11 +169,7 @@ class Server:
         return urls
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Samples the rest of a response.
-
-        A request that exceeds the timeout is aborted and returns its partial response. Cancelling this call also aborts
-        the request.
-        """
+        """Samples the rest of a response. After the timeout, or if cancelled, the request is aborted."""
         max_bytes = request.max_bytes(self.expert_layout)
         task = asyncio.create_task(
             self._request("POST", "/generate", request.body(), timeout=None, max_bytes=max_bytes)
@@ -224,12 +211,7 @@ class Server:
                 await server.post("/abort_request", {"rid": request_id}, timeout=ABORT_REQUEST_TIMEOUT)
 
     async def post(self, endpoint: str, body: Mapping[str, object], *, timeout: float | None = None) -> None:
-        """Posts a JSON body to an endpoint such as `/flush_cache`.
-
-        Raises:
-            ServerError: There is no answer, or the server failed.
-            RequestRefused: The server refuses, or answers `success: false` (`status` is 200 then).
-        """
+        """Posts a JSON body to an endpoint such as `/flush_cache`; `success: false` is a refusal, too."""
         answer = await self._request("POST", endpoint, body, timeout=timeout or self.timeout)
         with suppress(InvalidAnswer):  # some endpoints return text
             if parse(ControlAnswer, answer).success is False:
@@ -319,14 +301,9 @@ class Keys(httpx.Auth):
 
 
 def make_client(api_key: str | None = None, admin_api_key: str | None = None) -> httpx.AsyncClient:
-    """Returns the HTTP client of all servers, without a limit on requests (the dispatcher has one).
+    """Returns the HTTP client of all servers; raises ValueError if a key cannot be sent in a header.
 
-    Args:
-        api_key: Key of the servers; it appears in no log, exception or representation.
-        admin_api_key: Key for weights, pauses and aborts; None uses the API key.
-
-    Raises:
-        ValueError: A key cannot be sent in a header.
+    The admin key is for weights, pauses and aborts; None uses the API key.
     """
     for key, flag in ((api_key, "--sglang-api-key-env"), (admin_api_key, "--sglang-admin-api-key-env")):
         if key is not None and not (key.isascii() and key.isprintable() and " " not in key):
@@ -351,10 +328,8 @@ def _spellings(secret: str) -> set[str]:
 
 
 async def _read(response: httpx.Response, max_bytes: int) -> bytes:
-    """Returns the body of at most `max_bytes`, or of an error its first `ERROR_BYTES`.
-
-    Compressed answers are not read: a compressed megabyte can contain a gigabyte.
-    """
+    """Returns the body of at most `max_bytes`, or of an error its first `ERROR_BYTES`."""
+    # Compressed answers are not read: a compressed megabyte can contain a gigabyte.
     if response.headers.get("Content-Encoding", "identity").lower() not in ("", "identity"):
         if response.is_success:
             raise InvalidAnswer("it is compressed, but the request accepts no compression")

@@ -23,10 +23,9 @@ from slime_tis.trainer.data.sample import Prompt, Sample, SampleStatus, Sampling
 from slime_tis.trainer.engines.engine import EngineHost, RolloutUnavailable, SentRows, WeightSource
 from slime_tis.trainer.engines.functions import FunctionBatch, FunctionCall, divided_calls, resumed_groups
 from slime_tis.trainer.engines.generation import RequestOptions, RolloutFunction
+from slime_tis.trainer.engines.sglang.bridge import LoopThread, RankZero
 from slime_tis.trainer.engines.sglang.client import RequestRefused
 from slime_tis.trainer.engines.sglang.launch import LaunchedServers
-from slime_tis.trainer.engines.sglang.loop_thread import LoopThread
-from slime_tis.trainer.engines.sglang.rank_zero import RankZero
 from slime_tis.trainer.engines.sglang.sampling import Limits, PendingSample, Requests, RolloutTask
 from slime_tis.trainer.engines.sglang.server_group import ServerGroup, SGLangSettings
 from slime_tis.trainer.engines.tasks import CANCELLED

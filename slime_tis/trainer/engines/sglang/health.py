@@ -1,4 +1,4 @@
-"""The health of every server: available, down, or back without the current weights.
+"""The health of every server, and the assignment of requests to servers.
 
     down           → live           it answers and has the current weights
     down           → needs_weights  it answers without the current weights
@@ -15,7 +15,9 @@ servers.
 
 import asyncio
 import logging
+import random
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -30,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 MAX_FAILED_HEALTH_CHECKS = 3
 """Consecutive failed health checks until a live server is marked down; a long prefill may delay one check."""
+SERVER_REFUSALS = (401, 403, 404, 405)
+"""Refusals that concern the server: another key, or another program at its address."""
 MAX_FAILED_UPDATES = 3
 """Consecutive failed weight updates until a server is no longer expected back."""
 
@@ -79,20 +83,6 @@ class ServerState:
     """Whether the server was marked down since it was last live; its return is logged and counted."""
     requests: set[asyncio.Timeout] = field(default_factory=set)
     """Scopes of the requests in flight; they end when the server is marked down."""
-
-    @asynccontextmanager
-    async def until_down(self) -> AsyncIterator[None]:
-        """Ends the block with a ServerError when the server is marked down."""
-        scope = asyncio.timeout(None)
-        try:
-            async with scope:
-                self.requests.add(scope)
-                try:
-                    yield
-                finally:
-                    self.requests.discard(scope)
-        except TimeoutError:
-            raise ServerError(f"{self.server.url} was marked down: {self.reason}") from None
 
 
 class HealthMonitor:
@@ -222,11 +212,10 @@ class HealthMonitor:
     def mark_current(self, server: Server, version: int) -> None:
         """Marks a server as available with these weights."""
         state = self.states[server]
-        if state.state == "down":
-            return
-        state.version, state.version_known, state.failed_updates = version, True, 0
-        state.updates += 1
-        self._revive(state)
+        if state.state != "down":
+            state.version, state.version_known, state.failed_updates = version, True, 0
+            state.updates += 1
+            self._revive(state)
 
     def mark_down(self, server: Server, reason: str) -> None:
         """Marks a server down that failed to take weights."""
@@ -388,3 +377,107 @@ def _message(text: str, states: Sequence[ServerState]) -> str:
         for state in states
     )
     return f"no SGLang server {text}: {down}. Start servers again, and resume with --load."
+
+
+@dataclass
+class Attempts:
+    """Consecutive failures of one request, and the server of the last one."""
+
+    failures: int = 0
+    failed_on: ServerState | None = None
+
+
+class Dispatcher:
+    """Assigns servers to requests in order of arrival; with a router, requests go to the router."""
+
+    def __init__(self, health: HealthMonitor, *, concurrency: int = 64, max_retries: int = 5) -> None:
+        """Assigns nothing yet; `concurrency` limits requests per server, `max_retries` retries of a request."""
+        self.retries = 0
+        """Number of retries."""
+        self._health, self._concurrency, self._max_retries = health, concurrency, max_retries
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        health.on_change = self._wake_all
+
+    @asynccontextmanager
+    async def server(self, attempts: Attempts) -> AsyncIterator[ServerState]:
+        """The least busy server, for one request; after a failure another one if possible.
+
+        A failure of the server within the block is recorded in `attempts` and ends the block silently, after a wait:
+        the caller retries. Raises RolloutUnavailable if the request failed too often, or no server is left.
+        """
+        state, scope = await self._acquire(attempts.failed_on), asyncio.timeout(None)
+        try:
+            try:
+                async with scope:
+                    state.requests.add(scope)
+                    yield state
+            except TimeoutError:
+                raise ServerError(f"{state.server.url} was marked down: {state.reason}") from None
+            finally:
+                state.requests.discard(scope)
+                state.in_flight -= 1
+                self._wake()
+        except SGLangError as error:
+            if isinstance(error, RequestRefused) and error.status not in SERVER_REFUSALS:
+                raise
+            self._health.note_failure(state, error)
+            attempts.failures, attempts.failed_on = attempts.failures + 1, state
+            if attempts.failures > self._max_retries:
+                raise RolloutUnavailable(
+                    f"a request failed {attempts.failures} times; the last failure: {error} Read the servers' logs, "
+                    "and resume with --load."
+                ) from None
+            self.retries += 1
+            timeouts = self._health.timeouts
+            longest = min(timeouts.first_retry * 2 ** (attempts.failures - 1), timeouts.max_retry)
+            await asyncio.sleep(longest * random.uniform(0.5, 1.0))
+        else:
+            state.answered = True
+            attempts.failures, attempts.failed_on = 0, None
+
+    async def _acquire(self, avoid: ServerState | None) -> ServerState:
+        """Waits for a server with room for one more request."""
+        is_next = not self._someone_waits()
+        woken = False
+        while True:
+            if self._health.unavailable is not None:
+                raise RolloutUnavailable(str(self._health.unavailable))
+            state = self._least_busy(avoid) if is_next else None
+            if state is not None:
+                state.in_flight += 1
+                return state
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            (self._waiting.appendleft if woken else self._waiting.append)(waiter)
+            try:
+                await waiter
+            except asyncio.CancelledError:
+                if not waiter.cancelled():
+                    self._wake()  # pass the turn on to the next request
+                raise
+            is_next = woken = True
+
+    def _least_busy(self, avoid: ServerState | None) -> ServerState | None:
+        """The least busy server; the last failed one only if there is no other."""
+        health, available = self._health, self._health.available()
+        if not health.not_updating.is_set():
+            return None
+        if (router := health.router) is not None:
+            complete = not health.needing_weights()  # the router would use those too
+            free = router.in_flight < self._concurrency * len(available)
+            return router if router.state == "live" and complete and free else None
+        others = [state for state in available if state is not avoid] or available
+        free_servers = [state for state in others if state.in_flight < self._concurrency]
+        return min(free_servers, key=lambda state: state.in_flight, default=None)
+
+    def _someone_waits(self) -> bool:
+        while self._waiting and self._waiting[0].done():
+            self._waiting.popleft()
+        return bool(self._waiting)
+
+    def _wake(self) -> None:
+        if self._someone_waits():
+            self._waiting.popleft().set_result(None)
+
+    def _wake_all(self) -> None:
+        while self._someone_waits():
+            self._wake()

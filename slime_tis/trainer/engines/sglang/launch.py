@@ -54,15 +54,27 @@ class LaunchedServers:
     def start(self) -> tuple[str, ...]:
         """Starts all servers and waits until they answer; returns their URLs.
 
-        If a server ends or does not answer in time, all are stopped: RolloutUnavailable.
+        Raises RolloutUnavailable if a server ends or does not answer in time.
         """
-        try:
-            for server in self.servers:
-                server.start()
-            self._wait()
-        except BaseException:
-            self.stop()
-            raise
+        for server in self.servers:
+            server.start()
+        deadline = time.monotonic() + self._startup_timeout
+        waiting = list(self.servers)
+        with httpx.Client(trust_env=False, timeout=30.0) as client:
+            while waiting:
+                for server in self.servers:
+                    if server.status is not None:
+                        raise RolloutUnavailable(
+                            f"the SGLang server at {server.url} ended before it was up, with exit status "
+                            f"{server.status}; {server.quoted_log()}"
+                        )
+                waiting = [server for server in waiting if not server.is_up(client)]
+                if waiting and time.monotonic() > deadline:
+                    raise RolloutUnavailable(
+                        f"the SGLang server at {waiting[0].url} is not up after --sglang-startup-timeout "
+                        f"{self._startup_timeout:g} s; {waiting[0].quoted_log()}"
+                    )
+                time.sleep(0.2)
         return self.urls
 
     def poll(self) -> list[str]:
@@ -87,25 +99,6 @@ class LaunchedServers:
         for server in self.servers:
             server.kill()
             server.process = server.restart_at = None
-
-    def _wait(self) -> None:
-        deadline = time.monotonic() + self._startup_timeout
-        waiting = list(self.servers)
-        with httpx.Client(trust_env=False, timeout=30.0) as client:
-            while waiting:
-                for server in self.servers:
-                    if server.status is not None:
-                        raise RolloutUnavailable(
-                            f"the SGLang server at {server.url} ended before it was up, with exit status "
-                            f"{server.status}; {server.quoted_log()}"
-                        )
-                waiting = [server for server in waiting if not server.is_up(client)]
-                if waiting and time.monotonic() > deadline:
-                    raise RolloutUnavailable(
-                        f"the SGLang server at {waiting[0].url} is not up after --sglang-startup-timeout "
-                        f"{self._startup_timeout:g} s; {waiting[0].quoted_log()}"
-                    )
-                time.sleep(0.2)
 
 
 class LaunchedServer:
@@ -182,13 +175,16 @@ class LaunchedServer:
 
     def is_up(self, client: httpx.Client) -> bool:
         """Whether the server answers that it is healthy; raises RolloutUnavailable if another program answers."""
+        assert self.process is not None
         try:
             with client.stream("GET", f"{self.url}/health") as response:  # the body is not read
                 if response.status_code != 200:
                     return False
-        except httpx.HTTPError:
+            own = psutil.Process(self.process.pid)
+            connections = [each for one in [own, *own.children(recursive=True)] for each in one.net_connections("tcp")]
+        except (httpx.HTTPError, psutil.Error):
             return False
-        if not self._listens():
+        if not any(each.status == psutil.CONN_LISTEN and each.laddr.port == self.port for each in connections):
             raise RolloutUnavailable(
                 f"another program answers at {self.url}; choose free ports with --sglang-base-port."
             )
@@ -204,16 +200,6 @@ class LaunchedServer:
             text = ""
         lines = [line.strip() for line in text.splitlines() if line.strip()][-LOG_LINES:]
         return f"its log {self._log} " + (f"ends: {one_line(' | '.join(lines), LOG_BYTES)}" if lines else "is empty.")
-
-    def _listens(self) -> bool:
-        """Whether this server, not another program, listens at the port."""
-        assert self.process is not None
-        try:
-            own = psutil.Process(self.process.pid)
-            connections = [each for one in [own, *own.children(recursive=True)] for each in one.net_connections("tcp")]
-        except psutil.Error:
-            return True  # a process has just ended; `_wait` reports it
-        return any(each.status == psutil.CONN_LISTEN and each.laddr.port == self.port for each in connections)
 
 
 def free_ports(first: int, count: int) -> list[int]:

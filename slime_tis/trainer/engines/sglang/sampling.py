@@ -26,8 +26,7 @@ from slime_tis.trainer.data.sampling_mask import SamplingMask
 from slime_tis.trainer.engines.functions import FunctionBatch
 from slime_tis.trainer.engines.generation import Generation, Request, RequestOptions, StopStrings, response_text
 from slime_tis.trainer.engines.sglang.client import ABORT_INTERVAL, ABORT_TIMEOUT, Server, ServerError
-from slime_tis.trainer.engines.sglang.dispatch import Attempts, Dispatcher
-from slime_tis.trainer.engines.sglang.health import HealthMonitor, ServerState
+from slime_tis.trainer.engines.sglang.health import Attempts, Dispatcher, HealthMonitor, ServerState
 from slime_tis.trainer.engines.sglang.schema import Completion, GenerateRequest
 from slime_tis.trainer.engines.tasks import cancel_and_wait
 
@@ -102,14 +101,11 @@ class PendingSample:
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     routed_experts: Tensor | None = None
-    """Experts of all tokens but the last, including the prompt, as in `Sample`; None if incomplete or if no token has
-    been sampled."""
+    """Experts of all tokens but the last, including the prompt, as in `Sample`; None if incomplete."""
     sampling_mask: SamplingMask | None = None
-    """Candidate tokens at each token; None if not recorded."""
     finish_reason: FinishReason | None = None
     """Why the response ended; None while incomplete."""
     num_requests: int = 0
-    """Number of requests so far."""
     request: tuple[Server, str] | None = None
     """Server and id of the request in flight; a new tuple per request."""
 
@@ -147,8 +143,7 @@ class PendingSample:
     def first_experts(self) -> int | None:
         """First token whose experts must be recorded; None if earlier experts are missing.
 
-        The last sampled token has not been fed. Earlier tokens keep their rows: the next request feeds them again, but
-        maybe with other weights, so it must not return their experts.
+        Earlier tokens keep their rows: the next request feeds them again, but maybe with other weights.
         """
         if not self.token_ids:
             return 0
@@ -264,8 +259,8 @@ class Requests:
     async def end_before_update(self) -> None:
         """Aborts requests that must not span a weight update; new requests continue their responses.
 
-        These are requests whose answer has one version for all tokens, and requests with routed experts: after an
-        update the server feeds earlier tokens again and would return the experts that the new weights choose.
+        Their answers have one version for all tokens, or routed experts: after an update the server feeds earlier
+        tokens again and would return the experts that the new weights choose.
         """
         requests = [
             (response, response.request)
@@ -337,10 +332,7 @@ class RolloutTask:
     async def run(self) -> None:
         """Calls the function until enough groups are complete.
 
-        Raises:
-            RolloutUnavailable: No server is left, or requests failed too often.
-            RequestRefused: A server refuses a request.
-            Exception: From a call.
+        Raises RolloutUnavailable without servers or after too many failures, RequestRefused, or a call's error.
         """
         self._task = asyncio.current_task()
         await self.batch.run()

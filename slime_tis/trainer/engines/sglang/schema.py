@@ -124,11 +124,7 @@ def max_answer_bytes(num_tokens: int, mask_tokens: int = 0) -> int:
 
 
 def version_number(name: object) -> int:
-    """The version in a server's name of its weights: a decimal number, else 0 for the initial weights.
-
-    Raises:
-        ValueError: The name is not text, too long, or an impossible number.
-    """
+    """The version in a server's name of its weights: a decimal number, else 0 for the initial weights."""
     if name is None:
         return 0
     if not isinstance(name, str) or len(name) > MAX_NAME:
@@ -231,28 +227,20 @@ class RankChecksums(Answer):
     checksums: dict[str, str]
 
 
-class ChecksumAnswer(Answer):
-    """The answer to POST /weights_checker."""
-
-    ranks: list[RankChecksums]
-
-
-class ControlAnswer(Answer):
-    """The answer to a request that changes a server."""
-
-    success: Any = None
-
-
 class Worker(Answer):
     """One server of a router."""
 
     url: str
 
 
-class WorkersAnswer(Answer):
-    """The answer to a router's GET /workers."""
+class ControlAnswer(Answer):
+    """The answer to other endpoints."""
 
-    workers: list[Worker]
+    success: Any = None
+    ranks: list[RankChecksums] | None = None
+    """From POST /weights_checker."""
+    workers: list[Worker] | None = None
+    """From a router's GET /workers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,12 +284,6 @@ def parse_generation(
     body: bytes, request: GenerateRequest, *, vocab_size: int | None = None, layout: ExpertLayout | None = None
 ) -> Completion:
     """Parses the answer to a request; missing or invalid routed experts do not invalidate it.
-
-    Args:
-        body: JSON.
-        request: The request; with sampling masks, log-probs are normalized over them.
-        vocab_size: Number of token ids of the model; None skips the check.
-        layout: Layout of routed experts.
 
     Raises:
         InvalidAnswer: Log-probs are missing, NaN, null, positive or of other tokens; tokens are outside the vocabulary;
@@ -350,11 +332,7 @@ def parse_generation(
 def parse_routed_experts(encoded: object, num_rows: int, layout: ExpertLayout) -> Tensor:
     """Parses routed experts: base64 of little-endian int32 [tokens, all layers, k].
 
-    Returns:
-        uint8 (up to 256 experts) or int16 [`num_rows`, sparse layers, k].
-
-    Raises:
-        InvalidAnswer: Experts are missing, of another size, out of range, or repeated within a row.
+    Returns uint8 (up to 256 experts) or int16 [`num_rows`, sparse layers, k].
     """
     moe = layout.moe
     if not isinstance(encoded, str):
@@ -388,8 +366,11 @@ def parse_scores(body: bytes, token_ids: Sequence[int]) -> list[float]:
 
 def parse_checksums(body: bytes) -> Mapping[str, list[str]]:
     """Parses checksums of tensors by name, one per rank that has the tensor; raises InvalidAnswer."""
+    ranks = parse(ControlAnswer, body).ranks
+    if ranks is None:
+        raise InvalidAnswer("it has no ranks")
     checksums: dict[str, list[str]] = {}
-    for rank in parse(ChecksumAnswer, body).ranks:
+    for rank in ranks:
         for name, checksum in rank.checksums.items():
             checksums.setdefault(name, []).append(checksum)
     return checksums
