@@ -1,7 +1,6 @@
-"""What slime and miles hand to a custom TIS function, read as this library wants it: options, ranks and slices.
+"""Arguments of a custom TIS function in slime and miles, as this library's options, ranks and slices.
 
-Neither is imported. `args` may lack any attribute (slime's parser knows only some of them), and the
-context-parallel group is looked up in the call, then in Megatron-core if the trainer has loaded it.
+`args` may lack any attribute: slime's parser knows only some of them.
 """
 
 import sys
@@ -19,48 +18,35 @@ from slime_tis.correction import Ranks, ResponseSlices, RolloutCorrectionConfig,
 TisResult = tuple[Tensor, list[Tensor], dict[str, Tensor]]
 """Loss, loss masks and metrics that a custom function returns."""
 UNBOUNDED = RolloutCorrectionConfig(use_tis=True, tis_upper_bound=1e9)
-"""Token ratios as they are: exp is bounded by exp(20) before this."""
+"""Raw token ratios: exp(±20) bounds them before this."""
 
-STAND_INS = {"tis_upper_bound": "tis_clip", "tis_lower_bound": "tis_clip_low"}
+OLD_NAMES = {"tis_upper_bound": "tis_clip", "tis_lower_bound": "tis_clip_low"}
 """Options of the correction, and slime's older names of them."""
-
 NOT_OF_THE_CORRECTION = ("policy_loss", "use_rollout_logprobs", "old_logprobs", "get_mismatch_metrics")
-"""Fields that say which loss is corrected, and not how: a custom function gets the finished loss."""
-
+"""Fields that choose the corrected loss: a custom function gets the finished loss."""
 FOLLOWED_BY_THE_TRAINER = (*NOT_OF_THE_CORRECTION, "rejection_normalizer")
-
 BOUNDS = ("tis_lower_bound", "tis_upper_bound", "rs_lower_bound", "rs_upper_bound")
 """Bounds of options that other options enable; train.py passes all of them, also unset ones."""
 
 
 def config_from_args(args: Namespace) -> RolloutCorrectionConfig:
-    """slime's options, or train.py's, as a configuration: the one that the library itself would correct by.
+    """Returns the configuration of slime's options, or of train.py's.
 
-        Attributes that are missing or None take their defaults; `tis_clip` and `tis_clip_low` are read as the bounds of
-        the weight, and a `tis_clip_low` of 0, slime's default, as unset. Missing bounds follow from the given
-    ones: 1/upper for a lower bound, the weight's bounds for rejection without any.
+    Attributes that are missing or None take their defaults. `tis_clip` and `tis_clip_low` bound the weight; a
+    `tis_clip_low` of 0, slime's default, counts as unset.
     """
     values = {}
     for field in fields(RolloutCorrectionConfig):
         if field.name not in NOT_OF_THE_CORRECTION:
-            values[field.name] = _first(args, field.name, STAND_INS.get(field.name, field.name))
+            values[field.name] = _first(args, field.name, OLD_NAMES.get(field.name, field.name))
     if getattr(args, "tis_lower_bound", None) is None:
         values["tis_lower_bound"] = values["tis_lower_bound"] or None
-    given = {name: value for name, value in values.items() if value is not None}
-    return RolloutCorrectionConfig(**given, policy_loss="reinforce", get_mismatch_metrics=True)
+    options = {name: value for name, value in values.items() if value is not None}
+    return RolloutCorrectionConfig(**options, policy_loss="reinforce", get_mismatch_metrics=True)
 
 
 def refuse_unread(args: Namespace, function: str, read: Collection[str]) -> None:
-    """Refuses options of the correction that are set and that a custom function does not follow.
-
-    Args:
-        args: The program's options; attributes that are missing are not set.
-        function: Its name, for the message.
-        read: Options that it follows.
-
-    Raises:
-        ValueError: naming the first of the others that departs from its default.
-    """
+    """Raises ValueError if an option of the correction is set that a custom function does not follow."""
     for field in fields(RolloutCorrectionConfig):
         value = getattr(args, field.name, field.default)
         if value != field.default and field.name not in (*read, *BOUNDS, *FOLLOWED_BY_THE_TRAINER):
@@ -73,7 +59,7 @@ def refuse_unread(args: Namespace, function: str, read: Collection[str]) -> None
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """This rank's place in its context-parallel group; alone when size is 1."""
+    """This rank's index in its context-parallel group; no group if the size is 1."""
 
     rank: int = 0
     size: int = 1
@@ -90,20 +76,20 @@ class ContextParallel:
     def slices(
         self, total_lengths: Sequence[int], response_lengths: Sequence[int], padded_lengths: Sequence[int] | None
     ) -> ResponseSlices:
-        """Where this rank's tokens lie; `padded_lengths` are miles' `max_seq_lens`, which it cuts instead."""
+        """Returns this rank's slices; miles slices `padded_lengths` (`max_seq_lens`) instead of total lengths."""
         return response_slices(total_lengths, response_lengths, self.rank, self.size, padded_lengths)
 
 
 def context_parallel(kwargs: Mapping[str, Any]) -> ContextParallel:
-    """The context-parallel group of a call: `cp_group`, miles' `parallel_state`, or Megatron-core's own."""
+    """Returns the context-parallel group: `cp_group`, miles' `parallel_state`, or Megatron-core's."""
     group = kwargs.get("cp_group")
     if group is not None:
         return ContextParallel(torch.distributed.get_rank(group), torch.distributed.get_world_size(group), group)
     state = kwargs.get("parallel_state")
     if state is not None:
-        place = getattr(state, "cp", None)
-        if place is not None:
-            return ContextParallel(place.rank, place.size, place.group)
+        context = getattr(state, "cp", None)
+        if context is not None:
+            return ContextParallel(context.rank, context.size, context.group)
         return ContextParallel(state.cp_rank, state.cp_size, state.cp_group)
     megatron = sys.modules.get("megatron.core.parallel_state")
     if megatron is None or not megatron.model_parallel_is_initialized():
@@ -118,7 +104,7 @@ def context_parallel(kwargs: Mapping[str, Any]) -> ContextParallel:
 def whole_masks(
     masks: Sequence[Tensor], loss_masks: Sequence[Tensor], slices: ResponseSlices, context: ContextParallel
 ) -> list[Tensor]:
-    """Masks of this rank's slices as masks of whole responses, the same on every rank, in their own dtype."""
+    """Returns masks of whole responses, identical on every rank, from masks of this rank's slices."""
     if context.size == 1:
         return [mask.to(original.dtype) for mask, original in zip(masks, loss_masks, strict=True)]
     whole = context.ranks.over_context(slices.scatter(torch.cat(list(masks)).to(torch.float32)))
@@ -138,18 +124,10 @@ def weighted_by_token(
     response_lengths: Sequence[int],
     **kwargs: Any,
 ) -> TisResult:
-    """A custom function that weights each token alone: loss, masks and slime's metrics of it.
+    """Returns loss, masks and slime's metrics of a custom function that weights each token separately.
 
-    Args:
-        args: tis_clip (2.0 if missing), tis_clip_low (0.0 if missing) and nonfinite_policy.
-        bounded: The weight of a ratio within the two bounds; what is masked has ratio 0 and a loss of 0.
-        pg_loss: [N], flat over this rank's response tokens.
-        train_log_probs: Per response, log-probs of this rank's tokens by the training policy.
-        rollout_log_probs: The same by the rollout engine.
-        loss_masks: Whole responses.
-        total_lengths: Tokens of prompt and response.
-        response_lengths: Tokens of the response.
-        kwargs: `cp_group` or `parallel_state` name the context-parallel group, if any.
+    `args` has `tis_clip` (default 2), `tis_clip_low` (default 0) and `nonfinite_policy`. `bounded` returns the weight
+    of a ratio within two bounds. Masked tokens have ratio 0 and loss 0. The other arguments are slime's.
 
     Returns:
         pg_loss, the loss masks without non-finite tokens, and tis (the raw ratio), tis_clipfrac, tis_abs, [N] each.
@@ -165,5 +143,5 @@ def weighted_by_token(
 
 
 def _first(args: Namespace, *names: str) -> Any:
-    """The first of the attributes that is there and not None."""
+    """Returns the first attribute that is not None."""
     return next((value for name in names if (value := getattr(args, name, None)) is not None), None)

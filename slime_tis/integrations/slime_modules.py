@@ -1,7 +1,4 @@
-"""The parts of slime that user functions import, connected to this program's engine, data and rewards.
-
-A finder at the start of `sys.meta_path` provides them.
-"""
+"""The parts of slime that user functions import, provided by a finder at the start of `sys.meta_path`."""
 
 import sys
 from collections.abc import Sequence
@@ -38,18 +35,10 @@ Values = TypeVar("Values", Tensor, list[float])
 
 
 def all_gather_with_cp(tensor: Tensor, total_length: int, response_length: int) -> Tensor:
-    """Returns the whole response from the slices of all context-parallel ranks, identical on each rank.
+    """Returns the whole response [response_length, …] from the slices [L, …] of all context-parallel ranks.
 
     Every rank writes its tokens into zeros, and a sum over the group joins them. The gradient of a token is the sum of
     its gradients on all ranks.
-
-    Args:
-        tensor: [L, …], this rank's tokens of the response.
-        total_length: Tokens of prompt and response.
-        response_length: Tokens of the response.
-
-    Returns:
-        [response_length, …]; the tensor itself without context parallelism.
     """
     place = context_parallel({})
     if place.size == 1:
@@ -60,19 +49,7 @@ def all_gather_with_cp(tensor: Tensor, total_length: int, response_length: int) 
 
 
 def slice_log_prob_with_cp(log_prob: Values, total_length: int, response_length: int) -> Values:
-    """Returns this context-parallel rank's tokens of a whole response.
-
-    Args:
-        log_prob: Values of all tokens of the response, as a tensor [response_length, …] or a list.
-        total_length: Tokens of prompt and response.
-        response_length: Tokens of the response.
-
-    Returns:
-        The input without the tokens of other ranks.
-
-    Raises:
-        ValueError: The number of values is not `response_length`.
-    """
+    """Returns this context-parallel rank's tokens of a whole response; raises ValueError for another length."""
     if len(log_prob) != response_length:
         raise ValueError(
             f"log_prob has {len(log_prob)} values but response_length is {response_length}; pass the whole response."
@@ -172,10 +149,9 @@ _FINDER = Finder()
 
 
 def provide() -> None:
-    """Makes `import slime…` find `MODULES`, also if slime is installed; a second call changes nothing.
+    """Makes `import slime…` find `MODULES`, also if slime is installed.
 
-    The engine of this program must answer slime's `post`. An installed slime would send requests to servers that this
-    program does not have.
+    An installed slime would send requests to servers that this program does not have.
     """
     if _FINDER not in sys.meta_path:
         sys.meta_path.insert(0, _FINDER)

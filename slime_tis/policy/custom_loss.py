@@ -136,16 +136,7 @@ def reduced_loss(
 ) -> Tensor:
     """Returns the policy loss of a micro-batch, reduced by the user's function.
 
-    Args:
-        functions: Functions with a reducer.
-        tokens: Tokens of the micro-batch.
-        loss_L: Losses, with gradient, 0 at tokens that are not accepted.
-        mask_N: Accepted tokens of whole responses.
-        per_token: --calculate-per-token-loss.
-        seed: Seed of the random numbers that the function may draw.
-
-    Raises:
-        CustomFunctionError: The function raised, or returned an invalid value.
+    `loss_L` has a gradient and is 0 at tokens that are not accepted; `mask_N` are the accepted tokens.
     """
     function = functions.reducer
     assert function is not None
@@ -165,17 +156,9 @@ def token_advantages(
     *,
     seed: int,
 ) -> Tensor:
-    """Returns advantages [L] of a rollout's tokens on this rank, set by the user's function.
+    """Returns advantages [L] of a rollout's tokens on this rank, which the user's function sets in `rollout_data`.
 
-    Args:
-        functions: Functions with one for advantages.
-        rollout_data: Input of the function, which puts its advantages into it.
-        lengths: Response tokens of each sample on this rank.
-        mask_L: Loss mask of these tokens.
-        seed: Seed of the random numbers that the function may draw.
-
-    Raises:
-        CustomFunctionError: The function raised, or set invalid advantages.
+    `lengths` are the response tokens of each sample on this rank.
     """
     function = functions.advantage
     assert function is not None

@@ -150,10 +150,7 @@ def mask_stale_samples(groups: Sequence[Sequence[Sample]], version: int, limit: 
     """Zeroes the loss mask of samples whose oldest token was sampled more than `limit` versions ago.
 
     Masked samples stay in their groups, so that batches keep their shape. They do not count in the loss or in their
-    group's baseline.
-
-    Returns:
-        The number of masked samples.
+    group's baseline. Returns their number.
     """
     if limit is None:
         return 0
@@ -165,13 +162,10 @@ def mask_stale_samples(groups: Sequence[Sequence[Sample]], version: int, limit: 
 
 
 def check_sampling_masks(groups: Sequence[Sequence[Sample]], *, truncates_sampling: bool) -> dict[str, float]:
-    """Removes sampling masks that exclude the sampled token, and measures the masks of a rollout.
+    """Removes sampling masks that exclude the sampled token, and returns metrics of the masks of a rollout.
 
-    Under such a mask the sampled token would have probability 0. The check removes the mask and sets the token's
-    rollout log-prob to NaN, so that --nonfinite-policy handles the token.
-
-    Returns:
-        rollout/sampling_mask_… metrics; empty without truncation and without masks.
+    Under such a mask the sampled token would have probability 0. Its rollout log-prob becomes NaN, so that
+    --nonfinite-policy handles the token.
     """
     samples = [sample for group in groups for sample in group]
     if not truncates_sampling and all(sample.sampling_mask is None for sample in samples):

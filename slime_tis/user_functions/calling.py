@@ -102,11 +102,7 @@ def accepted(function: Callable[..., Any], names: Sequence[str]) -> list[str]:
 
 
 def check_signature(function: Callable[..., Any], positional: Sequence[str], keywords: Sequence[str]) -> None:
-    """Checks that a function can be called with these arguments.
-
-    Raises:
-        CustomFunctionError: The signature does not accept them.
-    """
+    """Checks that a function can be called with these arguments; raises CustomFunctionError if not."""
     try:
         signature = inspect.signature(function)
     except (ValueError, TypeError):  # a function in C without a signature

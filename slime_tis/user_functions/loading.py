@@ -33,12 +33,7 @@ GLOBAL_BATCH_OPTIONS = {
 
 
 def load_user_function(option: str, path: str) -> Callable[..., Any]:
-    """Returns the function at a path, which can be called as `USER_FUNCTIONS` says of this option.
-
-    Raises:
-        CustomFunctionError: It cannot be loaded or called, or is a coroutine or a generator where a plain function is
-            called.
-    """
+    """Returns the function at a path; raises CustomFunctionError unless it can be called as in `USER_FUNCTIONS`."""
     function, signature = load_function(path), USER_FUNCTIONS[option]
     if signature.is_plain and (inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function)):
         raise CustomFunctionError(
@@ -53,12 +48,9 @@ def load_user_function(option: str, path: str) -> Callable[..., Any]:
 
 
 def load_custom_tis(path: str, args: Namespace) -> Callable[..., Any]:
-    """Returns a custom TIS function that follows the options of the run.
+    """Returns a custom TIS function; raises CustomFunctionError if it does not follow an option of the run.
 
     A function `check_args(args)` of its module may raise ValueError for options that the function does not follow.
-
-    Raises:
-        CustomFunctionError: It cannot be loaded or called, or does not follow an option.
     """
     function = load_user_function("custom_tis_function_path", path)
     parameters = inspect.signature(function).parameters

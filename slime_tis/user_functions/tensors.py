@@ -22,14 +22,10 @@ def call_custom_tis(function: Callable[..., Any], args: Any, *, seed: int = 0, *
         function: The user function.
         args: Options of the program.
         seed: Seed of the random numbers that the function may draw.
-        kwargs: pg_loss [N] of this rank's tokens, train_log_probs and rollout_log_probs (lists of slices), loss_masks
-            (whole responses), total_lengths, response_lengths, and optional arguments.
+        kwargs: The other arguments of `USER_FUNCTIONS`.
 
     Returns:
         pg_loss [N] in the dtype of the argument, masks of whole responses, and metrics [N].
-
-    Raises:
-        CustomFunctionError: The function raised, or returned an invalid value.
     """
     names = accepted(function, USER_FUNCTIONS["custom_tis_function_path"].optional)
     names += USER_FUNCTIONS["custom_tis_function_path"].keywords
@@ -54,11 +50,7 @@ def call_custom_tis(function: Callable[..., Any], args: Any, *, seed: int = 0, *
 
 
 def check_metrics(name: str, metrics: Any) -> None:
-    """Checks that metrics are a dict with printable names.
-
-    Raises:
-        CustomFunctionError: They are not.
-    """
+    """Checks that metrics are a dict with printable names."""
     if not isinstance(metrics, Mapping):
         raise CustomFunctionError(f"{name} returned {kind(metrics)} as metrics; return a dict of names to tensors.")
     for key in metrics:
@@ -69,16 +61,7 @@ def check_metrics(name: str, metrics: Any) -> None:
 
 
 def check_metric_names(function: Callable[..., Any], names: Sequence[Sequence[str]], where: str) -> None:
-    """Checks that calls of a function returned the same metrics, which are summed.
-
-    Args:
-        function: The user function.
-        names: Names of each call.
-        where: The difference between the calls: "micro-batch" or "rank".
-
-    Raises:
-        CustomFunctionError: Two calls differ.
-    """
+    """Checks that calls returned the same names, since metrics are summed; `where` is "micro-batch" or "rank"."""
     differing = set().union(*names).difference(set(names[0]).intersection(*names))
     if differing:
         raise CustomFunctionError(
@@ -88,11 +71,7 @@ def check_metric_names(function: Callable[..., Any], names: Sequence[Sequence[st
 
 
 def check_gradient(name: str, value: Tensor, source: Tensor, source_name: str, origin: Any) -> None:
-    """Checks that a returned loss has a gradient to the tensor that the function got.
-
-    Raises:
-        CustomFunctionError: It has none.
-    """
+    """Checks that a returned loss has a gradient to the tensor that the function got."""
     if source.requires_grad and not _leads_to(value.grad_fn, origin):
         raise CustomFunctionError(
             f"{name} returned a loss that lost the gradient of {source_name}; do not detach or rebuild {source_name}."

@@ -93,12 +93,7 @@ class GenerateFunction:
     """Version of the engine's weights."""
 
     def bind(self, sampling: Sampling, *, evaluation: bool = False) -> RolloutFunction:
-        """Returns the coroutine function that the engine calls for each sample.
-
-        Args:
-            sampling: The run's sampling, for requests without parameters.
-            evaluation: Whether held-out prompts are answered.
-        """
+        """Returns the coroutine function that the engine calls for each sample."""
         params = slime_sampling_params(sampling)
 
         async def call(sample: Sample, engine: TokenEngine) -> list[Sample]:
@@ -151,16 +146,9 @@ class GenerateFunction:
             raise NoSample("raised", f"{describe(self.function)} cancelled itself.") from None
 
     def checked(self, returned: Any, fresh: Sample, requests: Sequence[Sampled]) -> list[Sample]:
-        """Returns the samples of one call in the form that training takes.
+        """Returns the samples of one call in the form that training takes; raises NoSample for an invalid sample.
 
-        Args:
-            returned: Return value of the function.
-            fresh: The prompt of the call.
-            requests: Requests that the engine answered meanwhile.
-
-        Raises:
-            NoSample: A sample is invalid, or the function was aborted before any response.
-            CustomFunctionError: Tokens differ from the sampled tokens, and --retokenization is error.
+        `fresh` has the prompt of the call; the engine answered `requests` meanwhile.
         """
         samples = list(returned) if isinstance(returned, list | tuple) else [returned]
         try:
@@ -262,11 +250,7 @@ class GenerateFunction:
         return value, parts
 
     def _handle_retokenized(self, sample: Sample, where: Provenance) -> None:
-        """Handles trained tokens that were not sampled, by --retokenization.
-
-        Raises:
-            CustomFunctionError: There are some, and it is error.
-        """
+        """Handles trained tokens that were not sampled, by --retokenization."""
         trained = zip(where.request, sample.loss_mask, strict=True)
         wrong = [index for index, (number, is_trained) in enumerate(trained) if is_trained and number < 0]
         sample.retokenized = len(wrong)
@@ -300,17 +284,7 @@ def build_generate_function(
 ) -> GenerateFunction | None:
     """Returns the function of an option; None if the option is unset.
 
-    Args:
-        config: Options, with the path of the function.
-        args: First argument of the function; they get the address.
-        tokenizer: The model's tokenizer.
-        sizes: The model's limits.
-        version: Version of the engine's weights.
-        address: Host and port of the engine, if it has one.
-        option: Name of the option.
-
-    Raises:
-        CustomFunctionError: The function cannot be loaded or called.
+    `address` is the host and port of the engine, if it has one; the function's `args` get it.
     """
     path = getattr(config, option)
     if path is None:
@@ -347,9 +321,6 @@ def slime_sampling_params(sampling: Sampling) -> dict[str, Any]:
 
 def mark_failed_samples(groups: Sequence[Sequence[Sample]]) -> str | None:
     """Turns samples without a response into failed samples, and returns a warning about all failed samples.
-
-    Args:
-        groups: Samples of each prompt, identical on every rank; changed in place.
 
     Raises:
         CustomFunctionError: No call gave a sample.

@@ -72,11 +72,7 @@ class CustomRollout:
     n_samples: int
 
     def __call__(self, rollout_id: int) -> tuple[Groups, dict[str, float]]:
-        """Returns the groups of a rollout and the function's metrics; a collective.
-
-        Raises:
-            CustomFunctionError: The function raised, or returned an invalid value.
-        """
+        """Returns the groups of a rollout and the function's metrics; a collective."""
         dataset, function = self.dataset, self.checks.function
         source = PromptSource(dataset, self.n_samples) if isinstance(dataset, PromptDataset) else dataset.source
 

@@ -104,12 +104,7 @@ def answer(generation: Generation, prompt_tokens: int) -> dict[str, Any]:
 async def post(
     url: str, payload: Mapping[str, Any], max_retries: int = 60, headers: Mapping[str, str] | None = None
 ) -> Any:
-    """Posts JSON and returns the JSON answer; the running call's engine answers requests to the run's address.
-
-    Raises:
-        httpx.HTTPError: No try was answered; retries are a second apart.
-        ValueError: The engine refuses the request.
-    """
+    """Posts JSON and returns the JSON answer; the running call's engine answers requests to the run's address."""
     engine, parts = current_engine.get(), urlsplit(url)
     if engine is not None and parts.netloc == engine.address and parts.path.rstrip("/") == "/generate":
         return await engine.post(payload)

@@ -68,11 +68,7 @@ class CustomDataSource:
         config: RolloutConfig,
         sizes: ModelSizes | None = None,
     ) -> None:
-        """Creates the user's object on rank 0; a collective.
-
-        Raises:
-            CustomFunctionError: The class cannot be loaded or created, or lacks a method.
-        """
+        """Creates the user's object on rank 0; a collective."""
         self._config, self._tokenizer, self._sizes = config, tokenizer, sizes
         self._class = load_user_function(OPTION, path)
         self.source: Any = None
@@ -94,11 +90,7 @@ class CustomDataSource:
         return on_rank_zero(length)
 
     def next_batch(self, size: int) -> list[Prompt]:
-        """Returns the next `size` prompts; a collective.
-
-        Raises:
-            CustomFunctionError: The source returned another number of groups, or no new samples.
-        """
+        """Returns the next `size` prompts; a collective."""
         batch, self._again = self._again[:size], self._again[size:]
         missing = size - len(batch)
         if missing:
@@ -117,22 +109,13 @@ class CustomDataSource:
         self._handed_out = self._since(state)
 
     def checkpoint(self, state: Mapping[str, Any], rollout_id: int) -> dict[str, Any]:
-        """Saves the source and returns a state for `load_state_dict`; a collective.
-
-        Args:
-            state: The saved position.
-            rollout_id: The last trained rollout.
-        """
+        """Saves the source after the last trained rollout; returns a state for `load_state_dict`. A collective."""
         on_rank_zero(lambda: call(self.source.save, rollout_id))
         pending = [dataclasses.asdict(prompt) for prompt in [*self._since(state), *self._again]]
         return {**state, PENDING: pending, SAVED: rollout_id}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores a checkpoint; a collective.
-
-        Raises:
-            ValueError: The prompts of the checkpoint's run came from a file.
-        """
+        """Restores a checkpoint; raises ValueError if its run read prompts from a file. A collective."""
         if PENDING not in state:
             raise ValueError(
                 "the checkpoint is of a run without --data-source-path; remove --data-source-path, or start a new run "

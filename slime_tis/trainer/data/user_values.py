@@ -17,11 +17,7 @@ from slime_tis.user_functions import USER_FUNCTIONS, describe
 
 
 def typed_value(option: str, function: Callable[..., Any], value: Any) -> Any:
-    """Returns a value of a user function, converted to its type in `USER_FUNCTIONS`.
-
-    Raises:
-        CustomFunctionError: The value has another type.
-    """
+    """Returns a user function's value in its type of `USER_FUNCTIONS`; raises CustomFunctionError for another type."""
     try:
         return _adapter(option).validate_python(value)
     except ValidationError as error:
@@ -39,11 +35,7 @@ def _adapter(option: str) -> TypeAdapter[Any]:
 
 
 def check_rewards(function: str, values: list[float]) -> None:
-    """Checks the magnitude of rewards; larger ones overflow in advantages.
-
-    Raises:
-        CustomFunctionError: One is not finite, or above MAX_REWARD.
-    """
+    """Raises CustomFunctionError unless all values are finite and at most MAX_REWARD in magnitude."""
     wrong = next((value for value in values if not abs(value) <= MAX_REWARD), None)
     if wrong is not None:
         raise CustomFunctionError(

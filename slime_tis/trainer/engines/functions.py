@@ -106,16 +106,8 @@ class FunctionBatch:
     ) -> None:
         """Calls nothing yet.
 
-        Args:
-            groups: Calls for each prompt.
-            function: Makes one rollout.
-            answer: Answers one request.
-            sampling: The run's sampling.
-            concurrency: Maximum concurrent calls.
-            vocab_size: Number of token ids of the model; None skips the check.
-            num_groups: Complete groups after which the others are aborted; None waits for all.
-            end_requests: Makes the engine answer further requests with abort; required with `num_groups`.
-            end_sample: Called with the number of each call that ended.
+        `num_groups` complete groups abort the others; `end_requests` then makes the engine answer requests with abort.
+        `end_sample` gets the number of each call that ended. A `vocab_size` of None skips the check of tokens.
         """
         if concurrency < 1:
             raise ValueError(f"concurrency is {concurrency} but must be 1 or more.")
@@ -193,11 +185,7 @@ class FunctionBatch:
 def calls_over_ranks(
     make: Callable[[Sequence[Sequence[FunctionCall]]], None], groups: Sequence[Sequence[FunctionCall]]
 ) -> list[list[Sample]]:
-    """Returns the samples of all groups; each rank makes its share. A collective.
-
-    Raises:
-        ValueError: A sample cannot be pickled for another rank.
-    """
+    """Returns the samples of all groups; each rank makes its share. A collective."""
     is_shared = dist.is_initialized() and dist.get_world_size() > 1
 
     def make_share(share: Sequence[Sequence[FunctionCall]]) -> list[list[list[Sample]] | bytes]:

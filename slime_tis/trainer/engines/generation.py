@@ -108,11 +108,9 @@ class SamplingParams(BaseModel):
 
 
 def request_options(params: Mapping[str, Any] | None, sampling: Sampling) -> RequestOptions:
-    """Returns the options of a request with these `sampling_params`.
+    """Returns the options of a request; raises ValueError for an unknown name or an invalid value.
 
-    Raises:
-        ValueError: A name is unknown, a value is invalid, or training samples would be drawn from another distribution
-            than the run's.
+    Training samples must be drawn from the run's distribution, which training computes.
     """
     try:
         values = SamplingParams.model_validate(dict(params or {})).model_dump(exclude_none=True)
@@ -229,10 +227,9 @@ class StopStrings:
         self._tail = max((len(text.encode()) for text in stop), default=0) + 1
 
     def found(self, token_ids: Sequence[int]) -> bool:
-        """Whether the last token completes one of the texts, if no earlier token did.
+        """Returns whether the last token completes one of the texts, if no earlier token did.
 
-        Such a text ends within the last token and begins at most as many tokens earlier as it has bytes. Tokens that
-        are part of a character decode to the replacement character and are always checked.
+        Such a text has at least as many bytes as tokens. Incomplete characters decode to the replacement character.
         """
         if not self._stop or not self._can_complete(token_ids[-1]):
             return False

@@ -64,11 +64,7 @@ class RewardServer:
     backoff: float = FIRST_PAUSE
 
     def ask(self, requests: Sequence[RewardRequest], check_interrupts: Callable[[], None] = lambda: None) -> list[Any]:
-        """Returns the server's JSON answer to each request.
-
-        Raises:
-            RolloutUnavailable: A request failed after all retries.
-        """
+        """Returns the server's JSON answer to each request; raises RolloutUnavailable after all retries."""
         return run(self._ask_all(requests, check_interrupts))
 
     async def _ask_all(self, requests: Sequence[RewardRequest], check_interrupts: Callable[[], None]) -> list[Any]:

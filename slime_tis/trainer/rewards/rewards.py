@@ -63,11 +63,7 @@ class RewardKey:
     weights: Mapping[str, float] = field(default_factory=dict)
 
     def score(self, reward: Any, function: str, index: int) -> tuple[float, dict[str, float]]:
-        """Returns the reward as a number, and the other numbers of a dictionary.
-
-        Raises:
-            CustomFunctionError: It is not a finite number up to MAX_REWARD, or lacks a key.
-        """
+        """Returns the reward as a number, and the other numbers of a dictionary."""
         numbers = {str(name): _as_number(part) for name, part in reward.items()} if isinstance(reward, Mapping) else {}
         parts = {name: part for name, part in numbers.items() if name != self.name}
         if self.weights:
@@ -96,17 +92,7 @@ def build_reward(
 
     A user function is called as `fn(args, sample)`, or, if its second parameter is named `samples`, as
     `fn(args, samples)` with all samples of one prompt. The ranks share the prompts, and all ranks get all scores and
-    edits.
-
-    Args:
-        config: Options with `rm_type` or `custom_rm_path`.
-        args: First argument of the user function.
-        check_interrupts: Called before each call and while calls are awaited; an exception ends scoring.
-        evaluation: Scores held-out prompts, with `eval_reward_key`.
-
-    Raises:
-        ValueError: The name is unknown; when scoring, a label is missing.
-        CustomFunctionError: The function cannot be loaded; when scoring, it fails.
+    edits. `check_interrupts` is called while scores are awaited; its exception ends scoring.
     """
     key = RewardKey(name=config.reward_key, flag="--reward-key")
     if config.reward_weights is not None:
@@ -148,16 +134,7 @@ def assign_rewards(groups: Sequence[Sequence[Sample]], reward: RewardFunction) -
 
 
 def check_prompts(config: RolloutConfig, prompts: Sequence[Prompt], flags: str = "--label-key") -> None:
-    """Checks that the built-in rewards can score the prompts: labels, and rm_type of the metadata.
-
-    Args:
-        config: Options with `rm_type`; without it nothing is checked.
-        prompts: Prompts of one file.
-        flags: Flags that set the labels of this file.
-
-    Raises:
-        ValueError: A prompt cannot be scored.
-    """
+    """Raises ValueError if the built-in rewards cannot score the prompts of a file, whose labels come from `flags`."""
     if config.rm_type is None:
         return
     for prompt in prompts:
@@ -213,17 +190,18 @@ def _builtin_reward(
             RewardRequest.of(sample, boxed=name.startswith(BOXED)) for sample, name in samples if is_remote(name)
         ]
         answers = iter(server.ask(requests, check_interrupts) if server is not None and requests else ())
-        scores = []
-        for sample, name in samples:
+
+        def score(sample: Sample) -> Score:
             check_interrupts()
+            name = name_of(sample)
             if server is not None and is_remote(name):
                 reward, source = next(answers), f"the reward server {server.url}"
             else:
                 reward, source = builtin_reward(name, sample), f"--rm-type {name}"
             value, parts = key.score(reward, source, sample.prompt_index)
-            scores.append(Score(value=value, parts=parts))
-        flat = iter(scores)
-        return [[next(flat) for _ in group] for group in groups]
+            return Score(value=value, parts=parts)
+
+        return [list(map(score, group)) for group in groups]
 
     return score_groups
 

@@ -31,13 +31,7 @@ WORKER = Path(__file__).with_name("symbolic_worker.py")
 def same_expression(answer: str, expected: str, as_number: bool = False) -> bool:
     """Returns whether math-verify finds two LaTeX expressions equal.
 
-    Args:
-        answer: The response's answer.
-        expected: The correct answer.
-        as_number: Whether the answer must be a number; an expression with that value is not enough.
-
-    Raises:
-        ValueError: math-verify is not installed, or does not start.
+    With `as_number` the answer must be a number; an expression with that value is not enough.
     """
     with _lock:
         return _worker.ask(answer, expected, as_number)

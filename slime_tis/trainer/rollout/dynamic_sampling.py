@@ -33,13 +33,7 @@ class Collected:
 
 
 def collect(batches: Iterator[Groups], size: int, judge: DynamicFilter | None, *, max_batches: int) -> Collected:
-    """Takes batches until `size` groups are accepted; further accepted groups are not used.
-
-    Args:
-        batches: Scored groups, without end; renumbered over all batches.
-        size: Groups of the rollout.
-        judge: The filter; None accepts every group.
-        max_batches: Largest number of batches.
+    """Takes scored batches until `size` groups are accepted; further accepted groups are not used.
 
     Raises:
         RolloutUnavailable: Too few groups are accepted within `max_batches`.

@@ -138,11 +138,7 @@ class RolloutHooks:
         return option not in self.functions or not self._call(option, groups, call)
 
     def _call(self, option: str, groups: Sequence[list[Sample]], call: Callable[[Function], Result]) -> Result:
-        """Calls a function on rank 0, and applies its edits to the samples of every rank.
-
-        Raises:
-            CustomFunctionError: It raised, returned an invalid value, or made an edit that is not allowed.
-        """
+        """Calls a function on rank 0, and applies its edits to the samples of every rank."""
         function = self.functions[option]
         samples = [sample for group in groups for sample in group]
 

@@ -11,10 +11,7 @@ def rollout_metrics(
 ) -> dict[str, float]:
     """Returns means over the rollouts of a batch as rollout/NAME, without observations and failed calls.
 
-    Args:
-        groups: The scored samples of every prompt.
-        version: Version of the policy's weights before training on the samples, in optimizer steps.
-        are_episodes: Whether a generate function made the samples, which adds `episode_metrics`.
+    `version` is the version of the policy in optimizer steps; `are_episodes` adds `episode_metrics`.
     """
     rollouts = [rollout for group in groups for rollout in by_rollout(group)]
     made = [rollout for rollout in rollouts if not rollout[0].failure]
@@ -38,11 +35,7 @@ def rollout_metrics(
 
 
 def episode_metrics(rollouts: Sequence[Sequence[Sample]]) -> dict[str, float]:
-    """Returns outcomes of the calls of a generate function, and means over the successful calls.
-
-    Args:
-        rollouts: One list of segments per call.
-    """
+    """Returns outcomes of the calls of a generate function, and means over the successful calls."""
     made = [rollout for rollout in rollouts if not rollout[0].failure]
     reasons = Counter(rollout[0].failure for rollout in rollouts if rollout[0].failure)
     tokens = sum(sample.effective_response_length for rollout in made for sample in rollout)

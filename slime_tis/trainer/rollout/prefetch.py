@@ -14,10 +14,7 @@ BATCH = "batch"
 
 
 class Prefetcher:
-    """Takes prompts from the data and keeps `depth` batches in flight in addition to the current one.
-
-    A rollout is one batch; dynamic sampling may take several.
-    """
+    """Takes prompts from the data and keeps `depth` batches in flight in addition to the current one."""
 
     def __init__(
         self,
@@ -30,12 +27,7 @@ class Prefetcher:
     ) -> None:
         """Starts with no batch in flight.
 
-        Args:
-            dataset: The source of prompts.
-            submit: Starts a batch, from its prompts and its number, which determines its seed.
-            prompts: Returns the number of prompts of the next batch.
-            depth: Batches in flight in addition to the next one.
-            number: Number of the first batch.
+        `submit` starts a batch from its prompts and its number; `prompts` returns the size of the next batch.
         """
         self._dataset, self._submit, self._prompts, self._depth = dataset, submit, prompts, depth
         self._number = number
@@ -43,11 +35,7 @@ class Prefetcher:
         """Batches in flight, and the state before each."""
 
     def next(self, rollout_id: int, last: int) -> list[list[Sample]]:
-        """Returns the groups of the next batch of a rollout; later batches, up to rollout `last`, stay in flight.
-
-        Raises:
-            RolloutUnavailable: No engine is left; the batch stays in flight for `state_dict`.
-        """
+        """Returns the groups of the next batch of a rollout; later batches, up to rollout `last`, stay in flight."""
         while len(self._queue) <= min(self._depth, last - rollout_id):
             state = self._state()
             prompts = self._dataset.next_batch(self._prompts())

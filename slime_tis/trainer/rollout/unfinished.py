@@ -39,14 +39,7 @@ class Unfinished:
         return [*self.waiting, *self.engine.unfinished()]
 
     def take(self, count: int) -> int:
-        """Chooses the groups that the engine resumes in its next batch; a collective.
-
-        Args:
-            count: Groups of that batch.
-
-        Returns:
-            The number of resumed groups.
-        """
+        """Chooses the groups that the next batch of `count` resumes, and returns their number; a collective."""
         groups = self.groups()
         if self.choose is not None and groups:
             chosen = self.choose(groups, count)
