@@ -18,19 +18,13 @@ from slime_tis.files import FOREIGN, atomic_path
 from slime_tis.hf_directory import ModelSizes
 from slime_tis.policy.advantages import MAX_REWARD
 from slime_tis.trainer.data.json_values import json_object
-from slime_tis.trainer.data.sample import STATUS, Prompt, Sample, SampleStatus, by_rollout
+from slime_tis.trainer.data.sample import Prompt, Sample, SampleStatus, by_rollout
 from slime_tis.trainer.data.sampling_mask import SamplingMask
 
 TENSORS = {"rollout_routed_experts": ("uint8", "int16"), "rollout_routing_weights": ("float32",)}
 """Fields of a sample that are tensors, and the types that each may have."""
-LONGEST_SAMPLE = 1 << 28
-"""Characters of a line."""
-EARLIER_NAMES = {
-    "sample_index": "index",
-    "routed_experts": "rollout_routed_experts",
-    "routing_weights": "rollout_routing_weights",
-}
-"""Fields of files written before samples had slime's names."""
+MAX_LINE_CHARACTERS = 1 << 28
+WRONG_MODEL = "give --load-debug-rollout-data samples of this model."
 
 
 def save_samples(path: str | Path, groups: Sequence[Sequence[Sample]]) -> None:
@@ -39,8 +33,8 @@ def save_samples(path: str | Path, groups: Sequence[Sequence[Sample]]) -> None:
     A log-prob that is missing or not finite becomes null.
 
     Raises:
-        ValueError: another file has that name.
-        OSError: the file cannot be written.
+        ValueError: Another file has that name.
+        OSError: The file cannot be written.
     """
     path = Path(path)
     try:
@@ -54,17 +48,13 @@ def save_samples(path: str | Path, groups: Sequence[Sequence[Sample]]) -> None:
 
 
 def check_replaceable(path: Path) -> None:
-    """Whether samples may be written over a file: it is absent, or begins with a sample.
-
-    Raises:
-        ValueError: it is something else.
-    """
+    """Raises ValueError if a file exists that does not begin with a sample."""
     if not os.path.lexists(path):
         return
     try:
-        if path.is_file():  # a pipe or a device would be waited for
+        if path.is_file():  # reading a pipe or a device would block
             with path.open(encoding="utf-8") as lines:
-                from_dict(json.loads(lines.readline(LONGEST_SAMPLE)))
+                from_dict(json.loads(lines.readline(MAX_LINE_CHARACTERS)))
             return
     except (ValueError, RecursionError):
         pass
@@ -72,16 +62,16 @@ def check_replaceable(path: Path) -> None:
 
 
 def load_samples(path: str | Path, prompts: int, n_samples: int, sizes: ModelSizes | None = None) -> list[list[Sample]]:
-    """Reads the groups of a rollout back.
+    """Reads the groups of a rollout.
 
     Args:
-        path: of the file.
-        prompts: groups that must be there.
-        n_samples: samples that each must have.
-        sizes: vocabulary and context of the model that is trained; None checks neither.
+        path: Path of the file.
+        prompts: Required number of groups.
+        n_samples: Required number of rollouts in each.
+        sizes: Vocabulary and context of the trained model; None checks neither.
 
     Raises:
-        ValueError: no file, a line that is not a sample or does not fit the model, or another number of samples.
+        ValueError: No file, a line that is not a sample or does not fit the model, or another number of samples.
     """
     path = Path(path)
     if not path.is_file():
@@ -93,21 +83,16 @@ def load_samples(path: str | Path, prompts: int, n_samples: int, sizes: ModelSiz
             if sizes is not None:
                 _check_fits(sample, f"{path}, line {number}", sizes)
             groups.setdefault(sample.group_index, []).append(sample)
-    found = sorted({len(by_rollout(group)) for group in groups.values()})
-    if len(groups) != prompts or found != [n_samples]:
+    counts = sorted({len(by_rollout(group)) for group in groups.values()})
+    if len(groups) != prompts or counts != [n_samples]:
         raise ValueError(
-            f"the rollout data {str(path)!r} has {len(groups)} prompts with {found} samples each, but "
+            f"the rollout data {str(path)!r} has {len(groups)} prompts with {counts} samples each, but "
             f"--rollout-batch-size is {prompts} and --n-samples-per-prompt {n_samples}; set them to what it holds."
         )
     return list(groups.values())
 
 
 def _check_fits(sample: Sample, place: str, sizes: ModelSizes) -> None:
-    """Checks that the model can be trained on a sample.
-
-    Raises:
-        ValueError: it is longer than the context, has tokens outside the vocabulary, or a reward that is out of bounds.
-    """
     reward = sample.reward
     if reward is not None and not (isinstance(reward, int | float) and abs(reward) <= MAX_REWARD):
         raise ValueError(
@@ -117,21 +102,16 @@ def _check_fits(sample: Sample, place: str, sizes: ModelSizes) -> None:
     outside = [token for token in sample.tokens if type(token) is not int or not 0 <= token < vocab_size]
     if outside:
         raise ValueError(
-            f"{place} has token {quoted(outside[0])}, but the model's token ids are 0 to {vocab_size - 1}; give "
-            "--load-debug-rollout-data samples of this model."
+            f"{place} has token {quoted(outside[0])}, but the model's token ids end at {vocab_size - 1}; {WRONG_MODEL}"
         )
     if len(sample.tokens) > context_len:
         raise ValueError(
-            f"{place} has {len(sample.tokens)} tokens, but the model's context has {context_len}; give "
-            "--load-debug-rollout-data samples of this model."
+            f"{place} has {len(sample.tokens)} tokens, but the model's context has {context_len}; {WRONG_MODEL}"
         )
 
 
 def to_dict(sample: Sample) -> dict[str, Any]:
-    """The sample as JSON takes it.
-
-    Metadata that is the prompt's own is left to the prompt, and so are tokens of the prompt that begin the sample's.
-    """
+    """The sample as JSON values, without the metadata and tokens that equal those of its prompt's row."""
     row = {field.name: getattr(sample, field.name) for field in dataclasses.fields(sample)}
     row["status"] = sample.status.value
     row |= {name: encoded(getattr(sample, name)) for name in TENSORS}
@@ -157,39 +137,26 @@ def from_dict(row: dict[str, Any]) -> Sample:
     """The sample of a row that `to_dict` made; a log-prob that is null becomes NaN.
 
     Raises:
-        ValueError: the row is not a sample, or its lists differ in length.
+        ValueError: The row is not a sample, or its lists differ in length.
     """
     try:
-        row = {EARLIER_NAMES.get(name, name): value for name, value in row.items()}
-        if "response_ids" in row:
-            _take_earlier_form(row)
-        mask = _sampling_mask(row.get("sampling_mask"))
-        row |= {
-            "prompt_row": _prompt_row(row),
-            "status": SampleStatus(row["status"]),
-            "rollout_log_probs": [math.nan if value is None else value for value in row["rollout_log_probs"]],
-            "sampling_mask": mask,
-            **{name: decoded(row.get(name), name, dtypes) for name, dtypes in TENSORS.items()},
-        }
-        sample = Sample(**row)
+        sample = Sample(
+            **row
+            | {
+                "prompt_row": _prompt_row(row),
+                "status": SampleStatus(row["status"]),
+                "rollout_log_probs": [math.nan if value is None else value for value in row["rollout_log_probs"]],
+                "sampling_mask": _sampling_mask(row.get("sampling_mask")),
+                **{name: decoded(row.get(name), name, dtypes) for name, dtypes in TENSORS.items()},
+            }
+        )
         _check_lengths(sample)
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"is not a sample: {error}.") from error
     return sample
 
 
-def _take_earlier_form(row: dict[str, Any]) -> None:
-    """Gives a row of earlier files, which had the response's tokens alone and another name of the status, its form."""
-    response = row.pop("response_ids")
-    row["prompt_row"] = row["prompt"]
-    row["prompt"] = row["prompt"]["text"]
-    row["tokens"] = [*row["prompt_row"]["token_ids"], *response]
-    row["response_length"] = len(response)
-    row["status"] = STATUS[row.pop("finish_reason")].value
-
-
 def _prompt_row(row: dict[str, Any]) -> Prompt | None:
-    """The row of a prompt file that the sample answers."""
     fields = row["prompt_row"]
     if fields is None:
         return None
@@ -212,7 +179,7 @@ def _check_lengths(sample: Sample) -> None:
 
 
 def encoded(tensor: Tensor | None) -> dict[str, Any] | None:
-    """A tensor as JSON takes it: type, shape, and its little-endian bytes in base64."""
+    """A tensor as JSON values: type, shape, and its little-endian bytes in base64."""
     if tensor is None:
         return None
     data = tensor.contiguous().cpu().numpy()
@@ -220,15 +187,10 @@ def encoded(tensor: Tensor | None) -> dict[str, Any] | None:
 
 
 def decoded(row: Any, name: str, dtypes: Sequence[str]) -> Tensor | None:
-    """The tensor that `encoded` made a row of.
-
-    Args:
-        row: of a file; None means no tensor.
-        name: of the field, for the message.
-        dtypes: types that the tensor may have.
+    """The tensor of a row that `encoded` made.
 
     Raises:
-        ValueError: another type, or a shape that its bytes do not fill.
+        ValueError: The row has another dtype, or a shape that its bytes do not fill.
     """
     if row is None:
         return None
@@ -247,19 +209,12 @@ def decoded(row: Any, name: str, dtypes: Sequence[str]) -> Tensor | None:
 def _sampling_mask(row: Any) -> SamplingMask | None:
     if row is None:
         return None
-    if not isinstance(row, dict):
-        raise ValueError(f"has a sampling_mask that is {row!r:.40}.")
-    token_ids = decoded(row.get("token_ids"), "the token_ids of a sampling_mask", ["int32"])
-    lengths = decoded(row.get("lengths"), "the lengths of a sampling_mask", ["int32"])
+    names = ("token_ids", "lengths")
+    token_ids, lengths = (decoded(row.get(name), f"{name} of a sampling_mask", ["int32"]) for name in names)
     if token_ids is None or lengths is None or token_ids.dim() != 1 or lengths.dim() != 1:
         raise ValueError("has a sampling_mask that is not two lists of numbers, token_ids and lengths.")
-    if bool((lengths < 0).any()) or int(lengths.sum()) != len(token_ids):
-        raise ValueError(
-            f"has a sampling_mask whose lengths add up to {int(lengths.sum())}, or are negative, with "
-            f"{len(token_ids)} token_ids."
-        )
-    if bool((token_ids < 0).any()):
-        raise ValueError(f"has a sampling_mask with the token id {int(token_ids.min())}.")
+    if bool((lengths < 0).any()) or int(lengths.sum()) != len(token_ids) or bool((token_ids < 0).any()):
+        raise ValueError("has a sampling_mask with negative numbers, or with lengths that do not add up.")
     return SamplingMask(token_ids, lengths)
 
 

@@ -12,17 +12,10 @@ LARGEST_INT = 1 << 4096
 
 
 def json_object(value: Mapping[Any, Any], place: str) -> dict[str, Any]:
-    """The mapping with everything in it as JSON can hold it.
-
-    Dates, bytes and other objects become their text, tuples and sets become lists, and numbers that are not finite
-    become None.
-
-    Args:
-        value: The mapping.
-        place: Where it is, to begin a message with.
+    """The mapping as JSON values: tuples and sets become lists, non-finite numbers None, other objects their text.
 
     Raises:
-        ValueError: it nests deeper than 100 levels, or contains itself.
+        ValueError: A message that begins with `place`: the mapping nests deeper than 100 levels, or contains itself.
     """
     return {str(key): _json_value(item, place, 1) for key, item in value.items()}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 Row = tuple[str, dict[str, Any]]
-"""The place of a row, for messages, and what is in it."""
+"""File and line for messages, and the row."""
 
 FORMATS = {
     b"\x1f\x8b": "is compressed with gzip; unpack it",
@@ -21,15 +21,11 @@ FORMATS = {
 }
 """First bytes of files that are not JSONL, and what to do."""
 HEAD = 4096
-"""Bytes that are looked at before anything is built."""
+"""Bytes that are checked before anything is built."""
 
 
 def check_is_text(path: Path) -> None:
-    """Looks at the first bytes of a prompt file, so that another kind of file is refused at once.
-
-    Raises:
-        ValueError: it is compressed, UTF-16, parquet under another name, or otherwise binary.
-    """
+    """Raises ValueError if the first bytes of a prompt file are compressed, UTF-16, misnamed parquet, or binary."""
     with path.open("rb") as file:
         head = file.read(HEAD)
     if path.suffix == ".parquet":
@@ -44,11 +40,7 @@ def check_is_text(path: Path) -> None:
 
 
 def rows_of(path: Path) -> Iterator[Row]:
-    """The rows of a file, one after the other; blank lines are skipped.
-
-    Raises:
-        ValueError: a row that cannot be read, with its line or number.
-    """
+    """Yields the rows of a file without blank lines; raises ValueError with the line of an invalid row."""
     check_is_text(path)
     return _parquet_rows(path) if path.suffix == ".parquet" else _jsonl_rows(path)
 

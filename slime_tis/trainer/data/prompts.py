@@ -26,16 +26,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CHARACTERS_PER_TOKEN = 1000
-"""Above this average over a text no tokenizer comes; the longest tokens, runs of blanks, have some hundred."""
-FEW = 20
-"""Keys of a row that a message lists."""
+"""No tokenizer has a higher average over a text; texts far beyond the limit are not tokenized, which takes minutes."""
+MAX_LISTED_KEYS = 20
 
 
 class PromptDataset:
     """The training prompts, in the file's order or in a new order every epoch.
 
-    The order of an epoch depends on the seed and the epoch's number alone, so that two integers are all there
-    is to save.
+    The order of an epoch depends only on the seed and the epoch's number, so two integers are the complete state.
     """
 
     def __init__(
@@ -70,22 +68,18 @@ class PromptDataset:
         while len(batch) < size:
             order = epoch_order(len(self.prompts), self._seed, self._epoch)
             taken = order[self._position : self._position + size - len(batch)]
-            batch.extend(self.prompts[place] for place in taken)
+            batch.extend(self.prompts[index] for index in taken)
             self._position += len(taken)
             if self._position == len(self.prompts):
                 self._epoch, self._position = self._epoch + 1, 0
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the next batch begins, and which prompts these are."""
+        """The position of the next batch, and a digest of the prompts."""
         return {"epoch": self._epoch, "position": self._position, "prompts": self._digest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores a saved position.
-
-        Raises:
-            ValueError: the place is of other prompts than these, or is none.
-        """
+        """Restores a saved position; raises ValueError if the prompts have changed or the position is invalid."""
         epoch, position, digest = (state.get(name) for name in ("epoch", "position", "prompts"))
         if digest != self._digest:
             raise ValueError(
@@ -107,7 +101,7 @@ def _digest(prompts: Sequence[Prompt]) -> str:
 
 
 def epoch_order(size: int, seed: int | None, epoch: int) -> Sequence[int]:
-    """The places 0 .. size − 1 in the order of an epoch: shuffled by (seed, epoch), or as they are."""
+    """The indices 0 .. size − 1, shuffled by (seed, epoch), or in order without a seed."""
     if seed is None:
         return range(size)
     order: list[int] = np.random.default_rng([seed % 2**64, epoch]).permutation(size).tolist()
@@ -127,22 +121,22 @@ def load_prompts(
 ) -> list[Prompt]:
     """Reads and tokenizes a prompt file.
 
-    Plain text is tokenized as the tokenizer does by default, with its beginning-of-sequence token if it has
-    one; a chat template writes its own special tokens, and none are added.
+    Plain text is tokenized with the tokenizer's beginning-of-sequence token; a chat template writes its own special
+    tokens, and none are added.
 
     Args:
-        path: JSONL, or parquet where the name ends in .parquet.
-        tokenizer: of the policy.
-        input_key: of the prompt, a string; with a chat template also a list of messages.
-        label_key: of the label, or None. Labels keep their JSON type; decimals become text.
-        metadata_key: of a mapping for rewards; a row may lack it. The row's other columns are metadata too, under
-          their names; where both have a name, the mapping's value counts.
-        apply_chat_template: render the prompt with the tokenizer's chat template.
-        max_prompt_len: longest prompt, in tokens; longer ones are omitted and their number is logged.
-        sizes: of the model: prompts that fill its context, or have tokens it does not know, are refused.
+        path: JSONL, or parquet if the name ends in .parquet.
+        tokenizer: The policy's tokenizer.
+        input_key: Key of the prompt: a string, with a chat template also a list of messages.
+        label_key: Key of the label, or None. Labels keep their JSON type; decimals become text.
+        metadata_key: Key of an optional mapping for rewards. The row's other columns are metadata too; the mapping
+          takes precedence.
+        apply_chat_template: Whether to render the prompt with the tokenizer's chat template.
+        max_prompt_len: Maximum tokens; longer prompts are omitted and their number is logged.
+        sizes: The model's context and vocabulary, which prompts must fit.
 
     Raises:
-        ValueError: no file, nothing in it, or a row that is not as it should be, with its line number.
+        ValueError: No file, no rows, or an invalid row, with its line number.
     """
     path = Path(path)
     if not path.is_file():
@@ -181,16 +175,12 @@ def load_prompts(
 
 
 def _far_too_long(text: str, limit: int | None) -> bool:
-    """Whether a text has more tokens than a limit for certain, which tokenizing it would take a minute to find."""
+    """Whether a text has more tokens than a limit, whatever the tokenizer."""
     return limit is not None and len(text) > CHARACTERS_PER_TOKEN * limit
 
 
 def check_fits(prompt: Prompt, place: str, sizes: ModelSizes) -> None:
-    """Checks that the model can answer a prompt.
-
-    Raises:
-        ValueError: it fills the context, or has tokens that the model does not know.
-    """
+    """Raises ValueError if a prompt fills the context or has tokens outside the vocabulary."""
     length = len(prompt.token_ids)
     if sizes.context_len is not None and length >= sizes.context_len:
         raise ValueError(_does_not_fit(place, f"{length} tokens", sizes.context_len))
@@ -232,8 +222,8 @@ def _drop_long(prompts: list[Prompt], rows: int, max_prompt_len: int | None, pat
 
 def _value(row: dict[str, Any], key: str, place: str) -> Any:
     if key not in row:
-        keys = ", ".join(map(quoted, list(row)[:FEW])) or "none"
-        raise ValueError(f"{place} has no key {key!r}; its keys are {keys}{', …' * (len(row) > FEW)}.")
+        keys = ", ".join(map(quoted, list(row)[:MAX_LISTED_KEYS])) or "none"
+        raise ValueError(f"{place} has no key {key!r}; its keys are {keys}{', …' * (len(row) > MAX_LISTED_KEYS)}.")
     return row[key]
 
 
@@ -259,7 +249,7 @@ def rendered(prompt: object, place: str, tokenizer: PreTrainedTokenizerBase) -> 
     """The text of a prompt, and whether the tokenizer adds its special tokens; messages are rendered by the template.
 
     Raises:
-        ValueError: it is no text and no messages, is empty, or does not fit the template.
+        ValueError: It is neither text nor messages, is empty, or does not fit the template.
     """
     is_chat = isinstance(prompt, list)
     if is_chat and not tokenizer.chat_template:
@@ -268,7 +258,7 @@ def rendered(prompt: object, place: str, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def _encodable(text: str, what: str) -> str:
-    """A text that is one: JSON may hold half of a surrogate pair, which no tokenizer and no file takes."""
+    """Returns the text; raises ValueError for half of a surrogate pair, which JSON may contain."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -294,14 +284,14 @@ def _label(value: Any, place: str) -> Any:
 def _metadata(
     place: str, row: dict[str, Any], input_key: str, label_key: str | None, metadata_key: str
 ) -> dict[str, Any]:
-    """The row's other columns, and its mapping; a string is read as JSON, for files that can hold no mapping."""
-    found = row.get(metadata_key)
-    if isinstance(found, str):
+    """The row's other columns, and its mapping; a string is read as JSON, for formats without mappings."""
+    mapping = row.get(metadata_key)
+    if isinstance(mapping, str):
         try:
-            found = json.loads(found)
+            mapping = json.loads(mapping)
         except (ValueError, RecursionError):
-            found = metadata_key  # which is not a mapping
-    if found is not None and not isinstance(found, dict):
+            mapping = metadata_key  # which is not a mapping
+    if mapping is not None and not isinstance(mapping, dict):
         raise ValueError(f"{place} has {metadata_key!r} that is not a mapping.")
     others = {key: value for key, value in row.items() if key not in (input_key, label_key, metadata_key)}
-    return json_object(others, place) | json_object(found or {}, f"{place}, {metadata_key!r}")
+    return json_object(others, place) | json_object(mapping or {}, f"{place}, {metadata_key!r}")

@@ -58,92 +58,65 @@ class Prompt:
 
 @dataclass
 class Sample:
-    """One response to a prompt: what engines and users' own generate functions fill, rewards score, and training takes.
+    """One response to a prompt. Engines and generate functions fill it, rewards score it, and training reads it.
 
-    It has the fields of slime's Sample, which functions written for slime construct, read and write, and like slime's
-    it is mutable. Prompt and response are one list of tokens; the last `response_length` tokens are the response.
+    It has the fields of slime's Sample and is mutable like it, because functions written for slime construct, read and
+    write samples. The last `response_length` tokens are the response.
     """
 
     group_index: int | None = None
-    """Place of the prompt in the batch; the samples of one prompt share it."""
-
+    """Index of the prompt in the batch; the samples of one prompt share it."""
     index: int | None = None
-    """Place of this sample in the batch."""
-
+    """Index of this sample in the batch."""
     rollout_id: int | None = None
-    """Number of the rollout that the sample is a segment of: several segments of one call of a generate function share
-    it, and count as one rollout. None where the rollout is this sample alone."""
-
+    """Samples of one call of a generate function share it and count as one rollout; None for a single sample."""
     prompt: str | list[dict[str, Any]] = ""
     """The answered text or messages; unset means the text of `prompt_row`."""
-
     tokens: list[int] = field(default_factory=list)
     """Tokens of prompt and response."""
-
     response: str = ""
     """Text of the response, without special tokens."""
-
     response_length: int = 0
-    """Tokens of the response, the end-of-sequence token and the observations of tools included."""
-
+    """Tokens of the response, including the end-of-sequence token and observations of tools."""
     label: Any = None
     """The expected answer, in the JSON type of the prompt file; None takes the label of the prompt's row."""
-
     reward: float | None = None
     """Score of the response, once it has one."""
-
     loss_mask: list[int] = None  # type: ignore[assignment]  # slime's functions ask whether it is None
-    """For each response token 1 where it is trained on, 0 where it is not the policy's own (tool output); None before
-    there is a response."""
-
+    """1 for each response token that is trained on, 0 for tool output; None before there is a response."""
     weight_versions: list[int] = field(default_factory=list)
-    """For each response token the version of the weights that sampled it, in optimizer steps; an observation has that
-    of the token before it."""
-
+    """For each response token the version of the weights that sampled it, in optimizer steps; an observation has the
+    version of the token before it."""
     rollout_log_probs: list[float] = None  # type: ignore[assignment]  # as of loss_mask
-    """Log-probability of each response token in the distribution that it was sampled from; NaN where it is missing, any
-    number where the loss mask is 0. None before there is a response."""
-
+    """Log-prob of each response token in the distribution that it was sampled from; NaN if missing, any number where
+    the loss mask is 0. None before there is a response."""
     remove_sample: bool = False
     """Whether to train on none of the sample's tokens; its reward stays in its group's baseline."""
-
     status: SampleStatus = SampleStatus.PENDING
-    """What became of it: completed by a stop token, truncated by a length limit, aborted from outside, failed."""
-
+    """Completed by a stop token, truncated by a length limit, aborted from outside, or failed."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """User-defined notes; unset means a copy of the prompt row's metadata."""
-
     train_metadata: dict[str, Any] | None = None
     """Notes for functions that take part in training."""
-
     session_id: str | None = None
     """Name of a conversation, whose requests share a cache."""
-
     non_generation_time: float = 0.0
     """Seconds that a generate function spent on anything but sampling."""
-
     sampling_mask: SamplingMask | None = None
-    """The tokens that could be sampled at each response token under top-p or top-k; None where nothing was cut, or
-    the engine did not report it."""
-
+    """The candidate tokens at each response token under top-p or top-k; None if nothing was cut or recorded."""
     rollout_routed_experts: Tensor | None = field(default=None, compare=False)
-    """uint8 or int16 [tokens - 1, sparse layers, k]: the experts that the engine's routers chose, in their order, when
-    each token of prompt and response but the last was fed; None where they were not recorded."""
-
+    """uint8 or int16 [tokens - 1, sparse layers, k]: the experts that the engine's routers chose for every token but
+    the last, in their order; None if not recorded."""
     rollout_routing_weights: Tensor | None = field(default=None, compare=False)
-    """float32 of the same shape: what the engine multiplied the output of each of these experts by."""
-
+    """float32 of the same shape: the combine weight of each expert."""
     reward_parts: dict[str, float] = field(default_factory=dict)
-    """The numbers of a reward that is a dict, by key; the score is the one that --reward-key names."""
-
+    """The numbers of a reward that is a dict; the score is the one that --reward-key names."""
     prompt_row: Prompt | None = None
     """The answered row of a prompt file, also if a function changes `prompt`; None without a row."""
-
     failure: str | None = None
-    """Why a call of a generate function gave no sample (raised, timeout, tokens, …); None where it gave one."""
-
+    """Why a call of a generate function gave no sample (raised, timeout, tokens, …); None if it gave one."""
     retokenized: int = 0
-    """Tokens that the generate function gave to be trained on, and that are not what the engine sampled there."""
+    """Trained tokens of a generate function that differ from the tokens that the engine sampled there."""
 
     Status: ClassVar = SampleStatus
 
@@ -155,11 +128,7 @@ class Sample:
 
     @property
     def row(self) -> Prompt:
-        """The row of a prompt file that is answered.
-
-        Raises:
-            ValueError: The sample has no row.
-        """
+        """The answered row of a prompt file; raises ValueError without one."""
         if self.prompt_row is None:
             raise ValueError("the sample answers no row of a prompt file.")
         return self.prompt_row
@@ -241,17 +210,16 @@ class Sample:
         """Appends tokens to the response, with their entries of loss mask, log-probs and versions.
 
         Args:
-            args: the program's options, which slime passes.
-            tokens: that the policy sampled, or of an observation.
-            log_probs: of sampled tokens; an observation has none, and gets 0.
-            trainable: whether the policy sampled them.
-            meta_info: of the server's answer: the version of its weights, the tokens that truncated sampling left
-                (output_token_sampling_mask), and why the request ended, which becomes the status.
-            text: of the tokens, appended to the response's.
-            update_terminal_info: whether to take the status from meta_info.
+            args: The program's options, which slime passes; unused.
+            tokens: Tokens that the policy sampled, or of an observation.
+            log_probs: Log-probs of sampled tokens; an observation has none and gets 0.
+            trainable: Whether the policy sampled the tokens.
+            meta_info: The server's answer: weight version, output_token_sampling_mask and finish_reason.
+            text: Text of the tokens, appended to the response's.
+            update_terminal_info: Whether to take the status from meta_info.
 
         Raises:
-            ValueError: sampled tokens without log-probs, an observation with some, or lists of different lengths.
+            ValueError: Sampled tokens without log-probs, an observation with some, or lists of different lengths.
         """
         ids, meta = _listed(tokens, int), meta_info or {}
         values = None if log_probs is None else _listed(log_probs, float)
@@ -289,14 +257,14 @@ class Sample:
 
 
 def by_rollout(samples: Iterable[Sample]) -> list[list[Sample]]:
-    """Samples that lie one after another, put together with the other segments of their rollout."""
-    found: list[list[Sample]] = []
+    """Groups adjacent samples that are segments of one rollout."""
+    rollouts: list[list[Sample]] = []
     for sample in samples:
-        if found and sample.rollout_id is not None and found[-1][0].rollout_id == sample.rollout_id:
-            found[-1].append(sample)
+        if rollouts and sample.rollout_id is not None and rollouts[-1][0].rollout_id == sample.rollout_id:
+            rollouts[-1].append(sample)
         else:
-            found.append([sample])
-    return found
+            rollouts.append([sample])
+    return rollouts
 
 
 def _listed(values: Any, kind: type[T]) -> list[T]:
@@ -330,37 +298,27 @@ class Sampling:
     """How responses are drawn."""
 
     temperature: float = 1.0
-    """Divides the logits; 0 takes the likeliest token and reports log-probs at temperature 1."""
-
+    """Divides the logits; 0 takes the most likely token and reports log-probs at temperature 1."""
     top_p: float = 1.0
-    """Nucleus probability: the likeliest tokens that reach it together can be sampled; 1 means all tokens."""
-
+    """Nucleus probability; 1 means all tokens."""
     top_k: int = -1
-    """Number of likeliest tokens that can be sampled; -1 means all."""
-
+    """Number of most likely tokens that can be sampled; -1 means all."""
     max_response_len: int
-    """Longest response, in tokens."""
-
+    """Maximum tokens of a response."""
     max_context_len: int | None = None
-    """Longest prompt and response together, in tokens; unset means the model's own limit."""
-
+    """Maximum tokens of prompt and response; unset means the model's limit."""
     n_samples: int = 1
     """Responses per prompt."""
-
     stop_token_ids: tuple[int, ...] = ()
-    """Token ids that end a response besides the model's end-of-sequence tokens."""
-
+    """Tokens that end a response besides the model's end-of-sequence tokens."""
     return_routed_experts: bool = False
-    """Record the experts that every token is routed to."""
-
+    """Whether to record the experts of every token."""
     return_routing_weights: bool = False
-    """Record the weights that the outputs of these experts are combined with."""
-
+    """Whether to record the combine weights of these experts."""
     return_sampling_mask: bool = False
-    """Whether the samples carry the sets of tokens that top-p and top-k left; evaluation has no use for them."""
-
+    """Whether to record the candidate tokens under top-p and top-k."""
     for_training: bool = False
-    """Whether samples are trained on: no request of a user's function may then change temperature, top-p or top-k."""
+    """Whether samples are trained on; then no request may change temperature, top-p or top-k."""
 
     def __post_init__(self) -> None:
         if self.temperature < 0.0:
@@ -382,16 +340,13 @@ class Sampling:
 def response_limit(
     prompt: Prompt, sampling: Sampling, context_len: int | None, longest_prompt: int | None = None
 ) -> int:
-    """The most tokens that a response to a prompt may have.
+    """Maximum tokens of a response; raises ValueError if the prompt leaves none.
 
     Args:
-        prompt: to be answered.
-        sampling: its limits.
-        context_len: The model's limit on prompt and response together; None without a limit.
-        longest_prompt: most tokens that the engine takes; None where only the context limits them.
-
-    Raises:
-        ValueError: the prompt leaves no tokens for a response.
+        prompt: The prompt.
+        sampling: Limits of the run.
+        context_len: The model's limit on prompt and response; None for no limit.
+        longest_prompt: Maximum prompt of the engine; None for no limit but the context.
     """
     length = len(prompt.token_ids)
     if length == 0:

@@ -14,12 +14,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class SamplingMask:
-    """The set of tokens that could be sampled at each of a number of positions, in compressed sparse rows (CSR).
+    """The candidate tokens at each position, in compressed sparse rows (CSR).
 
     Position i has the set token_ids[s : s + lengths[i]] with s = Σ_{j<i} lengths[j]. A length of 0 means the whole
-    vocabulary: nothing was cut, no set was recorded, or the token is not the policy's own.
-
-    Four bytes per token of a set, and four per position.
+    vocabulary: nothing was cut, no set was recorded, or the token is not the policy's.
     """
 
     token_ids: Tensor
