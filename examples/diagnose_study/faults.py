@@ -23,7 +23,7 @@ from examples.diagnose_study.world import (
     score,
 )
 from slime_tis.analysis.dumps.table import SampleParts, TokenTable
-from slime_tis.trainer.engines.quantize import round_bits, round_fp8, round_int8
+from slime_tis.trainer.engines.weight_rounding import round_bits, round_fp8, round_int8
 
 Choice = tuple[float, float, float]
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from examples.diffusion_digits.config import PIXELS, DigitsConfig
 from examples.diffusion_digits.data import CLASSES, Images
-from slime_tis.trainer.engines.quantize import round_fp8
+from slime_tis.trainer.engines.weight_rounding import round_fp8
 
 FREQUENCIES = 16
 

@@ -28,7 +28,7 @@ from slime_tis.trainer.data.prompts import load_prompts
 from slime_tis.trainer.data.sample import Sample, Sampling
 from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
 from slime_tis.trainer.engines.local.engine import LocalEngine
-from slime_tis.trainer.engines.quantize import round_fp8
+from slime_tis.trainer.engines.weight_rounding import round_fp8
 from slime_tis.trainer.megatron.batch import TrainingBatch, fixed_partition
 from slime_tis.trainer.megatron.engine import TrainingEngine
 from slime_tis.trainer.megatron.parallel import initialize, shut_down

@@ -17,7 +17,7 @@ from slime_tis import RolloutCorrectionConfig, correct
 from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
 from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
 from slime_tis.trainer.engines.local.engine import LocalEngine
-from slime_tis.trainer.engines.quantize import round_int8
+from slime_tis.trainer.engines.weight_rounding import round_int8
 from slime_tis.trainer.megatron.batch import TrainingBatch, make_batch
 from slime_tis.trainer.megatron.engine import TrainingEngine
 from slime_tis.trainer.megatron.parallel import Parallel, initialize, shut_down

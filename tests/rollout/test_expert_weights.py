@@ -14,7 +14,7 @@ from slime_tis.trainer.engines.local.checkpoint import (
     weights_by_file_name,
 )
 from slime_tis.trainer.engines.local.engine import LocalEngine
-from slime_tis.trainer.engines.quantize import round_fp8, round_int8
+from slime_tis.trainer.engines.weight_rounding import round_fp8, round_int8
 from tests.checkpoints import make_checkpoint
 
 FAMILIES = ("qwen3_moe", "qwen2_moe", "glm4_moe")

@@ -9,7 +9,7 @@ from slime_tis.trainer.data.sampling_mask import SamplingMask
 from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
 from slime_tis.trainer.engines.local.engine import LocalEngine
 from slime_tis.trainer.engines.local.sampling import filtered_logits, log_softmax
-from slime_tis.trainer.engines.quantize import round_fp8, round_int8
+from slime_tis.trainer.engines.weight_rounding import round_fp8, round_int8
 from tests.checkpoints import EOS, make_checkpoint
 
 TEXTS = ["31415>", "7>", "abc def + 12>", "Q: 2*3?", "00"]

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime_tis.trainer.engines.quantize import round_bits, round_fp8, round_int8
+from slime_tis.trainer.engines.weight_rounding import round_bits, round_fp8, round_int8
 
 
 def test_int8_rounds_to_multiples_of_the_row_scale():

@@ -14,7 +14,6 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from slime_tis.trainer.engines.quantize import FP8_MAX, round_fp8, round_int8, row_scale
 from slime_tis.trainer.options.rollout import Rounding
 from slime_tis.trainer.storage.checkpoints import ROUNDING_ERRORS
 
@@ -25,6 +24,8 @@ COARSENESS: list[Precision] = ["fp32", "fp16", "bf16", "int8", "fp8"]
 """Precisions by their effect on log-probs, smallest first."""
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 """Tensor dtypes of precisions; fp8 and int8 weights are emulated in float32."""
+FP8_MAX = 448.0
+"""Largest finite float8_e4m3fn."""
 FLOATS = {"fp16": (10, -14, 65504.0), "bf16": (7, -126, 3.3895314e38), "fp8": (3, -6, FP8_MAX)}
 """Mantissa bits, exponent of the smallest normal number, and largest number of each floating-point format."""
 INT8_MAX = 127.0
@@ -38,16 +39,48 @@ def coarser(first: Precision, second: Precision) -> Precision:
     return max(first, second, key=lambda precision: COARSENESS.index(precision))
 
 
-def round_nearest(weight: Tensor, precision: Precision) -> Tensor:
-    """The nearest numbers that an engine of this precision can hold.
+def round_fp8(weight_OI: Tensor) -> Tensor:
+    """The nearest float8_e4m3fn multiples of each row's scale, in float32.
 
-    Args:
-        weight: any shape; for fp8 and int8 [outputs, inputs], with a scale per row (quantize.py).
-        precision: of the engine.
+      s_o = max_i |w_oi| / 448,   w'_oi = s_o · e4m3(w_oi / s_o)
 
-    Returns:
-        The same shape, float32.
+    Serving engines use a scale per output channel too. Activations are not rounded.
+
+    Source of the format: "FP8 Formats for Deep Learning", Micikevicius et al. (https://arxiv.org/abs/2209.05433),
+    table 1.
     """
+    weight_OI = weight_OI.float()
+    scale_O1 = row_scale(weight_OI, FP8_MAX)
+    scaled_OI = (weight_OI / scale_O1).clamp(-FP8_MAX, FP8_MAX)
+    return scaled_OI.to(torch.float8_e4m3fn).float() * scale_O1
+
+
+def round_bits(weight_OI: Tensor, bits: int) -> Tensor:
+    """The nearest integer multiples of each row's scale, in float32; `bits` includes the sign.
+
+      n = 2^(bits−1) − 1,   s_o = max_i |w_oi| / n,   w'_oi = s_o · round(w_oi / s_o)
+
+    Symmetric around 0: −2^(bits−1) is not used. Halves are rounded to even. Source: "Quantizing deep convolutional
+    networks for efficient inference", Krishnamoorthi (https://arxiv.org/abs/1806.08342), section 2.2.
+    """
+    weight_OI = weight_OI.float()
+    largest = 2.0 ** (bits - 1) - 1
+    scale_O1 = row_scale(weight_OI, largest)
+    return (weight_OI / scale_O1).round().clamp(-largest, largest) * scale_O1
+
+
+def round_int8(weight_OI: Tensor) -> Tensor:
+    """`round_bits` with 8 bits."""
+    return round_bits(weight_OI, 8)
+
+
+def row_scale(weight_OI: Tensor, largest: float) -> Tensor:
+    """max |w| / largest of each row; the smallest normal number for rows of (almost) zeros."""
+    return (weight_OI.abs().amax(-1, keepdim=True) / largest).clamp_min(torch.finfo(torch.float32).tiny)
+
+
+def round_nearest(weight: Tensor, precision: Precision) -> Tensor:
+    """The nearest numbers that an engine of this precision can hold, in float32."""
     if precision == "fp8":
         return round_fp8(weight)
     if precision == "int8":
@@ -65,14 +98,6 @@ def round_stochastic(weight: Tensor, precision: Precision, generator: torch.Gene
 
     Source: "Deep Learning with Limited Numerical Precision", Gupta et al. (https://arxiv.org/abs/1502.02551),
     section 3.
-
-    Args:
-        weight: as for `round_nearest`.
-        precision: of the engine.
-        generator: of u, on the weight's device.
-
-    Returns:
-        The same shape, float32.
     """
     weight = weight.float()
     if precision == "fp32":
@@ -111,8 +136,8 @@ class WeightRounder:
         """Starts without errors.
 
         Args:
-            rounding: nearest leaves tensors as they are, since the engine rounds what it gets.
-            seed: of the random numbers, which depend on it, the tensor's name and the version alone.
+            rounding: nearest leaves tensors unchanged, because the engine rounds them.
+            seed: Random numbers depend only on the seed, the tensor's name and the version.
         """
         self.rounding: Rounding = rounding
         self._seed = seed

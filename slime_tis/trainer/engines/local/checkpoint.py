@@ -13,11 +13,7 @@ VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", 
 
 
 def load_model(path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
-    """The causal language model of a directory, in evaluation mode and without gradients.
-
-    Raises:
-        ValueError: no checkpoint there, or one of an architecture that transformers does not know.
-    """
+    """The causal language model of a directory, in evaluation mode and without gradients; ValueError without one."""
     _check_directory(Path(path))
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True, trust_remote_code=False)
@@ -27,11 +23,7 @@ def load_model(path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a checkpoint directory.
-
-    Raises:
-        ValueError: no checkpoint there, or no tokenizer in it.
-    """
+    """The tokenizer of a checkpoint directory; ValueError without one."""
     _check_directory(Path(path))
     if not any((Path(path) / name).is_file() for name in VOCABULARIES):  # transformers would make an empty one
         raise ValueError(

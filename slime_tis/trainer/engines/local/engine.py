@@ -28,9 +28,8 @@ from slime_tis.trainer.engines.local.checkpoint import (
 from slime_tis.trainer.engines.local.continuous_batching import BatchSettings, ContinuousBatching
 from slime_tis.trainer.engines.local.sampling import log_softmax, prompt_uniforms
 from slime_tis.trainer.engines.local.slot_cache import check_config
-from slime_tis.trainer.engines.quantize import round_bits, round_fp8, round_int8
 from slime_tis.trainer.engines.tasks import CANCELLED, cancel_and_wait, run
-from slime_tis.trainer.engines.weight_rounding import Precision
+from slime_tis.trainer.engines.weight_rounding import Precision, round_bits, round_fp8, round_int8
 from slime_tis.trainer.engines.weight_updates import OUTPUT_LAYER
 from slime_tis.trainer.storage.checkpoints import ROLLOUT_WEIGHTS
 

@@ -44,11 +44,7 @@ class RoutingRecorder:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Finds the layers of experts.
-
-        Raises:
-            ValueError: the model has none.
-        """
+        """Raises ValueError if the model has no experts."""
         self._experts = [module for name, module in model.named_modules() if name.endswith(".mlp.experts")]
         if not self._experts:
             raise ValueError(f"routed experts are recorded but a {type(model).__name__} has no experts.")
@@ -85,12 +81,7 @@ def expert_dtype(experts: int) -> torch.dtype:
 
 
 def has_usable_experts(sample: Sample, sizes: MoeSizes) -> bool:
-    """Whether the experts of a sample can be replayed: recorded for every token but the last, and possible.
-
-    Args:
-        sample: with or without experts.
-        sizes: of the model's mixture-of-experts layers.
-    """
+    """Whether the experts of a sample can be replayed: recorded for every token but the last, and possible."""
     experts, shape = sample.rollout_routed_experts, (len(sample.tokens) - 1, len(sizes.layers), sizes.top_k)
     if experts is None or experts.is_floating_point() or tuple(experts.shape) != shape:
         return False

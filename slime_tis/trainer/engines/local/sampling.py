@@ -16,15 +16,15 @@ def sample_tokens(
     """Draws one token per row by inverse CDF.
 
     Args:
-        logits_BV: [B, V] next-token logits, any floating type.
-        uniforms_B: [B] float64 in [0, 1), unused at temperature 0.
-        temperature: divides the logits; 0 takes the most likely token, with its log-prob at temperature 1.
-        top_p: nucleus probability in (0, 1].
-        top_k: number of most likely tokens that can be drawn, or -1 for all.
+        logits_BV: Next-token logits of any floating type.
+        uniforms_B: float64 in [0, 1), unused at temperature 0.
+        temperature: Divides the logits; 0 takes the most likely token, with its log-prob at temperature 1.
+        top_p: Nucleus probability in (0, 1].
+        top_k: Number of candidate tokens; −1 for all.
 
     Returns:
-        Tokens [B] int64, their log-probs [B] float32, and the logits [B, V] of the sampled distribution, up to a
-        constant per row, −inf at tokens that top-p and top-k removed.
+        Tokens [B] int64, their log-probs [B] float32, and the logits [B, V] of the sampled distribution up to a
+        constant per row, −inf at removed tokens.
     """
     if temperature == 0.0:
         log_probs_BV = log_softmax(logits_BV)
@@ -47,13 +47,13 @@ def filtered_logits(logits_BV: Tensor, *, temperature: float, top_p: float, top_
     (https://arxiv.org/abs/1904.09751), eq. 2-3 for top-p. transformers uses the same order.
 
     Args:
-        logits_BV: [B, V] logits, any floating type.
-        temperature: above 0.
-        top_p: in (0, 1]; the smallest set of most likely tokens whose probability reaches it can be drawn.
-        top_k: tokens as likely as the k-th can be drawn too; -1 means all.
+        logits_BV: Logits of any floating type.
+        temperature: Above 0.
+        top_p: In (0, 1]; keeps the smallest set of most likely tokens whose probability reaches it.
+        top_k: Keeps tokens as likely as the k-th; −1 means all.
 
     Returns:
-        [B, V] float32, -inf at removed tokens.
+        [B, V] float32, −inf at removed tokens.
     """
     scaled_BV = logits_BV.float()
     if temperature != 1.0:
@@ -76,12 +76,6 @@ def log_softmax(logits_BV: Tensor) -> Tensor:
     torch's log_softmax loses digits of that sum on a CPU: with a vocabulary of 150k all log-probs are 1e-5 to 2e-5
     too high. `Tensor.sum` adds in pairs and leaves unbiased rounding errors. The training engine computes log-probs
     in the same way.
-
-    Args:
-        logits_BV: [..., V] logits, any floating type; -inf at removed tokens; each row needs a finite logit.
-
-    Returns:
-        [..., V] float32.
     """
     shifted_BV = _shifted(logits_BV.float())
     return shifted_BV.sub_(shifted_BV.exp().sum(-1, keepdim=True).log_())
@@ -98,11 +92,8 @@ def inverse_cdf(probs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
     vocabulary without a [B, V] table of cumulative sums. A token of probability 0 is never drawn.
 
     Args:
-        probs_BV: [B, V] non-negative, each row with a positive sum; they need not sum to 1.
-        uniforms_B: [B] float64 in [0, 1).
-
-    Returns:
-        [B] int64.
+        probs_BV: Non-negative, each row with a positive sum, which need not be 1.
+        uniforms_B: float64 in [0, 1).
     """
     rows, vocab = probs_BV.shape
     if vocab <= CDF_CHUNK:
@@ -140,9 +131,6 @@ def prompt_uniforms(seed: int, index: int, occurrence: int, n_samples: int, leng
         occurrence: Earlier occurrences of the same prompt in the batch.
         n_samples: Rows.
         length: Columns: tokens of the longest response.
-
-    Returns:
-        [n_samples, length] float64 in [0, 1).
     """
     key = np.array([seed, index], dtype=np.int64).astype(np.uint64)
     philox = np.random.Philox(key=key, counter=np.array([0, 0, 0, occurrence], dtype=np.uint64))
