@@ -48,14 +48,6 @@ def test_a_resumed_run_takes_the_prompts_in_flight_again(task: list[str], tmp_pa
         assert prompts[0] == prompts[1]
 
 
-def test_the_sync_check_passes_equal_weights_and_names_the_error(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    run("--check-weight-sync", "--weight-sync-bound", "1e-4", "--rollout-precision", "fp32", "--num-rollout", "2")
-    with pytest.raises(AssertionError):
-        run("--check-weight-sync", "--weight-sync-bound", "1e-6", "--num-rollout", "1", name="int8")
-    said = capsys.readouterr().err
-    assert "parameter-sync error: after the update to step 0" in said and "the local engine" in said
-
-
 def test_evaluation_by_the_rollout_engine_has_the_present_weights(run: Run, task: list[str], tmp_path: Path) -> None:
     held_out = ["--eval-prompt-data", task[task.index("--prompt-data") + 1], "--eval-interval", "1"]
     flags = [*held_out, "--rollout-precision", "fp32", "--update-weights-interval", "3", "--num-rollout", "2"]

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import threading
 import time
 from pathlib import Path
 
@@ -26,39 +25,14 @@ def test_a_signal_is_raised_where_work_may_be_abandoned(number: signal.Signals, 
     before = signal.getsignal(number)
     with Interrupts() as interrupts:
         interrupts.started()
-        os.kill(os.getpid(), number)
+        for _ in range(3):  # a launcher passes the terminal's signal on
+            os.kill(os.getpid(), number)
         until(lambda: interrupts.number)
         interrupts.check()  # nothing may be abandoned here
         with pytest.raises(Interrupted) as raised, interrupts.abandonable():
             interrupts.check()
     assert (raised.value.status, str(raised.value)) == (status, number.name)
     assert signal.getsignal(number) is before
-
-
-def test_a_signal_is_noticed_while_the_main_thread_is_in_one_long_call() -> None:
-    with Interrupts() as interrupts:
-        interrupts.started()
-        lock, seen = threading.Lock(), []
-        lock.acquire()
-
-        def look() -> None:
-            until(lambda: interrupts.number)
-            seen.append(interrupts.number)
-            lock.release()
-
-        threading.Thread(target=look).start()
-        os.kill(os.getpid(), signal.SIGTERM)
-        lock.acquire()  # released by the signal thread
-    assert seen == [signal.SIGTERM]
-
-
-def test_a_signal_that_a_launcher_passes_on_is_the_same_one() -> None:
-    with Interrupts() as interrupts:
-        interrupts.started()
-        for _ in range(5):
-            os.kill(os.getpid(), signal.SIGINT)
-        until(lambda: interrupts.number)
-    assert interrupts.number == signal.SIGINT
 
 
 def run_child(body) -> int:
@@ -79,7 +53,7 @@ def test_a_signal_during_start_up_ends_the_process(capfd: pytest.CaptureFixture[
             time.sleep(30)
 
     assert run_child(body) == 143
-    assert capfd.readouterr().err == "SIGTERM: the run ends before training began; nothing was saved.\n"
+    assert "before training began" in capfd.readouterr().err
 
 
 def test_a_second_signal_ends_the_process_and_its_children(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -93,18 +67,12 @@ def test_a_second_signal_ends_the_process_and_its_children(capfd: pytest.Capture
             (tmp_path / "child").write_text(str(child))
             os.kill(os.getpid(), signal.SIGINT)
             until(lambda: interrupts.number)
-            interrupt.REPEAT_WINDOW = (
-                0.0  # the next signal is a second one however soon it comes; in this process alone
-            )
+            interrupt.REPEAT_WINDOW = 0.0  # the next signal is a second one, in this process alone
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(30)
 
     assert run_child(body) == 143
-    said = capfd.readouterr().err.splitlines()
-    assert said == [
-        "SIGINT: the run saves and stops; a second signal ends it at once.",
-        "SIGTERM: the run ends at once.",
-    ]
+    assert [line.split(":")[0] for line in capfd.readouterr().err.splitlines()] == ["SIGINT", "SIGTERM"]
     child = int((tmp_path / "child").read_text())
     until(lambda: not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text().split()[2])
 

@@ -35,9 +35,3 @@ def test_the_console_script_is_the_command() -> None:
     (script,) = [each for each in entry_points(group="console_scripts") if each.name == "slime-tis"]
     assert script.value == PROJECT["project"]["scripts"]["slime-tis"] == "slime_tis.main:main"
     assert script.load() is main
-
-
-def test_one_python_version_everywhere() -> None:
-    assert PROJECT["project"]["requires-python"] == ">=3.11"
-    assert PROJECT["tool"]["ruff"]["target-version"] == "py311"
-    assert "Programming Language :: Python :: 3.11" in PROJECT["project"]["classifiers"]

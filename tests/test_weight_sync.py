@@ -27,7 +27,7 @@ from slime_tis.trainer.weight_sync import (
     make_probe,
 )
 from tests.conftest import Run
-from tests.runs import ROOT, make_task, read_metrics, run_apart, run_here
+from tests.runs import ROOT, read_metrics, run_apart, run_here
 
 SERVER = f"""
 import sys, threading
@@ -106,13 +106,6 @@ def test_noise_of_both_engines_is_never_called_a_missed_update(seed: int, tokens
     r, r_before = (moved + shift + noise * third).tolist(), (shift + noise * fourth).tolist()
     assert not compared(r, n, r_before, n_before).is_missed()
     assert compared(r_before, n, r_before, n_before).is_missed()
-
-
-def test_prompts_of_one_token_are_checked(tmp_path: Path) -> None:
-    task = make_task(tmp_path, "qwen2")  # whose tokenizer puts no <bos> before the text
-    (tmp_path / "short.jsonl").write_text('{"prompt": ">", "label": "1"}\n' * 4)
-    flags = [*task, "--prompt-data", str(tmp_path / "short.jsonl"), "--check-weight-sync", "--num-rollout", "1"]
-    assert train([*flags, "--rollout-precision", "fp32", "--output-dir", str(tmp_path / "run")]) == 0
 
 
 def test_servers_are_stopped_where_set_up_fails_after_their_start(

@@ -68,7 +68,7 @@ def make_options(rng: random.Random) -> dict[str, Any]:
         options |= rng.choice(({"rs_z_score": bound(0.9)}, {"rs_target_fraction": rng.choice((0.02, 0.5, 1.0, 2.0))}))
     if rng.random() < 0.02:
         name = rng.choice([field.name for field in fields(RolloutCorrectionConfig)])
-        options[name] = rng.choice(("nonsense" * 1000, 3, [], None, math.nan, 10**5000))
+        options[name] = rng.choice(("nonsense" * 1000, 3, [], None, math.nan))
     return options
 
 
@@ -204,19 +204,12 @@ def wrong_correction(config: RolloutCorrectionConfig, inputs: list[Any], found: 
             return "a metric is below 0 that cannot be"
     if not found.statistics.batch_norm_factor() > 0:
         return "the mean weight is not above 0"
-    return wrong_mean(found, masks)
-
-
-def wrong_mean(found: Any, masks: list[Tensor]) -> str | None:
-    """The corrected loss of ones: finite, with a finite gradient."""
     losses = [torch.ones(mask.shape, requires_grad=True) for mask in masks]
     mean = found.mean(losses if isinstance(found.mask, list) else losses[0])
-    if not mean.isfinite():
-        return "the mean is not finite"
-    if not losses:
-        return None
-    gradients = torch.autograd.grad(mean, losses, allow_unused=True)
-    return None if all(g is None or g.isfinite().all() for g in gradients) else "a gradient is not finite"
+    gradients = torch.autograd.grad(mean, losses, allow_unused=True) if losses else []
+    if not all(x is None or x.isfinite().all() for x in (mean, *gradients)):
+        return "the mean or its gradient is not finite"
+    return None
 
 
 def one_rank_sum(values: Tensor, op: str) -> Tensor:
