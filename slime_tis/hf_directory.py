@@ -31,28 +31,21 @@ class Family:
     """Tensor prefix of the shared expert's gate."""
 
 
+ROTARY = "transformers.models.{0}.modeling_{0}:{1}RotaryEmbedding"
 FAMILIES = {
-    "LlamaForCausalLM": Family(rotary_class="transformers.models.llama.modeling_llama:LlamaRotaryEmbedding"),
-    "Qwen2ForCausalLM": Family(
-        rotary_class="transformers.models.qwen2.modeling_qwen2:Qwen2RotaryEmbedding", qkv_bias=True
-    ),
-    "Qwen3ForCausalLM": Family(
-        rotary_class="transformers.models.qwen3.modeling_qwen3:Qwen3RotaryEmbedding", qk_norm=True
-    ),
+    "LlamaForCausalLM": Family(rotary_class=ROTARY.format("llama", "Llama")),
+    "Qwen2ForCausalLM": Family(rotary_class=ROTARY.format("qwen2", "Qwen2"), qkv_bias=True),
+    "Qwen3ForCausalLM": Family(rotary_class=ROTARY.format("qwen3", "Qwen3"), qk_norm=True),
     "Qwen2MoeForCausalLM": Family(
-        rotary_class="transformers.models.qwen2_moe.modeling_qwen2_moe:Qwen2MoeRotaryEmbedding",
+        rotary_class=ROTARY.format("qwen2_moe", "Qwen2Moe"),
         qkv_bias="qkv_bias",
         moe=True,
         shared_expert="mlp.shared_expert",
         shared_expert_gate="mlp.shared_expert_gate",
     ),
-    "Qwen3MoeForCausalLM": Family(
-        rotary_class="transformers.models.qwen3_moe.modeling_qwen3_moe:Qwen3MoeRotaryEmbedding",
-        qk_norm=True,
-        moe=True,
-    ),
+    "Qwen3MoeForCausalLM": Family(rotary_class=ROTARY.format("qwen3_moe", "Qwen3Moe"), qk_norm=True, moe=True),
     "Glm4MoeForCausalLM": Family(
-        rotary_class="transformers.models.glm4_moe.modeling_glm4_moe:Glm4MoeRotaryEmbedding",
+        rotary_class=ROTARY.format("glm4_moe", "Glm4Moe"),
         qkv_bias="attention_bias",
         qk_norm="use_qk_norm",
         moe=True,
@@ -62,8 +55,6 @@ FAMILIES = {
 }
 """Supported families, by their architecture in config.json."""
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
-MAX_LAYERS, MAX_COUNT = 1024, 2**31 - 1
-"""Limits on counts: transformers makes a list with an entry for each layer before it reads weights."""
 COUNTS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "max_position_embeddings", "num_experts", "num_local_experts"),
@@ -76,8 +67,8 @@ FLAGS = (
 )
 
 
-def _is_count(value: object) -> bool:
-    return type(value) is int and value > 0
+def _is_count(value: object, most: int = 2**31 - 1) -> bool:
+    return type(value) is int and 0 < value <= most
 
 
 def _is_positive(value: object) -> bool:
@@ -89,13 +80,15 @@ def _is_number(value: object) -> bool:
 
 
 FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    **dict.fromkeys(COUNTS, (_is_count, "a whole number above 0")),
+    **dict.fromkeys(COUNTS, (_is_count, "a whole number above 0 and below 2**31")),
     **dict.fromkeys(FLAGS, (lambda value: type(value) is bool, "true or false")),
+    # transformers makes a list with an entry for each layer before it reads weights
+    "num_hidden_layers": (lambda value: _is_count(value, 1024), "a whole number from 1 to 1024"),
     "rms_norm_eps": (lambda value: _is_number(value) and 0 <= value < 1, "a number from 0 to 1"),
-    **dict.fromkeys(("routed_scaling_factor", "rope_theta"), (_is_positive, "a number above 0")),
+    **dict.fromkeys(("routed_scaling_factor", "rope_theta", "factor"), (_is_positive, "a number above 0")),
     **dict.fromkeys(("rope_scaling", "rope_parameters"), (lambda value: isinstance(value, dict), "an object")),
 }
-"""Test and description of the valid values of optional fields of config.json."""
+"""Test and description of the valid values of optional fields of config.json and its rope objects."""
 FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 """safetensors' names of the supported types of weights."""
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -133,15 +126,7 @@ class ModelSizes:
 
 
 def read_model_config(directory: str | Path, flag: str = "--hf-checkpoint") -> dict[str, Any]:
-    """Returns the checked content of a checkpoint's config.json.
-
-    Args:
-        directory: The checkpoint.
-        flag: Flag of the directory, for messages.
-
-    Raises:
-        ValueError: The file is missing or damaged, has an unsupported architecture or an invalid field.
-    """
+    """Returns the content of config.json; a ValueError names `flag` and an unsupported model or an invalid field."""
     path = Path(directory) / "config.json"
     where = f"{flag} is {quoted_path(directory)}"
     if not path.is_file():
@@ -150,35 +135,30 @@ def read_model_config(directory: str | Path, flag: str = "--hf-checkpoint") -> d
     architectures = model.get("architectures") or ["unknown"]
     if not isinstance(architectures, list) or architectures[0] not in FAMILIES:
         name = architectures[0] if isinstance(architectures, list) else architectures
-        latent = " with multi-head latent attention" if model.get("kv_lora_rank") is not None else ""
         raise ValueError(
-            f"{where} of the architecture {one_line(str(name))}{latent} but "
-            f"supported are {', '.join(FAMILIES)}; give a checkpoint of one of these."
+            f"{where} of the architecture {one_line(str(name))} but supported are {', '.join(FAMILIES)}; give a "
+            "checkpoint of one of these."
         )
     quantization = model.get("quantization_config")
     if quantization is not None:
         raise ValueError(
-            f"{where}, whose config.json has quantization_config {quoted(quantization)}, but training needs weights "
-            "that are not quantized; give the checkpoint that it was made from."
+            f"{where}, whose config.json has quantization_config {quoted(quantization)}; give a checkpoint that is not "
+            "quantized."
         )
-    for problem in _field_problems(model):
-        raise ValueError(f"{where}, whose config.json has {problem}.")
+    _check_fields(model, f"{where}, whose config.json has")
     return model
 
 
 def load_config(directory: str | Path) -> Any:
-    """Returns transformers' configuration of a checkpoint, with the defaults of its family.
-
-    Raises:
-        ValueError: transformers refuses the file, or the routers are not supported.
-    """
+    """Returns transformers' configuration of a checkpoint, with the defaults of its family."""
     from transformers import AutoConfig
 
     try:
         hf = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers checks fields with errors of several libraries
         raise ValueError(f"{Path(directory) / 'config.json'} is not accepted: {first_line(error)}.") from error
-    for problem in _moe_problems(hf):
+    problem = _moe_problem(hf)
+    if problem:
         raise ValueError(f"{Path(directory) / 'config.json'} has {problem}.")
     return hf
 
@@ -211,45 +191,35 @@ def moe_sizes(hf: Any) -> MoeSizes | None:
     )
 
 
-def _moe_problems(hf: Any) -> Iterator[str]:
-    """Yields unsupported properties of the sparse layers."""
-    sparse_by = ("first_k_dense_replace", "decoder_sparse_step")
-    if FAMILIES[hf.architectures[0]].moe and not any(hasattr(hf, name) for name in sparse_by):
-        yield f"model_type {quoted(hf.model_type)}, which does not match {hf.architectures[0]}"
-        return
+def _moe_problem(hf: Any) -> str:
+    """Returns an unsupported property of the sparse layers, or an empty text."""
+    family = FAMILIES[hf.architectures[0]]
+    if family.moe and not (hasattr(hf, "first_k_dense_replace") or hasattr(hf, "decoder_sparse_step")):
+        return f"model_type {quoted(hf.model_type)}, which does not match {hf.architectures[0]}"
     sizes = moe_sizes(hf)
     if sizes is None:
-        return
-    if sizes.layers[0] < 0:
-        yield f"first_k_dense_replace {sizes.layers[0]}, which must be 0 or more"
-    experts, top_k = sizes.num_experts, sizes.top_k
-    if top_k > experts:
-        yield f"num_experts_per_tok {top_k}, of {experts} experts"
-    if not FAMILIES[hf.architectures[0]].sigmoid_router:
-        if top_k == 1 and hf.norm_topk_prob:
-            yield (
-                "norm_topk_prob true with num_experts_per_tok 1: every expert is weighted by 1 and the router has no "
-                "gradient; use a checkpoint with norm_topk_prob false or with several experts per token"
-            )
-        return
-    # megatron-core divides the scores of several experts by their sum, and the score of a single one by nothing.
-    if hf.norm_topk_prob != (top_k > 1):
-        yield f"norm_topk_prob {quoted(hf.norm_topk_prob)} with num_experts_per_tok {top_k}, which is not supported"
-    if hf.n_group == 1:
-        return
-    if experts % hf.n_group or hf.topk_group > hf.n_group or hf.topk_group * (experts // hf.n_group) < top_k:
-        yield f"n_group {hf.n_group} and topk_group {hf.topk_group}, which do not fit {top_k} of {experts} experts"
-    # megatron-core scores a group by its best num_experts_per_tok / topk_group experts, the model by its best two.
-    if top_k // hf.topk_group != 2:
-        yield f"topk_group {hf.topk_group} with num_experts_per_tok {top_k}, but the ratio must be 2"
+        return ""
+    experts, top_k, norm = sizes.num_experts, sizes.top_k, hf.norm_topk_prob
+    routing = f"num_experts_per_tok {top_k}"
+    if family.sigmoid_router:
+        groups, chosen = hf.n_group, hf.topk_group
+        routing += f" of {experts} experts, n_group {groups}, topk_group {chosen}"
+        fits = experts % groups == 0 and chosen <= groups and chosen * (experts // groups) >= top_k
+        problems = {
+            f"first_k_dense_replace {sizes.layers[0]}, which must be 0 or more": sizes.layers[0] < 0,
+            # megatron-core divides the scores of several experts by their sum, and of a single one by nothing
+            f"norm_topk_prob {norm} with {routing}, which is not supported": norm != (top_k > 1),
+            # megatron-core scores a group by its best top_k / topk_group experts, the model by its best two
+            f"{routing}, which do not fit": groups > 1 and (not fits or top_k // chosen != 2),
+        }
+    else:
+        problems = {f"norm_topk_prob true with {routing}, whose router has no gradient": top_k == 1 and bool(norm)}
+    problems[f"num_experts_per_tok {top_k}, of {experts} experts"] = top_k > experts
+    return next((problem for problem, holds in problems.items() if holds), "")
 
 
 def check_generation_config(directory: str | Path) -> None:
-    """Checks the end tokens in generation_config.json, if it exists.
-
-    Raises:
-        ValueError: The file is not a JSON object, or eos_token_id is neither a token id nor a list of token ids.
-    """
+    """Refuses a damaged generation_config.json, and end tokens in it that are no token ids."""
     path = Path(directory) / "generation_config.json"
     if not path.is_file():
         return
@@ -266,11 +236,7 @@ def model_sizes(model: Mapping[str, Any]) -> ModelSizes:
 
 
 def tensor_files(directory: str | Path) -> dict[str, Path]:
-    """Returns the file of each tensor of a checkpoint, by the tensor's name.
-
-    Raises:
-        ValueError: A file is missing, damaged or outside the directory.
-    """
+    """Returns the file of each tensor by the tensor's name; refuses missing, damaged and outside files."""
     directory = Path(directory)
     index = directory / INDEX
     if index.is_file():
@@ -282,15 +248,7 @@ def tensor_files(directory: str | Path) -> dict[str, Path]:
 
 
 def check_tensors(directory: str | Path, model: Mapping[str, Any]) -> None:
-    """Checks that a checkpoint has all tensors of its config.json; reads only the headers.
-
-    Args:
-        directory: The checkpoint.
-        model: Result of `read_model_config`.
-
-    Raises:
-        ValueError: A tensor is missing or has the wrong shape or type; see also `tensor_files`.
-    """
+    """Refuses a checkpoint without all tensors of `read_model_config` in their shapes; reads only the headers."""
     files = tensor_files(directory)
     headers: dict[Path, dict[str, tuple[str, tuple[int, ...]]]] = {}
     for name, shape in expected_tensors(directory, model):
@@ -304,22 +262,14 @@ def check_tensors(directory: str | Path, model: Mapping[str, Any]) -> None:
         kind, actual = headers[path][name]
         if actual != shape:
             raise ValueError(
-                f"{path}: the tensor {name} has the shape {list(actual)}, but by config.json it is {list(shape)}; "
-                "the two are of different models."
+                f"{path}: the tensor {name} has the shape {list(actual)}, but by config.json it is {list(shape)}."
             )
         if kind not in FLOAT_TYPES:
-            raise ValueError(
-                f"{path}: the tensor {name} is of type {kind}, but training needs one of {', '.join(FLOAT_TYPES)}; "
-                "give a checkpoint that is not quantized."
-            )
+            raise ValueError(f"{path}: the tensor {name} is of type {kind}, not one of {', '.join(FLOAT_TYPES)}.")
 
 
 def expected_tensors(directory: str | Path, model: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yields the name and shape of every tensor of a model.
-
-    Raises:
-        ValueError: config.json lacks a size.
-    """
+    """Yields the name and shape of every tensor of a model."""
     for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
         if model.get(name) is None:
             raise ValueError(f"{Path(directory) / 'config.json'} has no {name}, which every model has.")
@@ -390,32 +340,24 @@ def _read_object(path: Path, where: str) -> dict[str, Any]:
     return value
 
 
-def _field_problems(model: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the invalid fields of config.json."""
-    for name, (is_valid, description) in FIELDS.items():
-        if model.get(name) is not None and not is_valid(model[name]):
-            yield f"{name} {quoted(model[name])}, which must be {description}"
-    for name in COUNTS:
-        most = MAX_LAYERS if name == "num_hidden_layers" else MAX_COUNT
-        if (model.get(name) or 0) > most:
-            yield f"{name} {quoted(model[name])}, which must be at most {most}"
-    heads, groups = model.get("num_attention_heads"), model.get("num_key_value_heads")
-    if heads and groups and heads % groups:
-        yield f"num_attention_heads {heads}, which must be a multiple of num_key_value_heads {groups}"
-    hidden, width = model.get("hidden_size"), model.get("head_dim")
-    if heads and hidden and not width and hidden % heads:
-        yield f"hidden_size {hidden}, which must be a multiple of num_attention_heads {heads}"
-    width = width or (hidden // heads if heads and hidden else None)
-    if width and width % 2:
-        yield f"heads of {width} numbers, which must be even for rotary positions"
-    for name in ("rope_scaling", "rope_parameters"):
-        rope = model.get(name) or {}
+def _check_fields(model: Mapping[str, Any], where: str) -> None:
+    """Refuses invalid fields of config.json and its rope objects, and sizes that do not divide."""
+    ropes = [model[name] for name in ("rope_scaling", "rope_parameters") if isinstance(model.get(name), dict)]
+    for fields in (model, *ropes):
+        for name, (is_valid, description) in FIELDS.items():
+            if fields.get(name) is not None and not is_valid(fields[name]):
+                raise ValueError(f"{where} {name} {quoted(fields[name])}, which must be {description}.")
+    for rope in ropes:
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind not in ROPE_TYPES:
-            yield f"{name} of type {quoted(kind)}, but known are {', '.join(ROPE_TYPES)}"
-        for key in ("rope_theta", "factor"):
-            if rope.get(key) is not None and not _is_positive(rope[key]):
-                yield f"{name} with {key} {quoted(rope[key])}, which must be a number above 0"
+            raise ValueError(f"{where} rope_type {quoted(kind)}, but known are {', '.join(ROPE_TYPES)}.")
+    heads = model.get("num_attention_heads") or 1
+    hidden = model.get("hidden_size") or 2 * heads
+    groups, width = model.get("num_key_value_heads") or 1, model.get("head_dim")
+    if heads % groups:
+        raise ValueError(f"{where} num_attention_heads {heads}, which must be a multiple of {groups} key-value heads.")
+    if (width or hidden // heads) % 2 or (width is None and hidden % heads):
+        raise ValueError(f"{where} heads of {width or hidden / heads:g} numbers, which must be whole and even.")
 
 
 def _indexed_files(directory: Path, index: Path) -> dict[str, Path]:

@@ -186,15 +186,12 @@ def _add_analysis(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def train(argv: Sequence[str] | None = None, *, prog: str = "train.py", owns_process: bool = False) -> int:
-    """Checks a command line and then runs `slime_tis.trainer.train`; returns the exit status.
+    """Checks a command line and runs `slime_tis.trainer.train`; returns the exit status.
 
     Args:
         argv: The command line without the program's name; None means this process's.
         prog: Name of the program in `--help`.
-        owns_process: Whether the process ends with the run, also where argv is given.
-
-    Raises:
-        SystemExit: The command line is refused, with code 2 and a message on stderr, or asks for help, with code 0.
+        owns_process: Whether the process ends with the run, also if argv is given.
     """
     owns_process |= argv is None
     argv = _own_command_line() if argv is None else list(argv)
@@ -228,16 +225,7 @@ def _package_is_missing(error: ModuleNotFoundError, command: str, extra: str) ->
 
 
 def what_if_table(path: str, flags: Sequence[str]) -> str:
-    """The table of `slime-tis what-if`.
-
-    Args:
-        path: Run directory or dump.
-        flags: Flags of a correction; all presets and a sweep without.
-
-    Raises:
-        ValueError: The path does not read, has no tokens, or a flag is refused.
-        OSError: Reading failed.
-    """
+    """Returns the table of `slime-tis what-if` for flags of a correction; without flags for presets and a sweep."""
     from slime_tis.analysis.dumps.what_if import as_text, policy_of, what_if
     from slime_tis.analysis.report.source import open_source
     from slime_tis.correction import RolloutCorrectionConfig

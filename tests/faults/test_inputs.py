@@ -99,57 +99,33 @@ FILES: dict[str, tuple[bytes, str]] = {
 """Files that are not JSONL at all."""
 
 LINES: dict[str, tuple[bytes, str]] = {
-    "invalid UTF-8": (b'{"prompt": "\xff", "label": "1"}\n', "is not UTF-8: byte 0xff at byte 13; save it as UTF-8"),
-    "Latin-1": ('{"prompt": "é", "label": "1"}\n'.encode("latin-1"), "is not UTF-8: byte 0xe9"),
-    "a surrogate in UTF-8": (b'{"prompt": "\xed\xa0\x80", "label": "1"}\n', "is not UTF-8: byte 0xed"),
-    "a cut sequence": (b'{"prompt": "\xe2\x82', "is not UTF-8: byte 0xe2"),
-    "a nought": (b'{"prompt": "1\x002", "label": "1"}\n', "is"),
-    "a number of 5,000 digits": (
-        b'{"prompt": "1", "label": ' + b"9" * 5000 + b"}\n",
-        "a number of thousands of digits",
-    ),
-    "a negative number of 5,000 digits": (b'{"prompt": "1", "label": -' + b"9" * 5000 + b"}\n", "thousands of digits"),
-    "lists nested 100,000 deep": (
-        b'{"prompt": "1", "label": ' + deep(100_000) + b"}\n",
-        "is JSON that is nested too deep",
-    ),
-    "objects nested 50,000 deep": (
-        b'{"a":' * 50_000 + b"1" + b"}" * 50_000 + b"\n",
-        "is JSON that is nested too deeply",
-    ),
-    "half a row": (b'{"prompt": "1", "lab', "is not JSON: Unterminated string starting at at column 17"),
-    "two rows on a line": (GOOD.strip() + GOOD, "is not JSON: Extra data at column 33"),
-    "no JSON": (b"31> 13\n", "is not JSON: Extra data"),
-    "Python": (b"{'prompt': '1'}\n", "is not JSON"),
-    "a comma at the end": (b'{"prompt": "1",}\n', "is not JSON"),
-    "a control character": (b'{"prompt": "1\x1b[2J"}\n', "is not JSON: Invalid control character at"),
-    "a list": (b'["31>"]\n', "is JSON of type list, but each line must be an object"),
-    "a string": (b'"31>"\n', "is JSON of type str"),
-    "a null": (b"null\n", "is JSON of type NoneType"),
-    "no prompt": (b'{"text": "1", "label": "1"}\n', "has no key 'prompt'; its keys are 'text', 'label'"),
-    "a thousand keys": (json.dumps({f"k{i}": i for i in range(1000)}).encode() + b"\n", "has no key 'prompt'"),
-    "a key of 10,000 characters": (
-        json.dumps({"k" * 10_000: 1}).encode() + b"\n",
-        "has no key 'prompt'; its keys are 'kk",
-    ),
-    "no label": (b'{"prompt": "1"}\n', "has no key 'label'"),
-    "a prompt of nothing": (row(prompt=""), "has an empty prompt"),
-    "a prompt of null": (row(prompt=None), "has a prompt of type NoneType where a string is needed"),
-    "a prompt of 5": (row(prompt=5), "has a prompt of type int"),
-    "a prompt that is true": (row(prompt=True), "has a prompt of type bool"),
-    "a prompt of messages": (row(prompt=[{"role": "user", "content": "1"}]), "needs --apply-chat-template"),
-    "a prompt that is an object": (row(prompt={"text": "1"}), "has a prompt of type dict"),
-    "half a pair in the prompt": (row(prompt="ab\ud800c"), r"half of a surrogate pair, \ud800, at character 3"),
-    "the other half": (row(prompt="\udfff"), r"half of a surrogate pair, \udfff, at character 1"),
-    "half a pair in the label": (row(label="\ud83d"), r"has a label with half of a surrogate pair, \ud83d"),
-    "metadata of a number": (row(metadata=5), "has 'metadata' that is not a mapping"),
-    "metadata of a list": (row(metadata=[1]), "has 'metadata' that is not a mapping"),
-    "metadata of no JSON": (row(metadata="{"), "has 'metadata' that is not a mapping"),
-    "metadata nested deeply": (row(metadata=deep(50_000).decode()), "has 'metadata' that is not a mapping"),
-    "metadata nested 200 deep": (row(metadata={"a": json.loads(deep(200))}), "nests deeper than 100 levels"),
-    "metadata of 5,000 digits": (row(metadata="9" * 5000), "has 'metadata' that is not a mapping"),
-    "a prompt that fills the context": (row(prompt="1" * 127), "has a prompt of 128 tokens, which leaves no tokens"),
-    "a prompt of 10 MB": (row(prompt="1" * 10_000_000), "has a prompt of 10000000 characters, which leaves no tokens"),
+    "invalid UTF-8": (b'{"prompt": "\xff", "label": "1"}\n', "not UTF-8: byte 0xff at byte 13"),
+    "a surrogate in UTF-8": (b'{"prompt": "\xed\xa0\x80", "label": "1"}\n', "not UTF-8"),
+    "a cut sequence": (b'{"prompt": "\xe2\x82', "not UTF-8"),
+    "a number of 5,000 digits": (b'{"prompt": "1", "label": -' + b"9" * 5000 + b"}\n", "thousands of digits"),
+    "lists nested 100,000 deep": (b'{"prompt": "1", "label": ' + deep(100_000) + b"}\n", "nested too deep"),
+    "objects nested 50,000 deep": (b'{"a":' * 50_000 + b"1" + b"}" * 50_000 + b"\n", "nested too deep"),
+    "half a row": (b'{"prompt": "1", "lab', "not JSON"),
+    "two rows on a line": (GOOD.strip() + GOOD, "not JSON"),
+    "Python": (b"{'prompt': '1'}\n", "not JSON"),
+    "a control character": (b'{"prompt": "1\x1b[2J"}\n', "not JSON"),
+    "a list": (b'["31>"]\n', "type list"),
+    "a null": (b"null\n", "type NoneType"),
+    "no prompt": (b'{"text": "1", "label": "1"}\n', "no key 'prompt'"),
+    "a thousand keys": (json.dumps({f"k{i}": i for i in range(1000)}).encode() + b"\n", "no key 'prompt'"),
+    "a key of 10,000 characters": (json.dumps({"k" * 10_000: 1}).encode() + b"\n", "no key 'prompt'"),
+    "no label": (b'{"prompt": "1"}\n', "no key 'label'"),
+    "an empty prompt": (row(prompt=""), "empty prompt"),
+    "a prompt of null": (row(prompt=None), "type NoneType"),
+    "a prompt of 5": (row(prompt=5), "type int"),
+    "a prompt of messages": (row(prompt=[{"role": "user", "content": "1"}]), "--apply-chat-template"),
+    "half a pair in the prompt": (row(prompt="ab\ud800c"), "surrogate"),
+    "half a pair in the label": (row(label="\ud83d"), "surrogate"),
+    "metadata of a list": (row(metadata=[1]), "'metadata' that is not a mapping"),
+    "metadata nested deeply": (row(metadata=deep(50_000).decode()), "'metadata' that is not a mapping"),
+    "metadata nested 200 deep": (row(metadata={"a": json.loads(deep(200))}), "nests deeper"),
+    "a prompt that fills the context": (row(prompt="1" * 127), "128 tokens"),
+    "a prompt of 10 MB": (row(prompt="1" * 10_000_000), "10000000 characters"),
 }
 """Second lines of files whose first is good."""
 
@@ -172,16 +148,13 @@ def test_malformed_lines(tally: Any, tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     for name, (line, words) in LINES.items():
         path.write_bytes(GOOD + line)
-        in_line = "" if name == "a nought" else f"{path}, line 2"
-        t.record(name, problem(lambda: load(path), path, in_line, words))
-    path.write_bytes(GOOD + row(prompt=[{"role": "user", "content": {"a": [1]}}]))
-    t.record("a chat of no text", problem(lambda: load(path, apply_chat_template=True), f"{path}, line 2 does not fit"))
-    path.write_bytes(GOOD + row(prompt="\ud800"))
-    t.record("half a pair in a chat", problem(lambda: load(path, apply_chat_template=True), f"{path}, line 2 has a pr"))
+        t.record(name, problem(lambda: load(path), f"{path}, line 2", words))
+    for name, prompt in (("a chat without text", [{"role": "user", "content": {"a": [1]}}]), ("half a pair", "\ud800")):
+        path.write_bytes(GOOD + row(prompt=prompt))
+        t.record(name, problem(lambda: load(path, apply_chat_template=True), f"{path}, line 2"))
     path.write_bytes(row(prompt="1" * 20_000_000))
-    alone = problem(lambda: load(path, max_prompt_len=9), f"the shortest prompt of '{path}' is far longer; raise it.")
-    t.record("a prompt of 20 MB alone", alone)
-    t.check(at_least=40)
+    t.record("a prompt of 20 MB alone", problem(lambda: load(path, max_prompt_len=9), path, "raise it"))
+    t.check(at_least=30)
 
 
 def test_tokens_that_the_model_does_not_have(tally: Any, tmp_path: Path) -> None:
@@ -246,26 +219,19 @@ def test_parquet(tally: Any, tmp_path: Path) -> None:
         path.write_bytes(content)
         t.record(name, problem(lambda: load(path), path))
     for name, columns, words in (
-        (
-            "labels of bytes",
-            {"label": [b"1", b"2"]},
-            "row 1 has a label of type bytes, which JSON does not have; write",
-        ),
-        ("labels of dates", {"label": ["1", "2"], "date": [datetime.date(2024, 1, 2)] * 2}, None),
-        ("labels that are dates", {"label": [datetime.date(2024, 1, 2)] * 2}, "row 1 has a label of type date, which"),
-        ("labels that are times", {"label": [datetime.datetime(2024, 1, 2)] * 2}, "row 1 has a label of type datetime"),
-        ("prompts of bytes", {"prompt": [b"1", b"2"]}, "row 1 has a prompt of type bytes where a string is needed"),
-        ("prompts of numbers", {"prompt": [1, 2]}, "row 1 has a prompt of type int"),
-        ("a prompt of null", {"prompt": ["1", None]}, "row 2 has a prompt of type NoneType"),
-        ("metadata of a number", {"metadata": [1, 2]}, "row 1 has 'metadata' that is not a mapping"),
+        ("labels of bytes", {"label": [b"1", b"2"]}, "label of type bytes"),
+        ("labels that are dates", {"label": [datetime.date(2024, 1, 2)] * 2}, "label of type date"),
+        ("prompts of bytes", {"prompt": [b"1", b"2"]}, "prompt of type bytes"),
+        ("metadata of a number", {"metadata": [1, 2]}, "'metadata' that is not a mapping"),
     ):
         write(**columns)
-        failure = problem(lambda: load(path), f"{path}, {words}")
-        t.record(name, failure if words else None if failure == "was accepted" else failure)
+        t.record(name, problem(lambda: load(path), f"{path}, row 1", words))
+    write(date=[datetime.date(2024, 1, 2)] * 2)
+    t.record("another column of dates", None if len(load(path)) == 2 else "rows are missing")
     write(label=[Decimal("7.50"), Decimal("-1E+3")])
     labels = [prompt.label for prompt in load(path)]
     t.record("labels of decimals", None if labels == ["7.50", "-1000.00"] else str(labels))
-    t.check(at_least=16)
+    t.check(at_least=13)
 
 
 @pytest.fixture(scope="module")
@@ -287,66 +253,38 @@ def spoiled(source: Path, target: Path, **files: bytes | None) -> Path:
 
 
 CONFIGS: dict[str, tuple[bytes | dict[str, Any] | None, str]] = {
-    "none": (None, "holds no config.json"),
-    "empty": (b"", "its config.json is not JSON"),
-    "cut off": (b'{"architectures": [', "its config.json is not JSON"),
-    "a list": (b"[]", "its config.json is JSON of type list and must be an object"),
-    "a null": (b"null", "is JSON of type NoneType"),
-    "invalid UTF-8": (b'{"a": "\xff"}', "is not UTF-8: invalid start byte at byte 7"),
-    "nested 100,000 deep": (b'{"a":' + deep(100_000) + b"}", "is nested too deeply to be read"),
-    "a number of 5,000 digits": (b'{"hidden_size": ' + b"9" * 5000 + b"}", "is not JSON: Exceeds the limit"),
-    "an architecture of text": ({"architectures": "Qwen3ForCausalLM"}, "of the architecture Qwen3ForCausalLM but"),
-    "an architecture of 5": ({"architectures": 5}, "of the architecture 5 but supported are"),
-    "an architecture of none": ({"architectures": [None]}, "of the architecture None but supported are"),
-    "no architecture": ({"architectures": []}, "of the architecture unknown but supported are"),
-    "an architecture of 10,000 characters": ({"architectures": ["A" * 10_000]}, "of the architecture AAAA"),
-    "another architecture": ({"architectures": ["BertModel"]}, "of the architecture BertModel but supported are"),
-    "fp8": ({"quantization_config": {"quant_method": "fp8"}}, "has quantization_config {'quant_method': 'fp8'}, but"),
-    "an unknown quantization": ({"quantization_config": {"quant_method": "nonsense"}}, "has quantization_config"),
-    "a quantization of text": ({"quantization_config": "int4"}, "has quantization_config 'int4'"),
-    "an unknown rope": ({"rope_parameters": {"rope_type": "wormhole"}}, "has rope_parameters of type 'wormhole', but"),
-    "an unknown rope of old": (
-        {"rope_scaling": {"type": "wormhole", "factor": 2}},
-        "has rope_scaling of type 'wormhole'",
-    ),
-    "a rope of a list": ({"rope_scaling": [2]}, "has rope_scaling [2], which must be an object"),
-    "a rope of factor 0": (
-        {"rope_scaling": {"rope_type": "linear", "factor": 0}},
-        "has rope_scaling with factor 0, which",
-    ),
-    "a rope of theta -1": ({"rope_parameters": {"rope_theta": -1}}, "has rope_parameters with rope_theta -1"),
-    "theta 0": ({"rope_theta": 0}, "has rope_theta 0, which must be a number above 0"),
-    "theta of text": ({"rope_theta": "1e6"}, "has rope_theta '1e6'"),
-    "theta infinite": (b'{"architectures": ["Qwen3ForCausalLM"], "rope_theta": Infinity}', "has rope_theta inf"),
-    "epsilon -1": ({"rms_norm_eps": -1}, "has rms_norm_eps -1, which must be a number from 0 to 1"),
-    "epsilon NaN": (b'{"architectures": ["Qwen3ForCausalLM"], "rms_norm_eps": NaN}', "has rms_norm_eps nan"),
-    "epsilon of text": ({"rms_norm_eps": "1e-6"}, "has rms_norm_eps '1e-6'"),
-    "tie of text": ({"tie_word_embeddings": "false"}, "has tie_word_embeddings 'false', which must be true or false"),
-    "3 groups": (
-        {"num_key_value_heads": 3},
-        "num_attention_heads 4, which must be a multiple of num_key_value_heads 3",
-    ),
-    "odd heads": ({"head_dim": 15}, "has heads of 15 numbers, which must be even for rotary positions"),
-    "heads that do not divide": (
-        {"head_dim": None, "num_attention_heads": 6},
-        "hidden_size 32, which must be a multiple",
-    ),
-} | {
-    f"{name} of {value!r}": ({name: value}, f"has {name} {value!r}, which must be a whole number above 0")
-    for name, value in (
-        ("vocab_size", 0),
-        ("vocab_size", "64"),
-        ("hidden_size", -1),
-        ("hidden_size", 32.0),
-        ("intermediate_size", True),
-        ("num_hidden_layers", 0),
-        ("num_hidden_layers", [2]),
-        ("num_attention_heads", 0),
-        ("num_key_value_heads", 0),
-        ("head_dim", 0),
-        ("max_position_embeddings", "128"),
-        ("max_position_embeddings", 0),
-    )
+    "none": (None, "no config.json"),
+    "cut off": (b'{"architectures": [', "not JSON"),
+    "a list": (b"[]", "type list"),
+    "invalid UTF-8": (b'{"a": "\xff"}', "not UTF-8"),
+    "nested 100,000 deep": (b'{"a":' + deep(100_000) + b"}", "nested too deeply"),
+    "a number of 5,000 digits": (b'{"hidden_size": ' + b"9" * 5000 + b"}", "not JSON"),
+    "an architecture of text": ({"architectures": "Qwen3ForCausalLM"}, "architecture Qwen3ForCausalLM"),
+    "an architecture of 5": ({"architectures": 5}, "architecture 5"),
+    "an architecture of none": ({"architectures": [None]}, "architecture None"),
+    "no architecture": ({"architectures": []}, "architecture unknown"),
+    "an architecture of 10,000 characters": ({"architectures": ["A" * 10_000]}, "architecture AAAA"),
+    "fp8": ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    "a quantization of text": ({"quantization_config": "int4"}, "quantization_config"),
+    "an unknown rope": ({"rope_parameters": {"rope_type": "wormhole"}}, "'wormhole'"),
+    "an unknown rope of old": ({"rope_scaling": {"type": "wormhole", "factor": 2}}, "'wormhole'"),
+    "a rope of a list": ({"rope_scaling": [2]}, "rope_scaling [2]"),
+    "a rope of factor 0": ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor 0"),
+    "a rope of theta -1": ({"rope_parameters": {"rope_theta": -1}}, "rope_theta -1"),
+    "theta infinite": (b'{"architectures": ["Qwen3ForCausalLM"], "rope_theta": Infinity}', "rope_theta inf"),
+    "epsilon NaN": (b'{"architectures": ["Qwen3ForCausalLM"], "rms_norm_eps": NaN}', "rms_norm_eps nan"),
+    "epsilon of text": ({"rms_norm_eps": "1e-6"}, "rms_norm_eps '1e-6'"),
+    "tie of text": ({"tie_word_embeddings": "false"}, "tie_word_embeddings 'false'"),
+    "3 groups": ({"num_key_value_heads": 3}, "num_attention_heads 4"),
+    "odd heads": ({"head_dim": 15}, "heads of 15 numbers"),
+    "heads that do not divide": ({"head_dim": None, "num_attention_heads": 6}, "heads of 5.33333 numbers"),
+    "vocab_size of text": ({"vocab_size": "64"}, "vocab_size '64'"),
+    "hidden_size below 0": ({"hidden_size": -1}, "hidden_size -1"),
+    "hidden_size that is not whole": ({"hidden_size": 32.0}, "hidden_size 32.0"),
+    "intermediate_size that is true": ({"intermediate_size": True}, "intermediate_size True"),
+    "no layers": ({"num_hidden_layers": 0}, "num_hidden_layers 0"),
+    "10**9 layers": ({"num_hidden_layers": 10**9}, "num_hidden_layers 1000000000"),
+    "10**12 tokens": ({"vocab_size": 10**12}, "vocab_size 1000000000000"),
 }
 
 
@@ -358,21 +296,19 @@ def test_configurations(tally: Any, checkpoints: dict[str, Path], tmp_path: Path
         text = json.dumps({**config, **content}).encode() if isinstance(content, dict) else content
         directory = spoiled(source, tmp_path / "model", config__json=text)
         t.record(name, problem(lambda d=directory: read_model_config(d), f"--hf-checkpoint is '{directory}'", words))
-    for name, content, words in (
-        ("cut off", b"{", "its generation_config.json is not JSON"),
-        ("a list", b"[]", "is JSON of type list"),
-        ("binary", bytes(range(256)), "is not UTF-8"),
-        ("an end of text", b'{"eos_token_id": "</s>"}', "has eos_token_id '</s>', which must be a token id or a list"),
-        ("an end of -1", b'{"eos_token_id": [2, -1]}', "has eos_token_id [2, -1]"),
-        ("an end of 2**70", b'{"eos_token_id": 1180591620717411303424}', "has eos_token_id 11805916"),
+    for name, content in (
+        ("cut off", b"{"),
+        ("binary", bytes(range(256))),
+        ("an end of text", b'{"eos_token_id": "</s>"}'),
+        ("an end of -1", b'{"eos_token_id": [2, -1]}'),
+        ("an end of 2**70", b'{"eos_token_id": 1180591620717411303424}'),
     ):
         directory = spoiled(source, tmp_path / "model", generation_config__json=content)
-        t.record(f"generation: {name}", problem(lambda d=directory: check_generation_config(d), directory, words))
+        failure = problem(lambda d=directory: check_generation_config(d), directory, "generation_config.json")
+        t.record(f"generation: {name}", failure)
+    rope = {"rope_type": "yarn"}
     for name, fields in (
-        (
-            "a rope without its factor",
-            {"rope_scaling": {"rope_type": "yarn"}, "rope_parameters": {"rope_type": "yarn"}},
-        ),
+        ("a rope without its factor", {"rope_scaling": rope, "rope_parameters": rope}),
         ("an unknown type of numbers", {"dtype": "float31", "torch_dtype": "float31"}),
         ("an activation of 5", {"hidden_act": 5}),
         ("layers of an unknown kind", {"layer_types": ["x", "y"]}),
@@ -382,13 +318,12 @@ def test_configurations(tally: Any, checkpoints: dict[str, Path], tmp_path: Path
     for name, files in (
         ("a tokenizer of garbage", {"tokenizer__json": b"\xff\xfe"}),
         ("a tokenizer cut off", {"tokenizer__json": (source / "tokenizer.json").read_bytes()[:100]}),
-        ("a tokenizer of a list", {"tokenizer__json": b"[]"}),
         ("no tokenizer", {"tokenizer__json": None, "tokenizer_config__json": None}),
         ("settings cut off", {"tokenizer_config__json": b"{"}),
     ):
         directory = spoiled(source, tmp_path / "model", **files)
         t.record(name, problem(lambda d=directory: load_tokenizer(d), directory))
-    t.check(at_least=55)
+    t.check(at_least=45)
 
 
 def check(directory: Path) -> None:
@@ -417,65 +352,41 @@ def test_safetensors_files(tally: Any, checkpoints: dict[str, Path], tmp_path: P
     whole = (source / "model.safetensors").read_bytes()
     for name, content in (
         ("empty", b""),
-        ("7 bytes", whole[:7]),
         ("the header cut off", whole[:100]),
         ("the last byte missing", whole[:-1]),
-        ("half", whole[: len(whole) // 2]),
         ("a byte too many", whole + b"\0"),
-        ("noughts", bytes(len(whole))),
         ("random bytes", random.Random(1).randbytes(4096)),
-        ("a page of HTML", b"<html><body>404</body></html>" * 9),
         ("a pointer of Git LFS", b"version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 988097824\n"),
         ("a pickle", b"\x80\x02}q\x00."),
         ("a header of 2**63 bytes", header(b"{}", 2**63)),
-        ("a header of 100 GB", header(b"{}", 10**11)),
-        ("a header of no JSON", header(b"[[[[")),
-        ("a header of a list", header(b"[]")),
         ("a header nested deeply", header(deep(50_000))),
         ("offsets beyond the end", header(b'{"a":{"dtype":"F32","shape":[9],"data_offsets":[0,36]}}')),
-        ("offsets that overlap", header(b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[4,0]}}') + bytes(4)),
-        ("an unknown type", header(b'{"a":{"dtype":"F31","shape":[1],"data_offsets":[0,4]}}') + bytes(4)),
-        (
-            "a shape of 2**62",
-            header(b'{"a":{"dtype":"F32","shape":[4611686018427387904,8],"data_offsets":[0,4]}}') + bytes(4),
-        ),
     ):
         directory = spoiled(source, target, model__safetensors=content)
         t.record(name, problem(lambda d=directory: check(d), directory / "model.safetensors", "download it again"))
     for name, edit, words in (
-        (
-            "a wrong shape",
-            lambda w: w.update({Q: w[Q][:-1]}),
-            f"the tensor {Q} has the shape [63, 32], but by config.json",
-        ),
-        ("a shape turned", lambda w: w.update({DOWN: w[DOWN].T}), f"the tensor {DOWN} has the shape [64, 32], but by"),
-        ("a scalar", lambda w: w.update({Q: torch.tensor(1.0)}), f"the tensor {Q} has the shape [], but by"),
-        ("whole numbers", lambda w: w.update({Q: w[Q].long()}), f"the tensor {Q} is of type I64, but training needs"),
-        ("bytes", lambda w: w.update({Q: w[Q].to(torch.int8)}), f"the tensor {Q} is of type I8"),
-        ("fp8", lambda w: w.update({Q: w[Q].to(torch.float8_e4m3fn)}), f"the tensor {Q} is of type F8_E4M3"),
-        ("a tensor missing", lambda w: w.pop(DOWN), f"has no tensor {DOWN}, which its config.json asks for"),
+        ("a wrong shape", lambda w: w.update({Q: w[Q][:-1]}), f"{Q} has the shape [63, 32]"),
+        ("a shape turned", lambda w: w.update({DOWN: w[DOWN].T}), f"{DOWN} has the shape [64, 32]"),
+        ("a scalar", lambda w: w.update({Q: torch.tensor(1.0)}), f"{Q} has the shape []"),
+        ("whole numbers", lambda w: w.update({Q: w[Q].long()}), f"{Q} is of type I64"),
+        ("fp8", lambda w: w.update({Q: w[Q].to(torch.float8_e4m3fn)}), f"{Q} is of type F8_E4M3"),
+        ("a tensor missing", lambda w: w.pop(DOWN), f"has no tensor {DOWN}"),
         ("no output layer", lambda w: w.pop("lm_head.weight"), "has no tensor lm_head.weight"),
-        ("a larger vocabulary", lambda w: w.update({"lm_head.weight": torch.zeros(99, 32)}), "has the shape [99, 32]"),
         ("no tensors", lambda w: w.clear(), "has no tensor model.embed_tokens.weight"),
     ):
         directory = edited(source, target, edit)
         t.record(name, problem(lambda d=directory: check(d), directory, words))
-    for value in (float("nan"), float("inf"), -float("inf")):
+    for value in (float("nan"), -float("inf")):
         directory = edited(source, target, lambda w, v=value: w[Q].view(-1).__setitem__(7, v))
-        words = f"{directory / 'model.safetensors'}: the tensor {Q} holds NaN or infinity; the checkpoint is damaged."
+        words = f"{directory / 'model.safetensors'}: the tensor {Q} holds NaN or infinity"
         t.record(f"a weight of {value}", problem(lambda d=directory: HfTensors(d, tied=False)[Q], words))
     directory = spoiled(source, target, model__safetensors=None, pytorch_model__bin=b"\x80\x02}q\x00.")
-    t.record("pickles alone", problem(lambda: check(directory), directory, "only checkpoints in safetensors are read"))
+    t.record("pickles alone", problem(lambda: check(directory), directory, "safetensors"))
     config = json.loads((source / "config.json").read_text())
-    for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
-        text = json.dumps({key: value for key, value in config.items() if key != name}).encode()
-        directory = spoiled(source, target, config__json=text)
-        words = f"{directory / 'config.json'} has no {name}, which every model has."
-        t.record(f"a configuration without {name}", problem(lambda d=directory: check(d), words))
-    for name, value in (("num_hidden_layers", 10**9), ("vocab_size", 10**12), ("hidden_size", 2**40)):
-        directory = spoiled(source, target, config__json=json.dumps({**config, name: value}).encode())
-        t.record(f"{name} of {value}", problem(lambda d=directory: check(d), directory))
-    t.check(at_least=40)
+    text = json.dumps({key: value for key, value in config.items() if key != "vocab_size"}).encode()
+    directory = spoiled(source, target, config__json=text)
+    t.record("no vocab_size", problem(lambda: check(directory), directory / "config.json", "has no vocab_size"))
+    t.check(at_least=22)
 
 
 def indexed(source: Path, target: Path, index: Any) -> Path:
@@ -501,38 +412,22 @@ def test_indices(tally: Any, checkpoints: dict[str, Path], tmp_path: Path) -> No
     def naming(file: Any) -> Callable[[dict[str, str]], Any]:
         return lambda weight_map: {"weight_map": {**weight_map, Q: file}}
 
+    shard = sorted(load_file(source / "model.safetensors")).index(Q) % 2
     for name, index, words in (
-        ("empty", b"", "is not JSON"),
-        ("a list", b"[]", "is JSON of type list"),
-        ("nested deeply", deep(100_000), "is nested too deeply"),
-        ("no weight_map", {"metadata": {}}, "has no weight_map"),
-        ("a weight_map of a list", {"weight_map": ["a"]}, "has no weight_map"),
-        ("a weight_map of null", {"weight_map": None}, "has no weight_map"),
-        ("a file of 5", naming(5), f"names 5 for the tensor '{Q}', which is not a file name"),
-        ("a file of null", naming(None), "names None for the tensor"),
-        ("a file of a list", naming(["a"]), "names ['a'] for the tensor"),
-        ("a file of nothing", naming(""), "names '' for the tensor"),
-        ("a file that is not there", naming("part-7.safetensors"), "names 'part-7.safetensors', which does not exist"),
-        ("the directory", naming("."), "names '.', which does not exist"),
-        (
-            "a file above",
-            naming("../outside.safetensors"),
-            "names '../outside.safetensors', which is not a file within",
-        ),
-        ("a file above, hidden", naming("x/../../outside.safetensors"), "which is not a file within the directory"),
-        ("an absolute file", naming(str(outside)), "which is not a file within the directory; files outside are not"),
-        ("a nought", naming("a\0b"), r"names 'a\x00b', which is not a file within"),
-        ("a steering name", naming("\x1b[2J"), r"names '\x1b[2J', which does not exist"),
-        ("a name of 10,000 characters", naming("a" * 200 + "/b" * 90), "which does not exist"),
-        (
-            "another file",
-            naming(
-                "part-1.safetensors"
-                if sorted(load_file(source / "model.safetensors")).index(Q) % 2 == 0
-                else "part-0.safetensors"
-            ),
-            f"has no tensor {Q}, which model.safetensors.index.json says it has",
-        ),
+        ("empty", b"", "not JSON"),
+        ("nested deeply", deep(100_000), "nested too deeply"),
+        ("no weight_map", {"metadata": {}}, "no weight_map"),
+        ("a weight_map of a list", {"weight_map": ["a"]}, "no weight_map"),
+        ("a file of 5", naming(5), "not a file name"),
+        ("an empty name", naming(""), "not a file name"),
+        ("a missing file", naming("part-7.safetensors"), "does not exist"),
+        ("the directory", naming("."), "does not exist"),
+        ("a file above", naming("../outside.safetensors"), "not a file within"),
+        ("a file above, hidden", naming("x/../../outside.safetensors"), "not a file within"),
+        ("an absolute file", naming(str(outside)), "not a file within"),
+        ("a null byte", naming("a\0b"), r"'a\x00b'"),
+        ("escape sequences", naming("\x1b[2J"), r"'\x1b[2J'"),
+        ("another shard", naming(f"part-{1 - shard}.safetensors"), f"has no tensor {Q}"),
         ("a tensor missing", lambda m: {"weight_map": {k: v for k, v in m.items() if k != Q}}, f"has no tensor {Q}"),
     ):
         directory = indexed(source, target, index)
@@ -540,7 +435,7 @@ def test_indices(tally: Any, checkpoints: dict[str, Path], tmp_path: Path) -> No
     directory = indexed(source, target, lambda weight_map: {"weight_map": weight_map})
     (directory / "part-1.safetensors").write_bytes((directory / "part-1.safetensors").read_bytes()[:-1])
     t.record("a damaged part", problem(lambda: check(directory), directory / "part-1.safetensors", "download it again"))
-    t.check(at_least=21)
+    t.check(at_least=16)
 
 
 def test_model_directories_that_are_accepted(tally: Any, checkpoints: dict[str, Path], tmp_path: Path) -> None:
@@ -578,27 +473,14 @@ def test_whole_runs_end_before_anything_is_built(tally: Any, tmp_path: Path) -> 
     task = make_task(tmp_path / "task")
     model, data = tmp_path / "task" / "model", tmp_path / "task" / "train.jsonl"
     whole = {path.name: path.read_bytes() for path in (*model.iterdir(), data)}
+    long_row = row(prompt="1" * 10_000_000)
     cases: tuple[tuple[str, Path, bytes, int, str], ...] = (
         ("a file cut off", model / "model.safetensors", whole["model.safetensors"][:-9], 2, "download it again."),
         ("no configuration", model / "config.json", b"{", 2, "its config.json is not JSON"),
-        ("no generation", model / "generation_config.json", b"{", 2, "its generation_config.json is not JSON"),
         ("a tokenizer of garbage", model / "tokenizer.json", b"\xff", 1, "whose tokenizer does not load"),
-        ("gzip", data, gzip.compress(whole["train.jsonl"]), 2, "is compressed with gzip; unpack it."),
+        ("gzip", data, gzip.compress(whole["train.jsonl"]), 2, "is compressed with gzip"),
         ("half a row", data, whole["train.jsonl"][:-9], 1, ", line 16 is not JSON"),
-        (
-            "half a pair",
-            data,
-            whole["train.jsonl"] + b'{"prompt": "\\ud800", "label": "1"}',
-            1,
-            ", line 17 has a prompt",
-        ),
-        (
-            "10 MB",
-            data,
-            whole["train.jsonl"] + row(prompt="1" * 10_000_000),
-            1,
-            ", line 17 has a prompt of 10000000 char",
-        ),
+        ("10 MB", data, whole["train.jsonl"] + long_row, 1, ", line 17 has a prompt of 10000000 char"),
     )
     for number, (name, path, content, status, words) in enumerate(cases):
         path.write_bytes(content)
@@ -610,4 +492,4 @@ def test_whole_runs_end_before_anything_is_built(tally: Any, tmp_path: Path) -> 
             outcome.status == status and not outcome.traceback and words in lines[-1] and str(path.parent) in lines[-1]
         )
         t.record(name, None if right else f"status {outcome.status}: {outcome.error[-300:]}")
-    t.check(at_least=8)
+    t.check(at_least=6)

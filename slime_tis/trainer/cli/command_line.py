@@ -42,53 +42,43 @@ class SourceConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CommandLine:
-    """The flags of a program."""
+    """The options of a program by name, and old names of options."""
 
     options: Mapping[str, Option]
-    """By name."""
-
     aliases: Mapping[str, str]
-    """Old names of options and the name each one has now; both are read on the command line and in YAML."""
 
     @property
     def groups(self) -> dict[str, list[Option]]:
         """The options of each titled group, in the order of --help."""
         groups: dict[str, list[Option]] = {}
-        for one in self.options.values():
-            groups.setdefault(one.group, []).append(one)
+        for option in self.options.values():
+            groups.setdefault(option.group, []).append(option)
         return groups
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """What a command line gives."""
+    """Values of flags by option, and texts of Hydra overrides by dotted key."""
 
     given: dict[str, Given]
-    """Values of flags, by option."""
-
     overrides: dict[str, str]
-    """Text of Hydra overrides of verl's options, by dotted key."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """A flag that another option needs."""
+    """An option, and its value or None for any switch or value, that gives another option an effect."""
 
     option: str
-    """Name of its option."""
-
     value: str | None
-    """The value that is needed; None where anything but off, unset and 0 will do."""
-
     suggested: bool
     """Whether --help and messages name it."""
 
     def met_by(self, value: Any) -> bool:
-        """Whether a value of the option is what is needed."""
+        """Returns whether a value of the option is the needed one."""
         return bool(value) if self.value is None else str(value) == self.value
 
     def __str__(self) -> str:
-        """The flag as one writes it."""
+        """The flag with its value."""
         return flag(self.option) + ("" if self.value is None else f" {self.value}")
 
 
@@ -140,34 +130,21 @@ def make_parser(line: CommandLine, *, prog: str, usage: str, description: str) -
 def _add_flag(group: argparse._ArgumentGroup, line: CommandLine, option: Option) -> None:
     names = [option.name, *(old for old, new in line.aliases.items() if new == option.name)]
     text = f"{option.help} ({'; '.join(help_notes(line, option))})".replace("%", "%%")
-    if option.type.kind is bool:
-        _add_switch(group, option, names, text)
+    if option.type.kind is bool:  # the help shows the form that differs from the default
+        shown, hidden = (argparse.SUPPRESS, text) if option.default else (text, argparse.SUPPRESS)
+        group.add_argument(*map(flag, names), dest=option.name, nargs="?", const="true", help=shown)
+        negative = (flag(f"no_{name}") for name in names)
+        group.add_argument(*negative, dest=option.name, action="store_const", const="false", help=hidden)
         return
-    group.add_argument(
-        *map(flag, names),
-        dest=option.name,
-        nargs="+" if option.type.is_list else None,
-        metavar=_metavar(option),
-        help=text,
-    )
-
-
-def _add_switch(group: argparse._ArgumentGroup, option: Option, names: list[str], text: str) -> None:
-    """Both forms of a switch; the help shows the one that departs from the default."""
-    shown, hidden = (argparse.SUPPRESS, text) if option.default else (text, argparse.SUPPRESS)
-    group.add_argument(*map(flag, names), dest=option.name, nargs="?", const="true", help=shown)
-    negative = (flag(f"no_{name}") for name in names)
-    group.add_argument(*negative, dest=option.name, action="store_const", const="false", help=hidden)
+    nargs = "+" if option.type.is_list else None
+    group.add_argument(*map(flag, names), dest=option.name, nargs=nargs, metavar=_metavar(option), help=text)
 
 
 def help_notes(line: CommandLine, option: Option) -> list[str]:
-    """What --help adds to the text of an option: its default, its limits and what it needs."""
+    """Returns the default, the limits and the needs of an option for --help."""
     needs = needs_of(line, option.name)
-    return [
-        option.default_text,
-        *([] if option.type.limits is None else [str(option.type.limits)]),
-        *([f"needs {_alternatives(needs)}"] if needs else []),
-    ]
+    limits = [] if option.type.limits is None else [str(option.type.limits)]
+    return [option.default_text, *limits, *([f"needs {_alternatives(needs)}"] if needs else [])]
 
 
 def _metavar(option: Option) -> str:
@@ -177,11 +154,7 @@ def _metavar(option: Option) -> str:
 
 
 def read_flags(line: CommandLine, parser: argparse.ArgumentParser, argv: Sequence[str]) -> Flags:
-    """What a command line gives: values of flags, and Hydra overrides of verl's options.
-
-    Raises:
-        ValueError: one line, for an unknown flag, a wrong value, or one option under two names.
-    """
+    """Reads values of flags, and Hydra overrides of verl's options; refuses wrong ones with a ValueError."""
     words, overrides = split_overrides(argv)
     if sum(word.split("=")[0] == "--custom-config-path" for word in words) > 1:
         raise ValueError("--custom-config-path is given twice; merge the two files into one.")
@@ -190,26 +163,22 @@ def read_flags(line: CommandLine, parser: argparse.ArgumentParser, argv: Sequenc
     _check_names(line, words)
     known, unknown = parser.parse_known_args(words)
     if unknown:
-        raise ValueError("\n".join(_not_a_flag(line, word) for word in _without_values(unknown)))
-    given = {
+        names = [word for word in unknown if word.startswith("-")] or unknown
+        raise ValueError("\n".join(_not_a_flag(line, word) for word in names))
+    values = {
         name: read_given(flag(name), line.options[name], text, Source.COMMAND_LINE)
         for name, text in vars(known).items()
     }
-    return Flags(given=given, overrides=overrides)
+    return Flags(given=values, overrides=overrides)
 
 
 def _check_names(line: CommandLine, words: Sequence[str]) -> None:
-    """Refuses an option that is given under its own and under an old name: which of them wins would be a guess."""
+    """Refuses an option under two names, because the precedence would be arbitrary."""
     spellings = {flag(name): name for name in line.options} | {flag(old): new for old, new in line.aliases.items()}
     used: dict[str, str] = {}
     for spelling in (word.split("=")[0] for word in words):
         if spelling in spellings and used.setdefault(spellings[spelling], spelling) != spelling:
             raise ValueError(f"{used[spellings[spelling]]} and {spelling} are one option; remove one of the two.")
-
-
-def _without_values(words: Sequence[str]) -> Sequence[str]:
-    """Returns the words that are flags, without possible values; all words if none is a flag."""
-    return [word for word in words if word.startswith("-")] or words
 
 
 def _not_a_flag(line: CommandLine, word: str) -> str:
@@ -220,16 +189,7 @@ def _not_a_flag(line: CommandLine, word: str) -> str:
 
 
 def merge_sources(line: CommandLine, flags: Flags) -> dict[str, Given]:
-    """Values by precedence: command line, then YAML, then preset; defaults are the configs' own.
-
-    Args:
-        line: The flags, including `SourceConfig` and `RolloutCorrectionConfig`.
-        flags: what the command line gives.
-
-    Raises:
-        ValueError: one line, for what YAML or preset say wrongly, an option that no source gives, or one without
-            effect.
-    """
+    """Returns values by precedence: command line, YAML, preset; refuses wrong, missing and ineffective options."""
     given = _with_preset(line, _with_yaml(line, flags))
     _turn_on_weights(given)
     for option in line.options.values():
@@ -240,7 +200,7 @@ def merge_sources(line: CommandLine, flags: Flags) -> dict[str, Given]:
 
 @contextmanager
 def naming_sources(given: Mapping[str, Given]) -> Iterator[None]:
-    """Adds to a refusal the user's own words for each flag in it that was given under another name."""
+    """Adds to a refusal the names under which its flags were given."""
     try:
         yield
     except ValueError as error:
@@ -285,11 +245,7 @@ def _with_preset(line: CommandLine, given: Mapping[str, Given]) -> dict[str, Giv
 
 
 def _turn_on_weights(given: dict[str, Given]) -> None:
-    """Sets use_tis where --use-rollout-correction is on.
-
-    Raises:
-        ValueError: Another option says that there are no importance weights.
-    """
+    """Sets use_tis if --use-rollout-correction is on; refuses an option that says otherwise."""
     switch, preset, weights = (
         given.get(name) for name in ("use_rollout_correction", "rollout_correction_preset", "use_tis")
     )
@@ -311,11 +267,7 @@ def _turn_on_weights(given: dict[str, Given]) -> None:
 
 
 def _with_effect(line: CommandLine, given: Mapping[str, Given]) -> dict[str, Given]:
-    """The values without those whose switch a source of at least their precedence turned off.
-
-    Raises:
-        ValueError: an option has no effect, because what it needs was not given.
-    """
+    """Omits values whose switch is off in the same or an overriding source; refuses others without effect."""
     values = {name: option.default for name, option in line.options.items()}
     values |= {name: one.value for name, one in given.items()}
     effective = {}
@@ -353,14 +305,15 @@ def unmet_needs(line: CommandLine, name: str, values: Mapping[str, Any]) -> list
 def needs_of(line: CommandLine, name: str) -> list[Need]:
     """Returns the flags of this command line that give an option an effect."""
     option = line.options.get(name)
-    needs = []
-    for words, suggested in ((option.needs, True), (option.suffices, False)) if option is not None else ():
-        for word in words:
-            flag_name, _, value = word.partition("=")
-            needed = flag_name.removeprefix("--").replace("-", "_")
-            if needed in line.options:
-                needs.append(Need(option=needed, value=value or None, suggested=suggested))
-    return needs
+    if option is None:
+        return []
+    words = [(word, True) for word in option.needs] + [(word, False) for word in option.suffices]
+    parts = [(*word.removeprefix("--").partition("="), suggested) for word, suggested in words]
+    needs = [
+        Need(option=name.replace("-", "_"), value=value or None, suggested=suggested)
+        for name, _, value, suggested in parts
+    ]
+    return [need for need in needs if need.option in line.options]
 
 
 def _alternatives(needs: Sequence[Need]) -> str:

@@ -18,23 +18,14 @@ from slime_tis.errors import quoted
 from slime_tis.limits import FieldType, field_docs, field_types
 
 SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
-SHORT = 250
-"""Characters of the names that one message can list."""
-
-LONGEST = 80
-"""Letters of an unknown word that are compared with known words."""
-
+MAX_LISTED, MAX_COMPARED = 250, 80
+"""Characters of a list of names in a message, and of an unknown word."""
 SIMILARITY = 0.8
 """Smallest ratio of `difflib` for a suggestion."""
-
 NULLS = ("~", "null", "none")
 """Words that unset an option."""
-
-LONGEST_TEXT = 4096
-"""Characters of a value that is text: the longest path that Linux takes."""
-
-LONGEST_NUMBER = 400
-"""Characters of a number: enough for every float64 written out."""
+MAX_TEXT, MAX_NUMBER = 4096, 400
+"""Characters of a text (the longest path of Linux) and of a number."""
 
 
 class Source(IntEnum):
@@ -47,48 +38,29 @@ class Source(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """A value of an option, and where it was given."""
+    """A value of an option and its source; `label` is its name in messages: `--lr`, or `lr in run.yaml`."""
 
     value: Any
-    """In the option's type; its default where the option is unset."""
-
     label: str
-    """What messages call the option: `--lr`, or `lr in run.yaml`."""
-
     source: Source
-    """Where it was given."""
-
     unset: bool = False
-    """Whether it was given as `none`, which takes back what another source says."""
+    """Whether the source says `none`, which overrides other sources with the default."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """One field of a config, as the command line and YAML see it."""
+    """A field of a config; metavar, needs and suffices as in `slime_tis.limits.option`."""
 
     name: str
-    """Name of the field."""
-
     type: FieldType
-    """What the field allows."""
-
     default: Any
-    """Default of the field; dataclasses.MISSING where some source has to give it."""
-
+    """Default of the field; MISSING for a required option."""
     help: str
     """The docstring under the field, on one line."""
-
     group: str = "options"
-    """Title of its group in --help."""
-
     metavar: str = ""
-    """The value in --help; numbers show N (whole) or X without it."""
-
     needs: tuple[str, ...] = ()
-    """Flags; the option needs one of them to have an effect."""
-
     suffices: tuple[str, ...] = ()
-    """Further flags that give it an effect, which help and messages do not name."""
 
     @property
     def default_text(self) -> str:
@@ -101,11 +73,7 @@ class Option:
 
 
 def declare_options(configs: Sequence[type]) -> dict[str, Option]:
-    """The fields of dataclasses as options by name.
-
-    Args:
-        configs: dataclasses with a docstring under each field and no field name in common.
-    """
+    """Returns the fields of dataclasses, with a docstring under each field, as options by name."""
     options = {}
     for config in configs:
         types, docs = field_types(config), field_docs(config)
@@ -116,27 +84,15 @@ def declare_options(configs: Sequence[type]) -> dict[str, Option]:
 
 
 def read_given(label: str, option: Option, value: Any, source: Source) -> Given:
-    """Reads a value of an option, and keeps where it was given.
-
-    Raises:
-        ValueError: As `read_value` does.
-    """
+    """Reads a value of an option from text."""
     return Given(value=read_value(label, option, value), label=label, source=source, unset=is_unset(value))
 
 
 def read_value(label: str, option: Option, value: Any) -> Any:
-    """Reads the value of an option from text.
-
-    Args:
-        label: what the message of a refusal calls the option, for example `--lr` or `lr in run.yaml`.
-        option: the option.
-        value: text, None, or a list or mapping of texts for options that are lists.
-
-    Returns:
-        The value in the option's type, or its default where the text unsets it.
+    """Reads the value of an option from text, None, or a list or mapping of texts; none gives the default.
 
     Raises:
-        ValueError: one line, where the text is not of the type or not among the choices.
+        ValueError: One line that begins with `label`.
     """
     if is_unset(value):
         if option.default is MISSING:
@@ -160,11 +116,7 @@ def is_unset(value: Any) -> bool:
 
 
 def read_switch(text: str) -> bool:
-    """true, yes, on, false, no or off in any case, as a bool.
-
-    Raises:
-        ValueError: The text is none of them.
-    """
+    """Reads true, yes, on, false, no or off in any case."""
     if text.strip().lower() not in SWITCHES:
         raise ValueError(text)
     return SWITCHES[text.strip().lower()]
@@ -177,7 +129,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
     if match is not None:
         return f"did you mean {match}?"
     listed = ", ".join(known)
-    return f"known are {listed}." if len(listed) <= SHORT else "--help lists what there is."
+    return f"known are {listed}." if len(listed) <= MAX_LISTED else "--help lists what there is."
 
 
 def similar(word: str, known: Iterable[str]) -> str | None:
@@ -185,7 +137,7 @@ def similar(word: str, known: Iterable[str]) -> str | None:
 
     A known name is also similar if it extends the word by one or two parts: `tis_upper` and `tis_upper_bound`.
     """
-    word, known = word[:LONGEST], list(known)
+    word, known = word[:MAX_COMPARED], list(known)
     matches = difflib.get_close_matches(word, known, n=1, cutoff=SIMILARITY)
     longer = [name for name in known if _extends(_parts(word), _parts(name))]
     return matches[0] if matches else min(longer, key=len, default=None)
@@ -232,13 +184,13 @@ def _read_list(item: Any, value: Any) -> tuple[Any, ...]:
 
 
 def _read_int(text: str) -> int:
-    if len(text) > LONGEST_NUMBER or not re.fullmatch(r"\s*[-+]?[0-9]+\s*", text):
+    if len(text) > MAX_NUMBER or not re.fullmatch(r"\s*[-+]?[0-9]+\s*", text):
         raise ValueError(text)
     return int(text)
 
 
 def _read_float(text: str) -> float:
-    if len(text) > LONGEST_NUMBER or "_" in text or not text.isascii():
+    if len(text) > MAX_NUMBER or "_" in text or not text.isascii():
         raise ValueError(text)
     number = float(text.lower().replace(".inf", "inf"))
     if math.isnan(number) or (math.isinf(number) and "inf" not in text.lower()):
@@ -247,8 +199,8 @@ def _read_float(text: str) -> float:
 
 
 def _read_text(text: str) -> str:
-    if len(text) > LONGEST_TEXT:
-        raise _UnfitText(f"may have {LONGEST_TEXT} characters at most")
+    if len(text) > MAX_TEXT:
+        raise _UnfitText(f"may have {MAX_TEXT} characters at most")
     if any(unicodedata.category(character) in ("Cc", "Cs") for character in text):
         raise _UnfitText("must be text without control characters and in UTF-8")
     return text
