@@ -16,8 +16,6 @@ from tests.runs import make_task, read_metrics, run_apart, run_here, training_me
 ROOT = Path(__file__).parent.parent
 AGENTS = """
 import asyncio, time
-from slime.rollout.sglang_rollout import GenerateState
-from slime.utils.http_utils import post
 from slime.utils.types import Sample
 
 OBSERVATIONS = [[4], [5, 6], [12, 4, 5]]
@@ -79,35 +77,6 @@ async def compacted(args, sample, sampling_params, engine):
     return [whole, second]
 
 
-async def search(args, sample, sampling_params):
-    # the pattern of slime's example search-r1: text to the server's address, stop strings, observations in between
-    tokenizer = GenerateState(args).tokenizer
-    url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
-    prompt_ids = tokenizer(sample.prompt, add_special_tokens=False)["input_ids"]
-    sampling_params = {**sampling_params, "stop": ["3", "7"], "max_new_tokens": 6}
-    response, response_ids, loss_mask, log_probs = "", [], [], []
-    for _ in range(3):
-        payload = {"sampling_params": sampling_params, "return_logprob": True}
-        payload |= {"input_ids": prompt_ids + response_ids} if sample.index % 2 else {"text": sample.prompt + response}
-        output = await post(url, payload)
-        pairs = output["meta_info"]["output_token_logprobs"]
-        response += output["text"]
-        response_ids += [pair[1] for pair in pairs]
-        loss_mask += [1] * len(pairs)
-        log_probs += [pair[0] for pair in pairs]
-        if output["meta_info"]["finish_reason"]["type"] == "length":
-            break
-        found = tokenizer("12>", add_special_tokens=False)["input_ids"]
-        response += "12>"
-        response_ids += found
-        loss_mask += [0] * len(found)
-        log_probs += [0.0] * len(found)
-    sample.tokens, sample.response_length = prompt_ids + response_ids, len(response_ids)
-    sample.response, sample.loss_mask, sample.rollout_log_probs = response, loss_mask, log_probs
-    sample.status = Sample.Status.COMPLETED
-    return sample
-
-
 async def unreliable(args, sample, sampling_params, engine):
     if sample.index % 4 == 0:
         raise RuntimeError("the tool is broken")
@@ -132,12 +101,6 @@ async def hung_tools(args, sample, sampling_params, engine):
             pass
         await asyncio.sleep(0)
     asyncio.get_running_loop().stop()
-    return await eight_turns(args, sample, sampling_params, engine)
-
-
-async def cancels_all_tasks(args, sample, sampling_params, engine):
-    for task in asyncio.all_tasks():
-        task.cancel()
     return await eight_turns(args, sample, sampling_params, engine)
 """
 
@@ -240,16 +203,6 @@ def test_segments_fill_micro_batches_by_what_is_computed(task, tmp_path: Path, c
         assert training_metrics(row) == pytest.approx(training_metrics(whole), rel=1e-4, abs=1e-5)
 
 
-def test_a_function_in_slimes_pattern_runs_on_the_local_engine(task, tmp_path: Path) -> None:
-    data = tmp_path / "samples.jsonl"
-    (row,) = run_here([*agent(task, "search"), "--save-debug-rollout-data", str(data)], tmp_path / "run")
-    samples = [sample for group in load_samples(data, 4, 4) for sample in group]
-    assert "rollout/generate_failed" not in row or row["rollout/generate_failed"] == 0.0
-    assert all(sample.retokenized == 0 for sample in samples[1::2])  # those that hand token ids on
-    assert {sample.status.value for sample in samples} == {"completed"}
-    assert row["train/train_rollout_logprob_abs_diff"] < 1e-5
-
-
 def test_failures_cost_their_samples_alone(task, tmp_path: Path, capsys) -> None:
     (row,) = run_here(agent(task, "unreliable"), tmp_path / "run")
     assert row["rollout/generate_failed"] == 0.5
@@ -263,11 +216,6 @@ def test_a_run_continues_without_the_samples_whose_tools_hang(task, tmp_path: Pa
     assert hung.returncode == 0, hung.stderr
     rows = read_metrics(tmp_path / "run")
     assert [row["rollout/generate_failed/timeout"] for row in rows] == [3.0, 3.0]
-
-
-def test_a_function_that_cancels_all_tasks_ends_the_run_with_a_message(task, tmp_path: Path, capsys) -> None:
-    assert train([*agent(task, "cancels_all_tasks"), "--output-dir", str(tmp_path / "run")]) == 2
-    assert "tasks that it did not create" in capsys.readouterr().err
 
 
 def test_a_resumed_run_goes_on_to_the_bit_and_evaluates_with_the_function(task, tmp_path: Path) -> None:

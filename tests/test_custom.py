@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from slime_tis.errors import CustomFunctionError
-from slime_tis.user_functions import call_custom_tis, calling, describe, load_custom_tis, load_function
+from slime_tis.user_functions import call_custom_tis, calling, load_custom_tis, load_function
 from slime_tis.user_functions.calling import check_signature
 
 MASKS = [torch.ones(2), torch.ones(1)]
@@ -33,12 +33,6 @@ def written(directory: Path, text: str, name: str = "mine.py") -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(textwrap.dedent(text))
     return file
-
-
-def test_both_path_forms(tmp_path: Path) -> None:
-    file = written(tmp_path, "def double(x):\n    return 2 * x\n")
-    assert load_function(f"{file}:double")(4) == 8
-    assert load_function("math.sqrt")(9) == 3
 
 
 @pytest.mark.parametrize(
@@ -267,14 +261,10 @@ def test_a_module_may_refuse_options(tmp_path: Path) -> None:
         load_custom_tis(path, Namespace(use_rs=True))
 
 
-def test_a_good_function_passes() -> None:
-    loss, masks, metrics = call(lambda args, *, pg_loss, loss_masks: (pg_loss * 2, loss_masks, {"m": pg_loss.detach()}))
-    assert loss.tolist() == [2, 2, 2] and len(masks) == 2 and metrics["m"].tolist() == [1, 1, 1]
-
-
-def test_double_precision_is_taken_back_to_the_dtype_given() -> None:
-    loss, _, _ = call(lambda args, **kw: [kw["pg_loss"].double() / 3, tuple(kw["loss_masks"]), {}])
-    assert loss.dtype == torch.float32 and loss.requires_grad
+def test_double_precision_becomes_the_dtype_of_the_input() -> None:
+    result = call(lambda args, **kw: [kw["pg_loss"].double() / 3, tuple(kw["loss_masks"]), {"m": kw["pg_loss"] > 0}])
+    loss, masks, metrics = result
+    assert loss.dtype == torch.float32 and loss.requires_grad and len(masks) == 2 and metrics["m"].all()
     assert loss.tolist() == pytest.approx([1 / 3] * 3)
 
 
@@ -399,9 +389,3 @@ def test_a_mask_cannot_take_in_what_the_loss_mask_leaves_out() -> None:
         call(returning(masks=lambda kw: [torch.ones(2), torch.ones(1)]), loss_masks=masks)
     _, found, _ = call(returning(masks=lambda kw: [m.bool() for m in kw["loss_masks"]]), loss_masks=masks)
     assert [mask.tolist() for mask in found] == [[True, False], [True]]
-
-
-def test_describe_names_file_and_line() -> None:
-    assert describe(shorter) == f"shorter ({__file__}, line {shorter.__code__.co_firstlineno})"
-    assert describe(len) == "len"
-    assert describe(Callables()).startswith(f"Callables ({__file__}, line ")

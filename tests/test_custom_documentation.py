@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from slime_tis.trainer.data.dump import load_samples
+from slime_tis.user_functions import USER_FUNCTIONS, load_function
 from tests.conftest import Run
 from tests.rollout.sglang.fake_sglang import fake_servers
 from tests.runs import ROOT, read_metrics, run_apart, run_here, training_metrics
@@ -184,8 +185,16 @@ def test_objectives_are_those_of_one_rank(
         assert training_metrics(row) == pytest.approx(training_metrics(alone), rel=1e-4, abs=1e-5)
 
 
+def test_the_page_lists_every_function_with_its_arguments() -> None:
+    rows = dict(re.findall(r"^\| (?:\[)?`--([\w-]+-path)`.*? \| (.*?) \| ", PAGE, re.M))
+    for option, signature in USER_FUNCTIONS.items():
+        if option == "token_pass_path":  # of this program, not of users
+            continue
+        row = rows[option.replace("_", "-")]
+        names = signature.methods or (() if option == "custom_tis_function_path" else signature.positional)
+        assert all(re.search(rf"\b{'groups' if name == 'samples' else name}\b|\b{name}\b", row) for name in names), row
+
+
 @pytest.mark.parametrize("path", re.findall(r"^\| `((?:slime_tis|custom_tis)\.[\w.]+)`", PAGE, re.M))
 def test_the_functions_listed_are_there(path: str) -> None:
-    from slime_tis.user_functions import load_function
-
     assert load_function(path).__doc__

@@ -1,12 +1,7 @@
-"""slime's three agent examples: functions with their imports, signatures and control flow train unchanged.
+"""slime's three agent examples: functions with their imports, signatures and control flow train unchanged."""
 
-With SLIME_CHECKOUT, a directory with slime's repository, the examples' own files run, too.
-"""
-
-import importlib.util
 import json
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -172,27 +167,3 @@ def test_the_control_flow_of_the_example_trains(
     assert row["rollout/generate_failed"] == 0
     if example != "search":  # which sends text, so that the engine tokenizes earlier turns again
         assert row["rollout/retokenized"] == 0 and row["train/loss_denominator"] > 0
-
-
-CHECKOUT = Path(os.environ.get("SLIME_CHECKOUT", "/nonexistent")) / "examples"
-REAL = {
-    "search": CHECKOUT / "search-r1" / "generate_with_search.py",
-    "retool": CHECKOUT / "retool" / "generate_with_retool.py",
-    "agents": CHECKOUT / "multi_agent" / "rollout_with_multi_agents.py",
-}
-
-
-@pytest.mark.skipif(not CHECKOUT.is_dir(), reason="SLIME_CHECKOUT names no checkout of slime")
-@pytest.mark.parametrize("example", REAL)
-def test_the_example_s_own_file_can_be_imported(example: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from slime_tis.integrations import slime_modules
-
-    slime_modules.provide()
-    monkeypatch.syspath_prepend(str(REAL[example].parent))
-    monkeypatch.syspath_prepend(str(CHECKOUT.parent))
-    spec = importlib.util.spec_from_file_location(f"slime_example_{example}", REAL[example])
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
-    assert module.Sample.Status.COMPLETED.value == "completed"

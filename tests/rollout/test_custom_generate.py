@@ -243,25 +243,6 @@ def test_a_function_that_hangs_costs_one_sample(body: str, tmp_path: Path) -> No
     assert sample.failure == "timeout" and "took more than 0.01 s" in sample.metadata["generate_error"]
 
 
-def test_a_function_that_cannot_be_called_so_is_refused_before_anything_is_built(tmp_path: Path) -> None:
-    (tmp_path / "agent.py").write_text("async def generate(args, sample): pass\n")
-    config = RolloutConfig(
-        prompt_data="p",
-        rollout_batch_size=2,
-        rollout_max_response_len=4,
-        custom_generate_function_path=f"{tmp_path / 'agent.py'}:generate",
-    )
-    with pytest.raises(CustomFunctionError, match=r"cannot be called as generate\(args, sample, sampling_params\)"):
-        build_generate_function(
-            config,
-            Namespace(),
-            Letters(),  # type: ignore[arg-type]
-            sizes=ModelSizes(vocab_size=28, context_len=None),
-            version=lambda: 0,
-            address=("a", 1),
-        )
-
-
 def test_an_aborted_sample_goes_on_and_its_earlier_tokens_stay_proved(tmp_path: Path) -> None:
     (first,) = call(tmp_path, f"{TURN}    return sample", Engine("abort"))
     assert first.status is Sample.Status.ABORTED and first.loss_mask == [1, 1]
@@ -329,18 +310,19 @@ def requests(*pairs: tuple[list[int], list[int]]) -> list[Sampled]:
     ]
 
 
+WHERE_TOKENS_WERE = {
+    "all": ([1, 2, 3, 4], 2, [([1, 2], [3, 4])], [0, 0]),
+    "another end": ([1, 2, 3, 4], 2, [([1, 2], [3, 9])], [0, -1]),
+    "another input": ([1, 2, 3, 4], 2, [([1, 9], [3, 4])], [-1, -1]),
+    "two turns": ([1, 2, 3, 8, 4], 3, [([1, 2], [3]), ([1, 2, 3, 8], [4])], [0, -1, 1]),
+    "another observation": ([1, 2, 3, 8, 4], 3, [([1, 2], [3]), ([1, 2, 3, 7], [4])], [0, -1, -1]),
+    "asked twice": ([1, 2, 3, 4], 2, [([1, 2], [3, 5]), ([1, 2], [3, 4])], [1, 1]),
+    "longer than": ([1, 2, 3], 1, [([1], [2, 3])], [0]),
+}
+
+
 @pytest.mark.parametrize(
-    ("tokens", "length", "pairs", "request_of_each"),
-    [
-        ([1, 2, 3, 4], 2, [([1, 2], [3, 4])], [0, 0]),
-        ([1, 2, 3, 4], 2, [([1, 2], [3, 9])], [0, -1]),
-        ([1, 2, 3, 4], 2, [([1, 9], [3, 4])], [-1, -1]),
-        ([1, 2, 3, 8, 4], 3, [([1, 2], [3]), ([1, 2, 3, 8], [4])], [0, -1, 1]),
-        ([1, 2, 3, 8, 4], 3, [([1, 2], [3]), ([1, 2, 3, 7], [4])], [0, -1, -1]),
-        ([1, 2, 3, 4], 2, [([1, 2], [3, 5]), ([1, 2], [3, 4])], [1, 1]),
-        ([1, 2, 3], 1, [([1], [2, 3])], [0]),
-    ],
-    ids=["all", "another end", "another input", "two turns", "another observation", "asked twice", "longer than"],
+    ("tokens", "length", "pairs", "request_of_each"), WHERE_TOKENS_WERE.values(), ids=WHERE_TOKENS_WERE
 )
 def test_where_tokens_were_sampled(
     tokens: list[int], length: int, pairs: list[tuple[list[int], list[int]]], request_of_each: list[int]

@@ -98,16 +98,15 @@ def test_a_fallback_drops_as_many_as_leave_enough(keeps, missing):
     assert len(kept) == max(sum(keeps), min(missing, len(keeps)))
 
 
-@pytest.mark.parametrize(
-    ("rewards", "keep", "reason"),
-    [
-        ((0.0, 1.0), True, None),
-        ((1.0, 1.0, 1.0), False, "zero_std_1.0"),
-        ((0.5, 0.5 + 1e-7), False, "zero_std_0.5"),
-        ((3.0,), False, "zero_std_3.0"),
-    ],
-    ids=["unequal", "equal", "nearly equal", "one sample"],
-)
+THE_FILTER_OF = {
+    "unequal": ((0.0, 1.0), True, None),
+    "equal": ((1.0, 1.0, 1.0), False, "zero_std_1.0"),
+    "nearly equal": ((0.5, 0.5 + 1e-7), False, "zero_std_0.5"),
+    "one sample": ((3.0,), False, "zero_std_3.0"),
+}
+
+
+@pytest.mark.parametrize(("rewards", "keep", "reason"), THE_FILTER_OF.values(), ids=THE_FILTER_OF)
 def test_the_filter_of_dapo(rewards, keep, reason):
     output = check_reward_nonzero_std(None, scored(*rewards))
     assert output == DynamicFilterOutput(keep=keep, reason=reason)

@@ -7,8 +7,6 @@ import pytest
 from slime_tis.errors import CustomFunctionError
 from slime_tis.trainer.data.sample import STATUS, Prompt, Sample, Sampling
 from slime_tis.trainer.engines.functions import (
-    FunctionBatch,
-    FunctionCall,
     new_groups,
     numbered,
     packed,
@@ -153,34 +151,6 @@ def test_the_local_engine_has_no_stragglers(checkpoint, engine):
 
 def test_an_empty_rollout_has_no_groups(engine):
     assert engine.submit_function([], one_turn, RUN, 5, concurrency=1).result() == []
-
-
-def test_whether_all_groups_are_complete_is_counted():
-    """Each call is looked at a few times, and not once for every other call."""
-
-    class Counted(FunctionCall):
-        looks = 0
-
-        @property
-        def complete(self):
-            Counted.looks += 1
-            return self.done
-
-        @complete.setter
-        def complete(self, value):
-            self.done = value
-
-    async def play(sample, engine):
-        await asyncio.sleep(0)
-        sample.append_response_tokens(tokens=[3], log_probs=[-1.0])
-        sample.status = Sample.Status.COMPLETED
-        return [sample]
-
-    prompts = [Prompt(index=index, text="a", token_ids=(1, 5)) for index in range(100)]
-    groups = [[Counted(**vars(call)) for call in group] for group in new_groups(prompts, 2, 1)]
-    Counted.looks = 0
-    asyncio.run(FunctionBatch(groups, play, None, RUN, concurrency=3, vocab_size=None).run())
-    assert all(len(call.samples) == 1 for group in groups for call in group) and Counted.looks <= 6 * 200
 
 
 def test_what_is_unfinished_is_gone_on_with():

@@ -147,16 +147,15 @@ def test_stop_strings_of_several_bytes_a_character_are_found():
     assert StopStrings(fast, ["x"]).first(ids) is None
 
 
-@pytest.mark.parametrize(
-    ("options", "reason", "text"),
-    [
-        ({}, "length", "ab>:c"),
-        ({"stop": (">:",)}, "stop", "ab"),
-        ({"stop": (">:",), "no_stop_trim": True}, "stop", "ab>:c"),
-        ({}, "stop", "ab>:"),
-    ],
-    ids=["length", "stop string", "untrimmed", "stop token"],
-)
+TEXT_ENDS_BEFORE = {
+    "length": ({}, "length", "ab>:c"),
+    "stop string": ({"stop": (">:",)}, "stop", "ab"),
+    "untrimmed": ({"stop": (">:",), "no_stop_trim": True}, "stop", "ab>:c"),
+    "stop token": ({}, "stop", "ab>:"),
+}
+
+
+@pytest.mark.parametrize(("options", "reason", "text"), TEXT_ENDS_BEFORE.values(), ids=TEXT_ENDS_BEFORE)
 def test_text_ends_before_the_stop(options, reason, text):
     options = RequestOptions(sampling=RUN, **options)
     assert response_text(make_tokenizer(), token_ids("ab>:c"), options, reason) == text

@@ -101,11 +101,15 @@ def test_rows_choose_their_own_reward(serve):
         check_prompts(make_config(rm_type="exact_match"), [sample.row for sample in samples])
 
 
-@pytest.mark.parametrize(
-    ("rm_type", "row", "asks"),
-    [("math", None, False), ("math", "dapo", False), ("remote_rm", None, True), ("math", "boxed_remote_rm", True)],
-    ids=["nobody", "other rewards", "the flag", "a row"],
-)
+A_SERVER_THAT = {
+    "nobody": ("math", None, False),
+    "other rewards": ("math", "dapo", False),
+    "the flag": ("remote_rm", None, True),
+    "a row": ("math", "boxed_remote_rm", True),
+}
+
+
+@pytest.mark.parametrize(("rm_type", "row", "asks"), A_SERVER_THAT.values(), ids=A_SERVER_THAT)
 def test_a_server_that_nothing_asks_is_refused(rm_type, row, asks):
     prompts = [Prompt(index=0, text="a", token_ids=(1,), metadata={}), Prompt(index=1, text="b", token_ids=(1,))]
     if row is not None:

@@ -14,8 +14,6 @@ from slime_tis.trainer.rollout.metrics import rollout_metrics
 from slime_tis.trainer.samples import mask_removed_samples
 from tests.samples import make_sample
 
-NAMES = "exact_match, math, deepscaler, dapo, f1, gpqa, random, remote_rm, each also as boxed_NAME"
-
 
 def make_config(**options) -> RolloutConfig:
     return RolloutConfig(prompt_data="p", rollout_batch_size=2, rollout_max_response_len=4, **options)
@@ -42,13 +40,12 @@ def test_a_reward_by_name_scores_every_sample():
 
 
 def test_an_unknown_name_and_a_missing_label_are_refused():
-    with pytest.raises(ValueError) as refusal:
+    with pytest.raises(ValueError, match="--rm-type is 'mathh' but must be one of exact_match, "):
         make_config(rm_type="mathh")
-    assert f"--rm-type is 'mathh' but must be one of {NAMES}" in str(refusal.value)
-    reward = build_reward(make_config(rm_type="math"))
-    with pytest.raises(ValueError) as refusal:
-        reward(make_samples(["1"], label=None))
-    assert str(refusal.value) == "prompt 10 has no label, which --rm-type math needs; set --label-key."
+    with pytest.raises(ValueError, match="--rm-type is 'boxed_ifbench'"):
+        make_config(rm_type="boxed_ifbench")
+    with pytest.raises(ValueError, match="prompt 10 has no label"):
+        build_reward(make_config(rm_type="math"))(make_samples(["1"], label=None))
 
 
 CUSTOM = """
@@ -168,29 +165,25 @@ def test_weighted_components_add_up_and_are_reported_one_by_one(tmp_path):
     assert build_reward(config, evaluation=True)(samples) == [1.0, 0.0]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"rm_type": "dapo"}, "--rm-type dapo gives score and acc; add --reward-key score."),
-        ({"rm_type": "dapo", "reward_key": "pred"}, "gives score and acc"),
-        ({"rm_type": "math", "eval_reward_key": "acc"}, "gives a number"),
-        ({"rm_type": "math", "reward_weights": "a=1"}, "gives a number"),
-        ({"rm_type": "dapo", "reward_weights": "a"}, "must be KEY=WEIGHT"),
-        ({"rm_type": "dapo", "reward_weights": "acc=nan"}, "must be KEY=WEIGHT"),
-        ({"rm_type": "dapo", "reward_weights": "acc=1,acc=2"}, "different keys"),
-        ({"rm_type": "dapo", "reward_weights": "acc=1", "reward_key": "acc"}, "remove one of the two"),
-        ({"rm_type": "remote_rm"}, "--rm-url is unset"),
-        ({"rm_type": "remote_rm", "rm_url": "host:1"}, "must begin with http://"),
-    ],
-    ids=[
-        *("no key of several", "unknown key", "key of a number", "weights of a number", "no weight"),
-        *("a weight that is no number", "a key twice", "weights and key", "no url", "no scheme"),
-    ],
-)
+WRONG_KEYS = {
+    "no key of several": ({"rm_type": "dapo"}, "add --reward-key score"),
+    "unknown key": ({"rm_type": "dapo", "reward_key": "pred"}, "--reward-key is 'pred'"),
+    "key of a number": ({"rm_type": "math", "eval_reward_key": "acc"}, "--eval-reward-key is 'acc'"),
+    "weights of a number": ({"rm_type": "math", "reward_weights": "a=1"}, "--reward-weights is 'a=1'"),
+    "no weight": ({"rm_type": "dapo", "reward_weights": "a"}, "must be KEY=WEIGHT"),
+    "a weight that is no number": ({"rm_type": "dapo", "reward_weights": "acc=nan"}, "must be KEY=WEIGHT"),
+    "a key twice": ({"rm_type": "dapo", "reward_weights": "acc=1,acc=2"}, "different keys"),
+    "weights and key": ({"rm_type": "dapo", "reward_weights": "acc=1", "reward_key": "acc"}, "remove one of the two"),
+    "no url": ({"rm_type": "remote_rm"}, "--rm-url is unset"),
+    "no scheme": ({"rm_type": "remote_rm", "rm_url": "host:1"}, "--rm-url is 'host:1'"),
+    "empty key": ({"rm_type": "math", "reward_key": ""}, "--reward-key is ''"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG_KEYS.values(), ids=WRONG_KEYS)
 def test_keys_are_checked_before_anything_is_built(options, message):
-    with pytest.raises(ValueError) as refusal:
+    with pytest.raises(ValueError, match=message):
         make_config(**options)
-    assert message in str(refusal.value)
 
 
 @pytest.mark.parametrize(
@@ -257,16 +250,12 @@ def test_prompts_are_checked_before_anything_is_sampled():
     check_prompts(config, prompts())
     check_prompts(make_config(rm_type="random"), prompts(label=None))
     for fields, message in (
-        ({"label": None}, "prompt 3 has no label, which --rm-type math needs; set --label-key."),
-        (
-            {"metadata": {"rm_type": "mathh"}},
-            "the rm_type in the metadata of prompt 3 is 'mathh' but",
-        ),
-        ({"metadata": {"rm_type": 7}}, "prompt 3 has an rm_type in its metadata that is not text: 7."),
+        ({"label": None}, "prompt 3 has no label"),
+        ({"metadata": {"rm_type": "mathh"}}, "the rm_type in the metadata of prompt 3 is 'mathh'"),
+        ({"metadata": {"rm_type": 7}}, "not text: 7"),
     ):
-        with pytest.raises(ValueError) as refusal:
+        with pytest.raises(ValueError, match=message):
             check_prompts(config, prompts(**fields))
-        assert message in str(refusal.value)
 
 
 def test_random_rewards_are_drawn_from_the_sample_alone():

@@ -98,19 +98,21 @@ def mutate(args: Any, rollout_id: Any, buffer: list[list[Sample]], num_samples: 
     return buffer[:1]
 
 
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        (lambda args, rollout_id, buffer, num_samples: None, "returned None; Input should be a valid list"),
-        (lambda args, rollout_id, buffer, num_samples: [list(buffer[0])], "different lists of the buffer"),
-        (lambda args, rollout_id, buffer, num_samples: [buffer[0], buffer[0]], "different lists of the buffer"),
-        (lambda args, rollout_id, buffer, num_samples: buffer.append([]) or [], "different lists of the buffer"),
-        (lambda args, rollout_id, buffer, num_samples: buffer, "returned 4 groups; return at most num_samples, 3"),
-        (lambda args, rollout_id, buffer, num_samples: 1 / 0, "ZeroDivisionError"),
-        (mutate, "changed"),
-    ],
-    ids=["None", "copy", "twice", "foreign", "too many", "raises", "mutates"],
-)
+WHAT_A_FILTER = {
+    "None": (lambda args, rollout_id, buffer, num_samples: None, "returned None; Input should be a valid list"),
+    "copy": (lambda args, rollout_id, buffer, num_samples: [list(buffer[0])], "different lists of the buffer"),
+    "twice": (lambda args, rollout_id, buffer, num_samples: [buffer[0], buffer[0]], "different lists of the buffer"),
+    "foreign": (lambda args, rollout_id, buffer, num_samples: buffer.append([]) or [], "different lists of the buffer"),
+    "too many": (
+        lambda args, rollout_id, buffer, num_samples: buffer,
+        "returned 4 groups; return at most num_samples, 3",
+    ),
+    "raises": (lambda args, rollout_id, buffer, num_samples: 1 / 0, "ZeroDivisionError"),
+    "mutates": (mutate, "changed"),
+}
+
+
+@pytest.mark.parametrize(("function", "message"), WHAT_A_FILTER.values(), ids=WHAT_A_FILTER)
 def test_what_a_filter_may_not_do_is_one_message(function: Callable[..., Any], message: str) -> None:
     with pytest.raises(CustomFunctionError, match=message) as error:
         made(function)[0].take(3)
