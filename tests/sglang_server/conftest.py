@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -111,3 +112,21 @@ def prompts() -> list[Prompt]:
     """Prompts of several lengths."""
     texts = [[BOS, *(3 + (7 * i + 5 * j) % 60 for j in range(2 + 3 * i))] for i in range(8)]
     return [Prompt(index=i, text=str(i), token_ids=tuple(ids)) for i, ids in enumerate(texts)]
+
+
+@dataclass
+class Real:
+    """A running server, and what tests on it need."""
+
+    server: RealServer
+    make_engine: MakeEngine
+    prompts: list[Prompt]
+    reference: Reference
+    other_reference: Reference
+
+
+@pytest.fixture
+def real(
+    server: RealServer, make_engine: MakeEngine, prompts: list[Prompt], reference: Reference, other_reference: Reference
+) -> Real:
+    return Real(server, make_engine, prompts, reference, other_reference)

@@ -7,15 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from slime_tis.trainer.data.sample import STATUS, Prompt, Sample, Sampling
+from slime_tis.trainer.data.sample import STATUS, Sample, Sampling
 from slime_tis.trainer.megatron.batch import make_batch
 from slime_tis.trainer.megatron.engine import TrainingEngine
 from slime_tis.trainer.megatron.parallel import Parallel, initialize, shut_down
 from slime_tis.trainer.options.megatron import MegatronConfig
 from tests.checkpoints import EOS
-from tests.sglang_server.conftest import MakeEngine
-from tests.sglang_server.references import Reference
-from tests.sglang_server.servers import RealServer
+from tests.sglang_server.conftest import Real
 
 BOUND = 1e-4
 
@@ -39,18 +37,12 @@ def training_log_probs(engine: TrainingEngine, samples: list[Sample]) -> list[to
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_log_probs_are_those_of_transformers_and_of_training(
-    temperature: float,
-    server: RealServer,
-    make_engine: MakeEngine,
-    prompts: list[Prompt],
-    checkpoint: Path,
-    reference: Reference,
-    parallel: Parallel,
+    temperature: float, checkpoint: Path, parallel: Parallel, real: Real
 ) -> None:
-    engine = make_engine(server)
+    engine = real.make_engine(real.server)
     sampling = Sampling(temperature=temperature, max_response_len=48, n_samples=3)
-    groups = engine.generate(prompts, sampling, seed=0)
-    assert [[sample.row for sample in group] for group in groups] == [[prompt] * 3 for prompt in prompts]
+    groups = engine.generate(real.prompts, sampling, seed=0)
+    assert [[sample.row for sample in group] for group in groups] == [[prompt] * 3 for prompt in real.prompts]
     samples = [sample for group in groups for sample in group]
     assert [sample.index for sample in samples] == list(range(24))
     assert len({tuple(sample.response_ids) for sample in samples}) == 24
@@ -59,7 +51,7 @@ def test_log_probs_are_those_of_transformers_and_of_training(
         assert sample.status is Sample.Status.COMPLETED or len(sample.response_ids) == 48
         assert sample.loss_mask == [1] * len(sample.response_ids)
         assert sample.weight_versions == [0] * len(sample.response_ids)
-        assert reference.gap(sample, temperature) < BOUND
+        assert real.reference.gap(sample, temperature) < BOUND
     training = TrainingEngine(
         MegatronConfig(hf_checkpoint=str(checkpoint)), parallel, temperature=temperature, total_steps=1
     )
@@ -67,40 +59,34 @@ def test_log_probs_are_those_of_transformers_and_of_training(
         torch.testing.assert_close(torch.tensor(sample.rollout_log_probs), expected, atol=BOUND, rtol=0)
 
 
-def test_greedy_answers_are_the_likeliest_tokens(
-    server: RealServer, make_engine: MakeEngine, prompts: list[Prompt], reference: Reference
-) -> None:
+def test_greedy_answers_are_the_likeliest_tokens(real: Real) -> None:
     greedy = Sampling(temperature=0.0, max_response_len=16)
-    (sample,), *_ = groups = make_engine(server).generate(prompts[:2], greedy, seed=0)
-    assert all(reference.gap(sample) < BOUND for (sample,) in groups)
+    (sample,), *_ = groups = real.make_engine(real.server).generate(real.prompts[:2], greedy, seed=0)
+    assert all(real.reference.gap(sample) < BOUND for (sample,) in groups)
     for count in range(len(sample.response_ids)):
         before = [*sample.row.token_ids, *sample.response_ids[:count]]
-        likeliest = max(reference.log_probs([*before, token])[-1] for token in range(0, 1024, 37))
+        likeliest = max(real.reference.log_probs([*before, token])[-1] for token in range(0, 1024, 37))
         assert sample.rollout_log_probs[count] >= likeliest - BOUND
 
 
-def test_a_stop_token_ends_a_response_and_is_part_of_it(
-    server: RealServer, make_engine: MakeEngine, prompts: list[Prompt], reference: Reference
-) -> None:
+def test_a_stop_token_ends_a_response_and_is_part_of_it(real: Real) -> None:
     stops = tuple(range(3, 1024, 8))
     sampling = Sampling(max_response_len=200, n_samples=4, stop_token_ids=stops)
-    for group in make_engine(server).generate(prompts, sampling, seed=0):
+    for group in real.make_engine(real.server).generate(real.prompts, sampling, seed=0):
         for sample in group:
             assert sample.status is Sample.Status.COMPLETED
             assert [token in (EOS, *stops) for token in sample.response_ids].index(True) == len(sample.response_ids) - 1
-            assert reference.gap(sample) < BOUND
+            assert real.reference.gap(sample) < BOUND
 
 
-def test_a_response_ends_with_the_context_and_no_prompt_is_sent_that_leaves_none(
-    server: RealServer, make_engine: MakeEngine, prompts: list[Prompt], reference: Reference
-) -> None:
-    engine = make_engine(server)
-    long = dataclasses.replace(prompts[0], token_ids=tuple(3 + i % 60 for i in range(500)))
+def test_a_response_ends_with_the_context_and_no_prompt_is_sent_that_leaves_none(real: Real) -> None:
+    engine = real.make_engine(real.server)
+    long = dataclasses.replace(real.prompts[0], token_ids=tuple(3 + i % 60 for i in range(500)))
     ((sample,),) = engine.generate([long], Sampling(max_response_len=400), seed=0)
     assert sample.status is Sample.Status.COMPLETED or len(sample.tokens) >= 510
-    assert reference.gap(sample) < BOUND
-    written = server.log.read_text().count("POST /generate")
+    assert real.reference.gap(sample) < BOUND
+    written = real.server.log.read_text().count("POST /generate")
     too_long = dataclasses.replace(long, token_ids=tuple(3 for _ in range(600)))
     with pytest.raises(ValueError, match="600"):
-        engine.generate([prompts[0], too_long], Sampling(max_response_len=4), seed=0)
-    assert server.log.read_text().count("POST /generate") == written
+        engine.generate([real.prompts[0], too_long], Sampling(max_response_len=4), seed=0)
+    assert real.server.log.read_text().count("POST /generate") == written

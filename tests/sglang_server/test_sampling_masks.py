@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
+from slime_tis.trainer.data.sample import Sample, Sampling
 from tests.runs import read_metrics, run_apart
-from tests.sglang_server.conftest import MakeEngine
+from tests.sglang_server.conftest import Real
 from tests.sglang_server.references import Reference
-from tests.sglang_server.servers import RealServer
 from tests.sglang_server.test_train import sglang_flags, task  # noqa: F401  # a fixture
 from tests.sglang_server.test_weights import all_samples, wait_for_decoding
 
@@ -36,20 +35,13 @@ def expected_sizes(reference: Reference, sample: Sample, sampling: Sampling) -> 
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_sets_and_log_probs_are_those_of_transformers(
-    case: str,
-    server: RealServer,
-    make_engine: MakeEngine,
-    prompts: list[Prompt],
-    reference: Reference,
-    other_reference: Reference,
-) -> None:
+def test_sets_and_log_probs_are_those_of_transformers(case: str, real: Real) -> None:
     sampling = truncated(**CASES[case])
-    engine = make_engine(server, sampling=sampling)
-    for version, weights in ((0, reference), (1, other_reference)):
+    engine = real.make_engine(real.server, sampling=sampling)
+    for version, weights in ((0, real.reference), (1, real.other_reference)):
         if version:
             engine.update_weights(weights.named_tensors, version)
-        for sample in all_samples(engine.generate(prompts, sampling, seed=0)):
+        for sample in all_samples(engine.generate(real.prompts, sampling, seed=0)):
             assert sample.sampling_mask is not None
             assert set(sample.weight_versions) == {version}
             assert sample.sampling_mask.contains(torch.tensor(sample.response_ids)).all()
@@ -60,21 +52,19 @@ def test_sets_and_log_probs_are_those_of_transformers(
             assert (sample.sampling_mask.lengths == sizes).float().mean() > 0.9
 
 
-def test_sets_through_an_update_in_the_middle_of_requests_and_a_partial_rollout(
-    server: RealServer, make_engine: MakeEngine, prompts: list[Prompt], reference: Reference, other_reference: Reference
-) -> None:
+def test_sets_through_an_update_in_the_middle_of_requests_and_a_partial_rollout(real: Real) -> None:
     long = dataclasses.replace(truncated(top_p=0.9), max_response_len=400)
-    engine = make_engine(server, sampling=long)
-    rollout = engine.submit(prompts, long, seed=0)
-    wait_for_decoding(server.log)
-    engine.update_weights(other_reference.named_tensors, 1)
+    engine = real.make_engine(real.server, sampling=long)
+    rollout = engine.submit(real.prompts, long, seed=0)
+    wait_for_decoding(real.server.log)
+    engine.update_weights(real.other_reference.named_tensors, 1)
     updated = all_samples(rollout.result())
     assert {version for sample in updated for version in sample.weight_versions} == {0, 1}
 
     short = dataclasses.replace(long, stop_token_ids=tuple(range(3, 1024, 32)))
-    groups = engine.submit(prompts, short, seed=0, num_groups=3).result()
+    groups = engine.submit(real.prompts, short, seed=0, num_groups=3).result()
     left = engine.unfinished()
-    engine.update_weights(reference.named_tensors, 2)
+    engine.update_weights(real.reference.named_tensors, 2)
     groups += engine.submit([], short, seed=1, num_groups=len(left)).result()
     partial = all_samples(groups)
     assert {version for sample in partial for version in sample.weight_versions} == {1, 2}
@@ -82,8 +72,8 @@ def test_sets_through_an_update_in_the_middle_of_requests_and_a_partial_rollout(
         assert sample.sampling_mask is not None
         assert len(sample.sampling_mask) == len(sample.response_ids)
         assert (sample.sampling_mask.lengths > 0).all()
-        assert reference.gap_over_sets(sample, (0, 2)) < BOUND
-        assert other_reference.gap_over_sets(sample, (1,)) < BOUND
+        assert real.reference.gap_over_sets(sample, (0, 2)) < BOUND
+        assert real.other_reference.gap_over_sets(sample, (1,)) < BOUND
 
 
 def test_a_run_with_top_p_has_no_mismatch_and_measures_its_sets(task: list[str], tmp_path: Path) -> None:  # noqa: F811

@@ -6,10 +6,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
-from tests.sglang_server.conftest import MakeEngine
+from slime_tis.trainer.data.sample import Sample, Sampling
+from tests.sglang_server.conftest import Real
 from tests.sglang_server.references import Reference
-from tests.sglang_server.servers import RealServer
 
 BOUND = 1e-4
 LONG = Sampling(max_response_len=400, n_samples=2)
@@ -30,43 +29,29 @@ def wait_for_decoding(log: Path) -> None:
         time.sleep(0.02)
 
 
-def test_log_probs_are_those_of_the_weights_that_it_was_given(
-    sync: str,
-    server: RealServer,
-    make_engine: MakeEngine,
-    prompts: list[Prompt],
-    reference: Reference,
-    other_reference: Reference,
-) -> None:
-    engine = make_engine(server, sglang_weight_sync=sync)
+def test_log_probs_are_those_of_the_weights_that_it_was_given(sync: str, real: Real) -> None:
+    engine = real.make_engine(real.server, sglang_weight_sync=sync)
     sampling = Sampling(max_response_len=32, n_samples=2)
-    for version, weights in ((1, other_reference), (2, reference), (7, other_reference)):
+    for version, weights in ((1, real.other_reference), (2, real.reference), (7, real.other_reference)):
         engine.update_weights(weights.named_tensors, version)
         assert engine.weight_version == version
-        assert httpx.get(f"{server.url}/model_info").json()["weight_version"] == str(version)
-        for sample in all_samples(engine.generate(prompts, sampling, seed=0)):
+        assert httpx.get(f"{real.server.url}/model_info").json()["weight_version"] == str(version)
+        for sample in all_samples(engine.generate(real.prompts, sampling, seed=0)):
             assert set(sample.weight_versions) == {version}
             assert weights.gap(sample) < BOUND
-        ids = prompts[5].token_ids
-        assert engine.prompt_log_probs(ids)[server.url] == pytest.approx(weights.log_probs(ids), abs=BOUND)
+        ids = real.prompts[5].token_ids
+        assert engine.prompt_log_probs(ids)[real.server.url] == pytest.approx(weights.log_probs(ids), abs=BOUND)
 
 
-def test_every_token_has_the_version_and_log_prob_of_its_weights(
-    sync: str,
-    server: RealServer,
-    make_engine: MakeEngine,
-    prompts: list[Prompt],
-    reference: Reference,
-    other_reference: Reference,
-) -> None:
-    weights = {0: reference, 1: other_reference, 2: reference}
-    engine = make_engine(server, sglang_weight_sync=sync)
-    pending = engine.submit(prompts, LONG, seed=0)
+def test_every_token_has_the_version_and_log_prob_of_its_weights(sync: str, real: Real) -> None:
+    weights = {0: real.reference, 1: real.other_reference, 2: real.reference}
+    engine = real.make_engine(real.server, sglang_weight_sync=sync)
+    pending = engine.submit(real.prompts, LONG, seed=0)
     for version in (1, 2):
-        wait_for_decoding(server.log)
+        wait_for_decoding(real.server.log)
         engine.update_weights(weights[version].named_tensors, version)
     samples = all_samples(pending.result())
-    assert len(samples) == 2 * len(prompts)
+    assert len(samples) == 2 * len(real.prompts)
     for sample in samples:
         assert sample.weight_versions == sorted(sample.weight_versions)
         assert worst_by_version(sample, weights) < BOUND
@@ -74,21 +59,14 @@ def test_every_token_has_the_version_and_log_prob_of_its_weights(
     assert seen.count(3) >= 2  # or the updates came too early, or too late, to show anything
 
 
-def test_a_server_with_the_weights_of_an_earlier_run_samples_nothing_before_it_has_ours(
-    sync: str,
-    server: RealServer,
-    make_engine: MakeEngine,
-    prompts: list[Prompt],
-    reference: Reference,
-    other_reference: Reference,
-) -> None:
-    earlier = make_engine(server)
-    earlier.update_weights(other_reference.named_tensors, 12)
+def test_a_server_with_the_weights_of_an_earlier_run_samples_nothing_before_it_has_ours(sync: str, real: Real) -> None:
+    earlier = real.make_engine(real.server)
+    earlier.update_weights(real.other_reference.named_tensors, 12)
     earlier.close()
-    engine = make_engine(server, sglang_weight_sync=sync, push=False)
-    for sample in all_samples(engine.generate(prompts, Sampling(max_response_len=8), seed=0)):
+    engine = real.make_engine(real.server, sglang_weight_sync=sync, push=False)
+    for sample in all_samples(engine.generate(real.prompts, Sampling(max_response_len=8), seed=0)):
         assert set(sample.weight_versions) == {0}
-        assert reference.gap(sample) < BOUND
+        assert real.reference.gap(sample) < BOUND
 
 
 def worst_by_version(sample: Sample, weights: dict[int, Reference]) -> float:

@@ -12,7 +12,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -79,20 +80,18 @@ class FakeSGLang:
         """Tokens after which every request waits until this is None or more."""
         self.pace = 0.0
         """Seconds that each token takes."""
+        self.failing_checks = 0
+        """Number of next health checks that fail."""
         self.faults: deque[Any] = deque()
         """What becomes of the next requests: a status, drop, hang, or a function that spoils the answer."""
         self.requests: list[dict[str, Any]] = []
-        """Bodies of POST /generate, in their order."""
         self.calls: list[str] = []
-        """Method and path of everything else."""
         self.headers: list[dict[str, str]] = []
         self.key: str | None = None
         self.updates_fail = False
         self.spoken: Any = None
-        """What POST /speak is answered with."""
         self.spoken_status = 400
         self.workers: list[FakeSGLang] = []
-        """Where a router hands requests on to."""
         self.most_at_once = self.at_once = 0
         self.aborted: set[str] = set()
         self.live: set[str] = set()
@@ -103,14 +102,11 @@ class FakeSGLang:
         self.set_tokens: int | None = 4096
         """Most tokens of a sampling mask that it reports; None as before SGLang 0.5.23, where none is."""
         self.dtype: str | None = None
-        """What /server_info says that it holds weights in."""
         self.quantization: str | None = None
         self.checksums: list[dict[str, str]] | None = None  # by rank
         """Of its tensors; None as before SGLang 0.5.23, which gives none."""
         self.deterministic = False
-        """Whether /server_info says that it takes seeds."""
         self.returns_experts = True
-        """Whether it was started with the flag for it."""
         self.deaf = False
         """Whether aborts are heard and not followed."""
         self.paused = False
@@ -195,6 +191,9 @@ class FakeSGLang:
             return await self._generate_or_fail(body)
         self.calls.append(f"{method} {path}")
         if path == "/health":
+            if self.failing_checks:
+                self.failing_checks -= 1
+                return 503, ""
             return (200, "") if self.healthy and not self.paused else (503, "")
         if self.key is not None and headers.get("authorization") != f"Bearer {self.key}":
             return 401, recorded("error_401")
@@ -208,9 +207,7 @@ class FakeSGLang:
             return 200, info if self.longest is None else {**info, "max_req_input_len": self.longest}
         if path == "/workers" and self.workers:
             return 200, {"workers": [{"url": worker.url} for worker in self.workers]}
-        if method == "POST":
-            return self._control(path, body)
-        return 404, recorded("error_404")
+        return self._control(path, body) if method == "POST" else (404, recorded("error_404"))
 
     def _control(self, path: str, body: dict[str, Any]) -> Any:
         if path == "/faults":
@@ -350,11 +347,6 @@ class FakeSGLang:
 Fake = TypeVar("Fake", bound=FakeSGLang)
 
 
-def fake_servers(count: int) -> AbstractContextManager[list[FakeSGLang]]:
-    """Some servers on a thread of their own."""
-    return servers_of(FakeSGLang, count)
-
-
 @contextmanager
 def servers_of(kind: type[Fake], count: int) -> Iterator[list[Fake]]:
     """Some servers of a class, on a thread of their own."""
@@ -370,6 +362,9 @@ def servers_of(kind: type[Fake], count: int) -> Iterator[list[Fake]]:
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
+
+
+fake_servers = partial(servers_of, FakeSGLang)
 
 
 def spoiled(edit: Callable[[dict[str, Any]], Any]) -> Callable[[Any], Any]:

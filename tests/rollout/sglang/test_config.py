@@ -27,93 +27,99 @@ def test_one_source_is_enough(given: dict) -> None:
     SGLangConfig(**given).check_has_servers()
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (
-            {"sglang_url": ("http://a:1",), "sglang_launch": 2},
-            "--sglang-url is http://a:1 and --sglang-launch is 2; servers come from one source",
-        ),
-        (
-            {"sglang_launch": 1, "sglang_router_ip": "a", "sglang_router_port": 1},
-            "--sglang-router-ip is a and --sglang-launch is 1",
-        ),
-        ({"sglang_url": ("http://a:1", "http://A:1/")}, "names http://a:1 2 times"),
-        ({"sglang_router_ip": "10.0.0.1"}, "--sglang-router-ip is 10.0.0.1 and --sglang-router-port None; give both"),
-        ({"sglang_router_port": 3000}, "--sglang-router-ip is None and --sglang-router-port 3000; give both"),
-        ({"sglang_router_ip": "http://10.0.0.1", "sglang_router_port": 1}, "must be an address or a host name"),
-        ({"sglang_router_ip": "a:3000", "sglang_router_port": 1}, "must be an address or a host name"),
-        ({"sglang_router_ip": "10.0.0.1", "sglang_router_port": 65536}, "must be 1 to 65535"),
-        ({"sglang_base_port": 0}, "--sglang-base-port is 0 but must be 1 to 65535"),
-        ({"sglang_launch": 0}, "--sglang-launch is 0 but must be 1 to 1024"),
-        ({"sglang_concurrency": 0}, "--sglang-concurrency is 0 but must be 1 to 65536"),
-        ({"sglang_bucket_mb": 0}, "--sglang-bucket-mb is 0 but must be 1 to 1000000"),
-        ({"sglang_max_retries": -1}, "--sglang-max-retries is -1 but must be 0 to 1000"),
-        ({"sglang_startup_timeout": 0.0}, "--sglang-startup-timeout is 0.0 but must be above 0 and at most 1000000"),
-        ({"sglang_request_timeout": float("inf")}, "--sglang-request-timeout is inf"),
-        ({"sglang_recovery_timeout": float("nan")}, "--sglang-recovery-timeout is nan"),
-        ({"sglang_weight_sync": "tensor"}, "is 'tensor' but must be one of distributed, disk"),
-        ({"sglang_sync_address": "0.0.0.0"}, "is '0.0.0.0' but must be an address that servers reach"),
-        ({"sglang_launch": 1, "sglang_server_args": ("2",)}, "begins with '2' but must begin with a flag"),
-        (
-            {"sglang_launch": 1, "sglang_server_args": ("--tp-size", "2", "--port=1")},
-            "has --port, which the run sets itself; choose the first of the ports",
-        ),
-        # Spellings that the server's argparse takes too: a beginning, and SGLang's short --model.
-        ({"sglang_launch": 1, "sglang_server_args": ("--model", "m")}, "has --model, which the run sets itself"),
-        ({"sglang_launch": 1, "sglang_server_args": ("--api", SECRET)}, "has --api, which the run sets itself"),
-        ({"sglang_launch": 1, "sglang_server_args": ("--admin-api-key", SECRET)}, "has --admin-api-key, which the run"),
-        ({"sglang_launch": 1, "sglang_server_args": (f"--admin-api={SECRET}",)}, "has --admin-api, which the run sets"),
-        (
-            {"sglang_launch": 1, "sglang_server_args": ("--ssl-keyfile-password", SECRET)},
-            "has --ssl-keyfile-password, but a secret would be seen in the list of processes, in config.yaml and in "
-            "reports; put it into an environment variable and name that: --sglang-ssl-keyfile-password-env VARIABLE.",
-        ),
-        ({"sglang_launch": 1, "sglang_server_args": (f"--ssl-keyfile-pass={SECRET}",)}, "has --ssl-keyfile-pass, but"),
-        ({"sglang_launch": 1, "sglang_server_args": ("--hf-token", SECRET)}, "--sglang-hf-token-env VARIABLE"),
-        (
-            {"sglang_launch": 1, "sglang_server_args": ("--ssl-keyfile-password-env", SECRET)},
-            "has --ssl-keyfile-password-env, but what follows is not the name of an environment variable",
-        ),
-        (
-            {"sglang_launch": 1, "sglang_server_args": ("--ssl-keyfile-password-env", "NO_SUCH_VARIABLE")},
-            "the environment variable NO_SUCH_VARIABLE is not set; set it to the secret.",
-        ),
-        ({"sglang_url": ("http://a\x1b[2J:1",)}, r"--sglang-url is 'http://a\x1b[2J:1' but must be http://HOST:PORT"),
-    ],
-    ids=[
-        "two sources",
-        "a router and a launch",
-        "one URL twice",
-        "a router without a port",
-        "a port without a router",
-        "a URL as router",
-        "a router with a port in its name",
-        "router port 65536",
-        "base port 0",
-        "no server to launch",
-        "concurrency 0",
-        "buckets of 0 MiB",
-        "-1 retries",
-        "startup timeout 0",
-        "request timeout infinite",
-        "recovery timeout NaN",
-        "unknown weight sync",
-        "sync address of all",
-        "server args begin with a value",
-        "a flag of the run",
-        "a short form of a flag of the run",
-        "a key under a short form",
-        "an admin key",
-        "an admin key under a short form",
-        "a password",
-        "a password under a short form",
-        "a token",
-        "a password for a variable",
-        "a variable that is not set",
-        "a URL that steers",
-    ],
-)
+REFUSED = {
+    "two sources": (
+        {"sglang_url": ("http://a:1",), "sglang_launch": 2},
+        "--sglang-url is http://a:1 and --sglang-launch is 2; servers come from one source",
+    ),
+    "a router and a launch": (
+        {"sglang_launch": 1, "sglang_router_ip": "a", "sglang_router_port": 1},
+        "--sglang-router-ip is a and --sglang-launch is 1",
+    ),
+    "one URL twice": ({"sglang_url": ("http://a:1", "http://A:1/")}, "names http://a:1 2 times"),
+    "a router without a port": (
+        {"sglang_router_ip": "10.0.0.1"},
+        "--sglang-router-ip is 10.0.0.1 and --sglang-router-port None; give both",
+    ),
+    "a port without a router": (
+        {"sglang_router_port": 3000},
+        "--sglang-router-ip is None and --sglang-router-port 3000; give both",
+    ),
+    "a URL as router": (
+        {"sglang_router_ip": "http://10.0.0.1", "sglang_router_port": 1},
+        "must be an address or a host name",
+    ),
+    "a router with a port in its name": (
+        {"sglang_router_ip": "a:3000", "sglang_router_port": 1},
+        "must be an address or a host name",
+    ),
+    "router port 65536": ({"sglang_router_ip": "10.0.0.1", "sglang_router_port": 65536}, "must be 1 to 65535"),
+    "base port 0": ({"sglang_base_port": 0}, "--sglang-base-port is 0 but must be 1 to 65535"),
+    "no server to launch": ({"sglang_launch": 0}, "--sglang-launch is 0 but must be 1 to 1024"),
+    "concurrency 0": ({"sglang_concurrency": 0}, "--sglang-concurrency is 0 but must be 1 to 65536"),
+    "buckets of 0 MiB": ({"sglang_bucket_mb": 0}, "--sglang-bucket-mb is 0 but must be 1 to 1000000"),
+    "-1 retries": ({"sglang_max_retries": -1}, "--sglang-max-retries is -1 but must be 0 to 1000"),
+    "startup timeout 0": (
+        {"sglang_startup_timeout": 0.0},
+        "--sglang-startup-timeout is 0.0 but must be above 0 and at most 1000000",
+    ),
+    "request timeout infinite": ({"sglang_request_timeout": float("inf")}, "--sglang-request-timeout is inf"),
+    "recovery timeout NaN": ({"sglang_recovery_timeout": float("nan")}, "--sglang-recovery-timeout is nan"),
+    "unknown weight sync": ({"sglang_weight_sync": "tensor"}, "is 'tensor' but must be one of distributed, disk"),
+    "sync address of all": (
+        {"sglang_sync_address": "0.0.0.0"},
+        "is '0.0.0.0' but must be an address that servers reach",
+    ),
+    "server args begin with a value": (
+        {"sglang_launch": 1, "sglang_server_args": ("2",)},
+        "begins with '2' but must begin with a flag",
+    ),
+    "a flag of the run": (
+        {"sglang_launch": 1, "sglang_server_args": ("--tp-size", "2", "--port=1")},
+        "has --port, which the run sets itself; choose the first of the ports",
+    ),
+    "a short form of a flag of the run": (
+        {"sglang_launch": 1, "sglang_server_args": ("--model", "m")},
+        "has --model, which the run sets itself",
+    ),
+    "a key under a short form": (
+        {"sglang_launch": 1, "sglang_server_args": ("--api", SECRET)},
+        "has --api, which the run sets itself",
+    ),
+    "an admin key": (
+        {"sglang_launch": 1, "sglang_server_args": ("--admin-api-key", SECRET)},
+        "has --admin-api-key, which the run",
+    ),
+    "an admin key under a short form": (
+        {"sglang_launch": 1, "sglang_server_args": (f"--admin-api={SECRET}",)},
+        "has --admin-api, which the run sets",
+    ),
+    "a password": (
+        {"sglang_launch": 1, "sglang_server_args": ("--ssl-keyfile-password", SECRET)},
+        "has --ssl-keyfile-password, but a secret would be seen in the list of processes, in config.yaml and in "
+        "reports; put it into an environment variable and name that: --sglang-ssl-keyfile-password-env VARIABLE.",
+    ),
+    "a password under a short form": (
+        {"sglang_launch": 1, "sglang_server_args": (f"--ssl-keyfile-pass={SECRET}",)},
+        "has --ssl-keyfile-pass, but",
+    ),
+    "a token": ({"sglang_launch": 1, "sglang_server_args": ("--hf-token", SECRET)}, "--sglang-hf-token-env VARIABLE"),
+    "a password for a variable": (
+        {"sglang_launch": 1, "sglang_server_args": ("--ssl-keyfile-password-env", SECRET)},
+        "has --ssl-keyfile-password-env, but what follows is not the name of an environment variable",
+    ),
+    "a variable that is not set": (
+        {"sglang_launch": 1, "sglang_server_args": ("--ssl-keyfile-password-env", "NO_SUCH_VARIABLE")},
+        "the environment variable NO_SUCH_VARIABLE is not set; set it to the secret.",
+    ),
+    "a URL that steers": (
+        {"sglang_url": ("http://a\x1b[2J:1",)},
+        r"--sglang-url is 'http://a\x1b[2J:1' but must be http://HOST:PORT",
+    ),
+}
+
+
+@pytest.mark.parametrize(("given", "message"), REFUSED.values(), ids=REFUSED)
 def test_refused(given: dict, message: str) -> None:
     with pytest.raises(ValueError) as refusal:
         SGLangConfig(**given)
@@ -143,35 +149,22 @@ def test_normalized_url(url: str, normalized: str) -> None:
     assert SGLangConfig(sglang_url=(url,)).server_urls == (normalized,)
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
-        "127.0.0.1:30000",
-        "host",
-        "ftp://host:1",
-        "http://",
-        "http://host:0",
-        "http://host:70000",
-        "http://host:port",
-        "http://[::1",
-        f"http://user:{SECRET}@host:1",
-        f"http://host:1/?key={SECRET}",
-        f"//user:{SECRET}@host",
-    ],
-    ids=[
-        "an address with a port",
-        "a host",
-        "FTP",
-        "no host",
-        "port 0",
-        "port 70000",
-        "a port of text",
-        "half an IPv6 address",
-        "a password",
-        "a query",
-        "a password without a scheme",
-    ],
-)
+REFUSED_URLS_KEEP_SECRETS = {
+    "an address with a port": "127.0.0.1:30000",
+    "a host": "host",
+    "FTP": "ftp://host:1",
+    "no host": "http://",
+    "port 0": "http://host:0",
+    "port 70000": "http://host:70000",
+    "a port of text": "http://host:port",
+    "half an IPv6 address": "http://[::1",
+    "a password": f"http://user:{SECRET}@host:1",
+    "a query": f"http://host:1/?key={SECRET}",
+    "a password without a scheme": f"//user:{SECRET}@host",
+}
+
+
+@pytest.mark.parametrize("url", REFUSED_URLS_KEEP_SECRETS.values(), ids=REFUSED_URLS_KEEP_SECRETS)
 def test_refused_urls_keep_secrets(url: str) -> None:
     with pytest.raises(ValueError, match=r"^--sglang-url") as refusal:
         SGLangConfig(sglang_url=(url,))

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,12 +14,10 @@ from slime_tis.trainer.engines.engine import RolloutUnavailable
 from slime_tis.trainer.engines.sglang.client import UnexpectedWeights
 from slime_tis.trainer.engines.sglang.engine import SGLangRollout
 from tests.rollout.sglang.fake_sglang import FakeSGLang, fake_servers, wait_until, when
-from tests.rollout.sglang.rollouts import LATE, PROMPTS, QUICK, SAMPLING, Run, assert_exact, flat
-
-SLOW_CHECKS = replace(QUICK, health_interval=0.03)
+from tests.rollout.sglang.rollouts import LATE, PROMPTS, SAMPLING, Run, assert_exact, flat
 
 
-def checked_again(server: FakeSGLang, times: int = 1) -> None:
+def checked_again(server: FakeSGLang, times: int) -> None:
     """Waits for more health checks of a server."""
     checks = server.count("/health")
     wait_until(lambda: server.count("/health") >= checks + times)
@@ -43,12 +40,11 @@ def test_requests_of_a_hanging_server_move_elsewhere(start: Callable[..., Run]) 
 
 
 def test_single_failed_health_checks_mark_no_server_down(start: Callable[..., Run]) -> None:
-    run = start(1, timeouts=SLOW_CHECKS)
+    run = start(1)
     (server,) = run.servers
     for _ in range(3):
-        server.healthy = False
-        checked_again(server)
-        server.healthy = True
+        server.failing_checks = 2
+        wait_until(lambda: server.failing_checks == 0)
         checked_again(server, times=2)
     assert run.engine.metrics()["rollout/sglang_deaths"] == 0
 
