@@ -168,15 +168,6 @@ def test_absurd_z_scores_stay_finite(level: str, z_score: float) -> None:
     assert all(math.isfinite(value) for value in found.statistics.metrics().values())
 
 
-def test_padded_and_packed_batches() -> None:
-    config = reject(rs_z_score=2.0)
-    padded = torch.tensor(BY_HAND, dtype=torch.float64)
-    found = correct(config, padded, torch.zeros_like(padded), torch.ones_like(padded))
-    assert found.mask.tolist() == [[True] * 4, [False] * 4, [True] * 4, [True] * 4]
-    packed = correct(config, padded.view(-1), torch.zeros(16), torch.ones(16), lengths=[4] * 4)
-    assert packed.mask.tolist() == found.mask.view(-1).tolist()
-
-
 @settings(max_examples=60)
 @given(
     st.lists(st.floats(0, 4) | st.sampled_from([0.0, 0.25, 5e-324, 1e300, math.inf]), max_size=20),

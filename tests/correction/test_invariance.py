@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime_tis import GlobalBatch, RolloutCorrectionConfig, Statistics, adaptive_bounds, correct
-from slime_tis.correction import layout
+from slime_tis.correction import LEVELS, layout
+from slime_tis.correction.reference import reference_correct
 from tests.correction.strategies import batches, configurations
 from tests.correction.test_expected import tensors
 
@@ -98,30 +99,15 @@ def test_chunks(config: RolloutCorrectionConfig, batch: Inputs) -> None:
     )
 
 
-def test_rows_of_long_sequences_join() -> None:
-    """Sequences longer than a row, of several row widths, at every level, against the same sums taken whole."""
+@pytest.mark.parametrize("level", LEVELS)
+def test_rows_of_long_sequences_join(level: str) -> None:
+    """Sequences longer than a row, of several row widths, against the reference, which has no rows."""
     generator = torch.Generator().manual_seed(1)
+    config = RolloutCorrectionConfig(use_tis=True, tis_level=level, tis_upper_bound=1e6)
     for lengths in ([3000, 1, 129, 128, 0], [700, 650, 3], [40, 300]):
         delta = [0.02 * torch.randn(n, generator=generator) for n in lengths]
         mask = [torch.rand(n, generator=generator) > 0.2 for n in lengths]
-        zeros = [torch.zeros(n) for n in lengths]
-        for level in ("token", "sequence", "geometric", "prefix", "segment"):
-            config = RolloutCorrectionConfig(use_tis=True, tis_level=level, tis_upper_bound=1e6)
-            found = correct(config, delta, zeros, mask)
-            for d, m, w in zip(delta, mask, found.weights, strict=True):
-                torch.testing.assert_close(w, expected_weight(level, d.double(), m), rtol=2e-6, atol=1e-6)
-
-
-def expected_weight(level: str, delta: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    masked = torch.where(mask, delta, 0.0)
-    if level == "prefix":
-        log_weight = masked.cumsum(0)
-    elif level == "segment":
-        run = (mask & ~torch.cat([torch.zeros(1, dtype=torch.bool), mask])[:-1]).cumsum(0)
-        log_weight = torch.stack([masked[run == r].sum() for r in run]) if len(run) else masked
-    elif level == "token":
-        log_weight = masked
-    else:
-        total = masked.sum() / (mask.sum().clamp_min(1) if level == "geometric" else 1)
-        log_weight = total.expand_as(masked)
-    return torch.where(mask, log_weight.exp(), 0.0).float()
+        found = correct(config, delta, [torch.zeros(n) for n in lengths], mask)
+        for d, m, weights in zip(delta, mask, found.weights, strict=True):
+            reference = reference_correct(config, d.double()[None], torch.zeros(1, len(d)), m[None])
+            torch.testing.assert_close(weights, reference.weights[0].float(), rtol=2e-6, atol=1e-6)

@@ -26,22 +26,6 @@ from tests.diffusion.test_trajectories import tensors
 OFF = RolloutCorrectionConfig()
 
 
-def test_flow_grpo_by_hand() -> None:
-    """Ratios 1.1, 0.9, 1.3, 0.7 at ε = 0.2: clipped where the step would go further out than it has gone."""
-    log_probs = torch.tensor([1.1, 0.9, 1.3, 0.7], dtype=torch.float64).log().requires_grad_()
-    loss, clipped = flow_grpo(log_probs, torch.zeros(4), torch.ones(4), clip_range=0.2)
-    (gradient,) = torch.autograd.grad(loss.sum(), log_probs)
-    assert loss.tolist() == pytest.approx([-1.1, -0.9, -1.2, -0.7])
-    assert gradient.tolist() == pytest.approx([-1.1, -0.9, 0, -0.7])
-    assert clipped.tolist() == [0, 0, 1, 0]
-    loss, clipped = flow_grpo(log_probs, torch.zeros(4), torch.full((4,), -2.0), clip_range=0.2)
-    (gradient,) = torch.autograd.grad(loss.sum(), log_probs)
-    assert loss.tolist() == pytest.approx([2.2, 1.8, 2.6, 1.6]) and gradient.tolist() == pytest.approx(
-        [2.2, 1.8, 2.6, 0]
-    )
-    assert clipped.tolist() == [0, 0, 0, 1]
-
-
 def test_policy_gradient_by_hand() -> None:
     log_probs = torch.tensor([-1.0, -2.0], requires_grad=True)
     loss, clipped = policy_gradient(log_probs, torch.zeros(2), torch.tensor([3.0, -0.5]))
@@ -339,53 +323,19 @@ def test_decoupled_weights_lead_back_to_the_old_policy() -> None:
     torch.testing.assert_close(-gradient, WORLD.pathwise_gradient(THETA), rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (
-            lambda z: diffusion_loss(OFF, z, torch.zeros(4, 2), torch.zeros(4)),
-            r"log_probs has shape \(4, 3\), old_log_probs \(4, 2\)",
-        ),
-        (
-            lambda z: diffusion_loss(OFF, z, z, torch.zeros(3)),
-            r"advantages has shape \(3,\), log_probs \(4, 3\); pass one advantage per step, or one .*, \(4,\)\.",
-        ),
-        (
-            lambda z: diffusion_loss(OFF, z[:, 0], z[:, 0], torch.zeros(4, 3)),
-            r"advantages has shape \(4, 3\), log_probs \(4,\)",
-        ),
-        (
-            lambda z: diffusion_loss(OFF, z, z, torch.zeros(4), weights=torch.ones(4)),
-            r"log_probs has shape \(4, 3\), weights \(4,\)",
-        ),
-        (
-            lambda z: diffusion_loss(OFF, z, z, torch.zeros(4), weights=torch.ones(4, 3), mask=torch.ones(3)),
-            r"log_probs has shape \(4, 3\), mask \(3,\)",
-        ),
-        (
-            lambda z: diffusion_loss(replace(OFF, use_tis=True), z, z, torch.zeros(4)),
-            "weights are missing, but the configuration corrects",
-        ),
-        (
-            lambda z: diffusion_loss(replace(OFF, use_rollout_logprobs=True), z, z, torch.zeros(4), weights=z),
-            "weights or mask are given, but with --use-rollout-logprobs",
-        ),
-        (
-            lambda z: diffusion_loss(replace(OFF, policy_loss="gspo"), z, z, torch.zeros(4)),
-            "--policy-loss is gspo, but SDE steps have ppo and reinforce",
-        ),
-    ],
-    ids=[
-        "old log-probs",
-        "advantages per trajectory",
-        "advantages per step",
-        "weights",
-        "mask",
-        "no weights",
-        "weights in bypass",
-        "gspo",
-    ],
-)
-def test_refusals(call, message: str) -> None:
+ZERO, FOUR = torch.zeros(4, 3), torch.zeros(4)
+REFUSED = {
+    "old log-probs": (OFF, (torch.zeros(4, 2), FOUR), {}, r"old_log_probs \(4, 2\)"),
+    "advantages": (OFF, (ZERO, torch.zeros(3)), {}, r"advantages has shape \(3,\)"),
+    "weights": (OFF, (ZERO, FOUR), {"weights": torch.ones(4)}, r"weights \(4,\)"),
+    "mask": (OFF, (ZERO, FOUR), {"weights": torch.ones(4, 3), "mask": torch.ones(3)}, r"mask \(3,\)"),
+    "no weights": (replace(OFF, use_tis=True), (ZERO, FOUR), {}, "weights are missing"),
+    "weights in bypass": (replace(OFF, use_rollout_logprobs=True), (ZERO, FOUR), {"weights": ZERO}, "applied twice"),
+    "gspo": (replace(OFF, policy_loss="gspo"), (ZERO, FOUR), {}, "--policy-loss is gspo"),
+}
+
+
+@pytest.mark.parametrize(("config", "arguments", "options", "message"), REFUSED.values(), ids=REFUSED)
+def test_refusals(config: RolloutCorrectionConfig, arguments: tuple, options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        call(torch.zeros(4, 3))
+        diffusion_loss(config, ZERO, *arguments, **options)

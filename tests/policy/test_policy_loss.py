@@ -357,12 +357,6 @@ def test_a_custom_function_gets_whole_masks_without_a_collective_of_its_own() ->
     assert reduced == [1]  # the correction's table alone, of one sequence
 
 
-def test_off_policy_sequence_masking_that_is_off_has_no_sums() -> None:
-    batch = make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES)
-    assert loss_of(build(), batch, CURRENT)[2].opsm_clipped is None
-    assert loss_of(build({"use_opsm": True}), batch, CURRENT)[2].opsm_clipped is not None
-
-
 def test_a_custom_function_replaces_veto_and_trimming_too() -> None:
     def keep(args: Any, *, pg_loss: Tensor, loss_masks: list[Tensor], **_: Any) -> Any:
         return pg_loss, loss_masks, {}
@@ -373,19 +367,6 @@ def test_a_custom_function_replaces_veto_and_trimming_too() -> None:
     torch.testing.assert_close(grad, torch.tensor([-1 / 6, -1 / 6, 0, -1 / 6, 2 / 4, 2 / 4]))
     metrics = step_metrics(sums, step.correction, step.policy)
     assert not any("second_moment" in name or "catastrophic" in name for name in metrics)
-
-
-def test_a_custom_function_for_metrics_alone_leaves_the_loss() -> None:
-    def destroy(args: Any, *, pg_loss: Tensor, loss_masks: list[Tensor], **_: Any) -> Any:
-        return pg_loss * 0, [torch.zeros_like(mask) for mask in loss_masks], {"seen": torch.ones(6)}
-
-    values = {"rollout_log_probs": ROLLOUT, "advantages": ADVANTAGES}
-    _, plain, _ = loss_of(build(), make(MASKS, **values), CURRENT)
-    step = custom(destroy, get_mismatch_metrics=True)
-    batch = make(MASKS, old_log_probs=ROLLOUT, **values)
-    _, grad, sums = loss_of(step, batch, CURRENT)
-    assert torch.equal(grad, plain)
-    assert step_metrics(sums, step.correction, step.policy)["seen"] == pytest.approx(1)
 
 
 def test_a_custom_function_for_metrics_alone_may_work_in_place() -> None:
@@ -463,15 +444,6 @@ def test_random_numbers_of_a_custom_function_follow_from_seed_and_micro_batch() 
         loss_of(step, batch, CURRENT)
     assert drawn[:2] == drawn[2:4] != drawn[4:] and drawn[0] != drawn[1]
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_a_custom_function_with_the_wrong_return_is_named() -> None:
-    def forgetful(args: Any, *, pg_loss: Tensor, **_: Any) -> Any:
-        return pg_loss
-
-    batch = make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES)
-    with pytest.raises(ValueError, match=r"forgetful \(.*, line \d+\) returned a tensor of shape"):
-        loss_of(custom(forgetful, use_tis=True), batch, CURRENT)
 
 
 def test_turns_are_the_runs_of_trained_tokens_of_each_response() -> None:
