@@ -112,15 +112,6 @@ def test_bfloat16_logits_give_float32_log_probs_and_a_bfloat16_gradient() -> Non
     assert leaf.grad is not None and leaf.grad.dtype == torch.bfloat16
 
 
-def test_wrong_numbers_of_rows_and_temperatures_are_refused() -> None:
-    with pytest.raises(ValueError, match="3 rows, 2 targets"):
-        vocab_parallel_log_probs(torch.zeros(3, 4), torch.zeros(2, dtype=torch.int64))
-    with pytest.raises(ValueError, match="2 sampling masks"):
-        vocab_parallel_log_probs(FIVE.clone(), torch.tensor([0, 0, 0]), over_sets([[0], [0]]))
-    with pytest.raises(ValueError, match="temperature must be positive"):
-        TokenDistribution(temperature=0)
-
-
 def test_log_probs_and_entropies_over_the_sampled_sets_by_hand() -> None:
     # {1, 2, 4} has mass 0.75, {0} is certain, and the last row has no set. Id 77 is beyond the vocabulary.
     distribution = over_sets([[1, 2, 4, 77], [0], []])

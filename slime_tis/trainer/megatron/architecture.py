@@ -36,10 +36,7 @@ from slime_tis.trainer.options.megatron import MegatronConfig
 
 
 class HfConfig(Protocol):
-    """The fields of a Hugging Face configuration that every family must have.
-
-    Some families also have `head_dim`, `attention_bias`, `mlp_bias` and `use_sliding_window`.
-    """
+    """The fields of a Hugging Face configuration that every family must have."""
 
     architectures: list[str]
     vocab_size: int
@@ -57,11 +54,8 @@ class HfConfig(Protocol):
 class ResponseModel(GPTModel):  # type: ignore[misc]  # megatron-core has no types
     """A GPTModel that returns hidden states, or logits, only after the tokens of `PackedSequences.response_rows`.
 
-    Prompt rows are dropped before the output layer, whose time and memory are proportional to the number of rows.
-
     Under sequence parallelism a rank's slice of the tokens has any number of these rows. Therefore the hidden states
-    are gathered here, and the gradient of the rows is summed over the tensor-parallel ranks, as without sequence
-    parallelism. megatron-core's inference does the same for the last token of each sequence.
+    are gathered here, and the gradient of the rows is summed over the tensor-parallel ranks.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -82,7 +76,7 @@ class ResponseModel(GPTModel):  # type: ignore[misc]  # megatron-core has no typ
         return output
 
     def output_weight(self) -> Tensor:
-        """The output layer's weight for this rank's part of the vocabulary, on the last pipeline stage."""
+        """The output layer's weight on this rank, on the last pipeline stage."""
         tied = self.share_embeddings_and_output_weights
         weight: Tensor = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         return weight
@@ -129,10 +123,8 @@ def build_model(directory: str | Path, config: MegatronConfig, parallel: Paralle
     inverse_frequency, scaling = rotary_frequencies(hf, family)
     if engine and scaling != 1.0:
         raise ValueError(f"{directory}: rotary scaling by {scaling} (YaRN) is supported on plain torch layers only")
-    if engine:
-        spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=transformer.qk_layernorm)
-    else:
-        spec = _torch_spec(transformer)
+    norms = transformer.qk_layernorm
+    spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=norms) if engine else _torch_spec(transformer)
     module = ResponseModel(
         transformer,
         spec,
@@ -249,11 +241,7 @@ def padded_vocab_size(vocab_size: int, tensor_size: int) -> int:
 
 
 def rotary_frequencies(hf: HfConfig, family: Family) -> tuple[torch.Tensor, float]:
-    """(inverse frequencies [d/2], factor on cosine and sine), as transformers computes them for this model.
-
-    Raises:
-        ValueError: a setting is missing.
-    """
+    """(inverse frequencies [d/2], factor on cosine and sine), as transformers computes them for this model."""
     module, name = family.rotary_class.split(":")
     try:
         rotary = getattr(importlib.import_module(module), name)(config=hf)
@@ -263,11 +251,7 @@ def rotary_frequencies(hf: HfConfig, family: Family) -> tuple[torch.Tensor, floa
 
 
 def uses_transformer_engine(hf: HfConfig, parallel: Parallel) -> bool:
-    """Whether layers come from transformer-engine.
-
-    Mixtures of experts always have megatron-core's linear layers: `hf_weights` does not know the names of weights in
-    transformer-engine's grouped layers.
-    """
+    """Whether layers come from transformer-engine; `hf_weights` does not know its names of the weights of experts."""
     return parallel.backend.transformer_engine and moe_sizes(hf) is None
 
 

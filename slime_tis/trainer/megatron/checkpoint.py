@@ -62,7 +62,7 @@ class UnfinishedCheckpoint:
             files.discard(self.path)
 
     def on_main(self, action: Callable[[], object]) -> None:
-        """Runs `action` on the main process while the others wait; raises on every rank if it fails."""
+        """Runs `action` on the main process; raises on every rank if it fails."""
         on_every_rank(action if self.is_main else lambda: None)
 
     @contextmanager
@@ -131,9 +131,6 @@ def latest_complete_checkpoint(directory: str | Path) -> LatestCheckpoint | None
     """The newest undamaged checkpoint under `directory`; None if there are no checkpoints.
 
     Every rank compares the SHA-256 of its share of the files; all ranks get the same result.
-
-    Raises:
-        CheckpointError: all checkpoints are damaged.
     """
     (candidates, *_) = on_every_rank(lambda: files.checkpoints(directory))
     damaged: list[str] = []
@@ -151,11 +148,7 @@ def latest_complete_checkpoint(directory: str | Path) -> LatestCheckpoint | None
 
 
 def load(checkpoint: Path, engine: TrainingEngine) -> None:
-    """Restores model, optimizer, scheduler and random state; the optimizer keeps the engine's options.
-
-    Raises:
-        CheckpointError: the checkpoint has another model or layout.
-    """
+    """Restores model, optimizer, scheduler and random state; the optimizer keeps the engine's options."""
     options = [
         {name: value for name, value in group.items() if name not in SET_BY_STATE}
         for group in engine.optimizer.param_groups

@@ -1,8 +1,7 @@
 """Log-probs and entropies from hidden states: output layer and softmax in one, without a [rows, vocabulary] tensor.
 
-Shapes: suffix _L rows, that is response tokens; _LI the hidden states that predict them; _OI the output layer's weight,
-one row for each token of the vocabulary that this tensor-parallel rank holds; _R the rows of a chunk and _RV a tile of
-its logits, in a block of the vocabulary.
+Shapes: suffix _L rows, that is response tokens; _LI the hidden states that predict them; _OI this tensor-parallel
+rank's rows of the output layer; _R the rows of a chunk and _RV a tile of its logits, in a block of the vocabulary.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ TILE_BYTES = 8 * 2**20
 GPU_TILE_BYTES = 128 * 2**20
 """The same on a GPU, where a tile costs a dozen kernel launches."""
 MIN_COLUMNS = 512
-"""Columns of a tile: with fewer, a matrix product is less efficient. More rows than then fit are taken in chunks."""
+"""Columns of a tile: with fewer, a matrix product is less efficient."""
 
 
 def fused_linear_log_probs(
@@ -56,12 +55,8 @@ def fused_linear_log_probs(
     Returns:
         (log_prob_L, entropy_L), at least float32, differentiable in hidden states and weight. The hidden states'
         gradient is summed over the group.
-
-    Raises:
-        ValueError: the numbers of rows differ.
     """
     distribution = distribution or TokenDistribution()
-    distribution.check_rows(len(hidden_LI), len(target_L))
     tile_bytes = GPU_TILE_BYTES if hidden_LI.is_cuda else TILE_BYTES
     plan = _Plan.of(len(hidden_LI), len(weight_OI), distribution, tile_bytes // 4)
     plan = replace(plan, weight_grad_OI=weight_grad_OI)
@@ -76,12 +71,10 @@ class _Plan:
     distribution: TokenDistribution
     chunk_rows: int
     blocks: Sequence[slice]
-    """Of the vocabulary."""
     weight_grad_OI: Tensor | None = None
 
     @classmethod
     def of(cls, rows: int, width: int, distribution: TokenDistribution, entries: int) -> _Plan:
-        """Tiles of about this number of entries."""
         width, chunk_size = distribution.width(width), distribution.chunk_size
         if chunk_size == -1:
             chunk_size = entries // max(min(width, MIN_COLUMNS), 1)
@@ -110,13 +103,11 @@ class _Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class _Chunk:
-    """Some rows, and what their logits are computed from."""
-
     rows: slice
     hidden_RI: Tensor
     weight_OI: Tensor
     column_R: Tensor
-    """The row of the weight that is the target's."""
+    """Each target's row of the weight."""
     distribution: TokenDistribution
 
     def logits(self, block: slice) -> Tensor:

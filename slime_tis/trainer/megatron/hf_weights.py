@@ -148,11 +148,7 @@ class HfTensors:
 
 
 def load_hf_weights(model: Model, directory: str | Path, parallel: Parallel) -> None:
-    """Fills this rank's shard of the model from a Hugging Face checkpoint.
-
-    Raises:
-        ValueError: a tensor is missing or damaged, has the wrong shape, or contains NaN or infinity.
-    """
+    """Fills this rank's shard of the model from a Hugging Face checkpoint; ValueError if a tensor is unusable."""
     check_tensors(directory, read_model_config(directory))
     tensors = HfTensors(directory, tied=model.hf_config.tie_word_embeddings)
     hf = model.hf_config
@@ -170,10 +166,9 @@ def load_hf_weights(model: Model, directory: str | Path, parallel: Parallel) -> 
 
 
 def named_hf_tensors(model: Model, parallel: Parallel) -> Iterator[tuple[str, Tensor]]:
-    """Streams the model's weights as whole tensors under their Hugging Face names.
+    """Streams the model's weights as whole tensors under their Hugging Face names; every rank must iterate to the end.
 
-    A collective: every rank must iterate to the end, and gets every tensor on its device. At any time only one weight
-    is whole, or `GATHERED_BYTES` of the experts of a layer.
+    At any time only one weight is whole, or `GATHERED_BYTES` of the experts of a layer.
     """
     weights = named_weights(model.module)
     for stage in range(parallel.pipeline_size):

@@ -28,25 +28,15 @@ class TokenDistribution:
     sampling_mask: SamplingMask | None = None
     """Each row's set of tokens. A row without a set has the whole vocabulary; None if every row has."""
     group: ProcessGroup | None = None
-    """Tensor-parallel group over which the vocabulary is split; None if it is not split."""
+    """Tensor-parallel group over which the vocabulary is split."""
     vocab_start: int = 0
     """Id of this rank's first token."""
     vocab_size: int | None = None
-    """Tokens of the whole vocabulary, without padding; None if it is not padded."""
+    """Tokens of the whole vocabulary; None if it is not padded."""
     chunk_size: int = -1
     """Rows per chunk, which bounds the temporaries; −1 for automatic."""
     entropy_gradient: bool = True
-    """Whether the entropy is differentiable; if not, the backward pass is cheaper."""
-
-    def __post_init__(self) -> None:
-        if self.temperature <= 0:
-            raise ValueError(f"temperature must be positive, got {self.temperature}")
-
-    def check_rows(self, rows: int, targets: int) -> None:
-        """Raises ValueError if the numbers of rows, targets and sampling masks differ."""
-        masks = rows if self.sampling_mask is None else len(self.sampling_mask)
-        if not rows == targets == masks:
-            raise ValueError(f"got {rows} rows, {targets} targets and {masks} sampling masks")
+    """Whether the entropy is differentiable."""
 
     def width(self, columns: int) -> int:
         """Of this rank's columns, the number that are tokens; the others pad the vocabulary."""
@@ -80,12 +70,8 @@ def vocab_parallel_log_probs(
 
     Returns:
         (log_prob_L, entropy_L), at least float32 and differentiable. A target outside its set has log-prob −inf.
-
-    Raises:
-        ValueError: the numbers of rows differ.
     """
     distribution = distribution or TokenDistribution()
-    distribution.check_rows(len(logits_LV), len(target_L))
     outputs: tuple[Tensor, Tensor] = _VocabParallelLogProbs.apply(logits_LV, target_L, distribution)  # type: ignore[no-untyped-call]  # torch's
     return outputs
 
@@ -211,7 +197,7 @@ class LogitGradient:
         log_normalizer_L: Tensor,
         entropy_L: Tensor,
     ) -> LogitGradient:
-        """The gradient of the logits, given the gradients of log-probs and entropies."""
+        """The gradient, given the gradients of log-probs and entropies."""
         scale_L = (-log_normalizer_L).exp() / -distribution.temperature
         return cls(
             constant=scale_L * (grad_log_prob_L + grad_entropy_L * (entropy_L - log_normalizer_L)),
@@ -253,15 +239,10 @@ def precision(values: Tensor) -> torch.dtype:
 
 
 def leave_out_(logits_LV: Tensor, sampling_mask: SamplingMask, start: int) -> None:
-    """Overwrites logits outside each row's set by −inf; rows without a set stay.
+    """Overwrites logits of the tokens from `start` on by −inf outside each row's set; rows without a set stay.
 
     The logits of the sets are taken out, the rows lowered to −inf, and the sets put back, in memory of the sets' size:
     no [L, V] mask is made. NaN and +inf outside a set become NaN, so that broken weights still show.
-
-    Args:
-        logits_LV: logits of the tokens from `start` on.
-        sampling_mask: the sets, in ids of the whole vocabulary; ids beyond the vocabulary are ignored.
-        start: id of the first column.
     """
     width = logits_LV.shape[1]
     column_M = sampling_mask.token_ids.long() - start

@@ -6,8 +6,6 @@ o_P and L_P = log Σ_{k∈P} e^{s_k} over their scores s merge exactly:
     L = log Σ_P e^{L_P},    o = Σ_P e^{L_P − L} o_P
 
 The gradient of a part needs o and L instead of o_P and L_P, because the weight of key k is e^{s_k − L} in every part.
-No mask of queries × keys is made, and keys that several responses share are read once.
-
 Source of the merge: "FlashAttention: Fast and Memory-Efficient Exact Attention with IO-Awareness", Dao et al.
 (https://arxiv.org/abs/2205.14135), section 3.1; of separate attention to a shared prefix: "Hydragen: High-Throughput
 LLM Inference with Shared Prefixes", Juravsky et al. (https://arxiv.org/abs/2402.05099), section 3.1.

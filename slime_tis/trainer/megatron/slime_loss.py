@@ -26,14 +26,7 @@ def get_log_probs_and_entropy(
 ) -> tuple[Tensor, dict[str, list[Tensor]]]:
     """Log-probs of the response tokens on this rank at the rollout's temperature, with gradient.
 
-    Args:
-        logits: [1, L, V] argument of the loss function.
-        args: namespace with rollout_temperature and log_probs_chunk_size.
-        unconcat_tokens: prompt and response of each sample.
-        total_lengths: tokens of prompt and response.
-        response_lengths: tokens of the response.
-        with_entropy: whether to return entropies.
-        others: slime's further arguments, without effect here.
+    The arguments are slime's; `logits` is the [1, L, V] argument of the loss function.
 
     Returns:
         An empty tensor, and the keys "log_probs" and "entropy" with one tensor per sample.
@@ -53,7 +46,5 @@ def get_log_probs_and_entropy(
             entropy_gradient=with_entropy,
         ),
     )
-    lists = {"log_probs": list(log_probs_L.split(slices.local_lengths))}
-    if with_entropy:
-        lists["entropy"] = list(entropy_L.split(slices.local_lengths))
-    return logits.new_empty(0), lists
+    values = {"log_probs": log_probs_L} | ({"entropy": entropy_L} if with_entropy else {})
+    return logits.new_empty(0), {name: list(value.split(slices.local_lengths)) for name, value in values.items()}
