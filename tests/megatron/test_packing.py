@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from slime_tis.trainer.megatron.batch import TrainingBatch, make_batch
 from slime_tis.trainer.megatron.layers import rotate
 from slime_tis.trainer.megatron.packing import MicroBatch, RotaryAngles, RowSplit, pack
+from tests.megatron.test_prefix_tree import groups
 
 
 def batch_of(tokens: list[list[int]], responses: list[int], rank: int = 0, size: int = 1) -> TrainingBatch:
@@ -41,14 +42,29 @@ def test_siblings_share_their_prompt() -> None:
     assert packed.target_L.tolist() == [7, 8, 9, 2]
     assert packed.is_fed_T.tolist() == [True, False, True, True, False, True, False, False]
     assert packed.packed_seq_params.cu_seqlens_q.tolist() == [0, 2, 4, 5, 7, 8]
-    assert [part.is_causal for part in packed.packed_seq_params.parts] == [True, False]
 
 
-def test_sequences_that_share_nothing_are_packed_as_without_sharing() -> None:
-    batch = batch_of([[5, 6, 7], [8, 9]], [2, 1])
-    packed, without = pack(batch, share_prompts=True), pack(batch)
-    assert packed.packed_seq_params.parts == ()
-    assert torch.equal(packed.input_ids, without.input_ids) and rows_of(packed) == rows_of(without)
+@given(groups, st.integers(1, 3))
+def test_every_packed_token_sees_the_beginning_of_its_sequence(
+    drawn: list[tuple[list[int], list[list[int]]]], tensor_size: int
+) -> None:
+    samples = [(prompt, response) for prompt, responses in drawn for response in responses]
+    tokens = [[*prompt, *response] for prompt, response in samples]
+    batch = batch_of(tokens, [len(response) for _, response in samples])
+    packed = pack(batch, RowSplit(tensor_size=tensor_size), share_prompts=True)
+    layout, count = packed.packed_seq_params, packed.input_ids.shape[1]
+    beginnings = {tuple(ids[:end]) for ids in (*tokens, [0] * tensor_size) for end in range(len(ids) + 1)}
+    x = torch.arange(count).float()[:, None, None]
+    assert torch.equal(layout.packed([rows.gather(x, rows.query_index) for rows in layout.rows]), x)
+    for rows in layout.rows:
+        if rows.mask is None:
+            continue  # nothing is shared
+        queries, keys = (rows.gather(x, index)[:, 0, :, 0].long() for index in (rows.query_index, rows.key_index))
+        for query_row, key_row, mask in zip(queries, keys, rows.mask[:, 0], strict=True):
+            for query, visible in zip(query_row, mask, strict=True):
+                seen = key_row[visible]
+                assert seen[-1] == query and tuple(packed.input_ids[0, seen].tolist()) in beginnings
+                assert packed.position_ids[0, seen].tolist() == list(range(len(seen)))
 
 
 def test_zigzag_over_two_ranks() -> None:
@@ -78,12 +94,12 @@ def test_filler_makes_the_row_divisible_and_is_not_trained_on() -> None:
 def test_padded_rows_and_back(lengths: list[int]) -> None:
     packed = pack(batch_of([list(range(1, n + 1)) for n in lengths], [1] * len(lengths)))
     x = torch.randn(sum(lengths), 2, 3)
-    layout = packed.packed_seq_params
-    rows = layout.rows(x, layout.query_index)
+    (attention,) = packed.packed_seq_params.rows
+    rows = attention.gather(x, attention.query_index)
     assert rows.shape == (len(lengths), 2, max(lengths), 3)
     for sequence, part in zip(rows, x.split(lengths), strict=True):
         assert torch.equal(sequence[:, : len(part)].transpose(0, 1), part)
-    assert torch.equal(layout.tokens(rows), x)
+    assert torch.equal(packed.packed_seq_params.packed([rows]), x)
 
 
 def test_rotary_angles_are_position_times_frequency() -> None:
@@ -137,7 +153,7 @@ def test_every_tensor_is_moved_except_the_sequences() -> None:
     layout = packed.packed_seq_params
     fields = [*vars(packed).values(), *vars(layout).values(), *vars(packed.responses).values()]
     assert {x.device.type for x in fields if isinstance(x, torch.Tensor)} == {"meta"}
-    assert layout.cos is not None and packed.routing_weights is not None and layout.segments == 2
+    assert layout.cos is not None and packed.routing_weights is not None and layout.rows[0].count == 2
     assert [sequence.device.type for sequence in packed.sequences] == ["cpu", "cpu"]
 
 

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from slime_tis.trainer.megatron.packing import PackedSequences
-from slime_tis.trainer.megatron.shared_attention import shared_attention
 
 R = TypeVar("R")
 
@@ -34,49 +33,35 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has
     """
 
     def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        attn_mask_type: Any,
-        attention_type: str,
-        softmax_scale: float | None = None,
-        pg_collection: Any = None,
-        **_: Any,
+        self, config: TransformerConfig, softmax_scale: float | None = None, pg_collection: Any = None, **_: Any
     ) -> None:
         super().__init__(config=config)
         self.softmax_scale = softmax_scale
         self.context_group = pg_collection.cp
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        attn_mask_type: Any = None,
-        attention_bias: Tensor | None = None,
-        packed_seq_params: PackedSequences | None = None,
+        self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: PackedSequences, **__: Any
     ) -> Tensor:
         """query [tokens, heads, d], key and value [tokens, groups, d] → [tokens, heads·d]."""
         layout = packed_seq_params
-        assert layout is not None and layout.cos is not None and layout.sin is not None  # `pack` with rotary angles
+        assert layout.cos is not None and layout.sin is not None  # `pack` with rotary angles
         query, key = rotate(query, layout.cos, layout.sin), rotate(key, layout.cos, layout.sin)
-        if layout.parts:
-            value = value.contiguous()  # a view would keep the unrotated queries and keys alive
-            return shared_attention(query, key, value, layout.parts, self.softmax_scale).flatten(1)
         if self.context_group.size() > 1:
             keys_and_values = torch.stack([key, value], 1)
             key, value = gather_from_sequence_parallel_region(keys_and_values, group=self.context_group).unbind(1)
         repeats = query.shape[1] // key.shape[1]
-        output = F.scaled_dot_product_attention(
-            layout.rows(query, layout.query_index),
-            layout.rows(key, layout.key_index).repeat_interleave(repeats, 1),
-            layout.rows(value, layout.key_index).repeat_interleave(repeats, 1),
-            attn_mask=layout.attention_mask,
-            is_causal=layout.attention_mask is None,
-            scale=self.softmax_scale,
-        )
-        return layout.tokens(output).flatten(1)
+        outputs = [
+            F.scaled_dot_product_attention(
+                rows.gather(query, rows.query_index),
+                rows.gather(key, rows.key_index).repeat_interleave(repeats, 1),
+                rows.gather(value, rows.key_index).repeat_interleave(repeats, 1),
+                attn_mask=rows.mask,
+                is_causal=rows.mask is None,
+                scale=self.softmax_scale,
+            )
+            for rows in layout.rows
+        ]
+        return layout.packed(outputs).flatten(1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -67,7 +67,7 @@ def bytes_per_token(config: TransformerConfig, logits: int, chunk_size: int) -> 
     """Bytes per token of a micro-batch at the peak of a training step: activations, and logits.
 
     * Each layer saves for autograd: inputs and outputs of both norms (4 hidden vectors); queries, keys and values
-      repeated for them, and the output of the attention twice (5 vectors of all queries; fewer with shared prompts);
+      repeated for them, and the output of the attention twice (5 vectors of all queries);
       keys and values (2); gate and up of the MLP (2 inner vectors; 4 for an expert; 5 with transformer-engine).
     * With pipeline parallelism the first stage holds one micro-batch per stage, hence all layers' activations.
     * Log-probs need the last hidden state, a copy in fp32 and its gradient in fp32; their logits exist in small tiles.

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from slime_tis.policy.tokens import ResponseTokens
 from slime_tis.trainer.data.sampling_mask import SamplingMask
 from slime_tis.trainer.megatron.batch import TrainingBatch
 from slime_tis.trainer.megatron.prefix_tree import PrefixTree
-from slime_tis.trainer.megatron.shared_attention import Part, attention_parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +33,24 @@ class RowSplit:
     """With sequence parallelism, the tensor-parallel size; it must divide the length of the row."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class AttentionRows:
+    """Segments as rows of a padded batch, each with the keys that it sees."""
+
+    count: int
+    query_index: Tensor | None = None
+    """[rows·Lq] packed token at each index; None if the batch is the packed tokens."""
+    key_index: Tensor | None = None
+    """[rows·Lk] the same for keys, into the concatenated tokens of all context-parallel ranks."""
+    mask: Tensor | None = None
+    """[rows, 1, Lq, Lk] True if a query sees a key; None for plain causal attention."""
+
+    def gather(self, x: Tensor, index: Tensor | None) -> Tensor:
+        """Packed [tokens, heads, d] → padded batch [rows, heads, length, d]."""
+        rows: Tensor = (x if index is None else x.index_select(0, index)).unflatten(0, (self.count, -1))
+        return rows.transpose(1, 2)
+
+
 @dataclass
 class PackedSequences(PackedSeqParams):  # type: ignore[misc]  # megatron-core has no types
     """megatron-core's packed-sequence parameters, with the inputs of `ResponseModel` and `TorchAttention`."""
@@ -41,31 +59,18 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]  # megatron-core h
     """[L] packed tokens that predict the response tokens; None for all."""
     gives_logits: bool = False
     """Whether the model returns the logits after these tokens instead of their hidden states."""
-    parts: tuple[Part, ...] = ()
-    """Attention over segments that several sequences share, instead of the index tensors; empty if none are shared."""
 
     cos: Tensor | None = None
     """[tokens, 1, d/2] cosines of the rotary angles; None if transformer-engine applies them."""
     sin: Tensor | None = None
-    query_index: Tensor | None = None
-    """[J·Lq] packed token at each index of the padded batch; None if all segments have one length."""
-    key_index: Tensor | None = None
-    """[J·Lk] the same for keys, into the concatenated tokens of all context-parallel ranks."""
+    rows: tuple[AttentionRows, ...] = ()
+    """Every packed token is once a query."""
     token_index: Tensor | None = None
-    """[tokens] index of every packed token in the padded batch."""
-    attention_mask: Tensor | None = None
-    """[J, 1, Lq, Lk] True if a query sees a key; None for plain causal attention."""
-    segments: int = 0
+    """[tokens] index of every packed token in the concatenated padded batches."""
 
-    def rows(self, x: Tensor, index: Tensor | None) -> Tensor:
-        """Packed [tokens, heads, d] → padded batch [J, heads, length, d], where `index` is query_index or key_index."""
-        x = x if index is None else x.index_select(0, index)
-        rows: Tensor = x.unflatten(0, (self.segments, -1))
-        return rows.transpose(1, 2)
-
-    def tokens(self, rows: Tensor) -> Tensor:
-        """Padded batch [J, heads, Lq, d] → packed [tokens, heads, d]."""
-        flat = rows.transpose(1, 2).flatten(0, 1)
+    def packed(self, outputs: Sequence[Tensor]) -> Tensor:
+        """Padded batches [rows, heads, Lq, d] → packed [tokens, heads, d]."""
+        flat = torch.cat([output.transpose(1, 2).flatten(0, 1) for output in outputs])
         return flat if self.token_index is None else flat.index_select(0, self.token_index)
 
 
@@ -106,7 +111,9 @@ def _moved(value: Any, device: torch.device) -> Any:
         return value.to(device, non_blocking=True)
     if isinstance(value, ResponseTokens | SamplingMask):
         return value.to(device)
-    if isinstance(value, MicroBatch | PackedSequences):
+    if isinstance(value, tuple):
+        return tuple(_moved(item, device) for item in value)
+    if isinstance(value, MicroBatch | PackedSequences | AttentionRows):
         moved = {name: _moved(field, device) for name, field in vars(value).items()}
         return replace(value, **{name: field for name, field in moved.items() if field is not getattr(value, name)})
     return value
@@ -181,7 +188,7 @@ def pack(
         return torch.where(position < total_T, flat[start_T + torch.minimum(position, total_T - 1)], 0)
 
     is_fed_T = (row.position_T < total_T - 1) & (row.sequence_T < len(batch))
-    layout = _layout(row, attention_parts(tree, filler) if tree.is_shared else ())
+    layout = _layout(row, tree, filler)
     if rotary is not None:
         layout.cos, layout.sin = rotary(row.position_T)
     if tree.is_shared:
@@ -254,7 +261,7 @@ def _positions(offset: Tensor, chunk: Tensor, split: RowSplit) -> Tensor:
     return torch.where(offset < chunk, rank * chunk + offset, (2 * size - 2 - rank) * chunk + offset)
 
 
-def _layout(row: _Row, parts: tuple[Part, ...]) -> PackedSequences:
+def _layout(row: _Row, tree: PrefixTree, filler: int) -> PackedSequences:
     size, longest = row.split.context_size, int(row.local_J.max())
     cu_seqlens = torch.cat([row.local_J.new_zeros(1), row.local_J.cumsum(0)]).to(torch.int32) * size
     layout = PackedSequences(
@@ -263,22 +270,60 @@ def _layout(row: _Row, parts: tuple[Part, ...]) -> PackedSequences:
         cu_seqlens_kv=cu_seqlens,
         max_seqlen_q=longest * size,
         max_seqlen_kv=longest * size,
-        segments=len(row.local_J),
-        parts=parts,
+        rows=(AttentionRows(count=len(row.local_J)),),
     )
-    if parts or (size == 1 and int(row.local_J.min()) == longest):
-        return layout
-    offset = torch.arange(longest)
-    layout.query_index = (row.start_J[:, None] + torch.minimum(offset, row.local_J[:, None] - 1)).flatten()
-    layout.token_index = row.segment_T * longest + row.offset_T
-    layout.key_index = layout.query_index
-    if size > 1:
-        layout.key_index, layout.attention_mask = _gathered_keys(row)
+    if tree.is_shared:
+        layout.rows, layout.token_index = _shared_rows(tree, filler)
+    elif size > 1 or int(row.local_J.min()) < longest:
+        offset = torch.arange(longest)
+        query_index = (row.start_J[:, None] + torch.minimum(offset, row.local_J[:, None] - 1)).flatten()
+        key_index, mask = _gathered_keys(row) if size > 1 else (query_index, None)
+        layout.rows = (AttentionRows(count=len(row.local_J), query_index=query_index, key_index=key_index, mask=mask),)
+        layout.token_index = row.segment_T * longest + row.offset_T
     return layout
 
 
+def _shared_rows(tree: PrefixTree, filler: int) -> tuple[tuple[AttentionRows, ...], Tensor]:
+    """The rows of a tree's segments and of the filler, where each segment also sees the segments before it."""
+    segments = [(segment.start, segment.length, segment.parent) for segment in tree.segments]
+    segments += [(0, filler, -1)] * (filler > 0)
+    paths: list[Tensor] = []  # packed tokens up to the end of each segment
+    total = 0
+    for _, length, parent in segments:
+        own = torch.arange(total, total + length)
+        paths.append(own if parent < 0 else torch.cat([paths[parent], own]))
+        total += length
+    rows, token_index, padded = [], torch.empty(total, dtype=torch.int64), 0
+    for bucket in _buckets_of_similar([length for _, length, _ in segments]):
+        start_R, length_R = torch.tensor([segments[i][:2] for i in bucket]).T[..., None]
+        position = start_R + torch.minimum(torch.arange(int(length_R.max())), length_R - 1)
+        keys = pad_sequence([paths[i] for i in bucket], batch_first=True)
+        queries, mask = keys.gather(1, position), torch.arange(keys.shape[1]) <= position[..., None]
+        rows.append(
+            AttentionRows(
+                count=len(bucket), query_index=queries.flatten(), key_index=keys.flatten(), mask=mask[:, None]
+            )
+        )
+        is_token = torch.arange(queries.shape[1]) < length_R
+        token_index[queries[is_token]] = torch.arange(padded, padded + queries.numel()).view_as(queries)[is_token]
+        padded += queries.numel()
+    return tuple(rows), token_index
+
+
+def _buckets_of_similar(lengths: Sequence[int]) -> list[list[int]]:
+    """Indices in buckets whose longest is at most twice as long as their shortest, which limits padding."""
+    buckets: list[list[int]] = []
+    longest = 0
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        if not buckets or 2 * lengths[index] < longest:
+            buckets.append([])
+            longest = lengths[index]
+        buckets[-1].append(index)
+    return [sorted(bucket) for bucket in buckets]
+
+
 def _gathered_keys(row: _Row) -> tuple[Tensor, Tensor]:
-    """`key_index` and `attention_mask` of a row under context parallelism."""
+    """`key_index` and `mask` under context parallelism."""
     size, chunk = row.split.context_size, row.chunk_J[:, None]
     key_position = torch.arange(int(row.chunk_J.max()) * 2 * size)[None]
     number = torch.minimum(key_position // chunk, torch.tensor(2 * size - 1))  # of the chunk
