@@ -169,7 +169,7 @@ WRONG_KEYS = {
     "no key of several": ({"rm_type": "dapo"}, "add --reward-key score"),
     "unknown key": ({"rm_type": "dapo", "reward_key": "pred"}, "--reward-key is 'pred'"),
     "key of a number": ({"rm_type": "math", "eval_reward_key": "acc"}, "--eval-reward-key is 'acc'"),
-    "weights of a number": ({"rm_type": "math", "reward_weights": "a=1"}, "--reward-weights is 'a=1'"),
+    "weights of a number": ({"rm_type": "math", "reward_weights": "a=1"}, "--reward-weights is 'a'"),
     "no weight": ({"rm_type": "dapo", "reward_weights": "a"}, "must be KEY=WEIGHT"),
     "a weight that is no number": ({"rm_type": "dapo", "reward_weights": "acc=nan"}, "must be KEY=WEIGHT"),
     "a key twice": ({"rm_type": "dapo", "reward_weights": "acc=1,acc=2"}, "different keys"),
