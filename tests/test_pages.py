@@ -83,37 +83,6 @@ def test_every_flag_exists(page: Path) -> None:
     assert {name for name in found - known if not name.startswith("--sglang-")} == set()  # those go to the servers
 
 
-@each_page
-def test_diagrams_name_their_nodes(page: Path) -> None:
-    """A Mermaid arrow between names that nobody declared draws an empty box."""
-    for text in blocks(page, "mermaid"):
-        lines = [line.strip() for line in text.splitlines()]
-        kind = lines[0].split()[0]
-        if kind == "sequenceDiagram":
-            names = {line.split()[1] for line in lines if line.startswith("participant")}
-            arrows = [re.match(r"(\w+)-?->>\+?-?(\w+): .+", line) for line in lines]
-            used = {name for arrow in arrows if arrow for name in arrow.groups()}
-            used |= {
-                name
-                for line in lines
-                if line.startswith("Note over")
-                for name in re.findall(r"[A-Z]\b", line.split(":")[0])
-            }
-            others = ("participant", "Note over", "loop", "end", "alt", "else", "par", "and")
-            assert all(arrow or line.startswith((*others, kind)) for arrow, line in zip(arrows, lines, strict=True))
-        elif kind == "flowchart":
-            declared = re.findall(r"\b(\w+)[\[({]", re.sub(r'"[^"]*"', '""', text))
-            names, used = set(declared), set()
-            for line in lines:
-                bare = re.sub(r"\[[^\]]*\]", "", line)
-                if "-->" in bare:
-                    used |= set(re.split(r"\s*(?:<?--(?: \"[^\"]*\"| \w+)? ?-->|<?-->|<?-- .*? -->)\s*", bare))
-        else:
-            assert kind in ("stateDiagram-v2",), kind
-            continue
-        assert used and used <= names, used - names
-
-
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from examples.collapse_study import report, run
 from examples.collapse_study.cases import Grid, Study
-from examples.collapse_study.results import Row, area, by_eighths, collapse_step, read_table, summarize
+from examples.collapse_study.results import Row, area, collapse_step, read_table, summarize
 from examples.tables import write_rows
 from slime_tis.trainer.cli.arguments import configure
 from tests.runs import ROOT
@@ -62,14 +62,6 @@ def test_every_case_is_a_command_line_that_train_accepts(data):
     assert corrections["geometric RS + veto"].rs_veto_threshold == 1e-4
 
 
-def test_seeds_come_one_after_another_and_names_are_paths():
-    cases = Grid.load().cases([0, 5], ["--num-rollout", "2"])
-    assert [case.seed for case in cases] == [0] * 28 + [5] * 28
-    assert len({case.name for case in cases}) == 56
-    assert cases[-1].name == "both/policy_gradient_sequence_is/seed_5"
-    assert cases[-1].flags[-2:] == ("--num-rollout", "2")
-
-
 def test_an_unknown_name_is_refused(capsys, tmp_path):
     assert run.main(["--scenarios", "precison", "--results", str(tmp_path / "r.csv")]) == 2
     assert "there is no scenario 'precison' in grid.yaml; it has 'none', 'precision'" in capsys.readouterr().err
@@ -117,13 +109,6 @@ def test_a_row_from_the_metrics_of_a_run_and_back_from_csv(tmp_path):
     (tmp_path / "other.csv").write_text("seed,accuracy\n0,0.5\n")
     with pytest.raises(ValueError, match=r"other\.csv does not have the columns scenario, correction, seed"):
         read_table(tmp_path / "other.csv")
-
-
-def test_rewards_are_means_over_eighths_of_the_run():
-    rows = [{"step": 0}, *({"step": step, "rollout/raw_reward": float(step)} for step in range(1, 17))]
-    assert by_eighths(rows) == tuple((step, step - 0.5) for step in range(2, 17, 2))
-    assert by_eighths(rows[:4]) == ((1, 1.0), (2, 2.0), (3, 3.0))
-    assert by_eighths(rows[:1]) == ()
 
 
 # The report

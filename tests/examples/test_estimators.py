@@ -21,7 +21,7 @@ from examples.gradient_bias.estimators import (
     simulated,
     true_gradient,
 )
-from examples.tables import read_rows, write_rows
+from examples.tables import read_rows
 from slime_tis import correct
 
 SEQUENCES_NT = torch.tensor(list(itertools.product(range(3), repeat=4)))
@@ -158,12 +158,3 @@ def test_errors_by_hand(mean, deviation, error, up_to_scale):
     point = gradient.Point(correlation=0.1, length=4, sigma=0.1, estimator="x", responses=0, **metrics)
     assert point.error(4) == pytest.approx(error)
     assert point.error_up_to_scale(4) == pytest.approx(up_to_scale, abs=1e-6)
-
-
-def test_the_plot_of_the_points_is_drawn(tmp_path):
-    cases = [(0.1, 4, sigma, name) for sigma in (0.01, 0.1) for name in ("token TIS", "sequence TIS")]
-    points = [*gradient.points(cases)]
-    write_rows(tmp_path / "g.csv", gradient.Point, points)
-    assert [p.estimator for p in read_rows(tmp_path / "g.csv", gradient.Point)] == [case[3] for case in cases]
-    gradient.draw(points, tmp_path / "g.png")
-    assert (tmp_path / "g.png").stat().st_size > 10_000

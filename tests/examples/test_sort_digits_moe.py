@@ -72,24 +72,6 @@ def test_the_picture_and_the_lines_below_it(
     assert picture.main([str(tmp_path)]) == 2
 
 
-def test_the_lines_by_hand() -> None:
-    plain = {"eval/accuracy": [(0, 0.25), (1, 0.5), (2, 0.75)], "train/mismatch_k3_kl": [(1, 1e-2), (2, 3e-2)]}
-    replayed = {
-        "eval/accuracy": [(0, 0.25), (1, 0.5), (2, 1.0)],
-        "train/mismatch_k3_kl": [(1, 1e-4), (2, 1e-4)],
-        "train/without_replay/ratio_max": [(1, 3.0), (2, 12.0)],
-        "train/with_replay/ratio_max": [(1, 1.5), (2, 1.25)],
-        "train/routing_difference": [(1, 0.125), (2, 0.375)],
-    }
-    assert picture.summary(plain, replayed) == [
-        "without replay: eval accuracy 0.25 -> 0.75, mean of the second half 0.62; k3 2.0e-02",
-        "with replay: eval accuracy 0.25 -> 1.00, mean of the second half 0.75; k3 1.0e-04",
-        "largest weight of a token, in the run with replay: 12.0 without, 1.5 with; other experts for 25.0% of the "
-        "tokens",
-        "eval accuracy: 0.25 -> 1.00",
-    ]
-
-
 def test_replay_leaves_what_is_not_routing_and_weights_leave_nothing_of_coarse_routers(data: Path) -> None:
     directory = data / "data" / "sort_digits_moe"
     rows = measure.measure(directory, directory / "checkpoint", samples=4)

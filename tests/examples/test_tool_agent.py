@@ -40,12 +40,9 @@ ROW = {"prompt": "47+38-62>", "label": "23"}
         ("0-0", "0"),
         ("999999+999999", "1999998"),
         ("", "!"),
-        ("47", "!"),
-        ("47+", "!"),
         ("1+2+3", "!"),
         ("47*38", "!"),
         ("1000000+1", "!"),
-        ("٣+٤", "!"),
         ("__import__('os')", "!"),
         ("9" * 1_000_000, "!"),
     ],
@@ -117,20 +114,6 @@ def test_an_episode_that_only_calls_ends(data: Path) -> None:
     assert found.turns == 7 and found.loss_mask == [*[1, 1, 1, 1, 1, 0, 0] * 6, 1, 1, 1, 1, 1]
 
 
-def test_nothing_is_written_over_what_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "file").write_text("mine")
-    (tmp_path / "directory").mkdir()
-    (tmp_path / "directory" / "notes").write_text("mine")
-    for name in ("file", "directory"):
-        monkeypatch.setattr("sys.argv", ["prepare", "--out", str(tmp_path / name)])
-        with pytest.raises(SystemExit):
-            prepare.main()
-        assert "exists and is not an example of ours" in capsys.readouterr().err
-    assert (tmp_path / "file").read_text() == (tmp_path / "directory" / "notes").read_text() == "mine"
-
-
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What prepare.py makes, below a directory of its own."""
@@ -182,22 +165,6 @@ def test_episodes_are_printed_with_their_calls(data: Path, capsys: pytest.Captur
     head, *lines = capsys.readouterr().out.splitlines()
     assert head.startswith(f"{directory / 'checkpoint'}: accuracy 0.") and head.endswith(" calls per episode")
     assert len(lines) == 2 and all(">" in line for line in lines)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["{data}/nowhere"], "nowhere has no config.json; give directories of Hugging Face checkpoints."),
-        (["{data}/checkpoint", "--prompts", "{data}/none"], "none; examples/tool_agent/prepare.py writes them."),
-    ],
-    ids=["no checkpoint", "no questions"],
-)
-def test_episodes_of_what_is_not_there_are_one_message(
-    flags: list[str], message: str, data: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as refusal:
-        episodes.main([flag.format(data=data / "data" / "tool_agent") for flag in flags])
-    assert refusal.value.code == 2 and capsys.readouterr().err.endswith(f"{message}\n")
 
 
 def test_rows_are_questions_of_two_to_four_numbers_and_no_question_is_held_out_and_trained_on() -> None:

@@ -386,21 +386,3 @@ def test_the_longest_prefix_is_found_by_comparing_what_may_be_longer(models, mon
     assert found((4, None), [*system, 4, 1, 2, 8]) == (scheduler._slots[4], 33) and len(compared) == 3
     assert found((4, None), [*system[:5], 9, 9]) == (scheduler._slots[4], 5)
     assert found((99, None), [*system[:5], 9, 9]) == (None, 0)
-
-
-def test_a_request_that_no_slot_is_free_for_is_compared_with_none(models, monkeypatch):
-    looks = []
-    longest_prefix = ContinuousBatching._longest_prefix
-    monkeypatch.setattr(ContinuousBatching, "_longest_prefix", lambda *a: looks.append(1) or longest_prefix(*a))
-    found, _ = episodes(*models("llama"), range(6), turns=1, max_batch=2)
-    assert len(found) == 6 and len(looks) <= 12  # one that waits for a shared prefix is looked at again
-
-
-def test_slots_that_fit_are_left_as_they_are(models):
-    scheduler = scheduler_of(*models("llama"))
-    scheduler._slots = [Slot(index=0, row=0, tokens=[1] * 5), Slot(index=1, row=1, tokens=[2] * 70)]
-    lists = [slot.tokens for slot in scheduler._slots]
-    scheduler._cache.resize(2, 128)
-    scheduler._resize(64)
-    assert [len(slot.tokens) for slot in scheduler._slots] == [5, 64]
-    assert all(slot.tokens is tokens for slot, tokens in zip(scheduler._slots, lists, strict=True))

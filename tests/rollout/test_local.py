@@ -219,31 +219,19 @@ def test_a_tied_output_layer_may_be_missing_from_an_update(tmp_path):
     [
         (
             lambda w: {**w, "model.layers.9.mlp.up_proj.weight": torch.zeros(2)},
-            "weight update 3 has 'model.layers.9.mlp.up_proj.weight', which the rollout model does not have.",
+            "has 'model.layers.9.mlp.up_proj.weight'",
         ),
-        (
-            lambda w: {**w, "model.norm.weight": torch.zeros(5)},
-            "weight update 3 has 'model.norm.weight' of shape (5,), but the rollout model has it of shape (32,).",
-        ),
-        (
-            lambda w: {name: tensor for name, tensor in w.items() if "q_norm" not in name},
-            "weight update 3 lacks 2 parameters of the rollout model, the first of them "
-            "'model.layers.0.self_attn.q_norm.weight'.",
-        ),
-        (
-            lambda w: {name: tensor for name, tensor in w.items() if name != "lm_head.weight"},
-            "weight update 3 lacks 1 parameters of the rollout model, the first of them 'lm_head.weight'.",
-        ),
+        (lambda w: {**w, "model.norm.weight": torch.zeros(5)}, "'model.norm.weight' of shape (5,)"),
+        (lambda w: {name: tensor for name, tensor in w.items() if "q_norm" not in name}, "lacks 2 parameters"),
     ],
-    ids=["unknown tensor", "another shape", "two missing", "one missing"],
+    ids=["unknown tensor", "another shape", "two missing"],
 )
 def test_an_update_that_does_not_fit_is_refused(checkpoints, edit, message):
     path = checkpoints["qwen3", 0]
     engine = make_engine(path)
     with pytest.raises(ValueError) as refusal:
         engine.update_weights(edit(dict(weights(path))).items, version=3)
-    assert str(refusal.value) == message
-    assert engine.weight_version == 0
+    assert message in str(refusal.value) and engine.weight_version == 0
 
 
 @pytest.mark.parametrize(("precision", "rounding"), [("fp8", round_fp8), ("int8", round_int8)], ids=["fp8", "int8"])

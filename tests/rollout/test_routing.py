@@ -146,29 +146,13 @@ def test_experts_of_every_token_but_the_last_are_usable(experts):
     [
         None,
         GOOD[:-1],
-        torch.cat([GOOD, GOOD[:1]]),
         GOOD[:, :1],
-        GOOD[..., :1],
-        GOOD[:, 0],
         changed((0, 0, 0), 8),
         changed((2, 1), [3, 3]),
-        changed((slice(None), 1), [0, 0]),
         -GOOD.short() - 1,
         GOOD.float(),
     ],
-    ids=[
-        "none",
-        "a row too few",
-        "a row too many",
-        "a layer too few",
-        "an expert too few",
-        "no dimension of layers",
-        "an expert that does not exist",
-        "an expert twice",
-        "a layer of zeros",
-        "negative",
-        "floats",
-    ],
+    ids=["none", "a row too few", "a layer too few", "an unknown expert", "an expert twice", "negative", "floats"],
 )
 def test_experts_that_cannot_be_replayed_are_not_usable(experts):
     assert not has_usable_experts(sample_with(experts), sizes())
@@ -184,11 +168,10 @@ def test_one_expert_per_token_may_be_the_first_for_every_token():
     [
         (torch.full(GOOD.shape, 0.5), True),
         (None, False),
-        (torch.full((2, 2, 2), 0.5), False),
         (torch.full(GOOD.shape, torch.nan), False),
         (torch.full(GOOD.shape, -0.5), False),
     ],
-    ids=["good", "none", "a row too few", "not finite", "negative"],
+    ids=["good", "none", "not finite", "negative"],
 )
 def test_weights_are_usable_where_they_belong_to_the_experts(weights, usable):
     assert has_usable_weights(sample_with(GOOD, weights)) is usable

@@ -57,20 +57,6 @@ def test_a_hung_call_holds_up_no_other_one_and_idle_threads_are_used_again() -> 
         released.set()
 
 
-def test_more_calls_than_processors_hang_and_the_next_one_is_answered() -> None:
-    released = threading.Event()
-
-    async def work() -> int:
-        hung = [asyncio.ensure_future(asyncio.to_thread(released.wait)) for _ in range(100)]
-        assert not any(task.done() for task in hung)
-        return await asyncio.to_thread(lambda: 7)
-
-    try:
-        assert run(work()) == 7
-    finally:
-        released.set()
-
-
 def test_a_module_s_semaphore_serves_one_run_after_another() -> None:
     gate = asyncio.Semaphore(1)
 
