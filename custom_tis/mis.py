@@ -86,7 +86,8 @@ def compute_mis_weights_with_cp(
         batch_norm_factor: Mean weight of the global batch; None uses these responses.
         second_moment_limit: Δ² from which tokens of the global batch are trimmed.
         adaptive_bounds: What its sequences are judged by under rs_z_score or rs_target_fraction.
-        kwargs: `cp_group` or `parallel_state` name the context-parallel group where there is one.
+        kwargs: `log_probs` and `advantages` of the current policy, which train.py passes and a divergence mask needs;
+            `cp_group` or `parallel_state` name the context-parallel group where there is one.
 
     Returns:
         pg_loss times the weights, whole-response masks, and metrics [N] with the prefix mis_.
@@ -103,6 +104,8 @@ def compute_mis_weights_with_cp(
         train_log_probs,
         rollout_log_probs,
         local_masks,
+        current_log_probs=kwargs.get("log_probs"),
+        advantages=kwargs.get("advantages"),
         global_batch=GlobalBatch(
             ranks=context.ranks.with_slices(slices),
             batch_norm_factor=batch_norm_factor,

@@ -46,6 +46,9 @@ def token_pass(config: RolloutCorrectionConfig, packed: PackedChunk) -> TokenPas
         raise ValueError(
             "the Triton token pass runs on a GPU; set TRITON_INTERPRET=1 before the import to run it on a CPU."
         )
+    unsupported = [criterion.name for criterion in config.rejections if criterion.divergence not in ("k1", "k2", "k3")]
+    if unsupported:
+        raise ValueError(f"the Triton token pass does not support {', '.join(unsupported)}; remove --token-pass-path.")
     row_count, sequences = rows.owner_R.numel(), rows.end_S.numel()
     columns = sequence_columns(config)
     column_count = number_of_columns(columns)

@@ -134,6 +134,7 @@ REJECTS = (
     "--rs-veto-threshold",
     "--rs-veto-upper-threshold",
     "--rs-second-moment-bound",
+    "--divergence-mask",
     "--tis-mode=mask",
 )
 """Flags that reject tokens."""

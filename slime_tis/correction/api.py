@@ -122,6 +122,8 @@ def correct(
     loss_mask: Tensor,
     *,
     lengths: Sequence[int] | None = ...,
+    current_log_probs: Tensor | None = ...,
+    advantages: Tensor | None = ...,
     global_batch: GlobalBatch = ...,
     token_pass: TokenPassFunction = ...,
 ) -> Correction[Tensor]: ...
@@ -134,6 +136,8 @@ def correct(
     rollout_log_probs: Sequence[Tensor | None],
     loss_mask: Sequence[Tensor],
     *,
+    current_log_probs: Sequence[Tensor] | None = ...,
+    advantages: Sequence[Tensor] | None = ...,
     global_batch: GlobalBatch = ...,
     token_pass: TokenPassFunction = ...,
 ) -> Correction[list[Tensor]]: ...
@@ -147,6 +151,8 @@ def correct(
     loss_mask: LogProbs,
     *,
     lengths: Sequence[int] | None = None,
+    current_log_probs: LogProbs | None = None,
+    advantages: LogProbs | None = None,
     global_batch: GlobalBatch = THIS_CALL,
     token_pass: TokenPassFunction = torch_token_pass,
 ) -> Correction[Any]:
@@ -164,6 +170,8 @@ def correct(
         rollout_log_probs: log π_rollout in the same layout; in a list, None for a sample that has none.
         loss_mask: bool, int or float, nonzero at valid tokens, in the same layout.
         lengths: Lengths of the sequences in packed [N] tensors.
+        current_log_probs: log π_θ in the same layout, for the divergence mask; train_log_probs when None.
+        advantages: Advantages in the same layout, for a divergence mask with direction away.
         global_batch: The batch that these sequences belong to: the ranks that share it, and what is known of it
             where this is one of its micro-batches. By default it is these sequences. Where it is sliced over
             context-parallel ranks, one [S, k] table is summed over them, and a few small ones more where this call
@@ -183,7 +191,13 @@ def correct(
     if not isinstance(config, RolloutCorrectionConfig):
         raise TypeError(f"config is {type(config).__name__}; pass a slime_tis.RolloutCorrectionConfig.")
     ranks = global_batch.ranks
-    layout = as_layout(train_log_probs, rollout_log_probs, loss_mask, lengths)
+    inputs = {"train_log_probs": train_log_probs, "rollout_log_probs": rollout_log_probs, "loss_mask": loss_mask}
+    if config.divergence_mask is not None:
+        optional = {"current_log_probs": current_log_probs, "advantages": advantages}
+        inputs |= {name: values for name, values in optional.items() if values is not None}
+        if config.divergence_mask_needs_advantages and advantages is None:
+            raise ValueError("divergence_mask needs advantages=; pass them, or set divergence_mask_direction='both'.")
+    layout = as_layout(inputs, lengths)
     levels = whole_sequence_levels(config)
     if ranks.context is not None and levels:
         if ranks.slices is None:
@@ -193,7 +207,7 @@ def correct(
             )
         whole = gather_slices(layout, ranks.slices, ranks)
         known = replace(global_batch, ranks=Ranks(data=ranks.data))
-        result = correct(config, *whole, lengths=ranks.slices.lengths, global_batch=known, token_pass=token_pass)
+        result = correct(config, **whole, lengths=ranks.slices.lengths, global_batch=known, token_pass=token_pass)
         return _sliced(result, layout, ranks.slices, ranks)
     tokens = [token_pass(config, chunk) for chunk in layout.chunks()]
     if config.rs_second_moment_bound is not None:

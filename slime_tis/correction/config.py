@@ -6,18 +6,31 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from slime_tis.correction.modes import LEVELS, MODES, SEQUENCE_LEVELS, Criterion, Level, Mode, ModeName, parse_criteria
+from slime_tis.correction.modes import (
+    LEVELS,
+    MODES,
+    SEQUENCE_LEVELS,
+    Criterion,
+    DivergenceMask,
+    Level,
+    Mode,
+    ModeName,
+    parse_criteria,
+)
 from slime_tis.limits import REJECTS, Limits, check_fields, flag, option
 
 loss_option = partial(option, group="policy loss")
 correction_option = partial(option, group="rollout correction")
 
+DivergenceName = Literal["binary_tv", "binary_kl", "binary_kl_max"]
+DIVERGENCE_BOUNDS: dict[DivergenceName, float] = {"binary_tv": 0.2, "binary_kl": 0.05, "binary_kl_max": 0.1}
+"""Default of divergence_mask_bound: of prime-rl and DPPO, of DPPO, and of KPop."""
 Normalizer = Literal["kept", "original"]
 NonfinitePolicy = Literal["reject", "neutral", "raise"]
 OldLogprobs = Literal["recompute", "interpolate"]
-PolicyLoss = Literal["ppo", "cispo", "gspo", "reinforce"]
+PolicyLoss = Literal["ppo", "cispo", "gspo", "sapo", "vespo", "dro", "reinforce"]
 
-RATIO_LOSSES = ("ppo", "cispo", "gspo")
+RATIO_LOSSES = ("ppo", "cispo", "gspo", "sapo", "vespo")
 """Losses whose own ratio is the importance weight when the rollout policy is the old policy."""
 FIXED_BOUNDS = ("rs_lower_bound", "rs_upper_bound")
 ADAPTIVE_BOUNDS = ("rs_z_score", "rs_target_fraction")
@@ -40,10 +53,10 @@ class RolloutCorrectionConfig:
         None, needs=("--use-tis", "--use-rs"), suffices=("--custom-tis-function-path",)
     )
     """Lower bound of the weight; 1/upper when unset, no lower bound when 0."""
-    tis_upper_bound: Annotated[float, Limits(gt=0)] = correction_option(
+    tis_upper_bound: Annotated[float, Limits(gt=0, also=(math.inf,))] = correction_option(
         2.0, needs=("--use-tis", "--use-rs"), suffices=("--use-rollout-logprobs", "--custom-tis-function-path")
     )
-    """Upper bound of the weight."""
+    """Upper bound of the weight; inf for none."""
     tis_batch_normalize: bool = correction_option(False, needs=("--use-tis",), suffices=("--custom-tis-function-path",))
     """Divide the bounded weights by their mean over the global batch."""
     use_rs: bool = correction_option(False)
@@ -79,6 +92,24 @@ class RolloutCorrectionConfig:
     """verl's criteria, separated by commas; all of them must hold: `token_k1,seq_max_k3`."""
     rollout_rs_threshold: str | float | None = correction_option(None, metavar="LIMIT,…", needs=("--rollout-rs",))
     """One threshold for all criteria or one each: `0.5_2.0,0.01`; a single number u for k1 means 1/u_u."""
+    divergence_mask: DivergenceName | None = correction_option(None)
+    """Mask tokens whose probability under the current policy is too far from the anchor's. The divergence is of the
+    sampled token against all others: binary_tv (difference of the probabilities), binary_kl (KL from the anchor to the
+    policy) or binary_kl_max (the larger KL of both directions)."""
+    divergence_mask_direction: Literal["away", "both"] = correction_option("away", needs=("--divergence-mask",))
+    """away: mask a token only if its advantage pushes the policy further away (DPPO); both: always."""
+    divergence_mask_bound: Annotated[float | None, Limits(gt=0, le=1_000, hint="remove it for the default")] = (
+        correction_option(None, needs=("--divergence-mask",))
+    )
+    """Largest accepted divergence; 0.2 for binary_tv, 0.05 for binary_kl and 0.1 for binary_kl_max when unset."""
+    divergence_mask_bound_negative: Annotated[
+        float | None, Limits(gt=0, le=1_000, hint="remove it for --divergence-mask-bound")
+    ] = correction_option(None, needs=("--divergence-mask",))
+    """Largest accepted divergence of tokens with a negative advantage; `divergence_mask_bound` when unset."""
+    divergence_mask_level: Literal["token", "sequence"] = correction_option("token", needs=("--divergence-mask",))
+    """token, or sequence: mask whole sequences by their mean divergence, with direction both."""
+    divergence_mask_anchor: Literal["rollout", "old"] = correction_option("rollout", needs=("--divergence-mask",))
+    """The policy that the current policy is compared with."""
     rejection_normalizer: Normalizer = correction_option(
         "kept", needs=REJECTS, suffices=("--use-opsm", "--custom-tis-function-path")
     )
@@ -119,10 +150,33 @@ class RolloutCorrectionConfig:
                 f"{self.policy_loss}, whose ratio already is the importance weight; drop one of them or use "
                 f"--policy-loss reinforce."
             )
+        if self.policy_loss == "vespo" and self.use_tis:
+            raise ValueError(
+                "--policy-loss vespo weights whole sequences itself; drop --use-tis, and add --use-rollout-logprobs to "
+                "weight by the ratio to the rollout policy."
+            )
+        self._check_divergence_mask()
         if self.use_rollout_logprobs and self.old_logprobs == "interpolate":
             raise ValueError(
                 "--old-logprobs interpolate has no meaning with --use-rollout-logprobs, which takes the "
                 "rollout log-probs as the old ones; drop one of them."
+            )
+
+    def _check_divergence_mask(self) -> None:
+        if self.divergence_mask is None:
+            return
+        if self.divergence_mask == "binary_tv" and max(self.divergence_bounds) >= 1:
+            raise ValueError("--divergence-mask-bound of binary_tv is 1 or more, which accepts all tokens; use 0.2.")
+        if self.divergence_mask_direction == "both" and self.divergence_mask_bound_negative is not None:
+            raise ValueError("--divergence-mask-bound-negative needs --divergence-mask-direction away; drop it.")
+        if self.divergence_mask_level == "sequence" and self.divergence_mask_direction == "away":
+            raise ValueError(
+                "--divergence-mask-level sequence has no direction, because tokens of a sequence move both ways; add "
+                "--divergence-mask-direction both."
+            )
+        if self.divergence_mask_anchor == "old" and self.use_rollout_logprobs:
+            raise ValueError(
+                "--divergence-mask-anchor old is the rollout policy under --use-rollout-logprobs; drop one of them."
             )
 
     def _check_adaptive(self) -> None:
@@ -173,6 +227,23 @@ class RolloutCorrectionConfig:
     def rejections(self) -> tuple[Criterion, ...]:
         """All effective rejection criteria: `rs_level` with its bounds, then the criteria of `rollout_rs`."""
         criteria = parse_criteria(self.rollout_rs, self.rollout_rs_threshold)
+        if self.divergence_mask is not None:
+            bound, bound_negative = self.divergence_bounds
+            options = DivergenceMask(
+                anchor=self.divergence_mask_anchor,
+                bound_negative=bound_negative if self.divergence_mask_direction == "away" else None,
+            )
+            aggregation = "token" if self.divergence_mask_level == "token" else "mean"
+            criteria += (
+                Criterion(
+                    name="divergence_mask",
+                    aggregation=aggregation,
+                    divergence=self.divergence_mask,
+                    lower=None,
+                    upper=bound,
+                    mask=options,
+                ),
+            )
         if not self.use_rs:
             return criteria
         lower, upper = (None, math.inf) if self.adaptive else self.rs_bounds
@@ -200,6 +271,20 @@ class RolloutCorrectionConfig:
     def rejects_weights(self) -> bool:
         """Whether a weight out of bounds rejects its token or sequence."""
         return self.use_tis and self.mode.rejects
+
+    @property
+    def divergence_mask_needs_advantages(self) -> bool:
+        """Whether the divergence mask goes by the direction of the advantage."""
+        return self.divergence_mask is not None and self.divergence_mask_direction == "away"
+
+    @property
+    def divergence_bounds(self) -> tuple[float, float]:
+        """Bounds of the divergence mask at positive and at negative advantages."""
+        assert self.divergence_mask is not None
+        bound = self.divergence_mask_bound
+        bound = DIVERGENCE_BOUNDS[self.divergence_mask] if bound is None else bound
+        negative = self.divergence_mask_bound_negative
+        return bound, bound if negative is None else negative
 
     @property
     def rejects(self) -> bool:
@@ -255,6 +340,26 @@ _ADAPTIVE_RS: Preset = {"use_rs": True, "rs_level": "geometric", "rs_z_score": 3
 _K3_RS: Preset = {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01}
 _VETO: Preset = {"rs_veto_threshold": 1e-4}
 
+_DPPO: Preset = {
+    **_PURE_GRADIENT,
+    **_TOKEN_IS,
+    "tis_upper_bound": math.inf,
+    "rejection_normalizer": "original",
+}
+
+DIVERGENCE_PRESETS: dict[str, Preset] = {
+    "dppo_tv": {**_DPPO, "divergence_mask": "binary_tv"},
+    "dppo_kl": {**_DPPO, "divergence_mask": "binary_kl"},
+    "ipo": {
+        **_DPPO,
+        "divergence_mask": "binary_tv",
+        "divergence_mask_direction": "both",
+        "divergence_mask_bound": 0.1,
+    },
+    "kpop": {**_DPPO, "divergence_mask": "binary_kl_max", "divergence_mask_direction": "both"},
+}
+"""The objective of DPPO with each divergence mask: prime-rl's default, DPPO's KL, prime-rl's IPO, and KPop."""
+
 PRESETS: dict[str, Preset] = {
     "decoupled_token_is": _TOKEN_IS,
     "decoupled_seq_is": _SEQUENCE_IS,
@@ -287,9 +392,18 @@ PRESETS: dict[str, Preset] = {
     "decoupled_geo_rs_adaptive": {**_ADAPTIVE_RS, **_VETO},
     "decoupled_geo_rs_token_tis_adaptive": {**_TOKEN_IS, **_ADAPTIVE_RS, **_VETO},
     "bypass_ppo_clip_geo_rs_adaptive": {**_BYPASS, **_ADAPTIVE_RS, **_VETO},
+    **DIVERGENCE_PRESETS,
+    "seq_mask_tis": {
+        **_TOKEN_IS,
+        **_GEOMETRIC_RS,
+        "rs_upper_bound": 1.002,
+        "tis_upper_bound": math.inf,
+        "rejection_normalizer": "original",
+    },
 }
-"""Named configurations as overrides of the defaults: verl's presets in its old and new spelling, with verl's numbers,
-and three with adaptive bounds."""
+"""Named configurations as overrides of the defaults: verl's presets in its old and new spelling, with verl's numbers;
+three with adaptive bounds; divergence masks with the objective of DPPO; and NeMo-RL's seq-mask-tis, the setting of
+MLPerf's GRPO benchmark."""
 
 
 def preset_values(name: str, overrides: Mapping[str, object]) -> Preset:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from slime_tis.correction.config import RolloutCorrectionConfig
-from slime_tis.correction.layout import INPUTS, Layout
+from slime_tis.correction.layout import Layout
 from slime_tis.correction.modes import LEVELS
 
 if TYPE_CHECKING:
@@ -244,24 +244,25 @@ def whole_sequence_levels(config: RolloutCorrectionConfig) -> list[str]:
     return [f"{flag} {level}" for flag, is_on, level in levels if is_on and LEVELS[level].needs_whole_sequences]
 
 
-def gather_slices(local: Layout, slices: ResponseSlices, ranks: Ranks) -> tuple[Tensor, Tensor, Tensor]:
-    """Whole responses from the slices of all ranks: train and rollout log-probs and the mask, packed [N].
+def gather_slices(local: Layout, slices: ResponseSlices, ranks: Ranks) -> dict[str, Tensor]:
+    """Whole responses from the slices of all ranks: the inputs of `correct` by name, packed [N].
 
     Every rank puts its tokens at their places among zeros, and one sum over the context-parallel ranks joins them in
-    a float64 [N, 3] table. A token has one owner and x + 0 = x, for NaN and ±inf too, so that values arrive unchanged.
+    one float64 table. A token has one owner and x + 0 = x, for NaN and ±inf too, so that values arrive unchanged.
 
     Raises:
         ValueError: if `slices` is of responses with other lengths.
     """
     if local.lengths != list(slices.local_lengths):
         raise ValueError(
-            f"{INPUTS[0]} has sequences of {local.lengths} tokens but slices has {list(slices.local_lengths)} on this "
-            f"rank; pass this rank's tokens, and the slices of these sequences."
+            f"train_log_probs has sequences of {local.lengths} tokens but slices has {list(slices.local_lengths)} on "
+            f"this rank; pass this rank's tokens, and the slices of these sequences."
         )
-    columns = [
-        x if isinstance(x, Tensor) else torch.cat([torch.zeros(0, device=local.device), *x]) for x in local.tokens
-    ]
-    working = torch.promote_types(columns[0].dtype, columns[1].dtype)
-    table_L = torch.stack([column.to(torch.float64) for column in columns], 1)
-    train_N, rollout_N, mask_N = ranks.over_context(slices.scatter(table_L)).to(working).unbind(1)
-    return train_N, rollout_N, mask_N
+    columns = {
+        name: x if isinstance(x, Tensor) else torch.cat([torch.zeros(0, device=local.device), *x])
+        for name, x in local.tokens.items()
+    }
+    working = torch.promote_types(columns["train_log_probs"].dtype, columns["rollout_log_probs"].dtype)
+    table_L = torch.stack([column.to(torch.float64) for column in columns.values()], 1)
+    table_N = ranks.over_context(slices.scatter(table_L)).to(working)
+    return dict(zip(columns, table_N.unbind(1), strict=True))

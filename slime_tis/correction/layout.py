@@ -9,7 +9,7 @@ Shapes: suffix _RK is [rows, row width], _R per row, _S per sequence, _N per tok
 """
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -28,7 +28,14 @@ GPU_CHUNK_TOKENS = 1 << 24
 LogProbs = Tensor | Sequence[Tensor | None]
 Sequences = Tensor | list[Tensor]
 """One value per token: packed [N], sequence after sequence, or a list of [T_i]."""
-INPUTS = ("train_log_probs", "rollout_log_probs", "loss_mask")
+INPUTS = {
+    "train_log_probs": "train_N",
+    "rollout_log_probs": "rollout_N",
+    "loss_mask": "mask_N",
+    "current_log_probs": "current_N",
+    "advantages": "advantage_N",
+}
+"""Fields of `PackedChunk` by the name of the input; the last two are optional."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,9 @@ class Chunk:
     """Number of the chunk's first sequence in the batch."""
     count: int
     """Number of sequences in the chunk."""
+    current_RK: Tensor | None = None
+    """Log-probs of the current policy, if it is not the training policy."""
+    advantage_RK: Tensor | None = None
 
     def order(self) -> Tensor:
         """The rows, sequence by sequence, as [R] indices."""
@@ -69,6 +79,9 @@ class PackedChunk:
     """Where the sequences lie."""
     first: int
     """Number of the chunk's first sequence in the batch."""
+    current_N: Tensor | None = None
+    """Log-probs of the current policy, if it is not the training policy."""
+    advantage_N: Tensor | None = None
 
     @property
     def working_dtype(self) -> torch.dtype:
@@ -86,6 +99,8 @@ class PackedChunk:
             offset_R=rows.offset_R,
             first=self.first,
             count=rows.end_S.numel(),
+            current_RK=None if self.current_N is None else rows.to_blocks(self.current_N).to(working),
+            advantage_RK=None if self.advantage_N is None else rows.to_blocks(self.advantage_N).to(working),
         )
 
 
@@ -160,18 +175,16 @@ class Rows:
 class Layout:
     """A batch, read as chunks of blocks, and the way back."""
 
-    def __init__(
-        self, tokens: tuple[Sequences, Sequences, Sequences], lengths: list[int], shape: tuple[int, ...] | None
-    ) -> None:
+    def __init__(self, tokens: Mapping[str, Sequences], lengths: list[int], shape: tuple[int, ...] | None) -> None:
         """Lays the tokens out in rows.
 
         Args:
-            tokens: Train and rollout log-probs, and the loss mask.
+            tokens: By their names in `INPUTS`.
             lengths: Tokens of each sequence.
             shape: Shape of the results; None for a list of sequences.
         """
         self.tokens, self.lengths, self._shape = tokens, lengths, shape
-        self.device = device_of(tokens[0])
+        self.device = device_of(tokens["train_log_probs"])
         self._width = row_width(lengths)
         self._spans = _spans(lengths, CPU_CHUNK_TOKENS if self.device.type == "cpu" else GPU_CHUNK_TOKENS)
         self._rows = list(self._rows_of_chunks()) if lengths else []
@@ -180,8 +193,8 @@ class Layout:
         """The batch as chunks of whole sequences, in order."""
         start = 0
         for (first, last), rows in zip(self._spans, self._rows, strict=True):
-            train, rollout, mask = (_tokens_of(x, first, last, start, rows) for x in self.tokens)
-            yield PackedChunk(train_N=train, rollout_N=rollout, mask_N=mask, rows=rows, first=first)
+            tokens = {INPUTS[name]: _tokens_of(x, first, last, start, rows) for name, x in self.tokens.items()}
+            yield PackedChunk(rows=rows, first=first, **tokens)
             start += rows.tokens
 
     def _rows_of_chunks(self) -> Iterator[Rows]:
@@ -206,36 +219,34 @@ class Layout:
         return list(flat.split(self.lengths)) if self._shape is None else flat.view(self._shape)
 
 
-def as_layout(
-    train_log_probs: LogProbs, rollout_log_probs: LogProbs, loss_mask: LogProbs, lengths: Sequence[int] | None
-) -> Layout:
-    """The layout of the inputs of `correct`.
+def as_layout(inputs: Mapping[str, LogProbs], lengths: Sequence[int] | None) -> Layout:
+    """The layout of the inputs of `correct`, by their names in `INPUTS`.
 
     Raises:
-        ValueError: if the three inputs are not of one layout, device, number of sequences and lengths, or log-probs
-            are not of floating point.
+        ValueError: if the inputs are not of one layout, device, number of sequences and lengths, or log-probs are not
+            of floating point.
     """
-    inputs = dict(zip(INPUTS, (train_log_probs, rollout_log_probs, loss_mask), strict=True))
-    is_tensor = isinstance(train_log_probs, Tensor)
+    train = inputs["train_log_probs"]
+    is_tensor = isinstance(train, Tensor)
     if any(isinstance(x, Tensor) != is_tensor or not isinstance(x, Tensor | list | tuple) for x in inputs.values()):
         kinds = ", ".join(f"{name} is {type(x).__name__}" for name, x in inputs.items())
-        raise ValueError(f"{kinds}; pass three tensors of one shape, or three lists of tensors.")
-    device = device_of(train_log_probs)
-    if not isinstance(train_log_probs, Tensor):
+        raise ValueError(f"{kinds}; pass tensors of one shape, or lists of tensors.")
+    device = device_of(train)
+    if not isinstance(train, Tensor):
         if lengths is not None:
             raise ValueError("lengths are given but the log-probs are a list; pass lengths with packed tensors only.")
         lists = _checked_lists(inputs, device)
-        return Layout(lists, [x.numel() for x in lists[0]], None)
-    train, rollout, mask = (_checked(name, x, device) for name, x in inputs.items())
+        return Layout(lists, [x.numel() for x in lists["train_log_probs"]], None)
+    tensors = {name: _checked(name, x, device) for name, x in inputs.items()}
     shape = train.shape
-    if not shape == rollout.shape == mask.shape:
-        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in zip(INPUTS, (train, rollout, mask), strict=True))
-        raise ValueError(f"the inputs have shapes {shapes}; pass three tensors of one shape.")
+    if any(x.shape != shape for x in tensors.values()):
+        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in tensors.items())
+        raise ValueError(f"the inputs have shapes {shapes}; pass tensors of one shape.")
     if lengths is not None:
-        return Layout((train, rollout, mask), _checked_lengths(lengths, shape), shape)
+        return Layout(tensors, _checked_lengths(lengths, shape), shape)
     if len(shape) != 2:
         raise ValueError(f"the log-probs have shape {tuple(shape)}; pass [B, T], or [N] with lengths.")
-    return Layout((train.reshape(-1), rollout.reshape(-1), mask.reshape(-1)), [shape[1]] * shape[0], shape)
+    return Layout({name: x.reshape(-1) for name, x in tensors.items()}, [shape[1]] * shape[0], shape)
 
 
 def device_of(values: object) -> torch.device:
@@ -244,22 +255,21 @@ def device_of(values: object) -> torch.device:
     return first.device if isinstance(first, Tensor) else torch.device("cpu")
 
 
-def _checked_lists(inputs: dict[str, Any], device: torch.device) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+def _checked_lists(inputs: Mapping[str, Any], device: torch.device) -> dict[str, list[Tensor]]:
     """The inputs as lists of [T_i], with NaN for samples without rollout log-probs."""
     counts = {name: len(values) for name, values in inputs.items()}
     if len(set(counts.values())) > 1:
         raise ValueError(f"the numbers of sequences differ: {counts}; pass one of each per sequence.")
-    train, rollout, _ = inputs.values()
+    train, rollout = inputs["train_log_probs"], inputs["rollout_log_probs"]
     sizes = [t.numel() for t, r in zip(train, rollout, strict=True) if r is None and isinstance(t, Tensor)]
     absent = iter(torch.full((sum(sizes),), torch.nan, device=device).split(sizes) if sizes else ())
-    inputs = {**inputs, INPUTS[1]: [next(absent, None) if x is None else x for x in rollout]}
-    lists = [[_checked(f"{name}[{i}]", x, device, 1) for i, x in enumerate(xs)] for name, xs in inputs.items()]
-    for i, tensors in enumerate(zip(*lists, strict=True)):
+    inputs = {**inputs, "rollout_log_probs": [next(absent, None) if x is None else x for x in rollout]}
+    lists = {name: [_checked(f"{name}[{i}]", x, device, 1) for i, x in enumerate(xs)] for name, xs in inputs.items()}
+    for i, tensors in enumerate(zip(*lists.values(), strict=True)):
         if len({x.numel() for x in tensors}) > 1:
-            tokens = ", ".join(f"{name} {x.numel()}" for name, x in zip(INPUTS, tensors, strict=True))
+            tokens = ", ".join(f"{name} {x.numel()}" for name, x in zip(lists, tensors, strict=True))
             raise ValueError(f"sequence {i} has these numbers of tokens: {tokens}; pass tensors of one length.")
-    train, rollout, mask = lists
-    return train, rollout, mask
+    return lists
 
 
 def _checked_lengths(lengths: Sequence[int], shape: torch.Size) -> list[int]:

@@ -95,8 +95,20 @@ CRITERIA = {
     "seq_mean_k3": ("mean", "k3"),
     "seq_max_k2": ("max", "k2"),
     "seq_max_k3": ("max", "k3"),
+    "seq_mean_error": ("mean", "error"),
 }
-"""verl's names of a criterion: how the divergence is aggregated, and which divergence (`rules.DIVERGENCES`)."""
+"""verl's names of a criterion, and NeMo-RL's error: how the divergence is aggregated, and which divergence
+(`rules.DIVERGENCES`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DivergenceMask:
+    """What a divergence mask compares."""
+
+    anchor: str
+    """rollout or old."""
+    bound_negative: float | None
+    """Bound at negative advantages, of a mask with direction away; None of a mask with direction both."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +127,8 @@ class Criterion:
     """Upper bound: on the ratio for k1, on the divergence itself for others."""
     adaptive: bool = False
     """Whether `AdaptiveBounds` provides the bounds, instead of `lower` and `upper`."""
+    mask: "DivergenceMask | None" = None
+    """The options of the divergence mask, whose divergence compares the current policy with its anchor."""
 
     @property
     def log_bounds(self) -> tuple[float, float]:

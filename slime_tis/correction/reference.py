@@ -28,7 +28,13 @@ class ReferenceCorrection:
 
 @torch.no_grad()
 def reference_correct(
-    config: RolloutCorrectionConfig, train_log_probs: Tensor, rollout_log_probs: Tensor, loss_mask: Tensor
+    config: RolloutCorrectionConfig,
+    train_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    loss_mask: Tensor,
+    *,
+    current_log_probs: Tensor | None = None,
+    advantages: Tensor | None = None,
 ) -> ReferenceCorrection:
     """Importance weights, rejection mask and metrics of a padded batch, which is the global batch.
 
@@ -37,6 +43,8 @@ def reference_correct(
         train_log_probs: log π_train, [B, T].
         rollout_log_probs: log π_rollout, [B, T].
         loss_mask: Nonzero at valid tokens, [B, T].
+        current_log_probs: log π_θ, [B, T], for the divergence mask. Default: train_log_probs.
+        advantages: [B, T], for a divergence mask with direction away.
 
     Raises:
         ValueError: if a token is not finite under the "raise" policy.
@@ -58,7 +66,14 @@ def reference_correct(
     factor = torch.where(factor > 1e-8, factor, 1.0)
     weights_BT = torch.where(valid_BT, bounded_BT / factor if config.use_tis else torch.ones_like(raw_BT), 0.0)
     # 7. Rejection: the criteria are ANDed, each over all valid tokens; the mask mode and the trimming reject as well.
-    criteria = {f"{c.name}_": rejected_by(config, c, delta_BT, valid_BT, masked_in_BT) for c in config.rejections}
+    current_BT = train_log_probs if current_log_probs is None else current_log_probs
+    anchor_BT = rollout_log_probs if config.divergence_mask_anchor == "rollout" else train_log_probs
+    criteria = {
+        f"{c.name}_": rejected_by_divergence(config, current_BT, anchor_BT, advantages, valid_BT)
+        if c.name == "divergence_mask"
+        else rejected_by(config, c, delta_BT, valid_BT, masked_in_BT)
+        for c in config.rejections
+    }
     rejected_BT = torch.stack([torch.zeros_like(valid_BT), *criteria.values()]).any(0)
     outside_BT = (bounded_BT == 0) & config.rejects_weights
     trimmed_BT = valid_BT & (delta_BT.square() >= second_moment_limit(config, delta_BT[valid_BT]))
@@ -130,11 +145,47 @@ def rejected_by(
         k3, limit, _ = adaptive_bounds(config, delta_BT, valid_BT)
         return valid_BT & (z_scores(delta_BT, valid_BT, k3) > limit)[:, None]
     capped_BT = delta_BT.clamp(max=20)
-    divergence_BT = {"k1": delta_BT, "k2": delta_BT.square() / 2, "k3": capped_BT.expm1() - capped_BT}
+    divergence_BT = {
+        "k1": delta_BT,
+        "k2": delta_BT.square() / 2,
+        "k3": capped_BT.expm1() - capped_BT,
+        "error": delta_BT.abs().clamp(max=20).exp(),
+    }
     statistic_BT = aggregate(criterion.aggregation, divergence_BT[criterion.divergence], valid_BT, masked_in_BT)
     if criterion.lower is None:
         return valid_BT & (statistic_BT > criterion.upper)
     return valid_BT & ((statistic_BT < _log(criterion.lower)) | (statistic_BT > _log(criterion.upper)))
+
+
+def rejected_by_divergence(
+    config: RolloutCorrectionConfig,
+    current_BT: Tensor,
+    anchor_BT: Tensor,
+    advantages_BT: Tensor | None,
+    valid_BT: Tensor,
+) -> Tensor:
+    """Valid tokens that the divergence mask rejects: |π − μ|, KL(μ ‖ π), or the larger KL of both directions.
+
+    The token is a coin with probabilities π = exp(current) and μ = exp(anchor); 1 − π and 1 − μ are at least 2⁻²⁵.
+    """
+    counts_BT = valid_BT & current_BT.isfinite() & anchor_BT.isfinite()
+    log_pi_BT, log_mu_BT = (torch.where(counts_BT, x_BT, -1.0).double() for x_BT in (current_BT, anchor_BT))
+    pi_BT, mu_BT = log_pi_BT.exp(), log_mu_BT.exp()
+    rest_pi_BT, rest_mu_BT = (-x_BT.expm1().clamp(max=-(2.0**-25)) for x_BT in (log_pi_BT, log_mu_BT))
+    log_odds_BT, log_rest_BT = log_mu_BT - log_pi_BT, (rest_mu_BT / rest_pi_BT).log()
+    kl_BT = mu_BT * log_odds_BT + rest_mu_BT * log_rest_BT
+    reverse_BT = -pi_BT * log_odds_BT - rest_pi_BT * log_rest_BT
+    kinds = {"binary_tv": (pi_BT - mu_BT).abs(), "binary_kl": kl_BT, "binary_kl_max": torch.maximum(kl_BT, reverse_BT)}
+    divergence_BT = kinds[config.divergence_mask or ""]
+    bound, bound_negative = config.divergence_bounds
+    if config.divergence_mask_direction == "away":
+        assert advantages_BT is not None
+        bound_BT = torch.where(advantages_BT < 0, bound_negative, bound)
+        return counts_BT & (divergence_BT > bound_BT) & (advantages_BT * (pi_BT - mu_BT) > 0)
+    if config.divergence_mask_level == "token":
+        return counts_BT & (divergence_BT > bound)
+    mean_B1 = torch.where(counts_BT, divergence_BT, 0.0).sum(1, keepdim=True) / valid_BT.sum(1, keepdim=True)
+    return valid_BT & (mean_B1 > bound)
 
 
 def z_scores(delta_BT: Tensor, valid_BT: Tensor, k3: Tensor) -> Tensor:

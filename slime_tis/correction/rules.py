@@ -12,6 +12,7 @@ from torch import Tensor
 
 from slime_tis.correction.config import RolloutCorrectionConfig
 from slime_tis.correction.context_parallel import ONE_RANK, Ranks
+from slime_tis.correction.divergence import BINARY_DIVERGENCES
 from slime_tis.correction.layout import Chunk
 from slime_tis.correction.modes import Criterion
 from slime_tis.correction.ratio import LOG_RATIO_BOUND, TOKEN_LEVELS, Tokens, indicator, sequence_log_weights
@@ -45,15 +46,39 @@ DIVERGENCES: dict[str, Callable[[Tokens, Chunk], Tensor]] = {
     "k1": TOKEN_LEVELS["token"],
     "k2": lambda tokens, chunk: tokens.log_ratio_RK.square().mul_(0.5),
     "k3": k3_divergence,
+    "error": lambda tokens, chunk: tokens.log_ratio_RK.abs().clamp_(max=LOG_RATIO_BOUND).exp_().mul_(tokens.valid_RK),
 }
 """The divergence of each token by the name that `modes.CRITERIA` has for it, 0 where the token is not valid.
 
-Source: "Approximating KL Divergence", Schulman 2020 (http://joschu.net/blog/kl-approx.html).
+Source: "Approximating KL Divergence", Schulman 2020 (http://joschu.net/blog/kl-approx.html). error = exp(|Δ|): NeMo-RL,
+nemo_rl/algorithms/grpo.py, seq_logprob_error_threshold.
 """
+
+
+def divergence_statistic(criterion: Criterion, tokens: Tokens, chunk: Chunk) -> Tensor:
+    """D_t of the divergence mask, float64; 0 where the token is not valid or a log-prob is not finite.
+
+    With direction away D_t is 0 where the advantage does not push the policy further away, and at negative advantages
+    it is scaled to the bound of positive ones.
+    """
+    mask = criterion.mask
+    assert mask is not None
+    current_RK = chunk.train_RK if chunk.current_RK is None else chunk.current_RK
+    anchor_RK = chunk.rollout_RK if mask.anchor == "rollout" else chunk.train_RK
+    counts_RK = (tokens.valid_RK > 0) & current_RK.isfinite() & anchor_RK.isfinite()
+    log_p, log_q = (torch.where(counts_RK, values_RK, 0.0) for values_RK in (current_RK, anchor_RK))
+    divergence_RK = BINARY_DIVERGENCES[criterion.divergence](log_p, log_q)
+    if mask.bound_negative is None:
+        return divergence_RK
+    assert chunk.advantage_RK is not None
+    scale_RK = torch.where(chunk.advantage_RK < 0, criterion.upper / mask.bound_negative, 1.0)
+    return torch.where(chunk.advantage_RK * (log_p - log_q) > 0, divergence_RK * scale_RK, 0.0)
 
 
 def token_statistic(criterion: Criterion, tokens: Tokens, chunk: Chunk) -> Tensor:
     """The per-token quantity of a criterion: L_t at the level for k1, else the divergence of the token."""
+    if criterion.mask is not None:
+        return divergence_statistic(criterion, tokens, chunk)
     if criterion.divergence == "k1" and criterion.per_token:
         return TOKEN_LEVELS[criterion.aggregation](tokens, chunk)
     return DIVERGENCES[criterion.divergence](tokens, chunk)

@@ -125,7 +125,7 @@ def _apply_criteria(criteria: tuple[Criterion, ...], tokens: Tokens, chunk: Chun
         if criterion.sums_divergence:
             sums[criterion.name] = statistic.sum(-1)
             continue
-        within = accepted(criterion, statistic).mul_(tokens.valid_RK)
+        within = accepted(criterion, statistic).to(tokens.valid_RK.dtype).mul_(tokens.valid_RK)
         sums[criterion.name] = tokens.valid_R - within.sum(-1)
         if criterion.per_token:
             accepted_RK = within if accepted_RK is tokens.valid_RK else accepted_RK * within

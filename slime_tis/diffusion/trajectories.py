@@ -90,6 +90,8 @@ def correct_trajectories(
         ValueError: if the shapes differ or are neither [B, T] nor [B], naming both.
     """
     check_shapes(train_log_probs, rollout_log_probs, "train_log_probs", "rollout_log_probs")
+    if config.divergence_mask is not None:
+        raise ValueError("divergence_mask compares probabilities, but an SDE step has a density; remove it.")
     train, rollout = (_as_sequences(x, latent_dims) for x in (train_log_probs, rollout_log_probs))
     every_step = torch.ones_like(train, dtype=torch.bool)
     found = correct(

@@ -149,6 +149,7 @@ def _statistic(
         "k1": -bounded if inverted else bounded,
         "k2": bounded.square() / 2,
         "k3": bounded.expm1() - bounded,
+        "error": bounded.abs().exp(),
     }[criterion.divergence]
     per_token = torch.where(valid, per_token, 0.0)
     if criterion.aggregation in ("token", "mean"):

@@ -70,6 +70,22 @@ class PolicyConfig:
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = loss_option("k1", needs=("--use-kl-loss",))
     """Estimator of the KL from the reference policy, per token in nats; low_var_kl is k3 clamped to ±10."""
 
+    use_unbiased_kl: bool = loss_option(False, needs=("--use-kl-loss",))
+    """Multiply the KL estimate by the ratio of current and old policy, which sampled the tokens (DeepSeek-V3.2)."""
+
+    rollout_pull_coef: Annotated[float, Limits(ge=0, le=1_000, hint="1e-3 is customary")] = loss_option(0.0)
+    """Coefficient of (log-prob of the current policy minus log-prob of the rollout policy)², added for every trained
+    token, also rejected ones; 0 omits it."""
+
+    sapo_tau_pos: Annotated[float, Limits(gt=0, le=1_000)] = loss_option(1.0, needs=("--policy-loss=sapo",))
+    """Temperature of SAPO's gate at positive advantages."""
+
+    sapo_tau_neg: Annotated[float, Limits(gt=0, le=1_000)] = loss_option(1.05, needs=("--policy-loss=sapo",))
+    """Temperature of SAPO's gate at other advantages."""
+
+    dro_beta: Annotated[float, Limits(ge=0, le=1_000)] = loss_option(0.1, needs=("--policy-loss=dro",))
+    """Strength of the quadratic pull to the old policy of policy_loss dro."""
+
     entropy_coef: Annotated[float, Limits(ge=-100, le=100)] = loss_option(0.0)
     """Coefficient of the entropy bonus, in loss per nat; 0 omits the bonus."""
 

@@ -3,6 +3,7 @@
 Shapes: suffix _L per response token, packed; any shape does, as long as all agree.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,9 +21,9 @@ class TokenLossInputs:
     old_log_probs_L: Tensor
     """log π_old, without gradient."""
     advantages_L: Tensor
-    sequence_mean: Callable[[Tensor], Tensor]
-    """Mean of [L] values over the accepted tokens of each whole sequence, at each of its tokens; a collective of the
-    context-parallel ranks."""
+    over_sequence: Callable[..., Tensor]
+    """Mean or sum (`mean=False`) of [L] values over the accepted tokens of each whole sequence, at each of its tokens;
+    a collective of the context-parallel ranks."""
     config: PolicyConfig
 
     @property
@@ -102,6 +103,52 @@ def cispo(
     return -weight_L * advantage_L * log_prob_L, (weight_L != ratio_L).to(ratio_L.dtype)
 
 
+def sapo(
+    log_prob_L: Tensor, old_log_prob_L: Tensor, advantage_L: Tensor, *, tau_positive: float, tau_negative: float
+) -> Tensor:
+    """Soft gate instead of a clip: far from ratio 1 the gradient vanishes smoothly.
+
+        L_t = −(4/τ) σ(τ (r_t − 1)) A_t,   τ = τ_pos where A_t > 0, else τ_neg
+
+    Source: "Soft Adaptive Policy Optimization", Gao et al. (https://arxiv.org/abs/2511.20347), eq. 5 and 6.
+    """
+    ratio_L = (log_prob_L - old_log_prob_L).exp()
+    tau_L = where(advantage_L > 0, tau_positive, tau_negative)
+    return -(4 / tau_L) * (tau_L * (ratio_L - 1)).sigmoid() * advantage_L
+
+
+def vespo(log_prob_L: Tensor, sequence_log_ratio_L: Tensor, advantage_L: Tensor) -> Tensor:
+    """Policy gradient with a gamma-shaped weight of the sequence ratio W, which peaks near 1.
+
+        L_t = −sg(W^k e^{λ(1 − W)}) A_t log π_θ,   log W = clamp(Σ_t log(π_θ/π_old), log 1e-8, 20),
+        (k, λ) = (2, 3) where A_t ≥ 0, else (3, 2)
+
+    Source: "VESPO", Shen et al. (https://arxiv.org/abs/2602.10693); k and λ as in TRL, grpo_trainer.py,
+    get_gamma_weights.
+
+    Args:
+        log_prob_L: log π_θ, with gradient.
+        sequence_log_ratio_L: Σ_t log(π_θ/π_old), each term clamped to ±20, of the whole sequence at each of its tokens,
+            without gradient.
+        advantage_L: advantages.
+    """
+    log_w_L = sequence_log_ratio_L.double().clamp(math.log(1e-8), 20)
+    positive_L = advantage_L >= 0
+    shape_L, rate_L = where(positive_L, 2.0, 3.0), where(positive_L, 3.0, 2.0)
+    weight_L = (shape_L * log_w_L + rate_L * -log_w_L.expm1()).exp()
+    return -weight_L.to(log_prob_L.dtype) * advantage_L * log_prob_L
+
+
+def dro(log_prob_L: Tensor, old_log_prob_L: Tensor, advantage_L: Tensor, *, beta: float) -> Tensor:
+    """Policy gradient with a quadratic pull to the old policy.
+
+        L_t = −A_t log π_θ + (β/2) (log π_θ − log π_old)²
+
+    Source: "Kimi k1.5" (https://arxiv.org/abs/2501.12599), section 2.3.2, per token as in verl's and tinker's `dro`.
+    """
+    return -advantage_L * log_prob_L + beta / 2 * (log_prob_L - old_log_prob_L).square()
+
+
 def _clipped(
     ratio_L: Tensor, advantage_L: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
 ) -> tuple[Tensor, Tensor]:
@@ -125,25 +172,40 @@ def reinforce(log_prob_L: Tensor, advantage_L: Tensor) -> Tensor:
     return -advantage_L * log_prob_L
 
 
-def kl_estimate(log_prob_L: Tensor, reference_log_prob_L: Tensor, kind: str) -> Tensor:
-    """Estimate of KL(π_θ ‖ π_ref) on tokens sampled from π_θ.
+def kl_estimate(log_prob_L: Tensor, reference_log_prob_L: Tensor, kind: str, ratio_L: Tensor | None = None) -> Tensor:
+    """Estimate of KL(π_θ ‖ π_ref) on tokens sampled from π_θ, or with a ratio from another policy.
 
         d = log π_θ − log π_ref:   k1 = d,   k2 = d²/2,   k3 = e^{−d} + d − 1,   low_var_kl = k3 clamped to [−10, 10]
 
-    Source: "Approximating KL Divergence", Schulman (http://joschu.net/blog/kl-approx.html).
+    With r = π_θ/π_old of tokens sampled from π_old, r·k1 and r·k3 are unbiased.
+
+    Source: "Approximating KL Divergence", Schulman (http://joschu.net/blog/kl-approx.html); the ratio: "DeepSeek-V3.2"
+    (https://arxiv.org/abs/2512.02556), section 3.1, clamped after the multiplication as in slime's ppo_utils.py.
+
+    Args:
+        log_prob_L: log π_θ, with gradient.
+        reference_log_prob_L: log π_ref.
+        kind: k1, k2, k3 or low_var_kl.
+        ratio_L: π_θ/π_old, with gradient; None for 1.
 
     Raises:
         ValueError: an unknown kind.
     """
     difference_L = log_prob_L - reference_log_prob_L
-    if kind == "k1":
-        return difference_L
-    if kind == "k2":
-        return difference_L.square() / 2
-    if kind in ("k3", "low_var_kl"):
-        k3_L = (-difference_L).expm1() + difference_L
-        return k3_L.clamp(-10, 10) if kind == "low_var_kl" else k3_L
-    raise ValueError(f"kl_loss_type must be k1, k2, k3 or low_var_kl, got {kind!r}")
+    estimates = {
+        "k1": lambda: difference_L,
+        "k2": lambda: difference_L.square() / 2,
+        "k3": lambda: (-difference_L).expm1() + difference_L,
+    }
+    estimate = estimates.get("k3" if kind == "low_var_kl" else kind)
+    if estimate is None:
+        raise ValueError(f"kl_loss_type must be k1, k2, k3 or low_var_kl, got {kind!r}")
+    kl_L = estimate() if ratio_L is None else ratio_L * estimate()
+    return kl_L.clamp(-10, 10) if kind == "low_var_kl" else kl_L
+
+
+def _unclipped(loss_L: Tensor) -> tuple[Tensor, Tensor]:
+    return loss_L, zeros_like(loss_L.detach())
 
 
 LOSSES: dict[str, TokenLoss] = {
@@ -152,11 +214,28 @@ LOSSES: dict[str, TokenLoss] = {
     ),
     "gspo": lambda x: gspo(
         x.log_probs_L,
-        x.sequence_mean((x.log_probs_L - x.old_log_probs_L).detach()),
+        x.over_sequence((x.log_probs_L - x.old_log_probs_L).detach(), mean=True),
         x.advantages_L,
         **x.clip_range,
     ),
     "cispo": lambda x: cispo(x.log_probs_L, x.old_log_probs_L, x.advantages_L, **x.clip_range),
-    "reinforce": lambda x: (reinforce(x.log_probs_L, x.advantages_L), zeros_like(x.advantages_L)),
+    "sapo": lambda x: _unclipped(
+        sapo(
+            x.log_probs_L,
+            x.old_log_probs_L,
+            x.advantages_L,
+            tau_positive=x.config.sapo_tau_pos,
+            tau_negative=x.config.sapo_tau_neg,
+        )
+    ),
+    "vespo": lambda x: _unclipped(
+        vespo(
+            x.log_probs_L,
+            x.over_sequence((x.log_probs_L - x.old_log_probs_L).detach().clamp(-20, 20), mean=False),
+            x.advantages_L,
+        )
+    ),
+    "dro": lambda x: _unclipped(dro(x.log_probs_L, x.old_log_probs_L, x.advantages_L, beta=x.config.dro_beta)),
+    "reinforce": lambda x: _unclipped(reinforce(x.log_probs_L, x.advantages_L)),
 }
 """Losses by their command-line name (--policy-loss)."""

@@ -130,6 +130,13 @@ def policy_loss(inputs: LossInputs, step: LossStep) -> LossOutputs:
     weights_L = applied_weights(inputs.tokens, corrected.correction, step)
     sums = step_sums(inputs, corrected, losses, step)
     numerator, sums = objective(inputs, losses, weights_L, sums, step)
+    if step.policy.rollout_pull_coef > 0:
+        original = _reduction(
+            inputs.tokens.loss_mask_L > 0, corrected.correction.masked_in_per_sequence, inputs.tokens, step
+        )
+        pull = original.sum(rollout_pull(inputs))
+        numerator = numerator + step.policy.rollout_pull_coef * pull
+        sums = replace(sums, rollout_pull=pull.detach().double())
     return LossOutputs(
         numerator=numerator,
         denominator=sums.loss_denominator.to(torch.int),
@@ -189,6 +196,8 @@ def correct_micro_batch(inputs: LossInputs, step: LossStep) -> CorrectedMicroBat
         train_L,
         replace(step.global_batch, ranks=ranks.with_slices(tokens.slices)),
         step.token_pass,
+        current_log_probs=inputs.log_probs_L,
+        advantages=tokens.advantages_L,
     )
     mask_S = None
     if step.policy.use_opsm:
@@ -236,6 +245,19 @@ def objective(
     return loss + reduction.sum(regularizer_L), sums
 
 
+def rollout_pull(inputs: LossInputs) -> Tensor:
+    """(log π_θ − log π_rollout)² of each token, with gradient, [L]; 0 where a log-prob is not finite.
+
+    The gradient pulls the policy back to the policy that sampled, also at rejected tokens, whose policy loss has no
+    gradient.
+
+    Source: "Kimi K2.5" (https://arxiv.org/abs/2602.02276); prime-rl, src/prime_rl/trainer/rl/loss.py, kl_tau.
+    """
+    rollout_L, log_probs_L = inputs.tokens.rollout_log_probs_L, inputs.log_probs_L
+    finite_L = rollout_L.isfinite() & log_probs_L.detach().isfinite()
+    return (torch.where(finite_L, log_probs_L, 0.0) - torch.where(finite_L, rollout_L, 0.0)).square()
+
+
 def whole_mask(tokens: ResponseTokens, mask_L: Tensor, step: LossStep) -> Tensor:
     """The mask of whole responses, float32 [N], from the slices of all context-parallel ranks."""
     return step.global_batch.ranks.over_context(tokens.slices.scatter(mask_L.float()))
@@ -277,7 +299,7 @@ def token_losses(inputs: LossInputs, corrected: CorrectedMicroBatch, step: LossS
             log_probs_L=log_probs_L,
             old_log_probs_L=old_L,
             advantages_L=inputs.advantages_L,
-            sequence_mean=partial(sequence_mean, mask_L=mask_L, lengths=tokens.lengths, ranks=step.global_batch.ranks),
+            over_sequence=partial(over_sequence, mask_L=mask_L, lengths=tokens.lengths, ranks=step.global_batch.ranks),
             config=policy,
         )
     )
@@ -299,7 +321,8 @@ def token_losses(inputs: LossInputs, corrected: CorrectedMicroBatch, step: LossS
     kl_L = torch.zeros_like(log_probs_L)
     if policy.use_kl_loss:
         assert tokens.ref_log_probs_L is not None
-        kl_L = kl_estimate(log_probs_L, tokens.ref_log_probs_L, policy.kl_loss_type)
+        ratio_L = (log_probs_L - old_L).exp() if policy.use_unbiased_kl else None
+        kl_L = kl_estimate(log_probs_L, tokens.ref_log_probs_L, policy.kl_loss_type, ratio_L)
     terms = LossTerms(
         pg_loss=loss_L,
         pg_clipfrac=clipped_L,
@@ -325,13 +348,13 @@ def _reduction(mask_L: Tensor, counts_S: Tensor, tokens: ResponseTokens, step: L
     return LossReduction.build(mask_L, counts_S, tokens.lengths, tokens.rollout_of_each, per_token=per_token)
 
 
-def sequence_mean(values_L: Tensor, *, mask_L: Tensor, lengths: Sequence[int], ranks: Ranks) -> Tensor:
-    """Mean over the masked-in tokens of the whole sequence, at each of its tokens on this rank, [L]."""
+def over_sequence(values_L: Tensor, *, mean: bool, mask_L: Tensor, lengths: Sequence[int], ranks: Ranks) -> Tensor:
+    """Mean or sum over the masked-in tokens of the whole sequence, at each of its tokens on this rank, [L]."""
     owner_L = expand(torch.arange(len(lengths), device=values_L.device), lengths)
     columns = torch.stack([torch.where(mask_L, values_L, 0.0), mask_L.to(values_L.dtype)], 1).double()
     sums = ranks.over_context(columns.new_zeros(len(lengths), 2).index_add_(0, owner_L, columns))
-    mean_S = sums[:, 0] / sums[:, 1].clamp_min(1)
-    return mean_S.to(values_L.dtype).index_select(0, owner_L)
+    result_S = sums[:, 0] / sums[:, 1].clamp_min(1) if mean else sums[:, 0]
+    return result_S.to(values_L.dtype).index_select(0, owner_L)
 
 
 def step_sums(inputs: LossInputs, corrected: CorrectedMicroBatch, losses: TokenLosses, step: LossStep) -> StepSums:
@@ -356,6 +379,7 @@ def step_sums(inputs: LossInputs, corrected: CorrectedMicroBatch, losses: TokenL
         staleness=sums_by(STALENESS, *compared, step.version - tokens.weight_versions_L),
         turns=sums_by(TURN, *compared, tokens.turns_L),
         opsm_clipped=opsm_clipped,
+        rollout_pull=None,
         custom=dict(zip(measured, custom, strict=True)),
     )
 
@@ -375,6 +399,7 @@ def _correct(
     train_log_probs_L: Tensor,
     global_batch: GlobalBatch,
     token_pass: TokenPassFunction,
+    **policy: Tensor | None,
 ) -> Correction[Tensor]:
     return correct(
         config,
@@ -384,6 +409,7 @@ def _correct(
         lengths=tokens.lengths,
         global_batch=global_batch,
         token_pass=token_pass,
+        **policy,
     )
 
 
@@ -408,6 +434,7 @@ def without_correction(config: RolloutCorrectionConfig) -> RolloutCorrectionConf
         rs_veto_threshold=None,
         rs_veto_upper_threshold=None,
         rs_second_moment_bound=None,
+        divergence_mask=None,
         rollout_rs=None,
         rollout_rs_threshold=None,
     )

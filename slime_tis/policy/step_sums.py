@@ -73,6 +73,8 @@ class StepSums:
     opsm_clipped: Tensor | None
     """Numerator over `original_denominator` of the share that off-policy sequence masking omits; None where it is
     off."""
+    rollout_pull: Tensor | None
+    """Numerator over `original_denominator` of the pull to the rollout policy; None where it is off."""
     custom: dict[str, Tensor]
     """Numerators of the metrics that a custom function returned: over `original_denominator` of a custom correction,
     over `loss_denominator` of a custom loss."""
@@ -116,6 +118,8 @@ def step_metrics(sums: StepSums, correction: RolloutCorrectionConfig, policy: Po
     metrics["loss"] = (
         metrics["pg_loss"] - policy.entropy_coef * metrics["entropy_loss"] + policy.kl_loss_coef * metrics["kl_loss"]
     )
+    if sums.rollout_pull is not None:
+        metrics["loss"] += policy.rollout_pull_coef * float(sums.rollout_pull / sums.loss_denominator.clamp_min(1))
     if policy.loss_type == "custom_loss":
         metrics["loss"] = metrics["pg_loss"]
     if not policy.use_kl_loss:
@@ -129,6 +133,8 @@ def step_metrics(sums: StepSums, correction: RolloutCorrectionConfig, policy: Po
     original = sums.original_denominator.clamp_min(1)
     # The function of a custom loss reduces its metrics itself, over accepted tokens.
     custom_denominator = sums.loss_denominator.clamp_min(1) if policy.loss_type == "custom_loss" else original
+    if sums.rollout_pull is not None:
+        metrics["rollout_pull"] = float(sums.rollout_pull / original)
     if sums.opsm_clipped is not None:
         metrics["opsm_clipfrac"] = float(sums.opsm_clipped / original)
     return metrics | _under_free_names(

@@ -13,7 +13,7 @@ IDLE = [
     ("--rs-upper-bound 1.1", "--rs-upper-bound", "--use-rs"),
     ("--tis-mode truncate", "--tis-mode", "--use-tis"),
     ("--tis-upper-bound 2", "--tis-upper-bound", "--use-tis or --use-rs"),
-    ("--use-tis --reject-before-advantage", "--reject-before-advantage", "--rs-second-moment-bound or --tis-mode mask"),
+    ("--use-tis --reject-before-advantage", "--reject-before-advantage", "--divergence-mask or --tis-mode mask"),
     ("--kl-loss-coef 0", "--kl-loss-coef", "--use-kl-loss"),
     (
         "--rollout-engine sglang --sglang-url http://a:1 --rollout-router-bits 4",

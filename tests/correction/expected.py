@@ -189,9 +189,10 @@ def _units(raw: list[float], bounded: list[float], valid: list[bool], once: bool
 
 
 def divergence(kind: str, delta: float) -> float:
-    """k1, k2 or k3 of one log-ratio."""
+    """k1, k2, k3 or error of one log-ratio."""
     bounded = min(delta, 20.0)
-    return {"k1": delta, "k2": delta * delta / 2, "k3": math.expm1(bounded) - bounded}[kind]
+    error = math.exp(min(abs(delta), 20.0))
+    return {"k1": delta, "k2": delta * delta / 2, "k3": math.expm1(bounded) - bounded, "error": error}[kind]
 
 
 def _outside(criterion: Criterion, values: list[float], valid: list[bool], mask: list[bool]) -> list[bool]:

@@ -9,7 +9,7 @@ from slime_tis.correction.config import NonfinitePolicy
 from slime_tis.correction.modes import CRITERIA, LEVELS, SEQUENCE_LEVELS, ModeName
 
 # Bounds between the values that Δ takes below, so that no statistic of one token lies on a bound.
-THRESHOLDS = {"k1": "0.61_1.93", "k2": "0.0617", "k3": "0.0523"}
+THRESHOLDS = {"k1": "0.61_1.93", "k2": "0.0617", "k3": "0.0523", "error": "1.337"}
 FIXED_BOUNDS: list[dict[str, float]] = [
     {},
     {"rs_lower_bound": 0.563},

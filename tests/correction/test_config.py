@@ -134,6 +134,11 @@ EXPECTED = {
     "decoupled_geo_rs_adaptive": (False, "ppo", None, "truncate", ADAPTIVE, 1e-4),
     "decoupled_geo_rs_token_tis_adaptive": (False, "ppo", "token", "truncate", ADAPTIVE, 1e-4),
     "bypass_ppo_clip_geo_rs_adaptive": (True, "ppo", None, "truncate", ADAPTIVE, 1e-4),
+    "dppo_tv": (True, "reinforce", "token", "truncate", (("divergence_mask", None, 0.2),), None),
+    "dppo_kl": (True, "reinforce", "token", "truncate", (("divergence_mask", None, 0.05),), None),
+    "ipo": (True, "reinforce", "token", "truncate", (("divergence_mask", None, 0.1),), None),
+    "kpop": (True, "reinforce", "token", "truncate", (("divergence_mask", None, 0.1),), None),
+    "seq_mask_tis": (False, "ppo", "token", "truncate", (("geometric", 0.999, 1.002),), None),
 }
 
 

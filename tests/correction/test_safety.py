@@ -145,7 +145,7 @@ REFUSED = {
     "number of masks": (([torch.zeros(2)], [torch.zeros(2)], []), "numbers of sequences differ"),
     "tokens of a sequence": (([ROW[0]] * 2, [ROW[0], torch.zeros(4)], [ONES[0]] * 2), "sequence 1 has these numbers"),
     "shapes": ((torch.zeros(2, 3), torch.zeros(2, 4), torch.ones(2, 3)), r"rollout_log_probs \(2, 4\)"),
-    "tensor and list": ((torch.zeros(2, 3), [torch.zeros(3)], torch.ones(2, 3)), "pass three tensors of one shape"),
+    "tensor and list": ((torch.zeros(2, 3), [torch.zeros(3)], torch.ones(2, 3)), "pass tensors of one shape"),
     "list and tensor": (([ROW[0]], ROW, [ONES[0]]), "rollout_log_probs is Tensor, loss_mask is list"),
     "packed without lengths": ((ROW[0], ROW[0], ONES[0]), r"pass \[B, T\], or \[N\] with lengths"),
     "integers": ((ROW.long(), ROW, ONES), "train_log_probs has dtype torch.int64"),
@@ -155,7 +155,7 @@ REFUSED = {
     "numbers": (([ROW[0]], [[0.0, 0.0]], [ONES[0]]), r"rollout_log_probs\[0\] is list"),
     "missing": (([ROW[0], None], [ROW[0]] * 2, [ONES[0]] * 2), r"train_log_probs\[1\] is NoneType"),
     "two dimensions": (([ROW], [ROW[0]], [ONES[0]]), r"train_log_probs\[0\] has shape \(1, 2\)"),
-    "nothing": ((None, None, None), "loss_mask is NoneType; pass three"),
+    "nothing": ((None, None, None), "loss_mask is NoneType; pass"),
 }
 
 

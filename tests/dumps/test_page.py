@@ -105,7 +105,7 @@ BAD_PATTERNS: dict[str, tuple[dict, str]] = {
     "no training": ({"save_debug_train_data": "{rollout_id}", "debug_rollout_only": True}, "does not train"),
     "no effect": (
         {"dump_details": "d", "save_debug_train_data": "a{rollout_id}", "save_debug_rollout_data": "b{rollout_id}"},
-        "--dump-details is 'd' but",
+        "--dump-details has no effect",
     ),
 }
 

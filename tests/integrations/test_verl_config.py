@@ -3,10 +3,14 @@
 import pytest
 
 from slime_tis import PRESETS, RolloutCorrectionConfig
+from slime_tis.correction.config import DIVERGENCE_PRESETS
 from slime_tis.integrations.verl_config import RolloutCorrectionConfig as VerlConfig
 
+OURS = {*DIVERGENCE_PRESETS, "seq_mask_tis", *(name for name in PRESETS if name.endswith("_adaptive"))}
+VERL_PRESETS = [name for name in PRESETS if name not in OURS]
 
-@pytest.mark.parametrize("name", [name for name in PRESETS if not name.endswith("_adaptive")])  # those are ours alone
+
+@pytest.mark.parametrize("name", VERL_PRESETS)
 def test_presets_say_what_ours_say(name: str) -> None:
     """The same rejection, weights and mode; verl's criteria are named token_k1 where ours are named by level."""
     ours, theirs = RolloutCorrectionConfig.preset(name), getattr(VerlConfig, name)().to_config()

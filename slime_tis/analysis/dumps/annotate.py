@@ -46,6 +46,8 @@ def annotated(
     trained = table.loss_mask > 0
     rejected: dict[str, Bool] = {}
     for name, criterion in single_criteria(config).items():
+        if criterion.divergence_mask_needs_advantages and table.advantage is None:
+            continue
         rejected[name] = trained & ~_corrected(table, criterion, global_batch).mask.numpy()
     if config.touches_loss and config.nonfinite_policy == "reject":
         rejected["nonfinite"] = trained & ~table.valid
@@ -83,8 +85,8 @@ def raw_weights(table: TokenTable, config: RolloutCorrectionConfig) -> Column:
 def single_criteria(config: RolloutCorrectionConfig) -> dict[str, RolloutCorrectionConfig]:
     """One configuration per rejection criterion, which has only this criterion, by the criterion's name.
 
-    Names are the names of the metrics (the level, or verl's names), "tis_mask" for weights in mode mask,
-    "second_moment" and "veto".
+    Names are the names of the metrics (the level, or verl's names), "divergence_mask", "tis_mask" for weights
+    in mode mask, "second_moment" and "veto".
     """
     base = _without_correction(config)
     single = {criterion.name: replace(base, **_options(criterion, config)) for criterion in config.rejections}
@@ -104,6 +106,8 @@ def _without_correction(config: RolloutCorrectionConfig) -> RolloutCorrectionCon
 
 
 def _options(criterion: Criterion, config: RolloutCorrectionConfig) -> Mapping[str, Any]:
+    if criterion.mask is not None:
+        return {"divergence_mask": config.divergence_mask}
     if criterion.name not in LEVELS:
         low, high = criterion.lower, criterion.upper
         threshold = f"{high!r}" if low is None else f"{low!r}_{high!r}"
@@ -114,4 +118,11 @@ def _options(criterion: Criterion, config: RolloutCorrectionConfig) -> Mapping[s
 def _corrected(table: TokenTable, config: RolloutCorrectionConfig, global_batch: GlobalBatch) -> Any:
     columns = (table.policy_log_prob, table.rollout_log_prob, table.loss_mask)
     tensors = [torch.from_numpy(np.array(column)) for column in columns]
-    return correct(config, *tensors, lengths=table.response_length.tolist(), global_batch=global_batch)
+    return correct(
+        config,
+        *tensors,
+        lengths=table.response_length.tolist(),
+        current_log_probs=torch.from_numpy(np.array(table.train_log_prob)),
+        advantages=None if table.advantage is None else torch.from_numpy(np.array(table.advantage)),
+        global_batch=global_batch,
+    )

@@ -41,6 +41,14 @@ def check_correction(arguments: Arguments) -> None:
     on_policy = steps == 1 and not correction.use_rollout_logprobs and correction.old_logprobs == "recompute"
     if arguments.policy.use_opsm and arguments.policy.opsm_policy == "old" and on_policy:
         raise ValueError("--opsm-policy old has no effect with one optimizer step; raise --num-steps-per-rollout.")
+    if correction.divergence_mask is not None and correction.divergence_mask_anchor == "old" and on_policy:
+        raise ValueError(
+            "--divergence-mask-anchor old has no effect with one optimizer step; raise --num-steps-per-rollout."
+        )
+    if arguments.policy.reject_before_advantage and correction.divergence_mask_needs_advantages:
+        raise ValueError(
+            "--reject-before-advantage has no advantages yet; add --divergence-mask-direction both, or drop it."
+        )
     group, estimator = arguments.rollout.n_samples_per_prompt, arguments.policy.advantage_estimator
     if group < 2 and arguments.rollout.custom_reward_post_process_path is None:
         raise ValueError(
@@ -66,6 +74,7 @@ REPLACED = {
         "custom_pg_loss_reducer_function_path",
         "use_opsm",
         "entropy_coef",
+        "rollout_pull_coef",
         "rollout_top_p",
         "rollout_top_k",
     ),

@@ -89,6 +89,7 @@ CORRECTION_SWITCHES = (
     "rs_veto_threshold",
     "rs_veto_upper_threshold",
     "rs_second_moment_bound",
+    "divergence_mask",
 )
 """Options that make the correction act on the loss."""
 

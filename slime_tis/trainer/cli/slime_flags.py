@@ -178,7 +178,6 @@ ADVICE: Mapping[str, str] = {
     "--num-critic-only-steps --value-clip --critic-*": (
         "there is no critic; use --advantage-estimator grpo, rloo or reinforce_plus_plus_baseline"
     ),
-    "--use-unbiased-kl": "use --use-kl-loss with --kl-loss-type low_var_kl",
     "--use-opd --opd-*": "there is no on-policy distillation; use slime for this experiment",
     "--disable-compute-advantages-and-returns": (
         "use --custom-advantage-function-path or --custom-loss-function-path with your function"

@@ -1,0 +1,212 @@
+"""Binary divergence masks against the peers' own code, exact fractions and the limits."""
+
+import math
+from decimal import Decimal, localcontext
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slime_tis import RolloutCorrectionConfig, correct
+from slime_tis.correction.divergence import BINARY_DIVERGENCES, binary_kl, binary_kl_max, binary_tv
+from slime_tis.correction.reference import reference_correct
+from tests.golden.methods import Case, cases
+
+
+def accepted(case: Case, divergence: str, policy: str, anchor: str, **options: Any) -> Tensor:
+    """The mask of `correct`, [B, T] bool."""
+    config = RolloutCorrectionConfig(
+        divergence_mask=divergence,  # type: ignore[arg-type]
+        **{f"divergence_mask_{name}": value for name, value in options.items()},
+    )
+    inputs = case.input(policy), case.input(anchor), case.input("mask")
+    return correct(config, *inputs, advantages=case.input("advantages")).mask
+
+
+def assert_equal_where_exact(case: Case, ours: Tensor, *, also_inexact: Tensor | None = None) -> None:
+    """Compares the decisions that are exact in the peer's arithmetic."""
+    theirs = case.output("kept").bool()
+    compared = case.input("mask").bool() & ~case.inexact("kept")
+    if also_inexact is not None:
+        compared &= ~also_inexact
+    assert torch.equal(ours[compared], theirs[compared]) and compared.any()
+
+
+@pytest.mark.parametrize("case", cases("prime_rl.default"))
+def test_directional_total_variation_equals_prime_rl(case: Case) -> None:
+    high, low = case.params["dppo_mask_high"], case.params["dppo_mask_low"]
+    ours = accepted(case, "binary_tv", "logp", "sampler", bound=high, bound_negative=low)
+    assert_equal_where_exact(case, ours, also_inexact=case.input("advantages") == 0)
+
+
+@pytest.mark.parametrize("case", cases("prime_rl.ipo"))
+def test_absolute_total_variation_equals_prime_rl(case: Case) -> None:
+    assert_equal_where_exact(
+        case, accepted(case, "binary_tv", "logp", "sampler", direction="both", bound=case.params["ipo_threshold"])
+    )
+
+
+@pytest.mark.parametrize("kind", ["tv", "kl"])
+@pytest.mark.parametrize("method", ["verl.dppo", "skyrl.dppo"])
+def test_directional_masks_equal_verl_and_skyrl(method: str, kind: str) -> None:
+    entries = cases(f"verl.dppo_{kind}") if method == "verl.dppo" else cases("skyrl.dppo")
+    for (case,) in (entry.values for entry in entries):
+        options = case.params.get("dppo", {"dppo_type": f"binary_{kind}"})
+        if options["dppo_type"] != f"binary_{kind}":
+            continue
+        bound = case.params.get("clip_ratio")
+        high = options.get("delta_high", case.params.get("clip_ratio_high", bound))
+        low = options.get("delta_low", case.params.get("clip_ratio_low", bound))
+        anchor = case.params.get("anchor", "sampler" if method == "skyrl.dppo" else "old")
+        ours = accepted(case, f"binary_{kind}", "logp", anchor, bound=high, bound_negative=low)
+        assert_equal_where_exact(case, ours, also_inexact=case.input("advantages") == 0)
+
+
+@pytest.mark.parametrize("case", cases("areal.rejection_sampling", metric="binary_kl"))
+def test_symmetric_kl_equals_areal(case: Case) -> None:
+    mask = case.input("mask").bool()
+    level = case.params["level"]
+    ours = accepted(case, "binary_kl_max", "old", "sampler", direction="both", level=level, bound=case.params["upper"])
+    # AReaL drops a token if one policy's float32 log-prob is 0 and the other's is not: an infinite KL or NaN.
+    infinite = (case.input("old") == 0) != (case.input("sampler") == 0)
+    infinite = infinite.any(1, keepdim=True).expand_as(mask) if level == "sequence" else infinite
+    assert_equal_where_exact(case, ours, also_inexact=infinite)
+
+
+@pytest.mark.parametrize("case", cases("openrlhf.policy_loss", is_correction_gating="binary_kl"))
+def test_one_way_kl_equals_openrlhf(case: Case) -> None:
+    level = {"token": "token", "seq": "sequence"}[case.params["is_correction_level"]]
+    bound = case.params["is_correction_threshold"][1]
+    ours = accepted(case, "binary_kl", "old", "sampler", direction="both", level=level, bound=bound)
+    assert_equal_where_exact(case, ours)
+
+
+def exact_kl(p: Fraction, q: Fraction) -> float:
+    """KL(p ‖ q) of two coins in 50 digits."""
+    with localcontext(prec=50):
+        ratio = [
+            (Decimal(a.numerator) / a.denominator, Decimal(b.numerator) / b.denominator)
+            for a, b in ((p, q), (1 - p, 1 - q))
+        ]
+        return float(sum(a * (a / b).ln() for a, b in ratio))
+
+
+@pytest.mark.parametrize("p", [Fraction(1, 10**9), Fraction(1, 3), 1 - Fraction(1, 10**4)], ids=str)
+@pytest.mark.parametrize("shift", [Fraction(1, 10**3), Fraction(-1, 10**6)], ids=str)
+def test_divergences_equal_exact_arithmetic(p: Fraction, shift: Fraction) -> None:
+    q = p * (1 + shift) if p < Fraction(1, 2) else 1 - (1 - p) * (1 + shift)
+    log_p, log_q = torch.tensor([math.log(p), math.log(q)], dtype=torch.float64).unbind()
+    assert binary_tv(log_p, log_q).item() == pytest.approx(float(abs(p - q)), rel=1e-6)
+    assert binary_kl(log_p, log_q).item() == pytest.approx(exact_kl(q, p), rel=1e-3, abs=1e-16)
+    assert binary_kl_max(log_p, log_q) == torch.maximum(binary_kl(log_p, log_q), binary_kl(log_q, log_p))
+
+
+@pytest.mark.parametrize("divergence", BINARY_DIVERGENCES)
+@pytest.mark.parametrize("log_prob", [0.0, -1e-9, -0.3, -1e4], ids=str)
+def test_equal_policies_have_no_divergence(divergence: str, log_prob: float) -> None:
+    log_probs = torch.tensor([log_prob])
+    assert BINARY_DIVERGENCES[divergence](log_probs, log_probs).item() == 0.0
+
+
+def test_a_log_prob_of_zero_has_a_finite_divergence() -> None:
+    kl = binary_kl(torch.tensor([0.0]), torch.tensor([-0.3]))
+    rest = 1 - math.exp(-0.3)
+    assert kl.item() == pytest.approx(-0.3 * math.exp(-0.3) + rest * (math.log(rest) + 25 * math.log(2)), rel=1e-6)
+
+
+def float32_kl(log_p: Tensor, log_q: Tensor, epsilon: float) -> Tensor:
+    """KL(q ‖ p) as published code computes it: float32 probabilities, clamped."""
+    p, q = (x.exp().clamp(epsilon, 1 - epsilon) for x in (log_p, log_q))
+    return q * (q.log() - p.log()) + (1 - q) * ((1 - q).log() - (1 - p).log())
+
+
+def test_float32_probabilities_make_certain_tokens_nan() -> None:
+    certain = torch.tensor([0.0, -1e-9])
+    assert float32_kl(certain, certain, 1e-8).isnan().all()
+    assert torch.equal(binary_kl(certain, certain), torch.zeros(2, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(("noise", "mean", "negative"), [(3.5e-3, 1.7e-3, 0.07), (3.5e-4, 1.8e-4, 0.35)], ids=str)
+def test_float32_probabilities_make_the_divergence_negative(noise: float, mean: float, negative: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = 4 * torch.randn(20_000, 64, generator=generator)
+    rollout = logits.log_softmax(1)
+    token = torch.multinomial(rollout.exp(), 1, generator=generator)
+    train = (logits + noise * torch.randn(logits.shape, generator=generator)).log_softmax(1)
+    log_p, log_q = (x.gather(1, token).squeeze(1) for x in (train, rollout))
+    assert (log_p - log_q).abs().mean().item() == pytest.approx(mean, rel=0.05)
+    assert (float32_kl(log_p, log_q, 1e-8) < 0).double().mean().item() == pytest.approx(negative, abs=0.02)
+    assert (binary_kl(log_p, log_q) >= 0).all()
+
+
+CONFIGS = {
+    "-".join(map(str, options.values())): RolloutCorrectionConfig(
+        **{f"divergence_mask{name}": value for name, value in options.items()}  # type: ignore[arg-type]
+    )
+    for options in (
+        {"": "binary_tv", "_bound": 0.05, "_bound_negative": 0.02},
+        {"": "binary_kl", "_bound": 0.02, "_anchor": "old"},
+        {"": "binary_kl_max", "_direction": "both"},
+        {"": "binary_tv", "_direction": "both", "_bound": 0.1},
+        {"": "binary_kl", "_direction": "both", "_level": "sequence", "_bound": 0.3},
+    )
+}
+
+
+def random_batch(rows: int = 7, width: int = 19) -> dict[str, Tensor]:
+    """Four policies' inputs of `correct`, with zeros in the mask and log-probs of 0 and NaN."""
+    generator = torch.Generator().manual_seed(3)
+    rollout = -(torch.rand(rows, width, generator=generator) ** 3) * 4
+    train, current = (rollout + 0.3 * torch.randn(rows, width, generator=generator) for _ in range(2))
+    train, current, rollout = (x.clamp(max=0) for x in (train, current, rollout))
+    current[2, 3], rollout[3, 4] = torch.nan, torch.nan
+    mask = (torch.rand(rows, width, generator=generator) > 0.2).float()
+    mask[5] = 0
+    return {
+        "train_log_probs": train,
+        "rollout_log_probs": rollout,
+        "loss_mask": mask,
+        "current_log_probs": current,
+        "advantages": torch.randn(rows, width, generator=generator).round(decimals=1),
+    }
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_masks_equal_the_reference_in_every_layout(config: RolloutCorrectionConfig) -> None:
+    batch = random_batch()
+    expected = reference_correct(config, **batch)
+    found = correct(config, **batch)
+    assert torch.equal(found.mask, expected.mask) and 0 < found.mask.sum() < batch["loss_mask"].sum()
+    metrics = found.statistics.metrics()
+    assert metrics == {name: pytest.approx(value, rel=1e-5, abs=1e-9) for name, value in expected.metrics.items()}
+    lists = correct(config, **{name: list(values) for name, values in batch.items()})  # type: ignore[call-overload]
+    packed = correct(config, **{name: x.reshape(-1) for name, x in batch.items()}, lengths=[19] * 7)
+    assert torch.equal(torch.stack(lists.mask), found.mask) and torch.equal(packed.mask.view(7, 19), found.mask)
+    halves = [correct(config, **{name: x[rows] for name, x in batch.items()}) for rows in (slice(0, 3), slice(3, 7))]
+    merged = halves[0].statistics.merge(halves[1].statistics).metrics()
+    assert merged == {name: pytest.approx(value, rel=1e-9, abs=1e-12) for name, value in metrics.items()}
+
+
+def test_a_mask_with_a_direction_needs_advantages() -> None:
+    batch = {name: values for name, values in random_batch().items() if name != "advantages"}
+    with pytest.raises(ValueError, match="advantages="):
+        correct(RolloutCorrectionConfig(divergence_mask="binary_tv"), **batch)
+
+
+REFUSED = {
+    "accepts all": ({"": "binary_tv", "_bound": 1.5}, "accepts all"),
+    "sequence with a direction": ({"": "binary_kl", "_level": "sequence"}, "--divergence-mask-direction both"),
+    "two bounds without a direction": (
+        {"": "binary_tv", "_direction": "both", "_bound_negative": 0.1},
+        "--divergence-mask-bound-negative",
+    ),
+    "a bound of 0": ({"": "binary_tv", "_bound": 0.0}, "above 0"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED)
+def test_impossible_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RolloutCorrectionConfig(**{f"divergence_mask{name}": value for name, value in options.items()})

@@ -1,0 +1,171 @@
+"""Losses of 2026 against the values and gradients of the peers' own code."""
+
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slime_tis.correction import RolloutCorrectionConfig, correct, response_slices
+from slime_tis.policy.config import PolicyConfig
+from slime_tis.policy.losses import dro, gspo, kl_estimate, ppo_clip, sapo, vespo
+from slime_tis.policy.policy_loss import LossInputs, LossStep, policy_loss
+from slime_tis.policy.tokens import ResponseTokens, turns_of
+from tests.golden.methods import Case, cases
+
+
+def average(loss: Tensor, mask: Tensor, mode: str) -> Tensor:
+    """The peers' averages over [B, T]."""
+    loss = torch.where(mask > 0, loss, 0.0)
+    if mode == "token-mean":
+        return loss.sum() / mask.sum()
+    rows = loss.sum(1) / mask.sum(1).clamp_min(1)
+    return rows.mean() if mode == "mean over all rows" else rows.sum() / (mask.sum(1) > 0).sum()
+
+
+def check(case: Case, loss: Tensor, log_prob: Tensor, mode: str, rel: float = 1e-5) -> None:
+    """Compares value and gradient with the case's."""
+    value = average(loss, case.input("mask"), mode)
+    value.backward()
+    grad = log_prob.grad
+    assert value.item() == pytest.approx(case.outputs["loss"], rel=rel, abs=1e-6)
+    torch.testing.assert_close(grad, case.output("grad"), rtol=rel, atol=1e-6)
+
+
+def policies(case: Case) -> tuple[Tensor, Tensor, Tensor]:
+    """log π with gradient, log of the anchor, advantages."""
+    anchor = "sampler" if case.params.get("anchor") == "sampler" else "old"
+    return case.input("logp").requires_grad_(), case.input(anchor), case.input("advantages")
+
+
+@pytest.mark.parametrize("case", [*cases("verl.sapo"), *cases("areal.sapo", without="importance_sampling_level")])
+def test_sapo_equals_verl_and_areal(case: Case) -> None:
+    log_prob, old, advantage = policies(case)
+    loss = sapo(log_prob, old, advantage, tau_positive=case.params["tau_pos"], tau_negative=case.params["tau_neg"])
+    check(case, loss, log_prob, "token-mean" if "loss_agg_mode" not in case.params else "seq-mean-token-mean")
+
+
+@pytest.mark.parametrize("case", cases("verl.dro"))
+def test_dro_equals_verl(case: Case) -> None:
+    log_prob, old, advantage = policies(case)
+    check(case, dro(log_prob, old, advantage, beta=case.params["policy_loss"]["dro_beta"]), log_prob, "token-mean")
+
+
+@pytest.mark.parametrize("case", cases("trl.vespo", without="clip_max"))
+def test_vespo_equals_trl(case: Case) -> None:
+    log_prob, old, advantage = policies(case)
+    mask = case.input("mask")
+    total = ((log_prob.detach() - old).clamp(-20, 20) * mask).sum(1, keepdim=True).expand_as(mask)
+    check(case, vespo(log_prob, total, advantage), log_prob, "token-mean")
+
+
+@pytest.mark.parametrize("case", cases("verl.gspo"))
+def test_gspo_equals_verl(case: Case) -> None:
+    log_prob, old, advantage = policies(case)
+    mask = case.input("mask")
+    mean = ((log_prob.detach() - old) * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp_min(1)
+    low, high = case.params["clip_ratio_low"], case.params["clip_ratio_high"]
+    loss, _ = gspo(log_prob, mean.expand_as(mask), advantage, clip_low=low, clip_high=high)
+    check(case, loss, log_prob, case.params["loss_agg_mode"])
+
+
+@pytest.mark.parametrize("case", cases("trl.delta", without="importance_sampling_level"))
+def test_dual_clip_equals_trls_delta(case: Case) -> None:
+    log_prob, old, advantage = policies(case)
+    low, high = case.params.get("epsilon_low", 0.2), case.params.get("epsilon_high", 0.2)
+    loss, _ = ppo_clip(log_prob, old, advantage, clip_low=low, clip_high=high, dual_clip=case.params["delta"])
+    check(case, loss, log_prob, "token-mean" if case.params["loss_type"] == "dapo" else "mean over all rows")
+
+
+MILES = [cases("miles.unbiased_kl", kl_loss_type=kind) for kind in ("k1", "k2", "k3")]  # low_var_kl clamps earlier
+
+
+@pytest.mark.parametrize("case", [*cases("slime.unbiased_kl"), *chain.from_iterable(MILES)])
+def test_unbiased_kl_equals_slime_and_miles(case: Case) -> None:
+    log_prob, old, _ = policies(case)
+    ratio = (log_prob - old).exp() if case.params["unbiased"] else None
+    kl = kl_estimate(log_prob, case.input("ref"), case.params["kl_loss_type"], ratio)
+    expected, mask = case.output("values"), case.input("mask").bool()
+    torch.testing.assert_close(kl.detach()[mask], expected[mask], rtol=1e-5, atol=1e-6)
+    check(case, kl, log_prob, "token-mean")
+
+
+def step_of(case: Case, step: LossStep, *, old: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """Value, gradient [B, T] and accepted tokens of `policy_loss` on the case's batch."""
+    mask = case.input("mask")
+    rows, width = mask.shape
+    flat = {name: case.input(name).reshape(-1) for name in ("logp", "old", "sampler", "advantages", "mask")}
+    lengths = [width] * rows
+    tokens = ResponseTokens(
+        slices=response_slices([n + 1 for n in lengths], lengths, 0, 1),
+        total_lengths=tuple(n + 1 for n in lengths),
+        loss_mask_L=flat["mask"],
+        loss_mask_N=flat["mask"],
+        rollout_log_probs_L=flat["sampler"],
+        weight_versions_L=torch.zeros(rows * width, dtype=torch.int64),
+        turns_L=turns_of(flat["mask"], lengths),
+        old_log_probs_L=flat["old"] if old else None,
+        advantages_L=flat["advantages"],
+    )
+    log_probs = flat["logp"].clone().requires_grad_()
+    entropy = torch.zeros(rows * width)
+    outputs = policy_loss(LossInputs(tokens=tokens, log_probs_L=log_probs, entropy_L=entropy), step)
+    value = outputs.numerator / outputs.denominator.clamp_min(1)
+    value.backward()
+    assert log_probs.grad is not None
+    return value, log_probs.grad.view(rows, width), outputs.record.accepted_L.view(rows, width)
+
+
+def step_for(preset: str, policy: dict[str, Any], *, old: bool = False, **overrides: Any) -> LossStep:
+    return LossStep(
+        correction=RolloutCorrectionConfig.preset(preset, **overrides),
+        policy=PolicyConfig(**policy),
+        uses_recomputed_old_policy=old,
+    )
+
+
+@pytest.mark.parametrize("case", [*cases("prime_rl.default"), *cases("prime_rl.ipo")])
+def test_gradient_of_the_divergence_presets_equals_prime_rl(case: Case) -> None:
+    if "ipo_threshold" in case.params:
+        overrides, preset = {"divergence_mask_bound": case.params["ipo_threshold"]}, "ipo"
+    else:
+        high, low = case.params["dppo_mask_high"], case.params["dppo_mask_low"]
+        overrides, preset = {"divergence_mask_bound": high, "divergence_mask_bound_negative": low}, "dppo_tv"
+    policy = {"rollout_pull_coef": case.params["kl_tau"], "calculate_per_token_loss": True}
+    _, gradient, _ = step_of(case, step_for(preset, policy, **overrides))
+    # prime-rl scales the policy loss alone, by adv_tau; weights here end at e^20
+    bounded = (case.input("logp") - case.input("sampler")).abs() < 20
+    scale = case.params["adv_tau"]
+    pull = torch.where(case.input("mask") > 0, case.input("logp") - case.input("sampler"), 0.0)
+    pull = 2 * case.params["kl_tau"] * pull / case.input("mask").sum()
+    torch.testing.assert_close(
+        (scale * (gradient - pull) + pull)[bounded], case.output("grad")[bounded], rtol=1e-5, atol=1e-7
+    )
+
+
+@pytest.mark.parametrize("case", cases("nemo_rl.clipped_pg", truncated_importance_sampling_type="seq-mask-tis"))
+def test_seq_mask_tis_equals_nemo_rl(case: Case) -> None:
+    low, high = (case.params[f"truncated_importance_sampling_ratio{end}"] for end in ("_min", ""))
+    policy = {"calculate_per_token_loss": case.params.get("token_level_loss", True)}
+    step = step_for("seq_mask_tis", policy, old=True, rs_lower_bound=low, rs_upper_bound=high)
+    value, gradient, accepted = step_of(case, step, old=True)
+    mask = case.input("mask").bool()
+    assert torch.equal(accepted[mask], case.output("kept").bool()[mask])
+    assert value.item() == pytest.approx(case.outputs["loss"], rel=1e-5, abs=1e-7)
+    torch.testing.assert_close(gradient, case.output("grad"), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("case", cases("nemo_rl.sequence_error_mask"))
+def test_sequence_error_equals_nemo_rl(case: Case) -> None:
+    config = RolloutCorrectionConfig(
+        rollout_rs="seq_mean_error", rollout_rs_threshold=case.params["seq_logprob_error_threshold"]
+    )
+    mask = case.input("mask").bool()
+    found = correct(config, case.input("old"), case.input("sampler"), mask)
+    kept = case.output("kept_rows").bool()
+    assert torch.equal(found.mask.any(1), kept & mask.any(1))
+    error = found.sequence_sums.criteria["seq_mean_error"] / found.sequence_sums.valid.clamp_min(1)
+    expected = case.output("row_error").double()
+    finite = mask.any(1) & (expected < 1e6)
+    torch.testing.assert_close(error[finite], expected[finite], rtol=1e-5, atol=0)
