@@ -37,26 +37,6 @@ def test_micro_batches_that_fit_give_the_same_results(
         assert training_metrics(other) == pytest.approx(training_metrics(one), rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        pytest.param(
-            ["--reject-before-advantage", "--use-kl-loss", "--kl-loss-coef", "0.1", "--entropy-coef", "0.01"],
-            id="passes for old and reference log-probs",
-        ),
-        pytest.param(["--rollout-top-p", "0.9", "--micro-batch-size", "2"], id="sampling masks, groups cut"),
-    ],
-)
-def test_shared_prompts_give_the_same_results(flags: list[str], run: Run, tmp_path: Path) -> None:
-    flags = [*flags, "--use-tis", "--use-rs", "--rs-level", "geometric", "--rs-upper-bound", "1.01"]
-    flags += ["--num-rollout", "2", "--num-steps-per-rollout", "2"] if "--micro-batch-size" not in flags else []
-    samples = str(tmp_path / "{rollout_id}.jsonl")
-    shared = run(*flags, "--save-debug-rollout-data", samples, name="shared")
-    apart = run(*flags, "--load-debug-rollout-data", samples, "--no-share-prompts", name="apart")
-    for one, other in zip(shared, apart, strict=True):
-        assert training_metrics(one) == pytest.approx(training_metrics(other), rel=1e-4, abs=1e-5)
-
-
 def test_a_resumed_run_has_the_micro_batches_that_it_had(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

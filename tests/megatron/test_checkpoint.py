@@ -49,26 +49,6 @@ def test_resumption_is_bitwise(options: dict[str, Any], model: Path, parallel: P
         assert torch.equal(tensor, dict(engine.named_hf_tensors())[name])
 
 
-def test_the_newest_complete_checkpoint_is_found_and_old_ones_are_removed(
-    model: Path, parallel: Parallel, tmp_path: Path
-) -> None:
-    engine = build(model, parallel)
-    assert checkpoint.latest_complete_checkpoint(tmp_path) is None
-    for step in (9, 10, 11):
-        checkpoint.write(tmp_path, step, engine, {"run": "a"}).finish(retain=2)
-    (tmp_path / "iter_0000012").mkdir()  # a directory without a trainer's state is not a checkpoint
-    (tmp_path / "iter_abc").mkdir()
-    (tmp_path / ".iter_0000013.unfinished").mkdir()  # of a killed run
-    found = checkpoint.latest_complete_checkpoint(tmp_path)
-    assert found is not None and found.checkpoint == tmp_path / "iter_0000011"
-    assert found.damaged == ("iter_0000012: SHA256SUMS is missing",)
-    assert not (tmp_path / "iter_0000009").exists()
-    checkpoint.write(tmp_path, 13, engine, {"run": "a"}).finish(retain=2)
-    found = checkpoint.latest_complete_checkpoint(tmp_path)
-    assert found is not None and found.checkpoint == tmp_path / "iter_0000013"
-    assert not list(tmp_path.glob(".*"))
-
-
 def test_a_disk_that_fills_up_leaves_the_earlier_checkpoint(model: Path, parallel: Parallel, tmp_path: Path) -> None:
     engine = build(model, parallel)
     checkpoint.write(tmp_path, 1, engine, {"run": "a", "step": 1}).finish(retain=1)

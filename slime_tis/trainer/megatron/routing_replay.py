@@ -226,7 +226,17 @@ class RoutingReplay:
         summed = torch.cat([layers.flatten(), in_any_layer]).to(parallel.backend.device)
         if parallel.size > 1:
             dist.all_reduce(summed)
-        return routing_metrics(self.sizes, summed[:-2].view_as(layers).cpu(), summed[-2:].cpu())
+        layers, (any_recorded, any_differs) = summed[:-2].view_as(layers).cpu(), summed[-2:].tolist()
+        metrics = {}
+        load, (recorded, differing) = layers[:, :-2], layers[:, -2:].T
+        if bool((load.sum(1) > 0).all()):
+            share = load / load.sum(1, keepdim=True)
+            metrics = {"expert_load_max": float(share.max()), "expert_load_min": float(share.min())}
+        if any_recorded:
+            metrics["routing_difference"] = any_differs / any_recorded
+            for layer, of_layer in zip(self.sizes.layers, (differing / recorded).tolist(), strict=True):
+                metrics[f"routing_difference/layer_{layer}"] = of_layer
+        return metrics
 
     def _of_layers(self, values: Tensor | None, rows: slice) -> Tensor | None:
         return None if values is None else values[rows][:, self._layer_indices]
@@ -239,17 +249,3 @@ class RoutingReplay:
             dist.all_reduce(differs, dist.ReduceOp.MAX, self._parallel.pipeline_group)
             differs_T = differs > 0
         return recorded_T, differs_T
-
-
-def routing_metrics(sizes: MoeSizes, layers: Tensor, in_any_layer: Tensor) -> dict[str, float]:
-    """The metrics of counts: `layers` as in `RoutingReplay.counts`, [2] recorded tokens and those that differ."""
-    metrics = {}
-    load, (recorded, differing) = layers[:, :-2], layers[:, -2:].T
-    if bool((load.sum(1) > 0).all()):
-        share = load / load.sum(1, keepdim=True)
-        metrics = {"expert_load_max": float(share.max()), "expert_load_min": float(share.min())}
-    if float(in_any_layer[0]):
-        metrics["routing_difference"] = float(in_any_layer[1] / in_any_layer[0])
-        for layer, of_layer in zip(sizes.layers, (differing / recorded).tolist(), strict=True):
-            metrics[f"routing_difference/layer_{layer}"] = of_layer
-    return metrics
