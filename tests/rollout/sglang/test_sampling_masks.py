@@ -75,8 +75,8 @@ SETS, LOG_PROBS = "output_token_sampling_mask", "output_token_sampling_logprobs"
     [
         pytest.param({SETS: None}, "no output_token_sampling_mask", id="no masks"),
         pytest.param({LOG_PROBS: None}, "no output_token_sampling_mask", id="no log-probs"),
-        pytest.param({SETS: [[59]] * 7}, "7 sampling masks with 8", id="too few masks"),
-        pytest.param({LOG_PROBS: [-1.0] * 9}, "8 sampling masks with 9", id="too many log-probs"),
+        pytest.param({SETS: [[59]] * 7}, "7 sampling masks, 8", id="too few masks"),
+        pytest.param({LOG_PROBS: [-1.0] * 9}, "8 sampling masks, 9", id="too many log-probs"),
         pytest.param({SETS: [[58]] * 8}, "0 lacks the token 59", id="without the sampled token"),
         pytest.param({SETS: [[]] * 8}, "0 lacks the token 59", id="an empty set"),
         pytest.param({SETS: [[59, 3, 3]] * 8}, "0 has a token twice", id="a token twice"),

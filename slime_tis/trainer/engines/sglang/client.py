@@ -39,7 +39,6 @@ from slime_tis.trainer.engines.tasks import BackgroundTasks, cancel_and_wait
 from slime_tis.trainer.options.sglang import normalized_url
 
 CONNECT_TIMEOUT = 10.0
-"""Longest wait for a connection, in seconds."""
 KEEPALIVE = 2.0
 """Seconds after which idle connections are closed. Servers close them after 5, and a request sent meanwhile is lost."""
 HEALTH_TIMEOUT = 25.0
@@ -49,19 +48,15 @@ ABORT_TIMEOUT = 20.0
 ABORT_INTERVAL = 0.5
 """Seconds between two aborts of a request; the server ignores the abort of a request that it has not read yet."""
 ABORT_REQUEST_TIMEOUT = 5.0
-"""Longest wait for the answer to an abort, in seconds."""
 CONTROL_BYTES = 4 << 20
 """Maximum answer of endpoints other than /generate, in bytes; /server_info, the largest, has about 100 kB."""
 CHECKSUM_BYTES = 64 << 20
 """Maximum answer of /weights_checker, in bytes: about 100 per tensor and rank."""
 ERROR_BYTES = 64 << 10
-"""Maximum bytes read of an error's body."""
 RETRIED_STATUS = (408, 425, 429)
-"""Statuses other than 5xx that are retried."""
 USER_ENDPOINTS = ("/generate", "/health", "/model_info", "/server_info", "/workers")
 """Endpoints that take SGLang's API key; all others take the admin key if the server has one."""
 MAX_QUOTE = 400
-"""Maximum quoted characters of a server's message."""
 MAX_SEARCHED = 8192
 """Characters searched for keys, far more than are quoted."""
 MIN_ECHO = 8
@@ -105,7 +100,6 @@ class Server:
     client: httpx.AsyncClient
     """From `make_client`."""
     timeout: float
-    """Longest wait for an answer, in seconds."""
     vocab_size: int | None = None
     """Number of token ids of the model; None skips the check of answers."""
     expert_layout: ExpertLayout | None = None
@@ -117,7 +111,6 @@ class Server:
     reports_token_versions: bool | None = None
     """Whether answers have a weight version per token; None before the first answer."""
     malformed_answers: int = 0
-    """Number of unusable answers."""
     _aborts: BackgroundTasks = field(default_factory=BackgroundTasks)
 
     def __repr__(self) -> str:
@@ -138,15 +131,13 @@ class Server:
 
     async def info(self) -> ServerInfo:
         """Returns the server's description."""
-        answer = await self._request("GET", "/server_info", timeout=self.timeout)
         with self._reading("/server_info"):
-            return parse(ServerInfo, answer)
+            return parse(ServerInfo, await self._request("GET", "/server_info", timeout=self.timeout))
 
     async def weight_version(self) -> str | None:
         """The name of the server's weights; "default" for the initial weights."""
-        answer = await self._request("GET", "/model_info", timeout=self.timeout)
         with self._reading("/model_info"):
-            return parse(ModelInfo, answer).weight_version
+            return parse(ModelInfo, await self._request("GET", "/model_info", timeout=self.timeout)).weight_version
 
     async def worker_urls(self) -> tuple[str, ...]:
         """Returns the URLs of a router's servers; raises ValueError if the router refuses or lists none."""
@@ -193,8 +184,8 @@ class Server:
     async def prompt_log_probs(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probs at temperature 1 of all tokens but the first."""
         body, max_bytes = score_body(token_ids), max_answer_bytes(len(token_ids))
-        answer = await self._request("POST", "/generate", body, timeout=self.timeout, max_bytes=max_bytes)
         with self._reading("/generate"):
+            answer = await self._request("POST", "/generate", body, timeout=self.timeout, max_bytes=max_bytes)
             return parse_scores(answer, token_ids)
 
     async def weight_checksums(self) -> Mapping[str, list[str]]:
@@ -247,10 +238,7 @@ class Server:
         status = response.status_code
         message = f"{url} answered HTTP {status}: {self.quoted(_error_message(content)).rstrip('.')}"
         if status in (401, 403):
-            message += (
-                "; put its key into the environment variable of --sglang-api-key-env, or an admin key into that of "
-                "--sglang-admin-api-key-env"
-            )
+            message += "; set the variable that --sglang-api-key-env or --sglang-admin-api-key-env names to its key"
         if 400 <= status < 500 and status not in RETRIED_STATUS:
             raise RequestRefused(f"{message}.", status)
         raise ServerError(f"{message}.")

@@ -1,8 +1,4 @@
-"""The rollout engine that samples from SGLang servers over HTTP.
-
-It connects the synchronous program, an asyncio loop in a background thread that talks to the servers, and the other
-ranks of a torch.distributed job, which return or raise rank 0's outcome.
-"""
+"""The rollout engine that samples from SGLang servers over HTTP, in an asyncio loop on rank 0."""
 
 from __future__ import annotations
 
@@ -55,9 +51,7 @@ class SGLangEngine:
     def __init__(self, settings: SGLangSettings, tokenizer: PreTrainedTokenizerBase, host: EngineHost) -> None:
         """Launches servers if configured, and waits for all servers; a collective.
 
-        Raises:
-            RolloutUnavailable: No server comes up.
-            ValueError: The config names no server, or the servers refuse the key or lack what the settings need.
+        Raises RolloutUnavailable if no server comes up, ValueError if servers lack what the settings need.
         """
         self.weight_version = 0
         self._settings, self._tokenizer, self._host = settings, tokenizer, host
@@ -103,9 +97,7 @@ class SGLangEngine:
     ) -> SGLangRollout:
         """Starts sampling; see `engine.RolloutEngine`. Only servers that take seeds use `seed`.
 
-        Raises:
-            ValueError: A prompt leaves no room for a response or has unknown tokens, or fewer than `num_groups` groups
-                are in flight.
+        Raises ValueError for prompts without room for a response or with unknown tokens, and too few groups.
         """
         sampling = self._limits.with_reported_masks(sampling)
         options = RequestOptions(sampling=sampling)
@@ -201,7 +193,7 @@ class SGLangEngine:
         self._rank_zero.close()
 
     def collect(self, rollout: SGLangRollout) -> Groups:
-        """Waits for a rollout; a collective, for `SGLangRollout`."""
+        """Waits for a rollout; a collective."""
 
         def wait(weights: WeightSource) -> tuple[Groups, Groups]:
             assert rollout.future is not None
@@ -308,11 +300,7 @@ class SGLangRollout:
         return sum(call.complete for call in calls), len(calls)
 
     def result(self) -> Groups:
-        """Waits for the groups; a collective.
-
-        Raises:
-            RolloutUnavailable: No server is left, or a server refuses a request.
-        """
+        """Waits for the groups; a collective. Raises RolloutUnavailable without servers or if one refuses a request."""
         if self.groups is None:
             self.groups = self.engine.collect(self)
         return self.groups

@@ -52,10 +52,7 @@ class LaunchedServers:
         return tuple(server.url for server in self.servers)
 
     def start(self) -> tuple[str, ...]:
-        """Starts all servers and waits until they answer; returns their URLs.
-
-        Raises RolloutUnavailable if a server ends or does not answer in time.
-        """
+        """Starts all servers and waits until they answer; returns their URLs."""
         for server in self.servers:
             server.start()
         deadline = time.monotonic() + self._startup_timeout
@@ -129,9 +126,8 @@ class LaunchedServer:
                 start_new_session=True,
             )
         except OSError as error:
-            raise RolloutUnavailable(
-                f"--sglang-python is {self.command[0]!r}, which does not run: {error.strerror}."
-            ) from error
+            message = f"--sglang-python is {self.command[0]!r}, which does not run: {error.strerror}."
+            raise RolloutUnavailable(message) from error
 
     @property
     def status(self) -> int | None:
@@ -185,9 +181,7 @@ class LaunchedServer:
         except (httpx.HTTPError, psutil.Error):
             return False
         if not any(each.status == psutil.CONN_LISTEN and each.laddr.port == self.port for each in connections):
-            raise RolloutUnavailable(
-                f"another program answers at {self.url}; choose free ports with --sglang-base-port."
-            )
+            raise RolloutUnavailable(f"another program answers at {self.url}; choose another --sglang-base-port.")
         return True
 
     def quoted_log(self) -> str:
@@ -215,8 +209,7 @@ def free_ports(first: int, count: int) -> list[int]:
         ports.append(port)
     if len(ports) < count:
         raise ValueError(
-            f"--sglang-base-port is {first} but only {len(ports)} ports from there on are free, and --sglang-launch "
-            f"needs {count}; choose a lower one."
+            f"--sglang-base-port is {first} but only {len(ports)} ports from it are free; choose a lower one."
         )
     return ports
 

@@ -338,10 +338,7 @@ def parse_routed_experts(encoded: object, num_rows: int, layout: ExpertLayout) -
     if not isinstance(encoded, str):
         raise InvalidAnswer("it has no routed_experts" if encoded is None else f"routed_experts is {quoted(encoded)}")
     if len(encoded) != layout.num_bytes(num_rows):
-        raise InvalidAnswer(
-            f"routed_experts has {len(encoded)} characters, not the {layout.num_bytes(num_rows)} of {num_rows} tokens, "
-            f"{layout.num_hidden_layers} layers and {moe.top_k} experts"
-        )
+        raise InvalidAnswer(f"routed_experts has {len(encoded)} characters, not {layout.num_bytes(num_rows)}")
     try:
         data = base64.b64decode(encoded, validate=True)
         every_layer = np.frombuffer(data, "<i4").reshape(num_rows, layout.num_hidden_layers, moe.top_k)
@@ -378,10 +375,8 @@ def parse_checksums(body: bytes) -> Mapping[str, list[str]]:
 
 def _check_vocabulary(subject: str, token_ids: Sequence[int], vocab_size: int | None) -> None:
     if vocab_size is not None and token_ids and max(token_ids) >= vocab_size:
-        raise InvalidAnswer(
-            f"{subject} has token {quoted(max(token_ids))}, but the vocabulary of --hf-checkpoint ends at "
-            f"{vocab_size - 1}; see that the server runs the same model"
-        )
+        problem = f"has token {quoted(max(token_ids))}, but the vocabulary of --hf-checkpoint ends at {vocab_size - 1}"
+        raise InvalidAnswer(f"{subject} {problem}; see that the server runs the same model")
 
 
 def _sampling_mask(
@@ -394,9 +389,7 @@ def _sampling_mask(
     if sets is None or log_probs is None:
         raise InvalidAnswer("it has no output_token_sampling_mask with output_token_sampling_logprobs")
     if not len(sets) == len(log_probs) == len(token_ids):
-        raise InvalidAnswer(
-            f"it has {len(sets)} sampling masks with {len(log_probs)} log-probs for {len(token_ids)} tokens"
-        )
+        raise InvalidAnswer(f"it has {len(sets)} sampling masks, {len(log_probs)} log-probs, {len(token_ids)} tokens")
     for position, (allowed, token) in enumerate(zip(sets, token_ids, strict=True)):
         distinct = set(allowed)
         if len(distinct) < len(allowed):
@@ -427,10 +420,8 @@ def _token_versions(meta: OutputMeta, length: int) -> list[int] | None:
     versions: list[int] = []
     for span in meta.weight_versions:
         if span.start != len(versions) or not span.start <= span.end <= length:
-            raise InvalidAnswer(
-                f"weight_versions has a span from {quoted(span.start)} to {quoted(span.end)} after {len(versions)} of "
-                f"{length} tokens"
-            )
+            bounds = f"{quoted(span.start)} to {quoted(span.end)} after {len(versions)} of {length} tokens"
+            raise InvalidAnswer(f"weight_versions has a span from {bounds}")
         if versions and span.version < versions[-1]:
             raise InvalidAnswer(f"weight_versions goes back from {versions[-1]} to {span.version}")
         versions += [span.version] * (span.end - span.start)

@@ -66,9 +66,7 @@ class SGLangSettings:
     sampling: Sampling | None = None
     """How training samples are drawn: whether servers must record experts or report sampling masks."""
     allow_truncation_bias: bool = False
-    """Whether sampling masks may be missing."""
     rounding: Rounding = "nearest"
-    """How weights are rounded; the servers' precision must be known unless it is `nearest`."""
     timeouts: Timeouts | None = None
     """None takes them from the config."""
     weight_sync: WeightSync | None = None
@@ -76,7 +74,7 @@ class SGLangSettings:
 
     @property
     def records_experts(self) -> bool:
-        """Whether servers return the experts of each token."""
+        """Whether servers must return experts."""
         return self.sampling is not None and self.sampling.return_routed_experts
 
     @property
@@ -166,8 +164,7 @@ class ServerGroup:
         if lacking and self._settings.records_experts:
             raise ValueError(
                 "--use-rollout-routing-replay or --measure-routing-mismatch is on but "
-                f"{', '.join(lacking)} would not return the experts that it chose; start such servers with "
-                "--enable-return-routed-experts, or remove the flags."
+                f"{', '.join(lacking)} does not return experts; start it with --enable-return-routed-experts."
             )
 
     def sampling_mask_tokens(self) -> int | None:
@@ -192,10 +189,7 @@ class ServerGroup:
         if self._settings.allow_truncation_bias:
             logger.warning("%s Training uses the whole vocabulary (--allow-truncation-bias).", message)
             return None
-        raise ValueError(
-            f"{message} Training could not compute the distribution that tokens are sampled from; remove the two "
-            "flags, or add --allow-truncation-bias."
-        )
+        raise ValueError(f"{message} Remove the two flags, or add --allow-truncation-bias.")
 
     def precision(self, model: Mapping[str, Any]) -> Precision | None:
         """The precision of all servers' weights with this config.json; None if it is unknown, differs or is quantized.

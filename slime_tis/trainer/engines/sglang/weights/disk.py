@@ -63,10 +63,8 @@ class DiskSync:
         """See WeightSync."""
         remote = [url for url in urls if not is_loopback(url)]
         if config.sglang_weight_dir is None and remote:
-            raise ValueError(
-                f"--sglang-weight-sync is disk but {remote[0]} may not see a temporary directory of this machine; give "
-                "one that both see with --sglang-weight-dir."
-            )
+            problem = f"{remote[0]} may not see a temporary directory; set --sglang-weight-dir"
+            raise ValueError(f"--sglang-weight-sync is disk but {problem}.")
         return cls(
             config.sglang_weight_dir,
             hf_checkpoint=host.hf_checkpoint,
@@ -180,9 +178,8 @@ def _lock(directory: Path) -> IO[str]:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         lock.close()
-        raise ValueError(
-            f"--sglang-weight-dir is {directory}, which another run is using; give each run its own."
-        ) from error
+        message = f"--sglang-weight-dir is {directory}, which another run is using; give each run its own."
+        raise ValueError(message) from error
     except OSError:  # a file system without locks
         pass
     return lock
