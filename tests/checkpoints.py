@@ -1,5 +1,6 @@
 """Tiny random Hugging Face checkpoints of each model family."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -125,3 +126,11 @@ def make_checkpoint(path: str | Path, family: str, *, seed: int = 0, **sizes: An
     model.save_pretrained(path)
     make_tokenizer().save_pretrained(path)
     return Path(path)
+
+
+def make_task(directory: Path, architecture: str = "Qwen3ForCausalLM") -> None:
+    """A directory with the files that a recipe names: checkpoint/config.json, train.jsonl and eval.jsonl."""
+    (directory / "checkpoint").mkdir(parents=True, exist_ok=True)
+    (directory / "checkpoint" / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    for name in ("train.jsonl", "eval.jsonl"):
+        (directory / name).write_text('{"prompt": "21>", "label": "12"}\n')

@@ -1,7 +1,6 @@
 """The pages under docs/: flags up to date, command lines and YAML accepted, every metric explained."""
 
 import importlib.util
-import json
 import math
 import re
 import shlex
@@ -18,6 +17,7 @@ from slime_tis.policy.step_sums import STALENESS, TURN, metrics_by, sums_by
 from slime_tis.trainer.cli.arguments import configure
 from slime_tis.trainer.data.sample import Sample
 from slime_tis.trainer.rollout.metrics import rollout_metrics
+from tests.checkpoints import make_task
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -38,11 +38,7 @@ def documented(pattern):
 def task(tmp_path, monkeypatch):
     """The paths that the pages name, and the flags that every run needs."""
     monkeypatch.chdir(tmp_path)
-    data = tmp_path / "data" / "sort_digits"
-    (data / "checkpoint").mkdir(parents=True)
-    (data / "checkpoint" / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"]}))
-    for name in ("train.jsonl", "eval.jsonl"):
-        (data / name).write_text('{"prompt": "21>", "label": "12"}\n')
+    make_task(tmp_path / "data" / "sort_digits")
     return (
         "--hf-checkpoint data/sort_digits/checkpoint --prompt-data data/sort_digits/train.jsonl --num-rollout 1 "
         "--rollout-batch-size 4 --n-samples-per-prompt 2 --rollout-max-response-len 12 --rm-type exact_match "

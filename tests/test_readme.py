@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from slime_tis.trainer.cli.arguments import configure
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import make_checkpoint, make_task
 from tests.runs import ROOT
 
 README = (ROOT / "README.md").read_text()
@@ -42,9 +42,7 @@ def test_the_sglang_commands_are_accepted(monkeypatch: pytest.MonkeyPatch, tmp_p
     makefile = (ROOT / "Makefile").read_text()
     assert targets == ["sglang-env", "data"] and all(re.search(rf"^{t}:", makefile, re.M) for t in targets)
     (path,) = re.findall(r"train.py --custom-config-path (\S+)$", commands, re.M)
-    make_checkpoint(tmp_path / "data/sort_digits/checkpoint", "qwen3")
-    for name in ("train.jsonl", "eval.jsonl"):
-        (tmp_path / "data/sort_digits" / name).write_text('{"prompt": "21>", "label": "12"}\n')
+    make_task(tmp_path / "data/sort_digits")
     monkeypatch.chdir(tmp_path)
     got = configure(["--custom-config-path", str(ROOT / path)], {})
     assert got.sglang.sglang_launch == 1 and got.rollout.rollout_lookahead == 1
@@ -102,7 +100,7 @@ def test_the_blocks_run_in_the_order_in_which_they_are_read(tmp_path: Path, monk
                 case ["make", target]:
                     assert re.search(rf"^{target}:", makefile, re.M), target
                     if target in ("data", "train"):
-                        make_sort_digits(tmp_path / "data/sort_digits")
+                        make_task(tmp_path / "data/sort_digits")
                 case ["pip", "install", package]:
                     assert re.fullmatch(r"\.(\[(analysis|train)\])?", package)
                 case [python, "train.py", *flags] if not any(word in ("DIR", "FILE.jsonl") for word in flags):
@@ -113,12 +111,6 @@ def test_the_blocks_run_in_the_order_in_which_they_are_read(tmp_path: Path, monk
                     assert run in runs
             seen.add(" ".join(words[:2]))
     assert {"make install", "make train", "pip install", ".venv/bin/python train.py"} <= seen
-
-
-def make_sort_digits(directory: Path) -> None:
-    make_checkpoint(directory / "checkpoint", "qwen3")
-    for name in ("train.jsonl", "eval.jsonl"):
-        (directory / name).write_text('{"prompt": "21>", "label": "12"}\n')
 
 
 def test_every_page_is_linked() -> None:

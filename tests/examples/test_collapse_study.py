@@ -1,6 +1,5 @@
 """The study of collapse: its grid, its rows, its report, and the commands that its pages show."""
 
-import json
 import re
 import shlex
 from pathlib import Path
@@ -12,6 +11,7 @@ from examples.collapse_study.cases import Grid, Study
 from examples.collapse_study.results import Row, area, collapse_step, read_table, summarize
 from examples.tables import write_rows
 from slime_tis.trainer.cli.arguments import configure
+from tests.checkpoints import make_task
 from tests.runs import ROOT
 
 # The grid
@@ -21,11 +21,7 @@ from tests.runs import ROOT
 def data(monkeypatch, tmp_path):
     """The paths that train.yaml names, in a checkout that has not made them."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    checkpoint = tmp_path / "data" / "sort_digits" / "checkpoint"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"]}))
-    for name in ("train.jsonl", "eval.jsonl"):
-        (checkpoint.parent / name).write_text('{"prompt": "21>", "label": "12"}\n')
+    make_task(tmp_path / "data" / "sort_digits")
     monkeypatch.chdir(tmp_path)
 
 

@@ -98,7 +98,7 @@ def spoil(file: Path) -> None:
         experts, weights = sample.rollout_routed_experts, sample.rollout_routing_weights
         assert experts is not None and weights is not None
         changed = [(None, weights), (experts[:-1], weights[:-1]), (experts + 8, weights), (experts, None)][number]
-        row |= {"routed_experts": encoded(changed[0]), "routing_weights": encoded(changed[1])}
+        row |= {"rollout_routed_experts": encoded(changed[0]), "rollout_routing_weights": encoded(changed[1])}
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 

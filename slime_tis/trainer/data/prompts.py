@@ -160,9 +160,7 @@ def load_prompts(
             index=index,
             text=texts[index],
             token_ids=tuple(ids),
-            label=None
-            if label_key is None
-            else _label(_value(rows[index][1], label_key, rows[index][0]), rows[index][0]),
+            label=_label(*rows[index], label_key),
             metadata=_metadata(*rows[index], input_key, label_key, metadata_key),
         )
         for index, ids in zip(places, encoded, strict=True)
@@ -267,8 +265,11 @@ def _encodable(text: str, what: str) -> str:
     return text
 
 
-def _label(value: Any, place: str) -> Any:
+def _label(place: str, row: dict[str, Any], label_key: str | None) -> Any:
     """Returns a label of any JSON type; a decimal of parquet becomes text."""
+    if label_key is None:
+        return None
+    value = _value(row, label_key, place)
     if isinstance(value, Decimal):
         return str(value)
     try:

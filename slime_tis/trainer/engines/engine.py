@@ -94,10 +94,8 @@ class RolloutEngine(Protocol):
         """Starts sampling `sampling.n_samples` responses to each prompt with the current weights.
 
         With `num_groups` the rollout is the first `num_groups` groups to complete; the others are aborted and become
-        `unfinished`.
-
-        An in-process engine samples immediately. A remote engine continues while the caller trains; tokens sampled
-        after a weight update carry the new version.
+        `unfinished`. An in-process engine samples immediately. A remote engine continues while the caller trains;
+        tokens sampled after a weight update carry the new version.
         """
 
     def submit_function(
@@ -113,10 +111,8 @@ class RolloutEngine(Protocol):
         """Starts calling a function for `sampling.n_samples` rollouts of each prompt.
 
         The function receives a sample with the prompt's tokens and a `TokenEngine`, and returns the samples of one
-        rollout. The samples of one rollout share a `rollout_id`; a prompt's group contains all its rollouts.
-
-        An in-process engine calls the function immediately, each rank for its share of the prompts. A remote engine
-        calls it on rank 0 in the background while the caller trains; each token has the version that sampled it.
+        rollout, which share a `rollout_id`. An in-process engine calls the function immediately, each rank for its
+        share of the prompts. A remote engine calls it on rank 0 while the caller trains.
 
         With `num_groups`, once this number of groups is complete, requests return with the finish reason abort.
         Rollouts with a sample of status ABORTED become `unfinished`. The next call of this method calls the function
@@ -138,17 +134,10 @@ class RolloutEngine(Protocol):
         """Loads new weights: calls the source once and iterates it to the end."""
 
     def weight_precision(self, name: str) -> Precision | None:
-        """The engine's precision of the tensor with this Hugging Face name.
-
-        None if unknown, and on ranks whose weights the engine does not read.
-        """
+        """The engine's precision of a tensor, by Hugging Face name; None if unknown or if this rank does not ask."""
 
     def wrong_weights(self, sent: Mapping[str, SentRows]) -> dict[str, list[str]]:
-        """Names of tensors that provably differ from the tensors sent, by copy of the weights.
-
-        Args:
-            sent: Rows of the last update's weights, by Hugging Face name.
-        """
+        """Names of tensors that provably differ from these rows of the last update, by copy of the weights."""
 
     def prompt_log_probs(self, token_ids: Sequence[int]) -> dict[str, list[float]]:
         """Log-probs at temperature 1 of all tokens but the first, by copy of the weights."""

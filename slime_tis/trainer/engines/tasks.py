@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 from slime_tis.errors import CustomFunctionError
 
 CANCEL_INTERVAL = 0.5
-"""Time after which a task that swallowed a cancellation gets another one, in seconds."""
+"""Seconds between cancellations of a task that swallows them."""
 CANCEL_ATTEMPTS = 6
 """Cancellations after which a task is abandoned."""
 
@@ -27,7 +27,7 @@ class BackgroundTasks:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, work: Coroutine[None, None, None], name: str | None = None) -> None:
-        """Starts a task, and holds it until it has ended: the loop itself has weak references alone."""
+        """Starts a task, and references it until it has ended, because the loop has only weak references."""
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

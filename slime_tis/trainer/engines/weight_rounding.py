@@ -89,15 +89,13 @@ def round_nearest(weight: Tensor, precision: Precision) -> Tensor:
 
 
 def round_stochastic(weight: Tensor, precision: Precision, generator: torch.Generator) -> Tensor:
-    """One of the two nearest numbers of the precision, the nearer with the greater probability.
+    """One of the two nearest numbers of the precision, the nearer with the greater probability, in float32.
 
       w' = sgn(w) · s · h · ⌊|w| / (s·h) + u⌋,   u uniform in [0, 1),   E[w'] = w
 
     with the scale s of the row (else 1) and the distance h of neighbouring numbers at |w|/s. A representable number
-    stays unchanged.
-
-    Source: "Deep Learning with Limited Numerical Precision", Gupta et al. (https://arxiv.org/abs/1502.02551),
-    section 3.
+    stays unchanged. Source: "Deep Learning with Limited Numerical Precision", Gupta et al.
+    (https://arxiv.org/abs/1502.02551), section 3.
     """
     weight = weight.float()
     if precision == "fp32":

@@ -42,13 +42,7 @@ NAME = "the local engine"
 def roundings(model: PreTrainedModel, precision: str, router_bits: int | None) -> dict[str, Callable[[Tensor], Tensor]]:
     """Returns the rounding function of each rounded weight, by name.
 
-    Args:
-        model: Model with the weights.
-        precision: Precision of the linear layers.
-        router_bits: Precision of mixture-of-experts routers; None leaves them unchanged.
-
-    Raises:
-        ValueError: Routers are to be rounded and the model has none.
+    Routers of mixtures of experts have a precision of `router_bits`; None leaves them unchanged.
     """
     by_name: dict[str, Callable[[Tensor], Tensor]] = {}
     if precision in ROUNDINGS:
@@ -85,8 +79,7 @@ class LocalEngine:
     every rank holds the whole model and samples its share of the prompts.
 
     Engines with 8-bit weights are emulated: matrices of linear layers and experts are rounded to fp8 or int8 when they
-    are loaded, and the model computes with the rounded values in float32. Rollout and training log-probs then differ
-    as with a real 8-bit engine, also on a CPU.
+    are loaded, and the model computes with the rounded values in float32.
     """
 
     can_checkpoint_weights = True
@@ -209,12 +202,8 @@ class LocalEngine:
     def update_weights(self, source: WeightSource, version: int) -> None:
         """Loads all weights and rounds them.
 
-        Args:
-            source: Yields Hugging Face names and whole tensors, without the output layer if it is tied.
-            version: Version of tokens sampled from now on.
-
         Raises:
-            ValueError: An unknown name, a wrong shape, or a missing parameter.
+            ValueError: An unknown name, a wrong shape, or a missing parameter other than a tied output layer.
             RuntimeError: Functions have requests in flight, whose caches belong to the current weights.
         """
         if self._is_asked:

@@ -25,13 +25,11 @@ class Window:
     """The slots of one forward pass, and the positions of its tokens."""
 
     first: int
-    """First of the contiguous slots."""
     slots: int
-    """Number of slots, the rows of the pass."""
+    """Number of contiguous slots, the rows of the pass."""
     length: int
     """Tokens of the longest sequence, including this pass."""
     columns: int
-    """Columns of the pass."""
     row_T: Tensor | None = None
     """Row of each token in the pass; None if all sequences have the same length and there is no padding."""
     column_T: Tensor | None = None
@@ -47,11 +45,6 @@ class SlotTensor:
         """Allocates nothing until the first `write`; `token_dim` is the dimension of the tokens."""
         self._token_dim = token_dim
         self._data: Tensor | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory in use."""
-        return 0 if self._data is None else self._data.numel() * self._data.element_size()
 
     def write(self, window: Window, states: Tensor, slots: int, capacity: int) -> None:
         """Writes the states [rows, …, columns, …] of a pass into `slots` slots of `capacity` tokens."""
@@ -126,11 +119,6 @@ class SlotCache:
         """The model's `past_key_values`."""
         self.states.layers = self._layers
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory in use."""
-        return sum(tensor.num_bytes for tensor in self._tensors())
-
     def resize(self, slots: int, capacity: int) -> None:
         """Changes the number of slots and their size in tokens, and keeps the tokens that fit."""
         for tensor in self._tensors():
@@ -164,11 +152,7 @@ class SlotCache:
 
 
 def check_config(config: PreTrainedConfig) -> None:
-    """Checks that the model's attention supports slots with sequences of different lengths.
-
-    Raises:
-        ValueError: A layer's cache is not a full key/value cache, or rotary embeddings depend on the batch.
-    """
+    """Raises ValueError if a layer has no full key/value cache, or if rotary embeddings depend on the batch."""
     others = sorted({type(layer).__name__ for layer in DynamicCache(config=config).layers} - {DynamicLayer.__name__})
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
     if not others and rope not in LENGTH_DEPENDENT_ROPE:

@@ -14,20 +14,14 @@ from slime_tis.trainer.engines.generation import Generation, Request, StopString
 
 @dataclass(kw_only=True)
 class Counts:
-    """Counts of computed work."""
+    """Counts of computed work: `reused` input tokens were in the cache, `preempted` requests lost their slot."""
 
     steps: int = 0
-    """Decode steps."""
     decoded: int = 0
-    """Tokens fed in decode steps."""
     passes: int = 0
-    """Forward passes for prefilling."""
     prefilled: int = 0
-    """Tokens fed in prefills."""
     reused: int = 0
-    """Input tokens found in the cache."""
     preempted: int = 0
-    """Requests that lost their slot to an older one."""
 
 
 @dataclass(eq=False, kw_only=True)
