@@ -94,11 +94,7 @@ class Model:
 
 
 def read_hf_config(directory: str | Path) -> HfConfig:
-    """Loads a checkpoint's configuration.
-
-    Raises:
-        ValueError: the configuration is missing, or the architecture (or a variant of it) is not supported.
-    """
+    """Loads a checkpoint's configuration; ValueError if the architecture, or a variant of it, is not supported."""
     read_model_config(directory)
     hf: HfConfig = load_config(directory)
     name = hf.architectures[0]
@@ -144,11 +140,7 @@ def build_model(directory: str | Path, config: MegatronConfig, parallel: Paralle
 
 
 def transformer_config(hf: HfConfig, config: MegatronConfig, parallel: Parallel) -> TransformerConfig:
-    """megatron-core's configuration of a Hugging Face model under the parallel layout.
-
-    Raises:
-        ValueError: the parallel sizes do not divide heads, groups, layers or experts.
-    """
+    """megatron-core's configuration of a Hugging Face model under the parallel layout."""
     tensor, pipeline, moe = parallel.tensor_size, parallel.pipeline_size, moe_sizes(hf)
     for name, value, size, flag in (
         ("num_attention_heads", hf.num_attention_heads, tensor, "--tensor-model-parallel-size"),

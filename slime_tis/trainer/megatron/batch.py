@@ -76,15 +76,8 @@ def make_batch(
 ) -> TrainingBatch:
     """Builds a batch from whole sequences; of the responses, this context-parallel rank's slices.
 
-    Args:
-        tokens: ids of prompt and response.
-        loss_masks: per response token, 1 if it is trained on.
-        rollout_log_probs: per response token, NaN if the engine gave none.
-        weight_versions: per response token, in optimizer steps.
-        context_rank: in the context-parallel group.
-        context_size: of the group.
-        sampling_masks: one per response, None if none was recorded; empty if sampling is not truncated.
-        rollouts: number of the rollout that each sample is a segment of; None if each is a separate rollout.
+    Log-probs are NaN if the engine gave none, weight versions are in optimizer steps. Each sample may be a segment of
+    the rollout with its number in `rollouts`. `sampling_masks` is empty if sampling is not truncated.
     """
     totals = [len(ids) for ids in tokens]
     lengths = [len(mask) for mask in loss_masks]

@@ -304,9 +304,7 @@ def _copy_saved_state(self: Any, model_param: Tensor, tensors: dict[str, Tensor]
 
 def _with_step_count(optimizer_state: dict[str, Any]) -> dict[str, Any]:
     """Adds the step count 0, which megatron-core does not save but expects when it loads."""
-    parameters = optimizer_state.get("optimizer", optimizer_state).get("state")
-    if parameters is not None:
-        parameters.setdefault("common_step", torch.tensor(0.0))
+    optimizer_state.get("optimizer", optimizer_state).get("state", {}).setdefault("common_step", torch.tensor(0.0))
     return optimizer_state
 
 

@@ -45,11 +45,7 @@ REPLACEMENTS = (
 
 
 def install() -> None:
-    """Installs the import hook, which does nothing with CUDA. Repeated calls are safe.
-
-    Raises:
-        RuntimeError: megatron.core is already imported, with its CUDA literals.
-    """
+    """Installs the import hook, which does nothing with CUDA. Repeated calls are safe."""
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     if PACKAGE in sys.modules and not _has_cuda():

@@ -126,15 +126,7 @@ class TrainingEngine:
         replays_routing: bool = True,
         counts_routing: bool = False,
     ) -> Tensor:
-        """Log-probs of the batch's response tokens under the current weights, without gradient.
-
-        Args:
-            batch: this data-parallel rank's samples, optionally with experts to replay.
-            partition: indices of the samples of each micro-batch.
-            record: as of `RoutingReplay.begin`, also `source`.
-            source: record of another pass.
-            replays_routing: replay the batch's experts; if False, the routers' choice is only compared with them.
-            counts_routing: whether experts are counted, for `routing.metrics`.
+        """Log-probs of the response tokens in the micro-batches `partition`; `RoutingReplay.begin` has the options.
 
         Returns:
             [L] float32, this context-parallel rank's tokens in the order of the batch; NaN except on the last stage.
@@ -180,13 +172,8 @@ class TrainingEngine:
         The weights stay if the whole global batch is rejected: a step on a zero gradient would still move them by
         momentum and weight decay. They also stay if the gradient is not finite.
 
-        Args:
-            batch: this data-parallel rank's samples, optionally with experts to replay.
-            partition: indices of the samples of each micro-batch.
-            loss: of a micro-batch.
-            source: record of a pass over the same micro-batches, replayed instead of the batch's experts.
-            scales_with_advantages: whether each token's loss is a multiple of its advantage, so that the backward pass
-                of a micro-batch without advantages may be skipped.
+        `scales_with_advantages`: each token's loss is a multiple of its advantage, so that the backward pass of a
+        micro-batch without advantages may be skipped. `source`: see `RoutingReplay.begin`.
         """
         self._skips = scales_with_advantages and self.skips_backward
         self.ddp.zero_grad_buffer()
@@ -219,12 +206,9 @@ class TrainingEngine:
         responses_of_ranks: Sequence[Sequence[int]],
         rollouts_of_ranks: Sequence[Sequence[int]],
     ) -> MicroBatches:
-        """This data-parallel rank's micro-batches, which never split a rollout.
+        """This data-parallel rank's micro-batches, given token ids, response lengths and rollouts of every rank.
 
-        Args:
-            tokens_of_ranks: token ids of the sequences of every rank.
-            responses_of_ranks: the lengths of their responses.
-            rollouts_of_ranks: the number of the rollout that each is a segment of, from 0 on.
+        A rollout, whose number each of its sequences has, is never split.
         """
         rank = self.parallel.data_rank
         if self.token_budget is None:
@@ -462,11 +446,7 @@ def _schedule(config: MegatronConfig, optimizer: Any, total_steps: int) -> Optim
 
 
 def why_not_shared(requested: bool | None, parallel: Parallel, hf_config: HfConfig) -> str | None:
-    """Why prompts are computed for each sample, for the user; None if shared prompts are computed once.
-
-    Raises:
-        ValueError: prompts cannot be shared although the option requests it.
-    """
+    """Why prompts are computed for each sample, for the user; None if shared prompts are computed once."""
     if requested is False:
         return "--no-share-prompts"
     reason = None

@@ -20,11 +20,7 @@ class Environment:
 
 
 def read_environment(environ: Mapping[str, str]) -> Environment:
-    """Reads RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
-
-    Raises:
-        ValueError: RANK is set and another one is missing, or a value is impossible.
-    """
+    """Reads RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT."""
 
     def number(name: str, default: str | None, low: int = 0, high: int = 10**9 - 1) -> int:
         text = environ.get(name, default)

@@ -72,10 +72,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Source: "RoFormer: Enhanced Transformer with Rotary Position Embedding", Su et al.
     (https://arxiv.org/abs/2104.09864), eq. 34, with the pairs of Hugging Face's layout.
 
-    Args:
-        x: [tokens, heads, d or more]; features after the first d are unchanged.
-        cos: [tokens, 1, d/2] of each token's angles.
-        sin: [tokens, 1, d/2].
+    x is [tokens, heads, d or more], cos and sin are [tokens, 1, d/2].
     """
     rotated, rest = x.split([2 * cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]], -1)
     rotated = _Rotate.apply(rotated, cos.to(x.dtype), sin.to(x.dtype))  # type: ignore[no-untyped-call]  # torch's

@@ -1,4 +1,4 @@
-"""Log-probs of given tokens from vocabulary-parallel logits, in the memory of one softmax.
+"""Log-probs of tokens from vocabulary-parallel logits, in the memory of one softmax.
 
 Shapes: suffix _L rows, that is response tokens; V this tensor-parallel rank's part of the vocabulary.
 """
@@ -62,11 +62,6 @@ def vocab_parallel_log_probs(
     ("DeepSeek-V3.2", DeepSeek-AI (https://arxiv.org/abs/2512.02556), section 3.1, "Keep Sampling Mask").
 
     One [L, V] tensor is saved for the backward pass. It overwrites fp32 logits, which a linear layer does not need.
-
-    Args:
-        logits_LV: any float precision; overwritten if fp32.
-        target_L: int64 ids in the whole vocabulary.
-        distribution: temperature, sampling sets and split of the vocabulary.
 
     Returns:
         (log_prob_L, entropy_L), at least float32 and differentiable. A target outside its set has log-prob −inf.

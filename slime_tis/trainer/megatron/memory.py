@@ -72,12 +72,7 @@ def bytes_per_token(config: TransformerConfig, logits: int, chunk_size: int) -> 
     * With pipeline parallelism the first stage holds one micro-batch per stage, hence all layers' activations.
     * Log-probs need the last hidden state, a copy in fp32 and its gradient in fp32; their logits exist in small tiles.
     * Requested logits are one saved fp32 tensor, one that the loss gets, and two temporaries.
-    * Every token is counted as a response token.
-
-    Args:
-        config: of the model.
-        logits: requested logits per token, that is the size of the vocabulary; 0 if none are requested.
-        chunk_size: rows of logits whose log-probs are computed at a time; -1 for all.
+    * Every token is counted as a response token. `logits` is 0 or, if logits are requested, the size of the vocabulary.
     """
     size, tensor = config.params_dtype.itemsize, config.tensor_model_parallel_size
     queries = config.num_attention_heads * config.kv_channels

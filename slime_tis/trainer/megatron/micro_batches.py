@@ -14,16 +14,14 @@ import numpy as np
 
 from slime_tis.trainer.megatron.prefix_tree import PrefixTree
 
-Rollout = list[int]
-"""The indices of a rollout's sequences, which are its segments."""
+Rollout = list[int]  # the indices of its sequences
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatches:
-    """How the samples of a data-parallel rank are divided into micro-batches."""
+    """The samples of each micro-batch of a data-parallel rank."""
 
     partition: list[list[int]]
-    """The samples of each."""
     load: float | None = None
     """Tokens of the largest micro-batch of all ranks, divided by the token budget; None without a budget."""
 

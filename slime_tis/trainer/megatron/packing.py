@@ -339,7 +339,7 @@ def _gathered_keys(row: _Row) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class RotaryAngles:
-    """Rotary embedding of a Hugging Face model: angle = position · inverse_frequency, scaled as the model says."""
+    """Rotary embedding of a Hugging Face model: angle = position · inverse_frequency."""
 
     inverse_frequency: Tensor
     """[d/2] radians per position."""

@@ -134,11 +134,7 @@ def _all_gather(value: T, size: int, group: dist.ProcessGroup) -> list[T]:
 
 
 def initialize(config: MegatronConfig) -> Parallel:
-    """Starts torch.distributed, with or without torchrun, and megatron-core's groups; seeds every rank.
-
-    Raises:
-        ValueError: the environment variables are wrong, or the ranks do not connect.
-    """
+    """Starts torch.distributed, with or without torchrun, and megatron-core's groups; seeds every rank."""
     environment = read_environment(os.environ)
     has_gpu = torch.cuda.is_available()
     backend = Backend(

@@ -1,7 +1,6 @@
 """A tree of the segments that the sequences of a micro-batch share; each segment is computed once.
 
-Siblings of a group share a prompt, turns of a conversation share the previous turns. Hidden states of a causal model
-depend only on earlier tokens, so that equal beginnings have equal hidden states.
+Hidden states of a causal model depend only on earlier tokens, so that equal beginnings have equal hidden states.
 """
 
 from __future__ import annotations
@@ -59,12 +58,7 @@ class PrefixTree:
 
     @classmethod
     def of(cls, tokens: Sequence[Sequence[int] | Tensor], response_lengths: Sequence[int]) -> PrefixTree:
-        """Shares beginnings that are whole prompts, or long enough.
-
-        Args:
-            tokens: ids of each sequence, prompt and response.
-            response_lengths: tokens of each response.
-        """
+        """Shares beginnings that are whole prompts, or long enough."""
         ids = [np.asarray(sequence, dtype=">i8") for sequence in tokens]  # big endian: bytes sort as numbers
         order = sorted(range(len(ids)), key=[sequence.tobytes() for sequence in ids].__getitem__)
         # A sequence that others continue is directly before one of them, and a part of that one's path.
