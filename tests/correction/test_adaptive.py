@@ -44,20 +44,12 @@ def noise(lengths: list[int], sd: float, seed: int = 0) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("options", "expected", "z_score"),
     [
-        ({"rs_z_score": 1.89}, [True, False, True, False], 1.89),
-        ({"rs_z_score": 1.91}, [True, False, True, True], 1.91),
-        ({"rs_z_score": 2.11}, [True, True, True, True], 2.11),
-        ({"rs_target_fraction": 0.24}, [True, True, True, True], Z_UP),
-        ({"rs_target_fraction": 0.25}, [True, False, True, True], Z_DOWN),
-        ({"rs_target_fraction": 0.5}, [True, False, True, False], (4 * K3 - 4 * 5e-5) / SD),
-    ],
-    ids=[
-        "z-score 1.89",
-        "z-score 1.91",
-        "z-score 2.11",
-        "target fraction 0.24",
-        "target fraction 0.25",
-        "target fraction 0.5",
+        pytest.param({"rs_z_score": 1.89}, [True, False, True, False], 1.89, id="z-score 1.89"),
+        pytest.param({"rs_z_score": 1.91}, [True, False, True, True], 1.91, id="z-score 1.91"),
+        pytest.param({"rs_z_score": 2.11}, [True] * 4, 2.11, id="z-score 2.11"),
+        pytest.param({"rs_target_fraction": 0.24}, [True] * 4, Z_UP, id="share 0.24"),
+        pytest.param({"rs_target_fraction": 0.25}, [True, False, True, True], Z_DOWN, id="share 0.25"),
+        pytest.param({"rs_target_fraction": 0.5}, [True, False, True, False], (4 * K3 - 4 * 5e-5) / SD, id="share 0.5"),
     ],
 )
 def test_by_hand(level: str, options: dict[str, float], expected: list[bool], z_score: float) -> None:

@@ -120,12 +120,6 @@ def test_rejection_and_veto() -> None:
     )
 
 
-def test_mask_mode() -> None:
-    found = metrics_of(use_tis=True, tis_mode="mask", tis_lower_bound=0.5, tis_upper_bound=1.5)
-    assert found["mis_mask_fraction_low"] == found["mis_mask_fraction_high"] == pytest.approx(1 / 3)
-    assert found["gradient_kept_fraction"] == pytest.approx(1 / 3) and found["mis_weight_min"] == 0.0
-
-
 @pytest.mark.parametrize("level", ["token", "prefix", "segment", "sequence"])
 @pytest.mark.parametrize("upper", [1.05, 2.0, 10.0], ids=str)
 def test_equal_weights_have_no_deviation(level: Level, upper: float) -> None:

@@ -33,10 +33,3 @@ def test_tokens_count_where_the_correction_counts_them(unusable: float) -> None:
     config = RolloutCorrectionConfig(get_mismatch_metrics=True)
     of_all = correct(config, train, rollout, mask, lengths=[3]).statistics.metrics()
     assert of_all["train_rollout_logprob_abs_diff"] == pytest.approx((0.5 + 0.25) / 2)
-
-
-def test_a_log_ratio_below_the_limit_counts() -> None:
-    table = sums_by(
-        STALENESS, torch.zeros(1), torch.tensor([-999_936.0]), torch.ones(1), torch.zeros(1, dtype=torch.int64)
-    )
-    assert table[0].tolist() == [1, 999_936.0, pytest.approx(math.expm1(20)), 999_936.0]

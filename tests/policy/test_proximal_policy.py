@@ -16,42 +16,22 @@ ADAPTS = {"use_rs": True, "rs_level": "geometric", "rs_z_score": 3.0}
 BYPASS = {"use_rollout_logprobs": True, "policy_loss": "reinforce"}
 INTERPOLATES = {"old_logprobs": "interpolate"}
 # options: what is needed of the global batch; the loss uses a recomputed π_old with 1 step, with 2; pass with 1
-CASES = [
-    ({}, False, False, True, False),
-    ({"use_tis": True}, False, False, True, False),
-    ({"tis_batch_normalize": True}, False, False, True, False),
-    (NORMALIZES, True, True, True, True),
-    (TRIMS, True, True, True, True),
-    (ADAPTS, True, True, True, True),
-    ({"get_mismatch_metrics": True}, False, False, True, False),
-    (BYPASS, False, False, False, False),
-    ({**BYPASS, "get_mismatch_metrics": True}, False, False, False, False),
-    ({**BYPASS, **NORMALIZES}, True, False, False, False),
-    ({**BYPASS, **TRIMS}, True, False, False, False),
-    ({**BYPASS, **ADAPTS}, True, False, False, False),
-    ({**INTERPOLATES, **TRIMS}, True, False, False, False),
-]
+CASES = {
+    "nothing": ({}, False, False, True, False),
+    "batch-normalise without TIS": ({"tis_batch_normalize": True}, False, False, True, False),
+    "batch-normalise": (NORMALIZES, True, True, True, True),
+    "trimming": (TRIMS, True, True, True, True),
+    "z-score": (ADAPTS, True, True, True, True),
+    "metrics": ({"get_mismatch_metrics": True}, False, False, True, False),
+    "bypass": (BYPASS, False, False, False, False),
+    "bypass with metrics": ({**BYPASS, "get_mismatch_metrics": True}, False, False, False, False),
+    "bypass, batch-normalise": ({**BYPASS, **NORMALIZES}, True, False, False, False),
+    "bypass, z-score": ({**BYPASS, **ADAPTS}, True, False, False, False),
+    "interpolated, trimming": ({**INTERPOLATES, **TRIMS}, True, False, False, False),
+}
 
 
-@pytest.mark.parametrize(
-    ("options", "of_batch", "once", "twice", "forward"),
-    CASES,
-    ids=[
-        "nothing",
-        "TIS",
-        "batch-normalise without TIS",
-        "batch-normalise",
-        "trimming",
-        "z-score",
-        "metrics",
-        "bypass",
-        "bypass with metrics",
-        "bypass, batch-normalise",
-        "bypass, trimming",
-        "bypass, z-score",
-        "interpolated, trimming",
-    ],
-)
+@pytest.mark.parametrize(("options", "of_batch", "once", "twice", "forward"), CASES.values(), ids=CASES)
 def test_forward_passes(options: dict, of_batch: bool, once: bool, twice: bool, forward: bool) -> None:
     config = RolloutCorrectionConfig(**options)
     assert needs_global_batch(config) == of_batch
