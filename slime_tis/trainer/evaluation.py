@@ -68,27 +68,13 @@ class Evaluation:
         return bool(self.prompts) and (before or self.is_overdue)
 
     @property
-    def has_run(self) -> bool:
-        """Whether this process has evaluated the policy."""
-        return not math.isnan(self.last_accuracy)
-
-    @property
     def summary(self) -> str:
         """The accuracies before and after training, or the last one alone."""
         before = "" if self.is_first else f"{self.first_accuracy:.2f} -> "
         return f"eval accuracy: {before}{self.last_accuracy:.2f}"
 
-    def abandon(self) -> None:
-        """Marks an interrupted evaluation, for the resumed run to repeat."""
-        self.is_overdue = bool(self.prompts)
-
     def __call__(self, version: int, rollout_id: int) -> dict[str, float]:
-        """Returns held-out accuracy and lengths as eval/SET and eval/SET/…; empty without prompts. A collective.
-
-        Args:
-            version: Version of the policy's weights, in optimizer steps.
-            rollout_id: Rollouts trained on so far.
-        """
+        """Returns held-out accuracy and lengths of this version as eval/SET and eval/SET/…; a collective."""
         if not self.prompts:
             return {}
         metrics: dict[str, float] = {}

@@ -20,9 +20,8 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import distributed as dist
 
@@ -46,8 +45,7 @@ class Interrupted(Exception):
         self.status = 128 + signal.Signals[name]
 
 
-@dataclass(frozen=True)
-class Failure:
+class Failure(NamedTuple):
     """The first failure of the job."""
 
     rank: int
@@ -126,8 +124,7 @@ class Interrupts:
         mine = Failure(self._rank, message)
         if self._store is not None:
             with suppress(RuntimeError):  # the store may be lost
-                first = self._store.compare_set("failure", "", json.dumps([mine.rank, mine.message]))
-                return Failure(*json.loads(first))
+                return Failure(*json.loads(self._store.compare_set("failure", "", json.dumps(mine))))
         return mine
 
     def failure_elsewhere(self, wait: float = MESSAGE_TIMEOUT) -> Failure | None:

@@ -94,9 +94,6 @@ class Learner:
         Args:
             groups: The samples of each prompt.
             user_advantages: One per sample, instead of the estimator's; `normalize_advantages` applies to them.
-
-        Raises:
-            NonFiniteGradient: A gradient is not finite, and --nonfinite-gradient is `stop`.
         """
         rollouts = [rollout for group in groups for rollout in by_rollout(group)]
         size = len(rollouts) // self.steps_per_rollout

@@ -97,7 +97,6 @@ class Data:
     dataset: PromptDataset | CustomDataSource
     eval_prompts: dict[str, list[Prompt]]
     num_rollout: int
-    """Rollouts of the whole run."""
     first_batch: int
     """Number of the next batch of prompts."""
 

@@ -68,7 +68,7 @@ def advantages_of(
         groups: The same number of rollouts for each prompt; the rewards of a rollout's segments are added.
         accepted: Which rollouts count in the baselines; None for all.
         policy: The estimator.
-        user_advantages: Advantages instead of the estimator's, one per sample.
+        user_advantages: One per sample, instead of the estimator's.
     """
     rollouts = [rollout for group in groups for rollout in by_rollout(group)]
     units = rollouts if user_advantages is None else [[sample] for rollout in rollouts for sample in rollout]

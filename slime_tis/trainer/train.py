@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import sys
@@ -86,7 +87,7 @@ def evaluate_when_due(run: Run) -> dict[str, float]:
         with run.interrupts.abandonable():
             return run.evaluation(run.learner.step, run.rollout_id)
     except Interrupted:  # the run stops at the next safe point; the resumed run evaluates
-        run.evaluation.abandon()
+        run.evaluation.is_overdue = True
         return {}
 
 
@@ -139,7 +140,7 @@ def finish(run: Run) -> None:
     evaluation = run.evaluation
     if evaluation.is_overdue:
         check_interrupts(run)
-    if not evaluation.has_run:
+    if math.isnan(evaluation.last_accuracy):
         evaluation(run.learner.step, run.rollout_id)  # resumed after the last rollout
     if run.parallel.is_main and evaluation.prompts:
         print(evaluation.summary, flush=True)

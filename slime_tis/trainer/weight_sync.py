@@ -102,8 +102,7 @@ class Comparison:
 class PolicyWeights:
     """Sends the policy's weights to the rollout engine: rounded, measured and checked.
 
-    The rollout engine asks for the weights of servers that return (`tensors`, `version`), and it tells in which
-    precision it holds each tensor. The two objects therefore need each other; `connect` links them before first use.
+    The rollout engine takes `tensors` and `version` for servers that return; `connect` links the two before first use.
     """
 
     learner: Learner
@@ -137,11 +136,7 @@ class PolicyWeights:
         return self.updates.source(self.learner.engine.named_hf_tensors, self.version())()
 
     def send(self) -> dict[str, float]:
-        """Sends and checks the current weights and returns metrics of the update; a collective.
-
-        Raises:
-            ValueError: --check-weight-sync finds a difference between the two engines.
-        """
+        """Sends and checks the current weights and returns metrics of the update; a collective."""
         with self.learner.engine.timer("update_weights"):
             self.sampler.update_weights(self.tensors, self.version())
             metrics = self.updates.metrics()
@@ -153,18 +148,14 @@ class PolicyWeights:
     def are_loaded_by_the_engine(self) -> bool:
         """Whether the rollout engine has loaded exactly the weights to train, so that no first update is needed.
 
-        SGLang servers hold the weights that they were started with. A local engine that rounds receives the first
-        weights, so that they are rounded as configured and later updates are measured against them.
+        A local engine that rounds receives the first weights, so that later updates are measured against them.
         """
         config = self.config
         return config.rollout_engine == "local" and config.rollout_precision == "fp32" and not self.megatron.bf16
 
 
 def make_probe(prompts: Sequence[Prompt], limit: int = PROBE_TOKENS) -> tuple[int, ...]:
-    """Returns the token ids of the longest prompt and of other distinct prompts, cut to `limit` tokens.
-
-    A single token is repeated, since the first token of a text has no log-prob.
-    """
+    """Returns the token ids of the longest prompt and of other distinct prompts: two to `limit` tokens."""
     texts = dict.fromkeys(tuple(prompt.token_ids) for prompt in prompts[:PROBE_PROMPTS])
     probe: tuple[int, ...] = sum(dict.fromkeys([max(texts, key=len), *texts]), ())[:limit]
     return probe if len(probe) > 1 else probe * 2
@@ -175,11 +166,7 @@ def check_weight_sync(
 ) -> dict[str, float]:
     """Compares the rollout engine with the sent tensors and with the training engine after an update; a collective.
 
-    Returns:
-        `METRICS` of the copy of the weights with the largest gap, without the values that need a previous check.
-
-    Raises:
-        ValueError: A check fails; the message names the copy of the weights.
+    Returns `METRICS` of the copy of the weights with the largest gap, without the values that need a previous check.
     """
     after = f"parameter-sync error: after the update to step {sampler.weight_version}"
     for copy, names in sampler.wrong_weights(updates.sent_rows()).items():
@@ -253,15 +240,7 @@ def compare(
     earlier_L: Tensor | None,
     trained_earlier_L: Tensor | None,
 ) -> Comparison:
-    """Compares the log-probs r of a copy of the weights with training's log-probs n on all ranks; a collective.
-
-    Args:
-        parallel: The ranks that share the probe.
-        received_L: r of this rank's tokens.
-        trained_L: n.
-        earlier_L: r of the same copy at the previous check, if any.
-        trained_earlier_L: n at the previous check, if any.
-    """
+    """Compares r of a copy of the weights with n on all ranks, now and at the previous check if any; a collective."""
     values = {"gap": math.nan}
     if parallel.is_last_stage:
 

@@ -138,7 +138,7 @@ class TensorBoard:
 
 
 class WandB:
-    """Scalars to Weights & Biases; the key comes from WANDB_API_KEY in the environment."""
+    """Scalars to Weights & Biases, with the key in WANDB_API_KEY."""
 
     def __init__(self, config: ReportingConfig, directory: Path, effective_config: Mapping[str, Any]) -> None:
         import wandb  # an optional package
@@ -173,7 +173,7 @@ def open_reporters(
 
     Args:
         config: The reporters and their destinations.
-        effective_config: Plain values of the whole configuration, written as config.yaml and sent to W&B.
+        effective_config: Plain values, written as config.yaml and sent to W&B.
         total_steps: Steps of the whole run.
         resume_step: First step that will be logged; rows at and after it are deleted.
         evaluates_again: Whether the run repeats the evaluation of the previous step.

@@ -55,11 +55,7 @@ def checkpoints(directory: str | Path) -> list[Path]:
 
 
 def begin(checkpoint: Path) -> Path:
-    """Makes the directory of an unfinished checkpoint and removes the files of killed runs.
-
-    Raises:
-        OSError: The directory cannot be made, or holds files that this program did not write.
-    """
+    """Makes the directory of an unfinished checkpoint and removes the files of killed runs."""
     unfinished = checkpoint.with_name(f".{checkpoint.name}.unfinished")
     checkpoint.parent.mkdir(parents=True, exist_ok=True)
     sweep(checkpoint.parent)
@@ -120,8 +116,8 @@ def run_of(checkpoint: Path) -> object:
 
 def files_of(checkpoint: Path) -> list[str]:
     """Returns the sorted relative names of all files of a checkpoint except the manifest."""
-    names = (path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file())
-    return sorted(name for name in names if name != MANIFEST)
+    names = {path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file()}
+    return sorted(names - {MANIFEST})
 
 
 def checksums(checkpoint: Path, names: Iterable[str]) -> dict[str, str]:

@@ -52,10 +52,6 @@ def held(locks: Mapping[Path, str]) -> Iterator[None]:
 
     The POSIX record lock ends with the process and is not inherited by forks. Without lock support of the file system
     a warning is printed.
-
-    Raises:
-        DirectoryInUse: Another process holds a lock.
-        ValueError: A lock file cannot be made.
     """
     with ExitStack() as stack:
         for path, flag in locks.items():

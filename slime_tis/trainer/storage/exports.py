@@ -23,13 +23,7 @@ WEIGHTS = re.compile(
 
 
 def check_target(directory: Path, subject: str, kind: str) -> None:
-    """Raises ValueError if the directory or its temporary directory has files that this program did not write.
-
-    Args:
-        directory: Directory of the export.
-        subject: Beginning of the message: the flag and its value.
-        kind: "export" or "import".
-    """
+    """Raises ValueError if the directory or its temporary directory has files that this program did not write."""
     problem = replaceable(directory)
     if problem is not None:
         raise ValueError(f"{subject} but {problem}; give a directory that is absent, empty or an earlier {kind}.")
@@ -59,15 +53,7 @@ def replaceable(directory: Path) -> str | None:
 
 
 def begin(directory: Path, names: Iterable[str]) -> Path:
-    """Makes the directory of an unfinished export, replacing the one of a killed run.
-
-    Args:
-        directory: Directory of the export.
-        names: Names of its files other than weights.
-
-    Raises:
-        OSError: The directory cannot be made, or holds files that this program did not write.
-    """
+    """Makes the directory of an unfinished export, replacing a killed run's; `names` are its files except weights."""
     unfinished = _unfinished(directory)
     discard(unfinished)
     unfinished.mkdir(parents=True)

@@ -34,13 +34,10 @@ def write_hf_checkpoint(
 
     Args:
         directory: Existing directory without weights.
-        named_tensors: Complete tensors under their Hugging Face names, on any device; consumed lazily.
+        named_tensors: Complete tensors under their Hugging Face names, on any device. They are consumed lazily; after
+            an OSError the caller must exhaust them if iterating is a collective.
         like: Checkpoint whose configuration and tokenizer are copied; config.json gets the `dtype` of the matrices.
         shard_bytes: Maximum size of a file of weights, except for a single larger tensor.
-
-    Raises:
-        ValueError: There are no weights.
-        OSError: A file cannot be written. If iterating `named_tensors` is a collective, the caller must exhaust it.
     """
     for path in side_files(like):
         shutil.copyfile(path, directory / path.name)
@@ -57,8 +54,6 @@ def write_hf_checkpoint(
         size, total = size + tensor.nbytes, total + tensor.nbytes
         (matrix_dtypes if tensor.dim() > 1 else vector_dtypes).add(tensor.dtype)
         del tensor
-    if not shard:
-        raise ValueError("there are no weights to write: the model has no parameters.")
     shards.append(_write_shard(directory, len(shards), shard))
     _name_shards(directory, shards, total)
     dtypes = matrix_dtypes or vector_dtypes  # vectors may be more precise: the biases of routers are in float32
