@@ -20,21 +20,8 @@ from urllib.parse import quote
 import httpx
 
 from slime_tis.errors import one_line, quoted
-from slime_tis.trainer.engines.sglang.schema import (
-    Completion,
-    ControlAnswer,
-    ExpertLayout,
-    GenerateRequest,
-    InvalidAnswer,
-    ModelInfo,
-    ServerInfo,
-    max_answer_bytes,
-    parse,
-    parse_checksums,
-    parse_generation,
-    parse_scores,
-    score_body,
-)
+from slime_tis.trainer.engines.sglang import schema
+from slime_tis.trainer.engines.sglang.schema import ExpertLayout, GenerateRequest, InvalidAnswer
 from slime_tis.trainer.engines.tasks import BackgroundTasks, cancel_and_wait
 from slime_tis.trainer.options.sglang import normalized_url
 
@@ -129,20 +116,24 @@ class Server:
             return str(error)
         return None
 
-    async def info(self) -> ServerInfo:
+    async def info(self) -> schema.ServerInfo:
         """Returns the server's description."""
         with self._reading("/server_info"):
-            return parse(ServerInfo, await self._request("GET", "/server_info", timeout=self.timeout))
+            return schema.parse(schema.ServerInfo, await self._request("GET", "/server_info", timeout=self.timeout))
 
     async def weight_version(self) -> str | None:
         """The name of the server's weights; "default" for the initial weights."""
         with self._reading("/model_info"):
-            return parse(ModelInfo, await self._request("GET", "/model_info", timeout=self.timeout)).weight_version
+            return schema.parse(
+                schema.ModelInfo, await self._request("GET", "/model_info", timeout=self.timeout)
+            ).weight_version
 
     async def worker_urls(self) -> tuple[str, ...]:
         """Returns the URLs of a router's servers; raises ValueError if the router refuses or lists none."""
         try:
-            workers = parse(ControlAnswer, await self._request("GET", "/workers", timeout=self.timeout)).workers
+            workers = schema.parse(
+                schema.ControlAnswer, await self._request("GET", "/workers", timeout=self.timeout)
+            ).workers
             if workers is None:
                 raise InvalidAnswer("it has no workers")
             # Routers append @RANK to the URL of a data-parallel rank.
@@ -159,7 +150,7 @@ class Server:
             raise ValueError(f"the SGLang router at {self.url} has no servers; add some to it.")
         return urls
 
-    async def generate(self, request: GenerateRequest) -> Completion:
+    async def generate(self, request: GenerateRequest) -> schema.Completion:
         """Samples the rest of a response. After the timeout, or if cancelled, the request is aborted."""
         max_bytes = request.max_bytes(self.expert_layout)
         task = asyncio.create_task(
@@ -175,7 +166,9 @@ class Server:
             if not task.done():
                 raise ServerError(f"{self.url} did not answer within {self.timeout:g} s.")
             with self._reading("/generate"):
-                return parse_generation(task.result(), request, vocab_size=self.vocab_size, layout=self.expert_layout)
+                return schema.parse_generation(
+                    task.result(), request, vocab_size=self.vocab_size, layout=self.expert_layout
+                )
         finally:
             if not task.done():  # without an abort the server notices some seconds later
                 self._aborts.start(self.abort(request.request_id), name=f"abort {request.request_id}")
@@ -183,17 +176,17 @@ class Server:
 
     async def prompt_log_probs(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probs at temperature 1 of all tokens but the first."""
-        body, max_bytes = score_body(token_ids), max_answer_bytes(len(token_ids))
+        body, max_bytes = schema.score_body(token_ids), schema.max_answer_bytes(len(token_ids))
         with self._reading("/generate"):
             answer = await self._request("POST", "/generate", body, timeout=self.timeout, max_bytes=max_bytes)
-            return parse_scores(answer, token_ids)
+            return schema.parse_scores(answer, token_ids)
 
     async def weight_checksums(self) -> Mapping[str, list[str]]:
         """Checksums of tensors by name, one per rank that has the tensor; SGLang has them since 0.5.23."""
         body = {"action": "checksum", "selector": "target"}
         answer = await self._request("POST", "/weights_checker", body, timeout=self.timeout, max_bytes=CHECKSUM_BYTES)
         with self._reading("/weights_checker"):
-            return parse_checksums(answer)
+            return schema.parse_checksums(answer)
 
     async def abort(self, request_id: str) -> None:
         """Aborts a request, which then returns its partial response; ignores failures."""
@@ -205,7 +198,7 @@ class Server:
         """Posts a JSON body to an endpoint such as `/flush_cache`; `success: false` is a refusal, too."""
         answer = await self._request("POST", endpoint, body, timeout=timeout or self.timeout)
         with suppress(InvalidAnswer):  # some endpoints return text
-            if parse(ControlAnswer, answer).success is False:
+            if schema.parse(schema.ControlAnswer, answer).success is False:
                 message = self.quoted(_error_message(answer)).rstrip(".")
                 raise RequestRefused(f"{self.url}{endpoint} failed: {message}.", 200)
 

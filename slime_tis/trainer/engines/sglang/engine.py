@@ -232,12 +232,9 @@ class SGLangEngine:
             raise ValueError(f"num_groups is {num_groups} but {len(calls)} groups are in flight; submit more prompts.")
         rollout = SGLangRollout(self, calls, num_groups, makes_segments=concurrency is not None)
         if self._rank_zero.is_self:
-            requests = Requests(
-                self._servers.health,
-                self._servers.dispatcher,
-                max_input_len=self._servers.max_input_len,  # of the servers as they are by now
-                records_experts=sampling.return_routed_experts,
-            )
+            servers, records_experts = self._servers, sampling.return_routed_experts
+            # The longest input may have changed since the start, with a restart of a server.
+            requests = Requests(servers.health, servers.dispatcher, servers.max_input_len, records_experts)
             task = RolloutTask(f"{self._run_id}-r{self._num_batches:08d}", requests, self._tokenizer, self._limits)
             task.batch = FunctionBatch(
                 calls,

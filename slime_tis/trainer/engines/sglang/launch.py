@@ -178,8 +178,10 @@ class LaunchedServer:
                     return False
             own = psutil.Process(self.process.pid)
             connections = [each for one in [own, *own.children(recursive=True)] for each in one.net_connections("tcp")]
-        except (httpx.HTTPError, psutil.Error):
+        except httpx.HTTPError:
             return False
+        except psutil.Error:  # a process has just ended, or cannot be read
+            return self.status is None
         if not any(each.status == psutil.CONN_LISTEN and each.laddr.port == self.port for each in connections):
             raise RolloutUnavailable(f"another program answers at {self.url}; choose another --sglang-base-port.")
         return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -215,19 +215,19 @@ class PendingSample:
         )
 
 
+@dataclass(eq=False)
 class Requests:
     """Samples responses with one or more requests each, until stopped. It belongs to one loop."""
 
-    def __init__(
-        self, health: HealthMonitor, dispatcher: Dispatcher, *, max_input_len: int | None, records_experts: bool
-    ) -> None:
-        """Sends nothing yet; `max_input_len` is the longest input that all servers take, in tokens."""
-        self.stopping = False
-        """Whether requests are aborted and no new ones are sent."""
-        self._health, self._dispatcher = health, dispatcher
-        self._max_input_len, self._records_experts = max_input_len, records_experts
-        self._tasks: dict[asyncio.Task[None], PendingSample] = {}
-        self._interrupted: set[PendingSample] = set()
+    health: HealthMonitor
+    dispatcher: Dispatcher
+    max_input_len: int | None
+    """Longest input that all servers take, in tokens."""
+    records_experts: bool
+    stopping: bool = False
+    """Whether requests are aborted and no new ones are sent."""
+    _tasks: dict[asyncio.Task[None], PendingSample] = field(default_factory=dict)
+    _interrupted: set[PendingSample] = field(default_factory=set)
 
     async def finish(self, response: PendingSample, options: RequestOptions, request_id: str) -> None:
         """Samples a response to its end, or until requests are aborted; raises the errors of `RolloutTask.run`.
@@ -265,8 +265,7 @@ class Requests:
         requests = [
             (response, response.request)
             for response in self._tasks.values()
-            if response.request is not None
-            and (self._records_experts or not response.request[0].reports_token_versions)
+            if response.request is not None and (self.records_experts or not response.request[0].reports_token_versions)
         ]
         self._interrupted.update(response for response, _ in requests)
         # A response may have sent its next request meanwhile, which has another tuple.
@@ -275,9 +274,9 @@ class Requests:
     async def _finish(self, response: PendingSample, options: RequestOptions, request_id: str) -> None:
         attempts = Attempts()
         while response.finish_reason is None and not self.stopping:
-            response.finish_if_full(self._max_input_len)
+            response.finish_if_full(self.max_input_len)
             if response.finish_reason is None:
-                async with self._dispatcher.server(attempts) as state:
+                async with self.dispatcher.server(attempts) as state:
                     number = response.num_requests % 1000
                     await self._request(response, options, state, f"{request_id}-t{number:03d}")
 
@@ -285,7 +284,7 @@ class Requests:
         self, response: PendingSample, options: RequestOptions, state: ServerState, request_id: str
     ) -> None:
         """Sends one request for the remaining tokens."""
-        server, first_version = state.server, self._health.version_of(state)
+        server, first_version = state.server, self.health.version_of(state)
         self._interrupted.discard(response)
         response.num_requests += 1
         response.request = server, request_id
@@ -296,8 +295,8 @@ class Requests:
                     sampling=options.sampling,
                     max_new_tokens=response.remaining_tokens,
                     request_id=request_id,
-                    seed=response.seed if self._health.takes_seeds(state) else None,
-                    first_experts=response.first_experts if self._records_experts else None,
+                    seed=response.seed if self.health.takes_seeds(state) else None,
+                    first_experts=response.first_experts if self.records_experts else None,
                     stop=options.stop,
                 )
             )
@@ -306,28 +305,31 @@ class Requests:
         versions = completion.versions
         if versions is None:
             versions = [first_version] * len(completion.token_ids)
-        self._health.check_versions(state, first_version, versions)
+        self.health.check_versions(state, first_version, versions)
         server.reports_token_versions = completion.reports_token_versions
         if completion.experts_problem is not None:
-            self._health.note_missing_experts(server, completion.experts_problem)
+            self.health.note_missing_experts(server, completion.experts_problem)
         response.append(completion, versions)
         if response.unrecorded_layer is not None:
             problem = f"every token of a response went to expert 0 of sparse layer {response.unrecorded_layer}"
-            self._health.note_missing_experts(server, f"{problem}, as if it were not recorded")
+            self.health.note_missing_experts(server, f"{problem}, as if it were not recorded")
         if not completion.token_ids and not self.stopping and response not in self._interrupted:
             raise ServerError(f"{server.url} aborted a request before its first token.")
 
 
+@dataclass(eq=False)
 class RolloutTask:
     """Calls of a function in flight, and their requests. It belongs to one loop."""
 
-    def __init__(self, name: str, requests: Requests, tokenizer: PreTrainedTokenizerBase, limits: Limits) -> None:
-        """Sends nothing yet; `name` is a unique prefix of its request ids, of equal width for all rollouts."""
-        self.requests = requests
-        self.batch: FunctionBatch
-        """The calls of the function."""
-        self._name, self._tokenizer, self._limits, self._numbers = name, tokenizer, limits, itertools.count()
-        self._task: asyncio.Task[None] | None = None
+    name: str
+    """Unique prefix of its request ids, of equal width for all rollouts."""
+    requests: Requests
+    tokenizer: PreTrainedTokenizerBase
+    limits: Limits
+    batch: FunctionBatch = field(init=False)
+    """The calls of the function."""
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+    _task: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
         """Calls the function until enough groups are complete.
@@ -344,16 +346,16 @@ class RolloutTask:
 
     async def finish(self, response: PendingSample, options: RequestOptions) -> None:
         """Samples a response to its end, or until requests are aborted; see `Requests.finish`."""
-        await self.requests.finish(response, options, f"{self._name}-{next(self._numbers) % 10**8:08d}")
+        await self.requests.finish(response, options, f"{self.name}-{next(self._numbers) % 10**8:08d}")
 
     async def answer(self, request: Request) -> Generation:
         """Answers one request, with abort once enough groups are complete."""
         if self.requests.stopping:
             await asyncio.sleep(ABORTED_PAUSE)
-        options = replace(request.options, sampling=self._limits.with_reported_masks(request.options.sampling))
+        options = replace(request.options, sampling=self.limits.with_reported_masks(request.options.sampling))
         response = PendingSample(
             prompt=Prompt(index=0, text="", token_ids=tuple(request.token_ids)),
-            max_new_tokens=self._limits.after(len(request.token_ids), options.sampling),
+            max_new_tokens=self.limits.after(len(request.token_ids), options.sampling),
             seed=int.from_bytes(request.key[:8], "big") >> 1,
         )
         if response.max_new_tokens < 1:
@@ -364,7 +366,7 @@ class RolloutTask:
             self.batch.fail(error)
             raise
         if options.stop and response.num_requests > 1:  # servers search only the tokens of one request
-            end = StopStrings(self._tokenizer, options.stop).first(response.token_ids)
+            end = StopStrings(self.tokenizer, options.stop).first(response.token_ids)
             if end is not None:
                 response.stop_after(end)
         finish_reason = response.finish_reason or "abort"
@@ -373,7 +375,7 @@ class RolloutTask:
             log_probs=response.log_probs,
             weight_versions=response.versions,
             finish_reason=finish_reason,
-            text=response_text(self._tokenizer, response.token_ids, options, finish_reason),
+            text=response_text(self.tokenizer, response.token_ids, options, finish_reason),
             routed_experts=response.recorded_experts,
             sampling_mask=response.sampling_mask,
         )

@@ -8,6 +8,7 @@ import secrets
 import socket
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -19,41 +20,26 @@ from torch import Tensor
 
 from slime_tis.trainer.engines.engine import EngineHost, WeightSource
 from slime_tis.trainer.engines.sglang.client import Server, ServerError
-from slime_tis.trainer.engines.sglang.weights.protocol import (
-    Bucket,
-    begin_session,
-    buckets,
-    exchange,
-    in_thread,
-    on_all_servers,
-    pause,
-    post_if_known,
-    release,
-    resume,
-    try_post,
-    weights_thread,
-)
+from slime_tis.trainer.engines.sglang.weights import protocol
 from slime_tis.trainer.options.sglang import SGLangConfig, is_loopback
 
 
+@dataclass(eq=False, kw_only=True)
 class DistributedSync:
-    """Broadcasts weights to the servers in buckets, over NCCL from a GPU and gloo from a CPU."""
+    """Broadcasts weights to the servers in protocol.buckets, over NCCL from a GPU and gloo from a CPU."""
 
-    def __init__(
-        self, *, device: torch.device | str, bucket_bytes: int, timeout: float, address: str | None = None
-    ) -> None:
-        """Opens nothing yet.
+    device: torch.device | str
+    """Sending device; tensors are moved to it one bucket at a time."""
+    bucket_bytes: int
+    timeout: float
+    """Longest wait for a server to join a group or take one bucket, in seconds."""
+    address: str | None = None
+    """Address at which servers reach this process; None finds it for each server."""
+    _groups: dict[Server, UpdateGroup] = field(default_factory=dict)
 
-        Args:
-            device: Sending device; tensors are moved to it one bucket at a time.
-            bucket_bytes: Size of a bucket.
-            timeout: Longest wait for a server to join a group or take one bucket, in seconds.
-            address: Address at which servers reach this process; None finds it for each server.
-        """
-        self._device, self._bucket_bytes = torch.device(device), bucket_bytes
-        self._timeout, self._address = timeout, address
-        self._groups: dict[Server, UpdateGroup] = {}
-        self._weights_thread = weights_thread(self._device)
+    def __post_init__(self) -> None:
+        self._device = torch.device(self.device)
+        self._weights_thread = protocol.weights_thread(self._device)
 
     @classmethod
     def build(cls, config: SGLangConfig, host: EngineHost, urls: Sequence[str]) -> DistributedSync:
@@ -69,14 +55,14 @@ class DistributedSync:
         """See WeightSync."""
         failed: dict[Server, str] = {}
         loop = asyncio.get_running_loop()
-        stream = buckets(source, self._bucket_bytes, self._place)
+        stream = protocol.buckets(source, self.bucket_bytes, self._place)
         try:
-            live = await on_all_servers(servers, pause, failed)
-            live = await on_all_servers(live, self._open, failed)
+            live = await protocol.on_all_servers(servers, protocol.pause, failed)
+            live = await protocol.on_all_servers(live, self._open, failed)
             while bucket := await loop.run_in_executor(self._weights_thread, next, stream, None):
-                live = await on_all_servers(live, partial(self._send, bucket=bucket, version=version), failed)
+                live = await protocol.on_all_servers(live, partial(self._send, bucket=bucket, version=version), failed)
                 del bucket
-            await on_all_servers(live, partial(self._finish, version=version), failed)
+            await protocol.on_all_servers(live, partial(self._finish, version=version), failed)
         except BaseException:
             await asyncio.gather(*map(self._give_up, servers))
             raise
@@ -101,7 +87,7 @@ class DistributedSync:
         if group is None or group.version != await server.weight_version():  # the server restarted since it joined
             await self._leave(server)
             await self._join(server)
-        await begin_session(server)
+        await protocol.begin_session(server)
 
     async def _join(self, server: Server) -> None:
         info = await server.info()
@@ -110,43 +96,43 @@ class DistributedSync:
                 f"{server.url} runs with --dp-size {info.dp_size} and --pp-size {info.pp_size}, and SGLang takes "
                 "distributed weights with 1 of each; use --sglang-weight-sync disk."
             )
-        address = self._address
+        address = self.address
         if address is None:
-            address = await in_thread(partial(local_address, server.url))
-        group = UpdateGroup(address, server_ranks=info.tp_size, device=self._device, timeout=self._timeout)
+            address = await protocol.in_thread(partial(local_address, server.url))
+        group = UpdateGroup(address, server_ranks=info.tp_size, device=self._device, timeout=self.timeout)
         self._groups[server] = group
-        request = server.post("/init_weights_update_group", group.request, timeout=self._timeout)
-        await exchange(request, in_thread(group.join))
+        request = server.post("/init_weights_update_group", group.request, timeout=self.timeout)
+        await protocol.exchange(request, protocol.in_thread(group.join))
 
-    async def _send(self, server: Server, *, bucket: Bucket, version: int) -> None:
+    async def _send(self, server: Server, *, bucket: protocol.Bucket, version: int) -> None:
         group = self._groups[server]
         body: dict[str, object] = {
             "names": bucket.names,
             "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in bucket.tensors],
             "shapes": [list(tensor.shape) for tensor in bucket.tensors],
             "group_name": group.name,
-            "flush_cache": False,  # the pause emptied it
+            "flush_cache": False,  # the protocol.pause emptied it
         }
         if bucket.last:
             body["weight_version"] = str(version)
-        request = server.post("/update_weights_from_distributed", body, timeout=self._timeout)
-        await exchange(request, in_thread(partial(group.broadcast, bucket.tensors)))
+        request = server.post("/update_weights_from_distributed", body, timeout=self.timeout)
+        await protocol.exchange(request, protocol.in_thread(partial(group.broadcast, bucket.tensors)))
 
     async def _finish(self, server: Server, *, version: int) -> None:
-        await post_if_known(server, "/end_weight_update")
-        await resume(server, version)
+        await protocol.post_if_known(server, "/end_weight_update")
+        await protocol.resume(server, version)
         self._groups[server].version = str(version)
 
     async def _give_up(self, server: Server) -> None:
         group = self._groups.pop(server, None)
         if group is not None:
             group.close()
-        await release(server, None if group is None else group.name)
+        await protocol.release(server, None if group is None else group.name)
 
     async def _leave(self, server: Server) -> None:
         if group := self._groups.pop(server, None):
             group.close()
-            await try_post(server, "/destroy_weights_update_group", {"group_name": group.name})
+            await protocol.try_post(server, "/destroy_weights_update_group", {"group_name": group.name})
 
 
 class UpdateGroup:
