@@ -102,7 +102,7 @@ def test_random_numbers_follow_from_the_sample_its_input_and_repetitions_alone()
     assert len({first.key, again.key, other.key}) == 3
     assert [request.key for request in asked([[1, 3], [1, 2], [1, 2]])] == [other.key, first.key, again.key]
     for field in ("seed", "prompt_index", "occurrence", "sample"):
-        changed = SampleKey(**{**vars(KEY), field: 77})
+        changed = KEY._replace(**{field: 77})
         assert asked([[1, 2]], changed)[0].key != first.key
 
 

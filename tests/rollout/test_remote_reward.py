@@ -12,7 +12,7 @@ import pytest
 from slime_tis.errors import CustomFunctionError
 from slime_tis.trainer.data.sample import Prompt
 from slime_tis.trainer.engines.engine import RolloutUnavailable
-from slime_tis.trainer.rewards.remote_reward import MAX_ANSWER_BYTES, RewardRequest, RewardServer
+from slime_tis.trainer.rewards.remote_reward import MAX_ANSWER_BYTES, RewardServer
 from slime_tis.trainer.rewards.rewards import build_reward, check_prompts, check_reward_server
 from tests.rollout.test_rewards import make_config, make_samples
 from tests.runs import free_port
@@ -76,7 +76,7 @@ def client(url: str, **options: Any) -> RewardServer:
     return RewardServer(**{"url": url, "timeout": 10, "max_retries": 2, "concurrency": 8, "backoff": 0.001} | options)
 
 
-REQUEST = RewardRequest(prompt="?", response="a", label="b")
+REQUEST = {"prompt": "?", "response": "a", "label": "b"}
 
 
 def test_the_server_gets_prompt_response_and_label(serve):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 from argparse import Namespace
 from collections.abc import Mapping
@@ -26,28 +25,8 @@ TAKEN, PENDING, SAVED = "taken", "pending", "saved"
 """Keys of a state: number of earlier prompts, later prompts, and the rollout after which the source saved."""
 
 
-class DataSource(abc.ABC):
-    """Base class of users' data sources; the constructor gets the options of the program."""
-
-    @abc.abstractmethod
-    def get_samples(self, num_samples: int) -> list[list[Sample]]:
-        """Returns `num_samples` groups of --n-samples-per-prompt samples with a prompt and without a response."""
-
-    @abc.abstractmethod
-    def add_samples(self, samples: list[list[Sample]]) -> None:
-        """Takes groups back; only other user functions call it."""
-
-    @abc.abstractmethod
-    def save(self, rollout_id: int) -> None:
-        """Saves its position with the checkpoint after this rollout."""
-
-    @abc.abstractmethod
-    def load(self, rollout_id: int | None = None) -> None:
-        """Restores the position after this rollout."""
-
-    @abc.abstractmethod
-    def __len__(self) -> int:
-        """Prompts of an epoch, which --num-epoch counts."""
+class DataSource:
+    """Base class of users' data sources, whose methods are in `USER_FUNCTIONS`."""
 
 
 class CustomDataSource:

@@ -10,7 +10,6 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from slime_tis.errors import CustomFunctionError, quoted
-from slime_tis.policy.advantages import MAX_REWARD
 from slime_tis.trainer.data.json_values import json_object
 from slime_tis.trainer.data.sample import Sample
 from slime_tis.user_functions import USER_FUNCTIONS, describe
@@ -32,15 +31,6 @@ def typed_value(option: str, function: Callable[..., Any], value: Any) -> Any:
 @cache
 def _adapter(option: str) -> TypeAdapter[Any]:
     return TypeAdapter(USER_FUNCTIONS[option].returns, config=ConfigDict(arbitrary_types_allowed=True))
-
-
-def check_rewards(function: str, values: list[float]) -> None:
-    """Raises CustomFunctionError unless all values are finite and at most MAX_REWARD in magnitude."""
-    wrong = next((value for value in values if not abs(value) <= MAX_REWARD), None)
-    if wrong is not None:
-        raise CustomFunctionError(
-            f"{function} returned {wrong}; return finite numbers of at most {MAX_REWARD:g} in magnitude."
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

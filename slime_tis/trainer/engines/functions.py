@@ -88,6 +88,11 @@ def is_unfinished(samples: Sequence[Sample]) -> bool:
     return any(sample.status in (SampleStatus.ABORTED, SampleStatus.PENDING) for sample in samples)
 
 
+def is_complete(group: Sequence[FunctionCall]) -> bool:
+    """Whether every call of a group is complete."""
+    return all(call.complete for call in group)
+
+
 class FunctionBatch:
     """Concurrent calls of a function. It belongs to one loop; `progress` may be read from any thread."""
 
@@ -115,9 +120,7 @@ class FunctionBatch:
         self._function, self._answer, self._sampling, self._concurrency = function, answer, sampling, concurrency
         self._vocab_size, self._end_requests, self._end_sample = vocab_size, end_requests, end_sample
         self._num_groups = len(groups) if num_groups is None else num_groups
-        self._missing = [sum(not call.complete for call in group) for group in groups]
-        """Number of incomplete calls in each group."""
-        self._complete = self._missing.count(0)
+        self._complete = sum(map(is_complete, groups))
         """Number of complete groups."""
         self._stopping = self._ended = False
         self._changed = asyncio.Event()
@@ -133,8 +136,8 @@ class FunctionBatch:
         """Calls the function until enough groups are complete; raises the exception of a call."""
         gate = asyncio.Semaphore(self._concurrency)
         tasks = [
-            asyncio.create_task(self._call(call, index, gate))
-            for index, group in enumerate(self.groups)
+            asyncio.create_task(self._call(call, group, gate))
+            for group in self.groups
             for call in group
             if not call.complete
         ]
@@ -158,7 +161,7 @@ class FunctionBatch:
         self._failure = self._failure or error
         self._changed.set()
 
-    async def _call(self, call: FunctionCall, group: int, gate: asyncio.Semaphore) -> None:
+    async def _call(self, call: FunctionCall, group: Sequence[FunctionCall], gate: asyncio.Semaphore) -> None:
         async with gate:
             if self._stopping or self._failure is not None:
                 return
@@ -169,8 +172,7 @@ class FunctionBatch:
                 samples = await self._function(call.first_sample(), engine)
                 call.complete = not (self._stopping and is_unfinished(samples))
                 call.samples = samples
-                self._missing[group] -= call.complete
-                self._complete += call.complete and self._missing[group] == 0
+                self._complete += is_complete(group)
             except asyncio.CancelledError:
                 if self._ended:
                     raise
@@ -214,7 +216,7 @@ def divided_calls(
     groups: Sequence[Sequence[FunctionCall]], num_groups: int | None
 ) -> tuple[list[list[Sample]], list[list[Sample]]]:
     """Returns the samples of the first complete groups, and the samples of the groups to resume."""
-    complete = [group for group in groups if all(call.complete for call in group)][:num_groups]
+    complete = list(filter(is_complete, groups))[:num_groups]
     taken = set(map(id, complete))
     return numbered(complete), numbered([group for group in groups if id(group) not in taken])
 

@@ -7,7 +7,7 @@ import operator
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Protocol
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -143,8 +143,7 @@ class Request:
     """Number of the sample and name of its conversation."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SampleKey:
+class SampleKey(NamedTuple):
     """Key of a sample's random numbers, in addition to the inputs of its requests."""
 
     seed: int
@@ -204,8 +203,8 @@ class SampleEngine:
 
 
 def input_digest(key: SampleKey, token_ids: Sequence[int]) -> bytes:
-    """A 32-byte hash of the sample's key and the input."""
-    numbers = [key.seed, key.prompt_index, key.occurrence, key.sample, *token_ids]
+    """Returns a 32-byte hash of the sample's key and the input."""
+    numbers = [*key, *token_ids]
     return hashlib.blake2b(np.asarray(numbers, dtype="<i8").tobytes(), digest_size=32).digest()
 
 

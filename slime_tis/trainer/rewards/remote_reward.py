@@ -10,7 +10,7 @@ import json
 import logging
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -36,19 +36,10 @@ class Busy(Exception):
     """The server asked for a later request."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RewardRequest:
-    """The body of a request."""
-
-    prompt: str
-    response: str
-    label: Any
-
-    @classmethod
-    def of(cls, sample: Sample, *, boxed: bool) -> RewardRequest:
-        r"""Returns the request for a sample; `boxed` sends the contents of the response's last \boxed{}."""
-        response = (last_boxed(sample.response) or "") if boxed else sample.response
-        return cls(prompt=sample.prompt_text, response=response, label=sample.label)
+def reward_request(sample: Sample, *, boxed: bool) -> dict[str, Any]:
+    r"""Returns the body of a request; `boxed` sends the contents of the response's last \boxed{}."""
+    response = (last_boxed(sample.response) or "") if boxed else sample.response
+    return {"prompt": sample.prompt_text, "response": response, "label": sample.label}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,17 +54,17 @@ class RewardServer:
     """Simultaneous requests."""
     backoff: float = FIRST_PAUSE
 
-    def ask(self, requests: Sequence[RewardRequest], check_interrupts: Callable[[], None] = lambda: None) -> list[Any]:
+    def ask(self, requests: Sequence[dict[str, Any]], check_interrupts: Callable[[], None] = lambda: None) -> list[Any]:
         """Returns the server's JSON answer to each request; raises RolloutUnavailable after all retries."""
         return run(self._ask_all(requests, check_interrupts))
 
-    async def _ask_all(self, requests: Sequence[RewardRequest], check_interrupts: Callable[[], None]) -> list[Any]:
+    async def _ask_all(self, requests: Sequence[dict[str, Any]], check_interrupts: Callable[[], None]) -> list[Any]:
         logging.getLogger("httpx").setLevel(logging.WARNING)  # else a line for every request
         limits = httpx.Limits(max_connections=self.concurrency, max_keepalive_connections=self.concurrency)
         turns = asyncio.Semaphore(self.concurrency)
         async with httpx.AsyncClient(limits=limits, timeout=None, trust_env=False) as client:
 
-            async def answer(request: RewardRequest) -> Any:
+            async def answer(request: dict[str, Any]) -> Any:
                 async with turns:
                     return await self._answer(client, request)
 
@@ -86,7 +77,7 @@ class RewardServer:
             finally:
                 answers.cancel()
 
-    async def _answer(self, client: httpx.AsyncClient, request: RewardRequest) -> Any:
+    async def _answer(self, client: httpx.AsyncClient, request: dict[str, Any]) -> Any:
         """Returns the answer to one request, after retries."""
         for attempt in range(self.max_retries + 1):
             try:
@@ -104,8 +95,8 @@ class RewardServer:
             f"{one_line(reason, 300)}."
         )
 
-    async def _attempt(self, client: httpx.AsyncClient, request: RewardRequest) -> Any:
-        async with client.stream("POST", self.url, json=asdict(request)) as response:
+    async def _attempt(self, client: httpx.AsyncClient, request: dict[str, Any]) -> Any:
+        async with client.stream("POST", self.url, json=request) as response:
             body = bytearray()
             async for part in response.aiter_bytes():
                 body += part

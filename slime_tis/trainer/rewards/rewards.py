@@ -20,7 +20,7 @@ from slime_tis.trainer.data.user_values import SampleEdits, SampleSnapshot
 from slime_tis.trainer.engines.tasks import run
 from slime_tis.trainer.options.rm_types import BOXED, check_rm_type, is_remote, parse_weights
 from slime_tis.trainer.rewards.builtin_rewards import WITHOUT_LABEL, builtin_reward
-from slime_tis.trainer.rewards.remote_reward import RewardRequest, RewardServer
+from slime_tis.trainer.rewards.remote_reward import RewardServer, reward_request
 from slime_tis.user_functions import calling, describe, load_user_function
 
 if TYPE_CHECKING:
@@ -186,9 +186,7 @@ def _builtin_reward(
 
     def score_groups(groups: Sequence[list[Sample]]) -> list[list[Score]]:
         samples = [(sample, name_of(sample)) for group in groups for sample in group]
-        requests = [
-            RewardRequest.of(sample, boxed=name.startswith(BOXED)) for sample, name in samples if is_remote(name)
-        ]
+        requests = [reward_request(sample, boxed=name.startswith(BOXED)) for sample, name in samples if is_remote(name)]
         answers = iter(server.ask(requests, check_interrupts) if server is not None and requests else ())
 
         def score(sample: Sample) -> Score:

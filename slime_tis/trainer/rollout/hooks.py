@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from slime_tis.errors import CustomFunctionError, one_line
+from slime_tis.policy.advantages import MAX_REWARD
 from slime_tis.trainer.collectives import on_rank_zero
 from slime_tis.trainer.data.sample import Sample, SampleStatus
-from slime_tis.trainer.data.user_values import SampleEdits, SampleSnapshot, check_rewards, typed_value
+from slime_tis.trainer.data.user_values import SampleEdits, SampleSnapshot, typed_value
 from slime_tis.trainer.options.rollout import RolloutConfig
 from slime_tis.trainer.rollout.filter_hub import DynamicFilterOutput
 from slime_tis.trainer.rollout.unfinished import BufferChoice, Choose
@@ -102,12 +103,12 @@ class RolloutHooks:
         def call(function: Function) -> ShapedRewards:
             raw, rewards = typed_value(REWARDS, function, function(self.args, list(samples)))
             name = describe(function)
-            if not len(raw) == len(rewards) == len(samples):
+            are_valid = all(abs(value) <= MAX_REWARD for value in [*raw, *rewards])
+            if not are_valid or not len(raw) == len(rewards) == len(samples):
                 raise CustomFunctionError(
                     f"{name} returned {len(raw)} raw_rewards and {len(rewards)} rewards for {len(samples)} samples; "
-                    "return one of each per sample."
+                    f"return one of each per sample, finite and at most {MAX_REWARD:g} in magnitude."
                 )
-            check_rewards(name, [*raw, *rewards])
             return ShapedRewards(raw=raw, advantages=rewards)
 
         return self._call(REWARDS, groups, call) if REWARDS in self.functions else None
