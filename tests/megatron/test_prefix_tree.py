@@ -1,6 +1,5 @@
 """Prefix trees: segments by hand, and every sequence read from its path."""
 
-from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_tis.trainer.megatron.prefix_tree import MIN_SHARED, PrefixTree
@@ -65,21 +64,3 @@ groups = st.lists(
     max_size=4,
 )
 """Prompts with their responses, of few different tokens, so that beginnings are often equal."""
-
-
-@given(groups)
-def test_every_sequence_is_read_from_its_path(drawn: list[tuple[list[int], list[list[int]]]]) -> None:
-    samples = [(prompt, response) for prompt, responses in drawn for response in responses]
-    tokens = [[*prompt, *response] for prompt, response in samples]
-    tree = tree_of(samples)
-    for sequence, path in zip(tokens, tree.paths, strict=True):
-        parts = [tree.segments[segment] for segment in path]
-        read = [token for one in parts for token in tokens[one.sequence][one.start : one.start + one.length]]
-        assert read[: len(sequence)] == sequence and len(read) - parts[-1].length < len(sequence)
-        assert [one.parent for one in parts] == [-1, *path[:-1]] and [one.depth for one in parts] == [*range(len(path))]
-    for index, one in enumerate(tree.segments):
-        assert one.length > 0 and one.parent < index
-    assert tree.tokens <= sum(map(len, tokens)) and tree.is_shared == (tree.tokens < sum(map(len, tokens)))
-    for prompt, _ in drawn:
-        if all(other == prompt or other[: len(prompt)] != prompt for other, _ in drawn):  # at least the prompt
-            assert len({tree.paths[i][0] for i, sample in enumerate(samples) if sample[0] == prompt}) == 1

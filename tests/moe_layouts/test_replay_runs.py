@@ -49,13 +49,6 @@ def test_equal_engines_need_no_replay(run: Run) -> None:
             assert row["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=1e-4)
 
 
-def test_mismatch_is_measured_at_the_interval(run: Run) -> None:
-    rows = run(*COARSE, *REPLAY[:-1], "2", "--num-steps-per-rollout", "2")
-    assert [row["step"] for row in rows if "train/with_replay/ratio_max" in row] == [1, 3, 5]
-    assert [row["step"] for row in rows if "perf/without_replay_time" in row]
-    assert all("train/routing_difference" in row for row in rows)
-
-
 def test_a_run_without_replay_measures_the_mismatch_with_replay(run: Run) -> None:
     plain = run(*COARSE, "--num-steps-per-rollout", "2")
     measured = run(*COARSE, "--num-steps-per-rollout", "2", *REPLAY[1:-1], "2", name="measured")
