@@ -25,25 +25,16 @@ NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The numbers that a field may be; of a list, each of its items."""
+    """The range of a number, or of each item of a list: ge <= value <= le, gt < value < lt."""
 
     ge: float | None = None
-    """Smallest number."""
-
     gt: float | None = None
-    """Number that it must be above."""
-
     le: float | None = None
-    """Largest number."""
-
     lt: float | None = None
-    """Number that it must be below."""
-
     also: tuple[float, ...] = ()
-    """Numbers outside of the range with a special meaning, such as -1 for all, or infinity."""
-
+    """Special values outside of the range, such as -1 for all, or infinity."""
     hint: str = ""
-    """What to do instead, added to the message of a refusal."""
+    """End of the message of a refusal."""
 
     def allow(self, value: float) -> bool:
         """Whether a number lies within the limits; NaN never does, and infinity only where `also` has it."""
@@ -72,16 +63,11 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class FieldType:
-    """What the annotation of a field allows."""
+    """The type in a field's annotation; `kind` is a Literal, bool, int, float, str or a `tuple[X, ...]` of these."""
 
     kind: Any
-    """bool, int, float, str, a `tuple[X, ...]` of these or a Literal; str where a union has it."""
-
     limits: Limits | None
-    """Limits of numbers, or None."""
-
     optional: bool
-    """Whether None is allowed."""
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -163,11 +149,7 @@ def field_docs(config: type) -> dict[str, str]:
 
 
 def check_fields(config: object) -> None:
-    """Checks the switches, numbers and choices of a dataclass against the annotations of its fields.
-
-    Raises:
-        ValueError: A value is not of its type or outside of its limits; names the flag, the value and what is allowed.
-    """
+    """Checks the values of a dataclass against the types and limits of its fields; raises ValueError."""
     for name, field in field_types(type(config)).items():  # type: ignore[arg-type]  # mypy: no class is hashable
         value = getattr(config, name)
         if value is None and field.optional:

@@ -62,98 +62,52 @@ def test_slimes_own_files_are_accepted(base, tmp_path):
     )
 
 
+# (content of run.yaml, part of the message)
 YAML_REFUSALS = [
-    ("tis_upper: 2.0", "tis_upper in run.yaml is not an option; did you mean tis_upper_bound?"),
-    ("custom_config_path: a.yaml", "custom_config_path in run.yaml is not an option; --help lists"),
-    ("drop_above: 2", "drop_above in run.yaml is not an option, and no user function is given"),
-    ("drop_above: 2024-01-01\ncustom_rm_path: a.b", "drop_above in run.yaml has a value of type date"),
-    ("use_tis: 3", "use_tis in run.yaml is '3' but must be true or false."),
-    ("lr: true", "lr in run.yaml is 'true' but must be a number, 0 to 1."),
-    ("lr: [1, 2]", "lr in run.yaml is ['1', '2'] but must be a number, 0 to 1."),
-    ("seed: 1.5", "seed in run.yaml is '1.5' but must be a whole number, 0 to 2147483647."),
-    (
-        "rollout_stop_token_ids: [a]",
-        "rollout_stop_token_ids in run.yaml is ['a'] but must be a list, each a whole",
-    ),
-    (
-        "tis_clip: 2\ntis-upper-bound: 3",
-        "tis-upper-bound in run.yaml gives tis_upper_bound a second time, besides tis_clip in run.yaml",
-    ),
-    (
-        "use_tis: true\nlr: 1e-5\nuse_tis: false",
-        "run.yaml, line 3: 'use_tis' is given a second time, after line 1; remove one of the two.",
-    ),
-    (
-        "algorithm:\n  rollout_correction: {rollout_is: token, rollout_is: null}",
-        "run.yaml, line 2: 'rollout_is' is given a second time, after line 2; remove one of the two.",
-    ),
-    (
-        "a: &x [1, 2]\nlr: *x",
-        "run.yaml, line 2: *x is an alias, which is not read; write the value out.",
-    ),
-    ("lr: " + "[" * 500, "run.yaml, line 1: more than 8 levels are nested; write one `key: value` per line."),
-    ("? [a]\n: 1", "run.yaml, line 1: a key must be a word; write `key: value`."),
-    ("#" * 70000, "--custom-config-path is 'run.yaml' but it has 70000 bytes, more than the 65536 that are read; "),
-    ("save: ''", "save in run.yaml is empty but must be text; write none to unset it."),
-    ("lr: [[1]]", "lr in run.yaml is [['1']] but must be a number, 0 to 1."),
-    ("eval_prompt_data: []", "eval_prompt_data in run.yaml is empty but must be a list, each text; write none"),
-    ("hf_checkpoint: null", "hf_checkpoint in run.yaml is unset but must be text."),
-    (
-        "algorithm: {rollout_correction: {rollout_rs: geometric}}",
-        "algorithm.rollout_correction.rollout_rs in run.yaml is 'geometric' but rollout_rs_threshold is unset; add "
-        "it, as verl requires too.",
-    ),
-    (
-        "algorithm: {rollout_correction: {rollout_is: geometric}}",
-        "algorithm.rollout_correction.rollout_is in run.yaml is 'geometric' but must be null, token or sequence; "
-        "tis_level outside of verl's block takes more.",
-    ),
-    (
-        "algorithm: {rollout_correction: {bypass_mode: perhaps}}",
-        "algorithm.rollout_correction.bypass_mode in run.yaml is 'perhaps' but must be true or false.",
-    ),
+    ("tis_upper: 2.0", "did you mean tis_upper_bound?"),
+    ("custom_config_path: a.yaml", "is not an option"),
+    ("drop_above: 2", "no user function is given"),
+    ("drop_above: 2024-01-01\ncustom_rm_path: a.b", "type date"),
+    ("use_tis: 3", "'3' but must be true or false"),
+    ("lr: true", "'true' but must be a number"),
+    ("seed: 1.5", "'1.5' but must be a whole number"),
+    ("rollout_stop_token_ids: [a]", "must be a list"),
+    ("tis_clip: 2\ntis-upper-bound: 3", "a second time"),
+    ("use_tis: true\nlr: 1e-5\nuse_tis: false", "line 3: 'use_tis' is given a second time, after line 1"),
+    ("a: &x [1, 2]\nlr: *x", "line 2: *x is an alias"),
+    ("lr: " + "[" * 500, "more than 8 levels"),
+    ("? [a]\n: 1", "a key must be a word"),
+    ("#" * 70000, "70000 bytes"),
+    ("save: ''", "is empty"),
+    ("lr: [[1]]", "must be a number"),
+    ("hf_checkpoint: null", "is unset"),
+    ("- lr", "no keys"),
+    ("a: [", "not YAML"),
+    ("algorithm: {rollout_correction: {rollout_iz: token}}", "did you mean rollout_is?"),
+    ("algorithm: {rollout_correction: {rollout_rs: geometric}}", "rollout_rs_threshold is unset"),
+    ("algorithm: {rollout_correction: {rollout_is: geometric}}", "must be null, token or sequence"),
+    ("algorithm: {rollout_correction: {bypass_mode: perhaps}}", "must be true or false"),
     (
         "algorithm: {rollout_correction: {bypass_mode: true, use_policy_gradient: true, loss_type: ppo_clip}}",
-        "algorithm.rollout_correction.loss_type in run.yaml contradicts "
-        "algorithm.rollout_correction.use_policy_gradient in run.yaml; remove one of the two.",
+        "contradicts",
     ),
-    (
-        "algorithm: {rollout_correction: {rollout_is_threshold: 2.0}}",
-        "algorithm.rollout_correction.rollout_is_threshold in run.yaml is 2.0 but has no effect without --use-tis",
-    ),
+    ("algorithm: {rollout_correction: {rollout_is_threshold: 2.0}}", "no effect without --use-tis"),
     (
         "algorithm: {rollout_correction: {rollout_rs: token_k1, rollout_rs_threshold: 2, "
         "rollout_rs_threshold_lower: 0.5}}",
-        "algorithm.rollout_correction.rollout_rs_threshold_lower in run.yaml belongs to rollout_rs token,",
+        "belongs to rollout_rs token",
     ),
-    (
-        "algorithm: {rollout_correction: {rollout_is: token}}\nuse_tis: false",
-        "use_tis in run.yaml gives use_tis a second time, besides algorithm.rollout_correction.rollout_is",
-    ),
-    (
-        "actor_rollout_ref: {rollout: {calculate_log_probs: False}}",
-        "actor_rollout_ref.rollout.calculate_log_probs in run.yaml is 'False' but rollouts here always have "
-        "log-probs; make it true or remove it.",
-    ),
-    ("- lr", "--custom-config-path is 'run.yaml' but it contains no keys; write one `key: value` per line."),
-    ("a: [", "--custom-config-path is 'run.yaml' but it is not YAML: while parsing a flow node"),
-    (
-        "algorithm: {rollout_correction: {rollout_iz: token}}",
-        "algorithm.rollout_correction.rollout_iz in run.yaml is not an option; did you mean rollout_is?",
-    ),
-    (
-        "algorithm: {adv_estimator: grpo}",
-        "algorithm.adv_estimator in run.yaml is not read: of verl's options algorithm.rollout_correction.* and "
-        "actor_rollout_ref.rollout.calculate_log_probs are; give it as a flag.",
-    ),
-    ("actor_rollout_ref: {rollout: {n: 8}}", "actor_rollout_ref.rollout.n in run.yaml is not read: of verl's"),
+    ("algorithm: {rollout_correction: {rollout_is: token}}\nuse_tis: false", "gives use_tis a second time"),
+    ("actor_rollout_ref: {rollout: {calculate_log_probs: False}}", "always have log-probs"),
+    ("algorithm: {adv_estimator: grpo}", "is not read"),
 ]
 
 
-@pytest.mark.parametrize(("text", "message"), YAML_REFUSALS, ids=[row[0][:60] for row in YAML_REFUSALS])
-def test_yaml_refusals(base, tmp_path, text, message):
+@pytest.mark.parametrize(("text", "part"), YAML_REFUSALS, ids=[row[0][:60] for row in YAML_REFUSALS])
+def test_yaml_refusals(base, tmp_path, text, part):
     (tmp_path / "run.yaml").write_text(text)
-    assert refusal(base + "--custom-config-path run.yaml").startswith(message)
+    message = refusal(base + "--custom-config-path run.yaml")
+    assert "run.yaml" in message and part in message
 
 
 def test_options_of_user_functions_keep_their_yaml_types(base, tmp_path):

@@ -39,17 +39,11 @@ from slime_tis.trainer.options.sglang import SGLangConfig, split_server_flags
 
 
 def parse_args(argv: Sequence[str] | None = None, *, prog: str = "train.py") -> Arguments:
-    """Reads and checks the whole configuration of a run.
+    """Reads and checks the configuration of a run; exits with 2 and one line on stderr for a refusal.
 
     Args:
         argv: The command line without the program's name; None means this process's.
         prog: Name of the program in `--help`.
-
-    Returns:
-        One frozen config per subject, ready to build engines from.
-
-    Raises:
-        SystemExit: code 2 with one line on stderr for anything that is refused; code 0 for --help.
     """
     try:
         arguments = configure(sys.argv[1:] if argv is None else argv, os.environ, prog=prog)
@@ -78,13 +72,15 @@ def configure(argv: Sequence[str], environ: Mapping[str, str], *, prog: str = "t
             policy=build(PolicyConfig, options),
             megatron=build(MegatronConfig, options),
             rollout=rollout,
-            sglang=_build_sglang(rollout, options),
+            sglang=build(SGLangConfig, options),
             loop=_resolve_steps(rollout, build(LoopConfig, options).with_dump_patterns()),
             reporting=build(ReportingConfig, options),
             custom_tis_function_path=build(CodeConfig, options).custom_tis_function_path,
             namespace=argparse.Namespace(),
             user_options=user_options(options),
         )
+        if rollout.rollout_engine == "sglang":
+            arguments.sglang.check_has_servers()
         check_correction(arguments)
     world_size = read_environment(environ).world_size
     check_arguments(arguments, world_size)
@@ -94,14 +90,12 @@ def configure(argv: Sequence[str], environ: Mapping[str, str], *, prog: str = "t
     _refuse_unknown(restated, model)
     check_outputs(arguments.rollout, arguments.megatron, arguments.reporting, _first_dumps(arguments.loop))
     check_resumption(arguments.megatron, effective_config(arguments))
-    return dataclasses.replace(arguments, namespace=_slime_namespace(arguments))
+    namespace = _slime_names(effective_config(arguments), arguments.correction, arguments.policy)
+    return dataclasses.replace(arguments, namespace=namespace)
 
 
 def effective_config(arguments: Arguments) -> dict[str, Any]:
-    """Every option but the sources as plain values, in the order of the groups.
-
-    Presets, aliases and derived sizes are resolved in it.
-    """
+    """Returns options with presets, aliases and derived sizes resolved, in the order of the groups."""
     configs = (
         arguments.correction,
         arguments.policy,
@@ -119,20 +113,14 @@ def effective_config(arguments: Arguments) -> dict[str, Any]:
 
 
 def options_in_force(arguments: Arguments) -> dict[str, Any]:
-    """The options of `effective_config` that have an effect.
-
-    Written as YAML and fed back by --custom-config-path they give the same arguments.
-    """
+    """Returns the options that have an effect; as YAML for --custom-config-path they give the same arguments."""
     values = effective_config(arguments)
     every = {name: option.default for name, option in OPTIONS.items()} | values
     return {name: value for name, value in values.items() if not unmet_needs(COMMAND_LINE, name, every)}
 
 
 def describe(arguments: Arguments) -> str:
-    """The options that depart from their defaults, and the training precision, as a command line would give them.
-
-    One group per line.
-    """
+    """Returns the options that differ from their defaults, and the precision, as flags; one group per line."""
     values = effective_config(arguments)
     lines = []
     for title, options in COMMAND_LINE.groups.items():
@@ -148,11 +136,7 @@ def describe(arguments: Arguments) -> str:
 
 
 def user_options(given: Mapping[str, Given]) -> dict[str, Any]:
-    """Returns the options of user functions.
-
-    Raises:
-        ValueError: There are some, but no user function.
-    """
+    """Returns the options of user functions; refuses them without a user function."""
     unknown = {name: entry for name, entry in given.items() if name not in OPTIONS}
     named = (given[name].value for name, one in OPTIONS.items() if one.metavar == "FUNCTION" and name in given)
     if unknown and all(value is None for value in named):
@@ -180,10 +164,7 @@ def build_parser(prog: str = "train.py") -> argparse.ArgumentParser:
 
 
 def _read_command_line(argv: Sequence[str], prog: str) -> tuple[Flags, list[UnknownFlag]]:
-    """The values of the flags, and the flags that repeat config.json, which is still to be compared with them.
-
-    Unknown flags for SGLang are the servers' own, where the run may start some.
-    """
+    """Returns the values of the flags, and the flags to compare with config.json."""
     argv = sorted(argv, key=lambda word: not is_override(word))  # else they would pass for values of unknown flags
     names = {token.split("=")[0] for token in argv}
     rest, server_args = list(argv), list[str]()
@@ -220,32 +201,17 @@ def _peek_at_model(argv: Sequence[str]) -> dict[str, Any] | None:
     return model if isinstance(model, dict) else None
 
 
-def _build_sglang(rollout: RolloutConfig, options: Mapping[str, Given]) -> SGLangConfig:
-    sglang = build(SGLangConfig, options)
-    if rollout.rollout_engine == "sglang":
-        sglang.check_has_servers()
-    return sglang
-
-
 def _resolve_steps(rollout: RolloutConfig, loop: LoopConfig) -> LoopConfig:
-    """The loop with both global_batch_size and num_steps_per_rollout set, each derived from the other."""
+    """Derives global_batch_size and num_steps_per_rollout from each other."""
     samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
-    made = (
-        f"a rollout has {samples} samples (--rollout-batch-size {rollout.rollout_batch_size} × "
-        f"--n-samples-per-prompt {rollout.n_samples_per_prompt})"
-    )
+    total = f"a rollout has {samples} samples (--rollout-batch-size × --n-samples-per-prompt)"
     if samples > MOST_SAMPLES:
-        raise ValueError(f"{made}, more than the {MOST_SAMPLES} that are allowed; lower one of the two.")
+        raise ValueError(f"{total}, more than {MOST_SAMPLES}; lower one of the two.")
     steps, size = loop.num_steps_per_rollout, loop.global_batch_size
-    if size is not None and samples % size:
-        raise ValueError(f"--global-batch-size is {size} but {made}; choose a divisor of {samples}.")
-    if size is None and steps is not None and samples % steps:
-        raise ValueError(f"--num-steps-per-rollout is {steps} but {made}; choose a divisor of {samples}.")
-    if size is not None and steps is not None and size * steps != samples:
-        raise ValueError(
-            f"--num-steps-per-rollout is {steps} and --global-batch-size is {size} but {made}; "
-            f"remove one of the two or make their product {samples}."
-        )
+    if size is not None and (samples % size or (steps is not None and size * steps != samples)):
+        raise ValueError(f"--global-batch-size is {size} and --num-steps-per-rollout {steps or 'unset'} but {total}.")
+    if steps is not None and samples % steps:
+        raise ValueError(f"--num-steps-per-rollout is {steps} but {total}; choose a divisor of {samples}.")
     steps = steps or samples // (size or samples)
     return dataclasses.replace(loop, num_steps_per_rollout=steps, global_batch_size=samples // steps)
 
@@ -259,17 +225,11 @@ def _first_dumps(loop: LoopConfig) -> dict[str, str]:
 def read_correction(
     argv: Sequence[str], policy: PolicyConfig
 ) -> tuple[RolloutCorrectionConfig, str | None, argparse.Namespace]:
-    """Reads the flags of a correction alone, as `slime-tis what-if` takes them.
+    """Returns the correction of `slime-tis what-if`, its custom TIS function or None, and that function's options.
 
     Args:
         argv: Flags of the group "rollout correction", and --policy-loss.
         policy: Options of the policy loss, for a function.
-
-    Returns:
-        The correction, the path of a custom TIS function or None, and the options that this function gets.
-
-    Raises:
-        ValueError: a flag is unknown, belongs to another group, or has a wrong value.
     """
     optional = {name: option for name, option in OPTIONS.items() if option.default is not dataclasses.MISSING}
     line = dataclasses.replace(COMMAND_LINE, options=optional)
@@ -294,10 +254,7 @@ def _slime_namespace(arguments: Arguments) -> argparse.Namespace:
 def _slime_names(
     values: dict[str, Any], correction: RolloutCorrectionConfig, policy: PolicyConfig
 ) -> argparse.Namespace:
-    """Options under their names and slime's.
-
-    Unset bounds get the values that the built-in correction derives, so that user functions reject the same tokens.
-    """
+    """Returns options under their names and slime's, with the bounds that the built-in correction derives."""
     lowest = correction.tis_lower_bound
     lower, upper = correction.is_bounds
     if lower < upper:  # not so where an upper bound below 1 has no lower one, as in mode truncate it may

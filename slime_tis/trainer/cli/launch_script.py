@@ -1,12 +1,8 @@
-"""Reads the training command out of a bash launch script. Nothing of the script is executed.
-
-    MODEL_ARGS=(--num-layers 36)            arrays and variables, also from files that the script sources
-    ray job submit -- python3 train.py ${MODEL_ARGS[@]} --lr "$LR"
+"""Reads the training command out of a bash launch script; executes nothing.
 
 Supported: assignments (`=`, `+=`, arrays), `source`, quotes, here-documents, redirections, `$X`, `${X}`, `${X[@]}`,
-`${X:-default}` and its relatives, and the script's own directory. The output of any other command, arithmetic and
-other expansions become marks in the word. Conditions are not evaluated: an assignment in a block counts if the
-variable has no other value, and a note names it.
+`${X:-default}` and its relatives, and the script's own directory. The output of other commands and other expansions
+become marks in the word. An assignment in a block counts if the variable has no other value, and a note names it.
 """
 
 import re
@@ -30,10 +26,10 @@ OUTPUT = UNSET + END
 NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 TOKEN = re.compile(
     rf"""(?P<join>\\\n) | (?P<blank>[^\S\n]+ | (?<![^\s;|&()])\#[^\n]*)
-    | (?P<array>{NAME}\+?=\() | (?P<arithmetic>\(\() | (?P<process>[<>]\() | (?P<quote>\$?'|["`]|\$[({{])
+    | (?P<array>{NAME}\+?=\() | (?P<arithmetic>\(\() | (?P<quote>\$?'|["`]|\$[({{])
     | (?P<heredoc><<-?[ \t]*(?!<)['"\\]?(?P<delimiter>[\w.-]+)['"]?)
     | (?P<redirect>(?:\d*|&)(?:<<<|>>|>\||<>|[<>])&?(?P<copied>(?<=&)(?:\d|-))?)
-    | (?P<end>[\n;|&()]) | (?P<word>(?:[^\s\\'"`$();|&<>]+|\\.)+ | [$\\])""",
+    | (?P<end>[\n;|&()]|\Z) | (?P<word>(?:[^\s\\'"`$();|&<>]+|\\.)+ | [$\\])""",
     re.VERBOSE | re.ASCII,
 )
 CLOSERS = {"'": "'", "$'": "'", '"': '"', "`": "`", "$(": ")", "${": "}", "(": ")"}
@@ -64,30 +60,19 @@ class Launch:
     """The training command of a script."""
 
     program: str
-    """train.py or train_async.py."""
-
     words: tuple[str, ...]
-    """The expanded words after the program, with marks for values that are known only when the script runs."""
-
+    """The expanded words after the program, with marks for unknown values."""
     notes: tuple[str, ...] = ()
-    """Parts of the script that were not read, or whose value is uncertain."""
-
+    """Parts of the script that were not read, and uncertain values."""
     python_path: tuple[str, ...] = ()
-    """Entries of the PYTHONPATH that the script sets, without Megatron-LM."""
+    """Entries of the script's PYTHONPATH, without Megatron-LM."""
 
 
 def read_launch(path: str | Path) -> Launch:
-    """The last command of a script that runs train.py or train_async.py.
-
-    Raises:
-        ValueError: The script cannot be read, has an open quote or parenthesis, or runs no training.
-    """
+    """Returns the last command of a script that runs train.py or train_async.py."""
     path = Path(path)
     if path.suffix == ".py":
-        raise ValueError(
-            f"{str(path)!r} is a Python program, but port reads bash. Write its command as a line "
-            "`python train.py FLAGS` into a file, and port that file."
-        )
+        raise ValueError(f"{str(path)!r} is a Python program; write `python train.py FLAGS` into a file for port.")
     reader = _Reader(path.parent.absolute(), files={path.resolve()})
     reader.read(_text_of(path), depth=0)
     if not reader.launches:
@@ -130,44 +115,42 @@ def _text_of(path: Path) -> str:
 
 
 def _commands(text: str) -> Iterator[list[str]]:
-    """The simple commands of a script as lists of raw words, with quotes and without redirections."""
+    """Yields the simple commands of a script as lists of raw words, with quotes and without redirections."""
     words: list[str] = []
-    parts: list[str] = []
     delimiters: list[str] = []
-    is_redirected, index = False, 0
-    while index < len(text):
+    word, is_redirected, index = "", False, 0
+    while index <= len(text):
         token = TOKEN.match(text, index)
         assert token is not None
-        kind, start, index = token.lastgroup, index, token.end()
-        if kind in ("quote", "array", "process"):
-            opening = start if kind == "quote" else index - 1
-            index = _end_of_span(text, opening)
-            parts.append(("$" if kind == "process" else text[start:opening]) + text[opening:index])
-        elif kind == "arithmetic":
-            index = _end_of_span(text, start)
-        elif kind == "word":
-            parts.append(token[0])
-        elif kind != "join":
-            if parts and not is_redirected:
-                words.append("".join(parts))
-            is_redirected = is_redirected and not parts and kind == "blank"
-            parts = []
-            if kind == "redirect":
-                is_redirected = token["copied"] is None
-            elif kind == "heredoc":
-                delimiters.append(token["delimiter"])
-            elif kind == "end":
-                if words:
-                    yield words
-                words = []
-                for delimiter in delimiters if token[0] == "\n" else ():
-                    end = re.compile(rf"^\t*{re.escape(delimiter)}$", re.MULTILINE).search(text, index)
-                    index = end.end() if end else len(text)
-                delimiters = [] if token[0] == "\n" else delimiters
-    if parts and not is_redirected:
-        words.append("".join(parts))
-    if words:
-        yield words
+        kind, start, index = token.lastgroup, index, token.end() + (not token[0])
+        if kind in ("quote", "array", "arithmetic"):
+            index = _end_of_span(text, index - 1 if kind == "array" else start)
+            word += text[start:index] * (kind != "arithmetic")
+            continue
+        if kind in ("word", "join"):
+            word += token[0] * (kind == "word")
+            continue
+        if word and not is_redirected:
+            words.append(word)
+        is_redirected = (is_redirected and not word) if kind == "blank" else False
+        is_redirected |= kind == "redirect" and token["copied"] is None
+        word = ""
+        delimiters += [token["delimiter"]] if kind == "heredoc" else []
+        if kind == "end":
+            if words:
+                yield words
+            words = []
+        if token[0] == "\n":
+            index = _end_of_documents(text, index, delimiters)
+            delimiters = []
+
+
+def _end_of_documents(text: str, index: int, delimiters: list[str]) -> int:
+    """Returns the index behind the here-documents that begin at `index`."""
+    for delimiter in delimiters:
+        end = re.compile(rf"^\t*{re.escape(delimiter)}$", re.MULTILINE).search(text, index)
+        index = end.end() if end else len(text)
+    return index
 
 
 def _end_of_span(text: str, start: int) -> int:

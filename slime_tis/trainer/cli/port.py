@@ -73,12 +73,10 @@ class Ported:
     """A command line under construction."""
 
     flags: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Values by flag, in the script's order."""
     notes: dict[str, list[str]] = field(default_factory=dict)
     """Comments by title."""
     launcher: tuple[str, ...] = ()
     ranks: int = 1
-    """Ranks of torchrun on all nodes."""
     counts: dict[str, int] = field(default_factory=dict)
     """Numbers of the script's flags by outcome."""
 
@@ -101,11 +99,7 @@ class Ported:
 
 
 def port_script(path: str) -> str:
-    """A slime launch script as a command line of train.py, with comments.
-
-    Raises:
-        ValueError: The script cannot be read, or runs no training.
-    """
+    """Returns a slime launch script as a command line of train.py, with comments."""
     ported = port(read_launch(path))
     refusal = _drop_no_ops(ported)
     counted = ", ".join(f"{count} {outcome}" for outcome, count in ported.counts.items())

@@ -24,21 +24,9 @@ YAML_NULLS = ("", "~", "null")
 def read_yaml(
     path: Path | None, overrides: Mapping[str, str], options: Mapping[str, Option], aliases: Mapping[str, str]
 ) -> dict[str, Given]:
-    """Reads the options of a YAML file, with Hydra overrides over its verl blocks.
+    """Reads the options of a YAML file, user functions' included, with Hydra overrides over its verl blocks.
 
-    YAML's own typing is omitted: scalars stay text and are read as a command line's are.
-
-    Args:
-        path: the file; None for overrides alone.
-        overrides: dotted keys of verl's blocks and their text.
-        options: the options there are, by name.
-        aliases: old names of options and the name each one has now.
-
-    Returns:
-        The values by option name, including the options of user functions.
-
-    Raises:
-        ValueError: one line, for a file that is not there or not YAML, a misspelled key or a wrong value.
+    YAML's own typing is omitted: scalars stay text and are read as on the command line.
     """
     document = {} if path is None else _read_document(path)
     place = "" if path is None else f" in {_shown(path)}"
@@ -60,11 +48,7 @@ def read_yaml(
 
 
 def _user_option(label: str, key: str, path: Path | None, known: Sequence[str]) -> Given:
-    """Returns an option that this program does not define, in its YAML type; it belongs to a user function.
-
-    Raises:
-        ValueError: The name resembles an option of this program, or the value is not JSON.
-    """
+    """Returns an option of a user function in its YAML type; refuses misspelled options and values without JSON."""
     match = similar(key, known)
     assert path is not None  # overrides set options of verl's blocks only
     document = yaml.load(path.read_text(encoding="utf-8"), _UserLoader)  # a safe loader; _read_document checked it
@@ -86,10 +70,7 @@ def _read_document(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{place} but there is no such file; give a YAML file.")
     if path.stat().st_size > LARGEST_FILE:
-        raise ValueError(
-            f"{place} but it has {path.stat().st_size} bytes, more than the {LARGEST_FILE} that are read; "
-            "give a file of options."
-        )
+        raise ValueError(f"{place} but it has {path.stat().st_size} bytes; at most {LARGEST_FILE} are read.")
     try:
         document = _Loader(path.read_text(encoding="utf-8")).get_single_data()
     except _Refused as error:
