@@ -20,8 +20,7 @@ from slime_tis.trainer.engines.local.continuous_batching import (
 )
 from slime_tis.trainer.engines.local.routing import RoutingRecorder
 from slime_tis.trainer.engines.local.sampling import filtered_logits, log_softmax, sample_tokens
-from slime_tis.trainer.engines.local.slot_cache import check_config
-from slime_tis.trainer.engines.local.slots import Slot
+from slime_tis.trainer.engines.local.slot_cache import Slot, check_config
 from tests.checkpoints import EOS, SIZES, make_checkpoint
 
 RUN = Sampling(max_response_len=12, temperature=0.9, stop_token_ids=(7,))

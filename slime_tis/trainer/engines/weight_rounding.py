@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from slime_tis.trainer.options.rollout import Rounding
@@ -193,20 +191,16 @@ class WeightRounder:
         """Writes the errors into an unfinished checkpoint; nothing in other modes."""
         if self.rounding != "error-compensated" or self._version is None:
             return
-        tensors = {f"before.{name}": error.cpu() for name, error in self._before.items()}
-        tensors |= {f"after.{name}": error.cpu() for name, error in self._after.items()}
-        save_file(tensors, directory / ROUNDING_ERRORS, metadata={"version": str(self._version)})
+        state = {"version": self._version, "before": self._before, "after": self._after}
+        torch.save(state, directory / ROUNDING_ERRORS)
 
     def load(self, directory: Path, device: torch.device | str) -> None:
         """Restores the errors that `save` wrote; without the file they start again."""
         path = directory / ROUNDING_ERRORS
         if self.rounding != "error-compensated" or not path.exists():
             return
-        with safe_open(str(path), "pt", device=str(device)) as file:
-            self._version = int(file.metadata()["version"])
-            for key in file.keys():  # noqa: SIM118  # safetensors' own method
-                of, name = key.split(".", 1)
-                (self._before if of == "before" else self._after)[name] = file.get_tensor(key)
+        state = torch.load(path, map_location=device, weights_only=True)
+        self._version, self._before, self._after = state["version"], state["before"], state["after"]
 
 
 def rounds(dtype: torch.dtype, precision: Precision) -> bool:

@@ -8,7 +8,6 @@ With changes Δw of the trained weights and Δr of the engine's weights since th
     absorbed = share of the elements with Δw ≠ 0 whose Δr = 0,    received = ⟨Δr, Δw⟩ / ⟨Δw, Δw⟩
 """
 
-import json
 import math
 import random
 from collections.abc import Callable, Iterator
@@ -16,17 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from slime_tis.trainer.engines.engine import SentRows, WeightSource
 from slime_tis.trainer.engines.weight_rounding import Precision, WeightRounder, coarser, round_nearest, rounds
 from slime_tis.trainer.storage.checkpoints import UPDATE_SAMPLES
 
-SAMPLED = 61
+MIN_ROW_STRIDE = 61
 """Every 61st row is sampled; an odd stride does not align with the pattern of heads."""
-MOST_SAMPLED = 65_536
+MAX_SAMPLED_ELEMENTS = 65_536
 """Sampled elements per tensor, unless a single row has more; smaller tensors are checked completely."""
 BLOCKS = 32
 """Blocks of rows and of columns with known changes; a shard of up to `BLOCKS` / 2 ranks contains one."""
@@ -35,9 +32,8 @@ EMBEDDING, OUTPUT_LAYER = "model.embed_tokens.weight", "lm_head.weight"
 
 @dataclass(frozen=True, kw_only=True)
 class SampledRows:
-    """Every `stride`-th row of a tensor, in float32 on the CPU."""
+    """Evenly spaced rows of a tensor, in float32 on the CPU."""
 
-    stride: int
     trained: Tensor
     sent: Tensor
     """The same rows in the engine."""
@@ -143,28 +139,15 @@ class WeightUpdates:
 
     def save_samples(self, directory: Path) -> None:
         """Writes the last version's samples into an unfinished checkpoint, for the metrics of the next update."""
-        tensors = {f"trained.{name}": rows.trained for name, rows in self.sampled.items()}
-        tensors |= {f"sent.{name}": rows.sent for name, rows in self.sampled.items()}
-        shapes = {name: [rows.stride, rows.share, rows.rounded] for name, rows in self.sampled.items()}
-        save_file(tensors, directory / UPDATE_SAMPLES, metadata={"shapes": json.dumps(shapes)})
+        torch.save({name: vars(rows) for name, rows in self.sampled.items()}, directory / UPDATE_SAMPLES)
 
     def load_samples(self, directory: Path, version: int) -> None:
         """Restores the samples of this version; without the file the next update has no metrics."""
         path = directory / UPDATE_SAMPLES
         if not path.exists():
             return
-        with safe_open(str(path), "pt") as file:
-            shapes: dict[str, tuple[int, float, bool]] = json.loads(file.metadata()["shapes"])
-            self.sampled = {
-                name: SampledRows(
-                    stride=stride,
-                    trained=file.get_tensor(f"trained.{name}"),
-                    sent=file.get_tensor(f"sent.{name}"),
-                    share=share,
-                    rounded=rounded,
-                )
-                for name, (stride, share, rounded) in shapes.items()
-            }
+        fields = torch.load(path, map_location="cpu", weights_only=True)
+        self.sampled = {name: SampledRows(**rows) for name, rows in fields.items()}
         self._version = version
 
 
@@ -173,7 +156,6 @@ def sample_rows(weight: Tensor, sent: Tensor, precision: Precision) -> SampledRo
     stride = row_stride(weight)
     trained = weight[::stride].detach().float()
     return SampledRows(
-        stride=stride,
         trained=trained.to("cpu", copy=True),
         sent=round_nearest(sent[::stride].detach(), precision).to("cpu", copy=True),
         share=trained.numel() / weight.numel(),
@@ -183,7 +165,7 @@ def sample_rows(weight: Tensor, sent: Tensor, precision: Precision) -> SampledRo
 
 def checked_rows(name: str, sent: Tensor, precision: Precision, version: int) -> tuple[int, int, Tensor]:
     """First row, stride and rows to compare with the engine: all of a small tensor, else random by version."""
-    stride = 1 if sent.numel() < MOST_SAMPLED else row_stride(sent)
+    stride = 1 if sent.numel() < MAX_SAMPLED_ELEMENTS else row_stride(sent)
     first = random.Random(f"{version} {name}").randrange(min(stride, len(sent)))
     return first, stride, round_nearest(sent[first::stride].detach(), precision).to("cpu", copy=True)
 
@@ -203,7 +185,7 @@ def block_sums(weight: Tensor) -> Tensor:
 
 
 def row_stride(weight: Tensor) -> int:
-    """Distance of sampled rows: SAMPLED, or more if that samples too many elements."""
+    """Distance of sampled rows: MIN_ROW_STRIDE, or more if that samples too many elements."""
     width = weight.numel() // len(weight)
-    rows = max(MOST_SAMPLED // width, 1)
-    return max(SAMPLED, -(-len(weight) // rows) | 1)
+    rows = max(MAX_SAMPLED_ELEMENTS // width, 1)
+    return max(MIN_ROW_STRIDE, -(-len(weight) // rows) | 1)

@@ -16,8 +16,8 @@ from slime_tis.files import free_name
 from slime_tis.trainer.storage.directories import SAFETENSORS_PARTIAL, exchange, remove_files
 
 TRAINER_STATE, MANIFEST = "trainer_state.json", "SHA256SUMS"
-ROLLOUT_WEIGHTS, ROUNDING_ERRORS = "rollout_weights.safetensors", "weight_rounding_errors.safetensors"
-UPDATE_SAMPLES = "weight_update_samples.safetensors"
+ROLLOUT_WEIGHTS, ROUNDING_ERRORS = "rollout_weights.safetensors", "weight_rounding_errors.pt"
+UPDATE_SAMPLES = "weight_update_samples.pt"
 """Files of a checkpoint in addition to megatron-core's."""
 NAME = re.compile(r"iter_([0-9]{1,18})")
 LEFT_OVER = re.compile(r"\.iter_[0-9]{1,18}\.(unfinished|removed)")

@@ -34,8 +34,7 @@ from slime_tis.trainer.data.sampling_mask import SamplingMask
 from slime_tis.trainer.engines.generation import Generation, Request, StopStrings, request_uniforms, response_text
 from slime_tis.trainer.engines.local.routing import RoutingRecorder
 from slime_tis.trainer.engines.local.sampling import sample_tokens
-from slime_tis.trainer.engines.local.slot_cache import SlotCache, Window
-from slime_tis.trainer.engines.local.slots import Counts, Slot, Work
+from slime_tis.trainer.engines.local.slot_cache import Counts, Slot, SlotCache, Window, Work
 
 BLOCK = 32
 """Least tokens by which slots grow. Long slots grow by a quarter at most, because growing copies the cache."""
