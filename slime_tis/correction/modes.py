@@ -8,6 +8,7 @@ IcePop) for the mask.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -185,6 +186,7 @@ def _items(text: str | float | None) -> list[str]:
     return [item.strip() for item in str("" if text is None else text).split(",") if item.strip()]
 
 
+@lru_cache
 def _criterion(name: str, spec: str) -> Criterion:
     aggregation, divergence = CRITERIA[name]
     is_ratio = divergence == "k1"

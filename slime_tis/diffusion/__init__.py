@@ -3,8 +3,12 @@
 from slime_tis.diffusion.diagnostics import Diagnostics
 from slime_tis.diffusion.losses import DiffusionLoss, diffusion_loss, flow_grpo, policy_gradient
 from slime_tis.diffusion.sde import gaussian_log_prob, sde_step
-from slime_tis.diffusion.statistics import StepStatistics
-from slime_tis.diffusion.trajectories import TrajectoryCorrection, apply_bypass_mode, correct_trajectories
+from slime_tis.diffusion.trajectories import (
+    StepStatistics,
+    TrajectoryCorrection,
+    apply_bypass_mode,
+    correct_trajectories,
+)
 
 __all__ = [
     "Diagnostics",

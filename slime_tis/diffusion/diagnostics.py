@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from slime_tis.alarm import Alarm
 from slime_tis.correction import RolloutCorrectionConfig
-from slime_tis.diffusion.statistics import prefix_of
+from slime_tis.diffusion.trajectories import prefix_of
 
 REJECTED_SHARE = 0.05
 """Share of sequences rejected above which training is on a selected set."""

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from slime_tis.correction import THIS_CALL, GlobalBatch, RolloutCorrectionConfig
-from slime_tis.diffusion.statistics import StepStatistics
-from slime_tis.diffusion.trajectories import check_shapes, correct_trajectories
+from slime_tis.diffusion.trajectories import StepStatistics, check_shapes, correct_trajectories
 from slime_tis.policy.losses import ppo_clip, reinforce
 
 CLIP_RANGE = 1e-3
@@ -120,23 +119,26 @@ def diffusion_loss(
     advantage = _per_step(advantages, log_probs)
     statistics = None
     if config.use_rollout_logprobs:
-        _refuse_weights(weights, mask)
-        found = correct_trajectories(
-            config,
-            log_probs,
-            old_log_probs,
-            timesteps=timesteps,
-            latent_dims=latent_dims,
-            global_batch=global_batch,
+        if weights is not None or mask is not None:
+            raise ValueError(
+                "weights or mask are given, but with --use-rollout-logprobs the correction is made inside the loss and "
+                "would be applied twice; remove them, or recompute log π_old and remove the flag."
+            )
+        acting = correct_trajectories(
+            config, log_probs, old_log_probs, timesteps=timesteps, latent_dims=latent_dims, global_batch=global_batch
         )
-        weights, mask, statistics = found.weights, found.mask, found.statistics
+        weights, mask, statistics = acting.weights, acting.mask, acting.statistics
     else:
-        weights, mask = _given(config, weights, mask, log_probs)
+        weights, mask = _decoupled(config, weights, mask, log_probs)
 
-    current, old = _usable(log_probs, old_log_probs, mask)
+    # A rejected or non-finite step gets ratio 1 before any arithmetic: a NaN behind a mask would poison the gradient.
+    current = torch.where(mask, log_probs, log_probs.detach().nan_to_num())
+    old = torch.where(mask & old_log_probs.isfinite(), old_log_probs.detach(), current.detach())
     loss_BT, clipped_BT = LOSSES[config.policy_loss](current, old, advantage, clip_range=clip_range)
     numerator = torch.where(mask, loss_BT * weights.to(loss_BT.dtype), 0.0).sum()
     accepted, steps = mask.sum(), torch.ones_like(mask).sum()
+    log_ratio_BT = current.detach() - old
+    terms = {"clipped": clipped_BT, "kl": -log_ratio_BT, "ratio": log_ratio_BT.exp()}
     denominator = accepted if config.rejection_normalizer == "kept" else steps
     return DiffusionLoss(
         loss=numerator / denominator.clamp_min(1),
@@ -144,23 +146,9 @@ def diffusion_loss(
         denominator=denominator,
         accepted_steps=accepted,
         steps=steps,
-        sums=_sums(current.detach() - old, clipped_BT, mask),
+        sums={name: torch.where(mask, value, 0.0).sum() for name, value in terms.items()},
         statistics=statistics,
     )
-
-
-def _usable(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """log π_θ and log π_old with a ratio of 1 where a step is rejected or not finite.
-
-    That is done before any arithmetic: a NaN behind a mask would still poison the gradient.
-    """
-    current = torch.where(mask, log_probs, log_probs.detach().nan_to_num())
-    return current, torch.where(mask & old_log_probs.isfinite(), old_log_probs.detach(), current.detach())
-
-
-def _sums(log_ratio_BT: Tensor, clipped_BT: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    terms = {"clipped": clipped_BT, "kl": -log_ratio_BT, "ratio": log_ratio_BT.exp()}
-    return {name: torch.where(mask, value, 0.0).sum() for name, value in terms.items()}
 
 
 def _per_step(advantages: Tensor, log_probs: Tensor) -> Tensor:
@@ -175,15 +163,7 @@ def _per_step(advantages: Tensor, log_probs: Tensor) -> Tensor:
     return advantages.detach()[:, None].expand_as(log_probs)
 
 
-def _refuse_weights(weights: Tensor | None, mask: Tensor | None) -> None:
-    if weights is not None or mask is not None:
-        raise ValueError(
-            "weights or mask are given, but with --use-rollout-logprobs the correction is made inside the loss and "
-            "would be applied twice; remove them, or recompute log π_old and remove the flag."
-        )
-
-
-def _given(
+def _decoupled(
     config: RolloutCorrectionConfig, weights: Tensor | None, mask: Tensor | None, log_probs: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Returns the weights and mask of the decoupled correction; ones without a correction."""
