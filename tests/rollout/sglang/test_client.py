@@ -141,14 +141,6 @@ def test_a_router_has_requests_aborted_where_they_are() -> None:
 
 
 @pytest.mark.parametrize(
-    "endpoint", ["/pause_generation", "/flush_cache", "/abort_request"], ids=["JSON", "text", "nothing"]
-)
-def test_posts_take_json_text_and_nothing(fake: FakeSGLang, endpoint: str) -> None:
-    ask(fake, lambda server: server.post(endpoint, {"rid": "x"}))
-    assert fake.calls == [f"POST {endpoint}"]
-
-
-@pytest.mark.parametrize(
     ("name", "message"),
     [
         ("error_400", "max_new_tokens"),
@@ -256,7 +248,7 @@ def test_workers() -> None:
     assert found == ("http://10.0.0.5:30000", "http://10.0.0.6:30000")
 
 
-NOT_A_ROUTER = f"{ROUTER} does not answer as an SGLang router. Check --sglang-router-ip and --sglang-router-port, or"
+NOT_A_ROUTER = f"unknown: {ROUTER}.* Check --sglang-router-ip and --sglang-router-port, or"
 
 
 @pytest.mark.parametrize(

@@ -235,16 +235,6 @@ def test_a_sample_whose_experts_cannot_be_has_none_and_the_first_is_reported(
     assert run.engine.metrics()["rollout/sglang_malformed_responses"] == 0
 
 
-def test_an_answer_beyond_all_bounds_is_not_read_and_asked_for_again(start: Callable[..., Run]) -> None:
-    run = start(1)
-    run.servers[0].faults.append(with_field("A" * 2_000_000))
-    groups = run.engine.generate(LATE[:1], SAMPLING, seed=0)
-    assert_exact(groups, LATE[:1])
-    for sample in flat(groups):
-        assert_experts(sample)
-    assert run.engine.metrics()["rollout/sglang_malformed_responses"] == 1
-
-
 def test_servers_without_the_flag_are_refused_at_the_start(start: Callable[..., Run]) -> None:
     def prepare(servers: list[FakeSGLang]) -> None:
         servers[1].returns_experts = False

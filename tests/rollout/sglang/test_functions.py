@@ -73,14 +73,6 @@ def test_functions_ask_servers_over_several_turns(start: Callable[..., Run]) -> 
     assert all(server.requests for server in run.servers)
 
 
-def test_failures_of_servers_are_tried_again_unnoticed(start: Callable[..., Run]) -> None:
-    run = start(1)
-    run.servers[0].faults.extend([500, "drop", 429])
-    for sample in flat(run.engine.submit_function(PROMPTS[:3], two_turns, RUN, concurrency=9).result()):
-        assert_two_turns(sample)
-    assert run.engine.metrics()["rollout/sglang_retries"] == 3
-
-
 def test_a_rollout_without_servers_ends_though_functions_swallow_it(start: Callable[..., Run]) -> None:
     run = start(1, sglang_max_retries=1)
     run.servers[0].faults.extend([500] * 100)
@@ -196,22 +188,6 @@ def test_a_stop_string_may_span_two_requests(start: Callable[..., Run]) -> None:
     assert (answer.finish_reason, answer.text) == ("stop", text_of(expected[: end - 3]))
     assert answer.weight_versions == [0] * 5 + [1] * (end - 5)
     assert run.requests[-1]["sampling_params"]["stop"] == [stop]
-
-
-def test_a_cancelled_request_is_aborted_on_its_server(start: Callable[..., Run]) -> None:
-    run = start(1)
-
-    async def hurried(sample, engine):
-        asked = asyncio.create_task(engine.generate(sample.tokens))
-        await until(lambda: run.num_held)
-        asked.cancel()
-        await asyncio.gather(asked, return_exceptions=True)
-        return [sample]
-
-    with held(run, 3):
-        run.engine.submit_function(LATE[:1], hurried, Sampling(max_response_len=9), concurrency=1).result()
-        wait_until(lambda: not run.servers[0].live)
-    assert run.servers[0].aborted == {run.requests[0]["rid"]}
 
 
 def test_limits_end_an_answer_and_an_input_without_space_is_not_sent(start: Callable[..., Run]) -> None:

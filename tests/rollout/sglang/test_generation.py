@@ -140,15 +140,6 @@ def test_close_ends_what_is_in_flight(start: Callable[..., Run], caplog: pytest.
     assert not [record for record in caplog.records if record.name == "asyncio"]
 
 
-def test_rollouts_that_ended_are_let_go(start: Callable[..., Run]) -> None:
-    run = start(1)
-    assert_exact(run.engine.generate(PROMPTS[:2], SAMPLING, seed=0), PROMPTS[:2])
-    run.servers[0].faults.append(400)
-    with pytest.raises(RolloutUnavailable):
-        run.engine.generate(PROMPTS[:2], SAMPLING, seed=0)
-    wait_until(lambda: not run.engine._servers.rollouts)
-
-
 def test_a_config_json_that_cannot_be_read_is_named(tmp_path: Path, checkpoint: Path) -> None:
     shutil.copytree(checkpoint, tmp_path / "model")
     (tmp_path / "model/config.json").write_text("{")

@@ -22,7 +22,6 @@ from tests.rollout.sglang.fake_sglang import (
     log_prob,
     recorded,
     sampled_from,
-    spoiled,
 )
 from tests.rollout.sglang.rollouts import LATE, PROMPTS, Run, flat
 
@@ -152,13 +151,6 @@ def test_their_bias_may_be_allowed_and_then_no_sets_are_asked_for(
     assert {(body["sampling_params"]["top_p"], "return_sampling_mask" in body) for body in run.requests} == {
         (0.9, False)
     }
-
-
-def test_an_answer_without_sets_is_asked_for_again(start: Start) -> None:
-    run = start(1, sampling=TRUNCATED)
-    run.servers[0].faults.append(spoiled(lambda answer: answer["meta_info"].pop("output_token_sampling_mask")))
-    assert all(sample.sampling_mask for sample in flat(run.engine.generate(PROMPTS[:1], TRUNCATED)))
-    assert run.engine.metrics()["rollout/sglang_malformed_responses"] == 1
 
 
 @pytest.mark.parametrize("recorded_before", [True, False], ids=["with sets", "of an older checkpoint"])

@@ -1,7 +1,6 @@
 """Starts servers of `weight_server.py` and talks to them from a test."""
 
 import asyncio
-import hashlib
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -72,13 +71,8 @@ def with_clients(
     return asyncio.run(run())
 
 
-def digest(tensor: Tensor) -> list[Any]:
-    raw = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
-    return [str(tensor.dtype), list(tensor.shape), hashlib.sha256(raw).hexdigest()]
-
-
 def digests(named: dict[str, Tensor]) -> dict[str, Any]:
-    return {name: digest(tensor) for name, tensor in named.items()}
+    return {name: weight_server.digest(tensor) for name, tensor in named.items()}
 
 
 def some_weights(seed: int) -> dict[str, Tensor]:

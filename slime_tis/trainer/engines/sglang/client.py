@@ -21,7 +21,7 @@ import httpx
 
 from slime_tis.errors import one_line, quoted
 from slime_tis.trainer.engines.sglang import schema
-from slime_tis.trainer.engines.sglang.schema import ExpertLayout, GenerateRequest, InvalidAnswer
+from slime_tis.trainer.engines.sglang.schema import AnswerT, ExpertLayout, GenerateRequest, InvalidAnswer
 from slime_tis.trainer.engines.tasks import BackgroundTasks, cancel_and_wait
 from slime_tis.trainer.options.sglang import normalized_url
 
@@ -118,30 +118,20 @@ class Server:
 
     async def info(self) -> schema.ServerInfo:
         """Returns the server's description."""
-        with self._reading("/server_info"):
-            return schema.parse(schema.ServerInfo, await self._request("GET", "/server_info", timeout=self.timeout))
+        return await self._get("/server_info", schema.ServerInfo)
 
     async def weight_version(self) -> str | None:
         """The name of the server's weights; "default" for the initial weights."""
-        with self._reading("/model_info"):
-            return schema.parse(
-                schema.ModelInfo, await self._request("GET", "/model_info", timeout=self.timeout)
-            ).weight_version
+        return (await self._get("/model_info", schema.ModelInfo)).weight_version
 
     async def worker_urls(self) -> tuple[str, ...]:
         """Returns the URLs of a router's servers; raises ValueError if the router refuses or lists none."""
         try:
-            workers = schema.parse(
-                schema.ControlAnswer, await self._request("GET", "/workers", timeout=self.timeout)
-            ).workers
-            if workers is None:
-                raise InvalidAnswer("it has no workers")
+            workers = (await self._get("/workers", schema.ControlAnswer)).workers or ()
             # Routers append @RANK to the URL of a data-parallel rank.
             urls = tuple(dict.fromkeys(normalized_url(re.sub(r"@\d+$", "", each.url)) for each in workers))
-        except (SGLangError, InvalidAnswer, ValueError) as error:
-            problem = (
-                str(error) if isinstance(error, SGLangError) else f"{self.url} does not answer as an SGLang router."
-            )
+        except (SGLangError, ValueError) as error:
+            problem = str(error) if isinstance(error, SGLangError) else f"{self.url} lists an invalid URL."
             raise ValueError(
                 f"the servers of the SGLang router are unknown: {problem} Check --sglang-router-ip and "
                 "--sglang-router-port, or name the servers with --sglang-url."
@@ -235,6 +225,10 @@ class Server:
         if 400 <= status < 500 and status not in RETRIED_STATUS:
             raise RequestRefused(f"{message}.", status)
         raise ServerError(f"{message}.")
+
+    async def _get(self, endpoint: str, answer: type[AnswerT]) -> AnswerT:
+        with self._reading(endpoint):
+            return schema.parse(answer, await self._request("GET", endpoint, timeout=self.timeout))
 
     @contextmanager
     def _reading(self, endpoint: str) -> Iterator[None]:

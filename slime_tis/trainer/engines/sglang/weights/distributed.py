@@ -26,7 +26,7 @@ from slime_tis.trainer.options.sglang import SGLangConfig, is_loopback
 
 @dataclass(eq=False, kw_only=True)
 class DistributedSync:
-    """Broadcasts weights to the servers in protocol.buckets, over NCCL from a GPU and gloo from a CPU."""
+    """Broadcasts weights to the servers in buckets, over NCCL from a GPU and gloo from a CPU."""
 
     device: torch.device | str
     """Sending device; tensors are moved to it one bucket at a time."""
@@ -111,7 +111,7 @@ class DistributedSync:
             "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in bucket.tensors],
             "shapes": [list(tensor.shape) for tensor in bucket.tensors],
             "group_name": group.name,
-            "flush_cache": False,  # the protocol.pause emptied it
+            "flush_cache": False,  # the pause emptied it
         }
         if bucket.last:
             body["weight_version"] = str(version)
