@@ -36,18 +36,6 @@ def test_the_command_is_accepted(tmp_path: Path) -> None:
     assert got.correction.is_bounds[1] == 2.0 and got.correction.rs_z_score == 3.0
 
 
-def test_the_sglang_commands_are_accepted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (commands,) = [block for block in blocks("") if "sglang-env" in block]
-    targets = re.findall(r"^make ([\w-]+)", commands, re.M)
-    makefile = (ROOT / "Makefile").read_text()
-    assert targets == ["sglang-env", "data"] and all(re.search(rf"^{t}:", makefile, re.M) for t in targets)
-    (path,) = re.findall(r"train.py --custom-config-path (\S+)$", commands, re.M)
-    make_task(tmp_path / "data/sort_digits")
-    monkeypatch.chdir(tmp_path)
-    got = configure(["--custom-config-path", str(ROOT / path)], {})
-    assert got.sglang.sglang_launch == 1 and got.rollout.rollout_lookahead == 1
-
-
 def test_the_slime_flags_name_a_function_that_is_there() -> None:
     from slime_tis.user_functions import load_function
 

@@ -3,7 +3,6 @@
 import ctypes
 import os
 import resource
-import signal
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
@@ -13,32 +12,13 @@ from typing import Any
 
 import pytest
 
-from tests.faults.forked import ForkedRun, run_forked
-from tests.faults.test_signals import HANG, prints, until
-from tests.runs import ROOT, make_task, read_metrics, training_metrics
+from tests.faults.forked import run_forked
+from tests.runs import ROOT, make_task, read_metrics
 
 NOBODY = 65534
 CLONE_NEWNS = 0x00020000  # linux/sched.h
 NAMESPACES = os.geteuid() == 0 and subprocess.run(["unshare", "-m", "true"], check=False).returncode == 0
 needs_root = pytest.mark.skipif(not NAMESPACES, reason="needs root with mount namespaces")
-EPISODE = """
-import asyncio, pathlib
-
-calls = 0
-
-async def generate(args, sample, sampling_params, engine):
-    global calls
-    calls += 1
-    stops = calls == 20
-    output = await engine.generate(sample.tokens, {**sampling_params, "max_new_tokens": 4})
-    sample.append_response_tokens(args, tokens=output.token_ids, log_probs=output.log_probs, text=output.text)
-    if stops and pathlib.Path(__file__).with_name("wait").exists():
-        print("in an episode", flush=True)
-        await asyncio.sleep(1000)
-    output = await engine.generate(sample.tokens, {**sampling_params, "max_new_tokens": 4})
-    sample.append_response_tokens(args, tokens=output.token_ids, log_probs=output.log_probs, text=output.text)
-    return sample
-"""
 
 
 @pytest.fixture
@@ -88,19 +68,3 @@ def test_a_low_limit_of_open_files_is_named(limit: int, tmp_path: Path) -> None:
     outcome = run_forked([*make_task(tmp_path), "--output-dir", str(tmp_path / "run")], tmp_path / "log", before=enter)
     assert (outcome.status, outcome.traceback) == (1, False), outcome.error
     assert "ulimit -n" in outcome.error
-
-
-def test_a_run_that_is_stopped_in_an_episode_resumes_bitwise(tmp_path: Path) -> None:
-    (tmp_path / "agent.py").write_text(EPISODE)
-    flags = [*make_task(tmp_path), "--custom-generate-function-path", f"{tmp_path / 'agent.py'}:generate"]
-    assert run_forked([*flags, "--output-dir", str(tmp_path / "whole")], tmp_path / "log").status == 0
-    flags += ["--save", str(tmp_path / "save"), "--load", str(tmp_path / "save"), "--output-dir", str(tmp_path / "run")]
-    (tmp_path / "wait").touch()
-    run = ForkedRun(flags, tmp_path / "log")
-    until(prints(run, "in an episode"), run, HANG)
-    run.kill(signal.SIGTERM)
-    assert run.wait(HANG).status == 128 + signal.SIGTERM
-    (tmp_path / "wait").unlink()
-    assert run_forked(flags, tmp_path / "log").status == 0
-    whole, resumed = (list(map(training_metrics, read_metrics(tmp_path / name))) for name in ("whole", "run"))
-    assert len(whole) == 3 and resumed == whole

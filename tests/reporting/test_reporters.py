@@ -1,16 +1,8 @@
 """What the reporters really write, read back by the programs that read it."""
 
-import fcntl
 import json
 import math
-import os
-import pty
 import resource
-import struct
-import subprocess
-import sys
-import termios
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -127,40 +119,6 @@ def test_a_run_leaves_its_files_and_prints_its_lines(tmp_path, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         *("config.yaml", "metrics.jsonl", "run.json", "summary.png")
     ]
-
-
-PROGRAM = """
-import sys
-from slime_tis.trainer.options.reporting import ReportingConfig
-from slime_tis.trainer.reporting.reporters import Console
-console = Console(3, progress=sys.argv[1] == "on")
-for step in (1, 2, 3):
-    console.log({"rollout/raw_reward": step / 4}, step)
-console.close()
-"""
-
-
-@pytest.mark.parametrize("progress", ["on", "off"])
-def test_progress_bar_on_a_terminal_does_not_tear_the_lines(progress):
-    screen = _run_on_a_terminal([sys.executable, "-c", PROGRAM, progress])
-    assert ("/3 [" in screen) == (progress == "on")
-    lines = [line.rsplit("\r", 1)[-1] for line in screen.replace("\r\n", "\n").split("\n") if "reward" in line]
-    assert lines == ["step 1/3  reward 0.250", "step 2/3  reward 0.500", "step 3/3  reward 0.750"]
-
-
-def _run_on_a_terminal(command):
-    """Everything a command writes to a pseudo-terminal."""
-    controller, terminal = pty.openpty()
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
-    process = subprocess.Popen(command, stdout=terminal, stderr=terminal, cwd=ROOT)
-    os.close(terminal)
-    written = b""
-    with suppress(OSError):  # the other end is closed
-        while piece := os.read(controller, 4096):
-            written += piece
-    os.close(controller)
-    assert process.wait() == 0
-    return written.decode()
 
 
 def test_wandb_that_is_not_installed_is_one_message(monkeypatch):
