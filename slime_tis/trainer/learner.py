@@ -81,11 +81,6 @@ class Learner:
     def _uses_rollout_routing(self) -> bool:
         return self.rollout.use_rollout_routing_replay or self.rollout.measure_routing_mismatch is not None
 
-    @property
-    def has_stepped(self) -> bool:
-        """Whether a step was made on the current rollout."""
-        return self.step > self._old_version
-
     def train(
         self, groups: Sequence[Sequence[Sample]], user_advantages: Sequence[float] | None = None
     ) -> list[dict[str, float]]:
@@ -383,7 +378,8 @@ class Learner:
         correction, tokens = self.correction, batch.responses
         if not needs_global_batch(correction):
             return GlobalBatch()
-        weights_old_policy = uses_recomputed_old_policy(correction, self.steps_per_rollout) or not self.has_stepped
+        weights_old_policy = uses_recomputed_old_policy(correction, self.steps_per_rollout)
+        weights_old_policy |= self.step == self._old_version  # no step was made on the rollout
         if weights_old_policy and tokens.old_log_probs_L is not None:
             train_L = tokens.old_log_probs_L
         else:  # the weights follow π_θ, which changes with every step
